@@ -1,0 +1,44 @@
+# make quickstart   install, run the whole pipeline on real images, say where the report is
+# make test         install, run all tests
+# make check        install, lint, types
+# make install      DEVICE=cpu|cuda (found out when not given); TORCH_INDEX=URL takes torch from another index
+SHELL := bash
+.SHELLFLAGS := -euo pipefail -c
+PYTHON ?= python3
+BIN := .venv/bin
+export PYTHON DEVICE TORCH_INDEX
+
+.PHONY: quickstart test test-fast test-faults check format install benchmarks clean
+
+quickstart: install
+	$(BIN)/vitflow run quickstart
+
+test: install
+	$(BIN)/pytest
+
+test-fast: install
+	$(BIN)/pytest -m "not ray and not slow"
+
+test-faults: install  # the long form of the random kills
+	VITFLOW_FAULT_ROUNDS=$${VITFLOW_FAULT_ROUNDS:-20} $(BIN)/pytest tests/end_to_end/test_faults.py
+
+check: install
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: install
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+install: .venv/installed
+
+.venv/installed: pyproject.toml constraints.txt infra/install.sh
+	bash infra/install.sh
+	touch $@
+
+benchmarks: install
+	$(BIN)/python benchmarks/pipeline_overhead.py
+
+clean:
+	rm -rf .venv build *.egg-info

@@ -1,0 +1,191 @@
+"""A stage's key: what makes two runs of a stage the same. Plus the digests of sources and of code.
+
+    key = sha256(canonical JSON {job, the job's VERSION, identity fields, content digests of the inputs})
+
+A source is known by the sha256 of its files' contents and their names relative to its root; where it lies, and when
+its files were touched, does not matter. Code does not enter the key: its digest is recorded beside the result, so
+that a change can be told.
+"""
+
+from __future__ import annotations
+
+import ast
+import hashlib
+import json
+import math
+import os
+from collections.abc import Iterable, Mapping
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from pipelines.spec import AnyStage, Frozen, Ingest, RecipeError
+
+PROJECT = Path(__file__).resolve().parent.parent
+CODE_PACKAGES = ("ray_jobs", "vit_model")  # pipelines only carries values, and every value is in the key
+
+
+def canonical_json(value: Any) -> str:
+    """The one spelling of a value in every process.
+
+    Raises:
+        TypeError: a value that has no such spelling (a set, NaN, an object); nothing falls back to `str()`.
+    """
+    _check_canonical(value)
+    return json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
+
+
+def _check_canonical(value: Any) -> None:
+    if isinstance(value, Mapping):
+        for key, item in value.items():
+            if not isinstance(key, str):
+                raise TypeError(f"a key of a mapping must be a string, not {key!r}")
+            _check_canonical(item)
+    elif isinstance(value, list | tuple):
+        for item in value:
+            _check_canonical(item)
+    elif isinstance(value, float):
+        if not math.isfinite(value):
+            raise TypeError(f"{value!r} has no canonical spelling")
+    elif value is not None and type(value) not in (str, int, bool):
+        raise TypeError(f"{value!r} of type {type(value).__name__} has no canonical spelling")
+
+
+def sha256(text: str) -> str:
+    """Hex sha256 of a text."""
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def identity_fields(config: Frozen) -> dict[str, Any]:
+    """The fields that change the result: everything but execution fields and the names of inputs."""
+    fields: dict[str, Any] = {}
+    for name, info in type(config).model_fields.items():
+        extra = info.json_schema_extra if isinstance(info.json_schema_extra, dict) else {}
+        if extra.get("execution") or "input" in extra:
+            continue
+        value = getattr(config, name)
+        fields[name] = identity_fields(value) if isinstance(value, Frozen) else value
+    return fields
+
+
+def execution_fields(config: AnyStage) -> dict[str, Any]:
+    """The fields that only say where and how fast."""
+    marked = {
+        name for name, info in type(config).model_fields.items()
+        if isinstance(info.json_schema_extra, dict) and info.json_schema_extra.get("execution")
+    }  # fmt: skip
+    return config.model_dump(mode="json", include=marked)
+
+
+def stage_key(config: AnyStage, inputs: Mapping[str, Any], source: str | None) -> str:
+    """The key of a stage.
+
+    Args:
+        config: the stage.
+        inputs: field -> content digest of the artifact that it names, or the list of them.
+        source: the fingerprint of an ingest's source, else None.
+    """
+    assert (source is not None) == isinstance(config, Ingest)
+    return sha256(canonical_json({
+        "job": config.job, "version": config.VERSION, "fields": identity_fields(config), "inputs": dict(inputs),
+        "source": source,
+    }))  # fmt: skip
+
+
+def successor_key(key: str, nonce: str) -> str:
+    """The key of the artifact that `--force` puts in the place of another."""
+    return sha256(canonical_json({"replaces": key, "nonce": nonce}))
+
+
+# ------------------------------------------------------------------------------------------------- fingerprints
+
+
+def source_fingerprint(config: Ingest) -> str:
+    """The fingerprint of an ingest's source: the names and contents of its files.
+
+    Raises:
+        RecipeError: the source has no files, or one can't be read.
+    """
+    files = list(config.source.files())
+    if not files:
+        raise RecipeError(f"source: {config.source.kind} has no files")
+    return files_fingerprint(files)
+
+
+def files_fingerprint(files: Iterable[tuple[str, Path]]) -> str:
+    """sha256 over (name, sha256 of the contents), contents remembered by (device, inode, size, mtime, ctime)."""
+    known = _read_digest_cache()
+    fresh: dict[str, str] = {}
+    lines = []
+    for name, path in files:
+        try:
+            status = path.stat()
+            identity = (
+                f"{status.st_dev}:{status.st_ino}:{status.st_size}:{status.st_mtime_ns}:{status.st_ctime_ns}"
+            )
+            digest = known.get(identity)
+            if digest is None:
+                with path.open("rb") as file:
+                    digest = hashlib.file_digest(file, "sha256").hexdigest()
+                fresh[identity] = digest
+        except OSError as error:
+            raise RecipeError(f"{path}: {error.strerror}") from None
+        lines.append([name, digest])
+    if fresh:
+        _write_digest_cache(known | fresh)
+    return sha256(canonical_json(sorted(lines)))
+
+
+def cache_folder() -> Path:
+    """The user's cache folder of vitflow."""
+    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(base) / "vitflow"
+
+
+def _read_digest_cache() -> dict[str, str]:
+    try:
+        return dict(json.loads((cache_folder() / "file-digests.json").read_text()))
+    except (FileNotFoundError, ValueError, TypeError):
+        return {}  # a cache: without it files are read again
+
+
+def _write_digest_cache(digests: dict[str, str]) -> None:
+    folder = cache_folder()
+    folder.mkdir(parents=True, exist_ok=True)
+    temporary = folder / f"file-digests.{os.getpid()}.tmp"
+    temporary.write_text(json.dumps(digests))
+    temporary.replace(folder / "file-digests.json")
+
+
+# ------------------------------------------------------------------------------------------------- code
+
+
+@cache
+def code_digest(job: str) -> str:
+    """sha256 over the files that `ray_jobs.<job>` imports from this project, itself included, at any depth."""
+    return sha256(canonical_json([[name, hashlib.sha256(PROJECT.joinpath(name).read_bytes()).hexdigest()]
+                                  for name in import_closure(job)]))  # fmt: skip
+
+
+def import_closure(job: str) -> list[str]:
+    """The project's files that a job's module imports, found without importing anything."""
+    pending, found = [PROJECT / "ray_jobs" / f"{job}.py"], set()
+    while pending:
+        path = pending.pop()
+        if path not in found:
+            found.add(path)
+            pending += _imported_files(path)
+    return sorted(path.relative_to(PROJECT).as_posix() for path in found)
+
+
+@cache
+def _imported_files(path: Path) -> tuple[Path, ...]:
+    names: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_bytes(), filename=str(path))):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            names |= {node.module} | {f"{node.module}.{alias.name}" for alias in node.names}
+    files = (PROJECT.joinpath(*name.split(".")) for name in names if name.split(".")[0] in CODE_PACKAGES)
+    return tuple(file for module in files for file in (module.with_suffix(".py"), module / "__init__.py")
+                 if file.is_file())  # fmt: skip

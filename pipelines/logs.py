@@ -1,0 +1,61 @@
+"""What a run's stages said: from the attempt where the log was copied to, or from the cluster while it runs."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+from pipelines.cluster import ClusterUnreachable
+from pipelines.local_ray import connect_running
+from pipelines.runner import run_status
+from pipelines.spec import RecipeError, nearest
+from pipelines.store import Attempt, Layout, Store, last_attempt
+
+
+def show_logs(store: Store, run: str, stage: str | None, follow: bool, write: Callable[[str], None]) -> None:
+    """Write the log lines of one stage or all; with `follow`, go on until they have ended.
+
+    Raises:
+        RecipeError: the run has no such stage.
+    """
+    shown: set[str] = set()
+    while True:
+        stages = run_status(store, run)["stages"]
+        names = [entry["stage"] for entry in stages]
+        if stage is not None and stage not in names:
+            raise RecipeError(f"{run} has no stage {stage!r}{nearest(stage, names)}")
+        for entry in stages:
+            if entry["stage"] not in shown and (stage is None or entry["stage"] == stage) and "key" in entry:
+                shown.add(entry["stage"])
+                _show_stage(store, entry, follow, write)
+        ended = {"SUCCEEDED", "CACHED", "FAILED", "STOPPED", "SKIPPED"}
+        if not follow or all(entry["status"] in ended for entry in stages if stage is None or entry["stage"] == stage):
+            return
+        time.sleep(0.5)
+
+
+def _show_stage(store: Store, entry: dict[str, Any], follow: bool, write: Callable[[str], None]) -> None:
+    """One stage: its newest attempt's log."""
+    job = next(job for job in store.names("artifacts") if entry["key"] in store.names(f"artifacts/{job}"))
+    attempt = last_attempt(store, job, entry["key"])
+    if attempt is None:
+        return
+    write(f"--- {entry['stage']} (attempt {attempt.number}, {entry['status']})")
+    saved = store.read(f"{Layout.attempt(job, attempt.key, attempt.number)}/log.txt")
+    if saved is not None:
+        write(saved.decode(errors="replace").rstrip("\n"))
+    else:
+        _show_live(attempt, follow, write)
+
+
+def _show_live(attempt: Attempt, follow: bool, write: Callable[[str], None]) -> None:
+    try:
+        cluster = connect_running(attempt.cluster_address)
+        if follow:
+            cluster.follow_logs(attempt.submission_id, write, threading.Event())
+        else:
+            write(cluster.logs(attempt.submission_id).rstrip("\n"))
+    except ClusterUnreachable as error:
+        write(f"(no log: it was not copied yet, and the cluster does not answer: {error})")

@@ -1,0 +1,433 @@
+"""The driver: walks the DAG, submits each ready stage as a Ray job, follows it, and keeps no state of its own.
+
+Everything that must survive is in the store before it is acted on: kill the driver anywhere, give the same command,
+and it goes on from what it finds. The rules are those of "Running" in the README: an attempt is written before it is
+submitted; Ray takes a submission id once; a job that the same cluster does not know is submitted again under the same
+id; a job of a cluster that is gone is LOST and followed by the next attempt; a manifest beats every status.
+"""
+
+from __future__ import annotations
+
+import secrets
+import shlex
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from typing import Any, Protocol
+
+from pipelines import identity, plan
+from pipelines.cluster import Cluster, ClusterUnreachable
+from pipelines.plan import PlannedStage
+from pipelines.spec import Pipeline, parse_pipeline
+from pipelines.store import (
+    Attempt,
+    Layout,
+    Manifest,
+    Store,
+    add_event,
+    create_attempt,
+    create_run,
+    last_attempt,
+    now,
+    read_events,
+    read_manifest,
+    read_plan,
+    stop_wished,
+    wish_stop,
+)
+
+ATTEMPTS = 3  # a command makes at most this many attempts at a stage
+BACKOFF_SECONDS = 1.0  # before the second attempt; doubles
+POLL_SECONDS = 0.1
+MANIFEST_SECONDS = 60.0  # a job that SUCCEEDED shows its manifest within this time
+USER_MISTAKE = 2  # the exit code of a stage that is never retried
+
+
+class Display(Protocol):
+    """Who is told what happens."""
+
+    def stage(self, name: str, status: str, detail: str = "") -> None:
+        """A stage changed its status."""
+
+    def line(self, name: str, text: str) -> None:
+        """A stage's job printed a line."""
+
+    def say(self, text: str) -> None:
+        """Something else that a person should know."""
+
+
+class Connection(Protocol):
+    """How the driver reaches a cluster; what it does when the cluster is gone is the connection's business."""
+
+    def cluster(self) -> Cluster:
+        """The cluster, started or found again where that is needed."""
+
+    def keep(self) -> None:
+        """Called at every poll."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """A plan under way: the same object whether it is new or continued."""
+
+    id: str
+    pipeline: Pipeline
+    targets: tuple[str, ...]
+    force: dict[str, str]  # stage -> nonce
+    continued: bool
+
+
+@dataclass
+class Following:
+    """A stage under way, as this driver knows it."""
+
+    planned: PlannedStage
+    attempt: Attempt | None = None
+    attempts_made: int = 0
+    wait_until: float = 0.0
+    succeeded_at: float | None = None
+    running: bool = False
+    log: threading.Thread | None = None
+    log_end: threading.Event = field(default_factory=threading.Event)
+
+
+def start_run(store: Store, pipeline: Pipeline, targets: tuple[str, ...], force: tuple[str, ...]) -> Run:
+    """The unfinished run of this very plan, or a new one."""
+    wanted = {"pipeline": pipeline.model_dump(mode="json"), "targets": list(targets)}
+    digest = identity.sha256(identity.canonical_json(wanted | {"force": sorted(force)}))
+    for run in reversed(runs(store, pipeline.name)):
+        record = read_plan(store, run)
+        if record is not None and record["digest"] == digest and not is_over(store, run):
+            return Run(run, pipeline, targets, record["force"], continued=True)
+    while True:
+        run = f"{pipeline.name}-{datetime.now(UTC):%Y%m%d-%H%M%S}-{secrets.token_hex(2)}"
+        nonces = {stage: secrets.token_hex(16) for stage in force}
+        if create_run(store, run, wanted | {"digest": digest, "force": nonces, "run": run, "created": now()}):
+            return Run(run, pipeline, targets, nonces, continued=False)
+
+
+def runs(store: Store, pipeline: str | None = None) -> list[str]:
+    """Run ids, oldest first (of one pipeline, or all)."""
+    found = [name for name in store.names("runs") if pipeline is None or name.rsplit("-", 3)[0] == pipeline]
+    return sorted(found, key=lambda run: run.rsplit("-", 3)[1:])
+
+
+def is_over(store: Store, run: str) -> bool:
+    """Whether a run has ended or was told to."""
+    return stop_wished(store, run) or any(event["event"] == "finished" for event in read_events(store, run))
+
+
+def run_pipeline(store: Store, run: Run, connection: Connection, display: Display) -> dict[str, str]:
+    """Drive a run to its end.
+
+    Returns:
+        stage -> CACHED, SUCCEEDED, FAILED, STOPPED or SKIPPED.
+
+    Raises:
+        KeyboardInterrupt: Ctrl-C, after the run's jobs were stopped.
+    """
+    driver = Driver(store, run, connection, display)
+    add_event(store, run.id, "driver", **_this_process())
+    try:
+        while driver.step():
+            time.sleep(POLL_SECONDS)
+    except KeyboardInterrupt:
+        driver.stop()
+        raise
+    finally:
+        driver.end_logs()
+    outcome = "SUCCEEDED" if set(driver.status.values()) <= {"CACHED", "SUCCEEDED"} else (
+        "STOPPED" if "STOPPED" in driver.status.values() else "FAILED")  # fmt: skip
+    add_event(store, run.id, "finished", status=outcome)
+    return driver.status
+
+
+class Driver:
+    """One process's walk over one run."""
+
+    def __init__(self, store: Store, run: Run, connection: Connection, display: Display) -> None:
+        self.store, self.run, self.connection, self.display = store, run, connection, display
+        self.names = run.pipeline.needed_for(run.targets)
+        self.committed: dict[str, Manifest] = {}
+        self.status: dict[str, str] = {}
+        self.following: dict[str, Following] = {}
+
+    def step(self) -> bool:
+        """Look at every stage once; False when all have ended."""
+        self.connection.keep()
+        for name in self.names:
+            if name not in self.status and name not in self.following:
+                self._begin(name)
+        for name, following in list(self.following.items()):
+            try:
+                self._follow(name, following)
+            except ClusterUnreachable as error:
+                self._log_ended(following)
+                self.display.stage(name, "WAITING", f"the cluster does not answer: {error}")
+                time.sleep(1.0)
+        return len(self.status) < len(self.names)
+
+    def stop(self) -> None:
+        """Ctrl-C: the wish first, so that no other driver goes on, then the jobs."""
+        wish_stop(self.store, self.run.id)
+        for name, following in list(self.following.items()):
+            if following.attempt is not None:
+                self._stop_job(following.attempt)
+            self._end(name, "STOPPED", "stopped")
+
+    def end_logs(self) -> None:
+        """Let no thread outlive the walk."""
+        for following in self.following.values():
+            following.log_end.set()
+
+    # ------------------------------------------------------------------------------------------ beginning
+
+    def _begin(self, name: str) -> None:
+        config = self.run.pipeline.stages[name]
+        inputs = [given for inputs in config.inputs().values() for given in inputs]
+        if lost := [given for given in inputs if self.status.get(given) in {"FAILED", "SKIPPED", "STOPPED"}]:
+            self._end(name, "SKIPPED", f"{lost[0]} was not made")
+        elif all(given in self.committed for given in inputs):
+            planned = plan.plan_stage(self.store, name, config, self.committed)
+            if name in self.run.force:
+                key = plan.force_stage(self.store, planned, self.run.force[name], self.run.id)
+                planned = PlannedStage(name, config, key, read_manifest(self.store, config.job, key),
+                                       planned.inputs, planned.source)  # fmt: skip
+            if planned.manifest is not None:
+                self._commit(planned.manifest, name, "CACHED")
+            else:
+                self.following[name] = Following(planned)
+
+    def _commit(self, manifest: Manifest, name: str, status: str) -> None:
+        self.committed[name] = manifest
+        self._end(name, status, manifest.key[:12], key=manifest.key)
+
+    def _end(self, name: str, status: str, detail: str, **fields: Any) -> None:
+        self.status[name] = status
+        add_event(self.store, self.run.id, "stage", stage=name, status=status, detail=detail, **fields)
+        self.display.stage(name, status, detail)
+        if (following := self.following.pop(name, None)) is not None:
+            self._log_ended(following)
+
+    # ------------------------------------------------------------------------------------------ following
+
+    def _follow(self, name: str, following: Following) -> None:
+        config, key = following.planned.config, following.planned.key
+        assert key is not None
+        if (manifest := read_manifest(self.store, config.job, key)) is not None:
+            self._save_log(following)
+            self._commit(manifest, name, "SUCCEEDED")
+            return
+        if time.monotonic() < following.wait_until:
+            return
+        cluster = self.connection.cluster()
+        if following.attempt is None:
+            following.attempt = last_attempt(self.store, config.job, key) or self._next_attempt(
+                following, cluster
+            )
+        attempt = following.attempt
+        job = cluster.job(attempt.submission_id)
+        if job is None and attempt.cluster_session == cluster.session_name:
+            self._submit(cluster, attempt)
+        elif job is None:
+            self._retry(name, following, "LOST", "its cluster is gone")
+        elif job.status in {"PENDING", "RUNNING"}:
+            self._watch(name, following, cluster, job.status)
+        elif job.status == "SUCCEEDED":
+            following.succeeded_at = following.succeeded_at or time.monotonic()
+            if time.monotonic() - following.succeeded_at > MANIFEST_SECONDS:
+                self._retry(name, following, "FAILED", "it ended well without a manifest")
+        elif (
+            read_manifest(self.store, config.job, key) is None
+        ):  # looked for first: it may have come just now
+            self._job_failed(name, following, job.status, job.driver_exit_code, job.message)
+
+    def _job_failed(
+        self, name: str, following: Following, status: str, code: int | None, message: str
+    ) -> None:
+        if stop_wished(self.store, self.run.id):
+            self._save_log(following)
+            self._end(name, "STOPPED", "stopped")
+        elif status == "FAILED" and code == USER_MISTAKE and following.attempts_made:
+            self._save_log(following)
+            self._end(name, "FAILED", self._error_line(following) or "bad input")
+        else:
+            detail = (
+                self._error_line(following) or f"exit code {code}"
+                if status == "FAILED"
+                else "stopped from outside"
+            )
+            self._retry(name, following, status, detail)
+
+    def _retry(self, name: str, following: Following, status: str, detail: str) -> None:
+        """The next attempt, unless this command has made its share of them."""
+        self._save_log(following)
+        self._log_ended(following)
+        add_event(self.store, self.run.id, "attempt ended", stage=name, status=status, detail=detail)
+        if stop_wished(self.store, self.run.id):
+            self._end(name, "STOPPED", "stopped")
+        elif following.attempts_made >= ATTEMPTS:
+            self._end(name, "FAILED", detail)
+        else:
+            if following.attempts_made:
+                self.display.stage(name, status, f"{detail}; another attempt")
+                following.wait_until = time.monotonic() + BACKOFF_SECONDS * 2 ** (following.attempts_made - 1)
+            following.attempt = self._next_attempt(following, self.connection.cluster())
+
+    def _next_attempt(self, following: Following, cluster: Cluster) -> Attempt:
+        planned, before = following.planned, following.attempt
+        assert planned.key is not None and planned.inputs is not None
+        number = 1 if before is None else before.number + 1
+        wanted = Attempt(
+            job=planned.config.job, key=planned.key, number=number, stage=planned.name, run=self.run.id,
+            nonce=secrets.token_hex(16), store_id=self.store.id, store_uri=self.store.uri,
+            submission_id=f"{planned.config.job}-{planned.key[:12]}-{self.store.id[:8]}-{number}",
+            cluster_address=cluster.address, cluster_session=cluster.session_name,
+            config=planned.config.model_dump(mode="json"), inputs=planned.inputs, source=planned.source,
+            code_digest=identity.code_digest(planned.config.job), created=now(),
+        )  # fmt: skip
+        attempt = create_attempt(self.store, wanted)
+        following.attempts_made += 1
+        following.succeeded_at, following.running = None, False
+        return attempt
+
+    def _submit(self, cluster: Cluster, attempt: Attempt) -> None:
+        spec = self.store.local(Layout.attempt(attempt.job, attempt.key, attempt.number)) / "attempt.json"
+        # `exec`: the entrypoint is run through a shell, whose death would otherwise not be the stage's
+        command = shlex.join([sys.executable, "-m", f"ray_jobs.{attempt.job}", "--spec", str(spec)])
+        cluster.submit(
+            attempt.submission_id, f"exec {command}", {}, {"stage": attempt.stage, "run": attempt.run}
+        )
+        add_event(self.store, self.run.id, "stage", stage=attempt.stage, status="PENDING", attempt=attempt.number,
+                  key=attempt.key, submission_id=attempt.submission_id)  # fmt: skip
+
+    def _watch(self, name: str, following: Following, cluster: Cluster, status: str) -> None:
+        attempt = following.attempt
+        assert attempt is not None
+        if status == "RUNNING" and not following.running:
+            following.running = True
+            add_event(self.store, self.run.id, "stage", stage=name, status="RUNNING", attempt=attempt.number,
+                      key=attempt.key, submission_id=attempt.submission_id)  # fmt: skip
+            self.display.stage(name, "RUNNING", f"attempt {attempt.number}" if attempt.number > 1 else "")
+        if following.log is None and status == "RUNNING":
+            following.log_end = threading.Event()
+            following.log = threading.Thread(
+                target=cluster.follow_logs, daemon=True,
+                args=(attempt.submission_id, lambda text: self.display.line(name, text), following.log_end),
+            )  # fmt: skip
+            following.log.start()
+
+    # ------------------------------------------------------------------------------------------ logs
+
+    def _save_log(self, following: Following) -> None:
+        """Copy a job's log into its attempt; the cluster's own dies with it."""
+        attempt = following.attempt
+        if attempt is None:
+            return
+        try:
+            log = self.connection.cluster().logs(attempt.submission_id)
+        except ClusterUnreachable as error:
+            log = f"(the log was lost with its cluster: {error})\n"
+        if log:
+            self.store.create(
+                f"{Layout.attempt(attempt.job, attempt.key, attempt.number)}/log.txt", log.encode()
+            )
+
+    def _log_ended(self, following: Following) -> None:
+        if following.log is not None:
+            following.log.join(timeout=2.0)  # the last lines
+            following.log_end.set()
+            following.log = None
+
+    def _error_line(self, following: Following) -> str | None:
+        """What the stage said it died of."""
+        attempt = following.attempt
+        assert attempt is not None
+        lines = [
+            line
+            for line in self.connection.cluster().logs(attempt.submission_id).splitlines()
+            if line.strip()
+        ]
+        said = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
+        return said[-1] if said else lines[-1] if lines else None
+
+    def _stop_job(self, attempt: Attempt) -> None:
+        try:
+            self.connection.cluster().stop(attempt.submission_id)
+        except ClusterUnreachable as error:
+            self.display.say(f"could not stop {attempt.submission_id}: {error}")
+
+
+def _this_process() -> dict[str, Any]:
+    """What tells, on the same host, whether a driver still lives."""
+    import os
+    import socket
+
+    import psutil
+
+    return {
+        "host": socket.gethostname(),
+        "pid": os.getpid(),
+        "process_created": psutil.Process().create_time(),
+    }
+
+
+def driver_alive(events: list[dict[str, Any]]) -> bool | None:
+    """Whether a driver of a run lives: None where it ran on another host."""
+    import socket
+
+    import psutil
+
+    answers: list[bool | None] = []
+    for event in (event for event in events if event["event"] == "driver"):
+        if event["host"] != socket.gethostname():
+            answers.append(None)
+            continue
+        try:
+            answers.append(psutil.Process(event["pid"]).create_time() == event["process_created"])
+        except psutil.NoSuchProcess:
+            answers.append(False)
+    return True if True in answers else None if None in answers else False
+
+
+def run_status(store: Store, run: str) -> dict[str, Any]:
+    """A run for people: its status, its stages in running order with theirs, how long each took.
+
+    A run's status is one of Ray's five, or UNFINISHED: its driver is gone and the same command continues it.
+    """
+    record, events = read_plan(store, run), read_events(store, run)
+    assert record is not None
+    pipeline = parse_pipeline(record["pipeline"], run)
+    stages: dict[str, dict[str, Any]] = {name: {"stage": name, "status": "PENDING"}
+                                         for name in pipeline.needed_for(tuple(record["targets"]))}  # fmt: skip
+    for event in events:
+        if event["event"] == "stage" and event["stage"] in stages:
+            stage = stages[event["stage"]]
+            stage.update({name: value for name, value in event.items() if name not in {"event", "time"}})
+            if event["status"] == "RUNNING":
+                stage.setdefault("started", event["time"])
+            stage["changed"] = event["time"]
+    finished = [event for event in events if event["event"] == "finished"]
+    if finished:
+        status = finished[-1]["status"]
+    elif stop_wished(store, run):
+        status = "STOPPED"
+    else:
+        status = "UNFINISHED" if driver_alive(events) is False else "RUNNING"
+    return {"run": run, "pipeline": pipeline.name, "status": status, "created": record["created"],
+            "stages": list(stages.values())}  # fmt: skip
+
+
+def stop_run(store: Store, run: str, clusters: Callable[[str], Cluster]) -> Iterator[str]:
+    """Wish a run to stop, then stop the jobs of its unfinished stages; yields the ids that were stopped."""
+    wish_stop(store, run)
+    for stage in run_status(store, run)["stages"]:
+        if stage["status"] in {"PENDING", "RUNNING"} and "submission_id" in stage:
+            job = stage["submission_id"].split("-")[0]
+            attempt = last_attempt(store, job, stage["key"])
+            if attempt is not None:
+                clusters(attempt.cluster_address).stop(attempt.submission_id)
+                yield attempt.submission_id

@@ -1,0 +1,491 @@
+"""What a pipeline is: frozen pydantic models of a recipe and its stages, read from YAML.
+
+A field is *identity* (it changes the result and enters the stage's key) unless it is marked with `execution(...)`
+(where and how fast it runs). A field that names an earlier stage says which kind of artifact it takes.
+Everything that a recipe can get wrong is found here, before anything starts, as a `RecipeError`.
+"""
+
+from __future__ import annotations
+
+import difflib
+import graphlib
+import importlib.util
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated, Any, ClassVar, Literal, Self
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+MAX_RECIPE_BYTES = 1 << 20  # a recipe is read by people; more than this is not one
+
+
+class RecipeError(ValueError):
+    """A recipe, or a change to one given on the command line, that can't be run; the message says what would be right."""
+
+
+class Frozen(BaseModel):
+    """The one kind of configuration: immutable, and an unknown field is an error."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+def execution(default: Any, **constraints: Any) -> Any:
+    """A field that never changes the result, so it stays out of the key: workers, threads, paths."""
+    return Field(default, json_schema_extra={"execution": True}, **constraints)
+
+
+def takes(*kinds: str, **constraints: Any) -> Any:
+    """A field that names one earlier stage (or several, where it is a tuple) whose artifact is of one of these kinds."""
+    return Field(json_schema_extra={"input": list(kinds)}, **constraints)
+
+
+# ---------------------------------------------------------------------------------------------------- sources
+
+
+class GlyphSource(Frozen):
+    """Letters and symbols of all scripts, rendered from matplotlib's Unicode text fonts into 8x8 block counts."""
+
+    kind: Literal["glyphs"]
+    images: int = Field(57_000, ge=1_000, description="how many to render, balanced over the classes")
+    dev_images: int = Field(2_000, ge=100, description="rendered beside them, to watch pretraining on")
+    seed: int = 0
+
+    def files(self) -> Iterator[tuple[str, Path]]:
+        """(name, path) of every file that the result depends on."""
+        fonts = _package_folder("matplotlib") / "mpl-data" / "fonts" / "ttf"
+        yield from ((path.name, path) for path in sorted(fonts.glob("*.ttf")))
+
+
+class DigitsSource(Frozen):
+    """The 1,797 handwritten digits that scikit-learn ships (8x8, from the UCI test set of 43 writers)."""
+
+    kind: Literal["digits"]
+
+    def files(self) -> Iterator[tuple[str, Path]]:
+        """(name, path) of every file that the result depends on."""
+        path = _package_folder("sklearn") / "datasets" / "data" / "digits.csv.gz"
+        yield path.name, path
+
+
+class FolderSource(Frozen):
+    """Your own images: class folders, train/val/test folders of class folders, or a metadata.csv."""
+
+    kind: Literal["folder"]
+    root: str = Field(
+        description="the folder; where it lies does not enter the key, what is in it does",
+        json_schema_extra={"execution": True},
+    )
+    salt: str = Field(
+        "vitflow", description="images without a given split are split by a hash with this salt"
+    )
+
+    def files(self) -> Iterator[tuple[str, Path]]:
+        """(name relative to the root, path) of every file that the result depends on."""
+        root = Path(self.root).expanduser()
+        if not root.is_dir():
+            raise RecipeError(f"source.root: {self.root} is not a folder")
+        paths = (path for path in root.rglob("*") if path.is_file() and not path.name.startswith("."))
+        yield from sorted((path.relative_to(root).as_posix(), path) for path in paths)
+
+
+Source = Annotated[GlyphSource | DigitsSource | FolderSource, Field(discriminator="kind")]
+
+
+def _package_folder(package: str) -> Path:
+    """Where an installed package lies, without importing it."""
+    found = importlib.util.find_spec(package)
+    if found is None or not found.submodule_search_locations:
+        raise RecipeError(f"the package {package} is not installed: `make install`")
+    return Path(found.submodule_search_locations[0])
+
+
+# ---------------------------------------------------------------------------------------------------- stages
+
+
+class ModelSize(Frozen):
+    """The shape of a Vision Transformer (paper, Table 1); resolution and channels come from the data."""
+
+    patch_size: int = Field(ge=1)
+    width: int = Field(ge=8)
+    depth: int = Field(ge=1)
+    num_heads: int = Field(ge=1)
+    mlp_ratio: float = Field(4.0, gt=0)
+    pooling: Literal["cls", "gap"] = "cls"
+
+    @model_validator(mode="after")
+    def _heads_divide_width(self) -> Self:
+        if self.width % self.num_heads:
+            raise ValueError(f"width {self.width} is not a multiple of num_heads {self.num_heads}")
+        return self
+
+
+class Optimizer(Frozen):
+    """AdamW with linear warm-up and a decay to zero; the weight decay is multiplied by the learning rate."""
+
+    weight_decay: float = Field(0.05, ge=0)
+    betas: tuple[float, float] = (0.9, 0.95)
+    warmup_fraction: float = Field(0.1, ge=0, lt=1)
+    schedule: Literal["cosine", "linear"] = "cosine"
+    clip_norm: float = Field(1.0, gt=0, description="gradients are scaled down to this global norm")
+
+
+Augmentation = Literal["none", "shift", "crop_flip"]
+Dtype = Literal["bfloat16", "float32"]
+
+
+class _Stage(Frozen):
+    """What all stages share. `VERSION` goes up when the same configuration gives another result."""
+
+    VERSION: ClassVar[int] = 1
+    KIND: ClassVar[str]
+    job: str
+
+    def inputs(self) -> dict[str, tuple[str, ...]]:
+        """Field -> the stages it names, for every field that takes an artifact and has one."""
+        found = {}
+        for field, info in type(self).model_fields.items():
+            extra = info.json_schema_extra
+            if isinstance(extra, dict) and "input" in extra and (value := getattr(self, field)) is not None:
+                found[field] = (value,) if isinstance(value, str) else tuple(value)
+        return found
+
+
+class Ingest(_Stage):
+    """A source becomes validated Parquet shards with fixed splits."""
+
+    KIND: ClassVar[str] = "dataset"
+    job: Literal["ingest"]
+    source: Source
+    max_bad_fraction: float = Field(
+        0.01, ge=0, le=1, description="more damaged images than this fail the stage"
+    )
+
+
+class Pretrain(_Stage):
+    """Supervised pretraining with DeepSpeed ZeRO on Ray Train (paper, section 3.1 and Table 3)."""
+
+    KIND: ClassVar[str] = "model"
+    job: Literal["pretrain"]
+    data: str = takes("dataset")
+    model: ModelSize
+    resolution: int = Field(ge=4, description="images are brought to this many pixels a side")
+    steps: int = Field(ge=1)
+    batch_size: int = Field(ge=1, description="images a step, over all workers together")
+    learning_rate: float = Field(gt=0)
+    optimizer: Optimizer = Optimizer()
+    augment: Augmentation = "none"
+    label_smoothing: float = Field(0.0, ge=0, lt=1)
+    dtype: Dtype = "bfloat16"
+    zero_stage: Literal[0, 1, 2, 3] = 1
+    seed: int = 0
+    workers: int = execution(2, ge=1, description="Ray Train workers; each takes a GPU where there are some")
+    threads: int = execution(1, ge=1, description="CPU threads a worker")
+
+    @model_validator(mode="after")
+    def _sizes(self) -> Self:
+        _check_patches(self.resolution, self.model.patch_size)
+        if self.batch_size % self.workers:
+            raise ValueError(f"batch_size {self.batch_size} is not a multiple of workers {self.workers}")
+        return self
+
+
+class Labels(Frozen):
+    """Which labels a learner may see: all of train (dev chooses), or `per_class` of each class, drawn `draws` times."""
+
+    per_class: int | None = Field(None, ge=2, description="null: all; dev chooses the settings")
+    draws: int = Field(5, ge=1, description="with per_class: independent draws, each scored on test")
+    folds: int = Field(5, ge=2, description="with per_class: cross-validation inside the first draw chooses")
+    seed: int = 0
+
+    @model_validator(mode="after")
+    def _folds_fit(self) -> Self:
+        if self.per_class is not None and self.folds > self.per_class:
+            raise ValueError(
+                f"folds {self.folds} is more than per_class {self.per_class}: a fold needs each class"
+            )
+        return self
+
+
+class Finetune(_Stage):
+    """A Ray Tune sweep over learning rates, a refit with the best, and one look at test (paper, Table 4's protocol)."""
+
+    KIND: ClassVar[str] = "model"
+    job: Literal["finetune"]
+    data: str = takes("dataset")
+    backbone: str | None = takes("model", default=None)
+    model: ModelSize | None = Field(None, description="instead of a backbone: train this shape from scratch")
+    resolution: int | None = Field(None, ge=4, description="with a backbone: null keeps the backbone's")
+    labels: Labels = Labels()
+    learning_rates: tuple[float, ...] = Field(min_length=1)
+    steps: int = Field(ge=1)
+    batch_size: int = Field(ge=1)
+    optimizer: Optimizer = Optimizer()
+    augment: Augmentation = "none"
+    label_smoothing: float = Field(0.0, ge=0, lt=1)
+    dtype: Dtype = "bfloat16"
+    seed: int = 0
+    threads: int = execution(1, ge=1, description="CPU threads a trial")
+
+    @model_validator(mode="after")
+    def _one_start(self) -> Self:
+        if (self.backbone is None) == (self.model is None):
+            raise ValueError(
+                "give either backbone (a model stage to start from) or model (a shape to train from scratch)"
+            )
+        if self.model is not None:
+            if self.resolution is None:
+                raise ValueError("resolution is needed where there is no backbone to take it from")
+            _check_patches(self.resolution, self.model.patch_size)
+        return self
+
+
+class Evaluate(_Stage):
+    """Few-shot linear evaluation (paper, section 4.1) of a frozen backbone, beside raw pixels and untrained weights."""
+
+    KIND: ClassVar[str] = "evaluation"
+    job: Literal["evaluate"]
+    data: str = takes("dataset")
+    backbone: str = takes("model")
+    shots: tuple[Annotated[int, Field(ge=1)], ...] = (1, 5, 10, 25)
+    draws: int = Field(20, ge=1)
+    seed: int = 0
+    threads: int = execution(1, ge=1)
+
+
+class Baselines(_Stage):
+    """Classifiers on pixels (scikit-learn), given the same labels and folds as a fine-tuning."""
+
+    KIND: ClassVar[str] = "evaluation"
+    job: Literal["baselines"]
+    data: str = takes("dataset")
+    methods: tuple[Literal["majority", "k-NN", "logistic regression", "RBF SVM"], ...] = (
+        "k-NN",
+        "logistic regression",
+        "RBF SVM",
+    )
+    labels: Labels = Labels()
+    thumbnail: int = Field(32, ge=4, description="larger images are averaged down to this many pixels a side")
+    max_images: int = Field(
+        5_000, ge=100, description="of all labels, at most this many are used (kernels are quadratic)"
+    )
+
+
+class Report(_Stage):
+    """One page of everything: a table, curves, sheets of images, and the rows behind them."""
+
+    KIND: ClassVar[str] = "report"
+    job: Literal["report"]
+    title: str
+    of: tuple[str, ...] = takes("dataset", "model", "evaluation", min_length=1)
+
+
+Stage = Annotated[Ingest | Pretrain | Finetune | Evaluate | Baselines | Report, Field(discriminator="job")]
+STAGE_TYPES: dict[str, type[_Stage]] = {
+    "ingest": Ingest, "pretrain": Pretrain, "finetune": Finetune, "evaluate": Evaluate, "baselines": Baselines,
+    "report": Report,
+}  # fmt: skip
+AnyStage = Ingest | Pretrain | Finetune | Evaluate | Baselines | Report
+
+
+def _check_patches(resolution: int, patch_size: int) -> None:
+    if resolution % patch_size:
+        lower = resolution // patch_size * patch_size
+        fits = f"{lower} or {lower + patch_size}" if lower else f"{patch_size}"
+        raise ValueError(
+            f"resolution {resolution} is not a multiple of patch_size {patch_size}: {fits} would be"
+        )
+
+
+# ---------------------------------------------------------------------------------------------------- pipeline
+
+
+class Pipeline(Frozen):
+    """Stages by name; a stage names earlier ones as its inputs. Order in the file is order of reading, not of running."""
+
+    name: str = Field(pattern=r"^[a-z][a-z0-9_-]{0,40}$")
+    description: str = ""
+    stages: dict[Annotated[str, Field(pattern=r"^[a-z][a-z0-9_]{0,40}$")], Stage] = Field(min_length=1)
+
+    @model_validator(mode="after")
+    def _inputs_exist_and_fit(self) -> Self:
+        for name, stage in self.stages.items():
+            for field, inputs in stage.inputs().items():
+                extra = type(stage).model_fields[field].json_schema_extra
+                assert isinstance(extra, dict)
+                for given in inputs:
+                    self._check_input(f"stages.{name}.{field}", given, extra["input"])
+        self.order()
+        return self
+
+    def _check_input(self, where: str, given: str, kinds: Any) -> None:
+        if given not in self.stages:
+            raise ValueError(f"{where}: no stage is called {given!r}{nearest(given, self.stages)}")
+        kind = self.stages[given].KIND
+        if kind not in kinds:
+            fitting = [name for name, stage in self.stages.items() if stage.KIND in kinds]
+            raise ValueError(
+                f"{where}: {given} is a {kind}, but this takes a {' or '.join(kinds)}"
+                f" ({', '.join(fitting) or 'there is none'})"
+            )
+
+    def order(self) -> tuple[str, ...]:
+        """Stage names, every one after its inputs; ties in the order of the file."""
+        graph = {
+            name: [i for inputs in stage.inputs().values() for i in inputs]
+            for name, stage in self.stages.items()
+        }
+        try:
+            return tuple(graphlib.TopologicalSorter(graph).static_order())
+        except graphlib.CycleError as error:
+            raise ValueError(f"stages: a cycle, {' -> '.join(reversed(error.args[1]))}") from None
+
+    def needed_for(self, targets: tuple[str, ...]) -> tuple[str, ...]:
+        """The targets and everything they need, in running order.
+
+        Raises:
+            RecipeError: a target is not a stage of this pipeline.
+        """
+        needed: set[str] = set()
+        pending = list(targets)
+        for target in targets:
+            if target not in self.stages:
+                raise RecipeError(f"no stage is called {target!r}{nearest(target, self.stages)}")
+        while pending:
+            name = pending.pop()
+            if name not in needed:
+                needed.add(name)
+                pending += [i for inputs in self.stages[name].inputs().values() for i in inputs]
+        return tuple(name for name in self.order() if name in needed)
+
+
+def nearest(given: str, known: Any) -> str:
+    """', did you mean ...?' for the nearest known name; otherwise the list of them."""
+    found = difflib.get_close_matches(given, list(known), n=1)
+    return f"; did you mean {found[0]!r}?" if found else f"; there are: {', '.join(known)}"
+
+
+# ---------------------------------------------------------------------------------------------------- reading
+
+
+class _StrictLoader(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):  # type: ignore[misc]
+    """YAML's plain data, no repeated keys (YAML would keep the last in silence) and no aliases (they can explode)."""
+
+    def compose_node(self, parent: Any, index: Any) -> Any:
+        if self.check_event(yaml.AliasEvent):
+            raise RecipeError(
+                f"line {self.peek_event().start_mark.line + 1}: YAML aliases are not supported, write it out"
+            )
+        return super().compose_node(parent, index)
+
+    def construct_mapping(self, node: Any, deep: bool = False) -> Any:
+        seen = set()
+        for key_node, _ in node.value:
+            key = key_node.value
+            if key in seen:
+                raise RecipeError(f"line {key_node.start_mark.line + 1}: the key {key!r} stands twice")
+            seen.add(key)
+        return super().construct_mapping(node, deep)
+
+
+def recipe_path(pipeline: str) -> Path:
+    """The file that PIPELINE means: a path, or the name of a shipped recipe."""
+    path = Path(pipeline)
+    if path.suffix in {".yaml", ".yml"} or path.is_file():
+        if not path.is_file():
+            raise RecipeError(f"{pipeline}: no such file")
+        return path
+    shipped = Path(__file__).parent / "recipes"
+    names = sorted(file.stem for file in shipped.glob("*.yaml"))
+    if pipeline not in names:
+        raise RecipeError(f"no file and no shipped recipe is called {pipeline!r}{nearest(pipeline, names)}")
+    return shipped / f"{pipeline}.yaml"
+
+
+def load_pipeline(pipeline: str, overrides: tuple[str, ...] = ()) -> Pipeline:
+    """Read a recipe file (or a shipped recipe's name), with `stage.field=value` overrides put in before it is checked.
+
+    Raises:
+        RecipeError: with one line for each thing that is wrong.
+    """
+    path = recipe_path(pipeline)
+    if path.stat().st_size > MAX_RECIPE_BYTES:
+        raise RecipeError(f"{path}: larger than {MAX_RECIPE_BYTES} bytes, that is no recipe")
+    try:
+        raw = yaml.load(path.read_text("utf-8"), Loader=_StrictLoader)
+    except (yaml.YAMLError, UnicodeDecodeError, RecipeError) as error:
+        raise RecipeError(f"{path}: {error}") from None
+    if not isinstance(raw, dict):
+        raise RecipeError(
+            f"{path}: a recipe is a mapping with name and stages, this is a {type(raw).__name__}"
+        )
+    for override in overrides:
+        _apply_override(raw, override)
+    return parse_pipeline(raw, str(path))
+
+
+def parse_pipeline(raw: dict[str, Any], where: str) -> Pipeline:
+    """Check a pipeline that was read from YAML or JSON; `where` begins the message of a `RecipeError`."""
+    try:
+        return Pipeline.model_validate(raw)
+    except ValidationError as error:
+        lines = [_explain(raw, dict(problem)) for problem in error.errors()]
+        raise RecipeError("\n  ".join([f"{where}:", *lines])) from None
+
+
+def _apply_override(raw: dict[str, Any], override: str) -> None:
+    path, equals, value = override.partition("=")
+    stage, _, field = path.partition(".")
+    if not equals or not field:
+        raise RecipeError(f"--set {override}: write STAGE.FIELD=VALUE, as in pretrain.steps=500")
+    stages = raw.get("stages")
+    if not isinstance(stages, dict) or stage not in stages:
+        raise RecipeError(f"--set {override}: no stage is called {stage!r}{nearest(stage, stages or {})}")
+    target, *rest = field.split(".")
+    at: Any = stages[stage]
+    for part in rest:
+        at = at.setdefault(target, {})
+        target = part
+        if not isinstance(at, dict):
+            raise RecipeError(f"--set {override}: {path.rpartition('.')[0]} has no fields of its own")
+    try:
+        at[target] = yaml.load(value, Loader=_StrictLoader)
+    except yaml.YAMLError as error:
+        raise RecipeError(f"--set {override}: {error}") from None
+
+
+def _explain(raw: dict[str, Any], problem: dict[str, Any]) -> str:
+    """One line: where, what was given, what would be right."""
+    # pydantic puts the union's tag (the job's or the source's name) into the path: a reader of the YAML has not written it
+    location = [str(part) for part in problem["loc"]]
+    path, at = [], raw
+    for part in location:
+        if isinstance(at, dict) and part not in at and part in {at.get("job"), at.get("kind")}:
+            continue
+        path.append(part)
+        at = at.get(part) if isinstance(at, dict) else at
+    where = ".".join(path)
+    message = problem["msg"].removeprefix("Value error, ")
+    if problem["type"] == "extra_forbidden":
+        return f"{where}: there is no such field{nearest(path[-1], _siblings(raw, path))}"
+    if problem["type"] == "missing":
+        return f"{where}: is missing"
+    if problem["type"].startswith("value_error"):
+        return f"{where}: {message}" if where else message
+    return f"{where}: {message}, not {problem['input']!r}"
+
+
+def _siblings(raw: dict[str, Any], path: list[str]) -> list[str]:
+    """The fields that may stand where `path` ends."""
+    if len(path) == 1:
+        return list(Pipeline.model_fields)
+    stage = raw["stages"].get(path[1], {}) if path[0] == "stages" else {}
+    model: Any = STAGE_TYPES.get(stage.get("job", ""), _Stage)
+    for part in path[2:-1]:
+        if part == "source":
+            model = {"glyphs": GlyphSource, "digits": DigitsSource, "folder": FolderSource}.get(
+                stage["source"]["kind"]
+            )
+        else:
+            model = {"model": ModelSize, "optimizer": Optimizer, "labels": Labels}.get(part)
+    return list(model.model_fields) if model else []

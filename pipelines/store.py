@@ -1,0 +1,421 @@
+"""Where results live: a folder (later also s3://bucket/prefix) with create-only commits. Layout in `Layout`.
+
+Nothing is ever overwritten or written in place, so that any number of drivers and stages may work on one store and be
+killed at any moment: an object is there completely or it is not there, and of two writers of one name the first wins.
+Manifests are the only database.
+"""
+
+from __future__ import annotations
+
+import getpass
+import hashlib
+import json
+import os
+import secrets
+import shutil
+import socket
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+from pydantic import ValidationError
+
+from pipelines.spec import Frozen
+
+LAYOUT_VERSION = 1
+Record = TypeVar("Record", bound=Frozen)
+
+
+class StoreError(Exception):
+    """A store that can't be used as asked; the message names it and says what would be right."""
+
+
+class Layout:
+    """The names of all objects in a store.
+
+    store.json                                          {id, layout version}, created once
+    artifacts/<job>/<key>/manifest.json                 the commit of an artifact
+    artifacts/<job>/<key>/replaced.json                 --force: {successor key, who, why}
+    artifacts/<job>/<key>/attempts/<n>/attempt.json     before the job is submitted: all it needs, and a nonce
+    artifacts/<job>/<key>/attempts/<n>/files/...        the files of that attempt
+    artifacts/<job>/<key>/attempts/<n>/log.txt          its job's log (a cluster's own logs die with it)
+    runs/<run id>/plan.json  stop.json  events/<ulid>.json
+    """
+
+    STORE = "store.json"
+
+    @staticmethod
+    def artifact(job: str, key: str) -> str:
+        return f"artifacts/{job}/{key}"
+
+    @classmethod
+    def manifest(cls, job: str, key: str) -> str:
+        return f"{cls.artifact(job, key)}/manifest.json"
+
+    @classmethod
+    def replaced(cls, job: str, key: str) -> str:
+        return f"{cls.artifact(job, key)}/replaced.json"
+
+    @classmethod
+    def attempt(cls, job: str, key: str, number: int) -> str:
+        return f"{cls.artifact(job, key)}/attempts/{number}"
+
+    @classmethod
+    def files(cls, job: str, key: str, number: int) -> str:
+        return f"{cls.attempt(job, key, number)}/files"
+
+    @staticmethod
+    def run(run: str) -> str:
+        return f"runs/{run}"
+
+
+# ------------------------------------------------------------------------------------------------- records
+
+
+class FileEntry(Frozen):
+    """A file of an artifact; `path` is relative to its attempt."""
+
+    path: str
+    size: int
+    sha256: str
+
+
+class InputRef(Frozen):
+    """An artifact that a stage takes, as it was when the stage began."""
+
+    job: str
+    key: str
+    content_digest: str
+    manifest_sha256: str
+
+
+class Attempt(Frozen):
+    """Everything that a job needs to know, written before it is submitted: `--spec` points to it."""
+
+    job: str
+    key: str
+    number: int
+    stage: str
+    run: str
+    nonce: str
+    submission_id: str
+    store_id: str
+    store_uri: str
+    cluster_address: str
+    cluster_session: str
+    config: dict[str, Any]
+    inputs: dict[str, list[InputRef]]
+    source: str | None
+    code_digest: str
+    created: str
+
+
+class Manifest(Frozen):
+    """The commit of an artifact: what it is, what it was made of, by what, when."""
+
+    layout_version: int = LAYOUT_VERSION
+    job: str
+    kind: Literal["dataset", "model", "evaluation", "report"]
+    key: str
+    content_digest: str
+    stage: str
+    run: str
+    attempt: int
+    nonce: str
+    files: tuple[FileEntry, ...]
+    inputs: dict[str, list[InputRef]]
+    config: dict[str, Any]
+    source: str | None
+    metrics: dict[str, float | int | str]
+    timing_dependent: bool = False
+    code: dict[str, Any]
+    environment: dict[str, Any]
+    started: str
+    finished: str
+    user: str
+
+    @property
+    def folder(self) -> str:
+        """The prefix that the files' paths are relative to."""
+        return Layout.files(self.job, self.key, self.attempt)
+
+
+def now() -> str:
+    """The time, UTC, ISO 8601 with microseconds."""
+    return datetime.now(UTC).isoformat()
+
+
+def who() -> str:
+    """user@host, for people to read."""
+    return f"{getpass.getuser()}@{socket.gethostname()}"
+
+
+# ------------------------------------------------------------------------------------------------- the store
+
+
+class Store:
+    """A store in a local folder. Names are relative, with slashes.
+
+    Raises:
+        StoreError: the folder can't be made, written, or has no hard links; or is a store of another layout.
+    """
+
+    def __init__(self, root: Path, *, create: bool = True) -> None:
+        self.root = root
+        self.uri = str(root)
+        path = root / Layout.STORE
+        if not path.is_file():
+            if not create:
+                raise StoreError(f"{root} is not a store: there is no {Layout.STORE} in it")
+            self.create(Layout.STORE, _encode({"id": secrets.token_hex(16), "layout": LAYOUT_VERSION}))
+        found = json.loads(path.read_text())
+        if found.get("layout") != LAYOUT_VERSION:
+            raise StoreError(
+                f"{root} has layout {found.get('layout')}, this vitflow reads layout {LAYOUT_VERSION}"
+            )
+        self.id: str = found["id"]
+
+    def read(self, name: str) -> bytes | None:
+        """The object's bytes, None where there is none."""
+        try:
+            return (self.root / name).read_bytes()
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+
+    def create(self, name: str, data: bytes) -> bool:
+        """Write an object that is not there yet, durably; False (and nothing changed) where it is."""
+        path = self.root / name
+        temporary = path.parent / f".{path.name}.{secrets.token_hex(8)}.tmp"
+        try:
+            _make_folders(path.parent)
+            try:
+                with temporary.open("xb") as file:
+                    file.write(data)
+                    file.flush()
+                    os.fsync(file.fileno())
+                os.link(temporary, path)
+            finally:
+                temporary.unlink(missing_ok=True)
+            _sync_folder(path.parent)
+        except FileExistsError:
+            return False
+        except OSError as error:
+            hint = " (a store needs a file system with hard links)" if error.errno in _NO_LINKS else ""
+            raise StoreError(f"{self.root}: can't write {name}: {error.strerror}{hint}") from None
+        return True
+
+    def names(self, folder: str) -> list[str]:
+        """The immediate children of a folder, sorted; empty where there is none."""
+        try:
+            return sorted(
+                entry.name for entry in os.scandir(self.root / folder) if not entry.name.startswith(".")
+            )
+        except (FileNotFoundError, NotADirectoryError):
+            return []
+
+    def local(self, name: str) -> Path:
+        """A local path to read an object or a folder of objects from."""
+        return self.root / name
+
+    @contextmanager
+    def staging(self, folder: str) -> Iterator[Staging]:
+        """A fresh local folder; the files written into it become objects under `folder` when the block ends well.
+
+        Several tasks may stage into one folder at once, each with its own file names.
+        """
+        target = self.root / folder
+        _make_folders(target)
+        temporary = target / f".staging-{secrets.token_hex(8)}"
+        temporary.mkdir()
+        try:
+            staging = Staging(temporary)
+            yield staging
+            staging.files = tuple(_move_durably(path, temporary, target)
+                                  for path in sorted(temporary.rglob("*")) if path.is_file())  # fmt: skip
+        finally:
+            shutil.rmtree(temporary)
+
+
+class Staging:
+    """The folder that a stage, or one task of it, writes into; `files` is known when the block has ended."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.files: tuple[FileEntry, ...] = ()
+
+
+_NO_LINKS = {1, 18, 38, 95}  # EPERM, EXDEV, ENOSYS, EOPNOTSUPP
+
+
+def open_store(uri: str, *, create: bool = True) -> Store:
+    """The store at a folder or, from a later version on, at s3://bucket/prefix.
+
+    Raises:
+        StoreError: there is none and `create` is false, or it can't be used.
+    """
+    if "://" in uri:
+        raise StoreError(f"{uri}: stores are local folders in this version")
+    return Store(Path(uri).expanduser().resolve(), create=create)
+
+
+def _encode(value: Mapping[str, Any] | Frozen) -> bytes:
+    text = value.model_dump_json(indent=1) if isinstance(value, Frozen) else json.dumps(value, indent=1)
+    return text.encode() + b"\n"
+
+
+def _make_folders(path: Path) -> None:
+    """mkdir -p whose new folders survive a power cut."""
+    if not path.is_dir():
+        _make_folders(path.parent)
+        path.mkdir(exist_ok=True)
+        _sync_folder(path.parent)
+
+
+def _sync_folder(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _move_durably(path: Path, staging: Path, target: Path) -> FileEntry:
+    with path.open("rb") as file:
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
+        os.fsync(file.fileno())
+    relative = path.relative_to(staging)
+    size = path.stat().st_size
+    final = target / relative
+    _make_folders(final.parent)
+    path.rename(final)
+    _sync_folder(final.parent)
+    return FileEntry(path=relative.as_posix(), size=size, sha256=digest)
+
+
+# ------------------------------------------------------------------------------------------------- artifacts
+
+
+def current_key(store: Store, job: str, key: str) -> str:
+    """The key that stands for `key` today: itself, or what `--force` put in its place."""
+    while (replaced := store.read(Layout.replaced(job, key))) is not None:
+        key = json.loads(replaced)["successor"]
+    return key
+
+
+def replace_artifact(store: Store, job: str, key: str, successor: str, run: str, why: str) -> bool:
+    """Say that `successor` stands for `key` from now on; False where somebody said so first."""
+    record = {"successor": successor, "run": run, "who": who(), "why": why, "time": now()}
+    return store.create(Layout.replaced(job, key), _encode(record))
+
+
+def read_manifest(store: Store, job: str, key: str) -> Manifest | None:
+    """The artifact's manifest, None while it is not committed."""
+    data = store.read(Layout.manifest(job, key))
+    return None if data is None else _parse(Manifest, data, Layout.manifest(job, key))
+
+
+def manifest_sha256(store: Store, job: str, key: str) -> str:
+    """sha256 of the manifest of a committed artifact."""
+    data = store.read(Layout.manifest(job, key))
+    assert data is not None, f"{job}/{key} is not committed"
+    return hashlib.sha256(data).hexdigest()
+
+
+def input_ref(store: Store, manifest: Manifest) -> InputRef:
+    """What a consumer records of an artifact."""
+    return InputRef(job=manifest.job, key=manifest.key, content_digest=manifest.content_digest,
+                    manifest_sha256=manifest_sha256(store, manifest.job, manifest.key))  # fmt: skip
+
+
+def commit(store: Store, manifest: Manifest) -> Manifest:
+    """Make an artifact visible, in one step. The first wins: what comes back is the manifest that counts."""
+    name = Layout.manifest(manifest.job, manifest.key)
+    if store.create(name, _encode(manifest)):
+        return manifest
+    first = read_manifest(store, manifest.job, manifest.key)
+    assert first is not None
+    return first  # its nonce says whether it was ours after all (an answer that got lost)
+
+
+def read_attempt(store: Store, name: str) -> Attempt | None:
+    """The attempt in `<attempt folder>/attempt.json`."""
+    data = store.read(f"{name}/attempt.json")
+    return None if data is None else _parse(Attempt, data, name)
+
+
+def last_attempt(store: Store, job: str, key: str) -> Attempt | None:
+    """The attempt with the highest number."""
+    numbers = [int(name) for name in store.names(f"{Layout.artifact(job, key)}/attempts") if name.isdigit()]
+    for number in sorted(numbers, reverse=True):
+        if (attempt := read_attempt(store, Layout.attempt(job, key, number))) is not None:
+            return attempt
+    return None
+
+
+def create_attempt(store: Store, attempt: Attempt) -> Attempt:
+    """Write an attempt; where the number is taken, the attempt that took it comes back."""
+    folder = Layout.attempt(attempt.job, attempt.key, attempt.number)
+    if store.create(f"{folder}/attempt.json", _encode(attempt)):
+        return attempt
+    taken = read_attempt(store, folder)
+    assert taken is not None
+    return taken
+
+
+def all_manifests(store: Store) -> Iterator[Manifest]:
+    """Every committed artifact, oldest first."""
+    found = [manifest for job in store.names("artifacts") for key in store.names(f"artifacts/{job}")
+             if (manifest := read_manifest(store, job, key)) is not None]  # fmt: skip
+    yield from sorted(found, key=lambda manifest: manifest.finished)
+
+
+def _parse(model: type[Record], data: bytes, name: str) -> Record:
+    try:
+        return model.model_validate_json(data)
+    except ValidationError as error:
+        raise StoreError(f"{name} is damaged or of another version: {error.errors()[0]['msg']}") from None
+
+
+# ------------------------------------------------------------------------------------------------- runs
+
+
+def create_run(store: Store, run: str, plan: Mapping[str, Any]) -> bool:
+    """Write a run's plan; False where a run of that id exists."""
+    return store.create(f"{Layout.run(run)}/plan.json", _encode(plan))
+
+
+def read_plan(store: Store, run: str) -> dict[str, Any] | None:
+    """A run's plan."""
+    data = store.read(f"{Layout.run(run)}/plan.json")
+    return None if data is None else dict(json.loads(data))
+
+
+def add_event(store: Store, run: str, event: str, **fields: Any) -> None:
+    """Append to a run's history: one small object an event."""
+    from ulid import ULID
+
+    record = {"event": event, "time": now(), **fields}
+    store.create(f"{Layout.run(run)}/events/{ULID()}.json", _encode(record))
+
+
+def read_events(store: Store, run: str) -> list[dict[str, Any]]:
+    """A run's history, oldest first."""
+    folder = f"{Layout.run(run)}/events"
+    found = [
+        json.loads(data)
+        for name in store.names(folder)
+        if (data := store.read(f"{folder}/{name}")) is not None
+    ]
+    return sorted(found, key=lambda record: record["time"])  # ulids of one millisecond are in no order
+
+
+def wish_stop(store: Store, run: str) -> None:
+    """Write the wish that a run stops; whoever drives it, or finds a job of it dead, obeys."""
+    store.create(f"{Layout.run(run)}/stop.json", _encode({"who": who(), "time": now()}))
+
+
+def stop_wished(store: Store, run: str) -> bool:
+    """Whether somebody wishes the run to stop."""
+    return store.read(f"{Layout.run(run)}/stop.json") is not None

@@ -1,0 +1,347 @@
+"""The pretrain stage: a dataset and a shape of model in, a Vision Transformer trained on it out.
+
+In: a dataset artifact. Out: model.safetensors and config.json of the model with its classifier, curve.json
+[{step, learning_rate, loss, dev_accuracy}]. `train` is one worker: it runs in a plain process, on one GPU without Ray
+and as one of N DeepSpeed workers under Ray Train (`main`), always the same code.
+
+    python -m ray_jobs.pretrain --spec STORE/artifacts/pretrain/<key>/attempts/<n>/attempt.json
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import shutil
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from pipelines.identity import canonical_json, sha256
+from pipelines.spec import ModelSize, Pretrain
+from pipelines.store import FileEntry, Layout
+from ray_jobs import devices
+from ray_jobs.progress import Progress
+from ray_jobs.stage import Context, Result, run_stage
+
+if TYPE_CHECKING:
+    import torch
+
+    from ray_jobs.shards import Dataset, DatasetInfo
+    from vit_model.config import ModelContract, Preprocessing
+
+MODEL_FILES = ("model.safetensors", "config.json")
+_CURVE_POINTS = 100
+_DEV_EVALUATIONS = 5  # over the run, the last one at its end
+_EVALUATION_BATCH = 512  # images a worker
+# A busy cluster is waited for so long; what it could never give is refused before.
+_START_TIMEOUT_SECONDS = 900
+
+
+class Worker(NamedTuple):
+    """Which of how many workers this process is."""
+
+    rank: int = 0
+    world: int = 1
+    local_rank: int = 0
+
+
+class Data(NamedTuple):
+    """What a worker holds of the dataset, on the CPU: uint8 images [n, h, w, c] and int64 labels [n] of two splits."""
+
+    train_images: torch.Tensor
+    train_labels: torch.Tensor
+    dev_images: torch.Tensor
+    dev_labels: torch.Tensor
+
+
+def train(
+    config: Pretrain, dataset_folder: Path, output: Path | None, worker: Worker = Worker()
+) -> dict[str, float | int | str]:
+    """Train as one of `worker.world` workers; `output` is where the model and its curve go, None on all ranks but 0.
+
+    The images of every step, and so the weights up to rounding, are the same at any world size that divides the
+    batch; with the same world and threads on the same type of CPU the files are the same bytes.
+
+    Returns the metrics. Raises ValueError when the workers cannot share a batch, the dataset has no training images,
+    or the loss or a gradient stops being finite.
+    """
+    devices.set_threads(config.threads)
+    from ray_jobs.shards import open_dataset
+    from vit_model.model import ViT
+    from vit_model.weights import save_model
+
+    device = devices.device(worker.local_rank)
+    dataset = open_dataset(dataset_folder)
+    contract = model_contract(config.model, config.resolution, dataset.info)
+    data = load_data(dataset, contract.preprocessing)
+    model = ViT(contract.architecture)
+    model.initialise(config.seed)
+    _join_group(worker)
+    engine = _engine(model, config, worker.world)
+    started = time.monotonic()
+    curve = run_steps(engine, config, data, contract, worker, device)
+    seconds = time.monotonic() - started
+    weights = full_weights(engine)
+    if output is not None:
+        trained = ViT(contract.architecture)
+        trained.load_state_dict(weights)
+        save_model(output, trained, contract)
+        (output / "curve.json").write_text(json.dumps(curve, indent=1) + "\n")
+    metrics: dict[str, float | int | str] = {
+        "parameters": contract.architecture.num_parameters,
+        "workers": worker.world,
+        "device": str(device.type),
+        "train_seconds": seconds,
+        "images_per_second": config.steps * config.batch_size / seconds,
+        "final_loss": curve[-1]["loss"] or 0.0,
+    }
+    if (dev_accuracy := curve[-1]["dev_accuracy"]) is not None:
+        metrics["dev_accuracy"] = dev_accuracy
+    return metrics
+
+
+def run_steps(
+    engine: Any, config: Pretrain, data: Data, contract: ModelContract, worker: Worker, device: torch.device
+) -> list[dict[str, Any]]:
+    """The loop. Returns its curve: at about every hundredth of the steps {step, learning_rate, loss, dev_accuracy}.
+
+    `loss` is the mean over all images since the last point; `dev_accuracy` is None where it was not measured.
+    """
+    import torch
+
+    from ray_jobs import optim
+    from ray_jobs.augment import augment
+    from ray_jobs.loader import batches, sample_positions
+    from vit_model.objectives import softmax_cross_entropy
+    from vit_model.preprocessing import normalise
+
+    dtype = devices.torch_dtype(config.dtype, device)
+    steps, batch, (rank, world, _) = config.steps, config.batch_size, worker
+    points = {math.ceil(steps * part / _CURVE_POINTS) for part in range(1, _CURVE_POINTS + 1)}
+    evaluations = {math.ceil(steps * part / _DEV_EVALUATIONS) for part in range(1, _DEV_EVALUATIONS + 1)}
+    curve: list[dict[str, Any]] = []
+    loss_sum, summed = torch.zeros((), device=device), 0
+    progress = Progress(steps)
+
+    order = batches(len(data.train_labels), batch, rank, world, contract.training_data, config.seed, 0, steps)
+    for step, indices in enumerate(order):
+        chosen = torch.from_numpy(indices)
+        images, labels = data.train_images[chosen].to(device), data.train_labels[chosen].to(device)
+        images = augment(images, config.augment, config.seed, sample_positions(step, batch, rank, world))
+        rate = optim.learning_rate(step, steps, config.learning_rate, config.optimizer)
+        optim.set_learning_rate(engine.optimizer, rate)
+        logits = engine(normalise(images, contract.preprocessing, dtype))
+        loss = softmax_cross_entropy(logits, labels, config.label_smoothing)
+        engine.backward(loss)
+        engine.step()
+        optim.check_finite("gradient norm", engine.get_global_grad_norm(), step)
+        loss_sum += loss.detach()
+        summed += 1
+
+        done = step + 1
+        if done in points or done in evaluations:
+            mean_loss = _mean_over_workers(loss_sum / summed)
+            optim.check_finite("loss", mean_loss, step)
+            evaluated = accuracy(engine, data, contract, dtype, worker) if done in evaluations else None
+            curve.append({"step": done, "learning_rate": rate, "loss": mean_loss, "dev_accuracy": evaluated})
+            loss_sum.zero_()
+            summed = 0
+        if rank == 0 and progress.due(done):
+            progress.show(done, done * batch, loss=loss.item())
+    return curve
+
+
+def accuracy(
+    engine: Any, data: Data, contract: ModelContract, dtype: torch.dtype, worker: Worker
+) -> float | None:
+    """Fraction of dev images that are classified correctly, each worker judging a share; None without a dev split."""
+    import torch
+
+    from vit_model.preprocessing import normalise
+
+    total = len(data.dev_labels)
+    if total == 0:
+        return None
+    share = math.ceil(total / worker.world)
+    # All workers run the same number of batches, which ZeRO-3 needs; what sticks out past the end does not count.
+    own = torch.arange(worker.rank * share, (worker.rank + 1) * share)
+    correct = torch.zeros((), device=engine.device)
+    engine.eval()
+    with torch.no_grad():
+        for chosen in own.split(_EVALUATION_BATCH):
+            images = data.dev_images[chosen % total].to(engine.device)
+            predicted = engine(normalise(images, contract.preprocessing, dtype)).argmax(dim=1)
+            right = (predicted.cpu() == data.dev_labels[chosen % total]) & (chosen < total)
+            correct += right.sum().to(engine.device)
+    engine.train()
+    torch.distributed.all_reduce(correct)
+    return correct.item() / total
+
+
+def model_contract(size: ModelSize, resolution: int, info: DatasetInfo) -> ModelContract:
+    """The contract of a model of this size, with a classifier, that is trained on a dataset."""
+    from vit_model.config import ModelContract, Preprocessing, ViTConfig
+
+    channels = 3 if info.image is None else info.image.channels
+    square = info.image is not None and info.image.height == info.image.width
+    architecture = ViTConfig(
+        image_size=resolution,
+        patch_size=size.patch_size,
+        in_channels=channels,
+        width=size.width,
+        depth=size.depth,
+        num_heads=size.num_heads,
+        mlp_dim=round(size.width * size.mlp_ratio),
+        num_classes=len(info.class_names),
+        pooling=size.pooling,
+    )
+    preprocessing = Preprocessing(
+        mean=(0.5,) * channels,
+        std=(0.5,) * channels,
+        crop="squash" if square else "center",
+        resolution=resolution,
+        channels=channels,
+    )
+    return ModelContract(
+        architecture=architecture,
+        class_names=info.class_names,
+        preprocessing=preprocessing,
+        training_data=info.content_digest,
+        license=None,
+    )
+
+
+def load_data(dataset: Dataset, preprocessing: Preprocessing) -> Data:
+    """Train and dev in memory. Raises ValueError when there is nothing to train on."""
+    import torch
+
+    if not dataset.info.splits["train"]:
+        raise ValueError(f"dataset {dataset.info.name} has no images in its train split")
+    return Data(
+        torch.from_numpy(dataset.images("train", preprocessing)),
+        torch.from_numpy(dataset.labels("train")),
+        torch.from_numpy(dataset.images("dev", preprocessing)),
+        torch.from_numpy(dataset.labels("dev")),
+    )
+
+
+def full_weights(engine: Any) -> dict[str, torch.Tensor]:
+    """The float32 weights, put together from all workers; all of them must call this."""
+    from deepspeed.utils import safe_get_full_fp32_param
+
+    weights = {}
+    for name, parameter in engine.module.named_parameters():
+        full = safe_get_full_fp32_param(parameter)
+        weights[name] = (parameter if full is None else full).detach().float().cpu().clone()
+    return weights
+
+
+def _join_group(worker: Worker) -> None:
+    """Make the group of a process that works alone; Ray Train's workers have joined theirs before.
+
+    It stays until the process ends, because DeepSpeed keeps handles to it.
+    """
+    import torch.distributed as dist
+
+    os.environ.setdefault("LOCAL_RANK", str(worker.local_rank))  # DeepSpeed reads it
+    if not dist.is_initialized():
+        assert worker.world == 1, "several workers join their group before they train"
+        dist.init_process_group(devices.backend(), store=dist.HashStore(), rank=0, world_size=1)
+
+
+def _engine(model: torch.nn.Module, config: Pretrain, world: int) -> Any:
+    from ray_jobs import optim
+
+    settings = optim.deepspeed_config(
+        batch_size=config.batch_size,
+        world=world,
+        zero_stage=config.zero_stage,
+        dtype=config.dtype,
+        optimizer=config.optimizer,
+    )
+    deepspeed = devices.import_deepspeed()
+    engine, *_ = deepspeed.initialize(
+        model=model, optimizer=optim.adamw(model, config.optimizer), config=settings, dist_init_required=False
+    )
+    return engine
+
+
+def _mean_over_workers(value: torch.Tensor) -> float:
+    import torch.distributed as dist
+
+    dist.all_reduce(value)
+    return value.item() / dist.get_world_size()
+
+
+# ------------------------------------------------------------------------------------------------- under Ray
+
+
+def main(context: Context) -> Result:
+    """Run `config.workers` workers under Ray Train."""
+    outcome = run_workers(context)
+    files: tuple[FileEntry, ...] = outcome["files"]
+    return Result(content_digest=model_digest(files), files=files, metrics=outcome["metrics"])
+
+
+def model_digest(files: tuple[FileEntry, ...]) -> str:
+    """Identity of a model artifact: its weights and its contract."""
+    return sha256(canonical_json({entry.path: entry.sha256 for entry in files if entry.path in MODEL_FILES}))
+
+
+def run_workers(context: Context) -> dict[str, Any]:
+    """{files, metrics} of rank 0. Raises the ValueError of a worker as its own."""
+    os.environ.update(
+        RAY_TRAIN_HEALTH_CHECK_INTERVAL_S="0.2",  # the default notices starts and ends a second later
+        RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S=str(_START_TIMEOUT_SECONDS),
+        RAY_TRAIN_METRICS_ENABLED="0",
+        RAY_TRAIN_ENABLE_PREEMPTION_WATCHER="0",
+    )
+    from ray.train import FailureConfig, RunConfig
+    from ray.train.torch import TorchTrainer
+    from ray.train.v2.api.exceptions import WorkerGroupError
+
+    attempt = context.attempt
+    scratch = context.store.local(f"{Layout.attempt(attempt.job, attempt.key, attempt.number)}/.ray-train")
+    trainer = TorchTrainer(
+        _ray_worker,
+        train_loop_config={"context": context},
+        scaling_config=devices.scaling(context.config.workers, context.config.threads),
+        run_config=RunConfig(
+            name=attempt.submission_id,  # Ray Train resumes a run of the same name: an attempt has its own
+            storage_path=str(scratch),
+            # A failed worker fails the attempt; the pipeline's driver decides about the next.
+            failure_config=FailureConfig(max_failures=0, controller_failure_limit=2),
+        ),
+    )
+    try:
+        outcome: dict[str, Any] = trainer.fit().return_value
+    except WorkerGroupError as error:
+        for failure in error.worker_failures.values():
+            if isinstance(cause := getattr(failure, "cause", failure), ValueError):
+                raise cause from error
+        raise
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+    return outcome
+
+
+def _ray_worker(settings: dict[str, Any]) -> dict[str, Any]:
+    import ray.train
+
+    context: Context = settings["context"]
+    at = ray.train.get_context()
+    worker = Worker(at.get_world_rank(), at.get_world_size(), at.get_local_rank())
+    if worker.rank:
+        train(context.config, context.input("data"), None, worker)
+        return {}
+    with context.staging() as staging:
+        metrics = train(context.config, context.input("data"), staging.path, worker)
+    return {"files": staging.files, "metrics": metrics}
+
+
+if __name__ == "__main__":
+    # By its full name: what lives in __main__ would travel to Ray's workers as code instead of as a name.
+    from ray_jobs import pretrain
+
+    run_stage(pretrain.main)

@@ -1,0 +1,220 @@
+"""Everything that the page says, gathered from the artifacts that a report is of.
+
+In: the stage's context. Out: `ReportData`: the numbers (report.json), the tables, and the pictures that the page shows.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from pipelines.store import Manifest
+from ray_jobs.reporting import measures, mistakes, pictures, plots, provenance
+from ray_jobs.reporting.measures import Entry
+from ray_jobs.reporting.verdicts import Verdict, headline, labels_text, question, sentence, verdicts
+from ray_jobs.rows import PREDICTIONS, ROWS
+from ray_jobs.shards import Dataset, open_dataset
+from ray_jobs.stage import Context
+
+FORMAT_VERSION = 1
+MAX_CONFUSION = 30  # classes; a larger matrix can't be read
+
+
+@dataclass(frozen=True)
+class ReportData:
+    """`numbers` is report.json; `rows` and `predictions` are tables with the artifact of each row; `figures` are SVG by
+    name, `sheets` the tiles of each dataset artifact, `images` those of the mistakes by sample id."""
+
+    numbers: dict[str, Any]
+    rows: Any
+    predictions: Any
+    figures: dict[str, str] = field(default_factory=dict)
+    sheets: dict[str, list[pictures.Tiles]] = field(default_factory=dict)
+    images: dict[str, str] = field(default_factory=dict)
+
+
+def gather(context: Context) -> ReportData:
+    """Read the inputs and compute all that the page shows.
+
+    Raises:
+        ValueError: an artifact whose files don't fit together; the message names it.
+    """
+    manifests = context.inputs["of"]
+    parts = [(stage, manifest, context.folder(manifest))
+             for stage, manifest in zip(context.config.of, manifests, strict=True)]  # fmt: skip
+    rows = measures.join_tables(parts, "rows.parquet", ROWS)
+    predictions = measures.join_tables(parts, "predictions.parquet", PREDICTIONS)
+    entries = measures.entries(rows, predictions, {m.key: measures.draw_seed(m) for m in manifests})
+    datasets = {manifest.key: open_dataset(folder) for _, manifest, folder in parts if manifest.kind == "dataset"}
+    tested = _tested_datasets(manifests, datasets)
+    main = mistakes.main_entry(entries)
+    main_data = tested.get(main.artifact) if main else None
+    wrong = mistakes.worst(main, entries) if main else []
+    found, curves, sweeps = verdicts(entries), _loss_curves(parts), _sweeps(parts)
+    numbers = {
+        "format_version": FORMAT_VERSION,
+        "title": context.config.title,
+        "artifact": context.attempt.key,
+        "question": question(found),
+        "headline": headline(found),
+        "verdicts": [_verdict(verdict, tested) for verdict in found],
+        "accuracies": [_accuracy(entry, tested) for entry in entries],
+        "datasets": [{"stage": stage, "artifact": manifest.key, **pictures.describe(datasets[manifest.key])}
+                     for stage, manifest, _ in parts if manifest.key in datasets],
+        "pretraining": curves,
+        "sweeps": sweeps,
+        "mistakes": _mistakes(main, main_data, wrong),
+        "stages": provenance.stages(parts),
+        "environments": provenance.environments(parts),
+        "protocols": provenance.protocols(parts),
+    }  # fmt: skip
+    return ReportData(
+        numbers, rows, predictions, _figures(entries, curves, sweeps, numbers["mistakes"]),
+        {key: pictures.contact_sheet(dataset) for key, dataset in datasets.items()},
+        _images(main_data, [mistake.sample_id for mistake in wrong]),
+    )  # fmt: skip
+
+
+def _tested_datasets(manifests: Iterable[Manifest], datasets: Mapping[str, Dataset]) -> dict[str, Dataset]:
+    """Artifact -> the dataset that it was scored on, where that is among the report's inputs."""
+    return {manifest.key: datasets[reference.key] for manifest in manifests
+            for reference in manifest.inputs.get("data", []) if reference.key in datasets}  # fmt: skip
+
+
+def _classes(entry: Entry, tested: Mapping[str, Dataset]) -> int | None:
+    dataset = tested.get(entry.artifact)
+    return len(dataset.info.class_names) if dataset else None
+
+
+def _verdict(verdict: Verdict, tested: Mapping[str, Dataset]) -> dict[str, Any]:
+    method, reference, classes = verdict.method, verdict.reference, _classes(verdict.method, tested)
+    return {
+        "task": method.task,
+        "protocol": method.protocol,
+        "labels_per_class": method.labels_per_class,
+        "labels": labels_text(method.labels_per_class, classes),
+        "method": method.method,
+        "artifact": method.artifact,
+        "reference": reference.method,
+        "reference_protocol": reference.protocol,
+        "reference_artifact": reference.artifact,
+        "accuracy": verdict.accuracy,
+        "reference_accuracy": verdict.reference_accuracy,
+        "difference": verdict.difference.value,
+        "low": verdict.difference.low,
+        "high": verdict.difference.high,
+        "draws": verdict.draws,
+        "num_images": len(method.sample_ids),
+        "conclusion": verdict.conclusion,
+        "sentence": sentence(verdict, classes),
+    }
+
+
+def _accuracy(entry: Entry, tested: Mapping[str, Dataset]) -> dict[str, Any]:
+    return {
+        "task": entry.task,
+        "protocol": entry.protocol,
+        "labels_per_class": entry.labels_per_class,
+        "labels": labels_text(entry.labels_per_class, _classes(entry, tested)),
+        "method": entry.method,
+        "stage": entry.stage,
+        "artifact": entry.artifact,
+        "accuracy": entry.accuracy.value,
+        "low": entry.accuracy.low,
+        "high": entry.accuracy.high,
+        "draws": len(entry.draws),
+        "num_images": len(entry.sample_ids),
+        "selected_on": list(entry.selected_on),
+        "settings": [json.loads(settings) for settings in entry.settings],
+    }
+
+
+def _mistakes(main: Entry | None, dataset: Dataset | None, wrong: Sequence[mistakes.Mistake]) -> dict[str, Any] | None:
+    """The main model's errors, with class names where the dataset is at hand; null where nothing was scored."""
+    if main is None:
+        return None
+    classes = dataset.info.class_names if dataset else ()
+    def name(label: int) -> str:
+        return classes[label] if dataset else f"class {label}"
+
+    counts = mistakes.confusion(main, len(classes)).tolist() if dataset and len(classes) <= MAX_CONFUSION else None
+    return {
+        "task": main.task, "method": main.method, "protocol": main.protocol, "artifact": main.artifact, "stage": main.stage,
+        "labels": labels_text(main.labels_per_class, len(classes) if dataset else None), "draws": len(main.draws),
+        "num_images": len(main.sample_ids), "ever_wrong": int((~main.correct).any(axis=0).sum()),
+        "always_wrong": int((~main.correct).all(axis=0).sum()),
+        "worst": [{**asdict(mistake), "label_name": name(mistake.label), "prediction_name": name(mistake.prediction)}
+                  for mistake in wrong],
+        "confusion": None if counts is None else {"class_names": list(classes), "counts": counts},
+    }  # fmt: skip
+
+
+def _loss_curves(parts: Iterable[provenance.Part]) -> list[dict[str, Any]]:
+    return [{"stage": stage, "artifact": manifest.key, "points": json.loads((folder / "curve.json").read_text("utf-8"))}
+            for stage, manifest, folder in parts if (folder / "curve.json").is_file()]  # fmt: skip
+
+
+def _sweeps(parts: Iterable[provenance.Part]) -> list[dict[str, Any]]:
+    return [{"stage": stage, "artifact": manifest.key, **_read_sweep(folder / "sweep.json")}
+            for stage, manifest, folder in parts if (folder / "sweep.json").is_file()]  # fmt: skip
+
+
+def _read_sweep(path: Path) -> dict[str, Any]:
+    sweep = json.loads(path.read_text("utf-8"))
+    return dict(sweep)
+
+
+def _figures(
+    entries: Sequence[Entry],
+    curves: Sequence[dict[str, Any]],
+    sweeps: Sequence[dict[str, Any]],
+    errors: dict[str, Any] | None,
+) -> dict[str, str]:
+    """The plots that there is something to show in, by name."""
+    figures = {}
+    for task in dict.fromkeys(entry.task for entry in entries):
+        few_shot = [entry for entry in entries if entry.protocol == "few-shot linear" and entry.task == task]
+        if few_shot:
+            figures[f"few-shot {task}"] = plots.few_shot(_few_shot_curves(few_shot))
+    for curve in curves:
+        figures[f"loss {curve['artifact']}"] = plots.loss(curve["points"])
+    if sweeps:
+        figures["sweeps"] = plots.sweeps([
+            plots.Sweep(sweep["stage"], tuple(trial["learning_rate"] for trial in sweep["trials"]),
+                        tuple(tuple(trial["accuracies"]) for trial in sweep["trials"]), sweep["chosen"])
+            for sweep in sweeps
+        ])  # fmt: skip
+    if errors and errors["confusion"]:
+        matrix = errors["confusion"]
+        figures["confusion"] = plots.confusion(matrix["class_names"], np.array(matrix["counts"]))
+    return figures
+
+
+def _few_shot_curves(entries: Sequence[Entry]) -> list[plots.Curve]:
+    """One a method and artifact, the most accurate first."""
+    lines: dict[tuple[str, str], list[Entry]] = {}
+    for entry in entries:
+        lines.setdefault((entry.artifact, entry.method), []).append(entry)
+    artifacts = {artifact for artifact, _ in lines}
+    curves = []
+    for (_, method), points in lines.items():
+        points = sorted(points, key=lambda entry: entry.labels_per_class or 0)
+        name = method if len(artifacts) == 1 else f"{method} ({points[0].stage})"
+        draws = tuple(tuple(entry.correct.mean(axis=1).tolist()) for entry in points)
+        shots = tuple(entry.labels_per_class or 0 for entry in points)
+        curves.append(plots.Curve(name, shots, tuple(entry.accuracy.value for entry in points), draws))
+    return sorted(curves, key=lambda curve: -float(np.mean(curve.means)))
+
+
+def _images(dataset: Dataset | None, sample_ids: Sequence[str]) -> dict[str, str]:
+    """The test images of these ids, as addresses."""
+    if dataset is None or not sample_ids:
+        return {}
+    rows = {identity: row for row, identity in enumerate(dataset.sample_ids("test"))}
+    found = [identity for identity in sample_ids if identity in rows]
+    return dict(zip(found, pictures.addresses_of(dataset, "test", [rows[i] for i in found]), strict=True))

@@ -1,0 +1,171 @@
+"""What the evaluations measured, as lines of a table.
+
+In: the rows and predictions of artifacts (`ray_jobs.rows`). Out: the same rows with the artifact that each is from, and
+`Entry`s: one a protocol, number of labels, method and artifact, with its predictions as an array. numpy and pyarrow.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from pipelines.store import Manifest
+from ray_jobs.intervals import Interval, accuracy_interval
+from ray_jobs.rows import PREDICTIONS, ROWS
+
+_FROM = [pa.field("artifact", pa.string(), nullable=False), pa.field("stage", pa.string(), nullable=False)]
+REPORT_ROWS = pa.schema([*_FROM, *ROWS])
+REPORT_PREDICTIONS = pa.schema([*_FROM, *PREDICTIONS])
+
+_ENTRY = ("artifact", "stage", "task", "protocol", "method", "labels_per_class")
+_ORDER = {"few-shot linear": 0, "fine-tuning": 1, "baseline": 2}
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One line of the table: a method with so many labels a class (None: all), under one protocol.
+
+    `predictions` is [draws, n], `labels` [n], in the order of `sample_ids`, which is sorted. `draw_seed` is the seed of
+    the label draws: draws of the same number from the same seed are the same labelled images. `settings` and
+    `selected_on` are the distinct values over the draws.
+    """
+
+    artifact: str
+    stage: str
+    task: str
+    protocol: str
+    method: str
+    labels_per_class: int | None
+    draw_seed: int | None
+    draws: tuple[int, ...]
+    sample_ids: tuple[str, ...]
+    labels: np.ndarray = field(repr=False)
+    predictions: np.ndarray = field(repr=False)
+    selected_on: tuple[str, ...]
+    settings: tuple[str, ...]
+
+    @cached_property
+    def correct(self) -> np.ndarray:
+        """Which predictions are right, bool [draws, n]."""
+        right: np.ndarray = self.predictions == self.labels
+        return right
+
+    @cached_property
+    def accuracy(self) -> Interval:
+        """The mean over draws and images, with its 95 % interval."""
+        return accuracy_interval(self.correct)
+
+
+def join_tables(parts: Iterable[tuple[str, Manifest, Path]], name: str, schema: Any) -> Any:
+    """The Parquet tables `name` of all (stage, manifest, folder) that have one, with the artifact that each row is from.
+
+    Raises:
+        ValueError: a table whose columns are not `schema`'s.
+    """
+    wanted = pa.schema([*_FROM, *schema])
+    tables = [wanted.empty_table()]
+    for stage, manifest, folder in parts:
+        if not (folder / name).is_file():
+            continue
+        with pq.ParquetFile(folder / name) as file:
+            table = file.read()
+        if not table.schema.equals(schema):
+            raise ValueError(f"{folder / name} has the columns {table.schema.names}; expected {schema.names}")
+        origin = [pa.array([value] * len(table), pa.string()) for value in (manifest.key, stage)]
+        tables.append(pa.Table.from_arrays([*origin, *table.columns], schema=wanted))
+    return pa.concat_tables(tables)
+
+
+def draw_seed(manifest: Manifest) -> int | None:
+    """The seed that a stage drew its labels with."""
+    labels = manifest.config.get("labels")
+    seed = labels.get("seed") if isinstance(labels, dict) else manifest.config.get("seed")
+    return seed if isinstance(seed, int) else None
+
+
+def entries(rows: Any, predictions: Any, seeds: dict[str, int | None]) -> list[Entry]:
+    """The lines of the table, ordered by task, protocol, number of labels and method.
+
+    Args:
+        rows: a table of REPORT_ROWS; the accuracies on test are used.
+        predictions: a table of REPORT_PREDICTIONS.
+        seeds: artifact -> the seed of its label draws.
+
+    Raises:
+        ValueError: predictions of different draws are of different images, or do not give the accuracy in the rows.
+    """
+    measured: dict[tuple[Any, ...], dict[int, dict[str, Any]]] = {}
+    for row in rows.to_pylist():
+        if row["metric"] == "accuracy" and row["split"] == "test":
+            measured.setdefault(tuple(row[name] for name in _ENTRY), {})[row["draw"]] = row
+    predicted = _by_draw(predictions)
+    found = [_entry(key, draws, predicted, seeds.get(key[0])) for key, draws in measured.items()]
+    return sorted(found, key=_place)
+
+
+def _by_draw(predictions: Any) -> dict[tuple[Any, ...], tuple[list[str], np.ndarray, np.ndarray]]:
+    """(entry's columns, draw) -> sample ids, labels, predictions; sorted by sample id."""
+    groups = predictions.group_by([*_ENTRY, "draw"], use_threads=False).aggregate(
+        [("sample_id", "list"), ("label", "list"), ("prediction", "list")]
+    )
+    found = {}
+    for group in groups.to_pylist():
+        ids = group["sample_id_list"]
+        order = sorted(range(len(ids)), key=ids.__getitem__)
+        key = (*(group[name] for name in _ENTRY), group["draw"])
+        labels, answers = np.array(group["label_list"]), np.array(group["prediction_list"])
+        found[key] = [ids[i] for i in order], labels[order], answers[order]
+    return found
+
+
+def _entry(
+    key: tuple[Any, ...], measured: dict[int, dict[str, Any]], predicted: dict[Any, Any], seed: int | None
+) -> Entry:
+    draws = tuple(sorted(measured))
+    artifact, stage, task, protocol, method, labels_per_class = key
+    where = f"{stage} ({artifact[:12]}), {protocol}, {method}, {labels_per_class or 'all'} labels a class"
+    missing = [draw for draw in draws if (*key, draw) not in predicted]
+    if missing:
+        raise ValueError(f"{where}: there are no predictions of the draws {missing}")
+    parts = [predicted[(*key, draw)] for draw in draws]
+    ids, labels, _ = parts[0]
+    if len(set(ids)) < len(ids) or any(
+        other != ids or not np.array_equal(true, labels) for other, true, _ in parts
+    ):
+        raise ValueError(f"{where}: every draw must be scored once on each of the same test images")
+    entry = Entry(
+        artifact=artifact, stage=stage, task=task, protocol=protocol, method=method, labels_per_class=labels_per_class,
+        draw_seed=seed, draws=draws, sample_ids=tuple(ids), labels=labels, predictions=np.stack([part[2] for part in parts]),
+        selected_on=_distinct(measured, "selected_on"), settings=_distinct(measured, "settings"),
+    )  # fmt: skip
+    for draw, value in zip(draws, entry.correct.mean(axis=1), strict=True):
+        if not np.isclose(measured[draw]["value"], value, rtol=0, atol=1e-6):
+            raise ValueError(
+                f"{where}, draw {draw}: the row says {measured[draw]['value']}, its predictions {value}"
+            )
+    return entry
+
+
+def _distinct(measured: dict[int, dict[str, Any]], column: str) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(measured[draw][column] for draw in sorted(measured)))
+
+
+def _place(entry: Entry) -> tuple[Any, ...]:
+    labels = entry.labels_per_class
+    few_shot = entry.protocol == "few-shot linear"
+    return (
+        entry.task,
+        not few_shot,
+        labels is None,
+        labels or 0,
+        _ORDER.get(entry.protocol, 9),
+        entry.method,
+        entry.artifact,
+    )

@@ -1,0 +1,69 @@
+"""Where the main model goes wrong: the test images that it gets wrong most often, and which classes it confuses.
+
+In: `Entry`s. Out: records with class numbers, and counts. numpy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from ray_jobs.reporting.measures import Entry
+from ray_jobs.reporting.verdicts import kind
+
+SHOWN = 24
+
+
+@dataclass(frozen=True)
+class Mistake:
+    """A test image that the main model got wrong in `wrong_draws` of `draws`; `prediction` is its most common wrong answer.
+
+    Of the `methods` that had the same labels (the main one included), `methods_right` got it right in most draws.
+    """
+
+    sample_id: str
+    label: int
+    prediction: int
+    wrong_draws: int
+    draws: int
+    methods_right: int
+    methods: int
+
+
+def main_entry(entries: Sequence[Entry]) -> Entry | None:
+    """The line that the mistakes are shown of: the trained model, fine-tuned before few-shot, few labels before all, of
+    these the most labels; where nothing was pretrained, the one from scratch, and without that the best of the rest."""
+    def place(entry: Entry) -> tuple[object, ...]:
+        sort = {"trained": 0, "scratch": 1}.get(kind(entry), 2)
+        few = entry.labels_per_class
+        return (sort, entry.protocol != "fine-tuning", few is None, -(few or 0), -entry.accuracy.value)
+
+    return min(entries, key=place, default=None)
+
+
+def worst(main: Entry, entries: Sequence[Entry]) -> list[Mistake]:
+    """The images that were wrong in most draws of `main`, of equals those that fewer methods got right."""
+    peers = [entry for entry in entries if entry.task == main.task and entry.labels_per_class == main.labels_per_class
+             and entry.sample_ids == main.sample_ids]  # fmt: skip
+    methods_right = np.sum([peer.correct.mean(axis=0) > 0.5 for peer in peers], axis=0)
+    wrong = (~main.correct).sum(axis=0)
+    order = np.lexsort((np.arange(len(wrong)), methods_right, -wrong))
+    return [
+        Mistake(main.sample_ids[i], int(main.labels[i]), _usual_mistake(main, i), int(wrong[i]), len(main.draws),
+                int(methods_right[i]), len(peers))
+        for i in order[:SHOWN] if wrong[i]
+    ]  # fmt: skip
+
+
+def confusion(entry: Entry, classes: int) -> np.ndarray:
+    """Counts [label, prediction], summed over the draws."""
+    counts = np.zeros((classes, classes), np.int64)
+    np.add.at(counts, (np.broadcast_to(entry.labels, entry.predictions.shape), entry.predictions), 1)
+    return counts
+
+
+def _usual_mistake(entry: Entry, image: int) -> int:
+    answers = entry.predictions[:, image]
+    return int(np.bincount(answers[answers != entry.labels[image]]).argmax())

@@ -1,0 +1,86 @@
+"""Images of a dataset artifact for the page: contact sheets, and images by their id.
+
+In: an opened dataset. Out: `data:` addresses of small PNG (where pixels are few) or JPEG images, and counts. Of the
+images only those that are shown are read.
+"""
+
+from __future__ import annotations
+
+import base64
+import io
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pyarrow.parquet as pq
+from PIL import Image
+
+from ray_jobs.shards import Dataset, Split
+from vit_model.config import Preprocessing
+
+MAX_CLASSES = 40  # of more classes a seeded choice is shown
+TILES = 96  # images on a sheet, about
+SMALL = 32  # images up to this many pixels a side are shown pixel by pixel
+PHOTO = 112  # larger ones are cropped and brought to this many pixels a side
+_SHEET = 3  # keeps this module's random numbers apart from other users of the same seed
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """Some images of a class, as `data:` addresses."""
+
+    name: str
+    images: tuple[str, ...]
+
+
+def describe(dataset: Dataset) -> dict[str, Any]:
+    """What a dataset holds, counted: splits, classes, images set aside, balance of the classes in train."""
+    names = dataset.info.class_names
+    counts = np.bincount(dataset.labels("train"), minlength=len(names))
+    return {
+        "name": dataset.info.name,
+        "splits": {split: dataset.info.splits[split] for split in ("train", "dev", "test")},
+        "num_classes": len(names),
+        "image": dataset.info.image.model_dump() if dataset.info.image else None,
+        "quarantined": pq.ParquetFile(dataset.folder / "quarantine.parquet").metadata.num_rows,
+        "balance": {"least": int(counts.min()), "median": float(np.median(counts)), "most": int(counts.max())},
+        "rarest": [names[label] for label in np.argsort(counts, kind="stable")[:3]],
+    }
+
+
+def contact_sheet(dataset: Dataset) -> list[Tiles]:
+    """Some training images of many classes, chosen with a fixed seed."""
+    rng = np.random.default_rng([0, _SHEET])
+    labels = dataset.labels("train")
+    present = np.unique(labels)
+    if len(present) > MAX_CLASSES:
+        present = np.sort(rng.choice(present, MAX_CLASSES, replace=False))
+    each = int(np.clip(TILES // max(1, len(present)), 2, 8))
+    chosen = {int(label): rng.permutation(np.flatnonzero(labels == label))[:each] for label in present}
+    addresses = iter(addresses_of(dataset, "train", np.concatenate([*chosen.values(), np.zeros(0, int)])))
+    return [Tiles(dataset.info.class_names[label], tuple(next(addresses) for _ in rows)) for label, rows in chosen.items()]
+
+
+def addresses_of(dataset: Dataset, split: Split, rows: Sequence[int] | np.ndarray) -> list[str]:
+    """The images of these rows of a split as `data:` addresses, squares cut from the middle, their own pixels
+    enlarged without blur where they are few."""
+    size = dataset.info.image
+    side = max(size.height, size.width) if size else PHOTO
+    preprocessing = Preprocessing(
+        mean=(0.5,) * (size.channels if size else 3), std=(0.5,) * (size.channels if size else 3),
+        crop="center", resolution=min(side, PHOTO), channels=size.channels if size else 3,
+    )  # fmt: skip
+    return [_address(pixels) for pixels in dataset.images(split, preprocessing, np.asarray(rows, int))]
+
+
+def _address(pixels: np.ndarray) -> str:
+    """A `data:` address of one image, uint8 [side, side, channels]."""
+    image = Image.fromarray(pixels.squeeze(-1) if pixels.shape[-1] == 1 else pixels)
+    buffer = io.BytesIO()
+    if small := image.width <= SMALL:
+        side = image.width * max(1, 2 * SMALL // image.width)
+        image.resize((side, side), Image.Resampling.NEAREST).save(buffer, "PNG")
+    else:
+        image.save(buffer, "JPEG", quality=82)
+    return f"data:image/{'png' if small else 'jpeg'};base64,{base64.b64encode(buffer.getvalue()).decode()}"

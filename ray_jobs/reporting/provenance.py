@@ -1,0 +1,131 @@
+"""How it was made: what the page says of each stage, taken from the manifests.
+
+In: (stage, manifest, folder) of each input. Out: plain dictionaries and sentences.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from pipelines.store import Manifest
+
+Part = tuple[str, Manifest, Path]
+
+
+def stages(parts: Iterable[Part]) -> list[dict[str, Any]]:
+    """A record a stage: key, time taken, what it measured, seeds, code, what it was made from."""
+    return [
+        {
+            "stage": stage,
+            "job": manifest.job,
+            "kind": manifest.kind,
+            "artifact": manifest.key,
+            "inputs": {
+                field: [reference.key for reference in found] for field, found in manifest.inputs.items()
+            },
+            "seconds": _seconds(manifest),
+            "finished": manifest.finished,
+            "metrics": manifest.metrics,
+            "seeds": dict(_seeds(manifest.config)),
+            "config": manifest.config,
+            "code": manifest.code,
+            "timing_dependent": manifest.timing_dependent,
+        }
+        for stage, manifest, _ in parts
+    ]
+
+
+def environments(parts: Iterable[Part]) -> list[dict[str, Any]]:
+    """Each machine and set of packages that was used, with the stages that ran there."""
+    found: dict[str, dict[str, Any]] = {}
+    for stage, manifest, _ in parts:
+        spelling = json.dumps(manifest.environment, sort_keys=True)
+        found.setdefault(spelling, {**manifest.environment, "stages": []})["stages"].append(stage)
+    return list(found.values())
+
+
+def protocols(parts: Sequence[Part]) -> list[dict[str, str]]:
+    """In words, for each stage that measured or trained something: on what, how chosen, how scored."""
+    names = {manifest.key: stage for stage, manifest, _ in parts}
+    return [{"stage": stage, "artifact": manifest.key, "text": text}
+            for stage, manifest, folder in parts if (text := _protocol(manifest, folder, names))]  # fmt: skip
+
+
+def _protocol(manifest: Manifest, folder: Path, names: Mapping[str, str]) -> str:
+    config = manifest.config
+    inputs = {
+        field: names.get(found[0].key, found[0].key[:12]) for field, found in manifest.inputs.items() if found
+    }
+    text = {"pretrain": _pretrain, "finetune": _finetune, "evaluate": _evaluate, "baselines": _baselines}.get(
+        manifest.job
+    )
+    return "" if text is None else f"{text(config, inputs)}{_normalisation(folder)}"
+
+
+def _pretrain(config: Mapping[str, Any], inputs: Mapping[str, str]) -> str:
+    return (f"Supervised pretraining on the train split of {inputs['data']}: {_size(config['model'])}, resolution "
+            f"{config['resolution']}, {config['steps']:,} steps of {config['batch_size']} images, learning rate "
+            f"{config['learning_rate']:g}, weight decay {config['optimizer']['weight_decay']:g}, {config['dtype']}, ZeRO stage "
+            f"{config['zero_stage']}, seed {config['seed']}.")  # fmt: skip
+
+
+def _finetune(config: Mapping[str, Any], inputs: Mapping[str, str]) -> str:
+    start = (
+        f"from the weights of {inputs['backbone']}"
+        if "backbone" in inputs
+        else f"from scratch ({_size(config['model'])})"
+    )
+    rates = ", ".join(f"{rate:g}" for rate in config["learning_rates"])
+    return (f"Fine-tuning on {inputs['data']} {start}: {config['steps']:,} steps of {config['batch_size']} images; learning rate "
+            f"from {rates}, {_selection(config['labels'])}. Test is scored once for each draw.")  # fmt: skip
+
+
+def _evaluate(config: Mapping[str, Any], inputs: Mapping[str, str]) -> str:
+    return (f"Few-shot linear evaluation of {inputs['backbone']}, frozen, on {inputs['data']}: regularised least squares from "
+            f"features to ±1 targets (Dosovitskiy et al., section 4.1); {config['draws']} supports drawn from train (seed "
+            f"{config['seed']}), all of test scored. L2 is chosen on the support alone, in the same way for every row.")  # fmt: skip
+
+
+def _baselines(config: Mapping[str, Any], inputs: Mapping[str, str]) -> str:
+    return (f"Classifiers on the pixels of {inputs['data']} (scikit-learn; images larger than {config['thumbnail']} pixels a side "
+            f"are averaged down to it): settings {_selection(config['labels'])}. Test is scored once for each draw.")  # fmt: skip
+
+
+def _selection(labels: Mapping[str, Any]) -> str:
+    if labels["per_class"] is None:
+        return "chosen on dev, trained on all labels of train"
+    return (f"chosen by {labels['folds']}-fold cross-validation inside the first draw of {labels['per_class']} labels a class and "
+            f"used for all {labels['draws']} draws from train (seed {labels['seed']})")  # fmt: skip
+
+
+def _normalisation(folder: Path) -> str:
+    """How a model's pixels are prepared, from its contract."""
+    if not (folder / "config.json").is_file():
+        return ""
+    pixels = json.loads((folder / "config.json").read_text("utf-8"))["preprocessing"]
+    mean, std = (", ".join(f"{value:.3g}" for value in pixels[name]) for name in ("mean", "std"))
+    return (
+        f" Pixels: resolution {pixels['resolution']}, (x / 255 − mean) / std with mean {mean} and std {std}."
+    )
+
+
+def _size(model: Mapping[str, Any]) -> str:
+    return f"ViT of width {model['width']}, depth {model['depth']}, {model['num_heads']} heads, patch {model['patch_size']}"
+
+
+def _seconds(manifest: Manifest) -> float:
+    return (
+        datetime.fromisoformat(manifest.finished) - datetime.fromisoformat(manifest.started)
+    ).total_seconds()
+
+
+def _seeds(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, int]]:
+    for name, value in config.items():
+        if isinstance(value, Mapping):
+            yield from _seeds(value, f"{prefix}{name}.")
+        elif name == "seed":
+            yield f"{prefix}seed", value

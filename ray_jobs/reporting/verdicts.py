@@ -1,0 +1,164 @@
+"""Did it pay? Paired differences between what was trained and what it must beat.
+
+In: `Entry`s. Out: `Verdict`s, one a comparison, and a headline. The same label draws and the same test images on both
+sides; which of several references is the best is taken from the test accuracies, which can only favour the reference.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from ray_jobs.intervals import Interval, paired_difference
+from ray_jobs.reporting.measures import Entry
+
+_IN_WORDS = {
+    "above zero": "the whole interval is above zero",
+    "below zero": "the whole interval is BELOW zero",
+    "not told from zero": "the interval includes zero, so no difference is shown",
+}
+SHOTS = 5  # the number of shots that the verdict is about, where it was measured
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """`method` against `reference`: a difference of accuracies (fractions) with its 95 % interval."""
+
+    method: Entry
+    reference: Entry
+    accuracy: float
+    reference_accuracy: float
+    difference: Interval
+    draws: int
+
+    @property
+    def conclusion(self) -> str:
+        """Where the whole interval lies."""
+        if self.difference.low > 0:
+            return "above zero"
+        return "below zero" if self.difference.high < 0 else "not told from zero"
+
+
+def kind(entry: Entry) -> str:
+    """ "trained" for what is to be judged, else which sort of reference it is: pixels, scratch or untrained."""
+    if entry.protocol == "baseline" or entry.method.startswith("pixels"):
+        return "pixels"
+    return next((word for word in ("scratch", "untrained") if entry.method.startswith(word)), "trained")
+
+
+def verdicts(entries: Sequence[Entry]) -> list[Verdict]:
+    """Every trained method against the best pixel row and the best trained from scratch of the same setting.
+
+    A setting is a task, few-shot or not, and a number of labels; of the few-shot ones the number of shots nearest to
+    SHOTS counts. Where nothing was pretrained, what was trained from scratch is judged against the pixels.
+    """
+    settings: dict[tuple[object, ...], list[Entry]] = {}
+    for entry in entries:
+        if not _is_few_shot(entry) or entry.labels_per_class == _shots(entries, entry.task):
+            settings.setdefault((entry.task, _is_few_shot(entry), entry.labels_per_class), []).append(entry)
+    found = []
+    for candidates in settings.values():
+        judged = [entry for entry in candidates if kind(entry) == "trained"]
+        judged = judged or [entry for entry in candidates if kind(entry) == "scratch"]
+        for method in judged:
+            for sort in ("scratch", "pixels"):
+                rivals = [entry for entry in candidates if kind(entry) == sort and entry not in judged]
+                found += _against_best(method, [entry for entry in rivals if comparable(method, entry)])
+    return found
+
+
+def comparable(a: Entry, b: Entry) -> bool:
+    """Whether both were scored on the same images, with some label draws in common."""
+    same_labels = a.labels_per_class is None or (a.draw_seed is not None and a.draw_seed == b.draw_seed)
+    return same_labels and a.sample_ids == b.sample_ids and bool(set(a.draws) & set(b.draws))
+
+
+def question(found: Sequence[Verdict]) -> str:
+    """What the verdicts answer."""
+    pretrained = any(kind(verdict.method) == "trained" for verdict in found)
+    return "Did pretraining pay?" if pretrained else "Does the model beat simple classifiers on pixels?"
+
+
+def headline(found: Sequence[Verdict]) -> str:
+    """The answer in one or two sentences; what was seen with few labels comes first, all labels after it."""
+    if not found:
+        return "Nothing to compare: no two methods were scored on the same test images with the same labels."
+    few = [verdict for verdict in found if verdict.method.labels_per_class is not None]
+    everything = [verdict for verdict in found if verdict.method.labels_per_class is None]
+    parts = [f"{_answer(few)} with few labels: {_count(few)}."] if few else []
+    if everything:
+        parts.append(f"{_answer(everything)} with all labels: {_count(everything)}.")
+    return " ".join(parts)
+
+
+def sentence(verdict: Verdict, classes: int | None) -> str:
+    """The comparison in words, with its numbers."""
+    method, reference = verdict.method, verdict.reference
+    value, low, high = verdict.difference
+    over = f"{verdict.draws} label draws and " if verdict.draws > 1 else ""
+    return (
+        f"With {labels_text(method.labels_per_class, classes)}, {method.method} ({method.protocol}) is right on "
+        f"{percent(verdict.accuracy)} of {len(method.sample_ids):,} test images, {reference.method} on "
+        f"{percent(verdict.reference_accuracy)}: {points(value)} points, 95 % interval {points(low)} to "
+        f"{points(high)} over {over}test images; {_IN_WORDS[verdict.conclusion]}."
+    )
+
+
+def labels_text(labels_per_class: int | None, classes: int | None) -> str:
+    """'5 labels a class (50 in all)'."""
+    if labels_per_class is None:
+        return "all labels"
+    total = "" if classes is None else f" ({labels_per_class * classes:,} in all)"
+    return f"{labels_per_class} label{'s' if labels_per_class > 1 else ''} a class{total}"
+
+
+def percent(fraction: float) -> str:
+    """'91.2 %'."""
+    return f"{100 * fraction:.1f} %"
+
+
+def points(difference: float) -> str:
+    """'+7.1', with a real minus sign."""
+    return f"{100 * difference:+.1f}".replace("-", "−")
+
+
+def _is_few_shot(entry: Entry) -> bool:
+    return entry.protocol == "few-shot linear"
+
+
+def _shots(entries: Sequence[Entry], task: str) -> int:
+    shots = {entry.labels_per_class or 0 for entry in entries if _is_few_shot(entry) and entry.task == task}
+    return min(shots, key=lambda shot: (abs(shot - SHOTS), shot))
+
+
+def _against_best(method: Entry, rivals: list[Entry]) -> list[Verdict]:
+    """Against the rival with the highest accuracy over the draws in common; nothing where there is none."""
+    if not rivals:
+        return []
+    tables = [_paired(method, rival) for rival in rivals]
+    best = int(np.argmax([theirs.mean() for _, theirs in tables]))
+    ours, theirs = tables[best]
+    difference = paired_difference(ours, theirs)
+    return [Verdict(method, rivals[best], float(ours.mean()), float(theirs.mean()), difference, len(ours))]
+
+
+def _paired(a: Entry, b: Entry) -> tuple[np.ndarray, np.ndarray]:
+    common = sorted(set(a.draws) & set(b.draws))
+    return a.correct[[a.draws.index(draw) for draw in common]], b.correct[
+        [b.draws.index(draw) for draw in common]
+    ]
+
+
+def _answer(found: Sequence[Verdict]) -> str:
+    above = sum(verdict.conclusion == "above zero" for verdict in found)
+    return "Yes" if above == len(found) else "Partly" if above else "No"
+
+
+def _count(found: Sequence[Verdict]) -> str:
+    above = sum(verdict.conclusion == "above zero" for verdict in found)
+    below = sum(verdict.conclusion == "below zero" for verdict in found)
+    plural, verb = "s" if len(found) > 1 else "", "is" if above == 1 else "are"
+    text = f"{above} of {len(found)} paired difference{plural} {verb} above zero with the whole 95 % interval"
+    return text + (f", {below} below" if below else "")

@@ -1,0 +1,139 @@
+"""The two tables that an evaluation writes: rows (one a measured number) and predictions (one an image).
+
+In and out: lists of dicts, checked against ROWS or PREDICTIONS. The same rows in the same order give the same
+bytes (with the same pyarrow). Parquet is read and written at local paths.
+"""
+
+import hashlib
+import json
+import math
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+Row = dict[str, Any]
+
+
+def _column(name: str, kind: Any, nullable: bool = False) -> Any:
+    return pa.field(name, kind, nullable=nullable)
+
+
+ROWS = pa.schema(
+    [
+        _column("task", pa.string()),
+        _column("protocol", pa.string()),  # "few-shot linear" | "fine-tuning" | "baseline"
+        _column("method", pa.string()),
+        _column("labels_per_class", pa.int32(), nullable=True),  # null: all labels
+        _column("draw", pa.int32()),
+        _column("split", pa.string()),
+        _column("metric", pa.string()),  # "accuracy"
+        _column("value", pa.float64()),  # a fraction
+        _column("num_images", pa.int32()),
+        _column("selected_on", pa.string()),  # what the settings were selected on
+        _column("settings", pa.string()),  # JSON object with sorted keys
+    ]
+)
+PREDICTIONS = pa.schema(
+    [
+        _column("task", pa.string()),
+        _column("protocol", pa.string()),
+        _column("method", pa.string()),
+        _column("labels_per_class", pa.int32(), nullable=True),
+        _column("draw", pa.int32()),
+        _column("sample_id", pa.string()),
+        _column("label", pa.int32()),
+        _column("prediction", pa.int32()),
+    ]
+)
+_SMALLEST = {"labels_per_class": 1, "num_images": 1}  # every other integer starts at 0
+_LARGEST = 2**31 - 1
+
+
+def write_table(path: Path, rows: Sequence[Row], schema: Any) -> None:
+    """Writes the rows, in the order given, as Parquet.
+
+    Raises ValueError, naming row, column and value, where a row has other columns than the schema, a value of
+    another type than str, int or float as the column says (numpy scalars are not converted), a null where
+    none may be, a negative or too large integer, a float that is not finite, an accuracy outside [0, 1], or
+    settings that are not a JSON object with sorted keys.
+    """
+    columns = _checked_columns(rows, schema)
+    table = pa.table([pa.array(columns[field.name], field.type) for field in schema], schema=schema)
+    pq.write_table(table, path, compression="zstd")
+
+
+def read_table(path: Path, schema: Any) -> list[Row]:
+    """The rows of a Parquet file in file order. Raises ValueError where its columns are not the schema's."""
+    table = pq.read_table(path)
+    if not table.schema.equals(schema):
+        raise ValueError(f"{path} has the columns {_described(table.schema)}; expected {_described(schema)}")
+    rows: list[Row] = table.to_pylist()
+    return rows
+
+
+def digest_rows(rows: Sequence[Row], schema: Any) -> str:
+    """sha256 (hex) of the columns and rows, in whatever order the rows come. Raises as `write_table`."""
+    columns = _checked_columns(rows, schema)
+    # Python writes the shortest decimal that reads back as the same float, so no two values share a line.
+    lines = sorted(json.dumps(values) for values in zip(*columns.values(), strict=True))
+    return hashlib.sha256("\n".join([_described(schema), *lines]).encode()).hexdigest()
+
+
+def _described(schema: Any) -> str:
+    return ", ".join(f"{field.name} {field.type}{'' if field.nullable else ' not null'}" for field in schema)
+
+
+def _checked_columns(rows: Sequence[Row], schema: Any) -> dict[str, list[Any]]:
+    """The rows as one list per column, checked."""
+    names = set(schema.names)
+    for number, row in enumerate(rows):
+        if row.keys() != names:
+            wrong = sorted(row.keys() ^ names)
+            raise ValueError(f"row {number} lacks or adds the columns {wrong}; it must have {schema.names}")
+    columns = {field.name: [row[field.name] for row in rows] for field in schema}
+    for field in schema:
+        is_right, expected = _rule(field)
+        for number, value in enumerate(columns[field.name]):
+            if not (is_right(value) or (value is None and field.nullable)):
+                raise ValueError(f"{field.name} of row {number} is {value!r}; it must be {expected}")
+    for number, metric in enumerate(columns.get("metric", [])):
+        value = columns["value"][number]
+        if metric == "accuracy" and not 0.0 <= value <= 1.0:
+            raise ValueError(
+                f"value of row {number} is {value!r}; an accuracy must be a fraction from 0 to 1"
+            )
+    return columns
+
+
+def _rule(field: Any) -> tuple[Callable[[Any], bool], str]:
+    """Whether a value other than null is right for this column, and in words what would be right."""
+    if field.name == "settings":
+        return _is_canonical, "a JSON object (as str) with sorted keys"
+    if field.type == pa.string():
+        return lambda value: type(value) is str, "a str"
+    if field.type == pa.float64():
+        return lambda value: type(value) is float and math.isfinite(value), "a finite float"
+    smallest = _SMALLEST.get(field.name, 0)
+    return (
+        lambda value: type(value) is int and smallest <= value <= _LARGEST,
+        f"an int from {smallest} to {_LARGEST}",
+    )
+
+
+def _is_canonical(settings: Any) -> bool:
+    try:
+        value = json.loads(settings, object_pairs_hook=_sorted_object)
+        json.dumps(value, allow_nan=False)
+    except (TypeError, ValueError):
+        return False
+    return isinstance(settings, str) and isinstance(value, dict)
+
+
+def _sorted_object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    keys = [key for key, _ in pairs]
+    if keys != sorted(set(keys)):
+        raise ValueError(f"keys {keys} are not sorted and unique")
+    return dict(pairs)

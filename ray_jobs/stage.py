@@ -1,0 +1,207 @@
+"""What every stage's process does around its own work: read the attempt, check, join Ray, run, commit.
+
+    python -m ray_jobs.<job> --spec STORE/artifacts/<job>/<key>/attempts/<n>/attempt.json
+
+A job's module ends with `run_stage(main)`, where `main(context) -> Result` reads from top to bottom: open the inputs,
+compute in Ray tasks or actors, write into `context.staging()`. Exit codes: 0 committed, 2 the user's mistake (never
+retried), 1 anything else.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import os
+import platform
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from pipelines import identity
+from pipelines.spec import AnyStage, Stage
+from pipelines.store import (
+    Attempt,
+    FileEntry,
+    Layout,
+    Manifest,
+    Staging,
+    Store,
+    StoreError,
+    commit,
+    now,
+    open_store,
+    read_manifest,
+    who,
+)  # fmt: skip
+from pydantic import TypeAdapter
+
+PACKAGES = ("torch", "ray", "deepspeed", "pyarrow", "numpy", "pillow", "scikit-learn", "matplotlib")
+
+
+@dataclass(frozen=True)
+class Context:
+    """What a stage works on. It travels to Ray tasks; each opens the store for itself."""
+
+    attempt: Attempt
+    config: Any
+    inputs: dict[str, tuple[Manifest, ...]]
+
+    @property
+    def store(self) -> Store:
+        """The store, opened and checked to be the one that the driver writes to.
+
+        Raises:
+            StoreError: this machine sees another store under that address.
+        """
+        store = open_store(self.attempt.store_uri, create=False)
+        if store.id != self.attempt.store_id:
+            raise StoreError(f"{store.uri} has id {store.id} here, but {self.attempt.store_id} where the driver runs: "
+                             "is it a folder that all machines share?")  # fmt: skip
+        return store
+
+    def folder(self, manifest: Manifest) -> Path:
+        """An input's files, as a local folder."""
+        return self.store.local(manifest.folder)
+
+    def input(self, name: str) -> Path:
+        """The folder of the one artifact that the field `name` takes."""
+        (manifest,) = self.inputs[name]
+        return self.folder(manifest)
+
+    @contextmanager
+    def staging(self) -> Iterator[Staging]:
+        """A local folder to write files into, see `Store.staging`."""
+        with self.store.staging(
+            Layout.files(self.attempt.job, self.attempt.key, self.attempt.number)
+        ) as staging:
+            yield staging
+
+
+@dataclass(frozen=True)
+class Result:
+    """What a stage made."""
+
+    content_digest: str
+    files: tuple[FileEntry, ...]
+    metrics: dict[str, float | int | str] = field(default_factory=dict)
+    timing_dependent: bool = False
+
+
+def run_stage(main: Callable[[Context], Result]) -> None:
+    """The whole life of a stage's process; ends it."""
+    arguments = argparse.ArgumentParser()
+    arguments.add_argument("--spec", required=True, help="the attempt.json of the attempt to run")
+    spec = Path(arguments.parse_args().spec)
+    try:
+        context = read_context(spec)
+        started = now()
+        join_ray(context.attempt)
+        result = main(context)
+        _commit(context, result, started)
+    except (ValueError, StoreError) as error:
+        # a task's error carries the remote traceback in its text; the message of the cause is what the user needs
+        print(f"error: {getattr(error, 'cause', error)}", file=sys.stderr, flush=True)
+        sys.exit(2)
+
+
+def read_context(spec: Path) -> Context:
+    """The attempt at `spec`, with its inputs' manifests; checked against this machine's store and code.
+
+    Raises:
+        StoreError: another store, or an input that is not committed.
+        ValueError: the code here is not the driver's.
+    """
+    attempt = Attempt.model_validate_json(spec.read_bytes())
+    code = identity.code_digest(attempt.job)
+    if code != attempt.code_digest:
+        raise ValueError(f"the code of {attempt.job} here has digest {code[:12]}, the driver's {attempt.code_digest[:12]}: "
+                         "install the same vitflow on the cluster's nodes")  # fmt: skip
+    config: AnyStage = TypeAdapter(Stage).validate_python(attempt.config)
+    store = Context(attempt, config, {}).store
+    inputs: dict[str, tuple[Manifest, ...]] = {}
+    for name, references in attempt.inputs.items():
+        manifests = [read_manifest(store, reference.job, reference.key) for reference in references]
+        missing = [
+            reference.key
+            for reference, manifest in zip(references, manifests, strict=True)
+            if manifest is None
+        ]
+        if missing:
+            raise StoreError(f"input {name}: {missing} is not in {store.uri}")
+        inputs[name] = tuple(manifest for manifest in manifests if manifest is not None)
+    return Context(attempt, config, inputs)
+
+
+def join_ray(attempt: Attempt) -> None:
+    """Connect to the cluster that the job runs on (RAY_ADDRESS is set there), else to the attempt's."""
+    import ray
+
+    os.environ.setdefault("RAY_DEDUP_LOGS", "0")
+    ray.init(address=os.environ.get("RAY_ADDRESS", "auto"), log_to_driver=True, logging_level="warning")
+
+
+def _commit(context: Context, result: Result, started: str) -> None:
+    attempt = context.attempt
+    committed = commit(context.store, Manifest(
+        job=attempt.job, kind=context.config.KIND, key=attempt.key, content_digest=result.content_digest,
+        stage=attempt.stage, run=attempt.run, attempt=attempt.number, nonce=attempt.nonce, files=result.files,
+        inputs=attempt.inputs, config=attempt.config, source=attempt.source, metrics=result.metrics,
+        timing_dependent=result.timing_dependent,
+        code={"version": context.config.VERSION, "digest": attempt.code_digest, **_git()},
+        environment=_environment(), started=started, finished=now(), user=who(),
+    ))  # fmt: skip
+    if committed.nonce == attempt.nonce:
+        print(f"committed {attempt.job}/{attempt.key[:12]}", flush=True)
+    else:
+        print(
+            f"another attempt ({committed.attempt}) committed {attempt.job}/{attempt.key[:12]} first",
+            flush=True,
+        )
+
+
+def _git() -> dict[str, Any]:
+    """The commit that the code is from and whether files differ from it; empty outside a git checkout."""
+
+    def git(*arguments: str) -> str | None:
+        try:
+            done = subprocess.run(
+                ["git", "-C", str(identity.PROJECT), *arguments], capture_output=True, text=True
+            )
+        except FileNotFoundError:
+            return None
+        return done.stdout.strip() if done.returncode == 0 else None
+
+    sha = git("rev-parse", "HEAD")
+    return (
+        {}
+        if sha is None
+        else {"git": sha, "dirty": bool(git("status", "--porcelain", "--untracked-files=no"))}
+    )
+
+
+def _environment() -> dict[str, Any]:
+    import ray
+
+    versions = {}
+    for package in PACKAGES:
+        try:
+            versions[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            versions[package] = "absent"
+    return {"python": platform.python_version(), "machine": platform.machine(), "processor": processor(),
+            "cluster": {name: amount for name, amount in ray.cluster_resources().items() if name in {"CPU", "GPU"}},
+            "packages": versions}  # fmt: skip
+
+
+def processor() -> str:
+    """The processor's model name."""
+    try:
+        with Path("/proc/cpuinfo").open() as file:
+            names = [line.split(":", 1)[1].strip() for line in file if line.startswith("model name")]
+    except FileNotFoundError:
+        names = []
+    return names[0] if names else platform.processor()

@@ -1,0 +1,87 @@
+"""Augmentation: per sample, whatever the batch; each policy against a plain computation of the same."""
+
+import numpy as np
+import pytest
+import torch
+from torch.nn import functional
+
+from ray_jobs.augment import augment, crop_boxes, crop_flip, shift, uniform
+
+
+def pictures(n: int, size: int = 8, channels: int = 1) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(0)
+    return torch.randint(1, 256, (n, size, size, channels), generator=generator, dtype=torch.uint8)
+
+
+@pytest.mark.parametrize("policy", ["none", "shift", "crop_flip"])
+def test_a_sample_is_changed_alike_in_any_batch(policy: str) -> None:
+    images, positions = pictures(64, channels=3), np.arange(1000, 1064)
+    whole = augment(images, policy, 5, positions)
+    assert whole.shape == images.shape and whole.dtype == torch.uint8
+    for part in (slice(0, 16), slice(16, 64), slice(40, 41)):
+        assert torch.equal(augment(images[part], policy, 5, positions[part]), whole[part])
+    if policy != "none":
+        assert not torch.equal(augment(images, policy, 6, positions), whole)
+        assert not torch.equal(augment(images, policy, 5, positions + 64), whole)
+
+
+def test_draws_are_uniform_and_uncorrelated() -> None:
+    draws = uniform(0, np.arange(20_000))
+    assert draws.min() >= 0 and draws.max() < 1
+    np.testing.assert_allclose(
+        np.quantile(draws, [0.1, 0.5, 0.9], axis=0).T, [[0.1, 0.5, 0.9]] * 8, atol=0.015
+    )
+    correlation = np.corrcoef(np.hstack([draws[:-1], draws[1:], uniform(1, np.arange(19_999))]).T)
+    assert np.abs(correlation - np.eye(24)).max() < 0.03
+
+
+def test_shift_moves_by_one_pixel_and_brings_in_zeros() -> None:
+    images, draws = pictures(200, channels=3), uniform(0, np.arange(200))
+    seen = set()
+    for image, moved in zip(images.numpy(), shift(images, draws).numpy(), strict=True):
+        padded = np.pad(image, ((1, 1), (1, 1), (0, 0)))
+        fits = [(y, x) for y in range(3) for x in range(3) if (padded[y : y + 8, x : x + 8] == moved).all()]
+        assert len(fits) == 1
+        seen.update(fits)
+    assert len(seen) == 9
+
+
+def test_crop_is_the_crop_resized_and_half_are_flipped() -> None:
+    size = 48
+    smooth = functional.interpolate(
+        pictures(60, 6, 3).permute(0, 3, 1, 2).float(), size=(size, size), mode="bicubic"
+    )
+    images = smooth.clamp(0, 255).to(torch.uint8).permute(0, 2, 3, 1)
+    draws = uniform(3, np.arange(60))
+    result = crop_flip(images, draws)
+    boxes = zip(*crop_boxes(draws, size, size), strict=True)
+    for image, row, cropped, (top, left, height, width) in zip(images, draws, result, boxes, strict=True):
+        part = image[top : top + height, left : left + width].permute(2, 0, 1)[None].float()
+        expected = functional.interpolate(part, size=(size, size), mode="bilinear", align_corners=False)[0]
+        if row[4] < 0.5:
+            expected = expected.flip(-1)
+        # Only at the crop's edges do they differ: there ours sees the neighbouring pixels.
+        error = (cropped.permute(2, 0, 1).float() - expected).abs()
+        assert error.mean() < 1 and error.quantile(0.8) <= 0.51
+    assert 0.3 < (draws[:, 4] < 0.5).mean() < 0.7
+
+
+@pytest.mark.parametrize(("height", "width"), [(224, 224), (100, 300), (300, 100), (8, 8)])
+def test_crops_lie_inside_and_have_the_papers_area_and_aspect(height: int, width: int) -> None:
+    top, left, crop_height, crop_width = crop_boxes(uniform(0, np.arange(5000)), height, width)
+    assert top.min() >= 0 and (top + crop_height).max() <= height
+    assert left.min() >= 0 and (left + crop_width).max() <= width
+    if min(height, width) >= 100:
+        area, aspect = crop_height * crop_width / (height * width), crop_width / crop_height
+        assert area.min() > 0.045 and area.min() < 0.07
+        assert aspect.min() > 0.73 and aspect.max() < 1.37
+    if height == width == 224:
+        # Sides are uniform, so areas are not: fewer than half the crops have more than half of the largest area.
+        assert area.max() > 0.95 and 0.2 < (area > 0.5).mean() < 0.45
+
+
+def test_unknown_policies_and_wrong_lengths_are_refused() -> None:
+    with pytest.raises(ValueError, match="'mixup' is none of none, shift, crop_flip"):
+        augment(pictures(2), "mixup", 0, np.arange(2))
+    with pytest.raises(ValueError, match="3 positions for 2 images"):
+        augment(pictures(2), "none", 0, np.arange(3))

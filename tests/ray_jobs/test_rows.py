@@ -1,0 +1,122 @@
+"""Tables: they read back as written, in the same bytes each time, and bad values are refused by name."""
+
+import math
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from ray_jobs.rows import PREDICTIONS, ROWS, Row, digest_rows, read_table, write_table
+
+
+def row(**changes: object) -> Row:
+    return {
+        "task": "digits",
+        "protocol": "few-shot linear",
+        "method": "pixels",
+        "labels_per_class": 5,
+        "draw": 0,
+        "split": "test",
+        "metric": "accuracy",
+        "value": 0.1 + 0.2,
+        "num_images": 540,
+        "selected_on": "leave-one-out on the support",
+        "settings": '{"l2": 8.0, "standardise": false}',
+    } | changes
+
+
+def prediction(**changes: object) -> Row:
+    names = ("task", "protocol", "method", "labels_per_class", "draw")
+    return (
+        {name: row()[name] for name in names}
+        | {"sample_id": "ab" * 16, "label": 3, "prediction": 8}
+        | changes
+    )
+
+
+MANY = [
+    row(),
+    row(draw=1, value=1.0),
+    row(labels_per_class=None, value=0.0),
+    row(metric="seconds", value=12.5),
+]
+
+
+@pytest.mark.parametrize(
+    ("rows", "schema"),
+    [(MANY, ROWS), ([prediction(), prediction(label=0, labels_per_class=None)], PREDICTIONS), ([], ROWS)],
+)
+def test_rows_read_back_as_they_were_written(tmp_path: Path, rows: list[Row], schema: pa.Schema) -> None:
+    folder = tmp_path / "key=1"
+    folder.mkdir()
+    write_table(folder / "rows.parquet", rows, schema)
+    assert read_table(folder / "rows.parquet", schema) == rows
+    assert digest_rows(read_table(folder / "rows.parquet", schema), schema) == digest_rows(rows, schema)
+
+
+def test_the_same_rows_give_the_same_bytes(tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        write_table(tmp_path / name, [dict(reversed(r.items())) for r in MANY] if name == "b" else MANY, ROWS)
+    assert (tmp_path / "a").read_bytes() == (tmp_path / "b").read_bytes()
+
+
+def test_the_digest_ignores_order_and_sees_every_value() -> None:
+    digest = digest_rows(MANY, ROWS)
+    assert digest == digest_rows(MANY[::-1], ROWS)
+    changes: dict[str, object] = {
+        name: 7 if isinstance(value, int) else f"{value}x" for name, value in row().items()
+    }
+    changes |= {"value": math.nextafter(0.1 + 0.2, 1), "settings": "{}"}
+    others = [digest_rows([row(**{name: value}), *MANY[1:]], ROWS) for name, value in changes.items()]
+    assert (
+        len({digest, *others, digest_rows([*MANY, MANY[0]], ROWS), digest_rows([], ROWS)}) == len(others) + 3
+    )
+    assert digest_rows([], ROWS) != digest_rows([], PREDICTIONS)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"value": math.nan}, "value of row 1 is nan"),
+        ({"value": math.inf}, "value of row 1 is inf"),
+        ({"value": 87.3}, r"value of row 1 is 87.3; an accuracy must be a fraction"),
+        ({"value": -0.1}, "fraction"),
+        ({"value": 1}, "value of row 1 is 1; it must be a finite float"),
+        ({"value": np.float64(0.5)}, "finite float"),
+        ({"draw": True}, "draw of row 1 is True; it must be an int from 0"),
+        ({"draw": -1}, "draw of row 1 is -1"),
+        ({"draw": np.int64(3)}, "draw of row 1"),
+        ({"num_images": 0}, "int from 1"),
+        ({"num_images": 2**31}, "to 2147483647"),
+        ({"labels_per_class": 0}, "labels_per_class of row 1 is 0"),
+        ({"method": None}, "method of row 1 is None; it must be a str"),
+        ({"settings": '{"b": 1, "a": 2}'}, "settings of row 1"),
+        ({"settings": '{"a": {"b": 1, "a": 2}}'}, "settings of row 1"),
+        ({"settings": '{"a": NaN}'}, "settings of row 1"),
+        ({"settings": "[]"}, "sorted keys"),
+        ({"settings": "l2=8"}, "sorted keys"),
+        ({"settings": {"l2": 8}}, "settings of row 1"),
+        ({"extra": 1}, r"row 1 lacks or adds the columns \['extra'\]"),
+    ],
+)
+def test_wrong_values_are_named_and_nothing_is_written(
+    tmp_path: Path, changes: dict[str, object], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        write_table(tmp_path / "rows.parquet", [row(), row(**changes)], ROWS)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_missing_column_is_named() -> None:
+    lacking = row()
+    del lacking["split"]
+    with pytest.raises(ValueError, match=r"row 0 lacks or adds the columns \['split'\]"):
+        digest_rows([lacking], ROWS)
+
+
+def test_a_file_with_other_columns_is_refused(tmp_path: Path) -> None:
+    pq.write_table(pa.table({"task": ["digits"]}), tmp_path / "rows.parquet")
+    with pytest.raises(ValueError, match="has the columns task string; expected task string not null"):
+        read_table(tmp_path / "rows.parquet", ROWS)

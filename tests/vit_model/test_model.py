@@ -1,0 +1,293 @@
+"""The network against Hugging Face's, its initialisation, and that it learns. Run: pytest tests/vit_model."""
+
+import math
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from vit_model.config import ViTConfig
+from vit_model.model import ViT, attention, plain_attention
+from vit_model.objectives import softmax_cross_entropy
+
+SMALL: dict[str, Any] = {
+    "image_size": 12,
+    "patch_size": 4,
+    "width": 32,
+    "depth": 3,
+    "num_heads": 4,
+    "mlp_dim": 48,
+    "num_classes": 7,
+}
+
+
+def randomised(config: ViTConfig, seed: int = 0) -> ViT:
+    """Every weight away from zero and one, so that none can be forgotten unnoticed."""
+    model = ViT(config)
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.1)
+    return model
+
+
+def random_images(config: ViTConfig, batch: int, seed: int = 1) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(batch, config.in_channels, config.image_size, config.image_size, generator=generator)
+
+
+def hugging_face_names(weights: dict[str, Tensor], config: ViTConfig) -> dict[str, Tensor]:
+    """Our tensors (weights or gradients) as transformers' ViTForImageClassification names and shapes them."""
+    out = {
+        "vit.embeddings.cls_token": weights["cls_token"],
+        "vit.embeddings.position_embeddings": weights["pos_embed"],
+        "vit.embeddings.patch_embeddings.projection.weight": weights["patch_embed.proj.weight"].reshape(
+            config.width, config.in_channels, config.patch_size, config.patch_size
+        ),
+        "vit.embeddings.patch_embeddings.projection.bias": weights["patch_embed.proj.bias"],
+    }
+    renamed = {"norm1": "layernorm_before", "norm2": "layernorm_after", "attn.proj": "attention.o_proj"}
+    renamed |= {"mlp.fc1": "mlp.fc1", "mlp.fc2": "mlp.fc2"}
+    for kind in ("weight", "bias"):
+        out[f"vit.layernorm.{kind}"] = weights[f"norm.{kind}"]
+        out[f"classifier.{kind}"] = weights[f"head.{kind}"]
+        for layer in range(config.depth):
+            ours, theirs = f"blocks.{layer}", f"vit.layers.{layer}"
+            for old, new in renamed.items():
+                out[f"{theirs}.{new}.{kind}"] = weights[f"{ours}.{old}.{kind}"]
+            for name, part in zip("qkv", weights[f"{ours}.attn.qkv.{kind}"].chunk(3), strict=True):
+                out[f"{theirs}.attention.{name}_proj.{kind}"] = part
+    return out
+
+
+def relative_difference(ours: Tensor, theirs: Tensor) -> float:
+    return float(((ours - theirs).norm() / theirs.norm()).detach())
+
+
+@pytest.mark.parametrize(("gelu", "activation"), [("tanh", "gelu_pytorch_tanh"), ("exact", "gelu")])
+def test_logits_and_gradients_equal_hugging_face(gelu: str, activation: str) -> None:
+    transformers = pytest.importorskip("transformers")
+    config = ViTConfig.model_validate({**SMALL, "gelu": gelu})
+    ours = randomised(config)
+    theirs = transformers.ViTForImageClassification(
+        transformers.ViTConfig(
+            hidden_size=config.width,
+            num_hidden_layers=config.depth,
+            num_attention_heads=config.num_heads,
+            intermediate_size=config.mlp_dim,
+            image_size=config.image_size,
+            patch_size=config.patch_size,
+            num_labels=config.num_classes,
+            hidden_act=activation,
+            layer_norm_eps=config.layer_norm_eps,
+            hidden_dropout_prob=0.0,
+            attention_probs_dropout_prob=0.0,
+        )
+    )
+    # strict: every tensor of theirs gets one of ours, and none is left over.
+    theirs.load_state_dict(hugging_face_names(dict(ours.state_dict()), config), strict=True)
+    images, labels = random_images(config, 5), torch.tensor([0, 3, 6, 2, 2])
+
+    logits, expected = ours(images), theirs(images).logits
+    assert relative_difference(logits, expected) < 1e-5
+    F.cross_entropy(logits, labels).backward()  # type: ignore[no-untyped-call]
+    F.cross_entropy(expected, labels).backward()  # type: ignore[no-untyped-call]
+
+    # q, k, v together: a key's bias only moves all scores alike, so its own gradient is rounding and no more.
+    grouped: dict[str, tuple[list[Tensor], list[Tensor]]] = {}
+    gradients = {
+        name: parameter.grad for name, parameter in ours.named_parameters() if parameter.grad is not None
+    }
+    reference = {name: parameter.grad for name, parameter in theirs.named_parameters()}
+    renamed = hugging_face_names(gradients, config)
+    assert renamed.keys() == reference.keys()
+    for name, gradient in renamed.items():
+        group = name.translate(str.maketrans("qkv", "***")) if "_proj.bias" in name else name
+        ours_theirs = grouped.setdefault(group, ([], []))
+        ours_theirs[0].append(gradient.flatten())
+        ours_theirs[1].append(reference[name].flatten())
+    for group, (mine, other) in grouped.items():
+        assert relative_difference(torch.cat(mine), torch.cat(other)) < 1e-5, group
+
+
+def test_tanh_and_exact_gelu_differ() -> None:
+    tanh, exact = (
+        randomised(ViTConfig.model_validate({**SMALL, "gelu": gelu})) for gelu in ("tanh", "exact")
+    )
+    images = random_images(tanh.config, 2)
+    assert (tanh(images) - exact(images)).abs().max() > 1e-6
+
+
+def test_patch_embedding_is_the_convolution() -> None:
+    config = ViTConfig.model_validate(SMALL)
+    embed, images = randomised(config).patch_embed, random_images(config, 2)
+    kernel = embed.proj.weight.reshape(config.width, config.in_channels, config.patch_size, config.patch_size)
+    convolved = F.conv2d(images, kernel, embed.proj.bias, stride=config.patch_size)
+    torch.testing.assert_close(embed(images), convolved.flatten(2).transpose(1, 2))
+    channels_last = images.to(memory_format=torch.channels_last)
+    torch.testing.assert_close(embed(channels_last), embed(images))
+
+
+def test_gap_is_the_mean_of_normalised_tokens() -> None:
+    config = ViTConfig.model_validate({**SMALL, "pooling": "gap"})
+    model, images = randomised(config), random_images(config, 3)
+    seen: list[Tensor] = []
+    model.blocks[-1].register_forward_hook(lambda _module, _inputs, output: seen.append(output))
+    tokens, pooled = model.forward_features(images)
+    normalised = F.layer_norm(
+        seen[0], (config.width,), model.norm.weight, model.norm.bias, config.layer_norm_eps
+    )
+    assert tokens.shape == (3, 9, 32)
+    torch.testing.assert_close(pooled, normalised.mean(dim=1))
+    norm_of_mean = F.layer_norm(
+        seen[0].mean(dim=1), (config.width,), model.norm.weight, model.norm.bias, config.layer_norm_eps
+    )
+    assert (pooled - norm_of_mean).abs().max() > 1e-2
+
+
+def test_representation_head_is_a_tanh_layer_before_the_classifier() -> None:
+    config = ViTConfig.model_validate({**SMALL, "representation_head": True})
+    model, images = randomised(config), random_images(config, 3)
+    tokens, representation = model.forward_features(images)
+    torch.testing.assert_close(
+        representation, torch.tanh(tokens[:, 0] @ model.pre_logits.weight.T + model.pre_logits.bias)
+    )
+    torch.testing.assert_close(model(images), representation @ model.head.weight.T + model.head.bias)
+
+
+def test_model_without_head_returns_the_representation() -> None:
+    config = ViTConfig.model_validate({**SMALL, "num_classes": 0})
+    model, images = randomised(config), random_images(config, 2)
+    assert torch.equal(model(images), model.forward_features(images)[1])
+
+
+def test_images_of_another_size_are_refused() -> None:
+    model = ViT(ViTConfig.model_validate(SMALL))
+    with pytest.raises(
+        ValueError, match=r"images have shape \[2, 3, 16, 16\]; this model needs \[b, 3, 12, 12\]"
+    ):
+        model(torch.zeros(2, 3, 16, 16))
+
+
+def test_initialisation_follows_the_table() -> None:
+    config = ViTConfig(
+        image_size=64,
+        patch_size=8,
+        width=192,
+        depth=2,
+        num_heads=3,
+        mlp_dim=768,
+        num_classes=50,
+        representation_head=True,
+        head_bias=-10.0,
+    )
+    weights = ViT(config).state_dict()
+
+    def is_uniform(tensor: Tensor, bound: float) -> None:
+        assert 0.999 * bound < tensor.abs().max() <= bound
+        assert tensor.std().item() == pytest.approx(bound / math.sqrt(3), rel=0.02)
+        assert tensor.mean().abs() < 0.02 * bound
+
+    for layer in range(2):
+        block = f"blocks.{layer}"
+        for part in weights[f"{block}.attn.qkv.weight"].chunk(3):
+            is_uniform(part, 0.125)  # the sheet's bound for width 192; a fused Xavier's would be 0.088
+        is_uniform(weights[f"{block}.attn.proj.weight"], 0.125)
+        for name in ("fc1", "fc2"):
+            is_uniform(weights[f"{block}.mlp.{name}.weight"], math.sqrt(6 / (192 + 768)))
+            assert weights[f"{block}.mlp.{name}.bias"].std().item() == pytest.approx(1e-6, rel=0.2)
+    for name, fan_in in (("patch_embed.proj.weight", 8 * 8 * 3), ("pre_logits.weight", 192)):
+        assert weights[name].std().item() == pytest.approx(fan_in**-0.5, rel=0.02)
+        assert weights[name].abs().max() < 2.3 * fan_in**-0.5  # cut at 2 / 0.8796 standard deviations
+    assert weights["pos_embed"].std().item() == pytest.approx(0.02, rel=0.03)
+    for name, tensor in weights.items():
+        if "norm" in name:
+            assert torch.equal(tensor, torch.full_like(tensor, float(name.endswith("weight"))))
+        elif name == "head.bias":
+            assert torch.equal(tensor, torch.full_like(tensor, -10.0))
+        elif name in ("cls_token", "head.weight") or (name.endswith("bias") and "mlp" not in name):
+            assert torch.count_nonzero(tensor) == 0
+
+
+def test_a_seed_decides_all_weights_and_building_leaves_the_global_generator_alone() -> None:
+    config = ViTConfig.model_validate({**SMALL, "representation_head": True})
+    before = torch.get_rng_state()
+    first, second = ViT(config), ViT(config)
+    assert torch.equal(torch.get_rng_state(), before)
+    second.initialise(seed=7)
+    assert not torch.equal(first.pos_embed, second.pos_embed)
+    second.to(torch.bfloat16)
+    second.initialise(seed=0)
+    for name, parameter in first.named_parameters():
+        assert torch.equal(parameter.to(torch.bfloat16), second.get_parameter(name)), name
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_ways_to_compute_attention_agree(dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(0)
+    parts = [torch.randn(2, 3, 17, 16, generator=generator) for _ in range(3)]
+    exact = (parts[0].double() @ parts[1].double().mT / 4).softmax(-1) @ parts[2].double()
+    tolerance = 1e-6 if dtype == torch.float32 else 1e-2
+    gradients = []
+    for function in (attention, plain_attention, F.scaled_dot_product_attention):
+        inputs = [part.to(dtype, copy=True).requires_grad_() for part in parts]
+        out = function(*inputs)
+        assert out.dtype == dtype
+        assert relative_difference(out.double(), exact) < tolerance
+        out.square().sum().backward()  # type: ignore[no-untyped-call]
+        gradients.append([tensor.grad.double() for tensor in inputs if tensor.grad is not None])
+    for other in gradients[1:]:
+        for left, right in zip(gradients[0], other, strict=True):
+            assert relative_difference(left, right) < 3 * tolerance
+
+
+def train(steps: int, dtype: torch.dtype, dropout: float = 0.0) -> tuple[list[float], ViT]:
+    config = ViTConfig.model_validate({**SMALL, "dropout": dropout})
+    model = ViT(config).to(dtype)
+    images, labels = random_images(config, 16).to(dtype), torch.arange(16) % 7
+    optimiser = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    torch.manual_seed(0)
+    losses = []
+    for _ in range(steps):
+        optimiser.zero_grad()
+        loss = softmax_cross_entropy(model(images), labels)
+        loss.backward()  # type: ignore[no-untyped-call]
+        optimiser.step()
+        losses.append(loss.item())
+    return losses, model
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_one_batch_is_learnt_by_heart(dtype: torch.dtype) -> None:
+    losses, _ = train(100, dtype)
+    assert losses[0] == pytest.approx(math.log(7), abs=1e-3)  # the head starts at zero
+    assert losses[-1] < 0.05
+
+
+def test_training_twice_gives_the_same_bits() -> None:
+    (losses, first), (again, second) = (
+        train(3, torch.float32, dropout=0.1),
+        train(3, torch.float32, dropout=0.1),
+    )
+    assert losses == again
+    for name, parameter in first.named_parameters():
+        assert torch.equal(parameter, second.get_parameter(name)), name
+
+
+def test_dropout_acts_at_four_sites_and_only_in_training() -> None:
+    with_dropout = randomised(ViTConfig.model_validate({**SMALL, "dropout": 0.5}))
+    without = randomised(ViTConfig.model_validate(SMALL))
+    images = random_images(without.config, 2)
+    assert torch.equal(with_dropout.eval()(images), without(images))
+    with_dropout.train()
+    assert not torch.equal(with_dropout(images), with_dropout(images))
+
+    zeros: list[float] = []
+    block = with_dropout.blocks[0]
+    for module in (with_dropout.dropout, block.attn.dropout, block.mlp.dropout):  # type: ignore[union-attr]
+        module.register_forward_hook(lambda _m, _i, output: zeros.append((output == 0).float().mean().item()))  # type: ignore[union-attr]
+    with_dropout(images)
+    assert len(zeros) == 4  # position sum, attention projection, GELU, second linear layer
+    assert all(0.4 < fraction < 0.6 for fraction in zeros)

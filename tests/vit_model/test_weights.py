@@ -1,0 +1,277 @@
+"""Weight files: the round trip, files that lie, transfer of a backbone. Run: pytest tests/vit_model."""
+
+import json
+import struct
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from vit_model.config import ModelContract, Preprocessing, ViTConfig
+from vit_model.model import ViT
+from vit_model.positions import resize_position_embedding
+from vit_model.weights import load_model, save_model, transfer_backbone
+
+CONFIG = ViTConfig(
+    image_size=8, patch_size=2, in_channels=1, width=16, depth=2, num_heads=2, mlp_dim=24, num_classes=3
+)
+
+
+def changed(**fields: Any) -> ViTConfig:
+    return ViTConfig.model_validate(CONFIG.model_dump() | fields)
+
+
+def contract_for(config: ViTConfig) -> ModelContract:
+    return ModelContract(
+        architecture=config,
+        class_names=tuple(f"Größe {index}" for index in range(config.num_classes)),
+        preprocessing=Preprocessing(mean=(0.1,), std=(0.3,), resolution=config.image_size, channels=1),
+        training_data="sha256:" + "0" * 64,
+        license="Apache-2.0",
+    )
+
+
+def randomised(config: ViTConfig, seed: int = 1) -> ViT:
+    model = ViT(config)
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn(parameter.shape, generator=generator))
+    return model
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    save_model(tmp_path / "model", randomised(CONFIG), contract_for(CONFIG))
+    return tmp_path / "model"
+
+
+@pytest.mark.parametrize("fields", [{}, {"pooling": "gap", "representation_head": True}, {"num_classes": 0}])
+def test_round_trip_keeps_every_bit(tmp_path: Path, fields: dict[str, Any]) -> None:
+    config = changed(**fields)
+    model = randomised(config)
+    save_model(tmp_path, model, contract_for(config))
+    loaded, contract = load_model(tmp_path)
+    assert contract == contract_for(config)
+    assert loaded.config == config
+    assert loaded.state_dict().keys() == model.state_dict().keys()
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(loaded.state_dict()[name], tensor), name
+    images = torch.randn(2, 1, 8, 8, generator=torch.Generator().manual_seed(0))
+    assert torch.equal(loaded(images), model.eval()(images))
+    assert not loaded.training
+    assert all(parameter.requires_grad for parameter in loaded.parameters())
+
+
+def test_same_weights_give_the_same_bytes(folder: Path, tmp_path: Path) -> None:
+    loaded, contract = load_model(folder)
+    save_model(tmp_path / "again", loaded, contract)
+    for name in ("model.safetensors", "config.json"):
+        assert (folder / name).read_bytes() == (tmp_path / "again" / name).read_bytes()
+    assert "Größe 0" in (folder / "config.json").read_text(encoding="utf-8")
+
+
+def test_half_precision_is_stored_as_float32(tmp_path: Path) -> None:
+    model = randomised(CONFIG).to(torch.bfloat16)
+    save_model(tmp_path, model, contract_for(CONFIG))
+    stored = load_file(tmp_path / "model.safetensors")
+    assert all(tensor.dtype == torch.float32 for tensor in stored.values())
+    assert torch.equal(stored["pos_embed"].to(torch.bfloat16), model.pos_embed)
+
+
+def test_saving_refuses_another_contract_and_nan(tmp_path: Path) -> None:
+    model = randomised(CONFIG)
+    with pytest.raises(ValueError, match="contract is for"):
+        save_model(tmp_path, model, contract_for(changed(num_classes=4)))
+    with torch.no_grad():
+        model.norm.weight[3] = float("nan")
+    with pytest.raises(ValueError, match=r"weight 'norm\.weight' holds NaN"):
+        save_model(tmp_path, model, contract_for(CONFIG))
+    assert not list(tmp_path.iterdir())
+
+
+def rewrite(change: Callable[[dict[str, Tensor]], object]) -> Callable[[Path], None]:
+    """A damage that leaves a proper safetensors file with other tensors."""
+
+    def damage(folder: Path) -> None:
+        tensors = load_file(folder / "model.safetensors")
+        change(tensors)
+        save_file(tensors, folder / "model.safetensors")
+
+    return damage
+
+
+def replace_weights(content: Callable[[bytes], bytes]) -> Callable[[Path], None]:
+    def damage(folder: Path) -> None:
+        path = folder / "model.safetensors"
+        path.write_bytes(content(path.read_bytes()))
+
+    return damage
+
+
+def replace_contract(*keys: str, value: object) -> Callable[[Path], None]:
+    def damage(folder: Path) -> None:
+        path = folder / "config.json"
+        contract = json.loads(path.read_text(encoding="utf-8"))
+        inner = contract
+        for key in keys[:-1]:
+            inner = inner[key]
+        inner[keys[-1]] = value
+        path.write_text(json.dumps(contract), encoding="utf-8")
+
+    return damage
+
+
+def overlapping_tensors(content: bytes) -> bytes:
+    """Two tensors that claim the same bytes."""
+    (length,) = struct.unpack("<Q", content[:8])
+    header = json.loads(content[8 : 8 + length])
+    header["blocks.0.norm1.bias"]["data_offsets"] = header["blocks.0.norm1.weight"]["data_offsets"]
+    text = json.dumps(header).encode()
+    return struct.pack("<Q", len(text)) + text + content[8 + length :]
+
+
+DAMAGES: list[tuple[str, Callable[[Path], object], str]] = [
+    ("no weights", lambda folder: (folder / "model.safetensors").unlink(), "model.safetensors is missing"),
+    ("no contract", lambda folder: (folder / "config.json").unlink(), "config.json is missing"),
+    ("empty", replace_weights(lambda _: b""), "not a whole safetensors file"),
+    ("cut in the length", replace_weights(lambda content: content[:5]), "not a whole safetensors file"),
+    ("cut in the header", replace_weights(lambda content: content[:100]), "header claims"),
+    ("cut in the data", replace_weights(lambda content: content[:-1]), "not a whole safetensors file"),
+    (
+        "more behind the data",
+        replace_weights(lambda content: content + b"\0"),
+        "not a whole safetensors file",
+    ),
+    ("giant header", replace_weights(lambda content: b"\xff" * 8 + content[8:]), "header claims"),
+    (
+        "header of 17 MiB",
+        replace_weights(lambda _: struct.pack("<Q", 17 * 2**20) + b" " * 17 * 2**20),
+        "header claims 17825792 bytes, at most 16777216",
+    ),
+    (
+        "not JSON",
+        replace_weights(lambda content: content[:8] + b"\x80" + content[9:]),
+        "not a whole safetensors",
+    ),
+    ("a pickle", replace_weights(lambda _: b"\x80\x04\x95" + b"\x00" * 60), "not a whole safetensors file"),
+    ("overlap", replace_weights(overlapping_tensors), "not a whole safetensors file"),
+    ("missing tensor", rewrite(lambda tensors: tensors.pop("norm.bias")), r"numbers in 31 tensors"),
+    (
+        "unknown tensor",
+        rewrite(lambda tensors: tensors.update(gamma=tensors.pop("norm.bias"))),
+        "the architecture has not: gamma",
+    ),
+    (
+        "wrong shape",
+        rewrite(lambda tensors: tensors.update({"norm.bias": tensors["norm.bias"].reshape(4, 4)})),
+        r"tensor 'norm.bias' is \(\(4, 4\), 'F32'\), the architecture needs \(\(16,\), 'F32'\)",
+    ),
+    (
+        "wrong type",
+        rewrite(lambda tensors: tensors.update({"norm.bias": tensors["norm.bias"].half()})),
+        r"tensor 'norm.bias' is \(\(16,\), 'F16'\)",
+    ),
+    ("NaN", rewrite(lambda tensors: tensors["norm.bias"].fill_(float("nan"))), "'norm.bias' holds NaN"),
+    (
+        "infinity",
+        rewrite(lambda tensors: tensors["pos_embed"].fill_(float("inf"))),
+        "'pos_embed' holds NaN or inf",
+    ),
+    ("contract is no JSON", lambda folder: (folder / "config.json").write_text("{"), "not a model contract"),
+    ("deep JSON", lambda folder: (folder / "config.json").write_text("[" * 100_000), "not a model contract"),
+    ("not text", lambda folder: (folder / "config.json").write_bytes(b"\xff\xfe"), "not a model contract"),
+    (
+        "giant contract",
+        lambda folder: (folder / "config.json").write_bytes(b" " * (16 * 2**20 + 1)),
+        "a contract has at most",
+    ),
+    ("unknown key", replace_contract("plugin", value="os.system"), "plugin"),
+    ("newer format", replace_contract("format_version", value=2), "format_version"),
+    (
+        "another depth",
+        replace_contract("architecture", "depth", value=3),
+        "the architecture in config.json has",
+    ),
+    (
+        "endless depth",
+        replace_contract("architecture", "depth", value=10**12),
+        "the architecture in config.json has",
+    ),
+    (
+        "giant width",
+        replace_contract("architecture", "mlp_dim", value=10**15),
+        "the architecture in config.json has",
+    ),
+]
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"), [case[1:] for case in DAMAGES], ids=[case[0] for case in DAMAGES]
+)
+def test_damaged_folders_are_refused(folder: Path, damage: Callable[[Path], object], message: str) -> None:
+    damage(folder)
+    with pytest.raises(ValueError, match=message):
+        load_model(folder)
+
+
+def test_every_truncation_is_refused(folder: Path) -> None:
+    path = folder / "model.safetensors"
+    content = path.read_bytes()
+    for length in range(0, len(content), 97):
+        path.write_bytes(content[:length])
+        with pytest.raises(ValueError, match=r"model\.safetensors"):
+            load_model(folder)
+
+
+def test_transfer_copies_the_encoder_and_leaves_both_heads() -> None:
+    source = randomised(changed(representation_head=True, num_classes=713))
+    model = ViT(changed(num_classes=10))
+    lines = transfer_backbone(model, source)
+    for name, tensor in model.state_dict().items():
+        if name.startswith("head."):
+            assert torch.count_nonzero(tensor) == 0
+        else:
+            assert torch.equal(tensor, source.state_dict()[name]), name
+    assert lines == [
+        "pre_logits: the source's tanh layer was dropped",
+        "head: the source's 713 classes were dropped",
+        "head: newly initialised for 10 classes",
+    ]
+
+
+def test_transfer_never_copies_a_tanh_layer() -> None:
+    source, model = randomised(changed(representation_head=True)), ViT(changed(representation_head=True))
+    own = model.pre_logits.weight.clone()
+    assert "pre_logits: newly initialised" in transfer_backbone(model, source)
+    assert torch.equal(model.pre_logits.weight, own)
+
+
+@pytest.mark.parametrize("pooling", ["cls", "gap"])
+def test_transfer_resizes_positions_to_the_new_grid(pooling: str) -> None:
+    source, model = randomised(changed(pooling=pooling)), ViT(changed(pooling=pooling, image_size=12))
+    lines = transfer_backbone(model, source)
+    assert lines[0] == "pos_embed: resized from 4x4 to 6x6 patches"
+    assert torch.equal(model.pos_embed, resize_position_embedding(source.pos_embed, 6, pooling == "cls"))
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"width": 32, "depth": 3}, "width 16 and 32, depth 2 and 3"),
+        ({"patch_size": 4}, "patch_size 2 and 4"),
+        ({"in_channels": 3}, "in_channels 1 and 3"),
+        ({"pooling": "gap"}, "pooling 'cls' and 'gap'"),
+        ({"gelu": "exact"}, "gelu 'tanh' and 'exact'"),
+    ],
+)
+def test_transfer_refuses_another_encoder_and_copies_nothing(fields: dict[str, Any], message: str) -> None:
+    model = ViT(changed(**fields))
+    before = model.pos_embed.clone()
+    with pytest.raises(ValueError, match=message):
+        transfer_backbone(model, randomised(CONFIG))
+    assert torch.equal(model.pos_embed, before)

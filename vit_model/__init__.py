@@ -1,0 +1,1 @@
+"""The Vision Transformer that every stage shares: configuration, network, weight files, preprocessing."""

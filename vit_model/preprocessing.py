@@ -1,0 +1,135 @@
+"""From an image file to a model's input, as its `Preprocessing` says.
+
+In: a file, its bytes, a PIL image or a uint8 array. Out: uint8 [resolution, resolution, c]; for a batch of
+those the normalised tensor that a model takes. Files come from anywhere: only common raster formats are read,
+nothing in them is executed, and their size is checked before they are decoded.
+Use: `normalise(torch.from_numpy(load_image(path, preprocessing))[None], preprocessing, torch.float32)`.
+"""
+
+import io
+import struct
+import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from vit_model.config import Preprocessing
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+    from PIL import Image
+
+FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "GIF", "TIFF", "PPM")
+# Pillow's modes of 8 bits or fewer a channel; 16-bit and float pixels have no agreed scale.
+MODES = ("1", "L", "LA", "P", "PA", "RGB", "RGBA", "RGBX", "CMYK", "YCbCr")
+MAX_PIXELS = 64 * 2**20
+
+
+def load_image(
+    source: "str | Path | bytes | Image.Image | NDArray[np.uint8]", preprocessing: Preprocessing
+) -> "NDArray[np.uint8]":
+    """One image as uint8 [resolution, resolution, channels]; an array is [h, w], [h, w, 1] or [h, w, 3].
+
+    EXIF orientation is honoured, transparency becomes white, colours become grey (ITU-R 601) where the model
+    has one channel. Raises ValueError for what is not an image, is damaged, has 16-bit or float pixels, or more
+    than `MAX_PIXELS` pixels before or after resizing.
+    """
+    import numpy as np
+
+    what = str(source) if isinstance(source, str | Path) else "image"
+    image = _open(what, source)
+    _check_size(what, image.width, image.height)
+    if image.mode not in MODES:
+        raise ValueError(f"{what} has pixels of Pillow's mode {image.mode!r}; 8 bits a channel are needed")
+    with _reading(what):
+        flat = _flatten(image, preprocessing.channels)
+    pixels = np.asarray(_resize(what, flat, preprocessing))
+    return pixels.reshape(preprocessing.resolution, preprocessing.resolution, preprocessing.channels).copy()
+
+
+def normalise(images: Tensor, preprocessing: Preprocessing, dtype: torch.dtype) -> Tensor:
+    """uint8 [b, h, w, c] -> (x / 255 - mean) / std as `dtype` [b, c, h, w], computed in float32.
+
+    Raises ValueError for another dtype or number of channels.
+    """
+    if images.dtype != torch.uint8 or images.ndim != 4 or images.shape[-1] != preprocessing.channels:
+        raise ValueError(
+            f"images are {images.dtype} {list(images.shape)}; uint8 [b, h, w, {preprocessing.channels}] fits"
+        )
+    mean = torch.tensor(preprocessing.mean, device=images.device)
+    std = torch.tensor(preprocessing.std, device=images.device)
+    scaled = (images.to(torch.float32) / 255 - mean) / std
+    return scaled.permute(0, 3, 1, 2).to(dtype, memory_format=torch.contiguous_format)
+
+
+def _open(what: str, source: "str | Path | bytes | Image.Image | NDArray[np.uint8]") -> "Image.Image":
+    """The image, not decoded yet."""
+    import numpy as np
+    from PIL import Image
+
+    if isinstance(source, Image.Image):
+        return source
+    if isinstance(source, np.ndarray):
+        if source.dtype != np.uint8 or source.ndim < 2 or source.shape[2:] not in ((), (1,), (3,)):
+            raise ValueError(
+                f"array is {source.dtype} {source.shape}; uint8 [h, w], [h, w, 1] or [h, w, 3] fits"
+            )
+        return Image.fromarray(source[:, :, 0] if source.shape[2:] == (1,) else source)
+    with _reading(what):
+        # Without a list of formats Pillow would hand PostScript to an interpreter.
+        return Image.open(io.BytesIO(source) if isinstance(source, bytes) else source, formats=FORMATS)
+
+
+@contextmanager
+def _reading(what: str) -> Iterator[None]:
+    """Turn what Pillow raises for damaged files into a ValueError that names the file."""
+    from PIL import Image
+
+    try:
+        yield
+    except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
+        raise ValueError(f"{what} is too large; at most {MAX_PIXELS} pixels are read: {error}") from error
+    except (OSError, ValueError, SyntaxError, EOFError, struct.error, zlib.error) as error:
+        raise ValueError(f"{what} cannot be read as an image ({', '.join(FORMATS)}): {error}") from error
+
+
+def _flatten(image: "Image.Image", channels: int) -> "Image.Image":
+    """Decode, turn upright, put on white, and convert to grey or RGB."""
+    from PIL import Image, ImageOps
+
+    image = ImageOps.exif_transpose(image)
+    if image.has_transparency_data:
+        image = image.convert("RGBA")
+        image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image)
+    return image.convert("L" if channels == 1 else "RGB")
+
+
+def _resize(what: str, image: "Image.Image", preprocessing: Preprocessing) -> "Image.Image":
+    """To the square of `resolution`, by the crop rule. Rounding is that of timm and torchvision."""
+    from PIL import Image
+
+    size = preprocessing.resolution
+    kind = (
+        Image.Resampling.BILINEAR if preprocessing.interpolation == "bilinear" else Image.Resampling.BICUBIC
+    )
+    if preprocessing.crop == "squash":
+        return image if image.size == (size, size) else image.resize((size, size), kind)
+    shorter = int(size / preprocessing.crop_fraction + 1e-6)  # 384 / (384 / 448) must be 448
+    width, height = image.size
+    if width <= height:
+        width, height = shorter, int(shorter * height / width)
+    else:
+        width, height = int(shorter * width / height), shorter
+    _check_size(what, width, height)
+    left, top = round((width - size) / 2), round((height - size) / 2)
+    return image.resize((width, height), kind).crop((left, top, left + size, top + size))
+
+
+def _check_size(what: str, width: int, height: int) -> None:
+    if width * height > MAX_PIXELS:
+        raise ValueError(f"{what} has {width} x {height} pixels; at most {MAX_PIXELS} pixels are read")
