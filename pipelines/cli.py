@@ -90,7 +90,7 @@ def _drive(store: Store, pipeline: Pipeline, names: tuple[str, ...], targets: tu
     from pipelines import plan as planning
     from pipelines import runner
     from pipelines.display import RunDisplay
-    from pipelines.local_ray import LocalConnection
+    from pipelines.local_ray import LocalConnection, LocalRayError
 
     started = runner.start_run(store, pipeline, targets, forced)
     console.print(f"{'continuing' if started.continued else 'run'} [bold]{started.id}[/]", highlight=False)
@@ -100,6 +100,9 @@ def _drive(store: Store, pipeline: Pipeline, names: tuple[str, ...], targets: tu
         except KeyboardInterrupt:
             display.say(f"stopped; to continue: {shlex.join(['vitflow', *sys.argv[1:]])}")
             raise typer.Exit(130) from None
+        except LocalRayError as error:
+            errors.print(f"[red]error:[/] {_plain(str(error))}", highlight=False, soft_wrap=True)
+            raise typer.Exit(1) from None
     if set(status.values()) <= {"CACHED", "SUCCEEDED"}:
         _finish(store, planning.plan_pipeline(store, pipeline, names))
         return

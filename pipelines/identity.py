@@ -169,7 +169,7 @@ def code_digest(job: str) -> str:
 
 def import_closure(job: str) -> list[str]:
     """The project's files that a job's module imports, found without importing anything."""
-    pending, found = [PROJECT / "ray_jobs" / f"{job}.py"], set()
+    pending, found = [PROJECT / "ray_jobs" / f"{job}.py", PROJECT / "ray_jobs" / "__init__.py"], set()
     while pending:
         path = pending.pop()
         if path not in found:
@@ -186,6 +186,8 @@ def _imported_files(path: Path) -> tuple[Path, ...]:
             names |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
             names |= {node.module} | {f"{node.module}.{alias.name}" for alias in node.names}
-    files = (PROJECT.joinpath(*name.split(".")) for name in names if name.split(".")[0] in CODE_PACKAGES)
-    return tuple(file for module in files for file in (module.with_suffix(".py"), module / "__init__.py")
-                 if file.is_file())  # fmt: skip
+    ours = {name for name in names if name.split(".")[0] in CODE_PACKAGES}
+    packages = {".".join(name.split(".")[:depth]) for name in ours for depth in range(1, name.count(".") + 2)}
+    modules = (PROJECT.joinpath(*name.split(".")) for name in packages)
+    files = (file for module in modules for file in (module.with_suffix(".py"), module / "__init__.py"))
+    return tuple(file for file in files if file.is_file())

@@ -119,7 +119,9 @@ def _gpus() -> int:
 
 
 def _choose(side: int, images: int, gpus: int) -> Choice:
-    _, resolution, model = next(choice for choice in (GPU_CHOICES if gpus else CPU_CHOICES) if side >= choice[0])
+    _, resolution, model = next(
+        choice for choice in (GPU_CHOICES if gpus else CPU_CHOICES) if side >= choice[0]
+    )
     batch_size = 64 if images < 5_000 else 256
     passes = min(100 * images, GPU_PASSES if gpus else CPU_PASSES)
     return Choice(resolution, model, batch_size, max(100, passes // batch_size))

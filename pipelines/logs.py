@@ -31,7 +31,9 @@ def show_logs(store: Store, run: str, stage: str | None, follow: bool, write: Ca
                 shown.add(entry["stage"])
                 _show_stage(store, entry, follow, write)
         ended = {"SUCCEEDED", "CACHED", "FAILED", "STOPPED", "SKIPPED"}
-        if not follow or all(entry["status"] in ended for entry in stages if stage is None or entry["stage"] == stage):
+        if not follow or all(
+            entry["status"] in ended for entry in stages if stage is None or entry["stage"] == stage
+        ):
             return
         time.sleep(0.5)
 

@@ -169,7 +169,7 @@ class Pretrain(_Stage):
     job: Literal["pretrain"]
     data: str = takes("dataset")
     model: ModelSize
-    resolution: int = Field(ge=4, description="images are brought to this many pixels a side")
+    resolution: int = Field(ge=4, le=8192, description="images are brought to this many pixels a side")
     steps: int = Field(ge=1)
     batch_size: int = Field(ge=1, description="images a step, over all workers together")
     learning_rate: float = Field(gt=0)
@@ -215,7 +215,9 @@ class Finetune(_Stage):
     data: str = takes("dataset")
     backbone: str | None = takes("model", default=None)
     model: ModelSize | None = Field(None, description="instead of a backbone: train this shape from scratch")
-    resolution: int | None = Field(None, ge=4, description="with a backbone: null keeps the backbone's")
+    resolution: int | None = Field(
+        None, ge=4, le=8192, description="with a backbone: null keeps the backbone's"
+    )
     labels: Labels = Labels()
     learning_rates: tuple[float, ...] = Field(min_length=1)
     steps: int = Field(ge=1)
@@ -325,7 +327,7 @@ class Pipeline(Frozen):
         if kind not in kinds:
             fitting = [name for name, stage in self.stages.items() if stage.KIND in kinds]
             raise ValueError(
-                f"{where}: {given} is a {kind}, but this takes a {' or '.join(kinds)}"
+                f"{where}: {given} is {'an' if kind == 'evaluation' else 'a'} {kind}, but this takes a {' or '.join(kinds)}"
                 f" ({', '.join(fitting) or 'there is none'})"
             )
 
@@ -368,7 +370,7 @@ def nearest(given: str, known: Any) -> str:
 # ---------------------------------------------------------------------------------------------------- reading
 
 
-class _StrictLoader(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):  # type: ignore[misc]
+class _StrictLoader(yaml.SafeLoader):
     """YAML's plain data, no repeated keys (YAML would keep the last in silence) and no aliases (they can explode)."""
 
     def compose_node(self, parent: Any, index: Any) -> Any:

@@ -166,7 +166,7 @@ class Store:
         self.root = root
         self.uri = str(root)
         path = root / Layout.STORE
-        if not path.is_file():
+        if not path.exists():
             if not create:
                 raise StoreError(f"{root} is not a store: there is no {Layout.STORE} in it")
             self.create(Layout.STORE, _encode({"id": secrets.token_hex(16), "layout": LAYOUT_VERSION}))
@@ -195,16 +195,14 @@ class Store:
                     file.write(data)
                     file.flush()
                     os.fsync(file.fileno())
-                os.link(temporary, path)
+                is_first = _link(temporary, path)
             finally:
                 temporary.unlink(missing_ok=True)
             _sync_folder(path.parent)
-        except FileExistsError:
-            return False
         except OSError as error:
             hint = " (a store needs a file system with hard links)" if error.errno in _NO_LINKS else ""
             raise StoreError(f"{self.root}: can't write {name}: {error.strerror}{hint}") from None
-        return True
+        return is_first
 
     def names(self, folder: str) -> list[str]:
         """The immediate children of a folder, sorted; empty where there is none."""
@@ -271,6 +269,15 @@ def _make_folders(path: Path) -> None:
         _make_folders(path.parent)
         path.mkdir(exist_ok=True)
         _sync_folder(path.parent)
+
+
+def _link(temporary: Path, path: Path) -> bool:
+    """Give a file its name unless the name is taken; rename would overwrite, and O_EXCL would show half a file."""
+    try:
+        os.link(temporary, path)
+    except FileExistsError:
+        return False
+    return True
 
 
 def _sync_folder(path: Path) -> None:

@@ -43,6 +43,15 @@ def scaling(workers: int, threads: int) -> Any:
     return ScalingConfig(num_workers=workers, use_gpu=gpus > 0, resources_per_worker=resources)
 
 
+def fit_resources(threads: int) -> tuple[dict[str, float], int]:
+    """(what one fit on one device asks of Ray, how many of them the cluster can run at once)."""
+    cpus, gpus = cpus_in_cluster(), gpus_in_cluster()
+    share = float(min(threads, cpus))
+    if gpus:
+        return {"CPU": share, "GPU": 1.0}, gpus
+    return {"CPU": share}, max(1, int(cpus / share))
+
+
 def device(local_rank: int = 0) -> torch.device:
     """The device of this process; the workers on one machine take one each."""
     import torch

@@ -1,4 +1,4 @@
-"""The optimizer of pretraining and fine-tuning: AdamW, its decay mask, the learning rate of each step, DeepSpeed's dict.
+"""The optimizer of pretraining and fine-tuning: AdamW, its decay mask, the rate of each step, DeepSpeed's dict.
 
 In: a model and the fields of a stage's configuration. Out: a `torch.optim.AdamW`, a float for each step, a dict for
 `deepspeed.initialize`.
@@ -7,7 +7,7 @@ In: a model and the fields of a stage's configuration. Out: a `torch.optim.AdamW
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from pipelines.spec import Optimizer
 
@@ -16,11 +16,12 @@ if TYPE_CHECKING:
 
 # Numbers that DeepSpeed reduces and gathers at a time; it allocates a buffer of this size (its default is 5e8).
 _BUCKET = 1 << 24
+Module = TypeVar("Module", bound="torch.nn.Module")
 _NOT_DECAYED = ("bias", "cls_token", "pos_embed")
 
 
 def learning_rate(step: int, total_steps: int, base: float, optimizer: Optimizer) -> float:
-    """The learning rate of update number `step`, counted from 0: linear warm-up times a decay that reaches 0 at the end.
+    """The learning rate of update number `step`, counted from 0: linear warm-up times a decay to 0 at the end.
 
     base * min(1, step / warmup) * decay(progress), as the authors' code counts: the first update under warm-up has
     rate 0, and `total_steps` itself, where the decay would be 0, is never run.
@@ -60,6 +61,40 @@ def set_learning_rate(optimizer: Any, rate: float) -> None:
         group["lr"] = rate
 
 
+def working_copy(model: Module, dtype: torch.dtype) -> Module:
+    """The model that computes gradients: a copy in `dtype`, or the float32 model itself."""
+    import copy
+
+    import torch
+
+    return model if dtype == torch.float32 else copy.deepcopy(model).to(dtype)
+
+
+def update(
+    optimizer: torch.optim.Optimizer, model: torch.nn.Module, working: torch.nn.Module, clip_norm: float
+) -> torch.Tensor:
+    """One step of `model`'s float32 weights by the gradients of `working`, which gets them back rounded.
+
+    Returns the norm of the gradients before they were clipped. Without the float32 weights small steps would round
+    to nothing in bfloat16.
+    """
+    import torch
+
+    weights, copies = list(model.parameters()), list(working.parameters())
+    if working is not model:
+        for weight, rounded in zip(weights, copies, strict=True):
+            assert rounded.grad is not None
+            weight.grad, rounded.grad = rounded.grad.float(), None
+    norm = torch.nn.utils.clip_grad_norm_(weights, clip_norm)
+    optimizer.step()
+    optimizer.zero_grad()
+    if working is not model:
+        with torch.no_grad():
+            for weight, rounded in zip(weights, copies, strict=True):
+                rounded.copy_(weight)
+    return norm
+
+
 def check_finite(what: str, value: float | torch.Tensor | None, step: int) -> None:
     """Raise ValueError unless `value` is a finite number >= 0. DeepSpeed says -1 for a norm that is not finite.
 
@@ -97,7 +132,7 @@ def deepspeed_config(
             "reduce_bucket_size": _BUCKET,
             "allgather_bucket_size": _BUCKET,
         },
-        # A gradient that is not finite ends the run (pretrain.check_finite); DeepSpeed would skip the step in silence.
+        # A gradient that is not finite ends the run (`check_finite`); DeepSpeed would skip the step in silence.
         "bf16": {"enabled": dtype == "bfloat16", "check_grad_overflow": False},
         "wall_clock_breakdown": False,
         "steps_per_print": None,

@@ -20,15 +20,16 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from pipelines.identity import canonical_json, sha256
 from pipelines.spec import ModelSize, Pretrain
 from pipelines.store import FileEntry, Layout
+
 from ray_jobs import devices
 from ray_jobs.progress import Progress
 from ray_jobs.stage import Context, Result, run_stage
 
 if TYPE_CHECKING:
     import torch
+    from vit_model.config import ModelContract, Preprocessing
 
     from ray_jobs.shards import Dataset, DatasetInfo
-    from vit_model.config import ModelContract, Preprocessing
 
 MODEL_FILES = ("model.safetensors", "config.json")
 _CURVE_POINTS = 100
@@ -46,6 +47,9 @@ class Worker(NamedTuple):
     local_rank: int = 0
 
 
+ALONE = Worker()
+
+
 class Data(NamedTuple):
     """What a worker holds of the dataset, on the CPU: uint8 images [n, h, w, c] and int64 labels [n] of two splits."""
 
@@ -56,7 +60,7 @@ class Data(NamedTuple):
 
 
 def train(
-    config: Pretrain, dataset_folder: Path, output: Path | None, worker: Worker = Worker()
+    config: Pretrain, dataset_folder: Path, output: Path | None, worker: Worker = ALONE
 ) -> dict[str, float | int | str]:
     """Train as one of `worker.world` workers; `output` is where the model and its curve go, None on all ranks but 0.
 
@@ -67,9 +71,10 @@ def train(
     or the loss or a gradient stops being finite.
     """
     devices.set_threads(config.threads)
-    from ray_jobs.shards import open_dataset
     from vit_model.model import ViT
     from vit_model.weights import save_model
+
+    from ray_jobs.shards import open_dataset
 
     device = devices.device(worker.local_rank)
     dataset = open_dataset(dataset_folder)
@@ -94,7 +99,7 @@ def train(
         "device": str(device.type),
         "train_seconds": seconds,
         "images_per_second": config.steps * config.batch_size / seconds,
-        "final_loss": curve[-1]["loss"] or 0.0,
+        "final_loss": curve[-1]["loss"],
     }
     if (dev_accuracy := curve[-1]["dev_accuracy"]) is not None:
         metrics["dev_accuracy"] = dev_accuracy
@@ -109,12 +114,12 @@ def run_steps(
     `loss` is the mean over all images since the last point; `dev_accuracy` is None where it was not measured.
     """
     import torch
+    from vit_model.objectives import softmax_cross_entropy
+    from vit_model.preprocessing import normalise
 
     from ray_jobs import optim
     from ray_jobs.augment import augment
     from ray_jobs.loader import batches, sample_positions
-    from vit_model.objectives import softmax_cross_entropy
-    from vit_model.preprocessing import normalise
 
     dtype = devices.torch_dtype(config.dtype, device)
     steps, batch, (rank, world, _) = config.steps, config.batch_size, worker
@@ -157,7 +162,6 @@ def accuracy(
 ) -> float | None:
     """Fraction of dev images that are classified correctly, each worker judging a share; None without a dev split."""
     import torch
-
     from vit_model.preprocessing import normalise
 
     total = len(data.dev_labels)
@@ -247,7 +251,8 @@ def _join_group(worker: Worker) -> None:
     os.environ.setdefault("LOCAL_RANK", str(worker.local_rank))  # DeepSpeed reads it
     if not dist.is_initialized():
         assert worker.world == 1, "several workers join their group before they train"
-        dist.init_process_group(devices.backend(), store=dist.HashStore(), rank=0, world_size=1)
+        store = dist.HashStore()  # type: ignore[attr-defined]
+        dist.init_process_group(devices.backend(), store=store, rank=0, world_size=1)
 
 
 def _engine(model: torch.nn.Module, config: Pretrain, world: int) -> Any:
@@ -295,6 +300,7 @@ def run_workers(context: Context) -> dict[str, Any]:
         RAY_TRAIN_HEALTH_CHECK_INTERVAL_S="0.2",  # the default notices starts and ends a second later
         RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S=str(_START_TIMEOUT_SECONDS),
         RAY_TRAIN_METRICS_ENABLED="0",
+        RAY_TRAIN_ENABLE_PRINT_PATCH="0",  # it shows every line twice
         RAY_TRAIN_ENABLE_PREEMPTION_WATCHER="0",
     )
     from ray.train import FailureConfig, RunConfig

@@ -1,8 +1,9 @@
 """A dataset artifact: Parquet shards that any reader opens, and `dataset.json` that says what is in them.
 
 In: samples. Out: `<folder>/dataset.json` and `<folder>/shards/<split>-00000.parquet`, one row an image. Every
-row group is one uncompressed page of about 16 MB with a checksum and a header of 32 bytes, so that the bytes
-of image i also lie at data_page_offset + 32 + sum(4 + length of the images before it) + 4 in the file.
+row group is one uncompressed page of about 16 MB with a checksum, so that the bytes of image i also lie at
+data_page_offset + header + sum(4 + length of the images before it) + 4 in the file; the page's header is what
+is left of the column's total_compressed_size after all images (about 32 bytes).
 
     dataset = open_dataset(folder)
     dataset.labels("train"), dataset.images("train", preprocessing, indices=[3, 5])
@@ -33,7 +34,6 @@ from pydantic import (
     ValidationError,
     model_validator,
 )
-
 from vit_model.config import Preprocessing
 from vit_model.preprocessing import load_image
 

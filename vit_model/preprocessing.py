@@ -36,8 +36,8 @@ def load_image(
     """One image as uint8 [resolution, resolution, channels]; an array is [h, w], [h, w, 1] or [h, w, 3].
 
     EXIF orientation is honoured, transparency becomes white, colours become grey (ITU-R 601) where the model
-    has one channel. Raises ValueError for what is not an image, is damaged, has 16-bit or float pixels, or more
-    than `MAX_PIXELS` pixels before or after resizing.
+    has one channel. Raises ValueError for what is not an image, is damaged, has 16-bit or float pixels, or
+    has more than `MAX_PIXELS` pixels before or after resizing.
     """
     import numpy as np
 

@@ -8,12 +8,11 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
 from typing import Any
 
 import numpy as np
-
 from pipelines.store import Manifest
+
 from ray_jobs.reporting import measures, mistakes, pictures, plots, provenance
 from ray_jobs.reporting.measures import Entry
 from ray_jobs.reporting.verdicts import Verdict, headline, labels_text, question, sentence, verdicts
@@ -50,7 +49,9 @@ def gather(context: Context) -> ReportData:
     rows = measures.join_tables(parts, "rows.parquet", ROWS)
     predictions = measures.join_tables(parts, "predictions.parquet", PREDICTIONS)
     entries = measures.entries(rows, predictions, {m.key: measures.draw_seed(m) for m in manifests})
-    datasets = {manifest.key: open_dataset(folder) for _, manifest, folder in parts if manifest.kind == "dataset"}
+    datasets = {
+        manifest.key: open_dataset(folder) for _, manifest, folder in parts if manifest.kind == "dataset"
+    }
     tested = _tested_datasets(manifests, datasets)
     main = mistakes.main_entry(entries)
     main_data = tested.get(main.artifact) if main else None
@@ -134,17 +135,23 @@ def _accuracy(entry: Entry, tested: Mapping[str, Dataset]) -> dict[str, Any]:
     }
 
 
-def _mistakes(main: Entry | None, dataset: Dataset | None, wrong: Sequence[mistakes.Mistake]) -> dict[str, Any] | None:
+def _mistakes(
+    main: Entry | None, dataset: Dataset | None, wrong: Sequence[mistakes.Mistake]
+) -> dict[str, Any] | None:
     """The main model's errors, with class names where the dataset is at hand; null where nothing was scored."""
     if main is None:
         return None
     classes = dataset.info.class_names if dataset else ()
+
     def name(label: int) -> str:
         return classes[label] if dataset else f"class {label}"
 
-    counts = mistakes.confusion(main, len(classes)).tolist() if dataset and len(classes) <= MAX_CONFUSION else None
+    counts = (
+        mistakes.confusion(main, len(classes)).tolist() if dataset and len(classes) <= MAX_CONFUSION else None
+    )
     return {
-        "task": main.task, "method": main.method, "protocol": main.protocol, "artifact": main.artifact, "stage": main.stage,
+        "task": main.task, "method": main.method, "protocol": main.protocol,
+        "artifact": main.artifact, "stage": main.stage,
         "labels": labels_text(main.labels_per_class, len(classes) if dataset else None), "draws": len(main.draws),
         "num_images": len(main.sample_ids), "ever_wrong": int((~main.correct).any(axis=0).sum()),
         "always_wrong": int((~main.correct).all(axis=0).sum()),
@@ -160,13 +167,13 @@ def _loss_curves(parts: Iterable[provenance.Part]) -> list[dict[str, Any]]:
 
 
 def _sweeps(parts: Iterable[provenance.Part]) -> list[dict[str, Any]]:
-    return [{"stage": stage, "artifact": manifest.key, **_read_sweep(folder / "sweep.json")}
-            for stage, manifest, folder in parts if (folder / "sweep.json").is_file()]  # fmt: skip
-
-
-def _read_sweep(path: Path) -> dict[str, Any]:
-    sweep = json.loads(path.read_text("utf-8"))
-    return dict(sweep)
+    found = []
+    for stage, manifest, folder in parts:
+        if (folder / "sweep.json").is_file():
+            labels = labels_text(manifest.config["labels"]["per_class"], None)
+            sweep = json.loads((folder / "sweep.json").read_text("utf-8"))
+            found.append({"stage": stage, "artifact": manifest.key, "labels": labels, **sweep})
+    return found
 
 
 def _figures(
@@ -183,11 +190,12 @@ def _figures(
             figures[f"few-shot {task}"] = plots.few_shot(_few_shot_curves(few_shot))
     for curve in curves:
         figures[f"loss {curve['artifact']}"] = plots.loss(curve["points"])
-    if sweeps:
-        figures["sweeps"] = plots.sweeps([
+    for labels in dict.fromkeys(sweep["labels"] for sweep in sweeps):
+        same = [sweep for sweep in sweeps if sweep["labels"] == labels]
+        figures[f"sweep {labels}"] = plots.sweeps([
             plots.Sweep(sweep["stage"], tuple(trial["learning_rate"] for trial in sweep["trials"]),
                         tuple(tuple(trial["accuracies"]) for trial in sweep["trials"]), sweep["chosen"])
-            for sweep in sweeps
+            for sweep in same
         ])  # fmt: skip
     if errors and errors["confusion"]:
         matrix = errors["confusion"]

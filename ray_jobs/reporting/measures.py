@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
-
 from pipelines.store import Manifest
+
 from ray_jobs.intervals import Interval, accuracy_interval
 from ray_jobs.rows import PREDICTIONS, ROWS
 
@@ -64,7 +64,7 @@ class Entry:
 
 
 def join_tables(parts: Iterable[tuple[str, Manifest, Path]], name: str, schema: Any) -> Any:
-    """The Parquet tables `name` of all (stage, manifest, folder) that have one, with the artifact that each row is from.
+    """The Parquet tables `name` of all (stage, manifest, folder) that have one, with the artifact of each row.
 
     Raises:
         ValueError: a table whose columns are not `schema`'s.
@@ -141,8 +141,9 @@ def _entry(
     ):
         raise ValueError(f"{where}: every draw must be scored once on each of the same test images")
     entry = Entry(
-        artifact=artifact, stage=stage, task=task, protocol=protocol, method=method, labels_per_class=labels_per_class,
-        draw_seed=seed, draws=draws, sample_ids=tuple(ids), labels=labels, predictions=np.stack([part[2] for part in parts]),
+        artifact=artifact, stage=stage, task=task, protocol=protocol, method=method,
+        labels_per_class=labels_per_class, draw_seed=seed, draws=draws, sample_ids=tuple(ids), labels=labels,
+        predictions=np.stack([predictions for _, _, predictions in parts]),
         selected_on=_distinct(measured, "selected_on"), settings=_distinct(measured, "settings"),
     )  # fmt: skip
     for draw, value in zip(draws, entry.correct.mean(axis=1), strict=True):

@@ -18,9 +18,10 @@ SHOWN = 24
 
 @dataclass(frozen=True)
 class Mistake:
-    """A test image that the main model got wrong in `wrong_draws` of `draws`; `prediction` is its most common wrong answer.
+    """A test image that the main model got wrong in `wrong_draws` of `draws`.
 
-    Of the `methods` that had the same labels (the main one included), `methods_right` got it right in most draws.
+    `prediction` is the most common wrong answer. Of the `methods` that had as many labels (the main one included)
+    `methods_right` got it right in most draws.
     """
 
     sample_id: str
@@ -35,6 +36,7 @@ class Mistake:
 def main_entry(entries: Sequence[Entry]) -> Entry | None:
     """The line that the mistakes are shown of: the trained model, fine-tuned before few-shot, few labels before all, of
     these the most labels; where nothing was pretrained, the one from scratch, and without that the best of the rest."""
+
     def place(entry: Entry) -> tuple[object, ...]:
         sort = {"trained": 0, "scratch": 1}.get(kind(entry), 2)
         few = entry.labels_per_class

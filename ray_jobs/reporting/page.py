@@ -26,7 +26,13 @@ def render(data: ReportData) -> str:
         loader=FileSystemLoader(TEMPLATES), autoescape=True, undefined=StrictUndefined, trim_blocks=True,
         lstrip_blocks=True, keep_trailing_newline=True,
     )  # fmt: skip
-    environment.filters |= {"percent": percent, "points": points, "duration": duration, "number": number, "day": day}
+    environment.filters |= {
+        "percent": percent,
+        "points": points,
+        "duration": duration,
+        "number": number,
+        "day": day,
+    }
     return environment.get_template("report.html.j2").render(
         **data.numbers,
         groups=groups(data.numbers["accuracies"]),
@@ -39,8 +45,9 @@ def render(data: ReportData) -> str:
 
 def groups(accuracies: list[dict[str, Any]]) -> list[tuple[str, list[dict[str, Any]]]]:
     """The lines of the table under their headings, best first: those that may be compared with one another."""
+
     def heading(line: dict[str, Any]) -> str:
-        sort = "few-shot linear" if line["protocol"] == "few-shot linear" else "trained or fitted"
+        sort = "few-shot linear" if line["protocol"] == "few-shot linear" else "fine-tuning and baselines"
         return f"{line['task']}, {sort}, {line['labels']}"
 
     found = [(name, list(lines)) for name, lines in groupby(accuracies, heading)]
@@ -60,8 +67,8 @@ def duration(seconds: float) -> str:
 
 def number(value: float | int | str) -> str:
     """'206,986', '5,812', '0.874': as many digits as a reader needs."""
-    if isinstance(value, str):
-        return value
+    if isinstance(value, str | bool):
+        return str(value).lower() if isinstance(value, bool) else value
     return f"{value:,.0f}" if isinstance(value, int) or abs(value) >= 1000 else f"{value:.4g}"
 
 

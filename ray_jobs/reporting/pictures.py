@@ -15,12 +15,12 @@ from typing import Any
 import numpy as np
 import pyarrow.parquet as pq
 from PIL import Image
-
-from ray_jobs.shards import Dataset, Split
 from vit_model.config import Preprocessing
 
+from ray_jobs.shards import Dataset, Split
+
 MAX_CLASSES = 40  # of more classes a seeded choice is shown
-TILES = 96  # images on a sheet, about
+TILES = 120  # images on a sheet, about
 SMALL = 32  # images up to this many pixels a side are shown pixel by pixel
 PHOTO = 112  # larger ones are cropped and brought to this many pixels a side
 _SHEET = 3  # keeps this module's random numbers apart from other users of the same seed
@@ -44,7 +44,11 @@ def describe(dataset: Dataset) -> dict[str, Any]:
         "num_classes": len(names),
         "image": dataset.info.image.model_dump() if dataset.info.image else None,
         "quarantined": pq.ParquetFile(dataset.folder / "quarantine.parquet").metadata.num_rows,
-        "balance": {"least": int(counts.min()), "median": float(np.median(counts)), "most": int(counts.max())},
+        "balance": {
+            "least": int(counts.min()),
+            "median": float(np.median(counts)),
+            "most": int(counts.max()),
+        },
         "rarest": [names[label] for label in np.argsort(counts, kind="stable")[:3]],
     }
 
@@ -59,18 +63,19 @@ def contact_sheet(dataset: Dataset) -> list[Tiles]:
     each = int(np.clip(TILES // max(1, len(present)), 2, 8))
     chosen = {int(label): rng.permutation(np.flatnonzero(labels == label))[:each] for label in present}
     addresses = iter(addresses_of(dataset, "train", np.concatenate([*chosen.values(), np.zeros(0, int)])))
-    return [Tiles(dataset.info.class_names[label], tuple(next(addresses) for _ in rows)) for label, rows in chosen.items()]
+    names = dataset.info.class_names
+    return [Tiles(names[label], tuple(next(addresses) for _ in rows)) for label, rows in chosen.items()]
 
 
 def addresses_of(dataset: Dataset, split: Split, rows: Sequence[int] | np.ndarray) -> list[str]:
-    """The images of these rows of a split as `data:` addresses, squares cut from the middle, their own pixels
+    """The images of these rows of a split as `data:` addresses: squares cut from the middle, their own pixels
     enlarged without blur where they are few."""
     size = dataset.info.image
-    side = max(size.height, size.width) if size else PHOTO
+    side, channels = (max(size.height, size.width), size.channels) if size else (PHOTO, 3)
+    half = (0.5,) * channels
     preprocessing = Preprocessing(
-        mean=(0.5,) * (size.channels if size else 3), std=(0.5,) * (size.channels if size else 3),
-        crop="center", resolution=min(side, PHOTO), channels=size.channels if size else 3,
-    )  # fmt: skip
+        mean=half, std=half, crop="center", resolution=min(side, PHOTO), channels=channels
+    )
     return [_address(pixels) for pixels in dataset.images(split, preprocessing, np.asarray(rows, int))]
 
 

@@ -17,6 +17,7 @@ from typing import Any
 import matplotlib
 import numpy as np
 from matplotlib.figure import Figure
+from matplotlib.patches import Rectangle
 from matplotlib.ticker import FuncFormatter, NullFormatter, PercentFormatter
 
 # matplotlib writes fixed colours; these stand for the page's variables, and are put in their place afterwards.
@@ -27,7 +28,8 @@ _VARIABLES = {INK: "var(--ink)", FAINT: "var(--faint)"} | {
 }
 _MARKERS = "osD^vP"
 _STYLE = {
-    "svg.fonttype": "none", "svg.hashsalt": "vitflow", "font.size": 10, "font.family": "DejaVu Sans", "axes.labelsize": 10, "axes.titlesize": 10.5,
+    "svg.fonttype": "none", "svg.hashsalt": "vitflow", "font.size": 10, "font.family": "DejaVu Sans",
+    "axes.labelsize": 10, "axes.titlesize": 10.5,
     "legend.fontsize": 9.5, "xtick.labelsize": 9.5, "ytick.labelsize": 9.5, "text.color": INK, "axes.labelcolor": INK,
     "xtick.color": INK, "ytick.color": INK, "axes.edgecolor": FAINT, "grid.color": FAINT, "grid.linewidth": 0.5,
     "xtick.major.size": 0, "ytick.major.size": 0, "xtick.minor.size": 0, "axes.spines.top": False,
@@ -64,14 +66,8 @@ def few_shot(curves: Sequence[Curve]) -> str:
             colour = SERIES[number % len(SERIES)]
             low, high = np.array([np.percentile(draws, [10, 90]) for draws in curve.draws]).T
             axes.fill_between(curve.shots, low, high, color=colour, alpha=0.14, linewidth=0)
-            axes.plot(
-                curve.shots,
-                curve.means,
-                color=colour,
-                marker=_MARKERS[number % 6],
-                markersize=5,
-                label=curve.name,
-            )
+            marker = _MARKERS[number % len(_MARKERS)]
+            axes.plot(curve.shots, curve.means, color=colour, marker=marker, markersize=5, label=curve.name)
         shots = sorted({shot for curve in curves for shot in curve.shots})
         _logarithmic(axes, shots, [f"{shot}" for shot in shots])
         axes.set(xlabel="labelled images a class", ylabel="test accuracy")
@@ -102,23 +98,16 @@ def sweeps(panels: Sequence[Sweep]) -> str:
     rows = -(-len(panels) // columns)
     with _figure(5.6, 0.5 + 2.5 * rows) as (figure, out):
         grid = figure.subplots(rows, columns, sharey=True, squeeze=False).flat
-        for axes, panel in zip(grid, panels, strict=False):
-            rates, folds = np.array(panel.learning_rates), [np.array(fold) for fold in panel.accuracies]
-            means = np.array([fold.mean() for fold in folds])
+        for panel, axes in zip(panels, grid, strict=False):
+            rates, folds = zip(*sorted(zip(panel.learning_rates, panel.accuracies, strict=True)), strict=True)
+            means = [float(np.mean(fold)) for fold in folds]
             for rate, fold in zip(rates, folds, strict=True):
                 axes.plot([rate] * len(fold), fold, ".", color=SERIES[0], alpha=0.45, markersize=5)
             axes.plot(rates, means, color=SERIES[0])
-            chosen = int(np.argmin(np.abs(rates - panel.chosen)))
-            axes.plot(
-                rates[chosen],
-                means[chosen],
-                "o",
-                color=SERIES[1],
-                fillstyle="none",
-                markersize=10,
-                markeredgewidth=2,
-            )
-            _logarithmic(axes, rates, [f"{rate:g}" for rate in rates])
+            chosen = rates.index(panel.chosen)
+            ring = {"marker": "o", "fillstyle": "none", "markersize": 10, "markeredgewidth": 2}
+            axes.plot(rates[chosen], means[chosen], color=SERIES[1], **ring)
+            _logarithmic(axes, rates, [_short(rate) for rate in rates])
             axes.set(title=panel.name, xlabel="learning rate")
             _percent_axis(axes)
         for axes in list(grid):
@@ -128,20 +117,16 @@ def sweeps(panels: Sequence[Sweep]) -> str:
 
 
 def confusion(class_names: Sequence[str], counts: np.ndarray) -> str:
-    """Rows are the true classes, columns the predictions; shade is the share of the row, right ones blue, wrong ones orange."""
+    """Counts of predictions (columns) by label (rows); the shade is the share of the row, right blue, wrong orange."""
     size, shares = len(class_names), counts / counts.sum(axis=1, keepdims=True).clip(min=1)
     names = [name if len(name) <= 16 else f"{name[:15]}…" for name in class_names]
     with _figure(5.6, 5.2 if size > 6 else 3.8) as (figure, out):
         axes = figure.subplots()
         for row, column in zip(*counts.nonzero(), strict=True):
             share, right = shares[row, column], row == column
-            shade = dict(
-                facecolor=SERIES[0 if right else 1],
-                alpha=0.12 + 0.6 * share if right else min(0.9, 0.2 + 2 * share),
-            )
-            axes.add_patch(
-                matplotlib.patches.Rectangle((column - 0.5, row - 0.5), 1, 1, linewidth=0, **shade)
-            )
+            alpha = 0.12 + 0.6 * share if right else min(0.9, 0.2 + 2 * share)
+            corner, colour = (column - 0.5, row - 0.5), SERIES[0 if right else 1]
+            axes.add_patch(Rectangle(corner, 1, 1, linewidth=0, facecolor=colour, alpha=alpha))
             if size <= 15:
                 axes.text(column, row, f"{counts[row, column]:g}", ha="center", va="center", fontsize=8.5)
         turned = max(len(name) for name in names) > 2
@@ -155,6 +140,12 @@ def confusion(class_names: Sequence[str], counts: np.ndarray) -> str:
             aspect="equal",
         )
     return out[0]
+
+
+def _short(rate: float) -> str:
+    """'3e-4': every rate of a sweep in the same little room."""
+    mantissa, exponent = f"{rate:.1e}".split("e")
+    return f"{float(mantissa):g}e{int(exponent)}"
 
 
 def _percent_axis(axes: Any) -> None:
@@ -185,16 +176,18 @@ def _figure(width: float, height: float) -> Iterator[tuple[Figure, list[str]]]:
 
 
 def _inline(svg: str) -> str:
-    """The <svg> element alone, as wide as its place, in the page's colours and font, with only the ids that are used."""
+    """The <svg> element alone, as wide as its place, in the page's colours, with only the ids that are used."""
     svg = svg[svg.index("<svg") :]
     svg = re.sub(r"<metadata>.*?</metadata>\s*", "", svg, count=1, flags=re.DOTALL)
     svg = re.sub(r' width="[\d.]+pt"| height="[\d.]+pt"', "", svg, count=2)
     svg = re.sub(
         r"<style.*?</style>", "", svg, count=1
-    )  # of the whole page it would be; the page has it for its plots
+    )  # it would hold for the whole page, which has its own
     for colour, variable in _VARIABLES.items():
         svg = svg.replace(f": {colour}", f": {variable}")
     used = set(re.findall(r'(?:href="#|url\(#)([^")]+)', svg))
-    return re.sub(
-        r'(?<=<)(\w+) id="([^"]+)"', lambda tag: tag.group(0) if tag.group(2) in used else tag.group(1), svg
-    )
+
+    def keep_used(tag: re.Match[str]) -> str:
+        return tag.group(0) if tag.group(2) in used else tag.group(1)
+
+    return re.sub(r'(?<=<)(\w+) id="([^"]+)"', keep_used, svg)

@@ -67,39 +67,54 @@ def _protocol(manifest: Manifest, folder: Path, names: Mapping[str, str]) -> str
 
 
 def _pretrain(config: Mapping[str, Any], inputs: Mapping[str, str]) -> str:
-    return (f"Supervised pretraining on the train split of {inputs['data']}: {_size(config['model'])}, resolution "
-            f"{config['resolution']}, {config['steps']:,} steps of {config['batch_size']} images, learning rate "
-            f"{config['learning_rate']:g}, weight decay {config['optimizer']['weight_decay']:g}, {config['dtype']}, ZeRO stage "
-            f"{config['zero_stage']}, seed {config['seed']}.")  # fmt: skip
+    optimizer = config["optimizer"]
+    return (
+        f"Supervised pretraining on the train split of {inputs['data']}: {_size(config['model'])}, resolution "
+        f"{config['resolution']}, {config['steps']:,} steps of {config['batch_size']} images, learning rate "
+        f"{config['learning_rate']:g}, weight decay {optimizer['weight_decay']:g}, {config['dtype']}, "
+        f"ZeRO stage {config['zero_stage']}, seed {config['seed']}."
+    )
 
 
 def _finetune(config: Mapping[str, Any], inputs: Mapping[str, str]) -> str:
+    scratch = "backbone" not in inputs
     start = (
-        f"from the weights of {inputs['backbone']}"
-        if "backbone" in inputs
-        else f"from scratch ({_size(config['model'])})"
+        f"from scratch ({_size(config['model'])})" if scratch else f"from the weights of {inputs['backbone']}"
     )
     rates = ", ".join(f"{rate:g}" for rate in config["learning_rates"])
-    return (f"Fine-tuning on {inputs['data']} {start}: {config['steps']:,} steps of {config['batch_size']} images; learning rate "
-            f"from {rates}, {_selection(config['labels'])}. Test is scored once for each draw.")  # fmt: skip
+    return (
+        f"Fine-tuning on {inputs['data']} {start}: {config['steps']:,} steps of {config['batch_size']} images; "
+        f"learning rate from {rates}, {_selection(config['labels'])}. Test is scored once for each draw."
+    )
 
 
 def _evaluate(config: Mapping[str, Any], inputs: Mapping[str, str]) -> str:
-    return (f"Few-shot linear evaluation of {inputs['backbone']}, frozen, on {inputs['data']}: regularised least squares from "
-            f"features to ±1 targets (Dosovitskiy et al., section 4.1); {config['draws']} supports drawn from train (seed "
-            f"{config['seed']}), all of test scored. L2 is chosen on the support alone, in the same way for every row.")  # fmt: skip
+    return (
+        f"Few-shot linear evaluation of {inputs['backbone']}, frozen, on {inputs['data']}: regularised least "
+        "squares from features to ±1 targets (Dosovitskiy et al., section 4.1); "
+        f"{config['draws']} supports drawn from train (seed {config['seed']}), all of test scored. L2 is chosen "
+        "on the support alone, in the same way for every row."
+    )
 
 
 def _baselines(config: Mapping[str, Any], inputs: Mapping[str, str]) -> str:
-    return (f"Classifiers on the pixels of {inputs['data']} (scikit-learn; images larger than {config['thumbnail']} pixels a side "
-            f"are averaged down to it): settings {_selection(config['labels'])}. Test is scored once for each draw.")  # fmt: skip
+    return (
+        f"Classifiers on the pixels of {inputs['data']} (scikit-learn; images larger than "
+        f"{config['thumbnail']} pixels a side are reduced to it): settings {_selection(config['labels'])}. "
+        "Test is scored once for each draw."
+    )
 
 
 def _selection(labels: Mapping[str, Any]) -> str:
     if labels["per_class"] is None:
-        return "chosen on dev, trained on all labels of train"
-    return (f"chosen by {labels['folds']}-fold cross-validation inside the first draw of {labels['per_class']} labels a class and "
-            f"used for all {labels['draws']} draws from train (seed {labels['seed']})")  # fmt: skip
+        return "chosen on dev, then trained on train and dev (without a dev: chosen by cross-validation in train)"
+    return (
+        f"chosen by {labels['folds']}-fold cross-validation inside the first draw of {labels['per_class']} "
+        f"labels a class and used for all {labels['draws']} draws from train (seed {labels['seed']})"
+    )
+
+
+_IN_WORDS = {"pretrain": _pretrain, "finetune": _finetune, "evaluate": _evaluate, "baselines": _baselines}
 
 
 def _normalisation(folder: Path) -> str:
@@ -114,7 +129,8 @@ def _normalisation(folder: Path) -> str:
 
 
 def _size(model: Mapping[str, Any]) -> str:
-    return f"ViT of width {model['width']}, depth {model['depth']}, {model['num_heads']} heads, patch {model['patch_size']}"
+    heads, patch = model["num_heads"], model["patch_size"]
+    return f"ViT of width {model['width']}, depth {model['depth']}, {heads} heads, patch {patch}"
 
 
 def _seconds(manifest: Manifest) -> float:

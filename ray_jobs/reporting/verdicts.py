@@ -15,9 +15,9 @@ from ray_jobs.intervals import Interval, paired_difference
 from ray_jobs.reporting.measures import Entry
 
 _IN_WORDS = {
-    "above zero": "the whole interval is above zero",
-    "below zero": "the whole interval is BELOW zero",
-    "not told from zero": "the interval includes zero, so no difference is shown",
+    "above zero": "all of it above zero",
+    "below zero": "all of it BELOW zero",
+    "not told from zero": "which includes zero: no difference is shown",
 }
 SHOTS = 5  # the number of shots that the verdict is about, where it was measured
 
@@ -45,7 +45,7 @@ def kind(entry: Entry) -> str:
     """ "trained" for what is to be judged, else which sort of reference it is: pixels, scratch or untrained."""
     if entry.protocol == "baseline" or entry.method.startswith("pixels"):
         return "pixels"
-    return next((word for word in ("scratch", "untrained") if entry.method.startswith(word)), "trained")
+    return next((word for word in ("scratch", "untrained") if word in entry.method), "trained")
 
 
 def verdicts(entries: Sequence[Entry]) -> list[Verdict]:
@@ -87,22 +87,19 @@ def headline(found: Sequence[Verdict]) -> str:
         return "Nothing to compare: no two methods were scored on the same test images with the same labels."
     few = [verdict for verdict in found if verdict.method.labels_per_class is not None]
     everything = [verdict for verdict in found if verdict.method.labels_per_class is None]
-    parts = [f"{_answer(few)} with few labels: {_count(few)}."] if few else []
-    if everything:
-        parts.append(f"{_answer(everything)} with all labels: {_count(everything)}.")
-    return " ".join(parts)
+    parts = [("With few labels", few), ("With all labels", everything)]
+    return " ".join(f"{words}: {_answer(some)}." for words, some in parts if some)
 
 
 def sentence(verdict: Verdict, classes: int | None) -> str:
     """The comparison in words, with its numbers."""
     method, reference = verdict.method, verdict.reference
     value, low, high = verdict.difference
-    over = f"{verdict.draws} label draws and " if verdict.draws > 1 else ""
     return (
         f"With {labels_text(method.labels_per_class, classes)}, {method.method} ({method.protocol}) is right on "
-        f"{percent(verdict.accuracy)} of {len(method.sample_ids):,} test images, {reference.method} on "
+        f"{percent(verdict.accuracy)} of the test images, {reference.method} ({reference.protocol}) on "
         f"{percent(verdict.reference_accuracy)}: {points(value)} points, 95 % interval {points(low)} to "
-        f"{points(high)} over {over}test images; {_IN_WORDS[verdict.conclusion]}."
+        f"{points(high)}, {_IN_WORDS[verdict.conclusion]}."
     )
 
 
@@ -153,12 +150,9 @@ def _paired(a: Entry, b: Entry) -> tuple[np.ndarray, np.ndarray]:
 
 def _answer(found: Sequence[Verdict]) -> str:
     above = sum(verdict.conclusion == "above zero" for verdict in found)
-    return "Yes" if above == len(found) else "Partly" if above else "No"
-
-
-def _count(found: Sequence[Verdict]) -> str:
-    above = sum(verdict.conclusion == "above zero" for verdict in found)
     below = sum(verdict.conclusion == "below zero" for verdict in found)
-    plural, verb = "s" if len(found) > 1 else "", "is" if above == 1 else "are"
-    text = f"{above} of {len(found)} paired difference{plural} {verb} above zero with the whole 95 % interval"
-    return text + (f", {below} below" if below else "")
+    answer = "yes" if above == len(found) else "partly" if above else "no"
+    only = "the difference is" if above else "the difference is not"
+    count = only if len(found) == 1 else f"{above} of {len(found)} differences"
+    less = f", {below} wholly below" if below else ""
+    return f"{answer}, {count} above zero with the whole 95 % interval{less}"

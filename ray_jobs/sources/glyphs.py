@@ -41,13 +41,10 @@ FONT_NAMES = (
     *("STIXGeneral.ttf", "STIXGeneralBol.ttf", "STIXGeneralItalic.ttf", "STIXGeneralBolIta.ttf"),
     *("cmr10.ttf", "cmb10.ttf", "cmti10.ttf", "cmss10.ttf", "cmtt10.ttf"),
 )
-LETTERS = (
-    "Lu",
-    "Ll",
-    "Lo",
-)  # upper case, lower case, scripts without case; Lm would be small copies of others
+LETTERS = ("Lu", "Ll", "Lo")  # upper case, lower case, no case; Lm would be small copies of other letters
 MIN_FONTS = 8  # fewer fonts show a class in too few shapes
 MAX_DIGIT_OVERLAP = 0.7  # intersection over union with a digit, above which a letter counts as its look-alike
+MAX_FILL = 0.85  # share of its box that ink may fill: more is a bare stroke, as many write 1
 
 FONT_PIXELS = 40
 FIT_PIXELS = 56  # the distorted glyph's longer side, before it is scaled to its final 32 rows
@@ -89,7 +86,7 @@ def glyph_classes(fonts: Sequence[Path]) -> list[GlyphClass]:
     A base letter (its own NFD form) counts when at least 8 fonts have it. Letters with the same bitmap in
     some font are one class, drawn as its first letter (Latin A, Greek Alpha, Cyrillic A). A class goes when
     any of its letters, its ink stretched to a square, overlaps a digit by more than 0.7 in whichever two
-    fonts.
+    fonts, or fills it as a bare stroke does.
     """
     letters = {code: found for code, found in _letters(fonts).items() if len(found) >= MIN_FONTS}
     alike = _digit_lookalikes(letters, fonts)
@@ -166,27 +163,28 @@ def _merge_identical(letters: dict[int, list[Path]]) -> dict[int, list[int]]:
 
 
 def _digit_lookalikes(letters: dict[int, list[Path]], fonts: Sequence[Path]) -> set[int]:
-    """Letters whose stretched outline overlaps some digit of some font by more than the limit."""
+    """Letters whose stretched outline overlaps some digit of some font too far, and bare strokes."""
     import numpy as np
 
     digits = np.stack([_stretched(font, digit) for font in fonts for digit in "0123456789"])
     alike: set[int] = set()
     for code, found in letters.items():
         outlines = np.stack([_stretched(font, chr(code)) for font in found])
-        common = outlines @ digits.T
-        union = outlines.sum(1)[:, None] + digits.sum(1) - common
-        if (common / union).max() > MAX_DIGIT_OVERLAP:
+        common = np.bitwise_count(outlines[:, None] & digits).sum(2)
+        union = np.bitwise_count(outlines[:, None] | digits).sum(2)
+        fill = np.bitwise_count(outlines).sum(1) / GRID**2
+        if (common / union).max() > MAX_DIGIT_OVERLAP or fill.max() > MAX_FILL:
             alike.add(code)
     return alike
 
 
-def _stretched(font: Path, character: str) -> NDArray[np.float32]:
-    """The glyph's ink stretched to 32x32 and thresholded, as 1,024 zeros and ones."""
+def _stretched(font: Path, character: str) -> NDArray[np.uint64]:
+    """The glyph's ink stretched to 32x32 and thresholded, as 1,024 bits in 16 words."""
     import numpy as np
     from PIL import Image
 
     drawn = _drawn(font, character).resize((GRID, GRID), Image.Resampling.BILINEAR)
-    return (np.asarray(drawn) > 127).astype(np.float32).ravel()
+    return np.packbits(np.asarray(drawn) > 127).view(np.uint64)
 
 
 @lru_cache(maxsize=64)

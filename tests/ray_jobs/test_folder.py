@@ -1,7 +1,6 @@
 """A user's folder: the three layouts, what is refused and why, splits that stay, files that cannot be read."""
 
 import io
-import os
 import struct
 import subprocess
 import sys
@@ -127,13 +126,13 @@ def test_metadata_that_cannot_be_used_says_why(tmp_path: Path, text: str, messag
 def test_links_that_lead_outside_are_refused(tmp_path: Path) -> None:
     outside = touch(tmp_path / "outside", "secret.png")
     root = touch(tmp_path / "root", "a/1.png", "b/1.png")
-    os.symlink(root / "a" / "1.png", root / "b" / "inside.png")
+    (root / "b" / "inside.png").symlink_to(root / "a" / "1.png")
     assert len(scan(root).entries) == 3
-    os.symlink(outside / "secret.png", root / "b" / "2.png")
+    (root / "b" / "2.png").symlink_to(outside / "secret.png")
     with pytest.raises(ValueError, match="leads outside"):
         scan(root)
     (root / "b" / "2.png").unlink()
-    os.symlink(outside, root / "c")
+    (root / "c").symlink_to(outside)
     with pytest.raises(ValueError, match="link to a folder"):
         scan(root)
 

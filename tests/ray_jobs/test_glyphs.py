@@ -64,10 +64,10 @@ def test_no_two_classes_have_the_same_outline_and_none_is_a_digits(classes: list
         for glyph_class in having:
             ours = outline(font, glyph_class.character)
             overlap = (digit_outlines & ours).sum(1) / (digit_outlines | ours).sum(1)
-            assert overlap.max() <= 0.7, glyph_class.name
+            assert overlap.max() <= 0.7 and ours.mean() <= 0.86, glyph_class.name
 
 
-@pytest.mark.parametrize("gone", ["O", "o", "l", "I", "З", "ο", "б", "Α", "А"])
+@pytest.mark.parametrize("gone", ["O", "o", "l", "I", "ı", "ǀ", "З", "ο", "б", "Α", "А"])
 def test_lookalikes_of_digits_and_second_copies_of_a_letter_are_no_classes(
     classes: list[GlyphClass], gone: str
 ) -> None:

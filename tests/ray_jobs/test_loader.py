@@ -25,7 +25,7 @@ def test_order_depends_on_dataset_seed_and_epoch_alone() -> None:
     for other in (epoch_order("g", 0, 0, 1000), epoch_order("f", 1, 0, 1000), epoch_order("f", 0, 1, 1000)):
         assert (other == first).mean() < 0.02
     # The order is part of what an artifact's key promises: a new number here needs a new VERSION of the stages.
-    assert epoch_order("f", 0, 0, 10).tolist() == [7, 4, 2, 3, 9, 1, 5, 0, 6, 8]
+    assert epoch_order("f", 0, 0, 10).tolist() == [4, 9, 0, 8, 1, 6, 3, 2, 7, 5]
 
 
 @pytest.mark.parametrize("world", [2, 3, 4, 8, 24])

@@ -92,13 +92,16 @@ def test_images_lie_verbatim_at_offsets_that_follow_from_their_lengths(
     for group in range(metadata.num_row_groups):
         column = metadata.row_group(group).column(2)
         assert column.path_in_schema == "image"
-        place = column.data_page_offset + 32
-        for sample in samples[row : row + metadata.row_group(group).num_rows]:
+        rows = samples[row : row + metadata.row_group(group).num_rows]
+        header = column.total_compressed_size - sum(4 + len(sample.image) for sample in rows)
+        assert header < 50  # one page only
+        place = column.data_page_offset + header
+        for sample in rows:
             place += 4
             assert data[place : place + len(sample.image)] == sample.image
             place += len(sample.image)
         assert place == column.data_page_offset + column.total_compressed_size
-        row += metadata.row_group(group).num_rows
+        row += len(rows)
     assert row == len(samples)
 
 
@@ -157,7 +160,7 @@ def test_a_flipped_bit_in_an_image_is_noticed_and_named(tmp_path: Path) -> None:
     content[content.index(PIXELS[45].tobytes()) + 17] ^= 1
     path.write_bytes(content)
     assert len(data.images("train", grey(8), np.arange(30))) == 30
-    with pytest.raises(ValueError, match="train-00001.parquet is missing or damaged"):
+    with pytest.raises(ValueError, match=r"train-00001\.parquet is missing or damaged"):
         data.images("train", grey(8))
 
 
@@ -166,13 +169,13 @@ def test_missing_cut_and_exchanged_shards_are_named(tmp_path: Path) -> None:
     first, second = (tmp_path / shard.file for shard in data.info.shards)
     content = second.read_bytes()
     second.write_bytes(content[:-100])
-    with pytest.raises(ValueError, match="train-00001.parquet is missing or damaged"):
+    with pytest.raises(ValueError, match=r"train-00001\.parquet is missing or damaged"):
         data.labels("train")
     second.write_bytes(first.read_bytes())
-    with pytest.raises(ValueError, match="train-00001.parquet has 30 rows, dataset.json says 20"):
+    with pytest.raises(ValueError, match=r"train-00001\.parquet has 30 rows, dataset\.json says 20"):
         data.labels("train")
     second.unlink()
-    with pytest.raises(ValueError, match="train-00001.parquet is missing or damaged"):
+    with pytest.raises(ValueError, match=r"train-00001\.parquet is missing or damaged"):
         data.sample_ids("train")
 
 
@@ -182,7 +185,7 @@ def test_what_cannot_be_read_says_so_beforehand(tmp_path: Path) -> None:
         data.images("train", grey(8), [50])
     with pytest.raises(ValueError, match="GiB of memory are free: use a lower resolution"):
         data.images("train", colour(2_000_000))
-    with pytest.raises(ValueError, match="has no dataset.json"):
+    with pytest.raises(ValueError, match=r"has no dataset\.json"):
         open_dataset(tmp_path / "shards")
 
 

@@ -10,7 +10,7 @@ from pydantic import ValidationError
 from vit_model.config import ModelContract, Preprocessing, ViTConfig
 from vit_model.model import ViT
 
-# Variant; parameters without a head, with 1000 classes, with 21843, with 21843 behind the tanh layer. At 224 pixels.
+# Variant at 224 pixels; parameters without a head, with 1000 classes, with 21843, with 21843 behind tanh.
 # The 1000-class column is google-research/vision_transformer's models_test.py.
 PUBLISHED = [
     ("Ti/16", 5_524_416, 5_717_416, 9_740_115, 9_777_171),

@@ -120,11 +120,17 @@ def test_what_is_no_image_is_refused(content: bytes) -> None:
         load_image(content, preprocessing())
 
 
-@pytest.mark.parametrize("format", ["PNG", "JPEG", "GIF", "BMP"])
-def test_truncated_files_are_refused(format: str) -> None:
-    content = encoded(Image.fromarray(random_pixels(40, 40)), format=format)
+@pytest.mark.parametrize("kind", ["PNG", "JPEG", "GIF", "BMP"])
+def test_truncated_files_are_refused(kind: str) -> None:
+    content = encoded(Image.fromarray(random_pixels(40, 40)), format=kind)
     with pytest.raises(ValueError, match="image cannot be read as an image"):
         load_image(content[: len(content) // 2], preprocessing())
+
+
+@pytest.mark.parametrize("kind", ["EPS", "PCX"])
+def test_other_formats_are_not_even_opened(kind: str) -> None:
+    with pytest.raises(ValueError, match="cannot identify image file"):
+        load_image(encoded(Image.fromarray(random_pixels(8, 8)), format=kind), preprocessing())
 
 
 def test_a_missing_file_is_named(tmp_path: Path) -> None:

@@ -1,0 +1,411 @@
+"""The finetune stage: a sweep over learning rates, a refit with the best, and one look at test (paper, Table 4).
+
+In: a dataset and a backbone, or a shape to train from scratch. Out: model.safetensors and config.json (of draw 0's
+refit), rows.parquet and predictions.parquet (`ray_jobs.rows`), sweep.json {trials, chosen, selected_on}, curves.json.
+
+What chooses the rate: with few labels, the mean accuracy over folds inside draw 0's labels; with all labels, dev; of
+equals the lower loss. Then every draw is fitted with that rate on all its labels (with all labels: train and dev) and
+scored on test once. A trial of the sweep is given images of train and dev only; test is opened by `refit` alone.
+
+    python -m ray_jobs.finetune --spec STORE/artifacts/finetune/<key>/attempts/<n>/attempt.json
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import os
+import shutil
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+from pipelines.identity import canonical_json, sha256
+from pipelines.spec import Finetune
+from pipelines.store import FileEntry, Layout
+
+from ray_jobs import devices, optim, rows
+from ray_jobs.pretrain import model_contract, model_digest
+from ray_jobs.progress import Progress
+from ray_jobs.shards import Dataset, Split, open_dataset
+from ray_jobs.stage import Context, Result, run_stage
+
+if TYPE_CHECKING:
+    from vit_model.config import ModelContract
+    from vit_model.model import ViT
+
+PROTOCOL = "fine-tuning"
+_EVALUATION_BATCH = 512
+_CURVE_POINTS = 20
+
+Indices = NDArray[np.int64]
+
+
+class Images(NamedTuple):
+    """Labelled images in memory: uint8 [n, h, w, c] and int64 [n]."""
+
+    images: NDArray[np.uint8]
+    labels: NDArray[np.int64]
+
+    def take(self, indices: Indices) -> Images:
+        return Images(self.images[indices], self.labels[indices])
+
+
+class Task(NamedTuple):
+    """What all fits of a stage share."""
+
+    config: Finetune
+    contract: ModelContract
+    backbone: Path | None
+
+
+class Score(NamedTuple):
+    """How a model does on some images: `predictions` [n] are labels, `loss` is the mean cross-entropy."""
+
+    accuracy: float
+    loss: float
+    predictions: NDArray[np.int64]
+
+
+# ------------------------------------------------------------------------------------------------- one fit
+
+
+def start_model(task: Task, seed: int) -> ViT:
+    """The model before its first step: a new head (zeros) on the backbone, or new weights throughout."""
+    from vit_model.model import ViT
+    from vit_model.weights import load_model, transfer_backbone
+
+    model = ViT(task.contract.architecture)
+    model.initialise(seed)
+    if task.backbone is not None:
+        transfer_backbone(model, load_model(task.backbone)[0])
+    return model
+
+
+def fit(
+    task: Task, data: Images, learning_rate: float, seed: int, noun: str = "step"
+) -> tuple[ViT, list[dict[str, float | int]]]:
+    """The model trained on `data` with all its weights, and its curve [{step, learning_rate, loss}].
+
+    The weights are float32; with dtype bfloat16 a bfloat16 copy of them computes the gradients.
+    Raises ValueError when the loss or a gradient stops being finite.
+    """
+    config = task.config
+    devices.set_threads(config.threads)
+    import torch
+    from vit_model.objectives import softmax_cross_entropy
+    from vit_model.preprocessing import normalise
+
+    from ray_jobs.augment import augment
+    from ray_jobs.loader import batches, sample_positions
+
+    device = devices.device()
+    dtype = devices.torch_dtype(config.dtype, device)
+    model = start_model(task, seed).to(device).train()
+    working = optim.working_copy(model, dtype)
+    optimizer = optim.adamw(model, config.optimizer)
+    pixels, labels = torch.tensor(data.images), torch.tensor(data.labels)
+    steps, batch = config.steps, config.batch_size
+    points = {math.ceil(steps * part / _CURVE_POINTS) for part in range(1, _CURVE_POINTS + 1)}
+    curve: list[dict[str, float | int]] = []
+    loss_sum, summed = torch.zeros((), device=device), 0
+    progress = Progress(steps, noun)
+
+    order = batches(len(labels), batch, 0, 1, task.contract.training_data, seed, 0, steps)
+    for step, indices in enumerate(order):
+        chosen = torch.from_numpy(indices)
+        images = augment(pixels[chosen].to(device), config.augment, seed, sample_positions(step, batch, 0, 1))
+        rate = optim.learning_rate(step, steps, learning_rate, config.optimizer)
+        optim.set_learning_rate(optimizer, rate)
+        logits = working(normalise(images, task.contract.preprocessing, dtype))
+        loss = softmax_cross_entropy(logits, labels[chosen].to(device), config.label_smoothing)
+        loss.backward()
+        norm = optim.update(optimizer, model, working, config.optimizer.clip_norm)
+        loss_sum += loss.detach()
+        summed += 1
+
+        done = step + 1
+        if done in points:
+            optim.check_finite("gradient norm", norm, step)
+            optim.check_finite("loss", loss_sum, step)
+            curve.append({"step": done, "learning_rate": rate, "loss": loss_sum.item() / summed})
+            loss_sum.zero_()
+            summed = 0
+        if progress.due(done) and done < steps:
+            progress.show(done, done * batch, loss=loss.item())
+    return model.eval(), curve
+
+
+def score(model: ViT, contract: ModelContract, data: Images) -> Score:
+    """Judge every image of `data`, in float32."""
+    import torch
+    from torch.nn import functional
+    from vit_model.preprocessing import normalise
+
+    device = next(model.parameters()).device
+    labels = torch.tensor(data.labels)
+    with torch.inference_mode():
+        logits = torch.cat(
+            [
+                model(normalise(batch.to(device), contract.preprocessing, torch.float32)).cpu()
+                for batch in torch.tensor(data.images).split(_EVALUATION_BATCH)
+            ]
+        )
+        predictions = logits.argmax(dim=1)
+        loss = functional.cross_entropy(logits, labels).item()
+    return Score((predictions == labels).double().mean().item(), loss, predictions.numpy())
+
+
+# ------------------------------------------------------------------------------------------------- the sweep
+
+
+def choose(trials: list[dict[str, Any]]) -> float:
+    """The learning rate with the highest mean validation accuracy; of equals the one with the lowest mean loss."""
+    best = min(trials, key=lambda trial: (-np.mean(trial["accuracies"]), np.mean(trial["losses"])))
+    return float(best["learning_rate"])
+
+
+def run_trial(task: Task, pool: Images, fold: tuple[Indices, Indices], rate: float, name: str) -> Score:
+    """Fit on the first part of a fold and judge on the second."""
+    inside, outside = fold
+    model, _ = fit(task, pool.take(inside), rate, task.config.seed, f"{name}, step")
+    result = score(model, task.contract, pool.take(outside))
+    print(f"{name}: accuracy {result.accuracy:.3f}, loss {result.loss:.3f}", flush=True)
+    return result
+
+
+def sweep(
+    task: Task, pool: Images, folds: list[tuple[Indices, Indices]], scratch: Path
+) -> list[dict[str, Any]]:
+    """Ray Tune over rate x fold: [{learning_rate, accuracies, losses}] in the order of the configuration.
+
+    `scratch` is a folder for Tune's own records, of which nothing is kept.
+    """
+    os.environ["TUNE_DISABLE_AUTO_CALLBACK_LOGGERS"] = "1"  # its CSV and TensorBoard files would hold times
+    os.environ["RAY_AIR_NEW_OUTPUT"] = "0"  # the old one is silent at verbosity 0
+    # It misses the files that are switched off above; a trial's last report is in its result all the same.
+    logging.getLogger("ray.tune.analysis.experiment_analysis").setLevel(logging.ERROR)
+    os.environ["TUNE_WARN_INSUFFICIENT_RESOURCE_THRESHOLD_S"] = "900"  # another stage may hold the cores
+    from ray import tune
+
+    rates = task.config.learning_rates
+    resources, concurrent = devices.fit_resources(task.config.threads)
+    tuner = tune.Tuner(
+        tune.with_resources(
+            tune.with_parameters(_tune_trial, task=task, pool=pool, folds=folds),
+            resources,
+        ),
+        param_space={
+            "rate": tune.grid_search(list(range(len(rates)))),
+            "fold": tune.grid_search(list(range(len(folds)))),
+        },
+        tune_config=tune.TuneConfig(reuse_actors=True, max_concurrent_trials=concurrent),
+        run_config=tune.RunConfig(name="sweep", storage_path=str(scratch), verbose=0),
+    )
+    found = {}
+    for result in tuner.fit():
+        if result.error is not None:
+            raise _cause(result.error)
+        assert result.config is not None and result.metrics is not None
+        found[result.config["rate"], result.config["fold"]] = result.metrics
+    return [
+        {
+            "learning_rate": rate,
+            "accuracies": [found[number, fold]["accuracy"] for fold in range(len(folds))],
+            "losses": [found[number, fold]["loss"] for fold in range(len(folds))],
+        }
+        for number, rate in enumerate(rates)
+    ]
+
+
+def _tune_trial(
+    parameters: dict[str, int], task: Task, pool: Images, folds: list[tuple[Indices, Indices]]
+) -> None:
+    from ray import tune
+
+    rate = task.config.learning_rates[parameters["rate"]]
+    name = f"learning rate {rate:g}" + (f", fold {parameters['fold']}" if len(folds) > 1 else "")
+    result = run_trial(task, pool, folds[parameters["fold"]], rate, name)
+    tune.report({"accuracy": result.accuracy, "loss": result.loss})
+
+
+def _cause(error: Exception) -> Exception:
+    """What went wrong inside a Ray task or trial."""
+    cause = getattr(error, "cause", error)
+    return cause if isinstance(cause, Exception) else error
+
+
+# ------------------------------------------------------------------------------------------------- the refits
+
+
+class Refit(NamedTuple):
+    """One draw's model on test. `files` are those of the model, where it was kept."""
+
+    score: Score
+    curve: list[dict[str, float | int]]
+    files: tuple[FileEntry, ...]
+
+
+def refit(context: Context, task: Task, pool: Images, rate: float, draw: int) -> Refit:
+    """Fit on all of a draw's labels and judge on test. Draw 0's model becomes the artifact's."""
+    model, curve = fit(task, pool, rate, task.config.seed + draw, f"draw {draw}, step")
+    test = read_split(open_dataset(context.input("data")), task.contract, "test")
+    result = score(model, task.contract, test)
+    print(f"draw {draw}: test accuracy {result.accuracy:.3f}", flush=True)
+    if draw:
+        return Refit(result, curve, ())
+    from vit_model.weights import save_model
+
+    with context.staging() as staging:
+        save_model(staging.path, model, task.contract)
+    return Refit(result, curve, staging.files)
+
+
+def run_refits(context: Context, task: Task, pools: list[Images], rate: float) -> list[Refit]:
+    """Every draw's refit, each in a Ray task."""
+    import ray
+    from ray.exceptions import RayTaskError
+
+    resources, _ = devices.fit_resources(task.config.threads)
+    remote = ray.remote(num_cpus=resources["CPU"], num_gpus=resources.get("GPU", 0))(refit)
+    try:
+        found: list[Refit] = ray.get([
+            remote.remote(context, task, pool, rate, draw) for draw, pool in enumerate(pools)
+        ])  # fmt: skip
+    except RayTaskError as error:
+        raise _cause(error) from error
+    return found
+
+
+# ------------------------------------------------------------------------------------------------- the stage
+
+
+def main(context: Context) -> Result:
+    """Sweep, choose, refit, score, write."""
+    config: Finetune = context.config
+    dataset = open_dataset(context.input("data"))
+    task = make_task(config, dataset, context.input("backbone") if config.backbone else None)
+    pools, folds, selected_on = labelled(config, dataset, task.contract)
+    attempt = context.attempt
+    scratch = context.store.local(f"{Layout.attempt(attempt.job, attempt.key, attempt.number)}/.ray-tune")
+    try:
+        trials = sweep(task, pools[0], folds, scratch)
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+    chosen = choose(trials)
+    print(f"chosen on {selected_on}: learning rate {chosen:g}", flush=True)
+    refits = run_refits(context, task, pools, chosen)
+
+    number_rows, predictions = tables(task, dataset, refits, chosen, selected_on)
+    with context.staging() as staging:
+        rows.write_table(staging.path / "rows.parquet", number_rows, rows.ROWS)
+        rows.write_table(staging.path / "predictions.parquet", predictions, rows.PREDICTIONS)
+        ledger = {"trials": trials, "chosen": chosen, "selected_on": selected_on}
+        (staging.path / "sweep.json").write_text(json.dumps(ledger, indent=1) + "\n")
+        curves = [{"draw": draw, "points": found.curve} for draw, found in enumerate(refits)]
+        (staging.path / "curves.json").write_text(json.dumps(curves, indent=1) + "\n")
+    files = (*refits[0].files, *staging.files)
+    digest = {"model": model_digest(refits[0].files), "rows": rows.digest_rows(number_rows, rows.ROWS)}
+    metrics: dict[str, float | int | str] = {
+        "learning_rate": chosen,
+        "validation_accuracy": max(float(np.mean(trial["accuracies"])) for trial in trials),
+        "test_accuracy": float(np.mean([found.score.accuracy for found in refits])),
+        "parameters": task.contract.architecture.num_parameters,
+    }
+    return Result(content_digest=sha256(canonical_json(digest)), files=files, metrics=metrics)
+
+
+def make_task(config: Finetune, dataset: Dataset, backbone: Path | None) -> Task:
+    """The task with its model's contract: the backbone's with another head and resolution, or the shape's."""
+    if backbone is None:
+        assert config.model is not None and config.resolution is not None
+        return Task(config, model_contract(config.model, config.resolution, dataset.info), None)
+    from vit_model.config import ModelContract, Preprocessing, ViTConfig
+    from vit_model.weights import load_model
+
+    source = load_model(backbone)[1]
+    resolution = config.resolution or source.preprocessing.resolution
+    names = dataset.info.class_names
+    architecture = source.architecture.model_dump() | {
+        "image_size": resolution,
+        "num_classes": len(names),
+        "representation_head": False,
+        "head_bias": 0.0,
+    }
+    contract = ModelContract(
+        architecture=ViTConfig(**architecture),
+        class_names=names,
+        preprocessing=Preprocessing(**(source.preprocessing.model_dump() | {"resolution": resolution})),
+        training_data=dataset.info.content_digest,
+        license=source.license,
+    )
+    return Task(config, contract, backbone)
+
+
+def labelled(
+    config: Finetune, dataset: Dataset, contract: ModelContract
+) -> tuple[list[Images], list[tuple[Indices, Indices]], str]:
+    """(each draw's images, the folds inside draw 0's, on what the rate is selected). Reads train and dev only."""
+    from ray_jobs.draws import draw_labels, stratified_folds  # scikit-learn, a second that no trial needs
+
+    labels = config.labels
+    train = read_split(dataset, contract, "train")
+    if labels.per_class is not None:
+        pools = [
+            train.take(draw_labels(train.labels, labels.per_class, labels.seed, draw))
+            for draw in range(labels.draws)
+        ]
+        folds = stratified_folds(pools[0].labels, labels.folds, labels.seed)
+        return pools, folds, f"{labels.folds}-fold cross-validation in draw 0"
+    if not dataset.info.splits["dev"]:
+        folds = stratified_folds(train.labels, labels.folds, labels.seed)
+        return [train], folds, f"{labels.folds}-fold cross-validation in train"
+    dev = read_split(dataset, contract, "dev")
+    both = Images(np.concatenate([train.images, dev.images]), np.concatenate([train.labels, dev.labels]))
+    return [both], [(np.arange(len(train.labels)), np.arange(len(train.labels), len(both.labels)))], "dev"
+
+
+def read_split(dataset: Dataset, contract: ModelContract, split: Split) -> Images:
+    """A split in memory, as the model takes it. Raises ValueError when it is empty."""
+    if not dataset.info.splits[split]:
+        raise ValueError(
+            f"dataset {dataset.info.name} has no images in its {split} split, fine-tuning needs some"
+        )
+    return Images(dataset.images(split, contract.preprocessing), dataset.labels(split))
+
+
+def tables(
+    task: Task, dataset: Dataset, refits: list[Refit], chosen: float, selected_on: str
+) -> tuple[list[rows.Row], list[rows.Row]]:
+    """rows.parquet's and predictions.parquet's rows."""
+    config = task.config
+    settings = {"learning_rate": chosen, "steps": config.steps, "batch_size": config.batch_size,
+                "augment": config.augment}  # fmt: skip
+    ids, labels = dataset.sample_ids("test"), dataset.labels("test").tolist()
+    numbers, predictions = [], []
+    for draw, found in enumerate(refits):
+        common = {
+            "task": dataset.info.name,
+            "protocol": PROTOCOL,
+            "method": "ViT, from scratch" if task.backbone is None else "ViT, pretrained",
+            "labels_per_class": config.labels.per_class,
+            "draw": draw,
+        }
+        numbers.append(common | {
+            "split": "test", "metric": "accuracy", "value": found.score.accuracy, "num_images": len(ids),
+            "selected_on": selected_on, "settings": json.dumps(settings, sort_keys=True),
+        })  # fmt: skip
+        predictions += [
+            common | {"sample_id": identity, "label": label, "prediction": predicted}
+            for identity, label, predicted in zip(ids, labels, found.score.predictions.tolist(), strict=True)
+        ]
+    return numbers, predictions
+
+
+if __name__ == "__main__":
+    # By its full name: what lives in __main__ would travel to Ray's workers as code instead of as a name.
+    from ray_jobs import finetune
+
+    run_stage(finetune.main)

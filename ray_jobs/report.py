@@ -1,0 +1,55 @@
+"""The report stage: one page of datasets, models and evaluations, with the numbers and rows behind it.
+
+In: artifacts of any kind but reports. Out: report.html (self-contained), report.json (the same numbers), rows.parquet
+and predictions.parquet (the inputs' own, with the artifact and stage that each row is from). The same inputs give the
+same bytes.
+
+    python -m ray_jobs.report --spec STORE/artifacts/report/<key>/attempts/<n>/attempt.json
+"""
+
+from __future__ import annotations
+
+import json
+
+from ray_jobs.stage import Context, Result, run_stage
+
+
+def main(context: Context) -> Result:
+    """Everything in one Ray task."""
+    import ray
+
+    result: Result = ray.get(ray.remote(num_cpus=1)(make).remote(context))
+    return result
+
+
+def make(context: Context) -> Result:
+    """Gather, render and write; runs in any process.
+
+    Raises:
+        ValueError: an input whose files don't fit together.
+    """
+    # The process that only submits the task needs none of these.
+    import pyarrow.parquet as pq
+
+    from ray_jobs.reporting.gather import gather
+    from ray_jobs.reporting.page import render
+    from ray_jobs.rows import ROWS, digest_rows
+
+    data = gather(context)
+    with context.staging() as staging:
+        (staging.path / "report.html").write_text(render(data), "utf-8")
+        text = json.dumps(data.numbers, indent=1, ensure_ascii=False, allow_nan=False)
+        (staging.path / "report.json").write_text(text + "\n", "utf-8")
+        pq.write_table(data.rows, staging.path / "rows.parquet", compression="zstd")
+        pq.write_table(data.predictions, staging.path / "predictions.parquet", compression="zstd")
+    digest = digest_rows(data.rows.select(ROWS.names).to_pylist(), ROWS)
+    verdicts = data.numbers["verdicts"]
+    above = sum(verdict["conclusion"] == "above zero" for verdict in verdicts)
+    return Result(digest, staging.files, {"comparisons": len(verdicts), "above_zero": above})
+
+
+if __name__ == "__main__":
+    # By its full name: what lives in __main__ would travel to Ray's workers as code instead of as a name.
+    from ray_jobs import report
+
+    run_stage(report.main)

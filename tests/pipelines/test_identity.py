@@ -1,0 +1,178 @@
+"""A key changes with everything that changes the result, and with nothing else."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pipelines import identity
+from pipelines.spec import AnyStage, Frozen, Ingest, RecipeError, load_pipeline, parse_pipeline
+
+TINY = Path(__file__).parent.parent / "tiny.yaml"
+STAGES = load_pipeline(str(TINY)).stages | load_pipeline("quickstart").stages
+OTHER: dict[type, Any] = {
+    int: lambda v: v + 1,
+    float: lambda v: v / 2 + 0.1,
+    bool: lambda v: not v,
+    str: lambda v: v + "x",
+}
+
+
+def key(stage: AnyStage) -> str:
+    inputs = {field: ["d" * 64 for _ in names] for field, names in stage.inputs().items()}
+    return identity.stage_key(stage, inputs, "s" * 64 if isinstance(stage, Ingest) else None)
+
+
+def leaves(config: Frozen, path: tuple[str, ...] = ()) -> Any:
+    """(path, value, is execution) of every field of a stage, nested models included."""
+    for name, info in type(config).model_fields.items():
+        value = getattr(config, name)
+        extra = info.json_schema_extra if isinstance(info.json_schema_extra, dict) else {}
+        if isinstance(value, Frozen):
+            yield from leaves(value, (*path, name))
+        elif "input" not in extra:
+            yield (*path, name), value, bool(extra.get("execution"))
+
+
+def with_leaf(config: Frozen, path: tuple[str, ...], value: Any) -> Any:
+    """A copy without validation: what is tested is the key, not which values are allowed."""
+    name, *rest = path
+    return config.model_copy(
+        update={name: with_leaf(getattr(config, name), tuple(rest), value) if rest else value}
+    )
+
+
+@pytest.mark.parametrize("name", STAGES)
+def test_each_identity_field_changes_the_key_and_no_execution_field_does(name: str) -> None:
+    stage = STAGES[name]
+    for path, value, is_execution in leaves(stage):
+        if path == ("job",):
+            continue
+        other = (
+            OTHER[type(value)](value) if type(value) in OTHER else (*value, *value[:1]) if value else "other"
+        )
+        assert (key(with_leaf(stage, path, other)) == key(stage)) is is_execution, path
+
+
+@pytest.mark.parametrize("name", STAGES)
+def test_inputs_and_version_change_the_key(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    stage = STAGES[name]
+    before = key(stage)
+    for field, names in stage.inputs().items():
+        inputs = {f: ["d" * 64 for _ in n] for f, n in stage.inputs().items()}
+        inputs[field] = ["e" * 64, *inputs[field][1:]]
+        assert identity.stage_key(stage, inputs, None) != before
+        assert names
+    monkeypatch.setattr(type(stage), "VERSION", type(stage).VERSION + 1)
+    assert key(stage) != before
+
+
+def test_renaming_stages_does_not_change_keys() -> None:
+    raw = load_pipeline(str(TINY)).model_dump(mode="json")
+    text = str(raw).replace("'pretrain'", "'first'").replace("'job': 'first'", "'job': 'pretrain'")
+    renamed = parse_pipeline(eval(text), "renamed")
+    assert key(renamed.stages["first"]) == key(STAGES_TINY["pretrain"])
+
+
+STAGES_TINY = load_pipeline(str(TINY)).stages
+
+
+def test_keys_are_the_same_in_another_process() -> None:
+    code = ("from pipelines import identity; from pipelines.spec import load_pipeline;"
+            f"s = load_pipeline({str(TINY)!r}).stages['probe'];"
+            "print(identity.stage_key(s, {'data': ['d' * 64], 'backbone': ['d' * 64]}, None))")  # fmt: skip
+    run = [sys.executable, "-c", code]
+    seeds = [subprocess.run(run, env=os.environ | {"PYTHONHASHSEED": seed}, capture_output=True, text=True, check=True).stdout
+             for seed in ("1", "2")]  # fmt: skip
+    assert {text.strip() for text in seeds} == {key(STAGES_TINY["probe"])}
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), {1, 2}, b"x", Path("x"), {1: 2}, object()])
+def test_values_without_one_spelling_are_an_error(value: Any) -> None:
+    with pytest.raises(TypeError):
+        identity.canonical_json({"a": [value]})
+
+
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(),
+    lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner),
+)
+
+
+@given(st.dictionaries(st.text(), json_values))
+def test_canonical_json_does_not_depend_on_order_and_is_json(value: dict[str, Any]) -> None:
+    import json
+
+    shuffled = dict(reversed(list(value.items())))
+    assert identity.canonical_json(value) == identity.canonical_json(shuffled)
+    assert json.loads(identity.canonical_json(value)) == value
+
+
+# ------------------------------------------------------------------------------------------------- sources
+
+
+@pytest.fixture
+def images(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    root = tmp_path / "images"
+    for name in ("a/1.png", "b/2.png"):
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_bytes(name.encode())
+    return root
+
+
+def fingerprint(root: Path) -> str:
+    return identity.source_fingerprint(
+        Ingest.model_validate({"job": "ingest", "source": {"kind": "folder", "root": str(root)}})
+    )
+
+
+def test_fingerprint_follows_names_and_contents_and_nothing_else(images: Path, tmp_path: Path) -> None:
+    first = fingerprint(images)
+    os.utime(images / "a/1.png", (1, 1))
+    assert fingerprint(images) == first, "a touch changes nothing"
+    moved = images.rename(tmp_path / "moved")
+    assert fingerprint(moved) == first, "where it lies does not matter"
+    (moved / "a/1.png").write_bytes(b"other")
+    assert (second := fingerprint(moved)) != first
+    (moved / "a/1.png").rename(moved / "a/3.png")
+    assert fingerprint(moved) not in (first, second)
+
+
+def test_fingerprint_reads_files_again_only_when_they_changed(images: Path) -> None:
+    first = fingerprint(images)
+    (images / "a/1.png").chmod(0)  # root may still read it; the cache is what is looked at
+    cache = identity.cache_folder() / "file-digests.json"
+    before = cache.read_bytes()
+    (images / "a/1.png").chmod(0o600)
+    fingerprint(images)
+    assert fingerprint(images) == first
+    cache.write_text("{ damaged")
+    assert fingerprint(images) == first
+    assert before
+
+
+def test_missing_source_is_a_clear_error(tmp_path: Path) -> None:
+    with pytest.raises(RecipeError, match="is not a folder"):
+        fingerprint(tmp_path / "nowhere")
+
+
+# ------------------------------------------------------------------------------------------------- code
+
+
+def test_import_closure_is_what_python_imports() -> None:
+    """The static closure covers every module of ours that importing the stage loads."""
+    for job in ("ingest", "pretrain", "finetune", "evaluate", "baselines", "report"):
+        code = f"import sys, ray_jobs.{job}; print('\\n'.join(m.__file__ for m in list(sys.modules.values()) if getattr(m, '__file__', None)))"
+        printed = subprocess.run(
+            [sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, check=True
+        ).stdout
+        loaded = {Path(line) for line in printed.splitlines()}
+        ours = {path.relative_to(identity.PROJECT).as_posix() for path in loaded
+                if path.is_relative_to(identity.PROJECT) and path.relative_to(identity.PROJECT).parts[0] in identity.CODE_PACKAGES}  # fmt: skip
+        assert ours <= set(identity.import_closure(job)), job

@@ -1,0 +1,133 @@
+"""A recipe is refused with a message that names the field and what would be right, before anything starts."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from pipelines.spec import Pipeline, RecipeError, load_pipeline, parse_pipeline
+
+TINY = Path(__file__).parent.parent / "tiny.yaml"
+
+
+def changed(path: str, value: Any) -> dict[str, Any]:
+    """The tiny recipe with one value replaced, or removed where `value` is ...."""
+    raw = yaml.safe_load(TINY.read_text())
+    *parents, last = path.split(".")
+    at = raw
+    for parent in parents:
+        at = at[parent]
+    if value is ...:
+        del at[last]
+    else:
+        at[last] = value
+    return raw
+
+
+@pytest.mark.parametrize("recipe", ["quickstart", str(TINY)])
+def test_shipped_recipes_are_right(recipe: str) -> None:
+    assert load_pipeline(recipe).stages
+
+
+def test_order_puts_inputs_first() -> None:
+    pipeline = load_pipeline(str(TINY))
+    order = pipeline.order()
+    for name, stage in pipeline.stages.items():
+        for inputs in stage.inputs().values():
+            assert all(order.index(given) < order.index(name) for given in inputs)
+
+
+def test_needed_for_a_stage_is_what_is_before_it() -> None:
+    assert set(load_pipeline(str(TINY)).needed_for(("probe",))) == {"digits", "pretrain", "probe"}
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "message"),
+    [
+        ("stages.pretrain.stepz", 3, "stages.pretrain.stepz: there is no such field; did you mean 'steps'?"),
+        ("stages.pretrain.steps", "many", "stages.pretrain.steps: Input should be a valid integer"),
+        ("stages.pretrain.steps", ..., "stages.pretrain.steps: is missing"),
+        ("stages.pretrain.model.depht", 3, "did you mean 'depth'?"),
+        ("stages.digits.source.sead", 3, "stages.digits.source.sead: there is no such field"),
+        ("stages.pretrain.resolution", 9, "resolution 9 is not a multiple of patch_size 4: 8 or 12 would be"),
+        ("stages.pretrain.resolution", 10**400, "stages.pretrain.resolution: Input should be less than"),
+        ("stages.pretrain.model.num_heads", 3, "width 16 is not a multiple of num_heads 3"),
+        ("stages.pretrain.batch_size", 33, "batch_size 33 is not a multiple of workers 2"),
+        ("stages.pretrain.data", "digit", "no stage is called 'digit'; did you mean 'digits'?"),
+        (
+            "stages.pretrain.data",
+            "probe",
+            "stages.pretrain.data: probe is an evaluation, but this takes a dataset",
+        ),
+        (
+            "stages.probe.backbone",
+            "digits",
+            "digits is a dataset, but this takes a model (pretrain, finetune)",
+        ),
+        (
+            "stages.finetune.model",
+            {"patch_size": 2, "width": 8, "depth": 1, "num_heads": 1},
+            "give either backbone",
+        ),
+        ("stages.finetune.labels.folds", 9, "folds 9 is more than per_class 4"),
+        ("stages.probe.job", "evalute", "'evalute'"),
+        ("stages", {}, "stages"),
+        ("name", "Has Spaces", "name"),
+    ],
+)
+def test_bad_field_is_named(path: str, value: Any, message: str) -> None:
+    with pytest.raises(RecipeError) as error:
+        parse_pipeline(changed(path, value), "tiny.yaml")
+    assert str(error.value).startswith("tiny.yaml:")
+    assert message in str(error.value)
+
+
+def test_cycle_is_shown() -> None:
+    raw = changed("stages.pretrain.data", "digits")
+    raw["stages"]["a"] = raw["stages"]["finetune"] | {"backbone": "b"}
+    raw["stages"]["b"] = raw["stages"]["finetune"] | {"backbone": "a"}
+    with pytest.raises(RecipeError, match=r"cycle, (a -> b -> a|b -> a -> b)"):
+        parse_pipeline(raw, "x")
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("name: a\nname: b\n", "line 2: the key 'name' stands twice"),
+        ("name: &x a\nstages: *x\n", "aliases are not supported"),
+        ("- a\n", "a recipe is a mapping"),
+        ("name: [\n", "expected"),
+        ("name: !!python/object/apply:os.system [true]\n", "could not determine a constructor"),
+    ],
+)
+def test_hostile_yaml_is_refused(tmp_path: Path, text: str, message: str) -> None:
+    file = tmp_path / "x.yaml"
+    file.write_text(text)
+    with pytest.raises(RecipeError) as error:
+        load_pipeline(str(file))
+    assert message in str(error.value)
+
+
+def test_missing_file_and_unknown_name() -> None:
+    with pytest.raises(RecipeError, match=r"nowhere\.yaml: no such file"):
+        load_pipeline("nowhere.yaml")
+    with pytest.raises(RecipeError, match="did you mean 'quickstart'"):
+        load_pipeline("quikstart")
+
+
+def test_override_replaces_one_field_before_checking() -> None:
+    before = load_pipeline(str(TINY))
+    after = load_pipeline(str(TINY), ("pretrain.steps=7", "pretrain.optimizer.weight_decay=0.3"))
+    expected = before.model_dump()
+    expected["stages"]["pretrain"]["steps"] = 7
+    expected["stages"]["pretrain"]["optimizer"]["weight_decay"] = 0.3
+    assert after == Pipeline.model_validate(expected)
+
+
+@pytest.mark.parametrize(
+    "override", ["pretrain", "pretrain=3", "pretran.steps=3", "pretrain.stepz=3", "pretrain.steps.x=3"]
+)
+def test_bad_override_is_refused(override: str) -> None:
+    with pytest.raises(RecipeError):
+        load_pipeline(str(TINY), (override,))

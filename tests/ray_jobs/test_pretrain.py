@@ -1,0 +1,152 @@
+"""Pretraining in a plain process: against torch without DeepSpeed, twice, with two workers, and when it diverges."""
+
+import json
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing
+from pipelines.spec import ModelSize, Optimizer, Pretrain
+from ray_jobs import loader, optim, pretrain, shards
+from torch.nn import functional
+from vit_model.model import ViT
+from vit_model.preprocessing import normalise
+from vit_model.weights import load_model
+
+CLASSES = ("left", "right", "top")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def threads():
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="module")
+def dataset(tmp_path_factory) -> Path:
+    """Grey noise of 8x8 with a bright half that says the class: 48 to train on, 25 to watch."""
+    folder = tmp_path_factory.mktemp("dataset")
+    rng = np.random.default_rng(0)
+    counts = {"train": 48, "dev": 25, "test": 0}
+    files = []
+    for split, count in counts.items():
+        samples = []
+        for number in range(count):
+            pixels = rng.integers(0, 128, (8, 8, 1)).astype(np.uint8)
+            half = ((slice(None), slice(0, 4)), (slice(None), slice(4, 8)), (slice(0, 4), slice(None)))[number % 3]
+            pixels[half] += 100
+            name = f"{split}/{number}"
+            samples.append(shards.Sample(name, name, pixels.tobytes(), "raw", 8, 8, 1, number % 3))
+        if samples:
+            file = shards.shard_file(split, 0)
+            files.append(shards.Shard(split=split, file=file, rows=shards.write_shard(folder / file, samples)))
+    shards.write_info(folder, shards.DatasetInfo(
+        name="halves", class_names=CLASSES, image=shards.ImageSize(height=8, width=8, channels=1), splits=counts,
+        shards=tuple(files), content_digest="halves",
+    ))  # fmt: skip
+    return folder
+
+
+def configuration(**fields: object) -> Pretrain:
+    base = {
+        "job": "pretrain", "data": "halves", "resolution": 8, "steps": 30, "batch_size": 16, "learning_rate": 3e-3,
+        "model": ModelSize(patch_size=4, width=16, depth=2, num_heads=2), "workers": 1,
+    }  # fmt: skip
+    return Pretrain.model_validate(base | fields)
+
+
+def files_of(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+def test_learns_and_leaves_a_whole_model(dataset, tmp_path):
+    metrics = pretrain.train(configuration(augment="none"), dataset, tmp_path)
+    model, contract = load_model(tmp_path)
+    images = torch.from_numpy(shards.open_dataset(dataset).images("dev", contract.preprocessing))
+    predicted = model(normalise(images, contract.preprocessing, torch.float32)).argmax(dim=1)
+    right = (predicted.numpy() == shards.open_dataset(dataset).labels("dev")).mean()
+    assert right > 0.9
+    assert metrics["dev_accuracy"] == pytest.approx(right, abs=0.05)  # measured in bfloat16
+    assert (contract.class_names, contract.training_data) == (CLASSES, "halves")
+    curve = json.loads((tmp_path / "curve.json").read_text())
+    assert [point["step"] for point in curve] == list(range(1, 31))
+    assert [point["step"] for point in curve if point["dev_accuracy"] is not None] == [6, 12, 18, 24, 30]
+    assert curve[-1]["loss"] < 0.5 * curve[0]["loss"]
+
+
+def test_the_same_configuration_gives_the_same_bytes_and_another_seed_does_not(dataset, tmp_path):
+    config = configuration(augment="shift", steps=8)
+    for name, changed in {"a": config, "b": config, "c": config.model_copy(update={"seed": 1})}.items():
+        pretrain.train(changed, dataset, tmp_path / name)
+    assert files_of(tmp_path / "a") == files_of(tmp_path / "b")
+    assert files_of(tmp_path / "a")["model.safetensors"] != files_of(tmp_path / "c")["model.safetensors"]
+
+
+@pytest.mark.parametrize("zero_stage", [0, 1, 2, 3])
+def test_the_weights_are_those_of_a_loop_without_deepspeed(dataset, tmp_path, zero_stage):
+    config = configuration(dtype="float32", zero_stage=zero_stage, steps=8, optimizer=Optimizer(clip_norm=0.5))
+    pretrain.train(config, dataset, tmp_path)
+    trained, contract = load_model(tmp_path)
+
+    data = shards.open_dataset(dataset)
+    images, labels = torch.from_numpy(data.images("train", contract.preprocessing)), torch.from_numpy(data.labels("train"))
+    model = ViT(contract.architecture)
+    model.initialise(config.seed)
+    decayed = [p for name, p in model.named_parameters() if p.ndim == 2]
+    spared = [p for name, p in model.named_parameters() if p.ndim != 2]
+    reference = torch.optim.AdamW([{"params": decayed, "weight_decay": 0.05}, {"params": spared, "weight_decay": 0.0}],
+                                  betas=(0.9, 0.95))  # fmt: skip
+    order = loader.batches(48, 16, 0, 1, "halves", config.seed, 0, 8)
+    for step, chosen in enumerate(order):
+        reference.zero_grad()
+        optim.set_learning_rate(reference, optim.learning_rate(step, 8, 3e-3, config.optimizer))
+        logits = model(normalise(images[chosen], contract.preprocessing, torch.float32))
+        functional.cross_entropy(logits, labels[chosen]).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        reference.step()
+    for (name, ours), theirs in zip(trained.named_parameters(), model.parameters(), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=2e-5, msg=lambda text, name=name: f"{name}: {text}")
+
+
+def test_a_run_that_diverges_ends_with_advice(dataset, tmp_path):
+    with pytest.raises(ValueError, match=r"(loss|gradient norm) is .* at step \d+: a lower learning_rate"):
+        pretrain.train(configuration(learning_rate=1e30, optimizer=Optimizer(warmup_fraction=0.0)), dataset, tmp_path)
+    assert not (tmp_path / "model.safetensors").exists()
+
+
+def _worker(rank: int, world: int, port: int, config: Pretrain, dataset: Path, output: Path) -> None:
+    os.environ["LOCAL_RANK"] = str(rank)
+    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=world)
+    pretrain.train(config, dataset, None if rank else output, pretrain.Worker(rank, world, rank))
+    dist.destroy_process_group()
+
+
+@pytest.mark.slow
+def test_two_workers_agree_with_one_and_with_themselves(dataset, tmp_path, free_port):
+    config = configuration(dtype="float32", steps=8)
+    pretrain.train(config, dataset, tmp_path / "one")
+    for name in ("two", "again"):
+        arguments = (2, free_port(), config, dataset, tmp_path / name)
+        torch.multiprocessing.spawn(_worker, arguments, nprocs=2)
+    assert files_of(tmp_path / "two") == files_of(tmp_path / "again")
+    one, two = (load_model(tmp_path / name)[0] for name in ("one", "two"))
+    for ours, theirs in zip(two.parameters(), one.parameters(), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=2e-5)
+    accuracies = [json.loads((tmp_path / name / "curve.json").read_text())[-1]["dev_accuracy"] for name in ("one", "two")]
+    assert accuracies[0] == accuracies[1]
+
+
+@pytest.fixture
+def free_port():
+    import socket
+
+    def find() -> int:
+        with socket.socket() as listener:
+            listener.bind(("127.0.0.1", 0))
+            return int(listener.getsockname()[1])
+
+    return find

@@ -1,0 +1,411 @@
+"""The report against numpy, on artifacts made here and committed to a real store; no Ray."""
+
+from __future__ import annotations
+
+import html.parser
+import io
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from PIL import Image
+from rich.console import Console
+
+from pipelines.reports import accuracy_table, verdict_lines
+from pipelines.spec import Report
+from pipelines.store import Attempt, InputRef, Layout, Manifest, Store, commit, input_ref
+from ray_jobs import report, shards
+from ray_jobs.intervals import accuracy_interval, paired_difference
+from ray_jobs.rows import PREDICTIONS, ROWS, write_table
+from ray_jobs.sources import sample_id
+from ray_jobs.stage import Context
+
+HOSTILE = ("<b>evil</b>", "$\\frac{$ & \"x\" onload='alert(1)'", "</svg><script>alert(1)</script>")
+
+
+class Artifacts:
+    """A store to commit artifacts to, as the stages would."""
+
+    def __init__(self, folder: Path) -> None:
+        self.store = Store(folder)
+        self.made: dict[str, Manifest] = {}
+
+    def commit(self, stage: str, job: str, kind: Any, files: Mapping[str, bytes], **fields: Any) -> Manifest:
+        """Commit an artifact with these files; its key is made of its stage's name."""
+        key = f"{stage.encode().hex():0<64}"[:64]
+        with self.store.staging(Layout.files(job, key, 1)) as staging:
+            for name, data in files.items():
+                path = staging.path / name
+                path.parent.mkdir(parents=True, exist_ok=True)
+                path.write_bytes(data)
+        manifest = Manifest(
+            job=job, kind=kind, key=key, content_digest=key, stage=stage, run="run", attempt=1, nonce="n",
+            files=staging.files, source=None, code={"version": 1, "digest": "c" * 64, "git": "d" * 40, "dirty": False},
+            environment={"python": "3.11", "machine": "x86_64", "processor": "A processor", "cluster": {"CPU": 2.0},
+                         "packages": {"torch": "2.13.0"}},
+            started="2026-11-21T08:00:00+00:00", finished="2026-11-21T08:01:30+00:00", user="me@here",
+            **{"inputs": {}, "config": {}, "metrics": {}} | fields,
+        )  # fmt: skip
+        self.made[stage] = commit(self.store, manifest)
+        return self.made[stage]
+
+    def dataset(
+        self,
+        stage: str,
+        names: Sequence[str],
+        splits: Mapping[str, tuple[Sequence[np.ndarray], Sequence[int]]],
+    ) -> dict[str, list[str]]:
+        """Commit a dataset of images [h, w, c] with labels; returns the sample ids of each split."""
+        files, found, ids = {}, [], {}
+        raw = all(image.shape[-1] == 1 for images, _ in splits.values() for image in images)
+        for split, (images, labels) in splits.items():
+            samples = [_sample(f"{split}/{i}", image, int(label), raw)
+                       for i, (image, label) in enumerate(zip(images, labels, strict=True))]  # fmt: skip
+            path = self.store.root / "shard.parquet"
+            shards.write_shard(path, samples)
+            files[shards.shard_file(split, 0)] = path.read_bytes()
+            found.append(shards.Shard.model_validate(
+                {"split": split, "file": shards.shard_file(split, 0), "rows": len(samples)}
+            ))  # fmt: skip
+            ids[split] = [sample.sample_id for sample in samples]
+        counts = {split: len(ids.get(split, [])) for split in shards.SPLITS}
+        size = splits["train"][0][0].shape
+        info = {"name": stage, "class_names": names, "splits": counts, "content_digest": "f" * 64,
+                "image": {"height": size[0], "width": size[1], "channels": 1} if raw else None,
+                "shards": [shard.model_dump() for shard in found]}  # fmt: skip
+        files["dataset.json"] = json.dumps(info).encode()
+        files["quarantine.parquet"] = _parquet(pa.table({"key": ["broken.png"], "reason": ["cut off"]}))
+        self.commit(stage, "ingest", "dataset", files)
+        return ids
+
+    def scores(
+        self, stage: str, job: str, data: str | None, scores: Sequence[dict[str, Any]], **fields: Any
+    ) -> Manifest:
+        """Commit rows and predictions: scores are {method, protocol, labels_per_class, ids, labels, predictions [draws, n]}."""
+        rows, predictions = [], []
+        for score in scores:
+            for draw, answers in enumerate(score["predictions"]):
+                common = {"task": data or "task", "protocol": score["protocol"], "method": score["method"],
+                          "labels_per_class": score["labels_per_class"], "draw": draw}  # fmt: skip
+                value = float(np.mean(answers == score["labels"]))
+                rows.append({**common, "split": "test", "metric": "accuracy", "value": value,
+                             "num_images": len(answers), "selected_on": "folds", "settings": '{"c": 1.0}'})  # fmt: skip
+                predictions += [{**common, "sample_id": identity, "label": int(label), "prediction": int(answer)}
+                                for identity, label, answer in zip(score["ids"], score["labels"], answers, strict=True)]  # fmt: skip
+        folder = self.store.root
+        write_table(folder / "rows.parquet", rows, ROWS)
+        write_table(folder / "predictions.parquet", predictions, PREDICTIONS)
+        files = {name: (folder / name).read_bytes() for name in ("rows.parquet", "predictions.parquet")}
+        inputs = {"data": [input_ref(self.store, self.made[data])]} if data else {}
+        fields = {"inputs": inputs, **fields}
+        return self.commit(stage, job, "evaluation", {**files, **fields.pop("files", {})}, **fields)
+
+    def context(self, *stages: str, title: str = "A title", number: int = 1) -> Context:
+        """A report of these stages, to be made by attempt `number`."""
+        of = tuple(self.made[stage] for stage in stages)
+        config = Report(job="report", title=title, of=stages)
+        references: list[InputRef] = [input_ref(self.store, manifest) for manifest in of]
+        attempt = Attempt(
+            job="report", key="e" * 64, number=number, stage="report", run="run", nonce="n", submission_id="s",
+            store_id=self.store.id, store_uri=self.store.uri, cluster_address="", cluster_session="",
+            config=config.model_dump(mode="json"), inputs={"of": references}, source=None, code_digest="c" * 64,
+            created="2026-11-21T08:00:00+00:00",
+        )  # fmt: skip
+        return Context(attempt, config, {"of": of})
+
+    def make(self, *stages: str, **options: Any) -> dict[str, bytes]:
+        """The files of a report of these stages."""
+        context = self.context(*stages, **options)
+        result = report.make(context)
+        folder = self.store.local(Layout.files("report", "e" * 64, context.attempt.number))
+        return {entry.path: (folder / entry.path).read_bytes() for entry in result.files}
+
+
+def _sample(key: str, image: np.ndarray, label: int, raw: bool) -> shards.Sample:
+    data = image.tobytes()
+    if not raw:
+        buffer = io.BytesIO()
+        Image.fromarray(image).save(buffer, "PNG")
+        data = buffer.getvalue()
+    height, width, channels = image.shape
+    return shards.Sample(
+        sample_id(data, key), key, data, "raw" if raw else "png", width, height, channels, label
+    )
+
+
+def _parquet(table: Any) -> bytes:
+    buffer = io.BytesIO()
+    pq.write_table(table, buffer)
+    return buffer.getvalue()
+
+
+def _scores(
+    method: str, protocol: str, per_class: int | None, predictions: np.ndarray, labels: np.ndarray, ids: Any
+) -> Any:
+    return {"method": method, "protocol": protocol, "labels_per_class": per_class, "predictions": predictions,
+            "labels": labels, "ids": ids}  # fmt: skip
+
+
+def _guesses(rng: np.random.Generator, labels: np.ndarray, draws: int, rate: float) -> np.ndarray:
+    """Predictions [draws, n] of three classes that are right at about this rate."""
+    shape = (draws, len(labels))
+    return np.where(rng.random(shape) < rate, labels, (labels + rng.integers(1, 3, shape)) % 3)
+
+
+@pytest.fixture
+def artifacts(tmp_path: Path) -> Artifacts:
+    """A small pipeline: letters, three classes of digits, a pretrained model, all that is measured of it."""
+    made = Artifacts(tmp_path / "store")
+    rng = np.random.default_rng(0)
+
+    def images(n: int) -> tuple[list[np.ndarray], list[int]]:
+        return list(rng.integers(0, 256, (n, 8, 8, 1), dtype=np.uint8)), [i % 3 for i in range(n)]
+
+    made.dataset("letters", [f"letter {i}" for i in range(3)], {"train": images(30), "dev": images(6)})
+    splits = {"train": images(60), "dev": images(12), "test": images(40)}
+    ids, labels = made.dataset("digits", ["zero", "one", "two"], splits)["test"], np.array(splits["test"][1])
+    curve = [
+        {"step": step, "loss": 2.0 / step, "learning_rate": 0.1, "dev_accuracy": None} for step in (1, 2, 3)
+    ]
+    made.commit(
+        "pretrain",
+        "pretrain",
+        "model",
+        {"curve.json": json.dumps(curve).encode()},
+        metrics={"parameters": 1234},
+    )
+    few_shot = [_scores(method, "few-shot linear", shots, _guesses(rng, labels, 4, rate), labels, ids)
+                for shots in (1, 5) for method, rate in (("ViT, pretrained", 0.9), ("pixels", 0.5), ("pixels, standardised", 0.6))]  # fmt: skip
+    made.scores("evaluate", "evaluate", "digits", few_shot, config={"seed": 7})
+    sweep = {"trials": [{"learning_rate": rate, "accuracies": [0.5, 0.75], "losses": [1.0, 1.0]} for rate in (0.1, 0.01)],
+             "chosen": 0.01, "selected_on": "folds"}  # fmt: skip
+    config = {"labels": {"per_class": 10, "seed": 3}}
+    for stage, job, method, protocol, rate in (
+        ("finetune", "tuned", "ViT, pretrained", "fine-tuning", 0.8),
+        ("scratch", "tuned", "ViT, from scratch", "fine-tuning", 0.4),
+        ("baselines", "fitted", "RBF SVM", "baseline", 0.8),
+    ):
+        scores = [_scores(method, protocol, 10, _guesses(rng, labels, 3, rate), labels, ids)]
+        files = {"sweep.json": json.dumps(sweep).encode()} if job == "tuned" else {}
+        made.scores(stage, job, "digits", scores, config=config, files=files)
+    return made
+
+
+ALL = ("letters", "digits", "pretrain", "evaluate", "finetune", "scratch", "baselines")
+
+
+def _correct(files: dict[str, bytes], stage: str, method: str, per_class: int) -> np.ndarray:
+    """Which predictions were right [draws, n], from the report's own predictions.parquet."""
+    table = pq.read_table(io.BytesIO(files["predictions.parquet"])).to_pylist()
+    rows = [
+        row
+        for row in table
+        if (row["stage"], row["method"], row["labels_per_class"]) == (stage, method, per_class)
+    ]
+    draws = sorted({row["draw"] for row in rows})
+    by_draw = [sorted((row["sample_id"], row["label"] == row["prediction"]) for row in rows if row["draw"] == draw)
+               for draw in draws]  # fmt: skip
+    return np.array([[right for _, right in draw] for draw in by_draw])
+
+
+def test_numbers_are_those_of_the_predictions(artifacts: Artifacts) -> None:
+    files = artifacts.make(*ALL)
+    numbers = json.loads(files["report.json"])
+    page = files["report.html"].decode()
+    assert len(numbers["accuracies"]) == 6 + 3
+    for line in numbers["accuracies"]:
+        correct = _correct(files, line["stage"], line["method"], line["labels_per_class"])
+        assert line["accuracy"] == pytest.approx(correct.mean(), abs=1e-12)
+        assert (line["draws"], line["num_images"]) == correct.shape
+        assert (line["low"], line["high"]) == accuracy_interval(correct)[1:]
+        assert f"{100 * correct.mean():.1f} %" in page
+        assert line["artifact"][:12] in page
+
+
+def test_verdict_compares_pairs_with_the_best_reference_of_each_sort(artifacts: Artifacts) -> None:
+    files = artifacts.make(*ALL)
+    numbers = json.loads(files["report.json"])
+    found = {(v["protocol"], v["labels_per_class"], v["reference"]): v for v in numbers["verdicts"]}
+    pixels = max(
+        ("pixels", "pixels, standardised"), key=lambda name: _correct(files, "evaluate", name, 5).mean()
+    )
+    assert set(found) == {
+        ("few-shot linear", 5, pixels),
+        ("fine-tuning", 10, "ViT, from scratch"),
+        ("fine-tuning", 10, "RBF SVM"),
+    }
+    ours = _correct(files, "finetune", "ViT, pretrained", 10)
+    for stage, reference in (("scratch", "ViT, from scratch"), ("baselines", "RBF SVM")):
+        expected = paired_difference(ours, _correct(files, stage, reference, 10))
+        verdict = found["fine-tuning", 10, reference]
+        assert (verdict["difference"], verdict["low"], verdict["high"]) == expected
+    assert found["fine-tuning", 10, "ViT, from scratch"]["conclusion"] == "above zero"
+    assert found["fine-tuning", 10, "RBF SVM"]["conclusion"] == "not told from zero"
+    assert numbers["question"] == "Did pretraining pay?"
+    assert numbers["headline"].startswith("With few labels: partly, 2 of 3 differences above zero")
+    assert all(verdict["sentence"] in files["report.html"].decode() for verdict in numbers["verdicts"])
+
+
+def test_a_loss_is_said_plainly(tmp_path: Path) -> None:
+    made, labels = Artifacts(tmp_path / "store"), np.arange(60) % 3
+    ids = [f"{i:032d}" for i in range(60)]
+    config = {"labels": {"per_class": None, "seed": 0}}
+    for stage, method, protocol, wrong in (
+        ("tune", "ViT, from scratch", "fine-tuning", 30),
+        ("base", "k-NN", "baseline", 3),
+    ):
+        predictions = np.where(np.arange(60) < wrong, (labels + 1) % 3, labels)[None]
+        made.scores(
+            stage, "any", None, [_scores(method, protocol, None, predictions, labels, ids)], config=config
+        )
+    files = made.make("tune", "base")
+    numbers = json.loads(files["report.json"])
+    (verdict,) = numbers["verdicts"]
+    assert verdict["conclusion"] == "below zero" and "BELOW zero" in verdict["sentence"]
+    assert verdict["difference"] == pytest.approx(-27 / 60)
+    assert "With all labels: no" in numbers["headline"]
+    assert "pretraining" not in numbers["question"]
+
+
+def test_other_label_draws_or_images_are_never_paired(artifacts: Artifacts) -> None:
+    rng, labels = np.random.default_rng(1), np.arange(40) % 3
+    ids = pq.read_table(io.BytesIO(artifacts.make("digits", "finetune")["predictions.parquet"]))[
+        "sample_id"
+    ].to_pylist()[:40]
+    other_seed = {"labels": {"per_class": 10, "seed": 4}}
+    scores = [_scores("k-NN", "baseline", 10, _guesses(rng, labels, 3, 0.1), labels, ids)]
+    artifacts.scores("other draws", "fitted", "digits", scores, config=other_seed)
+    scores = [
+        _scores(
+            "k-NN", "baseline", 10, _guesses(rng, labels, 3, 0.1), labels, [f"{i:032d}" for i in range(40)]
+        )
+    ]
+    artifacts.scores(
+        "other images", "fitted", "digits", scores, config={"labels": {"per_class": 10, "seed": 3}}
+    )
+    for stage, verdicts in (("other draws", 0), ("other images", 0), ("baselines", 1)):
+        numbers = json.loads(artifacts.make("finetune", stage)["report.json"])
+        assert len(numbers["verdicts"]) == verdicts, stage
+        assert len(numbers["accuracies"]) == 2
+
+
+def test_tables_keep_every_row_and_say_where_it_is_from(artifacts: Artifacts) -> None:
+    files = artifacts.make(*ALL)
+    for name, schema in (("rows.parquet", ROWS), ("predictions.parquet", PREDICTIONS)):
+        table = pq.read_table(io.BytesIO(files[name]))
+        assert table.schema.names == ["artifact", "stage", *schema.names]
+        for stage in ("evaluate", "finetune", "scratch", "baselines"):
+            manifest = artifacts.made[stage]
+            mine = table.filter(pa.compute.equal(table["artifact"], manifest.key))
+            assert set(mine["stage"].to_pylist()) == {stage}
+            original = pq.read_table(artifacts.store.local(manifest.folder) / name)
+            assert mine.select(schema.names).to_pylist() == original.to_pylist()
+
+
+def test_same_inputs_give_the_same_bytes(artifacts: Artifacts) -> None:
+    first, second = artifacts.make(*ALL), artifacts.make(*ALL, number=2)
+    assert first.keys() == {"report.html", "report.json", "rows.parquet", "predictions.parquet"}
+    assert first == second
+
+
+def test_the_worst_mistakes_are_those_most_often_wrong(artifacts: Artifacts) -> None:
+    files = artifacts.make(*ALL)
+    errors = json.loads(files["report.json"])["mistakes"]
+    correct = _correct(files, "finetune", "ViT, pretrained", 10)
+    assert errors["stage"] == "finetune"
+    assert errors["ever_wrong"] == (~correct).any(axis=0).sum()
+    wrong = np.sort((~correct).sum(axis=0))[::-1]
+    assert [mistake["wrong_draws"] for mistake in errors["worst"]] == wrong[wrong > 0][:24].tolist()
+    counts = np.array(errors["confusion"]["counts"])
+    assert counts.trace() == correct.sum() and counts.sum() == correct.size
+    page = files["report.html"].decode()
+    assert page.count('alt="test image') == len(errors["worst"])  # each is shown
+
+
+class _Page(html.parser.HTMLParser):
+    """Collects a page's elements, attributes and text."""
+
+    def __init__(self, page: str) -> None:
+        super().__init__()
+        self.tags: list[str] = []
+        self.attributes: list[tuple[str, str | None]] = []
+        self.text = ""
+        self.feed(page)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+        self.attributes += attrs
+
+    def handle_data(self, data: str) -> None:
+        self.text += data
+
+
+def test_photographs_with_hostile_class_names_of_one_method(tmp_path: Path) -> None:
+    made, rng = Artifacts(tmp_path / "store"), np.random.default_rng(0)
+
+    def photos(n: int) -> tuple[list[np.ndarray], list[int]]:
+        sizes = rng.integers(40, 200, (n, 2))
+        return [rng.integers(0, 256, (h, w, 3), dtype=np.uint8) for h, w in sizes], [i % 3 for i in range(n)]
+
+    splits = {"train": photos(12), "test": photos(9)}
+    ids = made.dataset("photos", HOSTILE, splits)["test"]
+    predictions = np.array([[0, 1, 2, 1, 1, 2, 0, 2, 0]])
+    scores = [
+        _scores("ViT, from scratch", "fine-tuning", None, predictions, np.array(splits["test"][1]), ids)
+    ]
+    made.scores("train", "tuned", "photos", scores, config={"labels": {"per_class": None, "seed": 0}})
+    files = made.make("photos", "train", title="<i>mine</i>")
+    page = _Page(files["report.html"].decode())
+    assert not {"script", "b", "i"} & set(page.tags) - {"b", "i"}
+    assert (
+        page.tags.count("i") == 1
+    )  # the bar of the one accuracy: nothing of the title or a name became an element
+    assert not any(name.startswith("on") for name, _ in page.attributes)
+    for text in (*HOSTILE, "<i>mine</i>"):
+        assert text in page.text
+    sources = [value or "" for name, value in page.attributes if name in {"src", "href", "xlink:href"}]
+    assert sources and all(value.startswith(("data:image/", "#")) for value in sources)  # nothing is fetched
+    assert "http" not in files["report.html"].decode().replace("http://www.w3.org/", "")
+    numbers = json.loads(files["report.json"])
+    assert numbers["verdicts"] == [] and numbers["headline"].startswith("Nothing to compare")
+    assert numbers["accuracies"][0]["accuracy"] == pytest.approx(6 / 9)
+
+
+@pytest.mark.parametrize(
+    "stages", [("letters",), ("pretrain",), ("evaluate",), ("finetune",), ("digits", "baselines")]
+)
+def test_any_part_may_be_missing(artifacts: Artifacts, stages: tuple[str, ...]) -> None:
+    files = artifacts.make(*stages)
+    numbers, page = json.loads(files["report.json"]), files["report.html"].decode()
+    assert page.endswith("</html>\n")
+    assert [stage["stage"] for stage in numbers["stages"]] == list(stages)
+    accuracy_table(numbers)
+    assert verdict_lines(numbers)
+
+
+def test_predictions_that_do_not_give_the_rows_are_an_error(artifacts: Artifacts) -> None:
+    manifest = artifacts.made["finetune"]
+    path = artifacts.store.local(manifest.folder) / "rows.parquet"
+    rows = pq.read_table(path).to_pylist()
+    rows[1]["value"] = 0.123
+    write_table(path, rows, ROWS)
+    with pytest.raises(ValueError, match=r"finetune .* draw 1: the row says 0\.123"):
+        artifacts.make("finetune")
+
+
+def test_the_terminal_shows_the_same_table(artifacts: Artifacts) -> None:
+    numbers = json.loads(artifacts.make(*ALL)["report.json"])
+    numbers["accuracies"][0]["method"] = "[red]not markup[/red]"
+    console = Console(file=io.StringIO(), width=200)
+    console.print(accuracy_table(numbers))
+    assert isinstance(console.file, io.StringIO)
+    shown = console.file.getvalue()
+    assert "[red]not markup[/red]" in shown
+    for line in numbers["accuracies"]:
+        assert f"{100 * line['accuracy']:.1f}" in shown and line["artifact"][:12] in shown
+    assert verdict_lines(numbers)[1:] == [verdict["sentence"] for verdict in numbers["verdicts"]]
