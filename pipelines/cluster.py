@@ -65,6 +65,8 @@ class Cluster:
         Raises ClusterUnreachable, and ValueError where the token is refused or no Ray answers.
         """
         response = self._ask("GET", "/api/version")
+        if response.status_code >= 500:
+            raise ClusterUnreachable(f"{self.address} answers {response.status_code}")
         if response.status_code != 200 or not response.text.startswith("{"):
             raise ValueError(f"{self.address} answers {response.status_code}, but not as Ray does")
         return str(response.json()["session_name"])

@@ -21,6 +21,7 @@ COLOURS = {"CACHED": "dim", "SUCCEEDED": "green", "RUNNING": "cyan", "FAILED": "
 
 _ANSI = re.compile(r"\x1b\[[0-9;]*m")
 _WORKER = re.compile(r"^\(.*?pid=\d+[^)]*\)\s?")  # Ray's prefix of lines that come from its workers
+_CHATTER = re.compile(r"^(\S+ \S+\s+INFO job_manager\.py|Running entrypoint for job |.*INFO worker\.py)")  # Ray's own
 _STEP = re.compile(r"(\d+)/(\d+)")
 
 
@@ -65,7 +66,7 @@ class RunDisplay:
         """A stage's job printed a line; progress replaces the last progress, everything else stays."""
         text = _WORKER.sub("", _ANSI.sub("", text.rstrip()))
         if not text.startswith(PROGRESS):
-            if text:
+            if text and not _CHATTER.match(text):
                 self.console.print(
                     f"[dim]{name:<{self.width}}  {escape(text)}[/]", highlight=False, soft_wrap=True
                 )

@@ -4,12 +4,11 @@ In: nothing; out: a `LocalRay`, held by `hold()` for as long as it is needed. A 
 (`python -m pipelines.local_ray keep`) starts the head, and ends it when for some minutes nobody has held it.
 
 Who does what is decided by `flock`s, which no death leaves behind, in the state folder:
-- users.lock: shared by everyone who uses this Ray; the keeper ends Ray only while it holds it alone. Its mtime tells when
-  Ray was last in use.
+- users.lock: shared by everyone who uses this Ray; the keeper ends Ray only while it holds it alone. Its mtime tells
+  when Ray was last in use.
 - start.lock: one process at a time sees to it that head and keeper run.
 - keeper.lock: held by the keeper, with its pid inside. Only the keeper starts a head and writes head.json.
-A process belongs to this Ray when it carries the random id of head.json in its environment, or has one of Ray's own
-titles (which overwrite the environment) and an open file in Ray's temporary folder, or descends from such a process.
+What a head is, and which processes belong to it, is told by `pipelines.ray_head`.
 
 `python -m pipelines.local_ray status` shows it; `... stop` ends it now unless it is in use.
 """
@@ -17,51 +16,38 @@ titles (which overwrite the environment) and an open file in Ray's temporary fol
 from __future__ import annotations
 
 import fcntl
-import functools
 import hashlib
 import importlib.metadata
 import json
 import os
 import secrets
-import shutil
-import signal
 import socket
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Self
+from typing import Self
 
-from pipelines.cluster import ENDED, Cluster, ClusterUnreachable, connect, wait_for_end
+from pipelines.cluster import Cluster, ClusterUnreachable, connect
+from pipelines.ray_head import (
+    PRIVATE,
+    PROJECT,
+    START_SECONDS,
+    Head,
+    LocalRayError,
+    end_head,
+    python_path,
+    read_head,
+    start_head,
+)
 
-if TYPE_CHECKING:
-    import psutil
-
-START_SECONDS = 90.0  # a head that does not answer by then has failed
-END_SECONDS = 10.0  # what Ray gets at each step of an orderly end
+ENSURE_SECONDS = START_SECONDS + 30.0  # a dead head is cleared away before the next is started
 POLL_SECONDS = 0.5  # of the keeper
-SOCKET_PATH_BYTES = 107  # the kernel's limit
-MARK = "VITFLOW_RAY_INSTANCE"
-
-PROJECT = Path(__file__).resolve().parents[1]
 _LAYOUT = "1"  # of the state folder
-# what of the first user's environment must not reach a Ray that others will use, or a keeper that would end itself
-_PRIVATE = ("RAY_ADDRESS", "RAY_API_SERVER_ADDRESS", "RAY_AUTH_TOKEN", "RAY_JOB_CONFIG_JSON_ENV_VAR", "RAY_NAMESPACE",
-            MARK)  # fmt: skip
-_QUIET = {
-    "RAY_USAGE_STATS_ENABLED": "0",
-    "RAY_enable_metrics_collection": "0",
-    "RAY_TRAIN_METRICS_ENABLED": "0",
-    "RAY_TRAIN_ENABLE_PREEMPTION_WATCHER": "0",
-    "TUNE_DISABLE_AUTO_CALLBACK_LOGGERS": "1",
-    "RAY_prestart_worker_first_driver": "0",  # such workers lack a job's runtime_env and serve no job of ours
-    "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",  # a Ray of one machine lives at 127.0.0.1: networks come and go
-}
 
 
 @dataclass(frozen=True)
@@ -89,7 +75,7 @@ class LocalRay:
 
     def ensure_head(self) -> LocalRay:
         """This Ray while it lives, else a new one with another session. Raises LocalRayError."""
-        head = _read_head(self.folder)
+        head = read_head(self.folder)
         alive = head is not None and head.session_name == self.session_name and head.alive()
         return self if alive and _locked(self.folder / "keeper.lock") else _ensure(self.folder)
 
@@ -150,7 +136,7 @@ def hold(folder: Path | None = None) -> Iterator[LocalRay]:
 def connect_running(address: str) -> Cluster:
     """A client of a cluster that is to be there already: the local Ray by its address, or another cluster."""
     folder = state_folder()
-    head = _read_head(folder)
+    head = read_head(folder)
     return connect(address, folder / "token" if head is not None and head.address == address else None)
 
 
@@ -164,13 +150,24 @@ def shut_down(folder: Path | None = None) -> bool:
             return False
         locks.enter_context(_lock(folder / "start.lock", fcntl.LOCK_EX))
         while _locked(folder / "keeper.lock"):
-            pid = (folder / "keeper.lock").read_text()
-            if pid and _mark_of_keeper(int(pid)):
-                os.kill(int(pid), signal.SIGTERM)
+            _end_keeper(folder)
             time.sleep(0.05)
-        if (head := _read_head(folder)) is not None:
-            _end(folder, head)
+        if (head := read_head(folder)) is not None:
+            end_head(folder, head)
     return True
+
+
+def _end_keeper(folder: Path) -> None:
+    """End the keeper, not its Ray."""
+    import psutil
+
+    pid = (folder / "keeper.lock").read_text()
+    try:
+        keeper = psutil.Process(int(pid))
+        if "pipelines.local_ray" in keeper.cmdline():
+            keeper.kill()
+    except (ValueError, psutil.Error):
+        return  # it is about to write its pid, or has just ended
 
 
 def state_folder() -> Path:
@@ -183,7 +180,9 @@ def state_folder() -> Path:
     import platformdirs
 
     identity = "\n".join([_LAYOUT, socket.gethostname(), sys.prefix, str(PROJECT)])
-    return platformdirs.user_cache_path("vitflow") / "ray" / hashlib.sha256(identity.encode()).hexdigest()[:12]
+    return (
+        platformdirs.user_cache_path("vitflow") / "ray" / hashlib.sha256(identity.encode()).hexdigest()[:12]
+    )
 
 
 def _make_folder(folder: Path) -> Path:
@@ -206,7 +205,7 @@ def _make_folder(folder: Path) -> Path:
 
 def _ensure(folder: Path) -> LocalRay:
     """See to it that a head and a keeper run; for whoever holds users.lock. Raises LocalRayError."""
-    deadline = time.monotonic() + START_SECONDS
+    deadline = time.monotonic() + ENSURE_SECONDS
     with _lock(folder / "start.lock", fcntl.LOCK_EX):
         while time.monotonic() < deadline:
             if not _locked(folder / "keeper.lock"):
@@ -220,7 +219,7 @@ def _ensure(folder: Path) -> LocalRay:
 
 def _answering(folder: Path) -> LocalRay | None:
     """The local Ray when it lives and answers. Raises LocalRayError when it is of another version."""
-    head = _read_head(folder)
+    head = read_head(folder)
     if head is None or not head.alive():
         return None
     if (installed := importlib.metadata.version("ray")) != head.ray_version:
@@ -237,23 +236,20 @@ def _answering(folder: Path) -> LocalRay | None:
 
 def _start_keeper(folder: Path) -> None:
     """Start a keeper and wait until its head answers. Raises LocalRayError with the reason when it does not."""
-    environment = {name: value for name, value in os.environ.items() if name not in _PRIVATE}
-    environment |= {"PYTHONPATH": _python_path(), "VITFLOW_RAY_DIR": str(folder)}
-    with (folder / "keeper.log").open("ab") as log:
-        started = subprocess.run(
-            [sys.executable, "-m", "pipelines.local_ray", "keep"], cwd=folder, env=environment, stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE, stderr=log, text=True, check=False, start_new_session=True,
-        )  # fmt: skip
-    if started.stdout.strip() != "ready":
-        raise LocalRayError(
-            f"the local Ray did not start: {started.stdout.strip() or 'its keeper died'}\n"
-            f"(see also {folder / 'keeper.log'})"
-        )
-
-
-def _python_path() -> str:
-    """Let `python -m ray_jobs...` work from everywhere."""
-    return os.pathsep.join(filter(None, [str(PROJECT), os.environ.get("PYTHONPATH")]))
+    environment = {name: value for name, value in os.environ.items() if name not in PRIVATE}
+    environment |= {"PYTHONPATH": python_path(), "VITFLOW_RAY_DIR": str(folder)}
+    command = [sys.executable, "-m", "pipelines.local_ray", "keep"]
+    try:
+        with (folder / "keeper.log").open("ab") as log:
+            said = subprocess.run(
+                command, cwd=folder, env=environment, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=log,
+                text=True, check=False, start_new_session=True, timeout=ENSURE_SECONDS,
+            ).stdout.strip()  # fmt: skip
+    except subprocess.TimeoutExpired:
+        said = f"no word of its keeper for {ENSURE_SECONDS:.0f} s"
+    if said != "ready":
+        reason = said or "its keeper died"
+        raise LocalRayError(f"the local Ray did not start: {reason}\n(see also {folder / 'keeper.log'})")
 
 
 # ------------------------------------------------------------------------------------------------- the keeper
@@ -267,14 +263,14 @@ def keep(folder: Path) -> None:
     idle_seconds = float(os.environ.get("VITFLOW_RAY_IDLE_SECONDS", "300"))
     with ExitStack() as locks:
         try:
-            lock = locks.enter_context(_lock_soon(folder / "keeper.lock"))
+            lock = _lock_soon(folder / "keeper.lock", locks)
+        except BlockingIOError:
+            _report("ready")  # there is a keeper already
+            return
+        try:
             os.ftruncate(lock, 0)
             os.write(lock, str(os.getpid()).encode())
-            head = _read_head(folder)
-            if head is None or not head.alive():
-                if head is not None:
-                    _end(folder, head)
-                head = _start_head(folder)
+            head = _adopt_or_start(folder)
         except (OSError, LocalRayError) as error:
             _report(str(error))
             sys.exit(1)
@@ -282,14 +278,21 @@ def keep(folder: Path) -> None:
         _watch(folder, head, idle_seconds)
 
 
+def _adopt_or_start(folder: Path) -> Head:
+    head = read_head(folder)
+    if head is not None and head.alive():
+        return head
+    if head is not None:
+        end_head(folder, head)
+    return start_head(folder)
+
+
 def _report(text: str) -> None:
     """Tell who started this keeper, who waits for stdout to be closed."""
     _log(text)
-    with open(os.devnull, "wb") as nothing:
-        try:
-            os.write(1, text.encode())
-        except BrokenPipeError:
-            pass  # it is gone; the log has it
+    with suppress(BrokenPipeError):  # it is gone; the log has it
+        os.write(1, text.encode())
+    with Path(os.devnull).open("wb") as nothing:
         os.dup2(nothing.fileno(), 1)
 
 
@@ -304,13 +307,13 @@ def _watch(folder: Path, head: Head, idle_seconds: float) -> None:
         _reap()
         if not head.alive():
             _log("the head has died")
-            _end(folder, head)
+            end_head(folder, head)
             return
         try:
             with _lock(users, fcntl.LOCK_EX | fcntl.LOCK_NB):
                 if time.time() - users.stat().st_mtime >= idle_seconds:
                     _log("nobody uses this Ray")
-                    _end(folder, head)
+                    end_head(folder, head)
                     return
         except BlockingIOError:
             os.utime(users)
@@ -339,17 +342,16 @@ def _lock(path: Path, kind: int) -> Iterator[int]:
         os.close(opened)
 
 
-@contextmanager
-def _keeper_lock(folder: Path) -> Iterator[int]:
-    """The keeper's lock; whoever looks whether there is a keeper has it for a moment."""
-    for attempt in range(40):
+def _lock_soon(path: Path, locks: ExitStack) -> int:
+    """Hold an flock that others have for a moment, when they look whether anyone holds it. Raises BlockingIOError."""
+    deadline = time.monotonic() + 1.0
+    while True:
         try:
-            with _lock(folder / "keeper.lock", fcntl.LOCK_EX | fcntl.LOCK_NB) as opened:
-                yield opened
-                return
+            return locks.enter_context(_lock(path, fcntl.LOCK_EX | fcntl.LOCK_NB))
         except BlockingIOError:
+            if time.monotonic() > deadline:
+                raise
             time.sleep(0.025)
-    raise LocalRayError(...)
 
 
 def _locked(path: Path) -> bool:

@@ -1,11 +1,11 @@
 """The head of a local Ray: start it, tell whether it lives, end it with everything that belongs to it.
 
-In: a state folder with a `token` and, once a head was started, its record `head.json`. Used by `pipelines.local_ray`, whose
-locks see to it that one process at a time starts or ends a head.
+In: a state folder with a `token` and, once a head was started, its record `head.json`. Used by `pipelines.local_ray`,
+whose locks see to it that one process at a time starts or ends a head.
 
-A process belongs to a Ray of ours when it carries the random id of head.json in its environment, or has one of Ray's own
-titles (which overwrite the environment) and an open file in Ray's temporary folder, or descends from such a process.
-So nobody else's Ray is ever touched, and nothing is needed of a dead head but its record.
+A process belongs to a Ray of ours when it carries the random id of head.json in its environment, or has one of Ray's
+own titles (which overwrite the environment) and an open file in Ray's temporary folder, or descends from such a
+process. So nobody else's Ray is ever touched, and nothing is needed of a dead head but its record.
 """
 
 from __future__ import annotations
@@ -21,7 +21,9 @@ import subprocess
 import sys
 import tempfile
 import time
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -64,18 +66,13 @@ class Head:
     gcs_address: str = ""
     session_name: str = ""
     ray_version: str = ""
-    pids: dict[str, int] = field(default_factory=dict)  # of `ray start` and of its children, all of them vital
+    pids: dict[str, int] = field(
+        default_factory=dict
+    )  # without these it is dead; `ray start` minds the others
 
     def alive(self) -> bool:
-        """Whether every vital process is there; a restarted pid does not carry the id."""
-        import psutil
-
-        return bool(self.pids) and all(
-            psutil.pid_exists(pid) and _mark(psutil.Process(pid)) == self.instance for pid in self.pids.values()
-        )
-
-
-
+        """Whether every vital process is there; another process with a reused pid does not carry the id."""
+        return bool(self.pids) and all(_mark(pid) == self.instance for pid in self.pids.values())
 
 
 def start_head(folder: Path) -> Head:
@@ -116,31 +113,34 @@ def _head_environment(folder: Path, head: Head) -> dict[str, str]:
 def _wait_for_head(folder: Path, head: Head, process: subprocess.Popen[bytes], cluster: Cluster) -> Head:
     import psutil
 
-    log = Path(head.temp_folder) / "head.log"
+    temp_folder, reason = Path(head.temp_folder), ""
     while time.time() - head.started_at < START_SECONDS:
         if process.poll() is not None:
-            lines = log.read_text(errors="replace").strip().splitlines()[-15:]
-            raise LocalRayError("\n".join([f"`ray start` ended with exit code {process.returncode}:", *lines]))
+            lines = (temp_folder / "head.log").read_text(errors="replace").strip().splitlines()[-15:]
+            raise LocalRayError(
+                "\n".join([f"`ray start` ended with exit code {process.returncode}:", *lines])
+            )
         try:
             children = {child.name(): child.pid for child in psutil.Process(process.pid).children()}
             if "raylet" in children:  # the last to be started
-                session = cluster.session_name
-                complete = Head(
-                    head.instance, head.temp_folder, head.started_at, cluster.address,
-                    (Path(head.temp_folder) / "ray_current_cluster").read_text().strip(), session,
-                    importlib.metadata.version("ray"), _vital(process.pid),
+                complete = replace(
+                    head, address=cluster.address, session_name=cluster.session_name,
+                    gcs_address=(temp_folder / "ray_current_cluster").read_text().strip(),
+                    ray_version=importlib.metadata.version("ray"),
+                    pids={"ray start": process.pid, **{name: children[name] for name in ("gcs_server", "raylet")}},
                 )  # fmt: skip
                 write_head(folder, complete)
                 return complete
-        except (ClusterUnreachable, psutil.Error, FileNotFoundError):
-            pass  # not yet
+        except (ClusterUnreachable, ValueError, psutil.Error, FileNotFoundError) as error:
+            reason = str(error)
         time.sleep(0.05)
-    raise LocalRayError(f"`ray start` did not come up in {START_SECONDS:.0f} s")
+    raise LocalRayError(f"`ray start` did not come up in {START_SECONDS:.0f} s: {reason}")
 
 
 def python_path() -> str:
     """Let `python -m ray_jobs...` work from everywhere."""
-    return os.pathsep.join(filter(None, [str(PROJECT), os.environ.get("PYTHONPATH")]))
+    given = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+    return os.pathsep.join([str(PROJECT), *(path for path in given if path not in {"", str(PROJECT)})])
 
 
 def read_head(folder: Path) -> Head | None:
@@ -156,15 +156,6 @@ def write_head(folder: Path, head: Head) -> None:
     new = folder / "head.json.new"
     new.write_text(json.dumps(asdict(head), indent=1))
     new.replace(folder / "head.json")
-
-
-def _vital(main: int) -> dict[str, int]:
-    """`ray start` and its children: when one of them is gone, `ray start --block` ends the others."""
-    import psutil
-
-    return {"ray start": main} | {
-        f"{child.name()} {child.pid}": child.pid for child in psutil.Process(main).children()
-    }
 
 
 def _free_ports(count: int) -> list[int]:
@@ -206,10 +197,8 @@ def end_head(folder: Path, head: Head) -> None:
     deadline = time.monotonic() + END_SECONDS
     while (left := processes_of(head)) and time.monotonic() < deadline:
         for process in left:
-            try:
+            with suppress(psutil.NoSuchProcess):
                 process.kill()
-            except psutil.NoSuchProcess:
-                pass
         time.sleep(0.05)
     shutil.rmtree(head.temp_folder, ignore_errors=True)
     (folder / "head.json").unlink(missing_ok=True)
@@ -244,8 +233,20 @@ def processes_of(head: Head) -> list[psutil.Process]:
         while line[-1] not in found and parents.get(line[-1], 0) > 1:
             line.append(parents[line[-1]])
         if line[-1] in found:
-            found |= {each: psutil.Process(each) for each in line if each not in found and psutil.pid_exists(each)}
+            found |= {
+                each: psutil.Process(each) for each in line if each not in found and psutil.pid_exists(each)
+            }
     return [process for process in found.values() if process.pid != os.getpid() and _lives(process)]
+
+
+def _mark(pid: int) -> str | None:
+    """Which Ray of ours a process says that it belongs to; None too when it is dead, a zombie, or another user's."""
+    import psutil
+
+    try:
+        return psutil.Process(pid).environ().get(MARK)
+    except (psutil.Error, OSError):
+        return None
 
 
 def _belongs(process: psutil.Process, head: Head) -> bool:
@@ -254,7 +255,7 @@ def _belongs(process: psutil.Process, head: Head) -> bool:
     if process.uids().real != os.getuid():
         return False
     try:
-        if process.environ().get(MARK) == head.instance:
+        if _mark(process.pid) == head.instance:
             return True
         if not " ".join(process.cmdline()).startswith(("ray::", "ray-dashboard-")):
             return False

@@ -208,9 +208,9 @@ class Driver:
     def _end(self, name: str, status: str, detail: str, **fields: Any) -> None:
         self.status[name] = status
         add_event(self.store, self.run.id, "stage", stage=name, status=status, detail=detail, **fields)
-        self.display.stage(name, status, detail)
         if (following := self.following.pop(name, None)) is not None:
             self._log_ended(following)
+        self.display.stage(name, status, detail)
 
     # ------------------------------------------------------------------------------------------ following
 
@@ -338,8 +338,8 @@ class Driver:
 
     def _log_ended(self, following: Following) -> None:
         if following.log is not None:
-            following.log.join(timeout=2.0)  # the last lines
-            following.log_end.set()
+            following.log_end.set()  # it then fetches what is still missing
+            following.log.join(timeout=5.0)
             following.log = None
 
     def _error_line(self, following: Following) -> str | None:

@@ -95,4 +95,4 @@ def _pixels(dataset: Dataset, split: Split, config: Baselines) -> NDArray[np.flo
 
 
 if __name__ == "__main__":
-    run_stage(main)
+    run_stage("baselines")

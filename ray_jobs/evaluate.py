@@ -140,4 +140,4 @@ def _embed(model: Any, contract: Any, dataset: Dataset, split: Split, config: Ev
 
 
 if __name__ == "__main__":
-    run_stage(main)
+    run_stage("evaluate")

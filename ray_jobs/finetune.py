@@ -405,7 +405,4 @@ def tables(
 
 
 if __name__ == "__main__":
-    # By its full name: what lives in __main__ would travel to Ray's workers as code instead of as a name.
-    from ray_jobs import finetune
-
-    run_stage(finetune.main)
+    run_stage("finetune")

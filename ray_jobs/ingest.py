@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
+from functools import cache
 from itertools import accumulate, groupby
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -105,7 +106,7 @@ class Part(NamedTuple):
 
 
 def _plan_glyphs(source: GlyphSource) -> tuple[tuple[str, ...], list[Part], list[tuple[str, str]]]:
-    classes = glyphs.glyph_classes(glyphs.find_fonts())
+    classes = _glyph_classes()
     train = range(source.images)
     dev = range(source.images, source.images + source.dev_images)
     parts = [*_chunks("train", train, RAW_SHARD_IMAGES), *_chunks("dev", dev, RAW_SHARD_IMAGES)]
@@ -191,8 +192,14 @@ def _write_part(context: Context, source: Any, part: Part) -> Written:
     )
 
 
+@cache
+def _glyph_classes() -> list[glyphs.GlyphClass]:
+    """Found once a process: it takes a second, and a worker renders several shards."""
+    return glyphs.glyph_classes(glyphs.find_fonts())
+
+
 def _glyph_samples(source: GlyphSource, part: Part) -> list[tuple[Sample, int]]:
-    images, labels = glyphs.render(glyphs.glyph_classes(glyphs.find_fonts()), source.seed, part.images)
+    images, labels = glyphs.render(_glyph_classes(), source.seed, part.images)
     keys = [f"glyph-{index:07d}" for index in part.images]
     return [(_raw_sample(image.tobytes(), key, label), int(label))
             for image, key, label in zip(images, keys, labels, strict=True)]  # fmt: skip
@@ -269,4 +276,4 @@ def _write_quarantine(path: Path, bad: Iterable[tuple[str, str]]) -> None:
 
 
 if __name__ == "__main__":
-    run_stage(main)
+    run_stage("ingest")

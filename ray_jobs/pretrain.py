@@ -14,6 +14,7 @@ import math
 import os
 import shutil
 import time
+import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -83,11 +84,15 @@ def train(
     model = ViT(contract.architecture)
     model.initialise(config.seed)
     _join_group(worker)
-    engine = _engine(model, config, worker.world)
-    started = time.monotonic()
-    curve = run_steps(engine, config, data, contract, worker, device)
-    seconds = time.monotonic() - started
-    weights = full_weights(engine)
+    with warnings.catch_warnings():
+        # DeepSpeed's calls of torch, and torch's of itself, which nobody here can change.
+        warnings.filterwarnings("ignore", message=".*torch\\.(distributed|jit)", category=DeprecationWarning)
+        warnings.filterwarnings("ignore", message=".*torch\\.distributed", category=FutureWarning)
+        engine = _engine(model, config, worker.world)
+        started = time.monotonic()
+        curve = run_steps(engine, config, data, contract, worker, device)
+        seconds = time.monotonic() - started
+        weights = full_weights(engine)
     if output is not None:
         trained = ViT(contract.architecture)
         trained.load_state_dict(weights)
@@ -347,7 +352,4 @@ def _ray_worker(settings: dict[str, Any]) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    # By its full name: what lives in __main__ would travel to Ray's workers as code instead of as a name.
-    from ray_jobs import pretrain
-
-    run_stage(pretrain.main)
+    run_stage("pretrain")

@@ -49,7 +49,4 @@ def make(context: Context) -> Result:
 
 
 if __name__ == "__main__":
-    # By its full name: what lives in __main__ would travel to Ray's workers as code instead of as a name.
-    from ray_jobs import report
-
-    run_stage(report.main)
+    run_stage("report")

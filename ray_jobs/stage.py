@@ -2,14 +2,15 @@
 
     python -m ray_jobs.<job> --spec STORE/artifacts/<job>/<key>/attempts/<n>/attempt.json
 
-A job's module ends with `run_stage(main)`, where `main(context) -> Result` reads from top to bottom: open the inputs,
-compute in Ray tasks or actors, write into `context.staging()`. Exit codes: 0 committed, 2 the user's mistake (never
+A job's module has `main(context) -> Result`, which reads from top to bottom: open the inputs, compute in Ray tasks or
+actors, write into `context.staging()`; and ends with `run_stage` of its own name. Exit codes: 0 committed, 2 the user's mistake (never
 retried), 1 anything else.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib
 import importlib.metadata
 import os
 import platform
@@ -91,11 +92,13 @@ class Result:
     timing_dependent: bool = False
 
 
-def run_stage(main: Callable[[Context], Result]) -> None:
-    """The whole life of a stage's process; ends it."""
+def run_stage(job: str) -> None:
+    """The whole life of a stage's process; ends it. `job` is the name of a module with a `main`."""
     arguments = argparse.ArgumentParser()
     arguments.add_argument("--spec", required=True, help="the attempt.json of the attempt to run")
     spec = Path(arguments.parse_args().spec)
+    # imported by its name: what is sent to workers must not belong to __main__, which they do not have
+    main: Callable[[Context], Result] = importlib.import_module(f"ray_jobs.{job}").main
     try:
         context = read_context(spec)
         started = now()

@@ -36,14 +36,18 @@ def dataset(tmp_path_factory) -> Path:
     for split, count in counts.items():
         samples = []
         for number in range(count):
-            pixels = rng.integers(0, 128, (8, 8, 1)).astype(np.uint8)
-            half = ((slice(None), slice(0, 4)), (slice(None), slice(4, 8)), (slice(0, 4), slice(None)))[number % 3]
-            pixels[half] += 100
+            pixels = rng.integers(0, 64, (8, 8, 1)).astype(np.uint8)
+            half = ((slice(None), slice(0, 4)), (slice(None), slice(4, 8)), (slice(0, 4), slice(None)))[
+                number % 3
+            ]
+            pixels[half] += 150
             name = f"{split}/{number}"
             samples.append(shards.Sample(name, name, pixels.tobytes(), "raw", 8, 8, 1, number % 3))
         if samples:
             file = shards.shard_file(split, 0)
-            files.append(shards.Shard(split=split, file=file, rows=shards.write_shard(folder / file, samples)))
+            files.append(
+                shards.Shard(split=split, file=file, rows=shards.write_shard(folder / file, samples))
+            )
     shards.write_info(folder, shards.DatasetInfo(
         name="halves", class_names=CLASSES, image=shards.ImageSize(height=8, width=8, channels=1), splits=counts,
         shards=tuple(files), content_digest="halves",
@@ -63,8 +67,19 @@ def files_of(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
+def assert_same_model(ours: ViT, theirs: ViT) -> None:
+    """Equal but for the order of additions. A key's bias has no effect, so that Adam scales up its rounding errors."""
+    for (name, one), other in zip(ours.named_parameters(), theirs.parameters(), strict=True):
+        keep = torch.ones(len(one), dtype=torch.bool)
+        if name.endswith("qkv.bias"):
+            keep[len(one) // 3 : 2 * len(one) // 3] = False
+        torch.testing.assert_close(
+            one[keep], other[keep], rtol=1e-3, atol=2e-5, msg=lambda text, name=name: f"{name}: {text}"
+        )
+
+
 def test_learns_and_leaves_a_whole_model(dataset, tmp_path):
-    metrics = pretrain.train(configuration(augment="none"), dataset, tmp_path)
+    metrics = pretrain.train(configuration(steps=80, learning_rate=1e-2), dataset, tmp_path)
     model, contract = load_model(tmp_path)
     images = torch.from_numpy(shards.open_dataset(dataset).images("dev", contract.preprocessing))
     predicted = model(normalise(images, contract.preprocessing, torch.float32)).argmax(dim=1)
@@ -73,8 +88,8 @@ def test_learns_and_leaves_a_whole_model(dataset, tmp_path):
     assert metrics["dev_accuracy"] == pytest.approx(right, abs=0.05)  # measured in bfloat16
     assert (contract.class_names, contract.training_data) == (CLASSES, "halves")
     curve = json.loads((tmp_path / "curve.json").read_text())
-    assert [point["step"] for point in curve] == list(range(1, 31))
-    assert [point["step"] for point in curve if point["dev_accuracy"] is not None] == [6, 12, 18, 24, 30]
+    assert [point["step"] for point in curve] == list(range(1, 81))
+    assert [point["step"] for point in curve if point["dev_accuracy"] is not None] == [16, 32, 48, 64, 80]
     assert curve[-1]["loss"] < 0.5 * curve[0]["loss"]
 
 
@@ -88,12 +103,17 @@ def test_the_same_configuration_gives_the_same_bytes_and_another_seed_does_not(d
 
 @pytest.mark.parametrize("zero_stage", [0, 1, 2, 3])
 def test_the_weights_are_those_of_a_loop_without_deepspeed(dataset, tmp_path, zero_stage):
-    config = configuration(dtype="float32", zero_stage=zero_stage, steps=8, optimizer=Optimizer(clip_norm=0.5))
+    config = configuration(
+        dtype="float32", zero_stage=zero_stage, steps=8, optimizer=Optimizer(clip_norm=0.5)
+    )
     pretrain.train(config, dataset, tmp_path)
     trained, contract = load_model(tmp_path)
 
     data = shards.open_dataset(dataset)
-    images, labels = torch.from_numpy(data.images("train", contract.preprocessing)), torch.from_numpy(data.labels("train"))
+    images, labels = (
+        torch.from_numpy(data.images("train", contract.preprocessing)),
+        torch.from_numpy(data.labels("train")),
+    )
     model = ViT(contract.architecture)
     model.initialise(config.seed)
     decayed = [p for name, p in model.named_parameters() if p.ndim == 2]
@@ -108,13 +128,14 @@ def test_the_weights_are_those_of_a_loop_without_deepspeed(dataset, tmp_path, ze
         functional.cross_entropy(logits, labels[chosen]).backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
         reference.step()
-    for (name, ours), theirs in zip(trained.named_parameters(), model.parameters(), strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=2e-5, msg=lambda text, name=name: f"{name}: {text}")
+    assert_same_model(trained, model)
 
 
 def test_a_run_that_diverges_ends_with_advice(dataset, tmp_path):
     with pytest.raises(ValueError, match=r"(loss|gradient norm) is .* at step \d+: a lower learning_rate"):
-        pretrain.train(configuration(learning_rate=1e30, optimizer=Optimizer(warmup_fraction=0.0)), dataset, tmp_path)
+        pretrain.train(
+            configuration(learning_rate=1e30, optimizer=Optimizer(warmup_fraction=0.0)), dataset, tmp_path
+        )
     assert not (tmp_path / "model.safetensors").exists()
 
 
@@ -134,9 +155,11 @@ def test_two_workers_agree_with_one_and_with_themselves(dataset, tmp_path, free_
         torch.multiprocessing.spawn(_worker, arguments, nprocs=2)
     assert files_of(tmp_path / "two") == files_of(tmp_path / "again")
     one, two = (load_model(tmp_path / name)[0] for name in ("one", "two"))
-    for ours, theirs in zip(two.parameters(), one.parameters(), strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=2e-5)
-    accuracies = [json.loads((tmp_path / name / "curve.json").read_text())[-1]["dev_accuracy"] for name in ("one", "two")]
+    assert_same_model(two, one)
+    accuracies = [
+        json.loads((tmp_path / name / "curve.json").read_text())[-1]["dev_accuracy"]
+        for name in ("one", "two")
+    ]
     assert accuracies[0] == accuracies[1]
 
 

@@ -1,0 +1,196 @@
+"""Fine-tuning: what the sweep may see, what it chooses, and (with Ray) the whole stage twice."""
+
+import json
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from pipelines.spec import Finetune, Labels, ModelSize
+from pipelines.store import Attempt, Manifest, now, open_store
+from ray_jobs import finetune, rows, shards
+from ray_jobs.stage import Context, Result
+from vit_model.config import ViTConfig
+from vit_model.model import ViT
+from vit_model.weights import load_model, save_model
+
+SIZE = ModelSize(patch_size=4, width=16, depth=1, num_heads=2)
+COUNTS = {"train": 60, "dev": 20, "test": 30}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def threads():
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture
+def dataset(tmp_path) -> Path:
+    """Dark noise of 8x8, its left or its right half bright: the class."""
+    rng, folder, files = np.random.default_rng(0), tmp_path / "dataset", []
+    for split, count in COUNTS.items():
+        samples = []
+        for number in range(count):
+            pixels = rng.integers(0, 64, (8, 8, 1)).astype(np.uint8)
+            pixels[:, 4 * (number % 2) :][:, :4] += 150
+            name = f"{split}/{number}"
+            samples.append(shards.Sample(name, name, pixels.tobytes(), "raw", 8, 8, 1, number % 2))
+        file = shards.shard_file(split, 0)
+        files.append(shards.Shard(split=split, file=file, rows=shards.write_shard(folder / file, samples)))
+    shards.write_info(folder, shards.DatasetInfo(
+        name="halves", class_names=("left", "right"), image=shards.ImageSize(height=8, width=8, channels=1),
+        splits=COUNTS, shards=tuple(files), content_digest="halves",
+    ))  # fmt: skip
+    return folder
+
+
+def configuration(**fields: object) -> Finetune:
+    base = {
+        "job": "finetune", "data": "halves", "model": SIZE, "resolution": 8, "learning_rates": (1e-4, 1e-2), "steps": 20,
+        "batch_size": 8, "labels": Labels(per_class=4, draws=2, folds=2),
+    }  # fmt: skip
+    return Finetune.model_validate(base | fields)
+
+
+def prepared(dataset: Path, config: Finetune) -> tuple[finetune.Task, list, list, str]:
+    opened = shards.open_dataset(dataset)
+    task = finetune.make_task(config, opened, None)
+    return task, *finetune.labelled(config, opened, task.contract)
+
+
+def test_few_labels_are_drawn_from_train_and_folds_part_the_first_draw(dataset):
+    (dataset / shards.shard_file("test", 0)).unlink()  # nothing here may open it
+    (dataset / shards.shard_file("dev", 0)).unlink()
+    _, pools, folds, _ = prepared(dataset, configuration())
+    assert [np.bincount(pool.labels).tolist() for pool in pools] == [[4, 4], [4, 4]]
+    assert not np.array_equal(pools[0].images, pools[1].images)
+    assert sorted(np.concatenate([outside for _, outside in folds])) == list(range(8))
+    for inside, outside in folds:
+        assert sorted([*inside, *outside]) == list(range(8))
+
+
+def test_with_all_labels_dev_chooses_and_is_refitted_on(dataset):
+    (dataset / shards.shard_file("test", 0)).unlink()
+    opened = shards.open_dataset(dataset)
+    _, (pool,), ((inside, outside),), selected_on = prepared(dataset, configuration(labels=Labels()))
+    assert (len(pool.labels), len(inside), len(outside), selected_on) == (80, 60, 20, "dev")
+    np.testing.assert_array_equal(pool.take(inside).labels, opened.labels("train"))
+    np.testing.assert_array_equal(pool.take(outside).labels, opened.labels("dev"))
+
+
+def test_the_best_mean_wins_and_the_loss_breaks_ties():
+    trials = [
+        {"learning_rate": 1.0, "accuracies": [1.0, 0.5], "losses": [0.1, 0.1]},
+        {"learning_rate": 2.0, "accuracies": [0.8, 0.8], "losses": [0.9, 0.9]},
+        {"learning_rate": 3.0, "accuracies": [0.9, 0.7], "losses": [0.4, 0.6]},
+    ]
+    assert finetune.choose(trials) == 3.0
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_a_fit_learns_and_repeats_itself(dataset, dtype):
+    config = configuration(dtype=dtype, labels=Labels(), steps=40, augment="shift")
+    task, (pool,), ((inside, outside),), _ = prepared(dataset, config)
+    (first, curve), (second, _) = (finetune.fit(task, pool.take(inside), 1e-2, seed=3) for _ in range(2))
+    assert finetune.score(first, task.contract, pool.take(outside)).accuracy > 0.9
+    assert curve[-1]["loss"] < curve[0]["loss"]
+    for one, other in zip(first.parameters(), second.parameters(), strict=True):
+        assert one.dtype == torch.float32
+        assert torch.equal(one, other)
+
+
+def test_a_fit_that_diverges_ends_with_advice(dataset):
+    task, pools, _, _ = prepared(dataset, configuration())
+    with pytest.raises(ValueError, match="a lower learning_rate"):
+        finetune.fit(task, pools[0], 1e30, seed=0)
+
+
+def test_a_backbone_keeps_its_encoder_and_loses_its_head(dataset, tmp_path):
+    save_backbone(tmp_path / "backbone")
+    task = finetune.make_task(
+        configuration(backbone="b", model=None, resolution=None),
+        shards.open_dataset(dataset),
+        tmp_path / "backbone",
+    )
+    source, started = load_model(tmp_path / "backbone")[0], finetune.start_model(task, seed=0)
+    assert torch.equal(started.blocks[0].attn.qkv.weight, source.blocks[0].attn.qkv.weight)
+    assert started.head.weight.shape == (2, 16)
+    assert not started.head.weight.any()
+    assert task.contract.class_names == ("left", "right")
+
+
+def save_backbone(folder: Path) -> None:
+    config = configuration()
+    info = shards.DatasetInfo(name="other", class_names=tuple("abcde"), splits={"train": 0, "dev": 0, "test": 0},
+                              image=shards.ImageSize(height=8, width=8, channels=1), shards=(), content_digest="other")  # fmt: skip
+    contract = finetune.model_contract(SIZE, 8, info)
+    assert contract.architecture == ViTConfig(image_size=8, patch_size=4, in_channels=1, width=16, depth=1,
+                                              num_heads=2, mlp_dim=64, num_classes=5)  # fmt: skip
+    model = ViT(contract.architecture)
+    model.initialise(config.seed + 5)
+    save_model(folder, model, contract)
+
+
+def context(store_root: Path, dataset: Path, config: Finetune) -> Context:
+    """As a driver would have prepared it, with the dataset in place of a committed one."""
+    store = open_store(str(store_root))
+    folder = "artifacts/ingest/data/attempts/1/files"
+    shutil.copytree(dataset, store_root / folder)
+    fields = {
+        "content_digest": "halves",
+        "stage": "data",
+        "run": "r",
+        "nonce": "n",
+        "inputs": {},
+        "source": None,
+    }
+    manifest = Manifest(job="ingest", kind="dataset", key="data", attempt=1, files=(), config={}, metrics={}, code={},
+                        environment={}, started=now(), finished=now(), user="", **fields)  # fmt: skip
+    attempt = Attempt(job="finetune", key="k", number=1, stage="s", run="r", nonce="n", submission_id="finetune-k-1",
+                      store_id=store.id, store_uri=store.uri, cluster_address="", cluster_session="", inputs={},
+                      config=config.model_dump(mode="json"), source=None, code_digest="", created=now())  # fmt: skip
+    return Context(attempt, config, {"data": (manifest,)})
+
+
+@pytest.fixture(scope="module")
+def local_ray():
+    import ray
+
+    ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False, logging_level="error")
+    yield
+    ray.shutdown()
+
+
+@pytest.mark.ray
+def test_the_whole_stage_twice(dataset, tmp_path, local_ray):
+    results: list[Result] = []
+    for name in ("one", "two"):
+        results.append(finetune.main(context(tmp_path / name, dataset, configuration())))
+    assert [entry.sha256 for entry in results[0].files] == [entry.sha256 for entry in results[1].files]
+    assert results[0].content_digest == results[1].content_digest
+    folder = tmp_path / "one" / "artifacts/finetune/k/attempts/1/files"
+    assert {path.name for path in folder.iterdir()} == {
+        "model.safetensors", "config.json", "rows.parquet", "predictions.parquet", "sweep.json", "curves.json"
+    }  # fmt: skip
+    assert not (folder.parent / ".ray-tune").exists()
+    sweep = json.loads((folder / "sweep.json").read_text())
+    assert [trial["learning_rate"] for trial in sweep["trials"]] == [1e-4, 1e-2]
+    assert sweep["chosen"] == 1e-2
+    numbers = rows.read_table(folder / "rows.parquet", rows.ROWS)
+    predictions = rows.read_table(folder / "predictions.parquet", rows.PREDICTIONS)
+    assert [(row["draw"], row["labels_per_class"], row["num_images"]) for row in numbers] == [
+        (0, 4, 30),
+        (1, 4, 30),
+    ]
+    for row in numbers:
+        mine = [p["label"] == p["prediction"] for p in predictions if p["draw"] == row["draw"]]
+        assert row["value"] == pytest.approx(np.mean(mine))
+    assert load_model(folder)[1].class_names == ("left", "right")
+
+
+@pytest.mark.ray
+def test_a_mistake_in_a_trial_is_told_as_it_was_made(dataset, tmp_path, local_ray):
+    with pytest.raises(ValueError, match="a lower learning_rate"):
+        finetune.main(context(tmp_path / "store", dataset, configuration(learning_rates=(1e30,))))
