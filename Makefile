@@ -6,9 +6,9 @@ SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 PYTHON ?= python3
 BIN := .venv/bin
-export PYTHON DEVICE TORCH_INDEX
+export PYTHON DEVICE TORCH_INDEX WHY
 
-.PHONY: quickstart test test-fast test-faults check format install benchmarks clean
+.PHONY: quickstart test test-fast test-faults check format accept-code install benchmarks clean
 
 quickstart: install
 	$(BIN)/vitflow run quickstart
@@ -36,6 +36,9 @@ install: .venv/installed
 .venv/installed: pyproject.toml constraints.txt infra/install.sh
 	bash infra/install.sh
 	touch $@
+
+accept-code: install  # after a change of a stage's code that leaves its results as they are: WHY="..."
+	$(BIN)/python tests/accept_code.py "$${WHY:-}"
 
 benchmarks: install
 	$(BIN)/python benchmarks/pipeline_overhead.py

@@ -217,7 +217,7 @@ def list_(
     if as_json:
         _print_json(rows)
     else:
-        _print_table(rows, tuple(rows[0]) if rows else (kind,))
+        _print_table(rows, ("run", "status", "created") if kind == "runs" else ("key", "stage", "job", "finished", "run"))
 
 
 @app.command()
@@ -434,8 +434,5 @@ def _print_table(rows: list[dict[str, Any]], columns: tuple[str, ...]) -> None:
 
 
 def _cell(column: str, value: Any) -> str:
-    if isinstance(value, dict):
-        return ", ".join(f"{name} {number:.4g}" if isinstance(number, float) else f"{name} {number}"
-                         for name, number in value.items())  # fmt: skip
     text = "" if value is None else str(value)
     return text[:12] if column == "key" else text

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 DEADLINE_SECONDS = 10.0  # how long a call may go without an answer
 SUBMIT_SECONDS = 30.0  # the first job of a cluster waits for the cluster's agent
 RECONNECT_SECONDS = 1.0
+ASK_SECONDS = 1.0  # how often, while nothing is said, whether the job has ended
 STOP_SECONDS = 0.2  # how soon a wish to stop following a log is seen
 
 ENDED = frozenset({"SUCCEEDED", "FAILED", "STOPPED"})
@@ -125,13 +126,8 @@ class Cluster:
         lines = _Lines(write)
         while not stop.is_set():
             asyncio.run(self._tail(submission_id, lines, stop))
-            try:
-                job = self.job(submission_id)
-                if job is None or job.status in ENDED:
-                    break
-            except ClusterUnreachable as error:
-                if error.refused_on_loopback:
-                    break
+            if self._ended(submission_id):
+                break
             stop.wait(RECONNECT_SECONDS)
         try:
             lines.position = 0
@@ -139,6 +135,14 @@ class Cluster:
         except ClusterUnreachable:
             pass  # whoever follows the job itself learns of it; a log is not what a run fails of
         lines.end()
+
+    def _ended(self, submission_id: str) -> bool:
+        """Whether nothing more will come of a job: it has ended, or its cluster is gone."""
+        try:
+            job = self.job(submission_id)
+        except ClusterUnreachable as error:
+            return error.refused_on_loopback
+        return job is None or job.status in ENDED
 
     async def _tail(self, submission_id: str, lines: _Lines, stop: threading.Event) -> None:
         """Stream a log from its beginning; returns when the stream ends, breaks, or `stop` is set."""
@@ -152,7 +156,7 @@ class Cluster:
                 aiohttp.ClientSession(timeout=timeout, trust_env=not self._on_loopback) as session,
                 session.ws_connect(url, headers=self._headers(), max_msg_size=0, heartbeat=30.0) as socket,
             ):
-                await _receive(socket, lines, stop)
+                await _receive(socket, lines, stop, lambda: self._ended(submission_id))
         except (aiohttp.ClientError, OSError, TimeoutError):
             return
 
@@ -223,20 +227,27 @@ class _Lines:
             self.write(self.rest)
 
 
-async def _receive(socket: aiohttp.ClientWebSocketResponse, lines: _Lines, stop: threading.Event) -> None:
+async def _receive(
+    socket: aiohttp.ClientWebSocketResponse, lines: _Lines, stop: threading.Event, ended: Callable[[], bool]
+) -> None:
+    """Take what comes until the stream ends or `stop` is set. Ray closes the stream of an ended job 5 s late: ask."""
     import aiohttp
 
     receiving = asyncio.ensure_future(socket.receive())
+    asked = time.monotonic()
     while not stop.is_set():
         # not wait_for: cancelling a receive loses what has just come
         done, _ = await asyncio.wait({receiving}, timeout=STOP_SECONDS)
-        if not done:
-            continue
-        message = receiving.result()
-        if message.type is not aiohttp.WSMsgType.TEXT:
-            return
-        lines.add(message.data)
-        receiving = asyncio.ensure_future(socket.receive())
+        if done:
+            message = receiving.result()
+            if message.type is not aiohttp.WSMsgType.TEXT:
+                return
+            lines.add(message.data)
+            receiving = asyncio.ensure_future(socket.receive())
+        elif time.monotonic() - asked > ASK_SECONDS:
+            if ended():
+                break
+            asked = time.monotonic()
     receiving.cancel()
     await asyncio.wait({receiving})
 

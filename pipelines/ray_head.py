@@ -70,6 +70,11 @@ class Head:
         default_factory=dict
     )  # without these it is dead; `ray start` minds the others
 
+    @property
+    def ray_folder(self) -> Path:
+        """What Ray is given: it opens its folder to everyone, so that this one lies in another, which is closed."""
+        return Path(self.temp_folder) / "r"
+
     def alive(self) -> bool:
         """Whether every vital process is there; another process with a reused pid does not carry the id."""
         return bool(self.pids) and all(_mark(pid) == self.instance for pid in self.pids.values())
@@ -96,7 +101,7 @@ def _ray_start(head: Head, port: int, client_port: int) -> list[str]:
     return [
         sys.executable, "-m", "ray.scripts.scripts", "start", "--head", "--block", "--port=0",
         "--node-ip-address=127.0.0.1", "--include-dashboard=true", "--dashboard-host=127.0.0.1",
-        f"--dashboard-port={port}", "--dashboard-agent-listen-port=0", f"--temp-dir={head.temp_folder}",
+        f"--dashboard-port={port}", "--dashboard-agent-listen-port=0", f"--temp-dir={head.ray_folder}",
         f"--ray-client-server-port={client_port}",  # not to be had without; its default would be taken by one Ray only
         "--no-monitor",  # there is nothing to scale, and it costs 1.3 s at the start
         "--disable-usage-stats",
@@ -113,10 +118,12 @@ def _head_environment(folder: Path, head: Head) -> dict[str, str]:
 def _wait_for_head(folder: Path, head: Head, process: subprocess.Popen[bytes], cluster: Cluster) -> Head:
     import psutil
 
-    temp_folder, reason = Path(head.temp_folder), ""
+    reason = ""
     while time.time() - head.started_at < START_SECONDS:
         if process.poll() is not None:
-            lines = (temp_folder / "head.log").read_text(errors="replace").strip().splitlines()[-15:]
+            lines = (
+                (Path(head.temp_folder) / "head.log").read_text(errors="replace").strip().splitlines()[-15:]
+            )
             raise LocalRayError(
                 "\n".join([f"`ray start` ended with exit code {process.returncode}:", *lines])
             )
@@ -125,7 +132,7 @@ def _wait_for_head(folder: Path, head: Head, process: subprocess.Popen[bytes], c
             if "raylet" in children:  # the last to be started
                 complete = replace(
                     head, address=cluster.address, session_name=cluster.session_name,
-                    gcs_address=(temp_folder / "ray_current_cluster").read_text().strip(),
+                    gcs_address=(head.ray_folder / "ray_current_cluster").read_text().strip(),
                     ray_version=importlib.metadata.version("ray"),
                     pids={"ray start": process.pid, **{name: children[name] for name in ("gcs_server", "raylet")}},
                 )  # fmt: skip
@@ -172,7 +179,7 @@ def _free_ports(count: int) -> list[int]:
 
 def _make_temp_folder() -> Path:
     """A folder for Ray, short enough for its sockets. Raises LocalRayError."""
-    longest = "/vf-12345678/session_2026-11-21_08-30-42_885487_1234567/sockets/plasma_store.12345678"
+    longest = "/vf-12345678/r/session_2026-11-21_08-30-42_885487_1234567/sockets/dash_PlatformEventHead"
     for parent in dict.fromkeys([tempfile.gettempdir(), "/tmp"]):  # noqa: S108 (mkdtemp makes it ours alone)
         if len(os.fsencode(parent + longest)) <= SOCKET_PATH_BYTES and os.access(parent, os.W_OK):
             return Path(tempfile.mkdtemp(prefix="vf-", dir=parent))

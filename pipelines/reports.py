@@ -21,7 +21,7 @@ def verdict_lines(report: dict[str, Any]) -> list[str]:
 
 
 def accuracy_table(report: dict[str, Any]) -> Table:
-    """Accuracies on test in percent, a section for each task, protocol and number of labels a class; 80 columns do."""
+    """Accuracies on test in percent, under a heading for each task, protocol and number of labels; 80 columns do."""
     from rich import box
     from rich.table import Table
     from rich.text import Text
@@ -29,23 +29,24 @@ def accuracy_table(report: dict[str, Any]) -> Table:
     table = Table(
         box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), title=Text(report["title"]), title_justify="left"
     )
-    for name in ("task", "protocol"):
-        table.add_column(name, overflow="fold")
-    table.add_column("labels a class", justify="right", max_width=6)
     table.add_column("method", overflow="fold")
     table.add_column("accuracy %", justify="right", min_width=8)
-    table.add_column("95 % interval", justify="right", no_wrap=True)
+    table.add_column("95 % interval", justify="right", min_width=10)
     for name in ("draws", "images"):
         table.add_column(name, justify="right", no_wrap=True)
     table.add_column("artifact", no_wrap=True)
-    before: tuple[str, ...] | None = None
+    before = ""
     for line in report["accuracies"]:
-        heading = (line["task"], line["protocol"], str(line["labels_per_class"] or "all"))
-        if before not in (None, heading):
+        heading = f"{line['task']}, {line['protocol']}, {_labels(line)}"
+        if heading != before:
             table.add_section()
+            table.add_row(Text(heading, style="bold"))
         interval = f"{100 * line['low']:.1f}–{100 * line['high']:.1f}"
         counts = (f"{100 * line['accuracy']:.1f}", interval, str(line["draws"]), str(line["num_images"]))
-        shown = ("", "", "") if heading == before else heading
-        table.add_row(*map(Text, (*shown, line["method"], *counts, line["artifact"][:8])))
+        table.add_row(*map(Text, (f"  {line['method']}", *counts, line["artifact"][:8])))
         before = heading
     return table
+
+
+def _labels(line: dict[str, Any]) -> str:
+    return "all labels" if line["labels_per_class"] is None else f"{line['labels_per_class']} a class"

@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+
 from pipelines.spec import Finetune, Labels, ModelSize
 from pipelines.store import Attempt, Manifest, now, open_store
 from ray_jobs import finetune, rows, shards
@@ -48,8 +49,8 @@ def dataset(tmp_path) -> Path:
 
 def configuration(**fields: object) -> Finetune:
     base = {
-        "job": "finetune", "data": "halves", "model": SIZE, "resolution": 8, "learning_rates": (1e-4, 1e-2), "steps": 20,
-        "batch_size": 8, "labels": Labels(per_class=4, draws=2, folds=2),
+        "job": "finetune", "data": "halves", "model": SIZE, "resolution": 8, "learning_rates": (1e-4, 1e-2),
+        "steps": 20, "batch_size": 8, "labels": Labels(per_class=4, draws=2, folds=2),
     }  # fmt: skip
     return Finetune.model_validate(base | fields)
 
@@ -123,8 +124,10 @@ def test_a_backbone_keeps_its_encoder_and_loses_its_head(dataset, tmp_path):
 
 def save_backbone(folder: Path) -> None:
     config = configuration()
-    info = shards.DatasetInfo(name="other", class_names=tuple("abcde"), splits={"train": 0, "dev": 0, "test": 0},
-                              image=shards.ImageSize(height=8, width=8, channels=1), shards=(), content_digest="other")  # fmt: skip
+    info = shards.DatasetInfo(
+        name="other", class_names=tuple("abcde"), image=shards.ImageSize(height=8, width=8, channels=1),
+        splits={"train": 0, "dev": 0, "test": 0}, shards=(), content_digest="other",
+    )  # fmt: skip
     contract = finetune.model_contract(SIZE, 8, info)
     assert contract.architecture == ViTConfig(image_size=8, patch_size=4, in_channels=1, width=16, depth=1,
                                               num_heads=2, mlp_dim=64, num_classes=5)  # fmt: skip

@@ -1,12 +1,14 @@
 """The optimizer against independent arithmetic: the schedule's shape, what is decayed, what float32 weights are for."""
 
+import itertools
 import math
 
 import pytest
 import torch
+from torch import nn
+
 from pipelines.spec import Optimizer
 from ray_jobs import optim
-from torch import nn
 from vit_model.config import ViTConfig
 from vit_model.model import ViT
 
@@ -22,7 +24,7 @@ def test_rate_rises_linearly_to_the_base_then_falls_towards_zero(schedule):
     rates = [optim.learning_rate(step, 200, 0.5, optimizer) for step in range(201)]
     assert rates[:21] == pytest.approx([0.5 * step / 20 for step in range(21)])
     assert max(rates) == rates[20] == 0.5
-    assert all(later < earlier for earlier, later in zip(rates[20:], rates[21:], strict=False))
+    assert all(later < earlier for earlier, later in itertools.pairwise(rates[20:]))
     assert rates[110] == pytest.approx(0.25)  # both decays are at a half in their middle
     assert rates[200] == pytest.approx(0.0, abs=1e-12)
 
@@ -112,5 +114,5 @@ def test_deepspeed_shares_the_batch_among_the_workers():
         == config["train_batch_size"]
         == 96
     )
-    with pytest.raises(ValueError, match="batch_size 6 is not a multiple of the 4 workers.*1, 2, 3, 6"):
+    with pytest.raises(ValueError, match=r"batch_size 6 is not a multiple of the 4 workers.*1, 2, 3, 6"):
         optim.deepspeed_config(batch_size=6, world=4, zero_stage=1, dtype="float32", optimizer=Optimizer())

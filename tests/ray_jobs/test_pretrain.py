@@ -9,9 +9,10 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing
+from torch.nn import functional
+
 from pipelines.spec import ModelSize, Optimizer, Pretrain
 from ray_jobs import loader, optim, pretrain, shards
-from torch.nn import functional
 from vit_model.model import ViT
 from vit_model.preprocessing import normalise
 from vit_model.weights import load_model

@@ -1,0 +1,57 @@
+"""Every test has a home of its own; those marked `ray` share one real Ray, which is gone when they are done."""
+
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+TINY = Path(__file__).parent / "tiny.yaml"
+Vitflow = Callable[..., subprocess.CompletedProcess[str]]
+
+
+@pytest.fixture(scope="session", autouse=True)
+def home() -> Iterator[Path]:
+    """An empty home for the whole session: no test sees or leaves anything in the user's own."""
+    # short: paths of Ray's sockets in it must stay below 108 bytes
+    folder = Path(tempfile.mkdtemp(prefix="vft-"))
+    patch = pytest.MonkeyPatch()
+    for name in (
+        "RAY_ADDRESS",
+        "RAY_API_SERVER_ADDRESS",
+        "RAY_AUTH_MODE",
+        "RAY_AUTH_TOKEN_PATH",
+        "VITFLOW_STORE",
+    ):
+        patch.delenv(name, raising=False)
+    patch.setenv("HOME", str(folder))
+    patch.setenv("XDG_CACHE_HOME", str(folder / ".cache"))
+    patch.setenv("VITFLOW_RAY_DIR", str(folder / "ray"))
+    patch.setenv("VITFLOW_RAY_IDLE_SECONDS", "60")
+    patch.setenv("COLUMNS", "160")
+    yield folder
+    if (folder / "ray").exists():
+        from pipelines.local_ray import shut_down
+
+        assert shut_down(), "a test left somebody who uses the local Ray"
+    patch.undo()
+    shutil.rmtree(folder)
+
+
+@pytest.fixture
+def vitflow() -> Vitflow:
+    """Run the command line in a process of its own; `check` is the exit code that is expected."""
+
+    def run(*arguments: str | Path, check: int = 0, **environment: str) -> subprocess.CompletedProcess[str]:
+        done = subprocess.run(
+            [sys.executable, "-m", "pipelines", *map(str, arguments)],
+            env=os.environ | environment, capture_output=True, text=True, timeout=400,
+        )  # fmt: skip
+        assert done.returncode == check, f"exit code {done.returncode}\n{done.stdout}\n{done.stderr}"
+        return done
+
+    return run

@@ -1,0 +1,53 @@
+"""What a wrong request gets: one message that says what would be right, exit code 2, and nothing started."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+TINY = Path(__file__).parent.parent / "tiny.yaml"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["run", "nowhere.yaml"], "nowhere.yaml: no such file"),
+        (["run", "quikstart"], "did you mean 'quickstart'"),
+        (["run", TINY, "--set", "pretrain.stepz=3"], "did you mean 'steps'"),
+        (["run", TINY, "--only", "pretran"], "did you mean 'pretrain'"),
+        (["run", TINY, "--force", "prob"], "did you mean 'probe'"),
+        (["run", TINY, "--store", "s3://bucket/x"], "local folders"),
+        (["run", TINY, "--store", "/dev/null/x"], "can't write"),
+        (["run", TINY, "--store", "/dev/full"], "can't write"),
+        (["plan", TINY, "--set", "pretrain.resolution=9"], "8 or 12 would be"),
+        (["status", "--store", "nowhere"], "is not a store"),
+        (["predict", "abc", "x.png", "--store", "nowhere"], "is not a store"),
+        (["init", "x.yaml", "--images", "nowhere"], "nowhere is not a folder"),
+        (["runn"], "No such command"),
+    ],
+)
+def test_wrong_requests(vitflow, tmp_path: Path, arguments: list[str], message: str, monkeypatch) -> None:  # type: ignore[no-untyped-def]
+    monkeypatch.chdir(tmp_path)
+    done = vitflow(*arguments, check=2)
+    assert message in done.stdout + done.stderr
+    assert "Traceback" not in done.stderr
+    assert not list(tmp_path.glob("*/runs")), "no run was begun"
+
+
+def test_plan_of_an_empty_store_changes_nothing_but_makes_the_store(vitflow, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+    rows = json.loads(vitflow("plan", TINY, "--store", tmp_path / "s", "--json").stdout)
+    states = {row["stage"]: row["state"] for row in rows}
+    expected = dict.fromkeys(("pretrain", "pixels", "finetune", "probe", "report"), "pending")
+    assert states == {"digits": "run"} | expected
+    assert [path.name for path in (tmp_path / "s").iterdir()] == ["store.json"]
+
+
+def test_schema_is_a_json_schema_that_knows_the_jobs(vitflow) -> None:  # type: ignore[no-untyped-def]
+    schema = json.loads(vitflow("schema").stdout)
+    assert {"Ingest", "Pretrain", "Finetune", "Evaluate", "Baselines", "Report"} <= set(schema["$defs"])
+
+
+def test_starting_imports_neither_torch_nor_ray(vitflow, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+    done = vitflow("plan", TINY, "--store", tmp_path / "s", PYTHONPROFILEIMPORTTIME="1")
+    imported = {line.rsplit("|", 1)[-1].strip() for line in done.stderr.splitlines()}
+    assert not imported & {"torch", "ray", "numpy", "pyarrow", "deepspeed", "matplotlib"}

@@ -1,0 +1,181 @@
+"""The shared local Ray and its keeper: shared, closed to strangers, adopted, replaced when dead, and gone when idle."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import stat
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from pipelines import local_ray, ray_head
+from pipelines.local_ray import LocalConnection, LocalRayError, hold, shut_down
+from pipelines.ray_head import Head, processes_of, read_head
+
+pytestmark = pytest.mark.ray
+IDLE_SECONDS = 3.0
+SHOW = "from pipelines.local_ray import hold\nwith hold() as ray: print(ray.session_name)"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A state folder of our own, by the environment, as for processes that are started."""
+    home = tmp_path_factory.mktemp("home")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("HOME", str(home))
+        patch.setenv("VITFLOW_RAY_DIR", str(home / "ray"))
+        patch.setenv("VITFLOW_RAY_IDLE_SECONDS", str(IDLE_SECONDS))
+        yield home / "ray"
+        assert shut_down()
+
+
+def present(folder: Path) -> Head:
+    head = read_head(folder)
+    assert head is not None
+    return head
+
+
+def until(done: Callable[[], bool], seconds: float = 20.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not done():
+        assert time.monotonic() < deadline, "waited in vain"
+        time.sleep(0.05)
+
+
+def keeper(folder: Path) -> int:
+    return int((folder / "keeper.lock").read_text())
+
+
+def gone(head: Head) -> bool:
+    return not processes_of(head) and not Path(head.temp_folder).exists()
+
+
+def open_files_of_nobody(head: Head) -> bool:
+    """Told without the module's own idea of what belongs to a Ray."""
+    for process in psutil.process_iter():
+        try:
+            if any(file.path.startswith(head.temp_folder) for file in process.open_files()):
+                return False
+        except psutil.Error:
+            continue
+    return True
+
+
+def test_two_that_start_at_once_get_one_head(folder: Path) -> None:
+    started = [
+        subprocess.Popen([sys.executable, "-c", SHOW], stdout=subprocess.PIPE, text=True) for _ in range(2)
+    ]
+    sessions = {process.communicate(timeout=90)[0].strip() for process in started}
+    assert len(sessions) == 1
+    with hold() as ray:
+        assert {ray.session_name} == sessions
+        assert present(folder).address == ray.address
+    assert stat.S_IMODE((folder / "token").stat().st_mode) == 0o600
+    assert stat.S_IMODE(Path(present(folder).temp_folder).stat().st_mode) == 0o700
+
+
+def test_it_runs_as_many_cpus_as_there_are_and_uses_no_port_of_a_common_ray(folder: Path) -> None:
+    with hold() as ray:
+        listening = [
+            connection.laddr.port
+            for process in processes_of(present(folder))
+            for connection in process.net_connections("inet")
+            if connection.status == psutil.CONN_LISTEN
+        ]
+        assert listening
+        assert not set(listening) & {6379, 8265, 8266, 10001, 52365}
+        code = "import os, ray; ray.init(); assert ray.cluster_resources()['CPU'] == os.cpu_count()"
+        environment = {**os.environ, **ray.environment, "RAY_ADDRESS": present(folder).gcs_address}
+        subprocess.run([sys.executable, "-c", code], env=environment, check=True, timeout=60)
+
+
+def test_it_is_not_ended_while_it_is_used(folder: Path) -> None:
+    with hold() as ray:
+        time.sleep(IDLE_SECONDS + 2.0)
+        assert not shut_down()
+        assert ray.cluster().session_name == ray.session_name
+        assert ray.ensure_head() is ray
+
+
+def test_a_killed_keepers_ray_is_adopted(folder: Path) -> None:
+    with hold() as ray:
+        first = keeper(folder)
+        os.kill(first, signal.SIGKILL)
+        until(lambda: not local_ray._locked(folder / "keeper.lock"))
+        ray.ensure_keeper()
+        assert keeper(folder) != first
+        assert ray.cluster().session_name == ray.session_name
+        assert ray.ensure_head() is ray
+        second = keeper(folder)
+        os.kill(second, signal.SIGKILL)
+        until(lambda: not local_ray._locked(folder / "keeper.lock"))
+    with hold() as again:
+        assert again == ray
+        assert keeper(folder) != second
+
+
+@pytest.mark.parametrize("victim", ["ray start", "gcs_server", "raylet"])
+def test_a_dead_head_is_replaced_and_leaves_no_orphan(folder: Path, victim: str) -> None:
+    said: list[str] = []
+    with LocalConnection(said.append) as connection:
+        before = connection.cluster()
+        dead = present(folder)
+        before.submit(f"sleeper of {victim}", "exec sleep 600", {}, {})
+        until(lambda: (job := before.job(f"sleeper of {victim}")) is not None and job.status == "RUNNING")
+        os.kill(dead.pids[victim], signal.SIGKILL)
+        after = connection.cluster()
+        assert after.session_name == present(folder).session_name != dead.session_name
+        assert after.job(f"sleeper of {victim}") is None
+        assert said == ["the local Ray has died; a new one is started"]
+        assert gone(dead)
+        assert open_files_of_nobody(dead)
+
+
+def test_unused_it_ends_with_its_jobs_and_leaves_nothing(folder: Path) -> None:
+    with hold() as ray:
+        head, its_keeper = present(folder), keeper(folder)
+        ray.cluster().submit("endless", "exec sleep 600", {}, {})
+        until(lambda: (job := ray.cluster().job("endless")) is not None and job.status == "RUNNING")
+        sleepers = [process for process in processes_of(head) if process.cmdline() == ["sleep", "600"]]
+        assert sleepers
+        assert len(processes_of(head)) > 10
+    released = time.monotonic()
+    until(lambda: not psutil.pid_exists(its_keeper), IDLE_SECONDS + 20.0)
+    assert time.monotonic() - released > IDLE_SECONDS
+    assert gone(head)
+    assert open_files_of_nobody(head)
+    assert not any(process.is_running() for process in sleepers)
+    assert read_head(folder) is None
+
+
+def test_a_failed_start_says_why(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RAY_object_spilling_config", "not json")
+    before = set(Path("/tmp").glob("vf-*"))
+    with pytest.raises(LocalRayError, match=r"(?s)exit code 1.*JSONDecodeError"), hold():
+        pass
+    assert read_head(folder) is None
+    until(lambda: not local_ray._locked(folder / "keeper.lock"), 2.0)
+    assert set(Path("/tmp").glob("vf-*")) <= before
+
+
+def test_a_start_that_fails_halfway_leaves_nothing(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`ray start` leaves its gcs_server behind when the dashboard's port is taken."""
+    records: list[Head] = []
+    write = ray_head.write_head
+    monkeypatch.setattr(ray_head, "write_head", lambda at, head: (records.append(head), write(at, head)))
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        monkeypatch.setattr(ray_head, "_free_ports", lambda count: [taken.getsockname()[1], 10099])
+        with pytest.raises(LocalRayError, match=r"(?s)exit code 1.*already occupied"):
+            ray_head.start_head(folder)
+    assert gone(records[0])
+    assert open_files_of_nobody(records[0])
+    assert read_head(folder) is None
