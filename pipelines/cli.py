@@ -22,8 +22,12 @@ if TYPE_CHECKING:
     from pipelines.plan import PlannedStage
     from pipelines.spec import Pipeline
 
-app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False,
-                  help="Vision Transformers on Ray: image archives to reports, as a reproducible DAG.")  # fmt: skip
+app = typer.Typer(
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    help="Vision Transformers on Ray: image archives to reports, as a reproducible DAG.",
+)
 report_app = typer.Typer(no_args_is_help=True, help="Reports of finished runs.")
 app.add_typer(report_app, name="report")
 console = Console()
@@ -84,8 +88,13 @@ def run(
     _drive(opened, loaded, names, tuple(only or ()) or tuple(loaded.stages), forced)
 
 
-def _drive(store: Store, pipeline: Pipeline, names: tuple[str, ...], targets: tuple[str, ...],
-           forced: tuple[str, ...]) -> None:  # fmt: skip
+def _drive(
+    store: Store,
+    pipeline: Pipeline,
+    names: tuple[str, ...],
+    targets: tuple[str, ...],
+    forced: tuple[str, ...],
+) -> None:
     """Run what is to be run, with the shared local Ray."""
     from pipelines import plan as planning
     from pipelines import runner
@@ -108,8 +117,11 @@ def _drive(store: Store, pipeline: Pipeline, names: tuple[str, ...], targets: tu
         return
     failed = [name for name, state in status.items() if state == "FAILED"]
     if failed:
-        errors.print(f"failed: {', '.join(failed)}; `vitflow logs {started.id} {failed[0]}` shows all it said",
-                     highlight=False, soft_wrap=True)  # fmt: skip
+        errors.print(
+            f"failed: {', '.join(failed)}; `vitflow logs {started.id} {failed[0]}` shows all it said",
+            highlight=False,
+            soft_wrap=True,
+        )
     raise typer.Exit(1)
 
 
@@ -138,20 +150,29 @@ def plan(
 
     loaded, names, _ = _requested(pipeline, only, None, changes)
     opened = _open(store)
-    rows = [{"stage": stage.name, "job": stage.config.job, "state": stage.state, "key": stage.key,
-             "why": planning.reason(opened, stage), "notes": list(planning.notes(opened, stage))}
-            for stage in planning.plan_pipeline(opened, loaded, names)]  # fmt: skip
+    rows = [
+        {
+            "stage": stage.name,
+            "job": stage.config.job,
+            "state": stage.state,
+            "key": stage.key,
+            "why": planning.reason(opened, stage),
+            "notes": list(planning.notes(opened, stage)),
+        }
+        for stage in planning.plan_pipeline(opened, loaded, names)
+    ]
     if as_json:
         _print_json(rows)
         return
     _print_table(rows, ("stage", "job", "state", "key", "why"))
     for row in rows:
-        for note in row["notes"]:
+        for note in row["notes"] or ():
             console.print(f"[yellow]note:[/] {_plain(note)}", highlight=False, soft_wrap=True)
 
 
-def _requested(pipeline: str, only: list[str] | None, force: list[str] | None,
-               changes: list[str] | None) -> tuple[Pipeline, tuple[str, ...], tuple[str, ...]]:  # fmt: skip
+def _requested(
+    pipeline: str, only: list[str] | None, force: list[str] | None, changes: list[str] | None
+) -> tuple[Pipeline, tuple[str, ...], tuple[str, ...]]:
     """The pipeline, the names of the stages that are wanted in running order, and of those that are forced."""
     from pipelines.spec import load_pipeline, nearest
 
@@ -209,15 +230,27 @@ def list_(
         found = [run_status(opened, run) for run in runs(opened)]
         rows = [{"run": row["run"], "status": row["status"], "created": row["created"][:19]} for row in found]
     elif kind in kinds:
-        rows = [{"key": manifest.key, "stage": manifest.stage, "job": manifest.job, "run": manifest.run,
-                 "finished": manifest.finished[:19], "metrics": manifest.metrics}
-                for manifest in all_manifests(opened) if manifest.kind == kinds[kind]]  # fmt: skip
+        rows = [
+            {
+                "key": manifest.key,
+                "stage": manifest.stage,
+                "job": manifest.job,
+                "run": manifest.run,
+                "finished": manifest.finished[:19],
+                "metrics": manifest.metrics,
+            }
+            for manifest in all_manifests(opened)
+            if manifest.kind == kinds[kind]
+        ]
     else:
         raise RecipeError(f"--kind {kind}: no such kind{nearest(kind, ['runs', *kinds])}")
     if as_json:
         _print_json(rows)
     else:
-        _print_table(rows, ("run", "status", "created") if kind == "runs" else ("key", "stage", "job", "finished", "run"))
+        _print_table(
+            rows,
+            ("run", "status", "created") if kind == "runs" else ("key", "stage", "job", "finished", "run"),
+        )
 
 
 @app.command()
@@ -313,9 +346,17 @@ def report_list(store: StoreOption = DEFAULT_STORE, as_json: JsonOption = False)
     from pipelines.store import all_manifests
 
     opened = _open(store, create=False)
-    rows = [{"key": manifest.key[:12], "run": manifest.run, "finished": manifest.finished[:19],
-             "title": manifest.config["title"], "page": str(opened.local(manifest.folder) / "report.html")}
-            for manifest in all_manifests(opened) if manifest.kind == "report"]  # fmt: skip
+    rows = [
+        {
+            "key": manifest.key[:12],
+            "run": manifest.run,
+            "finished": manifest.finished[:19],
+            "title": manifest.config["title"],
+            "page": str(opened.local(manifest.folder) / "report.html"),
+        }
+        for manifest in all_manifests(opened)
+        if manifest.kind == "report"
+    ]
     if as_json:
         _print_json(rows)
     else:

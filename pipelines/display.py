@@ -16,12 +16,22 @@ from rich.table import Table
 
 PROGRESS = "progress "  # what a stage's progress lines begin with, see ray_jobs/progress.py
 PLAIN_SECONDS = 10.0  # without a terminal, a stage's progress is printed this often
-COLOURS = {"CACHED": "dim", "SUCCEEDED": "green", "RUNNING": "cyan", "FAILED": "red", "LOST": "yellow",
-           "STOPPED": "yellow", "SKIPPED": "yellow", "WAITING": "yellow"}  # fmt: skip
+COLOURS = {
+    "CACHED": "dim",
+    "SUCCEEDED": "green",
+    "RUNNING": "cyan",
+    "FAILED": "red",
+    "LOST": "yellow",
+    "STOPPED": "yellow",
+    "SKIPPED": "yellow",
+    "WAITING": "yellow",
+}
 
 _ANSI = re.compile(r"\x1b\[[0-9;]*m")
 _WORKER = re.compile(r"^\(.*?pid=\d+[^)]*\)\s?")  # Ray's prefix of lines that come from its workers
-_CHATTER = re.compile(r"^(\S+ \S+\s+INFO job_manager\.py|Running entrypoint for job |.*INFO worker\.py)")  # Ray's own
+_CHATTER = re.compile(
+    r"^(\S+ \S+\s+INFO job_manager\.py|Running entrypoint for job |.*INFO worker\.py)"
+)  # Ray's own
 _STEP = re.compile(r"(\d+)/(\d+)")
 
 

@@ -71,9 +71,10 @@ def identity_fields(config: Frozen) -> dict[str, Any]:
 def execution_fields(config: AnyStage) -> dict[str, Any]:
     """The fields that only say where and how fast."""
     marked = {
-        name for name, info in type(config).model_fields.items()
+        name
+        for name, info in type(config).model_fields.items()
         if isinstance(info.json_schema_extra, dict) and info.json_schema_extra.get("execution")
-    }  # fmt: skip
+    }
     return config.model_dump(mode="json", include=marked)
 
 
@@ -86,10 +87,17 @@ def stage_key(config: AnyStage, inputs: Mapping[str, Any], source: str | None) -
         source: the fingerprint of an ingest's source, else None.
     """
     assert (source is not None) == isinstance(config, Ingest)
-    return sha256(canonical_json({
-        "job": config.job, "version": config.VERSION, "fields": identity_fields(config), "inputs": dict(inputs),
-        "source": source,
-    }))  # fmt: skip
+    return sha256(
+        canonical_json(
+            {
+                "job": config.job,
+                "version": config.VERSION,
+                "fields": identity_fields(config),
+                "inputs": dict(inputs),
+                "source": source,
+            }
+        )
+    )
 
 
 def successor_key(key: str, nonce: str) -> str:
@@ -163,8 +171,14 @@ def _write_digest_cache(digests: dict[str, str]) -> None:
 @cache
 def code_digest(job: str) -> str:
     """sha256 over the files that `ray_jobs.<job>` imports from this project, itself included, at any depth."""
-    return sha256(canonical_json([[name, hashlib.sha256(PROJECT.joinpath(name).read_bytes()).hexdigest()]
-                                  for name in import_closure(job)]))  # fmt: skip
+    return sha256(
+        canonical_json(
+            [
+                [name, hashlib.sha256(PROJECT.joinpath(name).read_bytes()).hexdigest()]
+                for name in import_closure(job)
+            ]
+        )
+    )
 
 
 def import_closure(job: str) -> list[str]:

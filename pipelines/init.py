@@ -10,7 +10,7 @@ import os
 import re
 import shutil
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -66,21 +66,29 @@ def write_recipe(file: Path, images: Path, console: Console) -> None:
         listing = folder.scan(images.expanduser())
     except ValueError as error:
         raise RecipeError(str(error)) from None
-    say = lambda text: console.print(escape(text), highlight=False, soft_wrap=True)  # noqa: E731
+
+    def say(text: str) -> None:
+        console.print(escape(text), highlight=False, soft_wrap=True)
+
     side = _typical_side(listing)
     say(f"found {_found(listing)}")
     gpus = _gpus()
+    machine = f"{gpus} GPU(s)" if gpus else f"{os.cpu_count()} CPU cores"
     choice = _choose(side, len(listing.entries), gpus)
     size = choice.model
-    say(f"images are about {side} pixels a side; chose resolution {choice.resolution}, patches of {size.patch_size}, "
-        f"width {size.width}, depth {size.depth}, for {f'{gpus} GPU(s)' if gpus else f'{os.cpu_count()} CPU cores'}")  # fmt: skip
+    say(
+        f"images are about {side} pixels a side; chose resolution {choice.resolution}, patches of {size.patch_size}, "
+        f"width {size.width}, depth {size.depth}, for {machine}"
+    )
     _warn_of_small_sets(listing, say)
-    rate = _images_per_second(choice, gpus)
+    rate = _images_per_second(choice)
     parallel = gpus or max(1, os.cpu_count() or 1)
     trainings = -(-len(LEARNING_RATES) // parallel) + 1  # the sweep side by side, then the refit
     minutes = trainings * choice.steps * choice.batch_size / rate / 60 + 1
-    say(f"one training sees {choice.steps * choice.batch_size:,} images, measured at {rate:,.0f} images/s here: "
-        f"about {minutes:.0f} minutes in all")  # fmt: skip
+    say(
+        f"one training sees {choice.steps * choice.batch_size:,} images, measured at {rate:,.0f} images/s here: "
+        f"about {minutes:.0f} minutes in all"
+    )
     file.write_text(_recipe(file, images, listing, choice), encoding="utf-8")
     load_pipeline(str(file))  # what is written must be right
     say(f"wrote {file}; next: vitflow run {file}")
@@ -115,7 +123,7 @@ def _gpus() -> int:
     """How many GPUs this machine has, without importing torch."""
     if shutil.which("nvidia-smi") is None:
         return 0
-    return len([name for name in os.listdir("/dev") if re.fullmatch(r"nvidia\d+", name)])
+    return len([path for path in Path("/dev").iterdir() if re.fullmatch(r"nvidia\d+", path.name)])
 
 
 def _choose(side: int, images: int, gpus: int) -> Choice:
@@ -127,18 +135,19 @@ def _choose(side: int, images: int, gpus: int) -> Choice:
     return Choice(resolution, model, batch_size, max(100, passes // batch_size))
 
 
-def _warn_of_small_sets(listing: Listing, say: object) -> None:
-    assert callable(say)
+def _warn_of_small_sets(listing: Listing, say: Callable[[str], None]) -> None:
     if len(listing.entries) < FEW_IMAGES:
-        say(f"{len(listing.entries)} images are few: a ViT trained from scratch on them will be weak, often no better "
-            "than the pixel baselines that the report puts beside it")  # fmt: skip
+        say(
+            f"{len(listing.entries)} images are few: a ViT trained from scratch on them will be weak, often no better "
+            "than the pixel baselines that the report puts beside it"
+        )
 
 
-def _images_per_second(choice: Choice, gpus: int) -> float:
+def _images_per_second(choice: Choice) -> float:
     """The speed of a training step here, measured on one GPU or one core."""
-    from ray_jobs.finetune import measure_speed
+    from ray_jobs.speed import images_per_second
 
-    return measure_speed(choice.model, choice.resolution, choice.batch_size, use_gpu=gpus > 0)
+    return images_per_second(choice.model, choice.resolution, choice.batch_size)
 
 
 def _shots(listing: Listing) -> Sequence[int]:
@@ -151,7 +160,7 @@ def _shots(listing: Listing) -> Sequence[int]:
 
 def _recipe(file: Path, images: Path, listing: Listing, choice: Choice) -> str:
     name = re.sub(r"[^a-z0-9_-]+", "-", file.stem.lower()).strip("-_0123456789") or "mine"
-    size = choice.model
+    size, root = choice.model, images.expanduser().resolve()
     return f"""\
 # Written by `vitflow init` for {len(listing.entries)} images of {len(listing.class_names)} classes. Edit it freely.
 #   vitflow run {file}
@@ -161,7 +170,7 @@ description: A ViT trained on {json.dumps(images.name)}, beside baselines on pix
 stages:
   images:
     job: ingest
-    source: {{kind: folder, root: {json.dumps(str(images.expanduser().resolve()))}}}
+    source: {{kind: folder, name: {json.dumps(root.name)}, root: {json.dumps(str(root))}}}
 
   # A sweep over learning rates: dev chooses, train + dev are used for the last training, test is scored once.
   vit:

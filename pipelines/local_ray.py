@@ -39,11 +39,14 @@ from pipelines.ray_head import (
     START_SECONDS,
     Head,
     LocalRayError,
+    client_environment,
     end_head,
     python_path,
     read_head,
     start_head,
 )
+
+__all__ = ["LocalConnection", "LocalRay", "LocalRayError", "connect_running", "hold", "shut_down"]
 
 ENSURE_SECONDS = START_SECONDS + 30.0  # a dead head is cleared away before the next is started
 POLL_SECONDS = 0.5  # of the keeper
@@ -62,7 +65,7 @@ class LocalRay:
     @property
     def environment(self) -> dict[str, str]:
         """For a process that is to talk to this Ray by Ray's own means."""
-        return {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(self.token_path)}
+        return client_environment(self.token_path)
 
     def cluster(self) -> Cluster:
         """A client of its jobs."""
@@ -102,7 +105,6 @@ class LocalConnection:
         """A client of the local Ray, a new one when the old has died. Raises LocalRayError."""
         if self.ray is None:
             self.ray = self.held.enter_context(hold())
-            self.client = None
         elif (present := self.ray.ensure_head()) is not self.ray:
             if present.session_name != self.ray.session_name:
                 self.say("the local Ray has died; a new one is started")
@@ -180,9 +182,8 @@ def state_folder() -> Path:
     import platformdirs
 
     identity = "\n".join([_LAYOUT, socket.gethostname(), sys.prefix, str(PROJECT)])
-    return (
-        platformdirs.user_cache_path("vitflow") / "ray" / hashlib.sha256(identity.encode()).hexdigest()[:12]
-    )
+    name = hashlib.sha256(identity.encode()).hexdigest()[:12]
+    return platformdirs.user_cache_path("vitflow") / "ray" / name
 
 
 def _make_folder(folder: Path) -> Path:

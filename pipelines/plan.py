@@ -112,8 +112,8 @@ def notes(store: Store, stage: PlannedStage) -> Iterator[str]:
     for field, references in (stage.inputs or {}).items():
         for now, then in zip(references, stage.manifest.inputs.get(field, []), strict=False):
             if now.manifest_sha256 != then.manifest_sha256 and now.key != then.key:
-                yield (f"{stage.name}: {field} was made again ({then.key[:12]} -> {now.key[:12]}) with the same content, "
-                       "so this stands")  # fmt: skip
+                keys = f"{then.key[:12]} -> {now.key[:12]}"
+                yield f"{stage.name}: {field} was made again ({keys}) with the same content, so this stands"
 
 
 def reason(store: Store, stage: PlannedStage) -> str:
@@ -122,8 +122,11 @@ def reason(store: Store, stage: PlannedStage) -> str:
         return "waits for its inputs"
     if stage.manifest is not None:
         return f"made {stage.manifest.finished[:16].replace('T', ' ')} by {stage.manifest.run}"
-    before = [manifest for manifest in all_manifests(store) if manifest.job == stage.config.job
-              and manifest.stage == stage.name]  # fmt: skip
+    before = [
+        manifest
+        for manifest in all_manifests(store)
+        if manifest.job == stage.config.job and manifest.stage == stage.name
+    ]
     if not before:
         return "never made"
     return "; ".join(_differences(before[-1], stage)) or "replaced"

@@ -47,7 +47,6 @@ _QUIET = {
     "RAY_TRAIN_ENABLE_PREEMPTION_WATCHER": "0",
     "TUNE_DISABLE_AUTO_CALLBACK_LOGGERS": "1",
     "RAY_prestart_worker_first_driver": "0",  # such workers lack a job's runtime_env and serve no job of ours
-    "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",  # a Ray of one machine lives at 127.0.0.1: networks come and go
 }
 
 
@@ -99,7 +98,7 @@ def start_head(folder: Path) -> Head:
 
 def _ray_start(head: Head, port: int, client_port: int) -> list[str]:
     return [
-        sys.executable, "-m", "ray.scripts.scripts", "start", "--head", "--block", "--port=0",
+        sys.executable, "-m", "ray.scripts.scripts", "start", "--head", "--block", "--log-color=false", "--port=0",
         "--node-ip-address=127.0.0.1", "--include-dashboard=true", "--dashboard-host=127.0.0.1",
         f"--dashboard-port={port}", "--dashboard-agent-listen-port=0", f"--temp-dir={head.ray_folder}",
         f"--ray-client-server-port={client_port}",  # not to be had without; its default would be taken by one Ray only
@@ -110,8 +109,9 @@ def _ray_start(head: Head, port: int, client_port: int) -> list[str]:
 
 def _head_environment(folder: Path, head: Head) -> dict[str, str]:
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
-    own = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(folder / "token"), MARK: head.instance,
-           "PATH": path, "PYTHONPATH": python_path()}  # fmt: skip
+    own = {MARK: head.instance, "PATH": path, "PYTHONPATH": python_path()} | client_environment(
+        folder / "token"
+    )
     return {name: value for name, value in os.environ.items() if name not in PRIVATE} | _QUIET | own
 
 
@@ -142,6 +142,16 @@ def _wait_for_head(folder: Path, head: Head, process: subprocess.Popen[bytes], c
             reason = str(error)
         time.sleep(0.05)
     raise LocalRayError(f"`ray start` did not come up in {START_SECONDS:.0f} s: {reason}")
+
+
+def client_environment(token_path: Path) -> dict[str, str]:
+    """What a process needs that is to talk to a local Ray by Ray's own means; Ray's own processes need it as well.
+
+    The last one is named for other systems, and means: at 127.0.0.1, where a change of network does not matter and no
+    neighbour can knock. Without it Ray takes the address of the host, whatever it is told.
+    """
+    return {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(token_path),
+            "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}  # fmt: skip
 
 
 def python_path() -> str:

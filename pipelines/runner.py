@@ -139,8 +139,11 @@ def run_pipeline(store: Store, run: Run, connection: Connection, display: Displa
         raise
     finally:
         driver.end_logs()
-    outcome = "SUCCEEDED" if set(driver.status.values()) <= {"CACHED", "SUCCEEDED"} else (
-        "STOPPED" if "STOPPED" in driver.status.values() else "FAILED")  # fmt: skip
+    outcome = (
+        "SUCCEEDED"
+        if set(driver.status.values()) <= {"CACHED", "SUCCEEDED"}
+        else ("STOPPED" if "STOPPED" in driver.status.values() else "FAILED")
+    )
     add_event(store, run.id, "finished", status=outcome)
     return driver.status
 
@@ -194,8 +197,14 @@ class Driver:
             planned = plan.plan_stage(self.store, name, config, self.committed)
             if name in self.run.force:
                 key = plan.force_stage(self.store, planned, self.run.force[name], self.run.id)
-                planned = PlannedStage(name, config, key, read_manifest(self.store, config.job, key),
-                                       planned.inputs, planned.source)  # fmt: skip
+                planned = PlannedStage(
+                    name,
+                    config,
+                    key,
+                    read_manifest(self.store, config.job, key),
+                    planned.inputs,
+                    planned.source,
+                )
             if planned.manifest is not None:
                 self._commit(planned.manifest, name, "CACHED")
             else:
@@ -282,13 +291,23 @@ class Driver:
         assert planned.key is not None and planned.inputs is not None
         number = 1 if before is None else before.number + 1
         wanted = Attempt(
-            job=planned.config.job, key=planned.key, number=number, stage=planned.name, run=self.run.id,
-            nonce=secrets.token_hex(16), store_id=self.store.id, store_uri=self.store.uri,
+            job=planned.config.job,
+            key=planned.key,
+            number=number,
+            stage=planned.name,
+            run=self.run.id,
+            nonce=secrets.token_hex(16),
+            store_id=self.store.id,
+            store_uri=self.store.uri,
             submission_id=f"{planned.config.job}-{planned.key[:12]}-{self.store.id[:8]}-{number}",
-            cluster_address=cluster.address, cluster_session=cluster.session_name,
-            config=planned.config.model_dump(mode="json"), inputs=planned.inputs, source=planned.source,
-            code_digest=identity.code_digest(planned.config.job), created=now(),
-        )  # fmt: skip
+            cluster_address=cluster.address,
+            cluster_session=cluster.session_name,
+            config=planned.config.model_dump(mode="json"),
+            inputs=planned.inputs,
+            source=planned.source,
+            code_digest=identity.code_digest(planned.config.job),
+            created=now(),
+        )
         attempt = create_attempt(self.store, wanted)
         following.attempts_made += 1
         following.succeeded_at, following.running = None, False
@@ -301,23 +320,40 @@ class Driver:
         cluster.submit(
             attempt.submission_id, f"exec {command}", {}, {"stage": attempt.stage, "run": attempt.run}
         )
-        add_event(self.store, self.run.id, "stage", stage=attempt.stage, status="PENDING", attempt=attempt.number,
-                  key=attempt.key, submission_id=attempt.submission_id)  # fmt: skip
+        add_event(
+            self.store,
+            self.run.id,
+            "stage",
+            stage=attempt.stage,
+            status="PENDING",
+            attempt=attempt.number,
+            key=attempt.key,
+            submission_id=attempt.submission_id,
+        )
 
     def _watch(self, name: str, following: Following, cluster: Cluster, status: str) -> None:
         attempt = following.attempt
         assert attempt is not None
         if status == "RUNNING" and not following.running:
             following.running = True
-            add_event(self.store, self.run.id, "stage", stage=name, status="RUNNING", attempt=attempt.number,
-                      key=attempt.key, submission_id=attempt.submission_id)  # fmt: skip
+            add_event(
+                self.store,
+                self.run.id,
+                "stage",
+                stage=name,
+                status="RUNNING",
+                attempt=attempt.number,
+                key=attempt.key,
+                submission_id=attempt.submission_id,
+            )
             self.display.stage(name, "RUNNING", f"attempt {attempt.number}" if attempt.number > 1 else "")
         if following.log is None and status == "RUNNING":
             following.log_end = threading.Event()
             following.log = threading.Thread(
-                target=cluster.follow_logs, daemon=True,
+                target=cluster.follow_logs,
+                daemon=True,
                 args=(attempt.submission_id, lambda text: self.display.line(name, text), following.log_end),
-            )  # fmt: skip
+            )
             following.log.start()
 
     # ------------------------------------------------------------------------------------------ logs
@@ -401,8 +437,9 @@ def run_status(store: Store, run: str) -> dict[str, Any]:
     record, events = read_plan(store, run), read_events(store, run)
     assert record is not None
     pipeline = parse_pipeline(record["pipeline"], run)
-    stages: dict[str, dict[str, Any]] = {name: {"stage": name, "status": "PENDING"}
-                                         for name in pipeline.needed_for(tuple(record["targets"]))}  # fmt: skip
+    stages: dict[str, dict[str, Any]] = {
+        name: {"stage": name, "status": "PENDING"} for name in pipeline.needed_for(tuple(record["targets"]))
+    }
     for event in events:
         if event["event"] == "stage" and event["stage"] in stages:
             stage = stages[event["stage"]]
@@ -417,8 +454,13 @@ def run_status(store: Store, run: str) -> dict[str, Any]:
         status = "STOPPED"
     else:
         status = "UNFINISHED" if driver_alive(events) is False else "RUNNING"
-    return {"run": run, "pipeline": pipeline.name, "status": status, "created": record["created"],
-            "stages": list(stages.values())}  # fmt: skip
+    return {
+        "run": run,
+        "pipeline": pipeline.name,
+        "status": status,
+        "created": record["created"],
+        "stages": list(stages.values()),
+    }
 
 
 def stop_run(store: Store, run: str, clusters: Callable[[str], Cluster]) -> Iterator[str]:

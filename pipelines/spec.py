@@ -21,7 +21,7 @@ MAX_RECIPE_BYTES = 1 << 20  # a recipe is read by people; more than this is not 
 
 
 class RecipeError(ValueError):
-    """A recipe, or a change to one given on the command line, that can't be run; the message says what would be right."""
+    """A recipe, or a request about one, that can't be run; the message says what would be right."""
 
 
 class Frozen(BaseModel):
@@ -36,7 +36,7 @@ def execution(default: Any, **constraints: Any) -> Any:
 
 
 def takes(*kinds: str, **constraints: Any) -> Any:
-    """A field that names one earlier stage (or several, where it is a tuple) whose artifact is of one of these kinds."""
+    """A field that names one earlier stage (a tuple: several) whose artifact is of one of these kinds."""
     return Field(json_schema_extra={"input": list(kinds)}, **constraints)
 
 
@@ -72,6 +72,7 @@ class FolderSource(Frozen):
     """Your own images: class folders, train/val/test folders of class folders, or a metadata.csv."""
 
     kind: Literal["folder"]
+    name: str = Field("images", description="what reports call these images")
     root: str = Field(
         description="the folder; where it lies does not enter the key, what is in it does",
         json_schema_extra={"execution": True},
@@ -284,9 +285,13 @@ class Report(_Stage):
 
 Stage = Annotated[Ingest | Pretrain | Finetune | Evaluate | Baselines | Report, Field(discriminator="job")]
 STAGE_TYPES: dict[str, type[_Stage]] = {
-    "ingest": Ingest, "pretrain": Pretrain, "finetune": Finetune, "evaluate": Evaluate, "baselines": Baselines,
+    "ingest": Ingest,
+    "pretrain": Pretrain,
+    "finetune": Finetune,
+    "evaluate": Evaluate,
+    "baselines": Baselines,
     "report": Report,
-}  # fmt: skip
+}
 AnyStage = Ingest | Pretrain | Finetune | Evaluate | Baselines | Report
 
 
@@ -303,7 +308,7 @@ def _check_patches(resolution: int, patch_size: int) -> None:
 
 
 class Pipeline(Frozen):
-    """Stages by name; a stage names earlier ones as its inputs. Order in the file is order of reading, not of running."""
+    """Stages by name; a stage names earlier ones as its inputs. The order in the file is for its reader."""
 
     name: str = Field(pattern=r"^[a-z][a-z0-9_-]{0,40}$")
     description: str = ""
@@ -327,8 +332,8 @@ class Pipeline(Frozen):
         if kind not in kinds:
             fitting = [name for name, stage in self.stages.items() if stage.KIND in kinds]
             raise ValueError(
-                f"{where}: {given} is {'an' if kind == 'evaluation' else 'a'} {kind}, but this takes a {' or '.join(kinds)}"
-                f" ({', '.join(fitting) or 'there is none'})"
+                f"{where}: {given} is {'an' if kind == 'evaluation' else 'a'} {kind}, "
+                f"but this takes a {' or '.join(kinds)} ({', '.join(fitting) or 'there is none'})"
             )
 
     def order(self) -> tuple[str, ...]:
@@ -375,9 +380,8 @@ class _StrictLoader(yaml.SafeLoader):
 
     def compose_node(self, parent: Any, index: Any) -> Any:
         if self.check_event(yaml.AliasEvent):
-            raise RecipeError(
-                f"line {self.peek_event().start_mark.line + 1}: YAML aliases are not supported, write it out"
-            )
+            line = self.peek_event().start_mark.line + 1  # type: ignore[no-untyped-call]
+            raise RecipeError(f"line {line}: YAML aliases are not supported, write it out")
         return super().compose_node(parent, index)
 
     def construct_mapping(self, node: Any, deep: bool = False) -> Any:
@@ -458,9 +462,10 @@ def _apply_override(raw: dict[str, Any], override: str) -> None:
 
 def _explain(raw: dict[str, Any], problem: dict[str, Any]) -> str:
     """One line: where, what was given, what would be right."""
-    # pydantic puts the union's tag (the job's or the source's name) into the path: a reader of the YAML has not written it
+    # pydantic puts the union's tag (the job's or the source's name) into the path, which stands nowhere in the YAML
     location = [str(part) for part in problem["loc"]]
-    path, at = [], raw
+    path: list[str] = []
+    at: Any = raw
     for part in location:
         if isinstance(at, dict) and part not in at and part in {at.get("job"), at.get("kind")}:
             continue

@@ -230,8 +230,11 @@ class Store:
         try:
             staging = Staging(temporary)
             yield staging
-            staging.files = tuple(_move_durably(path, temporary, target)
-                                  for path in sorted(temporary.rglob("*")) if path.is_file())  # fmt: skip
+            staging.files = tuple(
+                _move_durably(path, temporary, target)
+                for path in sorted(temporary.rglob("*"))
+                if path.is_file()
+            )
         finally:
             shutil.rmtree(temporary)
 
@@ -332,8 +335,12 @@ def manifest_sha256(store: Store, job: str, key: str) -> str:
 
 def input_ref(store: Store, manifest: Manifest) -> InputRef:
     """What a consumer records of an artifact."""
-    return InputRef(job=manifest.job, key=manifest.key, content_digest=manifest.content_digest,
-                    manifest_sha256=manifest_sha256(store, manifest.job, manifest.key))  # fmt: skip
+    return InputRef(
+        job=manifest.job,
+        key=manifest.key,
+        content_digest=manifest.content_digest,
+        manifest_sha256=manifest_sha256(store, manifest.job, manifest.key),
+    )
 
 
 def commit(store: Store, manifest: Manifest) -> Manifest:
@@ -373,8 +380,12 @@ def create_attempt(store: Store, attempt: Attempt) -> Attempt:
 
 def all_manifests(store: Store) -> Iterator[Manifest]:
     """Every committed artifact, oldest first."""
-    found = [manifest for job in store.names("artifacts") for key in store.names(f"artifacts/{job}")
-             if (manifest := read_manifest(store, job, key)) is not None]  # fmt: skip
+    found = [
+        manifest
+        for job in store.names("artifacts")
+        for key in store.names(f"artifacts/{job}")
+        if (manifest := read_manifest(store, job, key)) is not None
+    ]
     yield from sorted(found, key=lambda manifest: manifest.finished)
 
 

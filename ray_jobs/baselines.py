@@ -12,14 +12,14 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from pipelines.spec import Baselines
-from vit_model.config import Preprocessing
 
+from pipelines.spec import Baselines
 from ray_jobs.draws import draw_labels, stratified_folds
 from ray_jobs.evaluate import save_evaluation
 from ray_jobs.pixel_baselines import choose, fit_predict
 from ray_jobs.shards import Dataset, Split, open_dataset
 from ray_jobs.stage import Context, Result, run_stage
+from vit_model.config import Preprocessing
 
 PROTOCOL = "baseline"
 
@@ -56,13 +56,28 @@ def run_method(context: Context, method: str) -> tuple[list[Any], list[Any]]:
     rows, predictions = [], []
     for draw, support in enumerate(supports):
         predicted = fit_predict(method, chosen, x[support], y[support], x_test)
-        common = {"task": dataset.info.name, "protocol": PROTOCOL, "method": method,
-                  "labels_per_class": labels.per_class, "draw": draw}  # fmt: skip
-        rows.append(common | {"split": "test", "metric": "accuracy", "value": float(np.mean(predicted == y_test)),
-                              "num_images": len(ids), "selected_on": selected_on,
-                              "settings": json.dumps(chosen, sort_keys=True)})  # fmt: skip
-        predictions += [common | {"sample_id": sample, "label": int(label), "prediction": int(guess)}
-                        for sample, label, guess in zip(ids, y_test, predicted, strict=True)]  # fmt: skip
+        common = {
+            "task": dataset.info.name,
+            "protocol": PROTOCOL,
+            "method": method,
+            "labels_per_class": labels.per_class,
+            "draw": draw,
+        }
+        rows.append(
+            common
+            | {
+                "split": "test",
+                "metric": "accuracy",
+                "value": float(np.mean(predicted == y_test)),
+                "num_images": len(ids),
+                "selected_on": selected_on,
+                "settings": json.dumps(chosen, sort_keys=True),
+            }
+        )
+        predictions += [
+            common | {"sample_id": sample, "label": int(label), "prediction": int(guess)}
+            for sample, label, guess in zip(ids, y_test, predicted, strict=True)
+        ]
     print(f"{method}: {np.mean([row['value'] for row in rows]):.3f} with {chosen}", flush=True)
     return rows, predictions
 
@@ -82,16 +97,15 @@ def _train_and_dev(
     return np.concatenate([x, x_dev]), np.concatenate([y, y_dev]), [fold]
 
 
-def _pixels(dataset: Dataset, split: Split, config: Baselines) -> NDArray[np.float32]:
+def _pixels(dataset: Dataset, split: Split, config: Baselines) -> NDArray[Any]:
     """Flattened pixels [n, d] in [0, 1], of a thumbnail where images are larger than that."""
     size, channels = config.thumbnail, 3
     if dataset.info.image is not None:
         size, channels = min(size, dataset.info.image.height), dataset.info.image.channels
     half = (0.5,) * channels
     preprocessing = Preprocessing(mean=half, std=half, resolution=size, channels=channels)
-    return (
-        dataset.images(split, preprocessing).reshape(dataset.info.splits[split], -1).astype(np.float32) / 255
-    )
+    images = dataset.images(split, preprocessing)
+    return images.reshape(len(images), -1) / 255.0
 
 
 if __name__ == "__main__":

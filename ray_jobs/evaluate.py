@@ -14,8 +14,8 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from pipelines.spec import Evaluate
 
+from pipelines.spec import Evaluate
 from ray_jobs import rows as tables
 from ray_jobs.linear_probe import few_shot
 from ray_jobs.shards import Dataset, Split, open_dataset
@@ -51,17 +51,40 @@ def evaluate(context: Context) -> Result:
     for method, (train, test), standardise in _features(
         dataset, context.folder(backbone), backbone.job, config
     ):
-        found = few_shot(train, labels["train"], test, labels["test"], shots=config.shots, draws=config.draws,
-                         seed=config.seed, standardise=standardise)  # fmt: skip
+        found = few_shot(
+            train,
+            labels["train"],
+            test,
+            labels["test"],
+            shots=config.shots,
+            draws=config.draws,
+            seed=config.seed,
+            standardise=standardise,
+        )
         for result in found:
-            common = {"task": dataset.info.name, "protocol": PROTOCOL, "method": method,
-                      "labels_per_class": result.shots, "draw": result.draw}  # fmt: skip
+            common = {
+                "task": dataset.info.name,
+                "protocol": PROTOCOL,
+                "method": method,
+                "labels_per_class": result.shots,
+                "draw": result.draw,
+            }
             settings = {"l2": result.l2, "standardised": standardise, "width": int(train.shape[1])}
-            rows.append(common | {"split": "test", "metric": "accuracy", "value": float(result.accuracy),
-                                  "num_images": len(ids), "selected_on": result.selected_on,
-                                  "settings": json.dumps(settings, sort_keys=True)})  # fmt: skip
-            predictions += [common | {"sample_id": sample, "label": int(label), "prediction": int(predicted)}
-                            for sample, label, predicted in zip(ids, labels["test"], result.predictions, strict=True)]  # fmt: skip
+            rows.append(
+                common
+                | {
+                    "split": "test",
+                    "metric": "accuracy",
+                    "value": float(result.accuracy),
+                    "num_images": len(ids),
+                    "selected_on": result.selected_on,
+                    "settings": json.dumps(settings, sort_keys=True),
+                }
+            )
+            predictions += [
+                common | {"sample_id": sample, "label": int(label), "prediction": int(predicted)}
+                for sample, label, predicted in zip(ids, labels["test"], result.predictions, strict=True)
+            ]
         for shots in config.shots:
             mean = np.mean([result.accuracy for result in found if result.shots == shots])
             print(f"{method}, {shots} shots: {mean:.3f}", flush=True)
@@ -123,9 +146,9 @@ def _pair(dataset: Dataset, of: Any) -> Pair:
 def _embed(model: Any, contract: Any, dataset: Dataset, split: Split, config: Evaluate) -> NDArray[Any]:
     """The frozen representation [n, width] of a split, in float32."""
     import torch
-    from vit_model.preprocessing import normalise
 
     from ray_jobs.devices import device, set_threads
+    from vit_model.preprocessing import normalise
 
     set_threads(config.threads)
     where = device()

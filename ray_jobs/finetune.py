@@ -22,10 +22,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
+
 from pipelines.identity import canonical_json, sha256
 from pipelines.spec import Finetune
 from pipelines.store import FileEntry, Layout
-
 from ray_jobs import devices, optim, rows
 from ray_jobs.pretrain import model_contract, model_digest
 from ray_jobs.progress import Progress
@@ -95,11 +95,11 @@ def fit(
     config = task.config
     devices.set_threads(config.threads)
     import torch
-    from vit_model.objectives import softmax_cross_entropy
-    from vit_model.preprocessing import normalise
 
     from ray_jobs.augment import augment
     from ray_jobs.loader import batches, sample_positions
+    from vit_model.objectives import softmax_cross_entropy
+    from vit_model.preprocessing import normalise
 
     device = devices.device()
     dtype = devices.torch_dtype(config.dtype, device)
@@ -142,6 +142,7 @@ def score(model: ViT, contract: ModelContract, data: Images) -> Score:
     """Judge every image of `data`, in float32."""
     import torch
     from torch.nn import functional
+
     from vit_model.preprocessing import normalise
 
     device = next(model.parameters()).device

@@ -19,7 +19,6 @@ from typing import Any, NamedTuple
 from pipelines import identity
 from pipelines.spec import FolderSource, GlyphSource
 from pipelines.store import FileEntry
-
 from ray_jobs.progress import Progress
 from ray_jobs.shards import (
     SPLITS,
@@ -74,7 +73,7 @@ def main(context: Context) -> Result:
     samples = [sample for part in written for sample in part.samples]
     digest = content_digest(samples, names)
     info = DatasetInfo(
-        name=context.attempt.stage,
+        name=config.source.name if isinstance(config.source, FolderSource) else config.source.kind,
         class_names=names,
         image=None if isinstance(config.source, FolderSource) else RAW,
         splits={split: sum(sample[2] == split for sample in samples) for split in SPLITS},
@@ -131,8 +130,11 @@ def _plan_folder(
         for chunk in _in_tasks(_check_files, [(listing.root, chunk) for chunk in chunks], "chunk")
         for checked in chunk
     ]
-    bad = [(entry.key, checked.reason) for entry, checked in zip(listing.entries, found, strict=True)
-           if checked.reason]  # fmt: skip
+    bad = [
+        (entry.key, checked.reason)
+        for entry, checked in zip(listing.entries, found, strict=True)
+        if checked.reason
+    ]
     if len(bad) > max_bad_fraction * len(found):
         listed = "".join(f"\n  {key}: {reason}" for key, reason in bad[:20])
         more = f"\n  and {len(bad) - 20} more" if len(bad) > 20 else ""
@@ -176,8 +178,10 @@ def _write_part(context: Context, source: Any, part: Part) -> Written:
         case GlyphSource():
             samples = _glyph_samples(source, part)
         case FolderSource():
-            samples = [(_file_sample(Path(source.root).expanduser(), entry, checked), entry.label)
-                       for entry, checked in part.images]  # fmt: skip
+            samples = [
+                (_file_sample(Path(source.root).expanduser(), entry, checked), entry.label)
+                for entry, checked in part.images
+            ]
         case _:
             every = _digit_samples()
             samples = [every[row][:2] for row in part.images]
@@ -201,14 +205,18 @@ def _glyph_classes() -> list[glyphs.GlyphClass]:
 def _glyph_samples(source: GlyphSource, part: Part) -> list[tuple[Sample, int]]:
     images, labels = glyphs.render(_glyph_classes(), source.seed, part.images)
     keys = [f"glyph-{index:07d}" for index in part.images]
-    return [(_raw_sample(image.tobytes(), key, label), int(label))
-            for image, key, label in zip(images, keys, labels, strict=True)]  # fmt: skip
+    return [
+        (_raw_sample(image.tobytes(), key, label), int(label))
+        for image, key, label in zip(images, keys, labels, strict=True)
+    ]
 
 
 def _digit_samples() -> list[tuple[Sample, int, str]]:
     images, labels, keys = digits.read()
-    samples = [_raw_sample(image.tobytes(), key, label)
-               for image, key, label in zip(images, keys, labels, strict=True)]  # fmt: skip
+    samples = [
+        _raw_sample(image.tobytes(), key, label)
+        for image, key, label in zip(images, keys, labels, strict=True)
+    ]
     splits = digits.assign_splits([sample.sample_id for sample in samples], labels.tolist(), "vitflow digits")
     return [(sample, int(label), split) for sample, label, split in zip(samples, labels, splits, strict=True)]
 

@@ -21,16 +21,15 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from pipelines.identity import canonical_json, sha256
 from pipelines.spec import ModelSize, Pretrain
 from pipelines.store import FileEntry, Layout
-
 from ray_jobs import devices
 from ray_jobs.progress import Progress
 from ray_jobs.stage import Context, Result, run_stage
 
 if TYPE_CHECKING:
     import torch
-    from vit_model.config import ModelContract, Preprocessing
 
     from ray_jobs.shards import Dataset, DatasetInfo
+    from vit_model.config import ModelContract, Preprocessing
 
 MODEL_FILES = ("model.safetensors", "config.json")
 _CURVE_POINTS = 100
@@ -72,10 +71,9 @@ def train(
     or the loss or a gradient stops being finite.
     """
     devices.set_threads(config.threads)
+    from ray_jobs.shards import open_dataset
     from vit_model.model import ViT
     from vit_model.weights import save_model
-
-    from ray_jobs.shards import open_dataset
 
     device = devices.device(worker.local_rank)
     dataset = open_dataset(dataset_folder)
@@ -119,12 +117,12 @@ def run_steps(
     `loss` is the mean over all images since the last point; `dev_accuracy` is None where it was not measured.
     """
     import torch
-    from vit_model.objectives import softmax_cross_entropy
-    from vit_model.preprocessing import normalise
 
     from ray_jobs import optim
     from ray_jobs.augment import augment
     from ray_jobs.loader import batches, sample_positions
+    from vit_model.objectives import softmax_cross_entropy
+    from vit_model.preprocessing import normalise
 
     dtype = devices.torch_dtype(config.dtype, device)
     steps, batch, (rank, world, _) = config.steps, config.batch_size, worker
@@ -167,6 +165,7 @@ def accuracy(
 ) -> float | None:
     """Fraction of dev images that are classified correctly, each worker judging a share; None without a dev split."""
     import torch
+
     from vit_model.preprocessing import normalise
 
     total = len(data.dev_labels)

@@ -34,6 +34,7 @@ from pydantic import (
     ValidationError,
     model_validator,
 )
+
 from vit_model.config import Preprocessing
 from vit_model.preprocessing import load_image
 

@@ -3,8 +3,8 @@
     python -m ray_jobs.<job> --spec STORE/artifacts/<job>/<key>/attempts/<n>/attempt.json
 
 A job's module has `main(context) -> Result`, which reads from top to bottom: open the inputs, compute in Ray tasks or
-actors, write into `context.staging()`; and ends with `run_stage` of its own name. Exit codes: 0 committed, 2 the user's mistake (never
-retried), 1 anything else.
+actors, write into `context.staging()`; and ends with `run_stage` of its own name. Exit codes: 0 committed, 2 the user's
+mistake (never retried), 1 anything else.
 """
 
 from __future__ import annotations
@@ -22,6 +22,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from pydantic import TypeAdapter
+
 from pipelines import identity
 from pipelines.spec import AnyStage, Stage
 from pipelines.store import (
@@ -37,8 +39,7 @@ from pipelines.store import (
     open_store,
     read_manifest,
     who,
-)  # fmt: skip
-from pydantic import TypeAdapter
+)
 
 PACKAGES = ("torch", "ray", "deepspeed", "pyarrow", "numpy", "pillow", "scikit-learn", "matplotlib")
 
@@ -60,8 +61,10 @@ class Context:
         """
         store = open_store(self.attempt.store_uri, create=False)
         if store.id != self.attempt.store_id:
-            raise StoreError(f"{store.uri} has id {store.id} here, but {self.attempt.store_id} where the driver runs: "
-                             "is it a folder that all machines share?")  # fmt: skip
+            raise StoreError(
+                f"{store.uri} has id {store.id} here, but {self.attempt.store_id} where the driver runs: "
+                "is it a folder that all machines share?"
+            )
         return store
 
     def folder(self, manifest: Manifest) -> Path:
@@ -121,8 +124,10 @@ def read_context(spec: Path) -> Context:
     attempt = Attempt.model_validate_json(spec.read_bytes())
     code = identity.code_digest(attempt.job)
     if code != attempt.code_digest:
-        raise ValueError(f"the code of {attempt.job} here has digest {code[:12]}, the driver's {attempt.code_digest[:12]}: "
-                         "install the same vitflow on the cluster's nodes")  # fmt: skip
+        raise ValueError(
+            f"the code of {attempt.job} here has digest {code[:12]}, the driver's {attempt.code_digest[:12]}: "
+            "install the same vitflow on the cluster's nodes"
+        )
     config: AnyStage = TypeAdapter(Stage).validate_python(attempt.config)
     store = Context(attempt, config, {}).store
     inputs: dict[str, tuple[Manifest, ...]] = {}
@@ -149,14 +154,30 @@ def join_ray(attempt: Attempt) -> None:
 
 def _commit(context: Context, result: Result, started: str) -> None:
     attempt = context.attempt
-    committed = commit(context.store, Manifest(
-        job=attempt.job, kind=context.config.KIND, key=attempt.key, content_digest=result.content_digest,
-        stage=attempt.stage, run=attempt.run, attempt=attempt.number, nonce=attempt.nonce, files=result.files,
-        inputs=attempt.inputs, config=attempt.config, source=attempt.source, metrics=result.metrics,
-        timing_dependent=result.timing_dependent,
-        code={"version": context.config.VERSION, "digest": attempt.code_digest, **_git()},
-        environment=_environment(), started=started, finished=now(), user=who(),
-    ))  # fmt: skip
+    committed = commit(
+        context.store,
+        Manifest(
+            job=attempt.job,
+            kind=context.config.KIND,
+            key=attempt.key,
+            content_digest=result.content_digest,
+            stage=attempt.stage,
+            run=attempt.run,
+            attempt=attempt.number,
+            nonce=attempt.nonce,
+            files=result.files,
+            inputs=attempt.inputs,
+            config=attempt.config,
+            source=attempt.source,
+            metrics=result.metrics,
+            timing_dependent=result.timing_dependent,
+            code={"version": context.config.VERSION, "digest": attempt.code_digest, **_git()},
+            environment=_environment(),
+            started=started,
+            finished=now(),
+            user=who(),
+        ),
+    )
     if committed.nonce == attempt.nonce:
         print(f"committed {attempt.job}/{attempt.key[:12]}", flush=True)
     else:
@@ -195,9 +216,15 @@ def _environment() -> dict[str, Any]:
             versions[package] = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:
             versions[package] = "absent"
-    return {"python": platform.python_version(), "machine": platform.machine(), "processor": processor(),
-            "cluster": {name: amount for name, amount in ray.cluster_resources().items() if name in {"CPU", "GPU"}},
-            "packages": versions}  # fmt: skip
+    return {
+        "python": platform.python_version(),
+        "machine": platform.machine(),
+        "processor": processor(),
+        "cluster": {
+            name: amount for name, amount in ray.cluster_resources().items() if name in {"CPU", "GPU"}
+        },
+        "packages": versions,
+    }
 
 
 def processor() -> str:

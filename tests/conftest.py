@@ -49,8 +49,11 @@ def vitflow() -> Vitflow:
     def run(*arguments: str | Path, check: int = 0, **environment: str) -> subprocess.CompletedProcess[str]:
         done = subprocess.run(
             [sys.executable, "-m", "pipelines", *map(str, arguments)],
-            env=os.environ | environment, capture_output=True, text=True, timeout=400,
-        )  # fmt: skip
+            env=os.environ | environment,
+            capture_output=True,
+            text=True,
+            timeout=400,
+        )
         assert done.returncode == check, f"exit code {done.returncode}\n{done.stdout}\n{done.stderr}"
         return done
 

@@ -29,7 +29,12 @@ def classify(model_folder: Path, images: Sequence[Path]) -> list[dict[str, Any]]
         logits = model.eval()(normalise(torch.from_numpy(pixels), contract.preprocessing, torch.float32))
     probabilities, classes = logits.float().softmax(-1).topk(min(TOP, logits.shape[-1]))
     return [
-        {"image": str(image), "top": [{"class": contract.class_names[label], "probability": probability}
-                                      for probability, label in zip(*both, strict=True)]}
+        {
+            "image": str(image),
+            "top": [
+                {"class": contract.class_names[label], "probability": probability}
+                for probability, label in zip(*both, strict=True)
+            ],
+        }
         for image, *both in zip(images, probabilities.tolist(), classes.tolist(), strict=True)
-    ]  # fmt: skip
+    ]

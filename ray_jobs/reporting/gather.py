@@ -11,8 +11,8 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import numpy as np
-from pipelines.store import Manifest
 
+from pipelines.store import Manifest
 from ray_jobs.reporting import measures, mistakes, pictures, plots, provenance
 from ray_jobs.reporting.measures import Entry
 from ray_jobs.reporting.verdicts import Verdict, headline, labels_text, question, sentence, verdicts

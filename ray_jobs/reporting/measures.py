@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
-from pipelines.store import Manifest
 
+from pipelines.store import Manifest
 from ray_jobs.intervals import Interval, accuracy_interval
 from ray_jobs.rows import PREDICTIONS, ROWS
 

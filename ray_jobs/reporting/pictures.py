@@ -15,9 +15,9 @@ from typing import Any
 import numpy as np
 import pyarrow.parquet as pq
 from PIL import Image
-from vit_model.config import Preprocessing
 
 from ray_jobs.shards import Dataset, Split
+from vit_model.config import Preprocessing
 
 MAX_CLASSES = 40  # of more classes a seeded choice is shown
 TILES = 120  # images on a sheet, about

@@ -115,6 +115,7 @@ def decode(source: bytes | Path) -> tuple[str, int, int, int]:
     (bomb)", "not 8 bits a channel", "truncated", "damaged". Of an animation the first frame counts.
     """
     from PIL import Image, ImageOps
+
     from vit_model.preprocessing import FORMATS, MAX_PIXELS, MODES
 
     data = source if isinstance(source, bytes) else source.read_bytes()

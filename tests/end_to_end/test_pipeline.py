@@ -1,6 +1,7 @@
 """The tiny pipeline with every real part: Ray, DeepSpeed, Ray Tune, Parquet, the DAG."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -31,8 +32,12 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
     import sys
 
     store = tmp_path_factory.mktemp("store")
-    done = subprocess.run([sys.executable, "-m", "pipelines", "run", str(TINY), "--store", str(store)],
-                          capture_output=True, text=True, timeout=500)  # fmt: skip
+    done = subprocess.run(
+        [sys.executable, "-m", "pipelines", "run", str(TINY), "--store", str(store)],
+        capture_output=True,
+        text=True,
+        timeout=500,
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     assert "report.html" in done.stdout
     return store
@@ -47,8 +52,11 @@ def test_every_stage_is_committed_with_its_files_and_its_log(finished: Path) -> 
         attempt = (
             finished / "artifacts" / manifest["job"] / manifest["key"] / "attempts" / str(manifest["attempt"])
         )
-        files = {path.relative_to(attempt / "files").as_posix(): path
-                 for path in (attempt / "files").rglob("*") if path.is_file()}  # fmt: skip
+        files = {
+            path.relative_to(attempt / "files").as_posix(): path
+            for path in (attempt / "files").rglob("*")
+            if path.is_file()
+        }
         assert {file["path"] for file in manifest["files"]} == set(files), "every file, and no other"
         for file in manifest["files"]:
             assert hashlib.sha256(files[file["path"]].read_bytes()).hexdigest() == file["sha256"]
@@ -67,8 +75,14 @@ def test_a_rerun_touches_nothing_and_imports_neither_torch_nor_ray(vitflow, fini
 def test_a_changed_field_runs_its_stage_and_those_behind_it(vitflow, finished: Path) -> None:  # type: ignore[no-untyped-def]
     plan = json.loads(vitflow("plan", TINY, "--store", finished, "--set", "probe.draws=3", "--json").stdout)
     states = {row["stage"]: row["state"] for row in plan}
-    assert states == {"digits": "cached", "pretrain": "cached", "finetune": "cached", "pixels": "cached",
-                      "probe": "run", "report": "pending"}  # fmt: skip
+    assert states == {
+        "digits": "cached",
+        "pretrain": "cached",
+        "finetune": "cached",
+        "pixels": "cached",
+        "probe": "run",
+        "report": "pending",
+    }
     assert next(row["why"] for row in plan if row["stage"] == "probe") == "draws 2 -> 3"
 
 
@@ -82,8 +96,8 @@ def test_force_makes_a_successor_and_the_same_content_stops_there(vitflow, finis
     out = run(vitflow, finished, "--force", "digits", "--only", "pixels")
     assert all(path.read_bytes() == data for path, data in before.items()), "nothing is overwritten"
     assert len(list(finished.glob("artifacts/ingest/*/manifest.json"))) == 2
-    assert "digits   SUCCEEDED" in out
-    assert "pixels   CACHED" in out, "the same content behind another key"
+    assert re.search(r"digits +SUCCEEDED", out)
+    assert re.search(r"pixels +CACHED", out), "the same content behind another key"
 
 
 def test_two_stores_hold_the_same_bytes(vitflow, finished: Path, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
@@ -146,8 +160,10 @@ def test_a_models_predictions_are_those_of_its_evaluation(vitflow, finished: Pat
         files.append(tmp_path / f"{row['sample_id']}.png")
         Image.frombytes("L", (8, 8), images[row["sample_id"]]).save(files[-1])
     said = json.loads(vitflow("predict", manifest["key"][:12], *files, "--store", finished, "--json").stdout)
-    same = [row["top"][0]["class"] == str(expected["prediction"])
-            for row, expected in zip(said, predictions, strict=False)]  # fmt: skip
+    same = [
+        row["top"][0]["class"] == str(expected["prediction"])
+        for row, expected in zip(said, predictions, strict=False)
+    ]
     assert sum(same) >= 19, "one may differ where bfloat16 and float32 disagree on a near tie"
 
 
@@ -189,8 +205,11 @@ def test_your_own_images_from_init_to_predict(vitflow, tmp_path: Path) -> None: 
     dataset = manifests(tmp_path / "s")["images"]
     assert dataset["metrics"]["quarantined"] == 1
     model = manifests(tmp_path / "s")["vit"]
-    said = json.loads(vitflow("predict", model["key"][:10], images / "flower" / "3.jpg", "--store", tmp_path / "s",
-                              "--json").stdout)  # fmt: skip
+    said = json.loads(
+        vitflow(
+            "predict", model["key"][:10], images / "flower" / "3.jpg", "--store", tmp_path / "s", "--json"
+        ).stdout
+    )
     assert {top["class"] for top in said[0]["top"]} == {"china", "flower"}
     report = json.loads(vitflow("report", "show", "--store", tmp_path / "s", "--json").stdout)
     methods = {line["method"] for line in report["accuracies"]}

@@ -11,7 +11,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipelines import identity
-from pipelines.spec import AnyStage, Frozen, Ingest, RecipeError, load_pipeline, parse_pipeline
+from pipelines.spec import (
+    STAGE_TYPES,
+    AnyStage,
+    Frozen,
+    Ingest,
+    RecipeError,
+    load_pipeline,
+    parse_pipeline,
+)
 
 TINY = Path(__file__).parent.parent / "tiny.yaml"
 STAGES = load_pipeline(str(TINY)).stages | load_pipeline("quickstart").stages
@@ -83,13 +91,18 @@ STAGES_TINY = load_pipeline(str(TINY)).stages
 
 
 def test_keys_are_the_same_in_another_process() -> None:
-    code = ("from pipelines import identity; from pipelines.spec import load_pipeline;"
-            f"s = load_pipeline({str(TINY)!r}).stages['probe'];"
-            "print(identity.stage_key(s, {'data': ['d' * 64], 'backbone': ['d' * 64]}, None))")  # fmt: skip
+    code = (
+        "from pipelines import identity; from pipelines.spec import load_pipeline;"
+        f"s = load_pipeline({str(TINY)!r}).stages['probe'];"
+        "print(identity.stage_key(s, {'data': ['d' * 64], 'backbone': ['d' * 64]}, None))"
+    )
     run = [sys.executable, "-c", code]
-    seeds = [subprocess.run(run, env=os.environ | {"PYTHONHASHSEED": seed}, capture_output=True, text=True, check=True).stdout
-             for seed in ("1", "2")]  # fmt: skip
-    assert {text.strip() for text in seeds} == {key(STAGES_TINY["probe"])}
+    said = set()
+    for seed in ("1", "2"):
+        environment = os.environ | {"PYTHONHASHSEED": seed}
+        done = subprocess.run(run, env=environment, capture_output=True, text=True, check=True)
+        said.add(done.stdout.strip())
+    assert said == {key(STAGES_TINY["probe"])}
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), {1, 2}, b"x", Path("x"), {1: 2}, object()])
@@ -165,14 +178,17 @@ def test_missing_source_is_a_clear_error(tmp_path: Path) -> None:
 # ------------------------------------------------------------------------------------------------- code
 
 
-def test_import_closure_is_what_python_imports() -> None:
+@pytest.mark.parametrize("job", STAGE_TYPES)
+def test_import_closure_is_what_python_imports(job: str) -> None:
     """The static closure covers every module of ours that importing the stage loads."""
-    for job in ("ingest", "pretrain", "finetune", "evaluate", "baselines", "report"):
-        code = f"import sys, ray_jobs.{job}; print('\\n'.join(m.__file__ for m in list(sys.modules.values()) if getattr(m, '__file__', None)))"
-        printed = subprocess.run(
-            [sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, check=True
-        ).stdout
-        loaded = {Path(line) for line in printed.splitlines()}
-        ours = {path.relative_to(identity.PROJECT).as_posix() for path in loaded
-                if path.is_relative_to(identity.PROJECT) and path.relative_to(identity.PROJECT).parts[0] in identity.CODE_PACKAGES}  # fmt: skip
-        assert ours <= set(identity.import_closure(job)), job
+    code = (
+        f"import sys, ray_jobs.{job}\n"
+        "for module in list(sys.modules.values()): print(getattr(module, '__file__', None))"
+    )
+    run = [sys.executable, "-W", "ignore", "-c", code]
+    printed = subprocess.run(run, capture_output=True, text=True, check=True).stdout
+    loaded = {Path(line) for line in printed.splitlines() if Path(line).is_relative_to(identity.PROJECT)}
+    names = {path.relative_to(identity.PROJECT).as_posix() for path in loaded}
+    ours = {name for name in names if name.split("/")[0] in identity.CODE_PACKAGES}
+    assert ours
+    assert ours <= set(identity.import_closure(job))

@@ -19,17 +19,46 @@ def store(tmp_path: Path) -> Store:
 
 def manifest(key: str = "k", nonce: str = "n") -> Manifest:
     return Manifest(
-        job="ingest", kind="dataset", key=key, content_digest="d", stage="s", run="r", attempt=1, nonce=nonce, files=(),
-        inputs={}, config={}, source=None, metrics={}, code={}, environment={}, started="", finished="", user="",
-    )  # fmt: skip
+        job="ingest",
+        kind="dataset",
+        key=key,
+        content_digest="d",
+        stage="s",
+        run="r",
+        attempt=1,
+        nonce=nonce,
+        files=(),
+        inputs={},
+        config={},
+        source=None,
+        metrics={},
+        code={},
+        environment={},
+        started="",
+        finished="",
+        user="",
+    )
 
 
 def attempt(number: int, nonce: str = "n") -> Attempt:
     return Attempt(
-        job="ingest", key="k", number=number, stage="s", run="r", nonce=nonce, submission_id="i", store_id="x",
-        store_uri="u", cluster_address="a", cluster_session="c", config={}, inputs={}, source=None, code_digest="",
+        job="ingest",
+        key="k",
+        number=number,
+        stage="s",
+        run="r",
+        nonce=nonce,
+        submission_id="i",
+        store_id="x",
+        store_uri="u",
+        cluster_address="a",
+        cluster_session="c",
+        config={},
+        inputs={},
+        source=None,
+        code_digest="",
         created="",
-    )  # fmt: skip
+    )
 
 
 def test_of_many_writers_exactly_one_wins_and_its_bytes_stay(store: Store) -> None:
@@ -43,7 +72,9 @@ def test_of_many_writers_exactly_one_wins_and_its_bytes_stay(store: Store) -> No
         won = list(pool.map(race, range(16)))
     assert sum(won) == 1
     assert store.read("contested/name.json") == f"{won.index(True)};".encode() * 1000
-    assert os.listdir(store.root / "contested") == ["name.json"], "no temporary file is left"
+    assert [path.name for path in (store.root / "contested").iterdir()] == ["name.json"], (
+        "no temporary file is left"
+    )
 
 
 def test_a_store_keeps_its_id_and_two_stores_differ(tmp_path: Path) -> None:

@@ -1,0 +1,157 @@
+"""What the engine costs beside the work itself, on this machine: `python benchmarks/pipeline_overhead.py`.
+
+Measures, one after the other on an otherwise idle machine; prints the table and keeps it in benchmarks/results/:
+- a rerun with nothing to do, as a whole process (median of 9), and that it imports neither torch nor ray;
+- the shared local Ray: its start, the first job, later jobs;
+- each kind of stage beyond its own work, on a running Ray: wall time of its job on the tiny recipe, whose own work is
+  about nothing; pretraining's and fine-tuning's own seconds, which they record, are taken off;
+- pretraining's images a second inside Ray Train + DeepSpeed at width 64, depth 4, 17 tokens, global batch 256.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+TINY = ROOT / "tests" / "tiny.yaml"
+RESULTS = ROOT / "benchmarks" / "results" / "pipeline_overhead.md"
+TARGETS = {
+    "rerun": "< 0.5 s",
+    "ingest": "<= 5 s",
+    "evaluate": "<= 5 s",
+    "baselines": "<= 5 s",
+    "report": "<= 5 s",
+    "pretrain": "<= 15 s",
+    "finetune": "<= 15 s",
+}
+
+
+def main() -> None:
+    """Measure everything and keep the table."""
+    with tempfile.TemporaryDirectory(prefix="vfb-") as name:
+        folder = Path(name)
+        environment = os.environ | {
+            "VITFLOW_RAY_DIR": str(folder / "ray"),
+            "XDG_CACHE_HOME": str(folder / "cache"),
+            "VITFLOW_RAY_IDLE_SECONDS": "120",
+        }
+        os.environ.update(environment)
+        rows = [*local_ray(), *stages(folder), *rerun(folder), *throughput(folder)]
+        from pipelines.local_ray import shut_down
+
+        shut_down()
+    write(rows)
+
+
+def vitflow(*arguments: str | Path) -> tuple[float, str]:
+    """(seconds, output) of the command line as a whole process."""
+    began = time.perf_counter()
+    done = subprocess.run(
+        [sys.executable, "-m", "pipelines", *map(str, arguments)], capture_output=True, text=True
+    )
+    if done.returncode:
+        sys.exit(done.stdout + done.stderr)
+    return time.perf_counter() - began, done.stdout
+
+
+def local_ray() -> list[tuple[str, float, str]]:
+    """Start the local Ray and run empty jobs on it."""
+    from pipelines.local_ray import hold
+
+    began = time.perf_counter()
+    rows = []
+    with hold() as ray:
+        rows.append(("local Ray: start", time.perf_counter() - began, ""))
+        cluster = ray.cluster()
+        seconds = []
+        for number in range(4):
+            began = time.perf_counter()
+            cluster.submit(f"empty-{number}", "exec true", {}, {})
+            while (job := cluster.job(f"empty-{number}")) is None or job.status in {"PENDING", "RUNNING"}:
+                time.sleep(0.02)
+            seconds.append(time.perf_counter() - began)
+    rows.append(("local Ray: first job", seconds[0], ""))
+    rows.append(("local Ray: later jobs (median of 3)", statistics.median(seconds[1:]), ""))
+    return rows
+
+
+def stages(folder: Path) -> list[tuple[str, float, str]]:
+    """Each stage of the tiny recipe alone, on a running Ray; twice, the second run (another key) is what counts."""
+    names = ("digits", "pretrain", "finetune", "probe", "pixels", "report")
+    seconds: dict[str, float] = {}
+    for store in ("warm", "measured"):
+        for name in names:
+            vitflow("run", TINY, "--store", folder / store, "--only", name)
+    for manifest in manifests(folder / "measured"):
+        seconds[manifest["stage"]] = wall_seconds(folder / "measured", manifest) - own_seconds(manifest)
+    jobs = {manifest["stage"]: manifest["job"] for manifest in manifests(folder / "measured")}
+    return [
+        (f"stage {jobs[name]}: beyond its own work", seconds[name], TARGETS[jobs[name]]) for name in names
+    ]
+
+
+def manifests(store: Path) -> list[dict[str, Any]]:
+    """All committed artifacts of a store."""
+    return [json.loads(path.read_text()) for path in store.glob("artifacts/*/*/manifest.json")]
+
+
+def wall_seconds(store: Path, manifest: dict[str, Any]) -> float:
+    """From the attempt's record (before its job was submitted) to its commit."""
+    folder = store / "artifacts" / manifest["job"] / manifest["key"] / "attempts" / str(manifest["attempt"])
+    created = json.loads((folder / "attempt.json").read_text())["created"]
+    return (datetime.fromisoformat(manifest["finished"]) - datetime.fromisoformat(created)).total_seconds()
+
+
+def own_seconds(manifest: dict[str, Any]) -> float:
+    """What a stage says that its training took."""
+    return float(manifest["metrics"].get("train_seconds", 0.0))
+
+
+def rerun(folder: Path) -> list[tuple[str, float, str]]:
+    """A run of which everything is there."""
+    seconds = [vitflow("run", TINY, "--store", folder / "measured")[0] for _ in range(9)]
+    return [("rerun with nothing to do, whole process", statistics.median(seconds), TARGETS["rerun"])]
+
+
+def throughput(folder: Path) -> list[tuple[str, float, str]]:
+    """The quickstart's pretraining, shortened."""
+    vitflow("run", "quickstart", "--store", folder / "q", "--only", "pretrain", "--set", "pretrain.steps=500")
+    (model,) = [manifest for manifest in manifests(folder / "q") if manifest["job"] == "pretrain"]
+    return [
+        ("pretraining, images/s (2 workers, ZeRO-1, bf16)", model["metrics"]["images_per_second"], ">= 5000")
+    ]
+
+
+def write(rows: list[tuple[str, float, str]]) -> None:
+    """Print the table and keep it."""
+    from ray_jobs.stage import processor
+
+    lines = [
+        "# Overhead of the engine",
+        "",
+        "`python benchmarks/pipeline_overhead.py`, "
+        f"{datetime.now(UTC):%Y-%m-%d}, {os.cpu_count()} cores, {processor()}, load before: {os.getloadavg()[0]:.1f}",
+        "",
+        "| measured | value | target |",
+        "|---|---:|---|",
+    ]
+    lines += [
+        f"| {name} | {value:,.2f}{'' if 'images/s' in name else ' s'} | {target} |"
+        for name, value, target in rows
+    ]
+    print("\n".join(lines))
+    RESULTS.parent.mkdir(exist_ok=True)
+    RESULTS.write_text("\n".join(lines) + "\n")
+
+
+if __name__ == "__main__":
+    main()
