@@ -1,7 +1,6 @@
 """What simple classifiers reach on bare pixels, to judge learned features against.
 
-In: flattened pixels [n, d] (`thumbnail_pixels` makes them of images), labels [n], and folds of the labelled
-images (`ray_jobs.draws.stratified_folds`). Out: chosen settings and predictions. Pure scikit-learn, on one
+In: flattened pixels [n, d], labels [n], and folds of the labelled images (`ray_jobs.draws.stratified_folds`). Out: chosen settings and predictions. Pure scikit-learn, on one
 thread, so that the same input gives the same output on any number of cores.
 """
 
@@ -61,39 +60,6 @@ def fit_predict(
         train, test = _scaled(x_train, x_test)
         predictions: np.ndarray = _classifier(method, settings).fit(train, y_train).predict(test)
     return predictions
-
-
-def thumbnail_pixels(images: np.ndarray, max_side: int = 32) -> np.ndarray:
-    """Flattened pixels, float32 [n, d] in [0, 1], of uint8 images [n, h, w, c].
-
-    Images whose longer side exceeds `max_side` are shrunk to it by area mean, keeping their aspect; others
-    keep their size. Raises ValueError on another dtype or number of dimensions.
-    """
-    if images.dtype != np.uint8 or images.ndim != 4:
-        raise ValueError(
-            f"images are {images.dtype} of shape {images.shape}; they must be uint8 [n, h, w, c]"
-        )
-    if max_side < 1:
-        raise ValueError(f"max_side is {max_side}; it must be at least 1")
-    height, width = images.shape[1:3]
-    shrink = min(1.0, max_side / max(height, width))
-    if shrink == 1.0:
-        return images.reshape(len(images), -1).astype(np.float32) / np.float32(255)
-    rows = _area_mean(height, max(1, round(height * shrink)))
-    columns = _area_mean(width, max(1, round(width * shrink)))
-    thumbnails = np.empty((len(images), len(rows), len(columns), images.shape[3]), np.float32)
-    for thumbnail, image in zip(thumbnails, images, strict=True):
-        thumbnail[:] = np.einsum("ih,hwc,jw->ijc", rows, image / 255.0, columns, optimize=True)
-    return thumbnails.reshape(len(images), -1)
-
-
-def _area_mean(size: int, new_size: int) -> np.ndarray:
-    """Matrix [new_size, size]; row i weighs the old pixels by their overlap with the i-th new one; rows sum
-    to 1."""
-    edges = np.linspace(0.0, size, new_size + 1)
-    old = np.arange(size)
-    overlap = np.minimum(edges[1:, None], old + 1) - np.maximum(edges[:-1, None], old)
-    return overlap.clip(min=0.0) * (new_size / size)
 
 
 def _classifier(method: str, settings: Settings) -> Any:

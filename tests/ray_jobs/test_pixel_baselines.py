@@ -2,7 +2,6 @@
 
 import numpy as np
 import pytest
-from PIL import Image
 from sklearn.datasets import load_digits
 from sklearn.linear_model import LogisticRegression
 from sklearn.model_selection import cross_val_score
@@ -10,7 +9,7 @@ from sklearn.neighbors import KNeighborsClassifier
 from sklearn.svm import SVC
 
 from ray_jobs.draws import draw_labels, stratified_folds
-from ray_jobs.pixel_baselines import GRIDS, choose, fit_predict, thumbnail_pixels
+from ray_jobs.pixel_baselines import GRIDS, choose, fit_predict
 
 
 @pytest.fixture(scope="module")
@@ -102,39 +101,11 @@ def test_neighbours_never_exceed_the_images_of_a_fold() -> None:
     assert choose("k-NN", x, y, stratified_folds(y, 3, seed=0))["n_neighbors"] <= 3
 
 
-def test_small_images_keep_their_pixels() -> None:
-    images = np.random.default_rng(0).integers(256, size=(5, 8, 8, 1), dtype=np.uint8)
-    pixels = thumbnail_pixels(images)
-    assert pixels.dtype == np.float32
-    np.testing.assert_array_equal(pixels, (images.reshape(5, 64) / np.float32(255)).astype(np.float32))
-
-
-def test_thumbnails_are_block_means() -> None:
-    images = np.random.default_rng(0).integers(256, size=(3, 64, 96, 3), dtype=np.uint8)
-    expected = images.reshape(3, 16, 4, 24, 4, 3).mean(axis=(2, 4)).reshape(3, -1) / 255
-    np.testing.assert_allclose(thumbnail_pixels(images, 24), expected, atol=1e-6)
-    boxed = np.stack(
-        [np.asarray(Image.fromarray(image).resize((24, 16), Image.Resampling.BOX)) for image in images]
-    )
-    np.testing.assert_allclose(thumbnail_pixels(images, 24), boxed.reshape(3, -1) / 255, atol=1.01 / 255)
-
-
-def test_thumbnails_of_other_ratios_are_area_means() -> None:
-    images = np.random.default_rng(0).integers(256, size=(2, 9, 6, 1), dtype=np.uint8)
-    # 9x6 to 4x3: every pixel repeated 4x3 times, then blocks of 9x6 averaged.
-    fine = images.repeat(4, axis=1).repeat(3, axis=2)
-    expected = fine.reshape(2, 4, 9, 3, 6).mean(axis=(2, 4)).reshape(2, -1) / 255
-    np.testing.assert_allclose(thumbnail_pixels(images, 4), expected, atol=1e-6)
-
-
 @pytest.mark.parametrize(
     ("call", "message"),
     [
         (lambda: choose("SVM", np.eye(2), np.arange(2), []), "'SVM'; it must be one of 'majority', 'k-NN'"),
         (lambda: fit_predict("k-NN", {}, np.eye(2), np.arange(3), np.eye(2)), "must be"),
-        (lambda: thumbnail_pixels(np.zeros((1, 2, 2, 1), np.float32)), "float32"),
-        (lambda: thumbnail_pixels(np.zeros((2, 2, 1), np.uint8)), r"\(2, 2, 1\)"),
-        (lambda: thumbnail_pixels(np.zeros((1, 2, 2, 1), np.uint8), 0), "max_side is 0"),
     ],
 )
 def test_wrong_input_is_named(call, message: str) -> None:  # type: ignore[no-untyped-def]
