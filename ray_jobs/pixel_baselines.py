@@ -1,7 +1,8 @@
 """What simple classifiers reach on bare pixels, to judge learned features against.
 
-In: flattened pixels [n, d], labels [n], and folds of the labelled images (`ray_jobs.draws.stratified_folds`). Out: chosen settings and predictions. Pure scikit-learn, on one
-thread, so that the same input gives the same output on any number of cores.
+In: flattened pixels [n, d], labels [n], and folds of the labelled images (`ray_jobs.draws.stratified_folds`).
+Out: chosen settings and predictions. Pure scikit-learn, on one thread, so that the same input gives the same output on
+any number of cores.
 """
 
 from collections.abc import Mapping, Sequence
