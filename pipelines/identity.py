@@ -182,13 +182,13 @@ def code_digest(job: str) -> str:
 
 
 def import_closure(job: str) -> list[str]:
-    """The project's files that a job's module imports, found without importing anything."""
+    """The project's files that a job's module imports or renders, found without importing anything."""
     pending, found = [PROJECT / "ray_jobs" / f"{job}.py", PROJECT / "ray_jobs" / "__init__.py"], set()
     while pending:
         path = pending.pop()
         if path not in found:
             found.add(path)
-            pending += _imported_files(path)
+            pending += _imported_files(path) if path.suffix == ".py" else ()
     return sorted(path.relative_to(PROJECT).as_posix() for path in found)
 
 
@@ -203,5 +203,10 @@ def _imported_files(path: Path) -> tuple[Path, ...]:
     ours = {name for name in names if name.split(".")[0] in CODE_PACKAGES}
     packages = {".".join(name.split(".")[:depth]) for name in ours for depth in range(1, name.count(".") + 2)}
     modules = (PROJECT.joinpath(*name.split(".")) for name in packages)
-    files = (file for module in modules for file in (module.with_suffix(".py"), module / "__init__.py"))
-    return tuple(file for file in files if file.is_file())
+    # a module brings what lies beside it under its name, such as a template
+    return tuple(
+        file
+        for module in modules
+        for file in (*module.parent.glob(f"{module.name}.*"), module / "__init__.py")
+        if file.is_file()
+    )

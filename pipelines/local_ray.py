@@ -306,8 +306,8 @@ def _watch(folder: Path, head: Head, idle_seconds: float) -> None:
     while True:
         time.sleep(min(POLL_SECONDS, idle_seconds / 4))
         _reap()
-        if not head.alive():
-            _log("the head has died")
+        if not head.alive() or read_head(folder) != head:
+            _log("the head has died, or its record was removed, so that nobody would find it")
             end_head(folder, head)
             return
         try:

@@ -207,7 +207,7 @@ def end_head(folder: Path, head: Head) -> None:
     import psutil
 
     if head.alive():
-        _stop_jobs(connect(head.address, folder / "token"))
+        _stop_jobs(folder, head)
         main = psutil.Process(head.pids["ray start"])
         main.send_signal(signal.SIGTERM)
         _wait_until(lambda: not _lives(main))
@@ -218,18 +218,20 @@ def end_head(folder: Path, head: Head) -> None:
                 process.kill()
         time.sleep(0.05)
     shutil.rmtree(head.temp_folder, ignore_errors=True)
-    (folder / "head.json").unlink(missing_ok=True)
+    if (recorded := read_head(folder)) is not None and recorded.instance == head.instance:
+        (folder / "head.json").unlink()
 
 
-def _stop_jobs(cluster: Cluster) -> None:
+def _stop_jobs(folder: Path, head: Head) -> None:
     """A job that is running would let a SIGTERM wait for 30 s."""
     try:
+        cluster = connect(head.address, folder / "token")
         running = {job.submission_id for job in cluster.jobs() if job.status not in ENDED}
         for submission_id in running:
             cluster.stop(submission_id)
         wait_for_end(cluster, running, END_SECONDS)
-    except ClusterUnreachable:
-        pass  # then they end with their processes
+    except (ClusterUnreachable, ValueError):
+        pass  # no answer, or no token any more: they end with their processes
 
 
 def processes_of(head: Head) -> list[psutil.Process]:

@@ -113,6 +113,9 @@ class ModelSize(Frozen):
     num_heads: int = Field(ge=1)
     mlp_ratio: float = Field(4.0, gt=0)
     pooling: Literal["cls", "gap"] = "cls"
+    gelu: Literal["tanh", "exact"] = Field(
+        "tanh", description="tanh is the paper's code; exact is faster on CPUs"
+    )
 
     @model_validator(mode="after")
     def _heads_divide_width(self) -> Self:
@@ -178,7 +181,7 @@ class Pretrain(_Stage):
     augment: Augmentation = "none"
     label_smoothing: float = Field(0.0, ge=0, lt=1)
     dtype: Dtype = "bfloat16"
-    zero_stage: Literal[0, 1, 2, 3] = 1
+    zero_stage: Literal[1, 2, 3] = 1
     seed: int = 0
     workers: int = execution(2, ge=1, description="Ray Train workers; each takes a GPU where there are some")
     threads: int = execution(1, ge=1, description="CPU threads a worker")

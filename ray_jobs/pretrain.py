@@ -203,6 +203,7 @@ def model_contract(size: ModelSize, resolution: int, info: DatasetInfo) -> Model
         mlp_dim=round(size.width * size.mlp_ratio),
         num_classes=len(info.class_names),
         pooling=size.pooling,
+        gelu=size.gelu,
     )
     preprocessing = Preprocessing(
         mean=(0.5,) * channels,

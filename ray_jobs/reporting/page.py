@@ -1,6 +1,6 @@
 """The page: one HTML file with everything in it.
 
-In: `ReportData`. Out: HTML as text. The template is ray_jobs/templates/report.html.j2; class names and titles come
+In: `ReportData`. Out: HTML as text. The template is page.html.j2; class names and titles come
 from outside, so everything is escaped but the plots, whose text matplotlib has escaped.
 """
 
@@ -17,13 +17,13 @@ from markupsafe import Markup
 from ray_jobs.reporting.gather import ReportData
 from ray_jobs.reporting.verdicts import percent, points
 
-TEMPLATES = Path(__file__).parent.parent / "templates"
+TEMPLATE = Path(__file__).with_suffix(".html.j2")
 
 
 def render(data: ReportData) -> str:
     """The whole page; the same data give the same text."""
     environment = Environment(
-        loader=FileSystemLoader(TEMPLATES), autoescape=True, undefined=StrictUndefined, trim_blocks=True,
+        loader=FileSystemLoader(TEMPLATE.parent), autoescape=True, undefined=StrictUndefined, trim_blocks=True,
         lstrip_blocks=True, keep_trailing_newline=True,
     )  # fmt: skip
     environment.filters |= {
@@ -33,7 +33,7 @@ def render(data: ReportData) -> str:
         "number": number,
         "day": day,
     }
-    return environment.get_template("report.html.j2").render(
+    return environment.get_template(TEMPLATE.name).render(
         **data.numbers,
         groups=groups(data.numbers["accuracies"]),
         figures={name: Markup(svg) for name, svg in data.figures.items()},  # noqa: S704 - made by matplotlib, text escaped

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import socket
 import stat
@@ -166,6 +167,16 @@ def test_on_loopback_alone_and_unused_it_ends_with_its_jobs_and_leaves_nothing(f
     assert open_files_of_nobody(head)
     assert not any(process.is_running() for process in sleepers)
     assert read_head(folder) is None
+
+
+def test_a_ray_whose_folder_was_removed_ends(folder: Path) -> None:
+    with hold():
+        head = present(folder)
+        shutil.rmtree(folder)
+        until(lambda: gone(head))
+        assert open_files_of_nobody(head)
+        folder.mkdir(0o700)  # what hold touches when it is left
+        (folder / "users.lock").touch()
 
 
 def test_a_failed_start_says_why(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
