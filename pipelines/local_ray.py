@@ -127,12 +127,12 @@ class LocalConnection:
 def hold(folder: Path | None = None) -> Iterator[LocalRay]:
     """Use the local Ray, started when there is none; it is not ended before this is left. Raises LocalRayError."""
     folder = _make_folder(folder or state_folder())
-    with _lock(folder / "users.lock", fcntl.LOCK_SH):
-        os.utime(folder / "users.lock")
+    with _lock(folder / "users.lock", fcntl.LOCK_SH) as opened:
+        os.utime(opened)
         try:
             yield _ensure(folder)
         finally:
-            os.utime(folder / "users.lock")
+            os.utime(opened)
 
 
 def connect_running(address: str) -> Cluster:

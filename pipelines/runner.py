@@ -41,7 +41,8 @@ from pipelines.store import (
 
 ATTEMPTS = 3  # a command makes at most this many attempts at a stage
 BACKOFF_SECONDS = 1.0  # before the second attempt; doubles
-POLL_SECONDS = 0.1
+POLL_SECONDS = 0.1  # between looks at the store
+ASK_SECONDS = 0.5  # between questions to the cluster about a job: answering costs the head CPU time
 MANIFEST_SECONDS = 60.0  # a job that SUCCEEDED shows its manifest within this time
 USER_MISTAKE = 2  # the exit code of a stage that is never retried
 
@@ -232,6 +233,7 @@ class Driver:
             return
         if time.monotonic() < following.wait_until:
             return
+        following.wait_until = time.monotonic() + ASK_SECONDS
         cluster = self.connection.cluster()
         if following.attempt is None:
             following.attempt = last_attempt(self.store, config.job, key) or self._next_attempt(

@@ -175,8 +175,6 @@ def test_a_ray_whose_folder_was_removed_ends(folder: Path) -> None:
         shutil.rmtree(folder)
         until(lambda: gone(head))
         assert open_files_of_nobody(head)
-        folder.mkdir(0o700)  # what hold touches when it is left
-        (folder / "users.lock").touch()
 
 
 def test_a_failed_start_says_why(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
