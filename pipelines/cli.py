@@ -6,6 +6,7 @@ Only what every command needs is imported here: a run with nothing to do takes a
 from __future__ import annotations
 
 import json
+import os
 import shlex
 import sys
 from pathlib import Path
@@ -45,11 +46,16 @@ OnlyOption = Annotated[
 ForceOption = Annotated[
     list[str] | None, typer.Option("--force", metavar="STAGE", help="run it again, cached or not")
 ]
+ParallelOption = Annotated[
+    int,
+    typer.Option("--parallel", "-p", min=1, help="stages at once; more than there are cores slows all down"),
+]
 JsonOption = Annotated[bool, typer.Option("--json", help="machine-readable output")]
 PipelineArgument = Annotated[
     str, typer.Argument(metavar="PIPELINE", help="a recipe file, or a shipped recipe's name")
 ]
 DEFAULT_STORE = "runs"
+CORES = os.cpu_count() or 1
 
 
 def main() -> None:
@@ -71,6 +77,7 @@ def run(
     only: OnlyOption = None,
     force: ForceOption = None,
     changes: SetOption = None,
+    parallel: ParallelOption = CORES,
 ) -> None:
     """Run a pipeline here; what is already made is not made again."""
     from pipelines import plan as planning
@@ -85,7 +92,7 @@ def run(
             )
         _finish(opened, planned)
         return
-    _drive(opened, loaded, names, tuple(only or ()) or tuple(loaded.stages), forced)
+    _drive(opened, loaded, names, tuple(only or ()) or tuple(loaded.stages), forced, parallel)
 
 
 def _drive(
@@ -94,6 +101,7 @@ def _drive(
     names: tuple[str, ...],
     targets: tuple[str, ...],
     forced: tuple[str, ...],
+    parallel: int,
 ) -> None:
     """Run what is to be run, with the shared local Ray."""
     from pipelines import plan as planning
@@ -105,7 +113,7 @@ def _drive(
     console.print(f"{'continuing' if started.continued else 'run'} [bold]{started.id}[/]", highlight=False)
     with RunDisplay(console, _width(names)) as display, LocalConnection(display.say) as connection:
         try:
-            status = runner.run_pipeline(store, started, connection, display)
+            status = runner.run_pipeline(store, started, connection, display, parallel)
         except KeyboardInterrupt:
             display.say(f"stopped; to continue: {shlex.join(['vitflow', *sys.argv[1:]])}")
             raise typer.Exit(130) from None

@@ -121,8 +121,10 @@ def is_over(store: Store, run: str) -> bool:
     return stop_wished(store, run) or any(event["event"] == "finished" for event in read_events(store, run))
 
 
-def run_pipeline(store: Store, run: Run, connection: Connection, display: Display) -> dict[str, str]:
-    """Drive a run to its end.
+def run_pipeline(
+    store: Store, run: Run, connection: Connection, display: Display, parallel: int
+) -> dict[str, str]:
+    """Drive a run to its end, with at most `parallel` stages under way at once.
 
     Returns:
         stage -> CACHED, SUCCEEDED, FAILED, STOPPED or SKIPPED.
@@ -130,7 +132,7 @@ def run_pipeline(store: Store, run: Run, connection: Connection, display: Displa
     Raises:
         KeyboardInterrupt: Ctrl-C, after the run's jobs were stopped.
     """
-    driver = Driver(store, run, connection, display)
+    driver = Driver(store, run, connection, display, parallel)
     add_event(store, run.id, "driver", **_this_process())
     try:
         while driver.step():
@@ -152,8 +154,11 @@ def run_pipeline(store: Store, run: Run, connection: Connection, display: Displa
 class Driver:
     """One process's walk over one run."""
 
-    def __init__(self, store: Store, run: Run, connection: Connection, display: Display) -> None:
+    def __init__(
+        self, store: Store, run: Run, connection: Connection, display: Display, parallel: int
+    ) -> None:
         self.store, self.run, self.connection, self.display = store, run, connection, display
+        self.parallel = parallel
         self.names = run.pipeline.needed_for(run.targets)
         self.committed: dict[str, Manifest] = {}
         self.status: dict[str, str] = {}
@@ -163,7 +168,7 @@ class Driver:
         """Look at every stage once; False when all have ended."""
         self.connection.keep()
         for name in self.names:
-            if name not in self.status and name not in self.following:
+            if name not in self.status and name not in self.following and len(self.following) < self.parallel:
                 self._begin(name)
         for name, following in list(self.following.items()):
             try:

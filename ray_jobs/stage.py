@@ -146,9 +146,9 @@ def read_context(spec: Path) -> Context:
 
 def join_ray(attempt: Attempt) -> None:
     """Connect to the cluster that the job runs on (RAY_ADDRESS is set there), else to the attempt's."""
+    os.environ.setdefault("RAY_DEDUP_LOGS", "0")  # read when ray is imported
     import ray
 
-    os.environ.setdefault("RAY_DEDUP_LOGS", "0")
     ray.init(address=os.environ.get("RAY_ADDRESS", "auto"), log_to_driver=True, logging_level="warning")
 
 
