@@ -1,6 +1,6 @@
 """SIGKILL at any moment, then the same command: it goes on, nothing committed is done twice, nothing half is visible.
 
-VITFLOW_FAULT_ROUNDS (default 2) and VITFLOW_FAULT_SEED make the random test longer: `make test-faults`.
+VITFLOW_FAULT_ROUNDS (default 1) and VITFLOW_FAULT_SEED make the random test longer: `make test-faults`.
 """
 
 import json
@@ -20,7 +20,7 @@ import psutil
 import pytest
 
 TINY = Path(__file__).parent.parent / "tiny.yaml"
-ONLY = ("--only", "probe", "--only", "pixels")  # ingest, pretraining on two workers, two evaluations
+ONLY = ("--only", "probe")  # ingest, pretraining on two workers, evaluation
 MARK = "VITFLOW_RAY_INSTANCE"
 pytestmark = [pytest.mark.ray, pytest.mark.slow]
 
@@ -113,7 +113,7 @@ def check_whole(store: Path, reference: Path) -> None:
     import hashlib
 
     ours, theirs = artifacts(store), artifacts(reference)
-    assert set(ours) == {"digits", "pretrain", "probe", "pixels"}
+    assert set(ours) == {"digits", "pretrain", "probe"}
     for stage, manifest in ours.items():
         folder = (
             store
@@ -145,7 +145,7 @@ def test_two_drivers_at_once_run_each_stage_once(
     for driver in drivers:
         out, _ = driver.communicate(timeout=400)
         assert driver.returncode == 0, out
-    assert [path.name for path in (tmp_path / "s").glob("artifacts/*/*/attempts/*")] == ["1"] * 4
+    assert [path.name for path in (tmp_path / "s").glob("artifacts/*/*/attempts/*")] == ["1"] * 3
     check_whole(tmp_path / "s", reference)
 
 
@@ -158,7 +158,7 @@ def test_a_driver_that_is_killed_is_followed_by_one_that_takes_its_job_over(
     driver.communicate()
     out = finish(tmp_path / "s", own_ray)
     assert "continuing" in out
-    assert [path.name for path in (tmp_path / "s").glob("artifacts/*/*/attempts/*")] == ["1"] * 4, (
+    assert [path.name for path in (tmp_path / "s").glob("artifacts/*/*/attempts/*")] == ["1"] * 3, (
         "no job was repeated"
     )
     assert len(list((tmp_path / "s" / "runs").iterdir())) == 1, "under the same run id"
@@ -174,7 +174,6 @@ def test_ctrl_c_stops_the_jobs_and_says_how_to_continue(own_ray: dict[str, str],
     assert "to continue: vitflow run" in out
     wait_for(lambda: not matching(own_ray, "-m ray_jobs.pretrain"), 20)
     assert "pretrain" not in artifacts(tmp_path / "s")
-    finish(tmp_path / "s", own_ray)
 
 
 def test_stop_from_elsewhere_ends_the_run(own_ray: dict[str, str], tmp_path: Path) -> None:
@@ -211,11 +210,11 @@ def test_death_during_pretraining(
 
 def test_kills_at_random_moments(own_ray: dict[str, str], reference: Path, tmp_path: Path) -> None:
     seed = int(os.environ.get("VITFLOW_FAULT_SEED", "0"))
-    rounds = int(os.environ.get("VITFLOW_FAULT_ROUNDS", "2"))
+    rounds = int(os.environ.get("VITFLOW_FAULT_ROUNDS", "1"))
     for number in range(rounds):
         chance = random.Random(seed + number)
         store = tmp_path / f"s{number}"
-        for victim in chance.choices(list(VICTIMS), k=3):
+        for victim in chance.sample(list(VICTIMS), k=2):
             driver = start(store, own_ray)
             time.sleep(chance.uniform(0.3, 25))
             kill(VICTIMS[victim](own_ray))

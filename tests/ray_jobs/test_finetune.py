@@ -40,18 +40,31 @@ def dataset(tmp_path) -> Path:
             samples.append(shards.Sample(name, name, pixels.tobytes(), "raw", 8, 8, 1, number % 2))
         file = shards.shard_file(split, 0)
         files.append(shards.Shard(split=split, file=file, rows=shards.write_shard(folder / file, samples)))
-    shards.write_info(folder, shards.DatasetInfo(
-        name="halves", class_names=("left", "right"), image=shards.ImageSize(height=8, width=8, channels=1),
-        splits=COUNTS, shards=tuple(files), content_digest="halves",
-    ))  # fmt: skip
+    shards.write_info(
+        folder,
+        shards.DatasetInfo(
+            name="halves",
+            class_names=("left", "right"),
+            image=shards.ImageSize(height=8, width=8, channels=1),
+            splits=COUNTS,
+            shards=tuple(files),
+            content_digest="halves",
+        ),
+    )
     return folder
 
 
 def configuration(**fields: object) -> Finetune:
     base = {
-        "job": "finetune", "data": "halves", "model": SIZE, "resolution": 8, "learning_rates": (1e-4, 1e-2),
-        "steps": 20, "batch_size": 8, "labels": Labels(per_class=4, draws=2, folds=2),
-    }  # fmt: skip
+        "job": "finetune",
+        "data": "halves",
+        "model": SIZE,
+        "resolution": 8,
+        "learning_rates": (1e-4, 1e-2),
+        "steps": 20,
+        "batch_size": 8,
+        "labels": Labels(per_class=4, draws=2, folds=2),
+    }
     return Finetune.model_validate(base | fields)
 
 
@@ -125,12 +138,17 @@ def test_a_backbone_keeps_its_encoder_and_loses_its_head(dataset, tmp_path):
 def save_backbone(folder: Path) -> None:
     config = configuration()
     info = shards.DatasetInfo(
-        name="other", class_names=tuple("abcde"), image=shards.ImageSize(height=8, width=8, channels=1),
-        splits={"train": 0, "dev": 0, "test": 0}, shards=(), content_digest="other",
-    )  # fmt: skip
+        name="other",
+        class_names=tuple("abcde"),
+        image=shards.ImageSize(height=8, width=8, channels=1),
+        splits={"train": 0, "dev": 0, "test": 0},
+        shards=(),
+        content_digest="other",
+    )
     contract = finetune.model_contract(SIZE, 8, info)
-    assert contract.architecture == ViTConfig(image_size=8, patch_size=4, in_channels=1, width=16, depth=1,
-                                              num_heads=2, mlp_dim=64, num_classes=5)  # fmt: skip
+    assert contract.architecture == ViTConfig(
+        image_size=8, patch_size=4, in_channels=1, width=16, depth=1, num_heads=2, mlp_dim=64, num_classes=5
+    )
     model = ViT(contract.architecture)
     model.initialise(config.seed + 5)
     save_model(folder, model, contract)
@@ -149,11 +167,39 @@ def context(store_root: Path, dataset: Path, config: Finetune) -> Context:
         "inputs": {},
         "source": None,
     }
-    manifest = Manifest(job="ingest", kind="dataset", key="data", attempt=1, files=(), config={}, metrics={}, code={},
-                        environment={}, started=now(), finished=now(), user="", **fields)  # fmt: skip
-    attempt = Attempt(job="finetune", key="k", number=1, stage="s", run="r", nonce="n", submission_id="finetune-k-1",
-                      store_id=store.id, store_uri=store.uri, cluster_address="", cluster_session="", inputs={},
-                      config=config.model_dump(mode="json"), source=None, code_digest="", created=now())  # fmt: skip
+    manifest = Manifest(
+        job="ingest",
+        kind="dataset",
+        key="data",
+        attempt=1,
+        files=(),
+        config={},
+        metrics={},
+        code={},
+        environment={},
+        started=now(),
+        finished=now(),
+        user="",
+        **fields,
+    )
+    attempt = Attempt(
+        job="finetune",
+        key="k",
+        number=1,
+        stage="s",
+        run="r",
+        nonce="n",
+        submission_id="finetune-k-1",
+        store_id=store.id,
+        store_uri=store.uri,
+        cluster_address="",
+        cluster_session="",
+        inputs={},
+        config=config.model_dump(mode="json"),
+        source=None,
+        code_digest="",
+        created=now(),
+    )
     return Context(attempt, config, {"data": (manifest,)})
 
 
@@ -175,8 +221,13 @@ def test_the_whole_stage_twice(dataset, tmp_path, local_ray):
     assert results[0].content_digest == results[1].content_digest
     folder = tmp_path / "one" / "artifacts/finetune/k/attempts/1/files"
     assert {path.name for path in folder.iterdir()} == {
-        "model.safetensors", "config.json", "rows.parquet", "predictions.parquet", "sweep.json", "curves.json"
-    }  # fmt: skip
+        "model.safetensors",
+        "config.json",
+        "rows.parquet",
+        "predictions.parquet",
+        "sweep.json",
+        "curves.json",
+    }
     assert not (folder.parent / ".ray-tune").exists()
     sweep = json.loads((folder / "sweep.json").read_text())
     assert [trial["learning_rate"] for trial in sweep["trials"]] == [1e-4, 1e-2]

@@ -1,0 +1,186 @@
+"""Evaluation in this process, without Ray: what is scored, on which labels, against which independent computation."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from sklearn.neighbors import KNeighborsClassifier
+
+from pipelines import store as st
+from pipelines.spec import Baselines, Evaluate, Finetune, Labels, ModelSize
+from pipelines.store import Attempt, FileEntry, Manifest, Store, open_store
+from ray_jobs import baselines, evaluate, finetune, ingest, rows, shards
+from ray_jobs.pretrain import model_contract
+from ray_jobs.stage import Context
+from vit_model.model import ViT
+from vit_model.weights import save_model
+
+SIZE = ModelSize(patch_size=4, width=16, depth=1, num_heads=2)
+LABELS = Labels(per_class=6, draws=3, folds=3, seed=5)
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory: pytest.TempPathFactory) -> Store:
+    return open_store(str(tmp_path_factory.mktemp("store")))
+
+
+def manifest(job: str, kind: Any, files: tuple[FileEntry, ...]) -> Manifest:
+    return Manifest(
+        job=job,
+        kind=kind,
+        key=job,
+        content_digest=job,
+        stage=job,
+        run="r",
+        attempt=1,
+        nonce="n",
+        files=files,
+        inputs={},
+        config={},
+        source=None,
+        metrics={},
+        code={},
+        environment={},
+        started="",
+        finished="",
+        user="",
+    )
+
+
+@pytest.fixture(scope="module")
+def digits(store: Store) -> Manifest:
+    """The real digits, written as ingest writes them."""
+    files, samples = [], ingest._digit_samples()
+    with store.staging(st.Layout.files("ingest", "ingest", 1)) as staging:
+        for split in shards.SPLITS:
+            file = shards.shard_file(split, 0)
+            count = shards.write_shard(
+                staging.path / file, [sample for sample, _, own in samples if own == split]
+            )
+            files.append(shards.Shard(split=split, file=file, rows=count))
+        shards.write_info(
+            staging.path,
+            shards.DatasetInfo(
+                name="digits",
+                class_names=tuple("0123456789"),
+                image=ingest.RAW,
+                shards=tuple(files),
+                content_digest="d",
+                splits={shard.split: shard.rows for shard in files},
+            ),
+        )
+    return manifest("ingest", "dataset", staging.files)
+
+
+@pytest.fixture(scope="module")
+def model(store: Store, digits: Manifest) -> Manifest:
+    contract = model_contract(SIZE, 8, shards.open_dataset(store.local(digits.folder)).info)
+    network = ViT(contract.architecture)
+    network.initialise(3)
+    with store.staging(st.Layout.files("pretrain", "pretrain", 1)) as staging:
+        save_model(staging.path, network, contract)
+    return manifest("pretrain", "model", staging.files)
+
+
+def context(store: Store, config: Any, **inputs: Manifest) -> Context:
+    attempt = Attempt(
+        job=config.job,
+        key=config.job,
+        number=1,
+        stage="s",
+        run="r",
+        nonce="n",
+        submission_id="i",
+        store_id=store.id,
+        store_uri=store.uri,
+        cluster_address="",
+        cluster_session="",
+        config={},
+        inputs={},
+        source=None,
+        code_digest="",
+        created="",
+    )
+    return Context(attempt, config, {name: (given,) for name, given in inputs.items()})
+
+
+def test_pixel_rows_equal_a_ridge_written_out(store: Store, digits: Manifest, model: Manifest) -> None:
+    """Predictions of one draw, from the normal equations, with the L2 that the row says was chosen."""
+    import json
+
+    config = Evaluate(job="evaluate", data="d", backbone="m", shots=(1, 5), draws=2, seed=7)
+    result = evaluate.evaluate(context(store, config, data=digits, backbone=model))
+    folder = store.local(st.Layout.files("evaluate", "evaluate", 1))
+    found = rows.read_table(folder / "rows.parquet", rows.ROWS)
+    assert len(found) == 4 * 2 * 2
+    assert {row["method"] for row in found} == {
+        "ViT, pretrained",
+        "ViT, untrained",
+        "pixels",
+        "pixels, standardised",
+    }
+    assert result.metrics["pixels @ 5"] == np.mean(
+        [row["value"] for row in found if row["method"] == "pixels" and row["labels_per_class"] == 5]
+    )
+    row = next(
+        row
+        for row in found
+        if row["method"] == "pixels" and row["labels_per_class"] == 5 and row["draw"] == 1
+    )
+    dataset = shards.open_dataset(store.local(digits.folder))
+    contract = model_contract(SIZE, 8, dataset.info)
+    train, test = (
+        dataset.images(split, contract.preprocessing).reshape(-1, 64) / 255 for split in ("train", "test")
+    )
+    chosen = evaluate_draw(dataset.labels("train"), 5, seed=7, draw=1)
+    support = np.hstack([train[chosen], np.full((50, 1), 100.0)])
+    targets = 2.0 * np.eye(10)[dataset.labels("train")[chosen]] - 1
+    weights = np.linalg.solve(
+        support.T @ support + json.loads(row["settings"])["l2"] * np.eye(65), support.T @ targets
+    )
+    predicted = (np.hstack([test, np.full((len(test), 1), 100.0)]) @ weights).argmax(axis=1)
+    assert row["value"] == pytest.approx(np.mean(predicted == dataset.labels("test")), abs=1.5 / len(test))
+
+
+def evaluate_draw(labels: np.ndarray, shots: int, seed: int, draw: int) -> np.ndarray:
+    from ray_jobs.draws import draw_labels
+
+    return draw_labels(labels, shots, seed, draw)
+
+
+def test_baselines_get_the_labels_that_fine_tuning_gets(store: Store, digits: Manifest) -> None:
+    """1-NN fitted on the very pools of `finetune.labelled` says what the baseline stage said."""
+    config = Baselines(job="baselines", data="d", methods=("k-NN",), labels=LABELS)
+    found, predictions = baselines.run_method(context(store, config, data=digits), "k-NN")
+    dataset = shards.open_dataset(store.local(digits.folder))
+    tuning = Finetune(
+        job="finetune",
+        data="d",
+        model=SIZE,
+        resolution=8,
+        labels=LABELS,
+        learning_rates=(1e-3,),
+        steps=1,
+        batch_size=1,
+    )
+    task = finetune.make_task(tuning, dataset, None)
+    pools, _, _ = finetune.labelled(tuning, dataset, task.contract)
+    assert found[0]["settings"] == '{"n_neighbors": 1}'
+    test = dataset.images("test", task.contract.preprocessing).reshape(-1, 64) / 255
+    for draw, pool in enumerate(pools):
+        neighbour = KNeighborsClassifier(1).fit(pool.images.reshape(-1, 64) / 255, pool.labels).predict(test)
+        said = [row["prediction"] for row in predictions if row["draw"] == draw]
+        assert np.mean(neighbour == said) > 0.995, "but for ties of distance"
+
+
+def test_baselines_choose_without_test(store: Store, digits: Manifest, tmp_path: Path) -> None:
+    """With other test labels the settings stay the same."""
+    dataset = shards.open_dataset(store.local(digits.folder))
+    config = Baselines(job="baselines", data="d", methods=("logistic regression",), labels=LABELS)
+    found, predictions = baselines.run_method(context(store, config, data=digits), "logistic regression")
+    assert {row["settings"] for row in found} == {found[0]["settings"]}, (
+        "chosen in draw 0, used for every draw"
+    )
+    assert len(predictions) == 3 * dataset.info.splits["test"]
+    assert {row["selected_on"] for row in found} == {"3-fold cross-validation in draw 0"}
