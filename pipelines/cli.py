@@ -105,11 +105,11 @@ def _drive(
 ) -> None:
     """Run what is to be run, with the shared local Ray."""
     from pipelines import plan as planning
-    from pipelines import runner
+    from pipelines import runner, runs
     from pipelines.display import RunDisplay
     from pipelines.local_ray import LocalConnection, LocalRayError
 
-    started = runner.start_run(store, pipeline, targets, forced)
+    started = runs.start_run(store, pipeline, targets, forced)
     console.print(f"{'continuing' if started.continued else 'run'} [bold]{started.id}[/]", highlight=False)
     with RunDisplay(console, _width(names)) as display, LocalConnection(display.say) as connection:
         try:
@@ -117,7 +117,7 @@ def _drive(
         except KeyboardInterrupt:
             display.say(f"stopped; to continue: {shlex.join(['vitflow', *sys.argv[1:]])}")
             raise typer.Exit(130) from None
-        except LocalRayError as error:
+        except (LocalRayError, StoreError) as error:
             errors.print(f"[red]error:[/] {_plain(str(error))}", highlight=False, soft_wrap=True)
             raise typer.Exit(1) from None
     if set(status.values()) <= {"CACHED", "SUCCEEDED"}:
@@ -182,7 +182,8 @@ def _requested(
     pipeline: str, only: list[str] | None, force: list[str] | None, changes: list[str] | None
 ) -> tuple[Pipeline, tuple[str, ...], tuple[str, ...]]:
     """The pipeline, the names of the stages that are wanted in running order, and of those that are forced."""
-    from pipelines.spec import load_pipeline, nearest
+    from pipelines.recipe import load_pipeline
+    from pipelines.spec import nearest
 
     loaded = load_pipeline(pipeline, tuple(changes or ()))
     names = loaded.needed_for(tuple(only or ()) or tuple(loaded.stages))
@@ -204,10 +205,11 @@ def status(
     as_json: JsonOption = False,
 ) -> None:
     """Show a run: its stages and what became of them."""
-    from pipelines.runner import run_status
+    from pipelines.lookup import find_run
+    from pipelines.runs import run_status
 
     opened = _open(store, create=False)
-    found = run_status(opened, _find_run(opened, run))
+    found = run_status(opened, find_run(opened, run))
     if as_json:
         _print_json(found)
         return
@@ -228,7 +230,7 @@ def list_(
     as_json: JsonOption = False,
 ) -> None:
     """List runs, datasets, models, evaluations or reports."""
-    from pipelines.runner import run_status, runs
+    from pipelines.runs import run_status, runs
     from pipelines.spec import nearest
     from pipelines.store import all_manifests
 
@@ -270,9 +272,10 @@ def logs(
 ) -> None:
     """Show what a run's stages said."""
     from pipelines.logs import show_logs
+    from pipelines.lookup import find_run
 
     opened = _open(store, create=False)
-    show_logs(opened, _find_run(opened, run), stage, follow, lambda text: print(text, flush=True))
+    show_logs(opened, find_run(opened, run), stage, follow, lambda text: print(text, flush=True))
 
 
 @app.command()
@@ -282,10 +285,11 @@ def stop(
 ) -> None:
     """Stop a run: nothing that is made gets lost, and running it again goes on from there."""
     from pipelines.local_ray import connect_running
-    from pipelines.runner import stop_run
+    from pipelines.lookup import find_run
+    from pipelines.runs import stop_run
 
     opened = _open(store, create=False)
-    found = _find_run(opened, run)
+    found = find_run(opened, run)
     for submission in stop_run(opened, found, connect_running):
         console.print(f"stopped {submission}", highlight=False)
     console.print(
@@ -325,8 +329,10 @@ def predict(
     as_json: JsonOption = False,
 ) -> None:
     """Classify images with a model of the store: the five likeliest classes of each."""
+    from pipelines.lookup import find_artifact
+
     opened = _open(store, create=False)
-    manifest = _find_artifact(opened, model, "model")
+    manifest = find_artifact(opened, model, "model")
     missing = [str(path) for path in images if not path.is_file()]
     if missing:
         raise RecipeError(f"no such file: {', '.join(missing)}")
@@ -380,8 +386,10 @@ def report_show(
     as_json: JsonOption = False,
 ) -> None:
     """Print a report's verdict and its table of accuracies."""
+    from pipelines.lookup import find_artifact
+
     opened = _open(store, create=False)
-    manifest = _find_artifact(opened, report, "report")
+    manifest = find_artifact(opened, report, "report")
     if as_json:
         _print_json(json.loads(opened.local(f"{manifest.folder}/report.json").read_text()))
     else:
@@ -406,47 +414,6 @@ def _open(uri: str, *, create: bool = True) -> Store:
     from pipelines.store import open_store
 
     return open_store(uri, create=create)
-
-
-def _find_run(store: Store, given: str | None) -> str:
-    """The run that an id, its unique beginning, or nothing (the newest) means."""
-    from pipelines.runner import runs
-    from pipelines.spec import nearest
-
-    known = runs(store)
-    if not known:
-        raise RecipeError(f"{store.uri} has no runs")
-    if given is None:
-        return known[-1]
-    matches = [run for run in known if run == given] or [run for run in known if run.startswith(given)]
-    if not matches:
-        raise RecipeError(f"no run begins with {given!r}{nearest(given, known[-5:])}")
-    if len(matches) > 1:
-        raise RecipeError(f"{given!r} begins several runs: {', '.join(matches)}")
-    return matches[0]
-
-
-def _find_artifact(store: Store, given: str | None, kind: str) -> Manifest:
-    """The artifact of a kind that a key, its unique beginning, RUN/STAGE, RUN or nothing (the newest) means."""
-    from pipelines.runner import run_status
-    from pipelines.store import all_manifests
-
-    known = [manifest for manifest in all_manifests(store) if manifest.kind == kind]
-    if given is None:
-        matches = known[-1:]
-    else:
-        matches = [manifest for manifest in known if manifest.key.startswith(given)]
-        if not matches:
-            run, _, stage = given.partition("/")
-            stages = run_status(store, _find_run(store, run))["stages"]
-            keys = {entry.get("key") for entry in stages if not stage or entry["stage"] == stage}
-            matches = [manifest for manifest in known if manifest.key in keys]
-    if len(matches) != 1:
-        names = ", ".join(f"{manifest.key[:12]} ({manifest.stage})" for manifest in (matches or known)[-8:])
-        raise RecipeError(
-            f"{given or 'the newest'}: {'several' if matches else 'no'} {kind}s fit; there are: {names or 'none'}"
-        )
-    return matches[0]
 
 
 def _took(stage: dict[str, Any]) -> str:

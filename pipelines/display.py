@@ -68,9 +68,8 @@ class RunDisplay:
             del self.running[name]
             took = f" {time.monotonic() - self.began[name]:.1f} s"
         colour = COLOURS.get(status, "default")
-        self.console.print(
-            f"{name:<{self.width}}  [{colour}]{status:<9}[/]{took:>8}  {escape(detail)}", highlight=False
-        )
+        line = f"{name:<{self.width}}  [{colour}]{status:<9}[/]{took:>8}  {escape(detail)}"
+        self.console.print(line, highlight=False, soft_wrap=True)
 
     def line(self, name: str, text: str) -> None:
         """A stage's job printed a line; progress replaces the last progress, everything else stays."""

@@ -17,7 +17,8 @@ from typing import TYPE_CHECKING, NamedTuple
 from rich.console import Console
 from rich.markup import escape
 
-from pipelines.spec import ModelSize, RecipeError, load_pipeline
+from pipelines.recipe import load_pipeline
+from pipelines.spec import ModelSize, RecipeError
 
 if TYPE_CHECKING:
     from ray_jobs.sources.folder import Listing

@@ -9,7 +9,7 @@ from typing import Any
 
 from pipelines.cluster import ClusterUnreachable
 from pipelines.local_ray import connect_running
-from pipelines.runner import run_status
+from pipelines.runs import run_status
 from pipelines.spec import RecipeError, nearest
 from pipelines.store import Attempt, Layout, Store, last_attempt
 

@@ -13,15 +13,13 @@ import shlex
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from datetime import UTC, datetime
 from typing import Any, Protocol
 
 from pipelines import identity, plan
 from pipelines.cluster import Cluster, ClusterUnreachable
 from pipelines.plan import PlannedStage
-from pipelines.spec import Pipeline, parse_pipeline
+from pipelines.runs import Run, this_process
 from pipelines.store import (
     Attempt,
     Layout,
@@ -29,12 +27,9 @@ from pipelines.store import (
     Store,
     add_event,
     create_attempt,
-    create_run,
     last_attempt,
     now,
-    read_events,
     read_manifest,
-    read_plan,
     stop_wished,
     wish_stop,
 )
@@ -70,17 +65,6 @@ class Connection(Protocol):
         """Called at every poll."""
 
 
-@dataclass(frozen=True)
-class Run:
-    """A plan under way: the same object whether it is new or continued."""
-
-    id: str
-    pipeline: Pipeline
-    targets: tuple[str, ...]
-    force: dict[str, str]  # stage -> nonce
-    continued: bool
-
-
 @dataclass
 class Following:
     """A stage under way, as this driver knows it."""
@@ -95,32 +79,6 @@ class Following:
     log_end: threading.Event = field(default_factory=threading.Event)
 
 
-def start_run(store: Store, pipeline: Pipeline, targets: tuple[str, ...], force: tuple[str, ...]) -> Run:
-    """The unfinished run of this very plan, or a new one."""
-    wanted = {"pipeline": pipeline.model_dump(mode="json"), "targets": list(targets)}
-    digest = identity.sha256(identity.canonical_json(wanted | {"force": sorted(force)}))
-    for run in reversed(runs(store, pipeline.name)):
-        record = read_plan(store, run)
-        if record is not None and record["digest"] == digest and not is_over(store, run):
-            return Run(run, pipeline, targets, record["force"], continued=True)
-    while True:
-        run = f"{pipeline.name}-{datetime.now(UTC):%Y%m%d-%H%M%S}-{secrets.token_hex(2)}"
-        nonces = {stage: secrets.token_hex(16) for stage in force}
-        if create_run(store, run, wanted | {"digest": digest, "force": nonces, "run": run, "created": now()}):
-            return Run(run, pipeline, targets, nonces, continued=False)
-
-
-def runs(store: Store, pipeline: str | None = None) -> list[str]:
-    """Run ids, oldest first (of one pipeline, or all)."""
-    found = [name for name in store.names("runs") if pipeline is None or name.rsplit("-", 3)[0] == pipeline]
-    return sorted(found, key=lambda run: run.rsplit("-", 3)[1:])
-
-
-def is_over(store: Store, run: str) -> bool:
-    """Whether a run has ended or was told to."""
-    return stop_wished(store, run) or any(event["event"] == "finished" for event in read_events(store, run))
-
-
 def run_pipeline(
     store: Store, run: Run, connection: Connection, display: Display, parallel: int
 ) -> dict[str, str]:
@@ -133,7 +91,7 @@ def run_pipeline(
         KeyboardInterrupt: Ctrl-C, after the run's jobs were stopped.
     """
     driver = Driver(store, run, connection, display, parallel)
-    add_event(store, run.id, "driver", **_this_process())
+    add_event(store, run.id, "driver", **this_process())
     try:
         while driver.step():
             time.sleep(POLL_SECONDS)
@@ -402,81 +360,3 @@ class Driver:
             self.connection.cluster().stop(attempt.submission_id)
         except ClusterUnreachable as error:
             self.display.say(f"could not stop {attempt.submission_id}: {error}")
-
-
-def _this_process() -> dict[str, Any]:
-    """What tells, on the same host, whether a driver still lives."""
-    import os
-    import socket
-
-    import psutil
-
-    return {
-        "host": socket.gethostname(),
-        "pid": os.getpid(),
-        "process_created": psutil.Process().create_time(),
-    }
-
-
-def driver_alive(events: list[dict[str, Any]]) -> bool | None:
-    """Whether a driver of a run lives: None where it ran on another host."""
-    import socket
-
-    import psutil
-
-    answers: list[bool | None] = []
-    for event in (event for event in events if event["event"] == "driver"):
-        if event["host"] != socket.gethostname():
-            answers.append(None)
-            continue
-        try:
-            answers.append(psutil.Process(event["pid"]).create_time() == event["process_created"])
-        except psutil.NoSuchProcess:
-            answers.append(False)
-    return True if True in answers else None if None in answers else False
-
-
-def run_status(store: Store, run: str) -> dict[str, Any]:
-    """A run for people: its status, its stages in running order with theirs, how long each took.
-
-    A run's status is one of Ray's five, or UNFINISHED: its driver is gone and the same command continues it.
-    """
-    record, events = read_plan(store, run), read_events(store, run)
-    assert record is not None
-    pipeline = parse_pipeline(record["pipeline"], run)
-    stages: dict[str, dict[str, Any]] = {
-        name: {"stage": name, "status": "PENDING"} for name in pipeline.needed_for(tuple(record["targets"]))
-    }
-    for event in events:
-        if event["event"] == "stage" and event["stage"] in stages:
-            stage = stages[event["stage"]]
-            stage.update({name: value for name, value in event.items() if name not in {"event", "time"}})
-            if event["status"] == "RUNNING":
-                stage.setdefault("started", event["time"])
-            stage["changed"] = event["time"]
-    finished = [event for event in events if event["event"] == "finished"]
-    if finished:
-        status = finished[-1]["status"]
-    elif stop_wished(store, run):
-        status = "STOPPED"
-    else:
-        status = "UNFINISHED" if driver_alive(events) is False else "RUNNING"
-    return {
-        "run": run,
-        "pipeline": pipeline.name,
-        "status": status,
-        "created": record["created"],
-        "stages": list(stages.values()),
-    }
-
-
-def stop_run(store: Store, run: str, clusters: Callable[[str], Cluster]) -> Iterator[str]:
-    """Wish a run to stop, then stop the jobs of its unfinished stages; yields the ids that were stopped."""
-    wish_stop(store, run)
-    for stage in run_status(store, run)["stages"]:
-        if stage["status"] in {"PENDING", "RUNNING"} and "submission_id" in stage:
-            job = stage["submission_id"].split("-")[0]
-            attempt = last_attempt(store, job, stage["key"])
-            if attempt is not None:
-                clusters(attempt.cluster_address).stop(attempt.submission_id)
-                yield attempt.submission_id

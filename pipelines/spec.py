@@ -1,4 +1,4 @@
-"""What a pipeline is: frozen pydantic models of a recipe and its stages, read from YAML.
+"""What a pipeline is: frozen pydantic models of a recipe and its stages (`pipelines.recipe` reads them from YAML).
 
 A field is *identity* (it changes the result and enters the stage's key) unless it is marked with `execution(...)`
 (where and how fast it runs). A field that names an earlier stage says which kind of artifact it takes.
@@ -14,10 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, Self
 
-import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
-
-MAX_RECIPE_BYTES = 1 << 20  # a recipe is read by people; more than this is not one
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 
 class RecipeError(ValueError):
@@ -373,129 +370,3 @@ def nearest(given: str, known: Any) -> str:
     """', did you mean ...?' for the nearest known name; otherwise the list of them."""
     found = difflib.get_close_matches(given, list(known), n=1)
     return f"; did you mean {found[0]!r}?" if found else f"; there are: {', '.join(known)}"
-
-
-# ---------------------------------------------------------------------------------------------------- reading
-
-
-class _StrictLoader(yaml.SafeLoader):
-    """YAML's plain data, no repeated keys (YAML would keep the last in silence) and no aliases (they can explode)."""
-
-    def compose_node(self, parent: Any, index: Any) -> Any:
-        if self.check_event(yaml.AliasEvent):
-            line = self.peek_event().start_mark.line + 1  # type: ignore[no-untyped-call]
-            raise RecipeError(f"line {line}: YAML aliases are not supported, write it out")
-        return super().compose_node(parent, index)
-
-    def construct_mapping(self, node: Any, deep: bool = False) -> Any:
-        seen = set()
-        for key_node, _ in node.value:
-            key = key_node.value
-            if key in seen:
-                raise RecipeError(f"line {key_node.start_mark.line + 1}: the key {key!r} stands twice")
-            seen.add(key)
-        return super().construct_mapping(node, deep)
-
-
-def recipe_path(pipeline: str) -> Path:
-    """The file that PIPELINE means: a path, or the name of a shipped recipe."""
-    path = Path(pipeline)
-    if path.suffix in {".yaml", ".yml"} or path.is_file():
-        if not path.is_file():
-            raise RecipeError(f"{pipeline}: no such file")
-        return path
-    shipped = Path(__file__).parent / "recipes"
-    names = sorted(file.stem for file in shipped.glob("*.yaml"))
-    if pipeline not in names:
-        raise RecipeError(f"no file and no shipped recipe is called {pipeline!r}{nearest(pipeline, names)}")
-    return shipped / f"{pipeline}.yaml"
-
-
-def load_pipeline(pipeline: str, overrides: tuple[str, ...] = ()) -> Pipeline:
-    """Read a recipe file (or a shipped recipe's name), with `stage.field=value` overrides put in before it is checked.
-
-    Raises:
-        RecipeError: with one line for each thing that is wrong.
-    """
-    path = recipe_path(pipeline)
-    if path.stat().st_size > MAX_RECIPE_BYTES:
-        raise RecipeError(f"{path}: larger than {MAX_RECIPE_BYTES} bytes, that is no recipe")
-    try:
-        raw = yaml.load(path.read_text("utf-8"), Loader=_StrictLoader)
-    except (yaml.YAMLError, UnicodeDecodeError, RecipeError) as error:
-        raise RecipeError(f"{path}: {error}") from None
-    if not isinstance(raw, dict):
-        raise RecipeError(
-            f"{path}: a recipe is a mapping with name and stages, this is a {type(raw).__name__}"
-        )
-    for override in overrides:
-        _apply_override(raw, override)
-    return parse_pipeline(raw, str(path))
-
-
-def parse_pipeline(raw: dict[str, Any], where: str) -> Pipeline:
-    """Check a pipeline that was read from YAML or JSON; `where` begins the message of a `RecipeError`."""
-    try:
-        return Pipeline.model_validate(raw)
-    except ValidationError as error:
-        lines = [_explain(raw, dict(problem)) for problem in error.errors()]
-        raise RecipeError("\n  ".join([f"{where}:", *lines])) from None
-
-
-def _apply_override(raw: dict[str, Any], override: str) -> None:
-    path, equals, value = override.partition("=")
-    stage, _, field = path.partition(".")
-    if not equals or not field:
-        raise RecipeError(f"--set {override}: write STAGE.FIELD=VALUE, as in pretrain.steps=500")
-    stages = raw.get("stages")
-    if not isinstance(stages, dict) or stage not in stages:
-        raise RecipeError(f"--set {override}: no stage is called {stage!r}{nearest(stage, stages or {})}")
-    target, *rest = field.split(".")
-    at: Any = stages[stage]
-    for part in rest:
-        at = at.setdefault(target, {})
-        target = part
-        if not isinstance(at, dict):
-            raise RecipeError(f"--set {override}: {path.rpartition('.')[0]} has no fields of its own")
-    try:
-        at[target] = yaml.load(value, Loader=_StrictLoader)
-    except yaml.YAMLError as error:
-        raise RecipeError(f"--set {override}: {error}") from None
-
-
-def _explain(raw: dict[str, Any], problem: dict[str, Any]) -> str:
-    """One line: where, what was given, what would be right."""
-    # pydantic puts the union's tag (the job's or the source's name) into the path, which stands nowhere in the YAML
-    location = [str(part) for part in problem["loc"]]
-    path: list[str] = []
-    at: Any = raw
-    for part in location:
-        if isinstance(at, dict) and part not in at and part in {at.get("job"), at.get("kind")}:
-            continue
-        path.append(part)
-        at = at.get(part) if isinstance(at, dict) else at
-    where = ".".join(path)
-    message = problem["msg"].removeprefix("Value error, ")
-    if problem["type"] == "extra_forbidden":
-        return f"{where}: there is no such field{nearest(path[-1], _siblings(raw, path))}"
-    if problem["type"] == "missing":
-        return f"{where}: is missing"
-    if problem["type"].startswith("value_error"):
-        return f"{where}: {message}" if where else message
-    return f"{where}: {message}, not {problem['input']!r}"
-
-
-def _siblings(raw: dict[str, Any], path: list[str]) -> list[str]:
-    """The fields that may stand where `path` ends."""
-    if len(path) == 1:
-        return list(Pipeline.model_fields)
-    stage = raw["stages"].get(path[1], {}) if path[0] == "stages" else {}
-    model: Any = STAGE_TYPES.get(stage.get("job", ""), _Stage)
-    for part in path[2:-1]:
-        if part == "source":
-            model = {"glyphs": GlyphSource, "digits": DigitsSource, "folder": FolderSource}.get(
-                stage["source"]["kind"]
-            )
-        else:
-            model = {"model": ModelSize, "optimizer": Optimizer, "labels": Labels}.get(part)
-    return list(model.model_fields) if model else []

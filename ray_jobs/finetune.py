@@ -304,11 +304,13 @@ def main(context: Context) -> Result:
         rows.write_table(staging.path / "rows.parquet", number_rows, rows.ROWS)
         rows.write_table(staging.path / "predictions.parquet", predictions, rows.PREDICTIONS)
         ledger = {"trials": trials, "chosen": chosen, "selected_on": selected_on}
-        (staging.path / "sweep.json").write_text(json.dumps(ledger, indent=1) + "\n")
+        sweep_json = json.dumps(ledger, indent=1) + "\n"
+        (staging.path / "sweep.json").write_text(sweep_json)
         curves = [{"draw": draw, "points": found.curve} for draw, found in enumerate(refits)]
         (staging.path / "curves.json").write_text(json.dumps(curves, indent=1) + "\n")
     files = (*refits[0].files, *staging.files)
     digest = {"model": model_digest(refits[0].files), "rows": rows.digest_rows(number_rows, rows.ROWS)}
+    digest["sweep"] = sha256(sweep_json)  # a report shows it
     metrics: dict[str, float | int | str] = {
         "learning_rate": chosen,
         "validation_accuracy": max(float(np.mean(trial["accuracies"])) for trial in trials),

@@ -257,8 +257,9 @@ def _in_tasks(function: Callable[..., Any], arguments: Sequence[tuple[Any, ...]]
     pending = references
     while pending:
         _, pending = ray.wait(pending, timeout=1.0)
-        if progress.due(len(references) - len(pending)):
-            progress.show(len(references) - len(pending))
+        done = len(references) - len(pending)
+        if done and progress.due(done):
+            progress.show(done)
     return list(ray.get(references))
 
 

@@ -10,6 +10,7 @@ mistake (never retried), 1 anything else.
 from __future__ import annotations
 
 import argparse
+import errno
 import importlib
 import importlib.metadata
 import os
@@ -20,7 +21,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from pydantic import TypeAdapter
 
@@ -41,6 +42,7 @@ from pipelines.store import (
     who,
 )
 
+FULL = {errno.ENOSPC, errno.EDQUOT}
 PACKAGES = ("torch", "ray", "deepspeed", "pyarrow", "numpy", "pillow", "scikit-learn", "matplotlib")
 
 
@@ -110,8 +112,18 @@ def run_stage(job: str) -> None:
         _commit(context, result, started)
     except (ValueError, StoreError) as error:
         # a task's error carries the remote traceback in its text; the message of the cause is what the user needs
-        print(f"error: {getattr(error, 'cause', error)}", file=sys.stderr, flush=True)
-        sys.exit(2)
+        _give_up(str(getattr(error, "cause", error)))
+    except OSError as error:
+        cause = getattr(error, "cause", error)
+        if cause.errno not in FULL:
+            raise
+        _give_up(f"no space for {spec.parent}: {cause}; nothing was committed, free some and run again")
+
+
+def _give_up(reason: str) -> NoReturn:
+    """End with what the user has to mend."""
+    print(f"error: {reason}", file=sys.stderr, flush=True)
+    sys.exit(2)
 
 
 def read_context(spec: Path) -> Context:

@@ -1,7 +1,11 @@
 """The tiny pipeline with every real part: Ray, DeepSpeed, Ray Tune, Parquet, the DAG."""
 
+import contextlib
 import json
+import os
 import re
+import shutil
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -28,7 +32,6 @@ def manifests(store: Path) -> dict[str, dict]:  # type: ignore[type-arg]
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A store in which the tiny pipeline was run once."""
-    import subprocess
     import sys
 
     store = tmp_path_factory.mktemp("store")
@@ -214,3 +217,29 @@ def test_your_own_images_from_init_to_predict(vitflow, tmp_path: Path) -> None: 
     report = json.loads(vitflow("report", "show", "--store", tmp_path / "s", "--json").stdout)
     methods = {line["method"] for line in report["accuracies"]}
     assert {"majority", "k-NN", "logistic regression"} <= methods
+
+
+def test_a_full_disk_is_one_clear_message(vitflow, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+    """On a file system of 2 MB, which only root can make: the stage fails once, and nothing is committed."""
+    full = tmp_path / "full"
+    full.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", str(full)]
+    if shutil.which("mount") is None or subprocess.run(mount, capture_output=True).returncode:
+        pytest.skip("no small file system can be mounted here")
+    try:
+        store = full / "s"
+        vitflow("run", TINY, "--store", store, "--only", "digits", "--set", "digits.max_bad_fraction=0.5")
+        filler = full / "filler"
+        with contextlib.suppress(OSError), filler.open("wb", buffering=0) as file:
+            while file.write(bytes(4096)) == 4096:
+                pass
+        os.truncate(filler, filler.stat().st_size - 65_536)  # room for a record, none for shards
+        done = vitflow("run", TINY, "--store", store, "--only", "digits", check=1)
+        assert "no space" in done.stdout + done.stderr
+        assert "Traceback" not in done.stdout
+        assert len(list(store.glob("artifacts/ingest/*/manifest.json"))) == 1
+        filler.unlink()
+        run(vitflow, store, "--only", "digits")
+        assert len(list(store.glob("artifacts/ingest/*/manifest.json"))) == 2
+    finally:
+        subprocess.run(["umount", str(full)], check=True)

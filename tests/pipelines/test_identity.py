@@ -11,14 +11,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pipelines import identity
+from pipelines.recipe import load_pipeline, parse_pipeline
 from pipelines.spec import (
     STAGE_TYPES,
     AnyStage,
     Frozen,
     Ingest,
     RecipeError,
-    load_pipeline,
-    parse_pipeline,
 )
 
 TINY = Path(__file__).parent.parent / "tiny.yaml"
@@ -92,7 +91,7 @@ STAGES_TINY = load_pipeline(str(TINY)).stages
 
 def test_keys_are_the_same_in_another_process() -> None:
     code = (
-        "from pipelines import identity; from pipelines.spec import load_pipeline;"
+        "from pipelines import identity; from pipelines.recipe import load_pipeline;"
         f"s = load_pipeline({str(TINY)!r}).stages['probe'];"
         "print(identity.stage_key(s, {'data': ['d' * 64], 'backbone': ['d' * 64]}, None))"
     )

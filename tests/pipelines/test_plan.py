@@ -5,11 +5,12 @@ from pathlib import Path
 
 import pytest
 
-from pipelines import plan, runner
+from pipelines import plan, runs
 from pipelines import store as st
 from pipelines.identity import code_digest
 from pipelines.plan import PlannedStage
-from pipelines.spec import Pipeline, load_pipeline
+from pipelines.recipe import load_pipeline
+from pipelines.spec import Pipeline
 from pipelines.store import Manifest, Store, open_store
 
 TINY = Path(__file__).parent.parent / "tiny.yaml"
@@ -137,24 +138,24 @@ def test_other_content_made_again_runs_what_is_behind_it(store: Store, pipeline:
 
 def test_the_same_plan_continues_its_run_until_it_is_over(store: Store, pipeline: Pipeline) -> None:
     targets = tuple(pipeline.stages)
-    first = runner.start_run(store, pipeline, targets, ())
+    first = runs.start_run(store, pipeline, targets, ())
     assert not first.continued
-    again = runner.start_run(store, pipeline, targets, ())
+    again = runs.start_run(store, pipeline, targets, ())
     assert (again.id, again.continued) == (first.id, True)
-    other = runner.start_run(store, load_pipeline(str(TINY), ("pretrain.steps=21",)), targets, ())
+    other = runs.start_run(store, load_pipeline(str(TINY), ("pretrain.steps=21",)), targets, ())
     assert other.id != first.id
-    forced = runner.start_run(store, pipeline, targets, ("digits",))
+    forced = runs.start_run(store, pipeline, targets, ("digits",))
     assert forced.id != first.id
-    assert runner.start_run(store, pipeline, targets, ("digits",)).force == forced.force, "the same nonce"
+    assert runs.start_run(store, pipeline, targets, ("digits",)).force == forced.force, "the same nonce"
     st.wish_stop(store, first.id)
-    assert runner.start_run(store, pipeline, targets, ()).id != first.id
+    assert runs.start_run(store, pipeline, targets, ()).id != first.id
     st.add_event(store, other.id, "finished", status="FAILED")
-    assert runner.run_status(store, other.id)["status"] == "FAILED"
-    assert runner.run_status(store, first.id)["status"] == "STOPPED"
+    assert runs.run_status(store, other.id)["status"] == "FAILED"
+    assert runs.run_status(store, first.id)["status"] == "STOPPED"
 
 
 def test_a_run_without_its_driver_is_shown_as_unfinished(store: Store, pipeline: Pipeline) -> None:
-    run = runner.start_run(store, pipeline, tuple(pipeline.stages), ())
-    assert runner.run_status(store, run.id)["status"] == "UNFINISHED"
-    st.add_event(store, run.id, "driver", **runner._this_process())
-    assert runner.run_status(store, run.id)["status"] == "RUNNING"
+    run = runs.start_run(store, pipeline, tuple(pipeline.stages), ())
+    assert runs.run_status(store, run.id)["status"] == "UNFINISHED"
+    st.add_event(store, run.id, "driver", **runs.this_process())
+    assert runs.run_status(store, run.id)["status"] == "RUNNING"

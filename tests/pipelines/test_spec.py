@@ -6,7 +6,8 @@ from typing import Any
 import pytest
 import yaml
 
-from pipelines.spec import Pipeline, RecipeError, load_pipeline, parse_pipeline
+from pipelines.recipe import load_pipeline, parse_pipeline
+from pipelines.spec import Pipeline, RecipeError
 
 TINY = Path(__file__).parent.parent / "tiny.yaml"
 

@@ -1,0 +1,42 @@
+"""What a person means by RUN, MODEL or REPORT: an id, its unique beginning, RUN/STAGE, or nothing for the newest."""
+
+from __future__ import annotations
+
+from pipelines.runs import run_status, runs
+from pipelines.spec import RecipeError, nearest
+from pipelines.store import Manifest, Store, all_manifests
+
+
+def find_run(store: Store, given: str | None) -> str:
+    """The run that an id, its unique beginning, or nothing (the newest) means."""
+    known = runs(store)
+    if not known:
+        raise RecipeError(f"{store.uri} has no runs")
+    if given is None:
+        return known[-1]
+    matches = [run for run in known if run == given] or [run for run in known if run.startswith(given)]
+    if not matches:
+        raise RecipeError(f"no run begins with {given!r}{nearest(given, known[-5:])}")
+    if len(matches) > 1:
+        raise RecipeError(f"{given!r} begins several runs: {', '.join(matches)}")
+    return matches[0]
+
+
+def find_artifact(store: Store, given: str | None, kind: str) -> Manifest:
+    """The artifact of a kind that a key, its unique beginning, RUN/STAGE, RUN or nothing (the newest) means."""
+    known = [manifest for manifest in all_manifests(store) if manifest.kind == kind]
+    if given is None:
+        matches = known[-1:]
+    else:
+        matches = [manifest for manifest in known if manifest.key.startswith(given)]
+        if not matches:
+            run, _, stage = given.partition("/")
+            stages = run_status(store, find_run(store, run))["stages"]
+            keys = {entry.get("key") for entry in stages if not stage or entry["stage"] == stage}
+            matches = [manifest for manifest in known if manifest.key in keys]
+    if len(matches) != 1:
+        names = ", ".join(f"{manifest.key[:12]} ({manifest.stage})" for manifest in (matches or known)[-8:])
+        raise RecipeError(
+            f"{given or 'the newest'}: {'several' if matches else 'no'} {kind}s fit; there are: {names or 'none'}"
+        )
+    return matches[0]
