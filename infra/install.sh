@@ -43,7 +43,8 @@ if [ "$device" = cpu ] && ! .venv/bin/python -c 'import torch' 2>/dev/null; then
 fi
 
 echo "install: torch ($device)"
-pip install "${index[@]}" "$torch" -c constraints.txt setuptools wheel ninja packaging
+pip install "${index[@]}" "$torch"
+pip install -c constraints.txt setuptools wheel ninja packaging  # what DeepSpeed's build needs
 echo "install: DeepSpeed, with its communication op built (a minute or two)"
 ops=0; [ "$device" = cuda ] || ops=1
 DS_BUILD_SHM_COMM=$ops pip install --no-build-isolation -c constraints.txt deepspeed

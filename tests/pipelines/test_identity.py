@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipelines import identity
@@ -116,6 +116,7 @@ json_values = st.recursive(
 )
 
 
+@settings(max_examples=50)
 @given(st.dictionaries(st.text(), json_values))
 def test_canonical_json_does_not_depend_on_order_and_is_json(value: dict[str, Any]) -> None:
     import json
