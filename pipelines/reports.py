@@ -17,6 +17,7 @@ def verdict_lines(report: dict[str, Any]) -> list[str]:
     return [
         f"{report['question']} {report['headline']}",
         *(verdict["sentence"] for verdict in report["verdicts"]),
+        *filter(None, [report["note"]]),
     ]
 
 

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
 
 class RecipeError(ValueError):
@@ -46,7 +46,7 @@ class GlyphSource(Frozen):
     kind: Literal["glyphs"]
     images: int = Field(57_000, ge=1_000, description="how many to render, balanced over the classes")
     dev_images: int = Field(2_000, ge=100, description="rendered beside them, to watch pretraining on")
-    seed: int = 0
+    seed: Seed = 0
 
     def files(self) -> Iterator[tuple[str, Path]]:
         """(name, path) of every file that the result depends on."""
@@ -55,7 +55,7 @@ class GlyphSource(Frozen):
 
 
 class DigitsSource(Frozen):
-    """The 1,797 handwritten digits that scikit-learn ships (8x8, from the UCI test set of 43 writers)."""
+    """The 1,797 handwritten digits that scikit-learn ships (8x8, the test part of UCI's set, by 13 writers)."""
 
     kind: Literal["digits"]
 
@@ -131,8 +131,18 @@ class Optimizer(Frozen):
     clip_norm: float = Field(1.0, gt=0, description="gradients are scaled down to this global norm")
 
 
+def _distinct(values: tuple[Any, ...]) -> tuple[Any, ...]:
+    if len(set(values)) < len(values):
+        raise ValueError(f"{list(values)} has a value twice")
+    return values
+
+
+Shots = Annotated[int, Field(ge=1)]
+Rate = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+Seed = Annotated[int, Field(ge=0)]
 Augmentation = Literal["none", "shift", "crop_flip"]
 Dtype = Literal["bfloat16", "float32"]
+Method = Literal["majority", "k-NN", "logistic regression", "RBF SVM"]
 
 
 class _Stage(Frozen):
@@ -173,20 +183,24 @@ class Pretrain(_Stage):
     resolution: int = Field(ge=4, le=8192, description="images are brought to this many pixels a side")
     steps: int = Field(ge=1)
     batch_size: int = Field(ge=1, description="images a step, over all workers together")
-    learning_rate: float = Field(gt=0)
+    learning_rate: Rate
     optimizer: Optimizer = Optimizer()
     augment: Augmentation = "none"
     label_smoothing: float = Field(0.0, ge=0, lt=1)
     dtype: Dtype = "bfloat16"
     zero_stage: Literal[1, 2, 3] = 1
-    seed: int = 0
-    workers: int = execution(2, ge=1, description="Ray Train workers; each takes a GPU where there are some")
+    seed: Seed = 0
+    workers: int | None = execution(
+        None,
+        ge=1,
+        description="Ray Train workers, each with a GPU where there are some; null: all GPUs, or 2 on CPUs",
+    )
     threads: int = execution(1, ge=1, description="CPU threads a worker")
 
     @model_validator(mode="after")
     def _sizes(self) -> Self:
         _check_patches(self.resolution, self.model.patch_size)
-        if self.batch_size % self.workers:
+        if self.workers and self.batch_size % self.workers:
             raise ValueError(f"batch_size {self.batch_size} is not a multiple of workers {self.workers}")
         return self
 
@@ -196,8 +210,10 @@ class Labels(Frozen):
 
     per_class: int | None = Field(None, ge=2, description="null: all; dev chooses the settings")
     draws: int = Field(5, ge=1, description="with per_class: independent draws, each scored on test")
-    folds: int = Field(5, ge=2, description="with per_class: cross-validation inside the first draw chooses")
-    seed: int = 0
+    folds: int = Field(
+        5, ge=2, description="with per_class, or where there is no dev: cross-validation chooses"
+    )
+    seed: Seed = 0
 
     @model_validator(mode="after")
     def _folds_fit(self) -> Self:
@@ -220,14 +236,14 @@ class Finetune(_Stage):
         None, ge=4, le=8192, description="with a backbone: null keeps the backbone's"
     )
     labels: Labels = Labels()
-    learning_rates: tuple[float, ...] = Field(min_length=1)
+    learning_rates: Annotated[tuple[Rate, ...], Field(min_length=1), AfterValidator(_distinct)]
     steps: int = Field(ge=1)
     batch_size: int = Field(ge=1)
     optimizer: Optimizer = Optimizer()
     augment: Augmentation = "none"
     label_smoothing: float = Field(0.0, ge=0, lt=1)
     dtype: Dtype = "bfloat16"
-    seed: int = 0
+    seed: Seed = 0
     threads: int = execution(1, ge=1, description="CPU threads a trial")
 
     @model_validator(mode="after")
@@ -250,9 +266,9 @@ class Evaluate(_Stage):
     job: Literal["evaluate"]
     data: str = takes("dataset")
     backbone: str = takes("model")
-    shots: tuple[Annotated[int, Field(ge=1)], ...] = (1, 5, 10, 25)
+    shots: Annotated[tuple[Shots, ...], Field(min_length=1), AfterValidator(_distinct)] = (1, 5, 10, 25)
     draws: int = Field(20, ge=1)
-    seed: int = 0
+    seed: Seed = 0
     threads: int = execution(1, ge=1)
 
 
@@ -262,7 +278,7 @@ class Baselines(_Stage):
     KIND: ClassVar[str] = "evaluation"
     job: Literal["baselines"]
     data: str = takes("dataset")
-    methods: tuple[Literal["majority", "k-NN", "logistic regression", "RBF SVM"], ...] = (
+    methods: Annotated[tuple[Method, ...], Field(min_length=1), AfterValidator(_distinct)] = (
         "k-NN",
         "logistic regression",
         "RBF SVM",
@@ -280,6 +296,7 @@ class Report(_Stage):
     KIND: ClassVar[str] = "report"
     job: Literal["report"]
     title: str
+    note: str = Field("", description="what a reader should know beside the verdict")
     of: tuple[str, ...] = takes("dataset", "model", "evaluation", min_length=1)
 
 

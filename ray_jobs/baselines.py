@@ -14,14 +14,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipelines.spec import Baselines
-from ray_jobs.draws import draw_labels, stratified_folds
+from ray_jobs.draws import draw_labels, permutation, stratified_folds
 from ray_jobs.evaluate import save_evaluation
-from ray_jobs.pixel_baselines import choose, fit_predict
 from ray_jobs.shards import Dataset, Split, open_dataset
 from ray_jobs.stage import Context, Result, run_stage
 from vit_model.config import Preprocessing
 
 PROTOCOL = "baseline"
+_KEEP = 2  # keeps the choice of max_images apart from other random numbers of the same seed
 
 
 def main(context: Context) -> Result:
@@ -37,22 +37,18 @@ def main(context: Context) -> Result:
 
 def run_method(context: Context, method: str) -> tuple[list[Any], list[Any]]:
     """Rows and predictions of one method, whose settings are chosen inside draw 0's labels, or on dev."""
+    from ray_jobs.pixel_baselines import (  # scikit-learn, for which the entrypoint need not wait
+        choose,
+        fit_predict,
+    )
+
     config: Baselines = context.config
     dataset = open_dataset(context.input("data"))
-    x, y = _pixels(dataset, "train", config), dataset.labels("train")
+    dataset.require("train", "test")
+    x, y, supports, folds, selected_on = _labelled(dataset, config)
     x_test, y_test, ids = _pixels(dataset, "test", config), dataset.labels("test"), dataset.sample_ids("test")
-    labels = config.labels
-    if labels.per_class is None:
-        x, y, folds = _train_and_dev(dataset, x, y, config)
-        supports, chosen = [np.arange(len(y))], choose(method, x, y, folds)
-        selected_on = (
-            "dev" if dataset.info.splits["dev"] else f"{labels.folds}-fold cross-validation in train"
-        )
-    else:
-        supports = [draw_labels(y, labels.per_class, labels.seed, draw) for draw in range(labels.draws)]
-        first = supports[0]
-        chosen = choose(method, x[first], y[first], stratified_folds(y[first], labels.folds, labels.seed))
-        selected_on = f"{labels.folds}-fold cross-validation in draw 0"
+    first = supports[0]
+    chosen = choose(method, x[first], y[first], folds)
     rows, predictions = [], []
     for draw, support in enumerate(supports):
         predicted = fit_predict(method, chosen, x[support], y[support], x_test)
@@ -60,20 +56,18 @@ def run_method(context: Context, method: str) -> tuple[list[Any], list[Any]]:
             "task": dataset.info.name,
             "protocol": PROTOCOL,
             "method": method,
-            "labels_per_class": labels.per_class,
+            "labels_per_class": config.labels.per_class,
             "draw": draw,
         }
-        rows.append(
-            common
-            | {
-                "split": "test",
-                "metric": "accuracy",
-                "value": float(np.mean(predicted == y_test)),
-                "num_images": len(ids),
-                "selected_on": selected_on,
-                "settings": json.dumps(chosen, sort_keys=True),
-            }
-        )
+        score = {
+            "split": "test",
+            "metric": "accuracy",
+            "value": float(np.mean(predicted == y_test)),
+            "num_images": len(ids),
+            "selected_on": selected_on,
+            "settings": json.dumps({**chosen, "labelled_images": len(support)}, sort_keys=True),
+        }
+        rows.append(common | score)
         predictions += [
             common | {"sample_id": sample, "label": int(label), "prediction": int(guess)}
             for sample, label, guess in zip(ids, y_test, predicted, strict=True)
@@ -82,29 +76,39 @@ def run_method(context: Context, method: str) -> tuple[list[Any], list[Any]]:
     return rows, predictions
 
 
-def _train_and_dev(
-    dataset: Dataset, x: NDArray[Any], y: NDArray[Any], config: Baselines
-) -> tuple[Any, Any, Any]:
-    """Train (at most `max_images`) and dev together, and the folds: dev is the one, where there is a dev."""
-    keep = np.sort(
-        np.random.default_rng([config.labels.seed, len(y)]).permutation(len(y))[: config.max_images]
-    )
-    x, y = x[keep], y[keep]
+def _labelled(
+    dataset: Dataset, config: Baselines
+) -> tuple[NDArray[Any], NDArray[Any], list[NDArray[Any]], Any, str]:
+    """(pixels, labels, supports as indices into them, folds of the first support, on what settings are selected)."""
+    labels, y = config.labels, dataset.labels("train")
+    if labels.per_class is not None:
+        drawn = [draw_labels(y, labels.per_class, labels.seed, draw) for draw in range(labels.draws)]
+        needed = np.unique(np.concatenate(drawn))
+        supports = [np.searchsorted(needed, support) for support in drawn]
+        folds = stratified_folds(y[drawn[0]], labels.folds, labels.seed)
+        selected_on = f"{labels.folds}-fold cross-validation in draw 0"
+        return _pixels(dataset, "train", config, needed), y[needed], supports, folds, selected_on
+    keep = np.sort(permutation(len(y), labels.seed, _KEEP)[: config.max_images])
+    x, y = _pixels(dataset, "train", config, keep), y[keep]
     if not dataset.info.splits["dev"]:
-        return x, y, stratified_folds(y, config.labels.folds, config.labels.seed)
-    x_dev, y_dev = _pixels(dataset, "dev", config), dataset.labels("dev")
-    fold = (np.arange(len(y)), len(y) + np.arange(len(y_dev)))
-    return np.concatenate([x, x_dev]), np.concatenate([y, y_dev]), [fold]
+        folds = stratified_folds(y, labels.folds, labels.seed)
+        return x, y, [np.arange(len(y))], folds, f"{labels.folds}-fold cross-validation in train"
+    x_all = np.concatenate([x, _pixels(dataset, "dev", config)])
+    y_all = np.concatenate([y, dataset.labels("dev")])
+    fold = (np.arange(len(y)), np.arange(len(y), len(y_all)))
+    return x_all, y_all, [np.arange(len(y_all))], [fold], "dev"
 
 
-def _pixels(dataset: Dataset, split: Split, config: Baselines) -> NDArray[Any]:
+def _pixels(
+    dataset: Dataset, split: Split, config: Baselines, indices: NDArray[Any] | None = None
+) -> NDArray[Any]:
     """Flattened pixels [n, d] in [0, 1], of a thumbnail where images are larger than that."""
     size, channels = config.thumbnail, 3
     if dataset.info.image is not None:
         size, channels = min(size, dataset.info.image.height), dataset.info.image.channels
     half = (0.5,) * channels
     preprocessing = Preprocessing(mean=half, std=half, resolution=size, channels=channels)
-    images = dataset.images(split, preprocessing)
+    images = dataset.images(split, preprocessing, indices)
     return images.reshape(len(images), -1) / 255.0
 
 

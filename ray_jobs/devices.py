@@ -43,6 +43,12 @@ def scaling(workers: int, threads: int) -> Any:
     return ScalingConfig(num_workers=workers, use_gpu=gpus > 0, resources_per_worker=resources)
 
 
+def default_workers(batch_size: int) -> int:
+    """Workers where none were asked for: as many GPUs as can share the batch; on CPUs two, or one."""
+    most = gpus_in_cluster() or 2
+    return next(workers for workers in range(most, 0, -1) if batch_size % workers == 0)
+
+
 def fit_resources(threads: int) -> tuple[dict[str, float], int]:
     """(what one fit on one device asks of Ray, how many of them the cluster can run at once)."""
     cpus, gpus = cpus_in_cluster(), gpus_in_cluster()

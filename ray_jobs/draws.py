@@ -7,7 +7,6 @@ linear probe and the pixel baselines all call this, so that every method sees th
 import warnings
 
 import numpy as np
-from sklearn.model_selection import StratifiedKFold
 
 _DRAW_LABELS = 1  # keeps this module's random numbers apart from other users of the same seed
 
@@ -27,8 +26,15 @@ def draw_labels(labels: np.ndarray, per_class: int, seed: int, draw: int) -> np.
         raise ValueError(f"draw is {draw}; draws are numbered from 0")
     counts = np.unique(labels, return_counts=True)[1]
     by_class = np.split(np.argsort(labels, kind="stable"), np.cumsum(counts)[:-1])
-    rng = np.random.default_rng([seed, _DRAW_LABELS, draw])
-    return np.concatenate([rng.permutation(images)[:per_class] for images in by_class])
+    order = permutation(len(labels), seed, _DRAW_LABELS, draw)
+    return np.concatenate([images[np.argsort(order[images])][:per_class] for images in by_class])
+
+
+def permutation(count: int, *entropy: int) -> np.ndarray:
+    """A random permutation of range(count), a pure function of both: bit generators keep their streams for ever,
+    numpy's distributions and `Generator.permutation` need not."""
+    raw = np.random.Philox(np.random.SeedSequence(entropy)).random_raw(count)
+    return np.argsort(raw, kind="stable")
 
 
 def stratified_folds(labels: np.ndarray, num_folds: int, seed: int) -> list[tuple[np.ndarray, np.ndarray]]:
@@ -44,6 +50,8 @@ def stratified_folds(labels: np.ndarray, num_folds: int, seed: int) -> list[tupl
         raise ValueError(
             f"num_folds is {num_folds}; it must be from 2 to {largest}, the images of the largest class"
         )
+    from sklearn.model_selection import StratifiedKFold  # a second, which drawing labels does not need
+
     splitter = StratifiedKFold(num_folds, shuffle=True, random_state=seed)
     with warnings.catch_warnings():
         # Rare classes are allowed, as said above.

@@ -9,53 +9,56 @@ on the support in the same way for every row. Out: `rows.parquet` and `predictio
 from __future__ import annotations
 
 import json
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from pipelines.spec import Evaluate
 from ray_jobs import rows as tables
+from ray_jobs.draws import draw_labels
 from ray_jobs.linear_probe import few_shot
-from ray_jobs.shards import Dataset, Split, open_dataset
+from ray_jobs.shards import Dataset, open_dataset
 from ray_jobs.stage import Context, Result, run_stage
+from vit_model.config import ModelContract, Preprocessing
+
+if TYPE_CHECKING:
+    from vit_model.model import ViT
 
 PROTOCOL = "few-shot linear"
-PIXELS_SIDE = (
-    32  # pixels of larger images are taken from them at this size: a linear probe on more has too many inputs
-)
+# A linear probe on more inputs than this has too many: pixels of larger images are taken from them at this size.
+PIXELS_SIDE = 32
+PRETRAINED, SEEN, UNTRAINED = "ViT, pretrained", "ViT, trained on these images", "ViT, untrained"
 
 
 def main(context: Context) -> Result:
     """Evaluate in one Ray task."""
     import ray
 
-    from ray_jobs.devices import gpus_in_cluster
+    from ray_jobs.devices import fit_resources
 
-    gpus = 1 if gpus_in_cluster() else 0
-    result: Result = ray.get(
-        ray.remote(num_cpus=context.config.threads, num_gpus=gpus)(evaluate).remote(context)
-    )
+    resources, _ = fit_resources(context.config.threads)
+    task = ray.remote(num_cpus=resources["CPU"], num_gpus=resources.get("GPU", 0))(evaluate)
+    result: Result = ray.get(task.remote(context))
     return result
 
 
 def evaluate(context: Context) -> Result:
-    """Features of both splits once, then every (shots, draw) in closed form, for each kind of features."""
+    """Features once, then every (shots, draw) in closed form, for each kind of features."""
     config: Evaluate = context.config
     dataset = open_dataset(context.input("data"))
-    labels = {split: dataset.labels(split) for split in ("train", "test")}
-    ids = dataset.sample_ids("test")
+    dataset.require("train", "test")
+    labels, labels_test, ids = dataset.labels("train"), dataset.labels("test"), dataset.sample_ids("test")
     rows, predictions = [], []
-    (backbone,) = context.inputs["backbone"]
-    for method, (train, test), standardise in _features(
-        dataset, context.folder(backbone), backbone.job, config
-    ):
+    for method, train, test, standardise in _features(dataset, context.input("backbone"), config):
         found = few_shot(
             train,
-            labels["train"],
+            labels,
             test,
-            labels["test"],
+            labels_test,
             shots=config.shots,
             draws=config.draws,
             seed=config.seed,
@@ -70,20 +73,18 @@ def evaluate(context: Context) -> Result:
                 "draw": result.draw,
             }
             settings = {"l2": result.l2, "standardised": standardise, "width": int(train.shape[1])}
-            rows.append(
-                common
-                | {
-                    "split": "test",
-                    "metric": "accuracy",
-                    "value": float(result.accuracy),
-                    "num_images": len(ids),
-                    "selected_on": result.selected_on,
-                    "settings": json.dumps(settings, sort_keys=True),
-                }
-            )
+            score = {
+                "split": "test",
+                "metric": "accuracy",
+                "value": float(result.accuracy),
+                "num_images": len(ids),
+                "selected_on": result.selected_on,
+                "settings": json.dumps(settings, sort_keys=True),
+            }
+            rows.append(common | score)
             predictions += [
                 common | {"sample_id": sample, "label": int(label), "prediction": int(predicted)}
-                for sample, label, predicted in zip(ids, labels["test"], result.predictions, strict=True)
+                for sample, label, predicted in zip(ids, labels_test, result.predictions, strict=True)
             ]
         for shots in config.shots:
             mean = np.mean([result.accuracy for result in found if result.shots == shots])
@@ -104,56 +105,55 @@ def save_evaluation(context: Context, rows: list[Any], predictions: list[Any]) -
     return Result(tables.digest_rows(rows, tables.ROWS), staging.files, metrics)
 
 
-Pair = tuple[NDArray[Any], NDArray[Any]]
-
-
 def _features(
-    dataset: Dataset, model_folder: Path, job: str, config: Evaluate
-) -> list[tuple[str, Pair, bool]]:
-    """(method, (train [n, d], test [n, d]), whether they are standardised on the support) of each row."""
+    dataset: Dataset, model_folder: Path, config: Evaluate
+) -> Iterator[tuple[str, NDArray[Any], NDArray[Any], bool]]:
+    """(method, features of train [n, d], of test [m, d], whether they are standardised on the support) of each row.
+
+    Of train only the images of some support are read; the features of the others are zero, and nobody looks at them.
+    """
     from vit_model.model import ViT
     from vit_model.weights import load_model
 
     model, contract = load_model(model_folder)
+    labels = dataset.labels("train")
+    draws = range(config.draws)
+    supports = [draw_labels(labels, max(config.shots), config.seed, draw) for draw in draws]
+    needed = np.unique(np.concatenate(supports))
+
+    def both(
+        preprocessing: Preprocessing, embed: Callable[[NDArray[Any]], NDArray[Any]]
+    ) -> list[NDArray[Any]]:
+        test = embed(dataset.images("test", preprocessing))
+        train = np.zeros((len(labels), test.shape[1]), test.dtype)
+        train[needed] = embed(dataset.images("train", preprocessing, needed))
+        return [train, test]
+
+    # a backbone that has seen these labels in training is no few-shot learner, whatever its numbers
+    seen = contract.training_data == dataset.info.content_digest
     untrained = ViT(contract.architecture)
     untrained.initialise(config.seed)
-    small = contract.preprocessing
-    if small.resolution > PIXELS_SIDE:
-        small = small.model_copy(update={"resolution": PIXELS_SIDE})
-    pixels = _pair(
-        dataset, lambda split: dataset.images(split, small).reshape(dataset.info.splits[split], -1) / 255.0
+    for method, network in ((SEEN if seen else PRETRAINED, model), (UNTRAINED, untrained)):
+        train, test = both(contract.preprocessing, partial(_embed, network, contract, config.threads))
+        yield method, train, test, True
+    small = contract.preprocessing.model_copy(
+        update={"resolution": min(contract.preprocessing.resolution, PIXELS_SIDE)}
     )
-    return [
-        (
-            "ViT, pretrained",
-            _pair(dataset, lambda split: _embed(model, contract, dataset, split, config)),
-            True,
-        ),
-        (
-            "ViT, untrained",
-            _pair(dataset, lambda split: _embed(untrained, contract, dataset, split, config)),
-            True,
-        ),
-        ("pixels", pixels, False),
-        ("pixels, standardised", pixels, True),
-    ]
+    train, test = both(small, lambda images: images.reshape(len(images), -1) / np.float32(255))
+    yield "pixels", train, test, False
+    yield "pixels, standardised", train, test, True
 
 
-def _pair(dataset: Dataset, of: Any) -> Pair:
-    return of("train"), of("test")
-
-
-def _embed(model: Any, contract: Any, dataset: Dataset, split: Split, config: Evaluate) -> NDArray[Any]:
-    """The frozen representation [n, width] of a split, in float32."""
+def _embed(model: ViT, contract: ModelContract, threads: int, images: NDArray[Any]) -> NDArray[Any]:
+    """The frozen representation [n, width] of images, in float32."""
     import torch
 
     from ray_jobs.devices import device, set_threads
     from vit_model.preprocessing import normalise
 
-    set_threads(config.threads)
+    set_threads(threads)
     where = device()
     model = model.to(where).eval()
-    images = dataset.images(split, contract.preprocessing)
     with torch.inference_mode():
         parts = [
             model.forward_features(normalise(batch.to(where), contract.preprocessing, torch.float32))[1].cpu()

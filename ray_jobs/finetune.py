@@ -17,6 +17,7 @@ import logging
 import math
 import os
 import shutil
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -164,7 +165,11 @@ def score(model: ViT, contract: ModelContract, data: Images) -> Score:
 
 def choose(trials: list[dict[str, Any]]) -> float:
     """The learning rate with the highest mean validation accuracy; of equals the one with the lowest mean loss."""
-    best = min(trials, key=lambda trial: (-np.mean(trial["accuracies"]), np.mean(trial["losses"])))
+    best = min(trials, key=lambda trial: (-np.mean(trial["accuracies"]), max(trial["losses"])))
+    if max(best["losses"]) == sys.float_info.max:
+        raise optim.DivergenceError(
+            "training diverged with every learning rate of the sweep: lower ones would help"
+        )
     return float(best["learning_rate"])
 
 
@@ -228,8 +233,13 @@ def _tune_trial(
 
     rate = task.config.learning_rates[parameters["rate"]]
     name = f"learning rate {rate:g}" + (f", fold {parameters['fold']}" if len(folds) > 1 else "")
-    result = run_trial(task, pool, folds[parameters["fold"]], rate, name)
-    tune.report({"accuracy": result.accuracy, "loss": result.loss})
+    try:
+        result = run_trial(task, pool, folds[parameters["fold"]], rate, name)
+    except optim.DivergenceError as error:  # a sweep is there to find out which rates are too high
+        print(f"{name}: {error}", flush=True)
+        tune.report({"accuracy": 0.0, "loss": sys.float_info.max})
+    else:
+        tune.report({"accuracy": result.accuracy, "loss": result.loss})
 
 
 def _cause(error: Exception) -> Exception:
@@ -372,10 +382,7 @@ def labelled(
 
 def read_split(dataset: Dataset, contract: ModelContract, split: Split) -> Images:
     """A split in memory, as the model takes it. Raises ValueError when it is empty."""
-    if not dataset.info.splits[split]:
-        raise ValueError(
-            f"dataset {dataset.info.name} has no images in its {split} split, fine-tuning needs some"
-        )
+    dataset.require(split)
     return Images(dataset.images(split, contract.preprocessing), dataset.labels(split))
 
 

@@ -148,6 +148,11 @@ def _plan_folder(
     splits = folder.assign_splits(
         [entry for entry, _ in good], [one.content_id for _, one in good], source.salt
     )
+    trained = {entry.label for (entry, _), split in zip(good, splits, strict=True) if split == "train"}
+    if lost := [name for label, name in enumerate(listing.class_names) if label not in trained]:
+        raise ValueError(
+            f"class {lost[0]!r} has no image in train that can be used: add some, or remove the class"
+        )
     parts = []
     for split in SPLITS:
         own = [

@@ -44,7 +44,7 @@ def paired_difference(
     place.
 
     Both are resampled together, so what makes a draw or an image hard for both cancels. An interval that
-    leaves out 0 is a difference at the 5 % level.
+    leaves out 0 is a difference at about the 5 % level with ten draws or more; with fewer, see above.
     """
     a, b = _checked("correct_a", correct_a), _checked("correct_b", correct_b)
     if a.shape != b.shape:

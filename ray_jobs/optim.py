@@ -95,13 +95,17 @@ def update(
     return norm
 
 
-def check_finite(what: str, value: float | torch.Tensor | None, step: int) -> None:
-    """Raise ValueError unless `value` is a finite number >= 0. DeepSpeed says -1 for a norm that is not finite.
+class DivergenceError(ValueError):
+    """A training whose loss or gradient has stopped being finite."""
 
-    None, where DeepSpeed computes no norm (stage 0 in float32), passes: the loss is checked as well.
+
+def check_finite(what: str, value: float | torch.Tensor | None, step: int) -> None:
+    """Raise DivergenceError unless `value` is a finite number >= 0. DeepSpeed says -1 for a norm that is not finite.
+
+    None, where DeepSpeed has computed no norm, passes: the loss is checked as well.
     """
     if value is not None and not 0.0 <= float(value) < math.inf:
-        raise ValueError(
+        raise DivergenceError(
             f"{what} is {float(value)} at step {step}: a lower learning_rate, or a longer warm-up, would help"
         )
 

@@ -57,6 +57,8 @@ def fit_predict(
     Raises ValueError on an unknown method and on shapes that do not fit.
     """
     _check(method, x_train, y_train)
+    if len(np.unique(y_train)) == 1:  # which scikit-learn's classifiers refuse
+        return np.full(len(x_test), y_train[0])
     with threadpool_limits(1):
         train, test = _scaled(x_train, x_test)
         predictions: np.ndarray = _classifier(method, settings).fit(train, y_train).predict(test)

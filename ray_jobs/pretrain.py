@@ -143,14 +143,15 @@ def run_steps(
         loss = softmax_cross_entropy(logits, labels, config.label_smoothing)
         engine.backward(loss)
         engine.step()
-        optim.check_finite("gradient norm", engine.get_global_grad_norm(), step)
         loss_sum += loss.detach()
         summed += 1
 
         done = step + 1
         if done in points or done in evaluations:
             mean_loss = _mean_over_workers(loss_sum / summed)
+            # here and not at each step: reading a number waits for the device
             optim.check_finite("loss", mean_loss, step)
+            optim.check_finite("gradient norm", engine.get_global_grad_norm(), step)
             evaluated = accuracy(engine, data, contract, dtype, worker) if done in evaluations else None
             curve.append({"step": done, "learning_rate": rate, "loss": mean_loss, "dev_accuracy": evaluated})
             loss_sum.zero_()
@@ -300,7 +301,7 @@ def model_digest(files: tuple[FileEntry, ...]) -> str:
 
 
 def run_workers(context: Context) -> dict[str, Any]:
-    """{files, metrics} of rank 0. Raises the ValueError of a worker as its own."""
+    """{files, metrics} of rank 0. Raises the ValueError or OSError of a worker as its own."""
     os.environ.update(
         RAY_TRAIN_HEALTH_CHECK_INTERVAL_S="0.2",  # the default notices starts and ends a second later
         RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S=str(_START_TIMEOUT_SECONDS),
@@ -313,11 +314,12 @@ def run_workers(context: Context) -> dict[str, Any]:
     from ray.train.v2.api.exceptions import WorkerGroupError
 
     attempt = context.attempt
+    workers = context.config.workers or devices.default_workers(context.config.batch_size)
     scratch = context.store.local(f"{Layout.attempt(attempt.job, attempt.key, attempt.number)}/.ray-train")
     trainer = TorchTrainer(
         _ray_worker,
         train_loop_config={"context": context},
-        scaling_config=devices.scaling(context.config.workers, context.config.threads),
+        scaling_config=devices.scaling(workers, context.config.threads),
         run_config=RunConfig(
             name=attempt.submission_id,  # Ray Train resumes a run of the same name: an attempt has its own
             storage_path=str(scratch),
@@ -329,7 +331,7 @@ def run_workers(context: Context) -> dict[str, Any]:
         outcome: dict[str, Any] = trainer.fit().return_value
     except WorkerGroupError as error:
         for failure in error.worker_failures.values():
-            if isinstance(cause := getattr(failure, "cause", failure), ValueError):
+            if isinstance(cause := getattr(failure, "cause", failure), ValueError | OSError):
                 raise cause from error
         raise
     finally:

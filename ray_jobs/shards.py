@@ -179,6 +179,14 @@ class Dataset(NamedTuple):
     folder: Path
     info: DatasetInfo
 
+    def require(self, *splits: Split) -> None:
+        """Raise ValueError when one of the splits has no images."""
+        for split in splits:
+            if not self.info.splits[split]:
+                raise ValueError(
+                    f"dataset {self.info.name} has no images in its {split} split, which this needs"
+                )
+
     def labels(self, split: Split) -> NDArray[np.int64]:
         """Labels [n] of a split, without touching its images."""
         return np.concatenate(

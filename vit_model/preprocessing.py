@@ -14,15 +14,14 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import torch
-from torch import Tensor
-
 from vit_model.config import Preprocessing
 
 if TYPE_CHECKING:
     import numpy as np
+    import torch
     from numpy.typing import NDArray
     from PIL import Image
+    from torch import Tensor
 
 FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "GIF", "TIFF", "PPM")
 # Pillow's modes of 8 bits or fewer a channel; 16-bit and float pixels have no agreed scale.
@@ -52,11 +51,13 @@ def load_image(
     return pixels.reshape(preprocessing.resolution, preprocessing.resolution, preprocessing.channels).copy()
 
 
-def normalise(images: Tensor, preprocessing: Preprocessing, dtype: torch.dtype) -> Tensor:
+def normalise(images: "Tensor", preprocessing: Preprocessing, dtype: "torch.dtype") -> "Tensor":
     """uint8 [b, h, w, c] -> (x / 255 - mean) / std as `dtype` [b, c, h, w], computed in float32.
 
     Raises ValueError for another dtype or number of channels.
     """
+    import torch  # here, since who only reads images need not wait two seconds for it
+
     if images.dtype != torch.uint8 or images.ndim != 4 or images.shape[-1] != preprocessing.channels:
         raise ValueError(
             f"images are {images.dtype} {list(images.shape)}; uint8 [b, h, w, {preprocessing.channels}] fits"

@@ -63,6 +63,7 @@ def gather(context: Context) -> ReportData:
         "artifact": context.attempt.key,
         "question": question(found),
         "headline": headline(found),
+        "note": context.config.note,
         "verdicts": [_verdict(verdict, tested) for verdict in found],
         "accuracies": [_accuracy(entry, tested) for entry in entries],
         "datasets": [{"stage": stage, "artifact": manifest.key, **pictures.describe(datasets[manifest.key])}

@@ -72,7 +72,8 @@ def _pretrain(config: Mapping[str, Any], inputs: Mapping[str, str]) -> str:
         f"Supervised pretraining on the train split of {inputs['data']}: {_size(config['model'])}, resolution "
         f"{config['resolution']}, {config['steps']:,} steps of {config['batch_size']} images, learning rate "
         f"{config['learning_rate']:g}, weight decay {optimizer['weight_decay']:g}, {config['dtype']}, "
-        f"ZeRO stage {config['zero_stage']}, seed {config['seed']}."
+        f"ZeRO stage {config['zero_stage']}, augmentation {config['augment']}, label smoothing "
+        f"{config['label_smoothing']:g}, seed {config['seed']}."
     )
 
 
@@ -83,8 +84,9 @@ def _finetune(config: Mapping[str, Any], inputs: Mapping[str, str]) -> str:
     )
     rates = ", ".join(f"{rate:g}" for rate in config["learning_rates"])
     return (
-        f"Fine-tuning on {inputs['data']} {start}: {config['steps']:,} steps of {config['batch_size']} images; "
-        f"learning rate from {rates}, {_selection(config['labels'])}. Test is scored once for each draw."
+        f"Fine-tuning on {inputs['data']} {start}: {config['steps']:,} steps of {config['batch_size']} images, "
+        f"augmentation {config['augment']}; learning rate from {rates}, {_selection(config['labels'])}. "
+        "Test is scored once for each draw."
     )
 
 
@@ -93,7 +95,8 @@ def _evaluate(config: Mapping[str, Any], inputs: Mapping[str, str]) -> str:
         f"Few-shot linear evaluation of {inputs['backbone']}, frozen, on {inputs['data']}: regularised least "
         "squares from features to ±1 targets (Dosovitskiy et al., section 4.1); "
         f"{config['draws']} supports drawn from train (seed {config['seed']}), all of test scored. L2 is chosen "
-        "on the support alone, in the same way for every row."
+        "on the support alone, in the same way for every row. A backbone that was trained on these very images is "
+        "named so and takes no part in the verdict."
     )
 
 
@@ -101,6 +104,7 @@ def _baselines(config: Mapping[str, Any], inputs: Mapping[str, str]) -> str:
     return (
         f"Classifiers on the pixels of {inputs['data']} (scikit-learn; images larger than "
         f"{config['thumbnail']} pixels a side are reduced to it): settings {_selection(config['labels'])}. "
+        f"Images are not augmented; of all labels at most {config['max_images']:,} images are used. "
         "Test is scored once for each draw."
     )
 
@@ -112,9 +116,6 @@ def _selection(labels: Mapping[str, Any]) -> str:
         f"chosen by {labels['folds']}-fold cross-validation inside the first draw of {labels['per_class']} "
         f"labels a class and used for all {labels['draws']} draws from train (seed {labels['seed']})"
     )
-
-
-_IN_WORDS = {"pretrain": _pretrain, "finetune": _finetune, "evaluate": _evaluate, "baselines": _baselines}
 
 
 def _normalisation(folder: Path) -> str:

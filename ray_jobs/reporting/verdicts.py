@@ -42,10 +42,13 @@ class Verdict:
 
 
 def kind(entry: Entry) -> str:
-    """ "trained" for what is to be judged, else which sort of reference it is: pixels, scratch or untrained."""
+    """ "trained" for what is to be judged, else which sort of reference it is; a backbone that has seen the labels of
+    the support ("trained on these images") is neither."""
     if entry.protocol == "baseline" or entry.method.startswith("pixels"):
         return "pixels"
-    return next((word for word in ("scratch", "untrained") if word in entry.method), "trained")
+    return next(
+        (word for word in ("scratch", "untrained", "trained on these") if word in entry.method), "trained"
+    )
 
 
 def verdicts(entries: Sequence[Entry]) -> list[Verdict]:
@@ -107,7 +110,7 @@ def labels_text(labels_per_class: int | None, classes: int | None) -> str:
     """'5 labels a class (50 in all)'."""
     if labels_per_class is None:
         return "all labels"
-    total = "" if classes is None else f" ({labels_per_class * classes:,} in all)"
+    total = "" if classes is None else f" (up to {labels_per_class * classes:,} in all)"
     return f"{labels_per_class} label{'s' if labels_per_class > 1 else ''} a class{total}"
 
 

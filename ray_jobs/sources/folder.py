@@ -90,7 +90,7 @@ def assign_splits(entries: Sequence[Entry], content_ids: Sequence[str], salt: st
     Without given splits about 70 % are train, 10 % dev, 20 % test. With some, a dev or test split that is
     missing is taken from train in the same shares. Copies of one image fall into one split, and adding images
     moves none, except in a class so small that a draw left it without a test or a train image: from three
-    different images on, the nearest ones are moved so that it has both.
+    different images on, the nearest ones are moved so that it has both; with fewer it has a train image.
     """
     given = {entry.split for entry in entries if entry.split is not None}
     wanted = [split for split in FRACTIONS if split not in given]
@@ -269,8 +269,8 @@ def _draw(fractions: dict[str, float], wanted: Sequence[str]) -> dict[str, str]:
         identity: next((split for bound, split in bounds if fractions[identity] < bound), "train")
         for identity in order
     }
-    if len(order) >= 3 and wanted:
-        if "test" in wanted:
-            drawn[order[0]] = "test"
+    if len(order) >= 3 and "test" in wanted:
+        drawn[order[0]] = "test"
+    if wanted:
         drawn[order[-1]] = "train"
     return drawn

@@ -54,7 +54,21 @@ def test_needed_for_a_stage_is_what_is_before_it() -> None:
         ("stages.pretrain.resolution", 9, "resolution 9 is not a multiple of patch_size 4: 8 or 12 would be"),
         ("stages.pretrain.resolution", 10**400, "stages.pretrain.resolution: Input should be less than"),
         ("stages.pretrain.model.num_heads", 3, "width 16 is not a multiple of num_heads 3"),
-        ("stages.pretrain.batch_size", 33, "batch_size 33 is not a multiple of workers 2"),
+        ("stages.pretrain.workers", 5, "batch_size 32 is not a multiple of workers 5"),
+        (
+            "stages.pretrain.learning_rate",
+            float("inf"),
+            "stages.pretrain.learning_rate: Input should be a finite",
+        ),
+        (
+            "stages.pretrain.seed",
+            -1,
+            "stages.pretrain.seed: Input should be greater than or equal to 0, not -1",
+        ),
+        ("stages.finetune.learning_rates", [-1.0], "stages.finetune.learning_rates"),
+        ("stages.finetune.learning_rates", [0.1, 0.1], "[0.1, 0.1] has a value twice"),
+        ("stages.probe.shots", [], "stages.probe.shots"),
+        ("stages.probe.shots", [5, 5], "[5, 5] has a value twice"),
         ("stages.pretrain.data", "digit", "no stage is called 'digit'; did you mean 'digits'?"),
         (
             "stages.pretrain.data",

@@ -1,6 +1,5 @@
 """Evaluation in this process, without Ray: what is scored, on which labels, against which independent computation."""
 
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -66,7 +65,7 @@ def digits(store: Store) -> Manifest:
                 class_names=tuple("0123456789"),
                 image=ingest.RAW,
                 shards=tuple(files),
-                content_digest="d",
+                content_digest="digits",
                 splits={shard.split: shard.rows for shard in files},
             ),
         )
@@ -115,8 +114,8 @@ def test_pixel_rows_equal_a_ridge_written_out(store: Store, digits: Manifest, mo
     found = rows.read_table(folder / "rows.parquet", rows.ROWS)
     assert len(found) == 4 * 2 * 2
     assert {row["method"] for row in found} == {
-        "ViT, pretrained",
-        "ViT, untrained",
+        evaluate.SEEN,
+        evaluate.UNTRAINED,
         "pixels",
         "pixels, standardised",
     }
@@ -166,7 +165,7 @@ def test_baselines_get_the_labels_that_fine_tuning_gets(store: Store, digits: Ma
     )
     task = finetune.make_task(tuning, dataset, None)
     pools, _, _ = finetune.labelled(tuning, dataset, task.contract)
-    assert found[0]["settings"] == '{"n_neighbors": 1}'
+    assert found[0]["settings"] == '{"labelled_images": 60, "n_neighbors": 1}'
     test = dataset.images("test", task.contract.preprocessing).reshape(-1, 64) / 255
     for draw, pool in enumerate(pools):
         neighbour = KNeighborsClassifier(1).fit(pool.images.reshape(-1, 64) / 255, pool.labels).predict(test)
@@ -174,13 +173,53 @@ def test_baselines_get_the_labels_that_fine_tuning_gets(store: Store, digits: Ma
         assert np.mean(neighbour == said) > 0.995, "but for ties of distance"
 
 
-def test_baselines_choose_without_test(store: Store, digits: Manifest, tmp_path: Path) -> None:
-    """With other test labels the settings stay the same."""
+@pytest.mark.parametrize("labels", [LABELS, Labels()])
+def test_baselines_choose_without_test(
+    store: Store, digits: Manifest, labels: Labels, monkeypatch: Any
+) -> None:
+    """With all labels of test exchanged, the settings stay the same."""
+    config = Baselines(job="baselines", data="d", methods=("logistic regression",), labels=labels)
+    before, predictions = baselines.run_method(context(store, config, data=digits), "logistic regression")
+    honest = shards.Dataset.labels
+
+    def exchanged(self: shards.Dataset, split: shards.Split) -> np.ndarray:
+        found = honest(self, split)
+        return (found + 1) % 10 if split == "test" else found
+
+    monkeypatch.setattr(shards.Dataset, "labels", exchanged)
+    after, _ = baselines.run_method(context(store, config, data=digits), "logistic regression")
+    assert [row["settings"] for row in before] == [row["settings"] for row in after]
+    assert all(one["value"] > 0.8 > 0.2 > two["value"] for one, two in zip(before, after, strict=True))
+    assert len(predictions) == (labels.draws if labels.per_class else 1) * 539
+
+
+def test_a_backbone_that_has_seen_the_labels_is_not_called_pretrained(
+    store: Store, digits: Manifest, model: Manifest
+) -> None:
+    """The fixture's model says that it was trained on this dataset's very content."""
+    config = Evaluate(job="evaluate", data="d", backbone="m", shots=(1,), draws=1)
     dataset = shards.open_dataset(store.local(digits.folder))
-    config = Baselines(job="baselines", data="d", methods=("logistic regression",), labels=LABELS)
-    found, predictions = baselines.run_method(context(store, config, data=digits), "logistic regression")
-    assert {row["settings"] for row in found} == {found[0]["settings"]}, (
-        "chosen in draw 0, used for every draw"
-    )
-    assert len(predictions) == 3 * dataset.info.splits["test"]
-    assert {row["selected_on"] for row in found} == {"3-fold cross-validation in draw 0"}
+    methods = [row[0] for row in evaluate._features(dataset, store.local(model.folder), config)]
+    assert methods == ["ViT, trained on these images", "ViT, untrained", "pixels", "pixels, standardised"]
+
+
+def test_features_are_the_backbones(store: Store, digits: Manifest, model: Manifest) -> None:
+    """Trained and untrained rows equal forward passes written out, on exactly the images of the supports."""
+    import torch
+
+    from vit_model.weights import load_model
+
+    config = Evaluate(job="evaluate", data="d", backbone="m", shots=(2,), draws=1, seed=4)
+    dataset = shards.open_dataset(store.local(digits.folder))
+    found = {row[0]: row[1:3] for row in evaluate._features(dataset, store.local(model.folder), config)}
+    network, contract = load_model(store.local(model.folder))
+    fresh = ViT(contract.architecture)
+    fresh.initialise(4)
+    chosen = evaluate_draw(dataset.labels("train"), 2, seed=4, draw=0)
+    for name, net in (("ViT, trained on these images", network), ("ViT, untrained", fresh.eval())):
+        for split, features in zip(("train", "test"), found[name], strict=True):
+            images = torch.from_numpy(dataset.images(split, contract.preprocessing)).permute(0, 3, 1, 2) / 255
+            with torch.inference_mode():
+                expected = net.forward_features((images - 0.5) / 0.5)[1].numpy()
+            rows_used = chosen if split == "train" else np.arange(len(expected))
+            np.testing.assert_allclose(features[rows_used], expected[rows_used], atol=1e-5)
