@@ -106,6 +106,7 @@ def _drive(
     """Run what is to be run, with the shared local Ray."""
     from pipelines import plan as planning
     from pipelines import runner, runs
+    from pipelines.cluster import ClusterUnreachable
     from pipelines.display import RunDisplay
     from pipelines.local_ray import LocalConnection, LocalRayError
 
@@ -117,12 +118,14 @@ def _drive(
         except KeyboardInterrupt:
             display.say(f"stopped; to continue: {shlex.join(['vitflow', *sys.argv[1:]])}")
             raise typer.Exit(130) from None
-        except (LocalRayError, StoreError) as error:
+        except (LocalRayError, StoreError, ClusterUnreachable, ValueError) as error:
             errors.print(f"[red]error:[/] {_plain(str(error))}", highlight=False, soft_wrap=True)
             raise typer.Exit(1) from None
     if set(status.values()) <= {"CACHED", "SUCCEEDED"}:
         _finish(store, planning.plan_pipeline(store, pipeline, names))
         return
+    if "STOPPED" in status.values():
+        errors.print(f"stopped; to continue: {shlex.join(['vitflow', *sys.argv[1:]])}", highlight=False)
     failed = [name for name, state in status.items() if state == "FAILED"]
     if failed:
         errors.print(
@@ -286,12 +289,15 @@ def stop(
     """Stop a run: nothing that is made gets lost, and running it again goes on from there."""
     from pipelines.local_ray import connect_running
     from pipelines.lookup import find_run
-    from pipelines.runs import stop_run
+    from pipelines.runs import is_over, stop_run
 
     opened = _open(store, create=False)
     found = find_run(opened, run)
-    for submission in stop_run(opened, found, connect_running):
-        console.print(f"stopped {submission}", highlight=False)
+    if is_over(opened, found):
+        console.print(f"{found} has ended already", highlight=False)
+        return
+    for line in stop_run(opened, found, connect_running):
+        console.print(_plain(line), highlight=False)
     console.print(
         f"{found} is to stop; `vitflow run` with the same recipe goes on from there", highlight=False
     )

@@ -10,6 +10,7 @@ that a change can be told.
 from __future__ import annotations
 
 import ast
+import contextlib
 import hashlib
 import json
 import math
@@ -57,25 +58,15 @@ def sha256(text: str) -> str:
 
 
 def identity_fields(config: Frozen) -> dict[str, Any]:
-    """The fields that change the result: everything but execution fields and the names of inputs."""
+    """The fields that change the result: all but execution fields and names of inputs that no result shows."""
     fields: dict[str, Any] = {}
     for name, info in type(config).model_fields.items():
         extra = info.json_schema_extra if isinstance(info.json_schema_extra, dict) else {}
-        if extra.get("execution") or "input" in extra:
+        if extra.get("execution") or ("input" in extra and not extra.get("shows_names")):
             continue
         value = getattr(config, name)
         fields[name] = identity_fields(value) if isinstance(value, Frozen) else value
     return fields
-
-
-def execution_fields(config: AnyStage) -> dict[str, Any]:
-    """The fields that only say where and how fast."""
-    marked = {
-        name
-        for name, info in type(config).model_fields.items()
-        if isinstance(info.json_schema_extra, dict) and info.json_schema_extra.get("execution")
-    }
-    return config.model_dump(mode="json", include=marked)
 
 
 def stage_key(config: AnyStage, inputs: Mapping[str, Any], source: str | None) -> str:
@@ -153,16 +144,17 @@ def cache_folder() -> Path:
 def _read_digest_cache() -> dict[str, str]:
     try:
         return dict(json.loads((cache_folder() / "file-digests.json").read_text()))
-    except (FileNotFoundError, ValueError, TypeError):
+    except (OSError, ValueError, TypeError):
         return {}  # a cache: without it files are read again
 
 
 def _write_digest_cache(digests: dict[str, str]) -> None:
-    folder = cache_folder()
-    folder.mkdir(parents=True, exist_ok=True)
-    temporary = folder / f"file-digests.{os.getpid()}.tmp"
-    temporary.write_text(json.dumps(digests))
-    temporary.replace(folder / "file-digests.json")
+    with contextlib.suppress(OSError):  # a cache: where it can't be kept, files are read again
+        folder = cache_folder()
+        folder.mkdir(parents=True, exist_ok=True)
+        temporary = folder / f"file-digests.{os.getpid()}.tmp"
+        temporary.write_text(json.dumps(digests))
+        temporary.replace(folder / "file-digests.json")
 
 
 # ------------------------------------------------------------------------------------------------- code
@@ -203,10 +195,10 @@ def _imported_files(path: Path) -> tuple[Path, ...]:
     ours = {name for name in names if name.split(".")[0] in CODE_PACKAGES}
     packages = {".".join(name.split(".")[:depth]) for name in ours for depth in range(1, name.count(".") + 2)}
     modules = (PROJECT.joinpath(*name.split(".")) for name in packages)
-    # a module brings what lies beside it under its name, such as a template
-    return tuple(
+    # a module brings the template that lies beside it under its name
+    files = (
         file
         for module in modules
-        for file in (*module.parent.glob(f"{module.name}.*"), module / "__init__.py")
-        if file.is_file()
+        for file in (module.with_suffix(".py"), module / "__init__.py", module.with_suffix(".html.j2"))
     )
+    return tuple(file for file in files if file.is_file())

@@ -61,6 +61,8 @@ def write_recipe(file: Path, images: Path, console: Console) -> None:
 
     if file.exists():
         raise RecipeError(f"{file} exists: give another name, or remove it")
+    if not file.parent.is_dir():
+        raise RecipeError(f"{file.parent} is not a folder: make it, or write the recipe elsewhere")
     if file.suffix not in {".yaml", ".yml"}:
         raise RecipeError(f"{file}: the name of a recipe ends in .yaml")
     try:
@@ -159,6 +161,11 @@ def _shots(listing: Listing) -> Sequence[int]:
     return [shots for shots in (1, 5, 10, 25) if shots <= smallest * share] or [1]
 
 
+def _quoted(text: str) -> str:
+    """A YAML string; JSON's escapes of what lies beyond 16 bits would be two characters there."""
+    return json.dumps(text, ensure_ascii=False)
+
+
 def _recipe(file: Path, images: Path, listing: Listing, choice: Choice) -> str:
     name = re.sub(r"[^a-z0-9_-]+", "-", file.stem.lower()).strip("-_0123456789") or "mine"
     size, root = choice.model, images.expanduser().resolve()
@@ -166,12 +173,12 @@ def _recipe(file: Path, images: Path, listing: Listing, choice: Choice) -> str:
 # Written by `vitflow init` for {len(listing.entries)} images of {len(listing.class_names)} classes. Edit it freely.
 #   vitflow run {file}
 name: {name[:40]}
-description: A ViT trained on {json.dumps(images.name)}, beside baselines on pixels.
+description: A ViT trained on {_quoted(root.name)}, beside baselines on pixels.
 
 stages:
   images:
     job: ingest
-    source: {{kind: folder, name: {json.dumps(root.name)}, root: {json.dumps(str(root))}}}
+    source: {{kind: folder, name: {_quoted(root.name)}, root: {_quoted(str(root))}}}
 
   # A sweep over learning rates: dev chooses, train + dev are used for the last training, test is scored once.
   vit:
@@ -200,6 +207,6 @@ stages:
 
   report:
     job: report
-    title: {json.dumps(f"A ViT for {images.name}")}
+    title: {_quoted(f"A ViT for {root.name}")}
     of: [images, vit, few_shot, pixels]
 """

@@ -20,30 +20,35 @@ def show_logs(store: Store, run: str, stage: str | None, follow: bool, write: Ca
     Raises:
         RecipeError: the run has no such stage.
     """
-    shown: set[str] = set()
+    shown: set[tuple[str, int]] = set()
     while True:
-        stages = run_status(store, run)["stages"]
-        names = [entry["stage"] for entry in stages]
+        status = run_status(store, run)
+        names = [entry["stage"] for entry in status["stages"]]
         if stage is not None and stage not in names:
             raise RecipeError(f"{run} has no stage {stage!r}{nearest(stage, names)}")
-        for entry in stages:
-            if entry["stage"] not in shown and (stage is None or entry["stage"] == stage) and "key" in entry:
-                shown.add(entry["stage"])
-                _show_stage(store, entry, follow, write)
+        wanted = [entry for entry in status["stages"] if stage in {None, entry["stage"]}]
+        for entry in wanted:
+            if "key" in entry:
+                _show_stage(store, entry, follow, write, shown)
         ended = {"SUCCEEDED", "CACHED", "FAILED", "STOPPED", "SKIPPED"}
-        if not follow or all(
-            entry["status"] in ended for entry in stages if stage is None or entry["stage"] == stage
-        ):
+        if not follow or status["status"] != "RUNNING" or all(entry["status"] in ended for entry in wanted):
             return
         time.sleep(0.5)
 
 
-def _show_stage(store: Store, entry: dict[str, Any], follow: bool, write: Callable[[str], None]) -> None:
-    """One stage: its newest attempt's log."""
+def _show_stage(
+    store: Store,
+    entry: dict[str, Any],
+    follow: bool,
+    write: Callable[[str], None],
+    shown: set[tuple[str, int]],
+) -> None:
+    """One stage: its newest attempt's log, unless that was shown."""
     job = next(job for job in store.names("artifacts") if entry["key"] in store.names(f"artifacts/{job}"))
     attempt = last_attempt(store, job, entry["key"])
-    if attempt is None:
+    if attempt is None or (entry["stage"], attempt.number) in shown:
         return
+    shown.add((entry["stage"], attempt.number))
     write(f"--- {entry['stage']} (attempt {attempt.number}, {entry['status']})")
     saved = store.read(f"{Layout.attempt(job, attempt.key, attempt.number)}/log.txt")
     if saved is not None:
@@ -58,6 +63,7 @@ def _show_live(attempt: Attempt, follow: bool, write: Callable[[str], None]) -> 
         if follow:
             cluster.follow_logs(attempt.submission_id, write, threading.Event())
         else:
-            write(cluster.logs(attempt.submission_id).rstrip("\n"))
-    except ClusterUnreachable as error:
+            log = cluster.logs(attempt.submission_id).rstrip("\n")
+            write(log or "(the cluster does not know this job)")
+    except (ClusterUnreachable, ValueError) as error:
         write(f"(no log: it was not copied yet, and the cluster does not answer: {error})")

@@ -10,7 +10,6 @@ from pipelines import identity
 from pipelines.spec import AnyStage, Ingest, Pipeline
 from pipelines.store import (
     InputRef,
-    Layout,
     Manifest,
     Store,
     all_manifests,
@@ -18,6 +17,7 @@ from pipelines.store import (
     input_ref,
     read_manifest,
     replace_artifact,
+    successor,
 )
 
 
@@ -80,25 +80,17 @@ def force_stage(store: Store, planned: PlannedStage, nonce: str, run: str) -> st
     digests = {field: [ref.content_digest for ref in given] for field, given in planned.inputs.items()}
     job, key = planned.config.job, identity.stage_key(planned.config, digests, planned.source)
     while True:
-        successor = identity.successor_key(key, nonce)
-        following = current_step(store, job, key)
-        if following == successor:
-            return successor
+        ours = identity.successor_key(key, nonce)
+        following = successor(store, job, key)
+        if following == ours:
+            return ours
         if following is None:
             if read_manifest(store, job, key) is None:
                 return key  # nothing to replace
-            if replace_artifact(store, job, key, successor, run, "--force"):
-                return successor
+            if replace_artifact(store, job, key, ours, run, "--force"):
+                return ours
         else:
             key = following
-
-
-def current_step(store: Store, job: str, key: str) -> str | None:
-    """The key that directly replaced `key`, None where none did."""
-    import json
-
-    data = store.read(Layout.replaced(job, key))
-    return None if data is None else str(json.loads(data)["successor"])
 
 
 def notes(store: Store, stage: PlannedStage) -> Iterator[str]:

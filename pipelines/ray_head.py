@@ -164,14 +164,17 @@ def read_head(folder: Path) -> Head | None:
     """The record of the state folder's Ray, alive or dead."""
     try:
         return Head(**json.loads((folder / "head.json").read_text()))
-    except FileNotFoundError:
-        return None
+    except (FileNotFoundError, ValueError, TypeError):
+        return None  # not there, or cut off by a power failure, after which no Ray of it lives
 
 
 def write_head(folder: Path, head: Head) -> None:
     """Replace the record at once, so that nobody reads half of one."""
     new = folder / "head.json.new"
-    new.write_text(json.dumps(asdict(head), indent=1))
+    with new.open("w") as file:
+        file.write(json.dumps(asdict(head), indent=1))
+        file.flush()
+        os.fsync(file.fileno())
     new.replace(folder / "head.json")
 
 

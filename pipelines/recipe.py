@@ -22,6 +22,8 @@ from pipelines.spec import (
 )
 
 MAX_RECIPE_BYTES = 1 << 20  # a recipe is read by people; more than this is not one
+# what YAML's constructors raise for dates that are none, keys that are lists, ten thousand brackets
+_UNREADABLE = (yaml.YAMLError, ValueError, TypeError, RecursionError, OSError)
 NESTED = {"model": ModelSize, "optimizer": Optimizer, "labels": Labels}
 SOURCES = {"glyphs": GlyphSource, "digits": DigitsSource, "folder": FolderSource}
 
@@ -66,11 +68,11 @@ def load_pipeline(pipeline: str, overrides: tuple[str, ...] = ()) -> Pipeline:
         RecipeError: with one line for each thing that is wrong.
     """
     path = recipe_path(pipeline)
-    if path.stat().st_size > MAX_RECIPE_BYTES:
-        raise RecipeError(f"{path}: larger than {MAX_RECIPE_BYTES} bytes, that is no recipe")
     try:
+        if path.stat().st_size > MAX_RECIPE_BYTES:
+            raise RecipeError(f"larger than {MAX_RECIPE_BYTES} bytes, that is no recipe")
         raw = yaml.load(path.read_text("utf-8"), Loader=_StrictLoader)
-    except (yaml.YAMLError, UnicodeDecodeError, RecipeError) as error:
+    except _UNREADABLE as error:
         raise RecipeError(f"{path}: {error}") from None
     if not isinstance(raw, dict):
         raise RecipeError(
@@ -100,6 +102,8 @@ def _apply_override(raw: dict[str, Any], override: str) -> None:
         raise RecipeError(f"--set {override}: no stage is called {stage!r}{nearest(stage, stages or {})}")
     target, *rest = field.split(".")
     at: Any = stages[stage]
+    if not isinstance(at, dict):
+        raise RecipeError(f"--set {override}: stage {stage} has no fields")
     for part in rest:
         at = at.setdefault(target, {})
         target = part
@@ -107,7 +111,7 @@ def _apply_override(raw: dict[str, Any], override: str) -> None:
             raise RecipeError(f"--set {override}: {path.rpartition('.')[0]} has no fields of its own")
     try:
         at[target] = yaml.load(value, Loader=_StrictLoader)
-    except yaml.YAMLError as error:
+    except _UNREADABLE as error:
         raise RecipeError(f"--set {override}: {error}") from None
 
 

@@ -1,7 +1,7 @@
 """The driver: walks the DAG, submits each ready stage as a Ray job, follows it, and keeps no state of its own.
 
 Everything that must survive is in the store before it is acted on: kill the driver anywhere, give the same command,
-and it goes on from what it finds. The rules are those of "Running" in the README: an attempt is written before it is
+and it goes on from what it finds. The rules: an attempt is written before it is
 submitted; Ray takes a submission id once; a job that the same cluster does not know is submitted again under the same
 id; a job of a cluster that is gone is LOST and followed by the next attempt; a manifest beats every status.
 """
@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from pipelines import identity, plan
-from pipelines.cluster import Cluster, ClusterUnreachable
+from pipelines.cluster import ENDED, Cluster, ClusterUnreachable
 from pipelines.plan import PlannedStage
 from pipelines.runs import Run, this_process
 from pipelines.store import (
@@ -37,7 +37,9 @@ from pipelines.store import (
 ATTEMPTS = 3  # a command makes at most this many attempts at a stage
 BACKOFF_SECONDS = 1.0  # before the second attempt; doubles
 POLL_SECONDS = 0.1  # between looks at the store
+UNREACHABLE_SECONDS = 1.0  # before a cluster that did not answer is asked again
 ASK_SECONDS = 0.5  # between questions to the cluster about a job: answering costs the head CPU time
+LAST_WORDS_SECONDS = 5.0  # a job may take to end after its commit
 MANIFEST_SECONDS = 60.0  # a job that SUCCEEDED shows its manifest within this time
 USER_MISTAKE = 2  # the exit code of a stage that is never retried
 
@@ -75,6 +77,8 @@ class Following:
     wait_until: float = 0.0
     succeeded_at: float | None = None
     running: bool = False
+    seen: bool = False  # this driver submitted it or saw it live: how it ends is an answer to this command
+    waiting: bool = False
     log: threading.Thread | None = None
     log_end: threading.Event = field(default_factory=threading.Event)
 
@@ -125,6 +129,9 @@ class Driver:
     def step(self) -> bool:
         """Look at every stage once; False when all have ended."""
         self.connection.keep()
+        if stop_wished(self.store, self.run.id):
+            self.stop()
+            return False
         for name in self.names:
             if name not in self.status and name not in self.following and len(self.following) < self.parallel:
                 self._begin(name)
@@ -132,18 +139,29 @@ class Driver:
             try:
                 self._follow(name, following)
             except ClusterUnreachable as error:
-                self._log_ended(following)
-                self.display.stage(name, "WAITING", f"the cluster does not answer: {error}")
-                time.sleep(1.0)
+                if not following.waiting:
+                    self.display.stage(name, "WAITING", f"the cluster does not answer: {error}")
+                following.waiting = True
+                following.wait_until = time.monotonic() + UNREACHABLE_SECONDS
         return len(self.status) < len(self.names)
 
     def stop(self) -> None:
-        """Ctrl-C: the wish first, so that no other driver goes on, then the jobs."""
+        """The wish first, so that no other driver goes on; then the jobs that this run has submitted."""
         wish_stop(self.store, self.run.id)
-        for name, following in list(self.following.items()):
-            if following.attempt is not None:
-                self._stop_job(following.attempt)
-            self._end(name, "STOPPED", "stopped")
+        own = [following for following in self.following.values() if self._is_own(following.attempt)]
+        for following in own:
+            assert following.attempt is not None
+            self._stop_job(following.attempt)
+        for following in own:
+            self._wait_for_end(following)
+            self._save_log(following)
+        for name in self.names:
+            if name not in self.status:
+                self._end(name, "STOPPED", "stopped")
+
+    def _is_own(self, attempt: Attempt | None) -> bool:
+        """A job that another run submitted is that run's to stop."""
+        return attempt is not None and attempt.run == self.run.id
 
     def end_logs(self) -> None:
         """Let no thread outlive the walk."""
@@ -191,6 +209,7 @@ class Driver:
         config, key = following.planned.config, following.planned.key
         assert key is not None
         if (manifest := read_manifest(self.store, config.job, key)) is not None:
+            self._wait_for_end(following)  # its last lines belong to its log
             self._save_log(following)
             self._commit(manifest, name, "SUCCEEDED")
             return
@@ -205,6 +224,7 @@ class Driver:
         attempt = following.attempt
         job = cluster.job(attempt.submission_id)
         if job is None and attempt.cluster_session == cluster.session_name:
+            following.seen = True
             self._submit(cluster, attempt)
         elif job is None:
             self._retry(name, following, "LOST", "its cluster is gone")
@@ -225,16 +245,12 @@ class Driver:
         if stop_wished(self.store, self.run.id):
             self._save_log(following)
             self._end(name, "STOPPED", "stopped")
-        elif status == "FAILED" and code == USER_MISTAKE and following.attempts_made:
+        elif status == "FAILED" and code == USER_MISTAKE and following.seen:
             self._save_log(following)
             self._end(name, "FAILED", self._error_line(following) or "bad input")
         else:
-            detail = (
-                self._error_line(following) or f"exit code {code}"
-                if status == "FAILED"
-                else "stopped from outside"
-            )
-            self._retry(name, following, status, detail)
+            said = self._error_line(following) or message or f"exit code {code}"
+            self._retry(name, following, status, said if status == "FAILED" else "stopped from outside")
 
     def _retry(self, name: str, following: Following, status: str, detail: str) -> None:
         """The next attempt, unless this command has made its share of them."""
@@ -275,7 +291,7 @@ class Driver:
         )
         attempt = create_attempt(self.store, wanted)
         following.attempts_made += 1
-        following.succeeded_at, following.running = None, False
+        following.succeeded_at, following.running, following.seen = None, False, False
         return attempt
 
     def _submit(self, cluster: Cluster, attempt: Attempt) -> None:
@@ -299,6 +315,7 @@ class Driver:
     def _watch(self, name: str, following: Following, cluster: Cluster, status: str) -> None:
         attempt = following.attempt
         assert attempt is not None
+        following.seen, following.waiting = True, False
         if status == "RUNNING" and not following.running:
             following.running = True
             add_event(
@@ -336,6 +353,20 @@ class Driver:
             self.store.create(
                 f"{Layout.attempt(attempt.job, attempt.key, attempt.number)}/log.txt", log.encode()
             )
+
+    def _wait_for_end(self, following: Following) -> None:
+        """Let a job that has committed, or was told to stop, finish its last words; not for long."""
+        attempt, deadline = following.attempt, time.monotonic() + LAST_WORDS_SECONDS
+        if attempt is None:
+            return
+        try:
+            while time.monotonic() < deadline:
+                job = self.connection.cluster().job(attempt.submission_id)
+                if job is None or job.status in ENDED:
+                    return
+                time.sleep(POLL_SECONDS)
+        except ClusterUnreachable:
+            return  # then there is nothing to wait for
 
     def _log_ended(self, following: Following) -> None:
         if following.log is not None:

@@ -11,7 +11,6 @@ from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
 from pipelines import identity
-from pipelines.recipe import parse_pipeline
 from pipelines.spec import Pipeline
 from pipelines.store import (
     Store,
@@ -27,6 +26,8 @@ from pipelines.store import (
 if TYPE_CHECKING:
     from pipelines.cluster import Cluster
 
+CLOCK_STEP_SECONDS = 2.0  # what a process's time of creation may move by when the clock is set
+
 
 @dataclass(frozen=True)
 class Run:
@@ -41,7 +42,11 @@ class Run:
 
 def start_run(store: Store, pipeline: Pipeline, targets: tuple[str, ...], force: tuple[str, ...]) -> Run:
     """The unfinished run of this very plan, or a new one."""
-    wanted = {"pipeline": pipeline.model_dump(mode="json"), "targets": list(targets)}
+    wanted = {
+        "pipeline": pipeline.model_dump(mode="json"),
+        "targets": list(targets),
+        "stages": list(pipeline.needed_for(targets)),
+    }
     digest = identity.sha256(identity.canonical_json(wanted | {"force": sorted(force)}))
     for run in reversed(runs(store, pipeline.name)):
         record = read_plan(store, run)
@@ -56,7 +61,12 @@ def start_run(store: Store, pipeline: Pipeline, targets: tuple[str, ...], force:
 
 def runs(store: Store, pipeline: str | None = None) -> list[str]:
     """Run ids, oldest first (of one pipeline, or all)."""
-    found = [name for name in store.names("runs") if pipeline is None or name.rsplit("-", 3)[0] == pipeline]
+    # a run begins with its plan: a folder without one is what a killed driver left
+    found = [
+        name
+        for name in store.names("runs")
+        if pipeline in {None, name.rsplit("-", 3)[0]} and read_plan(store, name) is not None
+    ]
     return sorted(found, key=lambda run: run.rsplit("-", 3)[1:])
 
 
@@ -86,7 +96,10 @@ def driver_alive(events: list[dict[str, Any]]) -> bool | None:
             answers.append(None)
             continue
         try:
-            answers.append(psutil.Process(event["pid"]).create_time() == event["process_created"])
+            answers.append(
+                abs(psutil.Process(event["pid"]).create_time() - event["process_created"])
+                < CLOCK_STEP_SECONDS
+            )
         except psutil.NoSuchProcess:
             answers.append(False)
     return True if True in answers else None if None in answers else False
@@ -99,12 +112,11 @@ def run_status(store: Store, run: str) -> dict[str, Any]:
     """
     record, events = read_plan(store, run), read_events(store, run)
     assert record is not None
-    pipeline = parse_pipeline(record["pipeline"], run)
     stages: dict[str, dict[str, Any]] = {
-        name: {"stage": name, "status": "PENDING"} for name in pipeline.needed_for(tuple(record["targets"]))
+        name: {"stage": name, "status": "PENDING"} for name in record["stages"]
     }
     for event in events:
-        if event["event"] == "stage" and event["stage"] in stages:
+        if event["event"] in {"stage", "attempt ended"} and event["stage"] in stages:
             stage = stages[event["stage"]]
             stage.update({name: value for name, value in event.items() if name not in {"event", "time"}})
             if event["status"] == "RUNNING":
@@ -119,7 +131,7 @@ def run_status(store: Store, run: str) -> dict[str, Any]:
         status = "UNFINISHED" if driver_alive(events) is False else "RUNNING"
     return {
         "run": run,
-        "pipeline": pipeline.name,
+        "pipeline": record["pipeline"]["name"],
         "status": status,
         "created": record["created"],
         "stages": list(stages.values()),
@@ -127,12 +139,17 @@ def run_status(store: Store, run: str) -> dict[str, Any]:
 
 
 def stop_run(store: Store, run: str, clusters: Callable[[str], Cluster]) -> Iterator[str]:
-    """Wish a run to stop, then stop the jobs of its unfinished stages; yields the ids that were stopped."""
+    """Wish a run to stop, then stop the jobs that it submitted; says what became of each."""
+    from pipelines.cluster import ClusterUnreachable
+
     wish_stop(store, run)
     for stage in run_status(store, run)["stages"]:
         if stage["status"] in {"PENDING", "RUNNING"} and "submission_id" in stage:
-            job = stage["submission_id"].split("-")[0]
-            attempt = last_attempt(store, job, stage["key"])
-            if attempt is not None:
+            attempt = last_attempt(store, stage["submission_id"].split("-")[0], stage["key"])
+            if attempt is None or attempt.run != run:
+                continue
+            try:
                 clusters(attempt.cluster_address).stop(attempt.submission_id)
-                yield attempt.submission_id
+                yield f"stopped {attempt.submission_id}"
+            except (ClusterUnreachable, ValueError) as error:
+                yield f"{attempt.submission_id}: its cluster does not answer ({error})"

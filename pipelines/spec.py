@@ -10,11 +10,12 @@ from __future__ import annotations
 import difflib
 import graphlib
 import importlib.util
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validator, model_validator
 
 
 class RecipeError(ValueError):
@@ -24,7 +25,7 @@ class RecipeError(ValueError):
 class Frozen(BaseModel):
     """The one kind of configuration: immutable, and an unknown field is an error."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
 
 def execution(default: Any, **constraints: Any) -> Any:
@@ -32,9 +33,12 @@ def execution(default: Any, **constraints: Any) -> Any:
     return Field(default, json_schema_extra={"execution": True}, **constraints)
 
 
-def takes(*kinds: str, **constraints: Any) -> Any:
-    """A field that names one earlier stage (a tuple: several) whose artifact is of one of these kinds."""
-    return Field(json_schema_extra={"input": list(kinds)}, **constraints)
+def takes(*kinds: str, shows_names: bool = False, **constraints: Any) -> Any:
+    """A field that names one earlier stage (a tuple: several) whose artifact is of one of these kinds.
+
+    What a stage is called does not enter a key, but where the result shows the names.
+    """
+    return Field(json_schema_extra={"input": list(kinds), "shows_names": shows_names}, **constraints)
 
 
 # ---------------------------------------------------------------------------------------------------- sources
@@ -78,13 +82,23 @@ class FolderSource(Frozen):
         "vitflow", description="images without a given split are split by a hash with this salt"
     )
 
+    @field_validator("root")
+    @classmethod
+    def _absolute(cls, root: str) -> str:
+        """A job runs in another working folder."""
+        return str(Path(root).expanduser().absolute())
+
     def files(self) -> Iterator[tuple[str, Path]]:
         """(name relative to the root, path) of every file that the result depends on."""
-        root = Path(self.root).expanduser()
+        root = Path(self.root)
         if not root.is_dir():
             raise RecipeError(f"source.root: {self.root} is not a folder")
-        paths = (path for path in root.rglob("*") if path.is_file() and not path.name.startswith("."))
-        yield from sorted((path.relative_to(root).as_posix(), path) for path in paths)
+        for folder, folders, files in os.walk(root):
+            # hidden folders (.git) and macOS's shadows are none of the images' business
+            folders[:] = sorted(name for name in folders if not name.startswith((".", "__MACOSX")))
+            for name in sorted(name for name in files if not name.startswith(".")):
+                path = Path(folder) / name
+                yield path.relative_to(root).as_posix(), path
 
 
 Source = Annotated[GlyphSource | DigitsSource | FolderSource, Field(discriminator="kind")]
@@ -125,7 +139,7 @@ class Optimizer(Frozen):
     """AdamW with linear warm-up and a decay to zero; the weight decay is multiplied by the learning rate."""
 
     weight_decay: float = Field(0.05, ge=0)
-    betas: tuple[float, float] = (0.9, 0.95)
+    betas: tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]] = (0.9, 0.95)
     warmup_fraction: float = Field(0.1, ge=0, lt=1)
     schedule: Literal["cosine", "linear"] = "cosine"
     clip_norm: float = Field(1.0, gt=0, description="gradients are scaled down to this global norm")
@@ -138,7 +152,7 @@ def _distinct(values: tuple[Any, ...]) -> tuple[Any, ...]:
 
 
 Shots = Annotated[int, Field(ge=1)]
-Rate = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+Rate = Annotated[float, Field(gt=0)]
 Seed = Annotated[int, Field(ge=0)]
 Augmentation = Literal["none", "shift", "crop_flip"]
 Dtype = Literal["bfloat16", "float32"]
@@ -297,7 +311,7 @@ class Report(_Stage):
     job: Literal["report"]
     title: str
     note: str = Field("", description="what a reader should know beside the verdict")
-    of: tuple[str, ...] = takes("dataset", "model", "evaluation", min_length=1)
+    of: tuple[str, ...] = takes("dataset", "model", "evaluation", shows_names=True, min_length=1)
 
 
 Stage = Annotated[Ingest | Pretrain | Finetune | Evaluate | Baselines | Report, Field(discriminator="job")]

@@ -166,16 +166,17 @@ class Store:
         self.root = root
         self.uri = str(root)
         path = root / Layout.STORE
-        if not path.exists():
-            if not create:
-                raise StoreError(f"{root} is not a store: there is no {Layout.STORE} in it")
-            self.create(Layout.STORE, _encode({"id": secrets.token_hex(16), "layout": LAYOUT_VERSION}))
-        found = json.loads(path.read_text())
-        if found.get("layout") != LAYOUT_VERSION:
-            raise StoreError(
-                f"{root} has layout {found.get('layout')}, this vitflow reads layout {LAYOUT_VERSION}"
-            )
-        self.id: str = found["id"]
+        try:
+            if not path.exists():
+                if not create:
+                    raise StoreError(f"{root} is not a store: there is no {Layout.STORE} in it")
+                self.create(Layout.STORE, _encode({"id": secrets.token_hex(16), "layout": LAYOUT_VERSION}))
+            found = json.loads(path.read_text())
+            layout, self.id = found["layout"], str(found["id"])
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise StoreError(f"{path} can't be read as a store's: {error!r}") from None
+        if layout != LAYOUT_VERSION:
+            raise StoreError(f"{root} has layout {layout}, this vitflow reads layout {LAYOUT_VERSION}")
 
     def read(self, name: str) -> bytes | None:
         """The object's bytes, None where there is none."""
@@ -307,11 +308,23 @@ def _move_durably(path: Path, staging: Path, target: Path) -> FileEntry:
 # ------------------------------------------------------------------------------------------------- artifacts
 
 
+def successor(store: Store, job: str, key: str) -> str | None:
+    """The key that `--force` put directly in the place of `key`."""
+    data = store.read(Layout.replaced(job, key))
+    return None if data is None else str(json.loads(data)["successor"])
+
+
 def current_key(store: Store, job: str, key: str) -> str:
-    """The key that stands for `key` today: itself, or what `--force` put in its place."""
-    while (replaced := store.read(Layout.replaced(job, key))) is not None:
-        key = json.loads(replaced)["successor"]
-    return key
+    """The key that stands for `key` today: the last of its successors that is committed, else itself.
+
+    A forced run that fails or is stopped hides nothing: what was there stands until its successor is.
+    """
+    current, following = key, successor(store, job, key)
+    while following is not None:
+        if store.read(Layout.manifest(job, following)) is not None:
+            current = following
+        following = successor(store, job, following)
+    return current
 
 
 def replace_artifact(store: Store, job: str, key: str, successor: str, run: str, why: str) -> bool:

@@ -71,9 +71,10 @@ def main(context: Context) -> Result:
     written = _in_tasks(_write_part, [(context, config.source, part) for part in parts], "shard")
     _check_fingerprint(context, "while it was read")
     samples = [sample for part in written for sample in part.samples]
-    digest = content_digest(samples, names)
+    name = config.source.name if isinstance(config.source, FolderSource) else config.source.kind
+    digest = content_digest(name, samples, names)
     info = DatasetInfo(
-        name=config.source.name if isinstance(config.source, FolderSource) else config.source.kind,
+        name=name,
         class_names=names,
         image=None if isinstance(config.source, FolderSource) else RAW,
         splits={split: sum(sample[2] == split for sample in samples) for split in SPLITS},

@@ -116,9 +116,9 @@ def shuffle_key(sample_id: str) -> str:
     return hashlib.sha256(f"shuffle/{sample_id}".encode()).hexdigest()
 
 
-def content_digest(samples: Iterable[tuple[str, int, str]], class_names: Sequence[str]) -> str:
-    """Identity of what a dataset holds, from (sample_id, label, split) in any order, not of its files."""
-    digest = hashlib.sha256(json.dumps(list(class_names)).encode())
+def content_digest(name: str, samples: Iterable[tuple[str, int, str]], class_names: Sequence[str]) -> str:
+    """Identity of what a dataset is called and holds, from (sample_id, label, split) in any order, not of its files."""
+    digest = hashlib.sha256(json.dumps([name, *class_names]).encode())
     for sample_id, label, split in sorted(samples):
         digest.update(json.dumps([sample_id, int(label), split]).encode())
     return digest.hexdigest()

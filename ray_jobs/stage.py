@@ -17,6 +17,7 @@ import os
 import platform
 import subprocess
 import sys
+import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -111,6 +112,8 @@ def run_stage(job: str) -> None:
         result = main(context)
         _commit(context, result, started)
     except (ValueError, StoreError) as error:
+        if not _is_deliberate(error):
+            raise
         # a task's error carries the remote traceback in its text; the message of the cause is what the user needs
         _give_up(str(getattr(error, "cause", error)))
     except OSError as error:
@@ -118,6 +121,14 @@ def run_stage(job: str) -> None:
         if cause.errno not in FULL:
             raise
         _give_up(f"no space for {spec.parent}: {cause}; nothing was committed, free some and run again")
+
+
+def _is_deliberate(error: Exception) -> bool:
+    """Whether this project's own code raised it: what a library raises may well be a mistake of ours."""
+    text = getattr(error, "traceback_str", None) or "".join(traceback.format_exception(error))
+    raised = [line for line in text.splitlines() if line.lstrip().startswith('File "')][-1:]
+    folders = [f"{identity.PROJECT}/{package}/" for package in (*identity.CODE_PACKAGES, "pipelines")]
+    return any(folder in line for line in raised for folder in folders)
 
 
 def _give_up(reason: str) -> NoReturn:
@@ -137,8 +148,8 @@ def read_context(spec: Path) -> Context:
     code = identity.code_digest(attempt.job)
     if code != attempt.code_digest:
         raise ValueError(
-            f"the code of {attempt.job} here has digest {code[:12]}, the driver's {attempt.code_digest[:12]}: "
-            "install the same vitflow on the cluster's nodes"
+            f"the code of {attempt.job} here has digest {code[:12]}, the driver's {attempt.code_digest[:12]}: it "
+            "changed since this attempt was planned (run again), or the cluster's nodes have another vitflow"
         )
     config: AnyStage = TypeAdapter(Stage).validate_python(attempt.config)
     store = Context(attempt, config, {}).store

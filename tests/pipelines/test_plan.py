@@ -1,16 +1,18 @@
 """What a plan says of a store, and that looking changes nothing."""
 
 import hashlib
+import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from pipelines import plan, runs
 from pipelines import store as st
-from pipelines.identity import code_digest
+from pipelines.identity import code_digest, source_fingerprint
 from pipelines.plan import PlannedStage
 from pipelines.recipe import load_pipeline
-from pipelines.spec import Pipeline
+from pipelines.spec import Ingest, Pipeline
 from pipelines.store import Manifest, Store, open_store
 
 TINY = Path(__file__).parent.parent / "tiny.yaml"
@@ -104,11 +106,11 @@ def test_force_replaces_once_for_a_run_and_again_for_another(store: Store, pipel
     assert plan.force_stage(store, planned(), "nonce of a run", "run") == successor, (
         "a continued run finds its own"
     )
+    assert planned().key == first.key, "what was there stands until its successor is made"
+    make(store, replace(first, key=successor))
     assert planned().key == successor
-    make(store, planned())
     second = plan.force_stage(store, planned(), "nonce of another", "run")
     assert second not in (first.key, successor)
-    assert planned().key == second
 
 
 def test_force_of_what_was_never_made_just_makes_it(store: Store, pipeline: Pipeline) -> None:
@@ -119,8 +121,7 @@ def test_force_of_what_was_never_made_just_makes_it(store: Store, pipeline: Pipe
 def test_the_same_content_made_again_stops_there_and_is_told(store: Store, pipeline: Pipeline) -> None:
     make_all(store, pipeline)
     stage = plan.plan_stage(store, "digits", pipeline.stages["digits"], {})
-    plan.force_stage(store, stage, "nonce", "run")
-    again = make(store, plan.plan_stage(store, "digits", pipeline.stages["digits"], {}))
+    again = make(store, replace(stage, key=plan.force_stage(store, stage, "nonce", "run")))
     pixels = plan.plan_stage(store, "pixels", pipeline.stages["pixels"], {"digits": again})
     assert pixels.state == "cached"
     assert any("with the same content, so this stands" in note for note in plan.notes(store, pixels))
@@ -129,8 +130,7 @@ def test_the_same_content_made_again_stops_there_and_is_told(store: Store, pipel
 def test_other_content_made_again_runs_what_is_behind_it(store: Store, pipeline: Pipeline) -> None:
     make_all(store, pipeline)
     stage = plan.plan_stage(store, "digits", pipeline.stages["digits"], {})
-    plan.force_stage(store, stage, "nonce", "run")
-    again = make(store, plan.plan_stage(store, "digits", pipeline.stages["digits"], {}), content="other")
+    again = make(store, replace(stage, key=plan.force_stage(store, stage, "nonce", "run")), content="other")
     pixels = plan.plan_stage(store, "pixels", pipeline.stages["pixels"], {"digits": again})
     assert pixels.state == "run"
     assert plan.reason(store, pixels) == "data has changed"
@@ -159,3 +159,27 @@ def test_a_run_without_its_driver_is_shown_as_unfinished(store: Store, pipeline:
     assert runs.run_status(store, run.id)["status"] == "UNFINISHED"
     st.add_event(store, run.id, "driver", **runs.this_process())
     assert runs.run_status(store, run.id)["status"] == "RUNNING"
+
+
+def test_a_run_without_a_plan_is_none_and_an_old_recipe_can_still_be_shown(
+    store: Store, pipeline: Pipeline
+) -> None:
+    run = runs.start_run(store, pipeline, tuple(pipeline.stages), ())
+    (store.root / "runs" / "tiny-20200101-000000-abcd").mkdir()
+    assert runs.runs(store) == [run.id]
+    record = json.loads((store.root / "runs" / run.id / "plan.json").read_text())
+    record["pipeline"]["stages"]["digits"]["a field of long ago"] = 1
+    (store.root / "runs" / run.id / "plan.json").write_text(json.dumps(record))
+    assert len(runs.run_status(store, run.id)["stages"]) == len(pipeline.stages)
+
+
+def test_a_folder_is_known_by_its_images_not_by_what_is_hidden_in_it(tmp_path: Path) -> None:
+    source = Ingest.model_validate(
+        {"job": "ingest", "source": {"kind": "folder", "root": str(tmp_path / "images")}}
+    )
+    (tmp_path / "images" / "a").mkdir(parents=True)
+    (tmp_path / "images" / "a" / "1.png").write_bytes(b"1")
+    before = source_fingerprint(source)
+    (tmp_path / "images" / ".git").mkdir()
+    (tmp_path / "images" / ".git" / "HEAD").write_text("x")
+    assert source_fingerprint(source) == before

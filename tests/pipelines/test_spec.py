@@ -113,6 +113,9 @@ def test_cycle_is_shown() -> None:
         ("name: &x a\nstages: *x\n", "aliases are not supported"),
         ("- a\n", "a recipe is a mapping"),
         ("name: [\n", "expected"),
+        ("name: 2024-99-99\n", "month"),
+        ("? [a]\n: b\n", "unhashable"),
+        ("[" * 5000, "recursion"),
         ("name: !!python/object/apply:os.system [true]\n", "could not determine a constructor"),
     ],
 )
@@ -141,7 +144,8 @@ def test_override_replaces_one_field_before_checking() -> None:
 
 
 @pytest.mark.parametrize(
-    "override", ["pretrain", "pretrain=3", "pretran.steps=3", "pretrain.stepz=3", "pretrain.steps.x=3"]
+    "override",
+    ["pretrain", "pretrain=3", "pretran.steps=3", "pretrain.stepz=3", "pretrain.steps.x=3", "a.b=3"],
 )
 def test_bad_override_is_refused(override: str) -> None:
     with pytest.raises(RecipeError):

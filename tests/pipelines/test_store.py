@@ -163,11 +163,20 @@ def test_an_attempt_folder_without_its_record_is_none(store: Store) -> None:
     assert st.last_attempt(store, "ingest", "k") is None
 
 
-def test_replaced_keys_are_followed_to_the_end(store: Store) -> None:
+def test_replaced_keys_are_followed_to_the_last_that_is_there(store: Store) -> None:
     assert st.replace_artifact(store, "ingest", "a", "b", "r", "why")
     assert st.replace_artifact(store, "ingest", "b", "c", "r", "why")
     assert not st.replace_artifact(store, "ingest", "a", "x", "r", "why"), "said once"
+    assert st.current_key(store, "ingest", "a") == "a"
+    st.commit(store, manifest(key="c"))
     assert st.current_key(store, "ingest", "a") == "c"
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", '{"id": "x"}', "\x00"])
+def test_a_damaged_store_is_one_clear_message(store: Store, text: str) -> None:
+    (store.root / Layout.STORE).write_text(text)
+    with pytest.raises(StoreError, match="can't be read"):
+        open_store(store.uri)
 
 
 def test_events_come_back_in_their_order(store: Store) -> None:
