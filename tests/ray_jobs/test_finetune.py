@@ -246,5 +246,5 @@ def test_the_whole_stage_twice(dataset, tmp_path, local_ray):
 
 @pytest.mark.ray
 def test_a_mistake_in_a_trial_is_told_as_it_was_made(dataset, tmp_path, local_ray):
-    with pytest.raises(ValueError, match="a lower learning_rate"):
+    with pytest.raises(ValueError, match="diverged with every learning rate"):
         finetune.main(context(tmp_path / "store", dataset, configuration(learning_rates=(1e30,))))
