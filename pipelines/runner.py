@@ -38,7 +38,7 @@ ATTEMPTS = 3  # a command makes at most this many attempts at a stage
 BACKOFF_SECONDS = 1.0  # before the second attempt; doubles
 POLL_SECONDS = 0.1  # between looks at the store
 UNREACHABLE_SECONDS = 1.0  # before a cluster that did not answer is asked again
-ASK_SECONDS = 0.5  # between questions to the cluster about a job: answering costs the head CPU time
+ASK_SECONDS = 0.5  # between questions about a job (answering costs the head CPU time) and looks for stop.json
 LAST_WORDS_SECONDS = 5.0  # a job may take to end after its commit
 MANIFEST_SECONDS = 60.0  # a job that SUCCEEDED shows its manifest within this time
 USER_MISTAKE = 2  # the exit code of a stage that is never retried
@@ -125,13 +125,16 @@ class Driver:
         self.committed: dict[str, Manifest] = {}
         self.status: dict[str, str] = {}
         self.following: dict[str, Following] = {}
+        self.next_look_for_stop = 0.0
 
     def step(self) -> bool:
         """Look at every stage once; False when all have ended."""
         self.connection.keep()
-        if stop_wished(self.store, self.run.id):
-            self.stop()
-            return False
+        if time.monotonic() >= self.next_look_for_stop:
+            self.next_look_for_stop = time.monotonic() + ASK_SECONDS
+            if stop_wished(self.store, self.run.id):
+                self.stop()
+                return False
         for name in self.names:
             if name not in self.status and name not in self.following and len(self.following) < self.parallel:
                 self._begin(name)
@@ -242,10 +245,7 @@ class Driver:
     def _job_failed(
         self, name: str, following: Following, status: str, code: int | None, message: str
     ) -> None:
-        if stop_wished(self.store, self.run.id):
-            self._save_log(following)
-            self._end(name, "STOPPED", "stopped")
-        elif status == "FAILED" and code == USER_MISTAKE and following.seen:
+        if status == "FAILED" and code == USER_MISTAKE and following.seen:
             self._save_log(following)
             self._end(name, "FAILED", self._error_line(following) or "bad input")
         else:

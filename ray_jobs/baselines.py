@@ -7,7 +7,6 @@ In: a dataset. Out: `rows.parquet` and `predictions.parquet`, see `ray_jobs.rows
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 import numpy as np
@@ -16,6 +15,7 @@ from numpy.typing import NDArray
 from pipelines.spec import Baselines
 from ray_jobs.draws import draw_labels, permutation, stratified_folds
 from ray_jobs.evaluate import save_evaluation
+from ray_jobs.rows import scored
 from ray_jobs.shards import Dataset, Split, open_dataset
 from ray_jobs.stage import Context, Result, run_stage
 from vit_model.config import Preprocessing
@@ -59,19 +59,10 @@ def run_method(context: Context, method: str) -> tuple[list[Any], list[Any]]:
             "labels_per_class": config.labels.per_class,
             "draw": draw,
         }
-        score = {
-            "split": "test",
-            "metric": "accuracy",
-            "value": float(np.mean(predicted == y_test)),
-            "num_images": len(ids),
-            "selected_on": selected_on,
-            "settings": json.dumps({**chosen, "labelled_images": len(support)}, sort_keys=True),
-        }
-        rows.append(common | score)
-        predictions += [
-            common | {"sample_id": sample, "label": int(label), "prediction": int(guess)}
-            for sample, label, guess in zip(ids, y_test, predicted, strict=True)
-        ]
+        settings = {**chosen, "labelled_images": len(support)}
+        row, images = scored(common, ids, y_test, predicted, selected_on, settings)
+        rows.append(row)
+        predictions += images
     print(f"{method}: {np.mean([row['value'] for row in rows]):.3f} with {chosen}", flush=True)
     return rows, predictions
 

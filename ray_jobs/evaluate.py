@@ -8,7 +8,6 @@ on the support in the same way for every row. Out: `rows.parquet` and `predictio
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -73,19 +72,11 @@ def evaluate(context: Context) -> Result:
                 "draw": result.draw,
             }
             settings = {"l2": result.l2, "standardised": standardise, "width": int(train.shape[1])}
-            score = {
-                "split": "test",
-                "metric": "accuracy",
-                "value": float(result.accuracy),
-                "num_images": len(ids),
-                "selected_on": result.selected_on,
-                "settings": json.dumps(settings, sort_keys=True),
-            }
-            rows.append(common | score)
-            predictions += [
-                common | {"sample_id": sample, "label": int(label), "prediction": int(predicted)}
-                for sample, label, predicted in zip(ids, labels_test, result.predictions, strict=True)
-            ]
+            row, images = tables.scored(
+                common, ids, labels_test, result.predictions, result.selected_on, settings
+            )
+            rows.append(row)
+            predictions += images
         for shots in config.shots:
             mean = np.mean([result.accuracy for result in found if result.shots == shots])
             print(f"{method}, {shots} shots: {mean:.3f}", flush=True)

@@ -393,7 +393,7 @@ def tables(
     config = task.config
     settings = {"learning_rate": chosen, "steps": config.steps, "batch_size": config.batch_size,
                 "augment": config.augment}  # fmt: skip
-    ids, labels = dataset.sample_ids("test"), dataset.labels("test").tolist()
+    ids, labels = dataset.sample_ids("test"), dataset.labels("test")
     numbers, predictions = [], []
     for draw, found in enumerate(refits):
         common = {
@@ -403,14 +403,9 @@ def tables(
             "labels_per_class": config.labels.per_class,
             "draw": draw,
         }
-        numbers.append(common | {
-            "split": "test", "metric": "accuracy", "value": found.score.accuracy, "num_images": len(ids),
-            "selected_on": selected_on, "settings": json.dumps(settings, sort_keys=True),
-        })  # fmt: skip
-        predictions += [
-            common | {"sample_id": identity, "label": label, "prediction": predicted}
-            for identity, label, predicted in zip(ids, labels, found.score.predictions.tolist(), strict=True)
-        ]
+        row, images = rows.scored(common, ids, labels, found.score.predictions, selected_on, settings)
+        numbers.append(row)
+        predictions += images
     return numbers, predictions
 
 

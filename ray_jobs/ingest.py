@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from pipelines import identity
-from pipelines.spec import FolderSource, GlyphSource
+from pipelines.spec import DigitsSource, FolderSource, GlyphSource
 from pipelines.store import FileEntry
 from ray_jobs.progress import Progress
 from ray_jobs.shards import (
@@ -67,7 +67,7 @@ def main(context: Context) -> Result:
         case FolderSource():
             names, parts, bad = _plan_folder(config.source, config.max_bad_fraction)
         case _:
-            names, parts, bad = digits.CLASS_NAMES, _plan_digits(), []
+            names, parts, bad = digits.CLASS_NAMES, _plan_digits(config.source), []
     written = _in_tasks(_write_part, [(context, config.source, part) for part in parts], "shard")
     _check_fingerprint(context, "while it was read")
     samples = [sample for part in written for sample in part.samples]
@@ -106,15 +106,15 @@ class Part(NamedTuple):
 
 
 def _plan_glyphs(source: GlyphSource) -> tuple[tuple[str, ...], list[Part], list[tuple[str, str]]]:
-    classes = _glyph_classes()
+    classes = _glyph_classes(source)
     train = range(source.images)
     dev = range(source.images, source.images + source.dev_images)
     parts = [*_chunks("train", train, RAW_SHARD_IMAGES), *_chunks("dev", dev, RAW_SHARD_IMAGES)]
     return tuple(glyph.name for glyph in classes), parts, []
 
 
-def _plan_digits() -> list[Part]:
-    splits = [sample[2] for sample in _digit_samples()]
+def _plan_digits(source: DigitsSource) -> list[Part]:
+    splits = [sample[2] for sample in _digit_samples(source)]
     return [Part(split, 0, [row for row, own in enumerate(splits) if own == split]) for split in SPLITS]
 
 
@@ -189,7 +189,7 @@ def _write_part(context: Context, source: Any, part: Part) -> Written:
                 for entry, checked in part.images
             ]
         case _:
-            every = _digit_samples()
+            every = _digit_samples(source)
             samples = [every[row][:2] for row in part.images]
     rows = sorted((sample for sample, _ in samples), key=lambda sample: shuffle_key(sample.sample_id))
     file = shard_file(part.split, part.number)
@@ -203,13 +203,13 @@ def _write_part(context: Context, source: Any, part: Part) -> Written:
 
 
 @cache
-def _glyph_classes() -> list[glyphs.GlyphClass]:
+def _glyph_classes(source: GlyphSource) -> list[glyphs.GlyphClass]:
     """Found once a process: it takes a second, and a worker renders several shards."""
-    return glyphs.glyph_classes(glyphs.find_fonts())
+    return glyphs.glyph_classes(glyphs.find_fonts(dict(source.files())))
 
 
 def _glyph_samples(source: GlyphSource, part: Part) -> list[tuple[Sample, int]]:
-    images, labels = glyphs.render(_glyph_classes(), source.seed, part.images)
+    images, labels = glyphs.render(_glyph_classes(source), source.seed, part.images)
     keys = [f"glyph-{index:07d}" for index in part.images]
     return [
         (_raw_sample(image.tobytes(), key, label), int(label))
@@ -217,8 +217,10 @@ def _glyph_samples(source: GlyphSource, part: Part) -> list[tuple[Sample, int]]:
     ]
 
 
-def _digit_samples() -> list[tuple[Sample, int, str]]:
-    images, labels, keys = digits.read()
+@cache
+def _digit_samples(source: DigitsSource) -> list[tuple[Sample, int, str]]:
+    [(_, path)] = source.files()
+    images, labels, keys = digits.read(path)
     samples = [
         _raw_sample(image.tobytes(), key, label)
         for image, key, label in zip(images, keys, labels, strict=True)

@@ -4,15 +4,20 @@ In and out: lists of dicts, checked against ROWS or PREDICTIONS. The same rows i
 bytes (with the same pyarrow). Parquet is read and written at local paths.
 """
 
+from __future__ import annotations
+
 import hashlib
 import json
 import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
 
 Row = dict[str, Any]
 
@@ -50,6 +55,32 @@ PREDICTIONS = pa.schema(
 )
 _SMALLEST = {"labels_per_class": 1, "num_images": 1}  # every other integer starts at 0
 _LARGEST = 2**31 - 1
+
+
+def scored(
+    common: Row,
+    ids: Sequence[str],
+    labels: NDArray[Any],
+    predictions: NDArray[Any],
+    selected_on: str,
+    settings: dict[str, Any],
+) -> tuple[Row, list[Row]]:
+    """One look at test: its row of ROWS (the accuracy) and its rows of PREDICTIONS, an image each.
+
+    `common` has task, protocol, method, labels_per_class and draw; ids, labels and predictions are [n], n >= 1.
+    """
+    row = common | {
+        "split": "test",
+        "metric": "accuracy",
+        "value": float((predictions == labels).mean()),
+        "num_images": len(ids),
+        "selected_on": selected_on,
+        "settings": json.dumps(settings, sort_keys=True),
+    }
+    return row, [
+        common | {"sample_id": sample, "label": label, "prediction": guess}
+        for sample, label, guess in zip(ids, labels.tolist(), predictions.tolist(), strict=True)
+    ]
 
 
 def write_table(path: Path, rows: Sequence[Row], schema: Any) -> None:

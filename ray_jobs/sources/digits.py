@@ -1,14 +1,13 @@
 """scikit-learn's 1,797 handwritten digits: 8x8 images of 10 classes, inside scikit-learn's wheel.
 
 In: `digits.csv.gz` (UCI's "Optical Recognition of Handwritten Digits", its test part), 64 ink counts 0..16
-and the digit in a row. Out: images, labels, keys, and a split that never moves. Only the standard library is
-imported at module level.
+and the digit in a row (`pipelines.spec.DigitsSource` knows where). Out: images, labels, keys, and a split that
+never moves.
 """
 
 from __future__ import annotations
 
 import gzip
-import importlib.util
 from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
@@ -25,22 +24,11 @@ TEST_FRACTION = 540 / 1797
 DEV_FRACTION_OF_REST = 1 / 5
 
 
-def source_files() -> list[Path]:
-    """Path of the one file inside scikit-learn, without importing it. Raises ValueError if it is missing."""
-    spec = importlib.util.find_spec("sklearn")
-    if spec is None or not spec.submodule_search_locations:
-        raise ValueError("the digits source is a file of scikit-learn: install scikit-learn")
-    path = Path(spec.submodule_search_locations[0]) / "datasets" / "data" / "digits.csv.gz"
-    if not path.is_file():
-        raise ValueError(f"scikit-learn lacks {path}: reinstall scikit-learn")
-    return [path]
-
-
-def read() -> tuple[NDArray[np.uint8], NDArray[np.int64], list[str]]:
+def read(path: Path) -> tuple[NDArray[np.uint8], NDArray[np.int64], list[str]]:
     """Images [1797, 8, 8, 1] (0 is background, 255 full ink), labels [1797], keys ("row-0000" by line)."""
     import numpy as np
 
-    with gzip.open(source_files()[0], "rt") as lines:
+    with gzip.open(path, "rt") as lines:
         table = np.loadtxt(lines, delimiter=",").astype(np.int64)
     images = counts_to_uint8(table[:, :64]).reshape(-1, 8, 8, 1)
     return images, table[:, 64], [f"row-{row:04d}" for row in range(len(table))]

@@ -4,21 +4,19 @@ In: the Unicode text fonts inside matplotlib's wheel. Out: about 650 balanced cl
 the way scikit-learn's digits were made (NIST's 32x32 bitmaps counted in 4x4 blocks), with no digit and
 nothing that looks like one among them, so that few-shot accuracy on digits measures transfer.
 
-    fonts = find_fonts()
+    fonts = find_fonts(dict(GlyphSource(kind="glyphs").files()))
     classes = glyph_classes(fonts)
     images, labels = render(classes, seed=0, indices=range(1000))
 
 Image i is a pure function of (classes, seed, i): any range can be rendered anywhere and has the same bytes.
-Only the standard library is imported at module level, so that `pipelines` can call `find_fonts`.
 """
 
 from __future__ import annotations
 
-import importlib.util
 import math
 import unicodedata
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
@@ -62,22 +60,14 @@ class GlyphClass(NamedTuple):
     fonts: tuple[Path, ...]
 
 
-def find_fonts() -> list[Path]:
-    """Paths of the usable fonts, in the order of `FONT_NAMES`, without importing matplotlib.
+def find_fonts(files: Mapping[str, Path]) -> list[Path]:
+    """The usable ones among matplotlib's font files, by name, in the order of `FONT_NAMES`.
 
-    Raises ValueError when matplotlib or one of its fonts is not installed.
+    Raises ValueError when one of them is missing.
     """
-    spec = importlib.util.find_spec("matplotlib")
-    if spec is None or not spec.submodule_search_locations:
-        raise ValueError("the glyphs source draws with matplotlib's fonts: install matplotlib")
-    folder = Path(spec.submodule_search_locations[0]) / "mpl-data" / "fonts" / "ttf"
-    fonts = [folder / name for name in FONT_NAMES]
-    missing = [font.name for font in fonts if not font.is_file()]
-    if missing:
-        raise ValueError(
-            f"matplotlib's font folder {folder} lacks {', '.join(missing)}: reinstall matplotlib"
-        )
-    return fonts
+    if missing := [name for name in FONT_NAMES if name not in files]:
+        raise ValueError(f"matplotlib lacks the fonts {', '.join(missing)}: reinstall matplotlib")
+    return [files[name] for name in FONT_NAMES]
 
 
 def glyph_classes(fonts: Sequence[Path]) -> list[GlyphClass]:

@@ -1,34 +1,26 @@
 """Digits: the images are scikit-learn's, the split is exact, stratified and a function of ids alone."""
 
-import subprocess
-import sys
 from collections import Counter
 
 import numpy as np
 from sklearn.datasets import load_digits
 
+from pipelines.spec import DigitsSource
 from ray_jobs.sources import digits, sample_id
+
+[(_, PATH)] = DigitsSource(kind="digits").files()
 
 
 def test_images_and_labels_are_scikit_learns() -> None:
-    images, labels, keys = digits.read()
+    images, labels, keys = digits.read(PATH)
     bunch = load_digits()
     np.testing.assert_array_equal(labels, bunch.target)
     np.testing.assert_array_equal(np.round(images[..., 0] / 255 * 16), bunch.images)
     assert images.min() == 0 and images.max() == 255 and len(set(keys)) == len(keys) == 1797
 
 
-def test_the_file_is_found_without_importing_sklearn_or_numpy() -> None:
-    code = (
-        "import sys; from ray_jobs.sources.digits import source_files; print(source_files()[0].is_file(),"
-        "[m for m in ('sklearn', 'numpy') if m in sys.modules])"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "True []"
-
-
 def test_split_is_stratified_and_does_not_depend_on_the_order_of_samples() -> None:
-    images, labels, keys = digits.read()
+    images, labels, keys = digits.read(PATH)
     ids = [sample_id(image.tobytes(), key) for image, key in zip(images, keys, strict=True)]
     splits = digits.assign_splits(ids, labels.tolist(), "salt")
     counts = Counter(splits)
