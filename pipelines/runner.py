@@ -295,9 +295,9 @@ class Driver:
         return attempt
 
     def _submit(self, cluster: Cluster, attempt: Attempt) -> None:
-        spec = self.store.local(Layout.attempt(attempt.job, attempt.key, attempt.number)) / "attempt.json"
+        spec = f"{self.store.uri}/{Layout.attempt(attempt.job, attempt.key, attempt.number)}/attempt.json"
         # `exec`: the entrypoint is run through a shell, whose death would otherwise not be the stage's
-        command = shlex.join([sys.executable, "-m", f"ray_jobs.{attempt.job}", "--spec", str(spec)])
+        command = shlex.join([sys.executable, "-m", f"ray_jobs.{attempt.job}", "--spec", spec])
         cluster.submit(
             attempt.submission_id, f"exec {command}", {}, {"stage": attempt.stage, "run": attempt.run}
         )

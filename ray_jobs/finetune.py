@@ -16,8 +16,8 @@ import json
 import logging
 import math
 import os
-import shutil
 import sys
+import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 
 from pipelines.identity import canonical_json, sha256
 from pipelines.spec import Finetune
-from pipelines.store import FileEntry, Layout
+from pipelines.store import FileEntry
 from ray_jobs import devices, optim, rows
 from ray_jobs.pretrain import model_contract, model_digest
 from ray_jobs.progress import Progress
@@ -183,7 +183,7 @@ def run_trial(task: Task, pool: Images, fold: tuple[Indices, Indices], rate: flo
 
 
 def sweep(
-    task: Task, pool: Images, folds: list[tuple[Indices, Indices]], scratch: Path
+    task: Task, pool: Images, folds: list[tuple[Indices, Indices]], scratch: str
 ) -> list[dict[str, Any]]:
     """Ray Tune over rate x fold: [{learning_rate, accuracies, losses}] in the order of the configuration.
 
@@ -208,7 +208,7 @@ def sweep(
             "fold": tune.grid_search(list(range(len(folds)))),
         },
         tune_config=tune.TuneConfig(reuse_actors=True, max_concurrent_trials=concurrent),
-        run_config=tune.RunConfig(name="sweep", storage_path=str(scratch), verbose=0),
+        run_config=tune.RunConfig(name="sweep", storage_path=scratch, verbose=0),
     )
     found = {}
     for result in tuner.fit():
@@ -299,12 +299,8 @@ def main(context: Context) -> Result:
     dataset = open_dataset(context.input("data"))
     task = make_task(config, dataset, context.input("backbone") if config.backbone else None)
     pools, folds, selected_on = labelled(config, dataset, task.contract)
-    attempt = context.attempt
-    scratch = context.store.local(f"{Layout.attempt(attempt.job, attempt.key, attempt.number)}/.ray-tune")
-    try:
+    with tempfile.TemporaryDirectory(prefix="vitflow-", ignore_cleanup_errors=True) as scratch:
         trials = sweep(task, pools[0], folds, scratch)
-    finally:
-        shutil.rmtree(scratch, ignore_errors=True)
     chosen = choose(trials)
     print(f"chosen on {selected_on}: learning rate {chosen:g}", flush=True)
     refits = run_refits(context, task, pools, chosen)

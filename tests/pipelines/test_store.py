@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from pipelines import store as st
+from pipelines.folder_store import FolderStore
 from pipelines.store import Attempt, FileEntry, Layout, Manifest, Store, StoreError, open_store
 
 
@@ -113,7 +114,7 @@ def test_no_space_is_one_clear_message_and_leaves_nothing() -> None:
     if not full.exists():
         pytest.skip("/dev/full is not there")
     with pytest.raises(StoreError, match="can't write"):
-        Store(full)
+        FolderStore(full)
 
 
 def test_staged_files_appear_only_when_the_block_ends_well(store: Store) -> None:
