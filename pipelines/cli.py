@@ -22,6 +22,7 @@ app = typer.Typer(
 )
 for command in (
     running.run,
+    running.submit,
     running.plan,
     looking.status,
     looking.list_,
@@ -32,6 +33,7 @@ for command in (
     looking.schema,
 ):
     app.command(command.__name__.rstrip("_"))(command)
+app.command("drive", hidden=True)(running.drive)
 app.add_typer(reports.app, name="report")
 
 

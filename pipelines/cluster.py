@@ -28,7 +28,7 @@ ASK_SECONDS = 1.0  # how often, while nothing is said, whether the job has ended
 STOP_SECONDS = 0.2  # how soon a wish to stop following a log is seen
 
 ENDED = frozenset({"SUCCEEDED", "FAILED", "STOPPED"})
-_LOOPBACK = frozenset({"127.0.0.1", "localhost", "::1"})
+LOOPBACK = frozenset({"127.0.0.1", "localhost", "::1"})
 
 
 class ClusterUnreachable(ConnectionError):  # noqa: N818 (named for what it tells)
@@ -162,7 +162,7 @@ class Cluster:
 
     @property
     def _on_loopback(self) -> bool:
-        return urlsplit(self.address).hostname in _LOOPBACK
+        return urlsplit(self.address).hostname in LOOPBACK
 
     def _headers(self) -> dict[str, str]:
         return {} if self.token is None else {"Authorization": f"Bearer {self.token}"}

@@ -25,6 +25,7 @@ class FolderStore:
     def __init__(self, root: Path, *, create: bool = True) -> None:
         self.root = root
         self.uri = str(root)
+        self.settings: dict[str, str] = {}
         self.id = identify(self, create)
 
     def read(self, name: str) -> bytes | None:

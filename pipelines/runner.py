@@ -19,12 +19,13 @@ from typing import Any, Protocol
 from pipelines import identity, plan
 from pipelines.cluster import ENDED, Cluster, ClusterUnreachable
 from pipelines.plan import PlannedStage
-from pipelines.runs import Run, this_process
+from pipelines.runs import Run
 from pipelines.store import (
     Attempt,
     Layout,
     Manifest,
     Store,
+    StoreUnreachable,
     add_event,
     create_attempt,
     last_attempt,
@@ -36,9 +37,9 @@ from pipelines.store import (
 
 ATTEMPTS = 3  # a command makes at most this many attempts at a stage
 BACKOFF_SECONDS = 1.0  # before the second attempt; doubles
-POLL_SECONDS = 0.1  # between looks at the store
+POLL_SECONDS = 0.1  # between the driver's steps
 UNREACHABLE_SECONDS = 1.0  # before a cluster that did not answer is asked again
-ASK_SECONDS = 0.5  # between questions about a job (answering costs the head CPU time) and looks for stop.json
+ASK_SECONDS = 0.5  # between questions to the store and to the cluster, whom answering costs time
 LAST_WORDS_SECONDS = 5.0  # a job may take to end after its commit
 MANIFEST_SECONDS = 60.0  # a job that SUCCEEDED shows its manifest within this time
 USER_MISTAKE = 2  # the exit code of a stage that is never retried
@@ -95,7 +96,6 @@ def run_pipeline(
         KeyboardInterrupt: Ctrl-C, after the run's jobs were stopped.
     """
     driver = Driver(store, run, connection, display, parallel)
-    add_event(store, run.id, "driver", **this_process())
     try:
         while driver.step():
             time.sleep(POLL_SECONDS)
@@ -141,9 +141,9 @@ class Driver:
         for name, following in list(self.following.items()):
             try:
                 self._follow(name, following)
-            except ClusterUnreachable as error:
+            except (ClusterUnreachable, StoreUnreachable) as error:
                 if not following.waiting:
-                    self.display.stage(name, "WAITING", f"the cluster does not answer: {error}")
+                    self.display.stage(name, "WAITING", f"no answer: {error}")
                 following.waiting = True
                 following.wait_until = time.monotonic() + UNREACHABLE_SECONDS
         return len(self.status) < len(self.names)
@@ -211,14 +211,14 @@ class Driver:
     def _follow(self, name: str, following: Following) -> None:
         config, key = following.planned.config, following.planned.key
         assert key is not None
+        if time.monotonic() < following.wait_until:
+            return
+        following.wait_until = time.monotonic() + ASK_SECONDS
         if (manifest := read_manifest(self.store, config.job, key)) is not None:
             self._wait_for_end(following)  # its last lines belong to its log
             self._save_log(following)
             self._commit(manifest, name, "SUCCEEDED")
             return
-        if time.monotonic() < following.wait_until:
-            return
-        following.wait_until = time.monotonic() + ASK_SECONDS
         cluster = self.connection.cluster()
         if following.attempt is None:
             following.attempt = last_attempt(self.store, config.job, key) or self._next_attempt(
@@ -299,7 +299,10 @@ class Driver:
         # `exec`: the entrypoint is run through a shell, whose death would otherwise not be the stage's
         command = shlex.join([sys.executable, "-m", f"ray_jobs.{attempt.job}", "--spec", spec])
         cluster.submit(
-            attempt.submission_id, f"exec {command}", {}, {"stage": attempt.stage, "run": attempt.run}
+            attempt.submission_id,
+            f"exec {command}",
+            self.store.settings,
+            {"stage": attempt.stage, "run": attempt.run},
         )
         add_event(
             self.store,

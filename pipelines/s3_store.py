@@ -42,7 +42,7 @@ TRIES = 4  # botocore waits between them, longer each time, with jitter
 CONFLICT_SECONDS = 10.0  # 409: another conditional write of this name is under way
 PART_BYTES = 16 * 2**20  # larger files go and come in parts of this size, several at once
 THREADS = 8
-# Settings that jobs on the cluster need and that are no secrets.
+# what a job elsewhere needs to find the same server, and is no secret
 SETTINGS = ("AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3", "AWS_REGION", "AWS_DEFAULT_REGION", "AWS_PROFILE")
 _BUCKET = re.compile(r"[a-z0-9][a-z0-9.-]{1,61}[a-z0-9]")
 _ABSENT = {"NoSuchKey", "404", "NotFound"}
@@ -69,6 +69,7 @@ class S3Store:
         self.bucket, self.prefix = parse(uri)
         self.uri = f"s3://{self.bucket}{self.prefix}".rstrip("/")
         self.prefix = self.prefix.strip("/") + "/" if self.prefix.strip("/") else ""
+        self.settings = {name: os.environ[name] for name in SETTINGS if name in os.environ}
         self.id = identify(self, create)
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -228,11 +229,6 @@ def transfer() -> TransferConfig:
     return TransferConfig(
         multipart_threshold=PART_BYTES, multipart_chunksize=PART_BYTES, max_concurrency=THREADS
     )
-
-
-def settings() -> dict[str, str]:
-    """What a job elsewhere needs to find the same server; no secrets."""
-    return {name: os.environ[name] for name in SETTINGS if name in os.environ}
 
 
 def _inside(root: Path, relative: str) -> Path:

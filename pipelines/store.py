@@ -173,6 +173,9 @@ class Store(Protocol):
 
     uri: str
     id: str
+    settings: dict[
+        str, str
+    ]  # environment variables with which a job elsewhere finds the same store; no secrets
 
     def read(self, name: str) -> bytes | None:
         """The object's bytes, None where there is none."""

@@ -8,8 +8,10 @@ import typer
 
 from pipelines.commands.common import (
     DEFAULT_STORE,
+    AddressOption,
     JsonOption,
     StoreOption,
+    TokenOption,
     console,
     open_,
     print_json,
@@ -26,14 +28,17 @@ def status(
         str | None, typer.Argument(help="a run id or its unique beginning; without it, the last run")
     ] = None,
     store: StoreOption = DEFAULT_STORE,
+    address: AddressOption = None,
+    token_file: TokenOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """Show a run: its stages and what became of them."""
     from pipelines.lookup import find_run
     from pipelines.runs import run_status
+    from pipelines.submission import reached
 
     opened = open_(store, create=False)
-    found = run_status(opened, find_run(opened, run))
+    found = run_status(opened, find_run(opened, run), reached(address, token_file))
     if as_json:
         print_json(found)
         return
@@ -53,6 +58,7 @@ def list_(
     as_json: JsonOption = False,
 ) -> None:
     """List runs, datasets, models, evaluations or reports."""
+    from pipelines.local_ray import connect_running
     from pipelines.runs import run_status, runs
     from pipelines.spec import nearest
     from pipelines.store import all_manifests
@@ -60,7 +66,7 @@ def list_(
     kinds = {"datasets": "dataset", "models": "model", "evaluations": "evaluation", "reports": "report"}
     opened = open_(store, create=False)
     if kind == "runs":
-        found = [run_status(opened, run) for run in runs(opened)]
+        found = [run_status(opened, run, connect_running) for run in runs(opened)]
         rows = [{"run": row["run"], "status": row["status"], "created": row["created"][:19]} for row in found]
     elif kind in kinds:
         rows = [
@@ -90,14 +96,18 @@ def logs(
     run: Annotated[str, typer.Argument(help="a run id or its unique beginning")],
     stage: Annotated[str | None, typer.Argument(help="one stage; without it, all")] = None,
     store: StoreOption = DEFAULT_STORE,
+    address: AddressOption = None,
+    token_file: TokenOption = None,
     follow: Annotated[bool, typer.Option("-f", "--follow", help="go on until the stages have ended")] = False,
 ) -> None:
     """Show what a run's stages said."""
     from pipelines.logs import show_logs
     from pipelines.lookup import find_run
+    from pipelines.submission import reached
 
     opened = open_(store, create=False)
-    show_logs(opened, find_run(opened, run), stage, follow, lambda text: print(text, flush=True))
+    clusters = reached(address, token_file)
+    show_logs(opened, find_run(opened, run), stage, follow, clusters, lambda text: print(text, flush=True))
 
 
 def schema() -> None:

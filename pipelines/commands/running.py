@@ -1,22 +1,27 @@
-"""run, plan, stop: what makes things, and what ends it."""
+"""run, submit, plan, stop: what makes things, and what ends it."""
 
 from __future__ import annotations
 
 import os
 import shlex
 import sys
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from pipelines.commands.common import (
     DEFAULT_STORE,
+    AddressOption,
     ForceOption,
     JsonOption,
     OnlyOption,
     PipelineArgument,
     SetOption,
     StoreOption,
+    TokenOption,
     console,
     errors,
     open_,
@@ -27,14 +32,16 @@ from pipelines.commands.common import (
 )
 from pipelines.commands.reports import show_report
 from pipelines.spec import RecipeError
-from pipelines.store import Store, StoreError
+from pipelines.store import Store, StoreError, add_event
 
 if TYPE_CHECKING:
     from pipelines.plan import PlannedStage
+    from pipelines.runner import Connection
+    from pipelines.runs import Run
     from pipelines.spec import Pipeline
 
 ParallelOption = Annotated[
-    int,
+    int | None,
     typer.Option("--parallel", "-p", min=1, help="stages at once; more than there are cores slows all down"),
 ]
 CORES = os.cpu_count() or 1
@@ -43,66 +50,154 @@ CORES = os.cpu_count() or 1
 def run(
     pipeline: PipelineArgument,
     store: StoreOption = DEFAULT_STORE,
+    address: AddressOption = None,
+    token_file: TokenOption = None,
     only: OnlyOption = None,
     force: ForceOption = None,
     changes: SetOption = None,
-    parallel: ParallelOption = CORES,
+    parallel: ParallelOption = None,
 ) -> None:
-    """Run a pipeline here; what is already made is not made again."""
+    """Run a pipeline from here; what is already made is not made again."""
     from pipelines import plan as planning
+    from pipelines import runs
 
     loaded, names, forced = _requested(pipeline, only, force, changes)
-    opened = open_(store)
+    opened = _open_for(store, address)
     planned = planning.plan_pipeline(opened, loaded, names)
-    if not forced and all(stage.manifest is not None for stage in planned):
-        for stage in planned:
-            console.print(
-                f"{stage.name:<{width(names)}}  [dim]CACHED[/]    {(stage.key or '')[:12]}", highlight=False
-            )
-        _finish(opened, planned)
+    if _nothing_to_do(opened, planned, forced):
         return
-    _drive(opened, loaded, names, tuple(only or ()) or tuple(loaded.stages), forced, parallel)
+    connection = _connection(address, token_file)
+    started = runs.start_run(opened, loaded, tuple(only or ()) or tuple(loaded.stages), forced)
+    add_event(opened, started.id, "driver", **runs.driver_process())
+    console.print(f"{'continuing' if started.continued else 'run'} [bold]{started.id}[/]", highlight=False)
+    _drive(opened, started, connection, parallel, shlex.join(["vitflow", *sys.argv[1:]]))
+
+
+def submit(
+    pipeline: PipelineArgument,
+    store: StoreOption = DEFAULT_STORE,
+    address: AddressOption = None,
+    token_file: TokenOption = None,
+    only: OnlyOption = None,
+    force: ForceOption = None,
+    changes: SetOption = None,
+    parallel: ParallelOption = None,
+) -> None:
+    """Hand a pipeline to a cluster, or to the local Ray, and return: its driver runs there too."""
+    from pipelines import plan as planning
+    from pipelines import runs, submission
+
+    loaded, names, forced = _requested(pipeline, only, force, changes)
+    opened = _open_for(store, address)
+    planned = planning.plan_pipeline(opened, loaded, names)
+    if _nothing_to_do(opened, planned, forced):
+        return
+    with _told(), submission.target(address, token_file) as (cluster, ray_folder):
+        started = runs.start_run(opened, loaded, tuple(only or ()) or tuple(loaded.stages), forced)
+        submission.submit_driver(opened, started, cluster, parallel, ray_folder)
+    console.print(f"submitted [bold]{started.id}[/]", highlight=False)
+    where = shlex.join(["--store", opened.uri, *(["--address", address] if address else [])])
+    for verb in (f"status {started.id}", f"logs {started.id} -f", f"stop {started.id}"):
+        console.print(f"  vitflow {verb} {where}", highlight=False, soft_wrap=True)
+
+
+def drive(
+    run: Annotated[str, typer.Argument()],
+    store: StoreOption = DEFAULT_STORE,
+    parallel: ParallelOption = None,
+    local_ray: Annotated[Path | None, typer.Option()] = None,
+) -> None:
+    """Drive a submitted run, as a job of the cluster that runs it (`submit` starts this)."""
+    from pipelines import runs, submission
+    from pipelines.cluster import connect
+    from pipelines.local_ray import LocalConnection
+
+    opened = open_(store, create=False)
+    started = runs.load_run(opened, run)
+    connecting: AbstractContextManager[Connection] = LocalConnection(_say, local_ray)
+    if local_ray is None:
+        connecting = nullcontext(submission.ClusterConnection(connect()))
+    _drive(opened, started, connecting, parallel, f"vitflow submit {started.pipeline.name} ...")
 
 
 def _drive(
-    store: Store,
-    pipeline: Pipeline,
-    names: tuple[str, ...],
-    targets: tuple[str, ...],
-    forced: tuple[str, ...],
-    parallel: int,
+    store: Store, run: Run, connecting: AbstractContextManager[Connection], parallel: int | None, again: str
 ) -> None:
-    """Run what is to be run, with the shared local Ray."""
+    """Walk a run to its end and say how it ended; `again` is the command that continues it."""
     from pipelines import plan as planning
-    from pipelines import runner, runs
-    from pipelines.cluster import ClusterUnreachable
+    from pipelines import runner
     from pipelines.display import RunDisplay
-    from pipelines.local_ray import LocalConnection, LocalRayError
 
-    started = runs.start_run(store, pipeline, targets, forced)
-    console.print(f"{'continuing' if started.continued else 'run'} [bold]{started.id}[/]", highlight=False)
-    with RunDisplay(console, width(names)) as display, LocalConnection(display.say) as connection:
+    pipeline = run.pipeline
+    names = pipeline.needed_for(run.targets)
+    with _told(), RunDisplay(console, width(names)) as display, connecting as connection:
         try:
-            status = runner.run_pipeline(store, started, connection, display, parallel)
+            status = runner.run_pipeline(store, run, connection, display, parallel or CORES)
         except KeyboardInterrupt:
-            display.say(f"stopped; to continue: {shlex.join(['vitflow', *sys.argv[1:]])}")
+            display.say(f"stopped; to continue: {again}")
             raise typer.Exit(130) from None
-        except (LocalRayError, StoreError, ClusterUnreachable, ValueError) as error:
-            errors.print(f"[red]error:[/] {plain(str(error))}", highlight=False, soft_wrap=True)
-            raise typer.Exit(1) from None
     if set(status.values()) <= {"CACHED", "SUCCEEDED"}:
         _finish(store, planning.plan_pipeline(store, pipeline, names))
         return
     if "STOPPED" in status.values():
-        errors.print(f"stopped; to continue: {shlex.join(['vitflow', *sys.argv[1:]])}", highlight=False)
+        errors.print(f"stopped; to continue: {plain(again)}", highlight=False, soft_wrap=True)
     failed = [name for name, state in status.items() if state == "FAILED"]
     if failed:
         errors.print(
-            f"failed: {', '.join(failed)}; `vitflow logs {started.id} {failed[0]}` shows all it said",
+            f"failed: {', '.join(failed)}; `vitflow logs {run.id} {failed[0]}` shows all it said",
             highlight=False,
             soft_wrap=True,
         )
     raise typer.Exit(1)
+
+
+@contextmanager
+def _told() -> Iterator[None]:
+    """What goes wrong once a run has begun is one message and exit code 1."""
+    from pipelines.cluster import ClusterUnreachable
+    from pipelines.local_ray import LocalRayError
+
+    try:
+        yield
+    except (LocalRayError, StoreError, ClusterUnreachable, ValueError) as error:
+        if isinstance(error, RecipeError):
+            raise
+        errors.print(f"[red]error:[/] {plain(str(error))}", highlight=False, soft_wrap=True)
+        raise typer.Exit(1) from None
+
+
+def _open_for(store: str, address: str | None) -> Store:
+    """The store, which the cluster at `address` must see as well."""
+    if address is not None:
+        from pipelines.submission import check_store
+
+        check_store(store, address)
+    return open_(store)
+
+
+def _connection(address: str | None, token_file: Path | None) -> AbstractContextManager[Connection]:
+    if address is not None:
+        from pipelines.submission import ClusterConnection, reach
+
+        return nullcontext(ClusterConnection(reach(address, token_file)))
+    from pipelines.local_ray import LocalConnection
+
+    return LocalConnection(_say)
+
+
+def _say(text: str) -> None:
+    console.print(plain(text), highlight=False, soft_wrap=True)
+
+
+def _nothing_to_do(store: Store, planned: list[PlannedStage], forced: tuple[str, ...]) -> bool:
+    """Whether everything is made; then it is shown."""
+    if forced or any(stage.manifest is None for stage in planned):
+        return False
+    wide = width(tuple(stage.name for stage in planned))
+    for stage in planned:
+        console.print(f"{stage.name:<{wide}}  [dim]CACHED[/]    {(stage.key or '')[:12]}", highlight=False)
+    _finish(store, planned)
+    return True
 
 
 def _finish(store: Store, planned: list[PlannedStage]) -> None:
@@ -167,18 +262,20 @@ def _requested(
 def stop(
     run: Annotated[str, typer.Argument(help="a run id or its unique beginning")],
     store: StoreOption = DEFAULT_STORE,
+    address: AddressOption = None,
+    token_file: TokenOption = None,
 ) -> None:
     """Stop a run: nothing that is made gets lost, and running it again goes on from there."""
-    from pipelines.local_ray import connect_running
     from pipelines.lookup import find_run
     from pipelines.runs import is_over, stop_run
+    from pipelines.submission import reached
 
     opened = open_(store, create=False)
     found = find_run(opened, run)
     if is_over(opened, found):
         console.print(f"{found} has ended already", highlight=False)
         return
-    for line in stop_run(opened, found, connect_running):
+    for line in stop_run(opened, found, reached(address, token_file)):
         console.print(plain(line), highlight=False)
     console.print(
         f"{found} is to stop; `vitflow run` with the same recipe goes on from there", highlight=False
