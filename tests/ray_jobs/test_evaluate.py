@@ -7,11 +7,11 @@ import pytest
 from sklearn.neighbors import KNeighborsClassifier
 
 from pipelines import store as st
-from pipelines.spec import Baselines, Evaluate, Finetune, Labels, ModelSize
-from pipelines.store import Attempt, FileEntry, Manifest, Store, open_store
+from pipelines.spec import Baselines, DigitsSource, Evaluate, Finetune, Labels, ModelSize
+from pipelines.store import Manifest, Store, open_store
 from ray_jobs import baselines, evaluate, finetune, ingest, rows, shards
 from ray_jobs.pretrain import model_contract
-from ray_jobs.stage import Context
+from tests.records import make_context, make_manifest
 from vit_model.model import ViT
 from vit_model.weights import save_model
 
@@ -24,34 +24,11 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Store:
     return open_store(str(tmp_path_factory.mktemp("store")))
 
 
-def manifest(job: str, kind: Any, files: tuple[FileEntry, ...]) -> Manifest:
-    return Manifest(
-        job=job,
-        kind=kind,
-        key=job,
-        content_digest=job,
-        stage=job,
-        run="r",
-        attempt=1,
-        nonce="n",
-        files=files,
-        inputs={},
-        config={},
-        source=None,
-        metrics={},
-        code={},
-        environment={},
-        started="",
-        finished="",
-        user="",
-    )
-
-
 @pytest.fixture(scope="module")
 def digits(store: Store) -> Manifest:
     """The real digits, written as ingest writes them."""
-    files, samples = [], ingest._digit_samples()
-    with store.staging(st.Layout.files("ingest", "ingest", 1)) as staging:
+    files, samples = [], ingest._digit_samples(DigitsSource(kind="digits"))
+    with store.staging(st.Layout.files("ingest", "k", 1)) as staging:
         for split in shards.SPLITS:
             file = shards.shard_file(split, 0)
             count = shards.write_shard(
@@ -69,7 +46,7 @@ def digits(store: Store) -> Manifest:
                 splits={shard.split: shard.rows for shard in files},
             ),
         )
-    return manifest("ingest", "dataset", staging.files)
+    return make_manifest("ingest", files=staging.files)
 
 
 @pytest.fixture(scope="module")
@@ -77,31 +54,9 @@ def model(store: Store, digits: Manifest) -> Manifest:
     contract = model_contract(SIZE, 8, shards.open_dataset(store.local(digits.folder)).info)
     network = ViT(contract.architecture)
     network.initialise(3)
-    with store.staging(st.Layout.files("pretrain", "pretrain", 1)) as staging:
+    with store.staging(st.Layout.files("pretrain", "k", 1)) as staging:
         save_model(staging.path, network, contract)
-    return manifest("pretrain", "model", staging.files)
-
-
-def context(store: Store, config: Any, **inputs: Manifest) -> Context:
-    attempt = Attempt(
-        job=config.job,
-        key=config.job,
-        number=1,
-        stage="s",
-        run="r",
-        nonce="n",
-        submission_id="i",
-        store_id=store.id,
-        store_uri=store.uri,
-        cluster_address="",
-        cluster_session="",
-        config={},
-        inputs={},
-        source=None,
-        code_digest="",
-        created="",
-    )
-    return Context(attempt, config, {name: (given,) for name, given in inputs.items()})
+    return make_manifest("pretrain", files=staging.files)
 
 
 def test_pixel_rows_equal_a_ridge_written_out(store: Store, digits: Manifest, model: Manifest) -> None:
@@ -109,8 +64,8 @@ def test_pixel_rows_equal_a_ridge_written_out(store: Store, digits: Manifest, mo
     import json
 
     config = Evaluate(job="evaluate", data="d", backbone="m", shots=(1, 5), draws=2, seed=7)
-    result = evaluate.evaluate(context(store, config, data=digits, backbone=model))
-    folder = store.local(st.Layout.files("evaluate", "evaluate", 1))
+    result = evaluate.evaluate(make_context(store, config, data=digits, backbone=model))
+    folder = store.local(st.Layout.files("evaluate", "k", 1))
     found = rows.read_table(folder / "rows.parquet", rows.ROWS)
     assert len(found) == 4 * 2 * 2
     assert {row["method"] for row in found} == {
@@ -151,7 +106,7 @@ def evaluate_draw(labels: np.ndarray, shots: int, seed: int, draw: int) -> np.nd
 def test_baselines_get_the_labels_that_fine_tuning_gets(store: Store, digits: Manifest) -> None:
     """1-NN fitted on the very pools of `finetune.labelled` says what the baseline stage said."""
     config = Baselines(job="baselines", data="d", methods=("k-NN",), labels=LABELS)
-    found, predictions = baselines.run_method(context(store, config, data=digits), "k-NN")
+    found, predictions = baselines.run_method(make_context(store, config, data=digits), "k-NN")
     dataset = shards.open_dataset(store.local(digits.folder))
     tuning = Finetune(
         job="finetune",
@@ -179,7 +134,9 @@ def test_baselines_choose_without_test(
 ) -> None:
     """With all labels of test exchanged, the settings stay the same."""
     config = Baselines(job="baselines", data="d", methods=("logistic regression",), labels=labels)
-    before, predictions = baselines.run_method(context(store, config, data=digits), "logistic regression")
+    before, predictions = baselines.run_method(
+        make_context(store, config, data=digits), "logistic regression"
+    )
     honest = shards.Dataset.labels
 
     def exchanged(self: shards.Dataset, split: shards.Split) -> np.ndarray:
@@ -187,7 +144,7 @@ def test_baselines_choose_without_test(
         return (found + 1) % 10 if split == "test" else found
 
     monkeypatch.setattr(shards.Dataset, "labels", exchanged)
-    after, _ = baselines.run_method(context(store, config, data=digits), "logistic regression")
+    after, _ = baselines.run_method(make_context(store, config, data=digits), "logistic regression")
     assert [row["settings"] for row in before] == [row["settings"] for row in after]
     assert all(one["value"] > 0.8 > 0.2 > two["value"] for one, two in zip(before, after, strict=True))
     assert len(predictions) == (labels.draws if labels.per_class else 1) * 539
