@@ -192,7 +192,7 @@ class Driver:
                 )
             if planned.manifest is not None:
                 self._commit(planned.manifest, name, "CACHED")
-            else:
+            elif not stop_wished(self.store, self.run.id):  # the next look sees it too
                 self.following[name] = Following(planned)
 
     def _commit(self, manifest: Manifest, name: str, status: str) -> None:

@@ -13,11 +13,13 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import psutil
 import pytest
+
+from pipelines.store import open_store, read_events
 
 TINY = Path(__file__).parent.parent / "tiny.yaml"
 ONLY = ("--only", "probe")  # ingest, pretraining on two workers, evaluation
@@ -53,15 +55,17 @@ def ray_processes(environment: dict[str, str]) -> list[psutil.Process]:
     return found
 
 
-def start(store: Path, environment: dict[str, str]) -> subprocess.Popen[str]:
-    command = [sys.executable, "-m", "pipelines", "run", str(TINY), "--store", str(store), *ONLY]
+def start(
+    store: Path, environment: dict[str, str], arguments: Sequence[str] = (str(TINY), *ONLY)
+) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "pipelines", "run", *arguments, "--store", str(store)]
     return subprocess.Popen(
         command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     )
 
 
-def finish(store: Path, environment: dict[str, str]) -> str:
-    process = start(store, environment)
+def finish(store: Path, environment: dict[str, str], arguments: Sequence[str] = (str(TINY), *ONLY)) -> str:
+    process = start(store, environment, arguments)
     out, _ = process.communicate(timeout=400)
     assert process.returncode == 0, out
     return out
@@ -193,6 +197,39 @@ def test_stop_from_elsewhere_ends_the_run(own_ray: dict[str, str], tmp_path: Pat
     assert driver.returncode == 1, out
     assert re.search(r"pretrain +STOPPED", out)
     assert "pretrain" not in artifacts(tmp_path / "s")
+
+
+def test_stages_that_wait_for_a_slot_are_not_begun_after_stop(
+    own_ray: dict[str, str], vitflow: Callable[..., subprocess.CompletedProcess[str]], tmp_path: Path
+) -> None:
+    """Four independent stages, one slot: the slot that the stopped stage leaves is given to nobody."""
+    stages = {
+        name: {"job": "ingest", "source": {"kind": "digits"}, "max_bad_fraction": fraction}
+        for name, fraction in {"a": 0.1, "b": 0.2, "c": 0.3, "d": 0.4}.items()
+    }
+    recipe = tmp_path / "four.yaml"
+    recipe.write_text(json.dumps({"name": "four", "stages": stages}))  # JSON is YAML
+    store = open_store(str(tmp_path / "s"))
+    driver = start(store.root, own_ray, [str(recipe), "-p", "1"])
+    wait_for(lambda: list(store.root.glob("runs/*/plan.json")))
+    (run,) = store.names("runs")
+    wait_for(lambda: any(event.get("status") == "RUNNING" for event in read_events(store, run)))
+    vitflow("stop", run, "--store", store.root, **own_ray)
+    out, _ = driver.communicate(timeout=20)
+    assert driver.returncode == 1, out
+    assert "stopped; to continue: vitflow run" in out
+    wished = json.loads((store.root / "runs" / run / "stop.json").read_text())["time"]
+    begun = {
+        event["stage"]: event["time"] for event in read_events(store, run) if event.get("status") == "PENDING"
+    }
+    assert set(begun) == {"a"}, "one slot"
+    assert begun["a"] < wished
+    status = json.loads(vitflow("status", run, "--store", store.root, "--json").stdout)
+    assert status["status"] == "STOPPED"
+    assert {stage["status"] for stage in status["stages"]} == {"STOPPED"}
+    assert artifacts(store.root) == {}
+    finish(store.root, own_ray, [str(recipe)])
+    assert set(artifacts(store.root)) == set(stages)
 
 
 @pytest.mark.parametrize("victim", ["worker", "head"])

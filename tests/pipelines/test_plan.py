@@ -14,6 +14,7 @@ from pipelines.plan import PlannedStage
 from pipelines.recipe import load_pipeline
 from pipelines.spec import Ingest, Pipeline
 from pipelines.store import Manifest, Store, open_store
+from tests.records import make_manifest
 
 TINY = Path(__file__).parent.parent / "tiny.yaml"
 
@@ -35,25 +36,16 @@ def make(store: Store, planned: PlannedStage, content: str = "", code: str | Non
     config = planned.config
     return st.commit(
         store,
-        Manifest(
-            job=config.job,
-            kind=config.KIND,
+        make_manifest(
+            config.job,
             key=planned.key,
             nonce=planned.key,
             stage=planned.name,
-            run="r",
-            attempt=1,
             content_digest=hashlib.sha256(f"{planned.name}{content}".encode()).hexdigest(),
-            files=(),
             inputs=planned.inputs,
             config=config.model_dump(mode="json"),
             source=planned.source,
-            metrics={},
             code={"version": config.VERSION, "digest": code or code_digest(config.job), "git": "a" * 40},
-            environment={},
-            started=st.now(),
-            finished=st.now(),
-            user="u",
         ),
     )
 

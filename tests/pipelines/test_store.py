@@ -10,56 +10,13 @@ import pytest
 
 from pipelines import store as st
 from pipelines.folder_store import FolderStore
-from pipelines.store import Attempt, FileEntry, Layout, Manifest, Store, StoreError, open_store
+from pipelines.store import FileEntry, Layout, Store, StoreError, open_store
+from tests.records import make_attempt, make_manifest
 
 
 @pytest.fixture
 def store(tmp_path: Path) -> Store:
     return open_store(str(tmp_path / "store"))
-
-
-def manifest(key: str = "k", nonce: str = "n") -> Manifest:
-    return Manifest(
-        job="ingest",
-        kind="dataset",
-        key=key,
-        content_digest="d",
-        stage="s",
-        run="r",
-        attempt=1,
-        nonce=nonce,
-        files=(),
-        inputs={},
-        config={},
-        source=None,
-        metrics={},
-        code={},
-        environment={},
-        started="",
-        finished="",
-        user="",
-    )
-
-
-def attempt(number: int, nonce: str = "n") -> Attempt:
-    return Attempt(
-        job="ingest",
-        key="k",
-        number=number,
-        stage="s",
-        run="r",
-        nonce=nonce,
-        submission_id="i",
-        store_id="x",
-        store_uri="u",
-        cluster_address="a",
-        cluster_session="c",
-        config={},
-        inputs={},
-        source=None,
-        code_digest="",
-        created="",
-    )
 
 
 def test_of_many_writers_exactly_one_wins_and_its_bytes_stay(store: Store) -> None:
@@ -142,8 +99,8 @@ def test_two_tasks_may_stage_into_one_folder(store: Store) -> None:
 
 
 def test_the_first_commit_counts(store: Store) -> None:
-    assert st.commit(store, manifest(nonce="first")).nonce == "first"
-    assert st.commit(store, manifest(nonce="second")).nonce == "first"
+    assert st.commit(store, make_manifest(nonce="first")).nonce == "first"
+    assert st.commit(store, make_manifest(nonce="second")).nonce == "first"
     found = st.read_manifest(store, "ingest", "k")
     assert found is not None
     assert found.nonce == "first"
@@ -152,11 +109,13 @@ def test_the_first_commit_counts(store: Store) -> None:
 def test_the_highest_attempt_is_the_present_one(store: Store) -> None:
     assert st.last_attempt(store, "ingest", "k") is None
     for number in (1, 2, 10, 9):
-        st.create_attempt(store, attempt(number))
+        st.create_attempt(store, make_attempt(number=number))
     last = st.last_attempt(store, "ingest", "k")
     assert last is not None
     assert last.number == 10
-    assert st.create_attempt(store, attempt(10, nonce="late")).nonce == "n", "the one who was first"
+    assert st.create_attempt(store, make_attempt(number=10, nonce="late")).nonce == "n", (
+        "the one who was first"
+    )
 
 
 def test_an_attempt_folder_without_its_record_is_none(store: Store) -> None:
@@ -169,7 +128,7 @@ def test_replaced_keys_are_followed_to_the_last_that_is_there(store: Store) -> N
     assert st.replace_artifact(store, "ingest", "b", "c", "r", "why")
     assert not st.replace_artifact(store, "ingest", "a", "x", "r", "why"), "said once"
     assert st.current_key(store, "ingest", "a") == "a"
-    st.commit(store, manifest(key="c"))
+    st.commit(store, make_manifest(key="c"))
     assert st.current_key(store, "ingest", "a") == "c"
 
 

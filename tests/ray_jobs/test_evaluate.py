@@ -7,11 +7,11 @@ import pytest
 from sklearn.neighbors import KNeighborsClassifier
 
 from pipelines import store as st
-from pipelines.spec import Baselines, Evaluate, Finetune, Labels, ModelSize
-from pipelines.store import Attempt, FileEntry, Manifest, Store, open_store
+from pipelines.spec import Baselines, DigitsSource, Evaluate, Finetune, Labels, ModelSize
+from pipelines.store import Manifest, Store, open_store
 from ray_jobs import baselines, evaluate, finetune, ingest, rows, shards
 from ray_jobs.pretrain import model_contract
-from ray_jobs.stage import Context
+from tests.records import make_context, make_manifest
 from vit_model.model import ViT
 from vit_model.weights import save_model
 
@@ -24,34 +24,11 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Store:
     return open_store(str(tmp_path_factory.mktemp("store")))
 
 
-def manifest(job: str, kind: Any, files: tuple[FileEntry, ...]) -> Manifest:
-    return Manifest(
-        job=job,
-        kind=kind,
-        key=job,
-        content_digest=job,
-        stage=job,
-        run="r",
-        attempt=1,
-        nonce="n",
-        files=files,
-        inputs={},
-        config={},
-        source=None,
-        metrics={},
-        code={},
-        environment={},
-        started="",
-        finished="",
-        user="",
-    )
-
-
 @pytest.fixture(scope="module")
 def digits(store: Store) -> Manifest:
     """The real digits, written as ingest writes them."""
-    files, samples = [], ingest._digit_samples()
-    with store.staging(st.Layout.files("ingest", "ingest", 1)) as staging:
+    files, samples = [], ingest._digit_samples(DigitsSource(kind="digits"))
+    with store.staging(st.Layout.files("ingest", "k", 1)) as staging:
         for split in shards.SPLITS:
             file = shards.shard_file(split, 0)
             count = shards.write_shard(
@@ -69,39 +46,17 @@ def digits(store: Store) -> Manifest:
                 splits={shard.split: shard.rows for shard in files},
             ),
         )
-    return manifest("ingest", "dataset", staging.files)
+    return make_manifest("ingest", files=staging.files)
 
 
 @pytest.fixture(scope="module")
 def model(store: Store, digits: Manifest) -> Manifest:
-    contract = model_contract(SIZE, 8, shards.open_dataset(store.local(digits.folder)).info)
+    contract = model_contract(SIZE, 8, shards.open_dataset(st.local_files(store, digits)).info)
     network = ViT(contract.architecture)
     network.initialise(3)
-    with store.staging(st.Layout.files("pretrain", "pretrain", 1)) as staging:
+    with store.staging(st.Layout.files("pretrain", "k", 1)) as staging:
         save_model(staging.path, network, contract)
-    return manifest("pretrain", "model", staging.files)
-
-
-def context(store: Store, config: Any, **inputs: Manifest) -> Context:
-    attempt = Attempt(
-        job=config.job,
-        key=config.job,
-        number=1,
-        stage="s",
-        run="r",
-        nonce="n",
-        submission_id="i",
-        store_id=store.id,
-        store_uri=store.uri,
-        cluster_address="",
-        cluster_session="",
-        config={},
-        inputs={},
-        source=None,
-        code_digest="",
-        created="",
-    )
-    return Context(attempt, config, {name: (given,) for name, given in inputs.items()})
+    return make_manifest("pretrain", files=staging.files)
 
 
 def test_pixel_rows_equal_a_ridge_written_out(store: Store, digits: Manifest, model: Manifest) -> None:
@@ -109,8 +64,8 @@ def test_pixel_rows_equal_a_ridge_written_out(store: Store, digits: Manifest, mo
     import json
 
     config = Evaluate(job="evaluate", data="d", backbone="m", shots=(1, 5), draws=2, seed=7)
-    result = evaluate.evaluate(context(store, config, data=digits, backbone=model))
-    folder = store.local(st.Layout.files("evaluate", "evaluate", 1))
+    result = evaluate.evaluate(make_context(store, config, data=digits, backbone=model))
+    folder = store.local(st.Layout.files("evaluate", "k", 1), ())
     found = rows.read_table(folder / "rows.parquet", rows.ROWS)
     assert len(found) == 4 * 2 * 2
     assert {row["method"] for row in found} == {
@@ -127,7 +82,7 @@ def test_pixel_rows_equal_a_ridge_written_out(store: Store, digits: Manifest, mo
         for row in found
         if row["method"] == "pixels" and row["labels_per_class"] == 5 and row["draw"] == 1
     )
-    dataset = shards.open_dataset(store.local(digits.folder))
+    dataset = shards.open_dataset(st.local_files(store, digits))
     contract = model_contract(SIZE, 8, dataset.info)
     train, test = (
         dataset.images(split, contract.preprocessing).reshape(-1, 64) / 255 for split in ("train", "test")
@@ -151,8 +106,8 @@ def evaluate_draw(labels: np.ndarray, shots: int, seed: int, draw: int) -> np.nd
 def test_baselines_get_the_labels_that_fine_tuning_gets(store: Store, digits: Manifest) -> None:
     """1-NN fitted on the very pools of `finetune.labelled` says what the baseline stage said."""
     config = Baselines(job="baselines", data="d", methods=("k-NN",), labels=LABELS)
-    found, predictions = baselines.run_method(context(store, config, data=digits), "k-NN")
-    dataset = shards.open_dataset(store.local(digits.folder))
+    found, predictions = baselines.run_method(make_context(store, config, data=digits), "k-NN")
+    dataset = shards.open_dataset(st.local_files(store, digits))
     tuning = Finetune(
         job="finetune",
         data="d",
@@ -179,7 +134,9 @@ def test_baselines_choose_without_test(
 ) -> None:
     """With all labels of test exchanged, the settings stay the same."""
     config = Baselines(job="baselines", data="d", methods=("logistic regression",), labels=labels)
-    before, predictions = baselines.run_method(context(store, config, data=digits), "logistic regression")
+    before, predictions = baselines.run_method(
+        make_context(store, config, data=digits), "logistic regression"
+    )
     honest = shards.Dataset.labels
 
     def exchanged(self: shards.Dataset, split: shards.Split) -> np.ndarray:
@@ -187,7 +144,7 @@ def test_baselines_choose_without_test(
         return (found + 1) % 10 if split == "test" else found
 
     monkeypatch.setattr(shards.Dataset, "labels", exchanged)
-    after, _ = baselines.run_method(context(store, config, data=digits), "logistic regression")
+    after, _ = baselines.run_method(make_context(store, config, data=digits), "logistic regression")
     assert [row["settings"] for row in before] == [row["settings"] for row in after]
     assert all(one["value"] > 0.8 > 0.2 > two["value"] for one, two in zip(before, after, strict=True))
     assert len(predictions) == (labels.draws if labels.per_class else 1) * 539
@@ -198,8 +155,8 @@ def test_a_backbone_that_has_seen_the_labels_is_not_called_pretrained(
 ) -> None:
     """The fixture's model says that it was trained on this dataset's very content."""
     config = Evaluate(job="evaluate", data="d", backbone="m", shots=(1,), draws=1)
-    dataset = shards.open_dataset(store.local(digits.folder))
-    methods = [row[0] for row in evaluate._features(dataset, store.local(model.folder), config)]
+    dataset = shards.open_dataset(st.local_files(store, digits))
+    methods = [row[0] for row in evaluate._features(dataset, st.local_files(store, model), config)]
     assert methods == ["ViT, trained on these images", "ViT, untrained", "pixels", "pixels, standardised"]
 
 
@@ -210,9 +167,9 @@ def test_features_are_the_backbones(store: Store, digits: Manifest, model: Manif
     from vit_model.weights import load_model
 
     config = Evaluate(job="evaluate", data="d", backbone="m", shots=(2,), draws=1, seed=4)
-    dataset = shards.open_dataset(store.local(digits.folder))
-    found = {row[0]: row[1:3] for row in evaluate._features(dataset, store.local(model.folder), config)}
-    network, contract = load_model(store.local(model.folder))
+    dataset = shards.open_dataset(st.local_files(store, digits))
+    found = {row[0]: row[1:3] for row in evaluate._features(dataset, st.local_files(store, model), config)}
+    network, contract = load_model(st.local_files(store, model))
     fresh = ViT(contract.architecture)
     fresh.initialise(4)
     chosen = evaluate_draw(dataset.labels("train"), 2, seed=4, draw=0)

@@ -9,9 +9,10 @@ import pytest
 import torch
 
 from pipelines.spec import Finetune, Labels, ModelSize
-from pipelines.store import Attempt, Manifest, now, open_store
+from pipelines.store import open_store
 from ray_jobs import finetune, rows, shards
 from ray_jobs.stage import Context, Result
+from tests.records import make_context, make_manifest
 from vit_model.config import ViTConfig
 from vit_model.model import ViT
 from vit_model.weights import load_model, save_model
@@ -157,59 +158,9 @@ def save_backbone(folder: Path) -> None:
 def context(store_root: Path, dataset: Path, config: Finetune) -> Context:
     """As a driver would have prepared it, with the dataset in place of a committed one."""
     store = open_store(str(store_root))
-    folder = "artifacts/ingest/data/attempts/1/files"
-    shutil.copytree(dataset, store_root / folder)
-    fields = {
-        "content_digest": "halves",
-        "stage": "data",
-        "run": "r",
-        "nonce": "n",
-        "inputs": {},
-        "source": None,
-    }
-    manifest = Manifest(
-        job="ingest",
-        kind="dataset",
-        key="data",
-        attempt=1,
-        files=(),
-        config={},
-        metrics={},
-        code={},
-        environment={},
-        started=now(),
-        finished=now(),
-        user="",
-        **fields,
-    )
-    attempt = Attempt(
-        job="finetune",
-        key="k",
-        number=1,
-        stage="s",
-        run="r",
-        nonce="n",
-        submission_id="finetune-k-1",
-        store_id=store.id,
-        store_uri=store.uri,
-        cluster_address="",
-        cluster_session="",
-        inputs={},
-        config=config.model_dump(mode="json"),
-        source=None,
-        code_digest="",
-        created=now(),
-    )
-    return Context(attempt, config, {"data": (manifest,)})
-
-
-@pytest.fixture(scope="module")
-def local_ray():
-    import ray
-
-    ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False, logging_level="error")
-    yield
-    ray.shutdown()
+    manifest = make_manifest("ingest", content_digest="halves")
+    shutil.copytree(dataset, store.local(manifest.folder, ()))
+    return make_context(store, config, data=manifest)
 
 
 @pytest.mark.ray

@@ -1,7 +1,8 @@
-"""Pretraining in a plain process: against torch without DeepSpeed, twice, with two workers, and when it diverges."""
+"""Pretraining: against torch without DeepSpeed, twice, with two workers, under Ray Train, and when it diverges."""
 
 import json
 import os
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -12,7 +13,9 @@ import torch.multiprocessing
 from torch.nn import functional
 
 from pipelines.spec import ModelSize, Optimizer, Pretrain
+from pipelines.store import open_store
 from ray_jobs import loader, optim, pretrain, shards
+from tests.records import make_context, make_manifest
 from vit_model.model import ViT
 from vit_model.preprocessing import normalise
 from vit_model.weights import load_model
@@ -162,6 +165,25 @@ def test_two_workers_agree_with_one_and_with_themselves(dataset, tmp_path, free_
         for name in ("one", "two")
     ]
     assert accuracies[0] == accuracies[1]
+
+
+@pytest.mark.ray
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::DeprecationWarning:ray.data.context")  # Ray Train warns of Ray itself
+def test_zero_3_in_bfloat16_on_two_workers_of_ray_train_repeats_itself(dataset, tmp_path, local_ray):
+    """The same bytes twice, and a model that is about the one that a single process trains with ZeRO-1."""
+    config = configuration(zero_stage=3, workers=2, steps=40)
+    results = []
+    for name in ("two", "again"):
+        store, data = open_store(str(tmp_path / name)), make_manifest("ingest")
+        shutil.copytree(dataset, store.local(data.folder, ()))
+        results.append(pretrain.main(make_context(store, config, data=data)))
+    two, again = results
+    assert {entry.path for entry in two.files} == {"model.safetensors", "config.json", "curve.json"}
+    assert two.files == again.files, "paths, sizes and digests"
+    assert two.metrics["workers"] == 2
+    one = pretrain.train(configuration(steps=40), dataset, tmp_path / "one")
+    assert two.metrics["final_loss"] == pytest.approx(one["final_loss"], rel=0.1)
 
 
 @pytest.fixture

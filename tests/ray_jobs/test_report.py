@@ -18,12 +18,13 @@ from rich.console import Console
 
 from pipelines.reports import accuracy_table, verdict_lines
 from pipelines.spec import AnyStage, Baselines, Evaluate, Finetune, Labels, ModelSize, Pretrain, Report
-from pipelines.store import Attempt, InputRef, Layout, Manifest, Store, commit, input_ref
+from pipelines.store import InputRef, Layout, Manifest, Store, commit, input_ref
 from ray_jobs import report, shards
 from ray_jobs.intervals import accuracy_interval, paired_difference
 from ray_jobs.rows import PREDICTIONS, ROWS, write_table
 from ray_jobs.sources import sample_id
 from ray_jobs.stage import Context
+from tests.records import make_attempt, make_manifest
 
 HOSTILE = ("<b>evil</b>", "$\\frac{$ & \"x\" onload='alert(1)'", "</svg><script>alert(1)</script>")
 SIZE = ModelSize(patch_size=2, width=8, depth=1, num_heads=1)
@@ -67,13 +68,13 @@ class Artifacts:
                 path = staging.path / name
                 path.parent.mkdir(parents=True, exist_ok=True)
                 path.write_bytes(data)
-        manifest = Manifest(
-            job=job, kind=kind, key=key, content_digest=key, stage=stage, run="run", attempt=1, nonce="n",
-            files=staging.files, source=None, code={"version": 1, "digest": "c" * 64, "git": "d" * 40, "dirty": False},
+        manifest = make_manifest(
+            job, kind=kind, key=key, content_digest=key, stage=stage, run="run",
+            files=staging.files, code={"version": 1, "digest": "c" * 64, "git": "d" * 40, "dirty": False},
             environment={"python": "3.11", "machine": "x86_64", "processor": "A processor", "cluster": {"CPU": 2.0},
                          "packages": {"torch": "2.13.0"}},
             started="2026-11-21T08:00:00+00:00", finished="2026-11-21T08:01:30+00:00", user="me@here",
-            **{"inputs": {}, "config": {}, "metrics": {}} | fields,
+            **fields,
         )  # fmt: skip
         self.made[stage] = commit(self.store, manifest)
         return self.made[stage]
@@ -142,10 +143,9 @@ class Artifacts:
         of = tuple(self.made[stage] for stage in stages)
         config = Report(job="report", title=title, of=stages)
         references: list[InputRef] = [input_ref(self.store, manifest) for manifest in of]
-        attempt = Attempt(
-            job="report", key="e" * 64, number=number, stage="report", run="run", nonce="n", submission_id="s",
-            store_id=self.store.id, store_uri=self.store.uri, cluster_address="", cluster_session="",
-            config=config.model_dump(mode="json"), inputs={"of": references}, source=None, code_digest="c" * 64,
+        attempt = make_attempt(
+            "report", key="e" * 64, number=number, stage="report", run="run", store_id=self.store.id,
+            store_uri=self.store.uri, config=config.model_dump(mode="json"), inputs={"of": references},
             created="2026-11-21T08:00:00+00:00",
         )  # fmt: skip
         return Context(attempt, config, {"of": of})
@@ -154,7 +154,7 @@ class Artifacts:
         """The files of a report of these stages."""
         context = self.context(*stages, **options)
         result = report.make(context)
-        folder = self.store.local(Layout.files("report", "e" * 64, context.attempt.number))
+        folder = self.store.local(Layout.files("report", "e" * 64, context.attempt.number), ())
         return {entry.path: (folder / entry.path).read_bytes() for entry in result.files}
 
 
@@ -311,7 +311,7 @@ def test_other_label_draws_or_images_are_never_paired(artifacts: Artifacts) -> N
 
 def _tested(artifacts: Artifacts) -> tuple[list[str], np.ndarray]:
     """Sample ids and labels of the digits' test split."""
-    digits = shards.open_dataset(artifacts.store.local(artifacts.made["digits"].folder))
+    digits = shards.open_dataset(artifacts.store.local(artifacts.made["digits"].folder, ()))
     return digits.sample_ids("test"), digits.labels("test")
 
 
@@ -325,7 +325,7 @@ def test_tables_keep_every_row_and_say_where_it_is_from(
             manifest = artifacts.made[stage]
             mine = table.filter(pa.compute.equal(table["artifact"], manifest.key))
             assert set(mine["stage"].to_pylist()) == {stage}
-            original = pq.read_table(artifacts.store.local(manifest.folder) / name)
+            original = pq.read_table(artifacts.store.local(manifest.folder, ()) / name)
             assert mine.select(schema.names).to_pylist() == original.to_pylist()
 
 
@@ -410,7 +410,7 @@ def test_predictions_that_do_not_give_the_rows_are_an_error(artifacts: Artifacts
     ids, labels = _tested(artifacts)
     scores = [_scores("k-NN", "baseline", 10, np.stack([labels, labels]), labels, ids)]
     manifest = artifacts.scores("damaged", scores, baselines(10), data="digits")
-    path = artifacts.store.local(manifest.folder) / "rows.parquet"
+    path = artifacts.store.local(manifest.folder, ()) / "rows.parquet"
     rows = pq.read_table(path).to_pylist()
     rows[1]["value"] = 0.123
     write_table(path, rows, ROWS)

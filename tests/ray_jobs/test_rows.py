@@ -8,7 +8,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from ray_jobs.rows import PREDICTIONS, ROWS, Row, digest_rows, read_table, write_table
+from ray_jobs.rows import PREDICTIONS, ROWS, Row, digest_rows, read_table, scored, write_table
 
 
 def row(**changes: object) -> Row:
@@ -120,3 +120,23 @@ def test_a_file_with_other_columns_is_refused(tmp_path: Path) -> None:
     pq.write_table(pa.table({"task": ["digits"]}), tmp_path / "rows.parquet")
     with pytest.raises(ValueError, match="has the columns task string; expected task string not null"):
         read_table(tmp_path / "rows.parquet", ROWS)
+
+
+def test_a_look_at_test_becomes_its_accuracy_and_a_prediction_an_image(tmp_path: Path) -> None:
+    rng = np.random.default_rng(0)
+    labels, guesses = rng.integers(0, 3, (2, 50))
+    ids = [f"image {number}" for number in rng.permutation(50)]
+    common = {name: row()[name] for name in ("task", "protocol", "method", "labels_per_class", "draw")}
+    found, predictions = scored(common, ids, labels, guesses, "dev", {"rate": 0.1, "l2": 8.0})
+    assert found == row(
+        value=np.count_nonzero(labels == guesses) / 50,
+        num_images=50,
+        selected_on="dev",
+        settings='{"l2": 8.0, "rate": 0.1}',
+    )
+    assert predictions == [
+        prediction(sample_id=ids[i], label=int(labels[i]), prediction=int(guesses[i])) for i in range(50)
+    ]
+    for name, rows, schema in (("rows", [found], ROWS), ("predictions", predictions, PREDICTIONS)):
+        write_table(tmp_path / name, rows, schema)
+        assert read_table(tmp_path / name, schema) == rows
