@@ -18,7 +18,7 @@ from rich.console import Console
 
 from pipelines.reports import accuracy_table, verdict_lines
 from pipelines.spec import AnyStage, Baselines, Evaluate, Finetune, Labels, ModelSize, Pretrain, Report
-from pipelines.store import InputRef, Layout, Manifest, Store, commit, input_ref
+from pipelines.store import InputRef, Layout, Manifest, commit, input_ref, open_store
 from ray_jobs import report, shards
 from ray_jobs.intervals import accuracy_interval, paired_difference
 from ray_jobs.rows import PREDICTIONS, ROWS, write_table
@@ -57,7 +57,7 @@ class Artifacts:
     """A store to commit artifacts to, as the stages would."""
 
     def __init__(self, folder: Path) -> None:
-        self.store = Store(folder)
+        self.store = open_store(str(folder))
         self.made: dict[str, Manifest] = {}
 
     def commit(self, stage: str, job: str, kind: Any, files: Mapping[str, bytes], **fields: Any) -> Manifest:
