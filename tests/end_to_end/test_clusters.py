@@ -1,0 +1,171 @@
+"""A Ray started by hand with a token: submit from one home, look and stop from another; nodes and drivers that die."""
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from pipelines.store import open_store, read_events
+from tests.clusters import RayCluster, end, home, ray_cluster, wait_for
+
+TINY = Path(__file__).parent.parent / "tiny.yaml"
+pytestmark = [pytest.mark.ray, pytest.mark.slow]
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[RayCluster]:
+    with ray_cluster([2]) as started:
+        yield started
+
+
+def vitflow(
+    environment: dict[str, str], *arguments: str | Path, check: int = 0
+) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "pipelines", *map(str, arguments)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=400)
+    assert done.returncode == check, f"exit code {done.returncode}\n{done.stdout}\n{done.stderr}"
+    return done
+
+
+def submit(environment: dict[str, str], cluster: RayCluster, *arguments: str | Path) -> str:
+    """The id of a run that was submitted to the cluster."""
+    done = vitflow(
+        environment, "submit", *arguments, "--address", cluster.address, "--token-file", cluster.token
+    )
+    return done.stdout.split()[1]
+
+
+def status(environment: dict[str, str], run: str, *arguments: str | Path) -> dict:  # type: ignore[type-arg]
+    return dict(json.loads(vitflow(environment, "status", run, "--json", *arguments).stdout))
+
+
+def driver(run: str) -> psutil.Process:
+    """The process of a submitted run's driver."""
+    found = [
+        process
+        for process in psutil.process_iter(["cmdline"])
+        if (line := process.info["cmdline"] or []) and line[2:5] == ["pipelines", "drive", run]
+    ]
+    assert found, "the driver does not run"
+    return found[0]
+
+
+def test_submitted_from_one_home_and_followed_from_another(cluster: RayCluster, tmp_path: Path) -> None:
+    store, here, there = tmp_path / "store", home(tmp_path / "here"), home(tmp_path / "there")
+    started = time.monotonic()
+    run = submit(here, cluster, TINY, "--store", store)
+    assert time.monotonic() - started < 20, "it returns at once"
+    at = ("--store", store, "--address", cluster.address, "--token-file", cluster.token)
+    assert status(there, run, *at)["status"] == "RUNNING"
+    logs = vitflow(there, "logs", run, "-f", *at).stdout
+    assert all(f"committed {job}/" in logs for job in ("pretrain", "finetune", "report"))
+    wait_for(lambda: status(there, run, *at)["status"] == "SUCCEEDED")
+    assert "Tiny" in vitflow(there, "report", "show", "--store", store).stdout
+    assert not (tmp_path / "here" / "ray").exists(), "no local Ray was started"
+    assert not (tmp_path / "there" / "ray" / "head.json").exists()
+    again = vitflow(
+        here, "submit", TINY, "--store", store, "--address", cluster.address, "--token-file", cluster.token
+    )
+    assert again.stdout.count("CACHED") == 6, "nothing is submitted when everything is made"
+    secret = cluster.token.read_bytes()
+    assert not [path for path in store.rglob("*") if path.is_file() and secret in path.read_bytes()]
+
+
+def test_run_drives_a_cluster_from_the_foreground(cluster: RayCluster, tmp_path: Path) -> None:
+    environment = home(tmp_path / "here", RAY_AUTH_MODE="token", RAY_AUTH_TOKEN_PATH=str(cluster.token))
+    arguments = ("run", TINY, "--only", "digits", "--store", tmp_path / "store")
+    out = vitflow(environment, *arguments, "--address", cluster.address).stdout
+    assert "SUCCEEDED" in out
+    assert not (tmp_path / "here" / "ray").exists(), "no local Ray was started"
+
+
+def test_stop_from_elsewhere_and_go_on(cluster: RayCluster, tmp_path: Path) -> None:
+    store, here, there = tmp_path / "store", home(tmp_path / "here"), home(tmp_path / "there")
+    long = ("--set", "pretrain.steps=200000", "--only", "pretrain", "--store", store)
+    run = submit(here, cluster, TINY, *long)
+    at = ("--store", store, "--address", cluster.address, "--token-file", cluster.token)
+    running = {"stage": "pretrain", "status": "RUNNING"}
+    wait_for(
+        lambda: any(running.items() <= event.items() for event in read_events(open_store(str(store)), run))
+    )
+    process = driver(run)
+    said = vitflow(there, "stop", run, *at).stdout
+    assert f"stopped driver-{run}-1" in said
+    assert "stopped pretrain-" in said
+    process.wait(timeout=30)
+    assert status(there, run, *at)["status"] == "STOPPED"
+    wait_for(lambda: not [p for p in psutil.process_iter(["cmdline"]) if is_stage_of(p, store)], 30)
+    assert vitflow(there, "stop", run, *at).stdout.endswith("has ended already\n")
+    again = submit(there, cluster, TINY, "--only", "pretrain", "--store", store)
+    assert again != run
+    wait_for(lambda: status(there, again, *at)["status"] == "SUCCEEDED")
+
+
+def is_stage_of(process: psutil.Process, store: Path) -> bool:
+    return any(str(store) in word for word in process.info["cmdline"] or [])
+
+
+def test_a_driver_that_is_killed_is_seen_and_submitted_again(cluster: RayCluster, tmp_path: Path) -> None:
+    store, here = tmp_path / "store", home(tmp_path / "here")
+    arguments = (TINY, "--only", "probe", "--store", store)
+    at = ("--store", store, "--address", cluster.address, "--token-file", cluster.token)
+    run = submit(here, cluster, *arguments)
+    wait_for(lambda: "RUNNING" in {stage["status"] for stage in status(here, run, *at)["stages"]})
+    driver(run).send_signal(signal.SIGKILL)
+    wait_for(lambda: status(here, run, *at)["status"] == "UNFINISHED", 30)
+    assert submit(here, cluster, *arguments) == run, "the same run goes on"
+    wait_for(lambda: status(here, run, *at)["status"] == "SUCCEEDED")
+    opened = open_store(str(store))
+    for job in opened.names("artifacts"):
+        for key in opened.names(f"artifacts/{job}"):
+            assert opened.names(f"artifacts/{job}/{key}/attempts") == ["1"], "no stage was begun twice"
+
+
+def test_what_cannot_be_used_is_said_and_nothing_is_started(cluster: RayCluster, tmp_path: Path) -> None:
+    environment, store = home(tmp_path / "here"), tmp_path / "store"
+    (tmp_path / "wrong").write_text("f" * 64)
+    for address, token, words in (
+        (cluster.address, tmp_path / "wrong", "refuses this token"),
+        (cluster.address, tmp_path / "none", "no such file"),
+        ("http://127.0.0.1:9", cluster.token, "connection refused"),
+        ("somewhere:8265", cluster.token, "http://HOST:8265"),
+    ):
+        for verb in ("run", "submit"):
+            arguments = (verb, TINY, "--store", store, "--address", address, "--token-file", token)
+            started = time.monotonic()
+            assert words in vitflow(environment, *arguments, check=2).stderr
+            assert time.monotonic() - started < 12
+    assert not (store / "runs").exists()
+    for uri, words in (("store", "relative"), (str(store), "only this machine sees")):
+        arguments = ("submit", TINY, "--store", uri, "--address", "http://192.0.2.1:8265")
+        assert words in vitflow(environment, *arguments, check=2).stderr
+
+
+def test_a_node_that_dies_during_pretraining(tmp_path: Path) -> None:
+    """Both training workers are on the second node; it dies; a third comes; the run ends with one artifact a stage."""
+    store, here = tmp_path / "store", home(tmp_path / "here")
+    arguments = ("--set", "pretrain.steps=3000", "--only", "pretrain", "--store", store)
+    with ray_cluster([1, 2]) as cluster:
+        at = ("--store", store, "--address", cluster.address, "--token-file", cluster.token)
+        run = submit(here, cluster, TINY, *arguments)
+        opened = open_store(str(store))
+        wait_for(lambda: "step" in live_log(here, run, *at), 120)
+        end(cluster.nodes[1])
+        wait_for(lambda: any(event["event"] == "attempt ended" for event in read_events(opened, run)), 120)
+        cluster.add_node(cpus=2)
+        wait_for(lambda: status(here, run, *at)["status"] == "SUCCEEDED", 240)
+    [key] = opened.names("artifacts/pretrain")
+    assert len(opened.names(f"artifacts/pretrain/{key}/attempts")) == 2
+    assert opened.names(f"artifacts/pretrain/{key}/attempts/1/files") == []
+
+
+def live_log(environment: dict[str, str], run: str, *arguments: str | Path) -> str:
+    if status(environment, run, *arguments)["stages"][-1]["status"] != "RUNNING":
+        return ""
+    return vitflow(environment, "logs", run, "pretrain", *arguments).stdout
