@@ -56,10 +56,7 @@ def reach(address: str, token_file: Path | None) -> Cluster:
     Raises:
         RecipeError: the address is none, nothing answers there, or the token is refused.
     """
-    if not address.startswith(("http://", "https://")) or not urlsplit(address).hostname:
-        raise RecipeError(
-            f"--address {address}: write the address of Ray's dashboard, as in http://HOST:8265"
-        )
+    _check_address(address)
     try:
         cluster = connect(address, token_file)
         cluster.session_name  # noqa: B018 (asks)
@@ -82,8 +79,10 @@ def check_store(uri: str, address: str) -> None:
     """Refuse a store that the cluster can't see.
 
     Raises:
-        RecipeError: it is relative, or lies on a file system of this machine, and the cluster is elsewhere.
+        RecipeError: it is relative, or lies on a file system of this machine, and the cluster is elsewhere; or the
+            address is none.
     """
+    _check_address(address)
     if uri.startswith("s3://") or is_loopback(address):
         return
     better = "give s3://bucket/prefix, or a folder on a file system that all machines share"
@@ -94,6 +93,13 @@ def check_store(uri: str, address: str) -> None:
     kind = _file_system(Path(uri))
     if not kind.startswith(SHARED):
         raise RecipeError(f"--store {uri}: it lies on {kind}, which only this machine sees: {better}")
+
+
+def _check_address(address: str) -> None:
+    if not address.startswith(("http://", "https://")) or not urlsplit(address).hostname:
+        raise RecipeError(
+            f"--address {address}: write the address of Ray's dashboard, as in http://HOST:8265"
+        )
 
 
 def is_loopback(address: str) -> bool:
