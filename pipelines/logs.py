@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 from pipelines.cluster import ClusterUnreachable
-from pipelines.runs import Clusters, run_status
+from pipelines.runs import Clusters, driver_log, run_status
 from pipelines.spec import RecipeError, nearest
 from pipelines.store import Attempt, Layout, Store, last_attempt
 
@@ -33,8 +33,10 @@ def show_logs(
                 _show_stage(store, entry, follow, clusters, write, shown)
         ended = {"SUCCEEDED", "CACHED", "FAILED", "STOPPED", "SKIPPED"}
         if not follow or status["status"] != "RUNNING" or all(entry["status"] in ended for entry in wanted):
-            return
+            break
         time.sleep(0.5)
+    if not shown and (said := driver_log(store, run, clusters)):  # what kept the first stage from beginning
+        write(f"--- driver\n{said.rstrip()}")
 
 
 def _show_stage(

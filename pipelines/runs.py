@@ -122,6 +122,19 @@ def driver_alive(events: list[dict[str, Any]], clusters: Clusters) -> bool | Non
     return True if True in answers else None if None in answers else False
 
 
+def driver_log(store: Store, run: str, clusters: Clusters) -> str:
+    """What the last driver that was submitted for a run said; empty where there is none, or it can't be asked."""
+    from pipelines.cluster import ClusterUnreachable
+
+    submitted = [event for event in read_events(store, run) if event["event"] == "driver submitted"]
+    if not submitted:
+        return ""
+    try:
+        return clusters(submitted[-1]["cluster_address"]).logs(submitted[-1]["submission_id"])
+    except (ClusterUnreachable, ValueError):
+        return ""
+
+
 def _process_alive(event: dict[str, Any]) -> bool | None:
     import psutil
 

@@ -14,6 +14,7 @@ from pipelines.commands.common import (
     TokenOption,
     console,
     open_,
+    plain,
     print_json,
     print_table,
 )
@@ -34,11 +35,12 @@ def status(
 ) -> None:
     """Show a run: its stages and what became of them."""
     from pipelines.lookup import find_run
-    from pipelines.runs import run_status
+    from pipelines.runs import driver_log, run_status
     from pipelines.submission import reached
 
     opened = open_(store, create=False)
-    found = run_status(opened, find_run(opened, run), reached(address, token_file))
+    clusters = reached(address, token_file)
+    found = run_status(opened, find_run(opened, run), clusters)
     if as_json:
         print_json(found)
         return
@@ -50,6 +52,8 @@ def status(
         console.print(
             f"its driver is gone; `vitflow run` with the same recipe ({found['pipeline']}) continues it"
         )
+        for line in driver_log(opened, found["run"], clusters).strip().splitlines()[-3:]:
+            console.print(f"[dim]driver[/]  {plain(line)}", highlight=False, soft_wrap=True)
 
 
 def list_(

@@ -119,6 +119,9 @@ def test_a_driver_that_is_killed_is_seen_and_submitted_again(cluster: RayCluster
     wait_for(lambda: "RUNNING" in {stage["status"] for stage in status(here, run, *at)["stages"]})
     driver(run).send_signal(signal.SIGKILL)
     wait_for(lambda: status(here, run, *at)["status"] == "UNFINISHED", 30)
+    assert "RUNNING" in vitflow(here, "status", run, *at).stdout.partition("its driver is gone")[2], (
+        "its last words"
+    )
     assert submit(here, cluster, *arguments) == run, "the same run goes on"
     wait_for(lambda: status(here, run, *at)["status"] == "SUCCEEDED")
     opened = open_store(str(store))
