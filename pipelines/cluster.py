@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import asyncio
 import os
+import shlex
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -266,6 +268,15 @@ def connect(address: str | None = None, token_path: Path | None = None) -> Clust
     if not address.startswith(("http://", "https://")):
         address = _resolve(address, token_path)
     return Cluster(address.rstrip("/"), token)
+
+
+def python_entrypoint(*arguments: str) -> str:
+    """A shell command for `Cluster.submit` that runs Python with these arguments on the cluster's head.
+
+    By this process's Python where that lies there too, never by PATH; else, on another machine, by the `python` there.
+    """
+    # `exec`: the entrypoint is run through a shell, whose death would otherwise not be the job's
+    return f'exec "$(command -v {shlex.quote(sys.executable)} || echo python)" {shlex.join(arguments)}'
 
 
 def wait_for_end(cluster: Cluster, submission_ids: set[str], seconds: float) -> None:

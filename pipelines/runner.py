@@ -9,15 +9,13 @@ id; a job of a cluster that is gone is LOST and followed by the next attempt; a 
 from __future__ import annotations
 
 import secrets
-import shlex
-import sys
 import threading
 import time
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from pipelines import identity, plan
-from pipelines.cluster import ENDED, Cluster, ClusterUnreachable
+from pipelines.cluster import ENDED, Cluster, ClusterUnreachable, python_entrypoint
 from pipelines.plan import PlannedStage
 from pipelines.runs import Run
 from pipelines.store import (
@@ -296,11 +294,10 @@ class Driver:
 
     def _submit(self, cluster: Cluster, attempt: Attempt) -> None:
         spec = f"{self.store.uri}/{Layout.attempt(attempt.job, attempt.key, attempt.number)}/attempt.json"
-        # `exec`: the entrypoint is run through a shell, whose death would otherwise not be the stage's
-        command = shlex.join([sys.executable, "-m", f"ray_jobs.{attempt.job}", "--spec", spec])
+        command = python_entrypoint("-m", f"ray_jobs.{attempt.job}", "--spec", spec)
         cluster.submit(
             attempt.submission_id,
-            f"exec {command}",
+            command,
             self.store.settings,
             {"stage": attempt.stage, "run": attempt.run},
         )

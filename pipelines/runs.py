@@ -167,16 +167,7 @@ def run_status(store: Store, run: str, clusters: Clusters | None = None) -> dict
     """
     record, events = read_plan(store, run), read_events(store, run)
     assert record is not None
-    stages: dict[str, dict[str, Any]] = {
-        name: {"stage": name, "status": "PENDING"} for name in record["stages"]
-    }
-    for event in events:
-        if event["event"] in {"stage", "attempt ended"} and event["stage"] in stages:
-            stage = stages[event["stage"]]
-            stage.update({name: value for name, value in event.items() if name not in {"event", "time"}})
-            if event["status"] == "RUNNING":
-                stage.setdefault("started", event["time"])
-            stage["changed"] = event["time"]
+    stages = _stages(record["stages"], events)
     finished = [event for event in events if event["event"] == "finished"]
     if finished:
         status = finished[-1]["status"]
@@ -185,6 +176,10 @@ def run_status(store: Store, run: str, clusters: Clusters | None = None) -> dict
     else:
         gone = clusters is not None and driver_alive(events, clusters) is False
         status = "UNFINISHED" if gone else "RUNNING"
+    if status == "STOPPED":  # by somebody who stopped the driver too, so that it could not say so
+        for stage in stages.values():
+            if stage["status"] in {"PENDING", "RUNNING"}:
+                stage["status"] = "STOPPED"
     return {
         "run": run,
         "pipeline": record["pipeline"]["name"],
@@ -194,17 +189,32 @@ def run_status(store: Store, run: str, clusters: Clusters | None = None) -> dict
     }
 
 
+def _stages(names: list[str], events: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    """What the drivers wrote of each stage, the last word last."""
+    stages: dict[str, dict[str, Any]] = {name: {"stage": name, "status": "PENDING"} for name in names}
+    for event in events:
+        if event["event"] in {"stage", "attempt ended"} and event["stage"] in stages:
+            stage = stages[event["stage"]]
+            stage.update({name: value for name, value in event.items() if name not in {"event", "time"}})
+            if event["status"] == "RUNNING":
+                stage.setdefault("started", event["time"])
+            stage["changed"] = event["time"]
+    return stages
+
+
 def stop_run(store: Store, run: str, clusters: Clusters) -> Iterator[str]:
     """Wish a run to stop, then stop the jobs that it submitted, the driver's first; says what became of each."""
     from pipelines.cluster import ClusterUnreachable
 
     wish_stop(store, run)
+    record, events = read_plan(store, run), read_events(store, run)
+    assert record is not None
     jobs = [
         (event["cluster_address"], event["submission_id"])
-        for event in read_events(store, run)[::-1]
+        for event in events[::-1]
         if event["event"] == "driver submitted"
     ][:1]
-    for stage in run_status(store, run)["stages"]:
+    for stage in _stages(record["stages"], events).values():
         if stage["status"] in {"PENDING", "RUNNING"} and "submission_id" in stage:
             attempt = last_attempt(store, stage["submission_id"].split("-")[0], stage["key"])
             if attempt is not None and attempt.run == run:

@@ -6,15 +6,13 @@ a submission id, `driver-<run>-<n>`, is taken once, and the next is for a driver
 
 from __future__ import annotations
 
-import shlex
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from pipelines.cluster import ENDED, LOOPBACK, Cluster, ClusterUnreachable, connect
+from pipelines.cluster import ENDED, LOOPBACK, Cluster, ClusterUnreachable, connect, python_entrypoint
 from pipelines.runs import Clusters, Run
 from pipelines.spec import RecipeError
 from pipelines.store import Store, add_event
@@ -124,13 +122,10 @@ def submit_driver(
         if job.status not in ENDED:
             return submission_id
         number += 1
-    # elsewhere there is no telling where Python lies: as `ray job submit -- python` does
-    python = sys.executable if is_loopback(cluster.address) else "python"
-    command = [python, "-m", "pipelines", "drive", run.id, "--store", store.uri]
+    command = ["-m", "pipelines", "drive", run.id, "--store", store.uri]
     command += ["--parallel", str(parallel)] if parallel is not None else []
     command += ["--local-ray", str(ray_folder)] if ray_folder is not None else []
-    # `exec`: the entrypoint is run through a shell, whose death would otherwise not be the driver's
-    cluster.submit(submission_id, f"exec {shlex.join(command)}", store.settings, {"run": run.id})
+    cluster.submit(submission_id, python_entrypoint(*command), store.settings, {"run": run.id})
     add_event(
         store,
         run.id,

@@ -96,9 +96,10 @@ def submit(
         started = runs.start_run(opened, loaded, tuple(only or ()) or tuple(loaded.stages), forced)
         submission.submit_driver(opened, started, cluster, parallel, ray_folder)
     console.print(f"submitted [bold]{started.id}[/]", highlight=False)
-    where = shlex.join(["--store", opened.uri, *(["--address", address] if address else [])])
+    where = ["--store", opened.uri, *(["--address", address] if address else [])]
+    where += ["--token-file", str(token_file)] if address and token_file else []
     for verb in (f"status {started.id}", f"logs {started.id} -f", f"stop {started.id}"):
-        console.print(f"  vitflow {verb} {where}", highlight=False, soft_wrap=True)
+        console.print(f"  vitflow {verb} {shlex.join(where)}", highlight=False, soft_wrap=True)
 
 
 def drive(
