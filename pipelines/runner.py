@@ -295,12 +295,7 @@ class Driver:
     def _submit(self, cluster: Cluster, attempt: Attempt) -> None:
         spec = f"{self.store.uri}/{Layout.attempt(attempt.job, attempt.key, attempt.number)}/attempt.json"
         command = python_entrypoint("-m", f"ray_jobs.{attempt.job}", "--spec", spec)
-        cluster.submit(
-            attempt.submission_id,
-            command,
-            self.store.settings,
-            {"stage": attempt.stage, "run": attempt.run},
-        )
+        # written before: whoever stops the run must find the job
         add_event(
             self.store,
             self.run.id,
@@ -310,6 +305,12 @@ class Driver:
             attempt=attempt.number,
             key=attempt.key,
             submission_id=attempt.submission_id,
+        )
+        cluster.submit(
+            attempt.submission_id,
+            command,
+            self.store.settings,
+            {"stage": attempt.stage, "run": attempt.run},
         )
 
     def _watch(self, name: str, following: Following, cluster: Cluster, status: str) -> None:

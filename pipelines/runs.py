@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
 Clusters = Callable[[str], "Cluster"]  # a client of the cluster that a record names by its address
 
+STOP_SECONDS = 8.0  # a job that was told to stop is killed after three
 CLOCK_STEP_SECONDS = 2.0  # what a process's time of creation may move by when the clock is set
 
 
@@ -204,24 +205,26 @@ def _stages(names: list[str], events: list[dict[str, Any]]) -> dict[str, dict[st
 
 def stop_run(store: Store, run: str, clusters: Clusters) -> Iterator[str]:
     """Wish a run to stop, then stop the jobs that it submitted, the driver's first; says what became of each."""
-    from pipelines.cluster import ClusterUnreachable
+    from pipelines.cluster import ClusterUnreachable, wait_for_end
 
     wish_stop(store, run)
     record, events = read_plan(store, run), read_events(store, run)
     assert record is not None
-    jobs = [
-        (event["cluster_address"], event["submission_id"])
-        for event in events[::-1]
-        if event["event"] == "driver submitted"
-    ][:1]
-    for stage in _stages(record["stages"], events).values():
+
+    def stop(address: str, submission_id: str) -> str:
+        try:
+            cluster = clusters(address)
+            cluster.stop(submission_id)
+            wait_for_end(cluster, {submission_id}, STOP_SECONDS)
+        except (ClusterUnreachable, ValueError) as error:
+            return f"{submission_id}: its cluster does not answer ({error})"
+        return f"stopped {submission_id}"
+
+    # first the driver, so that it begins no stage that is not seen here
+    for event in [event for event in events if event["event"] == "driver submitted"][-1:]:
+        yield stop(event["cluster_address"], event["submission_id"])
+    for stage in _stages(record["stages"], read_events(store, run)).values():
         if stage["status"] in {"PENDING", "RUNNING"} and "submission_id" in stage:
             attempt = last_attempt(store, stage["submission_id"].split("-")[0], stage["key"])
             if attempt is not None and attempt.run == run:
-                jobs.append((attempt.cluster_address, attempt.submission_id))
-    for address, submission_id in jobs:
-        try:
-            clusters(address).stop(submission_id)
-            yield f"stopped {submission_id}"
-        except (ClusterUnreachable, ValueError) as error:
-            yield f"{submission_id}: its cluster does not answer ({error})"
+                yield stop(attempt.cluster_address, attempt.submission_id)
