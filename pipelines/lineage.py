@@ -1,6 +1,6 @@
 """What an artifact was made of: from a report or a model back to the fingerprints of the source files.
 
-In: a store. Out: a `Lineage`, read from manifests alone, and its three spellings: lines for people, JSON, Graphviz' DOT.
+In: a store. Out: a `Lineage`, read from manifests alone, and its three spellings: a tree for people, JSON, and DOT.
 A report's rows name the artifact that each is from, so that their way back to the files begins there.
 """
 
@@ -115,9 +115,7 @@ def _meant(store: Store, given: str) -> list[Manifest]:
         raise RecipeError(f"{run} has no stage {stage!r}; there are: {', '.join(stages)}")
     keys = {stages[stage]} if stage else set(stages.values())
     made = [manifest for manifest in known if manifest.key in keys]
-    taken = {
-        reference.key for manifest in made for found in manifest.inputs.values() for reference in found
-    }
+    taken = {reference.key for manifest in made for found in manifest.inputs.values() for reference in found}
     final = [manifest for manifest in made if manifest.key not in taken]
     if not final:
         raise RecipeError(f"{given}: nothing is committed of it yet")
@@ -221,8 +219,8 @@ def as_dot(lineage: Lineage) -> Iterator[str]:
         style = ', penwidth="2"' if key in lineage.roots else ""
         yield f"  {_quoted(key)} [label={_quoted(*lines)}{style}];"
         if node.source is not None:
-            lines = (describe_source(node), f"files {node.source[:SHORT]}")
-            yield f'  {_quoted(f"source {key}")} [label={_quoted(*lines)}, shape="cylinder"];'
+            label = _quoted(describe_source(node), f"files {node.source[:SHORT]}")
+            yield f'  {_quoted(f"source {key}")} [label={label}, shape="cylinder"];'
             yield f"  {_quoted(f'source {key}')} -> {_quoted(key)};"
     for gone in {edge.input: edge for edge in lineage.edges if edge.state == "gone"}.values():
         label = _quoted(gone.input[:SHORT], f"content {gone.content_digest[:SHORT]}", "gone")

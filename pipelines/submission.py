@@ -56,16 +56,21 @@ def reach(address: str, token_file: Path | None) -> Cluster:
     Raises:
         RecipeError: the address is none, nothing answers there, or the token is refused.
     """
-    if not address.startswith(("http://", "https://")) or not urlsplit(address).hostname:
-        raise RecipeError(
-            f"--address {address}: write the address of Ray's dashboard, as in http://HOST:8265"
-        )
+    check_address(address)
     try:
         cluster = connect(address, token_file)
         cluster.session_name  # noqa: B018 (asks)
     except (ClusterUnreachable, ValueError) as error:
         raise RecipeError(f"--address: no Ray cluster can be used there: {error}") from None
     return cluster
+
+
+def check_address(address: str) -> None:
+    """Raises RecipeError for what can't be a dashboard's address."""
+    if not address.startswith(("http://", "https://")) or not urlsplit(address).hostname:
+        raise RecipeError(
+            f"--address {address}: write the address of Ray's dashboard, as in http://HOST:8265"
+        )
 
 
 def reached(address: str | None, token_file: Path | None) -> Clusters:

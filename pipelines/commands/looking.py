@@ -20,6 +20,7 @@ from pipelines.commands.common import (
 )
 from pipelines.spec import RecipeError
 
+
 def status(
     run: Annotated[
         str | None, typer.Argument(help="a run id or its unique beginning; without it, the last run")
