@@ -7,6 +7,7 @@ are written to the store at once by several writers, the cluster is asked with a
 from __future__ import annotations
 
 import importlib.metadata
+import ipaddress
 import re
 import tempfile
 import time
@@ -168,7 +169,7 @@ def _local_ray() -> Iterator[Finding]:
     import sys
 
     from pipelines.local_ray import state_folder
-    from pipelines.ray_head import read_head
+    from pipelines.ray_head import processes_of, read_head
 
     folder = state_folder()
     head = read_head(folder)
@@ -182,11 +183,18 @@ def _local_ray() -> Iterator[Finding]:
             f"the next run clears it away, as does `{sys.executable} -m pipelines.local_ray stop`",
         )
     else:
-        yield from cluster_findings(head.address, folder / "token", "local Ray")
+        own = {process.pid for process in processes_of(head)}
+        listening = {ip for ip, _, pid in _listening() if pid in own}
+        yield from cluster_findings(head.address, folder / "token", "local Ray", listening)
 
 
-def cluster_findings(address: str, token_file: Path | None, what: str = "cluster") -> Iterator[Finding]:
-    """Whether it answers, its version, who is let in, who can reach it, its clock."""
+def cluster_findings(
+    address: str, token_file: Path | None, what: str = "cluster", listening: set[str] | None = None
+) -> Iterator[Finding]:
+    """Whether it answers, its version, who is let in, who can reach it, its clock.
+
+    `listening`: the addresses at which its processes listen, where these are known.
+    """
     before = time.time()
     try:
         cluster = connect(address, token_file)
@@ -201,7 +209,7 @@ def cluster_findings(address: str, token_file: Path | None, what: str = "cluster
         yield Finding(what, "problem", str(error), "--token-file FILE, with the cluster's token in it")
         return
     yield _version(what, cluster, about["ray_version"])
-    yield _exposure(what, cluster)
+    yield _exposure(what, cluster, listening)
     yield _http_clock(f"the {what}", about["date"], before)
 
 
@@ -219,12 +227,15 @@ def _version(what: str, cluster: Cluster, version: str) -> Finding:
     return Finding(what, "ok", f"{cluster.address} answers, with Ray {version}")
 
 
-def _exposure(what: str, cluster: Cluster) -> Finding:
+def _exposure(what: str, cluster: Cluster, listening: set[str] | None) -> Finding:
     """Who may run code there: everyone who reaches the port, or who has the token."""
     address = urlsplit(cluster.address)
     is_local = address.hostname in LOOPBACK
-    listens = _listening(address.port or 80) if is_local else {str(address.hostname)}
-    reachable = sorted(listens - LOOPBACK)
+    if not is_local:
+        listening = {str(address.hostname)}
+    elif listening is None:
+        listening = {ip for ip, port, _ in _listening() if port == (address.port or 80)}
+    reachable = sorted(ip for ip in listening if not _is_loopback(ip))
     where = f"listens on {', '.join(reachable)}" if reachable else "listens on this machine's loopback only"
     what = f"{what}, access"
     if _lets_in_without_token(cluster.address):
@@ -254,16 +265,23 @@ def _lets_in_without_token(address: str) -> bool:
     return True
 
 
-def _listening(port: int) -> set[str]:
-    """The addresses of this machine at which somebody listens on a port; "0.0.0.0" and "::" are all."""
+def _listening() -> Iterator[tuple[str, int, int | None]]:
+    """(address, port, process where that is ours) that listens on this machine; 0.0.0.0 and :: are all addresses."""
     import psutil
 
-    listening: list[Any] = [
-        connection.laddr
-        for connection in psutil.net_connections("tcp")
-        if connection.status == psutil.CONN_LISTEN
-    ]
-    return {str(at.ip) for at in listening if at.port == port}
+    for connection in psutil.net_connections("tcp"):
+        if connection.status == psutil.CONN_LISTEN:
+            local: Any = connection.laddr
+            yield str(local.ip), int(local.port), connection.pid
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        ip = ipaddress.ip_address(host)
+    except ValueError:
+        return False  # a name of another machine
+    mapped = ip.ipv4_mapped if isinstance(ip, ipaddress.IPv6Address) else None
+    return (mapped or ip).is_loopback
 
 
 def _is_unsafe(version: str) -> bool:
