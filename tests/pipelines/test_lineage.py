@@ -7,11 +7,12 @@ import subprocess
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
+from pipelines.cli import app
 from pipelines.lineage import as_dot, as_json, as_text, trace
 from pipelines.spec import RecipeError
 from pipelines.store import (
-    InputRef,
     Layout,
     Manifest,
     Store,
@@ -174,10 +175,13 @@ def _check_dot(text: str) -> tuple[set[str], set[tuple[str, str]]]:
     return nodes, edges
 
 
-def test_the_command_line(vitflow, store: Store, run: list[Manifest]) -> None:  # type: ignore[no-untyped-def]
-    given = ("--store", store.uri)
+def test_the_command_line(store: Store, run: list[Manifest]) -> None:
+    def said(*arguments: str) -> str:
+        done = CliRunner().invoke(app, ["lineage", "p", "--store", store.uri, *arguments])
+        assert done.exit_code == 0, done.output
+        return done.stdout
+
     found = trace(store, "p")
-    assert json.loads(vitflow("lineage", "p", *given, "--json").stdout) == as_json(found)
-    assert vitflow("lineage", "p", *given).stdout.splitlines() == list(as_text(found))
-    assert vitflow("lineage", "p", *given, "--dot").stdout.splitlines() == list(as_dot(found))
-    assert "no artifact" in vitflow("lineage", "zz", *given, check=2).stderr
+    assert json.loads(said("--json")) == as_json(found)
+    assert said().splitlines() == list(as_text(found))
+    assert said("--dot").splitlines() == list(as_dot(found))
