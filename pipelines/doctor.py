@@ -20,6 +20,7 @@ from urllib.parse import urlsplit
 
 from pipelines.cluster import LOOPBACK, Cluster, ClusterUnreachable, connect
 from pipelines.machine import Finding, machine_findings, nearest_folder
+from pipelines.spec import RecipeError
 from pipelines.store import Layout, Store, StoreAbsent, StoreError, open_store
 
 if TYPE_CHECKING:
@@ -46,6 +47,7 @@ def examine(uri: str, address: str | None, token_file: Path | None) -> list[Find
         places = {"the store": Path(uri)} | places
     return [
         *store_findings(uri),
+        *(_seen_from(address, uri) if address is not None else ()),
         _installed_ray(),
         *(cluster_findings(address, token_file) if address is not None else _local_ray()),
         *machine_findings(places),
@@ -76,6 +78,16 @@ def _folder_probes(path: Path) -> Iterator[Finding]:
     with tempfile.TemporaryDirectory(prefix=".vitflow-doctor-", dir=nearest_folder(path)) as place:
         yield conditional_writes(open_store(place))
         yield _clock("the store's file system", time.time() - (Path(place) / "probe").stat().st_mtime)
+
+
+def _seen_from(address: str, uri: str) -> Iterator[Finding]:
+    """Whether the cluster can see the store, as far as can be told from here; nothing where it can."""
+    from pipelines.submission import check_store
+
+    try:
+        check_store(uri, address)
+    except RecipeError as error:
+        yield Finding("store", "problem", str(error), "give one that both machines see")
 
 
 def conditional_writes(store: Store) -> Finding:

@@ -239,12 +239,14 @@ def _communication_op(has_gpu: bool) -> Finding:
         return Finding(what, "ok", "NCCL connects GPUs: nothing needs to be compiled")
     if any((package / "ops" / "comm").glob("deepspeed_shm_comm_op*.so")):
         return Finding(what, "ok", "its communication op is built; no compiler is needed")
-    tools = [name for name in ("g++", "ninja") if shutil.which(name) is None]
+    missing = " and ".join(name for name in ("g++", "ninja") if shutil.which(name) is None)
+    said = "its communication op is not built: each fresh home compiles it at the first training"
     return Finding(
         what,
-        "problem" if tools else "warning",
-        "its communication op is not built: each fresh home compiles it at the first training (half a minute; killed "
-        f"in it, later starts hang){f', and {chr(32).join(tools)} is missing' if tools else ''}",
+        "problem" if missing else "warning",
+        f"{said}; without {missing} it fails"
+        if missing
+        else f"{said}, half a minute; killed in it, later starts hang",
         "build it once, with g++, ninja and Python's headers: `DS_BUILD_SHM_COMM=1 pip install --force-reinstall "
         "--no-deps --no-build-isolation -c constraints.txt deepspeed`, or anew: rm -rf .venv && make install",
     )

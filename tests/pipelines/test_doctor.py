@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import tempfile
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -269,6 +270,12 @@ def test_what_does_not_answer_is_a_problem_and_what_is_no_address_is_refused() -
         doctor.examine("nowhere", "127.0.0.1:8265", None)
 
 
+def test_a_store_that_the_cluster_cannot_see_is_a_problem(tmp_path: Path) -> None:
+    assert not list(doctor._seen_from("http://127.0.0.1:8265", str(tmp_path)))
+    assert not list(doctor._seen_from("http://head:8265", "s3://bucket/x"))
+    assert statuses(doctor._seen_from("http://head:8265", "runs")) == {"store": "problem"}
+
+
 @pytest.mark.ray
 def test_the_local_ray_is_well_with_its_token_and_shut_without(monkeypatch: pytest.MonkeyPatch) -> None:
     from pipelines.local_ray import hold
@@ -344,12 +351,31 @@ def test_a_machine_with_a_driver_and_a_torch_for_cpus_is_told(
     assert "2: NVIDIA H100" in found.said
 
 
-def test_a_long_temporary_folder_is_survived_or_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    before = set(Path("/tmp").glob("vf-*"))
-    assert machine._socket_path().status == "ok"
-    assert set(Path("/tmp").glob("vf-*")) <= before | {
-        p for p in Path("/tmp").glob("vf-*") if any(p.iterdir())
-    }
+def test_deepspeeds_op_is_looked_for_where_there_is_no_gpu(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    package = tmp_path / "site" / "deepspeed"
+    (package / "ops" / "comm").mkdir(parents=True)
+    (package / "__init__.py").write_text("raise ImportError('it must not be imported')")
+    monkeypatch.syspath_prepend(str(package.parent))
+    monkeypatch.setenv("PATH", str(tmp_path))
+    found = machine._communication_op(has_gpu=False)
+    assert found.status == "problem"
+    assert "without g++ and ninja it fails" in found.said
+    assert machine._communication_op(has_gpu=True).status == "ok"
+    (package / "ops" / "comm" / "deepspeed_shm_comm_op.cpython-311-x86_64-linux-gnu.so").touch()
+    assert machine._communication_op(has_gpu=False).status == "ok"
+
+
+def test_looking_for_rays_folder_leaves_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with tempfile.TemporaryDirectory(prefix="t-") as short:
+        monkeypatch.setattr(tempfile, "tempdir", short)
+        assert machine._socket_path().status == "ok"
+        assert not list(Path(short).iterdir())
+    long = tmp_path / ("x" * 100)
+    long.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(long))
+    assert machine._socket_path().said.startswith("/tmp "), "another is taken"
 
 
 def test_the_command_line_says_what_it_found_and_its_exit_code_tells(
