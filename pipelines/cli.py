@@ -26,10 +26,12 @@ for command in (
     running.plan,
     looking.status,
     looking.list_,
+    looking.lineage,
     looking.logs,
     running.stop,
     images.init,
     images.predict,
+    looking.doctor,
     looking.schema,
 ):
     app.command(command.__name__.rstrip("_"))(command)

@@ -63,7 +63,11 @@ class Cluster:
 
     @property
     def session_name(self) -> str:
-        """The name that tells a restarted head from the old one, asked anew each time.
+        """The name that tells a restarted head from the old one, asked anew each time. Raises as `about`."""
+        return self.about()["session_name"]
+
+    def about(self) -> dict[str, str]:
+        """What the head says of itself: session_name, ray_version, and date, its clock as HTTP spells it.
 
         Raises ClusterUnreachable, and ValueError where the token is refused or no Ray answers.
         """
@@ -72,7 +76,9 @@ class Cluster:
             raise ClusterUnreachable(f"{self.address} answers {response.status_code}")
         if response.status_code != 200 or not response.text.startswith("{"):
             raise ValueError(f"{self.address} answers {response.status_code}, but not as Ray does")
-        return str(response.json()["session_name"])
+        said = response.json()
+        told = {name: str(said.get(name, "")) for name in ("session_name", "ray_version")}
+        return told | {"date": response.headers.get("Date", "")}
 
     def submit(
         self, submission_id: str, entrypoint: str, env_vars: dict[str, str], metadata: dict[str, str]

@@ -35,7 +35,7 @@ from botocore.exceptions import (
 )
 
 from pipelines.identity import cache_folder
-from pipelines.store import FileEntry, Staging, StoreError, StoreUnreachable, identify
+from pipelines.store import FileEntry, Layout, Staging, StoreError, StoreUnreachable, identify
 
 CONNECT_SECONDS, READ_SECONDS = 3.0, 20.0  # without an answer, before the next try
 TRIES = 4  # botocore waits between them, longer each time, with jitter
@@ -162,6 +162,13 @@ class S3Store:
         with self._told(f"write {folder}/{relative}"):
             client().upload_file(str(path), self.bucket, key, Config=transfer())
         return FileEntry(path=relative, size=path.stat().st_size, sha256=digest)
+
+    def server_date(self) -> str:
+        """The server's clock, as HTTP spells it; empty where it does not tell."""
+        answer: dict[str, Any] = {}
+        with self._told("ask for the time"):
+            answer = client().head_object(Bucket=self.bucket, Key=f"{self.prefix}{Layout.STORE}")
+        return str(answer["ResponseMetadata"]["HTTPHeaders"].get("date", ""))
 
     @contextmanager
     def _told(self, what: str) -> Iterator[None]:

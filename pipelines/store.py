@@ -34,6 +34,10 @@ class StoreUnreachable(StoreError):  # noqa: N818 (named for what it tells)
     """A store that does not answer: wait and ask again."""
 
 
+class StoreAbsent(StoreError):  # noqa: N818 (named for what it tells)
+    """There is no store at that address yet."""
+
+
 class Layout:
     """The names of all objects in a store.
 
@@ -204,7 +208,8 @@ def open_store(uri: str, *, create: bool = True) -> Store:
     """The store at a folder or at s3://bucket/prefix.
 
     Raises:
-        StoreError: there is none and `create` is false, or it can't be used.
+        StoreAbsent: there is none and `create` is false.
+        StoreError: it can't be used.
     """
     if uri.startswith("s3://"):
         from pipelines.s3_store import S3Store
@@ -221,12 +226,13 @@ def identify(store: Store, create: bool) -> str:
     """The store's id, read from store.json, which is written first where there is none and `create` is true.
 
     Raises:
-        StoreError: it is no store, or one of another layout.
+        StoreAbsent: there is none and `create` is false.
+        StoreError: one of another layout.
     """
     data = store.read(Layout.STORE)
     if data is None:
         if not create:
-            raise StoreError(f"{store.uri} is not a store: there is no {Layout.STORE} in it")
+            raise StoreAbsent(f"{store.uri} is not a store: there is no {Layout.STORE} in it")
         store.create(Layout.STORE, encode({"id": secrets.token_hex(16), "layout": LAYOUT_VERSION}))
         data = store.read(Layout.STORE) or b""
     try:

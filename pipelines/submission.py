@@ -54,13 +54,21 @@ def reach(address: str, token_file: Path | None) -> Cluster:
     Raises:
         RecipeError: the address is none, nothing answers there, or the token is refused.
     """
-    _check_address(address)
+    check_address(address)
     try:
         cluster = connect(address, token_file)
         cluster.session_name  # noqa: B018 (asks)
     except (ClusterUnreachable, ValueError) as error:
         raise RecipeError(f"--address: no Ray cluster can be used there: {error}") from None
     return cluster
+
+
+def check_address(address: str) -> None:
+    """Raises RecipeError for what can't be a dashboard's address."""
+    if not address.startswith(("http://", "https://")) or not urlsplit(address).hostname:
+        raise RecipeError(
+            f"--address {address}: write the address of Ray's dashboard, as in http://HOST:8265"
+        )
 
 
 def reached(address: str | None, token_file: Path | None) -> Clusters:
@@ -80,7 +88,7 @@ def check_store(uri: str, address: str) -> None:
         RecipeError: it is relative, or lies on a file system of this machine, and the cluster is elsewhere; or the
             address is none.
     """
-    _check_address(address)
+    check_address(address)
     if uri.startswith("s3://") or is_loopback(address):
         return
     better = "give s3://bucket/prefix, or a folder on a file system that all machines share"
@@ -91,13 +99,6 @@ def check_store(uri: str, address: str) -> None:
     kind = _file_system(Path(uri))
     if not kind.startswith(SHARED):
         raise RecipeError(f"--store {uri}: it lies on {kind}, which only this machine sees: {better}")
-
-
-def _check_address(address: str) -> None:
-    if not address.startswith(("http://", "https://")) or not urlsplit(address).hostname:
-        raise RecipeError(
-            f"--address {address}: write the address of Ray's dashboard, as in http://HOST:8265"
-        )
 
 
 def is_loopback(address: str) -> bool:

@@ -1,8 +1,8 @@
-"""status, list, logs, schema: what looks, and changes nothing."""
+"""status, list, lineage, logs, doctor, schema: what looks, and changes nothing."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
@@ -19,9 +19,6 @@ from pipelines.commands.common import (
     print_table,
 )
 from pipelines.spec import RecipeError
-
-if TYPE_CHECKING:
-    pass
 
 
 def status(
@@ -62,38 +59,34 @@ def list_(
     as_json: JsonOption = False,
 ) -> None:
     """List runs, datasets, models, evaluations or reports."""
-    from pipelines.local_ray import connect_running
-    from pipelines.runs import run_status, runs
-    from pipelines.spec import nearest
-    from pipelines.store import all_manifests
+    from pipelines.listing import COLUMNS, list_kind
 
-    kinds = {"datasets": "dataset", "models": "model", "evaluations": "evaluation", "reports": "report"}
-    opened = open_(store, create=False)
-    if kind == "runs":
-        found = [run_status(opened, run, connect_running) for run in runs(opened)]
-        rows = [{"run": row["run"], "status": row["status"], "created": row["created"][:19]} for row in found]
-    elif kind in kinds:
-        rows = [
-            {
-                "key": manifest.key,
-                "stage": manifest.stage,
-                "job": manifest.job,
-                "run": manifest.run,
-                "finished": manifest.finished[:19],
-                "metrics": manifest.metrics,
-            }
-            for manifest in all_manifests(opened)
-            if manifest.kind == kinds[kind]
-        ]
-    else:
-        raise RecipeError(f"--kind {kind}: no such kind{nearest(kind, ['runs', *kinds])}")
+    rows = list_kind(open_(store, create=False), kind)
     if as_json:
         print_json(rows)
     else:
-        print_table(
-            rows,
-            ("run", "status", "created") if kind == "runs" else ("key", "stage", "job", "finished", "run"),
-        )
+        print_table(rows, COLUMNS[kind])
+
+
+def lineage(
+    given: Annotated[
+        str, typer.Argument(metavar="KEY|RUN", help="a key or its beginning, a RUN/STAGE, or a run")
+    ],
+    store: StoreOption = DEFAULT_STORE,
+    as_json: JsonOption = False,
+    as_dot: Annotated[bool, typer.Option("--dot", help="for Graphviz: | dot -Tsvg > lineage.svg")] = False,
+) -> None:
+    """Show what an artifact was made of, back to the source files' fingerprint."""
+    from pipelines import lineage as tracing
+
+    if as_json and as_dot:
+        raise RecipeError("--json and --dot: one of them")
+    found = tracing.trace(open_(store, create=False), given)
+    if as_json:
+        print_json(tracing.as_json(found))
+        return
+    for line in tracing.as_dot(found) if as_dot else tracing.as_text(found):
+        print(line)
 
 
 def logs(
@@ -112,6 +105,35 @@ def logs(
     opened = open_(store, create=False)
     clusters = reached(address, token_file)
     show_logs(opened, find_run(opened, run), stage, follow, clusters, lambda text: print(text, flush=True))
+
+
+def doctor(
+    store: StoreOption = DEFAULT_STORE,
+    address: AddressOption = None,
+    token_file: TokenOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Examine the store, Ray and this machine: what is wrong, and what to do. Exit code 1 where there is a problem."""
+    from dataclasses import asdict
+
+    from rich.table import Table
+
+    from pipelines.doctor import examine
+
+    findings = examine(store, address, token_file)
+    if as_json:
+        print_json([asdict(finding) for finding in findings])
+    else:
+        colours = {"ok": "green", "warning": "yellow", "problem": "red"}
+        table = Table(box=None, pad_edge=False, show_header=False)
+        for finding in findings:
+            colour = colours[finding.status]
+            table.add_row(f"[{colour}]{finding.status}[/]", plain(finding.what), plain(finding.said))
+            if finding.do:
+                table.add_row("", "", f"[bold]→[/] {plain(finding.do)}")
+        console.print(table, highlight=False)
+    if any(finding.status == "problem" for finding in findings):
+        raise typer.Exit(1)
 
 
 def schema() -> None:
