@@ -12,7 +12,6 @@ SQL is hostile until shown otherwise, and DuckDB calls `WITH x AS (COPY ... TO '
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -26,11 +25,16 @@ if TYPE_CHECKING:
     from duckdb import DuckDBPyConnection
 
 SECONDS = 60.0  # that DuckDB may take for one answer
-MEMORY = "4GiB"
+MEMORY = "2GiB"
 CHUNK = 10_000  # rows that are fetched at once
 
 # queries that only read; `INSERT_QUERY_NODE`, `COPY_QUERY_NODE` and others stand for what writes
 _QUERIES = {"SELECT_NODE", "SET_OPERATION_NODE", "RECURSIVE_CTE_NODE", "CTE_NODE"}
+_PLAIN = (
+    {"BOOLEAN", "VARCHAR", "JSON", "FLOAT", "DOUBLE"}
+    | {f"{sign}{size}INT" for sign in ("", "U") for size in ("TINY", "SMALL", "BIG", "HUGE")}
+    | {"INTEGER", "UINTEGER"}
+)
 _FUNCTIONS = {"range", "generate_series", "unnest", "json_each", "json_tree"}
 
 
@@ -105,20 +109,25 @@ TABLES = {
 
 @dataclass(frozen=True)
 class Answer:
-    """What a query gave: names of columns, and rows, which are fetched while they are read."""
+    """What a query gave: columns with their types in DuckDB, and rows of None, bool, int, float and str.
+
+    What has no such value in Python is text as DuckDB writes it; lists and structs are JSON.
+    """
 
     columns: tuple[str, ...]
+    types: tuple[str, ...]
     rows: Iterator[tuple[Any, ...]]
 
 
 @contextmanager
-def query(store: Store, sql: str, parameters: Sequence[Any] = (), seconds: float = SECONDS) -> Iterator[Answer]:
-    """The answer to one SELECT over TABLES; its rows can be read until the block ends.
+def query(
+    store: Store, sql: str, parameters: Sequence[Any] = (), seconds: float = SECONDS
+) -> Iterator[Answer]:
+    """The answer to one SELECT over TABLES, complete when the block begins; its rows are read inside it.
 
     Raises:
-        RecipeError: SQL that is wrong, does more than read the tables, or takes too long or too much memory. It may
-            come while the rows are read.
-        StoreError: a damaged manifest or table.
+        RecipeError: SQL that is wrong, does more than read the tables, or takes too long or too much memory.
+        StoreError: a damaged manifest.
     """
     import duckdb
 
@@ -133,42 +142,48 @@ def query(store: Store, sql: str, parameters: Sequence[Any] = (), seconds: float
             "allow_persistent_secrets": False,
         },
     )
-    limit = _Limit(connection, seconds)
     try:
         with _told(duckdb, seconds):
             _fill(connection, store, _named_tables(connection, sql))
-            with limit:
-                connection.execute(sql, list(parameters))
-            columns = tuple(column[0] for column in connection.description or ())
-        yield Answer(columns, _fetch(connection, limit, duckdb))
+            with _interrupted(connection, seconds):
+                # as a table: under the limits to its last row, with a name of its own for every column
+                connection.execute(f"CREATE TABLE answer AS {sql}", list(parameters))
+            described = connection.execute("DESCRIBE answer").fetchall()
+            shown = ", ".join(_as_plain(name, kind) for name, kind, *_ in described)
+            connection.execute(f"SELECT {shown} FROM answer")  # noqa: S608 (quoted names)
+        columns, types = tuple(row[0] for row in described), tuple(row[1] for row in described)
+        yield Answer(columns, types, _fetch(connection))
     finally:
         connection.close()
 
 
-def _fetch(connection: DuckDBPyConnection, limit: _Limit, duckdb: Any) -> Iterator[tuple[Any, ...]]:
-    while True:
-        with _told(duckdb, limit.seconds), limit:
-            rows = connection.fetchmany(CHUNK)
-        if not rows:
-            return
+def _as_plain(name: str, kind: str) -> str:
+    """A column as a type that Python has."""
+    quoted = '"' + name.replace('"', '""') + '"'
+    if kind in _PLAIN:
+        return quoted
+    if kind.startswith("DECIMAL"):
+        return f"{quoted}::DOUBLE"
+    if kind.endswith("]") or kind.startswith(("STRUCT", "MAP", "UNION")):
+        return f"to_json({quoted})"
+    return f"{quoted}::VARCHAR"
+
+
+def _fetch(connection: DuckDBPyConnection) -> Iterator[tuple[Any, ...]]:
+    while rows := connection.fetchmany(CHUNK):
         yield from rows
 
 
-class _Limit:
-    """Interrupts the connection when what runs inside `with` has taken `seconds` in all."""
-
-    def __init__(self, connection: DuckDBPyConnection, seconds: float) -> None:
-        self.connection, self.seconds, self.left = connection, seconds, seconds
-
-    def __enter__(self) -> None:
-        self.began = time.monotonic()
-        self.timer = Timer(max(0.0, self.left), self.connection.interrupt)
-        self.timer.daemon = True
-        self.timer.start()
-
-    def __exit__(self, *_: object) -> None:
-        self.timer.cancel()
-        self.left -= time.monotonic() - self.began
+@contextmanager
+def _interrupted(connection: DuckDBPyConnection, seconds: float) -> Iterator[None]:
+    """What runs in the block is interrupted after so many seconds."""
+    timer = Timer(seconds, connection.interrupt)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 @contextmanager
@@ -194,7 +209,8 @@ def _named_tables(connection: DuckDBPyConnection, sql: str) -> set[str]:
     statements = connection.extract_statements(sql)
     kinds = [statement.type.name for statement in statements]
     if kinds != ["SELECT"]:
-        raise RecipeError(f"the SQL is {' and '.join(kinds) or 'empty'}: {_ONLY}")
+        hint = " (a PIVOT needs its values: IN ('a', 'b'))" if kinds == ["MULTI"] else ""
+        raise RecipeError(f"the SQL is {' and '.join(kinds) or 'empty'}: {_ONLY}{hint}")
     (text,) = connection.execute("SELECT json_serialize_sql(?::VARCHAR)", [sql]).fetchone() or ("",)
     try:
         nodes = list(_nodes(json.loads(text)))
@@ -290,12 +306,13 @@ def _define_view(connection: DuckDBPyConnection, name: str, files: dict[str, dic
     _set_records(connection, f"{name}_origins", _ORIGIN, [_artifact(manifest) for manifest in files.values()])
     connection.execute(f"SET VARIABLE {name}_paths = $paths", {"paths": list(files)})
     origin = [
-        f"getvariable('{name}_origins')[file_index::BIGINT + 1].\"{column.name}\" AS \"{column.name}\"" for column in _ORIGIN
+        f'getvariable(\'{name}_origins\')[file_index::BIGINT + 1]."{column.name}" AS "{column.name}"'
+        for column in _ORIGIN
     ]
     own = [f'"{column.name}"::{column.type} AS "{column.name}"' for column in TABLES[name][len(_ORIGIN) :]]
-    connection.execute(
-        f"CREATE VIEW {name} AS SELECT {', '.join([*origin, *own])} FROM read_parquet(getvariable('{name}_paths'))"
-    )
+    shown = ", ".join([*origin, *own])
+    files_read = f"read_parquet(getvariable('{name}_paths'))"
+    connection.execute(f"CREATE VIEW {name} AS SELECT {shown} FROM {files_read}")  # noqa: S608 (names of ours)
 
 
 def _define_table(connection: DuckDBPyConnection, name: str, records: list[dict[str, Any]]) -> None:
@@ -311,7 +328,8 @@ def _set_records(
     """A variable that is a list of structs with these columns."""
     shape = json.dumps([{column.name: column.type for column in columns}])
     connection.execute(
-        f"SET VARIABLE {variable} = from_json($records, $shape)", {"records": json.dumps(records), "shape": shape}
+        f"SET VARIABLE {variable} = from_json($records, $shape)",
+        {"records": json.dumps(records), "shape": shape},
     )
 
 

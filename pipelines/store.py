@@ -348,7 +348,9 @@ def all_manifests(store: Store) -> Iterator[Manifest]:
 def manifest_bytes(store: Store) -> list[tuple[str, bytes]]:
     """(name, bytes) of every manifest, in no order."""
     names = [
-        Layout.manifest(job, key) for job in store.names("artifacts") for key in store.names(f"artifacts/{job}")
+        Layout.manifest(job, key)
+        for job in store.names("artifacts")
+        for key in store.names(f"artifacts/{job}")
     ]
     found = zip(names, store.read_all(names), strict=True)
     return [(name, data) for name, data in found if data is not None]
