@@ -162,10 +162,10 @@ def _as_plain(name: str, kind: str) -> str:
     quoted = '"' + name.replace('"', '""') + '"'
     if kind in _PLAIN:
         return quoted
-    if kind.startswith("DECIMAL"):
-        return f"{quoted}::DOUBLE"
     if kind.endswith("]") or kind.startswith(("STRUCT", "MAP", "UNION")):
         return f"to_json({quoted})"
+    if kind.startswith("DECIMAL"):
+        return f"{quoted}::DOUBLE"
     return f"{quoted}::VARCHAR"
 
 
@@ -327,9 +327,10 @@ def _set_records(
 ) -> None:
     """A variable that is a list of structs with these columns."""
     shape = json.dumps([{column.name: column.type for column in columns}])
+    values = [{column.name: record[column.name] for column in columns} for record in records]
     connection.execute(
         f"SET VARIABLE {variable} = from_json($records, $shape)",
-        {"records": json.dumps(records), "shape": shape},
+        {"records": json.dumps(values), "shape": shape},
     )
 
 
