@@ -1,7 +1,6 @@
 """Lists and comparisons of results: means, the best, and paired differences where they may be paired."""
 
 import json
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,7 +13,7 @@ from ray_jobs.intervals import accuracy_interval, paired_difference
 from ray_jobs.rows import PREDICTIONS, ROWS, scored, write_table
 from tests.records import make_manifest
 
-IDS = [f"image {number}" for number in range(60)]
+IDS = [f"image {number:02d}" for number in range(60)]
 LABELS = np.arange(60) % 3
 
 
@@ -51,7 +50,7 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Store:
     store = open_store(str(tmp_path_factory.mktemp("reports")))
     put(store, "aa", "ViT", A, stage="probe")
     put(store, "bb", "ViT", B, stage="probe")
-    put(store, "other_images", "ViT", B, [f"new {number}" for number in range(60)])
+    put(store, "other_images", "ViT", B, [f"new {number:02d}" for number in range(60)])
     put(store, "seed", "ViT", B, config={"seed": 1})
     put(store, "pixels", "pixels", answers(2, 0.5), stage="pixels")
     of = [
