@@ -6,7 +6,7 @@ import hashlib
 import os
 import secrets
 import shutil
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -35,6 +35,9 @@ class FolderStore:
             return None
         except OSError as error:
             raise StoreError(f"{self.root}: can't read {name}: {error.strerror}") from None
+
+    def read_all(self, names: Sequence[str]) -> list[bytes | None]:
+        return [self.read(name) for name in names]
 
     def create(self, name: str, data: bytes) -> bool:
         path = self.root / name

@@ -13,7 +13,7 @@ import re
 import secrets
 import tempfile
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from functools import cache
@@ -84,6 +84,10 @@ class S3Store:
                 if _code(error) not in _ABSENT:
                     raise
         return data
+
+    def read_all(self, names: Sequence[str]) -> list[bytes | None]:
+        with ThreadPoolExecutor(THREADS) as threads:
+            return list(threads.map(self.read, names))
 
     def create(self, name: str, data: bytes) -> bool:
         deadline = time.monotonic() + CONFLICT_SECONDS
