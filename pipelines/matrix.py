@@ -180,47 +180,51 @@ def _follow(
         for field in _input_fields(variant):
             value = variant.get(field)
             if isinstance(value, list):
-                taken = [member.name for given in value for member in _chosen(given, members)]
+                taken = [taking for given in value for taking, _ in _chosen(given, members)]
                 combined = [(stage | {field: taken}, at) for stage, at in combined]
             elif isinstance(value, str):
                 combined = _joined(name, field, combined, _chosen(value, members))
         found += [(stage, at | own) for stage, at in combined]
     names = _axis_names(list(dict.fromkeys(axis for _, at in found for axis in at)))
+    ranks = {axis: list(dict.fromkeys(at[axis] for _, at in found if axis in at)) for axis in names}
+    found.sort(key=lambda one: [ranks[axis].index(one[1][axis]) if axis in one[1] else -1 for axis in names])
     return [
         _member(name, stage, {axis: at[axis] for axis in names if axis in at}, names) for stage, at in found
     ]
 
 
 def _joined(
-    name: str, field: str, combined: list[tuple[Any, dict[Axis, str]]], taken: list[Member]
+    name: str,
+    field: str,
+    combined: list[tuple[Any, dict[Axis, str]]],
+    taken: list[tuple[str, dict[Axis, str]]],
 ) -> list[tuple[Any, dict[Axis, str]]]:
     """Each combination so far with each member of one more input that has the same values on the axes they share."""
     found: list[tuple[Any, dict[Axis, str]]] = []
     for stage, at in combined:
         found += [
-            (stage | {field: member.name}, at | member.at)
-            for member in taken
-            if all(at.get(axis, label) == label for axis, label in member.at.items())
+            (stage | {field: taking}, at | its)
+            for taking, its in taken
+            if all(at.get(axis, label) == label for axis, label in its.items())
         ]
         if len(found) > MAX_STAGES:
             raise RecipeError(f"stages.{name}.{field}: more than {MAX_STAGES} stages follow from its inputs")
     return found
 
 
-def _chosen(given: Any, members: dict[str, list[Member]]) -> list[Member]:
-    """The members that a name in an input field means; an axis that it gives a value to is not followed."""
+def _chosen(given: Any, members: dict[str, list[Member]]) -> list[tuple[str, dict[Axis, str]]]:
+    """The members that a name in an input field means, and where each stands on the axes that the name leaves open."""
     base, _, labels = str(given).partition("@")
     wanted = set(filter(None, labels.split(",")))
     found = [
-        Member(
+        (
             member.name,
-            None,
-            {axis: at for axis, at in member.at.items() if member.spelled[axis] not in wanted},
+            {axis: label for axis, label in member.at.items() if member.spelled[axis] not in wanted},
         )
         for member in members.get(base, ())
         if wanted <= set(member.spelled.values())
     ]
-    return found or [Member(given, None, {}, {})]  # a name that is none: the pipeline says so
+    return found or [(given, {})]  # a name that is none: the pipeline says so
 
 
 def _axis_names(found: list[Axis]) -> dict[Axis, str]:

@@ -451,10 +451,15 @@ def members(given: str, names: Iterable[str]) -> tuple[str, ...]:
 def unknown_stage(given: str, names: Iterable[str]) -> str:
     """That no stage is called so, and what is."""
     known = list(names)
-    labels = {label for name in known if base(name) == base(given) for label in name.split("@")[1:]}
-    if labels:
-        parts = dict.fromkeys(part for label in sorted(labels) for part in label.split(","))
-        return f"{base(given)} has no member {given.partition('@')[2]!r}{nearest(given.partition('@')[2], parts)}"
+    parts = {
+        part
+        for name in known
+        if base(name) == base(given) and "@" in name
+        for part in name.partition("@")[2].split(",")
+    }
+    if parts:
+        wanted = given.partition("@")[2]
+        return f"{base(given)} has no member {wanted!r}{nearest(wanted, sorted(parts))}"
     return f"no stage is called {given!r}{nearest(given, dict.fromkeys(map(base, known)))}"
 
 

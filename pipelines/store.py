@@ -265,13 +265,15 @@ def read_current(store: Store, job: str, key: str) -> tuple[Manifest, InputRef] 
     A forced run that fails or is stopped hides nothing: what was there stands until its successor is. Only what is
     committed is ever replaced, so that one read tells that there is nothing.
     """
-    current, following = None, key
-    while (data := store.read(Layout.manifest(job, following))) is not None:
-        current, manifest = data, _parse(Manifest, data, Layout.manifest(job, following))
-        if (after := successor(store, job, following)) is None:
-            break
-        following = after
-    return None if current is None else (manifest, _reference(manifest, current))
+    if (data := store.read(Layout.manifest(job, key))) is None:
+        return None
+    name, following = Layout.manifest(job, key), successor(store, job, key)
+    while following is not None:
+        if (later := store.read(Layout.manifest(job, following))) is not None:
+            name, data = Layout.manifest(job, following), later
+        following = successor(store, job, following)
+    manifest = _parse(Manifest, data, name)
+    return manifest, _reference(manifest, data)
 
 
 def replace_artifact(store: Store, job: str, key: str, successor: str, run: str, why: str) -> bool:
