@@ -54,11 +54,21 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="vfb-") as name:
         folder = Path(name)
         os.environ["XDG_CACHE_HOME"] = str(folder / "cache")
-        rows = planned(folder, str(folder / "store"), "a folder", "< 1 s")
-        with moto() as address:
-            rows += planned(folder, address, "moto", "< 3 s")
-        rows += reruns(folder)
+        rows = []
+        for row in measured(folder):
+            print(*row, file=sys.stderr, flush=True)
+            rows.append(row)
     write(rows, load)
+
+
+def measured(folder: Path) -> Iterator[Row]:
+    """One row after the other."""
+    yield from planned(folder, str(folder / "store"), "a folder", "< 1 s")
+    with moto() as address:
+        yield from planned(folder, address, "moto", "< 3 s")
+    dvc = install_dvc(folder / "venv")
+    for stages in RERUNS:
+        yield from reruns(folder, dvc, stages)
 
 
 def recipe(folder: Path, stages: int) -> Path:
@@ -172,38 +182,25 @@ def wait_for(port: int) -> None:
             time.sleep(0.1)
 
 
-def reruns(folder: Path) -> list[Row]:
-    """Our rerun beside dvc's, in turn."""
-    dvc = install_dvc(folder / "venv")
-    rows = []
-    for stages in RERUNS:
-        file, store = recipe(folder, stages), folder / f"store-{stages}"
-        make_all(file, store)
-        ours = [sys.executable, "-m", "pipelines", "run", str(file), "--store", str(store)]
-        commands = {"`vitflow run`": (ours, ROOT)}
-        if dvc is not None:
-            commands["`dvc repro`"] = (
-                [str(dvc), "repro"],
-                dvc_project(folder / f"dvc-{stages}", dvc, stages),
-            )
-        seconds: dict[str, list[float]] = {name: [] for name in commands}
-        for _ in range(7):
-            for name, (command, where) in commands.items():
-                began = time.perf_counter()
-                done = subprocess.run(command, cwd=where, capture_output=True, text=True, env=environment())
-                seconds[name].append(time.perf_counter() - began)
-                if done.returncode:
-                    sys.exit(done.stdout + done.stderr)
-        targets = {"`vitflow run`": "faster than dvc"}
-        rows += [
-            (
-                f"rerun of {stages} stages with nothing to do, {name}",
-                statistics.median(taken),
-                targets.get(name, ""),
-            )
-            for name, taken in seconds.items()
-        ]
-    return rows
+def reruns(folder: Path, dvc: Path | None, stages: int) -> Iterator[Row]:
+    """Our rerun and dvc's, in turn."""
+    file, store = recipe(folder, stages), folder / f"store-{stages}"
+    make_all(file, store)
+    ours = [sys.executable, "-m", "pipelines", "run", str(file), "--store", str(store)]
+    commands = {"`vitflow run`": (ours, ROOT)}
+    if dvc is not None:
+        commands["`dvc repro`"] = ([str(dvc), "repro"], dvc_project(folder / f"dvc-{stages}", dvc, stages))
+    seconds: dict[str, list[float]] = {name: [] for name in commands}
+    for _ in range(7):
+        for name, (command, where) in commands.items():
+            began = time.perf_counter()
+            done = subprocess.run(command, cwd=where, capture_output=True, text=True, env=environment())
+            seconds[name].append(time.perf_counter() - began)
+            if done.returncode:
+                sys.exit(done.stdout + done.stderr)
+    for name, taken in seconds.items():
+        target = "faster than dvc" if name == "`vitflow run`" else ""
+        yield f"rerun of {stages} stages with nothing to do, {name}", statistics.median(taken), target
 
 
 def make_all(file: Path, folder: Path) -> None:
