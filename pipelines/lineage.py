@@ -17,7 +17,7 @@ from pipelines.store import (
     Manifest,
     Store,
     all_manifests,
-    manifest_sha256,
+    input_ref,
     read_manifest,
     successor,
 )
@@ -71,7 +71,7 @@ def trace(store: Store, given: str) -> Lineage:
                 if found is not None:
                     waiting.append(found)
                     if found.key not in shas:
-                        shas[found.key] = manifest_sha256(store, found.job, found.key)
+                        shas[found.key] = input_ref(store, found).manifest_sha256
                 edges.append(_edge(manifest.key, field, reference, found, shas.get(reference.key)))
     replaced = {key: new for key, node in nodes.items() if (new := successor(store, node.job, key))}
     return Lineage(

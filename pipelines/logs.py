@@ -9,7 +9,7 @@ from typing import Any
 
 from pipelines.cluster import ClusterUnreachable
 from pipelines.runs import Clusters, driver_log, run_status
-from pipelines.spec import RecipeError, nearest
+from pipelines.spec import members
 from pipelines.store import Attempt, Layout, Store, last_attempt
 
 
@@ -25,9 +25,8 @@ def show_logs(
     while True:
         status = run_status(store, run, clusters)
         names = [entry["stage"] for entry in status["stages"]]
-        if stage is not None and stage not in names:
-            raise RecipeError(f"{run} has no stage {stage!r}{nearest(stage, names)}")
-        wanted = [entry for entry in status["stages"] if stage in {None, entry["stage"]}]
+        chosen = names if stage is None else members(stage, names)
+        wanted = [entry for entry in status["stages"] if entry["stage"] in chosen]
         for entry in wanted:
             if "key" in entry:
                 _show_stage(store, entry, follow, clusters, write, shown)

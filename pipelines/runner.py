@@ -11,7 +11,7 @@ from __future__ import annotations
 import secrets
 import threading
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 from pipelines import identity, plan
@@ -20,12 +20,14 @@ from pipelines.plan import PlannedStage
 from pipelines.runs import Run
 from pipelines.store import (
     Attempt,
+    InputRef,
     Layout,
     Manifest,
     Store,
     StoreUnreachable,
     add_event,
     create_attempt,
+    input_ref,
     last_attempt,
     now,
     read_manifest,
@@ -120,7 +122,7 @@ class Driver:
         self.store, self.run, self.connection, self.display = store, run, connection, display
         self.parallel = parallel
         self.names = run.pipeline.needed_for(run.targets)
-        self.committed: dict[str, Manifest] = {}
+        self.committed: dict[str, InputRef] = {}
         self.status: dict[str, str] = {}
         self.following: dict[str, Following] = {}
         self.next_look_for_stop = 0.0
@@ -177,24 +179,18 @@ class Driver:
         if lost := [given for given in inputs if self.status.get(given) in {"FAILED", "SKIPPED", "STOPPED"}]:
             self._end(name, "SKIPPED", f"{lost[0]} was not made")
         elif all(given in self.committed for given in inputs):
-            planned = plan.plan_stage(self.store, name, config, self.committed)
+            planned = plan.plan_stage(self.store, name, config, self.committed, self.run.strict_code)
             if name in self.run.force:
                 key = plan.force_stage(self.store, planned, self.run.force[name], self.run.id)
-                planned = PlannedStage(
-                    name,
-                    config,
-                    key,
-                    read_manifest(self.store, config.job, key),
-                    planned.inputs,
-                    planned.source,
-                )
+                manifest = read_manifest(self.store, config.job, key)
+                planned = replace(planned, key=key, manifest=manifest)
             if planned.manifest is not None:
                 self._commit(planned.manifest, name, "CACHED")
             elif not stop_wished(self.store, self.run.id):  # the next look sees it too
                 self.following[name] = Following(planned)
 
     def _commit(self, manifest: Manifest, name: str, status: str) -> None:
-        self.committed[name] = manifest
+        self.committed[name] = input_ref(self.store, manifest)
         self._end(name, status, manifest.key[:12], key=manifest.key)
 
     def _end(self, name: str, status: str, detail: str, **fields: Any) -> None:

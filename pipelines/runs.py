@@ -42,6 +42,7 @@ class Run:
     targets: tuple[str, ...]
     force: dict[str, str]  # stage -> nonce
     continued: bool
+    strict_code: bool = False  # the digest of a stage's code is in its key
 
 
 def start_run(
@@ -50,12 +51,14 @@ def start_run(
     targets: tuple[str, ...],
     force: tuple[str, ...] = (),
     run_id: str | None = None,
+    strict_code: bool = False,
 ) -> Run:
     """The unfinished run of this very plan, or a new one; with `run_id` the run of that id, begun where it is not."""
     wanted = {
         "pipeline": pipeline.model_dump(mode="json"),
         "targets": list(targets),
         "stages": list(pipeline.needed_for(targets)),
+        **({"strict_code": True} if strict_code else {}),
     }
     digest = identity.sha256(identity.canonical_json(wanted | {"force": sorted(force)}))
     nonces = {stage: secrets.token_hex(16) for stage in force}
@@ -70,7 +73,7 @@ def start_run(
     while True:
         run = f"{pipeline.name}-{datetime.now(UTC):%Y%m%d-%H%M%S}-{secrets.token_hex(2)}"
         if create_run(store, run, record | {"run": run, "created": now()}):
-            return Run(run, pipeline, targets, nonces, continued=False)
+            return Run(run, pipeline, targets, nonces, continued=False, strict_code=strict_code)
 
 
 def load_run(store: Store, run: str) -> Run:
@@ -83,7 +86,8 @@ def load_run(store: Store, run: str) -> Run:
     if record is None:
         raise RecipeError(f"{store.uri} has no run {run}")
     pipeline = parse_pipeline(record["pipeline"], f"the plan of {run}")
-    return Run(run, pipeline, tuple(record["targets"]), record["force"], continued=True)
+    strict_code = record.get("strict_code", False)
+    return Run(run, pipeline, tuple(record["targets"]), record["force"], True, strict_code)
 
 
 def runs(store: Store, pipeline: str | None = None) -> list[str]:

@@ -268,17 +268,21 @@ def successor(store: Store, job: str, key: str) -> str | None:
     return None if data is None else str(json.loads(data)["successor"])
 
 
-def current_key(store: Store, job: str, key: str) -> str:
-    """The key that stands for `key` today: the last of its successors that is committed, else itself.
+def read_current(store: Store, job: str, key: str) -> tuple[Manifest, InputRef] | None:
+    """The artifact that stands for `key` today, and what a consumer records of it: the last committed successor.
 
-    A forced run that fails or is stopped hides nothing: what was there stands until its successor is.
+    A forced run that fails or is stopped hides nothing: what was there stands until its successor is. Only what is
+    committed is ever replaced, so that one read tells that there is nothing.
     """
-    current, following = key, successor(store, job, key)
+    if (data := store.read(Layout.manifest(job, key))) is None:
+        return None
+    name, following = Layout.manifest(job, key), successor(store, job, key)
     while following is not None:
-        if store.read(Layout.manifest(job, following)) is not None:
-            current = following
+        if (later := store.read(Layout.manifest(job, following))) is not None:
+            name, data = Layout.manifest(job, following), later
         following = successor(store, job, following)
-    return current
+    manifest = _parse(Manifest, data, name)
+    return manifest, _reference(manifest, data)
 
 
 def replace_artifact(store: Store, job: str, key: str, successor: str, run: str, why: str) -> bool:
@@ -293,20 +297,19 @@ def read_manifest(store: Store, job: str, key: str) -> Manifest | None:
     return None if data is None else _parse(Manifest, data, Layout.manifest(job, key))
 
 
-def manifest_sha256(store: Store, job: str, key: str) -> str:
-    """sha256 of the manifest of a committed artifact."""
-    data = store.read(Layout.manifest(job, key))
-    assert data is not None, f"{job}/{key} is not committed"
-    return hashlib.sha256(data).hexdigest()
-
-
 def input_ref(store: Store, manifest: Manifest) -> InputRef:
-    """What a consumer records of an artifact."""
+    """What a consumer records of a committed artifact."""
+    data = store.read(Layout.manifest(manifest.job, manifest.key))
+    assert data is not None, f"{manifest.job}/{manifest.key} is not committed"
+    return _reference(manifest, data)
+
+
+def _reference(manifest: Manifest, data: bytes) -> InputRef:
     return InputRef(
         job=manifest.job,
         key=manifest.key,
         content_digest=manifest.content_digest,
-        manifest_sha256=manifest_sha256(store, manifest.job, manifest.key),
+        manifest_sha256=hashlib.sha256(data).hexdigest(),
     )
 
 

@@ -35,7 +35,10 @@ SetOption = Annotated[
     list[str] | None, typer.Option("--set", metavar="STAGE.FIELD=VALUE", help="change one field")
 ]
 OnlyOption = Annotated[
-    list[str] | None, typer.Option("--only", metavar="STAGE", help="this stage and what it needs")
+    list[str] | None,
+    typer.Option(
+        "--only", metavar="STAGE", help="this stage (of a matrix: all, or STAGE@AXIS=VALUE) and what it needs"
+    ),
 ]
 ForceOption = Annotated[
     list[str] | None, typer.Option("--force", metavar="STAGE", help="run it again, cached or not")

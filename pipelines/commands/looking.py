@@ -138,9 +138,9 @@ def doctor(
 
 def schema() -> None:
     """Print the JSON Schema of a recipe, for editors."""
-    from pipelines.spec import Pipeline
+    from pipelines import recipe
 
-    print_json(Pipeline.model_json_schema())
+    print_json(recipe.schema())
 
 
 def _took(stage: dict[str, Any]) -> str:

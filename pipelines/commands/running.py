@@ -44,6 +44,9 @@ ParallelOption = Annotated[
     int | None,
     typer.Option("--parallel", "-p", min=1, help="stages at once; more than there are cores slows all down"),
 ]
+StrictCodeOption = Annotated[
+    bool, typer.Option("--strict-code", help="what was made by other code is made again: code is in the key")
+]
 CORES = os.cpu_count() or 1
 
 
@@ -56,6 +59,7 @@ def run(
     force: ForceOption = None,
     changes: SetOption = None,
     parallel: ParallelOption = None,
+    strict_code: StrictCodeOption = False,
 ) -> None:
     """Run a pipeline from here; what is already made is not made again."""
     from pipelines import plan as planning
@@ -63,11 +67,12 @@ def run(
 
     loaded, names, forced = _requested(pipeline, only, force, changes)
     opened = _open_for(store, address)
-    planned = planning.plan_pipeline(opened, loaded, names)
+    planned = planning.plan_pipeline(opened, loaded, names, strict_code)
     if _nothing_to_do(opened, planned, forced):
         return
     connection = _connection(address, token_file)
-    started = runs.start_run(opened, loaded, tuple(only or ()) or tuple(loaded.stages), forced)
+    targets = tuple(only or ()) or tuple(loaded.stages)
+    started = runs.start_run(opened, loaded, targets, forced, strict_code=strict_code)
     add_event(opened, started.id, "driver", **runs.driver_process())
     console.print(f"{'continuing' if started.continued else 'run'} [bold]{started.id}[/]", highlight=False)
     _drive(opened, started, connection, parallel, shlex.join(["vitflow", *sys.argv[1:]]))
@@ -82,6 +87,7 @@ def submit(
     force: ForceOption = None,
     changes: SetOption = None,
     parallel: ParallelOption = None,
+    strict_code: StrictCodeOption = False,
 ) -> None:
     """Hand a pipeline to a cluster, or to the local Ray, and return: its driver runs there too."""
     from pipelines import plan as planning
@@ -89,11 +95,12 @@ def submit(
 
     loaded, names, forced = _requested(pipeline, only, force, changes)
     opened = _open_for(store, address)
-    planned = planning.plan_pipeline(opened, loaded, names)
+    planned = planning.plan_pipeline(opened, loaded, names, strict_code)
     if _nothing_to_do(opened, planned, forced):
         return
     with _told(), submission.target(address, token_file) as (cluster, ray_folder):
-        started = runs.start_run(opened, loaded, tuple(only or ()) or tuple(loaded.stages), forced)
+        targets = tuple(only or ()) or tuple(loaded.stages)
+        started = runs.start_run(opened, loaded, targets, forced, strict_code=strict_code)
         submission.submit_driver(opened, started, cluster, parallel, ray_folder)
     console.print(f"submitted [bold]{started.id}[/]", highlight=False)
     where = ["--store", opened.uri, *(["--address", address] if address else [])]
@@ -138,7 +145,7 @@ def _drive(
             display.say(f"stopped; to continue: {again}")
             raise typer.Exit(130) from None
     if set(status.values()) <= {"CACHED", "SUCCEEDED"}:
-        _finish(store, planning.plan_pipeline(store, pipeline, names))
+        _finish(store, planning.plan_pipeline(store, pipeline, names, run.strict_code))
         return
     if "STOPPED" in status.values():
         errors.print(f"stopped; to continue: {plain(again)}", highlight=False, soft_wrap=True)
@@ -206,7 +213,7 @@ def _finish(store: Store, planned: list[PlannedStage]) -> None:
     from pipelines import plan as planning
 
     for stage in planned:
-        for note in planning.notes(store, stage):
+        for note in planning.notes(stage):
             console.print(f"[yellow]note:[/] {plain(note)}", highlight=False, soft_wrap=True)
     for stage in planned:
         if stage.manifest is not None and stage.manifest.kind == "report":
@@ -218,6 +225,7 @@ def plan(
     store: StoreOption = DEFAULT_STORE,
     only: OnlyOption = None,
     changes: SetOption = None,
+    strict_code: StrictCodeOption = False,
     as_json: JsonOption = False,
 ) -> None:
     """Say what `run` would do, and why; changes nothing."""
@@ -225,16 +233,18 @@ def plan(
 
     loaded, names, _ = _requested(pipeline, only, None, changes)
     opened = open_(store)
+    planned = planning.plan_pipeline(opened, loaded, names, strict_code)
+    why = planning.reasons(opened, planned)
     rows = [
         {
             "stage": stage.name,
             "job": stage.config.job,
             "state": stage.state,
             "key": stage.key,
-            "why": planning.reason(opened, stage),
-            "notes": list(planning.notes(opened, stage)),
+            "why": why[stage.name],
+            "notes": list(planning.notes(stage)),
         }
-        for stage in planning.plan_pipeline(opened, loaded, names)
+        for stage in planned
     ]
     if as_json:
         print_json(rows)
@@ -250,14 +260,15 @@ def _requested(
 ) -> tuple[Pipeline, tuple[str, ...], tuple[str, ...]]:
     """The pipeline, the names of the stages that are wanted in running order, and of those that are forced."""
     from pipelines.recipe import load_pipeline
-    from pipelines.spec import nearest
+    from pipelines.spec import members
 
     loaded = load_pipeline(pipeline, tuple(changes or ()))
     names = loaded.needed_for(tuple(only or ()) or tuple(loaded.stages))
-    for name in force or ():
-        if name not in names:
-            raise RecipeError(f"--force {name}: not a stage of this run{nearest(name, names)}")
-    return loaded, names, tuple(force or ())
+    try:
+        forced = dict.fromkeys(name for given in force or () for name in members(given, names))
+    except RecipeError as error:
+        raise RecipeError(f"--force: in this run {error}") from None
+    return loaded, names, tuple(forced)
 
 
 def stop(
