@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from pipelines.lookup import find_artifact
 from pipelines.spec import nearest
-from pipelines.store import Manifest, Store, all_manifests, local_files
+from pipelines.store import Manifest, Store, local_files
 
 if TYPE_CHECKING:
     import duckdb
@@ -59,33 +59,17 @@ class Library:
     def rows(self) -> duckdb.DuckDBPyRelation:
         """Every number that an evaluation or a fine-tuning of this store ever measured, as a DuckDB relation.
 
-        Columns: artifact (its key), stage, run, and those of rows.parquet: task, protocol, method, labels_per_class
-        (null: all), draw, split, metric, value (a fraction), num_images, selected_on, settings (JSON).
+        Columns as of `vitflow report query --tables`: artifact (its key), job, stage, run, finished, task, protocol,
+        method, labels_per_class (null: all), draw, split, metric, value (a fraction), num_images and more.
         `.filter(...)`, `.aggregate(...)`, `.df()`, `.arrow()` and SQL by `.query("rows", "select ...")` follow.
         """
         import duckdb
-        import pyarrow as pa
 
-        from ray_jobs.rows import ROWS
+        from pipelines.query import define_tables
 
-        origin = [pa.field(name, pa.string(), nullable=False) for name in ("artifact", "stage", "run")]
-        tables = [pa.schema([*origin, *ROWS]).empty_table()]
-        for manifest in all_manifests(self.store):
-            if manifest.kind == "report":
-                continue  # its rows are copies
-            tables += [self._rows(manifest, entry.path, tables[0].schema)
-                       for entry in manifest.files if entry.path == "rows.parquet"]  # fmt: skip
-        return duckdb.connect().from_arrow(pa.concat_tables(tables))
-
-    def _rows(self, manifest: Manifest, path: str, schema: pa.Schema) -> pa.Table:
-        import pyarrow as pa
-        import pyarrow.parquet as pq
-
-        wanted = [entry for entry in manifest.files if entry.path == path]  # not a model's weights beside it
-        table = pq.read_table(self.store.local(manifest.folder, wanted) / path)
-        origin = [pa.array([value] * len(table), pa.string())
-                  for value in (manifest.key, manifest.stage, manifest.run)]  # fmt: skip
-        return pa.Table.from_arrays([*origin, *table.columns], schema=schema)
+        connection = duckdb.connect()
+        define_tables(connection, self.store, {"rows"})
+        return connection.table("rows")
 
 
 @dataclass(frozen=True)

@@ -144,7 +144,7 @@ def query(
     )
     try:
         with _told(duckdb, seconds):
-            _fill(connection, store, _named_tables(connection, sql))
+            _lock(connection, define_tables(connection, store, _named_tables(connection, sql)))
             with _interrupted(connection, seconds):
                 # as a table: under the limits to its last row, with a name of its own for every column
                 connection.execute(f"CREATE TABLE answer AS {sql}", list(parameters))
@@ -251,8 +251,8 @@ def _ctes(node: dict[str, Any]) -> list[Any]:
 # ------------------------------------------------------------------------------------------------- filling
 
 
-def _fill(connection: DuckDBPyConnection, store: Store, named: set[str]) -> None:
-    """Define TABLES, with content where they are named, and lock the database."""
+def define_tables(connection: DuckDBPyConnection, store: Store, named: set[str]) -> list[str]:
+    """Define TABLES, with content where they are named; the files behind them, which must stay readable."""
     manifests = _manifests(store) if named - {"runs"} else []
     records: dict[str, list[dict[str, Any]]] = {name: [] for name in TABLES}
     paths: list[str] = []
@@ -269,6 +269,11 @@ def _fill(connection: DuckDBPyConnection, store: Store, named: set[str]) -> None
             _define_table(connection, name, [])
     for name in ("artifacts", "runs"):
         _define_table(connection, name, records[name])
+    return paths
+
+
+def _lock(connection: DuckDBPyConnection, paths: list[str]) -> None:
+    """From now on the database sees these files and nothing else."""
     connection.execute("SET VARIABLE paths = $paths", {"paths": paths})
     connection.execute("SET allowed_paths = getvariable('paths')")
     connection.execute("SET enable_external_access = false")
