@@ -196,6 +196,7 @@ class Proxy:
     server: Server
     faults: list[Fault] = field(default_factory=list)
     seen: list[tuple[str, str, int, dict[str, str]]] = field(default_factory=list)
+    drop: str = "expect"  # a header that the server does not get
     lock: threading.Lock = field(default_factory=threading.Lock)
 
     def take(self, method: str, path: str) -> Fault | None:
@@ -229,7 +230,7 @@ class _Handler(BaseHTTPRequestHandler):
         target = urlsplit(self.proxy.server.endpoint)
         connection = http.client.HTTPConnection(target.hostname or "", target.port, timeout=60)
         try:
-            given = {name: value for name, value in self.headers.items() if name.lower() != "expect"}
+            given = {name: value for name, value in self.headers.items() if name.lower() != self.proxy.drop}
             connection.request(self.command, self.path, body, given)
             response = connection.getresponse()
             data = response.read()
