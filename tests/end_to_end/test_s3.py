@@ -71,10 +71,7 @@ def finished(
     (home / ".aws").mkdir()
     keys = f"aws_access_key_id={server.access_key}\naws_secret_access_key={server.secret_key}\n"
     (home / ".aws" / "credentials").write_text(f"[default]\n{keys}")
-    do = command({
-        "AWS_ENDPOINT_URL_S3": server.endpoint, "AWS_SHARED_CREDENTIALS_FILE": str(home / ".aws" / "credentials"),
-        "VITFLOW_RAY_DIR": str(own_ray),
-    })  # fmt: skip
+    do = command({"AWS_ENDPOINT_URL_S3": server.endpoint, "HOME": str(home), "VITFLOW_RAY_DIR": str(own_ray)})
     bucket = server.bucket()
     uri = f"s3://{bucket.name}/some/prefix"
     assert "report.html" in do("run", TINY, "--store", uri).stdout

@@ -2,6 +2,7 @@
 
 import hashlib
 import os
+import re
 import subprocess
 import sys
 import threading
@@ -465,3 +466,29 @@ def test_keys_from_the_home_folder_and_an_endpoint_from_a_jobs_settings(
         timeout=60,
     )
     assert said.stdout == "b'1'\n", said.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("missing", "code", "said"),
+    [
+        ("keys", 2, "error: .*~/.aws/credentials.*nodes"),
+        ("server", 1, "StoreUnreachable: .*can't read store.json"),
+    ],
+)
+def test_a_stage_without_keys_is_the_users_mistake_and_one_without_answer_is_not(
+    moto: Server, tmp_path: Path, missing: str, code: int, said: str
+) -> None:
+    """Exit code 2 is never followed by another attempt."""
+    endpoint = moto.endpoint if missing == "keys" else f"http://127.0.0.1:{free_port()}"
+    plain = {name: value for name, value in os.environ.items() if not name.startswith("AWS_")}
+    given = {"AWS_ENDPOINT_URL_S3": endpoint, "AWS_EC2_METADATA_DISABLED": "true", "HOME": str(tmp_path)}
+    done = subprocess.run(
+        [sys.executable, "-m", "ray_jobs.ingest", "--spec", "s3://some-bucket/artifacts/ingest/k/attempts/1/attempt.json"],
+        env=plain | given | (moto.keys if missing == "server" else {}),
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )  # fmt: skip
+    assert done.returncode == code, done.stderr
+    assert re.search(said, done.stderr.strip().splitlines()[-1])
