@@ -53,7 +53,7 @@ _EXPLAINED = {
     "NoSuchBucket": "there is no such bucket: make it first, or mend its name",
     "NoSuchKey": "it is not there, though its manifest names it: the store is damaged",
     "InvalidRange": "it is shorter than its manifest says: it is damaged",
-    "AccessDenied": "access is denied: a store needs s3:GetObject, s3:PutObject and s3:ListBucket",
+    "AccessDenied": "access is denied: a store needs s3:GetObject, PutObject and ListBucket",
     "InvalidAccessKeyId": "the server does not know this access key",
     "SignatureDoesNotMatch": "the secret key is not the access key's",
     "ExpiredToken": "the credentials have expired",
@@ -132,11 +132,14 @@ class S3Store:
                 for start in range(0, max(entry.size, 1), PART_BYTES)
             ]
             done = threads.map(lambda part: self._fetch_part(folder, *part), parts)
-            for (entry, path, start), _ in zip(parts, done, strict=True):
-                if start + PART_BYTES >= entry.size:  # the last one: they come in order
-                    self._check(f"{folder}/{entry.path}", path, entry)
-                    _inside(root, entry.path).parent.mkdir(parents=True, exist_ok=True)
-                    path.replace(_inside(root, entry.path))
+            try:
+                for (entry, path, start), _ in zip(parts, done, strict=True):
+                    if start + PART_BYTES >= entry.size:  # the last one: they come in order
+                        self._check(f"{folder}/{entry.path}", path, entry)
+                        _inside(root, entry.path).parent.mkdir(parents=True, exist_ok=True)
+                        path.replace(_inside(root, entry.path))
+            finally:
+                threads.shutdown(cancel_futures=True)  # where one is damaged, the rest is not waited for
 
     def _fetch_part(self, folder: str, entry: FileEntry, path: Path, start: int) -> None:
         name = f"{folder}/{entry.path}"

@@ -23,6 +23,7 @@ from tests.s3 import Bucket, Fault, Proxy, Server, faulty, free_port, used
 
 SECRET = "wJalrXUtnFEMI"
 PART_BYTES = 5 * 2**20  # the least that S3 takes
+BUSY = 8.0  # what a busy machine may add to known waits
 TRIES = [2, pytest.param(s3_store.TRIES, marks=pytest.mark.slow)]  # the fewer, the sooner
 
 
@@ -140,9 +141,7 @@ def test_an_error_that_stays_is_told_in_time(
         began = time.monotonic()
         with pytest.raises(StoreUnreachable, match=r"s3://.*can't read a: .*at http://127"):
             store.read("a")
-        assert time.monotonic() - began < 2 ** (tries - 1) - 1 + 3, (
-            "botocore's waits; the machine may be busy"
-        )
+        assert time.monotonic() - began < 2 ** (tries - 1) - 1 + BUSY, "botocore's waits"
     assert proxy.asked("GET", "/a") == [503] * tries
 
 
@@ -168,7 +167,7 @@ def test_a_server_that_falls_silent_is_unreachable_in_time(
         began = time.monotonic()
         with pytest.raises(StoreUnreachable, match=r"[Tt]imeout|timed out"):
             S3Store(f"s3://{bucket.name}/some")
-        assert time.monotonic() - began < 2 * 0.2 + 1 + 3
+        assert time.monotonic() - began < 2 * 0.2 + 1 + BUSY
 
 
 @pytest.mark.parametrize("tries", TRIES)
@@ -178,7 +177,7 @@ def test_where_nothing_listens_it_is_told_in_time(monkeypatch: pytest.MonkeyPatc
         began = time.monotonic()
         with pytest.raises(StoreUnreachable, match=r"s3://some-bucket: can't read store\.json"):
             open_store("s3://some-bucket")
-        assert time.monotonic() - began < 2 ** (tries - 1) - 1 + 3
+        assert time.monotonic() - began < 2 ** (tries - 1) - 1 + BUSY
 
 
 # ------------------------------------------------------------------------------------------------- errors that stay
