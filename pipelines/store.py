@@ -237,6 +237,10 @@ def identify(store: Store, create: bool) -> str:
         if not create:
             raise StoreAbsent(f"{store.uri} is not a store: there is no {Layout.STORE} in it")
         store.create(Layout.STORE, encode({"id": secrets.token_hex(16), "layout": LAYOUT_VERSION}))
+        if store.create(Layout.STORE, b"{}"):
+            raise StoreError(
+                f"{store.uri}: its server ignores If-None-Match and overwrites: no store can be kept there"
+            )
         data = store.read(Layout.STORE) or b""
     try:
         found = json.loads(data)

@@ -36,6 +36,7 @@ from pipelines.store import (
     Staging,
     Store,
     StoreError,
+    StoreUnreachable,
     commit,
     local_files,
     now,
@@ -113,8 +114,8 @@ def run_stage(job: str) -> None:
         result = main(context)
         _commit(context, result, started)
     except (ValueError, StoreError) as error:
-        if not _is_deliberate(error):
-            raise
+        if isinstance(error, StoreUnreachable) or not _is_deliberate(error):
+            raise  # another attempt may do better
         # a task's error carries the remote traceback in its text; the message of the cause is what the user needs
         _give_up(str(getattr(error, "cause", error)))
     except OSError as error:
