@@ -401,11 +401,8 @@ def add_event(store: Store, run: str, event: str, **fields: Any) -> None:
 def read_events(store: Store, run: str) -> list[dict[str, Any]]:
     """A run's history, oldest first."""
     folder = f"{Layout.run(run)}/events"
-    found = [
-        json.loads(data)
-        for name in store.names(folder)
-        if (data := store.read(f"{folder}/{name}")) is not None
-    ]
+    names = [f"{folder}/{name}" for name in store.names(folder)]
+    found = [json.loads(data) for data in store.read_all(names) if data is not None]
     return sorted(found, key=lambda record: record["time"])  # ulids of one millisecond are in no order
 
 
