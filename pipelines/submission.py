@@ -7,6 +7,7 @@ a submission id, `driver-<run>-<n>`, is taken once, and the next is for a driver
 from __future__ import annotations
 
 import shlex
+import socket
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,7 +18,7 @@ from urllib.parse import urlsplit
 from pipelines.cluster import ENDED, LOOPBACK, Cluster, ClusterUnreachable, connect
 from pipelines.runs import Clusters, Run
 from pipelines.spec import RecipeError
-from pipelines.store import Store, add_event
+from pipelines.store import Store, add_event, read_events
 
 # File systems that several machines may see; any other is taken to be this machine's own.
 SHARED = (
@@ -56,16 +57,21 @@ def reach(address: str, token_file: Path | None) -> Cluster:
     Raises:
         RecipeError: the address is none, nothing answers there, or the token is refused.
     """
-    if not address.startswith(("http://", "https://")) or not urlsplit(address).hostname:
-        raise RecipeError(
-            f"--address {address}: write the address of Ray's dashboard, as in http://HOST:8265"
-        )
+    check_address(address)
     try:
         cluster = connect(address, token_file)
         cluster.session_name  # noqa: B018 (asks)
     except (ClusterUnreachable, ValueError) as error:
         raise RecipeError(f"--address: no Ray cluster can be used there: {error}") from None
     return cluster
+
+
+def check_address(address: str) -> None:
+    """Refuse what is no address of a dashboard. Raises RecipeError."""
+    if not address.startswith(("http://", "https://")) or not urlsplit(address).hostname:
+        raise RecipeError(
+            f"--address {address}: write the address of Ray's dashboard, as in http://HOST:8265"
+        )
 
 
 def reached(address: str | None, token_file: Path | None) -> Clusters:
@@ -116,23 +122,26 @@ def submit_driver(
     number = 1
     while (job := cluster.job(submission_id := f"driver-{run.id}-{number}")) is not None:
         if job.status not in ENDED:
-            return submission_id
+            break
         number += 1
-    # elsewhere there is no telling where Python lies: as `ray job submit -- python` does
-    python = sys.executable if is_loopback(cluster.address) else "python"
-    command = [python, "-m", "pipelines", "drive", run.id, "--store", store.uri]
-    command += ["--parallel", str(parallel)] if parallel is not None else []
-    command += ["--local-ray", str(ray_folder)] if ray_folder is not None else []
-    # `exec`: the entrypoint is run through a shell, whose death would otherwise not be the driver's
-    cluster.submit(submission_id, f"exec {shlex.join(command)}", store.settings, {"run": run.id})
-    add_event(
-        store,
-        run.id,
-        "driver submitted",
-        submission_id=submission_id,
-        cluster_address=cluster.address,
-        cluster_session=cluster.session_name,
-    )
+    if job is None:
+        # elsewhere there is no telling where Python lies: as `ray job submit -- python` does
+        python = sys.executable if is_loopback(cluster.address) else "python"
+        command = [python, "-m", "pipelines", "drive", run.id, "--store", store.uri]
+        command += ["--parallel", str(parallel)] if parallel is not None else []
+        command += ["--local-ray", str(ray_folder)] if ray_folder is not None else []
+        # `exec`: the entrypoint is run through a shell, whose death would otherwise not be the driver's
+        cluster.submit(submission_id, f"exec {shlex.join(command)}", store.settings, {"run": run.id})
+    if not any(event.get("submission_id") == submission_id for event in read_events(store, run.id)):
+        add_event(
+            store,
+            run.id,
+            "driver submitted",
+            submission_id=submission_id,
+            host=socket.gethostname(),
+            cluster_address=cluster.address,
+            cluster_session=cluster.session_name,
+        )
     return submission_id
 
 
