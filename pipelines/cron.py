@@ -88,7 +88,7 @@ def _problem(text: str, low: int, high: int, names: tuple[str, ...]) -> str | No
                 )
         if len(numbers) == 2 and numbers[0] > numbers[1]:
             return f"{item} runs backwards; write {last}-{first}, or two parts with a comma"
-        if step is not None and (int(step) == 0 or len(numbers) == 1):
+        if step is not None and (int(step) == 0 or len(set(numbers)) == 1):
             begin = first or low
             return f"{item}: a step is 1 or more, behind * or a range, as in {begin}-{high}/2"
     return None
