@@ -60,7 +60,9 @@ def on_this_day(line: str, day: date) -> bool:
 
 def walked(line: str, zone: ZoneInfo, begin: datetime, end: datetime) -> list[datetime]:
     """Every instant in (begin, end], by looking at every minute."""
-    minutes, hours = (numbers(field, *limits) for field, limits in zip(line.split(), LIMITS[:2], strict=False))
+    minutes, hours = (
+        numbers(field, *limits) for field, limits in zip(line.split(), LIMITS[:2], strict=False)
+    )
     found = set()
     if line.split()[0].startswith("*") or line.split()[1].startswith("*"):  # by real time
         moment = begin.replace(second=0, microsecond=0)
@@ -75,7 +77,10 @@ def walked(line: str, zone: ZoneInfo, begin: datetime, end: datetime) -> list[da
             for hour in hours if on_this_day(line, day) else ():
                 for minute in minutes:
                     naive = datetime.combine(day, time(hour, minute))
-                    while naive.replace(tzinfo=zone).astimezone(UTC).astimezone(zone).replace(tzinfo=None) != naive:
+                    while (
+                        naive.replace(tzinfo=zone).astimezone(UTC).astimezone(zone).replace(tzinfo=None)
+                        != naive
+                    ):
                         naive += MINUTE
                     found.add(naive.replace(tzinfo=zone).astimezone(UTC))
             day += DAY
@@ -96,8 +101,10 @@ def test_ticks_are_those_that_a_walk_over_all_minutes_finds(line: str, begin: da
     try:
         checked = check_cron(line)
     except RecipeError as error:
-        assert "does not come" in str(error)  # noqa: PT017
-        assert not walked(line, ZoneInfo("UTC"), datetime(2024, 2, 1, tzinfo=UTC), datetime(2024, 3, 1, tzinfo=UTC))
+        assert "does not come" in str(error)
+        assert not walked(
+            line, ZoneInfo("UTC"), datetime(2024, 2, 1, tzinfo=UTC), datetime(2024, 3, 1, tzinfo=UTC)
+        )
         return
     end = begin + 2 * DAY
     expected = walked(line, ZoneInfo(zone), begin, end)
@@ -196,11 +203,21 @@ SYSTEMD = pytest.mark.skipif(
 @SYSTEMD
 @pytest.mark.parametrize(
     "line",
-    ["0 3 * * 1", "*/20 * * * *", "15,45 8-18/5 * * 1-5", "0 0 1 */3 *", "30 12 29 2 *", "0 6 1,15 * 5", "0 0 * * 7"],
+    [
+        "0 3 * * 1",
+        "*/20 * * * *",
+        "15,45 8-18/5 * * 1-5",
+        "0 0 1 */3 *",
+        "30 12 29 2 *",
+        "0 6 1,15 * 5",
+        "0 0 * * 7",
+    ],
 )
 @pytest.mark.parametrize("zone", ["UTC", "Europe/Berlin", "America/New_York"])
 def test_systemd_reads_on_calendar_as_we_read_cron(line: str, zone: str) -> None:
-    begin = datetime(2026, 11, 21, 14, 5, 30, tzinfo=UTC)  # no change of the clocks lies within the next weeks
+    begin = datetime(
+        2026, 11, 21, 14, 5, 30, tzinfo=UTC
+    )  # no change of the clocks lies within the next weeks
     command = ["systemd-analyze", "calendar", "--iterations=12", f"--base-time={begin:%Y-%m-%d %H:%M:%S} UTC"]
     said = subprocess.run(
         [*command, *on_calendar(line, zone)], capture_output=True, text=True, check=True, env={"TZ": "UTC"}

@@ -81,7 +81,7 @@ def test_the_cron_job_is_valid_and_has_no_secrets(monkeypatch: pytest.MonkeyPatc
     assert (spec["schedule"], spec["timeZone"]) == ("0 3 * * 0,5,6", "Europe/Berlin")
     assert spec["concurrencyPolicy"] == "Forbid"
     (container,) = spec["jobTemplate"]["spec"]["template"]["spec"]["containers"]
-    assert container["command"] == "vitflow schedule tick weekly --store s3://bucket/prefix".split()
+    assert container["command"] == ["vitflow", "schedule", "tick", "weekly", "--store", "s3://bucket/prefix"]
     assert container["envFrom"] == [{"secretRef": {"name": "vitflow"}}]
     assert "hunter2" not in text
 
