@@ -37,6 +37,7 @@ from pipelines.store import (
 )
 
 DRIVERS = 3  # so many drivers of one run may die on one and the same cluster before it is given up
+_OVER: set[tuple[str, str]] = set()  # (store, run): what is over stays so and is asked for every few seconds
 _NAME = re.compile(r"[a-z][a-z0-9_-]{0,40}")
 
 
@@ -210,9 +211,8 @@ def attend(
         return
     before = last_decision(store, name)
     in_the_way = None
-    if before is not None:
-        status = _status(store, before.run, schedule, token_file)
-        if status == "UNFINISHED":
+    if before is not None and not _over(store, before.run):
+        if _status(store, before.run, schedule, token_file) == "UNFINISHED":
             yield from _submit(store, schedule, before.run, token_file)
         if not _over(store, before.run):
             in_the_way = before.run
@@ -253,7 +253,9 @@ def _status(store: Store, run: str, schedule: Schedule, token_file: Path | None)
 
 
 def _over(store: Store, run: str) -> bool:
-    return read_plan(store, run) is not None and is_over(store, run)
+    if (store.id, run) not in _OVER and read_plan(store, run) is not None and is_over(store, run):
+        _OVER.add((store.id, run))
+    return (store.id, run) in _OVER
 
 
 def _submit(store: Store, schedule: Schedule, run_id: str, token_file: Path | None) -> Iterator[str]:
