@@ -28,8 +28,6 @@ _FIELDS: tuple[tuple[str, int, int, tuple[str, ...]], ...] = (
     ("day of week", 0, 7, _DAYS),
 )
 _ITEM = re.compile(r"(?:\*|([A-Z0-9]+)(?:-([A-Z0-9]+))?)(?:/([0-9]+))?")
-# a clock is set by less than this: where an iteration must begin so as to miss no time that is set right
-_CLOCK_CHANGE = timedelta(hours=3)
 # looked through one after the other for the last time that was due: leap days are up to eight years apart
 _BACK = tuple(timedelta(days=days) for days in (1 / 24, 1, 8, 32, 367, 8 * 366))
 
@@ -118,12 +116,9 @@ def check_timezone(name: str) -> str:
 
 def ticks(cron: str, timezone: str, after: datetime) -> Iterator[datetime]:
     """The instants of a checked line, in UTC, later than `after`, each once."""
-    begin = (after - _CLOCK_CHANGE).astimezone(ZoneInfo(timezone))
-    last = after.astimezone(UTC)
-    for local in CronSim(cron, begin):
+    for local in CronSim(cron, after.astimezone(ZoneInfo(timezone))):
         tick = local.astimezone(UTC)
-        if tick > last:  # two times that do not exist are set right to one, and the beginning lies earlier
-            last = tick
+        if tick > after:  # in the second pass of an hour that comes twice, the first is found again
             yield tick
 
 

@@ -133,6 +133,7 @@ def test_the_clocks_of_berlin() -> None:
         return [f"{tick:%d %H:%M}" for tick in islice(ticks(line, "Europe/Berlin", begin), count)]
 
     assert utc("30 2 * * *", 3, 28, 12, 2) == ["29 01:00", "30 00:30"], "2:30 does not exist: at 3:00"
+    assert utc("15,45 2 * * *", 3, 28, 12, 2) == ["29 01:00", "30 00:15"], "both at 3:00, which is once"
     assert utc("30 2 * * *", 10, 24, 12, 2) == ["25 00:30", "26 01:30"], "2:30 comes twice: the first"
     assert utc("30 2 * * *", 10, 25, 1, 1) == ["26 01:30"], "in the second 2:00 hour it has been"
     assert utc("0 * * * *", 10, 24, 23, 3) == ["25 00:00", "25 01:00", "25 02:00"], "every hour is every hour"
