@@ -226,7 +226,8 @@ def test_a_served_schedule_whose_server_is_killed_twice_fires_each_tick_once(
     print((tmp_path / "log").read_text())
     folder = Path(store.uri) / "schedules" / "often" / "ticks"
     decided = [json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))]
-    assert [record["tick"] for record in decided][:MINUTES] == [tick.isoformat() for tick in ticks]
+    # an earlier tick too, where Ray took its time to start
+    assert {tick.isoformat() for tick in ticks} <= {record["tick"] for record in decided}
     fired = [record["run"] for record in decided if record["decision"] == "run"]
     assert runs(store) == fired
     for run in fired:
