@@ -9,7 +9,7 @@ import sys
 
 import typer
 
-from pipelines.commands import images, looking, reports, running
+from pipelines.commands import images, looking, reports, running, schedules
 from pipelines.commands.common import errors, plain
 from pipelines.spec import RecipeError
 from pipelines.store import StoreError
@@ -37,6 +37,7 @@ for command in (
     app.command(command.__name__.rstrip("_"))(command)
 app.command("drive", hidden=True)(running.drive)
 app.add_typer(reports.app, name="report")
+app.add_typer(schedules.app, name="schedule")
 
 
 def main() -> None:

@@ -18,6 +18,7 @@ from pipelines import identity, plan
 from pipelines.cluster import ENDED, Cluster, ClusterUnreachable, python_entrypoint
 from pipelines.plan import PlannedStage
 from pipelines.runs import Run
+from pipelines.spec import RecipeError
 from pipelines.store import (
     Attempt,
     InputRef,
@@ -179,7 +180,11 @@ class Driver:
         if lost := [given for given in inputs if self.status.get(given) in {"FAILED", "SKIPPED", "STOPPED"}]:
             self._end(name, "SKIPPED", f"{lost[0]} was not made")
         elif all(given in self.committed for given in inputs):
-            planned = plan.plan_stage(self.store, name, config, self.committed, self.run.strict_code)
+            try:
+                planned = plan.plan_stage(self.store, name, config, self.committed, self.run.strict_code)
+            except RecipeError as error:  # a source that is gone since the run was planned
+                self._end(name, "FAILED", str(error))
+                return
             if name in self.run.force:
                 key = plan.force_stage(self.store, planned, self.run.force[name], self.run.id)
                 manifest = read_manifest(self.store, config.job, key)

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
 
 from pipelines import identity
 from pipelines.recipe import parse_pipeline
@@ -153,8 +154,10 @@ def _process_alive(event: dict[str, Any]) -> bool | None:
 
 
 def _job_alive(event: dict[str, Any], clusters: Clusters) -> bool | None:
-    from pipelines.cluster import ENDED, ClusterUnreachable
+    from pipelines.cluster import ENDED, LOOPBACK, ClusterUnreachable
 
+    if urlsplit(event["cluster_address"]).hostname in LOOPBACK and event.get("host") != socket.gethostname():
+        return None  # the same address is another cluster here
     try:
         job = clusters(event["cluster_address"]).job(event["submission_id"])
     except ClusterUnreachable as error:

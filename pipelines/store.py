@@ -48,6 +48,8 @@ class Layout:
     artifacts/<job>/<key>/attempts/<n>/files/...        the files of that attempt
     artifacts/<job>/<key>/attempts/<n>/log.txt          its job's log (a cluster's own logs die with it)
     runs/<run id>/plan.json  stop.json  events/<ulid>.json
+    schedules/<name>/<n>.json                           numbered: the highest is the present, the rest is history
+    schedules/<name>/ticks/<tick>.json                  what was decided of a tick, before anything is done
     """
 
     STORE = "store.json"
@@ -75,6 +77,10 @@ class Layout:
     @staticmethod
     def run(run: str) -> str:
         return f"runs/{run}"
+
+    @staticmethod
+    def schedule(name: str) -> str:
+        return f"schedules/{name}"
 
 
 # ------------------------------------------------------------------------------------------------- records
@@ -374,6 +380,21 @@ def _parse(model: type[Record], data: bytes, name: str) -> Record:
         return model.model_validate_json(data)
     except ValidationError as error:
         raise StoreError(f"{name} is damaged or of another version: {error.errors()[0]['msg']}") from None
+
+
+# ------------------------------------------------------------------------------------------------- numbered records
+
+
+def numbers(store: Store, folder: str) -> list[int]:
+    """The numbers of the records <folder>/<n>.json, in order: the highest is the present, the rest is history."""
+    found = (name.removesuffix(".json") for name in store.names(folder) if name.endswith(".json"))
+    return sorted(int(name) for name in found if name.isdigit())
+
+
+def read_record(store: Store, name: str, model: type[Record]) -> Record | None:
+    """The record in an object, None where there is none."""
+    data = store.read(name)
+    return None if data is None else _parse(model, data, name)
 
 
 # ------------------------------------------------------------------------------------------------- runs

@@ -6,6 +6,7 @@ a submission id, `driver-<run>-<n>`, is taken once, and the next is for a driver
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -15,7 +16,7 @@ from urllib.parse import urlsplit
 from pipelines.cluster import ENDED, LOOPBACK, Cluster, ClusterUnreachable, connect, python_entrypoint
 from pipelines.runs import Clusters, Run
 from pipelines.spec import RecipeError
-from pipelines.store import Store, add_event
+from pipelines.store import Store, add_event, read_events
 
 # File systems that several machines may see; any other is taken to be this machine's own.
 SHARED = (
@@ -64,7 +65,7 @@ def reach(address: str, token_file: Path | None) -> Cluster:
 
 
 def check_address(address: str) -> None:
-    """Raises RecipeError for what can't be a dashboard's address."""
+    """Refuse what is no address of a dashboard. Raises RecipeError."""
     if not address.startswith(("http://", "https://")) or not urlsplit(address).hostname:
         raise RecipeError(
             f"--address {address}: write the address of Ray's dashboard, as in http://HOST:8265"
@@ -121,20 +122,23 @@ def submit_driver(
     number = 1
     while (job := cluster.job(submission_id := f"driver-{run.id}-{number}")) is not None:
         if job.status not in ENDED:
-            return submission_id
+            break
         number += 1
-    command = ["-m", "pipelines", "drive", run.id, "--store", store.uri]
-    command += ["--parallel", str(parallel)] if parallel is not None else []
-    command += ["--local-ray", str(ray_folder)] if ray_folder is not None else []
-    cluster.submit(submission_id, python_entrypoint(*command), store.settings, {"run": run.id})
-    add_event(
-        store,
-        run.id,
-        "driver submitted",
-        submission_id=submission_id,
-        cluster_address=cluster.address,
-        cluster_session=cluster.session_name,
-    )
+    if job is None:
+        command = ["-m", "pipelines", "drive", run.id, "--store", store.uri]
+        command += ["--parallel", str(parallel)] if parallel is not None else []
+        command += ["--local-ray", str(ray_folder)] if ray_folder is not None else []
+        cluster.submit(submission_id, python_entrypoint(*command), store.settings, {"run": run.id})
+    if not any(event.get("submission_id") == submission_id for event in read_events(store, run.id)):
+        add_event(
+            store,
+            run.id,
+            "driver submitted",
+            submission_id=submission_id,
+            host=socket.gethostname(),
+            cluster_address=cluster.address,
+            cluster_session=cluster.session_name,
+        )
     return submission_id
 
 

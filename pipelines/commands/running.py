@@ -122,6 +122,9 @@ def drive(
 
     opened = open_(store, create=False)
     started = runs.load_run(opened, run)
+    if runs.is_over(opened, run):  # another driver was faster than whoever submitted this one
+        console.print(f"{run} has ended already", highlight=False)
+        return
     connecting: AbstractContextManager[Connection] = LocalConnection(_say, local_ray)
     if local_ray is None:
         connecting = nullcontext(submission.ClusterConnection(connect()))
