@@ -201,7 +201,7 @@ class Optimizer(Frozen):
 Shots = Annotated[int, Field(ge=1)]
 Rate = Annotated[float, Field(gt=0)]
 Seed = Annotated[int, Field(ge=0)]
-Augmentation = Literal["none", "shift", "crop_flip"]
+Augmentation = Literal["none", "shift", "shift_flip", "crop_flip"]
 Dtype = Literal["bfloat16", "float32"]
 Method = Literal["majority", "k-NN", "logistic regression", "RBF SVM"]
 
