@@ -288,6 +288,7 @@ class Labels(Frozen):
 class Finetune(_Stage):
     """A Ray Tune sweep over learning rates, a refit with the best, and one look at test (paper, Table 4's protocol)."""
 
+    VERSION: ClassVar[int] = 2
     KIND: ClassVar[str] = "model"
     job: Literal["finetune"]
     data: str = takes("dataset")
@@ -297,7 +298,9 @@ class Finetune(_Stage):
         None, ge=4, le=8192, description="with a backbone: null keeps the backbone's"
     )
     labels: Labels = Labels()
-    learning_rates: Annotated[tuple[Rate, ...], Field(min_length=1), AfterValidator(_distinct)]
+    learning_rates: Annotated[tuple[Rate, ...], Field(min_length=1), AfterValidator(_distinct)] = Field(
+        description="to choose from; a single one is taken as it is, without a sweep"
+    )
     steps: int = Field(ge=1)
     batch_size: int = Field(ge=1)
     optimizer: Optimizer = Optimizer()
@@ -336,6 +339,7 @@ class Evaluate(_Stage):
 class Baselines(_Stage):
     """Classifiers on pixels (scikit-learn), given the same labels and folds as a fine-tuning."""
 
+    VERSION: ClassVar[int] = 2
     KIND: ClassVar[str] = "evaluation"
     job: Literal["baselines"]
     data: str = takes("dataset")
