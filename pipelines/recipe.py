@@ -14,6 +14,7 @@ from pipelines.spec import (
     DigitsSource,
     FolderSource,
     GlyphSource,
+    IdxSource,
     Labels,
     ModelSize,
     Optimizer,
@@ -27,7 +28,7 @@ MAX_RECIPE_BYTES = 1 << 20  # a recipe is read by people; more than this is not 
 # what YAML's constructors raise for dates that are none, keys that are lists, ten thousand brackets
 _UNREADABLE = (yaml.YAMLError, ValueError, TypeError, RecursionError, OSError)
 NESTED = {"model": ModelSize, "optimizer": Optimizer, "labels": Labels}
-SOURCES = {"glyphs": GlyphSource, "digits": DigitsSource, "folder": FolderSource}
+SOURCES = {"glyphs": GlyphSource, "digits": DigitsSource, "folder": FolderSource, "idx": IdxSource}
 
 
 class _StrictLoader(yaml.SafeLoader):

@@ -16,7 +16,7 @@ from functools import cache
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
 
 class RecipeError(ValueError):
@@ -40,6 +40,21 @@ def takes(*kinds: str, shows_names: bool = False, **constraints: Any) -> Any:
     What a stage is called does not enter a key, but where the result shows the names.
     """
     return Field(json_schema_extra={"input": list(kinds), "shows_names": shows_names}, **constraints)
+
+
+def _distinct(values: tuple[Any, ...]) -> tuple[Any, ...]:
+    if len(set(values)) < len(values):
+        raise ValueError(f"{list(values)} has a value twice")
+    return values
+
+
+def _ascending(values: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple(sorted(values))
+
+
+def _absolute(folder: str) -> str:
+    """A job runs in another working folder."""
+    return str(Path(folder).expanduser().absolute())
 
 
 # ---------------------------------------------------------------------------------------------------- sources
@@ -75,19 +90,13 @@ class FolderSource(Frozen):
 
     kind: Literal["folder"]
     name: str = Field("images", description="what reports call these images")
-    root: str = Field(
+    root: Annotated[str, AfterValidator(_absolute)] = Field(
         description="the folder; where it lies does not enter the key, what is in it does",
         json_schema_extra={"execution": True},
     )
     salt: str = Field(
         "vitflow", description="images without a given split are split by a hash with this salt"
     )
-
-    @field_validator("root")
-    @classmethod
-    def _absolute(cls, root: str) -> str:
-        """A job runs in another working folder."""
-        return str(Path(root).expanduser().absolute())
 
     def files(self) -> Iterator[tuple[str, Path]]:
         """(name relative to the root, path) of every file that the result depends on."""
@@ -102,7 +111,51 @@ class FolderSource(Frozen):
                 yield path.relative_to(root).as_posix(), path
 
 
-Source = Annotated[GlyphSource | DigitsSource | FolderSource, Field(discriminator="kind")]
+FASHION_MNIST_ROOT = "/usr/share/datasets/fashion-mnist"
+FASHION_MNIST = ("T-shirt/top", "Trouser", "Pullover", "Dress", "Coat", "Sandal", "Shirt", "Sneaker", "Bag",
+                 "Ankle boot")  # fmt: skip
+
+
+class IdxSource(Frozen):
+    """Fashion-MNIST, MNIST and others in their authors' four IDX files; their test is test, 1/12 of train is dev."""
+
+    kind: Literal["idx"]
+    name: str = Field("Fashion-MNIST", description="what reports call these images")
+    root: Annotated[str, AfterValidator(_absolute)] = execution(
+        FASHION_MNIST_ROOT, description="the folder of the four files, gzipped or not"
+    )
+    class_names: Annotated[tuple[str, ...], AfterValidator(_distinct)] = Field(
+        FASHION_MNIST, min_length=2, max_length=256, description="of the labels 0, 1, ... in the files"
+    )
+    classes: Annotated[tuple[int, ...], AfterValidator(_distinct), AfterValidator(_ascending)] | None = Field(
+        None, min_length=2, description="labels to keep, which become 0, 1, ... in their order; null: all"
+    )
+
+    @model_validator(mode="after")
+    def _classes_have_names(self) -> Self:
+        for label in self.classes or ():
+            if not 0 <= label < len(self.class_names):
+                raise ValueError(f"classes: {label} is not from 0 to {len(self.class_names) - 1}")
+        return self
+
+    def kept(self) -> tuple[int, ...]:
+        """The labels to keep, ascending."""
+        return self.classes or tuple(range(len(self.class_names)))
+
+    def files(self) -> Iterator[tuple[str, Path]]:
+        """(name without .gz, path) of the four files."""
+        for name in ("train-images-idx3", "train-labels-idx1", "t10k-images-idx3", "t10k-labels-idx1"):
+            plain = Path(self.root, f"{name}-ubyte")
+            zipped = plain.with_name(f"{plain.name}.gz")
+            if not zipped.is_file() and not plain.is_file():
+                raise RecipeError(
+                    f"source.root: {self.root} has neither {zipped.name} nor {plain.name}; Fashion-MNIST's files"
+                    f" come with Debian's package, apt-get install dataset-fashion-mnist, in {FASHION_MNIST_ROOT}"
+                )
+            yield plain.name, zipped if zipped.is_file() else plain
+
+
+Source = Annotated[GlyphSource | DigitsSource | FolderSource | IdxSource, Field(discriminator="kind")]
 
 
 def _package_folder(package: str) -> Path:
@@ -146,16 +199,10 @@ class Optimizer(Frozen):
     clip_norm: float = Field(1.0, gt=0, description="gradients are scaled down to this global norm")
 
 
-def _distinct(values: tuple[Any, ...]) -> tuple[Any, ...]:
-    if len(set(values)) < len(values):
-        raise ValueError(f"{list(values)} has a value twice")
-    return values
-
-
 Shots = Annotated[int, Field(ge=1)]
 Rate = Annotated[float, Field(gt=0)]
 Seed = Annotated[int, Field(ge=0)]
-Augmentation = Literal["none", "shift", "crop_flip"]
+Augmentation = Literal["none", "shift", "shift_flip", "crop_flip"]
 Dtype = Literal["bfloat16", "float32"]
 Method = Literal["majority", "k-NN", "logistic regression", "RBF SVM"]
 
@@ -252,6 +299,7 @@ class Labels(Frozen):
 class Finetune(_Stage):
     """A Ray Tune sweep over learning rates, a refit with the best, and one look at test (paper, Table 4's protocol)."""
 
+    VERSION: ClassVar[int] = 2
     KIND: ClassVar[str] = "model"
     job: Literal["finetune"]
     data: str = takes("dataset")
@@ -261,7 +309,9 @@ class Finetune(_Stage):
         None, ge=4, le=8192, description="with a backbone: null keeps the backbone's"
     )
     labels: Labels = Labels()
-    learning_rates: Annotated[tuple[Rate, ...], Field(min_length=1), AfterValidator(_distinct)]
+    learning_rates: Annotated[tuple[Rate, ...], Field(min_length=1), AfterValidator(_distinct)] = Field(
+        description="to choose from; a single one is taken as it is, without a sweep"
+    )
     steps: int = Field(ge=1)
     batch_size: int = Field(ge=1)
     optimizer: Optimizer = Optimizer()
@@ -300,6 +350,7 @@ class Evaluate(_Stage):
 class Baselines(_Stage):
     """Classifiers on pixels (scikit-learn), given the same labels and folds as a fine-tuning."""
 
+    VERSION: ClassVar[int] = 2
     KIND: ClassVar[str] = "evaluation"
     job: Literal["baselines"]
     data: str = takes("dataset")

@@ -5,7 +5,8 @@ refit), rows.parquet and predictions.parquet (`ray_jobs.rows`), sweep.json {tria
 
 What chooses the rate: with few labels, the mean accuracy over folds inside draw 0's labels; with all labels, dev; of
 equals the lower loss. Then every draw is fitted with that rate on all its labels (with all labels: train and dev) and
-scored on test once. A trial of the sweep is given images of train and dev only; test is opened by `refit` alone.
+scored on test once. A single rate needs no choice, so nothing is swept. A trial of the sweep is given images of train
+and dev only; test is opened by `refit` alone.
 
     python -m ray_jobs.finetune --spec STORE/artifacts/finetune/<key>/attempts/<n>/attempt.json
 """
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
     from vit_model.model import ViT
 
 PROTOCOL = "fine-tuning"
+ONE_RATE = "nothing, one learning rate was given"
 _EVALUATION_BATCH = 512
 _CURVE_POINTS = 20
 
@@ -299,9 +301,12 @@ def main(context: Context) -> Result:
     dataset = open_dataset(context.input("data"))
     task = make_task(config, dataset, context.input("backbone") if config.backbone else None)
     pools, folds, selected_on = labelled(config, dataset, task.contract)
-    with tempfile.TemporaryDirectory(prefix="vitflow-", ignore_cleanup_errors=True) as scratch:
-        trials = sweep(task, pools[0], folds, scratch)
-    chosen = choose(trials)
+    if len(config.learning_rates) == 1:  # nothing to choose from, so no image is kept from the training
+        trials, chosen, selected_on = [], config.learning_rates[0], ONE_RATE
+    else:
+        with tempfile.TemporaryDirectory(prefix="vitflow-", ignore_cleanup_errors=True) as scratch:
+            trials = sweep(task, pools[0], folds, scratch)
+        chosen = choose(trials)
     print(f"chosen on {selected_on}: learning rate {chosen:g}", flush=True)
     refits = run_refits(context, task, pools, chosen)
 
@@ -319,10 +324,11 @@ def main(context: Context) -> Result:
     digest["sweep"] = sha256(sweep_json)  # a report shows it
     metrics: dict[str, float | int | str] = {
         "learning_rate": chosen,
-        "validation_accuracy": max(float(np.mean(trial["accuracies"])) for trial in trials),
         "test_accuracy": float(np.mean([found.score.accuracy for found in refits])),
         "parameters": task.contract.architecture.num_parameters,
     }
+    if trials:
+        metrics["validation_accuracy"] = max(float(np.mean(trial["accuracies"])) for trial in trials)
     return Result(content_digest=sha256(canonical_json(digest)), files=files, metrics=metrics)
 
 

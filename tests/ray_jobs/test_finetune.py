@@ -196,6 +196,19 @@ def test_the_whole_stage_twice(dataset, tmp_path, local_ray):
 
 
 @pytest.mark.ray
+def test_a_single_rate_is_not_swept_and_says_so(dataset, tmp_path, local_ray):
+    config = configuration(labels=Labels(), learning_rates=(1e-2,))
+    result = finetune.main(context(tmp_path, dataset, config))
+    folder = tmp_path / "artifacts/finetune/k/attempts/1/files"
+    sweep = json.loads((folder / "sweep.json").read_text())
+    assert sweep == {"trials": [], "chosen": 1e-2, "selected_on": finetune.ONE_RATE}
+    assert "validation_accuracy" not in result.metrics
+    (row,) = rows.read_table(folder / "rows.parquet", rows.ROWS)
+    assert row["selected_on"] == finetune.ONE_RATE
+    assert row["value"] == result.metrics["test_accuracy"] > 0.9, "it was fitted all the same"
+
+
+@pytest.mark.ray
 def test_a_mistake_in_a_trial_is_told_as_it_was_made(dataset, tmp_path, local_ray):
     with pytest.raises(ValueError, match="diverged with every learning rate"):
         finetune.main(context(tmp_path / "store", dataset, configuration(learning_rates=(1e30,))))
