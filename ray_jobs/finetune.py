@@ -75,6 +75,11 @@ class Score(NamedTuple):
 # ------------------------------------------------------------------------------------------------- one fit
 
 
+def fetched(context: Context, task: Task) -> Task:
+    """The task on this machine: another may have fetched the backbone's files to another folder."""
+    return task if task.backbone is None else task._replace(backbone=context.input("backbone"))
+
+
 def start_model(task: Task, seed: int) -> ViT:
     """The model before its first step: a new head (zeros) on the backbone, or new weights throughout."""
     from vit_model.model import ViT
@@ -185,7 +190,7 @@ def run_trial(task: Task, pool: Images, fold: tuple[Indices, Indices], rate: flo
 
 
 def sweep(
-    task: Task, pool: Images, folds: list[tuple[Indices, Indices]], scratch: str
+    context: Context, task: Task, pool: Images, folds: list[tuple[Indices, Indices]], scratch: str
 ) -> list[dict[str, Any]]:
     """Ray Tune over rate x fold: [{learning_rate, accuracies, losses}] in the order of the configuration.
 
@@ -202,7 +207,7 @@ def sweep(
     resources, concurrent = devices.fit_resources(task.config.threads)
     tuner = tune.Tuner(
         tune.with_resources(
-            tune.with_parameters(_tune_trial, task=task, pool=pool, folds=folds),
+            tune.with_parameters(_tune_trial, context=context, task=task, pool=pool, folds=folds),
             resources,
         ),
         param_space={
@@ -229,14 +234,18 @@ def sweep(
 
 
 def _tune_trial(
-    parameters: dict[str, int], task: Task, pool: Images, folds: list[tuple[Indices, Indices]]
+    parameters: dict[str, int],
+    context: Context,
+    task: Task,
+    pool: Images,
+    folds: list[tuple[Indices, Indices]],
 ) -> None:
     from ray import tune
 
     rate = task.config.learning_rates[parameters["rate"]]
     name = f"learning rate {rate:g}" + (f", fold {parameters['fold']}" if len(folds) > 1 else "")
     try:
-        result = run_trial(task, pool, folds[parameters["fold"]], rate, name)
+        result = run_trial(fetched(context, task), pool, folds[parameters["fold"]], rate, name)
     except optim.DivergenceError as error:  # a sweep is there to find out which rates are too high
         print(f"{name}: {error}", flush=True)
         tune.report({"accuracy": 0.0, "loss": sys.float_info.max})
@@ -263,7 +272,7 @@ class Refit(NamedTuple):
 
 def refit(context: Context, task: Task, pool: Images, rate: float, draw: int) -> Refit:
     """Fit on all of a draw's labels and judge on test. Draw 0's model becomes the artifact's."""
-    model, curve = fit(task, pool, rate, task.config.seed + draw, f"draw {draw}, step")
+    model, curve = fit(fetched(context, task), pool, rate, task.config.seed + draw, f"draw {draw}, step")
     test = read_split(open_dataset(context.input("data")), task.contract, "test")
     result = score(model, task.contract, test)
     print(f"draw {draw}: test accuracy {result.accuracy:.3f}", flush=True)
@@ -305,7 +314,7 @@ def main(context: Context) -> Result:
         trials, chosen, selected_on = [], config.learning_rates[0], ONE_RATE
     else:
         with tempfile.TemporaryDirectory(prefix="vitflow-", ignore_cleanup_errors=True) as scratch:
-            trials = sweep(task, pools[0], folds, scratch)
+            trials = sweep(context, task, pools[0], folds, scratch)
         chosen = choose(trials)
     print(f"chosen on {selected_on}: learning rate {chosen:g}", flush=True)
     refits = run_refits(context, task, pools, chosen)
