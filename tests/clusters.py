@@ -20,7 +20,7 @@ import psutil
 
 ROOT = Path(__file__).parents[1]
 # a node of a cluster knows nothing of the machine of whoever submits
-FOREIGN = ("RAY_", "VITFLOW_", "XDG_CACHE_HOME")
+FOREIGN = ("RAY_", "VITFLOW_", "XDG_CACHE_HOME", "AWS_")
 
 
 @dataclass
@@ -36,12 +36,11 @@ class RayCluster:
     def token(self) -> Path:
         return self.folder / "token"
 
-    @property
-    def environment(self) -> dict[str, str]:
-        """Of the nodes' processes."""
+    def environment(self, number: int) -> dict[str, str]:
+        """Of a node's processes: each has a home of its own."""
         own = {name: value for name, value in os.environ.items() if not name.startswith(FOREIGN)}
         return own | {
-            "HOME": str(self.folder / "home"),
+            "HOME": str(self.folder / f"home-{number}"),
             "RAY_AUTH_MODE": "token",
             "RAY_AUTH_TOKEN_PATH": str(self.token),
             "RAY_USAGE_STATS_ENABLED": "0",
@@ -52,13 +51,15 @@ class RayCluster:
     def add_node(self, *, cpus: int) -> subprocess.Popen[bytes]:
         """The first node is the head."""
         number = len(self.nodes)
+        (self.folder / f"home-{number}").mkdir()
         role = [f"--address={self.gcs}"] if self.nodes else self._head_options()
         with (self.folder / f"node-{number}.log").open("wb") as log:
             node = subprocess.Popen(
                 [sys.executable, "-m", "ray.scripts.scripts", "start", *role, f"--num-cpus={cpus}",
                  "--node-ip-address=127.0.0.1", "--object-store-memory=200000000",
                  "--dashboard-agent-listen-port=0", "--disable-usage-stats", "--block"],
-                cwd=self.folder, env=self.environment, stdout=log, stderr=subprocess.STDOUT, start_new_session=True,
+                cwd=self.folder, env=self.environment(number), stdout=log, stderr=subprocess.STDOUT,
+                start_new_session=True,
             )  # fmt: skip
         self.nodes.append(node)
         return node
@@ -74,7 +75,6 @@ class RayCluster:
 def ray_cluster(cpus: Sequence[int]) -> Iterator[RayCluster]:
     """A cluster with as many nodes as numbers of CPUs are given; nothing of it lives afterwards."""
     folder = Path(tempfile.mkdtemp(prefix="vfc-"))
-    (folder / "home").mkdir()
     cluster = RayCluster(folder)
     cluster.token.touch(mode=0o600)
     cluster.token.write_text(secrets.token_hex(32))
@@ -107,7 +107,7 @@ def total_cpus(cluster: RayCluster) -> int:
     )
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", code],
-        env=cluster.environment | {"RAY_ADDRESS": cluster.gcs}, capture_output=True, text=True, timeout=60,
+        env=cluster.environment(0) | {"RAY_ADDRESS": cluster.gcs}, capture_output=True, text=True, timeout=60,
     )  # fmt: skip
     return int(done.stdout) if done.returncode == 0 else 0
 

@@ -66,6 +66,10 @@ class Server:
         client.create_bucket(Bucket=name)
         return Bucket(name, client)
 
+    def bucket_of(self, uri: str) -> "Bucket":
+        """The bucket of a store's address."""
+        return Bucket(urlsplit(uri).netloc, self.client)
+
 
 @dataclass(frozen=True)
 class Bucket:
@@ -81,6 +85,9 @@ class Bucket:
 
     def read(self, name: str) -> bytes:
         return bytes(self.client.get_object(Bucket=self.name, Key=name)["Body"].read())
+
+    def read_all(self) -> list[bytes]:
+        return [self.read(name) for name in self.objects()]
 
     def write(self, name: str, data: bytes) -> None:
         self.client.put_object(Bucket=self.name, Key=name, Body=data)

@@ -1,6 +1,7 @@
 """A Ray started by hand with a token: submit from one home, look and stop from another; nodes and drivers that die."""
 
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -11,16 +12,20 @@ from pathlib import Path
 import psutil
 import pytest
 
+from pipelines.recipe import load_pipeline
 from pipelines.store import open_store, read_events
 from tests.clusters import RayCluster, end, home, ray_cluster, wait_for
+from tests.s3 import Server
 
 TINY = Path(__file__).parent.parent / "tiny.yaml"
+PIPELINE = os.environ.get("VITFLOW_CLUSTER_PIPELINE", str(TINY))  # `make test-cluster` submits the quickstart
 pytestmark = [pytest.mark.ray, pytest.mark.slow]
 
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[RayCluster]:
-    with ray_cluster([2]) as started:
+    """A head that computes nothing, and a node with a home of its own that does."""
+    with ray_cluster([0, 2]) as started:
         yield started
 
 
@@ -56,25 +61,49 @@ def driver(run: str) -> psutil.Process:
     return found[0]
 
 
-def test_submitted_from_one_home_and_followed_from_another(cluster: RayCluster, tmp_path: Path) -> None:
-    store, here, there = tmp_path / "store", home(tmp_path / "here"), home(tmp_path / "there")
-    started = time.monotonic()
-    run = submit(here, cluster, TINY, "--store", store)
-    assert time.monotonic() - started < 20, "it returns at once"
+@pytest.mark.parametrize("server", ["moto", "ceph"])
+def test_submitted_from_one_home_and_followed_from_another(
+    cluster: RayCluster, server: str, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    """The store is on S3; keys are in the homes of people and of nodes, and nowhere else."""
+    s3: Server = request.getfixturevalue(server)
+    store = f"s3://{s3.bucket().name}/store"
+    settings = {name: value for name, value in s3.environment.items() if name not in s3.keys}
+    here, there = (home(tmp_path / name, **settings) for name in ("here", "there"))
+    for folder in (tmp_path / "here", tmp_path / "there", *cluster.folder.glob("home-*")):
+        put_keys(folder, s3)
     at = ("--store", store, "--address", cluster.address, "--token-file", cluster.token)
+    command = [sys.executable, "-m", "pipelines", "submit", PIPELINE, *at]
+    started = time.monotonic()
+    with subprocess.Popen(list(map(str, command)), env=here, stdout=subprocess.PIPE, text=True) as client:
+        assert client.stdout is not None
+        run = client.stdout.readline().split()[1]
+        client.kill()
+    assert time.monotonic() - started < 20, "it returns at once"
     assert status(there, run, *at)["status"] == "RUNNING"
     logs = vitflow(there, "logs", run, "-f", *at).stdout
     assert all(f"committed {job}/" in logs for job in ("pretrain", "finetune", "report"))
     wait_for(lambda: status(there, run, *at)["status"] == "SUCCEEDED")
-    assert "Tiny" in vitflow(there, "report", "show", "--store", store).stdout
+    asked = "SELECT count(DISTINCT stage) FROM rows WHERE run = '" + run + "'"
+    answer = vitflow(there, "report", "query", asked, "--store", store, "--csv").stdout
+    measured = {"finetune", "evaluate", "baselines"}
+    stages = [stage for stage in load_pipeline(PIPELINE).stages.values() if stage.job in measured]
+    assert answer.split()[-1] == str(len(stages))
     assert not (tmp_path / "here" / "ray").exists(), "no local Ray was started"
     assert not (tmp_path / "there" / "ray" / "head.json").exists()
-    again = vitflow(
-        here, "submit", TINY, "--store", store, "--address", cluster.address, "--token-file", cluster.token
-    )
-    assert again.stdout.count("CACHED") == 6, "nothing is submitted when everything is made"
-    secret = cluster.token.read_bytes()
-    assert not [path for path in store.rglob("*") if path.is_file() and secret in path.read_bytes()]
+    again = vitflow(here, "submit", PIPELINE, *at)
+    assert again.stdout.count("CACHED") == len(load_pipeline(PIPELINE).stages), "and nothing is submitted"
+    secrets = (cluster.token.read_text().encode(), *(value.encode() for value in s3.keys.values()))
+    objects = s3.bucket_of(store).read_all()
+    records = [path.read_bytes() for path in (cluster.folder / "r").rglob("*.log") if path.is_file()]
+    assert not [secret for secret in secrets for data in (*objects, *records) if secret in data]
+
+
+def put_keys(folder: Path, server: Server) -> None:
+    """In ~/.aws/credentials."""
+    (folder / ".aws").mkdir(exist_ok=True)
+    keys = f"aws_access_key_id = {server.access_key}\naws_secret_access_key = {server.secret_key}\n"
+    (folder / ".aws" / "credentials").write_text(f"[default]\n{keys}")
 
 
 def test_run_drives_a_cluster_from_the_foreground(cluster: RayCluster, tmp_path: Path) -> None:
