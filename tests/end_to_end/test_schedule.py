@@ -90,11 +90,11 @@ def test_new_images_are_taken_in_and_what_follows_is_made_and_else_nothing(
 
     tick = first_tick(store)
     said, stages = at(tick)
-    assert f"driver-{tick_run('often', tick)}-1 is at work" in said[0]
+    assert f"driver-{tick_run(store, 'often', tick)}-1 is at work" in said[0]
     assert stages == {"images": "SUCCEEDED", "pixels": "SUCCEEDED"}
     (images / "a" / "0.png").touch()
     said, stages = at(tick + MINUTE)
-    assert said == [f"{tick_run('often', tick + MINUTE)}: nothing to do"]
+    assert said == [f"{tick_run(store, 'often', tick + MINUTE)}: nothing to do"]
     assert stages == {"images": "CACHED", "pixels": "CACHED"}
     add_image(images, "a", 100)
     said, stages = at(tick + 2 * MINUTE)

@@ -251,7 +251,7 @@ def test_a_tick_is_skipped_once_and_for_all_while_the_run_before_is_under_way(st
     assert say(store, tick + 3 * MINUTE) != [], "so is the next, for the same run"
     add_event(store, run, "finished", status="FAILED")
     assert say(store, tick + 3 * MINUTE + timedelta(seconds=20)) == [], "what was skipped stays skipped"
-    assert say(store, tick + 4 * MINUTE) == [f"{tick_run('often', tick + 4 * MINUTE)}: nothing to do"]
+    assert say(store, tick + 4 * MINUTE) == [f"{tick_run(store, 'often', tick + 4 * MINUTE)}: nothing to do"]
     assert list(decisions(store).values()) == ["run", "run", "skip", "skip", "run"]
 
 
@@ -263,7 +263,7 @@ def test_a_missed_tick_is_told_and_not_made_up_for_by_a_server_but_by_a_timer(st
     assert "was missed" in line
     assert f"next {hour + timedelta(hours=1):%Y-%m-%d %H:%M}" in line
     assert decisions(store) == {}
-    assert say(store, late, grace=None) == [f"{tick_run('often', hour)}: nothing to do"]
+    assert say(store, late, grace=None) == [f"{tick_run(store, 'often', hour)}: nothing to do"]
     assert say(store, late, grace=None) == []
 
 
@@ -317,7 +317,7 @@ def test_a_store_that_fails_is_said_and_begun_work_goes_on_later(store: FolderSt
 
     with pytest.raises(StoreError, match="no space left"):
         list(attend(Failing(store.root), "often", tick, None, GRACE))
-    assert say(store, tick + timedelta(seconds=5)) == [f"{tick_run('often', tick)}: nothing to do"]
+    assert say(store, tick + timedelta(seconds=5)) == [f"{tick_run(store, 'often', tick)}: nothing to do"]
     assert [event["event"] for event in read_events(store, tick_run(store, "often", tick))] == [
         "stage",
         "finished",
