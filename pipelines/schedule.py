@@ -157,9 +157,9 @@ def _write(store: Store, number: int, schedule: Schedule) -> None:
         raise StoreError(f"somebody else has just changed the schedule {schedule.name}: look at it again")
 
 
-def tick_run(name: str, tick: datetime) -> str:
-    """The id of a tick's run."""
-    return f"{name}-{tick:%Y%m%d-%H%M%S}-tick"
+def tick_run(store: Store, name: str, tick: datetime) -> str:
+    """The id of a tick's run; it has the store in it, since a cluster may serve several with schedules of one name."""
+    return f"{name}-{tick:%Y%m%d-%H%M%S}-tick{store.id[:8]}"
 
 
 def last_decision(store: Store, name: str) -> Decision | None:
@@ -174,7 +174,7 @@ def decide(store: Store, name: str, tick: datetime, in_the_way: str | None) -> D
     decision = Decision(
         tick=tick.isoformat(),
         decision="run" if in_the_way is None else "skip",
-        run=in_the_way or tick_run(name, tick),
+        run=in_the_way or tick_run(store, name, tick),
         nonce=secrets.token_hex(8),
         who=who(),
         time=now(),

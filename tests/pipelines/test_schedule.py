@@ -153,7 +153,7 @@ def test_where_nothing_is_new_the_run_is_over_at_once_and_ray_is_not_started(
 ) -> None:
     monkeypatch.setenv("VITFLOW_RAY_DIR", str(tmp_path / "ray"))
     tick = first_tick(store)
-    run = tick_run("often", tick)
+    run = tick_run(store, "often", tick)
     assert say(store, tick - timedelta(milliseconds=1)) == []
     assert say(store, tick) == [f"{run}: nothing to do"]
     assert say(store, tick + timedelta(seconds=30)) == [], "once"
@@ -193,7 +193,7 @@ def test_many_servers_at_once_decide_each_tick_once(store: FolderStore) -> None:
     assert set(found) <= set(expected)
     assert expected[0] in found, "the first of all is not late for anybody"
     ran = [datetime.fromisoformat(text) for text, decision in found.items() if decision == "run"]
-    assert runs.runs(store) == [tick_run("often", moment) for moment in ran]
+    assert runs.runs(store) == [tick_run(store, "often", moment) for moment in ran]
     assert all(runs.is_over(store, run) for run in runs.runs(store))
 
 
@@ -233,7 +233,7 @@ def test_whoever_is_killed_at_any_write_is_followed_by_one_who_finishes(
     die(store, tick, write, after)  # the decision, the plan, a stage's event, the end
     for seconds in (7, 90):  # the second: long after the grace
         list(attend(store, "often", tick + timedelta(seconds=seconds), None, timedelta(seconds=10)))
-    run = tick_run("often", tick)
+    run = tick_run(store, "often", tick)
     assert decisions(store).get(tick.isoformat()) == "run"
     assert runs.runs(store) == [run]
     assert runs.run_status(store, run)["status"] == "SUCCEEDED"
@@ -242,7 +242,7 @@ def test_whoever_is_killed_at_any_write_is_followed_by_one_who_finishes(
 def test_a_tick_is_skipped_once_and_for_all_while_the_run_before_is_under_way(store: FolderStore) -> None:
     tick = first_tick(store)
     assert say(store, tick) != []
-    run = tick_run("often", tick + MINUTE)
+    run = tick_run(store, "often", tick + MINUTE)
     begin(store, run)
     assert decide(store, "often", tick + MINUTE, None)
     assert say(store, tick + 2 * MINUTE)[0].endswith(
@@ -251,7 +251,7 @@ def test_a_tick_is_skipped_once_and_for_all_while_the_run_before_is_under_way(st
     assert say(store, tick + 3 * MINUTE) != [], "so is the next, for the same run"
     add_event(store, run, "finished", status="FAILED")
     assert say(store, tick + 3 * MINUTE + timedelta(seconds=20)) == [], "what was skipped stays skipped"
-    assert say(store, tick + 4 * MINUTE) == [f"{tick_run('often', tick + 4 * MINUTE)}: nothing to do"]
+    assert say(store, tick + 4 * MINUTE) == [f"{tick_run(store, 'often', tick + 4 * MINUTE)}: nothing to do"]
     assert list(decisions(store).values()) == ["run", "run", "skip", "skip", "run"]
 
 
@@ -263,7 +263,7 @@ def test_a_missed_tick_is_told_and_not_made_up_for_by_a_server_but_by_a_timer(st
     assert "was missed" in line
     assert f"next {hour + timedelta(hours=1):%Y-%m-%d %H:%M}" in line
     assert decisions(store) == {}
-    assert say(store, late, grace=None) == [f"{tick_run('often', hour)}: nothing to do"]
+    assert say(store, late, grace=None) == [f"{tick_run(store, 'often', hour)}: nothing to do"]
     assert say(store, late, grace=None) == []
 
 
@@ -280,13 +280,19 @@ def test_what_was_due_before_it_was_added_or_while_it_rested_is_not_due(store: F
 
 def test_a_driver_that_another_machine_submitted_to_itself_is_not_taken_for_dead(store: FolderStore) -> None:
     tick = first_tick(store)
-    run = tick_run("often", tick)
+    run = tick_run(store, "often", tick)
     die(store, tick, write=2, after=True)
     fields = {"submission_id": f"driver-{run}-1", "cluster_address": "http://127.0.0.1:1"}
     add_event(store, run, "driver submitted", host="elsewhere", cluster_session="s", **fields)
     (line,) = say(store, tick + MINUTE)
     assert "is skipped" in line
-    assert read_plan(store, tick_run("often", tick + MINUTE)) is None
+    assert read_plan(store, tick_run(store, "often", tick + MINUTE)) is None
+
+
+def test_two_stores_with_schedules_of_one_name_share_no_run_id(store: FolderStore, tmp_path: Path) -> None:
+    """The driver's submission id is made of it, and one cluster may serve both."""
+    tick = first_tick(store)
+    assert tick_run(store, "often", tick) != tick_run(open_store(str(tmp_path / "other")), "often", tick)
 
 
 def test_a_run_keeps_the_pipeline_it_was_begun_with(store: FolderStore) -> None:
@@ -294,7 +300,7 @@ def test_a_run_keeps_the_pipeline_it_was_begun_with(store: FolderStore) -> None:
     tick = first_tick(store)
     die(store, tick, write=2, after=True)
     add_schedule(store, make_schedule(pipeline=load_pipeline(str(TINY)), cron="0 0 1 1 *"))
-    run = tick_run("often", tick)
+    run = tick_run(store, "often", tick)
     assert say(store, tick + timedelta(seconds=20)) == [f"{run}: nothing to do"]
     assert [stage["stage"] for stage in runs.run_status(store, run)["stages"]] == ["digits"]
 
@@ -311,8 +317,11 @@ def test_a_store_that_fails_is_said_and_begun_work_goes_on_later(store: FolderSt
 
     with pytest.raises(StoreError, match="no space left"):
         list(attend(Failing(store.root), "often", tick, None, GRACE))
-    assert say(store, tick + timedelta(seconds=5)) == [f"{tick_run('often', tick)}: nothing to do"]
-    assert [event["event"] for event in read_events(store, tick_run("often", tick))] == ["stage", "finished"]
+    assert say(store, tick + timedelta(seconds=5)) == [f"{tick_run(store, 'often', tick)}: nothing to do"]
+    assert [event["event"] for event in read_events(store, tick_run(store, "often", tick))] == [
+        "stage",
+        "finished",
+    ]
 
 
 def test_wrong_requests_from_the_command_line_write_nothing(vitflow, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
@@ -331,5 +340,5 @@ def test_list_says_when_a_schedule_is_due_and_what_became_of_it(vitflow, store: 
     say(store, tick)
     (row,) = json.loads(vitflow("schedule", "list", "--store", store.root, "--json").stdout)
     assert (row["name"], row["state"], row["status"]) == ("often", "active", "SUCCEEDED")
-    assert row["last run"] == tick_run("often", tick)
+    assert row["last run"] == tick_run(store, "often", tick)
     assert datetime.fromisoformat(row["next"]) - tick <= 2 * MINUTE
