@@ -24,7 +24,7 @@ from pipelines.spec import RecipeError
 from pipelines.store import Layout, Store, StoreAbsent, StoreError, open_store
 
 if TYPE_CHECKING:
-    from pipelines.s3_store import S3Store
+    pass
 
 WRITERS = 8
 CLOCK_SECONDS = 60.0  # S3 refuses requests from 15 minutes on; runs are sorted by the time that drivers write
@@ -71,7 +71,10 @@ def store_findings(uri: str) -> Iterator[Finding]:
     try:
         yield from probes
     except (StoreError, OSError) as error:
-        yield Finding("writing", "problem", str(error), "let this user write there, or give another --store")
+        yield Finding("writing", "problem", str(error), _WRITABLE)
+
+
+_WRITABLE = "let this user write there, or give another --store"
 
 
 def _folder_probes(path: Path) -> Iterator[Finding]:
@@ -117,27 +120,29 @@ def _s3_probes(uri: str) -> Iterator[Finding]:
     from pipelines.s3_store import S3Store
 
     # a store below the store: nothing else looks there, and what can't be removed again does no harm
-    probed = S3Store(f"{uri.rstrip('/')}/doctor-{ULID()}")
+    probe = f"{uri.rstrip('/')}/doctor-{ULID()}"
     try:
+        probed = S3Store(probe)
         yield conditional_writes(probed)
         before = time.time()
         yield _http_clock("the S3 server", probed.server_date(), before)
-    finally:
-        left = _remove_objects(probed)
-    if left is not None:
+    except StoreError as error:
+        yield Finding("writing", "problem", str(error), _WRITABLE)
+    if (left := _remove_objects(probe)) is not None:
         said = f"the probe's two small objects can't be removed ({left})"
-        yield Finding("writing", "warning", said, f"remove {probed.uri}/ by hand, or leave it")
+        yield Finding("writing", "warning", said, f"remove {probe}/ by hand, or leave it")
 
 
-def _remove_objects(store: S3Store) -> str | None:
+def _remove_objects(uri: str) -> str | None:
     """Remove a probe (a bucket with versions keeps its old ones); says why where it can't."""
     from botocore.exceptions import BotoCoreError, ClientError
 
-    from pipelines.s3_store import client
+    from pipelines.s3_store import client, parse
 
+    bucket, prefix = parse(uri)
     try:
         for name in (Layout.STORE, "probe"):
-            client().delete_object(Bucket=store.bucket, Key=store.prefix + name)
+            client().delete_object(Bucket=bucket, Key=f"{prefix[1:]}/{name}")
     except (BotoCoreError, ClientError) as error:
         return str(error)
     return None

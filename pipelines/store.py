@@ -245,7 +245,8 @@ def identify(store: Store, create: bool) -> str:
         store.create(Layout.STORE, encode({"id": secrets.token_hex(16), "layout": LAYOUT_VERSION}))
         if store.create(Layout.STORE, b"{}"):
             raise StoreError(
-                f"{store.uri}: its server ignores If-None-Match and overwrites: no store can be kept there"
+                f"{store.uri}: its server ignores If-None-Match and overwrites, so that two drivers would destroy each "
+                "other's results: use AWS S3, Ceph, MinIO or another that honours it"
             )
         data = store.read(Layout.STORE) or b""
     try:

@@ -5,6 +5,7 @@ import os
 import re
 import tempfile
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from email.utils import formatdate
@@ -19,6 +20,7 @@ from typer.testing import CliRunner
 from pipelines import doctor, machine, s3_store
 from pipelines.cli import app
 from pipelines.doctor import cluster_findings, store_findings
+from pipelines.folder_store import FolderStore
 from pipelines.machine import GIB, Finding, cgroup_limits
 from pipelines.spec import RecipeError
 from pipelines.store import open_store
@@ -132,7 +134,7 @@ def test_a_bucket_that_is_not_there_and_an_address_with_keys_are_problems(
 
 
 class Careless(BaseHTTPRequestHandler):
-    """An S3 server that takes no notice of `If-None-Match`, and whose clock is an hour behind."""
+    """An S3 server that takes no notice of `If-None-Match`."""
 
     objects: ClassVar[dict[str, bytes]] = {}
     removes = True
@@ -162,29 +164,38 @@ class Careless(BaseHTTPRequestHandler):
         if self.command != "HEAD":
             self.wfile.write(body)
 
-    def date_time_string(self, timestamp: float | None = None) -> str:
-        import time
-
-        return formatdate(time.time() - 3600, usegmt=True)
-
     def log_message(self, *_: object) -> None:
         pass
 
 
-def test_a_server_that_overwrites_is_a_problem_and_so_is_its_clock(s3: pytest.MonkeyPatch) -> None:
+def test_a_server_that_overwrites_is_a_problem(s3: pytest.MonkeyPatch) -> None:
     with serving(Careless) as endpoint:
         at(endpoint, s3)
         found = by_name(store_findings("s3://bucket/prefix"))
-    assert {name: finding.status for name, finding in found.items()} == {
-        "store": "ok",
-        "writing": "problem",
-        "clock": "problem",
-    }
-    assert "8 writers of one name 8 were told that they won, a later one too" in found["writing"].said
-    assert "If-None-Match" in found["writing"].do
-    (seconds,) = re.findall(r"(\d+) s ahead", found["clock"].said)
-    assert 3590 < int(seconds) < 3610
+    assert {name: finding.status for name, finding in found.items()} == {"store": "ok", "writing": "problem"}
+    assert "ignores If-None-Match" in found["writing"].said
     assert not Careless.objects, "the probe is removed"
+
+
+def test_a_file_system_that_overwrites_is_a_problem(tmp_path: Path) -> None:
+    class Overwriting(FolderStore):
+        def create(self, name: str, data: bytes) -> bool:
+            (self.root / name).write_bytes(data)
+            return True
+
+    tmp_path.joinpath("store.json").write_bytes(
+        Path(open_store(str(tmp_path / "s")).uri, "store.json").read_bytes()
+    )
+    found = doctor.conditional_writes(Overwriting(tmp_path))
+    assert found.status == "problem"
+    assert "8 writers of one name 8 were told that they won, a later one too" in found.said
+
+
+def test_a_clock_that_differs_is_a_problem() -> None:
+    found = doctor._http_clock("the S3 server", formatdate(time.time() - 3600, usegmt=True), time.time())
+    assert found.status == "problem"
+    (seconds,) = re.findall(r"(\d+) s ahead", found.said)
+    assert 3590 < int(seconds) < 3610
 
 
 def test_a_probe_that_may_not_be_removed_is_told(s3: pytest.MonkeyPatch) -> None:
