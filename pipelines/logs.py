@@ -8,8 +8,8 @@ from collections.abc import Callable
 from typing import Any
 
 from pipelines.cluster import ClusterUnreachable
+from pipelines.pipeline import members
 from pipelines.runs import Clusters, driver_log, run_status
-from pipelines.spec import members
 from pipelines.store import Attempt, Layout, Store, last_attempt
 
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from pipelines.pipeline import members
 from pipelines.runs import run_status, runs
-from pipelines.spec import RecipeError, members, nearest
+from pipelines.spec import RecipeError, nearest
 from pipelines.store import Manifest, Store, all_manifests
 
 

@@ -18,7 +18,8 @@ from dataclasses import dataclass
 from pathlib import PurePosixPath
 from typing import Any
 
-from pipelines.spec import STAGE_TYPES, RecipeError, input_fields, running_order
+from pipelines.pipeline import running_order
+from pipelines.spec import STAGE_TYPES, RecipeError, input_fields
 
 MAX_STAGES = 2_000  # more is a slip of the pen: a matrix multiplies fast
 LABEL_LENGTH = 40  # a longer value is named by its position

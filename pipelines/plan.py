@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from pipelines import identity
-from pipelines.spec import AnyStage, Ingest, Pipeline
+from pipelines.pipeline import Pipeline
+from pipelines.spec import AnyStage, Ingest
 from pipelines.store import (
     InputRef,
     Manifest,

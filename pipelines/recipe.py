@@ -9,6 +9,7 @@ import yaml
 from pydantic import ValidationError
 
 from pipelines import matrix
+from pipelines.pipeline import Pipeline, base
 from pipelines.spec import (
     STAGE_TYPES,
     DigitsSource,
@@ -18,9 +19,7 @@ from pipelines.spec import (
     Labels,
     ModelSize,
     Optimizer,
-    Pipeline,
     RecipeError,
-    base,
     nearest,
 )
 

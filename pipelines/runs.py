@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 from pipelines import identity
+from pipelines.pipeline import Pipeline
 from pipelines.recipe import parse_pipeline
-from pipelines.spec import Pipeline, RecipeError
+from pipelines.spec import RecipeError
 from pipelines.store import (
     Store,
     create_run,

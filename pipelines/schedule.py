@@ -20,8 +20,9 @@ from pipelines import plan, submission
 from pipelines.cluster import Cluster, connect
 from pipelines.cron import check_cron, check_timezone, last_tick, ticks
 from pipelines.local_ray import connect_running
+from pipelines.pipeline import Pipeline
 from pipelines.runs import Run, is_over, run_status, start_run
-from pipelines.spec import Frozen, Pipeline, RecipeError, nearest
+from pipelines.spec import Frozen, RecipeError, nearest
 from pipelines.store import (
     Layout,
     Store,

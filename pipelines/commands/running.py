@@ -35,10 +35,10 @@ from pipelines.spec import RecipeError
 from pipelines.store import Store, StoreError, add_event
 
 if TYPE_CHECKING:
+    from pipelines.pipeline import Pipeline
     from pipelines.plan import PlannedStage
     from pipelines.runner import Connection
     from pipelines.runs import Run
-    from pipelines.spec import Pipeline
 
 ParallelOption = Annotated[
     int | None,
@@ -262,8 +262,8 @@ def _requested(
     pipeline: str, only: list[str] | None, force: list[str] | None, changes: list[str] | None
 ) -> tuple[Pipeline, tuple[str, ...], tuple[str, ...]]:
     """The pipeline, the names of the stages that are wanted in running order, and of those that are forced."""
+    from pipelines.pipeline import members
     from pipelines.recipe import load_pipeline
-    from pipelines.spec import members
 
     loaded = load_pipeline(pipeline, tuple(changes or ()))
     names = loaded.needed_for(tuple(only or ()) or tuple(loaded.stages))

@@ -182,7 +182,7 @@ def test_what_cannot_be_used_is_said_and_nothing_is_started(cluster: RayCluster,
 def test_a_node_that_dies_during_pretraining(tmp_path: Path) -> None:
     """Both training workers are on the second node; it dies; a third comes; the run ends with one artifact a stage."""
     store, here = tmp_path / "store", home(tmp_path / "here")
-    arguments = ("--set", "pretrain.steps=3000", "--only", "pretrain", "--store", store)
+    arguments = ("--set", "pretrain.steps=1500", "--only", "pretrain", "--store", store)
     with ray_cluster([1, 2]) as cluster:
         at = ("--store", store, "--address", cluster.address, "--token-file", cluster.token)
         run = submit(here, cluster, TINY, *arguments)

@@ -168,6 +168,7 @@ class Careless(BaseHTTPRequestHandler):
         pass
 
 
+@pytest.mark.slow
 def test_a_server_that_overwrites_is_a_problem(s3: pytest.MonkeyPatch) -> None:
     with serving(Careless) as endpoint:
         at(endpoint, s3)
@@ -198,6 +199,7 @@ def test_a_clock_that_differs_is_a_problem() -> None:
     assert 3590 < int(seconds) < 3610
 
 
+@pytest.mark.slow
 def test_a_probe_that_may_not_be_removed_is_told(s3: pytest.MonkeyPatch) -> None:
     class Keeping(Careless):
         removes = False

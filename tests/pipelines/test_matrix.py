@@ -13,8 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipelines import identity, matrix
+from pipelines.pipeline import Pipeline, base, members
 from pipelines.recipe import load_pipeline, schema
-from pipelines.spec import Pipeline, RecipeError, base, members
+from pipelines.spec import RecipeError
 from pipelines.store import open_store, read_events
 
 TINY = yaml.safe_load((Path(__file__).parent.parent / "tiny.yaml").read_text())

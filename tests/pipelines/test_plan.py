@@ -13,9 +13,10 @@ from pipelines import plan, runs
 from pipelines import store as st
 from pipelines.cluster import Cluster
 from pipelines.identity import code_digest, source_fingerprint
+from pipelines.pipeline import Pipeline
 from pipelines.plan import PlannedStage
 from pipelines.recipe import load_pipeline
-from pipelines.spec import Ingest, Pipeline
+from pipelines.spec import Ingest
 from pipelines.store import Manifest, Store, open_store
 from tests.records import make_manifest
 

@@ -21,10 +21,11 @@ from pipelines.store import FileEntry, StoreError, StoreUnreachable, open_store
 from tests.records import make_context, make_manifest
 from tests.s3 import Bucket, Fault, Proxy, Server, faulty, free_port, used
 
+pytestmark = pytest.mark.slow  # most of them wait for what fails
 SECRET = "wJalrXUtnFEMI"
 PART_BYTES = 5 * 2**20  # the least that S3 takes
 BUSY = 8.0  # what a busy machine may add to known waits
-TRIES = [2, pytest.param(s3_store.TRIES, marks=pytest.mark.slow)]  # the fewer, the sooner
+TRIES = [2, s3_store.TRIES]
 
 
 @pytest.fixture(scope="module")

@@ -11,6 +11,7 @@ import pytest
 
 from pipelines import plan, runs
 from pipelines.folder_store import FolderStore
+from pipelines.pipeline import Pipeline
 from pipelines.recipe import load_pipeline, parse_pipeline
 from pipelines.schedule import (
     Schedule,
@@ -24,7 +25,7 @@ from pipelines.schedule import (
     set_state,
     tick_run,
 )
-from pipelines.spec import Pipeline, RecipeError
+from pipelines.spec import RecipeError
 from pipelines.store import (
     StoreError,
     add_event,
