@@ -8,7 +8,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 export PYTHON DEVICE TORCH_INDEX WHY
 
-.PHONY: quickstart test test-fast test-faults check format accept-code install benchmarks clean
+.PHONY: quickstart test test-fast test-faults test-schedule test-cluster check format accept-code install benchmarks clean
 
 quickstart: install
 	$(BIN)/vitflow run quickstart
@@ -21,6 +21,12 @@ test-fast: install
 
 test-faults: install  # the long form of the random kills
 	VITFLOW_FAULT_ROUNDS=$${VITFLOW_FAULT_ROUNDS:-20} $(BIN)/pytest tests/end_to_end/test_faults.py
+
+test-schedule: install  # a one-minute schedule, served for five minutes while its server is killed twice
+	VITFLOW_SCHEDULE_MINUTES=$${VITFLOW_SCHEDULE_MINUTES:-5} $(BIN)/pytest -s tests/end_to_end/test_schedule.py -k served
+
+test-cluster: install  # a Ray with a token, the store on S3 (moto, and Ceph where it is installed), the quickstart
+	VITFLOW_CLUSTER_PIPELINE=quickstart $(BIN)/pytest tests/end_to_end/test_clusters.py -k submitted
 
 check: install
 	$(BIN)/ruff check .

@@ -3,6 +3,7 @@
 #   DEVICE=cpu|cuda   found out when not given
 #   TORCH_INDEX=URL   take torch from this package index
 #   PYTHON=python3    the interpreter to make .venv with, 3.11 or newer
+#   EXTRAS=dev        what is needed beside the dependencies; nothing when empty, as in an image
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -49,7 +50,8 @@ echo "install: DeepSpeed, with its communication op built (a minute or two)"
 ops=0; [ "$device" = cuda ] || ops=1
 DS_BUILD_SHM_COMM=$ops pip install --no-build-isolation -c constraints.txt deepspeed
 echo "install: everything else"
-pip install --no-build-isolation -c constraints.txt -e ".[dev]"
+extras=${EXTRAS-dev}
+pip install --no-build-isolation -c constraints.txt -e ".${extras:+[$extras]}"
 if [ "$device" = cpu ]; then
   .venv/bin/python -W ignore -c 'import deepspeed.ops.comm.deepspeed_shm_comm_op' 2>/dev/null \
     || die "DeepSpeed's communication op was not built: rm -rf .venv and look at what pip says with PIP_QUIET=0"

@@ -1,1 +1,25 @@
-"""What runs, in which order, where: recipes, keys, the store, the plan, the driver. Imports neither torch nor ray."""
+"""What runs, in which order, where: recipes, keys, the store, the plan, the driver. Imports neither torch nor ray.
+
+For a notebook: `pipelines.open_store(uri)` gives models, datasets and rows; nothing else here is public.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from pipelines.library import Library
+
+__all__ = ["open_store"]
+
+
+def open_store(uri: str) -> Library:
+    """The results in a folder or at s3://bucket/prefix, to look at: `.model(KEY)`, `.dataset(KEY)`, `.rows()`.
+
+    Raises:
+        StoreError: there is no store, or it can't be read.
+    """
+    from pipelines.library import Library
+    from pipelines.store import open_store
+
+    return Library(open_store(uri, create=False))

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import asyncio
 import os
+import shlex
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -28,7 +30,7 @@ ASK_SECONDS = 1.0  # how often, while nothing is said, whether the job has ended
 STOP_SECONDS = 0.2  # how soon a wish to stop following a log is seen
 
 ENDED = frozenset({"SUCCEEDED", "FAILED", "STOPPED"})
-_LOOPBACK = frozenset({"127.0.0.1", "localhost", "::1"})
+LOOPBACK = frozenset({"127.0.0.1", "localhost", "::1"})
 
 
 class ClusterUnreachable(ConnectionError):  # noqa: N818 (named for what it tells)
@@ -61,7 +63,11 @@ class Cluster:
 
     @property
     def session_name(self) -> str:
-        """The name that tells a restarted head from the old one, asked anew each time.
+        """The name that tells a restarted head from the old one, asked anew each time. Raises as `about`."""
+        return self.about()["session_name"]
+
+    def about(self) -> dict[str, str]:
+        """What the head says of itself: session_name, ray_version, and date, its clock as HTTP spells it.
 
         Raises ClusterUnreachable, and ValueError where the token is refused or no Ray answers.
         """
@@ -70,7 +76,9 @@ class Cluster:
             raise ClusterUnreachable(f"{self.address} answers {response.status_code}")
         if response.status_code != 200 or not response.text.startswith("{"):
             raise ValueError(f"{self.address} answers {response.status_code}, but not as Ray does")
-        return str(response.json()["session_name"])
+        said = response.json()
+        told = {name: str(said.get(name, "")) for name in ("session_name", "ray_version")}
+        return told | {"date": response.headers.get("Date", "")}
 
     def submit(
         self, submission_id: str, entrypoint: str, env_vars: dict[str, str], metadata: dict[str, str]
@@ -162,7 +170,7 @@ class Cluster:
 
     @property
     def _on_loopback(self) -> bool:
-        return urlsplit(self.address).hostname in _LOOPBACK
+        return urlsplit(self.address).hostname in LOOPBACK
 
     def _headers(self) -> dict[str, str]:
         return {} if self.token is None else {"Authorization": f"Bearer {self.token}"}
@@ -266,6 +274,15 @@ def connect(address: str | None = None, token_path: Path | None = None) -> Clust
     if not address.startswith(("http://", "https://")):
         address = _resolve(address, token_path)
     return Cluster(address.rstrip("/"), token)
+
+
+def python_entrypoint(*arguments: str) -> str:
+    """A shell command for `Cluster.submit` that runs Python with these arguments on the cluster's head.
+
+    By this process's Python where that lies there too, never by PATH; else, on another machine, by the `python` there.
+    """
+    # `exec`: the entrypoint is run through a shell, whose death would otherwise not be the job's
+    return f'exec "$(command -v {shlex.quote(sys.executable)} || echo python)" {shlex.join(arguments)}'
 
 
 def wait_for_end(cluster: Cluster, submission_ids: set[str], seconds: float) -> None:

@@ -3,8 +3,8 @@
     key = sha256(canonical JSON {job, the job's VERSION, identity fields, content digests of the inputs})
 
 A source is known by the sha256 of its files' contents and their names relative to its root; where it lies, and when
-its files were touched, does not matter. Code does not enter the key: its digest is recorded beside the result, so
-that a change can be told.
+its files were touched, does not matter. Code does not enter the key, but with `--strict-code`: its digest is recorded
+beside the result, so that a change can be told.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import json
 import math
 import os
 from collections.abc import Iterable, Mapping
-from functools import cache
+from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -69,26 +69,26 @@ def identity_fields(config: Frozen) -> dict[str, Any]:
     return fields
 
 
-def stage_key(config: AnyStage, inputs: Mapping[str, Any], source: str | None) -> str:
+def stage_key(
+    config: AnyStage, inputs: Mapping[str, Any], source: str | None, code: str | None = None
+) -> str:
     """The key of a stage.
 
     Args:
         config: the stage.
         inputs: field -> content digest of the artifact that it names, or the list of them.
         source: the fingerprint of an ingest's source, else None.
+        code: with `--strict-code` the digest of the stage's code; None leaves it out.
     """
     assert (source is not None) == isinstance(config, Ingest)
-    return sha256(
-        canonical_json(
-            {
-                "job": config.job,
-                "version": config.VERSION,
-                "fields": identity_fields(config),
-                "inputs": dict(inputs),
-                "source": source,
-            }
-        )
-    )
+    made_of = {
+        "job": config.job,
+        "version": config.VERSION,
+        "fields": identity_fields(config),
+        "inputs": dict(inputs),
+        "source": source,
+    }
+    return sha256(canonical_json(made_of if code is None else made_of | {"code": code}))
 
 
 def successor_key(key: str, nonce: str) -> str:
@@ -142,10 +142,19 @@ def cache_folder() -> Path:
 
 
 def _read_digest_cache() -> dict[str, str]:
+    path = cache_folder() / "file-digests.json"
     try:
-        return dict(json.loads((cache_folder() / "file-digests.json").read_text()))
+        status = path.stat()
+        return _parse_digests(path, status.st_ino, status.st_mtime_ns, status.st_size)
     except (OSError, ValueError, TypeError):
         return {}  # a cache: without it files are read again
+
+
+@lru_cache(
+    maxsize=1
+)  # it may be large, and a plan asks for it once a source; a change makes another file of it
+def _parse_digests(path: Path, inode: int, modified: int, size: int) -> dict[str, str]:
+    return dict(json.loads(path.read_text()))
 
 
 def _write_digest_cache(digests: dict[str, str]) -> None:

@@ -86,9 +86,9 @@ class LocalRay:
 class LocalConnection:
     """A driver's way to the local Ray, which is started when `cluster` is first called and held until the end."""
 
-    def __init__(self, say: Callable[[str], None]) -> None:
-        """`say`: tells a person what happens."""
-        self.say = say
+    def __init__(self, say: Callable[[str], None], folder: Path | None = None) -> None:
+        """`say`: tells a person what happens; `folder`: where the local Ray's state is, if not where it always is."""
+        self.say, self.folder = say, folder
         self.held = ExitStack()
         self.ray: LocalRay | None = None
         self.client: Cluster | None = None
@@ -104,7 +104,7 @@ class LocalConnection:
     def cluster(self) -> Cluster:
         """A client of the local Ray, a new one when the old has died. Raises LocalRayError."""
         if self.ray is None:
-            self.ray = self.held.enter_context(hold())
+            self.ray = self.held.enter_context(hold(self.folder))
         elif (present := self.ray.ensure_head()) is not self.ray:
             if present.session_name != self.ray.session_name:
                 self.say("the local Ray has died; a new one is started")

@@ -8,13 +8,14 @@ from collections.abc import Callable
 from typing import Any
 
 from pipelines.cluster import ClusterUnreachable
-from pipelines.local_ray import connect_running
-from pipelines.runs import run_status
-from pipelines.spec import RecipeError, nearest
+from pipelines.pipeline import members
+from pipelines.runs import Clusters, driver_log, run_status
 from pipelines.store import Attempt, Layout, Store, last_attempt
 
 
-def show_logs(store: Store, run: str, stage: str | None, follow: bool, write: Callable[[str], None]) -> None:
+def show_logs(
+    store: Store, run: str, stage: str | None, follow: bool, clusters: Clusters, write: Callable[[str], None]
+) -> None:
     """Write the log lines of one stage or all; with `follow`, go on until they have ended.
 
     Raises:
@@ -22,24 +23,26 @@ def show_logs(store: Store, run: str, stage: str | None, follow: bool, write: Ca
     """
     shown: set[tuple[str, int]] = set()
     while True:
-        status = run_status(store, run)
+        status = run_status(store, run, clusters)
         names = [entry["stage"] for entry in status["stages"]]
-        if stage is not None and stage not in names:
-            raise RecipeError(f"{run} has no stage {stage!r}{nearest(stage, names)}")
-        wanted = [entry for entry in status["stages"] if stage in {None, entry["stage"]}]
+        chosen = names if stage is None else members(stage, names)
+        wanted = [entry for entry in status["stages"] if entry["stage"] in chosen]
         for entry in wanted:
             if "key" in entry:
-                _show_stage(store, entry, follow, write, shown)
+                _show_stage(store, entry, follow, clusters, write, shown)
         ended = {"SUCCEEDED", "CACHED", "FAILED", "STOPPED", "SKIPPED"}
         if not follow or status["status"] != "RUNNING" or all(entry["status"] in ended for entry in wanted):
-            return
+            break
         time.sleep(0.5)
+    if not shown and (said := driver_log(store, run, clusters)):  # what kept the first stage from beginning
+        write(f"--- driver\n{said.rstrip()}")
 
 
 def _show_stage(
     store: Store,
     entry: dict[str, Any],
     follow: bool,
+    clusters: Clusters,
     write: Callable[[str], None],
     shown: set[tuple[str, int]],
 ) -> None:
@@ -54,12 +57,12 @@ def _show_stage(
     if saved is not None:
         write(saved.decode(errors="replace").rstrip("\n"))
     else:
-        _show_live(attempt, follow, write)
+        _show_live(attempt, follow, clusters, write)
 
 
-def _show_live(attempt: Attempt, follow: bool, write: Callable[[str], None]) -> None:
+def _show_live(attempt: Attempt, follow: bool, clusters: Clusters, write: Callable[[str], None]) -> None:
     try:
-        cluster = connect_running(attempt.cluster_address)
+        cluster = clusters(attempt.cluster_address)
         if follow:
             cluster.follow_logs(attempt.submission_id, write, threading.Event())
         else:

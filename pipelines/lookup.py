@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pipelines.pipeline import members
 from pipelines.runs import run_status, runs
 from pipelines.spec import RecipeError, nearest
 from pipelines.store import Manifest, Store, all_manifests
@@ -32,7 +33,8 @@ def find_artifact(store: Store, given: str | None, kind: str) -> Manifest:
         if not matches:
             run, _, stage = given.partition("/")
             stages = run_status(store, find_run(store, run))["stages"]
-            keys = {entry.get("key") for entry in stages if not stage or entry["stage"] == stage}
+            chosen = members(stage, [entry["stage"] for entry in stages]) if stage else ()
+            keys = {entry.get("key") for entry in stages if not stage or entry["stage"] in chosen}
             matches = [manifest for manifest in known if manifest.key in keys]
     if len(matches) != 1:
         names = ", ".join(f"{manifest.key[:12]} ({manifest.stage})" for manifest in (matches or known)[-8:])

@@ -2,23 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import graphlib
+from collections.abc import Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
 from pipelines import identity
-from pipelines.spec import AnyStage, Ingest, Pipeline
+from pipelines.pipeline import Pipeline
+from pipelines.spec import AnyStage, Ingest
 from pipelines.store import (
     InputRef,
     Manifest,
     Store,
     all_manifests,
-    current_key,
-    input_ref,
+    read_current,
     read_manifest,
     replace_artifact,
     successor,
 )
+
+READERS = 16  # manifests read at once: on S3 each takes a round trip
 
 
 @dataclass(frozen=True)
@@ -29,8 +33,10 @@ class PlannedStage:
     config: AnyStage
     key: str | None = None
     manifest: Manifest | None = None
+    reference: InputRef | None = None  # what a consumer records of it, where it is committed
     inputs: dict[str, list[InputRef]] | None = None
     source: str | None = None
+    code: str | None = None  # the digest of its code, where that is in the key
 
     @property
     def state(self) -> str:
@@ -38,36 +44,73 @@ class PlannedStage:
         return "pending" if self.key is None else "run" if self.manifest is None else "cached"
 
 
-def plan_pipeline(store: Store, pipeline: Pipeline, names: tuple[str, ...]) -> list[PlannedStage]:
-    """The stages `names`, in running order.
+def plan_pipeline(
+    store: Store, pipeline: Pipeline, names: tuple[str, ...], strict_code: bool = False
+) -> list[PlannedStage]:
+    """The stages `names`, in running order; those that take nothing of each other are looked at at once.
+
+    Args:
+        names: as `Pipeline.needed_for` gives them: with all that they take.
+        strict_code: the digest of a stage's code is in its key.
 
     Raises:
         RecipeError: a source can't be read.
     """
-    committed: dict[str, Manifest] = {}
-    planned = []
-    for name in names:
-        stage = plan_stage(store, name, pipeline.stages[name], committed)
-        if stage.manifest is not None:
-            committed[name] = stage.manifest
-        planned.append(stage)
-    return planned
+    sources: dict[str, str] = {}  # many stages of a matrix may read one
+    for config in (pipeline.stages[name] for name in names):
+        if isinstance(config, Ingest) and _spelled(config) not in sources:
+            sources[_spelled(config)] = identity.source_fingerprint(config)
+    graph = pipeline.graph()
+    generations = graphlib.TopologicalSorter({name: graph[name] for name in names})
+    generations.prepare()
+    planned: dict[str, PlannedStage] = {}
+    committed: dict[str, InputRef] = {}
+
+    def look(name: str) -> PlannedStage:
+        config = pipeline.stages[name]
+        source = sources[_spelled(config)] if isinstance(config, Ingest) else None
+        return plan_stage(store, name, config, committed, strict_code, source)
+
+    with ThreadPoolExecutor(READERS) as readers:
+        while generations:
+            ready = generations.get_ready()
+            for stage in readers.map(look, ready):
+                planned[stage.name] = stage
+                if stage.reference is not None:
+                    committed[stage.name] = stage.reference
+            generations.done(*ready)
+    return [planned[name] for name in names]
 
 
-def plan_stage(store: Store, name: str, config: AnyStage, committed: Mapping[str, Manifest]) -> PlannedStage:
-    """One stage, given the manifests of those that are committed."""
+def plan_stage(
+    store: Store,
+    name: str,
+    config: AnyStage,
+    committed: Mapping[str, InputRef],
+    strict_code: bool = False,
+    source: str | None = None,
+) -> PlannedStage:
+    """One stage, given what is committed of those that it takes; an ingest's `source` is looked at unless given."""
     named = config.inputs()
     if any(given not in committed for inputs in named.values() for given in inputs):
         return PlannedStage(name, config)
-    references = {
-        field: [input_ref(store, committed[given]) for given in inputs] for field, inputs in named.items()
-    }
-    source = identity.source_fingerprint(config) if isinstance(config, Ingest) else None
-    digests = {
-        field: [reference.content_digest for reference in given] for field, given in references.items()
-    }
-    key = current_key(store, config.job, identity.stage_key(config, digests, source))
-    return PlannedStage(name, config, key, read_manifest(store, config.job, key), references, source)
+    inputs = {field: [committed[given] for given in inputs] for field, inputs in named.items()}
+    if isinstance(config, Ingest) and source is None:
+        source = identity.source_fingerprint(config)
+    code = identity.code_digest(config.job) if strict_code else None
+    key = identity.stage_key(config, _digests(inputs), source, code)
+    if (found := read_current(store, config.job, key)) is None:
+        return PlannedStage(name, config, key, None, None, inputs, source, code)
+    manifest, reference = found
+    return PlannedStage(name, config, manifest.key, manifest, reference, inputs, source, code)
+
+
+def _spelled(config: Ingest) -> str:
+    return config.source.model_dump_json()
+
+
+def _digests(inputs: Mapping[str, list[InputRef]]) -> dict[str, list[str]]:
+    return {field: [reference.content_digest for reference in given] for field, given in inputs.items()}
 
 
 def force_stage(store: Store, planned: PlannedStage, nonce: str, run: str) -> str:
@@ -77,8 +120,8 @@ def force_stage(store: Store, planned: PlannedStage, nonce: str, run: str) -> st
         nonce: the run's own, so that a continued run finds the successor that it made.
     """
     assert planned.key is not None and planned.inputs is not None
-    digests = {field: [ref.content_digest for ref in given] for field, given in planned.inputs.items()}
-    job, key = planned.config.job, identity.stage_key(planned.config, digests, planned.source)
+    job = planned.config.job
+    key = identity.stage_key(planned.config, _digests(planned.inputs), planned.source, planned.code)
     while True:
         ours = identity.successor_key(key, nonce)
         following = successor(store, job, key)
@@ -93,7 +136,7 @@ def force_stage(store: Store, planned: PlannedStage, nonce: str, run: str) -> st
             key = following
 
 
-def notes(store: Store, stage: PlannedStage) -> Iterator[str]:
+def notes(stage: PlannedStage) -> Iterator[str]:
     """What a reader should know of a cached stage: its code, or bytes behind it, changed since."""
     if stage.manifest is None:
         return
@@ -108,20 +151,26 @@ def notes(store: Store, stage: PlannedStage) -> Iterator[str]:
                 yield f"{stage.name}: {field} was made again ({keys}) with the same content, so this stands"
 
 
-def reason(store: Store, stage: PlannedStage) -> str:
-    """Why a stage is in its state, in a few words."""
+def reasons(store: Store, planned: Iterable[PlannedStage]) -> dict[str, str]:
+    """Stage -> why it is in its state, in a few words."""
+    stages = list(planned)
+    before: dict[tuple[str, str], Manifest] = {}
+    if any(stage.state == "run" for stage in stages):  # asks for all that was ever made
+        before = {(manifest.job, manifest.stage): manifest for manifest in all_manifests(store)}
+    return {stage.name: _reason(stage, before.get((stage.config.job, stage.name))) for stage in stages}
+
+
+def _reason(stage: PlannedStage, before: Manifest | None) -> str:
     if stage.state == "pending":
         return "waits for its inputs"
     if stage.manifest is not None:
         return f"made {stage.manifest.finished[:16].replace('T', ' ')} by {stage.manifest.run}"
-    before = [
-        manifest
-        for manifest in all_manifests(store)
-        if manifest.job == stage.config.job and manifest.stage == stage.name
-    ]
-    if not before:
+    if before is None:
         return "never made"
-    return "; ".join(_differences(before[-1], stage)) or "replaced"
+    return (
+        "; ".join(_differences(before, stage))
+        or f"never made with{'' if stage.code else 'out'} --strict-code"
+    )
 
 
 def _differences(manifest: Manifest, stage: PlannedStage) -> Iterator[str]:
@@ -133,6 +182,8 @@ def _differences(manifest: Manifest, stage: PlannedStage) -> Iterator[str]:
             yield f"{field} has changed"
     if manifest.code.get("version") != stage.config.VERSION:
         yield f"version {manifest.code.get('version')} -> {stage.config.VERSION} of {stage.config.job}"
+    if stage.code is not None and manifest.code.get("digest") != stage.code:
+        yield "its code has changed"
     yield from _changed_fields(
         _identity(manifest.config, stage.config), identity.identity_fields(stage.config)
     )

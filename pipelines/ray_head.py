@@ -81,7 +81,7 @@ class Head:
 
 def start_head(folder: Path) -> Head:
     """Start `ray start --head` and wait until it answers; leaves nothing behind when it does not."""
-    head = Head(secrets.token_hex(16), str(_make_temp_folder()), time.time())
+    head = Head(secrets.token_hex(16), str(make_temp_folder()), time.time())
     write_head(folder, head)
     try:
         port, client_port = _free_ports(2)
@@ -190,7 +190,7 @@ def _free_ports(count: int) -> list[int]:
     return ports
 
 
-def _make_temp_folder() -> Path:
+def make_temp_folder() -> Path:
     """A folder for Ray, short enough for its sockets. Raises LocalRayError."""
     longest = "/vf-12345678/r/session_2026-11-21_08-30-42_885487_1234567/sockets/dash_PlatformEventHead"
     for parent in dict.fromkeys([tempfile.gettempdir(), "/tmp"]):  # noqa: S108 (mkdtemp makes it ours alone)

@@ -8,15 +8,17 @@ from typing import Any
 import yaml
 from pydantic import ValidationError
 
+from pipelines import matrix
+from pipelines.pipeline import Pipeline, base
 from pipelines.spec import (
     STAGE_TYPES,
     DigitsSource,
     FolderSource,
     GlyphSource,
+    IdxSource,
     Labels,
     ModelSize,
     Optimizer,
-    Pipeline,
     RecipeError,
     nearest,
 )
@@ -25,7 +27,7 @@ MAX_RECIPE_BYTES = 1 << 20  # a recipe is read by people; more than this is not 
 # what YAML's constructors raise for dates that are none, keys that are lists, ten thousand brackets
 _UNREADABLE = (yaml.YAMLError, ValueError, TypeError, RecursionError, OSError)
 NESTED = {"model": ModelSize, "optimizer": Optimizer, "labels": Labels}
-SOURCES = {"glyphs": GlyphSource, "digits": DigitsSource, "folder": FolderSource}
+SOURCES = {"glyphs": GlyphSource, "digits": DigitsSource, "folder": FolderSource, "idx": IdxSource}
 
 
 class _StrictLoader(yaml.SafeLoader):
@@ -80,16 +82,46 @@ def load_pipeline(pipeline: str, overrides: tuple[str, ...] = ()) -> Pipeline:
         )
     for override in overrides:
         _apply_override(raw, override)
-    return parse_pipeline(raw, str(path))
+    try:
+        expanded = matrix.expand(raw)
+    except RecipeError as error:
+        raise RecipeError(f"{path}: {error}") from None
+    return parse_pipeline(expanded, str(path))
 
 
 def parse_pipeline(raw: dict[str, Any], where: str) -> Pipeline:
-    """Check a pipeline that was read from YAML or JSON; `where` begins the message of a `RecipeError`."""
+    """Check a pipeline whose stages are expanded; `where` begins the message of a `RecipeError`."""
     try:
         return Pipeline.model_validate(raw)
     except ValidationError as error:
-        lines = [_explain(raw, dict(problem)) for problem in error.errors()]
+        found: dict[str, list[str]] = {}  # what is wrong -> the stages, of which a matrix makes many
+        for problem in error.errors():
+            stage = str(problem["loc"][1]) if len(problem["loc"]) > 1 else ""
+            line = _explain(raw, dict(problem))
+            found.setdefault(line.replace(f"stages.{stage}", f"stages.{base(stage)}", 1), []).append(stage)
+        lines = [
+            line if not {*map(base, stages)} - {*stages} else f"{line} (in {_several(stages)})"
+            for line, stages in found.items()
+        ]
         raise RecipeError("\n  ".join([f"{where}:", *lines])) from None
+
+
+def _several(names: list[str]) -> str:
+    return names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more"
+
+
+def schema() -> dict[str, Any]:
+    """The JSON Schema of a recipe: a pipeline's, with the `matrix` that a stage may be written with."""
+    found = Pipeline.model_json_schema()
+    for stage in STAGE_TYPES.values():
+        found["$defs"][stage.__name__]["properties"]["matrix"] = {
+            "title": "Matrix",
+            "description": "dotted field -> values: one stage for each combination, called stage@field=value,...",
+            "type": "object",
+            "minProperties": 1,
+            "additionalProperties": {"type": "array", "minItems": 1, "uniqueItems": True},
+        }
+    return found
 
 
 def _apply_override(raw: dict[str, Any], override: str) -> None:
@@ -100,17 +132,21 @@ def _apply_override(raw: dict[str, Any], override: str) -> None:
     stages = raw.get("stages")
     if not isinstance(stages, dict) or stage not in stages:
         raise RecipeError(f"--set {override}: no stage is called {stage!r}{nearest(stage, stages or {})}")
-    target, *rest = field.split(".")
-    at: Any = stages[stage]
+    at = stages[stage]
     if not isinstance(at, dict):
         raise RecipeError(f"--set {override}: stage {stage} has no fields")
-    for part in rest:
-        at = at.setdefault(target, {})
-        target = part
-        if not isinstance(at, dict):
-            raise RecipeError(f"--set {override}: {path.rpartition('.')[0]} has no fields of its own")
+    for axis in matrix.axes(at):
+        if matrix.inside(field, str(axis)):
+            raise RecipeError(
+                f"--set {override}: {axis} is an axis of the matrix of {stage}, whose values are "
+                f"{matrix.axes(at)[axis]}; change them with --set {stage}.matrix.{axis}=[...]"
+            )
     try:
-        at[target] = yaml.load(value, Loader=_StrictLoader)
+        new = yaml.load(value, Loader=_StrictLoader)
+        if field.startswith("matrix."):
+            at.setdefault("matrix", {})[field.removeprefix("matrix.")] = new
+        else:
+            matrix.set_field(at, field, new)
     except _UNREADABLE as error:
         raise RecipeError(f"--set {override}: {error}") from None
 
@@ -145,4 +181,4 @@ def _siblings(raw: dict[str, Any], path: list[str]) -> list[str]:
     model: Any = STAGE_TYPES.get(stage.get("job", ""))
     for part in path[2:-1]:
         model = SOURCES.get(stage["source"]["kind"]) if part == "source" else NESTED.get(part)
-    return list(model.model_fields) if model else []
+    return [*(model.model_fields if model else ()), *(["matrix"] if len(path) == 3 else ())]

@@ -9,24 +9,26 @@ id; a job of a cluster that is gone is LOST and followed by the next attempt; a 
 from __future__ import annotations
 
 import secrets
-import shlex
-import sys
 import threading
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 from pipelines import identity, plan
-from pipelines.cluster import ENDED, Cluster, ClusterUnreachable
+from pipelines.cluster import ENDED, Cluster, ClusterUnreachable, python_entrypoint
 from pipelines.plan import PlannedStage
-from pipelines.runs import Run, this_process
+from pipelines.runs import Run
+from pipelines.spec import RecipeError
 from pipelines.store import (
     Attempt,
+    InputRef,
     Layout,
     Manifest,
     Store,
+    StoreUnreachable,
     add_event,
     create_attempt,
+    input_ref,
     last_attempt,
     now,
     read_manifest,
@@ -36,9 +38,9 @@ from pipelines.store import (
 
 ATTEMPTS = 3  # a command makes at most this many attempts at a stage
 BACKOFF_SECONDS = 1.0  # before the second attempt; doubles
-POLL_SECONDS = 0.1  # between looks at the store
+POLL_SECONDS = 0.1  # between the driver's steps
 UNREACHABLE_SECONDS = 1.0  # before a cluster that did not answer is asked again
-ASK_SECONDS = 0.5  # between questions about a job (answering costs the head CPU time) and looks for stop.json
+ASK_SECONDS = 0.5  # between questions to the store and to the cluster, whom answering costs time
 LAST_WORDS_SECONDS = 5.0  # a job may take to end after its commit
 MANIFEST_SECONDS = 60.0  # a job that SUCCEEDED shows its manifest within this time
 USER_MISTAKE = 2  # the exit code of a stage that is never retried
@@ -95,7 +97,6 @@ def run_pipeline(
         KeyboardInterrupt: Ctrl-C, after the run's jobs were stopped.
     """
     driver = Driver(store, run, connection, display, parallel)
-    add_event(store, run.id, "driver", **this_process())
     try:
         while driver.step():
             time.sleep(POLL_SECONDS)
@@ -122,7 +123,7 @@ class Driver:
         self.store, self.run, self.connection, self.display = store, run, connection, display
         self.parallel = parallel
         self.names = run.pipeline.needed_for(run.targets)
-        self.committed: dict[str, Manifest] = {}
+        self.committed: dict[str, InputRef] = {}
         self.status: dict[str, str] = {}
         self.following: dict[str, Following] = {}
         self.next_look_for_stop = 0.0
@@ -141,9 +142,9 @@ class Driver:
         for name, following in list(self.following.items()):
             try:
                 self._follow(name, following)
-            except ClusterUnreachable as error:
+            except (ClusterUnreachable, StoreUnreachable) as error:
                 if not following.waiting:
-                    self.display.stage(name, "WAITING", f"the cluster does not answer: {error}")
+                    self.display.stage(name, "WAITING", f"no answer: {error}")
                 following.waiting = True
                 following.wait_until = time.monotonic() + UNREACHABLE_SECONDS
         return len(self.status) < len(self.names)
@@ -179,24 +180,22 @@ class Driver:
         if lost := [given for given in inputs if self.status.get(given) in {"FAILED", "SKIPPED", "STOPPED"}]:
             self._end(name, "SKIPPED", f"{lost[0]} was not made")
         elif all(given in self.committed for given in inputs):
-            planned = plan.plan_stage(self.store, name, config, self.committed)
+            try:
+                planned = plan.plan_stage(self.store, name, config, self.committed, self.run.strict_code)
+            except RecipeError as error:  # a source that is gone since the run was planned
+                self._end(name, "FAILED", str(error))
+                return
             if name in self.run.force:
                 key = plan.force_stage(self.store, planned, self.run.force[name], self.run.id)
-                planned = PlannedStage(
-                    name,
-                    config,
-                    key,
-                    read_manifest(self.store, config.job, key),
-                    planned.inputs,
-                    planned.source,
-                )
+                manifest = read_manifest(self.store, config.job, key)
+                planned = replace(planned, key=key, manifest=manifest)
             if planned.manifest is not None:
                 self._commit(planned.manifest, name, "CACHED")
             elif not stop_wished(self.store, self.run.id):  # the next look sees it too
                 self.following[name] = Following(planned)
 
     def _commit(self, manifest: Manifest, name: str, status: str) -> None:
-        self.committed[name] = manifest
+        self.committed[name] = input_ref(self.store, manifest)
         self._end(name, status, manifest.key[:12], key=manifest.key)
 
     def _end(self, name: str, status: str, detail: str, **fields: Any) -> None:
@@ -211,14 +210,14 @@ class Driver:
     def _follow(self, name: str, following: Following) -> None:
         config, key = following.planned.config, following.planned.key
         assert key is not None
+        if time.monotonic() < following.wait_until:
+            return
+        following.wait_until = time.monotonic() + ASK_SECONDS
         if (manifest := read_manifest(self.store, config.job, key)) is not None:
             self._wait_for_end(following)  # its last lines belong to its log
             self._save_log(following)
             self._commit(manifest, name, "SUCCEEDED")
             return
-        if time.monotonic() < following.wait_until:
-            return
-        following.wait_until = time.monotonic() + ASK_SECONDS
         cluster = self.connection.cluster()
         if following.attempt is None:
             following.attempt = last_attempt(self.store, config.job, key) or self._next_attempt(
@@ -295,12 +294,9 @@ class Driver:
         return attempt
 
     def _submit(self, cluster: Cluster, attempt: Attempt) -> None:
-        spec = self.store.local(Layout.attempt(attempt.job, attempt.key, attempt.number)) / "attempt.json"
-        # `exec`: the entrypoint is run through a shell, whose death would otherwise not be the stage's
-        command = shlex.join([sys.executable, "-m", f"ray_jobs.{attempt.job}", "--spec", str(spec)])
-        cluster.submit(
-            attempt.submission_id, f"exec {command}", {}, {"stage": attempt.stage, "run": attempt.run}
-        )
+        spec = f"{self.store.uri}/{Layout.attempt(attempt.job, attempt.key, attempt.number)}/attempt.json"
+        command = python_entrypoint("-m", f"ray_jobs.{attempt.job}", "--spec", spec)
+        # written before: whoever stops the run must find the job
         add_event(
             self.store,
             self.run.id,
@@ -310,6 +306,12 @@ class Driver:
             attempt=attempt.number,
             key=attempt.key,
             submission_id=attempt.submission_id,
+        )
+        cluster.submit(
+            attempt.submission_id,
+            command,
+            self.store.settings,
+            {"stage": attempt.stage, "run": attempt.run},
         )
 
     def _watch(self, name: str, following: Following, cluster: Cluster, status: str) -> None:

@@ -8,14 +8,14 @@ Everything that a recipe can get wrong is found here, before anything starts, as
 from __future__ import annotations
 
 import difflib
-import graphlib
 import importlib.util
 import os
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
 
 class RecipeError(ValueError):
@@ -39,6 +39,21 @@ def takes(*kinds: str, shows_names: bool = False, **constraints: Any) -> Any:
     What a stage is called does not enter a key, but where the result shows the names.
     """
     return Field(json_schema_extra={"input": list(kinds), "shows_names": shows_names}, **constraints)
+
+
+def _distinct(values: tuple[Any, ...]) -> tuple[Any, ...]:
+    if len(set(values)) < len(values):
+        raise ValueError(f"{list(values)} has a value twice")
+    return values
+
+
+def _ascending(values: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple(sorted(values))
+
+
+def _absolute(folder: str) -> str:
+    """A job runs in another working folder."""
+    return str(Path(folder).expanduser().absolute())
 
 
 # ---------------------------------------------------------------------------------------------------- sources
@@ -74,19 +89,13 @@ class FolderSource(Frozen):
 
     kind: Literal["folder"]
     name: str = Field("images", description="what reports call these images")
-    root: str = Field(
+    root: Annotated[str, AfterValidator(_absolute)] = Field(
         description="the folder; where it lies does not enter the key, what is in it does",
         json_schema_extra={"execution": True},
     )
     salt: str = Field(
         "vitflow", description="images without a given split are split by a hash with this salt"
     )
-
-    @field_validator("root")
-    @classmethod
-    def _absolute(cls, root: str) -> str:
-        """A job runs in another working folder."""
-        return str(Path(root).expanduser().absolute())
 
     def files(self) -> Iterator[tuple[str, Path]]:
         """(name relative to the root, path) of every file that the result depends on."""
@@ -101,7 +110,51 @@ class FolderSource(Frozen):
                 yield path.relative_to(root).as_posix(), path
 
 
-Source = Annotated[GlyphSource | DigitsSource | FolderSource, Field(discriminator="kind")]
+FASHION_MNIST_ROOT = "/usr/share/datasets/fashion-mnist"
+FASHION_MNIST = ("T-shirt/top", "Trouser", "Pullover", "Dress", "Coat", "Sandal", "Shirt", "Sneaker", "Bag",
+                 "Ankle boot")  # fmt: skip
+
+
+class IdxSource(Frozen):
+    """Fashion-MNIST, MNIST and others in their authors' four IDX files; their test is test, 1/12 of train is dev."""
+
+    kind: Literal["idx"]
+    name: str = Field("Fashion-MNIST", description="what reports call these images")
+    root: Annotated[str, AfterValidator(_absolute)] = execution(
+        FASHION_MNIST_ROOT, description="the folder of the four files, gzipped or not"
+    )
+    class_names: Annotated[tuple[str, ...], AfterValidator(_distinct)] = Field(
+        FASHION_MNIST, min_length=2, max_length=256, description="of the labels 0, 1, ... in the files"
+    )
+    classes: Annotated[tuple[int, ...], AfterValidator(_distinct), AfterValidator(_ascending)] | None = Field(
+        None, min_length=2, description="labels to keep, which become 0, 1, ... in their order; null: all"
+    )
+
+    @model_validator(mode="after")
+    def _classes_have_names(self) -> Self:
+        for label in self.classes or ():
+            if not 0 <= label < len(self.class_names):
+                raise ValueError(f"classes: {label} is not from 0 to {len(self.class_names) - 1}")
+        return self
+
+    def kept(self) -> tuple[int, ...]:
+        """The labels to keep, ascending."""
+        return self.classes or tuple(range(len(self.class_names)))
+
+    def files(self) -> Iterator[tuple[str, Path]]:
+        """(name without .gz, path) of the four files."""
+        for name in ("train-images-idx3", "train-labels-idx1", "t10k-images-idx3", "t10k-labels-idx1"):
+            plain = Path(self.root, f"{name}-ubyte")
+            zipped = plain.with_name(f"{plain.name}.gz")
+            if not zipped.is_file() and not plain.is_file():
+                raise RecipeError(
+                    f"source.root: {self.root} has neither {zipped.name} nor {plain.name}; Fashion-MNIST's files"
+                    f" come with Debian's package, apt-get install dataset-fashion-mnist, in {FASHION_MNIST_ROOT}"
+                )
+            yield plain.name, zipped if zipped.is_file() else plain
+
+
+Source = Annotated[GlyphSource | DigitsSource | FolderSource | IdxSource, Field(discriminator="kind")]
 
 
 def _package_folder(package: str) -> Path:
@@ -145,16 +198,10 @@ class Optimizer(Frozen):
     clip_norm: float = Field(1.0, gt=0, description="gradients are scaled down to this global norm")
 
 
-def _distinct(values: tuple[Any, ...]) -> tuple[Any, ...]:
-    if len(set(values)) < len(values):
-        raise ValueError(f"{list(values)} has a value twice")
-    return values
-
-
 Shots = Annotated[int, Field(ge=1)]
 Rate = Annotated[float, Field(gt=0)]
 Seed = Annotated[int, Field(ge=0)]
-Augmentation = Literal["none", "shift", "crop_flip"]
+Augmentation = Literal["none", "shift", "shift_flip", "crop_flip"]
 Dtype = Literal["bfloat16", "float32"]
 Method = Literal["majority", "k-NN", "logistic regression", "RBF SVM"]
 
@@ -169,11 +216,21 @@ class _Stage(Frozen):
     def inputs(self) -> dict[str, tuple[str, ...]]:
         """Field -> the stages it names, for every field that takes an artifact and has one."""
         found = {}
-        for field, info in type(self).model_fields.items():
-            extra = info.json_schema_extra
-            if isinstance(extra, dict) and "input" in extra and (value := getattr(self, field)) is not None:
+        for field in input_fields(type(self)):
+            if (value := getattr(self, field)) is not None:
                 found[field] = (value,) if isinstance(value, str) else tuple(value)
         return found
+
+
+@cache
+def input_fields(stage: type[_Stage]) -> dict[str, tuple[str, ...]]:
+    """Field -> the kinds of artifact it takes, for every field of a stage that names earlier stages."""
+    found = {}
+    for field, info in stage.model_fields.items():
+        extra = info.json_schema_extra
+        if isinstance(extra, dict) and isinstance(kinds := extra.get("input"), list):
+            found[field] = tuple(map(str, kinds))
+    return found
 
 
 class Ingest(_Stage):
@@ -241,6 +298,7 @@ class Labels(Frozen):
 class Finetune(_Stage):
     """A Ray Tune sweep over learning rates, a refit with the best, and one look at test (paper, Table 4's protocol)."""
 
+    VERSION: ClassVar[int] = 2
     KIND: ClassVar[str] = "model"
     job: Literal["finetune"]
     data: str = takes("dataset")
@@ -250,7 +308,9 @@ class Finetune(_Stage):
         None, ge=4, le=8192, description="with a backbone: null keeps the backbone's"
     )
     labels: Labels = Labels()
-    learning_rates: Annotated[tuple[Rate, ...], Field(min_length=1), AfterValidator(_distinct)]
+    learning_rates: Annotated[tuple[Rate, ...], Field(min_length=1), AfterValidator(_distinct)] = Field(
+        description="to choose from; a single one is taken as it is, without a sweep"
+    )
     steps: int = Field(ge=1)
     batch_size: int = Field(ge=1)
     optimizer: Optimizer = Optimizer()
@@ -289,6 +349,7 @@ class Evaluate(_Stage):
 class Baselines(_Stage):
     """Classifiers on pixels (scikit-learn), given the same labels and folds as a fine-tuning."""
 
+    VERSION: ClassVar[int] = 2
     KIND: ClassVar[str] = "evaluation"
     job: Literal["baselines"]
     data: str = takes("dataset")
@@ -333,68 +394,6 @@ def _check_patches(resolution: int, patch_size: int) -> None:
         raise ValueError(
             f"resolution {resolution} is not a multiple of patch_size {patch_size}: {fits} would be"
         )
-
-
-# ---------------------------------------------------------------------------------------------------- pipeline
-
-
-class Pipeline(Frozen):
-    """Stages by name; a stage names earlier ones as its inputs. The order in the file is for its reader."""
-
-    name: str = Field(pattern=r"^[a-z][a-z0-9_-]{0,40}$")
-    description: str = ""
-    stages: dict[Annotated[str, Field(pattern=r"^[a-z][a-z0-9_]{0,40}$")], Stage] = Field(min_length=1)
-
-    @model_validator(mode="after")
-    def _inputs_exist_and_fit(self) -> Self:
-        for name, stage in self.stages.items():
-            for field, inputs in stage.inputs().items():
-                extra = type(stage).model_fields[field].json_schema_extra
-                assert isinstance(extra, dict)
-                for given in inputs:
-                    self._check_input(f"stages.{name}.{field}", given, extra["input"])
-        self.order()
-        return self
-
-    def _check_input(self, where: str, given: str, kinds: Any) -> None:
-        if given not in self.stages:
-            raise ValueError(f"{where}: no stage is called {given!r}{nearest(given, self.stages)}")
-        kind = self.stages[given].KIND
-        if kind not in kinds:
-            fitting = [name for name, stage in self.stages.items() if stage.KIND in kinds]
-            raise ValueError(
-                f"{where}: {given} is {'an' if kind == 'evaluation' else 'a'} {kind}, "
-                f"but this takes a {' or '.join(kinds)} ({', '.join(fitting) or 'there is none'})"
-            )
-
-    def order(self) -> tuple[str, ...]:
-        """Stage names, every one after its inputs; ties in the order of the file."""
-        graph = {
-            name: [i for inputs in stage.inputs().values() for i in inputs]
-            for name, stage in self.stages.items()
-        }
-        try:
-            return tuple(graphlib.TopologicalSorter(graph).static_order())
-        except graphlib.CycleError as error:
-            raise ValueError(f"stages: a cycle, {' -> '.join(reversed(error.args[1]))}") from None
-
-    def needed_for(self, targets: tuple[str, ...]) -> tuple[str, ...]:
-        """The targets and everything they need, in running order.
-
-        Raises:
-            RecipeError: a target is not a stage of this pipeline.
-        """
-        needed: set[str] = set()
-        pending = list(targets)
-        for target in targets:
-            if target not in self.stages:
-                raise RecipeError(f"no stage is called {target!r}{nearest(target, self.stages)}")
-        while pending:
-            name = pending.pop()
-            if name not in needed:
-                needed.add(name)
-                pending += [i for inputs in self.stages[name].inputs().values() for i in inputs]
-        return tuple(name for name in self.order() if name in needed)
 
 
 def nearest(given: str, known: Any) -> str:

@@ -1,4 +1,4 @@
-"""Where results live: a folder (later also s3://bucket/prefix) with create-only commits. Layout in `Layout`.
+"""Where results live: a folder or s3://bucket/prefix with create-only commits. Layout in `Layout`.
 
 Nothing is ever overwritten or written in place, so that any number of drivers and stages may work on one store and be
 killed at any moment: an object is there completely or it is not there, and of two writers of one name the first wins.
@@ -10,15 +10,13 @@ from __future__ import annotations
 import getpass
 import hashlib
 import json
-import os
 import secrets
-import shutil
 import socket
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, Protocol, TypeVar
 
 from pydantic import ValidationError
 
@@ -32,6 +30,14 @@ class StoreError(Exception):
     """A store that can't be used as asked; the message names it and says what would be right."""
 
 
+class StoreUnreachable(StoreError):  # noqa: N818 (named for what it tells)
+    """A store that does not answer: wait and ask again."""
+
+
+class StoreAbsent(StoreError):  # noqa: N818 (named for what it tells)
+    """There is no store at that address yet."""
+
+
 class Layout:
     """The names of all objects in a store.
 
@@ -42,6 +48,8 @@ class Layout:
     artifacts/<job>/<key>/attempts/<n>/files/...        the files of that attempt
     artifacts/<job>/<key>/attempts/<n>/log.txt          its job's log (a cluster's own logs die with it)
     runs/<run id>/plan.json  stop.json  events/<ulid>.json
+    schedules/<name>/<n>.json                           numbered: the highest is the present, the rest is history
+    schedules/<name>/ticks/<tick>.json                  what was decided of a tick, before anything is done
     """
 
     STORE = "store.json"
@@ -69,6 +77,10 @@ class Layout:
     @staticmethod
     def run(run: str) -> str:
         return f"runs/{run}"
+
+    @staticmethod
+    def schedule(name: str) -> str:
+        return f"schedules/{name}"
 
 
 # ------------------------------------------------------------------------------------------------- records
@@ -155,91 +167,6 @@ def who() -> str:
 # ------------------------------------------------------------------------------------------------- the store
 
 
-class Store:
-    """A store in a local folder. Names are relative, with slashes.
-
-    Raises:
-        StoreError: the folder can't be made, written, or has no hard links; or is a store of another layout.
-    """
-
-    def __init__(self, root: Path, *, create: bool = True) -> None:
-        self.root = root
-        self.uri = str(root)
-        path = root / Layout.STORE
-        try:
-            if not path.exists():
-                if not create:
-                    raise StoreError(f"{root} is not a store: there is no {Layout.STORE} in it")
-                self.create(Layout.STORE, _encode({"id": secrets.token_hex(16), "layout": LAYOUT_VERSION}))
-            found = json.loads(path.read_text())
-            layout, self.id = found["layout"], str(found["id"])
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            raise StoreError(f"{path} can't be read as a store's: {error!r}") from None
-        if layout != LAYOUT_VERSION:
-            raise StoreError(f"{root} has layout {layout}, this vitflow reads layout {LAYOUT_VERSION}")
-
-    def read(self, name: str) -> bytes | None:
-        """The object's bytes, None where there is none."""
-        try:
-            return (self.root / name).read_bytes()
-        except (FileNotFoundError, NotADirectoryError):
-            return None
-
-    def create(self, name: str, data: bytes) -> bool:
-        """Write an object that is not there yet, durably; False (and nothing changed) where it is."""
-        path = self.root / name
-        temporary = path.parent / f".{path.name}.{secrets.token_hex(8)}.tmp"
-        try:
-            _make_folders(path.parent)
-            try:
-                with temporary.open("xb") as file:
-                    file.write(data)
-                    file.flush()
-                    os.fsync(file.fileno())
-                is_first = _link(temporary, path)
-            finally:
-                temporary.unlink(missing_ok=True)
-            _sync_folder(path.parent)
-        except OSError as error:
-            hint = " (a store needs a file system with hard links)" if error.errno in _NO_LINKS else ""
-            raise StoreError(f"{self.root}: can't write {name}: {error.strerror}{hint}") from None
-        return is_first
-
-    def names(self, folder: str) -> list[str]:
-        """The immediate children of a folder, sorted; empty where there is none."""
-        try:
-            return sorted(
-                entry.name for entry in os.scandir(self.root / folder) if not entry.name.startswith(".")
-            )
-        except (FileNotFoundError, NotADirectoryError):
-            return []
-
-    def local(self, name: str) -> Path:
-        """A local path to read an object or a folder of objects from."""
-        return self.root / name
-
-    @contextmanager
-    def staging(self, folder: str) -> Iterator[Staging]:
-        """A fresh local folder; the files written into it become objects under `folder` when the block ends well.
-
-        Several tasks may stage into one folder at once, each with its own file names.
-        """
-        target = self.root / folder
-        _make_folders(target)
-        temporary = target / f".staging-{secrets.token_hex(8)}"
-        temporary.mkdir()
-        try:
-            staging = Staging(temporary)
-            yield staging
-            staging.files = tuple(
-                _move_durably(path, temporary, target)
-                for path in sorted(temporary.rglob("*"))
-                if path.is_file()
-            )
-        finally:
-            shutil.rmtree(temporary)
-
-
 class Staging:
     """The folder that a stage, or one task of it, writes into; `files` is known when the block has ended."""
 
@@ -248,61 +175,99 @@ class Staging:
         self.files: tuple[FileEntry, ...] = ()
 
 
-_NO_LINKS = {1, 18, 38, 95}  # EPERM, EXDEV, ENOSYS, EOPNOTSUPP
+class Store(Protocol):
+    """Objects by name, relative, with slashes: in a folder (`pipelines.folder_store`) or on S3 (`pipelines.s3_store`).
+
+    Every method raises StoreError where the store can't be used as asked.
+    """
+
+    uri: str
+    id: str
+    settings: dict[
+        str, str
+    ]  # environment variables with which a job elsewhere finds the same store; no secrets
+
+    def read(self, name: str) -> bytes | None:
+        """The object's bytes, None where there is none."""
+
+    def read_all(self, names: Sequence[str]) -> list[bytes | None]:
+        """The same for many objects, several at once where that is faster; in the order of `names`."""
+
+    def create(self, name: str, data: bytes) -> bool:
+        """Write an object that is not there yet, durably; False (and nothing changed) where it is.
+
+        True also where the object that is there has these very bytes, since the answer to our own write may have been
+        lost: where two writers must be told apart, each puts a nonce in.
+        """
+
+    def names(self, folder: str) -> list[str]:
+        """The immediate children of a folder, sorted; empty where there is none."""
+
+    def local(self, folder: str, files: Iterable[FileEntry]) -> Path:
+        """A local folder in which these files of `folder` can be read."""
+
+    def staging(self, folder: str) -> AbstractContextManager[Staging]:
+        """A fresh local folder; the files written into it become objects under `folder` when the block ends well.
+
+        Several tasks may stage into one folder at once, each with its own file names.
+        """
 
 
 def open_store(uri: str, *, create: bool = True) -> Store:
-    """The store at a folder or, from a later version on, at s3://bucket/prefix.
+    """The store at a folder or at s3://bucket/prefix.
 
     Raises:
-        StoreError: there is none and `create` is false, or it can't be used.
+        StoreAbsent: there is none and `create` is false.
+        StoreError: it can't be used.
     """
+    if uri.startswith("s3://"):
+        from pipelines.s3_store import S3Store
+
+        return S3Store(uri, create=create)
     if "://" in uri:
-        raise StoreError(f"{uri}: stores are local folders in this version")
-    return Store(Path(uri).expanduser().resolve(), create=create)
+        raise StoreError(f"{uri.partition('://')[0]}://...: a store is a folder or s3://bucket/prefix")
+    from pipelines.folder_store import FolderStore
+
+    return FolderStore(Path(uri).expanduser().resolve(), create=create)
 
 
-def _encode(value: Mapping[str, Any] | Frozen) -> bytes:
+def identify(store: Store, create: bool) -> str:
+    """The store's id, read from store.json, which is written first where there is none and `create` is true.
+
+    Raises:
+        StoreAbsent: there is none and `create` is false.
+        StoreError: one of another layout.
+    """
+    data = store.read(Layout.STORE)
+    if data is None:
+        if not create:
+            raise StoreAbsent(f"{store.uri} is not a store: there is no {Layout.STORE} in it")
+        store.create(Layout.STORE, encode({"id": secrets.token_hex(16), "layout": LAYOUT_VERSION}))
+        if store.create(Layout.STORE, b"{}"):
+            raise StoreError(
+                f"{store.uri}: its server ignores If-None-Match and overwrites, so that two drivers would destroy each "
+                "other's results: use AWS S3, Ceph, MinIO or another that honours it"
+            )
+        data = store.read(Layout.STORE) or b""
+    try:
+        found = json.loads(data)
+        layout, identity = found["layout"], str(found["id"])
+    except (ValueError, KeyError, TypeError) as error:
+        raise StoreError(f"{store.uri}/{Layout.STORE} can't be read as a store's: {error!r}") from None
+    if layout != LAYOUT_VERSION:
+        raise StoreError(f"{store.uri} has layout {layout}, this vitflow reads layout {LAYOUT_VERSION}")
+    return identity
+
+
+def encode(value: Mapping[str, Any] | Frozen) -> bytes:
+    """A record as the bytes of an object."""
     text = value.model_dump_json(indent=1) if isinstance(value, Frozen) else json.dumps(value, indent=1)
     return text.encode() + b"\n"
 
 
-def _make_folders(path: Path) -> None:
-    """mkdir -p whose new folders survive a power cut."""
-    if not path.is_dir():
-        _make_folders(path.parent)
-        path.mkdir(exist_ok=True)
-        _sync_folder(path.parent)
-
-
-def _link(temporary: Path, path: Path) -> bool:
-    """Give a file its name unless the name is taken; rename would overwrite, and O_EXCL would show half a file."""
-    try:
-        os.link(temporary, path)
-    except FileExistsError:
-        return False
-    return True
-
-
-def _sync_folder(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def _move_durably(path: Path, staging: Path, target: Path) -> FileEntry:
-    with path.open("rb") as file:
-        digest = hashlib.file_digest(file, "sha256").hexdigest()
-        os.fsync(file.fileno())
-    relative = path.relative_to(staging)
-    size = path.stat().st_size
-    final = target / relative
-    _make_folders(final.parent)
-    path.rename(final)
-    _sync_folder(final.parent)
-    return FileEntry(path=relative.as_posix(), size=size, sha256=digest)
+def local_files(store: Store, manifest: Manifest) -> Path:
+    """An artifact's files, as a local folder."""
+    return store.local(manifest.folder, manifest.files)
 
 
 # ------------------------------------------------------------------------------------------------- artifacts
@@ -314,23 +279,27 @@ def successor(store: Store, job: str, key: str) -> str | None:
     return None if data is None else str(json.loads(data)["successor"])
 
 
-def current_key(store: Store, job: str, key: str) -> str:
-    """The key that stands for `key` today: the last of its successors that is committed, else itself.
+def read_current(store: Store, job: str, key: str) -> tuple[Manifest, InputRef] | None:
+    """The artifact that stands for `key` today, and what a consumer records of it: the last committed successor.
 
-    A forced run that fails or is stopped hides nothing: what was there stands until its successor is.
+    A forced run that fails or is stopped hides nothing: what was there stands until its successor is. Only what is
+    committed is ever replaced, so that one read tells that there is nothing.
     """
-    current, following = key, successor(store, job, key)
+    if (data := store.read(Layout.manifest(job, key))) is None:
+        return None
+    name, following = Layout.manifest(job, key), successor(store, job, key)
     while following is not None:
-        if store.read(Layout.manifest(job, following)) is not None:
-            current = following
+        if (later := store.read(Layout.manifest(job, following))) is not None:
+            name, data = Layout.manifest(job, following), later
         following = successor(store, job, following)
-    return current
+    manifest = _parse(Manifest, data, name)
+    return manifest, _reference(manifest, data)
 
 
 def replace_artifact(store: Store, job: str, key: str, successor: str, run: str, why: str) -> bool:
     """Say that `successor` stands for `key` from now on; False where somebody said so first."""
     record = {"successor": successor, "run": run, "who": who(), "why": why, "time": now()}
-    return store.create(Layout.replaced(job, key), _encode(record))
+    return store.create(Layout.replaced(job, key), encode(record))
 
 
 def read_manifest(store: Store, job: str, key: str) -> Manifest | None:
@@ -339,27 +308,26 @@ def read_manifest(store: Store, job: str, key: str) -> Manifest | None:
     return None if data is None else _parse(Manifest, data, Layout.manifest(job, key))
 
 
-def manifest_sha256(store: Store, job: str, key: str) -> str:
-    """sha256 of the manifest of a committed artifact."""
-    data = store.read(Layout.manifest(job, key))
-    assert data is not None, f"{job}/{key} is not committed"
-    return hashlib.sha256(data).hexdigest()
-
-
 def input_ref(store: Store, manifest: Manifest) -> InputRef:
-    """What a consumer records of an artifact."""
+    """What a consumer records of a committed artifact."""
+    data = store.read(Layout.manifest(manifest.job, manifest.key))
+    assert data is not None, f"{manifest.job}/{manifest.key} is not committed"
+    return _reference(manifest, data)
+
+
+def _reference(manifest: Manifest, data: bytes) -> InputRef:
     return InputRef(
         job=manifest.job,
         key=manifest.key,
         content_digest=manifest.content_digest,
-        manifest_sha256=manifest_sha256(store, manifest.job, manifest.key),
+        manifest_sha256=hashlib.sha256(data).hexdigest(),
     )
 
 
 def commit(store: Store, manifest: Manifest) -> Manifest:
     """Make an artifact visible, in one step. The first wins: what comes back is the manifest that counts."""
     name = Layout.manifest(manifest.job, manifest.key)
-    if store.create(name, _encode(manifest)):
+    if store.create(name, encode(manifest)):
         return manifest
     first = read_manifest(store, manifest.job, manifest.key)
     assert first is not None
@@ -384,7 +352,7 @@ def last_attempt(store: Store, job: str, key: str) -> Attempt | None:
 def create_attempt(store: Store, attempt: Attempt) -> Attempt:
     """Write an attempt; where the number is taken, the attempt that took it comes back."""
     folder = Layout.attempt(attempt.job, attempt.key, attempt.number)
-    if store.create(f"{folder}/attempt.json", _encode(attempt)):
+    if store.create(f"{folder}/attempt.json", encode(attempt)):
         return attempt
     taken = read_attempt(store, folder)
     assert taken is not None
@@ -393,13 +361,19 @@ def create_attempt(store: Store, attempt: Attempt) -> Attempt:
 
 def all_manifests(store: Store) -> Iterator[Manifest]:
     """Every committed artifact, oldest first."""
-    found = [
-        manifest
+    found = [_parse(Manifest, data, name) for name, data in manifest_bytes(store)]
+    yield from sorted(found, key=lambda manifest: manifest.finished)
+
+
+def manifest_bytes(store: Store) -> list[tuple[str, bytes]]:
+    """(name, bytes) of every manifest, in no order."""
+    names = [
+        Layout.manifest(job, key)
         for job in store.names("artifacts")
         for key in store.names(f"artifacts/{job}")
-        if (manifest := read_manifest(store, job, key)) is not None
     ]
-    yield from sorted(found, key=lambda manifest: manifest.finished)
+    found = zip(names, store.read_all(names), strict=True)
+    return [(name, data) for name, data in found if data is not None]
 
 
 def _parse(model: type[Record], data: bytes, name: str) -> Record:
@@ -409,12 +383,27 @@ def _parse(model: type[Record], data: bytes, name: str) -> Record:
         raise StoreError(f"{name} is damaged or of another version: {error.errors()[0]['msg']}") from None
 
 
+# ------------------------------------------------------------------------------------------------- numbered records
+
+
+def numbers(store: Store, folder: str) -> list[int]:
+    """The numbers of the records <folder>/<n>.json, in order: the highest is the present, the rest is history."""
+    found = (name.removesuffix(".json") for name in store.names(folder) if name.endswith(".json"))
+    return sorted(int(name) for name in found if name.isdigit())
+
+
+def read_record(store: Store, name: str, model: type[Record]) -> Record | None:
+    """The record in an object, None where there is none."""
+    data = store.read(name)
+    return None if data is None else _parse(model, data, name)
+
+
 # ------------------------------------------------------------------------------------------------- runs
 
 
 def create_run(store: Store, run: str, plan: Mapping[str, Any]) -> bool:
     """Write a run's plan; False where a run of that id exists."""
-    return store.create(f"{Layout.run(run)}/plan.json", _encode(plan))
+    return store.create(f"{Layout.run(run)}/plan.json", encode(plan))
 
 
 def read_plan(store: Store, run: str) -> dict[str, Any] | None:
@@ -428,23 +417,20 @@ def add_event(store: Store, run: str, event: str, **fields: Any) -> None:
     from ulid import ULID
 
     record = {"event": event, "time": now(), **fields}
-    store.create(f"{Layout.run(run)}/events/{ULID()}.json", _encode(record))
+    store.create(f"{Layout.run(run)}/events/{ULID()}.json", encode(record))
 
 
 def read_events(store: Store, run: str) -> list[dict[str, Any]]:
     """A run's history, oldest first."""
     folder = f"{Layout.run(run)}/events"
-    found = [
-        json.loads(data)
-        for name in store.names(folder)
-        if (data := store.read(f"{folder}/{name}")) is not None
-    ]
+    names = [f"{folder}/{name}" for name in store.names(folder)]
+    found = [json.loads(data) for data in store.read_all(names) if data is not None]
     return sorted(found, key=lambda record: record["time"])  # ulids of one millisecond are in no order
 
 
 def wish_stop(store: Store, run: str) -> None:
     """Write the wish that a run stops; whoever drives it, or finds a job of it dead, obeys."""
-    store.create(f"{Layout.run(run)}/stop.json", _encode({"who": who(), "time": now()}))
+    store.create(f"{Layout.run(run)}/stop.json", encode({"who": who(), "time": now()}))
 
 
 def stop_wished(store: Store, run: str) -> bool:

@@ -14,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch.nn import functional
 
-POLICIES = ("none", "shift", "crop_flip")
+POLICIES = ("none", "shift", "shift_flip", "crop_flip")
 CROP_AREA = (0.05, 1.0)
 CROP_ASPECT = (3 / 4, 4 / 3)
 _DRAWS = (
@@ -23,7 +23,8 @@ _DRAWS = (
 
 
 def augment(images: torch.Tensor, policy: str, seed: int, positions: NDArray[np.int64]) -> torch.Tensor:
-    """Change each image [n, h, w, c] by `policy`: "none", "shift" (tiny images), "crop_flip" (photographs).
+    """Change each image [n, h, w, c] by `policy`: "none", "shift" (tiny images), "shift_flip" (tiny images of things
+    that have no left and right), "crop_flip" (photographs).
 
     `positions` [n] number the samples over the whole training. Raises ValueError for an unknown policy.
     """
@@ -33,6 +34,11 @@ def augment(images: torch.Tensor, policy: str, seed: int, positions: NDArray[np.
         return images
     if policy == "shift":
         return shift(images, uniform(seed, positions))
+    if policy == "shift_flip":
+        draws = uniform(seed, positions)
+        flipped = torch.from_numpy(draws[:, 4] < 0.5).to(images.device)[:, None, None, None]
+        shifted = shift(images, draws)
+        return torch.where(flipped, shifted.flip(2), shifted)
     if policy == "crop_flip":
         return crop_flip(images, uniform(seed, positions))
     raise ValueError(f"augmentation policy {policy!r} is none of {', '.join(POLICIES)}")

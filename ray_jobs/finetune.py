@@ -5,7 +5,8 @@ refit), rows.parquet and predictions.parquet (`ray_jobs.rows`), sweep.json {tria
 
 What chooses the rate: with few labels, the mean accuracy over folds inside draw 0's labels; with all labels, dev; of
 equals the lower loss. Then every draw is fitted with that rate on all its labels (with all labels: train and dev) and
-scored on test once. A trial of the sweep is given images of train and dev only; test is opened by `refit` alone.
+scored on test once. A single rate needs no choice, so nothing is swept. A trial of the sweep is given images of train
+and dev only; test is opened by `refit` alone.
 
     python -m ray_jobs.finetune --spec STORE/artifacts/finetune/<key>/attempts/<n>/attempt.json
 """
@@ -16,8 +17,8 @@ import json
 import logging
 import math
 import os
-import shutil
 import sys
+import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -26,7 +27,7 @@ from numpy.typing import NDArray
 
 from pipelines.identity import canonical_json, sha256
 from pipelines.spec import Finetune
-from pipelines.store import FileEntry, Layout
+from pipelines.store import FileEntry
 from ray_jobs import devices, optim, rows
 from ray_jobs.pretrain import model_contract, model_digest
 from ray_jobs.progress import Progress
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
     from vit_model.model import ViT
 
 PROTOCOL = "fine-tuning"
+ONE_RATE = "nothing, one learning rate was given"
 _EVALUATION_BATCH = 512
 _CURVE_POINTS = 20
 
@@ -71,6 +73,11 @@ class Score(NamedTuple):
 
 
 # ------------------------------------------------------------------------------------------------- one fit
+
+
+def fetched(context: Context, task: Task) -> Task:
+    """The task on this machine: another may have fetched the backbone's files to another folder."""
+    return task if task.backbone is None else task._replace(backbone=context.input("backbone"))
 
 
 def start_model(task: Task, seed: int) -> ViT:
@@ -183,7 +190,7 @@ def run_trial(task: Task, pool: Images, fold: tuple[Indices, Indices], rate: flo
 
 
 def sweep(
-    task: Task, pool: Images, folds: list[tuple[Indices, Indices]], scratch: Path
+    context: Context, task: Task, pool: Images, folds: list[tuple[Indices, Indices]], scratch: str
 ) -> list[dict[str, Any]]:
     """Ray Tune over rate x fold: [{learning_rate, accuracies, losses}] in the order of the configuration.
 
@@ -200,7 +207,7 @@ def sweep(
     resources, concurrent = devices.fit_resources(task.config.threads)
     tuner = tune.Tuner(
         tune.with_resources(
-            tune.with_parameters(_tune_trial, task=task, pool=pool, folds=folds),
+            tune.with_parameters(_tune_trial, context=context, task=task, pool=pool, folds=folds),
             resources,
         ),
         param_space={
@@ -208,7 +215,7 @@ def sweep(
             "fold": tune.grid_search(list(range(len(folds)))),
         },
         tune_config=tune.TuneConfig(reuse_actors=True, max_concurrent_trials=concurrent),
-        run_config=tune.RunConfig(name="sweep", storage_path=str(scratch), verbose=0),
+        run_config=tune.RunConfig(name="sweep", storage_path=scratch, verbose=0),
     )
     found = {}
     for result in tuner.fit():
@@ -227,14 +234,18 @@ def sweep(
 
 
 def _tune_trial(
-    parameters: dict[str, int], task: Task, pool: Images, folds: list[tuple[Indices, Indices]]
+    parameters: dict[str, int],
+    context: Context,
+    task: Task,
+    pool: Images,
+    folds: list[tuple[Indices, Indices]],
 ) -> None:
     from ray import tune
 
     rate = task.config.learning_rates[parameters["rate"]]
     name = f"learning rate {rate:g}" + (f", fold {parameters['fold']}" if len(folds) > 1 else "")
     try:
-        result = run_trial(task, pool, folds[parameters["fold"]], rate, name)
+        result = run_trial(fetched(context, task), pool, folds[parameters["fold"]], rate, name)
     except optim.DivergenceError as error:  # a sweep is there to find out which rates are too high
         print(f"{name}: {error}", flush=True)
         tune.report({"accuracy": 0.0, "loss": sys.float_info.max})
@@ -261,7 +272,7 @@ class Refit(NamedTuple):
 
 def refit(context: Context, task: Task, pool: Images, rate: float, draw: int) -> Refit:
     """Fit on all of a draw's labels and judge on test. Draw 0's model becomes the artifact's."""
-    model, curve = fit(task, pool, rate, task.config.seed + draw, f"draw {draw}, step")
+    model, curve = fit(fetched(context, task), pool, rate, task.config.seed + draw, f"draw {draw}, step")
     test = read_split(open_dataset(context.input("data")), task.contract, "test")
     result = score(model, task.contract, test)
     print(f"draw {draw}: test accuracy {result.accuracy:.3f}", flush=True)
@@ -299,13 +310,12 @@ def main(context: Context) -> Result:
     dataset = open_dataset(context.input("data"))
     task = make_task(config, dataset, context.input("backbone") if config.backbone else None)
     pools, folds, selected_on = labelled(config, dataset, task.contract)
-    attempt = context.attempt
-    scratch = context.store.local(f"{Layout.attempt(attempt.job, attempt.key, attempt.number)}/.ray-tune")
-    try:
-        trials = sweep(task, pools[0], folds, scratch)
-    finally:
-        shutil.rmtree(scratch, ignore_errors=True)
-    chosen = choose(trials)
+    if len(config.learning_rates) == 1:  # nothing to choose from, so no image is kept from the training
+        trials, chosen, selected_on = [], config.learning_rates[0], ONE_RATE
+    else:
+        with tempfile.TemporaryDirectory(prefix="vitflow-", ignore_cleanup_errors=True) as scratch:
+            trials = sweep(context, task, pools[0], folds, scratch)
+        chosen = choose(trials)
     print(f"chosen on {selected_on}: learning rate {chosen:g}", flush=True)
     refits = run_refits(context, task, pools, chosen)
 
@@ -323,10 +333,11 @@ def main(context: Context) -> Result:
     digest["sweep"] = sha256(sweep_json)  # a report shows it
     metrics: dict[str, float | int | str] = {
         "learning_rate": chosen,
-        "validation_accuracy": max(float(np.mean(trial["accuracies"])) for trial in trials),
         "test_accuracy": float(np.mean([found.score.accuracy for found in refits])),
         "parameters": task.contract.architecture.num_parameters,
     }
+    if trials:
+        metrics["validation_accuracy"] = max(float(np.mean(trial["accuracies"])) for trial in trials)
     return Result(content_digest=sha256(canonical_json(digest)), files=files, metrics=metrics)
 
 

@@ -14,10 +14,10 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import cache
 from itertools import accumulate, groupby
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from pipelines import identity
-from pipelines.spec import DigitsSource, FolderSource, GlyphSource
+from pipelines.spec import DigitsSource, FolderSource, GlyphSource, IdxSource, Source
 from pipelines.store import FileEntry
 from ray_jobs.progress import Progress
 from ray_jobs.shards import (
@@ -32,8 +32,12 @@ from ray_jobs.shards import (
     write_info,
     write_shard,
 )
-from ray_jobs.sources import content_id, digits, folder, glyphs, sample_id
+from ray_jobs.sources import content_id, digits, folder, glyphs, idx, sample_id
 from ray_jobs.stage import Context, Result, run_stage
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
 
 RAW_SHARD_IMAGES = 8192  # small raw images: a shard is some seconds of rendering
 SHARD_BYTES = 256 * 2**20  # image files
@@ -66,17 +70,19 @@ def main(context: Context) -> Result:
             names, parts, bad = _plan_glyphs(config.source)
         case FolderSource():
             names, parts, bad = _plan_folder(config.source, config.max_bad_fraction)
+        case IdxSource():
+            names, parts, bad = _plan_idx(config.source)
         case _:
             names, parts, bad = digits.CLASS_NAMES, _plan_digits(config.source), []
     written = _in_tasks(_write_part, [(context, config.source, part) for part in parts], "shard")
     _check_fingerprint(context, "while it was read")
     samples = [sample for part in written for sample in part.samples]
-    name = config.source.name if isinstance(config.source, FolderSource) else config.source.kind
+    name = config.source.name if isinstance(config.source, FolderSource | IdxSource) else config.source.kind
     digest = content_digest(name, samples, names)
     info = DatasetInfo(
         name=name,
         class_names=names,
-        image=None if isinstance(config.source, FolderSource) else RAW,
+        image=_image_size(config.source),
         splits={split: sum(sample[2] == split for sample in samples) for split in SPLITS},
         shards=tuple(part.shard for part in written),
         content_digest=digest,
@@ -92,6 +98,18 @@ def main(context: Context) -> Result:
     }
     metrics.update({str(split): count for split, count in info.splits.items()})
     return Result(digest, files, metrics)
+
+
+def _image_size(source: Source) -> ImageSize | None:
+    """The size that all images have, stored raw; None for image files, which keep theirs."""
+    match source:
+        case FolderSource():
+            return None
+        case IdxSource():
+            height, width, channels = _idx_images(source).images.shape[1:]
+            return ImageSize(height=height, width=width, channels=channels)
+        case _:
+            return RAW
 
 
 class Part(NamedTuple):
@@ -164,6 +182,17 @@ def _plan_folder(
     return listing.class_names, parts, [(key, str(reason)) for key, reason in bad]
 
 
+def _plan_idx(source: IdxSource) -> tuple[tuple[str, ...], list[Part], list[tuple[str, str]]]:
+    found = _idx_images(source)
+    rows = sorted(range(len(found.keys)), key=lambda row: shuffle_key(found.keys[row]))
+    parts = [
+        part
+        for split in SPLITS
+        for part in _chunks(split, [row for row in rows if found.splits[row] == split], RAW_SHARD_IMAGES)
+    ]
+    return tuple(source.class_names[label] for label in source.kept()), parts, []
+
+
 def _chunks(split: str, images: Sequence[Any], size: int) -> list[Part]:
     starts = range(0, len(images), size)
     return [Part(split, number, images[start : start + size]) for number, start in enumerate(starts)]
@@ -188,6 +217,8 @@ def _write_part(context: Context, source: Any, part: Part) -> Written:
                 (_file_sample(Path(source.root).expanduser(), entry, checked), entry.label)
                 for entry, checked in part.images
             ]
+        case IdxSource():
+            samples = _idx_samples(source, part)
         case _:
             every = _digit_samples(source)
             samples = [every[row][:2] for row in part.images]
@@ -212,7 +243,7 @@ def _glyph_samples(source: GlyphSource, part: Part) -> list[tuple[Sample, int]]:
     images, labels = glyphs.render(_glyph_classes(source), source.seed, part.images)
     keys = [f"glyph-{index:07d}" for index in part.images]
     return [
-        (_raw_sample(image.tobytes(), key, label), int(label))
+        (_raw_sample(image, key, label), int(label))
         for image, key, label in zip(images, keys, labels, strict=True)
     ]
 
@@ -221,16 +252,24 @@ def _glyph_samples(source: GlyphSource, part: Part) -> list[tuple[Sample, int]]:
 def _digit_samples(source: DigitsSource) -> list[tuple[Sample, int, str]]:
     [(_, path)] = source.files()
     images, labels, keys = digits.read(path)
-    samples = [
-        _raw_sample(image.tobytes(), key, label)
-        for image, key, label in zip(images, keys, labels, strict=True)
-    ]
+    samples = [_raw_sample(image, key, label) for image, key, label in zip(images, keys, labels, strict=True)]
     splits = digits.assign_splits([sample.sample_id for sample in samples], labels.tolist(), "vitflow digits")
     return [(sample, int(label), split) for sample, label, split in zip(samples, labels, splits, strict=True)]
 
 
-def _raw_sample(pixels: bytes, key: str, label: int) -> Sample:
-    return Sample(sample_id(pixels, key), key, pixels, "raw", RAW.width, RAW.height, RAW.channels, int(label))
+@cache
+def _idx_images(source: IdxSource) -> idx.Images:
+    return idx.read(dict(source.files()), len(source.class_names), source.kept())
+
+
+def _idx_samples(source: IdxSource, part: Part) -> list[tuple[Sample, int]]:
+    images, labels, keys, _ = _idx_images(source)
+    return [(_raw_sample(images[row], keys[row], labels[row]), int(labels[row])) for row in part.images]
+
+
+def _raw_sample(image: NDArray[np.uint8], key: str, label: int) -> Sample:
+    pixels, (height, width, channels) = image.tobytes(), image.shape
+    return Sample(sample_id(pixels, key), key, pixels, "raw", width, height, channels, int(label))
 
 
 def _file_sample(root: Path, entry: folder.Entry, checked: Checked) -> Sample:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 import math
 import os
-import shutil
+import tempfile
 import time
 import warnings
 from pathlib import Path
@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from pipelines.identity import canonical_json, sha256
 from pipelines.spec import ModelSize, Pretrain
-from pipelines.store import FileEntry, Layout
+from pipelines.store import FileEntry
 from ray_jobs import devices
 from ray_jobs.progress import Progress
 from ray_jobs.stage import Context, Result, run_stage
@@ -315,27 +315,25 @@ def run_workers(context: Context) -> dict[str, Any]:
 
     attempt = context.attempt
     workers = context.config.workers or devices.default_workers(context.config.batch_size)
-    scratch = context.store.local(f"{Layout.attempt(attempt.job, attempt.key, attempt.number)}/.ray-train")
-    trainer = TorchTrainer(
-        _ray_worker,
-        train_loop_config={"context": context},
-        scaling_config=devices.scaling(workers, context.config.threads),
-        run_config=RunConfig(
-            name=attempt.submission_id,  # Ray Train resumes a run of the same name: an attempt has its own
-            storage_path=str(scratch),
-            # A failed worker fails the attempt; the pipeline's driver decides about the next.
-            failure_config=FailureConfig(max_failures=0, controller_failure_limit=2),
-        ),
-    )
-    try:
-        outcome: dict[str, Any] = trainer.fit().return_value
-    except WorkerGroupError as error:
-        for failure in error.worker_failures.values():
-            if isinstance(cause := getattr(failure, "cause", failure), ValueError | OSError):
-                raise cause from error
-        raise
-    finally:
-        shutil.rmtree(scratch, ignore_errors=True)
+    with tempfile.TemporaryDirectory(prefix="vitflow-", ignore_cleanup_errors=True) as scratch:
+        trainer = TorchTrainer(
+            _ray_worker,
+            train_loop_config={"context": context},
+            scaling_config=devices.scaling(workers, context.config.threads),
+            run_config=RunConfig(
+                name=attempt.submission_id,  # Ray Train resumes a run of the same name: an attempt has its own
+                storage_path=scratch,  # nothing is kept there: what a worker made goes into the store
+                # A failed worker fails the attempt; the pipeline's driver decides about the next.
+                failure_config=FailureConfig(max_failures=0, controller_failure_limit=2),
+            ),
+        )
+        try:
+            outcome: dict[str, Any] = trainer.fit().return_value
+        except WorkerGroupError as error:
+            for failure in error.worker_failures.values():
+                if isinstance(cause := getattr(failure, "cause", failure), ValueError | OSError):
+                    raise cause from error
+            raise
     return outcome
 
 

@@ -36,7 +36,9 @@ from pipelines.store import (
     Staging,
     Store,
     StoreError,
+    StoreUnreachable,
     commit,
+    local_files,
     now,
     open_store,
     read_manifest,
@@ -72,7 +74,7 @@ class Context:
 
     def folder(self, manifest: Manifest) -> Path:
         """An input's files, as a local folder."""
-        return self.store.local(manifest.folder)
+        return local_files(self.store, manifest)
 
     def input(self, name: str) -> Path:
         """The folder of the one artifact that the field `name` takes."""
@@ -102,7 +104,7 @@ def run_stage(job: str) -> None:
     """The whole life of a stage's process; ends it. `job` is the name of a module with a `main`."""
     arguments = argparse.ArgumentParser()
     arguments.add_argument("--spec", required=True, help="the attempt.json of the attempt to run")
-    spec = Path(arguments.parse_args().spec)
+    spec: str = arguments.parse_args().spec
     # imported by its name: what is sent to workers must not belong to __main__, which they do not have
     main: Callable[[Context], Result] = importlib.import_module(f"ray_jobs.{job}").main
     try:
@@ -112,15 +114,17 @@ def run_stage(job: str) -> None:
         result = main(context)
         _commit(context, result, started)
     except (ValueError, StoreError) as error:
-        if not _is_deliberate(error):
-            raise
+        if isinstance(error, StoreUnreachable) or not _is_deliberate(error):
+            raise  # another attempt may do better
         # a task's error carries the remote traceback in its text; the message of the cause is what the user needs
         _give_up(str(getattr(error, "cause", error)))
     except OSError as error:
         cause = getattr(error, "cause", error)
         if cause.errno not in FULL:
             raise
-        _give_up(f"no space for {spec.parent}: {cause}; nothing was committed, free some and run again")
+        _give_up(
+            f"no space for {cause.filename or spec}: {cause}; nothing was committed, free some and run again"
+        )
 
 
 def _is_deliberate(error: Exception) -> bool:
@@ -137,14 +141,18 @@ def _give_up(reason: str) -> NoReturn:
     sys.exit(2)
 
 
-def read_context(spec: Path) -> Context:
-    """The attempt at `spec`, with its inputs' manifests; checked against this machine's store and code.
+def read_context(spec: str) -> Context:
+    """The attempt at `spec` (attempt.json's path or s3:// address), checked against this machine's store and code.
 
     Raises:
         StoreError: another store, or an input that is not committed.
         ValueError: the code here is not the driver's.
     """
-    attempt = Attempt.model_validate_json(spec.read_bytes())
+    uri, artifacts, name = spec.rpartition("/artifacts/")
+    data = open_store(uri, create=False).read(f"{artifacts}{name}".lstrip("/")) if artifacts else None
+    if data is None:
+        raise StoreError(f"{spec}: there is no such attempt")
+    attempt = Attempt.model_validate_json(data)
     code = identity.code_digest(attempt.job)
     if code != attempt.code_digest:
         raise ValueError(

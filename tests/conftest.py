@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.s3 import ceph, moto  # noqa: F401 (fixtures)
+
 TINY = Path(__file__).parent / "tiny.yaml"
 Vitflow = Callable[..., subprocess.CompletedProcess[str]]
 

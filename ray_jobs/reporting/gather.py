@@ -173,7 +173,8 @@ def _sweeps(parts: Iterable[provenance.Part]) -> list[dict[str, Any]]:
         if (folder / "sweep.json").is_file():
             labels = labels_text(manifest.config["labels"]["per_class"], None)
             sweep = json.loads((folder / "sweep.json").read_text("utf-8"))
-            found.append({"stage": stage, "artifact": manifest.key, "labels": labels, **sweep})
+            if sweep["trials"]:
+                found.append({"stage": stage, "artifact": manifest.key, "labels": labels, **sweep})
     return found
 
 

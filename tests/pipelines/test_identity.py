@@ -104,6 +104,29 @@ def test_keys_are_the_same_in_another_process() -> None:
     assert said == {key(STAGES_TINY["probe"])}
 
 
+def test_a_key_is_what_is_documented() -> None:
+    """Built here from the formula alone, so that no default key ever moves unseen."""
+    import hashlib
+    import json
+
+    made_of = {
+        "job": "evaluate",
+        "version": STAGES_TINY["probe"].VERSION,
+        "fields": {"job": "evaluate", "shots": [1, 5], "draws": 2, "seed": 0},
+        "inputs": {"data": ["d" * 64], "backbone": ["d" * 64]},
+        "source": None,
+    }
+
+    def sha256(value: Any) -> str:
+        return hashlib.sha256(json.dumps(value, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+
+    stage = STAGES_TINY["probe"]
+    assert key(stage) == sha256(made_of)
+    assert identity.stage_key(stage, made_of["inputs"], None, code="c" * 64) == sha256(
+        made_of | {"code": "c" * 64}
+    ), "--strict-code"
+
+
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), {1, 2}, b"x", Path("x"), {1: 2}, object()])
 def test_values_without_one_spelling_are_an_error(value: Any) -> None:
     with pytest.raises(TypeError):

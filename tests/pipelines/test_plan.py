@@ -2,17 +2,21 @@
 
 import hashlib
 import json
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from pipelines import plan, runs
 from pipelines import store as st
+from pipelines.cluster import Cluster
 from pipelines.identity import code_digest, source_fingerprint
+from pipelines.pipeline import Pipeline
 from pipelines.plan import PlannedStage
 from pipelines.recipe import load_pipeline
-from pipelines.spec import Ingest, Pipeline
+from pipelines.spec import Ingest
 from pipelines.store import Manifest, Store, open_store
 from tests.records import make_manifest
 
@@ -50,15 +54,17 @@ def make(store: Store, planned: PlannedStage, content: str = "", code: str | Non
     )
 
 
-def make_all(store: Store, pipeline: Pipeline) -> dict[str, Manifest]:
+def make_all(store: Store, pipeline: Pipeline, strict_code: bool = False) -> dict[str, Manifest]:
     made: dict[str, Manifest] = {}
     for name in pipeline.order():
-        made[name] = make(store, plan.plan_stage(store, name, pipeline.stages[name], made))
+        taken = {before: st.input_ref(store, manifest) for before, manifest in made.items()}
+        made[name] = make(store, plan.plan_stage(store, name, pipeline.stages[name], taken, strict_code))
     return made
 
 
-def states(store: Store, pipeline: Pipeline) -> dict[str, str]:
-    return {stage.name: stage.state for stage in plan.plan_pipeline(store, pipeline, pipeline.order())}
+def states(store: Store, pipeline: Pipeline, strict_code: bool = False) -> dict[str, str]:
+    planned = plan.plan_pipeline(store, pipeline, pipeline.order(), strict_code)
+    return {stage.name: stage.state for stage in planned}
 
 
 def test_everything_made_is_cached_and_planning_writes_nothing(store: Store, pipeline: Pipeline) -> None:
@@ -74,7 +80,7 @@ def test_a_change_reaches_what_is_behind_it_and_nothing_else(store: Store, pipel
     found = states(store, changed)
     assert {name for name, state in found.items() if state == "cached"} == {"digits", "pixels"}
     (stage,) = [s for s in plan.plan_pipeline(store, changed, changed.order()) if s.name == "pretrain"]
-    assert plan.reason(store, stage) == "steps 20 -> 21"
+    assert plan.reasons(store, [stage]) == {"pretrain": "steps 20 -> 21"}
 
 
 def test_code_that_changed_since_is_told_and_stays_cached(store: Store, pipeline: Pipeline) -> None:
@@ -82,7 +88,7 @@ def test_code_that_changed_since_is_told_and_stays_cached(store: Store, pipeline
     make(store, planned, code="0" * 64)
     stage = plan.plan_stage(store, "digits", pipeline.stages["digits"], {})
     assert stage.state == "cached"
-    (note,) = plan.notes(store, stage)
+    (note,) = plan.notes(stage)
     assert note.startswith("digits: its code has changed since (it was made at aaaaaaaaaa)")
 
 
@@ -114,18 +120,115 @@ def test_the_same_content_made_again_stops_there_and_is_told(store: Store, pipel
     make_all(store, pipeline)
     stage = plan.plan_stage(store, "digits", pipeline.stages["digits"], {})
     again = make(store, replace(stage, key=plan.force_stage(store, stage, "nonce", "run")))
-    pixels = plan.plan_stage(store, "pixels", pipeline.stages["pixels"], {"digits": again})
+    pixels = plan.plan_stage(
+        store, "pixels", pipeline.stages["pixels"], {"digits": st.input_ref(store, again)}
+    )
     assert pixels.state == "cached"
-    assert any("with the same content, so this stands" in note for note in plan.notes(store, pixels))
+    assert any("with the same content, so this stands" in note for note in plan.notes(pixels))
 
 
 def test_other_content_made_again_runs_what_is_behind_it(store: Store, pipeline: Pipeline) -> None:
     make_all(store, pipeline)
     stage = plan.plan_stage(store, "digits", pipeline.stages["digits"], {})
     again = make(store, replace(stage, key=plan.force_stage(store, stage, "nonce", "run")), content="other")
-    pixels = plan.plan_stage(store, "pixels", pipeline.stages["pixels"], {"digits": again})
+    pixels = plan.plan_stage(
+        store, "pixels", pipeline.stages["pixels"], {"digits": st.input_ref(store, again)}
+    )
     assert pixels.state == "run"
-    assert plan.reason(store, pixels) == "data has changed"
+    assert plan.reasons(store, [pixels]) == {"pixels": "data has changed"}
+
+
+class CountingStore:
+    """A store that counts what is read of it."""
+
+    def __init__(self, store: Store) -> None:
+        self.store = store
+        self.reads: Counter[str] = Counter()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.store, name)
+
+    def read(self, name: str) -> bytes | None:
+        self.reads[name] += 1
+        return self.store.read(name)
+
+
+def test_a_plan_reads_each_object_once_and_of_what_is_not_made_one(store: Store, pipeline: Pipeline) -> None:
+    made = make_all(store, pipeline)
+    counting: Any = CountingStore(store)
+    planned = plan.plan_pipeline(counting, pipeline, pipeline.order())
+    assert [stage.name for stage in planned] == list(pipeline.order())
+    expected = {st.Layout.manifest(m.job, m.key) for m in made.values()}
+    expected |= {st.Layout.replaced(m.job, m.key) for m in made.values()}
+    assert counting.reads == dict.fromkeys(expected, 1)
+    changed = load_pipeline(str(TINY), ("digits.max_bad_fraction=0.5",))
+    counting = CountingStore(store)
+    assert set(states(counting, changed).values()) == {"run", "pending"}
+    assert counting.reads.total() == 1
+    for stage in planned:
+        assert stage.manifest is not None
+        assert stage.reference == st.input_ref(store, stage.manifest)
+
+
+def test_a_plan_looks_at_a_source_once(store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fingerprints: Counter[str] = Counter()
+    whole = plan.identity.source_fingerprint
+
+    def counting(config: Ingest) -> str:
+        fingerprints[config.source.kind] += 1
+        return whole(config)
+
+    monkeypatch.setattr(plan.identity, "source_fingerprint", counting)
+    recipe = tmp_path / "x.yaml"
+    recipe.write_text(
+        "name: x\nstages:\n  d:\n    job: ingest\n    source: {kind: digits}\n"
+        "    matrix: {max_bad_fraction: [0.1, 0.2, 0.3]}\n"
+    )
+    pipeline = load_pipeline(str(recipe))
+    assert len({stage.key for stage in plan.plan_pipeline(store, pipeline, pipeline.order())}) == 3
+    assert fingerprints == {"digits": 1}
+
+
+# ------------------------------------------------------------------------------------------------- --strict-code
+
+
+def test_strict_code_makes_again_what_other_code_made(
+    store: Store, pipeline: Pipeline, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_all(store, pipeline, strict_code=True)
+    assert set(states(store, pipeline, strict_code=True).values()) == {"cached"}
+    assert states(store, pipeline)["digits"] == "run", "another key than without"
+    (stage, *_) = plan.plan_pipeline(store, pipeline, ("digits",))
+    assert plan.reasons(store, [stage]) == {"digits": "never made without --strict-code"}
+    monkeypatch.setattr(
+        plan.identity, "code_digest", lambda job: "f" * 64 if job == "baselines" else code_digest(job)
+    )
+    found = states(store, pipeline, strict_code=True)
+    assert {name for name, state in found.items() if state != "cached"} == {"pixels", "report"}
+    planned = plan.plan_pipeline(store, pipeline, pipeline.order(), strict_code=True)
+    assert plan.reasons(store, planned)["pixels"] == "its code has changed"
+    assert [note for stage in planned for note in plan.notes(stage)] == []
+
+
+def test_force_under_strict_code_replaces_that_artifact(store: Store, pipeline: Pipeline) -> None:
+    make_all(store, pipeline, strict_code=True)
+    (stage,) = plan.plan_pipeline(store, pipeline, ("digits",), strict_code=True)
+    successor = plan.force_stage(store, stage, "nonce", "run")
+    make(store, replace(stage, key=successor))
+    (after,) = plan.plan_pipeline(store, pipeline, ("digits",), strict_code=True)
+    assert after.key == successor
+
+
+def test_a_strict_run_is_a_run_of_its_own_and_stays_strict(store: Store, pipeline: Pipeline) -> None:
+    targets = tuple(pipeline.stages)
+    plain = runs.start_run(store, pipeline, targets)
+    strict = runs.start_run(store, pipeline, targets, strict_code=True)
+    assert (plain.strict_code, strict.strict_code) == (False, True)
+    assert strict.id != plain.id
+    again = runs.start_run(store, pipeline, targets, strict_code=True)
+    assert (again.id, again.strict_code) == (strict.id, True)
+    assert runs.load_run(store, strict.id).strict_code
+    assert not runs.load_run(store, plain.id).strict_code
 
 
 def test_the_same_plan_continues_its_run_until_it_is_over(store: Store, pipeline: Pipeline) -> None:
@@ -148,9 +251,13 @@ def test_the_same_plan_continues_its_run_until_it_is_over(store: Store, pipeline
 
 def test_a_run_without_its_driver_is_shown_as_unfinished(store: Store, pipeline: Pipeline) -> None:
     run = runs.start_run(store, pipeline, tuple(pipeline.stages), ())
-    assert runs.run_status(store, run.id)["status"] == "UNFINISHED"
-    st.add_event(store, run.id, "driver", **runs.this_process())
-    assert runs.run_status(store, run.id)["status"] == "RUNNING"
+
+    def nobody(address: str) -> Cluster:
+        raise AssertionError(f"{address} need not be asked about a process of this machine")
+
+    assert runs.run_status(store, run.id, nobody)["status"] == "UNFINISHED"
+    st.add_event(store, run.id, "driver", **runs.driver_process())
+    assert runs.run_status(store, run.id, nobody)["status"] == "RUNNING"
 
 
 def test_a_run_without_a_plan_is_none_and_an_old_recipe_can_still_be_shown(

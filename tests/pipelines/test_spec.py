@@ -6,8 +6,9 @@ from typing import Any
 import pytest
 import yaml
 
+from pipelines.pipeline import Pipeline
 from pipelines.recipe import load_pipeline, parse_pipeline
-from pipelines.spec import Pipeline, RecipeError
+from pipelines.spec import RecipeError
 
 TINY = Path(__file__).parent.parent / "tiny.yaml"
 

@@ -13,7 +13,7 @@ def pictures(n: int, size: int = 8, channels: int = 1) -> torch.Tensor:
     return torch.randint(1, 256, (n, size, size, channels), generator=generator, dtype=torch.uint8)
 
 
-@pytest.mark.parametrize("policy", ["none", "shift", "crop_flip"])
+@pytest.mark.parametrize("policy", ["none", "shift", "shift_flip", "crop_flip"])
 def test_a_sample_is_changed_alike_in_any_batch(policy: str) -> None:
     images, positions = pictures(64, channels=3), np.arange(1000, 1064)
     whole = augment(images, policy, 5, positions)
@@ -44,6 +44,17 @@ def test_shift_moves_by_one_pixel_and_brings_in_zeros() -> None:
         assert len(fits) == 1
         seen.update(fits)
     assert len(seen) == 9
+
+
+def test_shift_flip_is_a_shift_of_which_half_are_mirrored() -> None:
+    images, positions = pictures(200), np.arange(200)
+    shifted = augment(images, "shift", 0, positions).numpy()
+    flipped = 0
+    for one, both in zip(shifted, augment(images, "shift_flip", 0, positions).numpy(), strict=True):
+        mirrored = not (one == both).all()
+        np.testing.assert_array_equal(both, one[:, ::-1] if mirrored else one)
+        flipped += mirrored
+    assert 70 < flipped < 130
 
 
 def test_crop_is_the_crop_resized_and_half_are_flipped() -> None:
@@ -81,7 +92,7 @@ def test_crops_lie_inside_and_have_the_papers_area_and_aspect(height: int, width
 
 
 def test_unknown_policies_and_wrong_lengths_are_refused() -> None:
-    with pytest.raises(ValueError, match="'mixup' is none of none, shift, crop_flip"):
+    with pytest.raises(ValueError, match="'mixup' is none of none, shift, shift_flip, crop_flip"):
         augment(pictures(2), "mixup", 0, np.arange(2))
     with pytest.raises(ValueError, match="3 positions for 2 images"):
         augment(pictures(2), "none", 0, np.arange(3))

@@ -51,7 +51,7 @@ def digits(store: Store) -> Manifest:
 
 @pytest.fixture(scope="module")
 def model(store: Store, digits: Manifest) -> Manifest:
-    contract = model_contract(SIZE, 8, shards.open_dataset(store.local(digits.folder)).info)
+    contract = model_contract(SIZE, 8, shards.open_dataset(st.local_files(store, digits)).info)
     network = ViT(contract.architecture)
     network.initialise(3)
     with store.staging(st.Layout.files("pretrain", "k", 1)) as staging:
@@ -65,7 +65,7 @@ def test_pixel_rows_equal_a_ridge_written_out(store: Store, digits: Manifest, mo
 
     config = Evaluate(job="evaluate", data="d", backbone="m", shots=(1, 5), draws=2, seed=7)
     result = evaluate.evaluate(make_context(store, config, data=digits, backbone=model))
-    folder = store.local(st.Layout.files("evaluate", "k", 1))
+    folder = store.local(st.Layout.files("evaluate", "k", 1), ())
     found = rows.read_table(folder / "rows.parquet", rows.ROWS)
     assert len(found) == 4 * 2 * 2
     assert {row["method"] for row in found} == {
@@ -82,7 +82,7 @@ def test_pixel_rows_equal_a_ridge_written_out(store: Store, digits: Manifest, mo
         for row in found
         if row["method"] == "pixels" and row["labels_per_class"] == 5 and row["draw"] == 1
     )
-    dataset = shards.open_dataset(store.local(digits.folder))
+    dataset = shards.open_dataset(st.local_files(store, digits))
     contract = model_contract(SIZE, 8, dataset.info)
     train, test = (
         dataset.images(split, contract.preprocessing).reshape(-1, 64) / 255 for split in ("train", "test")
@@ -107,7 +107,7 @@ def test_baselines_get_the_labels_that_fine_tuning_gets(store: Store, digits: Ma
     """1-NN fitted on the very pools of `finetune.labelled` says what the baseline stage said."""
     config = Baselines(job="baselines", data="d", methods=("k-NN",), labels=LABELS)
     found, predictions = baselines.run_method(make_context(store, config, data=digits), "k-NN")
-    dataset = shards.open_dataset(store.local(digits.folder))
+    dataset = shards.open_dataset(st.local_files(store, digits))
     tuning = Finetune(
         job="finetune",
         data="d",
@@ -155,8 +155,8 @@ def test_a_backbone_that_has_seen_the_labels_is_not_called_pretrained(
 ) -> None:
     """The fixture's model says that it was trained on this dataset's very content."""
     config = Evaluate(job="evaluate", data="d", backbone="m", shots=(1,), draws=1)
-    dataset = shards.open_dataset(store.local(digits.folder))
-    methods = [row[0] for row in evaluate._features(dataset, store.local(model.folder), config)]
+    dataset = shards.open_dataset(st.local_files(store, digits))
+    methods = [row[0] for row in evaluate._features(dataset, st.local_files(store, model), config)]
     assert methods == ["ViT, trained on these images", "ViT, untrained", "pixels", "pixels, standardised"]
 
 
@@ -167,9 +167,9 @@ def test_features_are_the_backbones(store: Store, digits: Manifest, model: Manif
     from vit_model.weights import load_model
 
     config = Evaluate(job="evaluate", data="d", backbone="m", shots=(2,), draws=1, seed=4)
-    dataset = shards.open_dataset(store.local(digits.folder))
-    found = {row[0]: row[1:3] for row in evaluate._features(dataset, store.local(model.folder), config)}
-    network, contract = load_model(store.local(model.folder))
+    dataset = shards.open_dataset(st.local_files(store, digits))
+    found = {row[0]: row[1:3] for row in evaluate._features(dataset, st.local_files(store, model), config)}
+    network, contract = load_model(st.local_files(store, model))
     fresh = ViT(contract.architecture)
     fresh.initialise(4)
     chosen = evaluate_draw(dataset.labels("train"), 2, seed=4, draw=0)

@@ -159,7 +159,7 @@ def context(store_root: Path, dataset: Path, config: Finetune) -> Context:
     """As a driver would have prepared it, with the dataset in place of a committed one."""
     store = open_store(str(store_root))
     manifest = make_manifest("ingest", content_digest="halves")
-    shutil.copytree(dataset, store.local(manifest.folder))
+    shutil.copytree(dataset, store.local(manifest.folder, ()))
     return make_context(store, config, data=manifest)
 
 
@@ -193,6 +193,19 @@ def test_the_whole_stage_twice(dataset, tmp_path, local_ray):
         mine = [p["label"] == p["prediction"] for p in predictions if p["draw"] == row["draw"]]
         assert row["value"] == pytest.approx(np.mean(mine))
     assert load_model(folder)[1].class_names == ("left", "right")
+
+
+@pytest.mark.ray
+def test_a_single_rate_is_not_swept_and_says_so(dataset, tmp_path, local_ray):
+    config = configuration(labels=Labels(), learning_rates=(1e-2,))
+    result = finetune.main(context(tmp_path, dataset, config))
+    folder = tmp_path / "artifacts/finetune/k/attempts/1/files"
+    sweep = json.loads((folder / "sweep.json").read_text())
+    assert sweep == {"trials": [], "chosen": 1e-2, "selected_on": finetune.ONE_RATE}
+    assert "validation_accuracy" not in result.metrics
+    (row,) = rows.read_table(folder / "rows.parquet", rows.ROWS)
+    assert row["selected_on"] == finetune.ONE_RATE
+    assert row["value"] == result.metrics["test_accuracy"] > 0.9, "it was fitted all the same"
 
 
 @pytest.mark.ray

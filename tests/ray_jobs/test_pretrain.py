@@ -176,7 +176,7 @@ def test_zero_3_in_bfloat16_on_two_workers_of_ray_train_repeats_itself(dataset, 
     results = []
     for name in ("two", "again"):
         store, data = open_store(str(tmp_path / name)), make_manifest("ingest")
-        shutil.copytree(dataset, store.local(data.folder))
+        shutil.copytree(dataset, store.local(data.folder, ()))
         results.append(pretrain.main(make_context(store, config, data=data)))
     two, again = results
     assert {entry.path for entry in two.files} == {"model.safetensors", "config.json", "curve.json"}

@@ -18,7 +18,7 @@ from rich.console import Console
 
 from pipelines.reports import accuracy_table, verdict_lines
 from pipelines.spec import AnyStage, Baselines, Evaluate, Finetune, Labels, ModelSize, Pretrain, Report
-from pipelines.store import InputRef, Layout, Manifest, Store, commit, input_ref
+from pipelines.store import InputRef, Layout, Manifest, commit, input_ref, open_store
 from ray_jobs import report, shards
 from ray_jobs.intervals import accuracy_interval, paired_difference
 from ray_jobs.rows import PREDICTIONS, ROWS, write_table
@@ -57,7 +57,7 @@ class Artifacts:
     """A store to commit artifacts to, as the stages would."""
 
     def __init__(self, folder: Path) -> None:
-        self.store = Store(folder)
+        self.store = open_store(str(folder))
         self.made: dict[str, Manifest] = {}
 
     def commit(self, stage: str, job: str, kind: Any, files: Mapping[str, bytes], **fields: Any) -> Manifest:
@@ -154,7 +154,7 @@ class Artifacts:
         """The files of a report of these stages."""
         context = self.context(*stages, **options)
         result = report.make(context)
-        folder = self.store.local(Layout.files("report", "e" * 64, context.attempt.number))
+        folder = self.store.local(Layout.files("report", "e" * 64, context.attempt.number), ())
         return {entry.path: (folder / entry.path).read_bytes() for entry in result.files}
 
 
@@ -311,7 +311,7 @@ def test_other_label_draws_or_images_are_never_paired(artifacts: Artifacts) -> N
 
 def _tested(artifacts: Artifacts) -> tuple[list[str], np.ndarray]:
     """Sample ids and labels of the digits' test split."""
-    digits = shards.open_dataset(artifacts.store.local(artifacts.made["digits"].folder))
+    digits = shards.open_dataset(artifacts.store.local(artifacts.made["digits"].folder, ()))
     return digits.sample_ids("test"), digits.labels("test")
 
 
@@ -325,7 +325,7 @@ def test_tables_keep_every_row_and_say_where_it_is_from(
             manifest = artifacts.made[stage]
             mine = table.filter(pa.compute.equal(table["artifact"], manifest.key))
             assert set(mine["stage"].to_pylist()) == {stage}
-            original = pq.read_table(artifacts.store.local(manifest.folder) / name)
+            original = pq.read_table(artifacts.store.local(manifest.folder, ()) / name)
             assert mine.select(schema.names).to_pylist() == original.to_pylist()
 
 
@@ -410,7 +410,7 @@ def test_predictions_that_do_not_give_the_rows_are_an_error(artifacts: Artifacts
     ids, labels = _tested(artifacts)
     scores = [_scores("k-NN", "baseline", 10, np.stack([labels, labels]), labels, ids)]
     manifest = artifacts.scores("damaged", scores, baselines(10), data="digits")
-    path = artifacts.store.local(manifest.folder) / "rows.parquet"
+    path = artifacts.store.local(manifest.folder, ()) / "rows.parquet"
     rows = pq.read_table(path).to_pylist()
     rows[1]["value"] = 0.123
     write_table(path, rows, ROWS)

@@ -1,0 +1,274 @@
+"""How fast it is seen what is to do, on this machine: `python benchmarks/planning.py`.
+
+Measures, one after the other on an otherwise idle machine; prints the table and keeps it in benchmarks/results/:
+- a matrix of 500 stages planned on a folder and on moto's S3 (a server of its own), where none of them is made and
+  where all are: reading the recipe, expanding, checking, keys, the store's objects (median of 5);
+- a rerun with nothing to do as a whole process, in turn with `dvc repro` of as many stages (PyPI's dvc, which is
+  installed into a temporary environment; median of 7). Results are made up: what is measured reads records only. dvc
+  looks at its outputs' times and sizes as well, which here are tiny files.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+RESULTS = ROOT / "benchmarks" / "results" / "planning.md"
+STAGES = 500
+RERUNS = (10, 100)  # stages
+RECIPE = """
+name: study
+stages:
+  digits:
+    job: ingest
+    source: {{kind: digits}}
+  pretrain:
+    job: pretrain
+    data: digits
+    model: {{patch_size: 4, width: 16, depth: 1, num_heads: 2}}
+    resolution: 8
+    steps: 20
+    batch_size: 32
+    learning_rate: 1.0e-3
+    matrix: {{seed: {seeds}}}
+"""
+Row = tuple[str, float, str]
+
+
+def main() -> None:
+    """Measure everything and keep the table."""
+    load = os.getloadavg()[0]
+    with tempfile.TemporaryDirectory(prefix="vfb-") as name:
+        folder = Path(name)
+        os.environ["XDG_CACHE_HOME"] = str(folder / "cache")
+        rows = []
+        for row in measured(folder):
+            print(*row, file=sys.stderr, flush=True)
+            rows.append(row)
+    write(rows, load)
+
+
+def measured(folder: Path) -> Iterator[Row]:
+    """One row after the other."""
+    yield from planned(folder, str(folder / "store"), "a folder", "< 1 s")
+    with moto() as address:
+        yield from planned(folder, address, "moto", "< 3 s")
+    dvc = install_dvc(folder / "venv")
+    for stages in RERUNS:
+        yield from reruns(folder, dvc, stages)
+
+
+def recipe(folder: Path, stages: int) -> Path:
+    """A recipe of this many stages: an ingest, and pretraining with as many seeds as are left."""
+    path = folder / f"{stages}.yaml"
+    path.write_text(RECIPE.format(seeds=list(range(stages - 1))))
+    return path
+
+
+def planned(folder: Path, uri: str, where: str, target: str) -> list[Row]:
+    """Plan the matrix before and after it is made."""
+    from pipelines.plan import plan_pipeline
+    from pipelines.recipe import load_pipeline
+    from pipelines.store import open_store
+
+    store, file = open_store(uri), recipe(folder, STAGES)
+
+    def plan() -> list[Any]:
+        pipeline = load_pipeline(str(file))
+        return plan_pipeline(store, pipeline, pipeline.needed_for(tuple(pipeline.stages)))
+
+    make(store, [stage for stage in plan() if stage.config.job == "ingest"])
+    rows = []
+    for state in ("run", "cached"):
+        seconds, found = timed(plan, 5)
+        assert {stage.state for stage in found} == {state, "cached"}, found
+        made = "none" if state == "run" else "all"
+        rows.append((f"{STAGES} stages planned on {where}, {made} made", seconds, target))
+        make(store, [stage for stage in found if stage.state == "run"])
+    return rows
+
+
+def timed(call: Callable[[], Any], times: int) -> tuple[float, Any]:
+    """(median seconds, what came back)."""
+    seconds = []
+    for _ in range(times):
+        began = time.perf_counter()
+        found = call()
+        seconds.append(time.perf_counter() - began)
+    return statistics.median(seconds), found
+
+
+def make(store: Any, stages: list[Any]) -> None:
+    """Commit a made-up artifact for each stage, with records as large as real ones."""
+    from pipelines.identity import code_digest
+    from pipelines.store import FileEntry, Manifest, commit, now
+
+    def one(stage: Any) -> None:
+        content = hashlib.sha256(stage.name.encode()).hexdigest()
+        manifest = Manifest(
+            job=stage.config.job,
+            kind=stage.config.KIND,
+            key=stage.key,
+            content_digest=content,
+            stage=stage.name,
+            run="made-up",
+            attempt=1,
+            nonce=content,
+            files=tuple(FileEntry(path=f"{n}.parquet", size=n, sha256=content) for n in range(6)),
+            inputs=stage.inputs,
+            config=stage.config.model_dump(mode="json"),
+            source=stage.source,
+            metrics={"loss": 1.0, "accuracy": 0.5, "train_seconds": 1.0},
+            code={"version": stage.config.VERSION, "digest": code_digest(stage.config.job)},
+            environment={"packages": {f"package-{n}": "1.0.0" for n in range(8)}},
+            started=now(),
+            finished=now(),
+            user="nobody",
+        )
+        commit(store, manifest)
+
+    with ThreadPoolExecutor(8) as threads:
+        list(threads.map(one, stages))
+
+
+@contextmanager
+def moto() -> Iterator[str]:
+    """The address of an empty store on a moto server of our own."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    command = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)]
+    server = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    os.environ |= {
+        "AWS_ENDPOINT_URL_S3": f"http://127.0.0.1:{port}",
+        "AWS_ACCESS_KEY_ID": "benchmark",
+        "AWS_SECRET_ACCESS_KEY": "benchmark",
+        "AWS_REGION": "us-east-1",
+    }
+    try:
+        wait_for(port)
+        from pipelines.s3_store import client
+
+        client().create_bucket(Bucket="benchmark")
+        yield "s3://benchmark/store"
+    finally:
+        server.terminate()
+        server.wait()
+
+
+def wait_for(port: int) -> None:
+    """Until somebody listens there."""
+    deadline = time.monotonic() + 60
+    while True:
+        try:
+            socket.create_connection(("127.0.0.1", port), 1).close()
+            return
+        except OSError:
+            if time.monotonic() > deadline:
+                raise
+            time.sleep(0.1)
+
+
+def reruns(folder: Path, dvc: Path | None, stages: int) -> Iterator[Row]:
+    """Our rerun and dvc's, in turn."""
+    file, store = recipe(folder, stages), folder / f"store-{stages}"
+    make_all(file, store)
+    ours = [sys.executable, "-m", "pipelines", "run", str(file), "--store", str(store)]
+    commands = {"`vitflow run`": (ours, ROOT)}
+    if dvc is not None:
+        commands["`dvc repro`"] = ([str(dvc), "repro"], dvc_project(folder / f"dvc-{stages}", dvc, stages))
+    seconds: dict[str, list[float]] = {name: [] for name in commands}
+    for _ in range(7):
+        for name, (command, where) in commands.items():
+            began = time.perf_counter()
+            done = subprocess.run(command, cwd=where, capture_output=True, text=True, env=environment())
+            seconds[name].append(time.perf_counter() - began)
+            if done.returncode:
+                sys.exit(done.stdout + done.stderr)
+    for name, taken in seconds.items():
+        target = "faster than dvc" if name == "`vitflow run`" else ""
+        yield f"rerun of {stages} stages with nothing to do, {name}", statistics.median(taken), target
+
+
+def make_all(file: Path, folder: Path) -> None:
+    """Commit made-up artifacts until nothing is left to run."""
+    from pipelines.plan import plan_pipeline
+    from pipelines.recipe import load_pipeline
+    from pipelines.store import open_store
+
+    store, pipeline = open_store(str(folder)), load_pipeline(str(file))
+    while ready := [s for s in plan_pipeline(store, pipeline, pipeline.order()) if s.state == "run"]:
+        make(store, ready)
+
+
+def install_dvc(folder: Path) -> Path | None:
+    """dvc in an environment of its own; None, and a message, where it can't be had."""
+    subprocess.run([sys.executable, "-m", "venv", str(folder)], check=True)
+    done = subprocess.run(
+        [str(folder / "bin" / "pip"), "install", "-q", "dvc"], capture_output=True, text=True
+    )
+    if done.returncode:
+        print(f"without dvc, which can't be installed: {done.stderr.strip()[-300:]}", file=sys.stderr)
+        return None
+    return folder / "bin" / "dvc"
+
+
+def dvc_project(folder: Path, dvc: Path, stages: int) -> Path:
+    """The same shape for dvc, run once: one stage makes a file, the others take it, each with a seed of its own."""
+    import yaml
+
+    folder.mkdir()
+    made: dict[str, Any] = {"digits": {"cmd": "echo digits > digits.txt", "outs": ["digits.txt"]}}
+    for seed in range(stages - 1):
+        made[f"pretrain-{seed}"] = {
+            "cmd": f"echo {seed} > model-{seed}.txt",
+            "deps": ["digits.txt"],
+            "params": [f"seeds.s{seed}"],
+            "outs": [f"model-{seed}.txt"],
+        }
+    (folder / "dvc.yaml").write_text(yaml.safe_dump({"stages": made}))
+    (folder / "params.yaml").write_text(yaml.safe_dump({"seeds": {f"s{n}": n for n in range(stages - 1)}}))
+    for arguments in (["init", "--no-scm", "-q"], ["repro", "-q"]):
+        subprocess.run([str(dvc), *arguments], cwd=folder, check=True, env=environment())
+    return folder
+
+
+def environment() -> dict[str, str]:
+    """Nobody is told about this."""
+    return os.environ | {"DVC_NO_ANALYTICS": "1"}
+
+
+def write(rows: list[Row], load: float) -> None:
+    """Print the table and keep it."""
+    from ray_jobs.stage import processor
+
+    lines = [
+        "# Planning, and reruns with nothing to do",
+        "",
+        f"`python benchmarks/planning.py`, {datetime.now(UTC):%Y-%m-%d}, {os.cpu_count()} cores, {processor()}, "
+        f"load before: {load:.1f}",
+        "",
+        "| measured | value | target |",
+        "|---|---:|---|",
+    ]
+    lines += [f"| {name} | {seconds:,.2f} s | {target} |" for name, seconds, target in rows]
+    print("\n".join(lines))
+    RESULTS.parent.mkdir(exist_ok=True)
+    RESULTS.write_text("\n".join(lines) + "\n")
+
+
+if __name__ == "__main__":
+    main()

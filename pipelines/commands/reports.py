@@ -1,0 +1,218 @@
+"""report ...: the reports of finished runs."""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from pipelines.commands.common import (
+    DEFAULT_STORE,
+    JsonOption,
+    StoreOption,
+    console,
+    errors,
+    open_,
+    plain,
+    print_json,
+    print_table,
+)
+from pipelines.spec import RecipeError
+from pipelines.store import Manifest, Store, local_files
+
+if TYPE_CHECKING:
+    from pipelines.query import Answer
+
+MOST_ROWS = 1000  # that a table for people has
+MEMORY_BYTES = 3 * 2**30
+_NUMBERS = {"FLOAT", "DOUBLE", "INTEGER", "BIGINT", "HUGEINT"}
+_NESTED = ("STRUCT", "MAP", "UNION")
+
+app = typer.Typer(no_args_is_help=True, help="Reports of finished runs, and every number behind them.")
+
+
+@app.command("list")
+def report_list(
+    store: StoreOption = DEFAULT_STORE,
+    task: Annotated[str | None, typer.Option(help="results on this dataset, by its name")] = None,
+    stage: Annotated[str | None, typer.Option(help="results of the stages of this name")] = None,
+    best: Annotated[
+        str | None,
+        typer.Option(metavar="METRIC", help="the best result of each task, protocol and number of labels"),
+    ] = None,
+    last: Annotated[int | None, typer.Option(min=1, help="only the last N lines")] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """List the reports of this store; with --task, --stage or --best, results.
+
+    A result is what one artifact measured with one method and number of labels: the mean on test over its draws. Lists
+    are oldest first. The best result is the one with the highest mean, of equal ones the newest.
+    """
+    from pipelines.reports import REPORT_COLUMNS, RESULT_COLUMNS, list_reports, list_results
+
+    opened = open_(store, create=False)
+    if task is None and stage is None and best is None:
+        rows, columns = list_reports(opened), REPORT_COLUMNS
+    else:
+        rows, columns = list_results(opened, task, stage, best), RESULT_COLUMNS
+    rows = rows[-last:] if last else rows
+    if as_json:
+        print_json(rows)
+    else:
+        print_table([{name: _rounded(value) for name, value in row.items()} for row in rows], columns)
+
+
+@app.command("query")
+def report_query(
+    sql: Annotated[str | None, typer.Argument(metavar="SQL", help="one SELECT, in DuckDB's dialect")] = None,
+    store: StoreOption = DEFAULT_STORE,
+    tables: Annotated[bool, typer.Option("--tables", help="list the tables and their columns")] = False,
+    as_csv: Annotated[bool, typer.Option("--csv", help="CSV, with a header")] = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Ask every committed result of the store, in SQL.
+
+    The SQL can read the tables that --tables lists and nothing else, for a minute and in 2 GiB of memory. --json
+    prints a list of objects, with null for NULL and for numbers that JSON does not have.
+    """
+    from pipelines.query import TABLES, query
+
+    if (sql is None) != tables or (as_csv and as_json):
+        raise RecipeError("give either SQL or --tables, and of --csv and --json one at most")
+    if sql is None:
+        listed = [
+            {"table": name, "column": column.name, "type": column.type, "meaning": column.meaning}
+            for name, columns in TABLES.items()
+            for column in columns
+        ]
+        if as_csv:
+            _print_csv(tuple(listed[0]), (tuple(row.values()) for row in listed))
+        elif as_json:
+            print_json(listed)
+        else:
+            print_table(listed, tuple(listed[0]))
+        return
+    _limit_memory()
+    with query(open_(store, create=False), sql) as answer:
+        if as_csv:
+            _print_csv(answer.columns, answer.rows)
+        elif as_json:
+            _print_objects(answer)
+        else:
+            _print_answer(answer)
+
+
+def _limit_memory() -> None:
+    """For this whole process: not all that DuckDB takes is under its own limit."""
+    import resource
+
+    _, hard = resource.getrlimit(resource.RLIMIT_DATA)
+    limit = MEMORY_BYTES if hard == resource.RLIM_INFINITY else min(MEMORY_BYTES, hard)
+    resource.setrlimit(resource.RLIMIT_DATA, (limit, hard))
+
+
+def _print_csv(columns: tuple[str, ...], rows: Iterable[tuple[Any, ...]]) -> None:
+    """RFC 4180."""
+    import csv
+
+    writer = csv.writer(sys.stdout)
+    writer.writerow(columns)
+    writer.writerows(rows)
+
+
+def _print_objects(answer: Answer) -> None:
+    """A list of objects, one a line."""
+    before = "[\n"
+    for row in answer.rows:
+        values = map(_as_json, row, answer.types)
+        line = json.dumps(dict(zip(answer.columns, values, strict=True)), ensure_ascii=False, allow_nan=False)
+        print(before, line, sep="", end="")
+        before = ",\n"
+    print("[]" if before == "[\n" else "\n]")
+
+
+def _as_json(value: Any, kind: str) -> Any:
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, str) and (kind == "JSON" or kind.endswith("]") or kind.startswith(_NESTED)):
+        return json.loads(value, parse_constant=lambda _: None)
+    return value
+
+
+def _print_answer(answer: Answer) -> None:
+    """A table, for people."""
+    from itertools import islice
+
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(box=None, pad_edge=False)
+    for name, kind in zip(answer.columns, answer.types, strict=True):
+        table.add_column(Text(name), overflow="fold", justify="right" if kind in _NUMBERS else "left")
+    for row in islice(answer.rows, MOST_ROWS):
+        table.add_row(*(Text("NULL", "dim") if value is None else Text(str(value)) for value in row))
+    console.print(table)
+    more = sum(1 for _ in answer.rows)
+    if more:
+        errors.print(f"{more:,} more rows are not shown; --csv and --json print all", highlight=False)
+
+
+@app.command("compare")
+def report_compare(
+    a: Annotated[str, typer.Argument(help="a key or its beginning, RUN or RUN/STAGE")],
+    b: Annotated[str, typer.Argument(help="another")],
+    store: StoreOption = DEFAULT_STORE,
+    as_json: JsonOption = False,
+) -> None:
+    """Compare two reports, evaluations, fine-tuned models or runs, on test.
+
+    Accuracies of the same task, protocol, method and number of labels stand side by side, with 95 % intervals over
+    draws and test images. The difference is B - A: paired where both were scored on the same images with the same
+    draws of labels, else as of two independent measurements.
+    """
+    from pipelines.reports import compare, comparison_table
+
+    found = compare(open_(store, create=False), a, b)
+    if as_json:
+        print_json(found)
+    else:
+        console.print(comparison_table(found))
+
+
+@app.command("show")
+def report_show(
+    report: Annotated[
+        str | None, typer.Argument(help="a report's key or RUN; without it, the newest")
+    ] = None,
+    store: StoreOption = DEFAULT_STORE,
+    as_json: JsonOption = False,
+) -> None:
+    """Print a report's verdict and its table of accuracies."""
+    from pipelines.lookup import find_artifact
+
+    opened = open_(store, create=False)
+    manifest = find_artifact(opened, report, "report")
+    if as_json:
+        print_json(json.loads((local_files(opened, manifest) / "report.json").read_text()))
+    else:
+        show_report(opened, manifest)
+
+
+def show_report(store: Store, manifest: Manifest) -> None:
+    """A report's table, its verdict, and where its page is."""
+    from pipelines.reports import accuracy_table, verdict_lines
+
+    folder = local_files(store, manifest)
+    report = json.loads((folder / "report.json").read_text())
+    console.print(accuracy_table(report))
+    for line in verdict_lines(report):
+        console.print(plain(line), highlight=False)
+    console.print(f"report: [bold]{plain(str(folder / 'report.html'))}[/]", highlight=False, soft_wrap=True)
+
+
+def _rounded(value: Any) -> Any:
+    return f"{value:.4f}" if isinstance(value, float) else value

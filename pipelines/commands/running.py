@@ -1,0 +1,297 @@
+"""run, submit, plan, stop: what makes things, and what ends it."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import sys
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from pipelines.commands.common import (
+    DEFAULT_STORE,
+    AddressOption,
+    ForceOption,
+    JsonOption,
+    OnlyOption,
+    PipelineArgument,
+    SetOption,
+    StoreOption,
+    TokenOption,
+    console,
+    errors,
+    open_,
+    plain,
+    print_json,
+    print_table,
+    width,
+)
+from pipelines.commands.reports import show_report
+from pipelines.spec import RecipeError
+from pipelines.store import Store, StoreError, add_event
+
+if TYPE_CHECKING:
+    from pipelines.pipeline import Pipeline
+    from pipelines.plan import PlannedStage
+    from pipelines.runner import Connection
+    from pipelines.runs import Run
+
+ParallelOption = Annotated[
+    int | None,
+    typer.Option("--parallel", "-p", min=1, help="stages at once; more than there are cores slows all down"),
+]
+StrictCodeOption = Annotated[
+    bool, typer.Option("--strict-code", help="what was made by other code is made again: code is in the key")
+]
+CORES = os.cpu_count() or 1
+
+
+def run(
+    pipeline: PipelineArgument,
+    store: StoreOption = DEFAULT_STORE,
+    address: AddressOption = None,
+    token_file: TokenOption = None,
+    only: OnlyOption = None,
+    force: ForceOption = None,
+    changes: SetOption = None,
+    parallel: ParallelOption = None,
+    strict_code: StrictCodeOption = False,
+) -> None:
+    """Run a pipeline from here; what is already made is not made again."""
+    from pipelines import plan as planning
+    from pipelines import runs
+
+    loaded, names, forced = _requested(pipeline, only, force, changes)
+    opened = _open_for(store, address)
+    planned = planning.plan_pipeline(opened, loaded, names, strict_code)
+    if _nothing_to_do(opened, planned, forced):
+        return
+    connection = _connection(address, token_file)
+    targets = tuple(only or ()) or tuple(loaded.stages)
+    started = runs.start_run(opened, loaded, targets, forced, strict_code=strict_code)
+    add_event(opened, started.id, "driver", **runs.driver_process())
+    console.print(f"{'continuing' if started.continued else 'run'} [bold]{started.id}[/]", highlight=False)
+    _drive(opened, started, connection, parallel, shlex.join(["vitflow", *sys.argv[1:]]))
+
+
+def submit(
+    pipeline: PipelineArgument,
+    store: StoreOption = DEFAULT_STORE,
+    address: AddressOption = None,
+    token_file: TokenOption = None,
+    only: OnlyOption = None,
+    force: ForceOption = None,
+    changes: SetOption = None,
+    parallel: ParallelOption = None,
+    strict_code: StrictCodeOption = False,
+) -> None:
+    """Hand a pipeline to a cluster, or to the local Ray, and return: its driver runs there too."""
+    from pipelines import plan as planning
+    from pipelines import runs, submission
+
+    loaded, names, forced = _requested(pipeline, only, force, changes)
+    opened = _open_for(store, address)
+    planned = planning.plan_pipeline(opened, loaded, names, strict_code)
+    if _nothing_to_do(opened, planned, forced):
+        return
+    with _told(), submission.target(address, token_file) as (cluster, ray_folder):
+        targets = tuple(only or ()) or tuple(loaded.stages)
+        started = runs.start_run(opened, loaded, targets, forced, strict_code=strict_code)
+        submission.submit_driver(opened, started, cluster, parallel, ray_folder)
+    console.print(f"submitted [bold]{started.id}[/]", highlight=False)
+    where = ["--store", opened.uri, *(["--address", address] if address else [])]
+    where += ["--token-file", str(token_file)] if address and token_file else []
+    for verb in (f"status {started.id}", f"logs {started.id} -f", f"stop {started.id}"):
+        console.print(f"  vitflow {verb} {shlex.join(where)}", highlight=False, soft_wrap=True)
+
+
+def drive(
+    run: Annotated[str, typer.Argument()],
+    store: StoreOption = DEFAULT_STORE,
+    parallel: ParallelOption = None,
+    local_ray: Annotated[Path | None, typer.Option()] = None,
+) -> None:
+    """Drive a submitted run, as a job of the cluster that runs it (`submit` starts this)."""
+    from pipelines import runs, submission
+    from pipelines.cluster import connect
+    from pipelines.local_ray import LocalConnection
+
+    opened = open_(store, create=False)
+    started = runs.load_run(opened, run)
+    if runs.is_over(opened, run):  # another driver was faster than whoever submitted this one
+        console.print(f"{run} has ended already", highlight=False)
+        return
+    connecting: AbstractContextManager[Connection] = LocalConnection(_say, local_ray)
+    if local_ray is None:
+        connecting = nullcontext(submission.ClusterConnection(connect()))
+    _drive(opened, started, connecting, parallel, f"vitflow submit {started.pipeline.name} ...")
+
+
+def _drive(
+    store: Store, run: Run, connecting: AbstractContextManager[Connection], parallel: int | None, again: str
+) -> None:
+    """Walk a run to its end and say how it ended; `again` is the command that continues it."""
+    from pipelines import plan as planning
+    from pipelines import runner
+    from pipelines.display import RunDisplay
+
+    pipeline = run.pipeline
+    names = pipeline.needed_for(run.targets)
+    with _told(), RunDisplay(console, width(names)) as display, connecting as connection:
+        try:
+            status = runner.run_pipeline(store, run, connection, display, parallel or CORES)
+        except KeyboardInterrupt:
+            display.say(f"stopped; to continue: {again}")
+            raise typer.Exit(130) from None
+    if set(status.values()) <= {"CACHED", "SUCCEEDED"}:
+        _finish(store, planning.plan_pipeline(store, pipeline, names, run.strict_code))
+        return
+    if "STOPPED" in status.values():
+        errors.print(f"stopped; to continue: {plain(again)}", highlight=False, soft_wrap=True)
+    failed = [name for name, state in status.items() if state == "FAILED"]
+    if failed:
+        errors.print(
+            f"failed: {', '.join(failed)}; `vitflow logs {run.id} {failed[0]}` shows all it said",
+            highlight=False,
+            soft_wrap=True,
+        )
+    raise typer.Exit(1)
+
+
+@contextmanager
+def _told() -> Iterator[None]:
+    """What goes wrong once a run has begun is one message and exit code 1."""
+    from pipelines.cluster import ClusterUnreachable
+    from pipelines.local_ray import LocalRayError
+
+    try:
+        yield
+    except (LocalRayError, StoreError, ClusterUnreachable, ValueError) as error:
+        if isinstance(error, RecipeError):
+            raise
+        errors.print(f"[red]error:[/] {plain(str(error))}", highlight=False, soft_wrap=True)
+        raise typer.Exit(1) from None
+
+
+def _open_for(store: str, address: str | None) -> Store:
+    """The store, which the cluster at `address` must see as well."""
+    if address is not None:
+        from pipelines.submission import check_store
+
+        check_store(store, address)
+    return open_(store)
+
+
+def _connection(address: str | None, token_file: Path | None) -> AbstractContextManager[Connection]:
+    if address is not None:
+        from pipelines.submission import ClusterConnection, reach
+
+        return nullcontext(ClusterConnection(reach(address, token_file)))
+    from pipelines.local_ray import LocalConnection
+
+    return LocalConnection(_say)
+
+
+def _say(text: str) -> None:
+    console.print(plain(text), highlight=False, soft_wrap=True)
+
+
+def _nothing_to_do(store: Store, planned: list[PlannedStage], forced: tuple[str, ...]) -> bool:
+    """Whether everything is made; then it is shown."""
+    if forced or any(stage.manifest is None for stage in planned):
+        return False
+    wide = width(tuple(stage.name for stage in planned))
+    for stage in planned:
+        console.print(f"{stage.name:<{wide}}  [dim]CACHED[/]    {(stage.key or '')[:12]}", highlight=False)
+    _finish(store, planned)
+    return True
+
+
+def _finish(store: Store, planned: list[PlannedStage]) -> None:
+    """The last lines of a run: what to know of cached stages, and the report."""
+    from pipelines import plan as planning
+
+    for stage in planned:
+        for note in planning.notes(stage):
+            console.print(f"[yellow]note:[/] {plain(note)}", highlight=False, soft_wrap=True)
+    for stage in planned:
+        if stage.manifest is not None and stage.manifest.kind == "report":
+            show_report(store, stage.manifest)
+
+
+def plan(
+    pipeline: PipelineArgument,
+    store: StoreOption = DEFAULT_STORE,
+    only: OnlyOption = None,
+    changes: SetOption = None,
+    strict_code: StrictCodeOption = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Say what `run` would do, and why; changes nothing."""
+    from pipelines import plan as planning
+
+    loaded, names, _ = _requested(pipeline, only, None, changes)
+    opened = open_(store)
+    planned = planning.plan_pipeline(opened, loaded, names, strict_code)
+    why = planning.reasons(opened, planned)
+    rows = [
+        {
+            "stage": stage.name,
+            "job": stage.config.job,
+            "state": stage.state,
+            "key": stage.key,
+            "why": why[stage.name],
+            "notes": list(planning.notes(stage)),
+        }
+        for stage in planned
+    ]
+    if as_json:
+        print_json(rows)
+        return
+    print_table(rows, ("stage", "job", "state", "key", "why"))
+    for row in rows:
+        for note in row["notes"] or ():
+            console.print(f"[yellow]note:[/] {plain(note)}", highlight=False, soft_wrap=True)
+
+
+def _requested(
+    pipeline: str, only: list[str] | None, force: list[str] | None, changes: list[str] | None
+) -> tuple[Pipeline, tuple[str, ...], tuple[str, ...]]:
+    """The pipeline, the names of the stages that are wanted in running order, and of those that are forced."""
+    from pipelines.pipeline import members
+    from pipelines.recipe import load_pipeline
+
+    loaded = load_pipeline(pipeline, tuple(changes or ()))
+    names = loaded.needed_for(tuple(only or ()) or tuple(loaded.stages))
+    try:
+        forced = dict.fromkeys(name for given in force or () for name in members(given, names))
+    except RecipeError as error:
+        raise RecipeError(f"--force: in this run {error}") from None
+    return loaded, names, tuple(forced)
+
+
+def stop(
+    run: Annotated[str, typer.Argument(help="a run id or its unique beginning")],
+    store: StoreOption = DEFAULT_STORE,
+    address: AddressOption = None,
+    token_file: TokenOption = None,
+) -> None:
+    """Stop a run: nothing that is made gets lost, and running it again goes on from there."""
+    from pipelines.lookup import find_run
+    from pipelines.runs import is_over, stop_run
+    from pipelines.submission import reached
+
+    opened = open_(store, create=False)
+    found = find_run(opened, run)
+    if is_over(opened, found):
+        console.print(f"{found} has ended already", highlight=False)
+        return
+    for line in stop_run(opened, found, reached(address, token_file)):
+        console.print(plain(line), highlight=False)
+    console.print(
+        f"{found} is to stop; `vitflow run` with the same recipe goes on from there", highlight=False
+    )

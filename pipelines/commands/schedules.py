@@ -1,0 +1,266 @@
+"""schedule ...: recurring runs."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime
+from itertools import islice
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from pipelines.commands.common import (
+    DEFAULT_STORE,
+    AddressOption,
+    JsonOption,
+    PipelineArgument,
+    SetOption,
+    StoreOption,
+    TokenOption,
+    console,
+    errors,
+    open_,
+    plain,
+    print_json,
+    print_table,
+)
+from pipelines.spec import RecipeError, nearest
+from pipelines.store import StoreError
+
+if TYPE_CHECKING:
+    from pipelines.schedule import Schedule
+
+app = typer.Typer(
+    no_args_is_help=True,
+    help="Recurring runs: a run over data and settings that have not changed does nothing.",
+)
+NameArgument = Annotated[str, typer.Argument(metavar="NAME", help="a schedule's name")]
+TimezoneOption = Annotated[str, typer.Option("--timezone", help="as in Europe/Berlin")]
+TARGETS = ("systemd", "cron", "kubernetes")
+
+
+@app.command("add")
+def schedule_add(
+    name: NameArgument,
+    pipeline: PipelineArgument,
+    cron: Annotated[str, typer.Option("--cron", help="minute hour day-of-month month day-of-week")],
+    timezone: TimezoneOption = "UTC",
+    store: StoreOption = DEFAULT_STORE,
+    address: AddressOption = None,
+    changes: SetOption = None,
+    parallel: Annotated[int | None, typer.Option("--parallel", "-p", min=1, help="stages at once")] = None,
+) -> None:
+    """Have a pipeline run again and again, or change how; `schedule serve` does it."""
+    from pipelines.cron import check_cron, check_timezone
+    from pipelines.recipe import load_pipeline
+    from pipelines.schedule import Schedule, add_schedule, check_name
+    from pipelines.submission import check_address, check_store
+
+    if address is not None:
+        check_address(address)
+        check_store(store, address)
+    wanted = Schedule(
+        name=check_name(name),
+        pipeline=load_pipeline(pipeline, tuple(changes or ())),
+        recipe=pipeline,
+        changes=tuple(changes or ()),
+        cron=check_cron(cron),
+        timezone=check_timezone(timezone),
+        address=address and address.rstrip("/"),
+        parallel=parallel,
+    )
+    opened = open_(store)
+    what = add_schedule(opened, wanted)
+    console.print(f"{what} [bold]{name}[/]; next {_when(wanted)}", highlight=False)
+    if what != "unchanged":
+        console.print(
+            f"  vitflow schedule serve --store {plain(opened.uri)}", highlight=False, soft_wrap=True
+        )
+
+
+@app.command("list")
+def schedule_list(
+    store: StoreOption = DEFAULT_STORE, token_file: TokenOption = None, as_json: JsonOption = False
+) -> None:
+    """List the schedules, when each is due next, and what became of the last run."""
+    from pipelines.schedule import all_schedules, last_run
+
+    opened = open_(store, create=False)
+    rows: list[dict[str, Any]] = []
+    for schedule in all_schedules(opened):
+        run, status = last_run(opened, schedule, token_file) or (None, None)
+        rows.append(
+            {
+                "name": schedule.name,
+                "cron": schedule.cron,
+                "timezone": schedule.timezone,
+                "state": schedule.state,
+                "pipeline": schedule.pipeline.name,
+                "address": schedule.address,
+                "next": next(schedule.next_ticks(datetime.now(UTC))).isoformat()
+                if schedule.state == "active"
+                else None,
+                "last run": run,
+                "status": status,
+            }
+        )
+    if as_json:
+        print_json(rows)
+        return
+    for row in rows:
+        row["next"] = row["next"] and f"{datetime.fromisoformat(row['next']):%Y-%m-%d %H:%M} UTC"
+    print_table(rows, ("name", "cron", "timezone", "state", "next", "last run", "status"))
+
+
+@app.command("pause")
+def schedule_pause(name: NameArgument, store: StoreOption = DEFAULT_STORE) -> None:
+    """Let a schedule rest: nothing is begun, and a run whose driver is gone is left as it is."""
+    from pipelines.schedule import set_state
+
+    changed = set_state(open_(store, create=False), name, "paused")
+    console.print(f"{name} is paused" if changed else f"{name} was paused already", highlight=False)
+
+
+@app.command("resume")
+def schedule_resume(name: NameArgument, store: StoreOption = DEFAULT_STORE) -> None:
+    """Go on with a schedule that was paused; what was due meanwhile is not made up for."""
+    from pipelines.schedule import find_schedule, set_state
+
+    opened = open_(store, create=False)
+    changed = set_state(opened, name, "active")
+    said = f"{name} goes on" if changed else f"{name} was not paused"
+    console.print(f"{said}; next {_when(find_schedule(opened, name))}", highlight=False)
+
+
+@app.command("remove")
+def schedule_remove(name: NameArgument, store: StoreOption = DEFAULT_STORE) -> None:
+    """Remove a schedule; its runs and what they made stay."""
+    from pipelines.schedule import set_state
+
+    set_state(open_(store, create=False), name, "removed")
+    console.print(f"removed {name}", highlight=False)
+
+
+@app.command("preview")
+def schedule_preview(
+    name: Annotated[
+        str | None, typer.Argument(metavar="NAME", help="a schedule; or give --cron instead")
+    ] = None,
+    cron: Annotated[str | None, typer.Option("--cron", help="a line that is not added yet")] = None,
+    timezone: TimezoneOption = "UTC",
+    count: Annotated[int, typer.Option("-n", min=1, max=1000, help="how many times")] = 5,
+    store: StoreOption = DEFAULT_STORE,
+    as_json: JsonOption = False,
+) -> None:
+    """Show when a schedule is due next, in its time zone and in UTC."""
+    from zoneinfo import ZoneInfo
+
+    from pipelines.cron import check_cron, check_timezone, ticks
+    from pipelines.schedule import find_schedule
+
+    if (name is None) == (cron is None):
+        raise RecipeError("give either NAME, a schedule, or --cron, a line that is not added yet")
+    if name is not None:
+        schedule = find_schedule(open_(store, create=False), name)
+        line, timezone = schedule.cron, schedule.timezone
+    else:
+        line, timezone = check_cron(cron or ""), check_timezone(timezone)
+    rows: list[dict[str, Any]] = [
+        {
+            "local": f"{tick.astimezone(ZoneInfo(timezone)):%a %Y-%m-%d %H:%M %Z}",
+            "UTC": f"{tick:%a %Y-%m-%d %H:%M}",
+        }
+        for tick in islice(ticks(line, timezone, datetime.now(UTC)), count)
+    ]
+    if as_json:
+        print_json(rows)
+    else:
+        print_table(rows, ("local", "UTC"))
+
+
+@app.command("serve")
+def schedule_serve(store: StoreOption = DEFAULT_STORE, token_file: TokenOption = None) -> None:
+    """Run the schedules of a store as they fall due, until SIGTERM or Ctrl-C. Runs go on without it.
+
+    It may be killed, moved to another machine, or run twice: a tick never fires twice.
+    """
+    from pipelines.serve import serve
+
+    serve(open_(store), token_file, _say)
+
+
+@app.command("tick")
+def schedule_tick(
+    name: NameArgument, store: StoreOption = DEFAULT_STORE, token_file: TokenOption = None
+) -> None:
+    """Run a schedule's last tick if nobody has, and come back: for timers (`schedule render`)."""
+    from pipelines.cluster import ClusterUnreachable
+    from pipelines.local_ray import LocalRayError
+    from pipelines.schedule import attend, find_schedule
+
+    opened = open_(store, create=False)
+    if (schedule := find_schedule(opened, name)).state == "paused":
+        _say(f"{name}: is paused")
+        return
+    try:
+        said = False
+        for line in attend(opened, name, datetime.now(UTC), token_file, None):
+            _say(f"{name}: {line}")
+            said = True
+    except (StoreError, ClusterUnreachable, LocalRayError, ValueError) as error:
+        errors.print(f"[red]error:[/] {plain(str(error))}", highlight=False, soft_wrap=True)
+        raise typer.Exit(1) from None
+    if not said:
+        _say(f"{name}: nothing is due; next {_when(schedule)}")
+
+
+@app.command("render")
+def schedule_render(
+    name: NameArgument,
+    target: Annotated[str, typer.Option("--target", help=" | ".join(TARGETS))],
+    store: StoreOption = DEFAULT_STORE,
+    image: Annotated[
+        str | None, typer.Option("--image", help="for kubernetes: a container image with vitflow")
+    ] = None,
+    output: Annotated[
+        Path | None,
+        typer.Option("--output", help="a folder to write the files to; without it, they are shown"),
+    ] = None,
+) -> None:
+    """Write a schedule for systemd, cron or Kubernetes, which then take the place of `schedule serve`."""
+    from pipelines import render
+    from pipelines.schedule import find_schedule
+
+    if target not in TARGETS:
+        raise RecipeError(f"--target {target}: no such target{nearest(target, TARGETS)}")
+    opened = open_(store, create=False)
+    schedule = find_schedule(opened, name)
+    files = (
+        render.systemd(schedule, opened)
+        if target == "systemd"
+        else render.crontab(schedule, opened)
+        if target == "cron"
+        else render.kubernetes(schedule, opened, image)
+    )
+    for file, text in files.items():
+        if output is None:
+            print(f"# {file}\n{text}")
+            continue
+        try:
+            output.mkdir(parents=True, exist_ok=True)
+            (output / file).write_text(text)
+        except OSError as error:
+            raise RecipeError(f"--output {output}: can't write {file}: {error.strerror}") from None
+        print(output / file)
+
+
+def _when(schedule: Schedule) -> str:
+    """When it is due next, in its own time zone."""
+    from zoneinfo import ZoneInfo
+
+    following = next(schedule.next_ticks(datetime.now(UTC)))
+    return f"{following.astimezone(ZoneInfo(schedule.timezone)):%a %Y-%m-%d %H:%M %Z}"
+
+
+def _say(line: str) -> None:
+    print(f"{datetime.now(UTC):%Y-%m-%d %H:%M:%S}Z {line}", flush=True)

@@ -1,0 +1,125 @@
+"""A store in a local folder: create-only by hard links, durable by fsync."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import secrets
+import shutil
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from pipelines.store import FileEntry, Staging, StoreError, identify
+
+_NO_LINKS = {1, 18, 38, 95}  # EPERM, EXDEV, ENOSYS, EOPNOTSUPP
+
+
+class FolderStore:
+    """See `pipelines.store.Store`.
+
+    Raises:
+        StoreError: the folder can't be made, written, or has no hard links; or is a store of another layout.
+    """
+
+    def __init__(self, root: Path, *, create: bool = True) -> None:
+        self.root = root
+        self.uri = str(root)
+        self.settings: dict[str, str] = {}
+        self.id = identify(self, create)
+
+    def read(self, name: str) -> bytes | None:
+        try:
+            return (self.root / name).read_bytes()
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+        except OSError as error:
+            raise StoreError(f"{self.root}: can't read {name}: {error.strerror}") from None
+
+    def read_all(self, names: Sequence[str]) -> list[bytes | None]:
+        return [self.read(name) for name in names]
+
+    def create(self, name: str, data: bytes) -> bool:
+        path = self.root / name
+        temporary = path.parent / f".{path.name}.{secrets.token_hex(8)}.tmp"
+        try:
+            _make_folders(path.parent)
+            try:
+                with temporary.open("xb") as file:
+                    file.write(data)
+                    file.flush()
+                    os.fsync(file.fileno())
+                is_first = _link(temporary, path)
+            finally:
+                temporary.unlink(missing_ok=True)
+            _sync_folder(path.parent)
+        except OSError as error:
+            hint = " (a store needs a file system with hard links)" if error.errno in _NO_LINKS else ""
+            raise StoreError(f"{self.root}: can't write {name}: {error.strerror}{hint}") from None
+        return is_first or self.read(name) == data
+
+    def names(self, folder: str) -> list[str]:
+        try:
+            return sorted(
+                entry.name for entry in os.scandir(self.root / folder) if not entry.name.startswith(".")
+            )
+        except (FileNotFoundError, NotADirectoryError):
+            return []
+
+    def local(self, folder: str, files: Iterable[FileEntry]) -> Path:
+        return self.root / folder
+
+    @contextmanager
+    def staging(self, folder: str) -> Iterator[Staging]:
+        target = self.root / folder
+        _make_folders(target)
+        temporary = target / f".staging-{secrets.token_hex(8)}"
+        temporary.mkdir()
+        try:
+            staging = Staging(temporary)
+            yield staging
+            staging.files = tuple(
+                _move_durably(path, temporary, target)
+                for path in sorted(temporary.rglob("*"))
+                if path.is_file()
+            )
+        finally:
+            shutil.rmtree(temporary)
+
+
+def _make_folders(path: Path) -> None:
+    """mkdir -p whose new folders survive a power cut."""
+    if not path.is_dir():
+        _make_folders(path.parent)
+        path.mkdir(exist_ok=True)
+        _sync_folder(path.parent)
+
+
+def _link(temporary: Path, path: Path) -> bool:
+    """Give a file its name unless the name is taken; rename would overwrite, and O_EXCL would show half a file."""
+    try:
+        os.link(temporary, path)
+    except FileExistsError:
+        return False
+    return True
+
+
+def _sync_folder(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _move_durably(path: Path, staging: Path, target: Path) -> FileEntry:
+    with path.open("rb") as file:
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
+        os.fsync(file.fileno())
+    relative = path.relative_to(staging)
+    size = path.stat().st_size
+    final = target / relative
+    _make_folders(final.parent)
+    path.rename(final)
+    _sync_folder(final.parent)
+    return FileEntry(path=relative.as_posix(), size=size, sha256=digest)

@@ -1,0 +1,203 @@
+"""A Ray started by hand with a token: submit from one home, look and stop from another; nodes and drivers that die."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from pipelines.recipe import load_pipeline
+from pipelines.store import open_store, read_events
+from tests.clusters import RayCluster, end, home, ray_cluster, wait_for
+from tests.s3 import Server
+
+TINY = Path(__file__).parent.parent / "tiny.yaml"
+PIPELINE = os.environ.get("VITFLOW_CLUSTER_PIPELINE", str(TINY))  # `make test-cluster` submits the quickstart
+pytestmark = [pytest.mark.ray, pytest.mark.slow]
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[RayCluster]:
+    """A head that computes nothing, and a node with a home of its own that does."""
+    with ray_cluster([0, 2]) as started:
+        yield started
+
+
+def vitflow(
+    environment: dict[str, str], *arguments: str | Path, check: int = 0
+) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "pipelines", *map(str, arguments)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=400)
+    assert done.returncode == check, f"exit code {done.returncode}\n{done.stdout}\n{done.stderr}"
+    return done
+
+
+def submit(environment: dict[str, str], cluster: RayCluster, *arguments: str | Path) -> str:
+    """The id of a run that was submitted to the cluster."""
+    done = vitflow(
+        environment, "submit", *arguments, "--address", cluster.address, "--token-file", cluster.token
+    )
+    return done.stdout.split()[1]
+
+
+def status(environment: dict[str, str], run: str, *arguments: str | Path) -> dict:  # type: ignore[type-arg]
+    return dict(json.loads(vitflow(environment, "status", run, "--json", *arguments).stdout))
+
+
+def driver(run: str) -> psutil.Process:
+    """The process of a submitted run's driver."""
+    found = [
+        process
+        for process in psutil.process_iter(["cmdline"])
+        if (line := process.info["cmdline"] or []) and line[2:5] == ["pipelines", "drive", run]
+    ]
+    assert found, "the driver does not run"
+    return found[0]
+
+
+@pytest.mark.parametrize("server", ["moto", "ceph"])
+def test_submitted_from_one_home_and_followed_from_another(
+    cluster: RayCluster, server: str, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    """The store is on S3; keys are in the homes of people and of nodes, and nowhere else."""
+    s3: Server = request.getfixturevalue(server)
+    store = f"s3://{s3.bucket().name}/store"
+    settings = {name: value for name, value in s3.environment.items() if name not in s3.keys}
+    here, there = (home(tmp_path / name, **settings) for name in ("here", "there"))
+    for folder in (tmp_path / "here", tmp_path / "there", *cluster.folder.glob("home-*")):
+        put_keys(folder, s3)
+    at = ("--store", store, "--address", cluster.address, "--token-file", cluster.token)
+    command = [sys.executable, "-m", "pipelines", "submit", PIPELINE, *at]
+    started = time.monotonic()
+    with subprocess.Popen(list(map(str, command)), env=here, stdout=subprocess.PIPE, text=True) as client:
+        assert client.stdout is not None
+        run = client.stdout.readline().split()[1]
+        client.kill()
+    assert time.monotonic() - started < 20, "it returns at once"
+    assert status(there, run, *at)["status"] == "RUNNING"
+    logs = vitflow(there, "logs", run, "-f", *at).stdout
+    assert all(f"committed {job}/" in logs for job in ("pretrain", "finetune", "report"))
+    wait_for(lambda: status(there, run, *at)["status"] == "SUCCEEDED")
+    asked = "SELECT count(DISTINCT stage) FROM rows WHERE run = '" + run + "'"
+    answer = vitflow(there, "report", "query", asked, "--store", store, "--csv").stdout
+    measured = {"finetune", "evaluate", "baselines"}
+    stages = [stage for stage in load_pipeline(PIPELINE).stages.values() if stage.job in measured]
+    assert answer.split()[-1] == str(len(stages))
+    assert not (tmp_path / "here" / "ray").exists(), "no local Ray was started"
+    assert not (tmp_path / "there" / "ray" / "head.json").exists()
+    again = vitflow(here, "submit", PIPELINE, *at)
+    assert again.stdout.count("CACHED") == len(load_pipeline(PIPELINE).stages), "and nothing is submitted"
+    secrets = (cluster.token.read_text().encode(), *(value.encode() for value in s3.keys.values()))
+    objects = s3.bucket_of(store).read_all()
+    records = [path.read_bytes() for path in (cluster.folder / "r").rglob("*.log") if path.is_file()]
+    assert not [secret for secret in secrets for data in (*objects, *records) if secret in data]
+
+
+def put_keys(folder: Path, server: Server) -> None:
+    """In ~/.aws/credentials."""
+    (folder / ".aws").mkdir(exist_ok=True)
+    keys = f"aws_access_key_id = {server.access_key}\naws_secret_access_key = {server.secret_key}\n"
+    (folder / ".aws" / "credentials").write_text(f"[default]\n{keys}")
+
+
+def test_run_drives_a_cluster_from_the_foreground(cluster: RayCluster, tmp_path: Path) -> None:
+    environment = home(tmp_path / "here", RAY_AUTH_MODE="token", RAY_AUTH_TOKEN_PATH=str(cluster.token))
+    arguments = ("run", TINY, "--only", "digits", "--store", tmp_path / "store")
+    out = vitflow(environment, *arguments, "--address", cluster.address).stdout
+    assert "SUCCEEDED" in out
+    assert not (tmp_path / "here" / "ray").exists(), "no local Ray was started"
+
+
+def test_stop_from_elsewhere_and_go_on(cluster: RayCluster, tmp_path: Path) -> None:
+    store, here, there = tmp_path / "store", home(tmp_path / "here"), home(tmp_path / "there")
+    long = ("--set", "pretrain.steps=200000", "--only", "pretrain", "--store", store)
+    run = submit(here, cluster, TINY, *long)
+    at = ("--store", store, "--address", cluster.address, "--token-file", cluster.token)
+    running = {"stage": "pretrain", "status": "RUNNING"}
+    wait_for(
+        lambda: any(running.items() <= event.items() for event in read_events(open_store(str(store)), run))
+    )
+    process = driver(run)
+    said = vitflow(there, "stop", run, *at).stdout
+    assert f"stopped driver-{run}-1" in said
+    assert "stopped pretrain-" in said
+    process.wait(timeout=30)
+    assert status(there, run, *at)["status"] == "STOPPED"
+    wait_for(lambda: not [p for p in psutil.process_iter(["cmdline"]) if is_stage_of(p, store)], 30)
+    assert vitflow(there, "stop", run, *at).stdout.endswith("has ended already\n")
+    again = submit(there, cluster, TINY, "--only", "pretrain", "--store", store)
+    assert again != run
+    wait_for(lambda: status(there, again, *at)["status"] == "SUCCEEDED")
+
+
+def is_stage_of(process: psutil.Process, store: Path) -> bool:
+    return any(str(store) in word for word in process.info["cmdline"] or [])
+
+
+def test_a_driver_that_is_killed_is_seen_and_submitted_again(cluster: RayCluster, tmp_path: Path) -> None:
+    store, here = tmp_path / "store", home(tmp_path / "here")
+    arguments = (TINY, "--only", "probe", "--store", store)
+    at = ("--store", store, "--address", cluster.address, "--token-file", cluster.token)
+    run = submit(here, cluster, *arguments)
+    wait_for(lambda: "RUNNING" in {stage["status"] for stage in status(here, run, *at)["stages"]})
+    driver(run).send_signal(signal.SIGKILL)
+    wait_for(lambda: status(here, run, *at)["status"] == "UNFINISHED", 30)
+    assert "RUNNING" in vitflow(here, "status", run, *at).stdout.partition("its driver is gone")[2], (
+        "its last words"
+    )
+    assert submit(here, cluster, *arguments) == run, "the same run goes on"
+    wait_for(lambda: status(here, run, *at)["status"] == "SUCCEEDED")
+    opened = open_store(str(store))
+    for job in opened.names("artifacts"):
+        for key in opened.names(f"artifacts/{job}"):
+            assert opened.names(f"artifacts/{job}/{key}/attempts") == ["1"], "no stage was begun twice"
+
+
+def test_what_cannot_be_used_is_said_and_nothing_is_started(cluster: RayCluster, tmp_path: Path) -> None:
+    environment, store = home(tmp_path / "here"), tmp_path / "store"
+    (tmp_path / "wrong").write_text("f" * 64)
+    for address, token, words in (
+        (cluster.address, tmp_path / "wrong", "refuses this token"),
+        (cluster.address, tmp_path / "none", "no such file"),
+        ("http://127.0.0.1:9", cluster.token, "connection refused"),
+        ("somewhere:8265", cluster.token, "http://HOST:8265"),
+    ):
+        for verb in ("run", "submit"):
+            arguments = (verb, TINY, "--store", store, "--address", address, "--token-file", token)
+            started = time.monotonic()
+            assert words in vitflow(environment, *arguments, check=2).stderr
+            assert time.monotonic() - started < 12
+    assert not (store / "runs").exists()
+    for uri, words in (("store", "relative"), (str(store), "only this machine sees")):
+        arguments = ("submit", TINY, "--store", uri, "--address", "http://192.0.2.1:8265")
+        assert words in vitflow(environment, *arguments, check=2).stderr
+
+
+def test_a_node_that_dies_during_pretraining(tmp_path: Path) -> None:
+    """Both training workers are on the second node; it dies; a third comes; the run ends with one artifact a stage."""
+    store, here = tmp_path / "store", home(tmp_path / "here")
+    arguments = ("--set", "pretrain.steps=1500", "--only", "pretrain", "--store", store)
+    with ray_cluster([1, 2]) as cluster:
+        at = ("--store", store, "--address", cluster.address, "--token-file", cluster.token)
+        run = submit(here, cluster, TINY, *arguments)
+        opened = open_store(str(store))
+        wait_for(lambda: "step" in live_log(here, run, *at), 120)
+        end(cluster.nodes[1])
+        wait_for(lambda: any(event["event"] == "attempt ended" for event in read_events(opened, run)), 120)
+        cluster.add_node(cpus=2)
+        wait_for(lambda: status(here, run, *at)["status"] == "SUCCEEDED", 240)
+    [key] = opened.names("artifacts/pretrain")
+    assert len(opened.names(f"artifacts/pretrain/{key}/attempts")) == 2
+    assert opened.names(f"artifacts/pretrain/{key}/attempts/1/files") == []
+
+
+def live_log(environment: dict[str, str], run: str, *arguments: str | Path) -> str:
+    if status(environment, run, *arguments)["stages"][-1]["status"] != "RUNNING":
+        return ""
+    return vitflow(environment, "logs", run, "pretrain", *arguments).stdout

@@ -1,0 +1,245 @@
+"""Recurring runs on a real Ray: new images are taken in, ticks survive their servers, drivers that die are followed.
+
+VITFLOW_SCHEDULE_MINUTES=5 serves a one-minute schedule for so long, and kills its server: `make test-schedule`.
+"""
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+
+import pytest
+from PIL import Image
+
+from pipelines.local_ray import hold
+from pipelines.recipe import parse_pipeline
+from pipelines.runs import is_over, run_status, runs
+from pipelines.schedule import Schedule, add_schedule, attend, find_schedule, tick_run
+from pipelines.store import Store, open_store, read_events
+
+pytestmark = [pytest.mark.ray, pytest.mark.slow]
+MINUTE = timedelta(minutes=1)
+MINUTES = int(os.environ.get("VITFLOW_SCHEDULE_MINUTES", "0"))
+
+
+def add_image(images: Path, label: str, number: int) -> None:
+    (images / label).mkdir(parents=True, exist_ok=True)
+    Image.new("RGB", (16, 16), (number % 256, 90 if label == "a" else 10, 40)).save(
+        images / label / f"{number}.png"
+    )
+
+
+@pytest.fixture
+def images(tmp_path: Path) -> Path:
+    """Two classes of images."""
+    for number in range(20):
+        add_image(tmp_path / "images", "a", number)
+        add_image(tmp_path / "images", "b", number)
+    return tmp_path / "images"
+
+
+@pytest.fixture
+def store(tmp_path: Path, images: Path) -> Store:
+    """A store with a schedule for every minute: take the images in, and classify them."""
+    opened = open_store(str(tmp_path / "s"))
+    stages = {
+        "images": {"job": "ingest", "source": {"kind": "folder", "root": str(images)}},
+        "pixels": {"job": "baselines", "data": "images", "methods": ["majority"]},
+    }
+    pipeline = parse_pipeline({"name": "photos", "stages": stages}, "test")
+    schedule = Schedule(name="often", pipeline=pipeline, recipe="photos.yaml", cron="* * * * *")
+    add_schedule(opened, schedule)
+    return opened
+
+
+def first_tick(store: Store) -> datetime:
+    return next(find_schedule(store, "often").next_ticks(datetime.now(UTC)))
+
+
+def wait_for(condition: Callable[[], object], seconds: float = 120) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "what the test waits for did not happen"
+        time.sleep(0.05)
+
+
+def outcome(store: Store, run: str) -> dict[str, str]:
+    """Stage -> status of a run, when it is over."""
+    wait_for(lambda: is_over(store, run))
+    return {stage["stage"]: stage["status"] for stage in run_status(store, run)["stages"]}
+
+
+def drivers(store: Store, run: str) -> list[str]:
+    return [
+        event["submission_id"] for event in read_events(store, run) if event["event"] == "driver submitted"
+    ]
+
+
+def test_new_images_are_taken_in_and_what_follows_is_made_and_else_nothing(
+    store: Store, images: Path
+) -> None:
+    def at(tick: datetime) -> tuple[list[str], dict[str, str]]:
+        said = list(attend(store, "often", tick, None, MINUTE))
+        return said, outcome(store, tick_run(store, "often", tick))
+
+    tick = first_tick(store)
+    said, stages = at(tick)
+    assert f"driver-{tick_run(store, 'often', tick)}-1 is at work" in said[0]
+    assert stages == {"images": "SUCCEEDED", "pixels": "SUCCEEDED"}
+    (images / "a" / "0.png").touch()
+    said, stages = at(tick + MINUTE)
+    assert said == [f"{tick_run(store, 'often', tick + MINUTE)}: nothing to do"]
+    assert stages == {"images": "CACHED", "pixels": "CACHED"}
+    add_image(images, "a", 100)
+    said, stages = at(tick + 2 * MINUTE)
+    assert stages == {"images": "SUCCEEDED", "pixels": "SUCCEEDED"}
+    (images / "b").rename(images.parent / "elsewhere")
+    images.rename(images.parent / "gone")
+    said, stages = at(tick + 3 * MINUTE)
+    assert stages == {"images": "FAILED", "pixels": "SKIPPED"}
+    detail = run_status(store, tick_run(store, "often", tick + 3 * MINUTE))["stages"][0]["detail"]
+    assert "is not a folder" in detail, "a run says what it failed of"
+    (images.parent / "gone").rename(images)
+    (images.parent / "elsewhere").rename(images / "b")
+    said, stages = at(tick + 4 * MINUTE)
+    assert set(stages.values()) == {"CACHED"}, "the next tick begins anew"
+
+
+KILLED = """
+import os, signal, sys
+from datetime import datetime
+from pipelines import folder_store
+from pipelines.schedule import attend, timedelta
+from pipelines.store import open_store
+
+uri, tick, when = sys.argv[1:]
+create = folder_store.FolderStore.create
+
+def dying(self, name, data):
+    if when.startswith("before ") and when.removeprefix("before ") in name + data.decode():
+        os.kill(os.getpid(), signal.SIGKILL)
+    done = create(self, name, data)
+    if when.startswith("after ") and when.removeprefix("after ") in name + data.decode():
+        os.kill(os.getpid(), signal.SIGKILL)
+    return done
+
+folder_store.FolderStore.create = dying
+list(attend(open_store(uri), "often", datetime.fromisoformat(tick), None, timedelta(seconds=60)))
+"""
+
+
+@pytest.mark.parametrize("when", ["after /ticks/", "after /plan.json", "before driver submitted"])
+def test_a_server_that_is_killed_between_claim_and_submission(when: str, store: Store) -> None:
+    """SIGKILL; then two servers at once, long after the tick's grace: one run, one driver, each stage once."""
+    tick = first_tick(store)
+    killed = subprocess.run([sys.executable, "-c", KILLED, store.uri, tick.isoformat(), when], timeout=120)
+    assert killed.returncode == -signal.SIGKILL
+    run = tick_run(store, "often", tick)
+    late = (tick + timedelta(seconds=200)).isoformat()
+    command = [sys.executable, "-c", KILLED, store.uri, late, "never"]
+    servers = [subprocess.Popen(command) for _ in range(2)]
+    assert [server.wait(timeout=120) for server in servers] == [0, 0]
+    assert set(outcome(store, run).values()) == {"SUCCEEDED"}
+    assert runs(store) == [run]
+    if when != "before driver submitted":  # there the job may have ended before anybody looked
+        assert set(drivers(store, run)) == {f"driver-{run}-1"}
+    attempts = list(Path(store.uri).glob("artifacts/*/*/attempts/*"))
+    assert [path.name for path in attempts] == ["1", "1"]
+
+
+def test_a_driver_that_dies_is_followed_by_another_until_it_is_given_up(store: Store) -> None:
+    tick = first_tick(store)
+    run = tick_run(store, "often", tick)
+    with hold() as ray:
+        cluster = ray.cluster()
+        for number in (1, 2, 3):
+            moment = tick + timedelta(seconds=number)
+            (line,) = attend(store, "often", moment, None, MINUTE)
+            driver = f"driver-{run}-{number}"
+            assert f"{driver} is at work" in line
+            assert list(attend(store, "often", moment, None, MINUTE)) == [], "it lives"
+            cluster.stop(driver)
+            wait_for(lambda: cluster.job(driver).status == "STOPPED")  # type: ignore[union-attr]  # noqa: B023
+            if is_over(store, run):
+                pytest.skip("the driver was faster than its end")
+        (line,) = attend(store, "often", tick + timedelta(seconds=9), None, MINUTE)
+    assert "given up, 3 drivers died of it" in line
+    assert run_status(store, run)["status"] == "FAILED"
+
+
+def start_server(store: Store, log: Path) -> subprocess.Popen[bytes]:
+    command = [sys.executable, "-m", "pipelines", "schedule", "serve", "--store", store.uri]
+    with log.open("ab") as file:
+        return subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT)
+
+
+def test_sigterm_ends_the_server_in_order_and_changes_elsewhere_reach_it(
+    store: Store, tmp_path: Path, vitflow: Callable[..., subprocess.CompletedProcess[str]]
+) -> None:
+    tiny = Path(__file__).parent.parent / "tiny.yaml"
+    vitflow("schedule", "add", "often", tiny, "--cron", "0 0 1 1 *", "--store", store.uri)
+    server = start_server(store, tmp_path / "log")
+    said = lambda: (tmp_path / "log").read_text()  # noqa: E731
+    wait_for(lambda: "often: 0 0 1 1 * UTC, next" in said(), 40)
+    vitflow("schedule", "pause", "often", "--store", store.uri)
+    wait_for(lambda: "often: no longer served" in said(), 30)
+    server.terminate()
+    assert server.wait(timeout=30) == 0
+    assert said().endswith("ending; runs go on\n")
+
+
+@pytest.mark.timeout(60 * MINUTES + 300)
+@pytest.mark.skipif(MINUTES < 2, reason="VITFLOW_SCHEDULE_MINUTES is not set: make test-schedule")
+def test_a_served_schedule_whose_server_is_killed_twice_fires_each_tick_once(
+    store: Store, images: Path, tmp_path: Path
+) -> None:
+    """New images for every tick; the kills come within three seconds of a tick, and at first a second server runs."""
+    chance = random.Random(0)
+    with hold():
+        first = first_tick(store)
+        ticks = [first + number * MINUTE for number in range(MINUTES)]
+        victims = {ticks[1]: chance.uniform(-0.2, 1), ticks[-1]: chance.uniform(0, 3)}
+        server, second = start_server(store, tmp_path / "log"), start_server(store, tmp_path / "log2")
+        for number, tick in enumerate(ticks):
+            if all(is_over(store, run) for run in runs(store)):  # a source is not to change while it is read
+                add_image(images, "a", 1000 + number)
+            if tick in victims:
+                moment = tick + timedelta(seconds=victims[tick])
+                time.sleep(max(0, (moment - datetime.now(UTC)).total_seconds()))
+                server.kill()
+                server.wait()
+                print(f"killed at {datetime.now(UTC):%H:%M:%S.%f}")
+                server = start_server(store, tmp_path / "log")
+            if number == 0:
+                time.sleep(max(0, (tick + MINUTE / 2 - datetime.now(UTC)).total_seconds()))
+                second.kill()
+                second.wait()
+            time.sleep(max(0, (tick + 0.9 * MINUTE - datetime.now(UTC)).total_seconds()))
+        wait_for(lambda: is_over(store, runs(store)[-1]))
+        server.terminate()
+        assert server.wait(timeout=60) == 0
+    print((tmp_path / "log").read_text())
+    folder = Path(store.uri) / "schedules" / "often" / "ticks"
+    decided = [json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))]
+    # an earlier tick too, where Ray took its time to start
+    assert {tick.isoformat() for tick in ticks} <= {record["tick"] for record in decided}
+    fired = [record["run"] for record in decided if record["decision"] == "run"]
+    assert runs(store) == fired
+    for run in fired:
+        assert run_status(store, run)["status"] == "SUCCEEDED"
+        assert len(set(drivers(store, run))) <= 1, "no tick had a second driver"
+    for record in decided:
+        if record["decision"] == "skip":  # on a slow machine: rightly
+            assert [event["time"] for event in read_events(store, record["run"])][-1] > record["time"]
+    made = [json.loads(path.read_text()) for path in Path(store.uri).glob("artifacts/ingest/*/manifest.json")]
+    assert {manifest["attempt"] for manifest in made} == {1}
+    assert {manifest["run"] for manifest in made} <= set(fired)
+    print(
+        f"{len(decided)} ticks, {len(fired)} runs, {len(decided) - len(fired)} skipped, {len(made)} data sets"
+    )
