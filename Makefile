@@ -48,6 +48,8 @@ accept-code: install  # after a change of a stage's code that leaves its results
 
 benchmarks: install
 	$(BIN)/python benchmarks/pipeline_overhead.py
+	$(BIN)/python benchmarks/planning.py
+	$(BIN)/python benchmarks/report_query.py
 
 clean:
 	rm -rf .venv build *.egg-info

@@ -39,7 +39,7 @@ from pipelines.store import (
 ATTEMPTS = 3  # a command makes at most this many attempts at a stage
 BACKOFF_SECONDS = 1.0  # before the second attempt; doubles
 POLL_SECONDS = 0.1  # between the driver's steps
-UNREACHABLE_SECONDS = 1.0  # before a cluster that did not answer is asked again
+UNREACHABLE_SECONDS = 1.0  # before a cluster or a store that did not answer is asked again
 ASK_SECONDS = 0.5  # between questions to the store and to the cluster, whom answering costs time
 LAST_WORDS_SECONDS = 5.0  # a job may take to end after its commit
 MANIFEST_SECONDS = 60.0  # a job that SUCCEEDED shows its manifest within this time
@@ -98,7 +98,7 @@ def run_pipeline(
     """
     driver = Driver(store, run, connection, display, parallel)
     try:
-        while driver.step():
+        while driver.step_or_wait():
             time.sleep(POLL_SECONDS)
     except KeyboardInterrupt:
         driver.stop()
@@ -127,6 +127,20 @@ class Driver:
         self.status: dict[str, str] = {}
         self.following: dict[str, Following] = {}
         self.next_look_for_stop = 0.0
+        self.store_waiting = False
+
+    def step_or_wait(self) -> bool:
+        """`step`, or a pause while the store does not answer: nothing is done that is not in it first."""
+        try:
+            go_on = self.step()
+        except StoreUnreachable as error:
+            if not self.store_waiting:
+                self.display.say(f"waiting for the store: {error}")
+            self.store_waiting = True
+            time.sleep(UNREACHABLE_SECONDS)
+            return True
+        self.store_waiting = False
+        return go_on
 
     def step(self) -> bool:
         """Look at every stage once; False when all have ended."""
@@ -199,8 +213,8 @@ class Driver:
         self._end(name, status, manifest.key[:12], key=manifest.key)
 
     def _end(self, name: str, status: str, detail: str, **fields: Any) -> None:
-        self.status[name] = status
         add_event(self.store, self.run.id, "stage", stage=name, status=status, detail=detail, **fields)
+        self.status[name] = status
         if (following := self.following.pop(name, None)) is not None:
             self._log_ended(following)
         self.display.stage(name, status, detail)

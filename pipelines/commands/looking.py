@@ -47,7 +47,7 @@ def status(
     print_table(found["stages"], ("stage", "status", "took", "detail"))
     if found["status"] == "UNFINISHED":
         console.print(
-            f"its driver is gone; `vitflow run` with the same recipe ({found['pipeline']}) continues it"
+            f"its driver is gone; the same command (`vitflow run` or `submit` of {found['pipeline']}) continues it"
         )
         for line in driver_log(opened, found["run"], clusters).strip().splitlines()[-3:]:
             console.print(f"[dim]driver[/]  {plain(line)}", highlight=False, soft_wrap=True)

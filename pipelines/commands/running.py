@@ -8,6 +8,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -32,7 +33,7 @@ from pipelines.commands.common import (
 )
 from pipelines.commands.reports import show_report
 from pipelines.spec import RecipeError
-from pipelines.store import Store, StoreError, add_event
+from pipelines.store import Store, StoreAbsent, StoreError, add_event
 
 if TYPE_CHECKING:
     from pipelines.pipeline import Pipeline
@@ -235,9 +236,13 @@ def plan(
     from pipelines import plan as planning
 
     loaded, names, _ = _requested(pipeline, only, None, changes)
-    opened = open_(store)
-    planned = planning.plan_pipeline(opened, loaded, names, strict_code)
-    why = planning.reasons(opened, planned)
+    with TemporaryDirectory(prefix="vitflow-") as empty:
+        try:
+            opened = open_(store, create=False)
+        except StoreAbsent:  # it would be made by `run`, and holds nothing yet
+            opened = open_(empty)
+        planned = planning.plan_pipeline(opened, loaded, names, strict_code)
+        why = planning.reasons(opened, planned)
     rows = [
         {
             "stage": stage.name,

@@ -13,8 +13,9 @@ from pathlib import Path
 import pytest
 import yaml
 
+from pipelines.s3_store import TRIES
 from pipelines.store import open_store
-from tests.s3 import Bucket, Server, used
+from tests.s3 import Bucket, Fault, Server, faulty, used
 
 TINY = Path(__file__).parent.parent / "tiny.yaml"
 STAGES = (
@@ -165,6 +166,20 @@ def test_no_secret_is_anywhere(finished: Finished) -> None:
     ]
     assert any("job-driver" in path.name for path in files)
     assert all(clean(path.read_bytes()) for path in files)
+
+
+def test_a_driver_waits_for_a_store_that_does_not_answer(moto: Server, own_ray: Path, tmp_path: Path) -> None:
+    with faulty(moto) as (proxy, server):
+        (tmp_path / ".aws").mkdir()
+        keys = f"aws_access_key_id={server.access_key}\naws_secret_access_key={server.secret_key}\n"
+        (tmp_path / ".aws" / "credentials").write_text(f"[default]\n{keys}")
+        settings = {"AWS_ENDPOINT_URL_S3": server.endpoint, "HOME": str(tmp_path)}
+        do = command(settings | {"VITFLOW_RAY_DIR": str(own_ray)})
+        proxy.faults.append(Fault("GET", "stop.json", status=503, code="SlowDown", times=2 * TRIES))
+        out = do("run", TINY, "--only", "digits", "--store", f"s3://{server.bucket().name}").stdout
+    assert out.count("waiting for the store") == 1
+    assert "SUCCEEDED" in out
+    assert not proxy.faults[0].times
 
 
 def test_without_keys_on_the_nodes_it_is_said_where_to_put_them(
