@@ -78,14 +78,18 @@ def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One home folder for both servers: the local Ray, and so its jobs, keep the one that started it."""
+    folder = tmp_path_factory.mktemp("home")
+    (folder / ".aws").mkdir()
+    return folder
+
+
 @pytest.fixture(scope="module", params=["moto", "ceph"])
-def finished(
-    request: pytest.FixtureRequest, own_ray: Path, recipe: Path, tmp_path_factory: pytest.TempPathFactory
-) -> Finished:
+def finished(request: pytest.FixtureRequest, own_ray: Path, recipe: Path, home: Path) -> Finished:
     """Run once; the keys are in a file of the home folder, where jobs find them too."""
     server: Server = request.getfixturevalue(request.param)
-    home = tmp_path_factory.mktemp("home")
-    (home / ".aws").mkdir()
     keys = f"aws_access_key_id={server.access_key}\naws_secret_access_key={server.secret_key}\n"
     (home / ".aws" / "credentials").write_text(f"[default]\n{keys}")
     do = command({"AWS_ENDPOINT_URL_S3": server.endpoint, "HOME": str(home), "VITFLOW_RAY_DIR": str(own_ray)})

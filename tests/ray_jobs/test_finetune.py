@@ -211,4 +211,4 @@ def test_a_single_rate_is_not_swept_and_says_so(dataset, tmp_path, local_ray):
 @pytest.mark.ray
 def test_a_mistake_in_a_trial_is_told_as_it_was_made(dataset, tmp_path, local_ray):
     with pytest.raises(ValueError, match="diverged with every learning rate"):
-        finetune.main(context(tmp_path / "store", dataset, configuration(learning_rates=(1e30,))))
+        finetune.main(context(tmp_path / "store", dataset, configuration(learning_rates=(1e30, 1e31))))
