@@ -245,33 +245,32 @@ def test_death_during_pretraining(
     check_whole(tmp_path / "s", reference)
 
 
-def test_kills_at_random_moments(own_ray: dict[str, str], reference: Path, tmp_path: Path) -> None:
-    seed = int(os.environ.get("VITFLOW_FAULT_SEED", "0"))
-    rounds = int(os.environ.get("VITFLOW_FAULT_ROUNDS", "1"))
-    for number in range(rounds):
-        chance = random.Random(seed + number)
-        store = tmp_path / f"s{number}"
-        for victim in chance.sample(list(VICTIMS), k=2):
-            driver = start(store, own_ray)
-            time.sleep(chance.uniform(0.3, 25))
-            kill(VICTIMS[victim](own_ray))
-            time.sleep(chance.uniform(0, 2))
-            driver.kill()
-            driver.communicate()
-            for manifest in artifacts(store).values():
-                folder = (
-                    store
-                    / "artifacts"
-                    / manifest["job"]
-                    / manifest["key"]
-                    / "attempts"
-                    / str(manifest["attempt"])
-                )
-                assert all((folder / "files" / file["path"]).is_file() for file in manifest["files"]), (
-                    "half an artifact"
-                )
-        committed = {stage: manifest["nonce"] for stage, manifest in artifacts(store).items()}
-        finish(store, own_ray)
-        after = {stage: manifest["nonce"] for stage, manifest in artifacts(store).items()}
-        assert committed.items() <= after.items(), "what was committed was made again"
-        check_whole(store, reference)
+@pytest.mark.parametrize("number", range(int(os.environ.get("VITFLOW_FAULT_ROUNDS", "1"))))
+def test_kills_at_random_moments(
+    number: int, own_ray: dict[str, str], reference: Path, tmp_path: Path
+) -> None:
+    chance = random.Random(int(os.environ.get("VITFLOW_FAULT_SEED", "0")) + number)
+    store = tmp_path / "s"
+    for victim in chance.sample(list(VICTIMS), k=2):
+        driver = start(store, own_ray)
+        time.sleep(chance.uniform(0.3, 25))
+        kill(VICTIMS[victim](own_ray))
+        time.sleep(chance.uniform(0, 2))
+        driver.kill()
+        driver.communicate()
+        for manifest in artifacts(store).values():
+            attempt = (
+                store
+                / "artifacts"
+                / manifest["job"]
+                / manifest["key"]
+                / "attempts"
+                / str(manifest["attempt"])
+            )
+            whole = all((attempt / "files" / file["path"]).is_file() for file in manifest["files"])
+            assert whole, "half an artifact"
+    committed = {stage: manifest["nonce"] for stage, manifest in artifacts(store).items()}
+    finish(store, own_ray)
+    after = {stage: manifest["nonce"] for stage, manifest in artifacts(store).items()}
+    assert committed.items() <= after.items(), "what was committed was made again"
+    check_whole(store, reference)
