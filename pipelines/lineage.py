@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from pipelines.lookup import find_run
 from pipelines.runs import run_status
-from pipelines.spec import Frozen, RecipeError
+from pipelines.spec import RecipeError
 from pipelines.store import (
     InputRef,
     Manifest,
@@ -21,6 +21,7 @@ from pipelines.store import (
     read_manifest,
     successor,
 )
+from vit_model.config import Frozen
 
 SHORT = 12  # characters of a digest that people see
 

@@ -15,17 +15,13 @@ from functools import cache
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, Field, model_validator
+
+from vit_model.config import Frozen, ViTOptions, variant_sizes
 
 
 class RecipeError(ValueError):
     """A recipe, or a request about one, that can't be run; the message says what would be right."""
-
-
-class Frozen(BaseModel):
-    """The one kind of configuration: immutable, and an unknown field is an error."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
 
 def execution(default: Any, **constraints: Any) -> Any:
@@ -168,18 +164,27 @@ def _package_folder(package: str) -> Path:
 # ---------------------------------------------------------------------------------------------------- stages
 
 
-class ModelSize(Frozen):
-    """The shape of a Vision Transformer (paper, Table 1); resolution and channels come from the data."""
+class ModelSize(ViTOptions):
+    """The shape of a Vision Transformer, or the name of one (`model: B/16`); resolution and channels come from data."""
+
+    LATER: ClassVar[frozenset[str]] = frozenset({"stem", *ViTOptions.model_fields}) - {"pooling", "gelu"}
 
     patch_size: int = Field(ge=1)
     width: int = Field(ge=8)
     depth: int = Field(ge=1)
     num_heads: int = Field(ge=1)
     mlp_ratio: float = Field(4.0, gt=0)
-    pooling: Literal["cls", "gap"] = "cls"
-    gelu: Literal["tanh", "exact"] = Field(
-        "tanh", description="tanh is the paper's code; exact is faster on CPUs"
+    stem: tuple[Annotated[int, Field(ge=1)], ...] | None = Field(
+        None, description="a hybrid: units in each stage of the convolutional stem"
     )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _by_name(cls, given: Any) -> Any:
+        if not isinstance(given, str):
+            return given
+        sizes = variant_sizes(given)
+        return sizes | {"mlp_ratio": sizes.pop("mlp_dim") / sizes["width"]}
 
     @model_validator(mode="after")
     def _heads_divide_width(self) -> Self:

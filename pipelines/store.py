@@ -20,7 +20,7 @@ from typing import Any, Literal, Protocol, TypeVar
 
 from pydantic import ValidationError
 
-from pipelines.spec import Frozen
+from vit_model.config import Frozen
 
 LAYOUT_VERSION = 1
 Record = TypeVar("Record", bound=Frozen)

@@ -196,15 +196,10 @@ def model_contract(size: ModelSize, resolution: int, info: DatasetInfo) -> Model
     square = info.image is not None and info.image.height == info.image.width
     architecture = ViTConfig(
         image_size=resolution,
-        patch_size=size.patch_size,
         in_channels=channels,
-        width=size.width,
-        depth=size.depth,
-        num_heads=size.num_heads,
         mlp_dim=round(size.width * size.mlp_ratio),
         num_classes=len(info.class_names),
-        pooling=size.pooling,
-        gelu=size.gelu,
+        **size.model_dump(exclude={"mlp_ratio"}),
     )
     preprocessing = Preprocessing(
         mean=(0.5,) * channels,

@@ -27,20 +27,110 @@ SIZES = {
     "H": Size(width=1280, depth=32, num_heads=16, mlp_dim=5120),
 }
 PATCH_SIZES = (32, 16, 14, 8, 4, 2)
-VARIANTS = tuple(f"{size}/{patch}" for size in SIZES for patch in PATCH_SIZES)
+# Units in each stage of the convolutional stem, by the name of a hybrid (the authors' configs/models.py). With R50
+# and a total stride of 16, stage 4 is left out and its units are in stage 3 (section 4.1).
+HYBRIDS: dict[str, tuple[int, ...]] = {
+    "R50+B/32": (3, 4, 6, 3),
+    "R50+B/16": (3, 4, 9),
+    "R50+L/32": (3, 4, 6, 3),
+    "R50+L/16": (3, 4, 9),
+    "R26+S/32": (2, 2, 2, 2),
+    "R26+B/32": (2, 2, 2, 2),
+    "R+Ti/16": (),
+}
+VARIANTS = (*(f"{size}/{patch}" for size in SIZES for patch in PATCH_SIZES), *HYBRIDS)
 
 PositiveInt = Annotated[int, Field(gt=0)]
+Probability = Annotated[float, Field(ge=0, lt=1)]
 
 
 class Frozen(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+    """The one kind of configuration: immutable, and an unknown field is an error."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, use_attribute_docstrings=True)
 
 
-class ViTConfig(Frozen):
-    """The architecture of a ViT (arXiv 2010.11929, section 3.1). Images and patches are square, in pixels."""
+class ViTOptions(Frozen):
+    """What can differ between ViTs of one size. The defaults are the paper's own model."""
 
-    image_size: PositiveInt
+    pooling: Literal["cls", "gap", "map"] = "cls"
+    """What becomes the representation: the class token, the mean of the patches' tokens, or what a learned query
+    attends to ("map", Zhai et al. 2022)."""
+    class_token: bool = Field(default_factory=lambda given: given.get("pooling", "cls") == "cls")
+    """Whether the sequence begins with one; by default where it is pooled. The mean never includes it (MAE)."""
+    class_position: bool = Field(default_factory=lambda given: bool(given.get("class_token")))
+    """Whether the class token has an entry of its own in a learned 1-D table; the other tables never have one."""
+    distillation: bool = False
+    """A second class token with a classifier of its own; the logits are the mean of both (DeiT)."""
+    registers: Annotated[int, Field(ge=0)] = 0
+    """Learned tokens without a position that only collect (Darcet et al. 2024; DINOv2)."""
+    position: Literal["none", "learned1d", "learned2d", "sincos2d", "relative"] = "learned1d"
+    """How tokens know their place (section D.4). "sincos2d" is big_vision's, fixed; "relative" adds query times an
+    embedding of the distance along the raster to the attention's scores."""
+    position_at: Literal["stem", "every_layer", "shared"] = "stem"
+    """Added once before the first block; or at every block's input, from a table for each or from the same one."""
+    position_resize: Literal["bilinear", "bicubic", "bicubic_antialias"] = "bilinear"
+    """How a learned 1-D table is brought to another grid: as the authors do (corners onto corners), as Hugging Face
+    does, or as timm does."""
+    norm_first: bool = False
+    """A layer norm between the embeddings and the first block (CLIP)."""
+    norm_after_pooling: bool = False
+    """The last layer norm comes after the mean over tokens and not before it (MAE; timm's `fc_norm`)."""
+    patch_bias: bool = True
+    layer_scale: Annotated[float, Field(gt=0)] | None = None
+    """What the factor of each channel of a residual branch starts from (Touvron et al. 2021); null: no factor."""
+    residual: bool = True
+    """False leaves out the connections around attention and MLP, to see what they do."""
+    axial: bool = False
+    """Each block becomes two, one attending along rows and one along columns (section D.6)."""
+    gelu: Literal["tanh", "exact", "quick"] = "tanh"
+    """"tanh" is what the authors' code computes; timm and Hugging Face use "exact", OpenAI's CLIP "quick", which is
+    x * sigmoid(1.702 * x)."""
+    layer_norm_eps: Annotated[float, Field(gt=0)] = 1e-6
+    dropout: Probability = 0.0
+    stochastic_depth: Probability = 0.0
+    """How often the last block's branches are left out in training; the first's never, linear between."""
+    representation_head: bool = False
+    """A tanh layer of width D before the classifier: the paper's head for pretraining."""
+    head_bias: float = 0.0
+    """What the classifier's bias starts from."""
+
+    @model_validator(mode="after")
+    def _options_agree(self) -> Self:
+        for wrong, message in self._contradictions():
+            if wrong:
+                raise ValueError(message)
+        return self
+
+    def _contradictions(self) -> tuple[tuple[bool, str], ...]:
+        return (
+            (self.pooling == "cls" and not self.class_token, "pooling 'cls' needs class_token true"),
+            (self.class_position and not self.class_token, "class_position true needs class_token true"),
+            (self.distillation and self.pooling != "cls", "distillation needs pooling 'cls'"),
+            (
+                self.norm_after_pooling and self.pooling != "gap",
+                f"norm_after_pooling is about pooling 'gap'; pooling is {self.pooling!r}",
+            ),
+            (
+                self.position_at != "stem" and not self.position.startswith("learned"),
+                f"position_at {self.position_at!r} is about learned tables; position is {self.position!r}",
+            ),
+            (
+                self.axial and (self.class_token or self.registers > 0 or self.position == "relative"),
+                "axial blocks attend along rows and columns of the grid, so tokens beside it (class_token, registers)"
+                " and position 'relative' don't fit; pooling 'gap' would",
+            ),
+        )
+
+
+class ViTConfig(ViTOptions):
+    """The architecture of a ViT (arXiv 2010.11929, section 3.1), or of a hybrid. Sizes of images are in pixels."""
+
+    family: Literal["vit"] = "vit"
+    image_size: PositiveInt | tuple[PositiveInt, PositiveInt]
+    """Side of the square, or (height, width)."""
     patch_size: PositiveInt
+    """Side of a token's square of pixels; in a hybrid that is the stride of the stem times that of its patches."""
     in_channels: PositiveInt = 3
     width: PositiveInt
     depth: PositiveInt
@@ -48,48 +138,45 @@ class ViTConfig(Frozen):
     mlp_dim: PositiveInt
     num_classes: Annotated[int, Field(ge=0)] = 0
     """0 leaves the head out: `forward` then returns the representation."""
-    pooling: Literal["cls", "gap"] = "cls"
-    """"gap" has no class token; the mean is taken after the encoder norm, as in the authors' code."""
-    representation_head: bool = False
-    """A tanh layer of width D before the classifier: the paper's head for pretraining."""
-    position: Literal["learned1d"] = "learned1d"
-    dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
-    layer_norm_eps: Annotated[float, Field(gt=0)] = 1e-6
-    gelu: Literal["tanh", "exact"] = "tanh"
-    """"tanh" is what the authors' code computes; timm and Hugging Face use "exact"."""
-    head_bias: float = 0.0
-    """What the classifier's bias starts from."""
+    stem: tuple[PositiveInt, ...] | None = None
+    """A hybrid's units in each stage of its convolutional stem ("R50": 3, 4, 6, 3); null: patches of pixels."""
 
     @model_validator(mode="after")
     def _sizes_fit(self) -> Self:
-        image, patch = self.image_size, self.patch_size
-        if image % patch:
-            below, above = image // patch * patch, (image // patch + 1) * patch
-            fitting = f"{below} or {above}" if below else f"{above}"
-            raise ValueError(
-                f"image_size {image} is not a multiple of patch_size {patch}; {fitting} would fit"
-            )
+        for side in self.image_shape:
+            if side % self.patch_size:
+                below, above = (
+                    side // self.patch_size * self.patch_size,
+                    -(-side // self.patch_size) * self.patch_size,
+                )
+                fitting = f"{below} or {above}" if below else f"{above}"
+                raise ValueError(
+                    f"image_size {side} is not a multiple of patch_size {self.patch_size}; {fitting} would fit"
+                )
         if self.width % self.num_heads:
             divisors = [n for n in range(1, min(self.width, 1024) + 1) if self.width % n == 0]
             nearest = min(divisors, key=lambda n: abs(n - self.num_heads))
             raise ValueError(
                 f"width {self.width} is not a multiple of num_heads {self.num_heads}; {nearest} would fit"
             )
+        if self.position in ("learned2d", "sincos2d") and self.width % 4:
+            raise ValueError(
+                f"width {self.width} is not a multiple of 4, which position {self.position!r} needs"
+            )
+        if self.stem is not None and self.patch_size % self.stem_stride:
+            raise ValueError(
+                f"patch_size {self.patch_size} is not a multiple of {self.stem_stride}, the stride of a stem"
+                f" with {len(self.stem)} stages"
+            )
         return self
 
     @classmethod
-    def variant(cls, name: str, *, image_size: int, **fields: Any) -> Self:
-        """The named model of the papers, e.g. "Ti/16", with any other field given by name.
+    def variant(cls, name: str, *, image_size: int | tuple[int, int], **fields: Any) -> Self:
+        """The named model of the papers, e.g. "Ti/16" or "R50+B/16", with any other field given by name.
 
         Raises ValueError for a name that is not in `VARIANTS` and for a field that the name already fixes.
         """
-        if name not in VARIANTS:
-            near = get_close_matches(name, VARIANTS, n=1, cutoff=0.0)
-            raise ValueError(
-                f"unknown variant {name!r}; the nearest is {near[0]!r}, all are {', '.join(VARIANTS)}"
-            )
-        size, patch = name.split("/")
-        fixed = {"patch_size": int(patch), **SIZES[size]._asdict()}
+        fixed = variant_sizes(name)
         if both := sorted(fixed.keys() & fields.keys()):
             raise ValueError(
                 f"variant {name!r} already fixes {', '.join(both)}; for other sizes use ViTConfig(...)"
@@ -97,25 +184,110 @@ class ViTConfig(Frozen):
         return cls(image_size=image_size, **fixed, **fields)
 
     @property
-    def grid(self) -> int:
-        """Patches along one side."""
-        return self.image_size // self.patch_size
+    def image_shape(self) -> tuple[int, int]:
+        """(height, width) in pixels."""
+        return (self.image_size, self.image_size) if isinstance(self.image_size, int) else self.image_size
+
+    @property
+    def grid(self) -> tuple[int, int]:
+        """(rows, columns) of patches."""
+        height, width = self.image_shape
+        return height // self.patch_size, width // self.patch_size
+
+    @property
+    def num_patches(self) -> int:
+        rows, columns = self.grid
+        return rows * columns
+
+    @property
+    def num_prefix_tokens(self) -> int:
+        """Tokens before the patches': class token, distillation token, registers, in this order."""
+        return self.class_token + self.distillation + self.registers
 
     @property
     def num_tokens(self) -> int:
-        """Length of the sequence, class token included."""
-        return self.grid**2 + (self.pooling == "cls")
+        """Length of the sequence."""
+        return self.num_prefix_tokens + self.num_patches
+
+    @property
+    def stem_stride(self) -> int:
+        """Pixels between neighbours of the convolutional stem's output; 1 without a stem."""
+        return 1 if self.stem is None else 4 * 2 ** max(0, len(self.stem) - 1)
+
+    @property
+    def num_class_positions(self) -> int:
+        """Entries of a learned 1-D table that belong to class tokens."""
+        return self.class_position * (self.class_token + self.distillation)
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks built: `depth`, or twice as many with axial attention."""
+        return self.depth * (1 + self.axial)
 
     @property
     def num_parameters(self) -> int:
         """All trainable numbers, heads included."""
         width, mlp = self.width, self.mlp_dim
-        patch_embedding = self.in_channels * self.patch_size**2 * width + width
-        tokens = self.num_tokens * width + (self.pooling == "cls") * width
-        block = 4 * (width * width + width) + 2 * width * mlp + mlp + width + 2 * 2 * width
-        representation = self.representation_head * (width * width + width)
-        head = self.num_classes * (width + 1)
-        return patch_embedding + tokens + self.depth * block + 2 * width + representation + head
+        norm, attention = 2 * width, 4 * (width * width + width)
+        mlp_layers = width * mlp + mlp + mlp * width + width
+        block = attention + mlp_layers + 2 * norm + 2 * width * (self.layer_scale is not None)
+        relative = (2 * self.num_tokens - 1) * (width // self.num_heads) * (self.position == "relative")
+        patch = (self.patch_size // self.stem_stride) ** 2
+        channels = self.in_channels if self.stem is None else stem_channels(self.stem)
+        total = channels * patch * width + width * self.patch_bias
+        total += 0 if self.stem is None else stem_parameters(self.stem, self.in_channels)
+        total += self.num_prefix_tokens * width + self._position_parameters()
+        total += self.num_blocks * (block + relative) + norm * (1 + self.norm_first)
+        total += (width + attention + mlp_layers + norm) * (self.pooling == "map")
+        total += (width * width + width) * self.representation_head
+        return total + self.num_classes * (width + 1) * (1 + self.distillation)
+
+    def _position_parameters(self) -> int:
+        """Numbers of the learned tables, relative ones apart."""
+        tables = self.num_blocks if self.position_at == "every_layer" else 1
+        rows, columns = self.grid
+        if self.position == "learned1d":
+            return tables * (self.num_patches + self.num_class_positions) * self.width
+        if self.position == "learned2d":
+            return tables * (rows + columns) * (self.width // 2)
+        return 0
+
+
+def variant_sizes(name: str) -> dict[str, Any]:
+    """The fields of `ViTConfig` that a variant's name fixes. Raises ValueError for a name not in `VARIANTS`."""
+    if name not in VARIANTS:
+        near = get_close_matches(name, VARIANTS, n=1, cutoff=0.0)
+        raise ValueError(
+            f"unknown variant {name!r}; the nearest is {near[0]!r}, all are {', '.join(VARIANTS)}"
+        )
+    size, patch = name.rpartition("+")[2].split("/")
+    fields: dict[str, Any] = {"patch_size": int(patch), **SIZES[size]._asdict()}
+    if name in HYBRIDS:
+        fields["stem"] = HYBRIDS[name]
+    if name == "R+Ti/16":
+        fields["patch_size"] = (
+            32  # patches of 8 on a stem of stride 4: its name says 16, its tokens are 32 apart
+        )
+    return fields
+
+
+def stem_channels(stem: tuple[int, ...]) -> int:
+    """Channels of the convolutional stem's output: 64 after the root, and 256 x 2^k after stage k."""
+    return 64 if not stem else 256 * 2 ** (len(stem) - 1)
+
+
+def stem_parameters(stem: tuple[int, ...], in_channels: int) -> int:
+    """Numbers of a hybrid's convolutional stem (`vit_model.resnet.Stem`), group norms included."""
+    total, channels = 7 * 7 * in_channels * 64 + 2 * 64, 64
+    for stage, units in enumerate(stem):
+        middle = 64 * 2**stage
+        wide = 4 * middle
+        shortcut = channels * wide + 2 * wide
+        for unit in range(units):
+            total += (wide if unit else channels) * middle + 9 * middle * middle + middle * wide
+            total += 2 * (middle + middle + wide) + (0 if unit else shortcut)
+        channels = wide
+    return total
 
 
 class Preprocessing(Frozen):
@@ -167,7 +339,7 @@ class ModelContract(Frozen):
             raise ValueError(
                 f"preprocessing.channels is {pixels.channels}, architecture.in_channels {model.in_channels}"
             )
-        if pixels.resolution != model.image_size:
+        if (pixels.resolution, pixels.resolution) != model.image_shape:
             raise ValueError(
                 f"preprocessing.resolution is {pixels.resolution}, architecture.image_size {model.image_size}"
             )

@@ -15,29 +15,27 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from vit_model.config import ModelContract
+from vit_model.config import ModelContract, ViTConfig
 from vit_model.model import ViT
-from vit_model.positions import resize_position_embedding
+from vit_model.positions import resize_axis, resize_position_embedding
 
 WEIGHTS_FILE = "model.safetensors"
 CONTRACT_FILE = "config.json"
 # The largest real ones are a few hundred kB (22,000 class names); a hostile one could ask for gigabytes.
 MAX_HEADER_BYTES = MAX_CONTRACT_BYTES = 16 * 2**20
 
-HEADS = ("pre_logits.", "head.")
-# What changes the encoder's function. The size of the image is not among it: it only changes the positions.
-ENCODER_FIELDS = (
-    "patch_size",
-    "in_channels",
-    "width",
-    "depth",
-    "num_heads",
-    "mlp_dim",
-    "pooling",
-    "position",
-    "layer_norm_eps",
-    "gelu",
-)
+HEADS = ("pre_logits.", "head.", "head_dist.")
+# What does not change the encoder's function of its weights. The image's size only changes the positions.
+NOT_ENCODER = {
+    "image_size",
+    "num_classes",
+    "representation_head",
+    "head_bias",
+    "dropout",
+    "stochastic_depth",
+    "layer_scale",
+    "position_resize",
+}
 
 
 def save_model(folder: Path, model: ViT, contract: ModelContract) -> None:
@@ -91,21 +89,13 @@ def transfer_backbone(model: ViT, source: ViT) -> list[str]:
     Raises ValueError when the encoders are not the same function of their weights, naming both values.
     """
     ours, theirs = model.config, source.config
-    different = [name for name in ENCODER_FIELDS if getattr(ours, name) != getattr(theirs, name)]
-    if different:
+    if different := _different_fields(ours, theirs):
         pairs = ", ".join(
             f"{name} {getattr(theirs, name)!r} and {getattr(ours, name)!r}" for name in different
         )
         raise ValueError(f"backbone does not fit the model: they have {pairs}")
-    lines = []
     weights = {name: tensor for name, tensor in source.state_dict().items() if not name.startswith(HEADS)}
-    if ours.grid != theirs.grid:
-        weights["pos_embed"] = resize_position_embedding(
-            weights["pos_embed"], ours.grid, ours.pooling == "cls"
-        )
-        lines.append(
-            f"pos_embed: resized from {theirs.grid}x{theirs.grid} to {ours.grid}x{ours.grid} patches"
-        )
+    lines = resize_positions(weights, theirs, ours)
     parameters = dict(model.named_parameters())
     for name, tensor in weights.items():
         parameters[name].copy_(tensor)
@@ -118,6 +108,42 @@ def transfer_backbone(model: ViT, source: ViT) -> list[str]:
     if ours.num_classes:
         lines.append(f"head: newly initialised for {ours.num_classes} classes")
     return lines
+
+
+def _different_fields(ours: ViTConfig, theirs: ViTConfig) -> list[str]:
+    """Fields in which two configurations differ as encoders."""
+    different = [
+        name
+        for name in type(ours).model_fields
+        if name not in NOT_ENCODER and getattr(ours, name) != getattr(theirs, name)
+    ]
+    if (ours.layer_scale is None) != (theirs.layer_scale is None):  # how large it begins is forgotten at once
+        different.append("layer_scale")
+    return different
+
+
+def resize_positions(weights: dict[str, Tensor], old: ViTConfig, new: ViTConfig) -> list[str]:
+    """Bring the learned position tables among `weights` to another grid, in place; returns lines that say so.
+
+    Raises ValueError for relative positions, whose distances along one raster mean nothing on another.
+    """
+    if old.grid == new.grid or old.position in ("none", "sincos2d"):
+        return []
+    if old.position == "relative":
+        raise ValueError(
+            f"relative positions of a {old.grid[0]}x{old.grid[1]} grid have no counterpart on {new.grid[0]}x"
+            f"{new.grid[1]}; keep the resolution"
+        )
+    if old.position == "learned1d":
+        prefix = old.num_class_positions
+        weights["pos_embed"] = resize_position_embedding(
+            weights["pos_embed"], old.grid, new.grid, prefix, old.position_resize
+        )
+    else:
+        weights["pos_embed_y"] = resize_axis(weights["pos_embed_y"], new.grid[0])
+        weights["pos_embed_x"] = resize_axis(weights["pos_embed_x"], new.grid[1])
+    sizes = (f"{rows}x{columns}" for rows, columns in (old.grid, new.grid))
+    return [f"pos_embed: resized from {' to '.join(sizes)} patches"]
 
 
 def _read_contract(path: Path) -> ModelContract:

@@ -9,16 +9,18 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from pydantic import ValidationError
 
 from pipelines import identity
 from pipelines.recipe import load_pipeline, parse_pipeline
 from pipelines.spec import (
     STAGE_TYPES,
     AnyStage,
-    Frozen,
     Ingest,
+    ModelSize,
     RecipeError,
 )
+from vit_model.config import Frozen
 
 TINY = Path(__file__).parent.parent / "tiny.yaml"
 STAGES = load_pipeline(str(TINY)).stages | load_pipeline("quickstart").stages
@@ -215,3 +217,28 @@ def test_import_closure_is_what_python_imports(job: str) -> None:
     ours = {name for name in names if name.split("/")[0] in identity.CODE_PACKAGES}
     assert ours
     assert ours <= set(identity.import_closure(job))
+
+
+def test_options_that_came_later_leave_the_keys_of_what_was_made_before() -> None:
+    """What the first version of a model's shape had is all that enters a key, until an option is used."""
+    sizes = {"patch_size": 4, "width": 64, "depth": 4, "num_heads": 4}
+    first = {*sizes, "mlp_ratio", "pooling", "gelu"}
+    assert identity.identity_fields(ModelSize.model_validate(sizes)).keys() == first
+    assert identity.identity_fields(ModelSize.model_validate(sizes | {"pooling": "gap"})).keys() == first
+    for option, value in (
+        ("class_token", True),
+        ("registers", 2),
+        ("position", "sincos2d"),
+        ("layer_scale", 0.1),
+    ):
+        used = ModelSize.model_validate(sizes | {"pooling": "gap", option: value})
+        assert identity.identity_fields(used).keys() == {*first, option}
+
+
+def test_a_models_name_stands_for_its_sizes() -> None:
+    named = identity.identity_fields(ModelSize.model_validate("Ti/16"))
+    spelled = ModelSize(patch_size=16, width=192, depth=12, num_heads=3)
+    assert named == identity.identity_fields(spelled)
+    assert identity.identity_fields(ModelSize.model_validate("R50+B/16"))["stem"] == (3, 4, 9)
+    with pytest.raises(ValidationError, match="the nearest is 'Ti/16'"):
+        ModelSize.model_validate("Ti/17")

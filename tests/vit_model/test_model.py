@@ -6,10 +6,11 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from pydantic import ValidationError
 from torch import Tensor
 
 from vit_model.config import ViTConfig
-from vit_model.model import ViT, attention, plain_attention
+from vit_model.model import ViT, along_axis, attention, attention_weights
 from vit_model.objectives import softmax_cross_entropy
 
 SMALL: dict[str, Any] = {
@@ -231,7 +232,11 @@ def test_ways_to_compute_attention_agree(dtype: torch.dtype) -> None:
     exact = (parts[0].double() @ parts[1].double().mT / 4).softmax(-1) @ parts[2].double()
     tolerance = 1e-6 if dtype == torch.float32 else 1e-2
     gradients = []
-    for function in (attention, plain_attention, F.scaled_dot_product_attention):
+
+    def plain(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        return attention_weights(query, key).to(dtype) @ value
+
+    for function in (attention, plain, F.scaled_dot_product_attention):
         inputs = [part.to(dtype, copy=True).requires_grad_() for part in parts]
         out = function(*inputs)
         assert out.dtype == dtype
@@ -291,3 +296,120 @@ def test_dropout_acts_at_four_sites_and_only_in_training() -> None:
     with_dropout(images)
     assert len(zeros) == 4  # position sum, attention projection, GELU, second linear layer
     assert all(0.4 < fraction < 0.6 for fraction in zeros)
+
+
+OPTIONS: list[dict[str, Any]] = [
+    {"pooling": "gap"},
+    {"pooling": "gap", "class_token": True},
+    {"pooling": "gap", "class_token": True, "class_position": False, "norm_after_pooling": True},
+    {"pooling": "map"},
+    {"pooling": "map", "class_token": True, "registers": 2},
+    {"distillation": True},
+    {"registers": 3, "class_position": False},
+    {"position": "none"},
+    {"position": "learned2d"},
+    {"position": "sincos2d", "pooling": "gap"},
+    {"position": "relative"},
+    {"position_at": "every_layer"},
+    {"position_at": "every_layer", "position": "learned2d", "image_size": (12, 20)},
+    {"position_at": "shared"},
+    {"axial": True, "pooling": "gap"},
+    {"axial": True, "pooling": "gap", "position_at": "every_layer", "image_size": (8, 12)},
+    {"norm_first": True, "patch_bias": False, "gelu": "quick"},
+    {"layer_scale": 0.1, "stochastic_depth": 0.3},
+    {"residual": False},
+    {"representation_head": True},
+    {"image_size": (8, 20)},
+    {"stem": (1, 2), "patch_size": 8, "image_size": 32},
+    {"stem": (), "patch_size": 8, "image_size": (16, 32)},
+]
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+def test_every_option_builds_what_is_counted_and_all_of_it_is_trained(options: dict[str, Any]) -> None:
+    config = ViTConfig.model_validate({**SMALL, **options})
+    model = randomised(config).train()
+    assert config.num_parameters == sum(parameter.numel() for parameter in model.parameters())
+    images = torch.randn(4, 3, *config.image_shape, generator=torch.Generator().manual_seed(1))
+    tokens, representation = model.forward_features(images)
+    assert tokens.shape == (4, config.num_tokens, config.width)
+    assert representation.shape == (4, config.width)
+    torch.manual_seed(0)
+    model(images).square().sum().backward()  # type: ignore[no-untyped-call]
+    untouched = [name for name, p in model.named_parameters() if p.grad is None or not p.grad.any()]
+    assert not untouched
+    for name, parameter in model.named_parameters():
+        assert parameter.isfinite().all(), name
+    fresh = ViT(config)
+    assert not fresh.head.weight.any() and not fresh(images).any()
+
+
+def test_axial_blocks_see_one_row_and_then_one_column() -> None:
+    """After both a token knows the whole grid; after the first it knows its own row only."""
+    config = ViTConfig.model_validate(
+        {**SMALL, "axial": True, "pooling": "gap", "depth": 1, "image_size": (12, 16)}
+    )
+    model = randomised(config)
+    x = torch.randn(1, 12, config.width, requires_grad=True)
+    row = along_axis(model.blocks[0], x, config.grid, 0)
+    (seen,) = torch.autograd.grad(row[0, 5].sum(), x)  # the token in row 1, column 1 of 3 x 4
+    assert seen[0].any(dim=1).nonzero().flatten().tolist() == [4, 5, 6, 7]
+    column = along_axis(model.blocks[1], x, config.grid, 1)
+    (seen,) = torch.autograd.grad(column[0, 5].sum(), x)
+    assert seen[0].any(dim=1).nonzero().flatten().tolist() == [1, 5, 9]
+
+
+def test_stochastic_depth_leaves_whole_images_out_and_keeps_the_mean() -> None:
+    config = ViTConfig.model_validate({**SMALL, "stochastic_depth": 0.5})
+    block = randomised(config).blocks[-1].train()
+    x = torch.zeros(4000, 5, config.width)
+    with torch.no_grad():
+        torch.manual_seed(0)
+        added = block._join(x, torch.ones_like(x), None) - x
+    kept = added.flatten(1)
+    assert (kept == kept[:, :1]).all(), "all of an image or nothing"
+    torch.testing.assert_close(kept[:, 0].unique(), torch.tensor([0.0, 2.0]))
+    assert abs(kept.mean().item() - 1) < 0.07
+    rates = [block.drop_rate for block in ViT(config).blocks]
+    assert rates == pytest.approx([0, 0.25, 0.5])
+
+
+def test_positions_where_they_belong() -> None:
+    """Registers and a class token without an entry get none; the others are added in raster order."""
+    config = ViTConfig.model_validate({**SMALL, "registers": 2, "class_position": False})
+    model = randomised(config)
+    table = model.positions(0)
+    assert table is not None and not table[:, :3].any() and torch.equal(table[:, 3:], model.pos_embed)
+    config = ViTConfig.model_validate({**SMALL, "position": "learned2d", "image_size": (8, 12)})
+    model = randomised(config)
+    table = model.positions(0)
+    assert table is not None and not table[:, 0].any()
+    for row in range(2):
+        for column in range(3):
+            expected = torch.cat([model.pos_embed_x[0, column], model.pos_embed_y[0, row]])
+            assert torch.equal(table[0, 1 + 3 * row + column], expected)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"pooling": "cls", "class_token": False}, "pooling 'cls' needs class_token"),
+        ({"pooling": "gap", "class_position": True}, "class_position true needs class_token"),
+        ({"distillation": True, "pooling": "map"}, "distillation needs pooling 'cls'"),
+        ({"norm_after_pooling": True}, "norm_after_pooling is about pooling 'gap'; pooling is 'cls'"),
+        (
+            {"position": "sincos2d", "position_at": "shared"},
+            "is about learned tables; position is 'sincos2d'",
+        ),
+        ({"axial": True}, "tokens beside it"),
+        (
+            {"stem": (1, 1, 1), "patch_size": 4},
+            "patch_size 4 is not a multiple of 16, the stride of a stem with 3",
+        ),
+        ({"image_size": (12, 13)}, "image_size 13 is not a multiple of patch_size 4; 12 or 16 would fit"),
+        ({"position": "learned2d", "width": 30, "num_heads": 3}, "width 30 is not a multiple of 4"),
+    ],
+)
+def test_options_that_contradict_each_other(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValidationError, match=message):
+        ViTConfig.model_validate({**SMALL, **options})
