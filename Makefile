@@ -46,7 +46,7 @@ install: .venv/installed
 accept-code: install  # after a change of a stage's code that leaves its results as they are: WHY="..."
 	$(BIN)/python tests/accept_code.py "$${WHY:-}"
 
-benchmarks: install
+benchmarks: install  # on an otherwise idle machine; each prints its table and keeps it in benchmarks/results/
 	$(BIN)/python benchmarks/pipeline_overhead.py
 	$(BIN)/python benchmarks/planning.py
 	$(BIN)/python benchmarks/report_query.py

@@ -94,8 +94,14 @@ def kubernetes(schedule: Schedule, store: Store, image: str | None = None) -> di
         "command": ["vitflow", *_arguments(schedule, store)],
         "env": [{"name": key, "value": value} for key, value in store.settings.items()],
         "envFrom": [{"secretRef": {"name": SECRET}}],
+        "resources": {"requests": {"cpu": "250m", "memory": "512Mi"}, "limits": {"memory": "1Gi"}},
+        "securityContext": {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}},
     }
-    pod = {"restartPolicy": "Never", "containers": [container]}
+    pod = {
+        "restartPolicy": "Never",
+        "securityContext": {"runAsNonRoot": True, "seccompProfile": {"type": "RuntimeDefault"}},
+        "containers": [container],
+    }
     cron_job = {
         "apiVersion": "batch/v1",
         "kind": "CronJob",

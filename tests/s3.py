@@ -132,13 +132,30 @@ def running_moto() -> Iterator[Server]:
         process.wait()
 
 
+def missing_ceph() -> str | None:
+    """What keeps Ceph from being started; None where nothing does."""
+    if not CEPH_UP.exists():
+        return f"{CEPH_UP} is not there, which starts a Ceph"
+    if missing := [program for program in CEPH_PROGRAMS if shutil.which(program) is None]:
+        return f"Ceph is not installed ({', '.join(missing)}): see the head of {CEPH_UP}"
+    return None
+
+
+def end_to_end_servers() -> list[str]:
+    """Names of fixtures: whole runs take a minute each, so one server, Ceph's if there is one, stands for both.
+
+    `make test-cluster` runs on both. The store's own tests always do.
+    """
+    if "VITFLOW_CLUSTER_PIPELINE" in os.environ:
+        return ["moto", "ceph"]
+    return ["moto" if missing_ceph() else "ceph"]
+
+
 @contextmanager
 def running_ceph() -> Iterator[Server]:
     """A Ceph of one node with radosgw; the test is skipped where it is not installed."""
-    if not CEPH_UP.exists():
-        pytest.skip(f"{CEPH_UP} is not there, which starts a Ceph")
-    if missing := [program for program in CEPH_PROGRAMS if shutil.which(program) is None]:
-        pytest.skip(f"Ceph is not installed ({', '.join(missing)}): see the head of {CEPH_UP}")
+    if missing := missing_ceph():
+        pytest.skip(missing)
     folder = Path(tempfile.mkdtemp(prefix="vfc-"))  # short: Ceph has sockets in it
     try:
         with (folder / "up.log").open("wb") as log:  # a file: its daemons keep stderr open

@@ -71,13 +71,31 @@ def print_json(value: Any) -> None:
 
 
 def print_table(rows: list[dict[str, Any]], columns: tuple[str, ...]) -> None:
-    """To stdout, for people; keys are cut to what tells them apart."""
+    """To stdout, for people; keys are cut to what tells them apart.
+
+    Where the console is too narrow, what all rows have in common is said once, above them.
+    """
+    cells = [{column: _cell(column, row.get(column)) for column in columns} for row in rows]
+    shown = list(columns)
+    if len(cells) > 1 and _width(cells, shown) > console.width:
+        common = [column for column in columns if len({row[column] for row in cells}) == 1]
+        shown = [column for column in columns if column not in common]
+        said = ", ".join(f"{column} {cells[0][column]}" for column in common if cells[0][column])
+        console.print(plain(said), highlight=False, soft_wrap=True)
     table = Table(box=None, pad_edge=False)
-    for column in columns:
-        table.add_column(column, overflow="fold")
-    for row in rows:
-        table.add_row(*(plain(_cell(column, row.get(column))) for column in columns))
+    for column in shown:
+        table.add_column(column.replace("_", " "), overflow="fold", no_wrap=column in NARROW)
+    for row in cells:
+        table.add_row(*(plain(row[column]) for column in shown))
     console.print(table)
+
+
+NARROW = ("key", "mean", "draws", "status", "state")  # columns that make no sense in two lines
+
+
+def _width(cells: list[dict[str, str]], columns: list[str]) -> int:
+    """Of the table without folding."""
+    return sum(2 + max(len(column), *(len(row[column]) for row in cells)) for column in columns)
 
 
 def _cell(column: str, value: Any) -> str:

@@ -15,7 +15,7 @@ import pytest
 from pipelines.recipe import load_pipeline
 from pipelines.store import open_store, read_events
 from tests.clusters import RayCluster, end, home, ray_cluster, wait_for
-from tests.s3 import Server
+from tests.s3 import Server, end_to_end_servers
 
 TINY = Path(__file__).parent.parent / "tiny.yaml"
 PIPELINE = os.environ.get("VITFLOW_CLUSTER_PIPELINE", str(TINY))  # `make test-cluster` submits the quickstart
@@ -61,7 +61,7 @@ def driver(run: str) -> psutil.Process:
     return found[0]
 
 
-@pytest.mark.parametrize("server", ["moto", "ceph"])
+@pytest.mark.parametrize("server", end_to_end_servers())
 def test_submitted_from_one_home_and_followed_from_another(
     cluster: RayCluster, server: str, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:

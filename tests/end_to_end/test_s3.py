@@ -15,7 +15,7 @@ import yaml
 
 from pipelines.s3_store import TRIES
 from pipelines.store import open_store
-from tests.s3 import Bucket, Fault, Server, faulty, used
+from tests.s3 import Bucket, Fault, Server, end_to_end_servers, faulty, used
 
 TINY = Path(__file__).parent.parent / "tiny.yaml"
 STAGES = (
@@ -86,7 +86,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.fixture(scope="module", params=["moto", "ceph"])
+@pytest.fixture(scope="module", params=end_to_end_servers())
 def finished(request: pytest.FixtureRequest, own_ray: Path, recipe: Path, home: Path) -> Finished:
     """Run once; the keys are in a file of the home folder, where jobs find them too."""
     server: Server = request.getfixturevalue(request.param)
