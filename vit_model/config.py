@@ -98,6 +98,10 @@ class ViTOptions(Frozen):
                 "axial blocks attend along rows and columns of the grid, so tokens beside it (class_token, registers)"
                 " and position 'relative' don't fit; pooling 'gap' would",
             ),
+            (
+                self.axial and self.stochastic_depth > 0,
+                f"stochastic_depth {self.stochastic_depth} leaves whole images out, axial blocks see lines of them",
+            ),
         )
 
 
