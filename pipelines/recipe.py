@@ -13,17 +13,20 @@ from pipelines.pipeline import Pipeline, base
 from pipelines.spec import (
     STAGE_TYPES,
     DigitsSource,
+    Finetune,
     FolderSource,
     GlyphSource,
     IdxSource,
     Labels,
     ModelSize,
     Optimizer,
+    Pretrain,
     RecipeError,
     ResNetSize,
     nearest,
 )
 from vit_model.config import family_of
+from vit_model.variants import RESNETS, VARIANTS
 
 MAX_RECIPE_BYTES = 1 << 20  # a recipe is read by people; more than this is not one
 # what YAML's constructors raise for dates that are none, keys that are lists, ten thousand brackets
@@ -114,7 +117,7 @@ def _several(names: list[str]) -> str:
 
 
 def schema() -> dict[str, Any]:
-    """The JSON Schema of a recipe: a pipeline's, with the `matrix` that a stage may be written with."""
+    """The JSON Schema of a recipe: a pipeline's, with the `matrix` of a stage and the names that stand for models."""
     found = Pipeline.model_json_schema()
     for stage in STAGE_TYPES.values():
         found["$defs"][stage.__name__]["properties"]["matrix"] = {
@@ -124,6 +127,9 @@ def schema() -> dict[str, Any]:
             "minProperties": 1,
             "additionalProperties": {"type": "array", "minItems": 1, "uniqueItems": True},
         }
+    for stage in (Pretrain, Finetune):
+        properties = found["$defs"][stage.__name__]["properties"]
+        properties["model"] = {"anyOf": [{"enum": [*VARIANTS, *RESNETS]}, properties["model"]]}
     return found
 
 
