@@ -180,6 +180,29 @@ def test_the_stem_of_hybrids_is_timms_with_the_authors_standardisation(
     assert_close({"maps": maps}, {"maps": own(images)}, 1e-3)
 
 
+def test_a_whole_hybrid_is_timms_but_for_the_constants(timm: ModuleType) -> None:
+    from timm.layers import HybridEmbed, StdConv2dSame
+    from timm.models.resnetv2 import ResNetV2
+    from timm.models.vision_transformer import VisionTransformer
+
+    sizes = {"depth": 2, "num_heads": 2, "num_classes": 5}
+    config = ViTConfig(
+        image_size=(32, 64), patch_size=8, width=32, mlp_dim=128, stem=(1, 2), gelu="exact", **sizes
+    )
+    backbone = ResNetV2(
+        layers=(1, 2), channels=(256, 512), preact=False, num_classes=0, global_pool="", stem_type="same",
+        conv_layer=partial(StdConv2dSame, eps=1e-8),
+    )  # fmt: skip
+    embed = partial(HybridEmbed, backbone=backbone)
+    theirs = VisionTransformer(img_size=(32, 64), patch_size=1, embed_dim=32, embed_layer=embed, **sizes)
+    ours = randomised(ViT(config))
+    weights = ours.state_dict()
+    weights["patch_embed.proj.weight"] = weights["patch_embed.proj.weight"][:, :, None, None]
+    theirs.load_state_dict(weights, strict=True)
+    images = noise(3, 3, 32, 64)
+    assert_close({"logits": ours(images)}, {"logits": theirs.eval()(images)}, 1e-4)
+
+
 @pytest.mark.parametrize("kind", [StdConv2d, StdConv2dSame])
 def test_gradients_of_standardised_kernels(kind: type[StdConv2d] | type[StdConv2dSame]) -> None:
     conv = kind(2, 3, 3, stride=2).double()
