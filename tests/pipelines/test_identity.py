@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from pydantic import ValidationError
+from pydantic import TypeAdapter, ValidationError
 
 from pipelines import identity
 from pipelines.recipe import load_pipeline, parse_pipeline
@@ -17,8 +17,10 @@ from pipelines.spec import (
     STAGE_TYPES,
     AnyStage,
     Ingest,
+    Model,
     ModelSize,
     RecipeError,
+    ResNetSize,
 )
 from vit_model.config import Frozen
 
@@ -242,3 +244,19 @@ def test_a_models_name_stands_for_its_sizes() -> None:
     assert identity.identity_fields(ModelSize.model_validate("R50+B/16"))["stem"] == (3, 4, 9)
     with pytest.raises(ValidationError, match="the nearest is 'Ti/16'"):
         ModelSize.model_validate("Ti/17")
+
+
+def test_the_family_of_a_model_is_told_by_its_name_or_field_and_a_vit_needs_none() -> None:
+    model: TypeAdapter[Any] = TypeAdapter(Model)
+    sizes = {"patch_size": 4, "width": 64, "depth": 4, "num_heads": 4}
+    plain = identity.identity_fields(model.validate_python(sizes))
+    assert "family" not in plain
+    assert identity.identity_fields(model.validate_python(sizes | {"family": "vit"})) == plain
+    resnet = model.validate_python("R101x3")
+    assert resnet == ResNetSize(units=(3, 4, 23, 3), width_factor=3)
+    written = {"family": "resnet", "units": [3, 4, 23, 3], "width_factor": 3}
+    assert model.validate_python(written) == resnet
+    assert identity.identity_fields(resnet)["family"] == "resnet"
+    assert isinstance(model.validate_python("R50+B/16"), ModelSize)
+    for config in (resnet, model.validate_python("R26+S/32")):
+        assert model.validate_json(config.model_dump_json()) == config

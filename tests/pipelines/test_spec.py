@@ -3,11 +3,12 @@
 from pathlib import Path
 from typing import Any
 
+import jsonschema
 import pytest
 import yaml
 
 from pipelines.pipeline import Pipeline
-from pipelines.recipe import load_pipeline, parse_pipeline
+from pipelines.recipe import load_pipeline, parse_pipeline, schema
 from pipelines.spec import RecipeError
 
 TINY = Path(__file__).parent.parent / "tiny.yaml"
@@ -51,6 +52,30 @@ def test_needed_for_a_stage_is_what_is_before_it() -> None:
         ("stages.pretrain.steps", "many", "stages.pretrain.steps: Input should be a valid integer"),
         ("stages.pretrain.steps", ..., "stages.pretrain.steps: is missing"),
         ("stages.pretrain.model.depht", 3, "did you mean 'depth'?"),
+        (
+            "stages.pretrain.model",
+            "R50x9",
+            "stages.pretrain.model: unknown variant 'R50x9'; the nearest is 'R50x",
+        ),
+        ("stages.pretrain.model", 7, "stages.pretrain.model: Input should be a valid dictionary"),
+        ("stages.pretrain.model", None, "stages.pretrain.model: Input should be a valid dictionary"),
+        (
+            "stages.pretrain.model.family",
+            "cnn",
+            "stages.pretrain.model: family must be one of vit, resnet",
+        ),
+        ("stages.pretrain.model", {"family": "resnet"}, "stages.pretrain.model.units: is missing"),
+        (
+            "stages.pretrain.model",
+            {"family": "resnet", "units": [1], "width_fac": 2},
+            "stages.pretrain.model.width_fac: there is no such field; did you mean 'width_factor'?",
+        ),
+        ("stages.pretrain.model.vit", 3, "stages.pretrain.model.vit: there is no such field"),
+        (
+            "stages.pretrain.model.stem",
+            [1, 1],
+            "stages.pretrain.model: patch_size 4 is not a multiple of 8, the stride of a stem with 2 stages",
+        ),
         ("stages.digits.source.sead", 3, "stages.digits.source.sead: there is no such field"),
         ("stages.pretrain.resolution", 9, "resolution 9 is not a multiple of patch_size 4: 8 or 12 would be"),
         ("stages.pretrain.resolution", 10**400, "stages.pretrain.resolution: Input should be less than"),
@@ -97,6 +122,24 @@ def test_bad_field_is_named(path: str, value: Any, message: str) -> None:
         parse_pipeline(changed(path, value), "tiny.yaml")
     assert str(error.value).startswith("tiny.yaml:")
     assert message in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "model",
+    ["Ti/8", "R50x1", "R+Ti/16", {"family": "resnet", "units": [1, 1]}, {"patch_size": 4, "width": 8, "depth": 1,
+     "num_heads": 1, "axial": True, "pooling": "gap"}],
+    ids=str,
+)  # fmt: skip
+def test_a_model_is_a_name_or_a_shape_of_either_family(model: Any) -> None:
+    raw = changed("stages.pretrain.model", model)
+    raw["stages"]["pretrain"]["resolution"] = 32
+    pipeline = parse_pipeline(raw, "tiny.yaml")
+    written = pipeline.model_dump(mode="json")
+    assert Pipeline.model_validate(written) == pipeline
+    validator = jsonschema.Draft202012Validator(schema())
+    assert not list(validator.iter_errors(raw))
+    raw["stages"]["pretrain"]["model"] = "R50x9"
+    assert list(validator.iter_errors(raw))
 
 
 def test_cycle_is_shown() -> None:

@@ -12,9 +12,9 @@ import torch.distributed as dist
 import torch.multiprocessing
 from torch.nn import functional
 
-from pipelines.spec import ModelSize, Optimizer, Pretrain
+from pipelines.spec import Finetune, ModelSize, Optimizer, Pretrain
 from pipelines.store import open_store
-from ray_jobs import loader, optim, pretrain, shards
+from ray_jobs import evaluate, finetune, loader, optim, pretrain, shards
 from tests.records import make_context, make_manifest
 from vit_model.model import ViT
 from vit_model.preprocessing import normalise
@@ -133,6 +133,39 @@ def test_the_weights_are_those_of_a_loop_without_deepspeed(dataset, tmp_path, ze
         torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
         reference.step()
     assert_same_model(trained, model)
+
+
+SIZE = {"patch_size": 4, "width": 16, "depth": 1, "num_heads": 2}
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        {"family": "resnet", "units": [1, 1]},
+        {**SIZE, "patch_size": 8, "stem": [1]},
+        {**SIZE, "pooling": "gap", "axial": True},
+        {**SIZE, "residual": False},
+    ],
+    ids=["resnet", "hybrid", "axial", "no residual"],
+)
+def test_every_architecture_goes_the_same_way(dataset, tmp_path, model):
+    """Pretrained in bfloat16, loaded, fine-tuned at another resolution, taken for its features; and it learns."""
+    config = configuration(model=model, resolution=16, steps=40, learning_rate=1e-2)
+    metrics = pretrain.train(config, dataset, tmp_path)
+    curve = json.loads((tmp_path / "curve.json").read_text())
+    assert curve[-1]["loss"] < 0.5 * curve[0]["loss"]
+    trained, contract = load_model(tmp_path)
+    assert metrics["parameters"] == sum(parameter.numel() for parameter in trained.parameters())
+    data = shards.open_dataset(dataset)
+    start = {"data": "halves", "backbone": "pretrained", "resolution": 24}
+    sweep = Finetune(job="finetune", **start, learning_rates=(1e-3,), steps=4, batch_size=8)
+    task = finetune.make_task(sweep, data, tmp_path)
+    assert type(task.contract.architecture) is type(contract.architecture)
+    images = finetune.read_split(data, task.contract, "train")
+    tuned, _ = finetune.fit(task, images, 1e-3, seed=0)
+    assert finetune.score(tuned, task.contract, images).predictions.shape == (48,)
+    features = evaluate._embed(trained, contract, 1, data.images("dev", contract.preprocessing))
+    assert features.shape == (25, contract.architecture.width) and np.isfinite(features).all()
 
 
 def test_a_run_that_diverges_ends_with_advice(dataset, tmp_path):

@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from pydantic import ValidationError
-from torch import Tensor
+from torch import Tensor, nn
 
 from vit_model.config import ViTConfig
 from vit_model.model import ViT, along_axis, attention, attention_weights
@@ -359,6 +359,46 @@ def test_axial_blocks_see_one_row_and_then_one_column() -> None:
     assert seen[0].any(dim=1).nonzero().flatten().tolist() == [1, 5, 9]
 
 
+def test_axial_blocks_are_torchs_own_under_masks_of_rows_and_columns() -> None:
+    """Section D.6: row attention and an MLP, then column attention and an MLP; here each is full, but masked."""
+    config = ViTConfig.model_validate(
+        {**SMALL, "axial": True, "pooling": "gap", "depth": 2, "image_size": (12, 20), "gelu": "exact"}
+    )
+    ours = randomised(config).double()
+    place = torch.arange(config.num_patches)
+    rows, columns = place // config.grid[1], place % config.grid[1]
+    layers = nn.ModuleList()
+    for block in ours.blocks:
+        layer = nn.TransformerEncoderLayer(
+            config.width, config.num_heads, config.mlp_dim, dropout=0.0, activation="gelu",
+            layer_norm_eps=config.layer_norm_eps, batch_first=True, norm_first=True,
+        ).double()  # fmt: skip
+        renamed = {"attn.qkv.": "self_attn.in_proj_", "attn.proj": "self_attn.out_proj"}
+        renamed |= {"mlp.fc1": "linear1", "mlp.fc2": "linear2"}
+        weights = block.state_dict()
+        for old, new in renamed.items():
+            weights = {name.replace(old, new): tensor for name, tensor in weights.items()}
+        layer.load_state_dict(weights, strict=True)
+        layers.append(layer)
+    x = torch.randn(2, config.num_patches, config.width, dtype=torch.float64, requires_grad=True)
+    expected = x
+    for index, layer in enumerate(layers):
+        line = columns if index % 2 else rows
+        expected = layer(expected, src_mask=line[:, None] != line[None, :])
+    expected = ours.norm(expected)
+    found = ours.encode(x)
+    torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-12)
+    first, last = ours.blocks[0], ours.blocks[3]
+    mine = [x, first.attn.qkv.weight, last.attn.qkv.weight, last.mlp.fc1.weight]
+    other = [x, *(layers[index].self_attn.in_proj_weight for index in (0, 3)), layers[3].linear1.weight]
+    direction = torch.randn_like(found)
+    ours_theirs = [
+        torch.autograd.grad((out * direction).sum(), weights)
+        for out, weights in ((found, mine), (expected, other))
+    ]
+    torch.testing.assert_close(*ours_theirs, rtol=1e-9, atol=1e-11)
+
+
 def test_stochastic_depth_leaves_whole_images_out_and_keeps_the_mean() -> None:
     config = ViTConfig.model_validate({**SMALL, "stochastic_depth": 0.5})
     block = randomised(config).blocks[-1].train()
@@ -402,6 +442,10 @@ def test_positions_where_they_belong() -> None:
             "is about learned tables; position is 'sincos2d'",
         ),
         ({"axial": True}, "tokens beside it"),
+        (
+            {"axial": True, "pooling": "gap", "stochastic_depth": 0.1},
+            "0.1 leaves whole images out, axial blocks see",
+        ),
         (
             {"stem": (1, 1, 1), "patch_size": 4},
             "patch_size 4 is not a multiple of 16, the stride of a stem with 3",
