@@ -208,6 +208,7 @@ Rate = Annotated[float, Field(gt=0)]
 Seed = Annotated[int, Field(ge=0)]
 Augmentation = Literal["none", "shift", "shift_flip", "crop_flip"]
 Dtype = Literal["bfloat16", "float32"]
+Objective = Literal["softmax", "sigmoid"]
 Method = Literal["majority", "k-NN", "logistic regression", "RBF SVM"]
 
 
@@ -250,9 +251,10 @@ class Ingest(_Stage):
 
 
 class Pretrain(_Stage):
-    """Supervised pretraining with DeepSpeed ZeRO on Ray Train (paper, section 3.1 and Table 3)."""
+    """Pretraining with DeepSpeed ZeRO on Ray Train (paper, section 3.1 and Table 3)."""
 
     KIND: ClassVar[str] = "model"
+    LATER: ClassVar[frozenset[str]] = frozenset({"objective"})
     job: Literal["pretrain"]
     data: str = takes("dataset")
     model: ModelSize
@@ -262,6 +264,11 @@ class Pretrain(_Stage):
     learning_rate: Rate
     optimizer: Optimizer = Optimizer()
     augment: Augmentation = "none"
+    objective: Objective = Field(
+        "softmax",
+        description="cross-entropy by softmax, or by sigmoid and summed over the classes, which goes with"
+        " model.head_bias: -10 and model.representation_head: true in the authors' recipe",
+    )
     label_smoothing: float = Field(0.0, ge=0, lt=1)
     dtype: Dtype = "bfloat16"
     zero_stage: Literal[1, 2, 3] = 1

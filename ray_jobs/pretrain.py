@@ -121,9 +121,10 @@ def run_steps(
     from ray_jobs import optim
     from ray_jobs.augment import augment
     from ray_jobs.loader import batches, sample_positions
-    from vit_model.objectives import softmax_cross_entropy
+    from vit_model.objectives import sigmoid_cross_entropy, softmax_cross_entropy
     from vit_model.preprocessing import normalise
 
+    cross_entropy = {"softmax": softmax_cross_entropy, "sigmoid": sigmoid_cross_entropy}[config.objective]
     dtype = devices.torch_dtype(config.dtype, device)
     steps, batch, (rank, world, _) = config.steps, config.batch_size, worker
     points = {math.ceil(steps * part / _CURVE_POINTS) for part in range(1, _CURVE_POINTS + 1)}
@@ -140,7 +141,7 @@ def run_steps(
         rate = optim.learning_rate(step, steps, config.learning_rate, config.optimizer)
         optim.set_learning_rate(engine.optimizer, rate)
         logits = engine(normalise(images, contract.preprocessing, dtype))
-        loss = softmax_cross_entropy(logits, labels, config.label_smoothing)
+        loss = cross_entropy(logits, labels, config.label_smoothing)
         engine.backward(loss)
         engine.step()
         loss_sum += loss.detach()
