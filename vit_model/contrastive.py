@@ -127,7 +127,9 @@ def _mlp(widths: tuple[int, ...], generator: torch.Generator) -> nn.Sequential:
     (SimCLR's design, without its gamma)."""
     layers: list[nn.Module] = []
     for number, (inputs, outputs) in enumerate(itertools.pairwise(widths), start=1):
-        linear = nn.utils.skip_init(nn.Linear, inputs, outputs, bias=False)
+        with torch.device("meta"):  # torch's own initialisation would move the global generator
+            linear = nn.Linear(inputs, outputs, bias=False)
+        linear.to_empty(device=torch.get_default_device())
         nn.init.kaiming_uniform_(linear.weight, a=math.sqrt(5), generator=generator)
         last = number == len(widths) - 1
         layers += [linear, BatchNorm(outputs, affine=not last)]
@@ -167,13 +169,13 @@ class _Mean(torch.autograd.Function):
     """The mean over workers is its own gradient: each worker's value is in every worker's mean, a world-th of it."""
 
     @staticmethod
-    def forward(ctx: Any, values: Tensor) -> Tensor:  # noqa: ARG004
+    def forward(ctx: Any, values: Tensor) -> Tensor:
         total = values.clone()
         dist.all_reduce(total)
         return total / _world()
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]  # noqa: ARG004
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
         total = gradient.clone(memory_format=torch.contiguous_format)
         dist.all_reduce(total)
         return total / _world()

@@ -140,7 +140,9 @@ class MaskedPatches(nn.Module):
             "4x4": 16 * self.classes,
             "pixels": config.patch_size**2 * config.in_channels,
         }[target]
-        self.head = nn.utils.skip_init(nn.Linear, config.width, outputs, device=like.device, dtype=like.dtype)
+        with torch.device("meta"):  # torch's own initialisation would move the global generator
+            self.head = nn.Linear(config.width, outputs, dtype=like.dtype)
+        self.head.to_empty(device=like.device)
         nn.init.zeros_(self.head.weight)
         nn.init.zeros_(self.head.bias)
 
@@ -155,13 +157,13 @@ class MaskedPatches(nn.Module):
         config = self.model.config
         channels, sides, n = config.in_channels, config.image_shape, config.num_patches
         b = len(images)
-        for name, found, expected in (
-            ("images", images, (b, channels, *sides)),
-            ("pixels", pixels, (b, *sides, channels)),
-            ("draws", draws, (b, n, DRAWS)),
+        for name, given, shape in (
+            ("images", images, [b, channels, *sides]),
+            ("pixels", pixels, [b, *sides, channels]),
+            ("draws", draws, [b, n, DRAWS]),
         ):
-            if tuple(found.shape) != expected:
-                raise ValueError(f"{name} have shape {list(found.shape)}; this model needs {list(expected)}")
+            if list(given.shape) != shape:
+                raise ValueError(f"{name} have shape {list(given.shape)}; this model needs {shape}")
         plan = corruption(draws)
         tokens = self._tokens(corrupt(self.model.patch_embed(images), self.mask_token, plan))
         tokens = tokens.gather(1, plan.predicted[:, :, None].expand(-1, -1, config.width))

@@ -9,6 +9,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from tests.vit_model.digits import TRAIN, as_input, digits, probe_accuracy
 from vit_model.config import ViTConfig
 from vit_model.masked_patches import MaskedPatches, corrupt, corruption, counts, targets
 from vit_model.model import ViT
@@ -24,11 +25,9 @@ def random_draws(b: int, n: int, seed: int = 0) -> Tensor:
 
 def random_pixels(config: ViTConfig, b: int, seed: int = 0) -> Tensor:
     rng = np.random.default_rng(seed)
-    return torch.from_numpy(rng.integers(0, 256, (b, *config.image_shape, config.in_channels), dtype=np.uint8))
-
-
-def as_input(pixels: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
-    return (pixels.permute(0, 3, 1, 2).to(dtype) / 127.5 - 1).contiguous()
+    return torch.from_numpy(
+        rng.integers(0, 256, (b, *config.image_shape, config.in_channels), dtype=np.uint8)
+    )
 
 
 # ------------------------------------------------------------------------------------------------- targets
@@ -65,7 +64,9 @@ def slow_targets(image: NDArray[np.uint8], p: int, target: str) -> list[list[flo
 def test_targets_are_those_of_a_loop(shape: tuple[int, int, int], channels: int, target: Any) -> None:
     height, width, p = shape
     pixels = np.random.default_rng(0).integers(0, 256, (3, height, width, channels), dtype=np.uint8)
-    pixels[0] = np.random.default_rng(1).integers(158, 162, pixels[0].shape)  # means near 160, an edge of the bins
+    pixels[0] = np.random.default_rng(1).integers(
+        158, 162, pixels[0].shape
+    )  # means near 160, an edge of the bins
     pixels[1, :p, :p] = 255
     pixels[1, -p:, -p:] = 0
     expected = np.array([slow_targets(image, p, target) for image in pixels])
@@ -86,7 +87,14 @@ def test_means_on_the_edge_of_a_bin_are_exact() -> None:
 
 @pytest.mark.parametrize(
     ("patches", "expected"),
-    [(196, (78, 10, 10)), (256, (102, 13, 13)), (49, (20, 2, 2)), (16, (6, 1, 1)), (4, (2, 0, 0)), (2, (1, 0, 0))],
+    [
+        (196, (78, 10, 10)),
+        (256, (102, 13, 13)),
+        (49, (20, 2, 2)),
+        (16, (6, 1, 1)),
+        (4, (2, 0, 0)),
+        (2, (1, 0, 0)),
+    ],
 )
 def test_how_many_are_corrupted(patches: int, expected: tuple[int, int, int]) -> None:
     assert counts(patches) == expected
@@ -206,7 +214,7 @@ def test_gradients(target: Any) -> None:
         changed = {"mask_token": mask}
         return torch.func.functional_call(task, changed, (images, pixels, draws))
 
-    images = as_input(pixels, torch.float64).requires_grad_()
+    images = as_input(pixels).double().requires_grad_()
     assert torch.autograd.gradcheck(loss, (images, task.mask_token))
 
 
@@ -216,7 +224,7 @@ def test_bfloat16_is_about_the_same() -> None:
     torch.nn.init.normal_(task.head.weight, std=0.3, generator=torch.Generator().manual_seed(0))
     pixels, draws = random_pixels(config, 8), random_draws(8, 16)
     full = task(as_input(pixels), pixels, draws)
-    half = task.bfloat16()(as_input(pixels, torch.bfloat16), pixels, draws)
+    half = task.bfloat16()(as_input(pixels).bfloat16(), pixels, draws)
     assert half.dtype == torch.float32
     assert half.item() == pytest.approx(full.item(), rel=0.02)
 
@@ -241,7 +249,10 @@ def test_what_does_not_fit_is_refused() -> None:
     pixels, draws = random_pixels(config, 2), random_draws(2, 16)
     images = as_input(pixels)
     for given, message in (
-        ((images[:, :, :4], pixels, draws), r"images have shape \[2, 1, 4, 8\]; this model needs \[2, 1, 8, 8\]"),
+        (
+            (images[:, :, :4], pixels, draws),
+            r"images have shape \[2, 1, 4, 8\]; this model needs \[2, 1, 8, 8\]",
+        ),
         ((images, pixels[:1], draws), r"pixels have shape \[1, 8, 8, 1\]; this model needs \[2, 8, 8, 1\]"),
         ((images, pixels, draws[:, :4]), r"draws have shape \[2, 4, 2\]; this model needs \[2, 16, 2\]"),
     ):
@@ -249,3 +260,46 @@ def test_what_does_not_fit_is_refused() -> None:
             task(*given)
     with pytest.raises(ValueError, match="target 'colour' is none of mean_colour, 4x4, pixels"):
         MaskedPatches(ViT(config), "colour")  # type: ignore[arg-type]
+
+
+# ------------------------------------------------------------------------------------------------- on digits
+
+
+def pretrain(task: MaskedPatches, steps: int) -> list[float]:
+    """The losses of training on digits; a rate that rises over 40 steps and falls to 0."""
+    generator = torch.Generator().manual_seed(0)
+    pixels, _ = digits()
+    optimizer = torch.optim.AdamW(task.parameters(), weight_decay=0.05)
+    losses = []
+    for step in range(steps):
+        optimizer.param_groups[0]["lr"] = 1e-2 * min(1, (step + 1) / 40) * (1 - step / steps)
+        chosen = pixels[torch.randint(0, TRAIN, (64,), generator=generator)]
+        draws = torch.rand(64, 16, 2, generator=generator, dtype=torch.float64)
+        loss = task(as_input(chosen), chosen, draws)
+        optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(task.parameters(), 1.0)
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+def digits_model() -> ViT:
+    return ViT(ViTConfig(**TINY | {"width": 32, "num_heads": 4, "mlp_dim": 64, "pooling": "gap"}))
+
+
+def test_the_loss_falls_on_digits() -> None:
+    losses = pretrain(MaskedPatches(digits_model()), 80)
+    assert losses[0] == pytest.approx(math.log(8), rel=1e-5)
+    assert np.mean(losses[-10:]) < 0.7 * losses[0]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("target", ["mean_colour", "4x4", "pixels"])
+def test_frozen_features_are_worth_more_than_untrained_ones(target: Any) -> None:
+    """10 labels a class, untrained: 33 %. After 400 steps on two cores of an EPYC: 46, 56 and 52 %."""
+    model = digits_model()
+    untrained = probe_accuracy(model)
+    losses = pretrain(MaskedPatches(model.train(), target), 400)
+    assert np.mean(losses[-20:]) < 0.6 * losses[0]
+    assert probe_accuracy(model) > untrained + 0.06
