@@ -208,7 +208,7 @@ Rate = Annotated[float, Field(gt=0)]
 Seed = Annotated[int, Field(ge=0)]
 Augmentation = Literal["none", "shift", "shift_flip", "crop_flip"]
 Dtype = Literal["bfloat16", "float32"]
-Objective = Literal["softmax", "sigmoid"]
+Objective = Literal["softmax", "sigmoid", "masked_patches"]
 Method = Literal["majority", "k-NN", "logistic regression", "RBF SVM"]
 
 
@@ -267,7 +267,8 @@ class Pretrain(_Stage):
     objective: Objective = Field(
         "softmax",
         description="cross-entropy by softmax, or by sigmoid and summed over the classes, which goes with"
-        " model.head_bias: -10 and model.representation_head: true in the authors' recipe",
+        " model.head_bias: -10 and model.representation_head: true in the authors' recipe; or, without labels, the"
+        " mean colours of corrupted patches (section 4.6), which gives a model without a classifier",
     )
     label_smoothing: float = Field(0.0, ge=0, lt=1)
     dtype: Dtype = "bfloat16"
@@ -285,6 +286,33 @@ class Pretrain(_Stage):
         _check_patches(self.resolution, self.model.patch_size)
         if self.workers and self.batch_size % self.workers:
             raise ValueError(f"batch_size {self.batch_size} is not a multiple of workers {self.workers}")
+        return self
+
+    @model_validator(mode="after")
+    def _objective_fits(self) -> Self:
+        model, smoothing, masked = self.model, self.label_smoothing, self.objective == "masked_patches"
+        for wrong, message in (
+            (
+                self.objective == "sigmoid" and smoothing >= 0.5,
+                f"label_smoothing {smoothing}: with objective sigmoid it is how often each of a class's answers is"
+                " wrong, so it must be below 0.5, such as 0.0001",
+            ),
+            (
+                masked and (smoothing, model.representation_head, model.head_bias) != (0.0, False, 0.0),
+                "label_smoothing, model.representation_head and model.head_bias are about a classifier, which"
+                " objective masked_patches has not",
+            ),
+            (
+                masked and model.pooling == "map",
+                "objective masked_patches would not train model.pooling map; cls or gap would fit",
+            ),
+            (
+                masked and self.resolution == model.patch_size,
+                f"resolution {self.resolution} is a single patch; objective masked_patches needs two or more",
+            ),
+        ):
+            if wrong:
+                raise ValueError(message)
         return self
 
 

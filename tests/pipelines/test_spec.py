@@ -66,6 +66,11 @@ def test_needed_for_a_stage_is_what_is_before_it() -> None:
             -1,
             "stages.pretrain.seed: Input should be greater than or equal to 0, not -1",
         ),
+        (
+            "stages.pretrain.objective",
+            "sofmax",
+            "stages.pretrain.objective: Input should be 'softmax', 'sigmoid' or",
+        ),
         ("stages.finetune.learning_rates", [-1.0], "stages.finetune.learning_rates"),
         ("stages.finetune.learning_rates", [0.1, 0.1], "[0.1, 0.1] has a value twice"),
         ("stages.probe.shots", [], "stages.probe.shots"),
@@ -96,6 +101,29 @@ def test_bad_field_is_named(path: str, value: Any, message: str) -> None:
     with pytest.raises(RecipeError) as error:
         parse_pipeline(changed(path, value), "tiny.yaml")
     assert str(error.value).startswith("tiny.yaml:")
+    assert message in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"objective": "sigmoid", "label_smoothing": 0.5}, "label_smoothing 0.5: with objective sigmoid"),
+        ({"objective": "masked_patches", "label_smoothing": 0.1}, "are about a classifier, which objective"),
+        (
+            {"objective": "masked_patches", "model": {"head_bias": -10}},
+            "are about a classifier, which objective",
+        ),
+        ({"objective": "masked_patches", "model": {"pooling": "map"}}, "would not train model.pooling map"),
+        ({"objective": "masked_patches", "resolution": 4}, "resolution 4 is a single patch"),
+    ],
+    ids=str,
+)
+def test_an_objective_says_what_does_not_go_with_it(fields: dict[str, Any], message: str) -> None:
+    raw = yaml.safe_load(TINY.read_text())
+    model = raw["stages"]["pretrain"]["model"] | fields.get("model", {})
+    raw["stages"]["pretrain"] |= fields | {"model": model}
+    with pytest.raises(RecipeError) as error:
+        parse_pipeline(raw, "tiny.yaml")
     assert message in str(error.value)
 
 
