@@ -259,6 +259,7 @@ Rate = Annotated[float, Field(gt=0)]
 Seed = Annotated[int, Field(ge=0)]
 Augmentation = Literal["none", "shift", "shift_flip", "crop_flip"]
 Dtype = Literal["bfloat16", "float32"]
+Objective = Literal["softmax", "sigmoid", "masked_patches"]
 Method = Literal["majority", "k-NN", "logistic regression", "RBF SVM"]
 
 
@@ -301,9 +302,10 @@ class Ingest(_Stage):
 
 
 class Pretrain(_Stage):
-    """Supervised pretraining with DeepSpeed ZeRO on Ray Train (paper, section 3.1 and Table 3)."""
+    """Pretraining with DeepSpeed ZeRO on Ray Train (paper, section 3.1 and Table 3)."""
 
     KIND: ClassVar[str] = "model"
+    LATER: ClassVar[frozenset[str]] = frozenset({"objective"})
     job: Literal["pretrain"]
     data: str = takes("dataset")
     model: Model
@@ -313,6 +315,12 @@ class Pretrain(_Stage):
     learning_rate: Rate
     optimizer: Optimizer = Optimizer()
     augment: Augmentation = "none"
+    objective: Objective = Field(
+        "softmax",
+        description="cross-entropy by softmax, or by sigmoid and summed over the classes, which goes with"
+        " model.head_bias: -10 and model.representation_head: true in the authors' recipe; or, without labels, the"
+        " mean colours of corrupted patches (section 4.6), which gives a model without a classifier",
+    )
     label_smoothing: float = Field(0.0, ge=0, lt=1)
     dtype: Dtype = "bfloat16"
     zero_stage: Literal[1, 2, 3] = 1
@@ -330,6 +338,38 @@ class Pretrain(_Stage):
         if self.workers and self.batch_size % self.workers:
             raise ValueError(f"batch_size {self.batch_size} is not a multiple of workers {self.workers}")
         return self
+
+    @model_validator(mode="after")
+    def _objective_fits(self) -> Self:
+        smoothing = self.label_smoothing
+        if self.objective == "sigmoid" and smoothing >= 0.5:
+            raise ValueError(
+                f"label_smoothing {smoothing}: with objective sigmoid it is how often each of a class's answers is"
+                " wrong, so it must be below 0.5, such as 0.0001"
+            )
+        if self.objective == "masked_patches":
+            self._check_masked_patches()
+        return self
+
+    def _check_masked_patches(self) -> None:
+        """Raise ValueError for what does not go with that objective."""
+        if not isinstance(self.model, ModelSize):
+            raise ValueError(
+                f"objective masked_patches is about a ViT's patches; model is a {self.model.family}"
+            )
+        if (self.label_smoothing, self.model.representation_head, self.model.head_bias) != (0.0, False, 0.0):
+            raise ValueError(
+                "label_smoothing, model.representation_head and model.head_bias are about a classifier, which"
+                " objective masked_patches has not"
+            )
+        if self.model.pooling == "map":
+            raise ValueError(
+                "objective masked_patches would not train model.pooling map; cls or gap would fit"
+            )
+        if self.resolution == self.model.patch_size:
+            raise ValueError(
+                f"resolution {self.resolution} is a single patch; objective masked_patches needs two or more"
+            )
 
 
 class Labels(Frozen):

@@ -1,8 +1,9 @@
 """The pretrain stage: a dataset and a shape of model in, that model trained on it out.
 
-In: a dataset artifact. Out: model.safetensors and config.json of the model with its classifier, curve.json
-[{step, learning_rate, loss, dev_accuracy}]. `train` is one worker: it runs in a plain process, on one GPU without Ray
-and as one of N DeepSpeed workers under Ray Train (`main`), always the same code.
+In: a dataset artifact. Out: model.safetensors and config.json of the model with its classifier (with objective
+masked_patches, without one), curve.json [{step, learning_rate, loss, dev_accuracy}]. `train` is one worker: it runs in
+a plain process, on one GPU without Ray and as one of N DeepSpeed workers under Ray Train (`main`), always the same
+code.
 
     python -m ray_jobs.pretrain --spec STORE/artifacts/pretrain/<key>/attempts/<n>/attempt.json
 """
@@ -26,7 +27,9 @@ from ray_jobs.progress import Progress
 from ray_jobs.stage import Context, Result, run_stage
 
 if TYPE_CHECKING:
+    import numpy as np
     import torch
+    from numpy.typing import NDArray
 
     from ray_jobs.shards import Dataset, DatasetInfo
     from vit_model.config import ModelContract, Preprocessing
@@ -73,24 +76,31 @@ def train(
     devices.set_threads(config.threads)
     from ray_jobs.shards import open_dataset
     from vit_model.build import build
+    from vit_model.masked_patches import MaskedPatches
+    from vit_model.model import ViT
     from vit_model.weights import save_model
 
     device = devices.device(worker.local_rank)
     dataset = open_dataset(dataset_folder)
-    contract = model_contract(config.model, config.resolution, dataset.info)
+    masked = config.objective == "masked_patches"
+    contract = model_contract(config.model, config.resolution, dataset.info, classifier=not masked)
     data = load_data(dataset, contract.preprocessing)
     model = build(contract.architecture)
     model.initialise(config.seed)
+    task: torch.nn.Module = model
+    if masked:
+        assert isinstance(model, ViT), "the configuration allows no other"
+        task = MaskedPatches(model)
     _join_group(worker)
     with warnings.catch_warnings():
         # DeepSpeed's calls of torch, and torch's of itself, which nobody here can change.
         warnings.filterwarnings("ignore", message=".*torch\\.(distributed|jit)", category=DeprecationWarning)
         warnings.filterwarnings("ignore", message=".*torch\\.distributed", category=FutureWarning)
-        engine = _engine(model, config, worker.world)
+        engine = _engine(task, config, worker.world)
         started = time.monotonic()
         curve = run_steps(engine, config, data, contract, worker, device)
         seconds = time.monotonic() - started
-        weights = full_weights(engine)
+        weights = full_weights(engine, "model." if masked else "")
     if output is not None:
         trained = build(contract.architecture)
         trained.load_state_dict(weights)
@@ -121,8 +131,6 @@ def run_steps(
     from ray_jobs import optim
     from ray_jobs.augment import augment
     from ray_jobs.loader import batches, sample_positions
-    from vit_model.objectives import softmax_cross_entropy
-    from vit_model.preprocessing import normalise
 
     dtype = devices.torch_dtype(config.dtype, device)
     steps, batch, (rank, world, _) = config.steps, config.batch_size, worker
@@ -136,11 +144,11 @@ def run_steps(
     for step, indices in enumerate(order):
         chosen = torch.from_numpy(indices)
         images, labels = data.train_images[chosen].to(device), data.train_labels[chosen].to(device)
-        images = augment(images, config.augment, config.seed, sample_positions(step, batch, rank, world))
+        positions = sample_positions(step, batch, rank, world)
+        images = augment(images, config.augment, config.seed, positions)
         rate = optim.learning_rate(step, steps, config.learning_rate, config.optimizer)
         optim.set_learning_rate(engine.optimizer, rate)
-        logits = engine(normalise(images, contract.preprocessing, dtype))
-        loss = softmax_cross_entropy(logits, labels, config.label_smoothing)
+        loss = batch_loss(engine, config, contract, images, labels, positions, dtype)
         engine.backward(loss)
         engine.step()
         loss_sum += loss.detach()
@@ -161,16 +169,51 @@ def run_steps(
     return curve
 
 
+def batch_loss(
+    engine: Any,
+    config: Pretrain,
+    contract: ModelContract,
+    images: torch.Tensor,
+    labels: torch.Tensor,
+    positions: NDArray[np.int64],
+    dtype: torch.dtype,
+) -> torch.Tensor:
+    """The loss, a scalar, of uint8 images [n, h, w, c] by the configuration's objective.
+
+    `positions` [n] number the samples over the whole training: they decide which patches are corrupted.
+    """
+    import torch
+
+    from ray_jobs.augment import uniform
+    from vit_model.config import ViTConfig
+    from vit_model.masked_patches import DRAWS
+    from vit_model.objectives import sigmoid_cross_entropy, softmax_cross_entropy
+    from vit_model.preprocessing import normalise
+
+    inputs = normalise(images, contract.preprocessing, dtype)
+    if config.objective == "masked_patches":
+        assert isinstance(contract.architecture, ViTConfig), "the configuration allows no other"
+        patches = contract.architecture.num_patches
+        draws = torch.from_numpy(uniform(config.seed, positions, patches * DRAWS, "masked patches"))
+        loss: torch.Tensor = engine(inputs, images, draws.view(-1, patches, DRAWS).to(images.device))
+        return loss
+    cross_entropy = sigmoid_cross_entropy if config.objective == "sigmoid" else softmax_cross_entropy
+    return cross_entropy(engine(inputs), labels, config.label_smoothing)
+
+
 def accuracy(
     engine: Any, data: Data, contract: ModelContract, dtype: torch.dtype, worker: Worker
 ) -> float | None:
-    """Fraction of dev images that are classified correctly, each worker judging a share; None without a dev split."""
+    """Fraction of dev images that are classified correctly, each worker judging a share.
+
+    None without a dev split or without a classifier.
+    """
     import torch
 
     from vit_model.preprocessing import normalise
 
     total = len(data.dev_labels)
-    if total == 0:
+    if total == 0 or not contract.class_names:
         return None
     share = math.ceil(total / worker.world)
     # All workers run the same number of batches, which ZeRO-3 needs; what sticks out past the end does not count.
@@ -188,11 +231,12 @@ def accuracy(
     return correct.item() / total
 
 
-def model_contract(size: Model, resolution: int, info: DatasetInfo) -> ModelContract:
-    """The contract of a model of this size, with a classifier, that is trained on a dataset."""
+def model_contract(size: Model, resolution: int, info: DatasetInfo, classifier: bool = True) -> ModelContract:
+    """The contract of a model of this size, with a classifier or without, that is trained on a dataset."""
     from vit_model.config import ModelContract, Preprocessing
 
     channels = 3 if info.image is None else info.image.channels
+    class_names = info.class_names if classifier else ()
     square = info.image is not None and info.image.height == info.image.width
     preprocessing = Preprocessing(
         mean=(0.5,) * channels,
@@ -202,8 +246,8 @@ def model_contract(size: Model, resolution: int, info: DatasetInfo) -> ModelCont
         channels=channels,
     )
     return ModelContract(
-        architecture=size.architecture(resolution, channels, len(info.class_names)),
-        class_names=info.class_names,
+        architecture=size.architecture(resolution, channels, len(class_names)),
+        class_names=class_names,
         preprocessing=preprocessing,
         training_data=info.content_digest,
         license=None,
@@ -224,14 +268,18 @@ def load_data(dataset: Dataset, preprocessing: Preprocessing) -> Data:
     )
 
 
-def full_weights(engine: Any) -> dict[str, torch.Tensor]:
-    """The float32 weights, put together from all workers; all of them must call this."""
+def full_weights(engine: Any, prefix: str) -> dict[str, torch.Tensor]:
+    """The float32 weights whose names begin with `prefix`, without it; put together from all workers, which must all
+    call this."""
     from deepspeed.utils import safe_get_full_fp32_param
 
     weights = {}
     for name, parameter in engine.module.named_parameters():
         full = safe_get_full_fp32_param(parameter)
-        weights[name] = (parameter if full is None else full).detach().float().cpu().clone()
+        if name.startswith(prefix):
+            weights[name.removeprefix(prefix)] = (
+                (parameter if full is None else full).detach().float().cpu().clone()
+            )
     return weights
 
 

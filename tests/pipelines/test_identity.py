@@ -19,6 +19,7 @@ from pipelines.spec import (
     Ingest,
     Model,
     ModelSize,
+    Pretrain,
     RecipeError,
     ResNetSize,
 )
@@ -235,6 +236,14 @@ def test_options_that_came_later_leave_the_keys_of_what_was_made_before() -> Non
     ):
         used = ModelSize.model_validate(sizes | {"pooling": "gap", option: value})
         assert identity.identity_fields(used).keys() == {*first, option}
+
+
+def test_the_objective_enters_a_key_where_it_is_not_softmax() -> None:
+    given = {"job": "pretrain", "data": "d", "resolution": 8, "steps": 1, "batch_size": 2, "learning_rate": 0.1,
+             "model": {"patch_size": 4, "width": 8, "depth": 1, "num_heads": 1}}  # fmt: skip
+    plain, sigmoid = (Pretrain.model_validate(given | more) for more in ({}, {"objective": "sigmoid"}))
+    assert plain.objective == "softmax"
+    assert identity.identity_fields(sigmoid) == identity.identity_fields(plain) | {"objective": "sigmoid"}
 
 
 def test_a_models_name_stands_for_its_sizes() -> None:

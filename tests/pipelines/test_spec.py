@@ -91,6 +91,11 @@ def test_needed_for_a_stage_is_what_is_before_it() -> None:
             -1,
             "stages.pretrain.seed: Input should be greater than or equal to 0, not -1",
         ),
+        (
+            "stages.pretrain.objective",
+            "sofmax",
+            "stages.pretrain.objective: Input should be 'softmax', 'sigmoid' or",
+        ),
         ("stages.finetune.learning_rates", [-1.0], "stages.finetune.learning_rates"),
         ("stages.finetune.learning_rates", [0.1, 0.1], "[0.1, 0.1] has a value twice"),
         ("stages.probe.shots", [], "stages.probe.shots"),
@@ -140,6 +145,30 @@ def test_a_model_is_a_name_or_a_shape_of_either_family(model: Any) -> None:
     assert not list(validator.iter_errors(raw))
     raw["stages"]["pretrain"]["model"] = "R50x9"
     assert list(validator.iter_errors(raw))
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"objective": "sigmoid", "label_smoothing": 0.5}, "label_smoothing 0.5: with objective sigmoid"),
+        ({"objective": "masked_patches", "label_smoothing": 0.1}, "are about a classifier, which objective"),
+        (
+            {"objective": "masked_patches", "model": {"head_bias": -10}},
+            "are about a classifier, which objective",
+        ),
+        ({"objective": "masked_patches", "model": {"pooling": "map"}}, "would not train model.pooling map"),
+        ({"objective": "masked_patches", "resolution": 4}, "resolution 4 is a single patch"),
+        ({"objective": "masked_patches", "resnet": "R50x1"}, "a ViT's patches; model is a resnet"),
+    ],
+    ids=str,
+)
+def test_an_objective_says_what_does_not_go_with_it(fields: dict[str, Any], message: str) -> None:
+    raw, fields = yaml.safe_load(TINY.read_text()), dict(fields)
+    model = raw["stages"]["pretrain"]["model"] | fields.pop("model", {})
+    raw["stages"]["pretrain"] |= {"model": fields.pop("resnet", model), **fields}
+    with pytest.raises(RecipeError) as error:
+        parse_pipeline(raw, "tiny.yaml")
+    assert message in str(error.value)
 
 
 def test_cycle_is_shown() -> None:
