@@ -20,13 +20,16 @@ from pipelines.spec import (
     ModelSize,
     Optimizer,
     RecipeError,
+    ResNetSize,
     nearest,
 )
+from vit_model.config import family_of
 
 MAX_RECIPE_BYTES = 1 << 20  # a recipe is read by people; more than this is not one
 # what YAML's constructors raise for dates that are none, keys that are lists, ten thousand brackets
 _UNREADABLE = (yaml.YAMLError, ValueError, TypeError, RecursionError, OSError)
-NESTED = {"model": ModelSize, "optimizer": Optimizer, "labels": Labels}
+NESTED = {"optimizer": Optimizer, "labels": Labels}
+MODELS = {"vit": ModelSize, "resnet": ResNetSize}
 SOURCES = {"glyphs": GlyphSource, "digits": DigitsSource, "folder": FolderSource, "idx": IdxSource}
 
 
@@ -153,12 +156,14 @@ def _apply_override(raw: dict[str, Any], override: str) -> None:
 
 def _explain(raw: dict[str, Any], problem: dict[str, Any]) -> str:
     """One line: where, what was given, what would be right."""
-    # pydantic puts the union's tag (the job's or the source's name) into the path, which stands nowhere in the YAML
+    # pydantic puts a union's tag (the job's, the source's or the model's kind) into the path: it is not in the YAML
     location = [str(part) for part in problem["loc"]]
     path: list[str] = []
     at: Any = raw
-    for part in location:
+    for before, part in zip(["", *location], location, strict=False):
         if isinstance(at, dict) and part not in at and part in {at.get("job"), at.get("kind")}:
+            continue
+        if before == "model" and part in MODELS:
             continue
         path.append(part)
         at = at.get(part) if isinstance(at, dict) else at
@@ -180,5 +185,10 @@ def _siblings(raw: dict[str, Any], path: list[str]) -> list[str]:
     stage = raw["stages"].get(path[1], {}) if path[0] == "stages" else {}
     model: Any = STAGE_TYPES.get(stage.get("job", ""))
     for part in path[2:-1]:
-        model = SOURCES.get(stage["source"]["kind"]) if part == "source" else NESTED.get(part)
+        if part == "source":
+            model = SOURCES.get(stage["source"]["kind"])
+        elif part == "model":
+            model = MODELS[family_of(stage["model"])]
+        else:
+            model = NESTED.get(part)
     return [*(model.model_fields if model else ()), *(["matrix"] if len(path) == 3 else ())]

@@ -15,9 +15,18 @@ from functools import cache
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import AfterValidator, Field, model_validator
+from pydantic import AfterValidator, Discriminator, Field, Tag, model_validator
 
-from vit_model.config import Frozen, ViTOptions, variant_sizes
+from vit_model.config import (
+    Frozen,
+    ResNetConfig,
+    ResNetOptions,
+    ViTConfig,
+    ViTOptions,
+    check_vit_sizes,
+    family_of,
+)
+from vit_model.variants import FAMILIES, RESNETS, variant_sizes
 
 
 class RecipeError(ValueError):
@@ -167,8 +176,12 @@ def _package_folder(package: str) -> Path:
 class ModelSize(ViTOptions):
     """The shape of a Vision Transformer, or the name of one (`model: B/16`); resolution and channels come from data."""
 
-    LATER: ClassVar[frozenset[str]] = frozenset({"stem", *ViTOptions.model_fields}) - {"pooling", "gelu"}
+    LATER: ClassVar[frozenset[str]] = frozenset({"family", "stem", *ViTOptions.model_fields}) - {
+        "pooling",
+        "gelu",
+    }
 
+    family: Literal["vit"] = "vit"
     patch_size: int = Field(ge=1)
     width: int = Field(ge=8)
     depth: int = Field(ge=1)
@@ -187,10 +200,48 @@ class ModelSize(ViTOptions):
         return sizes | {"mlp_ratio": sizes.pop("mlp_dim") / sizes["width"]}
 
     @model_validator(mode="after")
-    def _heads_divide_width(self) -> Self:
-        if self.width % self.num_heads:
-            raise ValueError(f"width {self.width} is not a multiple of num_heads {self.num_heads}")
+    def _sizes_fit(self) -> Self:
+        check_vit_sizes(self.patch_size, self.width, self.num_heads, self.position, self.stem)
         return self
+
+    def architecture(self, resolution: int, channels: int, num_classes: int) -> ViTConfig:
+        """The model of this shape for such images, with a classifier."""
+        return ViTConfig(
+            image_size=resolution,
+            in_channels=channels,
+            mlp_dim=round(self.width * self.mlp_ratio),
+            num_classes=num_classes,
+            **self.model_dump(exclude={"mlp_ratio"}),
+        )
+
+
+class ResNetSize(ResNetOptions):
+    """The shape of the paper's baseline, a ResNet of BiT, or the name of one (`model: R50x1`)."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _by_name(cls, given: Any) -> Any:
+        return variant_sizes(given) if isinstance(given, str) else given
+
+    def architecture(self, resolution: int, channels: int, num_classes: int) -> ResNetConfig:
+        """The model of this shape for such images, with a classifier."""
+        return ResNetConfig(
+            image_size=resolution, in_channels=channels, num_classes=num_classes, **self.model_dump()
+        )
+
+
+def _family(given: Any) -> str:
+    return "resnet" if isinstance(given, str) and given in RESNETS else family_of(given)
+
+
+Model = Annotated[
+    Annotated[ModelSize, Tag("vit")] | Annotated[ResNetSize, Tag("resnet")],
+    Discriminator(
+        _family,
+        custom_error_type="unknown_family",
+        custom_error_message=f"family must be one of {', '.join(FAMILIES)}",
+    ),
+]
 
 
 class Optimizer(Frozen):
@@ -255,7 +306,7 @@ class Pretrain(_Stage):
     KIND: ClassVar[str] = "model"
     job: Literal["pretrain"]
     data: str = takes("dataset")
-    model: ModelSize
+    model: Model
     resolution: int = Field(ge=4, le=8192, description="images are brought to this many pixels a side")
     steps: int = Field(ge=1)
     batch_size: int = Field(ge=1, description="images a step, over all workers together")
@@ -275,7 +326,7 @@ class Pretrain(_Stage):
 
     @model_validator(mode="after")
     def _sizes(self) -> Self:
-        _check_patches(self.resolution, self.model.patch_size)
+        _check_patches(self.resolution, self.model)
         if self.workers and self.batch_size % self.workers:
             raise ValueError(f"batch_size {self.batch_size} is not a multiple of workers {self.workers}")
         return self
@@ -308,7 +359,7 @@ class Finetune(_Stage):
     job: Literal["finetune"]
     data: str = takes("dataset")
     backbone: str | None = takes("model", default=None)
-    model: ModelSize | None = Field(None, description="instead of a backbone: train this shape from scratch")
+    model: Model | None = Field(None, description="instead of a backbone: train this shape from scratch")
     resolution: int | None = Field(
         None, ge=4, le=8192, description="with a backbone: null keeps the backbone's"
     )
@@ -334,7 +385,7 @@ class Finetune(_Stage):
         if self.model is not None:
             if self.resolution is None:
                 raise ValueError("resolution is needed where there is no backbone to take it from")
-            _check_patches(self.resolution, self.model.patch_size)
+            _check_patches(self.resolution, self.model)
         return self
 
 
@@ -392,8 +443,9 @@ STAGE_TYPES: dict[str, type[_Stage]] = {
 AnyStage = Ingest | Pretrain | Finetune | Evaluate | Baselines | Report
 
 
-def _check_patches(resolution: int, patch_size: int) -> None:
-    if resolution % patch_size:
+def _check_patches(resolution: int, model: ModelSize | ResNetSize) -> None:
+    if isinstance(model, ModelSize) and resolution % model.patch_size:
+        patch_size = model.patch_size
         lower = resolution // patch_size * patch_size
         fits = f"{lower} or {lower + patch_size}" if lower else f"{patch_size}"
         raise ValueError(

@@ -1,4 +1,4 @@
-"""The pretrain stage: a dataset and a shape of model in, a Vision Transformer trained on it out.
+"""The pretrain stage: a dataset and a shape of model in, that model trained on it out.
 
 In: a dataset artifact. Out: model.safetensors and config.json of the model with its classifier, curve.json
 [{step, learning_rate, loss, dev_accuracy}]. `train` is one worker: it runs in a plain process, on one GPU without Ray
@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from pipelines.identity import canonical_json, sha256
-from pipelines.spec import ModelSize, Pretrain
+from pipelines.spec import Model, Pretrain
 from pipelines.store import FileEntry
 from ray_jobs import devices
 from ray_jobs.progress import Progress
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     import torch
 
     from ray_jobs.shards import Dataset, DatasetInfo
-    from vit_model.config import ModelContract, Preprocessing, ViTConfig
+    from vit_model.config import Architecture, ModelContract, Preprocessing
 
 MODEL_FILES = ("model.safetensors", "config.json")
 _CURVE_POINTS = 100
@@ -73,7 +73,7 @@ def train(
     devices.set_threads(config.threads)
     from ray_jobs.shards import open_dataset
     from vit_model import compute
-    from vit_model.model import ViT
+    from vit_model.build import build
     from vit_model.weights import save_model
 
     device = devices.device(worker.local_rank)
@@ -82,7 +82,7 @@ def train(
     data = load_data(dataset, contract.preprocessing)
     if worker.rank == 0:
         print(*derived_numbers(config, contract.architecture, worker.world, device), sep="\n", flush=True)
-    model = ViT(contract.architecture)
+    model = build(contract.architecture)
     model.initialise(config.seed)
     _join_group(worker)
     with warnings.catch_warnings():
@@ -95,7 +95,7 @@ def train(
         seconds = time.monotonic() - started
         weights = full_weights(engine)
     if output is not None:
-        trained = ViT(contract.architecture)
+        trained = build(contract.architecture)
         trained.load_state_dict(weights)
         save_model(output, trained, contract)
         (output / "curve.json").write_text(json.dumps(curve, indent=1) + "\n")
@@ -194,19 +194,12 @@ def accuracy(
     return correct.item() / total
 
 
-def model_contract(size: ModelSize, resolution: int, info: DatasetInfo) -> ModelContract:
+def model_contract(size: Model, resolution: int, info: DatasetInfo) -> ModelContract:
     """The contract of a model of this size, with a classifier, that is trained on a dataset."""
-    from vit_model.config import ModelContract, Preprocessing, ViTConfig
+    from vit_model.config import ModelContract, Preprocessing
 
     channels = 3 if info.image is None else info.image.channels
     square = info.image is not None and info.image.height == info.image.width
-    architecture = ViTConfig(
-        image_size=resolution,
-        in_channels=channels,
-        mlp_dim=round(size.width * size.mlp_ratio),
-        num_classes=len(info.class_names),
-        **size.model_dump(exclude={"mlp_ratio"}),
-    )
     preprocessing = Preprocessing(
         mean=(0.5,) * channels,
         std=(0.5,) * channels,
@@ -215,7 +208,7 @@ def model_contract(size: ModelSize, resolution: int, info: DatasetInfo) -> Model
         channels=channels,
     )
     return ModelContract(
-        architecture=architecture,
+        architecture=size.architecture(resolution, channels, len(info.class_names)),
         class_names=info.class_names,
         preprocessing=preprocessing,
         training_data=info.content_digest,
@@ -224,7 +217,7 @@ def model_contract(size: ModelSize, resolution: int, info: DatasetInfo) -> Model
 
 
 def derived_numbers(
-    config: Pretrain, architecture: ViTConfig, world: int, device: torch.device
+    config: Pretrain, architecture: Architecture, world: int, device: torch.device
 ) -> tuple[str, str]:
     """What follows from the configuration, in two lines with every number named: operations and memory."""
     from vit_model import compute

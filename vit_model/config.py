@@ -1,44 +1,22 @@
 """What a model is: frozen pydantic models that every process reads, and none of them needs torch.
 
-In: keyword arguments or JSON. Out: `ViTConfig` (the architecture), `Preprocessing` (pixels to input) and
-`ModelContract` (a model artifact's config.json: both of them, the class names, where the weights came from).
+In: keyword arguments or JSON. Out: `ViTConfig` or `ResNetConfig` (the architecture), `Preprocessing` (pixels to
+input) and `ModelContract` (a model artifact's config.json: all of that, the class names, where the weights came from).
 Use: `ViTConfig.variant("B/16", image_size=224, num_classes=1000)`.
 """
 
-from difflib import get_close_matches
-from typing import Annotated, Any, Literal, NamedTuple, Self
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, model_validator
 
-
-class Size(NamedTuple):
-    width: int
-    depth: int
-    num_heads: int
-    mlp_dim: int
-
-
-# B, L, H: Dosovitskiy et al. 2021, table 1. Ti, S: Steiner et al. 2021 ("How to train your ViT"), table 1.
-SIZES = {
-    "Ti": Size(width=192, depth=12, num_heads=3, mlp_dim=768),
-    "S": Size(width=384, depth=12, num_heads=6, mlp_dim=1536),
-    "B": Size(width=768, depth=12, num_heads=12, mlp_dim=3072),
-    "L": Size(width=1024, depth=24, num_heads=16, mlp_dim=4096),
-    "H": Size(width=1280, depth=32, num_heads=16, mlp_dim=5120),
-}
-PATCH_SIZES = (32, 16, 14, 8, 4, 2)
-# Units in each stage of the convolutional stem, by the name of a hybrid (the authors' configs/models.py). With R50
-# and a total stride of 16, stage 4 is left out and its units are in stage 3 (section 4.1).
-HYBRIDS: dict[str, tuple[int, ...]] = {
-    "R50+B/32": (3, 4, 6, 3),
-    "R50+B/16": (3, 4, 9),
-    "R50+L/32": (3, 4, 6, 3),
-    "R50+L/16": (3, 4, 9),
-    "R26+S/32": (2, 2, 2, 2),
-    "R26+B/32": (2, 2, 2, 2),
-    "R+Ti/16": (),
-}
-VARIANTS = (*(f"{size}/{patch}" for size in SIZES for patch in PATCH_SIZES), *HYBRIDS)
+from vit_model.bottlenecks import (
+    BottleneckStage,
+    bottleneck_stages,
+    stem_channels,
+    stem_parameters,
+    stem_stride,
+)
+from vit_model.variants import FAMILIES, variant_sizes
 
 PositiveInt = Annotated[int, Field(gt=0)]
 Probability = Annotated[float, Field(ge=0, lt=1)]
@@ -120,6 +98,10 @@ class ViTOptions(Frozen):
                 "axial blocks attend along rows and columns of the grid, so tokens beside it (class_token, registers)"
                 " and position 'relative' don't fit; pooling 'gap' would",
             ),
+            (
+                self.axial and self.stochastic_depth > 0,
+                f"stochastic_depth {self.stochastic_depth} leaves whole images out, axial blocks see lines of them",
+            ),
         )
 
 
@@ -153,21 +135,7 @@ class ViTConfig(ViTOptions):
                 raise ValueError(
                     f"image_size {side} is not a multiple of patch_size {self.patch_size}; {fitting} would fit"
                 )
-        if self.width % self.num_heads:
-            divisors = [n for n in range(1, min(self.width, 1024) + 1) if self.width % n == 0]
-            nearest = min(divisors, key=lambda n: abs(n - self.num_heads))
-            raise ValueError(
-                f"width {self.width} is not a multiple of num_heads {self.num_heads}; {nearest} would fit"
-            )
-        if self.position in ("learned2d", "sincos2d") and self.width % 4:
-            raise ValueError(
-                f"width {self.width} is not a multiple of 4, which position {self.position!r} needs"
-            )
-        if self.stem is not None and self.patch_size % self.stem_stride:
-            raise ValueError(
-                f"patch_size {self.patch_size} is not a multiple of {self.stem_stride}, the stride of a stem"
-                f" with {len(self.stem)} stages"
-            )
+        check_vit_sizes(self.patch_size, self.width, self.num_heads, self.position, self.stem)
         return self
 
     @classmethod
@@ -176,17 +144,18 @@ class ViTConfig(ViTOptions):
 
         Raises ValueError for a name that is not in `VARIANTS` and for a field that the name already fixes.
         """
-        fixed = variant_sizes(name)
-        if both := sorted(fixed.keys() & fields.keys()):
-            raise ValueError(
-                f"variant {name!r} already fixes {', '.join(both)}; for other sizes use ViTConfig(...)"
-            )
-        return cls(image_size=image_size, **fixed, **fields)
+        return cls(image_size=image_size, **_variant_fields(name, cls, fields))
+
+    def for_finetuning(self, image_size: int, num_classes: int) -> Self:
+        """The same encoder at another resolution, without the tanh layer and with a new classifier (section 3.2)."""
+        changed: dict[str, Any] = {"image_size": image_size, "num_classes": num_classes}
+        changed |= {"representation_head": False, "head_bias": 0.0}
+        return type(self).model_validate(self.model_dump() | changed)
 
     @property
     def image_shape(self) -> tuple[int, int]:
         """(height, width) in pixels."""
-        return (self.image_size, self.image_size) if isinstance(self.image_size, int) else self.image_size
+        return _both_sides(self.image_size)
 
     @property
     def grid(self) -> tuple[int, int]:
@@ -212,7 +181,7 @@ class ViTConfig(ViTOptions):
     @property
     def stem_stride(self) -> int:
         """Pixels between neighbours of the convolutional stem's output; 1 without a stem."""
-        return 1 if self.stem is None else 4 * 2 ** max(0, len(self.stem) - 1)
+        return 1 if self.stem is None else stem_stride(self.stem)
 
     @property
     def num_class_positions(self) -> int:
@@ -253,41 +222,128 @@ class ViTConfig(ViTOptions):
         return 0
 
 
-def variant_sizes(name: str) -> dict[str, Any]:
-    """The fields of `ViTConfig` that a variant's name fixes. Raises ValueError for a name not in `VARIANTS`."""
-    if name not in VARIANTS:
-        near = get_close_matches(name, VARIANTS, n=1, cutoff=0.0)
+def check_vit_sizes(
+    patch_size: int, width: int, num_heads: int, position: str, stem: tuple[int, ...] | None
+) -> None:
+    """Raise ValueError where two sizes of a ViT don't fit, whatever its images are."""
+    if width % num_heads:
+        divisors = [n for n in range(1, min(width, 1024) + 1) if width % n == 0]
+        nearest = min(divisors, key=lambda n: abs(n - num_heads))
+        raise ValueError(f"width {width} is not a multiple of num_heads {num_heads}; {nearest} would fit")
+    if position in ("learned2d", "sincos2d") and width % 4:
+        raise ValueError(f"width {width} is not a multiple of 4, which position {position!r} needs")
+    if stem is not None and patch_size % stem_stride(stem):
         raise ValueError(
-            f"unknown variant {name!r}; the nearest is {near[0]!r}, all are {', '.join(VARIANTS)}"
+            f"patch_size {patch_size} is not a multiple of {stem_stride(stem)}, the stride of a stem"
+            f" with {len(stem)} stages"
         )
-    size, patch = name.rpartition("+")[2].split("/")
-    fields: dict[str, Any] = {"patch_size": int(patch), **SIZES[size]._asdict()}
-    if name in HYBRIDS:
-        fields["stem"] = HYBRIDS[name]
-    if name == "R+Ti/16":
-        fields["patch_size"] = (
-            32  # patches of 8 on a stem of stride 4: its name says 16, its tokens are 32 apart
+
+
+class ResNetOptions(Frozen):
+    """The shape of a ResNet of BiT, whatever its images and classes are."""
+
+    family: Literal["resnet"] = "resnet"
+    units: Annotated[tuple[PositiveInt, ...], Field(min_length=1, max_length=8)]
+    """Bottlenecks in each stage ("R50": 3, 4, 6, 3); each stage has half the resolution and twice the channels."""
+    width_factor: PositiveInt = 1
+    """All channels are multiplied by it."""
+    head_bias: float = 0.0
+    """What the classifier's bias starts from."""
+
+
+class ResNetConfig(ResNetOptions):
+    """The architecture of the paper's baseline (section 4.1): a ResNet v2 with group norm, as in BiT (1912.11370)."""
+
+    image_size: PositiveInt | tuple[PositiveInt, PositiveInt]
+    """Side of the square, or (height, width), in pixels. Weights fit every size."""
+    in_channels: PositiveInt = 3
+    num_classes: Annotated[int, Field(ge=0)] = 0
+    """0 leaves the head out: `forward` then returns the representation."""
+
+    @classmethod
+    def variant(cls, name: str, *, image_size: int | tuple[int, int], **fields: Any) -> Self:
+        """The named model, e.g. "R50x1" or "R152x2", with any other field given by name.
+
+        Raises ValueError for a name that is not in `RESNETS` and for a field that the name already fixes.
+        """
+        return cls(image_size=image_size, **_variant_fields(name, cls, fields))
+
+    @property
+    def image_shape(self) -> tuple[int, int]:
+        """(height, width) in pixels."""
+        return _both_sides(self.image_size)
+
+    def for_finetuning(self, image_size: int, num_classes: int) -> Self:
+        """The same body at another resolution, with a new classifier that starts from zero."""
+        changed = {"image_size": image_size, "num_classes": num_classes, "head_bias": 0.0}
+        return type(self).model_validate(self.model_dump() | changed)
+
+    @property
+    def stages(self) -> list[BottleneckStage]:
+        """The body, in order."""
+        return bottleneck_stages(self.units, self.width_factor)
+
+    @property
+    def width(self) -> int:
+        """Channels of the last feature map, which is the size of the representation."""
+        return 4 * self.stages[-1].middle
+
+    @property
+    def grid(self) -> tuple[int, int]:
+        """(rows, columns) of the last feature map."""
+        stride = 4 * 2 ** (len(self.units) - 1)
+        height, width = self.image_shape
+        return -(-height // stride), -(-width // stride)
+
+    @property
+    def num_blocks(self) -> int:
+        """Bottlenecks built."""
+        return sum(self.units)
+
+    @property
+    def num_parameters(self) -> int:
+        """All trainable numbers, head included."""
+        total = 7 * 7 * self.in_channels * 64 * self.width_factor
+        for stage in self.stages:
+            norms = (
+                stage.in_channels + (stage.units - 1) * stage.out_channels + stage.units * 2 * stage.middle
+            )
+            total += stage.kernel_parameters + 2 * norms
+        return total + 2 * self.width + self.num_classes * (self.width + 1)
+
+
+def family_of(given: Any) -> str:
+    """Which family a configuration is of, written out or as a model; "vit" where none is named: others came later."""
+    return str(given.get("family", "vit") if isinstance(given, dict) else getattr(given, "family", "vit"))
+
+
+Architecture = Annotated[
+    Annotated[ViTConfig, Tag("vit")] | Annotated[ResNetConfig, Tag("resnet")],
+    Discriminator(
+        family_of,
+        custom_error_type="unknown_family",
+        custom_error_message=f"family must be one of {', '.join(FAMILIES)}",
+    ),
+]
+"""Every architecture that `vit_model.build.build` makes a model of."""
+
+
+def _variant_fields(
+    name: str, config: type[ViTConfig] | type[ResNetConfig], fields: dict[str, Any]
+) -> dict[str, Any]:
+    """The fields that a name fixes, and those given beside it."""
+    fixed = variant_sizes(name)
+    if fixed["family"] != config.model_fields["family"].default:
+        raise ValueError(f"variant {name!r} is a {FAMILIES[fixed['family']]}, not for a {config.__name__}")
+    if both := sorted(fixed.keys() & fields.keys()):
+        raise ValueError(
+            f"variant {name!r} already fixes {', '.join(both)}; for other sizes use {config.__name__}(...)"
         )
-    return fields
+    return fixed | fields
 
 
-def stem_channels(stem: tuple[int, ...]) -> int:
-    """Channels of the convolutional stem's output: 64 after the root, and 256 x 2^k after stage k."""
-    return 64 if not stem else 256 * 2 ** (len(stem) - 1)
-
-
-def stem_parameters(stem: tuple[int, ...], in_channels: int) -> int:
-    """Numbers of a hybrid's convolutional stem (`vit_model.resnet.Stem`), group norms included."""
-    total, channels = 7 * 7 * in_channels * 64 + 2 * 64, 64
-    for stage, units in enumerate(stem):
-        middle = 64 * 2**stage
-        wide = 4 * middle
-        shortcut = channels * wide + 2 * wide
-        for unit in range(units):
-            total += (wide if unit else channels) * middle + 9 * middle * middle + middle * wide
-            total += 2 * (middle + middle + wide) + (0 if unit else shortcut)
-        channels = wide
-    return total
+def _both_sides(size: int | tuple[int, int]) -> tuple[int, int]:
+    return (size, size) if isinstance(size, int) else size
 
 
 class Preprocessing(Frozen):
@@ -319,7 +375,7 @@ class Preprocessing(Frozen):
 class ModelContract(Frozen):
     """A model artifact's config.json: all that is needed to use its weights, and where they came from."""
 
-    architecture: ViTConfig
+    architecture: Architecture
     class_names: tuple[str, ...]
     """In the order of the logits; empty for a model without a head."""
     preprocessing: Preprocessing

@@ -105,8 +105,9 @@ def patch_embedding_components(model: ViT, count: int = 28) -> NDArray[np.float6
         )
     components = np.linalg.svd(filters - filters.mean(axis=0), full_matrices=False)[2][:count]
     largest = np.take_along_axis(components, np.abs(components).argmax(axis=1)[:, None], axis=1)
-    tiles = (components * np.sign(largest)).reshape(count, -1, embed.patch_size, embed.patch_size)
-    return tiles.transpose(0, 2, 3, 1)
+    kernels = (components * np.sign(largest)).reshape(count, -1, embed.patch_size, embed.patch_size)
+    tiles: NDArray[np.float64] = kernels.transpose(0, 2, 3, 1)
+    return tiles
 
 
 def position_similarity(model: ViT, layer: int = 0) -> NDArray[np.float32]:
@@ -159,7 +160,7 @@ def _walk(model: ViT, images: Tensor) -> Iterator[Tensor]:
         if config.axial:
             lines = split_lines(x, config.grid, index % 2)
             weights = block.attn.weights(block.norm1(lines.flatten(0, 1)))
-            yield weights.unflatten(0, lines.shape[:2])
+            yield weights.view(*lines.shape[:2], *weights.shape[1:])
         else:
             yield block.attn.weights(block.norm1(x))
 
@@ -168,7 +169,7 @@ def _batches(config: ViTConfig, images: Tensor) -> tuple[Tensor, ...]:
     """The images in parts so small that one layer's weights of a part fit `_WEIGHTS_AT_A_TIME`."""
     if not len(images):
         raise ValueError(f"images have shape {list(images.shape)}; at least one is needed")
-    return images.split(max(1, _WEIGHTS_AT_A_TIME // (config.num_heads * config.num_tokens**2)))
+    return torch.split(images, max(1, _WEIGHTS_AT_A_TIME // (config.num_heads * config.num_tokens**2)))
 
 
 def _device(model: ViT) -> torch.device:
@@ -178,4 +179,5 @@ def _device(model: ViT) -> torch.device:
 def _distances(grid: tuple[int, int], patch_size: int) -> Tensor:
     """Euclidean distances in pixels between the patches of a grid, [n, n]."""
     places = torch.cartesian_prod(*(torch.arange(side) for side in grid)).double()
-    return (places[:, None] - places).norm(dim=-1) * patch_size
+    distances: Tensor = torch.linalg.vector_norm(places[:, None] - places, dim=-1) * patch_size
+    return distances

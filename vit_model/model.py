@@ -15,7 +15,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from vit_model.config import ViTConfig, stem_channels
+from vit_model.bottlenecks import stem_channels
+from vit_model.config import ViTConfig
+from vit_model.parts import check_images, lecun_normal_
 from vit_model.positions import relative_scores, sincos2d
 from vit_model.resnet import Stem
 
@@ -231,7 +233,7 @@ class ViT(nn.Module):
     def forward(self, images: Tensor) -> Tensor:
         """[b, c, height, width] -> logits [b, classes]; the representation [b, d] when there is no head.
 
-        Raises ValueError for images of another size than the configuration's.
+        Raises ValueError for images of another size than the configuration's, or another dtype than the weights'.
         """
         tokens, representation = self.forward_features(images)
         if not self.config.num_classes:
@@ -246,18 +248,14 @@ class ViT(nn.Module):
 
         The tokens are normed, but where the norm comes after pooling. y is the class token, the mean of the
         patches' tokens or what the MAP head reads; then the tanh layer, if any.
-        Raises ValueError for images of another size than the configuration's.
+        Raises ValueError for images of another size than the configuration's, or another dtype than the weights'.
         """
         tokens = self.encode(self.embed(images))
         return tokens, self.represent(tokens)
 
     def embed(self, images: Tensor) -> Tensor:
         """Eq. 1: [b, c, height, width] -> the first block's input [b, n, d], class token and registers in front."""
-        expected = (self.config.in_channels, *self.config.image_shape)
-        if tuple(images.shape[1:]) != expected:
-            raise ValueError(
-                f"images have shape {list(images.shape)}; this model needs [b, {', '.join(map(str, expected))}]"
-            )
+        check_images(images, self.config, self.patch_embed.proj.weight.dtype)
         return self.assemble(self.patch_embed(images))
 
     def assemble(self, patches: Tensor) -> Tensor:
@@ -386,13 +384,6 @@ class ViT(nn.Module):
             drawn.fill_(0.0 if layer == "norm3" else 1.0)
         elif layer in ("head", "head_dist") and leaf == "bias":
             drawn.fill_(self.config.head_bias)
-
-
-def lecun_normal_(drawn: Tensor, generator: torch.Generator) -> None:
-    """Variance 1 / fan-in for a kernel [out, in, ...], cut at two standard deviations."""
-    # Cutting a normal there leaves 0.8796 of its spread.
-    std = math.sqrt(1 / drawn[0].numel()) / 0.87962566103423978
-    nn.init.trunc_normal_(drawn, std=std, a=-2 * std, b=2 * std, generator=generator)
 
 
 def along_axis(block: nn.Module, x: Tensor, grid: tuple[int, int], axis: int) -> Tensor:

@@ -15,8 +15,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from vit_model.config import ModelContract, ViTConfig
-from vit_model.model import ViT
+from vit_model.build import Network, build
+from vit_model.config import Architecture, ModelContract, ViTConfig
 from vit_model.positions import resize_axis, resize_position_embedding
 
 WEIGHTS_FILE = "model.safetensors"
@@ -38,7 +38,7 @@ NOT_ENCODER = {
 }
 
 
-def save_model(folder: Path, model: ViT, contract: ModelContract) -> None:
+def save_model(folder: Path, model: Network, contract: ModelContract) -> None:
     """Write the model's weights and contract into `folder`, which is made when missing.
 
     Raises ValueError when the contract describes another model, or when a weight is NaN or infinite.
@@ -57,7 +57,7 @@ def save_model(folder: Path, model: ViT, contract: ModelContract) -> None:
     (folder / CONTRACT_FILE).write_bytes(f"{text}\n".encode())
 
 
-def load_model(folder: Path) -> tuple[ViT, ModelContract]:
+def load_model(folder: Path) -> tuple[Network, ModelContract]:
     """The model in `folder`, float32 on the CPU, in evaluation mode, and its contract.
 
     Raises ValueError, naming the file, when one of the two is missing, cut short or not what it claims to be,
@@ -81,11 +81,12 @@ def load_model(folder: Path) -> tuple[ViT, ModelContract]:
 
 
 @torch.no_grad()
-def transfer_backbone(model: ViT, source: ViT) -> list[str]:
+def transfer_backbone(model: Network, source: Network) -> list[str]:
     """Copy everything but the heads from `source` into `model`, a new one, for fine-tuning (section 3.2).
 
     Both head layers are left behind (the tanh layer belongs to pretraining); `model` keeps its own, as it was
-    initialised. Position embeddings are resized when the grids differ. Returns lines that say what was done.
+    initialised. Position embeddings are resized when the grids differ; a ResNet has none. Returns lines that say
+    what was done.
     Raises ValueError when the encoders are not the same function of their weights, naming both values.
     """
     ours, theirs = model.config, source.config
@@ -95,30 +96,35 @@ def transfer_backbone(model: ViT, source: ViT) -> list[str]:
         )
         raise ValueError(f"backbone does not fit the model: they have {pairs}")
     weights = {name: tensor for name, tensor in source.state_dict().items() if not name.startswith(HEADS)}
-    lines = resize_positions(weights, theirs, ours)
+    lines = []
+    if isinstance(ours, ViTConfig) and isinstance(theirs, ViTConfig):
+        lines = resize_positions(weights, theirs, ours)
     parameters = dict(model.named_parameters())
     for name, tensor in weights.items():
         parameters[name].copy_(tensor)
-    if theirs.representation_head:
+    if "pre_logits.weight" in source.state_dict():
         lines.append("pre_logits: the source's tanh layer was dropped")
     if theirs.num_classes:
         lines.append(f"head: the source's {theirs.num_classes} classes were dropped")
-    if ours.representation_head:
+    if "pre_logits.weight" in parameters:
         lines.append("pre_logits: newly initialised")
     if ours.num_classes:
         lines.append(f"head: newly initialised for {ours.num_classes} classes")
     return lines
 
 
-def _different_fields(ours: ViTConfig, theirs: ViTConfig) -> list[str]:
+def _different_fields(ours: Architecture, theirs: Architecture) -> list[str]:
     """Fields in which two configurations differ as encoders."""
+    if ours.family != theirs.family:
+        return ["family"]
     different = [
         name
         for name in type(ours).model_fields
         if name not in NOT_ENCODER and getattr(ours, name) != getattr(theirs, name)
     ]
-    if (ours.layer_scale is None) != (theirs.layer_scale is None):  # how large it begins is forgotten at once
-        different.append("layer_scale")
+    # how large layer_scale begins is forgotten at once; whether there is one is not
+    if isinstance(ours, ViTConfig) and isinstance(theirs, ViTConfig):
+        different += ["layer_scale"] * ((ours.layer_scale is None) != (theirs.layer_scale is None))
     return different
 
 
@@ -172,18 +178,20 @@ def _check_header_size(path: Path) -> None:
         )
 
 
-def _empty_model(path: Path, contract: ModelContract, found: dict[str, tuple[tuple[int, ...], str]]) -> ViT:
+def _empty_model(
+    path: Path, contract: ModelContract, found: dict[str, tuple[tuple[int, ...], str]]
+) -> Network:
     """A model on "meta" for tensors of these names, shapes and dtypes, or ValueError."""
     # Counts first: a hostile depth of 10^9 must not be built to see that it does not fit.
     count = sum(math.prod(shape) for shape, _ in found.values())
     expected = contract.architecture.num_parameters
-    if count != expected or len(found) < contract.architecture.depth:
+    if count != expected or len(found) < contract.architecture.num_blocks:
         raise ValueError(
             f"{path} has {count} numbers in {len(found)} tensors; "
             f"the architecture in {CONTRACT_FILE} has {expected}"
         )
     with torch.device("meta"):
-        model = ViT(contract.architecture)
+        model = build(contract.architecture)
     expected_shapes = {name: (tuple(tensor.shape), "F32") for name, tensor in model.state_dict().items()}
     if unknown := sorted(found.keys() - expected_shapes.keys()):
         raise ValueError(f"{path} holds tensors that the architecture has not: {', '.join(unknown[:5])}")

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from pipelines.store import Manifest
+from vit_model.config import family_of
 
 Part = tuple[str, Manifest, Path]
 
@@ -130,6 +131,9 @@ def _normalisation(folder: Path) -> str:
 
 
 def _size(model: Mapping[str, Any]) -> str:
+    if family_of(model) == "resnet":
+        units = ", ".join(map(str, model["units"]))
+        return f"ResNet of {units} units, width factor {model['width_factor']}"
     heads, patch = model["num_heads"], model["patch_size"]
     return f"ViT of width {model['width']}, depth {model['depth']}, {heads} heads, patch {patch}"
 

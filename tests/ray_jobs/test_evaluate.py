@@ -69,8 +69,8 @@ def test_pixel_rows_equal_a_ridge_written_out(store: Store, digits: Manifest, mo
     found = rows.read_table(folder / "rows.parquet", rows.ROWS)
     assert len(found) == 4 * 2 * 2
     assert {row["method"] for row in found} == {
-        evaluate.SEEN,
-        evaluate.UNTRAINED,
+        "ViT, trained on these images",
+        "ViT, untrained",
         "pixels",
         "pixels, standardised",
     }

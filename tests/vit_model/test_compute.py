@@ -10,8 +10,9 @@ from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 from vit_model import compute
-from vit_model.config import ViTConfig
-from vit_model.model import ViT
+from vit_model.build import build
+from vit_model.config import Architecture, ResNetConfig, ViTConfig
+from vit_model.variants import RESNETS
 
 # Model, resolution; GMACs, forward GFLOPs and training GFLOPs an image, as vit.md's section 11 prints them: from the
 # definitions, with 1000 classes behind the tanh layer.
@@ -31,20 +32,28 @@ FLOPS = [
     ("H/14", 518, "1016.7", "2033", "6100"),
 ]
 JFT_IMAGES = 303e6
-# The paper's table 6: epochs on JFT, exaFLOPs; and by how much of that ours may differ. Its 859 for 7 epochs and 1668
-# for 14 of one model do not agree with each other: half of the latter is 834.
+# The paper's table 6: epochs on JFT, exaFLOPs, and by how many % ours are more. A hybrid's 859 for 7 epochs and 1668
+# for 14 don't agree with each other: half of the latter is 834. Of the ResNets we count 3.5 to 5 % more throughout;
+# the paper does not say how it counted, and strides in the 1x1 convolutions would explain a part only.
 TABLE_6 = [
-    ("B/32", 7, 55, 0.025),
-    ("B/16", 7, 224, 0.005),
-    ("L/32", 7, 196, 0.005),
-    ("L/16", 7, 783, 0.005),
-    ("L/16", 14, 1567, 0.005),
-    ("H/14", 14, 4262, 0.005),
-    ("R50+B/32", 7, 106, 0.02),
-    ("R50+B/16", 7, 274, 0.005),
-    ("R50+L/32", 7, 246, 0.006),
-    ("R50+L/16", 7, 859, 0.03),
-    ("R50+L/16", 14, 1668, 0.005),
+    ("B/32", 7, 55, 2.34),
+    ("B/16", 7, 224, -0.14),
+    ("L/32", 7, 196, -0.03),
+    ("L/16", 7, 783, 0.07),
+    ("L/16", 14, 1567, 0.01),
+    ("H/14", 14, 4262, -0.08),
+    ("R50x1", 7, 50, 4.98),
+    ("R50x2", 7, 199, 3.52),
+    ("R101x1", 7, 96, 3.89),
+    ("R152x1", 7, 141, 4.24),
+    ("R152x2", 7, 563, 3.72),
+    ("R152x2", 14, 1126, 3.72),
+    ("R200x3", 14, 3306, 3.51),
+    ("R50+B/32", 7, 106, 1.71),
+    ("R50+B/16", 7, 274, 0.09),
+    ("R50+L/32", 7, 246, 0.53),
+    ("R50+L/16", 7, 859, -2.88),
+    ("R50+L/16", 14, 1668, 0.03),
 ]
 
 SMALL: dict[str, Any] = {
@@ -56,7 +65,7 @@ SMALL: dict[str, Any] = {
     "mlp_dim": 192,
     "num_classes": 10,
 }
-OPTIONS: list[dict[str, Any]] = [
+VITS: list[dict[str, Any]] = [
     {},
     {"pooling": "gap", "image_size": (32, 48)},
     {"pooling": "gap", "class_token": True, "norm_after_pooling": True},
@@ -72,6 +81,21 @@ OPTIONS: list[dict[str, Any]] = [
     {"stem": (1, 2, 1), "patch_size": 16, "image_size": (64, 96)},
     {"stem": (), "patch_size": 8, "image_size": 64},
 ]
+
+RESNET_SHAPES: list[dict[str, Any]] = [
+    {"units": (1, 2), "image_size": 64},
+    {"units": (2, 1, 1), "image_size": (50, 77), "width_factor": 2, "in_channels": 1},
+]
+SHAPES: list[Architecture] = [
+    *(ViTConfig.model_validate({**SMALL, **options}) for options in VITS),
+    *(ResNetConfig.model_validate({"num_classes": 10, **shape}) for shape in RESNET_SHAPES),
+]
+
+
+def said(config: Architecture) -> str:
+    """What is not as by default, to name a test."""
+    changed = {k: v for k, v in config.model_dump(exclude_unset=True).items() if SMALL.get(k) != v}
+    return str(changed)
 
 
 BOUND = 0.01
@@ -93,11 +117,11 @@ def test_flops_are_the_tables_to_its_last_digit(
     assert printed(compute.train_flops(config) / 1e9, train) == train
 
 
-def counted(config: ViTConfig, backward: bool = False) -> float:
+def counted(config: Architecture, backward: bool = False) -> float:
     """Operations by image as torch counts them, without memory or work for them."""
     images = 4
     with torch.device("meta"):
-        model = ViT(config)
+        model = build(config)
         pixels = torch.empty(images, config.in_channels, *config.image_shape)
         with FlopCounterMode(display=False) as counter:
             out = model(pixels)
@@ -106,30 +130,40 @@ def counted(config: ViTConfig, backward: bool = False) -> float:
     return counter.get_total_flops() / images
 
 
-@pytest.mark.parametrize("options", OPTIONS, ids=str)
-def test_flops_are_those_that_torch_counts(options: dict[str, Any]) -> None:
-    config = ViTConfig.model_validate({**SMALL, **options})
+@pytest.mark.parametrize("config", SHAPES, ids=said)
+def test_flops_are_those_that_torch_counts(config: Architecture) -> None:
     assert compute.forward_flops(config) == pytest.approx(counted(config), rel=0.005)
 
 
-@pytest.mark.parametrize("name", ["Ti/16", "S/32", "B/16", "H/14", "R+Ti/16", "R26+S/32", "R50+B/16"])
+@pytest.mark.parametrize(
+    "name", ["Ti/16", "S/32", "B/16", "H/14", "R+Ti/16", "R26+S/32", "R50+B/16", "R50x1"]
+)
 def test_flops_of_the_papers_models_are_those_that_torch_counts(name: str) -> None:
-    config = ViTConfig.variant(name, image_size=224, num_classes=1000)
+    config = named(name, num_classes=1000)
     forward, step = counted(config), counted(config, backward=True)
     assert compute.forward_flops(config) == pytest.approx(forward, rel=0.005)
     # Nobody asks for the gradient by the pixels, so the first product has only half of its backward pass.
-    first = 112 * 112 * 7 * 7 * 3 * 64 if config.stem is not None else 224 * 224 * 3 * config.width
+    first = 112 * 112 * 7 * 7 * 3 * 64 if name.startswith("R") else 224 * 224 * 3 * config.width
     assert compute.train_flops(config) - 2 * first == pytest.approx(step, rel=0.005)
 
 
-def pretraining(name: str) -> ViTConfig:
-    """As in the paper: at 224, 18,291 classes of JFT behind a tanh layer."""
-    return ViTConfig.variant(name, image_size=224, num_classes=18_291, representation_head=True)
+def named(name: str, **fields: Any) -> Architecture:
+    family = ResNetConfig if name in RESNETS else ViTConfig
+    return family.variant(name, image_size=224, **fields)
+
+
+def pretraining(name: str) -> Architecture:
+    """As in the paper: at 224, 18,291 classes of JFT, a ViT's behind a tanh layer."""
+    tanh = {} if name in RESNETS else {"representation_head": True}
+    return named(name, num_classes=18_291, **tanh)
 
 
 @pytest.mark.parametrize(("name", "epochs", "published", "gap"), TABLE_6)
-def test_exaflops_are_the_papers(name: str, epochs: int, published: float, gap: float) -> None:
-    assert compute.exaflops(pretraining(name), epochs * JFT_IMAGES) == pytest.approx(published, rel=gap)
+def test_exaflops_beside_the_papers(name: str, epochs: int, published: float, gap: float) -> None:
+    found = 100 * (compute.exaflops(pretraining(name), epochs * JFT_IMAGES) / published - 1)
+    assert found == pytest.approx(gap, abs=0.006)
+    if not name.startswith("R"):  # the ViTs: the table rounds B/32 to 55
+        assert abs(found) < (2.5 if name == "B/32" else 0.5)
 
 
 def test_core_days_of_table_2_imply_a_utilisation_that_tpus_have() -> None:
@@ -181,10 +215,9 @@ def kept_bytes(model: torch.nn.Module, run: Any) -> int:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("options", OPTIONS, ids=str)
-def test_activation_memory_is_what_autograd_keeps(options: dict[str, Any], dtype: torch.dtype) -> None:
-    config = ViTConfig.model_validate({**SMALL, **options})
-    model, images = ViT(config).to(dtype), 16
+@pytest.mark.parametrize("config", SHAPES, ids=said)
+def test_activation_memory_is_what_autograd_keeps(config: Architecture, dtype: torch.dtype) -> None:
+    model, images = build(config).to(dtype), 16
     pixels = torch.randn(images, config.in_channels, *config.image_shape, dtype=dtype)
     estimated = compute.activation_bytes(
         config, images, value_bytes=dtype.itemsize, fused_attention=dtype == torch.float32
@@ -192,10 +225,9 @@ def test_activation_memory_is_what_autograd_keeps(options: dict[str, Any], dtype
     assert estimated == pytest.approx(kept_bytes(model, lambda: model(pixels)), rel=BOUND)
 
 
-@pytest.mark.parametrize("options", OPTIONS, ids=str)
-def test_with_checkpointing_inputs_and_one_block_are_kept(options: dict[str, Any]) -> None:
-    config = ViTConfig.model_validate({**SMALL, **options})
-    model, images = ViT(config), 16
+@pytest.mark.parametrize("config", SHAPES[: len(VITS)], ids=said)
+def test_with_checkpointing_inputs_and_one_block_are_kept(config: ViTConfig) -> None:
+    model, images = build(config), 16
     pixels = torch.randn(images, config.in_channels, *config.image_shape)
     tokens = images * config.num_tokens
     if config.axial:
@@ -209,6 +241,11 @@ def test_with_checkpointing_inputs_and_one_block_are_kept(options: dict[str, Any
     estimated = compute.activation_bytes(config, images, value_bytes=4, checkpointing=True)
     assert estimated == pytest.approx(expected, rel=BOUND)
     assert estimated < compute.activation_bytes(config, images, value_bytes=4)
+
+
+def test_a_resnet_has_no_blocks_to_checkpoint() -> None:
+    with pytest.raises(ValueError, match="checkpointing is of transformer blocks, and the model is a ResNet"):
+        compute.activation_bytes(SHAPES[-1], 1, checkpointing=True)
 
 
 def test_costs_need_no_torch() -> None:
