@@ -236,7 +236,7 @@ def derived_numbers(
         f" · {compute.train_flops(architecture) / 1e9:.4g} GFLOPs an image in training"
         f" · {exaflops:.4g} exaFLOPs in {config.steps:,} steps of {config.batch_size:,} images"
         f" · {compute.tpuv3_core_days(exaflops):.2g} TPUv3-core-days",
-        f"memory of each of {world} worker(s), estimated: {activations / mib:,.1f} MiB activations of {images:,} images"
+        f"memory of a worker (of {world}), estimated: {activations / mib:,.1f} MiB activations of {images:,} images"
         f" · {states.weights / mib:,.1f} MiB weights · {states.gradients / mib:,.1f} MiB gradients"
         f" · {states.optimizer / mib:,.1f} MiB optimizer states (ZeRO-{config.zero_stage})",
     )

@@ -4,7 +4,8 @@ In: a `ViTConfig` or `ResNetConfig`. Out: numbers; importing this imports neithe
 Use: `train_flops(ViTConfig.variant("B/16", image_size=224))`; `config.num_parameters` counts parameters.
 
 Counted are matrix products and convolutions, a multiplication with its addition as one MAC or two FLOPs; softmax,
-norms, GELU, biases and sums are not, as in the paper's own figures (table 6, which this reproduces).
+norms, GELU, biases and sums are not. That is how the paper counts: its table 6 comes out for the ViTs. All tokens
+count in every block, needed or not, so that figures of one model can be compared whoever computed it.
 Letters: N tokens, n patches, d width, m width of the MLP, p patch size, c channels, h heads.
 """
 
