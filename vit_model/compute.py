@@ -118,8 +118,8 @@ def activation_bytes(
     (d), what the second norm gives (d), and the MLP before and after its GELU (2m): 8d + 2m; and float32 mean and
     deviation of both norms. Fused attention keeps a float32 sum for each query and head; plain attention, which
     relative positions always take here, the float32 weights, N h for each query, and their copy in a smaller dtype.
-    LayerScale keeps 2d more, quick GELU m, dropout a byte for each value that it may drop (2d + m). With
-    checkpointing each block keeps its input, and one block at a time is computed again.
+    LayerScale keeps 2d more, quick GELU m, dropout a byte for each value that it may drop (2d + m; on a CPU it takes
+    `value_bytes` for it). With checkpointing each block keeps its input, and one block at a time is computed again.
     A convolution keeps its input, its norm's input, what relu gives and a padded copy where there is one.
 
     Not in it: the loss, what operators need while they run, fragmentation, weights and their gradients. Against what
@@ -140,6 +140,7 @@ def activation_bytes(
         blocks = config.num_blocks * block
     kernels = 0 if config.stem is None else 2 * stem_parameters(config.stem, config.in_channels)
     kept = blocks + _values_outside(config) * value_bytes
+    kept += config.num_tokens * config.width * (config.dropout > 0)  # after the positions
     return images * kept + convolutions + kernels * value_bytes
 
 

@@ -16,6 +16,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from vit_model.build import Network
 from vit_model.config import ViTConfig
 from vit_model.model import Block, ViT, split_lines
 
@@ -23,20 +24,21 @@ from vit_model.model import Block, ViT, split_lines
 _WEIGHTS_AT_A_TIME = 2**26
 
 
-def attention_weights(model: ViT, images: Tensor) -> list[NDArray[np.float32]]:
+def attention_weights(network: Network, images: Tensor) -> list[NDArray[np.float32]]:
     """How much each token attends to each, block by block: [b, h, n, n] each, rows sum to 1.
 
     Tokens are in the model's order: class token, distillation token, registers, patches in raster order. An axial
     block has [b, lines, h, m, m]: m tokens in each row of the grid (blocks 0, 2, ...) or in each column (1, 3, ...).
     All of it is held at once: 4 b h n^2 bytes a block.
 
-    Raises ValueError for images of another size than the model's.
+    Raises ValueError for a model that is no ViT, or images of another size than its own.
     """
+    model = _vit(network, "attention")
     with _inference(model):
         return [weights.cpu().numpy() for weights in _walk(model, images)]
 
 
-def attention_distance(model: ViT, images: Tensor) -> NDArray[np.float64]:
+def attention_distance(network: Network, images: Tensor) -> NDArray[np.float64]:
     """Mean distance in pixels between a patch and what it attends to, [blocks, h] (figure 7 right, D.7).
 
     As the authors compute it (google-research/vision_transformer, issue 162): the weights from patch to patch are
@@ -44,9 +46,11 @@ def attention_distance(model: ViT, images: Tensor) -> NDArray[np.float64]:
     took 128. Uniform attention on 14 x 14 patches of 16 pixels gives 116.5, or 196 / 197 of it beside a class token.
     In an axial model the distance is along the row or column that a block sees.
 
-    Raises ValueError for no images, or images of another size than the model's.
+    Raises ValueError for a model that is no ViT, for no images, or images of another size than the model's.
     """
-    config, totals = model.config, torch.zeros(model.config.num_blocks, model.config.num_heads).double()
+    model = _vit(network, "attention distance")
+    config = model.config
+    totals = torch.zeros(config.num_blocks, config.num_heads, dtype=torch.float64)
     with _inference(model):
         for batch in _batches(config, images):
             for index, weights in enumerate(_walk(model, batch)):
@@ -58,7 +62,7 @@ def attention_distance(model: ViT, images: Tensor) -> NDArray[np.float64]:
     return (totals / (len(images) * config.num_patches)).numpy()
 
 
-def attention_rollout(model: ViT, images: Tensor) -> NDArray[np.float32]:
+def attention_rollout(network: Network, images: Tensor) -> NDArray[np.float32]:
     """How much of each patch reaches the representation, [b, rows, columns], the largest 1 (figure 6, D.8).
 
     The heads' mean of each block and the identity, half and half (the residual connection; only the former where
@@ -66,8 +70,9 @@ def attention_rollout(model: ViT, images: Tensor) -> NDArray[np.float32]:
     token's row. Where the representation is not the class token, the mean of the patches' rows: exact for the mean
     over tokens, and for a MAP head what it would be if its query attended to all patches alike.
 
-    Raises ValueError for an axial model, no images, or images of another size than the model's.
+    Raises ValueError for an axial model or one that is no ViT, no images, or images of another size than its own.
     """
+    model = _vit(network, "attention rollout")
     config = model.config
     if config.axial:
         raise ValueError(
@@ -88,15 +93,15 @@ def attention_rollout(model: ViT, images: Tensor) -> NDArray[np.float32]:
     return torch.cat(maps).numpy()
 
 
-def patch_embedding_components(model: ViT, count: int = 28) -> NDArray[np.float64]:
+def patch_embedding_components(network: Network, count: int = 28) -> NDArray[np.float64]:
     """The first principal components of the patch embedding's filters, [count, p, p, c] (figure 7 left).
 
     Of norm 1, by falling variance over the d filters; the sign is such that the largest entry is positive. In a
     hybrid the filters are of the stem's feature map: p is in its pixels and c are its channels.
 
-    Raises ValueError where there are not as many components.
+    Raises ValueError where there are not as many components, or for a model that is no ViT.
     """
-    embed = model.patch_embed
+    embed = _vit(network, "the patch embedding").patch_embed
     filters = embed.proj.weight.detach().double().cpu().numpy()  # [d, c * p * p]
     if not 1 <= count <= min(filters.shape):
         raise ValueError(
@@ -110,14 +115,15 @@ def patch_embedding_components(model: ViT, count: int = 28) -> NDArray[np.float6
     return tiles
 
 
-def position_similarity(model: ViT, layer: int = 0) -> NDArray[np.float32]:
+def position_similarity(network: Network, layer: int = 0) -> NDArray[np.float32]:
     """Cosine between the position embeddings of all patches, [rows, columns, rows, columns] (figure 7 centre).
 
     Entry [i, j] is the tile of the patch in row i and column j; the class token's embedding is left out. `layer`
     says which table, where each block has one of its own.
 
-    Raises ValueError where patches have no embeddings, or the layer none of its own.
+    Raises ValueError where patches have no embeddings, the layer has none of its own, or the model is no ViT.
     """
+    model = _vit(network, "position similarity")
     config = model.config
     if config.position in ("none", "relative"):
         raise ValueError(
@@ -134,6 +140,12 @@ def position_similarity(model: ViT, layer: int = 0) -> NDArray[np.float32]:
         assert table is not None
         places = torch.nn.functional.normalize(table[0, config.num_prefix_tokens :].float(), dim=1)
         return (places @ places.T).cpu().numpy().reshape(*config.grid, *config.grid)
+
+
+def _vit(network: Network, what: str) -> ViT:
+    if not isinstance(network, ViT):
+        raise ValueError(f"{what} is looked at in a ViT; this model is a {type(network).__name__}")
+    return network
 
 
 @contextmanager

@@ -2,6 +2,7 @@
 
 import itertools
 import math
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -11,8 +12,9 @@ from torch import Tensor
 
 from tests.vit_model.test_model import SMALL, hugging_face_names, randomised
 from vit_model import inspection
-from vit_model.config import ViTConfig
+from vit_model.config import ResNetConfig, ViTConfig
 from vit_model.model import ViT
+from vit_model.resnet import ResNet
 
 MODELS: list[dict[str, Any]] = [
     {},
@@ -289,3 +291,18 @@ def test_what_a_model_has_not_is_said() -> None:
         model, _ = model_and_images({"position": position})
         with pytest.raises(ValueError, match=f"position similarity .* position is '{position}'"):
             inspection.position_similarity(model)
+
+
+def test_a_resnet_has_nothing_to_look_at_here() -> None:
+    resnet = ResNet(ResNetConfig(units=(1,), image_size=8))
+    images = torch.zeros(1, 3, 8, 8)
+    looks: list[tuple[Callable[[], Any], str]] = [
+        (lambda: inspection.attention_weights(resnet, images), "attention"),
+        (lambda: inspection.attention_distance(resnet, images), "attention distance"),
+        (lambda: inspection.attention_rollout(resnet, images), "attention rollout"),
+        (lambda: inspection.patch_embedding_components(resnet), "the patch embedding"),
+        (lambda: inspection.position_similarity(resnet), "position similarity"),
+    ]
+    for look, what in looks:
+        with pytest.raises(ValueError, match=f"^{what} is looked at in a ViT; this model is a ResNet"):
+            look()
