@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from ray_jobs.shards import Dataset, DatasetInfo
-    from vit_model.config import ModelContract, Preprocessing
+    from vit_model.config import Architecture, ModelContract, Preprocessing
 
 MODEL_FILES = ("model.safetensors", "config.json")
 _CURVE_POINTS = 100
@@ -75,6 +75,7 @@ def train(
     """
     devices.set_threads(config.threads)
     from ray_jobs.shards import open_dataset
+    from vit_model import compute
     from vit_model.build import build
     from vit_model.masked_patches import MaskedPatches
     from vit_model.model import ViT
@@ -85,6 +86,8 @@ def train(
     masked = config.objective == "masked_patches"
     contract = model_contract(config.model, config.resolution, dataset.info, classifier=not masked)
     data = load_data(dataset, contract.preprocessing)
+    if worker.rank == 0:
+        print(*derived_numbers(config, contract.architecture, worker.world, device), sep="\n", flush=True)
     model = build(contract.architecture)
     model.initialise(config.seed)
     task: torch.nn.Module = model
@@ -106,12 +109,15 @@ def train(
         trained.load_state_dict(weights)
         save_model(output, trained, contract)
         (output / "curve.json").write_text(json.dumps(curve, indent=1) + "\n")
+    exaflops = compute.exaflops(contract.architecture, config.steps * config.batch_size)
     metrics: dict[str, float | int | str] = {
         "parameters": contract.architecture.num_parameters,
         "workers": worker.world,
         "device": str(device.type),
         "train_seconds": seconds,
         "images_per_second": config.steps * config.batch_size / seconds,
+        "exaflops": exaflops,
+        "flops_per_second": exaflops * 1e18 / seconds,
         "final_loss": curve[-1]["loss"],
     }
     if (dev_accuracy := curve[-1]["dev_accuracy"]) is not None:
@@ -251,6 +257,32 @@ def model_contract(size: Model, resolution: int, info: DatasetInfo, classifier: 
         preprocessing=preprocessing,
         training_data=info.content_digest,
         license=None,
+    )
+
+
+def derived_numbers(
+    config: Pretrain, architecture: Architecture, world: int, device: torch.device
+) -> tuple[str, str]:
+    """What follows from the configuration, in two lines with every number named: operations and memory."""
+    from vit_model import compute
+
+    exaflops = compute.exaflops(architecture, config.steps * config.batch_size)
+    images, value_bytes = config.batch_size // world, devices.torch_dtype(config.dtype, device).itemsize
+    fused = device.type != "cpu" or config.dtype == "float32"  # as `vit_model.model.attention` chooses
+    activations = compute.activation_bytes(
+        architecture, images, value_bytes=value_bytes, fused_attention=fused
+    )
+    states = compute.model_state_bytes(architecture.num_parameters, config.zero_stage, world, value_bytes)
+    mib = 2**20
+    return (
+        f"compute: {architecture.num_parameters:,} parameters"
+        f" · {compute.forward_flops(architecture) / 1e9:.4g} GFLOPs an image forward"
+        f" · {compute.train_flops(architecture) / 1e9:.4g} GFLOPs an image in training"
+        f" · {exaflops:.4g} exaFLOPs in {config.steps:,} steps of {config.batch_size:,} images"
+        f" · {compute.tpuv3_core_days(exaflops):.2g} TPUv3-core-days",
+        f"memory of a worker (of {world}), estimated: {activations / mib:,.1f} MiB activations of {images:,} images"
+        f" · {states.weights / mib:,.1f} MiB weights · {states.gradients / mib:,.1f} MiB gradients"
+        f" · {states.optimizer / mib:,.1f} MiB optimizer states (ZeRO-{config.zero_stage})",
     )
 
 

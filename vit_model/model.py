@@ -9,6 +9,7 @@ The names of the parameters are timm's, so weights of others are renamed in few 
 """
 
 import math
+from collections.abc import Iterator
 
 import torch
 import torch.nn.functional as F
@@ -271,14 +272,21 @@ class ViT(nn.Module):
 
     def encode(self, x: Tensor) -> Tensor:
         """Eq. 2 to 4: [b, n, d] -> the last block's output [b, n, d], normed where the norm is before pooling."""
+        for state in self.states(x):
+            x = state
+        return x if self.config.norm_after_pooling else self.norm(x)
+
+    def states(self, x: Tensor) -> Iterator[Tensor]:
+        """Eq. 2 and 3: [b, n, d] -> what each block is given, positions added, then what the last one gives."""
         config = self.config
         for index, block in enumerate(self.blocks):
             if config.position_at != "stem":
                 table = self.positions(index if config.position_at == "every_layer" else 0)
                 assert table is not None
                 x = x + table.to(x.dtype)
+            yield x
             x = along_axis(block, x, config.grid, index % 2) if config.axial else block(x)
-        return x if config.norm_after_pooling else self.norm(x)
+        yield x
 
     def represent(self, tokens: Tensor) -> Tensor:
         """The encoder's tokens [b, n, d] -> the representation y [b, d]."""
@@ -380,8 +388,12 @@ class ViT(nn.Module):
 
 def along_axis(block: nn.Module, x: Tensor, grid: tuple[int, int], axis: int) -> Tensor:
     """Apply a block to each row (axis 0) or column (1) of the grid by itself: [b, rows * columns, d] -> the same."""
-    b, _, d = x.shape
-    image = x.view(b, *grid, d)
-    image = image.transpose(1, 2) if axis else image  # [b, lines, tokens of a line, d]
-    out: Tensor = block(image.reshape(-1, image.shape[2], d)).view(image.shape)
+    lines = split_lines(x, grid, axis)
+    out: Tensor = block(lines.flatten(0, 1)).view(lines.shape)
     return (out.transpose(1, 2) if axis else out).reshape(x.shape)
+
+
+def split_lines(x: Tensor, grid: tuple[int, int], axis: int) -> Tensor:
+    """[b, rows * columns, d] -> [b, lines, tokens of a line, d]; a line is a row (axis 0) or a column (1)."""
+    image = x.view(len(x), *grid, x.shape[2])
+    return image.transpose(1, 2) if axis else image

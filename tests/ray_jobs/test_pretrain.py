@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing
 from torch.nn import functional
+from torch.utils.flop_counter import FlopCounterMode
 
 from pipelines.spec import Finetune, ModelSize, Optimizer, Pretrain
 from pipelines.store import open_store
@@ -97,6 +98,30 @@ def test_learns_and_leaves_a_whole_model(dataset, tmp_path):
     assert [point["step"] for point in curve] == list(range(1, 81))
     assert [point["step"] for point in curve if point["dev_accuracy"] is not None] == [16, 32, 48, 64, 80]
     assert curve[-1]["loss"] < 0.5 * curve[0]["loss"]
+
+
+def test_says_what_it_will_take_before_it_begins(dataset, tmp_path, capsys):
+    metrics = pretrain.train(configuration(steps=8, threads=1), dataset, tmp_path)
+    said = capsys.readouterr().out
+    _, contract = load_model(tmp_path)
+    with (
+        torch.device("meta"),
+        FlopCounterMode(display=False) as counter,
+    ):  # elsewhere it overlooks fused attention
+        model = ViT(contract.architecture)
+        model.head(model.forward_features(torch.zeros(1, 1, 8, 8))[1])
+    flops = counter.get_total_flops()
+    compute, memory = said.index("compute: "), said.index("memory of a worker (of 1), estimated: ")
+    assert compute < memory < said.index("progress step")
+    parameters = sum(p.numel() for p in model.parameters())
+    for part in (
+        f"{parameters:,} parameters",
+        f"{flops / 1e9:.4g} GFLOPs an image forward",
+        "in 8 steps of 16 images",
+    ):
+        assert part in said
+    assert metrics["exaflops"] == pytest.approx(3 * flops * 8 * 16 / 1e18)
+    assert metrics["flops_per_second"] == pytest.approx(3 * flops * metrics["images_per_second"])
 
 
 def test_the_same_configuration_gives_the_same_bytes_and_another_seed_does_not(dataset, tmp_path):
