@@ -18,8 +18,9 @@ def check_images(images: Tensor, config: ViTConfig | ResNetConfig, dtype: torch.
         raise ValueError(
             f"images have shape {list(images.shape)}; this model needs [b, {', '.join(map(str, expected))}]"
         )
-    casts = images.is_floating_point() and torch.is_autocast_enabled(images.device.type)
-    if images.dtype != dtype and not casts:
+    if images.dtype != dtype:
+        if images.is_floating_point() and torch.is_autocast_enabled(images.device.type):
+            return
         raise ValueError(f"images are {images.dtype}, the model's weights {dtype}")
 
 
