@@ -16,6 +16,12 @@ from vit_model.config import ViTConfig, stem_channels
 
 POSITIONS = "Transformer/posembed_input/pos_embedding"
 BLOCK = "Transformer/encoderblock_"
+# The paper's name and big_vision's: flax came to number the modules of a block by kind.
+RENAMED = (
+    ("/MultiHeadDotProductAttention_1/", "/MultiHeadDotProductAttention_0/"),
+    ("/LayerNorm_2/", "/LayerNorm_1/"),
+    ("/MlpBlock_3/", "/MlpBlock_0/"),
+)
 
 
 class Part(NamedTuple):
@@ -66,6 +72,25 @@ def layout(config: ViTConfig) -> list[Part]:
     if config.num_classes:
         parts += _dense("head", "head", width, config.num_classes)
     return parts
+
+
+def older(name: str) -> str:
+    """The paper's name for an array that may have big_vision's."""
+    if name in ("pos_embedding", "Transformer/pos_embedding"):
+        return POSITIONS
+    if name.startswith(BLOCK):
+        for old, new in RENAMED:
+            name = name.replace(new, old)
+    return name
+
+
+def newer(name: str) -> str:
+    """big_vision's name for an array that has the paper's."""
+    if name == POSITIONS:
+        return "pos_embedding"
+    for old, new in RENAMED:
+        name = name.replace(old, new)
+    return name
 
 
 def _stem(stem: tuple[int, ...], in_channels: int) -> list[Part]:

@@ -10,6 +10,7 @@ import struct
 import tracemalloc
 import zipfile
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from tests import timm_models
 from tests.vit_model.formats import google_numpy
 from vit_model.config import VARIANTS, ModelContract, Preprocessing, ViTConfig
 from vit_model.formats import Imported, npz
@@ -123,6 +125,36 @@ def test_numpy_computes_our_logits_from_the_file(
     images = random_images(model.config, dtype)
     theirs = google_numpy.forward(tmp_path / "model.npz", images.permute(0, 2, 3, 1).numpy())
     assert difference(model.to(dtype)(images).numpy(), theirs) < tolerance
+
+
+@pytest.mark.parametrize(
+    ("kind", "fields"),
+    [
+        ("fine-tuned", {}),
+        ("MAP head", {"global_pool": "map", "class_token": False}),
+        ("class token without a position", {"no_embed_class": True}),
+    ],
+)
+@torch.no_grad()
+def test_timm_computes_our_logits_from_the_file(tmp_path: Path, kind: str, fields: dict[str, Any]) -> None:
+    timm_models.load()
+    from timm.models.vision_transformer import VisionTransformer
+
+    model = written(tmp_path / "model.npz", **KINDS[kind])
+    theirs = VisionTransformer(
+        img_size=12,
+        patch_size=4,
+        embed_dim=16,
+        depth=2,
+        num_heads=4,
+        mlp_ratio=1.5,
+        num_classes=7,
+        act_layer=partial(torch.nn.GELU, approximate="tanh"),
+        **fields,
+    ).eval()
+    theirs.load_pretrained(str(tmp_path / "model.npz"))
+    images = random_images(model.config)
+    assert difference(model(images).numpy(), theirs(images).numpy()) < 1e-5
 
 
 @torch.no_grad()
