@@ -12,7 +12,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from vit_model.config import ViTConfig, stem_channels
+from vit_model.config import ViTConfig
 
 POSITIONS = "Transformer/posembed_input/pos_embedding"
 BLOCK = "Transformer/encoderblock_"
@@ -39,8 +39,9 @@ class Part(NamedTuple):
 def layout(config: ViTConfig) -> list[Part]:
     """Every array of a model's file, in the names of the paper's files."""
     width, patch = config.width, config.patch_size // config.stem_stride
-    channels = config.in_channels if config.stem is None else stem_channels(config.stem)
-    parts = [] if config.stem is None else _stem(config.stem, config.in_channels)
+    parts, channels = [], config.in_channels
+    if config.stem is not None:
+        parts, channels = _stem(config.stem, channels)
     parts.append(_convolution("embedding/kernel", "patch_embed.proj.weight", (patch, patch, channels, width)))
     parts.append(_as_it_is("embedding/bias", "patch_embed.proj.bias", (width,)))
     if config.class_token:
@@ -93,8 +94,8 @@ def newer(name: str) -> str:
     return name
 
 
-def _stem(stem: tuple[int, ...], in_channels: int) -> list[Part]:
-    """A hybrid's ResNet."""
+def _stem(stem: tuple[int, ...], in_channels: int) -> tuple[list[Part], int]:
+    """(arrays of a hybrid's ResNet, channels of its feature map)."""
     ours = "patch_embed.backbone"
     parts = [_convolution("conv_root/kernel", f"{ours}.stem.conv.weight", (7, 7, in_channels, 64))]
     parts += _norm("gn_root", f"{ours}.stem.norm", 64)
@@ -114,7 +115,7 @@ def _stem(stem: tuple[int, ...], in_channels: int) -> list[Part]:
                 parts.append(_convolution(theirs, f"{shortcut}.conv.weight", (1, 1, channels, 4 * middle)))
                 parts += _norm(f"{names[0]}/gn_proj", f"{shortcut}.norm", 4 * middle)
             channels = 4 * middle
-    return parts
+    return parts, channels
 
 
 def _as_it_is(theirs: str, ours: str, shape: tuple[int, ...], share: int = 0, shares: int = 1) -> Part:
