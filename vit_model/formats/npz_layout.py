@@ -39,7 +39,8 @@ class Part(NamedTuple):
 def layout(config: ViTConfig) -> list[Part]:
     """Every array of a model's file, in the names of the paper's files."""
     width, patch = config.width, config.patch_size // config.stem_stride
-    parts, channels = [], config.in_channels
+    parts: list[Part] = []
+    channels = config.in_channels
     if config.stem is not None:
         parts, channels = _stem(config.stem, channels)
     parts.append(_convolution("embedding/kernel", "patch_embed.proj.weight", (patch, patch, channels, width)))
