@@ -40,7 +40,7 @@ def read(path: Path) -> Imported:
     Raises ValueError, naming the file and what was expected, for anything that is not a whole, sound checkpoint
     of an architecture that `ViTConfig` can say exactly.
     """
-    from vit_model.formats import hugging_face, npz, timm
+    from vit_model.formats import hugging_face, timm
     from vit_model.formats.files import is_pickle, is_safetensors, read_json, zip_names
 
     if path.is_dir():
@@ -55,6 +55,8 @@ def read(path: Path) -> Imported:
     if not path.is_file():
         raise ValueError(f"{path} is missing; {EXPECTED} fits")
     if any(name.endswith(".npy") for name in zip_names(path)):
+        from vit_model.formats import npz
+
         return npz.read(path)
     if is_safetensors(path) or is_pickle(path):
         return timm.read(path)

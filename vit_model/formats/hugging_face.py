@@ -302,40 +302,45 @@ def _class_of(config: ViTConfig) -> tuple[str, str]:
         and config.stem is None
         and not config.norm_after_pooling
         and config.class_position == config.class_token
-        and not (config.representation_head and (config.num_classes or config.pooling != "cls"))
     )
-    extras = (
-        config.norm_first,
-        not config.patch_bias,
-        config.layer_scale is not None,
-        config.distillation,
-        config.registers > 0,
-        config.representation_head,
-    )
+    present = {
+        "norm_first": config.norm_first,
+        "no patch_bias": not config.patch_bias,
+        "layer_scale": config.layer_scale is not None,
+        "distillation": config.distillation,
+        "registers": config.registers > 0,
+        "representation_head": config.representation_head,
+    }
+    extras = {name for name, is_there in present.items() if is_there}
     square = config.grid[0] == config.grid[1]
     head = config.num_classes > 0
     if common and config.pooling == "cls":
-        if not any(extras[:5]):
-            return "vit", "ViTForImageClassification" if head else "ViTModel"
-        if extras == (True, True, False, False, False, False) and square:
+        if not extras:
+            return "vit", "ViTForImageClassification"  # without labels its classifier is the identity
+        if extras == {"representation_head"} and not head:
+            return "vit", "ViTModel"
+        if extras == {"norm_first", "no patch_bias"} and square:
             return "clip_vision_model", f"CLIPVisionModel{'WithProjection' if head else ''}"
-        if extras[:4] == (False, False, True, False) and not extras[5] and not config.mlp_dim % config.width:
-            name = "Dinov2WithRegisters" if config.registers else "Dinov2"
-            kind = "dinov2_with_registers" if config.registers else "dinov2"
-            return kind, f"{name}{'ForImageClassification' if head else 'Model'}"
-        if extras == (False, False, False, True, False, False):
-            return "deit", "DeiTForImageClassificationWithTeacher" if head else "DeiTModel"
-        if extras == (False, False, False, False, True, False) and config.registers == 1 and head:
+        if extras == {"layer_scale"} and config.mlp_dim % config.width == 0:
+            return "dinov2", f"Dinov2{'ForImageClassification' if head else 'Model'}"
+        if extras == {"layer_scale", "registers"} and config.mlp_dim % config.width == 0:
+            return (
+                "dinov2_with_registers",
+                f"Dinov2WithRegisters{'ForImageClassification' if head else 'Model'}",
+            )
+        if extras == {"distillation"}:
+            return "deit", f"DeiTForImageClassification{'WithTeacher' if head else ''}"
+        if extras == {"registers"} and config.registers == 1 and head:
             return "deit", "DeiTForImageClassification"
-    if common and not any(extras) and not config.class_token and square:
+    if common and not extras and not config.class_token and square:
         if config.pooling == "map" and not head:
             return "siglip_vision_model", "SiglipVisionModel"
-        if config.pooling == "gap":
+        if config.pooling == "gap" and head:
             return "siglip", "SiglipForImageClassification"
     raise ValueError(
-        "no class of transformers computes what this architecture says; it is written for ViT, DeiT, DINOv2 and CLIP"
-        " (class token, without or with what those have) and SigLIP (mean of all tokens, or the MAP head without a"
-        f" classifier): {config!r}"
+        "no class of transformers computes this architecture; ViT, DeiT, DINOv2, CLIP (read at the class token) and"
+        " SigLIP (classifier on the mean of all tokens, or MAP head without one) are written:"
+        f" {config.model_dump(exclude_defaults=True)}"
     )
 
 

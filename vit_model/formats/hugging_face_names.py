@@ -155,14 +155,13 @@ def sources_of(names: dict[str, str], config: ViTConfig, qkv_bias: bool = True) 
 def for_class(kind: str, name: str, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     """Tensors by the names and in the shapes that a class of transformers 4 has."""
     tensors = dict(tensors)
-    positions = tensors.get("embeddings.position_embeddings")
-    if name == "DeiTForImageClassification":
-        assert positions is not None
+    if kind == "deit" and "embeddings.register_tokens" in tensors:
         token = tensors.pop("embeddings.register_tokens")
-        tensors["embeddings.distillation_token"] = token
+        positions = tensors["embeddings.position_embeddings"]
         tensors["embeddings.position_embeddings"] = torch.cat(
             [positions[:, :1], torch.zeros_like(token), positions[:, 1:]], dim=1
         )
+        tensors["embeddings.distillation_token"] = token
         for leaf in ("weight", "bias"):
             tensors[f"classifier.{leaf}"] = tensors.pop(f"cls_classifier.{leaf}")
     if kind.startswith("dinov2"):
