@@ -181,6 +181,10 @@ def _sizes(path: Path, config: dict[str, Any]) -> tuple[str, dict[str, Any]]:
     if not isinstance(part, dict):
         raise ValueError(f"{path}: vision_config is {part!r}; an object was expected")
     sizes = family.defaults | {key: value for key, value in part.items() if value is not None}
+    for key, default in family.defaults.items():
+        number = isinstance(sizes[key], int | float) or key in ("image_size", "patch_size")
+        if not isinstance(default, str) and not number:
+            raise ValueError(f"{path}: {key} is {sizes[key]!r}; a number was expected")
     if sizes.get("use_swiglu_ffn"):
         raise ValueError(f"{path}: use_swiglu_ffn: SwiGLU is not read; an MLP of two layers is")
     if sizes["hidden_act"] not in list(GELUS):

@@ -48,7 +48,7 @@ def read_preprocessing(
             for key in ("do_resize", "do_rescale", "do_normalize")
             if not said.get(key, True)
         ),
-        "rescale_factor is not 1/255" if abs(said.get("rescale_factor", 1 / 255) * 255 - 1) > 1e-6 else "",
+        "rescale_factor is not 1/255" if said.get("rescale_factor", 1 / 255) != 1 / 255 else "",
         *(f"{key} is missing" for key in ("image_mean", "image_std") if not isinstance(said.get(key), list)),
     ]
     if reasons := ", ".join(filter(None, unlike)):
