@@ -77,6 +77,9 @@ def architecture_of(
     width, channels, patch, _ = found["patch_embed.proj.weight"].shape
     width = arguments.get("embed_dim", width)
     implied, lines = _implied(config.get("architecture"), width, found)
+    gelu = arguments.get("act_layer", implied.gelu)
+    if gelu not in list(GELUS):
+        raise ValueError(f"act_layer {gelu!r} is not read; {', '.join(GELUS)} are")
     head, registers = found.get("head.weight"), found.get("reg_token")
     num_classes = 0 if head is None or not head.ndim else head.shape[0]
     if config.get("num_classes", num_classes) != num_classes:
@@ -97,7 +100,7 @@ def architecture_of(
         "patch_bias": "patch_embed.proj.bias" in found,
         "norm_after_pooling": arguments.get("fc_norm", "fc_norm.weight" in found),
         "representation_head": "pre_logits.weight" in found,
-        "gelu": GELUS[arguments.get("act_layer", implied.gelu)],
+        "gelu": GELUS[gelu],
         "layer_norm_eps": implied.layer_norm_eps,
         "layer_scale": (arguments.get("init_values") or 1e-5) if "blocks.0.ls1.gamma" in found else None,
         "position_resize": "bicubic_antialias",
@@ -125,7 +128,7 @@ def _pooling(config: dict[str, Any], arguments: dict[str, Any], found: dict[str,
         pool = "map" if "attn_pool.latent" in found else "avg" if after else "token"
     prefix = any(token in found for token in ("cls_token", "dist_token", "reg_token"))
     include = bool(arguments.get("pool_include_prefix", False))
-    if pool not in POOLING or (prefix and pool != "token" and include != (pool == "map")):
+    if pool not in list(POOLING) or (prefix and pool != "token" and include != (pool == "map")):
         raise ValueError(
             f"global_pool {pool!r} with pool_include_prefix {include} is not read; 'token', 'avg' over the patches and"
             " 'map' over all tokens are"
