@@ -36,7 +36,7 @@ def learning_rate(step: int, total_steps: int, base: float, optimizer: Optimizer
 
 def is_decayed(name: str, parameter: torch.Tensor) -> bool:
     """Whether weight decay applies: to kernels only, not to biases, norms, tokens or position embeddings."""
-    return parameter.ndim >= 2 and name.endswith(".weight")
+    return parameter.ndim >= 2 and name.rpartition(".")[2] == "weight"
 
 
 def adamw(model: torch.nn.Module, optimizer: Optimizer) -> torch.optim.AdamW:
