@@ -142,7 +142,8 @@ def _warn_of_small_sets(listing: Listing, say: Callable[[str], None]) -> None:
     if len(listing.entries) < FEW_IMAGES:
         say(
             f"{len(listing.entries)} images are few: a ViT trained from scratch on them will be weak, often no better "
-            "than the pixel baselines that the report puts beside it"
+            "than the pixel baselines that the report puts beside it; importing pretrained weights helps most: "
+            f"vitflow run finetune_imported --set images.source.root={listing.root} --set backbone.path=CHECKPOINT"
         )
 
 

@@ -14,6 +14,7 @@ from typing import Any
 from pipelines.store import Manifest
 
 Part = tuple[str, Manifest, Path]
+_UNKNOWN = " What imported weights were trained on is not known: they may have seen these images."
 
 
 def stages(parts: Iterable[Part]) -> list[dict[str, Any]]:
@@ -60,10 +61,10 @@ def _protocol(manifest: Manifest, folder: Path, names: Mapping[str, str]) -> str
     inputs = {
         field: names.get(found[0].key, found[0].key[:12]) for field, found in manifest.inputs.items() if found
     }
-    text = {"pretrain": _pretrain, "finetune": _finetune, "evaluate": _evaluate, "baselines": _baselines}.get(
-        manifest.job
-    )
-    return "" if text is None else f"{text(config, inputs)}{_normalisation(folder)}"
+    text = {"pretrain": _pretrain, "import": _import, "finetune": _finetune, "evaluate": _evaluate,
+            "baselines": _baselines}.get(manifest.job)  # fmt: skip
+    imported = any(found.job == "import" for found in manifest.inputs.get("backbone", []))
+    return "" if text is None else f"{text(config, inputs)}{_UNKNOWN * imported}{_normalisation(folder)}"
 
 
 def _pretrain(config: Mapping[str, Any], inputs: Mapping[str, str]) -> str:
@@ -75,6 +76,10 @@ def _pretrain(config: Mapping[str, Any], inputs: Mapping[str, str]) -> str:
         f"ZeRO stage {config['zero_stage']}, augmentation {config['augment']}, label smoothing "
         f"{config['label_smoothing']:g}, seed {config['seed']}."
     )
+
+
+def _import(config: Mapping[str, Any], inputs: Mapping[str, str]) -> str:
+    return f"Weights that others trained, from {config['path']}.{_UNKNOWN}"
 
 
 def _finetune(config: Mapping[str, Any], inputs: Mapping[str, str]) -> str:

@@ -19,6 +19,7 @@ from pipelines.spec import (
     Ingest,
     ModelSize,
     RecipeError,
+    module,
 )
 from vit_model.config import Frozen
 
@@ -207,7 +208,7 @@ def test_missing_source_is_a_clear_error(tmp_path: Path) -> None:
 def test_import_closure_is_what_python_imports(job: str) -> None:
     """The static closure covers every module of ours that importing the stage loads."""
     code = (
-        f"import sys, ray_jobs.{job}\n"
+        f"import sys, ray_jobs.{module(job)}\n"
         "for module in list(sys.modules.values()): print(getattr(module, '__file__', None))"
     )
     run = [sys.executable, "-W", "ignore", "-c", code]

@@ -1,0 +1,246 @@
+"""Weights from outside: known by their content, refused where something is wrong, and out again in other formats."""
+
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from pipelines import identity
+from pipelines.cli import main
+from pipelines.recipe import load_pipeline, parse_pipeline
+from pipelines.spec import Import, RecipeError, module
+from pipelines.store import Layout, Store, commit, fetched, open_store
+from tests.records import make_manifest
+from tests.s3 import Bucket, Server, used
+from vit_model.config import ModelContract, Preprocessing, ViTConfig
+from vit_model.model import ViT
+from vit_model.weights import save_model
+
+
+def stage(path: Any, preprocessing: Any = None) -> Import:
+    return Import(job="import", path=str(path), preprocessing=preprocessing)
+
+
+def key(path: Any, preprocessing: Any = None) -> str:
+    config = stage(path, preprocessing)
+    return identity.stage_key(config, {}, identity.source_fingerprint(config))
+
+
+# ------------------------------------------------------------------------------------------------- keys
+
+
+def test_the_key_follows_the_contents_and_not_the_place(tmp_path: Path) -> None:
+    first = tmp_path / "vit.npz"
+    first.write_bytes(b"weights")
+    known = key(first)
+    os.utime(first, (1, 1))
+    assert key(first) == known, "a touch changes nothing"
+    moved = first.rename(tmp_path / "another-name.bin")
+    assert key(moved) == known
+    moved.write_bytes(b"weightz")
+    assert key(moved) != known
+
+
+def test_the_key_of_a_folder_follows_its_files_and_not_what_lies_below(tmp_path: Path) -> None:
+    folder = tmp_path / "vit"
+    folder.mkdir()
+    (folder / "config.json").write_text("{}")
+    (folder / "model.safetensors").write_bytes(b"weights")
+    known = key(folder)
+    (folder / "checkpoint-500").mkdir()
+    (folder / "checkpoint-500" / "optimizer.pt").write_bytes(b"large")
+    (folder / ".gitattributes").write_text("lfs")
+    assert key(folder) == known
+    assert key(folder.rename(tmp_path / "moved")) == known
+    (tmp_path / "moved/config.json").write_text("{ }")
+    assert key(tmp_path / "moved") != known
+
+
+def test_the_given_preprocessing_is_in_the_key_by_what_it_means(tmp_path: Path) -> None:
+    file = tmp_path / "vit.npz"
+    file.write_bytes(b"weights")
+    assert len({key(file), key(file, "half"), key(file, "imagenet")}) == 3
+    assert key(file, "half") == key(file, {"mean": [0.5], "std": [0.5]})
+    assert key(file, "half") != key(file, {"mean": [0.5], "std": [0.5], "crop": "center"})
+
+
+@pytest.mark.parametrize("content", ["nothing", "empty folder"])
+def test_without_files_there_is_no_key(tmp_path: Path, content: str) -> None:
+    if content == "empty folder":
+        (tmp_path / "x").mkdir()
+    with pytest.raises(RecipeError, match=r"there is no file and no folder|has no files"):
+        key(tmp_path / "x")
+
+
+def test_the_job_has_a_module_of_another_name() -> None:
+    assert module("import") == "import_model" and module("ingest") == "ingest"
+    assert "ray_jobs/import_model.py" in identity.import_closure("import")
+    assert "ray_jobs/pretrain.py" not in identity.import_closure("import"), (
+        "other stages' code is not its own"
+    )
+
+
+# ------------------------------------------------------------------------------------------------- recipes
+
+
+def test_the_recipe_says_what_it_needs() -> None:
+    with pytest.raises(RecipeError) as error:
+        load_pipeline("finetune_imported")
+    assert "images.source.root: is missing; write it there, or --set images.source.root=..." in str(
+        error.value
+    )
+    assert "backbone.path: is missing; write it there, or --set backbone.path=..." in str(error.value)
+
+
+def test_the_recipe_imports_and_does_not_pretrain(tmp_path: Path) -> None:
+    given = (f"images.source.root={tmp_path}", f"backbone.path={tmp_path}", "backbone.preprocessing=half")
+    pipeline = load_pipeline("finetune_imported", given)
+    assert {one.job for one in pipeline.stages.values()} == {
+        "ingest",
+        "import",
+        "finetune",
+        "evaluate",
+        "report",
+    }
+    assert pipeline.stages["finetune"].inputs() == {"data": ("images",), "backbone": ("backbone",)}
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"path": "hf://google/vit"}, "not a local file or folder, nor s3://bucket/key: fetch it first"),
+        ({"path": "x", "preprocessing": "imagenett"}, "'imagenett' is none of half, imagenet"),
+        ({"path": "x", "preprocessing": {"mean": [0.5]}}, "preprocessing.std: is missing"),
+        ({"path": "x", "preprocessing": {"mean": [0.5], "std": [0]}}, "greater than 0"),
+        ({"path": "x", "preprocessing": {"mean": [0.5], "std": [1], "interpolate": 1}}, "did you mean 'interpolation'"),
+        ({"path": "x", "preprocessing": {"mean": [float("nan")], "std": [1]}}, "finite"),
+    ],
+)  # fmt: skip
+def test_mistakes_in_a_recipe_are_said(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(RecipeError) as error:
+        parse_pipeline({"name": "x", "stages": {"vit": {"job": "import", **fields}}}, "x")
+    assert message in str(error.value)
+
+
+# ------------------------------------------------------------------------------------------------- S3
+
+
+@pytest.mark.slow
+def test_objects_are_known_by_etag_and_size_and_fetched(
+    moto: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bucket: Bucket = moto.bucket()
+    put = lambda name, data: bucket.client.put_object(Bucket=bucket.name, Key=name, Body=data)  # noqa: E731
+    for name, data in (
+        ("a/vit.npz", b"one"),
+        ("a/vit.npz.bak", b"two"),
+        ("a/deep/x", b"x"),
+        ("a/.hidden", b"h"),
+    ):
+        put(name, data)
+    with used(moto, monkeypatch):
+        file, folder = f"s3://{bucket.name}/a/vit.npz", f"s3://{bucket.name}/a"
+        keys = [key(file), key(folder)]
+        with fetched(file) as path:
+            assert path.read_bytes() == b"one"
+        with fetched(folder) as path:
+            copies = {part.name: part.read_bytes() for part in path.iterdir()}
+        assert copies == {"vit.npz": b"one", "vit.npz.bak": b"two"}
+        put("a/vit.npz", b"one")
+        put("a/deep/x", b"y")
+        assert [key(file), key(folder)] == keys, "the same bytes again, and what lies below"
+        put("b/other.npz", b"one")
+        assert key(f"s3://{bucket.name}/b/other.npz") == keys[0], "nor the name"
+        put("a/vit.npz", b"three")
+        assert keys[0] != key(file) and keys[1] != key(folder)
+        with pytest.raises(RecipeError, match="there is nothing at"):
+            key(f"s3://{bucket.name}/c")
+
+
+# ------------------------------------------------------------------------------------------------- commands
+
+
+@pytest.fixture
+def vitflow_here(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
+    """The command line in this process, which takes no second; what it said, on one line."""
+
+    def run(*arguments: str | Path, code: int = 0) -> str:
+        monkeypatch.setattr(sys, "argv", ["vitflow", *map(str, arguments)])
+        with pytest.raises(SystemExit) as ended:
+            main()
+        said = capsys.readouterr()
+        assert ended.value.code == code, said
+        return " ".join((said.out + said.err).split())
+
+    return run
+
+
+def put_model(store: Store, name: str = "ma", **fields: Any) -> tuple[ViT, ModelContract]:
+    """A model of the store, like one that was fine-tuned: exact GELU, as everyone's readers know it."""
+    torch.manual_seed(0)
+    sizes = {
+        "image_size": 8,
+        "patch_size": 4,
+        "width": 8,
+        "depth": 1,
+        "num_heads": 2,
+        "mlp_dim": 16,
+        "num_classes": 3,
+    }
+    config = ViTConfig.model_validate(sizes | fields)
+    model = ViT(config)
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter)
+    pixels = Preprocessing(mean=(0.5,) * 3, std=(0.5,) * 3, resolution=8, channels=3)
+    contract = ModelContract(architecture=config, class_names=("ape", "bee", "cat"), preprocessing=pixels,
+                             training_data="d", license=None)  # fmt: skip
+    with store.staging(Layout.files("finetune", name, 1)) as staging:
+        save_model(staging.path, model, contract)
+    commit(store, make_manifest("finetune", key=name, stage="tune", files=staging.files))
+    return model.eval(), contract
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Store:
+    return open_store(str(tmp_path / "store"))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["import", "nowhere.npz"], "there is no file and no folder"),
+        (["import", "hf://google/vit"], "not a local file or folder"),
+        (["import", "x.npz", "--preprocessing", "halff"], "neither half, imagenet nor a file"),
+        (["import", "x.npz", "--preprocessing", "bad.yaml"], "there is no such field; did you mean 'mean'"),
+        (["import", "x.npz", "--preprocessing", "binary"], "binary: "),
+        (["import", "x.npz", "--name", "No Name"], "should match pattern"),
+        (["export", "zz", "--format", "hf", "--output", "out"], "has no runs"),
+        (["export", "ma", "--format", "tf", "--output", "out"], "'tf' is not one of"),
+        (["export", "ma", "--format", "hf", "--output", "full"], "there is something already"),
+        (["export", "ma", "--format", "hf", "--output", "x.npz"], "there is something already"),
+        (["export", "ma", "--format", "hf", "--output", "no/out"], "no is not a folder"),
+    ],
+)
+def test_wrong_requests(
+    store: Store,
+    tmp_path: Path,
+    arguments: list[str],
+    message: str,
+    monkeypatch: pytest.MonkeyPatch,
+    vitflow_here: Callable[..., str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    put_model(store)
+    commit(store, make_manifest("ingest", key="da"))
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full/precious").touch()
+    (tmp_path / "x.npz").touch()
+    (tmp_path / "bad.yaml").write_text("maen: [0.5]\nstd: [0.5]\n")
+    (tmp_path / "binary").write_bytes(b"\xff\xfe\x00")
+    before = set(tmp_path.rglob("*"))
+    assert message in vitflow_here(*arguments, "--store", store.uri, code=2)
+    assert set(tmp_path.rglob("*")) == before, "nothing was begun, and nothing is left"

@@ -1,0 +1,99 @@
+"""An import's contract says what the file says, or what was given in its place, and nothing else."""
+
+from typing import Any
+
+import pytest
+
+from pipelines.spec import Import
+from ray_jobs.import_model import contract_of, describe
+from vit_model.config import Preprocessing, ViTConfig
+from vit_model.formats import Imported
+
+HALF = (0.5, 0.5, 0.5)
+IMAGENET = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
+SAID = Preprocessing(mean=(0.1, 0.2, 0.3), std=(0.4, 0.5, 0.6), interpolation="bicubic", crop="center",
+                     crop_fraction=0.5, resolution=8, channels=3)  # fmt: skip
+
+
+def imported(said: Preprocessing | None = None, **fields: Any) -> Imported:
+    sizes = {
+        "image_size": 8,
+        "patch_size": 4,
+        "width": 8,
+        "depth": 1,
+        "num_heads": 1,
+        "mlp_dim": 8,
+        "num_classes": 2,
+    }
+    config = ViTConfig.model_validate(sizes | fields)
+    return Imported(config, {}, said, ("0", "1"), "apache-2.0", ())
+
+
+def stage(preprocessing: Any = None) -> Import:
+    return Import(job="import", path="/x/vit.npz", preprocessing=preprocessing)
+
+
+def test_what_the_file_says_is_taken_as_it_is() -> None:
+    contract = contract_of(imported(SAID), stage())
+    assert contract.preprocessing == SAID
+    assert (contract.class_names, contract.license) == (("0", "1"), "apache-2.0")
+    assert contract.training_data == "unknown", "no data set's digest: nobody knows what these weights saw"
+
+
+def test_where_nobody_says_mean_and_std_it_is_refused_with_the_way_out() -> None:
+    with pytest.raises(
+        ValueError, match=r"/x/vit\.npz does not say which mean .*--preprocessing half .*imagenet"
+    ):
+        contract_of(imported(), stage())
+
+
+@pytest.mark.parametrize(
+    ("given", "channels", "mean", "std"),
+    [
+        ("half", 3, HALF, HALF),
+        ("half", 1, (0.5,), (0.5,)),
+        ("imagenet", 3, *IMAGENET),
+        ({"mean": [0.1], "std": [0.2]}, 3, (0.1,) * 3, (0.2,) * 3),
+        ({"mean": [0.1, 0.2, 0.3], "std": [0.2]}, 3, (0.1, 0.2, 0.3), (0.2,) * 3),
+    ],
+)
+def test_what_is_given_fills_what_is_not_said(given: Any, channels: int, mean: Any, std: Any) -> None:
+    pixels = contract_of(imported(in_channels=channels), stage(given)).preprocessing
+    assert pixels == Preprocessing(mean=mean, std=std, resolution=8, channels=channels)
+
+
+def test_what_is_given_stands_before_what_the_file_says_and_leaves_the_rest() -> None:
+    pixels = contract_of(imported(SAID), stage("half")).preprocessing
+    assert pixels == SAID.model_copy(update={"mean": HALF, "std": HALF})
+    squashed = contract_of(
+        imported(SAID), stage({"mean": [0.5], "std": [0.5], "crop": "squash"})
+    ).preprocessing
+    assert (squashed.crop, squashed.crop_fraction) == ("squash", 1.0), "the fraction was the other rule's"
+
+
+@pytest.mark.parametrize(
+    ("found", "given", "message"),
+    [
+        (imported(SAID, image_size=(8, 12)), None, "image_size 8 x 12; images are brought to squares"),
+        (imported(in_channels=4), "half", "channels Input should be 1 or 3"),
+        (imported(in_channels=1), "imagenet", "must have 1 values, as many as channels"),
+        (imported(SAID, image_size=16), None, "preprocessing.resolution is 8, architecture.image_size 16"),
+        (imported(SAID, in_channels=1), None, "preprocessing.channels is 3, architecture.in_channels 1"),
+        (imported(SAID, num_classes=3), None, "class_names has 2 names, num_classes is 3"),
+        (imported(), {"mean": [0.5], "std": [0.5], "crop_fraction": 0.9}, "no meaning with crop 'squash'"),
+    ],
+)  # fmt: skip
+def test_what_does_not_fit_is_said_in_one_line(found: Imported, given: Any, message: str) -> None:
+    with pytest.raises(ValueError) as error:
+        contract_of(found, stage(given))
+    assert type(error.value) is ValueError, "raised here: what pydantic raises would be tried again"
+    assert message in str(error.value) and str(error.value).startswith("/x/vit.npz: ")
+    assert "\n" not in str(error.value)
+
+
+def test_what_was_taken_is_said() -> None:
+    said = "\n".join(describe(contract_of(imported(SAID), stage())))
+    assert "mean 0.1, 0.2, 0.3, std 0.4, 0.5, 0.6; bicubic, shorter side to 16, the middle 8 x 8" in said
+    assert "classes: 2 (0, 1)" in said and "license: apache-2.0" in said
+    said = "\n".join(describe(contract_of(imported(), stage("half"))))
+    assert "bilinear, straight to 8 x 8" in said
