@@ -50,7 +50,7 @@ def save_model(folder: Path, model: ViT, contract: ModelContract) -> None:
         for name, tensor in model.state_dict().items()
     }
     for name, tensor in tensors.items():
-        _require_finite(f"weight {name!r}", tensor)
+        require_finite(f"weight {name!r}", tensor)
     folder.mkdir(parents=True, exist_ok=True)
     save_file(tensors, folder / WEIGHTS_FILE, metadata={"format": "pt"})
     text = json.dumps(contract.model_dump(mode="json"), indent=2, sort_keys=True, ensure_ascii=False)
@@ -65,7 +65,7 @@ def load_model(folder: Path) -> tuple[ViT, ModelContract]:
     """
     contract = _read_contract(folder / CONTRACT_FILE)
     path = folder / WEIGHTS_FILE
-    _check_header_size(path)
+    check_header_size(path)
     try:
         with safe_open(path, framework="pt", device="cpu") as file:
             stored = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118, not a dict
@@ -75,7 +75,7 @@ def load_model(folder: Path) -> tuple[ViT, ModelContract]:
     except SafetensorError as error:
         raise ValueError(f"{path} is not a whole safetensors file: {error}") from error
     for name, tensor in tensors.items():
-        _require_finite(f"{path}: tensor {name!r}", tensor)
+        require_finite(f"{path}: tensor {name!r}", tensor)
     model.load_state_dict(tensors, assign=True)
     return model.eval(), contract
 
@@ -159,7 +159,7 @@ def _read_contract(path: Path) -> ModelContract:
         raise ValueError(f"{path} is not a model contract: {error}") from error
 
 
-def _check_header_size(path: Path) -> None:
+def check_header_size(path: Path) -> None:
     """Refuse a file whose header claims more than a header needs, before anything reads that much."""
     if not path.is_file():
         raise ValueError(f"{path} is missing: a model is a folder with {WEIGHTS_FILE} and {CONTRACT_FILE}")
@@ -197,6 +197,6 @@ def _empty_model(path: Path, contract: ModelContract, found: dict[str, tuple[tup
     return model
 
 
-def _require_finite(what: str, tensor: Tensor) -> None:
+def require_finite(what: str, tensor: Tensor) -> None:
     if not torch.isfinite(tensor).all():
         raise ValueError(f"{what} holds NaN or infinite values; all must be finite")

@@ -5,7 +5,6 @@ Nothing in a file is executed, and memory is taken only for what the file really
 Use: `imported = read(Path("vit-base-patch16-224"))`; `hugging_face.write(folder, model, contract)`.
 """
 
-import zipfile
 from pathlib import Path
 from typing import NamedTuple
 
@@ -39,7 +38,7 @@ def read(path: Path) -> Imported:
     of an architecture that `ViTConfig` can say exactly.
     """
     from vit_model.formats import hugging_face, npz, timm
-    from vit_model.formats.files import is_pickle, is_safetensors, read_json
+    from vit_model.formats.files import is_pickle, is_safetensors, read_json, zip_names
 
     if path.is_dir():
         keys = read_json(path / "config.json").keys()
@@ -50,10 +49,8 @@ def read(path: Path) -> Imported:
         raise ValueError(f"{path}: config.json has neither model_type nor architecture; {EXPECTED} fits")
     if not path.is_file():
         raise ValueError(f"{path} is missing; {EXPECTED} fits")
-    if zipfile.is_zipfile(path):
-        with zipfile.ZipFile(path) as archive:
-            if any(name.endswith(".npy") for name in archive.namelist()):
-                return npz.read(path)
+    if any(name.endswith(".npy") for name in zip_names(path)):
+        return npz.read(path)
     if is_safetensors(path) or is_pickle(path):
         return timm.read(path)
     raise ValueError(f"{path} is in no format known here; {EXPECTED} fits")
