@@ -1,0 +1,403 @@
+"""Google's checkpoints: .npz files of google-research/vision_transformer and big_vision.
+
+In: a file, or a model and its contract. Out: an `Imported`, or the file, the same bytes for the same weights.
+Both generations of names are read; ours are written as the paper's own files have them, which both libraries
+and timm read. An array is a flax parameter: kernels are [inputs..., outputs...], images [height, width, channels].
+Nothing in a file is executed, no name in it is used as a path, and what its headers claim is checked before
+memory is taken for it.
+Use: `imported = read(path)`; `lines = write(path, model, contract)`.
+"""
+
+import io
+import math
+import re
+import struct
+import tokenize
+import zipfile
+import zlib
+from collections.abc import Iterable
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from pydantic import ValidationError
+from torch import Tensor
+
+from vit_model.config import ModelContract, Preprocessing, ViTConfig, ViTOptions
+from vit_model.formats import Imported
+from vit_model.formats.npz_layout import BLOCK, POSITIONS, Part, layout, put, taken
+from vit_model.model import ViT
+
+# Where a file keeps the image's encoder. The second and third are training checkpoints, the others two towers.
+PREFIXES = ("", "params/", "opt/target/", "params/img/", "img/", "opt/target/img/")
+# Newer names, by what the paper's files call the same (flax then counted a block's modules in one row).
+OLDER_NAMES = (
+    (re.compile(r"^(?:Transformer/)?pos_embedding$"), POSITIONS),
+    (re.compile(rf"^({BLOCK}\d+)/MultiHeadDotProductAttention_0/"), r"\1/MultiHeadDotProductAttention_1/"),
+    (re.compile(rf"^({BLOCK}\d+)/LayerNorm_1/"), r"\1/LayerNorm_2/"),
+    (re.compile(rf"^({BLOCK}\d+)/MlpBlock_0/"), r"\1/MlpBlock_3/"),
+)
+# A sincos2d model's file has nothing of the image's size in it; big_vision trains those at this one.
+SINCOS_IMAGE_SIZE = 224
+BFLOAT16 = np.dtype("V2")  # numpy has no name for it and stores the bytes
+DTYPES = (np.dtype(np.float32), np.dtype(np.float16), BFLOAT16)
+
+NO_HEADER = (SyntaxError, tokenize.TokenError)  # from numpy, where an array's header is no Python literal
+
+MAX_LAYERS = 1000
+MAX_NPY_HEADER = 512  # numpy itself pads one to 128 bytes
+MAX_DIRECTORY = 4 * 2**20  # a giant's training checkpoint has 0.3 MiB
+# Floats hardly compress, but a new head of zeros does: so much may be claimed beyond the file's own size.
+MAX_INFLATION = 2**30
+
+
+class Stored(NamedTuple):
+    """An array in a file, by its header; `layer` is the entry of the first axis where layers are stacked."""
+
+    member: str
+    layer: int | None
+    shape: tuple[int, ...]
+
+
+def read(path: Path) -> Imported:
+    """The ViT or hybrid in `path`: of the paper, AugReg or big_vision, a training checkpoint or an image tower.
+
+    Raises ValueError, naming the file, when it is missing, cut short, no .npz, claims more than it holds, has
+    other arrays than one of these models, other numbers than float32, float16 or bfloat16, or NaN.
+    """
+    if not path.is_file():
+        raise ValueError(f"{path} is missing, or no file")
+    try:
+        with _File(path) as file:
+            archive = np.load(file, allow_pickle=False, max_header_size=MAX_NPY_HEADER)
+            if not isinstance(archive, np.lib.npyio.NpzFile):
+                raise ValueError("it is a single array")
+            return _read(archive, path.stat().st_size)
+    except (ValueError, OSError, EOFError, zipfile.BadZipFile, zlib.error, struct.error, *NO_HEADER) as error:
+        reason = "; ".join(_reasons(error)) if isinstance(error, ValidationError) else error
+        raise ValueError(f"{path} is no checkpoint that can be read: {reason}") from error
+
+
+def write(path: Path, model: ViT, contract: ModelContract) -> list[str]:
+    """Write the model's weights as the paper's own files have them; returns lines on what such a file can't say.
+
+    Raises ValueError when the contract describes another model, when a weight is NaN or infinite, and for a
+    model that readers of such a file would take for another one: with exact GELU, registers, another mean ...
+    """
+    config = model.config
+    if contract.architecture != config:
+        raise ValueError(f"contract is for {contract.architecture!r}, the model is {config!r}")
+    _require_expressible(config, contract.preprocessing)
+    weights = {name: tensor.detach().to("cpu", torch.float32) for name, tensor in model.state_dict().items()}
+    for name, tensor in weights.items():
+        _require_finite(f"weight {name!r}", tensor)
+    with zipfile.ZipFile(path, "w") as archive:
+        for part in layout(config):
+            name = "pos_embedding" if part.theirs == POSITIONS and _beside_class(config) else part.theirs
+            # ZipInfo's own date is 1980, so that the bytes depend on the weights only.
+            with archive.open(zipfile.ZipInfo(f"{name}.npy"), "w", force_zip64=True) as member:
+                np.lib.format.write_array(member, taken(part, weights[part.ours]), allow_pickle=False)
+    return _lost(contract)
+
+
+def _read(archive: "np.lib.npyio.NpzFile", file_size: int) -> Imported:
+    lines = []
+    prefix, stored = _stored(archive, file_size)
+    if left := [name for name in archive.files if not name.startswith(prefix)]:
+        lines.append(f"left behind: {len(left)} arrays outside {prefix}, an optimizer's or another tower's")
+    if prefix.endswith("img/") and "head/kernel" in stored:
+        stored = {name: array for name, array in stored.items() if not name.startswith("head/")}
+        lines.append(
+            "head: left behind; in a tower it maps to what the texts are mapped to and is no classifier"
+        )
+    config = _architecture({name: array.shape for name, array in stored.items()})
+    if config.position == "sincos2d":
+        lines.append(
+            f"position: no table in the file, so sincos2d, and image_size {config.image_size} as big_vision's"
+        )
+    parts = {part.theirs: part for part in layout(config)}
+    _require_same_arrays(stored, parts)
+    weights, halves = _weights(archive, stored, parts, config)
+    if halves:
+        lines.append(f"{halves} arrays of half precision became float32")
+    if not config.num_classes:
+        lines.append("head: none in the file, so it gives representations and no classes")
+    elif not weights["head.weight"].any():
+        lines.append(
+            "head: its kernel is zero (as in the paper's ImageNet-21k files); it can't classify as it is"
+        )
+    lines.append("gelu is tanh and layer_norm_eps 1e-06, as in Google's code")
+    preprocessing = _preprocessing(config)
+    if preprocessing is not None:
+        size = preprocessing.resolution
+        lines.append(f"preprocessing is Google's: mean and std 0.5, bilinear, squashed to {size} x {size}")
+    names = tuple(map(str, range(config.num_classes)))
+    count = sum(tensor.numel() for tensor in weights.values())
+    taken_line = f"taken: {len(stored)} arrays of {count} numbers"
+    return Imported(config, weights, preprocessing, names, None, (taken_line, *lines))
+
+
+# -- which model a file is of
+
+
+def _architecture(found: dict[str, tuple[int, ...]]) -> ViTConfig:
+    """The model with arrays of these names and shapes."""
+
+    def shape(name: str, letters: str) -> tuple[int, ...]:
+        if name not in found:
+            raise ValueError(f"no array {name!r}, which each of Google's ViTs has")
+        if len(found[name]) != len(letters.split()):
+            raise ValueError(f"array {name!r} is {list(found[name])}; [{letters}] fits")
+        return found[name]
+
+    if "cls" in found and "MAPHead_0/probe" in found:
+        raise ValueError("it has a class token and a MAP head; Google's models have one of the two")
+    kernel = shape("embedding/kernel", "height width channels width")
+    if kernel[0] != kernel[1]:
+        raise ValueError(f"patches of {kernel[0]} x {kernel[1]}; squares are needed")
+    _, heads, _ = shape(f"{BLOCK}0/MultiHeadDotProductAttention_1/query/kernel", "width heads head")
+    _, mlp_dim = shape(f"{BLOCK}0/MlpBlock_3/Dense_0/kernel", "width mlp")
+    stem = _units(found)
+    channels = kernel[2] if stem is None else shape("conv_root/kernel", "height width channels width")[2]
+    patch = kernel[0] * (1 if stem is None else 4 * 2 ** max(0, len(stem) - 1))
+    class_token = "cls" in found
+    if POSITIONS in found:
+        entries = shape(POSITIONS, "1 entries width")[1]
+        side, class_position = _grid(entries, class_token)
+        image_size, position = side * patch, "learned1d"
+    else:
+        image_size, position, class_position = SINCOS_IMAGE_SIZE, "sincos2d", False
+    return ViTConfig.model_validate(
+        {
+            "image_size": image_size,
+            "patch_size": patch,
+            "in_channels": channels,
+            "width": kernel[3],
+            "depth": len({match[1] for name in found if (match := re.match(rf"{BLOCK}(\d+)/", name))}),
+            "num_heads": heads,
+            "mlp_dim": mlp_dim,
+            "num_classes": shape("head/kernel", "width classes")[1] if "head/kernel" in found else 0,
+            "stem": stem,
+            "pooling": "map" if "MAPHead_0/probe" in found else "cls" if class_token else "gap",
+            "position": position,
+            "class_position": class_position,
+            "representation_head": "pre_logits/kernel" in found,
+        }
+    )
+
+
+def _grid(entries: int, class_token: bool) -> tuple[int, bool]:
+    """(side of the square of patches, whether the class token has an entry) for a table of so many entries."""
+    for of_class in (True, False) if class_token else (False,):
+        side = math.isqrt(entries - of_class)
+        if side and side * side == entries - of_class:
+            return side, of_class
+    raise ValueError(
+        f"array {POSITIONS!r} has {entries} entries; a square of patches"
+        f"{', with or without the class token,' if class_token else ''} is needed"
+    )
+
+
+def _units(found: Iterable[str]) -> tuple[int, ...] | None:
+    """Units in each stage of a hybrid's stem; None where there is none."""
+    units: dict[int, set[int]] = {}
+    for name in found:
+        if match := re.match(r"block(\d{1,3})/unit(\d{1,3})/", name):
+            units.setdefault(int(match[1]), set()).add(int(match[2]))
+    if not units and "conv_root/kernel" not in set(found):
+        return None
+    if sorted(units) != list(range(1, len(units) + 1)) or len(units) > 4:
+        raise ValueError(f"stages {sorted(units)[:8]} of a ResNet; 1 to 4 at most, and none left out, fit")
+    return tuple(len(units[stage]) for stage in sorted(units))
+
+
+def _preprocessing(config: ViTConfig) -> Preprocessing | None:
+    """What Google's code does to images; None for more channels than images have."""
+    height, width = config.image_shape
+    if height != width or config.in_channels not in (1, 3):
+        return None
+    half = (0.5,) * config.in_channels
+    return Preprocessing(mean=half, std=half, resolution=height, channels=config.in_channels)
+
+
+def _require_same_arrays(stored: dict[str, Stored], parts: dict[str, Part]) -> None:
+    if missing := sorted(parts.keys() - stored.keys()):
+        raise ValueError(f"it lacks arrays that its model has: {_some(missing)}")
+    if unknown := sorted(stored.keys() - parts.keys()):
+        raise ValueError(f"it has arrays that none of Google's ViTs has: {_some(unknown)}")
+    for name, part in parts.items():
+        if stored[name].shape != part.shape:
+            raise ValueError(
+                f"array {name!r} is {list(stored[name].shape)}, the model needs {list(part.shape)}"
+            )
+
+
+# -- what a file claims, and what it holds
+
+
+class _File(io.FileIO):
+    """A file of which nobody reads much at once: a zip's table of contents is read whole, however long."""
+
+    def read(self, size: int | None = -1) -> bytes:
+        if size is not None and size > MAX_DIRECTORY:
+            raise ValueError(f"its table of contents claims {size} bytes; {MAX_DIRECTORY} at most are read")
+        return super().read(size)
+
+
+def _stored(archive: "np.lib.npyio.NpzFile", file_size: int) -> tuple[str, dict[str, Stored]]:
+    """(prefix, arrays behind it by the paper's names), from the headers alone."""
+    assert archive.zip is not None
+    if len(set(archive.files)) != len(archive.files):
+        raise ValueError("it holds two arrays of one name")
+    members = {info.filename.removesuffix(".npy"): info for info in archive.zip.infolist()}
+    prefix = next((prefix for prefix in PREFIXES if f"{prefix}embedding/kernel" in members), None)
+    if prefix is None:
+        raise ValueError(
+            f"no array 'embedding/kernel', as Google's ViTs have; it has {_some(sorted(members))}"
+        )
+    stored: dict[str, Stored] = {}
+    claimed = 0
+    for member, info in members.items():
+        if member.startswith(prefix):
+            claimed += info.file_size
+            if claimed > file_size + MAX_INFLATION:
+                raise ValueError(f"its arrays claim {claimed} bytes, the file has {file_size}")
+            for name, array in _named(member, member[len(prefix) :], _shape(archive.zip, info)):
+                if name in stored:
+                    raise ValueError(f"arrays {stored[name].member!r} and {member!r} are the same layer")
+                stored[name] = array
+    return prefix, stored
+
+
+def _named(member: str, name: str, shape: tuple[int, ...]) -> list[tuple[str, Stored]]:
+    """An array by the paper's name for it; many, where all layers are stacked in one."""
+    layers: list[tuple[str, int | None]] = [(name, None)]
+    stacked = "Transformer/encoderblock/"
+    if name.startswith(stacked) and shape:
+        if shape[0] > MAX_LAYERS:
+            raise ValueError(f"array {member!r} stacks {shape[0]} layers; {MAX_LAYERS} at most are read")
+        layers = [(f"{BLOCK}{layer}/{name[len(stacked) :]}", layer) for layer in range(shape[0])]
+        shape = shape[1:]
+    if re.search(r"(^|/)gn(\d|_root|_proj)/(scale|bias)$", name) and shape[:-1] == (1, 1, 1):
+        shape = shape[-1:]
+    named = []
+    for layer_name, layer in layers:
+        for newer, older in OLDER_NAMES:
+            layer_name = newer.sub(older, layer_name)
+        named.append((layer_name, Stored(member, layer, shape)))
+    return named
+
+
+def _shape(archive: zipfile.ZipFile, info: zipfile.ZipInfo) -> tuple[int, ...]:
+    """The shape in an array's header, when its numbers are of a kind that is read and as many as are stored."""
+    what = f"array {info.filename[:200]!r}"
+    if info.flag_bits & 1 or info.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
+        raise ValueError(f"{what} is encrypted or packed in a way that numpy doesn't use")
+    with archive.open(info) as member:
+        start = io.BytesIO(member.read(MAX_NPY_HEADER + 12))
+    version = np.lib.format.read_magic(start)
+    readers = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}
+    if version not in readers:
+        raise ValueError(f"{what} has version {version} of the .npy format; 1.0 and 2.0 are read")
+    shape, _, dtype = readers[version](start, max_header_size=MAX_NPY_HEADER)
+    if dtype not in DTYPES:
+        raise ValueError(f"{what} holds {dtype}; float32, float16 and bfloat16 are read")
+    if not all(side > 0 for side in shape):
+        raise ValueError(f"{what} is {list(shape)}; every side must be positive")
+    if info.file_size != start.tell() + math.prod(shape) * dtype.itemsize:
+        raise ValueError(f"{what} is {dtype} {list(shape)} and has {info.file_size} bytes, which doesn't fit")
+    return tuple(map(int, shape))
+
+
+def _weights(
+    archive: "np.lib.npyio.NpzFile", stored: dict[str, Stored], parts: dict[str, Part], config: ViTConfig
+) -> tuple[dict[str, Tensor], int]:
+    """(the arrays as our tensors, float32; how many were of half precision). Each array is read once."""
+    with torch.device("meta"):
+        shapes = {name: tensor.shape for name, tensor in ViT(config).state_dict().items()}
+    weights = {name: torch.empty(shape) for name, shape in shapes.items()}
+    names_in: dict[str, list[str]] = {}
+    for name, array in stored.items():
+        names_in.setdefault(array.member, []).append(name)
+    halves = 0
+    for member, names in names_in.items():
+        read = archive[member]
+        halves += read.dtype != np.float32
+        numbers = _float32(read)
+        for name in names:
+            layer, part = stored[name].layer, parts[name]
+            one = numbers if layer is None else numbers[layer]
+            put(part, one.reshape(part.shape), weights[part.ours])
+    for name, tensor in weights.items():
+        _require_finite(f"weight {name!r}", tensor)
+    return weights, halves
+
+
+def _float32(numbers: NDArray[np.generic]) -> NDArray[np.float32]:
+    if numbers.dtype == BFLOAT16:
+        bits = np.ascontiguousarray(numbers).view(np.uint16).astype(np.uint32) << 16
+        return bits.view(np.float32)
+    return numbers.astype(np.float32, copy=False)
+
+
+# -- what the format can't say
+
+
+def _beside_class(config: ViTConfig) -> bool:
+    """Whether the table is big_vision's: beside a class token that has no entry in it, or under a MAP head."""
+    return config.pooling == "map" or (config.class_token and not config.class_position)
+
+
+def _require_expressible(config: ViTConfig, preprocessing: Preprocessing) -> None:
+    paper = ViTOptions(pooling=config.pooling)
+    for field in (
+        *("class_token", "distillation", "registers", "position_at", "norm_first", "norm_after_pooling"),
+        *("patch_bias", "layer_scale", "residual", "axial", "gelu", "layer_norm_eps"),
+    ):
+        if getattr(config, field) != getattr(paper, field):
+            raise ValueError(
+                f"{field} {getattr(config, field)!r} has no place in Google's .npz, which means"
+                f" {getattr(paper, field)!r}; another format keeps it"
+            )
+    if config.position not in ("learned1d", "sincos2d"):
+        raise ValueError(f"position {config.position!r} has no place in Google's .npz; 'learned1d' has")
+    height, width = config.image_shape
+    if height != width or (config.position == "sincos2d" and height != SINCOS_IMAGE_SIZE):
+        fits = "a square" if config.position == "learned1d" else SINCOS_IMAGE_SIZE
+        raise ValueError(f"image_size {config.image_size} can't be told from Google's .npz; {fits} can")
+    half = (0.5,) * config.in_channels
+    if (preprocessing.mean, preprocessing.std) != (half, half):
+        raise ValueError(
+            f"preprocessing has mean {preprocessing.mean} and std {preprocessing.std}; who reads Google's .npz takes"
+            f" {half} for both; another format keeps them"
+        )
+
+
+def _lost(contract: ModelContract) -> list[str]:
+    lines = []
+    preprocessing = contract.preprocessing
+    if (preprocessing.interpolation, preprocessing.crop) != ("bilinear", "squash"):
+        lines.append(
+            f"preprocessing: {preprocessing.interpolation} and crop {preprocessing.crop!r} are not in the file; who"
+            " reads it takes bilinear and 'squash'"
+        )
+    if contract.class_names:
+        lines.append(f"class_names: the names of {len(contract.class_names)} classes are not in the file")
+    return lines
+
+
+def _require_finite(what: str, tensor: Tensor) -> None:
+    if not torch.isfinite(tensor).all():
+        raise ValueError(f"{what} holds NaN or infinite values; all must be finite")
+
+
+def _reasons(error: ValidationError) -> list[str]:
+    return [problem["msg"] for problem in error.errors()]
+
+
+def _some(names: list[str]) -> str:
+    """At most five names of a stranger's."""
+    more = f" and {len(names) - 5} more" if len(names) > 5 else ""
+    return ", ".join(repr(name[:200]) for name in names[:5]) + more
