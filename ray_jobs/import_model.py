@@ -52,7 +52,7 @@ def import_model(context: Context) -> Result:
     for line in imported.lines:
         print(line, flush=True)
     contract = contract_of(imported, config)
-    for line in describe(contract):
+    for line in describe(contract, imported.preprocessing):
         print(line, flush=True)
     with torch.device("meta"):
         model = ViT(contract.architecture)
@@ -120,8 +120,8 @@ def _for_channels(given: GivenPreprocessing, channels: int) -> dict[str, object]
     return fields
 
 
-def describe(contract: ModelContract) -> Iterator[str]:
-    """What a reader should check: shape, classes, pixels, licence."""
+def describe(contract: ModelContract, said: Preprocessing | None) -> Iterator[str]:
+    """What a reader should check: shape, classes, pixels (and what the file `said` of them), licence."""
     model, names = contract.architecture, contract.class_names
     yield (
         f"model: width {model.width}, depth {model.depth}, {model.num_heads} heads, patches of {model.patch_size}, "
@@ -129,7 +129,10 @@ def describe(contract: ModelContract) -> Iterator[str]:
     )
     shown = ", ".join(names[:_NAMES_SHOWN]) + (", ..." if len(names) > _NAMES_SHOWN else "")
     yield f"classes: {len(names)} ({shown})" if names else "classes: none, it gives representations"
-    yield f"preprocessing: {_in_words(contract.preprocessing)}"
+    whose = "as the file says" if contract.preprocessing == said else "as given"
+    yield f"preprocessing, {whose}: {_in_words(contract.preprocessing)}"
+    if said not in {None, contract.preprocessing}:
+        yield f"the file says otherwise: {_in_words(said)}"
     yield f"license: {contract.license or 'the file does not say'}"
 
 

@@ -111,28 +111,36 @@ def export(
         from vit_model.weights import load_model
 
         try:
-            lines = _write(to, folder, *load_model(local_files(opened, manifest)))
-        except ValueError as error:
-            raise RecipeError(str(error)) from None
+            lines = list(_write(to, folder, *load_model(local_files(opened, manifest))))
+        except (
+            ValueError,
+            ImportError,
+        ) as error:  # what the format can't say; an extra that is not installed
+            raise RecipeError(f"{manifest.key[:12]} as {to}: {error}") from None
         names = sorted(path.name for path in folder.iterdir())
     for line in lines:
         console.print(plain(line), highlight=False, soft_wrap=True)
     console.print(plain(f"wrote {output}: {', '.join(names)}"), highlight=False, soft_wrap=True)
 
 
-def _write(to: Format, folder: Path, model: ViT, contract: ModelContract) -> list[str]:
-    """Write the files of a format; what got lost on the way, one line each. Raises ValueError for what it can't say."""
+def _write(to: Format, folder: Path, model: ViT, contract: ModelContract) -> Iterator[str]:
+    """Write the files of a format; a line for each thing that got lost. Raises ValueError for what it can't say."""
     from vit_model.formats import hugging_face, npz, onnx, timm
 
     match to:
         case "hf":
-            return hugging_face.write(folder, model, contract)
+            hugging_face.write(folder, model, contract)
         case "timm":
-            return timm.write(folder, model, contract)
+            timm.write(folder, model, contract)
         case "npz":
-            return npz.write(folder / "model.npz", model, contract)
+            yield from npz.write(folder / "model.npz", model, contract)
         case "onnx":
-            return onnx.write(folder / "model.onnx", model, contract)
+            onnx.write(folder / "model.onnx", model, contract)
+            return  # the whole contract is in its metadata
+    yield f"training_data: the digest {contract.training_data[:12]} of what it was trained on has no place there"
+    for name in ("dropout", "stochastic_depth"):
+        if rate := getattr(contract.architecture, name):
+            yield f"{name}: {rate:g}, which matters in training only, has no place there"
 
 
 @contextmanager

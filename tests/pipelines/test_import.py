@@ -1,6 +1,7 @@
 """Weights from outside: known by their content, refused where something is wrong, and out again in other formats."""
 
 import os
+import shlex
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -8,14 +9,19 @@ from typing import Any
 
 import pytest
 import torch
+from PIL import Image
 
-from pipelines import identity
+from pipelines import identity, init
 from pipelines.cli import main
+from pipelines.lineage import describe_source
 from pipelines.recipe import load_pipeline, parse_pipeline
-from pipelines.spec import Import, RecipeError, module
-from pipelines.store import Layout, Store, commit, fetched, open_store
+from pipelines.spec import Evaluate, Import, RecipeError, module
+from pipelines.store import InputRef, Layout, Store, commit, fetched, open_store
+from ray_jobs.reporting.provenance import protocols
+from ray_jobs.sources.folder import scan
 from tests.records import make_manifest
 from tests.s3 import Bucket, Server, used
+from vit_model import formats
 from vit_model.config import ModelContract, Preprocessing, ViTConfig
 from vit_model.model import ViT
 from vit_model.weights import save_model
@@ -109,6 +115,18 @@ def test_the_recipe_imports_and_does_not_pretrain(tmp_path: Path) -> None:
     assert pipeline.stages["finetune"].inputs() == {"data": ("images",), "backbone": ("backbone",)}
 
 
+def test_init_names_the_way_where_images_are_few(tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        (tmp_path / "my images" / name).mkdir(parents=True)
+        Image.new("RGB", (8, 8)).save(tmp_path / "my images" / name / "1.png")
+    said: list[str] = []
+    init._warn_of_small_sets(scan(tmp_path / "my images"), said.append)
+    command = shlex.split(said[0].partition("vitflow run ")[2])
+    assert load_pipeline(command[0], tuple(command[2::2])).stages["finetune"].inputs()["backbone"] == (
+        "backbone",
+    )
+
+
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
@@ -161,6 +179,33 @@ def test_objects_are_known_by_etag_and_size_and_fetched(
             key(f"s3://{bucket.name}/c")
 
 
+def test_jobs_learn_where_s3_is_and_never_a_password(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AWS_ENDPOINT_URL_S3", "http://host:1")
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://user:secret@host:1")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "secret")
+    settings = open_store(store.uri).settings
+    assert settings["AWS_ENDPOINT_URL_S3"] == "http://host:1"
+    assert "secret" not in str(settings)
+
+
+# ------------------------------------------------------------------------------------------------- looking
+
+
+def test_its_lineage_and_its_reports_say_where_it_is_from(tmp_path: Path) -> None:
+    config = stage("/x/vit.npz", "half").model_dump(mode="json")
+    imported = make_manifest("import", key="i", config=config, source="f" * 64)
+    assert describe_source(imported) == "import /x/vit.npz"
+    [said] = protocols([("backbone", imported, tmp_path)])
+    assert "/x/vit.npz" in said["text"] and "they may have seen these images" in said["text"]
+    taken = InputRef(job="import", key="i", content_digest="d", manifest_sha256="m")
+    probe = Evaluate(job="evaluate", data="digits", backbone="backbone").model_dump(mode="json")
+    for job, warned in (("import", True), ("pretrain", False)):
+        inputs = {"data": [taken], "backbone": [taken.model_copy(update={"job": job})]}
+        evaluated = make_manifest("evaluate", config=probe, inputs=inputs)
+        [said] = protocols([("probe", evaluated, tmp_path)])
+        assert ("they may have seen these images" in said["text"]) is warned
+
+
 # ------------------------------------------------------------------------------------------------- commands
 
 
@@ -207,6 +252,53 @@ def put_model(store: Store, name: str = "ma", **fields: Any) -> tuple[ViT, Model
 @pytest.fixture
 def store(tmp_path: Path) -> Store:
     return open_store(str(tmp_path / "store"))
+
+
+@pytest.mark.parametrize(
+    ("to", "file"),
+    [
+        ("hf", "model.safetensors"),
+        ("timm", "model.safetensors"),
+        ("npz", "model.npz"),
+        pytest.param("onnx", "model.onnx", marks=pytest.mark.slow),
+    ],
+)
+@pytest.mark.parametrize("kind", ["new", "empty"])
+def test_an_export_is_the_same_model_to_those_who_read_it(
+    store: Store, tmp_path: Path, to: str, file: str, kind: str, vitflow_here: Callable[..., str]
+) -> None:
+    model, _ = put_model(store)
+    output = tmp_path / "out"
+    if kind == "empty":
+        output.mkdir()
+    said = vitflow_here("export", "ma", "--format", to, "--output", output, "--store", store.uri)
+    assert file in {path.name for path in output.iterdir()}
+    assert f"wrote {output}: " in said and file in said
+    assert {path.name for path in tmp_path.iterdir()} == {"store", "out"}, "nothing is left beside it"
+    assert output.stat().st_mode & 0o777 == (tmp_path / "store").stat().st_mode & 0o777, "for others to read"
+    if to == "onnx":
+        return
+    assert "training_data: the digest d" in said
+    found = formats.read(output / file if to == "npz" else output)
+    theirs, ours = (one.model_dump(exclude={"position_resize"}) for one in (found.architecture, model.config))
+    assert theirs == ours
+    assert found.preprocessing is not None and found.preprocessing.mean == (0.5,) * 3
+    assert found.class_names == (("0", "1", "2") if to == "npz" else ("ape", "bee", "cat"))
+    assert ("class_names: the names of 3 classes" in said) is (to == "npz"), "what is lost is said"
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(found.weights[name], tensor), name
+
+
+@pytest.mark.parametrize("to", ["hf", "timm", "npz"])
+def test_what_a_format_cannot_say_is_refused_and_leaves_nothing(
+    store: Store, tmp_path: Path, to: str, vitflow_here: Callable[..., str]
+) -> None:
+    put_model(store, position="relative")
+    said = vitflow_here(
+        "export", "ma", "--format", to, "--output", tmp_path / "out", "--store", store.uri, code=2
+    )
+    assert f"ma as {to}: " in said
+    assert [path.name for path in tmp_path.iterdir()] == ["store"]
 
 
 @pytest.mark.parametrize(

@@ -1,13 +1,21 @@
 """An import's contract says what the file says, or what was given in its place, and nothing else."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from pipelines import identity
 from pipelines.spec import Import
-from ray_jobs.import_model import contract_of, describe
-from vit_model.config import Preprocessing, ViTConfig
-from vit_model.formats import Imported
+from pipelines.store import Store, open_store
+from ray_jobs.import_model import contract_of, describe, import_model
+from ray_jobs.stage import Context
+from tests.records import make_attempt
+from vit_model.config import ModelContract, Preprocessing, ViTConfig
+from vit_model.formats import Imported, npz
+from vit_model.model import ViT
+from vit_model.weights import load_model
 
 HALF = (0.5, 0.5, 0.5)
 IMAGENET = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
@@ -92,8 +100,73 @@ def test_what_does_not_fit_is_said_in_one_line(found: Imported, given: Any, mess
 
 
 def test_what_was_taken_is_said() -> None:
-    said = "\n".join(describe(contract_of(imported(SAID), stage())))
+    said = "\n".join(describe(contract_of(imported(SAID), stage()), SAID))
+    assert "preprocessing, as the file says: mean 0.1" in said and "otherwise" not in said
     assert "mean 0.1, 0.2, 0.3, std 0.4, 0.5, 0.6; bicubic, shorter side to 16, the middle 8 x 8" in said
     assert "classes: 2 (0, 1)" in said and "license: apache-2.0" in said
-    said = "\n".join(describe(contract_of(imported(), stage("half"))))
-    assert "bilinear, straight to 8 x 8" in said
+    said = "\n".join(describe(contract_of(imported(), stage("half")), None))
+    assert (
+        "preprocessing, as given: mean 0.5, 0.5, 0.5, std 0.5, 0.5, 0.5; bilinear, straight to 8 x 8" in said
+    )
+    said = "\n".join(describe(contract_of(imported(SAID), stage("half")), SAID))
+    assert "the file says otherwise: mean 0.1, 0.2, 0.3" in said
+
+
+# ------------------------------------------------------------------------------------------------- reading
+
+
+def write_checkpoint(path: Path) -> ViT:
+    """A file of Google's form with random weights."""
+    torch.manual_seed(0)
+    config = imported().architecture
+    model = ViT(config)
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter)
+    contract = ModelContract(architecture=config, class_names=("ape", "bee"), training_data="d", license=None,
+                             preprocessing=Preprocessing(mean=HALF, std=HALF, resolution=8, channels=3))  # fmt: skip
+    npz.write(path, model, contract)
+    return model
+
+
+def context_for(store: Store, config: Import, source: str | None = None) -> Context:
+    attempt = make_attempt(
+        "import",
+        store_id=store.id,
+        store_uri=store.uri,
+        config=config.model_dump(mode="json"),
+        source=source or identity.source_fingerprint(config),
+    )
+    return Context(attempt, config, {})
+
+
+def test_an_import_is_an_ordinary_model_artifact(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    store, path = open_store(str(tmp_path / "store")), tmp_path / "vit.npz"
+    theirs = write_checkpoint(path)
+    context = context_for(store, Import(job="import", path=str(path)))
+    result = import_model(context)
+    said = capsys.readouterr().out
+    assert "classes: 2 (0, 1)" in said and "mean 0.5, 0.5, 0.5, std 0.5, 0.5, 0.5" in said
+    assert {entry.path for entry in result.files} == {"model.safetensors", "config.json"}
+    ours, contract = load_model(tmp_path / "store/artifacts/import/k/attempts/1/files")
+    assert contract.preprocessing.mean == HALF, "what Google's files mean, which they don't say"
+    assert ours.state_dict().keys() == theirs.state_dict().keys()
+    assert all(torch.equal(tensor, theirs.state_dict()[name]) for name, tensor in ours.state_dict().items())
+    assert result.metrics == {"parameters": theirs.config.num_parameters, "classes": 2}
+    again = import_model(context_for(store, Import(job="import", path=str(path.rename(tmp_path / "moved")))))
+    assert again == result, "the same bytes, wherever they come from"
+
+
+def test_files_that_change_after_the_plan_are_not_taken(tmp_path: Path) -> None:
+    store, path = open_store(str(tmp_path / "store")), tmp_path / "vit.npz"
+    write_checkpoint(path)
+    with pytest.raises(ValueError, match="the source changed before it was read"):
+        import_model(context_for(store, Import(job="import", path=str(path)), "another"))
+
+
+def test_what_is_no_checkpoint_is_said_so(tmp_path: Path) -> None:
+    store, path = open_store(str(tmp_path / "store")), tmp_path / "vit.npz"
+    write_checkpoint(path)
+    path.write_bytes(path.read_bytes()[:-100])
+    with pytest.raises(ValueError, match=r"vit\.npz"):
+        import_model(context_for(store, Import(job="import", path=str(path))))
+    assert not list((tmp_path / "store").glob("artifacts/**/files/*"))
