@@ -11,6 +11,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from vit_model.config import Preprocessing, ViTConfig
+from vit_model.weights import load_model
 
 
 class Imported(NamedTuple):
@@ -28,7 +29,9 @@ class Imported(NamedTuple):
     """What was taken, resized, dropped, newly initialised; one sentence each."""
 
 
-EXPECTED = "a folder with config.json of Hugging Face, timm or vitflow, or a file in .npz, safetensors or torch.save's format"
+EXPECTED = (
+    "a folder with config.json of Hugging Face, timm or vitflow, or a file of .npz, safetensors or torch.save"
+)
 
 
 def read(path: Path) -> Imported:
@@ -37,20 +40,36 @@ def read(path: Path) -> Imported:
     Raises ValueError, naming the file and what was expected, for anything that is not a whole, sound checkpoint
     of an architecture that `ViTConfig` can say exactly.
     """
-    from vit_model.formats import hugging_face, npz, timm
+    from vit_model.formats import hugging_face, timm
     from vit_model.formats.files import is_pickle, is_safetensors, read_json, zip_names
 
     if path.is_dir():
-        keys = read_json(path / "config.json").keys()
-        if "model_type" in keys:
+        config = read_json(path / "config.json")
+        if "model_type" in config:
             return hugging_face.read(path)
-        if "pretrained_cfg" in keys or "architecture" in keys:
+        if isinstance(config.get("architecture"), dict):
+            return _read_own(path)
+        if "architecture" in config:
             return timm.read(path)
         raise ValueError(f"{path}: config.json has neither model_type nor architecture; {EXPECTED} fits")
     if not path.is_file():
         raise ValueError(f"{path} is missing; {EXPECTED} fits")
     if any(name.endswith(".npy") for name in zip_names(path)):
+        from vit_model.formats import npz
+
         return npz.read(path)
     if is_safetensors(path) or is_pickle(path):
         return timm.read(path)
     raise ValueError(f"{path} is in no format known here; {EXPECTED} fits")
+
+
+def _read_own(folder: Path) -> Imported:
+    model, contract = load_model(folder)
+    return Imported(
+        architecture=contract.architecture,
+        weights=model.state_dict(),
+        preprocessing=contract.preprocessing,
+        class_names=contract.class_names,
+        license=contract.license,
+        lines=("weights: all of a model of vitflow's.",),
+    )

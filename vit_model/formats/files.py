@@ -220,7 +220,8 @@ def take(path: Path, found: dict[str, Tensor], name: str, shape: tuple[int, ...]
 def to_theirs(weights: dict[str, Tensor], sources: dict[str, Source]) -> dict[str, Tensor]:
     """The foreign tensors, float32 on the CPU, out of ours.
 
-    Raises ValueError for a tensor that the other format has not, unless it is all zeros, and for NaN or infinite values.
+    Raises ValueError for a tensor that the other format has not, unless it is all zeros, and for NaN or infinite
+    values.
     """
     theirs = {}
     for name, source in sources.items():

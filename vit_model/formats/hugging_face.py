@@ -12,89 +12,34 @@ import re
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import torch
-from pydantic import ValidationError
 from safetensors.torch import save_file
 from torch import Tensor
 
-from vit_model.config import ModelContract, Preprocessing, ViTConfig
+from vit_model.config import ModelContract, ViTConfig
 from vit_model.formats import Imported
 from vit_model.formats.files import (
     README,
-    Source,
     read_json,
     read_license,
     read_tensors,
     require_plausible,
-    shapes_of,
-    take,
     to_ours,
     to_theirs,
     write_json,
 )
-from vit_model.model import ViT
-
-BLOCK = "encoder.layer.{i}."
-VIT_NAMES = {
-    "cls_token": "embeddings.cls_token",
-    "dist_token": "embeddings.distillation_token",
-    "reg_token": "embeddings.register_tokens",
-    "pos_embed": "embeddings.position_embeddings",
-    "patch_embed.proj": "embeddings.patch_embeddings.projection",
-    "blocks.norm1": BLOCK + "layernorm_before",
-    "blocks.norm2": BLOCK + "layernorm_after",
-    "blocks.attn.qkv": BLOCK + "attention.attention.{qkv}",
-    "blocks.attn.proj": BLOCK + "attention.output.dense",
-    "blocks.mlp.fc1": BLOCK + "intermediate.dense",
-    "blocks.mlp.fc2": BLOCK + "output.dense",
-    "norm": "layernorm",
-    "pre_logits": "pooler.dense",
-    "head": "classifier",
-}
-DEIT_NAMES = VIT_NAMES | {"head": "cls_classifier", "head_dist": "distillation_classifier"}
-DINOV2_NAMES = VIT_NAMES | {
-    "blocks.norm1": BLOCK + "norm1",
-    "blocks.norm2": BLOCK + "norm2",
-    "blocks.ls1.gamma": BLOCK + "layer_scale1.lambda1",
-    "blocks.ls2.gamma": BLOCK + "layer_scale2.lambda1",
-    "blocks.mlp.fc1": BLOCK + "mlp.fc1",
-    "blocks.mlp.fc2": BLOCK + "mlp.fc2",
-}
-TOWER = "encoder.layers.{i}."
-CLIP_NAMES = {
-    "cls_token": "embeddings.class_embedding",
-    "pos_embed": "embeddings.position_embedding.weight",
-    "patch_embed.proj": "embeddings.patch_embedding",
-    "norm_pre": "pre_layrnorm",
-    "blocks.norm1": TOWER + "layer_norm1",
-    "blocks.norm2": TOWER + "layer_norm2",
-    "blocks.attn.qkv": TOWER + "self_attn.{qkv}_proj",
-    "blocks.attn.proj": TOWER + "self_attn.out_proj",
-    "blocks.mlp.fc1": TOWER + "mlp.fc1",
-    "blocks.mlp.fc2": TOWER + "mlp.fc2",
-    "norm": "post_layernorm",
-    "head": "visual_projection",
-}
-SIGLIP_NAMES = CLIP_NAMES | {
-    "attn_pool.latent": "head.probe",
-    "attn_pool.q": "head.attention.q",  # these two are one in the file: in_proj_weight, in_proj_bias
-    "attn_pool.kv": "head.attention.kv",
-    "attn_pool.proj": "head.attention.out_proj",
-    "attn_pool.norm": "head.layernorm",
-    "attn_pool.mlp.fc1": "head.mlp.fc1",
-    "attn_pool.mlp.fc2": "head.mlp.fc2",
-    "head": "classifier",
-}
-# From the names of transformers 5 to those of 4; CLIP and SigLIP have kept theirs.
-RENAMED = (
-    (r"^layers\.", "encoder.layer."),
-    (r"\.attention\.q_proj\.", ".attention.attention.query."),
-    (r"\.attention\.k_proj\.", ".attention.attention.key."),
-    (r"\.attention\.v_proj\.", ".attention.attention.value."),
-    (r"\.attention\.o_proj\.", ".attention.output.dense."),
+from vit_model.formats.hugging_face_names import (
+    CLIP_NAMES,
+    DEIT_NAMES,
+    DINOV2_NAMES,
+    SIGLIP_NAMES,
+    VIT_NAMES,
+    adapt,
+    for_class,
+    old_name,
+    sources_of,
 )
-RENAMED_MLP = ((r"\.mlp\.fc1\.", ".intermediate.dense."), (r"\.mlp\.fc2\.", ".output.dense."))
-PREFIX = re.compile(r"^(vit|deit|dinov2|dinov2_with_registers|vision_model)\.")
+from vit_model.formats.hugging_face_pixels import processor_config, read_preprocessing
+from vit_model.model import ViT
 
 SIZES = {
     "image_size": 224,
@@ -167,7 +112,6 @@ GELUS = {
     "gelu_new": "tanh",
     "quick_gelu": "quick",
 }
-RESAMPLE = {2: "bilinear", 3: "bicubic"}
 
 
 def read(folder: Path) -> Imported:
@@ -181,20 +125,20 @@ def read(folder: Path) -> Imported:
     kind, sizes = _sizes(path, config)
     family = FAMILIES[kind]
     found, weights_file = _find_tensors(folder)
-    found = {_old_name(kind, name): tensor for name, tensor in found.items()}
-    lines = _adapt(weights_file, kind, sizes, found)
+    found = {old_name(family.names, name): tensor for name, tensor in found.items()}
+    lines = adapt(weights_file, kind, sizes, found)
     unused = sorted(name for name in found if re.fullmatch(family.dropped, name))
     for name in unused:
         del found[name]
     architecture = _architecture(path, kind, sizes, found)
     require_plausible(weights_file, architecture, found)
-    sources = _sources(family.names, architecture, bool(sizes.get("qkv_bias", True)))
+    sources = sources_of(family.names, architecture, bool(sizes.get("qkv_bias", True)))
     dtypes = sorted({str(tensor.dtype).removeprefix("torch.") for tensor in found.values()} - {"float32"})
     weights = to_ours(weights_file, sources, architecture, found)
-    preprocessing, how = _read_preprocessing(folder, architecture, sizes["image_size"])
+    preprocessing, how = read_preprocessing(folder, architecture, _both(sizes["image_size"])[0])
     lines = [
         f"weights: all of the {kind} encoder's {architecture.depth} blocks of width {architecture.width}"
-        f"{f' and a head for {architecture.num_classes} outputs' if architecture.num_classes else ', no head'},"
+        f" with {architecture.num_heads} heads, {architecture.num_classes or 'no'} classes,"
         f" GELU {architecture.gelu}, layer norm eps {architecture.layer_norm_eps:g}.",
         *lines,
         *([f"weights: converted from {', '.join(dtypes)} to float32."] if dtypes else []),
@@ -309,162 +253,22 @@ def _find_tensors(folder: Path) -> tuple[dict[str, Tensor], Path]:
     return found, index
 
 
-def _old_name(kind: str, name: str) -> str:
-    """The name that transformers 4 gave a tensor, without what it puts in front of an encoder's."""
-    name = PREFIX.sub("", name)
-    if FAMILIES[kind].names["norm"] == "layernorm":
-        for pattern, old in RENAMED if kind.startswith("dinov2") else RENAMED + RENAMED_MLP:
-            name = re.sub(pattern, old, name)
-    return name
-
-
-def _adapt(path: Path, kind: str, sizes: dict[str, Any], found: dict[str, Tensor]) -> list[str]:
-    """Replace, in `found`, what transformers stores or computes otherwise; returns lines that say what changed."""
-    lines = []
-    width = int(sizes["hidden_size"])
-    if kind == "vit" and "classifier.weight" in found:
-        for name in [name for name in found if name.startswith("pooler.")]:
-            del found[name]
-    if kind == "vit_mae":
-        lines.append("pooling: the class token, as in MAE's linear probes; the file holds an encoder alone.")
-    if kind == "deit" and "classifier.weight" in found:
-        # The distillation token is attended to but not read: a register, but for its position.
-        positions = (
-            found["embeddings.position_embeddings"] if "embeddings.position_embeddings" in found else None
-        )
-        if positions is None or positions.ndim != 3 or positions.shape[1] < 3:
-            raise ValueError(f"{path}: embeddings.position_embeddings is missing or too short")
-        token = take(path, found, "embeddings.distillation_token", (1, 1, width))
-        found["embeddings.register_tokens"] = token + positions[:, 1:2]
-        found["embeddings.position_embeddings"] = torch.cat([positions[:, :1], positions[:, 2:]], dim=1)
-        for leaf in ("weight", "bias"):
-            found[f"cls_classifier.{leaf}"] = found.pop(f"classifier.{leaf}")
-        lines.append("reg_token: the distillation token and its position, which have no classifier here.")
-    if kind.startswith("dinov2") and "classifier.weight" in found:
-        classes = found["classifier.weight"].shape[0]
-        both = take(path, found, "classifier.weight", (classes, 2 * width))
-        if both[:, width:].any():
-            raise ValueError(
-                f"{path}: classifier.weight reads the class token and the mean of the patches side by side, which"
-                " is not read; a model without a classifier is"
-            )
-        found["classifier.weight"] = both[:, :width].contiguous()
-    if kind.startswith("siglip") and "classifier.weight" in found:
-        dropped = [name for name in found if name.startswith("head.")]
-        for name in dropped:
-            del found[name]
-        if dropped:
-            lines.append("attn_pool: dropped; the classifier reads the mean of the tokens.")
-    if "head.probe" in found:
-        for leaf, shape in (("weight", (3 * width, width)), ("bias", (3 * width,))):
-            stacked = take(path, found, f"head.attention.in_proj_{leaf}", shape)
-            found[f"head.attention.q.{leaf}"] = stacked[:width]
-            found[f"head.attention.kv.{leaf}"] = stacked[width:]
-    return lines
-
-
-def _sources(names: dict[str, str], config: ViTConfig, qkv_bias: bool = True) -> dict[str, Source]:
-    """Where each of our tensors lies in a checkpoint with the given names."""
-    clip = names["norm"] == "post_layernorm"
-    sources = {}
-    for name, shape in shapes_of(config).items():
-        index, inside = re.fullmatch(r"(?:blocks\.(\d+)\.)?(.*)", name).groups()  # type: ignore[union-attr]
-        key = inside if index is None else f"blocks.{inside}"
-        owner, _, leaf = key.rpartition(".")
-        theirs = names[key] if key in names else f"{names[owner]}.{leaf}"
-        if (theirs == "visual_projection.bias") or (key == "blocks.attn.qkv.bias" and not qkv_bias):
-            sources[name] = Source((), shape)
-        elif key.startswith("blocks.attn.qkv."):
-            letters = ("q", "k", "v") if clip else ("query", "key", "value")
-            parts = tuple(theirs.format(i=index, qkv=letter) for letter in letters)
-            sources[name] = Source(parts, (config.width, *shape[1:]))
-        else:
-            if key == "patch_embed.proj.weight":
-                shape = (config.width, config.in_channels, config.patch_size, config.patch_size)
-            elif clip and key in ("cls_token", "pos_embed"):
-                shape = shape[-1:] if key == "cls_token" else shape[1:]
-            sources[name] = Source((theirs.format(i=index),), shape)
-    return sources
-
-
 def _class_names(path: Path, config: dict[str, Any], num_classes: int) -> tuple[str, ...]:
-    """In the order of the logits; numbers where the file has none or only LABEL_0, LABEL_1, ..."""
+    """In the order of the logits; numbers where the file has none, or only LABEL_0, LABEL_1, ..."""
     said = config.get("id2label")
-    if (
-        num_classes == 0
-        or said is None
-        or "architectures" in config
-        and "Projection" in str(config["architectures"])
-    ):
-        return tuple(map(str, range(num_classes)))
-    names = [said.get(str(index)) for index in range(num_classes)] if isinstance(said, dict) else []
+    numbers = tuple(map(str, range(num_classes)))
+    if num_classes == 0 or said is None or config["model_type"].startswith("clip"):
+        return numbers
+    names = [said.get(number) for number in numbers] if isinstance(said, dict) else []
     if (
         not isinstance(said, dict)
         or len(said) != num_classes
         or not all(isinstance(name, str) for name in names)
     ):
-        raise ValueError(
-            f"{path}: id2label does not name the classes 0 to {num_classes - 1} that the classifier has"
-        )
-    if all(name == f"LABEL_{index}" for index, name in enumerate(names)):
-        return tuple(map(str, range(num_classes)))
+        raise ValueError(f"{path}: id2label must name the {num_classes} classes that the classifier has")
+    if all(name == f"LABEL_{number}" for number, name in zip(numbers, names, strict=True)):
+        return numbers
     return tuple(map(str, names))
-
-
-def _read_preprocessing(
-    folder: Path, architecture: ViTConfig, image_size: Any
-) -> tuple[Preprocessing | None, list[str]]:
-    """What preprocessor_config.json says, as far as `Preprocessing` can say it; None and the reason otherwise."""
-    path = folder / "preprocessor_config.json"
-    if not path.is_file() and (folder / "processor_config.json").is_file():
-        path = folder / "processor_config.json"
-    if not path.is_file():
-        return None, [f"preprocessing: {path.name} is missing."]
-    said = read_json(path)
-    inner = said.get("image_processor")
-    said = inner if isinstance(inner, dict) else said
-    size, crop = said.get("size"), said.get("crop_size")
-    if isinstance(size, int):
-        kind = str(said.get("image_processor_type") or said.get("feature_extractor_type"))
-        size = {"shortest_edge": size} if kind.startswith("CLIP") else {"height": size, "width": size}
-    crop = {"height": crop, "width": crop} if isinstance(crop, int) else crop
-    side = _both(image_size)[0]
-    square = {"height": side, "width": side}
-    crops = said.get("do_center_crop", isinstance(size, dict) and "shortest_edge" in size)
-    fields: dict[str, Any] = {}
-    if isinstance(size, dict) and list(size) == ["shortest_edge"] and crops and crop == square:
-        shorter = size["shortest_edge"]
-        if isinstance(shorter, int) and shorter >= side:
-            fields = {"crop": "center", "crop_fraction": side / shorter}
-    elif size == square and (not crops or crop == square):
-        fields = {"crop": "squash"}
-    unlike = [
-        f"size {said.get('size')!r} and crop_size {said.get('crop_size')!r} don't make {side}x{side} pixels"
-        if not fields
-        else "",
-        f"resample is {said.get('resample')!r}" if said.get("resample") not in list(RESAMPLE) else "",
-        *(
-            f"{key} is not true"
-            for key in ("do_resize", "do_rescale", "do_normalize")
-            if not said.get(key, True)
-        ),
-        "rescale_factor is not 1/255" if abs(said.get("rescale_factor", 1 / 255) * 255 - 1) > 1e-6 else "",
-        *(f"{key} is missing" for key in ("image_mean", "image_std") if not isinstance(said.get(key), list)),
-    ]
-    if reasons := ", ".join(filter(None, unlike)):
-        return None, [f"preprocessing: {path.name} says what cannot be done here: {reasons}."]
-    try:
-        preprocessing = Preprocessing(
-            mean=said["image_mean"],
-            std=said["image_std"],
-            interpolation=RESAMPLE[said["resample"]],  # type: ignore[arg-type]
-            resolution=architecture.image_shape[0],
-            channels=architecture.in_channels,  # type: ignore[arg-type]
-            **fields,
-        )
-    except ValidationError as error:
-        raise ValueError(f"{path} says no preprocessing: {error}") from error
-    return preprocessing, []
 
 
 def write(folder: Path, model: ViT, contract: ModelContract) -> None:
@@ -476,13 +280,13 @@ def write(folder: Path, model: ViT, contract: ModelContract) -> None:
     if contract.architecture != architecture:
         raise ValueError(f"contract is for {contract.architecture!r}, the model is {architecture!r}")
     kind, name = _class_of(architecture)
-    tensors = _for_class(
-        kind, name, to_theirs(model.state_dict(), _sources(FAMILIES[kind].names, architecture))
+    tensors = for_class(
+        kind, name, to_theirs(model.state_dict(), sources_of(FAMILIES[kind].names, architecture))
     )
     folder.mkdir(parents=True, exist_ok=True)
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     write_json(folder / "config.json", _config(kind, name, architecture, contract.class_names))
-    write_json(folder / "preprocessor_config.json", _preprocessor(contract.preprocessing))
+    write_json(folder / "preprocessor_config.json", processor_config(contract.preprocessing))
     if contract.license:
         card = f"---\nlicense: {contract.license}\nlibrary_name: transformers\n---\n"
         (folder / README).write_text(card, encoding="utf-8")
@@ -498,74 +302,46 @@ def _class_of(config: ViTConfig) -> tuple[str, str]:
         and config.stem is None
         and not config.norm_after_pooling
         and config.class_position == config.class_token
-        and not (config.representation_head and (config.num_classes or config.pooling != "cls"))
     )
-    extras = (
-        config.norm_first,
-        not config.patch_bias,
-        config.layer_scale is not None,
-        config.distillation,
-        config.registers > 0,
-        config.representation_head,
-    )
+    present = {
+        "norm_first": config.norm_first,
+        "no patch_bias": not config.patch_bias,
+        "layer_scale": config.layer_scale is not None,
+        "distillation": config.distillation,
+        "registers": config.registers > 0,
+        "representation_head": config.representation_head,
+    }
+    extras = {name for name, is_there in present.items() if is_there}
     square = config.grid[0] == config.grid[1]
     head = config.num_classes > 0
     if common and config.pooling == "cls":
-        if not any(extras[:5]):
-            return "vit", "ViTForImageClassification" if head else "ViTModel"
-        if extras == (True, True, False, False, False, False) and square:
+        if not extras:
+            return "vit", "ViTForImageClassification"  # without labels its classifier is the identity
+        if extras == {"representation_head"} and not head:
+            return "vit", "ViTModel"
+        if extras == {"norm_first", "no patch_bias"} and square:
             return "clip_vision_model", f"CLIPVisionModel{'WithProjection' if head else ''}"
-        if extras[:4] == (False, False, True, False) and not extras[5] and not config.mlp_dim % config.width:
-            name = "Dinov2WithRegisters" if config.registers else "Dinov2"
-            kind = "dinov2_with_registers" if config.registers else "dinov2"
-            return kind, f"{name}{'ForImageClassification' if head else 'Model'}"
-        if extras == (False, False, False, True, False, False):
-            return "deit", "DeiTForImageClassificationWithTeacher" if head else "DeiTModel"
-        if extras == (False, False, False, False, True, False) and config.registers == 1 and head:
+        if extras == {"layer_scale"} and config.mlp_dim % config.width == 0:
+            return "dinov2", f"Dinov2{'ForImageClassification' if head else 'Model'}"
+        if extras == {"layer_scale", "registers"} and config.mlp_dim % config.width == 0:
+            return (
+                "dinov2_with_registers",
+                f"Dinov2WithRegisters{'ForImageClassification' if head else 'Model'}",
+            )
+        if extras == {"distillation"}:
+            return "deit", f"DeiTForImageClassification{'WithTeacher' if head else ''}"
+        if extras == {"registers"} and config.registers == 1 and head:
             return "deit", "DeiTForImageClassification"
-    if common and not any(extras) and not config.class_token and square:
+    if common and not extras and not config.class_token and square:
         if config.pooling == "map" and not head:
             return "siglip_vision_model", "SiglipVisionModel"
-        if config.pooling == "gap":
+        if config.pooling == "gap" and head:
             return "siglip", "SiglipForImageClassification"
     raise ValueError(
-        "no class of transformers computes what this architecture says; it is written for ViT, DeiT, DINOv2 and CLIP"
-        " (class token, without or with what those have) and SigLIP (mean of all tokens, or the MAP head without a"
-        f" classifier): {config!r}"
+        "no class of transformers computes this architecture; ViT, DeiT, DINOv2, CLIP (read at the class token) and"
+        " SigLIP (classifier on the mean of all tokens, or MAP head without one) are written:"
+        f" {config.model_dump(exclude_defaults=True)}"
     )
-
-
-def _for_class(kind: str, name: str, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Tensors by the names and in the shapes that a class of transformers 4 has."""
-    tensors = dict(tensors)
-    positions = tensors.get("embeddings.position_embeddings")
-    if name == "DeiTForImageClassification":
-        assert positions is not None
-        token = tensors.pop("embeddings.register_tokens")
-        tensors["embeddings.distillation_token"] = token
-        tensors["embeddings.position_embeddings"] = torch.cat(
-            [positions[:, :1], torch.zeros_like(token), positions[:, 1:]], dim=1
-        )
-        for leaf in ("weight", "bias"):
-            tensors[f"classifier.{leaf}"] = tensors.pop(f"cls_classifier.{leaf}")
-    if kind.startswith("dinov2"):
-        tensors["embeddings.mask_token"] = torch.zeros_like(tensors["embeddings.cls_token"][0])
-        if "classifier.weight" in tensors:  # it reads the mean of the patches too
-            weight = tensors["classifier.weight"]
-            tensors["classifier.weight"] = torch.cat([weight, torch.zeros_like(weight)], dim=1)
-    if "head.probe" in tensors:
-        for leaf in ("weight", "bias"):
-            parts = [tensors.pop(f"head.attention.{part}.{leaf}") for part in ("q", "kv")]
-            tensors[f"head.attention.in_proj_{leaf}"] = torch.cat(parts)
-    if kind.startswith(("clip", "siglip")):
-        prefix = "vision_model."
-    else:
-        prefix = "" if name.endswith("Model") else f"{kind}."
-    heads = tuple(
-        f"{head}."
-        for head in ("classifier", "cls_classifier", "distillation_classifier", "visual_projection")
-    )
-    return {name if name.startswith(heads) else prefix + name: tensor for name, tensor in tensors.items()}
 
 
 def _config(kind: str, name: str, config: ViTConfig, class_names: tuple[str, ...]) -> dict[str, Any]:
@@ -596,24 +372,4 @@ def _config(kind: str, name: str, config: ViTConfig, class_names: tuple[str, ...
         **sizes,
         "id2label": labels,
         "label2id": {label: int(index) for index, label in labels.items()},
-    }
-
-
-def _preprocessor(preprocessing: Preprocessing) -> dict[str, Any]:
-    side = preprocessing.resolution
-    square = {"height": side, "width": side}
-    crops = preprocessing.crop == "center"
-    return {
-        "image_processor_type": "CLIPImageProcessor" if crops else "ViTImageProcessor",
-        "do_convert_rgb": preprocessing.channels == 3,
-        "do_resize": True,
-        "size": {"shortest_edge": int(side / preprocessing.crop_fraction + 1e-6)} if crops else square,
-        "resample": {kind: number for number, kind in RESAMPLE.items()}[preprocessing.interpolation],
-        "do_center_crop": crops,
-        **({"crop_size": square} if crops else {}),
-        "do_rescale": True,
-        "rescale_factor": 1 / 255,
-        "do_normalize": True,
-        "image_mean": list(preprocessing.mean),
-        "image_std": list(preprocessing.std),
     }

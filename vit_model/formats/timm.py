@@ -1,0 +1,453 @@
+"""Checkpoints of timm: folders in its hub's layout, and state dicts alone.
+
+In: a folder with config.json and weights, or a file of weights (safetensors, or torch.save's). Out: an `Imported`, or
+such a folder of a model of ours, for `timm.create_model("local-dir:FOLDER", pretrained=True)`. timm is not needed.
+Use: `imported = read(path)`; `write(folder, model, contract)`.
+
+Our tensors have timm's names; patch kernels are [d, c, p, p] there, and registers can have positions. What a name of
+timm's implies beside shapes (heads, GELU, eps) stands in `conventions`. Source: timm's models/vision_transformer.py,
+models/deit.py, models/_hub.py.
+"""
+
+import math
+import re
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from pydantic import ValidationError
+from safetensors.torch import save_file
+from torch import Tensor
+
+from vit_model.config import ModelContract, Preprocessing, ViTConfig
+from vit_model.formats import Imported
+from vit_model.formats.files import (
+    Source,
+    read_json,
+    read_tensors,
+    require_plausible,
+    shapes_of,
+    to_ours,
+    to_theirs,
+    write_json,
+)
+from vit_model.model import ViT
+
+WEIGHTS = ("model.safetensors", "pytorch_model.bin")
+GELUS = {"gelu": "exact", "gelu_tanh": "tanh", "quick_gelu": "quick"}
+# Of DINO, DINOv2, MAE and DeiT III, whose own files have timm's names but for these.
+RENAMED = (
+    (r"^module\.", ""),
+    (r"^register_tokens$", "reg_token"),
+    (r"\.gamma_([12])$", r".ls\1.gamma"),
+    (r"^pre_logits\.fc\.", "pre_logits."),
+)
+DROPPED = re.compile(r"mask_token|decoder_.*")
+# What such tensors mean, for whoever wonders why a file is refused.
+FOREIGN = {
+    r".*rope.*|.*freqs.*": "rotary position embeddings (RoPE)",
+    r".*mlp\.(w12|w3|fc1_[gx])\..*": "SwiGLU",
+    r".*[qk]_norm\..*": "norms of queries and keys",
+    r".*relative_position.*": "relative position biases",
+    r"patch_embed\.backbone\..*": "a convolutional stem",
+    r".*attns\..*|.*in_norm\..*": "parallel blocks",
+    r".*embeddings\..*": "names of Hugging Face; give the folder with its config.json",
+}
+# Arguments of timm's VisionTransformer that are read; those after the blank line change nothing but training.
+ARGUMENTS = {
+    *("img_size", "patch_size", "in_chans", "num_classes", "embed_dim", "depth", "num_heads", "mlp_ratio"),
+    *(
+        "global_pool",
+        "pool_include_prefix",
+        "fc_norm",
+        "class_token",
+        "no_embed_class",
+        "reg_tokens",
+        "pos_embed",
+    ),
+    *("pre_norm", "init_values", "act_layer", "qkv_bias", "dynamic_img_size", "strict_img_size"),
+    *("drop_rate", "pos_drop_rate", "patch_drop_rate", "proj_drop_rate", "attn_drop_rate", "drop_path_rate"),
+    *("weight_init", "fix_init"),
+}
+
+
+class Conventions(NamedTuple):
+    """What timm builds into a name."""
+
+    num_heads: int
+    gelu: str
+    layer_norm_eps: float
+
+
+def conventions(architecture: str, width: int) -> Conventions:
+    """What an architecture's name means for a model of this width. Raises ValueError for one that is not read."""
+    known = re.fullmatch(r"(?:vit|deit|deit3|eva|flexivit)_([a-z0-9]+)(_.*)?", architecture.partition(".")[0])
+    if not known or re.search(r"_(rpn|mci|relpos|rope|dinov3|sam|r26|r50)\w*", architecture):
+        raise ValueError(f"architecture {architecture!r} is not read; plain ViTs and DeiTs of timm are")
+    if known.group(1) in ("huge", "giant", "gigantic", "giantopt", "so400m"):
+        heads = 16
+    else:
+        heads = 16 if "base_patch16_gap" in architecture else width // 64
+    tanh = r"siglip.*_512|patch32_siglip|giantopt|so400m_patch16_siglip"
+    gelu = "quick_gelu" if "quickgelu" in architecture else "gelu"
+    if re.search(tanh, architecture) and "base_patch16" not in architecture:
+        gelu = "gelu_tanh"
+    return Conventions(heads, gelu, 1e-5 if "_clip_" in architecture else 1e-6)
+
+
+def read(path: Path) -> Imported:
+    """The ViT in a folder or a file.
+
+    A file alone says neither the heads nor the preprocessing: heads of 64 channels, the exact GELU and eps 1e-6 are
+    assumed then, and said. Raises ValueError, naming the file, for what `ViTConfig` cannot say exactly, for damaged
+    files, and for missing, surplus, misshapen, quantised, NaN or infinite tensors.
+    """
+    config = read_json(path / "config.json") if path.is_dir() else {}
+    file = (
+        path if path.is_file() else next((path / name for name in WEIGHTS if (path / name).is_file()), None)
+    )
+    if file is None:
+        raise ValueError(f"{path} has neither {' nor '.join(WEIGHTS)}")
+    found = {_own_name(name): tensor for name, tensor in read_tensors(file).items()}
+    unused = sorted(name for name in found if DROPPED.fullmatch(name))
+    for name in unused:
+        del found[name]
+    _require_ours(file, found)
+    said = config.get("pretrained_cfg", config)
+    arguments = config.get("model_args") or {}
+    if not isinstance(said, dict) or not isinstance(arguments, dict):
+        raise ValueError(f"{path / 'config.json'}: pretrained_cfg and model_args must be objects")
+    architecture, lines = _architecture(path, config, said, arguments, found)
+    require_plausible(file, architecture, found)
+    lines += _fold_positions(file, architecture, found)
+    dtypes = sorted({str(tensor.dtype).removeprefix("torch.") for tensor in found.values()} - {"float32"})
+    sources = _sources(architecture, qkv_bias="blocks.0.attn.qkv.bias" in found)
+    weights = to_ours(file, sources, architecture, found)
+    preprocessing, how = _read_preprocessing(path, said, architecture)
+    license_ = said.get("license")
+    return Imported(
+        architecture=architecture,
+        weights=weights,
+        preprocessing=preprocessing,
+        class_names=_class_names(path, config, said, architecture.num_classes),
+        license=license_ if isinstance(license_, str) else None,
+        lines=(
+            f"weights: all {architecture.depth} blocks of width {architecture.width} with {architecture.num_heads}"
+            f" heads, {architecture.num_classes or 'no'} classes,"
+            f" GELU {architecture.gelu}, layer norm eps {architecture.layer_norm_eps:g}.",
+            *lines,
+            *([f"weights: converted from {', '.join(dtypes)} to float32."] if dtypes else []),
+            *([f"weights: dropped {', '.join(unused)}."] if unused else []),
+            *(
+                f"{name}: zeros, since the model has none."
+                for name, source in sources.items()
+                if not source.names
+            ),
+            *how,
+        ),
+    )
+
+
+def _own_name(name: str) -> str:
+    for pattern, own in RENAMED:
+        name = re.sub(pattern, own, name)
+    return name
+
+
+def _require_ours(file: Path, found: dict[str, Tensor]) -> None:
+    """Refuse by name what timm has and `ViTConfig` has not, before missing tensors are listed."""
+    for pattern, meaning in FOREIGN.items():
+        if names := [name for name in found if re.fullmatch(pattern, name)]:
+            raise ValueError(f"{file} is not read: {names[0]} belongs to {meaning}")
+    first, second = (found.get(f"blocks.0.mlp.{layer}.weight") for layer in ("fc1", "fc2"))
+    if first is None or second is None or first.ndim != 2 or second.ndim != 2:
+        raise ValueError(f"{file} holds no ViT of timm: blocks.0.mlp.fc1.weight and fc2.weight were expected")
+    if first.shape[0] == 2 * second.shape[1]:
+        raise ValueError(f"{file} is not read: its MLP (fc1 twice as wide as fc2) is SwiGLU")
+    kernel = found.get("patch_embed.proj.weight")
+    if kernel is None or kernel.ndim != 4 or 0 in kernel.shape:
+        shape = "missing" if kernel is None else list(kernel.shape)
+        raise ValueError(f"{file}: patch_embed.proj.weight is {shape}; a kernel [d, c, p, p] was expected")
+
+
+def _architecture(
+    path: Path,
+    config: dict[str, Any],
+    said: dict[str, Any],
+    arguments: dict[str, Any],
+    found: dict[str, Tensor],
+) -> tuple[ViTConfig, list[str]]:
+    """What config.json says, and for the rest what the tensors' shapes do; and lines about what neither says."""
+    if unknown := sorted(arguments.keys() - ARGUMENTS):
+        raise ValueError(f"{path}: model_args {', '.join(unknown)} are not read")
+    width, channels, patch, _ = found["patch_embed.proj.weight"].shape
+    width = arguments.get("embed_dim", width)
+    name = config.get("architecture")
+    lines = []
+    if name is None:
+        if "norm_pre.weight" in found:
+            raise ValueError(
+                f"{path} has norm_pre, so it is of CLIP's kind, with one GELU or another; give a folder with this"
+                ' file and a config.json {"architecture": "vit_base_patch16_clip_quickgelu_224"} or the like'
+            )
+        implied = Conventions(max(1, width // 64), "gelu", 1e-6)
+        lines.append(
+            "num_heads: width / 64, gelu: exact, layer_norm_eps: 1e-6, since the file alone says nothing."
+        )
+    else:
+        implied = conventions(str(name), width)
+    pooling = {"token": "cls", "avg": "gap", "map": "map"}
+    pool = arguments.get("global_pool", config.get("global_pool"))
+    if pool is None:
+        after = "fc_norm.weight" in found or "cls_token" not in found
+        pool = "map" if "attn_pool.latent" in found else "avg" if after else "token"
+    gelu = arguments.get("act_layer", implied.gelu)
+    prefix = sum(token in found for token in ("cls_token", "dist_token", "reg_token"))
+    include = bool(arguments.get("pool_include_prefix", False))
+    if (
+        pool not in pooling
+        or gelu not in GELUS
+        or (prefix and include != (pool == "map") and pool != "token")
+    ):
+        raise ValueError(
+            f"{path}: global_pool {pool!r} with pool_include_prefix {include} and act_layer {gelu!r} is not read;"
+            f" {', '.join(pooling)} ('map' with all tokens, 'avg' with the patches alone) and {', '.join(GELUS)} are"
+        )
+    registers = found["reg_token"].shape[1] if "reg_token" in found and found["reg_token"].ndim == 3 else 0
+    head = found.get("head.weight")
+    try:
+        fields: dict[str, Any] = {
+            "patch_size": arguments.get("patch_size", patch),
+            "in_channels": arguments.get("in_chans", channels),
+            "width": width,
+            "depth": arguments.get("depth", 1 + max(_index(name) for name in found)),
+            "num_heads": arguments.get("num_heads", implied.num_heads),
+            "mlp_dim": found["blocks.0.mlp.fc1.weight"].shape[0],
+            "num_classes": 0 if head is None or not head.ndim else head.shape[0],
+            "pooling": pooling[pool],
+            "class_token": arguments.get("class_token", "cls_token" in found),
+            "distillation": "dist_token" in found,
+            "registers": arguments.get("reg_tokens", registers),
+            "norm_first": arguments.get("pre_norm", "norm_pre.weight" in found),
+            "patch_bias": "patch_embed.proj.bias" in found,
+            "norm_after_pooling": arguments.get("fc_norm", "fc_norm.weight" in found),
+            "representation_head": "pre_logits.weight" in found,
+            "gelu": GELUS[gelu],
+            "layer_norm_eps": implied.layer_norm_eps,
+            "position_resize": "bicubic_antialias",
+        }
+        if "blocks.0.ls1.gamma" in found:
+            fields["layer_scale"] = arguments.get("init_values") or 1e-5
+        fields |= _positions(path, said, arguments, found, fields)
+        return ViTConfig(**fields), lines
+    except (TypeError, ArithmeticError, ValidationError) as error:
+        raise ValueError(f"{path} describes no ViT: {error}") from error
+
+
+def _index(name: str) -> int:
+    """The number of the block that a tensor belongs to; -1 for none."""
+    inside = re.match(r"blocks\.(\d{1,9})\.", name)
+    return int(inside.group(1)) if inside else -1
+
+
+def _positions(
+    path: Path,
+    said: dict[str, Any],
+    arguments: dict[str, Any],
+    found: dict[str, Tensor],
+    fields: dict[str, Any],
+) -> dict[str, Any]:
+    """image_size, position and class_position: which tokens have one follows from the table's length and the grid."""
+    size = arguments.get("img_size") or (said.get("input_size") or [None])[1:]
+    patch = int(fields["patch_size"])
+    sides = [int(side) // patch * patch for side in (size if isinstance(size, list) else [size, size])]
+    image = sides[0] if len(set(sides)) == 1 else tuple(sides)
+    table = found.get("pos_embed")
+    if table is None:
+        if arguments.get("pos_embed") not in ("", "none"):
+            raise ValueError(
+                f"{path}: pos_embed is missing, and positions of another kind (RoPE) are not read"
+            )
+        return {"image_size": image, "position": "none"}
+    entries = table.shape[1] if table.ndim == 3 else 0
+    classes = int(fields["class_token"]) + fields["distillation"]
+    choices = dict.fromkeys([classes + int(fields["registers"]), 0, classes])
+    if arguments.get("no_embed_class") is not None:
+        choices = dict.fromkeys([0] if arguments["no_embed_class"] else [classes + int(fields["registers"])])
+    for before in choices:
+        patches = entries - before
+        if (
+            (math.prod(side // patch for side in sides) if sides else math.isqrt(max(0, patches)) ** 2)
+            == patches
+            > 0
+        ):
+            side = math.isqrt(patches) * patch
+            return {"image_size": image if sides else side, "class_position": before > 0 and classes > 0}
+    raise ValueError(
+        f"{path}: pos_embed has {entries} entries, and no choice of"
+        f" {', '.join(map(str, choices))} of them before the patches' leaves "
+        + (f"the {'x'.join(str(side // patch) for side in sides)} of the image" if sides else "a square grid")
+    )
+
+
+def _fold_positions(file: Path, config: ViTConfig, found: dict[str, Tensor]) -> list[str]:
+    """Add the registers' positions, which ours have not, to the registers themselves: the same sum."""
+    table, registers = found.get("pos_embed"), found.get("reg_token")
+    classes = config.class_token + config.distillation
+    if (
+        table is None
+        or registers is None
+        or table.shape[1] != classes + config.registers + config.num_patches
+    ):
+        return []
+    if table.shape[2:] != registers.shape[2:]:
+        raise ValueError(f"{file}: pos_embed is {list(table.shape)}, reg_token {list(registers.shape)}")
+    found["reg_token"] = registers + table[:, classes : classes + config.registers]
+    found["pos_embed"] = torch.cat([table[:, :classes], table[:, classes + config.registers :]], dim=1)
+    return ["reg_token: with its positions added."]
+
+
+def _sources(config: ViTConfig, qkv_bias: bool = True) -> dict[str, Source]:
+    """Where each of our tensors lies: under the same name, but for the kernel's shape."""
+    sources = {name: Source((name,), shape) for name, shape in shapes_of(config).items()}
+    kernel = (config.width, config.in_channels, config.patch_size, config.patch_size)
+    sources["patch_embed.proj.weight"] = Source(("patch_embed.proj.weight",), kernel)
+    for name, source in sources.items():
+        if name.endswith(".attn.qkv.bias") and not qkv_bias:
+            sources[name] = Source((), source.shape)
+    return sources
+
+
+def _class_names(
+    path: Path, config: dict[str, Any], said: dict[str, Any], num_classes: int
+) -> tuple[str, ...]:
+    names = config.get("label_names", said.get("label_names"))
+    if isinstance(names, dict):
+        names = [names.get(str(index)) for index in range(len(names))]
+    if names is None or num_classes == 0:
+        return tuple(map(str, range(num_classes)))
+    if (
+        not isinstance(names, list)
+        or len(names) != num_classes
+        or not all(isinstance(name, str) for name in names)
+    ):
+        raise ValueError(f"{path}: label_names does not name the {num_classes} classes that head.weight has")
+    return tuple(names)
+
+
+def _read_preprocessing(
+    path: Path, said: dict[str, Any], architecture: ViTConfig
+) -> tuple[Preprocessing | None, list[str]]:
+    """What pretrained_cfg says, as far as `Preprocessing` can say it; None and the reason otherwise."""
+    if "mean" not in said or "std" not in said:
+        return None, ["preprocessing: mean and std are not said."]
+    crop, fraction = said.get("crop_mode", "center"), said.get("crop_pct", 0.875)
+    interpolation = said.get("interpolation", "bicubic")
+    height, width = architecture.image_shape
+    if crop not in ("center", "squash") or (crop == "squash" and fraction != 1) or height != width:
+        return None, [
+            f"preprocessing: crop_mode {crop!r} with crop_pct {fraction} to {height}x{width} cannot be done."
+        ]
+    if interpolation not in ("bilinear", "bicubic"):
+        return None, [f"preprocessing: interpolation {interpolation!r} cannot be done."]
+    try:
+        preprocessing = Preprocessing(
+            mean=said["mean"],
+            std=said["std"],
+            interpolation=interpolation,
+            crop=crop,
+            crop_fraction=fraction,
+            resolution=height,
+            channels=architecture.in_channels,
+        )
+    except ValidationError as error:
+        raise ValueError(f"{path}: pretrained_cfg says no preprocessing: {error}") from error
+    return preprocessing, []
+
+
+def write(folder: Path, model: ViT, contract: ModelContract) -> None:
+    """Write a folder that timm loads, and that computes there what `model` does.
+
+    Raises ValueError for an architecture that timm's VisionTransformer has not, and for NaN or infinite weights.
+    """
+    config = model.config
+    if contract.architecture != config:
+        raise ValueError(f"contract is for {contract.architecture!r}, the model is {config!r}")
+    _require_timms(config)
+    tensors = to_theirs(model.state_dict(), _sources(config))
+    positioned = config.class_position and config.registers > 0
+    if positioned:  # where the class token has one, timm's registers have too
+        table, classes = tensors["pos_embed"], config.class_token + config.distillation
+        zeros = torch.zeros(1, config.registers, config.width)
+        tensors["pos_embed"] = torch.cat([table[:, :classes], zeros, table[:, classes:]], dim=1)
+    name = "vit_base_patch16_224" if config.layer_norm_eps == 1e-6 else "vit_base_patch16_clip_224"
+    pool = {"cls": "token", "gap": "avg", "map": "map"}[config.pooling]
+    ratio = config.mlp_dim / config.width
+    if int(config.width * ratio) != config.mlp_dim:  # timm rounds down
+        ratio = (config.mlp_dim + 0.5) / config.width
+    pixels = contract.preprocessing
+    folder.mkdir(parents=True, exist_ok=True)
+    save_file(tensors, folder / WEIGHTS[0], metadata={"format": "pt"})
+    write_json(
+        folder / "config.json",
+        {
+            "architecture": "deit_base_distilled_patch16_224" if config.distillation else name,
+            "num_classes": config.num_classes,
+            "num_features": config.width,
+            "global_pool": pool,
+            **({"label_names": list(contract.class_names)} if contract.class_names else {}),
+            "model_args": {
+                "img_size": config.image_size,
+                "patch_size": config.patch_size,
+                "in_chans": config.in_channels,
+                "num_classes": config.num_classes,
+                "embed_dim": config.width,
+                "depth": config.depth,
+                "num_heads": config.num_heads,
+                "mlp_ratio": ratio,
+                "global_pool": pool,
+                "fc_norm": config.norm_after_pooling,
+                "class_token": config.class_token,
+                "no_embed_class": config.num_prefix_tokens > 0 and not config.class_position,
+                "reg_tokens": config.registers,
+                "pool_include_prefix": config.pooling == "map" and config.num_prefix_tokens > 0,
+                "pos_embed": "none" if config.position == "none" else "learn",
+                "pre_norm": config.norm_first,
+                "act_layer": {ours: theirs for theirs, ours in GELUS.items()}[config.gelu],
+                **({"init_values": config.layer_scale} if config.layer_scale is not None else {}),
+            },
+            "pretrained_cfg": {
+                "custom_load": False,
+                "input_size": [config.in_channels, *config.image_shape],
+                "fixed_input_size": True,
+                "interpolation": pixels.interpolation,
+                "crop_pct": pixels.crop_fraction,
+                "crop_mode": pixels.crop,
+                "mean": list(pixels.mean),
+                "std": list(pixels.std),
+                "num_classes": config.num_classes,
+                "first_conv": "patch_embed.proj",
+                "classifier": ["head", "head_dist"] if config.distillation else "head",
+                **({"license": contract.license} if contract.license else {}),
+            },
+        },
+    )
+
+
+def _require_timms(config: ViTConfig) -> None:
+    """Refuse what no arguments of timm's VisionTransformer say, naming it."""
+    wrong = {
+        f"position {config.position!r}": config.position not in ("none", "learned1d"),
+        f"position_at {config.position_at!r}": config.position_at != "stem",
+        "residual false": not config.residual,
+        "axial true": config.axial,
+        "a convolutional stem": config.stem is not None,
+        "representation_head true": config.representation_head,
+        "patch_bias without norm_first, or the other way": config.patch_bias == config.norm_first,
+        f"layer_norm_eps {config.layer_norm_eps:g} (1e-6 and 1e-5 have names)": config.layer_norm_eps
+        not in ((1e-6,) if config.distillation else (1e-6, 1e-5)),
+        "distillation with registers or without class_position": config.distillation
+        and (config.registers > 0 or not config.class_position),
+    }
+    if said := [what for what, is_so in wrong.items() if is_so]:
+        raise ValueError(f"timm's VisionTransformer has not {', '.join(said)}")
