@@ -265,7 +265,7 @@ class ViT(nn.Module):
         prefix = [self.cls_token] if config.class_token else []
         prefix += [self.dist_token] if config.distillation else []
         prefix += [self.reg_token] if config.registers else []
-        x = torch.cat([*(token.expand(len(patches), -1, -1) for token in prefix), patches], dim=1)
+        x = torch.cat([*(token.expand(patches.shape[0], -1, -1) for token in prefix), patches], dim=1)
         if config.position_at == "stem" and (table := self.positions(0)) is not None:
             x = x + table.to(x.dtype)
         x = self.dropout(x)

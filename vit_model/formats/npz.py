@@ -44,7 +44,11 @@ SINCOS_IMAGE_SIZE = 224
 BFLOAT16 = np.dtype("V2")  # numpy has no name for it and stores the bytes
 DTYPES = (np.dtype(np.float32), np.dtype(np.float16), BFLOAT16)
 
-NO_HEADER = (SyntaxError, tokenize.TokenError)  # from numpy, where an array's header is no Python literal
+# What numpy and zipfile raise for a damaged file; the last two for an array's header that is no Python literal.
+DAMAGED = (
+    *(ValueError, OSError, EOFError, NotImplementedError, zipfile.BadZipFile, zlib.error, struct.error),
+    *(SyntaxError, tokenize.TokenError),
+)
 
 MAX_LAYERS = 1000
 MAX_NPY_HEADER = 512  # numpy itself pads one to 128 bytes
@@ -75,7 +79,7 @@ def read(path: Path) -> Imported:
             if not isinstance(archive, np.lib.npyio.NpzFile):
                 raise ValueError("it is a single array")
             return _read(archive, path.stat().st_size)
-    except (ValueError, OSError, EOFError, zipfile.BadZipFile, zlib.error, struct.error, *NO_HEADER) as error:
+    except DAMAGED as error:
         reason = "; ".join(_reasons(error)) if isinstance(error, ValidationError) else error
         raise ValueError(f"{path} is no checkpoint that can be read: {reason}") from error
 

@@ -2,7 +2,7 @@
 
 In: a model and its contract. Out: a file with one input `images` [batch, c, height, width], float32 as
 `preprocessing.normalise` makes them, and one output: `logits` [batch, classes], or `representation` [batch, d].
-Its metadata (ModelProto.metadata_props) are the parts of the contract as JSON, so that nobody has to guess.
+Its metadata are the fields of the contract as JSON (`preprocessing`, `class_names` ...), so that nobody guesses.
 Needs the packages of the extra "onnx".
 Use: `write(path, model, contract)`.
 """
@@ -12,6 +12,7 @@ import logging
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from copy import deepcopy
 from pathlib import Path
 
 import torch
@@ -21,28 +22,29 @@ from vit_model.model import ViT
 
 
 def write(path: Path, model: ViT, contract: ModelContract) -> None:
-    """Export the model as it evaluates, float32, to `path`; weights of 2 GB or more go beside it, as ONNX has it.
+    """Export the model as it evaluates, in float32; more weights than ONNX takes in one file go beside it.
 
-    Raises ValueError when the contract describes another model, and ImportError, naming the extra, when the
-    packages that torch's exporter needs are missing.
+    Raises ValueError when the contract describes another model or a weight is NaN or infinite, and ImportError,
+    naming the extra, when the packages that torch's exporter needs are missing.
     """
-    if contract.architecture != model.config:
-        raise ValueError(f"contract is for {contract.architecture!r}, the model is {model.config!r}")
-    try:
-        import onnx  # noqa: F401, what torch imports later, with a message of its own
-        import onnxscript  # noqa: F401
-    except ImportError as error:
-        raise ImportError(
-            f"{error}: ONNX export needs the extra 'onnx', pip install 'vitflow[onnx]'"
-        ) from error
     config = model.config
-    copy = ViT(config).eval()
-    copy.load_state_dict(model.state_dict())
+    if contract.architecture != config:
+        raise ValueError(f"contract is for {contract.architecture!r}, the model is {config!r}")
+    for name, tensor in model.state_dict().items():
+        if not torch.isfinite(tensor).all():
+            raise ValueError(f"weight {name!r} holds NaN or infinite values; all must be finite")
+    try:
+        import onnx  # noqa: F401, torch imports it later, and would not name the extra
+        from onnxscript.ir.passes.common import ClearMetadataAndDocStringPass
+    except ImportError as error:
+        raise ImportError(f"{error}; for ONNX: pip install 'vitflow[onnx]'") from error
+
+    exported = deepcopy(model).to("cpu", torch.float32).eval().requires_grad_(False)
     # Two images: a batch of one would be taken for a constant.
     images = torch.zeros(2, config.in_channels, *config.image_shape)
     with _quiet():
         program = torch.onnx.export(
-            copy,
+            exported,
             (images,),
             input_names=["images"],
             output_names=["logits" if config.num_classes else "representation"],
@@ -50,16 +52,15 @@ def write(path: Path, model: ViT, contract: ModelContract) -> None:
             verbose=False,
         )
         assert program is not None
-        parts = contract.model_dump(mode="json")
-        program.model.metadata_props.update(
-            {name: json.dumps(part, ensure_ascii=False) for name, part in parts.items()}
-        )
+        ClearMetadataAndDocStringPass()(program.model)  # the exporter's notes name files of this machine
+        for field, value in contract.model_dump(mode="json").items():
+            program.model.metadata_props[field] = json.dumps(value, ensure_ascii=False)
         program.save(path)
 
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Keep the exporter's remarks on torch's own code off the console; its errors are raised all the same."""
+    """Keep remarks on torch's own code off the console; what fails is raised all the same."""
     logger = logging.getLogger("torch.onnx")
     level = logger.level
     logger.setLevel(logging.ERROR)
