@@ -1,9 +1,9 @@
 """The import stage: weights that others trained become a model like any other.
 
 In: a file or a folder from outside (`vit_model.formats` says which). Out: model.safetensors and config.json. What was
-taken, resized, dropped or newly initialised is printed. What the weights were trained on is not known: the contract's
-training data is "unknown". Wrong mean and std are the commonest silent mistake with such weights, so they are never
-guessed: where the file does not say them, the configuration does.
+taken, resized, dropped or newly initialised is printed. Nobody but vitflow says on which images weights were trained:
+the contract's training data is then "unknown". Wrong mean and std are the commonest silent mistake with such weights,
+so they are never guessed: where the file does not say them, the configuration does.
 
     python -m ray_jobs.import_model --spec STORE/artifacts/import/<key>/attempts/<n>/attempt.json
 """
@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from vit_model.config import ModelContract, Preprocessing
     from vit_model.formats import Imported
 
-UNKNOWN = "unknown"
 _NAMES_SHOWN = 5
 
 
@@ -79,7 +78,7 @@ def contract_of(imported: Imported, config: Import) -> ModelContract:
             architecture=architecture,
             class_names=imported.class_names,
             preprocessing=preprocessing_of(imported, config),
-            training_data=UNKNOWN,
+            training_data=imported.training_data,
             license=imported.license,
         )
     except ValidationError as error:

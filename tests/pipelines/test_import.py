@@ -196,14 +196,14 @@ def test_its_lineage_and_its_reports_say_where_it_is_from(tmp_path: Path) -> Non
     imported = make_manifest("import", key="i", config=config, source="f" * 64)
     assert describe_source(imported) == "import /x/vit.npz"
     [said] = protocols([("backbone", imported, tmp_path)])
-    assert "/x/vit.npz" in said["text"] and "they may have seen these images" in said["text"]
+    assert "/x/vit.npz" in said["text"] and "imported may have seen these images" in said["text"]
     taken = InputRef(job="import", key="i", content_digest="d", manifest_sha256="m")
     probe = Evaluate(job="evaluate", data="digits", backbone="backbone").model_dump(mode="json")
     for job, warned in (("import", True), ("pretrain", False)):
         inputs = {"data": [taken], "backbone": [taken.model_copy(update={"job": job})]}
         evaluated = make_manifest("evaluate", config=probe, inputs=inputs)
         [said] = protocols([("probe", evaluated, tmp_path)])
-        assert ("they may have seen these images" in said["text"]) is warned
+        assert ("imported may have seen these images" in said["text"]) is warned
 
 
 # ------------------------------------------------------------------------------------------------- commands

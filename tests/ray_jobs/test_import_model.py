@@ -12,10 +12,11 @@ from pipelines.store import Store, open_store
 from ray_jobs.import_model import contract_of, describe, import_model
 from ray_jobs.stage import Context
 from tests.records import make_attempt
+from tests.s3 import Server, used
 from vit_model.config import ModelContract, Preprocessing, ViTConfig
 from vit_model.formats import Imported, npz
 from vit_model.model import ViT
-from vit_model.weights import load_model
+from vit_model.weights import load_model, save_model
 
 HALF = (0.5, 0.5, 0.5)
 IMAGENET = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
@@ -170,3 +171,26 @@ def test_what_is_no_checkpoint_is_said_so(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"vit\.npz"):
         import_model(context_for(store, Import(job="import", path=str(path))))
     assert not list((tmp_path / "store").glob("artifacts/**/files/*"))
+
+
+def test_a_model_of_vitflows_own_comes_over_as_it_is(tmp_path: Path) -> None:
+    """From another store, say: with its names, its pixels, and what it was trained on."""
+    config, folder = imported().architecture, tmp_path / "model"
+    contract = ModelContract(architecture=config, class_names=("ape", "bee"), preprocessing=SAID,
+                             training_data="d" * 64, license="mit")  # fmt: skip
+    save_model(folder, ViT(config), contract)
+    import_model(context_for(open_store(str(tmp_path / "store")), Import(job="import", path=str(folder))))
+    files = tmp_path / "store/artifacts/import/k/attempts/1/files"
+    for name in ("model.safetensors", "config.json"):
+        assert (files / name).read_bytes() == (folder / name).read_bytes()
+
+
+@pytest.mark.slow
+def test_from_s3_it_is_the_same_model(tmp_path: Path, moto: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    store, path, bucket = open_store(str(tmp_path / "store")), tmp_path / "vit.npz", moto.bucket()
+    write_checkpoint(path)
+    here = import_model(context_for(store, Import(job="import", path=str(path))))
+    bucket.client.upload_file(str(path), bucket.name, "a/vit.npz")
+    with used(moto, monkeypatch):
+        there = import_model(context_for(store, Import(job="import", path=f"s3://{bucket.name}/a/vit.npz")))
+    assert there == here

@@ -27,6 +27,8 @@ class Imported(NamedTuple):
     license: str | None
     lines: tuple[str, ...]
     """What was taken, resized, dropped, newly initialised; one sentence each."""
+    training_data: str = "unknown"
+    """As a `ModelContract` has it."""
 
 
 EXPECTED = (
@@ -72,4 +74,5 @@ def _read_own(folder: Path) -> Imported:
         class_names=contract.class_names,
         license=contract.license,
         lines=("weights: all of a model of vitflow's.",),
+        training_data=contract.training_data,
     )
