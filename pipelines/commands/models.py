@@ -79,7 +79,7 @@ def import_(
 def _stage_name(path: str) -> str:
     """A name for a stage, from the last part of its path."""
     last = path.rstrip("/").rpartition("/")[2].removesuffix(".npz").removesuffix(".safetensors")
-    return re.sub(r"[^a-z0-9]+", "_", last.lower()).strip("_0123456789")[:40].rstrip("_") or "model"
+    return re.sub(r"[^a-z0-9]+", "_", last.lower()).lstrip("_0123456789")[:40].rstrip("_") or "model"
 
 
 def _given(preprocessing: str) -> Any:
@@ -118,6 +118,8 @@ def export(
         ) as error:  # what the format can't say; an extra that is not installed
             raise RecipeError(f"{manifest.key[:12]} as {to}: {error}") from None
         names = sorted(path.name for path in folder.iterdir())
+        for name in names:
+            (folder / name).chmod(folder.stat().st_mode & 0o666)  # safetensors writes for the owner alone
     for line in lines:
         console.print(plain(line), highlight=False, soft_wrap=True)
     console.print(plain(f"wrote {output}: {', '.join(names)}"), highlight=False, soft_wrap=True)
@@ -137,7 +139,8 @@ def _write(to: Format, folder: Path, model: ViT, contract: ModelContract) -> Ite
         case "onnx":
             onnx.write(folder / "model.onnx", model, contract)
             return  # the whole contract is in its metadata
-    yield f"training_data: the digest {contract.training_data[:12]} of what it was trained on has no place there"
+    if contract.training_data != "unknown":
+        yield f"training_data: the digest {contract.training_data[:12]} of what it was trained on has no place there"
     for name in ("dropout", "stochastic_depth"):
         if rate := getattr(contract.architecture, name):
             yield f"{name}: {rate:g}, which matters in training only, has no place there"

@@ -13,6 +13,7 @@ from PIL import Image
 
 from pipelines import identity, init
 from pipelines.cli import main
+from pipelines.commands.models import _stage_name
 from pipelines.lineage import describe_source
 from pipelines.recipe import load_pipeline, parse_pipeline
 from pipelines.spec import Evaluate, Import, RecipeError, module
@@ -196,14 +197,14 @@ def test_its_lineage_and_its_reports_say_where_it_is_from(tmp_path: Path) -> Non
     imported = make_manifest("import", key="i", config=config, source="f" * 64)
     assert describe_source(imported) == "import /x/vit.npz"
     [said] = protocols([("backbone", imported, tmp_path)])
-    assert "/x/vit.npz" in said["text"] and "imported may have seen these images" in said["text"]
+    assert "/x/vit.npz" in said["text"] and "imported ones may have seen these images" in said["text"]
     taken = InputRef(job="import", key="i", content_digest="d", manifest_sha256="m")
     probe = Evaluate(job="evaluate", data="digits", backbone="backbone").model_dump(mode="json")
     for job, warned in (("import", True), ("pretrain", False)):
         inputs = {"data": [taken], "backbone": [taken.model_copy(update={"job": job})]}
         evaluated = make_manifest("evaluate", config=probe, inputs=inputs)
         [said] = protocols([("probe", evaluated, tmp_path)])
-        assert ("imported may have seen these images" in said["text"]) is warned
+        assert ("imported ones may have seen these images" in said["text"]) is warned
 
 
 # ------------------------------------------------------------------------------------------------- commands
@@ -255,6 +256,21 @@ def store(tmp_path: Path) -> Store:
 
 
 @pytest.mark.parametrize(
+    ("path", "name"),
+    [
+        ("weights/ViT-B_16.npz", "vit_b_16"),
+        ("s3://bucket/google/vit-base-patch16-224/", "vit_base_patch16_224"),
+        ("2024-05.model.safetensors", "model"),
+        ("./123", "model"),
+        ("é" * 300 + "x" * 300, "x" * 40),
+    ],
+)
+def test_a_stage_is_called_after_its_file(path: str, name: str) -> None:
+    assert _stage_name(path) == name
+    parse_pipeline({"name": "import", "stages": {name: {"job": "import", "path": path}}}, "x")
+
+
+@pytest.mark.parametrize(
     ("to", "file"),
     [
         ("hf", "model.safetensors"),
@@ -276,6 +292,7 @@ def test_an_export_is_the_same_model_to_those_who_read_it(
     assert f"wrote {output}: " in said and file in said
     assert {path.name for path in tmp_path.iterdir()} == {"store", "out"}, "nothing is left beside it"
     assert output.stat().st_mode & 0o777 == (tmp_path / "store").stat().st_mode & 0o777, "for others to read"
+    assert all(path.stat().st_mode & 0o777 == output.stat().st_mode & 0o666 for path in output.iterdir())
     if to == "onnx":
         return
     assert "training_data: the digest d" in said
