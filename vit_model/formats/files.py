@@ -158,6 +158,8 @@ def _require_known_names(file: IO[bytes]) -> None:
     for operation, argument, _ in pickletools.genops(file):
         if operation.name == "GLOBAL" and not TENSOR_NAMES.fullmatch(str(argument)):
             raise ValueError(f"it names {str(argument).replace(' ', '.')}")
+        if operation.name == "PROTO" and argument != 2:
+            raise ValueError(f"its pickle has protocol {argument}, not 2")
 
 
 def require_plausible(path: Path, config: ViTConfig, found: dict[str, Tensor]) -> None:

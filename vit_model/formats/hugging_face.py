@@ -38,8 +38,14 @@ from vit_model.formats.hugging_face_names import (
     old_name,
     sources_of,
 )
-from vit_model.formats.hugging_face_pixels import processor_config, read_preprocessing
+from vit_model.formats.hugging_face_pixels import (
+    Processor,
+    preprocessing_of,
+    processor_config,
+    read_processor,
+)
 from vit_model.model import ViT
+from vit_model.weights import resize_positions
 
 SIZES = {
     "image_size": 224,
@@ -135,7 +141,21 @@ def read(folder: Path) -> Imported:
     sources = sources_of(family.names, architecture, bool(sizes.get("qkv_bias", True)))
     dtypes = sorted({str(tensor.dtype).removeprefix("torch.") for tensor in found.values()} - {"float32"})
     weights = to_ours(weights_file, sources, architecture, found)
-    preprocessing, how = read_preprocessing(folder, architecture, _both(sizes["image_size"])[0])
+    image_size = _both(sizes["image_size"])
+    if architecture.image_shape != image_size:
+        lines.append(
+            f"image_size: {architecture.image_size} instead of {sizes['image_size']}, which is not a multiple of"
+            f" {architecture.patch_size}; transformers ignores the pixels beyond."
+        )
+    processor = read_processor(folder, kind)
+    if processor is not None and kind.startswith("dinov2"):
+        architecture, image_size, resized = _at_processors_size(architecture, processor, weights)
+        lines += resized
+    preprocessing, how = (
+        (None, ["preprocessing: preprocessor_config.json is missing."])
+        if processor is None
+        else preprocessing_of(processor, architecture, image_size)
+    )
     lines = [
         f"weights: all of the {kind} encoder's {architecture.depth} blocks of width {architecture.width}"
         f" with {architecture.num_heads} heads, {architecture.num_classes or 'no'} classes,"
@@ -150,11 +170,6 @@ def read(folder: Path) -> Imported:
         ),
         *how,
     ]
-    if architecture.image_shape != _both(sizes["image_size"]):
-        lines.append(
-            f"image_size: {architecture.image_size} instead of {sizes['image_size']}, which is not a multiple of"
-            f" {architecture.patch_size}; transformers ignores the pixels beyond."
-        )
     return Imported(
         architecture=architecture,
         weights=weights,
@@ -163,6 +178,19 @@ def read(folder: Path) -> Imported:
         license=read_license(folder),
         lines=tuple(lines),
     )
+
+
+def _at_processors_size(
+    architecture: ViTConfig, processor: Processor, weights: dict[str, Tensor]
+) -> tuple[ViTConfig, tuple[int, int], list[str]]:
+    """Resize a DINOv2's positions to the images that its processor makes, as transformers does at each call."""
+    side = processor.side
+    if side is None or side % architecture.patch_size or (side, side) == architecture.image_shape:
+        return architecture, architecture.image_shape, []
+    resized = ViTConfig.model_validate(architecture.model_dump() | {"image_size": side})
+    lines = resize_positions(weights, architecture, resized)
+    why = f"for the {side}x{side} pixels of {processor.path.name}; without that file they stay as they are."
+    return resized, (side, side), [f"{line}, {why}" for line in lines]
 
 
 def _sizes(path: Path, config: dict[str, Any]) -> tuple[str, dict[str, Any]]:
@@ -181,6 +209,10 @@ def _sizes(path: Path, config: dict[str, Any]) -> tuple[str, dict[str, Any]]:
     if not isinstance(part, dict):
         raise ValueError(f"{path}: vision_config is {part!r}; an object was expected")
     sizes = family.defaults | {key: value for key, value in part.items() if value is not None}
+    for key, default in family.defaults.items():
+        number = isinstance(sizes[key], int | float) or key in ("image_size", "patch_size")
+        if not isinstance(default, str) and not number:
+            raise ValueError(f"{path}: {key} is {sizes[key]!r}; a number was expected")
     if sizes.get("use_swiglu_ffn"):
         raise ValueError(f"{path}: use_swiglu_ffn: SwiGLU is not read; an MLP of two layers is")
     if sizes["hidden_act"] not in list(GELUS):

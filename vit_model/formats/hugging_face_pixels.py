@@ -1,7 +1,7 @@
 """preprocessor_config.json of Hugging Face and our `Preprocessing`, both ways."""
 
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from pydantic import ValidationError
 
@@ -9,50 +9,90 @@ from vit_model.config import Preprocessing, ViTConfig
 from vit_model.formats.files import read_json
 
 RESAMPLE = {2: "bilinear", 3: "bicubic"}  # Pillow's numbers
+# By the model_type where the file does not name its class.
+CLASSES = {
+    "deit": "DeiT",
+    "dinov2": "Bit",
+    "dinov2_with_registers": "Bit",
+    "clip": "CLIP",
+    "siglip": "Siglip",
+}
 
 
-def read_preprocessing(
-    folder: Path, architecture: ViTConfig, image_size: int
+class Processor(NamedTuple):
+    """What a preprocessor_config.json says, its class's defaults filled in."""
+
+    path: Path
+    said: dict[str, Any]
+    size: Any
+    """{"height", "width"} or {"shortest_edge"}."""
+    crop: Any
+    """{"height", "width"}, or None for no crop."""
+
+    @property
+    def side(self) -> int | None:
+        """Of the square that it makes of any image; None where it makes none."""
+        made = self.crop or self.size
+        if not isinstance(made, dict) or not isinstance(made.get("height"), int):
+            return None
+        return made["height"] if made == {"height": made["height"], "width": made["height"]} else None
+
+
+def read_processor(folder: Path, kind: str) -> Processor | None:
+    """What the folder says of pixels, for a model_type; None where it says nothing. Raises ValueError for no JSON."""
+    names = ("preprocessor_config.json", "processor_config.json")
+    path = next((folder / name for name in names if (folder / name).is_file()), None)
+    if path is None:
+        return None
+    content = read_json(path)
+    inner = content.get("image_processor")
+    content = inner if isinstance(inner, dict) else content
+    name = content.get("image_processor_type") or content.get("feature_extractor_type")
+    name = str(name or CLASSES.get(kind.removesuffix("_vision_model"), "ViT"))
+    said = {
+        "resample": 2 if name.startswith("ViT") else 3,
+        "do_center_crop": name.startswith(("CLIP", "Bit", "DeiT")),
+        **content,
+    }
+    size, crop = (
+        {"height": edge, "width": edge} if isinstance(edge, int) else edge
+        for edge in (said.get("size"), said.get("crop_size"))
+    )
+    if isinstance(said.get("size"), int) and name.startswith(("CLIP", "Bit")):
+        size = {"shortest_edge": said["size"]}
+    return Processor(path, said, size, crop if said["do_center_crop"] else None)
+
+
+def preprocessing_of(
+    processor: Processor, architecture: ViTConfig, image_size: tuple[int, int]
 ) -> tuple[Preprocessing | None, list[str]]:
-    """What preprocessor_config.json says, as far as `Preprocessing` can say it; None and the reason otherwise."""
-    path = folder / "preprocessor_config.json"
-    if not path.is_file() and (folder / "processor_config.json").is_file():
-        path = folder / "processor_config.json"
-    if not path.is_file():
-        return None, [f"preprocessing: {path.name} is missing."]
-    said = read_json(path)
-    inner = said.get("image_processor")
-    said = inner if isinstance(inner, dict) else said
-    size, crop = said.get("size"), said.get("crop_size")
-    if isinstance(size, int):
-        kind = str(said.get("image_processor_type") or said.get("feature_extractor_type"))
-        size = {"shortest_edge": size} if kind.startswith("CLIP") else {"height": size, "width": size}
-    crop = {"height": crop, "width": crop} if isinstance(crop, int) else crop
-    side = image_size
-    square = {"height": side, "width": side}
-    crops = said.get("do_center_crop", isinstance(size, dict) and "shortest_edge" in size)
+    """A processor for a model's `image_size`, as far as `Preprocessing` can say it; None and the reason otherwise."""
+    _, said, size, crop = processor
+    square = {"height": image_size[0], "width": image_size[1]}
     fields: dict[str, Any] = {}
-    if isinstance(size, dict) and list(size) == ["shortest_edge"] and crops and crop == square:
-        shorter = size["shortest_edge"]
-        if isinstance(shorter, int) and shorter >= side:
-            fields = {"crop": "center", "crop_fraction": side / shorter}
-    elif size == square and (not crops or crop == square):
-        fields = {"crop": "squash"}
+    if image_size[0] == image_size[1] == processor.side:
+        shorter = size.get("shortest_edge") if isinstance(size, dict) else None
+        if size == square:
+            fields = {"crop": "squash"}
+        elif isinstance(shorter, int) and shorter >= image_size[0]:
+            fields = {"crop": "center", "crop_fraction": image_size[0] / shorter}
+    never = [key for key in ("do_resize", "do_rescale", "do_normalize") if not said.get(key, True)]
+    missing = [key for key in ("image_mean", "image_std") if not isinstance(said.get(key), list)]
     unlike = [
-        f"size {said.get('size')!r} and crop_size {said.get('crop_size')!r} don't make {side}x{side} pixels"
-        if not fields
-        else "",
-        f"resample is {said.get('resample')!r}" if said.get("resample") not in list(RESAMPLE) else "",
         *(
-            f"{key} is not true"
-            for key in ("do_resize", "do_rescale", "do_normalize")
-            if not said.get(key, True)
+            []
+            if fields
+            else [f"size {size!r} and crop {crop!r} for an image_size of {image_size[0]}x{image_size[1]}"]
         ),
-        "rescale_factor is not 1/255" if abs(said.get("rescale_factor", 1 / 255) * 255 - 1) > 1e-6 else "",
-        *(f"{key} is missing" for key in ("image_mean", "image_std") if not isinstance(said.get(key), list)),
+        *([] if said["resample"] in list(RESAMPLE) else [f"resample {said['resample']!r}"]),
+        *([f"{' and '.join(never)} false"] if never else []),
+        *([] if said.get("rescale_factor", 1 / 255) == 1 / 255 else ["another rescale_factor than 1/255"]),
+        *([f"no {' and '.join(missing)}"] if missing else []),
     ]
-    if reasons := ", ".join(filter(None, unlike)):
-        return None, [f"preprocessing: {path.name} says what cannot be done here: {reasons}."]
+    if unlike:
+        return None, [
+            f"preprocessing: {processor.path.name} says what cannot be done here: {', '.join(unlike)}."
+        ]
     try:
         preprocessing = Preprocessing(
             mean=said["image_mean"],
@@ -63,7 +103,7 @@ def read_preprocessing(
             **fields,
         )
     except ValidationError as error:
-        raise ValueError(f"{path} says no preprocessing: {error}") from error
+        raise ValueError(f"{processor.path} says no preprocessing: {error}") from error
     return preprocessing, []
 
 

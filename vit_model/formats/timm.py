@@ -5,14 +5,13 @@ such a folder of a model of ours, for `timm.create_model("local-dir:FOLDER", pre
 Use: `imported = read(path)`; `write(folder, model, contract)`.
 
 Our tensors have timm's names; patch kernels are [d, c, p, p] there, and registers can have positions. What a name of
-timm's implies beside shapes (heads, GELU, eps) stands in `conventions`. Source: timm's models/vision_transformer.py,
-models/deit.py, models/_hub.py.
+timm's implies beside shapes (heads, GELU, eps) stands in `timm_architecture`.
+Sources: timm's models/vision_transformer.py, models/deit.py, models/_hub.py.
 """
 
-import math
 import re
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from pydantic import ValidationError
@@ -31,10 +30,10 @@ from vit_model.formats.files import (
     to_theirs,
     write_json,
 )
+from vit_model.formats.timm_architecture import GELUS, POOLING, architecture_of
 from vit_model.model import ViT
 
 WEIGHTS = ("model.safetensors", "pytorch_model.bin")
-GELUS = {"gelu": "exact", "gelu_tanh": "tanh", "quick_gelu": "quick"}
 # Of DINO, DINOv2, MAE and DeiT III, whose own files have timm's names but for these.
 RENAMED = (
     (r"^module\.", ""),
@@ -53,46 +52,6 @@ FOREIGN = {
     r".*attns\..*|.*in_norm\..*": "parallel blocks",
     r".*embeddings\..*": "names of Hugging Face; give the folder with its config.json",
 }
-# Arguments of timm's VisionTransformer that are read; those after the blank line change nothing but training.
-ARGUMENTS = {
-    *("img_size", "patch_size", "in_chans", "num_classes", "embed_dim", "depth", "num_heads", "mlp_ratio"),
-    *(
-        "global_pool",
-        "pool_include_prefix",
-        "fc_norm",
-        "class_token",
-        "no_embed_class",
-        "reg_tokens",
-        "pos_embed",
-    ),
-    *("pre_norm", "init_values", "act_layer", "qkv_bias", "dynamic_img_size", "strict_img_size"),
-    *("drop_rate", "pos_drop_rate", "patch_drop_rate", "proj_drop_rate", "attn_drop_rate", "drop_path_rate"),
-    *("weight_init", "fix_init"),
-}
-
-
-class Conventions(NamedTuple):
-    """What timm builds into a name."""
-
-    num_heads: int
-    gelu: str
-    layer_norm_eps: float
-
-
-def conventions(architecture: str, width: int) -> Conventions:
-    """What an architecture's name means for a model of this width. Raises ValueError for one that is not read."""
-    known = re.fullmatch(r"(?:vit|deit|deit3|eva|flexivit)_([a-z0-9]+)(_.*)?", architecture.partition(".")[0])
-    if not known or re.search(r"_(rpn|mci|relpos|rope|dinov3|sam|r26|r50)\w*", architecture):
-        raise ValueError(f"architecture {architecture!r} is not read; plain ViTs and DeiTs of timm are")
-    if known.group(1) in ("huge", "giant", "gigantic", "giantopt", "so400m"):
-        heads = 16
-    else:
-        heads = 16 if "base_patch16_gap" in architecture else width // 64
-    tanh = r"siglip.*_512|patch32_siglip|giantopt|so400m_patch16_siglip"
-    gelu = "quick_gelu" if "quickgelu" in architecture else "gelu"
-    if re.search(tanh, architecture) and "base_patch16" not in architecture:
-        gelu = "gelu_tanh"
-    return Conventions(heads, gelu, 1e-5 if "_clip_" in architecture else 1e-6)
 
 
 def read(path: Path) -> Imported:
@@ -117,7 +76,10 @@ def read(path: Path) -> Imported:
     arguments = config.get("model_args") or {}
     if not isinstance(said, dict) or not isinstance(arguments, dict):
         raise ValueError(f"{path / 'config.json'}: pretrained_cfg and model_args must be objects")
-    architecture, lines = _architecture(path, config, said, arguments, found)
+    try:
+        architecture, lines = architecture_of(config, said, arguments, found)
+    except (TypeError, ArithmeticError, AttributeError, ValueError) as error:
+        raise ValueError(f"{path} is not read: {error}") from error
     require_plausible(file, architecture, found)
     lines += _fold_positions(file, architecture, found)
     dtypes = sorted({str(tensor.dtype).removeprefix("torch.") for tensor in found.values()} - {"float32"})
@@ -168,126 +130,6 @@ def _require_ours(file: Path, found: dict[str, Tensor]) -> None:
     if kernel is None or kernel.ndim != 4 or 0 in kernel.shape:
         shape = "missing" if kernel is None else list(kernel.shape)
         raise ValueError(f"{file}: patch_embed.proj.weight is {shape}; a kernel [d, c, p, p] was expected")
-
-
-def _architecture(
-    path: Path,
-    config: dict[str, Any],
-    said: dict[str, Any],
-    arguments: dict[str, Any],
-    found: dict[str, Tensor],
-) -> tuple[ViTConfig, list[str]]:
-    """What config.json says, and for the rest what the tensors' shapes do; and lines about what neither says."""
-    if unknown := sorted(arguments.keys() - ARGUMENTS):
-        raise ValueError(f"{path}: model_args {', '.join(unknown)} are not read")
-    width, channels, patch, _ = found["patch_embed.proj.weight"].shape
-    width = arguments.get("embed_dim", width)
-    name = config.get("architecture")
-    lines = []
-    if name is None:
-        if "norm_pre.weight" in found:
-            raise ValueError(
-                f"{path} has norm_pre, so it is of CLIP's kind, with one GELU or another; give a folder with this"
-                ' file and a config.json {"architecture": "vit_base_patch16_clip_quickgelu_224"} or the like'
-            )
-        implied = Conventions(max(1, width // 64), "gelu", 1e-6)
-        lines.append(
-            "num_heads: width / 64, gelu: exact, layer_norm_eps: 1e-6, since the file alone says nothing."
-        )
-    else:
-        implied = conventions(str(name), width)
-    pooling = {"token": "cls", "avg": "gap", "map": "map"}
-    pool = arguments.get("global_pool", config.get("global_pool"))
-    if pool is None:
-        after = "fc_norm.weight" in found or "cls_token" not in found
-        pool = "map" if "attn_pool.latent" in found else "avg" if after else "token"
-    gelu = arguments.get("act_layer", implied.gelu)
-    prefix = sum(token in found for token in ("cls_token", "dist_token", "reg_token"))
-    include = bool(arguments.get("pool_include_prefix", False))
-    if (
-        pool not in pooling
-        or gelu not in GELUS
-        or (prefix and include != (pool == "map") and pool != "token")
-    ):
-        raise ValueError(
-            f"{path}: global_pool {pool!r} with pool_include_prefix {include} and act_layer {gelu!r} is not read;"
-            f" {', '.join(pooling)} ('map' with all tokens, 'avg' with the patches alone) and {', '.join(GELUS)} are"
-        )
-    registers = found["reg_token"].shape[1] if "reg_token" in found and found["reg_token"].ndim == 3 else 0
-    head = found.get("head.weight")
-    try:
-        fields: dict[str, Any] = {
-            "patch_size": arguments.get("patch_size", patch),
-            "in_channels": arguments.get("in_chans", channels),
-            "width": width,
-            "depth": arguments.get("depth", 1 + max(_index(name) for name in found)),
-            "num_heads": arguments.get("num_heads", implied.num_heads),
-            "mlp_dim": found["blocks.0.mlp.fc1.weight"].shape[0],
-            "num_classes": 0 if head is None or not head.ndim else head.shape[0],
-            "pooling": pooling[pool],
-            "class_token": arguments.get("class_token", "cls_token" in found),
-            "distillation": "dist_token" in found,
-            "registers": arguments.get("reg_tokens", registers),
-            "norm_first": arguments.get("pre_norm", "norm_pre.weight" in found),
-            "patch_bias": "patch_embed.proj.bias" in found,
-            "norm_after_pooling": arguments.get("fc_norm", "fc_norm.weight" in found),
-            "representation_head": "pre_logits.weight" in found,
-            "gelu": GELUS[gelu],
-            "layer_norm_eps": implied.layer_norm_eps,
-            "position_resize": "bicubic_antialias",
-        }
-        if "blocks.0.ls1.gamma" in found:
-            fields["layer_scale"] = arguments.get("init_values") or 1e-5
-        fields |= _positions(path, said, arguments, found, fields)
-        return ViTConfig(**fields), lines
-    except (TypeError, ArithmeticError, ValidationError) as error:
-        raise ValueError(f"{path} describes no ViT: {error}") from error
-
-
-def _index(name: str) -> int:
-    """The number of the block that a tensor belongs to; -1 for none."""
-    inside = re.match(r"blocks\.(\d{1,9})\.", name)
-    return int(inside.group(1)) if inside else -1
-
-
-def _positions(
-    path: Path,
-    said: dict[str, Any],
-    arguments: dict[str, Any],
-    found: dict[str, Tensor],
-    fields: dict[str, Any],
-) -> dict[str, Any]:
-    """image_size, position and class_position: which tokens have one follows from the table's length and the grid."""
-    size = arguments.get("img_size") or (said.get("input_size") or [None])[1:]
-    patch = int(fields["patch_size"])
-    sides = [int(side) // patch * patch for side in (size if isinstance(size, list) else [size, size])]
-    image = sides[0] if len(set(sides)) == 1 else tuple(sides)
-    table = found.get("pos_embed")
-    if table is None:
-        if arguments.get("pos_embed") not in ("", "none"):
-            raise ValueError(
-                f"{path}: pos_embed is missing, and positions of another kind (RoPE) are not read"
-            )
-        return {"image_size": image, "position": "none"}
-    entries = table.shape[1] if table.ndim == 3 else 0
-    classes = int(fields["class_token"]) + fields["distillation"]
-    choices = dict.fromkeys([classes + int(fields["registers"]), 0, classes])
-    if arguments.get("no_embed_class") is not None:
-        choices = dict.fromkeys([0] if arguments["no_embed_class"] else [classes + int(fields["registers"])])
-    for before in choices:
-        patches = entries - before
-        if (
-            (math.prod(side // patch for side in sides) if sides else math.isqrt(max(0, patches)) ** 2)
-            == patches
-            > 0
-        ):
-            side = math.isqrt(patches) * patch
-            return {"image_size": image if sides else side, "class_position": before > 0 and classes > 0}
-    raise ValueError(
-        f"{path}: pos_embed has {entries} entries, and no choice of"
-        f" {', '.join(map(str, choices))} of them before the patches' leaves "
-        + (f"the {'x'.join(str(side // patch) for side in sides)} of the image" if sides else "a square grid")
-    )
 
 
 def _fold_positions(file: Path, config: ViTConfig, found: dict[str, Tensor]) -> list[str]:
@@ -381,7 +223,7 @@ def write(folder: Path, model: ViT, contract: ModelContract) -> None:
         zeros = torch.zeros(1, config.registers, config.width)
         tensors["pos_embed"] = torch.cat([table[:, :classes], zeros, table[:, classes:]], dim=1)
     name = "vit_base_patch16_224" if config.layer_norm_eps == 1e-6 else "vit_base_patch16_clip_224"
-    pool = {"cls": "token", "gap": "avg", "map": "map"}[config.pooling]
+    pool = {ours: theirs for theirs, ours in POOLING.items()}[config.pooling]
     ratio = config.mlp_dim / config.width
     if int(config.width * ratio) != config.mlp_dim:  # timm rounds down
         ratio = (config.mlp_dim + 0.5) / config.width

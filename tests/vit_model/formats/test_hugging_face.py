@@ -253,8 +253,7 @@ def test_our_own_architectures_compute_the_same_in_transformers(tmp_path: Path, 
     same = {"position_resize": again.architecture.position_resize}
     assert again.architecture == model.config.model_copy(update=same)
     assert (again.class_names, again.license) == (contract.class_names, contract.license)
-    if name != "oblong":
-        assert again.preprocessing == contract.preprocessing
+    assert again.preprocessing == (None if name == "oblong" else contract.preprocessing)
 
 
 @pytest.mark.parametrize(
@@ -396,6 +395,8 @@ def test_a_size_that_patches_do_not_fill_is_cut_as_the_convolution_cuts_it(tmp_p
             ("center", 0.8),
         ),
         ({"resample": 2}, ("squash", 1.0)),
+        ({"size": SIDE, "crop_size": SIDE, "image_processor_type": "DeiTImageProcessor"}, ("squash", 1.0)),
+        ({"size": 40, "crop_size": SIDE, "image_processor_type": "DeiTImageProcessor"}, None),
     ],
 )
 def test_preprocessing_is_taken_where_it_can_be_said(
@@ -416,6 +417,45 @@ def test_preprocessing_is_taken_where_it_can_be_said(
             (0.1, 0.2, 0.3),
         )
         assert pixels.interpolation == ("bilinear" if change.get("resample") == 2 else "bicubic")
+
+
+def test_dinov2_is_taken_at_the_size_of_its_processor_as_transformers_runs_it(tmp_path: Path) -> None:
+    for name in ("dinov2", "dinov2-registers"):
+        theirs = randomise(MODELS[name]())
+        save(theirs, tmp_path / name)
+        processor = PROCESSOR | {
+            "image_processor_type": "BitImageProcessor",
+            "size": {"shortest_edge": 30},
+            "crop_size": 24,
+        }
+        (tmp_path / name / "preprocessor_config.json").write_text(json.dumps(processor), encoding="utf-8")
+        read = formats.read(tmp_path / name)
+        assert read.architecture.image_size == 24
+        assert read.preprocessing is not None
+        assert (read.preprocessing.resolution, read.preprocessing.crop_fraction) == (24, 0.8)
+        assert any(
+            line.startswith("pos_embed: resized from 4x4 to 3x3 patches, for the 24x24")
+            for line in read.lines
+        )
+        images = images_of(24, 24)
+        assert_close(
+            {"y": our_outputs(read, images)[0].detach()}, {"y": their_output(theirs, images).detach()}
+        )
+
+
+def test_what_a_processors_class_implies_is_filled_in(tmp_path: Path) -> None:
+    save(vit(), tmp_path)
+    old = {
+        "do_normalize": True,
+        "do_resize": True,
+        "image_mean": [0.5] * 3,
+        "image_std": [0.5] * 3,
+        "size": SIDE,
+    }
+    (tmp_path / "preprocessor_config.json").write_text(json.dumps(old), encoding="utf-8")
+    pixels = formats.read(tmp_path).preprocessing
+    assert pixels == Preprocessing(mean=(0.5,) * 3, std=(0.5,) * 3, resolution=SIDE, channels=3)
+    assert transformers.ViTImageProcessor().resample == 2
 
 
 def test_class_names_are_read_and_numbers_stand_for_none(tmp_path: Path) -> None:

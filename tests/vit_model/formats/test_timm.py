@@ -2,6 +2,7 @@
 
 import functools
 import json
+import re
 import sys
 import types
 from pathlib import Path
@@ -9,14 +10,15 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from tests.vit_model.formats.parity import assert_close, gradients_by_our_names, our_outputs, randomise
 from vit_model import formats
-from vit_model.config import ModelContract, Preprocessing, ViTConfig
+from vit_model.config import ModelContract, Preprocessing
 from vit_model.formats import Imported
 from vit_model.formats import timm as ours_of_timm
+from vit_model.formats.timm_architecture import conventions
 from vit_model.model import ViT
 
 
@@ -30,7 +32,7 @@ class _Anything(type):
 class _Absent(types.ModuleType):
     """A module in which every name is an empty class."""
 
-    __path__: list[str] = []
+    __path__ = ()
 
     def __getattr__(self, name: str) -> type:
         if name.startswith("__"):
@@ -178,7 +180,7 @@ def test_logits_and_all_gradients_are_timms(tmp_path: Path, name: str, size: tup
     them = gradients_by_our_names(
         theirs, functools.partial(save, config), formats.read, tmp_path / "gradients"
     )
-    if name == "registers with positions":
+    if name in ("registers with positions", "map over registers"):
         del (
             ours["reg_token"],
             them["reg_token"],
@@ -227,4 +229,148 @@ def test_what_we_write_timm_loads_strictly_and_we_read_again(tmp_path: Path, nam
     with torch.no_grad():
         assert_close({"logits": loaded(images)}, {"logits": theirs(images)})
     data = timm.data.resolve_model_data_config(loaded)
-    assert (tuple(data["mean"]), data["crop_pct"], data["input_size"]) == ((0.1, 0.2, 0.3), 0.8, (3, SIDE, SIDE))
+    assert (tuple(data["mean"]), data["crop_pct"], data["input_size"]) == (
+        (0.1, 0.2, 0.3),
+        0.8,
+        (3, SIDE, SIDE),
+    )
+
+
+def test_names_mean_what_timm_builds_or_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every name that timm has: heads, GELU and eps are as its entry point says, or the name is not read."""
+    from timm.models import deit, vision_transformer
+
+    built: dict[str, dict[str, Any]] = {}
+    for module, creator in ((vision_transformer, "_create_vision_transformer"), (deit, "_create_deit")):
+        monkeypatch.setattr(
+            module, creator, lambda variant, pretrained=False, **fields: built.update({variant: fields})
+        )
+    plain = timm.list_models(module="vision_transformer") + timm.list_models(module="deit")
+    for name in plain:
+        timm.models.model_entrypoint(name)()
+    read = 0
+    for name in timm.list_models():
+        fields = built.get(name)
+        if (
+            fields is None
+            or set(fields) & {"block_fn", "attn_layer", "mlp_layer", "scale_attn_norm"}
+            or "test_" in name
+        ):
+            with pytest.raises(ValueError, match="is not read"):
+                conventions(name, 768)
+        elif fields.get("final_norm", True):
+            norm = fields.get("norm_layer")
+            eps = norm.keywords["eps"] if norm else 1e-6
+            expected = (fields["num_heads"], fields.get("act_layer", "gelu"), eps)
+            assert conventions(f"{name}.some_training", fields["embed_dim"]) == expected, name
+            read += 1
+    assert read > 100
+
+
+def bare(name: str, **changes: Any) -> tuple[nn.Module, dict[str, Tensor]]:
+    """A model with heads of 64 channels, and its state dict."""
+    architecture, more = MODELS[name]
+    sizes = SIZES | {"embed_dim": 64, "num_heads": 1} | more | changes
+    model = randomise(timm.create_model(architecture, **sizes))
+    return model, {key: tensor.contiguous() for key, tensor in model.state_dict().items()}
+
+
+@pytest.mark.parametrize(
+    ("form", "name"),
+    [
+        *(
+            ("safetensors", name)
+            for name in ("no head", "fc_norm", "gap", "dinov2 registers", "siglip", "deit3")
+        ),
+        *((form, "deit distilled") for form in ("safetensors", "zip", "pickle", "model.pth")),
+    ],
+)
+def test_a_state_dict_alone_is_read_by_its_shapes(tmp_path: Path, name: str, form: str) -> None:
+    theirs, tensors = bare(name)
+    path = tmp_path / "weights"  # what it is, its bytes say
+    if form == "safetensors":
+        save_file(tensors, path)
+    elif form == "model.pth":  # as DeiT's authors publish theirs
+        torch.save({"model": {f"module.{key}": tensor for key, tensor in tensors.items()}, "epoch": 3}, path)
+    else:
+        torch.save(tensors, path, _use_new_zipfile_serialization=form == "zip")
+    read = formats.read(path)
+    assert read.preprocessing is None
+    assert any("assumed, the file does not say" in line for line in read.lines)
+    images = images_of(SIDE, SIDE)
+    assert_close({"logits": our_outputs(read, images)[0].detach()}, {"logits": theirs(images).detach()})
+
+
+def test_the_authors_own_names_of_dinov2_deit3_and_mae_are_read(tmp_path: Path) -> None:
+    theirs, tensors = bare("dinov2 registers")
+    # Meta's file: registers without a position, the class token with one, a token for masked patches
+    table, cls = tensors.pop("pos_embed"), tensors["cls_token"]
+    first = torch.randn(1, 1, 64)
+    tensors |= {"pos_embed": torch.cat([first, table], dim=1), "cls_token": cls - first}
+    tensors |= {"register_tokens": tensors.pop("reg_token"), "mask_token": torch.zeros(1, 64)}
+    tensors = {re.sub(r"\.ls([12])\.gamma$", r".gamma_\1", key): tensor for key, tensor in tensors.items()}
+    save_file(tensors | {"decoder_embed.weight": torch.zeros(3, 64)}, tmp_path / "weights")
+    read = formats.read(tmp_path / "weights")
+    assert read.architecture.registers == 4
+    assert read.architecture.class_position
+    assert "weights: dropped decoder_embed.weight, mask_token." in read.lines
+    images = images_of(SIDE, SIDE)
+    assert_close({"logits": our_outputs(read, images)[0].detach()}, {"logits": theirs(images).detach()})
+
+
+@pytest.mark.parametrize(
+    ("architecture", "message"),
+    [
+        ("vit_giant_patch14_dinov2", "SwiGLU"),
+        ("vit_base_patch16_xp_224", "norms of queries and keys|parallel blocks"),
+        ("vit_base_patch16_18x2_224", "parallel blocks"),
+        ("vit_base_patch16_clip_224", "norm_pre means CLIP"),
+        ("vit_base_patch16_dinov3", "."),
+        ("vit_intern300m_patch14_448", r"lacks tensors of the architecture: norm\.bias, norm\.weight"),
+    ],
+)
+def test_what_we_have_not_is_refused_by_its_name(tmp_path: Path, architecture: str, message: str) -> None:
+    model = timm.create_model(
+        architecture, img_size=28, patch_size=14, embed_dim=64, depth=1, num_heads=1, mlp_ratio=2.0
+    )
+    save_file({key: tensor.contiguous() for key, tensor in model.state_dict().items()}, tmp_path / "weights")
+    with pytest.raises(ValueError, match=message):
+        formats.read(tmp_path / "weights")
+
+
+def test_what_timm_has_not_is_not_written(tmp_path: Path) -> None:
+    theirs, config = theirs_of("vit")
+    save(config, theirs, tmp_path / "model")
+    read = formats.read(tmp_path / "model")
+    for fields, message in (
+        ({"layer_norm_eps": 1e-12}, "layer_norm_eps 1e-12"),
+        ({"position": "sincos2d"}, "position 'sincos2d'"),
+        ({"representation_head": True}, "representation_head true"),
+        ({"norm_first": True}, "patch_bias without norm_first"),
+        ({"registers": 2, "distillation": True}, "distillation with registers"),
+    ):
+        changed = read.architecture.model_validate(read.architecture.model_dump() | fields)
+        contract = contract_of(read._replace(architecture=changed))
+        with pytest.raises(ValueError, match=f"timm's VisionTransformer has not .*{message}"):
+            ours_of_timm.write(tmp_path / "x", ViT(changed), contract)
+    assert not (tmp_path / "x").exists()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"mean": None}, "mean and std are not said"),
+        ({"crop_mode": "border"}, "crop_mode 'border'"),
+        ({"crop_mode": "squash"}, "crop_mode 'squash' with crop_pct 0.8"),
+        ({"interpolation": "lanczos"}, "interpolation 'lanczos'"),
+    ],
+)
+def test_preprocessing_that_cannot_be_said_is_none_and_the_reason_is(
+    tmp_path: Path, change: dict[str, Any], message: str
+) -> None:
+    theirs, config = theirs_of("vit")
+    pixels = {key: value for key, value in (config["pretrained_cfg"] | change).items() if value is not None}
+    save(config | {"pretrained_cfg": pixels}, theirs, tmp_path / "model")
+    read = formats.read(tmp_path / "model")
+    assert read.preprocessing is None
+    assert any(message in line for line in read.lines)
