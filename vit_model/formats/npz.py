@@ -3,66 +3,27 @@
 In: a file, or a model and its contract. Out: an `Imported`, or the file, the same bytes for the same weights.
 Both generations of names are read; ours are written as the paper's own files have them, which both libraries
 and timm read. An array is a flax parameter: kernels are [inputs..., outputs...], images [height, width, channels].
-Nothing in a file is executed, no name in it is used as a path, and what its headers claim is checked before
-memory is taken for it.
 Use: `imported = read(path)`; `lines = write(path, model, contract)`.
 """
 
-import io
 import math
 import re
-import struct
-import tokenize
 import zipfile
-import zlib
 from collections.abc import Iterable
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
-from pydantic import ValidationError
 from torch import Tensor
 
 from vit_model.config import ModelContract, Preprocessing, ViTConfig, ViTOptions
 from vit_model.formats import Imported
+from vit_model.formats.npz_archive import Stored, as_float32, headers, opened, some
 from vit_model.formats.npz_layout import BLOCK, POSITIONS, Part, layout, put, taken
 from vit_model.model import ViT
 
-# Where a file keeps the image's encoder. The second and third are training checkpoints, the others two towers.
-PREFIXES = ("", "params/", "opt/target/", "params/img/", "img/", "opt/target/img/")
-# Newer names, by what the paper's files call the same (flax then counted a block's modules in one row).
-OLDER_NAMES = (
-    (re.compile(r"^(?:Transformer/)?pos_embedding$"), POSITIONS),
-    (re.compile(rf"^({BLOCK}\d+)/MultiHeadDotProductAttention_0/"), r"\1/MultiHeadDotProductAttention_1/"),
-    (re.compile(rf"^({BLOCK}\d+)/LayerNorm_1/"), r"\1/LayerNorm_2/"),
-    (re.compile(rf"^({BLOCK}\d+)/MlpBlock_0/"), r"\1/MlpBlock_3/"),
-)
 # A sincos2d model's file has nothing of the image's size in it; big_vision trains those at this one.
 SINCOS_IMAGE_SIZE = 224
-BFLOAT16 = np.dtype("V2")  # numpy has no name for it and stores the bytes
-DTYPES = (np.dtype(np.float32), np.dtype(np.float16), BFLOAT16)
-
-# What numpy and zipfile raise for a damaged file; the last two for an array's header that is no Python literal.
-DAMAGED = (
-    *(ValueError, OSError, EOFError, NotImplementedError, zipfile.BadZipFile, zlib.error, struct.error),
-    *(SyntaxError, tokenize.TokenError),
-)
-
-MAX_LAYERS = 1000
-MAX_NPY_HEADER = 512  # numpy itself pads one to 128 bytes
-MAX_DIRECTORY = 4 * 2**20  # a giant's training checkpoint has 0.3 MiB
-# Floats hardly compress, but a new head of zeros does: so much may be claimed beyond the file's own size.
-MAX_INFLATION = 2**30
-
-
-class Stored(NamedTuple):
-    """An array in a file, by its header; `layer` is the entry of the first axis where layers are stacked."""
-
-    member: str
-    layer: int | None
-    shape: tuple[int, ...]
 
 
 def read(path: Path) -> Imported:
@@ -71,17 +32,8 @@ def read(path: Path) -> Imported:
     Raises ValueError, naming the file, when it is missing, cut short, no .npz, claims more than it holds, has
     other arrays than one of these models, other numbers than float32, float16 or bfloat16, or NaN.
     """
-    if not path.is_file():
-        raise ValueError(f"{path} is missing, or no file")
-    try:
-        with _File(path) as file:
-            archive = np.load(file, allow_pickle=False, max_header_size=MAX_NPY_HEADER)
-            if not isinstance(archive, np.lib.npyio.NpzFile):
-                raise ValueError("it is a single array")
-            return _read(archive, path.stat().st_size)
-    except DAMAGED as error:
-        reason = "; ".join(_reasons(error)) if isinstance(error, ValidationError) else error
-        raise ValueError(f"{path} is no checkpoint that can be read: {reason}") from error
+    with opened(path) as archive:
+        return _read(archive, path.stat().st_size)
 
 
 def write(path: Path, model: ViT, contract: ModelContract) -> list[str]:
@@ -108,7 +60,7 @@ def write(path: Path, model: ViT, contract: ModelContract) -> list[str]:
 
 def _read(archive: "np.lib.npyio.NpzFile", file_size: int) -> Imported:
     lines = []
-    prefix, stored = _stored(archive, file_size)
+    prefix, stored = headers(archive, file_size)
     if left := [name for name in archive.files if not name.startswith(prefix)]:
         lines.append(f"left behind: {len(left)} arrays outside {prefix}, an optimizer's or another tower's")
     if prefix.endswith("img/") and "head/kernel" in stored:
@@ -228,91 +180,14 @@ def _preprocessing(config: ViTConfig) -> Preprocessing | None:
 
 def _require_same_arrays(stored: dict[str, Stored], parts: dict[str, Part]) -> None:
     if missing := sorted(parts.keys() - stored.keys()):
-        raise ValueError(f"it lacks arrays that its model has: {_some(missing)}")
+        raise ValueError(f"it lacks arrays that its model has: {some(missing)}")
     if unknown := sorted(stored.keys() - parts.keys()):
-        raise ValueError(f"it has arrays that none of Google's ViTs has: {_some(unknown)}")
+        raise ValueError(f"it has arrays that none of Google's ViTs has: {some(unknown)}")
     for name, part in parts.items():
         if stored[name].shape != part.shape:
             raise ValueError(
                 f"array {name!r} is {list(stored[name].shape)}, the model needs {list(part.shape)}"
             )
-
-
-# -- what a file claims, and what it holds
-
-
-class _File(io.FileIO):
-    """A file of which nobody reads much at once: a zip's table of contents is read whole, however long."""
-
-    def read(self, size: int | None = -1) -> bytes:
-        if size is not None and size > MAX_DIRECTORY:
-            raise ValueError(f"its table of contents claims {size} bytes; {MAX_DIRECTORY} at most are read")
-        return super().read(size)
-
-
-def _stored(archive: "np.lib.npyio.NpzFile", file_size: int) -> tuple[str, dict[str, Stored]]:
-    """(prefix, arrays behind it by the paper's names), from the headers alone."""
-    assert archive.zip is not None
-    if len(set(archive.files)) != len(archive.files):
-        raise ValueError("it holds two arrays of one name")
-    members = {info.filename.removesuffix(".npy"): info for info in archive.zip.infolist()}
-    prefix = next((prefix for prefix in PREFIXES if f"{prefix}embedding/kernel" in members), None)
-    if prefix is None:
-        raise ValueError(
-            f"no array 'embedding/kernel', as Google's ViTs have; it has {_some(sorted(members))}"
-        )
-    stored: dict[str, Stored] = {}
-    claimed = 0
-    for member, info in members.items():
-        if member.startswith(prefix):
-            claimed += info.file_size
-            if claimed > file_size + MAX_INFLATION:
-                raise ValueError(f"its arrays claim {claimed} bytes, the file has {file_size}")
-            for name, array in _named(member, member[len(prefix) :], _shape(archive.zip, info)):
-                if name in stored:
-                    raise ValueError(f"arrays {stored[name].member!r} and {member!r} are the same layer")
-                stored[name] = array
-    return prefix, stored
-
-
-def _named(member: str, name: str, shape: tuple[int, ...]) -> list[tuple[str, Stored]]:
-    """An array by the paper's name for it; many, where all layers are stacked in one."""
-    layers: list[tuple[str, int | None]] = [(name, None)]
-    stacked = "Transformer/encoderblock/"
-    if name.startswith(stacked) and shape:
-        if shape[0] > MAX_LAYERS:
-            raise ValueError(f"array {member!r} stacks {shape[0]} layers; {MAX_LAYERS} at most are read")
-        layers = [(f"{BLOCK}{layer}/{name[len(stacked) :]}", layer) for layer in range(shape[0])]
-        shape = shape[1:]
-    if re.search(r"(^|/)gn(\d|_root|_proj)/(scale|bias)$", name) and shape[:-1] == (1, 1, 1):
-        shape = shape[-1:]
-    named = []
-    for layer_name, layer in layers:
-        for newer, older in OLDER_NAMES:
-            layer_name = newer.sub(older, layer_name)
-        named.append((layer_name, Stored(member, layer, shape)))
-    return named
-
-
-def _shape(archive: zipfile.ZipFile, info: zipfile.ZipInfo) -> tuple[int, ...]:
-    """The shape in an array's header, when its numbers are of a kind that is read and as many as are stored."""
-    what = f"array {info.filename[:200]!r}"
-    if info.flag_bits & 1 or info.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
-        raise ValueError(f"{what} is encrypted or packed in a way that numpy doesn't use")
-    with archive.open(info) as member:
-        start = io.BytesIO(member.read(MAX_NPY_HEADER + 12))
-    version = np.lib.format.read_magic(start)
-    readers = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}
-    if version not in readers:
-        raise ValueError(f"{what} has version {version} of the .npy format; 1.0 and 2.0 are read")
-    shape, _, dtype = readers[version](start, max_header_size=MAX_NPY_HEADER)
-    if dtype not in DTYPES:
-        raise ValueError(f"{what} holds {dtype}; float32, float16 and bfloat16 are read")
-    if not all(side > 0 for side in shape):
-        raise ValueError(f"{what} is {list(shape)}; every side must be positive")
-    if info.file_size != start.tell() + math.prod(shape) * dtype.itemsize:
-        raise ValueError(f"{what} is {dtype} {list(shape)} and has {info.file_size} bytes, which doesn't fit")
-    return tuple(map(int, shape))
 
 
 def _weights(
@@ -327,9 +202,9 @@ def _weights(
         names_in.setdefault(array.member, []).append(name)
     halves = 0
     for member, names in names_in.items():
-        read = archive[member]
-        halves += read.dtype != np.float32
-        numbers = _float32(read)
+        numbers = archive[member]
+        halves += numbers.dtype != np.float32
+        numbers = as_float32(numbers)
         for name in names:
             layer, part = stored[name].layer, parts[name]
             one = numbers if layer is None else numbers[layer]
@@ -337,13 +212,6 @@ def _weights(
     for name, tensor in weights.items():
         _require_finite(f"weight {name!r}", tensor)
     return weights, halves
-
-
-def _float32(numbers: NDArray[np.generic]) -> NDArray[np.float32]:
-    if numbers.dtype == BFLOAT16:
-        bits = np.ascontiguousarray(numbers).view(np.uint16).astype(np.uint32) << 16
-        return bits.view(np.float32)
-    return numbers.astype(np.float32, copy=False)
 
 
 # -- what the format can't say
@@ -395,13 +263,3 @@ def _lost(contract: ModelContract) -> list[str]:
 def _require_finite(what: str, tensor: Tensor) -> None:
     if not torch.isfinite(tensor).all():
         raise ValueError(f"{what} holds NaN or infinite values; all must be finite")
-
-
-def _reasons(error: ValidationError) -> list[str]:
-    return [problem["msg"] for problem in error.errors()]
-
-
-def _some(names: list[str]) -> str:
-    """At most five names of a stranger's."""
-    more = f" and {len(names) - 5} more" if len(names) > 5 else ""
-    return ", ".join(repr(name[:200]) for name in names[:5]) + more

@@ -49,6 +49,7 @@ def write(path: Path, model: ViT, contract: ModelContract) -> None:
             input_names=["images"],
             output_names=["logits" if config.num_classes else "representation"],
             dynamic_shapes={"images": {0: torch.export.Dim("batch")}},
+            dynamo=True,
             verbose=False,
         )
         assert program is not None

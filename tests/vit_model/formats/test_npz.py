@@ -467,7 +467,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
         lambda path: path.write_bytes(b"\x80\x04\x95" + bytes(60)),
         "no checkpoint that can be read",
     ),
-    "one array": (lambda path: path.write_bytes(npy((2,), bytes(8))), "a single array"),
+    "one array": (lambda path: path.write_bytes(npy((2**50,), bytes(8))), "it is no zip archive"),
     "another model": (lambda path: save(path, {"w": np.ones(3)}), "no array 'embedding/kernel'.*it has 'w'"),
     "objects": (with_objects, "array 'evil.npy' holds object"),
     "strings": (
