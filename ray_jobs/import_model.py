@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from vit_model.config import ModelContract, Preprocessing
     from vit_model.formats import Imported
 
-_NAMES_SHOWN = 5
+_NAMES_SHOWN, _LETTERS_SHOWN = 5, 60
 
 
 def main(context: Context) -> Result:
@@ -126,13 +126,18 @@ def describe(contract: ModelContract, said: Preprocessing | None) -> Iterator[st
         f"model: width {model.width}, depth {model.depth}, {model.num_heads} heads, patches of {model.patch_size}, "
         f"images of {contract.preprocessing.resolution}; {model.num_parameters:,} parameters"
     )
-    shown = ", ".join(names[:_NAMES_SHOWN]) + (", ..." if len(names) > _NAMES_SHOWN else "")
+    shown = ", ".join(map(_plain, names[:_NAMES_SHOWN])) + (", ..." if len(names) > _NAMES_SHOWN else "")
     yield f"classes: {len(names)} ({shown})" if names else "classes: none, it gives representations"
     whose = "as the file says" if contract.preprocessing == said else "as given"
     yield f"preprocessing, {whose}: {_in_words(contract.preprocessing)}"
     if said not in {None, contract.preprocessing}:
         yield f"the file says otherwise: {_in_words(said)}"
-    yield f"license: {contract.license or 'the file does not say'}"
+    yield f"license: {_plain(contract.license or 'the file does not say')}"
+
+
+def _plain(text: str) -> str:
+    """A stranger's text, short and without characters that steer a terminal."""
+    return repr(text[:_LETTERS_SHOWN])[1:-1]
 
 
 def _in_words(pixels: Preprocessing) -> str:

@@ -14,7 +14,9 @@ from typing import Any
 from pipelines.store import Manifest
 
 Part = tuple[str, Manifest, Path]
-_UNKNOWN = " Only vitflow's own weights say what they were trained on: imported ones may have seen these images."
+_UNKNOWN = (
+    " Only vitflow's own weights say what they were trained on: imported ones may have seen these images."
+)
 
 
 def stages(parts: Iterable[Part]) -> list[dict[str, Any]]:

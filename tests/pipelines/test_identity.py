@@ -24,7 +24,9 @@ from pipelines.spec import (
 from vit_model.config import Frozen
 
 TINY = Path(__file__).parent.parent / "tiny.yaml"
-STAGES = load_pipeline(str(TINY)).stages | load_pipeline("quickstart").stages
+GIVEN = ("images.source.root=/x", "backbone.path=/x", "backbone.preprocessing=imagenet")
+IMPORTED = {"imported": load_pipeline("finetune_imported", GIVEN).stages["backbone"]}
+STAGES = load_pipeline(str(TINY)).stages | load_pipeline("quickstart").stages | IMPORTED
 OTHER: dict[type, Any] = {
     int: lambda v: v + 1,
     float: lambda v: v / 2 + 0.1,
@@ -35,7 +37,7 @@ OTHER: dict[type, Any] = {
 
 def key(stage: AnyStage) -> str:
     inputs = {field: ["d" * 64 for _ in names] for field, names in stage.inputs().items()}
-    return identity.stage_key(stage, inputs, "s" * 64 if isinstance(stage, Ingest) else None)
+    return identity.stage_key(stage, inputs, None if stage.files() is None else "s" * 64)
 
 
 def leaves(config: Frozen, path: tuple[str, ...] = ()) -> Any:

@@ -1,5 +1,6 @@
 """Weights from outside: known by their content, refused where something is wrong, and out again in other formats."""
 
+import json
 import os
 import shlex
 import sys
@@ -15,6 +16,7 @@ from pipelines import identity, init
 from pipelines.cli import main
 from pipelines.commands.models import _stage_name
 from pipelines.lineage import describe_source
+from pipelines.plan import plan_pipeline
 from pipelines.recipe import load_pipeline, parse_pipeline
 from pipelines.spec import Evaluate, Import, RecipeError, module
 from pipelines.store import InputRef, Layout, Store, commit, fetched, open_store
@@ -73,6 +75,19 @@ def test_the_given_preprocessing_is_in_the_key_by_what_it_means(tmp_path: Path) 
     assert len({key(file), key(file, "half"), key(file, "imagenet")}) == 3
     assert key(file, "half") == key(file, {"mean": [0.5], "std": [0.5]})
     assert key(file, "half") != key(file, {"mean": [0.5], "std": [0.5], "crop": "center"})
+
+
+def test_a_pipeline_of_several_imports_knows_each_by_its_own_file(store: Store, tmp_path: Path) -> None:
+    for name in ("one", "two", "same"):
+        (tmp_path / name).write_bytes(b"one" if name == "same" else name.encode())
+    paths = [str(tmp_path / name) for name in ("one", "two", "same")]
+    recipe = tmp_path / "x.yaml"
+    recipe.write_text(f"name: x\nstages: {{vit: {{job: import, matrix: {{path: {json.dumps(paths)}}}}}}}")
+    pipeline = load_pipeline(str(recipe))
+    planned = plan_pipeline(store, pipeline, pipeline.order())
+    assert [one.name for one in planned] == ["vit@path=one", "vit@path=two", "vit@path=same"]
+    assert [one.key for one in planned] == [key(path) for path in paths]
+    assert planned[0].key == planned[2].key != planned[1].key
 
 
 @pytest.mark.parametrize("content", ["nothing", "empty folder"])

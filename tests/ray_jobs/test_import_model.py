@@ -113,6 +113,14 @@ def test_what_was_taken_is_said() -> None:
     assert "the file says otherwise: mean 0.1, 0.2, 0.3" in said
 
 
+def test_a_strangers_names_do_not_steer_the_terminal() -> None:
+    hostile = imported(SAID)._replace(
+        class_names=("\x1b]0;owned\x07", "x" * 10_000), license="mit\n\x1b[2Jerror: x"
+    )
+    lines = list(describe(contract_of(hostile, stage()), SAID))
+    assert all(line.isprintable() and len(line) < 300 for line in lines)
+
+
 # ------------------------------------------------------------------------------------------------- reading
 
 
