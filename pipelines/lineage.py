@@ -197,8 +197,8 @@ def _made(node: Manifest) -> str:
 
 
 def describe_source(node: Manifest) -> str:
-    """An ingest's source in words: what it is, and where it was when it was read."""
-    source = node.config.get("source", {})
+    """A stage's source in words: what it is, and where it was when it was read."""
+    source = node.config.get("source") or {"kind": node.job, "root": node.config.get("path")}
     where = source.get("root") or source.get("uri") or source.get("url")
     return f"{source.get('kind', '?')}{f' {where}' if where else ''}"
 

@@ -15,6 +15,7 @@ from pipelines.spec import (
     DigitsSource,
     Finetune,
     FolderSource,
+    GivenPreprocessing,
     GlyphSource,
     IdxSource,
     Labels,
@@ -31,7 +32,7 @@ from vit_model.variants import RESNETS, VARIANTS
 MAX_RECIPE_BYTES = 1 << 20  # a recipe is read by people; more than this is not one
 # what YAML's constructors raise for dates that are none, keys that are lists, ten thousand brackets
 _UNREADABLE = (yaml.YAMLError, ValueError, TypeError, RecursionError, OSError)
-NESTED = {"optimizer": Optimizer, "labels": Labels}
+NESTED = {"optimizer": Optimizer, "labels": Labels, "preprocessing": GivenPreprocessing}
 MODELS = {"vit": ModelSize, "resnet": ResNetSize}
 SOURCES = {"glyphs": GlyphSource, "digits": DigitsSource, "folder": FolderSource, "idx": IdxSource}
 
@@ -76,12 +77,7 @@ def load_pipeline(pipeline: str, overrides: tuple[str, ...] = ()) -> Pipeline:
         RecipeError: with one line for each thing that is wrong.
     """
     path = recipe_path(pipeline)
-    try:
-        if path.stat().st_size > MAX_RECIPE_BYTES:
-            raise RecipeError(f"larger than {MAX_RECIPE_BYTES} bytes, that is no recipe")
-        raw = yaml.load(path.read_text("utf-8"), Loader=_StrictLoader)
-    except _UNREADABLE as error:
-        raise RecipeError(f"{path}: {error}") from None
+    raw = read_yaml(path)
     if not isinstance(raw, dict):
         raise RecipeError(
             f"{path}: a recipe is a mapping with name and stages, this is a {type(raw).__name__}"
@@ -133,6 +129,16 @@ def schema() -> dict[str, Any]:
     return found
 
 
+def read_yaml(path: Path) -> Any:
+    """What stands in a file that a person wrote. Raises RecipeError, naming it, where it is not plain YAML."""
+    try:
+        if path.stat().st_size > MAX_RECIPE_BYTES:
+            raise RecipeError(f"larger than {MAX_RECIPE_BYTES} bytes, that is no recipe")
+        return yaml.load(path.read_text("utf-8"), Loader=_StrictLoader)
+    except _UNREADABLE as error:
+        raise RecipeError(f"{path}: {error}") from None
+
+
 def _apply_override(raw: dict[str, Any], override: str) -> None:
     path, equals, value = override.partition("=")
     stage, _, field = path.partition(".")
@@ -178,7 +184,8 @@ def _explain(raw: dict[str, Any], problem: dict[str, Any]) -> str:
     if problem["type"] == "extra_forbidden":
         return f"{where}: there is no such field{nearest(path[-1], _siblings(raw, path))}"
     if problem["type"] == "missing":
-        return f"{where}: is missing"
+        given = f"; write it there, or --set {'.'.join(path[1:])}=..." if path[0] == "stages" else ""
+        return f"{where}: is missing{given}"
     if problem["type"].startswith("value_error"):
         return f"{where}: {message}" if where else message
     return f"{where}: {message}, not {problem['input']!r}"

@@ -61,6 +61,14 @@ def _absolute(folder: str) -> str:
     return str(Path(folder).expanduser().absolute())
 
 
+def _located(path: str) -> str:
+    if path.startswith("s3://"):
+        return path
+    if "://" in path:
+        raise ValueError(f"{path!r} is not a local file or folder, nor s3://bucket/key: fetch it first")
+    return _absolute(path)
+
+
 # ---------------------------------------------------------------------------------------------------- sources
 
 
@@ -270,6 +278,10 @@ class _Stage(Frozen):
     KIND: ClassVar[str]
     job: str
 
+    def files(self) -> Iterator[tuple[str, Path]] | None:
+        """(name, path) of every file from outside that the result depends on; None: it takes artifacts only."""
+        return None
+
     def inputs(self) -> dict[str, tuple[str, ...]]:
         """Field -> the stages it names, for every field that takes an artifact and has one."""
         found = {}
@@ -299,6 +311,73 @@ class Ingest(_Stage):
     max_bad_fraction: float = Field(
         0.01, ge=0, le=1, description="more damaged images than this fail the stage"
     )
+
+    def files(self) -> Iterator[tuple[str, Path]]:
+        return self.source.files()
+
+
+# What the authors' ViTs were trained with (BiT, AugReg, most of timm's), and what torchvision, DeiT and DINO take.
+MEAN_AND_STD = {
+    "half": {"mean": (0.5,), "std": (0.5,)},
+    "imagenet": {"mean": (0.485, 0.456, 0.406), "std": (0.229, 0.224, 0.225)},
+}
+
+
+class GivenPreprocessing(Frozen):
+    """What images go through before a foreign model, where its file does not say; or half, or imagenet.
+
+    `null` is what the file says, and where it says nothing bilinear and squash.
+    """
+
+    mean: tuple[float, ...] = Field(
+        min_length=1, description="of x / 255, for each channel; one value for all of them"
+    )
+    std: tuple[Annotated[float, Field(gt=0)], ...] = Field(min_length=1, description="as mean")
+    interpolation: Literal["bilinear", "bicubic"] | None = None
+    crop: Literal["squash", "center"] | None = Field(
+        None, description="straight to the square, or the middle after the shorter side was brought to size"
+    )
+    crop_fraction: float | None = Field(None, gt=0, le=1, description="with center: of that shorter side")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _by_name(cls, given: Any) -> Any:
+        if not isinstance(given, str):
+            return given
+        if given not in MEAN_AND_STD:
+            raise ValueError(
+                f"{given!r} is none of {', '.join(MEAN_AND_STD)}; or write mean and std: {{mean: [0.5], std: [0.5]}}"
+            )
+        return MEAN_AND_STD[given]
+
+
+ONE_FILE = "weights"  # stands for the name of a file that is imported alone, which may change
+
+
+class Import(_Stage):
+    """Weights that others trained become a model: Google's .npz, timm's, Hugging Face's folder, safetensors."""
+
+    KIND: ClassVar[str] = "model"
+    job: Literal["import"]
+    path: Annotated[str, AfterValidator(_located)] = Field(
+        description="a file or a folder; where it lies does not enter the key, what is in it does",
+        json_schema_extra={"execution": True},
+    )
+    preprocessing: GivenPreprocessing | None = Field(
+        None,
+        description="half, imagenet, or mean and std; null: as the file says, and refused where it does not",
+    )
+
+    def files(self) -> Iterator[tuple[str, Path]]:
+        path = Path(self.path)
+        if path.is_dir():
+            # a training's folder has checkpoints below it, which nothing reads
+            files = (file for file in path.iterdir() if file.is_file() and not file.name.startswith("."))
+            yield from ((file.name, file) for file in files)
+        elif path.is_file():
+            yield ONE_FILE, path
+        else:
+            raise RecipeError(f"path: there is no file and no folder {self.path}")
 
 
 class Pretrain(_Stage):
@@ -471,16 +550,24 @@ class Report(_Stage):
     of: tuple[str, ...] = takes("dataset", "model", "evaluation", shows_names=True, min_length=1)
 
 
-Stage = Annotated[Ingest | Pretrain | Finetune | Evaluate | Baselines | Report, Field(discriminator="job")]
+Stage = Annotated[
+    Ingest | Import | Pretrain | Finetune | Evaluate | Baselines | Report, Field(discriminator="job")
+]
 STAGE_TYPES: dict[str, type[_Stage]] = {
     "ingest": Ingest,
+    "import": Import,
     "pretrain": Pretrain,
     "finetune": Finetune,
     "evaluate": Evaluate,
     "baselines": Baselines,
     "report": Report,
 }
-AnyStage = Ingest | Pretrain | Finetune | Evaluate | Baselines | Report
+AnyStage = Ingest | Import | Pretrain | Finetune | Evaluate | Baselines | Report
+
+
+def module(job: str) -> str:
+    """The module of `ray_jobs` that does a job."""
+    return "import_model" if job == "import" else job  # a keyword can't be the name of one
 
 
 def _check_patches(resolution: int, model: ModelSize | ResNetSize) -> None:

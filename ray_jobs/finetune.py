@@ -29,10 +29,10 @@ from pipelines.identity import canonical_json, sha256
 from pipelines.spec import Finetune
 from pipelines.store import FileEntry
 from ray_jobs import devices, optim, rows
-from ray_jobs.pretrain import model_contract, model_digest
+from ray_jobs.pretrain import model_contract
 from ray_jobs.progress import Progress
 from ray_jobs.shards import Dataset, Split, open_dataset
-from ray_jobs.stage import Context, Result, run_stage
+from ray_jobs.stage import Context, Result, model_digest, run_stage
 from vit_model.variants import FAMILIES
 
 if TYPE_CHECKING:

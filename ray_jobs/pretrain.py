@@ -19,12 +19,11 @@ import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from pipelines.identity import canonical_json, sha256
 from pipelines.spec import Model, Pretrain
 from pipelines.store import FileEntry
 from ray_jobs import devices
 from ray_jobs.progress import Progress
-from ray_jobs.stage import Context, Result, run_stage
+from ray_jobs.stage import Context, Result, model_digest, run_stage
 
 if TYPE_CHECKING:
     import numpy as np
@@ -34,7 +33,6 @@ if TYPE_CHECKING:
     from ray_jobs.shards import Dataset, DatasetInfo
     from vit_model.config import Architecture, ModelContract, Preprocessing
 
-MODEL_FILES = ("model.safetensors", "config.json")
 _CURVE_POINTS = 100
 _DEV_EVALUATIONS = 5  # over the run, the last one at its end
 _EVALUATION_BATCH = 512  # images a worker
@@ -361,11 +359,6 @@ def main(context: Context) -> Result:
     outcome = run_workers(context)
     files: tuple[FileEntry, ...] = outcome["files"]
     return Result(content_digest=model_digest(files), files=files, metrics=outcome["metrics"])
-
-
-def model_digest(files: tuple[FileEntry, ...]) -> str:
-    """Identity of a model artifact: its weights and its contract."""
-    return sha256(canonical_json({entry.path: entry.sha256 for entry in files if entry.path in MODEL_FILES}))
 
 
 def run_workers(context: Context) -> dict[str, Any]:

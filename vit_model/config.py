@@ -380,8 +380,9 @@ class ModelContract(Frozen):
     """In the order of the logits; empty for a model without a head."""
     preprocessing: Preprocessing
     training_data: str
-    """Content digest of the dataset that the weights were trained on."""
+    """Content digest of the dataset that the weights were trained on; "unknown" where nobody says, as of an import."""
     license: str | None
+    """As whoever made the weights calls it; null where they don't say."""
     format_version: Literal[1] = 1
 
     @model_validator(mode="after")

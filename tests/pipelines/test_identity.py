@@ -22,11 +22,14 @@ from pipelines.spec import (
     Pretrain,
     RecipeError,
     ResNetSize,
+    module,
 )
 from vit_model.config import Frozen
 
 TINY = Path(__file__).parent.parent / "tiny.yaml"
-STAGES = load_pipeline(str(TINY)).stages | load_pipeline("quickstart").stages
+GIVEN = ("images.source.root=/x", "backbone.path=/x", "backbone.preprocessing=imagenet")
+IMPORTED = {"imported": load_pipeline("finetune_imported", GIVEN).stages["backbone"]}
+STAGES = load_pipeline(str(TINY)).stages | load_pipeline("quickstart").stages | IMPORTED
 OTHER: dict[type, Any] = {
     int: lambda v: v + 1,
     float: lambda v: v / 2 + 0.1,
@@ -37,7 +40,7 @@ OTHER: dict[type, Any] = {
 
 def key(stage: AnyStage) -> str:
     inputs = {field: ["d" * 64 for _ in names] for field, names in stage.inputs().items()}
-    return identity.stage_key(stage, inputs, "s" * 64 if isinstance(stage, Ingest) else None)
+    return identity.stage_key(stage, inputs, None if stage.files() is None else "s" * 64)
 
 
 def leaves(config: Frozen, path: tuple[str, ...] = ()) -> Any:
@@ -210,7 +213,7 @@ def test_missing_source_is_a_clear_error(tmp_path: Path) -> None:
 def test_import_closure_is_what_python_imports(job: str) -> None:
     """The static closure covers every module of ours that importing the stage loads."""
     code = (
-        f"import sys, ray_jobs.{job}\n"
+        f"import sys, ray_jobs.{module(job)}\n"
         "for module in list(sys.modules.values()): print(getattr(module, '__file__', None))"
     )
     run = [sys.executable, "-W", "ignore", "-c", code]

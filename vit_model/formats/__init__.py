@@ -10,14 +10,14 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from vit_model.config import Preprocessing, ViTConfig
+from vit_model.config import Architecture, Preprocessing
 from vit_model.weights import load_model
 
 
 class Imported(NamedTuple):
     """A foreign checkpoint in our terms."""
 
-    architecture: ViTConfig
+    architecture: Architecture
     weights: dict[str, Tensor]
     """By our names, float32, exactly the architecture's."""
     preprocessing: Preprocessing | None
@@ -27,6 +27,8 @@ class Imported(NamedTuple):
     license: str | None
     lines: tuple[str, ...]
     """What was taken, resized, dropped, newly initialised; one sentence each."""
+    training_data: str = "unknown"
+    """As a `ModelContract` has it."""
 
 
 EXPECTED = (
@@ -72,4 +74,5 @@ def _read_own(folder: Path) -> Imported:
         class_names=contract.class_names,
         license=contract.license,
         lines=("weights: all of a model of vitflow's.",),
+        training_data=contract.training_data,
     )

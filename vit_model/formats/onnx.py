@@ -17,11 +17,11 @@ from pathlib import Path
 
 import torch
 
+from vit_model.build import Network
 from vit_model.config import ModelContract
-from vit_model.model import ViT
 
 
-def write(path: Path, model: ViT, contract: ModelContract) -> None:
+def write(path: Path, model: Network, contract: ModelContract) -> None:
     """Export the model as it evaluates, in float32; more weights than ONNX takes in one file go beside it.
 
     Raises ValueError when the contract describes another model or a weight is NaN or infinite, and ImportError,

@@ -3,8 +3,6 @@
 import functools
 import json
 import re
-import sys
-import types
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +11,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from tests import timm_models
 from tests.vit_model.formats.parity import assert_close, gradients_by_our_names, our_outputs, randomise
 from vit_model import formats
 from vit_model.config import ModelContract, Preprocessing, ViTConfig
@@ -21,51 +20,7 @@ from vit_model.formats import timm as ours_of_timm
 from vit_model.formats.timm_architecture import conventions
 from vit_model.model import ViT
 
-
-class _Anything(type):
-    def __getattr__(cls, name: str) -> str:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        return name
-
-
-class _Absent(types.ModuleType):
-    """A module in which every name is an empty class."""
-
-    __path__ = ()
-
-    def __getattr__(self, name: str) -> type:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        return _Anything(name, (), {})
-
-
-def import_timm() -> Any:
-    """timm, which imports torchvision for its data loaders and for one class of batch norm.
-
-    torchvision's compiled operators must match torch to the digit, which they often don't, and no ViT needs them.
-    So empty modules stand in for it while timm is imported, and are gone afterwards: nobody else sees them.
-    """
-    try:
-        import torchvision  # noqa: F401
-    except (ImportError, RuntimeError):
-        names = ["torchvision"]
-        names += [f"torchvision.{name}" for name in ("datasets", "ops", "ops.misc", "transforms")]
-        names += ["torchvision.transforms.functional"]
-        for name in names:
-            sys.modules[name] = _Absent(name)
-            parent, _, leaf = name.rpartition(".")
-            if parent:
-                setattr(sys.modules[parent], leaf, sys.modules[name])
-        try:
-            return pytest.importorskip("timm")
-        finally:
-            for name in names:
-                del sys.modules[name]
-    return pytest.importorskip("timm")
-
-
-timm = import_timm()
+timm: Any = timm_models.load()
 
 SIDE = 32
 SIZES = {
