@@ -10,7 +10,7 @@ renamed first. Sources: transformers' models/{vit,deit,vit_mae,dinov2,dinov2_wit
 
 import re
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from safetensors.torch import save_file
 from torch import Tensor
@@ -28,11 +28,8 @@ from vit_model.formats.files import (
     write_json,
 )
 from vit_model.formats.hugging_face_names import (
-    CLIP_NAMES,
-    DEIT_NAMES,
-    DINOV2_NAMES,
-    SIGLIP_NAMES,
-    VIT_NAMES,
+    FAMILIES,
+    REFUSED,
     adapt,
     for_class,
     old_name,
@@ -47,70 +44,6 @@ from vit_model.formats.hugging_face_pixels import (
 from vit_model.model import ViT
 from vit_model.weights import resize_positions
 
-SIZES = {
-    "image_size": 224,
-    "patch_size": 16,
-    "num_channels": 3,
-    "hidden_size": 768,
-    "num_hidden_layers": 12,
-    "num_attention_heads": 12,
-    "intermediate_size": 3072,
-    "hidden_act": "gelu",
-    "layer_norm_eps": 1e-12,
-}
-
-
-class Family(NamedTuple):
-    """What the models of one model_type have in common."""
-
-    names: dict[str, str]
-    classes: tuple[str, ...]
-    """That compute what a `ViTConfig` can say."""
-    defaults: dict[str, Any]
-    """Of transformers: its files leave out what equals them."""
-    dropped: str
-    """Tensors that the image encoder does not use."""
-
-
-MASK = r"embeddings\.mask_token"
-TEXT = r"text_model\..*|text_projection\..*|logit_scale|logit_bias|embeddings\.position_ids"
-DINOV2 = SIZES | {"patch_size": 14, "layer_norm_eps": 1e-6, "mlp_ratio": 4, "layerscale_value": 1.0}
-REGISTERS = DINOV2 | {"patch_size": 16, "num_register_tokens": 4}
-CLIP = SIZES | {"patch_size": 32, "hidden_act": "quick_gelu", "layer_norm_eps": 1e-5}
-SIGLIP = SIZES | {"hidden_act": "gelu_pytorch_tanh", "layer_norm_eps": 1e-6}
-CLIP_FAMILY = Family(
-    CLIP_NAMES, ("CLIPModel", "CLIPVisionModel", "CLIPVisionModelWithProjection"), CLIP, TEXT
-)
-SIGLIP_FAMILY = Family(
-    SIGLIP_NAMES, ("SiglipModel", "SiglipVisionModel", "SiglipForImageClassification"), SIGLIP, TEXT
-)
-FAMILIES = {
-    "vit": Family(VIT_NAMES, ("ViTModel", "ViTForImageClassification"), SIZES, MASK),
-    "deit": Family(
-        DEIT_NAMES,
-        ("DeiTModel", "DeiTForImageClassification", "DeiTForImageClassificationWithTeacher"),
-        SIZES,
-        rf"{MASK}|pooler\..*",
-    ),
-    "vit_mae": Family(VIT_NAMES, ("ViTMAEModel", "ViTMAEForPreTraining"), SIZES, r"decoder\..*"),
-    "dinov2": Family(DINOV2_NAMES, ("Dinov2Model", "Dinov2ForImageClassification"), DINOV2, MASK),
-    "dinov2_with_registers": Family(
-        DINOV2_NAMES,
-        ("Dinov2WithRegistersModel", "Dinov2WithRegistersForImageClassification"),
-        REGISTERS,
-        MASK,
-    ),
-    "clip": CLIP_FAMILY,
-    "clip_vision_model": CLIP_FAMILY,
-    "siglip": SIGLIP_FAMILY,
-    "siglip_vision_model": SIGLIP_FAMILY,
-}
-REFUSED = {
-    "dinov3_vit": "it has rotary position embeddings (RoPE)",
-    "beit": "it has relative position biases",
-    "data2vec-vision": "it has relative position biases",
-    "siglip2_vision_model": "it takes patches of images of any shape",
-}
 GELUS = {
     "gelu": "exact",
     "gelu_python": "exact",
@@ -230,8 +163,10 @@ def _architecture(path: Path, kind: str, sizes: dict[str, Any], found: dict[str,
         "num_classes": 0 if head is None else head.shape[0] if head.ndim else 1,
         "gelu": GELUS[sizes["hidden_act"]],
     }
-    if kind == "vit":
-        fields["representation_head"] = "pooler.dense.weight" in found
+    if kind == "vit" and "pooler.dense.weight" in found:
+        if sizes.get("pooler_act", "tanh") != "tanh":
+            raise ValueError(f"{path}: pooler_act {sizes['pooler_act']!r} is not read; tanh is")
+        fields["representation_head"] = True
     elif kind == "deit":
         fields |= {"registers": 1} if "embeddings.register_tokens" in found else {"distillation": True}
     elif kind.startswith("dinov2"):

@@ -1,11 +1,11 @@
-"""Tensors of Hugging Face's image encoders, by the names of transformers 4, and where ours lie among them.
+"""Hugging Face's image encoders: which there are, and their tensors by the names of transformers 4.
 
 In: tensors by the names of any version. Out: those that `Source` can place; and for a class, all that it wants.
 """
 
 import re
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -75,6 +75,71 @@ RENAMED = (
 RENAMED_MLP = ((r"\.mlp\.fc1\.", ".intermediate.dense."), (r"\.mlp\.fc2\.", ".output.dense."))
 PREFIX = re.compile(r"^(vit|deit|dinov2|dinov2_with_registers|vision_model)\.")
 
+SIZES = {
+    "image_size": 224,
+    "patch_size": 16,
+    "num_channels": 3,
+    "hidden_size": 768,
+    "num_hidden_layers": 12,
+    "num_attention_heads": 12,
+    "intermediate_size": 3072,
+    "hidden_act": "gelu",
+    "layer_norm_eps": 1e-12,
+}
+
+
+class Family(NamedTuple):
+    """What the models of one model_type have in common."""
+
+    names: dict[str, str]
+    classes: tuple[str, ...]
+    """That compute what a `ViTConfig` can say."""
+    defaults: dict[str, Any]
+    """Of transformers: its files leave out what equals them."""
+    dropped: str
+    """Tensors that the image encoder does not use."""
+
+
+MASK = r"embeddings\.mask_token"
+TEXT = r"text_model\..*|text_projection\..*|logit_scale|logit_bias|embeddings\.position_ids"
+DINOV2 = SIZES | {"patch_size": 14, "layer_norm_eps": 1e-6, "mlp_ratio": 4, "layerscale_value": 1.0}
+REGISTERS = DINOV2 | {"patch_size": 16, "num_register_tokens": 4}
+CLIP = SIZES | {"patch_size": 32, "hidden_act": "quick_gelu", "layer_norm_eps": 1e-5}
+SIGLIP = SIZES | {"hidden_act": "gelu_pytorch_tanh", "layer_norm_eps": 1e-6}
+CLIP_FAMILY = Family(
+    CLIP_NAMES, ("CLIPModel", "CLIPVisionModel", "CLIPVisionModelWithProjection"), CLIP, TEXT
+)
+SIGLIP_FAMILY = Family(
+    SIGLIP_NAMES, ("SiglipModel", "SiglipVisionModel", "SiglipForImageClassification"), SIGLIP, TEXT
+)
+FAMILIES = {
+    "vit": Family(VIT_NAMES, ("ViTModel", "ViTForImageClassification"), SIZES, MASK),
+    "deit": Family(
+        DEIT_NAMES,
+        ("DeiTModel", "DeiTForImageClassification", "DeiTForImageClassificationWithTeacher"),
+        SIZES,
+        rf"{MASK}|pooler\..*",
+    ),
+    "vit_mae": Family(VIT_NAMES, ("ViTMAEModel", "ViTMAEForPreTraining"), SIZES, r"decoder\..*"),
+    "dinov2": Family(DINOV2_NAMES, ("Dinov2Model", "Dinov2ForImageClassification"), DINOV2, MASK),
+    "dinov2_with_registers": Family(
+        DINOV2_NAMES,
+        ("Dinov2WithRegistersModel", "Dinov2WithRegistersForImageClassification"),
+        REGISTERS,
+        MASK,
+    ),
+    "clip": CLIP_FAMILY,
+    "clip_vision_model": CLIP_FAMILY,
+    "siglip": SIGLIP_FAMILY,
+    "siglip_vision_model": SIGLIP_FAMILY,
+}
+REFUSED = {
+    "dinov3_vit": "it has rotary position embeddings (RoPE)",
+    "beit": "it has relative position biases",
+    "data2vec-vision": "it has relative position biases",
+    "siglip2_vision_model": "it takes patches of images of any shape",
+}
+
 
 def old_name(names: dict[str, str], name: str) -> str:
     """The name that transformers 4 gave a tensor, without what it puts in front of an encoder's."""
@@ -120,6 +185,8 @@ def adapt(path: Path, kind: str, sizes: dict[str, Any], found: dict[str, Tensor]
             del found[name]
         if dropped:
             lines.append("attn_pool: dropped; the classifier reads the mean of the tokens.")
+    if kind.startswith("siglip") and "classifier.weight" not in found and "head.probe" not in found:
+        lines.append("pooling: the mean of the tokens; the model in the file has none.")
     if "head.probe" in found:
         for leaf, shape in (("weight", (3 * width, width)), ("bias", (3 * width,))):
             stacked = take(path, found, f"head.attention.in_proj_{leaf}", shape)

@@ -341,6 +341,25 @@ def test_of_a_model_with_a_text_tower_the_image_tower_is_taken(tmp_path: Path, t
     assert any("tensors that the encoder does not use were dropped" in line for line in read.lines)
 
 
+def test_what_a_nested_configuration_leaves_out_is_transformers_default(tmp_path: Path) -> None:
+    """In files of whole models, only what differs from the defaults is written for the parts."""
+    for kind, left_out in (
+        ("CLIP", ("hidden_act", "layer_norm_eps")),
+        ("Siglip", ("hidden_act", "layer_norm_eps")),
+    ):
+        config = getattr(transformers, f"{kind}Config")(
+            vision_config=SIZES, text_config=TEXT, projection_dim=6
+        )
+        save(randomise(getattr(transformers, f"{kind}Model")(config)), tmp_path / kind)
+        whole = formats.read(tmp_path / kind).architecture
+        path = tmp_path / kind / "config.json"
+        content = json.loads(path.read_text(encoding="utf-8"))
+        for key in left_out:
+            del content["vision_config"][key]
+        path.write_text(json.dumps(content), encoding="utf-8")
+        assert formats.read(tmp_path / kind).architecture == whole
+
+
 def test_the_mean_of_siglips_tokens_leaves_its_map_head_behind(tmp_path: Path) -> None:
     theirs = randomise(siglip("SiglipForImageClassification"))
     save(theirs, tmp_path)
@@ -372,6 +391,7 @@ def test_a_size_that_patches_do_not_fill_is_cut_as_the_convolution_cuts_it(tmp_p
         ({"do_normalize": False}, None),
         ({"resample": 1}, None),
         ({"image_mean": None}, None),
+        ({"image_std": [0.5]}, None),
         (
             {
                 "do_center_crop": True,
@@ -441,6 +461,12 @@ def test_dinov2_is_taken_at_the_size_of_its_processor_as_transformers_runs_it(tm
         assert_close(
             {"y": our_outputs(read, images)[0].detach()}, {"y": their_output(theirs, images).detach()}
         )
+
+
+def test_a_pooler_is_read_with_tanh_alone(tmp_path: Path) -> None:
+    save(vit("ViTModel", pooler_act="relu"), tmp_path)
+    with pytest.raises(ValueError, match=r"config\.json: pooler_act 'relu' is not read; tanh is"):
+        formats.read(tmp_path)
 
 
 def test_what_a_processors_class_implies_is_filled_in(tmp_path: Path) -> None:
