@@ -168,8 +168,8 @@ def require_plausible(path: Path, config: ViTConfig, found: dict[str, Tensor]) -
     # A block has eight tensors or more. What has no counterpart in the file (zero biases) is far less than half.
     if config.num_blocks > len(found) or config.num_parameters > 2 * held:
         raise ValueError(
-            f"{path} has {held} numbers in {len(found)} tensors; the architecture has {config.depth} blocks and"
-            f" {config.num_parameters} numbers"
+            f"{path} has {held} numbers in {len(found)} tensors; the architecture has {config.depth} blocks of width"
+            f" {config.width} and many more numbers"
         )
 
 
@@ -246,8 +246,8 @@ def read_license(folder: Path) -> str | None:
     with path.open("rb") as file:
         text = file.read(MAX_README_BYTES).decode(errors="replace")
     front = re.match(r"---\r?\n(.*?)\r?\n---", text, re.DOTALL)
-    line = re.search(r"^license:[ \t]*['\"]?([^\s'\"]+)", front.group(1), re.MULTILINE) if front else None
-    return line.group(1) if line else None
+    line = re.search(r"^license:[ \t]*(\S.*?)[ \t\r]*$", front.group(1), re.MULTILINE) if front else None
+    return line.group(1).strip("'\"") if line else None
 
 
 def write_json(path: Path, content: dict[str, Any]) -> None:

@@ -230,8 +230,10 @@ def _architecture(path: Path, kind: str, sizes: dict[str, Any], found: dict[str,
         "num_classes": 0 if head is None else head.shape[0] if head.ndim else 1,
         "gelu": GELUS[sizes["hidden_act"]],
     }
-    if kind == "vit":
-        fields["representation_head"] = "pooler.dense.weight" in found
+    if kind == "vit" and "pooler.dense.weight" in found:
+        if sizes.get("pooler_act", "tanh") != "tanh":
+            raise ValueError(f"{path}: pooler_act {sizes['pooler_act']!r} is not read; tanh is")
+        fields["representation_head"] = True
     elif kind == "deit":
         fields |= {"registers": 1} if "embeddings.register_tokens" in found else {"distillation": True}
     elif kind.startswith("dinov2"):

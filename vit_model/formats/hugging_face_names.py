@@ -120,6 +120,8 @@ def adapt(path: Path, kind: str, sizes: dict[str, Any], found: dict[str, Tensor]
             del found[name]
         if dropped:
             lines.append("attn_pool: dropped; the classifier reads the mean of the tokens.")
+    if kind.startswith("siglip") and "classifier.weight" not in found and "head.probe" not in found:
+        lines.append("pooling: the mean of the tokens; the model in the file has none.")
     if "head.probe" in found:
         for leaf, shape in (("weight", (3 * width, width)), ("bias", (3 * width,))):
             stacked = take(path, found, f"head.attention.in_proj_{leaf}", shape)

@@ -77,7 +77,12 @@ def preprocessing_of(
         elif isinstance(shorter, int) and shorter >= image_size[0]:
             fields = {"crop": "center", "crop_fraction": image_size[0] / shorter}
     never = [key for key in ("do_resize", "do_rescale", "do_normalize") if not said.get(key, True)]
-    missing = [key for key in ("image_mean", "image_std") if not isinstance(said.get(key), list)]
+    channels = architecture.in_channels
+    missing = [
+        key
+        for key in ("image_mean", "image_std")
+        if not isinstance(said.get(key), list) or len(said[key]) != channels
+    ]
     unlike = [
         *(
             []
@@ -87,7 +92,7 @@ def preprocessing_of(
         *([] if said["resample"] in list(RESAMPLE) else [f"resample {said['resample']!r}"]),
         *([f"{' and '.join(never)} false"] if never else []),
         *([] if said.get("rescale_factor", 1 / 255) == 1 / 255 else ["another rescale_factor than 1/255"]),
-        *([f"no {' and '.join(missing)}"] if missing else []),
+        *([f"no {' and '.join(missing)} of {channels} numbers"] if missing else []),
     ]
     if unlike:
         return None, [
@@ -99,7 +104,7 @@ def preprocessing_of(
             std=said["image_std"],
             interpolation=RESAMPLE[said["resample"]],
             resolution=architecture.image_shape[0],
-            channels=architecture.in_channels,
+            channels=channels,
             **fields,
         )
     except ValidationError as error:

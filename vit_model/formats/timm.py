@@ -144,7 +144,7 @@ def _fold_positions(file: Path, config: ViTConfig, found: dict[str, Tensor]) -> 
         return []
     if table.shape[2:] != registers.shape[2:]:
         raise ValueError(f"{file}: pos_embed is {list(table.shape)}, reg_token {list(registers.shape)}")
-    found["reg_token"] = registers + table[:, classes : classes + config.registers]
+    found["reg_token"] = registers.float() + table[:, classes : classes + config.registers].float()
     found["pos_embed"] = torch.cat([table[:, :classes], table[:, classes + config.registers :]], dim=1)
     return ["reg_token: with its positions added."]
 
@@ -184,14 +184,17 @@ def _read_preprocessing(
     if "mean" not in said or "std" not in said:
         return None, ["preprocessing: mean and std are not said."]
     crop, fraction = said.get("crop_mode", "center"), said.get("crop_pct", 0.875)
-    interpolation = said.get("interpolation", "bicubic")
+    interpolation, mean = said.get("interpolation", "bicubic"), said["mean"]
     height, width = architecture.image_shape
-    if crop not in ("center", "squash") or (crop == "squash" and fraction != 1) or height != width:
-        return None, [
-            f"preprocessing: crop_mode {crop!r} with crop_pct {fraction} to {height}x{width} cannot be done."
-        ]
-    if interpolation not in ("bilinear", "bicubic"):
-        return None, [f"preprocessing: interpolation {interpolation!r} cannot be done."]
+    unlike = [
+        *([] if crop in ("center", "squash") else [f"crop_mode {crop!r}"]),
+        *([f"crop_mode 'squash' with crop_pct {fraction}"] if crop == "squash" and fraction != 1 else []),
+        *([f"images of {height}x{width}"] if height != width else []),
+        *([] if interpolation in ("bilinear", "bicubic") else [f"interpolation {interpolation!r}"]),
+        *([] if isinstance(mean, list) and len(mean) == architecture.in_channels else [f"mean {mean!r}"]),
+    ]
+    if unlike:
+        return None, [f"preprocessing: config.json says what cannot be done here: {', '.join(unlike)}."]
     try:
         preprocessing = Preprocessing(
             mean=said["mean"],

@@ -372,6 +372,7 @@ def test_a_size_that_patches_do_not_fill_is_cut_as_the_convolution_cuts_it(tmp_p
         ({"do_normalize": False}, None),
         ({"resample": 1}, None),
         ({"image_mean": None}, None),
+        ({"image_std": [0.5]}, None),
         (
             {
                 "do_center_crop": True,
@@ -441,6 +442,12 @@ def test_dinov2_is_taken_at_the_size_of_its_processor_as_transformers_runs_it(tm
         assert_close(
             {"y": our_outputs(read, images)[0].detach()}, {"y": their_output(theirs, images).detach()}
         )
+
+
+def test_a_pooler_is_read_with_tanh_alone(tmp_path: Path) -> None:
+    save(vit("ViTModel", pooler_act="relu"), tmp_path)
+    with pytest.raises(ValueError, match=r"config\.json: pooler_act 'relu' is not read; tanh is"):
+        formats.read(tmp_path)
 
 
 def test_what_a_processors_class_implies_is_filled_in(tmp_path: Path) -> None:

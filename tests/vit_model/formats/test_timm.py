@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from tests.vit_model.formats.parity import assert_close, gradients_by_our_names, our_outputs, randomise
 from vit_model import formats
-from vit_model.config import ModelContract, Preprocessing
+from vit_model.config import ModelContract, Preprocessing, ViTConfig
 from vit_model.formats import Imported
 from vit_model.formats import timm as ours_of_timm
 from vit_model.formats.timm_architecture import conventions
@@ -374,3 +374,59 @@ def test_preprocessing_that_cannot_be_said_is_none_and_the_reason_is(
     read = formats.read(tmp_path / "model")
     assert read.preprocessing is None
     assert any(message in line for line in read.lines)
+
+
+OURS: dict[str, dict[str, Any]] = {
+    "registers beside a class token with a position": {"registers": 3, "layer_scale": 0.1, "num_classes": 3},
+    "registers beside one without": {"registers": 3, "class_position": False},
+    "map over all tokens": {"pooling": "map", "class_token": True, "registers": 2, "num_classes": 3},
+    "mean of patches, norm after": {
+        "pooling": "gap",
+        "norm_after_pooling": True,
+        "class_token": True,
+        "num_classes": 3,
+    },
+    "mean of patches, norm before": {"pooling": "gap", "num_classes": 3},
+    "pre-norm": {
+        "norm_first": True,
+        "patch_bias": False,
+        "gelu": "quick",
+        "layer_norm_eps": 1e-5,
+        "num_classes": 3,
+    },
+    "distilled": {"distillation": True, "num_classes": 3},
+    "oblong, one channel": {"image_size": (16, 24), "in_channels": 1, "mlp_dim": 37},
+}
+
+
+@pytest.mark.parametrize("name", OURS)
+def test_our_own_architectures_compute_the_same_in_timm(tmp_path: Path, name: str) -> None:
+    sizes = {"image_size": 16, "patch_size": 8, "width": 24, "depth": 2, "num_heads": 2, "mlp_dim": 40}
+    config = ViTConfig(**sizes | OURS[name])
+    model = randomise(ViT(config))
+    assert isinstance(model, ViT)
+    channels = config.in_channels
+    pixels = Preprocessing(
+        mean=(0.5,) * channels,
+        std=(0.25,) * channels,
+        resolution=16,
+        channels=channels,  # type: ignore[arg-type]
+    )
+    contract = ModelContract.model_construct(
+        architecture=config,
+        class_names=tuple(f"class {index}" for index in range(config.num_classes)),
+        preprocessing=pixels,
+        license=None,
+    )
+    ours_of_timm.write(tmp_path / "model", model, contract)
+    loaded = timm.create_model(f"local-dir:{tmp_path / 'model'}", pretrained=True).eval()
+    images = torch.randn(2, channels, *config.image_shape)
+    with torch.no_grad():
+        assert_close({"output": loaded(images)}, {"output": model(images)})
+    again = formats.read(tmp_path / "model")
+    same = {"position_resize": again.architecture.position_resize}
+    assert again.architecture == config.model_copy(update=same)
+    assert again.class_names == contract.class_names
+    assert again.preprocessing == (None if "oblong" in name else pixels)
+    for key, tensor in model.state_dict().items():
+        assert torch.equal(again.weights[key], tensor), key
