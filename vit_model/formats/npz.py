@@ -1,8 +1,8 @@
 """Google's checkpoints: .npz files of google-research/vision_transformer and big_vision.
 
 In: a file, or a model and its contract. Out: an `Imported`, or the file, the same bytes for the same weights.
-Both generations of names are read; ours are written as the paper's own files have them, which both libraries
-and timm read. An array is a flax parameter: kernels are [inputs..., outputs...], images [height, width, channels].
+Both generations of names are read. The paper's are written, which both libraries and timm read; for models that
+only big_vision has, big_vision's.
 Use: `imported = read(path)`; `lines = write(path, model, contract)`.
 """
 
@@ -19,7 +19,7 @@ from torch import Tensor
 from vit_model.config import ModelContract, Preprocessing, ViTConfig, ViTOptions
 from vit_model.formats import Imported
 from vit_model.formats.npz_archive import Stored, as_float32, headers, opened, some
-from vit_model.formats.npz_layout import BLOCK, POSITIONS, Part, layout, put, taken
+from vit_model.formats.npz_layout import BLOCK, POSITIONS, Part, layout, newer, put, taken
 from vit_model.model import ViT
 
 # A sincos2d model's file has nothing of the image's size in it; big_vision trains those at this one.
@@ -37,7 +37,7 @@ def read(path: Path) -> Imported:
 
 
 def write(path: Path, model: ViT, contract: ModelContract) -> list[str]:
-    """Write the model's weights as the paper's own files have them; returns lines on what such a file can't say.
+    """Write the model's weights as Google's files have them; returns lines on what such a file can't say.
 
     Raises ValueError when the contract describes another model, when a weight is NaN or infinite, and for a
     model that readers of such a file would take for another one: with exact GELU, registers, another mean ...
@@ -51,7 +51,7 @@ def write(path: Path, model: ViT, contract: ModelContract) -> list[str]:
         _require_finite(f"weight {name!r}", tensor)
     with zipfile.ZipFile(path, "w") as archive:
         for part in layout(config):
-            name = "pos_embedding" if part.theirs == POSITIONS and _beside_class(config) else part.theirs
+            name = newer(part.theirs) if _is_big_visions(config) else part.theirs
             # ZipInfo's own date is 1980, so that the bytes depend on the weights only.
             with archive.open(zipfile.ZipInfo(f"{name}.npy"), "w", force_zip64=True) as member:
                 np.lib.format.write_array(member, taken(part, weights[part.ours]), allow_pickle=False)
@@ -217,9 +217,13 @@ def _weights(
 # -- what the format can't say
 
 
-def _beside_class(config: ViTConfig) -> bool:
-    """Whether the table is big_vision's: beside a class token that has no entry in it, or under a MAP head."""
-    return config.pooling == "map" or (config.class_token and not config.class_position)
+def _is_big_visions(config: ViTConfig) -> bool:
+    """Whether only big_vision has such models: a MAP head, or a class token without a learned position."""
+    return (
+        config.pooling == "map"
+        or config.position == "sincos2d"
+        or (config.class_token and not config.class_position)
+    )
 
 
 def _require_expressible(config: ViTConfig, preprocessing: Preprocessing) -> None:

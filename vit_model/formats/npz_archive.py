@@ -20,17 +20,10 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import ValidationError
 
-from vit_model.formats.npz_layout import BLOCK, POSITIONS
+from vit_model.formats.npz_layout import BLOCK, older
 
 # Where a file keeps the image's encoder. The second and third are training checkpoints, the others two towers.
 PREFIXES = ("", "params/", "opt/target/", "params/img/", "img/", "opt/target/img/")
-# Newer names, by what the paper's files call the same (flax then counted a block's modules in one row).
-OLDER_NAMES = (
-    (re.compile(r"^(?:Transformer/)?pos_embedding$"), POSITIONS),
-    (re.compile(rf"^({BLOCK}\d+)/MultiHeadDotProductAttention_0/"), r"\1/MultiHeadDotProductAttention_1/"),
-    (re.compile(rf"^({BLOCK}\d+)/LayerNorm_1/"), r"\1/LayerNorm_2/"),
-    (re.compile(rf"^({BLOCK}\d+)/MlpBlock_0/"), r"\1/MlpBlock_3/"),
-)
 BFLOAT16 = np.dtype("V2")  # numpy has no name for it and stores the bytes
 DTYPES = (np.dtype(np.float32), np.dtype(np.float16), BFLOAT16)
 
@@ -119,12 +112,7 @@ def _named(member: str, name: str, shape: tuple[int, ...]) -> list[tuple[str, St
         shape = shape[1:]
     if re.search(r"(^|/)gn(\d|_root|_proj)/(scale|bias)$", name) and shape[:-1] == (1, 1, 1):
         shape = shape[-1:]
-    named = []
-    for layer_name, layer in layers:
-        for newer, older in OLDER_NAMES:
-            layer_name = newer.sub(older, layer_name)
-        named.append((layer_name, Stored(member, layer, shape)))
-    return named
+    return [(older(layer_name), Stored(member, layer, shape)) for layer_name, layer in layers]
 
 
 def _shape(archive: zipfile.ZipFile, info: zipfile.ZipInfo) -> tuple[int, ...]:

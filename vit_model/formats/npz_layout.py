@@ -12,10 +12,16 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from vit_model.config import ViTConfig, stem_channels
+from vit_model.config import ViTConfig
 
 POSITIONS = "Transformer/posembed_input/pos_embedding"
 BLOCK = "Transformer/encoderblock_"
+# The paper's name and big_vision's: flax came to number the modules of a block by kind.
+RENAMED = (
+    ("/MultiHeadDotProductAttention_1/", "/MultiHeadDotProductAttention_0/"),
+    ("/LayerNorm_2/", "/LayerNorm_1/"),
+    ("/MlpBlock_3/", "/MlpBlock_0/"),
+)
 
 
 class Part(NamedTuple):
@@ -33,8 +39,10 @@ class Part(NamedTuple):
 def layout(config: ViTConfig) -> list[Part]:
     """Every array of a model's file, in the names of the paper's files."""
     width, patch = config.width, config.patch_size // config.stem_stride
-    channels = config.in_channels if config.stem is None else stem_channels(config.stem)
-    parts = [] if config.stem is None else _stem(config.stem, config.in_channels)
+    parts: list[Part] = []
+    channels = config.in_channels
+    if config.stem is not None:
+        parts, channels = _stem(config.stem, channels)
     parts.append(_convolution("embedding/kernel", "patch_embed.proj.weight", (patch, patch, channels, width)))
     parts.append(_as_it_is("embedding/bias", "patch_embed.proj.bias", (width,)))
     if config.class_token:
@@ -68,8 +76,27 @@ def layout(config: ViTConfig) -> list[Part]:
     return parts
 
 
-def _stem(stem: tuple[int, ...], in_channels: int) -> list[Part]:
-    """A hybrid's ResNet."""
+def older(name: str) -> str:
+    """The paper's name for an array that may have big_vision's."""
+    if name in ("pos_embedding", "Transformer/pos_embedding"):
+        return POSITIONS
+    if name.startswith(BLOCK):
+        for old, new in RENAMED:
+            name = name.replace(new, old)
+    return name
+
+
+def newer(name: str) -> str:
+    """big_vision's name for an array that has the paper's."""
+    if name == POSITIONS:
+        return "pos_embedding"
+    for old, new in RENAMED:
+        name = name.replace(old, new)
+    return name
+
+
+def _stem(stem: tuple[int, ...], in_channels: int) -> tuple[list[Part], int]:
+    """(arrays of a hybrid's ResNet, channels of its feature map)."""
     ours = "patch_embed.backbone"
     parts = [_convolution("conv_root/kernel", f"{ours}.stem.conv.weight", (7, 7, in_channels, 64))]
     parts += _norm("gn_root", f"{ours}.stem.norm", 64)
@@ -89,7 +116,7 @@ def _stem(stem: tuple[int, ...], in_channels: int) -> list[Part]:
                 parts.append(_convolution(theirs, f"{shortcut}.conv.weight", (1, 1, channels, 4 * middle)))
                 parts += _norm(f"{names[0]}/gn_proj", f"{shortcut}.norm", 4 * middle)
             channels = 4 * middle
-    return parts
+    return parts, channels
 
 
 def _as_it_is(theirs: str, ours: str, shape: tuple[int, ...], share: int = 0, shares: int = 1) -> Part:
