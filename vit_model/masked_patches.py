@@ -115,8 +115,8 @@ def targets(pixels: Tensor, patch_size: int, target: Target) -> Tensor:
 class MaskedPatches(nn.Module):
     """A ViT with what the task adds to it: the mask vector and one linear layer on the tokens of corrupted patches.
 
-    Both start from zero, as the class token and a classifier do, so the first loss is log(8^c).
-    Raises ValueError for a ViT that has parts which the task would not train.
+    Both start from zero, as the class token and a classifier do, so the first cross-entropy is log(8^c).
+    Raises ValueError for a ViT that has parts which the task would not train, or a single patch.
     """
 
     def __init__(self, model: ViT, target: Target = "mean_colour") -> None:
@@ -130,7 +130,7 @@ class MaskedPatches(nn.Module):
                 f"{config.num_classes}, representation_head {config.representation_head}, pooling {config.pooling!r};"
                 " 0, False and 'cls' or 'gap' fit"
             )
-        self.counts = counts(config.num_patches)
+        counts(config.num_patches)  # raises where there are too few
         self.model, self.target = model, target
         like = model.patch_embed.proj.weight
         self.mask_token = nn.Parameter(like.new_zeros(1, 1, config.width))
@@ -152,18 +152,20 @@ class MaskedPatches(nn.Module):
         `pixels` are the same images before normalisation, uint8 [b, height, width, c]; `draws` are float64
         [b, n, 2] from 0 up to 1 (see `corruption`). The mean over images and corrupted patches, and over a patch's
         16 classes or over its pixels: cross-entropy, or squared error.
-        Raises ValueError for images, pixels or draws of another shape than the model's.
+        Raises ValueError for images, pixels or draws of another shape or dtype.
         """
         config = self.model.config
         channels, sides, n = config.in_channels, config.image_shape, config.num_patches
         b = len(images)
-        for name, given, shape in (
-            ("images", images, [b, channels, *sides]),
-            ("pixels", pixels, [b, *sides, channels]),
-            ("draws", draws, [b, n, DRAWS]),
+        for name, given, shape, dtype in (
+            ("images", images, [b, channels, *sides], images.dtype),
+            ("pixels", pixels, [b, *sides, channels], torch.uint8),
+            ("draws", draws, [b, n, DRAWS], torch.float64),
         ):
-            if list(given.shape) != shape:
-                raise ValueError(f"{name} have shape {list(given.shape)}; this model needs {shape}")
+            if (list(given.shape), given.dtype) != (shape, dtype):
+                raise ValueError(
+                    f"{name} are {given.dtype} {list(given.shape)}; this model needs {dtype} {shape}"
+                )
         plan = corruption(draws)
         tokens = self._tokens(corrupt(self.model.patch_embed(images), self.mask_token, plan))
         tokens = tokens.gather(1, plan.predicted[:, :, None].expand(-1, -1, config.width))
