@@ -52,19 +52,21 @@ class PatchEmbed(nn.Module):
 def attention(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None = None) -> Tensor:
     """softmax(query key^T / sqrt(e) + bias) value for [b, h, n, e] (eq. 5-7), by whichever way is faster here.
 
-    SDPA's bf16 backward is slow on CPUs. Forward and backward, one thread of an AMD EPYC with AVX-512 bf16,
-    torch 2.13, b 128, n 17, h 4, e 16: bf16 SDPA 26 ms, plain 1.5 ms (2.4 ms with a bf16 softmax); fp32 SDPA
-    2.1 ms, plain 1.8 ms. With b 8, n 197, h 3, e 64: bf16 13 ms and 5.6 ms, fp32 11 ms either way.
+    SDPA's bf16 backward is slow on CPUs, and so is all of it for few tokens. Forward and backward, one thread of an
+    AMD EPYC with AVX-512 bf16, torch 2.13, milliseconds as SDPA and written out: b 128, n 17, h 4, e 16: bf16 33
+    and 2.8, fp32 4.0 and 2.9; b 8, n 197, h 3, e 64: bf16 19 and 8.5, fp32 14.5 and 16.5.
     """
-    if query.device.type == "cpu" and query.dtype == torch.bfloat16:
-        return attention_weights(query, key, bias).to(value.dtype) @ value
+    if query.device.type == "cpu" and (query.dtype == torch.bfloat16 or key.shape[-2] < 32):
+        scores = attention_scores(query, key, bias)
+        precise = torch.promote_types(scores.dtype, torch.float32)
+        return scores.softmax(dim=-1, dtype=precise).to(value.dtype) @ value
     return F.scaled_dot_product_attention(query, key, value, attn_mask=bias)
 
 
-def attention_weights(query: Tensor, key: Tensor, bias: Tensor | None = None) -> Tensor:
-    """softmax(query key^T / sqrt(e) + bias) [b, h, n, n], in float32."""
+def attention_scores(query: Tensor, key: Tensor, bias: Tensor | None = None) -> Tensor:
+    """query key^T / sqrt(e) + bias, [b, h, n, n]."""
     scores: Tensor = (query * query.shape[-1] ** -0.5) @ key.transpose(-2, -1)
-    return (scores if bias is None else scores + bias).softmax(dim=-1, dtype=torch.float32)
+    return scores if bias is None else scores + bias
 
 
 class Attention(nn.Module):
@@ -82,19 +84,29 @@ class Attention(nn.Module):
                 torch.empty(2 * config.num_tokens - 1, config.width // config.num_heads)
             )
 
-    def forward(self, x: Tensor) -> Tensor:
-        """[b, n, d] -> [b, n, d]."""
-        query, key, value = self.heads(x)
+    def forward(self, x: Tensor, first: int | None = None) -> Tensor:
+        """[b, n, d] -> [b, n, d], or [b, first, d]: what only the first tokens get."""
+        query, key, value = self.heads(x) if first is None else self.heads_of_first(x, first)
         mixed = attention(query, key, value, self.bias(query)).transpose(1, 2).flatten(2)
         out: Tensor = self.dropout(self.proj(mixed))
         return out
 
     def heads(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """[b, n, d] -> queries, keys and values, each [b, h, n, e]."""
-        b, n, d = x.shape
-        qkv = self.qkv(x).view(b, n, 3, self.num_heads, d // self.num_heads)
-        query, key, value = qkv.permute(2, 0, 3, 1, 4).unbind(0)
+        query, key, value = self._split(self.qkv(x), 3)
         return query, key, value
+
+    def heads_of_first(self, x: Tensor, first: int) -> tuple[Tensor, Tensor, Tensor]:
+        """[b, n, d] -> queries [b, h, first, e] of the first tokens, keys and values [b, h, n, e] of all."""
+        weight, bias, d = self.qkv.weight, self.qkv.bias, x.shape[2]
+        (query,) = self._split(F.linear(x[:, :first], weight[:d], bias[:d]), 1)
+        key, value = self._split(F.linear(x, weight[d:], bias[d:]), 2)
+        return query, key, value
+
+    def _split(self, x: Tensor, parts: int) -> tuple[Tensor, ...]:
+        """[b, n, parts * d] -> so many [b, h, n, e]."""
+        b, n, _ = x.shape
+        return x.view(b, n, parts, self.num_heads, -1).permute(2, 0, 3, 1, 4).unbind(0)
 
     def bias(self, query: Tensor) -> Tensor | None:
         """What relative positions add to the scores, [b, h, n, n]; scaled as the scores are (Shaw et al. 2018)."""
@@ -105,7 +117,7 @@ class Attention(nn.Module):
     def weights(self, x: Tensor) -> Tensor:
         """[b, n, d] -> how much each token attends to each, float32 [b, h, n, n], rows summing to 1."""
         query, key, _ = self.heads(x)
-        return attention_weights(query, key, self.bias(query))
+        return attention_scores(query, key, self.bias(query)).softmax(dim=-1, dtype=torch.float32)
 
 
 class Mlp(nn.Module):
@@ -144,9 +156,9 @@ class Block(nn.Module):
         if config.layer_scale is not None:
             self.ls1, self.ls2 = (nn.ParameterDict({"gamma": torch.empty(config.width)}) for _ in range(2))
 
-    def forward(self, x: Tensor) -> Tensor:
-        """[b, n, d] -> [b, n, d]."""
-        x = self._join(x, self.attn(self.norm1(x)), self.ls1)
+    def forward(self, x: Tensor, first: int | None = None) -> Tensor:
+        """[b, n, d] -> [b, n, d]; with `first`, only the first tokens' part of it, [b, first, d]."""
+        x = self._join(x[:, :first], self.attn(self.norm1(x), first), self.ls1)
         return self._join(x, self.mlp(self.norm2(x)), self.ls2)
 
     def _join(self, x: Tensor, branch: Tensor, scale: nn.ParameterDict | None) -> Tensor:
@@ -235,7 +247,10 @@ class ViT(nn.Module):
 
         Raises ValueError for images of another size than the configuration's, or another dtype than the weights'.
         """
-        tokens, representation = self.forward_features(images)
+        # The last block computes nothing for tokens that nobody reads: a twelfth of B/16, a fifth of four layers.
+        pooled = 1 + self.config.distillation if self.config.pooling == "cls" else None
+        tokens = self.encode(self.embed(images), pooled)
+        representation = self.represent(tokens)
         if not self.config.num_classes:
             return representation
         logits: Tensor = self.head(representation)
@@ -270,13 +285,16 @@ class ViT(nn.Module):
         x = self.dropout(x)
         return self.norm_pre(x) if config.norm_first else x  # type: ignore[no-any-return]
 
-    def encode(self, x: Tensor) -> Tensor:
-        """Eq. 2 to 4: [b, n, d] -> the last block's output [b, n, d], normed where the norm is before pooling."""
-        for state in self.states(x):
+    def encode(self, x: Tensor, first: int | None = None) -> Tensor:
+        """Eq. 2 to 4: [b, n, d] -> the last block's output [b, n, d], normed where the norm is before pooling.
+
+        With `first`, only that of the first tokens, [b, first, d].
+        """
+        for state in self.states(x, first):
             x = state
         return x if self.config.norm_after_pooling else self.norm(x)
 
-    def states(self, x: Tensor) -> Iterator[Tensor]:
+    def states(self, x: Tensor, first: int | None = None) -> Iterator[Tensor]:
         """Eq. 2 and 3: [b, n, d] -> what each block is given, positions added, then what the last one gives."""
         config = self.config
         for index, block in enumerate(self.blocks):
@@ -285,7 +303,10 @@ class ViT(nn.Module):
                 assert table is not None
                 x = x + table.to(x.dtype)
             yield x
-            x = along_axis(block, x, config.grid, index % 2) if config.axial else block(x)
+            if config.axial:
+                x = along_axis(block, x, config.grid, index % 2)
+            else:
+                x = block(x, first if index == len(self.blocks) - 1 else None)
         yield x
 
     def represent(self, tokens: Tensor) -> Tensor:

@@ -25,14 +25,14 @@ def sincos2d(grid: Grid, width: int, device: torch.device | None = None) -> Tens
 
 
 def relative_scores(query: Tensor, table: Tensor) -> Tensor:
-    """Query times the embedding of its distance to each key, for query [b, h, n, e] and table [2n - 1, e].
+    """Query times the embedding of its distance to each of n keys, for the first q queries and a table [2n - 1, e].
 
-    Returns [b, h, n, n]; entry (q, k) takes row q - k + n - 1 of the table, shared by the heads.
+    [b, h, q, e] -> [b, h, q, n]; entry (i, j) takes row i - j + n - 1 of the table, shared by the heads.
     """
-    n = query.shape[-2]
+    n = (len(table) + 1) // 2
     place = torch.arange(n, device=query.device)
-    offset = place[:, None] - place[None, :] + n - 1  # [n, n]
-    products = query @ table.T  # [b, h, n, 2n - 1]
+    offset = place[: query.shape[-2], None] - place[None, :] + n - 1  # [q, n]
+    products = query @ table.T  # [b, h, q, 2n - 1]
     return products.gather(-1, offset.expand(*query.shape[:-1], n))
 
 
