@@ -93,6 +93,16 @@ def start_model(task: Task, seed: int) -> Network:
     return model
 
 
+def taken_over(task: Task) -> list[str]:
+    """What of the backbone is resized, dropped or new in the model, a line each."""
+    from vit_model.build import build
+    from vit_model.weights import load_model, transfer_backbone
+
+    if task.backbone is None:
+        return []
+    return transfer_backbone(build(task.contract.architecture), load_model(task.backbone)[0])
+
+
 def fit(
     task: Task, data: Images, learning_rate: float, seed: int, noun: str = "step"
 ) -> tuple[Network, list[dict[str, float | int]]]:
@@ -310,6 +320,8 @@ def main(context: Context) -> Result:
     config: Finetune = context.config
     dataset = open_dataset(context.input("data"))
     task = make_task(config, dataset, context.input("backbone") if config.backbone else None)
+    for line in taken_over(task):
+        print(line, flush=True)
     pools, folds, selected_on = labelled(config, dataset, task.contract)
     if len(config.learning_rates) == 1:  # nothing to choose from, so no image is kept from the training
         trials, chosen, selected_on = [], config.learning_rates[0], ONE_RATE
