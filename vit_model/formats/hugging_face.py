@@ -116,9 +116,12 @@ def read(folder: Path) -> Imported:
 def _at_processors_size(
     architecture: ViTConfig, processor: Processor, weights: dict[str, Tensor]
 ) -> tuple[ViTConfig, tuple[int, int], list[str]]:
-    """Resize a DINOv2's positions to the images that its processor makes, as transformers does at each call."""
+    """Resize a DINOv2's positions to the images that its processor makes, as transformers does at each call.
+
+    Only to smaller ones, as published files have them: what is small in a file must not become large in memory.
+    """
     side = processor.side
-    if side is None or side % architecture.patch_size or (side, side) == architecture.image_shape:
+    if side is None or side % architecture.patch_size or not 0 < side < min(architecture.image_shape):
         return architecture, architecture.image_shape, []
     resized = ViTConfig.model_validate(architecture.model_dump() | {"image_size": side})
     lines = resize_positions(weights, architecture, resized)

@@ -373,3 +373,55 @@ def test_our_own_folder_is_read(tmp_path: Path) -> None:
     read = formats.read(tmp_path)
     assert (read.architecture, read.class_names, read.license) == (CONFIG, ("a", "b"), "Apache-2.0")
     assert all(torch.equal(read.weights[name], tensor) for name, tensor in model.state_dict().items())
+
+
+VALUES: tuple[Any, ...] = (
+    None,
+    [],
+    {},
+    "x",
+    "",
+    -1,
+    0,
+    3,
+    0.5,
+    10**30,
+    1e300,
+    True,
+    ["x"],
+    [0, 0],
+    [8, 8],
+    {"height": "x"},
+)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("folder", ["hf", "timm"], indirect=True)
+def test_any_value_anywhere_is_read_or_is_a_clear_error(folder: Path) -> None:
+    wrong = 0
+    for file in [path for path in folder.iterdir() if path.suffix == ".json"]:
+        whole = json.loads(file.read_text(encoding="utf-8"))
+        parts = [whole, *(part for part in whole.values() if isinstance(part, dict))]
+        for part in parts:
+            # keys that only other families have: a value for them must do no harm either
+            for key in [
+                *part,
+                "vision_config",
+                "architectures",
+                "mlp_ratio",
+                "label_names",
+                "pool_include_prefix",
+            ]:
+                kept = dict(part)
+                for value in VALUES:
+                    part[key] = value
+                    file.write_text(json.dumps(whole), encoding="utf-8")
+                    try:
+                        assert formats.read(folder).weights
+                    except ValueError as error:
+                        assert str(folder) in str(error), f"{file.name}: {key} = {value!r}: {error}"
+                        wrong += 1
+                    part.clear()
+                    part.update(kept)
+        file.write_text(json.dumps(whole), encoding="utf-8")
+    assert wrong > 100

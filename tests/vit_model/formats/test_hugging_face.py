@@ -469,6 +469,16 @@ def test_a_pooler_is_read_with_tanh_alone(tmp_path: Path) -> None:
         formats.read(tmp_path)
 
 
+@pytest.mark.parametrize("side", [0, 8 * 10**6, 10**30])
+def test_dinov2_is_not_blown_up_to_a_processors_size(tmp_path: Path, side: int) -> None:
+    save(MODELS["dinov2"](), tmp_path)
+    processor = PROCESSOR | {"size": {"shortest_edge": side}, "do_center_crop": True, "crop_size": side}
+    (tmp_path / "preprocessor_config.json").write_text(json.dumps(processor), encoding="utf-8")
+    read = formats.read(tmp_path)
+    assert read.architecture.image_size == SIDE
+    assert read.preprocessing is None
+
+
 def test_what_a_processors_class_implies_is_filled_in(tmp_path: Path) -> None:
     save(vit(), tmp_path)
     old = {
