@@ -263,10 +263,13 @@ def derived_numbers(
 ) -> tuple[str, str]:
     """What follows from the configuration, in two lines with every number named: operations and memory."""
     from vit_model import compute
+    from vit_model.config import ViTConfig
+    from vit_model.model import is_fused
 
     exaflops = compute.exaflops(architecture, config.steps * config.batch_size)
-    images, value_bytes = config.batch_size // world, devices.torch_dtype(config.dtype, device).itemsize
-    fused = device.type != "cpu" or config.dtype == "float32"  # as `vit_model.model.attention` chooses
+    dtype = devices.torch_dtype(config.dtype, device)
+    images, value_bytes = config.batch_size // world, dtype.itemsize
+    fused = isinstance(architecture, ViTConfig) and is_fused(device, dtype, architecture.num_tokens)
     activations = compute.activation_bytes(
         architecture, images, value_bytes=value_bytes, fused_attention=fused
     )

@@ -56,11 +56,16 @@ def attention(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None = N
     AMD EPYC with AVX-512 bf16, torch 2.13, milliseconds as SDPA and written out: b 128, n 17, h 4, e 16: bf16 33
     and 2.8, fp32 4.0 and 2.9; b 8, n 197, h 3, e 64: bf16 19 and 8.5, fp32 14.5 and 16.5.
     """
-    if query.device.type == "cpu" and (query.dtype == torch.bfloat16 or key.shape[-2] < 32):
+    if not is_fused(query.device, query.dtype, key.shape[-2]):
         scores = attention_scores(query, key, bias)
         precise = torch.promote_types(scores.dtype, torch.float32)
         return scores.softmax(dim=-1, dtype=precise).to(value.dtype) @ value
     return F.scaled_dot_product_attention(query, key, value, attn_mask=bias)
+
+
+def is_fused(device: torch.device, dtype: torch.dtype, tokens: int) -> bool:
+    """Whether `attention` leaves it to SDPA, which keeps no scores for the backward pass."""
+    return device.type != "cpu" or (dtype != torch.bfloat16 and tokens >= 32)
 
 
 def attention_scores(query: Tensor, key: Tensor, bias: Tensor | None = None) -> Tensor:

@@ -133,21 +133,18 @@ def _write(to: Format, folder: Path, model: Network, contract: ModelContract) ->
     if to == "onnx":
         onnx.write(folder / "model.onnx", model, contract)
         return  # the whole contract is in its metadata
-    if not isinstance(model, ViT):
+    if to == "npz":
+        yield from npz.write(folder / "model.npz", model, contract)
+    elif not isinstance(model, ViT):
         raise ValueError(
-            f"--format {to} is written of ViTs only, and this model is a ResNet; onnx takes both"
+            f"--format {to} is written of ViTs only, and this is a ResNet; npz and onnx take both"
         )
-    match to:
-        case "hf":
-            hugging_face.write(folder, model, contract)
-        case "timm":
-            timm.write(folder, model, contract)
-        case "npz":
-            yield from npz.write(folder / "model.npz", model, contract)
+    else:
+        (hugging_face if to == "hf" else timm).write(folder, model, contract)
     if contract.training_data != "unknown":
         yield f"training_data: the digest {contract.training_data[:12]} of what it was trained on has no place there"
     for name in ("dropout", "stochastic_depth"):
-        if rate := getattr(contract.architecture, name):
+        if rate := getattr(contract.architecture, name, 0.0):
             yield f"{name}: {rate:g}, which matters in training only, has no place there"
 
 

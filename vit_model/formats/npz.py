@@ -1,4 +1,4 @@
-"""Google's checkpoints: .npz files of google-research/vision_transformer and big_vision.
+"""Google's checkpoints: .npz files of google-research/vision_transformer, big_vision and big_transfer (BiT).
 
 In: a file, or a model and its contract. Out: an `Imported`, or the file, the same bytes for the same weights.
 Both generations of names are read. The paper's are written, which both libraries and timm read; for models that
@@ -16,18 +16,19 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from vit_model.config import ModelContract, Preprocessing, ViTConfig, ViTOptions
+from vit_model.build import Network, build
+from vit_model.config import Architecture, ModelContract, Preprocessing, ResNetConfig, ViTConfig, ViTOptions
 from vit_model.formats import Imported
 from vit_model.formats.npz_archive import Stored, as_float32, headers, opened, some
-from vit_model.formats.npz_layout import BLOCK, POSITIONS, Part, layout, newer, put, taken
-from vit_model.model import ViT
+from vit_model.formats.npz_layout import BIT_ROOT, BLOCK, POSITIONS, Part, layout, newer, put, taken
 
-# A sincos2d model's file has nothing of the image's size in it; big_vision trains those at this one.
-SINCOS_IMAGE_SIZE = 224
+# The files of sincos2d models and of ResNets have nothing of the image's size in them; Google trains those at this one.
+UNSAID_IMAGE_SIZE = 224
+BIT_HEAD = "resnet/head/conv2d/kernel"
 
 
 def read(path: Path) -> Imported:
-    """The ViT or hybrid in `path`: of the paper, AugReg or big_vision, a training checkpoint or an image tower.
+    """The ViT, hybrid or ResNet in `path`: of the paper, AugReg, big_vision or BiT; or a training checkpoint's.
 
     Raises ValueError, naming the file, when it is missing, cut short, no .npz, claims more than it holds, has
     other arrays than one of these models, other numbers than float32, float16 or bfloat16, or NaN.
@@ -36,7 +37,7 @@ def read(path: Path) -> Imported:
         return _read(archive, path.stat().st_size)
 
 
-def write(path: Path, model: ViT, contract: ModelContract) -> list[str]:
+def write(path: Path, model: Network, contract: ModelContract) -> list[str]:
     """Write the model's weights as Google's files have them; returns lines on what such a file can't say.
 
     Raises ValueError when the contract describes another model, when a weight is NaN or infinite, and for a
@@ -51,7 +52,11 @@ def write(path: Path, model: ViT, contract: ModelContract) -> list[str]:
         _require_finite(f"weight {name!r}", tensor)
     with zipfile.ZipFile(path, "w") as archive:
         for part in layout(config):
-            name = newer(part.theirs) if _is_big_visions(config) else part.theirs
+            name = (
+                newer(part.theirs)
+                if isinstance(config, ViTConfig) and _is_big_visions(config)
+                else part.theirs
+            )
             # ZipInfo's own date is 1980, so that the bytes depend on the weights only.
             with archive.open(zipfile.ZipInfo(f"{name}.npy"), "w", force_zip64=True) as member:
                 np.lib.format.write_array(member, taken(part, weights[part.ours]), allow_pickle=False)
@@ -69,7 +74,9 @@ def _read(archive: "np.lib.npyio.NpzFile", file_size: int) -> Imported:
             "head: left behind; in a tower it maps to what the texts are mapped to and is no classifier"
         )
     config = _architecture({name: array.shape for name, array in stored.items()})
-    if config.position == "sincos2d":
+    if isinstance(config, ResNetConfig):
+        lines.append(f"image_size: not in the file; {config.image_size}, as BiT was trained at")
+    elif config.position == "sincos2d":
         lines.append(
             f"position: no table in the file, so sincos2d, and image_size {config.image_size} as big_vision's"
         )
@@ -84,7 +91,8 @@ def _read(archive: "np.lib.npyio.NpzFile", file_size: int) -> Imported:
         lines.append(
             "head: its kernel is zero (as in the paper's ImageNet-21k files); it can't classify as it is"
         )
-    lines.append("gelu is tanh and layer_norm_eps 1e-06, as in Google's code")
+    if isinstance(config, ViTConfig):
+        lines.append("gelu is tanh and layer_norm_eps 1e-06, as in Google's code")
     preprocessing = _preprocessing(config)
     if preprocessing is not None:
         size = preprocessing.resolution
@@ -98,7 +106,7 @@ def _read(archive: "np.lib.npyio.NpzFile", file_size: int) -> Imported:
 # -- which model a file is of
 
 
-def _architecture(found: dict[str, tuple[int, ...]]) -> ViTConfig:
+def _architecture(found: dict[str, tuple[int, ...]]) -> Architecture:
     """The model with arrays of these names and shapes."""
 
     def shape(name: str, letters: str) -> tuple[int, ...]:
@@ -108,6 +116,17 @@ def _architecture(found: dict[str, tuple[int, ...]]) -> ViTConfig:
             raise ValueError(f"array {name!r} is {list(found[name])}; [{letters}] fits")
         return found[name]
 
+    if BIT_ROOT in found:
+        root = shape(BIT_ROOT, "height width channels width")
+        return ResNetConfig.model_validate(
+            {
+                "image_size": UNSAID_IMAGE_SIZE,
+                "units": _units(name.removeprefix("resnet/") for name in found),
+                "width_factor": root[3] // 64,
+                "in_channels": root[2],
+                "num_classes": shape(BIT_HEAD, "1 1 width classes")[3] if BIT_HEAD in found else 0,
+            }
+        )
     if "cls" in found and "MAPHead_0/probe" in found:
         raise ValueError("it has a class token and a MAP head; Google's models have one of the two")
     kernel = shape("embedding/kernel", "height width channels width")
@@ -124,7 +143,7 @@ def _architecture(found: dict[str, tuple[int, ...]]) -> ViTConfig:
         side, class_position = _grid(entries, class_token)
         image_size, position = side * patch, "learned1d"
     else:
-        image_size, position, class_position = SINCOS_IMAGE_SIZE, "sincos2d", False
+        image_size, position, class_position = UNSAID_IMAGE_SIZE, "sincos2d", False
     return ViTConfig.model_validate(
         {
             "image_size": image_size,
@@ -159,17 +178,18 @@ def _grid(entries: int, class_token: bool) -> tuple[int, bool]:
 def _units(found: Iterable[str]) -> tuple[int, ...] | None:
     """Units in each stage of a hybrid's stem; None where there is none."""
     units: dict[int, set[int]] = {}
+    found = set(found)
     for name in found:
         if match := re.match(r"block(\d{1,3})/unit(\d{1,3})/", name):
             units.setdefault(int(match[1]), set()).add(int(match[2]))
-    if not units and "conv_root/kernel" not in set(found):
+    if not units and "conv_root/kernel" not in found:
         return None
     if sorted(units) != list(range(1, len(units) + 1)) or len(units) > 4:
         raise ValueError(f"stages {sorted(units)[:8]} of a ResNet; 1 to 4 at most, and none left out, fit")
     return tuple(len(units[stage]) for stage in sorted(units))
 
 
-def _preprocessing(config: ViTConfig) -> Preprocessing | None:
+def _preprocessing(config: Architecture) -> Preprocessing | None:
     """What Google's code does to images; None for more channels than images have."""
     height, width = config.image_shape
     if height != width or config.in_channels not in (1, 3):
@@ -191,11 +211,11 @@ def _require_same_arrays(stored: dict[str, Stored], parts: dict[str, Part]) -> N
 
 
 def _weights(
-    archive: "np.lib.npyio.NpzFile", stored: dict[str, Stored], parts: dict[str, Part], config: ViTConfig
+    archive: "np.lib.npyio.NpzFile", stored: dict[str, Stored], parts: dict[str, Part], config: Architecture
 ) -> tuple[dict[str, Tensor], int]:
     """(the arrays as our tensors, float32; how many were of half precision). Each array is read once."""
     with torch.device("meta"):
-        shapes = {name: tensor.shape for name, tensor in ViT(config).state_dict().items()}
+        shapes = {name: tensor.shape for name, tensor in build(config).state_dict().items()}
     weights = {name: torch.empty(shape) for name, shape in shapes.items()}
     names_in: dict[str, list[str]] = {}
     for name, array in stored.items():
@@ -226,7 +246,15 @@ def _is_big_visions(config: ViTConfig) -> bool:
     )
 
 
-def _require_expressible(config: ViTConfig, preprocessing: Preprocessing) -> None:
+def _require_expressible(config: Architecture, preprocessing: Preprocessing) -> None:
+    half = (0.5,) * config.in_channels
+    if (preprocessing.mean, preprocessing.std) != (half, half):
+        raise ValueError(
+            f"preprocessing has mean {preprocessing.mean} and std {preprocessing.std}; who reads Google's .npz takes"
+            f" {half} for both; another format keeps them"
+        )
+    if isinstance(config, ResNetConfig):
+        return
     paper = ViTOptions(pooling=config.pooling)
     for field in (
         *("class_token", "distillation", "registers", "position_at", "norm_first", "norm_after_pooling"),
@@ -240,15 +268,9 @@ def _require_expressible(config: ViTConfig, preprocessing: Preprocessing) -> Non
     if config.position not in ("learned1d", "sincos2d"):
         raise ValueError(f"position {config.position!r} has no place in Google's .npz; 'learned1d' has")
     height, width = config.image_shape
-    if height != width or (config.position == "sincos2d" and height != SINCOS_IMAGE_SIZE):
-        fits = "a square" if config.position == "learned1d" else SINCOS_IMAGE_SIZE
+    if height != width or (config.position == "sincos2d" and height != UNSAID_IMAGE_SIZE):
+        fits = "a square" if config.position == "learned1d" else UNSAID_IMAGE_SIZE
         raise ValueError(f"image_size {config.image_size} can't be told from Google's .npz; {fits} can")
-    half = (0.5,) * config.in_channels
-    if (preprocessing.mean, preprocessing.std) != (half, half):
-        raise ValueError(
-            f"preprocessing has mean {preprocessing.mean} and std {preprocessing.std}; who reads Google's .npz takes"
-            f" {half} for both; another format keeps them"
-        )
 
 
 def _lost(contract: ModelContract) -> list[str]:
@@ -259,6 +281,8 @@ def _lost(contract: ModelContract) -> list[str]:
             f"preprocessing: {preprocessing.interpolation} and crop {preprocessing.crop!r} are not in the file; who"
             " reads it takes bilinear and 'squash'"
         )
+    if isinstance(contract.architecture, ResNetConfig):
+        lines.append(f"image_size: {contract.architecture.image_size} is not in the file")
     if contract.class_names:
         lines.append(f"class_names: the names of {len(contract.class_names)} classes are not in the file")
     return lines

@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import ValidationError
 
-from vit_model.formats.npz_layout import BLOCK, older
+from vit_model.formats.npz_layout import BIT_ROOT, BLOCK, older
 
 # Where a file keeps the image's encoder. The second and third are training checkpoints, the others two towers.
 PREFIXES = ("", "params/", "opt/target/", "params/img/", "img/", "opt/target/img/")
@@ -82,10 +82,11 @@ def headers(archive: "np.lib.npyio.NpzFile", file_size: int) -> tuple[str, dict[
     if len(set(archive.files)) != len(archive.files):
         raise ValueError("it holds two arrays of one name")
     members = {info.filename.removesuffix(".npy"): info for info in archive.zip.infolist()}
-    prefix = next((prefix for prefix in PREFIXES if f"{prefix}embedding/kernel" in members), None)
+    roots = ("embedding/kernel", BIT_ROOT)
+    prefix = next((prefix for prefix in PREFIXES for root in roots if f"{prefix}{root}" in members), None)
     if prefix is None:
         raise ValueError(
-            f"no array 'embedding/kernel', as Google's ViTs have; it has {some(sorted(members))}"
+            f"no array 'embedding/kernel', as Google's ViTs have, and no BiT; it has {some(sorted(members))}"
         )
     stored: dict[str, Stored] = {}
     claimed = 0

@@ -1,7 +1,8 @@
 """Which array of Google's checkpoints is which tensor of ours: one table, for reading and for writing.
 
-The names are those of the paper's files (google-research/vision_transformer). An array is a flax parameter:
-kernels are [inputs..., outputs...], those of convolutions [height, width, in, out], heads have an axis of their own.
+The names are those of the paper's files (google-research/vision_transformer), and of BiT's for the ResNets. An array
+is a flax parameter: kernels are [inputs..., outputs...], those of convolutions [height, width, in, out], heads have
+an axis of their own.
 Use: `for part in layout(config): put(part, arrays[part.theirs], weights[part.ours])`.
 """
 
@@ -12,10 +13,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from vit_model.config import ViTConfig
+from vit_model.config import Architecture, ResNetConfig, ViTConfig
 
 POSITIONS = "Transformer/posembed_input/pos_embedding"
 BLOCK = "Transformer/encoderblock_"
+BIT_ROOT = "resnet/root_block/standardized_conv2d/kernel"
 # The paper's name and big_vision's: flax came to number the modules of a block by kind.
 RENAMED = (
     ("/MultiHeadDotProductAttention_1/", "/MultiHeadDotProductAttention_0/"),
@@ -36,8 +38,12 @@ class Part(NamedTuple):
     shares: int = 1
 
 
-def layout(config: ViTConfig) -> list[Part]:
+def layout(config: Architecture) -> list[Part]:
     """Every array of a model's file, in the names of the paper's files."""
+    return _vit(config) if isinstance(config, ViTConfig) else _bit(config)
+
+
+def _vit(config: ViTConfig) -> list[Part]:
     width, patch = config.width, config.patch_size // config.stem_stride
     parts: list[Part] = []
     channels = config.in_channels
@@ -117,6 +123,38 @@ def _stem(stem: tuple[int, ...], in_channels: int) -> tuple[list[Part], int]:
                 parts += _norm(f"{names[0]}/gn_proj", f"{shortcut}.norm", 4 * middle)
             channels = 4 * middle
     return parts, channels
+
+
+def _bit(config: ResNetConfig) -> list[Part]:
+    """The paper's baseline, as google-research/big_transfer keeps it."""
+    parts = [_convolution(BIT_ROOT, "stem.conv.weight", (7, 7, config.in_channels, 64 * config.width_factor))]
+    for index, (units, channels, middle, _) in enumerate(config.stages):
+        for unit in range(units):
+            theirs, ours = f"resnet/block{index + 1}/unit{unit + 1:02}", f"stages.{index}.blocks.{unit}"
+            into = 4 * middle if unit else channels
+            kernels = {
+                "a": (1, 1, into, middle),
+                "b": (3, 3, middle, middle),
+                "c": (1, 1, middle, 4 * middle),
+            }
+            for place, (name, shape) in enumerate(kernels.items(), 1):
+                kernel = f"{theirs}/{name}/standardized_conv2d/kernel"
+                parts.append(_convolution(kernel, f"{ours}.conv{place}.weight", shape))
+                parts += _group_norm(f"{theirs}/{name}/group_norm", f"{ours}.norm{place}", shape[2])
+            if unit == 0:
+                kernel = f"{theirs}/a/proj/standardized_conv2d/kernel"
+                parts.append(_convolution(kernel, f"{ours}.downsample.conv.weight", (1, 1, into, 4 * middle)))
+    parts += _group_norm("resnet/group_norm", "norm", config.width)
+    if config.num_classes:
+        kernel = "resnet/head/conv2d/kernel"
+        parts.append(_convolution(kernel, "head.weight", (1, 1, config.width, config.num_classes)))
+        parts.append(_as_it_is("resnet/head/conv2d/bias", "head.bias", (config.num_classes,)))
+    return parts
+
+
+def _group_norm(theirs: str, ours: str, channels: int) -> list[Part]:
+    gamma = _as_it_is(f"{theirs}/gamma", f"{ours}.weight", (channels,))
+    return [gamma, _as_it_is(f"{theirs}/beta", f"{ours}.bias", (channels,))]
 
 
 def _as_it_is(theirs: str, ours: str, shape: tuple[int, ...], share: int = 0, shares: int = 1) -> Part:

@@ -14,11 +14,15 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from copy import deepcopy
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 
 from vit_model.build import Network
 from vit_model.config import ModelContract
+
+if TYPE_CHECKING:
+    from onnxscript import ir
 
 
 def write(path: Path, model: Network, contract: ModelContract) -> None:
@@ -54,9 +58,31 @@ def write(path: Path, model: Network, contract: ModelContract) -> None:
         )
         assert program is not None
         ClearMetadataAndDocStringPass()(program.model)  # the exporter's notes name files of this machine
+        _keep_zeros(program.model.graph)
         for field, value in contract.model_dump(mode="json").items():
             program.model.metadata_props[field] = json.dumps(value, ensure_ascii=False)
         program.save(path)
+
+
+def _keep_zeros(graph: "ir.Graph") -> None:
+    """Let a border of zeros around a max-pooling be one: replace its zeros by the smallest number that is none.
+
+    onnxruntime (its Pad_Fusion; microsoft/onnxruntime#18136) and onnxsim (#290) take such a border into the pooling,
+    whose own is of -inf.
+    """
+    from onnxscript import ir
+
+    tiny = ir.Value(
+        name="smallest", const_value=ir.tensor(torch.finfo(torch.float32).tiny, ir.DataType.FLOAT)
+    )
+    for node in list(graph):
+        border = node.inputs[0].producer() if node.op_type == "MaxPool" and node.inputs[0] else None
+        if border is not None and border.op_type == "Pad":
+            value = border.inputs[2] if len(border.inputs) > 2 else None
+            if value is None or (value.const_value is not None and float(value.const_value.numpy()) == 0):
+                graph.initializers.setdefault("smallest", tiny)
+                border.resize_inputs(max(3, len(border.inputs)))
+                border.replace_input_with(2, tiny)
 
 
 @contextmanager

@@ -22,7 +22,8 @@ from torch import Tensor
 
 from tests import timm_models
 from tests.vit_model.formats import google_numpy
-from vit_model.config import ModelContract, Preprocessing, ViTConfig
+from vit_model.build import build
+from vit_model.config import Architecture, ModelContract, Preprocessing, ResNetConfig, ViTConfig
 from vit_model.formats import Imported, npz
 from vit_model.formats.npz_layout import layout
 from vit_model.model import ViT
@@ -57,13 +58,13 @@ def configuration(**fields: Any) -> ViTConfig:
     return ViTConfig.model_validate(SMALL | fields)
 
 
-def half(config: ViTConfig, **fields: Any) -> Preprocessing:
+def half(config: Architecture, **fields: Any) -> Preprocessing:
     channels = config.in_channels
     values = {"mean": (0.5,) * channels, "std": (0.5,) * channels, "channels": channels}
     return Preprocessing.model_validate(values | {"resolution": config.image_size} | fields)
 
 
-def contract_for(config: ViTConfig, **preprocessing: Any) -> ModelContract:
+def contract_for(config: Architecture, **preprocessing: Any) -> ModelContract:
     return ModelContract(
         architecture=config,
         class_names=tuple(map(str, range(config.num_classes))),
@@ -106,7 +107,7 @@ def save(path: Path, arrays: Arrays) -> None:
     np.savez(path, allow_pickle=False, **arrays)
 
 
-def random_images(config: ViTConfig, dtype: torch.dtype = torch.float32) -> Tensor:
+def random_images(config: Architecture, dtype: torch.dtype = torch.float32) -> Tensor:
     shape = (3, config.in_channels, *config.image_shape)
     return torch.randn(shape, generator=torch.Generator().manual_seed(1)).to(dtype)
 
@@ -155,6 +156,37 @@ def test_timm_computes_our_logits_from_the_file(tmp_path: Path, kind: str, field
     theirs.load_pretrained(str(tmp_path / "model.npz"))
     images = random_images(model.config)
     assert difference(model(images).numpy(), theirs(images).numpy()) < 1e-5
+
+
+@torch.no_grad()
+def test_bit_as_timm_reads_it_and_back(tmp_path: Path) -> None:
+    timm_models.load()
+    from timm.layers import StdConv2d
+    from timm.models.resnetv2 import ResNetV2
+
+    config = ResNetConfig(units=(2, 1), width_factor=2, image_size=224, num_classes=7)
+    model = build(config).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn(parameter.shape, generator=torch.Generator().manual_seed(0)) * 0.1)
+    path = tmp_path / "model.npz"
+    assert npz.write(path, model, contract_for(config))[0] == "image_size: 224 is not in the file"
+    theirs = ResNetV2(
+        layers=(2, 1),
+        channels=(256, 512),
+        num_classes=7,
+        width_factor=2,
+        stem_type="fixed",
+        conv_layer=StdConv2d,
+    ).eval()
+    theirs.load_pretrained(str(path))
+    images = random_images(config)
+    assert difference(model(images).numpy(), theirs(images).numpy()) < 1e-5
+    imported = npz.read(path)
+    assert imported.architecture == config
+    assert imported.preprocessing == half(config)
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(imported.weights[name], tensor), name
 
 
 @torch.no_grad()

@@ -11,9 +11,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from vit_model.config import ModelContract, Preprocessing, ViTConfig
+from vit_model.build import Network, build
+from vit_model.config import Architecture, ModelContract, Preprocessing, ResNetConfig, ViTConfig
 from vit_model.formats import onnx
-from vit_model.model import ViT
 
 SMALL: dict[str, Any] = {
     "image_size": 12,
@@ -32,15 +32,18 @@ KINDS: dict[str, dict[str, Any]] = {
     "registers, LayerScale": {"registers": 3, "layer_scale": 0.1, "norm_first": True, "gelu": "quick"},
     "hybrid": {"stem": (1,), "patch_size": 8, "image_size": 24},
     "relative, not square": {"position": "relative", "image_size": (8, 12)},
+    "ResNet": {"units": (1, 1), "image_size": (25, 32)},
     "axial": {"pooling": "gap", "position": "learned2d", "axial": True},
 }
 
 
-def configuration(**fields: Any) -> ViTConfig:
+def configuration(**fields: Any) -> Architecture:
+    if "units" in fields:
+        return ResNetConfig.model_validate(fields | {"num_classes": 7})
     return ViTConfig.model_validate(SMALL | fields)
 
 
-def contract_for(config: ViTConfig) -> ModelContract:
+def contract_for(config: Architecture) -> ModelContract:
     return ModelContract.model_construct(  # not validated: images here need not be square
         architecture=config,
         class_names=tuple(f"Größe {index}" for index in range(config.num_classes)),
@@ -50,9 +53,9 @@ def contract_for(config: ViTConfig) -> ModelContract:
     )
 
 
-def randomised(config: ViTConfig) -> ViT:
+def randomised(config: Architecture) -> Network:
     """Every weight away from zero and one, so that none can be forgotten unnoticed; in training mode."""
-    model = ViT(config)
+    model = build(config)
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -60,7 +63,7 @@ def randomised(config: ViTConfig) -> ViT:
     return model
 
 
-def random_images(config: ViTConfig, batch: int) -> Tensor:
+def random_images(config: Architecture, batch: int) -> Tensor:
     return torch.randn(batch, 3, *config.image_shape, generator=torch.Generator().manual_seed(batch))
 
 
@@ -101,11 +104,11 @@ def test_a_missing_extra_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setitem(sys.modules, "onnx", None)
     config = configuration()
     with pytest.raises(ImportError, match=r"pip install 'vitflow\[onnx\]'"):
-        onnx.write(tmp_path / "model.onnx", ViT(config), contract_for(config))
+        onnx.write(tmp_path / "model.onnx", build(config), contract_for(config))
 
 
 def test_another_contract_and_nan_are_refused(tmp_path: Path) -> None:
-    model = ViT(configuration())
+    model = build(configuration())
     with pytest.raises(ValueError, match="contract is for"):
         onnx.write(tmp_path / "model.onnx", model, contract_for(configuration(num_classes=3)))
     with torch.no_grad():
