@@ -52,6 +52,11 @@ DS_BUILD_SHM_COMM=$ops pip install --no-build-isolation -c constraints.txt deeps
 echo "install: everything else"
 extras=${EXTRAS-dev}
 pip install --no-build-isolation -c constraints.txt -e ".${extras:+[$extras]}"
+if [ "$extras" = dev ]; then
+  # Tests compare ViTs with timm's, which need all that timm depends on but torchvision: it must match torch to the
+  # digit, and pip would take torch anew from PyPI for it.
+  pip install --no-deps -c constraints.txt timm
+fi
 if [ "$device" = cpu ]; then
   .venv/bin/python -W ignore -c 'import deepspeed.ops.comm.deepspeed_shm_comm_op' 2>/dev/null \
     || die "DeepSpeed's communication op was not built: rm -rf .venv and look at what pip says with PIP_QUIET=0"

@@ -9,7 +9,7 @@ import sys
 
 import typer
 
-from pipelines.commands import images, looking, reports, running, schedules
+from pipelines.commands import images, looking, models, reports, running, schedules
 from pipelines.commands.common import errors, plain
 from pipelines.spec import RecipeError
 from pipelines.store import StoreError
@@ -31,6 +31,8 @@ for command in (
     running.stop,
     images.init,
     images.predict,
+    models.import_,
+    models.export,
     looking.doctor,
     looking.schema,
 ):

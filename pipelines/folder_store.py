@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from pipelines.store import FileEntry, Staging, StoreError, identify
+from pipelines.store import FileEntry, Staging, StoreError, identify, s3_settings
 
 _NO_LINKS = {1, 18, 38, 95}  # EPERM, EXDEV, ENOSYS, EOPNOTSUPP
 
@@ -25,7 +25,7 @@ class FolderStore:
     def __init__(self, root: Path, *, create: bool = True) -> None:
         self.root = root
         self.uri = str(root)
-        self.settings: dict[str, str] = {}
+        self.settings = s3_settings()  # a stage may read files there
         self.id = identify(self, create)
 
     def read(self, name: str) -> bytes | None:

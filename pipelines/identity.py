@@ -20,7 +20,8 @@ from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any
 
-from pipelines.spec import AnyStage, Frozen, Ingest, RecipeError
+from pipelines.spec import AnyStage, Import, RecipeError, module
+from vit_model.config import Frozen
 
 PROJECT = Path(__file__).resolve().parent.parent
 CODE_PACKAGES = ("ray_jobs", "vit_model")  # pipelines only carries values, and every value is in the key
@@ -58,13 +59,21 @@ def sha256(text: str) -> str:
 
 
 def identity_fields(config: Frozen) -> dict[str, Any]:
-    """The fields that change the result: all but execution fields and names of inputs that no result shows."""
+    """The fields that change the result: all but execution fields and names of inputs that no result shows.
+
+    A field that came later (a class's LATER names them) is left out while it has its default, so that what was made
+    before it came keeps its key.
+    """
     fields: dict[str, Any] = {}
+    later: frozenset[str] = getattr(type(config), "LATER", frozenset())
     for name, info in type(config).model_fields.items():
         extra = info.json_schema_extra if isinstance(info.json_schema_extra, dict) else {}
         if extra.get("execution") or ("input" in extra and not extra.get("shows_names")):
             continue
         value = getattr(config, name)
+        default = info.get_default(call_default_factory=True, validated_data=vars(config))
+        if name in later and value == default:
+            continue
         fields[name] = identity_fields(value) if isinstance(value, Frozen) else value
     return fields
 
@@ -77,10 +86,10 @@ def stage_key(
     Args:
         config: the stage.
         inputs: field -> content digest of the artifact that it names, or the list of them.
-        source: the fingerprint of an ingest's source, else None.
+        source: the fingerprint of the files that it reads from outside, None where it reads none.
         code: with `--strict-code` the digest of the stage's code; None leaves it out.
     """
-    assert (source is not None) == isinstance(config, Ingest)
+    assert (source is None) == (config.files() is None)
     made_of = {
         "job": config.job,
         "version": config.VERSION,
@@ -99,16 +108,33 @@ def successor_key(key: str, nonce: str) -> str:
 # ------------------------------------------------------------------------------------------------- fingerprints
 
 
-def source_fingerprint(config: Ingest) -> str:
-    """The fingerprint of an ingest's source: the names and contents of its files.
+def source_fingerprint(config: AnyStage) -> str | None:
+    """The fingerprint of the files that a stage reads from outside: their names and contents; None: it reads none.
 
     Raises:
-        RecipeError: the source has no files, or one can't be read.
+        RecipeError: there are no files, or one can't be read.
     """
-    files = list(config.source.files())
+    given = config.files()
+    if given is None:
+        return None
+    if isinstance(config, Import) and config.path.startswith("s3://"):
+        return _remote_fingerprint(config.path)
+    try:
+        files = list(given)
+    except OSError as error:
+        raise RecipeError(f"{error.filename}: {error.strerror}") from None
     if not files:
-        raise RecipeError(f"source: {config.source.kind} has no files")
+        raise RecipeError(f"{config.job}: its source has no files")
     return files_fingerprint(files)
+
+
+def _remote_fingerprint(uri: str) -> str:
+    """The same for objects: their ETags and sizes, since reading them all would take too long."""
+    from pipelines.s3_files import listing
+
+    if not (files := listing(uri)):
+        raise RecipeError(f"path: there is nothing at {uri}")
+    return sha256(canonical_json(sorted([file.name, file.etag, file.size] for file in files)))
 
 
 def files_fingerprint(files: Iterable[tuple[str, Path]]) -> str:
@@ -171,7 +197,7 @@ def _write_digest_cache(digests: dict[str, str]) -> None:
 
 @cache
 def code_digest(job: str) -> str:
-    """sha256 over the files that `ray_jobs.<job>` imports from this project, itself included, at any depth."""
+    """sha256 over the files that a job's module imports from this project, itself included, at any depth."""
     return sha256(
         canonical_json(
             [
@@ -184,7 +210,7 @@ def code_digest(job: str) -> str:
 
 def import_closure(job: str) -> list[str]:
     """The project's files that a job's module imports or renders, found without importing anything."""
-    pending, found = [PROJECT / "ray_jobs" / f"{job}.py", PROJECT / "ray_jobs" / "__init__.py"], set()
+    pending, found = [PROJECT / "ray_jobs" / f"{module(job)}.py", PROJECT / "ray_jobs" / "__init__.py"], set()
     while pending:
         path = pending.pop()
         if path not in found:

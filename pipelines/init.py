@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
 import shutil
 import statistics
 from collections.abc import Callable, Sequence
@@ -140,9 +141,11 @@ def _choose(side: int, images: int, gpus: int) -> Choice:
 
 def _warn_of_small_sets(listing: Listing, say: Callable[[str], None]) -> None:
     if len(listing.entries) < FEW_IMAGES:
+        root = shlex.quote(f"images.source.root={listing.root}")
         say(
             f"{len(listing.entries)} images are few: a ViT trained from scratch on them will be weak, often no better "
-            "than the pixel baselines that the report puts beside it"
+            "than the pixel baselines that the report puts beside it; importing pretrained weights helps most: "
+            f"vitflow run finetune_imported --set {root} --set backbone.path=CHECKPOINT"
         )
 
 

@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from ray_jobs.shards import Dataset, DatasetInfo, Split
+    from vit_model.build import Network
     from vit_model.config import Preprocessing
-    from vit_model.model import ViT
 
 SIDE = 224  # of images that differ in size, unless a preprocessing says another
 SAMPLE_COLUMNS = ("sample_id", "key", "width", "height", "channels", "label")
@@ -78,7 +78,7 @@ class StoredModel:
 
     manifest: Manifest = field(repr=False)
     folder: Path = field(repr=False)
-    model: ViT = field(repr=False)
+    model: Network = field(repr=False)
     preprocessing: Preprocessing
     class_names: tuple[str, ...]
     """In the order of the logits; empty for a model that gives representations only."""

@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from pipelines.lookup import find_run
 from pipelines.runs import run_status
-from pipelines.spec import Frozen, RecipeError
+from pipelines.spec import RecipeError
 from pipelines.store import (
     InputRef,
     Manifest,
@@ -21,6 +21,7 @@ from pipelines.store import (
     read_manifest,
     successor,
 )
+from vit_model.config import Frozen
 
 SHORT = 12  # characters of a digest that people see
 
@@ -196,8 +197,8 @@ def _made(node: Manifest) -> str:
 
 
 def describe_source(node: Manifest) -> str:
-    """An ingest's source in words: what it is, and where it was when it was read."""
-    source = node.config.get("source", {})
+    """A stage's source in words: what it is, and where it was when it was read."""
+    source = node.config.get("source") or {"kind": node.job, "root": node.config.get("path")}
     where = source.get("root") or source.get("uri") or source.get("url")
     return f"{source.get('kind', '?')}{f' {where}' if where else ''}"
 

@@ -8,7 +8,8 @@ from typing import Annotated, Self
 
 from pydantic import Field, model_validator
 
-from pipelines.spec import Frozen, RecipeError, Stage, input_fields, nearest
+from pipelines.spec import RecipeError, Stage, input_fields, nearest
+from vit_model.config import Frozen
 
 
 class Pipeline(Frozen):

@@ -10,7 +10,7 @@ from typing import Any
 
 from pipelines import identity
 from pipelines.pipeline import Pipeline
-from pipelines.spec import AnyStage, Ingest
+from pipelines.spec import AnyStage
 from pipelines.store import (
     InputRef,
     Manifest,
@@ -56,9 +56,9 @@ def plan_pipeline(
     Raises:
         RecipeError: a source can't be read.
     """
-    sources: dict[str, str] = {}  # many stages of a matrix may read one
+    sources: dict[str, str | None] = {}  # many stages of a matrix may read one
     for config in (pipeline.stages[name] for name in names):
-        if isinstance(config, Ingest) and _spelled(config) not in sources:
+        if _spelled(config) not in sources:
             sources[_spelled(config)] = identity.source_fingerprint(config)
     graph = pipeline.graph()
     generations = graphlib.TopologicalSorter({name: graph[name] for name in names})
@@ -68,8 +68,7 @@ def plan_pipeline(
 
     def look(name: str) -> PlannedStage:
         config = pipeline.stages[name]
-        source = sources[_spelled(config)] if isinstance(config, Ingest) else None
-        return plan_stage(store, name, config, committed, strict_code, source)
+        return plan_stage(store, name, config, committed, strict_code, sources[_spelled(config)])
 
     with ThreadPoolExecutor(READERS) as readers:
         while generations:
@@ -90,12 +89,12 @@ def plan_stage(
     strict_code: bool = False,
     source: str | None = None,
 ) -> PlannedStage:
-    """One stage, given what is committed of those that it takes; an ingest's `source` is looked at unless given."""
+    """One stage, given what is committed of those that it takes; its `source` is looked at unless given."""
     named = config.inputs()
     if any(given not in committed for inputs in named.values() for given in inputs):
         return PlannedStage(name, config)
     inputs = {field: [committed[given] for given in inputs] for field, inputs in named.items()}
-    if isinstance(config, Ingest) and source is None:
+    if source is None:
         source = identity.source_fingerprint(config)
     code = identity.code_digest(config.job) if strict_code else None
     key = identity.stage_key(config, _digests(inputs), source, code)
@@ -105,8 +104,9 @@ def plan_stage(
     return PlannedStage(name, config, manifest.key, manifest, reference, inputs, source, code)
 
 
-def _spelled(config: Ingest) -> str:
-    return config.source.model_dump_json()
+def _spelled(config: AnyStage) -> str:
+    """Where a stage's files are; the same for all stages that read none."""
+    return config.model_dump_json(include={"source", "path"})
 
 
 def _digests(inputs: Mapping[str, list[InputRef]]) -> dict[str, list[str]]:

@@ -13,20 +13,27 @@ from pipelines.pipeline import Pipeline, base
 from pipelines.spec import (
     STAGE_TYPES,
     DigitsSource,
+    Finetune,
     FolderSource,
+    GivenPreprocessing,
     GlyphSource,
     IdxSource,
     Labels,
     ModelSize,
     Optimizer,
+    Pretrain,
     RecipeError,
+    ResNetSize,
     nearest,
 )
+from vit_model.config import family_of
+from vit_model.variants import RESNETS, VARIANTS
 
 MAX_RECIPE_BYTES = 1 << 20  # a recipe is read by people; more than this is not one
 # what YAML's constructors raise for dates that are none, keys that are lists, ten thousand brackets
 _UNREADABLE = (yaml.YAMLError, ValueError, TypeError, RecursionError, OSError)
-NESTED = {"model": ModelSize, "optimizer": Optimizer, "labels": Labels}
+NESTED = {"optimizer": Optimizer, "labels": Labels, "preprocessing": GivenPreprocessing}
+MODELS = {"vit": ModelSize, "resnet": ResNetSize}
 SOURCES = {"glyphs": GlyphSource, "digits": DigitsSource, "folder": FolderSource, "idx": IdxSource}
 
 
@@ -70,12 +77,7 @@ def load_pipeline(pipeline: str, overrides: tuple[str, ...] = ()) -> Pipeline:
         RecipeError: with one line for each thing that is wrong.
     """
     path = recipe_path(pipeline)
-    try:
-        if path.stat().st_size > MAX_RECIPE_BYTES:
-            raise RecipeError(f"larger than {MAX_RECIPE_BYTES} bytes, that is no recipe")
-        raw = yaml.load(path.read_text("utf-8"), Loader=_StrictLoader)
-    except _UNREADABLE as error:
-        raise RecipeError(f"{path}: {error}") from None
+    raw = read_yaml(path)
     if not isinstance(raw, dict):
         raise RecipeError(
             f"{path}: a recipe is a mapping with name and stages, this is a {type(raw).__name__}"
@@ -111,7 +113,7 @@ def _several(names: list[str]) -> str:
 
 
 def schema() -> dict[str, Any]:
-    """The JSON Schema of a recipe: a pipeline's, with the `matrix` that a stage may be written with."""
+    """The JSON Schema of a recipe: a pipeline's, with the `matrix` of a stage and the names that stand for models."""
     found = Pipeline.model_json_schema()
     for stage in STAGE_TYPES.values():
         found["$defs"][stage.__name__]["properties"]["matrix"] = {
@@ -121,7 +123,20 @@ def schema() -> dict[str, Any]:
             "minProperties": 1,
             "additionalProperties": {"type": "array", "minItems": 1, "uniqueItems": True},
         }
+    for stage in (Pretrain, Finetune):
+        properties = found["$defs"][stage.__name__]["properties"]
+        properties["model"] = {"anyOf": [{"enum": [*VARIANTS, *RESNETS]}, properties["model"]]}
     return found
+
+
+def read_yaml(path: Path) -> Any:
+    """What stands in a file that a person wrote. Raises RecipeError, naming it, where it is not plain YAML."""
+    try:
+        if path.stat().st_size > MAX_RECIPE_BYTES:
+            raise RecipeError(f"larger than {MAX_RECIPE_BYTES} bytes, that is no recipe")
+        return yaml.load(path.read_text("utf-8"), Loader=_StrictLoader)
+    except _UNREADABLE as error:
+        raise RecipeError(f"{path}: {error}") from None
 
 
 def _apply_override(raw: dict[str, Any], override: str) -> None:
@@ -153,12 +168,14 @@ def _apply_override(raw: dict[str, Any], override: str) -> None:
 
 def _explain(raw: dict[str, Any], problem: dict[str, Any]) -> str:
     """One line: where, what was given, what would be right."""
-    # pydantic puts the union's tag (the job's or the source's name) into the path, which stands nowhere in the YAML
+    # pydantic puts a union's tag (the job's, the source's or the model's kind) into the path: it is not in the YAML
     location = [str(part) for part in problem["loc"]]
     path: list[str] = []
     at: Any = raw
-    for part in location:
+    for before, part in zip(["", *location], location, strict=False):
         if isinstance(at, dict) and part not in at and part in {at.get("job"), at.get("kind")}:
+            continue
+        if before == "model" and part in MODELS:
             continue
         path.append(part)
         at = at.get(part) if isinstance(at, dict) else at
@@ -167,7 +184,8 @@ def _explain(raw: dict[str, Any], problem: dict[str, Any]) -> str:
     if problem["type"] == "extra_forbidden":
         return f"{where}: there is no such field{nearest(path[-1], _siblings(raw, path))}"
     if problem["type"] == "missing":
-        return f"{where}: is missing"
+        given = f"; write it there, or --set {'.'.join(path[1:])}=..." if path[0] == "stages" else ""
+        return f"{where}: is missing{given}"
     if problem["type"].startswith("value_error"):
         return f"{where}: {message}" if where else message
     return f"{where}: {message}, not {problem['input']!r}"
@@ -180,5 +198,10 @@ def _siblings(raw: dict[str, Any], path: list[str]) -> list[str]:
     stage = raw["stages"].get(path[1], {}) if path[0] == "stages" else {}
     model: Any = STAGE_TYPES.get(stage.get("job", ""))
     for part in path[2:-1]:
-        model = SOURCES.get(stage["source"]["kind"]) if part == "source" else NESTED.get(part)
+        if part == "source":
+            model = SOURCES.get(stage["source"]["kind"])
+        elif part == "model":
+            model = MODELS[family_of(stage["model"])]
+        else:
+            model = NESTED.get(part)
     return [*(model.model_fields if model else ()), *(["matrix"] if len(path) == 3 else ())]

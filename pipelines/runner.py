@@ -18,7 +18,7 @@ from pipelines import identity, plan
 from pipelines.cluster import ENDED, Cluster, ClusterUnreachable, python_entrypoint
 from pipelines.plan import PlannedStage
 from pipelines.runs import Run
-from pipelines.spec import RecipeError
+from pipelines.spec import RecipeError, module
 from pipelines.store import (
     Attempt,
     InputRef,
@@ -196,7 +196,7 @@ class Driver:
         elif all(given in self.committed for given in inputs):
             try:
                 planned = plan.plan_stage(self.store, name, config, self.committed, self.run.strict_code)
-            except RecipeError as error:  # a source that is gone since the run was planned
+            except RecipeError as error:  # files that are gone since the run was planned
                 self._end(name, "FAILED", str(error))
                 return
             if name in self.run.force:
@@ -309,7 +309,7 @@ class Driver:
 
     def _submit(self, cluster: Cluster, attempt: Attempt) -> None:
         spec = f"{self.store.uri}/{Layout.attempt(attempt.job, attempt.key, attempt.number)}/attempt.json"
-        command = python_entrypoint("-m", f"ray_jobs.{attempt.job}", "--spec", spec)
+        command = python_entrypoint("-m", f"ray_jobs.{module(attempt.job)}", "--spec", spec)
         # written before: whoever stops the run must find the job
         add_event(
             self.store,

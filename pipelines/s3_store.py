@@ -14,13 +14,14 @@ import tempfile
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from functools import cache
 from pathlib import Path, PurePosixPath
 from typing import Any
 from urllib.parse import urlsplit
 
 import boto3
+from boto3.exceptions import RetriesExceededError
 from boto3.s3.transfer import TransferConfig, create_transfer_manager
 from botocore.config import Config
 from botocore.exceptions import (
@@ -36,15 +37,13 @@ from botocore.exceptions import (
 )
 
 from pipelines.identity import cache_folder
-from pipelines.store import FileEntry, Layout, Staging, StoreError, StoreUnreachable, identify
+from pipelines.store import FileEntry, Layout, Staging, StoreError, StoreUnreachable, identify, s3_settings
 
 CONNECT_SECONDS, READ_SECONDS = 2.0, 20.0  # without an answer, before the next try
 TRIES = 4  # botocore waits up to 1, 2, 4 s between them, with jitter
 CONFLICT_SECONDS = 10.0  # 409: another conditional write of this name is under way
 PART_BYTES = 16 * 2**20  # larger files go and come in parts of this size, several at once
 THREADS = 8
-# what a job elsewhere needs to find the same server; who asks there is that machine's business
-SETTINGS = ("AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3", "AWS_REGION", "AWS_DEFAULT_REGION")
 _BUCKET = re.compile(r"[a-z0-9][a-z0-9.-]{1,61}[a-z0-9]")
 _ABSENT = {"NoSuchKey", "404", "NotFound"}
 _CUT = (ReadTimeoutError, IncompleteReadError, ResponseStreamingError)
@@ -73,7 +72,7 @@ class S3Store:
         self.bucket, prefix = parse(uri)
         self.uri = f"s3://{self.bucket}{prefix}"
         self.prefix = f"{prefix[1:]}/" if prefix else ""
-        self.settings = {name: os.environ[name] for name in SETTINGS if name in os.environ}
+        self.settings = s3_settings()
         self.id = identify(self, create)
 
     def read(self, name: str) -> bytes | None:
@@ -183,7 +182,7 @@ class S3Store:
             staging.files = self._put(folder, staging.path, paths)
 
     def _put(self, folder: str, root: Path, paths: list[Path]) -> tuple[FileEntry, ...]:
-        with create_transfer_manager(client(), _transfer()) as manager:
+        with create_transfer_manager(client(), transfer()) as manager:
             going = []
             for path in paths:
                 with path.open("rb") as file:
@@ -204,27 +203,31 @@ class S3Store:
             answer = client().head_object(Bucket=self.bucket, Key=f"{self.prefix}{Layout.STORE}")
         return str(answer["ResponseMetadata"]["HTTPHeaders"].get("date", ""))
 
-    @contextmanager
-    def _told(self, what: str) -> Iterator[None]:
-        """What boto3 raises, as a StoreError that says where, what, and what would be right."""
-        try:
-            yield
-        except (NoCredentialsError, PartialCredentialsError) as error:
-            raise StoreError(
-                f"{self.uri}: can't {what}: {str(error).rstrip('.').lower()}: put them into ~/.aws/credentials or "
-                f"the environment, also on the cluster's nodes if this was said by a job{_at()}"
-            ) from None
-        except ClientError as error:
-            code = _code(error)
-            # of a multipart upload that is gone the answer was lost, most likely: what comes of it is unknown
-            again = _status(error) in _AGAIN or code in {"SlowDown", "RequestTimeout", "NoSuchUpload"}
-            reason = _EXPLAINED.get(code) or f"{code} {error.response['Error'].get('Message', '')}".strip()
-            kind = StoreUnreachable if again else StoreError
-            raise kind(f"{self.uri}: can't {what}: {reason}{_at()}") from None
-        except (HTTPClientError, ConnectionError, IncompleteReadError) as error:
-            raise StoreUnreachable(f"{self.uri}: can't {what}: {_last(error)}{_at()}") from None
-        except BotoCoreError as error:
-            raise StoreError(f"{self.uri}: can't {what}: {_last(error)}{_at()}") from None
+    def _told(self, what: str) -> AbstractContextManager[None]:
+        return told(self.uri, what)
+
+
+@contextmanager
+def told(uri: str, what: str) -> Iterator[None]:
+    """What boto3 raises, as a StoreError that says where, what, and what would be right."""
+    try:
+        yield
+    except (NoCredentialsError, PartialCredentialsError) as error:
+        raise StoreError(
+            f"{uri}: can't {what}: {str(error).rstrip('.').lower()}: put them into ~/.aws/credentials or "
+            f"the environment, also on the cluster's nodes if this was said by a job{_at()}"
+        ) from None
+    except ClientError as error:
+        code = _code(error)
+        # of a multipart upload that is gone the answer was lost, most likely: what comes of it is unknown
+        again = _status(error) in _AGAIN or code in {"SlowDown", "RequestTimeout", "NoSuchUpload"}
+        reason = _EXPLAINED.get(code) or f"{code} {error.response['Error'].get('Message', '')}".strip()
+        kind = StoreUnreachable if again else StoreError
+        raise kind(f"{uri}: can't {what}: {reason}{_at()}") from None
+    except (HTTPClientError, ConnectionError, IncompleteReadError, RetriesExceededError) as error:
+        raise StoreUnreachable(f"{uri}: can't {what}: {_last(error)}{_at()}") from None
+    except BotoCoreError as error:
+        raise StoreError(f"{uri}: can't {what}: {_last(error)}{_at()}") from None
 
 
 def parse(uri: str) -> tuple[str, str]:
@@ -265,7 +268,7 @@ def client() -> Any:
         raise StoreError(f"S3 can't be used: {error}") from None
 
 
-def _transfer() -> TransferConfig:
+def transfer() -> TransferConfig:
     return TransferConfig(
         multipart_threshold=PART_BYTES + 1,
         multipart_chunksize=PART_BYTES,

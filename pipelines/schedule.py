@@ -22,7 +22,7 @@ from pipelines.cron import check_cron, check_timezone, last_tick, ticks
 from pipelines.local_ray import connect_running
 from pipelines.pipeline import Pipeline
 from pipelines.runs import Run, is_over, run_status, start_run
-from pipelines.spec import Frozen, RecipeError, nearest
+from pipelines.spec import RecipeError, nearest
 from pipelines.store import (
     Layout,
     Store,
@@ -36,6 +36,7 @@ from pipelines.store import (
     read_record,
     who,
 )
+from vit_model.config import Frozen
 
 DRIVERS = 3  # so many drivers of one run may die on one and the same cluster before it is given up
 _OVER: set[tuple[str, str]] = set()  # (store, run): what is over stays so and is asked for every few seconds

@@ -10,19 +10,22 @@ from __future__ import annotations
 import getpass
 import hashlib
 import json
+import os
 import secrets
 import socket
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, Literal, Protocol, TypeVar
 
 from pydantic import ValidationError
 
-from pipelines.spec import Frozen
+from vit_model.config import Frozen
 
 LAYOUT_VERSION = 1
+S3_SETTINGS = ("AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3", "AWS_REGION", "AWS_DEFAULT_REGION")
 Record = TypeVar("Record", bound=Frozen)
 
 
@@ -185,7 +188,7 @@ class Store(Protocol):
     id: str
     settings: dict[
         str, str
-    ]  # environment variables with which a job elsewhere finds the same store; no secrets
+    ]  # environment variables with which a job elsewhere finds the same store, and S3; no secrets
 
     def read(self, name: str) -> bytes | None:
         """The object's bytes, None where there is none."""
@@ -231,6 +234,14 @@ def open_store(uri: str, *, create: bool = True) -> Store:
     return FolderStore(Path(uri).expanduser().resolve(), create=create)
 
 
+def s3_settings() -> dict[str, str]:
+    """What a job elsewhere needs to find the same S3 server; who asks there is that machine's business."""
+    found = {name: os.environ[name] for name in S3_SETTINGS if name in os.environ}
+    return {
+        name: value for name, value in found.items() if "@" not in value
+    }  # a password, which boto3 is not given
+
+
 def identify(store: Store, create: bool) -> str:
     """The store's id, read from store.json, which is written first where there is none and `create` is true.
 
@@ -268,6 +279,22 @@ def encode(value: Mapping[str, Any] | Frozen) -> bytes:
 def local_files(store: Store, manifest: Manifest) -> Path:
     """An artifact's files, as a local folder."""
     return store.local(manifest.folder, manifest.files)
+
+
+@contextmanager
+def fetched(path: str) -> Iterator[Path]:
+    """A file or folder from outside on this machine: itself, or a copy of what is on S3, gone after the block.
+
+    Raises:
+        StoreError: it can't be fetched.
+    """
+    if not path.startswith("s3://"):
+        yield Path(path)
+        return
+    from pipelines.s3_files import fetch
+
+    with TemporaryDirectory(prefix="vitflow-") as folder:
+        yield fetch(path, Path(folder))
 
 
 # ------------------------------------------------------------------------------------------------- artifacts

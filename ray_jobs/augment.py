@@ -44,10 +44,12 @@ def augment(images: torch.Tensor, policy: str, seed: int, positions: NDArray[np.
     raise ValueError(f"augmentation policy {policy!r} is none of {', '.join(POLICIES)}")
 
 
-def uniform(seed: int, positions: NDArray[np.int64]) -> NDArray[np.float64]:
-    """Numbers in [0, 1), [n, 8]: row i is a pure function of seed and positions[i] (SplitMix64)."""
-    key = np.uint64(int.from_bytes(hashlib.sha256(f"augment/{seed}".encode()).digest()[:8]))
-    counter = positions.astype(np.uint64)[:, None] * np.uint64(_DRAWS) + np.arange(_DRAWS, dtype=np.uint64)
+def uniform(
+    seed: int, positions: NDArray[np.int64], draws: int = _DRAWS, purpose: str = "augment"
+) -> NDArray[np.float64]:
+    """Numbers in [0, 1), [n, draws]: row i is a pure function of seed, purpose and positions[i] (SplitMix64)."""
+    key = np.uint64(int.from_bytes(hashlib.sha256(f"{purpose}/{seed}".encode()).digest()[:8]))
+    counter = positions.astype(np.uint64)[:, None] * np.uint64(draws) + np.arange(draws, dtype=np.uint64)
     state = np.asarray(key + counter * np.uint64(0x9E3779B97F4A7C15), np.uint64)
     state = (state ^ (state >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     state = (state ^ (state >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)

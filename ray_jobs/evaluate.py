@@ -23,14 +23,15 @@ from ray_jobs.linear_probe import few_shot
 from ray_jobs.shards import Dataset, open_dataset
 from ray_jobs.stage import Context, Result, run_stage
 from vit_model.config import ModelContract, Preprocessing
+from vit_model.variants import FAMILIES
 
 if TYPE_CHECKING:
-    from vit_model.model import ViT
+    from vit_model.build import Network
 
 PROTOCOL = "few-shot linear"
 # A linear probe on more inputs than this has too many: pixels of larger images are taken from them at this size.
 PIXELS_SIDE = 32
-PRETRAINED, SEEN, UNTRAINED = "ViT, pretrained", "ViT, trained on these images", "ViT, untrained"
+PRETRAINED, SEEN, UNTRAINED = "pretrained", "trained on these images", "untrained"
 
 
 def main(context: Context) -> Result:
@@ -103,7 +104,7 @@ def _features(
 
     Of train only the images of some support are read; the features of the others are zero, and nobody looks at them.
     """
-    from vit_model.model import ViT
+    from vit_model.build import build
     from vit_model.weights import load_model
 
     model, contract = load_model(model_folder)
@@ -122,11 +123,11 @@ def _features(
 
     # a backbone that has seen these labels in training is no few-shot learner, whatever its numbers
     seen = contract.training_data == dataset.info.content_digest
-    untrained = ViT(contract.architecture)
+    untrained = build(contract.architecture)
     untrained.initialise(config.seed)
     for method, network in ((SEEN if seen else PRETRAINED, model), (UNTRAINED, untrained)):
         train, test = both(contract.preprocessing, partial(_embed, network, contract, config.threads))
-        yield method, train, test, True
+        yield f"{FAMILIES[contract.architecture.family]}, {method}", train, test, True
     small = contract.preprocessing.model_copy(
         update={"resolution": min(contract.preprocessing.resolution, PIXELS_SIDE)}
     )
@@ -135,7 +136,7 @@ def _features(
     yield "pixels, standardised", train, test, True
 
 
-def _embed(model: ViT, contract: ModelContract, threads: int, images: NDArray[Any]) -> NDArray[Any]:
+def _embed(model: Network, contract: ModelContract, threads: int, images: NDArray[Any]) -> NDArray[Any]:
     """The frozen representation [n, width] of images, in float32."""
     import torch
 

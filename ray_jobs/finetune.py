@@ -29,14 +29,15 @@ from pipelines.identity import canonical_json, sha256
 from pipelines.spec import Finetune
 from pipelines.store import FileEntry
 from ray_jobs import devices, optim, rows
-from ray_jobs.pretrain import model_contract, model_digest
+from ray_jobs.pretrain import model_contract
 from ray_jobs.progress import Progress
 from ray_jobs.shards import Dataset, Split, open_dataset
-from ray_jobs.stage import Context, Result, run_stage
+from ray_jobs.stage import Context, Result, model_digest, run_stage
+from vit_model.variants import FAMILIES
 
 if TYPE_CHECKING:
+    from vit_model.build import Network
     from vit_model.config import ModelContract
-    from vit_model.model import ViT
 
 PROTOCOL = "fine-tuning"
 ONE_RATE = "nothing, one learning rate was given"
@@ -80,21 +81,31 @@ def fetched(context: Context, task: Task) -> Task:
     return task if task.backbone is None else task._replace(backbone=context.input("backbone"))
 
 
-def start_model(task: Task, seed: int) -> ViT:
+def start_model(task: Task, seed: int) -> Network:
     """The model before its first step: a new head (zeros) on the backbone, or new weights throughout."""
-    from vit_model.model import ViT
+    from vit_model.build import build
     from vit_model.weights import load_model, transfer_backbone
 
-    model = ViT(task.contract.architecture)
+    model = build(task.contract.architecture)
     model.initialise(seed)
     if task.backbone is not None:
         transfer_backbone(model, load_model(task.backbone)[0])
     return model
 
 
+def taken_over(task: Task) -> list[str]:
+    """What of the backbone is resized, dropped or new in the model, a line each."""
+    from vit_model.build import build
+    from vit_model.weights import load_model, transfer_backbone
+
+    if task.backbone is None:
+        return []
+    return transfer_backbone(build(task.contract.architecture), load_model(task.backbone)[0])
+
+
 def fit(
     task: Task, data: Images, learning_rate: float, seed: int, noun: str = "step"
-) -> tuple[ViT, list[dict[str, float | int]]]:
+) -> tuple[Network, list[dict[str, float | int]]]:
     """The model trained on `data` with all its weights, and its curve [{step, learning_rate, loss}].
 
     The weights are float32; with dtype bfloat16 a bfloat16 copy of them computes the gradients.
@@ -146,7 +157,7 @@ def fit(
     return model.eval(), curve
 
 
-def score(model: ViT, contract: ModelContract, data: Images) -> Score:
+def score(model: Network, contract: ModelContract, data: Images) -> Score:
     """Judge every image of `data`, in float32."""
     import torch
     from torch.nn import functional
@@ -309,6 +320,8 @@ def main(context: Context) -> Result:
     config: Finetune = context.config
     dataset = open_dataset(context.input("data"))
     task = make_task(config, dataset, context.input("backbone") if config.backbone else None)
+    for line in taken_over(task):
+        print(line, flush=True)
     pools, folds, selected_on = labelled(config, dataset, task.contract)
     if len(config.learning_rates) == 1:  # nothing to choose from, so no image is kept from the training
         trials, chosen, selected_on = [], config.learning_rates[0], ONE_RATE
@@ -346,20 +359,14 @@ def make_task(config: Finetune, dataset: Dataset, backbone: Path | None) -> Task
     if backbone is None:
         assert config.model is not None and config.resolution is not None
         return Task(config, model_contract(config.model, config.resolution, dataset.info), None)
-    from vit_model.config import ModelContract, Preprocessing, ViTConfig
+    from vit_model.config import ModelContract, Preprocessing
     from vit_model.weights import load_model
 
     source = load_model(backbone)[1]
     resolution = config.resolution or source.preprocessing.resolution
     names = dataset.info.class_names
-    architecture = source.architecture.model_dump() | {
-        "image_size": resolution,
-        "num_classes": len(names),
-        "representation_head": False,
-        "head_bias": 0.0,
-    }
     contract = ModelContract(
-        architecture=ViTConfig(**architecture),
+        architecture=source.architecture.for_finetuning(resolution, len(names)),
         class_names=names,
         preprocessing=Preprocessing(**(source.preprocessing.model_dump() | {"resolution": resolution})),
         training_data=dataset.info.content_digest,
@@ -405,12 +412,13 @@ def tables(
     settings = {"learning_rate": chosen, "steps": config.steps, "batch_size": config.batch_size,
                 "augment": config.augment}  # fmt: skip
     ids, labels = dataset.sample_ids("test"), dataset.labels("test")
+    family = FAMILIES[task.contract.architecture.family]
     numbers, predictions = [], []
     for draw, found in enumerate(refits):
         common = {
             "task": dataset.info.name,
             "protocol": PROTOCOL,
-            "method": "ViT, from scratch" if task.backbone is None else "ViT, pretrained",
+            "method": f"{family}, {'from scratch' if task.backbone is None else 'pretrained'}",
             "labels_per_class": config.labels.per_class,
             "draw": draw,
         }

@@ -16,7 +16,6 @@ from itertools import accumulate, groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from pipelines import identity
 from pipelines.spec import DigitsSource, FolderSource, GlyphSource, IdxSource, Source
 from pipelines.store import FileEntry
 from ray_jobs.progress import Progress
@@ -64,7 +63,7 @@ class Checked(NamedTuple):
 def main(context: Context) -> Result:
     """Read the source, write shards, manifest and quarantine."""
     config = context.config
-    _check_fingerprint(context, "before it was read")
+    context.check_source("before it was read")
     match config.source:
         case GlyphSource():
             names, parts, bad = _plan_glyphs(config.source)
@@ -75,7 +74,7 @@ def main(context: Context) -> Result:
         case _:
             names, parts, bad = digits.CLASS_NAMES, _plan_digits(config.source), []
     written = _in_tasks(_write_part, [(context, config.source, part) for part in parts], "shard")
-    _check_fingerprint(context, "while it was read")
+    context.check_source("while it was read")
     samples = [sample for part in written for sample in part.samples]
     name = config.source.name if isinstance(config.source, FolderSource | IdxSource) else config.source.kind
     digest = content_digest(name, samples, names)
@@ -311,13 +310,6 @@ def _in_tasks(function: Callable[..., Any], arguments: Sequence[tuple[Any, ...]]
 
 
 # ------------------------------------------------------------------------------------------------- checks
-
-
-def _check_fingerprint(context: Context, when: str) -> None:
-    if identity.source_fingerprint(context.config) != context.attempt.source:
-        raise ValueError(
-            f"the source changed {when}, since the run was planned: run again when it is at rest"
-        )
 
 
 def _write_quarantine(path: Path, bad: Iterable[tuple[str, str]]) -> None:

@@ -17,7 +17,6 @@ if TYPE_CHECKING:
 # Numbers that DeepSpeed reduces and gathers at a time; it allocates a buffer of this size (its default is 5e8).
 _BUCKET = 1 << 24
 Module = TypeVar("Module", bound="torch.nn.Module")
-_NOT_DECAYED = ("bias", "cls_token", "pos_embed")
 
 
 def learning_rate(step: int, total_steps: int, base: float, optimizer: Optimizer) -> float:
@@ -36,8 +35,8 @@ def learning_rate(step: int, total_steps: int, base: float, optimizer: Optimizer
 
 
 def is_decayed(name: str, parameter: torch.Tensor) -> bool:
-    """Whether weight decay applies: to kernels only, not to biases, norms, the class token or position embeddings."""
-    return parameter.ndim >= 2 and name.rsplit(".", 1)[-1] not in _NOT_DECAYED
+    """Whether weight decay applies: to kernels only, not to biases, norms, tokens or position embeddings."""
+    return parameter.ndim >= 2 and name.rpartition(".")[2] == "weight"
 
 
 def adamw(model: torch.nn.Module, optimizer: Optimizer) -> torch.optim.AdamW:

@@ -1,8 +1,9 @@
-"""The pretrain stage: a dataset and a shape of model in, a Vision Transformer trained on it out.
+"""The pretrain stage: a dataset and a shape of model in, that model trained on it out.
 
-In: a dataset artifact. Out: model.safetensors and config.json of the model with its classifier, curve.json
-[{step, learning_rate, loss, dev_accuracy}]. `train` is one worker: it runs in a plain process, on one GPU without Ray
-and as one of N DeepSpeed workers under Ray Train (`main`), always the same code.
+In: a dataset artifact. Out: model.safetensors and config.json of the model with its classifier (with objective
+masked_patches, without one), curve.json [{step, learning_rate, loss, dev_accuracy}]. `train` is one worker: it runs in
+a plain process, on one GPU without Ray and as one of N DeepSpeed workers under Ray Train (`main`), always the same
+code.
 
     python -m ray_jobs.pretrain --spec STORE/artifacts/pretrain/<key>/attempts/<n>/attempt.json
 """
@@ -18,20 +19,20 @@ import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from pipelines.identity import canonical_json, sha256
-from pipelines.spec import ModelSize, Pretrain
+from pipelines.spec import Model, Pretrain
 from pipelines.store import FileEntry
 from ray_jobs import devices
 from ray_jobs.progress import Progress
-from ray_jobs.stage import Context, Result, run_stage
+from ray_jobs.stage import Context, Result, model_digest, run_stage
 
 if TYPE_CHECKING:
+    import numpy as np
     import torch
+    from numpy.typing import NDArray
 
     from ray_jobs.shards import Dataset, DatasetInfo
-    from vit_model.config import ModelContract, Preprocessing
+    from vit_model.config import Architecture, ModelContract, Preprocessing
 
-MODEL_FILES = ("model.safetensors", "config.json")
 _CURVE_POINTS = 100
 _DEV_EVALUATIONS = 5  # over the run, the last one at its end
 _EVALUATION_BATCH = 512  # images a worker
@@ -72,36 +73,49 @@ def train(
     """
     devices.set_threads(config.threads)
     from ray_jobs.shards import open_dataset
+    from vit_model import compute
+    from vit_model.build import build
+    from vit_model.masked_patches import MaskedPatches
     from vit_model.model import ViT
     from vit_model.weights import save_model
 
     device = devices.device(worker.local_rank)
     dataset = open_dataset(dataset_folder)
-    contract = model_contract(config.model, config.resolution, dataset.info)
+    masked = config.objective == "masked_patches"
+    contract = model_contract(config.model, config.resolution, dataset.info, classifier=not masked)
     data = load_data(dataset, contract.preprocessing)
-    model = ViT(contract.architecture)
+    if worker.rank == 0:
+        print(*derived_numbers(config, contract.architecture, worker.world, device), sep="\n", flush=True)
+    model = build(contract.architecture)
     model.initialise(config.seed)
+    task: torch.nn.Module = model
+    if masked:
+        assert isinstance(model, ViT), "the configuration allows no other"
+        task = MaskedPatches(model)
     _join_group(worker)
     with warnings.catch_warnings():
         # DeepSpeed's calls of torch, and torch's of itself, which nobody here can change.
         warnings.filterwarnings("ignore", message=".*torch\\.(distributed|jit)", category=DeprecationWarning)
         warnings.filterwarnings("ignore", message=".*torch\\.distributed", category=FutureWarning)
-        engine = _engine(model, config, worker.world)
+        engine = _engine(task, config, worker.world)
         started = time.monotonic()
         curve = run_steps(engine, config, data, contract, worker, device)
         seconds = time.monotonic() - started
-        weights = full_weights(engine)
+        weights = full_weights(engine, "model." if masked else "")
     if output is not None:
-        trained = ViT(contract.architecture)
+        trained = build(contract.architecture)
         trained.load_state_dict(weights)
         save_model(output, trained, contract)
         (output / "curve.json").write_text(json.dumps(curve, indent=1) + "\n")
+    exaflops = compute.exaflops(contract.architecture, config.steps * config.batch_size)
     metrics: dict[str, float | int | str] = {
         "parameters": contract.architecture.num_parameters,
         "workers": worker.world,
         "device": str(device.type),
         "train_seconds": seconds,
         "images_per_second": config.steps * config.batch_size / seconds,
+        "exaflops": exaflops,
+        "flops_per_second": exaflops * 1e18 / seconds,
         "final_loss": curve[-1]["loss"],
     }
     if (dev_accuracy := curve[-1]["dev_accuracy"]) is not None:
@@ -121,8 +135,6 @@ def run_steps(
     from ray_jobs import optim
     from ray_jobs.augment import augment
     from ray_jobs.loader import batches, sample_positions
-    from vit_model.objectives import softmax_cross_entropy
-    from vit_model.preprocessing import normalise
 
     dtype = devices.torch_dtype(config.dtype, device)
     steps, batch, (rank, world, _) = config.steps, config.batch_size, worker
@@ -136,11 +148,11 @@ def run_steps(
     for step, indices in enumerate(order):
         chosen = torch.from_numpy(indices)
         images, labels = data.train_images[chosen].to(device), data.train_labels[chosen].to(device)
-        images = augment(images, config.augment, config.seed, sample_positions(step, batch, rank, world))
+        positions = sample_positions(step, batch, rank, world)
+        images = augment(images, config.augment, config.seed, positions)
         rate = optim.learning_rate(step, steps, config.learning_rate, config.optimizer)
         optim.set_learning_rate(engine.optimizer, rate)
-        logits = engine(normalise(images, contract.preprocessing, dtype))
-        loss = softmax_cross_entropy(logits, labels, config.label_smoothing)
+        loss = batch_loss(engine, config, contract, images, labels, positions, dtype)
         engine.backward(loss)
         engine.step()
         loss_sum += loss.detach()
@@ -161,16 +173,51 @@ def run_steps(
     return curve
 
 
+def batch_loss(
+    engine: Any,
+    config: Pretrain,
+    contract: ModelContract,
+    images: torch.Tensor,
+    labels: torch.Tensor,
+    positions: NDArray[np.int64],
+    dtype: torch.dtype,
+) -> torch.Tensor:
+    """The loss, a scalar, of uint8 images [n, h, w, c] by the configuration's objective.
+
+    `positions` [n] number the samples over the whole training: they decide which patches are corrupted.
+    """
+    import torch
+
+    from ray_jobs.augment import uniform
+    from vit_model.config import ViTConfig
+    from vit_model.masked_patches import DRAWS
+    from vit_model.objectives import sigmoid_cross_entropy, softmax_cross_entropy
+    from vit_model.preprocessing import normalise
+
+    inputs = normalise(images, contract.preprocessing, dtype)
+    if config.objective == "masked_patches":
+        assert isinstance(contract.architecture, ViTConfig), "the configuration allows no other"
+        patches = contract.architecture.num_patches
+        draws = torch.from_numpy(uniform(config.seed, positions, patches * DRAWS, "masked patches"))
+        loss: torch.Tensor = engine(inputs, images, draws.view(-1, patches, DRAWS).to(images.device))
+        return loss
+    cross_entropy = sigmoid_cross_entropy if config.objective == "sigmoid" else softmax_cross_entropy
+    return cross_entropy(engine(inputs), labels, config.label_smoothing)
+
+
 def accuracy(
     engine: Any, data: Data, contract: ModelContract, dtype: torch.dtype, worker: Worker
 ) -> float | None:
-    """Fraction of dev images that are classified correctly, each worker judging a share; None without a dev split."""
+    """Fraction of dev images that are classified correctly, each worker judging a share.
+
+    None without a dev split or without a classifier.
+    """
     import torch
 
     from vit_model.preprocessing import normalise
 
     total = len(data.dev_labels)
-    if total == 0:
+    if total == 0 or not contract.class_names:
         return None
     share = math.ceil(total / worker.world)
     # All workers run the same number of batches, which ZeRO-3 needs; what sticks out past the end does not count.
@@ -188,24 +235,13 @@ def accuracy(
     return correct.item() / total
 
 
-def model_contract(size: ModelSize, resolution: int, info: DatasetInfo) -> ModelContract:
-    """The contract of a model of this size, with a classifier, that is trained on a dataset."""
-    from vit_model.config import ModelContract, Preprocessing, ViTConfig
+def model_contract(size: Model, resolution: int, info: DatasetInfo, classifier: bool = True) -> ModelContract:
+    """The contract of a model of this size, with a classifier or without, that is trained on a dataset."""
+    from vit_model.config import ModelContract, Preprocessing
 
     channels = 3 if info.image is None else info.image.channels
+    class_names = info.class_names if classifier else ()
     square = info.image is not None and info.image.height == info.image.width
-    architecture = ViTConfig(
-        image_size=resolution,
-        patch_size=size.patch_size,
-        in_channels=channels,
-        width=size.width,
-        depth=size.depth,
-        num_heads=size.num_heads,
-        mlp_dim=round(size.width * size.mlp_ratio),
-        num_classes=len(info.class_names),
-        pooling=size.pooling,
-        gelu=size.gelu,
-    )
     preprocessing = Preprocessing(
         mean=(0.5,) * channels,
         std=(0.5,) * channels,
@@ -214,11 +250,40 @@ def model_contract(size: ModelSize, resolution: int, info: DatasetInfo) -> Model
         channels=channels,
     )
     return ModelContract(
-        architecture=architecture,
-        class_names=info.class_names,
+        architecture=size.architecture(resolution, channels, len(class_names)),
+        class_names=class_names,
         preprocessing=preprocessing,
         training_data=info.content_digest,
         license=None,
+    )
+
+
+def derived_numbers(
+    config: Pretrain, architecture: Architecture, world: int, device: torch.device
+) -> tuple[str, str]:
+    """What follows from the configuration, in two lines with every number named: operations and memory."""
+    from vit_model import compute
+    from vit_model.config import ViTConfig
+    from vit_model.model import is_fused
+
+    exaflops = compute.exaflops(architecture, config.steps * config.batch_size)
+    dtype = devices.torch_dtype(config.dtype, device)
+    images, value_bytes = config.batch_size // world, dtype.itemsize
+    fused = isinstance(architecture, ViTConfig) and is_fused(device, dtype, architecture.num_tokens)
+    activations = compute.activation_bytes(
+        architecture, images, value_bytes=value_bytes, fused_attention=fused
+    )
+    states = compute.model_state_bytes(architecture.num_parameters, config.zero_stage, world, value_bytes)
+    mib = 2**20
+    return (
+        f"compute: {architecture.num_parameters:,} parameters"
+        f" · {compute.forward_flops(architecture) / 1e9:.4g} GFLOPs an image forward"
+        f" · {compute.train_flops(architecture) / 1e9:.4g} GFLOPs an image in training"
+        f" · {exaflops:.4g} exaFLOPs in {config.steps:,} steps of {config.batch_size:,} images"
+        f" · {compute.tpuv3_core_days(exaflops):.2g} TPUv3-core-days",
+        f"memory of a worker (of {world}), estimated: {activations / mib:,.1f} MiB activations of {images:,} images"
+        f" · {states.weights / mib:,.1f} MiB weights · {states.gradients / mib:,.1f} MiB gradients"
+        f" · {states.optimizer / mib:,.1f} MiB optimizer states (ZeRO-{config.zero_stage})",
     )
 
 
@@ -236,14 +301,18 @@ def load_data(dataset: Dataset, preprocessing: Preprocessing) -> Data:
     )
 
 
-def full_weights(engine: Any) -> dict[str, torch.Tensor]:
-    """The float32 weights, put together from all workers; all of them must call this."""
+def full_weights(engine: Any, prefix: str) -> dict[str, torch.Tensor]:
+    """The float32 weights whose names begin with `prefix`, without it; put together from all workers, which must all
+    call this."""
     from deepspeed.utils import safe_get_full_fp32_param
 
     weights = {}
     for name, parameter in engine.module.named_parameters():
         full = safe_get_full_fp32_param(parameter)
-        weights[name] = (parameter if full is None else full).detach().float().cpu().clone()
+        if name.startswith(prefix):
+            weights[name.removeprefix(prefix)] = (
+                (parameter if full is None else full).detach().float().cpu().clone()
+            )
     return weights
 
 
@@ -293,11 +362,6 @@ def main(context: Context) -> Result:
     outcome = run_workers(context)
     files: tuple[FileEntry, ...] = outcome["files"]
     return Result(content_digest=model_digest(files), files=files, metrics=outcome["metrics"])
-
-
-def model_digest(files: tuple[FileEntry, ...]) -> str:
-    """Identity of a model artifact: its weights and its contract."""
-    return sha256(canonical_json({entry.path: entry.sha256 for entry in files if entry.path in MODEL_FILES}))
 
 
 def run_workers(context: Context) -> dict[str, Any]:

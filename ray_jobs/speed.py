@@ -8,7 +8,7 @@ import time
 
 import numpy as np
 
-from pipelines.spec import Finetune, ModelSize
+from pipelines.spec import Finetune, Model
 from ray_jobs.finetune import Images, Task, fit
 from ray_jobs.pretrain import model_contract
 from ray_jobs.shards import DatasetInfo
@@ -16,7 +16,7 @@ from ray_jobs.shards import DatasetInfo
 STEPS = 4
 
 
-def images_per_second(size: ModelSize, resolution: int, batch_size: int) -> float:
+def images_per_second(size: Model, resolution: int, batch_size: int) -> float:
     """Images a second of fine-tuning from scratch on random pixels: on one GPU, or on one core."""
     info = DatasetInfo(
         name="random",

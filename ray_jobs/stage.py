@@ -1,10 +1,10 @@
 """What every stage's process does around its own work: read the attempt, check, join Ray, run, commit.
 
-    python -m ray_jobs.<job> --spec STORE/artifacts/<job>/<key>/attempts/<n>/attempt.json
+    python -m ray_jobs.<module> --spec STORE/artifacts/<job>/<key>/attempts/<n>/attempt.json
 
 A job's module has `main(context) -> Result`, which reads from top to bottom: open the inputs, compute in Ray tasks or
-actors, write into `context.staging()`; and ends with `run_stage` of its own name. Exit codes: 0 committed, 2 the user's
-mistake (never retried), 1 anything else.
+actors, write into `context.staging()`; and ends with `run_stage` of its own name, `pipelines.spec.module` of the job.
+Exit codes: 0 committed, 2 the user's mistake (never retried), 1 anything else.
 """
 
 from __future__ import annotations
@@ -45,6 +45,7 @@ from pipelines.store import (
     who,
 )
 
+MODEL_FILES = ("model.safetensors", "config.json")
 FULL = {errno.ENOSPC, errno.EDQUOT}
 PACKAGES = ("torch", "ray", "deepspeed", "pyarrow", "numpy", "pillow", "scikit-learn", "matplotlib")
 
@@ -81,6 +82,13 @@ class Context:
         (manifest,) = self.inputs[name]
         return self.folder(manifest)
 
+    def check_source(self, when: str) -> None:
+        """Raise ValueError when the files that the stage reads are not those that the run was planned with."""
+        if identity.source_fingerprint(self.config) != self.attempt.source:
+            raise ValueError(
+                f"the source changed {when}, since the run was planned: run again when it is at rest"
+            )
+
     @contextmanager
     def staging(self) -> Iterator[Staging]:
         """A local folder to write files into, see `Store.staging`."""
@@ -100,13 +108,20 @@ class Result:
     timing_dependent: bool = False
 
 
-def run_stage(job: str) -> None:
-    """The whole life of a stage's process; ends it. `job` is the name of a module with a `main`."""
+def model_digest(files: tuple[FileEntry, ...]) -> str:
+    """Identity of a model artifact: its weights and its contract."""
+    return identity.sha256(
+        identity.canonical_json({entry.path: entry.sha256 for entry in files if entry.path in MODEL_FILES})
+    )
+
+
+def run_stage(module: str) -> None:
+    """The whole life of a stage's process; ends it. `module` has a `main`."""
     arguments = argparse.ArgumentParser()
     arguments.add_argument("--spec", required=True, help="the attempt.json of the attempt to run")
     spec: str = arguments.parse_args().spec
     # imported by its name: what is sent to workers must not belong to __main__, which they do not have
-    main: Callable[[Context], Result] = importlib.import_module(f"ray_jobs.{job}").main
+    main: Callable[[Context], Result] = importlib.import_module(f"ray_jobs.{module}").main
     try:
         context = read_context(spec)
         started = now()

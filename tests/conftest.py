@@ -9,8 +9,13 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 from tests.s3 import ceph, moto  # noqa: F401 (fixtures)
+
+# How long an example takes is this machine's business, not a property.
+settings.register_profile("untimed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("untimed")
 
 TINY = Path(__file__).parent / "tiny.yaml"
 Vitflow = Callable[..., subprocess.CompletedProcess[str]]

@@ -1,46 +1,118 @@
 """What a model is: frozen pydantic models that every process reads, and none of them needs torch.
 
-In: keyword arguments or JSON. Out: `ViTConfig` (the architecture), `Preprocessing` (pixels to input) and
-`ModelContract` (a model artifact's config.json: both of them, the class names, where the weights came from).
+In: keyword arguments or JSON. Out: `ViTConfig` or `ResNetConfig` (the architecture), `Preprocessing` (pixels to
+input) and `ModelContract` (a model artifact's config.json: all of that, the class names, where the weights came from).
 Use: `ViTConfig.variant("B/16", image_size=224, num_classes=1000)`.
 """
 
-from difflib import get_close_matches
-from typing import Annotated, Any, Literal, NamedTuple, Self
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, model_validator
 
-
-class Size(NamedTuple):
-    width: int
-    depth: int
-    num_heads: int
-    mlp_dim: int
-
-
-# B, L, H: Dosovitskiy et al. 2021, table 1. Ti, S: Steiner et al. 2021 ("How to train your ViT"), table 1.
-SIZES = {
-    "Ti": Size(width=192, depth=12, num_heads=3, mlp_dim=768),
-    "S": Size(width=384, depth=12, num_heads=6, mlp_dim=1536),
-    "B": Size(width=768, depth=12, num_heads=12, mlp_dim=3072),
-    "L": Size(width=1024, depth=24, num_heads=16, mlp_dim=4096),
-    "H": Size(width=1280, depth=32, num_heads=16, mlp_dim=5120),
-}
-PATCH_SIZES = (32, 16, 14, 8, 4, 2)
-VARIANTS = tuple(f"{size}/{patch}" for size in SIZES for patch in PATCH_SIZES)
+from vit_model.bottlenecks import (
+    BottleneckStage,
+    bottleneck_stages,
+    stem_channels,
+    stem_parameters,
+    stem_stride,
+)
+from vit_model.variants import FAMILIES, variant_sizes
 
 PositiveInt = Annotated[int, Field(gt=0)]
+Probability = Annotated[float, Field(ge=0, lt=1)]
 
 
 class Frozen(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+    """The one kind of configuration: immutable, and an unknown field is an error."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, use_attribute_docstrings=True)
 
 
-class ViTConfig(Frozen):
-    """The architecture of a ViT (arXiv 2010.11929, section 3.1). Images and patches are square, in pixels."""
+class ViTOptions(Frozen):
+    """What can differ between ViTs of one size. The defaults are the paper's own model."""
 
-    image_size: PositiveInt
+    pooling: Literal["cls", "gap", "map"] = "cls"
+    """What becomes the representation: the class token, the mean of the patches' tokens, or what a learned query
+    attends to ("map", Zhai et al. 2022)."""
+    class_token: bool = Field(default_factory=lambda given: given.get("pooling", "cls") == "cls")
+    """Whether the sequence begins with one; by default where it is pooled. The mean never includes it (MAE)."""
+    class_position: bool = Field(default_factory=lambda given: bool(given.get("class_token")))
+    """Whether the class token has an entry of its own in a learned 1-D table; the other tables never have one."""
+    distillation: bool = False
+    """A second class token with a classifier of its own; the logits are the mean of both (DeiT)."""
+    registers: Annotated[int, Field(ge=0)] = 0
+    """Learned tokens without a position that only collect (Darcet et al. 2024; DINOv2)."""
+    position: Literal["none", "learned1d", "learned2d", "sincos2d", "relative"] = "learned1d"
+    """How tokens know their place (section D.4). "sincos2d" is big_vision's, fixed; "relative" adds query times an
+    embedding of the distance along the raster to the attention's scores."""
+    position_at: Literal["stem", "every_layer", "shared"] = "stem"
+    """Added once before the first block; or at every block's input, from a table for each or from the same one."""
+    position_resize: Literal["bilinear", "bicubic", "bicubic_antialias"] = "bilinear"
+    """How a learned 1-D table is brought to another grid: as the authors do (corners onto corners), as Hugging Face
+    does, or as timm does."""
+    norm_first: bool = False
+    """A layer norm between the embeddings and the first block (CLIP)."""
+    norm_after_pooling: bool = False
+    """The last layer norm comes after the mean over tokens and not before it (MAE; timm's `fc_norm`)."""
+    patch_bias: bool = True
+    layer_scale: Annotated[float, Field(gt=0)] | None = None
+    """What the factor of each channel of a residual branch starts from (Touvron et al. 2021); null: no factor."""
+    residual: bool = True
+    """False leaves out the connections around attention and MLP, to see what they do."""
+    axial: bool = False
+    """Each block becomes two, one attending along rows and one along columns (section D.6)."""
+    gelu: Literal["tanh", "exact", "quick"] = "tanh"
+    """"tanh" is what the authors' code computes; timm and Hugging Face use "exact", OpenAI's CLIP "quick", which is
+    x * sigmoid(1.702 * x)."""
+    layer_norm_eps: Annotated[float, Field(gt=0)] = 1e-6
+    dropout: Probability = 0.0
+    stochastic_depth: Probability = 0.0
+    """How often the last block's branches are left out in training; the first's never, linear between."""
+    representation_head: bool = False
+    """A tanh layer of width D before the classifier: the paper's head for pretraining."""
+    head_bias: float = 0.0
+    """What the classifier's bias starts from."""
+
+    @model_validator(mode="after")
+    def _options_agree(self) -> Self:
+        for wrong, message in self._contradictions():
+            if wrong:
+                raise ValueError(message)
+        return self
+
+    def _contradictions(self) -> tuple[tuple[bool, str], ...]:
+        return (
+            (self.pooling == "cls" and not self.class_token, "pooling 'cls' needs class_token true"),
+            (self.class_position and not self.class_token, "class_position true needs class_token true"),
+            (self.distillation and self.pooling != "cls", "distillation needs pooling 'cls'"),
+            (
+                self.norm_after_pooling and self.pooling != "gap",
+                f"norm_after_pooling is about pooling 'gap'; pooling is {self.pooling!r}",
+            ),
+            (
+                self.position_at != "stem" and not self.position.startswith("learned"),
+                f"position_at {self.position_at!r} is about learned tables; position is {self.position!r}",
+            ),
+            (
+                self.axial and (self.class_token or self.registers > 0 or self.position == "relative"),
+                "axial blocks attend along rows and columns of the grid, so tokens beside it (class_token, registers)"
+                " and position 'relative' don't fit; pooling 'gap' would",
+            ),
+            (
+                self.axial and self.stochastic_depth > 0,
+                f"stochastic_depth {self.stochastic_depth} leaves whole images out, axial blocks see lines of them",
+            ),
+        )
+
+
+class ViTConfig(ViTOptions):
+    """The architecture of a ViT (arXiv 2010.11929, section 3.1), or of a hybrid. Sizes of images are in pixels."""
+
+    family: Literal["vit"] = "vit"
+    image_size: PositiveInt | tuple[PositiveInt, PositiveInt]
+    """Side of the square, or (height, width)."""
     patch_size: PositiveInt
+    """Side of a token's square of pixels; in a hybrid that is the stride of the stem times that of its patches."""
     in_channels: PositiveInt = 3
     width: PositiveInt
     depth: PositiveInt
@@ -48,74 +120,230 @@ class ViTConfig(Frozen):
     mlp_dim: PositiveInt
     num_classes: Annotated[int, Field(ge=0)] = 0
     """0 leaves the head out: `forward` then returns the representation."""
-    pooling: Literal["cls", "gap"] = "cls"
-    """"gap" has no class token; the mean is taken after the encoder norm, as in the authors' code."""
-    representation_head: bool = False
-    """A tanh layer of width D before the classifier: the paper's head for pretraining."""
-    position: Literal["learned1d"] = "learned1d"
-    dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
-    layer_norm_eps: Annotated[float, Field(gt=0)] = 1e-6
-    gelu: Literal["tanh", "exact"] = "tanh"
-    """"tanh" is what the authors' code computes; timm and Hugging Face use "exact"."""
-    head_bias: float = 0.0
-    """What the classifier's bias starts from."""
+    stem: tuple[PositiveInt, ...] | None = None
+    """A hybrid's units in each stage of its convolutional stem ("R50": 3, 4, 6, 3); null: patches of pixels."""
 
     @model_validator(mode="after")
     def _sizes_fit(self) -> Self:
-        image, patch = self.image_size, self.patch_size
-        if image % patch:
-            below, above = image // patch * patch, (image // patch + 1) * patch
-            fitting = f"{below} or {above}" if below else f"{above}"
-            raise ValueError(
-                f"image_size {image} is not a multiple of patch_size {patch}; {fitting} would fit"
-            )
-        if self.width % self.num_heads:
-            divisors = [n for n in range(1, min(self.width, 1024) + 1) if self.width % n == 0]
-            nearest = min(divisors, key=lambda n: abs(n - self.num_heads))
-            raise ValueError(
-                f"width {self.width} is not a multiple of num_heads {self.num_heads}; {nearest} would fit"
-            )
+        for side in self.image_shape:
+            if side % self.patch_size:
+                below, above = (
+                    side // self.patch_size * self.patch_size,
+                    -(-side // self.patch_size) * self.patch_size,
+                )
+                fitting = f"{below} or {above}" if below else f"{above}"
+                raise ValueError(
+                    f"image_size {side} is not a multiple of patch_size {self.patch_size}; {fitting} would fit"
+                )
+        check_vit_sizes(self.patch_size, self.width, self.num_heads, self.position, self.stem)
         return self
 
     @classmethod
-    def variant(cls, name: str, *, image_size: int, **fields: Any) -> Self:
-        """The named model of the papers, e.g. "Ti/16", with any other field given by name.
+    def variant(cls, name: str, *, image_size: int | tuple[int, int], **fields: Any) -> Self:
+        """The named model of the papers, e.g. "Ti/16" or "R50+B/16", with any other field given by name.
 
         Raises ValueError for a name that is not in `VARIANTS` and for a field that the name already fixes.
         """
-        if name not in VARIANTS:
-            near = get_close_matches(name, VARIANTS, n=1, cutoff=0.0)
-            raise ValueError(
-                f"unknown variant {name!r}; the nearest is {near[0]!r}, all are {', '.join(VARIANTS)}"
-            )
-        size, patch = name.split("/")
-        fixed = {"patch_size": int(patch), **SIZES[size]._asdict()}
-        if both := sorted(fixed.keys() & fields.keys()):
-            raise ValueError(
-                f"variant {name!r} already fixes {', '.join(both)}; for other sizes use ViTConfig(...)"
-            )
-        return cls(image_size=image_size, **fixed, **fields)
+        return cls(image_size=image_size, **_variant_fields(name, cls, fields))
+
+    def for_finetuning(self, image_size: int, num_classes: int) -> Self:
+        """The same encoder at another resolution, without the tanh layer and with a new classifier (section 3.2)."""
+        changed: dict[str, Any] = {"image_size": image_size, "num_classes": num_classes}
+        changed |= {"representation_head": False, "head_bias": 0.0}
+        return type(self).model_validate(self.model_dump() | changed)
 
     @property
-    def grid(self) -> int:
-        """Patches along one side."""
-        return self.image_size // self.patch_size
+    def image_shape(self) -> tuple[int, int]:
+        """(height, width) in pixels."""
+        return _both_sides(self.image_size)
+
+    @property
+    def grid(self) -> tuple[int, int]:
+        """(rows, columns) of patches."""
+        height, width = self.image_shape
+        return height // self.patch_size, width // self.patch_size
+
+    @property
+    def num_patches(self) -> int:
+        rows, columns = self.grid
+        return rows * columns
+
+    @property
+    def num_prefix_tokens(self) -> int:
+        """Tokens before the patches': class token, distillation token, registers, in this order."""
+        return self.class_token + self.distillation + self.registers
 
     @property
     def num_tokens(self) -> int:
-        """Length of the sequence, class token included."""
-        return self.grid**2 + (self.pooling == "cls")
+        """Length of the sequence."""
+        return self.num_prefix_tokens + self.num_patches
+
+    @property
+    def stem_stride(self) -> int:
+        """Pixels between neighbours of the convolutional stem's output; 1 without a stem."""
+        return 1 if self.stem is None else stem_stride(self.stem)
+
+    @property
+    def num_class_positions(self) -> int:
+        """Entries of a learned 1-D table that belong to class tokens."""
+        return self.class_position * (self.class_token + self.distillation)
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks built: `depth`, or twice as many with axial attention."""
+        return self.depth * (1 + self.axial)
 
     @property
     def num_parameters(self) -> int:
         """All trainable numbers, heads included."""
         width, mlp = self.width, self.mlp_dim
-        patch_embedding = self.in_channels * self.patch_size**2 * width + width
-        tokens = self.num_tokens * width + (self.pooling == "cls") * width
-        block = 4 * (width * width + width) + 2 * width * mlp + mlp + width + 2 * 2 * width
-        representation = self.representation_head * (width * width + width)
-        head = self.num_classes * (width + 1)
-        return patch_embedding + tokens + self.depth * block + 2 * width + representation + head
+        norm, attention = 2 * width, 4 * (width * width + width)
+        mlp_layers = width * mlp + mlp + mlp * width + width
+        block = attention + mlp_layers + 2 * norm + 2 * width * (self.layer_scale is not None)
+        relative = (2 * self.num_tokens - 1) * (width // self.num_heads) * (self.position == "relative")
+        patch = (self.patch_size // self.stem_stride) ** 2
+        channels = self.in_channels if self.stem is None else stem_channels(self.stem)
+        total = channels * patch * width + width * self.patch_bias
+        total += 0 if self.stem is None else stem_parameters(self.stem, self.in_channels)
+        total += self.num_prefix_tokens * width + self._position_parameters()
+        total += self.num_blocks * (block + relative) + norm * (1 + self.norm_first)
+        total += (width + attention + mlp_layers + norm) * (self.pooling == "map")
+        total += (width * width + width) * self.representation_head
+        return total + self.num_classes * (width + 1) * (1 + self.distillation)
+
+    def _position_parameters(self) -> int:
+        """Numbers of the learned tables, relative ones apart."""
+        tables = self.num_blocks if self.position_at == "every_layer" else 1
+        rows, columns = self.grid
+        if self.position == "learned1d":
+            return tables * (self.num_patches + self.num_class_positions) * self.width
+        if self.position == "learned2d":
+            return tables * (rows + columns) * (self.width // 2)
+        return 0
+
+
+def check_vit_sizes(
+    patch_size: int, width: int, num_heads: int, position: str, stem: tuple[int, ...] | None
+) -> None:
+    """Raise ValueError where two sizes of a ViT don't fit, whatever its images are."""
+    if width % num_heads:
+        divisors = [n for n in range(1, min(width, 1024) + 1) if width % n == 0]
+        nearest = min(divisors, key=lambda n: abs(n - num_heads))
+        raise ValueError(f"width {width} is not a multiple of num_heads {num_heads}; {nearest} would fit")
+    if position in ("learned2d", "sincos2d") and width % 4:
+        raise ValueError(f"width {width} is not a multiple of 4, which position {position!r} needs")
+    if stem is not None and patch_size % stem_stride(stem):
+        raise ValueError(
+            f"patch_size {patch_size} is not a multiple of {stem_stride(stem)}, the stride of a stem"
+            f" with {len(stem)} stages"
+        )
+
+
+class ResNetOptions(Frozen):
+    """The shape of a ResNet of BiT, whatever its images and classes are."""
+
+    family: Literal["resnet"] = "resnet"
+    units: Annotated[tuple[PositiveInt, ...], Field(min_length=1, max_length=8)]
+    """Bottlenecks in each stage ("R50": 3, 4, 6, 3); each stage has half the resolution and twice the channels."""
+    width_factor: PositiveInt = 1
+    """All channels are multiplied by it."""
+    head_bias: float = 0.0
+    """What the classifier's bias starts from."""
+
+
+class ResNetConfig(ResNetOptions):
+    """The architecture of the paper's baseline (section 4.1): a ResNet v2 with group norm, as in BiT (1912.11370)."""
+
+    image_size: PositiveInt | tuple[PositiveInt, PositiveInt]
+    """Side of the square, or (height, width), in pixels. Weights fit every size."""
+    in_channels: PositiveInt = 3
+    num_classes: Annotated[int, Field(ge=0)] = 0
+    """0 leaves the head out: `forward` then returns the representation."""
+
+    @classmethod
+    def variant(cls, name: str, *, image_size: int | tuple[int, int], **fields: Any) -> Self:
+        """The named model, e.g. "R50x1" or "R152x2", with any other field given by name.
+
+        Raises ValueError for a name that is not in `RESNETS` and for a field that the name already fixes.
+        """
+        return cls(image_size=image_size, **_variant_fields(name, cls, fields))
+
+    @property
+    def image_shape(self) -> tuple[int, int]:
+        """(height, width) in pixels."""
+        return _both_sides(self.image_size)
+
+    def for_finetuning(self, image_size: int, num_classes: int) -> Self:
+        """The same body at another resolution, with a new classifier that starts from zero."""
+        changed = {"image_size": image_size, "num_classes": num_classes, "head_bias": 0.0}
+        return type(self).model_validate(self.model_dump() | changed)
+
+    @property
+    def stages(self) -> list[BottleneckStage]:
+        """The body, in order."""
+        return bottleneck_stages(self.units, self.width_factor)
+
+    @property
+    def width(self) -> int:
+        """Channels of the last feature map, which is the size of the representation."""
+        return 4 * self.stages[-1].middle
+
+    @property
+    def grid(self) -> tuple[int, int]:
+        """(rows, columns) of the last feature map."""
+        stride = 4 * 2 ** (len(self.units) - 1)
+        height, width = self.image_shape
+        return -(-height // stride), -(-width // stride)
+
+    @property
+    def num_blocks(self) -> int:
+        """Bottlenecks built."""
+        return sum(self.units)
+
+    @property
+    def num_parameters(self) -> int:
+        """All trainable numbers, head included."""
+        total = 7 * 7 * self.in_channels * 64 * self.width_factor
+        for stage in self.stages:
+            norms = (
+                stage.in_channels + (stage.units - 1) * stage.out_channels + stage.units * 2 * stage.middle
+            )
+            total += stage.kernel_parameters + 2 * norms
+        return total + 2 * self.width + self.num_classes * (self.width + 1)
+
+
+def family_of(given: Any) -> str:
+    """Which family a configuration is of, written out or as a model; "vit" where none is named: others came later."""
+    return str(given.get("family", "vit") if isinstance(given, dict) else getattr(given, "family", "vit"))
+
+
+Architecture = Annotated[
+    Annotated[ViTConfig, Tag("vit")] | Annotated[ResNetConfig, Tag("resnet")],
+    Discriminator(
+        family_of,
+        custom_error_type="unknown_family",
+        custom_error_message=f"family must be one of {', '.join(FAMILIES)}",
+    ),
+]
+"""Every architecture that `vit_model.build.build` makes a model of."""
+
+
+def _variant_fields(
+    name: str, config: type[ViTConfig] | type[ResNetConfig], fields: dict[str, Any]
+) -> dict[str, Any]:
+    """The fields that a name fixes, and those given beside it."""
+    fixed = variant_sizes(name)
+    if fixed["family"] != config.model_fields["family"].default:
+        raise ValueError(f"variant {name!r} is a {FAMILIES[fixed['family']]}, not for a {config.__name__}")
+    if both := sorted(fixed.keys() & fields.keys()):
+        raise ValueError(
+            f"variant {name!r} already fixes {', '.join(both)}; for other sizes use {config.__name__}(...)"
+        )
+    return fixed | fields
+
+
+def _both_sides(size: int | tuple[int, int]) -> tuple[int, int]:
+    return (size, size) if isinstance(size, int) else size
 
 
 class Preprocessing(Frozen):
@@ -147,13 +375,14 @@ class Preprocessing(Frozen):
 class ModelContract(Frozen):
     """A model artifact's config.json: all that is needed to use its weights, and where they came from."""
 
-    architecture: ViTConfig
+    architecture: Architecture
     class_names: tuple[str, ...]
     """In the order of the logits; empty for a model without a head."""
     preprocessing: Preprocessing
     training_data: str
-    """Content digest of the dataset that the weights were trained on."""
+    """Content digest of the dataset that the weights were trained on; "unknown" where nobody says, as of an import."""
     license: str | None
+    """As whoever made the weights calls it; null where they don't say."""
     format_version: Literal[1] = 1
 
     @model_validator(mode="after")
@@ -167,7 +396,7 @@ class ModelContract(Frozen):
             raise ValueError(
                 f"preprocessing.channels is {pixels.channels}, architecture.in_channels {model.in_channels}"
             )
-        if pixels.resolution != model.image_size:
+        if (pixels.resolution, pixels.resolution) != model.image_shape:
             raise ValueError(
                 f"preprocessing.resolution is {pixels.resolution}, architecture.image_size {model.image_size}"
             )

@@ -4,58 +4,74 @@ In: a `ViTConfig` and images, float [b, c, height, width], normalised by `prepro
 Out: logits [b, classes], or the tokens and the representation that every other stage uses.
 Use: `model = ViT(config)`; `model.initialise(seed)`; `logits = model(images)`.
 
-Letters in shapes: b batch, n tokens, d width, h heads, e width of a head (d / h), c channels, p patch size,
-g patches a side.
+Letters in shapes: b batch, n tokens, d width, h heads, e width of a head (d / h), c channels, p patch size.
 The names of the parameters are timm's, so weights of others are renamed in few places.
 """
 
 import math
+from collections.abc import Iterator
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from vit_model.bottlenecks import stem_channels
 from vit_model.config import ViTConfig
+from vit_model.parts import check_images, lecun_normal_
+from vit_model.positions import relative_scores, sincos2d
+from vit_model.resnet import Stem
 
 
 class PatchEmbed(nn.Module):
     """Eq. 1, first part: cut the image into patches and map each to a token.
 
     A convolution whose stride is its kernel, done as one matrix product: `proj.weight` [d, c*p*p] is that
-    kernel's [d, c, p, p] flattened.
+    kernel's [d, c, p, p] flattened. In a hybrid the patches are of the stem's feature map (section 3.1).
     """
 
     def __init__(self, config: ViTConfig) -> None:
         super().__init__()
-        self.patch_size = config.patch_size
-        self.proj = nn.Linear(config.in_channels * config.patch_size**2, config.width)
+        self.patch_size = config.patch_size // config.stem_stride
+        channels = config.in_channels if config.stem is None else stem_channels(config.stem)
+        self.backbone = None if config.stem is None else Stem(config.stem, config.in_channels)
+        self.proj = nn.Linear(channels * self.patch_size**2, config.width, bias=config.patch_bias)
 
     def forward(self, images: Tensor) -> Tensor:
-        """[b, c, g*p, g*p] -> [b, g*g, d], patches in raster order."""
-        b, c, height, _ = images.shape
-        p, g = self.patch_size, height // self.patch_size
-        patches = images.reshape(b, c, g, p, g, p).permute(0, 2, 4, 1, 3, 5)  # [b, g, g, c, p, p]
-        tokens: Tensor = self.proj(patches.reshape(b, g * g, c * p * p))
+        """[b, c, height, width] -> [b, patches, d], in raster order."""
+        maps = images if self.backbone is None else self.backbone(images)
+        b, c, height, width = maps.shape
+        p = self.patch_size
+        rows, columns = height // p, width // p
+        patches = maps.reshape(b, c, rows, p, columns, p).permute(
+            0, 2, 4, 1, 3, 5
+        )  # [b, rows, columns, c, p, p]
+        tokens: Tensor = self.proj(patches.reshape(b, rows * columns, c * p * p))
         return tokens
 
 
-def attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    """softmax(query key^T / sqrt(e)) value for [b, h, n, e] (eq. 5-7), by whichever way is faster here.
+def attention(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None = None) -> Tensor:
+    """softmax(query key^T / sqrt(e) + bias) value for [b, h, n, e] (eq. 5-7), by whichever way is faster here.
 
-    SDPA's bf16 backward is slow on CPUs. Forward and backward, one thread of an AMD EPYC with AVX-512 bf16,
-    torch 2.13, b 128, n 17, h 4, e 16: bf16 SDPA 26 ms, plain 1.5 ms (2.4 ms with a bf16 softmax); fp32 SDPA
-    2.1 ms, plain 1.8 ms. With b 8, n 197, h 3, e 64: bf16 13 ms and 5.6 ms, fp32 11 ms either way.
+    SDPA's bf16 backward is slow on CPUs, and so is all of it for few tokens. Forward and backward, one thread of an
+    AMD EPYC with AVX-512 bf16, torch 2.13, milliseconds as SDPA and written out: b 128, n 17, h 4, e 16: bf16 33
+    and 2.8, fp32 4.0 and 2.9; b 8, n 197, h 3, e 64: bf16 19 and 8.5, fp32 14.5 and 16.5.
     """
-    if query.device.type == "cpu" and query.dtype == torch.bfloat16:
-        return plain_attention(query, key, value)
-    return F.scaled_dot_product_attention(query, key, value)
+    if not is_fused(query.device, query.dtype, key.shape[-2]):
+        scores = attention_scores(query, key, bias)
+        precise = torch.promote_types(scores.dtype, torch.float32)
+        return scores.softmax(dim=-1, dtype=precise).to(value.dtype) @ value
+    return F.scaled_dot_product_attention(query, key, value, attn_mask=bias)
 
 
-def plain_attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    """The definition, as two matrix products around a float32 softmax. Same shapes as `attention`."""
-    scores = (query * query.shape[-1] ** -0.5) @ key.transpose(-2, -1)
-    out: Tensor = scores.softmax(dim=-1, dtype=torch.float32).to(value.dtype) @ value
-    return out
+def is_fused(device: torch.device, dtype: torch.dtype, tokens: int) -> bool:
+    """Whether `attention` leaves it to SDPA, which keeps no scores for the backward pass."""
+    return device.type != "cpu" or (dtype != torch.bfloat16 and tokens >= 32)
+
+
+def attention_scores(query: Tensor, key: Tensor, bias: Tensor | None = None) -> Tensor:
+    """query key^T / sqrt(e) + bias, [b, h, n, n]."""
+    scores: Tensor = (query * query.shape[-1] ** -0.5) @ key.transpose(-2, -1)
+    return scores if bias is None else scores + bias
 
 
 class Attention(nn.Module):
@@ -67,15 +83,46 @@ class Attention(nn.Module):
         self.qkv = nn.Linear(config.width, 3 * config.width)
         self.proj = nn.Linear(config.width, config.width)
         self.dropout = nn.Dropout(config.dropout)
+        self.pos_embed: nn.Parameter | None = None
+        if config.position == "relative":
+            self.pos_embed = nn.Parameter(
+                torch.empty(2 * config.num_tokens - 1, config.width // config.num_heads)
+            )
 
-    def forward(self, x: Tensor) -> Tensor:
-        """[b, n, d] -> [b, n, d]."""
-        b, n, d = x.shape
-        qkv = self.qkv(x).view(b, n, 3, self.num_heads, d // self.num_heads)
-        query, key, value = qkv.permute(2, 0, 3, 1, 4).unbind(0)  # each [b, h, n, e]
-        heads = attention(query, key, value).transpose(1, 2).reshape(b, n, d)
-        out: Tensor = self.dropout(self.proj(heads))
+    def forward(self, x: Tensor, first: int | None = None) -> Tensor:
+        """[b, n, d] -> [b, n, d], or [b, first, d]: what only the first tokens get."""
+        query, key, value = self.heads(x) if first is None else self.heads_of_first(x, first)
+        mixed = attention(query, key, value, self.bias(query)).transpose(1, 2).flatten(2)
+        out: Tensor = self.dropout(self.proj(mixed))
         return out
+
+    def heads(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """[b, n, d] -> queries, keys and values, each [b, h, n, e]."""
+        query, key, value = self._split(self.qkv(x), 3)
+        return query, key, value
+
+    def heads_of_first(self, x: Tensor, first: int) -> tuple[Tensor, Tensor, Tensor]:
+        """[b, n, d] -> queries [b, h, first, e] of the first tokens, keys and values [b, h, n, e] of all."""
+        weight, bias, d = self.qkv.weight, self.qkv.bias, x.shape[2]
+        (query,) = self._split(F.linear(x[:, :first], weight[:d], bias[:d]), 1)
+        key, value = self._split(F.linear(x, weight[d:], bias[d:]), 2)
+        return query, key, value
+
+    def _split(self, x: Tensor, parts: int) -> tuple[Tensor, ...]:
+        """[b, n, parts * d] -> so many [b, h, n, e]."""
+        b, n, _ = x.shape
+        return x.view(b, n, parts, self.num_heads, -1).permute(2, 0, 3, 1, 4).unbind(0)
+
+    def bias(self, query: Tensor) -> Tensor | None:
+        """What relative positions add to the scores, [b, h, n, n]; scaled as the scores are (Shaw et al. 2018)."""
+        if self.pos_embed is None:
+            return None
+        return relative_scores(query * query.shape[-1] ** -0.5, self.pos_embed)
+
+    def weights(self, x: Tensor) -> Tensor:
+        """[b, n, d] -> how much each token attends to each, float32 [b, h, n, n], rows summing to 1."""
+        query, key, _ = self.heads(x)
+        return attention_scores(query, key, self.bias(query)).softmax(dim=-1, dtype=torch.float32)
 
 
 class Mlp(nn.Module):
@@ -83,33 +130,73 @@ class Mlp(nn.Module):
 
     def __init__(self, config: ViTConfig) -> None:
         super().__init__()
+        self.gelu = config.gelu
         self.fc1 = nn.Linear(config.width, config.mlp_dim)
-        self.act = nn.GELU(approximate="tanh" if config.gelu == "tanh" else "none")
         self.fc2 = nn.Linear(config.mlp_dim, config.width)
         self.dropout = nn.Dropout(config.dropout)
 
     def forward(self, x: Tensor) -> Tensor:
         """[b, n, d] -> [b, n, d]."""
-        hidden = self.dropout(self.act(self.fc1(x)))
-        out: Tensor = self.dropout(self.fc2(hidden))
+        hidden = self.fc1(x)
+        if self.gelu == "quick":
+            hidden = hidden * torch.sigmoid(1.702 * hidden)
+        else:
+            hidden = F.gelu(hidden, approximate="tanh" if self.gelu == "tanh" else "none")
+        out: Tensor = self.dropout(self.fc2(self.dropout(hidden)))
         return out
 
 
 class Block(nn.Module):
     """Eq. 2 and 3: attention, then the MLP, each behind a layer norm and beside a residual connection."""
 
-    def __init__(self, config: ViTConfig) -> None:
+    def __init__(self, config: ViTConfig, index: int) -> None:
         super().__init__()
+        self.residual = config.residual
+        self.drop_rate = config.stochastic_depth * index / max(1, config.num_blocks - 1)
         self.norm1 = nn.LayerNorm(config.width, eps=config.layer_norm_eps)
         self.attn = Attention(config)
         self.norm2 = nn.LayerNorm(config.width, eps=config.layer_norm_eps)
         self.mlp = Mlp(config)
+        self.ls1 = self.ls2 = None
+        if config.layer_scale is not None:
+            self.ls1, self.ls2 = (nn.ParameterDict({"gamma": torch.empty(config.width)}) for _ in range(2))
+
+    def forward(self, x: Tensor, first: int | None = None) -> Tensor:
+        """[b, n, d] -> [b, n, d]; with `first`, only the first tokens' part of it, [b, first, d]."""
+        x = self._join(x[:, :first], self.attn(self.norm1(x), first), self.ls1)
+        return self._join(x, self.mlp(self.norm2(x)), self.ls2)
+
+    def _join(self, x: Tensor, branch: Tensor, scale: nn.ParameterDict | None) -> Tensor:
+        if scale is not None:
+            branch = branch * scale["gamma"]
+        if self.training and self.drop_rate:
+            # Whole images are left out (Huang et al. 2016); the others make up for them, as in timm.
+            kept = torch.empty(len(x), 1, 1, dtype=x.dtype, device=x.device).bernoulli_(1 - self.drop_rate)
+            branch = branch * (kept / (1 - self.drop_rate))
+        return x + branch if self.residual else branch
+
+
+class AttentionPool(nn.Module):
+    """The MAP head: a learned query attends to all tokens, then an MLP (Zhai et al. 2022; big_vision's MAPHead)."""
+
+    def __init__(self, config: ViTConfig) -> None:
+        super().__init__()
+        self.num_heads = config.num_heads
+        self.latent = nn.Parameter(torch.empty(1, 1, config.width))
+        self.q = nn.Linear(config.width, config.width)
+        self.kv = nn.Linear(config.width, 2 * config.width)
+        self.proj = nn.Linear(config.width, config.width)
+        self.norm = nn.LayerNorm(config.width, eps=config.layer_norm_eps)
+        self.mlp = Mlp(config)
 
     def forward(self, x: Tensor) -> Tensor:
-        """[b, n, d] -> [b, n, d]."""
-        x = x + self.attn(self.norm1(x))
-        out: Tensor = x + self.mlp(self.norm2(x))
-        return out
+        """[b, n, d] -> [b, d]."""
+        b, n, d = x.shape
+        query = self.q(self.latent).view(1, 1, self.num_heads, -1).transpose(1, 2).expand(b, -1, -1, -1)
+        key, value = self.kv(x).view(b, n, 2, self.num_heads, -1).permute(2, 0, 3, 1, 4).unbind(0)
+        pooled = self.proj(attention(query, key, value).transpose(1, 2).reshape(b, 1, d))
+        out: Tensor = pooled + self.mlp(self.norm(pooled))
+        return out[:, 0]
 
 
 class ViT(nn.Module):
@@ -121,93 +208,218 @@ class ViT(nn.Module):
         device = torch.get_default_device()
         # On "meta" first: torch's own initialisation would be wasted, and would move the global generator.
         with torch.device("meta"):
-            self.patch_embed = PatchEmbed(config)
-            if config.pooling == "cls":
-                self.cls_token = nn.Parameter(torch.empty(1, 1, config.width))
-            self.pos_embed = nn.Parameter(torch.empty(1, config.num_tokens, config.width))
-            self.dropout = nn.Dropout(config.dropout)
-            self.blocks = nn.ModuleList(Block(config) for _ in range(config.depth))
-            self.norm = nn.LayerNorm(config.width, eps=config.layer_norm_eps)
-            if config.representation_head:
-                self.pre_logits = nn.Linear(config.width, config.width)
-            if config.num_classes:
-                self.head = nn.Linear(config.width, config.num_classes)
+            self._build(config)
         self.to_empty(device=device)
         if device.type != "meta":
             self.initialise(seed=0)
 
+    def _build(self, config: ViTConfig) -> None:
+        width = config.width
+        self.patch_embed = PatchEmbed(config)
+        if config.class_token:
+            self.cls_token = nn.Parameter(torch.empty(1, 1, width))
+        if config.distillation:
+            self.dist_token = nn.Parameter(torch.empty(1, 1, width))
+        if config.registers:
+            self.reg_token = nn.Parameter(torch.empty(1, config.registers, width))
+        tables = config.num_blocks if config.position_at == "every_layer" else 1
+        if config.position == "learned1d":
+            entries = config.num_class_positions + config.num_patches
+            self.pos_embed = nn.Parameter(torch.empty(tables, entries, width))
+        if config.position == "learned2d":
+            rows, columns = config.grid
+            self.pos_embed_y = nn.Parameter(torch.empty(tables, rows, width // 2))
+            self.pos_embed_x = nn.Parameter(torch.empty(tables, columns, width // 2))
+        self.dropout = nn.Dropout(config.dropout)
+        if config.norm_first:
+            self.norm_pre = nn.LayerNorm(width, eps=config.layer_norm_eps)
+        self.blocks = nn.ModuleList(Block(config, index) for index in range(config.num_blocks))
+        if config.norm_after_pooling:
+            self.fc_norm = nn.LayerNorm(width, eps=config.layer_norm_eps)
+        else:
+            self.norm = nn.LayerNorm(width, eps=config.layer_norm_eps)
+        if config.pooling == "map":
+            self.attn_pool = AttentionPool(config)
+        if config.representation_head:
+            self.pre_logits = nn.Linear(width, width)
+        if config.num_classes:
+            self.head = nn.Linear(width, config.num_classes)
+            if config.distillation:
+                self.head_dist = nn.Linear(width, config.num_classes)
+
     def forward(self, images: Tensor) -> Tensor:
-        """[b, c, height, width] -> logits [b, classes]; the representation [b, d] when there is no head."""
-        representation = self.forward_features(images)[1]
+        """[b, c, height, width] -> logits [b, classes]; the representation [b, d] when there is no head.
+
+        Raises ValueError for images of another size than the configuration's, or another dtype than the weights'.
+        """
+        # The last block computes nothing for tokens that nobody reads: a twelfth of B/16, a fifth of four layers.
+        pooled = 1 + self.config.distillation if self.config.pooling == "cls" else None
+        tokens = self.encode(self.embed(images), pooled)
+        representation = self.represent(tokens)
         if not self.config.num_classes:
             return representation
         logits: Tensor = self.head(representation)
+        if self.config.distillation:
+            logits = (logits + self.head_dist(tokens[:, 1])) / 2
         return logits
 
     def forward_features(self, images: Tensor) -> tuple[Tensor, Tensor]:
-        """[b, c, height, width] -> tokens [b, n, d] after the final norm, representation y [b, d] (eq. 4).
+        """[b, c, height, width] -> tokens [b, n, d] of the encoder, representation y [b, d] (eq. 4).
 
-        y is the class token, or with pooling "gap" the mean of all tokens; then the tanh layer, if any.
-        Raises ValueError for images of another size than the configuration's.
+        The tokens are normed, but where the norm comes after pooling. y is the class token, the mean of the
+        patches' tokens or what the MAP head reads; then the tanh layer, if any.
+        Raises ValueError for images of another size than the configuration's, or another dtype than the weights'.
         """
-        c, size = self.config.in_channels, self.config.image_size
-        if images.shape[1:] != (c, size, size):
-            raise ValueError(
-                f"images have shape {list(images.shape)}; this model needs [b, {c}, {size}, {size}]"
-            )
-        x = self.patch_embed(images)
-        if self.config.pooling == "cls":
-            x = torch.cat([self.cls_token.expand(len(x), -1, -1), x], dim=1)
-        x = self.dropout(x + self.pos_embed)
-        for block in self.blocks:
-            x = block(x)
-        tokens = self.norm(x)
-        y = tokens[:, 0] if self.config.pooling == "cls" else tokens.mean(dim=1)
-        if self.config.representation_head:
-            y = torch.tanh(self.pre_logits(y))
-        return tokens, y
+        tokens = self.encode(self.embed(images))
+        return tokens, self.represent(tokens)
+
+    def embed(self, images: Tensor) -> Tensor:
+        """Eq. 1: [b, c, height, width] -> the first block's input [b, n, d], class token and registers in front."""
+        check_images(images, self.config, self.patch_embed.proj.weight.dtype)
+        return self.assemble(self.patch_embed(images))
+
+    def assemble(self, patches: Tensor) -> Tensor:
+        """Patch embeddings [b, patches, d] -> [b, n, d]: the other tokens before them, positions added."""
+        config = self.config
+        prefix = [self.cls_token] if config.class_token else []
+        prefix += [self.dist_token] if config.distillation else []
+        prefix += [self.reg_token] if config.registers else []
+        x = torch.cat([*(token.expand(patches.shape[0], -1, -1) for token in prefix), patches], dim=1)
+        if config.position_at == "stem" and (table := self.positions(0)) is not None:
+            x = x + table.to(x.dtype)
+        x = self.dropout(x)
+        return self.norm_pre(x) if config.norm_first else x  # type: ignore[no-any-return]
+
+    def encode(self, x: Tensor, first: int | None = None) -> Tensor:
+        """Eq. 2 to 4: [b, n, d] -> the last block's output [b, n, d], normed where the norm is before pooling.
+
+        With `first`, only that of the first tokens, [b, first, d].
+        """
+        for state in self.states(x, first):
+            x = state
+        return x if self.config.norm_after_pooling else self.norm(x)
+
+    def states(self, x: Tensor, first: int | None = None) -> Iterator[Tensor]:
+        """Eq. 2 and 3: [b, n, d] -> what each block is given, positions added, then what the last one gives."""
+        config = self.config
+        for index, block in enumerate(self.blocks):
+            if config.position_at != "stem":
+                table = self.positions(index if config.position_at == "every_layer" else 0)
+                assert table is not None
+                x = x + table.to(x.dtype)
+            yield x
+            if config.axial:
+                x = along_axis(block, x, config.grid, index % 2)
+            else:
+                x = block(x, first if index == len(self.blocks) - 1 else None)
+        yield x
+
+    def represent(self, tokens: Tensor) -> Tensor:
+        """The encoder's tokens [b, n, d] -> the representation y [b, d]."""
+        config = self.config
+        if config.pooling == "cls":
+            y = tokens[:, 0]
+        elif config.pooling == "map":
+            y = self.attn_pool(tokens)
+        else:
+            y = tokens[:, config.num_prefix_tokens :].mean(dim=1)
+            if config.norm_after_pooling:
+                y = self.fc_norm(y)
+        return torch.tanh(self.pre_logits(y)) if config.representation_head else y
+
+    def positions(self, layer: int) -> Tensor | None:
+        """What is added to the tokens before block `layer`, [1, n, d]; None where nothing is ever added."""
+        config = self.config
+        if config.position in ("none", "relative"):
+            return None
+        kept = 0
+        if config.position == "learned1d":
+            table, kept = self.pos_embed[layer : layer + 1], config.num_class_positions
+        elif config.position == "learned2d":
+            y, x = self.pos_embed_y[layer], self.pos_embed_x[layer]
+            both = [
+                x[None].expand(len(y), -1, -1),
+                y[:, None].expand(-1, len(x), -1),
+            ]  # [rows, columns, d / 2]
+            table = torch.cat(both, dim=-1).reshape(1, config.num_patches, config.width)
+        else:
+            table = sincos2d(config.grid, config.width, self.patch_embed.proj.weight.device)
+        without = config.num_prefix_tokens - kept
+        if not without:
+            return table
+        zeros = table.new_zeros(1, without, config.width)
+        return torch.cat([table[:, :kept], zeros, table[:, kept:]], dim=1)
 
     @torch.no_grad()
     def initialise(self, seed: int) -> None:
         """Draw all weights anew, as the authors' JAX code does (vision_transformer, models_vit.py).
 
-        | parameter                           | distribution                                        |
-        |-------------------------------------|-----------------------------------------------------|
-        | patch_embed.proj.weight             | LeCun normal: variance 1 / fan-in, cut at 2 std     |
-        | pre_logits.weight                   | the same                                            |
-        | pos_embed                           | normal, std 0.02                                    |
-        | query, key, value; attn.proj.weight | uniform within sqrt(6 / 2d): Xavier, each as [d, d] |
-        | mlp.fc1.weight, mlp.fc2.weight      | uniform within sqrt(6 / (d + mlp_dim)): Xavier      |
-        | mlp.fc1.bias, mlp.fc2.bias          | normal, std 1e-6                                    |
-        | norm1, norm2, norm                  | weight 1, bias 0                                    |
-        | head                                | weight 0, bias `head_bias`                          |
-        | cls_token and every other bias      | 0                                                   |
+        | parameter                             | distribution                                        |
+        |---------------------------------------|-----------------------------------------------------|
+        | patch_embed.proj, convolutions        | LeCun normal: variance 1 / fan-in, cut at 2 std     |
+        | pre_logits.weight                     | the same                                            |
+        | pos_embed of all kinds                | normal, std 0.02                                    |
+        | query, key, value, proj weights       | uniform within sqrt(6 / 2d): Xavier, each as [d, d] |
+        | mlp.fc1.weight, mlp.fc2.weight        | uniform within sqrt(6 / (d + mlp_dim)): Xavier      |
+        | mlp.fc1.bias, mlp.fc2.bias            | normal, std 1e-6                                    |
+        | attn_pool.latent                      | uniform within sqrt(6 / (1 + d)): Xavier            |
+        | dist_token, reg_token                 | normal, std 0.02 (DeiT), 1e-6 (timm)                |
+        | layer and group norms                 | weight 1, bias 0; a stem unit's last weight 0       |
+        | ls1.gamma, ls2.gamma                  | `layer_scale`                                       |
+        | head, head_dist                       | weight 0, bias `head_bias`                          |
+        | cls_token and every other bias        | 0                                                   |
 
         The draws are made on the CPU in float32, so a seed means the same weights on every device.
         """
-        width, mlp_dim = self.config.width, self.config.mlp_dim
-        bounds = {
-            "attn.qkv.weight": math.sqrt(6 / (2 * width)),
-            "attn.proj.weight": math.sqrt(6 / (2 * width)),
-            "mlp.fc1.weight": math.sqrt(6 / (width + mlp_dim)),
-            "mlp.fc2.weight": math.sqrt(6 / (width + mlp_dim)),
-        }
         generator = torch.Generator("cpu").manual_seed(seed)
         for name, parameter in self.named_parameters():
             drawn = torch.zeros(parameter.shape, dtype=torch.float32, device="cpu")
-            suffix = name.split(".", 2)[-1] if name.startswith("blocks.") else name
-            if suffix in bounds:
-                drawn.uniform_(-bounds[suffix], bounds[suffix], generator=generator)
-            elif suffix in ("patch_embed.proj.weight", "pre_logits.weight"):
-                # Cutting a normal at two standard deviations leaves 0.8796 of its spread.
-                std = math.sqrt(1 / parameter.shape[1]) / 0.87962566103423978
-                nn.init.trunc_normal_(drawn, std=std, a=-2 * std, b=2 * std, generator=generator)
-            elif suffix == "pos_embed":
-                drawn.normal_(std=0.02, generator=generator)
-            elif suffix in ("mlp.fc1.bias", "mlp.fc2.bias"):
-                drawn.normal_(std=1e-6, generator=generator)
-            elif suffix in ("norm1.weight", "norm2.weight", "norm.weight"):
-                drawn.fill_(1.0)
-            elif suffix == "head.bias":
-                drawn.fill_(self.config.head_bias)
+            self._draw(name, drawn, generator)
             parameter.copy_(drawn)
+
+    def _draw(self, name: str, drawn: Tensor, generator: torch.Generator) -> None:
+        """Fill the zeros `drawn` with what the parameter `name` starts from."""
+        width, mlp_dim = self.config.width, self.config.mlp_dim
+        owner, _, leaf = name.rpartition(".")
+        layer = owner.rpartition(".")[2]
+        if layer in ("fc1", "fc2") and leaf == "bias":
+            drawn.normal_(std=1e-6, generator=generator)
+        elif layer in ("fc1", "fc2"):
+            bound = math.sqrt(6 / (width + mlp_dim))
+            drawn.uniform_(-bound, bound, generator=generator)
+        elif leaf == "latent":
+            bound = math.sqrt(6 / (1 + width))
+            drawn.uniform_(-bound, bound, generator=generator)
+        elif layer in ("qkv", "q", "kv", "proj") and leaf == "weight" and owner != "patch_embed.proj":
+            bound = math.sqrt(6 / (2 * width))
+            drawn.uniform_(-bound, bound, generator=generator)
+        elif (
+            (owner == "pre_logits" and leaf == "weight")
+            or (owner == "patch_embed.proj" and leaf == "weight")
+            or drawn.ndim == 4
+        ):
+            lecun_normal_(drawn, generator)
+        elif leaf in ("pos_embed", "pos_embed_x", "pos_embed_y", "dist_token"):
+            drawn.normal_(std=0.02, generator=generator)
+        elif leaf == "reg_token":
+            drawn.normal_(std=1e-6, generator=generator)
+        elif leaf == "gamma":
+            assert self.config.layer_scale is not None
+            drawn.fill_(self.config.layer_scale)
+        elif "norm" in layer and leaf == "weight":
+            drawn.fill_(0.0 if layer == "norm3" else 1.0)
+        elif layer in ("head", "head_dist") and leaf == "bias":
+            drawn.fill_(self.config.head_bias)
+
+
+def along_axis(block: nn.Module, x: Tensor, grid: tuple[int, int], axis: int) -> Tensor:
+    """Apply a block to each row (axis 0) or column (1) of the grid by itself: [b, rows * columns, d] -> the same."""
+    lines = split_lines(x, grid, axis)
+    out: Tensor = block(lines.flatten(0, 1)).view(lines.shape)
+    return (out.transpose(1, 2) if axis else out).reshape(x.shape)
+
+
+def split_lines(x: Tensor, grid: tuple[int, int], axis: int) -> Tensor:
+    """[b, rows * columns, d] -> [b, lines, tokens of a line, d]; a line is a row (axis 0) or a column (1)."""
+    image = x.view(len(x), *grid, x.shape[2])
+    return image.transpose(1, 2) if axis else image

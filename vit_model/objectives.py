@@ -1,5 +1,9 @@
-"""Training losses. In: logits and targets of a batch. Out: one float32 scalar, the mean over the batch."""
+"""Losses of classifiers. In: logits and labels of a batch. Out: one scalar, the mean over the batch.
 
+Computed in float32 or better, because sums over many classes lose digits in bfloat16.
+"""
+
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -8,6 +12,27 @@ def softmax_cross_entropy(logits: Tensor, labels: Tensor, label_smoothing: float
     """Mean of -log softmax(logits)[label], for logits [b, classes] and int64 labels [b].
 
     With label smoothing s (Szegedy et al. 2016) the target is 1 - s + s / classes at the label, s / classes
-    elsewhere. Computed in float32, because the sum over classes loses digits in bfloat16.
+    elsewhere.
     """
-    return F.cross_entropy(logits.float(), labels, label_smoothing=label_smoothing)
+    return F.cross_entropy(in_full(logits), labels, label_smoothing=label_smoothing)
+
+
+def sigmoid_cross_entropy(logits: Tensor, labels: Tensor, label_smoothing: float = 0.0) -> Tensor:
+    """Every class a question of its own, yes or no: logits [b, classes], int64 labels [b].
+
+    Summed over the classes, then the mean over the batch, as the authors do (big_vision, utils.py `sigmoid_xent`);
+    the mean over classes too would make the gradient `classes` times smaller. Such a model should begin with a
+    `head_bias` far below zero (-10 in the authors' code), so that the many answers "no" are right from the start.
+
+    With label smoothing s each answer is taken to be wrong with probability s: the target is 1 - s at the label and
+    s elsewhere, whatever the number of classes. So s is small here, such as 1e-4 for ImageNet.
+    """
+    targets = torch.full_like(in_full(logits), label_smoothing)
+    targets.scatter_(1, labels[:, None], 1 - label_smoothing)
+    total = F.binary_cross_entropy_with_logits(in_full(logits), targets, reduction="sum")
+    return total / len(logits)
+
+
+def in_full(numbers: Tensor) -> Tensor:
+    """The same numbers in float32 where they were in less."""
+    return numbers.to(torch.promote_types(numbers.dtype, torch.float32))

@@ -63,17 +63,31 @@ def run(
     strict_code: StrictCodeOption = False,
 ) -> None:
     """Run a pipeline from here; what is already made is not made again."""
+    loaded, _, forced = _requested(pipeline, only, force, changes)
+    targets = tuple(only or ()) or tuple(loaded.stages)
+    carry_out(loaded, targets, store, address, token_file, forced, parallel, strict_code)
+
+
+def carry_out(
+    pipeline: Pipeline,
+    targets: tuple[str, ...],
+    store: str,
+    address: str | None,
+    token_file: Path | None,
+    forced: tuple[str, ...] = (),
+    parallel: int | None = None,
+    strict_code: bool = False,
+) -> None:
+    """Run the targets of a pipeline, and what they need, from here, and say how that ended."""
     from pipelines import plan as planning
     from pipelines import runs
 
-    loaded, names, forced = _requested(pipeline, only, force, changes)
     opened = _open_for(store, address)
-    planned = planning.plan_pipeline(opened, loaded, names, strict_code)
+    planned = planning.plan_pipeline(opened, pipeline, pipeline.needed_for(targets), strict_code)
     if _nothing_to_do(opened, planned, forced):
         return
     connection = _connection(address, token_file)
-    targets = tuple(only or ()) or tuple(loaded.stages)
-    started = runs.start_run(opened, loaded, targets, forced, strict_code=strict_code)
+    started = runs.start_run(opened, pipeline, targets, forced, strict_code=strict_code)
     add_event(opened, started.id, "driver", **runs.driver_process())
     console.print(f"{'continuing' if started.continued else 'run'} [bold]{started.id}[/]", highlight=False)
     _drive(opened, started, connection, parallel, shlex.join(["vitflow", *sys.argv[1:]]))

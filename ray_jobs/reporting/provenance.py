@@ -12,8 +12,12 @@ from pathlib import Path
 from typing import Any
 
 from pipelines.store import Manifest
+from vit_model.config import family_of
 
 Part = tuple[str, Manifest, Path]
+_UNKNOWN = (
+    " Only vitflow's own weights say what they were trained on: imported ones may have seen these images."
+)
 
 
 def stages(parts: Iterable[Part]) -> list[dict[str, Any]]:
@@ -60,10 +64,10 @@ def _protocol(manifest: Manifest, folder: Path, names: Mapping[str, str]) -> str
     inputs = {
         field: names.get(found[0].key, found[0].key[:12]) for field, found in manifest.inputs.items() if found
     }
-    text = {"pretrain": _pretrain, "finetune": _finetune, "evaluate": _evaluate, "baselines": _baselines}.get(
-        manifest.job
-    )
-    return "" if text is None else f"{text(config, inputs)}{_normalisation(folder)}"
+    text = {"pretrain": _pretrain, "import": _import, "finetune": _finetune, "evaluate": _evaluate,
+            "baselines": _baselines}.get(manifest.job)  # fmt: skip
+    imported = any(found.job == "import" for found in manifest.inputs.get("backbone", []))
+    return "" if text is None else f"{text(config, inputs)}{_UNKNOWN * imported}{_normalisation(folder)}"
 
 
 def _pretrain(config: Mapping[str, Any], inputs: Mapping[str, str]) -> str:
@@ -75,6 +79,10 @@ def _pretrain(config: Mapping[str, Any], inputs: Mapping[str, str]) -> str:
         f"ZeRO stage {config['zero_stage']}, augmentation {config['augment']}, label smoothing "
         f"{config['label_smoothing']:g}, seed {config['seed']}."
     )
+
+
+def _import(config: Mapping[str, Any], inputs: Mapping[str, str]) -> str:
+    return f"Weights that others trained, from {config['path']}.{_UNKNOWN}"
 
 
 def _finetune(config: Mapping[str, Any], inputs: Mapping[str, str]) -> str:
@@ -130,8 +138,12 @@ def _normalisation(folder: Path) -> str:
 
 
 def _size(model: Mapping[str, Any]) -> str:
+    units = "-".join(map(str, model.get("units") or model.get("stem") or ()))
+    if family_of(model) == "resnet":
+        return f"ResNet of {units} units, width factor {model['width_factor']}"
     heads, patch = model["num_heads"], model["patch_size"]
-    return f"ViT of width {model['width']}, depth {model['depth']}, {heads} heads, patch {patch}"
+    stem = f" on a convolutional stem ({units or 'no'} units)" if model.get("stem") is not None else ""
+    return f"ViT of width {model['width']}, depth {model['depth']}, {heads} heads, patch {patch}{stem}"
 
 
 def _seconds(manifest: Manifest) -> float:

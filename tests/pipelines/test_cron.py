@@ -95,7 +95,7 @@ moments = st.one_of(
 ).map(lambda moment: moment.replace(tzinfo=UTC))
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(line=lines(), begin=moments, zone=st.sampled_from(["UTC", "Europe/Berlin", "Australia/Lord_Howe"]))
 def test_ticks_are_those_that_a_walk_over_all_minutes_finds(line: str, begin: datetime, zone: str) -> None:
     try:
@@ -186,7 +186,7 @@ def test_what_is_no_time_zone(name: str) -> None:
         check_timezone(name)
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(line=lines())
 def test_kubernetes_line_means_the_same_without_a_seventh_day(line: str) -> None:
     line = line.replace(" 30 ", " 3 ").replace(" 31 ", " 3 ")

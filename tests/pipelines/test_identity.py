@@ -9,19 +9,27 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from pydantic import TypeAdapter, ValidationError
 
 from pipelines import identity
 from pipelines.recipe import load_pipeline, parse_pipeline
 from pipelines.spec import (
     STAGE_TYPES,
     AnyStage,
-    Frozen,
     Ingest,
+    Model,
+    ModelSize,
+    Pretrain,
     RecipeError,
+    ResNetSize,
+    module,
 )
+from vit_model.config import Frozen
 
 TINY = Path(__file__).parent.parent / "tiny.yaml"
-STAGES = load_pipeline(str(TINY)).stages | load_pipeline("quickstart").stages
+GIVEN = ("images.source.root=/x", "backbone.path=/x", "backbone.preprocessing=imagenet")
+IMPORTED = {"imported": load_pipeline("finetune_imported", GIVEN).stages["backbone"]}
+STAGES = load_pipeline(str(TINY)).stages | load_pipeline("quickstart").stages | IMPORTED
 OTHER: dict[type, Any] = {
     int: lambda v: v + 1,
     float: lambda v: v / 2 + 0.1,
@@ -32,7 +40,7 @@ OTHER: dict[type, Any] = {
 
 def key(stage: AnyStage) -> str:
     inputs = {field: ["d" * 64 for _ in names] for field, names in stage.inputs().items()}
-    return identity.stage_key(stage, inputs, "s" * 64 if isinstance(stage, Ingest) else None)
+    return identity.stage_key(stage, inputs, None if stage.files() is None else "s" * 64)
 
 
 def leaves(config: Frozen, path: tuple[str, ...] = ()) -> Any:
@@ -205,7 +213,7 @@ def test_missing_source_is_a_clear_error(tmp_path: Path) -> None:
 def test_import_closure_is_what_python_imports(job: str) -> None:
     """The static closure covers every module of ours that importing the stage loads."""
     code = (
-        f"import sys, ray_jobs.{job}\n"
+        f"import sys, ray_jobs.{module(job)}\n"
         "for module in list(sys.modules.values()): print(getattr(module, '__file__', None))"
     )
     run = [sys.executable, "-W", "ignore", "-c", code]
@@ -215,3 +223,52 @@ def test_import_closure_is_what_python_imports(job: str) -> None:
     ours = {name for name in names if name.split("/")[0] in identity.CODE_PACKAGES}
     assert ours
     assert ours <= set(identity.import_closure(job))
+
+
+def test_options_that_came_later_leave_the_keys_of_what_was_made_before() -> None:
+    """What the first version of a model's shape had is all that enters a key, until an option is used."""
+    sizes = {"patch_size": 4, "width": 64, "depth": 4, "num_heads": 4}
+    first = {*sizes, "mlp_ratio", "pooling", "gelu"}
+    assert identity.identity_fields(ModelSize.model_validate(sizes)).keys() == first
+    assert identity.identity_fields(ModelSize.model_validate(sizes | {"pooling": "gap"})).keys() == first
+    for option, value in (
+        ("class_token", True),
+        ("registers", 2),
+        ("position", "sincos2d"),
+        ("layer_scale", 0.1),
+    ):
+        used = ModelSize.model_validate(sizes | {"pooling": "gap", option: value})
+        assert identity.identity_fields(used).keys() == {*first, option}
+
+
+def test_the_objective_enters_a_key_where_it_is_not_softmax() -> None:
+    given = {"job": "pretrain", "data": "d", "resolution": 8, "steps": 1, "batch_size": 2, "learning_rate": 0.1,
+             "model": {"patch_size": 4, "width": 8, "depth": 1, "num_heads": 1}}  # fmt: skip
+    plain, sigmoid = (Pretrain.model_validate(given | more) for more in ({}, {"objective": "sigmoid"}))
+    assert plain.objective == "softmax"
+    assert identity.identity_fields(sigmoid) == identity.identity_fields(plain) | {"objective": "sigmoid"}
+
+
+def test_a_models_name_stands_for_its_sizes() -> None:
+    named = identity.identity_fields(ModelSize.model_validate("Ti/16"))
+    spelled = ModelSize(patch_size=16, width=192, depth=12, num_heads=3)
+    assert named == identity.identity_fields(spelled)
+    assert identity.identity_fields(ModelSize.model_validate("R50+B/16"))["stem"] == (3, 4, 9)
+    with pytest.raises(ValidationError, match="the nearest is 'Ti/16'"):
+        ModelSize.model_validate("Ti/17")
+
+
+def test_the_family_of_a_model_is_told_by_its_name_or_field_and_a_vit_needs_none() -> None:
+    model: TypeAdapter[Any] = TypeAdapter(Model)
+    sizes = {"patch_size": 4, "width": 64, "depth": 4, "num_heads": 4}
+    plain = identity.identity_fields(model.validate_python(sizes))
+    assert "family" not in plain
+    assert identity.identity_fields(model.validate_python(sizes | {"family": "vit"})) == plain
+    resnet = model.validate_python("R101x3")
+    assert resnet == ResNetSize(units=(3, 4, 23, 3), width_factor=3)
+    written = {"family": "resnet", "units": [3, 4, 23, 3], "width_factor": 3}
+    assert model.validate_python(written) == resnet
+    assert identity.identity_fields(resnet)["family"] == "resnet"
+    assert isinstance(model.validate_python("R50+B/16"), ModelSize)
+    for config in (resnet, model.validate_python("R26+S/32")):
+        assert model.validate_json(config.model_dump_json()) == config

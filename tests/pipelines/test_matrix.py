@@ -219,7 +219,7 @@ yaml_values = st.one_of(
 )  # fmt: skip
 
 
-@settings(deadline=None, max_examples=50)
+@settings(max_examples=50)
 @given(
     st.dictionaries(
         st.sampled_from(["a", "a.b", "b.a", "c.a"]),

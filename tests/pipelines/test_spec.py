@@ -3,11 +3,12 @@
 from pathlib import Path
 from typing import Any
 
+import jsonschema
 import pytest
 import yaml
 
 from pipelines.pipeline import Pipeline
-from pipelines.recipe import load_pipeline, parse_pipeline
+from pipelines.recipe import load_pipeline, parse_pipeline, schema
 from pipelines.spec import RecipeError
 
 TINY = Path(__file__).parent.parent / "tiny.yaml"
@@ -51,6 +52,30 @@ def test_needed_for_a_stage_is_what_is_before_it() -> None:
         ("stages.pretrain.steps", "many", "stages.pretrain.steps: Input should be a valid integer"),
         ("stages.pretrain.steps", ..., "stages.pretrain.steps: is missing"),
         ("stages.pretrain.model.depht", 3, "did you mean 'depth'?"),
+        (
+            "stages.pretrain.model",
+            "R50x9",
+            "stages.pretrain.model: unknown variant 'R50x9'; the nearest is 'R50x",
+        ),
+        ("stages.pretrain.model", 7, "stages.pretrain.model: Input should be a valid dictionary"),
+        ("stages.pretrain.model", None, "stages.pretrain.model: Input should be a valid dictionary"),
+        (
+            "stages.pretrain.model.family",
+            "cnn",
+            "stages.pretrain.model: family must be one of vit, resnet",
+        ),
+        ("stages.pretrain.model", {"family": "resnet"}, "stages.pretrain.model.units: is missing"),
+        (
+            "stages.pretrain.model",
+            {"family": "resnet", "units": [1], "width_fac": 2},
+            "stages.pretrain.model.width_fac: there is no such field; did you mean 'width_factor'?",
+        ),
+        ("stages.pretrain.model.vit", 3, "stages.pretrain.model.vit: there is no such field"),
+        (
+            "stages.pretrain.model.stem",
+            [1, 1],
+            "stages.pretrain.model: patch_size 4 is not a multiple of 8, the stride of a stem with 2 stages",
+        ),
         ("stages.digits.source.sead", 3, "stages.digits.source.sead: there is no such field"),
         ("stages.pretrain.resolution", 9, "resolution 9 is not a multiple of patch_size 4: 8 or 12 would be"),
         ("stages.pretrain.resolution", 10**400, "stages.pretrain.resolution: Input should be less than"),
@@ -65,6 +90,11 @@ def test_needed_for_a_stage_is_what_is_before_it() -> None:
             "stages.pretrain.seed",
             -1,
             "stages.pretrain.seed: Input should be greater than or equal to 0, not -1",
+        ),
+        (
+            "stages.pretrain.objective",
+            "sofmax",
+            "stages.pretrain.objective: Input should be 'softmax', 'sigmoid' or",
         ),
         ("stages.finetune.learning_rates", [-1.0], "stages.finetune.learning_rates"),
         ("stages.finetune.learning_rates", [0.1, 0.1], "[0.1, 0.1] has a value twice"),
@@ -96,6 +126,48 @@ def test_bad_field_is_named(path: str, value: Any, message: str) -> None:
     with pytest.raises(RecipeError) as error:
         parse_pipeline(changed(path, value), "tiny.yaml")
     assert str(error.value).startswith("tiny.yaml:")
+    assert message in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "model",
+    ["Ti/8", "R50x1", "R+Ti/16", {"family": "resnet", "units": [1, 1]}, {"patch_size": 4, "width": 8, "depth": 1,
+     "num_heads": 1, "axial": True, "pooling": "gap"}],
+    ids=str,
+)  # fmt: skip
+def test_a_model_is_a_name_or_a_shape_of_either_family(model: Any) -> None:
+    raw = changed("stages.pretrain.model", model)
+    raw["stages"]["pretrain"]["resolution"] = 32
+    pipeline = parse_pipeline(raw, "tiny.yaml")
+    written = pipeline.model_dump(mode="json")
+    assert Pipeline.model_validate(written) == pipeline
+    validator = jsonschema.Draft202012Validator(schema())
+    assert not list(validator.iter_errors(raw))
+    raw["stages"]["pretrain"]["model"] = "R50x9"
+    assert list(validator.iter_errors(raw))
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"objective": "sigmoid", "label_smoothing": 0.5}, "label_smoothing 0.5: with objective sigmoid"),
+        ({"objective": "masked_patches", "label_smoothing": 0.1}, "are about a classifier, which objective"),
+        (
+            {"objective": "masked_patches", "model": {"head_bias": -10}},
+            "are about a classifier, which objective",
+        ),
+        ({"objective": "masked_patches", "model": {"pooling": "map"}}, "would not train model.pooling map"),
+        ({"objective": "masked_patches", "resolution": 4}, "resolution 4 is a single patch"),
+        ({"objective": "masked_patches", "resnet": "R50x1"}, "a ViT's patches; model is a resnet"),
+    ],
+    ids=str,
+)
+def test_an_objective_says_what_does_not_go_with_it(fields: dict[str, Any], message: str) -> None:
+    raw, fields = yaml.safe_load(TINY.read_text()), dict(fields)
+    model = raw["stages"]["pretrain"]["model"] | fields.pop("model", {})
+    raw["stages"]["pretrain"] |= {"model": fields.pop("resnet", model), **fields}
+    with pytest.raises(RecipeError) as error:
+        parse_pipeline(raw, "tiny.yaml")
     assert message in str(error.value)
 
 

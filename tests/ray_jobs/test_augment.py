@@ -96,3 +96,12 @@ def test_unknown_policies_and_wrong_lengths_are_refused() -> None:
         augment(pictures(2), "mixup", 0, np.arange(2))
     with pytest.raises(ValueError, match="3 positions for 2 images"):
         augment(pictures(2), "none", 0, np.arange(3))
+
+
+def test_draws_for_another_purpose_are_others_and_as_many_as_asked_for() -> None:
+    positions = np.arange(1000)
+    augmenting, masking = uniform(0, positions), uniform(0, positions, 32, "masked patches")
+    assert masking.shape == (1000, 32)
+    assert len(np.unique(masking)) == masking.size
+    assert abs(np.corrcoef(augmenting[:, 0], masking[:, 0])[0, 1]) < 0.1
+    np.testing.assert_array_equal(masking[7:9], uniform(0, positions[7:9], 32, "masked patches"))

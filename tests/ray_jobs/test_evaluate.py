@@ -7,11 +7,12 @@ import pytest
 from sklearn.neighbors import KNeighborsClassifier
 
 from pipelines import store as st
-from pipelines.spec import Baselines, DigitsSource, Evaluate, Finetune, Labels, ModelSize
+from pipelines.spec import Baselines, DigitsSource, Evaluate, Finetune, Labels, ModelSize, ResNetSize
 from pipelines.store import Manifest, Store, open_store
 from ray_jobs import baselines, evaluate, finetune, ingest, rows, shards
 from ray_jobs.pretrain import model_contract
 from tests.records import make_context, make_manifest
+from vit_model.build import build
 from vit_model.model import ViT
 from vit_model.weights import save_model
 
@@ -59,6 +60,19 @@ def model(store: Store, digits: Manifest) -> Manifest:
     return make_manifest("pretrain", files=staging.files)
 
 
+def test_rows_say_of_which_family_a_model_is(store: Store, digits: Manifest) -> None:
+    contract = model_contract(
+        ResNetSize(units=(1,)), 8, shards.open_dataset(st.local_files(store, digits)).info
+    )
+    with store.staging(st.Layout.files("pretrain", "resnet", 1)) as staging:
+        save_model(staging.path, build(contract.architecture), contract)
+    resnet = make_manifest("pretrain", key="resnet", files=staging.files)
+    config = Evaluate(job="evaluate", data="d", backbone="m", shots=(1,), draws=1)
+    result = evaluate.evaluate(make_context(store, config, data=digits, backbone=resnet))
+    named = {name for name in result.metrics if not name.startswith("pixels")}
+    assert named == {"ResNet, trained on these images @ 1", "ResNet, untrained @ 1"}
+
+
 def test_pixel_rows_equal_a_ridge_written_out(store: Store, digits: Manifest, model: Manifest) -> None:
     """Predictions of one draw, from the normal equations, with the L2 that the row says was chosen."""
     import json
@@ -69,8 +83,8 @@ def test_pixel_rows_equal_a_ridge_written_out(store: Store, digits: Manifest, mo
     found = rows.read_table(folder / "rows.parquet", rows.ROWS)
     assert len(found) == 4 * 2 * 2
     assert {row["method"] for row in found} == {
-        evaluate.SEEN,
-        evaluate.UNTRAINED,
+        "ViT, trained on these images",
+        "ViT, untrained",
         "pixels",
         "pixels, standardised",
     }

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from pipelines.recipe import load_pipeline
@@ -145,7 +145,6 @@ def test_a_truncated_file_is_always_refused(tmp_path_factory: pytest.TempPathFac
 
 
 @pytest.mark.parametrize("zipped", [False, True])
-@settings(deadline=None)
 @given(position=st.integers(0, 10**6), bit=st.integers(0, 7))
 def test_a_flipped_bit_is_told_or_changes_only_what_no_checksum_covers(
     tmp_path_factory: pytest.TempPathFactory, zipped: bool, position: int, bit: int

@@ -11,11 +11,14 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing
 from torch.nn import functional
+from torch.utils.flop_counter import FlopCounterMode
 
-from pipelines.spec import ModelSize, Optimizer, Pretrain
+from pipelines.spec import Finetune, ModelSize, Optimizer, Pretrain
 from pipelines.store import open_store
-from ray_jobs import loader, optim, pretrain, shards
+from ray_jobs import evaluate, finetune, loader, optim, pretrain, shards
+from ray_jobs.augment import shift, uniform
 from tests.records import make_context, make_manifest
+from vit_model.masked_patches import MaskedPatches
 from vit_model.model import ViT
 from vit_model.preprocessing import normalise
 from vit_model.weights import load_model
@@ -97,6 +100,30 @@ def test_learns_and_leaves_a_whole_model(dataset, tmp_path):
     assert curve[-1]["loss"] < 0.5 * curve[0]["loss"]
 
 
+def test_says_what_it_will_take_before_it_begins(dataset, tmp_path, capsys):
+    metrics = pretrain.train(configuration(steps=8, threads=1), dataset, tmp_path)
+    said = capsys.readouterr().out
+    _, contract = load_model(tmp_path)
+    with (
+        torch.device("meta"),
+        FlopCounterMode(display=False) as counter,
+    ):  # elsewhere it overlooks fused attention
+        model = ViT(contract.architecture)
+        model.head(model.forward_features(torch.zeros(1, 1, 8, 8))[1])
+    flops = counter.get_total_flops()
+    compute, memory = said.index("compute: "), said.index("memory of a worker (of 1), estimated: ")
+    assert compute < memory < said.index("progress step")
+    parameters = sum(p.numel() for p in model.parameters())
+    for part in (
+        f"{parameters:,} parameters",
+        f"{flops / 1e9:.4g} GFLOPs an image forward",
+        "in 8 steps of 16 images",
+    ):
+        assert part in said
+    assert metrics["exaflops"] == pytest.approx(3 * flops * 8 * 16 / 1e18)
+    assert metrics["flops_per_second"] == pytest.approx(3 * flops * metrics["images_per_second"])
+
+
 def test_the_same_configuration_gives_the_same_bytes_and_another_seed_does_not(dataset, tmp_path):
     config = configuration(augment="shift", steps=8)
     for name, changed in {"a": config, "b": config, "c": config.model_copy(update={"seed": 1})}.items():
@@ -135,6 +162,103 @@ def test_the_weights_are_those_of_a_loop_without_deepspeed(dataset, tmp_path, ze
     assert_same_model(trained, model)
 
 
+SIZE = {"patch_size": 4, "width": 16, "depth": 1, "num_heads": 2}
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        {"family": "resnet", "units": [1, 1]},
+        {**SIZE, "patch_size": 8, "stem": [1]},
+        {**SIZE, "pooling": "gap", "axial": True},
+        {**SIZE, "residual": False},
+    ],
+    ids=["resnet", "hybrid", "axial", "no residual"],
+)
+def test_every_architecture_goes_the_same_way(dataset, tmp_path, model):
+    """Pretrained in bfloat16, loaded, fine-tuned at another resolution, taken for its features; and it learns."""
+    config = configuration(model=model, resolution=16, steps=40, learning_rate=1e-2)
+    metrics = pretrain.train(config, dataset, tmp_path)
+    curve = json.loads((tmp_path / "curve.json").read_text())
+    assert curve[-1]["loss"] < 0.5 * curve[0]["loss"]
+    trained, contract = load_model(tmp_path)
+    assert metrics["parameters"] == sum(parameter.numel() for parameter in trained.parameters())
+    data = shards.open_dataset(dataset)
+    start = {"data": "halves", "backbone": "pretrained", "resolution": 24}
+    sweep = Finetune(job="finetune", **start, learning_rates=(1e-3,), steps=4, batch_size=8)
+    task = finetune.make_task(sweep, data, tmp_path)
+    assert type(task.contract.architecture) is type(contract.architecture)
+    images = finetune.read_split(data, task.contract, "train")
+    tuned, _ = finetune.fit(task, images, 1e-3, seed=0)
+    assert finetune.score(tuned, task.contract, images).predictions.shape == (48,)
+    features = evaluate._embed(trained, contract, 1, data.images("dev", contract.preprocessing))
+    assert features.shape == (25, contract.architecture.width) and np.isfinite(features).all()
+
+
+def test_the_authors_recipe_learns_with_sigmoid_cross_entropy(dataset, tmp_path):
+    """Tanh layer, bias, summed classes: the first loss is log(1 + e) for the label, log(1 + 1 / e) for each other."""
+    size = ModelSize(patch_size=4, width=16, depth=2, num_heads=2, representation_head=True, head_bias=-1.0)
+    config = configuration(
+        model=size, objective="sigmoid", label_smoothing=1e-4, steps=80, learning_rate=1e-2
+    )
+    metrics = pretrain.train(config, dataset, tmp_path)
+    curve = json.loads((tmp_path / "curve.json").read_text())
+    assert curve[0]["loss"] == pytest.approx(np.log1p(np.e) + 2 * np.log1p(1 / np.e), abs=0.02)
+    assert metrics["dev_accuracy"] > 0.9
+    task = finetune.make_task(
+        Finetune(job="finetune", data="d", backbone="b", learning_rates=(1e-3,), steps=1, batch_size=8),
+        shards.open_dataset(dataset), tmp_path,
+    )  # fmt: skip
+    start = finetune.start_model(task, seed=0)
+    assert not start.config.representation_head
+    assert not start.head.weight.any() and not start.head.bias.any()
+
+
+@pytest.mark.parametrize("zero_stage", [1, 3])
+def test_masked_patches_are_those_of_a_loop_without_deepspeed(dataset, tmp_path, zero_stage):
+    """The paper's self-supervision leaves a model without a classifier, which fine-tuning starts from."""
+    size = ModelSize(patch_size=2, width=16, depth=2, num_heads=2)
+    config = configuration(model=size, objective="masked_patches", dtype="float32", zero_stage=zero_stage,
+                           steps=6, augment="shift")  # fmt: skip
+    metrics = pretrain.train(config, dataset, tmp_path)
+    trained, contract = load_model(tmp_path)
+    assert (contract.class_names, contract.architecture.num_classes) == ((), 0)
+    assert "dev_accuracy" not in metrics
+
+    images = torch.from_numpy(shards.open_dataset(dataset).images("train", contract.preprocessing))
+    task = MaskedPatches(ViT(contract.architecture))
+    reference = optim.adamw(task, config.optimizer)
+    losses = []
+    for step, chosen in enumerate(loader.batches(48, 16, 0, 1, "halves", config.seed, 0, 6)):
+        optim.set_learning_rate(reference, optim.learning_rate(step, 6, 3e-3, config.optimizer))
+        positions = np.arange(16 * step, 16 * step + 16)
+        pixels = shift(images[chosen], uniform(config.seed, positions))
+        draws = torch.from_numpy(uniform(config.seed, positions, 32, "masked patches")).view(16, 16, 2)
+        loss = task(normalise(pixels, contract.preprocessing, torch.float32), pixels, draws)
+        reference.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(task.parameters(), 1.0)
+        reference.step()
+        losses.append(loss.item())
+    assert_same_model(trained, task.model)
+    curve = json.loads((tmp_path / "curve.json").read_text())
+    assert [point["loss"] for point in curve] == pytest.approx(losses, rel=1e-4)
+    assert {point["dev_accuracy"] for point in curve} == {None}
+
+    tuned = Finetune(job="finetune", data="d", backbone="b", learning_rates=(1e-3,), steps=1, batch_size=8)
+    model = finetune.start_model(finetune.make_task(tuned, shards.open_dataset(dataset), tmp_path), seed=0)
+    assert model.config.num_classes == 3
+    assert torch.equal(model.blocks[1].mlp.fc1.weight, trained.blocks[1].mlp.fc1.weight)
+
+
+def test_masked_patches_in_bfloat16_learn(dataset, tmp_path):
+    config = configuration(objective="masked_patches", steps=60, learning_rate=1e-2)
+    pretrain.train(config, dataset, tmp_path)
+    curve = json.loads((tmp_path / "curve.json").read_text())
+    assert curve[0]["loss"] == pytest.approx(np.log(8), rel=1e-2)
+    assert curve[-1]["loss"] < 0.7 * curve[0]["loss"]
+
+
 def test_a_run_that_diverges_ends_with_advice(dataset, tmp_path):
     with pytest.raises(ValueError, match=r"(loss|gradient norm) is .* at step \d+: a lower learning_rate"):
         pretrain.train(
@@ -151,8 +275,9 @@ def _worker(rank: int, world: int, port: int, config: Pretrain, dataset: Path, o
 
 
 @pytest.mark.slow
-def test_two_workers_agree_with_one_and_with_themselves(dataset, tmp_path, free_port):
-    config = configuration(dtype="float32", steps=8)
+@pytest.mark.parametrize("objective", ["softmax", "masked_patches"])
+def test_two_workers_agree_with_one_and_with_themselves(dataset, tmp_path, free_port, objective):
+    config = configuration(dtype="float32", steps=8, objective=objective)
     pretrain.train(config, dataset, tmp_path / "one")
     for name in ("two", "again"):
         arguments = (2, free_port(), config, dataset, tmp_path / name)

@@ -17,10 +17,21 @@ from PIL import Image
 from rich.console import Console
 
 from pipelines.reports import accuracy_table, verdict_lines
-from pipelines.spec import AnyStage, Baselines, Evaluate, Finetune, Labels, ModelSize, Pretrain, Report
+from pipelines.spec import (
+    AnyStage,
+    Baselines,
+    Evaluate,
+    Finetune,
+    Labels,
+    ModelSize,
+    Pretrain,
+    Report,
+    ResNetSize,
+)
 from pipelines.store import InputRef, Layout, Manifest, commit, input_ref, open_store
 from ray_jobs import report, shards
 from ray_jobs.intervals import accuracy_interval, paired_difference
+from ray_jobs.reporting import provenance
 from ray_jobs.rows import PREDICTIONS, ROWS, write_table
 from ray_jobs.sources import sample_id
 from ray_jobs.stage import Context
@@ -429,3 +440,14 @@ def test_the_terminal_shows_the_same_table(files: dict[str, bytes]) -> None:
     for line in numbers["accuracies"]:
         assert f"{100 * line['accuracy']:.1f}" in shown and line["artifact"][:8] in shown
     assert verdict_lines(numbers)[1:] == [verdict["sentence"] for verdict in numbers["verdicts"]]
+
+
+def test_a_page_says_which_shape_of_which_family_was_trained() -> None:
+    old = SIZE.model_dump(mode="json")
+    for came_later in SIZE.LATER:
+        del old[came_later]
+    assert provenance._size(old) == "ViT of width 8, depth 1, 1 heads, patch 2"
+    hybrid = ModelSize.model_validate("R26+S/32").model_dump(mode="json")
+    assert provenance._size(hybrid).endswith("6 heads, patch 32 on a convolutional stem (2-2-2-2 units)")
+    resnet = ResNetSize(units=(3, 4), width_factor=2).model_dump(mode="json")
+    assert provenance._size(resnet) == "ResNet of 3-4 units, width factor 2"

@@ -31,6 +31,14 @@ AT_384 = [
 ]
 GAP = [("B/16", 86_566_120), ("S/16", 22_049_896), ("B/32", 88_222_696), ("S/32", 22_878_184)]
 
+HYBRID = [
+    ("R50+B/16", 98_659_112),
+    ("R50+L/32", 328_994_856),
+    ("R26+S/32", 36_431_912),
+    ("R26+B/32", 101_383_976),
+    ("R+Ti/16", 6_337_704),
+]
+
 
 def built(config: ViTConfig) -> int:
     """Count by building the modules, without memory for them."""
@@ -65,9 +73,24 @@ def test_parameter_counts_without_class_token(name: str, count: int) -> None:
     assert config.num_parameters == built(config) == count
 
 
+@pytest.mark.parametrize(("name", "count"), HYBRID)
+def test_parameter_counts_of_hybrids(name: str, count: int) -> None:
+    config = ViTConfig.variant(name, image_size=224, num_classes=1000)
+    assert config.num_parameters == built(config) == count
+
+
 @pytest.mark.parametrize(
     ("name", "size", "tokens"),
-    [("B/16", 224, 197), ("B/32", 224, 50), ("H/14", 224, 257), ("B/16", 384, 577), ("B/16", 512, 1025)],
+    [
+        ("B/16", 224, 197),
+        ("B/32", 224, 50),
+        ("H/14", 224, 257),
+        ("B/16", 384, 577),
+        ("B/16", 512, 1025),
+        ("R50+B/32", 224, 50),
+        ("R50+B/16", 224, 197),
+        ("R+Ti/16", 224, 50),
+    ],
 )
 def test_sequence_lengths(name: str, size: int, tokens: int) -> None:
     assert ViTConfig.variant(name, image_size=size).num_tokens == tokens

@@ -1,10 +1,12 @@
-"""Resizing of position embeddings against scipy. Run: pytest tests/vit_model."""
+"""Position embeddings against scipy, numpy and their formulas. Run: pytest tests/vit_model."""
+
+import math
 
 import numpy as np
 import pytest
 import torch
 
-from vit_model.positions import resize_position_embedding
+from vit_model.positions import relative_scores, resize_axis, resize_position_embedding, sincos2d
 
 
 def table(entries: int, width: int = 5) -> torch.Tensor:
@@ -13,21 +15,67 @@ def table(entries: int, width: int = 5) -> torch.Tensor:
 
 def test_equal_size_is_the_identity() -> None:
     original = table(17)
-    assert torch.equal(resize_position_embedding(original, 4, class_token=True), original)
+    assert torch.equal(resize_position_embedding(original, (4, 4), (4, 4), prefix=1), original)
 
 
-@pytest.mark.parametrize(("old", "new"), [(14, 24), (7, 12), (4, 9), (6, 3), (1, 2), (3, 1)])
-@pytest.mark.parametrize("class_token", [True, False])
-def test_resizing_is_scipys_zoom(old: int, new: int, class_token: bool) -> None:
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [((14, 14), (24, 24)), ((7, 7), (12, 12)), ((4, 4), (9, 9)), ((6, 6), (3, 3)), ((1, 1), (2, 2)), ((3, 3), (1, 1)),
+     ((4, 4), (4, 7)), ((3, 5), (6, 4))],
+)  # fmt: skip
+@pytest.mark.parametrize("prefix", [0, 1, 2])
+def test_resizing_is_scipys_zoom(old: tuple[int, int], new: tuple[int, int], prefix: int) -> None:
     zoom = pytest.importorskip("scipy.ndimage").zoom
-    original = table(old * old + class_token)
-    resized = resize_position_embedding(original, new, class_token)
-    patches = original[0, int(class_token) :].reshape(old, old, 5).numpy()
-    expected = zoom(patches, (new / old, new / old, 1), order=1).reshape(1, new * new, 5)
-    np.testing.assert_allclose(resized[:, int(class_token) :].numpy(), expected, atol=1e-6)
-    assert torch.equal(resized[:, : int(class_token)], original[:, : int(class_token)])
+    original = table(prefix + old[0] * old[1])
+    resized = resize_position_embedding(original, old, new, prefix)
+    patches = original[0, prefix:].reshape(*old, 5).numpy()
+    factors = (new[0] / old[0], new[1] / old[1], 1)
+    expected = zoom(patches, factors, order=1).reshape(1, new[0] * new[1], 5)
+    np.testing.assert_allclose(resized[:, prefix:].numpy(), expected, atol=1e-6)
+    assert torch.equal(resized[:, :prefix], original[:, :prefix])
 
 
-def test_entries_that_form_no_square_are_refused() -> None:
-    with pytest.raises(ValueError, match="of 17 patches is not a square grid"):
-        resize_position_embedding(table(17), 4, class_token=False)
+def test_several_tables_are_resized_one_by_one() -> None:
+    tables = torch.cat([table(17), table(17) + 1])
+    both = resize_position_embedding(tables, (4, 4), (6, 2), prefix=1)
+    for index in range(2):
+        alone = resize_position_embedding(tables[index : index + 1], (4, 4), (6, 2), prefix=1)
+        assert torch.equal(both[index : index + 1], alone)
+
+
+def test_a_table_of_another_grid_is_refused() -> None:
+    with pytest.raises(ValueError, match="has 17 entries; 4x5 patches and 1 before them are 21"):
+        resize_position_embedding(table(17), (4, 5), (4, 4), prefix=1)
+
+
+def test_axes_are_resized_as_numpy_interpolates() -> None:
+    original = table(5)
+    expected = [np.interp(np.linspace(0, 4, 8), np.arange(5), original[0, :, k].numpy()) for k in range(5)]
+    np.testing.assert_allclose(resize_axis(original, 8)[0].numpy(), np.stack(expected, 1), atol=1e-6)
+
+
+def test_sincos_tells_every_place_by_rows_and_columns() -> None:
+    """The formula, entry by entry, in big_vision's order: sin x, cos x, sin y, cos y."""
+    rows, columns, width = 3, 5, 16
+    found = sincos2d((rows, columns), width)[0].reshape(rows, columns, width)
+    for y in range(rows):
+        for x in range(columns):
+            for k in range(width // 4):
+                omega = 10_000 ** (-k / (width // 4 - 1))
+                expected = [
+                    math.sin(x * omega),
+                    math.cos(x * omega),
+                    math.sin(y * omega),
+                    math.cos(y * omega),
+                ]
+                np.testing.assert_allclose(found[y, x, k :: width // 4].numpy(), expected, atol=1e-6)
+
+
+def test_relative_scores_are_query_times_the_distances_embedding() -> None:
+    query = torch.randn(2, 3, 5, 4, generator=torch.Generator().manual_seed(1))
+    embeddings = torch.randn(9, 4, generator=torch.Generator().manual_seed(2))
+    scores = relative_scores(query, embeddings)
+    for q in range(5):
+        for k in range(5):
+            expected = query[:, :, q] @ embeddings[q - k + 4]
+            torch.testing.assert_close(scores[:, :, q, k], expected)

@@ -251,12 +251,14 @@ def test_transfer_never_copies_a_tanh_layer() -> None:
     assert torch.equal(model.pre_logits.weight, own)
 
 
-@pytest.mark.parametrize("pooling", ["cls", "gap"])
-def test_transfer_resizes_positions_to_the_new_grid(pooling: str) -> None:
-    source, model = randomised(changed(pooling=pooling)), ViT(changed(pooling=pooling, image_size=12))
+@pytest.mark.parametrize("class_token", [True, False])
+def test_transfer_resizes_positions_to_the_new_grid(class_token: bool) -> None:
+    fields = {"pooling": "gap", "class_token": class_token, "class_position": class_token}
+    source, model = randomised(changed(**fields)), ViT(changed(**fields, image_size=12))
     lines = transfer_backbone(model, source)
     assert lines[0] == "pos_embed: resized from 4x4 to 6x6 patches"
-    assert torch.equal(model.pos_embed, resize_position_embedding(source.pos_embed, 6, pooling == "cls"))
+    resized = resize_position_embedding(source.pos_embed, (4, 4), (6, 6), int(class_token))
+    assert torch.equal(model.pos_embed, resized)
 
 
 @pytest.mark.parametrize(

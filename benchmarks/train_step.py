@@ -1,0 +1,282 @@
+"""A training step of the same ViT of ours, of Hugging Face's and of timm's: `python benchmarks/train_step.py`.
+
+Each row of the table is one model, dtype and mode. All contenders live in one process and take turns of about a tenth
+of a second, each turn in another order; a ratio is a peer's time over ours in the same round, so a busy machine slows
+both sides of it. Same images, weights in the row's dtype, fused AdamW, cross-entropy. A peer that can't be imported is
+left out, and the table says so. On a GPU it needs torch and pydantic only, and the models are B/16 and L/16.
+Prints the table and keeps it in benchmarks/results/; under 10 minutes on two cores.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib
+import os
+import statistics
+import time
+from collections.abc import Callable
+from datetime import UTC, datetime
+from functools import partial
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+from torch.utils.flop_counter import FlopCounterMode
+
+from vit_model.config import ViTConfig
+from vit_model.model import ViT
+
+RESULTS = Path(__file__).resolve().parent / "results"
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+ROW_SECONDS, TURN_SECONDS, LEAST_ROUNDS = 16.0, 0.1, 7
+CEILING_SIDE = 8192 if DEVICE.type == "cuda" else 2048
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+MODES = ("eager", "checkpointed", "compiled")
+
+
+class Network(NamedTuple):
+    """A model ready for training."""
+
+    module: nn.Module
+    blocks: nn.ModuleList
+    logits: Callable[[Tensor], Tensor]
+
+
+class Shape(NamedTuple):
+    name: str
+    config: ViTConfig
+    batch: int
+
+
+def shapes() -> list[Shape]:
+    """The models to train on this device. GELU is exact, as the peers' own default."""
+    variant = partial(ViTConfig.variant, image_size=224, num_classes=1000, gelu="exact")
+    if DEVICE.type == "cuda":
+        return [Shape("B/16 at 224", variant("B/16"), 128), Shape("L/16 at 224", variant("L/16"), 64)]
+    quickstart = ViTConfig(
+        image_size=8,
+        in_channels=1,
+        patch_size=2,
+        width=64,
+        depth=4,
+        num_heads=4,
+        mlp_dim=256,
+        num_classes=648,
+        gelu="exact",
+    )
+    return [Shape("Ti/16 at 224", variant("Ti/16"), 8), Shape("quickstart's", quickstart, 128)]
+
+
+def ours(config: ViTConfig) -> Network:
+    model = ViT(config)
+    return Network(model, model.blocks, model)
+
+
+def hugging_face(attention: str, config: ViTConfig) -> Network:
+    from transformers import ViTConfig as TheirConfig
+    from transformers import ViTForImageClassification
+
+    theirs = TheirConfig(
+        hidden_size=config.width,
+        num_hidden_layers=config.depth,
+        num_attention_heads=config.num_heads,
+        intermediate_size=config.mlp_dim,
+        image_size=config.image_size,
+        patch_size=config.patch_size,
+        num_channels=config.in_channels,
+        num_labels=config.num_classes,
+        hidden_act="gelu",
+        layer_norm_eps=config.layer_norm_eps,
+        attn_implementation=attention,
+    )
+    model = ViTForImageClassification(theirs)
+    return Network(model, model.vit.layers, lambda images: model(images).logits)
+
+
+def timm(config: ViTConfig) -> Network:
+    from timm.models.vision_transformer import VisionTransformer
+
+    model = VisionTransformer(
+        img_size=config.image_size,
+        patch_size=config.patch_size,
+        in_chans=config.in_channels,
+        num_classes=config.num_classes,
+        embed_dim=config.width,
+        depth=config.depth,
+        num_heads=config.num_heads,
+        mlp_ratio=config.mlp_dim / config.width,
+    )
+    return Network(model, model.blocks, model)
+
+
+PEERS: dict[str, tuple[str, Callable[[ViTConfig], Network]]] = {
+    "Hugging Face, SDPA": ("transformers", partial(hugging_face, "sdpa")),
+    "Hugging Face, eager attention": ("transformers", partial(hugging_face, "eager")),
+    "timm": ("timm.models.vision_transformer", timm),
+}
+
+
+def main() -> None:
+    """Measure all rows, print the table and keep it."""
+    load = os.getloadavg()[0]
+    keep_memory()
+    peers, missing = importable()
+    ceilings = {name: matmul_ceiling(dtype) for name, dtype in DTYPES.items()}
+    lines = [
+        row(shape, name, mode, peers, ceilings[name])
+        for shape in shapes()
+        for name in DTYPES
+        for mode in MODES
+    ]
+    write(lines, list(peers), missing, ceilings, load)
+
+
+def keep_memory() -> None:
+    """Let malloc give nothing back: else who pays for page faults, up to a tenth of a step, is a matter of luck."""
+    libc, trim_threshold, mmap_threshold = ctypes.CDLL(None), -1, -3
+    libc.mallopt(mmap_threshold, 1 << 30)
+    libc.mallopt(trim_threshold, (1 << 31) - 1)
+
+
+def importable() -> tuple[dict[str, Callable[[ViTConfig], Network]], list[str]]:
+    """The peers that are there, and a line for each that is not."""
+    found, missing = {}, []
+    for name, (package, build) in PEERS.items():
+        try:
+            importlib.import_module(package)
+        except (ImportError, RuntimeError) as error:  # torchvision made for another torch raises the latter
+            missing.append(f"{name} is left out: {str(error).splitlines()[0]}")
+        else:
+            found[name] = build
+    return found, missing
+
+
+def matmul_ceiling(dtype: torch.dtype) -> float:
+    """FLOP/s of the best of ten products of square matrices."""
+    left, right = (torch.randn(CEILING_SIDE, CEILING_SIDE, device=DEVICE, dtype=dtype) for _ in range(2))
+    seconds = [timed(lambda: left @ right) for _ in range(10)]
+    return 2 * CEILING_SIDE**3 / min(seconds)
+
+
+def row(
+    shape: Shape,
+    dtype: str,
+    mode: str,
+    peers: dict[str, Callable[[ViTConfig], Network]],
+    ceiling: float,
+) -> str:
+    """A line of the table."""
+    images = torch.randn(
+        shape.batch, shape.config.in_channels, *shape.config.image_shape, device=DEVICE, dtype=DTYPES[dtype]
+    )
+    labels = torch.arange(shape.batch, device=DEVICE) % shape.config.num_classes
+    torch._dynamo.reset()
+    steps = [
+        training_step(build(shape.config), DTYPES[dtype], mode, images, labels)
+        for build in (ours, *peers.values())
+    ]
+    own, *others = take_turns(steps)
+    rate = shape.batch / statistics.median(own)
+    share = rate * training_flops(shape.config) / ceiling
+    ratios = [[theirs / mine for theirs, mine in zip(other, own, strict=True)] for other in others]
+    ratios.append([min(together) for together in zip(*ratios, strict=True)])
+    cells = [f"{shape.name}, {shape.batch}", dtype, mode, f"{rate:,.1f}", f"{share:.0%}"]
+    cells += [spread(values) for values in ratios[:-1]]
+    print(*cells, sep=" | ", flush=True)
+    return f"| {' | '.join(cells)} |"
+
+
+def training_step(
+    network: Network, dtype: torch.dtype, mode: str, images: Tensor, labels: Tensor
+) -> Callable[[], None]:
+    """What is timed: forward, loss, backward, update."""
+    network.module.to(DEVICE, dtype).train()
+    if mode == "checkpointed":
+        for block in network.blocks:
+            block.forward = partial(checkpoint, block.forward, use_reentrant=False)
+    if mode == "compiled":
+        network.module.compile()
+    optimizer = torch.optim.AdamW(network.module.parameters(), lr=1e-4, fused=True)
+
+    def step() -> None:
+        F.cross_entropy(network.logits(images).float(), labels).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
+
+
+def take_turns(steps: list[Callable[[], None]]) -> list[list[float]]:
+    """Seconds of a step of each contender in each round."""
+    for step in steps:
+        timed(step)  # compiles
+    repeats = [max(1, round(TURN_SECONDS / timed(step))) for step in steps]
+    seconds: list[list[float]] = [[] for _ in steps]
+    began, rounds = time.perf_counter(), 0
+    while rounds < LEAST_ROUNDS or time.perf_counter() - began < ROW_SECONDS:
+        for turn in range(len(steps)):
+            now = (rounds + turn) % len(steps)
+            taken = timed(lambda now=now: [steps[now]() for _ in range(repeats[now])])
+            seconds[now].append(taken / repeats[now])
+        rounds += 1
+    return seconds
+
+
+def timed(work: Callable[[], object]) -> float:
+    """Seconds that it takes until the device has done it."""
+    synchronise = torch.cuda.synchronize if DEVICE.type == "cuda" else lambda: None
+    synchronise()
+    began = time.perf_counter()
+    work()
+    synchronise()
+    return time.perf_counter() - began
+
+
+def training_flops(config: ViTConfig) -> float:
+    """FLOPs of an image's forward and backward pass, three times the forward's."""
+    with torch.device("meta"), FlopCounterMode(display=False) as counter:
+        ViT(config)(torch.empty(1, config.in_channels, *config.image_shape))
+    return 3.0 * counter.get_total_flops()
+
+
+def spread(ratios: list[float]) -> str:
+    """Median and quartiles."""
+    first, median, third = statistics.quantiles(ratios, n=4)
+    return f"{median:.2f} ({first:.2f}-{third:.2f})"
+
+
+def hardware() -> str:
+    if DEVICE.type == "cuda":
+        return torch.cuda.get_device_name()
+    from ray_jobs.stage import processor
+
+    return f"{torch.get_num_threads()} threads on {os.cpu_count()} cores, {processor()}"
+
+
+def write(
+    lines: list[str], peers: list[str], missing: list[str], ceilings: dict[str, float], load: float
+) -> None:
+    """Print the table and keep it."""
+    measured = ", ".join(f"{name} {flops / 1e9:,.0f}" for name, flops in ceilings.items())
+    text = [
+        "# A training step, against others' code for the same model",
+        "",
+        f"`python benchmarks/train_step.py`, {datetime.now(UTC):%Y-%m-%d}, {hardware()}, torch {torch.__version__}, "
+        f"load before: {load:.1f}, after: {os.getloadavg()[0]:.1f}.",
+        f"Best product of two {CEILING_SIDE} x {CEILING_SIDE} matrices, GFLOP/s: {measured}.",
+        "A peer's column is its time over ours, median over rounds (quartiles); targets: 1.05 in fp32, 1.3 in bf16.",
+        *missing,
+        "",
+        "| model, batch | dtype | mode | ours, images/s | of the best product | " + " | ".join(peers) + " |",
+        "|---|---|---|---:|---:|" + "---:|" * len(peers),
+        *lines,
+    ]
+    print("\n".join(text))
+    (RESULTS / f"train_step{'_gpu' if DEVICE.type == 'cuda' else ''}.md").write_text("\n".join(text) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,171 @@
+"""import, export: weights from other people, and weights for them."""
+
+from __future__ import annotations
+
+import json
+import re
+import secrets
+import shlex
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import typer
+
+from pipelines.commands.common import (
+    DEFAULT_STORE,
+    AddressOption,
+    StoreOption,
+    TokenOption,
+    console,
+    open_,
+    plain,
+)
+from pipelines.spec import MEAN_AND_STD, RecipeError
+from pipelines.store import local_files
+
+if TYPE_CHECKING:
+    from vit_model.build import Network
+    from vit_model.config import ModelContract
+
+Format = Literal["hf", "timm", "npz", "onnx"]
+
+
+def import_(
+    path: Annotated[
+        str,
+        typer.Argument(help="Google's .npz, timm's or any safetensors, a Hugging Face folder; or s3://..."),
+    ],
+    preprocessing: Annotated[
+        str | None,
+        typer.Option(
+            metavar="half|imagenet|FILE",
+            help="mean and std of the images, where the weights don't say; FILE: YAML with mean, std and perhaps "
+            "interpolation, crop, crop_fraction",
+        ),
+    ] = None,
+    name: Annotated[str | None, typer.Option(help="what lists call it; else after its file")] = None,
+    store: StoreOption = DEFAULT_STORE,
+    address: AddressOption = None,
+    token_file: TokenOption = None,
+) -> None:
+    """Make weights that others trained a model of the store."""
+    from pipelines.commands.running import carry_out
+    from pipelines.plan import plan_pipeline
+    from pipelines.recipe import parse_pipeline
+
+    stage = name or _stage_name(path)
+    given = None if preprocessing is None else _given(preprocessing)
+    config = {"job": "import", "path": path, "preprocessing": given}
+    pipeline = parse_pipeline({"name": "import", "stages": {stage: config}}, "import")
+    carry_out(pipeline, (stage,), store, address, token_file)
+    [planned] = plan_pipeline(open_(store, create=False), pipeline, (stage,))
+    assert planned.manifest is not None
+    key, used = planned.manifest.key[:12], shlex.quote(f"backbone.path={path}")
+    console.print(f"model [bold]{key}[/]; what it is good for:", highlight=False)
+    if planned.manifest.metrics["classes"]:
+        console.print(f"  vitflow predict {key} IMAGE...", highlight=False)
+    spelled = given if given is None or isinstance(given, str) else json.dumps(given)
+    rule = "" if spelled is None else f" --set {shlex.quote(f'backbone.preprocessing={spelled}')}"
+    console.print(
+        plain(f"  vitflow run finetune_imported --set images.source.root=DIR --set {used}{rule}"),
+        highlight=False,
+        soft_wrap=True,
+    )
+
+
+def _stage_name(path: str) -> str:
+    """A name for a stage, from the last part of its path."""
+    last = path.rstrip("/").rpartition("/")[2].removesuffix(".npz").removesuffix(".safetensors")
+    return re.sub(r"[^a-z0-9]+", "_", last.lower()).lstrip("_0123456789")[:40].rstrip("_") or "model"
+
+
+def _given(preprocessing: str) -> Any:
+    """The name of a mean and std, or what stands in a file of that name."""
+    from pipelines.recipe import read_yaml
+
+    if preprocessing in MEAN_AND_STD:
+        return preprocessing
+    if not Path(preprocessing).is_file():
+        raise RecipeError(
+            f"--preprocessing {preprocessing}: neither {', '.join(MEAN_AND_STD)} nor a file; "
+            "a file has mean and std, as in mean: [0.5, 0.5, 0.5]"
+        )
+    return read_yaml(Path(preprocessing))
+
+
+def export(
+    model: Annotated[str, typer.Argument(help="a model's key or its beginning, or RUN/STAGE")],
+    to: Annotated[Format, typer.Option("--format", help="for transformers, timm, JAX, or onnxruntime")],
+    output: Annotated[Path, typer.Option(help="the folder to make")],
+    store: StoreOption = DEFAULT_STORE,
+) -> None:
+    """Write a model of the store for others to load."""
+    from pipelines.lookup import find_artifact
+
+    opened = open_(store, create=False)
+    manifest = find_artifact(opened, model, "model")
+    with _new_folder(output) as folder:
+        from vit_model.weights import load_model
+
+        try:
+            lines = list(_write(to, folder, *load_model(local_files(opened, manifest))))
+        except (
+            ValueError,
+            ImportError,
+        ) as error:  # what the format can't say; an extra that is not installed
+            raise RecipeError(f"{manifest.key[:12]} as {to}: {error}") from None
+        names = sorted(path.name for path in folder.iterdir())
+        for name in names:
+            (folder / name).chmod(folder.stat().st_mode & 0o666)  # safetensors writes for the owner alone
+    for line in lines:
+        console.print(plain(line), highlight=False, soft_wrap=True)
+    console.print(plain(f"wrote {output}: {', '.join(names)}"), highlight=False, soft_wrap=True)
+
+
+def _write(to: Format, folder: Path, model: Network, contract: ModelContract) -> Iterator[str]:
+    """Write the files of a format; a line for each thing that got lost. Raises ValueError for what it can't say."""
+    from vit_model.formats import hugging_face, npz, onnx, timm
+    from vit_model.model import ViT
+
+    if to == "onnx":
+        onnx.write(folder / "model.onnx", model, contract)
+        return  # the whole contract is in its metadata
+    if to == "npz":
+        yield from npz.write(folder / "model.npz", model, contract)
+    elif not isinstance(model, ViT):
+        raise ValueError(
+            f"--format {to} is written of ViTs only, and this is a ResNet; npz and onnx take both"
+        )
+    else:
+        (hugging_face if to == "hf" else timm).write(folder, model, contract)
+    if contract.training_data != "unknown":
+        yield f"training_data: the digest {contract.training_data[:12]} of what it was trained on has no place there"
+    for name in ("dropout", "stochastic_depth"):
+        if rate := getattr(contract.architecture, name, 0.0):
+            yield f"{name}: {rate:g}, which matters in training only, has no place there"
+
+
+@contextmanager
+def _new_folder(output: Path) -> Iterator[Path]:
+    """A folder that gets the name `output` when the block ends well, and is gone when it does not.
+
+    Raises:
+        RecipeError: the name is taken, or can't be made.
+    """
+    taken = f"--output {output}: there is something already; give a new name, or an empty folder's"
+    if output.is_symlink() or (output.exists() and not (output.is_dir() and not any(output.iterdir()))):
+        raise RecipeError(taken)
+    if not output.parent.is_dir():
+        raise RecipeError(f"--output {output}: {output.parent} is not a folder")
+    temporary = output.parent / f".{output.name}.{secrets.token_hex(8)}.tmp"
+    try:
+        temporary.mkdir()
+        yield temporary
+        temporary.rename(output)  # onto an empty folder too, but onto nothing else
+    except OSError as error:
+        raise RecipeError(f"--output {output}: can't be written: {error.strerror}") from None
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)

@@ -1,0 +1,98 @@
+"""The shapes of models, as a recipe says them: by sizes, or by the name that a paper gave."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, ClassVar, Literal, Self
+
+from pydantic import Discriminator, Field, Tag, model_validator
+
+from vit_model.config import (
+    ResNetConfig,
+    ResNetOptions,
+    ViTConfig,
+    ViTOptions,
+    check_vit_sizes,
+    family_of,
+)
+from vit_model.variants import FAMILIES, RESNETS, variant_sizes
+
+
+class ModelSize(ViTOptions):
+    """The shape of a Vision Transformer, or the name of one (`model: B/16`); resolution and channels come from data."""
+
+    LATER: ClassVar[frozenset[str]] = frozenset({"family", "stem", *ViTOptions.model_fields}) - {
+        "pooling",
+        "gelu",
+    }
+
+    family: Literal["vit"] = "vit"
+    patch_size: int = Field(ge=1)
+    width: int = Field(ge=8)
+    depth: int = Field(ge=1)
+    num_heads: int = Field(ge=1)
+    mlp_ratio: float = Field(4.0, gt=0)
+    stem: tuple[Annotated[int, Field(ge=1)], ...] | None = Field(
+        None, description="a hybrid: units in each stage of the convolutional stem"
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _by_name(cls, given: Any) -> Any:
+        if not isinstance(given, str):
+            return given
+        sizes = variant_sizes(given)
+        return sizes | {"mlp_ratio": sizes.pop("mlp_dim") / sizes["width"]}
+
+    @model_validator(mode="after")
+    def _sizes_fit(self) -> Self:
+        check_vit_sizes(self.patch_size, self.width, self.num_heads, self.position, self.stem)
+        return self
+
+    def architecture(self, resolution: int, channels: int, num_classes: int) -> ViTConfig:
+        """The model of this shape for such images, with a classifier."""
+        return ViTConfig(
+            image_size=resolution,
+            in_channels=channels,
+            mlp_dim=round(self.width * self.mlp_ratio),
+            num_classes=num_classes,
+            **self.model_dump(exclude={"mlp_ratio"}),
+        )
+
+
+class ResNetSize(ResNetOptions):
+    """The shape of the paper's baseline, a ResNet of BiT, or the name of one (`model: R50x1`)."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _by_name(cls, given: Any) -> Any:
+        return variant_sizes(given) if isinstance(given, str) else given
+
+    def architecture(self, resolution: int, channels: int, num_classes: int) -> ResNetConfig:
+        """The model of this shape for such images, with a classifier."""
+        return ResNetConfig(
+            image_size=resolution, in_channels=channels, num_classes=num_classes, **self.model_dump()
+        )
+
+
+def _family(given: Any) -> str:
+    return "resnet" if isinstance(given, str) and given in RESNETS else family_of(given)
+
+
+Model = Annotated[
+    Annotated[ModelSize, Tag("vit")] | Annotated[ResNetSize, Tag("resnet")],
+    Discriminator(
+        _family,
+        custom_error_type="unknown_family",
+        custom_error_message=f"family must be one of {', '.join(FAMILIES)}",
+    ),
+]
+
+
+def check_patches(resolution: int, model: ModelSize | ResNetSize) -> None:
+    if isinstance(model, ModelSize) and resolution % model.patch_size:
+        patch_size = model.patch_size
+        lower = resolution // patch_size * patch_size
+        fits = f"{lower} or {lower + patch_size}" if lower else f"{patch_size}"
+        raise ValueError(
+            f"resolution {resolution} is not a multiple of patch_size {patch_size}: {fits} would be"
+        )

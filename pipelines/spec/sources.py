@@ -1,0 +1,120 @@
+"""Where an ingest's images come from, as a recipe says it."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated, Literal, Self
+
+from pydantic import AfterValidator, Field, model_validator
+
+from pipelines.spec.fields import RecipeError, Seed, absolute, ascending, distinct, execution
+from vit_model.config import Frozen
+
+
+class GlyphSource(Frozen):
+    """Letters and symbols of all scripts, rendered from matplotlib's Unicode text fonts into 8x8 block counts."""
+
+    kind: Literal["glyphs"]
+    images: int = Field(57_000, ge=1_000, description="how many to render, balanced over the classes")
+    dev_images: int = Field(2_000, ge=100, description="rendered beside them, to watch pretraining on")
+    seed: Seed = 0
+
+    def files(self) -> Iterator[tuple[str, Path]]:
+        """(name, path) of every file that the result depends on."""
+        fonts = package_folder("matplotlib") / "mpl-data" / "fonts" / "ttf"
+        yield from ((path.name, path) for path in sorted(fonts.glob("*.ttf")))
+
+
+class DigitsSource(Frozen):
+    """The 1,797 handwritten digits that scikit-learn ships (8x8, the test part of UCI's set, by 13 writers)."""
+
+    kind: Literal["digits"]
+
+    def files(self) -> Iterator[tuple[str, Path]]:
+        """(name, path) of every file that the result depends on."""
+        path = package_folder("sklearn") / "datasets" / "data" / "digits.csv.gz"
+        yield path.name, path
+
+
+class FolderSource(Frozen):
+    """Your own images: class folders, train/val/test folders of class folders, or a metadata.csv."""
+
+    kind: Literal["folder"]
+    name: str = Field("images", description="what reports call these images")
+    root: Annotated[str, AfterValidator(absolute)] = Field(
+        description="the folder; where it lies does not enter the key, what is in it does",
+        json_schema_extra={"execution": True},
+    )
+    salt: str = Field(
+        "vitflow", description="images without a given split are split by a hash with this salt"
+    )
+
+    def files(self) -> Iterator[tuple[str, Path]]:
+        """(name relative to the root, path) of every file that the result depends on."""
+        root = Path(self.root)
+        if not root.is_dir():
+            raise RecipeError(f"source.root: {self.root} is not a folder")
+        for folder, folders, files in os.walk(root):
+            # hidden folders (.git) and macOS's shadows are none of the images' business
+            folders[:] = sorted(name for name in folders if not name.startswith((".", "__MACOSX")))
+            for name in sorted(name for name in files if not name.startswith(".")):
+                path = Path(folder) / name
+                yield path.relative_to(root).as_posix(), path
+
+
+FASHION_MNIST_ROOT = "/usr/share/datasets/fashion-mnist"
+FASHION_MNIST = ("T-shirt/top", "Trouser", "Pullover", "Dress", "Coat", "Sandal", "Shirt", "Sneaker", "Bag",
+                 "Ankle boot")  # fmt: skip
+
+
+class IdxSource(Frozen):
+    """Fashion-MNIST, MNIST and others in their authors' four IDX files; their test is test, 1/12 of train is dev."""
+
+    kind: Literal["idx"]
+    name: str = Field("Fashion-MNIST", description="what reports call these images")
+    root: Annotated[str, AfterValidator(absolute)] = execution(
+        FASHION_MNIST_ROOT, description="the folder of the four files, gzipped or not"
+    )
+    class_names: Annotated[tuple[str, ...], AfterValidator(distinct)] = Field(
+        FASHION_MNIST, min_length=2, max_length=256, description="of the labels 0, 1, ... in the files"
+    )
+    classes: Annotated[tuple[int, ...], AfterValidator(distinct), AfterValidator(ascending)] | None = Field(
+        None, min_length=2, description="labels to keep, which become 0, 1, ... in their order; null: all"
+    )
+
+    @model_validator(mode="after")
+    def _classes_have_names(self) -> Self:
+        for label in self.classes or ():
+            if not 0 <= label < len(self.class_names):
+                raise ValueError(f"classes: {label} is not from 0 to {len(self.class_names) - 1}")
+        return self
+
+    def kept(self) -> tuple[int, ...]:
+        """The labels to keep, ascending."""
+        return self.classes or tuple(range(len(self.class_names)))
+
+    def files(self) -> Iterator[tuple[str, Path]]:
+        """(name without .gz, path) of the four files."""
+        for name in ("train-images-idx3", "train-labels-idx1", "t10k-images-idx3", "t10k-labels-idx1"):
+            plain = Path(self.root, f"{name}-ubyte")
+            zipped = plain.with_name(f"{plain.name}.gz")
+            if not zipped.is_file() and not plain.is_file():
+                raise RecipeError(
+                    f"source.root: {self.root} has neither {zipped.name} nor {plain.name}; Fashion-MNIST's files"
+                    f" come with Debian's package, apt-get install dataset-fashion-mnist, in {FASHION_MNIST_ROOT}"
+                )
+            yield plain.name, zipped if zipped.is_file() else plain
+
+
+Source = Annotated[GlyphSource | DigitsSource | FolderSource | IdxSource, Field(discriminator="kind")]
+
+
+def package_folder(package: str) -> Path:
+    """Where an installed package lies, without importing it."""
+    found = importlib.util.find_spec(package)
+    if found is None or not found.submodule_search_locations:
+        raise RecipeError(f"the package {package} is not installed: `make install`")
+    return Path(found.submodule_search_locations[0])

@@ -1,0 +1,334 @@
+"""The stages of a pipeline, and the recipe's part of each."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+from typing import Annotated, Any, ClassVar, Literal, Self
+
+from pydantic import AfterValidator, Field, model_validator
+
+from pipelines.spec.fields import RecipeError, Seed, distinct, execution, located, takes
+from pipelines.spec.shapes import Model, ModelSize, check_patches
+from pipelines.spec.sources import Source
+from vit_model.config import Frozen
+
+
+class Optimizer(Frozen):
+    """AdamW with linear warm-up and a decay to zero; the weight decay is multiplied by the learning rate."""
+
+    weight_decay: float = Field(0.05, ge=0)
+    betas: tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]] = (0.9, 0.95)
+    warmup_fraction: float = Field(0.1, ge=0, lt=1)
+    schedule: Literal["cosine", "linear"] = "cosine"
+    clip_norm: float = Field(1.0, gt=0, description="gradients are scaled down to this global norm")
+
+
+Shots = Annotated[int, Field(ge=1)]
+Rate = Annotated[float, Field(gt=0)]
+Augmentation = Literal["none", "shift", "shift_flip", "crop_flip"]
+Dtype = Literal["bfloat16", "float32"]
+Objective = Literal["softmax", "sigmoid", "masked_patches"]
+Method = Literal["majority", "k-NN", "logistic regression", "RBF SVM"]
+
+
+class _Stage(Frozen):
+    """What all stages share. `VERSION` goes up when the same configuration gives another result."""
+
+    VERSION: ClassVar[int] = 1
+    KIND: ClassVar[str]
+    job: str
+
+    def files(self) -> Iterator[tuple[str, Path]] | None:
+        """(name, path) of every file from outside that the result depends on; None: it takes artifacts only."""
+        return None
+
+    def inputs(self) -> dict[str, tuple[str, ...]]:
+        """Field -> the stages it names, for every field that takes an artifact and has one."""
+        found = {}
+        for field in input_fields(type(self)):
+            if (value := getattr(self, field)) is not None:
+                found[field] = (value,) if isinstance(value, str) else tuple(value)
+        return found
+
+
+@cache
+def input_fields(stage: type[_Stage]) -> dict[str, tuple[str, ...]]:
+    """Field -> the kinds of artifact it takes, for every field of a stage that names earlier stages."""
+    found = {}
+    for field, info in stage.model_fields.items():
+        extra = info.json_schema_extra
+        if isinstance(extra, dict) and isinstance(kinds := extra.get("input"), list):
+            found[field] = tuple(map(str, kinds))
+    return found
+
+
+class Ingest(_Stage):
+    """A source becomes validated Parquet shards with fixed splits."""
+
+    KIND: ClassVar[str] = "dataset"
+    job: Literal["ingest"]
+    source: Source
+    max_bad_fraction: float = Field(
+        0.01, ge=0, le=1, description="more damaged images than this fail the stage"
+    )
+
+    def files(self) -> Iterator[tuple[str, Path]]:
+        return self.source.files()
+
+
+# What the authors' ViTs were trained with (BiT, AugReg, most of timm's), and what torchvision, DeiT and DINO take.
+MEAN_AND_STD = {
+    "half": {"mean": (0.5,), "std": (0.5,)},
+    "imagenet": {"mean": (0.485, 0.456, 0.406), "std": (0.229, 0.224, 0.225)},
+}
+
+
+class GivenPreprocessing(Frozen):
+    """What images go through before a foreign model, where its file does not say; or half, or imagenet.
+
+    `null` is what the file says, and where it says nothing bilinear and squash.
+    """
+
+    mean: tuple[float, ...] = Field(
+        min_length=1, description="of x / 255, for each channel; one value for all of them"
+    )
+    std: tuple[Annotated[float, Field(gt=0)], ...] = Field(min_length=1, description="as mean")
+    interpolation: Literal["bilinear", "bicubic"] | None = None
+    crop: Literal["squash", "center"] | None = Field(
+        None, description="straight to the square, or the middle after the shorter side was brought to size"
+    )
+    crop_fraction: float | None = Field(None, gt=0, le=1, description="with center: of that shorter side")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _by_name(cls, given: Any) -> Any:
+        if not isinstance(given, str):
+            return given
+        if given not in MEAN_AND_STD:
+            raise ValueError(
+                f"{given!r} is none of {', '.join(MEAN_AND_STD)}; or write mean and std: {{mean: [0.5], std: [0.5]}}"
+            )
+        return MEAN_AND_STD[given]
+
+
+ONE_FILE = "weights"  # stands for the name of a file that is imported alone, which may change
+
+
+class Import(_Stage):
+    """Weights that others trained become a model: Google's .npz, timm's, Hugging Face's folder, safetensors."""
+
+    KIND: ClassVar[str] = "model"
+    job: Literal["import"]
+    path: Annotated[str, AfterValidator(located)] = Field(
+        description="a file or a folder; where it lies does not enter the key, what is in it does",
+        json_schema_extra={"execution": True},
+    )
+    preprocessing: GivenPreprocessing | None = Field(
+        None,
+        description="half, imagenet, or mean and std; null: as the file says, and refused where it does not",
+    )
+
+    def files(self) -> Iterator[tuple[str, Path]]:
+        path = Path(self.path)
+        if path.is_dir():
+            # a training's folder has checkpoints below it, which nothing reads
+            files = (file for file in path.iterdir() if file.is_file() and not file.name.startswith("."))
+            yield from ((file.name, file) for file in files)
+        elif path.is_file():
+            yield ONE_FILE, path
+        else:
+            raise RecipeError(f"path: there is no file and no folder {self.path}")
+
+
+class Pretrain(_Stage):
+    """Pretraining with DeepSpeed ZeRO on Ray Train (paper, section 3.1 and Table 3)."""
+
+    VERSION: ClassVar[int] = 2
+    KIND: ClassVar[str] = "model"
+    LATER: ClassVar[frozenset[str]] = frozenset({"objective"})
+    job: Literal["pretrain"]
+    data: str = takes("dataset")
+    model: Model
+    resolution: int = Field(ge=4, le=8192, description="images are brought to this many pixels a side")
+    steps: int = Field(ge=1)
+    batch_size: int = Field(ge=1, description="images a step, over all workers together")
+    learning_rate: Rate
+    optimizer: Optimizer = Optimizer()
+    augment: Augmentation = "none"
+    objective: Objective = Field(
+        "softmax",
+        description="cross-entropy by softmax, or by sigmoid and summed over the classes, which goes with"
+        " model.head_bias: -10 and model.representation_head: true in the authors' recipe; or, without labels, the"
+        " mean colours of corrupted patches (section 4.6), which gives a model without a classifier",
+    )
+    label_smoothing: float = Field(0.0, ge=0, lt=1)
+    dtype: Dtype = "bfloat16"
+    zero_stage: Literal[1, 2, 3] = 1
+    seed: Seed = 0
+    workers: int | None = execution(
+        None,
+        ge=1,
+        description="Ray Train workers, each with a GPU where there are some; null: all GPUs, or 2 on CPUs",
+    )
+    threads: int = execution(1, ge=1, description="CPU threads a worker")
+
+    @model_validator(mode="after")
+    def _sizes(self) -> Self:
+        check_patches(self.resolution, self.model)
+        if self.workers and self.batch_size % self.workers:
+            raise ValueError(f"batch_size {self.batch_size} is not a multiple of workers {self.workers}")
+        return self
+
+    @model_validator(mode="after")
+    def _objective_fits(self) -> Self:
+        smoothing = self.label_smoothing
+        if self.objective == "sigmoid" and smoothing >= 0.5:
+            raise ValueError(
+                f"label_smoothing {smoothing}: with objective sigmoid it is how often each of a class's answers is"
+                " wrong, so it must be below 0.5, such as 0.0001"
+            )
+        if self.objective == "masked_patches":
+            self._check_masked_patches()
+        return self
+
+    def _check_masked_patches(self) -> None:
+        """Raise ValueError for what does not go with that objective."""
+        if not isinstance(self.model, ModelSize):
+            raise ValueError(
+                f"objective masked_patches is about a ViT's patches; model is a {self.model.family}"
+            )
+        if (self.label_smoothing, self.model.representation_head, self.model.head_bias) != (0.0, False, 0.0):
+            raise ValueError(
+                "label_smoothing, model.representation_head and model.head_bias are about a classifier, which"
+                " objective masked_patches has not"
+            )
+        if self.model.pooling == "map":
+            raise ValueError(
+                "objective masked_patches would not train model.pooling map; cls or gap would fit"
+            )
+        if self.resolution == self.model.patch_size:
+            raise ValueError(
+                f"resolution {self.resolution} is a single patch; objective masked_patches needs two or more"
+            )
+
+
+class Labels(Frozen):
+    """Which labels a learner may see: all of train (dev chooses), or `per_class` of each class, drawn `draws` times."""
+
+    per_class: int | None = Field(None, ge=2, description="null: all; dev chooses the settings")
+    draws: int = Field(5, ge=1, description="with per_class: independent draws, each scored on test")
+    folds: int = Field(
+        5, ge=2, description="with per_class, or where there is no dev: cross-validation chooses"
+    )
+    seed: Seed = 0
+
+    @model_validator(mode="after")
+    def _folds_fit(self) -> Self:
+        if self.per_class is not None and self.folds > self.per_class:
+            raise ValueError(
+                f"folds {self.folds} is more than per_class {self.per_class}: a fold needs each class"
+            )
+        return self
+
+
+class Finetune(_Stage):
+    """A Ray Tune sweep over learning rates, a refit with the best, and one look at test (paper, Table 4's protocol)."""
+
+    VERSION: ClassVar[int] = 3
+    KIND: ClassVar[str] = "model"
+    job: Literal["finetune"]
+    data: str = takes("dataset")
+    backbone: str | None = takes("model", default=None)
+    model: Model | None = Field(None, description="instead of a backbone: train this shape from scratch")
+    resolution: int | None = Field(
+        None, ge=4, le=8192, description="with a backbone: null keeps the backbone's"
+    )
+    labels: Labels = Labels()
+    learning_rates: Annotated[tuple[Rate, ...], Field(min_length=1), AfterValidator(distinct)] = Field(
+        description="to choose from; a single one is taken as it is, without a sweep"
+    )
+    steps: int = Field(ge=1)
+    batch_size: int = Field(ge=1)
+    optimizer: Optimizer = Optimizer()
+    augment: Augmentation = "none"
+    label_smoothing: float = Field(0.0, ge=0, lt=1)
+    dtype: Dtype = "bfloat16"
+    seed: Seed = 0
+    threads: int = execution(1, ge=1, description="CPU threads a trial")
+
+    @model_validator(mode="after")
+    def _one_start(self) -> Self:
+        if (self.backbone is None) == (self.model is None):
+            raise ValueError(
+                "give either backbone (a model stage to start from) or model (a shape to train from scratch)"
+            )
+        if self.model is not None:
+            if self.resolution is None:
+                raise ValueError("resolution is needed where there is no backbone to take it from")
+            check_patches(self.resolution, self.model)
+        return self
+
+
+class Evaluate(_Stage):
+    """Few-shot linear evaluation (paper, section 4.1) of a frozen backbone, beside raw pixels and untrained weights."""
+
+    VERSION: ClassVar[int] = 2
+    KIND: ClassVar[str] = "evaluation"
+    job: Literal["evaluate"]
+    data: str = takes("dataset")
+    backbone: str = takes("model")
+    shots: Annotated[tuple[Shots, ...], Field(min_length=1), AfterValidator(distinct)] = (1, 5, 10, 25)
+    draws: int = Field(20, ge=1)
+    seed: Seed = 0
+    threads: int = execution(1, ge=1)
+
+
+class Baselines(_Stage):
+    """Classifiers on pixels (scikit-learn), given the same labels and folds as a fine-tuning."""
+
+    VERSION: ClassVar[int] = 2
+    KIND: ClassVar[str] = "evaluation"
+    job: Literal["baselines"]
+    data: str = takes("dataset")
+    methods: Annotated[tuple[Method, ...], Field(min_length=1), AfterValidator(distinct)] = (
+        "k-NN",
+        "logistic regression",
+        "RBF SVM",
+    )
+    labels: Labels = Labels()
+    thumbnail: int = Field(32, ge=4, description="larger images are averaged down to this many pixels a side")
+    max_images: int = Field(
+        5_000, ge=100, description="of all labels, at most this many are used (kernels are quadratic)"
+    )
+
+
+class Report(_Stage):
+    """One page of everything: a table, curves, sheets of images, and the rows behind them."""
+
+    KIND: ClassVar[str] = "report"
+    job: Literal["report"]
+    title: str
+    note: str = Field("", description="what a reader should know beside the verdict")
+    of: tuple[str, ...] = takes("dataset", "model", "evaluation", shows_names=True, min_length=1)
+
+
+Stage = Annotated[
+    Ingest | Import | Pretrain | Finetune | Evaluate | Baselines | Report, Field(discriminator="job")
+]
+STAGE_TYPES: dict[str, type[_Stage]] = {
+    "ingest": Ingest,
+    "import": Import,
+    "pretrain": Pretrain,
+    "finetune": Finetune,
+    "evaluate": Evaluate,
+    "baselines": Baselines,
+    "report": Report,
+}
+AnyStage = Ingest | Import | Pretrain | Finetune | Evaluate | Baselines | Report
+
+
+def module(job: str) -> str:
+    """The module of `ray_jobs` that does a job."""
+    return "import_model" if job == "import" else job  # a keyword can't be the name of one

@@ -1,0 +1,41 @@
+"""scikit-learn's digits, and what a frozen ViT's representations of them are worth to a linear classifier."""
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from sklearn.datasets import load_digits
+from sklearn.linear_model import LogisticRegression
+from torch import Tensor
+
+from vit_model.model import ViT
+
+TRAIN = 1200  # the first of 1,797; the rest is by other writers and is there to test on
+
+
+def digits() -> tuple[Tensor, NDArray[np.int64]]:
+    """(uint8 [1797, 8, 8, 1], labels)."""
+    data = load_digits()
+    return torch.from_numpy((data.images * (255 / 16)).astype(np.uint8)[..., None]), data.target
+
+
+def as_input(pixels: Tensor) -> Tensor:
+    """uint8 [b, height, width, c] -> float32 [b, c, height, width] from -1 to 1."""
+    return (pixels.permute(0, 3, 1, 2).float() / 127.5 - 1).contiguous()
+
+
+@torch.inference_mode()
+def probe_accuracy(model: ViT, per_class: int = 10, draws: int = 5) -> float:
+    """Mean accuracy on the other writers' digits of logistic regression on `per_class` labelled images a class."""
+    pixels, labels = digits()
+    features = model.eval().forward_features(as_input(pixels))[1].numpy()
+    found = []
+    for draw in range(draws):
+        rng = np.random.default_rng(draw)
+        support = np.concatenate([
+            rng.choice(np.flatnonzero(labels[:TRAIN] == label), per_class, replace=False) for label in range(10)
+        ])  # fmt: skip
+        mean, std = features[support].mean(axis=0), features[support].std(axis=0) + 1e-6
+        scaled = (features - mean) / std
+        classifier = LogisticRegression(C=0.1, max_iter=500).fit(scaled[support], labels[support])
+        found.append(classifier.score(scaled[TRAIN:], labels[TRAIN:]))
+    return float(np.mean(found))

@@ -1,0 +1,674 @@
+"""Google's .npz: numpy computes our logits from our file, and every kind of their files is read.
+
+Run: pytest tests/vit_model/formats.
+"""
+
+import io
+import math
+import re
+import struct
+import tracemalloc
+import zipfile
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from tests import timm_models
+from tests.vit_model.formats import google_numpy
+from vit_model.build import build
+from vit_model.config import Architecture, ModelContract, Preprocessing, ResNetConfig, ViTConfig
+from vit_model.formats import Imported, npz
+from vit_model.formats.npz_layout import layout
+from vit_model.model import ViT
+from vit_model.preprocessing import normalise
+from vit_model.weights import transfer_backbone
+
+Arrays = dict[str, NDArray[Any]]
+SMALL: dict[str, Any] = {
+    "image_size": 12,
+    "patch_size": 4,
+    "width": 16,
+    "depth": 2,
+    "num_heads": 4,
+    "mlp_dim": 24,
+    "num_classes": 7,
+}
+KINDS: dict[str, dict[str, Any]] = {
+    "fine-tuned": {},
+    "pre-trained, with the tanh layer": {"representation_head": True},
+    "no head": {"num_classes": 0},
+    "gap": {"pooling": "gap"},
+    "one channel": {"in_channels": 1},
+    "MAP head": {"pooling": "map"},
+    "class token without a position": {"class_token": True, "class_position": False},
+    "hybrid": {"stem": (1, 2), "patch_size": 8, "image_size": 24},
+    "hybrid without stages": {"stem": (), "patch_size": 8, "image_size": 24},
+    "sincos2d": {"position": "sincos2d", "pooling": "gap", "image_size": 224, "patch_size": 56},
+}
+
+
+def configuration(**fields: Any) -> ViTConfig:
+    return ViTConfig.model_validate(SMALL | fields)
+
+
+def half(config: Architecture, **fields: Any) -> Preprocessing:
+    channels = config.in_channels
+    values = {"mean": (0.5,) * channels, "std": (0.5,) * channels, "channels": channels}
+    return Preprocessing.model_validate(values | {"resolution": config.image_size} | fields)
+
+
+def contract_for(config: Architecture, **preprocessing: Any) -> ModelContract:
+    return ModelContract(
+        architecture=config,
+        class_names=tuple(map(str, range(config.num_classes))),
+        preprocessing=half(config, **preprocessing),
+        training_data="sha256:" + "0" * 64,
+        license=None,
+    )
+
+
+def randomised(config: ViTConfig, seed: int = 0) -> ViT:
+    """Every weight away from zero and one, so that none can be forgotten unnoticed."""
+    model = ViT(config).eval()
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.2)
+    return model
+
+
+def written(path: Path, **fields: Any) -> ViT:
+    """A model whose file is at `path`."""
+    model = randomised(configuration(**fields))
+    npz.write(path, model, contract_for(model.config))
+    return model
+
+
+def rebuilt(imported: Imported) -> ViT:
+    """strict: exactly the architecture's tensors."""
+    model = ViT(imported.architecture).eval()
+    model.load_state_dict(imported.weights, strict=True)
+    return model
+
+
+def load(path: Path) -> Arrays:
+    with np.load(path, allow_pickle=False) as archive:
+        return dict(archive)
+
+
+def save(path: Path, arrays: Arrays) -> None:
+    np.savez(path, allow_pickle=False, **arrays)
+
+
+def random_images(config: Architecture, dtype: torch.dtype = torch.float32) -> Tensor:
+    shape = (3, config.in_channels, *config.image_shape)
+    return torch.randn(shape, generator=torch.Generator().manual_seed(1)).to(dtype)
+
+
+def difference(ours: NDArray[Any], theirs: NDArray[Any]) -> float:
+    return float(np.abs(ours - theirs).max() / np.abs(theirs).max())
+
+
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "sincos2d"])
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.float64, 1e-12)])
+@torch.no_grad()
+def test_numpy_computes_our_logits_from_the_file(
+    tmp_path: Path, kind: str, dtype: torch.dtype, tolerance: float
+) -> None:
+    model = written(tmp_path / "model.npz", **KINDS[kind])
+    images = random_images(model.config, dtype)
+    theirs = google_numpy.forward(tmp_path / "model.npz", images.permute(0, 2, 3, 1).numpy())
+    assert difference(model.to(dtype)(images).numpy(), theirs) < tolerance
+
+
+@pytest.mark.parametrize(
+    ("kind", "fields"),
+    [
+        ("fine-tuned", {}),
+        ("MAP head", {"global_pool": "map", "class_token": False}),
+        ("class token without a position", {"no_embed_class": True}),
+    ],
+)
+@torch.no_grad()
+def test_timm_computes_our_logits_from_the_file(tmp_path: Path, kind: str, fields: dict[str, Any]) -> None:
+    timm_models.load()
+    from timm.models.vision_transformer import VisionTransformer
+
+    model = written(tmp_path / "model.npz", **KINDS[kind])
+    theirs = VisionTransformer(
+        img_size=12,
+        patch_size=4,
+        embed_dim=16,
+        depth=2,
+        num_heads=4,
+        mlp_ratio=1.5,
+        num_classes=7,
+        act_layer=partial(torch.nn.GELU, approximate="tanh"),
+        **fields,
+    ).eval()
+    theirs.load_pretrained(str(tmp_path / "model.npz"))
+    images = random_images(model.config)
+    assert difference(model(images).numpy(), theirs(images).numpy()) < 1e-5
+
+
+@torch.no_grad()
+def test_bit_as_timm_reads_it_and_back(tmp_path: Path) -> None:
+    timm_models.load()
+    from timm.layers import StdConv2d
+    from timm.models.resnetv2 import ResNetV2
+
+    config = ResNetConfig(units=(2, 1), width_factor=2, image_size=224, num_classes=7)
+    model = build(config).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn(parameter.shape, generator=torch.Generator().manual_seed(0)) * 0.1)
+    path = tmp_path / "model.npz"
+    assert npz.write(path, model, contract_for(config))[0] == "image_size: 224 is not in the file"
+    theirs = ResNetV2(
+        layers=(2, 1),
+        channels=(256, 512),
+        num_classes=7,
+        width_factor=2,
+        stem_type="fixed",
+        conv_layer=StdConv2d,
+    ).eval()
+    theirs.load_pretrained(str(path))
+    images = random_images(config)
+    assert difference(model(images).numpy(), theirs(images).numpy()) < 1e-5
+    imported = npz.read(path)
+    assert imported.architecture == config
+    assert imported.preprocessing == half(config)
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(imported.weights[name], tensor), name
+
+
+@torch.no_grad()
+def test_numpy_would_notice_the_other_gelu_and_norm(tmp_path: Path) -> None:
+    """Traps 1 and 2: what the reading above would show if they were wrong."""
+    model = written(tmp_path / "model.npz")
+    images = random_images(model.config, torch.float64)
+    theirs = google_numpy.forward(tmp_path / "model.npz", images.permute(0, 2, 3, 1).numpy())
+    for fields in ({"gelu": "exact"}, {"layer_norm_eps": 1e-5}):
+        other = ViT(configuration(**fields)).eval()
+        other.load_state_dict(model.state_dict())
+        assert difference(other.double()(images).numpy(), theirs) > 1e-7, fields
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_round_trip_keeps_every_bit(tmp_path: Path, kind: str) -> None:
+    model = written(tmp_path / "model.npz", **KINDS[kind])
+    imported = npz.read(tmp_path / "model.npz")
+    assert imported.architecture == model.config
+    assert imported.preprocessing == half(model.config)
+    assert imported.class_names == tuple(map(str, range(model.config.num_classes)))
+    assert imported.weights.keys() == model.state_dict().keys()
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(imported.weights[name], tensor), name
+    npz.write(tmp_path / "again.npz", rebuilt(imported), contract_for(model.config))
+    assert (tmp_path / "again.npz").read_bytes() == (tmp_path / "model.npz").read_bytes()
+
+
+def test_the_arrays_of_b16_are_those_of_the_papers_files() -> None:
+    config = ViTConfig.variant("B/16", image_size=224, num_classes=1000, representation_head=True)
+    block = {
+        "LayerNorm_0/scale": (768,),
+        "LayerNorm_0/bias": (768,),
+        **{
+            f"MultiHeadDotProductAttention_1/{part}/kernel": (768, 12, 64)
+            for part in ("query", "key", "value")
+        },
+        **{f"MultiHeadDotProductAttention_1/{part}/bias": (12, 64) for part in ("query", "key", "value")},
+        "MultiHeadDotProductAttention_1/out/kernel": (12, 64, 768),
+        "MultiHeadDotProductAttention_1/out/bias": (768,),
+        "LayerNorm_2/scale": (768,),
+        "LayerNorm_2/bias": (768,),
+        "MlpBlock_3/Dense_0/kernel": (768, 3072),
+        "MlpBlock_3/Dense_0/bias": (3072,),
+        "MlpBlock_3/Dense_1/kernel": (3072, 768),
+        "MlpBlock_3/Dense_1/bias": (768,),
+    }
+    expected = {
+        "embedding/kernel": (16, 16, 3, 768),
+        "embedding/bias": (768,),
+        "cls": (1, 1, 768),
+        "Transformer/posembed_input/pos_embedding": (1, 197, 768),
+        **{f"Transformer/encoderblock_{i}/{name}": shape for i in range(12) for name, shape in block.items()},
+        "Transformer/encoder_norm/scale": (768,),
+        "Transformer/encoder_norm/bias": (768,),
+        "pre_logits/kernel": (768, 768),
+        "pre_logits/bias": (768,),
+        "head/kernel": (768, 1000),
+        "head/bias": (1000,),
+    }
+    assert {part.theirs: part.shape for part in layout(config)} == expected
+
+
+@pytest.mark.parametrize(
+    ("variant", "fields", "numbers"),
+    [
+        ("Ti/16", {}, 5_717_416),
+        ("S/32", {}, 22_878_952),
+        ("B/16", {}, 86_567_656),
+        ("B/16", {"pooling": "gap"}, 86_566_120),
+        ("L/32", {}, 306_535_400),
+        ("H/14", {}, 632_045_800),
+        ("R50+B/16", {}, 98_659_112),
+        ("R50+L/32", {}, 328_994_856),
+        ("R26+S/32", {}, 36_431_912),
+        ("R+Ti/16", {}, 6_337_704),
+    ],
+)
+def test_the_arrays_have_as_many_numbers_as_the_authors_models(
+    variant: str, fields: dict[str, Any], numbers: int
+) -> None:
+    """The numbers are those of vit_jax/models_test.py; H/14's is computed."""
+    config = ViTConfig.variant(variant, image_size=224, num_classes=1000, **fields)
+    assert sum(math.prod(part.shape) for part in layout(config)) == numbers
+
+
+def big_vision(arrays: Arrays) -> Arrays:
+    """The same model as big_vision names and stores it: a class token takes its position with it (trap 17)."""
+    newer = {"MultiHeadDotProductAttention_1": "MultiHeadDotProductAttention_0"}
+    newer |= {"LayerNorm_2": "LayerNorm_1", "MlpBlock_3": "MlpBlock_0"}
+    out = {re.sub("|".join(newer), lambda match: newer[match[0]], name): a for name, a in arrays.items()}
+    positions = out.pop("Transformer/posembed_input/pos_embedding")
+    if "cls" in out:
+        out["cls"] = out["cls"] + positions[:, :1]
+        positions = positions[:, 1:]
+    out["pos_embedding"] = positions
+    return out
+
+
+def scanned(arrays: Arrays) -> Arrays:
+    """All layers in one array, as big_vision keeps them where it loops over them by lax.scan."""
+    first = "Transformer/encoderblock_0/"
+    stacked = {name: array for name, array in arrays.items() if "encoderblock_" not in name}
+    for name in arrays:
+        if name.startswith(first):
+            inner = name.removeprefix(first)
+            layers = [arrays[f"Transformer/encoderblock_{layer}/{inner}"] for layer in range(2)]
+            stacked[f"Transformer/encoderblock/{inner}"] = np.stack(layers)
+    return stacked
+
+
+@pytest.mark.parametrize("kind", ["fine-tuned", "pre-trained, with the tanh layer", "gap"])
+@torch.no_grad()
+def test_big_visions_files_are_the_same_function(tmp_path: Path, kind: str) -> None:
+    model = written(tmp_path / "model.npz", **KINDS[kind])
+    arrays = big_vision(load(tmp_path / "model.npz"))
+    save(tmp_path / "new.npz", arrays)
+    save(tmp_path / "scan.npz", {f"params/{name}": array for name, array in scanned(arrays).items()})
+    images = random_images(model.config)
+    expected = google_numpy.forward(tmp_path / "new.npz", images.permute(0, 2, 3, 1).numpy())
+    assert difference(model(images).numpy(), expected) < 1e-5
+    for name in ("new.npz", "scan.npz"):
+        imported = npz.read(tmp_path / name)
+        assert not imported.architecture.class_position
+        assert difference(rebuilt(imported)(images).numpy(), expected) < 1e-5
+
+
+def test_training_checkpoints_and_image_towers_are_read(tmp_path: Path) -> None:
+    model = written(tmp_path / "model.npz", pooling="map")
+    arrays = load(tmp_path / "model.npz")
+    optimizer = {f"opt/state/{name}": np.zeros(2) for name in arrays}
+    save(
+        tmp_path / "training.npz", {f"opt/target/{name}": array for name, array in arrays.items()} | optimizer
+    )
+    imported = npz.read(tmp_path / "training.npz")
+    assert imported.architecture == model.config
+    assert any(f"{len(arrays)} arrays outside opt/target/" in line for line in imported.lines)
+
+    towers = {f"params/img/{name}": array for name, array in arrays.items()} | {"params/t": np.ones(1)}
+    save(tmp_path / "towers.npz", towers)
+    tower = npz.read(tmp_path / "towers.npz")
+    assert tower.architecture.num_classes == 0
+    assert tower.class_names == ()
+    assert any(line.startswith("head: left behind") for line in tower.lines)
+    for name, tensor in tower.weights.items():
+        assert torch.equal(tensor, model.state_dict()[name]), name
+
+
+def test_half_precision_and_compression_are_read(tmp_path: Path) -> None:
+    written(tmp_path / "model.npz")
+    arrays = load(tmp_path / "model.npz")
+    full = npz.read(tmp_path / "model.npz").weights
+
+    def as_bfloat16(array: NDArray[Any]) -> NDArray[Any]:
+        bits = torch.from_numpy(array).to(torch.bfloat16).view(torch.int16).numpy()
+        return bits.view("V2")  # what numpy makes of it
+
+    np.savez_compressed(tmp_path / "b.npz", **{name: as_bfloat16(array) for name, array in arrays.items()})
+    np.savez_compressed(tmp_path / "h.npz", **{name: array.astype("f2") for name, array in arrays.items()})
+    for file, dtype in (("b.npz", torch.bfloat16), ("h.npz", torch.float16)):
+        imported = npz.read(tmp_path / file)
+        assert f"{len(arrays)} arrays of half precision became float32" in imported.lines
+        for name, tensor in imported.weights.items():
+            assert tensor.dtype == torch.float32
+            assert torch.equal(tensor, full[name].to(dtype).float()), name
+
+
+def test_group_norms_of_older_files_are_squeezed(tmp_path: Path) -> None:
+    model = written(tmp_path / "model.npz", **KINDS["hybrid"])
+    arrays = load(tmp_path / "model.npz")
+    wide = {name: a[None, None, None] if "gn" in name else a for name, a in arrays.items()}
+    assert wide["block1/unit1/gn_proj/scale"].shape == (1, 1, 1, 256)
+    save(tmp_path / "wide.npz", wide)
+    for name, tensor in npz.read(tmp_path / "wide.npz").weights.items():
+        assert torch.equal(tensor, model.state_dict()[name]), name
+
+
+def test_fine_tuning_resizes_positions_as_scipy_does_and_drops_both_heads(tmp_path: Path) -> None:
+    """Traps 4 and 9."""
+    from scipy.ndimage import zoom
+
+    written(tmp_path / "model.npz", representation_head=True)
+    table = load(tmp_path / "model.npz")["Transformer/posembed_input/pos_embedding"]
+    source = rebuilt(npz.read(tmp_path / "model.npz"))
+    model = ViT(configuration(image_size=20, num_classes=3))
+    lines = transfer_backbone(model, source)
+    expected = zoom(table[0, 1:].reshape(3, 3, 16), (5 / 3, 5 / 3, 1), order=1).reshape(25, 16)
+    assert np.abs(model.pos_embed[0, 1:].detach().numpy() - expected).max() < 1e-6
+    assert np.array_equal(model.pos_embed[0, 0].detach().numpy(), table[0, 0])
+    assert not hasattr(model, "pre_logits")
+    assert not model.head.weight.any()
+    assert not model.head.bias.any()
+    assert "pre_logits: the source's tanh layer was dropped" in lines
+
+
+def test_pixels_are_brought_to_minus_one_and_one(tmp_path: Path) -> None:
+    """Trap 15."""
+    written(tmp_path / "model.npz")
+    imported = npz.read(tmp_path / "model.npz")
+    assert imported.preprocessing is not None
+    pixels = torch.arange(256, dtype=torch.uint8).repeat(3).reshape(1, 256, 1, 3)
+    normalised = normalise(pixels, imported.preprocessing, torch.float32)
+    assert torch.allclose(normalised.permute(0, 2, 3, 1), pixels / 127.5 - 1, atol=1e-6)
+    assert (imported.preprocessing.interpolation, imported.preprocessing.crop) == ("bilinear", "squash")
+    assert "preprocessing is Google's: mean and std 0.5, bilinear, squashed to 12 x 12" in imported.lines
+
+
+def test_heads_that_cannot_classify_are_said(tmp_path: Path) -> None:
+    """Trap 24."""
+    written(tmp_path / "model.npz")
+    assert not any("head:" in line for line in npz.read(tmp_path / "model.npz").lines)
+    arrays = load(tmp_path / "model.npz")
+    save(tmp_path / "zero.npz", arrays | {"head/kernel": np.zeros_like(arrays["head/kernel"])})
+    assert any(line.startswith("head: its kernel is zero") for line in npz.read(tmp_path / "zero.npz").lines)
+    written(tmp_path / "none.npz", num_classes=0)
+    assert any(line.startswith("head: none in the file") for line in npz.read(tmp_path / "none.npz").lines)
+
+
+UNSAYABLE: list[tuple[dict[str, Any], dict[str, Any], str]] = [
+    ({"gelu": "exact"}, {}, "gelu 'exact' has no place in Google's .npz, which means 'tanh'"),
+    ({"layer_norm_eps": 1e-12}, {}, "layer_norm_eps 1e-12 has no place"),
+    ({"registers": 2}, {}, "registers 2"),
+    ({"layer_scale": 0.1}, {}, "layer_scale 0.1"),
+    ({"pooling": "gap", "class_token": True}, {}, "class_token True"),
+    ({"pooling": "gap", "norm_after_pooling": True}, {}, "norm_after_pooling True"),
+    ({"pooling": "gap", "axial": True}, {}, "axial True"),
+    ({"position": "none"}, {}, "position 'none'"),
+    ({"position": "learned2d"}, {}, "position 'learned2d'"),
+    ({"position": "sincos2d"}, {}, "image_size 12 can't be told from Google's .npz; 224 can"),
+    ({}, {"mean": (0.4, 0.5, 0.6)}, r"preprocessing has mean \(0.4, 0.5, 0.6\)"),
+    ({}, {"std": (0.2, 0.2, 0.2)}, r"std \(0.2, 0.2, 0.2\)"),
+]
+
+
+@pytest.mark.parametrize(
+    ("fields", "preprocessing", "message"), UNSAYABLE, ids=[case[2] for case in UNSAYABLE]
+)
+def test_what_readers_would_take_for_another_model_is_not_written(
+    tmp_path: Path, fields: dict[str, Any], preprocessing: dict[str, Any], message: str
+) -> None:
+    model = ViT(configuration(**fields))
+    with pytest.raises(ValueError, match=message):
+        npz.write(tmp_path / "model.npz", model, contract_for(model.config, **preprocessing))
+    assert not list(tmp_path.iterdir())
+
+
+def test_not_square_another_contract_and_nan_are_not_written(tmp_path: Path) -> None:
+    model = ViT(configuration())
+    with pytest.raises(ValueError, match="contract is for"):
+        npz.write(tmp_path / "model.npz", model, contract_for(configuration(num_classes=3)))
+    with torch.no_grad():
+        model.norm.bias[0] = math.nan
+    with pytest.raises(ValueError, match=r"weight 'norm\.bias' holds NaN"):
+        npz.write(tmp_path / "model.npz", model, contract_for(model.config))
+    assert not list(tmp_path.iterdir())
+
+
+def test_writing_says_what_the_file_cannot(tmp_path: Path) -> None:
+    config = configuration()
+    lines = npz.write(tmp_path / "model.npz", ViT(config), contract_for(config, crop="center"))
+    assert [line.split(":")[0] for line in lines] == ["preprocessing", "class_names"]
+
+
+# -- files that lie
+
+
+def changed(**changes: Callable[[NDArray[Any]], NDArray[Any]]) -> Callable[[Path], None]:
+    """Replace arrays, by the last part of their names."""
+
+    def damage(path: Path) -> None:
+        arrays = load(path)
+        for name in list(arrays):
+            if change := changes.get(name.replace("/", "_")):
+                arrays[name] = change(arrays[name])
+        save(path, arrays)
+
+    return damage
+
+
+def with_array(name: str, array: NDArray[Any]) -> Callable[[Path], None]:
+    return lambda path: save(path, load(path) | {name: array})
+
+
+def without(name: str) -> Callable[[Path], None]:
+    return lambda path: save(
+        path, {key: array for key, array in load(path).items() if not key.startswith(name)}
+    )
+
+
+def npy(shape: tuple[int, ...], data: bytes, descr: str = "<f4") -> bytes:
+    file = io.BytesIO()
+    np.lib.format.write_array_header_1_0(file, {"descr": descr, "fortran_order": False, "shape": shape})
+    return file.getvalue() + data
+
+
+def with_member(name: str, content: bytes, **claims: int) -> Callable[[Path], None]:
+    """Replace a member by these bytes, and let the table of contents claim something else about it."""
+
+    def damage(path: Path) -> None:
+        with zipfile.ZipFile(path) as old:
+            members = {info.filename: old.read(info) for info in old.infolist()}
+        with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as new:
+            for other, stored in (members | {name: content}).items():
+                new.writestr(other, stored)
+            for field, value in claims.items():
+                setattr(new.getinfo(name), field, value)
+
+    return damage
+
+
+def with_objects(path: Path) -> None:
+    class Trap:
+        def __reduce__(self) -> tuple[Any, tuple[str]]:
+            return open, (str(path.parent / "executed"),)
+
+    np.savez(path, allow_pickle=True, **load(path), evil=np.array([Trap()], dtype=object))
+
+
+def giant_directory(path: Path) -> None:
+    """A table of contents as long as the file's largest number."""
+    content = bytearray(path.read_bytes())
+    at = content.rindex(b"PK\5\6")
+    content[at + 12 : at + 16] = struct.pack("<I", 2**31)
+    path.write_bytes(bytes(2**31 // 2**20) + bytes(content))
+
+
+def many_members(path: Path) -> None:
+    with zipfile.ZipFile(path, "w") as archive:
+        for index in range(1100):
+            archive.writestr(f"{index:04000}", b"")
+
+
+def flipped(flag: int) -> Callable[[Path], None]:
+    """Set a bit in the flags of every member, in both headers."""
+
+    def damage(path: Path) -> None:
+        content = bytearray(path.read_bytes())
+        for signature, offset in ((b"PK\3\4", 6), (b"PK\1\2", 8)):
+            at = content.find(signature)
+            while at >= 0:
+                content[at + offset] |= flag
+                at = content.find(signature, at + 4)
+        path.write_bytes(bytes(content))
+
+    return damage
+
+
+def twice(path: Path) -> None:
+    with zipfile.ZipFile(path, "a") as archive, pytest.warns(UserWarning, match="Duplicate name"):
+        archive.writestr("cls.npy", npy((1, 1, 16), bytes(64)))
+
+
+KERNEL = "Transformer/encoderblock_0/MlpBlock_3/Dense_0/kernel.npy"
+DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
+    "missing": (lambda path: path.unlink(), "is missing"),
+    "empty": (lambda path: path.write_bytes(b""), "no checkpoint that can be read"),
+    "text": (lambda path: path.write_text("weights"), "no checkpoint that can be read"),
+    "a pickle": (
+        lambda path: path.write_bytes(b"\x80\x04\x95" + bytes(60)),
+        "no checkpoint that can be read",
+    ),
+    "one array": (lambda path: path.write_bytes(npy((2**50,), bytes(8))), "it is no zip archive"),
+    "another model": (lambda path: save(path, {"w": np.ones(3)}), "no array 'embedding/kernel'.*it has 'w'"),
+    "objects": (with_objects, "array 'evil.npy' holds object"),
+    "strings": (
+        with_array("cls", np.array(["a"])),
+        "array 'cls.npy' holds <U1; float32, float16 and bfloat16",
+    ),
+    "doubles": (with_array("cls", np.zeros((1, 1, 16))), "array 'cls.npy' holds float64"),
+    "a structure": (with_array("cls", np.zeros(1, dtype=[("a", "i2")])), "array 'cls.npy' holds"),
+    "NaN": (changed(cls=lambda array: array * math.nan), "'cls_token' holds NaN"),
+    "infinity": (changed(head_bias=lambda array: array + math.inf), "'head.bias' holds NaN or infinite"),
+    "a gap in the blocks": (without("Transformer/encoderblock_0/"), "no array 'Transformer/encoderblock_0/"),
+    "half a block": (without("Transformer/encoderblock_1/MlpBlock_3"), "lacks arrays that its model has"),
+    "a text tower": (
+        with_array("txt/head/bias", np.ones(2, "f4")),
+        "arrays that none of Google's ViTs has: 'txt",
+    ),
+    "two names of a layer": (with_array("pos_embedding", np.ones((1, 9, 16), "f4")), "are the same layer"),
+    "not square": (
+        changed(Transformer_posembed_input_pos_embedding=lambda a: a[:, :7]),
+        "has 7 entries; a square of patches, with or without the class token, is needed",
+    ),
+    "oblong patches": (changed(embedding_kernel=lambda array: array[:2]), "patches of 2 x 4; squares"),
+    "a flat kernel": (
+        changed(embedding_kernel=lambda array: array[0]),
+        r"'embedding/kernel' is \[4, 3, 16\]",
+    ),
+    "another width": (
+        changed(cls=lambda array: array[..., :8]),
+        r"'cls' is \[1, 1, 8\], the model needs \[1, 1, 16\]",
+    ),
+    "no numbers": (changed(cls=lambda array: array[..., :0]), r"\[1, 1, 0\]; every side must be positive"),
+    "wide resnet": (with_array("conv_root/kernel", np.ones((7, 7, 3, 128), "f4")), "lacks arrays"),
+    "five stages": (with_array("block9/unit1/conv1/kernel", np.ones((1, 1, 1, 1), "f4")), r"stages \[9\]"),
+    "endless layers": (
+        with_array("Transformer/encoderblock/x", np.ones(2000, "f4")),
+        "stacks 2000 layers; 1000 at most",
+    ),
+    "more than claimed": (with_member(KERNEL, npy((16, 24), bytes(16 * 24 * 4 + 1))), "which doesn't fit"),
+    "less than claimed": (with_member(KERNEL, npy((16, 24), bytes(16))), "which doesn't fit"),
+    "a giant header": (with_member(KERNEL, npy((16,) * 400, b"")), "no checkpoint that can be read"),
+    "a header of text": (with_member(KERNEL, b"\x93NUMPY\1\0\x10\0" + b"__import__('os') "), "can be read"),
+    "deep header": (with_member(KERNEL, b"\x93NUMPY\1\0\x90\1" + b"(" * 400), "can be read"),
+    "a long second header": (
+        with_member(KERNEL, b"\x93NUMPY\2\0\xff\xff\xff\x7f" + bytes(9000)),
+        "can be read",
+    ),
+    "version 3": (with_member(KERNEL, b"\x93NUMPY\3\0" + npy((16, 24), b"")[8:]), r"version \(3, 0\)"),
+    "negative sides": (
+        with_member(KERNEL, npy((-16, -24), bytes(16 * 24 * 4))),
+        "every side must be positive",
+    ),
+    "a petabyte": (with_member(KERNEL, npy((2**40, 2**10), b""), file_size=2**52), "its arrays claim"),
+    "ten gigabytes": (with_member(KERNEL, npy((2**20, 2500), b""), file_size=128 + 2500 * 2**22), "claim"),
+    "half a gigabyte that is not there": (
+        with_member(KERNEL, npy((2**17, 1024), b""), file_size=128 + 2**29),
+        r"lacks|the model needs|can be read",
+    ),
+    "another sum": (with_member(KERNEL, npy((16, 24), bytes(16 * 24 * 4)), CRC=7), "Bad CRC-32"),
+    "encrypted": (flipped(1), "encrypted"),
+    "giant table of contents": (giant_directory, "no checkpoint that can be read"),
+    "many members": (many_members, "its table of contents claims"),
+    "a name twice": (twice, "two arrays of one name"),
+    "heads that don't divide": (
+        lambda path: save(
+            path,
+            {
+                name: np.ones((16, 3, 5), "f4") if name.endswith("query/kernel") else array
+                for name, array in load(path).items()
+            },
+        ),
+        "width 16 is not a multiple of num_heads 3",
+    ),
+}
+
+
+@pytest.mark.parametrize(("damage", "message"), DAMAGES.values(), ids=DAMAGES.keys())
+def test_damaged_files_are_refused_without_memory_for_their_claims(
+    tmp_path: Path, damage: Callable[[Path], Any], message: str
+) -> None:
+    path = tmp_path / "model.npz"
+    written(path)
+    damage(path)
+    tracemalloc.start()
+    try:
+        with pytest.raises(ValueError, match=message) as caught:
+            npz.read(path)
+        assert tracemalloc.get_traced_memory()[1] < 4 * 2**20
+    finally:
+        tracemalloc.stop()
+    assert str(path) in str(caught.value)
+    assert [file.name for file in tmp_path.iterdir()] in ([], ["model.npz"])
+
+
+def test_every_truncation_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "model.npz"
+    written(path)
+    content = path.read_bytes()
+    for length in range(0, len(content), 499):
+        path.write_bytes(content[:length])
+        with pytest.raises(ValueError, match=r"model\.npz"):
+            npz.read(path)
+
+
+def test_flipped_bytes_are_refused_or_change_nothing(tmp_path: Path) -> None:
+    path = tmp_path / "model.npz"
+    model = written(path)
+    content = path.read_bytes()
+    generator = np.random.default_rng(0)
+    refused = 0
+    # The table of contents is a small part of a file, and the part that is read first.
+    places = [*generator.integers(len(content), size=50), *range(content.index(b"PK\1\2"), len(content), 67)]
+    for place in places:
+        damaged = bytearray(content)
+        damaged[place] ^= 1 << generator.integers(8)
+        path.write_bytes(bytes(damaged))
+        try:
+            weights = npz.read(path).weights
+        except ValueError as error:
+            assert str(path) in str(error)
+            refused += 1
+        else:
+            assert all(torch.equal(weights[name], tensor) for name, tensor in model.state_dict().items())
+    assert refused > 50

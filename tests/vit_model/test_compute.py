@@ -1,0 +1,267 @@
+"""Costs against the papers' tables, torch's FLOP counter and what autograd keeps. Run: pytest tests/vit_model."""
+
+import subprocess
+import sys
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
+
+from vit_model import compute
+from vit_model.build import build
+from vit_model.config import Architecture, ResNetConfig, ViTConfig
+from vit_model.variants import RESNETS
+
+# Model, resolution; GMACs, forward GFLOPs and training GFLOPs an image, as vit.md's section 11 prints them: from the
+# definitions, with 1000 classes behind the tanh layer.
+FLOPS = [
+    ("Ti/16", 224, "1.25", "2.51", "7.5"),
+    ("S/32", 224, "1.14", "2.29", "6.9"),
+    ("S/16", 224, "4.60", "9.20", "27.6"),
+    ("B/32", 224, "4.41", "8.82", "26.5"),
+    ("B/16", 224, "17.56", "35.1", "105.4"),
+    ("L/32", 224, "15.38", "30.8", "92.3"),
+    ("L/16", 224, "61.56", "123.1", "369.3"),
+    ("H/14", 224, "167.3", "334.6", "1003.8"),
+    ("B/32", 384, "13.04", "26.1", "78.3"),
+    ("B/16", 384, "55.48", "111.0", "332.9"),
+    ("L/16", 384, "191.1", "382.1", "1146"),
+    ("L/16", 512, "362.0", "724.0", "2172"),
+    ("H/14", 518, "1016.7", "2033", "6100"),
+]
+JFT_IMAGES = 303e6
+# The paper's table 6: epochs on JFT, exaFLOPs, and by how many % ours are more. A hybrid's 859 for 7 epochs and 1668
+# for 14 don't agree with each other: half of the latter is 834. Of the ResNets we count 3.5 to 5 % more throughout;
+# the paper does not say how it counted, and strides in the 1x1 convolutions would explain a part only.
+TABLE_6 = [
+    ("B/32", 7, 55, 2.34),
+    ("B/16", 7, 224, -0.14),
+    ("L/32", 7, 196, -0.03),
+    ("L/16", 7, 783, 0.07),
+    ("L/16", 14, 1567, 0.01),
+    ("H/14", 14, 4262, -0.08),
+    ("R50x1", 7, 50, 4.98),
+    ("R50x2", 7, 199, 3.52),
+    ("R101x1", 7, 96, 3.89),
+    ("R152x1", 7, 141, 4.24),
+    ("R152x2", 7, 563, 3.72),
+    ("R152x2", 14, 1126, 3.72),
+    ("R200x3", 14, 3306, 3.51),
+    ("R50+B/32", 7, 106, 1.71),
+    ("R50+B/16", 7, 274, 0.09),
+    ("R50+L/32", 7, 246, 0.53),
+    ("R50+L/16", 7, 859, -2.88),
+    ("R50+L/16", 14, 1668, 0.03),
+]
+
+SMALL: dict[str, Any] = {
+    "image_size": 32,
+    "patch_size": 4,
+    "width": 64,
+    "depth": 3,
+    "num_heads": 4,
+    "mlp_dim": 192,
+    "num_classes": 10,
+}
+# At least 32 tokens see each other in all of them: with fewer, fused attention may not be worth its call on a CPU.
+VITS: list[dict[str, Any]] = [
+    {},
+    {"pooling": "gap", "image_size": (32, 48)},
+    {"pooling": "gap", "class_token": True, "norm_after_pooling": True},
+    {"pooling": "map", "registers": 4},
+    {"distillation": True, "num_classes": 100},
+    {"position": "sincos2d", "norm_first": True},
+    {"position": "relative"},
+    {"position": "learned2d", "position_at": "every_layer"},
+    {"axial": True, "pooling": "gap", "image_size": (128, 160), "width": 16, "mlp_dim": 32, "depth": 1},
+    {"layer_scale": 0.1, "gelu": "quick"},
+    {"residual": False, "representation_head": True, "in_channels": 1},
+    {"stem": (2, 1), "patch_size": 8, "image_size": 64},
+    {"stem": (1, 2, 1), "patch_size": 16, "image_size": (96, 112)},
+    {"stem": (), "patch_size": 8, "image_size": 64},
+]
+
+RESNET_SHAPES: list[dict[str, Any]] = [
+    {"units": (1, 2), "image_size": 64},
+    {"units": (2, 1, 1), "image_size": (50, 77), "width_factor": 2, "in_channels": 1},
+]
+SHAPES: list[Architecture] = [
+    *(ViTConfig.model_validate({**SMALL, **options}) for options in VITS),
+    *(ResNetConfig.model_validate({"num_classes": 10, **shape}) for shape in RESNET_SHAPES),
+]
+
+
+def said(config: Architecture) -> str:
+    """What is not as by default, to name a test."""
+    changed = {k: v for k, v in config.model_dump(exclude_unset=True).items() if SMALL.get(k) != v}
+    return str(changed)
+
+
+BOUND = 0.01
+"""Of the estimated activation memory: what is left out is a few values by image, and indices by batch."""
+
+
+def printed(value: float, like: str) -> str:
+    """The value with as many decimals as a table's entry."""
+    return f"{value:.{len(like.partition('.')[2])}f}"
+
+
+@pytest.mark.parametrize(("name", "size", "macs", "forward", "train"), FLOPS)
+def test_flops_are_the_tables_to_its_last_digit(
+    name: str, size: int, macs: str, forward: str, train: str
+) -> None:
+    config = ViTConfig.variant(name, image_size=size, num_classes=1000, representation_head=True)
+    assert printed(compute.forward_macs(config) / 1e9, macs) == macs
+    assert printed(compute.forward_flops(config) / 1e9, forward) == forward
+    assert printed(compute.train_flops(config) / 1e9, train) == train
+
+
+def logits(model: Any, images: Tensor) -> Tensor:
+    """By way of all tokens, even if `forward` left out those that the classifier never reads."""
+    tokens, representation = model.forward_features(images)
+    out: Tensor = model.head(representation)
+    return out + model.head_dist(tokens[:, 1]) if hasattr(model, "head_dist") else out
+
+
+def counted(config: Architecture, backward: bool = False) -> int:
+    """Operations of one image as torch counts them, without memory or work for them."""
+    with torch.device("meta"):
+        model = build(config)
+        image = torch.empty(1, config.in_channels, *config.image_shape)
+        with FlopCounterMode(display=False) as counter:
+            out = logits(model, image)
+            if backward:
+                out.sum().backward()  # type: ignore[no-untyped-call]
+    return counter.get_total_flops()
+
+
+@pytest.mark.parametrize("config", SHAPES, ids=said)
+def test_flops_are_those_that_torch_counts(config: Architecture) -> None:
+    assert compute.forward_flops(config) == counted(config)
+
+
+@pytest.mark.parametrize("name", ["Ti/16", "R50+B/16", "R50x1"])
+def test_flops_of_the_papers_models_are_those_that_torch_counts(name: str) -> None:
+    config = named(name, num_classes=1000)
+    forward, step = counted(config), counted(config, backward=True)
+    assert compute.forward_flops(config) == forward
+    # Nobody asks for the gradient by the pixels, so the first product has only half of its backward pass.
+    first = 112 * 112 * 7 * 7 * 3 * 64 if name.startswith("R") else 224 * 224 * 3 * config.width
+    assert compute.train_flops(config) - 2 * first == step
+
+
+def named(name: str, **fields: Any) -> Architecture:
+    family = ResNetConfig if name in RESNETS else ViTConfig
+    return family.variant(name, image_size=224, **fields)
+
+
+def pretraining(name: str) -> Architecture:
+    """As in the paper: at 224, 18,291 classes of JFT, a ViT's behind a tanh layer."""
+    tanh = {} if name in RESNETS else {"representation_head": True}
+    return named(name, num_classes=18_291, **tanh)
+
+
+@pytest.mark.parametrize(("name", "epochs", "published", "gap"), TABLE_6)
+def test_exaflops_beside_the_papers(name: str, epochs: int, published: float, gap: float) -> None:
+    found = 100 * (compute.exaflops(pretraining(name), epochs * JFT_IMAGES) / published - 1)
+    assert found == pytest.approx(gap, abs=0.006)
+    if not name.startswith("R"):  # the ViTs: the table rounds B/32 to 55
+        assert abs(found) < (2.5 if name == "B/32" else 0.5)
+
+
+def test_core_days_of_table_2_imply_a_utilisation_that_tpus_have() -> None:
+    """Model, images seen, thousands of TPUv3-core-days; and the utilisations that the docstring names."""
+    rows = [
+        ("H/14", 14 * JFT_IMAGES, 2.5, 0.32),
+        ("L/16", 14 * JFT_IMAGES, 0.68, 0.43),
+        ("L/16", 90 * 14.2e6, 0.23, 0.39),
+    ]
+    implied = []
+    for name, images, published, said in rows:
+        at_peak = compute.tpuv3_core_days(compute.exaflops(pretraining(name), images), utilisation=1)
+        implied.append(at_peak / (published * 1e3))
+        assert implied[-1] == pytest.approx(said, abs=0.006)
+    assert sum(implied) / 3 == pytest.approx(compute.TPUV3_UTILISATION, abs=0.005)
+
+
+def test_device_hours() -> None:
+    assert compute.device_hours(3.6, peak_flops=1e15, utilisation=0.5) == pytest.approx(2)
+    assert compute.tpuv3_core_days(61.5e12 * 86_400 / 1e18, utilisation=1) == pytest.approx(1)
+    for peak, utilisation in ((0, 0.5), (1e15, 0), (1e15, 1.5)):
+        with pytest.raises(ValueError, match=f"peak_flops {peak} must be > 0 and utilisation {utilisation}"):
+            compute.device_hours(1, peak, utilisation)
+
+
+def test_zero_divides_one_state_after_another() -> None:
+    """The example of Rajbhandari et al. 2020, figure 1: 7.5e9 parameters, 64 devices, in GB."""
+    totals = [sum(compute.model_state_bytes(7_500_000_000, stage, 64)) / 1e9 for stage in range(4)]
+    assert [round(total, 1) for total in totals] == [120.0, 31.4, 16.6, 1.9]
+    assert compute.model_state_bytes(10, 3, 4) == (2 * 3, 2 * 3, 12 * 3), "the last worker's share is padded"
+    assert compute.model_state_bytes(10, 1, 1, value_bytes=4) == (40, 40, 120)
+    with pytest.raises(ValueError, match="zero_stage 4 must be 0, 1, 2 or 3, and workers 2"):
+        compute.model_state_bytes(10, 4, 2)
+
+
+def kept_bytes(model: torch.nn.Module, run: Any) -> int:
+    """What autograd keeps while `run` computes, each storage once, without the model's own."""
+    own = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
+    storages: dict[int, Tensor] = {}
+
+    def pack(tensor: Tensor) -> Tensor:
+        storages.setdefault(tensor.untyped_storage().data_ptr(), tensor)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        out = run()
+    del out
+    return sum(t.untyped_storage().nbytes() for address, t in storages.items() if address not in own)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("config", SHAPES, ids=said)
+def test_activation_memory_is_what_autograd_keeps(config: Architecture, dtype: torch.dtype) -> None:
+    model, images = build(config).to(dtype), 16
+    pixels = torch.randn(images, config.in_channels, *config.image_shape, dtype=dtype)
+    estimated = compute.activation_bytes(
+        config, images, value_bytes=dtype.itemsize, fused_attention=dtype == torch.float32
+    )
+    assert estimated == pytest.approx(kept_bytes(model, lambda: logits(model, pixels)), rel=BOUND)
+
+
+@pytest.mark.parametrize("config", SHAPES[: len(VITS)], ids=said)
+def test_with_checkpointing_inputs_and_one_block_are_kept(config: ViTConfig) -> None:
+    model, images = build(config), 16
+    pixels = torch.randn(images, config.in_channels, *config.image_shape)
+    tokens = images * config.num_tokens
+    if config.axial:
+        within = torch.randn(tokens // config.grid[1], config.grid[1], config.width, requires_grad=True)
+    else:
+        within = torch.randn(images, config.num_tokens, config.width, requires_grad=True)
+    of_a_block = kept_bytes(model, lambda: model.blocks[0](within))
+    of_all = kept_bytes(model, lambda: logits(model, pixels))
+    outside = of_all - config.num_blocks * of_a_block
+    expected = outside + of_a_block + config.num_blocks * tokens * config.width * 4
+    estimated = compute.activation_bytes(config, images, value_bytes=4, checkpointing=True)
+    assert estimated == pytest.approx(expected, rel=BOUND)
+    assert estimated < compute.activation_bytes(config, images, value_bytes=4)
+
+
+def test_dropout_keeps_a_byte_for_each_value_where_a_cpu_keeps_a_number() -> None:
+    without, dropping = (ViTConfig.model_validate({**SMALL, "dropout": rate}) for rate in (0.0, 0.1))
+    pixels = torch.randn(4, 3, *without.image_shape)
+    kept = [kept_bytes(model, partial(logits, model, pixels)) for model in map(build, (without, dropping))]
+    estimated = [compute.activation_bytes(config, 4, value_bytes=4) for config in (without, dropping)]
+    assert estimated[1] - estimated[0] == (kept[1] - kept[0]) / 4
+
+
+def test_a_resnet_has_no_blocks_to_checkpoint() -> None:
+    with pytest.raises(ValueError, match="checkpointing is of transformer blocks, and the model is a ResNet"):
+        compute.activation_bytes(SHAPES[-1], 1, checkpointing=True)
+
+
+def test_costs_need_no_torch() -> None:
+    code = "import sys, vit_model.compute; sys.exit(bool({'torch', 'numpy'} & sys.modules.keys()))"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

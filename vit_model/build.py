@@ -1,0 +1,16 @@
+"""From a configuration to a model, whichever family it is of.
+
+Every model has `config`, `forward` (logits), `forward_features` (tokens or places of a feature map [b, n, d], and the
+representation [b, d]) and `initialise(seed)`; the parameters of its head are called `head.*`.
+"""
+
+from vit_model.config import Architecture, ViTConfig
+from vit_model.model import ViT
+from vit_model.resnet import ResNet
+
+Network = ViT | ResNet
+
+
+def build(config: Architecture) -> Network:
+    """The model of a configuration, on torch's default device, with the weights of `initialise(seed=0)`."""
+    return ViT(config) if isinstance(config, ViTConfig) else ResNet(config)

@@ -1,0 +1,254 @@
+"""What a model costs, from its configuration alone: operations, memory, device time. Nothing is built.
+
+In: a `ViTConfig` or `ResNetConfig`. Out: numbers; importing this imports neither torch nor numpy.
+Use: `train_flops(ViTConfig.variant("B/16", image_size=224))`; `config.num_parameters` counts parameters.
+
+Counted are matrix products and convolutions, a multiplication with its addition as one MAC or two FLOPs; softmax,
+norms, GELU, biases and sums are not. That is how the paper counts: its table 6 comes out for the ViTs. All tokens
+count in every block, needed or not, so that figures of one model can be compared whoever computed it.
+Letters: N tokens, n patches, d width, m width of the MLP, p patch size, c channels, h heads.
+"""
+
+import math
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from vit_model.bottlenecks import BottleneckStage, bottleneck_stages, stem_channels, stem_parameters
+from vit_model.config import Architecture, ResNetConfig, ViTConfig
+
+TPUV3_CORE_FLOPS = 61.5e12
+"""Peak of a TPUv3 core in bfloat16: half of a chip's 123 TFLOP/s (Google Cloud's documentation of TPU v3)."""
+TPUV3_UTILISATION = 0.38
+"""The mean of what the paper's table 2 implies: 0.32 for H/14 on JFT (2.5k core-days), 0.43 for L/16 on JFT (0.68k)
+and 0.39 for L/16 on ImageNet-21k, 90 epochs (0.23k)."""
+
+
+def forward_macs(config: Architecture) -> int:
+    """Multiply-accumulates of one image's forward pass.
+
+    A ViT's are n c p^2 d + blocks (N (4 d^2 + 2 d m) + 2 N^2 d) + d classes. To these come a hybrid's stem, scores of
+    relative positions, the tanh layer, a MAP head and DeiT's second classifier; in axial blocks a token meets its row
+    or its column and not all N. A ResNet's are those of its convolutions and its classifier.
+    """
+    width, convolutions = config.width, _convolution_macs(config)
+    if isinstance(config, ResNetConfig):
+        return convolutions + width * config.num_classes
+    mlp, tokens = config.mlp_dim, config.num_tokens
+    total = convolutions + _patch_values(config) * width
+    total += config.num_blocks * tokens * (4 * width * width + 2 * width * mlp)
+    total += 2 * tokens * _keys(config) * width
+    total += config.num_blocks * tokens * (2 * tokens - 1) * width * (config.position == "relative")
+    if config.pooling == "map":
+        total += 2 * tokens * (width * width + width) + 2 * width * width + 2 * width * mlp
+    total += width * width * config.representation_head
+    return total + width * config.num_classes * (1 + config.distillation)
+
+
+def forward_flops(config: Architecture) -> int:
+    """Floating-point operations of one image's forward pass: two for each MAC."""
+    return 2 * forward_macs(config)
+
+
+def train_flops(config: Architecture) -> int:
+    """Floating-point operations of a training step, by image: the backward pass takes twice the forward's.
+
+    What gradient checkpointing computes again is not counted.
+    """
+    return 3 * forward_flops(config)
+
+
+def exaflops(config: Architecture, images: float) -> float:
+    """10^18 floating-point operations of training on this many images, each counted as often as it is seen."""
+    return train_flops(config) * images / 1e18
+
+
+def device_hours(exaflops: float, peak_flops: float, utilisation: float) -> float:
+    """Hours on one device of `peak_flops` operations a second, of which training reaches the part `utilisation`.
+
+    Raises ValueError for a peak that is not positive or a utilisation that is not in (0, 1].
+    """
+    if not (peak_flops > 0 and 0 < utilisation <= 1):
+        raise ValueError(f"peak_flops {peak_flops} must be > 0 and utilisation {utilisation} in (0, 1]")
+    return exaflops * 1e18 / (peak_flops * utilisation) / 3600
+
+
+def tpuv3_core_days(exaflops: float, utilisation: float = TPUV3_UTILISATION) -> float:
+    """The unit of the paper's table 2; two cores are a chip."""
+    return device_hours(exaflops, TPUV3_CORE_FLOPS, utilisation) / 24
+
+
+class ModelStates(NamedTuple):
+    """Bytes of a model's states on one worker."""
+
+    weights: int
+    gradients: int
+    optimizer: int
+
+
+def model_state_bytes(parameters: int, zero_stage: int, workers: int, value_bytes: int = 2) -> ModelStates:
+    """What one worker holds under ZeRO (Rajbhandari et al. 2020, section 3): 16 bytes a parameter with stage 0.
+
+    Weights and gradients have `value_bytes` each: 2 in bfloat16, 4 in float32. The optimizer has 12: a float32 copy
+    of the weights (DeepSpeed makes one in float32 too) and Adam's two moments. Stage 1 divides the optimizer's
+    states among the workers, 2 the gradients too, 3 the weights too. Communication buffers are not counted.
+
+    Raises ValueError for a stage that is not 0 to 3, or no workers.
+    """
+    if zero_stage not in (0, 1, 2, 3) or workers < 1:
+        raise ValueError(f"zero_stage {zero_stage} must be 0, 1, 2 or 3, and workers {workers} at least 1")
+    weights, gradients, optimizer = (
+        size * -(-parameters // (workers if zero_stage >= first else 1))
+        for size, first in ((value_bytes, 3), (value_bytes, 2), (12, 1))
+    )
+    return ModelStates(weights, gradients, optimizer)
+
+
+def activation_bytes(
+    config: Architecture,
+    images: int,
+    *,
+    value_bytes: int = 2,
+    fused_attention: bool = True,
+    checkpointing: bool = False,
+) -> int:
+    """Bytes that the forward pass of a training step keeps for the backward pass, from the images to the logits.
+
+    All in one dtype of `value_bytes` (2: bfloat16, 4: float32), without compilation. A block keeps of each token
+    its own input (d), what the first norm gives (d), queries, keys and values (3d), the mixed values (d), the sum
+    (d), what the second norm gives (d), and the MLP before and after its GELU (2m): 8d + 2m; and float32 mean and
+    deviation of both norms. Fused attention keeps a float32 sum for each query and head; plain attention, which
+    relative positions always take here, the float32 weights, N h for each query, and their copy in a smaller dtype.
+    LayerScale keeps 2d more, quick GELU m, dropout a byte for each value that it may drop (2d + m; on a CPU it takes
+    `value_bytes` for it). With checkpointing each block keeps its input, and one block at a time is computed again.
+    A convolution keeps its input, its norm's input, what relu gives and a padded copy where there is one.
+
+    Not in it: the loss, what operators need while they run, fragmentation, weights and their gradients. Against what
+    autograd keeps in float32 and bfloat16 on CPU it is within 1 % (`tests/vit_model/test_compute.py`).
+
+    Raises ValueError for checkpointing of a ResNet, which has no transformer blocks.
+    """
+    convolutions = images * _convolution_bytes(config, value_bytes)
+    if isinstance(config, ResNetConfig):
+        if checkpointing:
+            raise ValueError("checkpointing is of transformer blocks, and the model is a ResNet")
+        # Standardised kernels, before and after they are divided by their deviation.
+        return convolutions + 2 * config.num_parameters * value_bytes
+    block = _block_bytes(config, value_bytes, fused_attention)
+    if checkpointing:
+        blocks = config.num_blocks * config.num_tokens * config.width * value_bytes + block
+    else:
+        blocks = config.num_blocks * block
+    kernels = 0 if config.stem is None else 2 * stem_parameters(config.stem, config.in_channels)
+    kept = blocks + _values_outside(config) * value_bytes
+    kept += config.num_tokens * config.width * (config.dropout > 0)  # after the positions
+    return images * kept + convolutions + kernels * value_bytes
+
+
+def _block_bytes(config: ViTConfig, value_bytes: int, fused_attention: bool) -> int:
+    """What one block keeps of an image."""
+    width, mlp, tokens, heads = config.width, config.mlp_dim, config.num_tokens, config.num_heads
+    values = tokens * (8 * width + (2 + (config.gelu == "quick")) * mlp)
+    values += 2 * tokens * width * (config.layer_scale is not None)
+    relative = config.position == "relative"
+    if relative:  # scaled queries, and their products with the embeddings of all distances
+        values += tokens * width + tokens * heads * (2 * tokens - 1)
+    kept = values * value_bytes + 4 * 4 * tokens + tokens * (2 * width + mlp) * (config.dropout > 0)
+    if fused_attention and not relative:
+        return kept + 4 * tokens * heads
+    weights = tokens * heads * _keys(config) // config.num_blocks
+    return kept + weights * (4 if value_bytes == 4 else 4 + value_bytes)
+
+
+def _values_outside(config: ViTConfig) -> int:
+    """What is kept of an image around the blocks of a ViT: patches, first and last norm, pooling and tanh layer."""
+    width, sequence = config.width, config.num_tokens * config.width
+    values = _patch_values(config) + sequence * config.norm_first
+    values += width if config.norm_after_pooling else sequence
+    if config.pooling == "map":
+        values += 3 * sequence + 4 * width + 2 * config.mlp_dim
+    else:
+        values += sequence if config.pooling == "cls" else width
+    return values + 2 * width * config.representation_head
+
+
+def _keys(config: ViTConfig) -> int:
+    """Tokens that a token attends to, summed over the blocks."""
+    return config.depth * (sum(config.grid) if config.axial else config.num_tokens)
+
+
+def _patch_values(config: ViTConfig) -> int:
+    """Numbers that the patch embedding maps to tokens: pixels, or a hybrid's features."""
+    channels = config.in_channels if config.stem is None else stem_channels(config.stem)
+    return config.num_patches * channels * (config.patch_size // config.stem_stride) ** 2
+
+
+# ---------------------------------------------------------------------------- convolutions: ResNets and stems
+
+
+class _Unit(NamedTuple):
+    """A bottleneck of `vit_model.resnet`."""
+
+    channels: int
+    middle: int
+    before: tuple[int, int]
+    """(height, width) of its input; its 3x3 convolution has the stride."""
+    after: tuple[int, int]
+    shortcut: bool
+
+
+def _units(stages: list[BottleneckStage], size: tuple[int, int]) -> Iterator[_Unit]:
+    """All bottlenecks in order; `size` is that of the first one's input."""
+    for stage in stages:
+        channels, stride = stage.in_channels, stage.stride
+        for unit in range(stage.units):
+            after = _strided(size, stride)
+            yield _Unit(channels, stage.middle, size, after, shortcut=not unit)
+            channels, stride, size = stage.out_channels, 1, after
+
+
+def _strided(size: tuple[int, int], stride: int) -> tuple[int, int]:
+    return -(-size[0] // stride), -(-size[1] // stride)
+
+
+def _stages(config: Architecture) -> tuple[list[BottleneckStage], int]:
+    """The stages of convolutions, and the channels of the 7x7 convolution and the pooling before them; 0: none."""
+    if isinstance(config, ResNetConfig):
+        return config.stages, 64 * config.width_factor
+    return bottleneck_stages(config.stem or ()), 64 * (config.stem is not None)
+
+
+def _convolution_macs(config: Architecture) -> int:
+    stages, root = _stages(config)
+    total = 7 * 7 * config.in_channels * root * math.prod(_strided(config.image_shape, 2))
+    for channels, middle, size, size_after, shortcut in _units(stages, _strided(config.image_shape, 4)):
+        before, after = math.prod(size), math.prod(size_after)
+        total += channels * middle * before + (9 * middle + 4 * middle) * middle * after
+        total += channels * 4 * middle * after * shortcut
+    return total
+
+
+def _convolution_bytes(config: Architecture, value_bytes: int) -> int:
+    """What convolutions, their norms, relus and the pooling keep of an image."""
+    stages, root = _stages(config)
+    if not root:
+        return 0
+    (height, width), half, pooled = (_strided(config.image_shape, stride) for stride in (1, 2, 4))
+    indices = 8 * root * math.prod(pooled)
+    if isinstance(config, ResNetConfig):
+        # The norm comes first: of each unit its input and relu's output, and the same before its later convolutions.
+        values = config.in_channels * height * width + root * (half[0] + 2) * (half[1] + 2)
+        for unit in _units(stages, pooled):
+            values += 2 * (unit.channels + unit.middle) * math.prod(unit.before)
+            values += 2 * unit.middle * math.prod(unit.after)
+        values += 2 * config.width * math.prod(config.grid) + config.width
+        return values * value_bytes + indices
+    # Each norm's input and relu's output, and the padded copies of what 7x7, pooling and 3x3 take.
+    values = config.in_channels * (height + 5) * (width + 5) + root * 2 * math.prod(half)
+    values += root * (half[0] + 1) * (half[1] + 1)
+    values += root * math.prod(pooled) * bool(stages)  # else the patches are its only copy
+    for unit in _units(stages, pooled):
+        border = 2 if unit.before == unit.after else 1
+        values += unit.middle * (unit.before[0] + border) * (unit.before[1] + border)
+        values += 2 * unit.middle * (math.prod(unit.before) + math.prod(unit.after))
+        values += 4 * unit.middle * math.prod(unit.after) * (2 + unit.shortcut)
+    return values * value_bytes + indices

@@ -1,0 +1,181 @@
+"""Contrastive pretraining: MoCo v3 for Vision Transformers (Chen, Xie and He 2021, arXiv 2104.02057).
+
+In: a ViT without a classifier and two views of each image. Out: a loss.
+Use: `task = MoCo(model)`; at each step `loss = task(one, other)`, a step of the optimizer, and
+`task.update_momentum_encoder(momentum(step, steps))`; what was pretrained is `task.model`.
+
+Settings are those of the authors' code (facebookresearch/moco-v3: moco/builder.py, main_moco.py and the commands in
+CONFIG.md). Works in one process and as one of the workers of torch.distributed's default group, each of which gives
+an equal share of the batch: then the mean of their losses is the loss of the whole batch in one process.
+
+Letters in shapes: b a worker's share of the batch, B the whole batch, d width, c channels.
+"""
+
+import copy
+import itertools
+import math
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from vit_model.model import ViT
+from vit_model.objectives import in_full
+
+
+def momentum(step: int, steps: int, base: float = 0.99) -> float:
+    """How much of the momentum encoder is kept at update `step` of `steps`: from `base` to 1 along half a cosine."""
+    return 1 - (1 - base) * (1 + math.cos(math.pi * step / steps)) / 2
+
+
+def info_nce(queries: Tensor, keys: Tensor, temperature: float) -> Tensor:
+    """2 T times the mean of -log softmax(cos(query, keys) / T) at a query's own key, in float32.
+
+    `queries` [b, d] are this worker's; `keys` [B, d] are all workers', the own ones at this worker's place.
+    The factor, which the authors took from BYOL, makes the best learning rate nearly independent of T.
+    """
+    cosines = F.normalize(in_full(queries), dim=1) @ F.normalize(in_full(keys), dim=1).T  # [b, B]
+    own = torch.arange(len(queries), device=queries.device) + _rank() * len(queries)
+    return 2 * temperature * F.cross_entropy(cosines / temperature, own)
+
+
+class MoCo(nn.Module):
+    """The ViT, a projector and a predictor behind it, and a momentum encoder that follows the first two.
+
+    The patch projection keeps its random weights: training it makes ViTs unstable (section 4.3). The authors' ViTs
+    have `position` "sincos2d". Weights of the projector and predictor are drawn with `seed`, as nn.Linear draws them.
+    Raises ValueError for a ViT that has a classifier.
+    """
+
+    def __init__(
+        self,
+        model: ViT,
+        hidden_width: int = 4096,
+        output_width: int = 256,
+        temperature: float = 0.2,
+        seed: int = 0,
+    ) -> None:
+        super().__init__()
+        config = model.config
+        if config.num_classes or config.representation_head:
+            raise ValueError(
+                f"the projector takes the place of the classifier: num_classes {config.num_classes} and "
+                f"representation_head {config.representation_head} should be 0 and False"
+            )
+        model.patch_embed.proj.requires_grad_(False)
+        generator = torch.Generator().manual_seed(seed)
+        self.model = model
+        self.projector = _mlp((config.width, hidden_width, hidden_width, output_width), generator)
+        self.predictor = _mlp((output_width, hidden_width, output_width), generator)
+        self.momentum_encoder = copy.deepcopy(nn.Sequential(model, self.projector)).requires_grad_(False)
+        self.temperature = temperature
+
+    def forward(self, one: Tensor, other: Tensor) -> Tensor:
+        """The symmetrised loss, a scalar, of two views [b, c, height, width] of each of `b` images.
+
+        Raises ValueError for different numbers of them, and for views of another size than the model's.
+        """
+        if len(one) != len(other):
+            raise ValueError(
+                f"views of {len(one)} and of {len(other)} images; both must be of the same images"
+            )
+        queries = [self.predictor(self.projector(self.model(view))) for view in (one, other)]
+        with torch.no_grad():
+            keys = [gather(self.momentum_encoder(view)) for view in (other, one)]
+        first, second = (
+            info_nce(query, key, self.temperature) for query, key in zip(queries, keys, strict=True)
+        )
+        return first + second
+
+    @torch.no_grad()
+    def update_momentum_encoder(self, kept: float) -> None:
+        """Each of its weights becomes `kept` of itself and 1 - `kept` of the encoder's. They should be float32:
+        bfloat16 rounds so small steps to nothing."""
+        followed = itertools.chain(self.model.parameters(), self.projector.parameters())
+        for weight, ahead in zip(self.momentum_encoder.parameters(), followed, strict=True):
+            weight.lerp_(ahead, 1 - kept)
+
+
+class BatchNorm(nn.Module):
+    """Batch normalisation of [b, d] by mean and variance over the whole batch, wherever its parts are (torch's
+    SyncBatchNorm does this on GPUs only).
+
+    Always by the batch at hand, without running averages: what it stands in is thrown away after pretraining.
+    """
+
+    def __init__(self, width: int, affine: bool, eps: float = 1e-5) -> None:
+        super().__init__()
+        self.eps = eps
+        self.weight = nn.Parameter(torch.ones(width)) if affine else None
+        self.bias = nn.Parameter(torch.zeros(width)) if affine else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[b, d] -> [b, d], in the dtype of x, computed in float32."""
+        numbers = in_full(x)
+        centred = numbers - mean_over_workers(numbers.mean(dim=0))
+        variance = mean_over_workers(centred.square().mean(dim=0))
+        out = centred * (variance + self.eps).rsqrt()
+        if self.weight is not None and self.bias is not None:
+            out = out * self.weight + self.bias
+        return out.to(x.dtype)
+
+
+def _mlp(widths: tuple[int, ...], generator: torch.Generator) -> nn.Sequential:
+    """Linear layers without bias, BatchNorm behind each; ReLU behind all but the last, whose BatchNorm has no weights
+    (SimCLR's design, without its gamma)."""
+    layers: list[nn.Module] = []
+    for number, (inputs, outputs) in enumerate(itertools.pairwise(widths), start=1):
+        with torch.device("meta"):  # torch's own initialisation would move the global generator
+            linear = nn.Linear(inputs, outputs, bias=False)
+        linear.to_empty(device=torch.get_default_device())
+        nn.init.kaiming_uniform_(linear.weight, a=math.sqrt(5), generator=generator)
+        last = number == len(widths) - 1
+        layers += [linear, BatchNorm(outputs, affine=not last)]
+        layers += [] if last else [nn.ReLU()]
+    return nn.Sequential(*layers)
+
+
+# ---------------------------------------------------------------------------------------------- several workers
+
+
+def _world() -> int:
+    return dist.get_world_size() if dist.is_initialized() else 1
+
+
+def _rank() -> int:
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+def gather(keys: Tensor) -> Tensor:
+    """[b, d] of each worker -> [B, d] in the order of their ranks, without a gradient."""
+    if _world() == 1:
+        return keys
+    parts = [torch.empty_like(keys) for _ in range(_world())]
+    dist.all_gather(parts, keys.contiguous())
+    return torch.cat(parts)
+
+
+def mean_over_workers(values: Tensor) -> Tensor:
+    """The mean of a tensor over the workers, which all of them get; gradients flow back to each worker's values."""
+    if _world() == 1:
+        return values
+    mean: Tensor = _Mean.apply(values)  # type: ignore[no-untyped-call]
+    return mean
+
+
+class _Mean(torch.autograd.Function):
+    """The mean over workers is its own gradient: each worker's value is in every worker's mean, a world-th of it."""
+
+    @staticmethod
+    def forward(ctx: Any, values: Tensor) -> Tensor:
+        total = values.clone()
+        dist.all_reduce(total)
+        return total / _world()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        total = gradient.clone(memory_format=torch.contiguous_format)
+        dist.all_reduce(total)
+        return total / _world()

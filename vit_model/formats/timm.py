@@ -1,0 +1,298 @@
+"""Checkpoints of timm: folders in its hub's layout, and state dicts alone.
+
+In: a folder with config.json and weights, or a file of weights (safetensors, or torch.save's). Out: an `Imported`, or
+such a folder of a model of ours, for `timm.create_model("local-dir:FOLDER", pretrained=True)`. timm is not needed.
+Use: `imported = read(path)`; `write(folder, model, contract)`.
+
+Our tensors have timm's names; patch kernels are [d, c, p, p] there, and registers can have positions. What a name of
+timm's implies beside shapes (heads, GELU, eps) stands in `timm_architecture`.
+Sources: timm's models/vision_transformer.py, models/deit.py, models/_hub.py.
+"""
+
+import re
+from pathlib import Path
+from typing import Any
+
+import torch
+from pydantic import ValidationError
+from safetensors.torch import save_file
+from torch import Tensor
+
+from vit_model.config import ModelContract, Preprocessing, ViTConfig
+from vit_model.formats import Imported
+from vit_model.formats.files import (
+    Source,
+    read_json,
+    read_tensors,
+    require_plausible,
+    shapes_of,
+    to_ours,
+    to_theirs,
+    write_json,
+)
+from vit_model.formats.timm_architecture import GELUS, POOLING, architecture_of
+from vit_model.model import ViT
+
+WEIGHTS = ("model.safetensors", "pytorch_model.bin")
+# Of DINO, DINOv2, MAE and DeiT III, whose own files have timm's names but for these.
+RENAMED = (
+    (r"^module\.", ""),
+    (r"^register_tokens$", "reg_token"),
+    (r"\.gamma_([12])$", r".ls\1.gamma"),
+    (r"^pre_logits\.fc\.", "pre_logits."),
+)
+DROPPED = re.compile(r"mask_token|decoder_.*")
+# What such tensors mean, for whoever wonders why a file is refused.
+FOREIGN = {
+    r".*rope.*|.*freqs.*": "rotary position embeddings (RoPE)",
+    r".*mlp\.(w12|w3|fc1_[gx])\..*": "SwiGLU",
+    r".*[qk]_norm\..*": "norms of queries and keys",
+    r".*relative_position.*": "relative position biases",
+    r"patch_embed\.backbone\..*": "a convolutional stem",
+    r".*attns\..*|.*in_norm\..*": "parallel blocks",
+    r".*embeddings\..*": "names of Hugging Face; give the folder with its config.json",
+}
+
+
+def read(path: Path) -> Imported:
+    """The ViT in a folder or a file.
+
+    A file alone says neither the heads nor the preprocessing: heads of 64 channels, the exact GELU and eps 1e-6 are
+    assumed then, and said. Raises ValueError, naming the file, for what `ViTConfig` cannot say exactly, for damaged
+    files, and for missing, surplus, misshapen, quantised, NaN or infinite tensors.
+    """
+    config = read_json(path / "config.json") if path.is_dir() else {}
+    file = (
+        path if path.is_file() else next((path / name for name in WEIGHTS if (path / name).is_file()), None)
+    )
+    if file is None:
+        raise ValueError(f"{path} has neither {' nor '.join(WEIGHTS)}")
+    found = {_own_name(name): tensor for name, tensor in read_tensors(file).items()}
+    unused = sorted(name for name in found if DROPPED.fullmatch(name))
+    for name in unused:
+        del found[name]
+    _require_ours(file, found)
+    said = config.get("pretrained_cfg", config)
+    arguments = config.get("model_args") or {}
+    if not isinstance(said, dict) or not isinstance(arguments, dict):
+        raise ValueError(f"{path / 'config.json'}: pretrained_cfg and model_args must be objects")
+    try:
+        architecture, lines = architecture_of(config, said, arguments, found)
+    except (TypeError, ArithmeticError, AttributeError, ValueError) as error:
+        raise ValueError(f"{path} is not read: {error}") from error
+    require_plausible(file, architecture, found)
+    lines += _fold_positions(file, architecture, found)
+    dtypes = sorted({str(tensor.dtype).removeprefix("torch.") for tensor in found.values()} - {"float32"})
+    sources = _sources(architecture, qkv_bias="blocks.0.attn.qkv.bias" in found)
+    weights = to_ours(file, sources, architecture, found)
+    preprocessing, how = _read_preprocessing(path, said, architecture)
+    license_ = said.get("license")
+    return Imported(
+        architecture=architecture,
+        weights=weights,
+        preprocessing=preprocessing,
+        class_names=_class_names(path, config, said, architecture.num_classes),
+        license=license_ if isinstance(license_, str) else None,
+        lines=(
+            f"weights: all {architecture.depth} blocks of width {architecture.width} with {architecture.num_heads}"
+            f" heads, {architecture.num_classes or 'no'} classes,"
+            f" GELU {architecture.gelu}, layer norm eps {architecture.layer_norm_eps:g}.",
+            *lines,
+            *([f"weights: converted from {', '.join(dtypes)} to float32."] if dtypes else []),
+            *([f"weights: dropped {', '.join(unused)}."] if unused else []),
+            *(
+                f"{name}: zeros, since the model has none."
+                for name, source in sources.items()
+                if not source.names
+            ),
+            *how,
+        ),
+    )
+
+
+def _own_name(name: str) -> str:
+    for pattern, own in RENAMED:
+        name = re.sub(pattern, own, name)
+    return name
+
+
+def _require_ours(file: Path, found: dict[str, Tensor]) -> None:
+    """Refuse by name what timm has and `ViTConfig` has not, before missing tensors are listed."""
+    for pattern, meaning in FOREIGN.items():
+        if names := [name for name in found if re.fullmatch(pattern, name)]:
+            raise ValueError(f"{file} is not read: {names[0]} belongs to {meaning}")
+    first, second = (found.get(f"blocks.0.mlp.{layer}.weight") for layer in ("fc1", "fc2"))
+    if first is None or second is None or first.ndim != 2 or second.ndim != 2:
+        raise ValueError(f"{file} holds no ViT of timm: blocks.0.mlp.fc1.weight and fc2.weight were expected")
+    if first.shape[0] == 2 * second.shape[1]:
+        raise ValueError(f"{file} is not read: its MLP (fc1 twice as wide as fc2) is SwiGLU")
+    kernel = found.get("patch_embed.proj.weight")
+    if kernel is None or kernel.ndim != 4 or 0 in kernel.shape:
+        shape = "missing" if kernel is None else list(kernel.shape)
+        raise ValueError(f"{file}: patch_embed.proj.weight is {shape}; a kernel [d, c, p, p] was expected")
+
+
+def _fold_positions(file: Path, config: ViTConfig, found: dict[str, Tensor]) -> list[str]:
+    """Add the registers' positions, which ours have not, to the registers themselves: the same sum."""
+    table, registers = found.get("pos_embed"), found.get("reg_token")
+    classes = config.class_token + config.distillation
+    if (
+        table is None
+        or registers is None
+        or table.shape[1] != classes + config.registers + config.num_patches
+    ):
+        return []
+    if table.shape[2:] != registers.shape[2:]:
+        raise ValueError(f"{file}: pos_embed is {list(table.shape)}, reg_token {list(registers.shape)}")
+    found["reg_token"] = registers.float() + table[:, classes : classes + config.registers].float()
+    found["pos_embed"] = torch.cat([table[:, :classes], table[:, classes + config.registers :]], dim=1)
+    return ["reg_token: with its positions added."]
+
+
+def _sources(config: ViTConfig, qkv_bias: bool = True) -> dict[str, Source]:
+    """Where each of our tensors lies: under the same name, but for the kernel's shape."""
+    sources = {name: Source((name,), shape) for name, shape in shapes_of(config).items()}
+    kernel = (config.width, config.in_channels, config.patch_size, config.patch_size)
+    sources["patch_embed.proj.weight"] = Source(("patch_embed.proj.weight",), kernel)
+    for name, source in sources.items():
+        if name.endswith(".attn.qkv.bias") and not qkv_bias:
+            sources[name] = Source((), source.shape)
+    return sources
+
+
+def _class_names(
+    path: Path, config: dict[str, Any], said: dict[str, Any], num_classes: int
+) -> tuple[str, ...]:
+    names = config.get("label_names", said.get("label_names"))
+    if isinstance(names, dict):
+        names = [names.get(str(index)) for index in range(len(names))]
+    if names is None or num_classes == 0:
+        return tuple(map(str, range(num_classes)))
+    if (
+        not isinstance(names, list)
+        or len(names) != num_classes
+        or not all(isinstance(name, str) for name in names)
+    ):
+        raise ValueError(f"{path}: label_names does not name the {num_classes} classes that head.weight has")
+    return tuple(names)
+
+
+def _read_preprocessing(
+    path: Path, said: dict[str, Any], architecture: ViTConfig
+) -> tuple[Preprocessing | None, list[str]]:
+    """What pretrained_cfg says, as far as `Preprocessing` can say it; None and the reason otherwise."""
+    if "mean" not in said or "std" not in said:
+        return None, ["preprocessing: mean and std are not said."]
+    crop, fraction = said.get("crop_mode", "center"), said.get("crop_pct", 0.875)
+    interpolation, mean = said.get("interpolation", "bicubic"), said["mean"]
+    height, width = architecture.image_shape
+    unlike = [
+        *([] if crop in ("center", "squash") else [f"crop_mode {crop!r}"]),
+        *([f"crop_mode 'squash' with crop_pct {fraction}"] if crop == "squash" and fraction != 1 else []),
+        *([f"images of {height}x{width}"] if height != width else []),
+        *([] if interpolation in ("bilinear", "bicubic") else [f"interpolation {interpolation!r}"]),
+        *([] if isinstance(mean, list) and len(mean) == architecture.in_channels else [f"mean {mean!r}"]),
+    ]
+    if unlike:
+        return None, [f"preprocessing: config.json says what cannot be done here: {', '.join(unlike)}."]
+    try:
+        preprocessing = Preprocessing(
+            mean=said["mean"],
+            std=said["std"],
+            interpolation=interpolation,
+            crop=crop,
+            crop_fraction=fraction,
+            resolution=height,
+            channels=architecture.in_channels,
+        )
+    except ValidationError as error:
+        raise ValueError(f"{path}: pretrained_cfg says no preprocessing: {error}") from error
+    return preprocessing, []
+
+
+def write(folder: Path, model: ViT, contract: ModelContract) -> None:
+    """Write a folder that timm loads, and that computes there what `model` does.
+
+    Raises ValueError for an architecture that timm's VisionTransformer has not, and for NaN or infinite weights.
+    """
+    config = model.config
+    if contract.architecture != config:
+        raise ValueError(f"contract is for {contract.architecture!r}, the model is {config!r}")
+    _require_timms(config)
+    tensors = to_theirs(model.state_dict(), _sources(config))
+    positioned = config.class_position and config.registers > 0
+    if positioned:  # where the class token has one, timm's registers have too
+        table, classes = tensors["pos_embed"], config.class_token + config.distillation
+        zeros = torch.zeros(1, config.registers, config.width)
+        tensors["pos_embed"] = torch.cat([table[:, :classes], zeros, table[:, classes:]], dim=1)
+    name = "vit_base_patch16_224" if config.layer_norm_eps == 1e-6 else "vit_base_patch16_clip_224"
+    pool = {ours: theirs for theirs, ours in POOLING.items()}[config.pooling]
+    ratio = config.mlp_dim / config.width
+    if int(config.width * ratio) != config.mlp_dim:  # timm rounds down
+        ratio = (config.mlp_dim + 0.5) / config.width
+    pixels = contract.preprocessing
+    folder.mkdir(parents=True, exist_ok=True)
+    save_file(tensors, folder / WEIGHTS[0], metadata={"format": "pt"})
+    write_json(
+        folder / "config.json",
+        {
+            "architecture": "deit_base_distilled_patch16_224" if config.distillation else name,
+            "num_classes": config.num_classes,
+            "num_features": config.width,
+            "global_pool": pool,
+            **({"label_names": list(contract.class_names)} if contract.class_names else {}),
+            "model_args": {
+                "img_size": config.image_size,
+                "patch_size": config.patch_size,
+                "in_chans": config.in_channels,
+                "num_classes": config.num_classes,
+                "embed_dim": config.width,
+                "depth": config.depth,
+                "num_heads": config.num_heads,
+                "mlp_ratio": ratio,
+                "global_pool": pool,
+                "fc_norm": config.norm_after_pooling,
+                "class_token": config.class_token,
+                "no_embed_class": config.num_prefix_tokens > 0 and not config.class_position,
+                "reg_tokens": config.registers,
+                "pool_include_prefix": config.pooling == "map" and config.num_prefix_tokens > 0,
+                "pos_embed": "none" if config.position == "none" else "learn",
+                "pre_norm": config.norm_first,
+                "act_layer": {ours: theirs for theirs, ours in GELUS.items()}[config.gelu],
+                **({"init_values": config.layer_scale} if config.layer_scale is not None else {}),
+            },
+            "pretrained_cfg": {
+                "custom_load": False,
+                "input_size": [config.in_channels, *config.image_shape],
+                "fixed_input_size": True,
+                "interpolation": pixels.interpolation,
+                "crop_pct": pixels.crop_fraction,
+                "crop_mode": pixels.crop,
+                "mean": list(pixels.mean),
+                "std": list(pixels.std),
+                "num_classes": config.num_classes,
+                "first_conv": "patch_embed.proj",
+                "classifier": ["head", "head_dist"] if config.distillation else "head",
+                **({"license": contract.license} if contract.license else {}),
+            },
+        },
+    )
+
+
+def _require_timms(config: ViTConfig) -> None:
+    """Refuse what no arguments of timm's VisionTransformer say, naming it."""
+    wrong = {
+        f"position {config.position!r}": config.position not in ("none", "learned1d"),
+        f"position_at {config.position_at!r}": config.position_at != "stem",
+        "residual false": not config.residual,
+        "axial true": config.axial,
+        "a convolutional stem": config.stem is not None,
+        "representation_head true": config.representation_head,
+        "patch_bias without norm_first, or the other way": config.patch_bias == config.norm_first,
+        f"layer_norm_eps {config.layer_norm_eps:g} (1e-6 and 1e-5 have names)": config.layer_norm_eps
+        not in ((1e-6,) if config.distillation else (1e-6, 1e-5)),
+        "distillation with registers or without class_position": config.distillation
+        and (config.registers > 0 or not config.class_position),
+    }
+    if said := [what for what, is_so in wrong.items() if is_so]:
+        raise ValueError(f"timm's VisionTransformer has not {', '.join(said)}")

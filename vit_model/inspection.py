@@ -1,0 +1,195 @@
+"""What a ViT looks at, and what it has learnt to tell apart: the analyses of section 4.5, D.7 and D.8 as arrays.
+
+In: a `ViT`, in whatever mode and on whatever device it is, and images as its `forward` takes them.
+Out: numpy arrays on the CPU. The model is left as it was: no hooks, no gradients, the same mode.
+Use: `attention_distance(model, images).shape == (blocks, heads)`.
+
+Letters in shapes: b batch, n tokens, h heads, p patch size, c channels.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import cast
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from vit_model.build import Network
+from vit_model.config import ViTConfig
+from vit_model.model import Block, ViT, split_lines
+
+# Attention weights of one layer that are held at a time, where only a summary of them is asked for: 256 MiB.
+_WEIGHTS_AT_A_TIME = 2**26
+
+
+def attention_weights(network: Network, images: Tensor) -> list[NDArray[np.float32]]:
+    """How much each token attends to each, block by block: [b, h, n, n] each, rows sum to 1.
+
+    Tokens are in the model's order: class token, distillation token, registers, patches in raster order. An axial
+    block has [b, lines, h, m, m]: m tokens in each row of the grid (blocks 0, 2, ...) or in each column (1, 3, ...).
+    All of it is held at once: 4 b h n^2 bytes a block.
+
+    Raises ValueError for a model that is no ViT, or images of another size than its own.
+    """
+    model = _vit(network, "attention")
+    with _inference(model):
+        return [weights.cpu().numpy() for weights in _walk(model, images)]
+
+
+def attention_distance(network: Network, images: Tensor) -> NDArray[np.float64]:
+    """Mean distance in pixels between a patch and what it attends to, [blocks, h] (figure 7 right, D.7).
+
+    As the authors compute it (google-research/vision_transformer, issue 162): the weights from patch to patch are
+    not renormalised after the other tokens are left out; the mean is over patches and images, of which the paper
+    took 128. Uniform attention on 14 x 14 patches of 16 pixels gives 116.5, or 196 / 197 of it beside a class token.
+    In an axial model the distance is along the row or column that a block sees.
+
+    Raises ValueError for a model that is no ViT, for no images, or images of another size than the model's.
+    """
+    model = _vit(network, "attention distance")
+    config = model.config
+    totals = torch.zeros(config.num_blocks, config.num_heads, dtype=torch.float64)
+    with _inference(model):
+        for batch in _batches(config, images):
+            for index, weights in enumerate(_walk(model, batch)):
+                between = weights[..., config.num_prefix_tokens :, config.num_prefix_tokens :]
+                line = (1, between.shape[-1]) if config.axial else config.grid
+                distances = _distances(line, config.patch_size).to(weights)
+                by_query = (between * distances).sum(dim=-1, dtype=torch.float64)  # [..., h, queries]
+                totals[index] += by_query.sum(dim=-1).view(-1, config.num_heads).sum(dim=0).cpu()
+    return (totals / (len(images) * config.num_patches)).numpy()
+
+
+def attention_rollout(network: Network, images: Tensor) -> NDArray[np.float32]:
+    """How much of each patch reaches the representation, [b, rows, columns], the largest 1 (figure 6, D.8).
+
+    The heads' mean of each block and the identity, half and half (the residual connection; only the former where
+    there is none), multiplied from the first block upward (Abnar and Zuidema 2020); of the product, the class
+    token's row. Where the representation is not the class token, the mean of the patches' rows: exact for the mean
+    over tokens, and for a MAP head what it would be if its query attended to all patches alike.
+
+    Raises ValueError for an axial model or one that is no ViT, no images, or images of another size than its own.
+    """
+    model = _vit(network, "attention rollout")
+    config = model.config
+    if config.axial:
+        raise ValueError(
+            "attention rollout multiplies weights from all tokens to all; axial is true, so a block has weights"
+            " within a row or a column only"
+        )
+    maps = []
+    with _inference(model):
+        for batch in _batches(config, images):
+            identity = torch.eye(config.num_tokens, device=_device(model))
+            product = identity.expand(len(batch), -1, -1)
+            for weights in _walk(model, batch):
+                mixed = weights.mean(dim=1)
+                product = ((mixed + identity) / 2 if config.residual else mixed) @ product
+            patches = product[..., config.num_prefix_tokens :]
+            read = patches[:, 0] if config.pooling == "cls" else patches[:, -config.num_patches :].mean(dim=1)
+            maps.append((read / read.amax(dim=1, keepdim=True)).cpu().view(-1, *config.grid))
+    return torch.cat(maps).numpy()
+
+
+def patch_embedding_components(network: Network, count: int = 28) -> NDArray[np.float64]:
+    """The first principal components of the patch embedding's filters, [count, p, p, c] (figure 7 left).
+
+    Of norm 1, by falling variance over the d filters; the sign is such that the largest entry is positive. In a
+    hybrid the filters are of the stem's feature map: p is in its pixels and c are its channels.
+
+    Raises ValueError where there are not as many components, or for a model that is no ViT.
+    """
+    embed = _vit(network, "the patch embedding").patch_embed
+    filters = embed.proj.weight.detach().double().cpu().numpy()  # [d, c * p * p]
+    if not 1 <= count <= min(filters.shape):
+        raise ValueError(
+            f"count is {count}; {filters.shape[0]} filters of {filters.shape[1]} weights have from 1 to"
+            f" {min(filters.shape)} principal components"
+        )
+    components = np.linalg.svd(filters - filters.mean(axis=0), full_matrices=False)[2][:count]
+    largest = np.take_along_axis(components, np.abs(components).argmax(axis=1)[:, None], axis=1)
+    kernels = (components * np.sign(largest)).reshape(count, -1, embed.patch_size, embed.patch_size)
+    tiles: NDArray[np.float64] = kernels.transpose(0, 2, 3, 1)
+    return tiles
+
+
+def position_similarity(network: Network, layer: int = 0) -> NDArray[np.float32]:
+    """Cosine between the position embeddings of all patches, [rows, columns, rows, columns] (figure 7 centre).
+
+    Entry [i, j] is the tile of the patch in row i and column j; the class token's embedding is left out. `layer`
+    says which table, where each block has one of its own.
+
+    Raises ValueError where patches have no embeddings, the layer has none of its own, or the model is no ViT.
+    """
+    model = _vit(network, "position similarity")
+    config = model.config
+    if config.position in ("none", "relative"):
+        raise ValueError(
+            f"position similarity compares the embeddings of places; position is {config.position!r}, so places"
+            " have none"
+        )
+    tables = config.num_blocks if config.position_at == "every_layer" else 1
+    if not 0 <= layer < tables:
+        raise ValueError(
+            f"layer is {layer}; position_at {config.position_at!r} has {tables} table(s), from 0"
+        )
+    with torch.no_grad():
+        table = model.positions(layer)
+        assert table is not None
+        places = torch.nn.functional.normalize(table[0, config.num_prefix_tokens :].float(), dim=1)
+        return (places @ places.T).cpu().numpy().reshape(*config.grid, *config.grid)
+
+
+def _vit(network: Network, what: str) -> ViT:
+    if not isinstance(network, ViT):
+        raise ValueError(f"{what} is looked at in a ViT; this model is a {type(network).__name__}")
+    return network
+
+
+@contextmanager
+def _inference(model: ViT) -> Iterator[None]:
+    """No gradients, and no dropout: every module gets its mode back afterwards."""
+    modes = {module: module.training for module in model.modules()}
+    model.eval()
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        for module, training in modes.items():
+            module.training = training
+
+
+def _walk(model: ViT, images: Tensor) -> Iterator[Tensor]:
+    """The attention weights of each block in turn, as `attention_weights` describes them."""
+    config = model.config
+    states = model.states(model.embed(images.to(_device(model))))
+    for index, (module, x) in enumerate(
+        zip(model.blocks, states, strict=False)
+    ):  # the last state is an output
+        block = cast(Block, module)
+        if config.axial:
+            lines = split_lines(x, config.grid, index % 2)
+            weights = block.attn.weights(block.norm1(lines.flatten(0, 1)))
+            yield weights.view(*lines.shape[:2], *weights.shape[1:])
+        else:
+            yield block.attn.weights(block.norm1(x))
+
+
+def _batches(config: ViTConfig, images: Tensor) -> tuple[Tensor, ...]:
+    """The images in parts so small that one layer's weights of a part fit `_WEIGHTS_AT_A_TIME`."""
+    if not len(images):
+        raise ValueError(f"images have shape {list(images.shape)}; at least one is needed")
+    return torch.split(images, max(1, _WEIGHTS_AT_A_TIME // (config.num_heads * config.num_tokens**2)))
+
+
+def _device(model: ViT) -> torch.device:
+    return model.patch_embed.proj.weight.device
+
+
+def _distances(grid: tuple[int, int], patch_size: int) -> Tensor:
+    """Euclidean distances in pixels between the patches of a grid, [n, n]."""
+    places = torch.cartesian_prod(*(torch.arange(side) for side in grid)).double()
+    distances: Tensor = torch.linalg.vector_norm(places[:, None] - places, dim=-1) * patch_size
+    return distances
