@@ -252,6 +252,7 @@ class Ingest(_Stage):
 class Pretrain(_Stage):
     """Supervised pretraining with DeepSpeed ZeRO on Ray Train (paper, section 3.1 and Table 3)."""
 
+    VERSION: ClassVar[int] = 2
     KIND: ClassVar[str] = "model"
     job: Literal["pretrain"]
     data: str = takes("dataset")
@@ -303,7 +304,7 @@ class Labels(Frozen):
 class Finetune(_Stage):
     """A Ray Tune sweep over learning rates, a refit with the best, and one look at test (paper, Table 4's protocol)."""
 
-    VERSION: ClassVar[int] = 2
+    VERSION: ClassVar[int] = 3
     KIND: ClassVar[str] = "model"
     job: Literal["finetune"]
     data: str = takes("dataset")
@@ -341,6 +342,7 @@ class Finetune(_Stage):
 class Evaluate(_Stage):
     """Few-shot linear evaluation (paper, section 4.1) of a frozen backbone, beside raw pixels and untrained weights."""
 
+    VERSION: ClassVar[int] = 2
     KIND: ClassVar[str] = "evaluation"
     job: Literal["evaluate"]
     data: str = takes("dataset")
