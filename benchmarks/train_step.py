@@ -197,9 +197,8 @@ def row(
     rate = shape.batch / statistics.median(own)
     share = rate * training_flops(shape.config) / ceiling
     ratios = [[theirs / mine for theirs, mine in zip(other, own, strict=True)] for other in others]
-    ratios.append([min(together) for together in zip(*ratios, strict=True)])
     cells = [f"{shape.name}, {shape.batch}", dtype, mode, f"{rate:,.1f}", f"{share:.0%}"]
-    cells += [spread(values) for values in ratios[:-1]]
+    cells += [spread(values) for values in ratios]
     print(*cells, sep=" | ", flush=True)
     return f"| {' | '.join(cells)} |"
 
