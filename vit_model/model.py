@@ -421,5 +421,5 @@ def along_axis(block: nn.Module, x: Tensor, grid: tuple[int, int], axis: int) ->
 
 def split_lines(x: Tensor, grid: tuple[int, int], axis: int) -> Tensor:
     """[b, rows * columns, d] -> [b, lines, tokens of a line, d]; a line is a row (axis 0) or a column (1)."""
-    image = x.view(len(x), *grid, x.shape[2])
+    image = x.view(x.shape[0], *grid, x.shape[2])  # not len(x), which an exporter takes for a constant
     return image.transpose(1, 2) if axis else image
