@@ -9,12 +9,12 @@ beside the result, so that a change can be told.
 
 from __future__ import annotations
 
-import ast
 import contextlib
 import hashlib
 import json
 import math
 import os
+import re
 from collections.abc import Iterable, Mapping
 from functools import cache, lru_cache
 from pathlib import Path
@@ -219,15 +219,22 @@ def import_closure(job: str) -> list[str]:
     return sorted(path.relative_to(PROJECT).as_posix() for path in found)
 
 
+# An import of ours, the names in brackets or to the line's end. Parsing fifty files as Python takes a quarter of the
+# time that a run with nothing to do may take.
+_IMPORT = re.compile(
+    rf"^[ \t]*(?:from ((?:{'|'.join(CODE_PACKAGES)})[\w.]*) import (\([^)]*\)|.*)"
+    rf"|import ((?:{'|'.join(CODE_PACKAGES)})[\w.]*))",
+    re.MULTILINE,
+)
+
+
 @cache
 def _imported_files(path: Path) -> tuple[Path, ...]:
-    names: set[str] = set()
-    for node in ast.walk(ast.parse(path.read_bytes(), filename=str(path))):
-        if isinstance(node, ast.Import):
-            names |= {alias.name for alias in node.names}
-        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
-            names |= {node.module} | {f"{node.module}.{alias.name}" for alias in node.names}
-    ours = {name for name in names if name.split(".")[0] in CODE_PACKAGES}
+    ours: set[str] = set()
+    for package, names, _whole in _IMPORT.findall(path.read_text("utf-8")):
+        ours |= (
+            {module} if module else {package, *(f"{package}.{name}" for name in re.findall(r"\w+", names))}
+        )
     packages = {".".join(name.split(".")[:depth]) for name in ours for depth in range(1, name.count(".") + 2)}
     modules = (PROJECT.joinpath(*name.split(".")) for name in packages)
     # a module brings the template that lies beside it under its name

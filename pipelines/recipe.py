@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -123,9 +124,30 @@ def schema() -> dict[str, Any]:
             "minProperties": 1,
             "additionalProperties": {"type": "array", "minItems": 1, "uniqueItems": True},
         }
+    for name, said in _said_of_models().items():
+        for model in (ModelSize, ResNetSize):
+            if name in model.model_fields:
+                found["$defs"][model.__name__]["properties"][name].setdefault("description", said)
     for stage in (Pretrain, Finetune):
         properties = found["$defs"][stage.__name__]["properties"]
         properties["model"] = {"anyOf": [{"enum": [*VARIANTS, *RESNETS]}, properties["model"]]}
+    return found
+
+
+def _said_of_models() -> dict[str, str]:
+    """Option of a model -> the docstring below it, which pydantic would look up at every start of the program."""
+    import ast
+    import inspect
+
+    import vit_model.config
+
+    found = {}
+    for node in ast.parse(Path(vit_model.config.__file__).read_text("utf-8")).body:
+        body = node.body if isinstance(node, ast.ClassDef) and node.name.endswith("Options") else []
+        for field, said in itertools.pairwise(body):
+            match field, said:
+                case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str(text))):
+                    found[name] = inspect.cleandoc(text)
     return found
 
 

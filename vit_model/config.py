@@ -25,7 +25,7 @@ Probability = Annotated[float, Field(ge=0, lt=1)]
 class Frozen(BaseModel):
     """The one kind of configuration: immutable, and an unknown field is an error."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, use_attribute_docstrings=True)
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
 
 class ViTOptions(Frozen):
