@@ -231,10 +231,11 @@ _IMPORT = re.compile(
 @cache
 def _imported_files(path: Path) -> tuple[Path, ...]:
     ours: set[str] = set()
-    for package, names, _whole in _IMPORT.findall(path.read_text("utf-8")):
-        ours |= (
-            {module} if module else {package, *(f"{package}.{name}" for name in re.findall(r"\w+", names))}
-        )
+    for package, names, imported in _IMPORT.findall(path.read_text("utf-8")):
+        if imported:
+            ours.add(imported)
+        else:
+            ours |= {package, *(f"{package}.{name}" for name in re.findall(r"\w+", names))}
     packages = {".".join(name.split(".")[:depth]) for name in ours for depth in range(1, name.count(".") + 2)}
     modules = (PROJECT.joinpath(*name.split(".")) for name in packages)
     # a module brings the template that lies beside it under its name
