@@ -155,8 +155,12 @@ def test_on_loopback_alone_and_unused_it_ends_with_its_jobs_and_leaves_nothing(f
         head, its_keeper = present(folder), keeper(folder)
         ray.cluster().submit("endless", "exec sleep 600", {}, {})
         until(lambda: (job := ray.cluster().job("endless")) is not None and job.status == "RUNNING")
-        sleepers = [process for process in processes_of(head) if process.cmdline() == ["sleep", "600"]]
-        assert sleepers
+
+        def sleeping() -> list[psutil.Process]:
+            return [process for process in processes_of(head) if process.cmdline() == ["sleep", "600"]]
+
+        until(sleeping)  # RUNNING is said a moment before the shell has become the command
+        sleepers = sleeping()
         assert len(processes_of(head)) > 10
         listening = [at.laddr for process in processes_of(head) for at in process.net_connections("inet")
                      if at.status == psutil.CONN_LISTEN]  # fmt: skip
