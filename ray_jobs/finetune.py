@@ -360,9 +360,9 @@ def make_task(config: Finetune, dataset: Dataset, backbone: Path | None) -> Task
         assert config.model is not None and config.resolution is not None
         return Task(config, model_contract(config.model, config.resolution, dataset.info), None)
     from vit_model.config import ModelContract, Preprocessing
-    from vit_model.weights import load_model
+    from vit_model.weights import read_contract
 
-    source = load_model(backbone)[1]
+    source = read_contract(backbone)
     resolution = config.resolution or source.preprocessing.resolution
     names = dataset.info.class_names
     contract = ModelContract(

@@ -127,13 +127,9 @@ class ViTConfig(ViTOptions):
     def _sizes_fit(self) -> Self:
         for side in self.image_shape:
             if side % self.patch_size:
-                below, above = (
-                    side // self.patch_size * self.patch_size,
-                    -(-side // self.patch_size) * self.patch_size,
-                )
-                fitting = f"{below} or {above}" if below else f"{above}"
                 raise ValueError(
-                    f"image_size {side} is not a multiple of patch_size {self.patch_size}; {fitting} would fit"
+                    f"image_size {side} is not a multiple of patch_size {self.patch_size};"
+                    f" {neighbours(side, self.patch_size)} would fit"
                 )
         check_vit_sizes(self.patch_size, self.width, self.num_heads, self.position, self.stem)
         return self
@@ -222,6 +218,12 @@ class ViTConfig(ViTOptions):
         return 0
 
 
+def neighbours(side: int, patch_size: int) -> str:
+    """The multiples of `patch_size` around a side that is none, in words."""
+    below = side // patch_size * patch_size
+    return f"{below} or {below + patch_size}" if below else f"{patch_size}"
+
+
 def check_vit_sizes(
     patch_size: int, width: int, num_heads: int, position: str, stem: tuple[int, ...] | None
 ) -> None:
@@ -291,7 +293,7 @@ class ResNetConfig(ResNetOptions):
     @property
     def grid(self) -> tuple[int, int]:
         """(rows, columns) of the last feature map."""
-        stride = 4 * 2 ** (len(self.units) - 1)
+        stride = stem_stride(self.units)  # a hybrid's stem has the same body
         height, width = self.image_shape
         return -(-height // stride), -(-width // stride)
 

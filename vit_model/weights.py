@@ -43,18 +43,27 @@ def save_model(folder: Path, model: Network, contract: ModelContract) -> None:
 
     Raises ValueError when the contract describes another model, or when a weight is NaN or infinite.
     """
-    if contract.architecture != model.config:
-        raise ValueError(f"contract is for {contract.architecture!r}, the model is {model.config!r}")
-    tensors = {
-        name: tensor.detach().to("cpu", torch.float32).contiguous()
-        for name, tensor in model.state_dict().items()
-    }
-    for name, tensor in tensors.items():
-        require_finite(f"weight {name!r}", tensor)
+    tensors = checked_weights(model, contract)
     folder.mkdir(parents=True, exist_ok=True)
     save_file(tensors, folder / WEIGHTS_FILE, metadata={"format": "pt"})
     text = json.dumps(contract.model_dump(mode="json"), indent=2, sort_keys=True, ensure_ascii=False)
     (folder / CONTRACT_FILE).write_bytes(f"{text}\n".encode())
+
+
+def checked_weights(model: Network, contract: ModelContract) -> dict[str, Tensor]:
+    """The model's weights as every format writes them: float32, contiguous, on the CPU.
+
+    Raises ValueError when the contract describes another model, or when a weight is NaN or infinite.
+    """
+    if contract.architecture != model.config:
+        raise ValueError(f"contract is for {contract.architecture!r}, the model is {model.config!r}")
+    weights = {
+        name: tensor.detach().to("cpu", torch.float32).contiguous()
+        for name, tensor in model.state_dict().items()
+    }
+    for name, tensor in weights.items():
+        require_finite(f"weight {name!r}", tensor)
+    return weights
 
 
 def load_model(folder: Path) -> tuple[Network, ModelContract]:
@@ -63,7 +72,7 @@ def load_model(folder: Path) -> tuple[Network, ModelContract]:
     Raises ValueError, naming the file, when one of the two is missing, cut short or not what it claims to be,
     has other tensors than the contract's architecture, or NaN or infinite values.
     """
-    contract = _read_contract(folder / CONTRACT_FILE)
+    contract = read_contract(folder)
     path = folder / WEIGHTS_FILE
     check_header_size(path)
     try:
@@ -152,7 +161,9 @@ def resize_positions(weights: dict[str, Tensor], old: ViTConfig, new: ViTConfig)
     return [f"pos_embed: resized from {' to '.join(sizes)} patches"]
 
 
-def _read_contract(path: Path) -> ModelContract:
+def read_contract(folder: Path) -> ModelContract:
+    """The contract of the model in `folder`. Raises ValueError, naming the file, where it is missing or none."""
+    path = folder / CONTRACT_FILE
     if not path.is_file():
         raise ValueError(f"{path} is missing: a model is a folder with {WEIGHTS_FILE} and {CONTRACT_FILE}")
     if path.stat().st_size > MAX_CONTRACT_BYTES:

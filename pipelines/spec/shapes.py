@@ -13,6 +13,7 @@ from vit_model.config import (
     ViTOptions,
     check_vit_sizes,
     family_of,
+    neighbours,
 )
 from vit_model.variants import FAMILIES, RESNETS, variant_sizes
 
@@ -90,9 +91,7 @@ Model = Annotated[
 
 def check_patches(resolution: int, model: ModelSize | ResNetSize) -> None:
     if isinstance(model, ModelSize) and resolution % model.patch_size:
-        patch_size = model.patch_size
-        lower = resolution // patch_size * patch_size
-        fits = f"{lower} or {lower + patch_size}" if lower else f"{patch_size}"
         raise ValueError(
-            f"resolution {resolution} is not a multiple of patch_size {patch_size}: {fits} would be"
+            f"resolution {resolution} is not a multiple of patch_size {model.patch_size}:"
+            f" {neighbours(resolution, model.patch_size)} would be"
         )

@@ -19,7 +19,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from pipelines.store import open_store, read_events
+from pipelines.store import Layout, open_store, read_events
 
 TINY = Path(__file__).parent.parent / "tiny.yaml"
 ONLY = ("--only", "probe")  # ingest, pretraining on two workers, evaluation
@@ -112,6 +112,10 @@ def artifacts(store: Path) -> dict[str, dict]:  # type: ignore[type-arg]
     return {manifest["stage"]: manifest for manifest in found}
 
 
+def files_of(store: Path, manifest: dict) -> Path:  # type: ignore[type-arg]
+    return store / Layout.files(manifest["job"], manifest["key"], manifest["attempt"])
+
+
 def check_whole(store: Path, reference: Path) -> None:
     """Everything there, whole, and equal to what an undisturbed run makes."""
     import hashlib
@@ -119,15 +123,7 @@ def check_whole(store: Path, reference: Path) -> None:
     ours, theirs = artifacts(store), artifacts(reference)
     assert set(ours) == {"digits", "pretrain", "probe"}
     for stage, manifest in ours.items():
-        folder = (
-            store
-            / "artifacts"
-            / manifest["job"]
-            / manifest["key"]
-            / "attempts"
-            / str(manifest["attempt"])
-            / "files"
-        )
+        folder = files_of(store, manifest)
         for file in manifest["files"]:
             assert hashlib.sha256((folder / file["path"]).read_bytes()).hexdigest() == file["sha256"]
         expected = {file["path"]: file["sha256"] for file in theirs[stage]["files"]}
@@ -259,15 +255,7 @@ def test_kills_at_random_moments(
         driver.kill()
         driver.communicate()
         for manifest in artifacts(store).values():
-            attempt = (
-                store
-                / "artifacts"
-                / manifest["job"]
-                / manifest["key"]
-                / "attempts"
-                / str(manifest["attempt"])
-            )
-            whole = all((attempt / "files" / file["path"]).is_file() for file in manifest["files"])
+            whole = all((files_of(store, manifest) / file["path"]).is_file() for file in manifest["files"])
             assert whole, "half an artifact"
     committed = {stage: manifest["nonce"] for stage, manifest in artifacts(store).items()}
     finish(store, own_ray)

@@ -220,15 +220,13 @@ def take(path: Path, found: dict[str, Tensor], name: str, shape: tuple[int, ...]
 
 
 def to_theirs(weights: dict[str, Tensor], sources: dict[str, Source]) -> dict[str, Tensor]:
-    """The foreign tensors, float32 on the CPU, out of ours.
+    """The foreign tensors out of ours, which are `checked_weights`.
 
-    Raises ValueError for a tensor that the other format has not, unless it is all zeros, and for NaN or infinite
-    values.
+    Raises ValueError for a tensor that the other format has not, unless it is all zeros.
     """
     theirs = {}
     for name, source in sources.items():
-        tensor = weights[name].detach().to("cpu", torch.float32)
-        require_finite(f"weight {name!r}", tensor)
+        tensor = weights[name]
         if not source.names and tensor.any():
             raise ValueError(
                 f"weight {name!r} has no place in this format, which computes as if it were zeros"

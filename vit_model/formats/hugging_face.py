@@ -42,7 +42,7 @@ from vit_model.formats.hugging_face_pixels import (
     read_processor,
 )
 from vit_model.model import ViT
-from vit_model.weights import resize_positions
+from vit_model.weights import checked_weights, resize_positions
 
 GELUS = {
     "gelu": "exact",
@@ -247,12 +247,9 @@ def write(folder: Path, model: ViT, contract: ModelContract) -> None:
     Raises ValueError for an architecture that no class of transformers has, and for NaN or infinite weights.
     """
     architecture = model.config
-    if contract.architecture != architecture:
-        raise ValueError(f"contract is for {contract.architecture!r}, the model is {architecture!r}")
+    weights = checked_weights(model, contract)
     kind, name = _class_of(architecture)
-    tensors = for_class(
-        kind, name, to_theirs(model.state_dict(), sources_of(FAMILIES[kind].names, architecture))
-    )
+    tensors = for_class(kind, name, to_theirs(weights, sources_of(FAMILIES[kind].names, architecture)))
     folder.mkdir(parents=True, exist_ok=True)
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     write_json(folder / "config.json", _config(kind, name, architecture, contract.class_names))

@@ -16,11 +16,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from vit_model.bottlenecks import stem_stride
 from vit_model.build import Network, build
 from vit_model.config import Architecture, ModelContract, Preprocessing, ResNetConfig, ViTConfig, ViTOptions
 from vit_model.formats import Imported
 from vit_model.formats.npz_archive import Stored, as_float32, headers, opened, some
 from vit_model.formats.npz_layout import BIT_ROOT, BLOCK, POSITIONS, Part, layout, newer, put, taken
+from vit_model.weights import checked_weights, require_finite
 
 # The files of sincos2d models and of ResNets have nothing of the image's size in them; Google trains those at this one.
 UNSAID_IMAGE_SIZE = 224
@@ -44,12 +46,8 @@ def write(path: Path, model: Network, contract: ModelContract) -> list[str]:
     model that readers of such a file would take for another one: with exact GELU, registers, another mean ...
     """
     config = model.config
-    if contract.architecture != config:
-        raise ValueError(f"contract is for {contract.architecture!r}, the model is {config!r}")
+    weights = checked_weights(model, contract)
     _require_expressible(config, contract.preprocessing)
-    weights = {name: tensor.detach().to("cpu", torch.float32) for name, tensor in model.state_dict().items()}
-    for name, tensor in weights.items():
-        _require_finite(f"weight {name!r}", tensor)
     with zipfile.ZipFile(path, "w") as archive:
         for part in layout(config):
             name = (
@@ -136,7 +134,7 @@ def _architecture(found: dict[str, tuple[int, ...]]) -> Architecture:
     _, mlp_dim = shape(f"{BLOCK}0/MlpBlock_3/Dense_0/kernel", "width mlp")
     stem = _units(found)
     channels = kernel[2] if stem is None else shape("conv_root/kernel", "height width channels width")[2]
-    patch = kernel[0] * (1 if stem is None else 4 * 2 ** max(0, len(stem) - 1))
+    patch = kernel[0] * (1 if stem is None else stem_stride(stem))
     class_token = "cls" in found
     if POSITIONS in found:
         entries = shape(POSITIONS, "1 entries width")[1]
@@ -230,7 +228,7 @@ def _weights(
             one = numbers if layer is None else numbers[layer]
             put(part, one.reshape(part.shape), weights[part.ours])
     for name, tensor in weights.items():
-        _require_finite(f"weight {name!r}", tensor)
+        require_finite(f"weight {name!r}", tensor)
     return weights, halves
 
 
@@ -286,8 +284,3 @@ def _lost(contract: ModelContract) -> list[str]:
     if contract.class_names:
         lines.append(f"class_names: the names of {len(contract.class_names)} classes are not in the file")
     return lines
-
-
-def _require_finite(what: str, tensor: Tensor) -> None:
-    if not torch.isfinite(tensor).all():
-        raise ValueError(f"{what} holds NaN or infinite values; all must be finite")

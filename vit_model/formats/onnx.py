@@ -20,6 +20,7 @@ import torch
 
 from vit_model.build import Network
 from vit_model.config import ModelContract
+from vit_model.weights import checked_weights
 
 if TYPE_CHECKING:
     from onnxscript import ir
@@ -32,11 +33,7 @@ def write(path: Path, model: Network, contract: ModelContract) -> None:
     naming the extra, when the packages that torch's exporter needs are missing.
     """
     config = model.config
-    if contract.architecture != config:
-        raise ValueError(f"contract is for {contract.architecture!r}, the model is {config!r}")
-    for name, tensor in model.state_dict().items():
-        if not torch.isfinite(tensor).all():
-            raise ValueError(f"weight {name!r} holds NaN or infinite values; all must be finite")
+    checked_weights(model, contract)
     try:
         import onnx  # noqa: F401, torch imports it later, and would not name the extra
         from onnxscript.ir.passes.common import ClearMetadataAndDocStringPass

@@ -32,6 +32,7 @@ from vit_model.formats.files import (
 )
 from vit_model.formats.timm_architecture import GELUS, POOLING, architecture_of
 from vit_model.model import ViT
+from vit_model.weights import checked_weights
 
 WEIGHTS = ("model.safetensors", "pytorch_model.bin")
 # Of DINO, DINOv2, MAE and DeiT III, whose own files have timm's names but for these.
@@ -216,10 +217,9 @@ def write(folder: Path, model: ViT, contract: ModelContract) -> None:
     Raises ValueError for an architecture that timm's VisionTransformer has not, and for NaN or infinite weights.
     """
     config = model.config
-    if contract.architecture != config:
-        raise ValueError(f"contract is for {contract.architecture!r}, the model is {config!r}")
+    weights = checked_weights(model, contract)
     _require_timms(config)
-    tensors = to_theirs(model.state_dict(), _sources(config))
+    tensors = to_theirs(weights, _sources(config))
     positioned = config.class_position and config.registers > 0
     if positioned:  # where the class token has one, timm's registers have too
         table, classes = tensors["pos_embed"], config.class_token + config.distillation
