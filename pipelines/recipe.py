@@ -12,13 +12,10 @@ from pydantic import ValidationError
 from pipelines import matrix
 from pipelines.pipeline import Pipeline, base
 from pipelines.spec import (
+    SOURCE_TYPES,
     STAGE_TYPES,
-    DigitsSource,
     Finetune,
-    FolderSource,
     GivenPreprocessing,
-    GlyphSource,
-    IdxSource,
     Labels,
     ModelSize,
     Optimizer,
@@ -35,7 +32,6 @@ MAX_RECIPE_BYTES = 1 << 20  # a recipe is read by people; more than this is not 
 _UNREADABLE = (yaml.YAMLError, ValueError, TypeError, RecursionError, OSError)
 NESTED = {"optimizer": Optimizer, "labels": Labels, "preprocessing": GivenPreprocessing}
 MODELS = {"vit": ModelSize, "resnet": ResNetSize}
-SOURCES = {"glyphs": GlyphSource, "digits": DigitsSource, "folder": FolderSource, "idx": IdxSource}
 
 
 class _StrictLoader(yaml.SafeLoader):
@@ -221,7 +217,7 @@ def _siblings(raw: dict[str, Any], path: list[str]) -> list[str]:
     model: Any = STAGE_TYPES.get(stage.get("job", ""))
     for part in path[2:-1]:
         if part == "source":
-            model = SOURCES.get(stage["source"]["kind"])
+            model = SOURCE_TYPES.get(stage["source"]["kind"])
         elif part == "model":
             model = MODELS[family_of(stage["model"])]
         else:

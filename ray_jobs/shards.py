@@ -1,9 +1,16 @@
-"""A dataset artifact: Parquet shards that any reader opens, and `dataset.json` that says what is in them.
+"""A dataset artifact: Parquet shards that any reader opens, `index.parquet` that says which of their rows count.
 
-In: samples. Out: `<folder>/dataset.json` and `<folder>/shards/<split>-00000.parquet`, one row an image. Every
-row group is one uncompressed page of about 16 MB with a checksum, so that the bytes of image i also lie at
-data_page_offset + header + sum(4 + length of the images before it) + 4 in the file; the page's header is what
-is left of the column's total_compressed_size after all images (about 32 bytes).
+In: samples. Out, in one folder:
+
+    dataset.json              what the dataset is called and holds, its shards
+    index.parquet             one row an image: identity, label, split, where its bytes lie
+    shards/00000.parquet ...  the images, in an order that is a hash of their names
+
+A shard knows no splits, so that they may be decided (by copies, by groups) after all images were read, and each image
+is read, decoded and written once. Rows of a split are numbered by their sample_id, whatever the shards are.
+
+Every row group is one uncompressed page of about 16 MB with a checksum, so that an image's bytes also lie at
+[offset, offset + length) of its shard: what `index.parquet` says, with their xxh3_64.
 
     dataset = open_dataset(folder)
     dataset.labels("train"), dataset.images("train", preprocessing, indices=[3, 5])
@@ -16,14 +23,17 @@ import json
 import os
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from functools import cached_property
 from pathlib import Path
-from typing import Annotated, Any, Literal, NamedTuple, Self
+from threading import Lock
+from typing import Annotated, Literal, NamedTuple, Self
 
 import numpy as np
 import psutil
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
+import xxhash
 from numpy.typing import ArrayLike, NDArray
 from pydantic import (
     BaseModel,
@@ -41,7 +51,10 @@ from vit_model.preprocessing import load_image
 Split = Literal["train", "dev", "test"]
 SPLITS: tuple[Split, ...] = ("train", "dev", "test")
 ROW_GROUP_BYTES = 16 * 2**20  # of images: a good size for one ranged read from S3
-_SCHEMA = pa.schema(
+_ONE_PAGE = 2**30  # pages are cut at this many bytes or rows: never, within a row group
+_DECODE_CHUNK = 16  # images a task of the thread pool: less and handing them over costs more than it spreads
+
+SHARD = pa.schema(
     [
         pa.field("sample_id", pa.string(), nullable=False),
         pa.field("key", pa.string(), nullable=False),
@@ -53,12 +66,30 @@ _SCHEMA = pa.schema(
         pa.field("label", pa.int32(), nullable=False),
     ]
 )
-_ONE_PAGE = 2**30  # pages are cut at this many bytes or rows: never, within a row group
-_DECODE_CHUNK = 16  # images a task of the thread pool: less and handing them over costs more than it spreads
+INDEX = pa.schema(
+    [
+        pa.field("sample_id", pa.string(), nullable=False),
+        pa.field("key", pa.string(), nullable=False),
+        pa.field("label", pa.int32(), nullable=False),
+        pa.field("labels", pa.list_(pa.int32())),  # all that count as right, where there are several (ReaL)
+        pa.field("split", pa.string(), nullable=False),
+        pa.field("group", pa.string()),  # what must stay in one split, where somebody named it
+        pa.field("format", pa.string(), nullable=False),
+        pa.field("width", pa.int32(), nullable=False),
+        pa.field("height", pa.int32(), nullable=False),
+        pa.field("channels", pa.int32(), nullable=False),
+        pa.field("content_id", pa.string(), nullable=False),  # of the bytes alone: copies share it
+        pa.field("phash", pa.uint64(), nullable=False),  # of what is seen: near-copies are a few bits apart
+        pa.field("shard", pa.int32(), nullable=False),
+        pa.field("offset", pa.int64(), nullable=False),
+        pa.field("length", pa.int32(), nullable=False),
+        pa.field("checksum", pa.uint64(), nullable=False),  # xxh3_64 of the image's bytes
+    ]
+)
 
 
 class Sample(NamedTuple):
-    """One row: `image` is a file's bytes, or with format "raw" its pixels, uint8 in [h, w, c] order."""
+    """One row of a shard: `image` is a file's bytes, or with format "raw" its pixels, uint8 in [h, w, c] order."""
 
     sample_id: str
     key: str
@@ -85,35 +116,31 @@ class ImageSize(_Frozen):
 class Shard(_Frozen):
     """One Parquet file, relative to the dataset's folder."""
 
-    split: Split
-    file: Annotated[str, Field(pattern=r"^shards/[A-Za-z0-9_-]+\.parquet$")]
+    file: Annotated[str, Field(pattern=r"^shards/[0-9]+\.parquet$")]
     rows: PositiveInt
+    bytes: PositiveInt
 
 
 class DatasetInfo(_Frozen):
     """dataset.json."""
 
-    format_version: Literal[1] = 1
+    format_version: Literal[2] = 2
     name: str
     class_names: tuple[str, ...]
     image: ImageSize | None
+    """The size of all images where they are stored raw; None: image files, which keep theirs."""
     splits: dict[Split, NonNegativeInt]
     shards: tuple[Shard, ...]
-    """In the order of their rows within a split."""
+    """`index.parquet` speaks of them by their place here."""
     content_digest: str
+    notes: tuple[str, ...] = ()
+    """What a reader of results must know of how the images or their splits came about."""
 
     @model_validator(mode="after")
-    def _rows_add_up(self) -> Self:
-        for split in SPLITS:
-            rows = sum(shard.rows for shard in self.shards if shard.split == split)
-            if self.splits.get(split) != rows:
-                raise ValueError(f"splits.{split} is {self.splits.get(split)}, its shards have {rows} rows")
+    def _all_splits(self) -> Self:
+        if set(self.splits) != set(SPLITS):
+            raise ValueError(f"splits has {', '.join(self.splits)}; it must have {', '.join(SPLITS)}")
         return self
-
-
-def shuffle_key(sample_id: str) -> str:
-    """Rows are written in this order: archives come class by class, a loader may shuffle a window only."""
-    return hashlib.sha256(f"shuffle/{sample_id}".encode()).hexdigest()
 
 
 def content_digest(name: str, samples: Iterable[tuple[str, int, str]], class_names: Sequence[str]) -> str:
@@ -124,21 +151,21 @@ def content_digest(name: str, samples: Iterable[tuple[str, int, str]], class_nam
     return digest.hexdigest()
 
 
-def shard_file(split: str, number: int) -> str:
+def shard_file(number: int) -> str:
     """Name of a shard, relative to the dataset's folder."""
-    return f"shards/{split}-{number:05d}.parquet"
+    return f"shards/{number:05d}.parquet"
 
 
-def write_shard(path: Path, samples: Iterable[Sample], row_group_bytes: int = ROW_GROUP_BYTES) -> int:
-    """Write one shard, holding one row group in memory; returns its number of rows. Same samples, same bytes.
+def write_shard(path: Path, samples: Iterable[Sample], row_group_bytes: int = ROW_GROUP_BYTES) -> list[int]:
+    """Write one shard, holding one row group in memory; returns where each image's bytes begin in the file.
 
-    Raises ValueError for a raw image whose bytes do not fit its size.
+    The same samples give the same bytes. Raises ValueError for a raw image whose bytes do not fit its size.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    num_rows = 0
+    lengths: list[list[int]] = []
     with pq.ParquetWriter(
         path,
-        _SCHEMA,
+        SHARD,
         compression="NONE",
         use_dictionary=False,
         write_statistics=False,
@@ -149,17 +176,61 @@ def write_shard(path: Path, samples: Iterable[Sample], row_group_bytes: int = RO
         for group in _row_groups(samples, row_group_bytes):
             columns = [
                 pa.array(values, field.type)
-                for values, field in zip(zip(*group, strict=True), _SCHEMA, strict=True)
+                for values, field in zip(zip(*group, strict=True), SHARD, strict=True)
             ]
-            writer.write_table(pa.Table.from_arrays(columns, schema=_SCHEMA), row_group_size=len(group))
-            num_rows += len(group)
-    return num_rows
+            writer.write_table(pa.Table.from_arrays(columns, schema=SHARD), row_group_size=len(group))
+            lengths.append([len(sample.image) for sample in group])
+    return _offsets(path, lengths)
 
 
-def write_info(folder: Path, info: DatasetInfo) -> None:
-    """Write dataset.json."""
+def _offsets(path: Path, lengths: list[list[int]]) -> list[int]:
+    """A page is a header and then, for each image, its length in four bytes and its bytes."""
+    metadata = pq.read_metadata(path)
+    offsets = []
+    for group, own in enumerate(lengths):
+        column = metadata.row_group(group).column(SHARD.get_field_index("image"))
+        header = column.total_compressed_size - sum(own) - 4 * len(own)
+        start = column.data_page_offset + header
+        for length in own:
+            offsets.append(start + 4)
+            start += 4 + length
+    return offsets
+
+
+def write_dataset(
+    folder: Path,
+    name: str,
+    class_names: Sequence[str],
+    image: ImageSize | None,
+    shards: Sequence[Shard],
+    index: pa.Table,
+    notes: Sequence[str] = (),
+) -> DatasetInfo:
+    """Write dataset.json and index.parquet beside shards that were written. `index` is a table of INDEX.
+
+    Raises ValueError when two images have the same sample_id.
+    """
+    order = pc.sort_indices(index, sort_keys=[("split", "ascending"), ("sample_id", "ascending")])
+    index = index.take(order).select(INDEX.names).cast(INDEX)
+    ids = index["sample_id"]
+    if len(pc.unique(ids)) < len(ids):
+        raise ValueError(f"{name}: two images have the same key and the same bytes")
+    pq.write_table(index, folder / "index.parquet", compression="zstd")
+    splits = index["split"].to_pylist()
+    info = DatasetInfo(
+        name=name,
+        class_names=tuple(class_names),
+        image=image,
+        splits={split: splits.count(split) for split in SPLITS},
+        shards=tuple(shards),
+        content_digest=content_digest(
+            name, zip(ids.to_pylist(), index["label"].to_pylist(), splits, strict=True), class_names
+        ),
+        notes=tuple(notes),
+    )
     text = json.dumps(info.model_dump(mode="json"), indent=1, ensure_ascii=False)
     (folder / "dataset.json").write_text(text + "\n", encoding="utf-8")
+    return info
 
 
 def open_dataset(folder: Path) -> Dataset:
@@ -173,11 +244,33 @@ def open_dataset(folder: Path) -> Dataset:
         raise ValueError(f"{path} is damaged or of another version: {error}") from error
 
 
-class Dataset(NamedTuple):
+class Dataset:
     """A dataset to read. Every method raises ValueError, with its name, for a missing or damaged file."""
 
-    folder: Path
-    info: DatasetInfo
+    def __init__(self, folder: Path, info: DatasetInfo) -> None:
+        self.folder = folder
+        self.info = info
+
+    @cached_property
+    def _index(self) -> dict[Split, pa.Table]:
+        path = self.folder / "index.parquet"
+        try:
+            table = pq.read_table(path)
+        except (OSError, pa.ArrowException) as error:
+            raise ValueError(f"{path} is missing or damaged: {error}") from error
+        if table.schema.names != INDEX.names:
+            raise ValueError(f"{path} has columns {table.schema.names}; an index has {INDEX.names}")
+        found = {split: table.filter(pc.equal(table["split"], split)) for split in SPLITS}
+        for split, own in found.items():
+            if len(own) != self.info.splits[split]:
+                raise ValueError(
+                    f"{path} has {len(own)} images in {split}, dataset.json says {self.info.splits[split]}"
+                )
+        return found
+
+    def index(self, split: Split) -> pa.Table:
+        """The rows of a split (INDEX), ordered by sample_id: in the order of its labels and images."""
+        return self._index[split]
 
     def require(self, *splits: Split) -> None:
         """Raise ValueError when one of the splits has no images."""
@@ -189,13 +282,11 @@ class Dataset(NamedTuple):
 
     def labels(self, split: Split) -> NDArray[np.int64]:
         """Labels [n] of a split, without touching its images."""
-        return np.concatenate(
-            [np.zeros(0, np.int64), *(column.to_numpy() for column in self._column(split, "label"))]
-        ).astype(np.int64)
+        return np.asarray(self.index(split)["label"].to_numpy(), np.int64)
 
     def sample_ids(self, split: Split) -> list[str]:
         """Identities of a split's samples, in the order of its labels and images."""
-        return [identity for column in self._column(split, "sample_id") for identity in column.to_pylist()]
+        return list(self.index(split)["sample_id"].to_pylist())
 
     def images(
         self, split: Split, preprocessing: Preprocessing, indices: ArrayLike | None = None
@@ -215,57 +306,86 @@ class Dataset(NamedTuple):
         shape = (len(rows), side, side, preprocessing.channels)
         _check_memory(shape)
         output = np.empty(shape, np.uint8)
-        as_stored = self.info.image == ImageSize.model_construct(
-            height=side, width=side, channels=preprocessing.channels
-        )
-        with ThreadPoolExecutor(os.cpu_count()) as pool:
-            for slots, table, places in self._tables(split, rows):
-                if as_stored:
-                    output[slots] = _raw_pixels(table["image"].chunk(0), shape[1:])[places]
-                else:
-                    _decode_into(output, slots, table, places, preprocessing, pool)
+        where = self.index(split).take(rows)
+        order = np.lexsort((where["offset"].to_numpy(), where["shard"].to_numpy()))
+        with Files(self) as files, ThreadPoolExecutor(os.cpu_count()) as pool:
+
+            def load(start: int) -> None:
+                slots = order[start : start + _DECODE_CHUNK]
+                for slot, image in zip(slots.tolist(), files.images(where.take(slots)), strict=True):
+                    output[slot] = image.load(preprocessing)
+
+            list(pool.map(load, range(0, len(rows), _DECODE_CHUNK)))
         return output
 
-    def _shards(self, split: Split) -> list[Shard]:
-        return [shard for shard in self.info.shards if shard.split == split]
 
-    def _column(self, split: Split, name: str) -> Iterator[pa.ChunkedArray]:
-        for shard in self._shards(split):
-            with _parquet(self.folder, shard) as file:
-                yield file.read(columns=[name], use_threads=False)[name]
+class Stored(NamedTuple):
+    """One image as it lies in a shard: a file's bytes, or pixels where format is "raw"."""
 
-    def _tables(
-        self, split: Split, rows: NDArray[np.int64]
-    ) -> Iterator[tuple[NDArray[np.int64], pa.Table, NDArray[np.int64]]]:
-        """(positions in `rows`, a row group that holds them, their places in it); each is read once."""
-        columns = ["image", "format", "width", "height", "channels", "key"]
-        start = 0
-        for shard in self._shards(split):
-            with _parquet(self.folder, shard) as file:
-                for group in range(file.num_row_groups):
-                    stop = start + file.metadata.row_group(group).num_rows
-                    slots = np.flatnonzero((rows >= start) & (rows < stop))
-                    if len(slots):
-                        yield (
-                            slots,
-                            file.read_row_group(group, columns, use_threads=False),
-                            rows[slots] - start,
-                        )
-                    start = stop
+    key: str
+    data: bytes
+    format: str
+    width: int
+    height: int
+    channels: int
+
+    def load(self, preprocessing: Preprocessing) -> NDArray[np.uint8]:
+        """As a model gets it, uint8 [resolution, resolution, channels]. Raises ValueError."""
+        side, source = preprocessing.resolution, self.pixels()
+        if source is not None and source.shape == (side, side, preprocessing.channels):
+            return source
+        try:
+            return load_image(self.data if source is None else source, preprocessing)
+        except ValueError as error:
+            raise ValueError(f"image {self.key!r} was readable at ingest and is not now: {error}") from error
+
+    def pixels(self) -> NDArray[np.uint8] | None:
+        """The pixels [h, w, c] of a raw image; None for an image file."""
+        if self.format != "raw":
+            return None
+        return np.frombuffer(self.data, np.uint8).reshape(self.height, self.width, self.channels)
 
 
-@contextmanager
-def _parquet(folder: Path, shard: Shard) -> Iterator[pq.ParquetFile]:
-    path = folder / shard.file
-    try:
-        with pq.ParquetFile(path, page_checksum_verification=True) as file:
-            if file.metadata.num_rows != shard.rows:
+class Files:
+    """The shards of a dataset, opened when they are first read, by several threads at once."""
+
+    def __init__(self, dataset: Dataset) -> None:
+        self._paths = [dataset.folder / shard.file for shard in dataset.info.shards]
+        self._open: dict[int, int] = {}
+        self._lock = Lock()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for descriptor in self._open.values():
+            os.close(descriptor)
+        self._open.clear()
+
+    def images(self, rows: pa.Table) -> Iterator[Stored]:
+        """The images of these rows of an index, checked. Raises ValueError for a missing or damaged shard."""
+        columns = [rows[name].to_pylist() for name in _LOCATION]
+        for shard, offset, length, checksum, *what in zip(*columns, strict=True):
+            data = self._read(shard, offset, length)
+            if xxhash.xxh3_64_intdigest(data) != checksum:
                 raise ValueError(
-                    f"shard {path} has {file.metadata.num_rows} rows, dataset.json says {shard.rows}"
+                    f"shard {self._paths[shard]} is missing or damaged: "
+                    f"image {what[0]!r} has other bytes than at ingest"
                 )
-            yield file
-    except (OSError, pa.ArrowException) as error:
-        raise ValueError(f"shard {path} is missing or damaged: {error}") from error
+            yield Stored(what[0], data, *what[1:])
+
+    def _read(self, shard: int, offset: int, length: int) -> bytes:
+        path = self._paths[shard]
+        try:
+            with self._lock:
+                if shard not in self._open:
+                    self._open[shard] = os.open(path, os.O_RDONLY)
+            return os.pread(self._open[shard], length, offset)
+        except OSError as error:
+            raise ValueError(f"shard {path} is missing or damaged: {error}") from error
+
+
+_LOCATION = ("shard", "offset", "length", "checksum", "key", "format", "width", "height", "channels")
 
 
 def _row_groups(samples: Iterable[Sample], row_group_bytes: int) -> Iterator[list[Sample]]:
@@ -293,38 +413,3 @@ def _check_memory(shape: tuple[int, ...]) -> None:
             f"images {list(shape)} need {needed / 2**30:.1f} GiB, {free / 2**30:.1f} GiB of memory are free: "
             "use a lower resolution or fewer images"
         )
-
-
-def _raw_pixels(images: pa.BinaryArray, size: tuple[int, ...]) -> NDArray[np.uint8]:
-    """The pixels of a row group [rows, h, w, c], a view of Arrow's memory."""
-    offsets = np.frombuffer(images.buffers()[1], np.int32)[images.offset : images.offset + len(images) + 1]
-    data = np.frombuffer(images.buffers()[2], np.uint8)[offsets[0] : offsets[-1]]
-    return data.reshape(len(images), *size)
-
-
-def _decode_into(
-    output: NDArray[np.uint8],
-    slots: NDArray[np.int64],
-    table: pa.Table,
-    places: NDArray[np.int64],
-    preprocessing: Preprocessing,
-    pool: ThreadPoolExecutor,
-) -> None:
-    """Decode a row group's images into their slots, so that their order is independent of threads' timing."""
-
-    def decode(start: int) -> None:
-        chunk = range(start, min(start + _DECODE_CHUNK, len(slots)))
-        for position, row in zip(chunk, table.take(places[list(chunk)]).to_pylist(), strict=True):
-            output[slots[position]] = _load(row, preprocessing)
-
-    list(pool.map(decode, range(0, len(slots), _DECODE_CHUNK)))
-
-
-def _load(row: dict[str, Any], preprocessing: Preprocessing) -> NDArray[np.uint8]:
-    source = row["image"]
-    if row["format"] == "raw":
-        source = np.frombuffer(source, np.uint8).reshape(row["height"], row["width"], row["channels"])
-    try:
-        return load_image(source, preprocessing)
-    except ValueError as error:
-        raise ValueError(f"image {row['key']!r} was readable at ingest and is not now: {error}") from error

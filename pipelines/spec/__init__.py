@@ -9,6 +9,7 @@ from pipelines.spec.fields import RecipeError, nearest
 from pipelines.spec.shapes import Model, ModelSize, ResNetSize
 from pipelines.spec.sources import (
     FASHION_MNIST_ROOT,
+    SOURCE_TYPES,
     DigitsSource,
     FolderSource,
     GlyphSource,
@@ -39,6 +40,7 @@ __all__ = [
     "FASHION_MNIST_ROOT",
     "MEAN_AND_STD",
     "ONE_FILE",
+    "SOURCE_TYPES",
     "STAGE_TYPES",
     "AnyStage",
     "Baselines",

@@ -6,7 +6,7 @@ import importlib.util
 import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, Literal, Self
+from typing import Annotated, Literal, Self, get_args
 
 from pydantic import AfterValidator, Field, model_validator
 
@@ -54,15 +54,7 @@ class FolderSource(Frozen):
 
     def files(self) -> Iterator[tuple[str, Path]]:
         """(name relative to the root, path) of every file that the result depends on."""
-        root = Path(self.root)
-        if not root.is_dir():
-            raise RecipeError(f"source.root: {self.root} is not a folder")
-        for folder, folders, files in os.walk(root):
-            # hidden folders (.git) and macOS's shadows are none of the images' business
-            folders[:] = sorted(name for name in folders if not name.startswith((".", "__MACOSX")))
-            for name in sorted(name for name in files if not name.startswith(".")):
-                path = Path(folder) / name
-                yield path.relative_to(root).as_posix(), path
+        yield from files_below(self.root)
 
 
 FASHION_MNIST_ROOT = "/usr/share/datasets/fashion-mnist"
@@ -109,7 +101,24 @@ class IdxSource(Frozen):
             yield plain.name, zipped if zipped.is_file() else plain
 
 
-Source = Annotated[GlyphSource | DigitsSource | FolderSource | IdxSource, Field(discriminator="kind")]
+AnySource = GlyphSource | DigitsSource | FolderSource | IdxSource
+Source = Annotated[AnySource, Field(discriminator="kind")]
+SOURCE_TYPES: dict[str, type[Frozen]] = {
+    get_args(source.model_fields["kind"].annotation)[0]: source for source in get_args(AnySource)
+}
+
+
+def files_below(root: str) -> Iterator[tuple[str, Path]]:
+    """(name relative to the root, path) of every file below it that is not hidden. Raises RecipeError."""
+    top = Path(root)
+    if not top.is_dir():
+        raise RecipeError(f"source.root: {root} is not a folder")
+    for folder, folders, files in os.walk(top):
+        # hidden folders (.git) and macOS's shadows are none of the images' business
+        folders[:] = sorted(name for name in folders if not name.startswith((".", "__MACOSX")))
+        for name in sorted(name for name in files if not name.startswith(".")):
+            path = Path(folder) / name
+            yield path.relative_to(top).as_posix(), path
 
 
 def package_folder(package: str) -> Path:

@@ -67,6 +67,7 @@ def input_fields(stage: type[_Stage]) -> dict[str, tuple[str, ...]]:
 class Ingest(_Stage):
     """A source becomes validated Parquet shards with fixed splits."""
 
+    VERSION: ClassVar[int] = 2
     KIND: ClassVar[str] = "dataset"
     job: Literal["ingest"]
     source: Source

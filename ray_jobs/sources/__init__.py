@@ -1,6 +1,7 @@
 """Readers of images as their authors ship them, one module per family, and what they share.
 
-Only the standard library is imported at module level, so that `pipelines` can list and fingerprint sources.
+`catalog` knows them all, `entries` says what each gives. Only the standard library is imported here and by `folder`,
+so that `vitflow init` can look at a folder.
 """
 
 from __future__ import annotations
@@ -11,16 +12,6 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
-
-
-def content_id(data: bytes) -> str:
-    """Identity of an image's bytes alone: copies of one image under several names share it."""
-    return hashlib.sha256(data).hexdigest()[:32]
-
-
-def sample_id(data: bytes, key: str) -> str:
-    """Identity of one sample: its bytes and its name in the source, which tells copies apart."""
-    return hashlib.sha256(hashlib.sha256(data).digest() + key.encode()).hexdigest()[:32]
 
 
 def hash_fraction(salt: str, identity: str) -> float:

@@ -9,25 +9,50 @@ from __future__ import annotations
 
 import gzip
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING
 
+import numpy as np
+from numpy.typing import NDArray
+
+from pipelines.spec import DigitsSource
+from ray_jobs.images import sample_id
+from ray_jobs.shards import ImageSize
 from ray_jobs.sources import counts_to_uint8, hash_fraction
-
-if TYPE_CHECKING:
-    import numpy as np
-    from numpy.typing import NDArray
+from ray_jobs.sources.entries import Files, Listing, table
 
 CLASS_NAMES = tuple("0123456789")
 TEST_FRACTION = 540 / 1797
 DEV_FRACTION_OF_REST = 1 / 5
 
 
+def listing(source: DigitsSource, files: Files) -> Listing:
+    """Every digit, with a split."""
+    images, labels, keys = read(_file(files))
+    ids = [sample_id(image.tobytes(), key) for image, key in zip(images, keys, strict=True)]
+    splits = assign_splits(ids, labels.tolist(), "vitflow digits")
+    entries = (
+        {"key": key, "label": label, "split": split, "file": "", "offset": row, "length": 64, "codec": "row"}
+        for row, (key, label, split) in enumerate(zip(keys, labels.tolist(), splits, strict=True))
+    )
+    return Listing(CLASS_NAMES, table(entries), ImageSize(height=8, width=8, channels=1))
+
+
+def rows(source: DigitsSource, files: Files, numbers: Sequence[int]) -> Iterator[NDArray[np.uint8]]:
+    """The images [8, 8, 1] of these rows."""
+    images, _, _ = read(_file(files))
+    yield from images[list(numbers)]
+
+
+def _file(files: Files) -> Path:
+    [path] = files.values()
+    return Path(path)
+
+
+@cache
 def read(path: Path) -> tuple[NDArray[np.uint8], NDArray[np.int64], list[str]]:
     """Images [1797, 8, 8, 1] (0 is background, 255 full ink), labels [1797], keys ("row-0000" by line)."""
-    import numpy as np
-
     with gzip.open(path, "rt") as lines:
         table = np.loadtxt(lines, delimiter=",").astype(np.int64)
     images = counts_to_uint8(table[:, :64]).reshape(-1, 8, 8, 1)

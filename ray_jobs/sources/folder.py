@@ -7,24 +7,24 @@ In: a folder in one of three layouts.
     root/cat/1.jpg        root/dog/2.jpg          class folders
     root/metadata.csv                             Hugging Face's imagefolder: file_name, label and maybe split
 
-Out: `scan` lists entries without opening an image; `assign_splits` fills in the splits that the layout does
-not give; `decode` reads one image completely. Only the standard library is imported at module level, so that
-`pipelines` can use `scan`.
+Out: `scan` lists entries without opening an image. Only the standard library is imported at module level, so that
+`pipelines` can use it.
 """
 
 from __future__ import annotations
 
 import csv
 import difflib
-import io
 import os
-import warnings
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path, PurePosixPath
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
-from ray_jobs.sources import hash_fraction
+if TYPE_CHECKING:
+    from pipelines.spec import FolderSource
+    from ray_jobs.sources import entries
+    from ray_jobs.sources.entries import Files
 
 EXTENSIONS = (".bmp", ".gif", ".jpeg", ".jpg", ".pgm", ".png", ".ppm", ".tif", ".tiff", ".webp")
 SPLIT_NAMES = {
@@ -32,8 +32,6 @@ SPLIT_NAMES = {
     **dict.fromkeys(("val", "valid", "validation", "dev"), "dev"),
     **dict.fromkeys(("test", "testing"), "test"),
 }
-SPLITS = ("train", "dev", "test")
-FRACTIONS = {"test": 0.2, "dev": 0.1}  # of the images without a given split; the rest is train
 METADATA = "metadata.csv"
 COLUMNS = ("file_name", "label", "split")
 
@@ -84,72 +82,18 @@ def scan(root: Path) -> Listing:
     return Listing(root, class_names, entries, ignored)
 
 
-def assign_splits(entries: Sequence[Entry], content_ids: Sequence[str], salt: str) -> list[str]:
-    """The split of every entry: the given one, else one drawn by a hash of salt and content.
+def listing(source: FolderSource, files: Files) -> entries.Listing:
+    """Every image below the root, as `scan` finds it."""
+    from ray_jobs.sources import entries
 
-    Without given splits about 70 % are train, 10 % dev, 20 % test. With some, a dev or test split that is
-    missing is taken from train in the same shares. Copies of one image fall into one split, and adding images
-    moves none, except in a class so small that a draw left it without a test or a train image: from three
-    different images on, the nearest ones are moved so that it has both; with fewer it has a train image.
-    """
-    given = {entry.split for entry in entries if entry.split is not None}
-    wanted = [split for split in FRACTIONS if split not in given]
-    splits = [entry.split or "train" for entry in entries]
-    by_class: dict[int, dict[str, list[int]]] = defaultdict(lambda: defaultdict(list))
-    for row, (entry, identity) in enumerate(zip(entries, content_ids, strict=True)):
-        if splits[row] == "train":
-            by_class[entry.label][identity].append(row)
-    for rows_of in by_class.values():
-        drawn = _draw({identity: hash_fraction(salt, identity) for identity in rows_of}, wanted)
-        for identity, rows in rows_of.items():
-            for row in rows:
-                splits[row] = drawn[identity]
-    return splits
-
-
-def decode(source: bytes | Path) -> tuple[str, int, int, int]:
-    """(format, width, height, channels) of an image that was decoded completely; 1 channel is grey, else 3.
-
-    What passes is what `vit_model.preprocessing.load_image` reads; width and height are those after its
-    turning by EXIF. Raises ValueError with a short reason: "empty file", "not an image", "too many pixels
-    (bomb)", "not 8 bits a channel", "truncated", "damaged". Of an animation the first frame counts.
-    """
-    from PIL import Image, ImageOps
-
-    from vit_model.preprocessing import FORMATS, MAX_PIXELS, MODES
-
-    data = source if isinstance(source, bytes) else source.read_bytes()
-    if not data:
-        raise ValueError("empty file")
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        warnings.simplefilter("error", Image.DecompressionBombWarning)
-        try:
-            with Image.open(io.BytesIO(data), formats=FORMATS) as image:
-                too_large, known_mode = image.width * image.height > MAX_PIXELS, image.mode in MODES
-                if not too_large and known_mode:
-                    image.load()
-                    width, height = ImageOps.exif_transpose(image).size
-        # Pillow's readers raise whatever their parsing trips over (struct.error, SyntaxError, EOFError, ...),
-        # and one bad file must become one line of quarantine.
-        except Exception as error:
-            raise ValueError(_reason(error)) from error
-    if too_large:
-        raise ValueError("too many pixels (bomb)")
-    if not known_mode:
-        raise ValueError("not 8 bits a channel")
-    return (image.format or "").lower(), width, height, 1 if image.mode in ("1", "L", "LA") else 3
-
-
-def _reason(error: Exception) -> str:
-    from PIL import Image, UnidentifiedImageError
-
-    if isinstance(error, UnidentifiedImageError):
-        return "not an image"
-    if isinstance(error, (Image.DecompressionBombError, Image.DecompressionBombWarning)):
-        return "too many pixels (bomb)"
-    message = str(error).lower()
-    return "truncated" if "truncated" in message or isinstance(error, EOFError) else "damaged"
+    root = Path(source.root)
+    found = scan(root)
+    rows = (
+        {"key": key, "label": label, "split": split, "file": key, "offset": 0, "codec": "stored"}
+        | {"length": (root / key).stat().st_size}
+        for key, label, split in found.entries
+    )
+    return entries.Listing(found.class_names, entries.table(rows))
 
 
 def _files(root: Path) -> Iterator[str]:
@@ -256,21 +200,3 @@ def _check_given_splits(root: Path, class_names: Sequence[str], entries: Sequenc
     untrained = [name for label, name in enumerate(class_names) if label not in trained]
     if untrained:
         raise ValueError(f"{root}: class {untrained[0]!r} has no images in the train split")
-
-
-def _draw(fractions: dict[str, float], wanted: Sequence[str]) -> dict[str, str]:
-    """Splits of one class's different images from their hash fractions: test from 0 up, dev, then train."""
-    bounds, below = [], 0.0
-    for split in wanted:
-        below += FRACTIONS[split]
-        bounds.append((below, split))
-    order = sorted(fractions, key=lambda identity: (fractions[identity], identity))
-    drawn = {
-        identity: next((split for bound, split in bounds if fractions[identity] < bound), "train")
-        for identity in order
-    }
-    if len(order) >= 3 and "test" in wanted:
-        drawn[order[0]] = "test"
-    if wanted:
-        drawn[order[-1]] = "train"
-    return drawn

@@ -4,7 +4,7 @@ In: the Unicode text fonts inside matplotlib's wheel. Out: about 650 balanced cl
 the way scikit-learn's digits were made (NIST's 32x32 bitmaps counted in 4x4 blocks), with no digit and
 nothing that looks like one among them, so that few-shot accuracy on digits measures transfer.
 
-    fonts = find_fonts(dict(GlyphSource(kind="glyphs").files()))
+    fonts = find_fonts({name: Path(path) for name, path in GlyphSource(kind="glyphs").files()})
     classes = glyph_classes(fonts)
     images, labels = render(classes, seed=0, indices=range(1000))
 
@@ -16,12 +16,15 @@ from __future__ import annotations
 import math
 import unicodedata
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
-from functools import lru_cache
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cache, lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
+from pipelines.spec import GlyphSource
+from ray_jobs.shards import ImageSize
 from ray_jobs.sources import counts_to_uint8
+from ray_jobs.sources.entries import Files, Listing, table
 
 if TYPE_CHECKING:
     import numpy as np
@@ -58,6 +61,43 @@ class GlyphClass(NamedTuple):
     name: str
     character: str
     fonts: tuple[Path, ...]
+
+
+_RENDERED = 256  # images at a time
+
+
+def listing(source: GlyphSource, files: Files) -> Listing:
+    """Images 0, 1, ... of the classes in turn: first those of train, then those of dev."""
+    names = [glyph.name for glyph in _classes(files)]
+    entries = (
+        {
+            "key": f"glyph-{number:07d}",
+            "label": number % len(names),
+            "split": "train" if number < source.images else "dev",
+            "file": "",
+            "offset": number,
+            "length": 64,
+            "codec": "row",
+        }
+        for number in range(source.images + source.dev_images)
+    )
+    return Listing(tuple(names), table(entries), ImageSize(height=8, width=8, channels=1))
+
+
+def rows(source: GlyphSource, files: Files, numbers: Sequence[int]) -> Iterator[NDArray[np.uint8]]:
+    """The images [8, 8, 1] of these numbers."""
+    for start in range(0, len(numbers), _RENDERED):
+        yield from render(_classes(files), source.seed, numbers[start : start + _RENDERED])[0]
+
+
+def _classes(files: Files) -> list[GlyphClass]:
+    return _classes_of(tuple(sorted(files.items())))
+
+
+@cache
+def _classes_of(files: tuple[tuple[str, str], ...]) -> list[GlyphClass]:
+    """Found once a process: it takes a second, and a worker renders several shards."""
+    return glyph_classes(find_fonts({name: Path(path) for name, path in files}))
 
 
 def find_fonts(files: Mapping[str, Path]) -> list[Path]:

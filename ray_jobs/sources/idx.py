@@ -12,15 +12,19 @@ from __future__ import annotations
 import gzip
 import math
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from functools import lru_cache
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, NamedTuple
+from typing import IO, NamedTuple
 
-from ray_jobs.sources import content_id, hash_fraction
+import numpy as np
+from numpy.typing import NDArray
 
-if TYPE_CHECKING:
-    import numpy as np
-    from numpy.typing import NDArray
+from pipelines.spec import IdxSource
+from ray_jobs.images import content_id
+from ray_jobs.shards import ImageSize
+from ray_jobs.sources import hash_fraction
+from ray_jobs.sources.entries import Files, Listing, table
 
 FILES = {
     "train": ("train-images-idx3-ubyte", "train-labels-idx1-ubyte"),
@@ -41,6 +45,32 @@ class Images(NamedTuple):
     splits: list[str]
 
 
+def listing(source: IdxSource, files: Files) -> Listing:
+    """The images of the wanted classes, with their splits."""
+    found = _read(source, tuple(sorted(files.items())))
+    height, width, channels = found.images.shape[1:]
+    entries = (
+        {"key": key, "label": label, "split": split, "file": "", "offset": row, "codec": "row"}
+        | {"length": height * width}
+        for row, (key, label, split) in enumerate(
+            zip(found.keys, found.labels.tolist(), found.splits, strict=True)
+        )
+    )
+    size = ImageSize(height=height, width=width, channels=channels)
+    return Listing(tuple(source.class_names[label] for label in source.kept()), table(entries), size)
+
+
+def rows(source: IdxSource, files: Files, numbers: Sequence[int]) -> Iterator[NDArray[np.uint8]]:
+    """The images [h, w, 1] of these rows of the listing."""
+    yield from _read(source, tuple(sorted(files.items()))).images[list(numbers)]
+
+
+@lru_cache(maxsize=1)  # a task reads several shards of one source
+def _read(source: IdxSource, files: tuple[tuple[str, str], ...]) -> Images:
+    paths = {name: Path(path) for name, path in files}
+    return read(paths, len(source.class_names), source.kept())
+
+
 def read(files: Mapping[str, Path], num_classes: int, classes: Sequence[int]) -> Images:
     """The images of `classes`, ascending labels out of 0..num_classes-1, which become 0, 1, ... in their order.
 
@@ -50,8 +80,6 @@ def read(files: Mapping[str, Path], num_classes: int, classes: Sequence[int]) ->
         ValueError: a file that is damaged or not IDX, files that don't fit together, a label outside
             0..num_classes-1, a class without an image in train.
     """
-    import numpy as np
-
     images, labels, keys, splits = [], [], [], []
     for split, names in FILES.items():
         every, given = _read_pair(files[names[0]], files[names[1]], num_classes)
@@ -89,8 +117,6 @@ def read_file(path: Path) -> NDArray[np.uint8]:
 
 
 def _parse(path: Path, file: IO[bytes] | gzip.GzipFile) -> NDArray[np.uint8]:
-    import numpy as np
-
     magic = file.read(4)
     if len(magic) < 4 or magic[:2] != b"\0\0":
         raise ValueError(f"{path} is not an IDX file: it begins with {magic.hex(' ') or 'nothing'}")

@@ -1,0 +1,98 @@
+"""One image as it comes from a source: what it is, whether it can be used, and hashes by which copies are found.
+
+In: a file's bytes, or pixels. Out: `Facts`, after the image was decoded completely, once.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import warnings
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+from PIL import Image, ImageOps, UnidentifiedImageError
+
+from vit_model.preprocessing import FORMATS, MAX_PIXELS, MODES
+
+
+class Facts(NamedTuple):
+    """What a decoded image is; width and height are those after its turning by EXIF."""
+
+    format: str
+    """"jpeg", "png", ...; "raw" for pixels."""
+    width: int
+    height: int
+    channels: int
+    """1: grey, else 3."""
+    content_id: str
+    phash: int
+
+
+def examine(data: bytes) -> Facts:
+    """Decode an image file completely. What passes is what `vit_model.preprocessing.load_image` reads.
+
+    Raises ValueError with a short reason: "empty file", "not an image", "too many pixels (bomb)", "not 8 bits a
+    channel", "truncated", "damaged". Of an animation the first frame counts.
+    """
+    if not data:
+        raise ValueError("empty file")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        warnings.simplefilter("error", Image.DecompressionBombWarning)
+        try:
+            with Image.open(io.BytesIO(data), formats=FORMATS) as image:
+                too_large, known_mode = image.width * image.height > MAX_PIXELS, image.mode in MODES
+                if not too_large and known_mode:
+                    image.load()
+                    upright = ImageOps.exif_transpose(image)
+                    hashed = phash(np.asarray(upright.convert("L")))
+        # Pillow's readers raise whatever their parsing trips over (struct.error, SyntaxError, EOFError, ...),
+        # and one bad file must become one line of quarantine.
+        except Exception as error:
+            raise ValueError(_reason(error)) from error
+    if too_large:
+        raise ValueError("too many pixels (bomb)")
+    if not known_mode:
+        raise ValueError("not 8 bits a channel")
+    channels = 1 if image.mode in ("1", "L", "LA") else 3
+    return Facts((image.format or "").lower(), *upright.size, channels, content_id(data), hashed)
+
+
+def examine_pixels(pixels: NDArray[np.uint8]) -> Facts:
+    """The facts of raw pixels, uint8 [h, w, 1 or 3]. Raises ValueError for another shape."""
+    if pixels.dtype != np.uint8 or pixels.ndim != 3 or pixels.shape[2] not in (1, 3) or not pixels.size:
+        raise ValueError(f"pixels are {pixels.dtype} {list(pixels.shape)}, not uint8 [h, w, 1 or 3]")
+    height, width, channels = pixels.shape
+    grey = pixels[:, :, 0] if channels == 1 else np.asarray(Image.fromarray(pixels).convert("L"))
+    return Facts("raw", width, height, channels, content_id(pixels.tobytes()), phash(grey))
+
+
+def content_id(data: bytes) -> str:
+    """Identity of an image's bytes alone: copies of one image under several names share it."""
+    return hashlib.sha256(data).hexdigest()[:32]
+
+
+def sample_id(data: bytes, key: str) -> str:
+    """Identity of one sample: its bytes and its name in the source, which tells copies apart."""
+    return hashlib.sha256(hashlib.sha256(data).digest() + key.encode()).hexdigest()[:32]
+
+
+def phash(grey: NDArray[np.uint8]) -> int:
+    """A hash of what is seen, 64 bits, from grey pixels [h, w]: near-copies differ in a few bits.
+
+    Each bit says whether one of 9 x 8 equal parts of the image is brighter than its right neighbour.
+    """
+    small = Image.fromarray(grey).resize((9, 8), Image.Resampling.BOX)
+    values = np.asarray(small, np.int16)
+    return int(np.packbits(values[:, :-1] > values[:, 1:]).view(">u8")[0])
+
+
+def _reason(error: Exception) -> str:
+    if isinstance(error, UnidentifiedImageError):
+        return "not an image"
+    if isinstance(error, (Image.DecompressionBombError, Image.DecompressionBombWarning)):
+        return "too many pixels (bomb)"
+    message = str(error).lower()
+    return "truncated" if "truncated" in message or isinstance(error, EOFError) else "damaged"

@@ -1,0 +1,41 @@
+"""All sources by their kind: what each holds, and its images in any order."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, Protocol, cast
+
+import numpy as np
+import pyarrow as pa
+from numpy.typing import NDArray
+
+from pipelines.spec import Source
+from ray_jobs.sources import containers, digits, folder, glyphs, idx
+from ray_jobs.sources.entries import Files, Listing
+
+_MODULES = {"digits": digits, "folder": folder, "glyphs": glyphs, "idx": idx}
+
+
+class _Rows(Protocol):
+    """A module whose images lie in arrays."""
+
+    def rows(self, source: Any, files: Files, numbers: list[int]) -> Iterator[NDArray[np.uint8]]: ...
+
+
+def listing(source: Source, files: Files) -> Listing:
+    """What a source holds. Raises ValueError, with the file, for what is not as its authors make it."""
+    found: Listing = cast(Any, _MODULES[source.kind]).listing(source, files)
+    return found
+
+
+def images(
+    source: Source, files: Files, entries: pa.Table
+) -> Iterator[bytes | NDArray[np.uint8] | ValueError]:
+    """The image of each entry, in their order: a file's bytes, pixels [h, w, c], or why it can't be had."""
+    codecs = set(entries["codec"].to_pylist())
+    if codecs == {"row"}:
+        module = cast(_Rows, _MODULES[source.kind])
+        yield from module.rows(source, files, entries["offset"].to_pylist())
+    else:
+        assert "row" not in codecs, "a source has its images in arrays or in files"
+        yield from containers.read(files, entries)

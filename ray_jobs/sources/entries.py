@@ -1,0 +1,69 @@
+"""What a source says it holds, before an image is read: a table with one row an image, and how to get at its bytes.
+
+A source is a module of this package with
+
+    listing(source, files) -> Listing           what there is; reads directories of archives and lists of labels
+    rows(source, files, numbers) -> Iterator    the images of these numbers as arrays, uint8 [h, w, c]; only where
+                                                the listing has entries with codec "row" (images that lie in arrays)
+
+`files` maps the names of `source.files()` to where each lies: a local path or s3://bucket/key. All other entries are
+byte ranges of those files, which `ray_jobs.sources.containers` reads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import NamedTuple
+
+import pyarrow as pa
+
+from ray_jobs.shards import ImageSize
+
+Files = Mapping[str, str]
+
+ENTRIES = pa.schema(
+    [
+        pa.field("key", pa.string(), nullable=False),  # unique in the source, never a path outside of it
+        pa.field("label", pa.int32(), nullable=False),
+        pa.field("labels", pa.list_(pa.int32())),  # all that count as right, where there are several (ReaL)
+        pa.field(
+            "split", pa.string()
+        ),  # "train", "dev", "test" where the authors give one; null: it is drawn
+        pa.field("group", pa.string()),  # images of one group (a patient, a site) fall into one split
+        pa.field(
+            "file", pa.string(), nullable=False
+        ),  # a name of `files`, or a chain of names, see containers
+        pa.field(
+            "offset", pa.int64(), nullable=False
+        ),  # of the bytes in the file; codec row: the image's number
+        pa.field("length", pa.int64(), nullable=False),  # in the file, as stored; codec row: about its bytes
+        pa.field("codec", pa.string(), nullable=False),  # "stored" | "deflate" (a zip's) | "row"
+    ]
+)
+
+
+class Bad(NamedTuple):
+    """Something in a source that can't be used, and why."""
+
+    key: str
+    reason: str
+    file: str = ""
+    offset: int = 0
+
+
+class Listing(NamedTuple):
+    """What a source holds."""
+
+    class_names: tuple[str, ...]
+    entries: pa.Table
+    """ENTRIES, in any order."""
+    image: ImageSize | None = None
+    """The size of all images where they are arrays of one size; None: image files, or arrays of several sizes."""
+    bad: tuple[Bad, ...] = ()
+    notes: tuple[str, ...] = ()
+    """What a reader of results must know: how far the membership of splits is confirmed, what pixels were changed."""
+
+
+def table(rows: Iterable[Mapping[str, object]]) -> pa.Table:
+    """ENTRIES of dicts; what a dict leaves out is null."""
+    return pa.Table.from_pylist(list(rows), schema=ENTRIES)

@@ -1,0 +1,56 @@
+"""Datasets for tests, written as ingest writes them, from samples that the test makes."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import xxhash
+
+from ray_jobs.images import examine_pixels
+from ray_jobs.shards import (
+    INDEX,
+    ROW_GROUP_BYTES,
+    DatasetInfo,
+    ImageSize,
+    Sample,
+    Shard,
+    shard_file,
+    write_dataset,
+    write_shard,
+)
+
+
+def put(
+    folder: Path,
+    name: str,
+    class_names: Sequence[str],
+    image: ImageSize | None,
+    splits: Mapping[str, Sequence[Sample]],
+    *,
+    per_shard: int = 2**30,
+    row_group_bytes: int = ROW_GROUP_BYTES,
+) -> DatasetInfo:
+    """A dataset of these samples in shards of so many, split by split."""
+    rows, shards = [], []
+    every = [(sample, split) for split, samples in splits.items() for sample in samples]
+    for start in range(0, len(every), per_shard):
+        part, file = every[start : start + per_shard], shard_file(len(shards))
+        offsets = write_shard(folder / file, [sample for sample, _ in part], row_group_bytes)
+        for (sample, split), offset in zip(part, offsets, strict=True):
+            known = {field: getattr(sample, field) for field in Sample._fields if field != "image"}
+            place = {"shard": len(shards), "offset": offset, "length": len(sample.image)}
+            checksum = xxhash.xxh3_64_intdigest(sample.image)
+            hashes = {"content_id": f"{checksum:032x}", "phash": checksum, "checksum": checksum}
+            rows.append(known | place | hashes | {"split": split})
+        shards.append(Shard(file=file, rows=len(part), bytes=(folder / file).stat().st_size))
+    folder.mkdir(parents=True, exist_ok=True)
+    return write_dataset(folder, name, class_names, image, shards, pa.Table.from_pylist(rows, schema=INDEX))
+
+
+def raw(identity: str, pixels: np.ndarray, label: int) -> Sample:
+    """A sample of pixels, uint8 [h, w, c]; its key is its identity."""
+    facts = examine_pixels(pixels)
+    return Sample(
+        identity, identity, pixels.tobytes(), "raw", facts.width, facts.height, facts.channels, label
+    )
