@@ -146,7 +146,7 @@ class Import(_Stage):
 class Pretrain(_Stage):
     """Pretraining with DeepSpeed ZeRO on Ray Train (paper, section 3.1 and Table 3)."""
 
-    VERSION: ClassVar[int] = 2
+    VERSION: ClassVar[int] = 3
     KIND: ClassVar[str] = "model"
     LATER: ClassVar[frozenset[str]] = frozenset({"objective"})
     job: Literal["pretrain"]
@@ -237,7 +237,7 @@ class Labels(Frozen):
 class Finetune(_Stage):
     """A Ray Tune sweep over learning rates, a refit with the best, and one look at test (paper, Table 4's protocol)."""
 
-    VERSION: ClassVar[int] = 3
+    VERSION: ClassVar[int] = 4
     KIND: ClassVar[str] = "model"
     job: Literal["finetune"]
     data: str = takes("dataset")
@@ -275,7 +275,7 @@ class Finetune(_Stage):
 class Evaluate(_Stage):
     """Few-shot linear evaluation (paper, section 4.1) of a frozen backbone, beside raw pixels and untrained weights."""
 
-    VERSION: ClassVar[int] = 2
+    VERSION: ClassVar[int] = 3
     KIND: ClassVar[str] = "evaluation"
     job: Literal["evaluate"]
     data: str = takes("dataset")
@@ -289,7 +289,7 @@ class Evaluate(_Stage):
 class Baselines(_Stage):
     """Classifiers on pixels (scikit-learn), given the same labels and folds as a fine-tuning."""
 
-    VERSION: ClassVar[int] = 2
+    VERSION: ClassVar[int] = 3
     KIND: ClassVar[str] = "evaluation"
     job: Literal["baselines"]
     data: str = takes("dataset")

@@ -17,6 +17,7 @@ from pipelines.spec import Finetune, ModelSize, Optimizer, Pretrain
 from pipelines.store import open_store
 from ray_jobs import evaluate, finetune, loader, optim, pretrain, shards
 from ray_jobs.augment import shift, uniform
+from tests import datasets
 from tests.records import make_context, make_manifest
 from vit_model.masked_patches import MaskedPatches
 from vit_model.model import ViT
@@ -45,26 +46,17 @@ def dataset(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("dataset")
     rng = np.random.default_rng(0)
     counts = {"train": 48, "dev": 25, "test": 0}
-    files = []
+    splits = {}
     for split, count in counts.items():
-        samples = []
+        splits[split] = samples = []
         for number in range(count):
             pixels = rng.integers(0, 64, (8, 8, 1)).astype(np.uint8)
             half = ((slice(None), slice(0, 4)), (slice(None), slice(4, 8)), (slice(0, 4), slice(None)))[
                 number % 3
             ]
             pixels[half] += 150
-            name = f"{split}/{number}"
-            samples.append(shards.Sample(name, name, pixels.tobytes(), "raw", 8, 8, 1, number % 3))
-        if samples:
-            file = shards.shard_file(split, 0)
-            files.append(
-                shards.Shard(split=split, file=file, rows=shards.write_shard(folder / file, samples))
-            )
-    shards.write_info(folder, shards.DatasetInfo(
-        name="halves", class_names=CLASSES, image=shards.ImageSize(height=8, width=8, channels=1), splits=counts,
-        shards=tuple(files), content_digest="halves",
-    ))  # fmt: skip
+            samples.append(datasets.raw(f"{split}/{number:04d}", pixels, number % 3))
+    datasets.put(folder, "halves", CLASSES, shards.ImageSize(height=8, width=8, channels=1), splits)
     return folder
 
 
@@ -99,7 +91,10 @@ def test_learns_and_leaves_a_whole_model(dataset, tmp_path):
     right = (predicted.numpy() == shards.open_dataset(dataset).labels("dev")).mean()
     assert right > 0.9
     assert metrics["dev_accuracy"] == pytest.approx(right, abs=0.05)  # measured in bfloat16
-    assert (contract.class_names, contract.training_data) == (CLASSES, "halves")
+    assert (contract.class_names, contract.training_data) == (
+        CLASSES,
+        shards.open_dataset(dataset).info.content_digest,
+    )
     curve = json.loads((tmp_path / "curve.json").read_text())
     assert [point["step"] for point in curve] == list(range(1, 81))
     assert [point["step"] for point in curve if point["dev_accuracy"] is not None] == [16, 32, 48, 64, 80]
@@ -157,7 +152,7 @@ def test_the_weights_are_those_of_a_loop_without_deepspeed(dataset, tmp_path, ze
     spared = [p for name, p in model.named_parameters() if p.ndim != 2]
     reference = torch.optim.AdamW([{"params": decayed, "weight_decay": 0.05}, {"params": spared, "weight_decay": 0.0}],
                                   betas=(0.9, 0.95))  # fmt: skip
-    order = loader.batches(48, 16, 0, 1, "halves", config.seed, 0, 8)
+    order = loader.batches(48, 16, 0, 1, data.info.content_digest, config.seed, 0, 8)
     for step, chosen in enumerate(order):
         reference.zero_grad()
         optim.set_learning_rate(reference, optim.learning_rate(step, 8, 3e-3, config.optimizer))
@@ -235,7 +230,9 @@ def test_masked_patches_are_those_of_a_loop_without_deepspeed(dataset, tmp_path,
     task = MaskedPatches(ViT(contract.architecture))
     reference = optim.adamw(task, config.optimizer)
     losses = []
-    for step, chosen in enumerate(loader.batches(48, 16, 0, 1, "halves", config.seed, 0, 6)):
+    for step, chosen in enumerate(
+        loader.batches(48, 16, 0, 1, shards.open_dataset(dataset).info.content_digest, config.seed, 0, 6)
+    ):
         optim.set_learning_rate(reference, optim.learning_rate(step, 6, 3e-3, config.optimizer))
         positions = np.arange(16 * step, 16 * step + 16)
         pixels = shift(images[chosen], uniform(config.seed, positions))
