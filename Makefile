@@ -6,6 +6,7 @@ SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 PYTHON ?= python3
 BIN := .venv/bin
+PARALLEL := OMP_NUM_THREADS=1 $(BIN)/pytest -n auto --dist worksteal
 export PYTHON DEVICE TORCH_INDEX WHY
 
 .PHONY: quickstart test test-fast test-faults test-schedule test-cluster check format accept-code install benchmarks clean
@@ -13,11 +14,12 @@ export PYTHON DEVICE TORCH_INDEX WHY
 quickstart: install
 	$(BIN)/vitflow run quickstart
 
-test: install
-	$(BIN)/pytest
+test: install  # what needs no Ray on all cores, the rest one by one: each of them starts many processes
+	$(PARALLEL) -m "not ray"
+	$(BIN)/pytest -m ray
 
 test-fast: install
-	$(BIN)/pytest -m "not ray and not slow"
+	$(PARALLEL) -m "not ray and not slow"
 
 test-faults: install  # the long form of the random kills
 	VITFLOW_FAULT_ROUNDS=$${VITFLOW_FAULT_ROUNDS:-20} $(BIN)/pytest tests/end_to_end/test_faults.py
