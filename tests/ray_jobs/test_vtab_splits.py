@@ -1,8 +1,9 @@
 """VTAB-1k's splits without TFDS: the order of records, the slices, and the check values of datasets.md 1.4."""
 
 import hashlib
-from typing import get_args
+from typing import NamedTuple, get_args
 
+import pyarrow.compute as pc
 import pytest
 
 from pipelines.spec.vtab import GROUPS, Task
@@ -12,53 +13,24 @@ from ray_jobs.sources.vtab.splits import RULES, Records, check_value, hash_order
 # Class sizes of 2.9, which nobody has confirmed; the check values of 1.4 hold if they are right.
 EUROSAT = {"AnnualCrop": 3000, "Forest": 3000, "HerbaceousVegetation": 3000, "Highway": 2500, "Industrial": 2500,
            "Pasture": 2000, "PermanentCrop": 2500, "Residential": 3000, "River": 2500, "SeaLake": 3000}  # fmt: skip
-RESISC45 = [
-    "airplane",
-    "airport",
-    "baseball_diamond",
-    "basketball_court",
-    "beach",
-    "bridge",
-    "chaparral",
-    "church",
-    "circular_farmland",
-    "cloud",
-    "commercial_area",
-    "dense_residential",
-    "desert",
-    "forest",
-    "freeway",
-    "golf_course",
-    "ground_track_field",
-    "harbor",
-    "industrial_area",
-    "intersection",
-    "island",
-    "lake",
-    "meadow",
-    "medium_residential",
-    "mobile_home_park",
-    "mountain",
-    "overpass",
-    "palace",
-    "parking_lot",
-    "railway",
-    "railway_station",
-    "rectangular_farmland",
-    "river",
-    "roundabout",
-    "runway",
-    "sea_ice",
-    "ship",
-    "snowberg",
-    "sparse_residential",
-    "stadium",
-    "storage_tank",
-    "tennis_court",
-    "terrace",
-    "thermal_power_station",
-    "wetland",
-]
+RESISC45 = (
+    "airplane", "airport", "baseball_diamond", "basketball_court", "beach", "bridge", "chaparral", "church",
+    "circular_farmland", "cloud", "commercial_area", "dense_residential", "desert", "forest", "freeway",
+    "golf_course", "ground_track_field", "harbor", "industrial_area", "intersection", "island", "lake",
+    "meadow", "medium_residential", "mobile_home_park", "mountain", "overpass", "palace", "parking_lot",
+    "railway", "railway_station", "rectangular_farmland", "river", "roundabout", "runway", "sea_ice", "ship",
+    "snowberg", "sparse_residential", "stadium", "storage_tank", "tennis_court", "terrace",
+    "thermal_power_station", "wetland",
+)  # fmt: skip
+
+
+class Place(NamedTuple):
+    """What a member of an archive says of where it is."""
+
+    file: str
+    offset: int = 0
+    length: int = 1
+    codec: str = "stored"
 
 
 def numbers(task):
@@ -169,7 +141,7 @@ def test_an_incomplete_archive_has_all_splits_and_says_that_they_are_not_vtabs(t
 def test_rows_are_numbered_through_all_parts():
     parts = {"train": Records(range(5), [0, 1, 0, 1, 0]), "test": Records(range(4), [1, 0, 1, 1])}
     found = listing(
-        "cifar", ["a", "b"], parts, image=ImageSize(height=2, width=2, channels=3), notes=["confirmed"]
+        "cifar", ["a", "b"], parts, image=ImageSize(height=2, width=2, channels=3), notes=["pixels changed"]
     )
     sizes = {"train": 5, "test": 4}
     for row in found.entries.to_pylist():
@@ -177,7 +149,7 @@ def test_rows_are_numbered_through_all_parts():
         assert row["key"] == f"{part}/{number}"
         assert row["label"] == parts[part].labels[number]
         assert (row["codec"], row["length"]) == ("row", 12)
-    assert found.notes == ("confirmed", "incomplete archive: 9 of 60,000 records, splits are not VTAB's")
+    assert found.notes == ("incomplete archive: 9 of 60,000 records, splits are not VTAB's", "pixels changed")
 
 
 @pytest.mark.parametrize(("keys", "label", "message"), [(["../up"], 0, "no name"), (["a"], 2, "label 2")])
@@ -185,3 +157,28 @@ def test_keys_that_lead_outside_and_unknown_labels_are_refused(keys, label, mess
     parts = {"train": Records([*keys, "1", "2"], [label] * 3), "test": Records(["3"], [0])}
     with pytest.raises(ValueError, match=message):
         listing("cifar", ["a", "b"], parts, image=ImageSize(height=2, width=2, channels=3))
+
+
+def test_a_whole_archive_says_how_far_its_splits_are_confirmed():
+    def noted(task, keys):
+        parts = {part: Records(each, [0] * len(each)) for part, each in keys.items()}
+        return listing(task, ["a"], parts, image=ImageSize(height=2, width=2, channels=3)).notes
+
+    whole = numbers("cifar")
+    assert noted("cifar", whole) == ("splits confirmed by the check values of train800 and val200",)
+    [other] = noted("cifar", whole | {"train": range(1, 50_001)})
+    assert other.startswith("splits not confirmed: check values ")
+    assert other.endswith("VTAB's are 5b25ee0661c3bc4a and 93377e439662509b")
+    assert noted("dtd", numbers("dtd")) == (
+        "splits confirmed by their sizes alone: no check values are known",
+    )
+
+
+def test_an_image_that_a_list_has_and_the_archive_not_keeps_its_place_and_is_named():
+    keys = [f"{number}.jpg" for number in range(10)]
+    members = [Place(key) for key in keys]
+    whole = {part: Records(keys, [0] * 10, members) for part in ("train", "validation", "test")}
+    lacking = whole | {"train": Records(keys, [0] * 10, [None, *members[1:]])}
+    every, some = (listing("dtd", ["a"], parts) for parts in (whole, lacking))
+    assert [(bad.key, bad.reason) for bad in some.bad] == [("train/0.jpg", "not in the archive")]
+    assert every.entries.filter(pc.not_equal(every.entries["key"], "train/0.jpg")) == some.entries

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from pipelines.spec.vtab import Task
 from ray_jobs.shards import ImageSize
-from ray_jobs.sources.entries import Listing, table
+from ray_jobs.sources.entries import Bad, Listing, table
 
 if TYPE_CHECKING:
     from ray_jobs.sources.containers import Member
@@ -36,33 +36,59 @@ class Rule(NamedTuple):
     """The TFDS split and position of val200's first record."""
     test: tuple[str, int]
     """The same of the test, which goes on to the end of that split."""
+    checks: tuple[str, str] | None
+    """The check values of train800 and val200, where they are known without the archive (datasets.md 1.4)."""
 
 
-def _rule(train: int, validation: int, test: int, dev: tuple[str, int], test_from: tuple[str, int]) -> Rule:
+def _rule(
+    train: int,
+    validation: int,
+    test: int,
+    dev: tuple[str, int],
+    test_from: tuple[str, int],
+    checks: tuple[str, str] | None = None,
+) -> Rule:
     sizes = {"train": train, "validation": validation, "test": test}
-    return Rule({part: size for part, size in sizes.items() if size}, dev, test_from)
+    return Rule({part: size for part, size in sizes.items() if size}, dev, test_from, checks)
 
 
-_CLEVR = _rule(70_000, 15_000, 0, ("train", 63_000), ("validation", 0))
-_DSPRITES = _rule(737_280, 0, 0, ("train", 589_824), ("train", 663_552))
-_SMALLNORB = _rule(24_300, 0, 24_300, ("test", 0), ("test", 12_150))
-# datasets.md 1.3. SUN397's train list has 76,128, of which one can't be decoded.
+_CLEVR = _rule(
+    70_000, 15_000, 0, ("train", 63_000), ("validation", 0), ("5dc1033102716488", "9a9150228251ccef")
+)
+_DSPRITES = _rule(
+    737_280, 0, 0, ("train", 589_824), ("train", 663_552), ("54130b46ffd22579", "86005e8c04783edc")
+)
+_SMALLNORB = _rule(24_300, 0, 24_300, ("test", 0), ("test", 12_150), ("438b845e2bd4a468", "d9fca0e85af945f0"))
+# datasets.md 1.3. SUN397's train list has 76,128, of which one can't be decoded. EuroSAT's check values hold if its
+# classes have the sizes that are told of them.
 RULES: dict[Task, Rule] = {
     "caltech101": _rule(3_060, 0, 6_084, ("train", 2_754), ("test", 0)),
-    "cifar": _rule(50_000, 0, 10_000, ("train", 45_000), ("test", 0)),
+    "cifar": _rule(
+        50_000, 0, 10_000, ("train", 45_000), ("test", 0), ("5b25ee0661c3bc4a", "93377e439662509b")
+    ),
     "dtd": _rule(1_880, 1_880, 1_880, ("validation", 0), ("test", 0)),
     "oxford_flowers102": _rule(1_020, 1_020, 6_149, ("validation", 0), ("test", 0)),
     "oxford_iiit_pet": _rule(3_680, 0, 3_669, ("train", 2_944), ("test", 0)),
-    "svhn": _rule(73_257, 0, 26_032, ("train", 65_931), ("test", 0)),
-    "sun397": _rule(76_127, 10_875, 21_750, ("validation", 0), ("test", 0)),
-    "patch_camelyon": _rule(262_144, 32_768, 32_768, ("validation", 0), ("test", 0)),
-    "eurosat": _rule(27_000, 0, 0, ("train", 16_200), ("train", 21_600)),
-    "resisc45": _rule(31_500, 0, 0, ("train", 18_900), ("train", 25_200)),
+    "svhn": _rule(
+        73_257, 0, 26_032, ("train", 65_931), ("test", 0), ("901fe4f6d4f65bc8", "36ae944d2e322a4f")
+    ),
+    "sun397": _rule(
+        76_127, 10_875, 21_750, ("validation", 0), ("test", 0), ("bbfe318c912bf278", "ed3f4079a4f342a7")
+    ),
+    "patch_camelyon": _rule(
+        262_144, 32_768, 32_768, ("validation", 0), ("test", 0), ("c1122cb7e413b8b3", "b3998b44bc8423a1")
+    ),
+    "eurosat": _rule(
+        27_000, 0, 0, ("train", 16_200), ("train", 21_600), ("7dac90dec1b73063", "5c9a3ab3702faf20")
+    ),
+    "resisc45": _rule(
+        31_500, 0, 0, ("train", 18_900), ("train", 25_200), ("7c42d524f21f8a68", "2a2bb0da49b4bb17")
+    ),
     "diabetic_retinopathy": _rule(35_126, 10_906, 42_670, ("validation", 0), ("test", 0)),
     "clevr_count": _CLEVR,
     "clevr_dist": _CLEVR,
     "dmlab": _rule(65_550, 22_628, 22_735, ("validation", 0), ("test", 0)),
-    "kitti": _rule(6_347, 423, 711, ("validation", 0), ("test", 0)),
+    "kitti": _rule(6_347, 423, 711, ("validation", 0), ("test", 0), ("672f709eeee9eb44", "ac4167613b6a2171")),
     "dsprites_loc": _DSPRITES,
     "dsprites_ori": _DSPRITES,
     "smallnorb_azi": _SMALLNORB,
@@ -77,8 +103,9 @@ class Records(NamedTuple):
     """What TFDS's builder yields as key (datasets.md 1.4)."""
     labels: Sequence[int]
     """0-based; of a numpy array, too."""
-    members: Sequence[Member] | None = None
-    """Where the bytes of each lie; None: the images lie in arrays, numbered through all parts in PARTS' order."""
+    members: Sequence[Member | None] | None = None
+    """Where the bytes of each lie, None for one that is not in the archive though a list has it. Without members the
+    images lie in arrays, and are numbered through all parts in PARTS' order."""
 
 
 class Used(NamedTuple):
@@ -149,17 +176,19 @@ def listing(
     *,
     image: ImageSize | None = None,
     notes: Sequence[str] = (),
+    membership: str = "splits confirmed by their sizes alone: no check values are known",
 ) -> Listing:
     """What a task holds, from the records of each TFDS split: those that VTAB uses, with their splits.
 
-    image: the size of all images where they lie in arrays. notes: how far the membership of the splits is confirmed,
-    what was done to pixels. Raises ValueError for a label without a name, or a key that leads outside.
+    image: the size of all images where they lie in arrays. notes: what was done to pixels, and the like. membership:
+    what to note of a whole archive whose task has no check values. Raises ValueError for a label without a name, or a
+    key that leads outside.
     """
-    chosen, incomplete = used(task, {part: records.keys for part, records in parts.items()})
-    starts = dict(
-        zip(PARTS, _starts({part: len(records.keys) for part, records in parts.items()}), strict=True)
-    )
+    keys = {part: records.keys for part, records in parts.items()}
+    chosen, incomplete = used(task, keys)
+    starts = dict(zip(PARTS, _starts({part: len(each) for part, each in keys.items()}), strict=True))
     rows: list[dict[str, Any]] = []
+    bad: list[Bad] = []
     for part, number, split in chosen:
         records = parts[part]
         label = int(records.labels[number])
@@ -172,12 +201,30 @@ def listing(
         if records.members is None:
             assert image is not None
             size = image.height * image.width * image.channels
-            row |= {"file": "", "offset": starts[part] + number, "length": size, "codec": "row"}
+            rows.append(row | {"file": "", "offset": starts[part] + number, "length": size, "codec": "row"})
+        elif member := records.members[number]:
+            place = {name: getattr(member, name) for name in ("file", "offset", "length", "codec")}
+            rows.append(row | place)
         else:
-            member = records.members[number]
-            row |= {name: getattr(member, name) for name in ("file", "offset", "length", "codec")}
-        rows.append(row)
-    return Listing(tuple(class_names), table(rows), image, (), (*notes, *incomplete))
+            bad.append(Bad(key, "not in the archive"))
+    confirmed = incomplete or (_confirmed(task, keys, chosen, membership),)
+    return Listing(tuple(class_names), table(rows), image, tuple(bad), (*confirmed, *notes))
+
+
+def _confirmed(
+    task: Task, keys: Mapping[str, Sequence[int] | Sequence[str]], chosen: Sequence[Used], membership: str
+) -> str:
+    """How far the membership of the splits of a whole archive is known to be VTAB's."""
+    expected = RULES[task].checks
+    if expected is None:
+        return membership
+    found = tuple(
+        check_value([keys[one.part][one.number] for one in chosen if one.split == split])
+        for split in ("train", "dev")
+    )
+    if found == expected:
+        return "splits confirmed by the check values of train800 and val200"
+    return f"splits not confirmed: check values {' and '.join(found)}, VTAB's are {' and '.join(expected)}"
 
 
 def row_place(sizes: Mapping[str, int], number: int) -> tuple[str, int]:
