@@ -14,8 +14,17 @@ from numpy.typing import NDArray
 
 from pipelines.spec.vtab import Task, VtabSource
 from ray_jobs.sources.entries import Files, Listing
+from ray_jobs.sources.vtab import caltech101, cifar, dtd, oxford_flowers102, oxford_iiit_pet, sun397, svhn
 
-_MODULES: dict[Task, ModuleType] = {}
+_MODULES: dict[Task, ModuleType] = {
+    "caltech101": caltech101,
+    "cifar": cifar,
+    "dtd": dtd,
+    "oxford_flowers102": oxford_flowers102,
+    "oxford_iiit_pet": oxford_iiit_pet,
+    "svhn": svhn,
+    "sun397": sun397,
+}
 
 
 def listing(source: VtabSource, files: Files) -> Listing:

@@ -63,27 +63,17 @@ _SMALLNORB = _rule(24_300, 0, 24_300, ("test", 0), ("test", 12_150), ("438b845e2
 # classes have the sizes that are told of them.
 RULES: dict[Task, Rule] = {
     "caltech101": _rule(3_060, 0, 6_084, ("train", 2_754), ("test", 0)),
-    "cifar": _rule(
-        50_000, 0, 10_000, ("train", 45_000), ("test", 0), ("5b25ee0661c3bc4a", "93377e439662509b")
-    ),
+    "cifar": _rule(50_000, 0, 10_000, ("train", 45_000), ("test", 0), ("5b25ee0661c3bc4a", "93377e439662509b")),
     "dtd": _rule(1_880, 1_880, 1_880, ("validation", 0), ("test", 0)),
     "oxford_flowers102": _rule(1_020, 1_020, 6_149, ("validation", 0), ("test", 0)),
     "oxford_iiit_pet": _rule(3_680, 0, 3_669, ("train", 2_944), ("test", 0)),
-    "svhn": _rule(
-        73_257, 0, 26_032, ("train", 65_931), ("test", 0), ("901fe4f6d4f65bc8", "36ae944d2e322a4f")
-    ),
-    "sun397": _rule(
-        76_127, 10_875, 21_750, ("validation", 0), ("test", 0), ("bbfe318c912bf278", "ed3f4079a4f342a7")
-    ),
-    "patch_camelyon": _rule(
-        262_144, 32_768, 32_768, ("validation", 0), ("test", 0), ("c1122cb7e413b8b3", "b3998b44bc8423a1")
-    ),
-    "eurosat": _rule(
-        27_000, 0, 0, ("train", 16_200), ("train", 21_600), ("7dac90dec1b73063", "5c9a3ab3702faf20")
-    ),
-    "resisc45": _rule(
-        31_500, 0, 0, ("train", 18_900), ("train", 25_200), ("7c42d524f21f8a68", "2a2bb0da49b4bb17")
-    ),
+    "svhn": _rule(73_257, 0, 26_032, ("train", 65_931), ("test", 0), ("901fe4f6d4f65bc8", "36ae944d2e322a4f")),
+    "sun397": _rule(76_127, 10_875, 21_750, ("validation", 0), ("test", 0),
+                    ("bbfe318c912bf278", "ed3f4079a4f342a7")),
+    "patch_camelyon": _rule(262_144, 32_768, 32_768, ("validation", 0), ("test", 0),
+                            ("c1122cb7e413b8b3", "b3998b44bc8423a1")),
+    "eurosat": _rule(27_000, 0, 0, ("train", 16_200), ("train", 21_600), ("7dac90dec1b73063", "5c9a3ab3702faf20")),
+    "resisc45": _rule(31_500, 0, 0, ("train", 18_900), ("train", 25_200), ("7c42d524f21f8a68", "2a2bb0da49b4bb17")),
     "diabetic_retinopathy": _rule(35_126, 10_906, 42_670, ("validation", 0), ("test", 0)),
     "clevr_count": _CLEVR,
     "clevr_dist": _CLEVR,
@@ -93,7 +83,7 @@ RULES: dict[Task, Rule] = {
     "dsprites_ori": _DSPRITES,
     "smallnorb_azi": _SMALLNORB,
     "smallnorb_ele": _SMALLNORB,
-}
+}  # fmt: skip
 
 
 class Records(NamedTuple):
