@@ -62,6 +62,7 @@ def decode_bgr(image: bytes, *, upright: bool = False) -> NDArray[np.uint8]:
         raise ValueError(f"not an image: {error}") from error
     if not small:
         raise ValueError("too many pixels (bomb)")
+    cv2.setNumThreads(1)  # a task has one core
     flags = cv2.IMREAD_COLOR | (cv2.IMREAD_ANYDEPTH if upright else cv2.IMREAD_IGNORE_ORIENTATION)
     try:
         found: Any = cv2.imdecode(np.frombuffer(image, np.uint8), flags)

@@ -21,6 +21,8 @@ from ray_jobs.shards import ImageSize
 from ray_jobs.sources.entries import Bad, Listing, table
 
 if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
     from ray_jobs.sources.containers import Member
 
 PARTS = ("train", "validation", "test")
@@ -89,10 +91,10 @@ RULES: dict[Task, Rule] = {
 class Records(NamedTuple):
     """The records of one TFDS split, in the order in which the archive has them."""
 
-    keys: Sequence[int] | Sequence[str]
+    keys: Sequence[int | str]
     """What TFDS's builder yields as key (datasets.md 1.4)."""
-    labels: Sequence[int]
-    """0-based; of a numpy array, too."""
+    labels: Sequence[int] | NDArray[Any]
+    """0-based."""
     members: Sequence[Member | None] | None = None
     """Where the bytes of each lie, None for one that is not in the archive though a list has it. Without members the
     images lie in arrays, and are numbered through all parts in PARTS' order."""
@@ -106,7 +108,7 @@ class Used(NamedTuple):
     split: str
 
 
-def hash_order(salt: str, keys: Sequence[int] | Sequence[str]) -> list[int]:
+def hash_order(salt: str, keys: Sequence[int | str]) -> list[int]:
     """The numbers of the keys in TFDS's order: by MD5 of salt and key. Raises ValueError for a key that comes twice."""
     salted = hashlib.md5(salt.encode(), usedforsecurity=False)
     digests = []
@@ -120,14 +122,12 @@ def hash_order(salt: str, keys: Sequence[int] | Sequence[str]) -> list[int]:
     return sorted(range(len(digests)), key=digests.__getitem__)
 
 
-def check_value(keys: Sequence[int] | Sequence[str]) -> str:
+def check_value(keys: Sequence[int | str]) -> str:
     """16 hex digits that tell whether a slice is the right one: sha256 over its keys, in hash order, a line each."""
     return hashlib.sha256("\n".join(map(_text, keys)).encode()).hexdigest()[:16]
 
 
-def used(
-    task: Task, parts: Mapping[str, Sequence[int] | Sequence[str]]
-) -> tuple[list[Used], tuple[str, ...]]:
+def used(task: Task, parts: Mapping[str, Sequence[int | str]]) -> tuple[list[Used], tuple[str, ...]]:
     """The records that VTAB uses of these keys of each TFDS split, and notes.
 
     An archive that is not whole (a sample of one, for a test) has splits in the same order and from proportional
@@ -202,7 +202,7 @@ def listing(
 
 
 def _confirmed(
-    task: Task, keys: Mapping[str, Sequence[int] | Sequence[str]], chosen: Sequence[Used], membership: str
+    task: Task, keys: Mapping[str, Sequence[int | str]], chosen: Sequence[Used], membership: str
 ) -> str:
     """How far the membership of the splits of a whole archive is known to be VTAB's."""
     expected = RULES[task].checks

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from pathlib import PurePosixPath
+from typing import Any, cast
 
 from pipelines.spec.vtab import VtabSource
 from ray_jobs.sources import containers
@@ -28,16 +29,21 @@ _NOTES = {
 def listing(source: VtabSource, files: Files) -> Listing:
     """Images of 397 classes, whose names are their folders, "/c/car_interior/backseat", in plain order."""
     members = archives.by_path(files, _FILE)
-    lists = {part: _list(files, f"sun397_tfds_{short}.txt") for part, short in _LISTS.items()}
-    names = sorted({_class(key) for keys in lists.values() for key in keys})
+    lists = keys(files)
+    names = sorted({_class(key) for each in lists.values() for key in each})
     label = {name: number for number, name in enumerate(names)}
     parts = {
         part: Records(
-            keys, [label[_class(key)] for key in keys], [members.get(f"SUN397{key}") for key in keys]
+            each, [label[_class(key)] for key in each], [members.get(f"SUN397{key}") for key in each]
         )
-        for part, keys in lists.items()
+        for part, each in lists.items()
     }
     return splits.listing("sun397", names, parts, notes=(_NOTES[source.pixels],))
+
+
+def keys(files: Files) -> dict[str, list[str]]:
+    """The images of each TFDS split, in TFDS's form, less those that can't be decoded."""
+    return {part: _list(files, f"sun397_tfds_{short}.txt") for part, short in _LISTS.items()}
 
 
 def _list(files: Files, name: str) -> list[str]:
@@ -64,5 +70,5 @@ def processed(source: VtabSource, key: str, image: bytes) -> bytes:
     height, width = pixels.shape[:2]
     if height * width > _MAX_PIXELS:
         factor = math.sqrt(_MAX_PIXELS / (height * width))
-        pixels = cv2.resize(pixels, None, fx=factor, fy=factor)
+        pixels = cast(Any, cv2.resize(pixels, None, fx=factor, fy=factor))
     return archives.encode_jpeg(pixels, _QUALITY)
