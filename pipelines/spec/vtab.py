@@ -95,7 +95,7 @@ TASKS: dict[Task, TaskFiles] = {
     "eurosat": TaskFiles("EuroSAT", "specialized", "eurosat", (
         Need("EuroSAT.zip", "zenodo.org/records/7711810", ("EuroSAT_RGB.zip",)),)),
     "resisc45": TaskFiles("Resisc45", "specialized", "resisc45", (
-        Need("NWPU-RESISC45.rar", "the authors' OneDrive, or huggingface.co/datasets/torchgeo/resisc45",
+        Need("NWPU-RESISC45.rar", "the authors' OneDrive; as a zip on huggingface.co",
              ("NWPU-RESISC45.zip",)),)),
     "diabetic_retinopathy": TaskFiles("Diabetic Retinopathy", "specialized", "diabetic_retinopathy_detection", (
         Need("train.zip", _KAGGLE, parts=5), Need("test.zip", _KAGGLE, parts=7),
