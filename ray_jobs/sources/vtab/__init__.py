@@ -14,8 +14,22 @@ from numpy.typing import NDArray
 
 from pipelines.spec.vtab import Task, VtabSource
 from ray_jobs.sources.entries import Files, Listing
+from ray_jobs.sources.vtab import aerial, medical, scenes, synthetic
 
-_MODULES: dict[Task, ModuleType] = {}
+_MODULES: dict[Task, ModuleType] = {
+    "patch_camelyon": medical,
+    "eurosat": aerial,
+    "resisc45": aerial,
+    "diabetic_retinopathy": medical,
+    "clevr_count": scenes,
+    "clevr_dist": scenes,
+    "dmlab": scenes,
+    "kitti": scenes,
+    "dsprites_loc": synthetic,
+    "dsprites_ori": synthetic,
+    "smallnorb_azi": synthetic,
+    "smallnorb_ele": synthetic,
+}
 
 
 def listing(source: VtabSource, files: Files) -> Listing:
