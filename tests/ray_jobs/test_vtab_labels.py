@@ -1,4 +1,4 @@
-"""How VTAB bins the labels of its structured tasks: the sheet's intervals at their boundaries (datasets.md 2.12-2.16)."""
+"""How VTAB bins the labels of its structured tasks: the intervals at their boundaries (datasets.md 2.12-2.16)."""
 
 import io
 import json
@@ -137,7 +137,7 @@ def test_kittis_label_is_the_nearest_vehicle(objects: list[tuple[str, float]], l
     "text", ["Car 1 2 3", line("Lorry", 3), line("Car", 3) + " 0.9", line("Car", 3).replace("3.00", "x")]
 )
 def test_other_lines_are_refused(text: str) -> None:
-    with pytest.raises(ValueError, match="15 columns|could not convert"):
+    with pytest.raises(ValueError, match=r"15 columns|could not convert"):
         kitti_label(text)
 
 
@@ -151,7 +151,7 @@ def test_kittis_drives_come_through_both_lists() -> None:
     for rand, message in (("0,1", "'0'"), ("4", "'4'"), ("1,x", "'x'"), ("", "''")):
         with pytest.raises(ValueError, match=f"has {message}, not a line"):
             kitti_drives(rand, mapping)
-    with pytest.raises(ValueError, match="line 1 of train_mapping.txt"):
+    with pytest.raises(ValueError, match=r"line 1 of train_mapping\.txt"):
         kitti_drives("1", "2011_09_26 0001")
 
 

@@ -72,7 +72,7 @@ def test_an_eye_that_is_black_or_tiny_is_no_bomb() -> None:
     assert equalised(np.zeros((100, 200, 3), np.uint8)).shape == (540, 540, 3)
     speck = np.zeros((2000, 2000, 3), np.uint8)
     speck[1000, 1000:1002] = 255
-    with pytest.raises(ValueError, match="the eye has a radius of 1.0 pixels: 600000 x 600000"):
+    with pytest.raises(ValueError, match=r"the eye has a radius of 1\.0 pixels: 600000 x 600000"):
         equalised(speck)
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import io
 import warnings
+from typing import cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -50,7 +51,7 @@ def equalised(image: NDArray[np.uint8]) -> NDArray[np.uint8]:
     y, x = sharp.shape[0] // 2, sharp.shape[1] // 2
     circle = cv2.circle(np.zeros(sharp.shape[:2], np.uint8), (x, y), KEPT, 1, thickness=-1)
     sharp[circle == 0] = 128
-    return sharp[max(y - KEPT, 0) : y + KEPT, max(x - KEPT, 0) : x + KEPT]
+    return cast(NDArray[np.uint8], sharp[max(y - KEPT, 0) : y + KEPT, max(x - KEPT, 0) : x + KEPT])
 
 
 def without_alpha(image: bytes) -> bytes:

@@ -150,7 +150,7 @@ def _npz_blocks(path: Path, size: int) -> Iterator[NDArray[np.uint8]]:
             version = npy.read_magic(file)
             read = npy.read_array_header_1_0 if version == (1, 0) else npy.read_array_header_2_0
             shape, fortran, dtype = read(file)
-            if (shape, fortran, dtype) != ((size, SPRITE, SPRITE), False, np.uint8):
+            if (shape, fortran, dtype) != ((size, SPRITE, SPRITE), False, np.dtype("u1")):
                 raise ValueError(f"imgs is {dtype} {shape}, not uint8 {(size, SPRITE, SPRITE)}")
             for start in range(0, size, _BLOCK // SPRITE**2):
                 length = min(_BLOCK // SPRITE**2, size - start) * SPRITE**2
