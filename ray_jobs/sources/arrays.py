@@ -137,10 +137,10 @@ def open_hdf5(path: Path) -> h5py.File:
         raise ValueError(f"{path.name} is not an HDF5 file, or damaged: {error}") from error
 
 
-def hdf5_array(path: Path, name: str, dtype: str, shape: Sequence[int | None]) -> h5py.Dataset:
-    """The array `name` ("x", "latents/classes") of an HDF5 file, to be read in slices; its file stays open with it.
+def hdf5_array(path: Path, name: str, dtype: str | None, shape: Sequence[int | None]) -> h5py.Dataset:
+    """The array `name` ("x", "latents/classes") of an HDF5 file, to be read by `hdf5_slice`; its file stays open with it.
 
-    `shape` has None where any size fits. Refused: links, data outside of the file, unusual filters, and more items
+    `shape` has None where any size fits, `dtype` is None where any integer does. Refused: links, data outside of the file, unusual filters, and more items
     than the file's bytes can hold.
     """
     import h5py
@@ -162,9 +162,18 @@ def hdf5_array(path: Path, name: str, dtype: str, shape: Sequence[int | None]) -
     return found
 
 
-def _check_array(where: str, array: h5py.Dataset, dtype: str, shape: Sequence[int | None]) -> None:
-    if array.dtype != np.dtype(dtype) or array.shape is None or len(array.shape) != len(shape):
-        raise ValueError(f"{where} is {array.dtype} {array.shape}, not {dtype} {tuple(shape)}")
+def hdf5_slice(array: h5py.Dataset, index: int | slice) -> NDArray[Any]:
+    """`array[index]`. Raises ValueError where it is damaged."""
+    try:
+        return np.asarray(array[index])
+    except (OSError, RuntimeError) as error:
+        raise ValueError(f"{Path(array.file.filename).name}: {array.name} is damaged: {error}") from error
+
+
+def _check_array(where: str, array: h5py.Dataset, dtype: str | None, shape: Sequence[int | None]) -> None:
+    fits = array.dtype == np.dtype(dtype) if dtype else array.dtype.kind in "iu"
+    if not fits or array.shape is None or len(array.shape) != len(shape):
+        raise ValueError(f"{where} is {array.dtype} {array.shape}, not {dtype or 'integers'} {tuple(shape)}")
     if any(wanted not in (None, size) for wanted, size in zip(shape, array.shape, strict=True)):
         raise ValueError(f"{where} is {array.shape}, not {tuple(shape)}")
     if array.external or array.is_virtual:

@@ -1,6 +1,9 @@
 """VTAB's specialised and structured tasks, read from small archives as their authors make them."""
 
+import contextlib
+import gzip
 import io
+import random
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -14,6 +17,7 @@ from ray_jobs.sources import catalog
 from ray_jobs.sources.vtab import pixels, synthetic
 from ray_jobs.sources.vtab.splits import used
 from tests import vtab_archives
+from tests.hostile import mutated
 from tests.vtab_archives import ARCHIVES, Truth
 
 
@@ -83,8 +87,6 @@ def test_dsprites_npz_is_the_same_as_its_hdf5(tmp_path: Path, monkeypatch: pytes
 
 def test_zipped_and_plain_files_are_known_by_their_first_bytes(tmp_path: Path) -> None:
     """A browser unpacks .gz and keeps the name; Kaggle's list comes zipped or not, its zip whole or in pieces."""
-    import gzip
-
     truth = vtab_archives.smallnorb(tmp_path)
     for path in tmp_path.glob("*-dat.mat.gz"):
         path.write_bytes(gzip.decompress(path.read_bytes()))
@@ -111,3 +113,22 @@ def test_an_image_that_is_listed_but_not_there_is_named(tmp_path: Path) -> None:
     bad = catalog.listing(source, files).bad
     assert len(bad) > 10
     assert {one.reason for one in bad} == {"not in the archive"}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("task", sorted(set(ARCHIVES) - {"clevr_dist", "dsprites_ori", "smallnorb_ele"}))
+def test_of_damaged_archives_only_value_errors_come(task: str, tmp_path: Path) -> None:
+    ARCHIVES[task](tmp_path)
+    source, whole = source_of(task, tmp_path)
+    rng, made = random.Random(0), 0
+    for name, path in whole.items():
+        data = Path(path).read_bytes()
+        for content in {data, gzip.decompress(data) if data[:2] == b"\x1f\x8b" else data}:
+            for _ in range(20):
+                made += 1  # a new file each time: what is read of one is remembered
+                (tmp_path / f"mutated-{made}").write_bytes(mutated(content, rng))
+                files = whole | {name: str(tmp_path / f"mutated-{made}")}
+                with contextlib.suppress(ValueError):
+                    listing = catalog.listing(source, files)
+                    for _ in catalog.images(source, files, listing.entries.slice(0, 20)):
+                        pass

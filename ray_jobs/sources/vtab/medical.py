@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from pipelines.spec.vtab import VtabSource
 from ray_jobs.shards import ImageSize
 from ray_jobs.sources import containers
-from ray_jobs.sources.arrays import hdf5_array
+from ray_jobs.sources.arrays import hdf5_array, hdf5_slice
 from ray_jobs.sources.containers import Member
 from ray_jobs.sources.entries import Files, Listing
 from ray_jobs.sources.vtab import pixels, splits
@@ -58,7 +58,7 @@ def rows(source: VtabSource, files: Files, numbers: Sequence[int]) -> Iterator[N
     for place in np.argsort(numbers):
         part, row = splits.row_place(sizes, numbers[place])
         path = containers.local(files, _pcam_file(part, "x"))
-        found[place] = _pcam_images(path, sizes[part])[row]
+        found[place] = hdf5_slice(_pcam_images(path, sizes[part]), row)
     yield from found
 
 
@@ -81,9 +81,8 @@ def _patches(files: Files, part: str) -> Records:
 
 def _tumours(files: Files, part: str) -> NDArray[np.integer]:
     """1: a pixel of the inner 32 x 32 is of a tumour."""
-    return hdf5_array(containers.local(files, _pcam_file(part, "y")), "y", "u1", (None, 1, 1, 1))[:].reshape(
-        -1
-    )
+    path = containers.local(files, _pcam_file(part, "y"))
+    return hdf5_slice(hdf5_array(path, "y", None, (None, 1, 1, 1)), np.s_[:]).reshape(-1)
 
 
 @lru_cache(maxsize=len(_PCAM))

@@ -6,13 +6,13 @@ In: dSprites' HDF5 file or its npz twin, SmallNORB's six files of binary matrice
 
 from __future__ import annotations
 
-import mmap
+import struct
 import zipfile
 import zlib
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, cast
+from typing import cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from pipelines.spec.vtab import VtabSource
 from ray_jobs.shards import ImageSize
 from ray_jobs.sources import containers
-from ray_jobs.sources.arrays import hdf5_array, read_norb, read_npz
+from ray_jobs.sources.arrays import hdf5_array, hdf5_slice, read_norb, read_npz
 from ray_jobs.sources.entries import Files, Listing
 from ray_jobs.sources.vtab import splits
 from ray_jobs.sources.vtab.splits import Records
@@ -84,11 +84,18 @@ def rows(source: VtabSource, files: Files, numbers: Sequence[int]) -> Iterator[N
         for place in np.searchsorted(known, numbers):
             yield np.unpackbits(packed[place]).reshape(SPRITE, SPRITE, 1) * np.uint8(255)
         return
-    images = {part: _norb_images(files, part) for part in _NORB_FILES}
-    sizes = {part: len(each) for part, each in images.items()}
-    for number in numbers:
-        part, row = splits.row_place(sizes, number)
-        yield np.array(images[part][row, 0, :, :, None])
+    sizes = {part: len(_norb_info(files, part)) for part in _NORB_FILES}
+    places = [splits.row_place(sizes, number) for number in numbers]
+    images = {
+        part: _norb_images(
+            containers.local(files, f"{_NORB_FILES[part]}-dat.mat.gz"),
+            sizes[part],
+            [row for of, row in places if of == part],
+        )
+        for part in sizes
+    }
+    for part, _ in places:
+        yield next(images[part])
 
 
 # ------------------------------------------------------------------------------------------------- dSprites
@@ -104,7 +111,7 @@ def _latents(path: Path) -> NDArray[np.int64]:
     if _is_npz(path):
         found = read_npz(path, ["latents_classes"])["latents_classes"]
     else:
-        found = hdf5_array(path, "latents/classes", "<i8", (None, 6))[:]
+        found = hdf5_slice(hdf5_array(path, "latents/classes", "<i8", (None, 6)), np.s_[:])
     if found.dtype != np.int64 or found.ndim != 2 or found.shape[1] != 6 or not len(found):
         raise ValueError(f"{path.name}: latent classes are {found.dtype} {found.shape}, not int64 [n, 6]")
     if found.min() < 0 or (found.max(0) >= _LATENTS).any():
@@ -138,7 +145,7 @@ def _hdf5_blocks(path: Path, size: int) -> Iterator[NDArray[np.uint8]]:
     of_chunk = images.chunks[0] if images.chunks else 1
     length = min(max(_BLOCK // SPRITE**2 // of_chunk, 1) * of_chunk, _MAX_BLOCK // SPRITE**2)
     for start in range(0, size, length):
-        yield images[start : start + length]
+        yield hdf5_slice(images, np.s_[start : start + length])
 
 
 def _npz_blocks(path: Path, size: int) -> Iterator[NDArray[np.uint8]]:
@@ -165,32 +172,33 @@ def _npz_blocks(path: Path, size: int) -> Iterator[NDArray[np.uint8]]:
 # ------------------------------------------------------------------------------------------------- SmallNORB
 
 
-def _norb_records(source: VtabSource, files: Files, part: str) -> Records:
-    """Keys and labels of one of SmallNORB's two parts; raises ValueError for a label out of its range."""
+def _norb_info(files: Files, part: str) -> NDArray[np.int32]:
+    """Instance, elevation, azimuth and lighting [n, 4] of the pairs of one of SmallNORB's two files."""
     name = f"{_NORB_FILES[part]}-info.mat.gz"
     info = read_norb(containers.read_file(files, name))
-    if info.ndim != 2 or info.shape[1] != 4:
-        raise ValueError(f"{name} is {info.dtype} {info.shape}, not [n, 4]")
-    azimuth = source.task == "smallnorb_azi"
-    column = info[:, _AZIMUTH if azimuth else _ELEVATION]
-    if azimuth and (column % 2).any():
-        raise ValueError(f"{name} has an odd azimuth; they are 0, 2, ... 34")
-    return Records(range(len(info)), (column // 2 if azimuth else column).tolist())
+    if info.dtype != np.dtype("<i4") or info.ndim != 2 or info.shape[1] != 4:
+        raise ValueError(f"{name} is {info.dtype} {info.shape}, not int32 [n, 4]")
+    return info
 
 
-@lru_cache(maxsize=2)
-def _norb_matrix(path: Path) -> NDArray[np.uint8]:
-    """Stereo pairs [n, 2, 96, 96], of which only what is looked at is read."""
+def _norb_records(source: VtabSource, files: Files, part: str) -> Records:
+    info = _norb_info(files, part)
+    if source.task == "smallnorb_ele":
+        return Records(range(len(info)), info[:, _ELEVATION].tolist())
+    if (info[:, _AZIMUTH] % 2).any():
+        raise ValueError(f"{_NORB_FILES[part]}-info.mat.gz has an odd azimuth; they are 0, 2, ... 34")
+    return Records(range(len(info)), (info[:, _AZIMUTH] // 2).tolist())
+
+
+def _norb_images(path: Path, size: int, numbers: Sequence[int]) -> Iterator[NDArray[np.uint8]]:
+    """The first camera's images of these pairs out of a matrix uint8 [size, 2, 96, 96]."""
+    header = struct.pack("<6i", 0x1E3D4C55, 4, size, 2, NORB, NORB)
     with path.open("rb") as file:
-        mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-    try:
-        images = read_norb(cast(Any, mapped))
-    except ValueError as error:
-        raise ValueError(f"{path.name}: {error}") from error
-    if images.dtype != np.uint8 or images.ndim != 4 or images.shape[1:] != (2, NORB, NORB):
-        raise ValueError(f"{path.name} is {images.dtype} {images.shape}, not uint8 [n, 2, {NORB}, {NORB}]")
-    return images
-
-
-def _norb_images(files: Files, part: str) -> NDArray[np.uint8]:
-    return _norb_matrix(containers.local(files, f"{_NORB_FILES[part]}-dat.mat.gz"))
+        if file.read(len(header)) != header:
+            raise ValueError(f"{path.name} is not a matrix of {size} pairs of uint8 {NORB} x {NORB}")
+        for number in numbers:
+            file.seek(len(header) + number * 2 * NORB**2)
+            data = file.read(NORB**2)
+            if len(data) < NORB**2:
+                raise ValueError(f"{path.name} is truncated: it ends in pair {number}")
+            yield np.frombuffer(data, np.uint8).reshape(NORB, NORB, 1)
