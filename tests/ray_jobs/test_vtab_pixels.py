@@ -1,6 +1,7 @@
 """Published pixel recipes, against the formula in numpy and scipy."""
 
 import io
+from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -9,6 +10,7 @@ from PIL import Image
 from scipy.ndimage import gaussian_filter
 
 from ray_jobs.sources.vtab.pixels import btgraham, equalised, without_alpha
+from tests.hostile import refused
 
 
 def eye(height: int, width: int, radius: int, rng: np.random.Generator) -> NDArray[np.uint8]:
@@ -94,7 +96,17 @@ def test_alpha_is_dropped_and_opaque_images_stay_as_they_are() -> None:
 
 
 @pytest.mark.parametrize("recipe", [btgraham, without_alpha])
-def test_other_bytes_are_refused(recipe: object) -> None:
+def test_other_bytes_are_refused(recipe: Callable[[bytes], bytes]) -> None:
     for data in (b"", b"\x89PNG\r\n\x1a\n", b"\xff\xd8\xff\xe0"):
         with pytest.raises(ValueError, match="not an image, or damaged"):
-            recipe(data)  # type: ignore[operator]
+            recipe(data)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("recipe", [btgraham, without_alpha])
+def test_of_damaged_images_only_value_errors_come(recipe: Callable[[bytes], bytes]) -> None:
+    pixels = np.dstack([eye(40, 50, 18, np.random.default_rng(0)), np.full((40, 50), 99, np.uint8)])
+    for kind in ("JPEG", "PNG"):
+        data = io.BytesIO()
+        Image.fromarray(pixels[..., : 3 if kind == "JPEG" else 4].copy()).save(data, kind)
+        assert refused(recipe, data.getvalue(), 100) > 10
