@@ -7,7 +7,7 @@ Plain tables: which files a task needs as its authors ship them, what may stand 
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Literal, NamedTuple
 
@@ -95,7 +95,7 @@ TASKS: dict[Task, TaskFiles] = {
     "eurosat": TaskFiles("EuroSAT", "specialized", "eurosat", (
         Need("EuroSAT.zip", "zenodo.org/records/7711810", ("EuroSAT_RGB.zip",)),)),
     "resisc45": TaskFiles("Resisc45", "specialized", "resisc45", (
-        Need("NWPU-RESISC45.rar", "the authors' OneDrive, or huggingface.co/datasets/torchgeo/resisc45",
+        Need("NWPU-RESISC45.rar", "the authors' OneDrive; as a zip on huggingface.co",
              ("NWPU-RESISC45.zip",)),)),
     "diabetic_retinopathy": TaskFiles("Diabetic Retinopathy", "specialized", "diabetic_retinopathy_detection", (
         Need("train.zip", _KAGGLE, parts=5), Need("test.zip", _KAGGLE, parts=7),
@@ -138,9 +138,10 @@ class VtabSource(Frozen):
         """What reports call these images."""
         return TASKS[self.task].title
 
-    def files(self) -> Iterator[tuple[str, Path]]:
-        """(name in the table, path) of every file that the task needs; one in a folder of the task goes first.
+    def files(self) -> Iterator[tuple[str, str | Path]]:
+        """(name in the table, path or s3://bucket/key) of every file that the task needs.
 
+        One in a folder of the task goes before one of its data set's, and that before one in the root itself.
         Raises RecipeError that names all that are missing and where they come from.
         """
         if self.membership and self.task != "caltech101":
@@ -160,9 +161,9 @@ class VtabSource(Frozen):
                 f"source.root: {self.root}, for {self.task}, lacks{''.join(map(_named, missing))}"
             )
         if self.membership:
-            yield "membership", Path(self.membership)
+            yield "membership", self.membership
 
-    def _found(self, need: Need, there: dict[str, Path]) -> Iterator[tuple[str, Path]]:
+    def _found(self, need: Need, there: Mapping[str, str | Path]) -> Iterator[tuple[str, str | Path]]:
         for folder in (f"{self.task}/", f"{TASKS[self.task].folder}/", ""):
             for pattern in (need.name, *need.accepted):
                 if names := sorted(fnmatch.filter(there, folder + pattern)):

@@ -18,10 +18,12 @@ from ray_jobs.sources.vtab import pixels, synthetic
 from ray_jobs.sources.vtab.splits import used
 from tests import vtab_archives
 from tests.hostile import mutated
+from tests.s3 import Server
+from tests.s3 import used as used_server
 from tests.vtab_archives import ARCHIVES, Truth
 
 
-def source_of(task: str, root: Path, **given: Any) -> tuple[VtabSource, dict[str, str]]:
+def source_of(task: str, root: Path | str, **given: Any) -> tuple[VtabSource, dict[str, str]]:
     source = VtabSource.model_validate({"kind": "vtab", "task": task, "root": str(root)} | given)
     return source, {name: str(path) for name, path in source.files()}
 
@@ -30,7 +32,7 @@ def decoded(image: bytes) -> np.ndarray:
     return np.asarray(Image.open(io.BytesIO(image)))
 
 
-def check(task: str, root: Path, truth: Truth, **given: Any) -> Any:
+def check(task: str, root: Path | str, truth: Truth, **given: Any) -> Any:
     """Every record that VTAB's rule picks is there with its label and its image; gives the listing."""
     source, files = source_of(task, root, **given)
     listing = catalog.listing(source, files)
@@ -67,6 +69,19 @@ def test_a_task_has_the_labels_splits_and_images_of_its_archives(task: str, tmp_
     assert {row["split"] for row in listing.entries.to_pylist()} == {"train", "dev", "test"}
     assert listing.notes[0].startswith("incomplete archive")
     assert not listing.bad
+
+
+@pytest.mark.slow  # it starts a server
+@pytest.mark.parametrize("task", ["diabetic_retinopathy", "dmlab", "dsprites_loc", "kitti", "smallnorb_azi"])
+def test_archives_lie_on_s3_as_well(
+    task: str, tmp_path: Path, moto: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    truth = ARCHIVES[task](tmp_path)
+    with used_server(moto, monkeypatch):
+        bucket = moto.bucket()
+        for path in tmp_path.iterdir():
+            bucket.write(f"vtab/{path.name}", path.read_bytes())
+        check(task, f"s3://{bucket.name}/vtab", truth, pixels="raw")
 
 
 def test_raw_pixels_are_the_authors_files_and_a_note_says_so(tmp_path: Path) -> None:

@@ -14,9 +14,28 @@ from numpy.typing import NDArray
 
 from pipelines.spec.vtab import Task, VtabSource
 from ray_jobs.sources.entries import Files, Listing
-from ray_jobs.sources.vtab import aerial, medical, scenes, synthetic
+from ray_jobs.sources.vtab import (
+    aerial,
+    caltech101,
+    cifar,
+    dtd,
+    medical,
+    oxford_flowers102,
+    oxford_iiit_pet,
+    scenes,
+    sun397,
+    svhn,
+    synthetic,
+)
 
 _MODULES: dict[Task, ModuleType] = {
+    "caltech101": caltech101,
+    "cifar": cifar,
+    "dtd": dtd,
+    "oxford_flowers102": oxford_flowers102,
+    "oxford_iiit_pet": oxford_iiit_pet,
+    "svhn": svhn,
+    "sun397": sun397,
     "patch_camelyon": medical,
     "eurosat": aerial,
     "resisc45": aerial,

@@ -12,8 +12,9 @@ from typing import cast
 
 import numpy as np
 from numpy.typing import NDArray
-from PIL import Image, ImageOps
+from PIL import Image
 
+from ray_jobs.sources.vtab.archives import decode_bgr, encode_jpeg
 from vit_model.preprocessing import MAX_PIXELS
 
 RADIUS, KEPT = 300, 270  # pixels: of the eye after scaling, and what is kept of it
@@ -26,19 +27,16 @@ def btgraham(image: bytes) -> bytes:
     Scaled to a radius of 300 pixels, the local average subtracted, outside of a circle of 270 grey, cropped to that
     circle, JPEG of quality 72 (datasets.md 2.11).
     """
-    import cv2
-
-    bgr = np.ascontiguousarray(np.asarray(_decoded(image).convert("RGB"))[:, :, ::-1])
-    found, data = cv2.imencode(".jpg", equalised(bgr), [cv2.IMWRITE_JPEG_QUALITY, _QUALITY])
-    assert found
-    return data.tobytes()
+    pixels = decode_bgr(image, upright=True)
+    if pixels.dtype != np.uint8:
+        raise ValueError("not 8 bits a channel")
+    return encode_jpeg(equalised(pixels), _QUALITY)
 
 
 def equalised(image: NDArray[np.uint8]) -> NDArray[np.uint8]:
     """`btgraham` from pixels to pixels, [h, w, 3] to at most [540, 540, 3]; the order of channels does not matter."""
     import cv2
 
-    cv2.setNumThreads(1)  # a task has one core
     row = image[len(image) // 2].sum(axis=1)
     radius = np.count_nonzero(row > row.mean() / 10) / 2
     scale = RADIUS / (radius if radius >= 1 else len(image) / 2)  # there are black images
@@ -55,7 +53,7 @@ def equalised(image: NDArray[np.uint8]) -> NDArray[np.uint8]:
 
 
 def without_alpha(image: bytes) -> bytes:
-    """The colours of an image as they are stored, whatever its alpha; its own bytes where nothing is transparent."""
+    """The colours of a PNG as they are stored, whatever its alpha; its own bytes where nothing is transparent."""
     pixels = _decoded(image)
     if pixels.mode != "RGBA" or pixels.getchannel("A").getextrema() == (255, 255):
         return image
@@ -65,15 +63,16 @@ def without_alpha(image: bytes) -> bytes:
 
 
 def _decoded(data: bytes) -> Image.Image:
-    """A JPEG or PNG, completely decoded and upright."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
-            with Image.open(io.BytesIO(data), formats=("JPEG", "PNG")) as image:
-                too_large = image.width * image.height > MAX_PIXELS
-                if not too_large:
-                    return ImageOps.exif_transpose(image)
+            with Image.open(io.BytesIO(data), formats=("PNG",)) as image:
+                small = image.width * image.height <= MAX_PIXELS
+                if small:
+                    image.load()
         # Pillow's readers raise whatever their parsing trips over
         except Exception as error:
-            raise ValueError(f"not an image, or damaged: {error}") from error
-    raise ValueError("too many pixels (bomb)")
+            raise ValueError(f"not a PNG, or damaged: {error}") from error
+    if not small:
+        raise ValueError("too many pixels (bomb)")
+    return image

@@ -16,7 +16,7 @@ from ray_jobs.sources import containers
 from ray_jobs.sources.containers import Member
 from ray_jobs.sources.entries import Files, Listing, table
 from ray_jobs.sources.examples import feature_range, parse_example, tfrecords
-from ray_jobs.sources.vtab import pixels, scene_labels, splits
+from ray_jobs.sources.vtab import archives, pixels, scene_labels, splits
 from ray_jobs.sources.vtab.splits import Records
 
 CLASS_NAMES: dict[str, tuple[str, ...]] = {
@@ -54,11 +54,10 @@ def processed(source: VtabSource, key: str, image: bytes) -> bytes:
 
 def _clevr(files: Files, label: Callable[[Mapping[str, Any]], int]) -> dict[str, Records]:
     """Scenes and images are paired by name: neither list is in the order of the other."""
-    there = {one.path: one for one in containers.members(files, _CLEVR)}
-    images = {PurePosixPath(path).name: one for path, one in there.items() if "/images/" in path}
+    images = {PurePosixPath(path).name: one for path, one in archives.by_path(files, _CLEVR).items()}
     parts = {}
     for part, name in _CLEVR_PARTS.items():
-        scenes = f"{_CLEVR}::{_ending(there, f'scenes/CLEVR_{name}_scenes.json', _CLEVR).path}"
+        scenes = f"{_CLEVR}::CLEVR_v1.0/scenes/CLEVR_{name}_scenes.json"
         try:
             with containers.local(files, scenes).open("rb") as file:
                 named = ((scene["image_filename"], scene) for scene in scene_labels.clevr_scenes(file))
@@ -72,9 +71,8 @@ def _kitti(files: Files) -> dict[str, Records]:
     """The images of `training`, by the drive in which each was recorded."""
     images = _numbered(files, "data_object_image_2.zip", "training/image_2", ".png")
     annotations = _numbered(files, "data_object_label_2.zip", "training/label_2", ".txt")
-    devkit = {one.path: one for one in containers.members(files, "devkit_object.zip")}
     rand, mapping = (
-        containers.read_member(files, _ending(devkit, f"mapping/{name}.txt", "devkit_object.zip")).decode()
+        containers.read_file(files, f"devkit_object.zip::mapping/{name}.txt").decode()
         for name in ("train_rand", "train_mapping")
     )
     drives = scene_labels.kitti_drives(rand, mapping)
@@ -169,11 +167,3 @@ def _records(found: Sequence[_Row]) -> Records:
     return Records(
         [key for key, _, _ in found], [label for _, label, _ in found], [place for *_, place in found]
     )
-
-
-def _ending(there: Mapping[str, Member], path: str, archive: str) -> Member:
-    """The one member whose path ends like that."""
-    found = [member for name, member in there.items() if name == path or name.endswith(f"/{path}")]
-    if len(found) != 1:
-        raise ValueError(f"{archive} has {len(found)} files {path}, not one")
-    return found[0]

@@ -21,6 +21,8 @@ from ray_jobs.shards import ImageSize
 from ray_jobs.sources.entries import Bad, Listing, table
 
 if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
     from ray_jobs.sources.containers import Member
 
 PARTS = ("train", "validation", "test")
@@ -63,27 +65,17 @@ _SMALLNORB = _rule(24_300, 0, 24_300, ("test", 0), ("test", 12_150), ("438b845e2
 # classes have the sizes that are told of them.
 RULES: dict[Task, Rule] = {
     "caltech101": _rule(3_060, 0, 6_084, ("train", 2_754), ("test", 0)),
-    "cifar": _rule(
-        50_000, 0, 10_000, ("train", 45_000), ("test", 0), ("5b25ee0661c3bc4a", "93377e439662509b")
-    ),
+    "cifar": _rule(50_000, 0, 10_000, ("train", 45_000), ("test", 0), ("5b25ee0661c3bc4a", "93377e439662509b")),
     "dtd": _rule(1_880, 1_880, 1_880, ("validation", 0), ("test", 0)),
     "oxford_flowers102": _rule(1_020, 1_020, 6_149, ("validation", 0), ("test", 0)),
     "oxford_iiit_pet": _rule(3_680, 0, 3_669, ("train", 2_944), ("test", 0)),
-    "svhn": _rule(
-        73_257, 0, 26_032, ("train", 65_931), ("test", 0), ("901fe4f6d4f65bc8", "36ae944d2e322a4f")
-    ),
-    "sun397": _rule(
-        76_127, 10_875, 21_750, ("validation", 0), ("test", 0), ("bbfe318c912bf278", "ed3f4079a4f342a7")
-    ),
-    "patch_camelyon": _rule(
-        262_144, 32_768, 32_768, ("validation", 0), ("test", 0), ("c1122cb7e413b8b3", "b3998b44bc8423a1")
-    ),
-    "eurosat": _rule(
-        27_000, 0, 0, ("train", 16_200), ("train", 21_600), ("7dac90dec1b73063", "5c9a3ab3702faf20")
-    ),
-    "resisc45": _rule(
-        31_500, 0, 0, ("train", 18_900), ("train", 25_200), ("7c42d524f21f8a68", "2a2bb0da49b4bb17")
-    ),
+    "svhn": _rule(73_257, 0, 26_032, ("train", 65_931), ("test", 0), ("901fe4f6d4f65bc8", "36ae944d2e322a4f")),
+    "sun397": _rule(76_127, 10_875, 21_750, ("validation", 0), ("test", 0),
+                    ("bbfe318c912bf278", "ed3f4079a4f342a7")),
+    "patch_camelyon": _rule(262_144, 32_768, 32_768, ("validation", 0), ("test", 0),
+                            ("c1122cb7e413b8b3", "b3998b44bc8423a1")),
+    "eurosat": _rule(27_000, 0, 0, ("train", 16_200), ("train", 21_600), ("7dac90dec1b73063", "5c9a3ab3702faf20")),
+    "resisc45": _rule(31_500, 0, 0, ("train", 18_900), ("train", 25_200), ("7c42d524f21f8a68", "2a2bb0da49b4bb17")),
     "diabetic_retinopathy": _rule(35_126, 10_906, 42_670, ("validation", 0), ("test", 0)),
     "clevr_count": _CLEVR,
     "clevr_dist": _CLEVR,
@@ -93,16 +85,16 @@ RULES: dict[Task, Rule] = {
     "dsprites_ori": _DSPRITES,
     "smallnorb_azi": _SMALLNORB,
     "smallnorb_ele": _SMALLNORB,
-}
+}  # fmt: skip
 
 
 class Records(NamedTuple):
     """The records of one TFDS split, in the order in which the archive has them."""
 
-    keys: Sequence[int] | Sequence[str]
+    keys: Sequence[int | str]
     """What TFDS's builder yields as key (datasets.md 1.4)."""
-    labels: Sequence[int]
-    """0-based; of a numpy array, too."""
+    labels: Sequence[int] | NDArray[Any]
+    """0-based."""
     members: Sequence[Member | None] | None = None
     """Where the bytes of each lie, None for one that is not in the archive though a list has it. Without members the
     images lie in arrays, and are numbered through all parts in PARTS' order."""
@@ -116,7 +108,7 @@ class Used(NamedTuple):
     split: str
 
 
-def hash_order(salt: str, keys: Sequence[int] | Sequence[str]) -> list[int]:
+def hash_order(salt: str, keys: Sequence[int | str]) -> list[int]:
     """The numbers of the keys in TFDS's order: by MD5 of salt and key. Raises ValueError for a key that comes twice."""
     salted = hashlib.md5(salt.encode(), usedforsecurity=False)
     digests = []
@@ -130,14 +122,12 @@ def hash_order(salt: str, keys: Sequence[int] | Sequence[str]) -> list[int]:
     return sorted(range(len(digests)), key=digests.__getitem__)
 
 
-def check_value(keys: Sequence[int] | Sequence[str]) -> str:
+def check_value(keys: Sequence[int | str]) -> str:
     """16 hex digits that tell whether a slice is the right one: sha256 over its keys, in hash order, a line each."""
     return hashlib.sha256("\n".join(map(_text, keys)).encode()).hexdigest()[:16]
 
 
-def used(
-    task: Task, parts: Mapping[str, Sequence[int] | Sequence[str]]
-) -> tuple[list[Used], tuple[str, ...]]:
+def used(task: Task, parts: Mapping[str, Sequence[int | str]]) -> tuple[list[Used], tuple[str, ...]]:
     """The records that VTAB uses of these keys of each TFDS split, and notes.
 
     An archive that is not whole (a sample of one, for a test) has splits in the same order and from proportional
@@ -212,7 +202,7 @@ def listing(
 
 
 def _confirmed(
-    task: Task, keys: Mapping[str, Sequence[int] | Sequence[str]], chosen: Sequence[Used], membership: str
+    task: Task, keys: Mapping[str, Sequence[int | str]], chosen: Sequence[Used], membership: str
 ) -> str:
     """How far the membership of the splits of a whole archive is known to be VTAB's."""
     expected = RULES[task].checks
