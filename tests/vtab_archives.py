@@ -62,7 +62,7 @@ def resisc45(root: Path) -> Truth:
     from ray_jobs.sources.vtab.aerial import CLASS_NAMES
 
     return _classes(
-        root / "NWPU-RESISC45.zip", "resisc45", "NWPU-RESISC45", CLASS_NAMES["resisc45"], 256, "{:03d}", 2
+        root / "NWPU-RESISC45.zip", "resisc45", "NWPU-RESISC45", CLASS_NAMES["resisc45"], 256, "{:03d}", 6
     )
 
 
@@ -91,8 +91,8 @@ def diabetic_retinopathy(root: Path, parts: tuple[int, int] = (5, 7)) -> Truth:
         data = io.BytesIO()
         with zipfile.ZipFile(data, "w", zipfile.ZIP_STORED) as archive:
             archive.mkdir(folder)
-            for number, side in ((n, side) for n in range(10, 14) for side in ("left", "right")):
-                key, level = f"{number}_{side}", int(rng.integers(0, 5))
+            for number, side in ((n, side) for n in range(10, 16) for side in ("left", "right")):
+                key, level = f"{number}_{side}", number % 5
                 y, x = np.mgrid[:60, :80]
                 disc = np.hypot(y - 30, x - 40) < 28
                 fundus = (disc[..., None] * rng.integers(60, 200, (60, 80, 3))).astype(np.uint8)
@@ -127,9 +127,8 @@ def clevr(root: Path, train: int = 40) -> Truth:
                 # as for a file of unknown size: ZIP64
                 with archive.open(f"CLEVR_v1.0/images/{name}/{key}", "w", force_zip64=True) as file:
                     file.write(image)
-                depths = rng.choice(
-                    [7.0, 8.0, 8.2, 8.5, 8.7, 9.0, 9.3, 9.5, 9.8, 10.0, 11.0], rng.integers(3, 11)
-                )
+                nearest = (7.0, 8.0, 8.2, 8.5, 8.7, 9.0, 9.3, 9.5, 9.8, 10.0, 11.0)[number % 11]
+                depths = nearest + rng.permutation(3 + number % 8)
                 objects = [
                     {"color": "red", "3d_coords": [0.1, 1.0, 0.35], "pixel_coords": [1, 2, depth]}
                     for depth in depths.tolist()
@@ -238,7 +237,7 @@ def dsprites(root: Path, npz: bool = False) -> Truth:
     }
 
 
-def smallnorb(root: Path, size: int = 24) -> Truth:
+def smallnorb(root: Path, size: int = 30) -> Truth:
     rng, truth = np.random.default_rng(7), Truth()
     for part, name in (
         ("train", "5x46789x9x18x6x2x96x96-training"),
@@ -247,7 +246,7 @@ def smallnorb(root: Path, size: int = 24) -> Truth:
         pairs = rng.integers(0, 256, (size, 2, 96, 96), np.uint8)
         cat = rng.integers(0, 5, size).astype("<i4")
         info = np.stack([rng.integers(0, high, size) for high in (10, 9, 18, 6)], 1).astype("<i4")
-        info[:, 2] *= 2
+        info[:, 1], info[:, 2] = np.arange(size) % 9, 2 * (np.arange(size) % 18)
         for kind, array in (("dat", pairs), ("cat", cat), ("info", info)):
             magic = 0x1E3D4C55 if kind == "dat" else 0x1E3D4C54
             padded = [*array.shape, 1, 1][: max(3, array.ndim)]
