@@ -28,6 +28,7 @@ MAX_BYTES = (
 )  # of what a file unpacks to in memory; the largest here, SVHN's train part, has a fifth of it
 MAX_NPZ_BYTES = 2**32  # of one npz: dSprites has 3 GB of pixels
 MAX_CHUNK = 2**26  # bytes that HDF5 unpacks at once
+MAX_BLOCK = 2**28  # bytes of an HDF5 array that are held at once
 _MAX_RATIO = 1100  # deflate packs at most 1,032 bytes into one
 
 # ------------------------------------------------------------------------------------------------- MATLAB
@@ -138,10 +139,10 @@ def open_hdf5(path: Path) -> h5py.File:
 
 
 def hdf5_array(path: Path, name: str, dtype: str | None, shape: Sequence[int | None]) -> h5py.Dataset:
-    """The array `name` ("x", "latents/classes") of an HDF5 file, to be read by `hdf5_slice`; its file stays open with it.
+    """The array `name` ("x", "latents/classes") of an HDF5 file, for `hdf5_slice`; its file stays open with it.
 
-    `shape` has None where any size fits, `dtype` is None where any integer does. Refused: links, data outside of the file, unusual filters, and more items
-    than the file's bytes can hold.
+    `shape` has None where any size fits, `dtype` is None where any integer does. Refused: links, data outside of the
+    file, unusual filters, and more items than the file's bytes can hold.
     """
     import h5py
 
@@ -168,6 +169,23 @@ def hdf5_slice(array: h5py.Dataset, index: int | slice) -> NDArray[Any]:
         return np.asarray(array[index])
     except (OSError, RuntimeError) as error:
         raise ValueError(f"{Path(array.file.filename).name}: {array.name} is damaged: {error}") from error
+
+
+def hdf5_rows(array: h5py.Dataset, numbers: Sequence[int]) -> NDArray[Any]:
+    """The images (or whatever lies along the first axis) of these numbers. Raises ValueError where it is damaged.
+
+    Each chunk is unpacked once, since one may hold some pixels of thousands of images.
+    """
+    wanted = np.asarray(numbers, np.int64)
+    length = array.chunks[0] if array.chunks else 1
+    length = max(min(length, MAX_BLOCK * array.shape[0] // max(array.nbytes, 1)), 1)
+    found = np.empty((len(wanted), *array.shape[1:]), array.dtype)
+    order = np.argsort(wanted)
+    blocks, starts = np.unique(wanted[order] // length, return_index=True)
+    for block, places in zip(blocks.tolist(), np.split(order, starts[1:]), strict=True):
+        first = block * length
+        found[places] = hdf5_slice(array, np.s_[first : first + length])[wanted[places] - first]
+    return found
 
 
 def _check_array(where: str, array: h5py.Dataset, dtype: str | None, shape: Sequence[int | None]) -> None:

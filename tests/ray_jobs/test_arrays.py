@@ -12,7 +12,15 @@ import numpy as np
 import pytest
 from scipy.io import loadmat, savemat
 
-from ray_jobs.sources.arrays import hdf5_array, read_mat, read_norb, read_npz, unpickle_arrays
+from ray_jobs.sources.arrays import (
+    hdf5_array,
+    hdf5_rows,
+    hdf5_slice,
+    read_mat,
+    read_norb,
+    read_npz,
+    unpickle_arrays,
+)
 from tests.hostile import refused
 
 RNG = np.random.default_rng(0)
@@ -138,6 +146,31 @@ def test_hdf5_arrays_are_read_in_slices(hdf5: Path) -> None:
     np.testing.assert_array_equal(
         hdf5_array(hdf5, "latents/classes", "i8", (4, None))[:], np.arange(8).reshape(4, 2)
     )
+
+
+@pytest.mark.parametrize("chunks", [None, (1, 2, 2), (4, 2, 2), (16, 1, 1)])
+def test_hdf5_rows_come_in_the_order_asked_for(tmp_path: Path, chunks: tuple[int, ...] | None) -> None:
+    values = np.random.default_rng(0).integers(0, 256, (14, 2, 4), np.uint8)
+    with h5py.File(tmp_path / "x.h5", "w") as file:
+        file.create_dataset("x", data=values, chunks=chunks)
+        file.create_dataset("y", data=values.astype("i2"))
+    array = hdf5_array(tmp_path / "x.h5", "x", None, (14, 2, 4))
+    for numbers in ([3, 13, 0, 7, 8, 8], [], list(range(14))):
+        np.testing.assert_array_equal(hdf5_rows(array, numbers), values[numbers])
+    assert hdf5_array(tmp_path / "x.h5", "y", None, (14, 2, 4)).dtype == np.int16
+
+
+def test_damage_inside_of_hdf5_is_a_value_error(tmp_path: Path) -> None:
+    values = np.random.default_rng(0).integers(0, 256, (64, 8, 8), np.uint8)
+    with h5py.File(tmp_path / "x.h5", "w") as file:
+        file.create_dataset("x", data=values, chunks=(8, 8, 8), fletcher32=True)
+    data = bytearray((tmp_path / "x.h5").read_bytes())
+    data[data.index(values[40].tobytes()[:16])] ^= 1
+    (tmp_path / "x.h5").write_bytes(data)
+    array = hdf5_array(tmp_path / "x.h5", "x", "u1", (64, 8, 8))
+    np.testing.assert_array_equal(hdf5_slice(array, 3), values[3])
+    with pytest.raises(ValueError, match=r"x\.h5: /x is damaged"):
+        hdf5_rows(array, [3, 41])
 
 
 @pytest.mark.parametrize(

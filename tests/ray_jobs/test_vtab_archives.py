@@ -17,6 +17,7 @@ from ray_jobs.sources import catalog
 from ray_jobs.sources.vtab import pixels, synthetic
 from ray_jobs.sources.vtab.splits import used
 from tests import vtab_archives
+from tests.archives import rar
 from tests.hostile import mutated
 from tests.s3 import Server
 from tests.s3 import used as used_server
@@ -118,6 +119,30 @@ def test_zipped_and_plain_files_are_known_by_their_first_bytes(tmp_path: Path) -
         for piece in pieces:
             piece.unlink()
     check("diabetic_retinopathy", root, truth, pixels="raw")
+
+
+def test_classes_are_found_in_a_rar_and_below_any_folder(tmp_path: Path) -> None:
+    truth = vtab_archives.resisc45(tmp_path)
+    with zipfile.ZipFile(tmp_path / "NWPU-RESISC45.zip") as archive:
+        whole = {name: archive.read(name) for name in archive.namelist() if not name.endswith("/")}
+    (tmp_path / "NWPU-RESISC45.zip").unlink()
+    (tmp_path / "NWPU-RESISC45.rar").write_bytes(rar(whole))
+    check("resisc45", tmp_path, truth)
+
+    truth = vtab_archives.eurosat(tmp_path)
+    with (
+        zipfile.ZipFile(tmp_path / "EuroSAT.zip") as archive,
+        zipfile.ZipFile(tmp_path / "new", "w") as other,
+    ):
+        for name in archive.namelist():
+            other.writestr(name.replace("2750", "some/EuroSAT_RGB"), archive.read(name))
+    (tmp_path / "new").rename(tmp_path / "EuroSAT.zip")
+    check("eurosat", tmp_path, truth)
+    with zipfile.ZipFile(tmp_path / "EuroSAT.zip", "w") as archive:
+        archive.writestr("2750/Sea/Sea_1.jpg", b"")
+    source, files = source_of("eurosat", tmp_path)
+    with pytest.raises(ValueError, match="EuroSAT has no class 'Sea'"):
+        catalog.listing(source, files)
 
 
 def test_an_image_that_is_listed_but_not_there_is_named(tmp_path: Path) -> None:

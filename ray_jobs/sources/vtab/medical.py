@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import csv
 from collections.abc import Iterator, Mapping, Sequence
-from functools import lru_cache
-from pathlib import Path, PurePosixPath
-from typing import TYPE_CHECKING
+from pathlib import PurePosixPath
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,14 +16,11 @@ from numpy.typing import NDArray
 from pipelines.spec.vtab import VtabSource
 from ray_jobs.shards import ImageSize
 from ray_jobs.sources import containers
-from ray_jobs.sources.arrays import hdf5_array, hdf5_slice
+from ray_jobs.sources.arrays import hdf5_array, hdf5_rows, hdf5_slice
 from ray_jobs.sources.containers import Member
 from ray_jobs.sources.entries import Files, Listing
 from ray_jobs.sources.vtab import pixels, splits
 from ray_jobs.sources.vtab.splits import Records
-
-if TYPE_CHECKING:
-    import h5py
 
 PATCH = 96  # pixels a side
 _PCAM = {"train": "train", "validation": "valid", "test": "test"}
@@ -53,12 +48,13 @@ def listing(source: VtabSource, files: Files) -> Listing:
 def rows(source: VtabSource, files: Files, numbers: Sequence[int]) -> Iterator[NDArray[np.uint8]]:
     """Patch Camelyon's images [96, 96, 3] of these numbers of the listing."""
     sizes = {part: len(_tumours(files, part)) for part in _PCAM}
+    places = [splits.row_place(sizes, number) for number in numbers]
     found = np.empty((len(numbers), PATCH, PATCH, 3), np.uint8)  # no more than a shard
-    # ascending, since neighbours may lie in one chunk
-    for place in np.argsort(numbers):
-        part, row = splits.row_place(sizes, numbers[place])
-        path = containers.local(files, _pcam_file(part, "x"))
-        found[place] = hdf5_slice(_pcam_images(path, sizes[part]), row)
+    for part, size in sizes.items():
+        if here := [place for place, (of, _) in enumerate(places) if of == part]:
+            path = containers.local(files, _pcam_file(part, "x"))
+            images = hdf5_array(path, "x", "u1", (size, PATCH, PATCH, 3))
+            found[here] = hdf5_rows(images, [places[place][1] for place in here])
     yield from found
 
 
@@ -83,11 +79,6 @@ def _tumours(files: Files, part: str) -> NDArray[np.integer]:
     """1: a pixel of the inner 32 x 32 is of a tumour."""
     path = containers.local(files, _pcam_file(part, "y"))
     return hdf5_slice(hdf5_array(path, "y", None, (None, 1, 1, 1)), np.s_[:]).reshape(-1)
-
-
-@lru_cache(maxsize=len(_PCAM))
-def _pcam_images(path: Path, number: int) -> h5py.Dataset:
-    return hdf5_array(path, "x", "u1", (number, PATCH, PATCH, 3))
 
 
 # ------------------------------------------------------------------------------------------------- Retinopathy

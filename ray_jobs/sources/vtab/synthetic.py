@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from pipelines.spec.vtab import VtabSource
 from ray_jobs.shards import ImageSize
 from ray_jobs.sources import containers
-from ray_jobs.sources.arrays import hdf5_array, hdf5_slice, read_norb, read_npz
+from ray_jobs.sources.arrays import MAX_BLOCK, hdf5_array, hdf5_slice, read_norb, read_npz
 from ray_jobs.sources.entries import Files, Listing
 from ray_jobs.sources.vtab import splits
 from ray_jobs.sources.vtab.splits import Records
@@ -35,7 +35,6 @@ _LATENTS = (1, 3, 6, 40, 32, 32)  # colour, shape, scale, orientation, x, y
 _ORIENTATION, _X = 3, 4  # columns of dSprites' latents
 _ELEVATION, _AZIMUTH = 1, 2  # columns of SmallNORB's info
 _BLOCK = 2**25  # bytes of images that are read at once
-_MAX_BLOCK = 2**28
 
 
 def location(x: NDArray[np.int64]) -> NDArray[np.int64]:
@@ -143,7 +142,7 @@ def _hdf5_blocks(path: Path, size: int) -> Iterator[NDArray[np.uint8]]:
     """The images [n, 64, 64], whole chunks of them at a time."""
     images = hdf5_array(path, "imgs", "u1", (size, SPRITE, SPRITE))
     of_chunk = images.chunks[0] if images.chunks else 1
-    length = min(max(_BLOCK // SPRITE**2 // of_chunk, 1) * of_chunk, _MAX_BLOCK // SPRITE**2)
+    length = min(max(_BLOCK // SPRITE**2 // of_chunk, 1) * of_chunk, MAX_BLOCK // SPRITE**2)
     for start in range(0, size, length):
         yield hdf5_slice(images, np.s_[start : start + length])
 
