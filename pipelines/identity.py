@@ -20,7 +20,7 @@ from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any
 
-from pipelines.spec import AnyStage, Import, RecipeError, module
+from pipelines.spec import AnyStage, RecipeError, module
 from vit_model.config import Frozen
 
 PROJECT = Path(__file__).resolve().parent.parent
@@ -117,8 +117,6 @@ def source_fingerprint(config: AnyStage) -> str | None:
     given = config.files()
     if given is None:
         return None
-    if isinstance(config, Import) and config.path.startswith("s3://"):
-        return _remote_fingerprint(config.path)
     try:
         files = list(given)
     except OSError as error:
@@ -128,21 +126,27 @@ def source_fingerprint(config: AnyStage) -> str | None:
     return files_fingerprint(files)
 
 
-def _remote_fingerprint(uri: str) -> str:
-    """The same for objects: their ETags and sizes, since reading them all would take too long."""
-    from pipelines.s3_files import listing
+def object_facts(uris: Iterable[str]) -> dict[str, tuple[str, int]]:
+    """(ETag, size) of objects s3://bucket/key: they stand for the content. Raises StoreError: one is not there."""
+    from pipelines.s3_files import facts
 
-    if not (files := listing(uri)):
-        raise RecipeError(f"path: there is nothing at {uri}")
-    return sha256(canonical_json(sorted([file.name, file.etag, file.size] for file in files)))
+    return facts(uris)
 
 
-def files_fingerprint(files: Iterable[tuple[str, Path]]) -> str:
-    """sha256 over (name, sha256 of the contents), contents remembered by (device, inode, size, mtime, ctime)."""
+def files_fingerprint(files: Iterable[tuple[str, str | Path]]) -> str:
+    """sha256 over (name, sha256 of the contents), contents remembered by (device, inode, size, mtime, ctime).
+
+    Of an object s3://bucket/key over (name, ETag, size): to read them all would take too long.
+    """
     known = _read_digest_cache()
     fresh: dict[str, str] = {}
-    lines = []
-    for name, path in files:
+    lines: list[list[str | int]] = []
+    objects = []
+    for name, location in files:
+        if isinstance(location, str) and location.startswith("s3://"):
+            objects.append((name, location))
+            continue
+        path = Path(location)
         try:
             status = path.stat()
             identity = (
@@ -158,6 +162,9 @@ def files_fingerprint(files: Iterable[tuple[str, Path]]) -> str:
         lines.append([name, digest])
     if fresh:
         _write_digest_cache(known | fresh)
+    if objects:
+        found = object_facts(uri for _, uri in objects)
+        lines += [[name, *found[uri]] for name, uri in objects]
     return sha256(canonical_json(sorted(lines)))
 
 

@@ -1,15 +1,19 @@
-"""Files on S3 that others put there and a stage reads: known by ETag and size, fetched when they are needed.
+"""Files on S3 that others put there and a stage reads: known by ETag and size, read when they are needed.
 
-In: s3://bucket/key of one object, or s3://bucket/prefix of those directly below it, which are taken for a folder.
+In: s3://bucket/key of one object, or s3://bucket/prefix of those below it, which are taken for a folder.
 """
 
 from __future__ import annotations
 
+import os
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
 from pipelines.s3_store import client, parse, told, transfer
 from pipelines.spec import ONE_FILE
+from pipelines.store import StoreError
 
 
 class Remote(NamedTuple):
@@ -22,13 +26,43 @@ class Remote(NamedTuple):
 
 
 def listing(uri: str) -> list[Remote]:
-    """What is there; empty where there is nothing. Raises StoreError."""
-    bucket, prefix = parse(uri)
-    key = prefix.removeprefix("/")
-    alone = [Remote(ONE_FILE, *found) for found in _objects(uri, bucket, key) if found[0] == key]
-    below = [] if alone else _objects(uri, bucket, f"{key}/" if key else "")
-    files = [Remote(found[0].rpartition("/")[2], *found) for found in below]
-    return alone or [file for file in files if file.name and not file.name.startswith(".")]
+    """The object there, or those directly below it; empty where there is nothing. Raises StoreError."""
+    alone, below = _at(uri, "/")
+    return [file._replace(name=ONE_FILE) for file in alone] or [
+        file for file in below if file.name and not file.name.startswith(".")
+    ]
+
+
+def tree(uri: str) -> list[Remote]:
+    """The object there, or all below it at any depth; empty where there is nothing. Raises StoreError."""
+    alone, below = _at(uri, "")
+    return alone or below
+
+
+def facts(uris: Iterable[str]) -> dict[str, tuple[str, int]]:
+    """(ETag, size) of each object s3://bucket/key. Raises StoreError: one is not there."""
+    keys: dict[str, list[str]] = defaultdict(list)
+    for uri in uris:
+        bucket, key = _split(uri)
+        keys[bucket].append(key)
+    found = {}
+    for bucket, wanted in keys.items():
+        # what a source asks for lies below one root: hardly more is listed
+        common = os.path.commonprefix(wanted)
+        known = {file.key: (file.etag, file.size) for file in _objects(bucket, common)}
+        if lost := [key for key in wanted if key not in known]:
+            raise StoreError(f"s3://{bucket}/{lost[0]}: there is no such object")
+        found.update({f"s3://{bucket}/{key}": known[key] for key in wanted})
+    return found
+
+
+def read_range(uri: str, start: int, length: int, etag: str) -> bytes:
+    """A range, not empty, of an object that has this ETag. Raises StoreError: it has another, or can't be read."""
+    bucket, key = _split(uri)
+    with told(uri, f"read bytes {start} to {start + length}"):
+        wanted = f"bytes={start}-{start + length - 1}"
+        answer = client().get_object(Bucket=bucket, Key=key, IfMatch=etag, Range=wanted)
+        return bytes(answer["Body"].read())
 
 
 def fetch(uri: str, folder: Path) -> Path:
@@ -41,14 +75,27 @@ def fetch(uri: str, folder: Path) -> Path:
     return folder / ONE_FILE if [file.name for file in files] == [ONE_FILE] else folder
 
 
-def _objects(uri: str, bucket: str, prefix: str) -> list[tuple[str, str, int]]:
-    """(key, ETag, size) of the objects whose keys begin so, without those in folders below."""
-    with told(uri, "list it"):
-        pages = (
-            client().get_paginator("list_objects_v2").paginate(Bucket=bucket, Prefix=prefix, Delimiter="/")
-        )
-        return [
-            (entry["Key"], entry["ETag"], entry["Size"])
-            for page in pages
-            for entry in page.get("Contents", ())
-        ]
+def _split(uri: str) -> tuple[str, str]:
+    bucket, _, key = uri.removeprefix("s3://").partition("/")
+    return bucket, key
+
+
+def _at(uri: str, delimiter: str) -> tuple[list[Remote], list[Remote]]:
+    """The one object of this address, and, where there is none, those below it."""
+    bucket, prefix = parse(uri)
+    key = prefix.removeprefix("/")
+    if alone := [file for file in _objects(bucket, key, "/") if file.key == key]:
+        return [alone[0]._replace(name=key.rpartition("/")[2])], []
+    folder = f"{key}/" if key else ""
+    below = _objects(bucket, folder, delimiter)
+    return [], [file._replace(name=file.key.removeprefix(folder)) for file in below]
+
+
+def _objects(bucket: str, prefix: str, delimiter: str = "") -> Iterator[Remote]:
+    """The objects whose keys begin so; with "/" without those in folders below."""
+    with told(f"s3://{bucket}/{prefix}", "list it"):
+        given = {"Delimiter": delimiter} if delimiter else {}
+        pages = client().get_paginator("list_objects_v2").paginate(Bucket=bucket, Prefix=prefix, **given)
+        for page in pages:
+            for entry in page.get("Contents", ()):
+                yield Remote(entry["Key"], entry["Key"], entry["ETag"], entry["Size"])

@@ -297,6 +297,13 @@ def fetched(path: str) -> Iterator[Path]:
         yield fetch(path, Path(folder))
 
 
+def read_object(uri: str, start: int, length: int, etag: str) -> bytes:
+    """A range of an object s3://bucket/key from outside. Raises StoreError: it changed, or can't be read."""
+    from pipelines.s3_files import read_range
+
+    return read_range(uri, start, length, etag)
+
+
 # ------------------------------------------------------------------------------------------------- artifacts
 
 

@@ -109,8 +109,15 @@ SOURCE_TYPES: dict[str, type[Frozen]] = {
 }
 
 
-def files_below(root: str) -> Iterator[tuple[str, Path]]:
-    """(name relative to the root, path) of every file below it that is not hidden. Raises RecipeError."""
+def files_below(root: str) -> Iterator[tuple[str, str | Path]]:
+    """(name relative to the root, path or s3://bucket/key) of every file below it that is not hidden.
+
+    Raises:
+        RecipeError: it is no folder, or nothing lies below s3://bucket/prefix.
+    """
+    if root.startswith("s3://"):
+        yield from _objects_at(root)
+        return
     top = Path(root)
     if not top.is_dir():
         raise RecipeError(f"source.root: {root} is not a folder")
@@ -120,6 +127,30 @@ def files_below(root: str) -> Iterator[tuple[str, Path]]:
         for name in sorted(name for name in files if not name.startswith(".")):
             path = Path(folder) / name
             yield path.relative_to(top).as_posix(), path
+
+
+def files_at(root: str) -> Iterator[tuple[str, str | Path]]:
+    """The one file or object `root` under its own name, or `files_below` it. Raises RecipeError."""
+    if Path(root).is_file():
+        yield Path(root).name, Path(root)
+    else:
+        yield from files_below(root)
+
+
+def _objects_at(root: str) -> Iterator[tuple[str, str]]:
+    """(name, s3://bucket/key) of the object there, or of all below it, as in a folder."""
+    from pipelines.s3_files import tree
+
+    if not (found := tree(root)):
+        raise RecipeError(f"source.root: there is nothing at {root}")
+    bucket = root.split("/")[2]
+    for file in found:
+        parts = file.name.split("/")
+        if any(part in ("", "..") for part in parts[:-1]) or parts[-1] == "..":
+            raise RecipeError(f"source.root: {root} has an object {file.key!r}, which is no path")
+        # a folder's own object has no name; hidden ones and macOS's shadows are none of the images' business
+        if parts[-1] and not any(part.startswith((".", "__MACOSX")) for part in parts):
+            yield file.name, f"s3://{bucket}/{file.key}"
 
 
 def package_folder(package: str) -> Path:

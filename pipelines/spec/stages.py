@@ -40,8 +40,8 @@ class _Stage(Frozen):
     KIND: ClassVar[str]
     job: str
 
-    def files(self) -> Iterator[tuple[str, Path]] | None:
-        """(name, path) of every file from outside that the result depends on; None: it takes artifacts only."""
+    def files(self) -> Iterator[tuple[str, str | Path]] | None:
+        """(name, path or s3://bucket/key) of every file from outside that the result depends on; None: none."""
         return None
 
     def inputs(self) -> dict[str, tuple[str, ...]]:
@@ -75,7 +75,7 @@ class Ingest(_Stage):
         0.01, ge=0, le=1, description="more damaged images than this fail the stage"
     )
 
-    def files(self) -> Iterator[tuple[str, Path]]:
+    def files(self) -> Iterator[tuple[str, str | Path]]:
         return self.source.files()
 
 
@@ -131,9 +131,16 @@ class Import(_Stage):
         description="half, imagenet, or mean and std; null: as the file says, and refused where it does not",
     )
 
-    def files(self) -> Iterator[tuple[str, Path]]:
+    def files(self) -> Iterator[tuple[str, str | Path]]:
         path = Path(self.path)
-        if path.is_dir():
+        if self.path.startswith("s3://"):
+            from pipelines.s3_files import listing
+
+            if not (found := listing(self.path)):
+                raise RecipeError(f"path: there is nothing at {self.path}")
+            bucket = self.path.split("/")[2]
+            yield from ((file.name, f"s3://{bucket}/{file.key}") for file in found)
+        elif path.is_dir():
             # a training's folder has checkpoints below it, which nothing reads
             files = (file for file in path.iterdir() if file.is_file() and not file.name.startswith("."))
             yield from ((file.name, file) for file in files)

@@ -14,7 +14,19 @@ from numpy.typing import NDArray
 
 from pipelines.spec.vtab import Task, VtabSource
 from ray_jobs.sources.entries import Files, Listing
-from ray_jobs.sources.vtab import caltech101, cifar, dtd, oxford_flowers102, oxford_iiit_pet, sun397, svhn
+from ray_jobs.sources.vtab import (
+    aerial,
+    caltech101,
+    cifar,
+    dtd,
+    medical,
+    oxford_flowers102,
+    oxford_iiit_pet,
+    scenes,
+    sun397,
+    svhn,
+    synthetic,
+)
 
 _MODULES: dict[Task, ModuleType] = {
     "caltech101": caltech101,
@@ -24,6 +36,18 @@ _MODULES: dict[Task, ModuleType] = {
     "oxford_iiit_pet": oxford_iiit_pet,
     "svhn": svhn,
     "sun397": sun397,
+    "patch_camelyon": medical,
+    "eurosat": aerial,
+    "resisc45": aerial,
+    "diabetic_retinopathy": medical,
+    "clevr_count": scenes,
+    "clevr_dist": scenes,
+    "dmlab": scenes,
+    "kitti": scenes,
+    "dsprites_loc": synthetic,
+    "dsprites_ori": synthetic,
+    "smallnorb_azi": synthetic,
+    "smallnorb_ele": synthetic,
 }
 
 

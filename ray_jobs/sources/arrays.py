@@ -1,0 +1,390 @@
+"""Arrays in the files of data sets: MATLAB, HDF5, LeCun's matrices, npz, and the pickles of CIFAR.
+
+In: bytes or a path, from anybody. Out: numpy arrays. Nothing in a file is executed, and no size that a file claims is
+believed (or allocated) before as many bytes are there. Every function raises ValueError with what is wrong.
+"""
+
+from __future__ import annotations
+
+import io
+import math
+import pickle
+import pickletools
+import struct
+import zipfile
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+if TYPE_CHECKING:
+    import h5py
+
+MAX_BYTES = (
+    2**30
+)  # of what a file unpacks to in memory; the largest here, SVHN's train part, has a fifth of it
+MAX_NPZ_BYTES = 2**32  # of one npz: dSprites has 3 GB of pixels
+MAX_CHUNK = 2**26  # bytes that HDF5 unpacks at once
+MAX_BLOCK = 2**28  # bytes of an HDF5 array that are held at once
+_MAX_RATIO = 1100  # deflate packs at most 1,032 bytes into one
+
+# ------------------------------------------------------------------------------------------------- MATLAB
+
+# scipy's reader brings the process down when a file is damaged in the wrong places, so it only serves the tests.
+_MATRIX, _COMPRESSED = 14, 15
+_CELL, _STRUCT, _CHAR, _NUMBERS = 1, 2, 4, range(6, 16)
+_COMPLEX = 8
+_STORED = {1: "i1", 2: "u1", 3: "i2", 4: "u2", 5: "i4", 6: "u4", 7: "f4", 9: "f8", 12: "i8", 13: "u8"}
+_ENCODED = {1: "latin1", 2: "latin1", 4: "utf-16", 16: "utf-8", 17: "utf-16"}
+_MAX_DEPTH = 8
+
+
+def read_mat(data: bytes) -> dict[str, NDArray[Any]]:
+    """The variables of a MATLAB v5 file as `scipy.io.loadmat` gives them: real numbers, text, cells and structs.
+
+    Numbers have the type that they are stored with; text is an array of one string a row; a struct array has object
+    fields; all of them have two dimensions or more, text one less.
+    """
+    if data[:4] == b"\x89HDF":
+        raise ValueError("a MATLAB v7.3 file (HDF5), v5 is read")
+    if data[126:128] not in (b"IM", b"MI") or 1 not in data[124:126]:
+        raise ValueError("not a MATLAB v5 file")
+    order = "<" if data[126:128] == b"IM" else ">"
+    return dict(_variable(*element, order, 0) for element in _inflated(data, order))
+
+
+def _inflated(data: bytes, order: str) -> Iterator[tuple[int, memoryview]]:
+    """The top elements of a file, those that were compressed unpacked."""
+    left = MAX_BYTES
+    for kind, content in _elements(memoryview(data)[128:], order):
+        if kind != _COMPRESSED:
+            yield kind, content
+            continue
+        inflater = zlib.decompressobj()
+        try:
+            element = inflater.decompress(content, left + 1)
+        except zlib.error as error:
+            raise ValueError(f"damaged MATLAB file: {error}") from error
+        left -= len(element)
+        if left < 0:
+            raise ValueError(f"a MATLAB file of more than {MAX_BYTES} bytes (bomb)")
+        if not inflater.eof:
+            raise ValueError("truncated MATLAB file")
+        yield from _elements(memoryview(element), order)
+
+
+def _elements(data: memoryview, order: str) -> Iterator[tuple[int, memoryview]]:
+    """(type, content) of the elements that follow each other; a small one has up to 4 bytes inside its tag."""
+    start = 0
+    while start < len(data):
+        if start + 8 > len(data):
+            raise ValueError("truncated MATLAB file")
+        kind, length = struct.unpack_from(f"{order}II", data, start)
+        small = kind >> 16
+        begin = start + (4 if small else 8)
+        end = begin + (small or length)
+        if end > len(data) or small > 4:
+            raise ValueError("truncated or damaged MATLAB file")
+        yield kind & 0xFFFF, data[begin:end]
+        padding = 0 if kind == _COMPRESSED else -(end - begin) % 8
+        start = start + 8 if small else end + padding
+
+
+def _variable(kind: int, content: memoryview, order: str, depth: int) -> tuple[str, NDArray[Any]]:
+    """(name, value) of a matrix element: flags and class, dimensions, name, then what its class has."""
+    if not content and depth:  # an empty cell
+        return "", np.zeros((0, 0))
+    parts = list(_elements(content, order)) if kind == _MATRIX and depth < _MAX_DEPTH else []
+    if len(parts) < 3 or len(parts[0][1]) != 8 or len(parts[1][1]) % 4:
+        raise ValueError("damaged MATLAB file")
+    (flags,) = struct.unpack_from(f"{order}I", parts[0][1])
+    shape = struct.unpack(f"{order}{len(parts[1][1]) // 4}i", parts[1][1])
+    if not 2 <= len(shape) <= 32 or min(shape) < 0:
+        raise ValueError(f"damaged MATLAB file: an array of {shape}")
+    name, kind, inner = bytes(parts[2][1]).decode("latin1"), flags & 0xFF, parts[3:]
+    if flags >> 8 & _COMPLEX:
+        raise ValueError(f"{name!r} has complex numbers")
+    if kind == _STRUCT:
+        return name, _struct(shape, inner, order, depth)
+    if kind == _CELL:
+        return name, _cells(shape, inner, order, depth)
+    if kind != _CHAR and kind not in _NUMBERS:
+        raise ValueError(f"{name!r} is of MATLAB's class {kind}; numbers, text, cells and structs are read")
+    stored, values = inner[0] if inner else (2, memoryview(b""))
+    if kind == _CHAR and stored in _ENCODED:
+        return name, _text(shape, bytes(values), _ENCODED[stored], order)
+    if kind == _CHAR or stored not in _STORED:
+        raise ValueError(f"{name!r} is stored as MATLAB's type {stored}")
+    flat = np.frombuffer(values, np.dtype(order + _STORED[stored]))
+    return name, flat.reshape(shape, order="F")
+
+
+def _cells(
+    shape: tuple[int, ...], inner: Sequence[tuple[int, memoryview]], order: str, depth: int
+) -> NDArray[Any]:
+    if math.prod(shape) != len(inner):
+        raise ValueError(f"damaged MATLAB file: {shape} cells, there are {len(inner)}")
+    found = np.empty(len(inner), object)
+    for place, element in enumerate(inner):
+        found[place] = _variable(*element, order, depth + 1)[1]
+    return found.reshape(shape, order="F")
+
+
+def _struct(
+    shape: tuple[int, ...], inner: Sequence[tuple[int, memoryview]], order: str, depth: int
+) -> NDArray[Any]:
+    """A length of names, the names in that length each, and of each item all fields."""
+    if len(inner) < 2 or len(inner[0][1]) != 4:
+        raise ValueError("damaged MATLAB file: a struct without names")
+    (width,), names = struct.unpack(f"{order}i", inner[0][1]), bytes(inner[1][1])
+    if width < 1:
+        raise ValueError(f"damaged MATLAB file: names of {width} letters")
+    fields = [
+        names[start : start + width].split(b"\0")[0].decode("latin1") for start in range(0, len(names), width)
+    ]
+    if math.prod(shape) * len(fields) != len(inner) - 2 or not fields or not all(fields):
+        raise ValueError(
+            f"damaged MATLAB file: {shape} structs of {fields}, there are {len(inner) - 2} values"
+        )
+    found = np.empty(math.prod(shape), [(field, object) for field in fields])
+    for number, field in enumerate(fields):
+        for place, element in enumerate(inner[2 + number :: len(fields)]):
+            found[field][place] = _variable(*element, order, depth + 1)[1]
+    return found.reshape(shape, order="F")
+
+
+def _text(shape: tuple[int, ...], data: bytes, encoding: str, order: str) -> NDArray[Any]:
+    """An array of characters, whose last dimension is that of a string."""
+    letters = data.decode(encoding + {"<": "-le", ">": "-be"}[order] if encoding == "utf-16" else encoding)
+    if math.prod(shape) != len(letters):
+        raise ValueError(f"damaged MATLAB file: text of {shape}, there are {len(letters)} letters")
+    grid = np.array(list(letters), "U1").reshape(shape, order="F").reshape(-1, shape[-1])
+    return np.array(["".join(row) for row in grid]).reshape(shape[:-1])
+
+
+# ------------------------------------------------------------------------------------------------- HDF5
+
+
+def open_hdf5(path: Path) -> h5py.File:
+    """An HDF5 file to read."""
+    import h5py
+
+    try:
+        return h5py.File(path, "r", locking="best-effort")
+    except (OSError, RuntimeError, ValueError) as error:
+        raise ValueError(f"{path.name} is not an HDF5 file, or damaged: {error}") from error
+
+
+def hdf5_array(path: Path, name: str, dtype: str | None, shape: Sequence[int | None]) -> h5py.Dataset:
+    """The array `name` ("x", "latents/classes") of an HDF5 file, for `hdf5_slice`; its file stays open with it.
+
+    `shape` has None where any size fits, `dtype` is None where any integer does. Refused: links, data outside of the
+    file, unusual filters, and more items than the file's bytes can hold.
+    """
+    import h5py
+
+    where = f"{path.name}: {name}"
+    file = open_hdf5(path)
+    try:
+        parts = name.split("/")
+        for end in range(1, len(parts) + 1):
+            link = file.get("/".join(parts[:end]), getlink=True)
+            if not isinstance(link, h5py.HardLink):
+                raise ValueError(f"{where} is missing" if link is None else f"{where} is a link")
+        found = file[name]
+        if not isinstance(found, h5py.Dataset):
+            raise ValueError(f"{where} is no array")
+        _check_array(where, found, dtype, shape)
+    except (OSError, RuntimeError, KeyError, TypeError) as error:
+        raise ValueError(f"{where} can't be read: {error}") from error
+    return found
+
+
+def hdf5_slice(array: h5py.Dataset, index: int | slice) -> NDArray[Any]:
+    """`array[index]`. Raises ValueError where it is damaged."""
+    try:
+        return np.asarray(array[index])
+    except (OSError, RuntimeError) as error:
+        raise ValueError(f"{Path(array.file.filename).name}: {array.name} is damaged: {error}") from error
+
+
+def hdf5_rows(array: h5py.Dataset, numbers: Sequence[int]) -> NDArray[Any]:
+    """The images (or whatever lies along the first axis) of these numbers. Raises ValueError where it is damaged.
+
+    Each chunk is unpacked once, since one may hold some pixels of thousands of images.
+    """
+    wanted = np.asarray(numbers, np.int64)
+    length = array.chunks[0] if array.chunks else 1
+    length = max(min(length, MAX_BLOCK * array.shape[0] // max(array.nbytes, 1)), 1)
+    found = np.empty((len(wanted), *array.shape[1:]), array.dtype)
+    order = np.argsort(wanted)
+    blocks, starts = np.unique(wanted[order] // length, return_index=True)
+    for block, places in zip(blocks.tolist(), np.split(order, starts)[1:], strict=True):
+        first = block * length
+        found[places] = hdf5_slice(array, np.s_[first : first + length])[wanted[places] - first]
+    return found
+
+
+def _check_array(where: str, array: h5py.Dataset, dtype: str | None, shape: Sequence[int | None]) -> None:
+    fits = array.dtype == np.dtype(dtype) if dtype else array.dtype.kind in "iu"
+    if not fits or array.shape is None or len(array.shape) != len(shape):
+        raise ValueError(f"{where} is {array.dtype} {array.shape}, not {dtype or 'integers'} {tuple(shape)}")
+    if any(wanted not in (None, size) for wanted, size in zip(shape, array.shape, strict=True)):
+        raise ValueError(f"{where} is {array.shape}, not {tuple(shape)}")
+    if array.external or array.is_virtual:
+        raise ValueError(f"{where} has its data in another file")
+    if unusual := set(array._filters) - {"gzip", "shuffle", "fletcher32", "lzf"}:
+        raise ValueError(f"{where} is packed by {', '.join(sorted(unusual))}")
+    stored = array.id.get_storage_size()
+    if array.nbytes > stored * (_MAX_RATIO if array._filters else 1):
+        raise ValueError(f"{where} claims {array.nbytes} bytes, {stored} are stored")
+    if array.chunks and math.prod(array.chunks) * array.dtype.itemsize > MAX_CHUNK:
+        raise ValueError(f"{where} has chunks of more than {MAX_CHUNK} bytes")
+
+
+# ------------------------------------------------------------------------------------------------- NORB, npz
+
+_NORB_TYPES: dict[int, np.dtype[Any]] = {0x1E3D4C55: np.dtype("u1"), 0x1E3D4C54: np.dtype("<i4")}
+
+
+def read_norb(data: bytes) -> NDArray[Any]:
+    """LeCun's binary matrix: magic, number of dimensions, at least three sizes (int32, little-endian), numbers."""
+    if len(data) < 8:
+        raise ValueError("truncated: shorter than the header of a NORB matrix")
+    magic, dimensions = struct.unpack("<Ii", data[:8])
+    if magic not in _NORB_TYPES:
+        raise ValueError(f"not a NORB matrix of uint8 or int32: it begins with {magic:#010x}")
+    header = 8 + 4 * max(3, dimensions)
+    if not 1 <= dimensions <= 8 or len(data) < header:
+        raise ValueError(f"a NORB matrix of {dimensions} dimensions, or truncated")
+    shape = struct.unpack(f"<{dimensions}i", data[8 : 8 + 4 * dimensions])
+    dtype = _NORB_TYPES[magic]
+    if min(shape) < 0 or math.prod(shape) * dtype.itemsize != len(data) - header:
+        raise ValueError(f"its header says {shape} of {dtype}, there are {len(data) - header} bytes")
+    return np.frombuffer(data, dtype, offset=header).reshape(shape)
+
+
+def read_npz(path: Path, names: Sequence[str]) -> dict[str, NDArray[Any]]:
+    """The arrays of these names in an npz file; those of Python objects are refused, the others are not looked at."""
+    from numpy.lib import format as npy
+
+    found: dict[str, NDArray[Any]] = {}
+    left = MAX_NPZ_BYTES
+    try:
+        with zipfile.ZipFile(path) as archive:
+            for name in names:
+                member = archive.getinfo(f"{name}.npy")
+                left -= member.file_size
+                if left < 0 or member.file_size > _MAX_RATIO * member.compress_size:
+                    raise ValueError(f"{name} of {member.file_size} bytes is too large (bomb)")
+                with archive.open(member) as file:
+                    version = npy.read_magic(file)
+                    read = npy.read_array_header_1_0 if version == (1, 0) else npy.read_array_header_2_0
+                    shape, fortran, kind = read(file)
+                    dtype: np.dtype[Any] = np.dtype(kind)
+                    if dtype.hasobject:
+                        raise ValueError(f"{name} has Python objects")
+                    if math.prod(shape) * dtype.itemsize != member.file_size - file.tell():
+                        raise ValueError(f"{name} says that it is {dtype} {shape}, which its size is not")
+                    flat = np.frombuffer(_exactly(file, member.file_size - file.tell()), dtype)
+                    found[name] = flat.reshape(shape, order="F" if fortran else "C")
+    except KeyError as error:
+        raise ValueError(f"{path.name} lacks an array: {error}") from error
+    except (OSError, ValueError, EOFError, RuntimeError, zipfile.BadZipFile, zlib.error) as error:
+        raise ValueError(f"{path.name} is no npz file that can be read: {error}") from error
+    return found
+
+
+def _exactly(file: Any, size: int) -> bytearray:
+    data = bytearray()
+    while len(data) < size:
+        chunk = file.read(min(2**24, size - len(data)))
+        if not chunk:
+            raise EOFError("truncated")
+        data += chunk
+    return data
+
+
+# ------------------------------------------------------------------------------------------------- pickles
+
+# What Python 2 wrote for dicts and lists of text, numbers and arrays; nothing that finds or makes other objects.
+_OPCODES = frozenset(
+    (
+        *("PROTO", "STOP", "MARK", "GLOBAL", "REDUCE", "BUILD", "NONE", "NEWTRUE", "NEWFALSE"),
+        *("PUT", "BINPUT", "LONG_BINPUT", "GET", "BINGET", "LONG_BINGET"),
+        *("INT", "BININT", "BININT1", "BININT2", "LONG", "LONG1", "FLOAT", "BINFLOAT"),
+        *("STRING", "BINSTRING", "SHORT_BINSTRING", "UNICODE", "BINUNICODE"),
+        *("EMPTY_DICT", "DICT", "SETITEM", "SETITEMS", "EMPTY_LIST", "LIST", "APPEND", "APPENDS"),
+        *("EMPTY_TUPLE", "TUPLE", "TUPLE1", "TUPLE2", "TUPLE3"),
+    )
+)
+
+
+def unpickle_arrays(data: bytes) -> object:
+    """What CIFAR's Python 2 pickles hold: a dict (or list) of text, numbers, lists and numpy arrays of numbers.
+
+    numpy's own classes are never called, as theirs believe what a pickle says: stand-ins note it, and the arrays at
+    the top are made from their bytes afterwards.
+    """
+    try:
+        for opcode, argument, _ in pickletools.genops(data):
+            if opcode.name not in _OPCODES:
+                raise ValueError(f"it has the opcode {opcode.name}")
+            if opcode.name == "LONG_BINPUT" and int(argument or 0) > len(data):
+                raise ValueError("it has more references than bytes")
+        made = _Unpickler(io.BytesIO(data), encoding="latin1").load()
+        if isinstance(made, dict):
+            return {key: _array(value) for key, value in made.items()}
+        return [_array(value) for value in made] if isinstance(made, list) else _array(made)
+    # a hostile pickle makes the machine that runs it trip over anything
+    except Exception as error:
+        raise ValueError(f"a pickle that is not one of plain arrays, or damaged: {error}") from error
+
+
+class _Unpickler(pickle.Unpickler):
+    """Finds stand-ins only. They are made for it alone: what a pickle does to them ends with it."""
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        dtype = type("dtype", (_Noted,), {})
+        array = type("array", (_Noted,), {})
+        self._known: Mapping[tuple[str, str], Any] = {
+            ("numpy", "dtype"): dtype,
+            ("numpy", "ndarray"): array,
+            ("numpy.core.multiarray", "_reconstruct"): lambda *arguments: array(*arguments),
+            ("numpy._core.multiarray", "_reconstruct"): lambda *arguments: array(*arguments),
+            # how Python 3 writes bytes for Python 2
+            ("_codecs", "encode"): lambda text, *_: text.encode("latin1"),
+        }
+
+    def find_class(self, module: str, name: str) -> Any:
+        if (module, name) not in self._known:
+            raise ValueError(f"it asks for {module}.{name}")
+        return self._known[module, name]
+
+
+class _Noted:
+    """What a pickle calls a numpy dtype or array with, and the state that it gives it."""
+
+    def __init__(self, *arguments: object) -> None:
+        self.arguments = arguments
+        self.state: tuple[Any, ...] = ()
+
+    def __setstate__(self, state: tuple[Any, ...]) -> None:
+        self.state = state
+
+
+def _array(value: object) -> object:
+    """A noted array as an array; anything else as it is."""
+    if not isinstance(value, _Noted):
+        return value
+    _, shape, dtype, fortran, content = value.state  # numpy's ndarray.__reduce__, version 1
+    raw = content.encode("latin1") if isinstance(content, str) else content
+    name, order = str(dtype.arguments[0]), dtype.state[1]
+    if name not in ("u1", "i1", "i2", "u2", "i4", "u4", "i8", "u8", "f4", "f8", "b1") or order not in "<>|=":
+        raise ValueError(f"an array of {name}")
+    flat = np.frombuffer(raw, np.dtype(order + name if order != "|" else name))
+    return flat.reshape(shape, order="F" if fortran else "C")

@@ -1,0 +1,157 @@
+"""TFRecord files and the tf.train.Example messages in them, without TensorFlow.
+
+A record is its length (8 bytes, little-endian), a masked CRC32C of these, the payload, a masked CRC32C of that. An
+Example is a protocol buffer: features (1) { feature (1): map of name (1) to value (2) }, a value being a list of bytes
+(1), floats (2) or int64 (3). All of it is read where it lies, so that an image is a byte range of its file.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterator
+from pathlib import Path
+from typing import IO
+
+_CHUNK = 2**20
+_MASK = 0xA282EAD8
+Values = list[bytes] | list[int] | list[float]
+
+
+def tfrecords(file: Path | IO[bytes]) -> Iterator[tuple[int, int]]:
+    """(offset, length) of the payload of every record of a TFRecord file, its checksums verified.
+
+    Raises ValueError, with the record's number, where the file is damaged or truncated.
+    """
+    if isinstance(file, Path):
+        with file.open("rb") as opened:
+            yield from tfrecords(opened)
+        return
+    start = number = 0
+    while True:
+        file.seek(start)  # whoever gets the records may read between them
+        header = file.read(12)
+        if not header:
+            return
+        if len(header) < 12:
+            raise ValueError(f"record {number} is truncated")
+        length = int.from_bytes(header[:8], "little")
+        if _masked(_crc(header[:8])) != int.from_bytes(header[8:], "little"):
+            raise ValueError(f"record {number} has a damaged length")
+        left, crc = length, 0
+        while left and (chunk := file.read(min(_CHUNK, left))):
+            left, crc = left - len(chunk), _crc(chunk, crc)
+        footer = file.read(4)
+        if left or len(footer) < 4:
+            raise ValueError(f"record {number} is truncated")
+        if _masked(crc) != int.from_bytes(footer, "little"):
+            raise ValueError(f"record {number} is damaged: its checksum does not fit")
+        yield start + 12, length
+        start, number = start + 16 + length, number + 1
+
+
+def parse_example(data: bytes) -> dict[str, Values]:
+    """The features of a serialised tf.train.Example. Raises ValueError for what is none."""
+    return {name: _values(data, start, end) for name, (start, end) in _features(data).items()}
+
+
+def feature_range(data: bytes, name: str) -> tuple[int, int]:
+    """(offset, length) in `data`, a serialised tf.train.Example, of the one bytes value of the feature `name`.
+
+    Raises ValueError where there is no such feature, or it has not exactly one value, of bytes.
+    """
+    features = _features(data)
+    if name not in features:
+        raise ValueError(f"no feature {name!r}; there are {', '.join(sorted(features)) or 'none'}")
+    lists = list(_fields(data, *features[name]))
+    values = [part for field, start, end in lists if field == 1 for part in _fields(data, start, end)]
+    if [field for field, _, _ in lists] != [1] or [field for field, _, _ in values] != [1]:
+        raise ValueError(f"feature {name!r} is not one value of bytes")
+    _, start, end = values[0]
+    return start, end - start
+
+
+def _features(data: bytes) -> dict[str, tuple[int, int]]:
+    """Where the value of each feature lies."""
+    found = {}
+    for _, start, end in _fields(data, 0, len(data), wanted=1):
+        for _, inner, outer in _fields(data, start, end, wanted=1):
+            name, place = "", (outer, outer)
+            for field, first, last in _fields(data, inner, outer):
+                if field == 1:
+                    name = data[first:last].decode()
+                elif field == 2:
+                    place = first, last
+            found[name] = place
+    return found
+
+
+def _values(data: bytes, start: int, end: int) -> Values:
+    values: Values = []
+    for field, first, last in _fields(data, start, end):
+        if field == 1:
+            values = [data[begin:stop] for _, begin, stop in _fields(data, first, last, wanted=1)]
+        elif field == 2:
+            values = _floats(data, first, last)
+        elif field == 3:
+            values = _integers(data, first, last)
+    return values
+
+
+def _floats(data: bytes, start: int, end: int) -> list[float]:
+    """Packed into one field, or one field each (four bytes long as well)."""
+    found: list[float] = []
+    for _, first, last in _fields(data, start, end, wanted=1):
+        if (last - first) % 4:
+            raise ValueError("damaged example: floats of odd length")
+        found += struct.unpack_from(f"<{(last - first) // 4}f", data, first)
+    return found
+
+
+def _integers(data: bytes, start: int, end: int) -> list[int]:
+    found = []
+    for _, first, last in _fields(data, start, end, wanted=1):
+        while first < last:
+            value, first = _varint(data, first, last)
+            found.append(value - 2**64 if value >= 2**63 else value)
+    return found
+
+
+def _fields(data: bytes, start: int, end: int, wanted: int | None = None) -> Iterator[tuple[int, int, int]]:
+    """(number, start, end) of the content of each field of a message at [start, end), or of those `wanted`."""
+    while start < end:
+        tag, start = _varint(data, start, end)
+        kind = tag & 7
+        if kind == 0:
+            _, stop = _varint(data, start, end)
+        elif kind == 2:
+            length, start = _varint(data, start, end)
+            stop = start + length
+        elif kind in (1, 5):
+            stop = start + (8 if kind == 1 else 4)
+        else:
+            raise ValueError(f"not an example: a field of wire type {kind}")
+        if stop > end:
+            raise ValueError("truncated or damaged example")
+        if wanted in (None, tag >> 3):
+            yield tag >> 3, start, stop
+        start = stop
+
+
+def _varint(data: bytes, start: int, end: int) -> tuple[int, int]:
+    """(value, where it ends)."""
+    value = 0
+    for place in range(start, min(end, start + 10)):
+        value |= (data[place] & 0x7F) << 7 * (place - start)
+        if data[place] < 0x80:
+            return value & (2**64 - 1), place + 1
+    raise ValueError("truncated or damaged example")
+
+
+def _crc(data: bytes, before: int = 0) -> int:
+    import crc32c
+
+    return crc32c.crc32c(data, before)
+
+
+def _masked(crc: int) -> int:
+    return ((crc >> 15 | crc << 17) + _MASK) & 0xFFFFFFFF

@@ -1,0 +1,131 @@
+"""VTAB's medical pictures: Patch Camelyon and Diabetic Retinopathy.
+
+In: Patch Camelyon's six gzipped HDF5 files; Kaggle's archives of fundus photographs, the labels of train, and those of
+the test that were published later (datasets.md 2.8, 2.11).
+"""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import PurePosixPath
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pipelines.spec.vtab import VtabSource
+from ray_jobs.shards import ImageSize
+from ray_jobs.sources import containers
+from ray_jobs.sources.arrays import hdf5_array, hdf5_rows, hdf5_slice
+from ray_jobs.sources.containers import Member
+from ray_jobs.sources.entries import Files, Listing
+from ray_jobs.sources.vtab import pixels, splits
+from ray_jobs.sources.vtab.splits import Records
+
+PATCH = 96  # pixels a side
+_PCAM = {"train": "train", "validation": "valid", "test": "test"}
+CLASS_NAMES: dict[str, tuple[str, ...]] = {
+    "patch_camelyon": ("no tumour", "tumour"),
+    "diabetic_retinopathy": ("none", "mild", "moderate", "severe", "proliferative"),
+}
+_GRADES = ("0", "1", "2", "3", "4")
+_USAGE = {"Public": "validation", "Private": "test"}
+
+
+def listing(source: VtabSource, files: Files) -> Listing:
+    """The records that VTAB uses. Raises ValueError for files that are not as their authors make them."""
+    names = CLASS_NAMES[source.task]
+    if source.task == "patch_camelyon":
+        parts = {part: _patches(files, part) for part in _PCAM}
+        return splits.listing(
+            source.task, names, parts, image=ImageSize(height=PATCH, width=PATCH, channels=3)
+        )
+    raw = "raw pixels: VTAB's are scaled, sharpened and cropped (btgraham-300); not comparable with published results"
+    note = raw if source.pixels == "raw" else "pixels: btgraham-300, JPEG of quality 72, as TFDS makes them"
+    return splits.listing(source.task, names, _eyes(files), notes=(note,))
+
+
+def rows(source: VtabSource, files: Files, numbers: Sequence[int]) -> Iterator[NDArray[np.uint8]]:
+    """Patch Camelyon's images [96, 96, 3] of these numbers of the listing."""
+    sizes = {part: len(_tumours(files, part)) for part in _PCAM}
+    places = [splits.row_place(sizes, number) for number in numbers]
+    found = np.empty((len(numbers), PATCH, PATCH, 3), np.uint8)  # no more than a shard
+    for part, size in sizes.items():
+        if here := [place for place, (of, _) in enumerate(places) if of == part]:
+            path = containers.local(files, _pcam_file(part, "x"))
+            images = hdf5_array(path, "x", "u1", (size, PATCH, PATCH, 3))
+            found[here] = hdf5_rows(images, [places[place][1] for place in here])
+    yield from found
+
+
+def processed(source: VtabSource, key: str, image: bytes) -> bytes:
+    """A photograph of Diabetic Retinopathy as TFDS's `btgraham-300` has it. Raises ValueError."""
+    return pixels.btgraham(image)
+
+
+# ------------------------------------------------------------------------------------------------- Patch Camelyon
+
+
+def _pcam_file(part: str, array: str) -> str:
+    return f"camelyonpatch_level_2_split_{_PCAM[part]}_{array}.h5.gz"
+
+
+def _patches(files: Files, part: str) -> Records:
+    labels = _tumours(files, part)
+    return Records([f"{_PCAM[part]}_{number}" for number in range(len(labels))], labels.tolist())
+
+
+def _tumours(files: Files, part: str) -> NDArray[np.integer]:
+    """1: a pixel of the inner 32 x 32 is of a tumour."""
+    path = containers.local(files, _pcam_file(part, "y"))
+    return hdf5_slice(hdf5_array(path, "y", None, (None, 1, 1, 1)), np.s_[:]).reshape(-1)
+
+
+# ------------------------------------------------------------------------------------------------- Retinopathy
+
+
+def _eyes(files: Files) -> dict[str, Records]:
+    """The photographs that have a label; the test's labels say which are for validation."""
+    solution = _grades(files, "retinopathy_solution.csv", ("image", "level", "Usage"))
+    if unknown := {row["Usage"] for row in solution.values()} - set(_USAGE):
+        raise ValueError(f"retinopathy_solution.csv has the Usage {min(unknown)!r}, not Public or Private")
+    graded = {"train": _grades(files, "trainLabels.csv.zip", ("image", "level"))}
+    for usage, part in _USAGE.items():
+        graded[part] = {image: row for image, row in solution.items() if row["Usage"] == usage}
+    there = {"train": _photographs(files, "train.zip"), "test": _photographs(files, "test.zip")}
+    there["validation"] = there["test"]
+    return {part: _records(images, there[part]) for part, images in graded.items()}
+
+
+def _records(graded: Mapping[str, Mapping[str, str]], there: Mapping[str, Member]) -> Records:
+    for image, row in graded.items():
+        if row["level"] not in _GRADES:
+            raise ValueError(f"{image} has the level {row['level']!r}, not 0 to 4")
+    labels = [int(row["level"]) for row in graded.values()]
+    return Records(list(graded), labels, [there.get(image) for image in graded])
+
+
+def _grades(files: Files, name: str, columns: tuple[str, ...]) -> dict[str, dict[str, str]]:
+    """The rows of a list of labels, zipped or not, by image."""
+    data = containers.read_file(files, name)
+    if data.startswith(b"PK"):
+        data = containers.read_file(files, f"{name}::{name.removesuffix('.zip')}")
+    try:
+        reader = csv.DictReader(data.decode("utf-8-sig").splitlines(), strict=True)
+        found = {row["image"]: row for row in reader}
+    except (csv.Error, UnicodeDecodeError, KeyError) as error:
+        raise ValueError(f"{name} is not CSV with {', '.join(columns)}: {error}") from error
+    if tuple(reader.fieldnames or ()) != columns or any(
+        None in row or None in row.values() for row in found.values()
+    ):
+        raise ValueError(
+            f"{name} has the columns {reader.fieldnames}, or not all in each row; they are {columns}"
+        )
+    return found
+
+
+def _photographs(files: Files, archive: str) -> dict[str, Member]:
+    """`<number>_left.jpeg` and `<number>_right.jpeg` in any folder, by name without ending."""
+    whole = archive if archive in files else f"{archive}.001"
+    found = ((PurePosixPath(one.path), one) for one in containers.members(files, whole))
+    return {path.stem: one for path, one in found if path.suffix == ".jpeg"}

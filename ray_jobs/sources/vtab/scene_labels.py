@@ -1,0 +1,178 @@
+"""Labels of VTAB's pictures of scenes, CLEVR and KITTI, from what their authors wrote beside the images.
+
+In: CLEVR's list of scenes, a label file and the devkit of KITTI. Out: counts and intervals of distance as the benchmark
+bins them (sheet of data sets, sections 2.12 and 2.14).
+"""
+
+from __future__ import annotations
+
+import codecs
+import json
+import re
+from bisect import bisect_left
+from collections.abc import Iterator, Mapping, Sequence
+from typing import IO, Any
+
+CLEVR_OBJECTS = range(3, 11)  # that a scene may have
+CLEVR_DISTANCES = (0.0, 8.0, 8.5, 9.0, 9.5, 10.0, 100.0)
+KITTI_DISTANCES = (-100.0, 8.0, 20.0, 999.0)  # metres; beyond them is where no vehicle is
+NO_VEHICLE = 1000.0
+VEHICLES = ("Car", "Van", "Truck")  # not Tram
+KITTI_TYPES = (*VEHICLES, "Pedestrian", "Person_sitting", "Cyclist", "Tram", "Misc", "DontCare")
+MAX_SCENE = 2**20  # characters; a real one has some thousand
+_CHUNK = 2**18
+
+
+def interval(value: float, thresholds: Sequence[float]) -> int:
+    """Index of the largest of ascending thresholds that is strictly below the value.
+
+    Raises ValueError where none is, and for what is no number.
+    """
+    found = bisect_left(thresholds, value) - 1
+    if found < 0:
+        raise ValueError(f"{value} is not above {thresholds[0]:g}")
+    return found
+
+
+def clevr_count(scene: Mapping[str, Any]) -> int:
+    """Number of objects less the 3 that every scene has. Raises ValueError for a number that CLEVR has not."""
+    number = len(scene["objects"])
+    if number not in CLEVR_OBJECTS:
+        raise ValueError(f"{scene['image_filename']} has {number} objects, not 3 to 10")
+    return number - CLEVR_OBJECTS.start
+
+
+def clevr_distance(scene: Mapping[str, Any]) -> int:
+    """The interval of the nearest object's depth in the camera's frame. Raises ValueError outside of (0, 100]."""
+    nearest = min(float(one["pixel_coords"][2]) for one in scene["objects"])
+    label = interval(nearest, CLEVR_DISTANCES)
+    if label == len(CLEVR_DISTANCES) - 1:
+        raise ValueError(f"{nearest} is not in (0, 100]")
+    return label
+
+
+def clevr_scenes(file: IO[bytes]) -> Iterator[dict[str, Any]]:
+    """The scenes of a `CLEVR_<split>_scenes.json`, one after the other: the whole does not fit into a small memory.
+
+    Raises ValueError for another JSON, a scene of more than MAX_SCENE characters, one without name or objects.
+    """
+    text = _Json(file)
+    text.expect("{")
+    while True:
+        key = text.value()
+        text.expect(":")
+        if key == "scenes":
+            break
+        text.value()
+        if text.expect(",}") == "}":
+            raise ValueError("has no list of scenes")
+    text.expect("[")
+    while True:
+        scene = text.value()
+        if not isinstance(scene, dict) or not isinstance(scene.get("image_filename"), str):
+            raise ValueError("has a scene without image_filename")
+        if not isinstance(scene.get("objects"), list):
+            raise ValueError(f"has no objects of {scene['image_filename']}")
+        yield scene
+        if text.expect(",]") == "]":
+            return
+
+
+class _Json:
+    """A JSON text of any length, value by value."""
+
+    def __init__(self, file: IO[bytes]) -> None:
+        self._file, self._utf8, self._json = file, codecs.getincrementaldecoder("utf-8")(), json.JSONDecoder()
+        self._text, self._at = "", 0
+
+    def value(self) -> Any:
+        """The value that comes next, which must be of at most MAX_SCENE characters."""
+        self._skip_space()
+        while True:
+            try:
+                value, end = self._json.raw_decode(self._text, self._at)
+            except (json.JSONDecodeError, RecursionError) as error:
+                known = len(self._text) - self._at
+                if known > MAX_SCENE or not self._more():
+                    raise ValueError("is not the JSON of CLEVR's scenes, or is truncated") from error
+                continue
+            # a number at the end of what is known may go on
+            if end < len(self._text) or not self._more():
+                self._at = end
+                return value
+
+    def expect(self, characters: str) -> str:
+        """The character that comes next, which must be one of these."""
+        self._skip_space()
+        found = self._text[self._at : self._at + 1]
+        if not found or found not in characters:
+            raise ValueError("is not the JSON of CLEVR's scenes, or is truncated")
+        self._at += 1
+        return found
+
+    def _skip_space(self) -> None:
+        while True:
+            while self._at < len(self._text) and self._text[self._at] in " \t\r\n":
+                self._at += 1
+            if self._at < len(self._text) or not self._more():
+                return
+
+    def _more(self) -> bool:
+        chunk = self._file.read(_CHUNK)
+        if not chunk:
+            return False
+        self._text, self._at = self._text[self._at :] + self._utf8.decode(chunk), 0
+        return True
+
+
+# ------------------------------------------------------------------------------------------------- KITTI
+
+
+def kitti_label(text: str) -> int:
+    """The interval of the nearest vehicle's distance (z, in the camera's frame); 3: there is no vehicle.
+
+    `text` is a label file: a line an object, 15 columns, type first, location x y z in 11 to 13. Raises ValueError.
+    """
+    depths = [NO_VEHICLE]
+    for line in text.splitlines():
+        columns = line.split()
+        if not columns:
+            continue
+        if len(columns) != 15 or columns[0] not in KITTI_TYPES:
+            raise ValueError(f"{line!r} is not the label of an object: 15 columns, the first a type")
+        if columns[0] in VEHICLES:
+            depths.append(float(columns[13]))
+    return interval(min(depths), KITTI_DISTANCES)
+
+
+def kitti_drives(rand: str, mapping: str) -> list[str]:
+    """The drive in which each training image was recorded, by its number.
+
+    `rand` is the devkit's train_rand.txt: image i is in line rand[i], counted from 1, of `mapping`, its
+    train_mapping.txt, whose lines are date, drive, frame. Raises ValueError.
+    """
+    lines = mapping.splitlines()
+    drives = []
+    for number in re.split(r"[\s,]+", rand.strip().strip(",")):
+        if not number.isdecimal() or not 1 <= int(number) <= len(lines):
+            raise ValueError(f"train_rand.txt has {number[:20]!r}, not a line of train_mapping.txt")
+        columns = lines[int(number) - 1].split()
+        if len(columns) != 3:
+            raise ValueError(f"line {number} of train_mapping.txt is not date, drive, frame")
+        drives.append(columns[1])
+    return drives
+
+
+def _drives(date: str, numbers: str) -> frozenset[str]:
+    return frozenset(f"{date}_drive_{number}_sync" for number in numbers.split())
+
+
+# As TFDS draws them (NumPy's legacy seed 123, 14 test drives of the 141 sorted names, then 14 of the others).
+TEST_DRIVES = (
+    _drives("2011_09_26", "0001 0011 0070 0087")
+    | _drives("2011_09_28", "0001 0070 0094 0102 0154 0167 0185 0199 0204")
+    | _drives("2011_10_03", "0047")
+)
+VALIDATION_DRIVES = _drives("2011_09_26", "0027 0035 0052 0057 0079 0084") | _drives(
+    "2011_09_28", "0016 0021 0043 0138 0143 0146 0162 0165"
+)

@@ -1,0 +1,169 @@
+"""VTAB's pictures of scenes: CLEVR (count, distance), KITTI (distance of the nearest vehicle), DMLab.
+
+In: CLEVR's zip; KITTI's zips of images and labels and its devkit; DMLab's tar of TFRecord files (datasets.md 2.12 to
+2.14). Their labels are made in `scene_labels`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import PurePosixPath
+from typing import IO, Any, cast
+
+from pipelines.spec.vtab import VtabSource
+from ray_jobs.sources import containers
+from ray_jobs.sources.containers import Member
+from ray_jobs.sources.entries import Files, Listing, table
+from ray_jobs.sources.examples import feature_range, parse_example, tfrecords
+from ray_jobs.sources.vtab import archives, pixels, scene_labels, splits
+from ray_jobs.sources.vtab.splits import Records
+
+CLASS_NAMES: dict[str, tuple[str, ...]] = {
+    "clevr_count": tuple(f"{number} objects" for number in scene_labels.CLEVR_OBJECTS),
+    "clevr_dist": ("to 8", "8 to 8.5", "8.5 to 9", "9 to 9.5", "9.5 to 10", "10 to 100"),
+    "kitti": ("to 8 m", "8 to 20 m", "beyond 20 m", "no vehicle"),
+    "dmlab": tuple(map(str, range(6))),
+}
+_CLEVR = "CLEVR_v1.0.zip"
+_CLEVR_LABELS: Mapping[str, Callable[[Mapping[str, Any]], int]] = {
+    "clevr_count": scene_labels.clevr_count,
+    "clevr_dist": scene_labels.clevr_distance,
+}
+_CLEVR_PARTS = {"train": "train", "validation": "val"}  # there are no scenes of its test
+_Row = tuple[str, int, Member | None]  # key, label, where its bytes are
+_DMLAB = "dmlab.tar.gz"
+_DMLAB_FILE = re.compile(r"dmlab-(train|validation|test)\.tfrecord")
+
+
+def listing(source: VtabSource, files: Files) -> Listing:
+    """The records that VTAB uses. Raises ValueError for files that are not as their authors make them."""
+    if source.task == "kitti":
+        parts = _kitti(files)
+    elif source.task == "dmlab":
+        parts = _dmlab(files)
+    else:
+        parts = _clevr(files, _CLEVR_LABELS[source.task])
+    return splits.listing(source.task, CLASS_NAMES[source.task], parts)
+
+
+def processed(source: VtabSource, key: str, image: bytes) -> bytes:
+    """CLEVR's images without their alpha. Raises ValueError."""
+    return pixels.without_alpha(image) if source.task in _CLEVR_LABELS else image
+
+
+def _clevr(files: Files, label: Callable[[Mapping[str, Any]], int]) -> dict[str, Records]:
+    """Scenes and images are paired by name: neither list is in the order of the other."""
+    images = {PurePosixPath(path).name: one for path, one in archives.by_path(files, _CLEVR).items()}
+    parts = {}
+    for part, name in _CLEVR_PARTS.items():
+        scenes = f"{_CLEVR}::CLEVR_v1.0/scenes/CLEVR_{name}_scenes.json"
+        try:
+            with containers.local(files, scenes).open("rb") as file:
+                named = ((scene["image_filename"], scene) for scene in scene_labels.clevr_scenes(file))
+                parts[part] = _records([(key, label(scene), images.get(key)) for key, scene in named])
+        except (ValueError, KeyError, IndexError, TypeError) as error:
+            raise ValueError(f"{scenes}: {error}") from error
+    return parts
+
+
+def _kitti(files: Files) -> dict[str, Records]:
+    """The images of `training`, by the drive in which each was recorded."""
+    images = _numbered(files, "data_object_image_2.zip", "training/image_2", ".png")
+    annotations = _numbered(files, "data_object_label_2.zip", "training/label_2", ".txt")
+    rand, mapping = (
+        containers.read_file(files, f"devkit_object.zip::mapping/{name}.txt").decode()
+        for name in ("train_rand", "train_mapping")
+    )
+    drives = scene_labels.kitti_drives(rand, mapping)
+    if lost := [number for number in range(len(drives)) if number not in annotations]:
+        raise ValueError(f"data_object_label_2.zip has no training/label_2/{lost[0]:06d}.txt")
+    found: dict[str, list[_Row]] = {part: [] for part in splits.PARTS}
+    texts = _texts(files, [annotations[number] for number in range(len(drives))])
+    for number, (drive, text) in enumerate(zip(drives, texts, strict=True)):
+        try:
+            label = scene_labels.kitti_label(text)
+        except ValueError as error:
+            raise ValueError(f"data_object_label_2.zip: {number:06d}.txt: {error}") from error
+        found[_part(drive)].append((f"{number:06d}.png", label, images.get(number)))
+    return {part: _records(rows) for part, rows in found.items()}
+
+
+def _part(drive: str) -> str:
+    if drive in scene_labels.TEST_DRIVES:
+        return "test"
+    return "validation" if drive in scene_labels.VALIDATION_DRIVES else "train"
+
+
+def _numbered(files: Files, archive: str, folder: str, ending: str) -> dict[int, Member]:
+    """The files `<folder>/<6 digits><ending>` of an archive, by number."""
+    name = re.compile(rf"(.*/)?{folder}/(\d{{6}}){re.escape(ending)}")
+    found = ((name.fullmatch(one.path), one) for one in containers.members(files, archive))
+    return {int(match[2]): one for match, one in found if match}
+
+
+def _texts(files: Files, members: list[Member]) -> list[str]:
+    texts = []
+    found = containers.read(files, table(one._asdict() for one in members))
+    for member, data in zip(members, found, strict=True):
+        if isinstance(data, ValueError):
+            raise ValueError(f"{member.file}: {member.path}: {data}") from data
+        texts.append(data.decode())
+    return texts
+
+
+def _dmlab(files: Files) -> dict[str, Records]:
+    """The images inside the records of each TFRecord file: byte ranges of the unpacked tar."""
+    found: dict[str, list[_Row]] = {part: [] for part in splits.PARTS}
+    with containers.local(files, _DMLAB).open("rb") as tar:
+        for member in containers.members(files, _DMLAB):
+            match = _DMLAB_FILE.match(PurePosixPath(member.path).name)
+            if match is None:
+                continue
+            try:
+                found[match[1]] += _examples(tar, member)
+            except ValueError as error:
+                raise ValueError(f"{_DMLAB}: {member.path}: {error}") from error
+    if not any(found.values()):
+        raise ValueError(f"{_DMLAB} has no file dmlab-<split>.tfrecord-...")
+    return {part: _records(rows) for part, rows in found.items()}
+
+
+def _examples(tar: IO[bytes], file: Member) -> Iterator[_Row]:
+    """Name, label and place in the tar of the image of each record of a TFRecord file in it."""
+    for start, length in tfrecords(cast(IO[bytes], _Window(tar, file.offset, file.length))):
+        if length > containers.MAX_IMAGE_BYTES:
+            raise ValueError(f"has a record of {length:,} bytes")
+        tar.seek(file.offset + start)
+        data = tar.read(length)
+        features = parse_example(data)
+        names, labels = features.get("filename", []), features.get("label", [])
+        if len(names) != 1 or len(labels) != 1 or not isinstance(names[0], bytes):
+            raise ValueError(
+                f"has a record of {', '.join(sorted(features))}, not one filename, label and image"
+            )
+        offset, size = feature_range(data, "image")
+        key = names[0].decode()
+        yield key, int(labels[0]), Member(key, file.file, file.offset + start + offset, size, "stored", size)
+
+
+class _Window:
+    """A part of a file, to be read as if it were one."""
+
+    def __init__(self, file: IO[bytes], offset: int, length: int) -> None:
+        self._file, self._offset, self._length, self._at = file, offset, length, 0
+
+    def seek(self, place: int) -> None:
+        self._at = place
+
+    def read(self, size: int) -> bytes:
+        self._file.seek(self._offset + self._at)
+        data = self._file.read(min(size, max(self._length - self._at, 0)))
+        self._at += len(data)
+        return data
+
+
+def _records(found: Sequence[_Row]) -> Records:
+    return Records(
+        [key for key, _, _ in found], [label for _, label, _ in found], [place for *_, place in found]
+    )

@@ -1,0 +1,203 @@
+"""VTAB's rendered objects: dSprites (location, orientation) and SmallNORB (azimuth, elevation).
+
+In: dSprites' HDF5 file or its npz twin, SmallNORB's six files of binary matrices, packed or not. Out: grey images of
+64 and 96 pixels a side (datasets.md 2.15, 2.16).
+"""
+
+from __future__ import annotations
+
+import struct
+import zipfile
+import zlib
+from collections.abc import Iterator, Sequence
+from functools import lru_cache
+from pathlib import Path
+from typing import cast
+
+import numpy as np
+from numpy.typing import NDArray
+
+from pipelines.spec.vtab import VtabSource
+from ray_jobs.shards import ImageSize
+from ray_jobs.sources import containers
+from ray_jobs.sources.arrays import MAX_BLOCK, hdf5_array, hdf5_slice, read_norb, read_npz
+from ray_jobs.sources.entries import Files, Listing
+from ray_jobs.sources.vtab import splits
+from ray_jobs.sources.vtab.splits import Records
+
+SPRITE, NORB = 64, 96  # pixels a side
+_DSPRITES = "dsprites_ndarray_co1sh3sc6or40x32y32_64x64.hdf5"
+_NORB_FILES = {
+    "train": "smallnorb-5x46789x9x18x6x2x96x96-training",
+    "test": "smallnorb-5x01235x9x18x6x2x96x96-testing",
+}
+_LATENTS = (1, 3, 6, 40, 32, 32)  # colour, shape, scale, orientation, x, y
+_ORIENTATION, _X = 3, 4  # columns of dSprites' latents
+_ELEVATION, _AZIMUTH = 1, 2  # columns of SmallNORB's info
+_BLOCK = 2**25  # bytes of images that are read at once
+
+
+def location(x: NDArray[np.int64]) -> NDArray[np.int64]:
+    """dSprites-Location: 32 positions along x in 16 classes of 2."""
+    return x // 2
+
+
+def orientation(number: NDArray[np.int64]) -> NDArray[np.int64]:
+    """dSprites-Orientation: 40 turns in 16 classes of 3 and 2 by turns: 0, 0, 0, 1, 1, 2, 2, 2, 3, 3, ..."""
+    return number * 2 // 5
+
+
+CLASS_NAMES: dict[str, tuple[str, ...]] = {
+    "dsprites_loc": tuple(f"x {2 * number} to {2 * number + 1}" for number in range(16)),
+    "dsprites_ori": tuple(
+        f"turn {-(-5 * number // 2)} to {-(-5 * (number + 1) // 2) - 1}" for number in range(16)
+    ),
+    "smallnorb_azi": tuple(f"{20 * number} degrees" for number in range(18)),
+    "smallnorb_ele": tuple(f"{30 + 5 * number} degrees" for number in range(9)),
+}
+
+
+def listing(source: VtabSource, files: Files) -> Listing:
+    """The records that VTAB uses. Raises ValueError for files that are not as their authors make them."""
+    names = CLASS_NAMES[source.task]
+    if source.task.startswith("dsprites"):
+        latents = _latents(containers.local(files, _DSPRITES))
+        label = (
+            location(latents[:, _X])
+            if source.task == "dsprites_loc"
+            else orientation(latents[:, _ORIENTATION])
+        )
+        parts = {"train": Records(range(len(label)), label.tolist())}
+        side = SPRITE
+    else:
+        parts = {part: _norb_records(source, files, part) for part in _NORB_FILES}
+        side = NORB
+    image = ImageSize(height=side, width=side, channels=1)
+    return splits.listing(source.task, names, parts, image=image)
+
+
+def rows(source: VtabSource, files: Files, numbers: Sequence[int]) -> Iterator[NDArray[np.uint8]]:
+    """The images [h, w, 1] of these numbers of the listing: dSprites' 0 and 1 as 0 and 255, NORB's first camera."""
+    if source.task.startswith("dsprites"):
+        known, packed = _sprites(source, containers.local(files, _DSPRITES))
+        for place in np.searchsorted(known, numbers):
+            yield np.unpackbits(packed[place]).reshape(SPRITE, SPRITE, 1) * np.uint8(255)
+        return
+    sizes = {part: len(_norb_info(files, part)) for part in _NORB_FILES}
+    places = [splits.row_place(sizes, number) for number in numbers]
+    images = {
+        part: _norb_images(
+            containers.local(files, f"{_NORB_FILES[part]}-dat.mat.gz"),
+            sizes[part],
+            [row for of, row in places if of == part],
+        )
+        for part in sizes
+    }
+    for part, _ in places:
+        yield next(images[part])
+
+
+# ------------------------------------------------------------------------------------------------- dSprites
+
+
+def _is_npz(path: Path) -> bool:
+    with path.open("rb") as file:
+        return file.read(4) == b"PK\3\4"
+
+
+def _latents(path: Path) -> NDArray[np.int64]:
+    """Latent classes [n, 6]; raises ValueError for one out of its range."""
+    if _is_npz(path):
+        found = read_npz(path, ["latents_classes"])["latents_classes"]
+    else:
+        found = hdf5_slice(hdf5_array(path, "latents/classes", "<i8", (None, 6)), np.s_[:])
+    if found.dtype != np.int64 or found.ndim != 2 or found.shape[1] != 6 or not len(found):
+        raise ValueError(f"{path.name}: latent classes are {found.dtype} {found.shape}, not int64 [n, 6]")
+    if found.min() < 0 or (found.max(0) >= _LATENTS).any():
+        raise ValueError(f"{path.name}: latent classes reach {found.max(0).tolist()}; there are {_LATENTS}")
+    return cast(NDArray[np.int64], found)
+
+
+@lru_cache(maxsize=1)  # a task reads several shards of one source
+def _sprites(source: VtabSource, path: Path) -> tuple[NDArray[np.int64], NDArray[np.uint8]]:
+    """Numbers, ascending, and bits [n, 512] of the images that VTAB uses: 40 MB of the 3 GB that the file unpacks to.
+
+    The file is read once from end to end, in blocks: it is packed so that no image can be had alone (npz), or only at
+    the price of many others (HDF5, whose chunks may be some pixels of thousands of images).
+    """
+    size = len(_latents(path))
+    chosen, _ = splits.used(source.task, {"train": range(size)})
+    numbers = np.array(sorted(one.number for one in chosen))
+    packed, start = [], 0
+    for block in _npz_blocks(path, size) if _is_npz(path) else _hdf5_blocks(path, size):
+        if block.max() > 1:
+            raise ValueError(f"{path.name} has pixels of {block.max()}; dSprites' are 0 and 1")
+        first, last = np.searchsorted(numbers, (start, start + len(block)))
+        packed.append(np.packbits(block.reshape(len(block), -1)[numbers[first:last] - start], axis=1))
+        start += len(block)
+    return numbers, np.concatenate(packed)
+
+
+def _hdf5_blocks(path: Path, size: int) -> Iterator[NDArray[np.uint8]]:
+    """The images [n, 64, 64], whole chunks of them at a time."""
+    images = hdf5_array(path, "imgs", "u1", (size, SPRITE, SPRITE))
+    of_chunk = images.chunks[0] if images.chunks else 1
+    length = min(max(_BLOCK // SPRITE**2 // of_chunk, 1) * of_chunk, MAX_BLOCK // SPRITE**2)
+    for start in range(0, size, length):
+        yield hdf5_slice(images, np.s_[start : start + length])
+
+
+def _npz_blocks(path: Path, size: int) -> Iterator[NDArray[np.uint8]]:
+    """The images [n, 64, 64] out of the stream of `imgs.npy`; raises ValueError for another array, or a damaged one."""
+    from numpy.lib import format as npy
+
+    try:
+        with zipfile.ZipFile(path) as archive, archive.open("imgs.npy") as file:
+            version = npy.read_magic(file)
+            read = npy.read_array_header_1_0 if version == (1, 0) else npy.read_array_header_2_0
+            shape, fortran, dtype = read(file)
+            if (shape, fortran, dtype) != ((size, SPRITE, SPRITE), False, np.dtype("u1")):
+                raise ValueError(f"imgs is {dtype} {shape}, not uint8 {(size, SPRITE, SPRITE)}")
+            for start in range(0, size, _BLOCK // SPRITE**2):
+                length = min(_BLOCK // SPRITE**2, size - start) * SPRITE**2
+                data = file.read(length)
+                if len(data) < length:
+                    raise ValueError("imgs is truncated")
+                yield np.frombuffer(data, np.uint8).reshape(-1, SPRITE, SPRITE)
+    except (KeyError, ValueError, OSError, EOFError, RuntimeError, zipfile.BadZipFile, zlib.error) as error:
+        raise ValueError(f"{path.name} is not dSprites' npz, or damaged: {error}") from error
+
+
+# ------------------------------------------------------------------------------------------------- SmallNORB
+
+
+def _norb_info(files: Files, part: str) -> NDArray[np.int32]:
+    """Instance, elevation, azimuth and lighting [n, 4] of the pairs of one of SmallNORB's two files."""
+    name = f"{_NORB_FILES[part]}-info.mat.gz"
+    info = read_norb(containers.read_file(files, name))
+    if info.dtype != np.dtype("<i4") or info.ndim != 2 or info.shape[1] != 4:
+        raise ValueError(f"{name} is {info.dtype} {info.shape}, not int32 [n, 4]")
+    return info
+
+
+def _norb_records(source: VtabSource, files: Files, part: str) -> Records:
+    info = _norb_info(files, part)
+    if source.task == "smallnorb_ele":
+        return Records(range(len(info)), info[:, _ELEVATION].tolist())
+    if (info[:, _AZIMUTH] % 2).any():
+        raise ValueError(f"{_NORB_FILES[part]}-info.mat.gz has an odd azimuth; they are 0, 2, ... 34")
+    return Records(range(len(info)), (info[:, _AZIMUTH] // 2).tolist())
+
+
+def _norb_images(path: Path, size: int, numbers: Sequence[int]) -> Iterator[NDArray[np.uint8]]:
+    """The first camera's images of these pairs out of a matrix uint8 [size, 2, 96, 96]."""
+    header = struct.pack("<6i", 0x1E3D4C55, 4, size, 2, NORB, NORB)
+    with path.open("rb") as file:
+        if file.read(len(header)) != header:
+            raise ValueError(f"{path.name} is not a matrix of {size} pairs of uint8 {NORB} x {NORB}")
+        for number in numbers:
+            file.seek(len(header) + number * 2 * NORB**2)
+            data = file.read(NORB**2)
+            if len(data) < NORB**2:
+                raise ValueError(f"{path.name} is truncated: it ends in pair {number}")
+            yield np.frombuffer(data, np.uint8).reshape(NORB, NORB, 1)

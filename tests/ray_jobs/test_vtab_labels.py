@@ -1,0 +1,182 @@
+"""How VTAB bins the labels of its structured tasks: the intervals at their boundaries (datasets.md 2.12-2.16)."""
+
+import io
+import json
+import random
+
+import numpy as np
+import pytest
+
+from ray_jobs.sources.vtab.scene_labels import (
+    CLEVR_DISTANCES,
+    KITTI_DISTANCES,
+    TEST_DRIVES,
+    VALIDATION_DRIVES,
+    clevr_count,
+    clevr_distance,
+    clevr_scenes,
+    interval,
+    kitti_drives,
+    kitti_label,
+)
+from ray_jobs.sources.vtab.splits import hash_order
+from ray_jobs.sources.vtab.synthetic import CLASS_NAMES, location, orientation
+from tests.hostile import refused
+
+
+@pytest.mark.slow
+def test_dsprites_has_the_sheets_labels() -> None:
+    """The first 12 of train800, from the keys alone: a record's number says its latents, y fastest."""
+    first = hash_order("train", range(737_280))[:12]
+    _, _, _, turns, xs, _ = np.unravel_index(first, (1, 3, 6, 40, 32, 32))
+    assert location(xs).tolist() == [0, 0, 7, 6, 7, 11, 7, 5, 6, 14, 5, 3]
+    assert orientation(turns).tolist() == [6, 8, 0, 7, 9, 12, 14, 1, 14, 15, 3, 13]
+
+
+def test_dsprites_bins_are_even_for_location_and_uneven_for_orientation() -> None:
+    assert np.bincount(location(np.arange(32))).tolist() == [2] * 16
+    turns = orientation(np.arange(40))
+    assert turns[:10].tolist() == [0, 0, 0, 1, 1, 2, 2, 2, 3, 3]
+    assert np.bincount(turns).tolist() == [3, 2] * 8
+    assert turns.tolist() == [int(turn / 2.5) for turn in range(40)]
+    for label, name in enumerate(CLASS_NAMES["dsprites_ori"]):
+        members = np.flatnonzero(turns == label)
+        assert name == f"turn {members[0]} to {members[-1]}"
+
+
+def scene(*depths: float) -> dict[str, object]:
+    objects = [{"pixel_coords": [10, 20, depth], "3d_coords": [0, 0, 1], "color": "red"} for depth in depths]
+    return {
+        "image_filename": "CLEVR_train_000000.png",
+        "objects": objects,
+        "relationships": {"left": [[1], []]},
+    }
+
+
+@pytest.mark.parametrize(
+    ("depth", "label"),
+    [
+        *((0.001, 0), (8, 0), (8.001, 1), (8.5, 1), (8.501, 2), (9, 2), (9.001, 3), (9.5, 3)),
+        *((9.501, 4), (10, 4), (10.001, 5), (100, 5)),
+    ],
+)
+def test_clevrs_intervals_have_their_upper_end(depth: float, label: int) -> None:
+    assert clevr_distance(scene(depth + 3, depth, 200)) == label
+
+
+@pytest.mark.parametrize("depth", [0, -1, 100.001, float("nan")])
+def test_clevr_has_no_other_distances(depth: float) -> None:
+    with pytest.raises(ValueError, match="is not"):
+        clevr_distance(scene(depth))
+
+
+def test_clevr_counts_from_three_to_ten() -> None:
+    assert [clevr_count(scene(*range(1, number + 1))) for number in range(3, 11)] == list(range(8))
+    for number in (2, 11):
+        with pytest.raises(ValueError, match=f"has {number} objects, not 3 to 10"):
+            clevr_count(scene(*range(1, number + 1)))
+
+
+class Trickle(io.BytesIO):
+    """A file that gives a few bytes at a time, whatever it is asked for."""
+
+    def read(self, size: int | None = -1) -> bytes:
+        return super().read(random.Random(self.tell()).randrange(1, 9))
+
+
+@pytest.mark.parametrize("indent", [None, 1])
+@pytest.mark.parametrize("first", [True, False])
+def test_scenes_are_read_one_after_the_other(indent: int | None, first: bool) -> None:
+    given = [
+        scene(1.5, 12) | {"image_filename": f"ü{number}\\.png", "image_index": number} for number in range(5)
+    ]
+    others = {"info": {"scenes": [1, {"a": "]}"}], "version": "1.0"}, "number": 12345}
+    whole = {"scenes": given} | others if first else others | {"scenes": given}
+    text = json.dumps(whole, indent=indent, ensure_ascii=False).encode()
+    assert list(clevr_scenes(io.BytesIO(text))) == given
+    assert list(clevr_scenes(Trickle(text))) == given
+
+
+def test_other_json_is_refused() -> None:
+    text = json.dumps({"info": {}, "scenes": [scene(1.0)] * 3}).encode()
+    for size in range(len(text) - 1):
+        with pytest.raises(ValueError, match="is not the JSON of CLEVR's scenes, or is truncated"):
+            list(clevr_scenes(io.BytesIO(text[:size])))
+    for data, message in (
+        (b'{"info": 1}', "no list of scenes"),
+        (b'{"scenes": {}}', "is not the JSON"),
+        (b"[" * 100_000, "is not the JSON"),
+        (b'{"scenes": [' + b"[" * 100_000, "is not the JSON"),
+        (b'{"scenes": [{"objects": []}]}', "without image_filename"),
+        (b'{"scenes": [{"image_filename": "a.png"}]}', "no objects of a.png"),
+        (b'{"scenes": ["' + b"a" * 2**22 + b'"]}', "is not the JSON"),
+        (b'{"scenes": [\xff\xff]}', "codec"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            list(clevr_scenes(io.BytesIO(data)))
+
+
+def line(kind: str, z: float) -> str:
+    return f"{kind} 0.00 0 -1.58 587.01 173.33 614.12 200.12 1.65 1.67 3.64 -0.65 1.71 {z:.2f} -1.59"
+
+
+@pytest.mark.parametrize(
+    ("objects", "label"),
+    [
+        *(([("Car", z)], label) for z, label in ((8, 0), (8.01, 1), (20, 1), (20.01, 2), (150, 2), (-3, 0))),
+        ([("Van", 30), ("Truck", 12)], 1),
+        ([("Tram", 5), ("Pedestrian", 2), ("Person_sitting", 2), ("Cyclist", 3), ("Misc", 1)], 3),
+        ([("DontCare", -1000), ("Car", 25)], 2),
+        ([], 3),
+    ],
+)
+def test_kittis_label_is_the_nearest_vehicle(objects: list[tuple[str, float]], label: int) -> None:
+    assert kitti_label("".join(line(*one) + "\n" for one in objects)) == label
+
+
+@pytest.mark.parametrize(
+    "text", ["Car 1 2 3", line("Lorry", 3), line("Car", 3) + " 0.9", line("Car", 3).replace("3.00", "x")]
+)
+def test_other_lines_are_refused(text: str) -> None:
+    with pytest.raises(ValueError, match=r"15 columns|could not convert"):
+        kitti_label(text)
+
+
+def test_kittis_drives_come_through_both_lists() -> None:
+    mapping = "".join(
+        f"2011_09_26 2011_09_26_drive_{drive} {frame:010d}\n"
+        for drive, frame in (("0001_sync", 5), ("0002_sync", 7), ("0001_sync", 9))
+    )
+    drives = kitti_drives("3,1,2,2\n", mapping)
+    assert [drive[-9:-5] for drive in drives] == ["0001", "0001", "0002", "0002"]
+    for rand, message in (("0,1", "'0'"), ("4", "'4'"), ("1,x", "'x'"), ("", "''")):
+        with pytest.raises(ValueError, match=f"has {message}, not a line"):
+            kitti_drives(rand, mapping)
+    with pytest.raises(ValueError, match=r"line 1 of train_mapping\.txt"):
+        kitti_drives("1", "2011_09_26 0001")
+
+
+def test_kitti_has_14_drives_for_each_of_validation_and_test() -> None:
+    assert len(TEST_DRIVES) == len(VALIDATION_DRIVES) == 14
+    assert not TEST_DRIVES & VALIDATION_DRIVES
+    assert "2011_10_03_drive_0047_sync" in TEST_DRIVES
+    assert "2011_09_28_drive_0165_sync" in VALIDATION_DRIVES
+
+
+def test_an_interval_is_the_index_of_the_largest_threshold_below() -> None:
+    """As VTAB's code has it: the last index where threshold - value < 0."""
+    for thresholds in (CLEVR_DISTANCES, KITTI_DISTANCES):
+        for value in np.concatenate([np.linspace(0.01, 120, 500), np.array(thresholds) + 0.25]):
+            assert interval(value, thresholds) == np.flatnonzero(np.array(thresholds) - value < 0).max()
+
+
+@pytest.mark.slow
+def test_of_damaged_labels_only_value_errors_come() -> None:
+    scenes = json.dumps({"info": {}, "scenes": [scene(1.0, 2.0, 3.0)] * 3}).encode()
+    assert refused(lambda data: list(clevr_scenes(io.BytesIO(data))), scenes, 3000) > 1000
+    text = (line("Car", 8) + "\n" + line("DontCare", -1000)).encode()
+    assert refused(lambda data: kitti_label(data.decode()), text, 3000) > 500
+    mapping = b"2011_09_26 2011_09_26_drive_0001_sync 0000000005\n" * 30
+    rand = b",".join(b"%d" % number for number in range(1, 31))
+    assert refused(lambda data: kitti_drives(data.decode(), mapping.decode()), rand, 3000) > 500
+    assert refused(lambda data: kitti_drives(rand.decode(), data.decode()), mapping, 3000) > 100
