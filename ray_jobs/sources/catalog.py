@@ -10,10 +10,18 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from pipelines.spec import Source
-from ray_jobs.sources import containers, digits, folder, glyphs, idx
+from ray_jobs.sources import containers, digits, folder, glyphs, idx, imagenet, imagenet21k, webdataset
 from ray_jobs.sources.entries import Files, Listing
 
-_MODULES = {"digits": digits, "folder": folder, "glyphs": glyphs, "idx": idx}
+_MODULES = {
+    "digits": digits,
+    "folder": folder,
+    "glyphs": glyphs,
+    "idx": idx,
+    "imagenet": imagenet,
+    "imagenet21k": imagenet21k,
+    "webdataset": webdataset,
+}
 
 
 class _Rows(Protocol):

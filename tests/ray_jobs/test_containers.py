@@ -1,4 +1,4 @@
-"""Archives of every form: each member's bytes come back from its range; what is hostile is refused and harms nothing."""
+"""Archives of every form: each member comes back from its range; what is hostile is refused and harms nothing."""
 
 import bz2
 import gzip
@@ -40,9 +40,9 @@ def read_all(files: Mapping[str, str], file: str) -> dict[str, bytes | ValueErro
 
 
 FORMS: dict[str, Callable[[Mapping[str, bytes]], bytes]] = {
-    "ustar": lambda given: tar(given, format=tarfile.USTAR_FORMAT),
-    "gnu": lambda given: tar({"long/" * 40 + "x": b"long"} | given, format=tarfile.GNU_FORMAT),
-    "pax": lambda given: tar({"ü/" * 80 + "x": b"long"} | given, format=tarfile.PAX_FORMAT),
+    "ustar": lambda given: tar(given, form=tarfile.USTAR_FORMAT),
+    "gnu": lambda given: tar({"long/" * 40 + "x": b"long"} | given, form=tarfile.GNU_FORMAT),
+    "pax": lambda given: tar({"ü/" * 80 + "x": b"long"} | given, form=tarfile.PAX_FORMAT),
     "gz": lambda given: tar(given, "w:gz"),
     "bz2": lambda given: tar(given, "w:bz2"),
     "xz": lambda given: tar(given, "w:xz"),
