@@ -10,12 +10,14 @@ the list of validation labels to WNIDs, and nowhere else (data sheet, 3.1).
 
 from __future__ import annotations
 
-import io
 import json
 import re
 from collections.abc import Iterable, Iterator
 from pathlib import PurePosixPath
 from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
 
 from pipelines.spec.archives import (
     IMAGENET_DEVKIT,
@@ -25,6 +27,7 @@ from pipelines.spec.archives import (
     ImageNetSource,
 )
 from ray_jobs.sources import hash_fraction
+from ray_jobs.sources.arrays import read_mat
 from ray_jobs.sources.containers import Member, contents, each_contents, members, read_file, read_member
 from ray_jobs.sources.entries import Bad, Files, Listing, place, table
 
@@ -117,22 +120,24 @@ def read_devkit(files: Files) -> Devkit:
 
 def _leaves(where: str, data: bytes) -> dict[int, tuple[str, str]]:
     """ILSVRC2012_ID -> (WNID, words) of the synsets without children, out of meta.mat's struct array `synsets`."""
-    from scipy.io import loadmat
-
-    file: Any = io.BytesIO(data)
     try:
-        synsets = loadmat(file, squeeze_me=True, variable_names=["synsets"])["synsets"]
+        synsets = np.ravel(read_mat(data)["synsets"])
         rows = [
-            (int(one["ILSVRC2012_ID"]), str(one["WNID"]), str(one["words"]))
+            (int(_only(one["ILSVRC2012_ID"])), str(_only(one["WNID"])), str(_only(one["words"])))
             for one in synsets
-            if not int(one["num_children"])
+            if not int(_only(one["num_children"]))
         ]
-    # scipy's reader raises whatever its parsing trips over
-    except Exception as error:
+    except (ValueError, KeyError, IndexError, TypeError) as error:
         raise ValueError(f"{where}: meta.mat is damaged, or has no synsets: {error}") from error
     if len({wnid for _, wnid, _ in rows}) != len(rows) or len({number for number, *_ in rows}) != len(rows):
         raise ValueError(f"{where}: meta.mat has a synset twice")
     return {number: (wnid, words) for number, wnid, words in rows}
+
+
+def _only(value: NDArray[Any]) -> Any:
+    """The one number or text of a field, which MATLAB has in an array."""
+    (only,) = np.ravel(value)
+    return only
 
 
 def _real_labels(files: Files, images: int, classes: int) -> list[list[int]] | None:

@@ -1,72 +1,23 @@
 """ImageNet-1k and 21k from archives in their authors' format: classes by rank of WNID, ReaL, what does not fit."""
 
 import gzip
-import io
 import json
 import os
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
-import numpy as np
 import pytest
-from scipy.io import savemat
 
 from pipelines.spec import ImageNet21kSource, ImageNetSource, RecipeError
 from ray_jobs.sources import catalog
 from ray_jobs.sources.entries import Listing
 from tests.archives import image, tar
+from tests.imagenet import SYNSETS, TRUTH, train_tar, write
 from tests.s3 import Server, used
 
-# ILSVRC2012_ID is not the rank: the devkit numbers them otherwise, and synsets above the leaves follow
-SYNSETS = (
-    (1, "n02119789", "kit fox, Vulpes macrotis"),
-    (2, "n01440764", "tench, Tinca tinca"),
-    (3, "n02012849", "crane"),
-    (4, "n03126707", "crane"),
-)
 RANKED = ("n01440764", "n02012849", "n02119789", "n03126707")
-TRUTH = (2, 2, 1, 4, 3, 1)  # IDs of val images 1, 2, ...
 REAL = [[0], [], [2, 1], [3], [1], []]
-
-
-def devkit() -> bytes:
-    fields = [("ILSVRC2012_ID", "O"), ("WNID", "O"), ("words", "O"), ("gloss", "O"), ("num_children", "O")]
-    rows = [(number, wnid, words, "what it is", 0) for number, wnid, words in SYNSETS]
-    rows.append((5, "n00001740", "entity", "all of it", 4))
-    synsets = np.array(rows, fields).reshape(-1, 1)
-    file = io.BytesIO()
-    savemat(file, {"synsets": synsets})
-    folder = "ILSVRC2012_devkit_t12"
-    truth = "".join(f"{number}\n" for number in TRUTH).encode()
-    names = {f"{folder}/": b"", f"{folder}/readme.txt": b"read me", f"{folder}/data/": b""}
-    names |= {f"{folder}/data/meta.mat": file.getvalue()}
-    names |= {f"{folder}/data/ILSVRC2012_validation_ground_truth.txt": truth}
-    return tar(names, "w:gz")
-
-
-def train_tar(images: int = 30) -> bytes:
-    """As theirs, a tar of tars, in an order of its own."""
-    return tar(
-        {
-            f"{wnid}.tar": tar({f"{wnid}_{i}.JPEG": image(number * 1000 + i) for i in range(images)})
-            for number, wnid, _ in SYNSETS
-        }
-    )
-
-
-def val_tar() -> bytes:
-    order = (3, 1, 6, 2, 5, 4)
-    return tar({f"ILSVRC2012_val_{number:08d}.JPEG": image(9000 + number) for number in order})
-
-
-def write(root: Path, **changes: bytes) -> Path:
-    root.mkdir(exist_ok=True)
-    files = {"ILSVRC2012_img_train.tar": train_tar(), "ILSVRC2012_img_val.tar": val_tar()}
-    files |= {"ILSVRC2012_devkit_t12.tar.gz": devkit()}
-    for name, data in files.items():
-        (root / name).write_bytes(changes.get(name.split(".")[0].rpartition("_")[2], data))
-    return root
 
 
 @pytest.fixture(scope="module")
@@ -161,7 +112,7 @@ def test_a_missing_file_is_named(tmp_path: Path) -> None:
 
 
 def test_from_s3_it_is_the_same(tmp_path: Path, moto: Server, monkeypatch: pytest.MonkeyPatch) -> None:
-    root = write(tmp_path / "x", train=train_tar(2))
+    root = write(tmp_path / "x", images=2)
     bucket = f"imagenet-{os.urandom(4).hex()}"
     with used(moto, monkeypatch):
         moto.client.create_bucket(Bucket=bucket)

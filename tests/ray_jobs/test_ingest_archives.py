@@ -16,7 +16,7 @@ from ray_jobs.sources import catalog
 from ray_jobs.sources.entries import Listing
 from ray_jobs.stage import Context
 from tests.archives import image, rar, tar, zipped
-from tests.ray_jobs.test_imagenet import write
+from tests.imagenet import write
 from tests.records import make_attempt
 from tests.s3 import Server, used
 
