@@ -39,20 +39,11 @@ def files_at(root: str) -> Iterator[tuple[str, str | Path]]:
 
 
 def files_named(root: str, names: Sequence[str]) -> dict[str, str | Path]:
-    """Those of these files that lie directly in a folder or at s3://bucket/prefix, in this order.
-
-    Raises:
-        RecipeError: there is no such folder, or it has none of them.
-    """
-    found: dict[str, str | Path]
+    """Those of these files that lie directly in a folder or at s3://bucket/prefix, in this order."""
     if root.startswith("s3://"):
         present = dict(_objects_at(root))
-        found = {name: present[name] for name in names if name in present}
-    else:
-        found = {name: Path(root, name) for name in names if Path(root, name).is_file()}
-    if not found:
-        raise RecipeError(f"source.root: {root} has none of {', '.join(names)}")
-    return found
+        return {name: present[name] for name in names if name in present}
+    return {name: Path(root, name) for name in names if Path(root, name).is_file()}
 
 
 def _objects_at(root: str) -> Iterator[tuple[str, str]]:

@@ -9,8 +9,9 @@ from typing import Annotated, ClassVar, Literal, Self, get_args
 from pydantic import AfterValidator, Field, model_validator
 
 from pipelines.spec.archives import ImageNet21kSource, ImageNetSource, WebDatasetSource
-from pipelines.spec.fields import RecipeError, Root, Seed, absolute, ascending, distinct, execution
-from pipelines.spec.files import files_at, package_folder
+from pipelines.spec.fields import RecipeError, Root, Seed, ascending, distinct, execution
+from pipelines.spec.files import files_at, files_named, package_folder
+from pipelines.spec.files import files_below as files_below
 from vit_model.config import Frozen
 
 
@@ -72,8 +73,8 @@ class IdxSource(Frozen):
 
     kind: Literal["idx"]
     name: str = Field("Fashion-MNIST", description="what reports call these images")
-    root: Annotated[str, AfterValidator(absolute)] = execution(
-        FASHION_MNIST_ROOT, description="the folder of the four files, gzipped or not"
+    root: Root = execution(
+        FASHION_MNIST_ROOT, description="the folder, or s3://bucket/prefix, of the four files, gzipped or not"
     )
     class_names: Annotated[tuple[str, ...], AfterValidator(distinct)] = Field(
         FASHION_MNIST, min_length=2, max_length=256, description="of the labels 0, 1, ... in the files"
@@ -93,17 +94,16 @@ class IdxSource(Frozen):
         """The labels to keep, ascending."""
         return self.classes or tuple(range(len(self.class_names)))
 
-    def files(self) -> Iterator[tuple[str, Path]]:
-        """(name without .gz, path) of the four files."""
+    def files(self) -> Iterator[tuple[str, str | Path]]:
+        """(name without .gz, path or s3://bucket/key) of the four files."""
         for name in ("train-images-idx3", "train-labels-idx1", "t10k-images-idx3", "t10k-labels-idx1"):
-            plain = Path(self.root, f"{name}-ubyte")
-            zipped = plain.with_name(f"{plain.name}.gz")
-            if not zipped.is_file() and not plain.is_file():
+            plain, zipped = f"{name}-ubyte", f"{name}-ubyte.gz"
+            if not (found := files_named(self.root, (zipped, plain))):
                 raise RecipeError(
-                    f"source.root: {self.root} has neither {zipped.name} nor {plain.name}; Fashion-MNIST's files"
+                    f"source.root: {self.root} has neither {zipped} nor {plain}; Fashion-MNIST's files"
                     f" come with Debian's package, apt-get install dataset-fashion-mnist, in {FASHION_MNIST_ROOT}"
                 )
-            yield plain.name, zipped if zipped.is_file() else plain
+            yield plain, next(iter(found.values()))
 
 
 AnySource = (

@@ -13,9 +13,11 @@ from collections.abc import Iterator, Sequence
 from itertools import groupby
 from typing import NamedTuple
 
+import pyarrow as pa
+
 from pipelines.spec.archives import WebDatasetSource
 from ray_jobs.sources.containers import Member, each_contents, read
-from ray_jobs.sources.entries import Bad, Files, Listing, place, table
+from ray_jobs.sources.entries import ENTRIES, Bad, Files, Listing, place, table
 from ray_jobs.sources.folder import EXTENSIONS, SPLIT_NAMES
 
 MAX_LABEL_BYTES = 2**20
@@ -36,36 +38,39 @@ def listing(source: WebDatasetSource, files: Files) -> Listing:
     Raises:
         ValueError: fields or labels that don't fit, a shard's name that says two splits.
     """
-    samples: list[Sample] = []
     bad: list[Bad] = []
     splits = {shard: _split_of(shard) for shard in files}
+    labels: list[int | str] = []
+    tables, skipped = [ENTRIES.empty_table()], 0
     for shard, (members, refused) in zip(files, each_contents(files, files), strict=True):
         bad += refused
+        samples: list[Sample] = []
         for one in _samples(source, shard, members):
             samples.append(one) if isinstance(one, Sample) else bad.append(one)
-    labels: list[int | str | None] = []
-    for sample, data in zip(samples, read(files, table(map(_labelled, samples))), strict=True):
-        try:
-            labels.append(_label(source.label, data))
-        except ValueError as error:
-            labels.append(None)
-            bad.append(
-                Bad(sample.key, f"its label can't be used: {error}", sample.shard, sample.label.offset)
-            )
-    present = {label for label in labels if label is not None and not _skipped(label)}
-    if bad and not present:
+        rows = []
+        for sample, data in zip(samples, read(files, table(map(_labelled, samples))), strict=True):
+            try:
+                label = _label(source.label, data)
+            except ValueError as error:
+                reason = f"its label can't be used: {error}"
+                bad.append(Bad(sample.key, reason, shard, sample.label.offset))
+                continue
+            if isinstance(label, int) and label < 0:
+                skipped += 1
+                continue
+            labels.append(label)
+            rows.append({"key": sample.key, "label": 0, "split": splits[shard]} | place(sample.image))
+        tables.append(table(rows))
+    if bad and not labels:
         raise ValueError(
             f"{source.root} has no sample that can be used, such as {bad[0].key}: {bad[0].reason}"
         )
-    names, number = _classes(source, present)
-    rows = (
-        {"key": sample.key, "label": number[label], "split": splits[sample.shard]} | place(sample.image)
-        for sample, label in zip(samples, labels, strict=True)
-        if label in number
-    )
-    skipped = sum(label is not None and _skipped(label) for label in labels)
+    names, number = _classes(source, set(labels))
+    numbers = pa.array([number[label] for label in labels], pa.int32())
+    where = ENTRIES.get_field_index("label")
+    entries = pa.concat_tables(tables).set_column(where, ENTRIES.field(where), numbers)
     notes = (f"{skipped} samples have a negative label and are left out",) if skipped else ()
-    return Listing(names, table(rows), bad=tuple(bad), notes=notes)
+    return Listing(names, entries, bad=tuple(bad), notes=notes)
 
 
 def _samples(source: WebDatasetSource, shard: str, members: Sequence[Member]) -> Iterator[Sample | Bad]:
@@ -127,13 +132,9 @@ def _label(field: str, data: bytes | ValueError) -> int | str:
     return int(text) if re.fullmatch(r"-?\d{1,9}", text, re.ASCII) else text
 
 
-def _skipped(label: int | str) -> bool:
-    return isinstance(label, int) and label < 0
-
-
 def _classes(
     source: WebDatasetSource, present: set[int | str]
-) -> tuple[tuple[str, ...], dict[int | str | None, int]]:
+) -> tuple[tuple[str, ...], dict[int | str, int]]:
     """Class names, and the class of each label that occurs. Raises ValueError."""
     if source.class_names is None:
         numbers = sorted(label for label in present if isinstance(label, int))
@@ -146,7 +147,7 @@ def _classes(
             raise ValueError(f"{source.root} has {len(present)} classes: a classifier needs two or more")
         every: list[int | str] = [*numbers, *texts]
         return tuple(map(str, every)), {label: number for number, label in enumerate(every)}
-    known: dict[int | str | None, int] = {}
+    known: dict[int | str, int] = {}
     for number, name in enumerate(source.class_names):
         known |= {number: number, name: number}
     if lost := sorted(map(str, present - known.keys())):

@@ -16,7 +16,7 @@ from tests import fuzz
 
 class Evil:
     def __reduce__(self):
-        return print, ("unpickled",)
+        return str, ("unpickled",)
 
 def crash(folder, data):
     calls.append(data)
