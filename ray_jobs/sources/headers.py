@@ -162,7 +162,7 @@ def _in_zip(blob: Blob) -> Iterator[Found | Refused]:
     ) as error:
         hint = "; is its last part missing?" if len(blob.extents) > 1 else ""
         raise ValueError(f"{blob.name} is truncated or damaged: {error}{hint}") from error
-    files = [info for info in directory if not info.is_dir()]
+    files = [info for info in directory if not info.filename.endswith("/")]
     with ThreadPoolExecutor(THREADS) as threads:
         read = threads.map if blob.remote else map
         starts = list(read(lambda info: _start(blob, info), files))

@@ -195,6 +195,11 @@ def test_zip_members_that_cannot_be_read_say_why(tmp_path: Path) -> None:
     }
 
 
+def test_a_zip_member_without_a_name_is_left_out(tmp_path: Path) -> None:
+    data = zipped({"": b"nameless", "a": b"x"})
+    assert read_all(put(tmp_path, it=data), "it") == {"a": b"x"}
+
+
 def test_zip_members_that_overlap_are_refused(tmp_path: Path) -> None:
     data = bytearray(zipped({"a": b"x" * 1_000, "b": b"y" * 1_000}, zipfile.ZIP_STORED))
     second = data.index(b"PK\1\2", data.index(b"PK\1\2") + 4)

@@ -68,9 +68,8 @@ def test_mutations_are_read_or_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", [1, 2])
-def test_thousands_of_mutations_are_read_or_refused(seed: int, tmp_path: Path) -> None:
-    assert check(tmp_path, 1_000, seed, timeout=580) > 10_000
+def test_thousands_of_mutations_are_read_or_refused(tmp_path: Path) -> None:
+    assert check(tmp_path, 1_000, seed=1, timeout=580) > 15_000
 
 
 @pytest.mark.slow
