@@ -56,12 +56,16 @@ def facts(uris: Iterable[str]) -> dict[str, tuple[str, int]]:
     return found
 
 
-def read_range(uri: str, start: int, length: int, etag: str) -> bytes:
-    """A range, not empty, of an object that has this ETag. Raises StoreError: it has another, or can't be read."""
+def read_range(uri: str, start: int, length: int, etag: str | None) -> bytes:
+    """A range, not empty, of an object; less where it ends before.
+
+    Raises StoreError: it has another ETag than this, or can't be read.
+    """
     bucket, key = _split(uri)
     with told(uri, f"read bytes {start} to {start + length}"):
         wanted = f"bytes={start}-{start + length - 1}"
-        answer = client().get_object(Bucket=bucket, Key=key, IfMatch=etag, Range=wanted)
+        given = {} if etag is None else {"IfMatch": etag}
+        answer = client().get_object(Bucket=bucket, Key=key, Range=wanted, **given)
         return bytes(answer["Body"].read())
 
 

@@ -172,22 +172,22 @@ def _read(extent: Extent) -> bytes:
 # ------------------------------------------------------------------------------------------------- unpacking
 
 
+def unpacker(start: bytes) -> Callable[[Reader], Iterator[bytes]] | None:
+    """What unpacks a file that begins so; None: it is not packed."""
+    for magic, unpack in _PACKED.items():
+        if start.startswith(magic) and (magic != b"BZh" or start[3:4].isdigit()):
+            return unpack
+    return None
+
+
 def decompressed(blob: Blob) -> Blob:
     """What is inside of gz, bz2 or xz, a tar of what is in a RAR, by magic bytes; the blob itself if it is neither.
 
     Raises:
         ValueError: it is truncated, damaged, or unpacks to far more than it is (a bomb).
     """
-    magic = blob.read(0, min(6, blob.size))
-    if magic[:3] == b"\x1f\x8b\x08":
-        unpack = _unpack_gzip
-    elif magic[:3] == b"BZh" and magic[3:4].isdigit():
-        unpack = _unpack_bz2
-    elif magic == b"\xfd7zXZ\0":
-        unpack = _unpack_xz
-    elif magic == b"Rar!\x1a\x07":
-        unpack = _unpack_rar
-    else:
+    unpack = unpacker(blob.read(0, min(MAGIC_BYTES, blob.size)))
+    if unpack is None:
         return blob
     limit = max(FREE_BYTES, MAX_RATIO * blob.size)
 
@@ -250,6 +250,15 @@ def _unpack_rar(reader: Reader) -> Iterator[bytes]:
             raise
     if process.returncode:
         raise ValueError(f"{reader.blob.name} {said or 'is damaged: the RAR library crashed'}")
+
+
+_PACKED = {
+    b"\x1f\x8b\x08": _unpack_gzip,
+    b"BZh": _unpack_bz2,
+    b"\xfd7zXZ\0": _unpack_xz,
+    b"Rar!\x1a\x07": _unpack_rar,
+}
+MAGIC_BYTES = max(map(len, _PACKED))
 
 
 def local_path(blob: Blob) -> Path:

@@ -18,7 +18,7 @@ from ray_jobs.sources import blobs, containers
 from ray_jobs.sources.containers import contents, local, members, read, read_file, read_member
 from ray_jobs.sources.entries import table
 from tests.archives import rar, tar, zipped
-from tests.s3 import Server, used
+from tests.s3 import Server, faulty, used
 
 CONTENT = {"a/1.jpg": b"first", "a/b/2.png": b"\0\1" * 5_000, "empty": b""}
 
@@ -312,6 +312,21 @@ def test_parts_on_s3(bucket) -> None:
         for i in range(len(data) // 150 + 1)
     }
     assert read_all(files, "z.01") == CONTENT
+
+
+def test_an_object_that_is_an_image_takes_one_request(moto: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    name, images = f"sources-{os.urandom(4).hex()}", {f"{i}.jpg": bytes([i]) * 50_000 for i in range(4)}
+    with faulty(moto) as (proxy, seen), used(seen, monkeypatch):
+        moto.client.create_bucket(Bucket=name)
+        for key, data in images.items():
+            moto.client.put_object(Bucket=name, Key=key, Body=data)
+        files = {key: f"s3://{name}/{key}" for key in images}
+        rows = [
+            {"key": key, "label": 0, "file": key, "offset": 0, "length": len(data), "codec": "stored"}
+            for key, data in images.items()
+        ]
+        assert list(read(files, table(rows))) == list(images.values())
+        assert len(proxy.asked("GET")) == len(images)
 
 
 def test_an_object_that_changes_while_it_is_read_is_noticed(bucket) -> None:
