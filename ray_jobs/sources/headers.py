@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 from ray_jobs.sources.blobs import Blob, Reader
 
-MAX_MEMBERS = 2**24  # of one archive; ImageNet-21k has 14 million images in 21,841 of them
+MAX_MEMBERS = 2**22  # of one archive, half a KiB of memory each; ImageNet-1k, if it were one, has 1.3 million
 MAX_PATH = 1024  # letters
 MAX_DEFLATE_RATIO = 1032  # what deflate can reach; more is a lie
 _MAX_TAR_HEADER, _MAX_ZIP_DIRECTORY = 2**20, 2**28

@@ -1,14 +1,17 @@
 """A folder as an archive or on S3, groups by a column; and whole ingests of archives, twice the same."""
 
+import gzip
 import os
+import struct
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from pipelines import identity
-from pipelines.spec import FolderSource, Ingest, RecipeError
+from pipelines.spec import FolderSource, IdxSource, Ingest, RecipeError
 from pipelines.store import open_store
 from ray_jobs import ingest
 from ray_jobs.shards import open_dataset
@@ -139,6 +142,36 @@ def test_a_folder_on_s3_is_as_the_folder_here(
         moto.client.put_object(Bucket=bucket, Key="bad/../x.png", Body=b"")
         with pytest.raises(RecipeError, match="which is no path"):
             listed(f"s3://{bucket}/bad")
+
+
+def test_idx_files_on_s3_are_as_those_here(
+    tmp_path: Path, moto: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rng, bucket = np.random.default_rng(0), f"idx-{os.urandom(4).hex()}"
+    arrays = {
+        "train-images-idx3-ubyte": rng.integers(0, 256, (40, 3, 3), np.uint8),
+        "train-labels-idx1-ubyte": np.arange(40, dtype=np.uint8) % 2,
+        "t10k-images-idx3-ubyte": rng.integers(0, 256, (6, 3, 3), np.uint8),
+        "t10k-labels-idx1-ubyte": np.arange(6, dtype=np.uint8) % 2,
+    }
+    for name, array in arrays.items():
+        data = struct.pack(f">4B{array.ndim}I", 0, 0, 8, array.ndim, *array.shape) + array.tobytes()
+        zipped_too = "images" in name
+        (tmp_path / f"{name}{'.gz' * zipped_too}").write_bytes(gzip.compress(data) if zipped_too else data)
+
+    def read(root: str) -> tuple[list[object], list[bytes]]:
+        given = IdxSource(kind="idx", root=root, class_names=("a", "b"))
+        files = {name: str(path) for name, path in given.files()}
+        entries = catalog.listing(given, files).entries
+        return entries.to_pylist(), [
+            np.asarray(one).tobytes() for one in catalog.images(given, files, entries)
+        ]
+
+    with used(moto, monkeypatch):
+        moto.client.create_bucket(Bucket=bucket)
+        for path in tmp_path.iterdir():
+            moto.client.put_object(Bucket=bucket, Key=f"idx/{path.name}", Body=path.read_bytes())
+        assert read(f"s3://{bucket}/idx") == read(str(tmp_path))
 
 
 # ---- whole ingests
