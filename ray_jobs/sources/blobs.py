@@ -29,9 +29,9 @@ MAX_RATIO = (
 )
 FREE_BYTES = 2**30  # that a file may unpack to whatever its ratio
 MAX_DICTIONARY = 2**29  # bytes that unpacking xz may take; its largest preset takes 2**26
-BLOCK = 2**20  # of an object on S3, one request; smaller local reads cost nothing
+BLOCK = 2**20  # of an object on S3, one request of headers; small local reads cost nothing
 _CHUNK = 2**20
-_COPIED = 2**24
+_COPIED = 2**24  # one request where all is read
 _OPEN_FILES = 64
 
 
@@ -87,11 +87,13 @@ class Blob(NamedTuple):
 class Reader(io.RawIOBase):
     """A blob as a seekable file; `largest` is how many bytes may be asked for at once, which headers often claim."""
 
-    def __init__(self, blob: Blob, largest: int) -> None:
+    def __init__(self, blob: Blob, largest: int, block: int = BLOCK) -> None:
         self.blob, self.largest = blob, largest
-        self.size, self.block = blob.size, BLOCK if blob.remote else 0
+        self.size, self.block = blob.size, block if blob.remote else 0
         self.place = 0
-        self.read_block = lru_cache(maxsize=4)(self._block)
+        self.read_block = lru_cache(maxsize=2)(
+            self._block
+        )  # what is read may begin in one and end in the next
 
     def seekable(self) -> bool:
         return True
@@ -194,7 +196,7 @@ def decompressed(blob: Blob) -> Blob:
     def write(file: io.BufferedWriter) -> None:
         written = 0
         try:
-            for chunk in unpack(Reader(blob, _CHUNK)):
+            for chunk in unpack(Reader(blob, _COPIED, _COPIED)):
                 written += len(chunk)
                 if written > limit:
                     raise ValueError(f"{blob.name} unpacks to more than {limit:,} bytes (a bomb)")
@@ -217,21 +219,28 @@ def _unpack_gzip(reader: Reader) -> Iterator[bytes]:
 
 
 def _unpack_bz2(reader: Reader) -> Iterator[bytes]:
-    with bz2.BZ2File(reader) as file:
-        while chunk := file.read(_CHUNK):
-            yield chunk
+    return _streams(reader, bz2.BZ2Decompressor)
 
 
 def _unpack_xz(reader: Reader) -> Iterator[bytes]:
+    return _streams(reader, lambda: lzma.LZMADecompressor(lzma.FORMAT_XZ, MAX_DICTIONARY))
+
+
+def _streams(
+    reader: Reader, make: Callable[[], bz2.BZ2Decompressor | lzma.LZMADecompressor]
+) -> Iterator[bytes]:
+    """Streams one after the other, zeros between them; all that is there must be right."""
     data = reader.read(_CHUNK)
-    while data:  # several streams may follow each other
-        stream = lzma.LZMADecompressor(lzma.FORMAT_XZ, MAX_DICTIONARY)
+    while data:
+        stream = make()
         while not stream.eof:
             if stream.needs_input and not data and not (data := reader.read(_CHUNK)):
                 raise EOFError("it ends inside of a stream")
             yield stream.decompress(data, _CHUNK)
             data = b""
-        data = (stream.unused_data or reader.read(_CHUNK)).lstrip(b"\0")  # zeros may pad it
+        data = stream.unused_data.lstrip(b"\0")
+        while not data and (more := reader.read(_CHUNK)):
+            data = more.lstrip(b"\0")
 
 
 def _unpack_rar(reader: Reader) -> Iterator[bytes]:

@@ -76,6 +76,18 @@ def test_a_packed_tar_in_a_zip(packed: Callable[[bytes], bytes], method: int, tm
     assert read_file(files, "it::c/objects.tar.gz") == tar(CONTENT)
 
 
+@pytest.mark.parametrize("packed", [gzip.compress, bz2.compress, lzma.compress])
+def test_several_streams_are_one_file_and_none_is_lost(
+    packed: Callable[[bytes], bytes], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    padding = b"" if packed is bz2.compress else bytes(64)
+    data = packed(b"one ") + padding + packed(b"two")
+    monkeypatch.setattr(blobs, "_CHUNK", len(packed(b"one ") + padding))  # the second begins with a chunk
+    assert read_file(put(tmp_path, it=data), "it") == b"one two"
+    with pytest.raises(ValueError, match="truncated or damaged"):
+        read_file(put(tmp_path, it=data + b"more"), "it")
+
+
 def test_parts_of_a_split_zip_are_one(tmp_path: Path) -> None:
     data = zipped(CONTENT | {"big": os.urandom(2_000)})
     parts = {f"t.zip.{i + 1:03d}": data[i * 700 : (i + 1) * 700] for i in range(len(data) // 700 + 1)}
