@@ -134,13 +134,21 @@ def object_facts(uris: Iterable[str]) -> dict[str, tuple[str, int]]:
 
 
 def files_fingerprint(files: Iterable[tuple[str, str | Path]]) -> str:
-    """sha256 over (name, sha256 of the contents), contents remembered by (device, inode, size, mtime, ctime).
+    """sha256 over what `file_digests` says of all files."""
+    return sha256(canonical_json(sorted(file_digests(files))))
 
-    Of an object s3://bucket/key over (name, ETag, size): to read them all would take too long.
+
+def file_digests(files: Iterable[tuple[str, str | Path]]) -> list[tuple[Any, ...]]:
+    """(name, sha256 of the contents) of each file, remembered by (device, inode, size, mtime, ctime).
+
+    Of an object s3://bucket/key (name, ETag, size): to read them all would take too long.
+
+    Raises:
+        RecipeError: one can't be read.
     """
     known = _read_digest_cache()
     fresh: dict[str, str] = {}
-    lines: list[list[str | int]] = []
+    lines: list[tuple[Any, ...]] = []
     objects = []
     for name, location in files:
         if isinstance(location, str) and location.startswith("s3://"):
@@ -159,13 +167,13 @@ def files_fingerprint(files: Iterable[tuple[str, str | Path]]) -> str:
                 fresh[identity] = digest
         except OSError as error:
             raise RecipeError(f"{path}: {error.strerror}") from None
-        lines.append([name, digest])
+        lines.append((name, digest))
     if fresh:
         _write_digest_cache(known | fresh)
     if objects:
         found = object_facts(uri for _, uri in objects)
-        lines += [[name, *found[uri]] for name, uri in objects]
-    return sha256(canonical_json(sorted(lines)))
+        lines += [(name, *found[uri]) for name, uri in objects]
+    return lines
 
 
 def cache_folder() -> Path:

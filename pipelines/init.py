@@ -114,7 +114,7 @@ def _typical_side(listing: Listing) -> int:
     sides = []
     for entry in listing.entries[:: max(1, len(listing.entries) // LOOKED_AT)]:
         try:
-            with Image.open(listing.root / entry.key) as image:
+            with Image.open(f"{listing.root}/{entry.key}") as image:
                 sides.append(min(image.size))
         except (OSError, UnidentifiedImageError, Image.DecompressionBombError):
             continue  # ingest will quarantine it, with its reason

@@ -5,10 +5,10 @@ In: s3://bucket/key of one object, or s3://bucket/prefix of those below it, whic
 
 from __future__ import annotations
 
-import os
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+from posixpath import commonpath
 from typing import NamedTuple
 
 from pipelines.s3_store import client, parse, told, transfer
@@ -48,7 +48,7 @@ def facts(uris: Iterable[str]) -> dict[str, tuple[str, int]]:
     found = {}
     for bucket, wanted in keys.items():
         # what a source asks for lies below one root: hardly more is listed
-        common = os.path.commonprefix(wanted)
+        common = commonpath(wanted)
         known = {file.key: (file.etag, file.size) for file in _objects(bucket, common)}
         if lost := [key for key in wanted if key not in known]:
             raise StoreError(f"s3://{bucket}/{lost[0]}: there is no such object")
@@ -56,12 +56,16 @@ def facts(uris: Iterable[str]) -> dict[str, tuple[str, int]]:
     return found
 
 
-def read_range(uri: str, start: int, length: int, etag: str) -> bytes:
-    """A range, not empty, of an object that has this ETag. Raises StoreError: it has another, or can't be read."""
+def read_range(uri: str, start: int, length: int, etag: str | None) -> bytes:
+    """A range, not empty, of an object; less where it ends before.
+
+    Raises StoreError: it has another ETag than this, or can't be read.
+    """
     bucket, key = _split(uri)
     with told(uri, f"read bytes {start} to {start + length}"):
         wanted = f"bytes={start}-{start + length - 1}"
-        answer = client().get_object(Bucket=bucket, Key=key, IfMatch=etag, Range=wanted)
+        given = {} if etag is None else {"IfMatch": etag}
+        answer = client().get_object(Bucket=bucket, Key=key, Range=wanted, **given)
         return bytes(answer["Body"].read())
 
 

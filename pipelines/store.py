@@ -297,8 +297,11 @@ def fetched(path: str) -> Iterator[Path]:
         yield fetch(path, Path(folder))
 
 
-def read_object(uri: str, start: int, length: int, etag: str) -> bytes:
-    """A range of an object s3://bucket/key from outside. Raises StoreError: it changed, or can't be read."""
+def read_object(uri: str, start: int, length: int, etag: str | None = None) -> bytes:
+    """A range, not empty, of an object s3://bucket/key from outside; less where it ends before.
+
+    Raises StoreError: it has another ETag than this, or can't be read.
+    """
     from pipelines.s3_files import read_range
 
     return read_range(uri, start, length, etag)

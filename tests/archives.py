@@ -19,10 +19,10 @@ def image(seed: int, form: str = "JPEG", mode: str = "RGB", size: tuple[int, int
     return file.getvalue()
 
 
-def tar(members: Mapping[str, bytes], mode: str = "w", format: int = tarfile.GNU_FORMAT) -> bytes:
+def tar(members: Mapping[str, bytes], mode: str = "w", form: int = tarfile.GNU_FORMAT) -> bytes:
     """A tar of these files; a name that ends in "/" is a folder."""
     file = io.BytesIO()
-    with tarfile.open(fileobj=file, mode=mode, format=format) as archive:
+    with tarfile.open(fileobj=file, mode=mode, format=form) as archive:
         for name, data in members.items():
             info = tarfile.TarInfo(name)
             info.type = tarfile.DIRTYPE if name.endswith("/") else tarfile.REGTYPE

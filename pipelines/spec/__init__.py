@@ -5,6 +5,7 @@ A field is *identity* (it changes the result and enters the stage's key) unless 
 Everything that a recipe can get wrong is found here, before anything starts, as a `RecipeError`.
 """
 
+from pipelines.spec.archives import ImageNet21kSource, ImageNetSource, WebDatasetSource
 from pipelines.spec.fields import RecipeError, nearest
 from pipelines.spec.shapes import Model, ModelSize, ResNetSize
 from pipelines.spec.sources import (
@@ -52,6 +53,8 @@ __all__ = [
     "GivenPreprocessing",
     "GlyphSource",
     "IdxSource",
+    "ImageNet21kSource",
+    "ImageNetSource",
     "Import",
     "Ingest",
     "Labels",
@@ -65,6 +68,7 @@ __all__ = [
     "Source",
     "Stage",
     "VtabSource",
+    "WebDatasetSource",
     "input_fields",
     "module",
     "nearest",

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import importlib.util
-import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, Literal, Self, get_args
+from typing import Annotated, ClassVar, Literal, Self, get_args
 
 from pydantic import AfterValidator, Field, model_validator
 
-from pipelines.spec.fields import RecipeError, Seed, absolute, ascending, distinct, execution
+from pipelines.spec.archives import ImageNet21kSource, ImageNetSource, WebDatasetSource
+from pipelines.spec.fields import RecipeError, Root, Seed, ascending, distinct, execution
+from pipelines.spec.files import files_at, files_named, package_folder
+from pipelines.spec.files import files_below as files_below
 from pipelines.spec.vtab import VtabSource
 from vit_model.config import Frozen
 
@@ -43,19 +44,24 @@ class DigitsSource(Frozen):
 class FolderSource(Frozen):
     """Your own images: class folders, train/val/test folders of class folders, or a metadata.csv."""
 
+    LATER: ClassVar[frozenset[str]] = frozenset({"group"})
     kind: Literal["folder"]
     name: str = Field("images", description="what reports call these images")
-    root: Annotated[str, AfterValidator(absolute)] = Field(
-        description="the folder; where it lies does not enter the key, what is in it does",
+    root: Root = Field(
+        description="the folder, a tar or zip of it, or s3://bucket/prefix; where it lies does not enter the key, "
+        "what is in it does",
         json_schema_extra={"execution": True},
     )
     salt: str = Field(
         "vitflow", description="images without a given split are split by a hash with this salt"
     )
+    group: str | None = Field(
+        None, description="the column of metadata.csv whose images stay in one split: patient, site, camera"
+    )
 
-    def files(self) -> Iterator[tuple[str, Path]]:
-        """(name relative to the root, path) of every file that the result depends on."""
-        yield from files_below(self.root)
+    def files(self) -> Iterator[tuple[str, str | Path]]:
+        """(name relative to the root, path or s3://bucket/key) of every file that the result depends on."""
+        yield from files_at(self.root)
 
 
 FASHION_MNIST_ROOT = "/usr/share/datasets/fashion-mnist"
@@ -68,8 +74,8 @@ class IdxSource(Frozen):
 
     kind: Literal["idx"]
     name: str = Field("Fashion-MNIST", description="what reports call these images")
-    root: Annotated[str, AfterValidator(absolute)] = execution(
-        FASHION_MNIST_ROOT, description="the folder of the four files, gzipped or not"
+    root: Root = execution(
+        FASHION_MNIST_ROOT, description="the folder, or s3://bucket/prefix, of the four files, gzipped or not"
     )
     class_names: Annotated[tuple[str, ...], AfterValidator(distinct)] = Field(
         FASHION_MNIST, min_length=2, max_length=256, description="of the labels 0, 1, ... in the files"
@@ -89,73 +95,29 @@ class IdxSource(Frozen):
         """The labels to keep, ascending."""
         return self.classes or tuple(range(len(self.class_names)))
 
-    def files(self) -> Iterator[tuple[str, Path]]:
-        """(name without .gz, path) of the four files."""
+    def files(self) -> Iterator[tuple[str, str | Path]]:
+        """(name without .gz, path or s3://bucket/key) of the four files."""
         for name in ("train-images-idx3", "train-labels-idx1", "t10k-images-idx3", "t10k-labels-idx1"):
-            plain = Path(self.root, f"{name}-ubyte")
-            zipped = plain.with_name(f"{plain.name}.gz")
-            if not zipped.is_file() and not plain.is_file():
+            plain, zipped = f"{name}-ubyte", f"{name}-ubyte.gz"
+            if not (found := files_named(self.root, (zipped, plain))):
                 raise RecipeError(
-                    f"source.root: {self.root} has neither {zipped.name} nor {plain.name}; Fashion-MNIST's files"
+                    f"source.root: {self.root} has neither {zipped} nor {plain}; Fashion-MNIST's files"
                     f" come with Debian's package, apt-get install dataset-fashion-mnist, in {FASHION_MNIST_ROOT}"
                 )
-            yield plain.name, zipped if zipped.is_file() else plain
+            yield plain, next(iter(found.values()))
 
 
-AnySource = GlyphSource | DigitsSource | FolderSource | IdxSource | VtabSource
+AnySource = (
+    GlyphSource
+    | DigitsSource
+    | FolderSource
+    | IdxSource
+    | ImageNetSource
+    | ImageNet21kSource
+    | WebDatasetSource
+    | VtabSource
+)
 Source = Annotated[AnySource, Field(discriminator="kind")]
 SOURCE_TYPES: dict[str, type[Frozen]] = {
     get_args(source.model_fields["kind"].annotation)[0]: source for source in get_args(AnySource)
 }
-
-
-def files_below(root: str) -> Iterator[tuple[str, str | Path]]:
-    """(name relative to the root, path or s3://bucket/key) of every file below it that is not hidden.
-
-    Raises:
-        RecipeError: it is no folder, or nothing lies below s3://bucket/prefix.
-    """
-    if root.startswith("s3://"):
-        yield from _objects_at(root)
-        return
-    top = Path(root)
-    if not top.is_dir():
-        raise RecipeError(f"source.root: {root} is not a folder")
-    for folder, folders, files in os.walk(top):
-        # hidden folders (.git) and macOS's shadows are none of the images' business
-        folders[:] = sorted(name for name in folders if not name.startswith((".", "__MACOSX")))
-        for name in sorted(name for name in files if not name.startswith(".")):
-            path = Path(folder) / name
-            yield path.relative_to(top).as_posix(), path
-
-
-def files_at(root: str) -> Iterator[tuple[str, str | Path]]:
-    """The one file or object `root` under its own name, or `files_below` it. Raises RecipeError."""
-    if Path(root).is_file():
-        yield Path(root).name, Path(root)
-    else:
-        yield from files_below(root)
-
-
-def _objects_at(root: str) -> Iterator[tuple[str, str]]:
-    """(name, s3://bucket/key) of the object there, or of all below it, as in a folder."""
-    from pipelines.s3_files import tree
-
-    if not (found := tree(root)):
-        raise RecipeError(f"source.root: there is nothing at {root}")
-    bucket = root.split("/")[2]
-    for file in found:
-        parts = file.name.split("/")
-        if any(part in ("", "..") for part in parts[:-1]) or parts[-1] == "..":
-            raise RecipeError(f"source.root: {root} has an object {file.key!r}, which is no path")
-        # a folder's own object has no name; hidden ones and macOS's shadows are none of the images' business
-        if parts[-1] and not any(part.startswith((".", "__MACOSX")) for part in parts):
-            yield file.name, f"s3://{bucket}/{file.key}"
-
-
-def package_folder(package: str) -> Path:
-    """Where an installed package lies, without importing it."""
-    found = importlib.util.find_spec(package)
-    if found is None or not found.submodule_search_locations:
-        raise RecipeError(f"the package {package} is not installed: `make install`")
-    return Path(found.submodule_search_locations[0])

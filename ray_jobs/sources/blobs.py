@@ -29,9 +29,9 @@ MAX_RATIO = (
 )
 FREE_BYTES = 2**30  # that a file may unpack to whatever its ratio
 MAX_DICTIONARY = 2**29  # bytes that unpacking xz may take; its largest preset takes 2**26
-BLOCK = 2**20  # of an object on S3, one request; smaller local reads cost nothing
+BLOCK = 2**20  # of an object on S3, one request of headers; small local reads cost nothing
 _CHUNK = 2**20
-_COPIED = 2**24
+_COPIED = 2**24  # one request where all is read
 _OPEN_FILES = 64
 
 
@@ -87,11 +87,13 @@ class Blob(NamedTuple):
 class Reader(io.RawIOBase):
     """A blob as a seekable file; `largest` is how many bytes may be asked for at once, which headers often claim."""
 
-    def __init__(self, blob: Blob, largest: int) -> None:
+    def __init__(self, blob: Blob, largest: int, block: int = BLOCK) -> None:
         self.blob, self.largest = blob, largest
-        self.size, self.block = blob.size, BLOCK if blob.remote else 0
+        self.size, self.block = blob.size, block if blob.remote else 0
         self.place = 0
-        self.read_block = lru_cache(maxsize=4)(self._block)
+        self.read_block = lru_cache(maxsize=2)(
+            self._block
+        )  # what is read may begin in one and end in the next
 
     def seekable(self) -> bool:
         return True
@@ -172,29 +174,29 @@ def _read(extent: Extent) -> bytes:
 # ------------------------------------------------------------------------------------------------- unpacking
 
 
+def unpacker(start: bytes) -> Callable[[Reader], Iterator[bytes]] | None:
+    """What unpacks a file that begins so; None: it is not packed."""
+    for magic, unpack in _PACKED.items():
+        if start.startswith(magic) and (magic != b"BZh" or start[3:4].isdigit()):
+            return unpack
+    return None
+
+
 def decompressed(blob: Blob) -> Blob:
     """What is inside of gz, bz2 or xz, a tar of what is in a RAR, by magic bytes; the blob itself if it is neither.
 
     Raises:
         ValueError: it is truncated, damaged, or unpacks to far more than it is (a bomb).
     """
-    magic = blob.read(0, min(6, blob.size))
-    if magic[:3] == b"\x1f\x8b\x08":
-        unpack = _unpack_gzip
-    elif magic[:3] == b"BZh" and magic[3:4].isdigit():
-        unpack = _unpack_bz2
-    elif magic == b"\xfd7zXZ\0":
-        unpack = _unpack_xz
-    elif magic == b"Rar!\x1a\x07":
-        unpack = _unpack_rar
-    else:
+    unpack = unpacker(blob.read(0, min(MAGIC_BYTES, blob.size)))
+    if unpack is None:
         return blob
     limit = max(FREE_BYTES, MAX_RATIO * blob.size)
 
     def write(file: io.BufferedWriter) -> None:
         written = 0
         try:
-            for chunk in unpack(Reader(blob, _CHUNK)):
+            for chunk in unpack(Reader(blob, _COPIED, _COPIED)):
                 written += len(chunk)
                 if written > limit:
                     raise ValueError(f"{blob.name} unpacks to more than {limit:,} bytes (a bomb)")
@@ -217,21 +219,28 @@ def _unpack_gzip(reader: Reader) -> Iterator[bytes]:
 
 
 def _unpack_bz2(reader: Reader) -> Iterator[bytes]:
-    with bz2.BZ2File(reader) as file:
-        while chunk := file.read(_CHUNK):
-            yield chunk
+    return _streams(reader, bz2.BZ2Decompressor)
 
 
 def _unpack_xz(reader: Reader) -> Iterator[bytes]:
+    return _streams(reader, lambda: lzma.LZMADecompressor(lzma.FORMAT_XZ, MAX_DICTIONARY))
+
+
+def _streams(
+    reader: Reader, make: Callable[[], bz2.BZ2Decompressor | lzma.LZMADecompressor]
+) -> Iterator[bytes]:
+    """Streams one after the other, zeros between them; all that is there must be right."""
     data = reader.read(_CHUNK)
-    while data:  # several streams may follow each other
-        stream = lzma.LZMADecompressor(lzma.FORMAT_XZ, MAX_DICTIONARY)
+    while data:
+        stream = make()
         while not stream.eof:
             if stream.needs_input and not data and not (data := reader.read(_CHUNK)):
                 raise EOFError("it ends inside of a stream")
             yield stream.decompress(data, _CHUNK)
             data = b""
-        data = (stream.unused_data or reader.read(_CHUNK)).lstrip(b"\0")  # zeros may pad it
+        data = stream.unused_data.lstrip(b"\0")
+        while not data and (more := reader.read(_CHUNK)):
+            data = more.lstrip(b"\0")
 
 
 def _unpack_rar(reader: Reader) -> Iterator[bytes]:
@@ -250,6 +259,15 @@ def _unpack_rar(reader: Reader) -> Iterator[bytes]:
             raise
     if process.returncode:
         raise ValueError(f"{reader.blob.name} {said or 'is damaged: the RAR library crashed'}")
+
+
+_PACKED = {
+    b"\x1f\x8b\x08": _unpack_gzip,
+    b"BZh": _unpack_bz2,
+    b"\xfd7zXZ\0": _unpack_xz,
+    b"Rar!\x1a\x07": _unpack_rar,
+}
+MAGIC_BYTES = max(map(len, _PACKED))
 
 
 def local_path(blob: Blob) -> Path:

@@ -10,10 +10,19 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from pipelines.spec import Source
-from ray_jobs.sources import containers, digits, folder, glyphs, idx, vtab
+from ray_jobs.sources import containers, digits, folder, glyphs, idx, imagenet, imagenet21k, vtab, webdataset
 from ray_jobs.sources.entries import Files, Listing
 
-_MODULES = {"digits": digits, "folder": folder, "glyphs": glyphs, "idx": idx, "vtab": vtab}
+_MODULES = {
+    "digits": digits,
+    "folder": folder,
+    "glyphs": glyphs,
+    "idx": idx,
+    "imagenet": imagenet,
+    "imagenet21k": imagenet21k,
+    "vtab": vtab,
+    "webdataset": webdataset,
+}
 
 
 class _Rows(Protocol):

@@ -29,7 +29,18 @@ from typing import NamedTuple, TypeVar
 
 import pyarrow as pa
 
-from ray_jobs.sources.blobs import FREE_BYTES, MAX_RATIO, Blob, decompressed, kept, local_path, open_blob
+from pipelines import store
+from ray_jobs.sources.blobs import (
+    FREE_BYTES,
+    MAGIC_BYTES,
+    MAX_RATIO,
+    Blob,
+    decompressed,
+    kept,
+    local_path,
+    open_blob,
+    unpacker,
+)
 from ray_jobs.sources.entries import Bad, Files
 from ray_jobs.sources.headers import THREADS, Found, Refused, listed
 
@@ -105,6 +116,8 @@ def read(files: Files, entries: pa.Table) -> Iterator[bytes | ValueError]:
 
     def one(row: tuple[str, int, int, str]) -> bytes | ValueError:
         file, offset, length, codec = row
+        if not offset and (data := _object(files, file, length)) is not None:
+            return data
         try:
             if file not in blobs:
                 if len(blobs) >= _REMEMBERED:
@@ -255,6 +268,15 @@ def _range(blob: Blob, offset: int, length: int, codec: str, limit: int) -> byte
         if len(data) > limit:
             raise ValueError(f"{blob.name} has more than {limit:,} bytes at {offset:,} (a bomb)")
     return bytes(data)
+
+
+def _object(files: Files, file: str, length: int) -> bytes | None:
+    """A whole object on S3 in one request; None where `file` is something else, or is to be unpacked first."""
+    location = files.get(file, "")
+    if not location.startswith("s3://") or not 0 < length <= MAX_IMAGE_BYTES or _FIRST_PART.fullmatch(file):
+        return None
+    data = store.read_object(location, 0, length)
+    return data if len(data) == length and unpacker(data[:MAGIC_BYTES]) is None else None
 
 
 def _in_flight(files: Files, function: Callable[[_In], _Out], items: Iterable[_In]) -> Iterator[_Out]:

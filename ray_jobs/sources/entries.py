@@ -15,13 +15,18 @@ byte ranges of those files, which `ray_jobs.sources.containers` reads.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import NamedTuple
+from itertools import islice
+from typing import TYPE_CHECKING, NamedTuple
 
 import pyarrow as pa
 
 from ray_jobs.shards import ImageSize
 
+if TYPE_CHECKING:
+    from ray_jobs.sources.containers import Member
+
 Files = Mapping[str, str]
+_BATCH = 65_536
 
 ENTRIES = pa.schema(
     [
@@ -66,6 +71,13 @@ class Listing(NamedTuple):
     """What a reader of results must know: how far the membership of splits is confirmed, what pixels were changed."""
 
 
+def place(member: Member) -> dict[str, object]:
+    """Where a member's bytes are, as a part of an entry."""
+    return {"file": member.file, "offset": member.offset, "length": member.length, "codec": member.codec}
+
+
 def table(rows: Iterable[Mapping[str, object]]) -> pa.Table:
     """ENTRIES of dicts; what a dict leaves out is null."""
-    return pa.Table.from_pylist(list(rows), schema=ENTRIES)
+    left = iter(rows)  # in batches: 14 million dicts would take as many KiB
+    batches = iter(lambda: list(islice(left, _BATCH)), [])
+    return pa.Table.from_batches([pa.RecordBatch.from_pylist(batch, ENTRIES) for batch in batches], ENTRIES)

@@ -1,30 +1,34 @@
 """A user's own images: which files there are, their labels, their splits, and whether they can be read.
 
-In: a folder in one of three layouts.
+In: a folder, a tar or zip of one, or s3://bucket/prefix, in one of three layouts.
 
     root/train/cat/1.jpg  root/test/cat/2.jpg     split folders (train|training, val|valid|validation|dev,
                                                   test|testing, in any case) of class folders
     root/cat/1.jpg        root/dog/2.jpg          class folders
-    root/metadata.csv                             Hugging Face's imagefolder: file_name, label and maybe split
+    root/metadata.csv                             Hugging Face's imagefolder: file_name, label, maybe split, and the
+                                                  column that names what must stay in one split (a patient, a site)
 
-Out: `scan` lists entries without opening an image. Only the standard library is imported at module level, so that
-`pipelines` can use it.
+Folders around the whole of an archive don't count. Out: `scan` lists entries without opening an image. Only the
+standard library is imported at module level, so that `pipelines` can use it.
 """
 
 from __future__ import annotations
 
 import csv
 import difflib
+import io
 import os
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from operator import itemgetter
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
     from pipelines.spec import FolderSource
     from ray_jobs.sources import entries
-    from ray_jobs.sources.entries import Files
+    from ray_jobs.sources.containers import Member
+    from ray_jobs.sources.entries import Bad, Files
 
 EXTENSIONS = (".bmp", ".gif", ".jpeg", ".jpg", ".pgm", ".png", ".ppm", ".tif", ".tiff", ".webp")
 SPLIT_NAMES = {
@@ -42,12 +46,13 @@ class Entry(NamedTuple):
     key: str
     label: int
     split: str | None
+    group: str | None = None
 
 
 class Listing(NamedTuple):
     """What a folder holds: entries by key, class names in the plain order of their text, files left out."""
 
-    root: Path
+    root: str
     class_names: tuple[str, ...]
     entries: tuple[Entry, ...]
     ignored: tuple[str, ...]
@@ -59,8 +64,8 @@ class Listing(NamedTuple):
         return {name: number[label] for label, name in enumerate(self.class_names)}
 
 
-def scan(root: Path) -> Listing:
-    """List the images below `root`.
+def scan(root: Path, group: str | None = None) -> Listing:
+    """List the images below `root`; `group` is the column of metadata.csv that names their groups.
 
     Raises ValueError for: no folder, no image, fewer than two classes, layouts mixed, a link that leads
     outside, a metadata.csv that does not fit, a class that the given splits leave without a training image.
@@ -68,32 +73,83 @@ def scan(root: Path) -> Listing:
     if not root.is_dir():
         raise ValueError(f"{root} is not a folder of images")
     files = sorted(_files(root))
+    return arrange(root, files, (root / METADATA).read_bytes() if METADATA in files else None, group)
+
+
+def arrange(root: Path | str, files: Sequence[str], metadata: bytes | None, group: str | None) -> Listing:
+    """What these paths below `root` are, with what metadata.csv says where there is one. Raises ValueError."""
+    files = sorted(files)
     images = [key for key in files if PurePosixPath(key).suffix.lower() in EXTENSIONS]
     if not images:
         raise ValueError(f"{root} has no images ({', '.join(EXTENSIONS)}) among its {len(files)} files")
-    found = _from_metadata(root, images) if METADATA in files else _from_folders(root, images)
-    class_names = tuple(sorted({label for _, label, _ in found}))
+    if metadata is not None:
+        found = _from_metadata(root, images, metadata, group)
+    elif group is not None:
+        raise ValueError(f"group: {group!r} is to be a column of {METADATA}, and {root} has no such file")
+    else:
+        found = [(*entry, None) for entry in _from_folders(root, images)]
+    class_names = tuple(sorted({label for _, label, _, _ in found}))
     if len(class_names) < 2:
         raise ValueError(f"{root} has only the class {class_names[0]!r}: a classifier needs two or more")
     number = {name: label for label, name in enumerate(class_names)}
-    entries = tuple(sorted(Entry(key, number[name], split) for key, name, split in found))
+    entries = tuple(
+        Entry(key, number[name], split, group) for key, name, split, group in sorted(found, key=itemgetter(0))
+    )
     _check_given_splits(root, class_names, entries)
     ignored = tuple(key for key in files if key not in set(images) and key != METADATA)
-    return Listing(root, class_names, entries, ignored)
+    return Listing(str(root), class_names, entries, ignored)
 
 
 def listing(source: FolderSource, files: Files) -> entries.Listing:
-    """Every image below the root, as `scan` finds it."""
-    from ray_jobs.sources import entries
+    """Every image below the root, as `scan` finds it, or in the archive."""
+    from ray_jobs.sources import containers, entries
 
-    root = Path(source.root)
-    found = scan(root)
-    rows = (
-        {"key": key, "label": label, "split": split, "file": key, "offset": 0, "codec": "stored"}
-        | {"length": (root / key).stat().st_size}
-        for key, label, split in found.entries
-    )
-    return entries.Listing(found.class_names, entries.table(rows))
+    bad: list[Bad] = []
+    if Path(source.root).is_dir():
+        found = scan(Path(source.root), source.group)
+        members = {
+            entry.key: _whole(entry.key, (Path(source.root) / entry.key).stat().st_size)
+            for entry in found.entries
+        }
+    else:
+        members, bad = _members(source, files)
+        metadata = containers.read_member(files, members[METADATA]) if METADATA in members else None
+        found = arrange(source.root, list(members), metadata, source.group)
+    rows = (entry._asdict() | entries.place(members[entry.key]) for entry in found.entries)
+    return entries.Listing(found.class_names, entries.table(rows), bad=tuple(bad))
+
+
+def _members(source: FolderSource, files: Files) -> tuple[dict[str, Member], list[Bad]]:
+    """Files by their path in the archive that the root is, or below s3://bucket/prefix, and what is refused."""
+    from pipelines import identity
+    from ray_jobs.sources import containers
+
+    if list(files) != [PurePosixPath(source.root).name]:
+        facts = identity.object_facts(files.values())
+        return {name: _whole(name, facts[location][1]) for name, location in files.items()}, []
+    (name,) = files
+    found, refused = containers.contents(files, name)
+    around = _around([member.path for member in found])
+    inside = {member.path.removeprefix(around): member for member in found if member.path.startswith(around)}
+    return inside, refused
+
+
+def _whole(key: str, size: int) -> Member:
+    from ray_jobs.sources.containers import Member
+
+    return Member(key, key, 0, size, "stored", size)
+
+
+def _around(paths: Sequence[str]) -> str:
+    """The folders that all images of an archive lie in and that say nothing of them: "pets/images/"."""
+    images = [PurePosixPath(path).parts[:-1] for path in paths if path.lower().endswith(EXTENSIONS)]
+    tables = [PurePosixPath(path).parts[:-1] for path in paths if path.rpartition("/")[2] == METADATA]
+    common: list[str] = []
+    for parts in zip(*images, *tables, strict=False):
+        if len(set(parts)) > 1 or parts[0].lower() in SPLIT_NAMES:
+            break
+        common.append(parts[0])
+    return "".join(f"{part}/" for part in common)
 
 
 def _files(root: Path) -> Iterator[str]:
@@ -113,7 +169,7 @@ def _files(root: Path) -> Iterator[str]:
             yield path.relative_to(root).as_posix()
 
 
-def _from_folders(root: Path, images: Sequence[str]) -> list[tuple[str, str, str | None]]:
+def _from_folders(root: Path | str, images: Sequence[str]) -> list[tuple[str, str, str | None]]:
     """(key, class, split) by the names of folders."""
     tops = {PurePosixPath(key).parts[0] for key in images if "/" in key}
     loose = [key for key in images if "/" not in key]
@@ -138,15 +194,16 @@ def _from_folders(root: Path, images: Sequence[str]) -> list[tuple[str, str, str
     return found
 
 
-def _from_metadata(root: Path, images: Sequence[str]) -> list[tuple[str, str, str | None]]:
-    """(key, class, split) by metadata.csv, which must list every image once."""
-    with (root / METADATA).open(newline="", encoding="utf-8-sig") as lines:
-        reader = csv.DictReader(lines, strict=True)
-        try:
-            _check_columns(reader.fieldnames or [])
-            rows = list(reader)
-        except (csv.Error, UnicodeDecodeError) as error:
-            raise ValueError(f"{root / METADATA} is not CSV in UTF-8: {error}") from error
+def _from_metadata(
+    root: Path | str, images: Sequence[str], metadata: bytes, group: str | None
+) -> list[tuple[str, str, str | None, str | None]]:
+    """(key, class, split, group) by metadata.csv, which must list every image once."""
+    try:
+        reader = csv.DictReader(io.StringIO(metadata.decode("utf-8-sig"), newline=""), strict=True)
+        _check_columns(reader.fieldnames or [], group)
+        rows = list(reader)
+    except (csv.Error, UnicodeDecodeError) as error:
+        raise ValueError(f"{root}/{METADATA} is not CSV in UTF-8: {error}") from error
     present, found = set(images), {}
     for number, row in enumerate(rows, start=2):
         where = f"{METADATA} row {number}"
@@ -159,7 +216,10 @@ def _from_metadata(root: Path, images: Sequence[str]) -> list[tuple[str, str, st
             raise ValueError(f"{where}: {key!r} is listed twice")
         if not row["label"]:
             raise ValueError(f"{where}: {key!r} has no label")
-        found[key] = (key, row["label"], _split_named(row["split"], where) if "split" in row else None)
+        if group is not None and not row[group]:
+            raise ValueError(f"{where}: {key!r} has no {group}")
+        split = _split_named(row["split"], where) if "split" in row else None
+        found[key] = (key, row["label"], split, None if group is None else row[group])
     unlisted = sorted(present - set(found))
     if unlisted:
         raise ValueError(
@@ -168,13 +228,14 @@ def _from_metadata(root: Path, images: Sequence[str]) -> list[tuple[str, str, st
     return list(found.values())
 
 
-def _check_columns(columns: Sequence[str]) -> None:
+def _check_columns(columns: Sequence[str], group: str | None) -> None:
+    known = COLUMNS if group is None else (*COLUMNS, group)
     for column in columns:
-        if column not in COLUMNS:
-            near = difflib.get_close_matches(column.lower(), COLUMNS, n=1, cutoff=0.5)
-            hint = f"did you mean {near[0]!r}?" if near else f"known are {', '.join(COLUMNS)}"
+        if column not in known:
+            near = difflib.get_close_matches(column.lower(), known, n=1, cutoff=0.5)
+            hint = f"did you mean {near[0]!r}?" if near else f"known are {', '.join(known)}"
             raise ValueError(f"{METADATA} has an unknown column {column!r}: {hint}")
-    for column in ("file_name", "label"):
+    for column in ("file_name", "label", *known[len(COLUMNS) :]):
         if list(columns).count(column) != 1:
             raise ValueError(f"{METADATA} needs one column {column!r}; it has {', '.join(columns) or 'none'}")
 
@@ -193,7 +254,7 @@ def _split_named(name: str, where: str) -> str:
     return split
 
 
-def _check_given_splits(root: Path, class_names: Sequence[str], entries: Sequence[Entry]) -> None:
+def _check_given_splits(root: Path | str, class_names: Sequence[str], entries: Sequence[Entry]) -> None:
     if all(entry.split is None for entry in entries):
         return
     trained = {entry.label for entry in entries if entry.split == "train"}

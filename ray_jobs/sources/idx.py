@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from pipelines.spec import IdxSource
 from ray_jobs.images import content_id
 from ray_jobs.shards import ImageSize
-from ray_jobs.sources import hash_fraction
+from ray_jobs.sources import containers, hash_fraction
 from ray_jobs.sources.entries import Files, Listing, table
 
 FILES = {
@@ -67,7 +67,11 @@ def rows(source: IdxSource, files: Files, numbers: Sequence[int]) -> Iterator[ND
 
 @lru_cache(maxsize=1)  # a task reads several shards of one source
 def _read(source: IdxSource, files: tuple[tuple[str, str], ...]) -> Images:
-    paths = {name: Path(path) for name, path in files}
+    given = dict(files)
+    paths = {
+        name: containers.local(given, name) if path.startswith("s3://") else Path(path)
+        for name, path in files
+    }
     return read(paths, len(source.class_names), source.kept())
 
 

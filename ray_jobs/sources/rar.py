@@ -22,7 +22,7 @@ _ADVICE = "unpack it and pack it as zip or tar"
 def convert(path: str, out: BinaryIO) -> None:
     """Write the members of the RAR at `path` as a tar. Raises ValueError."""
     try:
-        from unrar.cffi.unrarlib import BadRarFile, RarArchive, RARHeaderDataEx, RarHeader, RARReadHeaderEx
+        from unrar.cffi.unrarlib import BadRarFile, RarArchive, RarHeader, RARHeaderDataEx, RARReadHeaderEx
     except ImportError:
         raise ValueError(f"is a RAR: pip install 'vitflow[rar]' to read it, or {_ADVICE}") from None
     count = 0

@@ -1,4 +1,4 @@
-"""Archives of every form: each member's bytes come back from its range; what is hostile is refused and harms nothing."""
+"""Archives of every form: each member comes back from its range; what is hostile is refused and harms nothing."""
 
 import bz2
 import gzip
@@ -18,7 +18,7 @@ from ray_jobs.sources import blobs, containers
 from ray_jobs.sources.containers import contents, local, members, read, read_file, read_member
 from ray_jobs.sources.entries import table
 from tests.archives import rar, tar, zipped
-from tests.s3 import Server, used
+from tests.s3 import Server, faulty, used
 
 CONTENT = {"a/1.jpg": b"first", "a/b/2.png": b"\0\1" * 5_000, "empty": b""}
 
@@ -40,9 +40,9 @@ def read_all(files: Mapping[str, str], file: str) -> dict[str, bytes | ValueErro
 
 
 FORMS: dict[str, Callable[[Mapping[str, bytes]], bytes]] = {
-    "ustar": lambda given: tar(given, format=tarfile.USTAR_FORMAT),
-    "gnu": lambda given: tar({"long/" * 40 + "x": b"long"} | given, format=tarfile.GNU_FORMAT),
-    "pax": lambda given: tar({"ü/" * 80 + "x": b"long"} | given, format=tarfile.PAX_FORMAT),
+    "ustar": lambda given: tar(given, form=tarfile.USTAR_FORMAT),
+    "gnu": lambda given: tar({"long/" * 40 + "x": b"long"} | given, form=tarfile.GNU_FORMAT),
+    "pax": lambda given: tar({"ü/" * 80 + "x": b"long"} | given, form=tarfile.PAX_FORMAT),
     "gz": lambda given: tar(given, "w:gz"),
     "bz2": lambda given: tar(given, "w:bz2"),
     "xz": lambda given: tar(given, "w:xz"),
@@ -74,6 +74,18 @@ def test_a_packed_tar_in_a_zip(packed: Callable[[bytes], bytes], method: int, tm
     files = put(tmp_path, it=zipped({"c/objects.tar.gz": packed(tar(CONTENT))}, method))
     assert read_all(files, "it::c/objects.tar.gz") == CONTENT
     assert read_file(files, "it::c/objects.tar.gz") == tar(CONTENT)
+
+
+@pytest.mark.parametrize("packed", [gzip.compress, bz2.compress, lzma.compress])
+def test_several_streams_are_one_file_and_none_is_lost(
+    packed: Callable[[bytes], bytes], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    padding = b"" if packed is bz2.compress else bytes(64)
+    data = packed(b"one ") + padding + packed(b"two")
+    monkeypatch.setattr(blobs, "_CHUNK", len(packed(b"one ") + padding))  # the second begins with a chunk
+    assert read_file(put(tmp_path, it=data), "it") == b"one two"
+    with pytest.raises(ValueError, match="truncated or damaged"):
+        read_file(put(tmp_path, it=data + b"more"), "it")
 
 
 def test_parts_of_a_split_zip_are_one(tmp_path: Path) -> None:
@@ -195,6 +207,11 @@ def test_zip_members_that_cannot_be_read_say_why(tmp_path: Path) -> None:
     }
 
 
+def test_a_zip_member_without_a_name_is_left_out(tmp_path: Path) -> None:
+    data = zipped({"": b"nameless", "a": b"x"})
+    assert read_all(put(tmp_path, it=data), "it") == {"a": b"x"}
+
+
 def test_zip_members_that_overlap_are_refused(tmp_path: Path) -> None:
     data = bytearray(zipped({"a": b"x" * 1_000, "b": b"y" * 1_000}, zipfile.ZIP_STORED))
     second = data.index(b"PK\1\2", data.index(b"PK\1\2") + 4)
@@ -307,6 +324,21 @@ def test_parts_on_s3(bucket) -> None:
         for i in range(len(data) // 150 + 1)
     }
     assert read_all(files, "z.01") == CONTENT
+
+
+def test_an_object_that_is_an_image_takes_one_request(moto: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    name, images = f"sources-{os.urandom(4).hex()}", {f"{i}.jpg": bytes([i]) * 50_000 for i in range(4)}
+    with faulty(moto) as (proxy, seen), used(seen, monkeypatch):
+        moto.client.create_bucket(Bucket=name)
+        for key, data in images.items():
+            moto.client.put_object(Bucket=name, Key=key, Body=data)
+        files = {key: f"s3://{name}/{key}" for key in images}
+        rows = [
+            {"key": key, "label": 0, "file": key, "offset": 0, "length": len(data), "codec": "stored"}
+            for key, data in images.items()
+        ]
+        assert list(read(files, table(rows))) == list(images.values())
+        assert len(proxy.asked("GET")) == len(images)
 
 
 def test_an_object_that_changes_while_it_is_read_is_noticed(bucket) -> None:

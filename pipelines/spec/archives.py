@@ -1,0 +1,105 @@
+"""Sources made of archives of image files, as their authors ship them: ImageNet-1k, ImageNet-21k, WebDataset."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path, PurePosixPath
+from typing import Annotated, Literal
+
+from pydantic import AfterValidator, Field
+
+from pipelines.spec.fields import RecipeError, Root, distinct
+from pipelines.spec.files import files_at, files_named
+from vit_model.config import Frozen
+
+IMAGENET_TRAIN = "ILSVRC2012_img_train.tar"
+IMAGENET_VAL = "ILSVRC2012_img_val.tar"
+IMAGENET_DEVKIT = "ILSVRC2012_devkit_t12.tar.gz"
+IMAGENET_REAL = "real.json"
+_SYNSET_TAR = re.compile(r"n\d{8}\.tar")
+_TAR_ENDINGS = (".tar", ".tar.gz", ".tgz")
+
+
+class ImageNetSource(Frozen):
+    """ImageNet-1k (ILSVRC2012): the authors' two tars and devkit; their validation images are test.
+
+    With real.json beside them, the ReaL labels are what counts as right on test.
+    """
+
+    kind: Literal["imagenet"]
+    name: str = Field("ImageNet-1k", description="what reports call these images")
+    root: Root = Field(
+        description="the folder, or s3://bucket/prefix, of the three files",
+        json_schema_extra={"execution": True},
+    )
+    dev_fraction: float = Field(
+        0.01, gt=0, lt=0.5, description="of train, drawn by a hash of each image's name: it is dev"
+    )
+
+    def files(self) -> Iterator[tuple[str, str | Path]]:
+        """(name, path or s3://bucket/key) of the three files, and of real.json where it is there."""
+        needed = (IMAGENET_TRAIN, IMAGENET_VAL, IMAGENET_DEVKIT)
+        found = files_named(self.root, (*needed, IMAGENET_REAL))
+        if missing := [name for name in needed if name not in found]:
+            raise RecipeError(f"source.root: {self.root} has no {missing[0]}; it comes from image-net.org")
+        yield from found.items()
+
+
+class ImageNet21kSource(Frozen):
+    """ImageNet-21k: a tar for each synset, in one tar (fall11_whole.tar, winter21_whole.tar.gz) or in a folder."""
+
+    kind: Literal["imagenet21k"]
+    name: str = Field("ImageNet-21k", description="what reports call these images")
+    root: Root = Field(
+        description="the tar, or the folder or s3://bucket/prefix of the synsets' tars",
+        json_schema_extra={"execution": True},
+    )
+    held_out: float = Field(
+        0.004,
+        gt=0,
+        lt=0.25,
+        description="as much is dev and as much is test, drawn by a hash of each image's name",
+    )
+    min_images: int = Field(10, ge=1, description="synsets with fewer are left out")
+
+    def files(self) -> Iterator[tuple[str, str | Path]]:
+        """(name, path or s3://bucket/key) of the one tar, or of each synset's."""
+        found = dict(files_at(self.root))
+        tars = {
+            name: place for name, place in found.items() if _SYNSET_TAR.fullmatch(PurePosixPath(name).name)
+        }
+        if not tars and len(found) > 1:
+            raise RecipeError(f"source.root: {self.root} has no tar of a synset, such as n01440764.tar")
+        yield from (tars or found).items()
+
+
+class WebDatasetSource(Frozen):
+    """Tars of samples (WebDataset): members of one name before the first dot are an image and its label.
+
+    Splits are those that names of shards or folders say (train, val, test), else they are drawn.
+    """
+
+    kind: Literal["webdataset"]
+    name: str = Field("images", description="what reports call these images")
+    root: Root = Field(
+        description="the folder of the tars, one tar, or s3://bucket/prefix",
+        json_schema_extra={"execution": True},
+    )
+    image: str | None = Field(
+        None, description="the field of the image: jpg; null: the one that is an image's ending"
+    )
+    label: str = Field("cls", description="the field of the label: cls, or KEY of a JSON field as json.KEY")
+    class_names: Annotated[tuple[str, ...], AfterValidator(distinct)] | None = Field(
+        None, min_length=2, description="of the labels 0, 1, ...; null: the labels that occur are the names"
+    )
+    salt: str = Field(
+        "vitflow", description="images without a given split are split by a hash with this salt"
+    )
+
+    def files(self) -> Iterator[tuple[str, str | Path]]:
+        """(name relative to the root, path or s3://bucket/key) of every tar."""
+        found = [(name, place) for name, place in files_at(self.root) if name.lower().endswith(_TAR_ENDINGS)]
+        if not found:
+            raise RecipeError(f"source.root: {self.root} has no file that ends in {', '.join(_TAR_ENDINGS)}")
+        yield from found
