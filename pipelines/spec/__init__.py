@@ -6,6 +6,14 @@ Everything that a recipe can get wrong is found here, before anything starts, as
 """
 
 from pipelines.spec.fields import RecipeError, nearest
+from pipelines.spec.records import (
+    CIFAR_FILES,
+    FACTORS,
+    CifarSource,
+    HfParquetSource,
+    ShapesSource,
+    TfdsSource,
+)
 from pipelines.spec.shapes import Model, ModelSize, ResNetSize
 from pipelines.spec.sources import (
     FASHION_MNIST_ROOT,
@@ -37,6 +45,8 @@ from pipelines.spec.stages import (
 )
 
 __all__ = [
+    "CIFAR_FILES",
+    "FACTORS",
     "FASHION_MNIST_ROOT",
     "MEAN_AND_STD",
     "ONE_FILE",
@@ -44,12 +54,14 @@ __all__ = [
     "STAGE_TYPES",
     "AnyStage",
     "Baselines",
+    "CifarSource",
     "DigitsSource",
     "Evaluate",
     "Finetune",
     "FolderSource",
     "GivenPreprocessing",
     "GlyphSource",
+    "HfParquetSource",
     "IdxSource",
     "Import",
     "Ingest",
@@ -61,8 +73,10 @@ __all__ = [
     "RecipeError",
     "Report",
     "ResNetSize",
+    "ShapesSource",
     "Source",
     "Stage",
+    "TfdsSource",
     "input_fields",
     "module",
     "nearest",

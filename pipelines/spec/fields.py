@@ -6,7 +6,7 @@ import difflib
 from pathlib import Path
 from typing import Annotated, Any
 
-from pydantic import Field
+from pydantic import AfterValidator, Field
 
 
 class RecipeError(ValueError):
@@ -56,3 +56,5 @@ def nearest(given: str, known: Any) -> str:
 
 
 Seed = Annotated[int, Field(ge=0)]
+Root = Annotated[str, AfterValidator(located)]
+"""A file or folder outside: a path, or s3://bucket/prefix."""

@@ -3,8 +3,9 @@
 A source is a module of this package with
 
     listing(source, files) -> Listing           what there is; reads directories of archives and lists of labels
-    rows(source, files, numbers) -> Iterator    the images of these numbers as arrays, uint8 [h, w, c]; only where
-                                                the listing has entries with codec "row" (images that lie in arrays)
+    rows(source, files, numbers) -> Iterator    the images of these numbers as arrays, uint8 [h, w, c], or files' bytes,
+                                                or why one can't be had; only where the listing has entries with codec
+                                                "row" (images that lie in arrays or in packed records)
 
 `files` maps the names of `source.files()` to where each lies: a local path or s3://bucket/key. All other entries are
 byte ranges of those files, which `ray_jobs.sources.containers` reads.
@@ -36,6 +37,9 @@ ENTRIES = pa.schema(
         pa.field(
             "offset", pa.int64(), nullable=False
         ),  # of the bytes in the file; codec row: the image's number
+        pa.field(
+            "unit", pa.string()
+        ),  # what is read as a whole (a row group): kept in one shard, in sequence
         pa.field("length", pa.int64(), nullable=False),  # in the file, as stored; codec row: about its bytes
         pa.field("codec", pa.string(), nullable=False),  # "stored" | "deflate" (a zip's) | "row"
     ]

@@ -121,7 +121,7 @@ def test_a_file_without_its_end_is_refused_wherever_it_ends(form: str) -> None:
 
 def test_floats_and_32_bits_are_refused_by_name() -> None:
     for pixels in (DEEP_GREY.astype(np.float32), DEEP_GREY.astype(np.int32)):
-        with pytest.raises(ValueError, match="pixels of Pillow's mode [FI], not 8 or 16 bits a channel"):
+        with pytest.raises(ValueError, match=r"pixels of Pillow's mode [FI], not 8 or 16 bits a channel"):
             examine(saved(pixels, "TIFF"))
 
 
