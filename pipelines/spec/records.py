@@ -87,8 +87,10 @@ class CifarSource(Frozen):
 
     kind: Literal["cifar"]
     classes: Literal[10, 100] = Field(10, description="CIFAR-10 or CIFAR-100")
-    root: Root = _root(
-        "the folder of cifar-10-python.tar.gz (or -binary, or cifar-100-…), or of what is in it"
+    root: Root = Field(
+        description="the folder, or s3://bucket/prefix, of cifar-10-python.tar.gz (or -binary, or cifar-100-...)"
+        " or of what is in it",
+        json_schema_extra={"execution": True},
     )
 
     @property
