@@ -6,9 +6,9 @@ the files in their order.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from functools import lru_cache
-from typing import NamedTuple
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import lru_cache, partial
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,6 +19,9 @@ from ray_jobs.shards import ImageSize
 from ray_jobs.sources import containers, hash_fraction
 from ray_jobs.sources.arrays import unpickle_arrays
 from ray_jobs.sources.entries import Files, Listing, table
+
+if TYPE_CHECKING:
+    from ray_jobs.sources.containers import Member
 
 DEV_FRACTION = 1 / 12
 PIXELS = 3 * 32 * 32
@@ -65,21 +68,21 @@ def _read(source: CifarSource, located: tuple[tuple[str, str], ...]) -> Images:
     for version in ("binary", "python"):
         folder, names = CIFAR_FILES[source.classes, version]
         if all(name in files for name in names):
-            return read(source.classes, version, lambda name: containers.read_file(files, name, MAX_BYTES))
+            return read(source.classes, version, partial(containers.read_file, files, limit=MAX_BYTES))
     [archive] = files
     members = {member.path: member for member in containers.members(files, archive)}
     for version in ("binary", "python"):
         folder, names = CIFAR_FILES[source.classes, version]
         found = {name: members[path] for name in names if (path := f"{folder}/{name}") in members}
         if len(found) == len(names):
-            return read(
-                source.classes,
-                version,
-                lambda name, found=found: containers.read_member(files, found[name], MAX_BYTES),
-            )
+            return read(source.classes, version, partial(_member, files, found))
     raise ValueError(
         f"{archive} has not the files of CIFAR-{source.classes}: is it the archive that its authors ship?"
     )
+
+
+def _member(files: Files, found: Mapping[str, Member], name: str) -> bytes:
+    return containers.read_member(files, found[name], MAX_BYTES)
 
 
 def read(classes: int, version: str, content: Callable[[str], bytes]) -> Images:

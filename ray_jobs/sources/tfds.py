@@ -39,7 +39,9 @@ def listing(source: TfdsSource, files: Files) -> Listing:
     if form not in ("tfrecord", "array_record"):
         raise ValueError(f"dataset_info.json: files are {form!r}; tfrecord and array_record are read")
     image, label = _named(source, features)
-    places, labels, notes = _Places([], array("q"), array("q")), [], []
+    places = _Places([], array("q"), array("q"))
+    labels: list[int | str] = []
+    notes: list[str] = []
     splits: dict[str, int] = {}
     for name, shards in _shards(info, form, files):
         if known_split(name) is None:
