@@ -1,7 +1,5 @@
 """Parquet as Hugging Face's datasets ships it, written here by pyarrow with the metadata by hand."""
 
-import json
-from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -15,37 +13,7 @@ from ray_jobs.ingest import plan_parts
 from ray_jobs.sources import catalog, hf_parquet
 from ray_jobs.sources.entries import Files, Listing
 from tests.hostile import refused
-
-NAMES = ["cat", "dog", "fox"]
-FEATURES = {"image": {"_type": "Image"}, "label": {"names": NAMES, "_type": "ClassLabel"}}
-
-
-def put(
-    path: Path,
-    images: Sequence[bytes | None],
-    labels: Sequence[object],
-    *,
-    features: Mapping[str, object] | None = FEATURES,
-    column: str = "image",
-    reverse: bool = False,
-    rows: int = 4,
-    compression: str = "snappy",
-) -> None:
-    fields = [pa.field("bytes", pa.binary()), pa.field("path", pa.string())]
-    struct = pa.struct(fields[::-1] if reverse else fields)
-    cells = [{"bytes": data, "path": f"{number}.jpg"} for number, data in enumerate(images)]
-    table = pa.table({column: pa.array(cells, struct), "label": pa.array(labels)})
-    if features is not None:
-        table = table.replace_schema_metadata({"huggingface": json.dumps({"info": {"features": features}})})
-    path.parent.mkdir(parents=True, exist_ok=True)
-    pq.write_table(
-        table,
-        path,
-        row_group_size=rows,
-        compression=compression,
-        use_dictionary=False,
-        write_page_checksum=True,
-    )
+from tests.prepared import HF_FEATURES, put_parquet
 
 
 def source(root: Path, **fields: object) -> tuple[HfParquetSource, Files]:
@@ -71,8 +39,10 @@ def images_of(root: Path, listing: Listing) -> dict[str, bytes | ValueError]:
 def root(tmp_path: Path) -> Path:
     for shard in range(2):
         images = [image(10 * shard + number) for number in range(10)]
-        put(tmp_path / f"train-{shard:05d}-of-00002.parquet", images, [number % 3 for number in range(10)])
-    put(
+        put_parquet(
+            tmp_path / f"train-{shard:05d}-of-00002.parquet", images, [number % 3 for number in range(10)]
+        )
+    put_parquet(
         tmp_path / "validation-00000-of-00001.parquet",
         [image(50, "PNG", "L"), image(51)], [2, 0],
         reverse=True, compression="none",
@@ -116,7 +86,7 @@ def test_a_large_row_group_is_read_in_several_passes(root: Path, monkeypatch: py
 
 
 def test_an_image_that_is_only_a_path_is_refused(tmp_path: Path) -> None:
-    put(tmp_path / "train.parquet", [image(0), None, b""], [0, 1, 2])
+    put_parquet(tmp_path / "train.parquet", [image(0), None, b""], [0, 1, 2])
     images = images_of(tmp_path, listed(tmp_path))
     assert images["train/0000000"] == image(0) and images["train/0000002"] == b""
     with pytest.raises(ValueError, match="only names its path"):
@@ -139,8 +109,8 @@ def test_files_of_other_programs(tmp_path: Path) -> None:
 
 
 def test_what_has_no_label_or_no_known_split_is_left_out_and_said(root: Path) -> None:
-    put(root / "test-00000-of-00001.parquet", [image(70), image(71), image(72)], [-1, 1, None])
-    put(root / "unsupervised-00000-of-00001.parquet", [image(80)], [-1])
+    put_parquet(root / "test-00000-of-00001.parquet", [image(70), image(71), image(72)], [-1, 1, None])
+    put_parquet(root / "unsupervised-00000-of-00001.parquet", [image(80)], [-1])
     found = listed(root)
     assert found.entries["split"].to_pylist().count("test") == 1
     assert found.notes == (
@@ -150,7 +120,7 @@ def test_what_has_no_label_or_no_known_split_is_left_out_and_said(root: Path) ->
 
 
 def test_files_that_name_no_split_leave_it_to_be_drawn(tmp_path: Path) -> None:
-    put(tmp_path / "images.parquet", [image(0), image(1)], [0, 1])
+    put_parquet(tmp_path / "images.parquet", [image(0), image(1)], [0, 1])
     assert listed(tmp_path).entries["split"].to_pylist() == [None, None]
 
 
@@ -159,16 +129,18 @@ def change(root: Path, case: str) -> None:
         case "part":
             (root / "train-00000-of-00002.parquet").unlink()
         case "folders":
-            put(root / "other" / "train-00000-of-00001.parquet", [image(0)], [0])
+            put_parquet(root / "other" / "train-00000-of-00001.parquet", [image(0)], [0])
         case "label":
-            put(root / "test-00000-of-00001.parquet", [image(0)], [7])
+            put_parquet(root / "test-00000-of-00001.parquet", [image(0)], [7])
         case "classes":
-            features = FEATURES | {"label": {"names": ["a", "b"], "_type": "ClassLabel"}}
-            put(root / "test-00000-of-00001.parquet", [image(0)], [0], features=features)
+            features = HF_FEATURES | {"label": {"names": ["a", "b"], "_type": "ClassLabel"}}
+            put_parquet(root / "test-00000-of-00001.parquet", [image(0)], [0], features=features)
         case "column":
-            put(root / "test-00000-of-00001.parquet", [image(0)], [0], features=None, column="picture")
+            put_parquet(
+                root / "test-00000-of-00001.parquet", [image(0)], [0], features=None, column="picture"
+            )
         case "floats":
-            put(root / "test-00000-of-00001.parquet", [image(0)], [0.5], features=None)
+            put_parquet(root / "test-00000-of-00001.parquet", [image(0)], [0.5], features=None)
         case "no Parquet":
             (root / "test-00000-of-00001.parquet").write_bytes(b"PAR1" + bytes(100) + b"PAR1")
 
@@ -202,7 +174,9 @@ def test_columns_can_be_named(root: Path) -> None:
 
 def test_a_damaged_row_group_costs_its_own_images_alone(tmp_path: Path) -> None:
     path = tmp_path / "train.parquet"
-    put(path, [image(number) for number in range(8)], [number % 3 for number in range(8)], compression="none")
+    put_parquet(
+        path, [image(number) for number in range(8)], [number % 3 for number in range(8)], compression="none"
+    )
     data = bytearray(path.read_bytes())
     data[data.index(image(2)) + 100] ^= 1
     path.write_bytes(data)
@@ -215,7 +189,7 @@ def test_a_damaged_row_group_costs_its_own_images_alone(tmp_path: Path) -> None:
 
 def test_of_mutated_files_only_value_errors_come(tmp_path: Path) -> None:
     path = tmp_path / "train.parquet"
-    put(path, [np.random.default_rng(0).bytes(40) for _ in range(6)], [0, 1, 2, 0, 1, 2])
+    put_parquet(path, [np.random.default_rng(0).bytes(40) for _ in range(6)], [0, 1, 2, 0, 1, 2])
 
     def read(data: bytes) -> None:
         path.write_bytes(data)

@@ -1,86 +1,17 @@
 """Prepared TFDS directories, written here by an own framing, protobuf's messages and array_record's writer."""
 
 import json
-from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import pytest
-from array_record.python.array_record_module import ArrayRecordWriter
 from tests.archives import image
 
 from pipelines.spec import RecipeError, TfdsSource
 from ray_jobs.sources import catalog
 from ray_jobs.sources.entries import Files, Listing
 from tests.hostile import refused
+from tests.prepared import FORMATS, OLDER, SPLITS, put_tfds, records
 from tests.tfrecords import example, framed
-
-FORMATS = ("tfrecord", "array_record")
-PREFIX = "tensorflow_datasets.core.features"
-FEATURES = {
-    "pythonClassName": f"{PREFIX}.features_dict.FeaturesDict",
-    "featuresDict": {
-        "features": {
-            "id": {"pythonClassName": f"{PREFIX}.text_feature.Text", "text": {}},
-            "image": {
-                "pythonClassName": f"{PREFIX}.image_feature.Image",
-                "image": {
-                    "shape": {"dimensions": ["-1", "-1", "3"]},
-                    "dtype": "uint8",
-                    "encodingFormat": "jpeg",
-                },
-            },
-            "label": {
-                "pythonClassName": f"{PREFIX}.class_label_feature.ClassLabel",
-                "classLabel": {"numClasses": "3"},
-            },
-        }
-    },
-}
-OLDER = {
-    "type": f"{PREFIX}.features_dict.FeaturesDict",
-    "content": {
-        "image": {"type": f"{PREFIX}.image_feature.Image", "content": {"shape": [None, None, 3]}},
-        "label": {"type": f"{PREFIX}.class_label_feature.ClassLabel", "content": {"num_classes": 3}},
-    },
-}
-SPLITS = {"train": [5, 4], "validation": [2], "test": [3]}
-
-
-def records(split: str) -> list[bytes]:
-    seeds = range(100 * list(SPLITS).index(split), 100 * list(SPLITS).index(split) + sum(SPLITS[split]))
-    return [
-        example({"id": [f"{seed}".encode()], "image": [image(seed)], "label": [seed % 3]}) for seed in seeds
-    ]
-
-
-def put(root: Path, form: str, splits: Mapping[str, Sequence[int]] = SPLITS, **info: object) -> None:
-    described = []
-    for split, lengths in splits.items():
-        left = iter(records(split))
-        for shard, length in enumerate(lengths):
-            path = root / f"toy-{split}.{form}-{shard:05d}-of-{len(lengths):05d}"
-            own = [next(left) for _ in range(length)]
-            if form == "tfrecord":
-                path.write_bytes(framed(own))
-                continue
-            writer = ArrayRecordWriter(str(path), "group_size:1")
-            for record in own:
-                writer.write(record)
-            writer.close()
-        described.append(
-            {
-                "name": split,
-                "shardLengths": [str(length) for length in lengths],
-                "numBytes": "1000",
-                "filepathTemplate": "{DATASET}-{SPLIT}.{FILEFORMAT}-{SHARD_X_OF_Y}",
-            }
-        )
-    about = {"name": "toy", "version": "1.0.0", "splits": described}
-    if form != "tfrecord":
-        about["fileFormat"] = form
-    (root / "dataset_info.json").write_text(json.dumps(about | info))
-    (root / "features.json").write_text(json.dumps(FEATURES))
-    (root / "label.labels.txt").write_text("cat\ndog\nfox\n")
 
 
 def source(root: Path, **fields: object) -> tuple[TfdsSource, Files]:
@@ -94,7 +25,7 @@ def listed(root: Path) -> Listing:
 
 @pytest.mark.parametrize("form", FORMATS)
 def test_images_labels_and_splits_are_those_of_the_records(form: str, tmp_path: Path) -> None:
-    put(tmp_path, form)
+    put_tfds(tmp_path, form)
     found = listed(tmp_path)
     assert found.class_names == ("cat", "dog", "fox")
     entries = found.entries.take([13, 2, 7, 11, 0, 9, 4])  # in any order
@@ -110,20 +41,20 @@ def test_images_labels_and_splits_are_those_of_the_records(form: str, tmp_path: 
 
 
 def test_the_older_shape_of_features_is_read(tmp_path: Path) -> None:
-    put(tmp_path, "tfrecord")
+    put_tfds(tmp_path, "tfrecord")
     whole = listed(tmp_path)
     (tmp_path / "features.json").write_text(json.dumps(OLDER))
     assert listed(tmp_path) == whole
 
 
 def test_without_names_classes_are_numbers(tmp_path: Path) -> None:
-    put(tmp_path, "tfrecord")
+    put_tfds(tmp_path, "tfrecord")
     (tmp_path / "label.labels.txt").unlink()
     assert listed(tmp_path).class_names == ("0", "1", "2")
 
 
 def test_a_split_that_is_not_known_is_left_out_and_said(tmp_path: Path) -> None:
-    put(tmp_path, "tfrecord")
+    put_tfds(tmp_path, "tfrecord")
     about = json.loads((tmp_path / "dataset_info.json").read_text())
     about["splits"].append({"name": "unlabelled", "shardLengths": []})
     (tmp_path / "dataset_info.json").write_text(json.dumps(about))
@@ -144,7 +75,7 @@ def change(root: Path, case: str) -> None:
         case "end":
             first.write_bytes(first.read_bytes()[:-100])
         case "format":
-            put(root, "tfrecord", fileFormat="riegeli")
+            put_tfds(root, "tfrecord", fileFormat="riegeli")
         case "label":
             (root / "label.labels.txt").write_text("cat\n")
         case "image":
@@ -167,14 +98,14 @@ def change(root: Path, case: str) -> None:
     ],
 )
 def test_what_does_not_fit_is_refused_by_name(tmp_path: Path, case: str, message: str) -> None:
-    put(tmp_path, "tfrecord")
+    put_tfds(tmp_path, "tfrecord")
     change(tmp_path, case)
     with pytest.raises(ValueError, match=message):
         listed(tmp_path)
 
 
 def test_a_damaged_array_record_file_is_refused(tmp_path: Path) -> None:
-    put(tmp_path, "array_record")
+    put_tfds(tmp_path, "array_record")
     path = tmp_path / "toy-train.array_record-00000-of-00002"
     data = path.read_bytes()
     for damaged in (b"", data[:1000], data[:-10], data[:300] + bytes([data[300] ^ 1]) + data[301:]):
@@ -190,7 +121,7 @@ def test_another_folder_is_refused_when_the_recipe_is_planned(tmp_path: Path) ->
 
 @pytest.mark.parametrize("name", ["dataset_info.json", "features.json", "toy-test.tfrecord-00000-of-00001"])
 def test_of_mutated_files_only_value_errors_come(name: str, tmp_path: Path) -> None:
-    put(tmp_path, "tfrecord")
+    put_tfds(tmp_path, "tfrecord")
     whole = (tmp_path / name).read_bytes()
 
     def read(data: bytes) -> None:
