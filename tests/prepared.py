@@ -1,4 +1,4 @@
-"""Prepared data sets for tests: Parquet as Hugging Face ships it, by pyarrow with the metadata by hand; TFDS's folders."""
+"""Prepared data sets for tests: Parquet of Hugging Face, by pyarrow with the metadata by hand; folders of TFDS."""
 
 import json
 from collections.abc import Mapping, Sequence

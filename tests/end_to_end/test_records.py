@@ -21,7 +21,7 @@ def ingested(vitflow, folder: Path, source: dict[str, object]) -> Dataset:  # ty
     recipe.write_text(yaml.safe_dump({"name": "records", "description": "One data set.", "stages": stages}))
     for _ in range(2):
         vitflow("run", recipe, "--store", folder / "store")
-    (found,) = (folder / "store").glob("artifacts/dataset/*/attempts/*/files/dataset.json")
+    (found,) = (folder / "store").glob("artifacts/ingest/*/attempts/*/files/dataset.json")
     return open_dataset(found.parent)
 
 
