@@ -131,8 +131,8 @@ def _columns(source: HfParquetSource, name: str, schema: pa.Schema) -> _Columns:
     if source.image and source.image not in fitting:
         raise ValueError(f"source.image: {name} has no column {source.image!r} of images, but {fitting}")
     image = chosen("image", source.image, declared or fitting, fitting)
-    labels = [column for column, feature in features.items() if feature.get("_type") == "ClassLabel"]
     others = [column for column in schema.names if column != image]
+    labels = [column for column in others if features.get(column, {}).get("_type") == "ClassLabel"]
     label = chosen("label", source.label, labels or [each for each in others if each == "label"], others)
     if not (pa.types.is_integer(kind := schema.field(label).type) or pa.types.is_string(kind)):
         raise ValueError(f"source.label: column {label!r} of {name} is {kind}, not whole numbers or text")
