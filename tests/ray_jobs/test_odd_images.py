@@ -126,8 +126,12 @@ def test_floats_and_32_bits_are_refused_by_name() -> None:
 
 
 def photo(height: int, width: int) -> np.ndarray:
-    small = RNG.integers(0, 256, (5, 6, 3), np.uint8)
-    return np.asarray(Image.fromarray(small).resize((width, height), Image.Resampling.BICUBIC))
+    """Noise whose strength falls with its frequency, as that of photographs does."""
+    frequency = np.hypot(np.fft.fftfreq(height)[:, None], np.fft.fftfreq(width)[None])
+    frequency[0, 0] = 1
+    grey = np.real(np.fft.ifft2(np.fft.fft2(RNG.normal(size=(height, width))) / frequency))
+    scaled = (grey - grey.mean()) / grey.std() * 50 + 128
+    return (scaled[..., None] * [0.8, 1.0, 1.2]).clip(0, 255).astype(np.uint8)
 
 
 @pytest.mark.parametrize("size", [(375, 500), (90, 1200), (20, 30)])
@@ -141,7 +145,7 @@ def test_the_quick_way_through_a_jpeg_says_what_pillow_says(
     monkeypatch.setattr(images, "_jpeg", lambda *_: None)
     slow = examine(data)
     assert quick._replace(phash=0) == slow._replace(phash=0)
-    assert (quick.phash ^ slow.phash).bit_count() <= 3
+    assert (quick.phash ^ slow.phash).bit_count() <= 4
 
 
 def test_a_jpeg_with_a_warning_is_left_to_pillow() -> None:
