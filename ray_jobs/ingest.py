@@ -107,13 +107,15 @@ def plan_parts(entries: pa.Table) -> list[pa.Table]:
     """What each shard holds: entries by a hash of their keys, so that every shard has some of everything.
 
     A power of two of parts, each for one beginning of the hash: entries that arrive later change no other's part
-    until there are twice as many.
+    until there are twice as many. Entries of one unit, which is read as a whole, stay together.
     """
     size = max(pc.sum(entries["length"]).as_py() or 0, 1)
     number = max(size / SHARD_BYTES, len(entries) / SHARD_IMAGES, 1)
     bits = math.ceil(math.log2(number))
-    hashes = np.array([_order(key) for key in entries["key"].to_pylist()], np.uint64)
-    order = np.argsort(hashes, kind="stable")
+    units = pc.coalesce(entries["unit"], entries["key"])
+    hashes = np.array([_order(unit) for unit in units.to_pylist()], np.uint64)
+    within = np.array([_order(key) for key in entries["key"].to_pylist()], np.uint64)
+    order = np.lexsort((within, hashes))
     parts = (hashes[order] >> np.uint64(63 - bits)) >> np.uint64(1)
     bounds = np.flatnonzero(np.diff(parts)) + 1
     ordered = entries.take(order)

@@ -7,8 +7,6 @@ Use: `normalise(torch.from_numpy(load_image(path, preprocessing))[None], preproc
 """
 
 import io
-import struct
-import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -24,8 +22,9 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "GIF", "TIFF", "PPM")
-# Pillow's modes of 8 bits or fewer a channel; 16-bit and float pixels have no agreed scale.
-MODES = ("1", "L", "LA", "P", "PA", "RGB", "RGBA", "RGBX", "CMYK", "YCbCr")
+# Pillow's modes of 16 bits or fewer a channel (16 in colour are "RGB" to it); 32 bits and floats have no agreed scale.
+SIXTEEN_BITS = ("I;16", "I;16L", "I;16B", "I;16N")
+MODES = ("1", "L", "LA", "P", "PA", "RGB", "RGBA", "RGBX", "CMYK", "YCbCr", *SIXTEEN_BITS)
 MAX_PIXELS = 64 * 2**20
 
 
@@ -34,9 +33,9 @@ def load_image(
 ) -> "NDArray[np.uint8]":
     """One image as uint8 [resolution, resolution, channels]; an array is [h, w], [h, w, 1] or [h, w, 3].
 
-    EXIF orientation is honoured, transparency becomes white, colours become grey (ITU-R 601) where the model
-    has one channel. Raises ValueError for what is not an image, is damaged, has 16-bit or float pixels, or
-    has more than `MAX_PIXELS` pixels before or after resizing.
+    Pixels are as `flatten` has them; colours become grey (ITU-R 601) where the model has one channel. Raises
+    ValueError for what is not an image, is damaged, has pixels of more than 16 bits a channel, or has more than
+    `MAX_PIXELS` pixels before or after resizing.
     """
     import numpy as np
 
@@ -44,11 +43,31 @@ def load_image(
     image = _open(what, source)
     _check_size(what, image.width, image.height)
     if image.mode not in MODES:
-        raise ValueError(f"{what} has pixels of Pillow's mode {image.mode!r}; 8 bits a channel are needed")
+        raise ValueError(
+            f"{what} has pixels of Pillow's mode {image.mode!r}; 8 or 16 bits a channel are read"
+        )
     with _reading(what):
-        flat = _flatten(image, preprocessing.channels)
+        flat = flatten(image).convert("L" if preprocessing.channels == 1 else "RGB")
     pixels = np.asarray(_resize(what, flat, preprocessing))
     return pixels.reshape(preprocessing.resolution, preprocessing.resolution, preprocessing.channels).copy()
+
+
+def flatten(image: "Image.Image") -> "Image.Image":
+    """An image of one of `MODES`, decoded: upright by its EXIF, on white where it is transparent, in "L" or "RGB".
+
+    Of 16 bits the higher 8 are kept, as libpng does it; of an animation the first frame. Raises what Pillow raises.
+    """
+    import numpy as np
+    from PIL import Image, ImageOps
+
+    grey = image.mode in ("1", "L", "LA", *SIXTEEN_BITS)
+    image = ImageOps.exif_transpose(image)
+    if image.mode in SIXTEEN_BITS:
+        return Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))
+    if image.has_transparency_data:
+        image = image.convert("RGBA")
+        image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image)
+    return image.convert("L" if grey else "RGB")
 
 
 def normalise(images: "Tensor", preprocessing: Preprocessing, dtype: "torch.dtype") -> "Tensor":
@@ -95,19 +114,9 @@ def _reading(what: str) -> Iterator[None]:
         yield
     except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
         raise ValueError(f"{what} is too large; at most {MAX_PIXELS} pixels are read: {error}") from error
-    except (OSError, ValueError, SyntaxError, EOFError, struct.error, zlib.error) as error:
+    # Pillow's readers raise whatever their parsing trips over (struct.error, SyntaxError, KeyError, ...)
+    except Exception as error:
         raise ValueError(f"{what} cannot be read as an image ({', '.join(FORMATS)}): {error}") from error
-
-
-def _flatten(image: "Image.Image", channels: int) -> "Image.Image":
-    """Decode, turn upright, put on white, and convert to grey or RGB."""
-    from PIL import Image, ImageOps
-
-    image = ImageOps.exif_transpose(image)
-    if image.has_transparency_data:
-        image = image.convert("RGBA")
-        image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image)
-    return image.convert("L" if channels == 1 else "RGB")
 
 
 def _resize(what: str, image: "Image.Image", preprocessing: Preprocessing) -> "Image.Image":

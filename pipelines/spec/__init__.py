@@ -7,6 +7,14 @@ Everything that a recipe can get wrong is found here, before anything starts, as
 
 from pipelines.spec.archives import ImageNet21kSource, ImageNetSource, WebDatasetSource
 from pipelines.spec.fields import RecipeError, nearest
+from pipelines.spec.records import (
+    CIFAR_FILES,
+    FACTORS,
+    CifarSource,
+    HfParquetSource,
+    ShapesSource,
+    TfdsSource,
+)
 from pipelines.spec.shapes import Model, ModelSize, ResNetSize
 from pipelines.spec.sources import (
     FASHION_MNIST_ROOT,
@@ -39,6 +47,8 @@ from pipelines.spec.stages import (
 from pipelines.spec.vtab import VtabSource
 
 __all__ = [
+    "CIFAR_FILES",
+    "FACTORS",
     "FASHION_MNIST_ROOT",
     "MEAN_AND_STD",
     "ONE_FILE",
@@ -46,12 +56,14 @@ __all__ = [
     "STAGE_TYPES",
     "AnyStage",
     "Baselines",
+    "CifarSource",
     "DigitsSource",
     "Evaluate",
     "Finetune",
     "FolderSource",
     "GivenPreprocessing",
     "GlyphSource",
+    "HfParquetSource",
     "IdxSource",
     "ImageNet21kSource",
     "ImageNetSource",
@@ -65,8 +77,10 @@ __all__ = [
     "RecipeError",
     "Report",
     "ResNetSize",
+    "ShapesSource",
     "Source",
     "Stage",
+    "TfdsSource",
     "VtabSource",
     "WebDatasetSource",
     "input_fields",

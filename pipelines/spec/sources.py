@@ -12,6 +12,7 @@ from pipelines.spec.archives import ImageNet21kSource, ImageNetSource, WebDatase
 from pipelines.spec.fields import RecipeError, Root, Seed, ascending, distinct, execution
 from pipelines.spec.files import files_at, files_named, package_folder
 from pipelines.spec.files import files_below as files_below
+from pipelines.spec.records import CifarSource, HfParquetSource, ShapesSource, TfdsSource
 from pipelines.spec.vtab import VtabSource
 from vit_model.config import Frozen
 
@@ -116,6 +117,10 @@ AnySource = (
     | ImageNet21kSource
     | WebDatasetSource
     | VtabSource
+    | HfParquetSource
+    | TfdsSource
+    | CifarSource
+    | ShapesSource
 )
 Source = Annotated[AnySource, Field(discriminator="kind")]
 SOURCE_TYPES: dict[str, type[Frozen]] = {

@@ -14,6 +14,7 @@ from typing import Annotated, Literal, NamedTuple
 from pydantic import AfterValidator, Field
 
 from pipelines.spec.fields import RecipeError, execution, located
+from pipelines.spec.files import files_below
 from vit_model.config import Frozen
 
 Task = Literal[
@@ -148,8 +149,6 @@ class VtabSource(Frozen):
             raise RecipeError(
                 f"source.membership: {self.task}'s splits are known; it is for caltech101 alone"
             )
-        from pipelines.spec.sources import files_below
-
         there = dict(files_below(self.root))
         missing: list[Need] = []
         for need in TASKS[self.task].needs:

@@ -10,7 +10,21 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from pipelines.spec import Source
-from ray_jobs.sources import containers, digits, folder, glyphs, idx, imagenet, imagenet21k, vtab, webdataset
+from ray_jobs.sources import (
+    cifar,
+    containers,
+    digits,
+    folder,
+    glyphs,
+    hf_parquet,
+    idx,
+    imagenet,
+    imagenet21k,
+    shapes,
+    tfds,
+    vtab,
+    webdataset,
+)
 from ray_jobs.sources.entries import Files, Listing
 
 _MODULES = {
@@ -22,13 +36,19 @@ _MODULES = {
     "imagenet21k": imagenet21k,
     "vtab": vtab,
     "webdataset": webdataset,
+    "hf_parquet": hf_parquet,
+    "tfds": tfds,
+    "cifar": cifar,
+    "shapes": shapes,
 }
 
 
 class _Rows(Protocol):
-    """A module whose images lie in arrays."""
+    """A module whose images lie in arrays or records."""
 
-    def rows(self, source: Any, files: Files, numbers: list[int]) -> Iterator[NDArray[np.uint8]]: ...
+    def rows(
+        self, source: Any, files: Files, numbers: list[int]
+    ) -> Iterator[bytes | NDArray[np.uint8] | ValueError]: ...
 
 
 def listing(source: Source, files: Files) -> Listing:

@@ -3,8 +3,9 @@
 A source is a module of this package with
 
     listing(source, files) -> Listing           what there is; reads directories of archives and lists of labels
-    rows(source, files, numbers) -> Iterator    the images of these numbers as arrays, uint8 [h, w, c]; only where
-                                                the listing has entries with codec "row" (images that lie in arrays)
+    rows(source, files, numbers) -> Iterator    the images of these numbers as arrays, uint8 [h, w, c], or files' bytes,
+                                                or why one can't be had; only where the listing has entries with codec
+                                                "row" (images that lie in arrays or in packed records)
     processed(source, key, image) -> bytes      an image file as a published recipe changes it, from its bytes; only
                                                 where a data set is used in changed form. Raises ValueError
 
@@ -43,6 +44,9 @@ ENTRIES = pa.schema(
         pa.field(
             "offset", pa.int64(), nullable=False
         ),  # of the bytes in the file; codec row: the image's number
+        pa.field(
+            "unit", pa.string()
+        ),  # what is read as a whole (a row group): kept in one shard, in sequence
         pa.field("length", pa.int64(), nullable=False),  # in the file, as stored; codec row: about its bytes
         pa.field("codec", pa.string(), nullable=False),  # "stored" | "deflate" (a zip's) | "row"
     ]

@@ -138,10 +138,12 @@ def test_a_missing_file_is_named(tmp_path: Path) -> None:
         load_image(tmp_path / "none.png", preprocessing())
 
 
-def test_pixels_of_sixteen_bits_are_refused() -> None:
-    image = Image.fromarray(np.full((8, 8), 40_000, np.uint16))
-    with pytest.raises(ValueError, match="mode 'I;16'; 8 bits a channel are needed"):
-        load_image(encoded(image), preprocessing(1))
+def test_of_sixteen_bits_the_higher_eight_are_kept_and_floats_are_refused() -> None:
+    pixels = np.arange(64, dtype=np.uint16).reshape(8, 8) * 1024
+    found = load_image(encoded(Image.fromarray(pixels)), preprocessing(1))
+    assert (found == load_image((pixels // 256).astype(np.uint8), preprocessing(1))).all()
+    with pytest.raises(ValueError, match="mode 'F'; 8 or 16 bits a channel are read"):
+        load_image(encoded(Image.fromarray(pixels.astype(np.float32)), format="TIFF"), preprocessing(1))
     with pytest.raises(ValueError, match="array is float64"):
         load_image(np.zeros((8, 8)), preprocessing(1))  # type: ignore[arg-type]
 

@@ -1,0 +1,164 @@
+"""Sources made of records and arrays: Parquet of Hugging Face, prepared TFDS, CIFAR; and drawn shapes."""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Literal, Self
+
+from pydantic import Field, model_validator
+
+from pipelines.spec.fields import RecipeError, Root, Seed
+from vit_model.config import Frozen
+
+
+class HfParquetSource(Frozen):
+    """Images in Parquet as Hugging Face's datasets are shipped: train-00000-of-00005.parquet, ..."""
+
+    kind: Literal["hf_parquet"]
+    name: str = Field("images", description="what reports call these images")
+    root: Root = Field(
+        description="the folder, or s3://bucket/prefix, of one configuration's files",
+        json_schema_extra={"execution": True},
+    )
+    image: str | None = Field(None, description="the column of the images; null: the only one of its type")
+    label: str | None = Field(
+        None, description="the column of the labels; null: the only ClassLabel, else the one called label"
+    )
+    salt: str = Field("vitflow", description="a split that the files lack is drawn by a hash with this salt")
+
+    def files(self) -> Iterator[tuple[str, str | Path]]:
+        """(name relative to the root, path or s3://bucket/key) of every Parquet file."""
+        from pipelines.spec.files import files_below
+
+        found = [(name, path) for name, path in files_below(self.root) if name.endswith(".parquet")]
+        if not found:
+            raise RecipeError(f"source.root: {self.root} has no .parquet file")
+        yield from found
+
+
+class TfdsSource(Frozen):
+    """A prepared data set of TensorFlow Datasets, in tfrecord or array_record files."""
+
+    kind: Literal["tfds"]
+    name: str = Field("images", description="what reports call these images")
+    root: Root = Field(
+        description="the folder, or s3://bucket/prefix, of one version: that with dataset_info.json",
+        json_schema_extra={"execution": True},
+    )
+    image: str | None = Field(None, description="the feature of the images; null: the only Image")
+    label: str | None = Field(
+        None, description="the feature of the labels; null: the only ClassLabel, else the one called label"
+    )
+    salt: str = Field("vitflow", description="a split that TFDS lacks is drawn by a hash with this salt")
+
+    def files(self) -> Iterator[tuple[str, str | Path]]:
+        """(name relative to the root, path or s3://bucket/key) of every file of the data set."""
+        from pipelines.spec.files import files_below
+
+        found = dict(files_below(self.root))
+        for name in ("dataset_info.json", "features.json"):
+            if name not in found:
+                raise RecipeError(
+                    f"source.root: {self.root} has no {name}: name the folder of one version, or prepare it anew"
+                )
+        wanted = (name for name in found if "/" not in name)
+        yield from ((name, found[name]) for name in wanted)
+
+
+CIFAR_FILES = {
+    (10, "binary"): (
+        "cifar-10-batches-bin",
+        ("batches.meta.txt", *(f"data_batch_{number}.bin" for number in range(1, 6)), "test_batch.bin"),
+    ),
+    (10, "python"): (
+        "cifar-10-batches-py",
+        ("batches.meta", *(f"data_batch_{number}" for number in range(1, 6)), "test_batch"),
+    ),
+    (100, "binary"): ("cifar-100-binary", ("fine_label_names.txt", "train.bin", "test.bin")),
+    (100, "python"): ("cifar-100-python", ("meta", "train", "test")),
+}
+"""(classes, version) -> the folder in the archive, and its files: names, train's in order, test's."""
+
+
+class CifarSource(Frozen):
+    """CIFAR-10 or CIFAR-100 (fine labels), python or binary version; its test is test, 1/12 of train is dev."""
+
+    kind: Literal["cifar"]
+    classes: Literal[10, 100] = Field(10, description="CIFAR-10 or CIFAR-100")
+    root: Root = Field(
+        description="the folder, or s3://bucket/prefix, of cifar-10-python.tar.gz (or -binary, or cifar-100-...)"
+        " or of what is in it",
+        json_schema_extra={"execution": True},
+    )
+
+    @property
+    def name(self) -> str:
+        """What reports call these images."""
+        return f"CIFAR-{self.classes}"
+
+    def files(self) -> Iterator[tuple[str, str | Path]]:
+        """(base name, path or s3://bucket/key) of the archive, or of the files that were in it."""
+        from pipelines.spec.files import files_below
+
+        found = dict(files_below(self.root))
+        for version in ("binary", "python"):
+            pattern = f"cifar-{self.classes}-{version}.tar*"
+            if archives := sorted(fnmatch.filter(found, pattern)):
+                yield archives[0], found[archives[0]]
+                return
+            folder, names = CIFAR_FILES[self.classes, version]
+            for before in (f"{folder}/", ""):
+                if all(before + name in found for name in names):
+                    yield from ((name, found[before + name]) for name in names)
+                    return
+        raise RecipeError(
+            f"source.root: {self.root} has neither cifar-{self.classes}-python.tar.gz nor"
+            f" cifar-{self.classes}-binary.tar.gz, nor all files of one of them"
+        )
+
+
+SHAPES = ("arrow", "drop", "flag", "heart", "hook", "moon", "sail", "tee")  # none looks the same turned
+COLOURS = ("red", "yellow", "green", "cyan", "blue", "magenta")
+FACTORS: dict[str, tuple[str, ...]] = {
+    "shape": SHAPES,
+    "colour": COLOURS,
+    "orientation": tuple(f"{degrees} degrees" for degrees in range(0, 360, 45)),
+    "scale": tuple(f"scale {number}" for number in range(1, 7)),
+    "position": tuple(f"row {row + 1}, column {column + 1}" for row in range(3) for column in range(3)),
+    "count": tuple(map(str, range(1, 10))),
+}
+"""The values of each factor of variation; a recipe names the one that is the label."""
+
+
+class ShapesSource(Frozen):
+    """Drawn figures with factors of variation: shape, colour, orientation, scale, position, count."""
+
+    kind: Literal["shapes"]
+    name: str = Field("Shapes", description="what reports call these images")
+    label: Literal["shape", "colour", "orientation", "scale", "position", "count"] = Field(
+        "shape", description="the factor to be told; the same seed gives the same images whichever it is"
+    )
+    images: int = Field(50_000, ge=1, description="how many to draw for train")
+    dev_images: int = Field(2_000, ge=0)
+    test_images: int = Field(5_000, ge=0)
+    resolution: int = Field(64, ge=32, le=512, description="pixels a side")
+    max_count: int = Field(1, ge=1, le=9, description="figures in an image, alike but for their places")
+    seed: Seed = 0
+
+    @model_validator(mode="after")
+    def _label_can_be_told(self) -> Self:
+        if self.label == "position" and self.max_count > 1:
+            raise ValueError(
+                f"max_count: {self.max_count} figures have no one position; label position needs 1"
+            )
+        if self.label == "count" and self.max_count == 1:
+            raise ValueError("max_count: label count needs 2 or more")
+        return self
+
+    def files(self) -> Iterator[tuple[str, str | Path]]:
+        """(name, path) of the module that draws: nothing else does the result depend on."""
+        from pipelines.spec.files import package_folder
+
+        yield "shapes.py", package_folder("ray_jobs") / "sources" / "shapes.py"

@@ -1,0 +1,170 @@
+"""Image files as they are found: what ingest says of them, and that training then sees the pixels that are meant.
+
+The truth is numpy's arithmetic, on files that Pillow or OpenCV wrote.
+"""
+
+import io
+
+import cv2
+import numpy as np
+import pytest
+from PIL import Image
+
+from ray_jobs import images
+from ray_jobs.images import examine
+from tests.hostile import refused
+from vit_model.config import Preprocessing
+from vit_model.preprocessing import load_image
+
+SIDE = 24
+RNG = np.random.default_rng(0)
+GREY = RNG.integers(0, 256, (SIDE, SIDE), np.uint8)
+RGB = RNG.integers(0, 256, (SIDE, SIDE, 3), np.uint8)
+ALPHA = RNG.integers(0, 256, (SIDE, SIDE), np.uint8)
+DEEP_GREY = RNG.integers(0, 2**16, (SIDE, SIDE), np.uint16)
+DEEP_RGB = RNG.integers(0, 2**16, (SIDE, SIDE, 3), np.uint16)
+
+
+def saved(image: Image.Image | np.ndarray, form: str, **options: object) -> bytes:
+    file = io.BytesIO()
+    (image if isinstance(image, Image.Image) else Image.fromarray(image)).save(file, form, **options)
+    return file.getvalue()
+
+
+def by_opencv(pixels: np.ndarray, ending: str) -> bytes:
+    return bytes(cv2.imencode(ending, pixels[..., ::-1] if pixels.ndim == 3 else pixels)[1])
+
+
+def rgb(grey: np.ndarray) -> np.ndarray:
+    return np.repeat(grey[..., None], 3, 2)
+
+
+def on_white(pixels: np.ndarray) -> np.ndarray:
+    alpha = ALPHA[..., None] / 255
+    return pixels * alpha + 255 * (1 - alpha)
+
+
+def palette() -> Image.Image:
+    image = Image.fromarray(GREY % 8, "L").convert("P")
+    image.putpalette(RGB[0, :8].tobytes())
+    return image
+
+
+def frames(form: str) -> bytes:
+    rest = [Image.fromarray(RGB[::-1]), Image.fromarray(RGB[:, ::-1])]
+    options = {"lossless": True} if form == "WEBP" else {}
+    return saved(RGB, form, save_all=True, append_images=rest, duration=100, **options)
+
+
+def turned(form: str, pixels: np.ndarray, **options: object) -> bytes:
+    exif = Image.Exif()
+    exif[0x0112] = 6  # turn by 90 degrees clockwise to see it upright
+    return saved(pixels, form, exif=exif, **options)
+
+
+def cmyk() -> bytes:
+    return saved(Image.fromarray(RGB // 2).convert("CMYK"), "TIFF")
+
+
+FILES: dict[str, tuple[bytes, str, int, np.ndarray]] = {
+    "16-bit grey PNG": (saved(DEEP_GREY, "PNG"), "png", 1, rgb(DEEP_GREY // 256)),
+    "16-bit grey TIFF": (saved(DEEP_GREY, "TIFF"), "tiff", 1, rgb(DEEP_GREY // 256)),
+    "big-endian 16-bit grey TIFF": (
+        saved(DEEP_GREY.astype(">u2"), "TIFF"), "tiff", 1, rgb(DEEP_GREY // 256)
+    ),
+    "16-bit RGB PNG": (by_opencv(DEEP_RGB, ".png"), "png", 3, DEEP_RGB // 256),
+    "16-bit RGB TIFF": (by_opencv(DEEP_RGB, ".tiff"), "tiff", 3, DEEP_RGB // 256),
+    "1-bit": (saved(Image.fromarray(GREY).convert("1", dither=0), "PNG"), "png", 1, rgb(GREY // 128 * 255)),
+    "palette": (saved(palette(), "PNG"), "png", 3, RGB[0, :8][GREY % 8]),
+    "palette with transparency": (
+        saved(palette(), "PNG", transparency=0), "png", 3,
+        np.where((GREY % 8 == 0)[..., None], 255, RGB[0, :8][GREY % 8]),
+    ),
+    "LA": (saved(np.dstack([GREY, ALPHA]), "PNG"), "png", 1, on_white(rgb(GREY))),
+    "RGBA": (saved(np.dstack([RGB, ALPHA]), "PNG"), "png", 3, on_white(RGB)),
+    "CMYK": (cmyk(), "tiff", 3, RGB // 2),
+    "CMYK JPEG": (saved(Image.new("CMYK", (SIDE, SIDE), (0, 255, 255, 0)), "JPEG"), "jpeg", 3,
+                  np.broadcast_to([255, 0, 0], (SIDE, SIDE, 3))),
+    "animated GIF": (saved(palette(), "GIF", save_all=True, append_images=[Image.fromarray(GREY)]), "gif", 3,
+                     RGB[0, :8][GREY % 8]),
+    "animated WebP": (frames("WEBP"), "webp", 3, RGB),
+    "animated PNG": (frames("PNG"), "png", 3, RGB),
+    "turned PNG": (turned("PNG", RGB), "png", 3, np.rot90(RGB, -1)),
+    "turned JPEG": (turned("JPEG", rgb(GREY // 64 * 64)[:8, :16].repeat(3, 0), quality=100, subsampling=0), "jpeg", 3,
+                    np.rot90(rgb(GREY // 64 * 64)[:8, :16].repeat(3, 0), -1)),
+    "several JPEGs in one file": (saved(rgb(ALPHA), "MPO", save_all=True, append_images=[Image.fromarray(RGB)],
+                                        quality=100, subsampling=0), "jpeg", 3, rgb(ALPHA)),
+    "grey JPEG": (saved(GREY, "JPEG", quality=100), "jpeg", 1, rgb(GREY)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_odd_files_are_what_they_hold_and_train_as_they_look(name: str) -> None:
+    data, form, channels, truth = FILES[name]
+    height, width, _ = truth.shape
+    assert examine(data)[:4] == (form, width, height, channels)
+    preprocessing = Preprocessing(resolution=SIDE, channels=3, mean=(0.5,) * 3, std=(0.5,) * 3)
+    meant = load_image(truth.round().astype(np.uint8), preprocessing).astype(int)
+    assert np.abs(load_image(data, preprocessing) - meant).max() <= (6 if form == "jpeg" else 1)
+
+
+@pytest.mark.parametrize("form", ["JPEG", "PNG", "GIF", "WEBP", "BMP", "TIFF", "PPM"])
+def test_a_file_without_its_end_is_refused_wherever_it_ends(form: str) -> None:
+    pixels = RNG.integers(0, 256, (64, 64, 3), np.uint8)
+    data = saved(pixels, form)
+    assert examine(data).format == form.lower()
+    # what ends a PNG, a GIF or a JPEG may be missing after its last pixel; a TIFF's directory lies first
+    for size in range(0, len(data) - 64, 97):
+        with pytest.raises(ValueError, match=r"^(truncated|damaged|not an image|empty file)$"):
+            examine(data[:size])
+
+
+def test_floats_and_32_bits_are_refused_by_name() -> None:
+    for pixels in (DEEP_GREY.astype(np.float32), DEEP_GREY.astype(np.int32)):
+        with pytest.raises(ValueError, match=r"pixels of Pillow's mode [FI], not 8 or 16 bits a channel"):
+            examine(saved(pixels, "TIFF"))
+
+
+def photo(height: int, width: int) -> np.ndarray:
+    """Noise whose strength falls with its frequency, as that of photographs does."""
+    frequency = np.hypot(np.fft.fftfreq(height)[:, None], np.fft.fftfreq(width)[None])
+    frequency[0, 0] = 1
+    grey = np.real(np.fft.ifft2(np.fft.fft2(RNG.normal(size=(height, width))) / frequency))
+    scaled = (grey - grey.mean()) / grey.std() * 50 + 128
+    return (scaled[..., None] * [0.8, 1.0, 1.2]).clip(0, 255).astype(np.uint8)
+
+
+@pytest.mark.parametrize("size", [(375, 500), (90, 1200), (20, 30)])
+@pytest.mark.parametrize("options", [{}, {"progressive": True}, {"subsampling": 0}])
+def test_the_quick_way_through_a_jpeg_says_what_pillow_says(
+    size: tuple[int, int], options: dict[str, object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data = saved(photo(*size), "JPEG", quality=90, **options)
+    quick = examine(data)
+    assert images._jpeg(Image.open(io.BytesIO(data)), data) is not None
+    monkeypatch.setattr(images, "_jpeg", lambda *_: None)
+    slow = examine(data)
+    assert quick._replace(phash=0) == slow._replace(phash=0)
+    assert (quick.phash ^ slow.phash).bit_count() <= 4
+
+
+def test_a_jpeg_with_a_warning_is_left_to_pillow() -> None:
+    data = saved(photo(100, 100), "JPEG")
+    odd = data[:-2] + b"\0\0\0garbage" + data[-2:]  # libjpeg: "extraneous bytes before marker"
+    assert images._jpeg(Image.open(io.BytesIO(odd)), odd) is None
+    assert examine(odd)[:4] == examine(data)[:4]
+
+
+@pytest.mark.parametrize("name", FILES)
+@pytest.mark.filterwarnings("ignore")
+def test_what_ingest_passes_training_can_load_and_nothing_else_comes_out(name: str) -> None:
+    preprocessing = Preprocessing(resolution=8, channels=3, mean=(0.5,) * 3, std=(0.5,) * 3)
+
+    def read(data: bytes) -> None:
+        examine(data)
+        try:
+            load_image(data, preprocessing)
+        except ValueError as error:
+            raise AssertionError("ingest passed it, training can't load it") from error
+
+    assert refused(read, FILES[name][0], 40) > 0
