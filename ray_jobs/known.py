@@ -86,7 +86,7 @@ def _newest_of_same_source(context: Context) -> Manifest | None:
         manifest
         for manifest in all_manifests(context.store)
         if manifest.job == attempt.job
-        and manifest.code["version"] == config.VERSION
+        and manifest.code.get("version") == config.VERSION
         and _without(manifest.config["source"], places) == _without(source, places)
     ]
     return max(
