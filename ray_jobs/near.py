@@ -5,12 +5,12 @@ hashes are sorted C(m, r) times, each time by other m - r blocks, and only those
 et al., "Detecting near-duplicates for web crawling", 2007). Nothing is missed and nothing is guessed; m is chosen so
 that sorting and comparing take least.
 
-    10^8 hashes (100 M images), r = 4: m = 6, 15 sorts by 21 bits. A sort takes 10^8 x 27 x about 4 ns = 11 s, its
-    comparisons (10^8)^2 / 2 / 2^21 = 2.4 x 10^9 x 4 ns = 10 s: about 5 minutes of one core and 5 GB of memory (hashes,
-    order, hashes in order, what they agree in: 8 bytes each, and what numpy needs between).
-    All pairs without this: 5 x 10^15 comparisons, 200 days.
+    10^8 hashes (100 M images), r = 4: m = 6, 15 sorts by 21 bits. A sort takes 10^8 x 27 x about 8 ns = 22 s, its
+    comparisons (10^8)^2 / 2 / 2^21.3 = 1.9 x 10^9 x 5 ns = 10 s: 8 minutes of one core, and 8 GB of memory (hashes,
+    order, hashes in order, what they agree in: 8 bytes each, and as much again for what numpy needs between).
+    All pairs without this: 5 x 10^15 comparisons, 290 days.
 
-Measured (one core of an AMD EPYC, r = 4): MEASURED
+Measured on random hashes (a busy core of an AMD EPYC, r = 4): 10^6 in 1.3 s, 10^7 in 31 s of processor time and 0.8 GB.
 """
 
 from __future__ import annotations

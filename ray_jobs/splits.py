@@ -36,6 +36,7 @@ import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 from ray_jobs.near import Pairs, near_pairs
+from ray_jobs.shards import INDEX
 from ray_jobs.sources import hash_fraction
 
 FRACTIONS = {"test": 0.2, "dev": 0.1}  # of the images without a given split; the rest is train
@@ -94,8 +95,9 @@ def find_copies(
         others: the test images of other sets, the same columns, by their names.
         duplicates, max_distance: see `pipelines.spec.Ingest`; None: only the same bytes are copies.
     """
-    columns = ["key", "sample_id", "content_id", "phash"]
-    every = pa.concat_tables([table.select(columns) for table in (images, *others.values())])
+    schema = pa.schema([INDEX.field(name) for name in ("key", "sample_id", "content_id", "phash")])
+    tables = (images, *others.values())
+    every = pa.concat_tables([table.select(schema.names).cast(schema) for table in tables])
     strength = np.zeros(len(every), np.int64)
     strength[: len(images)] = [_ORDER.index(split) for split in splits]
     rank = _ranks(every["sample_id"], strength)

@@ -158,11 +158,8 @@ def test_a_test_image_of_last_month_is_one_this_month(
     copies = pq.read_table(dataset.folder / "duplicates.parquet").to_pylist()
     trained = set(dataset.index("train")["key"].to_pylist())
     for name in tested:
-        [row] = [
-            row
-            for row in copies
-            if {row["key"], row["twin"]} == {name, f"{Path(name).with_suffix('')}.again.jpg"}
-        ]
+        both = {name, str(Path(name).with_suffix(".again.jpg"))}
+        [row] = [row for row in copies if {row["key"], row["twin"]} == both]
         assert row["kind"] == "near"
         assert not both & trained
 
