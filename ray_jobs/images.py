@@ -11,14 +11,12 @@ import warnings
 from typing import NamedTuple
 
 import numpy as np
-import simplejpeg
 from numpy.typing import NDArray
-from PIL import ExifTags, Image, ImageOps, UnidentifiedImageError
+from PIL import Image, ImageOps, UnidentifiedImageError
 
 from vit_model.preprocessing import FORMATS, MAX_PIXELS, MODES
 
-_ORIENTATION = ExifTags.Base.Orientation
-_SIDE = 32  # pixels of what a perceptual hash looks at
+_SIDE = 32  # pixels a side of what a perceptual hash looks at
 _COSINES = np.round(
     1024 * np.cos(np.pi * np.arange(1, 9)[:, None] * (2 * np.arange(_SIDE) + 1) / (2 * _SIDE))
 ).astype(np.int64)
@@ -52,13 +50,9 @@ def examine(data: bytes) -> Facts:
             with Image.open(io.BytesIO(data), formats=FORMATS) as image:
                 too_large, known_mode = image.width * image.height > MAX_PIXELS, image.mode in MODES
                 if not too_large and known_mode:
-                    upright: Image.Image = image
-                    grey = _grey_of_plain_jpeg(image, data)
-                    if grey is None:
-                        image.load()
-                        upright = ImageOps.exif_transpose(image)
-                        grey = np.asarray(upright.convert("L"))
-                    hashed = phash(grey)
+                    image.load()
+                    upright = ImageOps.exif_transpose(image)
+                    hashed = phash(np.asarray(upright.convert("L")))
         # Pillow's readers raise whatever their parsing trips over (struct.error, SyntaxError, EOFError, ...),
         # and one bad file must become one line of quarantine.
         except Exception as error:
@@ -108,21 +102,6 @@ def phash(grey: NDArray[np.uint8]) -> int:
     found = (_COSINES @ centred @ _COSINES.T).ravel()
     # > the median, without its half: 32 bits are set unless values are equal
     return int(np.packbits(found > np.partition(found, 31)[31]).view(">u8")[0])
-
-
-def _grey_of_plain_jpeg(image: Image.Image, data: bytes) -> NDArray[np.uint8] | None:
-    """Grey pixels, at an eighth of the size or more, after all of a JPEG's coefficients were decoded.
-
-    What is left out, the inverse transform and the colours, can't fail. None: it is no JPEG, it is turned by EXIF, or
-    libjpeg has something to complain of; Pillow has the last word then.
-    """
-    if image.format != "JPEG" or image.mode not in ("L", "RGB") or image.getexif().get(_ORIENTATION, 1) != 1:
-        return None
-    try:
-        found: NDArray[np.uint8] = simplejpeg.decode_jpeg(data, "GRAY", min_height=_SIDE, min_width=_SIDE)
-    except ValueError:
-        return None
-    return found[:, :, 0]
 
 
 def _reason(error: Exception) -> str:

@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
@@ -57,6 +58,7 @@ from ray_jobs.stage import Context, Result, run_stage
 
 SHARD_BYTES = 256 * 2**20
 SHARD_IMAGES = 8192  # small images: a shard is some seconds of rendering
+_FIRST_OF_SEVERAL = re.compile(r"\.0+1$")
 _AS_LISTED = ("key", "label", "labels", "split", "group", "file", "digest")
 
 
@@ -142,29 +144,37 @@ def _salt(source: Source) -> str:
 
 
 def _with_digests(context: Context, entries: pa.Table) -> pa.Table:
-    """The entries with the digest of the file that each comes from; of rows in arrays, of all files together."""
+    """The entries with the digest of the file that each comes from.
+
+    Rows in arrays, and archives cut into several files, have one of all files together.
+    """
     everything = context.attempt.source
     assert everything is not None
-    digests = dict(identity.file_digests(context.config.source.files()))
+    digests = {
+        name: identity.sha256(identity.canonical_json(facts))
+        for name, *facts in identity.file_digests(context.config.source.files())
+    }
     files = entries["file"].combine_chunks().dictionary_encode()
-    of_files = [digests.get(name.partition("::")[0], everything) for name in files.dictionary.to_pylist()]
-    short = pa.array([digest[:32] for digest in of_files], pa.string())
-    whole = pa.array([everything[:32]] * len(entries), pa.string())
-    of_each = pc.if_else(pc.equal(entries["codec"], "row"), whole, short.take(files.indices))
-    return entries.append_column("digest", of_each)
+    tops = [name.partition("::")[0] for name in files.dictionary.to_pylist()]
+    known = [everything if _FIRST_OF_SEVERAL.search(top) else digests.get(top, everything) for top in tops]
+    of_files = pa.array([digest[:32] for digest in known], pa.string()).take(files.indices)
+    of_rows = pa.array([everything[:32]] * len(entries), pa.string())
+    return entries.append_column("digest", pc.if_else(pc.equal(entries["codec"], "row"), of_rows, of_files))
 
 
 def plan_parts(entries: pa.Table) -> list[Part]:
     """What each shard holds: entries by a hash of their keys, so that every shard has some of everything.
 
     A power of two of parts, each for one beginning of the hash: entries that arrive later change no other's part
-    until there are twice as many.
+    until there are twice as many. Entries of one unit, which is read as a whole, stay together.
     """
     size = max(pc.sum(entries["length"]).as_py() or 0, 1)
     number = max(size / SHARD_BYTES, len(entries) / SHARD_IMAGES, 1)
     bits = math.ceil(math.log2(number))
-    hashes = np.array([_order(key) for key in entries["key"].to_pylist()], np.uint64)
-    order = np.argsort(hashes, kind="stable")
+    units = pc.coalesce(entries["unit"], entries["key"])
+    hashes = np.array([_order(unit) for unit in units.to_pylist()], np.uint64)
+    within = np.array([_order(key) for key in entries["key"].to_pylist()], np.uint64)
+    order = np.lexsort((within, hashes))
     numbers = (hashes[order] >> np.uint64(63 - bits)) >> np.uint64(1)
     starts = [0, *(np.flatnonzero(np.diff(numbers)) + 1).tolist(), len(entries)]
     ordered = entries.take(order)

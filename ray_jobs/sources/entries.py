@@ -36,6 +36,9 @@ ENTRIES = pa.schema(
         pa.field(
             "offset", pa.int64(), nullable=False
         ),  # of the bytes in the file; codec row: the image's number
+        pa.field(
+            "unit", pa.string()
+        ),  # what is read as a whole (a row group): kept in one shard, in sequence
         pa.field("length", pa.int64(), nullable=False),  # in the file, as stored; codec row: about its bytes
         pa.field("codec", pa.string(), nullable=False),  # "stored" | "deflate" (a zip's) | "row"
     ]
