@@ -38,12 +38,14 @@ from numpy.typing import NDArray
 
 from pipelines import identity
 from pipelines.spec import Ingest, Source
-from pipelines.store import FileEntry
+from pipelines.store import FileEntry, Layout
+from ray_jobs.card import card_shard, write_card
 from ray_jobs.images import Facts, examine, examine_pixels, sample_id
 from ray_jobs.known import FACTS, RENAMED, EarlierShards, Known, find_known, finished_parts, write_facts
 from ray_jobs.progress import Progress
 from ray_jobs.shards import (
     SPLITS,
+    DatasetInfo,
     Sample,
     Shard,
     open_dataset,
@@ -105,6 +107,8 @@ def main(context: Context) -> Result:
         )
         _write_quarantine(staging.path / "quarantine.parquet", bad)
         pq.write_table(copies, staging.path / "duplicates.parquet", compression="zstd")
+    made = (*staging.files, *(file for part in written for file in part.files))
+    card = _card(context, info, index, bad, copies, made)
     metrics: dict[str, float | int | str] = {
         "images": len(index),
         "classes": len(listing.class_names),
@@ -113,9 +117,7 @@ def main(context: Context) -> Result:
         "left_out": pc.sum(pc.equal(copies["done"], "left out")).as_py() or 0,
         **{str(split): info.splits[split] for split in SPLITS},
     }
-    return Result(
-        info.content_digest, staging.files + tuple(file for part in written for file in part.files), metrics
-    )
+    return Result(info.content_digest, (*made, *card), metrics)
 
 
 def _decided(context: Context, name: str, images: pa.Table) -> tuple[pa.Table, pa.Table]:
@@ -317,6 +319,27 @@ def _check_trained(index: pa.Table, class_names: Sequence[str]) -> None:
         raise ValueError(
             f"class {lost[0]!r} has no image in train that can be used: add some, or remove the class"
         )
+
+
+def _card(
+    context: Context,
+    info: DatasetInfo,
+    index: pa.Table,
+    bad: Sequence[Bad],
+    copies: pa.Table,
+    made: Sequence[FileEntry],
+) -> tuple[FileEntry, ...]:
+    """The dataset's card, from what is in the store already."""
+    shard = card_shard(index)
+    needed = {"dataset.json", "index.parquet", info.shards[shard].file}
+    attempt = context.attempt
+    folder = context.store.local(
+        Layout.files(attempt.job, attempt.key, attempt.number),
+        [file for file in made if file.path in needed],
+    )
+    with context.staging() as staging:
+        write_card(staging.path, open_dataset(folder), shard, bad, copies)
+    return staging.files
 
 
 def _write_quarantine(path: Path, bad: Sequence[Bad]) -> None:

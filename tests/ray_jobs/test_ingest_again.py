@@ -1,5 +1,6 @@
 """Ingest that was killed, or whose source grew, reads only what it has not read, and writes the same bytes."""
 
+import json
 import os
 import pickle
 import re
@@ -229,3 +230,29 @@ def test_test_images_of_others_are_left_out_and_listed(local_ray: None, tmp_path
     }
     assert result.metrics["left_out"] == len([row for row in rows if row["done"] == "left out"])
     assert {row["split"] for row in rows if row["done"] == "kept"} <= {"test"}
+
+
+def test_the_card_says_what_is_in_the_dataset(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ingest, "_in_tasks", lambda do, shared, each, _: [do(*shared, one) for one in each])
+    monkeypatch.setattr(ingest, "SHARD_IMAGES", 16)
+    root, store = tmp_path / "images", open_store(str(tmp_path / "store"))
+    put_images(root, 0, 60)
+    (root / "b").rename(root / "<b>|c")
+    (root / "a" / "bad.jpg").write_bytes(b"no image")
+    shutil.copy(root / "a" / "4.jpg", root / "a" / "copy.jpg")
+    context = context_of(store, stage(root))
+    dataset = dataset_of(store, context)
+    card = json.loads((dataset.folder / "card.json").read_text())
+    assert (card["images"], card["splits"]) == (61, dataset.info.splits)
+    counts = {one["name"]: one["train"] + one["dev"] + one["test"] for one in card["classes"]}
+    assert counts == {"a": 31, "<b>|c": 30}
+    assert card["formats"] == {"jpeg": 41, "png": 20}
+    assert card["sizes"]["width"] == {"least": 20, "median": 20, "most": 20}
+    assert card["quarantine"] == {"not an image": 1}
+    assert card["copies"] == [{"kind": "exact", "done": "kept", "images": 1}]
+    assert card["pixels"]["mean"] == pytest.approx([0.5] * 3, abs=0.02), "of random pixels"
+    page = (dataset.folder / "card.md").read_text()
+    assert "61 images of 2 classes" in page and "1 exact copies, kept" in page and "<b>" not in page
+    with Image.open(dataset.folder / "contact_sheet.jpg") as sheet:
+        sheet.load()
+        assert (sheet.height, sheet.width % 114) == (2 * 114, 0), "a line a class, pictures of 112 pixels"
