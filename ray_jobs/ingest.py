@@ -123,7 +123,7 @@ def main(context: Context) -> Result:
 def _decided(context: Context, name: str, images: pa.Table) -> tuple[pa.Table, pa.Table]:
     """FACTS with their splits, less what is left out, and DUPLICATES."""
     config: Ingest = context.config
-    splits = assign_splits(images, _salt(config.source))
+    splits = assign_splits(images, getattr(config.source, "salt", None))
     others = {}
     for other, manifest in zip(config.against, context.inputs.get("against", ()), strict=True):
         needed = [file for file in manifest.files if file.path in ("dataset.json", "index.parquet")]
@@ -136,10 +136,6 @@ def _decided(context: Context, name: str, images: pa.Table) -> tuple[pa.Table, p
         print(f"{done:,} {' copies, '.join(kind)}", flush=True)
     index = images.set_column(images.schema.get_field_index("split"), "split", pa.array(splits))
     return index.filter(pc.invert(pc.is_in(index["key"], left_out["key"].combine_chunks()))), copies
-
-
-def _salt(source: Source) -> str:
-    return getattr(source, "salt", "vitflow")
 
 
 # ------------------------------------------------------------------------------------------------- planning

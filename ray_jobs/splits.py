@@ -27,7 +27,7 @@ if it was there alone, so that one must go, and it can't be the test image. Name
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Literal
 
 import numpy as np
@@ -56,12 +56,15 @@ _ORDER = ("other test", "test", "dev", "train")  # strongest first
 _NONE = np.iinfo(np.int64).max
 
 
-def assign_splits(images: pa.Table, salt: str) -> list[str]:
+def assign_splits(images: pa.Table, salt: str | None) -> list[str]:
     """The split of every image by itself, from columns `split` (null: not given), `group` (may be null), `content_id`.
 
-    Where the authors give some splits, a dev or test that is missing is taken from train in the same shares.
+    Where the authors give some splits, a dev or test that is missing is taken from train in the same shares. Without a
+    salt nothing is drawn: the source says every image's split itself.
     """
     given = images["split"].to_pylist()
+    if salt is None:
+        return given
     wanted = {split: share for split, share in FRACTIONS.items() if split not in given}
     groups = zip(images["group"].to_pylist(), images["content_id"].to_pylist(), strict=True)
     return [
@@ -81,7 +84,7 @@ def _drawn(fraction: float, wanted: dict[str, float]) -> str:
 def find_copies(
     name: str,
     images: pa.Table,
-    splits: list[str],
+    splits: Sequence[str],
     others: Mapping[str, pa.Table],
     duplicates: Literal["keep", "drop"],
     max_distance: int | None,

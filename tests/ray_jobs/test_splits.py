@@ -203,3 +203,9 @@ def test_an_image_near_copies_of_which_arrive_every_month_is_never_trained_on() 
         seen = {one.key: one.seen for one in images}
         trained = [seen[key] for key, split in kept.items() if split == "train"]
         assert not any((seen[key] ^ other).bit_count() <= DISTANCE for key in tested for other in trained)
+
+
+def test_a_source_without_a_salt_says_every_split_itself() -> None:
+    images = [Image(f"{n}", n, None, "train" if n < 90 else "dev") for n in range(100)]
+    assert assign_splits(table(images), None) == [one.given for one in images], "no test is taken from train"
+    assert "test" in assign_splits(table(images), "salt")
