@@ -1,9 +1,19 @@
 """Ingest: a source becomes validated Parquet shards with fixed splits, and a list of what could not be read.
 
-In: a source (`pipelines.spec.Source`). Out: a dataset artifact, see `ray_jobs.shards`, with `quarantine.parquet`.
+In: a source (`pipelines.spec.Source`). Out: a dataset artifact, see `ray_jobs.shards`, with
+
+    quarantine.parquet    what could not be used, and why
+    duplicates.parquet    copies and near-copies, each with its twin, and what was done (`ray_jobs.splits`)
+    card.md, card.json    what the dataset is like, with contact_sheet.jpg (`ray_jobs.card`)
+    facts/...             of every image where it came from, so that it need not be read again (`ray_jobs.known`)
+
 The source is listed first, down to the byte range of every image in every archive; then tasks read those ranges, one
 shard a task, in an order that is a hash of the images' names. Every image is read and decoded once here, so that a
-failure later means a fault of storage. What is written depends on the source alone, never on how many tasks write it.
+failure later means a fault of storage. What is written depends on the source alone, never on how many tasks write it,
+nor on what they had from an earlier attempt. A task holds one row group (16 MB) and the facts of one shard in memory.
+
+Plain Ray tasks and not Ray Data: a part is the unit of work, of names and of starting again, which blocks of Ray Data
+are not (it splits and merges them as it likes, and write_parquet names files by chance).
 
     python -m ray_jobs.ingest --spec ATTEMPT.json
 """
@@ -12,6 +22,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
@@ -25,85 +36,129 @@ import pyarrow.parquet as pq
 import xxhash
 from numpy.typing import NDArray
 
-from pipelines.spec import Source
+from pipelines import identity
+from pipelines.spec import Ingest, Source
 from pipelines.store import FileEntry
 from ray_jobs.images import Facts, examine, examine_pixels, sample_id
+from ray_jobs.known import FACTS, RENAMED, EarlierShards, Known, find_known, finished_parts, write_facts
 from ray_jobs.progress import Progress
-from ray_jobs.shards import INDEX, SPLITS, Sample, Shard, shard_file, write_dataset, write_shard
+from ray_jobs.shards import (
+    SPLITS,
+    Sample,
+    Shard,
+    open_dataset,
+    shard_file,
+    write_dataset,
+    write_shard,
+)
 from ray_jobs.sources import catalog
-from ray_jobs.sources.entries import Bad, Files
-from ray_jobs.splits import assign_splits
+from ray_jobs.sources.entries import Bad, Files, Listing
+from ray_jobs.splits import assign_splits, find_copies
 from ray_jobs.stage import Context, Result, run_stage
 
 SHARD_BYTES = 256 * 2**20
 SHARD_IMAGES = 8192  # small images: a shard is some seconds of rendering
-FACTS = pa.schema(
-    [
-        *(field.with_nullable(True) for field in INDEX),
-        pa.field("reason", pa.string()),  # why the image can't be used; its facts are null then
-        pa.field("file", pa.string(), nullable=False),
-        pa.field("place", pa.int64(), nullable=False),  # its offset in the file of the source
-    ]
-)
+_FIRST_OF_SEVERAL = re.compile(r"\.0+1$")
+_AS_LISTED = ("key", "label", "labels", "split", "group", "file", "digest")
+
+
+class Part(NamedTuple):
+    """What one shard is made of: the entries whose keys' hash begins with the `bits` bits of `number`."""
+
+    bits: int
+    number: int
+    entries: pa.Table
+    """ENTRIES, and `digest` of the file that each comes from."""
 
 
 class Written(NamedTuple):
-    """What a task made of its part: the shard (None: no image could be used), its file, and FACTS of every entry."""
+    """What a task made of its part: the shard (None: no image could be used), its files, FACTS of every entry."""
 
     shard: Shard | None
     files: tuple[FileEntry, ...]
     facts: pa.Table
+    known: int
+    """How many of them were not read again."""
 
 
 def main(context: Context) -> Result:
-    """List the source, write shards, decide splits, write the index and the quarantine."""
-    config = context.config
+    """List the source, write shards, decide splits, write the index, the quarantine and the card."""
+    config: Ingest = context.config
     context.check_source("before it was read")
     files = {name: str(path) for name, path in config.source.files()}
     listing = catalog.listing(config.source, files)
-    parts = plan_parts(listing.entries)
-    arguments = [(context, config.source, files, number, part) for number, part in enumerate(parts)]
-    written = _in_tasks(_write_part, arguments, "shard")
+    parts = plan_parts(_with_digests(context, listing.entries))
+    written = _in_tasks(_write_part, (context, files, finished_parts(context)), parts, "shard")
     context.check_source("while it was read")
 
-    facts = _numbered(written)
+    facts, known = _numbered(written), sum(part.known for part in written)
+    print(f"read {len(facts) - known:,} new images, {known:,} known", flush=True)
     bad = [*listing.bad, *_bad(facts)]
     _check_bad(bad, len(facts) + len(listing.bad), config.max_bad_fraction)
-    good = facts.filter(pc.is_null(facts["reason"]))
-    index = good.set_column(
-        good.schema.get_field_index("split"), "split", pa.array(assign_splits(good, _salt(config.source)))
-    )
-    _check_trained(index, listing.class_names)
+    name = getattr(config.source, "name", config.source.kind)
+    index, copies = _decided(context, name, facts.filter(pc.is_null(facts["reason"])))
+    _check_trained(index, listing)
     with context.staging() as staging:
+        shards = [part.shard for part in written if part.shard]
         info = write_dataset(
-            staging.path,
-            getattr(config.source, "name", config.source.kind),
-            listing.class_names,
-            listing.image,
-            [part.shard for part in written if part.shard],
-            index,
-            listing.notes,
+            staging.path, name, listing.class_names, listing.image, shards, index, listing.notes
         )
         _write_quarantine(staging.path / "quarantine.parquet", bad)
+        pq.write_table(copies, staging.path / "duplicates.parquet", compression="zstd")
+    made = (*staging.files, *(file for part in written for file in part.files))
+    card = _card(context, info, index, bad, copies, made)
     metrics: dict[str, float | int | str] = {
         "images": len(index),
         "classes": len(listing.class_names),
         "quarantined": len(bad),
+        "copies": len(copies),
+        "left_out": pc.sum(pc.equal(copies["done"], "left out")).as_py() or 0,
         **{str(split): info.splits[split] for split in SPLITS},
     }
-    return Result(
-        info.content_digest, staging.files + tuple(file for part in written for file in part.files), metrics
-    )
+    return Result(info.content_digest, (*made, *card), metrics)
 
 
-def _salt(source: Source) -> str:
-    return getattr(source, "salt", "vitflow")
+def _decided(context: Context, name: str, images: pa.Table) -> tuple[pa.Table, pa.Table]:
+    """FACTS with their splits, less what is left out, and DUPLICATES."""
+    config: Ingest = context.config
+    splits = assign_splits(images, getattr(config.source, "salt", None))
+    others = {}
+    for other, manifest in zip(config.against, context.inputs.get("against", ()), strict=True):
+        needed = [file for file in manifest.files if file.path in ("dataset.json", "index.parquet")]
+        others[other] = open_dataset(context.store.local(manifest.folder, needed)).index("test")
+    copies = find_copies(name, images, splits, others, config.duplicates, config.max_distance)
+    left_out = copies.filter(pc.equal(copies["done"], "left out"))
+    for kind, done in sorted(
+        Counter(zip(*(copies[c].to_pylist() for c in ("kind", "done")), strict=True)).items()
+    ):
+        print(f"{done:,} {' copies, '.join(kind)}", flush=True)
+    index = images.set_column(images.schema.get_field_index("split"), "split", pa.array(splits))
+    return index.filter(pc.invert(pc.is_in(index["key"], left_out["key"].combine_chunks()))), copies
 
 
 # ------------------------------------------------------------------------------------------------- planning
 
 
-def plan_parts(entries: pa.Table) -> list[pa.Table]:
+def _with_digests(context: Context, entries: pa.Table) -> pa.Table:
+    """The entries with the digest of the file that each comes from.
+
+    Rows in arrays, and archives cut into several files, have one of all files together.
+    """
+    everything = context.attempt.source
+    assert everything is not None
+    digests = {
+        name: identity.sha256(identity.canonical_json(facts))
+        for name, *facts in identity.file_digests(context.config.source.files())
+    }
+    files = entries["file"].combine_chunks().dictionary_encode()
+    tops = [name.partition("::")[0] for name in files.dictionary.to_pylist()]
+    known = [everything if _FIRST_OF_SEVERAL.search(top) else digests.get(top, everything) for top in tops]
+    of_files = pa.array([digest[:32] for digest in known], pa.string()).take(files.indices)
+    of_rows = pa.array([everything[:32]] * len(entries), pa.string())
+    return entries.append_column("digest", pc.if_else(pc.equal(entries["codec"], "row"), of_rows, of_files))
+
+
+def plan_parts(entries: pa.Table) -> list[Part]:
     """What each shard holds: entries by a hash of their keys, so that every shard has some of everything.
 
     A power of two of parts, each for one beginning of the hash: entries that arrive later change no other's part
@@ -116,11 +171,14 @@ def plan_parts(entries: pa.Table) -> list[pa.Table]:
     hashes = np.array([_order(unit) for unit in units.to_pylist()], np.uint64)
     within = np.array([_order(key) for key in entries["key"].to_pylist()], np.uint64)
     order = np.lexsort((within, hashes))
-    parts = (hashes[order] >> np.uint64(63 - bits)) >> np.uint64(1)
-    bounds = np.flatnonzero(np.diff(parts)) + 1
+    numbers = (hashes[order] >> np.uint64(63 - bits)) >> np.uint64(1)
+    starts = [0, *(np.flatnonzero(np.diff(numbers)) + 1).tolist(), len(entries)]
     ordered = entries.take(order)
-    starts = [0, *bounds.tolist(), len(entries)]
-    return [ordered.slice(start, end - start) for start, end in pairwise(starts) if end > start]
+    return [
+        Part(bits, int(numbers[start]), ordered.slice(start, end - start))
+        for start, end in pairwise(starts)
+        if end > start
+    ]
 
 
 def _order(key: str) -> int:
@@ -130,44 +188,66 @@ def _order(key: str) -> int:
 # ------------------------------------------------------------------------------------------------- tasks
 
 
-def _write_part(context: Context, source: Source, files: Files, number: int, entries: pa.Table) -> Written:
+def _write_part(context: Context, files: Files, finished: list[str], part: Part) -> Written:
     """Read, check and write one shard (in a Ray task)."""
     facts: list[dict[str, Any]] = []
+    file = shard_file(part.number)
+    known = find_known(context, finished, part.bits, part.number, part.entries)
+    with EarlierShards(context) as earlier, context.staging() as staging:
+        samples = _samples(context.config.source, files, part.entries, known, earlier, facts)
+        offsets = write_shard(staging.path / file, samples)
+        if not offsets:
+            (staging.path / file).unlink()
+    good = [row for row in facts if "reason" not in row]
+    for row, offset in zip(good, offsets, strict=True):
+        row["offset"] = offset
+    read_again = sum(row.pop("is_known", False) for row in good)
+    table = pa.Table.from_pylist(facts, schema=FACTS)
+    written = staging.files[0] if offsets else None
+    beside = write_facts(context, part.bits, part.number, table, written)
+    shard = Shard(file=file, rows=len(offsets), bytes=written.size) if written else None
+    return Written(shard, (*staging.files, *beside), table, read_again)
 
-    def samples() -> Iterator[Sample]:
-        for entry, image in zip(entries.to_pylist(), catalog.images(source, files, entries), strict=True):
-            row = {name: entry[name] for name in ("key", "label", "labels", "split", "group", "file")}
-            facts.append(row | {"place": entry["offset"]})
+
+def _samples(
+    source: Source,
+    files: Files,
+    entries: pa.Table,
+    known: Sequence[Known | None],
+    earlier: EarlierShards,
+    facts: list[dict[str, Any]],
+) -> Iterator[Sample]:
+    """The images of a part that can be used, in order; of every entry a row of FACTS is appended to `facts`."""
+    unknown = pa.array([one is None for one in known], pa.bool_())
+    read = catalog.images(source, files, entries.filter(unknown))
+    for number, (entry, before) in enumerate(zip(entries.to_pylist(), known, strict=True)):
+        row = {name: entry[name] for name in _AS_LISTED}
+        row |= {column: entry[name] for name, column in RENAMED.items()}
+        facts.append(row)
+        data = None if before is None else earlier.read(before)
+        if before is not None and data is not None:
+            row |= before.facts
+            row["is_known"] = True
+        else:
+            image = next(read if before is None else catalog.images(source, files, entries.slice(number, 1)))
             try:
                 data, found = _examined(image)
             except ValueError as error:
-                facts[-1]["reason"] = str(error)
+                row["reason"] = str(error)
                 continue
-            identity = sample_id(data, entry["key"])
-            facts[-1] |= found._asdict() | {"sample_id": identity, "length": len(data)}
-            facts[-1]["checksum"] = xxhash.xxh3_64_intdigest(data)
-            yield Sample(
-                identity,
-                entry["key"],
-                data,
-                found.format,
-                found.width,
-                found.height,
-                found.channels,
-                entry["label"],
-            )
-
-    file = shard_file(number)
-    with context.staging() as staging:
-        offsets = write_shard(staging.path / file, samples())
-        if not offsets:
-            (staging.path / file).unlink()
-        size = (staging.path / file).stat().st_size if offsets else 0
-    good = (row for row in facts if "reason" not in row)
-    for row, offset in zip(good, offsets, strict=True):
-        row["offset"] = offset
-    shard = Shard(file=file, rows=len(offsets), bytes=size) if offsets else None
-    return Written(shard, staging.files, pa.Table.from_pylist(facts, schema=FACTS))
+            row |= found._asdict()
+            row["sample_id"] = sample_id(data, entry["key"])
+            row |= {"length": len(data), "checksum": xxhash.xxh3_64_intdigest(data)}
+        yield Sample(
+            row["sample_id"],
+            row["key"],
+            data,
+            row["format"],
+            row["width"],
+            row["height"],
+            row["channels"],
+            row["label"],
+        )
 
 
 def _examined(image: bytes | NDArray[np.uint8] | ValueError) -> tuple[bytes, Facts]:
@@ -179,12 +259,15 @@ def _examined(image: bytes | NDArray[np.uint8] | ValueError) -> tuple[bytes, Fac
     return image.tobytes(), examine_pixels(image)
 
 
-def _in_tasks(function: Callable[..., Any], arguments: Sequence[tuple[Any, ...]], noun: str) -> list[Any]:
-    """function(*arguments) for each, in Ray tasks of one core, results in order."""
+def _in_tasks(
+    function: Callable[..., Any], shared: Sequence[Any], each: Sequence[Any], noun: str
+) -> list[Any]:
+    """function(*shared, one) for each one, in Ray tasks of one core, results in order."""
     import ray
 
     remote = ray.remote(num_cpus=1)(function)
-    references = [remote.remote(*each) for each in arguments]
+    once = [ray.put(value) for value in shared]  # names of a million files are not sent with every task
+    references = [remote.remote(*once, one) for one in each]
     progress = Progress(len(references), noun)
     pending = references
     while pending:
@@ -223,13 +306,38 @@ def _check_bad(bad: Sequence[Bad], total: int, allowed: float) -> None:
         )
 
 
-def _check_trained(index: pa.Table, class_names: Sequence[str]) -> None:
-    train = index.filter(pc.equal(index["split"], "train"))
-    counts = np.bincount(train["label"].to_numpy(), minlength=len(class_names))
-    if lost := [name for name, count in zip(class_names, counts, strict=True) if not count]:
+def _check_trained(index: pa.Table, listing: Listing) -> None:
+    """A class may be without a train image where the authors' split leaves it so (VTAB's 800 of SUN397's 397)."""
+    entries = listing.entries
+    may_train = pc.or_kleene(pc.is_null(entries["split"]), pc.equal(entries["split"], "train"))
+    wanted = set(entries.filter(may_train)["label"].to_pylist())
+    trained = set(index.filter(pc.equal(index["split"], "train"))["label"].to_pylist())
+    if lost := sorted(wanted - trained):
         raise ValueError(
-            f"class {lost[0]!r} has no image in train that can be used: add some, or remove the class"
+            f"class {listing.class_names[lost[0]]!r} has no image in train that can be used: "
+            "add some, or remove the class"
         )
+
+
+def _card(
+    context: Context,
+    info: DatasetInfo,
+    index: pa.Table,
+    bad: Sequence[Bad],
+    copies: pa.Table,
+    made: Sequence[FileEntry],
+) -> tuple[FileEntry, ...]:
+    """The dataset's card, from what is in the store already."""
+    shard = card_shard(index)
+    needed = {"dataset.json", "index.parquet", info.shards[shard].file}
+    attempt = context.attempt
+    folder = context.store.local(
+        Layout.files(attempt.job, attempt.key, attempt.number),
+        [file for file in made if file.path in needed],
+    )
+    with context.staging() as staging:
+        write_card(staging.path, open_dataset(folder), shard, bad, copies)
+    return staging.files
 
 
 def _write_quarantine(path: Path, bad: Sequence[Bad]) -> None:

@@ -45,10 +45,10 @@ class _Stage(Frozen):
         return None
 
     def inputs(self) -> dict[str, tuple[str, ...]]:
-        """Field -> the stages it names, for every field that takes an artifact and has one."""
+        """Field -> the stages it names, for every field that takes an artifact and has one or more."""
         found = {}
         for field in input_fields(type(self)):
-            if (value := getattr(self, field)) is not None:
+            if value := getattr(self, field):
                 found[field] = (value,) if isinstance(value, str) else tuple(value)
         return found
 
@@ -69,8 +69,27 @@ class Ingest(_Stage):
 
     VERSION: ClassVar[int] = 2
     KIND: ClassVar[str] = "dataset"
+    LATER: ClassVar[frozenset[str]] = frozenset({"duplicates", "max_distance", "against"})
     job: Literal["ingest"]
     source: Source
+    duplicates: Literal["keep", "drop"] = Field(
+        "keep",
+        description="copies and near-copies within the set are listed and kept; or left out, but a test image never is."
+        " Where the draw of splits put copies apart, test beats dev beats train in any case",
+    )
+    max_distance: int | None = Field(
+        4,
+        ge=0,
+        le=8,
+        description="bits, of 64, by which the perceptual hashes of near-copies may differ; null: only the same bytes"
+        " are copies",
+    )
+    against: Annotated[tuple[str, ...], AfterValidator(distinct)] = takes(
+        "dataset",
+        shows_names=True,
+        default=(),
+        description="data sets whose test images, and near-copies of them, are left out of train and dev here",
+    )
     max_bad_fraction: float = Field(
         0.01, ge=0, le=1, description="more damaged images than this fail the stage"
     )

@@ -55,28 +55,37 @@ def describe(dataset: Dataset) -> dict[str, Any]:
 
 def contact_sheet(dataset: Dataset) -> list[Tiles]:
     """Some training images of many classes, chosen with a fixed seed."""
+    lines = chosen(dataset.labels("train"))
+    addresses = iter(addresses_of(dataset, "train", np.concatenate([*lines.values(), np.zeros(0, int)])))
+    names = dataset.info.class_names
+    return [Tiles(names[label], tuple(next(addresses) for _ in rows)) for label, rows in lines.items()]
+
+
+def chosen(labels: np.ndarray) -> dict[int, np.ndarray]:
+    """Places of some images of many classes, by class, with a fixed seed."""
     rng = np.random.default_rng([0, _SHEET])
-    labels = dataset.labels("train")
     present = np.unique(labels)
     if len(present) > MAX_CLASSES:
         present = np.sort(rng.choice(present, MAX_CLASSES, replace=False))
     each = int(np.clip(TILES // max(1, len(present)), 2, 8))
-    chosen = {int(label): rng.permutation(np.flatnonzero(labels == label))[:each] for label in present}
-    addresses = iter(addresses_of(dataset, "train", np.concatenate([*chosen.values(), np.zeros(0, int)])))
-    names = dataset.info.class_names
-    return [Tiles(names[label], tuple(next(addresses) for _ in rows)) for label, rows in chosen.items()]
+    return {int(label): rng.permutation(np.flatnonzero(labels == label))[:each] for label in present}
 
 
 def addresses_of(dataset: Dataset, split: Split, rows: Sequence[int] | np.ndarray) -> list[str]:
     """The images of these rows of a split as `data:` addresses: squares cut from the middle, their own pixels
     enlarged without blur where they are few."""
+    return [_address(pixels) for pixels in squares(dataset, split, rows)]
+
+
+def squares(dataset: Dataset, split: Split, rows: Sequence[int] | np.ndarray) -> np.ndarray:
+    """The images of these rows of a split, uint8 [n, side, side, channels]: squares cut from the middle."""
     size = dataset.info.image
     side, channels = (max(size.height, size.width), size.channels) if size else (PHOTO, 3)
     half = (0.5,) * channels
     preprocessing = Preprocessing(
         mean=half, std=half, crop="center", resolution=min(side, PHOTO), channels=channels
     )
-    return [_address(pixels) for pixels in dataset.images(split, preprocessing, np.asarray(rows, int))]
+    return dataset.images(split, preprocessing, np.asarray(rows, int))
 
 
 def _address(pixels: np.ndarray) -> str:

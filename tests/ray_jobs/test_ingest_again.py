@@ -1,0 +1,258 @@
+"""Ingest that was killed, or whose source grew, reads only what it has not read, and writes the same bytes."""
+
+import json
+import os
+import pickle
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+from PIL import Image
+
+from pipelines import identity
+from pipelines.spec import FolderSource, Ingest
+from pipelines.store import Layout, Manifest, Store, commit, open_store
+from ray_jobs import ingest
+from ray_jobs.known import facts_file
+from ray_jobs.shards import open_dataset
+from ray_jobs.stage import Context, Result
+from tests.records import make_attempt, make_manifest
+from tests.s3 import Server, used
+
+PROJECT = Path(__file__).parents[2]
+KILLED = """
+import pickle, sys, ray
+from ray_jobs import ingest
+ray.init(address=sys.argv[2], log_to_driver=False, logging_level="error")
+ingest.SHARD_IMAGES = 2
+ingest.main(pickle.loads(open(sys.argv[1], "rb").read()))
+"""
+pytestmark = pytest.mark.ray
+
+
+def put_images(root: Path, first: int, last: int) -> None:
+    """Images of two classes, each a function of its number."""
+    for number in range(first, last):
+        pixels = np.random.default_rng(number).integers(0, 256, (24, 20, 3), np.uint8)
+        path = root / "ab"[number % 2] / f"{number}.{'jpg' if number % 3 else 'png'}"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(pixels).save(path, quality=90)
+
+
+def stage(root: Path) -> Ingest:
+    return Ingest(job="ingest", source=FolderSource(kind="folder", root=str(root)), max_bad_fraction=0.5)
+
+
+def context_of(store: Store, config: Ingest, number: int = 1, force: str = "") -> Context:
+    source = identity.source_fingerprint(config)
+    key = identity.stage_key(config, {}, source)
+    attempt = make_attempt(
+        key=identity.successor_key(key, force) if force else key,
+        number=number,
+        store_id=store.id,
+        store_uri=store.uri,
+        config=config.model_dump(mode="json"),
+        source=source,
+    )
+    return Context(attempt, config, {})
+
+
+def run(context: Context) -> Result:
+    """The stage, committed."""
+    result = ingest.main(context)
+    attempt = context.attempt
+    fields = {"key": attempt.key, "attempt": attempt.number, "files": result.files, "config": attempt.config}
+    code = {"version": Ingest.VERSION}
+    assert commit(context.store, make_manifest(content_digest=result.content_digest, code=code, **fields))
+    return result
+
+
+def digests(result: Result) -> dict[str, str]:
+    return {file.path: file.sha256 for file in result.files}
+
+
+def said(text: str) -> tuple[int, int]:
+    """How many images were read, and how many were known."""
+    [(new, known)] = re.findall(r"read ([\d,]+) new images, ([\d,]+) known", text)
+    return int(new), int(known)
+
+
+@pytest.mark.slow
+def test_killed_at_any_moment_the_next_attempt_reads_only_the_rest(
+    local_ray: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    import ray
+
+    monkeypatch.setattr(ingest, "SHARD_IMAGES", 2)
+    put_images(tmp_path / "images", 0, 200)
+    config, store = stage(tmp_path / "images"), open_store(str(tmp_path / "store"))
+    first = context_of(store, config)
+    (tmp_path / "context").write_bytes(pickle.dumps(first))
+    process = subprocess.Popen(
+        [sys.executable, "-c", KILLED, tmp_path / "context", ray.get_runtime_context().gcs_address],
+        env=os.environ | {"PYTHONPATH": str(PROJECT)},
+        cwd=PROJECT,
+    )
+    facts = tmp_path / "store" / Layout.files("ingest", first.attempt.key, 1) / "facts"
+    try:
+        deadline = time.monotonic() + 60
+        while not facts.is_dir() or len(list(facts.iterdir())) < 5:
+            assert process.poll() is None and time.monotonic() < deadline, "it did not begin"
+            time.sleep(0.005)
+    finally:
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+    time.sleep(1.0)  # its last tasks end, or not
+    finished = sum(pq.ParquetFile(path).metadata.num_rows for path in facts.iterdir())
+    assert 0 < finished < 200, "it was not killed in the middle"
+    again = ingest.main(context_of(store, config, number=2))
+    assert said(capsys.readouterr().out) == (200 - finished, finished)
+    fresh = ingest.main(context_of(open_store(str(tmp_path / "other")), config))
+    assert said(capsys.readouterr().out) == (200, 0)
+    assert again == fresh, "the same bytes as without what was known"
+
+
+def test_when_files_are_added_only_they_are_read(
+    local_ray: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(ingest, "SHARD_IMAGES", 16)  # 4 parts, then 8: the old ones are divided
+    root = tmp_path / "images"
+    put_images(root, 0, 60)
+    (root / "a" / "bad.jpg").write_bytes(b"no image")
+    config, store = stage(root), open_store(str(tmp_path / "store"))
+    run(context_of(store, config))
+    assert said(capsys.readouterr().out) == (61, 0)
+    put_images(root, 60, 72)
+    put_images(root, 1000, 1001)
+    (root / "a" / "1000.jpg").replace(root / "a" / "2.jpg")  # another image under an old name
+    grown = run(context_of(store, config))
+    assert said(capsys.readouterr().out) == (12 + 1 + 1, 59), "new ones, a changed one, the bad one"
+    fresh = run(context_of(open_store(str(tmp_path / "other")), config))
+    assert digests(grown) == digests(fresh)
+    moved = shutil.move(root, tmp_path / "moved")
+    assert digests(run(context_of(store, stage(Path(moved)), number=2))) == digests(grown)
+    capsys.readouterr()
+    forced = run(context_of(store, stage(Path(moved)), force="nonce"))
+    assert said(capsys.readouterr().out) == (73, 0), "forced: everything is read again"
+    assert digests(forced) == digests(fresh)
+
+
+def test_a_test_image_of_last_month_is_one_this_month(
+    local_ray: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    root, store = tmp_path / "images", open_store(str(tmp_path / "store"))
+    put_images(root, 0, 50)
+    tested = set(dataset_of(store, context_of(store, stage(root))).index("test")["key"].to_pylist())
+    for name in sorted(tested):  # near-copies arrive: the same pictures, saved again
+        with Image.open(root / name) as image:
+            image.convert("RGB").save((root / name).with_suffix(".again.jpg"), quality=95)
+    context = context_of(store, stage(root))
+    dataset = dataset_of(store, context)
+    assert tested <= set(dataset.index("test")["key"].to_pylist())
+    copies = pq.read_table(dataset.folder / "duplicates.parquet").to_pylist()
+    trained = set(dataset.index("train")["key"].to_pylist())
+    for name in tested:
+        both = {name, str(Path(name).with_suffix(".again.jpg"))}
+        [row] = [row for row in copies if {row["key"], row["twin"]} == both]
+        assert row["kind"] == "near"
+        assert not both & trained
+
+
+def dataset_of(store: Store, context: Context):  # type: ignore[no-untyped-def]
+    run(context)
+    return open_dataset(store.root / Layout.files("ingest", context.attempt.key, 1))  # type: ignore[attr-defined]
+
+
+def test_a_damaged_shard_is_not_used_again(
+    local_ray: None, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    root, store = tmp_path / "images", open_store(str(tmp_path / "store"))
+    put_images(root, 0, 20)
+    first = context_of(store, stage(root))
+    before = ingest.main(first)
+    folder = tmp_path / "store" / Layout.files("ingest", first.attempt.key, 1)
+    index = pq.read_table(folder / "index.parquet").to_pylist()
+    shard = folder / "shards/00000.parquet"
+    data = bytearray(shard.read_bytes())
+    data[index[7]["offset"] + 3] ^= 1
+    shard.write_bytes(data)
+    capfd.readouterr()
+    again = ingest.main(context_of(store, stage(root), number=2))
+    assert again == before
+    assert said(capfd.readouterr().out) == (1, 19)
+    shard.unlink()
+    (tmp_path / "store" / Layout.files("ingest", first.attempt.key, 2) / facts_file(0, 0)).unlink()
+    assert ingest.main(context_of(store, stage(root), number=3)) == before
+    assert said(capfd.readouterr().out) == (20, 0)
+
+
+def test_the_same_on_s3(
+    moto: Server, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # the tasks of the module's Ray do not know this test's server
+    monkeypatch.setattr(ingest, "_in_tasks", lambda do, shared, each, _: [do(*shared, one) for one in each])
+    root = tmp_path / "images"
+    put_images(root, 0, 30)
+    with used(moto, monkeypatch):
+        store = open_store(f"s3://{moto.bucket().name}/again")
+        run(context_of(store, stage(root)))
+        put_images(root, 30, 34)
+        capsys.readouterr()
+        grown = run(context_of(store, stage(root)))
+    assert said(capsys.readouterr().out) == (4, 30)
+    assert digests(grown) == digests(run(context_of(open_store(str(tmp_path / "store")), stage(root))))
+
+
+def test_test_images_of_others_are_left_out_and_listed(local_ray: None, tmp_path: Path) -> None:
+    store = open_store(str(tmp_path / "store"))
+    put_images(tmp_path / "theirs", 0, 40)
+    theirs = context_of(store, stage(tmp_path / "theirs"))
+    their_test = set(dataset_of(store, theirs).index("test")["key"].to_pylist())
+    put_images(tmp_path / "ours", 0, 80)
+    config = stage(tmp_path / "ours").model_copy(update={"against": ("pets",)})
+    manifest = Manifest.model_validate_json(store.read(Layout.manifest("ingest", theirs.attempt.key)))
+    context = context_of(store, config)
+    result = ingest.main(Context(context.attempt, config, {"against": (manifest,)}))
+    ours = open_dataset(tmp_path / "store" / Layout.files("ingest", context.attempt.key, 1))
+    used_to_learn = {*ours.index("train")["key"].to_pylist(), *ours.index("dev")["key"].to_pylist()}
+    assert not used_to_learn & their_test
+    rows = pq.read_table(ours.folder / "duplicates.parquet").to_pylist()
+    assert {row["key"] for row in rows} == their_test
+    assert {(row["twin_dataset"], row["twin_split"], row["kind"]) for row in rows} == {
+        ("pets", "test", "exact")
+    }
+    assert result.metrics["left_out"] == len([row for row in rows if row["done"] == "left out"])
+    assert {row["split"] for row in rows if row["done"] == "kept"} <= {"test"}
+
+
+def test_the_card_says_what_is_in_the_dataset(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ingest, "_in_tasks", lambda do, shared, each, _: [do(*shared, one) for one in each])
+    monkeypatch.setattr(ingest, "SHARD_IMAGES", 16)
+    root, store = tmp_path / "images", open_store(str(tmp_path / "store"))
+    put_images(root, 0, 60)
+    (root / "b").rename(root / "<b>|c")
+    (root / "a" / "bad.jpg").write_bytes(b"no image")
+    shutil.copy(root / "a" / "4.jpg", root / "a" / "copy.jpg")
+    context = context_of(store, stage(root))
+    dataset = dataset_of(store, context)
+    card = json.loads((dataset.folder / "card.json").read_text())
+    assert (card["images"], card["splits"]) == (61, dataset.info.splits)
+    counts = {one["name"]: one["train"] + one["dev"] + one["test"] for one in card["classes"]}
+    assert counts == {"a": 31, "<b>|c": 30}
+    assert card["formats"] == {"jpeg": 41, "png": 20}
+    assert card["sizes"]["width"] == {"least": 20, "median": 20, "most": 20}
+    assert card["quarantine"] == {"not an image": 1}
+    assert card["copies"] == [{"kind": "exact", "done": "kept", "images": 1}]
+    assert card["pixels"]["mean"] == pytest.approx([0.5] * 3, abs=0.02), "of random pixels"
+    page = (dataset.folder / "card.md").read_text()
+    assert "61 images of 2 classes" in page and "1 exact copies, kept" in page and "<b>" not in page
+    with Image.open(dataset.folder / "contact_sheet.jpg") as sheet:
+        sheet.load()
+        assert (sheet.height, sheet.width % 114) == (2 * 114, 0), "a line a class, pictures of 112 pixels"

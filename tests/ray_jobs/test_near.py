@@ -1,0 +1,44 @@
+"""Near hashes: every pair within the distance, and no other."""
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ray_jobs.near import _masks, near_pairs
+
+WORD = st.integers(0, 2**64 - 1)
+
+
+def by_brute_force(hashes: np.ndarray, distance: int) -> set[tuple[int, int]]:
+    close = np.bitwise_count(hashes[:, None] ^ hashes[None]) <= distance
+    return {(i, j) for i, j in np.argwhere(close).tolist() if i < j}
+
+
+def as_set(hashes: np.ndarray, distance: int) -> set[tuple[int, int]]:
+    first, second = near_pairs(hashes, distance)
+    pairs = list(zip(first.tolist(), second.tolist(), strict=True))
+    assert len(pairs) == len(set(pairs)), "a pair is told once"
+    return set(pairs)
+
+
+@given(st.lists(WORD, min_size=1, max_size=4), st.lists(st.sets(st.integers(0, 63), max_size=9), max_size=20),
+       st.integers(0, 8))  # fmt: skip
+def test_all_pairs_and_no_others(centres: list[int], changes: list[set[int]], distance: int) -> None:
+    """Hashes around few centres, so that there are pairs at every distance."""
+    near = [centres[n % len(centres)] ^ sum(1 << bit for bit in bits) for n, bits in enumerate(changes)]
+    hashes = np.unique(np.array([*centres, *near], np.uint64))
+    assert as_set(hashes, distance) == by_brute_force(hashes, distance)
+
+
+@pytest.mark.parametrize("distance", [1, 4, 8])
+def test_many_hashes_that_crowd(distance: int) -> None:
+    rng = np.random.default_rng(0)
+    hashes = np.unique(rng.integers(0, 2**64, 500, np.uint64) & np.uint64(0x0101_0303_0707_1F1F))
+    assert as_set(hashes, distance) == by_brute_force(hashes, distance)
+
+
+@given(st.sets(st.integers(0, 63), max_size=8), st.sampled_from([10, 10**4, 10**6, 10**9]))
+def test_any_changed_bits_leave_one_mask_untouched(bits: set[int], count: int) -> None:
+    changed = np.uint64(sum(1 << bit for bit in bits))
+    assert any(mask & changed == 0 for mask in _masks(count, max(1, len(bits))))

@@ -1,0 +1,211 @@
+"""Splits that stick: nothing that arrives ever moves an image, and no copy is on both sides."""
+
+from typing import Any, NamedTuple
+
+import numpy as np
+import pyarrow as pa
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ray_jobs.shards import INDEX
+from ray_jobs.splits import assign_splits, find_copies
+
+COLUMNS = ("key", "sample_id", "split", "group", "content_id", "phash")
+SCHEMA = pa.schema([INDEX.field(name).with_nullable(True) for name in COLUMNS])
+DISTANCE = 2
+WORDS = [int(word) for word in np.random.default_rng(0).integers(1, 2**63, 400)]  # far from each other
+
+
+class Image(NamedTuple):
+    """What a split depends on. Images of one content have one phash."""
+
+    key: str
+    content: int
+    group: str | None = None
+    given: str | None = None
+    phash: int | None = None
+
+    @property
+    def seen(self) -> int:
+        # 24 places near to their neighbours: 0, 1, 3, 7, 15, ... one bit apart
+        return (1 << 32) + (1 << self.content // 2 % 24) - 1 if self.phash is None else self.phash
+
+
+def table(images: list[Image]) -> pa.Table:
+    rows = [
+        {"key": one.key, "sample_id": f"{one.content:08x}{one.key}", "split": one.given, "group": one.group}
+        | {"content_id": f"{one.content:032x}", "phash": one.seen}
+        for one in images
+    ]
+    return pa.Table.from_pylist(rows, schema=SCHEMA)
+
+
+def decided(images: list[Image], others: dict[str, list[Image]] | None = None, duplicates: Any = "keep",
+            max_distance: int | None = DISTANCE) -> tuple[dict[str, str], dict[str, dict[str, Any]]]:  # fmt: skip
+    """The split of every image that is not left out, and the rows of copies by key."""
+    splits = assign_splits(table(images), "salt")
+    tests = {name: table(other) for name, other in (others or {}).items()}
+    copies = find_copies("ours", table(images), splits, tests, duplicates, max_distance).to_pylist()
+    rows = {row["key"]: row for row in copies}
+    assert len(rows) == len(copies), "an image is listed once"
+    left_out = {key for key, row in rows.items() if row["done"] == "left out"}
+    kept = {one.key: split for one, split in zip(images, splits, strict=True) if one.key not in left_out}
+    return kept, rows
+
+
+contents = st.integers(0, 60)
+groups = st.sampled_from([None, None, None, "patient 1", "patient 2", "patient 3"])
+
+
+@st.composite
+def sets(draw: st.DrawFn, given_splits: bool = False, most: int = 14) -> list[Image]:
+    number = draw(st.integers(0, most))
+    splits = st.sampled_from(["train", "train", "test"]) if given_splits else st.none()
+    return [Image(f"{draw(st.integers(0, 99)):02d}-{n}", draw(contents), draw(groups), draw(splits))
+            for n in range(number)]  # fmt: skip
+
+
+def near(one: Image, other: Image) -> bool:
+    return one.content == other.content or (one.seen ^ other.seen).bit_count() <= DISTANCE
+
+
+@given(sets(), sets(), st.sampled_from(["keep", "drop"]))
+def test_what_arrives_moves_nothing(old: list[Image], new: list[Image], duplicates: str) -> None:
+    new = [one._replace(key=f"new {one.key}") for one in new]
+    before, _ = decided(old, duplicates=duplicates)
+    after, rows = decided(old + new, duplicates=duplicates)
+    for key, split in before.items():
+        assert after.get(key) == split or (key not in after and rows[key]["done"] == "left out")
+        assert split != "test" or after[key] == "test", "a test image stays test for ever"
+    returned = {one.key for one in old} - before.keys() & after.keys()
+    assert not returned & after.keys(), "what was left out stays out"
+
+
+@given(sets(), st.sampled_from(["keep", "drop"]))
+def test_copies_and_near_copies_never_straddle(images: list[Image], duplicates: str) -> None:
+    kept, _ = decided(images, duplicates=duplicates)
+    by_key = {one.key: one for one in images}
+    for one in kept:
+        for other in kept:
+            if near(by_key[one], by_key[other]):
+                assert kept[one] == kept[other]
+                assert duplicates == "keep" or one == other or kept[one] == "test"
+
+
+@given(sets(), st.randoms(use_true_random=False))
+def test_the_order_of_arrival_is_irrelevant(images: list[Image], random: Any) -> None:
+    shuffled = random.sample(images, len(images))
+    assert decided(images) == decided(shuffled)
+
+
+@given(sets())
+def test_named_groups_draw_together(images: list[Image]) -> None:
+    splits = assign_splits(table(images), "salt")
+    for name in {one.group for one in images} - {None}:
+        assert len({split for one, split in zip(images, splits, strict=True) if one.group == name}) == 1
+
+
+@given(sets())
+def test_nothing_is_left_out_without_a_twin_that_is_really_one(images: list[Image]) -> None:
+    kept, rows = decided(images)
+    by_key = {one.key: one for one in images}
+    splits = dict(zip(by_key, assign_splits(table(images), "salt"), strict=True))
+    order = ["test", "dev", "train"]
+    for key, row in rows.items():
+        one, twin = by_key[key], by_key[row["twin"]]
+        assert near(one, twin)
+        assert row["distance"] == (one.seen ^ twin.seen).bit_count()
+        assert (row["kind"] == "exact") == (one.content == twin.content)
+        assert (row["split"], row["twin_split"]) == (splits[key], splits[row["twin"]])
+        assert (row["done"] == "left out") == (order.index(row["twin_split"]) < order.index(row["split"]))
+    assert kept.keys() | {key for key, row in rows.items() if row["done"] == "left out"} == by_key.keys()
+
+
+@given(sets(given_splits=True))
+def test_official_splits_stay_and_what_they_share_is_listed(images: list[Image]) -> None:
+    images = [Image("a", 1, None, "train"), Image("b", 1, None, "test"), Image("c", 2, None, "dev"), *images]
+    kept, rows = decided(images)
+    assert kept == {one.key: one.given for one in images}
+    assert (rows["a"]["twin_split"], rows["a"]["kind"], rows["a"]["done"]) == ("test", "exact", "kept")
+    dropped, rows = decided(images, duplicates="drop")
+    assert "a" not in dropped
+    assert {one.key for one in images if one.given == "test"} <= dropped.keys()
+
+
+def test_a_dev_that_is_drawn_out_of_an_official_train_shares_nothing_with_it() -> None:
+    images = [Image(f"{n}", n, None, "train", WORDS[n // 3]) for n in range(300)]
+    images.append(Image("t", 999, None, "test", WORDS[-1]))
+    kept, _ = decided(images)
+    assert {kept[key] for key in kept} == {"train", "dev", "test"}
+    by_key = {one.key: one for one in images}
+    for one in kept:
+        for other in kept:
+            assert kept[one] == kept[other] or not near(by_key[one], by_key[other])
+
+
+def test_images_near_to_others_test_images_are_left_out_of_train_and_dev_and_listed_with_their_twin() -> None:
+    images = [Image(f"{n:03d}", 1000 + n, phash=WORDS[n]) for n in range(200)]
+    alone, _ = decided(images)
+    others = {
+        "cifar": [Image("c0", 1003, phash=WORDS[3]), Image("c1", 7, phash=images[5].seen ^ 3)],
+        "pets": [Image(f"p{n}", 1000 + n, phash=WORDS[n]) for n in range(150, 200)],
+    }
+    kept, rows = decided(images, others)
+    assert {key: kept.get(key, "left out") for key in alone if int(key) not in {3, 5, *range(150, 200)}} == {
+        key: split for key, split in alone.items() if int(key) not in {3, 5, *range(150, 200)}
+    }
+    for number, twin, dataset, kind in [
+        (3, "c0", "cifar", "exact"),
+        (5, "c1", "cifar", "near"),
+        (160, "p160", "pets", "exact"),
+    ]:
+        row = rows[f"{number:03d}"]
+        assert (row["twin"], row["twin_dataset"], row["kind"]) == (twin, dataset, kind)
+        assert row["done"] == ("kept" if alone[row["key"]] == "test" else "left out")
+    assert {split for key, split in kept.items() if int(key) >= 150} == {"test"}
+
+
+def test_flat_images_are_no_copies_of_each_other() -> None:
+    kept, rows = decided([Image(f"{n}", n, phash=0) for n in range(50)])
+    assert len(kept) == 50
+    assert not rows
+    _, rows = decided([Image("a", 1, phash=0), Image("b", 1, phash=0)])
+    assert rows["b"]["kind"] == "exact"
+
+
+def test_without_a_distance_only_the_same_bytes_are_copies() -> None:
+    images = [Image("a", 1, phash=5), Image("b", 2, phash=5), Image("c", 2, phash=5)]
+    _, rows = decided(images, max_distance=None)
+    assert {key: row["kind"] for key, row in rows.items()} == {"c": "exact"}
+    _, rows = decided(images, max_distance=0)
+    assert len(rows) == 2
+
+
+def test_shares_are_about_70_10_20() -> None:
+    splits = assign_splits(table([Image(f"{n}", n) for n in range(5_000)]), "salt")
+    shares = {split: splits.count(split) / 5_000 for split in ("train", "dev", "test")}
+    assert shares == pytest.approx({"train": 0.7, "dev": 0.1, "test": 0.2}, abs=0.02)
+
+
+def test_an_image_near_copies_of_which_arrive_every_month_is_never_trained_on() -> None:
+    """Twelve months of pictures of the same places: whatever was once test never was, nor is, train."""
+    images: list[Image] = []
+    tested: set[str] = set()
+    for month in range(12):
+        images += [
+            Image(f"{month}-{n}", 100 * month + n, phash=place ^ 1 << month)
+            for n, place in enumerate(WORDS[:20])
+        ]
+        kept, _ = decided(images)
+        tested |= {key for key, split in kept.items() if split == "test"}
+        assert {kept[key] for key in tested} == {"test"}
+        seen = {one.key: one.seen for one in images}
+        trained = [seen[key] for key, split in kept.items() if split == "train"]
+        assert not any((seen[key] ^ other).bit_count() <= DISTANCE for key in tested for other in trained)
+
+
+def test_a_source_without_a_salt_says_every_split_itself() -> None:
+    images = [Image(f"{n}", n, None, "train" if n < 90 else "dev") for n in range(100)]
+    assert assign_splits(table(images), None) == [one.given for one in images], "no test is taken from train"
+    assert "test" in assign_splits(table(images), "salt")
