@@ -38,12 +38,14 @@ from numpy.typing import NDArray
 
 from pipelines import identity
 from pipelines.spec import Ingest, Source
-from pipelines.store import FileEntry
+from pipelines.store import FileEntry, Layout
+from ray_jobs.card import card_shard, write_card
 from ray_jobs.images import Facts, examine, examine_pixels, sample_id
 from ray_jobs.known import FACTS, RENAMED, EarlierShards, Known, find_known, finished_parts, write_facts
 from ray_jobs.progress import Progress
 from ray_jobs.shards import (
     SPLITS,
+    DatasetInfo,
     Sample,
     Shard,
     open_dataset,
