@@ -17,6 +17,8 @@ from PIL import ExifTags, Image, UnidentifiedImageError
 
 from vit_model.preprocessing import FORMATS, MAX_PIXELS, MODES, flatten
 
+MAX_SCANS = 500  # of a JPEG; programs write 10 or so, a film behind it may look like 100
+_START_OF_SCAN = b"\xff\xda"
 _HASHED_SIDE = 128  # pixels at least, where the image has them
 
 _SIDE = 32  # pixels a side of what a perceptual hash looks at
@@ -41,8 +43,9 @@ class Facts(NamedTuple):
 def examine(data: bytes) -> Facts:
     """Decode an image file completely. What passes is what `vit_model.preprocessing.load_image` reads.
 
-    Raises ValueError with a short reason: "empty file", "not an image", "too many pixels (bomb)", "pixels of
-    Pillow's mode F, not 8 or 16 bits a channel", "truncated", "damaged". Of an animation the first frame counts.
+    Raises ValueError with a short reason: "empty file", "not an image", "too many pixels (bomb)", "too many scans
+    (bomb)", "pixels of Pillow's mode F, not 8 or 16 bits a channel", "truncated", "damaged". Of an animation the first
+    frame counts.
     """
     if not data:
         raise ValueError("empty file")
@@ -51,21 +54,31 @@ def examine(data: bytes) -> Facts:
         warnings.simplefilter("error", Image.DecompressionBombWarning)
         try:
             with Image.open(io.BytesIO(data), formats=FORMATS) as image:
-                too_large, known_mode = image.width * image.height > MAX_PIXELS, image.mode in MODES
-                if not too_large and known_mode:
+                refusal = _refusal(image, data)
+                if refusal is None:
                     size, channels, grey = _jpeg(image, data) or _any_image(image)
                     hashed = phash(grey)
         # Pillow's readers raise whatever their parsing trips over (struct.error, SyntaxError, EOFError, ...),
         # and one bad file must become one line of quarantine.
         except Exception as error:
             raise ValueError(_reason(error)) from error
-    if too_large:
-        raise ValueError("too many pixels (bomb)")
-    if not known_mode:
-        raise ValueError(f"pixels of Pillow's mode {image.mode}, not 8 or 16 bits a channel")
+    if refusal is not None:
+        raise ValueError(refusal)
     # several JPEGs in one file, of which the first counts, are a format of its own to Pillow
     form = "jpeg" if image.format == "MPO" else (image.format or "").lower()
     return Facts(form, *size, channels, content_id(data), hashed)
+
+
+def _refusal(image: Image.Image, data: bytes) -> str | None:
+    """Why an image is not even decoded."""
+    if image.width * image.height > MAX_PIXELS:
+        return "too many pixels (bomb)"
+    if image.mode not in MODES:
+        return f"pixels of Pillow's mode {image.mode}, not 8 or 16 bits a channel"
+    # every scan of a progressive JPEG goes over all its pixels, and may be a few bytes long
+    if image.format in ("JPEG", "MPO") and data.count(_START_OF_SCAN) > MAX_SCANS:
+        return "too many scans (bomb)"
+    return None
 
 
 _Seen = tuple[tuple[int, int], int, NDArray[np.uint8]]  # (width, height), channels, what is seen in grey

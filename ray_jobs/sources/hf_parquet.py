@@ -152,9 +152,11 @@ def _features(name: str, schema: pa.Schema) -> dict[str, dict[str, Any]]:
 
 
 def _is_image(kind: pa.DataType) -> bool:
-    if pa.types.is_struct(kind):
-        return any(field.name == "bytes" and _is_image(field.type) for field in kind)
-    return pa.types.is_binary(kind) or pa.types.is_large_binary(kind)
+    fields = list(kind) if pa.types.is_struct(kind) else [pa.field("bytes", kind)]
+    return any(
+        field.name == "bytes" and (pa.types.is_binary(field.type) or pa.types.is_large_binary(field.type))
+        for field in fields
+    )
 
 
 def _groups(name: str, file: pq.ParquetFile, image: str) -> list[tuple[int, int]]:

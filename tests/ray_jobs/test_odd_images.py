@@ -125,6 +125,15 @@ def test_floats_and_32_bits_are_refused_by_name() -> None:
             examine(saved(pixels, "TIFF"))
 
 
+def test_a_jpeg_of_endless_scans_is_refused_before_it_is_decoded() -> None:
+    data = saved(Image.new("L", (64, 64)), "JPEG", progressive=True)
+    last = data.rindex(b"\xff\xda")
+    scans = data[:last] + data[last:-2] * 1000 + data[-2:]
+    with pytest.raises(ValueError, match=r"^too many scans \(bomb\)$"):
+        examine(scans)
+    assert examine(data[:last] + data[last:-2] * 3 + data[-2:]).format == "jpeg"
+
+
 def photo(height: int, width: int) -> np.ndarray:
     """Noise whose strength falls with its frequency, as that of photographs does."""
     frequency = np.hypot(np.fft.fftfreq(height)[:, None], np.fft.fftfreq(width)[None])

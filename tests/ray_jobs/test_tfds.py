@@ -128,4 +128,4 @@ def test_of_mutated_files_only_value_errors_come(name: str, tmp_path: Path) -> N
         (tmp_path / name).write_bytes(data)
         listed(tmp_path)
 
-    assert refused(read, whole, 200) > 50
+    assert refused(read, whole, 100) > 25
