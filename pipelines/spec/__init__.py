@@ -5,6 +5,7 @@ A field is *identity* (it changes the result and enters the stage's key) unless 
 Everything that a recipe can get wrong is found here, before anything starts, as a `RecipeError`.
 """
 
+from pipelines.spec.augmentation import Augmentation
 from pipelines.spec.fields import RecipeError, nearest
 from pipelines.spec.shapes import Model, ModelSize, ResNetSize
 from pipelines.spec.sources import (
@@ -43,6 +44,7 @@ __all__ = [
     "SOURCE_TYPES",
     "STAGE_TYPES",
     "AnyStage",
+    "Augmentation",
     "Baselines",
     "DigitsSource",
     "Evaluate",

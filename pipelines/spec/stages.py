@@ -9,6 +9,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import AfterValidator, Field, model_validator
 
+from pipelines.spec.augmentation import Augmentation
 from pipelines.spec.fields import RecipeError, Seed, distinct, execution, located, takes
 from pipelines.spec.shapes import Model, ModelSize, check_patches
 from pipelines.spec.sources import Source
@@ -27,7 +28,6 @@ class Optimizer(Frozen):
 
 Shots = Annotated[int, Field(ge=1)]
 Rate = Annotated[float, Field(gt=0)]
-Augmentation = Literal["none", "shift", "shift_flip", "crop_flip"]
 Dtype = Literal["bfloat16", "float32"]
 Objective = Literal["softmax", "sigmoid", "masked_patches"]
 Method = Literal["majority", "k-NN", "logistic regression", "RBF SVM"]

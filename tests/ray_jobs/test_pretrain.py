@@ -16,7 +16,8 @@ from torch.utils.flop_counter import FlopCounterMode
 from pipelines.spec import Finetune, ModelSize, Optimizer, Pretrain
 from pipelines.store import open_store
 from ray_jobs import evaluate, finetune, loader, optim, pretrain, shards
-from ray_jobs.augment import shift, uniform
+from ray_jobs.augment import uniform
+from ray_jobs.augment.batch import shift
 from tests.records import make_context, make_manifest
 from vit_model.masked_patches import MaskedPatches
 from vit_model.model import ViT
