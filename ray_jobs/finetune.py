@@ -115,7 +115,7 @@ def fit(
     devices.set_threads(config.threads)
     import torch
 
-    from ray_jobs.augment import augment
+    from ray_jobs.augment import augment, randomise
     from ray_jobs.loader import batches, sample_positions
     from vit_model.objectives import softmax_cross_entropy
     from vit_model.preprocessing import normalise
@@ -135,11 +135,14 @@ def fit(
     order = batches(len(labels), batch, 0, 1, task.contract.training_data, seed, 0, steps)
     for step, indices in enumerate(order):
         chosen = torch.from_numpy(indices)
-        images = augment(pixels[chosen].to(device), config.augment, seed, sample_positions(step, batch, 0, 1))
+        positions = sample_positions(step, batch, 0, 1)
+        images = augment(pixels[chosen].to(device), config.augment, seed, positions)
+        classes = len(task.contract.class_names)
+        images, targets = randomise(images, labels[chosen].to(device), classes, config, seed, step, positions)
         rate = optim.learning_rate(step, steps, learning_rate, config.optimizer)
         optim.set_learning_rate(optimizer, rate)
         logits = working(normalise(images, task.contract.preprocessing, dtype))
-        loss = softmax_cross_entropy(logits, labels[chosen].to(device), config.label_smoothing)
+        loss = softmax_cross_entropy(logits, targets, config.label_smoothing)
         loss.backward()
         norm = optim.update(optimizer, model, working, config.optimizer.clip_norm)
         loss_sum += loss.detach()
@@ -409,8 +412,11 @@ def tables(
 ) -> tuple[list[rows.Row], list[rows.Row]]:
     """rows.parquet's and predictions.parquet's rows."""
     config = task.config
-    settings = {"learning_rate": chosen, "steps": config.steps, "batch_size": config.batch_size,
-                "augment": config.augment}  # fmt: skip
+    settings: dict[str, Any] = {"learning_rate": chosen, "steps": config.steps,
+                                "batch_size": config.batch_size, "augment": config.augment}  # fmt: skip
+    if config.randaugment is not None:
+        settings["randaugment"] = config.randaugment.model_dump()
+    settings |= {name: alpha for name in ("mixup", "cutmix") if (alpha := getattr(config, name))}
     ids, labels = dataset.sample_ids("test"), dataset.labels("test")
     family = FAMILIES[task.contract.architecture.family]
     numbers, predictions = [], []

@@ -133,7 +133,7 @@ def run_steps(
     import torch
 
     from ray_jobs import optim
-    from ray_jobs.augment import augment
+    from ray_jobs.augment import augment, randomise
     from ray_jobs.loader import batches, sample_positions
 
     dtype = devices.torch_dtype(config.dtype, device)
@@ -150,6 +150,9 @@ def run_steps(
         images, labels = data.train_images[chosen].to(device), data.train_labels[chosen].to(device)
         positions = sample_positions(step, batch, rank, world)
         images = augment(images, config.augment, config.seed, positions)
+        images, labels = randomise(
+            images, labels, len(contract.class_names), config, config.seed, step, positions
+        )
         rate = optim.learning_rate(step, steps, config.learning_rate, config.optimizer)
         optim.set_learning_rate(engine.optimizer, rate)
         loss = batch_loss(engine, config, contract, images, labels, positions, dtype)
@@ -184,7 +187,8 @@ def batch_loss(
 ) -> torch.Tensor:
     """The loss, a scalar, of uint8 images [n, h, w, c] by the configuration's objective.
 
-    `positions` [n] number the samples over the whole training: they decide which patches are corrupted.
+    `labels` are int64 [n], or probabilities [n, classes] of mixed images. `positions` [n] number the samples
+    over the whole training: they decide which patches are corrupted.
     """
     import torch
 

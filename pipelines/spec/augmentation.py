@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
+
+from pydantic import Field
+
+from vit_model.config import Frozen
 
 Augmentation = Literal[
     "none",
@@ -25,3 +29,23 @@ resized_crop_flip  torchvision's RandomResizedCrop (area 8-100 % uniform, aspect
 squash_crop        6/7 of each side, anywhere: squashed to 448, of that 384, as BiT fine-tunes
 squash_crop_flip   the same and a flip
 """
+
+
+class RandAugment(Frozen):
+    """So many of 16 operations on each image, each of them always applied (vit.md, section 2.3)."""
+
+    layers: int = Field(2, ge=1, le=16)
+    magnitude: float = Field(
+        ge=0, le=30, description="10 is the original's most; AugReg goes from 0, which is not nothing, to 20"
+    )
+
+
+def mixing(name: str) -> Any:
+    """A field for the alpha of mixup or cutmix."""
+    return Field(
+        0.0,
+        ge=0,
+        le=1000,
+        description=f"{name} of each image with the one before it in the global batch, the weight of each step drawn"
+        " from Beta(alpha, alpha); 0: none. With both mixup and cutmix each step is one or the other",
+    )

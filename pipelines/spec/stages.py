@@ -9,7 +9,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import AfterValidator, Field, model_validator
 
-from pipelines.spec.augmentation import Augmentation
+from pipelines.spec.augmentation import Augmentation, RandAugment, mixing
 from pipelines.spec.fields import RecipeError, Seed, distinct, execution, located, takes
 from pipelines.spec.shapes import Model, ModelSize, check_patches
 from pipelines.spec.sources import Source
@@ -148,7 +148,7 @@ class Pretrain(_Stage):
 
     VERSION: ClassVar[int] = 2
     KIND: ClassVar[str] = "model"
-    LATER: ClassVar[frozenset[str]] = frozenset({"objective"})
+    LATER: ClassVar[frozenset[str]] = frozenset({"objective", "randaugment", "mixup", "cutmix"})
     job: Literal["pretrain"]
     data: str = takes("dataset")
     model: Model
@@ -158,6 +158,9 @@ class Pretrain(_Stage):
     learning_rate: Rate
     optimizer: Optimizer = Optimizer()
     augment: Augmentation = "none"
+    randaugment: RandAugment | None = None
+    mixup: float = mixing("mixup")
+    cutmix: float = mixing("cutmix")
     objective: Objective = Field(
         "softmax",
         description="cross-entropy by softmax, or by sigmoid and summed over the classes, which goes with"
@@ -200,10 +203,11 @@ class Pretrain(_Stage):
             raise ValueError(
                 f"objective masked_patches is about a ViT's patches; model is a {self.model.family}"
             )
-        if (self.label_smoothing, self.model.representation_head, self.model.head_bias) != (0.0, False, 0.0):
+        classifier = (self.model.representation_head, self.model.head_bias)
+        if (self.label_smoothing, self.mixup, self.cutmix, *classifier) != (0.0, 0.0, 0.0, False, 0.0):
             raise ValueError(
-                "label_smoothing, model.representation_head and model.head_bias are about a classifier, which"
-                " objective masked_patches has not"
+                "label_smoothing, mixup, cutmix, model.representation_head and model.head_bias are about labels and a"
+                " classifier, which objective masked_patches has not"
             )
         if self.model.pooling == "map":
             raise ValueError(
@@ -239,6 +243,7 @@ class Finetune(_Stage):
 
     VERSION: ClassVar[int] = 3
     KIND: ClassVar[str] = "model"
+    LATER: ClassVar[frozenset[str]] = frozenset({"randaugment", "mixup", "cutmix"})
     job: Literal["finetune"]
     data: str = takes("dataset")
     backbone: str | None = takes("model", default=None)
@@ -254,6 +259,9 @@ class Finetune(_Stage):
     batch_size: int = Field(ge=1)
     optimizer: Optimizer = Optimizer()
     augment: Augmentation = "none"
+    randaugment: RandAugment | None = None
+    mixup: float = mixing("mixup")
+    cutmix: float = mixing("cutmix")
     label_smoothing: float = Field(0.0, ge=0, lt=1)
     dtype: Dtype = "bfloat16"
     seed: Seed = 0

@@ -1,4 +1,4 @@
-"""A policy applied to a batch of images that are already at the model's resolution.
+"""What is done to a batch of images that are already at the model's resolution.
 
 In and out: uint8 tensors [n, h, w, c], on any device.
 """
@@ -12,8 +12,10 @@ import torch
 from numpy.typing import NDArray
 from torch.nn import functional
 
-from pipelines.spec import Augmentation
+from pipelines.spec import Augmentation, Finetune, Pretrain
+from ray_jobs.augment import mixing
 from ray_jobs.augment.crops import CROPPING, Crops, crops
+from ray_jobs.augment.randaugment import randaugment
 from ray_jobs.augment.random import uniform
 
 POLICIES = get_args(Augmentation)
@@ -38,6 +40,27 @@ def augment(images: torch.Tensor, policy: str, seed: int, positions: NDArray[np.
     draws = uniform(seed, positions)
     shifted = shift(images, draws)
     return flip(shifted, draws[:, 4] < 0.5) if policy == "shift_flip" else shifted
+
+
+def randomise(
+    images: torch.Tensor,
+    labels: torch.Tensor,
+    classes: int,
+    config: Pretrain | Finetune,
+    seed: int,
+    step: int,
+    positions: NDArray[np.int64],
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """What comes after crop and flip: RandAugment, then mixup or CutMix, as far as the configuration has them.
+
+    In: a worker's share of the global batch of `step`. Out: its images, and its labels, int64 [n] or, where they are
+    mixed, probabilities [n, classes]. All workers call this together.
+    """
+    if config.randaugment is not None:
+        layers, magnitude = config.randaugment.layers, config.randaugment.magnitude
+        images = randaugment(images, layers, magnitude, seed, positions)
+    how = mixing.plan(config.mixup, config.cutmix, seed, step, *images.shape[1:3])
+    return (images, labels) if how is None else mixing.mix(images, labels, classes, how)
 
 
 def flip(images: torch.Tensor, flipped: NDArray[np.bool_]) -> torch.Tensor:
