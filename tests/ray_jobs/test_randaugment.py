@@ -7,8 +7,8 @@ import pytest
 import torch
 from PIL import Image, ImageEnhance, ImageFilter, ImageOps
 
-from ray_jobs.augment.random import uniform
 from ray_jobs.augment.randaugment import OPERATIONS, apply, randaugment
+from ray_jobs.augment.random import uniform
 
 HEIGHT, WIDTH = 56, 112  # a quarter and a half of the 224 pixels that magnitudes were made for
 GREY = (128, 128, 128)
