@@ -21,11 +21,13 @@ from ray_jobs.augment.random import uniform
 POLICIES = get_args(Augmentation)
 
 
-def augment(images: torch.Tensor, policy: str, seed: int, positions: NDArray[np.int64]) -> torch.Tensor:
+def augment(
+    images: torch.Tensor, policy: str, seed: int, positions: NDArray[np.int64], purpose: str = "augment"
+) -> torch.Tensor:
     """Change each image [n, h, w, c] by `policy`, see `pipelines.spec.Augmentation`.
 
-    `positions` [n] number the samples over the whole training. Crops are taken from the loaded image, not from the
-    original file. Raises ValueError for an unknown policy.
+    `positions` [n] number the samples over the whole training; `purpose` keeps several views of an image apart. Crops
+    are taken from the loaded image, not from the original file. Raises ValueError for an unknown policy.
     """
     if len(positions) != len(images):
         raise ValueError(f"{len(positions)} positions for {len(images)} images")
@@ -35,9 +37,9 @@ def augment(images: torch.Tensor, policy: str, seed: int, positions: NDArray[np.
         return images
     if policy in CROPPING:
         _, height, width, _ = images.shape
-        taken = crops(policy, seed, positions, height, width)
+        taken = crops(policy, seed, positions, height, width, purpose)
         return flip(images, taken.flipped) if policy == "flip" else crop(images, taken)
-    draws = uniform(seed, positions)
+    draws = uniform(seed, positions, purpose=purpose)
     shifted = shift(images, draws)
     return flip(shifted, draws[:, 4] < 0.5) if policy == "shift_flip" else shifted
 

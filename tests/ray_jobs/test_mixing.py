@@ -13,7 +13,6 @@ from torch.nn import functional
 from pipelines.spec import Finetune, RandAugment
 from ray_jobs.augment import randomise
 from ray_jobs.augment.mixing import Mix, mix, plan
-from ray_jobs.loader import sample_positions
 from vit_model.objectives import sigmoid_cross_entropy, softmax_cross_entropy
 
 CLASSES = 7
@@ -117,7 +116,7 @@ def share(rank: int, world: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
     images, labels = batch(8)
     own = slice(rank * 8 // world, (rank + 1) * 8 // world)
     return [
-        randomise(images[own], labels[own], CLASSES, CONFIG, 5, step, sample_positions(step, 8, rank, world))
+        randomise(images[own], labels[own], CLASSES, CONFIG, 5, step, np.arange(8 * step, 8 * step + 8)[own])
         for step in STEPS
     ]
 
