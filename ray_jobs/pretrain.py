@@ -1,7 +1,7 @@
 """The pretrain stage: a dataset and a shape of model in, that model trained on it out.
 
-In: a dataset artifact. Out: model.safetensors and config.json of the model with its classifier (with objective
-masked_patches, without one), curve.json [{step, learning_rate, loss, dev_accuracy}]. `train` is one worker: it runs in
+In: a dataset artifact. Out: model.safetensors and config.json of the model with its classifier (with an objective that
+needs no labels, without one), curve.json [{step, learning_rate, loss, dev_accuracy}]. `train` is one worker: it runs in
 a plain process, on one GPU without Ray and as one of N DeepSpeed workers under Ray Train (`main`), always the same
 code.
 
@@ -21,17 +21,16 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from pipelines.spec import Model, Pretrain
 from pipelines.store import FileEntry
-from ray_jobs import devices
+from ray_jobs import devices, objective
 from ray_jobs.progress import Progress
 from ray_jobs.stage import Context, Result, model_digest, run_stage
 
 if TYPE_CHECKING:
-    import numpy as np
     import torch
-    from numpy.typing import NDArray
 
     from ray_jobs.shards import Dataset, DatasetInfo
     from vit_model.config import Architecture, ModelContract, Preprocessing
+    from vit_model.contrastive import MomentumEncoder
 
 _CURVE_POINTS = 100
 _DEV_EVALUATIONS = 5  # over the run, the last one at its end
@@ -75,23 +74,20 @@ def train(
     from ray_jobs.shards import open_dataset
     from vit_model import compute
     from vit_model.build import build
-    from vit_model.masked_patches import MaskedPatches
-    from vit_model.model import ViT
     from vit_model.weights import save_model
 
     device = devices.device(worker.local_rank)
     dataset = open_dataset(dataset_folder)
-    masked = config.objective == "masked_patches"
-    contract = model_contract(config.model, config.resolution, dataset.info, classifier=not masked)
+    labelled = config.objective in ("softmax", "sigmoid")
+    contract = model_contract(config.model, config.resolution, dataset.info, classifier=labelled)
     data = load_data(dataset, contract.preprocessing)
     if worker.rank == 0:
         print(*derived_numbers(config, contract.architecture, worker.world, device), sep="\n", flush=True)
     model = build(contract.architecture)
     model.initialise(config.seed)
-    task: torch.nn.Module = model
-    if masked:
-        assert isinstance(model, ViT), "the configuration allows no other"
-        task = MaskedPatches(model)
+    task, follower = objective.make_task(config, model)
+    if follower is not None:
+        follower.to(device)
     _join_group(worker)
     with warnings.catch_warnings():
         # DeepSpeed's calls of torch, and torch's of itself, which nobody here can change.
@@ -99,9 +95,9 @@ def train(
         warnings.filterwarnings("ignore", message=".*torch\\.distributed", category=FutureWarning)
         engine = _engine(task, config, worker.world)
         started = time.monotonic()
-        curve = run_steps(engine, config, data, contract, worker, device)
+        curve = run_steps(engine, config, data, contract, worker, device, follower)
         seconds = time.monotonic() - started
-        weights = full_weights(engine, "model." if masked else "")
+        weights = full_weights(engine, "" if labelled else "model.")
     if output is not None:
         trained = build(contract.architecture)
         trained.load_state_dict(weights)
@@ -124,7 +120,13 @@ def train(
 
 
 def run_steps(
-    engine: Any, config: Pretrain, data: Data, contract: ModelContract, worker: Worker, device: torch.device
+    engine: Any,
+    config: Pretrain,
+    data: Data,
+    contract: ModelContract,
+    worker: Worker,
+    device: torch.device,
+    follower: MomentumEncoder | None,
 ) -> list[dict[str, Any]]:
     """The loop. Returns its curve: at about every hundredth of the steps {step, learning_rate, loss, dev_accuracy}.
 
@@ -135,6 +137,7 @@ def run_steps(
     from ray_jobs import optim
     from ray_jobs.augment import augment, randomise
     from ray_jobs.loader import batches, sample_positions
+    from vit_model.contrastive import momentum
 
     dtype = devices.torch_dtype(config.dtype, device)
     steps, batch, (rank, world, _) = config.steps, config.batch_size, worker
@@ -143,21 +146,25 @@ def run_steps(
     curve: list[dict[str, Any]] = []
     loss_sum, summed = torch.zeros((), device=device), 0
     progress = Progress(steps)
+    # MoCo's views are two crops of the whole image
+    policy = "none" if config.objective == "contrastive" else config.augment
 
     order = batches(len(data.train_labels), batch, rank, world, contract.training_data, config.seed, 0, steps)
     for step, indices in enumerate(order):
         chosen = torch.from_numpy(indices)
         images, labels = data.train_images[chosen].to(device), data.train_labels[chosen].to(device)
         positions = sample_positions(step, batch, rank, world)
-        images = augment(images, config.augment, config.seed, positions)
+        images = augment(images, policy, config.seed, positions)
         images, labels = randomise(
             images, labels, len(contract.class_names), config, config.seed, step, positions
         )
         rate = optim.learning_rate(step, steps, config.learning_rate, config.optimizer)
         optim.set_learning_rate(engine.optimizer, rate)
-        loss = batch_loss(engine, config, contract, images, labels, positions, dtype)
+        loss = objective.batch_loss(engine, config, contract, images, labels, positions, dtype, follower)
         engine.backward(loss)
         engine.step()
+        if follower is not None:
+            follower.follow(engine.module, momentum(step, steps, config.contrastive.momentum))
         loss_sum += loss.detach()
         summed += 1
 
@@ -174,39 +181,6 @@ def run_steps(
         if rank == 0 and progress.due(done):
             progress.show(done, done * batch, loss=loss.item())
     return curve
-
-
-def batch_loss(
-    engine: Any,
-    config: Pretrain,
-    contract: ModelContract,
-    images: torch.Tensor,
-    labels: torch.Tensor,
-    positions: NDArray[np.int64],
-    dtype: torch.dtype,
-) -> torch.Tensor:
-    """The loss, a scalar, of uint8 images [n, h, w, c] by the configuration's objective.
-
-    `labels` are int64 [n], or probabilities [n, classes] of mixed images. `positions` [n] number the samples
-    over the whole training: they decide which patches are corrupted.
-    """
-    import torch
-
-    from ray_jobs.augment import uniform
-    from vit_model.config import ViTConfig
-    from vit_model.masked_patches import DRAWS
-    from vit_model.objectives import sigmoid_cross_entropy, softmax_cross_entropy
-    from vit_model.preprocessing import normalise
-
-    inputs = normalise(images, contract.preprocessing, dtype)
-    if config.objective == "masked_patches":
-        assert isinstance(contract.architecture, ViTConfig), "the configuration allows no other"
-        patches = contract.architecture.num_patches
-        draws = torch.from_numpy(uniform(config.seed, positions, patches * DRAWS, "masked patches"))
-        loss: torch.Tensor = engine(inputs, images, draws.view(-1, patches, DRAWS).to(images.device))
-        return loss
-    cross_entropy = sigmoid_cross_entropy if config.objective == "sigmoid" else softmax_cross_entropy
-    return cross_entropy(engine(inputs), labels, config.label_smoothing)
 
 
 def accuracy(
