@@ -94,7 +94,7 @@ def test_needed_for_a_stage_is_what_is_before_it() -> None:
         (
             "stages.pretrain.objective",
             "sofmax",
-            "stages.pretrain.objective: Input should be 'softmax', 'sigmoid' or",
+            "stages.pretrain.objective: Input should be 'softmax', 'sigmoid', ",
         ),
         ("stages.finetune.learning_rates", [-1.0], "stages.finetune.learning_rates"),
         ("stages.finetune.learning_rates", [0.1, 0.1], "[0.1, 0.1] has a value twice"),
