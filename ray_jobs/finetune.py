@@ -361,17 +361,19 @@ def make_task(config: Finetune, dataset: Dataset, backbone: Path | None) -> Task
     """The task with its model's contract: the backbone's with another head and resolution, or the shape's."""
     if backbone is None:
         assert config.model is not None and config.resolution is not None
-        return Task(config, model_contract(config.model, config.resolution, dataset.info), None)
+        contract = model_contract(config.model, config.resolution, dataset.info, config.eval_crop)
+        return Task(config, contract, None)
     from vit_model.config import ModelContract, Preprocessing
     from vit_model.weights import read_contract
 
     source = read_contract(backbone)
     resolution = config.resolution or source.preprocessing.resolution
     names = dataset.info.class_names
+    changed = {"resolution": resolution} | (config.eval_crop.model_dump() if config.eval_crop else {})
     contract = ModelContract(
         architecture=source.architecture.for_finetuning(resolution, len(names)),
         class_names=names,
-        preprocessing=Preprocessing(**(source.preprocessing.model_dump() | {"resolution": resolution})),
+        preprocessing=Preprocessing(**(source.preprocessing.model_dump() | changed)),
         training_data=dataset.info.content_digest,
         license=source.license,
     )

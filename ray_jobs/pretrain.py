@@ -19,7 +19,7 @@ import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from pipelines.spec import Model, Pretrain
+from pipelines.spec import EvalCrop, Model, Pretrain
 from pipelines.store import FileEntry
 from ray_jobs import devices, objective
 from ray_jobs.progress import Progress
@@ -79,7 +79,7 @@ def train(
     device = devices.device(worker.local_rank)
     dataset = open_dataset(dataset_folder)
     labelled = config.objective in ("softmax", "sigmoid")
-    contract = model_contract(config.model, config.resolution, dataset.info, classifier=labelled)
+    contract = model_contract(config.model, config.resolution, dataset.info, config.eval_crop, labelled)
     data = load_data(dataset, contract.preprocessing)
     if worker.rank == 0:
         print(*derived_numbers(config, contract.architecture, worker.world, device), sep="\n", flush=True)
@@ -213,17 +213,26 @@ def accuracy(
     return correct.item() / total
 
 
-def model_contract(size: Model, resolution: int, info: DatasetInfo, classifier: bool = True) -> ModelContract:
+def model_contract(
+    size: Model,
+    resolution: int,
+    info: DatasetInfo,
+    eval_crop: EvalCrop | None = None,
+    classifier: bool = True,
+) -> ModelContract:
     """The contract of a model of this size, with a classifier or without, that is trained on a dataset."""
     from vit_model.config import ModelContract, Preprocessing
 
     channels = 3 if info.image is None else info.image.channels
     class_names = info.class_names if classifier else ()
-    square = info.image is not None and info.image.height == info.image.width
+    if eval_crop is None:
+        square = info.image is not None and info.image.height == info.image.width
+        eval_crop = EvalCrop(crop="squash" if square else "center")
     preprocessing = Preprocessing(
         mean=(0.5,) * channels,
         std=(0.5,) * channels,
-        crop="squash" if square else "center",
+        crop=eval_crop.crop,
+        crop_fraction=eval_crop.crop_fraction,
         resolution=resolution,
         channels=channels,
     )

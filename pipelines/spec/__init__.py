@@ -5,7 +5,7 @@ A field is *identity* (it changes the result and enters the stage's key) unless 
 Everything that a recipe can get wrong is found here, before anything starts, as a `RecipeError`.
 """
 
-from pipelines.spec.augmentation import Augmentation, RandAugment
+from pipelines.spec.augmentation import Augmentation, EvalCrop, RandAugment
 from pipelines.spec.fields import RecipeError, nearest
 from pipelines.spec.shapes import Model, ModelSize, ResNetSize
 from pipelines.spec.sources import (
@@ -47,6 +47,7 @@ __all__ = [
     "Augmentation",
     "Baselines",
     "DigitsSource",
+    "EvalCrop",
     "Evaluate",
     "Finetune",
     "FolderSource",

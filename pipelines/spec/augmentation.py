@@ -1,10 +1,10 @@
-"""How a training changes its images, as a recipe says it. What is done, and with which numbers: `ray_jobs.augment`."""
+"""How images are cut and changed, as a recipe says it. What is done, and with which numbers: `ray_jobs.augment`."""
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from vit_model.config import Frozen
 
@@ -49,3 +49,24 @@ def mixing(name: str) -> Any:
         description=f"{name} of each image with the one before it in the global batch, the weight of each step drawn"
         " from Beta(alpha, alpha); 0: none. With both mixup and cutmix each step is one or the other",
     )
+
+
+class EvalCrop(Frozen):
+    """How an image becomes a square where nothing is random: when a model is judged, or used (vit.md, section 9).
+
+    The authors squash after fine-tuning; big_vision takes the middle, of 256 for 224 pixels (crop_fraction 0.875) after
+    pretraining and of 448 for 384 (0.857143) after fine-tuning.
+    """
+
+    crop: Literal["squash", "center"] = Field(
+        description="straight to the square, or the middle after the shorter side was brought to size"
+    )
+    crop_fraction: float = Field(1.0, gt=0, le=1, description="with center: of that shorter side")
+
+    @model_validator(mode="after")
+    def _fields_agree(self) -> Self:
+        if self.crop == "squash" and self.crop_fraction != 1.0:
+            raise ValueError(
+                f"crop_fraction {self.crop_fraction} has no meaning with crop squash; center uses it"
+            )
+        return self

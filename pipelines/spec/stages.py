@@ -9,7 +9,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import AfterValidator, Field, model_validator
 
-from pipelines.spec.augmentation import Augmentation, RandAugment, mixing
+from pipelines.spec.augmentation import Augmentation, EvalCrop, RandAugment, mixing
 from pipelines.spec.fields import RecipeError, Seed, distinct, execution, located, takes
 from pipelines.spec.shapes import Model, ModelSize, check_patches
 from pipelines.spec.sources import Source
@@ -161,7 +161,7 @@ class Pretrain(_Stage):
     VERSION: ClassVar[int] = 2
     KIND: ClassVar[str] = "model"
     LATER: ClassVar[frozenset[str]] = frozenset(
-        {"objective", "patch_target", "contrastive", "randaugment", "mixup", "cutmix"}
+        {"objective", "patch_target", "contrastive", "randaugment", "mixup", "cutmix", "eval_crop"}
     )
     job: Literal["pretrain"]
     data: str = takes("dataset")
@@ -175,6 +175,9 @@ class Pretrain(_Stage):
     randaugment: RandAugment | None = None
     mixup: float = mixing("mixup")
     cutmix: float = mixing("cutmix")
+    eval_crop: EvalCrop | None = Field(
+        None, description="null: squash where all images are square, else center"
+    )
     objective: Objective = Field(
         "softmax",
         description="cross-entropy by softmax, or by sigmoid and summed over the classes, which goes with"
@@ -287,7 +290,7 @@ class Finetune(_Stage):
 
     VERSION: ClassVar[int] = 3
     KIND: ClassVar[str] = "model"
-    LATER: ClassVar[frozenset[str]] = frozenset({"randaugment", "mixup", "cutmix"})
+    LATER: ClassVar[frozenset[str]] = frozenset({"randaugment", "mixup", "cutmix", "eval_crop"})
     job: Literal["finetune"]
     data: str = takes("dataset")
     backbone: str | None = takes("model", default=None)
@@ -306,6 +309,9 @@ class Finetune(_Stage):
     randaugment: RandAugment | None = None
     mixup: float = mixing("mixup")
     cutmix: float = mixing("cutmix")
+    eval_crop: EvalCrop | None = Field(
+        None, description="null: the backbone's; without one squash where all images are square, else center"
+    )
     label_smoothing: float = Field(0.0, ge=0, lt=1)
     dtype: Dtype = "bfloat16"
     seed: Seed = 0

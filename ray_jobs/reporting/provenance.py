@@ -70,10 +70,19 @@ def _protocol(manifest: Manifest, folder: Path, names: Mapping[str, str]) -> str
     return "" if text is None else f"{text(config, inputs)}{_UNKNOWN * imported}{_normalisation(folder)}"
 
 
+_OBJECTIVES = {
+    "softmax": "Supervised pretraining",
+    "sigmoid": "Supervised pretraining (sigmoid cross-entropy)",
+    "masked_patches": "Pretraining without labels (masked patch prediction)",
+    "contrastive": "Pretraining without labels (MoCo v3)",
+}
+
+
 def _pretrain(config: Mapping[str, Any], inputs: Mapping[str, str]) -> str:
     optimizer = config["optimizer"]
+    objective = _OBJECTIVES[config.get("objective", "softmax")]
     return (
-        f"Supervised pretraining on the train split of {inputs['data']}: {_size(config['model'])}, resolution "
+        f"{objective} on the train split of {inputs['data']}: {_size(config['model'])}, resolution "
         f"{config['resolution']}, {config['steps']:,} steps of {config['batch_size']} images, learning rate "
         f"{config['learning_rate']:g}, weight decay {optimizer['weight_decay']:g}, {config['dtype']}, "
         f"ZeRO stage {config['zero_stage']}, augmentation {_augmentation(config)}, label smoothing "

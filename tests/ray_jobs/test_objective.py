@@ -198,6 +198,24 @@ def test_moco_in_bfloat16_is_about_that_in_float32_and_is_fine_tuned(dataset, tm
     assert curve[-1]["loss"] < curve[0]["loss"]
 
 
+def test_an_evaluations_crop_is_the_recipes_or_the_backbones_or_follows_from_the_images(dataset, tmp_path):
+    opened = shards.open_dataset(dataset)
+    center = {"crop": "center", "crop_fraction": 0.875}
+    pretrain.train(configuration(eval_crop=center, steps=1), dataset, tmp_path)
+    assert load_model(tmp_path)[1].preprocessing.model_dump().items() >= center.items()
+    start = {"job": "finetune", "data": "d", "learning_rates": [0.1], "steps": 1, "batch_size": 2}
+
+    def found(**fields: object) -> tuple[str, float]:
+        config = Finetune.model_validate(start | fields)
+        contract = finetune.make_task(config, opened, tmp_path if config.backbone else None).contract
+        return contract.preprocessing.crop, contract.preprocessing.crop_fraction
+
+    assert found(backbone="b") == ("center", 0.875)
+    assert found(backbone="b", eval_crop={"crop": "squash"}) == ("squash", 1.0)
+    assert found(model=SIZE, resolution=8) == ("squash", 1.0), "these images are square"
+    assert found(model=SIZE, resolution=8, eval_crop=center) == ("center", 0.875)
+
+
 def _worker(rank: int, folder: Path, configs: list[Pretrain], dataset: Path) -> None:
     os.environ["LOCAL_RANK"] = str(rank)
     dist.init_process_group("gloo", init_method=f"file://{folder}/group", rank=rank, world_size=2)
