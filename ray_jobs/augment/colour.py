@@ -52,7 +52,7 @@ def sharpness(images: Tensor, factor: Factor) -> Tensor:
     rows = numbers[:, :-2] + numbers[:, 1:-1] + numbers[:, 2:]
     total = rows[:, :, :-2] + rows[:, :, 1:-1] + rows[:, :, 2:] + 4 * numbers[:, 1:-1, 1:-1]
     smooth = images.clone()
-    smooth[:, 1:-1, 1:-1] = ((total + 6) // 13).to(torch.uint8)
+    smooth[:, 1:-1, 1:-1] = ((total + 6).float() / 13).to(torch.uint8)
     return blend(smooth, images, factor)
 
 

@@ -17,7 +17,8 @@ from torch.nn import functional
 
 from ray_jobs.augment.random import uniform
 
-_PARTS = 1 << 16  # pixels are mixed in whole numbers of these: the same on every device
+_BITS = 16  # pixels are mixed in whole numbers: the same on every device
+_PARTS = 1 << _BITS
 _DRAWS = 8
 
 
@@ -63,7 +64,7 @@ def mix(images: Tensor, labels: Tensor, classes: int, how: Mix) -> tuple[Tensor,
     others = torch.cat([before[None], images[:-1]])
     other_labels = torch.cat([before_label[None], labels[:-1]])
     if how.box is None:
-        mixed = (images.int() * how.own + others.int() * (_PARTS - how.own) + _PARTS // 2) // _PARTS
+        mixed = (images.int() * how.own + others.int() * (_PARTS - how.own) + _PARTS // 2) >> _BITS
         mixed = mixed.to(torch.uint8)
     else:
         top, left, height, width = how.box

@@ -114,7 +114,7 @@ def warp(images: Tensor, to_x: list[float | Numbers], to_y: list[float | Numbers
     first = torch.arange(n, device=device)[:, None, None] * (height * width)
     source = torch.where(inside, first + y * width + x, 0)
     taken = images.reshape(-1, c)[source.flatten()].view(images.shape)
-    return torch.where(inside[..., None], taken, FILL)
+    return taken.masked_fill_(~inside[..., None], FILL)
 
 
 def cutout(images: Tensor, half: int, centres: Numbers) -> Tensor:
@@ -126,4 +126,4 @@ def cutout(images: Tensor, half: int, centres: Numbers) -> Tensor:
         place = torch.arange(side, device=images.device)
         covered.append((place >= middle - half) & (place < middle + half))
     square = covered[0][:, :, None, None] & covered[1][:, None, :, None]
-    return torch.where(square, FILL, images)
+    return images.masked_fill(square, FILL)
