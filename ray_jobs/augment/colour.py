@@ -48,7 +48,7 @@ def contrast(images: Tensor, factor: Factor) -> Tensor:
 
 def sharpness(images: Tensor, factor: Factor) -> Tensor:
     """0 is smoothed by [[1, 1, 1], [1, 5, 1], [1, 1, 1]] / 13, but for the pixels at the border."""
-    numbers = images.int()
+    numbers = images.short()
     rows = numbers[:, :-2] + numbers[:, 1:-1] + numbers[:, 2:]
     total = rows[:, :, :-2] + rows[:, :, 1:-1] + rows[:, :, 2:] + 4 * numbers[:, 1:-1, 1:-1]
     smooth = images.clone()

@@ -113,7 +113,7 @@ def warp(images: Tensor, to_x: list[float | Numbers], to_y: list[float | Numbers
     inside = (x >= 0) & (x < width) & (y >= 0) & (y < height)
     first = torch.arange(n, device=device)[:, None, None] * (height * width)
     source = torch.where(inside, first + y * width + x, 0)
-    taken = images.reshape(-1, c)[source.flatten()].view(images.shape)
+    taken = images.reshape(-1, c).index_select(0, source.flatten()).view(images.shape)
     return taken.masked_fill_(~inside[..., None], FILL)
 
 
