@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from pipelines.spec import Pretrain
+from pipelines.spec import Augmentation, Pretrain
 
 if TYPE_CHECKING:
     import numpy as np
@@ -34,6 +34,11 @@ def make_task(config: Pretrain, model: Network) -> tuple[torch.nn.Module, Moment
     settings = config.contrastive
     task = MoCo(model, settings.hidden_width, settings.output_width, settings.temperature, seed=config.seed)
     return task, MomentumEncoder(task)
+
+
+def policy(config: Pretrain) -> Augmentation:
+    """What is done to an image before `batch_loss` gets it; MoCo's two views are cut there, from the whole image."""
+    return "none" if config.objective == "contrastive" else config.augment
 
 
 def batch_loss(

@@ -146,15 +146,13 @@ def run_steps(
     curve: list[dict[str, Any]] = []
     loss_sum, summed = torch.zeros((), device=device), 0
     progress = Progress(steps)
-    # MoCo's views are two crops of the whole image
-    policy = "none" if config.objective == "contrastive" else config.augment
 
     order = batches(len(data.train_labels), batch, rank, world, contract.training_data, config.seed, 0, steps)
     for step, indices in enumerate(order):
         chosen = torch.from_numpy(indices)
         images, labels = data.train_images[chosen].to(device), data.train_labels[chosen].to(device)
         positions = sample_positions(step, batch, rank, world)
-        images = augment(images, policy, config.seed, positions)
+        images = augment(images, objective.policy(config), config.seed, positions)
         images, labels = randomise(
             images, labels, len(contract.class_names), config, config.seed, step, positions
         )
