@@ -8,6 +8,7 @@ used on whatever device the images are on.
 from __future__ import annotations
 
 import hashlib
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -15,6 +16,8 @@ from numpy.typing import NDArray
 from torch.nn import functional
 
 POLICIES = ("none", "shift", "shift_flip", "crop_flip")
+CROPPING = frozenset({"crop_flip"})
+Size = int | NDArray[np.int64]
 CROP_AREA = (0.05, 1.0)
 CROP_ASPECT = (3 / 4, 4 / 3)
 _DRAWS = (
@@ -89,8 +92,25 @@ def crop_flip(images: torch.Tensor, draws: NDArray[np.float64]) -> torch.Tensor:
     return cropped.round().clamp(0, 255).to(torch.uint8).permute(0, 2, 3, 1)
 
 
+class Crops(NamedTuple):
+    """Boxes in whole pixels, int64 [n] each, inside their images; and bool [n]: whether the part is mirrored."""
+
+    top: NDArray[np.int64]
+    left: NDArray[np.int64]
+    height: NDArray[np.int64]
+    width: NDArray[np.int64]
+    flipped: NDArray[np.bool_]
+
+
+def crops(policy: str, seed: int, positions: NDArray[np.int64], height: Size, width: Size) -> Crops:
+    """What a policy of `CROPPING` takes of images of these sizes (an int, or [n]) at these positions [n]."""
+    assert policy in CROPPING
+    draws = uniform(seed, positions)
+    return Crops(*crop_boxes(draws, height, width), draws[:, 4] < 0.5)
+
+
 def crop_boxes(
-    draws: NDArray[np.float64], height: int, width: int
+    draws: NDArray[np.float64], height: Size, width: Size
 ) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
     """(top, left, height, width) of each sample's crop in whole pixels, from its first four draws."""
     aspect = CROP_ASPECT[0] + draws[:, 0] * (CROP_ASPECT[1] - CROP_ASPECT[0])
