@@ -7,6 +7,7 @@ import io
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -56,22 +57,22 @@ def images_per_second(size: Model, resolution: int, batch_size: int) -> float:
 
 
 def _random_dataset(folder: Path, resolution: int, count: int) -> Dataset:
-    rng, samples, rows = np.random.default_rng(0), [], []
+    rng = np.random.default_rng(0)
+    samples: list[Sample] = []
+    rows: list[dict[str, Any]] = []
     for number in range(count):
         pixels = rng.integers(0, 256, (resolution, resolution, 3), dtype=np.uint8)
         facts, data = examine_pixels(pixels), pixels.tobytes()
-        what = {"sample_id": str(number), "key": str(number), "label": number % 2}
-        samples.append(Sample(image=data, **what, **{name: getattr(facts, name) for name in _SHARED}))
+        sample = Sample(str(number), str(number), data, "raw", resolution, resolution, 3, number % 2)
+        samples.append(sample)
         checksum = xxhash.xxh3_64_intdigest(data)
-        rows.append(what | facts._asdict() | {"length": len(data), "checksum": checksum})
+        rows.append(sample._asdict() | facts._asdict() | {"length": len(data), "checksum": checksum})
     offsets = write_shard(folder / shard_file(0), samples)
     for row, offset in zip(rows, offsets, strict=True):
+        row.pop("image")
         row |= {"split": "train", "shard": 0, "offset": offset}
     shard = Shard(file=shard_file(0), rows=count, bytes=(folder / shard_file(0)).stat().st_size)
     index = pa.Table.from_pylist(rows, schema=INDEX)
     image = ImageSize(height=resolution, width=resolution, channels=3)
     write_dataset(folder, "random", ("a", "b"), image, [shard], index)
     return open_dataset(folder)
-
-
-_SHARED = ("format", "width", "height", "channels")
