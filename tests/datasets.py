@@ -31,13 +31,17 @@ def put(
     per_shard: int = 2**30,
     row_group_bytes: int = ROW_GROUP_BYTES,
 ) -> DatasetInfo:
-    """A dataset of these samples in shards of so many, split by split."""
+    """A dataset of these samples in shards of so many; each split begins a new one, so that a test can remove it."""
     rows, shards = [], []
-    every = [(sample, split) for split, samples in splits.items() for sample in samples]
-    for start in range(0, len(every), per_shard):
-        part, file = every[start : start + per_shard], shard_file(len(shards))
-        offsets = write_shard(folder / file, [sample for sample, _ in part], row_group_bytes)
-        for (sample, split), offset in zip(part, offsets, strict=True):
+    parts = [
+        (split, samples[start : start + per_shard])
+        for split, samples in splits.items()
+        for start in range(0, len(samples), per_shard)
+    ]
+    for split, part in parts:
+        file = shard_file(len(shards))
+        offsets = write_shard(folder / file, part, row_group_bytes)
+        for sample, offset in zip(part, offsets, strict=True):
             known = {field: getattr(sample, field) for field in Sample._fields if field != "image"}
             place = {"shard": len(shards), "offset": offset, "length": len(sample.image)}
             checksum = xxhash.xxh3_64_intdigest(sample.image)

@@ -161,7 +161,7 @@ class Pretrain(_Stage):
     VERSION: ClassVar[int] = 2
     KIND: ClassVar[str] = "model"
     LATER: ClassVar[frozenset[str]] = frozenset(
-        {"objective", "patch_target", "contrastive", "randaugment", "mixup", "cutmix", "eval_crop"}
+        {"objective", "patch_target", "contrastive", "randaugment", "mixup", "cutmix", "eval_crop", "order"}
     )
     job: Literal["pretrain"]
     data: str = takes("dataset")
@@ -194,6 +194,11 @@ class Pretrain(_Stage):
     label_smoothing: float = Field(0.0, ge=0, lt=1)
     dtype: Dtype = "bfloat16"
     zero_stage: Literal[1, 2, 3] = 1
+    order: Literal["global", "window"] = Field(
+        "global",
+        description="of the images: any permutation of them all; or by windows of row groups, for data on S3 that is"
+        " larger than cache_gib",
+    )
     seed: Seed = 0
     workers: int | None = execution(
         None,
@@ -201,6 +206,9 @@ class Pretrain(_Stage):
         description="Ray Train workers, each with a GPU where there are some; null: all GPUs, or 2 on CPUs",
     )
     threads: int = execution(1, ge=1, description="CPU threads a worker")
+    cache_gib: float = execution(
+        64, gt=0, description="GiB of images from S3 that a machine keeps in its cache folder"
+    )
 
     @model_validator(mode="after")
     def _sizes(self) -> Self:
@@ -316,6 +324,9 @@ class Finetune(_Stage):
     dtype: Dtype = "bfloat16"
     seed: Seed = 0
     threads: int = execution(1, ge=1, description="CPU threads a trial")
+    cache_gib: float = execution(
+        64, gt=0, description="GiB of images from S3 that a machine keeps in its cache folder"
+    )
 
     @model_validator(mode="after")
     def _one_start(self) -> Self:

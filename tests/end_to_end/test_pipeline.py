@@ -155,9 +155,7 @@ def test_a_models_predictions_are_those_of_its_evaluation(vitflow, finished: Pat
         / "files"
         / "shards"
     )
-    images = {
-        row["sample_id"]: row["image"] for row in pq.read_table(shards / "test-00000.parquet").to_pylist()
-    }
+    images = {row["sample_id"]: row["image"] for row in pq.read_table(shards / "00000.parquet").to_pylist()}
     files = []
     for row in predictions[:20]:
         files.append(tmp_path / f"{row['sample_id']}.png")

@@ -17,7 +17,8 @@ from pipelines import s3_store
 from pipelines.identity import cache_folder
 from pipelines.store import Layout, Store, StoreError, commit, open_store
 from ray_jobs import rows as tables
-from ray_jobs.shards import SPLITS, DatasetInfo, Sample, Shard, shard_file, write_info, write_shard
+from ray_jobs.shards import ImageSize, Sample
+from tests import datasets
 from tests.records import make_manifest
 from vit_model.config import ModelContract, Preprocessing, ViTConfig
 from vit_model.model import ViT
@@ -31,26 +32,11 @@ GREY = Preprocessing(mean=(0.5,), std=(0.5,), resolution=4, channels=1)
 def put_dataset(store: Store, key: str = "da") -> None:
     """Three grey images of 4x4 in two shards of test: image i is filled with 10 * i. None in dev and train."""
     with store.staging(Layout.files("ingest", key, 1)) as staging:
-        for number, rows in enumerate([(0, 1), (2,)]):
-            samples = [
-                Sample(f"id{i}", f"{i}.png", bytes([10 * i] * 16), "raw", 4, 4, 1, i % 2) for i in rows
-            ]
-            write_shard(staging.path / shard_file("test", number), samples)
-        shards = tuple(
-            Shard(split="test", file=shard_file("test", n), rows=rows) for n, rows in ((0, 2), (1, 1))
-        )
-        image = {"height": 4, "width": 4, "channels": 1}
-        info = {
-            "name": "zoo",
-            "class_names": CLASSES,
-            "image": image,
-            "shards": shards,
-            "content_digest": "d",
-        }
-        write_info(
-            staging.path,
-            DatasetInfo.model_validate(info | {"splits": dict.fromkeys(SPLITS, 0) | {"test": 3}}),
-        )
+        samples = [
+            Sample(f"id{i}", f"{i}.png", bytes([10 * i] * 16), "raw", 4, 4, 1, i % 2) for i in range(3)
+        ]
+        image = ImageSize(height=4, width=4, channels=1)
+        datasets.put(staging.path, "zoo", CLASSES, image, {"test": samples}, per_shard=2)
     commit(store, make_manifest("ingest", key=key, files=staging.files))
 
 
@@ -149,18 +135,9 @@ def test_images_of_many_sizes_come_as_squares_from_their_middle(store: Store) ->
     with store.staging(Layout.files("ingest", "db", 1)) as staging:
         Image.fromarray(wide).save(staging.path / "x.png")
         data = (staging.path / "x.png").read_bytes()
-        write_shard(staging.path / shard_file("dev", 0), [Sample("i", "x.png", data, "png", 600, 300, 3, 0)])
-        shard = Shard(split="dev", file=shard_file("dev", 0), rows=1)
-        info = {
-            "name": "zoo",
-            "class_names": CLASSES,
-            "image": None,
-            "shards": [shard],
-            "content_digest": "d",
-        }
-        write_info(
-            staging.path, DatasetInfo.model_validate(info | {"splits": {"train": 0, "dev": 1, "test": 0}})
-        )
+        (staging.path / "x.png").unlink()
+        samples = [Sample("i", "x.png", data, "png", 600, 300, 3, 0)]
+        datasets.put(staging.path, "zoo", CLASSES, None, {"dev": samples})
     commit(store, make_manifest("ingest", key="db", files=staging.files))
     images = pipelines.open_store(store.uri).dataset("db").images("dev")
     assert images.shape == (1, 224, 224, 3)

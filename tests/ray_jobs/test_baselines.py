@@ -9,6 +9,7 @@ import pytest
 from pipelines.spec import Baselines
 from pipelines.store import open_store
 from ray_jobs import baselines, shards
+from tests import datasets
 from tests.records import make_context, make_manifest
 
 COUNTS = {"train": 150, "dev": 20, "test": 10}
@@ -17,23 +18,15 @@ COUNTS = {"train": 150, "dev": 20, "test": 10}
 @pytest.fixture
 def dataset(tmp_path: Path) -> Path:
     """Noise in two classes."""
-    rng, folder, files = np.random.default_rng(0), tmp_path / "dataset", []
-    for split, count in COUNTS.items():
-        samples = [
-            shards.Sample(f"{split}{row}", f"{row}", rng.bytes(16), "raw", 4, 4, 1, row % 2)
+    rng, folder = np.random.default_rng(0), tmp_path / "dataset"
+    splits = {
+        split: [
+            shards.Sample(f"{split}{row:04d}", f"{row}", rng.bytes(16), "raw", 4, 4, 1, row % 2)
             for row in range(count)
         ]
-        file = shards.shard_file(split, 0)
-        files.append(shards.Shard(split=split, file=file, rows=shards.write_shard(folder / file, samples)))
-    info = {
-        "name": "noise",
-        "class_names": ("a", "b"),
-        "splits": COUNTS,
-        "shards": files,
-        "content_digest": "d",
+        for split, count in COUNTS.items()
     }
-    image = shards.ImageSize(height=4, width=4, channels=1)
-    shards.write_info(folder, shards.DatasetInfo.model_validate({**info, "image": image}))
+    datasets.put(folder, "noise", ("a", "b"), shards.ImageSize(height=4, width=4, channels=1), splits)
     return folder
 
 

@@ -6,7 +6,8 @@ import numpy as np
 from sklearn.datasets import load_digits
 
 from pipelines.spec import DigitsSource
-from ray_jobs.sources import digits, sample_id
+from ray_jobs.images import sample_id
+from ray_jobs.sources import digits
 
 [(_, PATH)] = DigitsSource(kind="digits").files()
 

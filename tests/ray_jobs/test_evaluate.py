@@ -1,5 +1,6 @@
 """Evaluation in this process, without Ray: what is scored, on which labels, against which independent computation."""
 
+import json
 from typing import Any
 
 import numpy as np
@@ -9,8 +10,11 @@ from sklearn.neighbors import KNeighborsClassifier
 from pipelines import store as st
 from pipelines.spec import Baselines, DigitsSource, Evaluate, Finetune, Labels, ModelSize, ResNetSize
 from pipelines.store import Manifest, Store, open_store
-from ray_jobs import baselines, evaluate, finetune, ingest, rows, shards
+from ray_jobs import baselines, evaluate, finetune, rows, shards
+from ray_jobs.images import sample_id
 from ray_jobs.pretrain import model_contract
+from ray_jobs.sources import catalog
+from tests import datasets
 from tests.records import make_context, make_manifest
 from vit_model.build import build
 from vit_model.model import ViT
@@ -28,25 +32,17 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Store:
 @pytest.fixture(scope="module")
 def digits(store: Store) -> Manifest:
     """The real digits, written as ingest writes them."""
-    files, samples = [], ingest._digit_samples(DigitsSource(kind="digits"))
+    source = DigitsSource(kind="digits")
+    files = {name: str(path) for name, path in source.files()}
+    listing = catalog.listing(source, files)
+    splits = {split: [] for split in shards.SPLITS}
+    for entry, pixels in zip(
+        listing.entries.to_pylist(), catalog.images(source, files, listing.entries), strict=True
+    ):
+        identity = sample_id(pixels.tobytes(), entry["key"])
+        splits[entry["split"]].append(datasets.raw(identity, pixels, entry["label"]))
     with store.staging(st.Layout.files("ingest", "k", 1)) as staging:
-        for split in shards.SPLITS:
-            file = shards.shard_file(split, 0)
-            count = shards.write_shard(
-                staging.path / file, [sample for sample, _, own in samples if own == split]
-            )
-            files.append(shards.Shard(split=split, file=file, rows=count))
-        shards.write_info(
-            staging.path,
-            shards.DatasetInfo(
-                name="digits",
-                class_names=tuple("0123456789"),
-                image=ingest.RAW,
-                shards=tuple(files),
-                content_digest="digits",
-                splits={shard.split: shard.rows for shard in files},
-            ),
-        )
+        datasets.put(staging.path, "digits", listing.class_names, listing.image, splits)
     return make_manifest("ingest", files=staging.files)
 
 
@@ -118,7 +114,7 @@ def evaluate_draw(labels: np.ndarray, shots: int, seed: int, draw: int) -> np.nd
 
 
 def test_baselines_get_the_labels_that_fine_tuning_gets(store: Store, digits: Manifest) -> None:
-    """1-NN fitted on the very pools of `finetune.labelled` says what the baseline stage said."""
+    """k-NN fitted on the very pools of `finetune.labelled` says what the baseline stage said."""
     config = Baselines(job="baselines", data="d", methods=("k-NN",), labels=LABELS)
     found, predictions = baselines.run_method(make_context(store, config, data=digits), "k-NN")
     dataset = shards.open_dataset(st.local_files(store, digits))
@@ -133,11 +129,16 @@ def test_baselines_get_the_labels_that_fine_tuning_gets(store: Store, digits: Ma
         batch_size=1,
     )
     task = finetune.make_task(tuning, dataset, None)
-    pools, _, _ = finetune.labelled(tuning, dataset, task.contract)
-    assert found[0]["settings"] == '{"labelled_images": 60, "n_neighbors": 1}'
+    pools, _, _ = finetune.labelled(tuning, dataset)
+    settings = json.loads(found[0]["settings"])
+    assert settings["labelled_images"] == 60
     test = dataset.images("test", task.contract.preprocessing).reshape(-1, 64) / 255
     for draw, pool in enumerate(pools):
-        neighbour = KNeighborsClassifier(1).fit(pool.images.reshape(-1, 64) / 255, pool.labels).predict(test)
+        neighbour = (
+            KNeighborsClassifier(settings["n_neighbors"])
+            .fit(dataset.load(pool.rows, task.contract.preprocessing).reshape(-1, 64) / 255, pool.labels)
+            .predict(test)
+        )
         said = [row["prediction"] for row in predictions if row["draw"] == draw]
         assert np.mean(neighbour == said) > 0.995, "but for ties of distance"
 

@@ -82,12 +82,12 @@ class Reference:
 
     def batches(self):
         """(step, images, labels, positions) of each step, in the order that the loop itself takes."""
-        from ray_jobs.loader import batches
+        from ray_jobs.order import GlobalOrder
 
-        config = self.config
-        order = batches(48, 16, 0, 1, self.contract.training_data, config.seed, 0, config.steps)
-        for step, chosen in enumerate(order):
+        order = GlobalOrder(48, self.contract.training_data, self.config.seed)
+        for step in range(self.config.steps):
             positions = np.arange(16 * step, 16 * step + 16)
+            chosen = torch.from_numpy(order.rows(positions))
             yield step, self.images[chosen], self.labels[chosen], positions
 
     def inputs(self, images: torch.Tensor) -> torch.Tensor:
@@ -127,7 +127,7 @@ def new_model(config: Pretrain, folder: Path) -> ViT:
 def test_mixed_images_train_on_mixed_labels(dataset, tmp_path, objective):
     config = configuration(objective=objective, augment="crop_flip", randaugment={"magnitude": 9.0}, mixup=0.4,
                            cutmix=1.0, label_smoothing=0.05)  # fmt: skip
-    pretrain.train(config, dataset, tmp_path)
+    pretrain.train(config, shards.open_dataset(dataset), tmp_path)
     model = new_model(config, tmp_path)
     reference = Reference(config, dataset, tmp_path, model)
     kinds = set()
@@ -151,7 +151,7 @@ def test_mixed_images_train_on_mixed_labels(dataset, tmp_path, objective):
 @pytest.mark.parametrize("target", ["4x4", "pixels"])
 def test_a_patch_target_is_what_is_predicted(dataset, tmp_path, target):
     config = configuration(objective="masked_patches", patch_target=target)
-    pretrain.train(config, dataset, tmp_path)
+    pretrain.train(config, shards.open_dataset(dataset), tmp_path)
     task = MaskedPatches(new_model(config, tmp_path), target)
     reference = Reference(config, dataset, tmp_path, task)
     for step, images, _, positions in reference.batches():
@@ -162,7 +162,7 @@ def test_a_patch_target_is_what_is_predicted(dataset, tmp_path, target):
 
 def test_mocos_momentum_encoder_follows_what_deepspeed_trains(dataset, tmp_path):
     config = configuration(**CONTRASTIVE)
-    metrics = pretrain.train(config, dataset, tmp_path)
+    metrics = pretrain.train(config, shards.open_dataset(dataset), tmp_path)
     assert "dev_accuracy" not in metrics
     task = MoCo(new_model(config, tmp_path), 24, 12, 0.3)
     follower, reference = MomentumEncoder(task), Reference(config, dataset, tmp_path, task)
@@ -182,7 +182,7 @@ def test_moco_in_bfloat16_is_about_that_in_float32_and_is_fine_tuned(dataset, tm
     losses = {}
     for dtype in ("float32", "bfloat16"):
         config = configuration(**CONTRASTIVE | {"dtype": dtype, "learning_rate": 1e-4})
-        pretrain.train(config, dataset, tmp_path)
+        pretrain.train(config, shards.open_dataset(dataset), tmp_path)
         losses[dtype] = [point["loss"] for point in json.loads((tmp_path / "curve.json").read_text())]
     assert losses["bfloat16"] == pytest.approx(losses["float32"], rel=0.03)
     assert losses["bfloat16"] != losses["float32"]
@@ -192,7 +192,7 @@ def test_moco_in_bfloat16_is_about_that_in_float32_and_is_fine_tuned(dataset, tm
     )  # fmt: skip
     opened = shards.open_dataset(dataset)
     task = finetune.make_task(tuning, opened, tmp_path)
-    images = finetune.read_split(opened, task.contract, "train")
+    images = finetune.read_split(opened, "train")
     model, curve = finetune.fit(task, images, 1e-2, seed=0)
     assert finetune.score(model, task.contract, images).accuracy > 0.8
     assert curve[-1]["loss"] < curve[0]["loss"]
@@ -201,7 +201,7 @@ def test_moco_in_bfloat16_is_about_that_in_float32_and_is_fine_tuned(dataset, tm
 def test_an_evaluations_crop_is_the_recipes_or_the_backbones_or_follows_from_the_images(dataset, tmp_path):
     opened = shards.open_dataset(dataset)
     center = {"crop": "center", "crop_fraction": 0.875}
-    pretrain.train(configuration(eval_crop=center, steps=1), dataset, tmp_path)
+    pretrain.train(configuration(eval_crop=center, steps=1), shards.open_dataset(dataset), tmp_path)
     assert load_model(tmp_path)[1].preprocessing.model_dump().items() >= center.items()
     start = {"job": "finetune", "data": "d", "learning_rates": [0.1], "steps": 1, "batch_size": 2}
 
@@ -221,7 +221,7 @@ def _worker(rank: int, folder: Path, configs: list[Pretrain], dataset: Path) -> 
     dist.init_process_group("gloo", init_method=f"file://{folder}/group", rank=rank, world_size=2)
     for config in configs:
         output = None if rank else folder / "two" / config.objective
-        pretrain.train(config, dataset, output, pretrain.Worker(rank, 2, rank))
+        pretrain.train(config, shards.open_dataset(dataset), output, pretrain.Worker(rank, 2, rank))
     dist.destroy_process_group()
 
 
@@ -234,7 +234,7 @@ def test_two_workers_agree_with_one(dataset, tmp_path):
     ]
     torch.multiprocessing.spawn(_worker, (tmp_path, configs, dataset), nprocs=2)
     for config in configs:
-        pretrain.train(config, dataset, tmp_path / "one" / config.objective)
+        pretrain.train(config, shards.open_dataset(dataset), tmp_path / "one" / config.objective)
         curves = [
             json.loads((tmp_path / workers / config.objective / "curve.json").read_text())
             for workers in ("one", "two")

@@ -15,9 +15,11 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from pipelines.spec import Finetune, ModelSize, Optimizer, Pretrain
 from pipelines.store import open_store
-from ray_jobs import evaluate, finetune, loader, optim, pretrain, shards
+from ray_jobs import evaluate, finetune, optim, pretrain, shards
 from ray_jobs.augment import uniform
 from ray_jobs.augment.batch import shift
+from ray_jobs.order import GlobalOrder
+from tests import datasets
 from tests.records import make_context, make_manifest
 from vit_model.masked_patches import MaskedPatches
 from vit_model.model import ViT
@@ -46,26 +48,17 @@ def dataset(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("dataset")
     rng = np.random.default_rng(0)
     counts = {"train": 48, "dev": 25, "test": 0}
-    files = []
+    splits = {}
     for split, count in counts.items():
-        samples = []
+        splits[split] = samples = []
         for number in range(count):
             pixels = rng.integers(0, 64, (8, 8, 1)).astype(np.uint8)
             half = ((slice(None), slice(0, 4)), (slice(None), slice(4, 8)), (slice(0, 4), slice(None)))[
                 number % 3
             ]
             pixels[half] += 150
-            name = f"{split}/{number}"
-            samples.append(shards.Sample(name, name, pixels.tobytes(), "raw", 8, 8, 1, number % 3))
-        if samples:
-            file = shards.shard_file(split, 0)
-            files.append(
-                shards.Shard(split=split, file=file, rows=shards.write_shard(folder / file, samples))
-            )
-    shards.write_info(folder, shards.DatasetInfo(
-        name="halves", class_names=CLASSES, image=shards.ImageSize(height=8, width=8, channels=1), splits=counts,
-        shards=tuple(files), content_digest="halves",
-    ))  # fmt: skip
+            samples.append(datasets.raw(f"{split}/{number:04d}", pixels, number % 3))
+    datasets.put(folder, "halves", CLASSES, shards.ImageSize(height=8, width=8, channels=1), splits)
     return folder
 
 
@@ -75,6 +68,10 @@ def configuration(**fields: object) -> Pretrain:
         "model": ModelSize(patch_size=4, width=16, depth=2, num_heads=2), "workers": 1,
     }  # fmt: skip
     return Pretrain.model_validate(base | fields)
+
+
+def train(config: Pretrain, folder: Path, output: Path | None, *worker: pretrain.Worker) -> dict[str, object]:
+    return pretrain.train(config, shards.open_dataset(folder), output, *worker)
 
 
 def files_of(folder: Path) -> dict[str, bytes]:
@@ -93,14 +90,17 @@ def assert_same_model(ours: ViT, theirs: ViT) -> None:
 
 
 def test_learns_and_leaves_a_whole_model(dataset, tmp_path):
-    metrics = pretrain.train(configuration(steps=80, learning_rate=1e-2), dataset, tmp_path)
+    metrics = train(configuration(steps=80, learning_rate=1e-2), dataset, tmp_path)
     model, contract = load_model(tmp_path)
     images = torch.from_numpy(shards.open_dataset(dataset).images("dev", contract.preprocessing))
     predicted = model(normalise(images, contract.preprocessing, torch.float32)).argmax(dim=1)
     right = (predicted.numpy() == shards.open_dataset(dataset).labels("dev")).mean()
     assert right > 0.9
     assert metrics["dev_accuracy"] == pytest.approx(right, abs=0.05)  # measured in bfloat16
-    assert (contract.class_names, contract.training_data) == (CLASSES, "halves")
+    assert (contract.class_names, contract.training_data) == (
+        CLASSES,
+        shards.open_dataset(dataset).info.content_digest,
+    )
     curve = json.loads((tmp_path / "curve.json").read_text())
     assert [point["step"] for point in curve] == list(range(1, 81))
     assert [point["step"] for point in curve if point["dev_accuracy"] is not None] == [16, 32, 48, 64, 80]
@@ -108,7 +108,7 @@ def test_learns_and_leaves_a_whole_model(dataset, tmp_path):
 
 
 def test_says_what_it_will_take_before_it_begins(dataset, tmp_path, capsys):
-    metrics = pretrain.train(configuration(steps=8, threads=1), dataset, tmp_path)
+    metrics = train(configuration(steps=8, threads=1), dataset, tmp_path)
     said = capsys.readouterr().out
     _, contract = load_model(tmp_path)
     with (
@@ -134,7 +134,7 @@ def test_says_what_it_will_take_before_it_begins(dataset, tmp_path, capsys):
 def test_the_same_configuration_gives_the_same_bytes_and_another_seed_does_not(dataset, tmp_path):
     config = configuration(augment="shift", steps=8)
     for name, changed in {"a": config, "b": config, "c": config.model_copy(update={"seed": 1})}.items():
-        pretrain.train(changed, dataset, tmp_path / name)
+        train(changed, dataset, tmp_path / name)
     assert files_of(tmp_path / "a") == files_of(tmp_path / "b")
     assert files_of(tmp_path / "a")["model.safetensors"] != files_of(tmp_path / "c")["model.safetensors"]
 
@@ -144,7 +144,7 @@ def test_the_weights_are_those_of_a_loop_without_deepspeed(dataset, tmp_path, ze
     config = configuration(
         dtype="float32", zero_stage=zero_stage, steps=8, optimizer=Optimizer(clip_norm=0.5)
     )
-    pretrain.train(config, dataset, tmp_path)
+    train(config, dataset, tmp_path)
     trained, contract = load_model(tmp_path)
 
     data = shards.open_dataset(dataset)
@@ -158,8 +158,8 @@ def test_the_weights_are_those_of_a_loop_without_deepspeed(dataset, tmp_path, ze
     spared = [p for name, p in model.named_parameters() if p.ndim != 2]
     reference = torch.optim.AdamW([{"params": decayed, "weight_decay": 0.05}, {"params": spared, "weight_decay": 0.0}],
                                   betas=(0.9, 0.95))  # fmt: skip
-    order = loader.batches(48, 16, 0, 1, "halves", config.seed, 0, 8)
-    for step, chosen in enumerate(order):
+    order = GlobalOrder(48, data.info.content_digest, config.seed)
+    for step, chosen in enumerate(order.rows(np.arange(8 * 16)).reshape(8, 16)):
         reference.zero_grad()
         optim.set_learning_rate(reference, optim.learning_rate(step, 8, 3e-3, config.optimizer))
         logits = model(normalise(images[chosen], contract.preprocessing, torch.float32))
@@ -185,7 +185,7 @@ SIZE = {"patch_size": 4, "width": 16, "depth": 1, "num_heads": 2}
 def test_every_architecture_goes_the_same_way(dataset, tmp_path, model):
     """Pretrained in bfloat16, loaded, fine-tuned at another resolution, taken for its features; and it learns."""
     config = configuration(model=model, resolution=16, steps=40, learning_rate=1e-2)
-    metrics = pretrain.train(config, dataset, tmp_path)
+    metrics = train(config, dataset, tmp_path)
     curve = json.loads((tmp_path / "curve.json").read_text())
     assert curve[-1]["loss"] < 0.5 * curve[0]["loss"]
     trained, contract = load_model(tmp_path)
@@ -195,7 +195,7 @@ def test_every_architecture_goes_the_same_way(dataset, tmp_path, model):
     sweep = Finetune(job="finetune", **start, learning_rates=(1e-3,), steps=4, batch_size=8)
     task = finetune.make_task(sweep, data, tmp_path)
     assert type(task.contract.architecture) is type(contract.architecture)
-    images = finetune.read_split(data, task.contract, "train")
+    images = finetune.read_split(data, "train")
     tuned, _ = finetune.fit(task, images, 1e-3, seed=0)
     assert finetune.score(tuned, task.contract, images).predictions.shape == (48,)
     features = evaluate._embed(trained, contract, 1, data.images("dev", contract.preprocessing))
@@ -208,7 +208,7 @@ def test_the_authors_recipe_learns_with_sigmoid_cross_entropy(dataset, tmp_path)
     config = configuration(
         model=size, objective="sigmoid", label_smoothing=1e-4, steps=80, learning_rate=1e-2
     )
-    metrics = pretrain.train(config, dataset, tmp_path)
+    metrics = train(config, dataset, tmp_path)
     curve = json.loads((tmp_path / "curve.json").read_text())
     assert curve[0]["loss"] == pytest.approx(np.log1p(np.e) + 2 * np.log1p(1 / np.e), abs=0.02)
     assert metrics["dev_accuracy"] > 0.9
@@ -227,7 +227,7 @@ def test_masked_patches_are_those_of_a_loop_without_deepspeed(dataset, tmp_path,
     size = ModelSize(patch_size=2, width=16, depth=2, num_heads=2)
     config = configuration(model=size, objective="masked_patches", dtype="float32", zero_stage=zero_stage,
                            steps=6, augment="shift")  # fmt: skip
-    metrics = pretrain.train(config, dataset, tmp_path)
+    metrics = train(config, dataset, tmp_path)
     trained, contract = load_model(tmp_path)
     assert (contract.class_names, contract.architecture.num_classes) == ((), 0)
     assert "dev_accuracy" not in metrics
@@ -236,7 +236,8 @@ def test_masked_patches_are_those_of_a_loop_without_deepspeed(dataset, tmp_path,
     task = MaskedPatches(ViT(contract.architecture))
     reference = optim.adamw(task, config.optimizer)
     losses = []
-    for step, chosen in enumerate(loader.batches(48, 16, 0, 1, "halves", config.seed, 0, 6)):
+    order = GlobalOrder(48, shards.open_dataset(dataset).info.content_digest, config.seed)
+    for step, chosen in enumerate(order.rows(np.arange(6 * 16)).reshape(6, 16)):
         optim.set_learning_rate(reference, optim.learning_rate(step, 6, 3e-3, config.optimizer))
         positions = np.arange(16 * step, 16 * step + 16)
         pixels = shift(images[chosen], uniform(config.seed, positions))
@@ -260,7 +261,7 @@ def test_masked_patches_are_those_of_a_loop_without_deepspeed(dataset, tmp_path,
 
 def test_masked_patches_in_bfloat16_learn(dataset, tmp_path):
     config = configuration(objective="masked_patches", steps=60, learning_rate=1e-2)
-    pretrain.train(config, dataset, tmp_path)
+    train(config, dataset, tmp_path)
     curve = json.loads((tmp_path / "curve.json").read_text())
     assert curve[0]["loss"] == pytest.approx(np.log(8), rel=1e-2)
     assert curve[-1]["loss"] < 0.7 * curve[0]["loss"]
@@ -268,16 +269,14 @@ def test_masked_patches_in_bfloat16_learn(dataset, tmp_path):
 
 def test_a_run_that_diverges_ends_with_advice(dataset, tmp_path):
     with pytest.raises(ValueError, match=r"(loss|gradient norm) is .* at step \d+: a lower learning_rate"):
-        pretrain.train(
-            configuration(learning_rate=1e30, optimizer=Optimizer(warmup_fraction=0.0)), dataset, tmp_path
-        )
+        train(configuration(learning_rate=1e30, optimizer=Optimizer(warmup_fraction=0.0)), dataset, tmp_path)
     assert not (tmp_path / "model.safetensors").exists()
 
 
 def _worker(rank: int, world: int, port: int, config: Pretrain, dataset: Path, output: Path) -> None:
     os.environ["LOCAL_RANK"] = str(rank)
     dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=world)
-    pretrain.train(config, dataset, None if rank else output, pretrain.Worker(rank, world, rank))
+    train(config, dataset, None if rank else output, pretrain.Worker(rank, world, rank))
     dist.destroy_process_group()
 
 
@@ -285,7 +284,7 @@ def _worker(rank: int, world: int, port: int, config: Pretrain, dataset: Path, o
 @pytest.mark.parametrize("objective", ["softmax", "masked_patches"])
 def test_two_workers_agree_with_one_and_with_themselves(dataset, tmp_path, free_port, objective):
     config = configuration(dtype="float32", steps=8, objective=objective)
-    pretrain.train(config, dataset, tmp_path / "one")
+    train(config, dataset, tmp_path / "one")
     for name in ("two", "again"):
         arguments = (2, free_port(), config, dataset, tmp_path / name)
         torch.multiprocessing.spawn(_worker, arguments, nprocs=2)
@@ -314,7 +313,7 @@ def test_zero_3_in_bfloat16_on_two_workers_of_ray_train_repeats_itself(dataset, 
     assert {entry.path for entry in two.files} == {"model.safetensors", "config.json", "curve.json"}
     assert two.files == again.files, "paths, sizes and digests"
     assert two.metrics["workers"] == 2
-    one = pretrain.train(configuration(steps=40), dataset, tmp_path / "one")
+    one = train(configuration(steps=40), dataset, tmp_path / "one")
     assert two.metrics["final_loss"] == pytest.approx(one["final_loss"], rel=0.1)
 
 

@@ -30,11 +30,12 @@ from pipelines.spec import (
 )
 from pipelines.store import InputRef, Layout, Manifest, commit, input_ref, open_store
 from ray_jobs import report, shards
+from ray_jobs.images import sample_id
 from ray_jobs.intervals import accuracy_interval, paired_difference
 from ray_jobs.reporting import provenance
 from ray_jobs.rows import PREDICTIONS, ROWS, write_table
-from ray_jobs.sources import sample_id
 from ray_jobs.stage import Context
+from tests import datasets
 from tests.records import make_attempt, make_manifest
 
 HOSTILE = ("<b>evil</b>", "$\\frac{$ & \"x\" onload='alert(1)'", "</svg><script>alert(1)</script>")
@@ -97,24 +98,22 @@ class Artifacts:
         splits: Mapping[str, tuple[Sequence[np.ndarray], Sequence[int]]],
     ) -> dict[str, list[str]]:
         """Commit a dataset of images [h, w, c] with labels; returns the sample ids of each split."""
-        files, found, ids = {}, [], {}
+        ids, parts = {}, {}
         raw = all(image.shape[-1] == 1 for images, _ in splits.values() for image in images)
         for split, (images, labels) in splits.items():
             samples = [_sample(f"{split}/{i}", image, int(label), raw)
                        for i, (image, label) in enumerate(zip(images, labels, strict=True))]  # fmt: skip
-            path = self.store.root / "shard.parquet"
-            shards.write_shard(path, samples)
-            files[shards.shard_file(split, 0)] = path.read_bytes()
-            found.append(shards.Shard.model_validate(
-                {"split": split, "file": shards.shard_file(split, 0), "rows": len(samples)}
-            ))  # fmt: skip
+            parts[split] = samples
             ids[split] = [sample.sample_id for sample in samples]
-        counts = {split: len(ids.get(split, [])) for split in shards.SPLITS}
-        size = splits["train"][0][0].shape
-        info = {"name": stage, "class_names": names, "splits": counts, "content_digest": "f" * 64,
-                "image": {"height": size[0], "width": size[1], "channels": 1} if raw else None,
-                "shards": [shard.model_dump() for shard in found]}  # fmt: skip
-        files["dataset.json"] = json.dumps(info).encode()
+        height, width = splits["train"][0][0].shape[:2]
+        image = shards.ImageSize(height=height, width=width, channels=1) if raw else None
+        folder = self.store.root / "dataset"
+        datasets.put(folder, stage, names, image, parts)
+        files = {
+            path.relative_to(folder).as_posix(): path.read_bytes()
+            for path in folder.rglob("*")
+            if path.is_file()
+        }
         files["quarantine.parquet"] = _parquet(pa.table({"key": ["broken.png"], "reason": ["cut off"]}))
         self.commit(stage, "ingest", "dataset", files)
         return ids

@@ -9,7 +9,8 @@ import pytest
 from PIL import Image
 
 from ray_jobs import shards
-from ray_jobs.shards import DatasetInfo, ImageSize, Sample, Shard, open_dataset
+from ray_jobs.shards import ImageSize, Sample, open_dataset
+from tests import datasets
 from vit_model.config import Preprocessing
 from vit_model.preprocessing import load_image
 
@@ -31,34 +32,23 @@ def file_samples(n: int = 40) -> list[Sample]:
         file = io.BytesIO()
         form = "JPEG" if i % 2 else "PNG"
         Image.fromarray(RNG.integers(0, 256, (height, width, 3), np.uint8)).save(file, form)
-        samples.append(Sample(f"id{i}", f"{i}.x", file.getvalue(), form.lower(), width, height, 3, i % 2))
+        samples.append(Sample(f"id{i:02d}", f"{i}.x", file.getvalue(), form.lower(), width, height, 3, i % 2))
     return samples
 
 
-def dataset(folder: Path, parts: list[list[Sample]], image: ImageSize | None, group_bytes: int = 2**24):
-    """A dataset whose train split has one shard for each part."""
-    made = []
-    for number, part in enumerate(parts):
-        file = shards.shard_file("train", number)
-        made.append(
-            Shard(split="train", file=file, rows=shards.write_shard(folder / file, part, group_bytes))
-        )
-    splits = {"train": sum(shard.rows for shard in made), "dev": 0, "test": 0}
-    info = DatasetInfo(
-        name="x",
-        class_names=("a", "b", "c"),
-        image=image,
-        splits=splits,
-        shards=tuple(made),
-        content_digest="0",
+def dataset(
+    folder: Path, samples: list[Sample], image: ImageSize | None, per_shard: int, group_bytes: int = 2**24
+):
+    """A dataset of these samples in train."""
+    splits = {"train": samples}
+    datasets.put(
+        folder, "x", ("a", "b", "c"), image, splits, per_shard=per_shard, row_group_bytes=group_bytes
     )
-    shards.write_info(folder, info)
     return open_dataset(folder)
 
 
 def raw_dataset(folder: Path):
-    samples = raw_samples()
-    return dataset(folder, [samples[:30], samples[30:]], ImageSize(height=8, width=8, channels=1), 640)
+    return dataset(folder, raw_samples(), ImageSize(height=8, width=8, channels=1), 30, 640)
 
 
 def grey(resolution: int) -> Preprocessing:
@@ -74,7 +64,7 @@ def colour(resolution: int) -> Preprocessing:
 
 def test_plain_pyarrow_reads_it_and_each_row_group_is_one_page(tmp_path: Path) -> None:
     samples = file_samples()
-    assert shards.write_shard(tmp_path / "x.parquet", samples, 20_000) == len(samples)
+    assert len(shards.write_shard(tmp_path / "x.parquet", samples, 20_000)) == len(samples)
     assert [Sample(**row) for row in pq.read_table(tmp_path / "x.parquet").to_pylist()] == samples
     groups = pq.ParquetFile(tmp_path / "x.parquet").metadata
     assert groups.num_row_groups > 1
@@ -83,26 +73,14 @@ def test_plain_pyarrow_reads_it_and_each_row_group_is_one_page(tmp_path: Path) -
 
 
 @pytest.mark.parametrize("samples", [raw_samples() * 1000, file_samples()], ids=["50,000 raw", "files"])
-def test_images_lie_verbatim_at_offsets_that_follow_from_their_lengths(
+def test_images_lie_verbatim_at_the_offsets_that_writing_returns(
     tmp_path: Path, samples: list[Sample]
 ) -> None:
     path = tmp_path / "x.parquet"
-    shards.write_shard(path, samples, 2**21)
-    data, metadata, row = path.read_bytes(), pq.ParquetFile(path).metadata, 0
-    for group in range(metadata.num_row_groups):
-        column = metadata.row_group(group).column(2)
-        assert column.path_in_schema == "image"
-        rows = samples[row : row + metadata.row_group(group).num_rows]
-        header = column.total_compressed_size - sum(4 + len(sample.image) for sample in rows)
-        assert header < 50  # one page only
-        place = column.data_page_offset + header
-        for sample in rows:
-            place += 4
-            assert data[place : place + len(sample.image)] == sample.image
-            place += len(sample.image)
-        assert place == column.data_page_offset + column.total_compressed_size
-        row += len(rows)
-    assert row == len(samples)
+    offsets = shards.write_shard(path, samples, 2**21)
+    data = path.read_bytes()
+    for sample, offset in zip(samples, offsets, strict=True):
+        assert data[offset : offset + len(sample.image)] == sample.image
 
 
 def test_the_same_samples_give_the_same_bytes(tmp_path: Path) -> None:
@@ -138,14 +116,14 @@ def test_raw_images_are_resized_where_the_model_wants_another_size(tmp_path: Pat
 
 def test_files_are_decoded_as_load_image_does(tmp_path: Path) -> None:
     samples = file_samples()
-    data = dataset(tmp_path, [samples[:25], samples[25:]], None, 20_000)
+    data = dataset(tmp_path, samples, None, 25, 20_000)
     images = data.images("train", colour(24))
     np.testing.assert_array_equal(images, np.stack([load_image(s.image, colour(24)) for s in samples]))
     np.testing.assert_array_equal(data.images("train", colour(24), [39, 0, 26]), images[[39, 0, 26]])
 
 
 def test_labels_need_no_image_bytes(tmp_path: Path) -> None:
-    """The label column is read alone: damage in the images goes unnoticed by it."""
+    """The index has them: damage in the images goes unnoticed by it."""
     data = raw_dataset(tmp_path)
     path = tmp_path / data.info.shards[0].file
     content = path.read_bytes().replace(PIXELS[2].tobytes(), bytes(64))
@@ -160,23 +138,33 @@ def test_a_flipped_bit_in_an_image_is_noticed_and_named(tmp_path: Path) -> None:
     content[content.index(PIXELS[45].tobytes()) + 17] ^= 1
     path.write_bytes(content)
     assert len(data.images("train", grey(8), np.arange(30))) == 30
-    with pytest.raises(ValueError, match=r"train-00001\.parquet is missing or damaged"):
+    with pytest.raises(ValueError, match=r"00001\.parquet is missing or damaged"):
         data.images("train", grey(8))
 
 
-def test_missing_cut_and_exchanged_shards_are_named(tmp_path: Path) -> None:
+def test_missing_cut_and_exchanged_files_are_named(tmp_path: Path) -> None:
     data = raw_dataset(tmp_path)
     first, second = (tmp_path / shard.file for shard in data.info.shards)
-    content = second.read_bytes()
-    second.write_bytes(content[:-100])
-    with pytest.raises(ValueError, match=r"train-00001\.parquet is missing or damaged"):
-        data.labels("train")
-    second.write_bytes(first.read_bytes())
-    with pytest.raises(ValueError, match=r"train-00001\.parquet has 30 rows, dataset\.json says 20"):
-        data.labels("train")
-    second.unlink()
-    with pytest.raises(ValueError, match=r"train-00001\.parquet is missing or damaged"):
-        data.sample_ids("train")
+    for damage in (second.read_bytes()[:200], first.read_bytes(), None):
+        if damage is None:
+            second.unlink()
+        else:
+            second.write_bytes(damage)
+        with pytest.raises(ValueError, match=r"00001\.parquet is missing or damaged"):
+            data.images("train", grey(8))
+    index = tmp_path / "index.parquet"
+    content = index.read_bytes()
+    index.write_bytes(content[:-100])
+    with pytest.raises(ValueError, match=r"index\.parquet is missing or damaged"):
+        open_dataset(tmp_path).labels("train")
+    pq.write_table(data.index("train")[:30], index)
+    with pytest.raises(ValueError, match=r"has 30 images in train, dataset\.json says 50"):
+        open_dataset(tmp_path).labels("train")
+
+
+def test_two_images_of_one_identity_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="same key and the same bytes"):
+        dataset(tmp_path, raw_samples()[:1] * 2, None, 30)
 
 
 def test_what_cannot_be_read_says_so_beforehand(tmp_path: Path) -> None:
@@ -198,8 +186,8 @@ def test_info_survives_writing_and_is_checked(tmp_path: Path) -> None:
     path = tmp_path / "dataset.json"
     good = path.read_text()
     for old, new in (
-        ('"train": 50', '"train": 51'),
-        ("shards/train-00000", "shards/../../x"),
+        ('"train": 50', '"training": 50'),
+        ("shards/00000", "shards/../../x"),
         ('"name"', '"nam"'),
     ):
         assert old in good
@@ -221,9 +209,3 @@ def test_content_digest_covers_ids_labels_splits_and_classes_in_any_order() -> N
         shards.content_digest("other", samples, ["x", "y"]),
     ]
     assert len({digest, *others}) == 7
-
-
-def test_shuffling_mixes_samples_that_came_class_by_class() -> None:
-    ids = [f"{i:04d}" for i in range(1000)]
-    order = sorted(range(1000), key=lambda i: shards.shuffle_key(ids[i]))
-    assert 400 < np.mean(order[:100]) < 600
