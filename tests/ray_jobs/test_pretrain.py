@@ -1,5 +1,6 @@
 """Pretraining: against torch without DeepSpeed, twice, with two workers, under Ray Train, and when it diverges."""
 
+import io
 import json
 import os
 import shutil
@@ -10,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing
+from PIL import Image
 from torch.nn import functional
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -21,6 +23,7 @@ from ray_jobs.augment.batch import shift
 from ray_jobs.order import GlobalOrder
 from tests import datasets
 from tests.records import make_context, make_manifest
+from tests.s3 import used
 from vit_model.masked_patches import MaskedPatches
 from vit_model.model import ViT
 from vit_model.preprocessing import normalise
@@ -296,6 +299,34 @@ def test_two_workers_agree_with_one_and_with_themselves(dataset, tmp_path, free_
         for name in ("one", "two")
     ]
     assert accuracies[0] == accuracies[1]
+
+
+@pytest.mark.slow
+def test_a_model_from_jpegs_on_s3_is_the_one_from_disk(tmp_path, moto, monkeypatch):
+    """The same bytes of weights; and what is read is only what is needed."""
+    rng, samples = np.random.default_rng(0), []
+    for number in range(40):
+        file, name = io.BytesIO(), f"{number:02d}"
+        Image.fromarray(rng.integers(0, 256, (20, 30, 3), np.uint8)).save(file, "JPEG")
+        samples.append(shards.Sample(name, name, file.getvalue(), "jpeg", 30, 20, 3, number % 3))
+    splits = {"train": samples[:32], "dev": samples[32:36], "test": samples[36:]}
+    datasets.put(tmp_path / "data", "jpegs", CLASSES, None, splits)
+    config = configuration(steps=4, augment="crop_flip", workers=1)
+    train(config, tmp_path / "data", tmp_path / "disk")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    with used(moto, monkeypatch) as server:
+        store, manifest = open_store(f"s3://{server.bucket().name}"), make_manifest("ingest")
+        with store.staging(manifest.folder) as staging:
+            shutil.copytree(tmp_path / "data", staging.path, dirs_exist_ok=True)
+        manifest = make_manifest("ingest", files=staging.files)
+        data = pretrain.open_data(make_context(store, config, data=manifest))
+        metrics = pretrain.train(config, data, tmp_path / "s3")
+    assert files_of(tmp_path / "s3") == files_of(tmp_path / "disk")
+    test_bytes = sum(len(sample.image) for sample in splits["test"])
+    sent = [path for path in (tmp_path / "cache").rglob("*") if path.parent.parent.name == "ranges"]
+    assert len(sent) == 2, "of test, nothing"
+    assert metrics["fetched_bytes"] < sum(len(sample.image) for sample in samples) - test_bytes
+    assert metrics["substitutes"] == 0
 
 
 @pytest.mark.ray
