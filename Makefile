@@ -54,6 +54,7 @@ benchmarks: install  # on an otherwise idle machine; each prints its table and k
 	$(BIN)/python benchmarks/planning.py
 	$(BIN)/python benchmarks/report_query.py
 	$(BIN)/python benchmarks/train_step.py
+	$(BIN)/python benchmarks/loader.py
 
 clean:
 	rm -rf .venv build *.egg-info

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from pipelines.store import FileEntry, Staging, StoreError, identify, s3_settings
+from pipelines.store import FileEntry, Staging, StoreError, complete, identify, s3_settings
 
 _NO_LINKS = {1, 18, 38, 95}  # EPERM, EXDEV, ENOSYS, EOPNOTSUPP
 
@@ -38,6 +38,15 @@ class FolderStore:
 
     def read_all(self, names: Sequence[str]) -> list[bytes | None]:
         return [self.read(name) for name in names]
+
+    def read_range(self, name: str, start: int, length: int) -> bytes:
+        try:
+            with (self.root / name).open("rb") as file:
+                file.seek(start)
+                data = file.read(length)
+        except OSError as error:
+            raise StoreError(f"{self.root}: can't read {name}: {error.strerror}") from None
+        return complete(f"{self.root}/{name}", data, start, length)
 
     def create(self, name: str, data: bytes) -> bool:
         path = self.root / name

@@ -37,7 +37,16 @@ from botocore.exceptions import (
 )
 
 from pipelines.identity import cache_folder
-from pipelines.store import FileEntry, Layout, Staging, StoreError, StoreUnreachable, identify, s3_settings
+from pipelines.store import (
+    FileEntry,
+    Layout,
+    Staging,
+    StoreError,
+    StoreUnreachable,
+    complete,
+    identify,
+    s3_settings,
+)
 
 CONNECT_SECONDS, READ_SECONDS = 2.0, 20.0  # without an answer, before the next try
 TRIES = 4  # botocore waits up to 1, 2, 4 s between them, with jitter
@@ -87,6 +96,11 @@ class S3Store:
     def read_all(self, names: Sequence[str]) -> list[bytes | None]:
         with ThreadPoolExecutor(THREADS) as threads:
             return list(threads.map(self.read, names))
+
+    def read_range(self, name: str, start: int, length: int) -> bytes:
+        with self._told(f"read {name}"):
+            data = self._get(name, Range=f"bytes={start}-{start + length - 1}")
+        return complete(f"{self.uri}/{name}", data, start, length)
 
     def create(self, name: str, data: bytes) -> bool:
         deadline = time.monotonic() + CONFLICT_SECONDS

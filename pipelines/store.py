@@ -196,6 +196,9 @@ class Store(Protocol):
     def read_all(self, names: Sequence[str]) -> list[bytes | None]:
         """The same for many objects, several at once where that is faster; in the order of `names`."""
 
+    def read_range(self, name: str, start: int, length: int) -> bytes:
+        """So many bytes of an object, from `start` on. Raises StoreError also where they are not there."""
+
     def create(self, name: str, data: bytes) -> bool:
         """Write an object that is not there yet, durably; False (and nothing changed) where it is.
 
@@ -268,6 +271,13 @@ def identify(store: Store, create: bool) -> str:
     if layout != LAYOUT_VERSION:
         raise StoreError(f"{store.uri} has layout {layout}, this vitflow reads layout {LAYOUT_VERSION}")
     return identity
+
+
+def complete(name: str, data: bytes, start: int, length: int) -> bytes:
+    """The bytes of a range. Raises StoreError where there are fewer than were asked for."""
+    if len(data) != length:
+        raise StoreError(f"{name} has {len(data)} of the {length} bytes from {start} on: it is damaged")
+    return data
 
 
 def encode(value: Mapping[str, Any] | Frozen) -> bytes:

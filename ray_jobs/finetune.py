@@ -23,15 +23,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
+import pyarrow as pa
 from numpy.typing import NDArray
 
 from pipelines.identity import canonical_json, sha256
 from pipelines.spec import Finetune
 from pipelines.store import FileEntry
 from ray_jobs import devices, optim, rows
-from ray_jobs.pretrain import model_contract
+from ray_jobs.pretrain import model_contract, open_data
 from ray_jobs.progress import Progress
-from ray_jobs.shards import Dataset, Split, open_dataset
+from ray_jobs.shards import Dataset, Split
 from ray_jobs.stage import Context, Result, model_digest, run_stage
 from vit_model.variants import FAMILIES
 
@@ -48,13 +49,17 @@ Indices = NDArray[np.int64]
 
 
 class Images(NamedTuple):
-    """Labelled images in memory: uint8 [n, h, w, c] and int64 [n]."""
+    """Labelled images that are read when they are needed: some rows of a dataset's index."""
 
-    images: NDArray[np.uint8]
-    labels: NDArray[np.int64]
+    dataset: Dataset
+    rows: pa.Table
+
+    @property
+    def labels(self) -> NDArray[np.int64]:
+        return np.asarray(self.rows["label"].to_numpy(), np.int64)
 
     def take(self, indices: Indices) -> Images:
-        return Images(self.images[indices], self.labels[indices])
+        return Images(self.dataset, self.rows.take(indices))
 
 
 class Task(NamedTuple):
@@ -115,8 +120,8 @@ def fit(
     devices.set_threads(config.threads)
     import torch
 
-    from ray_jobs.augment import augment
-    from ray_jobs.loader import batches, sample_positions
+    from ray_jobs.augment import augment, randomise
+    from ray_jobs.loader import Loader
     from vit_model.objectives import softmax_cross_entropy
     from vit_model.preprocessing import normalise
 
@@ -125,35 +130,45 @@ def fit(
     model = start_model(task, seed).to(device).train()
     working = optim.working_copy(model, dtype)
     optimizer = optim.adamw(model, config.optimizer)
-    pixels, labels = torch.tensor(data.images), torch.tensor(data.labels)
     steps, batch = config.steps, config.batch_size
     points = {math.ceil(steps * part / _CURVE_POINTS) for part in range(1, _CURVE_POINTS + 1)}
     curve: list[dict[str, float | int]] = []
     loss_sum, summed = torch.zeros((), device=device), 0
     progress = Progress(steps, noun)
 
-    order = batches(len(labels), batch, 0, 1, task.contract.training_data, seed, 0, steps)
-    for step, indices in enumerate(order):
-        chosen = torch.from_numpy(indices)
-        images = augment(pixels[chosen].to(device), config.augment, seed, sample_positions(step, batch, 0, 1))
-        rate = optim.learning_rate(step, steps, learning_rate, config.optimizer)
-        optim.set_learning_rate(optimizer, rate)
-        logits = working(normalise(images, task.contract.preprocessing, dtype))
-        loss = softmax_cross_entropy(logits, labels[chosen].to(device), config.label_smoothing)
-        loss.backward()
-        norm = optim.update(optimizer, model, working, config.optimizer.clip_norm)
-        loss_sum += loss.detach()
-        summed += 1
+    classes = len(task.contract.class_names)
+    with Loader(
+        data.dataset,
+        data.rows,
+        task.contract.preprocessing,
+        policy=config.augment,
+        seed=seed,
+        batch=batch,
+        threads=config.threads,
+    ) as batches:
+        for step, (positions, images, labels) in zip(range(steps), batches, strict=False):
+            images, labels = images.to(device), labels.to(device)
+            if not batches.is_cropped:
+                images = augment(images, config.augment, seed, positions)
+            images, labels = randomise(images, labels, classes, config, seed, step, positions)
+            rate = optim.learning_rate(step, steps, learning_rate, config.optimizer)
+            optim.set_learning_rate(optimizer, rate)
+            logits = working(normalise(images, task.contract.preprocessing, dtype))
+            loss = softmax_cross_entropy(logits, labels, config.label_smoothing)
+            loss.backward()
+            norm = optim.update(optimizer, model, working, config.optimizer.clip_norm)
+            loss_sum += loss.detach()
+            summed += 1
 
-        done = step + 1
-        if done in points:
-            optim.check_finite("gradient norm", norm, step)
-            optim.check_finite("loss", loss_sum, step)
-            curve.append({"step": done, "learning_rate": rate, "loss": loss_sum.item() / summed})
-            loss_sum.zero_()
-            summed = 0
-        if progress.due(done) and done < steps:
-            progress.show(done, done * batch, loss=loss.item())
+            done = step + 1
+            if done in points:
+                optim.check_finite("gradient norm", norm, step)
+                optim.check_finite("loss", loss_sum, step)
+                curve.append({"step": done, "learning_rate": rate, "loss": loss_sum.item() / summed})
+                loss_sum.zero_()
+                summed = 0
+            if progress.due(done) and done < steps:
+                progress.show(done, done * batch, loss=loss.item())
     return model.eval(), curve
 
 
@@ -164,15 +179,15 @@ def score(model: Network, contract: ModelContract, data: Images) -> Score:
 
     from vit_model.preprocessing import normalise
 
-    device = next(model.parameters()).device
-    labels = torch.tensor(data.labels)
+    device, preprocessing = next(model.parameters()).device, contract.preprocessing
+    labels, parts = torch.tensor(data.labels), []
     with torch.inference_mode():
-        logits = torch.cat(
-            [
-                model(normalise(batch.to(device), contract.preprocessing, torch.float32)).cpu()
-                for batch in torch.tensor(data.images).split(_EVALUATION_BATCH)
-            ]
-        )
+        for start in range(0, len(labels), _EVALUATION_BATCH):
+            images = torch.from_numpy(
+                data.dataset.load(data.rows.slice(start, _EVALUATION_BATCH), preprocessing)
+            )
+            parts.append(model(normalise(images.to(device), preprocessing, torch.float32)).cpu())
+        logits = torch.cat(parts)
         predictions = logits.argmax(dim=1)
         loss = functional.cross_entropy(logits, labels).item()
     return Score((predictions == labels).double().mean().item(), loss, predictions.numpy())
@@ -284,7 +299,7 @@ class Refit(NamedTuple):
 def refit(context: Context, task: Task, pool: Images, rate: float, draw: int) -> Refit:
     """Fit on all of a draw's labels and judge on test. Draw 0's model becomes the artifact's."""
     model, curve = fit(fetched(context, task), pool, rate, task.config.seed + draw, f"draw {draw}, step")
-    test = read_split(open_dataset(context.input("data")), task.contract, "test")
+    test = read_split(open_data(context), "test")
     result = score(model, task.contract, test)
     print(f"draw {draw}: test accuracy {result.accuracy:.3f}", flush=True)
     if draw:
@@ -318,11 +333,11 @@ def run_refits(context: Context, task: Task, pools: list[Images], rate: float) -
 def main(context: Context) -> Result:
     """Sweep, choose, refit, score, write."""
     config: Finetune = context.config
-    dataset = open_dataset(context.input("data"))
+    dataset = open_data(context)
     task = make_task(config, dataset, context.input("backbone") if config.backbone else None)
     for line in taken_over(task):
         print(line, flush=True)
-    pools, folds, selected_on = labelled(config, dataset, task.contract)
+    pools, folds, selected_on = labelled(config, dataset)
     if len(config.learning_rates) == 1:  # nothing to choose from, so no image is kept from the training
         trials, chosen, selected_on = [], config.learning_rates[0], ONE_RATE
     else:
@@ -358,31 +373,31 @@ def make_task(config: Finetune, dataset: Dataset, backbone: Path | None) -> Task
     """The task with its model's contract: the backbone's with another head and resolution, or the shape's."""
     if backbone is None:
         assert config.model is not None and config.resolution is not None
-        return Task(config, model_contract(config.model, config.resolution, dataset.info), None)
+        contract = model_contract(config.model, config.resolution, dataset.info, config.eval_crop)
+        return Task(config, contract, None)
     from vit_model.config import ModelContract, Preprocessing
     from vit_model.weights import read_contract
 
     source = read_contract(backbone)
     resolution = config.resolution or source.preprocessing.resolution
     names = dataset.info.class_names
+    changed = {"resolution": resolution} | (config.eval_crop.model_dump() if config.eval_crop else {})
     contract = ModelContract(
         architecture=source.architecture.for_finetuning(resolution, len(names)),
         class_names=names,
-        preprocessing=Preprocessing(**(source.preprocessing.model_dump() | {"resolution": resolution})),
+        preprocessing=Preprocessing(**(source.preprocessing.model_dump() | changed)),
         training_data=dataset.info.content_digest,
         license=source.license,
     )
     return Task(config, contract, backbone)
 
 
-def labelled(
-    config: Finetune, dataset: Dataset, contract: ModelContract
-) -> tuple[list[Images], list[tuple[Indices, Indices]], str]:
+def labelled(config: Finetune, dataset: Dataset) -> tuple[list[Images], list[tuple[Indices, Indices]], str]:
     """(each draw's images, the folds inside draw 0's, on what the rate is selected). Reads train and dev only."""
     from ray_jobs.draws import draw_labels, stratified_folds  # scikit-learn, a second that no trial needs
 
     labels = config.labels
-    train = read_split(dataset, contract, "train")
+    train = read_split(dataset, "train")
     if labels.per_class is not None:
         pools = [
             train.take(draw_labels(train.labels, labels.per_class, labels.seed, draw))
@@ -393,15 +408,15 @@ def labelled(
     if not dataset.info.splits["dev"]:
         folds = stratified_folds(train.labels, labels.folds, labels.seed)
         return [train], folds, f"{labels.folds}-fold cross-validation in train"
-    dev = read_split(dataset, contract, "dev")
-    both = Images(np.concatenate([train.images, dev.images]), np.concatenate([train.labels, dev.labels]))
+    dev = read_split(dataset, "dev")
+    both = Images(dataset, pa.concat_tables([train.rows, dev.rows]))
     return [both], [(np.arange(len(train.labels)), np.arange(len(train.labels), len(both.labels)))], "dev"
 
 
-def read_split(dataset: Dataset, contract: ModelContract, split: Split) -> Images:
-    """A split in memory, as the model takes it. Raises ValueError when it is empty."""
+def read_split(dataset: Dataset, split: Split) -> Images:
+    """The images of a split. Raises ValueError when it is empty."""
     dataset.require(split)
-    return Images(dataset.images(split, contract.preprocessing), dataset.labels(split))
+    return Images(dataset, dataset.index(split))
 
 
 def tables(
@@ -409,8 +424,11 @@ def tables(
 ) -> tuple[list[rows.Row], list[rows.Row]]:
     """rows.parquet's and predictions.parquet's rows."""
     config = task.config
-    settings = {"learning_rate": chosen, "steps": config.steps, "batch_size": config.batch_size,
-                "augment": config.augment}  # fmt: skip
+    settings: dict[str, Any] = {"learning_rate": chosen, "steps": config.steps,
+                                "batch_size": config.batch_size, "augment": config.augment}  # fmt: skip
+    if config.randaugment is not None:
+        settings["randaugment"] = config.randaugment.model_dump()
+    settings |= {name: alpha for name in ("mixup", "cutmix") if (alpha := getattr(config, name))}
     ids, labels = dataset.sample_ids("test"), dataset.labels("test")
     family = FAMILIES[task.contract.architecture.family]
     numbers, predictions = [], []

@@ -46,7 +46,7 @@ def adamw(model: torch.nn.Module, optimizer: Optimizer) -> torch.optim.AdamW:
     """
     import torch
 
-    named = list(model.named_parameters())
+    named = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
     groups = [
         {"params": [p for name, p in named if is_decayed(name, p)], "weight_decay": optimizer.weight_decay},
         {"params": [p for name, p in named if not is_decayed(name, p)], "weight_decay": 0.0},

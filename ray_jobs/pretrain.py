@@ -1,7 +1,7 @@
 """The pretrain stage: a dataset and a shape of model in, that model trained on it out.
 
-In: a dataset artifact. Out: model.safetensors and config.json of the model with its classifier (with objective
-masked_patches, without one), curve.json [{step, learning_rate, loss, dev_accuracy}]. `train` is one worker: it runs in
+In: a dataset artifact. Out: model.safetensors and config.json of the model with its classifier (with an objective that
+needs no labels, without one), curve.json [{step, learning_rate, loss, dev_accuracy}]. `train` is one worker: it runs in
 a plain process, on one GPU without Ray and as one of N DeepSpeed workers under Ray Train (`main`), always the same
 code.
 
@@ -16,22 +16,23 @@ import os
 import tempfile
 import time
 import warnings
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from pipelines.spec import Model, Pretrain
+from pipelines.spec import EvalCrop, Model, Pretrain
 from pipelines.store import FileEntry
-from ray_jobs import devices
+from ray_jobs import devices, objective
 from ray_jobs.progress import Progress
 from ray_jobs.stage import Context, Result, model_digest, run_stage
 
 if TYPE_CHECKING:
-    import numpy as np
     import torch
-    from numpy.typing import NDArray
 
+    from ray_jobs.loader import Loader
     from ray_jobs.shards import Dataset, DatasetInfo
-    from vit_model.config import Architecture, ModelContract, Preprocessing
+    from vit_model.config import Architecture, ModelContract
+    from vit_model.contrastive import MomentumEncoder
 
 _CURVE_POINTS = 100
 _DEV_EVALUATIONS = 5  # over the run, the last one at its end
@@ -51,17 +52,8 @@ class Worker(NamedTuple):
 ALONE = Worker()
 
 
-class Data(NamedTuple):
-    """What a worker holds of the dataset, on the CPU: uint8 images [n, h, w, c] and int64 labels [n] of two splits."""
-
-    train_images: torch.Tensor
-    train_labels: torch.Tensor
-    dev_images: torch.Tensor
-    dev_labels: torch.Tensor
-
-
 def train(
-    config: Pretrain, dataset_folder: Path, output: Path | None, worker: Worker = ALONE
+    config: Pretrain, dataset: Dataset, output: Path | None, worker: Worker = ALONE
 ) -> dict[str, float | int | str]:
     """Train as one of `worker.world` workers; `output` is where the model and its curve go, None on all ranks but 0.
 
@@ -72,36 +64,45 @@ def train(
     or the loss or a gradient stops being finite.
     """
     devices.set_threads(config.threads)
-    from ray_jobs.shards import open_dataset
+    from ray_jobs.loader import Loader
     from vit_model import compute
     from vit_model.build import build
-    from vit_model.masked_patches import MaskedPatches
-    from vit_model.model import ViT
     from vit_model.weights import save_model
 
     device = devices.device(worker.local_rank)
-    dataset = open_dataset(dataset_folder)
-    masked = config.objective == "masked_patches"
-    contract = model_contract(config.model, config.resolution, dataset.info, classifier=not masked)
-    data = load_data(dataset, contract.preprocessing)
+    dataset.require("train")
+    labelled = config.objective in ("softmax", "sigmoid")
+    contract = model_contract(config.model, config.resolution, dataset.info, config.eval_crop, labelled)
     if worker.rank == 0:
         print(*derived_numbers(config, contract.architecture, worker.world, device), sep="\n", flush=True)
     model = build(contract.architecture)
     model.initialise(config.seed)
-    task: torch.nn.Module = model
-    if masked:
-        assert isinstance(model, ViT), "the configuration allows no other"
-        task = MaskedPatches(model)
+    task, follower = objective.make_task(config, model)
+    if follower is not None:
+        follower.to(device)
     _join_group(worker)
     with warnings.catch_warnings():
         # DeepSpeed's calls of torch, and torch's of itself, which nobody here can change.
         warnings.filterwarnings("ignore", message=".*torch\\.(distributed|jit)", category=DeprecationWarning)
         warnings.filterwarnings("ignore", message=".*torch\\.distributed", category=FutureWarning)
         engine = _engine(task, config, worker.world)
+        dev = Dev(dataset, contract)
         started = time.monotonic()
-        curve = run_steps(engine, config, data, contract, worker, device)
+        with Loader(
+            dataset,
+            dataset.index("train"),
+            contract.preprocessing,
+            policy=objective.policy(config),
+            order=config.order,
+            seed=config.seed,
+            batch=config.batch_size,
+            rank=worker.rank,
+            world=worker.world,
+            threads=config.threads,
+        ) as batches:
+            curve = run_steps(engine, config, batches, dev, contract, worker, device, follower)
         seconds = time.monotonic() - started
-        weights = full_weights(engine, "model." if masked else "")
+        weights = full_weights(engine, "" if labelled else "model.")
     if output is not None:
         trained = build(contract.architecture)
         trained.load_state_dict(weights)
@@ -117,6 +118,7 @@ def train(
         "exaflops": exaflops,
         "flops_per_second": exaflops * 1e18 / seconds,
         "final_loss": curve[-1]["loss"],
+        **batches.metrics(),
     }
     if (dev_accuracy := curve[-1]["dev_accuracy"]) is not None:
         metrics["dev_accuracy"] = dev_accuracy
@@ -124,7 +126,14 @@ def train(
 
 
 def run_steps(
-    engine: Any, config: Pretrain, data: Data, contract: ModelContract, worker: Worker, device: torch.device
+    engine: Any,
+    config: Pretrain,
+    batches: Loader,
+    dev: Dev,
+    contract: ModelContract,
+    worker: Worker,
+    device: torch.device,
+    follower: MomentumEncoder | None,
 ) -> list[dict[str, Any]]:
     """The loop. Returns its curve: at about every hundredth of the steps {step, learning_rate, loss, dev_accuracy}.
 
@@ -133,28 +142,31 @@ def run_steps(
     import torch
 
     from ray_jobs import optim
-    from ray_jobs.augment import augment
-    from ray_jobs.loader import batches, sample_positions
+    from ray_jobs.augment import augment, randomise
+    from vit_model.contrastive import momentum
 
     dtype = devices.torch_dtype(config.dtype, device)
-    steps, batch, (rank, world, _) = config.steps, config.batch_size, worker
+    steps, batch = config.steps, config.batch_size
     points = {math.ceil(steps * part / _CURVE_POINTS) for part in range(1, _CURVE_POINTS + 1)}
     evaluations = {math.ceil(steps * part / _DEV_EVALUATIONS) for part in range(1, _DEV_EVALUATIONS + 1)}
     curve: list[dict[str, Any]] = []
     loss_sum, summed = torch.zeros((), device=device), 0
     progress = Progress(steps)
 
-    order = batches(len(data.train_labels), batch, rank, world, contract.training_data, config.seed, 0, steps)
-    for step, indices in enumerate(order):
-        chosen = torch.from_numpy(indices)
-        images, labels = data.train_images[chosen].to(device), data.train_labels[chosen].to(device)
-        positions = sample_positions(step, batch, rank, world)
-        images = augment(images, config.augment, config.seed, positions)
+    for step, (positions, images, labels) in zip(range(steps), batches, strict=False):
+        images, labels = images.to(device), labels.to(device)
+        if not batches.is_cropped:
+            images = augment(images, objective.policy(config), config.seed, positions)
+        images, labels = randomise(
+            images, labels, len(contract.class_names), config, config.seed, step, positions
+        )
         rate = optim.learning_rate(step, steps, config.learning_rate, config.optimizer)
         optim.set_learning_rate(engine.optimizer, rate)
-        loss = batch_loss(engine, config, contract, images, labels, positions, dtype)
+        loss = objective.batch_loss(engine, config, contract, images, labels, positions, dtype, follower)
         engine.backward(loss)
         engine.step()
+        if follower is not None:
+            follower.follow(engine.module, momentum(step, steps, config.contrastive.momentum))
         loss_sum += loss.detach()
         summed += 1
 
@@ -164,49 +176,17 @@ def run_steps(
             # here and not at each step: reading a number waits for the device
             optim.check_finite("loss", mean_loss, step)
             optim.check_finite("gradient norm", engine.get_global_grad_norm(), step)
-            evaluated = accuracy(engine, data, contract, dtype, worker) if done in evaluations else None
+            evaluated = accuracy(engine, dev, contract, dtype, worker) if done in evaluations else None
             curve.append({"step": done, "learning_rate": rate, "loss": mean_loss, "dev_accuracy": evaluated})
             loss_sum.zero_()
             summed = 0
-        if rank == 0 and progress.due(done):
+        if worker.rank == 0 and progress.due(done):
             progress.show(done, done * batch, loss=loss.item())
     return curve
 
 
-def batch_loss(
-    engine: Any,
-    config: Pretrain,
-    contract: ModelContract,
-    images: torch.Tensor,
-    labels: torch.Tensor,
-    positions: NDArray[np.int64],
-    dtype: torch.dtype,
-) -> torch.Tensor:
-    """The loss, a scalar, of uint8 images [n, h, w, c] by the configuration's objective.
-
-    `positions` [n] number the samples over the whole training: they decide which patches are corrupted.
-    """
-    import torch
-
-    from ray_jobs.augment import uniform
-    from vit_model.config import ViTConfig
-    from vit_model.masked_patches import DRAWS
-    from vit_model.objectives import sigmoid_cross_entropy, softmax_cross_entropy
-    from vit_model.preprocessing import normalise
-
-    inputs = normalise(images, contract.preprocessing, dtype)
-    if config.objective == "masked_patches":
-        assert isinstance(contract.architecture, ViTConfig), "the configuration allows no other"
-        patches = contract.architecture.num_patches
-        draws = torch.from_numpy(uniform(config.seed, positions, patches * DRAWS, "masked patches"))
-        loss: torch.Tensor = engine(inputs, images, draws.view(-1, patches, DRAWS).to(images.device))
-        return loss
-    cross_entropy = sigmoid_cross_entropy if config.objective == "sigmoid" else softmax_cross_entropy
-    return cross_entropy(engine(inputs), labels, config.label_smoothing)
-
-
 def accuracy(
-    engine: Any, data: Data, contract: ModelContract, dtype: torch.dtype, worker: Worker
+    engine: Any, dev: Dev, contract: ModelContract, dtype: torch.dtype, worker: Worker
 ) -> float | None:
     """Fraction of dev images that are classified correctly, each worker judging a share.
 
@@ -216,7 +196,7 @@ def accuracy(
 
     from vit_model.preprocessing import normalise
 
-    total = len(data.dev_labels)
+    total = len(dev.labels)
     if total == 0 or not contract.class_names:
         return None
     share = math.ceil(total / worker.world)
@@ -226,26 +206,35 @@ def accuracy(
     engine.eval()
     with torch.no_grad():
         for chosen in own.split(_EVALUATION_BATCH):
-            images = data.dev_images[chosen % total].to(engine.device)
+            images = dev.images(chosen % total).to(engine.device)
             predicted = engine(normalise(images, contract.preprocessing, dtype)).argmax(dim=1)
-            right = (predicted.cpu() == data.dev_labels[chosen % total]) & (chosen < total)
+            right = (predicted.cpu() == dev.labels[chosen % total]) & (chosen < total)
             correct += right.sum().to(engine.device)
     engine.train()
     torch.distributed.all_reduce(correct)
     return correct.item() / total
 
 
-def model_contract(size: Model, resolution: int, info: DatasetInfo, classifier: bool = True) -> ModelContract:
+def model_contract(
+    size: Model,
+    resolution: int,
+    info: DatasetInfo,
+    eval_crop: EvalCrop | None = None,
+    classifier: bool = True,
+) -> ModelContract:
     """The contract of a model of this size, with a classifier or without, that is trained on a dataset."""
     from vit_model.config import ModelContract, Preprocessing
 
     channels = 3 if info.image is None else info.image.channels
     class_names = info.class_names if classifier else ()
-    square = info.image is not None and info.image.height == info.image.width
+    if eval_crop is None:
+        square = info.image is not None and info.image.height == info.image.width
+        eval_crop = EvalCrop(crop="squash" if square else "center")
     preprocessing = Preprocessing(
         mean=(0.5,) * channels,
         std=(0.5,) * channels,
-        crop="squash" if square else "center",
+        crop=eval_crop.crop,
+        crop_fraction=eval_crop.crop_fraction,
         resolution=resolution,
         channels=channels,
     )
@@ -287,18 +276,32 @@ def derived_numbers(
     )
 
 
-def load_data(dataset: Dataset, preprocessing: Preprocessing) -> Data:
-    """Train and dev in memory. Raises ValueError when there is nothing to train on."""
-    import torch
+class Dev:
+    """The dev split: `labels` int64 [n]; its images stay in memory once they were read, where they are few."""
 
-    if not dataset.info.splits["train"]:
-        raise ValueError(f"dataset {dataset.info.name} has no images in its train split")
-    return Data(
-        torch.from_numpy(dataset.images("train", preprocessing)),
-        torch.from_numpy(dataset.labels("train")),
-        torch.from_numpy(dataset.images("dev", preprocessing)),
-        torch.from_numpy(dataset.labels("dev")),
-    )
+    def __init__(self, dataset: Dataset, contract: ModelContract) -> None:
+        import torch
+
+        from ray_jobs.loader import MEMORY_BYTES
+
+        self._dataset, self._preprocessing = dataset, contract.preprocessing
+        self.labels = torch.from_numpy(dataset.labels("dev"))
+        side, channels = contract.preprocessing.resolution, contract.preprocessing.channels
+        self._is_kept = len(self.labels) * side * side * channels <= MEMORY_BYTES
+
+    def images(self, indices: torch.Tensor) -> torch.Tensor:
+        """uint8 [n, h, w, c]."""
+        import torch
+
+        if self._is_kept:
+            return self._all[indices]
+        return torch.from_numpy(self._dataset.images("dev", self._preprocessing, indices.numpy()))
+
+    @cached_property
+    def _all(self) -> torch.Tensor:
+        import torch
+
+        return torch.from_numpy(self._dataset.images("dev", self._preprocessing))
 
 
 def full_weights(engine: Any, prefix: str) -> dict[str, torch.Tensor]:
@@ -401,6 +404,14 @@ def run_workers(context: Context) -> dict[str, Any]:
     return outcome
 
 
+def open_data(context: Context) -> Dataset:
+    """The dataset that a stage takes; images on S3 are not fetched before they are needed."""
+    from ray_jobs.shards import open_artifact
+
+    (manifest,) = context.inputs["data"]
+    return open_artifact(context.store, manifest, int(context.config.cache_gib * 2**30))
+
+
 def _ray_worker(settings: dict[str, Any]) -> dict[str, Any]:
     import ray.train
 
@@ -408,10 +419,10 @@ def _ray_worker(settings: dict[str, Any]) -> dict[str, Any]:
     at = ray.train.get_context()
     worker = Worker(at.get_world_rank(), at.get_world_size(), at.get_local_rank())
     if worker.rank:
-        train(context.config, context.input("data"), None, worker)
+        train(context.config, open_data(context), None, worker)
         return {}
     with context.staging() as staging:
-        metrics = train(context.config, context.input("data"), staging.path, worker)
+        metrics = train(context.config, open_data(context), staging.path, worker)
     return {"files": staging.files, "metrics": metrics}
 
 

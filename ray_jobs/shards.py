@@ -20,12 +20,12 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property
 from pathlib import Path
-from threading import Lock
 from typing import Annotated, Literal, NamedTuple, Self
 
 import numpy as np
@@ -33,7 +33,6 @@ import psutil
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
-import xxhash
 from numpy.typing import ArrayLike, NDArray
 from pydantic import (
     BaseModel,
@@ -45,13 +44,17 @@ from pydantic import (
     model_validator,
 )
 
+from pipelines.store import Manifest, Store
+from ray_jobs.cache import Cache
+from ray_jobs.decode import square
+from ray_jobs.reading import LocalShards, Reader, RemoteShards, Shards
 from vit_model.config import Preprocessing
-from vit_model.preprocessing import load_image
 
 Split = Literal["train", "dev", "test"]
 SPLITS: tuple[Split, ...] = ("train", "dev", "test")
 ROW_GROUP_BYTES = 16 * 2**20  # of images: a good size for one ranged read from S3
 _ONE_PAGE = 2**30  # pages are cut at this many bytes or rows: never, within a row group
+CACHE_BYTES = 64 * 2**30
 _DECODE_CHUNK = 16  # images a task of the thread pool: less and handing them over costs more than it spreads
 
 SHARD = pa.schema(
@@ -235,9 +238,30 @@ def write_dataset(
 
 def open_dataset(folder: Path) -> Dataset:
     """The dataset in `folder`. Raises ValueError when there is none, or its dataset.json does not fit."""
+    info = _read_info(folder)
+    return Dataset(folder, info, LocalShards(folder, [shard.file for shard in info.shards]))
+
+
+def open_artifact(store: Store, manifest: Manifest, cache_bytes: int = CACHE_BYTES) -> Dataset:
+    """The dataset of an artifact. From S3 only its index is fetched whole: images are read by ranges, as they are
+    needed, through a cache of `cache_bytes` on this machine, which all its processes share.
+
+    Raises ValueError as `open_dataset`, StoreError where the store can't be read.
+    """
+    folder = store.local(
+        manifest.folder, [file for file in manifest.files if not file.path.startswith("shards/")]
+    )
+    if not store.uri.startswith("s3://"):
+        return open_dataset(folder)
+    info = _read_info(folder)
+    names = [f"{manifest.folder}/{shard.file}" for shard in info.shards]
+    return Dataset(folder, info, RemoteShards(store, names, Cache(cache_bytes)))
+
+
+def _read_info(folder: Path) -> DatasetInfo:
     path = folder / "dataset.json"
     try:
-        return Dataset(folder, DatasetInfo.model_validate_json(path.read_bytes()))
+        return DatasetInfo.model_validate_json(path.read_bytes())
     except FileNotFoundError as error:
         raise ValueError(f"{folder} is no dataset: it has no dataset.json") from error
     except ValidationError as error:
@@ -247,9 +271,13 @@ def open_dataset(folder: Path) -> Dataset:
 class Dataset:
     """A dataset to read. Every method raises ValueError, with its name, for a missing or damaged file."""
 
-    def __init__(self, folder: Path, info: DatasetInfo) -> None:
+    def __init__(self, folder: Path, info: DatasetInfo, shards: Shards) -> None:
         self.folder = folder
         self.info = info
+        self._shards = shards
+
+    def __reduce__(self) -> tuple[type[Dataset], tuple[Path, DatasetInfo, Shards]]:
+        return Dataset, (self.folder, self.info, self._shards)  # its index does not travel
 
     @cached_property
     def _index(self) -> dict[Split, pa.Table]:
@@ -302,90 +330,41 @@ class Dataset:
             raise ValueError(
                 f"indices {rows.min()}..{rows.max()} of split {split!r}, which has {num_rows} images"
             )
-        side = preprocessing.resolution
-        shape = (len(rows), side, side, preprocessing.channels)
+        return self.load(self.index(split).take(rows), preprocessing)
+
+    def load(self, rows: pa.Table, preprocessing: Preprocessing) -> NDArray[np.uint8]:
+        """The same for rows of the index."""
+        shape = (len(rows), preprocessing.resolution, preprocessing.resolution, preprocessing.channels)
         _check_memory(shape)
         output = np.empty(shape, np.uint8)
-        where = self.index(split).take(rows)
-        order = np.lexsort((where["offset"].to_numpy(), where["shard"].to_numpy()))
-        with Files(self) as files, ThreadPoolExecutor(os.cpu_count()) as pool:
+        order = np.lexsort((rows["offset"].to_numpy(), rows["shard"].to_numpy()))
+        with self.reader(rows) as reader:
+            if self.is_raw(preprocessing):
+                if damaged := reader.gather(
+                    np.arange(len(rows)), output.reshape(len(rows), math.prod(shape[1:]))
+                ):
+                    raise damaged[0][1]
+                return output
 
-            def load(start: int) -> None:
-                slots = order[start : start + _DECODE_CHUNK]
-                for slot, image in zip(slots.tolist(), files.images(where.take(slots)), strict=True):
-                    output[slot] = image.load(preprocessing)
+            def decode(start: int) -> None:
+                for slot in order[start : start + _DECODE_CHUNK].tolist():
+                    output[slot] = square(reader.stored(slot), preprocessing)
 
-            list(pool.map(load, range(0, len(rows), _DECODE_CHUNK)))
+            reader.fetch(order)
+            with ThreadPoolExecutor(os.cpu_count()) as pool:
+                list(pool.map(decode, range(0, len(rows), _DECODE_CHUNK)))
         return output
 
+    def is_raw(self, preprocessing: Preprocessing) -> bool:
+        """Whether images are stored as pixels of the very size that a model takes."""
+        side = preprocessing.resolution
+        return self.info.image == ImageSize.model_construct(
+            height=side, width=side, channels=preprocessing.channels
+        )
 
-class Stored(NamedTuple):
-    """One image as it lies in a shard: a file's bytes, or pixels where format is "raw"."""
-
-    key: str
-    data: bytes
-    format: str
-    width: int
-    height: int
-    channels: int
-
-    def load(self, preprocessing: Preprocessing) -> NDArray[np.uint8]:
-        """As a model gets it, uint8 [resolution, resolution, channels]. Raises ValueError."""
-        side, source = preprocessing.resolution, self.pixels()
-        if source is not None and source.shape == (side, side, preprocessing.channels):
-            return source
-        try:
-            return load_image(self.data if source is None else source, preprocessing)
-        except ValueError as error:
-            raise ValueError(f"image {self.key!r} was readable at ingest and is not now: {error}") from error
-
-    def pixels(self) -> NDArray[np.uint8] | None:
-        """The pixels [h, w, c] of a raw image; None for an image file."""
-        if self.format != "raw":
-            return None
-        return np.frombuffer(self.data, np.uint8).reshape(self.height, self.width, self.channels)
-
-
-class Files:
-    """The shards of a dataset, opened when they are first read, by several threads at once."""
-
-    def __init__(self, dataset: Dataset) -> None:
-        self._paths = [dataset.folder / shard.file for shard in dataset.info.shards]
-        self._open: dict[int, int] = {}
-        self._lock = Lock()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for descriptor in self._open.values():
-            os.close(descriptor)
-        self._open.clear()
-
-    def images(self, rows: pa.Table) -> Iterator[Stored]:
-        """The images of these rows of an index, checked. Raises ValueError for a missing or damaged shard."""
-        columns = [rows[name].to_pylist() for name in _LOCATION]
-        for shard, offset, length, checksum, *what in zip(*columns, strict=True):
-            data = self._read(shard, offset, length)
-            if xxhash.xxh3_64_intdigest(data) != checksum:
-                raise ValueError(
-                    f"shard {self._paths[shard]} is missing or damaged: "
-                    f"image {what[0]!r} has other bytes than at ingest"
-                )
-            yield Stored(what[0], data, *what[1:])
-
-    def _read(self, shard: int, offset: int, length: int) -> bytes:
-        path = self._paths[shard]
-        try:
-            with self._lock:
-                if shard not in self._open:
-                    self._open[shard] = os.open(path, os.O_RDONLY)
-            return os.pread(self._open[shard], length, offset)
-        except OSError as error:
-            raise ValueError(f"shard {path} is missing or damaged: {error}") from error
-
-
-_LOCATION = ("shard", "offset", "length", "checksum", "key", "format", "width", "height", "channels")
+    def reader(self, rows: pa.Table) -> Reader:
+        """What reads the bytes of the images of these rows of the index."""
+        return Reader(self._shards, rows)
 
 
 def _row_groups(samples: Iterable[Sample], row_group_bytes: int) -> Iterator[list[Sample]]:

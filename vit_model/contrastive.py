@@ -1,8 +1,9 @@
 """Contrastive pretraining: MoCo v3 for Vision Transformers (Chen, Xie and He 2021, arXiv 2104.02057).
 
 In: a ViT without a classifier and two views of each image. Out: a loss.
-Use: `task = MoCo(model)`; at each step `loss = task(one, other)`, a step of the optimizer, and
-`task.update_momentum_encoder(momentum(step, steps))`; what was pretrained is `task.model`.
+Use: `task = MoCo(model)`; `follower = MomentumEncoder(task)`; at each step
+`loss = task(one, other, *follower.keys(one, other))`, a step of the optimizer over `task`, and
+`follower.follow(task, momentum(step, steps))`; what was pretrained is `task.model`.
 
 Settings are those of the authors' code (facebookresearch/moco-v3: moco/builder.py, main_moco.py and the commands in
 CONFIG.md). Works in one process and as one of the workers of torch.distributed's default group, each of which gives
@@ -42,7 +43,7 @@ def info_nce(queries: Tensor, keys: Tensor, temperature: float) -> Tensor:
 
 
 class MoCo(nn.Module):
-    """The ViT, a projector and a predictor behind it, and a momentum encoder that follows the first two.
+    """What is trained: the ViT, a projector and a predictor behind it.
 
     The patch projection keeps its random weights: training it makes ViTs unstable (section 4.3). The authors' ViTs
     have `position` "sincos2d". Weights of the projector and predictor are drawn with `seed`, as nn.Linear draws them.
@@ -69,11 +70,11 @@ class MoCo(nn.Module):
         self.model = model
         self.projector = _mlp((config.width, hidden_width, hidden_width, output_width), generator)
         self.predictor = _mlp((output_width, hidden_width, output_width), generator)
-        self.momentum_encoder = copy.deepcopy(nn.Sequential(model, self.projector)).requires_grad_(False)
         self.temperature = temperature
 
-    def forward(self, one: Tensor, other: Tensor) -> Tensor:
-        """The symmetrised loss, a scalar, of two views [b, c, height, width] of each of `b` images.
+    def forward(self, one: Tensor, other: Tensor, keys_of_one: Tensor, keys_of_other: Tensor) -> Tensor:
+        """The symmetrised loss, a scalar, of two views [b, c, height, width] of each of `b` images, and the keys [B, d]
+        of all workers' views.
 
         Raises ValueError for different numbers of them, and for views of another size than the model's.
         """
@@ -81,21 +82,34 @@ class MoCo(nn.Module):
             raise ValueError(
                 f"views of {len(one)} and of {len(other)} images; both must be of the same images"
             )
-        queries = [self.predictor(self.projector(self.model(view))) for view in (one, other)]
-        with torch.no_grad():
-            keys = [gather(self.momentum_encoder(view)) for view in (other, one)]
         first, second = (
-            info_nce(query, key, self.temperature) for query, key in zip(queries, keys, strict=True)
+            info_nce(self.predictor(self.projector(self.model(view))), keys, self.temperature)
+            for view, keys in ((one, keys_of_other), (other, keys_of_one))
         )
         return first + second
 
+
+class MomentumEncoder(nn.Module):
+    """The ViT and the projector as they were, on the average: they follow those that are trained.
+
+    Keep it float32: bfloat16 rounds its small steps to nothing.
+    """
+
+    def __init__(self, task: MoCo) -> None:
+        super().__init__()
+        self.encoder = copy.deepcopy(nn.Sequential(task.model, task.projector)).requires_grad_(False)
+
     @torch.no_grad()
-    def update_momentum_encoder(self, kept: float) -> None:
-        """Each of its weights becomes `kept` of itself and 1 - `kept` of the encoder's. They should be float32:
-        bfloat16 rounds so small steps to nothing."""
-        followed = itertools.chain(self.model.parameters(), self.projector.parameters())
-        for weight, ahead in zip(self.momentum_encoder.parameters(), followed, strict=True):
-            weight.lerp_(ahead, 1 - kept)
+    def keys(self, one: Tensor, other: Tensor) -> tuple[Tensor, Tensor]:
+        """The keys of all workers' views [b, c, height, width], [B, d] each. All workers call this together."""
+        return gather(self.encoder(one)), gather(self.encoder(other))
+
+    @torch.no_grad()
+    def follow(self, task: MoCo, kept: float) -> None:
+        """Each weight becomes `kept` of itself and 1 - `kept` of the trained one's."""
+        ahead = itertools.chain(task.model.parameters(), task.projector.parameters())
+        for weight, trained in zip(self.encoder.parameters(), ahead, strict=True):
+            weight.lerp_(trained.to(weight.dtype), 1 - kept)
 
 
 class BatchNorm(nn.Module):

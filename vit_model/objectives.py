@@ -1,5 +1,7 @@
 """Losses of classifiers. In: logits and labels of a batch. Out: one scalar, the mean over the batch.
 
+Labels are int64 [b], or probabilities [b, classes], as mixup gives them.
+
 Computed in float32 or better, because sums over many classes lose digits in bfloat16.
 """
 
@@ -9,16 +11,16 @@ from torch import Tensor
 
 
 def softmax_cross_entropy(logits: Tensor, labels: Tensor, label_smoothing: float = 0.0) -> Tensor:
-    """Mean of -log softmax(logits)[label], for logits [b, classes] and int64 labels [b].
+    """Mean of -log softmax(logits)[label], for logits [b, classes]; of probabilities the sum of it, weighted by them.
 
     With label smoothing s (Szegedy et al. 2016) the target is 1 - s + s / classes at the label, s / classes
-    elsewhere.
+    elsewhere: (1 - s) * p + s / classes for a probability p.
     """
     return F.cross_entropy(in_full(logits), labels, label_smoothing=label_smoothing)
 
 
 def sigmoid_cross_entropy(logits: Tensor, labels: Tensor, label_smoothing: float = 0.0) -> Tensor:
-    """Every class a question of its own, yes or no: logits [b, classes], int64 labels [b].
+    """Every class a question of its own, yes or no, for logits [b, classes].
 
     Summed over the classes, then the mean over the batch, as the authors do (big_vision, utils.py `sigmoid_xent`);
     the mean over classes too would make the gradient `classes` times smaller. Such a model should begin with a
@@ -27,8 +29,11 @@ def sigmoid_cross_entropy(logits: Tensor, labels: Tensor, label_smoothing: float
     With label smoothing s each answer is taken to be wrong with probability s: the target is 1 - s at the label and
     s elsewhere, whatever the number of classes. So s is small here, such as 1e-4 for ImageNet.
     """
-    targets = torch.full_like(in_full(logits), label_smoothing)
-    targets.scatter_(1, labels[:, None], 1 - label_smoothing)
+    if labels.is_floating_point():
+        targets = label_smoothing + (1 - 2 * label_smoothing) * labels
+    else:
+        targets = torch.full_like(in_full(logits), label_smoothing)
+        targets.scatter_(1, labels[:, None], 1 - label_smoothing)
     total = F.binary_cross_entropy_with_logits(in_full(logits), targets, reduction="sum")
     return total / len(logits)
 

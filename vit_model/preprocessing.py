@@ -39,17 +39,17 @@ def load_image(
     """
     import numpy as np
 
-    what = str(source) if isinstance(source, str | Path) else "image"
-    image = _open(what, source)
-    _check_size(what, image.width, image.height)
-    if image.mode not in MODES:
-        raise ValueError(
-            f"{what} has pixels of Pillow's mode {image.mode!r}; 8 or 16 bits a channel are read"
-        )
-    with _reading(what):
-        flat = flatten(image).convert("L" if preprocessing.channels == 1 else "RGB")
+    what, flat = _decode(source, preprocessing.channels)
     pixels = np.asarray(_resize(what, flat, preprocessing))
     return pixels.reshape(preprocessing.resolution, preprocessing.resolution, preprocessing.channels).copy()
+
+
+def decode_image(source: "str | Path | bytes | Image.Image", channels: int) -> "NDArray[np.uint8]":
+    """The same before it is cut and resized: uint8 [h, w, channels], upright. Raises ValueError as `load_image`."""
+    import numpy as np
+
+    _, flat = _decode(source, channels)
+    return np.asarray(flat).reshape(flat.height, flat.width, channels)
 
 
 def flatten(image: "Image.Image") -> "Image.Image":
@@ -85,6 +85,21 @@ def normalise(images: "Tensor", preprocessing: Preprocessing, dtype: "torch.dtyp
     std = torch.tensor(preprocessing.std, device=images.device)
     scaled = (images.to(torch.float32) / 255 - mean) / std
     return scaled.permute(0, 3, 1, 2).to(dtype, memory_format=torch.contiguous_format)
+
+
+def _decode(
+    source: "str | Path | bytes | Image.Image | NDArray[np.uint8]", channels: int
+) -> "tuple[str, Image.Image]":
+    """(what to call it in a message, the image decoded, upright, in grey or RGB)."""
+    what = str(source) if isinstance(source, str | Path) else "image"
+    image = _open(what, source)
+    _check_size(what, image.width, image.height)
+    if image.mode not in MODES:
+        raise ValueError(
+            f"{what} has pixels of Pillow's mode {image.mode!r}; 8 or 16 bits a channel are read"
+        )
+    with _reading(what):
+        return what, flatten(image).convert("L" if channels == 1 else "RGB")
 
 
 def _open(what: str, source: "str | Path | bytes | Image.Image | NDArray[np.uint8]") -> "Image.Image":

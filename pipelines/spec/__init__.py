@@ -6,6 +6,7 @@ Everything that a recipe can get wrong is found here, before anything starts, as
 """
 
 from pipelines.spec.archives import ImageNet21kSource, ImageNetSource, WebDatasetSource
+from pipelines.spec.augmentation import Augmentation, EvalCrop, RandAugment
 from pipelines.spec.fields import RecipeError, nearest
 from pipelines.spec.records import (
     CIFAR_FILES,
@@ -55,9 +56,11 @@ __all__ = [
     "SOURCE_TYPES",
     "STAGE_TYPES",
     "AnyStage",
+    "Augmentation",
     "Baselines",
     "CifarSource",
     "DigitsSource",
+    "EvalCrop",
     "Evaluate",
     "Finetune",
     "FolderSource",
@@ -74,6 +77,7 @@ __all__ = [
     "ModelSize",
     "Optimizer",
     "Pretrain",
+    "RandAugment",
     "RecipeError",
     "Report",
     "ResNetSize",

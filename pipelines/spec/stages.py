@@ -9,6 +9,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import AfterValidator, Field, model_validator
 
+from pipelines.spec.augmentation import Augmentation, EvalCrop, RandAugment, mixing
 from pipelines.spec.fields import RecipeError, Seed, distinct, execution, located, takes
 from pipelines.spec.shapes import Model, ModelSize, check_patches
 from pipelines.spec.sources import Source
@@ -27,9 +28,9 @@ class Optimizer(Frozen):
 
 Shots = Annotated[int, Field(ge=1)]
 Rate = Annotated[float, Field(gt=0)]
-Augmentation = Literal["none", "shift", "shift_flip", "crop_flip"]
 Dtype = Literal["bfloat16", "float32"]
-Objective = Literal["softmax", "sigmoid", "masked_patches"]
+Objective = Literal["softmax", "sigmoid", "masked_patches", "contrastive"]
+PatchTarget = Literal["mean_colour", "4x4", "pixels"]
 Method = Literal["majority", "k-NN", "logistic regression", "RBF SVM"]
 
 
@@ -169,12 +170,25 @@ class Import(_Stage):
             raise RecipeError(f"path: there is no file and no folder {self.path}")
 
 
+class Contrastive(Frozen):
+    """MoCo v3's settings; these are the authors'. The networks behind the ViT are thrown away after pretraining."""
+
+    hidden_width: int = Field(4096, ge=1, description="of the projector and the predictor")
+    output_width: int = Field(256, ge=1)
+    temperature: float = Field(0.2, gt=0)
+    momentum: float = Field(
+        0.99, ge=0, le=1, description="how much of it the momentum encoder keeps at first; at the end all"
+    )
+
+
 class Pretrain(_Stage):
     """Pretraining with DeepSpeed ZeRO on Ray Train (paper, section 3.1 and Table 3)."""
 
     VERSION: ClassVar[int] = 3
     KIND: ClassVar[str] = "model"
-    LATER: ClassVar[frozenset[str]] = frozenset({"objective"})
+    LATER: ClassVar[frozenset[str]] = frozenset(
+        {"objective", "patch_target", "contrastive", "randaugment", "mixup", "cutmix", "eval_crop", "order"}
+    )
     job: Literal["pretrain"]
     data: str = takes("dataset")
     model: Model
@@ -184,15 +198,33 @@ class Pretrain(_Stage):
     learning_rate: Rate
     optimizer: Optimizer = Optimizer()
     augment: Augmentation = "none"
+    randaugment: RandAugment | None = None
+    mixup: float = mixing("mixup")
+    cutmix: float = mixing("cutmix")
+    eval_crop: EvalCrop | None = Field(
+        None, description="null: squash where all images are square, else center"
+    )
     objective: Objective = Field(
         "softmax",
         description="cross-entropy by softmax, or by sigmoid and summed over the classes, which goes with"
-        " model.head_bias: -10 and model.representation_head: true in the authors' recipe; or, without labels, the"
-        " mean colours of corrupted patches (section 4.6), which gives a model without a classifier",
+        " model.head_bias: -10 and model.representation_head: true in the authors' recipe; or, without labels and with"
+        " a model without a classifier as the result, the colours of corrupted patches (section 4.6), or MoCo v3:"
+        " which of two views are of the same image",
     )
+    patch_target: PatchTarget = Field(
+        "mean_colour",
+        description="what masked_patches predicts of a patch: its mean colour at 3 bits a channel (the paper); that of"
+        " each of its 4x4 parts; or, by regression, all its pixels",
+    )
+    contrastive: Contrastive = Contrastive()
     label_smoothing: float = Field(0.0, ge=0, lt=1)
     dtype: Dtype = "bfloat16"
     zero_stage: Literal[1, 2, 3] = 1
+    order: Literal["global", "window"] = Field(
+        "global",
+        description="of the images: any permutation of them all; or by windows of row groups, for data on S3 that is"
+        " larger than cache_gib",
+    )
     seed: Seed = 0
     workers: int | None = execution(
         None,
@@ -200,6 +232,9 @@ class Pretrain(_Stage):
         description="Ray Train workers, each with a GPU where there are some; null: all GPUs, or 2 on CPUs",
     )
     threads: int = execution(1, ge=1, description="CPU threads a worker")
+    cache_gib: float = execution(
+        64, gt=0, description="GiB of images from S3 that a machine keeps in its cache folder"
+    )
 
     @model_validator(mode="after")
     def _sizes(self) -> Self:
@@ -216,21 +251,29 @@ class Pretrain(_Stage):
                 f"label_smoothing {smoothing}: with objective sigmoid it is how often each of a class's answers is"
                 " wrong, so it must be below 0.5, such as 0.0001"
             )
-        if self.objective == "masked_patches":
-            self._check_masked_patches()
+        if self.patch_target != "mean_colour" and self.objective != "masked_patches":
+            raise ValueError(f"patch_target {self.patch_target} is for objective masked_patches")
+        if self.contrastive != Contrastive() and self.objective != "contrastive":
+            raise ValueError("contrastive has the settings of objective contrastive")
+        if self.objective in ("masked_patches", "contrastive"):
+            self._check_no_labels()
         return self
 
-    def _check_masked_patches(self) -> None:
-        """Raise ValueError for what does not go with that objective."""
+    def _check_no_labels(self) -> None:
+        """Raise ValueError for what does not go with an objective that needs none."""
         if not isinstance(self.model, ModelSize):
             raise ValueError(
-                f"objective masked_patches is about a ViT's patches; model is a {self.model.family}"
+                f"objective {self.objective} is about a ViT's patches; model is a {self.model.family}"
             )
-        if (self.label_smoothing, self.model.representation_head, self.model.head_bias) != (0.0, False, 0.0):
+        classifier = (self.model.representation_head, self.model.head_bias)
+        if (self.label_smoothing, self.mixup, self.cutmix, *classifier) != (0.0, 0.0, 0.0, False, 0.0):
             raise ValueError(
-                "label_smoothing, model.representation_head and model.head_bias are about a classifier, which"
-                " objective masked_patches has not"
+                "label_smoothing, mixup, cutmix, model.representation_head and model.head_bias are about labels and a"
+                f" classifier, which objective {self.objective} has not"
             )
+        if self.objective == "contrastive":
+            self._check_contrastive()
+            return
         if self.model.pooling == "map":
             raise ValueError(
                 "objective masked_patches would not train model.pooling map; cls or gap would fit"
@@ -239,6 +282,22 @@ class Pretrain(_Stage):
             raise ValueError(
                 f"resolution {self.resolution} is a single patch; objective masked_patches needs two or more"
             )
+
+    def _check_contrastive(self) -> None:
+        """Raise ValueError for what does not go with MoCo v3."""
+        if self.augment == "none":
+            raise ValueError(
+                "augment none: the two views of objective contrastive would show the same part of an image;"
+                " resized_crop_flip is the authors'"
+            )
+        if self.randaugment is not None:
+            raise ValueError("randaugment: the two views of objective contrastive have changes of their own")
+        if self.zero_stage == 3:
+            raise ValueError(
+                "zero_stage 3: the momentum encoder of objective contrastive follows whole weights; 1 or 2 would fit"
+            )
+        if self.batch_size < 2:
+            raise ValueError("batch_size 1: objective contrastive tells images of a batch apart; 2 or more")
 
 
 class Labels(Frozen):
@@ -265,6 +324,7 @@ class Finetune(_Stage):
 
     VERSION: ClassVar[int] = 4
     KIND: ClassVar[str] = "model"
+    LATER: ClassVar[frozenset[str]] = frozenset({"randaugment", "mixup", "cutmix", "eval_crop"})
     job: Literal["finetune"]
     data: str = takes("dataset")
     backbone: str | None = takes("model", default=None)
@@ -280,10 +340,19 @@ class Finetune(_Stage):
     batch_size: int = Field(ge=1)
     optimizer: Optimizer = Optimizer()
     augment: Augmentation = "none"
+    randaugment: RandAugment | None = None
+    mixup: float = mixing("mixup")
+    cutmix: float = mixing("cutmix")
+    eval_crop: EvalCrop | None = Field(
+        None, description="null: the backbone's; without one squash where all images are square, else center"
+    )
     label_smoothing: float = Field(0.0, ge=0, lt=1)
     dtype: Dtype = "bfloat16"
     seed: Seed = 0
     threads: int = execution(1, ge=1, description="CPU threads a trial")
+    cache_gib: float = execution(
+        64, gt=0, description="GiB of images from S3 that a machine keeps in its cache folder"
+    )
 
     @model_validator(mode="after")
     def _one_start(self) -> Self:

@@ -70,15 +70,32 @@ def _protocol(manifest: Manifest, folder: Path, names: Mapping[str, str]) -> str
     return "" if text is None else f"{text(config, inputs)}{_UNKNOWN * imported}{_normalisation(folder)}"
 
 
+_OBJECTIVES = {
+    "softmax": "Supervised pretraining",
+    "sigmoid": "Supervised pretraining (sigmoid cross-entropy)",
+    "masked_patches": "Pretraining without labels (masked patch prediction)",
+    "contrastive": "Pretraining without labels (MoCo v3)",
+}
+
+
 def _pretrain(config: Mapping[str, Any], inputs: Mapping[str, str]) -> str:
     optimizer = config["optimizer"]
+    objective = _OBJECTIVES[config.get("objective", "softmax")]
     return (
-        f"Supervised pretraining on the train split of {inputs['data']}: {_size(config['model'])}, resolution "
+        f"{objective} on the train split of {inputs['data']}: {_size(config['model'])}, resolution "
         f"{config['resolution']}, {config['steps']:,} steps of {config['batch_size']} images, learning rate "
         f"{config['learning_rate']:g}, weight decay {optimizer['weight_decay']:g}, {config['dtype']}, "
-        f"ZeRO stage {config['zero_stage']}, augmentation {config['augment']}, label smoothing "
+        f"ZeRO stage {config['zero_stage']}, augmentation {_augmentation(config)}, label smoothing "
         f"{config['label_smoothing']:g}, seed {config['seed']}."
     )
+
+
+def _augmentation(config: Mapping[str, Any]) -> str:
+    said = [config["augment"]]
+    if more := config.get("randaugment"):
+        said.append(f"RandAugment ({more['layers']} layers of magnitude {more['magnitude']:g})")
+    said += [f"{name} of alpha {config[name]:g}" for name in ("mixup", "cutmix") if config.get(name)]
+    return ", ".join(said)
 
 
 def _import(config: Mapping[str, Any], inputs: Mapping[str, str]) -> str:
@@ -93,7 +110,7 @@ def _finetune(config: Mapping[str, Any], inputs: Mapping[str, str]) -> str:
     rates = ", ".join(f"{rate:g}" for rate in config["learning_rates"])
     return (
         f"Fine-tuning on {inputs['data']} {start}: {config['steps']:,} steps of {config['batch_size']} images, "
-        f"augmentation {config['augment']}; learning rate from {rates}, {_selection(config['labels'])}. "
+        f"augmentation {_augmentation(config)}; learning rate from {rates}, {_selection(config['labels'])}. "
         "Test is scored once for each draw."
     )
 

@@ -16,6 +16,7 @@ from pipelines.recipe import load_pipeline, parse_pipeline
 from pipelines.spec import (
     STAGE_TYPES,
     AnyStage,
+    Finetune,
     Ingest,
     Model,
     ModelSize,
@@ -32,7 +33,7 @@ IMPORTED = {"imported": load_pipeline("finetune_imported", GIVEN).stages["backbo
 STAGES = load_pipeline(str(TINY)).stages | load_pipeline("quickstart").stages | IMPORTED
 OTHER: dict[type, Any] = {
     int: lambda v: v + 1,
-    float: lambda v: v / 2 + 0.1,
+    float: lambda v: v / 2 + 0.07,
     bool: lambda v: not v,
     str: lambda v: v + "x",
 }
@@ -247,6 +248,27 @@ def test_the_objective_enters_a_key_where_it_is_not_softmax() -> None:
     plain, sigmoid = (Pretrain.model_validate(given | more) for more in ({}, {"objective": "sigmoid"}))
     assert plain.objective == "softmax"
     assert identity.identity_fields(sigmoid) == identity.identity_fields(plain) | {"objective": "sigmoid"}
+
+
+@pytest.mark.parametrize(
+    ("stage", "later"),
+    [
+        (Pretrain, {"randaugment": {"magnitude": 10}}), (Pretrain, {"mixup": 0.2}), (Pretrain, {"cutmix": 1.0}),
+        (Pretrain, {"objective": "masked_patches", "patch_target": "pixels"}),
+        (Pretrain, {"objective": "contrastive", "contrastive": {"temperature": 0.1}, "augment": "crop_flip"}),
+        (Finetune, {"randaugment": {"magnitude": 10}}), (Finetune, {"mixup": 0.2}), (Finetune, {"cutmix": 1.0}),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_what_changes_images_enters_a_key_where_it_does_something(
+    stage: type[Pretrain] | type[Finetune], later: dict[str, Any]
+) -> None:
+    given = {"job": stage.__name__.lower(), "data": "d", "resolution": 8, "steps": 1, "batch_size": 2,
+             "model": {"patch_size": 4, "width": 8, "depth": 1, "num_heads": 1}}  # fmt: skip
+    given |= {"learning_rate": 0.1} if stage is Pretrain else {"learning_rates": [0.1]}
+    plain, used = (identity.identity_fields(stage.model_validate(given | more)) for more in ({}, later))
+    assert not plain.keys() & ({*later} - {"augment"})
+    assert used.keys() - plain.keys() == {*later} - {"augment"}
 
 
 def test_a_models_name_stands_for_its_sizes() -> None:

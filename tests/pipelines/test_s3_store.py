@@ -153,6 +153,8 @@ def test_an_answer_that_breaks_off_is_asked_for_again(store: S3Store, proxy: Pro
     assert store.read("f/x") == data
     proxy.faults.append(Fault("GET", "/x", half=True, times=2))
     assert (store.local("f", files) / "x").read_bytes() == data
+    proxy.faults.append(Fault("GET", "/x", half=True, times=2))
+    assert store.read_range("f/x", 1000, 50_000) == data[1000:51_000]
     proxy.faults.append(Fault("GET", "/x", half=True, times=1000))
     with pytest.raises(StoreUnreachable, match="can't read f/x"):
         store.read("f/x")

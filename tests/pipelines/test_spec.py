@@ -94,7 +94,7 @@ def test_needed_for_a_stage_is_what_is_before_it() -> None:
         (
             "stages.pretrain.objective",
             "sofmax",
-            "stages.pretrain.objective: Input should be 'softmax', 'sigmoid' or",
+            "stages.pretrain.objective: Input should be 'softmax', 'sigmoid', ",
         ),
         ("stages.finetune.learning_rates", [-1.0], "stages.finetune.learning_rates"),
         ("stages.finetune.learning_rates", [0.1, 0.1], "[0.1, 0.1] has a value twice"),
@@ -151,11 +151,29 @@ def test_a_model_is_a_name_or_a_shape_of_either_family(model: Any) -> None:
     ("fields", "message"),
     [
         ({"objective": "sigmoid", "label_smoothing": 0.5}, "label_smoothing 0.5: with objective sigmoid"),
-        ({"objective": "masked_patches", "label_smoothing": 0.1}, "are about a classifier, which objective"),
+        ({"objective": "masked_patches", "label_smoothing": 0.1}, "which objective masked_patches has not"),
+        ({"objective": "masked_patches", "mixup": 0.2}, "which objective masked_patches has not"),
         (
             {"objective": "masked_patches", "model": {"head_bias": -10}},
-            "are about a classifier, which objective",
+            "are about labels and a classifier, which objective",
         ),
+        (
+            {"eval_crop": {"crop": "squash", "crop_fraction": 0.9}},
+            "crop_fraction 0.9 has no meaning with crop",
+        ),
+        ({"patch_target": "pixels"}, "patch_target pixels is for objective masked_patches"),
+        ({"contrastive": {"temperature": 0.1}}, "the settings of objective contrastive"),
+        ({"objective": "contrastive"}, "augment none: the two views of objective contrastive would show"),
+        (
+            {"objective": "contrastive", "augment": "crop_flip", "cutmix": 1},
+            "which objective contrastive has not",
+        ),
+        (
+            {"objective": "contrastive", "augment": "crop_flip", "randaugment": {"magnitude": 10}},
+            "randaugment: the two views",
+        ),
+        ({"objective": "contrastive", "augment": "crop_flip", "zero_stage": 3}, "1 or 2 would fit"),
+        ({"objective": "contrastive", "augment": "crop_flip", "resnet": "R50x1"}, "model is a resnet"),
         ({"objective": "masked_patches", "model": {"pooling": "map"}}, "would not train model.pooling map"),
         ({"objective": "masked_patches", "resolution": 4}, "resolution 4 is a single patch"),
         ({"objective": "masked_patches", "resnet": "R50x1"}, "a ViT's patches; model is a resnet"),

@@ -90,6 +90,16 @@ def test_what_is_not_there_is_none(store: Store) -> None:
     assert store.names("a") == []
 
 
+def test_a_range_is_these_bytes_or_an_error(store: Store) -> None:
+    data = os.urandom(1000)
+    store.create("a/x", data)
+    for start, length in ((0, 1000), (17, 100), (999, 1)):
+        assert store.read_range("a/x", start, length) == data[start : start + length]
+    for name, start in (("a/x", 990), ("a/x", 2000), ("a/y", 0)):
+        with pytest.raises(StoreError, match=f"{name}.*damaged|can't read {name}"):
+            store.read_range(name, start, 100)
+
+
 def test_names_are_the_immediate_children(store: Store) -> None:
     for name in ("a/x", "a/b/y", "a/b/z", "ab/x", "a.json"):
         store.create(name, b"")

@@ -5,7 +5,8 @@ import pytest
 import torch
 from torch.nn import functional
 
-from ray_jobs.augment import augment, crop_boxes, crop_flip, shift, uniform
+from ray_jobs.augment import augment, crop_boxes, uniform
+from ray_jobs.augment.batch import POLICIES, shift
 
 
 def pictures(n: int, size: int = 8, channels: int = 1) -> torch.Tensor:
@@ -13,7 +14,7 @@ def pictures(n: int, size: int = 8, channels: int = 1) -> torch.Tensor:
     return torch.randint(1, 256, (n, size, size, channels), generator=generator, dtype=torch.uint8)
 
 
-@pytest.mark.parametrize("policy", ["none", "shift", "shift_flip", "crop_flip"])
+@pytest.mark.parametrize("policy", POLICIES)
 def test_a_sample_is_changed_alike_in_any_batch(policy: str) -> None:
     images, positions = pictures(64, channels=3), np.arange(1000, 1064)
     whole = augment(images, policy, 5, positions)
@@ -64,7 +65,7 @@ def test_crop_is_the_crop_resized_and_half_are_flipped() -> None:
     )
     images = smooth.clamp(0, 255).to(torch.uint8).permute(0, 2, 3, 1)
     draws = uniform(3, np.arange(60))
-    result = crop_flip(images, draws)
+    result = augment(images, "crop_flip", 3, np.arange(60))
     boxes = zip(*crop_boxes(draws, size, size), strict=True)
     for image, row, cropped, (top, left, height, width) in zip(images, draws, result, boxes, strict=True):
         part = image[top : top + height, left : left + width].permute(2, 0, 1)[None].float()
@@ -92,7 +93,7 @@ def test_crops_lie_inside_and_have_the_papers_area_and_aspect(height: int, width
 
 
 def test_unknown_policies_and_wrong_lengths_are_refused() -> None:
-    with pytest.raises(ValueError, match="'mixup' is none of none, shift, shift_flip, crop_flip"):
+    with pytest.raises(ValueError, match="'mixup' is none of none, flip, shift"):
         augment(pictures(2), "mixup", 0, np.arange(2))
     with pytest.raises(ValueError, match="3 positions for 2 images"):
         augment(pictures(2), "none", 0, np.arange(3))

@@ -129,14 +129,14 @@ def test_baselines_get_the_labels_that_fine_tuning_gets(store: Store, digits: Ma
         batch_size=1,
     )
     task = finetune.make_task(tuning, dataset, None)
-    pools, _, _ = finetune.labelled(tuning, dataset, task.contract)
+    pools, _, _ = finetune.labelled(tuning, dataset)
     settings = json.loads(found[0]["settings"])
     assert settings["labelled_images"] == 60
     test = dataset.images("test", task.contract.preprocessing).reshape(-1, 64) / 255
     for draw, pool in enumerate(pools):
         neighbour = (
             KNeighborsClassifier(settings["n_neighbors"])
-            .fit(pool.images.reshape(-1, 64) / 255, pool.labels)
+            .fit(dataset.load(pool.rows, task.contract.preprocessing).reshape(-1, 64) / 255, pool.labels)
             .predict(test)
         )
         said = [row["prediction"] for row in predictions if row["draw"] == draw]

@@ -1,5 +1,6 @@
 """Pretraining: against torch without DeepSpeed, twice, with two workers, under Ray Train, and when it diverges."""
 
+import io
 import json
 import os
 import shutil
@@ -10,15 +11,19 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing
+from PIL import Image
 from torch.nn import functional
 from torch.utils.flop_counter import FlopCounterMode
 
 from pipelines.spec import Finetune, ModelSize, Optimizer, Pretrain
 from pipelines.store import open_store
-from ray_jobs import evaluate, finetune, loader, optim, pretrain, shards
-from ray_jobs.augment import shift, uniform
+from ray_jobs import evaluate, finetune, optim, pretrain, shards
+from ray_jobs.augment import uniform
+from ray_jobs.augment.batch import shift
+from ray_jobs.order import GlobalOrder
 from tests import datasets
 from tests.records import make_context, make_manifest
+from tests.s3 import used
 from vit_model.masked_patches import MaskedPatches
 from vit_model.model import ViT
 from vit_model.preprocessing import normalise
@@ -68,6 +73,10 @@ def configuration(**fields: object) -> Pretrain:
     return Pretrain.model_validate(base | fields)
 
 
+def train(config: Pretrain, folder: Path, output: Path | None, *worker: pretrain.Worker) -> dict[str, object]:
+    return pretrain.train(config, shards.open_dataset(folder), output, *worker)
+
+
 def files_of(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in folder.iterdir()}
 
@@ -84,7 +93,7 @@ def assert_same_model(ours: ViT, theirs: ViT) -> None:
 
 
 def test_learns_and_leaves_a_whole_model(dataset, tmp_path):
-    metrics = pretrain.train(configuration(steps=80, learning_rate=1e-2), dataset, tmp_path)
+    metrics = train(configuration(steps=80, learning_rate=1e-2), dataset, tmp_path)
     model, contract = load_model(tmp_path)
     images = torch.from_numpy(shards.open_dataset(dataset).images("dev", contract.preprocessing))
     predicted = model(normalise(images, contract.preprocessing, torch.float32)).argmax(dim=1)
@@ -102,7 +111,7 @@ def test_learns_and_leaves_a_whole_model(dataset, tmp_path):
 
 
 def test_says_what_it_will_take_before_it_begins(dataset, tmp_path, capsys):
-    metrics = pretrain.train(configuration(steps=8, threads=1), dataset, tmp_path)
+    metrics = train(configuration(steps=8, threads=1), dataset, tmp_path)
     said = capsys.readouterr().out
     _, contract = load_model(tmp_path)
     with (
@@ -128,7 +137,7 @@ def test_says_what_it_will_take_before_it_begins(dataset, tmp_path, capsys):
 def test_the_same_configuration_gives_the_same_bytes_and_another_seed_does_not(dataset, tmp_path):
     config = configuration(augment="shift", steps=8)
     for name, changed in {"a": config, "b": config, "c": config.model_copy(update={"seed": 1})}.items():
-        pretrain.train(changed, dataset, tmp_path / name)
+        train(changed, dataset, tmp_path / name)
     assert files_of(tmp_path / "a") == files_of(tmp_path / "b")
     assert files_of(tmp_path / "a")["model.safetensors"] != files_of(tmp_path / "c")["model.safetensors"]
 
@@ -138,7 +147,7 @@ def test_the_weights_are_those_of_a_loop_without_deepspeed(dataset, tmp_path, ze
     config = configuration(
         dtype="float32", zero_stage=zero_stage, steps=8, optimizer=Optimizer(clip_norm=0.5)
     )
-    pretrain.train(config, dataset, tmp_path)
+    train(config, dataset, tmp_path)
     trained, contract = load_model(tmp_path)
 
     data = shards.open_dataset(dataset)
@@ -152,8 +161,8 @@ def test_the_weights_are_those_of_a_loop_without_deepspeed(dataset, tmp_path, ze
     spared = [p for name, p in model.named_parameters() if p.ndim != 2]
     reference = torch.optim.AdamW([{"params": decayed, "weight_decay": 0.05}, {"params": spared, "weight_decay": 0.0}],
                                   betas=(0.9, 0.95))  # fmt: skip
-    order = loader.batches(48, 16, 0, 1, data.info.content_digest, config.seed, 0, 8)
-    for step, chosen in enumerate(order):
+    order = GlobalOrder(48, data.info.content_digest, config.seed)
+    for step, chosen in enumerate(order.rows(np.arange(8 * 16)).reshape(8, 16)):
         reference.zero_grad()
         optim.set_learning_rate(reference, optim.learning_rate(step, 8, 3e-3, config.optimizer))
         logits = model(normalise(images[chosen], contract.preprocessing, torch.float32))
@@ -179,7 +188,7 @@ SIZE = {"patch_size": 4, "width": 16, "depth": 1, "num_heads": 2}
 def test_every_architecture_goes_the_same_way(dataset, tmp_path, model):
     """Pretrained in bfloat16, loaded, fine-tuned at another resolution, taken for its features; and it learns."""
     config = configuration(model=model, resolution=16, steps=40, learning_rate=1e-2)
-    metrics = pretrain.train(config, dataset, tmp_path)
+    metrics = train(config, dataset, tmp_path)
     curve = json.loads((tmp_path / "curve.json").read_text())
     assert curve[-1]["loss"] < 0.5 * curve[0]["loss"]
     trained, contract = load_model(tmp_path)
@@ -189,7 +198,7 @@ def test_every_architecture_goes_the_same_way(dataset, tmp_path, model):
     sweep = Finetune(job="finetune", **start, learning_rates=(1e-3,), steps=4, batch_size=8)
     task = finetune.make_task(sweep, data, tmp_path)
     assert type(task.contract.architecture) is type(contract.architecture)
-    images = finetune.read_split(data, task.contract, "train")
+    images = finetune.read_split(data, "train")
     tuned, _ = finetune.fit(task, images, 1e-3, seed=0)
     assert finetune.score(tuned, task.contract, images).predictions.shape == (48,)
     features = evaluate._embed(trained, contract, 1, data.images("dev", contract.preprocessing))
@@ -202,7 +211,7 @@ def test_the_authors_recipe_learns_with_sigmoid_cross_entropy(dataset, tmp_path)
     config = configuration(
         model=size, objective="sigmoid", label_smoothing=1e-4, steps=80, learning_rate=1e-2
     )
-    metrics = pretrain.train(config, dataset, tmp_path)
+    metrics = train(config, dataset, tmp_path)
     curve = json.loads((tmp_path / "curve.json").read_text())
     assert curve[0]["loss"] == pytest.approx(np.log1p(np.e) + 2 * np.log1p(1 / np.e), abs=0.02)
     assert metrics["dev_accuracy"] > 0.9
@@ -221,7 +230,7 @@ def test_masked_patches_are_those_of_a_loop_without_deepspeed(dataset, tmp_path,
     size = ModelSize(patch_size=2, width=16, depth=2, num_heads=2)
     config = configuration(model=size, objective="masked_patches", dtype="float32", zero_stage=zero_stage,
                            steps=6, augment="shift")  # fmt: skip
-    metrics = pretrain.train(config, dataset, tmp_path)
+    metrics = train(config, dataset, tmp_path)
     trained, contract = load_model(tmp_path)
     assert (contract.class_names, contract.architecture.num_classes) == ((), 0)
     assert "dev_accuracy" not in metrics
@@ -230,9 +239,8 @@ def test_masked_patches_are_those_of_a_loop_without_deepspeed(dataset, tmp_path,
     task = MaskedPatches(ViT(contract.architecture))
     reference = optim.adamw(task, config.optimizer)
     losses = []
-    for step, chosen in enumerate(
-        loader.batches(48, 16, 0, 1, shards.open_dataset(dataset).info.content_digest, config.seed, 0, 6)
-    ):
+    order = GlobalOrder(48, shards.open_dataset(dataset).info.content_digest, config.seed)
+    for step, chosen in enumerate(order.rows(np.arange(6 * 16)).reshape(6, 16)):
         optim.set_learning_rate(reference, optim.learning_rate(step, 6, 3e-3, config.optimizer))
         positions = np.arange(16 * step, 16 * step + 16)
         pixels = shift(images[chosen], uniform(config.seed, positions))
@@ -256,7 +264,7 @@ def test_masked_patches_are_those_of_a_loop_without_deepspeed(dataset, tmp_path,
 
 def test_masked_patches_in_bfloat16_learn(dataset, tmp_path):
     config = configuration(objective="masked_patches", steps=60, learning_rate=1e-2)
-    pretrain.train(config, dataset, tmp_path)
+    train(config, dataset, tmp_path)
     curve = json.loads((tmp_path / "curve.json").read_text())
     assert curve[0]["loss"] == pytest.approx(np.log(8), rel=1e-2)
     assert curve[-1]["loss"] < 0.7 * curve[0]["loss"]
@@ -264,16 +272,14 @@ def test_masked_patches_in_bfloat16_learn(dataset, tmp_path):
 
 def test_a_run_that_diverges_ends_with_advice(dataset, tmp_path):
     with pytest.raises(ValueError, match=r"(loss|gradient norm) is .* at step \d+: a lower learning_rate"):
-        pretrain.train(
-            configuration(learning_rate=1e30, optimizer=Optimizer(warmup_fraction=0.0)), dataset, tmp_path
-        )
+        train(configuration(learning_rate=1e30, optimizer=Optimizer(warmup_fraction=0.0)), dataset, tmp_path)
     assert not (tmp_path / "model.safetensors").exists()
 
 
 def _worker(rank: int, world: int, port: int, config: Pretrain, dataset: Path, output: Path) -> None:
     os.environ["LOCAL_RANK"] = str(rank)
     dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=world)
-    pretrain.train(config, dataset, None if rank else output, pretrain.Worker(rank, world, rank))
+    train(config, dataset, None if rank else output, pretrain.Worker(rank, world, rank))
     dist.destroy_process_group()
 
 
@@ -281,7 +287,7 @@ def _worker(rank: int, world: int, port: int, config: Pretrain, dataset: Path, o
 @pytest.mark.parametrize("objective", ["softmax", "masked_patches"])
 def test_two_workers_agree_with_one_and_with_themselves(dataset, tmp_path, free_port, objective):
     config = configuration(dtype="float32", steps=8, objective=objective)
-    pretrain.train(config, dataset, tmp_path / "one")
+    train(config, dataset, tmp_path / "one")
     for name in ("two", "again"):
         arguments = (2, free_port(), config, dataset, tmp_path / name)
         torch.multiprocessing.spawn(_worker, arguments, nprocs=2)
@@ -293,6 +299,34 @@ def test_two_workers_agree_with_one_and_with_themselves(dataset, tmp_path, free_
         for name in ("one", "two")
     ]
     assert accuracies[0] == accuracies[1]
+
+
+@pytest.mark.slow
+def test_a_model_from_jpegs_on_s3_is_the_one_from_disk(tmp_path, moto, monkeypatch):
+    """The same bytes of weights; and what is read is only what is needed."""
+    rng, samples = np.random.default_rng(0), []
+    for number in range(40):
+        file, name = io.BytesIO(), f"{number:02d}"
+        Image.fromarray(rng.integers(0, 256, (20, 30, 3), np.uint8)).save(file, "JPEG")
+        samples.append(shards.Sample(name, name, file.getvalue(), "jpeg", 30, 20, 3, number % 3))
+    splits = {"train": samples[:32], "dev": samples[32:36], "test": samples[36:]}
+    datasets.put(tmp_path / "data", "jpegs", CLASSES, None, splits)
+    config = configuration(steps=4, augment="crop_flip", workers=1)
+    train(config, tmp_path / "data", tmp_path / "disk")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    with used(moto, monkeypatch) as server:
+        store, manifest = open_store(f"s3://{server.bucket().name}"), make_manifest("ingest")
+        with store.staging(manifest.folder) as staging:
+            shutil.copytree(tmp_path / "data", staging.path, dirs_exist_ok=True)
+        manifest = make_manifest("ingest", files=staging.files)
+        data = pretrain.open_data(make_context(store, config, data=manifest))
+        metrics = pretrain.train(config, data, tmp_path / "s3")
+    assert files_of(tmp_path / "s3") == files_of(tmp_path / "disk")
+    test_bytes = sum(len(sample.image) for sample in splits["test"])
+    sent = [path for path in (tmp_path / "cache").rglob("*") if path.parent.parent.name == "ranges"]
+    assert len(sent) == 2, "of test, nothing"
+    assert metrics["fetched_bytes"] < sum(len(sample.image) for sample in samples) - test_bytes
+    assert metrics["substitutes"] == 0
 
 
 @pytest.mark.ray
@@ -310,7 +344,7 @@ def test_zero_3_in_bfloat16_on_two_workers_of_ray_train_repeats_itself(dataset, 
     assert {entry.path for entry in two.files} == {"model.safetensors", "config.json", "curve.json"}
     assert two.files == again.files, "paths, sizes and digests"
     assert two.metrics["workers"] == 2
-    one = pretrain.train(configuration(steps=40), dataset, tmp_path / "one")
+    one = train(configuration(steps=40), dataset, tmp_path / "one")
     assert two.metrics["final_loss"] == pytest.approx(one["final_loss"], rel=0.1)
 
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from tests.vit_model.digits import TRAIN, as_input, digits, probe_accuracy
 from vit_model.config import ViTConfig
-from vit_model.contrastive import BatchNorm, MoCo, info_nce, momentum
+from vit_model.contrastive import BatchNorm, MoCo, MomentumEncoder, info_nce, momentum
 from vit_model.model import ViT
 
 TINY: dict[str, Any] = {
@@ -73,17 +73,18 @@ def test_gradients() -> None:
 def test_the_loss_is_symmetric_and_made_of_these_parts() -> None:
     """Queries through the predictor, keys of the other view through the momentum encoder without one."""
     task, (one, other) = small_task(), two_views(6)
+    follower = MomentumEncoder(task)
     with torch.no_grad():
-        for parameter in task.momentum_encoder.parameters():
+        for parameter in follower.parameters():
             parameter.add_(0.1 * random_numbers(*parameter.shape))
     expected = torch.zeros(())
     for mine, others in ((one, other), (other, one)):
         query = task.predictor(task.projector(task.model(mine)))
-        key = task.momentum_encoder(others)
+        key = follower.encoder(others)
         cosines = nn.functional.cosine_similarity(query[:, None], key[None], dim=2)
         expected = expected - 2 * 0.2 * (cosines / 0.2).log_softmax(dim=1).diagonal().mean()
-    torch.testing.assert_close(task(one, other), expected)
-    torch.testing.assert_close(task(other, one), expected)
+    torch.testing.assert_close(task(one, other, *follower.keys(one, other)), expected)
+    torch.testing.assert_close(task(other, one, *follower.keys(other, one)), expected)
 
 
 def test_layers_are_those_of_the_authors() -> None:
@@ -120,25 +121,38 @@ def test_a_seed_decides_all_weights_and_building_leaves_the_global_generator_alo
 
 def test_what_is_trained_what_follows_and_what_stays() -> None:
     task = small_task(patch_bias=True)
+    follower, views = MomentumEncoder(task), two_views(6)
     start = {name: parameter.detach().clone() for name, parameter in task.named_parameters()}
     optimizer = torch.optim.SGD(task.parameters(), lr=0.1)
-    task(*two_views(6)).backward()
-    fixed = {name for name, parameter in task.named_parameters() if parameter.grad is None}
+    task(*views, *follower.keys(*views)).backward()
     patches = {"model.patch_embed.proj.weight", "model.patch_embed.proj.bias"}
-    assert fixed == patches | {name for name in start if name.startswith("momentum_encoder.")}
+    assert {name for name, parameter in task.named_parameters() if parameter.grad is None} == patches
     optimizer.step()
+    before = {name: parameter.clone() for name, parameter in follower.encoder.named_parameters()}
     followed = dict(nn.Sequential(task.model, task.projector).named_parameters())
     moved = 0
-    task.update_momentum_encoder(0.9)
-    for name, parameter in task.momentum_encoder.named_parameters():
-        expected = 0.9 * start[f"momentum_encoder.{name}"] + 0.1 * followed[name]
-        torch.testing.assert_close(parameter, expected)
-        assert not parameter.requires_grad
-        moved += not torch.equal(parameter, start[f"momentum_encoder.{name}"])
+    follower.follow(task, 0.9)
+    for name, parameter in follower.encoder.named_parameters():
+        torch.testing.assert_close(parameter, 0.9 * before[name] + 0.1 * followed[name])
+        assert not parameter.requires_grad and parameter.grad is None
+        moved += not torch.equal(parameter, before[name])
     assert moved == len(followed) - 2, "all but the patch projection"
     for name in patches:
         assert torch.equal(task.get_parameter(name), start[name])
-        assert torch.equal(task.get_parameter(name.replace("model", "momentum_encoder.0")), start[name])
+        assert torch.equal(follower.get_parameter(name.replace("model", "encoder.0")), start[name])
+
+
+def test_a_follower_of_bfloat16_weights_takes_small_steps() -> None:
+    task = small_task()
+    follower = MomentumEncoder(task)
+    before = follower.get_parameter("encoder.1.0.weight").clone()
+    task.bfloat16()
+    with torch.no_grad():
+        task.projector[0].weight.add_(1)
+    for _ in range(10):
+        follower.follow(task, 0.9999)
+    moved = follower.get_parameter("encoder.1.0.weight") - before
+    torch.testing.assert_close(moved, torch.full_like(moved, 1e-3), rtol=0.05, atol=0)
 
 
 @pytest.mark.parametrize("changed", [{"num_classes": 3}, {"representation_head": True}])
@@ -150,11 +164,11 @@ def test_a_model_with_a_classifier_is_refused(changed: dict[str, Any]) -> None:
 def test_views_of_different_images_are_refused() -> None:
     one, other = two_views(4)
     with pytest.raises(ValueError, match="views of 4 and of 3 images"):
-        small_task()(one, other[:3])
+        small_task()(one, other[:3], *MomentumEncoder(small_task()).keys(one, other))
 
 
-def step(task: MoCo, one: Tensor, other: Tensor) -> Tensor:
-    loss: Tensor = task(one, other)
+def step(task: MoCo, follower: MomentumEncoder, one: Tensor, other: Tensor) -> Tensor:
+    loss: Tensor = task(one, other, *follower.keys(one, other))
     loss.backward()
     return loss.detach()
 
@@ -164,7 +178,7 @@ def _worker(rank: int, world: int, folder: Path) -> None:
     dist.init_process_group("gloo", init_method=f"file://{folder}/group", rank=rank, world_size=world)
     task, views = small_task().double(), [view.double() for view in two_views(6)]
     share = slice(rank * 6 // world, (rank + 1) * 6 // world)
-    found = {"loss": step(task, *(view[share] for view in views))}
+    found = {"loss": step(task, MomentumEncoder(task), *(view[share] for view in views))}
     found |= {name: p.grad for name, p in task.named_parameters() if p.grad is not None}
     torch.save(found, folder / f"{rank}.pt")
     dist.destroy_process_group()
@@ -176,7 +190,7 @@ def test_two_workers_are_one_batch(tmp_path: Path) -> None:
     torch.multiprocessing.spawn(_worker, (2, tmp_path), nprocs=2)
     parts = [torch.load(tmp_path / f"{rank}.pt") for rank in range(2)]
     task = small_task().double()
-    expected = {"loss": step(task, *(view.double() for view in two_views(6)))}
+    expected = {"loss": step(task, MomentumEncoder(task), *(view.double() for view in two_views(6)))}
     expected |= {name: p.grad for name, p in task.named_parameters() if p.grad is not None}
     assert parts[0].keys() == parts[1].keys() == expected.keys()
     for name, whole in expected.items():
@@ -202,15 +216,15 @@ def pretrain(task: MoCo, steps: int) -> list[float]:
     """The losses of training on digits; a rate that rises over 20 steps and falls to 0."""
     generator = torch.Generator().manual_seed(0)
     pixels, _ = digits()
-    optimizer = torch.optim.AdamW(task.parameters(), weight_decay=0.05)
+    optimizer, follower = torch.optim.AdamW(task.parameters(), weight_decay=0.05), MomentumEncoder(task)
     losses = []
     for number in range(steps):
         optimizer.param_groups[0]["lr"] = 1e-2 * min(1, (number + 1) / 20) * (1 - number / steps)
         chosen = pixels[torch.randint(0, TRAIN, (128,), generator=generator)]
         optimizer.zero_grad()
-        losses.append(step(task, view(chosen, generator), view(chosen, generator)).item())
+        losses.append(step(task, follower, view(chosen, generator), view(chosen, generator)).item())
         optimizer.step()
-        task.update_momentum_encoder(momentum(number, steps))
+        follower.follow(task, momentum(number, steps))
     return losses
 
 

@@ -1,0 +1,72 @@
+"""How images are cut and changed, as a recipe says it. What is done, and with which numbers: `ray_jobs.augment`."""
+
+from __future__ import annotations
+
+from typing import Any, Literal, Self
+
+from pydantic import Field, model_validator
+
+from vit_model.config import Frozen
+
+Augmentation = Literal[
+    "none",
+    "flip",
+    "shift",
+    "shift_flip",
+    "crop_flip",
+    "resized_crop_flip",
+    "squash_crop",
+    "squash_crop_flip",
+]
+"""What is done to each training image before anything else. Flips are left to right, of half of the images.
+
+none               nothing
+flip               a flip
+shift              by one pixel at most in each direction, zeros coming in: for tiny images
+shift_flip         the same and a flip
+crop_flip          the Inception crop of ViT's pretraining (area 5-100 %, aspect 3/4-4/3, side lengths uniform), a flip
+resized_crop_flip  torchvision's RandomResizedCrop (area 8-100 % uniform, aspect 3/4-4/3 log-uniform) and a flip
+squash_crop        6/7 of each side, anywhere: squashed to 448, of that 384, as BiT fine-tunes
+squash_crop_flip   the same and a flip
+"""
+
+
+class RandAugment(Frozen):
+    """So many of 16 operations on each image, each of them always applied (vit.md, section 2.3)."""
+
+    layers: int = Field(2, ge=1, le=16)
+    magnitude: float = Field(
+        ge=0, le=30, description="10 is the original's most; AugReg goes from 0, which is not nothing, to 20"
+    )
+
+
+def mixing(name: str) -> Any:
+    """A field for the alpha of mixup or cutmix."""
+    return Field(
+        0.0,
+        ge=0,
+        le=1000,
+        description=f"{name} of each image with the one before it in the global batch, the weight of each step drawn"
+        " from Beta(alpha, alpha); 0: none. With both mixup and cutmix each step is one or the other",
+    )
+
+
+class EvalCrop(Frozen):
+    """How an image becomes a square where nothing is random: when a model is judged, or used (vit.md, section 9).
+
+    The authors squash after fine-tuning; big_vision takes the middle, of 256 for 224 pixels (crop_fraction 0.875) after
+    pretraining and of 448 for 384 (0.857143) after fine-tuning.
+    """
+
+    crop: Literal["squash", "center"] = Field(
+        description="straight to the square, or the middle after the shorter side was brought to size"
+    )
+    crop_fraction: float = Field(1.0, gt=0, le=1, description="with center: of that shorter side")
+
+    @model_validator(mode="after")
+    def _fields_agree(self) -> Self:
+        if self.crop == "squash" and self.crop_fraction != 1.0:
+            raise ValueError(
+                f"crop_fraction {self.crop_fraction} has no meaning with crop squash; center uses it"
+            )
+        return self

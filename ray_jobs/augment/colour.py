@@ -1,0 +1,136 @@
+"""Changes of colour and sharpness, with their own strength for each image if need be.
+
+In and out: uint8 tensors [n, h, w, c], on any device, with the same result on all: whole numbers, or float32 in single
+operations. As Pillow computes them; `factor` is a number or one for each image [n], and 1 leaves an image as it is.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+Factor = float | Tensor
+
+
+def blend(plain: Tensor, images: Tensor, factor: Factor) -> Tensor:
+    """From `plain` (factor 0) to `images` (1) and beyond, cut off to 0..255 and rounded down."""
+    if isinstance(factor, Tensor):
+        factor = factor.to(images.device, torch.float32)[:, None, None, None]
+    start = plain.float()
+    return (start + (images.float() - start) * factor).clamp_(0, 255).to(torch.uint8)
+
+
+def grey(images: Tensor) -> Tensor:
+    """[n, h, w, 1]: ITU-R 601 luma in Pillow's whole numbers; a grey image is its own."""
+    if images.shape[3] == 1:
+        return images
+    red, green, blue = images.int().unbind(3)
+    return ((19595 * red + 38470 * green + 7471 * blue + 0x8000) >> 16).to(torch.uint8)[..., None]
+
+
+def brightness(images: Tensor, factor: Factor) -> Tensor:
+    return blend(torch.zeros_like(images), images, factor)
+
+
+def saturation(images: Tensor, factor: Factor) -> Tensor:
+    """RandAugment's Color: 0 is grey."""
+    return blend(grey(images), images, factor)
+
+
+def contrast(images: Tensor, factor: Factor) -> Tensor:
+    """0 is the image's mean grey throughout, rounded."""
+    lumas = grey(images).flatten(1).long()
+    pixels = lumas.shape[1]
+    mean = (2 * lumas.sum(dim=1) + pixels) // (2 * pixels)
+    return blend(mean[:, None, None, None], images, factor)
+
+
+def sharpness(images: Tensor, factor: Factor) -> Tensor:
+    """0 is smoothed by [[1, 1, 1], [1, 5, 1], [1, 1, 1]] / 13, but for the pixels at the border."""
+    numbers = images.short()
+    rows = numbers[:, :-2] + numbers[:, 1:-1] + numbers[:, 2:]
+    total = rows[:, :, :-2] + rows[:, :, 1:-1] + rows[:, :, 2:] + 4 * numbers[:, 1:-1, 1:-1]
+    smooth = images.clone()
+    smooth[:, 1:-1, 1:-1] = ((total + 6).float() / 13).to(torch.uint8)
+    return blend(smooth, images, factor)
+
+
+def hue(images: Tensor, turn: Factor) -> Tensor:
+    """Colours turned by this part of the circle; 0 leaves them as they are. Lightest and darkest channel stay (HSV)."""
+    if images.shape[3] == 1:
+        return images
+    if isinstance(turn, Tensor):
+        turn = turn.to(images.device, torch.float32)[:, None, None]
+    numbers = images.float()
+    red, green, blue = numbers.unbind(3)
+    highest, lowest = numbers.amax(3), numbers.amin(3)
+    spread = highest - lowest
+    divisor = torch.where(spread > 0, spread, torch.ones_like(spread))
+    sixth = torch.where(
+        highest == red,
+        (green - blue) / divisor,
+        torch.where(highest == green, 2 + (blue - red) / divisor, 4 + (red - green) / divisor),
+    )
+    turned = sixth + 6 * turn
+    # A channel is the highest in its third of the circle, falls to the lowest over a sixth, and rises again.
+    channels = [highest - spread * _distance(turned, corner).sub(1).clamp(0, 1) for corner in (0, 2, 4)]
+    return torch.stack(channels, dim=3).round().clamp(0, 255).to(torch.uint8)
+
+
+def _distance(sixths: Tensor, corner: float) -> Tensor:
+    """How far apart on the circle, which is 6 round: 0 to 3."""
+    return ((sixths - corner + 3) % 6 - 3).abs()
+
+
+def invert(images: Tensor) -> Tensor:
+    return 255 - images
+
+
+def solarize(images: Tensor, threshold: int) -> Tensor:
+    """Inverts what is `threshold` or more."""
+    return images if threshold > 255 else torch.where(images < threshold, images, 255 - images)
+
+
+def solarize_add(images: Tensor, addition: int) -> Tensor:
+    """Adds to what is below 128."""
+    added = (images.int() + addition).clamp(max=255).to(torch.uint8)
+    return torch.where(images < 128, added, images)
+
+
+def posterize(images: Tensor, bits: int) -> Tensor:
+    """Keeps the highest bits, at least one."""
+    return images & (256 - 2 ** (8 - min(max(bits, 1), 8)))
+
+
+def autocontrast(images: Tensor) -> Tensor:
+    """Stretches each channel of an image to 0..255."""
+    low, high = images.amin((1, 2), keepdim=True).float(), images.amax((1, 2), keepdim=True).float()
+    stretched = (images.float() - low) * 255 / (high - low).clamp(min=1)
+    return torch.where(high > low, stretched.to(torch.uint8), images)
+
+
+def equalize(images: Tensor) -> Tensor:
+    """Makes each channel's grey values about equally frequent."""
+    n, height, width, c = images.shape
+    planes = images.permute(0, 3, 1, 2).reshape(n * c, height * width).long()
+    offsets = 256 * torch.arange(n * c, device=images.device)[:, None]
+    histogram = torch.bincount((planes + offsets).flatten(), minlength=n * c * 256).view(n * c, 256)
+    of_highest = histogram.gather(1, planes.amax(1, keepdim=True))
+    step = (height * width - of_highest) // 255
+    table = ((histogram.cumsum(1) - histogram + step // 2) // step.clamp(min=1)).clamp(max=255)
+    table = torch.where(step > 0, table, torch.arange(256, device=images.device)).to(torch.uint8)
+    return table.gather(1, planes).view(n, c, height, width).permute(0, 2, 3, 1).contiguous()
+
+
+def gaussian_blur(images: Tensor, sigma: Tensor, radius: int) -> Tensor:
+    """A Gaussian of `sigma` [n] pixels, cut off at `radius`, the border's pixels repeated outside."""
+    n, height, width, c = images.shape
+    offsets = torch.arange(-radius, radius + 1, device=images.device)
+    weights = torch.exp(-0.5 * (offsets / sigma.to(images.device, torch.float32)[:, None]) ** 2)
+    weights = (weights / weights.sum(1, keepdim=True)).repeat_interleave(c, 0)  # [n * c, 2 * radius + 1]
+    planes = images.permute(0, 3, 1, 2).reshape(1, n * c, height, width).float()
+    planes = functional.pad(planes, (radius,) * 4, mode="replicate")
+    planes = functional.conv2d(planes, weights[:, None, None, :], groups=n * c)
+    planes = functional.conv2d(planes, weights[:, None, :, None], groups=n * c)
+    return planes.round().clamp(0, 255).to(torch.uint8).view(n, c, height, width).permute(0, 2, 3, 1)

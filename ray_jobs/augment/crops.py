@@ -1,0 +1,133 @@
+"""Which part of an image is taken, and whether it is mirrored: numbers only, so that a decoder can ask beforehand.
+
+In: a policy, sizes of images and random numbers. Out: boxes in whole pixels. No pixel is touched here.
+Use, before decoding: `crops("crop_flip", seed, positions, heights, widths)`, for one image or a batch of them; the part
+is then resized to the model's square, and mirrored where `flipped` says so.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ray_jobs.augment.random import uniform
+
+Numbers = NDArray[np.float64]
+Pixels = NDArray[np.int64]
+Size = int | Pixels  # of all images, or of each
+
+CROP_AREA = (0.05, 1.0)
+CROP_ASPECT = (3 / 4, 4 / 3)
+RESIZED_CROP_AREA = (0.08, 1.0)
+RESIZED_CROP_TRIES = 10
+SQUASH_CROP = 384 / 448  # of each side: the paper's fine-tuning squashes to 448 and takes 384
+
+# How many numbers each policy draws for a sample. The last is for the flip; squash_crop flips nothing.
+_DRAWS = {"flip": 8, "crop_flip": 8, "squash_crop": 8, "squash_crop_flip": 8, "resized_crop_flip": 24}
+_FLIP = {"resized_crop_flip": 2 * RESIZED_CROP_TRIES + 2}
+CROPPING = frozenset(_DRAWS)
+"""The policies that take a part of the original image. The others ("none", "shift", "shift_flip") change an image that
+is already at the model's resolution."""
+
+
+class Crops(NamedTuple):
+    """Boxes in whole pixels, int64 [n] each, inside their images; and bool [n]: whether the part is mirrored."""
+
+    top: Pixels
+    left: Pixels
+    height: Pixels
+    width: Pixels
+    flipped: NDArray[np.bool_]
+
+
+def crops(
+    policy: str, seed: int, positions: Pixels, height: Size, width: Size, purpose: str = "augment"
+) -> Crops:
+    """What a policy of `CROPPING` takes of images of these sizes (an int, or [n]) at these positions [n] of the stream.
+
+    `purpose` keeps several views of the same image apart. Raises ValueError for a policy that takes no part.
+    """
+    if policy not in CROPPING:
+        raise ValueError(f"augmentation policy {policy!r} takes no part of an image; {', '.join(_DRAWS)} do")
+    draws = uniform(seed, positions, _DRAWS[policy], purpose)
+    if policy == "crop_flip":
+        box = crop_boxes(draws, height, width)
+    elif policy == "resized_crop_flip":
+        box = resized_crop_boxes(draws, height, width)
+    elif policy == "flip":
+        zero = np.zeros(len(draws), np.int64)
+        box = (zero, zero, zero + height, zero + width)
+    else:
+        box = squash_crop_boxes(draws, height, width)
+    flipped = draws[:, _FLIP.get(policy, 4)] < 0.5
+    return Crops(*box, np.zeros_like(flipped) if policy == "squash_crop" else flipped)
+
+
+def crop_boxes(draws: Numbers, height: Size, width: Size) -> tuple[Pixels, Pixels, Pixels, Pixels]:
+    """(top, left, height, width) of the Inception crop of ViT's pretraining, from a sample's first four draws.
+
+    Area 5-100 %, aspect 3/4-4/3, height uniform between its limits as TensorFlow's sampler does, so the area is not
+    uniform (vit.md, trap 14 and section 9).
+    """
+    aspect = CROP_ASPECT[0] + draws[:, 0] * (CROP_ASPECT[1] - CROP_ASPECT[0])
+    area = np.asarray(height * width)
+    highest = np.minimum(np.minimum(np.sqrt(CROP_AREA[1] * area / aspect), width / aspect), height)
+    lowest = np.minimum(np.sqrt(CROP_AREA[0] * area / aspect), highest)
+    tall = lowest + draws[:, 1] * (highest - lowest)
+    crop_height = np.clip(np.round(tall), 1, height).astype(np.int64)
+    crop_width = np.clip(np.round(tall * aspect), 1, width).astype(np.int64)
+    return *_placed(draws[:, 2:4], height, width, crop_height, crop_width), crop_height, crop_width
+
+
+def resized_crop_boxes(draws: Numbers, height: Size, width: Size) -> tuple[Pixels, Pixels, Pixels, Pixels]:
+    """(top, left, height, width) of torchvision's RandomResizedCrop, from a sample's first 22 draws.
+
+    Area uniform from 8 to 100 %, aspect log-uniform from 3/4 to 4/3; the first of ten tries that lies inside the
+    image, else its middle with the aspect brought into that range.
+    """
+    tries = draws[:, : 2 * RESIZED_CROP_TRIES].reshape(len(draws), RESIZED_CROP_TRIES, 2)
+    heights, widths = (np.broadcast_to(size, len(draws))[:, None] for size in (height, width))
+    smallest, largest = RESIZED_CROP_AREA
+    area = heights * widths * (smallest + tries[:, :, 0] * (largest - smallest))
+    low, high = (math.log(limit) for limit in CROP_ASPECT)
+    aspect = np.exp(low + tries[:, :, 1] * (high - low))
+    tall, wide = np.round(np.sqrt(area / aspect)), np.round(np.sqrt(area * aspect))
+    fits = (tall > 0) & (tall <= heights) & (wide > 0) & (wide <= widths)
+    found, first = fits.any(axis=1), fits.argmax(axis=1)
+    every = np.arange(len(draws))
+    middle_height = np.minimum(heights[:, 0], np.round(widths[:, 0] / CROP_ASPECT[0]))
+    middle_width = np.minimum(widths[:, 0], np.round(heights[:, 0] * CROP_ASPECT[1]))
+    crop_height = np.where(found, tall[every, first], middle_height).astype(np.int64)
+    crop_width = np.where(found, wide[every, first], middle_width).astype(np.int64)
+    place = draws[:, 2 * RESIZED_CROP_TRIES : 2 * RESIZED_CROP_TRIES + 2]
+    top, left = _placed(place, height, width, crop_height, crop_width)
+    return (
+        np.where(found, top, (height - crop_height) // 2),
+        np.where(found, left, (width - crop_width) // 2),
+        crop_height,
+        crop_width,
+    )
+
+
+def squash_crop_boxes(draws: Numbers, height: Size, width: Size) -> tuple[Pixels, Pixels, Pixels, Pixels]:
+    """(top, left, height, width) of BiT's crop, which the paper's fine-tuning cites, from a sample's draws 2 and 3.
+
+    The image squashed to 448 x 448 and 384 x 384 taken of that anywhere: 6/7 of each side, so the square is squashed
+    as the whole would be. In whole pixels of the original image.
+    """
+    ones = np.ones(len(draws), np.int64)
+    crop_height = np.maximum(1, np.round(ones * height * SQUASH_CROP)).astype(np.int64)
+    crop_width = np.maximum(1, np.round(ones * width * SQUASH_CROP)).astype(np.int64)
+    return *_placed(draws[:, 2:4], height, width, crop_height, crop_width), crop_height, crop_width
+
+
+def _placed(
+    draws: Numbers, height: Size, width: Size, crop_height: Pixels, crop_width: Pixels
+) -> tuple[Pixels, Pixels]:
+    """(top, left), each possible place equally likely."""
+    top = (draws[:, 0] * (height - crop_height + 1)).astype(np.int64)
+    left = (draws[:, 1] * (width - crop_width + 1)).astype(np.int64)
+    return top, left

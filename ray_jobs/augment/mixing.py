@@ -1,0 +1,91 @@
+"""Mixup (Zhang et al. 2018) and CutMix (Yun et al. 2019): each image gets some of another's pixels and of its label.
+
+Image i of a *global* batch is mixed with image i - 1, as big_vision rolls a batch; all by one weight, drawn for the
+step. So a worker needs one image of another worker, and the mixed batch is the same at any world size.
+In: uint8 [n, h, w, c] and int64 labels [n]. Out: uint8 of the same shape, and probabilities [n, classes] as targets.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn import functional
+
+from ray_jobs.augment.random import uniform
+
+_BITS = 16  # pixels are mixed in whole numbers: the same on every device
+_PARTS = 1 << _BITS
+_DRAWS = 8
+
+
+class Mix(NamedTuple):
+    """How the images of a step are mixed."""
+
+    own: int
+    """How much of its own label an image keeps, in parts of 65,536; with mixup also of its own pixels."""
+    box: tuple[int, int, int, int] | None
+    """With CutMix (top, left, height, width): what is taken of the other image whole."""
+
+
+def plan(mixup: float, cutmix: float, seed: int, step: int, height: int, width: int) -> Mix | None:
+    """What a step does: a pure function. `mixup` and `cutmix` are the alphas of Beta(alpha, alpha), 0: not at all.
+
+    Mixup's weight is the larger of b and 1 - b (big_vision); CutMix cuts 1 - b of the area, its middle anywhere, and
+    counts what of that lies inside. With both, each step is one or the other, equally likely.
+    """
+    if not mixup and not cutmix:
+        return None
+    from scipy.special import betaincinv  # half a second, which only a training waits for
+
+    draws = uniform(seed, np.array([step]), _DRAWS, "mixing")[0]
+    if mixup and (not cutmix or draws[0] < 0.5):
+        b = float(betaincinv(mixup, mixup, draws[1]))
+        return Mix(round(max(b, 1 - b) * _PARTS), None)
+    side = float(np.sqrt(1 - betaincinv(cutmix, cutmix, draws[1])))
+    box = []
+    for place, size in ((draws[2], height), (draws[3], width)):
+        middle, half = int(place * size), int(side * size) // 2
+        first, end = max(0, middle - half), min(size, middle + half)
+        box.append((first, end - first))
+    (top, tall), (left, wide) = box
+    return Mix(_PARTS - round(_PARTS * tall * wide / (height * width)), (top, left, tall, wide))
+
+
+def mix(images: Tensor, labels: Tensor, classes: int, how: Mix) -> tuple[Tensor, Tensor]:
+    """A worker's share of a global batch, mixed: uint8 [n, h, w, c] and float32 targets [n, classes].
+
+    All workers of torch.distributed's default group call this together; without a group the share is the whole batch.
+    """
+    before, before_label = _last_of_previous(images, labels)
+    others = torch.cat([before[None], images[:-1]])
+    other_labels = torch.cat([before_label[None], labels[:-1]])
+    if how.box is None:
+        mixed = (images.int() * how.own + others.int() * (_PARTS - how.own) + _PARTS // 2) >> _BITS
+        mixed = mixed.to(torch.uint8)
+    else:
+        top, left, height, width = how.box
+        place = (slice(None), slice(top, top + height), slice(left, left + width))
+        mixed = images.clone()
+        mixed[place] = others[place]
+    own = how.own / _PARTS
+    targets, other_targets = (
+        functional.one_hot(given, classes).to(torch.float32) for given in (labels, other_labels)
+    )
+    return mixed, own * targets + (1 - own) * other_targets
+
+
+def _last_of_previous(images: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+    """The last image and label of the worker before this one; the first one's is the last of all."""
+    last = images[-1].contiguous(), labels[-1].contiguous()
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return last
+    found = []
+    for own in last:
+        of_all = [torch.empty_like(own) for _ in range(dist.get_world_size())]
+        dist.all_gather(of_all, own)
+        found.append(of_all[dist.get_rank() - 1])
+    return found[0], found[1]

@@ -1,0 +1,24 @@
+"""Random numbers of samples and steps: pure functions of a seed, a purpose and a position in the training stream.
+
+They are drawn on the CPU and used on whatever device the images are on: the same at any rank, thread count and restart.
+"""
+
+from __future__ import annotations
+
+import hashlib
+
+import numpy as np
+from numpy.typing import NDArray
+
+
+def uniform(
+    seed: int, positions: NDArray[np.int64], draws: int = 8, purpose: str = "augment"
+) -> NDArray[np.float64]:
+    """Numbers in [0, 1), [n, draws]: row i is a pure function of seed, purpose, draws and positions[i] (SplitMix64)."""
+    key = np.uint64(int.from_bytes(hashlib.sha256(f"{purpose}/{seed}".encode()).digest()[:8]))
+    counter = positions.astype(np.uint64)[:, None] * np.uint64(draws) + np.arange(draws, dtype=np.uint64)
+    state = np.asarray(key + counter * np.uint64(0x9E3779B97F4A7C15), np.uint64)
+    state = (state ^ (state >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    state = (state ^ (state >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    state ^= state >> np.uint64(31)
+    return np.asarray(state >> np.uint64(11), np.float64) / 2.0**53

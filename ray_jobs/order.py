@@ -1,0 +1,160 @@
+"""In what order samples are seen: pure functions of (fingerprint, seed, epoch), the same at any world size.
+
+Training sees one endless stream, epoch after epoch; global batch s is positions s * G ... (s + 1) * G of it.
+So an epoch drops nothing, its last batch is filled from the next epoch, and a set smaller than a batch works
+too. Each rank takes its contiguous share of a global batch. The whole state of a loader is how many samples were
+delivered: any position's row is computed from its number alone, in no memory, whatever came before.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+_ROUNDS = 8  # of two halves each; fewer are enough for large n, but show below ten
+_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+STREAMS = 64  # parts of an epoch that are read side by side: up to so many nodes share no row group
+WINDOW = 4  # row groups of a stream that are mixed
+
+
+class Order(Protocol):
+    """Which row a position of the stream is."""
+
+    def rows(self, positions: NDArray[np.int64]) -> NDArray[np.int64]:
+        """The row of each position."""
+
+
+def sample_positions(step: int, global_batch: int, rank: int, world: int) -> NDArray[np.int64]:
+    """A rank's positions in the endless stream at one step, [global_batch / world]: they seed augmentation."""
+    check_world(global_batch, rank, world)
+    share = global_batch // world
+    start = step * global_batch + rank * share
+    return np.arange(start, start + share, dtype=np.int64)
+
+
+def check_world(global_batch: int, rank: int, world: int) -> None:
+    """Raise ValueError unless `rank` is one of `world` ranks that share `global_batch` equally."""
+    if global_batch < 1 or world < 1 or global_batch % world:
+        raise ValueError(f"global batch {global_batch} cannot be shared equally by {world} workers")
+    if not 0 <= rank < world:
+        raise ValueError(f"rank {rank} is not one of the {world} ranks 0..{world - 1}")
+
+
+class GlobalOrder:
+    """Every epoch is a permutation of all n rows: the best mixing, for data on a local disk.
+
+    `fingerprint` is the dataset's content digest: another dataset under the same seed has another order.
+    """
+
+    def __init__(self, n: int, fingerprint: str, seed: int) -> None:
+        if n < 1:
+            raise ValueError(f"n {n}: a loader needs one sample or more")
+        self._n = n
+        self._key = _key(f"order/{fingerprint}/{seed}")
+
+    def rows(self, positions: NDArray[np.int64]) -> NDArray[np.int64]:
+        """The row of each position."""
+        epochs, within = np.divmod(positions, self._n)
+        if len(positions) and epochs[0] == epochs[-1]:  # mostly: one key for all costs half
+            epochs = epochs[:1]
+        return permute(within, self._n, _mix(self._key, epochs))
+
+
+class WindowOrder:
+    """Every epoch is a permutation that reads few row groups at a time: for data on S3 that no disk here can hold.
+
+    The row groups are permuted and cut into `STREAMS` parts; a global batch takes its share of each part, so that
+    ranks read different ones; within a part, the rows of `WINDOW` row groups at a time are permuted. Rows of one row
+    group have the same number in `groups` [n].
+    """
+
+    def __init__(self, groups: NDArray[np.int64], fingerprint: str, seed: int, global_batch: int) -> None:
+        if not len(groups):
+            raise ValueError("n 0: a loader needs one sample or more")
+        self._n, self._batch = len(groups), global_batch
+        self._by_group = np.argsort(groups, kind="stable")
+        self._sizes = np.bincount(groups)
+        self._starts = np.cumsum(self._sizes) - self._sizes
+        self._window = max(1, round(WINDOW * self._n / len(np.unique(groups))))
+        self._key = _key(f"window/{fingerprint}/{seed}")
+        streams = min(STREAMS, global_batch)
+        # Slots [edges[c], edges[c + 1]) of a global batch belong to stream c.
+        self._edges = np.arange(streams + 1) * global_batch // streams
+
+    def rows(self, positions: NDArray[np.int64]) -> NDArray[np.int64]:
+        """The row of each position."""
+        epochs = positions // self._n
+        found = np.empty_like(positions)
+        for epoch in np.unique(epochs).tolist():
+            here = epochs == epoch
+            found[here] = self._in_epoch(epoch, positions[here])
+        return found
+
+    def _in_epoch(self, epoch: int, positions: NDArray[np.int64]) -> NDArray[np.int64]:
+        first = epoch * self._n
+        before, after = self._slots(np.array([first, first + self._n]))
+        ends = np.cumsum(after - before)
+        stream = np.searchsorted(self._edges, positions % self._batch, "right") - 1
+        starts, length = ends[stream] - (after - before)[stream], (after - before)[stream]
+        place = self._slots(positions)[np.arange(len(positions)), stream] - before[stream]
+
+        key = _mix(self._key, epoch)
+        window, within = np.divmod(place, self._window)
+        size = np.minimum(self._window, length - window * self._window)
+        mixed = permute(within, size, _mix(_mix(key, stream), window))
+        sequence = starts + window * self._window + mixed
+
+        groups = permute(np.arange(len(self._sizes)), len(self._sizes), key)
+        group_ends = np.cumsum(self._sizes[groups])
+        number = np.searchsorted(group_ends, sequence, "right")
+        group = groups[number]
+        return self._by_group[self._starts[group] + sequence - (group_ends - self._sizes[groups])[number]]
+
+    def _slots(self, positions: NDArray[np.int64]) -> NDArray[np.int64]:
+        """How many positions before each belong to each stream, [n, streams]."""
+        whole, part = np.divmod(positions[:, None], self._batch)
+        sizes = np.diff(self._edges)
+        return whole * sizes + np.clip(part - self._edges[:-1], 0, sizes)
+
+
+def permute(index: ArrayLike, n: ArrayLike, key: NDArray[np.uint64]) -> NDArray[np.int64]:
+    """The image of each `index` under a permutation of 0..n-1 that `key` names; n and key may differ for each.
+
+    A Feistel network on the numbers below a * b >= n, a about the root of n, run again while it leaves 0..n-1 (Black
+    and Rogaway, Ciphers with arbitrary finite domains, 2002): no table, so any position costs the same.
+    """
+    index, n = np.atleast_1d(index).astype(np.uint64), np.atleast_1d(n).astype(np.uint64)
+    a = np.ceil(np.sqrt(n)).astype(np.uint64)
+    b = (n + a - np.uint64(1)) // a
+    keys = _mix(key, np.arange(2 * _ROUNDS)[:, None])
+    value = _feistel(index, a, b, keys)
+    while (outside := value >= n).any():
+        some = [np.broadcast_to(part, (*part.shape[:-1], len(value)))[..., outside] for part in (a, b, keys)]
+        value[outside] = _feistel(value[outside], *some)
+    return value.astype(np.int64)
+
+
+def _feistel(
+    value: NDArray[np.uint64], a: NDArray[np.uint64], b: NDArray[np.uint64], keys: NDArray[np.uint64]
+) -> NDArray[np.uint64]:
+    left, right = value % a, value // a
+    for even, odd in zip(keys[::2], keys[1::2], strict=True):
+        left = (left + _mix(even, right)) % a
+        right = (right + _mix(odd, left)) % b
+    return np.asarray(right * a + left, np.uint64)
+
+
+def _key(name: str) -> NDArray[np.uint64]:
+    return np.frombuffer(hashlib.sha256(name.encode()).digest()[:8], ">u8").astype(np.uint64)
+
+
+def _mix(key: NDArray[np.uint64], number: ArrayLike) -> NDArray[np.uint64]:
+    """A hash of (key, number), 64 bits (SplitMix64)."""
+    # at least one dimension: numpy warns of scalars that overflow
+    state = key + (np.atleast_1d(number).astype(np.uint64) + np.uint64(1)) * _GOLDEN
+    state = (state ^ (state >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    state = (state ^ (state >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return np.asarray(state ^ (state >> np.uint64(31)), np.uint64)
