@@ -277,11 +277,16 @@ class Evaluate(_Stage):
 
     VERSION: ClassVar[int] = 2
     KIND: ClassVar[str] = "evaluation"
+    LATER: ClassVar[frozenset[str]] = frozenset({"support", "linear_probe"})
     job: Literal["evaluate"]
     data: str = takes("dataset")
     backbone: str = takes("model")
     shots: Annotated[tuple[Shots, ...], Field(min_length=1), AfterValidator(distinct)] = (1, 5, 10, 25)
     draws: int = Field(20, ge=1)
+    support: Literal["train", "train+dev"] = Field(
+        "train", description="the images that labels may be drawn from; test is scored"
+    )
+    linear_probe: bool = Field(False, description="beside the few shots: all labels of the support at once")
     seed: Seed = 0
     threads: int = execution(1, ge=1)
 
