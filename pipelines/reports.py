@@ -25,11 +25,14 @@ _TABLES = ("rows.parquet", "predictions.parquet")
 
 
 def verdict_lines(report: dict[str, Any]) -> list[str]:
-    """The question, its answer, and a sentence for each comparison."""
+    """VTAB's means of what was trained, the question, its answer, a sentence for each comparison, what was not made."""
+    missing = report.get("missing", [])
     return [
+        *(score["sentence"] for score in report.get("vtab", []) if score["trained"]),
         f"{report['question']} {report['headline']}",
         *(verdict["sentence"] for verdict in report["verdicts"]),
         *filter(None, [report["note"]]),
+        *([f"Not made, so not in this report: {', '.join(missing)}."] if missing else []),
     ]
 
 

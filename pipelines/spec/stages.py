@@ -314,10 +314,14 @@ class Report(_Stage):
     """One page of everything: a table, curves, sheets of images, and the rows behind them."""
 
     KIND: ClassVar[str] = "report"
+    LATER: ClassVar[frozenset[str]] = frozenset({"missing"})
     job: Literal["report"]
     title: str
     note: str = Field("", description="what a reader should know beside the verdict")
     of: tuple[str, ...] = takes("dataset", "model", "evaluation", shows_names=True, min_length=1)
+    missing: tuple[str, ...] = Field(
+        (), description="filled in by a run: members of a matrix that it could not make, taken out of `of`"
+    )
 
 
 Stage = Annotated[

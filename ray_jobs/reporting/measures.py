@@ -25,7 +25,7 @@ REPORT_ROWS = pa.schema([*_FROM, *ROWS])
 REPORT_PREDICTIONS = pa.schema([*_FROM, *PREDICTIONS])
 
 _ENTRY = ("artifact", "stage", "task", "protocol", "method", "labels_per_class")
-_ORDER = {"few-shot linear": 0, "fine-tuning": 1, "baseline": 2}
+_ORDER = {"few-shot linear": 0, "linear probe": 1, "fine-tuning": 2, "baseline": 3}
 
 
 @dataclass(frozen=True)
