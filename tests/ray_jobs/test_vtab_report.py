@@ -172,7 +172,7 @@ def test_what_is_missing_is_said_wherever_the_score_stands(whole: tuple[dict[str
     assert verdict_lines(numbers)[0] == score["sentence"]
     assert "<h2>VTAB-1k: 4 of its 19 tasks</h2>" in page
     assert "Mean over 4 of 19 tasks" in page
-    assert page.count("<small>missing</small>") == 15
+    assert page.count(": missing</td>") == 15
     assert "Not made, so not on this page: images@task=dtd, few_shot@task=dtd." in page
     assert verdict_lines(numbers)[-1].endswith("images@task=dtd, few_shot@task=dtd.")
 
