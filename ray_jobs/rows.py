@@ -92,8 +92,14 @@ def scored(
 
 def write_predictions(path: Path, parts: Sequence[pa.Table]) -> None:
     """Writes tables of PREDICTIONS, one after the other, as Parquet."""
-    table = pa.concat_tables([PREDICTIONS.empty_table(), *parts])
-    pq.write_table(table, path, compression="zstd", dictionary_pagesize_limit=_DICTIONARY_BYTES)
+    write_parquet(path, pa.concat_tables([PREDICTIONS.empty_table(), *parts]))
+
+
+def write_parquet(path: Path, table: pa.Table) -> None:
+    """Writes a table whose texts may be dictionaries in memory; whoever reads it gets texts."""
+    pq.write_table(
+        table, path, compression="zstd", store_schema=False, dictionary_pagesize_limit=_DICTIONARY_BYTES
+    )
 
 
 def write_table(path: Path, rows: Sequence[Row], schema: Any) -> None:
@@ -106,7 +112,7 @@ def write_table(path: Path, rows: Sequence[Row], schema: Any) -> None:
     """
     columns = _checked_columns(rows, schema)
     table = pa.table([pa.array(columns[field.name], field.type) for field in schema], schema=schema)
-    pq.write_table(table, path, compression="zstd")
+    write_parquet(path, table)
 
 
 def read_table(path: Path, schema: Any) -> list[Row]:
