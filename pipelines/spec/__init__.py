@@ -35,6 +35,7 @@ from pipelines.spec.stages import (
     input_fields,
     module,
 )
+from pipelines.spec.vtab import VtabSource
 
 __all__ = [
     "FASHION_MNIST_ROOT",
@@ -63,6 +64,7 @@ __all__ = [
     "ResNetSize",
     "Source",
     "Stage",
+    "VtabSource",
     "input_fields",
     "module",
     "nearest",

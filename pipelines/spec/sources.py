@@ -11,6 +11,7 @@ from typing import Annotated, Literal, Self, get_args
 from pydantic import AfterValidator, Field, model_validator
 
 from pipelines.spec.fields import RecipeError, Seed, absolute, ascending, distinct, execution
+from pipelines.spec.vtab import VtabSource
 from vit_model.config import Frozen
 
 
@@ -101,7 +102,7 @@ class IdxSource(Frozen):
             yield plain.name, zipped if zipped.is_file() else plain
 
 
-AnySource = GlyphSource | DigitsSource | FolderSource | IdxSource
+AnySource = GlyphSource | DigitsSource | FolderSource | IdxSource | VtabSource
 Source = Annotated[AnySource, Field(discriminator="kind")]
 SOURCE_TYPES: dict[str, type[Frozen]] = {
     get_args(source.model_fields["kind"].annotation)[0]: source for source in get_args(AnySource)

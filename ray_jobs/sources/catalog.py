@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Protocol, cast
 
 import numpy as np
@@ -10,10 +10,10 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from pipelines.spec import Source
-from ray_jobs.sources import containers, digits, folder, glyphs, idx
+from ray_jobs.sources import containers, digits, folder, glyphs, idx, vtab
 from ray_jobs.sources.entries import Files, Listing
 
-_MODULES = {"digits": digits, "folder": folder, "glyphs": glyphs, "idx": idx}
+_MODULES = {"digits": digits, "folder": folder, "glyphs": glyphs, "idx": idx, "vtab": vtab}
 
 
 class _Rows(Protocol):
@@ -38,4 +38,21 @@ def images(
         yield from module.rows(source, files, entries["offset"].to_pylist())
     else:
         assert "row" not in codecs, "a source has its images in arrays or in files"
-        yield from containers.read(files, entries)
+        found = containers.read(files, entries)
+        if processed := getattr(_MODULES[source.kind], "processed", None):
+            yield from _processed(processed, source, entries["key"].to_pylist(), found)
+        else:
+            yield from found
+
+
+def _processed(
+    processed: Callable[[Source, str, bytes], bytes],
+    source: Source,
+    keys: Iterable[str],
+    found: Iterable[bytes | ValueError],
+) -> Iterator[bytes | ValueError]:
+    for key, image in zip(keys, found, strict=True):
+        try:
+            yield image if isinstance(image, ValueError) else processed(source, key, image)
+        except ValueError as error:
+            yield error

@@ -5,6 +5,8 @@ A source is a module of this package with
     listing(source, files) -> Listing           what there is; reads directories of archives and lists of labels
     rows(source, files, numbers) -> Iterator    the images of these numbers as arrays, uint8 [h, w, c]; only where
                                                 the listing has entries with codec "row" (images that lie in arrays)
+    processed(source, key, image) -> bytes      an image file as a published recipe changes it, from its bytes; only
+                                                where a data set is used in changed form. Raises ValueError
 
 `files` maps the names of `source.files()` to where each lies: a local path or s3://bucket/key. All other entries are
 byte ranges of those files, which `ray_jobs.sources.containers` reads.

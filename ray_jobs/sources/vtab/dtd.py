@@ -1,0 +1,31 @@
+"""DTD (datasets.md 2.3): a tar of images in class folders, and lists of ten partitions: VTAB takes the first."""
+
+from __future__ import annotations
+
+from pipelines.spec.vtab import VtabSource
+from ray_jobs.sources.entries import Files, Listing
+from ray_jobs.sources.vtab import archives, splits
+from ray_jobs.sources.vtab.splits import Records
+
+_FILE = "dtd-r1.0.1.tar.gz"
+_LISTS = {"train": "train1", "validation": "val1", "test": "test1"}
+
+
+def listing(source: VtabSource, files: Files) -> Listing:
+    """Images of 47 classes in plain order."""
+    members = archives.by_path(files, _FILE)
+    lists = {
+        part: archives.lines_of(files, _FILE, members, f"dtd/labels/{name}.txt")
+        for part, name in _LISTS.items()
+    }
+    names = sorted({line.partition("/")[0] for keys in lists.values() for line in keys})
+    label = {name: number for number, name in enumerate(names)}
+    parts = {
+        part: Records(
+            keys,
+            [label[key.partition("/")[0]] for key in keys],
+            [members.get(f"dtd/images/{key}") for key in keys],
+        )
+        for part, keys in lists.items()
+    }
+    return splits.listing("dtd", names, parts)
