@@ -13,6 +13,7 @@ from pipelines import store as st
 from pipelines.pipeline import Pipeline
 from pipelines.recipe import load_pipeline
 from pipelines.spec import RecipeError
+from pipelines.spec.vtab import TASKS
 from pipelines.store import open_store
 from tests.records import make_manifest
 
@@ -125,6 +126,20 @@ def test_a_report_of_less_is_another_report(recipe: Path, tmp_path: Path) -> Non
     assert len(then) == 7
     assert then["report"] != first["report"]
     assert {name: then[name] for name in first if name != "report"} | {"report": first["report"]} == first
+
+
+def test_the_vtab_recipe_takes_archives_and_a_model_and_has_all_tasks() -> None:
+    with pytest.raises(RecipeError) as raised:
+        load_pipeline("vtab_fewshot")
+    _, images, backbone = str(raised.value).splitlines()
+    assert images.endswith("--set images.source.root=... (in images@task=caltech101 and 18 more)"), (
+        "said once"
+    )
+    assert backbone.endswith("--set backbone.path=...")
+    stages = load_pipeline("vtab_fewshot", ("images.source.root=/x", "backbone.path=/y")).stages
+    assert [name for name in stages if name.startswith("images")] == [f"images@task={task}" for task in TASKS]
+    report = stages["report"].inputs()["of"]
+    assert len(report) == 2 * len(TASKS) + 1
 
 
 @pytest.mark.ray
