@@ -27,7 +27,7 @@ def write_model(folder: Path) -> Path:
     )
     contract = model_contract(ModelSize(patch_size=4, width=16, depth=1, num_heads=2), 16, info)
     network = build(contract.architecture)
-    network.initialise(0)
+    network.initialise(3)  # not what an untrained one begins with
     folder.mkdir()
     save_model(folder, network, contract)
     return folder

@@ -1,5 +1,6 @@
 """VTAB-1k's table in a report, from real evaluations of small datasets that stand in for four of its tasks."""
 
+import io
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -8,11 +9,12 @@ from typing import Any
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
+from rich.console import Console
 from sklearn.datasets import load_digits
 
 from pipelines import store as st
 from pipelines.query import query
-from pipelines.reports import verdict_lines
+from pipelines.reports import verdict_lines, vtab_table
 from pipelines.spec import Evaluate, ModelSize, Report
 from pipelines.spec.vtab import GROUPS, TASKS
 from pipelines.store import Manifest, Store, input_ref, open_store
@@ -175,6 +177,18 @@ def test_what_is_missing_is_said_wherever_the_score_stands(whole: tuple[dict[str
     assert page.count(": missing</td>") == 15
     assert "Not made, so not on this page: images@task=dtd, few_shot@task=dtd." in page
     assert verdict_lines(numbers)[-1].endswith("images@task=dtd, few_shot@task=dtd.")
+
+
+def test_the_table_for_a_terminal_has_every_number(whole: tuple[dict[str, Any], str]) -> None:
+    score = whole[0]["vtab"][0]
+    console = Console(width=80, file=io.StringIO())
+    console.print(vtab_table(score))
+    shown = [line.split() for line in console.file.getvalue().splitlines()]  # type: ignore[attr-defined]
+    for line in score["tasks"]:
+        cells = ["–"] * 3 if line["missing"] else [f"{100 * value:.1f}" for value in line["accuracies"]]
+        assert [*line["title"].split(), *cells] in shown
+    means = [f"{100 * column['mean']:.1f}" for column in score["columns"]]
+    assert ["mean", "over", "4", "of", "19", "tasks", *means] in shown
 
 
 def test_notes_on_membership_stand_beside_their_task(whole: tuple[dict[str, Any], str]) -> None:
