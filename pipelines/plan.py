@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import graphlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
 from pipelines import identity
-from pipelines.pipeline import Pipeline
-from pipelines.spec import AnyStage
+from pipelines.pipeline import Pipeline, base
+from pipelines.spec import AnyStage, RecipeError, Report
 from pipelines.store import (
     InputRef,
     Manifest,
@@ -27,7 +27,8 @@ READERS = 16  # manifests read at once: on S3 each takes a round trip
 
 @dataclass(frozen=True)
 class PlannedStage:
-    """One stage as the store sees it now: committed (`manifest`), ready to run (`key`), or waiting for its inputs."""
+    """One stage as the store sees it now: committed (`manifest`), ready to run (`key`), waiting for its inputs, or
+    impossible (`lost`)."""
 
     name: str
     config: AnyStage
@@ -37,10 +38,14 @@ class PlannedStage:
     inputs: dict[str, list[InputRef]] | None = None
     source: str | None = None
     code: str | None = None  # the digest of its code, where that is in the key
+    lost: str | None = None  # why it can't be made
 
     @property
     def state(self) -> str:
-        """cached | run | pending (an input is not finished, so the key is not known yet)."""
+        """cached | run | pending (an input is not finished, so the key is not known yet) | missing (its source can't be
+        read) | skipped (an input is missing or skipped)."""
+        if self.lost is not None:
+            return "skipped" if self.config.inputs() else "missing"
         return "pending" if self.key is None else "run" if self.manifest is None else "cached"
 
 
@@ -54,12 +59,9 @@ def plan_pipeline(
         strict_code: the digest of a stage's code is in its key.
 
     Raises:
-        RecipeError: a source can't be read.
+        RecipeError: a source can't be read; of a matrix that of every member, else these are `missing`.
     """
-    sources: dict[str, str | None] = {}  # many stages of a matrix may read one
-    for config in (pipeline.stages[name] for name in names):
-        if _spelled(config) not in sources:
-            sources[_spelled(config)] = identity.source_fingerprint(config)
+    sources, lost = _sources(pipeline, names)
     graph = pipeline.graph()
     generations = graphlib.TopologicalSorter({name: graph[name] for name in names})
     generations.prepare()
@@ -68,17 +70,70 @@ def plan_pipeline(
 
     def look(name: str) -> PlannedStage:
         config = pipeline.stages[name]
-        return plan_stage(store, name, config, committed, strict_code, sources[_spelled(config)])
+        if name in lost:
+            return PlannedStage(name, config, lost=lost[name])
+        remaining = without(config, lost)
+        if remaining is None:
+            first = next(given for given in graph[name] if given in lost)
+            return PlannedStage(name, config, lost=f"{first} can't be made")
+        return plan_stage(store, name, remaining, committed, strict_code, sources[_spelled(config)])
 
     with ThreadPoolExecutor(READERS) as readers:
         while generations:
             ready = generations.get_ready()
             for stage in readers.map(look, ready):
                 planned[stage.name] = stage
+                if stage.lost is not None:
+                    lost[stage.name] = stage.lost
                 if stage.reference is not None:
                     committed[stage.name] = stage.reference
             generations.done(*ready)
     return [planned[name] for name in names]
+
+
+def without(config: AnyStage, lost: Container[str]) -> AnyStage | None:
+    """A stage as it goes on without inputs that could not be made; None where it can't.
+
+    A report does without some members of a matrix, and says which, while another member of the same stage is left.
+    """
+    given = [name for names in config.inputs().values() for name in names]
+    kept = tuple(name for name in given if name not in lost)
+    if len(kept) == len(given):
+        return config
+    if not isinstance(config, Report) or {*map(base, kept)} != {*map(base, given)}:
+        return None
+    missing = tuple(name for name in given if name in lost)
+    return config.model_copy(update={"of": kept, "missing": missing})
+
+
+def _sources(pipeline: Pipeline, names: Iterable[str]) -> tuple[dict[str, str | None], dict[str, str]]:
+    """The fingerprints of what stages read (by `_spelled`), and of members of a matrix why theirs can't be read.
+
+    Raises:
+        RecipeError: no member's can, or a stage has no other members: then a recipe is wrong, not a file amiss.
+    """
+    found: dict[str, str | None] = {}  # many stages of a matrix may read one
+    unreadable: dict[str, str] = {}
+    members: dict[str, list[str]] = {}
+    for name in names:
+        members.setdefault(base(name), []).append(name)
+        spelled = _spelled(pipeline.stages[name])
+        if spelled not in found.keys() | unreadable.keys():
+            try:
+                found[spelled] = identity.source_fingerprint(pipeline.stages[name])
+            except RecipeError as error:
+                unreadable[spelled] = str(error)
+    lost = {
+        name: unreadable[spelled]
+        for own in members.values()
+        for name in own
+        if (spelled := _spelled(pipeline.stages[name])) in unreadable
+    }
+    for stage, own in members.items():
+        if all(name in lost for name in own):
+            several = f"\n  (and of {stage} no other member's can be read either)" if len(own) > 1 else ""
+            raise RecipeError(f"{lost[own[0]]}{several}")
+    return found, lost
 
 
 def plan_stage(
@@ -161,6 +216,8 @@ def reasons(store: Store, planned: Iterable[PlannedStage]) -> dict[str, str]:
 
 
 def _reason(stage: PlannedStage, before: Manifest | None) -> str:
+    if stage.lost is not None:
+        return stage.lost
     if stage.state == "pending":
         return "waits for its inputs"
     if stage.manifest is not None:

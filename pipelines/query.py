@@ -19,6 +19,7 @@ from threading import Timer
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from pipelines.spec import RecipeError, nearest
+from pipelines.spec.vtab import GROUPS
 from pipelines.store import FileEntry, Layout, Store, StoreError, manifest_bytes
 
 if TYPE_CHECKING:
@@ -52,10 +53,11 @@ _ORIGIN = (
     Column("stage", "VARCHAR", "its stage's name in the recipe"),
     Column("run", "VARCHAR", "the run that made it"),
     Column("finished", "TIMESTAMP", "when it was committed, UTC"),
+    Column("vtab_group", "VARCHAR", "natural, specialized or structured, on a task of VTAB's; else NULL"),
 )
 _WHAT = (
     Column("task", "VARCHAR", "the dataset's name"),
-    Column("protocol", "VARCHAR", "few-shot linear, fine-tuning or baseline"),
+    Column("protocol", "VARCHAR", "few-shot linear, linear probe, fine-tuning or baseline"),
     Column("method", "VARCHAR", "what was measured, such as 'ViT, pretrained'"),
     Column("labels_per_class", "INTEGER", "labels of each class that it learned from; NULL: all"),
     Column("draw", "INTEGER", "number of the draw of these labels, from 0"),
@@ -288,7 +290,17 @@ def _manifests(store: Store) -> list[dict[str, Any]]:
             found.append(json.loads(data) | {"name": name})
         except ValueError as error:
             raise StoreError(f"{name} is damaged: {error}") from None
+    for manifest, group in zip(found, _vtab_groups(found), strict=True):
+        manifest["vtab_group"] = group
     return sorted(found, key=lambda manifest: str(manifest["finished"]))
+
+
+def _vtab_groups(manifests: list[dict[str, Any]]) -> list[str | None]:
+    """Of each what group of VTAB's tasks its `data` is of."""
+    sources = {manifest["key"]: manifest["config"].get("source", {}) for manifest in manifests}
+    data = [sources.get(given[0]["key"], {}) if (given := manifest["inputs"].get("data")) else {}
+            for manifest in manifests]  # fmt: skip
+    return [GROUPS.get(source["task"]) if source.get("kind") == "vtab" else None for source in data]
 
 
 def _files(store: Store, manifests: list[dict[str, Any]], name: str) -> dict[str, dict[str, Any]]:

@@ -202,7 +202,8 @@ def _explain(raw: dict[str, Any], problem: dict[str, Any]) -> str:
     if problem["type"] == "extra_forbidden":
         return f"{where}: there is no such field{nearest(path[-1], _siblings(raw, path))}"
     if problem["type"] == "missing":
-        given = f"; write it there, or --set {'.'.join(path[1:])}=..." if path[0] == "stages" else ""
+        field = ".".join([*map(base, path[1:2]), *path[2:]])
+        given = f"; write it there, or --set {field}=..." if path[0] == "stages" else ""
         return f"{where}: is missing{given}"
     if problem["type"].startswith("value_error"):
         return f"{where}: {message}" if where else message

@@ -22,14 +22,18 @@ RESULT_COLUMNS: tuple[str, ...] = (
     "task", "protocol", "method", "labels_per_class", "metric", "mean", "draws", "stage", "key", "run",
 )  # fmt: skip
 _TABLES = ("rows.parquet", "predictions.parquet")
+MOST_SENTENCES, MOST_LINES = 12, 100  # of more comparisons, and more accuracies, the page has the table
 
 
 def verdict_lines(report: dict[str, Any]) -> list[str]:
-    """The question, its answer, and a sentence for each comparison."""
+    """VTAB's means of what was trained, the question, its answer, a sentence a comparison, what was not made."""
+    missing, verdicts = report.get("missing", []), report["verdicts"]
     return [
+        *(score["sentence"] for score in report.get("vtab", []) if score["trained"]),
         f"{report['question']} {report['headline']}",
-        *(verdict["sentence"] for verdict in report["verdicts"]),
+        *(verdict["sentence"] for verdict in verdicts if len(verdicts) <= MOST_SENTENCES),
         *filter(None, [report["note"]]),
+        *([f"Not made, so not in this report: {', '.join(missing)}."] if missing else []),
     ]
 
 
@@ -58,6 +62,37 @@ def accuracy_table(report: dict[str, Any]) -> Table:
         counts = (f"{100 * line['accuracy']:.1f}", interval, str(line["draws"]), str(line["num_images"]))
         table.add_row(*map(Text, (f"  {line['method']}", *counts, line["artifact"][:8])))
         before = heading
+    return table
+
+
+def vtab_table(score: dict[str, Any]) -> Table:
+    """One of a report's VTAB scores, in percent: a line a task, the means of groups and of all; 80 columns do."""
+    from rich import box
+    from rich.table import Table
+    from rich.text import Text
+
+    def line(name: str, values: list[float | None], style: str = "") -> None:
+        cells = ["–" if value is None else f"{100 * value:.1f}" for value in values]
+        table.add_row(*(Text(cell, style) for cell in (name, *cells)))
+
+    title = f"VTAB-1k, {score['method']} ({score['backbone']})"
+    table = Table(
+        box=box.SIMPLE_HEAD,
+        padding=(0, 1, 0, 0),
+        title=Text(title),
+        title_justify="left",
+        min_width=len(title),
+    )
+    table.add_column("accuracy %")
+    for column in score["columns"]:
+        table.add_column(Text(column["labels"]), justify="right")
+    for group in score["columns"][0]["groups"]:
+        line(group, [column["groups"][group]["mean"] for column in score["columns"]], "bold")
+        for task in score["tasks"]:
+            if task["group"] == group:
+                line(f"  {task['title']}", task["accuracies"], "dim" if task["missing"] else "")
+    over = f"mean over {score['covered']} of {len(score['tasks'])} tasks"
+    line(over, [column["mean"] for column in score["columns"]], "bold")
     return table
 
 

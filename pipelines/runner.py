@@ -189,11 +189,13 @@ class Driver:
     # ------------------------------------------------------------------------------------------ beginning
 
     def _begin(self, name: str) -> None:
-        config = self.run.pipeline.stages[name]
-        inputs = [given for inputs in config.inputs().values() for given in inputs]
-        if lost := [given for given in inputs if self.status.get(given) in {"FAILED", "SKIPPED", "STOPPED"}]:
+        asked = self.run.pipeline.stages[name]
+        inputs = [given for inputs in asked.inputs().values() for given in inputs]
+        lost = [given for given in inputs if self.status.get(given) in {"FAILED", "SKIPPED", "STOPPED"}]
+        config = plan.without(asked, lost)
+        if config is None:
             self._end(name, "SKIPPED", f"{lost[0]} was not made")
-        elif all(given in self.committed for given in inputs):
+        elif all(given in self.committed or given in lost for given in inputs):
             try:
                 planned = plan.plan_stage(self.store, name, config, self.committed, self.run.strict_code)
             except RecipeError as error:  # files that are gone since the run was planned

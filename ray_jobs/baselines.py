@@ -31,12 +31,12 @@ def main(context: Context) -> Result:
     one = ray.remote(num_cpus=1)(run_method)
     found = ray.get([one.remote(context, method) for method in context.config.methods])
     rows = [row for method_rows, _ in found for row in method_rows]
-    predictions = [row for _, method_predictions in found for row in method_predictions]
+    predictions = [part for _, method_predictions in found for part in method_predictions]
     return save_evaluation(context, rows, predictions)
 
 
 def run_method(context: Context, method: str) -> tuple[list[Any], list[Any]]:
-    """Rows and predictions of one method, whose settings are chosen inside draw 0's labels, or on dev."""
+    """Rows and tables of predictions of one method, whose settings are chosen inside draw 0's labels, or on dev."""
     from ray_jobs.pixel_baselines import (  # scikit-learn, for which the entrypoint need not wait
         choose,
         fit_predict,
@@ -65,7 +65,7 @@ def run_method(context: Context, method: str) -> tuple[list[Any], list[Any]]:
         settings = {**chosen, "labelled_images": len(support)}
         row, images = scored(common, ids, y_test, predicted, selected_on, settings)
         rows.append(row)
-        predictions += images
+        predictions.append(images)
     print(f"{method}: {np.mean([row['value'] for row in rows]):.3f} with {chosen}", flush=True)
     return rows, predictions
 

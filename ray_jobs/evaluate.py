@@ -1,14 +1,16 @@
 """Few-shot linear evaluation (paper, section 4.1) of a frozen backbone, beside pixels and untrained weights.
 
-In: a dataset and a model. Supports are drawn from train, every image of test is scored, L2 is chosen by leave-one-out
-on the support in the same way for every row. Out: `rows.parquet` and `predictions.parquet`, see `ray_jobs.rows`.
+In: a dataset and a model. Supports are drawn from train (or from train and dev), every image of test is scored, L2 is
+chosen by leave-one-out on the support in the same way for every row; so for all labels of the support at once, which
+is a linear probe. Out: `rows.parquet` and `predictions.parquet`, see `ray_jobs.rows`.
 
     python -m ray_jobs.evaluate --spec ATTEMPT.json
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,7 +22,7 @@ from pipelines.spec import Evaluate
 from ray_jobs import rows as tables
 from ray_jobs.draws import draw_labels
 from ray_jobs.linear_probe import few_shot
-from ray_jobs.shards import Dataset, open_dataset
+from ray_jobs.shards import Dataset, Split, open_dataset
 from ray_jobs.stage import Context, Result, run_stage
 from vit_model.config import ModelContract, Preprocessing
 from vit_model.variants import FAMILIES
@@ -28,10 +30,14 @@ from vit_model.variants import FAMILIES
 if TYPE_CHECKING:
     from vit_model.build import Network
 
-PROTOCOL = "few-shot linear"
+PROTOCOL, ALL_LABELS = "few-shot linear", "linear probe"
 # A linear probe on more inputs than this has too many: pixels of larger images are taken from them at this size.
 PIXELS_SIDE = 32
 PRETRAINED, SEEN, UNTRAINED = "pretrained", "trained on these images", "untrained"
+BATCH = 256  # images that a backbone is given at once
+DECODED = 4 * BATCH  # images in memory at once: at 384 pixels a side 450 MB
+
+Embed = Callable[[NDArray[Any]], NDArray[Any]]
 
 
 def main(context: Context) -> Result:
@@ -46,49 +52,84 @@ def main(context: Context) -> Result:
     return result
 
 
+@dataclass(frozen=True)
+class Support:
+    """The images that labels may be drawn from: of each its split, its row there and its label, all [n]."""
+
+    splits: NDArray[Any]
+    rows: NDArray[np.int64]
+    labels: NDArray[np.int64]
+
+
 def evaluate(context: Context) -> Result:
     """Features once, then every (shots, draw) in closed form, for each kind of features."""
     config: Evaluate = context.config
     dataset = open_dataset(context.input("data"))
     dataset.require("train", "test")
-    labels, labels_test, ids = dataset.labels("train"), dataset.labels("test"), dataset.sample_ids("test")
+    support = support_of(dataset, config)
+    labels_test, ids = dataset.labels("test"), dataset.sample_ids("test")
+    unseen = np.setdiff1d(labels_test, support.labels)
+    if len(unseen):
+        print(f"{len(unseen)} classes of test have no labelled image: what is theirs is wrong", flush=True)
     rows, predictions = [], []
     for method, train, test, standardise in _features(dataset, context.input("backbone"), config):
         found = few_shot(
             train,
-            labels,
+            support.labels,
             test,
             labels_test,
             shots=config.shots,
             draws=config.draws,
             seed=config.seed,
             standardise=standardise,
+            linear_probe=config.linear_probe,
         )
         for result in found:
             common = {
                 "task": dataset.info.name,
-                "protocol": PROTOCOL,
+                "protocol": ALL_LABELS if result.shots is None else PROTOCOL,
                 "method": method,
                 "labels_per_class": result.shots,
                 "draw": result.draw,
             }
-            settings = {"l2": result.l2, "standardised": standardise, "width": int(train.shape[1])}
+            settings: dict[str, Any] = {
+                "l2": result.l2,
+                "standardised": standardise,
+                "width": int(train.shape[1]),
+            }
+            if result.shots is None:
+                settings["labelled_images"] = len(support.labels)
+            if config.support != "train":
+                settings["support"] = config.support
+            if len(unseen):
+                settings["classes_without_labels"] = len(unseen)
             row, images = tables.scored(
                 common, ids, labels_test, result.predictions, result.selected_on, settings
             )
             rows.append(row)
-            predictions += images
-        for shots in config.shots:
+            predictions.append(images)
+        for shots in dict.fromkeys(result.shots for result in found):
             mean = np.mean([result.accuracy for result in found if result.shots == shots])
-            print(f"{method}, {shots} shots: {mean:.3f}", flush=True)
+            print(f"{method}, {'all' if shots is None else shots} shots: {mean:.3f}", flush=True)
     return save_evaluation(context, rows, predictions)
+
+
+def support_of(dataset: Dataset, config: Evaluate) -> Support:
+    """Train, with `support: train+dev` then dev."""
+    splits: tuple[Split, ...] = ("train", "dev") if config.support == "train+dev" else ("train",)
+    labels = [dataset.labels(split) for split in splits]
+    return Support(
+        np.repeat(splits, [len(own) for own in labels]),
+        np.concatenate([np.arange(len(own)) for own in labels]),
+        np.concatenate(labels),
+    )
 
 
 def save_evaluation(context: Context, rows: list[Any], predictions: list[Any]) -> Result:
     """Write the two tables of an evaluation; its accuracies, averaged over draws, become the artifact's metrics."""
     with context.staging() as staging:
         tables.write_table(staging.path / "rows.parquet", rows, tables.ROWS)
-        tables.write_table(staging.path / "predictions.parquet", predictions, tables.PREDICTIONS)
+        tables.write_predictions(staging.path / "predictions.parquet", predictions)
     groups: dict[str, list[float]] = {}
     for row in rows:
         labels = "all" if row["labels_per_class"] is None else row["labels_per_class"]
@@ -100,40 +141,71 @@ def save_evaluation(context: Context, rows: list[Any], predictions: list[Any]) -
 def _features(
     dataset: Dataset, model_folder: Path, config: Evaluate
 ) -> Iterator[tuple[str, NDArray[Any], NDArray[Any], bool]]:
-    """(method, features of train [n, d], of test [m, d], whether they are standardised on the support) of each row.
+    """(method, features of the support's images [n, d], of test [m, d], whether they are standardised) of each row.
 
-    Of train only the images of some support are read; the features of the others are zero, and nobody looks at them.
+    Of the support only images that some draw takes are read; the features of the others are zero, and nobody looks
+    at them.
     """
     from vit_model.build import build
     from vit_model.weights import load_model
 
     model, contract = load_model(model_folder)
-    labels = dataset.labels("train")
-    draws = range(config.draws)
-    supports = [draw_labels(labels, max(config.shots), config.seed, draw) for draw in draws]
-    needed = np.unique(np.concatenate(supports))
+    support = support_of(dataset, config)
+    needed = np.arange(len(support.labels))
+    if not config.linear_probe:
+        draws = range(config.draws)
+        drawn = [draw_labels(support.labels, max(config.shots), config.seed, draw) for draw in draws]
+        needed = np.unique(np.concatenate(drawn))
 
-    def both(
-        preprocessing: Preprocessing, embed: Callable[[NDArray[Any]], NDArray[Any]]
-    ) -> list[NDArray[Any]]:
-        test = embed(dataset.images("test", preprocessing))
-        train = np.zeros((len(labels), test.shape[1]), test.dtype)
-        train[needed] = embed(dataset.images("train", preprocessing, needed))
-        return [train, test]
+    def features(preprocessing: Preprocessing, *functions: Embed) -> Iterator[list[NDArray[Any]]]:
+        """For each function [features of the support, of test]; an image is decoded once for all of them."""
+        splits = dict.fromkeys(support.splits[needed].tolist())
+        parts = [
+            _embedded(
+                dataset,
+                split,
+                support.rows[needed][support.splits[needed] == split],
+                preprocessing,
+                functions,
+            )
+            for split in splits
+        ]
+        test = _embedded(dataset, "test", np.arange(dataset.info.splits["test"]), preprocessing, functions)
+        for *own, of_test in zip(*parts, test, strict=True):
+            train = np.zeros((len(support.labels), of_test.shape[1]), of_test.dtype)
+            train[needed] = np.concatenate(own)
+            yield [train, of_test]
 
     # a backbone that has seen these labels in training is no few-shot learner, whatever its numbers
     seen = contract.training_data == dataset.info.content_digest
     untrained = build(contract.architecture)
     untrained.initialise(config.seed)
-    for method, network in ((SEEN if seen else PRETRAINED, model), (UNTRAINED, untrained)):
-        train, test = both(contract.preprocessing, partial(_embed, network, contract, config.threads))
+    networks = {SEEN if seen else PRETRAINED: model, UNTRAINED: untrained}
+    embed = [partial(_embed, network, contract, config.threads) for network in networks.values()]
+    for method, (train, test) in zip(networks, features(contract.preprocessing, *embed), strict=True):
         yield f"{FAMILIES[contract.architecture.family]}, {method}", train, test, True
     small = contract.preprocessing.model_copy(
         update={"resolution": min(contract.preprocessing.resolution, PIXELS_SIDE)}
     )
-    train, test = both(small, lambda images: images.reshape(len(images), -1) / np.float32(255))
+    [(train, test)] = features(small, lambda images: images.reshape(len(images), -1) / np.float32(255))
     yield "pixels", train, test, False
     yield "pixels, standardised", train, test, True
+
+
+def _embedded(
+    dataset: Dataset,
+    split: Split,
+    rows: NDArray[np.int64],
+    preprocessing: Preprocessing,
+    functions: Sequence[Embed],
+) -> list[NDArray[Any]]:
+    """What each function makes of these rows of a split, [n, d]; few images are in memory at once."""
+    found: list[list[NDArray[Any]]] = [[] for _ in functions]
+    for start in range(0, len(rows), DECODED):
+        images = dataset.images(split, preprocessing, rows[start : start + DECODED])
+        for parts, function in zip(found, functions, strict=True):
+            parts.append(function(images))
+    return [np.concatenate(parts) for parts in found]
 
 
 def _embed(model: Network, contract: ModelContract, threads: int, images: NDArray[Any]) -> NDArray[Any]:
@@ -149,7 +221,7 @@ def _embed(model: Network, contract: ModelContract, threads: int, images: NDArra
     with torch.inference_mode():
         parts = [
             model.forward_features(normalise(batch.to(where), contract.preprocessing, torch.float32))[1].cpu()
-            for batch in torch.from_numpy(images).split(256)
+            for batch in torch.from_numpy(images).split(BATCH)
         ]
     return torch.cat(parts).numpy()
 

@@ -350,7 +350,7 @@ def main(context: Context) -> Result:
     number_rows, predictions = tables(task, dataset, refits, chosen, selected_on)
     with context.staging() as staging:
         rows.write_table(staging.path / "rows.parquet", number_rows, rows.ROWS)
-        rows.write_table(staging.path / "predictions.parquet", predictions, rows.PREDICTIONS)
+        rows.write_predictions(staging.path / "predictions.parquet", predictions)
         ledger = {"trials": trials, "chosen": chosen, "selected_on": selected_on}
         sweep_json = json.dumps(ledger, indent=1) + "\n"
         (staging.path / "sweep.json").write_text(sweep_json)
@@ -421,8 +421,8 @@ def read_split(dataset: Dataset, split: Split) -> Images:
 
 def tables(
     task: Task, dataset: Dataset, refits: list[Refit], chosen: float, selected_on: str
-) -> tuple[list[rows.Row], list[rows.Row]]:
-    """rows.parquet's and predictions.parquet's rows."""
+) -> tuple[list[rows.Row], list[Any]]:
+    """rows.parquet's rows and predictions.parquet's tables."""
     config = task.config
     settings: dict[str, Any] = {"learning_rate": chosen, "steps": config.steps,
                                 "batch_size": config.batch_size, "augment": config.augment}  # fmt: skip
@@ -442,7 +442,7 @@ def tables(
         }
         row, images = rows.scored(common, ids, labels, found.score.predictions, selected_on, settings)
         numbers.append(row)
-        predictions += images
+        predictions.append(images)
     return numbers, predictions
 
 

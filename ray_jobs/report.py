@@ -29,19 +29,17 @@ def make(context: Context) -> Result:
         ValueError: an input whose files don't fit together.
     """
     # The process that only submits the task needs none of these.
-    import pyarrow.parquet as pq
-
     from ray_jobs.reporting.gather import gather
     from ray_jobs.reporting.page import render
-    from ray_jobs.rows import ROWS, digest_rows
+    from ray_jobs.rows import ROWS, digest_rows, write_parquet
 
     data = gather(context)
     with context.staging() as staging:
         (staging.path / "report.html").write_text(render(data), "utf-8")
         text = json.dumps(data.numbers, indent=1, ensure_ascii=False, allow_nan=False)
         (staging.path / "report.json").write_text(text + "\n", "utf-8")
-        pq.write_table(data.rows, staging.path / "rows.parquet", compression="zstd")
-        pq.write_table(data.predictions, staging.path / "predictions.parquet", compression="zstd")
+        write_parquet(staging.path / "rows.parquet", data.rows)
+        write_parquet(staging.path / "predictions.parquet", data.predictions)
     digest = digest_rows(data.rows.select(ROWS.names).to_pylist(), ROWS)
     verdicts = data.numbers["verdicts"]
     above = sum(verdict["conclusion"] == "above zero" for verdict in verdicts)

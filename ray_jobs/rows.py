@@ -1,7 +1,7 @@
 """The two tables that an evaluation writes: rows (one a measured number) and predictions (one an image).
 
-In and out: lists of dicts, checked against ROWS or PREDICTIONS. The same rows in the same order give the same
-bytes (with the same pyarrow). Parquet is read and written at local paths.
+In and out: lists of dicts, checked against ROWS or PREDICTIONS; of predictions, which may be millions, tables. The same
+rows in the same order give the same bytes (with the same pyarrow). Parquet is read and written at local paths.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def _column(name: str, kind: Any, nullable: bool = False) -> Any:
 ROWS = pa.schema(
     [
         _column("task", pa.string()),
-        _column("protocol", pa.string()),  # "few-shot linear" | "fine-tuning" | "baseline"
+        _column("protocol", pa.string()),  # "few-shot linear" | "linear probe" | "fine-tuning" | "baseline"
         _column("method", pa.string()),
         _column("labels_per_class", pa.int32(), nullable=True),  # null: all labels
         _column("draw", pa.int32()),
@@ -55,6 +55,9 @@ PREDICTIONS = pa.schema(
 )
 _SMALLEST = {"labels_per_class": 1, "num_images": 1}  # every other integer starts at 0
 _LARGEST = 2**31 - 1
+# The ids of a test split, which every draw repeats, in one dictionary: 73,728 of 32 letters are 2.7 MB, and a megabyte
+# more than Parquet's writers allow by default would make each of them be written as often as it occurs.
+_DICTIONARY_BYTES = 64 * 2**20
 
 
 def scored(
@@ -64,8 +67,8 @@ def scored(
     predictions: NDArray[Any],
     selected_on: str,
     settings: dict[str, Any],
-) -> tuple[Row, list[Row]]:
-    """One look at test: its row of ROWS (the accuracy) and its rows of PREDICTIONS, an image each.
+) -> tuple[Row, pa.Table]:
+    """One look at test: its row of ROWS (the accuracy) and a table of PREDICTIONS with a row for each image.
 
     `common` has task, protocol, method, labels_per_class and draw; ids, labels and predictions are [n], n >= 1.
     """
@@ -77,10 +80,26 @@ def scored(
         "selected_on": selected_on,
         "settings": json.dumps(settings, sort_keys=True),
     }
-    return row, [
-        common | {"sample_id": sample, "label": label, "prediction": guess}
-        for sample, label, guess in zip(ids, labels.tolist(), predictions.tolist(), strict=True)
+    columns = {"sample_id": ids, "label": labels, "prediction": predictions}
+    arrays = [
+        pa.array(columns[field.name], field.type)
+        if field.name in columns
+        else pa.repeat(pa.scalar(common[field.name], field.type), len(ids))
+        for field in PREDICTIONS
     ]
+    return row, pa.Table.from_arrays(arrays, schema=PREDICTIONS)
+
+
+def write_predictions(path: Path, parts: Sequence[pa.Table]) -> None:
+    """Writes tables of PREDICTIONS, one after the other, as Parquet."""
+    write_parquet(path, pa.concat_tables([PREDICTIONS.empty_table(), *parts]))
+
+
+def write_parquet(path: Path, table: pa.Table) -> None:
+    """Writes a table whose texts may be dictionaries in memory; whoever reads it gets texts."""
+    pq.write_table(
+        table, path, compression="zstd", store_schema=False, dictionary_pagesize_limit=_DICTIONARY_BYTES
+    )
 
 
 def write_table(path: Path, rows: Sequence[Row], schema: Any) -> None:
@@ -93,7 +112,7 @@ def write_table(path: Path, rows: Sequence[Row], schema: Any) -> None:
     """
     columns = _checked_columns(rows, schema)
     table = pa.table([pa.array(columns[field.name], field.type) for field in schema], schema=schema)
-    pq.write_table(table, path, compression="zstd")
+    write_parquet(path, table)
 
 
 def read_table(path: Path, schema: Any) -> list[Row]:

@@ -203,12 +203,16 @@ def report_show(
 
 
 def show_report(store: Store, manifest: Manifest) -> None:
-    """A report's table, its verdict, and where its page is."""
-    from pipelines.reports import accuracy_table, verdict_lines
+    """A report's table (VTAB's too), its verdict, and where its page is."""
+    from pipelines.reports import MOST_LINES, accuracy_table, verdict_lines, vtab_table
 
     folder = local_files(store, manifest)
     report = json.loads((folder / "report.json").read_text())
-    console.print(accuracy_table(report))
+    if len(report["accuracies"]) <= MOST_LINES:
+        console.print(accuracy_table(report))
+    for score in report.get("vtab", []):
+        if score["trained"]:
+            console.print(vtab_table(score))
     for line in verdict_lines(report):
         console.print(plain(line), highlight=False)
     console.print(f"report: [bold]{plain(str(folder / 'report.html'))}[/]", highlight=False, soft_wrap=True)

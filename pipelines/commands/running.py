@@ -33,7 +33,7 @@ from pipelines.commands.common import (
 )
 from pipelines.commands.reports import show_report
 from pipelines.spec import RecipeError
-from pipelines.store import Store, StoreAbsent, StoreError, add_event
+from pipelines.store import Store, StoreAbsent, StoreError, add_event, read_manifest
 
 if TYPE_CHECKING:
     from pipelines.pipeline import Pipeline
@@ -151,7 +151,7 @@ def _drive(
 ) -> None:
     """Walk a run to its end and say how it ended; `again` is the command that continues it."""
     from pipelines import plan as planning
-    from pipelines import runner
+    from pipelines import runner, runs
     from pipelines.display import RunDisplay
 
     pipeline = run.pipeline
@@ -165,6 +165,11 @@ def _drive(
     if set(status.values()) <= {"CACHED", "SUCCEEDED"}:
         _finish(store, planning.plan_pipeline(store, pipeline, names, run.strict_code))
         return
+    for stage in runs.run_status(store, run.id)["stages"]:
+        if stage["status"] in {"CACHED", "SUCCEEDED"} and pipeline.stages[stage["stage"]].KIND == "report":
+            manifest = read_manifest(store, "report", stage["key"])
+            assert manifest is not None
+            show_report(store, manifest)
     if "STOPPED" in status.values():
         errors.print(f"stopped; to continue: {plain(again)}", highlight=False, soft_wrap=True)
     failed = [name for name, state in status.items() if state == "FAILED"]
@@ -216,13 +221,22 @@ def _say(text: str) -> None:
 
 
 def _nothing_to_do(store: Store, planned: list[PlannedStage], forced: tuple[str, ...]) -> bool:
-    """Whether everything is made; then it is shown."""
-    if forced or any(stage.manifest is None for stage in planned):
+    """Whether everything is made that can be; then it is shown.
+
+    Raises:
+        Exit: with 1, where members of a matrix can't be made.
+    """
+    if forced or any(stage.state in {"run", "pending"} for stage in planned):
         return False
     wide = width(tuple(stage.name for stage in planned))
+    ends = {"cached": "[dim]CACHED[/]   ", "missing": "[red]FAILED[/]   ", "skipped": "[yellow]SKIPPED[/]  "}
     for stage in planned:
-        console.print(f"{stage.name:<{wide}}  [dim]CACHED[/]    {(stage.key or '')[:12]}", highlight=False)
+        detail = plain(stage.lost or (stage.key or "")[:12])
+        console.print(f"{stage.name:<{wide}}  {ends[stage.state]} {detail}", highlight=False, soft_wrap=True)
     _finish(store, planned)
+    if missing := [stage.name for stage in planned if stage.state == "missing"]:
+        errors.print(f"failed: {', '.join(missing)}", highlight=False, soft_wrap=True)
+        raise typer.Exit(1)
     return True
 
 

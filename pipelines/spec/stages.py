@@ -372,11 +372,16 @@ class Evaluate(_Stage):
 
     VERSION: ClassVar[int] = 3
     KIND: ClassVar[str] = "evaluation"
+    LATER: ClassVar[frozenset[str]] = frozenset({"support", "linear_probe"})
     job: Literal["evaluate"]
     data: str = takes("dataset")
     backbone: str = takes("model")
     shots: Annotated[tuple[Shots, ...], Field(min_length=1), AfterValidator(distinct)] = (1, 5, 10, 25)
     draws: int = Field(20, ge=1)
+    support: Literal["train", "train+dev"] = Field(
+        "train", description="the images that labels may be drawn from; test is scored"
+    )
+    linear_probe: bool = Field(False, description="beside the few shots: all labels of the support at once")
     seed: Seed = 0
     threads: int = execution(1, ge=1)
 
@@ -404,10 +409,14 @@ class Report(_Stage):
     """One page of everything: a table, curves, sheets of images, and the rows behind them."""
 
     KIND: ClassVar[str] = "report"
+    LATER: ClassVar[frozenset[str]] = frozenset({"missing"})
     job: Literal["report"]
     title: str
     note: str = Field("", description="what a reader should know beside the verdict")
     of: tuple[str, ...] = takes("dataset", "model", "evaluation", shows_names=True, min_length=1)
+    missing: tuple[str, ...] = Field(
+        (), description="filled in by a run: members of a matrix that it could not make, taken out of `of`"
+    )
 
 
 Stage = Annotated[

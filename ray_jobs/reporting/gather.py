@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from pipelines.store import Manifest
-from ray_jobs.reporting import measures, mistakes, pictures, plots, provenance
+from ray_jobs.reporting import measures, mistakes, pictures, plots, provenance, vtab
 from ray_jobs.reporting.measures import Entry
 from ray_jobs.reporting.verdicts import Verdict, headline, labels_text, question, sentence, verdicts
 from ray_jobs.rows import PREDICTIONS, ROWS
@@ -56,6 +56,8 @@ def gather(context: Context) -> ReportData:
     main = mistakes.main_entry(entries)
     main_data = tested.get(main.artifact) if main else None
     wrong = mistakes.worst(main, entries) if main else []
+    notes = {key: dataset.info.notes for key, dataset in datasets.items()}
+    on_vtab = vtab.evaluated([(stage, manifest) for stage, manifest, _ in parts], notes)
     found, curves, sweeps = verdicts(entries), _loss_curves(parts), _sweeps(parts)
     numbers = {
         "format_version": FORMAT_VERSION,
@@ -64,6 +66,8 @@ def gather(context: Context) -> ReportData:
         "question": question(found),
         "headline": headline(found),
         "note": context.config.note,
+        "missing": list(context.config.missing),
+        "vtab": vtab.scores(entries, on_vtab),
         "verdicts": [_verdict(verdict, tested) for verdict in found],
         "accuracies": [_accuracy(entry, tested) for entry in entries],
         "datasets": [{"stage": stage, "artifact": manifest.key, **pictures.describe(datasets[manifest.key])}

@@ -15,7 +15,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
 from ray_jobs.reporting.gather import ReportData
-from ray_jobs.reporting.verdicts import percent, points
+from ray_jobs.reporting.verdicts import percent, points, sort_of_learning
 
 TEMPLATE = Path(__file__).with_suffix(".html.j2")
 
@@ -47,8 +47,7 @@ def groups(accuracies: list[dict[str, Any]]) -> list[tuple[str, list[dict[str, A
     """The lines of the table under their headings, best first: those that may be compared with one another."""
 
     def heading(line: dict[str, Any]) -> str:
-        sort = "few-shot linear" if line["protocol"] == "few-shot linear" else "fine-tuning and baselines"
-        return f"{line['task']}, {sort}, {line['labels']}"
+        return f"{line['task']}, {sort_of_learning(line['protocol'])}, {line['labels']}"
 
     found = [(name, list(lines)) for name, lines in groupby(accuracies, heading)]
     return [(name, sorted(lines, key=lambda line: -line["accuracy"])) for name, lines in found]

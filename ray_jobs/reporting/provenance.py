@@ -119,7 +119,8 @@ def _evaluate(config: Mapping[str, Any], inputs: Mapping[str, str]) -> str:
     return (
         f"Few-shot linear evaluation of {inputs['backbone']}, frozen, on {inputs['data']}: regularised least "
         "squares from features to ±1 targets (Dosovitskiy et al., section 4.1); "
-        f"{config['draws']} supports drawn from train (seed {config['seed']}), all of test scored. L2 is chosen "
+        f"{config['draws']} supports drawn from {config.get('support', 'train').replace('+', ' and ')} (seed "
+        f"{config['seed']}){', and all of it,' * config.get('linear_probe', False)} all of test scored. L2 is chosen "
         "on the support alone, in the same way for every row. A backbone that was trained on these very images is "
         "named so and takes no part in the verdict."
     )

@@ -54,13 +54,14 @@ def kind(entry: Entry) -> str:
 def verdicts(entries: Sequence[Entry]) -> list[Verdict]:
     """Every trained method against the best pixel row and the best trained from scratch of the same setting.
 
-    A setting is a task, few-shot or not, and a number of labels; of the few-shot ones the number of shots nearest to
-    SHOTS counts. Where nothing was pretrained, what was trained from scratch is judged against the pixels.
+    A setting is a task, a number of labels and a `sort_of_learning`; of the few-shot ones the number of shots nearest
+    to SHOTS counts. Where nothing was pretrained, what was trained from scratch is judged against the pixels.
     """
     settings: dict[tuple[object, ...], list[Entry]] = {}
     for entry in entries:
         if not _is_few_shot(entry) or entry.labels_per_class == _shots(entries, entry.task):
-            settings.setdefault((entry.task, _is_few_shot(entry), entry.labels_per_class), []).append(entry)
+            learning = sort_of_learning(entry.protocol)
+            settings.setdefault((entry.task, learning, entry.labels_per_class), []).append(entry)
     found = []
     for candidates in settings.values():
         judged = [entry for entry in candidates if kind(entry) == "trained"]
@@ -70,6 +71,12 @@ def verdicts(entries: Sequence[Entry]) -> list[Verdict]:
                 rivals = [entry for entry in candidates if kind(entry) == sort and entry not in judged]
                 found += _against_best(method, [entry for entry in rivals if comparable(method, entry)])
     return found
+
+
+def sort_of_learning(protocol: str) -> str:
+    """What may be compared with one another: probes of one protocol; fine-tuning and baselines, which have the same
+    labels and choose their settings alike."""
+    return protocol if protocol in {"few-shot linear", "linear probe"} else "fine-tuning and baselines"
 
 
 def comparable(a: Entry, b: Entry) -> bool:

@@ -107,7 +107,7 @@ def test_artifacts_and_runs(store: Store) -> None:
 def test_documented_columns_are_those_of_the_files(store: Store, name: str, schema: Any) -> None:
     documented = [(column.name, column.type) for column in TABLES[name]]
     types = {"string": "VARCHAR", "int32": "INTEGER", "double": "DOUBLE"}
-    assert documented[5:] == [(field.name, types[str(field.type)]) for field in schema]
+    assert documented[6:] == [(field.name, types[str(field.type)]) for field in schema]
     for table in TABLES:
         shown = [row[:2] for row in ask(store, f"DESCRIBE {table}")]
         assert shown == [(column.name, column.type) for column in TABLES[table]]

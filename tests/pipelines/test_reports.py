@@ -10,7 +10,7 @@ from pipelines.reports import compare, list_results
 from pipelines.spec import RecipeError
 from pipelines.store import Layout, Store, commit, input_ref, open_store, read_manifest
 from ray_jobs.intervals import accuracy_interval, paired_difference
-from ray_jobs.rows import PREDICTIONS, ROWS, scored, write_table
+from ray_jobs.rows import ROWS, scored, write_predictions, write_table
 from tests.records import make_manifest
 
 IDS = [f"image {number:02d}" for number in range(60)]
@@ -30,10 +30,10 @@ def put(store: Store, key: str, method: str, right: np.ndarray, ids: list[str] =
         }
         row, images = scored(common, ids, LABELS, np.where(correct, LABELS, 7), "dev", {})
         rows.append(row)
-        predictions += images
+        predictions.append(images)
     with store.staging(Layout.files("evaluate", key, 1)) as staging:
         write_table(staging.path / "rows.parquet", rows, ROWS)
-        write_table(staging.path / "predictions.parquet", predictions, PREDICTIONS)
+        write_predictions(staging.path / "predictions.parquet", predictions)
     defaults = {"config": {"seed": 0}, "finished": f"2026-01-0{len(store.names('artifacts/evaluate'))}"}
     commit(store, make_manifest("evaluate", key=key, files=staging.files, **defaults | fields))
 

@@ -8,7 +8,16 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from ray_jobs.rows import PREDICTIONS, ROWS, Row, digest_rows, read_table, scored, write_table
+from ray_jobs.rows import (
+    PREDICTIONS,
+    ROWS,
+    Row,
+    digest_rows,
+    read_table,
+    scored,
+    write_predictions,
+    write_table,
+)
 
 
 def row(**changes: object) -> Row:
@@ -134,9 +143,25 @@ def test_a_look_at_test_becomes_its_accuracy_and_a_prediction_an_image(tmp_path:
         selected_on="dev",
         settings='{"l2": 8.0, "rate": 0.1}',
     )
-    assert predictions == [
+    assert predictions.to_pylist() == [
         prediction(sample_id=ids[i], label=int(labels[i]), prediction=int(guesses[i])) for i in range(50)
     ]
-    for name, rows, schema in (("rows", [found], ROWS), ("predictions", predictions, PREDICTIONS)):
-        write_table(tmp_path / name, rows, schema)
-        assert read_table(tmp_path / name, schema) == rows
+    write_table(tmp_path / "rows", [found], ROWS)
+    assert read_table(tmp_path / "rows", ROWS) == [found]
+    write_predictions(tmp_path / "predictions", [predictions, predictions])
+    assert read_table(tmp_path / "predictions", PREDICTIONS) == 2 * predictions.to_pylist()
+    write_predictions(tmp_path / "none", [])
+    assert read_table(tmp_path / "none", PREDICTIONS) == []
+
+
+def test_ids_that_every_draw_repeats_are_written_once(tmp_path: Path) -> None:
+    """50,000 ids of 32 letters in four draws, as in an evaluation of a large test split."""
+    ids = [
+        data.tobytes().hex()
+        for data in np.random.default_rng(0).integers(256, size=(50_000, 16), dtype=np.uint8)
+    ]
+    common = {name: row()[name] for name in ("task", "protocol", "method", "labels_per_class", "draw")}
+    labels = np.zeros(50_000, int)
+    parts = [scored(common | {"draw": draw}, ids, labels, labels, "dev", {})[1] for draw in range(4)]
+    write_predictions(tmp_path / "predictions", parts)
+    assert (tmp_path / "predictions").stat().st_size < 2 * 50_000 * 16

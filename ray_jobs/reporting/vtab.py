@@ -1,0 +1,163 @@
+"""VTAB-1k's table: accuracies by task and number of labels, their means, and how many of the 19 tasks they cover.
+
+In: `Entry`s and what is known of the evaluations behind them. Out: dictionaries for report.json. The mean is over
+tasks, each counting once (BiT, section 3.2), not over the means of the three groups.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from pipelines.spec.vtab import GROUPS, TASKS, Task
+from pipelines.store import Manifest
+from ray_jobs.reporting.measures import Entry
+from ray_jobs.reporting.verdicts import kind, percent
+
+GROUP_NAMES = tuple(dict.fromkeys(GROUPS.values()))
+# Fields of an evaluation, and of a task's source, that may differ within one score.
+_NOT_THE_PROTOCOL = {"data", "backbone", "threads"}
+_NOT_THE_KIND = {"task", "root", "membership"}
+
+
+@dataclass(frozen=True)
+class Evaluated:
+    """What is known of an evaluation on a task: its stage, protocol and backbone, and notes on the task's images."""
+
+    task: Task
+    stage: str
+    protocol: str
+    backbone: str
+    notes: tuple[str, ...]
+
+
+def evaluated(
+    manifests: Iterable[tuple[str, Manifest]], notes: Mapping[str, tuple[str, ...]]
+) -> dict[str, Evaluated]:
+    """Evaluation -> what it is of, for those of a VTAB task.
+
+    Args:
+        manifests: (stage, manifest) of all that a report is of: an evaluation's dataset must be among them.
+        notes: dataset -> what a reader must know of its images and splits.
+    """
+    parts = list(manifests)
+    names = {manifest.key: stage for stage, manifest in parts}
+    sources = {manifest.key: manifest.config["source"] for _, manifest in parts
+               if manifest.config.get("source", {}).get("kind") == "vtab"}  # fmt: skip
+    found = {}
+    for stage, manifest in parts:
+        if manifest.job == "evaluate" and (data := manifest.inputs["data"][0].key) in sources:
+            protocol = {
+                name: value for name, value in manifest.config.items() if name not in _NOT_THE_PROTOCOL
+            }
+            protocol["source"] = {
+                name: value for name, value in sources[data].items() if name not in _NOT_THE_KIND
+            }
+            backbone = manifest.inputs["backbone"][0].key
+            found[manifest.key] = Evaluated(
+                sources[data]["task"], stage.partition("@")[0], json.dumps(protocol, sort_keys=True),
+                names.get(backbone, backbone[:12]), notes.get(data, ()),
+            )  # fmt: skip
+    return found
+
+
+def scores(entries: Sequence[Entry], known: Mapping[str, Evaluated]) -> list[dict[str, Any]]:
+    """One for each protocol, backbone and method, the trained ones first; accuracies are fractions, null where there
+    is none."""
+    groups: dict[tuple[str, str, str, str], list[Entry]] = {}
+    for entry in entries:
+        if (own := known.get(entry.artifact)) is not None:
+            groups.setdefault((own.stage, own.protocol, own.backbone, entry.method), []).append(entry)
+    budgets = sorted({entry.labels_per_class for own in groups.values() for entry in own},
+                     key=lambda labels: (labels is None, labels or 0))  # fmt: skip
+    found = [_score(own, budgets, known) for own in groups.values()]
+    return sorted(found, key=lambda score: not score["trained"])
+
+
+def _score(
+    entries: Sequence[Entry], budgets: Sequence[int | None], known: Mapping[str, Evaluated]
+) -> dict[str, Any]:
+    by_task: dict[str, dict[int | None, Entry]] = {}
+    for entry in entries:
+        by_task.setdefault(known[entry.artifact].task, {})[entry.labels_per_class] = entry
+    tasks = [_line(task, by_task.get(task, {}), budgets, known) for task in TASKS]
+    about = known[entries[0].artifact]
+    missing = [line["title"] for line in tasks if line["missing"]]
+    columns = [_column(labels, number, tasks, entries) for number, labels in enumerate(budgets)]
+    return {
+        "stage": about.stage,
+        "backbone": about.backbone,
+        "method": entries[0].method,
+        "trained": kind(entries[0]) == "trained",
+        "support": json.loads(about.protocol).get("support", "train"),
+        "draws": max(len(entry.draws) for entry in entries),
+        "columns": columns,
+        "tasks": tasks,
+        "covered": len(tasks) - len(missing),
+        "missing": missing,
+        "sentence": _sentence(entries[0].method, about.backbone, columns, missing),
+    }
+
+
+def _line(
+    task: Task,
+    found: Mapping[int | None, Entry],
+    budgets: Sequence[int | None],
+    known: Mapping[str, Evaluated],
+) -> dict[str, Any]:
+    """A task's row; one that was not measured is there, too."""
+    first = next(iter(found.values()), None)
+    return {
+        "task": task,
+        "title": TASKS[task].title,
+        "group": GROUPS[task],
+        "missing": first is None,
+        "artifact": first.artifact if first else None,
+        "num_images": len(first.sample_ids) if first else None,
+        "accuracies": [found[labels].accuracy.value if labels in found else None for labels in budgets],
+        "notes": list(known[first.artifact].notes) if first else [],
+    }
+
+
+def _column(
+    labels: int | None, number: int, tasks: Sequence[dict[str, Any]], entries: Sequence[Entry]
+) -> dict[str, Any]:
+    """The means of one number of labels, and over how many tasks they are."""
+
+    def mean(lines: Iterable[dict[str, Any]]) -> dict[str, Any]:
+        values = [line["accuracies"][number] for line in lines if line["accuracies"][number] is not None]
+        return {"mean": float(np.mean(values)) if values else None, "tasks": len(values)}
+
+    return {
+        "labels_per_class": labels,
+        "labels": _labels(labels, entries),
+        **mean(tasks),
+        "groups": {name: mean(line for line in tasks if line["group"] == name) for name in GROUP_NAMES},
+    }
+
+
+def _labels(labels: int | None, entries: Sequence[Entry]) -> str:
+    """'5 shots'; 'all 1,000' where every task has as many."""
+    if labels is not None:
+        return f"{labels} shot{'s' if labels > 1 else ''}"
+    sizes = {json.loads(settings).get("labelled_images") for entry in entries if entry.labels_per_class is None
+             for settings in entry.settings}  # fmt: skip
+    return f"all {sizes.pop():,}" if len(sizes) == 1 and None not in sizes else "all labels"
+
+
+def _sentence(method: str, backbone: str, columns: Sequence[dict[str, Any]], missing: Sequence[str]) -> str:
+    covered = len(TASKS) - len(missing)
+    over = f"{covered} of the {len(TASKS)} tasks" if missing else f"all {len(TASKS)} tasks"
+    # a number of labels that fewer tasks were measured with says so itself
+    means = [
+        f"{percent(column['mean'])} with {column['labels']}"
+        + (f" ({column['tasks']} tasks)" if column["tasks"] < covered else "")
+        for column in columns
+        if column["tasks"]
+    ]
+    lacking = f"; missing: {', '.join(missing)}" if missing else ""
+    return f"VTAB-1k, {method} ({backbone}), mean over {over}: {', '.join(means)}{lacking}."

@@ -1,0 +1,88 @@
+"""The VTAB recipe on small archives in their authors' formats: what is there is scored, what is not is named."""
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pipelines.spec import ModelSize
+from pipelines.spec.vtab import TASKS
+from ray_jobs.pretrain import model_contract
+from ray_jobs.shards import DatasetInfo
+from tests import vtab_natural
+from vit_model.build import build
+from vit_model.weights import save_model
+
+pytestmark = [pytest.mark.ray, pytest.mark.slow]
+THERE = ("dtd", "oxford_flowers102", "svhn")
+
+
+def write_model(folder: Path) -> Path:
+    """A small ViT of vitflow's own making, with random weights, trained on nothing here."""
+    none = {"train": 0, "dev": 0, "test": 0}
+    info = DatasetInfo(
+        name="x", class_names=("a", "b"), image=None, splits=none, shards=(), content_digest="x"
+    )
+    contract = model_contract(ModelSize(patch_size=4, width=16, depth=1, num_heads=2), 16, info)
+    network = build(contract.architecture)
+    network.initialise(3)  # not what an untrained one begins with
+    folder.mkdir()
+    save_model(folder, network, contract)
+    return folder
+
+
+def test_what_is_there_is_scored_and_what_is_not_is_named(tmp_path: Path, vitflow: Any) -> None:
+    from tests import vtab_archives
+
+    root, store = tmp_path / "archives", ("--store", tmp_path / "s")
+    for task in THERE:
+        (root / task).mkdir(parents=True)
+        for name, data in vtab_natural.natural(task).items():
+            (root / task / name).write_bytes(data)
+    recipe = ("vtab_fewshot", "--set", f"images.source.root={root}")
+    recipe += ("--set", f"backbone.path={write_model(tmp_path / 'model')}", *store)
+
+    plan = json.loads(vitflow("plan", *recipe, "--json").stdout)
+    states = {row["stage"]: row["state"] for row in plan}
+    missing = [task for task in TASKS if task not in THERE]
+    assert {states[f"images@task={task}"] for task in missing} == {"missing"}
+    assert {states[f"few_shot@task={task}"] for task in missing} == {"skipped"}
+    assert {states[f"images@task={task}"] for task in THERE} == {"run"}
+
+    done = vitflow("run", *recipe, check=1)
+    for task in missing:
+        assert f"images@task={task}" in done.stderr
+    assert "CLEVR_v1.0.zip" in done.stdout, "which archive"
+    shown = json.loads(vitflow("report", "show", *store, "--json").stdout)
+    (score,) = [score for score in shown["vtab"] if score["trained"]]
+    assert (score["method"], score["backbone"], score["covered"]) == ("ViT, pretrained", "backbone", 3)
+    assert score["missing"] == [TASKS[task].title for task in missing]
+    assert "mean over 3 of the 19 tasks" in " ".join(done.stdout.split())
+    lines = {line["task"]: line for line in score["tasks"]}
+    assert all(any("incomplete archive" in note for note in lines[task]["notes"]) for task in THERE)
+    assert [column["labels_per_class"] for column in score["columns"]] == [1, 5, 10, 25, None]
+    for number, column in enumerate(score["columns"]):
+        values = [lines[task]["accuracies"][number] for task in THERE]
+        assert column["mean"] == pytest.approx(sum(values) / 3)
+
+    again = vitflow("run", *recipe, check=1, VITFLOW_RAY_DIR="/nonexistent")
+    assert len(re.findall("CACHED", again.stdout)) == 2 * 3 + 2, "nothing runs"
+
+    (root / "eurosat").mkdir()
+    vtab_archives.eurosat(root / "eurosat")
+    more = vitflow("run", *recipe, check=1)
+    assert len(re.findall(r"SUCCEEDED", more.stdout)) == 3, "ingest, evaluation and report of what is new"
+    assert "mean over 4 of the 19 tasks" in " ".join(more.stdout.split())
+    groups = json.loads(
+        vitflow(
+            "report", "query", "SELECT DISTINCT vtab_group, task FROM rows ORDER BY ALL", *store, "--json"
+        ).stdout
+    )
+    assert [(row["vtab_group"], row["task"]) for row in groups] == [
+        ("natural", "DTD"),
+        ("natural", "Flowers102"),
+        ("natural", "SVHN"),
+        ("specialized", "EuroSAT"),
+    ]
