@@ -43,7 +43,7 @@ def listing(source: CifarSource, files: Files) -> Listing:
     entries = []
     for row, (planes, label) in enumerate(zip(found.planes, found.labels.tolist(), strict=True)):
         part, number = ("train", row) if row < found.num_train else ("test", row - found.num_train)
-        dev = part == "train" and hash_fraction("vitflow cifar", content_id(_image(planes).tobytes()))
+        dev = part == "train" and hash_fraction("vitflow cifar", content_id(as_image(planes).tobytes()))
         split = "dev" if part == "train" and dev < DEV_FRACTION else part
         entries.append(
             {"key": f"{part}-{number:05d}", "label": label, "split": split}
@@ -55,10 +55,11 @@ def listing(source: CifarSource, files: Files) -> Listing:
 def rows(source: CifarSource, files: Files, numbers: Sequence[int]) -> Iterator[NDArray[np.uint8]]:
     """Images [32, 32, 3]."""
     planes = _read(source, tuple(sorted(files.items()))).planes
-    yield from (_image(planes[number]) for number in numbers)
+    yield from (as_image(planes[number]) for number in numbers)
 
 
-def _image(planes: NDArray[np.uint8]) -> NDArray[np.uint8]:
+def as_image(planes: NDArray[np.uint8]) -> NDArray[np.uint8]:
+    """[3072] of planes as an image [32, 32, 3]."""
     return planes.reshape(3, 32, 32).transpose(1, 2, 0)
 
 
@@ -70,15 +71,18 @@ def _read(source: CifarSource, located: tuple[tuple[str, str], ...]) -> Images:
         if all(name in files for name in names):
             return read(source.classes, version, partial(containers.read_file, files, limit=MAX_BYTES))
     [archive] = files
+    return read_archive(files, archive, source.classes)[0]
+
+
+def read_archive(files: Files, archive: str, classes: int) -> tuple[Images, str]:
+    """The images of an authors' archive, and whether it is their "binary" or "python" version. Raises ValueError."""
     members = {member.path: member for member in containers.members(files, archive)}
     for version in ("binary", "python"):
-        folder, names = CIFAR_FILES[source.classes, version]
+        folder, names = CIFAR_FILES[classes, version]
         found = {name: members[path] for name in names if (path := f"{folder}/{name}") in members}
         if len(found) == len(names):
-            return read(source.classes, version, partial(_member, files, found))
-    raise ValueError(
-        f"{archive} has not the files of CIFAR-{source.classes}: is it the archive that its authors ship?"
-    )
+            return read(classes, version, partial(_member, files, found)), version
+    raise ValueError(f"{archive} has not the files of CIFAR-{classes}: is it the archive that its authors ship?")
 
 
 def _member(files: Files, found: Mapping[str, Member], name: str) -> bytes:

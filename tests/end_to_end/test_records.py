@@ -7,10 +7,13 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 import pytest
 import yaml
+from tests.archives import image, tar
 
+from pipelines.spec import ShapesSource
 from ray_jobs.shards import Dataset, open_dataset
-from tests.archives import image
+from ray_jobs.sources.shapes import render
 from tests.prepared import FORMATS, put_parquet, put_tfds
+from tests.ray_jobs.test_cifar import batches, members
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow]
 
@@ -70,3 +73,28 @@ def test_tfds(vitflow, tmp_path: Path, form: str) -> None:  # type: ignore[no-un
     assert found["train/0000007"] == (image(7), 7 % 3, "train")
     assert found["test/0000002"] == (image(202), 202 % 3, "test")
     assert pc.all(pc.equal(dataset.index("train")["format"], "jpeg")).as_py()
+
+
+def test_cifar(vitflow, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+    root = tmp_path / "archives"
+    root.mkdir()
+    (root / "cifar-10-python.tar.gz").write_bytes(tar(members(10, "python"), "w:gz"))
+    dataset = ingested(vitflow, tmp_path, {"kind": "cifar", "root": str(root)})
+    *train, (_, test, test_labels) = batches(10)
+    found = stored(dataset)
+    number = 0
+    for _, images, labels in train:
+        for pixels, label in zip(images, labels, strict=True):
+            data, found_label, split = found[f"train-{number:05d}"]
+            assert data == pixels.tobytes() and found_label == label and split in ("train", "dev")
+            number += 1
+    assert found["test-00003"] == (test[3].tobytes(), test_labels[3], "test")
+    assert dataset.info.name == "CIFAR-10" and dataset.info.splits["test"] == len(test)
+
+
+def test_shapes(vitflow, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+    fields = {"kind": "shapes", "label": "colour", "images": 200, "dev_images": 20, "test_images": 40}
+    dataset = ingested(vitflow, tmp_path, fields)
+    pixels, factors = render(ShapesSource.model_validate(fields), 230)
+    assert stored(dataset)["shape-0000230"] == (pixels.tobytes(), factors["colour"], "test")
+    assert dataset.info.splits == {"train": 200, "dev": 20, "test": 40}
