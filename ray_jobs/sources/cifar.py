@@ -67,7 +67,7 @@ def as_image(planes: NDArray[np.uint8]) -> NDArray[np.uint8]:
 def _read(source: CifarSource, located: tuple[tuple[str, str], ...]) -> Images:
     files = dict(located)
     for version in ("binary", "python"):
-        folder, names = CIFAR_FILES[source.classes, version]
+        _, names = CIFAR_FILES[source.classes, version]
         if all(name in files for name in names):
             return read(source.classes, version, partial(containers.read_file, files, limit=MAX_BYTES))
     [archive] = files
@@ -82,7 +82,9 @@ def read_archive(files: Files, archive: str, classes: int) -> tuple[Images, str]
         found = {name: members[path] for name in names if (path := f"{folder}/{name}") in members}
         if len(found) == len(names):
             return read(classes, version, partial(_member, files, found)), version
-    raise ValueError(f"{archive} has not the files of CIFAR-{classes}: is it the archive that its authors ship?")
+    raise ValueError(
+        f"{archive} has not the files of CIFAR-{classes}: is it the archive that its authors ship?"
+    )
 
 
 def _member(files: Files, found: Mapping[str, Member], name: str) -> bytes:

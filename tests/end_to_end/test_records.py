@@ -7,11 +7,11 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 import pytest
 import yaml
-from tests.archives import image, tar
 
 from pipelines.spec import ShapesSource
 from ray_jobs.shards import Dataset, open_dataset
 from ray_jobs.sources.shapes import render
+from tests.archives import image, tar
 from tests.prepared import FORMATS, put_parquet, put_tfds
 from tests.ray_jobs.test_cifar import batches, members
 

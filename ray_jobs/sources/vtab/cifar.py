@@ -23,9 +23,7 @@ def listing(source: VtabSource, files: Files) -> Listing:
     """All images, 32 x 32 pixels."""
     found, version = _read(tuple(sorted(files.items())))
     train, test = found.labels[: found.num_train], found.labels[found.num_train :]
-    parts = {
-        part: Records(range(len(labels)), labels) for part, labels in (("train", train), ("test", test))
-    }
+    parts = {part: Records(range(len(labels)), labels) for part, labels in (("train", train), ("test", test))}
     size = ImageSize(height=32, width=32, channels=3)
     notes = (_NOTE,) if version == "python" else ()
     return splits.listing("cifar", found.class_names, parts, image=size, notes=notes)
