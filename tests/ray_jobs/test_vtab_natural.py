@@ -184,7 +184,8 @@ def test_cifar100_is_the_same_from_its_python_and_its_binary_version(tmp_path, a
 
 
 def test_a_cifar_file_that_is_cut_short_is_refused(tmp_path):
-    files = {"cifar-100-binary/fine_label_names.txt": "\n".join(FINE).encode(), "cifar-100-binary/test.bin": b"\0" * 3074}
+    names = "\n".join(FINE).encode()
+    files = {"cifar-100-binary/fine_label_names.txt": names, "cifar-100-binary/test.bin": b"\0" * 3074}
     archive = tarred(files | {"cifar-100-binary/train.bin": b"\0" * 3075})
     with pytest.raises(ValueError, match="no records of 3074"):
         listed("cifar", tmp_path, {"cifar-100-binary.tar.gz": archive})
