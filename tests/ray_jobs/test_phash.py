@@ -37,8 +37,8 @@ def saved(image: Image.Image, quality: int) -> Image.Image:
     [
         (lambda image: saved(image, 90), 0.95),
         (lambda image: saved(image, 50), 0.85),
-        (lambda image: image.resize((image.width // 2, image.height // 2), Image.Resampling.BICUBIC), 0.9),
-        (lambda image: ImageEnhance.Brightness(image).enhance(0.8), 0.9),
+        (lambda image: image.resize((image.width // 2, image.height // 2), Image.Resampling.BICUBIC), 0.8),
+        (lambda image: ImageEnhance.Brightness(image).enhance(0.8), 0.8),
         (lambda image: image.crop((2, 1, image.width - 2, image.height - 1)), 0.8),
     ],
     ids=["jpeg 90", "jpeg 50", "halved", "darker", "cut by 1 %"],
