@@ -17,6 +17,7 @@ import pytest
 from PIL import Image
 
 from pipelines import identity
+from pipelines.pipeline import Pipeline
 from pipelines.spec import FolderSource, Ingest
 from pipelines.store import Layout, Manifest, Store, commit, open_store
 from ray_jobs import ingest
@@ -34,7 +35,6 @@ ray.init(address=sys.argv[2], log_to_driver=False, logging_level="error")
 ingest.SHARD_IMAGES = 2
 ingest.main(pickle.loads(open(sys.argv[1], "rb").read()))
 """
-pytestmark = pytest.mark.ray
 
 
 def put_images(root: Path, first: int, last: int) -> None:
@@ -44,6 +44,11 @@ def put_images(root: Path, first: int, last: int) -> None:
         path = root / "ab"[number % 2] / f"{number}.{'jpg' if number % 3 else 'png'}"
         path.parent.mkdir(parents=True, exist_ok=True)
         Image.fromarray(pixels).save(path, quality=90)
+
+
+def put_plain(path: Path, seed: int) -> None:
+    """An image whose length does not depend on its pixels."""
+    Image.fromarray(np.random.default_rng(seed).integers(0, 256, (24, 20, 3), np.uint8)).save(path)
 
 
 def stage(root: Path) -> Ingest:
@@ -85,6 +90,7 @@ def said(text: str) -> tuple[int, int]:
 
 
 @pytest.mark.slow
+@pytest.mark.ray
 def test_killed_at_any_moment_the_next_attempt_reads_only_the_rest(
     local_ray: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -119,31 +125,33 @@ def test_killed_at_any_moment_the_next_attempt_reads_only_the_rest(
     assert again == fresh, "the same bytes as without what was known"
 
 
+@pytest.mark.ray
 def test_when_files_are_added_only_they_are_read(
     local_ray: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(ingest, "SHARD_IMAGES", 16)  # 4 parts, then 8: the old ones are divided
     root = tmp_path / "images"
     put_images(root, 0, 60)
+    put_plain(root / "a" / "plain.ppm", 1)
     (root / "a" / "bad.jpg").write_bytes(b"no image")
     config, store = stage(root), open_store(str(tmp_path / "store"))
     run(context_of(store, config))
-    assert said(capsys.readouterr().out) == (61, 0)
+    assert said(capsys.readouterr().out) == (62, 0)
     put_images(root, 60, 72)
-    put_images(root, 1000, 1001)
-    (root / "a" / "1000.jpg").replace(root / "a" / "2.jpg")  # another image under an old name
+    put_plain(root / "a" / "plain.ppm", 2)  # another image of the same length under an old name
     grown = run(context_of(store, config))
-    assert said(capsys.readouterr().out) == (12 + 1 + 1, 59), "new ones, a changed one, the bad one"
+    assert said(capsys.readouterr().out) == (12 + 1 + 1, 60), "new ones, a changed one, the bad one"
     fresh = run(context_of(open_store(str(tmp_path / "other")), config))
     assert digests(grown) == digests(fresh)
     moved = shutil.move(root, tmp_path / "moved")
     assert digests(run(context_of(store, stage(Path(moved)), number=2))) == digests(grown)
     capsys.readouterr()
     forced = run(context_of(store, stage(Path(moved)), force="nonce"))
-    assert said(capsys.readouterr().out) == (73, 0), "forced: everything is read again"
+    assert said(capsys.readouterr().out) == (74, 0), "forced: everything is read again"
     assert digests(forced) == digests(fresh)
 
 
+@pytest.mark.ray
 def test_a_test_image_of_last_month_is_one_this_month(
     local_ray: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -170,6 +178,7 @@ def dataset_of(store: Store, context: Context):  # type: ignore[no-untyped-def]
     return open_dataset(store.root / Layout.files("ingest", context.attempt.key, 1))  # type: ignore[attr-defined]
 
 
+@pytest.mark.ray
 def test_a_damaged_shard_is_not_used_again(
     local_ray: None, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -210,6 +219,7 @@ def test_the_same_on_s3(
     assert digests(grown) == digests(run(context_of(open_store(str(tmp_path / "store")), stage(root))))
 
 
+@pytest.mark.ray
 def test_test_images_of_others_are_left_out_and_listed(local_ray: None, tmp_path: Path) -> None:
     store = open_store(str(tmp_path / "store"))
     put_images(tmp_path / "theirs", 0, 40)
@@ -256,3 +266,19 @@ def test_the_card_says_what_is_in_the_dataset(tmp_path: Path, monkeypatch: pytes
     with Image.open(dataset.folder / "contact_sheet.jpg") as sheet:
         sheet.load()
         assert (sheet.height, sheet.width % 114) == (2 * 114, 0), "a line a class, pictures of 112 pixels"
+
+
+def test_a_recipe_names_the_sets_whose_test_images_are_left_out() -> None:
+    source = {"kind": "folder", "root": "/images"}
+    pets = {"job": "ingest", "source": source}
+    pipeline = Pipeline.model_validate(
+        {"name": "apart", "stages": {"all": pets | {"against": ["pets"]}, "pets": pets}}
+    )
+    assert pipeline.order() == ("pets", "all")
+    assert identity.identity_fields(pipeline.stages["all"])["against"] == ("pets",)
+    fields = identity.identity_fields(pipeline.stages["pets"])
+    assert not fields.keys() & {"against", "duplicates", "max_distance"}, "what came later is not in old keys"
+    with pytest.raises(ValueError, match=r"stages\.all\.against.*pet"):
+        Pipeline.model_validate(
+            {"name": "apart", "stages": {"all": pets | {"against": ["pet"]}, "pets": pets}}
+        )
