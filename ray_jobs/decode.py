@@ -79,10 +79,11 @@ def cropped(image: Stored, preprocessing: Preprocessing, crop: Crop) -> NDArray[
             pixels = decode_image(image.data, channels)
     except ValueError as error:
         raise DamagedError(f"image {image.key!r} was readable at ingest and is not now: {error}") from error
-    # Contiguous, so that torch takes it as channels_last, for which it has a fast resize.
-    part = np.ascontiguousarray(pixels[top : top + height, left : left + width])
+    # Contiguous with four dimensions, so that torch sees channels_last: then it resizes in half the time and gives
+    # pixels in our order, which saves as much again.
+    part = np.ascontiguousarray(pixels[None, top : top + height, left : left + width])
     resized = functional.interpolate(
-        torch.from_numpy(part).permute(2, 0, 1)[None],
+        torch.from_numpy(part).permute(0, 3, 1, 2),
         (side, side),
         mode=preprocessing.interpolation,
         antialias=True,

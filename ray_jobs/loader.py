@@ -196,12 +196,14 @@ class Loader:
 
     def _kept(self) -> Generator[Batch]:
         """Images that are the same in every epoch, decoded before the first."""
-        every = np.arange(len(self._labels))
+        every = np.lexsort((self._reader.offset, self._reader.shard))  # as they lie, to read each piece once
         images = np.empty((len(every), *self._shape), np.uint8)
         self._reader.fetch(every)
         used = _joined(self._decode(every, None, images))
+        place = np.empty_like(every)
+        place[every] = np.arange(len(every))
         for positions, rows in self._planned():
-            yield self._batch_of(positions, images[rows], rows, used[rows])
+            yield self._batch_of(positions, images[place[rows]], rows, used[place[rows]])
 
     def _decoded(self) -> Generator[Batch]:
         """Images decoded by threads, each into its place in a ring of batches."""

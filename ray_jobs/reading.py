@@ -111,7 +111,8 @@ class Reader:
         )
         self._checksum = rows["checksum"].to_numpy()
         self._piece = self.shard if shards.cache is None else pieces(rows)
-        self._opened: OrderedDict[int, Future[_Opened]] = OrderedDict()
+        self._opened: OrderedDict[int, _Opened] = OrderedDict()
+        self._asked: dict[int, Future[None]] = {}
         self._mapped: dict[int, tuple[int, NDArray[np.uint8]]] = {}
         self._lock = Lock()
         self._pool = ThreadPoolExecutor(_THREADS)
@@ -203,10 +204,14 @@ class Reader:
         return damaged
 
     def fetch(self, rows: NDArray[np.int64]) -> None:
-        """Begin to fetch what these rows need; does not wait. Nothing to do where shards are local."""
-        if self._shards.cache is not None:
+        """Begin to bring what these rows need into the cache; does not wait. Nothing to do where shards are local."""
+        if self._shards.cache is None:
+            return
+        with self._lock:
             for piece in np.unique(self._piece[rows]).tolist():
-                self._future(piece)
+                asked = self._asked.get(piece)
+                if piece not in self._opened and (asked is None or asked.done()):
+                    self._asked[piece] = self._pool.submit(self._bring, piece)
 
     def _map(self, piece: int, size: int) -> tuple[int, NDArray[np.uint8]]:
         """(where the piece begins, its file as windows [at, size]: at each place the bytes that begin there)."""
@@ -220,32 +225,29 @@ class Reader:
         return self._mapped[piece]
 
     def _open(self, piece: int, again: bool = False) -> _Opened:
-        try:
-            return self._future(piece, again).result()
-        except OSError as error:
-            name = self._shards.names[self._bounds[0][piece]]
-            raise ValueError(f"shard {name} is missing or damaged: {error}") from error
-
-    def _future(self, piece: int, again: bool = False) -> Future[_Opened]:
         with self._lock:
             if again:
                 self._opened.pop(piece, None)
-            if piece not in self._opened:
-                shard, start, end = (int(bounds[piece]) for bounds in self._bounds)
-                self._opened[piece] = self._start(shard, start, end, again)
-            self._opened.move_to_end(piece)
-            found = self._opened[piece]
-            oldest = next(iter(self._opened))
-            if len(self._opened) > _OPEN and self._opened[oldest].done():
-                del self._opened[oldest]
-            return found
-
-    def _start(self, shard: int, start: int, end: int, again: bool) -> Future[_Opened]:
-        if self._shards.cache is not None:
-            return self._pool.submit(lambda: _Opened(*self._shards.open(shard, start, end, again)))
-        future: Future[_Opened] = Future()
+            elif piece in self._opened:
+                self._opened.move_to_end(piece)
+                return self._opened[piece]
+            asked = self._asked.get(piece)
         try:
-            future.set_result(_Opened(*self._shards.open(shard, start, end, again)))
+            if asked is not None:
+                asked.result()
+            opened = self._start(piece, again)
         except OSError as error:
-            future.set_exception(error)
-        return future
+            name = self._shards.names[self._bounds[0][piece]]
+            raise ValueError(f"shard {name} is missing or damaged: {error}") from error
+        with self._lock:
+            self._opened[piece] = opened
+            if len(self._opened) > _OPEN:
+                self._opened.popitem(last=False)
+        return opened
+
+    def _start(self, piece: int, again: bool = False) -> _Opened:
+        shard, start, end = (int(bounds[piece]) for bounds in self._bounds)
+        return _Opened(*self._shards.open(shard, start, end, again))
+
+    def _bring(self, piece: int) -> None:
+        self._start(piece)  # and let it go: it is in the cache then

@@ -55,6 +55,7 @@ SPLITS: tuple[Split, ...] = ("train", "dev", "test")
 ROW_GROUP_BYTES = 16 * 2**20  # of images: a good size for one ranged read from S3
 _ONE_PAGE = 2**30  # pages are cut at this many bytes or rows: never, within a row group
 CACHE_BYTES = 64 * 2**30
+_AHEAD = 1024  # images whose bytes are fetched from S3 while others are decoded
 _DECODE_CHUNK = 16  # images a task of the thread pool: less and handing them over costs more than it spreads
 
 SHARD = pa.schema(
@@ -340,6 +341,7 @@ class Dataset:
         order = np.lexsort((rows["offset"].to_numpy(), rows["shard"].to_numpy()))
         with self.reader(rows) as reader:
             if self.is_raw(preprocessing):
+                reader.fetch(order)
                 if damaged := reader.gather(
                     np.arange(len(rows)), output.reshape(len(rows), math.prod(shape[1:]))
                 ):
@@ -347,10 +349,10 @@ class Dataset:
                 return output
 
             def decode(start: int) -> None:
+                reader.fetch(order[start : start + _AHEAD])
                 for slot in order[start : start + _DECODE_CHUNK].tolist():
                     output[slot] = square(reader.stored(slot), preprocessing)
 
-            reader.fetch(order)
             with ThreadPoolExecutor(os.cpu_count()) as pool:
                 list(pool.map(decode, range(0, len(rows), _DECODE_CHUNK)))
         return output
