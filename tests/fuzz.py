@@ -198,10 +198,10 @@ def imagenet_with_meta(files: Mapping[str, bytes]) -> Target:
     """The devkit's MATLAB file, mutated inside of a devkit that is right."""
     name = "ILSVRC2012_devkit_t12.tar.gz"
 
+    whole = of_source({"kind": "imagenet"}, files, name)
+
     def run(folder: Path, data: bytes) -> None:
-        of_source({"kind": "imagenet"}, files | {name: imagenet.devkit(data)}, name).run(
-            folder, imagenet.devkit(data)
-        )
+        whole.run(folder, gzip.decompress(imagenet.devkit(data)))
 
     return Target([imagenet.meta()], run)
 
