@@ -5,6 +5,7 @@ and starting any process but the one that unpacks RARs are faults; so are an ans
 more memory than MEMORY. Another source is one more line in `targets`: `of_source(its fields, its files, which one)`.
 """
 
+import gzip
 import itertools
 import json
 import os
@@ -77,7 +78,7 @@ def _open(folder: Path, files: Mapping[str, str], file: str, depth: int) -> None
 
 
 def of_source(fields: Mapping[str, Any], files: Mapping[str, bytes], mutated: str) -> Target:
-    """A source with these files in its root, of which one is mutated: listed, and its images read."""
+    """A source with these files in its root, of which one is mutated (in its gz): listed, and its images read."""
 
     def run(folder: Path, data: bytes) -> None:
         for name, content in (files | {mutated: data}).items():
@@ -93,10 +94,20 @@ def of_source(fields: Mapping[str, Any], files: Mapping[str, bytes], mutated: st
                 except ValueError:
                     continue
 
-    repair = {b"ustar": checked_tar, b"\x89PNG\r": checked_png}
     seed = files[mutated]
-    known = next((how for magic, how in repair.items() if magic in (seed[:5], seed[257:262])), bytes)
-    return Target([seed], run, known)
+    if seed[:2] == b"\x1f\x8b":  # behind its CRC
+        return Target(
+            [gzip.decompress(seed)],
+            lambda folder, data: run(folder, gzip.compress(data)),
+            _repair(gzip.decompress(seed)),
+        )
+    return Target([seed], run, _repair(seed))
+
+
+def _repair(seed: bytes) -> Callable[[bytes], bytes]:
+    if seed[257:262] == b"ustar":
+        return checked_tar
+    return checked_png if seed[:4] == b"\x89PNG" else bytes
 
 
 def checked_tar(data: bytes) -> bytes:
@@ -187,10 +198,10 @@ def imagenet_with_meta(files: Mapping[str, bytes]) -> Target:
     """The devkit's MATLAB file, mutated inside of a devkit that is right."""
     name = "ILSVRC2012_devkit_t12.tar.gz"
 
+    whole = of_source({"kind": "imagenet"}, files, name)
+
     def run(folder: Path, data: bytes) -> None:
-        of_source({"kind": "imagenet"}, files | {name: imagenet.devkit(data)}, name).run(
-            folder, imagenet.devkit(data)
-        )
+        whole.run(folder, gzip.decompress(imagenet.devkit(data)))
 
     return Target([imagenet.meta()], run)
 
