@@ -6,7 +6,7 @@ it does a small set first, so that imports and worker processes are there, then 
 each round in another order. What each does with an image stands in the table; "floor" is what reading, sha256 and a
 full decode cost alone, with simplejpeg in two processes. Ours is the whole stage: listing, shards, index, quarantine,
 copies, card, and every file's sha256, durably on the disk.
-Peers come from PyPI into a temporary folder. Prints the table and keeps it in benchmarks/results/; about 15 minutes.
+Peers come from PyPI into a temporary folder. Prints the table and keeps it in benchmarks/results/; some 15 minutes.
 
     python benchmarks/ingest.py --images 512 --rounds 1 --no-keep      to see that it works
 """
@@ -287,7 +287,7 @@ def in_process(name: str, folder: Path, data: str) -> dict[str, float] | None:
 
 
 def install(folder: Path) -> None:
-    """The peers, into a folder of their own, which comes last on the path."""
+    """The peers, into a folder of their own, which only the measured processes have on their path."""
     if not folder.is_dir():
         command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", str(folder)]
         subprocess.run([*command, *REQUIREMENTS], check=True)
