@@ -7,7 +7,7 @@ In: samples. Out, in one folder:
     shards/00000.parquet ...  the images, in an order that is a hash of their names
 
 A shard knows no splits, so that they may be decided (by copies, by groups) after all images were read, and each image
-is read, decoded and written once. Rows of a split are numbered by their sample_id, whatever the shards are.
+is read, decoded and written once. Rows of a split are numbered by a hash of their sample_id, whatever the shards are.
 
 Every row group is one uncompressed page of about 16 MB with a checksum, so that an image's bytes also lie at
 [offset, offset + length) of its shard: what `index.parquet` says, with their xxh3_64.
@@ -155,6 +155,11 @@ def content_digest(name: str, samples: Iterable[tuple[str, int, str]], class_nam
     return digest.hexdigest()
 
 
+def shuffle_key(sample_id: str) -> bytes:
+    """Rows of a split are numbered in this order: draws of labels and batches start from it."""
+    return hashlib.sha256(f"shuffle/{sample_id}".encode()).digest()
+
+
 def shard_file(number: int) -> str:
     """Name of a shard, relative to the dataset's folder."""
     return f"shards/{number:05d}.parquet"
@@ -214,7 +219,11 @@ def write_dataset(
 
     Raises ValueError when two images have the same sample_id.
     """
-    order = pc.sort_indices(index, sort_keys=[("split", "ascending"), ("sample_id", "ascending")])
+    shuffled = pa.array([shuffle_key(one) for one in index["sample_id"].to_pylist()], pa.binary())
+    order = pc.sort_indices(
+        pa.table({"split": index["split"], "key": shuffled}),
+        sort_keys=[("split", "ascending"), ("key", "ascending")],
+    )
     index = index.take(order).select(INDEX.names).cast(INDEX)
     ids = index["sample_id"]
     if len(pc.unique(ids)) < len(ids):
@@ -298,7 +307,7 @@ class Dataset:
         return found
 
     def index(self, split: Split) -> pa.Table:
-        """The rows of a split (INDEX), ordered by sample_id: in the order of its labels and images."""
+        """The rows of a split (INDEX), in the order of its labels and images: by a hash of their sample_id."""
         return self._index[split]
 
     def require(self, *splits: Split) -> None:

@@ -16,6 +16,7 @@ from ray_jobs.shards import (
     Sample,
     Shard,
     shard_file,
+    shuffle_key,
     write_dataset,
     write_shard,
 )
@@ -50,6 +51,11 @@ def put(
         shards.append(Shard(file=file, rows=len(part), bytes=(folder / file).stat().st_size))
     folder.mkdir(parents=True, exist_ok=True)
     return write_dataset(folder, name, class_names, image, shards, pa.Table.from_pylist(rows, schema=INDEX))
+
+
+def identities(count: int) -> list[str]:
+    """So many sample ids in the order in which a dataset numbers them."""
+    return sorted((f"id{number:03d}" for number in range(count)), key=shuffle_key)
 
 
 def raw(identity: str, pixels: np.ndarray, label: int) -> Sample:

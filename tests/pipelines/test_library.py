@@ -29,12 +29,13 @@ CLASSES = ("ape", "bee")
 GREY = Preprocessing(mean=(0.5,), std=(0.5,), resolution=4, channels=1)
 
 
+IDS = datasets.identities(3)
+
+
 def put_dataset(store: Store, key: str = "da") -> None:
     """Three grey images of 4x4 in two shards of test: image i is filled with 10 * i. None in dev and train."""
     with store.staging(Layout.files("ingest", key, 1)) as staging:
-        samples = [
-            Sample(f"id{i}", f"{i}.png", bytes([10 * i] * 16), "raw", 4, 4, 1, i % 2) for i in range(3)
-        ]
+        samples = [Sample(IDS[i], f"{i}.png", bytes([10 * i] * 16), "raw", 4, 4, 1, i % 2) for i in range(3)]
         image = ImageSize(height=4, width=4, channels=1)
         datasets.put(staging.path, "zoo", CLASSES, image, {"test": samples}, per_shard=2)
     commit(store, make_manifest("ingest", key=key, files=staging.files))
@@ -110,7 +111,7 @@ def test_a_datasets_samples_and_images_are_in_one_order(store: Store) -> None:
     assert found.class_names == CLASSES
     samples = found.samples("test").to_pylist()
     assert [(s["sample_id"], s["key"], s["class_name"]) for s in samples] == [
-        ("id0", "0.png", "ape"), ("id1", "1.png", "bee"), ("id2", "2.png", "ape"),
+        (IDS[0], "0.png", "ape"), (IDS[1], "1.png", "bee"), (IDS[2], "2.png", "ape"),
     ]  # fmt: skip
     assert found.images("test").tolist() == [np.full((4, 4, 1), 10 * i).tolist() for i in range(3)]
     assert found.images("test", [2, 0])[:, 0, 0, 0].tolist() == [20, 0]

@@ -31,6 +31,9 @@ COLOUR = Preprocessing(mean=(0.5,) * 3, std=(0.5,) * 3, resolution=SIDE, channel
 GREY = Preprocessing(mean=(0.5,), std=(0.5,), resolution=8, channels=1)
 
 
+IDS = datasets.identities(N)
+
+
 def photographs() -> list[Sample]:
     """JPEGs and PNGs of several sizes, smooth, so that resizers differ little."""
     rng, samples = np.random.default_rng(0), []
@@ -39,7 +42,7 @@ def photographs() -> list[Sample]:
         small = Image.fromarray(rng.integers(0, 256, (4, 5, 3), np.uint8))
         file, form = io.BytesIO(), "PNG" if number % 5 == 0 else "JPEG"
         small.resize((width, height), Image.Resampling.BICUBIC).save(file, form)
-        name = f"{number:03d}"
+        name = IDS[number]
         samples.append(Sample(name, name, file.getvalue(), form.lower(), width, height, 3, number % 7))
     return samples
 
@@ -59,7 +62,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Dataset:
 @pytest.fixture(scope="module")
 def raw(tmp_path_factory: pytest.TempPathFactory) -> Dataset:
     folder = tmp_path_factory.mktemp("raw")
-    samples = [datasets.raw(f"{i:03d}", pixels, i % 7) for i, pixels in enumerate(PIXELS)]
+    samples = [datasets.raw(IDS[i], pixels, i % 7) for i, pixels in enumerate(PIXELS)]
     image = ImageSize(height=8, width=8, channels=1)
     datasets.put(folder, "raw", [str(i) for i in range(7)], image, {"train": samples}, per_shard=25)
     return open_dataset(folder)
@@ -123,7 +126,7 @@ def test_uncropped_files_are_what_load_image_makes(files: Dataset) -> None:
 
 def test_crops_are_parts_of_the_originals(files: Dataset) -> None:
     """Pillow's crop and resize of Pillow's pixels: two levels apart, or a few where a JPEG was decoded at a half."""
-    positions, images, labels = stream(files, COLOUR, 5, policy="crop_flip", seed=3)
+    positions, images, labels = stream(files, COLOUR, 8, policy="crop_flip", seed=3)
     with Loader(files, files.index("train"), COLOUR, seed=3, batch=12, threads=1) as batches:
         rows = np.concatenate([batches._order.rows(each) for each in positions])
     every, found = images.reshape(-1, SIDE, SIDE, 3), []

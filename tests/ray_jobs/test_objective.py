@@ -187,7 +187,7 @@ def test_moco_in_bfloat16_is_about_that_in_float32_and_is_fine_tuned(dataset, tm
     assert losses["bfloat16"] == pytest.approx(losses["float32"], rel=0.03)
     assert losses["bfloat16"] != losses["float32"]
     tuning = Finetune(
-        job="finetune", data="d", backbone="b", learning_rates=(1e-2,), steps=40, batch_size=16, labels=Labels(),
+        job="finetune", data="d", backbone="b", learning_rates=(1e-2,), steps=80, batch_size=16, labels=Labels(),
         mixup=0.2, randaugment={"layers": 1, "magnitude": 3},
     )  # fmt: skip
     opened = shards.open_dataset(dataset)

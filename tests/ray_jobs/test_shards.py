@@ -16,12 +16,12 @@ from vit_model.preprocessing import load_image
 
 RNG = np.random.default_rng(0)
 PIXELS = RNG.integers(0, 256, (50, 8, 8, 1), np.uint8)
+IDS = datasets.identities(50)
 
 
 def raw_samples() -> list[Sample]:
     return [
-        Sample(f"id{i:02d}", f"row {i}", image.tobytes(), "raw", 8, 8, 1, i % 3)
-        for i, image in enumerate(PIXELS)
+        Sample(IDS[i], f"row {i}", image.tobytes(), "raw", 8, 8, 1, i % 3) for i, image in enumerate(PIXELS)
     ]
 
 
@@ -32,7 +32,7 @@ def file_samples(n: int = 40) -> list[Sample]:
         file = io.BytesIO()
         form = "JPEG" if i % 2 else "PNG"
         Image.fromarray(RNG.integers(0, 256, (height, width, 3), np.uint8)).save(file, form)
-        samples.append(Sample(f"id{i:02d}", f"{i}.x", file.getvalue(), form.lower(), width, height, 3, i % 2))
+        samples.append(Sample(IDS[i], f"{i}.x", file.getvalue(), form.lower(), width, height, 3, i % 2))
     return samples
 
 
@@ -102,7 +102,7 @@ def test_raw_images_labels_and_ids_come_back_in_order(tmp_path: Path) -> None:
     data = raw_dataset(tmp_path)
     np.testing.assert_array_equal(data.images("train", grey(8)), PIXELS)
     np.testing.assert_array_equal(data.labels("train"), np.arange(50) % 3)
-    assert data.sample_ids("train") == [f"id{i:02d}" for i in range(50)]
+    assert data.sample_ids("train") == IDS
     indices = np.array([49, 0, 7, 7, 30, 29])
     np.testing.assert_array_equal(data.images("train", grey(8), indices), PIXELS[indices])
     assert data.images("train", grey(8), []).shape == (0, 8, 8, 1)

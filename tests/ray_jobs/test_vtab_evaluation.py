@@ -28,6 +28,7 @@ from vit_model.weights import save_model
 IMAGES, LABELS = load_digits(return_X_y=True)
 PIXELS = (IMAGES * 15).astype(np.uint8).reshape(-1, 8, 8, 1)
 SIZE = shards.ImageSize(height=8, width=8, channels=1)
+IDS = datasets.identities(len(PIXELS))
 PARTS = {"train": range(30), "dev": range(30, 50), "test": range(50, 150)}
 MODEL = ModelSize(patch_size=4, width=16, depth=1, num_heads=2)
 
@@ -35,7 +36,7 @@ MODEL = ModelSize(patch_size=4, width=16, depth=1, num_heads=2)
 def put(store: Store, key: str, parts: Mapping[str, Any]) -> Manifest:
     """Commit digits of these numbers as a dataset; ids are in the order of the numbers."""
     samples = {
-        split: [datasets.raw(f"{number:032d}", PIXELS[number], int(LABELS[number])) for number in numbers]
+        split: [datasets.raw(IDS[number], PIXELS[number], int(LABELS[number])) for number in numbers]
         for split, numbers in parts.items()
     }
     with store.staging(st.Layout.files("ingest", key, 1)) as staging:
