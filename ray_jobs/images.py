@@ -19,7 +19,7 @@ from vit_model.preprocessing import FORMATS, MAX_PIXELS, MODES, flatten
 
 MAX_SCANS = 500  # of a JPEG; programs write 10 or so, a film behind it may look like 100
 _START_OF_SCAN = b"\xff\xda"
-_HASHED_SIDE = 128  # pixels at least, where the image has them
+_HASHED_SIDE = 64  # pixels at least, where the image has them
 
 _SIDE = 32  # pixels a side of what a perceptual hash looks at
 _COSINES = np.round(
