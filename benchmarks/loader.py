@@ -1,6 +1,6 @@
 """Training batches of ours and of seven peers from the same images: `python benchmarks/loader.py`.
 
-The protocol is section 5 of the sheet on loading: JPEGs of ImageNet's size (500 x 375, 4:2:0, 0.55 bytes a pixel),
+JPEGs of ImageNet's size (500 x 375, 4:2:0, 0.55 bytes a pixel),
 the same with the short side at 256, and 50,000 raw images of CIFAR's shape; a random part resized to 224 and flipped,
 into uint8 batches of 256. Each arm is a fresh process, on one core and then on two, with the best of 1, 2, 3 workers;
 rounds are interleaved, the table has medians and ranges. The floor is simplejpeg's decoding and torch's resizing of the

@@ -42,7 +42,7 @@ def is_decayed(name: str, parameter: torch.Tensor) -> bool:
 def adamw(model: torch.nn.Module, optimizer: Optimizer) -> torch.optim.AdamW:
     """AdamW in two groups, decayed and not; whoever steps it sets the learning rate first (`set_learning_rate`).
 
-    Decay is decoupled and multiplied by the learning rate: p -= rate * weight_decay * p (vit.md's papers mean this).
+    Decay is decoupled and multiplied by the learning rate: p -= rate * weight_decay * p (as the papers' code does).
     """
     import torch
 

@@ -1,4 +1,4 @@
-"""Archives of VTAB's specialised and structured data sets, small, as their authors make them (datasets.md 2.8-2.16).
+"""Archives of VTAB's specialised and structured data sets, small, as their authors make them.
 
 Each function writes the files of one data set into a folder, and gives what is in them: a dict for each TFDS split of
 a record's key to its label (for every task, where there are two) and its image: pixels where the set holds arrays,

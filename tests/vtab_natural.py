@@ -1,4 +1,4 @@
-"""Archives of VTAB's natural data sets, small, as their authors make them (datasets.md 2), and what is in them."""
+"""Archives of VTAB's natural data sets, small, as their authors make them, and what is in them."""
 
 import gzip
 import io

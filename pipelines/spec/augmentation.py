@@ -32,7 +32,7 @@ squash_crop_flip   the same and a flip
 
 
 class RandAugment(Frozen):
-    """So many of 16 operations on each image, each of them always applied (vit.md, section 2.3)."""
+    """So many of 16 operations on each image, each of them always applied (Cubuk et al., arXiv 1909.13719)."""
 
     layers: int = Field(2, ge=1, le=16)
     magnitude: float = Field(
@@ -52,7 +52,7 @@ def mixing(name: str) -> Any:
 
 
 class EvalCrop(Frozen):
-    """How an image becomes a square where nothing is random: when a model is judged, or used (vit.md, section 9).
+    """How an image becomes a square where nothing is random: when a model is judged, or used.
 
     The authors squash after fine-tuning; big_vision takes the middle, of 256 for 224 pixels (crop_fraction 0.875) after
     pretraining and of 448 for 384 (0.857143) after fine-tuning.

@@ -1,7 +1,7 @@
 """The 19 tasks of VTAB-1k, what archives each is made of, and how a recipe names one.
 
-Plain tables: which files a task needs as its authors ship them, what may stand in for one, and where they come from
-(datasets.md 2). How they are read, and which record is in which split, is in `ray_jobs.sources.vtab`.
+Plain tables: which files a task needs as its authors ship them, what may stand in for one, and where they come
+from. How they are read, and which record is in which split, is in `ray_jobs.sources.vtab`.
 """
 
 from __future__ import annotations

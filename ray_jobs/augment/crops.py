@@ -70,7 +70,7 @@ def crop_boxes(draws: Numbers, height: Size, width: Size) -> tuple[Pixels, Pixel
     """(top, left, height, width) of the Inception crop of ViT's pretraining, from a sample's first four draws.
 
     Area 5-100 %, aspect 3/4-4/3, height uniform between its limits as TensorFlow's sampler does, so the area is not
-    uniform (vit.md, trap 14 and section 9).
+    uniform.
     """
     aspect = CROP_ASPECT[0] + draws[:, 0] * (CROP_ASPECT[1] - CROP_ASPECT[0])
     area = np.asarray(height * width)

@@ -1,4 +1,4 @@
-"""RandAugment as AugReg and big_vision use it: the original one of TensorFlow (vit.md, section 2.3).
+"""RandAugment as AugReg and big_vision use it: the original one of TensorFlow (Cubuk et al., arXiv 1909.13719).
 
 In and out: uint8 tensors [n, h, w, c] at the model's resolution, after crop and flip, on any device with the same
 result. Two things are not TensorFlow's: Contrast blends with the mean grey, as Pillow and the paper have it, not with

@@ -1,6 +1,6 @@
 """How VTAB's tasks are augmented in fine-tuning: BiT's crop and flip, but where one would change the answer.
 
-Source: BiT (arXiv 1912.11370), appendix F; vit.md, trap 12 and section 5.
+Source: BiT (arXiv 1912.11370), appendix F.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""CIFAR-10 and CIFAR-100 as their authors ship them (datasets.md 2.2), python or binary version.
+"""CIFAR-10 and CIFAR-100 as their authors ship them, python or binary version.
 
 In: the archive, or the files that were in it. Out: images [32, 32, 3] with fine labels; keys are running numbers over
 the files in their order.

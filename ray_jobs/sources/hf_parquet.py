@@ -1,4 +1,4 @@
-"""Images in Parquet as Hugging Face's datasets are shipped (datasets.md 4.3).
+"""Images in Parquet as Hugging Face's datasets are shipped.
 
 In: <split>-00000-of-00005.parquet, ...: a column of struct<bytes, path> (or of bytes), a column of labels, and in the
 schema's metadata what each column is. Out: entries by file, row group and row.

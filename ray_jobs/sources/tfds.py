@@ -1,4 +1,4 @@
-"""Prepared data sets of TensorFlow Datasets (datasets.md 4.4), without TensorFlow.
+"""Prepared data sets of TensorFlow Datasets, without TensorFlow.
 
 In: the folder of a version: dataset_info.json (splits and their shards), features.json (which feature is what),
 label.labels.txt, and shards of tf.train.Example in tfrecord or array_record files. Out: entries in the order of the

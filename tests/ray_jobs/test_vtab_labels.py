@@ -1,4 +1,4 @@
-"""How VTAB bins the labels of its structured tasks: the intervals at their boundaries (datasets.md 2.12-2.16)."""
+"""How VTAB bins the labels of its structured tasks: the intervals at their boundaries."""
 
 import io
 import json

@@ -1,4 +1,4 @@
-"""VTAB-1k's splits without TFDS: the order of records, the slices, and the check values of datasets.md 1.4."""
+"""VTAB-1k's splits without TFDS: the order of records, the slices, and check values that were computed elsewhere."""
 
 import hashlib
 from typing import NamedTuple, get_args

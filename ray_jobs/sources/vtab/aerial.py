@@ -1,7 +1,6 @@
 """VTAB's pictures from above: EuroSAT and Resisc45, whose classes are folders of an archive.
 
-In: EuroSAT's zip; Resisc45's RAR or zip. Both have no official split: VTAB cuts the hashed order 60 : 20 : 20
-(datasets.md 2.9, 2.10).
+In: EuroSAT's zip; Resisc45's RAR or zip. Both have no official split: VTAB cuts the hashed order 60 : 20 : 20.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Caltech101 (datasets.md 2.1): class folders in a tar, which is in a zip in the distribution of today.
+"""Caltech101: class folders in a tar, which is in a zip in the distribution of today.
 
 It has no splits of its own. TFDS draws 30 files of each class for train with numpy's legacy seed 1234 from the listing
 of its folder, in whichever order the file system gave: what the authors of VTAB got can't be rebuilt from the archive

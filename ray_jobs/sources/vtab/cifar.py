@@ -1,4 +1,4 @@
-"""CIFAR-100 (datasets.md 2.2), python or binary version: fine labels, 0-based, keys are running numbers."""
+"""CIFAR-100, python or binary version: fine labels, 0-based, keys are running numbers."""
 
 from __future__ import annotations
 

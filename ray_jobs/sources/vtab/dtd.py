@@ -1,4 +1,4 @@
-"""DTD (datasets.md 2.3): a tar of images in class folders, and lists of ten partitions: VTAB takes the first."""
+"""DTD: a tar of images in class folders, and lists of ten partitions: VTAB takes the first."""
 
 from __future__ import annotations
 

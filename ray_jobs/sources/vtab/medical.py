@@ -1,7 +1,7 @@
 """VTAB's medical pictures: Patch Camelyon and Diabetic Retinopathy.
 
 In: Patch Camelyon's six gzipped HDF5 files; Kaggle's archives of fundus photographs, the labels of train, and those of
-the test that were published later (datasets.md 2.8, 2.11).
+the test that were published later.
 """
 
 from __future__ import annotations

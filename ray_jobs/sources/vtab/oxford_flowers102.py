@@ -1,4 +1,4 @@
-"""Flowers102 (datasets.md 2.4): a tar of images and two MATLAB files, of labels and of splits; all numbers from 1."""
+"""Flowers102: a tar of images and two MATLAB files, of labels and of splits; all numbers from 1."""
 
 from __future__ import annotations
 

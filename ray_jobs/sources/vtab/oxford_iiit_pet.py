@@ -1,4 +1,4 @@
-"""Oxford-IIIT Pets (datasets.md 2.5): a tar of images, and a tar of annotations with the lists of both splits."""
+"""Oxford-IIIT Pets: a tar of images, and a tar of annotations with the lists of both splits."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ def btgraham(image: bytes) -> bytes:
     """A photograph of an eye's fundus as the winner of Kaggle's competition of 2015 made it: `btgraham-300` of TFDS.
 
     Scaled to a radius of 300 pixels, the local average subtracted, outside of a circle of 270 grey, cropped to that
-    circle, JPEG of quality 72 (datasets.md 2.11).
+    circle, JPEG of quality 72.
     """
     pixels = decode_bgr(image, upright=True)
     if pixels.dtype != np.uint8:

@@ -1,7 +1,7 @@
 """VTAB's pictures of scenes: CLEVR (count, distance), KITTI (distance of the nearest vehicle), DMLab.
 
-In: CLEVR's zip; KITTI's zips of images and labels and its devkit; DMLab's tar of TFRecord files (datasets.md 2.12 to
-2.14). Their labels are made in `scene_labels`.
+In: CLEVR's zip; KITTI's zips of images and labels and its devkit; DMLab's tar of TFRecord files. Their labels are
+made in `scene_labels`.
 """
 
 from __future__ import annotations

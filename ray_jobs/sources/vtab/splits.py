@@ -1,9 +1,10 @@
-"""VTAB-1k's splits as TFDS and VTAB's code make them, without either (datasets.md 1).
+"""VTAB-1k's splits as TFDS and VTAB's code make them, without either.
 
 TFDS sorts the records of each of its splits by an MD5 of the split's name and the record's key; VTAB takes slices of
 that order: `train800` is the first 800 records of train, `val200` the first 200 of what it validates on, and the test
 is a whole TFDS split or the rest of one. Here they are "train" (train800), "dev" (val200) and "test", train800val200
-is train and dev together; other records are left out.
+is train and dev together; other records are left out. Sources: google-research/task_adaptation, data/*.py; TFDS,
+core/{hashing,shuffle,split_builder,splits}.py.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ class Rule(NamedTuple):
     test: tuple[str, int]
     """The same of the test, which goes on to the end of that split."""
     checks: tuple[str, str] | None
-    """The check values of train800 and val200, where they are known without the archive (datasets.md 1.4)."""
+    """The check values of train800 and val200, where they are known without the archive."""
 
 
 def _rule(
@@ -61,7 +62,7 @@ _DSPRITES = _rule(
     737_280, 0, 0, ("train", 589_824), ("train", 663_552), ("54130b46ffd22579", "86005e8c04783edc")
 )
 _SMALLNORB = _rule(24_300, 0, 24_300, ("test", 0), ("test", 12_150), ("438b845e2bd4a468", "d9fca0e85af945f0"))
-# datasets.md 1.3. SUN397's train list has 76,128, of which one can't be decoded. EuroSAT's check values hold if its
+# Sizes: the tests of task_adaptation. SUN397's train list has 76,128, of which one can't be decoded. EuroSAT's check values hold if its
 # classes have the sizes that are told of them.
 RULES: dict[Task, Rule] = {
     "caltech101": _rule(3_060, 0, 6_084, ("train", 2_754), ("test", 0)),
@@ -92,7 +93,7 @@ class Records(NamedTuple):
     """The records of one TFDS split, in the order in which the archive has them."""
 
     keys: Sequence[int | str]
-    """What TFDS's builder yields as key (datasets.md 1.4)."""
+    """What TFDS's builder yields as key."""
     labels: Sequence[int] | NDArray[Any]
     """0-based."""
     members: Sequence[Member | None] | None = None

@@ -1,4 +1,4 @@
-"""SUN397 (datasets.md 2.6): a tar of 108,754 images, and the lists of TFDS's splits, which are in its wheel."""
+"""SUN397: a tar of 108,754 images, and the lists of TFDS's splits, which are in its wheel."""
 
 from __future__ import annotations
 

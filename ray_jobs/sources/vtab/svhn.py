@@ -1,4 +1,4 @@
-"""SVHN, cropped (datasets.md 2.7): two MATLAB files of arrays whose last axis counts the images; 10 stands for 0."""
+"""SVHN, cropped: two MATLAB files of arrays whose last axis counts the images; 10 stands for 0."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """VTAB's rendered objects: dSprites (location, orientation) and SmallNORB (azimuth, elevation).
 
 In: dSprites' HDF5 file or its npz twin, SmallNORB's six files of binary matrices, packed or not. Out: grey images of
-64 and 96 pixels a side (datasets.md 2.15, 2.16).
+64 and 96 pixels a side.
 """
 
 from __future__ import annotations
