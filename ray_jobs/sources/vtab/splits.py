@@ -62,8 +62,8 @@ _DSPRITES = _rule(
     737_280, 0, 0, ("train", 589_824), ("train", 663_552), ("54130b46ffd22579", "86005e8c04783edc")
 )
 _SMALLNORB = _rule(24_300, 0, 24_300, ("test", 0), ("test", 12_150), ("438b845e2bd4a468", "d9fca0e85af945f0"))
-# Sizes: the tests of task_adaptation. SUN397's train list has 76,128, of which one can't be decoded. EuroSAT's check values hold if its
-# classes have the sizes that are told of them.
+# Sizes: the tests of task_adaptation. SUN397's train list has 76,128, of which one can't be decoded. EuroSAT's check
+# values hold if its classes have the sizes that are told of them.
 RULES: dict[Task, Rule] = {
     "caltech101": _rule(3_060, 0, 6_084, ("train", 2_754), ("test", 0)),
     "cifar": _rule(50_000, 0, 10_000, ("train", 45_000), ("test", 0), ("5b25ee0661c3bc4a", "93377e439662509b")),
