@@ -54,9 +54,9 @@ def groups(accuracies: list[dict[str, Any]]) -> list[tuple[str, list[dict[str, A
 
 
 def scale(accuracies: list[dict[str, Any]]) -> float:
-    """Where the bars of the table begin (they end at 1): a round tenth under the lowest interval."""
+    """Where the bars of the table begin (they end at 1): a round tenth under the lowest interval, 0.9 at most."""
     lowest = min((line["low"] for line in accuracies), default=0.0)
-    return max(0.0, int(lowest * 10) / 10)
+    return min(0.9, max(0.0, int(lowest * 10) / 10))
 
 
 def duration(seconds: float) -> str:

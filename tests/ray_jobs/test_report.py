@@ -32,7 +32,7 @@ from pipelines.store import InputRef, Layout, Manifest, commit, input_ref, open_
 from ray_jobs import report, shards
 from ray_jobs.images import sample_id
 from ray_jobs.intervals import accuracy_interval, paired_difference
-from ray_jobs.reporting import provenance
+from ray_jobs.reporting import page, provenance
 from ray_jobs.rows import PREDICTIONS, ROWS, write_table
 from ray_jobs.stage import Context
 from tests import datasets
@@ -450,3 +450,8 @@ def test_a_page_says_which_shape_of_which_family_was_trained() -> None:
     assert provenance._size(hybrid).endswith("6 heads, patch 32 on a convolutional stem (2-2-2-2 units)")
     resnet = ResNetSize(units=(3, 4), width_factor=2).model_dump(mode="json")
     assert provenance._size(resnet) == "ResNet of 3-4 units, width factor 2"
+
+
+@pytest.mark.parametrize(("lows", "begin"), [([], 0.0), ([0.55, 0.7], 0.5), ([1.0, 1.0], 0.9)])
+def test_bars_begin_a_round_tenth_below_the_lowest(lows: list[float], begin: float) -> None:
+    assert page.scale([{"low": low} for low in lows]) == begin
