@@ -59,23 +59,15 @@ WIDTH, HEIGHT, QUALITY, NOISE = 500, 375, 90, 13.0
 
 def ours(data: Path, out: Path) -> None:
     """The real stage, on the Ray that is running."""
-    from pipelines import identity
     from pipelines.spec import Ingest
     from pipelines.store import open_store
     from ray_jobs import ingest
-    from ray_jobs.stage import Context
-    from tests.records import make_attempt
+    from tests.records import make_context
 
     source = {"kind": "webdataset", "root": str(data / "data.tar")}
     config = Ingest.model_validate({"job": "ingest", "source": source})
     store = open_store(str(out / "store"))
-    attempt = make_attempt(
-        store_id=store.id,
-        store_uri=store.uri,
-        config=config.model_dump(mode="json"),
-        source=identity.source_fingerprint(config),
-    )
-    result = ingest.main(Context(attempt, config, {}))
+    result = ingest.main(make_context(store, config))
     assert result.metrics["images"] + result.metrics["left_out"] == len(list((data / "images").iterdir()))
 
 

@@ -20,7 +20,6 @@ are not (it splits and merges them as it likes, and write_parquet names files by
 
 from __future__ import annotations
 
-import hashlib
 import math
 import re
 from collections import Counter
@@ -50,6 +49,7 @@ from ray_jobs.shards import (
     Shard,
     open_dataset,
     shard_file,
+    shuffle_key,
     write_dataset,
     write_shard,
 )
@@ -170,8 +170,8 @@ def plan_parts(entries: pa.Table) -> list[Part]:
     number = max(size / SHARD_BYTES, len(entries) / SHARD_IMAGES, 1)
     bits = math.ceil(math.log2(number))
     units = pc.coalesce(entries["unit"], entries["key"])
-    hashes = np.array([_order(unit) for unit in units.to_pylist()], np.uint64)
-    within = np.array([_order(key) for key in entries["key"].to_pylist()], np.uint64)
+    hashes = _hashes(units)
+    within = hashes if units.equals(entries["key"]) else _hashes(entries["key"])
     order = np.lexsort((within, hashes))
     numbers = (hashes[order] >> np.uint64(63 - bits)) >> np.uint64(1)
     starts = [0, *(np.flatnonzero(np.diff(numbers)) + 1).tolist(), len(entries)]
@@ -183,8 +183,8 @@ def plan_parts(entries: pa.Table) -> list[Part]:
     ]
 
 
-def _order(key: str) -> int:
-    return int.from_bytes(hashlib.sha256(f"shuffle/{key}".encode()).digest()[:8])
+def _hashes(names: pa.ChunkedArray) -> NDArray[np.uint64]:
+    return np.array([int.from_bytes(shuffle_key(name)[:8]) for name in names.to_pylist()], np.uint64)
 
 
 # ------------------------------------------------------------------------------------------------- tasks

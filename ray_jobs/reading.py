@@ -27,7 +27,7 @@ from pipelines.store import Store
 from ray_jobs.cache import Cache, Descriptor
 from ray_jobs.decode import DamagedError, Stored
 
-PIECE_BYTES = 16 * 2**20  # what is asked of S3 at once: sheet, section 3
+PIECE_BYTES = 16 * 2**20  # what is asked of S3 at once; its own advice is 8 to 16 MB
 _GAP = 2**20  # bytes between two images that are rather read than asked for around
 _TRIES = 3
 _THREADS = 8  # requests at once
@@ -38,7 +38,10 @@ class Shards(Protocol):
     """Where the shards of a dataset lie: whole files of this machine, or pieces of them in a cache."""
 
     names: list[str]
-    cache: Cache | None
+
+    @property
+    def cache(self) -> Cache | None:
+        """What keeps the pieces; None: the files are there."""
 
     def open(self, shard: int, start: int, end: int, again: bool) -> tuple[Descriptor, int]:
         """A file that has the bytes [start, end) of a shard, and where in the shard it begins; with `again` not one
@@ -49,7 +52,7 @@ class LocalShards:
     """Shards in a folder."""
 
     def __init__(self, folder: Path, files: list[str]) -> None:
-        self.cache: Cache | None = None
+        self.cache = None
         self.names = [str(folder / file) for file in files]
 
     def open(self, shard: int, start: int, end: int, again: bool) -> tuple[Descriptor, int]:
@@ -60,16 +63,14 @@ class RemoteShards:
     """Shards in a store, of which pieces are kept in a cache on this machine."""
 
     def __init__(self, store: Store, names: list[str], cache: Cache) -> None:
-        self._store, self.names = store, names
-        self._cache = cache
-        self.cache: Cache | None = cache
+        self._store, self.names, self.cache = store, names, cache
 
     def open(self, shard: int, start: int, end: int, again: bool) -> tuple[Descriptor, int]:
         shard_name = self.names[shard]
         name = f"{sha256(f'{self._store.id}/{shard_name}'.encode()).hexdigest()[:32]}/{start}-{end}"
         if again:
-            self._cache.drop(name)
-        return self._cache.open(name, lambda: self._store.read_range(shard_name, start, end - start)), start
+            self.cache.drop(name)
+        return self.cache.open(name, lambda: self._store.read_range(shard_name, start, end - start)), start
 
 
 def pieces(rows: pa.Table) -> NDArray[np.int64]:

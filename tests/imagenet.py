@@ -1,4 +1,4 @@
-"""A small ImageNet-1k in its authors' format (data sheet, 3.1): two tars and a devkit."""
+"""A small ImageNet-1k in its authors' format: two tars and a devkit."""
 
 import io
 from pathlib import Path

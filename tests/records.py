@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from pipelines.identity import source_fingerprint
 from pipelines.spec import STAGE_TYPES
 from pipelines.store import Attempt, Manifest, Store, now
 from ray_jobs.stage import Context
@@ -58,6 +59,10 @@ def make_attempt(job: str = "ingest", **fields: Any) -> Attempt:
 def make_context(store: Store, config: Any, **inputs: Manifest) -> Context:
     """What a stage of this configuration works on, with one artifact for each field that takes one."""
     attempt = make_attempt(
-        config.job, store_id=store.id, store_uri=store.uri, config=config.model_dump(mode="json")
+        config.job,
+        store_id=store.id,
+        store_uri=store.uri,
+        config=config.model_dump(mode="json"),
+        source=source_fingerprint(config),
     )
     return Context(attempt, config, {name: (given,) for name, given in inputs.items()})

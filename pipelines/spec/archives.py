@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator, Field
 
-from pipelines.spec.fields import RecipeError, Root, distinct
+from pipelines.spec.fields import RecipeError, Root, distinct, execution
 from pipelines.spec.files import files_at, files_named
 from vit_model.config import Frozen
 
@@ -29,9 +29,8 @@ class ImageNetSource(Frozen):
 
     kind: Literal["imagenet"]
     name: str = Field("ImageNet-1k", description="what reports call these images")
-    root: Root = Field(
+    root: Root = execution(
         description="the folder, or s3://bucket/prefix, of the three files",
-        json_schema_extra={"execution": True},
     )
     dev_fraction: float = Field(
         0.01, gt=0, lt=0.5, description="of train, drawn by a hash of each image's name: it is dev"
@@ -51,9 +50,8 @@ class ImageNet21kSource(Frozen):
 
     kind: Literal["imagenet21k"]
     name: str = Field("ImageNet-21k", description="what reports call these images")
-    root: Root = Field(
+    root: Root = execution(
         description="the tar, or the folder or s3://bucket/prefix of the synsets' tars",
-        json_schema_extra={"execution": True},
     )
     held_out: float = Field(
         0.004,
@@ -82,9 +80,8 @@ class WebDatasetSource(Frozen):
 
     kind: Literal["webdataset"]
     name: str = Field("images", description="what reports call these images")
-    root: Root = Field(
+    root: Root = execution(
         description="the folder of the tars, one tar, or s3://bucket/prefix",
-        json_schema_extra={"execution": True},
     )
     image: str | None = Field(
         None, description="the field of the image: jpg; null: the one that is an image's ending"

@@ -13,7 +13,7 @@ class RecipeError(ValueError):
     """A recipe, or a request about one, that can't be run; the message says what would be right."""
 
 
-def execution(default: Any, **constraints: Any) -> Any:
+def execution(default: Any = ..., **constraints: Any) -> Any:
     """A field that never changes the result, so it stays out of the key: workers, threads, paths."""
     return Field(default, json_schema_extra={"execution": True}, **constraints)
 

@@ -9,7 +9,8 @@ from typing import Literal, Self
 
 from pydantic import Field, model_validator
 
-from pipelines.spec.fields import RecipeError, Root, Seed
+from pipelines.spec.fields import RecipeError, Root, Seed, execution
+from pipelines.spec.files import files_below
 from vit_model.config import Frozen
 
 
@@ -18,9 +19,8 @@ class HfParquetSource(Frozen):
 
     kind: Literal["hf_parquet"]
     name: str = Field("images", description="what reports call these images")
-    root: Root = Field(
+    root: Root = execution(
         description="the folder, or s3://bucket/prefix, of one configuration's files",
-        json_schema_extra={"execution": True},
     )
     image: str | None = Field(None, description="the column of the images; null: the only one of its type")
     label: str | None = Field(
@@ -30,8 +30,6 @@ class HfParquetSource(Frozen):
 
     def files(self) -> Iterator[tuple[str, str | Path]]:
         """(name relative to the root, path or s3://bucket/key) of every Parquet file."""
-        from pipelines.spec.files import files_below
-
         found = [(name, path) for name, path in files_below(self.root) if name.endswith(".parquet")]
         if not found:
             raise RecipeError(f"source.root: {self.root} has no .parquet file")
@@ -43,9 +41,8 @@ class TfdsSource(Frozen):
 
     kind: Literal["tfds"]
     name: str = Field("images", description="what reports call these images")
-    root: Root = Field(
+    root: Root = execution(
         description="the folder, or s3://bucket/prefix, of one version: that with dataset_info.json",
-        json_schema_extra={"execution": True},
     )
     image: str | None = Field(None, description="the feature of the images; null: the only Image")
     label: str | None = Field(
@@ -55,8 +52,6 @@ class TfdsSource(Frozen):
 
     def files(self) -> Iterator[tuple[str, str | Path]]:
         """(name relative to the root, path or s3://bucket/key) of every file of the data set."""
-        from pipelines.spec.files import files_below
-
         found = dict(files_below(self.root))
         for name in ("dataset_info.json", "features.json"):
             if name not in found:
@@ -87,10 +82,9 @@ class CifarSource(Frozen):
 
     kind: Literal["cifar"]
     classes: Literal[10, 100] = Field(10, description="CIFAR-10 or CIFAR-100")
-    root: Root = Field(
+    root: Root = execution(
         description="the folder, or s3://bucket/prefix, of cifar-10-python.tar.gz (or -binary, or cifar-100-...)"
         " or of what is in it",
-        json_schema_extra={"execution": True},
     )
 
     @property
@@ -100,8 +94,6 @@ class CifarSource(Frozen):
 
     def files(self) -> Iterator[tuple[str, str | Path]]:
         """(base name, path or s3://bucket/key) of the archive, or of the files that were in it."""
-        from pipelines.spec.files import files_below
-
         found = dict(files_below(self.root))
         for version in ("binary", "python"):
             pattern = f"cifar-{self.classes}-{version}.tar*"

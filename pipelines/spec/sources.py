@@ -11,7 +11,6 @@ from pydantic import AfterValidator, Field, model_validator
 from pipelines.spec.archives import ImageNet21kSource, ImageNetSource, WebDatasetSource
 from pipelines.spec.fields import RecipeError, Root, Seed, ascending, distinct, execution
 from pipelines.spec.files import files_at, files_named, package_folder
-from pipelines.spec.files import files_below as files_below
 from pipelines.spec.records import CifarSource, HfParquetSource, ShapesSource, TfdsSource
 from pipelines.spec.vtab import VtabSource
 from vit_model.config import Frozen
@@ -48,10 +47,9 @@ class FolderSource(Frozen):
     LATER: ClassVar[frozenset[str]] = frozenset({"group"})
     kind: Literal["folder"]
     name: str = Field("images", description="what reports call these images")
-    root: Root = Field(
+    root: Root = execution(
         description="the folder, a tar or zip of it, or s3://bucket/prefix; where it lies does not enter the key, "
         "what is in it does",
-        json_schema_extra={"execution": True},
     )
     salt: str = Field(
         "vitflow", description="images without a given split are split by a hash with this salt"

@@ -142,9 +142,8 @@ class Import(_Stage):
 
     KIND: ClassVar[str] = "model"
     job: Literal["import"]
-    path: Annotated[str, AfterValidator(located)] = Field(
+    path: Annotated[str, AfterValidator(located)] = execution(
         description="a file or a folder; where it lies does not enter the key, what is in it does",
-        json_schema_extra={"execution": True},
     )
     preprocessing: GivenPreprocessing | None = Field(
         None,

@@ -121,9 +121,8 @@ class VtabSource(Frozen):
 
     kind: Literal["vtab"]
     task: Task
-    root: Annotated[str, AfterValidator(located)] = Field(
+    root: Annotated[str, AfterValidator(located)] = execution(
         description="the folder of the archives, or of folders of them named after the tasks or their data sets",
-        json_schema_extra={"execution": True},
     )
     membership: Annotated[str, AfterValidator(located)] | None = execution(
         None,

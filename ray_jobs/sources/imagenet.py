@@ -5,7 +5,7 @@ In: ILSVRC2012_img_train.tar (a tar of `n01440764.tar`, ... of `n01440764_10026.
 straight into the two tars.
 
 A class is the rank of its WNID among all, sorted as text. The devkit's ILSVRC2012_ID is another number: it leads from
-the list of validation labels to WNIDs, and nowhere else (data sheet, 3.1).
+the list of validation labels to WNIDs, and nowhere else (the devkit's readme.txt).
 """
 
 from __future__ import annotations
@@ -141,7 +141,8 @@ def _only(value: NDArray[Any]) -> Any:
 
 
 def _real_labels(files: Files, images: int, classes: int) -> list[list[int]] | None:
-    """ReaL (data sheet, 3.2): element i has the labels of validation image i + 1, as ranks; it may be empty."""
+    """ReaL (Beyer et al., "Are we done with ImageNet?", 2020): element i has the labels of validation image i + 1, as
+    ranks; it may be empty."""
     if IMAGENET_REAL not in files:
         return None
     where = files[IMAGENET_REAL]

@@ -1,7 +1,8 @@
 """ImageNet-21k as its authors ship it: a tar for each synset, in one tar (gzipped or not) or in a folder.
 
 A class is the rank of its WNID among those that are kept. The two releases, and lists that others made of them, have
-other classes (data sheet, 3.3): the class names, which are WNIDs, say which they are.
+other classes (Ridnik et al., "ImageNet-21K Pretraining for the Masses", 2021): the class names, which are WNIDs, say
+which they are.
 """
 
 from __future__ import annotations

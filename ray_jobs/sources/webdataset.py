@@ -1,4 +1,4 @@
-"""WebDataset: tars whose members, one after the other, are samples (data sheet, 4.2).
+"""WebDataset: tars whose members, one after the other, are samples (github.com/webdataset/webdataset).
 
 A member's name splits at the first dot of its last part: `a/b.seg.png` is field `seg.png` of the sample `a/b`. Members
 of a sample lie side by side and samples never span tars. Only the image and the label are read; a label is text or

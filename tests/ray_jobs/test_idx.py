@@ -17,8 +17,7 @@ from pipelines.spec import FASHION_MNIST_ROOT, IdxSource, Ingest, RecipeError
 from pipelines.store import open_store
 from ray_jobs import ingest, shards
 from ray_jobs.sources import idx
-from ray_jobs.stage import Context
-from tests.records import make_attempt
+from tests.records import make_context
 from vit_model.config import Preprocessing
 
 NAMES = (
@@ -226,17 +225,9 @@ def test_where_files_lie_and_the_order_of_classes_do_not_enter_the_key() -> None
 
 @pytest.mark.ray
 def test_ingest_writes_the_chosen_classes_raw(root: Path, tmp_path: Path, local_ray: None) -> None:
-    from pipelines.identity import source_fingerprint
-
     config = Ingest(job="ingest", source=source(root, name="some", classes=(1, 3)))
     store = open_store(str(tmp_path / "store"))
-    attempt = make_attempt(
-        store_id=store.id,
-        store_uri=store.uri,
-        config=config.model_dump(mode="json"),
-        source=source_fingerprint(config),
-    )
-    result = ingest.main(Context(attempt, config, {}))
+    result = ingest.main(make_context(store, config))
     folder = tmp_path / "store" / "artifacts/ingest/k/attempts/1/files"
     dataset = shards.open_dataset(folder)
     assert dataset.info.name == "some" and dataset.info.class_names == ("b", "d")

@@ -6,12 +6,10 @@ from typing import Any
 import pytest
 import torch
 
-from pipelines import identity
 from pipelines.spec import Import
-from pipelines.store import Store, open_store
+from pipelines.store import open_store
 from ray_jobs.import_model import contract_of, describe, import_model
-from ray_jobs.stage import Context
-from tests.records import make_attempt
+from tests.records import make_context
 from tests.s3 import Server, used
 from vit_model.config import ModelContract, Preprocessing, ViTConfig
 from vit_model.formats import Imported, npz
@@ -137,21 +135,10 @@ def write_checkpoint(path: Path) -> ViT:
     return model
 
 
-def context_for(store: Store, config: Import, source: str | None = None) -> Context:
-    attempt = make_attempt(
-        "import",
-        store_id=store.id,
-        store_uri=store.uri,
-        config=config.model_dump(mode="json"),
-        source=source or identity.source_fingerprint(config),
-    )
-    return Context(attempt, config, {})
-
-
 def test_an_import_is_an_ordinary_model_artifact(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     store, path = open_store(str(tmp_path / "store")), tmp_path / "vit.npz"
     theirs = write_checkpoint(path)
-    context = context_for(store, Import(job="import", path=str(path)))
+    context = make_context(store, Import(job="import", path=str(path)))
     result = import_model(context)
     said = capsys.readouterr().out
     assert "classes: 2 (0, 1)" in said and "mean 0.5, 0.5, 0.5, std 0.5, 0.5, 0.5" in said
@@ -161,15 +148,17 @@ def test_an_import_is_an_ordinary_model_artifact(tmp_path: Path, capsys: pytest.
     assert ours.state_dict().keys() == theirs.state_dict().keys()
     assert all(torch.equal(tensor, theirs.state_dict()[name]) for name, tensor in ours.state_dict().items())
     assert result.metrics == {"parameters": theirs.config.num_parameters, "classes": 2}
-    again = import_model(context_for(store, Import(job="import", path=str(path.rename(tmp_path / "moved")))))
+    again = import_model(make_context(store, Import(job="import", path=str(path.rename(tmp_path / "moved")))))
     assert again == result, "the same bytes, wherever they come from"
 
 
 def test_files_that_change_after_the_plan_are_not_taken(tmp_path: Path) -> None:
     store, path = open_store(str(tmp_path / "store")), tmp_path / "vit.npz"
     write_checkpoint(path)
+    context = make_context(store, Import(job="import", path=str(path)))
+    path.write_bytes(path.read_bytes()[:-1])
     with pytest.raises(ValueError, match="the source changed before it was read"):
-        import_model(context_for(store, Import(job="import", path=str(path)), "another"))
+        import_model(context)
 
 
 def test_what_is_no_checkpoint_is_said_so(tmp_path: Path) -> None:
@@ -177,7 +166,7 @@ def test_what_is_no_checkpoint_is_said_so(tmp_path: Path) -> None:
     write_checkpoint(path)
     path.write_bytes(path.read_bytes()[:-100])
     with pytest.raises(ValueError, match=r"vit\.npz"):
-        import_model(context_for(store, Import(job="import", path=str(path))))
+        import_model(make_context(store, Import(job="import", path=str(path))))
     assert not list((tmp_path / "store").glob("artifacts/**/files/*"))
 
 
@@ -187,7 +176,7 @@ def test_a_model_of_vitflows_own_comes_over_as_it_is(tmp_path: Path) -> None:
     contract = ModelContract(architecture=config, class_names=("ape", "bee"), preprocessing=SAID,
                              training_data="d" * 64, license="mit")  # fmt: skip
     save_model(folder, ViT(config), contract)
-    import_model(context_for(open_store(str(tmp_path / "store")), Import(job="import", path=str(folder))))
+    import_model(make_context(open_store(str(tmp_path / "store")), Import(job="import", path=str(folder))))
     files = tmp_path / "store/artifacts/import/k/attempts/1/files"
     for name in ("model.safetensors", "config.json"):
         assert (files / name).read_bytes() == (folder / name).read_bytes()
@@ -197,8 +186,8 @@ def test_a_model_of_vitflows_own_comes_over_as_it_is(tmp_path: Path) -> None:
 def test_from_s3_it_is_the_same_model(tmp_path: Path, moto: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     store, path, bucket = open_store(str(tmp_path / "store")), tmp_path / "vit.npz", moto.bucket()
     write_checkpoint(path)
-    here = import_model(context_for(store, Import(job="import", path=str(path))))
+    here = import_model(make_context(store, Import(job="import", path=str(path))))
     bucket.client.upload_file(str(path), bucket.name, "a/vit.npz")
     with used(moto, monkeypatch):
-        there = import_model(context_for(store, Import(job="import", path=f"s3://{bucket.name}/a/vit.npz")))
+        there = import_model(make_context(store, Import(job="import", path=f"s3://{bucket.name}/a/vit.npz")))
     assert there == here

@@ -17,10 +17,9 @@ from ray_jobs import ingest
 from ray_jobs.shards import open_dataset
 from ray_jobs.sources import catalog
 from ray_jobs.sources.entries import Listing
-from ray_jobs.stage import Context
 from tests.archives import image, rar, tar, zipped
 from tests.imagenet import write
-from tests.records import make_attempt
+from tests.records import make_context
 from tests.s3 import Server, used
 
 IMAGES = {
@@ -180,13 +179,7 @@ def test_idx_files_on_s3_are_as_those_here(
 def ingested(given: object, store_folder: Path) -> tuple[str, dict[str, object], Path]:
     config = Ingest.model_validate({"job": "ingest", "source": given})
     store = open_store(str(store_folder))
-    attempt = make_attempt(
-        store_id=store.id,
-        store_uri=store.uri,
-        config=config.model_dump(mode="json"),
-        source=identity.source_fingerprint(config),
-    )
-    result = ingest.main(Context(attempt, config, {}))
+    result = ingest.main(make_context(store, config))
     return result.content_digest, dict(result.metrics), store_folder / "artifacts/ingest/k/attempts/1/files"
 
 

@@ -25,7 +25,7 @@ from tests.hostile import refused
 
 
 @pytest.mark.slow
-def test_dsprites_has_the_sheets_labels() -> None:
+def test_dsprites_has_the_published_labels() -> None:
     """The first 12 of train800, from the keys alone: a record's number says its latents, y fastest."""
     first = hash_order("train", range(737_280))[:12]
     _, _, _, turns, xs, _ = np.unravel_index(first, (1, 3, 6, 40, 32, 32))

@@ -1,7 +1,7 @@
 """Labels of VTAB's pictures of scenes, CLEVR and KITTI, from what their authors wrote beside the images.
 
 In: CLEVR's list of scenes, a label file and the devkit of KITTI. Out: counts and intervals of distance as the benchmark
-bins them (sheet of data sets, sections 2.12 and 2.14).
+bins them (data/clevr.py and data/kitti.py of google-research/task_adaptation).
 """
 
 from __future__ import annotations
