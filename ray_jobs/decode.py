@@ -7,19 +7,17 @@ original image for training, which is decoded at a fraction of its size where th
 
 from __future__ import annotations
 
-import io
 from typing import NamedTuple
 
 import numpy as np
 import simplejpeg
 from numpy.typing import NDArray
-from PIL import ExifTags, Image
 
+from ray_jobs.jpeg import plain_jpeg
 from vit_model.config import Preprocessing
 from vit_model.preprocessing import decode_image, load_image
 
 _SCALES = (8, 4, 2)  # a JPEG is decoded at a half, a quarter or an eighth for less
-_START_OF_SCAN, _APP1 = 0xDA, 0xE1
 
 
 class DamagedError(ValueError):
@@ -100,31 +98,9 @@ def raw_pixels(image: Stored) -> NDArray[np.uint8] | None:
 
 
 def _is_plain_jpeg(image: Stored) -> bool:
-    """Whether a file is a JPEG in grey or YCbCr that needs no turning: what a bare decoder reads as Pillow does."""
-    if image.format != "jpeg":
-        return False
-    try:
-        height, width, space, _ = simplejpeg.decode_jpeg_header(image.data)
-    except ValueError:
-        return False
-    if space not in ("Gray", "YCbCr") or (height, width) != (image.height, image.width):
-        return False
-    if not _has_metadata(image.data):
-        return True
-    with Image.open(io.BytesIO(image.data), formats=("JPEG",)) as opened:
-        return opened.getexif().get(ExifTags.Base.Orientation, 1) == 1
-
-
-def _has_metadata(data: bytes) -> bool:
-    """Whether a JPEG has a segment APP1 (EXIF or XMP), which may say how it is turned."""
-    at = 2
-    while at + 4 <= len(data) and data[at] == 0xFF:
-        if data[at + 1] == _START_OF_SCAN:
-            return False
-        if data[at + 1] == _APP1:
-            return True
-        at += 2 + int.from_bytes(data[at + 2 : at + 4])
-    return True  # something unusual between segments: Pillow knows
+    """Whether a file is a JPEG that a bare decoder reads as Pillow does."""
+    found = plain_jpeg(image.data) if image.format == "jpeg" else None
+    return found is not None and (found.height, found.width) == (image.height, image.width)
 
 
 def _decode_jpeg(data: bytes, height: int = 0, width: int = 0) -> NDArray[np.uint8] | None:

@@ -13,8 +13,9 @@ from typing import NamedTuple
 import numpy as np
 import simplejpeg
 from numpy.typing import NDArray
-from PIL import ExifTags, Image, UnidentifiedImageError
+from PIL import Image, UnidentifiedImageError
 
+from ray_jobs.jpeg import plain_jpeg
 from vit_model.preprocessing import FORMATS, MAX_PIXELS, MODES, flatten
 
 MAX_SCANS = 500  # of a JPEG; programs write 10 or so, a film behind it may look like 100
@@ -36,7 +37,6 @@ class Facts(NamedTuple):
     height: int
     channels: int
     """1: grey, else 3."""
-    content_id: str
     phash: int
 
 
@@ -49,50 +49,37 @@ def examine(data: bytes) -> Facts:
     """
     if not data:
         raise ValueError("empty file")
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        warnings.simplefilter("error", Image.DecompressionBombWarning)
-        try:
-            with Image.open(io.BytesIO(data), formats=FORMATS) as image:
-                refusal = _refusal(image, data)
-                if refusal is None:
-                    size, channels, grey = _jpeg(image, data) or _any_image(image)
-                    hashed = phash(grey)
-        # Pillow's readers raise whatever their parsing trips over (struct.error, SyntaxError, EOFError, ...),
-        # and one bad file must become one line of quarantine.
-        except Exception as error:
-            raise ValueError(_reason(error)) from error
-    if refusal is not None:
-        raise ValueError(refusal)
-    # several JPEGs in one file, of which the first counts, are a format of its own to Pillow
-    form = "jpeg" if image.format == "MPO" else (image.format or "").lower()
-    return Facts(form, *size, channels, content_id(data), hashed)
+    try:
+        form, size, channels, grey = _plain(data) or _any(data)
+        hashed = phash(grey)
+    except _RefusedError:
+        raise
+    # Pillow's readers raise whatever their parsing trips over (struct.error, SyntaxError, EOFError, ...),
+    # and one bad file must become one line of quarantine.
+    except Exception as error:
+        raise ValueError(_reason(error)) from error
+    return Facts(form, *size, channels, hashed)
 
 
-def _refusal(image: Image.Image, data: bytes) -> str | None:
-    """Why an image is not even decoded."""
-    if image.width * image.height > MAX_PIXELS:
-        return "too many pixels (bomb)"
-    if image.mode not in MODES:
-        return f"pixels of Pillow's mode {image.mode}, not 8 or 16 bits a channel"
-    # every scan of a progressive JPEG goes over all its pixels, and may be a few bytes long
-    if image.format in ("JPEG", "MPO") and data.count(_START_OF_SCAN) > MAX_SCANS:
-        return "too many scans (bomb)"
-    return None
+class _RefusedError(ValueError):
+    """An image that is not even decoded."""
 
 
-_Seen = tuple[tuple[int, int], int, NDArray[np.uint8]]  # (width, height), channels, what is seen in grey
+_Seen = tuple[str, tuple[int, int], int, NDArray[np.uint8]]  # format, (width, height), channels, it in grey
 
 
-def _jpeg(image: Image.Image, data: bytes) -> _Seen | None:
+def _plain(data: bytes) -> _Seen | None:
     """A JPEG of nothing unusual, in a third of Pillow's time; None: let Pillow decode.
 
     libjpeg reads every coefficient, and the least warning leaves the image to Pillow. What is hashed needs no more than
     a fraction of the pixels, which the same coefficients give.
     """
-    if image.format not in ("JPEG", "MPO") or image.mode not in ("L", "RGB"):
-        return None
-    if image.getexif().get(ExifTags.Base.Orientation, 1) != 1:
+    jpeg = plain_jpeg(data)
+    if (
+        jpeg is None
+        or jpeg.height * jpeg.width > MAX_PIXELS
+        or not (jpeg.in_one_scan or _has_few_scans(data))
+    ):
         return None
     try:
         grey = simplejpeg.decode_jpeg(
@@ -100,12 +87,29 @@ def _jpeg(image: Image.Image, data: bytes) -> _Seen | None:
         )
     except ValueError:
         return None
-    return image.size, 1 if image.mode == "L" else 3, grey[:, :, 0]
+    return "jpeg", (jpeg.width, jpeg.height), jpeg.channels, grey[:, :, 0]
 
 
-def _any_image(image: Image.Image) -> _Seen:
-    flat = flatten(image)
-    return flat.size, 1 if flat.mode == "L" else 3, np.asarray(flat.convert("L"))
+def _any(data: bytes) -> _Seen:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        warnings.simplefilter("error", Image.DecompressionBombWarning)
+        with Image.open(io.BytesIO(data), formats=FORMATS) as image:
+            if image.width * image.height > MAX_PIXELS:
+                raise _RefusedError("too many pixels (bomb)")
+            if image.mode not in MODES:
+                raise _RefusedError(f"pixels of Pillow's mode {image.mode}, not 8 or 16 bits a channel")
+            # several JPEGs in one file, of which the first counts, are a format of its own to Pillow
+            form = "jpeg" if image.format == "MPO" else (image.format or "").lower()
+            if form == "jpeg" and not _has_few_scans(data):
+                raise _RefusedError("too many scans (bomb)")
+            flat = flatten(image)
+    return form, flat.size, 1 if flat.mode == "L" else 3, np.asarray(flat.convert("L"))
+
+
+def _has_few_scans(data: bytes) -> bool:
+    """Every scan of a progressive JPEG goes over all its pixels, and may be a few bytes long."""
+    return data.count(_START_OF_SCAN) <= MAX_SCANS
 
 
 def examine_pixels(pixels: NDArray[np.uint8]) -> Facts:
@@ -114,17 +118,17 @@ def examine_pixels(pixels: NDArray[np.uint8]) -> Facts:
         raise ValueError(f"pixels are {pixels.dtype} {list(pixels.shape)}, not uint8 [h, w, 1 or 3]")
     height, width, channels = pixels.shape
     grey = pixels[:, :, 0] if channels == 1 else np.asarray(Image.fromarray(pixels).convert("L"))
-    return Facts("raw", width, height, channels, content_id(pixels.tobytes()), phash(grey))
+    return Facts("raw", width, height, channels, phash(grey))
 
 
-def content_id(data: bytes) -> str:
-    """Identity of an image's bytes alone: copies of one image under several names share it."""
-    return hashlib.sha256(data).hexdigest()[:32]
+def content_id(sha256: bytes) -> str:
+    """Identity of an image's bytes alone, from their sha256: copies of one image under several names share it."""
+    return sha256.hex()[:32]
 
 
-def sample_id(data: bytes, key: str) -> str:
-    """Identity of one sample: its bytes and its name in the source, which tells copies apart."""
-    return hashlib.sha256(hashlib.sha256(data).digest() + key.encode()).hexdigest()[:32]
+def sample_id(sha256: bytes, key: str) -> str:
+    """Identity of one sample, from its bytes' sha256 and its name in the source, which tells copies apart."""
+    return hashlib.sha256(sha256 + key.encode()).hexdigest()[:32]
 
 
 def phash(grey: NDArray[np.uint8]) -> int:

@@ -20,6 +20,7 @@ are not (it splits and merges them as it likes, and write_parquet names files by
 
 from __future__ import annotations
 
+import hashlib
 import math
 import re
 from collections import Counter
@@ -39,7 +40,7 @@ from pipelines import identity
 from pipelines.spec import Ingest, Source
 from pipelines.store import FileEntry, Layout
 from ray_jobs.card import card_shard, write_card
-from ray_jobs.images import Facts, examine, examine_pixels, sample_id
+from ray_jobs.images import Facts, content_id, examine, examine_pixels, sample_id
 from ray_jobs.known import FACTS, RENAMED, EarlierShards, Known, find_known, finished_parts, write_facts
 from ray_jobs.progress import Progress
 from ray_jobs.shards import (
@@ -237,8 +238,9 @@ def _samples(
             except ValueError as error:
                 row["reason"] = str(error)
                 continue
+            digest = hashlib.sha256(data).digest()
             row |= found._asdict()
-            row["sample_id"] = sample_id(data, entry["key"])
+            row |= {"content_id": content_id(digest), "sample_id": sample_id(digest, entry["key"])}
             row |= {"length": len(data), "checksum": xxhash.xxh3_64_intdigest(data)}
         yield Sample(
             row["sample_id"],

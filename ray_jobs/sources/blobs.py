@@ -29,7 +29,7 @@ MAX_RATIO = (
 )
 FREE_BYTES = 2**30  # that a file may unpack to whatever its ratio
 MAX_DICTIONARY = 2**29  # bytes that unpacking xz may take; its largest preset takes 2**26
-BLOCK = 2**20  # of an object on S3, one request of headers; small local reads cost nothing
+BLOCK, LOCAL_BLOCK = 2**20, 2**12  # of an object on S3, one request; of a file, headers that lie together
 _CHUNK = 2**20
 _COPIED = 2**24  # one request where all is read
 _OPEN_FILES = 64
@@ -64,16 +64,15 @@ class Blob(NamedTuple):
 
     def slice(self, offset: int, length: int) -> tuple[Extent, ...]:
         """The extents of a range. Raises ValueError where it does not lie inside."""
-        if offset < 0 or length < 0 or offset + length > self.size:
-            raise ValueError(
-                f"{self.name} is truncated or damaged: bytes {offset:,} to {offset + length:,} of {self.size:,}"
-            )
-        found = []
-        for extent in self.extents:
-            start, end = max(offset, 0), min(offset + length, extent.length)
+        found: list[Extent] = []
+        first, last, begin = offset, offset + length, 0
+        for location, version, at, own in self.extents:
+            start, end = max(first - begin, 0), min(last - begin, own)
             if start < end:
-                found.append(extent._replace(start=extent.start + start, length=end - start))
-            offset -= extent.length
+                found.append(Extent(location, version, at + start, end - start))
+            begin += own
+        if first < 0 or length < 0 or last > begin:
+            raise ValueError(f"{self.name} is truncated or damaged: bytes {first:,} to {last:,} of {begin:,}")
         return tuple(found)
 
     def read(self, offset: int, length: int) -> bytes:
@@ -89,7 +88,7 @@ class Reader(io.RawIOBase):
 
     def __init__(self, blob: Blob, largest: int, block: int = BLOCK) -> None:
         self.blob, self.largest = blob, largest
-        self.size, self.block = blob.size, block if blob.remote else 0
+        self.size, self.block = blob.size, block if blob.remote else LOCAL_BLOCK
         self.place = 0
         self.read_block = lru_cache(maxsize=2)(
             self._block
@@ -115,7 +114,7 @@ class Reader(io.RawIOBase):
         length = left if length is None or length < 0 else min(length, left)
         if length > self.largest:
             raise ValueError(f"{self.blob.name} is damaged: it has a header of {length:,} bytes")
-        if self.block and length < self.block:
+        if length < self.block:
             first, inside = divmod(self.place, self.block)
             data = self.read_block(first)[inside : inside + length]
             if len(data) < length:

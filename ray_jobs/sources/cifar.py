@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import lru_cache, partial
+from hashlib import sha256
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -37,13 +38,17 @@ class Images(NamedTuple):
     num_train: int
 
 
+def _content(planes: NDArray[np.uint8]) -> str:
+    return content_id(sha256(as_image(planes).tobytes()).digest())
+
+
 def listing(source: CifarSource, files: Files) -> Listing:
     """All images; a hash of the pixels draws dev from train, so that copies of one image stay together."""
     found = _read(source, tuple(sorted(files.items())))
     entries = []
     for row, (planes, label) in enumerate(zip(found.planes, found.labels.tolist(), strict=True)):
         part, number = ("train", row) if row < found.num_train else ("test", row - found.num_train)
-        dev = part == "train" and hash_fraction("vitflow cifar", content_id(as_image(planes).tobytes()))
+        dev = part == "train" and hash_fraction("vitflow cifar", _content(planes))
         split = "dev" if part == "train" and dev < DEV_FRACTION else part
         entries.append(
             {"key": f"{part}-{number:05d}", "label": label, "split": split}

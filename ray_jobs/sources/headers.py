@@ -69,7 +69,7 @@ def listed(blob: Blob) -> Iterator[Found | Refused]:
             yield Refused(path.encode("unicode_escape").decode()[:_SHOWN], one.reason)
         else:
             known.add(path)
-            yield one._replace(path=path)
+            yield one if path == one.path else one._replace(path=path)
 
 
 def tidied(path: str) -> str:
@@ -85,7 +85,8 @@ def _unfit(path: str, known: set[str]) -> str | None:
     if path.startswith("/") or ".." in path.split("/"):
         return "its path leads outside"
     # surrogates (Cs) stand for bytes that are not UTF-8
-    if len(path) > MAX_PATH or any(unicodedata.category(letter) in ("Cc", "Cs") for letter in path):
+    is_plain = path.isprintable() or not any(unicodedata.category(letter) in ("Cc", "Cs") for letter in path)
+    if len(path) > MAX_PATH or not is_plain:
         return "its name is not UTF-8, or has control characters, or is too long"
     return "its path comes twice" if path in known else None
 

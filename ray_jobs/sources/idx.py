@@ -14,6 +14,7 @@ import math
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
+from hashlib import sha256
 from pathlib import Path
 from typing import IO, NamedTuple
 
@@ -171,5 +172,7 @@ def _read_pair(
 
 def _split(given: str, pixels: bytes) -> str:
     """By the pixels alone: copies of one image stay together, and the choice of classes moves none."""
-    dev = given == "train" and hash_fraction("vitflow idx", content_id(pixels)) < DEV_FRACTION
+    dev = (
+        given == "train" and hash_fraction("vitflow idx", content_id(sha256(pixels).digest())) < DEV_FRACTION
+    )
     return "dev" if dev else given

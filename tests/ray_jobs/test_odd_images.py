@@ -12,6 +12,7 @@ from PIL import Image
 
 from ray_jobs import images
 from ray_jobs.images import examine
+from ray_jobs.jpeg import plain_jpeg
 from tests.hostile import refused
 from vit_model.config import Preprocessing
 from vit_model.preprocessing import load_image
@@ -150,8 +151,10 @@ def test_the_quick_way_through_a_jpeg_says_what_pillow_says(
 ) -> None:
     data = saved(photo(*size), "JPEG", quality=90, **options)
     quick = examine(data)
-    assert images._jpeg(Image.open(io.BytesIO(data)), data) is not None
-    monkeypatch.setattr(images, "_jpeg", lambda *_: None)
+    found = plain_jpeg(data)
+    assert found == (*size, 3, "progressive" not in options)
+    assert images._plain(data) is not None
+    monkeypatch.setattr(images, "_plain", lambda _: None)
     slow = examine(data)
     assert quick._replace(phash=0) == slow._replace(phash=0)
     assert (quick.phash ^ slow.phash).bit_count() <= 4
@@ -160,8 +163,36 @@ def test_the_quick_way_through_a_jpeg_says_what_pillow_says(
 def test_a_jpeg_with_a_warning_is_left_to_pillow() -> None:
     data = saved(photo(100, 100), "JPEG")
     odd = data[:-2] + b"\0\0\0garbage" + data[-2:]  # libjpeg: "extraneous bytes before marker"
-    assert images._jpeg(Image.open(io.BytesIO(odd)), odd) is None
+    assert images._plain(odd) is None
     assert examine(odd)[:4] == examine(data)[:4]
+
+
+def test_a_jpeg_with_a_scan_for_each_channel_has_its_scans_counted() -> None:
+    """Sequential, so that it is not progressive, and still gone over as often as it says."""
+    data = saved(photo(64, 64), "JPEG", subsampling=0)
+    scan = data.index(b"\xff\xda")
+    one, rest = bytes.fromhex("ffda 0008 01 01 00 00 3f 00"), data[scan + 14 :]
+    assert data[scan : scan + 5] == bytes.fromhex("ffda 000c 03")
+    apart = data[:scan] + one + rest
+    assert plain_jpeg(data) == (64, 64, 3, True) and plain_jpeg(apart) == (64, 64, 3, False)
+    with pytest.raises(ValueError, match=r"^too many scans \(bomb\)$"):
+        examine(data[:scan] + (one + b"\0") * 1000 + rest)
+
+
+def test_jpegs_that_readers_take_differently_are_left_to_pillow() -> None:
+    data = saved(photo(40, 60), "JPEG")
+    exif = Image.Exif()
+    exif[0x0112] = 6  # to be turned
+    turned = saved(photo(40, 60), "JPEG", exif=exif)
+    exif[0x0112] = 1
+    upright = saved(photo(40, 60), "JPEG", exif=exif)
+    assert (plain_jpeg(data), plain_jpeg(upright)) == ((40, 60, 3, True),) * 2
+    assert plain_jpeg(turned) is None and examine(turned)[1:3] == (40, 60)
+    inks = saved(Image.new("CMYK", (8, 8)), "JPEG")
+    red_green_blue = saved(photo(8, 8), "JPEG", keep_rgb=True)
+    behind = b"x" + data
+    for other in (inks, red_green_blue, behind, data[:30], b"", saved(photo(8, 8), "PNG")):
+        assert plain_jpeg(other) is None
 
 
 @pytest.mark.parametrize("name", FILES)

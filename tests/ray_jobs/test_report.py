@@ -6,6 +6,7 @@ import html.parser
 import io
 import json
 from collections.abc import Mapping, Sequence
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -176,7 +177,14 @@ def _sample(key: str, image: np.ndarray, label: int, raw: bool) -> shards.Sample
         data = buffer.getvalue()
     height, width, channels = image.shape
     return shards.Sample(
-        sample_id(data, key), key, data, "raw" if raw else "png", width, height, channels, label
+        sample_id(sha256(data).digest(), key),
+        key,
+        data,
+        "raw" if raw else "png",
+        width,
+        height,
+        channels,
+        label,
     )
 
 

@@ -1,0 +1,64 @@
+"""Which JPEGs a bare decoder reads as Pillow does, from their headers: for them Pillow, which costs more, need not ask.
+
+A file is a row of segments, each with its length, up to the first scan (ITU T.81, Annex B).
+"""
+
+from __future__ import annotations
+
+import io
+from typing import NamedTuple
+
+import simplejpeg
+from PIL import ExifTags, Image
+
+_START = b"\xff\xd8"
+_SCAN, _PROGRESSIVE, _EXIF = 0xDA, 0xC2, 0xE1
+# sequential and progressive frames, Huffman and quantisation tables, restarts, APPn, comments
+_USUAL = frozenset({0xC0, 0xC1, _PROGRESSIVE, 0xC4, 0xDB, 0xDD, *range(0xE0, 0xF0), 0xFE})
+_CHANNELS = {"Gray": 1, "YCbCr": 3}
+
+
+class PlainJpeg(NamedTuple):
+    """A JPEG of 8 bits, grey or YCbCr, that is not to be turned."""
+
+    height: int
+    width: int
+    channels: int
+    in_one_scan: bool
+    """Its pixels are gone over once, whatever the file says later."""
+
+
+def plain_jpeg(data: bytes) -> PlainJpeg | None:
+    """What a file is, if it is such a JPEG; None: ask Pillow. Raises what Pillow raises at damaged EXIF."""
+    if (found := _first_scan(data)) is None:
+        return None
+    in_scan, is_progressive, has_exif = found
+    try:
+        height, width, space, _ = simplejpeg.decode_jpeg_header(data)
+    except ValueError:
+        return None
+    if space not in _CHANNELS:
+        return None
+    if has_exif:
+        with Image.open(io.BytesIO(data), formats=("JPEG",)) as image:
+            if image.getexif().get(ExifTags.Base.Orientation, 1) != 1:
+                return None
+    channels = _CHANNELS[space]
+    return PlainJpeg(height, width, channels, in_scan == channels and not is_progressive)
+
+
+def _first_scan(data: bytes) -> tuple[int, bool, bool] | None:
+    """(components of the first scan, whether the frame is progressive, whether there is EXIF or XMP before it)."""
+    if not data.startswith(_START):
+        return None
+    at, is_progressive, has_exif = len(_START), False, False
+    while len(data) > at + 4 and data[at] == 0xFF:
+        marker = data[at + 1]
+        if marker == _SCAN:
+            return data[at + 4], is_progressive, has_exif
+        if marker not in _USUAL:
+            return None
+        is_progressive |= marker == _PROGRESSIVE
+        has_exif |= marker == _EXIF
+        at += 2 + int.from_bytes(data[at + 2 : at + 4])
+    return None
