@@ -67,12 +67,17 @@ def _interval(table: np.ndarray, seed: int, replicates: int) -> Interval:
 def _bootstrap_means(table: np.ndarray, rng: np.random.Generator, replicates: int) -> np.ndarray:
     """Means [replicates] of the table [draws, n] with rows and columns resampled."""
     num_draws, num_images = table.shape
+    # Images with the same column are one kind, and how many of each are drawn is all that counts: with few draws there
+    # are few kinds, however many images. In the order of the images, so that a - b and b - a draw alike.
+    kinds, first, sizes = np.unique(table, axis=1, return_index=True, return_counts=True)
+    order = np.argsort(first)
+    kinds, sizes = kinds[:, order], sizes[order]
     row_weights = rng.multinomial(num_draws, np.full(num_draws, 1 / num_draws), size=replicates) / num_draws
-    chunk = max(1, _CHUNK_VALUES // num_images)
+    chunk = max(1, _CHUNK_VALUES // len(sizes))
     means = []
     for weights in np.split(row_weights, range(chunk, replicates, chunk)):
-        images = rng.integers(num_images, size=(len(weights), num_images))
-        means.append(np.take_along_axis(weights @ table, images, axis=1).mean(axis=1))
+        drawn = rng.multinomial(num_images, sizes / num_images, size=len(weights))
+        means.append(((weights @ kinds) * drawn).sum(axis=1) / num_images)
     return np.concatenate(means)
 
 

@@ -188,20 +188,19 @@ class Reader:
         """Copy the bytes of rows of equal length into `out` [n, length]; returns which of them are damaged, and how."""
         size = out.shape[1]
         of = self._piece[rows]
-        for piece in np.unique(of).tolist():
-            slots = np.flatnonzero(of == piece)
-            begin, windows = self._map(piece, size)
+        order = np.argsort(of)
+        for slots in np.split(order, np.flatnonzero(np.diff(of[order])) + 1) if len(rows) else ():
+            begin, windows = self._map(int(of[slots[0]]), size)
             start = self.offset[rows[slots]] - begin
             inside = start < len(windows)
             out[slots[inside]] = windows[start[inside]]
         damaged = []
-        wanted = self._checksum[rows].tolist()
-        for slot, (image, checksum) in enumerate(zip(out, wanted, strict=True)):
-            if xxhash.xxh3_64_intdigest(image) != checksum:
-                try:
-                    out[slot] = np.frombuffer(self.read(int(rows[slot])), np.uint8)
-                except DamagedError as error:
-                    damaged.append((slot, error))
+        checksums = np.array(list(map(xxhash.xxh3_64_intdigest, out)), np.uint64)
+        for slot in np.flatnonzero(checksums != self._checksum[rows]).tolist():
+            try:
+                out[slot] = np.frombuffer(self.read(int(rows[slot])), np.uint8)
+            except DamagedError as error:
+                damaged.append((slot, error))
         return damaged
 
     def fetch(self, rows: NDArray[np.int64]) -> None:

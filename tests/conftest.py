@@ -49,7 +49,7 @@ def home() -> Iterator[Path]:
     shutil.rmtree(folder)
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def vitflow() -> Vitflow:
     """Run the command line in a process of its own; `check` is the exit code that is expected."""
 

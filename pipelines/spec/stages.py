@@ -407,6 +407,7 @@ class Baselines(_Stage):
 class Report(_Stage):
     """One page of everything: a table, curves, sheets of images, and the rows behind them."""
 
+    VERSION: ClassVar[int] = 2
     KIND: ClassVar[str] = "report"
     LATER: ClassVar[frozenset[str]] = frozenset({"missing"})
     job: Literal["report"]

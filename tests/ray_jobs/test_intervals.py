@@ -45,6 +45,14 @@ def test_one_draw_gives_the_binomial_interval() -> None:
     assert interval.high == pytest.approx(wilson.high, abs=0.0008)
 
 
+def test_it_is_the_bootstrap_that_resamples_every_image() -> None:
+    rng = np.random.default_rng(4)
+    correct = simulate(rng, 3, 150)
+    means = [correct[rng.integers(3, size=3)][:, rng.integers(150, size=150)].mean() for _ in range(20_000)]
+    interval = accuracy_interval(correct, replicates=20_000)
+    assert (interval.low, interval.high) == pytest.approx(np.quantile(means, (0.025, 0.975)), abs=0.003)
+
+
 def test_pairing_narrows_the_interval_of_a_difference() -> None:
     rng = np.random.default_rng(3)
     difficulty = 1.5 * rng.normal(size=400) + 0.6 * rng.normal(size=(20, 1))
