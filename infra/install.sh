@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Makes .venv and installs vitflow into it, DeepSpeed with its CPU communication op built now, never at run time.
 #   DEVICE=cpu|cuda   found out when not given
-#   TORCH_INDEX=URL   take torch from this package index
+#   TORCH_INDEX=URL   take torch from this package index; else from pip's own, or PyTorch's where that has only CUDA's
 #   PYTHON=python3    the interpreter to make .venv with, 3.11 or newer
 #   EXTRAS=dev        what is needed beside the dependencies; nothing when empty, as in an image
 set -euo pipefail
@@ -31,15 +31,16 @@ export PATH="$PWD/.venv/bin:$PATH" PIP_DISABLE_PIP_VERSION_CHECK=1
 pip() { .venv/bin/python -m pip --quiet "$@"; }
 
 torch="torch==$(pinned torch)"
+cpu_index=https://download.pytorch.org/whl/cpu
 index=(); [ -z "${TORCH_INDEX:-}" ] || index=(--index-url "$TORCH_INDEX")
 if [ "$device" = cpu ] && ! .venv/bin/python -c 'import torch' 2>/dev/null; then
   # PyPI's torch for Linux on x86 is the CUDA build: several gigabytes that a machine without a GPU can't use
   file=$(pip install --dry-run --no-deps --ignore-installed --report - "${index[@]}" "$torch" \
     | "$python" -c 'import json, sys; print(json.load(sys.stdin)["install"][0]["download_info"]["url"])')
   if [[ $(uname -sm) == "Linux x86_64" && $file != *cpu* ]]; then
-    die "this machine has no GPU, but pip would take the CUDA build of torch, several gigabytes.
-  For the CPU build:        make install TORCH_INDEX=https://download.pytorch.org/whl/cpu
-  For the CUDA build still: make install DEVICE=cuda"
+    [ -z "${TORCH_INDEX:-}" ] || die "$TORCH_INDEX has only the CUDA build of torch, and this machine has no GPU: DEVICE=cuda takes it"
+    echo "install: no GPU here, so torch's CPU build is taken from $cpu_index (the CUDA build: DEVICE=cuda)"
+    index=(--index-url "$cpu_index")
   fi
 fi
 

@@ -29,6 +29,7 @@ PICKLE_ERRORS = (
     pickle.UnpicklingError,
     zipfile.BadZipFile,
     ArithmeticError,
+    AssertionError,
     AttributeError,
     EOFError,
     LookupError,

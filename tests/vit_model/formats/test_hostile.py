@@ -3,6 +3,7 @@
 import json
 import os
 import pickle
+import re
 import resource
 import struct
 import zipfile
@@ -329,6 +330,16 @@ def test_a_pickle_cut_short_or_changed_anywhere_is_an_error_or_finite_weights(
             path.write_bytes(damaged)
             with pytest.raises(ValueError, match="weights"):
                 formats.read(path)  # our patch kernels are no kernels to timm: the sound file is an error too
+
+
+def test_an_old_pickle_that_lists_a_storage_it_has_not_is_an_error(tmp_path: Path) -> None:
+    torch.save({"x": torch.ones(3)}, tmp_path / "weights", _use_new_zipfile_serialization=False)
+    data = (tmp_path / "weights").read_bytes()
+    key = re.findall(rb"X.\0\0\0(\d{5,})q", data)[-1]  # an address, so that it is another each time
+    at = data.rindex(key)
+    (tmp_path / "weights").write_bytes(data[:at] + b"x" + data[at + 1 :])
+    with pytest.raises(ValueError, match=r"not a whole file of tensors alone.*storage key"):
+        formats.read(tmp_path / "weights")
 
 
 def test_shards_lie_beside_their_index(tmp_path: Path) -> None:
