@@ -462,12 +462,12 @@ def own_gates(folder: Path) -> dict[str, str]:
     whole = digests()
     worlds = all(digests(world=world) == whole for world in (2, 4))
     began = time.perf_counter()
-    state = State(data.info.content_digest, 0, 10**12 + 64)
+    state = State(data.info.content_digest, 0, "global", BATCH, 10**12 + 64)
     loader = Loader(data, rows, given, seed=0, batch=BATCH, threads=2, policy="crop_flip", state=state)
     seconds = time.perf_counter() - began
     next(loader)
     loader.__exit__()
-    again = digests(State(data.info.content_digest, 0, 128), steps=2) == whole[2:]
+    again = digests(State(data.info.content_digest, 0, "global", 64, 128), steps=2) == whole[2:]
     return {
         "worlds": "pass" if worlds else "fail",
         "resume": "pass" if again else "fail",

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ import pyarrow.compute as pc
 from PIL import Image
 
 from ray_jobs.reporting.pictures import SMALL, chosen, squares
-from ray_jobs.shards import SPLITS, Dataset
+from ray_jobs.shards import SPLITS, Dataset, Split
 from ray_jobs.sources.entries import Bad
 from vit_model.config import Preprocessing
 
@@ -27,17 +27,26 @@ _GAP = 2  # pixels between pictures
 
 
 def card_shard(index: pa.Table) -> int:
-    """The number of the shard that a card is made of: where the first training image lies."""
-    train = index.filter(pc.equal(index["split"], "train")).sort_by("sample_id")
-    return int(train["shard"][0].as_py())
+    """The number of the shard that a card is made of: where the first image of `shown_split` lies."""
+    shown = index.filter(pc.equal(index["split"], shown_split(index["split"].to_pylist()))).sort_by(
+        "sample_id"
+    )
+    return int(shown["shard"][0].as_py())
+
+
+def shown_split(splits: Iterable[str]) -> Split:
+    """The split whose images a card shows: train, where there is one."""
+    there = set(splits)
+    return next(split for split in SPLITS if split in there)
 
 
 def write_card(folder: Path, dataset: Dataset, shard: int, bad: Sequence[Bad], copies: pa.Table) -> None:
     """Write card.json, card.md and contact_sheet.jpg. Of the dataset's shards only number `shard` is read."""
-    rows = np.flatnonzero(dataset.index("train")["shard"].to_numpy() == shard)
-    shown = _contact_sheet(folder / "contact_sheet.jpg", dataset, rows)
+    split = shown_split(split for split, images in dataset.info.splits.items() if images)
+    rows = np.flatnonzero(dataset.index(split)["shard"].to_numpy() == shard)
+    shown = _contact_sheet(folder / "contact_sheet.jpg", dataset, split, rows)
     card = _counted(dataset, bad, copies) | {
-        "pixels": _pixels(dataset, rows[:SAMPLE]),
+        "pixels": _pixels(dataset, split, rows[:SAMPLE]),
         "contact_sheet": shown,
     }
     text = json.dumps(card, indent=1, ensure_ascii=False)
@@ -73,26 +82,26 @@ def _counted(dataset: Dataset, bad: Sequence[Bad], copies: pa.Table) -> dict[str
     }  # fmt: skip
 
 
-def _pixels(dataset: Dataset, rows: np.ndarray) -> dict[str, Any]:
+def _pixels(dataset: Dataset, split: Split, rows: np.ndarray) -> dict[str, Any]:
     """Mean and standard deviation of each channel, of values from 0 to 1."""
     size = dataset.info.image
     channels = size.channels if size else 3
     half = (0.5,) * channels
     side = min(SIDE, max(size.height, size.width)) if size else SIDE
     images = dataset.images(
-        "train", Preprocessing(mean=half, std=half, resolution=side, channels=channels), rows
+        split, Preprocessing(mean=half, std=half, resolution=side, channels=channels), rows
     )
     values = images.reshape(-1, channels) / 255
     found = {"mean": values.mean(0), "std": values.std(0)}
-    return {"images": len(rows), "side": side} | {
+    return {"split": split, "images": len(rows), "side": side} | {
         name: [round(float(value), 4) for value in each] for name, each in found.items()
     }
 
 
-def _contact_sheet(path: Path, dataset: Dataset, rows: np.ndarray) -> list[str]:
-    """Write the sheet, a line of training images for each class; returns the classes of the lines."""
-    lines = chosen(dataset.labels("train")[rows])
-    pictures = squares(dataset, "train", rows[np.concatenate(list(lines.values()))])
+def _contact_sheet(path: Path, dataset: Dataset, split: Split, rows: np.ndarray) -> list[str]:
+    """Write the sheet, a line of images for each class; returns the classes of the lines."""
+    lines = chosen(dataset.labels(split)[rows])
+    pictures = squares(dataset, split, rows[np.concatenate(list(lines.values()))])
     if (side := pictures.shape[1]) <= SMALL:
         pictures = pictures.repeat(2 * SMALL // side, axis=1).repeat(2 * SMALL // side, axis=2)
         side = pictures.shape[1]
@@ -120,7 +129,7 @@ def _markdown(card: dict[str, Any]) -> str:
         f"Formats: {', '.join(f'{name} {count:,}' for name, count in card['formats'].items())}.",
         f"Pixels (width x height): {span}, half of them up to {middle}.",
         f"Mean {pixels['mean']}, standard deviation {pixels['std']} of values from 0 to 1, of {pixels['images']} "
-        f"training images at {pixels['side']} pixels a side.",
+        f"{pixels['split']} images at {pixels['side']} pixels a side.",
         "",
         *[f"- {_plain(note)}" for note in card["notes"]],
         *[f"- {one['images']:,} {one['kind']} copies, {one['done']}" for one in card["copies"]],

@@ -101,6 +101,8 @@ def evaluate(context: Context) -> Result:
                 settings["labelled_images"] = len(support.labels)
             if config.support != "train":
                 settings["support"] = config.support
+            if config.eval_crop is not None:
+                settings["eval_crop"] = config.eval_crop.model_dump()
             if len(unseen):
                 settings["classes_without_labels"] = len(unseen)
             row, images = tables.scored(
@@ -150,6 +152,9 @@ def _features(
     from vit_model.weights import load_model
 
     model, contract = load_model(model_folder)
+    preprocessing = contract.preprocessing
+    if config.eval_crop is not None:
+        preprocessing = Preprocessing(**(preprocessing.model_dump() | config.eval_crop.model_dump()))
     support = support_of(dataset, config)
     needed = np.arange(len(support.labels))
     if not config.linear_probe:
@@ -182,11 +187,9 @@ def _features(
     untrained.initialise(config.seed)
     networks = {SEEN if seen else PRETRAINED: model, UNTRAINED: untrained}
     embed = [partial(_embed, network, contract, config.threads) for network in networks.values()]
-    for method, (train, test) in zip(networks, features(contract.preprocessing, *embed), strict=True):
+    for method, (train, test) in zip(networks, features(preprocessing, *embed), strict=True):
         yield f"{FAMILIES[contract.architecture.family]}, {method}", train, test, True
-    small = contract.preprocessing.model_copy(
-        update={"resolution": min(contract.preprocessing.resolution, PIXELS_SIDE)}
-    )
+    small = preprocessing.model_copy(update={"resolution": min(preprocessing.resolution, PIXELS_SIDE)})
     [(train, test)] = features(small, lambda images: images.reshape(len(images), -1) / np.float32(255))
     yield "pixels", train, test, False
     yield "pixels, standardised", train, test, True

@@ -62,6 +62,9 @@ from ray_jobs.stage import Context, Result, run_stage
 SHARD_BYTES = 256 * 2**20
 SHARD_IMAGES = 8192  # small images: a shard is some seconds of rendering
 _FIRST_OF_SEVERAL = re.compile(r"\.0+1$")
+States = dict[
+    str, tuple[int, int]
+]  # local files: size, time of change; an object on S3 is asked for by its ETag
 _AS_LISTED = ("key", "label", "labels", "split", "group", "file", "digest")
 
 
@@ -89,9 +92,10 @@ def main(context: Context) -> Result:
     config: Ingest = context.config
     context.check_source("before it was read")
     files = {name: str(path) for name, path in config.source.files()}
+    states = _states(files)  # before the digests: what changes later is noticed by them
     listing = catalog.listing(config.source, files)
     parts = plan_parts(_with_digests(context, listing.entries))
-    written = _in_tasks(_write_part, (context, files, finished_parts(context)), parts, "shard")
+    written = _in_tasks(_write_part, (context, files, states, finished_parts(context)), parts, "shard")
     context.check_source("while it was read")
 
     facts, known = _numbered(written), sum(part.known for part in written)
@@ -99,7 +103,8 @@ def main(context: Context) -> Result:
     bad = [*listing.bad, *_bad(facts)]
     _check_bad(bad, len(facts) + len(listing.bad), config.max_bad_fraction)
     name = getattr(config.source, "name", config.source.kind)
-    index, copies = _decided(context, name, facts.filter(pc.is_null(facts["reason"])))
+    official = pc.unique(listing.entries["split"]).to_pylist()
+    index, copies = _decided(context, name, facts.filter(pc.is_null(facts["reason"])), official)
     _check_trained(index, listing)
     with context.staging() as staging:
         shards = [part.shard for part in written if part.shard]
@@ -121,10 +126,12 @@ def main(context: Context) -> Result:
     return Result(info.content_digest, (*made, *card), metrics)
 
 
-def _decided(context: Context, name: str, images: pa.Table) -> tuple[pa.Table, pa.Table]:
+def _decided(
+    context: Context, name: str, images: pa.Table, official: list[str | None]
+) -> tuple[pa.Table, pa.Table]:
     """FACTS with their splits, less what is left out, and DUPLICATES."""
     config: Ingest = context.config
-    splits = assign_splits(images, getattr(config.source, "salt", None))
+    splits = assign_splits(images, getattr(config.source, "salt", None), official)
     others = {}
     for other, manifest in zip(config.against, context.inputs.get("against", ()), strict=True):
         needed = [file for file in manifest.files if file.path in ("dataset.json", "index.parquet")]
@@ -161,6 +168,15 @@ def _with_digests(context: Context, entries: pa.Table) -> pa.Table:
     return entries.append_column("digest", pc.if_else(pc.equal(entries["codec"], "row"), of_rows, of_files))
 
 
+def _states(files: Files) -> States:
+    return {
+        name: (status.st_size, status.st_mtime_ns)
+        for name, place in files.items()
+        if not place.startswith("s3://")
+        for status in [Path(place).stat()]
+    }
+
+
 def plan_parts(entries: pa.Table) -> list[Part]:
     """What each shard holds: entries by a hash of their keys, so that every shard has some of everything.
 
@@ -191,7 +207,7 @@ def _hashes(names: pa.ChunkedArray) -> NDArray[np.uint64]:
 # ------------------------------------------------------------------------------------------------- tasks
 
 
-def _write_part(context: Context, files: Files, finished: list[str], part: Part) -> Written:
+def _write_part(context: Context, files: Files, states: States, finished: list[str], part: Part) -> Written:
     """Read, check and write one shard (in a Ray task)."""
     facts: list[dict[str, Any]] = []
     file = shard_file(part.number)
@@ -206,10 +222,24 @@ def _write_part(context: Context, files: Files, finished: list[str], part: Part)
         row["offset"] = offset
     read_again = sum(row.pop("is_known", False) for row in good)
     table = pa.Table.from_pylist(facts, schema=FACTS)
+    _check_unchanged(files, states, part.entries)
     written = staging.files[0] if offsets else None
     beside = write_facts(context, part.bits, part.number, table, written)
     shard = Shard(file=file, rows=len(offsets), bytes=written.size) if written else None
     return Written(shard, (*staging.files, *beside), table, read_again)
+
+
+def _check_unchanged(files: Files, states: States, entries: pa.Table) -> None:
+    """Raise ValueError where a file is not what its digest was taken of: facts would say so for ever."""
+    names = {name.partition("::")[0] for name in pc.unique(entries["file"]).to_pylist()}
+    if not names <= files.keys() or any(map(_FIRST_OF_SEVERAL.search, names)):
+        names = set(files)  # rows of arrays, archives of several files
+    own = {name: files[name] for name in names}
+    if changed := sorted(name for name, state in _states(own).items() if state != states[name]):
+        raise ValueError(
+            f"the source changed while it was read, since the run was planned ({own[changed[0]]}): "
+            "run again when it is at rest"
+        )
 
 
 def _samples(

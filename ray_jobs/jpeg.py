@@ -12,7 +12,10 @@ import simplejpeg
 from PIL import ExifTags, Image
 
 _START = b"\xff\xd8"
-_SCAN, _PROGRESSIVE, _EXIF = 0xDA, 0xC2, 0xE1
+_SCAN, _PROGRESSIVE = 0xDA, 0xC2
+# Segments that Pillow reads and libjpeg mostly does not, and how long those are that say nothing unusual: JFIF without
+# a thumbnail, Adobe's; of EXIF, ICC profiles, Photoshop's and others none is. What Pillow can't read there it refuses.
+_APPS = {0xE0: 16, 0xEE: 14} | dict.fromkeys((*range(0xE1, 0xEE), 0xEF), 0)
 # sequential and progressive frames, Huffman and quantisation tables, restarts, APPn, comments
 _USUAL = frozenset({0xC0, 0xC1, _PROGRESSIVE, 0xC4, 0xDB, 0xDD, *range(0xE0, 0xF0), 0xFE})
 _CHANNELS = {"Gray": 1, "YCbCr": 3}
@@ -29,17 +32,17 @@ class PlainJpeg(NamedTuple):
 
 
 def plain_jpeg(data: bytes) -> PlainJpeg | None:
-    """What a file is, if it is such a JPEG; None: ask Pillow. Raises what Pillow raises at damaged EXIF."""
+    """What a file is, if it is such a JPEG; None: ask Pillow. Raises what Pillow raises at a damaged header."""
     if (found := _first_scan(data)) is None:
         return None
-    in_scan, is_progressive, has_exif = found
+    in_scan, is_progressive, says_more = found
     try:
         height, width, space, _ = simplejpeg.decode_jpeg_header(data)
     except ValueError:
         return None
     if space not in _CHANNELS:
         return None
-    if has_exif:
+    if says_more:
         with Image.open(io.BytesIO(data), formats=("JPEG",)) as image:
             if image.getexif().get(ExifTags.Base.Orientation, 1) != 1:
                 return None
@@ -48,17 +51,18 @@ def plain_jpeg(data: bytes) -> PlainJpeg | None:
 
 
 def _first_scan(data: bytes) -> tuple[int, bool, bool] | None:
-    """(components of the first scan, whether the frame is progressive, whether there is EXIF or XMP before it)."""
+    """(components of the first scan, whether the frame is progressive, whether Pillow must read what is before it)."""
     if not data.startswith(_START):
         return None
-    at, is_progressive, has_exif = len(_START), False, False
+    at, is_progressive, says_more = len(_START), False, False
     while len(data) > at + 4 and data[at] == 0xFF:
         marker = data[at + 1]
         if marker == _SCAN:
-            return data[at + 4], is_progressive, has_exif
+            return data[at + 4], is_progressive, says_more
         if marker not in _USUAL:
             return None
+        length = int.from_bytes(data[at + 2 : at + 4])
         is_progressive |= marker == _PROGRESSIVE
-        has_exif |= marker == _EXIF
-        at += 2 + int.from_bytes(data[at + 2 : at + 4])
+        says_more |= marker in _APPS and length != _APPS[marker]
+        at += 2 + length
     return None

@@ -118,7 +118,11 @@ def find_known(
     for name in parts:
         if not _overlaps(name, bits, number):
             continue
-        facts = pq.read_table(pa.BufferReader(context.store.read(name)))
+        try:
+            facts = pq.read_table(pa.BufferReader(context.store.read(name) or b""))
+        except (pa.ArrowException, StoreError) as error:
+            print(f"{name} can't be used again, its images are read from the source: {error}", flush=True)
+            continue
         described = (facts.schema.metadata or {}).get(b"shard")
         if described is None or facts.schema.names != FACTS.names:
             continue

@@ -54,6 +54,9 @@ class State(NamedTuple):
 
     fingerprint: str
     seed: int
+    order: Literal["global", "window"]
+    batch: int
+    """The global batch, on which the order of `window` depends."""
     samples: int
     """Delivered so far, to all ranks together."""
 
@@ -86,12 +89,13 @@ class Loader:
         self._dataset, self._preprocessing = dataset, preprocessing
         self._seed, self._policy, self._threads = seed, policy, threads
         self._batch, self._rank, self._world = batch, rank, world
-        if state is not None and state[:2] != (fingerprint, seed):
+        self._state = State(fingerprint, seed, order, batch, state.samples if state else 0)
+        if state is not None and _stream(state) != _stream(self._state):
             raise ValueError(
-                f"the loader's state is of dataset {state.fingerprint[:12]} and seed {state.seed}, "
-                f"not of {fingerprint[:12]} and {seed}: it can't go on there"
+                f"the loader's state is of another stream of samples, {_stream(state)}, not of "
+                f"{_stream(self._state)}: it can't go on there"
             )
-        self._first = state.samples if state else 0
+        self._first = self._state.samples
         self._order: Order = (
             GlobalOrder(len(rows), fingerprint, seed)
             if order == "global"
@@ -141,7 +145,7 @@ class Loader:
     @property
     def state(self) -> State:
         """Where another loader goes on."""
-        return State(self._dataset.info.content_digest, self._seed, self.samples)
+        return self._state._replace(samples=self.samples)
 
     def metrics(self) -> dict[str, float | int]:
         """What the loading took: seconds the caller waited, bytes read and fetched, substitutes."""
@@ -284,3 +288,9 @@ class Loader:
 
 def _joined(parts: list[Future[Indices]]) -> Indices:
     return np.concatenate([part.result() for part in parts])
+
+
+def _stream(state: State) -> str:
+    """What says which sample comes at which position."""
+    batch = f", batch {state.batch}" if state.order == "window" else ""
+    return f"dataset {state.fingerprint[:12]}, seed {state.seed}, order {state.order}{batch}"

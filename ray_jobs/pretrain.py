@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from pipelines.spec import EvalCrop, Model, Pretrain
-from pipelines.store import FileEntry
+from pipelines.store import FileEntry, StoreError
 from ray_jobs import devices, objective
 from ray_jobs.progress import Progress
 from ray_jobs.stage import Context, Result, model_digest, run_stage
@@ -398,7 +398,7 @@ def run_workers(context: Context) -> dict[str, Any]:
             outcome: dict[str, Any] = trainer.fit().return_value
         except WorkerGroupError as error:
             for failure in error.worker_failures.values():
-                if isinstance(cause := getattr(failure, "cause", failure), ValueError | OSError):
+                if isinstance(cause := getattr(failure, "cause", failure), ValueError | OSError | StoreError):
                     raise cause from error
             raise
     return outcome

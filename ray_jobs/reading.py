@@ -23,7 +23,7 @@ import xxhash
 from numpy.lib.stride_tricks import sliding_window_view
 from numpy.typing import NDArray
 
-from pipelines.store import Store
+from pipelines.store import Store, StoreError, StoreUnreachable
 from ray_jobs.cache import Cache, Descriptor
 from ray_jobs.decode import DamagedError, Stored
 
@@ -31,7 +31,7 @@ PIECE_BYTES = 16 * 2**20  # what is asked of S3 at once; its own advice is 8 to 
 _GAP = 2**20  # bytes between two images that are rather read than asked for around
 _TRIES = 3
 _THREADS = 8  # requests at once
-_OPEN = 256  # pieces that are held open
+_OPEN = 32  # pieces that are held open: so much of the disk may be in use beyond the cache's budget
 
 
 class Shards(Protocol):
@@ -217,8 +217,10 @@ class Reader:
         """(where the piece begins, its file as windows [at, size]: at each place the bytes that begin there)."""
         if piece not in self._mapped:
             file, begin = self._open(piece)
-            mapped = np.frombuffer(mmap.mmap(file.number, 0, access=mmap.ACCESS_READ), np.uint8)
-            windows = sliding_window_view(mapped, size) if len(mapped) >= size else mapped[:0]
+            windows: NDArray[np.uint8] = np.empty((0, size), np.uint8)
+            if os.fstat(file.number).st_size >= size:  # else it is damaged, as `read` will say
+                mapped = np.frombuffer(mmap.mmap(file.number, 0, access=mmap.ACCESS_READ), np.uint8)
+                windows = sliding_window_view(mapped, size)
             if len(self._mapped) >= _OPEN:
                 self._mapped.pop(next(iter(self._mapped)))
             self._mapped[piece] = begin, windows
@@ -236,9 +238,14 @@ class Reader:
             if asked is not None:
                 asked.result()
             opened = self._start(piece, again)
-        except OSError as error:
+        except StoreUnreachable:
+            raise
+        except (OSError, StoreError) as error:
             name = self._shards.names[self._bounds[0][piece]]
             raise ValueError(f"shard {name} is missing or damaged: {error}") from error
+        finally:
+            with self._lock:
+                self._asked.pop(piece, None)  # what went wrong there is asked anew the next time
         with self._lock:
             self._opened[piece] = opened
             if len(self._opened) > _OPEN:

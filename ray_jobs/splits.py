@@ -17,7 +17,8 @@ of the weaker split is **left out** of the set where
 Every other pair is listed and kept: what official splits or named test sets of others have in common is their
 business, and small pictures (8x8 digits, flat shapes) look alike without being copies.
 
-All this is a function of the images that are there now, in whatever order they came, and still nothing ever moves:
+All this is a function of the images that are there now, in whatever order they came, and still nothing ever moves, as
+long as the authors' own splits are the same (a dev or test of theirs that comes later ends the draw of it):
 an image's own draw depends on nothing else, a test image is never left out, and one that is left out stays so when
 others are added, since each pair is judged by itself. A new image thus joins the split that it draws; where it is a
 near-copy of images in another split, those of the weaker one (it, or they) are left out. Drawing near-copies together
@@ -27,7 +28,7 @@ if it was there alone, so that one must go, and it can't be the test image. Name
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Literal
 
 import numpy as np
@@ -56,16 +57,17 @@ _ORDER = ("other test", "test", "dev", "train")  # strongest first
 _NONE = np.iinfo(np.int64).max
 
 
-def assign_splits(images: pa.Table, salt: str | None) -> list[str]:
+def assign_splits(images: pa.Table, salt: str | None, official: Collection[str | None]) -> list[str]:
     """The split of every image by itself, from columns `split` (null: not given), `group` (may be null), `content_id`.
 
     Where the authors give some splits, a dev or test that is missing is taken from train in the same shares. Without a
-    salt nothing is drawn: the source says every image's split itself.
+    salt nothing is drawn: the source says every image's split itself. `official` are the splits that the authors give,
+    also where no image of one can be used: what is damaged today must not make a test image of a training image.
     """
     given = images["split"].to_pylist()
     if salt is None:
         return given
-    wanted = {split: share for split, share in FRACTIONS.items() if split not in given}
+    wanted = {split: share for split, share in FRACTIONS.items() if split not in official}
     groups = zip(images["group"].to_pylist(), images["content_id"].to_pylist(), strict=True)
     return [
         _drawn(hash_fraction(salt, group or content), wanted) if own in (None, "train") else own

@@ -24,7 +24,7 @@ _TAR_ENDINGS = (".tar", ".tar.gz", ".tgz")
 class ImageNetSource(Frozen):
     """ImageNet-1k (ILSVRC2012): the authors' two tars and devkit; their validation images are test.
 
-    With real.json beside them, the ReaL labels are what counts as right on test.
+    With real.json beside them, the ReaL labels are kept beside test's own.
     """
 
     kind: Literal["imagenet"]

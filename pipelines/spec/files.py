@@ -14,7 +14,7 @@ def files_below(root: str) -> Iterator[tuple[str, str | Path]]:
     """(name relative to the root, path or s3://bucket/key) of every file below it that is not hidden.
 
     Raises:
-        RecipeError: it is no folder, or nothing lies below s3://bucket/prefix.
+        RecipeError: it is no folder, a name in it is not UTF-8, or nothing lies below s3://bucket/prefix.
     """
     if root.startswith("s3://"):
         yield from _objects_at(root)
@@ -27,7 +27,14 @@ def files_below(root: str) -> Iterator[tuple[str, str | Path]]:
         folders[:] = sorted(name for name in folders if not name.startswith((".", "__MACOSX")))
         for name in sorted(name for name in files if not name.startswith(".")):
             path = Path(folder) / name
-            yield path.relative_to(top).as_posix(), path
+            relative = path.relative_to(top).as_posix()
+            try:
+                relative.encode()
+            except UnicodeEncodeError:
+                raise RecipeError(
+                    f"source.root: the name of {str(path)!r} is not UTF-8: rename the file"
+                ) from None
+            yield relative, path
 
 
 def files_at(root: str) -> Iterator[tuple[str, str | Path]]:

@@ -68,7 +68,7 @@ def input_fields(stage: type[_Stage]) -> dict[str, tuple[str, ...]]:
 class Ingest(_Stage):
     """A source becomes validated Parquet shards with fixed splits."""
 
-    VERSION: ClassVar[int] = 2
+    VERSION: ClassVar[int] = 3
     KIND: ClassVar[str] = "dataset"
     LATER: ClassVar[frozenset[str]] = frozenset({"duplicates", "max_distance", "against"})
     job: Literal["ingest"]
@@ -371,7 +371,7 @@ class Evaluate(_Stage):
 
     VERSION: ClassVar[int] = 3
     KIND: ClassVar[str] = "evaluation"
-    LATER: ClassVar[frozenset[str]] = frozenset({"support", "linear_probe"})
+    LATER: ClassVar[frozenset[str]] = frozenset({"support", "linear_probe", "eval_crop"})
     job: Literal["evaluate"]
     data: str = takes("dataset")
     backbone: str = takes("model")
@@ -381,6 +381,9 @@ class Evaluate(_Stage):
         "train", description="the images that labels may be drawn from; test is scored"
     )
     linear_probe: bool = Field(False, description="beside the few shots: all labels of the support at once")
+    eval_crop: EvalCrop | None = Field(
+        None, description="how images become squares; null: as the model's own do"
+    )
     seed: Seed = 0
     threads: int = execution(1, ge=1)
 

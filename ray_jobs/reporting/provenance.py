@@ -116,13 +116,25 @@ def _finetune(config: Mapping[str, Any], inputs: Mapping[str, str]) -> str:
 
 
 def _evaluate(config: Mapping[str, Any], inputs: Mapping[str, str]) -> str:
+    support = config.get("support", "train").replace("+", " and ")
     return (
         f"Few-shot linear evaluation of {inputs['backbone']}, frozen, on {inputs['data']}: regularised least "
         "squares from features to ±1 targets (Dosovitskiy et al., section 4.1); "
-        f"{config['draws']} supports drawn from {config.get('support', 'train').replace('+', ' and ')} (seed "
-        f"{config['seed']}){', and all of it,' * config.get('linear_probe', False)} all of test scored. L2 is chosen "
-        "on the support alone, in the same way for every row. A backbone that was trained on these very images is "
-        "named so and takes no part in the verdict."
+        f"{config['draws']} supports drawn from {support} (seed {config['seed']})"
+        f"{', and all of it,' * config.get('linear_probe', False)} all of test scored. L2 is chosen on the support "
+        f"alone, in the same way for every row.{_crop(config.get('eval_crop'))} A backbone that was trained on these "
+        "very images is named so and takes no part in the verdict."
+    )
+
+
+def _crop(given: Mapping[str, Any] | None) -> str:
+    """How images became squares, where the model's own contract did not say."""
+    if given is None:
+        return ""
+    return (
+        " Images are squashed to the square."
+        if given["crop"] == "squash"
+        else " The middle of images is taken."
     )
 
 

@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import sys
 import tempfile
 import threading
 import time
@@ -371,6 +372,9 @@ def test_deepspeeds_op_is_looked_for_where_there_is_no_gpu(
     (package / "ops" / "comm").mkdir(parents=True)
     (package / "__init__.py").write_text("raise ImportError('it must not be imported')")
     monkeypatch.syspath_prepend(str(package.parent))
+    monkeypatch.delitem(
+        sys.modules, "deepspeed", raising=False
+    )  # another test of this process may have needed it
     monkeypatch.setenv("PATH", str(tmp_path))
     found = machine._communication_op(has_gpu=False)
     assert found.status == "problem"

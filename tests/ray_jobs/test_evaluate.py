@@ -70,6 +70,34 @@ def test_rows_say_of_which_family_a_model_is(store: Store, digits: Manifest) -> 
     assert named == {"ResNet, trained on these images @ 1", "ResNet, untrained @ 1"}
 
 
+def test_what_lies_at_the_sides_is_seen_where_the_whole_image_is(store: Store) -> None:
+    """Wide images whose classes differ at their ends alone: the middle square says nothing, the squashed image all."""
+    rng, samples = np.random.default_rng(0), {split: [] for split in shards.SPLITS}
+    for number in range(120):
+        pixels = rng.integers(100, 156, (8, 32, 1), np.uint8)
+        pixels[:, :8] = pixels[:, -8:] = 255 * (number % 2)
+        split = ("train", "test")[number // 60]
+        samples[split].append(datasets.raw(f"{number:032d}", pixels, number % 2))
+    with store.staging(st.Layout.files("ingest", "wide", 1)) as staging:
+        datasets.put(
+            staging.path, "wide", ("a", "b"), shards.ImageSize(height=8, width=32, channels=1), samples
+        )
+    wide = make_manifest("ingest", key="wide", files=staging.files)
+    contract = model_contract(SIZE, 8, shards.open_dataset(st.local_files(store, wide)).info)
+    assert contract.preprocessing.crop == "center"
+    with store.staging(st.Layout.files("pretrain", "wide", 1)) as staging:
+        save_model(staging.path, build(contract.architecture), contract)
+    backbone = make_manifest("pretrain", key="wide", files=staging.files)
+
+    def pixels_score(**given: Any) -> float:
+        config = Evaluate(job="evaluate", data="d", backbone="m", shots=(10,), draws=2, **given)
+        result = evaluate.evaluate(make_context(store, config, data=wide, backbone=backbone))
+        return float(result.metrics["pixels @ 10"])
+
+    assert pixels_score() < 0.8
+    assert pixels_score(eval_crop={"crop": "squash"}) == 1.0
+
+
 def test_pixel_rows_equal_a_ridge_written_out(store: Store, digits: Manifest, model: Manifest) -> None:
     """Predictions of one draw, from the normal equations, with the L2 that the row says was chosen."""
     import json

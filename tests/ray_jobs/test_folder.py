@@ -1,11 +1,13 @@
 """A user's folder: the three layouts, what is refused and why."""
 
+import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from pipelines.spec import FolderSource, RecipeError
 from ray_jobs.sources.folder import Entry, scan
 
 
@@ -119,3 +121,10 @@ def test_links_that_lead_outside_are_refused(tmp_path: Path) -> None:
     (root / "c").symlink_to(outside)
     with pytest.raises(ValueError, match="link to a folder"):
         scan(root)
+
+
+def test_a_name_that_is_not_utf_8_is_told(tmp_path: Path) -> None:
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a" / os.fsdecode(b"\xff.png")).write_bytes(b"")
+    with pytest.raises(RecipeError, match=r"\\udcff\.png' is not UTF-8"):
+        list(FolderSource(kind="folder", root=str(tmp_path)).files())

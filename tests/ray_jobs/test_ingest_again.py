@@ -18,13 +18,15 @@ from PIL import Image
 
 from pipelines import identity
 from pipelines.pipeline import Pipeline
-from pipelines.spec import FolderSource, Ingest
+from pipelines.spec import FolderSource, HfParquetSource, Ingest
 from pipelines.store import Layout, Manifest, Store, commit, open_store
 from ray_jobs import ingest
 from ray_jobs.known import facts_file
 from ray_jobs.shards import open_dataset
 from ray_jobs.stage import Context, Result
-from tests.records import make_attempt, make_manifest
+from tests.archives import image
+from tests.prepared import put_parquet
+from tests.records import make_attempt, make_context, make_manifest
 from tests.s3 import Server, used
 
 PROJECT = Path(__file__).parents[2]
@@ -200,6 +202,49 @@ def test_a_damaged_shard_is_not_used_again(
     (tmp_path / "store" / Layout.files("ingest", first.attempt.key, 2) / facts_file(0, 0)).unlink()
     assert ingest.main(context_of(store, stage(root), number=3)) == before
     assert said(capfd.readouterr().out) == (20, 0)
+    facts = tmp_path / "store" / Layout.files("ingest", first.attempt.key, 3) / facts_file(0, 0)
+    facts.write_bytes(facts.read_bytes()[:-20])
+    assert ingest.main(context_of(store, stage(root), number=4)) == before
+    assert said(capfd.readouterr().out)[0] > 0, "damaged facts say nothing"
+
+
+def test_of_a_file_that_changes_while_it_is_read_nothing_is_remembered(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It may be changed back, and its digest is then what it was: what was read between must not stand for it."""
+    root, store = tmp_path / "images", open_store(str(tmp_path / "store"))
+    put_images(root, 0, 20)
+    file, other = root / "a" / "6.png", root / "b" / "9.png"
+    own = file.read_bytes()
+
+    def changed_meanwhile(do, shared, each, _):  # type: ignore[no-untyped-def]
+        file.write_bytes(other.read_bytes())
+        return [do(*shared, one) for one in each]
+
+    monkeypatch.setattr(ingest, "_in_tasks", changed_meanwhile)
+    first = context_of(store, stage(root))
+    with pytest.raises(ValueError, match=r"the source changed while it was read.*6\.png"):
+        ingest.main(first)
+    file.write_bytes(own)
+    monkeypatch.setattr(ingest, "_in_tasks", lambda do, shared, each, _: [do(*shared, one) for one in each])
+    again = ingest.main(context_of(store, stage(root), number=2))
+    assert said(capsys.readouterr().out) == (20, 0)
+    assert again == ingest.main(context_of(open_store(str(tmp_path / "other")), stage(root)))
+
+
+def test_a_set_of_test_images_alone_has_its_card(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ingest, "_in_tasks", lambda do, shared, each, _: [do(*shared, one) for one in each])
+    put_parquet(
+        tmp_path / "data" / "test-00000-of-00001.parquet",
+        [image(i) for i in range(9)],
+        [i % 3 for i in range(9)],
+    )
+    source = HfParquetSource(kind="hf_parquet", root=str(tmp_path / "data"))
+    context = make_context(open_store(str(tmp_path / "store")), Ingest(job="ingest", source=source))
+    ingest.main(context)
+    folder = tmp_path / "store" / Layout.files("ingest", context.attempt.key, 1)
+    assert open_dataset(folder).info.splits == {"train": 0, "dev": 0, "test": 9}
+    assert json.loads((folder / "card.json").read_text())["pixels"]["split"] == "test"
 
 
 def test_the_same_on_s3(

@@ -164,7 +164,10 @@ def test_another_loader_goes_on_where_one_was_left(way) -> None:
         for _ in range(4):
             next(batches)
         state = batches.state
-    assert state == State(data.info.content_digest, 0, 48), "counted when handed out, not when decoded"
+    order = given.get("order", "global")
+    assert state == State(data.info.content_digest, 0, order, 12, 48), (
+        "counted when handed out, not when decoded"
+    )
     rest = stream(data, preprocessing, 5, state=state, **given)
     assert_same(rest, tuple(part[4:] for part in whole))
     # in another size of batch, the same samples follow
@@ -174,9 +177,13 @@ def test_another_loader_goes_on_where_one_was_left(way) -> None:
 
 
 def test_a_state_of_something_else_is_refused(raw: Dataset) -> None:
-    for state in (State("other", 0, 12), State(raw.info.content_digest, 1, 12)):
+    own = State(raw.info.content_digest, 0, "window", 12, 12)
+    for change in ({"fingerprint": "other"}, {"seed": 1}, {"order": "global"}, {"batch": 6}):
         with pytest.raises(ValueError, match="can't go on there"):
-            Loader(raw, raw.index("train"), GREY, seed=0, batch=12, threads=1, state=state)
+            Loader(
+                raw, raw.index("train"), GREY, seed=0, batch=12, threads=1, order="window",
+                state=own._replace(**change),
+            )  # fmt: skip
 
 
 def test_a_batch_stays_until_the_next_is_asked_for(files: Dataset) -> None:
@@ -306,6 +313,33 @@ def test_a_damaged_piece_of_the_cache_is_fetched_again(files: Dataset, server: S
         assert_same(tuple(map(np.stack, zip(*map(copied, islice(batches, 5)), strict=True))), expected)
         assert batches.metrics()["substitutes"] == 0
         assert batches.metrics()["fetched_bytes"] > 3000
+
+
+def test_an_empty_piece_of_the_cache_is_fetched_again(raw: Dataset, server: Server) -> None:
+    store, entries = uploaded(raw, server.bucket())
+    expected = stream(raw, GREY, 5)
+    remote = open_artifact(store, make_manifest(files=entries))
+    assert_same(stream(remote, GREY, 5), expected)
+    for path in (cache_folder() / "ranges").rglob("*"):
+        if path.is_file():
+            path.write_bytes(b"")  # as a loss of power may leave it
+    assert_same(stream(open_artifact(store, make_manifest(files=entries)), GREY, 5), expected)
+
+
+def test_a_shard_that_is_not_on_s3_is_named_and_asked_for_again(raw: Dataset, server: Server) -> None:
+    bucket = server.bucket()
+    store, entries = uploaded(raw, bucket)
+    remote = open_artifact(store, make_manifest(files=entries))
+    key = f"store/{make_manifest().folder}/{raw.info.shards[0].file}"
+    body = server.client.get_object(Bucket=bucket.name, Key=key)["Body"].read()
+    server.client.delete_object(Bucket=bucket.name, Key=key)
+    with remote.reader(remote.index("train")) as reader:
+        (row, *_) = np.flatnonzero(reader.shard == 0).tolist()
+        reader.fetch(np.array([row]))
+        with pytest.raises(ValueError, match=r"00000\.parquet is missing or damaged"):
+            reader.read(row)
+        server.client.put_object(Bucket=bucket.name, Key=key, Body=body)
+        assert reader.read(row)
 
 
 def test_a_cache_that_is_too_small_is_refused(files: Dataset, server: Server) -> None:

@@ -188,6 +188,17 @@ def test_jpegs_that_readers_take_differently_are_left_to_pillow() -> None:
     upright = saved(photo(40, 60), "JPEG", exif=exif)
     assert (plain_jpeg(data), plain_jpeg(upright)) == ((40, 60, 3, True),) * 2
     assert plain_jpeg(turned) is None and examine(turned)[1:3] == (40, 60)
+    for harmless in (b"\xff\xfe\0\x07hello", b"\xff\xe0\0\x10JFXX" + bytes(10)):
+        assert plain_jpeg(data[:2] + harmless + data[2:]) == (40, 60, 3, True)
+    # what Pillow can't read, and libjpeg does not look at
+    for odd in (
+        b"\xe0\0\x06JFIF",
+        b"\xee\0\x07Adobe",
+        b"\xe2\0\x0eICC_PROFILE\0",
+        b"\xed\0\x16Photoshop 3.0\0" + b"8BIM\4\4",
+    ):
+        with pytest.raises(ValueError, match=r"^(damaged|not an image)$"):
+            examine(data[:2] + b"\xff" + odd + data[2:])
     inks = saved(Image.new("CMYK", (8, 8)), "JPEG")
     red_green_blue = saved(photo(8, 8), "JPEG", keep_rgb=True)
     behind = b"x" + data

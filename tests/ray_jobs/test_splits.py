@@ -41,10 +41,14 @@ def table(images: list[Image]) -> pa.Table:
     return pa.Table.from_pylist(rows, schema=SCHEMA)
 
 
+def assigned(images: list[Image], salt: str | None) -> list[str]:
+    return assign_splits(table(images), salt, {one.given for one in images})
+
+
 def decided(images: list[Image], others: dict[str, list[Image]] | None = None, duplicates: Any = "keep",
             max_distance: int | None = DISTANCE) -> tuple[dict[str, str], dict[str, dict[str, Any]]]:  # fmt: skip
     """The split of every image that is not left out, and the rows of copies by key."""
-    splits = assign_splits(table(images), "salt")
+    splits = assigned(images, "salt")
     tests = {name: table(other) for name, other in (others or {}).items()}
     copies = find_copies("ours", table(images), splits, tests, duplicates, max_distance).to_pylist()
     rows = {row["key"]: row for row in copies}
@@ -101,7 +105,7 @@ def test_the_order_of_arrival_is_irrelevant(images: list[Image], random: Any) ->
 
 @given(sets())
 def test_named_groups_draw_together(images: list[Image]) -> None:
-    splits = assign_splits(table(images), "salt")
+    splits = assigned(images, "salt")
     for name in {one.group for one in images} - {None}:
         assert len({split for one, split in zip(images, splits, strict=True) if one.group == name}) == 1
 
@@ -110,7 +114,7 @@ def test_named_groups_draw_together(images: list[Image]) -> None:
 def test_nothing_is_left_out_without_a_twin_that_is_really_one(images: list[Image]) -> None:
     kept, rows = decided(images)
     by_key = {one.key: one for one in images}
-    splits = dict(zip(by_key, assign_splits(table(images), "salt"), strict=True))
+    splits = dict(zip(by_key, assigned(images, "salt"), strict=True))
     order = ["test", "dev", "train"]
     for key, row in rows.items():
         one, twin = by_key[key], by_key[row["twin"]]
@@ -183,7 +187,7 @@ def test_without_a_distance_only_the_same_bytes_are_copies() -> None:
 
 
 def test_shares_are_about_70_10_20() -> None:
-    splits = assign_splits(table([Image(f"{n}", n) for n in range(5_000)]), "salt")
+    splits = assigned([Image(f"{n}", n) for n in range(5_000)], "salt")
     shares = {split: splits.count(split) / 5_000 for split in ("train", "dev", "test")}
     assert shares == pytest.approx({"train": 0.7, "dev": 0.1, "test": 0.2}, abs=0.02)
 
@@ -207,5 +211,11 @@ def test_an_image_near_copies_of_which_arrive_every_month_is_never_trained_on() 
 
 def test_a_source_without_a_salt_says_every_split_itself() -> None:
     images = [Image(f"{n}", n, None, "train" if n < 90 else "dev") for n in range(100)]
-    assert assign_splits(table(images), None) == [one.given for one in images], "no test is taken from train"
-    assert "test" in assign_splits(table(images), "salt")
+    assert assigned(images, None) == [one.given for one in images], "no test is taken from train"
+    assert "test" in assigned(images, "salt")
+
+
+def test_a_test_split_of_which_nothing_can_be_used_still_is_the_authors() -> None:
+    images = table([Image(f"{n}", n, None, "train") for n in range(100)])
+    assert "test" not in assign_splits(images, "salt", {"train", "test"})
+    assert "test" in assign_splits(images, "salt", {"train"})
