@@ -25,6 +25,7 @@ import math
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -169,12 +170,13 @@ def _with_digests(context: Context, entries: pa.Table) -> pa.Table:
 
 
 def _states(files: Files) -> States:
-    return {
-        name: (status.st_size, status.st_mtime_ns)
-        for name, place in files.items()
-        if not place.startswith("s3://")
-        for status in [Path(place).stat()]
-    }
+    found: States = {}
+    for name, place in files.items():
+        if not place.startswith("s3://"):
+            with suppress(FileNotFoundError):  # which is a state of its own
+                status = Path(place).stat()
+                found[name] = (status.st_size, status.st_mtime_ns)
+    return found
 
 
 def plan_parts(entries: pa.Table) -> list[Part]:
@@ -234,10 +236,10 @@ def _check_unchanged(files: Files, states: States, entries: pa.Table) -> None:
     names = {name.partition("::")[0] for name in pc.unique(entries["file"]).to_pylist()}
     if not names <= files.keys() or any(map(_FIRST_OF_SEVERAL.search, names)):
         names = set(files)  # rows of arrays, archives of several files
-    own = {name: files[name] for name in names}
-    if changed := sorted(name for name, state in _states(own).items() if state != states[name]):
+    now = _states({name: files[name] for name in names})
+    if changed := sorted(name for name in names if now.get(name) != states.get(name)):
         raise ValueError(
-            f"the source changed while it was read, since the run was planned ({own[changed[0]]}): "
+            f"the source changed while it was read, since the run was planned ({files[changed[0]]}): "
             "run again when it is at rest"
         )
 

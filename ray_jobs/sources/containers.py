@@ -124,6 +124,8 @@ def read(files: Files, entries: pa.Table) -> Iterator[bytes | ValueError]:
                     blobs.clear()
                 blobs[file] = _resolve(files, file).blob
             return _range(blobs[file], offset, length, codec, MAX_IMAGE_BYTES)
+        except FileNotFoundError as error:
+            return ValueError(f"{error.filename} is gone")
         except ValueError as error:
             return error
 

@@ -208,8 +208,9 @@ def test_a_damaged_shard_is_not_used_again(
     assert said(capfd.readouterr().out)[0] > 0, "damaged facts say nothing"
 
 
+@pytest.mark.parametrize("gone", [False, True])
 def test_of_a_file_that_changes_while_it_is_read_nothing_is_remembered(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    gone: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """It may be changed back, and its digest is then what it was: what was read between must not stand for it."""
     root, store = tmp_path / "images", open_store(str(tmp_path / "store"))
@@ -218,7 +219,7 @@ def test_of_a_file_that_changes_while_it_is_read_nothing_is_remembered(
     own = file.read_bytes()
 
     def changed_meanwhile(do, shared, each, _):  # type: ignore[no-untyped-def]
-        file.write_bytes(other.read_bytes())
+        file.unlink() if gone else file.write_bytes(other.read_bytes())
         return [do(*shared, one) for one in each]
 
     monkeypatch.setattr(ingest, "_in_tasks", changed_meanwhile)
