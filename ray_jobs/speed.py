@@ -66,7 +66,8 @@ def _random_dataset(folder: Path, resolution: int, count: int) -> Dataset:
         sample = Sample(str(number), str(number), data, "raw", resolution, resolution, 3, number % 2)
         samples.append(sample)
         checksum = xxhash.xxh3_64_intdigest(data)
-        rows.append(sample._asdict() | facts._asdict() | {"length": len(data), "checksum": checksum})
+        found = {"content_id": str(number), "length": len(data), "checksum": checksum}
+        rows.append(sample._asdict() | facts._asdict() | found)
     offsets = write_shard(folder / shard_file(0), samples)
     for row, offset in zip(rows, offsets, strict=True):
         row.pop("image")
