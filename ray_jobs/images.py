@@ -50,7 +50,10 @@ def examine(data: bytes) -> Facts:
     if not data:
         raise ValueError("empty file")
     try:
-        form, size, channels, grey = _plain(data) or _any(data)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            warnings.simplefilter("error", Image.DecompressionBombWarning)
+            form, size, channels, grey = _plain(data) or _any(data)
         hashed = phash(grey)
     except _RefusedError:
         raise
@@ -91,19 +94,16 @@ def _plain(data: bytes) -> _Seen | None:
 
 
 def _any(data: bytes) -> _Seen:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        warnings.simplefilter("error", Image.DecompressionBombWarning)
-        with Image.open(io.BytesIO(data), formats=FORMATS) as image:
-            if image.width * image.height > MAX_PIXELS:
-                raise _RefusedError("too many pixels (bomb)")
-            if image.mode not in MODES:
-                raise _RefusedError(f"pixels of Pillow's mode {image.mode}, not 8 or 16 bits a channel")
-            # several JPEGs in one file, of which the first counts, are a format of its own to Pillow
-            form = "jpeg" if image.format == "MPO" else (image.format or "").lower()
-            if form == "jpeg" and not _has_few_scans(data):
-                raise _RefusedError("too many scans (bomb)")
-            flat = flatten(image)
+    with Image.open(io.BytesIO(data), formats=FORMATS) as image:
+        if image.width * image.height > MAX_PIXELS:
+            raise _RefusedError("too many pixels (bomb)")
+        if image.mode not in MODES:
+            raise _RefusedError(f"pixels of Pillow's mode {image.mode}, not 8 or 16 bits a channel")
+        # several JPEGs in one file, of which the first counts, are a format of its own to Pillow
+        form = "jpeg" if image.format == "MPO" else (image.format or "").lower()
+        if form == "jpeg" and not _has_few_scans(data):
+            raise _RefusedError("too many scans (bomb)")
+        flat = flatten(image)
     return form, flat.size, 1 if flat.mode == "L" else 3, np.asarray(flat.convert("L"))
 
 

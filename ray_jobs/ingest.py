@@ -63,9 +63,8 @@ from ray_jobs.stage import Context, Result, run_stage
 SHARD_BYTES = 256 * 2**20
 SHARD_IMAGES = 8192  # small images: a shard is some seconds of rendering
 _FIRST_OF_SEVERAL = re.compile(r"\.0+1$")
-States = dict[
-    str, tuple[int, int]
-]  # local files: size, time of change; an object on S3 is asked for by its ETag
+# of local files: size and time of change; an object on S3 is asked for by its ETag
+States = dict[str, tuple[int, int]]
 _AS_LISTED = ("key", "label", "labels", "split", "group", "file", "digest")
 
 

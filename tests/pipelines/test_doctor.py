@@ -372,9 +372,8 @@ def test_deepspeeds_op_is_looked_for_where_there_is_no_gpu(
     (package / "ops" / "comm").mkdir(parents=True)
     (package / "__init__.py").write_text("raise ImportError('it must not be imported')")
     monkeypatch.syspath_prepend(str(package.parent))
-    monkeypatch.delitem(
-        sys.modules, "deepspeed", raising=False
-    )  # another test of this process may have needed it
+    # another test of this process may have needed it
+    monkeypatch.delitem(sys.modules, "deepspeed", raising=False)
     monkeypatch.setenv("PATH", str(tmp_path))
     found = machine._communication_op(has_gpu=False)
     assert found.status == "problem"

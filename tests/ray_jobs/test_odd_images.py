@@ -4,6 +4,7 @@ The truth is numpy's arithmetic, on files that Pillow or OpenCV wrote.
 """
 
 import io
+import warnings
 
 import cv2
 import numpy as np
@@ -165,6 +166,17 @@ def test_a_jpeg_with_a_warning_is_left_to_pillow() -> None:
     odd = data[:-2] + b"\0\0\0garbage" + data[-2:]  # libjpeg: "extraneous bytes before marker"
     assert images._plain(odd) is None
     assert examine(odd)[:4] == examine(data)[:4]
+
+
+def test_what_pillow_warns_of_is_no_noise_in_the_log() -> None:
+    exif = b"Exif\0\0II*\0\x08\0\0\0\xff\xff"  # a directory of 65,535 entries, and none of them
+    data = saved(photo(40, 60), "JPEG")
+    data = data[:2] + b"\xff\xe1" + (len(exif) + 2).to_bytes(2) + exif + data[2:]
+    with pytest.warns(UserWarning, match="Corrupt EXIF"):
+        Image.open(io.BytesIO(data)).getexif()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert examine(data)[:4] == ("jpeg", 60, 40, 3)
 
 
 def test_a_jpeg_with_a_scan_for_each_channel_has_its_scans_counted() -> None:
