@@ -49,6 +49,7 @@ SMALL = 64 * 2**20
 MAX_DEPTH = 8  # names of a chain
 _CHAIN = "::"
 _CHUNK = 2**20
+_NOT_ITS_CRC = "its bytes are not those that its archive has the checksum of"
 _REMEMBERED = 1024  # files of one call of `read`
 _FIRST_PART = re.compile(r"(.*\.)(0+1)")
 _In = TypeVar("_In")
@@ -67,6 +68,8 @@ class Member(NamedTuple):
     """"stored" or "deflate"."""
     size: int
     """Of its content, as the archive says."""
+    crc: int | None = None
+    """CRC-32 of its content, where the archive has one."""
 
 
 class Contents(NamedTuple):
@@ -87,7 +90,7 @@ def contents(files: Files, file: str) -> Contents:
     place = _resolve(files, file)
     found, refused = _found(place.blob)
     inside = [
-        Member(one.path, place.file, place.offset + one.offset, one.length, one.codec, one.size)
+        Member(one.path, place.file, place.offset + one.offset, one.length, one.codec, one.size, one.crc)
         for one in found
     ]
     return Contents(inside, [Bad(f"{file}/{one.path}", one.reason, file) for one in refused])
@@ -114,8 +117,8 @@ def read(files: Files, entries: pa.Table) -> Iterator[bytes | ValueError]:
     """The bytes of each entry, in their order, or why they can't be had."""
     blobs: dict[str, Blob] = {}
 
-    def one(row: tuple[str, int, int, str]) -> bytes | ValueError:
-        file, offset, length, codec = row
+    def one(row: tuple[str, int, int, str, int | None]) -> bytes | ValueError:
+        file, offset, length, codec, crc = row
         if not offset and (data := _object(files, file, length)) is not None:
             return data
         try:
@@ -123,13 +126,13 @@ def read(files: Files, entries: pa.Table) -> Iterator[bytes | ValueError]:
                 if len(blobs) >= _REMEMBERED:
                     blobs.clear()
                 blobs[file] = _resolve(files, file).blob
-            return _range(blobs[file], offset, length, codec, MAX_IMAGE_BYTES)
+            return _checked(_range(blobs[file], offset, length, codec, MAX_IMAGE_BYTES), crc)
         except FileNotFoundError as error:
             return ValueError(f"{error.filename} is gone")
         except ValueError as error:
             return error
 
-    columns = (entries[name].to_pylist() for name in ("file", "offset", "length", "codec"))
+    columns = (entries[name].to_pylist() for name in ("file", "offset", "length", "codec", "crc"))
     return _in_flight(files, one, zip(*columns, strict=True))
 
 
@@ -140,7 +143,7 @@ def read_member(files: Files, member: Member, limit: int = SMALL) -> bytes:
     data = _range(blob, member.offset, member.length, member.codec, limit)
     if len(data) != member.size:
         raise ValueError(f"{blob.name} has {len(data):,} bytes, its archive says {member.size:,}")
-    return data
+    return _checked(data, member.crc, f"{blob.name}: ")
 
 
 def read_file(files: Files, file: str, limit: int = SMALL) -> bytes:
@@ -229,14 +232,16 @@ def _content(blob: Blob, found: Found) -> Blob:
         raise ValueError(f"{packed.name} unpacks to {found.size:,} bytes (a bomb)")
 
     def write(file: BufferedWriter) -> None:
-        written = 0
+        written, crc = 0, 0
         for chunk in _inflated(packed):
-            written += len(chunk)
+            written, crc = written + len(chunk), zlib.crc32(chunk, crc)
             if written > found.size:
                 break
             file.write(chunk)
         if written != found.size:
             raise ValueError(f"{packed.name} is damaged: its archive says that it has {found.size:,} bytes")
+        if crc != found.crc:
+            raise ValueError(f"{packed.name} is damaged: {_NOT_ITS_CRC}")
 
     return kept(packed.name, extents, "deflate", write)
 
@@ -270,6 +275,13 @@ def _range(blob: Blob, offset: int, length: int, codec: str, limit: int) -> byte
         if len(data) > limit:
             raise ValueError(f"{blob.name} has more than {limit:,} bytes at {offset:,} (a bomb)")
     return bytes(data)
+
+
+def _checked(data: bytes, crc: int | None, whose: str = "") -> bytes:
+    """Raise ValueError where the content is not the one that the archive has the CRC-32 of."""
+    if crc is not None and zlib.crc32(data) != crc:
+        raise ValueError(f"{whose}{_NOT_ITS_CRC}")
+    return data
 
 
 def _object(files: Files, file: str, length: int) -> bytes | None:

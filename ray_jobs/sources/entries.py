@@ -49,6 +49,7 @@ ENTRIES = pa.schema(
         ),  # what is read as a whole (a row group): kept in one shard, in sequence
         pa.field("length", pa.int64(), nullable=False),  # in the file, as stored; codec row: about its bytes
         pa.field("codec", pa.string(), nullable=False),  # "stored" | "deflate" (a zip's) | "row"
+        pa.field("crc", pa.uint32()),  # CRC-32 of its content, where its archive has one (a zip)
     ]
 )
 
@@ -77,7 +78,7 @@ class Listing(NamedTuple):
 
 def place(member: Member) -> dict[str, object]:
     """Where a member's bytes are, as a part of an entry."""
-    return {"file": member.file, "offset": member.offset, "length": member.length, "codec": member.codec}
+    return {name: getattr(member, name) for name in ("file", "offset", "length", "codec", "crc")}
 
 
 def table(rows: Iterable[Mapping[str, object]]) -> pa.Table:

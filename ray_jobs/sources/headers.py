@@ -40,6 +40,8 @@ class Found(NamedTuple):
     length: int
     codec: str
     size: int
+    crc: int | None = None
+    """CRC-32 of its content, which a zip has."""
 
 
 class Refused(NamedTuple):
@@ -199,4 +201,4 @@ def _zip_member(info: zipfile.ZipInfo, start: int) -> Found | Refused:
     length, size = info.compress_size, info.file_size
     if size > length * MAX_DEFLATE_RATIO or (method == zipfile.ZIP_STORED and size != length):
         return Refused(path, f"it can't have {size:,} bytes in {length:,}")
-    return Found(path, start, length, _CODECS[method], size)
+    return Found(path, start, length, _CODECS[method], size, info.CRC)

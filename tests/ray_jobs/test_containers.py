@@ -8,6 +8,7 @@ import os
 import struct
 import tarfile
 import zipfile
+import zlib
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
@@ -16,7 +17,7 @@ import pytest
 from pipelines import identity
 from ray_jobs.sources import blobs, containers
 from ray_jobs.sources.containers import contents, local, members, read, read_file, read_member
-from ray_jobs.sources.entries import table
+from ray_jobs.sources.entries import place, table
 from tests.archives import rar, tar, zipped
 from tests.s3 import Server, faulty, used
 
@@ -210,6 +211,32 @@ def test_zip_members_that_cannot_be_read_say_why(tmp_path: Path) -> None:
 def test_a_zip_member_without_a_name_is_left_out(tmp_path: Path) -> None:
     data = zipped({"": b"nameless", "a": b"x"})
     assert read_all(put(tmp_path, it=data), "it") == {"a": b"x"}
+
+
+@pytest.mark.parametrize("inside", [False, True])
+def test_bytes_that_are_not_those_of_a_zips_checksum_are_not_taken(inside: bool, tmp_path: Path) -> None:
+    """A bit that flipped in a photograph's pixels is none that a decoder sees."""
+    content = {"flipped": b"\xff\xd8" + bytes(1000), "whole": b"other"}
+    data = zipped(content, zipfile.ZIP_STORED).replace(bytes(500) + b"\0", bytes(500) + b"\1", 1)
+    packed = zipped({"inner.zip": data}, zipfile.ZIP_DEFLATED) if inside else data
+    file = "it::inner.zip" if inside else "it"
+    files = put(tmp_path, it=packed)
+    flipped, whole = members(files, file)
+    rows = [place(member) | {"key": member.path, "label": 0} for member in (flipped, whole)]
+    reason, other = read(files, table(rows))
+    assert other == b"other" and isinstance(reason, ValueError)
+    assert str(reason) == "its bytes are not those that its archive has the checksum of"
+    with pytest.raises(ValueError, match=r"flipped: its bytes are not those"):
+        read_member(files, flipped)
+
+
+def test_an_archive_in_a_zip_is_checked_as_a_whole(tmp_path: Path) -> None:
+    archive = tar({"a": b"x" * 1000})
+    data = zipped({"inner.tar": archive}, zipfile.ZIP_DEFLATED)
+    crc = struct.pack("<L", zlib.crc32(archive))
+    assert data.count(crc) == 2
+    with pytest.raises(ValueError, match=r"inner.tar is damaged: its bytes are not those"):
+        members(put(tmp_path, it=data.replace(crc, b"\1\2\3\4")), "it::inner.tar")
 
 
 def test_zip_members_that_overlap_are_refused(tmp_path: Path) -> None:
