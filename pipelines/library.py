@@ -51,10 +51,10 @@ class Library:
 
     def dataset(self, key: str | None = None) -> StoredDataset:
         """A dataset; without a key, the newest. Raises RecipeError where none or several fit."""
-        from ray_jobs.shards import open_dataset
+        from ray_jobs.shards import open_artifact
 
         manifest = find_artifact(self.store, key, "dataset")
-        return StoredDataset(manifest, open_dataset(local_files(self.store, manifest)))
+        return StoredDataset(manifest, open_artifact(self.store, manifest))
 
     def rows(self) -> duckdb.DuckDBPyRelation:
         """Every number that an evaluation or a fine-tuning of this store ever measured, as a DuckDB relation.

@@ -56,7 +56,7 @@ _ORIGIN = (
     Column("vtab_group", "VARCHAR", "natural, specialized or structured, on a task of VTAB's; else NULL"),
 )
 _WHAT = (
-    Column("task", "VARCHAR", "the dataset's name"),
+    Column("task", "VARCHAR", "the dataset's name; with ' (ReaL)' behind it scored by ReaL's labels"),
     Column("protocol", "VARCHAR", "few-shot linear, linear probe, fine-tuning or baseline"),
     Column("method", "VARCHAR", "what was measured, such as 'ViT, pretrained'"),
     Column("labels_per_class", "INTEGER", "labels of each class that it learned from; NULL: all"),
@@ -80,6 +80,7 @@ TABLES = {
         Column("sample_id", "VARCHAR", "the test image"),
         Column("label", "INTEGER", "its class"),
         Column("prediction", "INTEGER", "the class that was predicted"),
+        Column("correct", "BOOLEAN", "it is right; on a task '... (ReaL)' by ReaL's labels"),
     ),
     "artifacts": (
         Column("artifact", "VARCHAR", "key"),

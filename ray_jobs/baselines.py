@@ -15,8 +15,8 @@ from numpy.typing import NDArray
 from pipelines.spec import Baselines
 from ray_jobs.draws import draw_labels, permutation, stratified_folds
 from ray_jobs.evaluate import save_evaluation
-from ray_jobs.rows import scored
-from ray_jobs.shards import Dataset, Split, open_dataset
+from ray_jobs.rows import scored, truth_of
+from ray_jobs.shards import Dataset, Split
 from ray_jobs.stage import Context, Result, run_stage
 from vit_model.config import Preprocessing
 
@@ -43,10 +43,10 @@ def run_method(context: Context, method: str) -> tuple[list[Any], list[Any]]:
     )
 
     config: Baselines = context.config
-    dataset = open_dataset(context.input("data"))
+    dataset = context.dataset()
     dataset.require("train", "test")
     x, y, supports, folds, selected_on = _labelled(dataset, config)
-    x_test, y_test, ids = _pixels(dataset, "test", config), dataset.labels("test"), dataset.sample_ids("test")
+    x_test, truth = _pixels(dataset, "test", config), truth_of(dataset)
     first = supports[0]
     chosen = choose(method, x[first], y[first], folds)
     total = dataset.info.splits["train"] + dataset.info.splits["dev"]
@@ -55,7 +55,6 @@ def run_method(context: Context, method: str) -> tuple[list[Any], list[Any]]:
     for draw, support in enumerate(supports):
         predicted = fit_predict(method, chosen, x[support], y[support], x_test)
         common = {
-            "task": dataset.info.name,
             "protocol": PROTOCOL,
             # where others saw all labels, a reader must not take this for their equal
             "method": f"{method} on {len(support):,} images" if few else method,
@@ -63,9 +62,9 @@ def run_method(context: Context, method: str) -> tuple[list[Any], list[Any]]:
             "draw": draw,
         }
         settings = {**chosen, "labelled_images": len(support)}
-        row, images = scored(common, ids, y_test, predicted, selected_on, settings)
-        rows.append(row)
-        predictions.append(images)
+        for row, images in scored(common, truth, predicted, selected_on, settings):
+            rows.append(row)
+            predictions.append(images)
     print(f"{method}: {np.mean([row['value'] for row in rows]):.3f} with {chosen}", flush=True)
     return rows, predictions
 

@@ -22,7 +22,7 @@ from pipelines.spec import Evaluate
 from ray_jobs import rows as tables
 from ray_jobs.draws import draw_labels
 from ray_jobs.linear_probe import few_shot
-from ray_jobs.shards import Dataset, Split, open_dataset
+from ray_jobs.shards import Dataset, Split
 from ray_jobs.stage import Context, Result, run_stage
 from vit_model.config import ModelContract, Preprocessing
 from vit_model.variants import FAMILIES
@@ -64,10 +64,10 @@ class Support:
 def evaluate(context: Context) -> Result:
     """Features once, then every (shots, draw) in closed form, for each kind of features."""
     config: Evaluate = context.config
-    dataset = open_dataset(context.input("data"))
+    dataset = context.dataset()
     dataset.require("train", "test")
     support = support_of(dataset, config)
-    labels_test, ids = dataset.labels("test"), dataset.sample_ids("test")
+    truth, labels_test = tables.truth_of(dataset), dataset.labels("test")
     unseen = np.setdiff1d(labels_test, support.labels)
     if len(unseen):
         print(f"{len(unseen)} classes of test have no labelled image: what is theirs is wrong", flush=True)
@@ -86,7 +86,6 @@ def evaluate(context: Context) -> Result:
         )
         for result in found:
             common = {
-                "task": dataset.info.name,
                 "protocol": ALL_LABELS if result.shots is None else PROTOCOL,
                 "method": method,
                 "labels_per_class": result.shots,
@@ -105,11 +104,9 @@ def evaluate(context: Context) -> Result:
                 settings["eval_crop"] = config.eval_crop.model_dump()
             if len(unseen):
                 settings["classes_without_labels"] = len(unseen)
-            row, images = tables.scored(
-                common, ids, labels_test, result.predictions, result.selected_on, settings
-            )
-            rows.append(row)
-            predictions.append(images)
+            for row, images in tables.scored(common, truth, result.predictions, result.selected_on, settings):
+                rows.append(row)
+                predictions.append(images)
         for shots in dict.fromkeys(result.shots for result in found):
             mean = np.mean([result.accuracy for result in found if result.shots == shots])
             print(f"{method}, {'all' if shots is None else shots} shots: {mean:.3f}", flush=True)
@@ -135,7 +132,8 @@ def save_evaluation(context: Context, rows: list[Any], predictions: list[Any]) -
     groups: dict[str, list[float]] = {}
     for row in rows:
         labels = "all" if row["labels_per_class"] is None else row["labels_per_class"]
-        groups.setdefault(f"{row['method']} @ {labels}", []).append(row["value"])
+        real = tables.REAL if row["task"].endswith(tables.REAL) else ""
+        groups.setdefault(f"{row['method']} @ {labels}{real}", []).append(row["value"])
     metrics: dict[str, float | int | str] = {name: float(np.mean(values)) for name, values in groups.items()}
     return Result(tables.digest_rows(rows, tables.ROWS), staging.files, metrics)
 

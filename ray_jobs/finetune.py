@@ -30,7 +30,7 @@ from pipelines.identity import canonical_json, sha256
 from pipelines.spec import Finetune
 from pipelines.store import FileEntry
 from ray_jobs import devices, optim, rows
-from ray_jobs.pretrain import model_contract, open_data
+from ray_jobs.pretrain import model_contract
 from ray_jobs.progress import Progress
 from ray_jobs.shards import Dataset, Split
 from ray_jobs.stage import Context, Result, model_digest, run_stage
@@ -299,7 +299,7 @@ class Refit(NamedTuple):
 def refit(context: Context, task: Task, pool: Images, rate: float, draw: int) -> Refit:
     """Fit on all of a draw's labels and judge on test. Draw 0's model becomes the artifact's."""
     model, curve = fit(fetched(context, task), pool, rate, task.config.seed + draw, f"draw {draw}, step")
-    test = read_split(open_data(context), "test")
+    test = read_split(context.dataset(context.config.cache_gib), "test")
     result = score(model, task.contract, test)
     print(f"draw {draw}: test accuracy {result.accuracy:.3f}", flush=True)
     if draw:
@@ -333,7 +333,7 @@ def run_refits(context: Context, task: Task, pools: list[Images], rate: float) -
 def main(context: Context) -> Result:
     """Sweep, choose, refit, score, write."""
     config: Finetune = context.config
-    dataset = open_data(context)
+    dataset = context.dataset(config.cache_gib)
     task = make_task(config, dataset, context.input("backbone") if config.backbone else None)
     for line in taken_over(task):
         print(line, flush=True)
@@ -429,20 +429,19 @@ def tables(
     if config.randaugment is not None:
         settings["randaugment"] = config.randaugment.model_dump()
     settings |= {name: alpha for name in ("mixup", "cutmix") if (alpha := getattr(config, name))}
-    ids, labels = dataset.sample_ids("test"), dataset.labels("test")
+    truth = rows.truth_of(dataset)
     family = FAMILIES[task.contract.architecture.family]
     numbers, predictions = [], []
     for draw, found in enumerate(refits):
         common = {
-            "task": dataset.info.name,
             "protocol": PROTOCOL,
             "method": f"{family}, {'from scratch' if task.backbone is None else 'pretrained'}",
             "labels_per_class": config.labels.per_class,
             "draw": draw,
         }
-        row, images = rows.scored(common, ids, labels, found.score.predictions, selected_on, settings)
-        numbers.append(row)
-        predictions.append(images)
+        for row, images in rows.scored(common, truth, found.score.predictions, selected_on, settings):
+            numbers.append(row)
+            predictions.append(images)
     return numbers, predictions
 
 

@@ -404,14 +404,6 @@ def run_workers(context: Context) -> dict[str, Any]:
     return outcome
 
 
-def open_data(context: Context) -> Dataset:
-    """The dataset that a stage takes; images on S3 are not fetched before they are needed."""
-    from ray_jobs.shards import open_artifact
-
-    (manifest,) = context.inputs["data"]
-    return open_artifact(context.store, manifest, int(context.config.cache_gib * 2**30))
-
-
 def _ray_worker(settings: dict[str, Any]) -> dict[str, Any]:
     import ray.train
 
@@ -419,10 +411,10 @@ def _ray_worker(settings: dict[str, Any]) -> dict[str, Any]:
     at = ray.train.get_context()
     worker = Worker(at.get_world_rank(), at.get_world_size(), at.get_local_rank())
     if worker.rank:
-        train(context.config, open_data(context), None, worker)
+        train(context.config, context.dataset(context.config.cache_gib), None, worker)
         return {}
     with context.staging() as staging:
-        metrics = train(context.config, open_data(context), staging.path, worker)
+        metrics = train(context.config, context.dataset(context.config.cache_gib), staging.path, worker)
     return {"files": staging.files, "metrics": metrics}
 
 

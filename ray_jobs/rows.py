@@ -10,16 +10,21 @@ import hashlib
 import json
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
+    from ray_jobs.shards import Dataset
+
 Row = dict[str, Any]
+REAL = " (ReaL)"  # after a task's name: scored with ReaL's labels of the same images
 
 
 def _column(name: str, kind: Any, nullable: bool = False) -> Any:
@@ -51,6 +56,7 @@ PREDICTIONS = pa.schema(
         _column("sample_id", pa.string()),
         _column("label", pa.int32()),
         _column("prediction", pa.int32()),
+        _column("correct", pa.bool_()),  # the prediction is the label; with ReaL's labels: it is one of them
     ]
 )
 _SMALLEST = {"labels_per_class": 1, "num_images": 1}  # every other integer starts at 0
@@ -60,34 +66,77 @@ _LARGEST = 2**31 - 1
 _DICTIONARY_BYTES = 64 * 2**20
 
 
-def scored(
-    common: Row,
-    ids: Sequence[str],
-    labels: NDArray[Any],
-    predictions: NDArray[Any],
-    selected_on: str,
-    settings: dict[str, Any],
-) -> tuple[Row, pa.Table]:
-    """One look at test: its row of ROWS (the accuracy) and a table of PREDICTIONS with a row for each image.
+@dataclass(frozen=True)
+class Truth:
+    """What predictions of a test split are held against: ids [n] and labels [n], n >= 1.
 
-    `common` has task, protocol, method, labels_per_class and draw; ids, labels and predictions are [n], n >= 1.
+    `real`, where there is one, has for each image the list of all labels that count as right, which is empty (or null)
+    where nobody could tell (Beyer et al., "Are we done with ImageNet?", 2020): such an image is not scored.
     """
-    row = common | {
-        "split": "test",
-        "metric": "accuracy",
-        "value": float((predictions == labels).mean()),
-        "num_images": len(ids),
-        "selected_on": selected_on,
-        "settings": json.dumps(settings, sort_keys=True),
-    }
-    columns = {"sample_id": ids, "label": labels, "prediction": predictions}
-    arrays = [
-        pa.array(columns[field.name], field.type)
-        if field.name in columns
-        else pa.repeat(pa.scalar(common[field.name], field.type), len(ids))
-        for field in PREDICTIONS
-    ]
-    return row, pa.Table.from_arrays(arrays, schema=PREDICTIONS)
+
+    task: str
+    ids: Sequence[str]
+    labels: NDArray[Any]
+    real: pa.ListArray | None = None
+
+
+def truth_of(dataset: Dataset) -> Truth:
+    """Of the images of a dataset's test split, in its order."""
+    real = dataset.index("test")["labels"].combine_chunks()
+    return Truth(
+        dataset.info.name,
+        dataset.sample_ids("test"),
+        dataset.labels("test"),
+        real if len(real.flatten()) else None,
+    )
+
+
+def scored(
+    common: Row, truth: Truth, predictions: NDArray[Any], selected_on: str, settings: dict[str, Any]
+) -> list[tuple[Row, pa.Table]]:
+    """One look at test: a row of ROWS (the accuracy) and a table of PREDICTIONS with a row for each image; where there
+    are ReaL's labels then the same with these, as a task of its own, which is how the paper tells it (table 5).
+
+    `common` has protocol, method, labels_per_class and draw; predictions are [n].
+    """
+    looks = [(truth.task, np.arange(len(predictions)), predictions == truth.labels)]
+    if truth.real is not None:
+        looks.append((truth.task + REAL, *_judged(truth.real, predictions)))
+    found = []
+    for task, places, correct in looks:
+        fixed = {"task": task} | common
+        row = fixed | {
+            "split": "test",
+            "metric": "accuracy",
+            "value": float(correct.mean()),
+            "num_images": len(places),
+            "selected_on": selected_on,
+            "settings": json.dumps(settings, sort_keys=True),
+        }
+        columns = {
+            "sample_id": pa.array(truth.ids, pa.string()).take(pa.array(places)),
+            "label": truth.labels[places],
+            "prediction": predictions[places],
+            "correct": correct,
+        }
+        arrays = [
+            pa.array(columns[field.name], field.type)
+            if field.name in columns
+            else pa.repeat(pa.scalar(fixed[field.name], field.type), len(places))
+            for field in PREDICTIONS
+        ]
+        found.append((row, pa.Table.from_arrays(arrays, schema=PREDICTIONS)))
+    return found
+
+
+def _judged(real: pa.ListArray, predictions: NDArray[Any]) -> tuple[NDArray[Any], NDArray[Any]]:
+    """(the images that have a label, whether the prediction of each of them is one of its labels)."""
+    sizes = real.value_lengths().fill_null(0).to_numpy()
+    owners = np.repeat(np.arange(len(sizes)), sizes)
+    correct = np.zeros(len(sizes), bool)
+    correct[owners[real.flatten().to_numpy() == predictions[owners]]] = True
+    places = np.flatnonzero(sizes)
+    return places, correct[places]
 
 
 def write_predictions(path: Path, parts: Sequence[pa.Table]) -> None:
@@ -106,7 +155,7 @@ def write_table(path: Path, rows: Sequence[Row], schema: Any) -> None:
     """Writes the rows, in the order given, as Parquet.
 
     Raises ValueError, naming row, column and value, where a row has other columns than the schema, a value of
-    another type than str, int or float as the column says (numpy scalars are not converted), a null where
+    another type than str, int, float or bool as the column says (numpy scalars are not converted), a null where
     none may be, a negative or too large integer, a float that is not finite, an accuracy outside [0, 1], or
     settings that are not a JSON object with sorted keys.
     """
@@ -166,6 +215,8 @@ def _rule(field: Any) -> tuple[Callable[[Any], bool], str]:
         return lambda value: type(value) is str, "a str"
     if field.type == pa.float64():
         return lambda value: type(value) is float and math.isfinite(value), "a finite float"
+    if field.type == pa.bool_():
+        return lambda value: type(value) is bool, "a bool"
     smallest = _SMALLEST.get(field.name, 0)
     return (
         lambda value: type(value) is int and smallest <= value <= _LARGEST,

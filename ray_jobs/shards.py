@@ -147,11 +147,15 @@ class DatasetInfo(_Frozen):
         return self
 
 
-def content_digest(name: str, samples: Iterable[tuple[str, int, str]], class_names: Sequence[str]) -> str:
-    """Identity of what a dataset is called and holds, from (sample_id, label, split) in any order, not of its files."""
+def content_digest(
+    name: str, samples: Iterable[tuple[str, int, str, list[int] | None]], class_names: Sequence[str]
+) -> str:
+    """Identity of what a dataset is called and holds, from (sample_id, label, split, labels) in any order, not of its
+    files."""
     digest = hashlib.sha256(json.dumps([name, *class_names]).encode())
-    for sample_id, label, split in sorted(samples):
-        digest.update(json.dumps([sample_id, int(label), split]).encode())
+    for sample_id, label, split, labels in sorted(samples, key=lambda sample: sample[0]):
+        several = [] if labels is None else [labels]
+        digest.update(json.dumps([sample_id, int(label), split, *several]).encode())
     return digest.hexdigest()
 
 
@@ -245,7 +249,11 @@ def write_dataset(
         splits={split: splits.count(split) for split in SPLITS},
         shards=tuple(shards),
         content_digest=content_digest(
-            name, zip(ids.to_pylist(), index["label"].to_pylist(), splits, strict=True), class_names
+            name,
+            zip(
+                ids.to_pylist(), index["label"].to_pylist(), splits, index["labels"].to_pylist(), strict=True
+            ),
+            class_names,
         ),
         notes=tuple(notes),
     )
@@ -261,13 +269,13 @@ def open_dataset(folder: Path) -> Dataset:
 
 
 def open_artifact(store: Store, manifest: Manifest, cache_bytes: int = CACHE_BYTES) -> Dataset:
-    """The dataset of an artifact. From S3 only its index is fetched whole: images are read by ranges, as they are
+    """The dataset of an artifact. From S3 its index and card are fetched whole: images are read by ranges, as they are
     needed, through a cache of `cache_bytes` on this machine, which all its processes share.
 
     Raises ValueError as `open_dataset`, StoreError where the store can't be read.
     """
     folder = store.local(
-        manifest.folder, [file for file in manifest.files if not file.path.startswith("shards/")]
+        manifest.folder, [file for file in manifest.files if not file.path.startswith(("shards/", "facts/"))]
     )
     if not store.uri.startswith("s3://"):
         return open_dataset(folder)

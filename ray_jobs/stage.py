@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from pydantic import TypeAdapter
 
@@ -44,6 +44,9 @@ from pipelines.store import (
     read_manifest,
     who,
 )
+
+if TYPE_CHECKING:
+    from ray_jobs.shards import Dataset
 
 MODEL_FILES = ("model.safetensors", "config.json")
 FULL = {errno.ENOSPC, errno.EDQUOT}
@@ -81,6 +84,14 @@ class Context:
         """The folder of the one artifact that the field `name` takes."""
         (manifest,) = self.inputs[name]
         return self.folder(manifest)
+
+    def dataset(self, cache_gib: float | None = None) -> Dataset:
+        """The dataset that the field `data` takes. Images on S3 are read as they are needed, through a cache of so many
+        GiB (None: the usual size) on this machine."""
+        from ray_jobs.shards import CACHE_BYTES, open_artifact
+
+        (manifest,) = self.inputs["data"]
+        return open_artifact(self.store, manifest, int(cache_gib * 2**30) if cache_gib else CACHE_BYTES)
 
     def check_source(self, when: str) -> None:
         """Raise ValueError when the files that the stage reads are not those that the run was planned with."""

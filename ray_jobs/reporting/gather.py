@@ -6,8 +6,10 @@ In: the stage's context. Out: `ReportData`: the numbers (report.json), the table
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,7 +19,7 @@ from ray_jobs.reporting import measures, mistakes, pictures, plots, provenance, 
 from ray_jobs.reporting.measures import Entry
 from ray_jobs.reporting.verdicts import Verdict, headline, labels_text, question, sentence, verdicts
 from ray_jobs.rows import PREDICTIONS, ROWS
-from ray_jobs.shards import Dataset, open_dataset
+from ray_jobs.shards import Dataset, open_artifact
 from ray_jobs.stage import Context
 
 FORMAT_VERSION = 1
@@ -44,13 +46,15 @@ def gather(context: Context) -> ReportData:
         ValueError: an artifact whose files don't fit together; the message names it.
     """
     manifests = context.inputs["of"]
-    parts = [(stage, manifest, context.folder(manifest))
+    parts = [(stage, manifest, _folder(context, manifest))
              for stage, manifest in zip(context.config.of, manifests, strict=True)]  # fmt: skip
     rows = measures.join_tables(parts, "rows.parquet", ROWS)
     predictions = measures.join_tables(parts, "predictions.parquet", PREDICTIONS)
     entries = measures.entries(rows, predictions, {m.key: measures.draw_seed(m) for m in manifests})
     datasets = {
-        manifest.key: open_dataset(folder) for _, manifest, folder in parts if manifest.kind == "dataset"
+        manifest.key: open_artifact(context.store, manifest)
+        for manifest in manifests
+        if manifest.kind == "dataset"
     }
     tested = _tested_datasets(manifests, datasets)
     main = mistakes.main_entry(entries)
@@ -84,6 +88,12 @@ def gather(context: Context) -> ReportData:
         {key: pictures.contact_sheet(dataset) for key, dataset in datasets.items()},
         _images(main_data, [mistake.sample_id for mistake in wrong]),
     )  # fmt: skip
+
+
+def _folder(context: Context, manifest: Manifest) -> Path:
+    """An input's small files, which numbers are in, as a local folder: not its images, nor its weights."""
+    small = [file for file in manifest.files if re.fullmatch(r"[^/]+\.(json|parquet)", file.path)]
+    return context.store.local(manifest.folder, small)
 
 
 def _tested_datasets(manifests: Iterable[Manifest], datasets: Mapping[str, Dataset]) -> dict[str, Dataset]:

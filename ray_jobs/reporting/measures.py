@@ -33,9 +33,9 @@ _ORDER = {"few-shot linear": 0, "linear probe": 1, "fine-tuning": 2, "baseline":
 class Entry:
     """One line of the table: a method with so many labels a class (None: all), under one protocol.
 
-    `predictions` is [draws, n], `labels` [n], in the order of `sample_ids`, which is sorted. `draw_seed` is the seed of
-    the label draws: draws of the same number from the same seed are the same labelled images. `settings` and
-    `selected_on` are the distinct values over the draws.
+    `predictions` and `correct` (bool) are [draws, n], `labels` [n], in the order of `sample_ids`, which is sorted.
+    `draw_seed` is the seed of the label draws: draws of the same number from the same seed are the same labelled
+    images. `settings` and `selected_on` are the distinct values over the draws.
     """
 
     artifact: str
@@ -49,14 +49,9 @@ class Entry:
     sample_ids: tuple[str, ...]
     labels: np.ndarray = field(repr=False)
     predictions: np.ndarray = field(repr=False)
+    correct: np.ndarray = field(repr=False)
     selected_on: tuple[str, ...]
     settings: tuple[str, ...]
-
-    @cached_property
-    def correct(self) -> np.ndarray:
-        """Which predictions are right, bool [draws, n]."""
-        right: np.ndarray = self.predictions == self.labels
-        return right
 
     @cached_property
     def accuracy(self) -> Interval:
@@ -134,12 +129,13 @@ def _by_draw(predictions: Any) -> tuple[_Ids, dict[tuple[Any, ...], _Draw]]:
     order = np.array(pc.array_sort_indices(ids))
     rank = np.empty(len(ids), np.int32)
     rank[order] = np.arange(len(ids), dtype=np.int32)
-    places, labels, answers = rank[codes], *(predictions[name].to_numpy() for name in ("label", "prediction"))
+    places = rank[codes]
+    labels, answers, correct = (predictions[name].to_numpy() for name in ("label", "prediction", "correct"))
     rows = np.lexsort((places, groups))
     starts = np.flatnonzero(np.diff(groups[rows], prepend=-1))
     keys = predictions.select(names).take(rows[starts]).to_pylist()
     found = {
-        tuple(key.values()): _Draw(places[own], labels[own], answers[own])
+        tuple(key.values()): _Draw(places[own], labels[own], answers[own], correct[own])
         for key, own in zip(keys, np.split(rows, starts)[1:], strict=True)
     }
     return _Ids(ids.take(order)), found
@@ -159,6 +155,7 @@ class _Draw(NamedTuple):
     places: np.ndarray
     labels: np.ndarray
     predictions: np.ndarray
+    correct: np.ndarray
 
 
 class _Ids:
@@ -200,6 +197,7 @@ def _entry(
         artifact=artifact, stage=stage, task=task, protocol=protocol, method=method,
         labels_per_class=labels_per_class, draw_seed=seed, draws=draws, sample_ids=ids.at(first.places),
         labels=first.labels, predictions=np.stack([part.predictions for part in parts]),
+        correct=np.stack([part.correct for part in parts]),
         selected_on=_distinct(measured, "selected_on"), settings=_distinct(measured, "settings"),
     )  # fmt: skip
     for draw, value in zip(draws, entry.correct.mean(axis=1), strict=True):

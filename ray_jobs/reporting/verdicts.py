@@ -106,8 +106,8 @@ def sentence(verdict: Verdict, classes: int | None) -> str:
     method, reference = verdict.method, verdict.reference
     value, low, high = verdict.difference
     return (
-        f"With {labels_text(method.labels_per_class, classes)}, {method.method} ({method.protocol}) is right on "
-        f"{percent(verdict.accuracy)} of the test images, {reference.method} ({reference.protocol}) on "
+        f"{method.task}, {labels_text(method.labels_per_class, classes)}: {method.method} ({method.protocol}) "
+        f"is right on {percent(verdict.accuracy)} of the test images, {reference.method} ({reference.protocol}) on "
         f"{percent(verdict.reference_accuracy)}: {points(value)} points, 95 % interval {points(low)} to "
         f"{points(high)}, {_IN_WORDS[verdict.conclusion]}."
     )

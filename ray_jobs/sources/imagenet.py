@@ -69,7 +69,7 @@ def listing(source: ImageNetSource, files: Files) -> Listing:
     notes = (
         f"test is the authors' validation set, dev {source.dev_fraction:.2%} of train by a hash of names",
         *(
-            ["ReaL's labels are kept in the column labels of the index; scores use the original ones"]
+            ["test is scored by the authors' labels, and by ReaL's as a task of its own"]
             * (IMAGENET_REAL in files)
         ),
     )

@@ -14,13 +14,14 @@ import yaml
 from pipelines.spec import ShapesSource
 from pipelines.spec.vtab import TASKS
 from pipelines.store import Manifest, all_manifests, open_store
+from ray_jobs.rows import PREDICTIONS, ROWS, read_table
 from ray_jobs.shards import Dataset, open_dataset
 from ray_jobs.sources.shapes import render
 from tests import imagenet, vtab_archives, vtab_natural
 from tests.archives import image, rar, tar, zipped
 from tests.prepared import FORMATS, put_parquet, put_tfds
 from tests.ray_jobs.test_cifar import PER_BATCH, batches, members
-from tests.ray_jobs.test_imagenet import WHOLE, synset
+from tests.ray_jobs.test_imagenet import REAL, WHOLE, synset
 from tests.ray_jobs.test_webdataset import shard
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow]
@@ -48,7 +49,7 @@ def put(root: Path) -> dict[str, tuple[dict[str, object], int]]:
     archives = {
         "folder": {"pets.zip": zipped(CLASSES)},
         "rar": {"pets.rar": rar(CLASSES)},
-        "imagenet": imagenet.files(),
+        "imagenet": imagenet.files() | {"real.json": json.dumps(REAL).encode()},
         "imagenet21k": {"whole.tar": tar({f"{wnid}.tar": synset(wnid, n) for wnid, n in WHOLE.items()})},
         "webdataset": {"train-000000.tar": tar(shard(LABELS))},
         "cifar10": {"cifar-10-python.tar.gz": tar(members(10, "python"), "w:gz")},
@@ -109,6 +110,7 @@ def made(tmp_path_factory: pytest.TempPathFactory, vitflow: Any) -> Made:
     }
     vtab = {"kind": "vtab", "root": str(folder / "vtab")}
     stages["vtab"] = {"job": "ingest", "source": vtab, "matrix": {"source.task": list(TASKS)}}
+    stages["scores"] = {"job": "baselines", "data": "imagenet", "methods": ["k-NN"]}
     recipe = folder / "recipe.yaml"
     recipe.write_text(yaml.safe_dump({"name": "sources", "description": "All there are.", "stages": stages}))
     vitflow("run", recipe, "--store", folder / "store")
@@ -129,7 +131,7 @@ def stored(made: Made, stage: str) -> dict[str, tuple[bytes, int, str]]:
 
 
 def test_every_source_becomes_a_dataset(made: Made) -> None:
-    assert made.manifests.keys() == {*made.sources, *(f"vtab@task={task}" for task in TASKS)}
+    assert made.manifests.keys() == {"scores", *made.sources, *(f"vtab@task={task}" for task in TASKS)}
     for name, (_, images) in made.sources.items():
         dataset = made.dataset(name)
         copies = pq.read_table(dataset.folder / "duplicates.parquet")["done"].to_pylist().count("left out")
@@ -145,7 +147,7 @@ def test_every_source_becomes_a_dataset(made: Made) -> None:
 
 def test_the_second_time_nothing_runs(made: Made, vitflow: Any) -> None:
     again = vitflow("run", made.recipe, "--store", made.store, VITFLOW_RAY_DIR="/nonexistent")
-    assert len(re.findall("CACHED", again.stdout)) == len(made.sources) + len(TASKS)
+    assert len(re.findall("CACHED", again.stdout)) == len(made.manifests)
 
 
 def test_hugging_face_parquet(made: Made) -> None:
@@ -190,6 +192,23 @@ def test_imagenet(made: Made) -> None:
     assert data == image(1007) and names[label].startswith("n02119789 ") and split in ("train", "dev")
     data, label, split = found["val/ILSVRC2012_val_00000002.JPEG"]
     assert data == image(9002) and names[label].startswith("n01440764 ") and split == "test"
+
+
+def test_imagenet_is_scored_by_its_own_labels_and_by_reals(made: Made) -> None:
+    folder, dataset = made.store / made.manifests["scores"].folder, made.dataset("imagenet")
+    rows = {row["task"]: row for row in read_table(folder / "rows.parquet", ROWS)}
+    assert {task: row["num_images"] for task, row in rows.items()} == {
+        "ImageNet-1k": 6,
+        "ImageNet-1k (ReaL)": 4,
+    }
+    keys = dict(zip(dataset.sample_ids("test"), dataset.index("test")["key"].to_pylist(), strict=True))
+    for task, row in rows.items():
+        found = [p for p in read_table(folder / "predictions.parquet", PREDICTIONS) if p["task"] == task]
+        for one in found:
+            number = int(keys[one["sample_id"]].removeprefix("val/ILSVRC2012_val_").removesuffix(".JPEG"))
+            known = REAL[number - 1] if "ReaL" in task else [one["label"]]
+            assert known and one["correct"] == (one["prediction"] in known)
+        assert row["value"] == pytest.approx(sum(one["correct"] for one in found) / row["num_images"])
 
 
 def test_shapes(made: Made) -> None:

@@ -10,7 +10,7 @@ from pipelines.reports import compare, list_results
 from pipelines.spec import RecipeError
 from pipelines.store import Layout, Store, commit, input_ref, open_store, read_manifest
 from ray_jobs.intervals import accuracy_interval, paired_difference
-from ray_jobs.rows import ROWS, scored, write_predictions, write_table
+from ray_jobs.rows import ROWS, Truth, scored, write_predictions, write_table
 from tests.records import make_manifest
 
 IDS = [f"image {number:02d}" for number in range(60)]
@@ -22,13 +22,13 @@ def put(store: Store, key: str, method: str, right: np.ndarray, ids: list[str] =
     rows, predictions = [], []
     for draw, correct in enumerate(right):
         common = {
-            "task": "digits",
             "protocol": "few-shot linear",
             "method": method,
             "labels_per_class": 5,
             "draw": draw,
         }
-        row, images = scored(common, ids, LABELS, np.where(correct, LABELS, 7), "dev", {})
+        truth = Truth("digits", ids, LABELS)
+        [(row, images)] = scored(common, truth, np.where(correct, LABELS, 7), "dev", {})
         rows.append(row)
         predictions.append(images)
     with store.staging(Layout.files("evaluate", key, 1)) as staging:

@@ -4,14 +4,15 @@ import random
 from pathlib import Path
 
 import numpy as np
+import pyarrow as pa
 import pytest
 
 from ray_jobs.intervals import Interval
-from ray_jobs.reporting import measures
+from ray_jobs.reporting import measures, mistakes
 from ray_jobs.reporting.measures import Entry
 from ray_jobs.reporting.page import groups
 from ray_jobs.reporting.verdicts import verdicts
-from ray_jobs.rows import ROWS, Row, scored, write_parquet, write_predictions, write_table
+from ray_jobs.rows import REAL, ROWS, Row, Truth, scored, write_parquet, write_predictions, write_table
 from tests.records import make_manifest
 
 SETTINGS = [("few-shot linear", "ViT", 5, 3), ("linear probe", "ViT", None, 1), ("baseline", "k-NN", None, 1)]
@@ -26,14 +27,14 @@ def put(folder: Path, task: str, images: int, seed: int) -> list[Row]:
         for draw in range(draws):
             order = shuffle.sample(range(images), images)
             common = {
-                "task": task,
                 "protocol": protocol,
                 "method": method,
                 "labels_per_class": shots,
                 "draw": draw,
             }
             ids = [f"{task} é {number}" for number in order]
-            row, part = scored(common, ids, labels[order], rng.integers(0, 3, images), "dev", {})
+            truth = Truth(task, ids, labels[order])
+            [(row, part)] = scored(common, truth, rng.integers(0, 3, images), "dev", {})
             rows.append(row)
             parts.append(part)
     folder.mkdir()
@@ -76,11 +77,11 @@ def test_without_predictions_there_are_no_entries(tmp_path: Path) -> None:
 
 
 def test_images_that_a_draw_lacks_or_has_twice_are_told(tmp_path: Path) -> None:
-    common = {"task": "x", "protocol": "p", "method": "m", "labels_per_class": 1}
+    common = {"protocol": "p", "method": "m", "labels_per_class": 1}
     zeros = np.zeros(3, int)
     for name, second in (("other", ["a", "b", "d"]), ("twice", ["a", "b", "b"])):
         found = [
-            scored(common | {"draw": draw}, ids, zeros, zeros, "dev", {})
+            scored(common | {"draw": draw}, Truth("x", ids, zeros), zeros, "dev", {})[0]
             for draw, ids in enumerate((["a", "b", "c"] if name == "other" else second, second))
         ]
         (tmp_path / name).mkdir()
@@ -101,12 +102,40 @@ def test_texts_of_a_joined_table_are_texts_in_its_file(tmp_path: Path) -> None:
     assert pq.read_table(tmp_path / "joined.parquet").to_pylist() == joined.to_pylist()
 
 
+def test_an_accuracy_that_is_not_its_predictions_is_told(tmp_path: Path) -> None:
+    common = {"protocol": "p", "method": "m", "labels_per_class": 1, "draw": 0}
+    [(row, part)] = scored(common, Truth("x", ["a", "b"], np.zeros(2, int)), np.array([0, 1]), "dev", {})
+    write_table(tmp_path / "rows.parquet", [row | {"value": 1.0}], ROWS)
+    write_predictions(tmp_path / "predictions.parquet", [part])
+    with pytest.raises(ValueError, match=r"the row says 1\.0, its predictions 0\.5"):
+        read({"a": tmp_path})
+
+
+def test_with_reals_labels_a_task_of_its_own_stands_behind_the_authors(tmp_path: Path) -> None:
+    common = {"protocol": "fine-tuning", "method": "ViT, pretrained", "labels_per_class": None, "draw": 0}
+    real = pa.array([[0, 1], [2], []], pa.list_(pa.int32()))
+    truth = Truth("ImageNet-1k", ["a", "b", "c"], np.array([0, 1, 2]), real)
+    found = scored(common, truth, np.array([1, 0, 2]), "dev", {})
+    write_table(tmp_path / "rows.parquet", [row for row, _ in found], ROWS)
+    write_predictions(tmp_path / "predictions.parquet", [part for _, part in found])
+    plain, judged = read({"a": tmp_path})
+    assert (plain.task, plain.sample_ids) == ("ImageNet-1k", ("a", "b", "c"))
+    assert plain.correct.tolist() == [[False, False, True]]
+    assert (judged.task, judged.sample_ids) == ("ImageNet-1k" + REAL, ("a", "b"))
+    assert judged.correct.tolist() == [[True, False]] and judged.accuracy.value == 0.5
+    assert mistakes.main_entry([judged, plain]) is plain
+    assert [(one.sample_id, one.prediction) for one in mistakes.worst(judged, [judged])] == [("b", 0)]
+
+
 def test_a_linear_probe_is_not_compared_with_a_classifier_that_chose_its_settings_otherwise() -> None:
     def entry(protocol: str, method: str, right: int) -> Entry:
         labels = np.zeros(20, int)
         predictions = (np.arange(20) >= right).astype(int)[None]
         ids = tuple(map(str, range(20)))
-        return Entry("a", "s", "x", protocol, method, None, 0, (0,), ids, labels, predictions, (), ())
+        correct = predictions == labels
+        return Entry(
+            "a", "s", "x", protocol, method, None, 0, (0,), ids, labels, predictions, correct, (), ()
+        )
 
     probe, fitted = entry("linear probe", "ViT, pretrained", 15), entry("fine-tuning", "ViT, pretrained", 16)
     pixels, baseline = entry("linear probe", "pixels", 10), entry("baseline", "RBF SVM", 12)

@@ -319,7 +319,7 @@ def test_a_model_from_jpegs_on_s3_is_the_one_from_disk(tmp_path, moto, monkeypat
         with store.staging(manifest.folder) as staging:
             shutil.copytree(tmp_path / "data", staging.path, dirs_exist_ok=True)
         manifest = make_manifest("ingest", files=staging.files)
-        data = pretrain.open_data(make_context(store, config, data=manifest))
+        data = make_context(store, config, data=manifest).dataset(config.cache_gib)
         metrics = pretrain.train(config, data, tmp_path / "s3")
     assert files_of(tmp_path / "s3") == files_of(tmp_path / "disk")
     test_bytes = sum(len(sample.image) for sample in splits["test"])

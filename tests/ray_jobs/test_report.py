@@ -133,7 +133,13 @@ class Artifacts:
                              "num_images": len(answers), "selected_on": "folds",
                              "settings": '{"c": 1.0, "exact": true}'})  # fmt: skip
                 predictions += [
-                    {**common, "sample_id": identity, "label": int(label), "prediction": int(answer)}
+                    {
+                        **common,
+                        "sample_id": identity,
+                        "label": int(label),
+                        "prediction": int(answer),
+                        "correct": bool(label == answer),
+                    }
                     for identity, label, answer in zip(score["ids"], score["labels"], answers, strict=True)
                 ]
         folder = self.store.root

@@ -10,8 +10,10 @@ import pytest
 
 from ray_jobs.rows import (
     PREDICTIONS,
+    REAL,
     ROWS,
     Row,
+    Truth,
     digest_rows,
     read_table,
     scored,
@@ -40,7 +42,7 @@ def prediction(**changes: object) -> Row:
     names = ("task", "protocol", "method", "labels_per_class", "draw")
     return (
         {name: row()[name] for name in names}
-        | {"sample_id": "ab" * 16, "label": 3, "prediction": 8}
+        | {"sample_id": "ab" * 16, "label": 3, "prediction": 8, "correct": False}
         | changes
     )
 
@@ -135,8 +137,10 @@ def test_a_look_at_test_becomes_its_accuracy_and_a_prediction_an_image(tmp_path:
     rng = np.random.default_rng(0)
     labels, guesses = rng.integers(0, 3, (2, 50))
     ids = [f"image {number}" for number in rng.permutation(50)]
-    common = {name: row()[name] for name in ("task", "protocol", "method", "labels_per_class", "draw")}
-    found, predictions = scored(common, ids, labels, guesses, "dev", {"rate": 0.1, "l2": 8.0})
+    common = {name: row()[name] for name in ("protocol", "method", "labels_per_class", "draw")}
+    [(found, predictions)] = scored(
+        common, Truth("digits", ids, labels), guesses, "dev", {"rate": 0.1, "l2": 8.0}
+    )
     assert found == row(
         value=np.count_nonzero(labels == guesses) / 50,
         num_images=50,
@@ -144,7 +148,13 @@ def test_a_look_at_test_becomes_its_accuracy_and_a_prediction_an_image(tmp_path:
         settings='{"l2": 8.0, "rate": 0.1}',
     )
     assert predictions.to_pylist() == [
-        prediction(sample_id=ids[i], label=int(labels[i]), prediction=int(guesses[i])) for i in range(50)
+        prediction(
+            sample_id=ids[i],
+            label=int(labels[i]),
+            prediction=int(guesses[i]),
+            correct=bool(labels[i] == guesses[i]),
+        )
+        for i in range(50)
     ]
     write_table(tmp_path / "rows", [found], ROWS)
     assert read_table(tmp_path / "rows", ROWS) == [found]
@@ -154,14 +164,42 @@ def test_a_look_at_test_becomes_its_accuracy_and_a_prediction_an_image(tmp_path:
     assert read_table(tmp_path / "none", PREDICTIONS) == []
 
 
+def test_with_reals_labels_any_of_them_is_right_and_images_without_are_left_out() -> None:
+    """Against timm's rule in plain Python: the mean of `prediction in labels` over the images that have labels."""
+    rng = np.random.default_rng(1)
+    labels, guesses = rng.integers(0, 4, (2, 40))
+    real = [None if i == 7 else rng.permutation(4)[: i % 4].tolist() for i in range(40)]
+    ids = [f"image {number}" for number in range(40)]
+    common = {name: row()[name] for name in ("protocol", "method", "labels_per_class", "draw")}
+    lists = pa.array([[9], *real], pa.list_(pa.int32()))[
+        1:
+    ]  # as a filter may leave it: it does not begin at 0
+    (plain, images), (found, judged) = scored(
+        common, Truth("ImageNet-1k", ids, labels, lists), guesses, "dev", {}
+    )
+    assert [(plain, images)] == scored(common, Truth("ImageNet-1k", ids, labels), guesses, "dev", {})
+    right = {ids[i]: bool(guesses[i] in known) for i, known in enumerate(real) if known}
+    assert found == plain | {
+        "task": "ImageNet-1k (ReaL)",
+        "value": pytest.approx(np.mean(list(right.values()))),
+        "num_images": len(right),
+    }
+    assert len(right) == 29 and {0 < found["value"] < 1, found["task"].endswith(REAL)} == {True}
+    assert {line["sample_id"]: line["correct"] for line in judged.to_pylist()} == right
+    places = [ids.index(name) for name in right]
+    assert judged["label"].to_pylist() == labels[places].tolist()
+    assert judged["prediction"].to_pylist() == guesses[places].tolist()
+
+
 def test_ids_that_every_draw_repeats_are_written_once(tmp_path: Path) -> None:
     """50,000 ids of 32 letters in four draws, as in an evaluation of a large test split."""
     ids = [
         data.tobytes().hex()
         for data in np.random.default_rng(0).integers(256, size=(50_000, 16), dtype=np.uint8)
     ]
-    common = {name: row()[name] for name in ("task", "protocol", "method", "labels_per_class", "draw")}
+    common = {name: row()[name] for name in ("protocol", "method", "labels_per_class", "draw")}
     labels = np.zeros(50_000, int)
-    parts = [scored(common | {"draw": draw}, ids, labels, labels, "dev", {})[1] for draw in range(4)]
+    truth = Truth("digits", ids, labels)
+    parts = [scored(common | {"draw": draw}, truth, labels, "dev", {})[0][1] for draw in range(4)]
     write_predictions(tmp_path / "predictions", parts)
     assert (tmp_path / "predictions").stat().st_size < 2 * 50_000 * 16

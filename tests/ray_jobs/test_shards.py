@@ -197,15 +197,17 @@ def test_info_survives_writing_and_is_checked(tmp_path: Path) -> None:
 
 
 def test_content_digest_covers_ids_labels_splits_and_classes_in_any_order() -> None:
-    samples = [("a", 0, "train"), ("b", 1, "test")]
+    samples = [("a", 0, "train", None), ("b", 1, "test", None)]
     digest = shards.content_digest("set", samples, ["x", "y"])
     assert shards.content_digest("set", samples[::-1], ["x", "y"]) == digest
     others = [
-        shards.content_digest("set", [("a", 0, "train"), ("b", 0, "test")], ["x", "y"]),
-        shards.content_digest("set", [("a", 0, "dev"), ("b", 1, "test")], ["x", "y"]),
-        shards.content_digest("set", [("c", 0, "train"), ("b", 1, "test")], ["x", "y"]),
+        shards.content_digest("set", [("a", 0, "train", None), ("b", 0, "test", None)], ["x", "y"]),
+        shards.content_digest("set", [("a", 0, "dev", None), ("b", 1, "test", None)], ["x", "y"]),
+        shards.content_digest("set", [("c", 0, "train", None), ("b", 1, "test", None)], ["x", "y"]),
+        shards.content_digest("set", [samples[0], ("b", 1, "test", [])], ["x", "y"]),
+        shards.content_digest("set", [samples[0], ("b", 1, "test", [0])], ["x", "y"]),
         shards.content_digest("set", samples[:1], ["x", "y"]),
         shards.content_digest("set", samples, ["y", "x"]),
         shards.content_digest("other", samples, ["x", "y"]),
     ]
-    assert len({digest, *others}) == 7
+    assert len({digest, *others}) == 9
