@@ -5,6 +5,7 @@ import gzip
 import io
 import lzma
 import os
+import random
 import struct
 import tarfile
 import zipfile
@@ -15,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from pipelines import identity
-from ray_jobs.sources import blobs, containers
+from ray_jobs.sources import blobs, containers, headers
 from ray_jobs.sources.containers import contents, local, members, read, read_file, read_member
 from ray_jobs.sources.entries import place, table
 from tests.archives import rar, tar, zipped
@@ -163,6 +164,29 @@ def test_members_that_are_no_plain_files_inside_are_refused_one_by_one(tmp_path:
     }
     with pytest.raises(ValueError, match=r"it/link can't be used: it is a link"):
         members({"it": str(tmp_path / "it")}, "it")
+
+
+def test_plain_headers_are_found_as_the_library_finds_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of every form, with headers mutated: the same members, or the same refusal."""
+    rng = random.Random(0)
+    for form in ("ustar", "gnu", "pax"):
+        whole = FORMS[form](CONTENT | {f"{i:03d}/{'n' * i}.jpg": bytes(i * 37) for i in range(60)})
+        for turn in range(300):
+            data = bytearray(whole)
+            for _ in range(turn > 0):
+                data[rng.randrange(0, len(data) - 512, 512) + rng.randrange(512)] = rng.randrange(256)
+            blob = blobs.open_blob(put(tmp_path, **{f"{form}{turn}": bytes(data)}).values())
+            found = []
+            for plain in (headers._plain_members, lambda *_: iter(())):
+                monkeypatch.setattr(headers, "_plain_members", plain)
+                try:
+                    found.append(list(headers.listed(blob)))
+                except ValueError as error:
+                    found.append([str(error)])
+                monkeypatch.undo()
+            assert found[0] == found[1], (form, turn)
 
 
 def test_hidden_files_and_shadows_are_left_out(tmp_path: Path) -> None:
