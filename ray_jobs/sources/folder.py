@@ -116,7 +116,15 @@ def listing(source: FolderSource, files: Files) -> entries.Listing:
         metadata = containers.read_member(files, members[METADATA]) if METADATA in members else None
         found = arrange(source.root, list(members), metadata, source.group)
     rows = (entry._asdict() | entries.place(members[entry.key]) for entry in found.entries)
-    return entries.Listing(found.class_names, entries.table(rows), bad=tuple(bad))
+    return entries.Listing(found.class_names, entries.table(rows), bad=tuple(bad), notes=_notes(found))
+
+
+def _notes(found: Listing) -> tuple[str, ...]:
+    if not found.ignored:
+        return ()
+    endings = Counter(PurePosixPath(key).suffix.lower() or "none" for key in found.ignored).most_common(8)
+    counts = ", ".join(f"{ending} {number:,}" for ending, number in endings)
+    return (f"{len(found.ignored):,} files are left out, being no images by their endings: {counts}",)
 
 
 def _members(source: FolderSource, files: Files) -> tuple[dict[str, Member], list[Bad]]:
@@ -231,10 +239,9 @@ def _from_metadata(
 def _check_columns(columns: Sequence[str], group: str | None) -> None:
     known = COLUMNS if group is None else (*COLUMNS, group)
     for column in columns:
-        if column not in known:
-            near = difflib.get_close_matches(column.lower(), known, n=1, cutoff=0.5)
-            hint = f"did you mean {near[0]!r}?" if near else f"known are {', '.join(known)}"
-            raise ValueError(f"{METADATA} has an unknown column {column!r}: {hint}")
+        near = difflib.get_close_matches(column.lower(), known, n=1, cutoff=0.75)
+        if near and column not in known:  # other columns are nobody's business
+            raise ValueError(f"{METADATA} has an unknown column {column!r}: did you mean {near[0]!r}?")
     for column in ("file_name", "label", *known[len(COLUMNS) :]):
         if list(columns).count(column) != 1:
             raise ValueError(f"{METADATA} needs one column {column!r}; it has {', '.join(columns) or 'none'}")

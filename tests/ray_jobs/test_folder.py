@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from pipelines.spec import FolderSource, RecipeError
-from ray_jobs.sources.folder import Entry, scan
+from ray_jobs.sources.folder import Entry, listing, scan
 
 
 def touch(root: Path, *keys: str) -> Path:
@@ -84,11 +84,19 @@ def test_folders_that_cannot_be_used_say_why(tmp_path: Path, keys: tuple[str, ..
         scan(touch(tmp_path, *keys))
 
 
+def test_other_columns_are_nobodys_business_and_files_of_other_endings_are_told(tmp_path: Path) -> None:
+    root = touch(tmp_path, "1.png", "2.png", "3.jfif", "4.jfif", "README")
+    (root / "metadata.csv").write_text("file_name,label,age\n1.png,a,30\n2.png,b,x\n")
+    found = listing(FolderSource(kind="folder", root=str(root)), {})
+    assert len(found.entries) == 2
+    assert found.notes == ("3 files are left out, being no images by their endings: .jfif 2, none 1",)
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
         ("filename,label\n1.png,a\n2.png,b\n", "unknown column 'filename': did you mean 'file_name'"),
-        ("file_name,label,zzz\n", "unknown column 'zzz': known are file_name, label, split"),
+        ("file_name,label,Splits\n", "unknown column 'Splits': did you mean 'split'"),
         ("file_name\n1.png\n", "needs one column 'label'"),
         ("", "needs one column 'file_name'"),
         ("file_name,label\n1.png\n", "row 2 has not as many fields"),

@@ -75,6 +75,10 @@ def test_real_labels_follow_the_number_in_the_name(tmp_path: Path) -> None:
         [],
     ]
     assert any("ReaL" in note for note in found.notes)
+    assert "for 100.00% of 4 images" in found.notes[-1]
+    (root / "real.json").write_text(json.dumps([*REAL[1:], REAL[0]]))
+    with pytest.raises(ValueError, match=r"authors' label for 0.0% of the images .* in another order"):
+        listed(root)
     for wrong in ("[[0]]", "{", '{"a": 1}', json.dumps([[4], [], [], [], [], []]), "[" * 50_000):
         (root / "real.json").write_text(wrong)
         with pytest.raises(ValueError, match=r"real\.json"):
@@ -102,6 +106,14 @@ def test_what_does_not_fit_is_told(changes: dict[str, bytes], message: str | Non
         return
     with pytest.raises(ValueError, match=message):
         listed(root)
+
+
+def test_classes_without_a_tar_are_told(tmp_path: Path) -> None:
+    some = tar({f"{wnid}.tar": synset(wnid, 3) for wnid in RANKED[1:]})
+    found = listed(write(tmp_path / "x", train=some))
+    assert len(found.class_names) == 4
+    assert found.notes[-1] == "1 classes have no image to train on: n01440764"
+    assert not any("no image to train on" in note for note in listed(write(tmp_path / "y")).notes)
 
 
 def test_a_missing_file_is_named(tmp_path: Path) -> None:
