@@ -110,8 +110,9 @@ def taken_over(task: Task) -> list[str]:
 
 def fit(
     task: Task, data: Images, learning_rate: float, seed: int, noun: str = "step"
-) -> tuple[Network, list[dict[str, float | int]]]:
-    """The model trained on `data` with all its weights, and its curve [{step, learning_rate, loss}].
+) -> tuple[Network, list[dict[str, float | int]], int]:
+    """The model trained on `data` with all its weights, its curve [{step, learning_rate, loss}], and how many damaged
+    images others took the place of.
 
     The weights are float32; with dtype bfloat16 a bfloat16 copy of them computes the gradients.
     Raises ValueError when the loss or a gradient stops being finite.
@@ -169,7 +170,7 @@ def fit(
                 summed = 0
             if progress.due(done) and done < steps:
                 progress.show(done, done * batch, loss=loss.item())
-    return model.eval(), curve
+    return model.eval(), curve, batches.substitutes
 
 
 def score(model: Network, contract: ModelContract, data: Images) -> Score:
@@ -209,7 +210,7 @@ def choose(trials: list[dict[str, Any]]) -> float:
 def run_trial(task: Task, pool: Images, fold: tuple[Indices, Indices], rate: float, name: str) -> Score:
     """Fit on the first part of a fold and judge on the second."""
     inside, outside = fold
-    model, _ = fit(task, pool.take(inside), rate, task.config.seed, f"{name}, step")
+    model, *_ = fit(task, pool.take(inside), rate, task.config.seed, f"{name}, step")
     result = score(model, task.contract, pool.take(outside))
     print(f"{name}: accuracy {result.accuracy:.3f}, loss {result.loss:.3f}", flush=True)
     return result
@@ -293,22 +294,24 @@ class Refit(NamedTuple):
 
     score: Score
     curve: list[dict[str, float | int]]
+    substitutes: int
     files: tuple[FileEntry, ...]
 
 
 def refit(context: Context, task: Task, pool: Images, rate: float, draw: int) -> Refit:
     """Fit on all of a draw's labels and judge on test. Draw 0's model becomes the artifact's."""
-    model, curve = fit(fetched(context, task), pool, rate, task.config.seed + draw, f"draw {draw}, step")
+    seed, noun = task.config.seed + draw, f"draw {draw}, step"
+    model, curve, substitutes = fit(fetched(context, task), pool, rate, seed, noun)
     test = read_split(context.dataset(context.config.cache_gib), "test")
     result = score(model, task.contract, test)
     print(f"draw {draw}: test accuracy {result.accuracy:.3f}", flush=True)
     if draw:
-        return Refit(result, curve, ())
+        return Refit(result, curve, substitutes, ())
     from vit_model.weights import save_model
 
     with context.staging() as staging:
         save_model(staging.path, model, task.contract)
-    return Refit(result, curve, staging.files)
+    return Refit(result, curve, substitutes, staging.files)
 
 
 def run_refits(context: Context, task: Task, pools: list[Images], rate: float) -> list[Refit]:
@@ -363,6 +366,7 @@ def main(context: Context) -> Result:
         "learning_rate": chosen,
         "test_accuracy": float(np.mean([found.score.accuracy for found in refits])),
         "parameters": task.contract.architecture.num_parameters,
+        "substitutes": sum(found.substitutes for found in refits),
     }
     if trials:
         metrics["validation_accuracy"] = max(float(np.mean(trial["accuracies"])) for trial in trials)

@@ -102,6 +102,7 @@ def train(
         ) as batches:
             curve = run_steps(engine, config, batches, dev, contract, worker, device, follower)
         seconds = time.monotonic() - started
+        loading = _summed(batches.metrics(), device)
         weights = full_weights(engine, "" if labelled else "model.")
     if output is not None:
         trained = build(contract.architecture)
@@ -118,7 +119,7 @@ def train(
         "exaflops": exaflops,
         "flops_per_second": exaflops * 1e18 / seconds,
         "final_loss": curve[-1]["loss"],
-        **batches.metrics(),
+        **loading,
     }
     if (dev_accuracy := curve[-1]["dev_accuracy"]) is not None:
         metrics["dev_accuracy"] = dev_accuracy
@@ -302,6 +303,18 @@ class Dev:
         import torch
 
         return torch.from_numpy(self._dataset.images("dev", self._preprocessing))
+
+
+def _summed(metrics: dict[str, float | int], device: torch.device) -> dict[str, float | int]:
+    """The sums over all workers, which must all call this."""
+    import torch
+    import torch.distributed as dist
+
+    values = torch.tensor(list(metrics.values()), dtype=torch.float64, device=device)
+    dist.all_reduce(values)
+    return {
+        name: type(own)(total) for (name, own), total in zip(metrics.items(), values.tolist(), strict=True)
+    }
 
 
 def full_weights(engine: Any, prefix: str) -> dict[str, torch.Tensor]:

@@ -98,7 +98,7 @@ def test_the_best_mean_wins_and_the_loss_breaks_ties():
 def test_a_fit_learns_and_repeats_itself(dataset, dtype):
     config = configuration(dtype=dtype, labels=Labels(), steps=60, augment="shift")
     task, (pool,), ((inside, outside),), _ = prepared(dataset, config)
-    (first, curve), (second, _) = (finetune.fit(task, pool.take(inside), 1e-2, seed=3) for _ in range(2))
+    (first, curve, _), (second, *_) = (finetune.fit(task, pool.take(inside), 1e-2, seed=3) for _ in range(2))
     assert finetune.score(first, task.contract, pool.take(outside)).accuracy > 0.9
     assert curve[-1]["loss"] < curve[0]["loss"]
     for one, other in zip(first.parameters(), second.parameters(), strict=True):

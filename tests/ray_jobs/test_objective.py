@@ -193,7 +193,7 @@ def test_moco_in_bfloat16_is_about_that_in_float32_and_is_fine_tuned(dataset, tm
     opened = shards.open_dataset(dataset)
     task = finetune.make_task(tuning, opened, tmp_path)
     images = finetune.read_split(opened, "train")
-    model, curve = finetune.fit(task, images, 1e-2, seed=0)
+    model, curve, _ = finetune.fit(task, images, 1e-2, seed=0)
     assert finetune.score(model, task.contract, images).accuracy > 0.8
     assert curve[-1]["loss"] < curve[0]["loss"]
 

@@ -199,7 +199,7 @@ def test_every_architecture_goes_the_same_way(dataset, tmp_path, model):
     task = finetune.make_task(sweep, data, tmp_path)
     assert type(task.contract.architecture) is type(contract.architecture)
     images = finetune.read_split(data, "train")
-    tuned, _ = finetune.fit(task, images, 1e-3, seed=0)
+    tuned, *_ = finetune.fit(task, images, 1e-3, seed=0)
     assert finetune.score(tuned, task.contract, images).predictions.shape == (48,)
     features = evaluate._embed(trained, contract, 1, data.images("dev", contract.preprocessing))
     assert features.shape == (25, contract.architecture.width) and np.isfinite(features).all()
@@ -279,7 +279,8 @@ def test_a_run_that_diverges_ends_with_advice(dataset, tmp_path):
 def _worker(rank: int, world: int, port: int, config: Pretrain, dataset: Path, output: Path) -> None:
     os.environ["LOCAL_RANK"] = str(rank)
     dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=world)
-    train(config, dataset, None if rank else output, pretrain.Worker(rank, world, rank))
+    metrics = train(config, dataset, None if rank else output, pretrain.Worker(rank, world, rank))
+    output.with_name(f"{output.name}-{rank}.json").write_text(json.dumps(metrics))
     dist.destroy_process_group()
 
 
@@ -287,7 +288,7 @@ def _worker(rank: int, world: int, port: int, config: Pretrain, dataset: Path, o
 @pytest.mark.parametrize("objective", ["softmax", "masked_patches"])
 def test_two_workers_agree_with_one_and_with_themselves(dataset, tmp_path, free_port, objective):
     config = configuration(dtype="float32", steps=8, objective=objective)
-    train(config, dataset, tmp_path / "one")
+    alone = train(config, dataset, tmp_path / "one")
     for name in ("two", "again"):
         arguments = (2, free_port(), config, dataset, tmp_path / name)
         torch.multiprocessing.spawn(_worker, arguments, nprocs=2)
@@ -299,6 +300,9 @@ def test_two_workers_agree_with_one_and_with_themselves(dataset, tmp_path, free_
         for name in ("one", "two")
     ]
     assert accuracies[0] == accuracies[1]
+    for rank in (0, 1):  # what each has read is told by both as the sum
+        metrics = json.loads((tmp_path / f"two-{rank}.json").read_text())
+        assert metrics["data_bytes"] == alone["data_bytes"] > 0 == metrics["substitutes"]
 
 
 @pytest.mark.slow
