@@ -1,7 +1,9 @@
 """Evaluation in this process, without Ray: what is scored, on which labels, against which independent computation."""
 
 import json
+import shutil
 from hashlib import sha256
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,6 +19,7 @@ from ray_jobs.pretrain import model_contract
 from ray_jobs.sources import catalog
 from tests import datasets
 from tests.records import make_context, make_manifest
+from tests.s3 import Server, used
 from vit_model.build import build
 from vit_model.model import ViT
 from vit_model.weights import save_model
@@ -225,3 +228,31 @@ def test_features_are_the_backbones(store: Store, digits: Manifest, model: Manif
                 expected = net.forward_features((images - 0.5) / 0.5)[1].numpy()
             rows_used = chosen if split == "train" else np.arange(len(expected))
             np.testing.assert_allclose(features[rows_used], expected[rows_used], atol=1e-5)
+
+
+def test_from_s3_comes_the_same_and_only_what_is_looked_at(
+    store: Store,
+    digits: Manifest,
+    model: Manifest,
+    tmp_path: Path,
+    moto: Server,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    config = Evaluate(job="evaluate", data="d", backbone="m", shots=(1,), draws=1, seed=1)
+    pixels = Baselines(job="baselines", data="d", methods=("k-NN",), labels=LABELS)
+    here = evaluate.evaluate(make_context(store, config, data=digits, backbone=model))
+    here_pixels, _ = baselines.run_method(make_context(store, pixels, data=digits), "k-NN")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    with used(moto, monkeypatch) as server:
+        remote = open_store(f"s3://{server.bucket().name}")
+        for manifest in (digits, model):
+            with remote.staging(manifest.folder) as staging:
+                shutil.copytree(st.local_files(store, manifest), staging.path, dirs_exist_ok=True)
+        there = evaluate.evaluate(make_context(remote, config, data=digits, backbone=model))
+        there_pixels, _ = baselines.run_method(make_context(remote, pixels, data=digits), "k-NN")
+    assert there.content_digest == here.content_digest and there_pixels == here_pixels
+    fetched = {
+        path.stat().st_size for path in (tmp_path / "vitflow" / "objects").rglob("*") if path.is_file()
+    }
+    shard_sizes = {file.size for file in digits.files if file.path.startswith("shards/")}
+    assert fetched and not fetched & shard_sizes
