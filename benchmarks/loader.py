@@ -49,6 +49,7 @@ webdataset braceexpand litdata lightning-utilities tifffile obstore datasets dil
 pytz tzdata six grain etils cloudpickle array-record fsspec importlib_resources more-itertools zipp portpicker
 """
 BATCH, SIDE = 256, 224
+POLICY = "resized_crop_flip"  # ours; the same distribution of parts as `part`, which peers and the floor take
 CIFAR = 50_000
 TARS = 6
 WORKERS = (1, 2, 3)
@@ -210,7 +211,7 @@ def ours(folder: Path, workers: int, state: Any = None) -> Iterator[tuple[list[i
     data = open_dataset(folder / "ours")
     side = 32 if is_raw(folder) else SIDE
     given = Preprocessing(mean=(0.5,) * 3, std=(0.5,) * 3, resolution=side, channels=3)
-    policy = "none" if is_raw(folder) else "crop_flip"
+    policy = "none" if is_raw(folder) else POLICY
     rows = data.index("train")
     with Loader(
         data, rows, given, seed=0, batch=BATCH, threads=workers, policy=policy, state=state
@@ -448,7 +449,7 @@ def own_gates(folder: Path) -> dict[str, str]:
 
     def digests(state: Any = None, world: int = 1, steps: int = 4) -> list[int]:
         ranks = [
-            Loader(data, rows, given, seed=0, batch=64, threads=2, policy="crop_flip", rank=rank, world=world,
+            Loader(data, rows, given, seed=0, batch=64, threads=2, policy=POLICY, rank=rank, world=world,
                    state=state) for rank in range(world)
         ]  # fmt: skip
         found = [
@@ -463,15 +464,16 @@ def own_gates(folder: Path) -> dict[str, str]:
     worlds = all(digests(world=world) == whole for world in (2, 4))
     began = time.perf_counter()
     state = State(data.info.content_digest, 0, "global", BATCH, 10**12 + 64)
-    loader = Loader(data, rows, given, seed=0, batch=BATCH, threads=2, policy="crop_flip", state=state)
+    loader = Loader(data, rows, given, seed=0, batch=BATCH, threads=2, policy=POLICY, state=state)
     seconds = time.perf_counter() - began
     next(loader)
+    first = time.perf_counter() - began
     loader.__exit__()
     again = digests(State(data.info.content_digest, 0, "global", 64, 128), steps=2) == whole[2:]
     return {
         "worlds": "pass" if worlds else "fail",
         "resume": "pass" if again else "fail",
-        "resume_seconds": f"{seconds * 1000:.0f} ms",
+        "resume_seconds": f"{seconds * 1000:.0f} ms, its first batch after {first:.2f} s",
     }
 
 
