@@ -8,6 +8,8 @@ from __future__ import annotations
 import hashlib
 import io
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import NamedTuple
 
 import numpy as np
@@ -20,6 +22,7 @@ from vit_model.preprocessing import FORMATS, MAX_PIXELS, MODES, flatten
 
 MAX_SCANS = 500  # of a JPEG; programs write 10 or so, a film behind it may look like 100
 _START_OF_SCAN = b"\xff\xda"
+_STORED_QUALITY = 95  # of what is stored smaller
 _HASHED_SIDE = 64  # pixels at least, where the image has them
 
 _SIDE = 32  # pixels a side of what a perceptual hash looks at
@@ -49,19 +52,41 @@ def examine(data: bytes) -> Facts:
     """
     if not data:
         raise ValueError("empty file")
+    with _told():
+        form, size, channels, grey = _plain(data) or _any(data)
+        return Facts(form, *size, channels, phash(grey))
+
+
+def shrunk(data: bytes, facts: Facts, short_side: int) -> tuple[bytes, Facts]:
+    """An image file whose shorter side has at most so many pixels, and its facts, but for the hash, which stays.
+
+    A larger one is resized, bilinear and antialiased as evaluation does it, and becomes a JPEG of quality 95, upright
+    and without transparency; any other is itself. Raises ValueError as `examine`.
+    """
+    if min(facts.width, facts.height) <= short_side:
+        return data, facts
+    with _told(), Image.open(io.BytesIO(data), formats=FORMATS) as image:
+        flat = flatten(image)
+        width, height = (round(side * short_side / min(flat.size)) for side in flat.size)
+        file = io.BytesIO()
+        flat.resize((width, height), Image.Resampling.BILINEAR).save(file, "JPEG", quality=_STORED_QUALITY)
+    return file.getvalue(), facts._replace(format="jpeg", width=width, height=height)
+
+
+@contextmanager
+def _told() -> Iterator[None]:
+    """Whatever Pillow raises in the block is a ValueError with a short reason; what it warns of is silent."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             warnings.simplefilter("error", Image.DecompressionBombWarning)
-            form, size, channels, grey = _plain(data) or _any(data)
-        hashed = phash(grey)
+            yield
     except _RefusedError:
         raise
     # Pillow's readers raise whatever their parsing trips over (struct.error, SyntaxError, EOFError, ...),
     # and one bad file must become one line of quarantine.
     except Exception as error:
         raise ValueError(_reason(error)) from error
-    return Facts(form, *size, channels, hashed)
 
 
 class _RefusedError(ValueError):

@@ -10,7 +10,8 @@ In: a source (`pipelines.spec.Source`). Out: a dataset artifact, see `ray_jobs.s
 The source is listed first, down to the byte range of every image in every archive; then tasks read those ranges, one
 shard a task, in an order that is a hash of the images' names. Every image is read and decoded once here, so that a
 failure later means a fault of storage. What is written depends on the source alone, never on how many tasks write it,
-nor on what they had from an earlier attempt. A task holds one row group (16 MB) and the facts of one shard in memory.
+nor on what they had from an earlier attempt. A task holds a row group of its shard (16 MB), the facts of the shard, and
+what its source must have at once: an image, a row group of Parquet, a block of an array.
 
 Plain Ray tasks and not Ray Data: a part is the unit of work, of names and of starting again, which blocks of Ray Data
 are not (it splits and merges them as it likes, and write_parquet names files by chance).
@@ -38,10 +39,10 @@ import xxhash
 from numpy.typing import NDArray
 
 from pipelines import identity
-from pipelines.spec import Ingest, Source
+from pipelines.spec import Ingest
 from pipelines.store import FileEntry, Layout
 from ray_jobs.card import card_shard, write_card
-from ray_jobs.images import Facts, content_id, examine, examine_pixels, sample_id
+from ray_jobs.images import Facts, content_id, examine, examine_pixels, sample_id, shrunk
 from ray_jobs.known import FACTS, RENAMED, EarlierShards, Known, find_known, finished_parts, write_facts
 from ray_jobs.progress import Progress
 from ray_jobs.shards import (
@@ -94,6 +95,7 @@ def main(context: Context) -> Result:
     files = {name: str(path) for name, path in config.source.files()}
     states = _states(files)  # before the digests: what changes later is noticed by them
     listing = catalog.listing(config.source, files)
+    _check_shrinkable(config, listing)
     parts = plan_parts(_with_digests(context, listing.entries))
     written = _in_tasks(_write_part, (context, files, states, finished_parts(context)), parts, "shard")
     context.check_source("while it was read")
@@ -101,7 +103,12 @@ def main(context: Context) -> Result:
     facts, known = _numbered(written), sum(part.known for part in written)
     print(f"read {len(facts) - known:,} new images, {known:,} known", flush=True)
     bad = [*listing.bad, *_bad(facts)]
-    _check_bad(bad, len(facts) + len(listing.bad), config.max_bad_fraction)
+    with (
+        context.staging() as staging
+    ):  # before anything is said of it: what fails the stage can be read there
+        _write_quarantine(staging.path / "quarantine.parquet", bad)
+    quarantine = staging.files
+    _check_bad(context, bad, len(facts) + len(listing.bad))
     name = getattr(config.source, "name", config.source.kind)
     official = pc.unique(listing.entries["split"]).to_pylist()
     index, copies = _decided(context, name, facts.filter(pc.is_null(facts["reason"])), official)
@@ -109,11 +116,17 @@ def main(context: Context) -> Result:
     with context.staging() as staging:
         shards = [part.shard for part in written if part.shard]
         info = write_dataset(
-            staging.path, name, listing.class_names, listing.image, shards, index, listing.notes
+            staging.path,
+            name,
+            listing.class_names,
+            listing.image,
+            shards,
+            index,
+            (*listing.notes, *_shrunk_note(config)),
+            config.short_side,
         )
-        _write_quarantine(staging.path / "quarantine.parquet", bad)
         pq.write_table(copies, staging.path / "duplicates.parquet", compression="zstd")
-    made = (*staging.files, *(file for part in written for file in part.files))
+    made = (*quarantine, *staging.files, *(file for part in written for file in part.files))
     card = _card(context, info, index, bad, copies, made)
     metrics: dict[str, float | int | str] = {
         "images": len(index),
@@ -152,14 +165,18 @@ def _decided(
 def _with_digests(context: Context, entries: pa.Table) -> pa.Table:
     """The entries with the digest of the file that each comes from.
 
-    Rows in arrays, and archives cut into several files, have one of all files together.
+    Rows in arrays, and archives cut into several files, have one of all files together. What is stored smaller has
+    digests of its own, since what is known of it is not known of the images at their size.
     """
     everything = context.attempt.source
     assert everything is not None
+    size = [context.config.short_side] if context.config.short_side else []
     digests = {
-        name: identity.sha256(identity.canonical_json(facts))
+        name: identity.sha256(identity.canonical_json([*facts, *size]))
         for name, *facts in identity.file_digests(context.config.source.files())
     }
+    if size:
+        everything = identity.sha256(identity.canonical_json([everything, *size]))
     files = entries["file"].combine_chunks().dictionary_encode()
     tops = [name.partition("::")[0] for name in files.dictionary.to_pylist()]
     known = [everything if _FIRST_OF_SEVERAL.search(top) else digests.get(top, everything) for top in tops]
@@ -214,7 +231,7 @@ def _write_part(context: Context, files: Files, states: States, finished: list[s
     file = shard_file(part.number)
     known = find_known(context, finished, part.bits, part.number, part.entries)
     with EarlierShards(context) as earlier, context.staging() as staging:
-        samples = _samples(context.config.source, files, part.entries, known, earlier, facts)
+        samples = _samples(context.config, files, part.entries, known, earlier, facts)
         offsets = write_shard(staging.path / file, samples)
         if not offsets:
             (staging.path / file).unlink()
@@ -244,7 +261,7 @@ def _check_unchanged(files: Files, states: States, entries: pa.Table) -> None:
 
 
 def _samples(
-    source: Source,
+    config: Ingest,
     files: Files,
     entries: pa.Table,
     known: Sequence[Known | None],
@@ -253,6 +270,7 @@ def _samples(
 ) -> Iterator[Sample]:
     """The images of a part that can be used, in order; of every entry a row of FACTS is appended to `facts`."""
     unknown = pa.array([one is None for one in known], pa.bool_())
+    source = config.source
     read = catalog.images(source, files, entries.filter(unknown))
     for number, (entry, before) in enumerate(zip(entries.to_pylist(), known, strict=True)):
         row = {name: entry[name] for name in _AS_LISTED}
@@ -266,10 +284,12 @@ def _samples(
             image = next(read if before is None else catalog.images(source, files, entries.slice(number, 1)))
             try:
                 data, found = _examined(image)
+                digest = hashlib.sha256(data).digest()  # of the authors' bytes, whatever is stored
+                if config.short_side is not None:
+                    data, found = shrunk(data, found, config.short_side)
             except ValueError as error:
                 row["reason"] = str(error)
                 continue
-            digest = hashlib.sha256(data).digest()
             row |= found._asdict()
             row |= {"content_id": content_id(digest), "sample_id": sample_id(digest, entry["key"])}
             row |= {"length": len(data), "checksum": xxhash.xxh3_64_intdigest(data)}
@@ -292,6 +312,21 @@ def _examined(image: bytes | NDArray[np.uint8] | ValueError) -> tuple[bytes, Fac
     if isinstance(image, bytes):
         return image, examine(image)
     return image.tobytes(), examine_pixels(image)
+
+
+def _check_shrinkable(config: Ingest, listing: Listing) -> None:
+    if config.short_side is not None and listing.image is not None:
+        raise ValueError(
+            f"short_side is for image files; {config.source.kind} has arrays of pixels, which are stored as they are"
+        )
+
+
+def _shrunk_note(config: Ingest) -> tuple[str, ...]:
+    if config.short_side is None:
+        return ()
+    return (
+        f"images with a shorter side of more than {config.short_side} pixels are stored smaller, as JPEG of quality 95",
+    )
 
 
 def _in_tasks(
@@ -331,10 +366,12 @@ def _bad(facts: pa.Table) -> list[Bad]:
     return [Bad(*row.values()) for row in rows.to_pylist()]
 
 
-def _check_bad(bad: Sequence[Bad], total: int, allowed: float) -> None:
+def _check_bad(context: Context, bad: Sequence[Bad], total: int) -> None:
+    attempt, allowed = context.attempt, context.config.max_bad_fraction
     if len(bad) > allowed * total:
+        folder = f"{context.store.uri}/{Layout.files(attempt.job, attempt.key, attempt.number)}"
         listed = "".join(f"\n  {one.key}: {one.reason}" for one in sorted(bad)[:20])
-        more = f"\n  and {len(bad) - 20} more" if len(bad) > 20 else ""
+        more = f"\n  and {len(bad) - 20} more, in {folder}/quarantine.parquet" if len(bad) > 20 else ""
         raise ValueError(
             f"{len(bad)} of {total} images can't be used, more than max_bad_fraction {allowed}: "
             f"remove them or allow more{listed}{more}"

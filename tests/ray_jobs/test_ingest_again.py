@@ -25,9 +25,10 @@ from ray_jobs.known import facts_file
 from ray_jobs.shards import open_dataset
 from ray_jobs.stage import Context, Result
 from tests.archives import image
-from tests.prepared import put_parquet
+from tests.prepared import put_parquet, put_tfds
 from tests.records import make_attempt, make_context, make_manifest
 from tests.s3 import Server, used
+from vit_model.config import Preprocessing
 
 PROJECT = Path(__file__).parents[2]
 KILLED = """
@@ -288,6 +289,77 @@ def test_test_images_of_others_are_left_out_and_listed(local_ray: None, tmp_path
     assert {row["split"] for row in rows if row["done"] == "kept"} <= {"test"}
 
 
+def test_images_are_stored_smaller_under_the_same_names_and_in_the_same_splits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(ingest, "_in_tasks", lambda do, shared, each, _: [do(*shared, one) for one in each])
+    root, store = tmp_path / "images", open_store(str(tmp_path / "store"))
+    put_images(root, 0, 40)
+    Image.new("RGB", (16, 9), "red").save(root / "a" / "small.png")
+    whole = dataset_of(store, context_of(store, stage(root)))
+    assert said(capsys.readouterr().out) == (41, 0)
+    config = stage(root).model_copy(update={"short_side": 10})
+    smaller = dataset_of(store, context_of(store, config))
+    assert said(capsys.readouterr().out) == (41, 0), "of what is stored at its size nothing is known"
+    assert smaller.info.content_digest != whole.info.content_digest
+    assert "more than 10 pixels" in smaller.info.notes[-1] and smaller.info.short_side == 10
+    for split in whole.info.splits:
+        assert smaller.sample_ids(split) == whole.sample_ids(split)
+        for row in smaller.index(split).to_pylist():
+            is_small = row["key"] == "a/small.png"
+            assert (row["width"], row["height"]) == ((16, 9) if is_small else (10, 12))
+            assert row["format"] == ("png" if is_small else "jpeg")
+    half = Preprocessing(mean=(0.5,) * 3, std=(0.5,) * 3, resolution=10, channels=3)
+    assert smaller.images("train", half).shape == (smaller.info.splits["train"], 10, 10, 3)
+    put_images(root, 40, 44)
+    grown = dataset_of(store, context_of(store, config))
+    assert said(capsys.readouterr().out) == (4, 41)
+    assert grown.info.content_digest != smaller.info.content_digest
+
+
+@pytest.mark.parametrize("kind", ["hf_parquet", "tfds"])
+def test_images_out_of_records_are_stored_smaller(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ingest, "_in_tasks", lambda do, shared, each, _: [do(*shared, one) for one in each])
+    (tmp_path / "data").mkdir()
+    if kind == "tfds":
+        put_tfds(tmp_path / "data", "array_record")
+    else:
+        put_parquet(
+            tmp_path / "data/train-00000-of-00001.parquet", [image(i) for i in range(40)], [0, 1] * 20
+        )
+    source = {"kind": kind, "root": str(tmp_path / "data")}
+    config = Ingest.model_validate({"job": "ingest", "source": source}).model_copy(update={"short_side": 4})
+    store = open_store(str(tmp_path / "store"))
+    dataset = dataset_of(store, context_of(store, config))
+    rows = [row for split in dataset.info.splits for row in dataset.index(split).to_pylist()]
+    assert rows and all(min(row["width"], row["height"]) == 4 for row in rows)
+
+
+def test_of_many_bad_images_all_are_listed_where_the_message_says(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ingest, "_in_tasks", lambda do, shared, each, _: [do(*shared, one) for one in each])
+    put_images(tmp_path / "images", 0, 4)
+    for number in range(30):
+        (tmp_path / "images" / "a" / f"bad{number}.jpg").write_bytes(b"no image")
+    store = open_store(str(tmp_path / "store"))
+    with pytest.raises(
+        ValueError, match=r"30 of 34 images(.|\n)*and 10 more, in .*/quarantine\.parquet"
+    ) as told:
+        ingest.main(context_of(store, stage(tmp_path / "images")))
+    listed = pq.read_table(str(told.value).rpartition(" in ")[2])
+    assert len(listed) == 30 and set(listed["reason"].to_pylist()) == {"not an image"}
+
+
+def test_arrays_of_pixels_are_not_stored_smaller(tmp_path: Path) -> None:
+    source = {"kind": "shapes", "label": "colour", "images": 20, "dev_images": 2, "test_images": 4}
+    config = Ingest.model_validate({"job": "ingest", "source": source, "short_side": 32})
+    with pytest.raises(ValueError, match="short_side is for image files; shapes has arrays of pixels"):
+        ingest.main(make_context(open_store(str(tmp_path / "store")), config))
+
+
 def test_the_card_says_what_is_in_the_dataset(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ingest, "_in_tasks", lambda do, shared, each, _: [do(*shared, one) for one in each])
     monkeypatch.setattr(ingest, "SHARD_IMAGES", 16)
@@ -323,7 +395,9 @@ def test_a_recipe_names_the_sets_whose_test_images_are_left_out() -> None:
     assert pipeline.order() == ("pets", "all")
     assert identity.identity_fields(pipeline.stages["all"])["against"] == ("pets",)
     fields = identity.identity_fields(pipeline.stages["pets"])
-    assert not fields.keys() & {"against", "duplicates", "max_distance"}, "what came later is not in old keys"
+    assert not fields.keys() & {"against", "duplicates", "max_distance", "short_side"}, (
+        "what came later is not in old keys"
+    )
     with pytest.raises(ValueError, match=r"stages\.all\.against.*pet"):
         Pipeline.model_validate(
             {"name": "apart", "stages": {"all": pets | {"against": ["pet"]}, "pets": pets}}
