@@ -1,10 +1,10 @@
 """Training batches of ours and of seven peers from the same images: `python benchmarks/loader.py`.
 
-JPEGs of ImageNet's size (500 x 375, 4:2:0, 0.55 bytes a pixel),
-the same with the short side at 256, and 50,000 raw images of CIFAR's shape; a random part resized to 224 and flipped,
-into uint8 batches of 256. Each arm is a fresh process, on one core and then on two, with the best of 1, 2, 3 workers;
-rounds are interleaved, the table has medians and ranges. The floor is simplejpeg's decoding and torch's resizing of the
-same parts, by as many threads, and nothing else. What must be right of a loader (once each, damage) is tried on each.
+JPEGs of ImageNet's size (500 x 375, 4:2:0, 0.55 bytes a pixel), the same as `short_side: 256` of an ingest stores them,
+and 50,000 raw images of CIFAR's shape; a random part resized to 224 and flipped, into uint8 batches of 256. Each arm is
+a fresh process, on one core and then on two, with the best of 1, 2, 3 workers; rounds are interleaved, the table has
+medians and ranges. The floor is simplejpeg's decoding and torch's resizing of the same parts, by as many threads, and
+nothing else. What must be right of a loader (once each, damage) is tried on each.
 Peers that are not there are installed into a folder of their own under the system's temporary folder.
 
     python benchmarks/loader.py [--images 8192] [--rounds 5] [--seconds 6]
@@ -70,11 +70,13 @@ def photograph(rng: np.random.Generator, width: int, height: int) -> Image.Image
 
 
 def encoded(number: int, short: int | None) -> bytes:
-    image, file = photograph(np.random.default_rng(number), 500, 375), io.BytesIO()
-    if short is not None:
-        image = image.resize((round(500 * short / 375), short), Image.Resampling.BICUBIC)
-    image.save(file, "JPEG", quality=90, subsampling="4:2:0")
-    return file.getvalue()
+    """A JPEG; with a short side as ingest stores it then."""
+    from ray_jobs.images import examine, shrunk
+
+    file = io.BytesIO()
+    photograph(np.random.default_rng(number), 500, 375).save(file, "JPEG", quality=90, subsampling="4:2:0")
+    data = file.getvalue()
+    return data if short is None else shrunk(data, examine(data), short)[0]
 
 
 def prepare(folder: Path, name: str, images: int) -> None:
