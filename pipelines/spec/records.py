@@ -5,7 +5,7 @@ from __future__ import annotations
 import fnmatch
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Literal, Self
+from typing import ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -17,6 +17,7 @@ from vit_model.config import Frozen
 class HfParquetSource(Frozen):
     """Images in Parquet as Hugging Face's datasets are shipped: train-00000-of-00005.parquet, ..."""
 
+    LATER: ClassVar[frozenset[str]] = frozenset({"group"})
     kind: Literal["hf_parquet"]
     name: str = Field("images", description="what reports call these images")
     root: Root = execution(
@@ -25,6 +26,9 @@ class HfParquetSource(Frozen):
     image: str | None = Field(None, description="the column of the images; null: the only one of its type")
     label: str | None = Field(
         None, description="the column of the labels; null: the only ClassLabel, else the one called label"
+    )
+    group: str | None = Field(
+        None, description="a column, such as patient or site: images of one group fall into one split"
     )
     salt: str = Field("vitflow", description="a split that the files lack is drawn by a hash with this salt")
 

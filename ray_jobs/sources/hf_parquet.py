@@ -45,6 +45,7 @@ def listing(source: HfParquetSource, files: Files) -> Listing:
     splits = _splits(names)
     groups: dict[str, list[tuple[int, int]]] = {}
     labels: list[int | str] = []
+    together: list[str | None] = []
     columns: _Columns | None = None
     for name in names:
         if splits[name] == "":
@@ -56,12 +57,13 @@ def listing(source: HfParquetSource, files: Files) -> Listing:
             columns = own
             groups[name] = _groups(name, file, own.image)
             labels += _labels(name, file, own)
+            together += _together(source, name, file)
     if columns is None:
         raise ValueError(f"no file is of a known split: {', '.join(names[:5])}")
     classes, numbered = class_names(labels, columns.classes, f"column {columns.label!r}")
     entries = (
-        row | {"label": numbered[label], "split": splits[row["file"]]}
-        for row, label in zip(_rows(names, groups), labels, strict=True)
+        row | {"label": numbered[label], "split": splits[row["file"]], "group": group}
+        for row, label, group in zip(_rows(names, groups), labels, together, strict=True)
         if label != UNLABELLED
     )
     notes = [f"{name} is of no known split and is left out" for name in names if name not in groups]
@@ -195,11 +197,29 @@ def _bytes(file: pq.ParquetFile, group: int, image: str) -> int:
 
 
 def _labels(name: str, file: pq.ParquetFile, columns: _Columns) -> list[int | str]:
+    return [UNLABELLED if label is None else label for label in _values(name, file, columns.label)]
+
+
+def _together(source: HfParquetSource, name: str, file: pq.ParquetFile) -> list[str | None]:
+    """The group of each row, null where none is asked for."""
+    schema, column = file.schema_arrow, source.group
+    if column is None:
+        return [None] * file.metadata.num_rows
+    if column not in schema.names:
+        raise ValueError(f"source.group: {name} has no column {column!r}, but {', '.join(schema.names)}")
+    if not (pa.types.is_integer(kind := schema.field(column).type) or pa.types.is_string(kind)):
+        raise ValueError(f"source.group: column {column!r} of {name} is {kind}, not whole numbers or text")
+    found = _values(name, file, column)
+    if None in found:
+        raise ValueError(f"source.group: row {found.index(None)} of {name} has no {column}")
+    return [str(group) for group in found]
+
+
+def _values(name: str, file: pq.ParquetFile, column: str) -> list[Any]:
     try:
-        found = file.read(columns=[columns.label]).column(0).to_pylist()
+        return list(file.read(columns=[column]).column(0).to_pylist())
     except (OSError, ValueError, pa.ArrowException) as error:
-        raise ValueError(f"{name}: its labels can't be read: {error}") from error
-    return [UNLABELLED if label is None else label for label in found]
+        raise ValueError(f"{name}: its column {column!r} can't be read: {error}") from error
 
 
 def _group(file: pq.ParquetFile, group: int, column: str, wanted: list[int]) -> Iterator[bytes | ValueError]:

@@ -11,6 +11,7 @@ from pipelines.spec import HfParquetSource
 from ray_jobs.ingest import plan_parts
 from ray_jobs.sources import catalog, hf_parquet
 from ray_jobs.sources.entries import Files, Listing
+from ray_jobs.splits import assign_splits
 from tests.archives import image
 from tests.hostile import refused
 from tests.prepared import HF_FEATURES, put_parquet
@@ -63,6 +64,28 @@ def test_images_labels_and_splits_are_those_of_the_files(root: Path) -> None:
             assert images[key] == image(10 * shard + number)
     assert rows["validation-00000-of-00001/0000000"]["split"] == "dev"
     assert images["validation-00000-of-00001/0000000"] == image(50, "PNG", "L")
+
+
+def test_a_column_says_what_stays_together(tmp_path: Path) -> None:
+    path = tmp_path / "data.parquet"
+    patients = [number % 5 for number in range(20)]
+    put_parquet(path, [image(number) for number in range(20)], [number % 3 for number in range(20)])
+    plain = pq.read_table(path)
+    pq.write_table(plain.append_column("patient", pa.array(patients)), path, row_group_size=4)
+    found = listed(tmp_path, group="patient")
+    assert found.entries["group"].to_pylist() == [str(patient) for patient in patients]
+    assert listed(tmp_path).entries["group"].null_count == 20
+    drawn = found.entries.append_column("content_id", found.entries["key"])
+    splits = assign_splits(drawn, "salt", [None])
+    assert len(set(zip(patients, splits, strict=True))) == 5
+    for column, message in (
+        (None, "has no column 'patient', but image, label"),
+        (pa.array([0.5] * 20), "is double, not whole numbers or text"),
+        (pa.array([*patients[:19], None]), "row 19 of data.parquet has no patient"),
+    ):
+        pq.write_table(plain if column is None else plain.append_column("patient", column), path)
+        with pytest.raises(ValueError, match=f"^source.group: .*{message}"):
+            listed(tmp_path, group="patient")
 
 
 def test_a_row_group_stays_in_one_part_and_in_sequence(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
