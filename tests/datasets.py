@@ -31,6 +31,7 @@ def put(
     *,
     per_shard: int = 2**30,
     row_group_bytes: int = ROW_GROUP_BYTES,
+    notes: Sequence[str] = (),
 ) -> DatasetInfo:
     """A dataset of these samples in shards of so many; each split begins a new one, so that a test can remove it."""
     rows, shards = [], []
@@ -50,7 +51,8 @@ def put(
             rows.append(known | place | hashes | {"split": split})
         shards.append(Shard(file=file, rows=len(part), bytes=(folder / file).stat().st_size))
     folder.mkdir(parents=True, exist_ok=True)
-    return write_dataset(folder, name, class_names, image, shards, pa.Table.from_pylist(rows, schema=INDEX))
+    index = pa.Table.from_pylist(rows, schema=INDEX)
+    return write_dataset(folder, name, class_names, image, shards, index, notes)
 
 
 def identities(count: int) -> list[str]:

@@ -35,7 +35,7 @@ class Tiles:
 
 
 def describe(dataset: Dataset) -> dict[str, Any]:
-    """What a dataset holds, counted: splits, classes, images set aside, balance of the classes in train."""
+    """What a dataset holds: splits, classes, images set aside, balance of the classes in train; and its notes."""
     names = dataset.info.class_names
     counts = np.bincount(dataset.labels("train"), minlength=len(names))
     return {
@@ -49,6 +49,7 @@ def describe(dataset: Dataset) -> dict[str, Any]:
             "median": float(np.median(counts)),
             "most": int(counts.max()),
         },
+        "notes": list(dataset.info.notes),
         "rarest": [names[label] for label in np.argsort(counts, kind="stable")[:3]],
     }
 

@@ -40,6 +40,7 @@ from tests import datasets
 from tests.records import make_attempt, make_manifest
 
 HOSTILE = ("<b>evil</b>", "$\\frac{$ & \"x\" onload='alert(1)'", "</svg><script>alert(1)</script>")
+NOTES = ("test is <b>theirs</b>",)
 SIZE = ModelSize(patch_size=2, width=8, depth=1, num_heads=1)
 PRETRAIN = Pretrain(
     job="pretrain", data="letters", model=SIZE, resolution=8, steps=3, batch_size=4, learning_rate=0.1
@@ -109,7 +110,7 @@ class Artifacts:
         height, width = splits["train"][0][0].shape[:2]
         image = shards.ImageSize(height=height, width=width, channels=1) if raw else None
         folder = self.store.root / "dataset"
-        datasets.put(folder, stage, names, image, parts)
+        datasets.put(folder, stage, names, image, parts, notes=NOTES)
         files = {
             path.relative_to(folder).as_posix(): path.read_bytes()
             for path in folder.rglob("*")
@@ -405,6 +406,8 @@ def test_photographs_with_hostile_class_names_of_one_method(tmp_path: Path) -> N
     made.scores("train", scores, finetune(None), data="photos")
     files = made.make("photos", "train", title="<i>mine</i>")
     page = _Page(files["report.html"].decode())
+    assert json.loads(files["report.json"])["datasets"][0]["notes"] == list(NOTES)
+    assert "test is &lt;b&gt;theirs" in files["report.html"].decode()
     assert "script" not in page.tags
     assert page.tags.count("i") == 1  # the interval's bar: nothing of the title or a name became an element
     assert not any(name.startswith("on") for name, _ in page.attributes)
