@@ -25,7 +25,9 @@ def put_parquet(
     reverse: bool = False,
     rows: int = 4,
     compression: str = "snappy",
+    plain: bool = True,
 ) -> None:
+    """plain: without dictionaries, with checksums of pages."""
     fields = [pa.field("bytes", pa.binary()), pa.field("path", pa.string())]
     struct = pa.struct(fields[::-1] if reverse else fields)
     cells = [{"bytes": data, "path": f"{number}.jpg"} for number, data in enumerate(images)]
@@ -38,8 +40,8 @@ def put_parquet(
         path,
         row_group_size=rows,
         compression=compression,
-        use_dictionary=False,
-        write_page_checksum=True,
+        use_dictionary=not plain,
+        write_page_checksum=plain,
     )
 
 

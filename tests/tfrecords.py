@@ -23,11 +23,12 @@ def framed(payloads: Iterable[bytes]) -> bytes:
     parts = []
     for payload in payloads:
         length = struct.pack("<Q", len(payload))
-        parts += [length, _checksum(length), payload, _checksum(payload)]
+        parts += [length, checksum(length), payload, checksum(payload)]
     return b"".join(parts)
 
 
-def _checksum(data: bytes) -> bytes:
+def checksum(data: bytes | bytearray) -> bytes:
+    """Of a length or a payload: CRC-32C, masked."""
     crc = crc32c.crc32c(data)
     rotated = (crc >> 15) | ((crc << 17) & 0xFFFFFFFF)
     return struct.pack("<I", (rotated + 0xA282EAD8) % 2**32)

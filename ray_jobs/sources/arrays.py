@@ -15,7 +15,7 @@ import zipfile
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -269,22 +269,17 @@ def read_norb(data: bytes) -> NDArray[Any]:
 
 def read_npz(path: Path, names: Sequence[str]) -> dict[str, NDArray[Any]]:
     """The arrays of these names in an npz file; those of Python objects are refused, the others are not looked at."""
-    from numpy.lib import format as npy
-
     found: dict[str, NDArray[Any]] = {}
     left = MAX_NPZ_BYTES
     try:
         with zipfile.ZipFile(path) as archive:
             for name in names:
-                member = archive.getinfo(f"{name}.npy")
+                member = npz_member(archive, name)
                 left -= member.file_size
                 if left < 0 or member.file_size > _MAX_RATIO * member.compress_size:
                     raise ValueError(f"{name} of {member.file_size} bytes is too large (bomb)")
                 with archive.open(member) as file:
-                    version = npy.read_magic(file)
-                    read = npy.read_array_header_1_0 if version == (1, 0) else npy.read_array_header_2_0
-                    shape, fortran, kind = read(file)
-                    dtype: np.dtype[Any] = np.dtype(kind)
+                    shape, fortran, dtype = npy_header(file)
                     if dtype.hasobject:
                         raise ValueError(f"{name} has Python objects")
                     if math.prod(shape) * dtype.itemsize != member.file_size - file.tell():
@@ -296,6 +291,30 @@ def read_npz(path: Path, names: Sequence[str]) -> dict[str, NDArray[Any]]:
     except (OSError, ValueError, EOFError, RuntimeError, zipfile.BadZipFile, zlib.error) as error:
         raise ValueError(f"{path.name} is no npz file that can be read: {error}") from error
     return found
+
+
+def npz_member(archive: zipfile.ZipFile, name: str) -> zipfile.ZipInfo:
+    """The array of this name in an npz. Raises KeyError, and ValueError where numpy would not have packed it so."""
+    member = archive.getinfo(f"{name}.npy")
+    # lzma takes as many GB as a damaged member says, and raises what zipfile does not turn into its own
+    if member.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
+        raise ValueError(f"{name} is packed by the method {member.compress_type}, not by deflate")
+    return member
+
+
+def npy_header(file: IO[bytes]) -> tuple[tuple[int, ...], bool, np.dtype[Any]]:
+    """Shape, whether in Fortran's order, and type of the array whose .npy begins here. Raises ValueError."""
+    from numpy.lib import format as npy
+
+    # a header of the later versions says itself how many GB it has, and is read whole
+    if (version := npy.read_magic(file)) != (1, 0):
+        raise ValueError(f"npy of version {version}, not (1, 0)")
+    try:
+        shape, fortran, dtype = npy.read_array_header_1_0(file)
+    # numpy takes it for Python's source: what is damaged is SyntaxError, TokenError, MemoryError (too deep), and more
+    except Exception as error:
+        raise ValueError(f"damaged header: {error}") from error
+    return shape, fortran, dtype
 
 
 def _exactly(file: Any, size: int) -> bytearray:

@@ -9,7 +9,6 @@ from pipelines.spec import RecipeError, TfdsSource
 from ray_jobs.sources import catalog
 from ray_jobs.sources.entries import Files, Listing
 from tests.archives import image
-from tests.hostile import refused
 from tests.prepared import FORMATS, OLDER, SPLITS, put_tfds, records
 from tests.tfrecords import example, framed
 
@@ -117,15 +116,3 @@ def test_a_damaged_array_record_file_is_refused(tmp_path: Path) -> None:
 def test_another_folder_is_refused_when_the_recipe_is_planned(tmp_path: Path) -> None:
     with pytest.raises(RecipeError, match=r"has no dataset_info\.json: name the folder of one version"):
         source(tmp_path)
-
-
-@pytest.mark.parametrize("name", ["dataset_info.json", "features.json", "toy-test.tfrecord-00000-of-00001"])
-def test_of_mutated_files_only_value_errors_come(name: str, tmp_path: Path) -> None:
-    put_tfds(tmp_path, "tfrecord")
-    whole = (tmp_path / name).read_bytes()
-
-    def read(data: bytes) -> None:
-        (tmp_path / name).write_bytes(data)
-        listed(tmp_path)
-
-    assert refused(read, whole, 100) > 25

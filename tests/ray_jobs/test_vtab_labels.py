@@ -21,7 +21,6 @@ from ray_jobs.sources.vtab.scene_labels import (
 )
 from ray_jobs.sources.vtab.splits import hash_order
 from ray_jobs.sources.vtab.synthetic import CLASS_NAMES, location, orientation
-from tests.hostile import refused
 
 
 @pytest.mark.slow
@@ -168,15 +167,3 @@ def test_an_interval_is_the_index_of_the_largest_threshold_below() -> None:
     for thresholds in (CLEVR_DISTANCES, KITTI_DISTANCES):
         for value in np.concatenate([np.linspace(0.01, 120, 500), np.array(thresholds) + 0.25]):
             assert interval(value, thresholds) == np.flatnonzero(np.array(thresholds) - value < 0).max()
-
-
-@pytest.mark.slow
-def test_of_damaged_labels_only_value_errors_come() -> None:
-    scenes = json.dumps({"info": {}, "scenes": [scene(1.0, 2.0, 3.0)] * 3}).encode()
-    assert refused(lambda data: list(clevr_scenes(io.BytesIO(data))), scenes, 3000) > 1000
-    text = (line("Car", 8) + "\n" + line("DontCare", -1000)).encode()
-    assert refused(lambda data: kitti_label(data.decode()), text, 3000) > 500
-    mapping = b"2011_09_26 2011_09_26_drive_0001_sync 0000000005\n" * 30
-    rand = b",".join(b"%d" % number for number in range(1, 31))
-    assert refused(lambda data: kitti_drives(data.decode(), mapping.decode()), rand, 3000) > 500
-    assert refused(lambda data: kitti_drives(rand.decode(), data.decode()), mapping, 3000) > 100

@@ -10,7 +10,6 @@ from PIL import Image
 from scipy.ndimage import gaussian_filter
 
 from ray_jobs.sources.vtab.pixels import btgraham, equalised, without_alpha
-from tests.hostile import refused
 
 
 def eye(height: int, width: int, radius: int, rng: np.random.Generator) -> NDArray[np.uint8]:
@@ -107,12 +106,3 @@ def test_deep_images_are_no_eyes() -> None:
     Image.fromarray(np.full((9, 9), 30_000, np.uint16)).save(data, "PNG")
     with pytest.raises(ValueError, match="not 8 bits a channel"):
         btgraham(data.getvalue())
-
-
-@pytest.mark.slow
-def test_of_damaged_images_only_value_errors_come() -> None:
-    pixels = np.dstack([eye(40, 50, 18, np.random.default_rng(0)), np.full((40, 50), 99, np.uint8)])
-    for recipe, kind, channels, least in ((btgraham, "JPEG", 3, 5), (without_alpha, "PNG", 4, 50)):
-        data = io.BytesIO()
-        Image.fromarray(pixels[..., :channels].copy()).save(data, kind)
-        assert refused(recipe, data.getvalue(), 100) > least

@@ -20,7 +20,15 @@ from numpy.typing import NDArray
 from pipelines.spec.vtab import VtabSource
 from ray_jobs.shards import ImageSize
 from ray_jobs.sources import containers
-from ray_jobs.sources.arrays import MAX_BLOCK, hdf5_array, hdf5_slice, read_norb, read_npz
+from ray_jobs.sources.arrays import (
+    MAX_BLOCK,
+    hdf5_array,
+    hdf5_slice,
+    npy_header,
+    npz_member,
+    read_norb,
+    read_npz,
+)
 from ray_jobs.sources.entries import Files, Listing
 from ray_jobs.sources.vtab import splits
 from ray_jobs.sources.vtab.splits import Records
@@ -149,13 +157,9 @@ def _hdf5_blocks(path: Path, size: int) -> Iterator[NDArray[np.uint8]]:
 
 def _npz_blocks(path: Path, size: int) -> Iterator[NDArray[np.uint8]]:
     """The images [n, 64, 64] out of the stream of `imgs.npy`; raises ValueError for another array, or a damaged one."""
-    from numpy.lib import format as npy
-
     try:
-        with zipfile.ZipFile(path) as archive, archive.open("imgs.npy") as file:
-            version = npy.read_magic(file)
-            read = npy.read_array_header_1_0 if version == (1, 0) else npy.read_array_header_2_0
-            shape, fortran, dtype = read(file)
+        with zipfile.ZipFile(path) as archive, archive.open(npz_member(archive, "imgs")) as file:
+            shape, fortran, dtype = npy_header(file)
             if (shape, fortran, dtype) != ((size, SPRITE, SPRITE), False, np.dtype("u1")):
                 raise ValueError(f"imgs is {dtype} {shape}, not uint8 {(size, SPRITE, SPRITE)}")
             for start in range(0, size, _BLOCK // SPRITE**2):
