@@ -67,8 +67,8 @@ def evaluate(context: Context) -> Result:
     dataset = context.dataset()
     dataset.require("train", "test")
     support = support_of(dataset, config)
-    truth, labels_test = tables.truth_of(dataset), dataset.labels("test")
-    unseen = np.setdiff1d(labels_test, support.labels)
+    truth = tables.truth_of(dataset)
+    unseen = np.setdiff1d(truth.labels, support.labels)
     if len(unseen):
         print(f"{len(unseen)} classes of test have no labelled image: what is theirs is wrong", flush=True)
     rows, predictions = [], []
@@ -77,7 +77,7 @@ def evaluate(context: Context) -> Result:
             train,
             support.labels,
             test,
-            labels_test,
+            truth.labels,
             shots=config.shots,
             draws=config.draws,
             seed=config.seed,

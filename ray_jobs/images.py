@@ -22,7 +22,7 @@ from vit_model.preprocessing import FORMATS, MAX_PIXELS, MODES, flatten
 
 MAX_SCANS = 500  # of a JPEG; programs write 10 or so, a film behind it may look like 100
 _START_OF_SCAN = b"\xff\xda"
-_STORED_QUALITY = 95  # of what is stored smaller
+STORED_QUALITY = 95  # of what is stored smaller
 _HASHED_SIDE = 64  # pixels at least, where the image has them
 
 _SIDE = 32  # pixels a side of what a perceptual hash looks at
@@ -69,7 +69,7 @@ def shrunk(data: bytes, facts: Facts, short_side: int) -> tuple[bytes, Facts]:
         flat = flatten(image)
         width, height = (round(side * short_side / min(flat.size)) for side in flat.size)
         file = io.BytesIO()
-        flat.resize((width, height), Image.Resampling.BILINEAR).save(file, "JPEG", quality=_STORED_QUALITY)
+        flat.resize((width, height), Image.Resampling.BILINEAR).save(file, "JPEG", quality=STORED_QUALITY)
     return file.getvalue(), facts._replace(format="jpeg", width=width, height=height)
 
 

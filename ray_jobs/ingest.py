@@ -42,7 +42,7 @@ from pipelines import identity
 from pipelines.spec import Ingest
 from pipelines.store import FileEntry, Layout
 from ray_jobs.card import card_shard, write_card
-from ray_jobs.images import Facts, content_id, examine, examine_pixels, sample_id, shrunk
+from ray_jobs.images import STORED_QUALITY, Facts, content_id, examine, examine_pixels, sample_id, shrunk
 from ray_jobs.known import FACTS, RENAMED, EarlierShards, Known, find_known, finished_parts, write_facts
 from ray_jobs.progress import Progress
 from ray_jobs.shards import (
@@ -103,9 +103,7 @@ def main(context: Context) -> Result:
     facts, known = _numbered(written), sum(part.known for part in written)
     print(f"read {len(facts) - known:,} new images, {known:,} known", flush=True)
     bad = [*listing.bad, *_bad(facts)]
-    with (
-        context.staging() as staging
-    ):  # before anything is said of it: what fails the stage can be read there
+    with context.staging() as staging:  # first of all, so that it can be read where it fails the stage
         _write_quarantine(staging.path / "quarantine.parquet", bad)
     quarantine = staging.files
     _check_bad(context, bad, len(facts) + len(listing.bad))
@@ -325,7 +323,8 @@ def _shrunk_note(config: Ingest) -> tuple[str, ...]:
     if config.short_side is None:
         return ()
     return (
-        f"images with a shorter side of more than {config.short_side} pixels are stored smaller, as JPEG of quality 95",
+        f"images with a shorter side of more than {config.short_side} pixels are stored smaller, "
+        f"as JPEG of quality {STORED_QUALITY}",
     )
 
 

@@ -102,6 +102,7 @@ def scored(
     looks = [(truth.task, np.arange(len(predictions)), predictions == truth.labels)]
     if truth.real is not None:
         looks.append((truth.task + REAL, *_judged(truth.real, predictions)))
+    ids = pa.array(truth.ids, pa.string())
     found = []
     for task, places, correct in looks:
         fixed = {"task": task} | common
@@ -114,7 +115,7 @@ def scored(
             "settings": json.dumps(settings, sort_keys=True),
         }
         columns = {
-            "sample_id": pa.array(truth.ids, pa.string()).take(pa.array(places)),
+            "sample_id": ids.take(pa.array(places)),
             "label": truth.labels[places],
             "prediction": predictions[places],
             "correct": correct,

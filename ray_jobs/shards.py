@@ -184,9 +184,8 @@ def write_shard(path: Path, samples: Iterable[Sample], row_group_bytes: int = RO
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     lengths: list[list[int]] = []
-    memory = np.empty(
-        0, np.uint8
-    )  # for the images of one group after the other: pages that are there already
+    # for the images of one group after the other: fresh memory would be put there page by page for each
+    memory = np.empty(0, np.uint8)
     with pq.ParquetWriter(
         path,
         SHARD,

@@ -76,14 +76,10 @@ class Context:
             )
         return store
 
-    def folder(self, manifest: Manifest) -> Path:
-        """An input's files, as a local folder."""
-        return local_files(self.store, manifest)
-
     def input(self, name: str) -> Path:
         """The folder of the one artifact that the field `name` takes."""
         (manifest,) = self.inputs[name]
-        return self.folder(manifest)
+        return local_files(self.store, manifest)
 
     def dataset(self, cache_gib: float | None = None) -> Dataset:
         """The dataset that the field `data` takes. Images on S3 are read as they are needed, through a cache of so many

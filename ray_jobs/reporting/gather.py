@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from pipelines.store import Manifest
+from pipelines.store import Manifest, Store
 from ray_jobs.reporting import measures, mistakes, pictures, plots, provenance, vtab
 from ray_jobs.reporting.measures import Entry
 from ray_jobs.reporting.verdicts import Verdict, headline, labels_text, question, sentence, verdicts
@@ -45,16 +45,14 @@ def gather(context: Context) -> ReportData:
     Raises:
         ValueError: an artifact whose files don't fit together; the message names it.
     """
-    manifests = context.inputs["of"]
-    parts = [(stage, manifest, _folder(context, manifest))
+    manifests, store = context.inputs["of"], context.store
+    parts = [(stage, manifest, _folder(store, manifest))
              for stage, manifest in zip(context.config.of, manifests, strict=True)]  # fmt: skip
     rows = measures.join_tables(parts, "rows.parquet", ROWS)
     predictions = measures.join_tables(parts, "predictions.parquet", PREDICTIONS)
     entries = measures.entries(rows, predictions, {m.key: measures.draw_seed(m) for m in manifests})
     datasets = {
-        manifest.key: open_artifact(context.store, manifest)
-        for manifest in manifests
-        if manifest.kind == "dataset"
+        manifest.key: open_artifact(store, manifest) for manifest in manifests if manifest.kind == "dataset"
     }
     tested = _tested_datasets(manifests, datasets)
     main = mistakes.main_entry(entries)
@@ -90,10 +88,10 @@ def gather(context: Context) -> ReportData:
     )  # fmt: skip
 
 
-def _folder(context: Context, manifest: Manifest) -> Path:
+def _folder(store: Store, manifest: Manifest) -> Path:
     """An input's small files, which numbers are in, as a local folder: not its images, nor its weights."""
     small = [file for file in manifest.files if re.fullmatch(r"[^/]+\.(json|parquet)", file.path)]
-    return context.store.local(manifest.folder, small)
+    return store.local(manifest.folder, small)
 
 
 def _tested_datasets(manifests: Iterable[Manifest], datasets: Mapping[str, Dataset]) -> dict[str, Dataset]:
