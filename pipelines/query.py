@@ -81,6 +81,11 @@ TABLES = {
         Column("label", "INTEGER", "its class"),
         Column("prediction", "INTEGER", "the class that was predicted"),
         Column("correct", "BOOLEAN", "it is right; on a task '... (ReaL)' by ReaL's labels"),
+        Column(
+            "probability",
+            "FLOAT",
+            "what the model gave its prediction; NULL: the method has no probabilities",
+        ),
     ),
     "artifacts": (
         Column("artifact", "VARCHAR", "key"),

@@ -71,11 +71,13 @@ class Task(NamedTuple):
 
 
 class Score(NamedTuple):
-    """How a model does on some images: `predictions` [n] are labels, `loss` is the mean cross-entropy."""
+    """How a model does on some images: `predictions` [n] are labels, `probabilities` [n] what softmax gives them, and
+    `loss` is the mean cross-entropy."""
 
     accuracy: float
     loss: float
     predictions: NDArray[np.int64]
+    probabilities: NDArray[np.float32]
 
 
 # ------------------------------------------------------------------------------------------------- one fit
@@ -190,8 +192,10 @@ def score(model: Network, contract: ModelContract, data: Images) -> Score:
             parts.append(model(normalise(images.to(device), preprocessing, torch.float32)).cpu())
         logits = torch.cat(parts)
         predictions = logits.argmax(dim=1)
+        probabilities = logits.softmax(dim=1).amax(dim=1)
         loss = functional.cross_entropy(logits, labels).item()
-    return Score((predictions == labels).double().mean().item(), loss, predictions.numpy())
+    accuracy = (predictions == labels).double().mean().item()
+    return Score(accuracy, loss, predictions.numpy(), probabilities.numpy())
 
 
 # ------------------------------------------------------------------------------------------------- the sweep
@@ -443,7 +447,8 @@ def tables(
             "labels_per_class": config.labels.per_class,
             "draw": draw,
         }
-        for row, images in rows.scored(common, truth, found.score.predictions, selected_on, settings):
+        answers, probabilities = found.score.predictions, found.score.probabilities
+        for row, images in rows.scored(common, truth, answers, selected_on, settings, probabilities):
             numbers.append(row)
             predictions.append(images)
     return numbers, predictions

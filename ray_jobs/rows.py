@@ -57,6 +57,8 @@ PREDICTIONS = pa.schema(
         _column("label", pa.int32()),
         _column("prediction", pa.int32()),
         _column("correct", pa.bool_()),  # the prediction is the label; with ReaL's labels: it is one of them
+        # what the model's softmax gave the prediction; null: the method has no probabilities
+        _column("probability", pa.float32(), nullable=True),
     ]
 )
 _SMALLEST = {"labels_per_class": 1, "num_images": 1}  # every other integer starts at 0
@@ -92,12 +94,17 @@ def truth_of(dataset: Dataset) -> Truth:
 
 
 def scored(
-    common: Row, truth: Truth, predictions: NDArray[Any], selected_on: str, settings: dict[str, Any]
+    common: Row,
+    truth: Truth,
+    predictions: NDArray[Any],
+    selected_on: str,
+    settings: dict[str, Any],
+    probabilities: NDArray[np.float32] | None = None,
 ) -> list[tuple[Row, pa.Table]]:
     """One look at test: a row of ROWS (the accuracy) and a table of PREDICTIONS with a row for each image; where there
     are ReaL's labels then the same with these, as a task of its own, which is how the paper tells it (table 5).
 
-    `common` has protocol, method, labels_per_class and draw; predictions are [n].
+    `common` has protocol, method, labels_per_class and draw; predictions are [n], and so are their probabilities.
     """
     looks = [(truth.task, np.arange(len(predictions)), predictions == truth.labels)]
     if truth.real is not None:
@@ -119,11 +126,12 @@ def scored(
             "label": truth.labels[places],
             "prediction": predictions[places],
             "correct": correct,
+            "probability": None if probabilities is None else probabilities[places],
         }
         arrays = [
             pa.array(columns[field.name], field.type)
-            if field.name in columns
-            else pa.repeat(pa.scalar(fixed[field.name], field.type), len(places))
+            if columns.get(field.name) is not None
+            else pa.repeat(pa.scalar(fixed.get(field.name), field.type), len(places))
             for field in PREDICTIONS
         ]
         found.append((row, pa.Table.from_arrays(arrays, schema=PREDICTIONS)))
@@ -214,7 +222,7 @@ def _rule(field: Any) -> tuple[Callable[[Any], bool], str]:
         return _is_canonical, "a JSON object (as str) with sorted keys"
     if field.type == pa.string():
         return lambda value: type(value) is str, "a str"
-    if field.type == pa.float64():
+    if pa.types.is_floating(field.type):
         return lambda value: type(value) is float and math.isfinite(value), "a finite float"
     if field.type == pa.bool_():
         return lambda value: type(value) is bool, "a bool"

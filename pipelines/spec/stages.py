@@ -327,7 +327,7 @@ class Labels(Frozen):
 class Finetune(_Stage):
     """A Ray Tune sweep over learning rates, a refit with the best, and one look at test (paper, Table 4's protocol)."""
 
-    VERSION: ClassVar[int] = 5
+    VERSION: ClassVar[int] = 6
     KIND: ClassVar[str] = "model"
     LATER: ClassVar[frozenset[str]] = frozenset({"randaugment", "mixup", "cutmix", "eval_crop"})
     job: Literal["finetune"]
@@ -375,7 +375,7 @@ class Finetune(_Stage):
 class Evaluate(_Stage):
     """Few-shot linear evaluation (paper, section 4.1) of a frozen backbone, beside raw pixels and untrained weights."""
 
-    VERSION: ClassVar[int] = 4
+    VERSION: ClassVar[int] = 5
     KIND: ClassVar[str] = "evaluation"
     LATER: ClassVar[frozenset[str]] = frozenset({"support", "linear_probe", "eval_crop"})
     job: Literal["evaluate"]
@@ -397,7 +397,7 @@ class Evaluate(_Stage):
 class Baselines(_Stage):
     """Classifiers on pixels (scikit-learn), given the same labels and folds as a fine-tuning."""
 
-    VERSION: ClassVar[int] = 4
+    VERSION: ClassVar[int] = 5
     KIND: ClassVar[str] = "evaluation"
     job: Literal["baselines"]
     data: str = takes("dataset")
@@ -416,7 +416,7 @@ class Baselines(_Stage):
 class Report(_Stage):
     """One page of everything: a table, curves, sheets of images, and the rows behind them."""
 
-    VERSION: ClassVar[int] = 3
+    VERSION: ClassVar[int] = 4
     KIND: ClassVar[str] = "report"
     LATER: ClassVar[frozenset[str]] = frozenset({"missing"})
     job: Literal["report"]

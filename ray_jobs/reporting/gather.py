@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,7 @@ from ray_jobs.stage import Context
 
 FORMAT_VERSION = 1
 MAX_CONFUSION = 30  # classes; a larger matrix can't be read
+MAX_CLASSES = 200  # lines of the table of classes: the worst ones
 
 
 @dataclass(frozen=True)
@@ -60,7 +61,15 @@ def gather(context: Context) -> ReportData:
     wrong = mistakes.worst(main, entries) if main else []
     notes = {key: dataset.info.notes for key, dataset in datasets.items()}
     on_vtab = vtab.evaluated([(stage, manifest) for stage, manifest, _ in parts], notes)
-    found, curves, sweeps = verdicts(entries), _loss_curves(parts), _sweeps(parts)
+    found, sweeps = verdicts(entries), _sweeps(parts)
+    curves = [
+        {"stage": stage, "artifact": manifest.key, "points": points}
+        for stage, manifest, points in _read_json(parts, "curve.json")
+    ]
+    finetuning = [
+        {"stage": stage, "artifact": manifest.key, "draws": draws}
+        for stage, manifest, draws in _read_json(parts, "curves.json")
+    ]
     numbers = {
         "format_version": FORMAT_VERSION,
         "title": context.config.title,
@@ -75,6 +84,7 @@ def gather(context: Context) -> ReportData:
         "datasets": [{"stage": stage, "artifact": manifest.key, **pictures.describe(datasets[manifest.key])}
                      for stage, manifest, _ in parts if manifest.key in datasets],
         "pretraining": curves,
+        "finetuning": finetuning,
         "sweeps": sweeps,
         "mistakes": _mistakes(main, main_data, wrong),
         "stages": provenance.stages(parts),
@@ -82,7 +92,7 @@ def gather(context: Context) -> ReportData:
         "protocols": provenance.protocols(parts),
     }  # fmt: skip
     return ReportData(
-        numbers, rows, predictions, _figures(entries, curves, sweeps, numbers["mistakes"]),
+        numbers, rows, predictions, _figures(entries, curves, finetuning, sweeps, numbers["mistakes"]),
         {key: pictures.contact_sheet(dataset) for key, dataset in datasets.items()},
         _images(main_data, [mistake.sample_id for mistake in wrong]),
     )  # fmt: skip
@@ -151,7 +161,8 @@ def _accuracy(entry: Entry, tested: Mapping[str, Dataset]) -> dict[str, Any]:
 def _mistakes(
     main: Entry | None, dataset: Dataset | None, wrong: Sequence[mistakes.Mistake]
 ) -> dict[str, Any] | None:
-    """The main model's errors, with class names where the dataset is at hand; null where nothing was scored."""
+    """The main model's errors, with the names of classes and files where the dataset is at hand; null where nothing was
+    scored."""
     if main is None:
         return None
     classes = dataset.info.class_names if dataset else ()
@@ -159,6 +170,14 @@ def _mistakes(
     def name(label: int) -> str:
         return classes[label] if dataset else f"class {label}"
 
+    index = (
+        dataset.index("test").select(["sample_id", "key"]).to_pydict()
+        if dataset
+        else {"sample_id": [], "key": []}
+    )
+    files = dict(zip(index["sample_id"], index["key"], strict=True))
+    num_classes = len(classes) or 1 + max(main.labels.max(), main.predictions.max())
+    per_class = mistakes.per_class(main, num_classes)
     counts = (
         mistakes.confusion(main, len(classes)).tolist() if dataset and len(classes) <= MAX_CONFUSION else None
     )
@@ -168,31 +187,33 @@ def _mistakes(
         "labels": labels_text(main.labels_per_class, len(classes) if dataset else None), "draws": len(main.draws),
         "num_images": len(main.sample_ids), "ever_wrong": int((~main.correct).any(axis=0).sum()),
         "always_wrong": int((~main.correct).all(axis=0).sum()),
-        "worst": [{**asdict(mistake), "label_name": name(mistake.label), "prediction_name": name(mistake.prediction)}
-                  for mistake in wrong],
+        "worst": [{**asdict(mistake), "label_name": name(mistake.label), "prediction_name": name(mistake.prediction),
+                   "file": files.get(mistake.sample_id)} for mistake in wrong],
+        "num_classes": len(per_class),
+        "classes": [{**asdict(one), "name": name(one.label),
+                     "confused_name": None if one.confused_with is None else name(one.confused_with)}
+                    for one in per_class[:MAX_CLASSES]],
         "confusion": None if counts is None else {"class_names": list(classes), "counts": counts},
     }  # fmt: skip
 
 
-def _loss_curves(parts: Iterable[provenance.Part]) -> list[dict[str, Any]]:
-    return [{"stage": stage, "artifact": manifest.key, "points": json.loads((folder / "curve.json").read_text("utf-8"))}
-            for stage, manifest, folder in parts if (folder / "curve.json").is_file()]  # fmt: skip
+def _read_json(parts: Iterable[provenance.Part], name: str) -> Iterator[tuple[str, Manifest, Any]]:
+    """(stage, manifest, content) of every part that has a file of this name."""
+    for stage, manifest, folder in parts:
+        if (folder / name).is_file():
+            yield stage, manifest, json.loads((folder / name).read_text("utf-8"))
 
 
 def _sweeps(parts: Iterable[provenance.Part]) -> list[dict[str, Any]]:
-    found = []
-    for stage, manifest, folder in parts:
-        if (folder / "sweep.json").is_file():
-            labels = labels_text(manifest.config["labels"]["per_class"], None)
-            sweep = json.loads((folder / "sweep.json").read_text("utf-8"))
-            if sweep["trials"]:
-                found.append({"stage": stage, "artifact": manifest.key, "labels": labels, **sweep})
-    return found
+    return [{"stage": stage, "artifact": manifest.key,
+             "labels": labels_text(manifest.config["labels"]["per_class"], None), **sweep}
+            for stage, manifest, sweep in _read_json(parts, "sweep.json") if sweep["trials"]]  # fmt: skip
 
 
 def _figures(
     entries: Sequence[Entry],
     curves: Sequence[dict[str, Any]],
+    finetuning: Sequence[dict[str, Any]],
     sweeps: Sequence[dict[str, Any]],
     errors: dict[str, Any] | None,
 ) -> dict[str, str]:
@@ -203,7 +224,9 @@ def _figures(
         if few_shot:
             figures[f"few-shot {task}"] = plots.few_shot(_few_shot_curves(few_shot))
     for curve in curves:
-        figures[f"loss {curve['artifact']}"] = plots.loss(curve["points"])
+        figures[f"loss {curve['artifact']}"] = plots.loss([curve["points"]])
+    for tuned in finetuning:
+        figures[f"loss {tuned['artifact']}"] = plots.loss([draw["points"] for draw in tuned["draws"]])
     for labels in dict.fromkeys(sweep["labels"] for sweep in sweeps):
         same = [sweep for sweep in sweeps if sweep["labels"] == labels]
         figures[f"sweep {labels}"] = plots.sweeps([

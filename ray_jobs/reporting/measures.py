@@ -33,7 +33,8 @@ _ORDER = {"few-shot linear": 0, "linear probe": 1, "fine-tuning": 2, "baseline":
 class Entry:
     """One line of the table: a method with so many labels a class (None: all), under one protocol.
 
-    `predictions` and `correct` (bool) are [draws, n], `labels` [n], in the order of `sample_ids`, which is sorted.
+    `predictions`, `correct` (bool) and `probabilities` (of the predictions; NaN: the method has none) are [draws, n],
+    `labels` [n], in the order of `sample_ids`, which is sorted.
     `draw_seed` is the seed of the label draws: draws of the same number from the same seed are the same labelled
     images. `settings` and `selected_on` are the distinct values over the draws.
     """
@@ -50,6 +51,7 @@ class Entry:
     labels: np.ndarray = field(repr=False)
     predictions: np.ndarray = field(repr=False)
     correct: np.ndarray = field(repr=False)
+    probabilities: np.ndarray = field(repr=False)
     selected_on: tuple[str, ...]
     settings: tuple[str, ...]
 
@@ -130,12 +132,12 @@ def _by_draw(predictions: Any) -> tuple[_Ids, dict[tuple[Any, ...], _Draw]]:
     rank = np.empty(len(ids), np.int32)
     rank[order] = np.arange(len(ids), dtype=np.int32)
     places = rank[codes]
-    labels, answers, correct = (predictions[name].to_numpy() for name in ("label", "prediction", "correct"))
+    columns = [predictions[name].to_numpy() for name in ("label", "prediction", "correct", "probability")]
     rows = np.lexsort((places, groups))
     starts = np.flatnonzero(np.diff(groups[rows], prepend=-1))
     keys = predictions.select(names).take(rows[starts]).to_pylist()
     found = {
-        tuple(key.values()): _Draw(places[own], labels[own], answers[own], correct[own])
+        tuple(key.values()): _Draw(places[own], *(column[own] for column in columns))
         for key, own in zip(keys, np.split(rows, starts)[1:], strict=True)
     }
     return _Ids(ids.take(order)), found
@@ -156,6 +158,7 @@ class _Draw(NamedTuple):
     labels: np.ndarray
     predictions: np.ndarray
     correct: np.ndarray
+    probabilities: np.ndarray
 
 
 class _Ids:
@@ -198,6 +201,7 @@ def _entry(
         labels_per_class=labels_per_class, draw_seed=seed, draws=draws, sample_ids=ids.at(first.places),
         labels=first.labels, predictions=np.stack([part.predictions for part in parts]),
         correct=np.stack([part.correct for part in parts]),
+        probabilities=np.stack([part.probabilities for part in parts]),
         selected_on=_distinct(measured, "selected_on"), settings=_distinct(measured, "settings"),
     )  # fmt: skip
     for draw, value in zip(draws, entry.correct.mean(axis=1), strict=True):

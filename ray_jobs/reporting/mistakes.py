@@ -5,6 +5,7 @@ In: `Entry`s. Out: records with class numbers, and counts. numpy.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -21,13 +22,15 @@ SHOWN = 24
 class Mistake:
     """A test image that the main model got wrong in `wrong_draws` of `draws`.
 
-    `prediction` is the most common wrong answer. Of the `methods` that had as many labels (the main one included)
+    `prediction` is the most common wrong answer, `probability` the mean that the model gave it (None: the method has no
+    probabilities). Of the `methods` that had as many labels (the main one included)
     `methods_right` got it right in most draws.
     """
 
     sample_id: str
     label: int
     prediction: int
+    probability: float | None
     wrong_draws: int
     draws: int
     methods_right: int
@@ -56,10 +59,48 @@ def worst(main: Entry, entries: Sequence[Entry]) -> list[Mistake]:
     wrong = (~main.correct).sum(axis=0)
     order = np.lexsort((np.arange(len(wrong)), methods_right, -wrong))
     return [
-        Mistake(main.sample_ids[i], int(main.labels[i]), _usual_mistake(main, i), int(wrong[i]), len(main.draws),
+        Mistake(main.sample_ids[i], int(main.labels[i]), *_usual_mistake(main, i), int(wrong[i]), len(main.draws),
                 int(methods_right[i]), len(peers))
         for i in order[:SHOWN] if wrong[i]
     ]  # fmt: skip
+
+
+@dataclass(frozen=True)
+class ClassResult:
+    """How the main model does on one class: `recall` is the share of its test images that are right, `precision` the
+    share of the predictions of this class that are right (None: the class was never predicted), over all draws.
+
+    `confused_with` is the most common wrong answer for its images and `confused` their share (None: all are right).
+    """
+
+    label: int
+    num_images: int
+    recall: float
+    precision: float | None
+    confused_with: int | None
+    confused: float
+
+
+def per_class(entry: Entry, classes: int) -> list[ClassResult]:
+    """A line for each class that has test images, the lowest recall first."""
+    predicted = np.bincount(entry.predictions.ravel(), minlength=classes)
+    order = np.argsort(entry.labels, kind="stable")
+    starts = np.flatnonzero(np.diff(entry.labels[order], prepend=-1))
+    found = []
+    for images in np.split(order, starts[1:]):
+        label, correct = int(entry.labels[images[0]]), entry.correct[:, images]
+        wrong = np.bincount(entry.predictions[:, images][~correct], minlength=classes)
+        found.append(
+            ClassResult(
+                label=label,
+                num_images=len(images),
+                recall=float(correct.mean()),
+                precision=float(correct.sum() / predicted[label]) if predicted[label] else None,
+                confused_with=int(wrong.argmax()) if wrong.any() else None,
+                confused=float(wrong.max() / correct.size),
+            )
+        )
+    return sorted(found, key=lambda one: (one.recall, one.label))
 
 
 def confusion(entry: Entry, classes: int) -> np.ndarray:
@@ -69,6 +110,8 @@ def confusion(entry: Entry, classes: int) -> np.ndarray:
     return counts
 
 
-def _usual_mistake(entry: Entry, image: int) -> int:
+def _usual_mistake(entry: Entry, image: int) -> tuple[int, float | None]:
     answers = entry.predictions[:, image]
-    return int(np.bincount(answers[~entry.correct[:, image]]).argmax())
+    usual = int(np.bincount(answers[~entry.correct[:, image]]).argmax())
+    probability = float(entry.probabilities[answers == usual, image].mean())
+    return usual, None if math.isnan(probability) else probability

@@ -76,14 +76,21 @@ def few_shot(curves: Sequence[Curve]) -> str:
     return out[0]
 
 
-def loss(points: Sequence[Mapping[str, Any]]) -> str:
-    """Training loss by step, and the learning rate under it on its own axis."""
-    steps = [point["step"] for point in points]
+def loss(draws: Sequence[Sequence[Mapping[str, Any]]]) -> str:
+    """Training loss by step, a line for each draw of labels, and the learning rate, which they share, under it on its
+    own axis."""
     with _figure(5.6, 3.5) as (figure, out):
         above, below = figure.subplots(2, sharex=True, height_ratios=(3, 1))
-        above.plot(steps, [point["loss"] for point in points], color=SERIES[0])
+        for points in draws:
+            steps = [point["step"] for point in points]
+            above.plot(
+                steps,
+                [point["loss"] for point in points],
+                color=SERIES[0],
+                alpha=1 if len(draws) == 1 else 0.5,
+            )
         above.set(ylabel="training loss")
-        below.plot(steps, [point["learning_rate"] for point in points], color=SERIES[1])
+        below.plot(steps, [point["learning_rate"] for point in draws[0]], color=SERIES[1])
         below.set(xlabel="step", ylabel="learning rate", ylim=(0, None))
         below.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
         for axes in (above, below):

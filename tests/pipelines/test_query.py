@@ -35,7 +35,7 @@ def prediction(**changes: Any) -> dict[str, Any]:
     names = ("task", "protocol", "method", "labels_per_class", "draw")
     return (
         {name: row()[name] for name in names}
-        | {"sample_id": "a", "label": 1, "prediction": 1, "correct": True}
+        | {"sample_id": "a", "label": 1, "prediction": 1, "correct": True, "probability": None}
         | changes
     )
 
@@ -110,7 +110,7 @@ def test_artifacts_and_runs(store: Store) -> None:
 @pytest.mark.parametrize(("name", "schema"), [("rows", ROWS), ("predictions", PREDICTIONS)])
 def test_documented_columns_are_those_of_the_files(store: Store, name: str, schema: Any) -> None:
     documented = [(column.name, column.type) for column in TABLES[name]]
-    types = {"string": "VARCHAR", "int32": "INTEGER", "double": "DOUBLE", "bool": "BOOLEAN"}
+    types = {"string": "VARCHAR", "int32": "INTEGER", "double": "DOUBLE", "float": "FLOAT", "bool": "BOOLEAN"}
     assert documented[6:] == [(field.name, types[str(field.type)]) for field in schema]
     for table in TABLES:
         shown = [row[:2] for row in ask(store, f"DESCRIBE {table}")]

@@ -182,6 +182,7 @@ def test_the_whole_stage_twice(dataset, tmp_path, local_ray):
     for row in numbers:
         mine = [p["label"] == p["prediction"] for p in predictions if p["draw"] == row["draw"]]
         assert row["value"] == pytest.approx(np.mean(mine))
+    assert all(0.5 <= p["probability"] <= 1 for p in predictions), "the larger one of two classes"
     assert load_model(folder)[1].class_names == ("left", "right")
 
 

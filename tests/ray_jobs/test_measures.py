@@ -133,8 +133,9 @@ def test_a_linear_probe_is_not_compared_with_a_classifier_that_chose_its_setting
         predictions = (np.arange(20) >= right).astype(int)[None]
         ids = tuple(map(str, range(20)))
         correct = predictions == labels
+        unknown = np.full(correct.shape, np.nan)
         return Entry(
-            "a", "s", "x", protocol, method, None, 0, (0,), ids, labels, predictions, correct, (), ()
+            "a", "s", "x", protocol, method, None, 0, (0,), ids, labels, predictions, correct, unknown, (), ()
         )
 
     probe, fitted = entry("linear probe", "ViT, pretrained", 15), entry("fine-tuning", "ViT, pretrained", 16)

@@ -16,6 +16,7 @@ import pyarrow.parquet as pq
 import pytest
 from PIL import Image
 from rich.console import Console
+from sklearn.metrics import precision_recall_fscore_support
 
 from pipelines.reports import accuracy_table, verdict_lines
 from pipelines.spec import (
@@ -52,6 +53,10 @@ SWEEP = {
     "chosen": 0.01,
     "selected_on": "folds",
 }
+CURVES = [
+    {"draw": draw, "points": [{"step": 3, "learning_rate": 0.1, "loss": 1.0 + draw}]} for draw in (0, 1)
+]
+PROBABILITY = 0.75  # of every answer of a fine-tuned model
 
 
 def finetune(per_class: int | None, backbone: str | None = None) -> Finetune:
@@ -140,6 +145,7 @@ class Artifacts:
                         "label": int(label),
                         "prediction": int(answer),
                         "correct": bool(label == answer),
+                        "probability": PROBABILITY if score["protocol"] == "fine-tuning" else None,
                     }
                     for identity, label, answer in zip(score["ids"], score["labels"], answers, strict=True)
                 ]
@@ -149,6 +155,7 @@ class Artifacts:
         files = {name: (folder / name).read_bytes() for name in ("rows.parquet", "predictions.parquet")}
         if isinstance(config, Finetune):
             files["sweep.json"] = json.dumps(SWEEP).encode()
+            files["curves.json"] = json.dumps(CURVES).encode()
         fields = {"config": config.model_dump(mode="json"), "inputs": self.references(**inputs)}
         return self.commit(stage, config.job, config.KIND, files, **fields)
 
@@ -370,6 +377,35 @@ def test_the_worst_mistakes_are_those_most_often_wrong(files: dict[str, bytes]) 
     assert counts.trace() == correct.sum() and counts.sum() == correct.size
     page = files["report.html"].decode()
     assert page.count('alt="test image') == len(errors["worst"])  # each is shown
+    for mistake in errors["worst"]:
+        assert mistake["probability"] == PROBABILITY and mistake["file"].startswith("test/")
+        assert mistake["file"] in page
+    assert "75.0 %" in page
+
+
+def test_each_class_has_its_recall_its_precision_and_its_rival(files: dict[str, bytes]) -> None:
+    """Against scikit-learn, over all draws."""
+    table = pq.read_table(io.BytesIO(files["predictions.parquet"])).to_pylist()
+    mine = [row for row in table if row["stage"] == "finetune"]
+    labels, answers = (np.array([row[name] for row in mine]) for name in ("label", "prediction"))
+    precision, recall, _, _ = precision_recall_fscore_support(labels, answers)
+    lines = json.loads(files["report.json"])["mistakes"]["classes"]
+    assert [line["recall"] for line in lines] == sorted(recall)
+    for line in lines:
+        label = line["label"]
+        assert line["name"] == ("zero", "one", "two")[label]
+        assert (line["recall"], line["precision"]) == pytest.approx((recall[label], precision[label]))
+        assert 3 * line["num_images"] == np.count_nonzero(labels == label)
+        counts = np.bincount(answers[(labels == label) & (answers != label)], minlength=3)
+        assert line["confused_with"] == counts.argmax()
+        assert line["confused"] == pytest.approx(counts.max() / np.count_nonzero(labels == label))
+
+
+def test_the_curve_of_every_fine_tuning_is_shown(files: dict[str, bytes]) -> None:
+    numbers, page = json.loads(files["report.json"]), files["report.html"].decode()
+    assert [tuned["stage"] for tuned in numbers["finetuning"]] == ["finetune", "scratch"]
+    assert all(tuned["draws"] == CURVES for tuned in numbers["finetuning"])
+    assert page.count("one line per draw of labels") == 2
 
 
 class _Page(html.parser.HTMLParser):

@@ -42,7 +42,7 @@ def prediction(**changes: object) -> Row:
     names = ("task", "protocol", "method", "labels_per_class", "draw")
     return (
         {name: row()[name] for name in names}
-        | {"sample_id": "ab" * 16, "label": 3, "prediction": 8, "correct": False}
+        | {"sample_id": "ab" * 16, "label": 3, "prediction": 8, "correct": False, "probability": None}
         | changes
     )
 
@@ -136,10 +136,11 @@ def test_a_file_with_other_columns_is_refused(tmp_path: Path) -> None:
 def test_a_look_at_test_becomes_its_accuracy_and_a_prediction_an_image(tmp_path: Path) -> None:
     rng = np.random.default_rng(0)
     labels, guesses = rng.integers(0, 3, (2, 50))
+    probabilities = rng.random(50, np.float32)
     ids = [f"image {number}" for number in rng.permutation(50)]
     common = {name: row()[name] for name in ("protocol", "method", "labels_per_class", "draw")}
     [(found, predictions)] = scored(
-        common, Truth("digits", ids, labels), guesses, "dev", {"rate": 0.1, "l2": 8.0}
+        common, Truth("digits", ids, labels), guesses, "dev", {"rate": 0.1, "l2": 8.0}, probabilities
     )
     assert found == row(
         value=np.count_nonzero(labels == guesses) / 50,
@@ -153,6 +154,7 @@ def test_a_look_at_test_becomes_its_accuracy_and_a_prediction_an_image(tmp_path:
             label=int(labels[i]),
             prediction=int(guesses[i]),
             correct=bool(labels[i] == guesses[i]),
+            probability=float(probabilities[i]),
         )
         for i in range(50)
     ]
