@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import html
 import html.parser
 import io
 import json
+import re
+import shutil
+import subprocess
 from collections.abc import Mapping, Sequence
 from hashlib import sha256
 from pathlib import Path
@@ -310,6 +314,41 @@ def test_verdict_compares_pairs_with_the_best_reference_of_each_sort(files: dict
     assert numbers["question"] == "Did pretraining pay?"
     assert numbers["headline"].startswith("With few labels: partly, 2 of 3 differences above zero")
     assert all(verdict["sentence"] in files["report.html"].decode() for verdict in numbers["verdicts"])
+
+
+@pytest.mark.skipif(shutil.which("chromium") is None, reason="needs chromium")
+def test_a_telephone_shows_the_difference_and_its_interval_without_scrolling(
+    files: dict[str, bytes], tmp_path: Path
+) -> None:
+    """In a real browser, 390 pixels wide: where the cells of the differences end."""
+    measure = """<iframe style="width: 390px; height: 800px"></iframe><pre></pre><script>
+        const frame = document.querySelector("iframe"), cells = () =>
+            [...frame.contentDocument.querySelectorAll(".verdicts td.n .whole")].map(
+                cell => [cell.innerText, cell.getBoundingClientRect().left, cell.getBoundingClientRect().right]);
+        frame.onload = () => { document.querySelector("pre").textContent = JSON.stringify(cells()) };
+        frame.srcdoc = PAGE;
+    </script>"""
+    source = json.dumps(files["report.html"].decode()).replace("</", "<\\/")
+    (tmp_path / "measure.html").write_text(measure.replace("PAGE", source))
+    browser = [
+        "chromium",
+        "--headless",
+        "--no-sandbox",
+        "--disable-gpu",
+        f"--user-data-dir={tmp_path / 'profile'}",
+    ]
+    done = subprocess.run(
+        [*browser, "--dump-dom", (tmp_path / "measure.html").as_uri()],
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    found = re.search(r"<pre>(.*?)</pre>", done.stdout, re.DOTALL)
+    assert found, done.stderr
+    intervals = json.loads(html.unescape(found[1]))
+    assert len(intervals) == 3
+    for text, left, right in intervals:
+        assert " to " in text and 0 <= left < right <= 390
 
 
 def test_a_loss_is_said_plainly(artifacts: Artifacts) -> None:
