@@ -39,10 +39,13 @@ def is_decayed(name: str, parameter: torch.Tensor) -> bool:
     return parameter.ndim >= 2 and name.rpartition(".")[2] == "weight"
 
 
-def adamw(model: torch.nn.Module, optimizer: Optimizer) -> torch.optim.AdamW:
+def adamw(model: torch.nn.Module, optimizer: Optimizer, decays_all: bool = False) -> torch.optim.AdamW:
     """AdamW in two groups, decayed and not; whoever steps it sets the learning rate first (`set_learning_rate`).
 
-    Decay is decoupled and multiplied by the learning rate: p -= rate * weight_decay * p (as the papers' code does).
+    Decay is decoupled and multiplied by the scheduled learning rate: p -= rate * weight_decay * p, as torch, timm and
+    the paper's code (flax's former Adam) do. big_vision multiplies it by the schedule alone, which rises to 1 and not
+    to the base rate: its `wd` is `weight_decay` times the base rate (docs/training.md). Kernels are decayed, which is
+    big_vision's mask, or with `decays_all` every parameter that is trained.
     """
     import torch
 
@@ -51,6 +54,8 @@ def adamw(model: torch.nn.Module, optimizer: Optimizer) -> torch.optim.AdamW:
         {"params": [p for name, p in named if is_decayed(name, p)], "weight_decay": optimizer.weight_decay},
         {"params": [p for name, p in named if not is_decayed(name, p)], "weight_decay": 0.0},
     ]
+    if decays_all:
+        groups = [{"params": [p for _, p in named], "weight_decay": optimizer.weight_decay}]
     return torch.optim.AdamW(groups, lr=0.0, betas=optimizer.betas, eps=1e-8, fused=True)
 
 

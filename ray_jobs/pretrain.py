@@ -356,9 +356,10 @@ def _engine(model: torch.nn.Module, config: Pretrain, world: int) -> Any:
         dtype=config.dtype,
         optimizer=config.optimizer,
     )
+    optimizer = optim.adamw(model, config.optimizer, decays_all=config.objective == "contrastive")
     deepspeed = devices.import_deepspeed()
     engine, *_ = deepspeed.initialize(
-        model=model, optimizer=optim.adamw(model, config.optimizer), config=settings, dist_init_required=False
+        model=model, optimizer=optimizer, config=settings, dist_init_required=False
     )
     return engine
 

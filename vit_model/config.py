@@ -42,9 +42,9 @@ class ViTOptions(Frozen):
     """A second class token with a classifier of its own; the logits are the mean of both (DeiT)."""
     registers: Annotated[int, Field(ge=0)] = 0
     """Learned tokens without a position that only collect (Darcet et al. 2024; DINOv2)."""
-    position: Literal["none", "learned1d", "learned2d", "sincos2d", "relative"] = "learned1d"
-    """How tokens know their place (section D.4). "sincos2d" is big_vision's, fixed; "relative" adds query times an
-    embedding of the distance along the raster to the attention's scores."""
+    position: Literal["none", "learned1d", "learned2d", "sincos2d", "sincos2d_moco", "relative"] = "learned1d"
+    """How tokens know their place (section D.4). "sincos2d" is big_vision's fixed table, "sincos2d_moco" MoCo v3's;
+    "relative" adds query times an embedding of the distance along the raster to the attention's scores."""
     position_at: Literal["stem", "every_layer", "shared"] = "stem"
     """Added once before the first block; or at every block's input, from a table for each or from the same one."""
     position_resize: Literal["bilinear", "bicubic", "bicubic_antialias"] = "bilinear"
@@ -232,7 +232,7 @@ def check_vit_sizes(
         divisors = [n for n in range(1, min(width, 1024) + 1) if width % n == 0]
         nearest = min(divisors, key=lambda n: abs(n - num_heads))
         raise ValueError(f"width {width} is not a multiple of num_heads {num_heads}; {nearest} would fit")
-    if position in ("learned2d", "sincos2d") and width % 4:
+    if position in ("learned2d", "sincos2d", "sincos2d_moco") and width % 4:
         raise ValueError(f"width {width} is not a multiple of 4, which position {position!r} needs")
     if stem is not None and patch_size % stem_stride(stem):
         raise ValueError(

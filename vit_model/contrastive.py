@@ -5,9 +5,10 @@ Use: `task = MoCo(model)`; `follower = MomentumEncoder(task)`; at each step
 `loss = task(one, other, *follower.keys(one, other))`, a step of the optimizer over `task`, and
 `follower.follow(task, momentum(step, steps))`; what was pretrained is `task.model`.
 
-Settings are those of the authors' code (facebookresearch/moco-v3: moco/builder.py, main_moco.py and the commands in
-CONFIG.md). Works in one process and as one of the workers of torch.distributed's default group, each of which gives
-an equal share of the batch: then the mean of their losses is the loss of the whole batch in one process.
+The defaults are those of the authors' code (facebookresearch/moco-v3: moco/builder.py, main_moco.py and the commands
+for ViTs in CONFIG.md); docs/training.md has the rest of their recipe and says where this differs. Works in one process
+and as one of the workers of torch.distributed's default group, each of which gives an equal share of the batch: then
+the mean of their losses is the loss of the whole batch in one process.
 
 Letters in shapes: b a worker's share of the batch, B the whole batch, d width, c channels.
 """
@@ -46,7 +47,9 @@ class MoCo(nn.Module):
     """What is trained: the ViT, a projector and a predictor behind it.
 
     The patch projection keeps its random weights: training it makes ViTs unstable (section 4.3). The authors' ViTs
-    have `position` "sincos2d". Weights of the projector and predictor are drawn with `seed`, as nn.Linear draws them.
+    have `position` "sincos2d_moco", and their AdamW decays every parameter that is trained. Weights of the projector
+    and predictor are drawn with `seed`, as nn.Linear draws them; those of the ViT as `ViT.initialise` says, where the
+    authors draw the patch projection uniformly (Xavier) and not as a LeCun normal.
     Raises ValueError for a ViT that has a classifier.
     """
 

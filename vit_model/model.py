@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from vit_model.bottlenecks import stem_channels
 from vit_model.config import ViTConfig
 from vit_model.parts import check_images, lecun_normal_
-from vit_model.positions import relative_scores, sincos2d
+from vit_model.positions import relative_scores, sincos2d, sincos2d_moco
 from vit_model.resnet import Stem
 
 
@@ -177,7 +177,10 @@ class Block(nn.Module):
 
 
 class AttentionPool(nn.Module):
-    """The MAP head: a learned query attends to all tokens, then an MLP (Zhai et al. 2022; big_vision's MAPHead)."""
+    """The MAP head: a learned query attends to all tokens, then an MLP (Zhai et al. 2022; big_vision's MAPHead).
+
+    With `dropout` its MLP drops as every other does; big_vision, which uses none in its recipes, has no dropout here.
+    """
 
     def __init__(self, config: ViTConfig) -> None:
         super().__init__()
@@ -343,7 +346,8 @@ class ViT(nn.Module):
             ]  # [rows, columns, d / 2]
             table = torch.cat(both, dim=-1).reshape(1, config.num_patches, config.width)
         else:
-            table = sincos2d(config.grid, config.width, self.patch_embed.proj.weight.device)
+            fixed = sincos2d_moco if config.position == "sincos2d_moco" else sincos2d
+            table = fixed(config.grid, config.width, self.patch_embed.proj.weight.device)
         without = config.num_prefix_tokens - kept
         if not without:
             return table
@@ -353,6 +357,9 @@ class ViT(nn.Module):
     @torch.no_grad()
     def initialise(self, seed: int) -> None:
         """Draw all weights anew, as the authors' JAX code does (vision_transformer, models_vit.py).
+
+        All ViTs start alike, also with GAP and the MAP head. big_vision's start from position embeddings of std
+        1 / sqrt(d), which is 0.036 for B and 0.072 for Ti.
 
         | parameter                             | distribution                                        |
         |---------------------------------------|-----------------------------------------------------|

@@ -14,14 +14,35 @@ Grid = tuple[int, int]
 def sincos2d(grid: Grid, width: int, device: torch.device | None = None) -> Tensor:
     """The fixed table [1, rows * columns, width] of big_vision (models/vit.py): sin x, cos x, sin y, cos y.
 
-    Frequencies fall from 1 to 1/10000 in width / 4 steps; x and y count patches, so another grid gets another
-    table and not a stretched one.
+    Frequencies fall from 1 to 1/10000 in width / 4 steps, both included; x and y count patches, so another grid gets
+    another table and not a stretched one.
     """
-    omega = 10000.0 ** -(torch.arange(width // 4, device=device, dtype=torch.float64) / (width / 4 - 1))
-    y, x = torch.meshgrid(*(torch.arange(side, device=device).double() for side in grid), indexing="ij")
-    angles_x, angles_y = x.flatten()[:, None] * omega, y.flatten()[:, None] * omega  # [n, width / 4]
-    parts = [angles_x.sin(), angles_x.cos(), angles_y.sin(), angles_y.cos()]
-    return torch.cat(parts, dim=1).float()[None]
+    y, x = _places(grid, device)
+    return _waves(x, y, torch.arange(width // 4, device=device, dtype=torch.float64) / (width / 4 - 1))
+
+
+def sincos2d_moco(grid: Grid, width: int, device: torch.device | None = None) -> Tensor:
+    """The fixed table [1, rows * columns, width] of MoCo v3 (facebookresearch/moco-v3, vits.py), which big_vision's
+    departs from: sin y, cos y, sin x, cos x, and frequencies that stop one step short of 1/10000.
+
+    The authors call the first half "w". They build it in column order and add it in row order, so on their square
+    grids it counts rows.
+    """
+    y, x = _places(grid, device)
+    return _waves(y, x, torch.arange(width // 4, device=device, dtype=torch.float64) / (width / 4))
+
+
+def _places(grid: Grid, device: torch.device | None) -> tuple[Tensor, ...]:
+    """Row and column of each patch in raster order, [n] each."""
+    sides = (torch.arange(side, device=device).double() for side in grid)
+    return tuple(place.flatten() for place in torch.meshgrid(*sides, indexing="ij"))
+
+
+def _waves(first: Tensor, second: Tensor, exponents: Tensor) -> Tensor:
+    """Sines and cosines of places [n] times 10000 ** -exponents [k], as a table [1, n, 4 k]."""
+    omega = 10000.0**-exponents
+    angles = (place[:, None] * omega for place in (first, second))
+    return torch.cat([wave for angle in angles for wave in (angle.sin(), angle.cos())], dim=1).float()[None]
 
 
 def relative_scores(query: Tensor, table: Tensor) -> Tensor:

@@ -104,7 +104,8 @@ class ResNet(nn.Module):
         """
         check_images(images, self.config, self.norm.weight.dtype)
         x = self.stem["conv"](images)
-        # Zeros, which may win: there is no relu before them ("subtly not the same" as max_pool2d's own padding).
+        # Zeros, which may win: there is no relu before them ("subtly not the same" as max_pool2d's own padding, which
+        # is -inf, says bit_pytorch). big_vision (bit_paper.py) reads the same files and pads with -inf.
         x = F.max_pool2d(F.pad(x, (1, 1, 1, 1)), 3, stride=2)
         x = F.relu(self.norm(_run(self.stages, x)))
         features = x.flatten(2).transpose(1, 2)  # [b, n, d]

@@ -142,7 +142,7 @@ def resize_positions(weights: dict[str, Tensor], old: ViTConfig, new: ViTConfig)
 
     Raises ValueError for relative positions, whose distances along one raster mean nothing on another.
     """
-    if old.grid == new.grid or old.position in ("none", "sincos2d"):
+    if old.grid == new.grid or old.position in ("none", "sincos2d", "sincos2d_moco"):
         return []
     if old.position == "relative":
         raise ValueError(

@@ -17,9 +17,14 @@ from vit_model.config import Frozen
 
 
 class Optimizer(Frozen):
-    """AdamW with linear warm-up and a decay to zero; the weight decay is multiplied by the learning rate."""
+    """AdamW with linear warm-up and a decay to zero. How to copy another library's recipe: docs/training.md."""
 
-    weight_decay: float = Field(0.05, ge=0)
+    weight_decay: float = Field(
+        0.05,
+        ge=0,
+        description="multiplied by the learning rate of the step, as torch, timm and Hugging Face do; big_vision's wd"
+        " divided by its lr. Kernels are decayed; with objective contrastive every parameter, as MoCo v3 does",
+    )
     betas: tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]] = (0.9, 0.95)
     warmup_fraction: float = Field(0.1, ge=0, lt=1)
     schedule: Literal["cosine", "linear"] = "cosine"
@@ -176,7 +181,8 @@ class Import(_Stage):
 
 
 class Contrastive(Frozen):
-    """MoCo v3's settings; these are the authors'. The networks behind the ViT are thrown away after pretraining."""
+    """MoCo v3's settings; the defaults are the authors' for ViTs. The networks behind the ViT are thrown away after
+    pretraining. The rest of the authors' recipe, from `position: sincos2d_moco` to the rates: docs/training.md."""
 
     hidden_width: int = Field(4096, ge=1, description="of the projector and the predictor")
     output_width: int = Field(256, ge=1)
@@ -189,7 +195,7 @@ class Contrastive(Frozen):
 class Pretrain(_Stage):
     """Pretraining with DeepSpeed ZeRO on Ray Train (paper, section 3.1 and Table 3)."""
 
-    VERSION: ClassVar[int] = 3
+    VERSION: ClassVar[int] = 4
     KIND: ClassVar[str] = "model"
     LATER: ClassVar[frozenset[str]] = frozenset(
         {"objective", "patch_target", "contrastive", "randaugment", "mixup", "cutmix", "eval_crop", "order"}

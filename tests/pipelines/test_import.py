@@ -25,8 +25,9 @@ from ray_jobs.sources.folder import scan
 from tests.records import make_manifest
 from tests.s3 import Bucket, Server, used
 from vit_model import formats
-from vit_model.config import ModelContract, Preprocessing, ViTConfig
+from vit_model.config import ModelContract, Preprocessing, ResNetConfig, ViTConfig
 from vit_model.model import ViT
+from vit_model.resnet import ResNet
 from vit_model.weights import save_model
 
 
@@ -319,6 +320,21 @@ def test_an_export_is_the_same_model_to_those_who_read_it(
     assert ("class_names: the names of 3 classes" in said) is (to == "npz"), "what is lost is said"
     for name, tensor in model.state_dict().items():
         assert torch.equal(found.weights[name], tensor), name
+
+
+def test_an_exported_resnet_says_which_code_it_is_exact_for(
+    store: Store, tmp_path: Path, vitflow_here: Callable[..., str]
+) -> None:
+    config = ResNetConfig(units=(1,), image_size=32, num_classes=1)
+    pixels = Preprocessing(mean=(0.5,) * 3, std=(0.5,) * 3, resolution=32, channels=3)
+    contract = ModelContract(
+        architecture=config, class_names=("ape",), preprocessing=pixels, training_data="d", license=None
+    )
+    with store.staging(Layout.files("pretrain", "ra", 1)) as staging:
+        save_model(staging.path, ResNet(config), contract)
+    commit(store, make_manifest("pretrain", key="ra", stage="resnet", files=staging.files))
+    said = vitflow_here("export", "ra", "--format", "npz", "--output", tmp_path / "out", "--store", store.uri)
+    assert "root pool: exact for big_transfer's bit_pytorch and timm" in said and "big_vision pads" in said
 
 
 @pytest.mark.parametrize("to", ["hf", "timm", "npz"])

@@ -3,6 +3,7 @@
 import itertools
 import math
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -67,6 +68,36 @@ def test_a_step_is_adamw_with_decay_times_the_learning_rate():
     # Bias correction makes both moments of the first step those of the gradient itself.
     expected = before * (1 - rate * 0.1) - rate * gradient / (gradient.abs() + 1e-8)
     torch.testing.assert_close(model.weight.detach(), expected)
+
+
+def big_visions_steps(kernel, gradients, *, lr, wd, clip, warmup):
+    """Its chain in numpy (optax.py): clip, Adam, times lr, plus wd times the kernel, all of it times the schedule."""
+    mean, square = np.zeros_like(kernel), np.zeros_like(kernel)
+    for step, gradient in enumerate(gradients):
+        gradient = gradient * min(1.0, clip / np.linalg.norm(gradient))
+        mean, square = 0.9 * mean + 0.1 * gradient, 0.999 * square + 0.001 * gradient**2
+        adam = mean / (1 - 0.9 ** (step + 1)) / (np.sqrt(square / (1 - 0.999 ** (step + 1))) + 1e-8)
+        progress = np.clip((step - warmup) / (len(gradients) - warmup), 0, 1)
+        schedule = min(1, step / warmup) * 0.5 * (1 + np.cos(np.pi * progress))
+        kernel = kernel - schedule * (lr * adam + wd * kernel)
+    return kernel
+
+
+def test_big_visions_recipe_is_ours_with_its_decay_divided_by_its_rate():
+    """docs/training.md says how to copy a recipe. With wd taken as it is, a thousandth of the decay would be left."""
+    rng, lr, wd = np.random.default_rng(0), 0.001, 0.1
+    kernel, gradients = rng.normal(size=(2, 3)), rng.normal(size=(20, 2, 3))
+    expected = big_visions_steps(kernel, gradients, lr=lr, wd=wd, clip=1.0, warmup=5)
+    copied = Optimizer(weight_decay=wd / lr, betas=(0.9, 0.999), warmup_fraction=0.25, clip_norm=1.0)
+    model = nn.Linear(3, 2, bias=False).double()
+    model.weight.data = torch.from_numpy(kernel.copy())
+    optimizer = optim.adamw(model, copied)
+    for step, gradient in enumerate(gradients):
+        optim.set_learning_rate(optimizer, optim.learning_rate(step, 20, lr, copied))
+        model.weight.grad = torch.from_numpy(gradient.copy())
+        optim.update(optimizer, model, model, copied.clip_norm)
+    np.testing.assert_allclose(model.weight.detach().numpy(), expected, rtol=1e-5)
+    assert np.abs(expected / kernel).max() < 0.5, "the decay can be seen"
 
 
 def test_update_without_a_copy_is_torchs_clipping_and_adamw():

@@ -74,6 +74,7 @@ VITS: list[dict[str, Any]] = [
     {"pooling": "map", "registers": 4},
     {"distillation": True, "num_classes": 100},
     {"position": "sincos2d", "norm_first": True},
+    {"position": "sincos2d_moco"},
     {"position": "relative"},
     {"position": "learned2d", "position_at": "every_layer"},
     {"axial": True, "pooling": "gap", "image_size": (128, 160), "width": 16, "mlp_dim": 32, "depth": 1},

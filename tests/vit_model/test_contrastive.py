@@ -18,7 +18,7 @@ from vit_model.model import ViT
 
 TINY: dict[str, Any] = {
     "image_size": 8, "patch_size": 4, "width": 16, "depth": 2, "num_heads": 2, "mlp_dim": 32, "in_channels": 1,
-    "position": "sincos2d",
+    "position": "sincos2d_moco",
 }  # fmt: skip
 
 

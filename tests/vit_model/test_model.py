@@ -356,6 +356,7 @@ OPTIONS: list[dict[str, Any]] = [
     {"position": "none"},
     {"position": "learned2d"},
     {"position": "sincos2d", "pooling": "gap"},
+    {"position": "sincos2d_moco"},
     {"position": "relative"},
     {"position_at": "every_layer"},
     {"position_at": "every_layer", "position": "learned2d", "image_size": (12, 20)},

@@ -6,7 +6,14 @@ import numpy as np
 import pytest
 import torch
 
-from vit_model.positions import relative_scores, resize_axis, resize_position_embedding, sincos2d
+from tests import timm_models
+from vit_model.positions import (
+    relative_scores,
+    resize_axis,
+    resize_position_embedding,
+    sincos2d,
+    sincos2d_moco,
+)
 
 
 def table(entries: int, width: int = 5) -> torch.Tensor:
@@ -69,6 +76,29 @@ def test_sincos_tells_every_place_by_rows_and_columns() -> None:
                     math.cos(y * omega),
                 ]
                 np.testing.assert_allclose(found[y, x, k :: width // 4].numpy(), expected, atol=1e-6)
+
+
+def test_mocos_table_is_the_authors_formula() -> None:
+    """Token m of their table is at (m // side, m % side), and the first half is of the former: sin, cos, sin, cos, with
+    omega = 10000 ** -(i / (width / 4))."""
+    side, width = 5, 16
+    found = sincos2d_moco((side, side), width)[0]
+    for m in range(side * side):
+        for i in range(width // 4):
+            omega = 1 / 10_000 ** (i / (width // 4))
+            first, second = m // side * omega, m % side * omega
+            expected = [math.sin(first), math.cos(first), math.sin(second), math.cos(second)]
+            np.testing.assert_allclose(found[m, i :: width // 4].numpy(), expected, atol=1e-6)
+    assert (found - sincos2d((side, side), width)[0]).abs().max() > 0.5
+
+
+def test_mocos_table_has_timms_frequencies() -> None:
+    """timm's table of the same grid, which has sin y, sin x, cos y, cos x."""
+    timm_models.load()
+    from timm.layers import build_sincos2d_pos_embed
+
+    theirs = build_sincos2d_pos_embed([3, 5], 16).view(15, 4, 4)[:, [0, 2, 1, 3]].reshape(15, 16)
+    torch.testing.assert_close(sincos2d_moco((3, 5), 16)[0], theirs)
 
 
 def test_relative_scores_are_query_times_the_distances_embedding() -> None:
