@@ -162,7 +162,7 @@ def compare(store: Store, a: str, b: str) -> dict[str, Any]:
 
     `both` has {task, protocol, method, labels_per_class, a, b, difference} for what both measured, `only_a` and
     `only_b` what one measured. Accuracies are {accuracy, low, high, draws, num_images, stage, artifact}, differences
-    {value, low, high, paired}: B - A with its 95 % interval, as fractions.
+    {value, low, high, paired}: B - A with its 95 % interval, as fractions. Each interval is for its own difference.
 
     Raises:
         RecipeError: A or B means nothing that was measured.
@@ -214,8 +214,14 @@ def comparison_table(found: dict[str, Any]) -> Table:
         table.add_row(
             *map(Text, (f"  {line['method']}", *sides, _interval(difference, "value", "+", " to ") + mark))
         )
+    notes = []
+    if len(found["both"]) > 1:
+        notes.append(
+            f"each of the {len(found['both'])} intervals of B - A is 95 % by itself, not for all at once"
+        )
     if not all(line["difference"]["paired"] for line in found["both"]):
-        table.caption = "† not paired: other test images, or other draws of labels"
+        notes.append("† not paired: other test images, or other draws of labels")
+    table.caption = "\n".join(notes) or None
     return table
 
 

@@ -132,6 +132,8 @@ def _verdict(verdict: Verdict, tested: Mapping[str, Dataset]) -> dict[str, Any]:
         "difference": verdict.difference.value,
         "low": verdict.difference.low,
         "high": verdict.difference.high,
+        "adjusted_low": verdict.adjusted.low,
+        "adjusted_high": verdict.adjusted.high,
         "draws": verdict.draws,
         "num_images": len(method.sample_ids),
         "conclusion": verdict.conclusion,

@@ -2,6 +2,11 @@
 
 In: `Entry`s. Out: `Verdict`s, one a comparison, and a headline. The same label draws and the same test images on both
 sides; which of several references is the best is taken from the test accuracies, which can only favour the reference.
+
+The comparisons of one report are a family. Each has a 95 % interval of its own; of 20 differences that are nothing, one
+would leave out zero. So each has a second, wider one: these hold for all comparisons of the report at once with 95 %
+(Bonferroni: each at 1 - 0.05 / number of comparisons), and the headline says how many differences are above zero by
+them.
 """
 
 from __future__ import annotations
@@ -24,13 +29,17 @@ SHOTS = 5  # the number of shots that the verdict is about, where it was measure
 
 @dataclass(frozen=True)
 class Verdict:
-    """`method` against `reference`: a difference of accuracies (fractions) with its 95 % interval."""
+    """`method` against `reference`: a difference of accuracies (fractions) with its 95 % interval.
+
+    `adjusted` is the interval of the same difference that holds together with those of the report's other comparisons.
+    """
 
     method: Entry
     reference: Entry
     accuracy: float
     reference_accuracy: float
     difference: Interval
+    adjusted: Interval
     draws: int
 
     @property
@@ -62,15 +71,16 @@ def verdicts(entries: Sequence[Entry]) -> list[Verdict]:
         if not _is_few_shot(entry) or entry.labels_per_class == _shots(entries, entry.task):
             learning = sort_of_learning(entry.protocol)
             settings.setdefault((entry.task, learning, entry.labels_per_class), []).append(entry)
-    found = []
+    pairs = []
     for candidates in settings.values():
         judged = [entry for entry in candidates if kind(entry) == "trained"]
         judged = judged or [entry for entry in candidates if kind(entry) == "scratch"]
         for method in judged:
             for sort in ("scratch", "pixels"):
                 rivals = [entry for entry in candidates if kind(entry) == sort and entry not in judged]
-                found += _against_best(method, [entry for entry in rivals if comparable(method, entry)])
-    return found
+                if rivals := [entry for entry in rivals if comparable(method, entry)]:
+                    pairs.append((method, rivals))
+    return [_against_best(method, rivals, comparisons=len(pairs)) for method, rivals in pairs]
 
 
 def sort_of_learning(protocol: str) -> str:
@@ -92,13 +102,14 @@ def question(found: Sequence[Verdict]) -> str:
 
 
 def headline(found: Sequence[Verdict]) -> str:
-    """The answer in one or two sentences; what was seen with few labels comes first, all labels after it."""
+    """The answer in a few sentences: what was seen with few labels, then with all labels, then of all of it at once."""
     if not found:
         return "Nothing to compare: no two methods were scored on the same test images with the same labels."
     few = [verdict for verdict in found if verdict.method.labels_per_class is not None]
     everything = [verdict for verdict in found if verdict.method.labels_per_class is None]
     parts = [("With few labels", few), ("With all labels", everything)]
-    return " ".join(f"{words}: {_answer(some)}." for words, some in parts if some)
+    answers = [f"{words}: {_answer(some)}." for words, some in parts if some]
+    return " ".join(answers + ([_together(found)] if len(found) > 1 else []))
 
 
 def sentence(verdict: Verdict, classes: int | None) -> str:
@@ -140,15 +151,15 @@ def _shots(entries: Sequence[Entry], task: str) -> int:
     return min(shots, key=lambda shot: (abs(shot - SHOTS), shot))
 
 
-def _against_best(method: Entry, rivals: list[Entry]) -> list[Verdict]:
-    """Against the rival with the highest accuracy over the draws in common; nothing where there is none."""
-    if not rivals:
-        return []
+def _against_best(method: Entry, rivals: list[Entry], comparisons: int) -> Verdict:
+    """Against the rival with the highest accuracy over the draws in common, as one of so many comparisons."""
     tables = [_paired(method, rival) for rival in rivals]
     best = int(np.argmax([theirs.mean() for _, theirs in tables]))
     ours, theirs = tables[best]
     difference = paired_difference(ours, theirs)
-    return [Verdict(method, rivals[best], float(ours.mean()), float(theirs.mean()), difference, len(ours))]
+    adjusted = paired_difference(ours, theirs, comparisons=comparisons)
+    accuracies = float(ours.mean()), float(theirs.mean())
+    return Verdict(method, rivals[best], *accuracies, difference, adjusted, draws=len(ours))
 
 
 def _paired(a: Entry, b: Entry) -> tuple[np.ndarray, np.ndarray]:
@@ -166,3 +177,13 @@ def _answer(found: Sequence[Verdict]) -> str:
     count = only if len(found) == 1 else f"{above} of {len(found)} differences"
     less = f", {below} wholly below" if below else ""
     return f"{answer}, {count} above zero with the whole 95 % interval{less}"
+
+
+def _together(found: Sequence[Verdict]) -> str:
+    """How many differences are above zero by the intervals that hold for all comparisons at once."""
+    above = sum(verdict.adjusted.low > 0 for verdict in found)
+    still = "still " if above == sum(verdict.difference.low > 0 for verdict in found) else ""
+    return (
+        f"Each interval is for its own comparison; with wider ones that hold for all {len(found)} comparisons at once"
+        f" (Bonferroni), {still}{above} of {len(found)} differences {'is' if above == 1 else 'are'} above zero."
+    )

@@ -119,6 +119,8 @@ def test_what_was_not_measured_is_named(store: Store, task: str, stage: str, bes
 def test_the_commands(vitflow, store: Store) -> None:  # type: ignore[no-untyped-def]
     table = vitflow("report", "compare", "aa", "seed", "--store", store.uri, COLUMNS="80").stdout
     assert "not paired" in table and all(len(line) <= 80 for line in table.splitlines())
+    several = vitflow("report", "compare", "report", "report", "--store", store.uri, COLUMNS="80").stdout
+    assert "each of the 2 intervals of B - A is 95 % by itself" in " ".join(several.split())
     (line,) = json.loads(
         vitflow("report", "list", "--best", "accuracy", "--json", "--store", store.uri).stdout
     )

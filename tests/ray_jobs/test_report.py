@@ -351,6 +351,21 @@ def test_a_telephone_shows_the_difference_and_its_interval_without_scrolling(
         assert " to " in text and 0 <= left < right <= 390
 
 
+def test_verdict_says_what_holds_for_all_comparisons_at_once(files: dict[str, bytes]) -> None:
+    """The family is all comparisons of the report; the single comparison of another report needs no such sentence."""
+    numbers = json.loads(files["report.json"])
+    ours = _correct(files, "finetune", "ViT, pretrained", 10)
+    for verdict in numbers["verdicts"]:
+        adjusted = verdict["adjusted_low"], verdict["adjusted_high"]
+        assert adjusted[0] < verdict["low"] <= verdict["high"] < adjusted[1]
+        if verdict["reference"] == "ViT, from scratch":
+            theirs = _correct(files, "scratch", "ViT, from scratch", 10)
+            assert adjusted == paired_difference(ours, theirs, comparisons=3)[1:]
+    above = sum(verdict["adjusted_low"] > 0 for verdict in numbers["verdicts"])
+    assert "hold for all 3 comparisons at once (Bonferroni)" in numbers["headline"]
+    assert f"{above} of 3 differences" in numbers["headline"].partition("Bonferroni")[2]
+
+
 def test_a_loss_is_said_plainly(artifacts: Artifacts) -> None:
     ids, labels = _tested(artifacts)
     ours, theirs = labels.copy(), labels.copy()
@@ -363,7 +378,7 @@ def test_a_loss_is_said_plainly(artifacts: Artifacts) -> None:
     (verdict,) = numbers["verdicts"]
     assert verdict["conclusion"] == "below zero" and "BELOW zero" in verdict["sentence"]
     assert verdict["difference"] == pytest.approx(-27 / 40)
-    assert "With all labels: no" in numbers["headline"]
+    assert numbers["headline"].startswith("With all labels: no") and "at once" not in numbers["headline"]
     assert "pretraining" not in numbers["question"]
 
 
