@@ -55,6 +55,11 @@ _ORIGIN = (
     Column("finished", "TIMESTAMP", "when it was committed, UTC"),
     Column("vtab_group", "VARCHAR", "natural, specialized or structured, on a task of VTAB's; else NULL"),
 )
+_RESULT = Column(
+    "result",
+    "VARCHAR",
+    "one name for each result, to group by: task, labels, protocol, method, and the stage and artifact it is from",
+)
 _WHAT = (
     Column("task", "VARCHAR", "the dataset's name; with ' (ReaL)' behind it scored by ReaL's labels"),
     Column("protocol", "VARCHAR", "few-shot linear, linear probe, fine-tuning or baseline"),
@@ -62,10 +67,17 @@ _WHAT = (
     Column("labels_per_class", "INTEGER", "labels of each class that it learned from; NULL: all"),
     Column("draw", "INTEGER", "number of the draw of these labels, from 0"),
 )
-# The columns of `rows` and `predictions` after the artifact's are those of ray_jobs.rows.
+# Rows that share it are of one result: its draws, or its test images. The same method stands under several protocols.
+_RESULT_SQL = """concat(
+    task, ', ',
+    CASE WHEN labels_per_class IS NULL THEN 'all labels' WHEN labels_per_class = 1 THEN '1 label per class'
+         ELSE labels_per_class || ' labels per class' END,
+    ', ', protocol, ': ', method, ' (', stage, ' ', artifact[:8], ')')"""
+# The columns of `rows` and `predictions` after `result` are those of ray_jobs.rows.
 TABLES = {
     "rows": (
         *_ORIGIN,
+        _RESULT,
         *_WHAT,
         Column("split", "VARCHAR", "the images that it was measured on: test"),
         Column("metric", "VARCHAR", "accuracy"),
@@ -76,6 +88,7 @@ TABLES = {
     ),
     "predictions": (
         *_ORIGIN,
+        _RESULT,
         *_WHAT,
         Column("sample_id", "VARCHAR", "the test image"),
         Column("label", "INTEGER", "its class"),
@@ -332,8 +345,10 @@ def _define_view(connection: DuckDBPyConnection, name: str, files: dict[str, dic
         f'getvariable(\'{name}_origins\')[file_index::BIGINT + 1]."{column.name}" AS "{column.name}"'
         for column in _ORIGIN
     ]
-    own = [f'"{column.name}"::{column.type} AS "{column.name}"' for column in TABLES[name][len(_ORIGIN) :]]
-    shown = ", ".join([*origin, *own])
+    own = [
+        f'"{column.name}"::{column.type} AS "{column.name}"' for column in TABLES[name][len(_ORIGIN) + 1 :]
+    ]
+    shown = ", ".join([*origin, f"{_RESULT_SQL} AS {_RESULT.name}", *own])
     files_read = f"read_parquet(getvariable('{name}_paths'))"
     connection.execute(f"CREATE VIEW {name} AS SELECT {shown} FROM {files_read}")  # noqa: S608 (names of ours)
 

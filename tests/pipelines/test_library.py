@@ -154,7 +154,8 @@ def test_rows_are_those_of_every_evaluation_and_fine_tuning_once(store: Store) -
             tables.write_table(staging.path / file, [row("k-NN", 0.25), row("majority", 1 / 3)], tables.ROWS)
         commit(store, make_manifest(job, key=key, stage=f"s-{job}", run="r-2", files=staging.files))
     found = pipelines.open_store(store.uri).rows()
-    assert found.columns == ["artifact", "job", "stage", "run", "finished", "vtab_group", *tables.ROWS.names]
+    assert found.columns == ["artifact", "job", "stage", "run", "finished", "vtab_group", "result",
+                             *tables.ROWS.names]  # fmt: skip
     assert set(found.project("artifact, stage, run, method, value, labels_per_class").fetchall()) == {
         ("fa", "tune", "r-1", "ViT", 0.5, None),
         ("ba", "s-baselines", "r-2", "k-NN", 0.25, None),

@@ -98,6 +98,32 @@ def test_every_row_stands_beside_the_artifact_that_it_is_from(store: Store) -> N
     ]
 
 
+def test_a_result_is_one_number_whatever_else_has_its_method(tmp_path: Path) -> None:
+    """Fine-tuned and probed, with 10 labels and with all, made by one stage and by another: a mean for each."""
+    store = open_store(str(tmp_path))
+    vit = {"method": "ViT, pretrained", "labels_per_class": 10}
+    few_shot = [row(**vit, protocol="few-shot linear", draw=draw, value=0.9 + draw / 100) for draw in (0, 1)]
+    put(store, "aa" * 32, few_shot, [prediction(**vit, protocol="few-shot linear")], stage="few_shot")
+    tuned = [row(**vit | {"labels_per_class": labels}, protocol="fine-tuning", value=value)
+             for labels, value in ((10, 0.5), (None, 0.6), (1, 0.4))]  # fmt: skip
+    put(store, "bb" * 32, tuned, [prediction(**vit, protocol="fine-tuning")], stage="tune", job="finetune")
+    put(
+        store, "cc" * 32, tuned[:1], [prediction(**vit, protocol="fine-tuning")], stage="tune", job="finetune"
+    )
+    found = ask(
+        store, "SELECT result, round(avg(value), 3), count(*) FROM rows GROUP BY result ORDER BY result"
+    )
+    assert found == [
+        ("digits, 1 label per class, fine-tuning: ViT, pretrained (tune bbbbbbbb)", 0.4, 1),
+        ("digits, 10 labels per class, few-shot linear: ViT, pretrained (few_shot aaaaaaaa)", 0.905, 2),
+        ("digits, 10 labels per class, fine-tuning: ViT, pretrained (tune bbbbbbbb)", 0.5, 1),
+        ("digits, 10 labels per class, fine-tuning: ViT, pretrained (tune cccccccc)", 0.5, 1),
+        ("digits, all labels, fine-tuning: ViT, pretrained (tune bbbbbbbb)", 0.6, 1),
+    ]
+    matched = ask(store, "SELECT DISTINCT result FROM rows SEMI JOIN predictions USING (result) ORDER BY 1")
+    assert [name for (name,) in matched] == [name for name, *_ in found[1:4]]
+
+
 def test_artifacts_and_runs(store: Store) -> None:
     found = ask(
         store,
@@ -111,7 +137,7 @@ def test_artifacts_and_runs(store: Store) -> None:
 def test_documented_columns_are_those_of_the_files(store: Store, name: str, schema: Any) -> None:
     documented = [(column.name, column.type) for column in TABLES[name]]
     types = {"string": "VARCHAR", "int32": "INTEGER", "double": "DOUBLE", "float": "FLOAT", "bool": "BOOLEAN"}
-    assert documented[6:] == [(field.name, types[str(field.type)]) for field in schema]
+    assert documented[7:] == [(field.name, types[str(field.type)]) for field in schema]
     for table in TABLES:
         shown = [row[:2] for row in ask(store, f"DESCRIBE {table}")]
         assert shown == [(column.name, column.type) for column in TABLES[table]]
