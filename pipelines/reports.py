@@ -120,7 +120,7 @@ def list_reports(store: Store) -> list[dict[str, Any]]:
 
 def list_results(store: Store, task: str | None, stage: str | None, best: str | None) -> list[dict[str, Any]]:
     """Means on test over the draws of each (artifact, task, protocol, method, number of labels, metric), oldest first;
-    with `best`, a metric, only the highest of each (task, protocol, number of labels).
+    with `best`, a metric, only the highest of each (task, protocol, number of labels) that covers all of test.
 
     Raises:
         RecipeError: a task, stage or metric that nothing was measured on, by or of.
@@ -146,8 +146,10 @@ def list_results(store: Store, task: str | None, stage: str | None, best: str | 
         found = [row for row in found if value in {None, row[column]}]
     if best is None:
         return found
+    from ray_jobs.rows import is_apart
+
     highest: dict[tuple[Any, ...], dict[str, Any]] = {}
-    for row in found:
+    for row in (row for row in found if not is_apart(row["method"])):
         setting = row["task"], row["protocol"], row["labels_per_class"]
         if setting not in highest or row["mean"] >= highest[setting]["mean"]:
             highest[setting] = row

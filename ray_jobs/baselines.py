@@ -10,11 +10,13 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 from numpy.typing import NDArray
 
 from pipelines.spec import Baselines
 from ray_jobs.draws import draw_labels, permutation, stratified_folds
 from ray_jobs.evaluate import save_evaluation
+from ray_jobs.leakage import check_leakage
 from ray_jobs.rows import scored, truth_of
 from ray_jobs.shards import Dataset, Split
 from ray_jobs.stage import Context, Result, run_stage
@@ -28,11 +30,14 @@ def main(context: Context) -> Result:
     """Fit and score every method, each in a Ray task of one core."""
     import ray
 
+    dataset = context.dataset()
+    dataset.require("train", "test")
+    overlap = check_leakage(context, dataset, _fitted_on(dataset, context.config))
     one = ray.remote(num_cpus=1)(run_method)
     found = ray.get([one.remote(context, method) for method in context.config.methods])
     rows = [row for method_rows, _ in found for row in method_rows]
     predictions = [part for _, method_predictions in found for part in method_predictions]
-    return save_evaluation(context, rows, predictions)
+    return save_evaluation(context, rows, predictions, overlap)
 
 
 def run_method(context: Context, method: str) -> tuple[list[Any], list[Any]]:
@@ -44,7 +49,6 @@ def run_method(context: Context, method: str) -> tuple[list[Any], list[Any]]:
 
     config: Baselines = context.config
     dataset = context.dataset()
-    dataset.require("train", "test")
     x, y, supports, folds, selected_on = _labelled(dataset, config)
     x_test, truth = _pixels(dataset, "test", config), truth_of(dataset)
     first = supports[0]
@@ -74,14 +78,14 @@ def _labelled(
 ) -> tuple[NDArray[Any], NDArray[Any], list[NDArray[Any]], Any, str]:
     """(pixels, labels, supports as indices into them, folds of the first support, on what settings are selected)."""
     labels, y = config.labels, dataset.labels("train")
+    drawn = _drawn(y, config)
     if labels.per_class is not None:
-        drawn = [draw_labels(y, labels.per_class, labels.seed, draw) for draw in range(labels.draws)]
         needed = np.unique(np.concatenate(drawn))
         supports = [np.searchsorted(needed, support) for support in drawn]
         folds = stratified_folds(y[drawn[0]], labels.folds, labels.seed)
         selected_on = f"{labels.folds}-fold cross-validation in draw 0"
         return _pixels(dataset, "train", config, needed), y[needed], supports, folds, selected_on
-    keep = np.sort(permutation(len(y), labels.seed, _KEEP)[: config.max_images])
+    (keep,) = drawn
     x, y = _pixels(dataset, "train", config, keep), y[keep]
     if not dataset.info.splits["dev"]:
         folds = stratified_folds(y, labels.folds, labels.seed)
@@ -90,6 +94,21 @@ def _labelled(
     y_all = np.concatenate([y, dataset.labels("dev")])
     fold = (np.arange(len(y)), np.arange(len(y), len(y_all)))
     return x_all, y_all, [np.arange(len(y_all))], [fold], "dev"
+
+
+def _drawn(y: NDArray[Any], config: Baselines) -> list[NDArray[Any]]:
+    """Places in train, whose labels are `y`, of each draw's images; with all labels, of `max_images` of them."""
+    labels = config.labels
+    if labels.per_class is not None:
+        return [draw_labels(y, labels.per_class, labels.seed, draw) for draw in range(labels.draws)]
+    return [np.sort(permutation(len(y), labels.seed, _KEEP)[: config.max_images])]
+
+
+def _fitted_on(dataset: Dataset, config: Baselines) -> pa.Table:
+    """The rows of the index that some draw is fitted on."""
+    drawn = np.unique(np.concatenate(_drawn(dataset.labels("train"), config)))
+    rows = dataset.index("train").take(drawn)
+    return rows if config.labels.per_class is not None else pa.concat_tables([rows, dataset.index("dev")])
 
 
 def _pixels(

@@ -2,7 +2,8 @@
 
 In: a dataset and a model. Supports are drawn from train (or from train and dev), every image of test is scored, L2 is
 chosen by leave-one-out on the support in the same way for every row; so for all labels of the support at once, which
-is a linear probe. Out: `rows.parquet` and `predictions.parquet`, see `ray_jobs.rows`.
+is a linear probe. A model that was trained on test images is refused first (`ray_jobs.leakage`). Out: `rows.parquet`
+and `predictions.parquet`, see `ray_jobs.rows`.
 
     python -m ray_jobs.evaluate --spec ATTEMPT.json
 """
@@ -16,11 +17,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import pyarrow as pa
 from numpy.typing import NDArray
 
 from pipelines.spec import Evaluate
 from ray_jobs import rows as tables
 from ray_jobs.draws import draw_labels
+from ray_jobs.leakage import COMPARED, PRETRAINED, SEEN, Overlap, check_leakage
 from ray_jobs.linear_probe import few_shot
 from ray_jobs.shards import Dataset, Split
 from ray_jobs.stage import Context, Result, run_stage
@@ -33,7 +36,7 @@ if TYPE_CHECKING:
 PROTOCOL, ALL_LABELS = "few-shot linear", "linear probe"
 # A linear probe on more inputs than this has too many: pixels of larger images are taken from them at this size.
 PIXELS_SIDE = 32
-PRETRAINED, SEEN, UNTRAINED = "pretrained", "trained on these images", "untrained"
+UNTRAINED = "untrained"
 BATCH = 256  # images that a backbone is given at once
 DECODED = 4 * BATCH  # images in memory at once: at 384 pixels a side 450 MB
 
@@ -54,25 +57,40 @@ def main(context: Context) -> Result:
 
 @dataclass(frozen=True)
 class Support:
-    """The images that labels may be drawn from: of each its split, its row there and its label, all [n]."""
+    """The images that labels may be drawn from: of each its split, its row there and its label, all [n].
+
+    `needed` [m] are the places, ascending, of those that some draw takes; with a linear probe of all.
+    """
 
     splits: NDArray[Any]
     rows: NDArray[np.int64]
     labels: NDArray[np.int64]
+    needed: NDArray[np.int64]
 
 
 def evaluate(context: Context) -> Result:
-    """Features once, then every (shots, draw) in closed form, for each kind of features."""
+    """Features once, then every (shots, draw) in closed form, for each kind of features.
+
+    Raises:
+        ValueError: the backbone was trained on test images, see `check_leakage`.
+    """
     config: Evaluate = context.config
     dataset = context.dataset()
     dataset.require("train", "test")
     support = support_of(dataset, config)
-    truth = tables.truth_of(dataset)
+    overlap = check_leakage(context, dataset, _labelled(dataset, support))
+    # a backbone that has seen these labels in training is no few-shot learner, whatever its numbers
+    backbone = SEEN if overlap.labels_seen else PRETRAINED
+    truth, of_backbone = tables.truth_of(dataset), tables.truth_of(dataset, overlap.seen)
     unseen = np.setdiff1d(truth.labels, support.labels)
     if len(unseen):
         print(f"{len(unseen)} classes of test have no labelled image: what is theirs is wrong", flush=True)
-    rows, predictions = [], []
-    for method, train, test, standardise in _features(dataset, context.input("backbone"), config):
+    rows: list[tables.Row] = []
+    predictions = []
+    for method, train, test, standardise in _features(
+        dataset, context.input("backbone"), support, config, backbone
+    ):
+        own = len(rows)
         found = few_shot(
             train,
             support.labels,
@@ -104,47 +122,68 @@ def evaluate(context: Context) -> Result:
                 settings["eval_crop"] = config.eval_crop.model_dump()
             if len(unseen):
                 settings["classes_without_labels"] = len(unseen)
-            for row, images in tables.scored(common, truth, result.predictions, result.selected_on, settings):
+            judged = of_backbone if method.endswith(f", {backbone}") else truth
+            for row, images in tables.scored(
+                common, judged, result.predictions, result.selected_on, settings
+            ):
                 rows.append(row)
                 predictions.append(images)
-        for shots in dict.fromkeys(result.shots for result in found):
-            mean = np.mean([result.accuracy for result in found if result.shots == shots])
-            print(f"{method}, {'all' if shots is None else shots} shots: {mean:.3f}", flush=True)
-    return save_evaluation(context, rows, predictions)
+        for name, mean in _means(rows[own:]).items():
+            print(f"{name}: {mean:.3f}", flush=True)
+    return save_evaluation(context, rows, predictions, overlap)
 
 
 def support_of(dataset: Dataset, config: Evaluate) -> Support:
     """Train, with `support: train+dev` then dev."""
     splits: tuple[Split, ...] = ("train", "dev") if config.support == "train+dev" else ("train",)
-    labels = [dataset.labels(split) for split in splits]
+    by_split = [dataset.labels(split) for split in splits]
+    labels = np.concatenate(by_split)
+    needed = np.arange(len(labels))
+    if not config.linear_probe:
+        draws = range(config.draws)
+        drawn = [draw_labels(labels, max(config.shots), config.seed, draw) for draw in draws]
+        needed = np.unique(np.concatenate(drawn))
     return Support(
-        np.repeat(splits, [len(own) for own in labels]),
-        np.concatenate([np.arange(len(own)) for own in labels]),
-        np.concatenate(labels),
+        np.repeat(splits, [len(own) for own in by_split]),
+        np.concatenate([np.arange(len(own)) for own in by_split]),
+        labels,
+        needed,
     )
 
 
-def save_evaluation(context: Context, rows: list[Any], predictions: list[Any]) -> Result:
-    """Write the two tables of an evaluation; its accuracies, averaged over draws, become the artifact's metrics."""
+def _labelled(dataset: Dataset, support: Support) -> pa.Table:
+    """COMPARED of the images that the support needs."""
+    splits: list[Split] = list(dict.fromkeys(support.splits.tolist()))
+    rows = pa.concat_tables([dataset.index(split).select(COMPARED) for split in splits])
+    return rows.take(support.needed)
+
+
+def save_evaluation(context: Context, rows: list[Any], predictions: list[Any], overlap: Overlap) -> Result:
+    """Write the two tables of an evaluation; its accuracies, averaged over draws, become the artifact's metrics, with
+    what training and test have in common."""
     with context.staging() as staging:
         tables.write_table(staging.path / "rows.parquet", rows, tables.ROWS)
         tables.write_predictions(staging.path / "predictions.parquet", predictions)
+    return Result(tables.digest_rows(rows, tables.ROWS), staging.files, _means(rows) | overlap.metrics)
+
+
+def _means(rows: list[Any]) -> dict[str, float | int | str]:
+    """Mean accuracy over the draws, by method and number of labels."""
     groups: dict[str, list[float]] = {}
     for row in rows:
         labels = "all" if row["labels_per_class"] is None else row["labels_per_class"]
         real = tables.REAL if row["task"].endswith(tables.REAL) else ""
         groups.setdefault(f"{row['method']} @ {labels}{real}", []).append(row["value"])
-    metrics: dict[str, float | int | str] = {name: float(np.mean(values)) for name, values in groups.items()}
-    return Result(tables.digest_rows(rows, tables.ROWS), staging.files, metrics)
+    return {name: float(np.mean(values)) for name, values in groups.items()}
 
 
 def _features(
-    dataset: Dataset, model_folder: Path, config: Evaluate
+    dataset: Dataset, model_folder: Path, support: Support, config: Evaluate, backbone: str
 ) -> Iterator[tuple[str, NDArray[Any], NDArray[Any], bool]]:
     """(method, features of the support's images [n, d], of test [m, d], whether they are standardised) of each row.
 
     Of the support only images that some draw takes are read; the features of the others are zero, and nobody looks
-    at them.
+    at them. `backbone` is what the model's own row is called, PRETRAINED or SEEN.
     """
     from vit_model.build import build
     from vit_model.weights import load_model
@@ -153,12 +192,7 @@ def _features(
     preprocessing = contract.preprocessing
     if config.eval_crop is not None:
         preprocessing = Preprocessing(**(preprocessing.model_dump() | config.eval_crop.model_dump()))
-    support = support_of(dataset, config)
-    needed = np.arange(len(support.labels))
-    if not config.linear_probe:
-        draws = range(config.draws)
-        drawn = [draw_labels(support.labels, max(config.shots), config.seed, draw) for draw in draws]
-        needed = np.unique(np.concatenate(drawn))
+    needed = support.needed
 
     def features(preprocessing: Preprocessing, *functions: Embed) -> Iterator[list[NDArray[Any]]]:
         """For each function [features of the support, of test]; an image is decoded once for all of them."""
@@ -179,11 +213,9 @@ def _features(
             train[needed] = np.concatenate(own)
             yield [train, of_test]
 
-    # a backbone that has seen these labels in training is no few-shot learner, whatever its numbers
-    seen = contract.training_data == dataset.info.content_digest
     untrained = build(contract.architecture)
     untrained.initialise(config.seed)
-    networks = {SEEN if seen else PRETRAINED: model, UNTRAINED: untrained}
+    networks = {backbone: model, UNTRAINED: untrained}
     embed = [partial(_embed, network, contract, config.threads) for network in networks.values()]
     for method, (train, test) in zip(networks, features(preprocessing, *embed), strict=True):
         yield f"{FAMILIES[contract.architecture.family]}, {method}", train, test, True

@@ -30,6 +30,7 @@ from pipelines.identity import canonical_json, sha256
 from pipelines.spec import Finetune
 from pipelines.store import FileEntry
 from ray_jobs import devices, optim, rows
+from ray_jobs.leakage import PRETRAINED, SEEN, Overlap, check_leakage
 from ray_jobs.pretrain import model_contract
 from ray_jobs.progress import Progress
 from ray_jobs.shards import Dataset, Split
@@ -42,6 +43,7 @@ if TYPE_CHECKING:
 
 PROTOCOL = "fine-tuning"
 ONE_RATE = "nothing, one learning rate was given"
+DIVERGED = sys.float_info.max  # the loss of a trial that diverged: sweep.json can't say infinity
 _EVALUATION_BATCH = 512
 _CURVE_POINTS = 20
 
@@ -202,9 +204,19 @@ def score(model: Network, contract: ModelContract, data: Images) -> Score:
 
 
 def choose(trials: list[dict[str, Any]]) -> float:
-    """The learning rate with the highest mean validation accuracy; of equals the one with the lowest mean loss."""
-    best = min(trials, key=lambda trial: (-np.mean(trial["accuracies"]), max(trial["losses"])))
-    if max(best["losses"]) == sys.float_info.max:
+    """The learning rate with the highest mean validation accuracy; of equals the one with the lowest mean loss.
+
+    A rate that diverged in some fold comes after all that diverged in fewer. Raises DivergenceError if every rate
+    diverged in every fold.
+    """
+
+    def place(trial: dict[str, Any]) -> tuple[float, float, float]:
+        losses = [loss for loss in trial["losses"] if loss != DIVERGED]
+        # those that are compared by their losses have as many of them, so that sums do for means
+        return -len(losses), -float(np.mean(trial["accuracies"])), sum(losses)
+
+    best = min(trials, key=place)
+    if set(best["losses"]) == {DIVERGED}:
         raise optim.DivergenceError(
             "training diverged with every learning rate of the sweep: lower ones would help"
         )
@@ -279,7 +291,7 @@ def _tune_trial(
         result = run_trial(fetched(context, task), pool, folds[parameters["fold"]], rate, name)
     except optim.DivergenceError as error:  # a sweep is there to find out which rates are too high
         print(f"{name}: {error}", flush=True)
-        tune.report({"accuracy": 0.0, "loss": sys.float_info.max})
+        tune.report({"accuracy": 0.0, "loss": DIVERGED})
     else:
         tune.report({"accuracy": result.accuracy, "loss": result.loss})
 
@@ -338,13 +350,19 @@ def run_refits(context: Context, task: Task, pools: list[Images], rate: float) -
 
 
 def main(context: Context) -> Result:
-    """Sweep, choose, refit, score, write."""
+    """Check the backbone for leakage, sweep, choose, refit, score, write.
+
+    Raises:
+        ValueError: the backbone was trained on test images, see `check_leakage`; or every learning rate diverged.
+    """
     config: Finetune = context.config
     dataset = context.dataset(config.cache_gib)
     task = make_task(config, dataset, context.input("backbone") if config.backbone else None)
     for line in taken_over(task):
         print(line, flush=True)
     pools, folds, selected_on = labelled(config, dataset)
+    dataset.require("test")
+    overlap = check_leakage(context, dataset, pa.concat_tables([pool.rows for pool in pools]))
     if len(config.learning_rates) == 1:  # nothing to choose from, so no image is kept from the training
         trials, chosen, selected_on = [], config.learning_rates[0], ONE_RATE
     else:
@@ -354,7 +372,7 @@ def main(context: Context) -> Result:
     print(f"chosen on {selected_on}: learning rate {chosen:g}", flush=True)
     refits = run_refits(context, task, pools, chosen)
 
-    number_rows, predictions = tables(task, dataset, refits, chosen, selected_on)
+    number_rows, predictions = tables(task, dataset, refits, chosen, selected_on, overlap)
     with context.staging() as staging:
         rows.write_table(staging.path / "rows.parquet", number_rows, rows.ROWS)
         rows.write_predictions(staging.path / "predictions.parquet", predictions)
@@ -368,13 +386,24 @@ def main(context: Context) -> Result:
     digest["sweep"] = sha256(sweep_json)  # a report shows it
     metrics: dict[str, float | int | str] = {
         "learning_rate": chosen,
-        "test_accuracy": float(np.mean([found.score.accuracy for found in refits])),
+        **_test_accuracy(dataset, refits, overlap),
         "parameters": task.contract.architecture.num_parameters,
         "substitutes": sum(found.substitutes for found in refits),
+        **overlap.metrics,
     }
     if trials:
-        metrics["validation_accuracy"] = max(float(np.mean(trial["accuracies"])) for trial in trials)
+        (taken,) = (trial for trial in trials if trial["learning_rate"] == chosen)
+        metrics["validation_accuracy"] = float(np.mean(taken["accuracies"]))
     return Result(content_digest=sha256(canonical_json(digest)), files=files, metrics=metrics)
+
+
+def _test_accuracy(dataset: Dataset, refits: list[Refit], overlap: Overlap) -> dict[str, float]:
+    """The mean over draws, on the test images that were not seen in training; empty if all were."""
+    unseen = ~overlap.seen
+    if not unseen.any():
+        return {}
+    right = [found.score.predictions == dataset.labels("test") for found in refits]
+    return {"test_accuracy": float(np.mean([own[unseen].mean() for own in right]))}
 
 
 def make_task(config: Finetune, dataset: Dataset, backbone: Path | None) -> Task:
@@ -428,7 +457,7 @@ def read_split(dataset: Dataset, split: Split) -> Images:
 
 
 def tables(
-    task: Task, dataset: Dataset, refits: list[Refit], chosen: float, selected_on: str
+    task: Task, dataset: Dataset, refits: list[Refit], chosen: float, selected_on: str, overlap: Overlap
 ) -> tuple[list[rows.Row], list[Any]]:
     """rows.parquet's rows and predictions.parquet's tables."""
     config = task.config
@@ -437,13 +466,16 @@ def tables(
     if config.randaugment is not None:
         settings["randaugment"] = config.randaugment.model_dump()
     settings |= {name: alpha for name in ("mixup", "cutmix") if (alpha := getattr(config, name))}
-    truth = rows.truth_of(dataset)
+    truth = rows.truth_of(dataset, overlap.seen)
     family = FAMILIES[task.contract.architecture.family]
+    start = "from scratch" if task.backbone is None else PRETRAINED
+    if config.labels.per_class is not None and overlap.labels_seen:
+        start = SEEN  # it has learned from more of these labels than the row says
     numbers, predictions = [], []
     for draw, found in enumerate(refits):
         common = {
             "protocol": PROTOCOL,
-            "method": f"{family}, {'from scratch' if task.backbone is None else 'pretrained'}",
+            "method": f"{family}, {start}",
             "labels_per_class": config.labels.per_class,
             "draw": draw,
         }

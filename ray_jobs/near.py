@@ -45,6 +45,25 @@ def near_pairs(hashes: Hashes, distance: int) -> Pairs:
     return pairs[:, 0], pairs[:, 1]
 
 
+def is_near(hashes: Hashes, others: Hashes, distance: int) -> NDArray[np.bool_]:
+    """[n]: whether one of `others` [m] differs from each of `hashes` [n] in at most `distance` bits."""
+    found = np.isin(hashes, others)
+    for mask in _masks(len(others), distance) if distance else ():
+        ordered = others[np.argsort(others & mask)]
+        agree = ordered & mask
+        left = np.flatnonzero(~found)
+        place = np.searchsorted(agree, hashes[left] & mask)
+        while len(left):  # each is compared with the first that agrees, then the next, ...
+            there = place < len(agree)
+            left, place = left[there], place[there]
+            there = agree[place] == hashes[left] & mask
+            left, place = left[there], place[there]
+            close = np.bitwise_count(ordered[place] ^ hashes[left]) <= distance
+            found[left[close]] = True
+            left, place = left[~close], place[~close] + 1
+    return found
+
+
 def _masks(count: int, distance: int) -> Iterator[np.uint64]:
     """Bits of which one set at least agrees in any two hashes that differ in at most `distance` bits."""
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 
 Row = dict[str, Any]
 REAL = " (ReaL)"  # after a task's name: scored with ReaL's labels of the same images
+# after a method's name: scored on a part of test only, because the model was trained on some of its images
+ON_SEEN, ON_UNSEEN = ", on test images seen in training", ", on test images not seen in training"
 
 
 def _column(name: str, kind: Any, nullable: bool = False) -> Any:
@@ -74,15 +76,17 @@ class Truth:
 
     `real`, where there is one, has for each image the list of all labels that count as right, which is empty (or null)
     where nobody could tell (Beyer et al., "Are we done with ImageNet?", 2020): such an image is not scored.
+    `seen` [n] says which images the model was trained on; if there are any, they are scored apart from the others.
     """
 
     task: str
     ids: Sequence[str]
     labels: NDArray[Any]
     real: pa.ListArray | None = None
+    seen: NDArray[np.bool_] | None = None
 
 
-def truth_of(dataset: Dataset) -> Truth:
+def truth_of(dataset: Dataset, seen: NDArray[np.bool_] | None = None) -> Truth:
     """Of the images of a dataset's test split, in its order."""
     real = dataset.index("test")["labels"].combine_chunks()
     return Truth(
@@ -90,7 +94,14 @@ def truth_of(dataset: Dataset) -> Truth:
         dataset.sample_ids("test"),
         dataset.labels("test"),
         real if len(real.flatten()) else None,
+        seen,
     )
+
+
+def is_apart(method: str) -> bool:
+    """Whether a method's row covers only a part of test, because the model was trained on some of its images: no
+    verdict and no list of the best includes such a row."""
+    return method.endswith((ON_SEEN, ON_UNSEEN))
 
 
 def scored(
@@ -102,7 +113,8 @@ def scored(
     probabilities: NDArray[np.float32] | None = None,
 ) -> list[tuple[Row, pa.Table]]:
     """One look at test: a row of ROWS (the accuracy) and a table of PREDICTIONS with a row for each image; where there
-    are ReaL's labels then the same with these, as a task of its own, which is how the paper tells it (table 5).
+    are ReaL's labels then the same with these, as a task of its own, which is how the paper tells it (table 5). If the
+    model was trained on some of the images, each becomes two, for these and for the others, as methods of their own.
 
     `common` has protocol, method, labels_per_class and draw; predictions are [n], and so are their probabilities.
     """
@@ -111,8 +123,8 @@ def scored(
         looks.append((truth.task + REAL, *_judged(truth.real, predictions)))
     ids = pa.array(truth.ids, pa.string())
     found = []
-    for task, places, correct in looks:
-        fixed = {"task": task} | common
+    for task, method, places, correct in _parted(looks, common["method"], truth.seen):
+        fixed = {"task": task} | common | {"method": method}
         row = fixed | {
             "split": "test",
             "metric": "accuracy",
@@ -136,6 +148,19 @@ def scored(
         ]
         found.append((row, pa.Table.from_arrays(arrays, schema=PREDICTIONS)))
     return found
+
+
+def _parted(
+    looks: Iterable[tuple[str, NDArray[Any], NDArray[Any]]], method: str, seen: NDArray[np.bool_] | None
+) -> Iterator[tuple[str, str, NDArray[Any], NDArray[Any]]]:
+    """(task, method, places, correct) for each (task, places, correct); two if some images were seen in training."""
+    for task, places, correct in looks:
+        if seen is None or not seen.any():
+            yield task, method, places, correct
+            continue
+        for name, wanted in ((ON_SEEN, seen[places]), (ON_UNSEEN, ~seen[places])):
+            if wanted.any():
+                yield task, f"{method}{name}", places[wanted], correct[wanted]
 
 
 def _judged(real: pa.ListArray, predictions: NDArray[Any]) -> tuple[NDArray[Any], NDArray[Any]]:

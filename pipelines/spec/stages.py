@@ -36,7 +36,18 @@ Rate = Annotated[float, Field(gt=0)]
 Dtype = Literal["bfloat16", "float32"]
 Objective = Literal["softmax", "sigmoid", "masked_patches", "contrastive"]
 PatchTarget = Literal["mean_colour", "4x4", "pixels"]
+SeenInTraining = Literal["fail", "report"]
 Method = Literal["majority", "k-NN", "logistic regression", "RBF SVM"]
+
+
+def seen_in_training() -> Any:
+    """A field of stages that score a model on test images."""
+    return Field(
+        "fail",
+        description="what happens if the backbone or one of its ancestors was trained on test images: the stage fails"
+        " and says on how many; or it scores these apart from the others, in rows that no verdict and no list of the"
+        " best includes",
+    )
 
 
 class _Stage(Frozen):
@@ -335,7 +346,9 @@ class Finetune(_Stage):
 
     VERSION: ClassVar[int] = 6
     KIND: ClassVar[str] = "model"
-    LATER: ClassVar[frozenset[str]] = frozenset({"randaugment", "mixup", "cutmix", "eval_crop"})
+    LATER: ClassVar[frozenset[str]] = frozenset(
+        {"randaugment", "mixup", "cutmix", "eval_crop", "seen_in_training"}
+    )
     job: Literal["finetune"]
     data: str = takes("dataset")
     backbone: str | None = takes("model", default=None)
@@ -358,6 +371,7 @@ class Finetune(_Stage):
         None, description="null: the backbone's; without one squash where all images are square, else center"
     )
     label_smoothing: float = Field(0.0, ge=0, lt=1)
+    seen_in_training: SeenInTraining = seen_in_training()
     dtype: Dtype = "bfloat16"
     seed: Seed = 0
     threads: int = execution(1, ge=1, description="CPU threads a trial")
@@ -383,7 +397,7 @@ class Evaluate(_Stage):
 
     VERSION: ClassVar[int] = 5
     KIND: ClassVar[str] = "evaluation"
-    LATER: ClassVar[frozenset[str]] = frozenset({"support", "linear_probe", "eval_crop"})
+    LATER: ClassVar[frozenset[str]] = frozenset({"support", "linear_probe", "eval_crop", "seen_in_training"})
     job: Literal["evaluate"]
     data: str = takes("dataset")
     backbone: str = takes("model")
@@ -396,6 +410,7 @@ class Evaluate(_Stage):
     eval_crop: EvalCrop | None = Field(
         None, description="how images become squares; null: as the model's own do"
     )
+    seen_in_training: SeenInTraining = seen_in_training()
     seed: Seed = 0
     threads: int = execution(1, ge=1)
 

@@ -17,7 +17,7 @@ import numpy as np
 from pipelines.store import Manifest, Store
 from ray_jobs.reporting import measures, mistakes, pictures, plots, provenance, vtab
 from ray_jobs.reporting.measures import Entry
-from ray_jobs.reporting.verdicts import Verdict, headline, labels_text, question, sentence, verdicts
+from ray_jobs.reporting.verdicts import Verdict, headline, kind, labels_text, question, sentence, verdicts
 from ray_jobs.rows import PREDICTIONS, ROWS
 from ray_jobs.shards import Dataset, open_artifact
 from ray_jobs.stage import Context
@@ -59,6 +59,7 @@ def gather(context: Context) -> ReportData:
     main = mistakes.main_entry(entries)
     main_data = tested.get(main.artifact) if main else None
     wrong = mistakes.worst(main, entries) if main else []
+    metrics = {manifest.key: manifest.metrics for manifest in manifests}
     notes = {key: dataset.info.notes for key, dataset in datasets.items()}
     on_vtab = vtab.evaluated([(stage, manifest) for stage, manifest, _ in parts], notes)
     found, sweeps = verdicts(entries), _sweeps(parts)
@@ -80,7 +81,7 @@ def gather(context: Context) -> ReportData:
         "missing": list(context.config.missing),
         "vtab": vtab.scores(entries, on_vtab),
         "verdicts": [_verdict(verdict, tested) for verdict in found],
-        "accuracies": [_accuracy(entry, tested) for entry in entries],
+        "accuracies": [_accuracy(entry, tested, metrics[entry.artifact]) for entry in entries],
         "datasets": [{"stage": stage, "artifact": manifest.key, **pictures.describe(datasets[manifest.key])}
                      for stage, manifest, _ in parts if manifest.key in datasets],
         "pretraining": curves,
@@ -141,7 +142,10 @@ def _verdict(verdict: Verdict, tested: Mapping[str, Dataset]) -> dict[str, Any]:
     }
 
 
-def _accuracy(entry: Entry, tested: Mapping[str, Dataset]) -> dict[str, Any]:
+def _accuracy(
+    entry: Entry, tested: Mapping[str, Dataset], metrics: Mapping[str, float | int | str]
+) -> dict[str, Any]:
+    sort = kind(entry)
     return {
         "task": entry.task,
         "protocol": entry.protocol,
@@ -155,6 +159,8 @@ def _accuracy(entry: Entry, tested: Mapping[str, Dataset]) -> dict[str, Any]:
         "high": entry.accuracy.high,
         "draws": len(entry.draws),
         "num_images": len(entry.sample_ids),
+        "apart": sort == "apart",
+        "seen": "" if sort in ("pixels", "untrained") else provenance.seen_in_training(metrics),
         "selected_on": list(entry.selected_on),
         "settings": [json.loads(settings) for settings in entry.settings],
     }

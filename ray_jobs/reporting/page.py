@@ -44,13 +44,16 @@ def render(data: ReportData) -> str:
 
 
 def groups(accuracies: list[dict[str, Any]]) -> list[tuple[str, list[dict[str, Any]]]]:
-    """The lines of the table under their headings, best first: those that may be compared with one another."""
+    """The lines of the table under their headings, best first: those that may be compared with one another. Lines of
+    a part of test come last."""
 
     def heading(line: dict[str, Any]) -> str:
         return f"{line['task']}, {sort_of_learning(line['protocol'])}, {line['labels']}"
 
     found = [(name, list(lines)) for name, lines in groupby(accuracies, heading)]
-    return [(name, sorted(lines, key=lambda line: -line["accuracy"])) for name, lines in found]
+    return [
+        (name, sorted(lines, key=lambda line: (line["apart"], -line["accuracy"]))) for name, lines in found
+    ]
 
 
 def scale(accuracies: list[dict[str, Any]]) -> float:

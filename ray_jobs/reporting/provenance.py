@@ -66,8 +66,22 @@ def _protocol(manifest: Manifest, folder: Path, names: Mapping[str, str]) -> str
     }
     text = {"pretrain": _pretrain, "import": _import, "finetune": _finetune, "evaluate": _evaluate,
             "baselines": _baselines}.get(manifest.job)  # fmt: skip
-    imported = any(found.job == "import" for found in manifest.inputs.get("backbone", []))
-    return "" if text is None else f"{text(config, inputs)}{_UNKNOWN * imported}{_normalisation(folder)}"
+    unknown = "unknown_training" in manifest.metrics
+    return "" if text is None else f"{text(config, inputs)}{_UNKNOWN * unknown}{_normalisation(folder)}"
+
+
+def seen_in_training(metrics: Mapping[str, float | int | str]) -> str:
+    """How an artifact's test images overlap with training images; empty if its metrics do not say."""
+    if "test_images_seen_in_training" not in metrics:
+        return ""
+    seen, shared, near = (
+        metrics[f"test_images_{name}"]
+        for name in ("seen_in_training", "also_in_train", "near_training_images")
+    )
+    said = [f"{seen:,} test images" if seen else "unknown" if "unknown_training" in metrics else "none"]
+    said += [f"{shared:,} also in its own train or dev"] if shared else []
+    said += [f"{near:,} near-copies"] if near else []
+    return f"seen in training: {', '.join(said)}"
 
 
 _OBJECTIVES = {

@@ -18,6 +18,7 @@ import numpy as np
 
 from ray_jobs.intervals import Interval, paired_difference
 from ray_jobs.reporting.measures import Entry
+from ray_jobs.rows import is_apart
 
 _IN_WORDS = {
     "above zero": "all of it above zero",
@@ -52,7 +53,9 @@ class Verdict:
 
 def kind(entry: Entry) -> str:
     """ "trained" for what is to be judged, else which sort of reference it is; a backbone that has seen the labels of
-    the support ("trained on these images") is neither."""
+    the support ("trained on these images") is neither, nor is a row of a part of test ("apart")."""
+    if is_apart(entry.method):
+        return "apart"
     if entry.protocol == "baseline" or entry.method.startswith("pixels"):
         return "pixels"
     return next(

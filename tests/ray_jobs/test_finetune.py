@@ -89,9 +89,22 @@ def test_the_best_mean_wins_and_the_loss_breaks_ties():
     trials = [
         {"learning_rate": 1.0, "accuracies": [1.0, 0.5], "losses": [0.1, 0.1]},
         {"learning_rate": 2.0, "accuracies": [0.8, 0.8], "losses": [0.9, 0.9]},
-        {"learning_rate": 3.0, "accuracies": [0.9, 0.7], "losses": [0.4, 0.6]},
+        {"learning_rate": 3.0, "accuracies": [0.9, 0.7], "losses": [0.2, 0.95]},
     ]
-    assert finetune.choose(trials) == 3.0
+    assert finetune.choose(trials) == 3.0, "0.575 is less than 0.9, though its worst fold is worse"
+
+
+def test_a_rate_that_diverged_in_fewer_folds_comes_first():
+    lost = finetune.DIVERGED
+    best_but_for_a_fold = {"learning_rate": 1.0, "accuracies": [1.0, 1.0, 0.0], "losses": [0.1, 0.1, lost]}
+    sound = {"learning_rate": 2.0, "accuracies": [0.5, 0.5, 0.5], "losses": [0.9, 0.9, 0.9]}
+    worse = {"learning_rate": 3.0, "accuracies": [1.0, 0.0, 0.0], "losses": [0.1, lost, lost]}
+    never = {"learning_rate": 4.0, "accuracies": [0.0] * 3, "losses": [lost] * 3}
+    assert finetune.choose([best_but_for_a_fold, sound, worse, never]) == 2.0
+    assert finetune.choose([never, worse, best_but_for_a_fold]) == 1.0
+    assert finetune.choose([never, worse]) == 3.0
+    with pytest.raises(ValueError, match="diverged with every learning rate"):
+        finetune.choose([never, {**never, "learning_rate": 5.0}])
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])

@@ -144,7 +144,13 @@ def test_a_linear_probe_is_not_compared_with_a_classifier_that_chose_its_setting
     assert [(verdict.method, verdict.reference) for verdict in found] == [(probe, pixels), (fitted, baseline)]
     assert isinstance(probe.accuracy, Interval)
     lines = [
-        {"task": "x", "protocol": one.protocol, "labels": "all labels", "accuracy": one.accuracy.value}
+        {
+            "task": "x",
+            "protocol": one.protocol,
+            "labels": "all labels",
+            "accuracy": one.accuracy.value,
+            "apart": False,
+        }
         for one in (probe, pixels, fitted, baseline)
     ]
     assert [name for name, _ in groups(lines)] == [

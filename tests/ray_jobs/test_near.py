@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ray_jobs.near import _masks, near_pairs
+from ray_jobs.near import _masks, is_near, near_pairs
 
 WORD = st.integers(0, 2**64 - 1)
 
@@ -29,6 +29,17 @@ def test_all_pairs_and_no_others(centres: list[int], changes: list[set[int]], di
     near = [centres[n % len(centres)] ^ sum(1 << bit for bit in bits) for n, bits in enumerate(changes)]
     hashes = np.unique(np.array([*centres, *near], np.uint64))
     assert as_set(hashes, distance) == by_brute_force(hashes, distance)
+
+
+@given(st.lists(WORD, min_size=1, max_size=3), st.lists(st.sets(st.integers(0, 63), max_size=9), max_size=20),
+       st.integers(0, 8))  # fmt: skip
+def test_what_is_near_one_of_many(centres: list[int], changes: list[set[int]], distance: int) -> None:
+    """Both sides around the same centres, some of them in both and some twice."""
+    near = [centres[n % len(centres)] ^ sum(1 << bit for bit in bits) for n, bits in enumerate(changes)]
+    hashes = np.array([*centres, *near[::2], *near[:3]], np.uint64)
+    others = np.array([*near[1::2], *near[:1] * 2], np.uint64)
+    expected = (np.bitwise_count(hashes[:, None] ^ others[None]) <= distance).any(axis=1)
+    np.testing.assert_array_equal(is_near(hashes, others, distance), expected)
 
 
 @pytest.mark.parametrize("distance", [1, 4, 8])

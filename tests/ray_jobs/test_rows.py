@@ -193,6 +193,29 @@ def test_with_reals_labels_any_of_them_is_right_and_images_without_are_left_out(
     assert judged["prediction"].to_pylist() == guesses[places].tolist()
 
 
+def test_what_was_seen_in_training_is_scored_apart_with_reals_labels_too() -> None:
+    """Of four images the first two were seen; the first has no label of ReaL's, the last two have none either."""
+    common = {name: row()[name] for name in ("protocol", "method", "labels_per_class", "draw")}
+    real = pa.array([[], [1], [], []], pa.list_(pa.int32()))
+    truth = Truth("x", list("abcd"), np.zeros(4, int), real, np.array([True, True, False, False]))
+    found = scored(common, truth, np.array([0, 1, 1, 1]), "dev", {})
+    seen, unseen = (f"{common['method']}, on test images {what} in training" for what in ("seen", "not seen"))
+    said = [
+        (line["task"], line["method"], line["value"], part["sample_id"].to_pylist()) for line, part in found
+    ]
+    assert said == [
+        ("x", seen, 0.5, ["a", "b"]),
+        ("x", unseen, 0.0, ["c", "d"]),
+        ("x (ReaL)", seen, 1.0, ["b"]),
+    ]
+    assert all(part["method"].to_pylist() == [line["method"]] * line["num_images"] for line, part in found)
+    none = Truth("x", list("abcd"), np.zeros(4, int), real, np.zeros(4, bool))
+    plain = Truth("x", list("abcd"), np.zeros(4, int), real)
+    assert scored(common, none, np.zeros(4, int), "dev", {}) == scored(
+        common, plain, np.zeros(4, int), "dev", {}
+    )
+
+
 def test_ids_that_every_draw_repeats_are_written_once(tmp_path: Path) -> None:
     """50,000 ids of 32 letters in four draws, as in an evaluation of a large test split."""
     ids = [

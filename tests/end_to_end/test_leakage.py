@@ -1,0 +1,63 @@
+"""One folder in two splits: a model of the first has seen test images of the second, and no number may come of it."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+pytestmark = [pytest.mark.ray, pytest.mark.slow]
+
+RECIPE = """
+name: leak
+stages:
+  b: {{job: ingest, source: {{kind: folder, root: "{root}", salt: other}}}}
+  a: {{job: ingest, source: {{kind: folder, root: "{root}"}}}}
+  tuned:
+    job: finetune
+    data: a
+    model: {{patch_size: 4, width: 16, depth: 1, num_heads: 2}}
+    resolution: 8
+    learning_rates: [1.0e-3]
+    steps: 5
+    batch_size: 20
+  few_shot: {{job: evaluate, data: b, backbone: tuned, shots: [2], draws: 2}}
+  report: {{job: report, title: Leak, of: [b, tuned, few_shot]}}
+"""
+
+
+def test_a_folder_that_was_split_twice(vitflow, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+    rng, root = np.random.default_rng(0), tmp_path / "images"
+    for number in range(120):
+        path = root / "ab"[number % 2] / f"{number}.png"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(rng.integers(0, 256, (8, 8, 3), np.uint8)).save(path)
+    recipe, store = tmp_path / "leak.yaml", tmp_path / "store"
+    recipe.write_text(RECIPE.format(root=root))
+
+    def split(stage: str) -> dict[str, str]:
+        """Image -> its split."""
+        import pyarrow.parquet as pq
+
+        manifests = (json.loads(path.read_text()) for path in store.glob("artifacts/ingest/*/manifest.json"))
+        (key,) = (manifest["key"] for manifest in manifests if manifest["stage"] == stage)
+        index = pq.read_table(store / "artifacts/ingest" / key / "attempts/1/files/index.parquet")
+        return dict(zip(index["key"].to_pylist(), index["split"].to_pylist(), strict=True))
+
+    refused = vitflow("run", recipe, "--store", store, check=1).stdout
+    a, b = split("a"), split("b")
+    test = [image for image in b if b[image] == "test"]
+    leaked = sum(a[image] != "test" for image in test)
+    assert 0 < leaked < len(test)
+    assert f"trained on {leaked} of the {len(test)} test images of b" in refused
+    assert "attempt 2" not in refused and not list(store.glob("artifacts/evaluate/*/manifest.json"))
+
+    vitflow("run", recipe, "--store", store, "--set", "few_shot.seen_in_training=report")
+    report = json.loads(vitflow("report", "show", "--store", store, "--json").stdout)
+    apart = {line["method"]: line["num_images"] for line in report["accuracies"] if line["apart"]}
+    assert list(apart.values()) == [len(test) - leaked, leaked]
+    assert not any("seen in training" in verdict["method"] for verdict in report["verdicts"])
+
+    out = vitflow("run", recipe, "--store", store, "--set", "a.against=[b]").stdout
+    assert f"test images seen in training: 0 of {len(test)}" in out
