@@ -262,12 +262,7 @@ def test_where_asked_for_they_are_scored_apart(scored: Made) -> None:
 
 
 def test_no_verdict_and_no_list_of_the_best_has_a_row_of_a_part_of_test(scored: Made) -> None:
-    config = Report(job="report", title="Leaky", of=("scored",))
-    attempt = make_attempt("report", store_id=scored.store.id, store_uri=scored.store.uri,
-                           config=config.model_dump(mode="json"))  # fmt: skip
-    report.make(Context(attempt, config, {"of": (scored.artifacts["scored"],)}))
-    folder = scored.store.local(st.Layout.files("report", "k", 1), ())
-    numbers, page = json.loads((folder / "report.json").read_text()), (folder / "report.html").read_text()
+    numbers, page = made_report(scored, "scored")
     assert numbers["verdicts"] == [] and numbers["headline"].startswith("Nothing to compare")
     said = {line["method"]: line["seen"] for line in numbers["accuracies"]}
     assert said[ON_SEEN] == said[ON_UNSEEN] == "seen in training: 10 test images" and not said["pixels"]
@@ -276,6 +271,30 @@ def test_no_verdict_and_no_list_of_the_best_has_a_row_of_a_part_of_test(scored: 
     assert best in images_scored_whole(numbers)
     listed = {row["method"] for row in list_results(scored.store, None, None, "accuracy")}
     assert listed and listed <= images_scored_whole(numbers)
+
+
+def made_report(made: Made, of: str) -> tuple[dict[str, Any], str]:
+    """The numbers and the page of a report of one artifact."""
+    config = Report(job="report", title="Leaky", of=(of,))
+    attempt = make_attempt("report", key=f"report-{of}", store_id=made.store.id, store_uri=made.store.uri,
+                           config=config.model_dump(mode="json"))  # fmt: skip
+    report.make(Context(attempt, config, {"of": (made.artifacts[of],)}))
+    folder = made.store.local(st.Layout.files("report", attempt.key, 1), ())
+    return json.loads((folder / "report.json").read_text()), (folder / "report.html").read_text()
+
+
+def test_of_parts_of_test_alone_none_is_the_best(scored: Made) -> None:
+    """As of a fine-tuning without baselines."""
+    with scored.store.staging(st.Layout.files("evaluate", "parts", 1)) as staging:
+        for name, schema in (("rows", rows.ROWS), ("predictions", rows.PREDICTIONS)):
+            table = rows.read_table(scored.folder("scored") / f"{name}.parquet", schema)
+            apart = [row for row in table if rows.is_apart(row["method"])]
+            rows.write_table(staging.path / f"{name}.parquet", apart, schema)
+    changed = {"key": "parts", "stage": "parts", "files": staging.files}
+    manifest = scored.artifacts["scored"].model_copy(update=changed)
+    scored.artifacts["parts"] = st.commit(scored.store, manifest)
+    numbers, page = made_report(scored, "parts")
+    assert len(numbers["accuracies"]) == 2 and 'class="best"' not in page
 
 
 def images_scored_whole(numbers: dict[str, Any]) -> set[str]:
@@ -311,7 +330,7 @@ def test_a_backbone_that_learned_from_the_labelled_images_is_named_so(made: Made
         context = made.context(config)
         pools, *_ = finetune.labelled(config, dataset)
         overlap = leakage.check_leakage(context, dataset, pools[0].rows)
-        score = finetune.Score(0.0, 0.0, np.zeros(30, np.int64))
+        score = finetune.Score(0.0, 0.0, np.zeros(30, np.int64), np.ones(30, np.float32))
         task = finetune.make_task(config, dataset, made.folder("tuned"))
         refits = [finetune.Refit(score, [], 0, ())]
         numbers, _ = finetune.tables(task, dataset, refits, 1e-3, "dev", overlap)
@@ -331,7 +350,8 @@ def test_a_fine_tuned_model_is_listed_with_its_accuracy_on_images_it_has_not_see
     dataset = shards.open_dataset(made.folder("a"))
     labels = dataset.labels("test")
     seen = np.arange(30) < 10
-    right_on_seen = finetune.Refit(finetune.Score(1 / 3, 0.0, np.where(seen, labels, 1 - labels)), [], 0, ())
+    score = finetune.Score(1 / 3, 0.0, np.where(seen, labels, 1 - labels), np.ones(30, np.float32))
+    right_on_seen = finetune.Refit(score, [], 0, ())
 
     def accuracy(mask: np.ndarray) -> dict[str, float]:
         return finetune._test_accuracy(dataset, [right_on_seen], leakage.Overlap(mask, 0, 0, 0))

@@ -47,6 +47,10 @@ def test_many_hashes_that_crowd(distance: int) -> None:
     rng = np.random.default_rng(0)
     hashes = np.unique(rng.integers(0, 2**64, 500, np.uint64) & np.uint64(0x0101_0303_0707_1F1F))
     assert as_set(hashes, distance) == by_brute_force(hashes, distance)
+    some, others = hashes[::5], np.setdiff1d(hashes, hashes[::5])[::2]
+    expected = (np.bitwise_count(some[:, None] ^ others[None]) <= distance).any(axis=1)
+    np.testing.assert_array_equal(is_near(some, others, distance), expected)
+    assert 0 < expected.sum() < len(some) or distance == 8
 
 
 @given(st.sets(st.integers(0, 63), max_size=8), st.sampled_from([10, 10**4, 10**6, 10**9]))
