@@ -15,9 +15,7 @@ from pipelines.store import Manifest
 from vit_model.config import family_of
 
 Part = tuple[str, Manifest, Path]
-_UNKNOWN = (
-    " Only vitflow's own weights say what they were trained on: imported ones may have seen these images."
-)
+_SEEN = " A backbone that was trained on these very images is named so and takes no part in the verdict."
 
 
 def stages(parts: Iterable[Part]) -> list[dict[str, Any]]:
@@ -66,8 +64,11 @@ def _protocol(manifest: Manifest, folder: Path, names: Mapping[str, str]) -> str
     }
     text = {"pretrain": _pretrain, "import": _import, "finetune": _finetune, "evaluate": _evaluate,
             "baselines": _baselines}.get(manifest.job)  # fmt: skip
-    unknown = "unknown_training" in manifest.metrics
-    return "" if text is None else f"{text(config, inputs)}{_UNKNOWN * unknown}{_normalisation(folder)}"
+    unknown = manifest.metrics.get("unknown_training")
+    warning = (
+        f" The training images of {unknown} are unknown; test images may be among them." if unknown else ""
+    )
+    return "" if text is None else f"{text(config, inputs)}{warning}{_normalisation(folder)}"
 
 
 def seen_in_training(metrics: Mapping[str, float | int | str]) -> str:
@@ -113,7 +114,10 @@ def _augmentation(config: Mapping[str, Any]) -> str:
 
 
 def _import(config: Mapping[str, Any], inputs: Mapping[str, str]) -> str:
-    return f"Weights that others trained, from {config['path']}.{_UNKNOWN}"
+    return (
+        f"Weights that others trained, from {config['path']}. Only vitflow's own weights say what they were trained "
+        "on: imported ones may have seen these images."
+    )
 
 
 def _finetune(config: Mapping[str, Any], inputs: Mapping[str, str]) -> str:
@@ -125,7 +129,7 @@ def _finetune(config: Mapping[str, Any], inputs: Mapping[str, str]) -> str:
     return (
         f"Fine-tuning on {inputs['data']} {start}: {config['steps']:,} steps of {config['batch_size']} images, "
         f"augmentation {_augmentation(config)}; learning rate from {rates}, {_selection(config['labels'])}. "
-        "Test is scored once for each draw."
+        f"Test is scored once for each draw.{_SEEN * (not scratch and config['labels']['per_class'] is not None)}"
     )
 
 
@@ -136,8 +140,7 @@ def _evaluate(config: Mapping[str, Any], inputs: Mapping[str, str]) -> str:
         "squares from features to ±1 targets (Dosovitskiy et al., section 4.1); "
         f"{config['draws']} supports drawn from {support} (seed {config['seed']})"
         f"{', and all of it,' * config.get('linear_probe', False)} all of test scored. L2 is chosen on the support "
-        f"alone, in the same way for every row.{_crop(config.get('eval_crop'))} A backbone that was trained on these "
-        "very images is named so and takes no part in the verdict."
+        f"alone, in the same way for every row.{_crop(config.get('eval_crop'))}{_SEEN}"
     )
 
 

@@ -216,11 +216,12 @@ def test_its_lineage_and_its_reports_say_where_it_is_from(tmp_path: Path) -> Non
     assert "/x/vit.npz" in said["text"] and "imported ones may have seen these images" in said["text"]
     taken = InputRef(job="import", key="i", content_digest="d", manifest_sha256="m")
     probe = Evaluate(job="evaluate", data="digits", backbone="backbone").model_dump(mode="json")
-    for job, warned in (("import", True), ("pretrain", False)):
-        inputs = {"data": [taken], "backbone": [taken.model_copy(update={"job": job})]}
-        evaluated = make_manifest("evaluate", config=probe, inputs=inputs)
+    for metrics, warned in (({"unknown_training": "backbone (import i)"}, True), ({}, False)):
+        inputs = {"data": [taken], "backbone": [taken]}
+        evaluated = make_manifest("evaluate", config=probe, inputs=inputs, metrics=metrics)
         [said] = protocols([("probe", evaluated, tmp_path)])
-        assert ("imported ones may have seen these images" in said["text"]) is warned
+        warning = "The training images of backbone (import i) are unknown; test images may be among them."
+        assert (warning in said["text"]) is warned
 
 
 # ------------------------------------------------------------------------------------------------- commands
