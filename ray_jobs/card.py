@@ -19,6 +19,7 @@ from PIL import Image
 from ray_jobs.reporting.pictures import SMALL, chosen, squares
 from ray_jobs.shards import SPLITS, Dataset, Split
 from ray_jobs.sources.entries import Bad
+from ray_jobs.splits import Trainable
 from vit_model.config import Preprocessing
 
 SAMPLE, SIDE = 128, 64  # images, pixels a side, of which means are taken
@@ -40,12 +41,42 @@ def shown_split(splits: Iterable[str]) -> Split:
     return next(split for split in SPLITS if split in there)
 
 
-def write_card(folder: Path, dataset: Dataset, shard: int, bad: Sequence[Bad], copies: pa.Table) -> None:
+def class_notes(trainable: Trainable, most: int | None = SHOWN) -> list[str]:
+    """Which classes are set aside, and which of the others lack a split that some have; at most `most` names each."""
+    index, names, aside = trainable.index, trainable.class_names, trainable.set_aside_classes
+    notes = []
+    if aside:
+        images = sum(number for _, number in aside)
+        named = _listed([f"{name!r} ({number:,})" for name, number in aside], most)
+        notes.append(
+            f"classes without a training image, set aside whole: {len(aside):,} of {len(aside) + len(names):,} "
+            f"({images:,} images): {named}. Add images, or give the splits yourself (split folders, or a column "
+            "`split` of the metadata)"
+        )
+    for split in SPLITS:
+        present = set(index.filter(pc.equal(index["split"], split))["label"].to_pylist())
+        missing = [repr(name) for label, name in enumerate(names) if label not in present]
+        if present and missing:
+            notes.append(
+                f"classes without an image in {split}: {len(missing):,} of {len(names):,}: {_listed(missing, most)}"
+            )
+    return notes
+
+
+def _listed(texts: Sequence[str], most: int | None) -> str:
+    more = "" if most is None or len(texts) <= most else f" and {len(texts) - most:,} more"
+    return ", ".join(texts[:most]) + more
+
+
+def write_card(
+    folder: Path, dataset: Dataset, shard: int, bad: Sequence[Bad], copies: pa.Table, trainable: Trainable
+) -> None:
     """Write card.json, card.md and contact_sheet.jpg. Of the dataset's shards only number `shard` is read."""
     split = shown_split(split for split, images in dataset.info.splits.items() if images)
     rows = np.flatnonzero(dataset.index(split)["shard"].to_numpy() == shard)
     shown = _contact_sheet(folder / "contact_sheet.jpg", dataset, split, rows)
     card = _counted(dataset, bad, copies) | {
+        "set_aside": [{"name": name, "images": number} for name, number in trainable.set_aside_classes],
         "pixels": _pixels(dataset, split, rows[:SAMPLE]),
         "contact_sheet": shown,
     }

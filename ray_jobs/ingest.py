@@ -4,6 +4,7 @@ In: a source (`pipelines.spec.Source`). Out: a dataset artifact, see `ray_jobs.s
 
     quarantine.parquet    what could not be used, and why
     duplicates.parquet    copies and near-copies, each with its twin, and what was done (`ray_jobs.splits`)
+    set_aside.parquet     the images of classes that have no training image (`ray_jobs.splits`)
     card.md, card.json    what the dataset is like, with contact_sheet.jpg (`ray_jobs.card`)
     facts/...             of every image where it came from, so that it need not be read again (`ray_jobs.known`)
 
@@ -41,7 +42,7 @@ from numpy.typing import NDArray
 from pipelines import identity
 from pipelines.spec import Ingest
 from pipelines.store import FileEntry, Layout
-from ray_jobs.card import card_shard, write_card
+from ray_jobs.card import card_shard, class_notes, write_card
 from ray_jobs.images import STORED_QUALITY, Facts, content_id, examine, examine_pixels, sample_id, shrunk
 from ray_jobs.known import FACTS, RENAMED, EarlierShards, Known, find_known, finished_parts, write_facts
 from ray_jobs.progress import Progress
@@ -58,7 +59,7 @@ from ray_jobs.shards import (
 )
 from ray_jobs.sources import catalog
 from ray_jobs.sources.entries import Bad, Files, Listing
-from ray_jobs.splits import assign_splits, find_copies
+from ray_jobs.splits import Trainable, assign_splits, find_copies, without_untrained
 from ray_jobs.stage import Context, Result, run_stage
 
 SHARD_BYTES = 256 * 2**20
@@ -110,26 +111,31 @@ def main(context: Context) -> Result:
     name = getattr(config.source, "name", config.source.kind)
     official = pc.unique(listing.entries["split"]).to_pylist()
     index, copies = _decided(context, name, facts.filter(pc.is_null(facts["reason"])), official)
-    _check_trained(index, listing)
+    trainable = _trainable(index, listing)
+    index, notes = trainable.index, (*listing.notes, *_shrunk_note(config))
+    for note in (*notes, *class_notes(trainable, most=None)):
+        print(note, flush=True)
     with context.staging() as staging:
         shards = [part.shard for part in written if part.shard]
         info = write_dataset(
             staging.path,
             name,
-            listing.class_names,
+            trainable.class_names,
             listing.image,
             shards,
             index,
-            (*listing.notes, *_shrunk_note(config)),
+            (*notes, *class_notes(trainable)),
             config.short_side,
         )
         pq.write_table(copies, staging.path / "duplicates.parquet", compression="zstd")
+        pq.write_table(trainable.set_aside, staging.path / "set_aside.parquet", compression="zstd")
     made = (*quarantine, *staging.files, *(file for part in written for file in part.files))
-    card = _card(context, info, index, bad, copies, made)
+    card = _card(context, info, trainable, bad, copies, made)
     metrics: dict[str, float | int | str] = {
         "images": len(index),
-        "classes": len(listing.class_names),
+        "classes": len(info.class_names),
         "quarantined": len(bad),
+        "set_aside": len(trainable.set_aside),
         "copies": len(copies),
         "left_out": pc.sum(pc.equal(copies["done"], "left out")).as_py() or 0,
         **{str(split): info.splits[split] for split in SPLITS},
@@ -377,29 +383,31 @@ def _check_bad(context: Context, bad: Sequence[Bad], total: int) -> None:
         )
 
 
-def _check_trained(index: pa.Table, listing: Listing) -> None:
-    """A class may be without a train image where the authors' split leaves it so (VTAB's 800 of SUN397's 397)."""
+def _trainable(index: pa.Table, listing: Listing) -> Trainable:
+    """What is left without the classes that have no training image. Raises ValueError if too few are left."""
     entries = listing.entries
     may_train = pc.or_kleene(pc.is_null(entries["split"]), pc.equal(entries["split"], "train"))
-    wanted = set(entries.filter(may_train)["label"].to_pylist())
-    trained = set(index.filter(pc.equal(index["split"], "train"))["label"].to_pylist())
-    if lost := sorted(wanted - trained):
+    wanted = pc.unique(entries.filter(may_train)["label"]).to_pylist()
+    found = without_untrained(index, listing.class_names, wanted)
+    if found.set_aside_classes and len(found.class_names) < 2:
         raise ValueError(
-            f"class {listing.class_names[lost[0]]!r} has no image in train that can be used: "
-            "add some, or remove the class"
+            f"only {len(found.class_names)} of {len(listing.class_names)} classes have a training image that can be "
+            "used; a classifier needs two or more. Add images, or give the splits yourself (split folders, or a "
+            "column `split` of the metadata)"
         )
+    return found
 
 
 def _card(
     context: Context,
     info: DatasetInfo,
-    index: pa.Table,
+    trainable: Trainable,
     bad: Sequence[Bad],
     copies: pa.Table,
     made: Sequence[FileEntry],
 ) -> tuple[FileEntry, ...]:
     """The dataset's card, from what is in the store already."""
-    shard = card_shard(index)
+    shard = card_shard(trainable.index)
     needed = {"dataset.json", "index.parquet", info.shards[shard].file}
     attempt = context.attempt
     folder = context.store.local(
@@ -407,7 +415,7 @@ def _card(
         [file for file in made if file.path in needed],
     )
     with context.staging() as staging:
-        write_card(staging.path, open_dataset(folder), shard, bad, copies)
+        write_card(staging.path, open_dataset(folder), shard, bad, copies, trainable)
     return staging.files
 
 

@@ -68,6 +68,7 @@ SHARD = pa.schema(
         pa.field("width", pa.int32(), nullable=False),
         pa.field("height", pa.int32(), nullable=False),
         pa.field("channels", pa.int32(), nullable=False),
+        # among all classes of the source: the index numbers those that were not set aside, and it counts
         pa.field("label", pa.int32(), nullable=False),
     ]
 )

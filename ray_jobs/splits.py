@@ -24,12 +24,15 @@ others are added, since each pair is judged by itself. A new image thus joins th
 near-copy of images in another split, those of the weaker one (it, or they) are left out. Drawing near-copies together
 instead would need to know which came first: of two near-copies that draw train and test, each must stay where it was
 if it was there alone, so that one must go, and it can't be the test image. Named groups draw together and lose nothing.
+
+Last, a class none of whose images drew train is **set aside** whole: nothing could learn it. It returns when one of its
+images draws train.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import numpy as np
 import pyarrow as pa
@@ -51,6 +54,13 @@ DUPLICATES = pa.schema(
         pa.field("distance", pa.int32(), nullable=False),  # bits between the perceptual hashes
         pa.field("kind", pa.string(), nullable=False),  # "exact": the same bytes | "near"
         pa.field("done", pa.string(), nullable=False),  # "left out" | "kept"
+    ]
+)
+SET_ASIDE = pa.schema(
+    [
+        pa.field("key", pa.string(), nullable=False),
+        pa.field("class_name", pa.string(), nullable=False),
+        pa.field("split", pa.string(), nullable=False),  # it returns there with its class
     ]
 )
 _ORDER = ("other test", "test", "dev", "train")  # strongest first
@@ -81,6 +91,56 @@ def _drawn(fraction: float, wanted: dict[str, float]) -> str:
             return split
         fraction -= share
     return "train"
+
+
+class Trainable(NamedTuple):
+    """A dataset without the classes that have no training image."""
+
+    index: pa.Table
+    """Its labels number `class_names`."""
+    class_names: tuple[str, ...]
+    set_aside: pa.Table
+    """SET_ASIDE: the images of the other classes."""
+    set_aside_classes: tuple[tuple[str, int], ...] = ()
+    """(name, number of images) of each of them, also where no image of it can be used."""
+
+
+def without_untrained(index: pa.Table, class_names: Sequence[str], may_train: Collection[int]) -> Trainable:
+    """Set aside the classes that could have a training image and have none, with all their images.
+
+    The splits of the other images do not depend on it, and a class returns, each image to the split that it drew, when
+    one of its images draws train.
+
+    Args:
+        index: columns key, label, labels, split of the images that are used.
+        class_names: of the labels.
+        may_train: labels of the images whose split is drawn or train. A class without any is one that the authors
+            keep out of train (some of SUN397's in VTAB's 800 training images), and stays.
+    """
+    trained = pc.unique(index.filter(pc.equal(index["split"], "train"))["label"]).to_pylist()
+    lost = np.array(sorted(set(may_train) - set(trained)), np.int64)
+    labels = index["label"].to_numpy()
+    is_lost = np.isin(labels, lost)
+    aside, index = index.filter(pa.array(is_lost)), index.filter(pa.array(~is_lost))
+    if len(lost):
+        kept = np.delete(np.arange(len(class_names)), lost)
+        number = {int(label): place for place, label in enumerate(kept)}
+        several = [
+            None if own is None else [number[label] for label in own if label in number]
+            for own in index["labels"].to_pylist()
+        ]
+        columns = {"label": np.searchsorted(kept, labels[~is_lost]), "labels": several}
+        for name, values in columns.items():
+            field = INDEX.field(name)
+            index = index.set_column(index.schema.get_field_index(name), field, pa.array(values, field.type))
+    counts = np.bincount(labels[is_lost], minlength=len(class_names))
+    names = np.array(class_names, object)
+    return Trainable(
+        index,
+        tuple(np.delete(names, lost)),
+        pa.table([aside["key"], names[labels[is_lost]], aside["split"]], schema=SET_ASIDE).sort_by("key"),
+        tuple((class_names[label], int(counts[label])) for label in lost),
+    )
 
 
 def find_copies(

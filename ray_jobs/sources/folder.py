@@ -267,4 +267,8 @@ def _check_given_splits(root: Path | str, class_names: Sequence[str], entries: S
     trained = {entry.label for entry in entries if entry.split == "train"}
     untrained = [name for label, name in enumerate(class_names) if label not in trained]
     if untrained:
-        raise ValueError(f"{root}: class {untrained[0]!r} has no images in the train split")
+        first, *others = map(repr, untrained)
+        more = f", nor have {', '.join(others)}" if others else ""
+        raise ValueError(
+            f"{root}: class {first} has no images in the train split{more}. Add some, or remove what has none"
+        )

@@ -77,6 +77,10 @@ def test_scan_needs_the_standard_library_only(tmp_path: Path) -> None:
         (("val/a/1.png", "valid/b/1.png"), "two folders for one split: val, valid"),
         (("train/1.png", "train/2.png"), "put it into train/<class>/"),
         (("train/a/1.png", "train/b/1.png", "test/c/1.png"), "class 'c' has no images in the train split"),
+        (
+            ("train/a/1.png", "val/b/1.png", "val/c/1.png"),
+            "'b' has no images in the train split, nor have 'c'",
+        ),
     ],
 )
 def test_folders_that_cannot_be_used_say_why(tmp_path: Path, keys: tuple[str, ...], message: str) -> None:

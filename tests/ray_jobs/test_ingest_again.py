@@ -386,6 +386,48 @@ def test_the_card_says_what_is_in_the_dataset(tmp_path: Path, monkeypatch: pytes
         assert (sheet.height, sheet.width % 114) == (2 * 114, 0), "a line a class, pictures of 112 pixels"
 
 
+def test_classes_that_draw_no_training_image_are_set_aside_and_listed_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Folders of one or two images: about 3 in 10 images draw dev or test."""
+    monkeypatch.setattr(ingest, "_in_tasks", lambda do, shared, each, _: [do(*shared, one) for one in each])
+    root, store = tmp_path / "images", open_store(str(tmp_path / "store"))
+    for number in range(60):
+        (root / f"c{number % 40:02d}").mkdir(parents=True, exist_ok=True)
+        put_plain(root / f"c{number % 40:02d}" / f"{number}.png", number)
+    dataset = dataset_of(store, context_of(store, stage(root)))
+    log = capsys.readouterr().out
+    aside = pq.read_table(dataset.folder / "set_aside.parquet").to_pylist()
+    lost = sorted({row["class_name"] for row in aside})
+    assert 3 < len(lost) < 20 and len(dataset.info.class_names) == 40 - len(lost)
+    assert all(row["key"].startswith(row["class_name"]) and row["split"] in ("dev", "test") for row in aside)
+    assert set(dataset.labels("train").tolist()) == set(range(40 - len(lost)))
+    for split in dataset.info.splits:
+        for row in dataset.index(split).to_pylist():
+            assert row["key"].startswith(dataset.info.class_names[row["label"]])
+    [note] = [note for note in dataset.info.notes if "set aside" in note]
+    assert f"{len(lost)} of 40 ({len(aside)} images)" in note and note in log.splitlines()
+    assert all(note.count(repr(name)) == 1 for name in lost) and "split folders" in note
+    assert any(note.startswith("classes without an image in dev: ") for note in dataset.info.notes)
+    card = json.loads((dataset.folder / "card.json").read_text())
+    assert [one["name"] for one in card["set_aside"]] == lost and "set aside whole" in (
+        dataset.folder / "card.md"
+    ).read_text(), "bad images, of which too many fail a stage, they are not"
+    assert not card["quarantine"]
+
+
+def test_where_too_few_classes_have_a_training_image_ingest_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ingest, "_in_tasks", lambda do, shared, each, _: [do(*shared, one) for one in each])
+    put_images(tmp_path / "images", 0, 40)
+    for path in (tmp_path / "images" / "a").iterdir():
+        path.write_bytes(b"no image")
+    config = stage(tmp_path / "images")
+    with pytest.raises(ValueError, match=r"only 1 of 2 classes have a training image .* Add images"):
+        ingest.main(context_of(open_store(str(tmp_path / "store")), config))
+
+
 def test_a_recipe_names_the_sets_whose_test_images_are_left_out() -> None:
     source = {"kind": "folder", "root": "/images"}
     pets = {"job": "ingest", "source": source}

@@ -1,5 +1,6 @@
 """Splits that stick: nothing that arrives ever moves an image, and no copy is on both sides."""
 
+from collections import Counter
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -9,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ray_jobs.shards import INDEX
-from ray_jobs.splits import assign_splits, find_copies
+from ray_jobs.splits import Trainable, assign_splits, find_copies, without_untrained
 
 COLUMNS = ("key", "sample_id", "split", "group", "content_id", "phash")
 SCHEMA = pa.schema([INDEX.field(name).with_nullable(True) for name in COLUMNS])
@@ -219,3 +220,62 @@ def test_a_test_split_of_which_nothing_can_be_used_still_is_the_authors() -> Non
     images = table([Image(f"{n}", n, None, "train") for n in range(100)])
     assert "test" not in assign_splits(images, "salt", {"train", "test"})
     assert "test" in assign_splits(images, "salt", {"train"})
+
+
+# ---- classes without a training image
+
+NAMES = tuple("abcdefgh")
+label_and_content = st.tuples(st.integers(0, 7), st.integers(0, 400))
+labelled = st.lists(label_and_content, max_size=30, unique_by=lambda one: one[1])
+
+
+def trainable(images: list[tuple[int, int]], may_train: set[int] | None = None) -> Trainable:
+    """Of (label, content)."""
+    drawn = assigned([Image(f"{content}", content) for _, content in images], "salt")
+    labels = [label for label, _ in images]
+    index = pa.table({"key": [f"{content}" for _, content in images], "split": pa.array(drawn, pa.string()),
+                      "label": pa.array(labels, pa.int32()),
+                      "labels": pa.array([[label] for label in labels], pa.list_(pa.int32()))})  # fmt: skip
+    return without_untrained(index, NAMES, set(labels) if may_train is None else may_train)
+
+
+def classes_and_splits(found: Trainable) -> dict[str, tuple[str, str]]:
+    return {row["key"]: (found.class_names[row["label"]], row["split"]) for row in found.index.to_pylist()}
+
+
+@given(labelled)
+def test_classes_without_a_training_image_are_set_aside_whole(images: list[tuple[int, int]]) -> None:
+    found = trainable(images)
+    used = classes_and_splits(found)
+    trained = {name for name, split in used.values() if split == "train"}
+    assert {name for name, _ in used.values()} == trained
+    assert {f"{content}" for label, content in images if NAMES[label] in trained} == used.keys()
+    assert found.index["labels"].to_pylist() == [[label] for label in found.index["label"].to_pylist()]
+    aside = {row["key"]: (row["class_name"], row["split"]) for row in found.set_aside.to_pylist()}
+    assert all(split != "train" for _, split in aside.values())
+    assert {key: name for key, (name, _) in (used | aside).items()} == {
+        f"{content}": NAMES[label] for label, content in images
+    }, "every image is in one of the two, under its class"
+    assert dict(found.set_aside_classes) == Counter(name for name, _ in aside.values())
+    assert set(found.class_names) == set(NAMES) - dict(found.set_aside_classes).keys()
+
+
+@given(labelled, labelled)
+def test_a_class_returns_with_a_training_image_and_no_image_moves(
+    old: list[tuple[int, int]], new: list[tuple[int, int]]
+) -> None:
+    new = [(label, 1000 + content) for label, content in new]
+    before, after = trainable(old), trainable(old + new)
+    now = classes_and_splits(after)
+    assert classes_and_splits(before).items() <= now.items()
+    drawn = {row["key"]: (row["class_name"], row["split"]) for row in before.set_aside.to_pylist()}
+    still = {row["key"] for row in after.set_aside.to_pylist()}
+    assert {key: one for key, one in drawn.items() if key not in still}.items() <= now.items()
+
+
+def test_a_class_that_the_authors_keep_out_of_train_stays() -> None:
+    images = [(0, content) for content in range(20)]
+    alone = next(content for content in range(20, 100) if trainable([(3, content)]).set_aside_classes)
+    assert trainable([*images, (3, alone)]).set_aside_classes == (("d", 1),)
+    assert trainable([*images, (3, alone)], may_train={0}).class_names == NAMES
+    assert trainable(images, may_train={0, 5}).set_aside_classes == (("f", 0),), "all its images are damaged"
