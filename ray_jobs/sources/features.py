@@ -1,8 +1,9 @@
-"""What two families of prepared data sets share: which column is the image, which the label, what a split is called."""
+"""What families of prepared data sets share: which column is the image, which the label, what a split is called."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple
 
 from ray_jobs.sources.folder import SPLIT_NAMES
 
@@ -23,25 +24,41 @@ def known_split(name: str) -> str | None:
     return SPLIT_NAMES.get(name.lower())
 
 
-def class_names(
-    labels: Iterable[int | str], given: Sequence[str] | None, where: str
-) -> tuple[tuple[str, ...], Mapping[int | str, int]]:
-    """The names of the classes, and the number of each value of a label that is one (not `UNLABELLED`).
+class Classes(NamedTuple):
+    """The classes of a data set."""
 
-    Raises ValueError for a label outside of the names that are given.
+    names: tuple[str, ...]
+    numbers: Mapping[int | str, int]
+    """The class of each value of a label that is one (not `UNLABELLED`)."""
+    notes: tuple[str, ...] = ()
+
+
+def classes_of(labels: Iterable[int | str], given: Sequence[str] | None, where: str) -> Classes:
+    """The classes of these labels: the names that are `given`, for numbers from 0; else the values that occur.
+
+    Values become classes in the order of the numbers, or of the text. Raises ValueError for no label, for numbers and
+    text together, and for a label that is negative or outside of the names that are given.
     """
     values = set(labels) - {UNLABELLED}
-    texts = {value for value in values if isinstance(value, str)}
-    if texts:
-        if len(texts) < len(values):
-            raise ValueError(f"{where}: labels are partly text, partly numbers")
-        names = tuple(sorted(texts))
-        return names, {name: number for number, name in enumerate(names)}
-    numbers = [value for value in values if isinstance(value, int)]
-    if not numbers:
+    numbers = sorted(value for value in values if isinstance(value, int))
+    texts = sorted(value for value in values if isinstance(value, str))
+    if not values:
         raise ValueError(f"{where}: no image has a label")
-    names = tuple(given) if given is not None else tuple(map(str, range(max(numbers) + 1)))
-    if not 0 <= min(numbers) <= max(numbers) < len(names):
-        wrong = min(numbers) if min(numbers) < 0 else max(numbers)
-        raise ValueError(f"{where}: the label {wrong} is not one of {len(names)} classes")
-    return names, {number: number for number in range(len(names))}
+    if numbers and texts:
+        raise ValueError(f"{where}: some labels are numbers ({numbers[0]}), others text ({texts[0]!r})")
+    if numbers and given is not None:
+        if not 0 <= numbers[0] <= numbers[-1] < len(given):
+            wrong = numbers[0] if numbers[0] < 0 else numbers[-1]
+            raise ValueError(f"{where}: the label {wrong} is not one of {len(given)} classes")
+        return Classes(tuple(given), {number: number for number in range(len(given))})
+    if numbers and numbers[0] < 0:
+        raise ValueError(f"{where}: the label {numbers[0]} is negative; only -1, for no label, may be")
+    every: list[int | str] = [*numbers, *texts]
+    found = {value: number for number, value in enumerate(every)}
+    if not numbers or numbers[-1] == len(numbers) - 1:
+        return Classes(tuple(map(str, every)), found)
+    note = (
+        f"{where}: no class names are given and the labels are not 0, 1, 2, ...: "
+        f"the {len(numbers):,} numbers that occur ({numbers[0]} to {numbers[-1]}) are the classes and their names"
+    )
+    return Classes(tuple(map(str, every)), found, (note,))

@@ -23,7 +23,7 @@ import pyarrow.parquet as pq
 from pipelines.spec import HfParquetSource
 from ray_jobs.sources import containers
 from ray_jobs.sources.entries import Files, Listing, table
-from ray_jobs.sources.features import UNLABELLED, chosen, class_names, known_split
+from ray_jobs.sources.features import UNLABELLED, chosen, classes_of, known_split
 
 IN_MEMORY = 2**29  # bytes of images of a row group that are held at once; a larger one is read several times
 _BATCH = 64  # rows
@@ -60,16 +60,17 @@ def listing(source: HfParquetSource, files: Files) -> Listing:
             together += _together(source, name, file)
     if columns is None:
         raise ValueError(f"no file is of a known split: {', '.join(names[:5])}")
-    classes, numbered = class_names(labels, columns.classes, f"column {columns.label!r}")
+    classes = classes_of(labels, columns.classes, f"column {columns.label!r}")
     entries = (
-        row | {"label": numbered[label], "split": splits[row["file"]], "group": group}
+        row | {"label": classes.numbers[label], "split": splits[row["file"]], "group": group}
         for row, label, group in zip(_rows(names, groups), labels, together, strict=True)
         if label != UNLABELLED
     )
-    notes = [f"{name} is of no known split and is left out" for name in names if name not in groups]
+    notes = [*classes.notes]
+    notes += [f"{name} is of no known split and is left out" for name in names if name not in groups]
     if unlabelled := labels.count(UNLABELLED):
         notes.append(f"{unlabelled} images without a label are left out")
-    return Listing(classes, table(entries), notes=tuple(notes))
+    return Listing(classes.names, table(entries), notes=tuple(notes))
 
 
 def rows(source: HfParquetSource, files: Files, numbers: Sequence[int]) -> Iterator[bytes | ValueError]:
@@ -136,8 +137,12 @@ def _columns(source: HfParquetSource, name: str, schema: pa.Schema) -> _Columns:
     others = [column for column in schema.names if column != image]
     labels = [column for column in others if features.get(column, {}).get("_type") == "ClassLabel"]
     label = chosen("label", source.label, labels or [each for each in others if each == "label"], others)
-    if not (pa.types.is_integer(kind := schema.field(label).type) or pa.types.is_string(kind)):
-        raise ValueError(f"source.label: column {label!r} of {name} is {kind}, not whole numbers or text")
+    kind = schema.field(label).type
+    if not (pa.types.is_integer(kind) or pa.types.is_string(kind)):
+        more = ": multi-label is not supported yet" if pa.types.is_nested(kind) else ""
+        raise ValueError(
+            f"source.label: column {label!r} of {name} is {kind}, not whole numbers or text{more}"
+        )
     given = features.get(label, {}).get("names")
     is_named = isinstance(given, list) and all(isinstance(each, str) for each in given)
     return _Columns(image, label, tuple(given) if is_named and given else None)

@@ -17,7 +17,7 @@ from pipelines.spec import TfdsSource
 from ray_jobs.sources import containers
 from ray_jobs.sources.entries import Files, Listing, table
 from ray_jobs.sources.examples import Values, feature_range, parse_example, tfrecords
-from ray_jobs.sources.features import UNLABELLED, chosen, class_names, known_split
+from ray_jobs.sources.features import UNLABELLED, chosen, classes_of, known_split
 
 _MAX_RECORD = 2**28  # bytes
 _BATCH = 256  # records
@@ -61,10 +61,11 @@ def listing(source: TfdsSource, files: Files) -> Listing:
         splits[name] = len(labels) - before
     if not labels:
         raise ValueError(f"no split of dataset_info.json is known: {'; '.join(notes) or 'it has none'}")
-    classes, numbered = class_names(labels, _class_names(files, features, label), f"feature {label!r}")
+    classes = classes_of(labels, _class_names(files, features, label), f"feature {label!r}")
+    notes += classes.notes
     keys = ((split, f"{split}/{number:07d}") for split, size in splits.items() for number in range(size))
     entries = (
-        {"key": key, "split": known_split(split), "label": numbered[value]}
+        {"key": key, "split": known_split(split), "label": classes.numbers[value]}
         | {"file": file, "offset": offset, "length": length}
         | {"codec": "stored" if form == "tfrecord" else "row"}
         for (split, key), value, file, offset, length in zip(keys, labels, *places, strict=True)
@@ -72,7 +73,7 @@ def listing(source: TfdsSource, files: Files) -> Listing:
     )
     if unlabelled := labels.count(UNLABELLED):
         notes.append(f"{unlabelled} images without a label are left out")
-    return Listing(classes, table(entries), notes=tuple(notes))
+    return Listing(classes.names, table(entries), notes=tuple(notes))
 
 
 def rows(source: TfdsSource, files: Files, numbers: Sequence[int]) -> Iterator[bytes | ValueError]:
@@ -155,7 +156,11 @@ def _class_names(files: Files, features: dict[str, Any], label: str) -> list[str
     name = f"{label.replace('/', '-')}.labels.txt"
     if name in files:
         return containers.read_file(files, name).decode().splitlines()
-    number = _features(features)[label][1].get("classLabel", {}).get("numClasses")
+    feature = _features(features)[label][1]
+    older = feature.get("content")
+    number = feature.get("classLabel", {}).get("numClasses")
+    if isinstance(older, dict):
+        number = older.get("num_classes")
     return [str(value) for value in range(int(number))] if number else None
 
 

@@ -18,6 +18,7 @@ import pyarrow as pa
 from pipelines.spec.archives import WebDatasetSource
 from ray_jobs.sources.containers import Member, each_contents, read
 from ray_jobs.sources.entries import ENTRIES, Bad, Files, Listing, place, table
+from ray_jobs.sources.features import Classes, classes_of
 from ray_jobs.sources.folder import EXTENSIONS, SPLIT_NAMES
 
 MAX_LABEL_BYTES = 2**20
@@ -65,12 +66,12 @@ def listing(source: WebDatasetSource, files: Files) -> Listing:
         raise ValueError(
             f"{source.root} has no sample that can be used, such as {bad[0].key}: {bad[0].reason}"
         )
-    names, number = _classes(source, set(labels))
-    numbers = pa.array([number[label] for label in labels], pa.int32())
+    classes = _classes(source, set(labels))
+    numbers = pa.array([classes.numbers[label] for label in labels], pa.int32())
     where = ENTRIES.get_field_index("label")
     entries = pa.concat_tables(tables).set_column(where, ENTRIES.field(where), numbers)
     notes = (f"{skipped} samples have a negative label and are left out",) if skipped else ()
-    return Listing(names, entries, bad=tuple(bad), notes=notes)
+    return Listing(classes.names, entries, bad=tuple(bad), notes=(*classes.notes, *notes))
 
 
 def _samples(source: WebDatasetSource, shard: str, members: Sequence[Member]) -> Iterator[Sample | Bad]:
@@ -132,27 +133,18 @@ def _label(field: str, data: bytes | ValueError) -> int | str:
     return int(text) if re.fullmatch(r"-?\d{1,9}", text, re.ASCII) else text
 
 
-def _classes(
-    source: WebDatasetSource, present: set[int | str]
-) -> tuple[tuple[str, ...], dict[int | str, int]]:
-    """Class names, and the class of each label that occurs. Raises ValueError."""
+def _classes(source: WebDatasetSource, present: set[int | str]) -> Classes:
+    """The classes of the labels that occur. Raises ValueError."""
     if source.class_names is None:
-        numbers = sorted(label for label in present if isinstance(label, int))
-        texts = sorted(label for label in present if isinstance(label, str))
-        if numbers and texts:
-            raise ValueError(
-                f"{source.root}: some labels are numbers ({numbers[0]}), others text ({texts[0]!r})"
-            )
         if len(present) < 2:
             raise ValueError(f"{source.root} has {len(present)} classes: a classifier needs two or more")
-        every: list[int | str] = [*numbers, *texts]
-        return tuple(map(str, every)), {label: number for number, label in enumerate(every)}
+        return classes_of(present, None, f"field {source.label!r}")
     known: dict[int | str, int] = {}
     for number, name in enumerate(source.class_names):
         known |= {number: number, name: number}
     if lost := sorted(map(str, present - known.keys())):
         raise ValueError(f"{source.root} has the label {lost[0]!r}, which is none of source.class_names")
-    return source.class_names, {label: known[label] for label in present}
+    return Classes(source.class_names, known)
 
 
 def _split_of(shard: str) -> str | None:

@@ -131,6 +131,30 @@ def test_files_of_other_programs(tmp_path: Path) -> None:
     assert images_of(tmp_path, found)["test/0000/0000001"] == image(6)
 
 
+@pytest.mark.parametrize("labels", [[1000000, 7, 7], [7, 3, 3], [9, 10, 9], [5, 5, 5]])
+def test_numbers_without_names_are_the_classes_that_occur(labels: list[int], tmp_path: Path) -> None:
+    put_parquet(tmp_path / "train.parquet", [image(n) for n in range(3)], labels, features=None)
+    found = listed(tmp_path)
+    values = sorted(set(labels))
+    assert found.class_names == tuple(map(str, values))
+    assert found.entries["label"].to_pylist() == [values.index(label) for label in labels]
+    [note] = found.notes
+    assert note.startswith("column 'label': no class names are given and the labels are not 0, 1, 2")
+
+
+def test_names_that_are_given_stay_and_numbers_from_0_need_none(tmp_path: Path) -> None:
+    put_parquet(tmp_path / "train.parquet", [image(0), image(1)], [2, 0])
+    found = listed(tmp_path)
+    assert found.class_names == ("cat", "dog", "fox") and not found.notes
+    assert found.entries["label"].to_pylist() == [2, 0]
+    put_parquet(tmp_path / "train.parquet", [image(0), image(1)], [1, 0], features=None)
+    found = listed(tmp_path)
+    assert found.class_names == ("0", "1") and not found.notes
+    put_parquet(tmp_path / "train.parquet", [image(0), image(1)], [1, -3], features=None)
+    with pytest.raises(ValueError, match="the label -3 is negative"):
+        listed(tmp_path)
+
+
 def test_what_has_no_label_or_no_known_split_is_left_out_and_said(root: Path) -> None:
     put_parquet(root / "test-00000-of-00001.parquet", [image(70), image(71), image(72)], [-1, 1, None])
     put_parquet(root / "unsupervised-00000-of-00001.parquet", [image(80)], [-1])
@@ -164,6 +188,8 @@ def change(root: Path, case: str) -> None:
             )
         case "floats":
             put_parquet(root / "test-00000-of-00001.parquet", [image(0)], [0.5], features=None)
+        case "list":
+            put_parquet(root / "test-00000-of-00001.parquet", [image(0)], [[0, 2]], features=None)
         case "no Parquet":
             (root / "test-00000-of-00001.parquet").write_bytes(b"PAR1" + bytes(100) + b"PAR1")
 

@@ -9,7 +9,7 @@ from pipelines.spec import RecipeError, TfdsSource
 from ray_jobs.sources import catalog
 from ray_jobs.sources.entries import Files, Listing
 from tests.archives import image
-from tests.prepared import FORMATS, OLDER, SPLITS, put_tfds, records
+from tests.prepared import FEATURES, FORMATS, OLDER, SPLITS, put_tfds, records
 from tests.tfrecords import example, framed
 
 
@@ -50,6 +50,11 @@ def test_without_names_classes_are_numbers(tmp_path: Path) -> None:
     put_tfds(tmp_path, "tfrecord")
     (tmp_path / "label.labels.txt").unlink()
     assert listed(tmp_path).class_names == ("0", "1", "2")
+    older = json.loads(json.dumps(OLDER).replace('"num_classes": 3', '"num_classes": 5'))
+    (tmp_path / "features.json").write_text(json.dumps(older))
+    assert listed(tmp_path).class_names == ("0", "1", "2", "3", "4"), "as many as the feature says"
+    (tmp_path / "features.json").write_text(json.dumps(FEATURES).replace('"numClasses": "3"', ""))
+    assert listed(tmp_path).class_names == ("0", "1", "2"), "as many as occur"
 
 
 def test_a_split_that_is_not_known_is_left_out_and_said(tmp_path: Path) -> None:

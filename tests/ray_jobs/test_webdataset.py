@@ -59,9 +59,19 @@ def test_samples_labels_and_splits(tmp_path: Path) -> None:
             "imagenet-validation-000000.tar/000010.jpg": (1, "dev"),
         }
         assert found.class_names == ("0", "1", "2") and not found.bad
+        assert not found.notes
     named = listed(root, label="json.class_name", class_names=("c2", "c1", "c0"))
     assert named.class_names == ("c2", "c1", "c0")
     assert {row["key"][-10:]: row["label"] for row in named.entries.to_pylist()}["000002.jpg"] == 0
+
+
+def test_numbers_that_are_not_from_0_are_the_classes_and_it_is_said(tmp_path: Path) -> None:
+    found = listed(put(tmp_path, x=shard([1000000, 7, 10, 7])))
+    assert found.class_names == ("7", "10", "1000000")
+    assert found.entries["label"].to_pylist() == [2, 0, 1, 0]
+    [note] = found.notes
+    assert "labels are not 0, 1, 2, ...: the 3 numbers that occur (7 to 1000000) are the classes" in note
+    assert not listed(tmp_path, label="json.class_name").notes, "names are given"
 
 
 def test_bytes_of_each_image_even_from_gzipped_shards(tmp_path: Path) -> None:
