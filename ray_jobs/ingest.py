@@ -97,8 +97,9 @@ def main(context: Context) -> Result:
     states = _states(files)  # before the digests: what changes later is noticed by them
     listing = catalog.listing(config.source, files)
     _check_shrinkable(config, listing)
-    parts = plan_parts(_with_digests(context, listing.entries))
-    written = _in_tasks(_write_part, (context, files, states, finished_parts(context)), parts, "shard")
+    entries = _with_digests(context, listing.entries)
+    parts, finished = plan_parts(entries), finished_parts(context, entries["digest"])
+    written = _in_tasks(_write_part, (context, files, states, finished), parts, "shard")
     context.check_source("while it was read")
 
     facts, known = _numbered(written), sum(part.known for part in written)

@@ -12,6 +12,7 @@ its bytes come from the shard that has them, compared with their checksum; what 
 from __future__ import annotations
 
 import os
+from contextlib import suppress
 from pathlib import PurePosixPath
 from typing import Any, NamedTuple, Self
 
@@ -21,7 +22,7 @@ import pyarrow.parquet as pq
 import xxhash
 
 from pipelines import identity
-from pipelines.store import FileEntry, Layout, Manifest, StoreError, all_manifests
+from pipelines.store import FileEntry, Layout, Manifest, Store, StoreError, all_manifests
 from ray_jobs.shards import INDEX
 from ray_jobs.stage import Context
 
@@ -66,17 +67,28 @@ def write_facts(
     return staging.files
 
 
-def finished_parts(context: Context) -> list[str]:
-    """Names in the store of the facts of all parts that may be used again, those of this key first, newest first."""
+def finished_parts(context: Context, digests: pa.ChunkedArray) -> list[str]:
+    """Names in the store of the facts of all parts that may be used again, those of this key first, newest first.
+
+    `digests` are those of the files that the images come from.
+    """
     attempt, store = context.attempt, context.store
     folders = [Layout.files(attempt.job, attempt.key, number) for number in range(attempt.number - 1, 0, -1)]
-    if (dataset := _newest_of_same_source(context)) is not None:
+    if (dataset := _of_same_source(context, digests)) is not None:
         folders.append(dataset.folder)
-    return [f"{folder}/facts/{name}" for folder in folders for name in store.names(f"{folder}/facts")]
+    return [name for folder in folders for name in _facts(store, folder)]
 
 
-def _newest_of_same_source(context: Context) -> Manifest | None:
-    """The dataset that was made last of a source described alike, of one in the same place if there is one."""
+def _facts(store: Store, folder: str) -> list[str]:
+    return [f"{folder}/facts/{name}" for name in store.names(f"{folder}/facts")]
+
+
+def _of_same_source(context: Context, digests: pa.ChunkedArray) -> Manifest | None:
+    """The dataset that was made last of a source described alike in the same place.
+
+    If there is none, the source may have moved: then the one that has most in common with it, of several (folders of
+    other images are often described alike).
+    """
     attempt, config = context.attempt, context.config
     if _is_forced(context):
         return None  # somebody wants everything to be done again
@@ -89,9 +101,23 @@ def _newest_of_same_source(context: Context) -> Manifest | None:
         and manifest.code.get("version") == config.VERSION
         and _without(manifest.config["source"], places) == _without(source, places)
     ]
+    if in_place := [manifest for manifest in alike if manifest.config["source"] == source]:
+        return max(in_place, key=lambda manifest: manifest.finished)
+    wanted = pc.unique(digests)
     return max(
-        alike, key=lambda manifest: (manifest.config["source"] == source, manifest.finished), default=None
+        alike,
+        key=lambda manifest: (_in_common(context.store, manifest, wanted), manifest.finished),
+        default=None,
     )
+
+
+def _in_common(store: Store, manifest: Manifest, digests: pa.Array) -> int:
+    """How many images of a dataset's first part, which are drawn by a hash, come from files of these digests."""
+    for name in _facts(store, manifest.folder)[:1]:
+        with suppress(pa.ArrowException, StoreError):  # find_known says so, if the dataset is chosen
+            facts = pq.read_table(pa.BufferReader(store.read(name) or b""), columns=["digest"])
+            return pc.sum(pc.is_in(facts["digest"], digests)).as_py() or 0
+    return 0
 
 
 def _without(fields: dict[str, Any], names: set[str]) -> dict[str, Any]:

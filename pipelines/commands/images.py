@@ -26,7 +26,8 @@ if TYPE_CHECKING:
 def init(
     file: Annotated[Path, typer.Argument(help="the recipe to write")],
     images: Annotated[
-        Path, typer.Option(help="class folders, train/val/test folders, or a folder with metadata.csv")
+        Path,
+        typer.Option(help="class folders, train/val/test folders, or a folder with metadata.csv or .jsonl"),
     ],
 ) -> None:
     """Look at a folder of images and write a recipe that trains on them."""

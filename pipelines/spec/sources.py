@@ -42,9 +42,9 @@ class DigitsSource(Frozen):
 
 
 class FolderSource(Frozen):
-    """Your own images: class folders, train/val/test folders of class folders, or a metadata.csv."""
+    """Your own images: class folders, train/val/test folders of class folders, or a metadata.csv or metadata.jsonl."""
 
-    LATER: ClassVar[frozenset[str]] = frozenset({"group"})
+    LATER: ClassVar[frozenset[str]] = frozenset({"group", "image_column", "label_column"})
     kind: Literal["folder"]
     name: str = Field("images", description="what reports call these images")
     root: Root = execution(
@@ -55,8 +55,13 @@ class FolderSource(Frozen):
         "vitflow", description="images without a given split are split by a hash with this salt"
     )
     group: str | None = Field(
-        None, description="the column of metadata.csv whose images stay in one split: patient, site, camera"
+        None,
+        description="the column of metadata.csv or metadata.jsonl whose images stay in one split: patient, site",
     )
+    image_column: str = Field(
+        "file_name", description="the column of metadata.csv or metadata.jsonl with the images' paths"
+    )
+    label_column: str = Field("label", description="their column with the labels")
 
     def files(self) -> Iterator[tuple[str, str | Path]]:
         """(name relative to the root, path or s3://bucket/key) of every file that the result depends on."""

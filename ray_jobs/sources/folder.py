@@ -5,8 +5,9 @@ In: a folder, a tar or zip of one, or s3://bucket/prefix, in one of three layout
     root/train/cat/1.jpg  root/test/cat/2.jpg     split folders (train|training, val|valid|validation|dev,
                                                   test|testing, in any case) of class folders
     root/cat/1.jpg        root/dog/2.jpg          class folders
-    root/metadata.csv                             Hugging Face's imagefolder: file_name, label, maybe split, and the
-                                                  column that names what must stay in one split (a patient, a site)
+    root/metadata.csv                             Hugging Face's imagefolder: a table of file_name, label, maybe split,
+    root/train/metadata.csv                       and what must stay in one split (a patient, a site), as CSV or as JSON
+    root/test/metadata.jsonl                      lines; in the root, in split folders, or both
 
 Folders around the whole of an archive don't count. Out: `scan` lists entries without opening an image. Only the
 standard library is imported at module level, so that `pipelines` can use it.
@@ -14,15 +15,14 @@ standard library is imported at module level, so that `pipelines` can use it.
 
 from __future__ import annotations
 
-import csv
-import difflib
-import io
 import os
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from operator import itemgetter
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, NamedTuple
+
+from ray_jobs.sources.label_tables import IMAGEFOLDER, METADATA, OPTIONS, TABLES, Columns, read_table
 
 if TYPE_CHECKING:
     from pipelines.spec import FolderSource
@@ -36,8 +36,6 @@ SPLIT_NAMES = {
     **dict.fromkeys(("val", "valid", "validation", "dev"), "dev"),
     **dict.fromkeys(("test", "testing"), "test"),
 }
-METADATA = "metadata.csv"
-COLUMNS = ("file_name", "label", "split")
 
 
 class Entry(NamedTuple):
@@ -64,28 +62,33 @@ class Listing(NamedTuple):
         return {name: number[label] for label, name in enumerate(self.class_names)}
 
 
-def scan(root: Path, group: str | None = None) -> Listing:
-    """List the images below `root`; `group` is the column of metadata.csv that names their groups.
+def scan(root: Path, columns: Columns = IMAGEFOLDER) -> Listing:
+    """List the images below `root`; `columns` are those of its tables of labels.
 
     Raises ValueError for: no folder, no image, fewer than two classes, layouts mixed, a link that leads
-    outside, a metadata.csv that does not fit, a class that the given splits leave without a training image.
+    outside, a table that does not fit, a class that the given splits leave without a training image.
     """
     if not root.is_dir():
         raise ValueError(f"{root} is not a folder of images")
     files = sorted(_files(root))
-    return arrange(root, files, (root / METADATA).read_bytes() if METADATA in files else None, group)
+    return arrange(root, files, {key: (root / key).read_bytes() for key in _tables(files)}, columns)
 
 
-def arrange(root: Path | str, files: Sequence[str], metadata: bytes | None, group: str | None) -> Listing:
-    """What these paths below `root` are, with what metadata.csv says where there is one. Raises ValueError."""
+def arrange(
+    root: Path | str, files: Sequence[str], tables: Mapping[str, bytes], columns: Columns = IMAGEFOLDER
+) -> Listing:
+    """What these paths below `root` are, with what the tables of labels among them say. Raises ValueError."""
     files = sorted(files)
     images = [key for key in files if PurePosixPath(key).suffix.lower() in EXTENSIONS]
     if not images:
         raise ValueError(f"{root} has no images ({', '.join(EXTENSIONS)}) among its {len(files)} files")
-    if metadata is not None:
-        found = _from_metadata(root, images, metadata, group)
-    elif group is not None:
-        raise ValueError(f"group: {group!r} is to be a column of {METADATA}, and {root} has no such file")
+    if tables:
+        found = _from_tables(root, images, tables, columns)
+    elif named := [one for one in zip(OPTIONS, columns, IMAGEFOLDER, strict=True) if one[1] != one[2]]:
+        option, column, _ = named[0]
+        raise ValueError(
+            f"{option}: {column!r} is to be a column of {METADATA}, and {root} has no such file (nor {TABLES[1]})"
+        )
     else:
         found = [(*entry, None) for entry in _from_folders(root, images)]
     class_names = tuple(sorted({label for _, label, _, _ in found}))
@@ -96,7 +99,7 @@ def arrange(root: Path | str, files: Sequence[str], metadata: bytes | None, grou
         Entry(key, number[name], split, group) for key, name, split, group in sorted(found, key=itemgetter(0))
     )
     _check_given_splits(root, class_names, entries)
-    ignored = tuple(key for key in files if key not in set(images) and key != METADATA)
+    ignored = tuple(key for key in files if key not in set(images) and key not in tables)
     return Listing(str(root), class_names, entries, ignored)
 
 
@@ -105,16 +108,17 @@ def listing(source: FolderSource, files: Files) -> entries.Listing:
     from ray_jobs.sources import containers, entries
 
     bad: list[Bad] = []
+    columns = Columns(source.image_column, source.label_column, source.group)
     if Path(source.root).is_dir():
-        found = scan(Path(source.root), source.group)
+        found = scan(Path(source.root), columns)
         members = {
             entry.key: _whole(entry.key, (Path(source.root) / entry.key).stat().st_size)
             for entry in found.entries
         }
     else:
         members, bad = _members(source, files)
-        metadata = containers.read_member(files, members[METADATA]) if METADATA in members else None
-        found = arrange(source.root, list(members), metadata, source.group)
+        tables = {key: containers.read_member(files, members[key]) for key in _tables(members)}
+        found = arrange(source.root, list(members), tables, columns)
     rows = (entry._asdict() | entries.place(members[entry.key]) for entry in found.entries)
     return entries.Listing(found.class_names, entries.table(rows), bad=tuple(bad), notes=_notes(found))
 
@@ -151,7 +155,7 @@ def _whole(key: str, size: int) -> Member:
 def _around(paths: Sequence[str]) -> str:
     """The folders that all images of an archive lie in and that say nothing of them: "pets/images/"."""
     images = [PurePosixPath(path).parts[:-1] for path in paths if path.lower().endswith(EXTENSIONS)]
-    tables = [PurePosixPath(path).parts[:-1] for path in paths if path.rpartition("/")[2] == METADATA]
+    tables = [PurePosixPath(path).parts[:-1] for path in paths if path.rpartition("/")[2] in TABLES]
     common: list[str] = []
     for parts in zip(*images, *tables, strict=False):
         if len(set(parts)) > 1 or parts[0].lower() in SPLIT_NAMES:
@@ -202,56 +206,50 @@ def _from_folders(root: Path | str, images: Sequence[str]) -> list[tuple[str, st
     return found
 
 
-def _from_metadata(
-    root: Path | str, images: Sequence[str], metadata: bytes, group: str | None
+def _tables(files: Iterable[str]) -> list[str]:
+    """Keys of the tables of labels: in the root or in a split folder."""
+    return sorted(key for key in files if _is_table(PurePosixPath(key)))
+
+
+def _is_table(path: PurePosixPath) -> bool:
+    in_split = len(path.parts) == 2 and _split_folder(path) is not None
+    return path.name in TABLES and (len(path.parts) == 1 or in_split)
+
+
+def _split_folder(path: PurePosixPath) -> str | None:
+    """The split that the first folder of a path is called after."""
+    return SPLIT_NAMES.get(path.parts[0].lower()) if len(path.parts) > 1 else None
+
+
+def _from_tables(
+    root: Path | str, images: Sequence[str], tables: Mapping[str, bytes], columns: Columns
 ) -> list[tuple[str, str, str | None, str | None]]:
-    """(key, class, split, group) by metadata.csv, which must list every image once."""
-    try:
-        reader = csv.DictReader(io.StringIO(metadata.decode("utf-8-sig"), newline=""), strict=True)
-        _check_columns(reader.fieldnames or [], group)
-        rows = list(reader)
-    except (csv.Error, UnicodeDecodeError) as error:
-        raise ValueError(f"{root}/{METADATA} is not CSV in UTF-8: {error}") from error
+    """(key, class, split, group) by tables, which must list every image once.
+
+    Where a table has no column `split`, the images' top folders say it, if they are split folders.
+    """
     present, found = set(images), {}
-    for number, row in enumerate(rows, start=2):
-        where = f"{METADATA} row {number}"
-        if None in row or None in row.values():
-            raise ValueError(f"{where} has not as many fields as the header")
-        key = _inside(row["file_name"], where)
-        if key not in present:
-            raise ValueError(f"{where}: {key!r} is not an image in {root}")
-        if key in found:
-            raise ValueError(f"{where}: {key!r} is listed twice")
-        if not row["label"]:
-            raise ValueError(f"{where}: {key!r} has no label")
-        if group is not None and not row[group]:
-            raise ValueError(f"{where}: {key!r} has no {group}")
-        split = _split_named(row["split"], where) if "split" in row else None
-        found[key] = (key, row["label"], split, None if group is None else row[group])
-    unlisted = sorted(present - set(found))
-    if unlisted:
+    for path in sorted(tables):
+        for row in read_table(path, tables[path], columns):
+            if row.key not in present:
+                raise ValueError(f"{row.where}: {row.key!r} is not an image in {root}")
+            if row.key in found:
+                raise ValueError(f"{row.where}: {row.key!r} is listed twice")
+            inside = _split_folder(PurePosixPath(row.key))
+            split = inside if row.split is None else _split_named(row.split, row.where)
+            found[row.key] = (row.key, row.label, split, row.group)
+    if unlisted := sorted(present - found.keys()):
         raise ValueError(
-            f"{METADATA} does not list {len(unlisted)} of {len(images)} images, such as {unlisted[0]!r}"
+            f"{root}: {' with '.join(sorted(tables))} does not list {len(unlisted)} of {len(images)} images, "
+            f"such as {unlisted[0]!r}"
+        )
+    drawn = [key for key, _, split, _ in found.values() if split is None]
+    if 0 < len(drawn) < len(found):
+        raise ValueError(
+            f"{root} has images with a split and without one, such as {drawn[0]!r}: put all into split folders "
+            "(train, val, test), or give all a column split"
         )
     return list(found.values())
-
-
-def _check_columns(columns: Sequence[str], group: str | None) -> None:
-    known = COLUMNS if group is None else (*COLUMNS, group)
-    for column in columns:
-        near = difflib.get_close_matches(column.lower(), known, n=1, cutoff=0.75)
-        if near and column not in known:  # other columns are nobody's business
-            raise ValueError(f"{METADATA} has an unknown column {column!r}: did you mean {near[0]!r}?")
-    for column in ("file_name", "label", *known[len(COLUMNS) :]):
-        if list(columns).count(column) != 1:
-            raise ValueError(f"{METADATA} needs one column {column!r}; it has {', '.join(columns) or 'none'}")
-
-
-def _inside(name: str, where: str) -> str:
-    path = PurePosixPath(name)
-    if path.is_absolute() or ".." in path.parts or "\\" in name or not name:
-        raise ValueError(f"{where}: file_name {name!r} must be a path inside the folder, relative, with /")
-    return path.as_posix()
 
 
 def _split_named(name: str, where: str) -> str:

@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from pipelines.identity import identity_fields
 from pipelines.spec import FolderSource, RecipeError
-from ray_jobs.sources.folder import Entry, listing, scan
+from ray_jobs.sources.folder import Entry, Listing, listing, scan
 
 
 def touch(root: Path, *keys: str) -> Path:
@@ -18,9 +19,14 @@ def touch(root: Path, *keys: str) -> Path:
     return root
 
 
-def metadata(root: Path, text: str) -> Path:
-    (root / "metadata.csv").write_text(text)
+def metadata(root: Path, text: str, name: str = "metadata.csv") -> Path:
+    (root / name).write_text(text)
     return root
+
+
+def of_keys(found: Listing) -> dict[str, tuple[str, str | None]]:
+    """(class, split) of each image."""
+    return {entry.key: (found.class_names[entry.label], entry.split) for entry in found.entries}
 
 
 # ---- layouts
@@ -51,6 +57,62 @@ def test_metadata_csv(tmp_path: Path) -> None:
     assert listing.class_names == ("cat, small", "dog")
     assert [entry.split for entry in listing.entries] == ["train", "dev", "train"]  # 1.png, 3.png, sub/2.png
     assert listing.ignored == ()
+
+
+def test_tables_in_split_folders_name_files_from_there(tmp_path: Path) -> None:
+    """As Hugging Face's imagefolder has them; CSV and JSON lines may stand side by side."""
+    touch(tmp_path, "train/1.png", "train/deep/2.png", "Test/1.png", "validation/x.png")
+    metadata(tmp_path, "file_name,label\n1.png,0\ndeep/2.png,true\n", "train/metadata.csv")
+    lines = '{"file_name": "1.png", "label": true, "text": null}\n\n'
+    metadata(tmp_path, lines, "Test/metadata.jsonl")
+    metadata(tmp_path, '{"file_name":"x.png","label":0}', "validation/metadata.jsonl")
+    found = scan(tmp_path)
+    assert of_keys(found) == {
+        "Test/1.png": ("true", "test"), "train/1.png": ("0", "train"), "train/deep/2.png": ("true", "train"),
+        "validation/x.png": ("0", "dev"),
+    }  # fmt: skip
+    assert found.ignored == ()
+
+
+def test_a_table_in_the_root_leaves_the_split_to_split_folders_or_says_it(tmp_path: Path) -> None:
+    touch(tmp_path, "train/1.png", "train/2.png", "test/3.png")
+    metadata(tmp_path, "file_name,label\ntrain/1.png,a\ntrain/2.png,b\ntest/3.png,b\n")
+    assert [split for _, split in of_keys(scan(tmp_path)).values()] == ["test", "train", "train"]
+    metadata(tmp_path, "file_name,label,split\ntrain/1.png,a,train\ntrain/2.png,b,dev\ntest/3.png,b,train\n")
+    assert [split for _, split in of_keys(scan(tmp_path)).values()] == ["train", "train", "dev"]
+    touch(tmp_path, "more/4.png")
+    metadata(tmp_path, "file_name,label\ntrain/1.png,a\ntrain/2.png,b\ntest/3.png,b\nmore/4.png,a\n")
+    with pytest.raises(ValueError, match=r"with a split and without one, such as 'more/4\.png'"):
+        scan(tmp_path)
+
+
+def test_columns_are_named_and_white_space_around_text_is_nothing(tmp_path: Path) -> None:
+    touch(tmp_path, "1.png", "2.png", "3.png")
+    text = ' image ,\tclass, label , split\n 1.png , cat,0, train \n2.png,"cat ",1,train\n3.png , "dog, big",2, train\n'
+    root = str(metadata(tmp_path, text))
+    source = FolderSource(kind="folder", root=root, image_column="image", label_column="class")
+    found = listing(source, {})
+    assert found.class_names == ("cat", "dog, big") and found.entries["label"].to_pylist() == [0, 0, 1]
+    metadata(
+        tmp_path, '{" image": " 1.png", "class": "cat"}\n{"image": "2.png", "class": 7}\n', "metadata.jsonl"
+    )
+    metadata(tmp_path, "image,class\n3.png,7\n")
+    assert listing(source, {}).class_names == ("7", "cat")
+    (tmp_path / "metadata.csv").unlink()
+    with pytest.raises(ValueError, match=r"metadata\.jsonl does not list 1 of 3 images, such as '3\.png'"):
+        listing(source, {})
+    (tmp_path / "metadata.jsonl").unlink()
+    with pytest.raises(
+        ValueError, match=r"image_column: 'image' is to be a column of metadata\.csv, and .* no such file"
+    ):
+        listing(source, {})
+
+
+def test_fields_that_came_later_are_not_in_old_keys() -> None:
+    plain = FolderSource(kind="folder", root="/images")
+    assert identity_fields(plain).keys() == {"kind", "name", "salt"}
+    named = plain.model_copy(update={"label_column": "class"})
+    assert identity_fields(named)["label_column"] == "class"
 
 
 def test_scan_needs_the_standard_library_only(tmp_path: Path) -> None:
@@ -114,11 +176,44 @@ def test_other_columns_are_nobodys_business_and_files_of_other_endings_are_told(
         ("file_name,label\n1.png,a\n", "does not list 1 of 2 images, such as '2.png'"),
         ("file_name,label,split\n1.png,a,holdout\n", "row 2: split 'holdout' is none of train"),
         ('file_name,label\n"1.png,a\n', "is not CSV"),
+        (
+            'file_name,label\n1.png,"[0, 2]"\n',
+            "row 2: '1.png' has a list as its label: multi-label is not supported",
+        ),
+        ("file_name,label\n1.png,['a']\n", "multi-label is not supported"),
+        ("image,label\n1.png,a\n", "it has image, label. Add it, or name another one in source.image_column"),
     ],
 )
 def test_metadata_that_cannot_be_used_says_why(tmp_path: Path, text: str, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         scan(metadata(touch(tmp_path, "1.png", "2.png"), text))
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("file_name,label\n", "metadata.jsonl row 1 is not JSON"),
+        ("[" * 100_000, "row 1 is not JSON"),
+        ('["1.png"]', "row 1 is not a JSON object"),
+        ("", "needs one column 'file_name'; it has none"),
+        ('{"file_name": "1.png"}', "needs one column 'label'"),
+        ('{"file_name": "1.png", "label": "a"}\n{"file_name": "2.png"}', "row 2: '2.png' has no label"),
+        ('{"file_name": "1.png", "label": null}', "row 1: '1.png' has no label"),
+        ('{"file_name": "1.png", "label": ["a", "b"]}', "'1.png' has a list as its label: multi-label"),
+        ('{"file_name": "1.png", "label": 0.5}', "label must be text or a whole number, not 0.5"),
+        ('{"file_name": ["1.png"], "label": "a"}', "file_name must be text"),
+        ('{"file_name": "1.png", "label": "\\ud800"}', "label is not text in UTF-8"),
+        ('{"file_name": "1.png", "label": "a", "split": null}', "split '' is none of train"),
+    ],
+)
+def test_json_lines_that_cannot_be_used_say_why(tmp_path: Path, text: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        scan(metadata(touch(tmp_path, "1.png", "2.png"), text, "metadata.jsonl"))
+
+
+def test_other_columns_that_are_called_alike_are_nobodys_business(tmp_path: Path) -> None:
+    text = "file_name,label,labels,file_name2\n1.png,a,[1],x\n2.png,[b],[2],y\n"
+    assert scan(metadata(touch(tmp_path, "1.png", "2.png"), text)).class_names == ("[b]", "a")
 
 
 def test_links_that_lead_outside_are_refused(tmp_path: Path) -> None:

@@ -154,6 +154,22 @@ def test_when_files_are_added_only_they_are_read(
     assert digests(forced) == digests(fresh)
 
 
+def test_of_several_folders_the_one_that_moved_is_known(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(ingest, "_in_tasks", lambda do, shared, each, _: [do(*shared, one) for one in each])
+    store = open_store(str(tmp_path / "store"))
+    for number, name in enumerate(("first", "second", "third")):
+        put_images(tmp_path / name, 20 * number, 20 * number + 20)
+        run(context_of(store, stage(tmp_path / name)))
+    for name in ("first", "third", "second"):
+        moved = Path(shutil.move(tmp_path / name, tmp_path / f"{name} moved"))
+        put_images(moved, 100, 102)
+        capsys.readouterr()
+        run(context_of(store, stage(moved)))
+        assert said(capsys.readouterr().out) == (2, 20)
+
+
 @pytest.mark.ray
 def test_a_test_image_of_last_month_is_one_this_month(
     local_ray: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -1,6 +1,7 @@
 """A folder as an archive or on S3, groups by a column; and whole ingests of archives, twice the same."""
 
 import gzip
+import json
 import os
 import struct
 from collections import Counter
@@ -86,6 +87,20 @@ def test_split_folders_and_a_table_in_archives(tmp_path: Path) -> None:
     found, _ = listed(tmp_path / "archive", group="patient")
     groups = dict(zip(found.entries["key"].to_pylist(), found.entries["group"].to_pylist(), strict=True))
     assert groups == {name: f"p{i % 7}" for i, name in enumerate(IMAGES)}
+
+
+@pytest.mark.parametrize("form", PACKERS)
+@pytest.mark.parametrize("around", ["", "pets/"])
+def test_tables_in_split_folders_of_archives(form: str, around: str, tmp_path: Path) -> None:
+    files = {f"{split}/{i}.png": image(i, "PNG") for split in ("train", "test") for i in range(4)}
+    lines = "\n".join(json.dumps({"file_name": f"{i}.png", "label": f"c{i % 2}"}) for i in range(4))
+    rows = "\n".join(["file_name,label", *(f"{i}.png,c{i % 2}" for i in range(4))])
+    files |= {"train/metadata.jsonl": lines.encode(), "test/metadata.csv": rows.encode()}
+    plain = listed(unpack(tmp_path / "plain", files))
+    (tmp_path / "archive").write_bytes(PACKERS[form]({around + name: data for name, data in files.items()}))
+    packed = listed(tmp_path / "archive")
+    assert seen(packed) == seen(plain) and not packed[0].notes
+    assert Counter(packed[0].entries["split"].to_pylist()) == {"train": 4, "test": 4}
 
 
 def test_what_is_refused_in_an_archive_is_listed(tmp_path: Path) -> None:

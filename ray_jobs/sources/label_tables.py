@@ -1,0 +1,166 @@
+"""Labels in tables beside images: metadata.csv and metadata.jsonl, as Hugging Face's imagefolder has them.
+
+    file_name,label,split,patient          {"file_name": "1.jpg", "label": "cat"}
+    1.jpg,cat,train,p7                     {"file_name": "2.jpg", "label": 3}
+
+A file name is relative to the table's folder. Only the standard library is imported, so that `pipelines` can use it.
+"""
+
+from __future__ import annotations
+
+import csv
+import difflib
+import io
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import PurePosixPath
+from typing import Any, NamedTuple
+
+METADATA = "metadata.csv"
+TABLES = (METADATA, "metadata.jsonl")
+
+
+class Columns(NamedTuple):
+    """Which columns say what; other columns are not used."""
+
+    image: str = "file_name"
+    label: str = "label"
+    group: str | None = None
+
+
+IMAGEFOLDER = Columns()
+OPTIONS = ("image_column", "label_column", "group")
+"""The fields of a source that name the columns."""
+
+
+class Row(NamedTuple):
+    """What a table says of an image."""
+
+    where: str
+    """The table and the row, for messages."""
+    key: str
+    """The image's path, relative to what the table's path is relative to."""
+    label: str
+    split: str | None
+    """As it is written; None: the table has no column `split`."""
+    group: str | None
+
+
+def read_table(path: str, data: bytes, columns: Columns) -> Iterator[Row]:
+    """The rows of the table at `path`, without the white space around headers and values.
+
+    Raises ValueError, with the row, for what is not such a table, for a file name that leads outside of its folder,
+    and for a missing value.
+    """
+    read = _csv if path.endswith(".csv") else _json_lines
+    header, rows = read(path, data)
+    _check_columns(path, header, columns)
+    folder = PurePosixPath(path).parent
+    for where, row in rows:
+        name = _text(where, columns.image, row.get(columns.image))
+        key = (folder / _inside(where, columns.image, name)).as_posix()
+        image = f"{where}: {key!r}"
+        if _is_list(row.get(columns.label)):
+            raise ValueError(f"{image} has a list as its {columns.label}: multi-label is not supported yet")
+        yield Row(
+            where,
+            key,
+            _value(image, columns.label, row),
+            _text(image, "split", row.get("split")) if "split" in header else None,
+            None if columns.group is None else _value(image, columns.group, row),
+        )
+
+
+def _csv(path: str, data: bytes) -> tuple[list[str], list[tuple[str, dict[str, Any]]]]:
+    """The header, and of each row where it is and its cells."""
+    try:
+        reader = csv.reader(io.StringIO(_decoded(data), newline=""), strict=True, skipinitialspace=True)
+        header, *rows = [[cell.strip() for cell in cells] for cells in reader if cells] or [[]]
+    except (csv.Error, UnicodeDecodeError) as error:
+        raise ValueError(f"{path} is not CSV in UTF-8: {error}") from error
+    found = []
+    for number, cells in enumerate(rows, start=2):
+        if len(cells) != len(header):
+            raise ValueError(f"{path} row {number} has not as many fields as the header")
+        found.append((f"{path} row {number}", dict(zip(header, cells, strict=True))))
+    return header, found
+
+
+def _json_lines(path: str, data: bytes) -> tuple[list[str], list[tuple[str, dict[str, Any]]]]:
+    """All keys that occur, and of each line where it is and its values."""
+    header: dict[str, None] = {}
+    found = []
+    try:
+        lines = _decoded(data).split("\n")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is not text in UTF-8: {error}") from error
+    for number, line in enumerate(lines, start=1):
+        if not line.strip():
+            continue
+        try:
+            row = json.loads(line)
+        except (ValueError, RecursionError) as error:
+            raise ValueError(f"{path} row {number} is not JSON: {error}") from error
+        if not isinstance(row, dict):
+            raise ValueError(f"{path} row {number} is not a JSON object: one line per image")
+        row = {name.strip(): value for name, value in row.items()}
+        header |= dict.fromkeys(row)
+        found.append((f"{path} row {number}", row))
+    return list(header), found
+
+
+def _decoded(data: bytes) -> str:
+    return data.decode("utf-8-sig")
+
+
+def _check_columns(path: str, header: Sequence[str], columns: Columns) -> None:
+    needed = [column for column in columns if column is not None]
+    known = (*needed, "split")
+    options = dict(zip(columns, OPTIONS, strict=True))
+    for column in header:
+        near = difflib.get_close_matches(column.lower(), known, n=1, cutoff=0.75)
+        if near and column not in known and near[0] not in header:
+            way_out = f" If not, set source.{options[near[0]]}: {column}" if near[0] in options else ""
+            raise ValueError(f"{path} has an unknown column {column!r}: did you mean {near[0]!r}?{way_out}")
+    for column in needed:
+        if header.count(column) != 1:
+            raise ValueError(
+                f"{path} needs one column {column!r}; it has {', '.join(header) or 'none'}. "
+                f"Add it, or name another one in source.{options[column]}"
+            )
+
+
+def _value(where: str, column: str, row: Mapping[str, Any]) -> str:
+    if not (text := _text(where, column, row.get(column))):
+        raise ValueError(f"{where} has no {column}")
+    return text
+
+
+def _text(where: str, column: str, value: Any) -> str:
+    """A cell as text: JSON's text, whole numbers and booleans; "" for null or no cell."""
+    if isinstance(value, str):
+        if not value.isascii() and value != value.encode("utf-8", "replace").decode():
+            raise ValueError(f"{where}: {column} is not text in UTF-8 ({json.dumps(value)})")
+        return value.strip()
+    if value is None:
+        return ""
+    if isinstance(value, int):  # booleans among them
+        return json.dumps(value)
+    raise ValueError(f"{where}: {column} must be text or a whole number, not {json.dumps(value)[:60]}")
+
+
+def _is_list(cell: Any) -> bool:
+    """Whether a cell is a list: JSON's own, or in a CSV as JSON or Python writes it; a class may be called [x]."""
+    if not isinstance(cell, str):
+        return isinstance(cell, list)
+    try:
+        return cell.startswith("[") and isinstance(json.loads(cell.replace("'", '"')), list)
+    except (ValueError, RecursionError):
+        return False
+
+
+def _inside(where: str, column: str, name: str) -> PurePosixPath:
+    path = PurePosixPath(name)
+    if path.is_absolute() or ".." in path.parts or "\\" in name or not name:
+        raise ValueError(f"{where}: {column} {name!r} must be a path inside the folder, relative, with /")
+    return path
