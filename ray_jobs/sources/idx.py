@@ -99,7 +99,8 @@ def read(files: Mapping[str, Path], num_classes: int, classes: Sequence[int]) ->
     found = Images(np.concatenate(images)[..., None], np.concatenate(labels), keys, splits)
     trained = set(found.labels[np.array(splits) == "train"].tolist())
     if lost := [given for label, given in enumerate(classes) if label not in trained]:
-        raise ValueError(f"{files[FILES['train'][1]]}: the class {lost[0]} has no image in train")
+        more = f", nor have {', '.join(map(str, lost[1:]))}" if lost[1:] else ""
+        raise ValueError(f"{files[FILES['train'][1]]}: the class {lost[0]} has no image in train{more}")
     return found
 
 

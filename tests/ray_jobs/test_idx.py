@@ -176,7 +176,7 @@ def replaced(root: Path, name: str, array: np.ndarray) -> None:
         (NAMES[0], LABELS, "images have 3"),
         (NAMES[1], TRAIN, "labels have 1"),
         (NAMES[1], LABELS + 1, "has the label 4; source.class_names names 0 to 3"),
-        (NAMES[1], LABELS // 3 * 3, "class 1 has no image in train"),
+        (NAMES[1], LABELS // 3 * 3, "class 1 has no image in train, nor have 2"),
         (NAMES[2], TEST[:, 1:], "train are 6 x 5 pixels, those of test 5 x 5"),
     ],
 )
