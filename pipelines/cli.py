@@ -33,6 +33,7 @@ for command in (
     images.predict,
     models.import_,
     models.export,
+    looking.verify,
     looking.doctor,
     looking.schema,
 ):

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     pass
 
 WRITERS = 8
+SAMPLE = 8  # files that are read
 CLOCK_SECONDS = 60.0  # S3 refuses requests from 15 minutes on; runs are sorted by the time that drivers write
 SAFE_RAY = (2, 54)  # before: CVE-2025-62593 and CVE-2026-27482, a web page that is visited may run code
 
@@ -61,7 +62,7 @@ def store_findings(uri: str) -> Iterator[Finding]:
     """Whether it is a store, can be written, creates each name once, and has the same time."""
     try:
         store = open_store(uri, create=False)
-        yield Finding("store", "ok", f"{store.uri}, with {len(store.names('runs'))} runs")
+        yield from _contents(store)
     except StoreAbsent as error:
         yield Finding("store", "ok", f"{error} yet; the first run makes it")
     except StoreError as error:
@@ -72,6 +73,19 @@ def store_findings(uri: str) -> Iterator[Finding]:
         yield from probes
     except (StoreError, OSError) as error:
         yield Finding("writing", "problem", str(error), _WRITABLE)
+
+
+def _contents(store: Store) -> Iterator[Finding]:
+    """What is in it, and whether its manifests and some of its files are what was written."""
+    from pipelines.verify import sample
+
+    found = sample(store, SAMPLE)
+    said = f"{store.uri}, with {len(store.names('runs'))} runs and {found.artifacts} artifacts"
+    yield Finding(
+        "store", "ok", f"{said}; {found.files} of their files were read, `vitflow verify` reads all"
+    )
+    for damage in found.damage:
+        yield Finding("store", "problem", damage.what, damage.do)
 
 
 _WRITABLE = "let this user write there, or give another --store"

@@ -6,11 +6,25 @@ import hashlib
 import os
 import secrets
 import shutil
-from collections.abc import Iterable, Iterator, Sequence
+import stat
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from pipelines.store import FileEntry, Staging, StoreError, complete, identify, s3_settings
+from pipelines.file_checks import fault, size_fault
+from pipelines.store import (
+    FileEntry,
+    Layout,
+    Staging,
+    StoreAbsent,
+    StoreDamaged,
+    StoreError,
+    complete,
+    identify,
+    inside,
+    s3_settings,
+    too_large,
+)
 
 _NO_LINKS = {1, 18, 38, 95}  # EPERM, EXDEV, ENOSYS, EOPNOTSUPP
 
@@ -28,16 +42,34 @@ class FolderStore:
         self.settings = s3_settings()  # a stage may read files there
         self.id = identify(self, create)
 
-    def read(self, name: str) -> bytes | None:
+    def read(self, name: str, limit: int | None = None) -> bytes | None:
         try:
+            status = (self.root / name).stat()
+            if not stat.S_ISREG(status.st_mode):
+                raise StoreDamaged(f"{self.root}/{name} is damaged: it is not a file")
+            if limit is not None and status.st_size > limit:
+                raise too_large(f"{self.root}/{name}", status.st_size, limit)
             return (self.root / name).read_bytes()
         except (FileNotFoundError, NotADirectoryError):
+            if name != Layout.STORE:
+                self._require()
             return None
         except OSError as error:
-            raise StoreError(f"{self.root}: can't read {name}: {error.strerror}") from None
+            raise StoreDamaged(f"{self.root}: can't read {name}: {error.strerror}") from None
 
-    def read_all(self, names: Sequence[str]) -> list[bytes | None]:
-        return [self.read(name) for name in names]
+    def read_all(self, names: Sequence[str], limit: int | None = None) -> list[bytes | StoreDamaged | None]:
+        def read(name: str) -> bytes | StoreDamaged | None:
+            try:
+                return self.read(name, limit)
+            except StoreDamaged as error:
+                return error
+
+        return [read(name) for name in names]
+
+    def _require(self) -> None:
+        """Raise StoreAbsent where the store was deleted: a folder made there now would look like a store."""
+        if not (self.root / Layout.STORE).exists():
+            raise StoreAbsent(f"{self.root} is a store no longer: its {Layout.STORE} was deleted")
 
     def read_range(self, name: str, start: int, length: int) -> bytes:
         try:
@@ -50,6 +82,8 @@ class FolderStore:
 
     def create(self, name: str, data: bytes) -> bool:
         path = self.root / name
+        if name != Layout.STORE:
+            self._require()
         temporary = path.parent / f".{path.name}.{secrets.token_hex(8)}.tmp"
         try:
             _make_folders(path.parent)
@@ -74,26 +108,56 @@ class FolderStore:
             )
         except (FileNotFoundError, NotADirectoryError):
             return []
+        except OSError as error:
+            raise StoreError(f"{self.root}: can't list {folder}: {error.strerror}") from None
+
+    def digest(self, name: str) -> tuple[int, str] | None:
+        if (self.root / name).exists() and not (self.root / name).is_file():
+            raise StoreDamaged(f"{self.root}/{name} is damaged: it is not a file")
+        try:
+            with (self.root / name).open("rb") as file:
+                return os.fstat(file.fileno()).st_size, hashlib.file_digest(file, "sha256").hexdigest()
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+        except OSError as error:
+            raise StoreDamaged(f"{self.root}: can't read {name}: {error.strerror}") from None
+
+    def check_sizes(self, folder: str, files: Iterable[FileEntry]) -> None:
+        self._check(folder, files, size_fault)
 
     def local(self, folder: str, files: Iterable[FileEntry]) -> Path:
+        self._check(folder, files, fault)
         return self.root / folder
+
+    def _check(
+        self, folder: str, files: Iterable[FileEntry], check: Callable[[Path, FileEntry], str | None]
+    ) -> None:
+        for entry in files:
+            if (wrong := check(inside(self.root / folder, entry.path), entry)) is not None:
+                raise StoreDamaged(f"{self.root}/{folder}/{entry.path} is damaged: it {wrong}")
 
     @contextmanager
     def staging(self, folder: str) -> Iterator[Staging]:
         target = self.root / folder
+        self._require()
         _make_folders(target)
         temporary = target / f".staging-{secrets.token_hex(8)}"
         temporary.mkdir()
         try:
             staging = Staging(temporary)
             yield staging
+            self._require()
             staging.files = tuple(
                 _move_durably(path, temporary, target)
                 for path in sorted(temporary.rglob("*"))
                 if path.is_file()
             )
+        except OSError:
+            self._require()  # nothing can be written where the store was deleted meanwhile, and that is what to say
+            raise
         finally:
-            shutil.rmtree(temporary)
+            if temporary.exists():
+                shutil.rmtree(temporary)
 
 
 def _make_folders(path: Path) -> None:

@@ -156,10 +156,7 @@ def file_digests(files: Iterable[tuple[str, str | Path]]) -> list[tuple[Any, ...
             continue
         path = Path(location)
         try:
-            status = path.stat()
-            identity = (
-                f"{status.st_dev}:{status.st_ino}:{status.st_size}:{status.st_mtime_ns}:{status.st_ctime_ns}"
-            )
+            identity = file_version(path.stat())
             digest = known.get(identity)
             if digest is None:
                 with path.open("rb") as file:
@@ -174,6 +171,11 @@ def file_digests(files: Iterable[tuple[str, str | Path]]) -> list[tuple[Any, ...
         found = object_facts(uri for _, uri in objects)
         lines += [(name, *found[uri]) for name, uri in objects]
     return lines
+
+
+def file_version(status: os.stat_result) -> str:
+    """What changes when a file is written, or another takes its place: device, inode, size, mtime and ctime."""
+    return f"{status.st_dev}:{status.st_ino}:{status.st_size}:{status.st_mtime_ns}:{status.st_ctime_ns}"
 
 
 def cache_folder() -> Path:

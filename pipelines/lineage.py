@@ -16,28 +16,34 @@ from pipelines.store import (
     InputRef,
     Manifest,
     Store,
+    StoreDamaged,
     all_manifests,
     input_ref,
     read_manifest,
     successor,
+    warn,
 )
 from vit_model.config import Frozen
 
 SHORT = 12  # characters of a digest that people see
 
 
+State = Literal["same", "made again", "other content", "gone", "damaged"]
+_LOST = ("gone", "damaged")  # nothing behind it can be shown
+
+
 class Edge(Frozen):
     """An input as a stage took it, and what is in its place now.
 
     `state`: the same; made again with the same content (another manifest, so other bytes or another machine perhaps);
-    made again with other content; or gone, its manifest was removed.
+    made again with other content; gone, its manifest was removed; or damaged, its manifest can't be read.
     """
 
     consumer: str
     field: str
     input: str
     content_digest: str
-    state: Literal["same", "made again", "other content", "gone"]
+    state: State
 
 
 class Lineage(Frozen):
@@ -68,22 +74,44 @@ def trace(store: Store, given: str) -> Lineage:
         nodes[manifest.key] = manifest
         for field, references in manifest.inputs.items():
             for reference in references:
-                found = nodes.get(reference.key) or read_manifest(store, reference.job, reference.key)
-                if found is not None:
+                found = nodes.get(reference.key) or _found(store, reference)
+                if isinstance(found, Manifest):
                     waiting.append(found)
                     if found.key not in shas:
                         shas[found.key] = input_ref(store, found).manifest_sha256
                 edges.append(_edge(manifest.key, field, reference, found, shas.get(reference.key)))
-    replaced = {key: new for key, node in nodes.items() if (new := successor(store, node.job, key))}
+    replaced = {key: new for key, node in nodes.items() if (new := _replaced_by(store, node))}
     return Lineage(
         roots=tuple(manifest.key for manifest in roots), nodes=nodes, edges=tuple(edges), replaced=replaced
     )
 
 
-def _edge(consumer: str, field: str, reference: InputRef, found: Manifest | None, sha: str | None) -> Edge:
-    state: Literal["same", "made again", "other content", "gone"] = "same"
-    if found is None:
-        state = "gone"
+def _found(store: Store, reference: InputRef) -> Manifest | Literal["gone", "damaged"]:
+    try:
+        return read_manifest(store, reference.job, reference.key) or "gone"
+    except StoreDamaged as error:
+        warn(str(error))
+        return "damaged"
+
+
+def _replaced_by(store: Store, node: Manifest) -> str | None:
+    try:
+        return successor(store, node.job, node.key)
+    except StoreDamaged as error:  # what it was made of is known without
+        warn(str(error))
+        return None
+
+
+def _edge(
+    consumer: str,
+    field: str,
+    reference: InputRef,
+    found: Manifest | Literal["gone", "damaged"],
+    sha: str | None,
+) -> Edge:
+    state: State = "same"
+    if not isinstance(found, Manifest):
+        state = found
     elif found.content_digest != reference.content_digest:
         state = "other content"
     elif sha != reference.manifest_sha256:
@@ -149,6 +177,7 @@ _NOTES = {
     "made again": "  (made again since, with the same content)",
     "other content": "  (made again since, with OTHER content)",
     "gone": "  (gone: its manifest was removed)",
+    "damaged": "  (its manifest is damaged)",
 }
 
 
@@ -180,8 +209,8 @@ def _tree(lineage: Lineage, key: str, label: str, indent: str, shown: set[str]) 
         last = edge is edges[-1]
         branch = f"{indent}{'└─' if last else '├─'} {edge.field}: "
         below = f"{indent}{'   ' if last else '│  '}"
-        if edge.state == "gone":
-            yield f"{branch}{edge.input[:SHORT]}, content {edge.content_digest[:SHORT]}{_NOTES['gone']}"
+        if edge.state in _LOST:
+            yield f"{branch}{edge.input[:SHORT]}, content {edge.content_digest[:SHORT]}{_NOTES[edge.state]}"
             continue
         head, *rest = _tree(lineage, edge.input, branch, below, shown)
         yield head + _NOTES[edge.state]
@@ -223,11 +252,11 @@ def as_dot(lineage: Lineage) -> Iterator[str]:
             label = _quoted(describe_source(node), f"files {node.source[:SHORT]}")
             yield f'  {_quoted(f"source {key}")} [label={label}, shape="cylinder"];'
             yield f"  {_quoted(f'source {key}')} -> {_quoted(key)};"
-    for gone in {edge.input: edge for edge in lineage.edges if edge.state == "gone"}.values():
-        label = _quoted(gone.input[:SHORT], f"content {gone.content_digest[:SHORT]}", "gone")
-        yield f'  {_quoted(gone.input)} [label={label}, style="dashed"];'
+    for lost in {edge.input: edge for edge in lineage.edges if edge.state in _LOST}.values():
+        label = _quoted(lost.input[:SHORT], f"content {lost.content_digest[:SHORT]}", lost.state)
+        yield f'  {_quoted(lost.input)} [label={label}, style="dashed"];'
     for edge in lineage.edges:
-        state = () if edge.state in {"same", "gone"} else (edge.state,)
+        state = () if edge.state in {"same", *_LOST} else (edge.state,)
         yield f"  {_quoted(edge.input)} -> {_quoted(edge.consumer)} [label={_quoted(edge.field, *state)}];"
     yield "}"
 

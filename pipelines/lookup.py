@@ -5,7 +5,7 @@ from __future__ import annotations
 from pipelines.pipeline import members
 from pipelines.runs import run_status, runs
 from pipelines.spec import RecipeError, nearest
-from pipelines.store import Manifest, Store, all_manifests
+from pipelines.store import Manifest, Store, all_keys, all_manifests
 
 
 def find_run(store: Store, given: str | None) -> str:
@@ -42,3 +42,24 @@ def find_artifact(store: Store, given: str | None, kind: str) -> Manifest:
             f"{given or 'the newest'}: {'several' if matches else 'no'} {kind}s fit; there are: {names or 'none'}"
         )
     return matches[0]
+
+
+def find_keys(store: Store, given: str) -> list[tuple[str, str]]:
+    """(job, key) of the artifacts that a key, its unique beginning, RUN/STAGE or RUN means, whether they can be read
+    or not.
+
+    Raises:
+        RecipeError: nothing or several things are meant.
+    """
+    known = all_keys(store)
+    matches = [(job, key) for job, key in known if key.startswith(given)]
+    if len(matches) > 1:
+        names = ", ".join(f"{key[:12]} ({job})" for job, key in matches[-8:])
+        raise RecipeError(f"{given!r} begins several keys: {names}")
+    if matches:
+        return matches
+    run, _, stage = given.partition("/")
+    stages = run_status(store, find_run(store, run))["stages"]
+    chosen = members(stage, [entry["stage"] for entry in stages]) if stage else ()
+    keys = {entry.get("key") for entry in stages if not stage or entry["stage"] in chosen}
+    return [(job, key) for job, key in known if key in keys]

@@ -15,11 +15,12 @@ from pipelines.store import (
     InputRef,
     Manifest,
     Store,
+    StoreDamaged,
     all_manifests,
+    is_committed,
     read_current,
-    read_manifest,
     replace_artifact,
-    successor,
+    successors,
 )
 
 READERS = 16  # manifests read at once: on S3 each takes a round trip
@@ -27,8 +28,8 @@ READERS = 16  # manifests read at once: on S3 each takes a round trip
 
 @dataclass(frozen=True)
 class PlannedStage:
-    """One stage as the store sees it now: committed (`manifest`), ready to run (`key`), waiting for its inputs, or
-    impossible (`lost`)."""
+    """One stage as the store sees it now: committed (`manifest`), ready to run (`key`), waiting for its inputs,
+    impossible (`lost`), or committed and `damaged`."""
 
     name: str
     config: AnyStage
@@ -39,13 +40,16 @@ class PlannedStage:
     source: str | None = None
     code: str | None = None  # the digest of its code, where that is in the key
     lost: str | None = None  # why it can't be made
+    damaged: str | None = None  # what of it is not as it was committed, and what to do
 
     @property
     def state(self) -> str:
         """cached | run | pending (an input is not finished, so the key is not known yet) | missing (its source can't be
-        read) | skipped (an input is missing or skipped)."""
+        read) | skipped (an input is missing or skipped) | damaged (only `--force` makes it again)."""
         if self.lost is not None:
             return "skipped" if self.config.inputs() else "missing"
+        if self.damaged is not None:
+            return "damaged"
         return "pending" if self.key is None else "run" if self.manifest is None else "cached"
 
 
@@ -153,9 +157,14 @@ def plan_stage(
         source = identity.source_fingerprint(config)
     code = identity.code_digest(config.job) if strict_code else None
     key = identity.stage_key(config, _digests(inputs), source, code)
-    if (found := read_current(store, config.job, key)) is None:
-        return PlannedStage(name, config, key, None, None, inputs, source, code)
-    manifest, reference = found
+    try:
+        if (found := read_current(store, config.job, key)) is None:
+            return PlannedStage(name, config, key, None, None, inputs, source, code)
+        manifest, reference = found
+        store.check_sizes(manifest.folder, manifest.files)
+    except StoreDamaged as error:
+        damaged = f"{error.what}; {error.remedy or f'`--force {name}` makes it again'}"
+        return PlannedStage(name, config, key, None, None, inputs, source, code, damaged=damaged)
     return PlannedStage(name, config, manifest.key, manifest, reference, inputs, source, code)
 
 
@@ -178,17 +187,15 @@ def force_stage(store: Store, planned: PlannedStage, nonce: str, run: str) -> st
     job = planned.config.job
     key = identity.stage_key(planned.config, _digests(planned.inputs), planned.source, planned.code)
     while True:
-        ours = identity.successor_key(key, nonce)
-        following = successor(store, job, key)
-        if following == ours:
-            return ours
-        if following is None:
-            if read_manifest(store, job, key) is None:
-                return key  # nothing to replace
-            if replace_artifact(store, job, key, ours, run, "--force"):
-                return ours
-        else:
+        for following in successors(store, job, key):
+            if following == identity.successor_key(key, nonce):
+                return following
             key = following
+        if not is_committed(store, job, key):
+            return key  # nothing to replace; a manifest that is damaged is
+        ours = identity.successor_key(key, nonce)
+        if replace_artifact(store, job, key, ours, run, "--force"):
+            return ours
 
 
 def notes(stage: PlannedStage) -> Iterator[str]:
@@ -216,8 +223,8 @@ def reasons(store: Store, planned: Iterable[PlannedStage]) -> dict[str, str]:
 
 
 def _reason(stage: PlannedStage, before: Manifest | None) -> str:
-    if stage.lost is not None:
-        return stage.lost
+    if (reason := stage.lost or stage.damaged) is not None:
+        return reason
     if stage.state == "pending":
         return "waits for its inputs"
     if stage.manifest is not None:

@@ -12,6 +12,7 @@ SQL is hostile until shown otherwise, and DuckDB calls `WITH x AS (COPY ... TO '
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -20,7 +21,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from pipelines.spec import RecipeError, nearest
 from pipelines.spec.vtab import GROUPS
-from pipelines.store import FileEntry, Layout, Store, StoreError, manifest_bytes
+from pipelines.store import Manifest, Store, all_manifests
 
 if TYPE_CHECKING:
     from duckdb import DuckDBPyConnection
@@ -148,7 +149,7 @@ def query(
 
     Raises:
         RecipeError: SQL that is wrong, does more than read the tables, or takes too long or too much memory.
-        StoreError: a damaged manifest.
+        StoreDamaged: a file behind a table that the SQL names is not what its manifest says.
     """
     import duckdb
 
@@ -168,7 +169,7 @@ def query(
             _lock(connection, define_tables(connection, store, _named_tables(connection, sql)))
             with _interrupted(connection, seconds):
                 # as a table: under the limits to its last row, with a name of its own for every column
-                connection.execute(f"CREATE TABLE answer AS {sql}", list(parameters))
+                connection.execute(f"{_INTO}{sql}", list(parameters))
             described = connection.execute("DESCRIBE answer").fetchall()
             shown = ", ".join(_as_plain(name, kind) for name, kind, *_ in described)
             connection.execute(f"SELECT {shown} FROM answer")  # noqa: S608 (quoted names)
@@ -219,7 +220,16 @@ def _told(duckdb: Any, seconds: float) -> Iterator[None]:
     except duckdb.OutOfMemoryException:
         raise RecipeError(f"the SQL needs more than {MEMORY} of memory: ask for less") from None
     except duckdb.Error as error:
-        raise RecipeError(f"the SQL can't be answered: {error}") from None
+        raise RecipeError(f"the SQL can't be answered: {_LINE.sub(_own_line, str(error))}") from None
+
+
+_INTO = "CREATE TABLE answer AS\n"  # a line of its own, so that the lines that DuckDB shows are the user's
+_LINE = re.compile(r"^LINE (\d+):", re.MULTILINE)
+
+
+def _own_line(found: re.Match[str]) -> str:
+    """The number of a line as its writer counts; what is under the line stays there."""
+    return f"LINE {int(found[1]) - 1}:".ljust(len(found[0]))
 
 
 _ONLY = f"it can only be one SELECT that reads the tables {', '.join(TABLES)}"
@@ -274,7 +284,8 @@ def _ctes(node: dict[str, Any]) -> list[Any]:
 
 def define_tables(connection: DuckDBPyConnection, store: Store, named: set[str]) -> list[str]:
     """Define TABLES, with content where they are named; the files behind them, which must stay readable."""
-    manifests = _manifests(store) if named - {"runs"} else []
+    manifests = list(all_manifests(store)) if named - {"runs"} else []
+    groups = _vtab_groups(manifests)
     records: dict[str, list[dict[str, Any]]] = {name: [] for name in TABLES}
     paths: list[str] = []
     if "artifacts" in named:
@@ -284,7 +295,7 @@ def define_tables(connection: DuckDBPyConnection, store: Store, named: set[str])
     for name in ("rows", "predictions"):
         found = _files(store, manifests, f"{name}.parquet") if name in named else {}
         if found:
-            _define_view(connection, name, found)
+            _define_view(connection, name, found, groups)
             paths += found
         else:
             _define_table(connection, name, [])
@@ -301,45 +312,37 @@ def _lock(connection: DuckDBPyConnection, paths: list[str]) -> None:
     connection.execute("SET lock_configuration = true")
 
 
-def _manifests(store: Store) -> list[dict[str, Any]]:
-    """All manifests, oldest first; not as `Manifest`s: to check a thousand of them takes longer than the query."""
-    found = []
-    for name, data in manifest_bytes(store):
-        try:
-            found.append(json.loads(data) | {"name": name})
-        except ValueError as error:
-            raise StoreError(f"{name} is damaged: {error}") from None
-    for manifest, group in zip(found, _vtab_groups(found), strict=True):
-        manifest["vtab_group"] = group
-    return sorted(found, key=lambda manifest: str(manifest["finished"]))
+def _vtab_groups(manifests: list[Manifest]) -> dict[str, str | None]:
+    """Artifact -> what group of VTAB's tasks its `data` is of; others are left out."""
+    sources = {manifest.key: manifest.config.get("source", {}) for manifest in manifests}
+    data = {manifest.key: sources.get(given[0].key, {}) for manifest in manifests
+            if (given := manifest.inputs.get("data"))}  # fmt: skip
+    return {key: GROUPS.get(source["task"]) for key, source in data.items() if source.get("kind") == "vtab"}
 
 
-def _vtab_groups(manifests: list[dict[str, Any]]) -> list[str | None]:
-    """Of each what group of VTAB's tasks its `data` is of."""
-    sources = {manifest["key"]: manifest["config"].get("source", {}) for manifest in manifests}
-    data = [sources.get(given[0]["key"], {}) if (given := manifest["inputs"].get("data")) else {}
-            for manifest in manifests]  # fmt: skip
-    return [GROUPS.get(source["task"]) if source.get("kind") == "vtab" else None for source in data]
-
-
-def _files(store: Store, manifests: list[dict[str, Any]], name: str) -> dict[str, dict[str, Any]]:
+def _files(store: Store, manifests: list[Manifest], name: str) -> dict[str, Manifest]:
     """Local path -> manifest of all files of that name, but for reports, whose rows are copies."""
     entries, origins = [], []
     for manifest in manifests:
-        for file in manifest["files"]:
-            if file["path"] == name and manifest["kind"] != "report":
-                # from where the manifest was found, whatever it says of itself
-                job, key = manifest["name"].split("/")[1:3]
-                folder = Layout.files(job, key, int(manifest["attempt"])).removeprefix("artifacts/")
-                entries.append(FileEntry(**file | {"path": f"{folder}/{name}"}))
+        folder = manifest.folder.removeprefix("artifacts/")
+        for file in manifest.files:
+            if file.path == name and manifest.kind != "report":
+                entries.append(file.model_copy(update={"path": f"{folder}/{name}"}))
                 origins.append(manifest)
     root = store.local("artifacts", entries)
     return {f"{root}/{entry.path}": manifest for entry, manifest in zip(entries, origins, strict=True)}
 
 
-def _define_view(connection: DuckDBPyConnection, name: str, files: dict[str, dict[str, Any]]) -> None:
+def _define_view(
+    connection: DuckDBPyConnection, name: str, files: dict[str, Manifest], groups: dict[str, str | None]
+) -> None:
     """A view of Parquet files; what is known of each file is looked up by its number."""
-    _set_records(connection, f"{name}_origins", _ORIGIN, [_artifact(manifest) for manifest in files.values()])
+    origins = [
+        {"artifact": origin.key, "vtab_group": groups.get(origin.key)}
+        | origin.model_dump(include={"job", "stage", "run", "finished"})
+        for origin in files.values()
+    ]
+    _set_records(connection, f"{name}_origins", _ORIGIN, origins)
     connection.execute(f"SET VARIABLE {name}_paths = $paths", {"paths": list(files)})
     origin = [
         f'getvariable(\'{name}_origins\')[file_index::BIGINT + 1]."{column.name}" AS "{column.name}"'
@@ -372,9 +375,9 @@ def _set_records(
     )
 
 
-def _artifact(manifest: dict[str, Any]) -> dict[str, Any]:
-    size = sum(file["size"] for file in manifest["files"])
-    return manifest | {"artifact": manifest["key"], "bytes": size}
+def _artifact(manifest: Manifest) -> dict[str, Any]:
+    size = sum(file.size for file in manifest.files)
+    return manifest.model_dump(exclude={"files"}) | {"artifact": manifest.key, "bytes": size}
 
 
 def _runs(store: Store) -> list[dict[str, Any]]:

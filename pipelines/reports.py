@@ -10,7 +10,7 @@ import math
 from typing import TYPE_CHECKING, Any
 
 from pipelines.spec import RecipeError, nearest
-from pipelines.store import Manifest, Store, all_manifests
+from pipelines.store import Manifest, Store, all_manifests, local_files
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -275,7 +275,7 @@ def _entries(store: Store, manifests: list[Manifest]) -> dict[tuple[Any, ...], E
     from ray_jobs.rows import PREDICTIONS, ROWS
 
     parts = [
-        (manifest.stage, manifest, store.local(manifest.folder, _files(manifest))) for manifest in manifests
+        (manifest.stage, manifest, local_files(store, manifest, _files(manifest))) for manifest in manifests
     ]
     try:
         entries = measures.entries(

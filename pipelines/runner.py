@@ -25,6 +25,7 @@ from pipelines.store import (
     Layout,
     Manifest,
     Store,
+    StoreDamaged,
     StoreUnreachable,
     add_event,
     create_attempt,
@@ -198,14 +199,16 @@ class Driver:
         elif all(given in self.committed or given in lost for given in inputs):
             try:
                 planned = plan.plan_stage(self.store, name, config, self.committed, self.run.strict_code)
-            except RecipeError as error:  # files that are gone since the run was planned
+                if name in self.run.force:
+                    key = plan.force_stage(self.store, planned, self.run.force[name], self.run.id)
+                    manifest = read_manifest(self.store, config.job, key)
+                    planned = replace(planned, key=key, manifest=manifest, damaged=None)
+            except (RecipeError, StoreDamaged) as error:  # files that are gone since the run was planned
                 self._end(name, "FAILED", str(error))
                 return
-            if name in self.run.force:
-                key = plan.force_stage(self.store, planned, self.run.force[name], self.run.id)
-                manifest = read_manifest(self.store, config.job, key)
-                planned = replace(planned, key=key, manifest=manifest)
-            if planned.manifest is not None:
+            if planned.damaged is not None:
+                self._end(name, "FAILED", planned.damaged)
+            elif planned.manifest is not None:
                 self._commit(planned.manifest, name, "CACHED")
             elif not stop_wished(self.store, self.run.id):  # the next look sees it too
                 self.following[name] = Following(planned)

@@ -17,12 +17,14 @@ from pipelines.recipe import parse_pipeline
 from pipelines.spec import RecipeError
 from pipelines.store import (
     Store,
+    StoreDamaged,
     create_run,
     last_attempt,
     now,
     read_events,
     read_plan,
     stop_wished,
+    warn,
     wish_stop,
 )
 
@@ -94,13 +96,21 @@ def load_run(store: Store, run: str) -> Run:
 
 def runs(store: Store, pipeline: str | None = None) -> list[str]:
     """Run ids, oldest first (of one pipeline, or all)."""
-    # a run begins with its plan: a folder without one is what a killed driver left
     found = [
         name
         for name in store.names("runs")
-        if pipeline in {None, name.rsplit("-", 3)[0]} and read_plan(store, name) is not None
+        if pipeline in {None, name.rsplit("-", 3)[0]} and _has_plan(store, name)
     ]
     return sorted(found, key=lambda run: run.rsplit("-", 3)[1:])
+
+
+def _has_plan(store: Store, run: str) -> bool:
+    """Whether a run has begun: a folder without a plan is what a killed driver left."""
+    try:
+        return read_plan(store, run) is not None
+    except StoreDamaged as error:
+        warn(f"{error}; its run is left out")
+        return False
 
 
 def is_over(store: Store, run: str) -> bool:

@@ -14,9 +14,9 @@ import tempfile
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager
 from functools import cache
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -36,16 +36,20 @@ from botocore.exceptions import (
     ResponseStreamingError,
 )
 
+from pipelines.file_checks import digest_fault, fault, remember
 from pipelines.identity import cache_folder
 from pipelines.store import (
     FileEntry,
     Layout,
     Staging,
+    StoreDamaged,
     StoreError,
     StoreUnreachable,
     complete,
     identify,
+    inside,
     s3_settings,
+    too_large,
 )
 
 CONNECT_SECONDS, READ_SECONDS = 2.0, 20.0  # without an answer, before the next try
@@ -56,6 +60,7 @@ THREADS = 8
 _BUCKET = re.compile(r"[a-z0-9][a-z0-9.-]{1,61}[a-z0-9]")
 _ABSENT = {"NoSuchKey", "404", "NotFound"}
 _CUT = (ReadTimeoutError, IncompleteReadError, ResponseStreamingError)
+_DAMAGED = {"NoSuchKey", "InvalidRange"}
 _AGAIN = {409, 429, 500, 502, 503, 504}
 _EXPLAINED = {
     "NoSuchBucket": "there is no such bucket: make it first, or mend its name",
@@ -84,18 +89,24 @@ class S3Store:
         self.settings = s3_settings()
         self.id = identify(self, create)
 
-    def read(self, name: str) -> bytes | None:
+    def read(self, name: str, limit: int | None = None) -> bytes | None:
         with self._told(f"read {name}"):
             try:
-                return self._get(name)
+                return self._get(name, limit)
             except ClientError as error:
                 if _code(error) not in _ABSENT:
                     raise
         return None
 
-    def read_all(self, names: Sequence[str]) -> list[bytes | None]:
+    def read_all(self, names: Sequence[str], limit: int | None = None) -> list[bytes | StoreDamaged | None]:
+        def read(name: str) -> bytes | StoreDamaged | None:
+            try:
+                return self.read(name, limit)
+            except StoreDamaged as error:
+                return error
+
         with ThreadPoolExecutor(THREADS) as threads:
-            return list(threads.map(self.read, names))
+            return list(threads.map(read, names))
 
     def read_range(self, name: str, start: int, length: int) -> bytes:
         with self._told(f"read {name}"):
@@ -129,9 +140,27 @@ class S3Store:
                 found += [entry["Prefix"] for entry in page.get("CommonPrefixes", ())]
         return sorted({name for key in found if (name := key[len(prefix) :].rstrip("/"))})
 
+    def digest(self, name: str) -> tuple[int, str] | None:
+        size, digest = 0, hashlib.sha256()
+        with self._told(f"read {name}"):
+            try:
+                total = client().head_object(Bucket=self.bucket, Key=self.prefix + name)["ContentLength"]
+            except ClientError as error:
+                if _code(error) in _ABSENT:
+                    return None
+                raise
+            for start in range(0, total, PART_BYTES):
+                data = self._get(name, Range=f"bytes={start}-{start + PART_BYTES - 1}")
+                digest.update(data)
+                size += len(data)
+        return size, digest.hexdigest()
+
+    def check_sizes(self, folder: str, files: Iterable[FileEntry]) -> None:
+        """Nothing."""
+
     def local(self, folder: str, files: Iterable[FileEntry]) -> Path:
-        root = _inside(cache_folder() / "objects", f"{self.id}/{folder}")
-        missing = [entry for entry in files if _size(_inside(root, entry.path)) != entry.size]
+        root = inside(cache_folder() / "objects", f"{self.id}/{folder}")
+        missing = [entry for entry in files if fault(inside(root, entry.path), entry) is not None]
         root.mkdir(parents=True, exist_ok=True)
         if missing:
             self._fetch(folder, missing, root)
@@ -153,14 +182,17 @@ class S3Store:
                 for (entry, path, start), _ in zip(parts, done, strict=True):
                     if start + PART_BYTES >= entry.size:  # the last one: they come in order
                         self._check(f"{folder}/{entry.path}", path, entry)
-                        _inside(root, entry.path).parent.mkdir(parents=True, exist_ok=True)
-                        path.replace(_inside(root, entry.path))
+                        inside(root, entry.path).parent.mkdir(parents=True, exist_ok=True)
+                        path.replace(inside(root, entry.path))
+                        remember(inside(root, entry.path), entry, True)
             finally:
                 threads.shutdown(cancel_futures=True)  # where one is damaged, the rest is not waited for
 
     def _fetch_part(self, folder: str, entry: FileEntry, path: Path, start: int) -> None:
         name = f"{folder}/{entry.path}"
-        asked = {"Range": f"bytes={start}-{start + PART_BYTES - 1}"} if entry.size > PART_BYTES else {}
+        asked: dict[str, Any] = (
+            {"Range": f"bytes={start}-{start + PART_BYTES - 1}"} if entry.size > PART_BYTES else {}
+        )
         with self._told(f"read {name}"):
             data = self._get(name, **asked)
         with open(os.open(path, os.O_WRONLY | os.O_CREAT, 0o666), "wb") as file:  # noqa: PTH123 (not emptied)
@@ -171,16 +203,17 @@ class S3Store:
         with path.open("rb") as file:
             digest = hashlib.file_digest(file, "sha256").hexdigest()
         if digest != entry.sha256:
-            raise StoreError(
-                f"{self.uri}/{name} has sha256 {digest[:12]}, its manifest says {entry.sha256[:12]}: it is damaged"
-            )
+            raise StoreDamaged(f"{self.uri}/{name} is damaged: it {digest_fault(digest, entry)}")
 
-    def _get(self, name: str, **asked: str) -> bytes:
+    def _get(self, name: str, limit: int | None = None, **asked: Any) -> bytes:
         """An object's bytes; asked for again when an answer is cut off, which botocore leaves to its callers."""
         for left in reversed(range(TRIES)):
-            body = client().get_object(Bucket=self.bucket, Key=self.prefix + name, **asked)["Body"]
+            answer = client().get_object(Bucket=self.bucket, Key=self.prefix + name, **asked)
+            if limit is not None and answer["ContentLength"] > limit:
+                answer["Body"].close()
+                raise too_large(f"{self.uri}/{name}", answer["ContentLength"], limit)
             try:
-                return bytes(body.read())
+                return bytes(answer["Body"].read())
             except _CUT:
                 if not left:
                     raise
@@ -236,7 +269,7 @@ def told(uri: str, what: str) -> Iterator[None]:
         # of a multipart upload that is gone the answer was lost, most likely: what comes of it is unknown
         again = _status(error) in _AGAIN or code in {"SlowDown", "RequestTimeout", "NoSuchUpload"}
         reason = _EXPLAINED.get(code) or f"{code} {error.response['Error'].get('Message', '')}".strip()
-        kind = StoreUnreachable if again else StoreError
+        kind = StoreUnreachable if again else StoreDamaged if code in _DAMAGED else StoreError
         raise kind(f"{uri}: can't {what}: {reason}{_at()}") from None
     except (HTTPClientError, ConnectionError, IncompleteReadError, RetriesExceededError) as error:
         raise StoreUnreachable(f"{uri}: can't {what}: {_last(error)}{_at()}") from None
@@ -289,20 +322,6 @@ def transfer() -> TransferConfig:
         max_concurrency=THREADS,
         preferred_transfer_client="classic",  # another would not heed the client's settings
     )
-
-
-def _inside(root: Path, relative: str) -> Path:
-    """The path of a file of an artifact, which must lie below its folder."""
-    path = PurePosixPath(relative)
-    if path.is_absolute() or ".." in path.parts or not path.parts or "\0" in relative:
-        raise StoreError(f"a manifest names the file {relative!r}, which lies outside its artifact")
-    return root / path
-
-
-def _size(path: Path) -> int | None:
-    with suppress(FileNotFoundError):
-        return path.stat().st_size
-    return None
 
 
 def _pause() -> None:

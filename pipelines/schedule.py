@@ -26,6 +26,7 @@ from pipelines.spec import RecipeError, nearest
 from pipelines.store import (
     Layout,
     Store,
+    StoreDamaged,
     StoreError,
     add_event,
     encode,
@@ -34,6 +35,7 @@ from pipelines.store import (
     read_events,
     read_plan,
     read_record,
+    warn,
     who,
 )
 from vit_model.config import Frozen
@@ -113,8 +115,13 @@ def find_schedule(store: Store, name: str) -> Schedule:
 
 
 def all_schedules(store: Store) -> list[Schedule]:
-    """Every schedule that is not removed, by name."""
-    found = (read_schedule(store, name) for name in store.names("schedules"))
+    """Every schedule that is not removed, by name; one that is damaged is left out with a warning."""
+    found = []
+    for name in store.names("schedules"):
+        try:
+            found.append(read_schedule(store, name))
+        except StoreDamaged as error:
+            warn(f"{error}; it is left out")
     return [schedule for schedule in found if schedule is not None]
 
 

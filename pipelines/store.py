@@ -11,20 +11,26 @@ import getpass
 import hashlib
 import json
 import os
+import re
 import secrets
+import shlex
 import socket
+import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from datetime import UTC, datetime
-from pathlib import Path
+from functools import cache
+from pathlib import Path, PurePosixPath
 from tempfile import TemporaryDirectory
-from typing import Any, Literal, Protocol, TypeVar
+from typing import Annotated, Any, Literal, Protocol, Self, TypeVar
 
-from pydantic import ValidationError
+from pydantic import AfterValidator, ConfigDict, Field, ValidationError, model_validator
 
 from vit_model.config import Frozen
 
 LAYOUT_VERSION = 1
+LARGEST_RECORD = 32 * 2**20  # bytes; the manifest of a dataset of 100,000 shards has 16 MB
+CHECKSUMMED = "shards/"  # each image in these files has a checksum of its own, compared whenever it is read
 S3_SETTINGS = ("AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3", "AWS_REGION", "AWS_DEFAULT_REGION")
 Record = TypeVar("Record", bound=Frozen)
 
@@ -38,7 +44,18 @@ class StoreUnreachable(StoreError):  # noqa: N818 (named for what it tells)
 
 
 class StoreAbsent(StoreError):  # noqa: N818 (named for what it tells)
-    """There is no store at that address yet."""
+    """There is no store at that address, not yet or no longer."""
+
+
+class StoreDamaged(StoreError):  # noqa: N818 (named for what it tells)
+    """An object that is not what was written, named by the message; what does not need it is not affected.
+
+    `what` is the message without `remedy`, which says what to do.
+    """
+
+    def __init__(self, what: str, remedy: str = "") -> None:
+        super().__init__(f"{what}; {remedy}" if remedy else what)
+        self.what, self.remedy = what, remedy
 
 
 class Layout:
@@ -89,6 +106,17 @@ class Layout:
 # ------------------------------------------------------------------------------------------------- records
 
 
+def _iso_time(text: str) -> str:
+    datetime.fromisoformat(text)
+    return text
+
+
+Name = Annotated[str, Field(pattern=r"^[\w-]+$")]
+"""A part of an object's name, which leads nowhere else."""
+Time = Annotated[str, AfterValidator(_iso_time)]
+"""As `now` writes it."""
+
+
 class FileEntry(Frozen):
     """A file of an artifact; `path` is relative to its attempt."""
 
@@ -100,8 +128,8 @@ class FileEntry(Frozen):
 class InputRef(Frozen):
     """An artifact that a stage takes, as it was when the stage began."""
 
-    job: str
-    key: str
+    job: Name
+    key: Name
     content_digest: str
     manifest_sha256: str
 
@@ -147,14 +175,78 @@ class Manifest(Frozen):
     timing_dependent: bool = False
     code: dict[str, Any]
     environment: dict[str, Any]
-    started: str
-    finished: str
+    started: Time
+    finished: Time
     user: str
 
     @property
     def folder(self) -> str:
         """The prefix that the files' paths are relative to."""
         return Layout.files(self.job, self.key, self.attempt)
+
+
+class Replaced(Frozen):
+    """What `--force` wrote beside an artifact: the key that stands in its place."""
+
+    successor: Name
+    run: str
+    who: str
+    why: str
+    time: str
+
+
+def _named(pipeline: dict[str, Any]) -> dict[str, Any]:
+    if not isinstance(pipeline.get("name"), str):
+        raise ValueError("a pipeline has a name")
+    return pipeline
+
+
+class _Plan(Frozen):
+    """What is read of a run's plan.json; a later version may write more."""
+
+    model_config = ConfigDict(extra="ignore")
+
+    run: str
+    pipeline: Annotated[dict[str, Any], AfterValidator(_named)]
+    targets: list[str]
+    stages: list[str]
+    digest: str
+    force: dict[str, str]
+    created: Time
+    strict_code: bool = False
+
+
+class Event(Frozen):
+    """What is read of an event of a run, which may say more."""
+
+    model_config = ConfigDict(extra="allow")
+
+    event: str
+    time: Time
+    stage: str | None = None
+    status: str | None = None
+    key: Name | None = None
+    submission_id: str | None = None
+    cluster_address: str | None = None
+    cluster_session: str | None = None
+    host: str | None = None
+    pid: int | None = None
+    process_created: float | None = None
+
+    @model_validator(mode="after")
+    def _whole(self) -> Self:
+        if missing := _NEEDED.get(self.event, set()) - self.model_fields_set:
+            raise ValueError(f"an event {self.event!r} without {', '.join(sorted(missing))}")
+        return self
+
+
+_NEEDED = {
+    "stage": {"stage", "status"},
+    "attempt ended": {"stage", "status"},
+    "finished": {"status"},
+    "driver": {"host", "pid", "process_created"},
+    "driver submitted": {"submission_id", "cluster_address", "cluster_session"},
+}  # of what an event of this kind is useless without
 
 
 def now() -> str:
@@ -190,11 +282,14 @@ class Store(Protocol):
         str, str
     ]  # environment variables with which a job elsewhere finds the same store, and S3; no secrets
 
-    def read(self, name: str) -> bytes | None:
-        """The object's bytes, None where there is none."""
+    def read(self, name: str, limit: int | None = None) -> bytes | None:
+        """The object's bytes, None where there is none. Raises StoreDamaged where they are more than `limit`."""
 
-    def read_all(self, names: Sequence[str]) -> list[bytes | None]:
-        """The same for many objects, several at once where that is faster; in the order of `names`."""
+    def read_all(self, names: Sequence[str], limit: int | None = None) -> list[bytes | StoreDamaged | None]:
+        """The same for many objects, several at once where that is faster; in the order of `names`.
+
+        One that is damaged does not hide the others: its error stands in its place.
+        """
 
     def read_range(self, name: str, start: int, length: int) -> bytes:
         """So many bytes of an object, from `start` on. Raises StoreError also where they are not there."""
@@ -209,8 +304,24 @@ class Store(Protocol):
     def names(self, folder: str) -> list[str]:
         """The immediate children of a folder, sorted; empty where there is none."""
 
+    def digest(self, name: str) -> tuple[int, str] | None:
+        """(size, sha256) of an object as the store has it now, read anew; None where there is none."""
+
+    def check_sizes(self, folder: str, files: Iterable[FileEntry]) -> None:
+        """Raise StoreDamaged where one of these files of `folder` is not there or has another size.
+
+        On S3 nothing is asked, since that takes a request for each file: `local` finds out.
+        """
+
     def local(self, folder: str, files: Iterable[FileEntry]) -> Path:
-        """A local folder in which these files of `folder` can be read."""
+        """A local folder in which these files of `folder` can be read.
+
+        Their sizes are checked each time, their sha256 once for each version of the file on this machine; files that
+        are `CHECKSUMMED` in a folder by their size only.
+
+        Raises:
+            StoreDamaged: one is not there, or not as its entry says.
+        """
 
     def staging(self, folder: str) -> AbstractContextManager[Staging]:
         """A fresh local folder; the files written into it become objects under `folder` when the block ends well.
@@ -280,15 +391,54 @@ def complete(name: str, data: bytes, start: int, length: int) -> bytes:
     return data
 
 
+def too_large(name: str, size: int, limit: int) -> StoreDamaged:
+    """That an object is larger than any record."""
+    return StoreDamaged(f"{name} is damaged: it has {size:,} bytes, a record has at most {limit:,}")
+
+
 def encode(value: Mapping[str, Any] | Frozen) -> bytes:
     """A record as the bytes of an object."""
     text = value.model_dump_json(indent=1) if isinstance(value, Frozen) else json.dumps(value, indent=1)
     return text.encode() + b"\n"
 
 
-def local_files(store: Store, manifest: Manifest) -> Path:
-    """An artifact's files, as a local folder."""
-    return store.local(manifest.folder, manifest.files)
+def local_files(store: Store, manifest: Manifest, files: Iterable[FileEntry] | None = None) -> Path:
+    """An artifact's files, or these of them, as a local folder.
+
+    Raises:
+        StoreDamaged: as `Store.local`, with the command that rebuilds the artifact.
+    """
+    try:
+        return store.local(manifest.folder, manifest.files if files is None else files)
+    except StoreDamaged as error:
+        raise StoreDamaged(error.what, f"`{rebuild_command(store, manifest)}` rebuilds it") from None
+
+
+def rebuild_command(store: Store, made: Manifest | Attempt) -> str:
+    """The command that makes an artifact again."""
+    if made.job == "import":
+        path = shlex.quote(str(made.config.get("path", "CHECKPOINT")))
+        return f"vitflow import {path} --name {shlex.quote(made.stage)} --force --store {store.uri}"
+    try:
+        plan = read_plan(store, made.run)
+    except StoreDamaged:
+        plan = None
+    pipeline = "PIPELINE" if plan is None else shlex.quote(plan["pipeline"]["name"])
+    return f"vitflow run {pipeline} --force {shlex.quote(made.stage)} --store {shlex.quote(store.uri)}"
+
+
+def inside(root: Path, relative: str) -> Path:
+    """The path of a file of an artifact, which must lie below its folder. Raises StoreDamaged."""
+    path = PurePosixPath(relative)
+    if path.is_absolute() or ".." in path.parts or not path.parts or "\0" in relative:
+        raise StoreDamaged(f"a manifest names the file {relative!r}, which lies outside its artifact")
+    return root / path
+
+
+@cache
+def warn(text: str) -> None:
+    """Write a warning to stderr, once in this process."""
+    print(f"warning: {text}", file=sys.stderr, flush=True)
 
 
 @contextmanager
@@ -321,9 +471,34 @@ def read_object(uri: str, start: int, length: int, etag: str | None = None) -> b
 
 
 def successor(store: Store, job: str, key: str) -> str | None:
-    """The key that `--force` put directly in the place of `key`."""
-    data = store.read(Layout.replaced(job, key))
-    return None if data is None else str(json.loads(data)["successor"])
+    """The key that `--force` put directly in the place of `key`. Raises StoreDamaged."""
+    name = Layout.replaced(job, key)
+    try:
+        record = read_record(store, name, Replaced)
+    except StoreDamaged as error:
+        raise StoreDamaged(error.what, _REMOVE_REPLACED) from None
+    return None if record is None else record.successor
+
+
+_REMOVE_REPLACED = "remove this file, and the artifact beside it counts again"
+
+
+def successors(store: Store, job: str, key: str) -> Iterator[str]:
+    """The keys that `--force` put in the place of `key`, the next one first.
+
+    Raises:
+        StoreDamaged: a replaced.json that can't be read, or that leads back.
+    """
+    seen = {key}
+    while (following := successor(store, job, key)) is not None:
+        if following in seen:
+            raise StoreDamaged(
+                f"{store.uri}/{Layout.replaced(job, key)} is damaged: it leads back to {following}",
+                _REMOVE_REPLACED,
+            )
+        seen.add(following)
+        yield following
+        key = following
 
 
 def read_current(store: Store, job: str, key: str) -> tuple[Manifest, InputRef] | None:
@@ -331,15 +506,28 @@ def read_current(store: Store, job: str, key: str) -> tuple[Manifest, InputRef] 
 
     A forced run that fails or is stopped hides nothing: what was there stands until its successor is. Only what is
     committed is ever replaced, so that one read tells that there is nothing.
+
+    Raises:
+        StoreDamaged: its manifest can't be read, or what says which it is.
     """
-    if (data := store.read(Layout.manifest(job, key))) is None:
+    if (current := _committed(store, job, key)) is None:
         return None
-    name, following = Layout.manifest(job, key), successor(store, job, key)
-    while following is not None:
-        if (later := store.read(Layout.manifest(job, following))) is not None:
-            name, data = Layout.manifest(job, following), later
-        following = successor(store, job, following)
-    manifest = _parse(Manifest, data, name)
+    for following in successors(store, job, key):
+        current = _committed(store, job, following) or current
+    if isinstance(current, StoreDamaged):
+        raise current
+    return current
+
+
+def _committed(store: Store, job: str, key: str) -> tuple[Manifest, InputRef] | StoreDamaged | None:
+    name = Layout.manifest(job, key)
+    try:
+        data = store.read(name, LARGEST_RECORD)
+        if data is None:
+            return None
+        manifest = _parse_manifest(store, name, data)
+    except StoreDamaged as error:
+        return error
     return manifest, _reference(manifest, data)
 
 
@@ -350,9 +538,15 @@ def replace_artifact(store: Store, job: str, key: str, successor: str, run: str,
 
 
 def read_manifest(store: Store, job: str, key: str) -> Manifest | None:
-    """The artifact's manifest, None while it is not committed."""
-    data = store.read(Layout.manifest(job, key))
-    return None if data is None else _parse(Manifest, data, Layout.manifest(job, key))
+    """The artifact's manifest, None while it is not committed. Raises StoreDamaged."""
+    name = Layout.manifest(job, key)
+    data = store.read(name, LARGEST_RECORD)
+    return None if data is None else _parse_manifest(store, name, data)
+
+
+def is_committed(store: Store, job: str, key: str) -> bool:
+    """Whether an artifact has a manifest, which may be damaged."""
+    return "manifest.json" in store.names(Layout.artifact(job, key))
 
 
 def input_ref(store: Store, manifest: Manifest) -> InputRef:
@@ -382,15 +576,18 @@ def commit(store: Store, manifest: Manifest) -> Manifest:
 
 
 def read_attempt(store: Store, name: str) -> Attempt | None:
-    """The attempt in `<attempt folder>/attempt.json`."""
-    data = store.read(f"{name}/attempt.json")
-    return None if data is None else _parse(Attempt, data, name)
+    """The attempt in `<attempt folder>/attempt.json`. Raises StoreDamaged."""
+    attempt = read_record(store, f"{name}/attempt.json", Attempt)
+    if attempt is not None:
+        own = Layout.attempt(attempt.job, attempt.key, attempt.number)
+        _check_name(store, f"{name}/attempt.json", f"{own}/attempt.json")
+    return attempt
 
 
 def last_attempt(store: Store, job: str, key: str) -> Attempt | None:
-    """The attempt with the highest number."""
-    numbers = [int(name) for name in store.names(f"{Layout.artifact(job, key)}/attempts") if name.isdigit()]
-    for number in sorted(numbers, reverse=True):
+    """The attempt with the highest number. Raises StoreDamaged where its record is damaged."""
+    names = store.names(f"{Layout.artifact(job, key)}/attempts")
+    for number in sorted(filter(None, map(_number, names)), reverse=True):
         if (attempt := read_attempt(store, Layout.attempt(job, key, number))) is not None:
             return attempt
     return None
@@ -407,42 +604,68 @@ def create_attempt(store: Store, attempt: Attempt) -> Attempt:
 
 
 def all_manifests(store: Store) -> Iterator[Manifest]:
-    """Every committed artifact, oldest first."""
-    found = [_parse(Manifest, data, name) for name, data in manifest_bytes(store)]
+    """Every committed artifact, oldest first; one whose manifest is damaged is left out with a warning."""
+    names = [Layout.manifest(job, key) for job, key in all_keys(store)]
+    found = []
+    for name, data in zip(names, store.read_all(names, LARGEST_RECORD), strict=True):
+        if data is None:
+            continue
+        try:
+            found.append(_parse_manifest(store, name, data))
+        except StoreDamaged as error:
+            warn(f"{error}; it is left out, `vitflow verify` says what to do")
     yield from sorted(found, key=lambda manifest: manifest.finished)
 
 
-def manifest_bytes(store: Store) -> list[tuple[str, bytes]]:
-    """(name, bytes) of every manifest, in no order."""
-    names = [
-        Layout.manifest(job, key)
-        for job in store.names("artifacts")
-        for key in store.names(f"artifacts/{job}")
-    ]
-    found = zip(names, store.read_all(names), strict=True)
-    return [(name, data) for name, data in found if data is not None]
+def all_keys(store: Store) -> list[tuple[str, str]]:
+    """(job, key) of every artifact, committed or not."""
+    return [(job, key) for job in store.names("artifacts") for key in store.names(f"artifacts/{job}")]
 
 
-def _parse(model: type[Record], data: bytes, name: str) -> Record:
+def _parse_manifest(store: Store, name: str, data: bytes | StoreDamaged) -> Manifest:
+    """The manifest in an object, which must be that of the artifact that the object's name says."""
+    manifest = _parse(store, name, data, Manifest)
+    _check_name(store, name, Layout.manifest(manifest.job, manifest.key))
+    return manifest
+
+
+def _check_name(store: Store, name: str, own: str) -> None:
+    """A record was written under a name that follows from what it says: under another it is a copy."""
+    if name != own:
+        raise StoreDamaged(f"{store.uri}/{name} is damaged: it is {own}")
+
+
+def _parse(store: Store, name: str, data: bytes | StoreDamaged, model: type[Record]) -> Record:
+    if isinstance(data, StoreDamaged):
+        raise data
     try:
         return model.model_validate_json(data)
     except ValidationError as error:
-        raise StoreError(f"{name} is damaged or of another version: {error.errors()[0]['msg']}") from None
+        first = error.errors()[0]
+        where = "".join(f"{part}: " for part in first["loc"])
+        raise StoreDamaged(
+            f"{store.uri}/{name} is damaged or of another version: {where}{first['msg']}"
+        ) from None
 
 
 # ------------------------------------------------------------------------------------------------- numbered records
 
 
+def _number(name: str) -> int | None:
+    """The number that a name is as we write it, from 1; None for any other name."""
+    return int(name) if re.fullmatch(r"[1-9][0-9]{0,8}", name) else None
+
+
 def numbers(store: Store, folder: str) -> list[int]:
     """The numbers of the records <folder>/<n>.json, in order: the highest is the present, the rest is history."""
     found = (name.removesuffix(".json") for name in store.names(folder) if name.endswith(".json"))
-    return sorted(int(name) for name in found if name.isdigit())
+    return sorted(filter(None, map(_number, found)))
 
 
 def read_record(store: Store, name: str, model: type[Record]) -> Record | None:
-    """The record in an object, None where there is none."""
-    data = store.read(name)
-    return None if data is None else _parse(model, data, name)
+    """The record in an object, None where there is none. Raises StoreDamaged."""
+    data = store.read(name, LARGEST_RECORD)
+    return None if data is None else _parse(store, name, data, model)
 
 
 # ------------------------------------------------------------------------------------------------- runs
@@ -454,9 +677,13 @@ def create_run(store: Store, run: str, plan: Mapping[str, Any]) -> bool:
 
 
 def read_plan(store: Store, run: str) -> dict[str, Any] | None:
-    """A run's plan."""
-    data = store.read(f"{Layout.run(run)}/plan.json")
-    return None if data is None else dict(json.loads(data))
+    """A run's plan. Raises StoreDamaged."""
+    name = f"{Layout.run(run)}/plan.json"
+    plan = read_record(store, name, _Plan)
+    if plan is None:
+        return None
+    _check_name(store, name, f"{Layout.run(plan.run)}/plan.json")
+    return plan.model_dump()
 
 
 def add_event(store: Store, run: str, event: str, **fields: Any) -> None:
@@ -468,10 +695,17 @@ def add_event(store: Store, run: str, event: str, **fields: Any) -> None:
 
 
 def read_events(store: Store, run: str) -> list[dict[str, Any]]:
-    """A run's history, oldest first."""
+    """A run's history, oldest first; an event that is damaged is left out with a warning."""
     folder = f"{Layout.run(run)}/events"
     names = [f"{folder}/{name}" for name in store.names(folder)]
-    found = [json.loads(data) for data in store.read_all(names) if data is not None]
+    found = []
+    for name, data in zip(names, store.read_all(names, LARGEST_RECORD), strict=True):
+        if data is None:
+            continue
+        try:
+            found.append(_parse(store, name, data, Event).model_dump(exclude_unset=True))
+        except StoreDamaged as error:
+            warn(f"{error}; it is left out, `vitflow verify` says what to do")
     return sorted(found, key=lambda record: record["time"])  # ulids of one millisecond are in no order
 
 

@@ -41,7 +41,7 @@ from numpy.typing import NDArray
 
 from pipelines import identity
 from pipelines.spec import Ingest
-from pipelines.store import FileEntry, Layout
+from pipelines.store import FileEntry, Layout, local_files
 from ray_jobs.card import card_shard, class_notes, write_card
 from ray_jobs.images import STORED_QUALITY, Facts, content_id, examine, examine_pixels, sample_id, shrunk
 from ray_jobs.known import FACTS, RENAMED, EarlierShards, Known, find_known, finished_parts, write_facts
@@ -153,7 +153,7 @@ def _decided(
     others = {}
     for other, manifest in zip(config.against, context.inputs.get("against", ()), strict=True):
         needed = [file for file in manifest.files if file.path in ("dataset.json", "index.parquet")]
-        others[other] = open_dataset(context.store.local(manifest.folder, needed)).index("test")
+        others[other] = open_dataset(local_files(context.store, manifest, needed)).index("test")
     copies = find_copies(name, images, splits, others, config.duplicates, config.max_distance)
     left_out = copies.filter(pc.equal(copies["done"], "left out"))
     for kind, done in sorted(

@@ -45,7 +45,7 @@ from pydantic import (
     model_validator,
 )
 
-from pipelines.store import Manifest, Store
+from pipelines.store import Manifest, Store, local_files
 from ray_jobs.cache import Cache
 from ray_jobs.decode import square
 from ray_jobs.reading import LocalShards, Reader, RemoteShards, Shards
@@ -290,12 +290,14 @@ def open_artifact(store: Store, manifest: Manifest, cache_bytes: int = CACHE_BYT
     """The dataset of an artifact. From S3 its index and card are fetched whole: images are read by ranges, as they are
     needed, through a cache of `cache_bytes` on this machine, which all its processes share.
 
-    Raises ValueError as `open_dataset`, StoreError where the store can't be read.
+    Raises ValueError as `open_dataset`, StoreError where the store can't be read or files are damaged.
     """
-    folder = store.local(
-        manifest.folder, [file for file in manifest.files if not file.path.startswith(("shards/", "facts/"))]
+    is_remote = store.uri.startswith("s3://")
+    not_needed = ("shards/", "facts/") if is_remote else ("facts/",)
+    folder = local_files(
+        store, manifest, [file for file in manifest.files if not file.path.startswith(not_needed)]
     )
-    if not store.uri.startswith("s3://"):
+    if not is_remote:
         return open_dataset(folder)
     info = _read_info(folder)
     names = [f"{manifest.folder}/{shard.file}" for shard in info.shards]

@@ -1,5 +1,6 @@
 """Records of a store for tests: everything has a default, so that a test gives only what it is about."""
 
+from pathlib import Path
 from typing import Any
 
 from pipelines.identity import source_fingerprint
@@ -66,3 +67,25 @@ def make_context(store: Store, config: Any, **inputs: Manifest) -> Context:
         source=source_fingerprint(config),
     )
     return Context(attempt, config, {name: (given,) for name, given in inputs.items()})
+
+
+def make_plan(run: str, *stages: str) -> dict[str, Any]:
+    """The plan of a run of these stages; its pipeline is called as the run's id begins."""
+    return {
+        "run": run,
+        "pipeline": {"name": run.rsplit("-", 3)[0]},
+        "targets": list(stages),
+        "stages": list(stages),
+        "digest": "d",
+        "force": {},
+        "created": now(),
+    }
+
+
+def flip(path: Path) -> None:
+    """Change one bit in the middle of a file, whose size stays."""
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    other = path.with_name(f".{path.name}")
+    other.write_bytes(data)
+    other.replace(path)  # another inode: another version of the file, however coarse the clock

@@ -1,4 +1,4 @@
-"""status, list, lineage, logs, doctor, schema: what looks, and changes nothing."""
+"""status, list, lineage, logs, verify, doctor, schema: what looks, and changes nothing."""
 
 from __future__ import annotations
 
@@ -133,6 +133,41 @@ def doctor(
                 table.add_row("", "", f"[bold]→[/] {plain(finding.do)}")
         console.print(table, highlight=False)
     if any(finding.status == "problem" for finding in findings):
+        raise typer.Exit(1)
+
+
+def verify(
+    given: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="KEY|RUN", help="a key or its beginning, a RUN/STAGE, or a run; without it, all"
+        ),
+    ] = None,
+    store: StoreOption = DEFAULT_STORE,
+    as_json: JsonOption = False,
+) -> None:
+    """Compare every file of the store with its manifest. Exit code 1 if something is damaged."""
+    from dataclasses import asdict
+
+    from pipelines.verify import verify as verify_store
+
+    found = verify_store(open_(store, create=False), given)
+    if as_json:
+        print_json(asdict(found))
+    else:
+        for damage in found.damage:
+            console.print(f"[red]damaged[/]  {plain(damage.what)}", highlight=False, soft_wrap=True)
+            if damage.artifact is not None:
+                made = f"{damage.artifact[:12]}{f' of stage {damage.stage}' if damage.stage else ''}"
+                console.print(f"         artifact {plain(made)}", highlight=False, soft_wrap=True)
+            console.print(f"         [bold]→[/] {plain(damage.do)}", highlight=False, soft_wrap=True)
+        count = len(found.damage)
+        console.print(
+            f"{found.artifacts:,} artifacts, {found.files:,} files, {found.bytes / 1e6:,.1f} MB read: "
+            f"{f'{count:,} damaged' if count else 'nothing is damaged'}",
+            highlight=False,
+        )
+    if found.damage:
         raise typer.Exit(1)
 
 

@@ -47,6 +47,7 @@ def import_(
         ),
     ] = None,
     name: Annotated[str | None, typer.Option(help="what lists call it; else after its file")] = None,
+    force: Annotated[bool, typer.Option("--force", help="import it again, cached or not")] = False,
     store: StoreOption = DEFAULT_STORE,
     address: AddressOption = None,
     token_file: TokenOption = None,
@@ -60,7 +61,7 @@ def import_(
     given = None if preprocessing is None else _given(preprocessing)
     config = {"job": "import", "path": path, "preprocessing": given}
     pipeline = parse_pipeline({"name": "import", "stages": {stage: config}}, "import")
-    carry_out(pipeline, (stage,), store, address, token_file)
+    carry_out(pipeline, (stage,), store, address, token_file, (stage,) if force else ())
     [planned] = plan_pipeline(open_(store, create=False), pipeline, (stage,))
     assert planned.manifest is not None
     key, used = planned.manifest.key[:12], shlex.quote(f"backbone.path={path}")

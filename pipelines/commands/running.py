@@ -33,7 +33,7 @@ from pipelines.commands.common import (
 )
 from pipelines.commands.reports import show_report
 from pipelines.spec import RecipeError
-from pipelines.store import Store, StoreAbsent, StoreError, add_event, read_manifest
+from pipelines.store import Store, StoreAbsent, StoreDamaged, StoreError, add_event, read_manifest
 
 if TYPE_CHECKING:
     from pipelines.pipeline import Pipeline
@@ -82,11 +82,12 @@ def carry_out(
     from pipelines import plan as planning
     from pipelines import runs
 
-    opened = _open_for(store, address)
-    planned = planning.plan_pipeline(opened, pipeline, pipeline.needed_for(targets), strict_code)
-    if _nothing_to_do(opened, planned, forced):
-        return
+    with _seen(store, address) as seen:
+        planned = planning.plan_pipeline(seen, pipeline, pipeline.needed_for(targets), strict_code)
+        if _nothing_to_do(seen, planned, forced):
+            return
     connection = _connection(address, token_file)
+    opened = open_(store)
     started = runs.start_run(opened, pipeline, targets, forced, strict_code=strict_code)
     add_event(opened, started.id, "driver", **runs.driver_process())
     console.print(f"{'continuing' if started.continued else 'run'} [bold]{started.id}[/]", highlight=False)
@@ -109,10 +110,13 @@ def submit(
     from pipelines import runs, submission
 
     loaded, names, forced = _requested(pipeline, only, force, changes)
-    opened = _open_for(store, address)
-    planned = planning.plan_pipeline(opened, loaded, names, strict_code)
-    if _nothing_to_do(opened, planned, forced):
-        return
+    with _seen(store, address) as seen:
+        planned = planning.plan_pipeline(seen, loaded, names, strict_code)
+        if _nothing_to_do(seen, planned, forced):
+            return
+    if address is not None:
+        submission.reach(address, token_file)  # a cluster that refuses is told before anything is written
+    opened = open_(store)
     with _told(), submission.target(address, token_file) as (cluster, ray_folder):
         targets = tuple(only or ()) or tuple(loaded.stages)
         started = runs.start_run(opened, loaded, targets, forced, strict_code=strict_code)
@@ -197,13 +201,19 @@ def _told() -> Iterator[None]:
         raise typer.Exit(1) from None
 
 
-def _open_for(store: str, address: str | None) -> Store:
-    """The store, which the cluster at `address` must see as well."""
+@contextmanager
+def _seen(store: str, address: str | None = None) -> Iterator[Store]:
+    """The store as it is now, an empty one where there is none yet; the cluster at `address` must see it as well."""
     if address is not None:
         from pipelines.submission import check_store
 
         check_store(store, address)
-    return open_(store)
+    with TemporaryDirectory(prefix="vitflow-") as empty:
+        try:
+            opened = open_(store, create=False)
+        except StoreAbsent:
+            opened = open_(empty)
+        yield opened
 
 
 def _connection(address: str | None, token_file: Path | None) -> AbstractContextManager[Connection]:
@@ -225,7 +235,11 @@ def _nothing_to_do(store: Store, planned: list[PlannedStage], forced: tuple[str,
 
     Raises:
         Exit: with 1, where members of a matrix can't be made.
+        StoreDamaged: what is cached is not as it was committed, and is not forced.
     """
+    damaged = [stage.damaged for stage in planned if stage.damaged is not None and stage.name not in forced]
+    if damaged:
+        raise StoreDamaged("\n".join(damaged))
     if forced or any(stage.state in {"run", "pending"} for stage in planned):
         return False
     wide = width(tuple(stage.name for stage in planned))
@@ -264,13 +278,9 @@ def plan(
     from pipelines import plan as planning
 
     loaded, names, _ = _requested(pipeline, only, None, changes)
-    with TemporaryDirectory(prefix="vitflow-") as empty:
-        try:
-            opened = open_(store, create=False)
-        except StoreAbsent:  # it would be made by `run`, and holds nothing yet
-            opened = open_(empty)
-        planned = planning.plan_pipeline(opened, loaded, names, strict_code)
-        why = planning.reasons(opened, planned)
+    with _seen(store) as seen:
+        planned = planning.plan_pipeline(seen, loaded, names, strict_code)
+        why = planning.reasons(seen, planned)
     rows = [
         {
             "stage": stage.name,

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from pipelines.store import Manifest, Store
+from pipelines.store import Manifest, Store, local_files
 from ray_jobs.reporting import measures, mistakes, pictures, plots, provenance, vtab
 from ray_jobs.reporting.measures import Entry
 from ray_jobs.reporting.verdicts import Verdict, headline, kind, labels_text, question, sentence, verdicts
@@ -102,7 +102,7 @@ def gather(context: Context) -> ReportData:
 def _folder(store: Store, manifest: Manifest) -> Path:
     """An input's small files, which numbers are in, as a local folder: not its images, nor its weights."""
     small = [file for file in manifest.files if re.fullmatch(r"[^/]+\.(json|parquet)", file.path)]
-    return store.local(manifest.folder, small)
+    return local_files(store, manifest, small)
 
 
 def _tested_datasets(manifests: Iterable[Manifest], datasets: Mapping[str, Dataset]) -> dict[str, Dataset]:

@@ -190,6 +190,6 @@ def test_on_s3_only_what_is_asked_for_is_fetched(bucket: str) -> None:
     put_finetuned(store)
     library = pipelines.open_store(bucket)
     assert len(library.rows().fetchall()) == 1
-    cached = {path.name for path in cache_folder().rglob("*") if path.is_file()}
+    cached = {path.name for path in (cache_folder() / "objects").rglob("*") if path.is_file()}
     assert cached == {"rows.parquet"}, "not the weights beside it"
     assert library.model().class_names == library.dataset("da").class_names == CLASSES

@@ -23,8 +23,9 @@ from pipelines.store import (
     open_store,
     replace_artifact,
 )
-from tests.records import make_manifest
+from tests.records import make_manifest, make_plan
 
+RUN = "p-20260101-000000-0000"
 HOSTILE = 'a"; evil [label="\\N\x1b[31m\n]'
 
 
@@ -52,11 +53,7 @@ def run(store: Store) -> list[Manifest]:
                            inputs={"of": [input_ref(store, digits), input_ref(store, probe)]})  # fmt: skip
     everything = [glyphs, digits, pretrain, probe, pixels, commit(store, report)]
     names = [manifest.stage for manifest in everything]
-    create_run(
-        store,
-        "p-20260101-000000-0000",
-        {"pipeline": {"name": "p"}, "stages": [*names, "later"], "created": ""},
-    )
+    create_run(store, RUN, make_plan(RUN, *names, "later"))
     for manifest in everything:
         add_event(
             store,

@@ -7,7 +7,7 @@ import pytest
 from pipelines.listing import COLUMNS, KINDS, list_kind
 from pipelines.spec import RecipeError
 from pipelines.store import FileEntry, add_event, commit, create_run, input_ref, open_store
-from tests.records import make_manifest
+from tests.records import make_manifest, make_plan
 
 
 @pytest.mark.parametrize(
@@ -32,11 +32,7 @@ def test_every_kind_shows_what_it_is_about(tmp_path: Path) -> None:
         store, make_manifest("baselines", key="ea", inputs=taken, metrics={"k-NN @ 5": 0.25, "SVM @ 5": 0.75})
     )
     commit(store, make_manifest("report", key="ra", config={"title": "Zoo"}))
-    create_run(
-        store,
-        "p-1-1-a",
-        {"pipeline": {"name": "p"}, "stages": ["x", "y"], "created": "2026-01-01T00:00:00.1"},
-    )
+    create_run(store, "p-1-1-a", make_plan("p-1-1-a", "x", "y"))
     add_event(store, "p-1-1-a", "stage", stage="x", status="CACHED")
     add_event(store, "p-1-1-a", "finished", status="FAILED")
 

@@ -148,9 +148,9 @@ class CountingStore:
     def __getattr__(self, name: str) -> Any:
         return getattr(self.store, name)
 
-    def read(self, name: str) -> bytes | None:
+    def read(self, name: str, limit: int | None = None) -> bytes | None:
         self.reads[name] += 1
-        return self.store.read(name)
+        return self.store.read(name, limit)
 
 
 def test_a_plan_reads_each_object_once_and_of_what_is_not_made_one(store: Store, pipeline: Pipeline) -> None:

@@ -10,9 +10,9 @@ import pytest
 
 from pipelines.query import TABLES, query
 from pipelines.spec import RecipeError
-from pipelines.store import Layout, Store, StoreError, commit, open_store
+from pipelines.store import Layout, Store, StoreDamaged, commit, open_store
 from ray_jobs.rows import PREDICTIONS, ROWS, write_table
-from tests.records import make_manifest
+from tests.records import flip, make_manifest
 
 
 def row(**changes: Any) -> dict[str, Any]:
@@ -272,11 +272,29 @@ def test_what_takes_too_much_memory_is_refused(store: Store, monkeypatch: pytest
         ask(store, "SELECT list(i) FROM range(100000000) t(i)")
 
 
-def test_a_damaged_manifest_is_named(tmp_path: Path) -> None:
-    damaged = open_store(str(tmp_path))
-    damaged.create(Layout.manifest("evaluate", "x"), b"{")
-    with pytest.raises(StoreError, match=r"artifacts/evaluate/x/manifest.json is damaged"):
-        ask(damaged, "SELECT * FROM rows")
+@pytest.mark.parametrize(
+    ("sql", "line"),
+    [
+        ("SELECT nope FROM rows", "LINE 1: SELECT nope FROM rows\n               ^"),
+        ("SELECT\n  'x'::INTEGER", "LINE 2:   'x'::INTEGER\n"),
+        ("\n" * 9 + "SELECT nope", "LINE 10: SELECT nope"),
+        ("\n" * 8 + "SELECT nope", "LINE 9:  SELECT nope\n                ^"),
+    ],
+)
+def test_an_error_shows_the_line_as_it_was_written(store: Store, sql: str, line: str) -> None:
+    with pytest.raises(RecipeError) as error:
+        ask(store, sql)
+    assert line in str(error.value)
+    assert "CREATE" not in str(error.value)
+
+
+def test_a_file_that_has_changed_is_named_and_not_read(tmp_path: Path) -> None:
+    store = open_store(str(tmp_path))
+    put(store, "aa", [row()], [prediction()])
+    flip(tmp_path / "artifacts/evaluate/aa/attempts/1/files/rows.parquet")
+    assert ask(store, "SELECT count(*) FROM predictions") == [(1,)]
+    with pytest.raises(StoreDamaged, match=r"aa/attempts/1/files/rows.parquet is damaged: it has sha256"):
+        ask(store, "SELECT * FROM rows")
 
 
 MIXED = """SELECT 'a "b", c' AS text, NULL AS nothing, 'nan'::DOUBLE AS nan, [1.5, 2] AS list,

@@ -18,7 +18,7 @@ from pipelines import s3_store
 from pipelines.identity import cache_folder
 from pipelines.s3_store import S3Store, parse
 from pipelines.store import FileEntry, StoreError, StoreUnreachable, open_store
-from tests.records import make_context, make_manifest
+from tests.records import flip, make_context, make_manifest
 from tests.s3 import Bucket, Fault, Proxy, Server, faulty, free_port, used
 
 pytestmark = pytest.mark.slow  # most of them wait for what fails
@@ -357,6 +357,15 @@ def test_a_file_that_is_here_is_not_fetched_again(store: S3Store, proxy: Proxy) 
     store.local("f", files)
     store.local("f", files)
     assert len(proxy.asked("GET", "/f/x")) == len(proxy.asked("GET", "/f/y")) == 1
+
+
+def test_a_file_of_the_cache_that_has_changed_is_fetched_again(store: S3Store, proxy: Proxy) -> None:
+    files = stage(store, x=b"12345")
+    path = store.local("f", files) / "x"
+    flip(path)
+    assert store.local("f", files) / "x" == path
+    assert path.read_bytes() == b"12345"
+    assert len(proxy.asked("GET", "/f/x")) == 2
 
 
 @pytest.mark.parametrize("size", [10, PART_BYTES + 10])

@@ -37,7 +37,7 @@ from pipelines.store import (
     read_events,
     read_plan,
 )
-from tests.records import make_manifest
+from tests.records import make_manifest, make_plan
 
 TINY = Path(__file__).parent.parent / "tiny.yaml"
 MINUTE = timedelta(minutes=1)
@@ -308,7 +308,8 @@ def test_a_run_keeps_the_pipeline_it_was_begun_with(store: FolderStore) -> None:
 
 def test_a_store_that_fails_is_said_and_begun_work_goes_on_later(store: FolderStore) -> None:
     tick = first_tick(store)
-    create_run(store, "unrelated-20260101-000000-abcd", {"pipeline": {"name": "unrelated"}})
+    unrelated = "unrelated-20260101-000000-abcd"
+    create_run(store, unrelated, make_plan(unrelated))
 
     class Failing(FolderStore):
         def create(self, name: str, data: bytes) -> bool:

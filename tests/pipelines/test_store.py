@@ -3,6 +3,7 @@
 import hashlib
 import os
 import secrets
+import shutil
 import stat
 import threading
 from collections.abc import Iterator
@@ -14,7 +15,7 @@ import pytest
 
 from pipelines import store as st
 from pipelines.folder_store import FolderStore
-from pipelines.store import FileEntry, Layout, Store, StoreError, open_store
+from pipelines.store import FileEntry, Layout, Store, StoreAbsent, StoreDamaged, StoreError, open_store
 from tests.records import make_attempt, make_manifest
 from tests.s3 import Bucket, used
 
@@ -193,6 +194,43 @@ def test_files_come_back_as_they_were(store: Store, monkeypatch: pytest.MonkeyPa
     assert {entry.path: (local / entry.path).read_bytes() for entry in staging.files} == given
     assert store.names("f") == ["deep", "empty", "in parts", "one"]
     assert {name: store.read(f"f/{name}") for name in given} == given
+
+
+def test_bytes_that_have_changed_are_named_and_not_handed_out(store: Store, place: Place) -> None:
+    with store.staging("f") as staging:
+        (staging.path / "x").write_bytes(b"12345")
+    (entry,) = staging.files
+    assert store.digest("f/x") == (5, entry.sha256)
+    assert store.digest("f/y") is None
+    place[1].write("f/x", b"12346")
+    assert store.digest("f/x") == (5, hashlib.sha256(b"12346").hexdigest())
+    with pytest.raises(StoreDamaged, match="f/x is damaged: it has sha256"):
+        store.local("f", staging.files)
+    place[1].write("f/x", b"12345")
+    assert (store.local("f", staging.files) / "x").read_bytes() == b"12345"
+
+
+def test_what_is_larger_than_a_record_is_named_and_hides_no_other(store: Store) -> None:
+    for name, data in (("a", b"12"), ("b", b"123"), ("c", b"1")):
+        store.create(name, data)
+    one, two, three, absent = store.read_all(["a", "b", "c", "d"], 2)
+    assert (one, three, absent) == (b"12", b"1", None)
+    assert isinstance(two, StoreDamaged)
+    with pytest.raises(StoreDamaged, match="b is damaged: it has 3 bytes, a record has at most 2"):
+        store.read("b", 2)
+
+
+def test_a_store_that_was_deleted_is_told_and_not_made_anew(folder_store: FolderStore) -> None:
+    with pytest.raises(StoreAbsent, match="store no longer"), folder_store.staging("f") as staging:
+        (staging.path / "x").write_bytes(b"1")
+        shutil.rmtree(folder_store.root)
+    with pytest.raises(StoreAbsent, match="store no longer"), folder_store.staging("f"):
+        pass
+    with pytest.raises(StoreAbsent, match="store no longer"):
+        folder_store.create("runs/r/events/1.json", b"{}")
+    with pytest.raises(StoreAbsent, match="store no longer"):
+        folder_store.read("runs/r/stop.json")
+    assert not folder_store.root.exists()
 
 
 def test_two_tasks_may_stage_into_one_folder(store: Store) -> None:
