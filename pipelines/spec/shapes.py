@@ -17,6 +17,9 @@ from vit_model.config import (
 )
 from vit_model.variants import FAMILIES, RESNETS, variant_sizes
 
+LARGEST_SIZE = 2**20  # of a side of a model's tensors; the longest of ViT-22B's is 24,576
+Size = Annotated[int, Field(ge=1, le=LARGEST_SIZE)]
+
 
 class ModelSize(ViTOptions):
     """The shape of a Vision Transformer, or the name of one (`model: B/16`); resolution and channels come from data."""
@@ -27,12 +30,12 @@ class ModelSize(ViTOptions):
     }
 
     family: Literal["vit"] = "vit"
-    patch_size: int = Field(ge=1)
-    width: int = Field(ge=8)
-    depth: int = Field(ge=1)
-    num_heads: int = Field(ge=1)
-    mlp_ratio: float = Field(4.0, gt=0)
-    stem: tuple[Annotated[int, Field(ge=1)], ...] | None = Field(
+    patch_size: Size
+    width: int = Field(ge=8, le=LARGEST_SIZE)
+    depth: Size
+    num_heads: Size
+    mlp_ratio: float = Field(4.0, gt=0, le=1024)
+    stem: tuple[Size, ...] | None = Field(
         None, description="a hybrid: units in each stage of the convolutional stem"
     )
 
@@ -62,6 +65,9 @@ class ModelSize(ViTOptions):
 
 class ResNetSize(ResNetOptions):
     """The shape of the paper's baseline, a ResNet of BiT, or the name of one (`model: R50x1`)."""
+
+    units: Annotated[tuple[Size, ...], Field(min_length=1, max_length=8)]
+    width_factor: Size = 1
 
     @model_validator(mode="before")
     @classmethod

@@ -92,6 +92,16 @@ def test_needed_for_a_stage_is_what_is_before_it() -> None:
         ("stages.pretrain.resolution", 9, "resolution 9 is not a multiple of patch_size 4: 8 or 12 would be"),
         ("stages.pretrain.resolution", 10**400, "stages.pretrain.resolution: Input should be less than"),
         ("stages.pretrain.model.num_heads", 3, "width 16 is not a multiple of num_heads 3"),
+        (
+            "stages.pretrain.model.width",
+            10**32,
+            "width: Input should be less than or equal to 1048576, not 1000",
+        ),
+        (
+            "stages.pretrain.model",
+            {"family": "resnet", "units": [1], "width_factor": 10**32},
+            "width_factor: Input should be less than or equal to 1048576, not 1000",
+        ),
         ("stages.pretrain.workers", 5, "batch_size 32 is not a multiple of workers 5"),
         (
             "stages.pretrain.learning_rate",
