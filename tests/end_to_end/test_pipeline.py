@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
+from tests.records import flip
+
 TINY = Path(__file__).parent.parent / "tiny.yaml"
 pytestmark = [pytest.mark.ray, pytest.mark.slow]
 
@@ -101,6 +103,23 @@ def test_force_makes_a_successor_and_the_same_content_stops_there(vitflow, finis
     assert len(list(finished.glob("artifacts/ingest/*/manifest.json"))) == 2
     assert re.search(r"digits +SUCCEEDED", out)
     assert re.search(r"pixels +CACHED", out), "the same content behind another key"
+
+
+def test_a_damaged_input_ends_the_run_and_names_what_rebuilds_it(  # type: ignore[no-untyped-def]
+    vitflow, finished: Path, tmp_path: Path
+) -> None:
+    shutil.copytree(finished, store := tmp_path / "store")
+    made = manifests(store)["digits"]
+    folder = store / "artifacts" / "ingest" / made["key"] / "attempts" / "1" / "files"
+    flip(folder / "index.parquet")
+    again = ("--set", "probe.seed=77", "--only", "probe")
+    done = run(vitflow, store, *again, check=1)
+    rebuild = f"vitflow run {made['run'].rsplit('-', 3)[0]} --force digits --store {store}"
+    assert "index.parquet is damaged: it has sha256" in done
+    assert rebuild in done
+    assert rebuild in vitflow("verify", made["key"], "--store", store, check=1).stdout
+    run(vitflow, store, *again, "--force", "digits")
+    assert "nothing is damaged" in vitflow("verify", "--store", finished).stdout
 
 
 def test_two_stores_hold_the_same_bytes(vitflow, finished: Path, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]

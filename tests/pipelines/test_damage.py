@@ -14,6 +14,7 @@ from typer.testing import CliRunner
 from pipelines import file_checks, listing, plan, reports
 from pipelines import store as st
 from pipelines.cli import app
+from pipelines.cluster import JobState
 from pipelines.file_checks import fault
 from pipelines.folder_store import FolderStore
 from pipelines.identity import sha256, stage_key
@@ -21,8 +22,9 @@ from pipelines.lineage import as_json, as_text, trace
 from pipelines.lookup import find_artifact, find_run
 from pipelines.query import query
 from pipelines.recipe import load_pipeline
-from pipelines.runs import load_run, run_status
-from pipelines.store import FileEntry, Layout, Manifest, StoreDamaged, local_files
+from pipelines.runner import run_pipeline
+from pipelines.runs import load_run, run_status, start_run
+from pipelines.store import FileEntry, Layout, Manifest, StoreAbsent, StoreDamaged, local_files
 from pipelines.verify import sample, verify
 from ray_jobs.known import finished_parts
 from ray_jobs.rows import ROWS, write_table
@@ -398,3 +400,78 @@ def test_the_command_says_what_is_damaged_and_what_to_do(store: FolderStore) -> 
     assert "vitflow run bad --force victim" in text
     assert json.loads(run("bb", "--json")[1])["damage"][0]["stage"] == "victim"
     assert run(GOOD)[0] == 0
+
+
+# ------------------------------------------------------------------------------------------------- a whole run
+
+
+class Running:
+    """A cluster whose only job runs until it is stopped, and a driver's connection to it; at the third look at the job
+    `happens` is called."""
+
+    address, session_name = "http://127.0.0.1:8265", "session"
+
+    def __init__(self, happens: Callable[[], None]) -> None:
+        self.happens, self.looks, self.status = happens, 0, "RUNNING"
+
+    def cluster(self) -> Any:
+        return self
+
+    def keep(self) -> None:
+        """Nothing."""
+
+    def job(self, submission_id: str) -> JobState:
+        self.looks += 1
+        if self.looks == 3:
+            self.happens()
+        return JobState(submission_id, self.status, "", None)
+
+    def stop(self, submission_id: str) -> None:
+        self.status = "STOPPED"
+
+    def logs(self, submission_id: str) -> str:
+        return ""
+
+    def follow_logs(self, *_: object) -> None:
+        """Nothing."""
+
+
+class Told:
+    """A display that keeps how stages ended."""
+
+    def __init__(self) -> None:
+        self.ends: dict[str, str] = {}
+
+    def stage(self, name: str, status: str, detail: str = "") -> None:
+        self.ends[name] = f"{status} {detail}"
+
+    def line(self, name: str, text: str) -> None:
+        """Nothing."""
+
+    def say(self, text: str) -> None:
+        """Nothing."""
+
+
+def test_a_driver_whose_store_is_deleted_ends_and_makes_no_folder(tmp_path: Path) -> None:
+    store = FolderStore(tmp_path / "store")
+    run = start_run(store, load_pipeline(str(TINY)), ("digits",))
+    connection = Running(lambda: shutil.rmtree(store.root))
+    with pytest.raises(StoreAbsent, match="is a store no longer"):
+        run_pipeline(store, run, connection, Told(), 1)
+    assert not store.root.exists()
+
+
+@pytest.mark.parametrize("forced", [(), ("digits",)])
+def test_a_driver_does_not_repeat_a_damaged_stage_unasked(tmp_path: Path, forced: tuple[str, ...]) -> None:
+    store = FolderStore(tmp_path / "store")
+    pipeline = load_pipeline(str(TINY))
+    digits = plan.plan_stage(store, "digits", pipeline.stages["digits"], {})
+    with store.staging(Layout.files("ingest", str(digits.key), 1)) as staging:
+        (staging.path / "index.parquet").write_bytes(b"12345")
+    made = st.commit(store, make_manifest("ingest", key=digits.key, files=staging.files))
+    os.truncate(local_files(store, made) / "index.parquet", 3)
+    run, told = start_run(store, pipeline, ("digits",), forced), Told()
+    connection = Running(lambda: st.wish_stop(store, run.id))
+    assert run_pipeline(store, run, connection, told, 1) == {"digits": "STOPPED" if forced else "FAILED"}
+    assert ("`--force digits` makes it again" in told.ends["digits"]) != bool(forced)
+    assert (connection.looks > 0) == bool(forced)

@@ -5,10 +5,14 @@ from pathlib import Path
 
 import psutil
 import pytest
+from typer.testing import CliRunner
 
 from pipelines import submission
+from pipelines.cli import app
 from pipelines.spec import RecipeError
+from tests.s3 import free_port
 
+TINY = Path(__file__).parent.parent / "tiny.yaml"
 ELSEWHERE = "http://192.0.2.1:8265"  # an address that nobody has (RFC 5737)
 
 
@@ -52,3 +56,15 @@ def test_what_is_refused_elsewhere_is_right_on_this_machine() -> None:
     submission.check_store("s3://bucket/prefix", ELSEWHERE)
     with pytest.raises(RecipeError, match="relative"):
         submission.check_store("runs", ELSEWHERE)
+
+
+@pytest.mark.parametrize("command", ["run", "submit"])
+@pytest.mark.parametrize("refused", ["cluster", "source"])
+def test_what_is_refused_makes_no_store(tmp_path: Path, command: str, refused: str) -> None:
+    changes = {
+        "cluster": ["--address", f"http://127.0.0.1:{free_port()}"],
+        "source": ["--set", 'digits.source={"kind": "folder", "root": "/nowhere"}'],
+    }
+    done = CliRunner().invoke(app, [command, str(TINY), "--store", str(tmp_path / "s"), *changes[refused]])
+    assert isinstance(done.exception, RecipeError)
+    assert not list(tmp_path.iterdir())
