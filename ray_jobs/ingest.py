@@ -44,7 +44,16 @@ from pipelines.spec import Ingest
 from pipelines.store import FileEntry, Layout, local_files
 from ray_jobs.card import card_shard, class_notes, write_card
 from ray_jobs.images import STORED_QUALITY, Facts, content_id, examine, examine_pixels, sample_id, shrunk
-from ray_jobs.known import FACTS, RENAMED, EarlierShards, Known, find_known, finished_parts, write_facts
+from ray_jobs.known import (
+    FACTS,
+    RENAMED,
+    EarlierShards,
+    Finished,
+    Known,
+    find_known,
+    finished_parts,
+    write_facts,
+)
 from ray_jobs.progress import Progress
 from ray_jobs.shards import (
     SPLITS,
@@ -230,7 +239,9 @@ def _hashes(names: pa.ChunkedArray) -> NDArray[np.uint64]:
 # ------------------------------------------------------------------------------------------------- tasks
 
 
-def _write_part(context: Context, files: Files, states: States, finished: list[str], part: Part) -> Written:
+def _write_part(
+    context: Context, files: Files, states: States, finished: list[Finished], part: Part
+) -> Written:
     """Read, check and write one shard (in a Ray task)."""
     facts: list[dict[str, Any]] = []
     file = shard_file(part.number)

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import os
 from contextlib import suppress
+from hashlib import sha256
 from pathlib import PurePosixPath
 from typing import Any, NamedTuple, Self
 
@@ -22,7 +23,7 @@ import pyarrow.parquet as pq
 import xxhash
 
 from pipelines import identity
-from pipelines.store import FileEntry, Layout, Manifest, Store, StoreError, all_manifests
+from pipelines.store import FileEntry, Layout, Manifest, Store, StoreDamaged, StoreError, all_manifests
 from ray_jobs.shards import INDEX
 from ray_jobs.stage import Context
 
@@ -39,6 +40,13 @@ FACTS = pa.schema(
 RENAMED = {"offset": "place", "length": "stored"}  # columns of ENTRIES that have other names in FACTS
 _SAME = ("key", "file", "place", "stored", "digest")
 _FOUND = ("sample_id", "format", "width", "height", "channels", "content_id", "phash", "length", "checksum")
+
+
+class Finished(NamedTuple):
+    """The facts of a part that may be used again: their name in the store; their sha256, where a manifest says it."""
+
+    name: str
+    sha256: str | None
 
 
 class Known(NamedTuple):
@@ -67,20 +75,28 @@ def write_facts(
     return staging.files
 
 
-def finished_parts(context: Context, digests: pa.ChunkedArray) -> list[str]:
-    """Names in the store of the facts of all parts that may be used again, those of this key first, newest first.
+def finished_parts(context: Context, digests: pa.ChunkedArray) -> list[Finished]:
+    """The facts of all parts that may be used again, those of this key first, newest first.
 
     `digests` are those of the files that the images come from.
     """
     attempt, store = context.attempt, context.store
     folders = [Layout.files(attempt.job, attempt.key, number) for number in range(attempt.number - 1, 0, -1)]
-    if (dataset := _of_same_source(context, digests)) is not None:
-        folders.append(dataset.folder)
-    return [name for folder in folders for name in _facts(store, folder)]
+    parts = [
+        Finished(f"{folder}/facts/{name}", None)
+        for folder in folders
+        for name in store.names(f"{folder}/facts")
+    ]
+    dataset = _of_same_source(context, digests)
+    return parts if dataset is None else [*parts, *_committed_parts(dataset)]
 
 
-def _facts(store: Store, folder: str) -> list[str]:
-    return [f"{folder}/facts/{name}" for name in store.names(f"{folder}/facts")]
+def _committed_parts(dataset: Manifest) -> list[Finished]:
+    return [
+        Finished(f"{dataset.folder}/{file.path}", file.sha256)
+        for file in dataset.files
+        if file.path.startswith("facts/")
+    ]
 
 
 def _of_same_source(context: Context, digests: pa.ChunkedArray) -> Manifest | None:
@@ -113,7 +129,7 @@ def _of_same_source(context: Context, digests: pa.ChunkedArray) -> Manifest | No
 
 def _in_common(store: Store, manifest: Manifest, digests: pa.Array) -> int:
     """How many images of a dataset's first part, which are drawn by a hash, come from files of these digests."""
-    for name in _facts(store, manifest.folder)[:1]:
+    for name, _ in _committed_parts(manifest)[:1]:
         with suppress(pa.ArrowException, StoreError):  # find_known says so, if the dataset is chosen
             facts = pq.read_table(pa.BufferReader(store.read(name) or b""), columns=["digest"])
             return pc.sum(pc.is_in(facts["digest"], digests)).as_py() or 0
@@ -135,17 +151,20 @@ def _is_forced(context: Context) -> bool:
 
 
 def find_known(
-    context: Context, parts: list[str], bits: int, number: int, entries: pa.Table
+    context: Context, parts: list[Finished], bits: int, number: int, entries: pa.Table
 ) -> list[Known | None]:
     """What is known of each entry of a part (ENTRIES and `digest`). `parts`: as `finished_parts` has them."""
     named = entries.rename_columns([RENAMED.get(name, name) for name in entries.schema.names])
     wanted = [tuple(row.values()) for row in named.select(_SAME).to_pylist()]
     found: dict[tuple[Any, ...], Known | None] = dict.fromkeys(wanted)
-    for name in parts:
+    for name, digest in parts:
         if not _overlaps(name, bits, number):
             continue
         try:
-            facts = pq.read_table(pa.BufferReader(context.store.read(name) or b""))
+            data = context.store.read(name) or b""
+            if digest not in {None, sha256(data).hexdigest()}:
+                raise StoreDamaged(f"{context.store.uri}/{name} is damaged")
+            facts = pq.read_table(pa.BufferReader(data))
         except (pa.ArrowException, StoreError) as error:
             print(f"{name} can't be used again, its images are read from the source: {error}", flush=True)
             continue

@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
 import pytest
 from typer.testing import CliRunner
 
@@ -26,8 +27,9 @@ from pipelines.runner import run_pipeline
 from pipelines.runs import load_run, run_status, start_run
 from pipelines.store import FileEntry, Layout, Manifest, StoreAbsent, StoreDamaged, local_files
 from pipelines.verify import sample, verify
-from ray_jobs.known import finished_parts
+from ray_jobs.known import FACTS, Finished, find_known, finished_parts, write_facts
 from ray_jobs.rows import ROWS, write_table
+from ray_jobs.sources.entries import ENTRIES
 from tests.records import flip, make_attempt, make_context, make_manifest, make_plan
 
 TINY = Path(__file__).parent.parent / "tiny.yaml"
@@ -143,7 +145,7 @@ def planned(store: FolderStore) -> Any:
     return [stage.state for stage in stages], plan.reasons(store, stages)
 
 
-def known_parts(store: FolderStore) -> list[str]:
+def known_parts(store: FolderStore) -> list[Finished]:
     """What an ingest of the digits would not read again."""
     context = make_context(store, load_pipeline(str(TINY)).stages["digits"])
     key = stage_key(context.config, {}, context.attempt.source)
@@ -475,3 +477,20 @@ def test_a_driver_does_not_repeat_a_damaged_stage_unasked(tmp_path: Path, forced
     assert run_pipeline(store, run, connection, told, 1) == {"digits": "STOPPED" if forced else "FAILED"}
     assert ("`--force digits` makes it again" in told.ends["digits"]) != bool(forced)
     assert (connection.looks > 0) == bool(forced)
+
+
+def test_damaged_facts_of_an_earlier_ingest_are_not_used_again(tmp_path: Path) -> None:
+    """They say what an image is whose bytes alone have a checksum."""
+    store = FolderStore(tmp_path / "store")
+    context = make_context(store, load_pipeline(str(TINY)).stages["digits"])
+    entry = {"key": "a.png", "label": 0, "file": "x", "offset": 0, "length": 9}
+    entries = pa.Table.from_pylist([entry], schema=ENTRIES).append_column("digest", pa.array(["d"]))
+    seen = {"sample_id": "s", "split": "train", "format": "png", "width": 1, "height": 1, "channels": 1,
+            "content_id": "c", "phash": 7, "shard": 0, "offset": 0, "length": 9, "checksum": 1, "place": 0,
+            "stored": 9, "digest": "d", "key": "a.png", "label": 0, "file": "x"}  # fmt: skip
+    shard = FileEntry(path="shards/00000.parquet", size=9, sha256="")
+    (written,) = write_facts(context, 0, 0, pa.Table.from_pylist([seen], schema=FACTS), shard)
+    name = f"{Layout.files('ingest', 'k', 1)}/{written.path}"
+    for digest, is_known in ((written.sha256, True), (None, True), ("0" * 64, False)):
+        (found,) = find_known(context, [Finished(name, digest)], 0, 0, entries)
+        assert (found is not None) == is_known

@@ -526,13 +526,18 @@ def test_any_part_may_be_missing(artifacts: Artifacts, stages: tuple[str, ...]) 
 def test_predictions_that_do_not_give_the_rows_are_an_error(artifacts: Artifacts) -> None:
     ids, labels = _tested(artifacts)
     scores = [_scores("k-NN", "baseline", 10, np.stack([labels, labels]), labels, ids)]
-    manifest = artifacts.scores("damaged", scores, baselines(10), data="digits")
-    path = artifacts.store.local(manifest.folder, ()) / "rows.parquet"
-    rows = pq.read_table(path).to_pylist()
+    right = artifacts.scores("right", scores, baselines(10), data="digits")
+    folder = artifacts.store.local(right.folder, right.files)
+    rows = pq.read_table(folder / "rows.parquet").to_pylist()
     rows[1]["value"] = 0.123
-    write_table(path, rows, ROWS)
-    with pytest.raises(ValueError, match=r"damaged .* draw 1: the row says 0\.123"):
-        artifacts.make("damaged")
+    write_table(wrong := artifacts.store.root / "rows.parquet", rows, ROWS)
+    files = {
+        "rows.parquet": wrong.read_bytes(),
+        "predictions.parquet": (folder / "predictions.parquet").read_bytes(),
+    }
+    artifacts.commit("wrong", right.job, right.kind, files, config=right.config, inputs=right.inputs)
+    with pytest.raises(ValueError, match=r"wrong .* draw 1: the row says 0\.123"):
+        artifacts.make("wrong")
 
 
 def test_the_terminal_shows_the_same_table(files: dict[str, bytes]) -> None:
