@@ -1,4 +1,10 @@
-"""The command line. Exit codes: 0 done, 1 a stage failed, 2 the request was wrong and nothing started, 130 Ctrl-C.
+"""The command line.
+
+Exit codes:
+0    done
+1    a stage failed, the run was stopped, or the store or the cluster is damaged or does not answer
+2    the request is wrong and nothing was started: the same request will fail again
+130  Ctrl-C
 
 Only what every command needs is imported here: a run with nothing to do takes a fraction of a second.
 """
@@ -6,13 +12,15 @@ Only what every command needs is imported here: a run with nothing to do takes a
 from __future__ import annotations
 
 import sys
+from typing import NoReturn
 
 import typer
 
+from pipelines.cluster import ClusterUnreachable
 from pipelines.commands import images, looking, models, reports, running, schedules
 from pipelines.commands.common import errors, plain
 from pipelines.spec import RecipeError
-from pipelines.store import StoreError
+from pipelines.store import StoreAbsent, StoreError
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -44,9 +52,15 @@ app.add_typer(schedules.app, name="schedule")
 
 
 def main() -> None:
-    """Entry point: a wrong request is one message and exit code 2."""
+    """Run a command; what goes wrong is one message and an exit code, never a traceback."""
     try:
         app()
-    except (RecipeError, StoreError) as error:
-        errors.print(f"[red]error:[/] {plain(str(error))}", highlight=False, soft_wrap=True)
-        sys.exit(2)
+    except (RecipeError, StoreAbsent) as error:
+        _fail(error, 2)
+    except (StoreError, ClusterUnreachable) as error:
+        _fail(error, 1)
+
+
+def _fail(error: Exception, code: int) -> NoReturn:
+    errors.print(f"[red]error:[/] {plain(str(error))}", highlight=False, soft_wrap=True)
+    sys.exit(code)

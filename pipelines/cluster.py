@@ -7,7 +7,6 @@ one token a process, read from its environment. Only an address that is not a UR
 
 from __future__ import annotations
 
-import asyncio
 import os
 import shlex
 import sys
@@ -131,6 +130,8 @@ class Cluster:
         For a thread of its own. At the end, or at `stop`, what is still missing is fetched, so set `stop` when the job
         is seen to have ended, then join the thread. A cluster that is gone ends it too.
         """
+        import asyncio
+
         lines = _Lines(write)
         while not stop.is_set():
             asyncio.run(self._tail(submission_id, lines, stop))
@@ -239,6 +240,8 @@ async def _receive(
     socket: aiohttp.ClientWebSocketResponse, lines: _Lines, stop: threading.Event, ended: Callable[[], bool]
 ) -> None:
     """Take what comes until the stream ends or `stop` is set. Ray closes the stream of an ended job 5 s late: ask."""
+    import asyncio
+
     import aiohttp
 
     receiving = asyncio.ensure_future(socket.receive())

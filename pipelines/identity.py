@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from pipelines.spec import AnyStage, RecipeError, module
+from pipelines.store import StoreError, StoreUnreachable
 from vit_model.config import Frozen
 
 PROJECT = Path(__file__).resolve().parent.parent
@@ -113,17 +114,22 @@ def source_fingerprint(config: AnyStage) -> str | None:
 
     Raises:
         RecipeError: there are no files, or one can't be read.
+        StoreUnreachable: they are on S3, which does not answer.
     """
     given = config.files()
     if given is None:
         return None
     try:
         files = list(given)
+        if not files:
+            raise RecipeError(f"{config.job}: its source has no files")
+        return files_fingerprint(files)
     except OSError as error:
         raise RecipeError(f"{error.filename}: {error.strerror}") from None
-    if not files:
-        raise RecipeError(f"{config.job}: its source has no files")
-    return files_fingerprint(files)
+    except StoreUnreachable:
+        raise
+    except StoreError as error:
+        raise RecipeError(str(error)) from None
 
 
 def object_facts(uris: Iterable[str]) -> dict[str, tuple[str, int]]:

@@ -11,8 +11,9 @@ from __future__ import annotations
 import secrets
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from pipelines import identity, plan
 from pipelines.cluster import ENDED, Cluster, ClusterUnreachable, python_entrypoint
@@ -45,6 +46,7 @@ ASK_SECONDS = 0.5  # between questions to the store and to the cluster, whom ans
 LAST_WORDS_SECONDS = 5.0  # a job may take to end after its commit
 MANIFEST_SECONDS = 60.0  # a job that SUCCEEDED shows its manifest within this time
 USER_MISTAKE = 2  # the exit code of a stage that is never retried
+Answer = TypeVar("Answer")
 
 
 class Display(Protocol):
@@ -88,21 +90,22 @@ class Following:
 
 def run_pipeline(
     store: Store, run: Run, connection: Connection, display: Display, parallel: int
-) -> dict[str, str]:
+) -> tuple[dict[str, str], list[PlannedStage]]:
     """Drive a run to its end, with at most `parallel` stages under way at once.
 
     Returns:
-        stage -> CACHED, SUCCEEDED, FAILED, STOPPED or SKIPPED.
+        stage -> CACHED, SUCCEEDED, FAILED, STOPPED or SKIPPED, and the committed stages in running order, with their
+        manifests.
 
     Raises:
         KeyboardInterrupt: Ctrl-C, after the run's jobs were stopped.
     """
     driver = Driver(store, run, connection, display, parallel)
     try:
-        while driver.step_or_wait():
+        while wait_for_store(driver.step, display.say):
             time.sleep(POLL_SECONDS)
     except KeyboardInterrupt:
-        driver.stop()
+        wait_for_store(driver.stop, display.say)
         raise
     finally:
         driver.end_logs()
@@ -111,8 +114,21 @@ def run_pipeline(
         if set(driver.status.values()) <= {"CACHED", "SUCCEEDED"}
         else ("STOPPED" if "STOPPED" in driver.status.values() else "FAILED")
     )
-    add_event(store, run.id, "finished", status=outcome)
-    return driver.status
+    wait_for_store(lambda: add_event(store, run.id, "finished", status=outcome), display.say)
+    return driver.status, [driver.committed[name] for name in driver.names if name in driver.committed]
+
+
+def wait_for_store(ask: Callable[[], Answer], say: Callable[[str], None]) -> Answer:
+    """Return what `ask` returns, calling it again while the store does not answer; that is said once."""
+    waiting = False
+    while True:
+        try:
+            return ask()
+        except StoreUnreachable as error:
+            if not waiting:
+                say(f"waiting for the store: {error}")
+            waiting = True
+            time.sleep(UNREACHABLE_SECONDS)
 
 
 class Driver:
@@ -124,24 +140,11 @@ class Driver:
         self.store, self.run, self.connection, self.display = store, run, connection, display
         self.parallel = parallel
         self.names = run.pipeline.needed_for(run.targets)
-        self.committed: dict[str, InputRef] = {}
+        self.committed: dict[str, PlannedStage] = {}
+        self.references: dict[str, InputRef] = {}
         self.status: dict[str, str] = {}
         self.following: dict[str, Following] = {}
         self.next_look_for_stop = 0.0
-        self.store_waiting = False
-
-    def step_or_wait(self) -> bool:
-        """`step`, or a pause while the store does not answer: nothing is done that is not in it first."""
-        try:
-            go_on = self.step()
-        except StoreUnreachable as error:
-            if not self.store_waiting:
-                self.display.say(f"waiting for the store: {error}")
-            self.store_waiting = True
-            time.sleep(UNREACHABLE_SECONDS)
-            return True
-        self.store_waiting = False
-        return go_on
 
     def step(self) -> bool:
         """Look at every stage once; False when all have ended."""
@@ -198,7 +201,7 @@ class Driver:
             self._end(name, "SKIPPED", f"{lost[0]} was not made")
         elif all(given in self.committed or given in lost for given in inputs):
             try:
-                planned = plan.plan_stage(self.store, name, config, self.committed, self.run.strict_code)
+                planned = plan.plan_stage(self.store, name, config, self.references, self.run.strict_code)
                 if name in self.run.force:
                     key = plan.force_stage(self.store, planned, self.run.force[name], self.run.id)
                     manifest = read_manifest(self.store, config.job, key)
@@ -209,13 +212,14 @@ class Driver:
             if planned.damaged is not None:
                 self._end(name, "FAILED", planned.damaged)
             elif planned.manifest is not None:
-                self._commit(planned.manifest, name, "CACHED")
+                self._commit(planned, planned.manifest, "CACHED")
             elif not stop_wished(self.store, self.run.id):  # the next look sees it too
                 self.following[name] = Following(planned)
 
-    def _commit(self, manifest: Manifest, name: str, status: str) -> None:
-        self.committed[name] = input_ref(self.store, manifest)
-        self._end(name, status, manifest.key[:12], key=manifest.key)
+    def _commit(self, planned: PlannedStage, manifest: Manifest, status: str) -> None:
+        self.references[planned.name] = input_ref(self.store, manifest)
+        self.committed[planned.name] = replace(planned, manifest=manifest)
+        self._end(planned.name, status, manifest.key[:12], key=manifest.key)
 
     def _end(self, name: str, status: str, detail: str, **fields: Any) -> None:
         add_event(self.store, self.run.id, "stage", stage=name, status=status, detail=detail, **fields)
@@ -235,7 +239,7 @@ class Driver:
         if (manifest := read_manifest(self.store, config.job, key)) is not None:
             self._wait_for_end(following)  # its last lines belong to its log
             self._save_log(following)
-            self._commit(manifest, name, "SUCCEEDED")
+            self._commit(following.planned, manifest, "SUCCEEDED")
             return
         cluster = self.connection.cluster()
         if following.attempt is None:

@@ -58,6 +58,10 @@ class StoreDamaged(StoreError):  # noqa: N818 (named for what it tells)
         self.what, self.remedy = what, remedy
 
 
+class StoreDamaged(StoreError):  # noqa: N818 (named for what it tells)
+    """What is in a store is not what was written there."""
+
+
 class Layout:
     """The names of all objects in a store.
 
@@ -361,6 +365,7 @@ def identify(store: Store, create: bool) -> str:
 
     Raises:
         StoreAbsent: there is none and `create` is false.
+        StoreDamaged: its store.json is damaged.
         StoreError: one of another layout.
     """
     data = store.read(Layout.STORE)
@@ -378,7 +383,7 @@ def identify(store: Store, create: bool) -> str:
         found = json.loads(data)
         layout, identity = found["layout"], str(found["id"])
     except (ValueError, KeyError, TypeError) as error:
-        raise StoreError(f"{store.uri}/{Layout.STORE} can't be read as a store's: {error!r}") from None
+        raise StoreDamaged(f"{store.uri}/{Layout.STORE} can't be read as a store's: {error!r}") from None
     if layout != LAYOUT_VERSION:
         raise StoreError(f"{store.uri} has layout {layout}, this vitflow reads layout {LAYOUT_VERSION}")
     return identity

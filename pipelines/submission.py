@@ -53,14 +53,18 @@ def reach(address: str, token_file: Path | None) -> Cluster:
     """A client of the cluster at `address`, which has answered.
 
     Raises:
-        RecipeError: the address is none, nothing answers there, or the token is refused.
+        RecipeError: the address is none, no Ray is there, or the token is refused.
+        ClusterUnreachable: nothing answers there.
     """
     check_address(address)
+    unusable = "--address: no Ray cluster can be used there"
     try:
         cluster = connect(address, token_file)
         cluster.session_name  # noqa: B018 (asks)
-    except (ClusterUnreachable, ValueError) as error:
-        raise RecipeError(f"--address: no Ray cluster can be used there: {error}") from None
+    except ClusterUnreachable as error:
+        raise ClusterUnreachable(f"{unusable}: {error}", error.refused_on_loopback) from None
+    except ValueError as error:
+        raise RecipeError(f"{unusable}: {error}") from None
     return cluster
 
 
@@ -147,7 +151,8 @@ def target(address: str | None, token_file: Path | None) -> Iterator[tuple[Clust
     """The cluster to submit to and, where that is the local Ray (started if needed), its folder.
 
     Raises:
-        RecipeError: the cluster at `address` can't be used; LocalRayError: the local Ray can't be started.
+        RecipeError, ClusterUnreachable: the cluster at `address` can't be used.
+        LocalRayError: the local Ray can't be started.
     """
     if address is not None:
         yield reach(address, token_file), None

@@ -10,7 +10,8 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from pipelines.store import Store
+from pipelines.spec import RecipeError
+from pipelines.store import Store, StoreAbsent, StoreDamaged, StoreError, StoreUnreachable, open_store
 
 console = Console()
 errors = Console(stderr=True)
@@ -47,10 +48,18 @@ DEFAULT_STORE = "runs"
 
 
 def open_(uri: str, *, create: bool = True) -> Store:
-    """The store, opened late: boto3 is for those who are on S3."""
-    from pipelines.store import open_store
+    """The store that a command is about.
 
-    return open_store(uri, create=create)
+    Raises:
+        RecipeError: none can be there: its address is wrong, or its access.
+        StoreAbsent, StoreDamaged, StoreUnreachable: there is none; one that can't be read; no answer.
+    """
+    try:
+        return open_store(uri, create=create)
+    except (StoreAbsent, StoreDamaged, StoreUnreachable):
+        raise
+    except StoreError as error:
+        raise RecipeError(str(error)) from None
 
 
 def width(names: tuple[str, ...]) -> int:

@@ -54,15 +54,13 @@ def import_(
 ) -> None:
     """Make weights that others trained a model of the store."""
     from pipelines.commands.running import carry_out
-    from pipelines.plan import plan_pipeline
     from pipelines.recipe import parse_pipeline
 
     stage = name or _stage_name(path)
     given = None if preprocessing is None else _given(preprocessing)
     config = {"job": "import", "path": path, "preprocessing": given}
     pipeline = parse_pipeline({"name": "import", "stages": {stage: config}}, "import")
-    carry_out(pipeline, (stage,), store, address, token_file, (stage,) if force else ())
-    [planned] = plan_pipeline(open_(store, create=False), pipeline, (stage,))
+    [planned] = carry_out(pipeline, (stage,), store, address, token_file, (stage,) if force else ())
     assert planned.manifest is not None
     key, used = planned.manifest.key[:12], shlex.quote(f"backbone.path={path}")
     console.print(f"model [bold]{key}[/]; what it is good for:", highlight=False)

@@ -7,6 +7,7 @@ import shlex
 import sys
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Annotated
@@ -33,7 +34,7 @@ from pipelines.commands.common import (
 )
 from pipelines.commands.reports import show_report
 from pipelines.spec import RecipeError
-from pipelines.store import Store, StoreAbsent, StoreDamaged, StoreError, add_event, read_manifest
+from pipelines.store import Store, StoreAbsent, StoreDamaged, StoreError, add_event
 
 if TYPE_CHECKING:
     from pipelines.pipeline import Pipeline
@@ -77,21 +78,25 @@ def carry_out(
     forced: tuple[str, ...] = (),
     parallel: int | None = None,
     strict_code: bool = False,
-) -> None:
-    """Run the targets of a pipeline, and what they need, from here, and say how that ended."""
+) -> list[PlannedStage]:
+    """Run the targets of a pipeline, and what they need, from here, and say how that ended.
+
+    Returns:
+        The stages with their manifests. Where one could not be made, the command ends instead.
+    """
     from pipelines import plan as planning
-    from pipelines import runs
+    from pipelines import runner, runs
 
     with _seen(store, address) as seen:
         planned = planning.plan_pipeline(seen, pipeline, pipeline.needed_for(targets), strict_code)
         if _nothing_to_do(seen, planned, forced):
-            return
+            return planned
     connection = _connection(address, token_file)
     opened = open_(store)
     started = runs.start_run(opened, pipeline, targets, forced, strict_code=strict_code)
-    add_event(opened, started.id, "driver", **runs.driver_process())
+    runner.wait_for_store(lambda: add_event(opened, started.id, "driver", **runs.driver_process()), _say)
     console.print(f"{'continuing' if started.continued else 'run'} [bold]{started.id}[/]", highlight=False)
-    _drive(opened, started, connection, parallel, shlex.join(["vitflow", *sys.argv[1:]]))
+    return _drive(opened, started, connection, parallel, shlex.join(["vitflow", *sys.argv[1:]]))
 
 
 def submit(
@@ -138,10 +143,13 @@ def drive(
     from pipelines import runs, submission
     from pipelines.cluster import connect
     from pipelines.local_ray import LocalConnection
+    from pipelines.runner import wait_for_store
 
-    opened = open_(store, create=False)
-    started = runs.load_run(opened, run)
-    if runs.is_over(opened, run):  # another driver was faster than whoever submitted this one
+    opened = wait_for_store(lambda: open_(store, create=False), _say)
+    started = wait_for_store(lambda: runs.load_run(opened, run), _say)
+    if wait_for_store(
+        lambda: runs.is_over(opened, run), _say
+    ):  # another driver was faster than whoever submitted this one
         console.print(f"{run} has ended already", highlight=False)
         return
     connecting: AbstractContextManager[Connection] = LocalConnection(_say, local_ray)
@@ -152,28 +160,29 @@ def drive(
 
 def _drive(
     store: Store, run: Run, connecting: AbstractContextManager[Connection], parallel: int | None, again: str
-) -> None:
-    """Walk a run to its end and say how it ended; `again` is the command that continues it."""
-    from pipelines import plan as planning
-    from pipelines import runner, runs
+) -> list[PlannedStage]:
+    """Walk a run to its end and say how it ended; `again` is the command that continues it.
+
+    Returns:
+        Its stages with their manifests.
+
+    Raises:
+        Exit: with 1 where a stage has none, with 130 after Ctrl-C.
+    """
+    from pipelines import runner
     from pipelines.display import RunDisplay
 
-    pipeline = run.pipeline
-    names = pipeline.needed_for(run.targets)
-    with _told(), RunDisplay(console, width(names)) as display, connecting as connection:
-        try:
-            status = runner.run_pipeline(store, run, connection, display, parallel or CORES)
-        except KeyboardInterrupt:
-            display.say(f"stopped; to continue: {again}")
-            raise typer.Exit(130) from None
+    names = run.pipeline.needed_for(run.targets)
+    with _told():
+        with RunDisplay(console, width(names)) as display, connecting as connection:
+            try:
+                status, made = runner.run_pipeline(store, run, connection, display, parallel or CORES)
+            except KeyboardInterrupt:
+                display.say(f"stopped; to continue: {again}")
+                raise typer.Exit(130) from None
+        _finish(store, made)
     if set(status.values()) <= {"CACHED", "SUCCEEDED"}:
-        _finish(store, planning.plan_pipeline(store, pipeline, names, run.strict_code))
-        return
-    for stage in runs.run_status(store, run.id)["stages"]:
-        if stage["status"] in {"CACHED", "SUCCEEDED"} and pipeline.stages[stage["stage"]].KIND == "report":
-            manifest = read_manifest(store, "report", stage["key"])
-            assert manifest is not None
-            show_report(store, manifest)
+        return made
     if "STOPPED" in status.values():
         errors.print(f"stopped; to continue: {plain(again)}", highlight=False, soft_wrap=True)
     failed = [name for name, state in status.items() if state == "FAILED"]
@@ -257,13 +266,15 @@ def _nothing_to_do(store: Store, planned: list[PlannedStage], forced: tuple[str,
 def _finish(store: Store, planned: list[PlannedStage]) -> None:
     """The last lines of a run: what to know of cached stages, and the report."""
     from pipelines import plan as planning
+    from pipelines import runner
 
     for stage in planned:
         for note in planning.notes(stage):
             console.print(f"[yellow]note:[/] {plain(note)}", highlight=False, soft_wrap=True)
     for stage in planned:
         if stage.manifest is not None and stage.manifest.kind == "report":
-            show_report(store, stage.manifest)
+            # it reads first, then prints: nothing appears twice
+            runner.wait_for_store(partial(show_report, store, stage.manifest), _say)
 
 
 def plan(

@@ -162,16 +162,16 @@ def test_a_driver_that_is_killed_is_seen_and_submitted_again(cluster: RayCluster
 def test_what_cannot_be_used_is_said_and_nothing_is_started(cluster: RayCluster, tmp_path: Path) -> None:
     environment, store = home(tmp_path / "here"), tmp_path / "store"
     (tmp_path / "wrong").write_text("f" * 64)
-    for address, token, words in (
-        (cluster.address, tmp_path / "wrong", "refuses this token"),
-        (cluster.address, tmp_path / "none", "no such file"),
-        ("http://127.0.0.1:9", cluster.token, "connection refused"),
-        ("somewhere:8265", cluster.token, "http://HOST:8265"),
+    for address, token, words, code in (
+        (cluster.address, tmp_path / "wrong", "refuses this token", 2),
+        (cluster.address, tmp_path / "none", "no such file", 2),
+        ("http://127.0.0.1:9", cluster.token, "connection refused", 1),
+        ("somewhere:8265", cluster.token, "http://HOST:8265", 2),
     ):
         for verb in ("run", "submit"):
             arguments = (verb, TINY, "--store", store, "--address", address, "--token-file", token)
             started = time.monotonic()
-            assert words in vitflow(environment, *arguments, check=2).stderr
+            assert words in vitflow(environment, *arguments, check=code).stderr
             assert time.monotonic() - started < 12
     assert not (store / "runs").exists()
     for uri, words in (("store", "relative"), (str(store), "only this machine sees")):

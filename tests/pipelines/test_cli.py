@@ -35,6 +35,35 @@ def test_wrong_requests(vitflow, tmp_path: Path, arguments: list[str], message: 
     assert not list(tmp_path.glob("*/runs")), "no run was begun"
 
 
+@pytest.mark.parametrize(
+    ("verb", "what"), [("run", "damaged"), ("list", "damaged"), ("schedule tick often", "silent")]
+)
+def test_a_store_that_is_damaged_or_does_not_answer_is_no_wrong_request(  # type: ignore[no-untyped-def]
+    vitflow, tmp_path: Path, verb: str, what: str
+) -> None:
+    """Exit code 1: a unit of systemd tries again, and is not stopped by RestartPreventExitStatus=2."""
+    (tmp_path / "s").mkdir()
+    (tmp_path / "s" / "store.json").write_text("{")
+    store = tmp_path / "s" if what == "damaged" else "s3://some-bucket/s"
+    arguments = ["run", TINY] if verb == "run" else verb.split()
+    nobody = {
+        "AWS_ENDPOINT_URL_S3": "http://127.0.0.1:9",
+        "AWS_ACCESS_KEY_ID": "a",
+        "AWS_SECRET_ACCESS_KEY": "s",
+    }
+    done = vitflow(*arguments, "--store", store, check=1, **nobody)
+    assert ("can't be read as a store's" if what == "damaged" else "can't read store.json") in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("verb", ["run", "submit"])
+def test_a_cluster_that_does_not_answer_is_no_wrong_request(vitflow, tmp_path: Path, verb: str) -> None:  # type: ignore[no-untyped-def]
+    done = vitflow(verb, TINY, "--store", tmp_path / "s", "--address", "http://127.0.0.1:9", check=1)
+    assert "--address: no Ray cluster can be used there" in done.stderr
+    assert "Traceback" not in done.stderr
+    assert not (tmp_path / "s" / "runs").exists(), "no run was begun"
+
+
 def test_plan_of_an_empty_store_changes_nothing(vitflow, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
     rows = json.loads(vitflow("plan", TINY, "--store", tmp_path / "s", "--json").stdout)
     states = {row["stage"]: row["state"] for row in rows}
