@@ -190,6 +190,11 @@ class Cluster:
             try:
                 # signed through `auth`, since a ~/.netrc would replace a header
                 response = session.request(method, self.address + path, timeout=deadline, auth=sign, **given)
+            except requests.exceptions.SSLError as error:
+                raise ClusterUnreachable(
+                    f"{self.address}: no TLS connection ({_last_line(str(error))}). Ray's dashboard speaks plain HTTP: "
+                    "write http://, unless a proxy with TLS stands before it"
+                ) from error
             except requests.RequestException as error:
                 refused = self._on_loopback and _refused(error)
                 reason = "connection refused" if refused else _last_line(str(error))
@@ -336,8 +341,10 @@ def _refused(error: BaseException) -> bool:
     while cause is not None:
         if isinstance(cause, ConnectionRefusedError):
             return True
-        inner = cause.args[0] if cause.args and isinstance(cause.args[0], BaseException) else None
-        cause = getattr(inner, "reason", None) or inner or cause.__cause__ or cause.__context__
+        inner = cause.args[0] if cause.args else None
+        # urllib3's `reason` is an exception, that of ssl's errors a word
+        found = (getattr(inner, "reason", None), inner, cause.__cause__, cause.__context__)
+        cause = next((each for each in found if isinstance(each, BaseException)), None)
     return False
 
 

@@ -14,6 +14,8 @@ from rich.progress_bar import ProgressBar
 from rich.spinner import Spinner
 from rich.table import Table
 
+from pipelines.terminal import harmless
+
 PROGRESS = "progress "  # what a stage's progress lines begin with, see ray_jobs/progress.py
 PLAIN_SECONDS = 10.0  # without a terminal, a stage's progress is printed this often
 COLOURS = {
@@ -27,7 +29,6 @@ COLOURS = {
     "WAITING": "yellow",
 }
 
-_ANSI = re.compile(r"\x1b\[[0-9;]*m")
 _WORKER = re.compile(r"^\(.*?pid=\d+[^)]*\)\s?")  # Ray's prefix of lines that come from its workers
 _CHATTER = re.compile(
     r"^(\S+ \S+\s+INFO job_manager\.py|Running entrypoint for job |.*INFO worker\.py)"
@@ -73,7 +74,7 @@ class RunDisplay:
 
     def line(self, name: str, text: str) -> None:
         """A stage's job printed a line; progress replaces the last progress, everything else stays."""
-        text = _WORKER.sub("", _ANSI.sub("", text.rstrip()))
+        text = _WORKER.sub("", harmless(text.rstrip()))
         if not text.startswith(PROGRESS):
             if text and not _CHATTER.match(text):
                 self.console.print(

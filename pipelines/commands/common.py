@@ -7,14 +7,14 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 from rich.table import Table
 
+from pipelines import terminal
 from pipelines.spec import RecipeError
 from pipelines.store import Store, StoreAbsent, StoreDamaged, StoreError, StoreUnreachable, open_store
 
-console = Console()
-errors = Console(stderr=True)
+console = terminal.console()
+errors = terminal.console(stderr=True)
 
 StoreOption = Annotated[
     str,
@@ -76,7 +76,7 @@ def plain(text: str) -> str:
 
 def print_json(value: Any) -> None:
     """To stdout, for machines."""
-    print(json.dumps(value, indent=1, ensure_ascii=False))
+    terminal.write(json.dumps(value, indent=1, ensure_ascii=False))
 
 
 def print_table(rows: list[dict[str, Any]], columns: tuple[str, ...]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Annotated, Any
 
 import typer
@@ -19,6 +20,7 @@ from pipelines.commands.common import (
     print_table,
 )
 from pipelines.spec import RecipeError
+from pipelines.terminal import write
 
 
 def status(
@@ -86,7 +88,7 @@ def lineage(
         print_json(tracing.as_json(found))
         return
     for line in tracing.as_dot(found) if as_dot else tracing.as_text(found):
-        print(line)
+        write(line)
 
 
 def logs(
@@ -104,7 +106,7 @@ def logs(
 
     opened = open_(store, create=False)
     clusters = reached(address, token_file)
-    show_logs(opened, find_run(opened, run), stage, follow, clusters, lambda text: print(text, flush=True))
+    show_logs(opened, find_run(opened, run), stage, follow, clusters, partial(write, flush=True))
 
 
 def doctor(

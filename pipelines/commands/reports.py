@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import math
-import sys
 from collections.abc import Iterable
+from functools import partial
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -23,6 +24,7 @@ from pipelines.commands.common import (
 )
 from pipelines.spec import RecipeError
 from pipelines.store import Manifest, Store, local_files
+from pipelines.terminal import write
 
 if TYPE_CHECKING:
     from pipelines.query import Answer
@@ -119,7 +121,8 @@ def _print_csv(columns: tuple[str, ...], rows: Iterable[tuple[Any, ...]]) -> Non
     """RFC 4180."""
     import csv
 
-    writer = csv.writer(sys.stdout)
+    lines = SimpleNamespace(write=partial(write, end=""))
+    writer = csv.writer(lines)
     writer.writerow(columns)
     writer.writerows(rows)
 
@@ -130,9 +133,9 @@ def _print_objects(answer: Answer) -> None:
     for row in answer.rows:
         values = map(_as_json, row, answer.types)
         line = json.dumps(dict(zip(answer.columns, values, strict=True)), ensure_ascii=False, allow_nan=False)
-        print(before, line, sep="", end="")
+        write(before + line, end="")
         before = ",\n"
-    print("[]" if before == "[\n" else "\n]")
+    write("[]" if before == "[\n" else "\n]")
 
 
 def _as_json(value: Any, kind: str) -> Any:

@@ -26,6 +26,7 @@ from pipelines.commands.common import (
 )
 from pipelines.spec import RecipeError, nearest
 from pipelines.store import StoreError
+from pipelines.terminal import write
 
 if TYPE_CHECKING:
     from pipelines.schedule import Schedule
@@ -244,7 +245,7 @@ def schedule_render(
     )
     for file, text in files.items():
         if output is None:
-            print(f"# {file}\n{text}")
+            write(f"# {file}\n{text}")
             continue
         try:
             output.mkdir(parents=True, exist_ok=True)
@@ -263,4 +264,4 @@ def _when(schedule: Schedule) -> str:
 
 
 def _say(line: str) -> None:
-    print(f"{datetime.now(UTC):%Y-%m-%d %H:%M:%S}Z {line}", flush=True)
+    write(f"{datetime.now(UTC):%Y-%m-%d %H:%M:%S}Z {line}", flush=True)

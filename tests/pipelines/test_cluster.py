@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
@@ -177,3 +178,12 @@ def test_importing_brings_in_no_ray() -> None:
     code = "import sys, pipelines.cluster, pipelines.local_ray; print(*sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
     assert "ray" not in done.stdout.split()
+
+
+def test_https_to_a_port_that_speaks_http_is_one_message() -> None:
+    with ThreadingHTTPServer(("127.0.0.1", 0), BaseHTTPRequestHandler) as server:
+        threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
+        with pytest.raises(ClusterUnreachable, match=r"no TLS connection.*write http://") as told:
+            connect(f"https://127.0.0.1:{server.server_port}").session_name  # noqa: B018 (asks)
+        server.shutdown()
+    assert not told.value.refused_on_loopback

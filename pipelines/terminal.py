@@ -1,0 +1,58 @@
+"""Text from outside on a terminal: names, logs and answers may hold sequences that clear it or type into it.
+
+A file or a pipe gets the text as it is.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from rich.console import Console, ConsoleOptions, ConsoleRenderable, RenderHook
+from rich.segment import Segment
+
+_COLOUR = re.compile(r"\x1b\[[0-9;]*m")
+# C0 but tab and newline, DEL and C1; and what writes the rest of a line from right to left
+_CONTROL = dict.fromkeys(
+    [*range(9), *range(11, 32), *range(127, 160), *range(0x202A, 0x202F), *range(0x2066, 0x206A)]
+)
+
+
+def harmless(text: str) -> str:
+    """Text without colours and without control characters but tab and newline."""
+    return _COLOUR.sub("", text).translate(_CONTROL)
+
+
+def write(text: str, end: str = "\n", flush: bool = False) -> None:
+    """To stdout."""
+    print(harmless(text) if sys.stdout.isatty() else text, end=end, flush=flush)
+
+
+def console(*, stderr: bool = False) -> Console:
+    """A console whose own colours are all that steers its terminal."""
+    made = Console(stderr=stderr)
+    made.push_render_hook(_Hook(made))
+    return made
+
+
+@dataclass(frozen=True)
+class _Hook(RenderHook):
+    """What a console prints passes through here first."""
+
+    console: Console
+
+    def process_renderables(self, renderables: list[ConsoleRenderable]) -> list[ConsoleRenderable]:
+        return [_Harmless(each) for each in renderables] if self.console.is_terminal else renderables
+
+
+@dataclass(frozen=True)
+class _Harmless:
+    """Shows another thing, without control characters; rich counts these as no columns wide, so that tables stay."""
+
+    shown: ConsoleRenderable
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[Segment]:
+        for segment in console.render(self.shown, options):
+            yield segment if segment.is_control else Segment(harmless(segment.text), segment.style)
