@@ -41,6 +41,7 @@ from pipelines.store import (
 from vit_model.config import Frozen
 
 DRIVERS = 3  # so many drivers of one run may die on one and the same cluster before it is given up
+CLOCK_STEP = timedelta(seconds=60)  # clocks of two machines may differ by less, unless one was set
 _OVER: set[tuple[str, str]] = set()  # (store, run): what is over stays so and is asked for every few seconds
 _NAME = re.compile(r"[a-z][a-z0-9_-]{0,40}")
 
@@ -71,7 +72,10 @@ class Schedule(Frozen):
 
     def last_tick(self, until: datetime) -> datetime | None:
         """The last instant at which it was due, since it was written as it is."""
-        return last_tick(self.cron, self.timezone, datetime.fromisoformat(self.time), until)
+        written = datetime.fromisoformat(self.time)
+        if written - until > CLOCK_STEP:  # the clock was set back since, and it is not known when
+            written = until - CLOCK_STEP
+        return last_tick(self.cron, self.timezone, written, until)
 
 
 class Decision(Frozen):

@@ -1,15 +1,18 @@
-"""`schedule serve`: attends to all schedules of a store, as long as it runs. Remembers nothing, listens on nothing."""
+"""`schedule serve`: attends to all schedules of a store, as long as it runs. Remembers nothing, listens on nothing.
+
+It waits by the monotonic clock, never longer than LOOK_SECONDS, and decides by the store and the wall clock as it is at
+that moment: whether the clock was set forward or back meanwhile makes no difference.
+"""
 
 from __future__ import annotations
 
-import logging
 import signal
+import time
+import traceback
 from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
-
-from apscheduler.schedulers.blocking import BlockingScheduler
-from apscheduler.triggers.base import BaseTrigger
 
 from pipelines.cluster import ClusterUnreachable
 from pipelines.local_ray import LocalRayError
@@ -18,61 +21,47 @@ from pipelines.store import Store, StoreError
 
 LOOK_SECONDS = 10.0  # between two looks at the store: for schedules that others change, for drivers that died
 GRACE = timedelta(seconds=60)  # a tick that is older was missed
-
-
-class _Waking(BaseTrigger):
-    """At every tick of a schedule, and every LOOK_SECONDS; first at once."""
-
-    def __init__(self, schedule: Schedule) -> None:
-        self.schedule = schedule
-
-    def get_next_fire_time(self, previous_fire_time: datetime | None, now: datetime) -> datetime:
-        if previous_fire_time is None:
-            return now
-        return min(next(self.schedule.next_ticks(now)), now.astimezone(UTC) + timedelta(seconds=LOOK_SECONDS))
+THREADS = 32  # schedules attended to at once: a cluster that does not answer takes ten seconds
 
 
 class _Server:
-    """The jobs of the scheduler, each in a thread, no schedule twice at once."""
+    """Attends to schedules, each in a thread, to none twice at once."""
 
     def __init__(self, store: Store, token_file: Path | None, say: Callable[[str], None]) -> None:
         self.store, self.token_file, self.say = store, token_file, say
-        # a look that is late is taken once; that a schedule is still being attended to is no news
-        logging.getLogger("apscheduler").setLevel(logging.ERROR)
-        self.scheduler = BlockingScheduler(
-            timezone=UTC, job_defaults={"coalesce": True, "max_instances": 1, "misfire_grace_time": None}
-        )
         self.served: dict[str, Schedule] = {}
+        self.attending: dict[str, Future[None]] = {}
         self.said: dict[str, str] = {}
 
-    def look(self) -> None:
-        """Serve the schedules that are active now."""
+    def look(self, now: datetime, threads: ThreadPoolExecutor) -> float:
+        """Attend to the schedules that are active; returns the seconds until the next look."""
         try:
             active = {found.name: found for found in all_schedules(self.store) if found.state == "active"}
         except StoreError as error:
             self._say_once("", f"no schedules can be read: {error}")
-            return
+            return LOOK_SECONDS
         self.said.pop("", None)
+        ticks = {name: next(schedule.next_ticks(now)) for name, schedule in active.items()}
         for name in self.served.keys() - active.keys():
-            self.scheduler.remove_job(f"schedules/{name}")
             self.say(f"{name}: no longer served")
         for name, schedule in active.items():
             if self.served.get(name) != schedule:
-                job = f"schedules/{name}"
-                self.scheduler.add_job(self.wake, _Waking(schedule), [name], id=job, replace_existing=True)
-                following = next(schedule.next_ticks(datetime.now(UTC)))
-                self.say(
-                    f"{name}: {schedule.cron} {schedule.timezone}, next {following:%Y-%m-%d %H:%M:%S} UTC"
-                )
+                line = f"{schedule.cron} {schedule.timezone}, next {ticks[name]:%Y-%m-%d %H:%M:%S} UTC"
+                self.say(f"{name}: {line}")
+            if name not in self.attending or self.attending[name].done():
+                self.attending[name] = threads.submit(self._attend, name, now)
         self.served = active
+        return min([LOOK_SECONDS, *((tick - now).total_seconds() for tick in ticks.values())])
 
-    def wake(self, name: str) -> None:
+    def _attend(self, name: str, now: datetime) -> None:
         """Attend to one schedule; what goes wrong with it is said, and tried again at the next look."""
         try:
-            for line in attend(self.store, name, datetime.now(UTC), self.token_file, GRACE):
+            for line in attend(self.store, name, now, self.token_file, GRACE):
                 self._say_once(name, line)
         except (StoreError, ClusterUnreachable, LocalRayError, ValueError) as error:
             self._say_once(name, f"{error}; will be tried again")
+        except Exception:  # a mistake of ours, which must not end the other schedules, nor go unseen
+            traceback.print_exc()
 
     def _say_once(self, name: str, line: str) -> None:
         if self.said.get(name) != line:
@@ -80,21 +69,27 @@ class _Server:
             self.say(f"{name}: {line}" if name else line)
 
 
-def serve(store: Store, token_file: Path | None, say: Callable[[str], None]) -> None:
+def _utc() -> datetime:
+    return datetime.now(UTC)
+
+
+def serve(
+    store: Store, token_file: Path | None, say: Callable[[str], None], clock: Callable[[], datetime] = _utc
+) -> None:
     """Attend to the store's schedules until SIGTERM or SIGINT; the runs' drivers are jobs and go on.
 
     Args:
         token_file: with the token of the clusters at the schedules' addresses.
         say: told one line for each thing that happens.
+        clock: the time of day, UTC; asked once a look.
     """
     server = _Server(store, token_file, say)
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     say(f"serving {store.uri}")
-    server.scheduler.add_job(
-        server.look, "interval", seconds=LOOK_SECONDS, id="schedules", next_run_time=datetime.now(UTC)
-    )
-    try:
-        server.scheduler.start()
-    except KeyboardInterrupt:
-        say("ending; runs go on")
-        server.scheduler.shutdown()
+    with ThreadPoolExecutor(THREADS) as threads:
+        try:
+            while True:
+                time.sleep(server.look(clock(), threads))  # by the monotonic clock
+        except KeyboardInterrupt:
+            say("ending; runs go on")
+            threads.shutdown(cancel_futures=True)

@@ -2,14 +2,18 @@
 
 import json
 import random
+import signal
 import threading
+import time
+from collections.abc import Iterator
 from datetime import UTC, datetime, timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from pipelines import plan, runs
+from pipelines import plan, runs, serve
 from pipelines.folder_store import FolderStore
 from pipelines.pipeline import Pipeline
 from pipelines.recipe import load_pipeline, parse_pipeline
@@ -344,3 +348,44 @@ def test_list_says_when_a_schedule_is_due_and_what_became_of_it(vitflow, store: 
     assert (row["name"], row["state"], row["status"]) == ("often", "active", "SUCCEEDED")
     assert row["last run"] == tick_run(store, "often", tick)
     assert datetime.fromisoformat(row["next"]) - tick <= 2 * MINUTE
+
+
+def test_a_clock_that_is_set_back_stops_no_schedule_and_repeats_no_tick(
+    store: FolderStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The wall clock goes an hour back in the middle: every minute that it shows is decided, each once."""
+    monkeypatch.setattr(serve, "LOOK_SECONDS", 0.01)
+    late = first_tick(store) + timedelta(hours=2)
+    early = late - timedelta(hours=1)
+    shown = [late, late + MINUTE, *(early + number * MINUTE for number in range(3)), late, late + 2 * MINUTE]
+
+    def clock() -> Iterator[datetime]:
+        for moment in shown:
+            yield moment
+            deadline = time.monotonic() + 20
+            while moment.isoformat() not in decisions(store) and time.monotonic() < deadline:
+                yield moment  # a tick's thread may be at work on the one before
+        raise KeyboardInterrupt
+
+    said: list[str] = []
+    before = signal.getsignal(signal.SIGTERM)
+    serve.serve(store, None, said.append, partial(next, clock()))
+    signal.signal(signal.SIGTERM, before)
+    assert decisions(store) == {moment.isoformat(): "run" for moment in shown}
+    assert len(runs.runs(store)) == len(set(shown))
+    assert "ending; runs go on" in said
+
+
+def test_a_schedule_written_before_the_clock_was_set_back_is_not_waited_for(store: FolderStore) -> None:
+    """It was written in what is now the future; what was due longer ago than a minute is not made up for."""
+    schedule = find_schedule(store, "often")
+    written = datetime.fromisoformat(schedule.time)
+    for moment in (written - timedelta(hours=1), written - timedelta(minutes=59)):
+        tick = moment.replace(second=0, microsecond=0)
+        assert schedule.last_tick(moment) == tick
+        say(store, moment)
+        assert decisions(store)[tick.isoformat()] == "run"
+    assert len(decisions(store)) == 2
+    assert schedule.last_tick(written - timedelta(seconds=30)) is None, (
+        "two machines' clocks may differ so much"
+    )
