@@ -58,10 +58,6 @@ class StoreDamaged(StoreError):  # noqa: N818 (named for what it tells)
         self.what, self.remedy = what, remedy
 
 
-class StoreDamaged(StoreError):  # noqa: N818 (named for what it tells)
-    """What is in a store is not what was written there."""
-
-
 class Layout:
     """The names of all objects in a store.
 

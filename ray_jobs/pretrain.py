@@ -394,12 +394,15 @@ def run_workers(context: Context) -> dict[str, Any]:
     from ray.train.torch import TorchTrainer
     from ray.train.v2.api.exceptions import WorkerGroupError
 
+    from ray_jobs.process_group import OnOneMachine
+
     attempt = context.attempt
     workers = context.config.workers or devices.default_workers(context.config.batch_size)
     with tempfile.TemporaryDirectory(prefix="vitflow-", ignore_cleanup_errors=True) as scratch:
         trainer = TorchTrainer(
             _ray_worker,
             train_loop_config={"context": context},
+            torch_config=OnOneMachine(),
             scaling_config=devices.scaling(workers, context.config.threads),
             run_config=RunConfig(
                 name=attempt.submission_id,  # Ray Train resumes a run of the same name: an attempt has its own

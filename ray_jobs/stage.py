@@ -202,7 +202,10 @@ def join_ray(attempt: Attempt) -> None:
     os.environ.setdefault("RAY_DEDUP_LOGS", "0")  # read when ray is imported
     import ray
 
-    ray.init(address=os.environ.get("RAY_ADDRESS", "auto"), log_to_driver=True, logging_level="warning")
+    address = os.environ.get("RAY_ADDRESS", "auto")
+    # what the stage starts has to know it too: Ray Train's cleaner would look around, and find the host's other Rays
+    known = {} if address == "auto" else {"env_vars": {"RAY_ADDRESS": address}}
+    ray.init(address=address, runtime_env=known, log_to_driver=True, logging_level="warning")
 
 
 def _commit(context: Context, result: Result, started: str) -> None:

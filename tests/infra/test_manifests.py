@@ -74,12 +74,15 @@ def containers(manifest: dict[str, Any]) -> list[dict[str, Any]]:
     return [container for pod in pods(manifest) for container in pod["containers"]]
 
 
+WITH_PODS = [name for name, manifest in MANIFESTS.items() if pods(manifest)]
+
+
 @pytest.mark.parametrize("name", MANIFESTS)
 def test_manifests_fit_their_schemas(name: str) -> None:
     check(MANIFESTS[name])
 
 
-@pytest.mark.parametrize("name", MANIFESTS)
+@pytest.mark.parametrize("name", WITH_PODS)
 def test_a_misspelt_field_or_a_wrong_type_is_found_anywhere(name: str) -> None:
     """Of this test's own making: a validation that lets these through would say nothing of the manifests."""
     for spoil in (
@@ -102,7 +105,8 @@ def test_versions_stand_in_one_place() -> None:
     assert {cluster["rayVersion"] for cluster in CLUSTERS} == {ray[1]}
     images = {container["image"] for manifest in MANIFESTS.values() for container in containers(manifest)}
     assert images == {f"vitflow:{VERSION}"}
-    for path in (INFRA / "Dockerfile", INFRA / "README.md", *INFRA.glob("kuberay/*.yaml")):
+    made_of = [INFRA / "kuberay" / f"{name}.yaml" for name in WITH_PODS]
+    for path in (INFRA / "Dockerfile", INFRA / "README.md", *made_of):
         tags = set(re.findall(r"\bvitflow:(\d[\w.-]*\w)", path.read_text()))
         assert tags and tags <= {VERSION, f"{VERSION}-cuda"}, path
     python = re.search(r"^ARG PYTHON=(.+)$", (INFRA / "Dockerfile").read_text(), re.MULTILINE)
@@ -119,6 +123,19 @@ def test_a_ray_asks_for_a_token_and_is_closed(cluster: dict[str, Any]) -> None:
         for container in pod["containers"]:
             assert container["securityContext"]["allowPrivilegeEscalation"] is False
             assert container["securityContext"]["capabilities"]["drop"] == ["ALL"]
+
+
+def test_the_rays_are_open_to_each_other_and_else_at_the_jobs_api_alone() -> None:
+    policy = MANIFESTS["networkpolicy"]
+    for spoil in ({"podSelectors": {}}, {"ingress": [{"form": []}]}, {"policyTypes": "Ingress"}):
+        with pytest.raises(jsonschema.ValidationError):
+            check(policy | {"spec": policy["spec"] | spoil})
+    rays = policy["spec"]["podSelector"]
+    assert rays == {"matchLabels": {"ray.io/is-ray-node": "yes"}}, "as KubeRay labels heads and workers"
+    assert policy["spec"]["policyTypes"] == ["Ingress"]
+    among, jobs = policy["spec"]["ingress"]
+    assert among == {"from": [{"podSelector": rays}]}
+    assert jobs["ports"] == [{"protocol": "TCP", "port": 8265}]
 
 
 def test_the_cron_job_is_what_schedule_render_prints() -> None:

@@ -1,0 +1,65 @@
+"""How the workers of a training meet under Ray Train: in a file, and over loopback, if they are on one machine.
+
+torch's own way is a TCPStore, which listens on every interface and obeys whoever connects. Only workers on several
+machines need it (infra/README.md says which ports to close there); then Ray Train makes the group as it always does.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from typing import Any
+
+import ray
+from ray.train.torch import TorchConfig
+
+from ray_jobs import devices
+
+
+class _Meeting(TorchConfig().backend_cls):  # type: ignore[misc]  # (Ray has no types)
+    """Ray Train's set-up of the workers; but those on one machine meet in a file there."""
+
+    folder: str | None = None
+
+    def on_start(self, worker_group: Any, backend_config: TorchConfig) -> None:
+        """Make the group; called once the workers are up, before they train."""
+        if len(set(worker_group.execute(_node))) > 1:
+            super().on_start(worker_group, backend_config)
+            return
+        # readable by this user alone, and new: a file of another group would be taken for this one's
+        self.folder = worker_group.execute_single(0, tempfile.mkdtemp, prefix="vitflow-group-")
+        world = len(worker_group)
+        ray.get(
+            [
+                worker_group.execute_single_async(rank, _join, f"file://{self.folder}/store", rank, world)
+                for rank in range(world)
+            ]
+        )
+
+    def on_shutdown(self, worker_group: Any, backend_config: TorchConfig) -> None:
+        """Leave the group; not called if a worker or the controller was killed, which leaves an empty folder."""
+        super().on_shutdown(worker_group, backend_config)
+        if self.folder is not None:
+            worker_group.execute_single(0, shutil.rmtree, self.folder, ignore_errors=True)
+
+
+class OnOneMachine(TorchConfig):
+    """For a TorchTrainer whose workers are to meet in a file if they can."""
+
+    @property
+    def backend_cls(self) -> type[_Meeting]:
+        return _Meeting
+
+
+def _node() -> str:
+    return str(ray.get_runtime_context().get_node_id())
+
+
+def _join(where: str, rank: int, world: int) -> None:
+    import torch.distributed as dist
+
+    # the interface on which gloo's pairs and NCCL's bootstrap listen; else that of the host's name
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
+    dist.init_process_group(devices.backend(), init_method=where, rank=rank, world_size=world)
