@@ -74,6 +74,15 @@ def backend() -> str:
     return "nccl" if torch.cuda.is_available() else "gloo"
 
 
+def stay_on_loopback() -> None:
+    """Let the groups that this process will join, all on this machine, listen on loopback alone.
+
+    gloo's pairs and NCCL's bootstrap would take the interface that the host's name belongs to.
+    """
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
+
+
 def set_threads(threads: int) -> None:
     """Give torch's operators this many CPU threads; numbers are the same for the same count only."""
     import torch

@@ -342,6 +342,7 @@ def _join_group(worker: Worker) -> None:
     os.environ.setdefault("LOCAL_RANK", str(worker.local_rank))  # DeepSpeed reads it
     if not dist.is_initialized():
         assert worker.world == 1, "several workers join their group before they train"
+        devices.stay_on_loopback()
         store = dist.HashStore()  # type: ignore[attr-defined]
         dist.init_process_group(devices.backend(), store=store, rank=0, world_size=1)
 

@@ -6,7 +6,6 @@ machines need it (infra/README.md says which ports to close there); then Ray Tra
 
 from __future__ import annotations
 
-import os
 import shutil
 import tempfile
 from typing import Any
@@ -59,7 +58,5 @@ def _node() -> str:
 def _join(where: str, rank: int, world: int) -> None:
     import torch.distributed as dist
 
-    # the interface on which gloo's pairs and NCCL's bootstrap listen; else that of the host's name
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
+    devices.stay_on_loopback()
     dist.init_process_group(devices.backend(), init_method=where, rank=rank, world_size=world)
