@@ -147,9 +147,8 @@ def drive(
 
     opened = wait_for_store(lambda: open_(store, create=False), _say)
     started = wait_for_store(lambda: runs.load_run(opened, run), _say)
-    if wait_for_store(
-        lambda: runs.is_over(opened, run), _say
-    ):  # another driver was faster than whoever submitted this one
+    # another driver may have been faster than whoever submitted this one
+    if wait_for_store(lambda: runs.is_over(opened, run), _say):
         console.print(f"{run} has ended already", highlight=False)
         return
     connecting: AbstractContextManager[Connection] = LocalConnection(_say, local_ray)
