@@ -46,7 +46,9 @@ class FolderStore:
         try:
             status = (self.root / name).lstat()
             if stat.S_ISLNK(status.st_mode):
-                raise StoreDamaged(f"{self.root}/{name} is damaged: it is a symbolic link, and a store has none")
+                raise StoreDamaged(
+                    f"{self.root}/{name} is damaged: it is a symbolic link, and a store has none"
+                )
             if not stat.S_ISREG(status.st_mode):
                 raise StoreDamaged(f"{self.root}/{name} is damaged: it is not a file")
             if limit is not None and status.st_size > limit:

@@ -15,6 +15,7 @@ import json
 import math
 import os
 import re
+import stat
 from collections.abc import Iterable, Mapping
 from functools import cache, lru_cache
 from pathlib import Path
@@ -162,7 +163,10 @@ def file_digests(files: Iterable[tuple[str, str | Path]]) -> list[tuple[Any, ...
             continue
         path = Path(location)
         try:
-            identity = file_version(path.stat())
+            status = path.stat()
+            if not stat.S_ISREG(status.st_mode):
+                raise RecipeError(f"{path} is not a regular file (a FIFO, a socket or a device): remove it")
+            identity = file_version(status)
             digest = known.get(identity)
             if digest is None:
                 with path.open("rb") as file:

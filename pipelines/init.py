@@ -103,7 +103,8 @@ def _found(listing: Listing) -> str:
     counts = listing.counts()
     smallest, largest = min(counts.values()), max(counts.values())
     given = f"with given splits {', '.join(splits)}" if splits else "without given splits: they are drawn"
-    ignored = f"; {len(listing.ignored)} other files ignored" if listing.ignored else ""
+    others = len(listing.ignored) + len(listing.special)
+    ignored = f"; {others} other files ignored" if others else ""
     return f"{len(listing.entries)} images of {len(counts)} classes ({smallest} to {largest} each), {given}{ignored}"
 
 

@@ -24,7 +24,6 @@ from __future__ import annotations
 
 import hashlib
 import math
-import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
@@ -40,6 +39,7 @@ import xxhash
 from numpy.typing import NDArray
 
 from pipelines import identity
+from pipelines.file_names import parts_of
 from pipelines.spec import Ingest
 from pipelines.store import FileEntry, Layout, local_files
 from ray_jobs.card import card_shard, class_notes, write_card
@@ -67,13 +67,13 @@ from ray_jobs.shards import (
     write_shard,
 )
 from ray_jobs.sources import catalog
+from ray_jobs.sources.containers import outermost
 from ray_jobs.sources.entries import Bad, Files, Listing
 from ray_jobs.splits import Trainable, assign_splits, find_copies, without_untrained
 from ray_jobs.stage import Context, Result, run_stage
 
 SHARD_BYTES = 256 * 2**20
 SHARD_IMAGES = 8192  # small images: a shard is some seconds of rendering
-_FIRST_OF_SEVERAL = re.compile(r"\.0+1$")
 # of local files: size and time of change; an object on S3 is asked for by its ETag
 States = dict[str, tuple[int, int]]
 _AS_LISTED = ("key", "label", "labels", "split", "group", "file", "digest")
@@ -105,6 +105,8 @@ def main(context: Context) -> Result:
     files = {name: str(path) for name, path in config.source.files()}
     states = _states(files)  # before the digests: what changes later is noticed by them
     listing = catalog.listing(config.source, files)
+    for note in listing.notes:
+        print(note, flush=True)
     _check_shrinkable(config, listing)
     entries = _with_digests(context, listing.entries)
     parts, finished = plan_parts(entries), finished_parts(context, entries["digest"])
@@ -192,8 +194,8 @@ def _with_digests(context: Context, entries: pa.Table) -> pa.Table:
     if size:
         everything = identity.sha256(identity.canonical_json([everything, *size]))
     files = entries["file"].combine_chunks().dictionary_encode()
-    tops = [name.partition("::")[0] for name in files.dictionary.to_pylist()]
-    known = [everything if _FIRST_OF_SEVERAL.search(top) else digests.get(top, everything) for top in tops]
+    tops = [outermost(digests, name) for name in files.dictionary.to_pylist()]
+    known = [everything if len(parts_of(top, digests)) > 1 else digests.get(top, everything) for top in tops]
     of_files = pa.array([digest[:32] for digest in known], pa.string()).take(files.indices)
     of_rows = pa.array([everything[:32]] * len(entries), pa.string())
     return entries.append_column("digest", pc.if_else(pc.equal(entries["codec"], "row"), of_rows, of_files))
@@ -265,8 +267,8 @@ def _write_part(
 
 def _check_unchanged(files: Files, states: States, entries: pa.Table) -> None:
     """Raise ValueError where a file is not what its digest was taken of: facts would say so for ever."""
-    names = {name.partition("::")[0] for name in pc.unique(entries["file"]).to_pylist()}
-    if not names <= files.keys() or any(map(_FIRST_OF_SEVERAL.search, names)):
+    names = {outermost(files, name) for name in pc.unique(entries["file"]).to_pylist()}
+    if not names <= files.keys() or any(len(parts_of(name, files)) > 1 for name in names):
         names = set(files)  # rows of arrays, archives of several files
     now = _states({name: files[name] for name in names})
     if changed := sorted(name for name in names if now.get(name) != states.get(name)):

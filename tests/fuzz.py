@@ -186,6 +186,7 @@ def targets() -> dict[str, Target]:
         "webp": [("WEBP", "RGB")],
         "tiff": [("TIFF", "RGB"), ("TIFF", "L")],
         "bmp": [("BMP", "RGB"), ("BMP", "P")],
+        "avif": [("AVIF", "RGB"), ("AVIF", "L")],
     }
     devkit = imagenet.files(images=2) | {"real.json": json.dumps(test_imagenet.REAL).encode()}
     return {

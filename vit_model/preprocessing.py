@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from PIL import Image
     from torch import Tensor
 
-FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "GIF", "TIFF", "PPM")
+FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "GIF", "TIFF", "PPM", "AVIF")
 # Pillow's modes of 16 bits or fewer a channel (16 in colour are "RGB" to it); 32 bits and floats have no agreed scale.
 SIXTEEN_BITS = ("I;16", "I;16L", "I;16B", "I;16N")
 MODES = ("1", "L", "LA", "P", "PA", "RGB", "RGBA", "RGBX", "CMYK", "YCbCr", *SIXTEEN_BITS)

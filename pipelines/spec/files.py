@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import stat
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from pipelines.file_names import left_by_a_system, parts_of
 from pipelines.spec.fields import RecipeError
 
 
 def files_below(root: str) -> Iterator[tuple[str, str | Path]]:
-    """(name relative to the root, path or s3://bucket/key) of every file below it that is not hidden.
+    """(name relative to the root, path or s3://bucket/key) of every regular file below it that is its user's.
+
+    FIFOs, sockets and devices are left out: to open one may never return.
 
     Raises:
-        RecipeError: it is no folder, a name in it is not UTF-8, or nothing lies below s3://bucket/prefix.
+        RecipeError: it is not a folder, a name in it is not UTF-8, a link leads nowhere, or nothing lies below
+            s3://bucket/prefix.
     """
     if root.startswith("s3://"):
         yield from _objects_at(root)
@@ -23,9 +28,8 @@ def files_below(root: str) -> Iterator[tuple[str, str | Path]]:
     if not top.is_dir():
         raise RecipeError(f"source.root: {root} is not a folder")
     for folder, folders, files in os.walk(top):
-        # hidden folders (.git) and macOS's shadows are none of the images' business
-        folders[:] = sorted(name for name in folders if not name.startswith((".", "__MACOSX")))
-        for name in sorted(name for name in files if not name.startswith(".")):
+        folders[:] = sorted(name for name in folders if not left_by_a_system(name))
+        for name in sorted(name for name in files if not left_by_a_system(name)):
             path = Path(folder) / name
             relative = path.relative_to(top).as_posix()
             try:
@@ -34,15 +38,46 @@ def files_below(root: str) -> Iterator[tuple[str, str | Path]]:
                 raise RecipeError(
                     f"source.root: the name of {str(path)!r} is not UTF-8: rename the file"
                 ) from None
-            yield relative, path
+            if _is_regular(path):
+                yield relative, path
+
+
+def _is_regular(path: Path) -> bool:
+    try:
+        return stat.S_ISREG(path.stat().st_mode)
+    except OSError as error:
+        if path.is_symlink():
+            raise RecipeError(
+                f"source.root: {path} is a link that leads nowhere ({path.readlink()}): "
+                "remove the link, or restore its target"
+            ) from None
+        raise RecipeError(f"source.root: {path}: {error.strerror}") from None
 
 
 def files_at(root: str) -> Iterator[tuple[str, str | Path]]:
-    """The one file or object `root` under its own name, or `files_below` it. Raises RecipeError."""
-    if Path(root).is_file():
-        yield Path(root).name, Path(root)
+    """The one file or object `root` and its further parts, by their names, or `files_below` it. Raises RecipeError."""
+    if root.startswith("s3://"):
+        found = list(_objects_at(root))
+        folder, _, name = root.rpartition("/")
+        if found == [(name, root)]:
+            found = [(part, f"{folder}/{part}") for part in parts_of(name, _names_in(folder))]
+        yield from found
+    elif Path(root).is_file():
+        path = Path(root)
+        names = parts_of(path.name, _names_in(str(path.parent)))
+        yield from ((name, path.parent / name) for name in names)
     else:
         yield from files_below(root)
+
+
+def _names_in(folder: str) -> Iterator[str]:
+    """A generator, since `parts` hardly ever asks for them."""
+    if folder.startswith("s3://"):
+        from pipelines.s3_files import listing
+
+        yield from (file.name for file in listing(folder))
+    else:
+        yield from (path.name for path in Path(folder).iterdir())
 
 
 def files_named(root: str, names: Sequence[str]) -> dict[str, str | Path]:
@@ -61,11 +96,11 @@ def _objects_at(root: str) -> Iterator[tuple[str, str]]:
         raise RecipeError(f"source.root: there is nothing at {root}")
     bucket = root.split("/")[2]
     for file in found:
-        parts = file.name.split("/")
-        if any(part in ("", "..") for part in parts[:-1]) or parts[-1] == "..":
+        inner = file.name.split("/")
+        if any(part in ("", "..") for part in inner[:-1]) or inner[-1] == "..":
             raise RecipeError(f"source.root: {root} has an object {file.key!r}, which is no path")
-        # a folder's own object has no name; hidden ones and macOS's shadows are none of the images' business
-        if parts[-1] and not any(part.startswith((".", "__MACOSX")) for part in parts):
+        # a folder's own object has no name
+        if inner[-1] and not any(map(left_by_a_system, inner)):
             yield file.name, f"s3://{bucket}/{file.key}"
 
 

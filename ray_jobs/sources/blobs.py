@@ -13,8 +13,11 @@ import gzip
 import io
 import lzma
 import os
+import signal
+import stat
 import subprocess
 import sys
+import tempfile
 import zlib
 from collections.abc import Callable, Iterable, Iterator
 from functools import lru_cache
@@ -142,6 +145,8 @@ def open_blob(locations: Iterable[str]) -> Blob:
             extents.append(Extent(location, etag, 0, size))
         else:
             status = Path(location).stat()
+            if not stat.S_ISREG(status.st_mode):
+                raise ValueError(f"{location} is not a regular file")
             version = f"{status.st_dev}:{status.st_ino}:{status.st_size}:{status.st_mtime_ns}"
             extents.append(Extent(location, version, 0, status.st_size))
     return Blob(extents[0].location, tuple(extents))
@@ -243,11 +248,15 @@ def _streams(
 
 
 def _unpack_rar(reader: Reader) -> Iterator[bytes]:
-    path = local_path(reader.blob)
-    # in a process of its own, with bounded memory: the library is C++, and the bytes are anybody's
-    with subprocess.Popen(
-        [sys.executable, "-I", rar.__file__, path], stdout=subprocess.PIPE, stderr=subprocess.PIPE
-    ) as process:
+    # in a process of its own, with bounded memory and a limit of time: the library is C++, and the bytes are anybody's
+    with (
+        tempfile.TemporaryDirectory(dir=_kept_in()) as folder,
+        subprocess.Popen(
+            [sys.executable, "-I", rar.__file__, _linked(_volumes(reader.blob), Path(folder))],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+        ) as process,
+    ):
         assert process.stdout is not None and process.stderr is not None
         try:
             while chunk := process.stdout.read(_CHUNK):
@@ -256,15 +265,38 @@ def _unpack_rar(reader: Reader) -> Iterator[bytes]:
         except BaseException:
             process.kill()
             raise
+    if process.returncode == -signal.SIGALRM:
+        said = f"is damaged: the RAR library made no progress for {rar.SECONDS} s"
     if process.returncode:
         raise ValueError(f"{reader.blob.name} {said or 'is damaged: the RAR library crashed'}")
 
 
+def _volumes(blob: Blob) -> list[Blob]:
+    """The volumes of a RAR, each of which begins as one; what was cut into pieces, as any file may be, does not."""
+    volumes: list[tuple[Extent, ...]] = []
+    for extent in blob.extents:
+        if not volumes or Blob(blob.name, (extent,)).read(0, min(len(_RAR), extent.length)) == _RAR:
+            volumes.append(())
+        volumes[-1] += (extent,)
+    return [blob] if len(volumes) == 1 else [Blob(one[0].location, one) for one in volumes]
+
+
+def _linked(volumes: list[Blob], folder: Path) -> Path:
+    """The first of these volumes in a folder that has them all under their names, by which the library finds the next,
+    and nothing else."""
+    links = [folder / volume.name.rpartition("/")[2][-_MAX_NAME:] for volume in volumes]
+    for link, volume in zip(links, volumes, strict=True):
+        link.symlink_to(local_path(volume).resolve())
+    return links[0]
+
+
+_RAR = b"Rar!\x1a\x07"
+_MAX_NAME = 60  # letters, of which each has four bytes at most
 _PACKED = {
     b"\x1f\x8b\x08": _unpack_gzip,
     b"BZh": _unpack_bz2,
     b"\xfd7zXZ\0": _unpack_xz,
-    b"Rar!\x1a\x07": _unpack_rar,
+    _RAR: _unpack_rar,
 }
 MAGIC_BYTES = max(map(len, _PACKED))
 
@@ -289,8 +321,7 @@ def kept(
 ) -> Blob:
     """What `write` makes of these extents, made once a machine and kept in the cache folder."""
     key = identity.sha256(identity.canonical_json([how, [list(extent) for extent in extents]]))[:40]
-    folder = identity.cache_folder() / "unpacked"
-    folder.mkdir(parents=True, exist_ok=True)
+    folder = _kept_in()
     path = folder / key
     if not path.exists():
         with (folder / f"{key}.lock").open("w") as lock:
@@ -306,3 +337,9 @@ def kept(
                 finally:
                     temporary.unlink(missing_ok=True)
     return open_blob([str(path)])._replace(name=name)
+
+
+def _kept_in() -> Path:
+    folder = identity.cache_folder() / "unpacked"
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder

@@ -3,7 +3,7 @@
 A `file` is a name of `files`, or a chain of names joined by "::", a file inside of an archive:
 "caltech-101.zip::caltech-101/101_ObjectCategories.tar.gz". What a file is, is seen from its first bytes, never from its
 name. The bytes of a file that begins as gz, bz2 or xz are those of its unpacked content. The first of `train.zip.001`,
-`train.zip.002`, ... stands for all of them joined.
+`train.zip.002`, ... stands for all of them joined, the first volume of a RAR (`x.part1.rar`, ...) for all volumes.
 
     members(files, file)            regular files in a tar, zip or RAR
     read(files, entries)            the bytes of each entry
@@ -16,10 +16,9 @@ believed only after as many bytes have come, and what can't be right is a ValueE
 
 from __future__ import annotations
 
-import re
 import zlib
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import lru_cache
 from io import BufferedWriter
@@ -30,6 +29,7 @@ from typing import NamedTuple, TypeVar
 import pyarrow as pa
 
 from pipelines import store
+from pipelines.file_names import parts_of
 from ray_jobs.sources.blobs import (
     FREE_BYTES,
     MAGIC_BYTES,
@@ -51,7 +51,6 @@ _CHAIN = "::"
 _CHUNK = 2**20
 _NOT_ITS_CRC = "its bytes are not those that its archive has the checksum of"
 _REMEMBERED = 1024  # files of one call of `read`
-_FIRST_PART = re.compile(r"(.*\.)(0+1)")
 _In = TypeVar("_In")
 _Out = TypeVar("_Out")
 
@@ -152,6 +151,13 @@ def read_file(files: Files, file: str, limit: int = SMALL) -> bytes:
     return _range(blob, 0, blob.size, "stored", limit)
 
 
+def outermost(files: Container[str], file: str) -> str:
+    """The name of `files` that a chain begins with, which may have "::" in itself; else all before the first "::"."""
+    names = file.split(_CHAIN)
+    chains = (_CHAIN.join(names[:number]) for number in range(len(names), 0, -1))
+    return next((chain for chain in chains if chain in files), names[0])
+
+
 def local(files: Files, file: str) -> Path:
     """A path on this machine with the file's content, to be read only; what lies elsewhere or packed is kept there.
 
@@ -174,7 +180,8 @@ class _Place(NamedTuple):
 
 def _resolve(files: Files, file: str) -> _Place:
     """Raises ValueError: there is no such file, or what it is in is truncated or damaged."""
-    first, *inner = file.split(_CHAIN)
+    first = outermost(files, file)
+    inner = file.removeprefix(first).split(_CHAIN)[1:]
     if len(inner) >= MAX_DEPTH:
         raise ValueError(f"{file!r}: {len(inner)} archives in each other are too many")
     place = _Place(first, 0, decompressed(open_blob(_locations(files, first))))
@@ -195,14 +202,14 @@ def _locations(files: Files, name: str) -> list[str]:
     """Where a file lies; several places where it is the first of several parts."""
     if name not in files:
         raise ValueError(f"there is no file {name!r} among {', '.join(sorted(files)[:5]) or 'none'}")
-    if not (part := _FIRST_PART.fullmatch(name)):
-        return [files[name]]
-    stem, digits = part.groups()
-    numbered = re.compile(re.escape(stem) + rf"(\d{{{len(digits)}}})")
-    numbers = sorted(int(found[1]) for other in files if (found := numbered.fullmatch(other)))
-    if lost := set(range(1, numbers[-1])) - set(numbers):
-        raise ValueError(f"{files[name]}: its part {stem}{min(lost):0{len(digits)}d} is missing")
-    return [files[f"{stem}{number:0{len(digits)}d}"] for number in numbers if number]
+    found = parts_of(name, files)
+    # pieces that a file was cut into are numbered to the end of their names; of a RAR its library knows what follows
+    stem, dot, digits = name.rpartition(".")
+    if len(found) > 1 and digits.isdecimal():
+        for number, part in enumerate(found, start=1):
+            if part != (expected := f"{stem}{dot}{number:0{len(digits)}d}"):
+                raise ValueError(f"{files[name]}: its part {expected} is missing")
+    return [files[part] for part in found]
 
 
 @lru_cache(maxsize=4)  # of archives in archives the outer one is asked for each inner one
@@ -287,7 +294,11 @@ def _checked(data: bytes, crc: int | None, whose: str = "") -> bytes:
 def _object(files: Files, file: str, length: int) -> bytes | None:
     """A whole object on S3 in one request; None where `file` is something else, or is to be unpacked first."""
     location = files.get(file, "")
-    if not location.startswith("s3://") or not 0 < length <= MAX_IMAGE_BYTES or _FIRST_PART.fullmatch(file):
+    if (
+        not location.startswith("s3://")
+        or not 0 < length <= MAX_IMAGE_BYTES
+        or len(parts_of(file, files)) > 1
+    ):
         return None
     data = store.read_object(location, 0, length)
     return data if len(data) == length and unpacker(data[:MAGIC_BYTES]) is None else None

@@ -16,12 +16,15 @@ standard library is imported at module level, so that `pipelines` can use it.
 from __future__ import annotations
 
 import os
+import re
+import stat
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from operator import itemgetter
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, NamedTuple
 
+from pipelines.file_names import left_by_a_system, parts_of
 from ray_jobs.sources.label_tables import IMAGEFOLDER, METADATA, OPTIONS, TABLES, Columns, read_table
 
 if TYPE_CHECKING:
@@ -30,12 +33,20 @@ if TYPE_CHECKING:
     from ray_jobs.sources.containers import Member
     from ray_jobs.sources.entries import Bad, Files
 
-EXTENSIONS = (".bmp", ".gif", ".jpeg", ".jpg", ".pgm", ".png", ".ppm", ".tif", ".tiff", ".webp")
+EXTENSIONS = (
+    ".avif", ".bmp", ".gif", ".jfif", ".jpeg", ".jpg", ".pgm", ".png", ".ppm", ".tif", ".tiff", ".webp"
+)  # fmt: skip
+UNREAD = (".heic", ".heif", ".jp2", ".jxl")  # images of formats that are not read
 SPLIT_NAMES = {
     **dict.fromkeys(("train", "training"), "train"),
     **dict.fromkeys(("val", "valid", "validation", "dev"), "dev"),
     **dict.fromkeys(("test", "testing"), "test"),
 }
+# of COCO itself, and as Roboflow exports it
+_COCO_FILE = re.compile(
+    r"(.*/)?(annotations/(instances|captions|person_keypoints|stuff|panoptic)_[^/]*|_annotations\.coco)\.json"
+)
+_COCO_FOLDER = re.compile(r"(train|val|test|unlabeled)20\d\d")
 
 
 class Entry(NamedTuple):
@@ -55,6 +66,8 @@ class Listing(NamedTuple):
     entries: tuple[Entry, ...]
     ignored: tuple[str, ...]
     """Keys of files that are no images by their ending; hidden files are not even named."""
+    special: tuple[str, ...] = ()
+    """Keys of what is not a regular file: FIFOs, sockets, devices; they are never opened."""
 
     def counts(self) -> dict[str, int]:
         """Number of images of each class, by class name."""
@@ -70,8 +83,10 @@ def scan(root: Path, columns: Columns = IMAGEFOLDER) -> Listing:
     """
     if not root.is_dir():
         raise ValueError(f"{root} is not a folder of images")
-    files = sorted(_files(root))
-    return arrange(root, files, {key: (root / key).read_bytes() for key in _tables(files)}, columns)
+    found = sorted(_files(root))
+    files = [key for key, is_regular in found if is_regular]
+    arranged = arrange(root, files, {key: (root / key).read_bytes() for key in _tables(files)}, columns)
+    return arranged._replace(special=tuple(key for key, is_regular in found if not is_regular))
 
 
 def arrange(
@@ -81,7 +96,10 @@ def arrange(
     files = sorted(files)
     images = [key for key in files if PurePosixPath(key).suffix.lower() in EXTENSIONS]
     if not images:
-        raise ValueError(f"{root} has no images ({', '.join(EXTENSIONS)}) among its {len(files)} files")
+        there = f": {_endings(files)}" if files else ""
+        raise ValueError(
+            f"{root} has no images ({', '.join(EXTENSIONS)}) among its {len(files)} files{there}"
+        )
     if tables:
         found = _from_tables(root, images, tables, columns)
     elif named := [one for one in zip(OPTIONS, columns, IMAGEFOLDER, strict=True) if one[1] != one[2]]:
@@ -90,16 +108,25 @@ def arrange(
             f"{option}: {column!r} is to be a column of {METADATA}, and {root} has no such file (nor {TABLES[1]})"
         )
     else:
+        _check_not_detection(root, files, images)
         found = [(*entry, None) for entry in _from_folders(root, images)]
     class_names = tuple(sorted({label for _, label, _, _ in found}))
     if len(class_names) < 2:
-        raise ValueError(f"{root} has only the class {class_names[0]!r}: a classifier needs two or more")
+        inside = f"{str(root).rstrip('/')}/{class_names[0]}"
+        nested = not tables and all(
+            key.startswith(f"{class_names[0]}/") and key.count("/") > 1 for key in images
+        )
+        raise ValueError(
+            f"{root} has only the class {class_names[0]!r}: a classifier needs two or more"
+            + (f". If the classes are the folders in it, make {inside} the root" if nested else "")
+        )
     number = {name: label for label, name in enumerate(class_names)}
     entries = tuple(
         Entry(key, number[name], split, group) for key, name, split, group in sorted(found, key=itemgetter(0))
     )
     _check_given_splits(root, class_names, entries)
-    ignored = tuple(key for key in files if key not in set(images) and key not in tables)
+    used = {*images, *tables}
+    ignored = tuple(key for key in files if key not in used)
     return Listing(str(root), class_names, entries, ignored)
 
 
@@ -117,6 +144,10 @@ def listing(source: FolderSource, files: Files) -> entries.Listing:
         }
     else:
         members, bad = _members(source, files)
+        if bad and not members:
+            raise ValueError(
+                f"{source.root}: none of its {len(bad):,} files can be used, such as {bad[0].key}: {bad[0].reason}"
+            )
         tables = {key: containers.read_member(files, members[key]) for key in _tables(members)}
         found = arrange(source.root, list(members), tables, columns)
     rows = (entry._asdict() | entries.place(members[entry.key]) for entry in found.entries)
@@ -124,11 +155,27 @@ def listing(source: FolderSource, files: Files) -> entries.Listing:
 
 
 def _notes(found: Listing) -> tuple[str, ...]:
-    if not found.ignored:
-        return ()
-    endings = Counter(PurePosixPath(key).suffix.lower() or "none" for key in found.ignored).most_common(8)
-    counts = ", ".join(f"{ending} {number:,}" for ending, number in endings)
-    return (f"{len(found.ignored):,} files are left out, being no images by their endings: {counts}",)
+    notes = []
+    if found.ignored:
+        notes.append(
+            f"{len(found.ignored):,} files are left out, being no images by their endings: {_endings(found.ignored)}"
+        )
+    if found.special:
+        notes.append(
+            f"{len(found.special):,} are left out, being no regular files (FIFOs, sockets or devices), such as "
+            f"{found.special[0]}"
+        )
+    return tuple(notes)
+
+
+def _endings(keys: Sequence[str]) -> str:
+    """How many files there are of each ending, and what to do with images of formats that are not read."""
+    number = Counter(PurePosixPath(key).suffix.lower() or "none" for key in keys)
+    counts = ", ".join(f"{ending} {count:,}" for ending, count in number.most_common(8))
+    unread = [ending for ending in UNREAD if ending in number]
+    return counts + (
+        f"; to use the {' and '.join(unread)} files, convert them to JPEG or PNG" if unread else ""
+    )
 
 
 def _members(source: FolderSource, files: Files) -> tuple[dict[str, Member], list[Bad]]:
@@ -136,10 +183,10 @@ def _members(source: FolderSource, files: Files) -> tuple[dict[str, Member], lis
     from pipelines import identity
     from ray_jobs.sources import containers
 
-    if list(files) != [PurePosixPath(source.root).name]:
+    name = PurePosixPath(source.root).name
+    if list(files) != parts_of(name, files):
         facts = identity.object_facts(files.values())
         return {name: _whole(name, facts[location][1]) for name, location in files.items()}, []
-    (name,) = files
     found, refused = containers.contents(files, name)
     around = _around([member.path for member in found])
     inside = {member.path.removeprefix(around): member for member in found if member.path.startswith(around)}
@@ -155,7 +202,11 @@ def _whole(key: str, size: int) -> Member:
 def _around(paths: Sequence[str]) -> str:
     """The folders that all images of an archive lie in and that say nothing of them: "pets/images/"."""
     images = [PurePosixPath(path).parts[:-1] for path in paths if path.lower().endswith(EXTENSIONS)]
-    tables = [PurePosixPath(path).parts[:-1] for path in paths if path.rpartition("/")[2] in TABLES]
+    tables = [
+        PurePosixPath(path).parts[:-1]
+        for path in paths
+        if path.rpartition("/")[2] in TABLES or _COCO_FILE.fullmatch(path)
+    ]
     common: list[str] = []
     for parts in zip(*images, *tables, strict=False):
         if len(set(parts)) > 1 or parts[0].lower() in SPLIT_NAMES:
@@ -164,21 +215,32 @@ def _around(paths: Sequence[str]) -> str:
     return "".join(f"{part}/" for part in common)
 
 
-def _files(root: Path) -> Iterator[str]:
-    """Keys of all files that are not hidden; links to folders and links that lead outside are refused."""
+def _files(root: Path) -> Iterator[tuple[str, bool]]:
+    """(key, whether it is a regular file) of all files that their user put there.
+
+    Raises ValueError for links to folders, links that lead outside and links that lead nowhere.
+    """
     inside = root.resolve()
     for folder, folders, files in os.walk(root):
-        folders[:] = [name for name in folders if not name.startswith((".", "__MACOSX"))]
+        folders[:] = [name for name in folders if not left_by_a_system(name)]
         for name in folders:
             if Path(folder, name).is_symlink():
                 raise ValueError(f"{Path(folder, name)} is a link to a folder: put the folder itself there")
         for name in files:
             path = Path(folder, name)
-            if name.startswith("."):
+            if left_by_a_system(name):
                 continue
-            if path.is_symlink() and not path.resolve().is_relative_to(inside):
-                raise ValueError(f"{path} is a link that leads outside {root}: put the file itself there")
-            yield path.relative_to(root).as_posix()
+            mode = path.lstat().st_mode
+            if stat.S_ISLNK(mode):
+                target = Path(os.path.realpath(path))
+                if not target.is_relative_to(inside):
+                    raise ValueError(f"{path} is a link that leads outside {root}: put the file itself there")
+                if not target.exists():
+                    raise ValueError(
+                        f"{path} is a link that leads nowhere: remove the link, or restore its target"
+                    )
+                mode = target.stat().st_mode
+            yield path.relative_to(root).as_posix(), stat.S_ISREG(mode)
 
 
 def _from_folders(root: Path | str, images: Sequence[str]) -> list[tuple[str, str, str | None]]:
@@ -204,6 +266,19 @@ def _from_folders(root: Path | str, images: Sequence[str]) -> list[tuple[str, st
             raise ValueError(f"{root} has {key!r} in no class folder: put it into {top}/<class>/")
         found.append((key, rest[0], split_folders[top]))
     return found
+
+
+def _check_not_detection(root: Path | str, files: Sequence[str], images: Sequence[str]) -> None:
+    """Raise ValueError for COCO's layout, whose split folders would be taken for classes."""
+    tops = {PurePosixPath(key).parts[0] for key in images}
+    signs = [key for key in files if _COCO_FILE.fullmatch(key)]
+    if not signs and all(map(_COCO_FOLDER.fullmatch, tops)):
+        signs = sorted(tops)
+    if signs:
+        raise ValueError(
+            f"{root} has the layout of COCO, a detection data set ({signs[0]}): an image has objects, not one class. "
+            f"Give each image one label, by class folders or {METADATA}"
+        )
 
 
 def _tables(files: Iterable[str]) -> list[str]:

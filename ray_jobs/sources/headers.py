@@ -18,6 +18,7 @@ from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 from typing import NamedTuple
 
+from pipelines.file_names import left_by_a_system
 from ray_jobs.sources.blobs import Blob, Reader
 
 MAX_MEMBERS = 2**22  # of one archive, half a KiB of memory each; ImageNet-1k, if it were one, has 1.3 million
@@ -81,9 +82,9 @@ def listed(blob: Blob) -> Iterator[Found | Refused]:
 
 
 def tidied(path: str) -> str:
-    """A member's path without "./"; empty for what is not meant to be seen: hidden files, macOS's shadows."""
+    """A member's path without "./"; empty for what a system left there."""
     parts = [part for part in path.split("/") if part not in ("", ".")]
-    if any(part == "__MACOSX" or (part.startswith(".") and part != "..") for part in parts):
+    if any(left_by_a_system(part) and part != ".." for part in parts):
         return ""
     return ("/" if path.startswith("/") else "") + "/".join(parts)
 
@@ -175,6 +176,8 @@ def _tar_member(blob: Blob, info: tarfile.TarInfo) -> Found | Refused | None:
 
 
 def _unknown(blob: Blob, start: bytes) -> str:
+    if start[:4] == b"RE~^":
+        return f"{blob.name} was packed by RAR 1.4 or older, which cannot be read: unpack it and pack it as zip or tar"
     if start[:6] == b"7z\xbc\xaf\x27\x1c":
         return f"{blob.name} is a 7z archive, which can't be read: unpack it and pack it as zip or tar"
     return f"{blob.name} is no tar, zip or RAR: it begins with {start[:8].hex(' ') or 'nothing'}"

@@ -30,7 +30,15 @@ from pipelines.spec.archives import (
 )
 from ray_jobs.sources import hash_fraction
 from ray_jobs.sources.arrays import read_mat
-from ray_jobs.sources.containers import Member, contents, each_contents, members, read_file, read_member
+from ray_jobs.sources.containers import (
+    Member,
+    contents,
+    each_contents,
+    members,
+    outermost,
+    read_file,
+    read_member,
+)
 from ray_jobs.sources.entries import Bad, Files, Listing, place, table
 
 SYNSET_TAR = re.compile(r"(?:.*/)?(n\d{8})\.tar")
@@ -109,9 +117,10 @@ def _validation(files: Files, devkit: Devkit, bad: list[Bad]) -> Iterator[dict[s
     bad += refused
     real = _real_labels(files, len(devkit.val_labels), len(devkit.wnids))
     numbers = set()
+    odd: list[str] = []
     for member in found:
         if not (named := _VAL_IMAGE.fullmatch(member.path)):
-            bad.append(Bad(f"val/{member.path}", "its name is none of a validation image", IMAGENET_VAL))
+            odd.append(member.path)
             continue
         number = int(named[2]) - 1
         if not 0 <= number < len(devkit.val_labels) or number in numbers:
@@ -121,9 +130,11 @@ def _validation(files: Files, devkit: Devkit, bad: list[Bad]) -> Iterator[dict[s
         numbers.add(number)
         entry = row(f"val/{named[1]}", devkit.val_labels[number], "test", member)
         yield entry | ({} if real is None else {"labels": real[number]})
+    bad += [Bad(f"val/{path}", "its name is none of a validation image", IMAGENET_VAL) for path in odd]
     if len(numbers) < len(devkit.val_labels):
+        other = f"; {odd[0]!r} is named otherwise than ILSVRC2012_val_00000001.JPEG" if odd else ""
         raise ValueError(
-            f"{files[IMAGENET_VAL]} has {len(numbers):,} images, the devkit labels {len(devkit.val_labels):,}"
+            f"{files[IMAGENET_VAL]} has {len(numbers):,} images, the devkit labels {len(devkit.val_labels):,}{other}"
         )
 
 
@@ -192,13 +203,20 @@ def _real_labels(files: Files, images: int, classes: int) -> list[list[int]] | N
 def synsets(files: Files, chains: Iterable[str], bad: list[Bad]) -> Iterator[tuple[str, list[Member]]]:
     """(WNID, images) of tars of a synset, in the order of WNIDs; what is refused goes to `bad`. Raises ValueError."""
     tars: dict[str, str] = {}
+    others: list[Bad] = []
     for chain in chains:
         if not (named := SYNSET_TAR.fullmatch(chain.rpartition("::")[2])):
-            bad.append(Bad(chain, "it is no tar of a synset", chain.partition("::")[0]))
+            others.append(Bad(chain, "it is no tar of a synset", outermost(files, chain)))
         elif named[1] in tars:
             raise ValueError(f"{named[1]}.tar comes twice: {tars[named[1]]} and {chain}")
         else:
             tars[named[1]] = chain
+    if others and not tars:
+        raise ValueError(
+            f"{others[0].file} has no tar of a synset, whose name is n and 8 digits (n01440764.tar), among "
+            f"{len(others):,} files, such as {others[0].key}"
+        )
+    bad += others
     wnids = sorted(tars)
     for wnid, (images, refused) in zip(
         wnids, each_contents(files, (tars[one] for one in wnids)), strict=True

@@ -2,70 +2,138 @@
 
 Only the standard library and unrar2-cffi are imported, which has unrar inside (`pip install 'vitflow[rar]'`; unrar's
 licence allows to unpack). What is wrong is one line on standard error that follows the archive's name, and exit code 2.
+A process that does nothing for `SECONDS` is ended by SIGALRM, since no Python runs while the library hangs.
+
+Further volumes are taken from the archive's folder. Links become symbolic links without a target, for the reader of the
+tar to refuse them one by one.
 """
 
 from __future__ import annotations
 
 import io
 import resource
+import signal
 import sys
 import tarfile
+from collections.abc import Iterator
+from pathlib import Path
 from typing import BinaryIO
 
+SECONDS = 300  # without progress: a header, or 4 MiB of a member at most
 MAX_MEMORY = 2**32  # bytes of address space: a header may ask for any dictionary
 MAX_MEMBER = 2**30  # bytes, unpacked: a member is an image, or a list of labels
-_DIRECTORY, _ENCRYPTED = 0x20, 0x04
-_END_OF_ARCHIVE = 10
 _ADVICE = "unpack it and pack it as zip or tar"
+# unrar's dll.hpp: flags of an archive and of a member, messages to the callback and its answers, codes of errors
+_OLD_COMMENT, _VOLUME, _FIRST_VOLUME = 0x0002, 0x0001, 0x0100
+_SPLIT_BEFORE, _ENCRYPTED, _DIRECTORY = 0x01, 0x04, 0x20
+_DATA, _VOLUME_CHANGES, _VOLUME_CHANGES_ANSI = 1, 3, 0
+_VOLUME_IS_MISSING = 0
+_CONTINUE, _STOP = 1, -1
+_END_OF_ARCHIVE, _BAD_DATA = 10, 12
+_REASONS = {
+    11: f"needs more than {MAX_MEMORY >> 30} GiB of memory to be unpacked: {_ADVICE}",
+    14: f"was packed by a version of RAR that the library does not read: {_ADVICE}",
+    22: f"has encrypted file names: {_ADVICE}",
+    24: f"has encrypted file names: {_ADVICE}",
+    25: f"needs more than {MAX_MEMORY >> 30} GiB of memory to be unpacked: {_ADVICE}",
+}
 
 
 def convert(path: str, out: BinaryIO) -> None:
     """Write the members of the RAR at `path` as a tar. Raises ValueError."""
+    # the format is fixed: the same RAR gives the same bytes
+    with tarfile.open(fileobj=out, mode="w|", format=tarfile.PAX_FORMAT) as tar:
+        for member, content in _members(path):
+            signal.alarm(0)  # whoever reads may take any time
+            tar.addfile(member, io.BytesIO(content))
+            signal.alarm(SECONDS)
+
+
+def _members(path: str) -> Iterator[tuple[tarfile.TarInfo, bytes]]:
     try:
-        from unrar.cffi.unrarlib import BadRarFile, RarArchive, RarHeader, RARHeaderDataEx, RARReadHeaderEx
+        from unrar.cffi import unrarlib as library
     except ImportError:
         raise ValueError(f"is a RAR: pip install 'vitflow[rar]' to read it, or {_ADVICE}") from None
+    chunks: list[bytes] = []
+    missing: list[str] = []
+
+    def called(message: int, address: int, number: int) -> int:
+        """What the library tells and asks; it would ask for a missing volume until there is one."""
+        signal.alarm(SECONDS)
+        if message == _DATA:
+            chunks.append(bytes(library.ffi.buffer(library.ffi.cast("char *", address), number)))
+            return _CONTINUE
+        if message == _VOLUME_CHANGES and number == _VOLUME_IS_MISSING:
+            missing.append(Path(library.ffi.string(library.ffi.cast("wchar_t *", address))).name)
+            return _STOP
+        # all else asks for a password or a larger dictionary
+        return _CONTINUE if message in (_VOLUME_CHANGES, _VOLUME_CHANGES_ANSI) else _STOP
+
+    def check(code: int, what: str) -> None:
+        if missing:
+            raise ValueError(
+                f"is the first of several volumes, and {missing[0]} is missing: put all of them into one folder"
+            )
+        if code == _BAD_DATA and opened.Flags & _OLD_COMMENT:
+            raise ValueError(
+                f"was packed by RAR 1 or 2, with a comment that the library does not read: {_ADVICE}"
+            )
+        if code:
+            raise ValueError(_REASONS.get(code, f"is truncated or damaged: {what}, error {code}"))
+
+    given = library.RAROpenArchiveDataEx(path, library.C_RAR_OM_EXTRACT)
+    opened = given.value
+    archive = library.RAROpenArchiveEx(opened)
+    check(opened.OpenResult, "at its beginning")
+    if opened.Flags & _VOLUME and not opened.Flags & _FIRST_VOLUME:
+        raise ValueError("is not the first of its volumes: name the first, which ends in .part1.rar or .rar")
+    handle = library.ffi.new_handle(called)
+    library.RARSetCallbackPtr(archive, library.PyUNRARCALLBACKStub, handle)
     count = 0
+    # the package's own iterator takes a damaged header for the end
+    while (code := library.RARReadHeaderEx(archive, header := library.RARHeaderDataEx())) != _END_OF_ARCHIVE:
+        signal.alarm(SECONDS)
+        check(code, f"after {count} members")
+        count += 1
+        # wchar_t may hold the two halves of a letter beyond 16 bits
+        raw = library.ffi.string(header.FileNameW)
+        name = raw.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
+        size = header.UnpSize + (header.UnpSizeHigh << 32)
+        skipped = header.Flags & _DIRECTORY or header.RedirType
+        if header.Flags & _ENCRYPTED:
+            raise ValueError(f"is encrypted: {_ADVICE}")
+        if header.Flags & _SPLIT_BEFORE:
+            raise ValueError(f"is damaged: {name!r} begins in a volume before it")
+        if size > MAX_MEMBER and not skipped:
+            raise ValueError(f"has a member of {size:,} bytes, {name!r}: {_ADVICE}")
+        chunks.clear()
+        operation = library.C_RAR_SKIP if skipped else library.C_RAR_TEST
+        check(library.RARProcessFileW(archive, operation, library.ffi.NULL, library.ffi.NULL), f"in {name!r}")
+        if header.Flags & _DIRECTORY:
+            continue
+        info, content = tarfile.TarInfo(name), b"".join(chunks)
+        if header.RedirType:
+            info.type = tarfile.SYMTYPE
+        elif len(content) != size:
+            raise ValueError(f"is damaged: {name!r} has {len(content):,} bytes, its header says {size:,}")
+        info.size = len(content)
+        yield info, content
+    if not count:
+        raise ValueError("is truncated or damaged: it has no members")
+
+
+def main(path: str) -> int:
+    """The process: its exit code."""
+    resource.setrlimit(resource.RLIMIT_AS, (MAX_MEMORY, MAX_MEMORY))
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)
+    signal.alarm(SECONDS)
     try:
-        # format and fields are fixed: the same RAR gives the same bytes
-        with (
-            RarArchive.open_for_processing(path) as archive,
-            tarfile.open(fileobj=out, mode="w|", format=tarfile.PAX_FORMAT) as tar,
-        ):
-            # the package's own iterator takes a damaged header for the end
-            while (code := RARReadHeaderEx(archive.handle, data := RARHeaderDataEx())) == 0:
-                header = RarHeader(archive, data)
-                count += 1
-                if header.Flags & _DIRECTORY:
-                    header.skip()
-                    continue
-                name, size = header.FileNameW, header.UnpSize + (header.headerDataEx.UnpSizeHigh << 32)
-                if header.Flags & _ENCRYPTED:
-                    raise ValueError(f"is encrypted: {_ADVICE}")
-                if size > MAX_MEMBER:
-                    raise ValueError(f"has a member of {size:,} bytes, {name!r}: {_ADVICE}")
-                chunks: list[bytes] = []
-                header.test(chunks.append)
-                content = b"".join(chunks)
-                if len(content) != size:
-                    raise ValueError(
-                        f"is damaged: {name!r} has {len(content):,} bytes, its header says {size:,}"
-                    )
-                info = tarfile.TarInfo(name)
-                info.size = size
-                if header.headerDataEx.RedirType:
-                    info.type, info.linkname, info.size = tarfile.SYMTYPE, "", 0
-                tar.addfile(info, io.BytesIO(content))
-    except BadRarFile as error:
-        raise ValueError(f"is truncated or damaged: {error}") from None
-    if code != _END_OF_ARCHIVE or not count:
-        raise ValueError(f"is truncated or damaged: after {count} members comes error {code}")
+        convert(path, sys.stdout.buffer)
+    except ValueError as error:
+        print(error, file=sys.stderr)
+        return 2
+    return 0
 
 
 if __name__ == "__main__":
-    resource.setrlimit(resource.RLIMIT_AS, (MAX_MEMORY, MAX_MEMORY))
-    try:
-        convert(sys.argv[1], sys.stdout.buffer)
-    except ValueError as error:
-        print(error, file=sys.stderr)
-        sys.exit(2)
+    sys.exit(main(sys.argv[1]))

@@ -64,7 +64,8 @@ def listing(source: WebDatasetSource, files: Files) -> Listing:
         tables.append(table(rows))
     if bad and not labels:
         raise ValueError(
-            f"{source.root} has no sample that can be used, such as {bad[0].key}: {bad[0].reason}"
+            f"{source.root} has no sample that can be used, such as {bad[0].key}: {bad[0].reason}. "
+            "Name the fields as source.image and source.label (json.KEY for a key in JSON)"
         )
     classes = _classes(source, set(labels))
     numbers = pa.array([classes.numbers[label] for label in labels], pa.int32())
@@ -90,7 +91,9 @@ def _samples(source: WebDatasetSource, shard: str, members: Sequence[Member]) ->
             )
         if not images or label_field not in fields:
             lost = source.image or "image" if not images else label_field
-            yield Bad(f"{shard}/{key}", f"the sample has no field {lost}", shard)
+            yield Bad(
+                f"{shard}/{key}", f"the sample has no field {lost}; it has {', '.join(sorted(fields))}", shard
+            )
         elif fields[label_field].size > MAX_LABEL_BYTES:
             yield Bad(f"{shard}/{key}", f"its label has more than {MAX_LABEL_BYTES:,} bytes", shard)
         else:

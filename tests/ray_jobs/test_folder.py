@@ -1,14 +1,16 @@
 """A user's folder: the three layouts, what is refused and why."""
 
 import os
+import socket
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from pipelines import identity
 from pipelines.identity import identity_fields
-from pipelines.spec import FolderSource, RecipeError
+from pipelines.spec import FolderSource, Ingest, RecipeError
 from ray_jobs.sources.folder import Entry, Listing, listing, scan
 
 
@@ -130,7 +132,15 @@ def test_scan_needs_the_standard_library_only(tmp_path: Path) -> None:
     [
         ((), "has no images"),
         (("a/readme.txt",), "has no images"),
-        (("a/1.png", "a/2.png"), "only the class 'a'"),
+        (("a/1.png", "a/2.png"), "only the class 'a': a classifier needs two or more$"),
+        (("pets/cat/1.png", "pets/dog/2.png"), r"only the class 'pets'.*make .*/pets the root"),
+        (("pets/train/cat/1.png", "pets/train/dog/2.png"), r"only the class 'pets'.*make .*/pets the root"),
+        (
+            ("annotations/instances_train2017.json", "train2017/1.jpg", "val2017/2.jpg"),
+            r"the layout of COCO, a detection data set \(annotations/instances_train2017.json\).*one label",
+        ),
+        (("train2017/1.jpg", "val2017/2.jpg"), r"the layout of COCO, a detection data set \(train2017\)"),
+        (("train/_annotations.coco.json", "train/1.jpg", "valid/2.jpg"), "the layout of COCO"),
         (("a/1.png", "2.png"), "outside class folders, such as '2.png'"),
         (
             ("train/a/1.png", "train/b/1.png", "cats/2.png"),
@@ -151,11 +161,60 @@ def test_folders_that_cannot_be_used_say_why(tmp_path: Path, keys: tuple[str, ..
 
 
 def test_other_columns_are_nobodys_business_and_files_of_other_endings_are_told(tmp_path: Path) -> None:
-    root = touch(tmp_path, "1.png", "2.png", "3.jfif", "4.jfif", "README")
+    root = touch(tmp_path, "1.png", "2.png", "3.heic", "4.HEIC", "README")
     (root / "metadata.csv").write_text("file_name,label,age\n1.png,a,30\n2.png,b,x\n")
     found = listing(FolderSource(kind="folder", root=str(root)), {})
     assert len(found.entries) == 2
-    assert found.notes == ("3 files are left out, being no images by their endings: .jfif 2, none 1",)
+    assert found.notes == (
+        "3 files are left out, being no images by their endings: .heic 2, none 1; "
+        "to use the .heic files, convert them to JPEG or PNG",
+    )
+
+
+def test_a_folder_of_images_that_are_not_read_says_which_and_what_to_do(tmp_path: Path) -> None:
+    with pytest.raises(
+        ValueError, match=r"has no images .*3 files: \.heic 2, none 1; to use the \.heic files, convert"
+    ):
+        scan(touch(tmp_path, "a/1.heic", "b/2.heic", "README"))
+
+
+def test_what_systems_leave_is_no_class_and_no_noise(tmp_path: Path) -> None:
+    left = ("@eaDir/1.jpg/SYNOPHOTO_THUMB_M.jpg", "a/@eaDir/1.jpg@SynoEAStream", "a/Thumbs.db", "b/desktop.ini",
+            "__MACOSX/a/1.jpg", ".DS_Store")  # fmt: skip
+    found = scan(touch(tmp_path, "a/1.jpg", "b/2.jfif", "b/3.AVIF", *left))
+    assert [entry.key for entry in found.entries] == ["a/1.jpg", "b/2.jfif", "b/3.AVIF"]
+    assert found.class_names == ("a", "b") and found.ignored == ()
+    source = FolderSource(kind="folder", root=str(tmp_path))
+    assert {name for name, _ in source.files()} == {entry.key for entry in found.entries}
+
+
+def test_what_is_no_regular_file_is_counted_and_never_opened(tmp_path: Path) -> None:
+    root = touch(tmp_path, "a/1.png", "b/2.png")
+    os.mkfifo(root / "a" / "pipe.png")
+    (root / "b" / "link.png").symlink_to(root / "a" / "pipe.png")
+    with socket.socket(socket.AF_UNIX) as server:
+        server.bind(str(root / "a" / "s.png"))
+    source = FolderSource(kind="folder", root=str(root))
+    files = {name: str(place) for name, place in source.files()}
+    assert files.keys() == {"a/1.png", "b/2.png"}
+    assert identity.source_fingerprint(Ingest(job="ingest", source=source))
+    found = listing(source, files)
+    assert set(found.entries["key"].to_pylist()) == files.keys()
+    assert found.notes == (
+        "3 are left out, being no regular files (FIFOs, sockets or devices), such as a/pipe.png",
+    )
+    with pytest.raises(RecipeError, match=r"pipe\.png is not a regular file"):
+        identity.file_digests([("pipe", root / "a" / "pipe.png")])
+
+
+@pytest.mark.parametrize("target", ["nowhere.png", "1.png"])
+def test_links_that_lead_nowhere_are_told(target: str, tmp_path: Path) -> None:
+    root = touch(tmp_path, "a/0.png", "b/2.png")
+    (root / "a" / "1.png").symlink_to(target)  # the second leads to itself
+    with pytest.raises(RecipeError, match=r"a/1\.png is a link that leads nowhere .*: remove the link"):
+        list(FolderSource(kind="folder", root=str(root)).files())
+    with pytest.raises(ValueError, match=r"a/1\.png is a link that leads nowhere: remove the link"):
+        scan(root)
 
 
 @pytest.mark.parametrize(

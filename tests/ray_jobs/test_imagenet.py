@@ -92,7 +92,11 @@ def test_real_labels_follow_the_number_in_the_name(tmp_path: Path) -> None:
         ({"train": tar({"n01440764.tar": tar({"a.JPEG": b"x" * 2000})[:1500]})}, "n01440764.tar is truncated"),
         ({"train": train_tar(1) + b"x"}, None),
         ({"train": train_tar(1)[:-30_000]}, "img_train.tar is truncated"),
-        ({"val": tar({"ILSVRC2012_val_00000001.JPEG": b"x"})}, "has 1 images, the devkit labels 6"),
+        ({"train": tar({"n0144076.tar": b"", "n0144077.tar": b""})},
+         r"img_train.tar has no tar of a synset, whose name is n and 8 digits .* 2 files, such as .*::n0144076.tar"),
+        ({"val": tar({"ILSVRC2012_val_00000001.JPEG": b"x"})}, "has 1 images, the devkit labels 6$"),
+        ({"val": tar({"ILSVRC2012_val_0000001.JPEG": b"x"})},
+         "labels 6; 'ILSVRC2012_val_0000001.JPEG' is named otherwise than ILSVRC2012_val_00000001.JPEG"),
         ({"val": tar({"ILSVRC2012_val_00000007.JPEG": b"x"})}, "has no label in the devkit"),
         ({"t12": tar({"d/data/meta.mat": b"x", "d/data/ILSVRC2012_validation_ground_truth.txt": b""})},
          "meta.mat is damaged"),
@@ -140,6 +144,13 @@ def test_from_s3_it_is_the_same(tmp_path: Path, moto: Server, monkeypatch: pytes
 
 def synset(wnid: str, images: int) -> bytes:
     return tar({f"{wnid}_{i}.JPEG": image(int(wnid[1:]) % 1000 + i) for i in range(images)})
+
+
+def test_imagenet21k_of_other_names_is_told(tmp_path: Path) -> None:
+    (tmp_path / "whole.tar").write_bytes(tar({"n0000447.tar": synset("n0000447", 3)}))
+    source = ImageNet21kSource(kind="imagenet21k", root=str(tmp_path / "whole.tar"))
+    with pytest.raises(ValueError, match=r"whole.tar has no tar of a synset, whose name is n and 8 digits"):
+        catalog.listing(source, {name: str(path) for name, path in source.files()})
 
 
 WHOLE = {"n00004475": 12, "n02084071": 40, "n00005787": 3, "n12992868": 25}

@@ -4,6 +4,7 @@ import gzip
 import json
 import os
 import struct
+import zipfile
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -16,7 +17,7 @@ from pipelines.spec import FolderSource, IdxSource, Ingest, RecipeError
 from pipelines.store import open_store
 from ray_jobs import ingest
 from ray_jobs.shards import open_dataset
-from ray_jobs.sources import catalog
+from ray_jobs.sources import catalog, containers
 from ray_jobs.sources.entries import Listing
 from tests.archives import image, rar, tar, zipped
 from tests.imagenet import write
@@ -107,6 +108,33 @@ def test_what_is_refused_in_an_archive_is_listed(tmp_path: Path) -> None:
     (tmp_path / "archive").write_bytes(tar(IMAGES | {"cat/../../x.png": b"1", "/etc/cat/2.png": b"2"}))
     found, _ = listed(tmp_path / "archive")
     assert len(found.entries) == 60 and {one.reason for one in found.bad} == {"its path leads outside"}
+
+
+def test_names_with_the_sign_of_a_chain_in_them(tmp_path: Path) -> None:
+    few = {name.replace("/", "/a::"): data for name, data in list(IMAGES.items())[::20]}
+    plain = listed(unpack(tmp_path / "plain", few))
+    assert sorted(plain[1]) == sorted(few.values())
+    (tmp_path / "x::y.zip").write_bytes(zipped(few))
+    assert seen(listed(tmp_path / "x::y.zip")) == seen(plain)
+    (tmp_path / "x::y.tar.gz").write_bytes(tar({"in.zip": zipped(few)}, "w:gz"))
+    files = {"x::y.tar.gz": str(tmp_path / "x::y.tar.gz")}
+    assert {member.path for member in containers.members(files, "x::y.tar.gz::in.zip")} == few.keys()
+
+
+@pytest.mark.parametrize(("method", "name"), [(zipfile.ZIP_BZIP2, "bzip2"), (zipfile.ZIP_LZMA, "lzma")])
+def test_a_zip_of_which_nothing_can_be_read_says_why(method: int, name: str, tmp_path: Path) -> None:
+    (tmp_path / "it.zip").write_bytes(zipped(IMAGES, method))
+    with pytest.raises(
+        ValueError, match=rf"none of its 60 files can be used.* compressed by {name}: pack it with deflate"
+    ):
+        listed(tmp_path / "it.zip")
+
+
+def test_coco_in_an_archive_is_told(tmp_path: Path) -> None:
+    few = {"coco/train2017/1.jpg": b"", "coco/annotations/instances_train2017.json": b"{}"}
+    (tmp_path / "it.zip").write_bytes(zipped(few))
+    with pytest.raises(ValueError, match="the layout of COCO"):
+        listed(tmp_path / "it.zip")
 
 
 @pytest.mark.parametrize(
@@ -200,7 +228,9 @@ def ingested(given: object, store_folder: Path) -> tuple[str, dict[str, object],
 
 @pytest.mark.ray
 @pytest.mark.slow
-def test_a_zip_and_its_folder_give_the_same_dataset_again_and_again(tmp_path: Path, local_ray: None) -> None:
+def test_a_zip_and_its_folder_give_the_same_dataset_again_and_again(
+    tmp_path: Path, local_ray: None, capsys: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / "pets.zip").write_bytes(zipped({f"pets/{name}": data for name, data in IMAGES.items()}))
     roots = [tmp_path / "pets.zip", tmp_path / "pets.zip", unpack(tmp_path / "plain", IMAGES)]
     runs = [
@@ -208,6 +238,11 @@ def test_a_zip_and_its_folder_give_the_same_dataset_again_and_again(tmp_path: Pa
     ]
     assert len({digest for digest, _, _ in runs}) == 1
     assert all(metrics["images"] == 60 for _, metrics, _ in runs)
+    (tmp_path / "plain" / "cat" / "1.heic").write_bytes(b"not read")
+    ingested({"kind": "folder", "root": str(roots[-1])}, tmp_path / "other")
+    assert (
+        "1 files are left out, being no images by their endings: .heic 1; to use" in capsys.readouterr().out
+    )
 
 
 @pytest.mark.ray

@@ -55,7 +55,7 @@ def palette() -> Image.Image:
 
 def frames(form: str) -> bytes:
     rest = [Image.fromarray(RGB[::-1]), Image.fromarray(RGB[:, ::-1])]
-    options = {"lossless": True} if form == "WEBP" else {}
+    options = {"WEBP": {"lossless": True}, "AVIF": {"quality": 100, "subsampling": "4:4:4"}}.get(form, {})
     return saved(RGB, form, save_all=True, append_images=rest, duration=100, **options)
 
 
@@ -92,6 +92,10 @@ FILES: dict[str, tuple[bytes, str, int, np.ndarray]] = {
                      RGB[0, :8][GREY % 8]),
     "animated WebP": (frames("WEBP"), "webp", 3, RGB),
     "animated PNG": (frames("PNG"), "png", 3, RGB),
+    "AVIF": (saved(rgb(GREY), "AVIF", quality=100, subsampling="4:4:4"), "avif", 3, rgb(GREY)),
+    "grey AVIF": (saved(GREY, "AVIF", quality=100), "avif", 1, rgb(GREY)),
+    "animated AVIF": (frames("AVIF"), "avif", 3, RGB),
+    "turned AVIF": (turned("AVIF", rgb(GREY), quality=100, subsampling="4:4:4"), "avif", 3, np.rot90(rgb(GREY), -1)),
     "turned PNG": (turned("PNG", RGB), "png", 3, np.rot90(RGB, -1)),
     "turned JPEG": (turned("JPEG", rgb(GREY // 64 * 64)[:8, :16].repeat(3, 0), quality=100, subsampling=0), "jpeg", 3,
                     np.rot90(rgb(GREY // 64 * 64)[:8, :16].repeat(3, 0), -1)),
@@ -108,10 +112,10 @@ def test_odd_files_are_what_they_hold_and_train_as_they_look(name: str) -> None:
     assert examine(data)[:4] == (form, width, height, channels)
     preprocessing = Preprocessing(resolution=SIDE, channels=3, mean=(0.5,) * 3, std=(0.5,) * 3)
     meant = load_image(truth.round().astype(np.uint8), preprocessing).astype(int)
-    assert np.abs(load_image(data, preprocessing) - meant).max() <= (6 if form == "jpeg" else 1)
+    assert np.abs(load_image(data, preprocessing) - meant).max() <= (6 if form in ("jpeg", "avif") else 1)
 
 
-@pytest.mark.parametrize("form", ["JPEG", "PNG", "GIF", "WEBP", "BMP", "TIFF", "PPM"])
+@pytest.mark.parametrize("form", ["JPEG", "PNG", "GIF", "WEBP", "BMP", "TIFF", "PPM", "AVIF"])
 def test_a_file_without_its_end_is_refused_wherever_it_ends(form: str) -> None:
     pixels = RNG.integers(0, 256, (64, 64, 3), np.uint8)
     data = saved(pixels, form)

@@ -107,12 +107,20 @@ def test_names_split_at_the_first_dot_and_samples_are_neighbours(tmp_path: Path)
         ("x.tar/v1.0/a.jpg", 1), ("x.tar/b.JPG", 0),
     }  # fmt: skip
     assert {bad.key: bad.reason for bad in found.bad} == {
-        "x.tar/c": "the sample has no field cls",
-        "x.tar/d": "the sample has no field image",
-        "x.tar/v1.0/a": "the sample has no field image",
+        "x.tar/c": "the sample has no field cls; it has jpg",
+        "x.tar/d": "the sample has no field image; it has cls",
+        "x.tar/v1.0/a": "the sample has no field image; it has txt",
         "x.tar/f.jpg": "its label can't be used: it is not text",
     }
     assert found.notes == ("1 samples have a negative label and are left out",)
+
+
+def test_a_label_field_that_no_sample_has_is_told_with_those_that_there_are(tmp_path: Path) -> None:
+    root = put(tmp_path, x={"1.jpg": image(1), "1.json": b"{}", "1.target.txt": b"7"})
+    with pytest.raises(
+        ValueError, match=r"has no field cls; it has jpg, json, target\.txt\. Name .* source\.label"
+    ):
+        listed(root)
 
 
 def test_a_pickle_is_never_opened(tmp_path: Path) -> None:
