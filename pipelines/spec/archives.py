@@ -9,6 +9,7 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator, Field
 
+from pipelines.file_names import parts_of
 from pipelines.spec.fields import RecipeError, Root, distinct, execution
 from pipelines.spec.files import files_at, files_named
 from vit_model.config import Frozen
@@ -67,7 +68,7 @@ class ImageNet21kSource(Frozen):
         tars = {
             name: place for name, place in found.items() if _SYNSET_TAR.fullmatch(PurePosixPath(name).name)
         }
-        if not tars and len(found) > 1:
+        if not tars and list(found) != parts_of(next(iter(found), ""), found):
             raise RecipeError(f"source.root: {self.root} has no tar of a synset, such as n01440764.tar")
         yield from (tars or found).items()
 

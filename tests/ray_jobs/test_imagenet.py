@@ -156,7 +156,7 @@ def test_imagenet21k_of_other_names_is_told(tmp_path: Path) -> None:
 WHOLE = {"n00004475": 12, "n02084071": 40, "n00005787": 3, "n12992868": 25}
 
 
-@pytest.mark.parametrize("form", ["tar", "winter21 tar.gz", "folder"])
+@pytest.mark.parametrize("form", ["tar", "winter21 tar.gz", "folder", "parts"])
 def test_imagenet21k_in_each_form(form: str, tmp_path: Path) -> None:
     tars = {f"{wnid}.tar": synset(wnid, images) for wnid, images in WHOLE.items()}
     root = tmp_path / "whole"
@@ -167,6 +167,11 @@ def test_imagenet21k_in_each_form(form: str, tmp_path: Path) -> None:
         (root / "README").write_text("not a tar")
     elif form == "tar":
         root.write_bytes(tar(tars))
+    elif form == "parts":
+        data, root = tar(tars), tmp_path / "whole.tar.01"
+        for number in range(3):
+            part = data[number * 50_000 : (number + 1) * 50_000 if number < 2 else None]
+            (tmp_path / f"whole.tar.{number + 1:02d}").write_bytes(part)
     else:
         root.write_bytes(gzip.compress(tar({f"winter21_whole/{name}": data for name, data in tars.items()})))
     source = ImageNet21kSource(kind="imagenet21k", root=str(root), held_out=0.1)
