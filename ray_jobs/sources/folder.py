@@ -118,7 +118,7 @@ def arrange(
         )
         raise ValueError(
             f"{root} has only the class {class_names[0]!r}: a classifier needs two or more"
-            + (f". If the classes are the folders in it, make {inside} the root" if nested else "")
+            + (f". If the classes are the folders in it, set the root to {inside}" if nested else "")
         )
     number = {name: label for label, name in enumerate(class_names)}
     entries = tuple(
@@ -162,8 +162,8 @@ def _notes(found: Listing) -> tuple[str, ...]:
         )
     if found.special:
         notes.append(
-            f"{len(found.special):,} are left out, being no regular files (FIFOs, sockets or devices), such as "
-            f"{found.special[0]}"
+            f"{len(found.special):,} files are left out because they are not regular files (FIFOs, sockets or "
+            f"devices), such as {found.special[0]}"
         )
     return tuple(notes)
 

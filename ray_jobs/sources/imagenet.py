@@ -132,7 +132,7 @@ def _validation(files: Files, devkit: Devkit, bad: list[Bad]) -> Iterator[dict[s
         yield entry | ({} if real is None else {"labels": real[number]})
     bad += [Bad(f"val/{path}", "its name is none of a validation image", IMAGENET_VAL) for path in odd]
     if len(numbers) < len(devkit.val_labels):
-        other = f"; {odd[0]!r} is named otherwise than ILSVRC2012_val_00000001.JPEG" if odd else ""
+        other = f"; {odd[0]!r} is not a name like ILSVRC2012_val_00000001.JPEG" if odd else ""
         raise ValueError(
             f"{files[IMAGENET_VAL]} has {len(numbers):,} images, the devkit labels {len(devkit.val_labels):,}{other}"
         )
@@ -213,8 +213,8 @@ def synsets(files: Files, chains: Iterable[str], bad: list[Bad]) -> Iterator[tup
             tars[named[1]] = chain
     if others and not tars:
         raise ValueError(
-            f"{others[0].file} has no tar of a synset, whose name is n and 8 digits (n01440764.tar), among "
-            f"{len(others):,} files, such as {others[0].key}"
+            f"{others[0].file} contains no synset tars (expected names of n and 8 digits, such as n01440764.tar); "
+            f"it contains {len(others):,} other files, such as {others[0].key}"
         )
     bad += others
     wnids = sorted(tars)

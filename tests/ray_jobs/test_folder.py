@@ -133,8 +133,11 @@ def test_scan_needs_the_standard_library_only(tmp_path: Path) -> None:
         ((), "has no images"),
         (("a/readme.txt",), "has no images"),
         (("a/1.png", "a/2.png"), "only the class 'a': a classifier needs two or more$"),
-        (("pets/cat/1.png", "pets/dog/2.png"), r"only the class 'pets'.*make .*/pets the root"),
-        (("pets/train/cat/1.png", "pets/train/dog/2.png"), r"only the class 'pets'.*make .*/pets the root"),
+        (("pets/cat/1.png", "pets/dog/2.png"), r"only the class 'pets'.*set the root to .*/pets$"),
+        (
+            ("pets/train/cat/1.png", "pets/train/dog/2.png"),
+            r"only the class 'pets'.*set the root to .*/pets$",
+        ),
         (
             ("annotations/instances_train2017.json", "train2017/1.jpg", "val2017/2.jpg"),
             r"the layout of COCO, a detection data set \(annotations/instances_train2017.json\).*one label",
@@ -201,7 +204,7 @@ def test_what_is_no_regular_file_is_counted_and_never_opened(tmp_path: Path) -> 
     found = listing(source, files)
     assert set(found.entries["key"].to_pylist()) == files.keys()
     assert found.notes == (
-        "3 are left out, being no regular files (FIFOs, sockets or devices), such as a/pipe.png",
+        "3 files are left out because they are not regular files (FIFOs, sockets or devices), such as a/pipe.png",
     )
     with pytest.raises(RecipeError, match=r"pipe\.png is not a regular file"):
         identity.file_digests([("pipe", root / "a" / "pipe.png")])
