@@ -12,19 +12,17 @@ Only what every command needs is imported here: a run with nothing to do takes a
 from __future__ import annotations
 
 import sys
-from typing import NoReturn
+from typing import Annotated, NoReturn
 
 import typer
 
 from pipelines.cluster import ClusterUnreachable
 from pipelines.commands import images, looking, models, reports, running, schedules
-from pipelines.commands.common import errors, plain
+from pipelines.commands.common import Commands, errors, plain
 from pipelines.spec import RecipeError
 from pipelines.store import StoreAbsent, StoreError
 
-app = typer.Typer(
-    no_args_is_help=True,
-    add_completion=False,
+app = Commands(
     pretty_exceptions_enable=False,
     help="Vision Transformers on Ray: image archives to reports, as a reproducible DAG.",
 )
@@ -51,10 +49,33 @@ app.add_typer(reports.app, name="report")
 app.add_typer(schedules.app, name="schedule")
 
 
+def _show_version(wanted: bool) -> None:
+    if not wanted:
+        return
+    from importlib.metadata import version
+
+    from pipelines.identity import git_state
+
+    git = git_state()
+    commit = f" (commit {git['git'][:12]}{', modified' if git['dirty'] else ''})" if git else ""
+    print(f"vitflow {version('vitflow')}{commit}")
+    raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: Annotated[
+        bool,
+        typer.Option("--version", is_eager=True, callback=_show_version, help="show the version and exit"),
+    ] = False,
+) -> None:
+    """Only `--version`."""
+
+
 def main() -> None:
     """Run a command; what goes wrong is one message and an exit code, never a traceback."""
     try:
-        app()
+        app(prog_name="vitflow")
     except (RecipeError, StoreAbsent) as error:
         _fail(error, 2)
     except (StoreError, ClusterUnreachable) as error:

@@ -22,7 +22,7 @@ from pipelines.store import (
     complete,
     identify,
     inside,
-    s3_settings,
+    job_settings,
     too_large,
 )
 
@@ -39,7 +39,7 @@ class FolderStore:
     def __init__(self, root: Path, *, create: bool = True) -> None:
         self.root = root
         self.uri = str(root)
-        self.settings = s3_settings()  # a stage may read files there
+        self.settings = job_settings()  # a stage may read files there
         self.id = identify(self, create)
 
     def read(self, name: str, limit: int | None = None) -> bytes | None:

@@ -140,6 +140,13 @@ def object_facts(uris: Iterable[str]) -> dict[str, tuple[str, int]]:
     return facts(uris)
 
 
+def _hub_digest(location: str) -> str:
+    from pipelines.hub import digests
+
+    path, _, name = location.rpartition("/")
+    return digests(path)[name]
+
+
 def files_fingerprint(files: Iterable[tuple[str, str | Path]]) -> str:
     """sha256 over what `file_digests` says of all files."""
     return sha256(canonical_json(sorted(file_digests(files))))
@@ -148,7 +155,8 @@ def files_fingerprint(files: Iterable[tuple[str, str | Path]]) -> str:
 def file_digests(files: Iterable[tuple[str, str | Path]]) -> list[tuple[Any, ...]]:
     """(name, sha256 of the contents) of each file, remembered by (device, inode, size, mtime, ctime).
 
-    Of an object s3://bucket/key (name, ETag, size): to read them all would take too long.
+    Of an object s3://bucket/key (name, ETag, size): to read them all would take too long. Of hf:ORG/NAME@COMMIT/name
+    the sha256 is the hub's, so a model there has the key of the same files in a folder.
 
     Raises:
         RecipeError: one can't be read.
@@ -160,6 +168,9 @@ def file_digests(files: Iterable[tuple[str, str | Path]]) -> list[tuple[Any, ...
     for name, location in files:
         if isinstance(location, str) and location.startswith("s3://"):
             objects.append((name, location))
+            continue
+        if isinstance(location, str) and location.startswith("hf:"):
+            lines.append((name, _hub_digest(location)))
             continue
         path = Path(location)
         try:
@@ -272,3 +283,23 @@ def _imported_files(path: Path) -> tuple[Path, ...]:
         for file in (module.with_suffix(".py"), module / "__init__.py", module.with_suffix(".html.j2"))
     )
     return tuple(file for file in files if file.is_file())
+
+
+def git_state() -> dict[str, Any]:
+    """The commit that the code is from and whether files differ from it; empty outside a git checkout."""
+
+    def git(*arguments: str) -> str | None:
+        import subprocess  # not needed to plan
+
+        try:
+            done = subprocess.run(["git", "-C", str(PROJECT), *arguments], capture_output=True, text=True)
+        except FileNotFoundError:
+            return None
+        return done.stdout.strip() if done.returncode == 0 else None
+
+    sha = git("rev-parse", "HEAD")
+    return (
+        {}
+        if sha is None
+        else {"git": sha, "dirty": bool(git("status", "--porcelain", "--untracked-files=no"))}
+    )

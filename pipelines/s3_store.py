@@ -48,7 +48,7 @@ from pipelines.store import (
     complete,
     identify,
     inside,
-    s3_settings,
+    job_settings,
     too_large,
 )
 
@@ -86,7 +86,7 @@ class S3Store:
         self.bucket, prefix = parse(uri)
         self.uri = f"s3://{self.bucket}{prefix}"
         self.prefix = f"{prefix[1:]}/" if prefix else ""
-        self.settings = s3_settings()
+        self.settings = job_settings()
         self.id = identify(self, create)
 
     def read(self, name: str, limit: int | None = None) -> bytes | None:

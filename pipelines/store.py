@@ -31,7 +31,8 @@ from vit_model.config import Frozen
 LAYOUT_VERSION = 1
 LARGEST_RECORD = 32 * 2**20  # bytes; the manifest of a dataset of 100,000 shards has 16 MB
 CHECKSUMMED = "shards/"  # each image in these files has a checksum of its own, compared whenever it is read
-S3_SETTINGS = ("AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3", "AWS_REGION", "AWS_DEFAULT_REGION")
+# What jobs elsewhere are told: where S3 is, and the Hugging Face hub.
+SETTINGS = ("AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3", "AWS_REGION", "AWS_DEFAULT_REGION", "HF_ENDPOINT")
 Record = TypeVar("Record", bound=Frozen)
 
 
@@ -348,9 +349,9 @@ def open_store(uri: str, *, create: bool = True) -> Store:
     return FolderStore(Path(uri).expanduser().resolve(), create=create)
 
 
-def s3_settings() -> dict[str, str]:
-    """What a job elsewhere needs to find the same S3 server; who asks there is that machine's business."""
-    found = {name: os.environ[name] for name in S3_SETTINGS if name in os.environ}
+def job_settings() -> dict[str, str]:
+    """What a job elsewhere needs to find the same servers; who asks there is that machine's business."""
+    found = {name: os.environ[name] for name in SETTINGS if name in os.environ}
     return {
         name: value for name, value in found.items() if "@" not in value
     }  # a password, which boto3 is not given
@@ -446,9 +447,16 @@ def warn(text: str) -> None:
 def fetched(path: str) -> Iterator[Path]:
     """A file or folder from outside on this machine: itself, or a copy of what is on S3, gone after the block.
 
+    A model on the Hugging Face hub stays in the hub's own cache.
+
     Raises:
         StoreError: it can't be fetched.
     """
+    if path.startswith("hf:"):
+        from pipelines import hub
+
+        yield hub.fetch(hub.pinned(path))
+        return
     if not path.startswith("s3://"):
         yield Path(path)
         return

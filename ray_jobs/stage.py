@@ -15,7 +15,6 @@ import importlib
 import importlib.metadata
 import os
 import platform
-import subprocess
 import sys
 import traceback
 from collections.abc import Callable, Iterator
@@ -227,7 +226,7 @@ def _commit(context: Context, result: Result, started: str) -> None:
             source=attempt.source,
             metrics=result.metrics,
             timing_dependent=result.timing_dependent,
-            code={"version": context.config.VERSION, "digest": attempt.code_digest, **_git()},
+            code={"version": context.config.VERSION, "digest": attempt.code_digest, **identity.git_state()},
             environment=_environment(),
             started=started,
             finished=now(),
@@ -241,26 +240,6 @@ def _commit(context: Context, result: Result, started: str) -> None:
             f"another attempt ({committed.attempt}) committed {attempt.job}/{attempt.key[:12]} first",
             flush=True,
         )
-
-
-def _git() -> dict[str, Any]:
-    """The commit that the code is from and whether files differ from it; empty outside a git checkout."""
-
-    def git(*arguments: str) -> str | None:
-        try:
-            done = subprocess.run(
-                ["git", "-C", str(identity.PROJECT), *arguments], capture_output=True, text=True
-            )
-        except FileNotFoundError:
-            return None
-        return done.stdout.strip() if done.returncode == 0 else None
-
-    sha = git("rev-parse", "HEAD")
-    return (
-        {}
-        if sha is None
-        else {"git": sha, "dirty": bool(git("status", "--porcelain", "--untracked-files=no"))}
-    )
 
 
 def _environment() -> dict[str, Any]:

@@ -8,6 +8,7 @@ from typing import Annotated, Any
 
 import typer
 from rich.table import Table
+from typer.core import TyperCommand, TyperGroup
 
 from pipelines import terminal
 from pipelines.spec import RecipeError
@@ -15,6 +16,36 @@ from pipelines.store import Store, StoreAbsent, StoreDamaged, StoreError, StoreU
 
 console = terminal.console()
 errors = terminal.console(stderr=True)
+
+
+class _FlagsWithoutType:
+    """Help that shows no type beside a flag: `--json`, not `--json <bool>`."""
+
+    def get_params(self, ctx: Any) -> list[Any]:
+        params: list[Any] = super().get_params(ctx)  # type: ignore[misc]
+        for param in params:
+            if getattr(param, "is_flag", False):
+                param.metavar = ""
+        return params
+
+
+class _Command(_FlagsWithoutType, TyperCommand):
+    pass
+
+
+class _Group(_FlagsWithoutType, TyperGroup):
+    pass
+
+
+class Commands(typer.Typer):
+    """typer's, with `_FlagsWithoutType` in every command and group."""
+
+    def __init__(self, **given: Any) -> None:
+        super().__init__(cls=_Group, no_args_is_help=True, **given)
+
+    def command(self, name: str | None = None, **given: Any) -> Any:
+        return super().command(name, cls=_Command, **given)
+
 
 StoreOption = Annotated[
     str,

@@ -23,7 +23,7 @@ from pipelines.commands.common import (
     open_,
     plain,
 )
-from pipelines.spec import MEAN_AND_STD, RecipeError
+from pipelines.spec import HUB_PATH, MEAN_AND_STD, Import, RecipeError
 from pipelines.store import local_files
 
 if TYPE_CHECKING:
@@ -36,7 +36,9 @@ Format = Literal["hf", "timm", "npz", "onnx"]
 def import_(
     path: Annotated[
         str,
-        typer.Argument(help="Google's .npz, timm's or any safetensors, a Hugging Face folder; or s3://..."),
+        typer.Argument(
+            help="Google's .npz, timm's or any safetensors, a Hugging Face folder; s3://... or hf:ORG/NAME[@REVISION]"
+        ),
     ],
     preprocessing: Annotated[
         str | None,
@@ -54,15 +56,16 @@ def import_(
 ) -> None:
     """Make weights that others trained a model of the store."""
     from pipelines.commands.running import carry_out
+    from pipelines.hub import pin
     from pipelines.recipe import parse_pipeline
 
     stage = name or _stage_name(path)
     given = None if preprocessing is None else _given(preprocessing)
     config = {"job": "import", "path": path, "preprocessing": given}
-    pipeline = parse_pipeline({"name": "import", "stages": {stage: config}}, "import")
+    pipeline = pin(parse_pipeline({"name": "import", "stages": {stage: config}}, "import"), (stage,))
     [planned] = carry_out(pipeline, (stage,), store, address, token_file, (stage,) if force else ())
-    assert planned.manifest is not None
-    key, used = planned.manifest.key[:12], shlex.quote(f"backbone.path={path}")
+    assert planned.manifest is not None and isinstance(planned.config, Import)
+    key, used = planned.manifest.key[:12], shlex.quote(f"backbone.path={planned.config.path}")
     console.print(f"model [bold]{key}[/]; what it is good for:", highlight=False)
     if planned.manifest.metrics["classes"]:
         console.print(f"  vitflow predict {key} IMAGE...", highlight=False)
@@ -76,7 +79,8 @@ def import_(
 
 
 def _stage_name(path: str) -> str:
-    """A name for a stage, from the last part of its path."""
+    """A name for a stage, from the last part of its path, without a revision."""
+    path = found["repository"] if (found := HUB_PATH.fullmatch(path)) else path
     last = path.rstrip("/").rpartition("/")[2].removesuffix(".npz").removesuffix(".safetensors")
     return re.sub(r"[^a-z0-9]+", "_", last.lower()).lstrip("_0123456789")[:40].rstrip("_") or "model"
 

@@ -13,6 +13,7 @@ import typer
 
 from pipelines.commands.common import (
     DEFAULT_STORE,
+    Commands,
     JsonOption,
     StoreOption,
     console,
@@ -34,7 +35,7 @@ MEMORY_BYTES = 3 * 2**30
 _NUMBERS = {"FLOAT", "DOUBLE", "INTEGER", "BIGINT", "HUGEINT"}
 _NESTED = ("STRUCT", "MAP", "UNION")
 
-app = typer.Typer(no_args_is_help=True, help="Reports of finished runs, and every number behind them.")
+app = Commands(help="Reports of finished runs, and every number behind them.")
 
 
 @app.command("list")

@@ -315,6 +315,7 @@ def _requested(
     pipeline: str, only: list[str] | None, force: list[str] | None, changes: list[str] | None
 ) -> tuple[Pipeline, tuple[str, ...], tuple[str, ...]]:
     """The pipeline, the names of the stages that are wanted in running order, and of those that are forced."""
+    from pipelines.hub import pin
     from pipelines.pipeline import members
     from pipelines.recipe import load_pipeline
 
@@ -324,7 +325,7 @@ def _requested(
         forced = dict.fromkeys(name for given in force or () for name in members(given, names))
     except RecipeError as error:
         raise RecipeError(f"--force: in this run {error}") from None
-    return loaded, names, tuple(forced)
+    return pin(loaded, names), names, tuple(forced)
 
 
 def stop(

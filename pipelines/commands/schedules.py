@@ -12,6 +12,7 @@ import typer
 from pipelines.commands.common import (
     DEFAULT_STORE,
     AddressOption,
+    Commands,
     JsonOption,
     PipelineArgument,
     SetOption,
@@ -31,8 +32,7 @@ from pipelines.terminal import write
 if TYPE_CHECKING:
     from pipelines.schedule import Schedule
 
-app = typer.Typer(
-    no_args_is_help=True,
+app = Commands(
     help="Recurring runs: a run over data and settings that have not changed does nothing.",
 )
 NameArgument = Annotated[str, typer.Argument(metavar="NAME", help="a schedule's name")]
@@ -53,6 +53,7 @@ def schedule_add(
 ) -> None:
     """Have a pipeline run again and again, or change how; `schedule serve` does it."""
     from pipelines.cron import check_cron, check_timezone
+    from pipelines.hub import pin
     from pipelines.recipe import load_pipeline
     from pipelines.schedule import Schedule, add_schedule, check_name
     from pipelines.submission import check_address, check_store
@@ -60,9 +61,10 @@ def schedule_add(
     if address is not None:
         check_address(address)
         check_store(store, address)
+    loaded = load_pipeline(pipeline, tuple(changes or ()))
     wanted = Schedule(
         name=check_name(name),
-        pipeline=load_pipeline(pipeline, tuple(changes or ())),
+        pipeline=pin(loaded, loaded.stages),
         recipe=pipeline,
         changes=tuple(changes or ()),
         cron=check_cron(cron),

@@ -7,7 +7,7 @@ Everything that a recipe can get wrong is found here, before anything starts, as
 
 from pipelines.spec.archives import ImageNet21kSource, ImageNetSource, WebDatasetSource
 from pipelines.spec.augmentation import Augmentation, EvalCrop, RandAugment
-from pipelines.spec.fields import RecipeError, nearest
+from pipelines.spec.fields import COMMIT, HUB_PATH, RecipeError, nearest
 from pipelines.spec.records import (
     CIFAR_FILES,
     FACTORS,
@@ -49,8 +49,10 @@ from pipelines.spec.vtab import VtabSource
 
 __all__ = [
     "CIFAR_FILES",
+    "COMMIT",
     "FACTORS",
     "FASHION_MNIST_ROOT",
+    "HUB_PATH",
     "MEAN_AND_STD",
     "ONE_FILE",
     "SOURCE_TYPES",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import re
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -47,6 +48,21 @@ def located(path: str) -> str:
     if "://" in path:
         raise ValueError(f"{path!r} is not a local file or folder, nor s3://bucket/key: fetch it first")
     return absolute(path)
+
+
+HUB_PATH = re.compile(r"hf:(?P<repository>[\w.-]+/[\w.-]+)(@(?P<revision>[\w./-]{1,100}))?", re.ASCII)
+COMMIT = re.compile(r"[0-9a-f]{40}")
+
+
+def checkpoint(path: str) -> str:
+    """As `located`, or a model on the Hugging Face hub."""
+    if not path.startswith("hf:"):
+        return located(path)
+    if not HUB_PATH.fullmatch(path):
+        raise ValueError(
+            f"{path!r} is not a model on the Hugging Face hub; expected hf:ORG/NAME or hf:ORG/NAME@REVISION"
+        )
+    return path
 
 
 def nearest(given: str, known: Any) -> str:

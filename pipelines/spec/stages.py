@@ -10,7 +10,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 from pydantic import AfterValidator, Field, model_validator
 
 from pipelines.spec.augmentation import Augmentation, EvalCrop, RandAugment, mixing
-from pipelines.spec.fields import RecipeError, Seed, distinct, execution, located, takes
+from pipelines.spec.fields import RecipeError, Seed, checkpoint, distinct, execution, takes
 from pipelines.spec.shapes import Model, ModelSize, check_patches
 from pipelines.spec.sources import Source
 from vit_model.config import Frozen
@@ -58,7 +58,10 @@ class _Stage(Frozen):
     job: str
 
     def files(self) -> Iterator[tuple[str, str | Path]] | None:
-        """(name, path or s3://bucket/key) of every file from outside that the result depends on; None: none."""
+        """(name, location) of every file from outside that the result depends on; None: none.
+
+        A location is a path, s3://bucket/key or hf:ORG/NAME@COMMIT/name.
+        """
         return None
 
     def inputs(self) -> dict[str, tuple[str, ...]]:
@@ -164,8 +167,9 @@ class Import(_Stage):
 
     KIND: ClassVar[str] = "model"
     job: Literal["import"]
-    path: Annotated[str, AfterValidator(located)] = execution(
-        description="a file or a folder; where it lies does not enter the key, what is in it does",
+    path: Annotated[str, AfterValidator(checkpoint)] = execution(
+        description="a file or a folder, here or on S3, or hf:ORG/NAME[@REVISION]; where it lies does not enter the"
+        " key, what is in it does",
     )
     preprocessing: GivenPreprocessing | None = Field(
         None,
@@ -181,6 +185,11 @@ class Import(_Stage):
                 raise RecipeError(f"path: there is nothing at {self.path}")
             bucket = self.path.split("/")[2]
             yield from ((file.name, f"s3://{bucket}/{file.key}") for file in found)
+        elif self.path.startswith("hf:"):
+            from pipelines.hub import digests, pinned
+
+            commit = pinned(self.path)
+            yield from ((name, f"{commit}/{name}") for name in digests(commit))
         elif path.is_dir():
             # a training's folder has checkpoints below it, which nothing reads
             files = (file for file in path.iterdir() if file.is_file() and not file.name.startswith("."))

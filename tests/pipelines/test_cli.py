@@ -1,9 +1,12 @@
 """What a wrong request gets: one message that says what would be right, exit code 2, and nothing started."""
 
 import json
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
+
+from pipelines.identity import git_state
 
 TINY = Path(__file__).parent.parent / "tiny.yaml"
 
@@ -81,3 +84,20 @@ def test_starting_imports_neither_torch_nor_ray(vitflow, tmp_path: Path) -> None
     done = vitflow("plan", TINY, "--store", tmp_path / "s", PYTHONPROFILEIMPORTTIME="1")
     imported = {line.rsplit("|", 1)[-1].strip() for line in done.stderr.splitlines()}
     assert not imported & {"torch", "ray", "numpy", "pyarrow", "deepspeed", "matplotlib"}
+
+
+def test_the_version_is_the_packages_with_the_commit_of_a_checkout(vitflow) -> None:  # type: ignore[no-untyped-def]
+    said = vitflow("--version").stdout
+    assert said.startswith(f"vitflow {version('vitflow')}")
+    assert said.partition("commit ")[2][:12] == git_state().get("git", "")[:12]
+
+
+def test_help_shows_no_type_beside_a_flag(vitflow) -> None:  # type: ignore[no-untyped-def]
+    for command in ((), ("run",), ("report",), ("report", "list"), ("schedule", "serve")):
+        said = vitflow(*command, "--help").stdout
+        assert "--help" in said and "bool" not in said, command
+
+
+def test_a_shell_completes_commands(vitflow) -> None:  # type: ignore[no-untyped-def]
+    given = {"_VITFLOW_COMPLETE": "complete_bash", "COMP_WORDS": "vitflow sche", "COMP_CWORD": "1"}
+    assert vitflow("sche", **given).stdout.split() == ["schedule"]

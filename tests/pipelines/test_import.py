@@ -147,7 +147,8 @@ def test_init_names_the_way_where_images_are_few(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"path": "hf://google/vit"}, "not a local file or folder, nor s3://bucket/key: fetch it first"),
+        ({"path": "hf://google/vit"}, "'hf://google/vit' is not a model on the Hugging Face hub; expected hf:ORG/NAME"),
+        ({"path": "https://x/vit.npz"}, "not a local file or folder, nor s3://bucket/key: fetch it first"),
         ({"path": "x", "preprocessing": "imagenett"}, "'imagenett' is none of half, imagenet"),
         ({"path": "x", "preprocessing": {"mean": [0.5]}}, "preprocessing.std: is missing"),
         ({"path": "x", "preprocessing": {"mean": [0.5], "std": [0]}}, "greater than 0"),
@@ -279,6 +280,7 @@ def store(tmp_path: Path) -> Store:
         ("s3://bucket/google/vit-base-patch16-224/", "vit_base_patch16_224"),
         ("2024-05.model.safetensors", "model"),
         ("./123", "model"),
+        ("hf:google/ViT-Base@refs/pr/1", "vit_base"),
         ("é" * 300 + "x" * 300, "x" * 40),
     ],
 )
@@ -354,7 +356,8 @@ def test_what_a_format_cannot_say_is_refused_and_leaves_nothing(
     ("arguments", "message"),
     [
         (["import", "nowhere.npz"], "there is no file and no folder"),
-        (["import", "hf://google/vit"], "not a local file or folder"),
+        (["import", "https://x/vit.npz"], "not a local file or folder"),
+        (["import", "hf://google/vit"], "expected hf:ORG/NAME or hf:ORG/NAME@REVISION"),
         (["import", "x.npz", "--preprocessing", "halff"], "neither half, imagenet nor a file"),
         (["import", "x.npz", "--preprocessing", "bad.yaml"], "there is no such field; did you mean 'mean'"),
         (["import", "x.npz", "--preprocessing", "binary"], "binary: "),

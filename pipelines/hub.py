@@ -1,0 +1,185 @@
+"""Models on the Hugging Face hub: `hf:ORG/NAME[@REVISION]` stands for the files of one commit.
+
+In: such a path, HF_ENDPOINT and HF_TOKEN from the environment. Out: the path with its commit, the sha256 of the files
+that an import reads, and those files. A revision is resolved to a commit once, and a commit's digests are asked for
+once; both are kept in the user's cache folder, so that planning needs the hub only for models that are new here.
+Pickles are never fetched.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
+from fnmatch import fnmatch
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+from urllib.parse import quote
+
+from pipelines import identity
+from pipelines.spec import COMMIT, HUB_PATH, Import, RecipeError
+from pipelines.store import StoreError, StoreUnreachable
+
+if TYPE_CHECKING:
+    from huggingface_hub import HfApi
+
+    from pipelines.pipeline import Pipeline
+
+DEFAULT_ENDPOINT = "https://huggingface.co"
+WEIGHTS = ("model.safetensors", "model-*-of-*.safetensors")
+READ = ("config.json", "preprocessor_config.json", "README.md", "model.safetensors.index.json", *WEIGHTS)
+
+
+def pin(pipeline: Pipeline, names: Iterable[str]) -> Pipeline:
+    """The pipeline with the commit written into each hub path of these stages.
+
+    Raises:
+        RecipeError: there is no such model or revision. StoreUnreachable: the hub does not answer.
+    """
+    stages = dict(pipeline.stages)
+    for name in names:
+        stage = stages[name]
+        if isinstance(stage, Import) and stage.path.startswith("hf:"):
+            stages[name] = stage.model_copy(update={"path": pinned(stage.path)})
+    return pipeline.model_copy(update={"stages": stages})
+
+
+def pinned(path: str) -> str:
+    """hf:ORG/NAME@COMMIT. Raises as `pin`."""
+    repository, revision = _parse(path)
+    if COMMIT.fullmatch(revision):
+        return path
+    record = _record(repository, revision)
+    if (known := _recall(record)) is None:
+        known = {"commit": _ask(path)["commit"]}
+        _remember(record, known)
+    return f"hf:{repository}@{known['commit']}"
+
+
+def digests(path: str) -> dict[str, str]:
+    """File -> sha256 of its content, for the files of a pinned path that an import reads. Raises as `pin`."""
+    repository, commit = _parse(path)
+    record = _record(repository, commit)
+    if (known := _recall(record)) is None:
+        known = {"files": _ask(path)["files"]}
+        _remember(record, known)
+    return dict(known["files"])
+
+
+def fetch(path: str) -> Path:
+    """The folder with the files of a pinned path, in the hub's own cache on this machine.
+
+    Raises:
+        StoreError: a file is not the one that its digest says; StoreUnreachable: the hub does not answer.
+    """
+    repository, commit = _parse(path)
+    expected = digests(path)
+    with _told(path):
+        files = {name: _download(repository, commit, name) for name in expected}
+    for name, digest in identity.file_digests(files.items()):
+        if digest != expected[name]:
+            raise StoreError(f"{path}: {name} has sha256 {digest}, but {expected[name]} was expected")
+    return next(iter(files.values())).parent
+
+
+def _parse(path: str) -> tuple[str, str]:
+    """(ORG/NAME, revision)."""
+    found = HUB_PATH.fullmatch(path)
+    assert found is not None, path
+    return found["repository"], found["revision"] or "main"
+
+
+def _ask(path: str) -> dict[str, Any]:
+    """The commit of a path, and the sha256 of its files: the hub knows those of large files, small ones are fetched."""
+    repository, revision = _parse(path)
+    with _told(path):
+        info = _api().model_info(repository, revision=revision, files_metadata=True)
+        found = {file.rfilename: file for file in info.siblings or ()}
+        names = [name for name in sorted(found) if any(fnmatch(name, pattern) for pattern in READ)]
+        missing = [
+            what
+            for what, patterns in (("config.json", ("config.json",)), ("model.safetensors", WEIGHTS))
+            if not any(fnmatch(name, pattern) for name in names for pattern in patterns)
+        ]
+        if missing or info.sha is None:
+            raise RecipeError(
+                f"{path}: missing {' and '.join(missing)}; expected a model with config.json and model.safetensors "
+                f"(pickles such as pytorch_model.bin are not fetched). It contains: {', '.join(sorted(found))}"
+            )
+        small = {name: _download(repository, info.sha, name) for name in names if found[name].lfs is None}
+    known = {name: lfs.sha256 for name in names if (lfs := found[name].lfs) is not None}
+    known |= dict(identity.file_digests(small.items()))
+    return {"commit": info.sha, "files": known}
+
+
+def _download(repository: str, commit: str, name: str) -> Path:
+    from huggingface_hub import hf_hub_download
+
+    return Path(hf_hub_download(repository, name, revision=commit, endpoint=_endpoint(), token=_token()))
+
+
+def _api() -> HfApi:
+    from huggingface_hub import HfApi
+
+    return HfApi(endpoint=_endpoint(), token=_token())
+
+
+def _endpoint() -> str:
+    return os.environ.get("HF_ENDPOINT", DEFAULT_ENDPOINT).rstrip("/")
+
+
+def _token() -> str | bool:
+    """HF_TOKEN's; False: none, not even one that was saved by a login, which other machines would not have."""
+    return os.environ.get("HF_TOKEN") or False
+
+
+@contextmanager
+def _told(path: str) -> Iterator[None]:
+    """What the hub's client raises, as errors of ours that name the path."""
+    try:
+        import httpx2
+        from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError, RevisionNotFoundError
+        from huggingface_hub.utils.tqdm import disable_progress_bars
+    except ImportError as error:
+        raise RecipeError(
+            f"{path}: the package {error.name} is not installed: pip install 'vitflow[hub]'"
+        ) from None
+    disable_progress_bars()  # in a log they are a line each
+    try:
+        yield
+    except GatedRepoError:
+        raise RecipeError(
+            f"{path}: access is refused at {_endpoint()}. Accept the model's terms there, and set HF_TOKEN"
+        ) from None
+    except RepositoryNotFoundError:
+        raise RecipeError(
+            f"{path}: no such model at {_endpoint()}. Check the name; for a private model set HF_TOKEN"
+        ) from None
+    except RevisionNotFoundError:
+        raise RecipeError(
+            f"{path}: the model has no such revision; expected a branch, tag or commit"
+        ) from None
+    except (httpx2.HTTPError, OSError) as error:  # OSError: also no place in the cache
+        reason = str(error).partition("\n")[0] or type(error).__name__
+        raise StoreUnreachable(f"{path}: cannot be fetched from {_endpoint()}: {reason}") from None
+
+
+def _record(repository: str, revision: str) -> Path:
+    name = f"{repository}@{revision}.json"
+    return identity.cache_folder() / "hub" / quote(_endpoint(), safe="") / quote(name, safe="")
+
+
+def _recall(record: Path) -> dict[str, Any] | None:
+    try:
+        return dict(json.loads(record.read_text()))
+    except (OSError, ValueError):
+        return None  # a cache: the hub is asked again
+
+
+def _remember(record: Path, known: dict[str, Any]) -> None:
+    with suppress(OSError):  # a cache: where it cannot be kept, the hub is asked again
+        record.parent.mkdir(parents=True, exist_ok=True)
+        temporary = record.with_suffix(f".{os.getpid()}.tmp")
+        temporary.write_text(json.dumps(known, indent=1))
+        temporary.replace(record)
