@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from rich.cells import cell_len
 from rich.table import Table
 from typer.core import TyperCommand, TyperGroup
 
@@ -15,6 +17,8 @@ from pipelines.spec import RecipeError
 from pipelines.store import Store, StoreAbsent, StoreDamaged, StoreError, StoreUnreachable, open_store
 
 console = terminal.console()
+if not console.is_terminal and not os.environ.get("COLUMNS"):
+    console.width = 1 << 16  # a program reads it: tables are as wide as they need, and no line is folded
 errors = terminal.console(stderr=True)
 
 
@@ -113,7 +117,7 @@ def print_json(value: Any) -> None:
 def print_table(rows: list[dict[str, Any]], columns: tuple[str, ...]) -> None:
     """To stdout, for people; keys are cut to what tells them apart.
 
-    Where the console is too narrow, what all rows have in common is said once, above them.
+    On a narrow terminal, what all rows have in common is said once, above them; then text is folded, but no id is.
     """
     cells = [{column: _cell(column, row.get(column)) for column in columns} for row in rows]
     shown = list(columns)
@@ -124,18 +128,28 @@ def print_table(rows: list[dict[str, Any]], columns: tuple[str, ...]) -> None:
         console.print(plain(said), highlight=False, soft_wrap=True)
     table = Table(box=None, pad_edge=False)
     for column in shown:
-        table.add_column(column.replace("_", " "), overflow="fold", no_wrap=column in NARROW)
+        table.add_column(column.replace("_", " "), overflow="fold", no_wrap=column in WHOLE)
     for row in cells:
         table.add_row(*(plain(row[column]) for column in shown))
-    console.print(table)
+    least = sum(width if column in WHOLE else min(width, FOLDED) for column, width in _widths(cells, shown))
+    (console if least <= console.width else Console(width=least)).print(table)
 
 
-NARROW = ("key", "mean", "draws", "status", "state")  # columns that make no sense in two lines
+# Columns that make no sense in two lines: ids to copy, numbers, states.
+WHOLE = ("key", "run", "last run", "stage", "job", "mean", "draws", "status", "state", "took")
+FOLDED = 12  # characters that other columns have at least
 
 
 def _width(cells: list[dict[str, str]], columns: list[str]) -> int:
     """Of the table without folding."""
-    return sum(2 + max(len(column), *(len(row[column]) for row in cells)) for column in columns)
+    return sum(width for _, width in _widths(cells, columns))
+
+
+def _widths(cells: list[dict[str, str]], columns: list[str]) -> list[tuple[str, int]]:
+    """Each column and its width without folding, with the space after it."""
+    return [
+        (column, 2 + max(cell_len(column), *(cell_len(row[column]) for row in cells))) for column in columns
+    ]
 
 
 def _cell(column: str, value: Any) -> str:

@@ -99,5 +99,5 @@ def test_help_shows_no_type_beside_a_flag(vitflow) -> None:  # type: ignore[no-u
 
 
 def test_a_shell_completes_commands(vitflow) -> None:  # type: ignore[no-untyped-def]
-    given = {"_VITFLOW_COMPLETE": "complete_bash", "COMP_WORDS": "vitflow sche", "COMP_CWORD": "1"}
-    assert vitflow("sche", **given).stdout.split() == ["schedule"]
+    given = {"_VITFLOW_COMPLETE": "complete_bash", "COMP_WORDS": "vitflow sched", "COMP_CWORD": "1"}
+    assert vitflow("sched", **given).stdout.split() == ["schedule"]
