@@ -30,9 +30,9 @@ def write(text: str, end: str = "\n", flush: bool = False) -> None:
     print(harmless(text) if sys.stdout.isatty() else text, end=end, flush=flush)
 
 
-def console(*, stderr: bool = False) -> Console:
-    """A console whose own colours are all that steers its terminal."""
-    made = Console(stderr=stderr)
+def console(*, stderr: bool = False, width: int | None = None) -> Console:
+    """A console whose own colours are all that steers its terminal; `width` None: as wide as that is."""
+    made = Console(stderr=stderr, width=width)
     made.push_render_hook(_Hook(made))
     return made
 

@@ -113,13 +113,13 @@ def taken_over(task: Task) -> list[str]:
 
 
 def fit(
-    task: Task, data: Images, learning_rate: float, seed: int, noun: str = "step"
+    task: Task, data: Images, learning_rate: float, seed: int, noun: str = "step", after: int = 0
 ) -> tuple[Network, list[dict[str, float | int]], int]:
     """The model trained on `data` with all its weights, its curve [{step, learning_rate, loss}], and how many damaged
     images others took the place of.
 
-    The weights are float32; with dtype bfloat16 a bfloat16 copy of them computes the gradients.
-    Raises ValueError when the loss or a gradient stops being finite.
+    The weights are float32; with dtype bfloat16 a bfloat16 copy of them computes the gradients. `after` is of
+    `steps_after`, for the time left. Raises ValueError when the loss or a gradient stops being finite.
     """
     config = task.config
     devices.set_threads(config.threads)
@@ -139,7 +139,7 @@ def fit(
     points = {math.ceil(steps * part / _CURVE_POINTS) for part in range(1, _CURVE_POINTS + 1)}
     curve: list[dict[str, float | int]] = []
     loss_sum, summed = torch.zeros((), device=device), 0
-    progress = Progress(steps, noun)
+    progress = Progress(steps, noun, after=after)
 
     classes = len(task.contract.class_names)
     with Loader(
@@ -223,10 +223,12 @@ def choose(trials: list[dict[str, Any]]) -> float:
     return float(best["learning_rate"])
 
 
-def run_trial(task: Task, pool: Images, fold: tuple[Indices, Indices], rate: float, name: str) -> Score:
+def run_trial(
+    task: Task, pool: Images, fold: tuple[Indices, Indices], rate: float, name: str, after: int = 0
+) -> Score:
     """Fit on the first part of a fold and judge on the second."""
     inside, outside = fold
-    model, *_ = fit(task, pool.take(inside), rate, task.config.seed, f"{name}, step")
+    model, *_ = fit(task, pool.take(inside), rate, task.config.seed, f"{name}, step", after)
     result = score(model, task.contract, pool.take(outside))
     print(f"{name}: accuracy {result.accuracy:.3f}, loss {result.loss:.3f}", flush=True)
     return result
@@ -250,7 +252,9 @@ def sweep(
     resources, concurrent = devices.fit_resources(task.config.threads)
     tuner = tune.Tuner(
         tune.with_resources(
-            tune.with_parameters(_tune_trial, context=context, task=task, pool=pool, folds=folds),
+            tune.with_parameters(
+                _tune_trial, context=context, task=task, pool=pool, folds=folds, concurrent=concurrent
+            ),
             resources,
         ),
         param_space={
@@ -282,18 +286,34 @@ def _tune_trial(
     task: Task,
     pool: Images,
     folds: list[tuple[Indices, Indices]],
+    concurrent: int,
 ) -> None:
     from ray import tune
 
+    number = parameters["fold"] * len(task.config.learning_rates) + parameters["rate"]
+    after = steps_after(task.config, len(folds), concurrent, number)
     rate = task.config.learning_rates[parameters["rate"]]
     name = f"learning rate {rate:g}" + (f", fold {parameters['fold']}" if len(folds) > 1 else "")
     try:
-        result = run_trial(fetched(context, task), pool, folds[parameters["fold"]], rate, name)
+        result = run_trial(fetched(context, task), pool, folds[parameters["fold"]], rate, name, after)
     except optim.DivergenceError as error:  # a sweep is there to find out which rates are too high
         print(f"{name}: {error}", flush=True)
         tune.report({"accuracy": 0.0, "loss": DIVERGED})
     else:
         tune.report({"accuracy": result.accuracy, "loss": result.loss})
+
+
+def steps_after(config: Finetune, folds: int, concurrent: int, number: int) -> int:
+    """How many steps the stage does after the fit `number` (trials, then refits), with so many fits side by side.
+
+    Args:
+        folds: of the sweep; 0 when it is over, then refits are counted from 0.
+    """
+    trials = folds * len(config.learning_rates)
+    refits = config.labels.draws if config.labels.per_class is not None else 1
+    rounds = math.ceil(trials / concurrent)
+    own = number // concurrent if number < trials else rounds + (number - trials) // concurrent
+    return (rounds + math.ceil(refits / concurrent) - own - 1) * config.steps
 
 
 def _cause(error: Exception) -> Exception:
@@ -314,10 +334,10 @@ class Refit(NamedTuple):
     files: tuple[FileEntry, ...]
 
 
-def refit(context: Context, task: Task, pool: Images, rate: float, draw: int) -> Refit:
+def refit(context: Context, task: Task, pool: Images, rate: float, draw: int, after: int = 0) -> Refit:
     """Fit on all of a draw's labels and judge on test. Draw 0's model becomes the artifact's."""
     seed, noun = task.config.seed + draw, f"draw {draw}, step"
-    model, curve, substitutes = fit(fetched(context, task), pool, rate, seed, noun)
+    model, curve, substitutes = fit(fetched(context, task), pool, rate, seed, noun, after)
     test = read_split(context.dataset(context.config.cache_gib), "test")
     result = score(model, task.contract, test)
     print(f"draw {draw}: test accuracy {result.accuracy:.3f}", flush=True)
@@ -335,11 +355,12 @@ def run_refits(context: Context, task: Task, pools: list[Images], rate: float) -
     import ray
     from ray.exceptions import RayTaskError
 
-    resources, _ = devices.fit_resources(task.config.threads)
+    resources, concurrent = devices.fit_resources(task.config.threads)
     remote = ray.remote(num_cpus=resources["CPU"], num_gpus=resources.get("GPU", 0))(refit)
     try:
         found: list[Refit] = ray.get([
-            remote.remote(context, task, pool, rate, draw) for draw, pool in enumerate(pools)
+            remote.remote(context, task, pool, rate, draw, steps_after(task.config, 0, concurrent, draw))
+            for draw, pool in enumerate(pools)
         ])  # fmt: skip
     except RayTaskError as error:
         raise _cause(error) from error

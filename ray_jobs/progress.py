@@ -11,8 +11,9 @@ PREFIX = "progress "
 class Progress:
     """Prints `progress step 120/1781 · 5,812 images/s · loss 4.21 · 0:00:58 left`."""
 
-    def __init__(self, total: int, noun: str = "step", seconds: float = 1.0) -> None:
-        self.total, self.noun, self.seconds = total, noun, seconds
+    def __init__(self, total: int, noun: str = "step", seconds: float = 1.0, after: int = 0) -> None:
+        """`after`: steps that the stage does when these are done; the time left is that of the stage."""
+        self.total, self.noun, self.seconds, self.after = total, noun, seconds, after
         self.began = self.shown = time.monotonic()
         self.first: tuple[int, int] | None = None
 
@@ -31,6 +32,6 @@ class Progress:
             parts.append(f"{(images - self.first[1]) / seconds:,.0f} images/s")
         parts += [f"{name.replace('_', ' ')} {value:.4g}" for name, value in values.items()]
         if seconds > 0 and step > self.first[0]:
-            left = (self.total - step) * seconds / (step - self.first[0])
+            left = (self.total + self.after - step) * seconds / (step - self.first[0])
             parts.append(f"{timedelta(seconds=round(left))} left")
         print(PREFIX + " · ".join(parts), flush=True)

@@ -132,7 +132,7 @@ def print_table(rows: list[dict[str, Any]], columns: tuple[str, ...]) -> None:
     for row in cells:
         table.add_row(*(plain(row[column]) for column in shown))
     least = sum(width if column in WHOLE else min(width, FOLDED) for column, width in _widths(cells, shown))
-    (console if least <= console.width else Console(width=least)).print(table)
+    (console if least <= console.width else terminal.console(width=least)).print(table)
 
 
 # Columns that make no sense in two lines: ids to copy, numbers, states.

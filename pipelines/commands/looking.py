@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from datetime import UTC, datetime, timedelta
 from functools import partial
 from typing import Annotated, Any
 
@@ -45,7 +46,7 @@ def status(
         return
     console.print(f"[bold]{found['run']}[/]  {found['status']}", highlight=False)
     for stage in found["stages"]:
-        stage["took"] = _took(stage)
+        stage["took"] = _took(stage, datetime.now(UTC))
     print_table(found["stages"], ("stage", "status", "took", "detail"))
     if found["status"] == "UNFINISHED":
         console.print(
@@ -180,10 +181,12 @@ def schema() -> None:
     print_json(recipe.schema())
 
 
-def _took(stage: dict[str, Any]) -> str:
-    from datetime import datetime
-
+def _took(stage: dict[str, Any], moment: datetime) -> str:
+    """How long a stage took, or how long it has been running."""
     if "started" not in stage:
         return ""
+    if stage["status"] == "RUNNING":
+        age = (moment - datetime.fromisoformat(stage["started"])).total_seconds()
+        return f"for {timedelta(seconds=max(0, round(age)))}"
     seconds = datetime.fromisoformat(stage["changed"]) - datetime.fromisoformat(stage["started"])
     return f"{seconds.total_seconds():.1f} s"

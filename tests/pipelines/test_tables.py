@@ -1,11 +1,13 @@
 """Tables for people on a terminal of any width, and for programs that read a pipe."""
 
 import io
+from datetime import UTC, datetime, timedelta
 
 import pytest
 from rich.console import Console
 
 from pipelines.commands import common
+from pipelines.commands.looking import _took
 from pipelines.query import TABLES
 
 RUN = "quickstart-20261122-101500-ab12"
@@ -44,3 +46,12 @@ def test_in_a_pipe_a_row_is_a_line(vitflow) -> None:  # type: ignore[no-untyped-
     lines = vitflow("report", "query", "--tables", COLUMNS="").stdout.splitlines()
     assert len(lines) == 1 + sum(map(len, TABLES.values()))
     assert max(map(len, lines)) > 80
+
+
+def test_a_running_stage_shows_its_age() -> None:
+    began = datetime(2026, 11, 22, 10, tzinfo=UTC)
+    stage = {"status": "RUNNING", "started": began.isoformat(), "changed": began.isoformat()}
+    assert _took(stage, began + timedelta(hours=26, seconds=5)) == "for 1 day, 2:00:05"
+    ended = stage | {"status": "SUCCEEDED", "changed": (began + timedelta(seconds=3)).isoformat()}
+    assert _took(ended, began + timedelta(hours=26)) == "3.0 s"
+    assert _took({"status": "PENDING"}, began) == ""

@@ -216,3 +216,22 @@ def test_a_single_rate_is_not_swept_and_says_so(dataset, tmp_path, local_ray):
 def test_a_mistake_in_a_trial_is_told_as_it_was_made(dataset, tmp_path, local_ray):
     with pytest.raises(ValueError, match="diverged with every learning rate"):
         finetune.main(context(tmp_path / "store", dataset, configuration(learning_rates=(1e30, 1e31))))
+
+
+@pytest.mark.parametrize("concurrent", [1, 2, 3, 100])
+def test_the_steps_after_a_fit_count_the_rest_of_the_sweep_and_the_refits(concurrent: int) -> None:
+    config = configuration()  # 2 rates x 2 folds, then 2 draws, of 20 steps each
+    trials = [finetune.steps_after(config, 2, concurrent, number) for number in range(4)]
+    refits = [finetune.steps_after(config, 0, concurrent, draw) for draw in range(2)]
+    expected = {
+        1: ([100, 80, 60, 40], [20, 0]),
+        2: ([40, 40, 20, 20], [0, 0]),
+        3: ([40, 40, 40, 20], [0, 0]),
+        100: ([20, 20, 20, 20], [0, 0]),
+    }
+    assert (trials, refits) == expected[concurrent]
+
+
+def test_with_all_labels_one_refit_follows() -> None:
+    config = configuration(labels=Labels())
+    assert [finetune.steps_after(config, 1, 1, number) for number in range(2)] == [40, 20]
