@@ -2,39 +2,74 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
+from vit_model.build import Network
+from vit_model.config import ModelContract
 from vit_model.preprocessing import load_image, normalise
 from vit_model.weights import load_model
 
 TOP = 5
+BATCH = 64  # images in memory at once
 
 
 def classify(model_folder: Path, images: Sequence[Path]) -> list[dict[str, Any]]:
     """[{"image": path, "top": [{"class": name, "probability": p}, ...]}], the five likeliest classes first.
 
     Raises:
-        ValueError: a file that is no image, or a model without a classifier.
+        ValueError: a file that is not an image, or a model without a classifier.
+    """
+    rows = list(classify_readable(model_folder, images))
+    for row in rows:
+        if "error" in row:
+            raise ValueError(row["error"])
+    return rows
+
+
+def classify_readable(model_folder: Path, images: Sequence[Path]) -> Iterator[dict[str, Any]]:
+    """As `classify`, but a file that cannot be read is {"image": path, "error": why} in its place.
+
+    Raises:
+        ValueError: a model without a classifier.
     """
     model, contract = load_model(model_folder)
     if not contract.class_names:
         raise ValueError(f"{model_folder} has no classifier: it gives representations only")
-    pixels = np.stack([load_image(image, contract.preprocessing) for image in images])
+    model.eval()
+    for start in range(0, len(images), BATCH):
+        batch = images[start : start + BATCH]
+        pixels: dict[Path, NDArray[np.uint8]] = {}
+        errors: dict[Path, str] = {}
+        for image in batch:
+            try:
+                pixels[image] = load_image(image, contract.preprocessing)
+            except (ValueError, OSError) as error:
+                errors[image] = str(error)
+        tops = dict(zip(pixels, _tops(model, contract, list(pixels.values())), strict=True))
+        for image in batch:
+            yield {"image": str(image)} | (
+                {"top": tops[image]} if image in tops else {"error": errors[image]}
+            )
+
+
+def _tops(
+    model: Network, contract: ModelContract, pixels: list[NDArray[np.uint8]]
+) -> list[list[dict[str, Any]]]:
+    if not pixels:
+        return []
     with torch.inference_mode():
-        logits = model.eval()(normalise(torch.from_numpy(pixels), contract.preprocessing, torch.float32))
+        logits = model(normalise(torch.from_numpy(np.stack(pixels)), contract.preprocessing, torch.float32))
     probabilities, classes = logits.float().softmax(-1).topk(min(TOP, logits.shape[-1]))
     return [
-        {
-            "image": str(image),
-            "top": [
-                {"class": contract.class_names[label], "probability": probability}
-                for probability, label in zip(*both, strict=True)
-            ],
-        }
-        for image, *both in zip(images, probabilities.tolist(), classes.tolist(), strict=True)
+        [
+            {"class": contract.class_names[label], "probability": probability}
+            for probability, label in zip(*both, strict=True)
+        ]
+        for both in zip(probabilities.tolist(), classes.tolist(), strict=True)
     ]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
@@ -12,15 +12,13 @@ from pipelines.commands.common import (
     JsonOption,
     StoreOption,
     console,
+    errors,
     open_,
     plain,
     print_json,
 )
 from pipelines.spec import RecipeError
 from pipelines.store import local_files
-
-if TYPE_CHECKING:
-    pass
 
 
 def init(
@@ -38,28 +36,54 @@ def init(
 
 def predict(
     model: Annotated[str, typer.Argument(help="a model's key or its beginning, or RUN/STAGE")],
-    images: Annotated[list[Path], typer.Argument(help="image files")],
+    images: Annotated[list[Path], typer.Argument(help="image files, or folders with images at any depth")],
     store: StoreOption = DEFAULT_STORE,
     as_json: JsonOption = False,
 ) -> None:
-    """Classify images with a model of the store: the five likeliest classes of each."""
+    """Classify images with a model of the store: the five likeliest classes of each.
+
+    Files that cannot be read are named on stderr; the others are classified, and the exit code is 1.
+    """
     from pipelines.lookup import find_artifact
 
     opened = open_(store, create=False)
     manifest = find_artifact(opened, model, "model")
-    missing = [str(path) for path in images if not path.is_file()]
-    if missing:
-        raise RecipeError(f"no such file: {', '.join(missing)}")
-    from vit_model.predict import classify
+    files = list(dict.fromkeys(file for given in images for file in _image_files(given)))
+    from vit_model.predict import classify_readable
 
+    rows = []
     try:
-        rows = classify(local_files(opened, manifest), images)
+        for row in classify_readable(local_files(opened, manifest), files):
+            rows.append(row)
+            if "error" in row:
+                errors.print(f"[red]error:[/] {plain(row['error'])}", highlight=False, soft_wrap=True)
+            elif not as_json:
+                console.print(f"[bold]{plain(row['image'])}[/]", highlight=False)
+                for top in row["top"]:
+                    console.print(f"  {top['probability']:7.2%}  {plain(top['class'])}", highlight=False)
     except ValueError as error:
         raise RecipeError(str(error)) from None
     if as_json:
         print_json(rows)
-        return
-    for row in rows:
-        console.print(f"[bold]{plain(row['image'])}[/]", highlight=False)
-        for top in row["top"]:
-            console.print(f"  {top['probability']:7.2%}  {plain(top['class'])}", highlight=False)
+    if any("error" in row for row in rows):
+        raise typer.Exit(1)
+
+
+def _image_files(given: Path) -> list[Path]:
+    """A file itself, or the images below a folder, by their endings. Raises RecipeError."""
+    if given.is_file():
+        return [given]
+    if not given.is_dir():
+        raise RecipeError(f"{given}: no such file or folder")
+    from ray_jobs.sources.folder import EXTENSIONS
+
+    found = sorted(
+        path
+        for path in given.rglob("*")
+        if path.suffix.lower() in EXTENSIONS
+        and path.is_file()
+        and not any(part.startswith(".") for part in path.relative_to(given).parts)
+    )
+    if not found:
+        raise RecipeError(f"{given}: no images found ({', '.join(EXTENSIONS)})")
+    return found

@@ -388,3 +388,25 @@ def test_wrong_requests(
     before = set(tmp_path.rglob("*"))
     assert message in vitflow_here(*arguments, "--store", store.uri, code=2)
     assert set(tmp_path.rglob("*")) == before, "nothing was begun, and nothing is left"
+
+
+def test_predict_takes_folders_and_scores_the_good_beside_the_bad(
+    store: Store, tmp_path: Path, vitflow_here: Callable[..., str]
+) -> None:
+    put_model(store)
+    folder = tmp_path / "images"
+    (folder / "below" / ".hidden").mkdir(parents=True)
+    for name in ("a.png", "below/b.PNG", "below/.hidden/c.png"):
+        Image.new("RGB", (8, 8)).save(folder / name, "PNG")
+    (folder / "notes.txt").write_text("not an image")
+    given = ["predict", "ma", folder, "--store", store.uri]
+    said = vitflow_here(*given)
+    assert said.count("ape") == 2 and str(folder / "below/b.PNG") in said
+
+    (folder / "broken.jpg").write_text("not an image")
+    said = vitflow_here(*given, code=1)
+    assert said.count("ape") == 2 and f"error: {folder / 'broken.jpg'} cannot be read as an image" in said
+    rows = json.loads(vitflow_here(*given, "--json", code=1).partition(" error: ")[0])
+    assert [row.keys() for row in rows] == [{"image", "top"}, {"image", "top"}, {"image", "error"}]
+    assert "no such file or folder" in vitflow_here("predict", "ma", "x.png", "--store", store.uri, code=2)
+    assert "no images found" in vitflow_here("predict", "ma", store.uri, "--store", store.uri, code=2)
