@@ -11,6 +11,7 @@ import re
 import shlex
 import shutil
 import statistics
+import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
@@ -66,6 +67,11 @@ def write_recipe(file: Path, images: Path, console: Console) -> None:
         raise RecipeError(f"{file.parent} is not a folder: make it, or write the recipe elsewhere")
     if file.suffix not in {".yaml", ".yml"}:
         raise RecipeError(f"{file}: the name of a recipe ends in .yaml")
+    try:
+        with tempfile.TemporaryFile(dir=file.parent):  # seen before anything takes time
+            pass
+    except OSError as error:
+        raise RecipeError(f"{file}: cannot write to {file.parent.resolve()}: {error.strerror}") from None
     try:
         listing = folder.scan(images.expanduser())
     except ValueError as error:

@@ -33,7 +33,10 @@ SAMPLE_COLUMNS = ("sample_id", "key", "width", "height", "channels", "label")
 class Library:
     """What a store holds. Made by `pipelines.open_store`."""
 
-    store: Store = field(repr=False)
+    store: Store
+
+    def __repr__(self) -> str:
+        return f"Library({self.uri!r}): .model(KEY), .dataset(KEY), .rows()"
 
     @property
     def uri(self) -> str:
@@ -97,8 +100,17 @@ class StoredModel:
 class StoredDataset:
     """A dataset; `info` is its dataset.json."""
 
-    manifest: Manifest = field(repr=False)
-    data: Dataset = field(repr=False)
+    manifest: Manifest
+    data: Dataset
+
+    def __repr__(self) -> str:
+        info = self.info
+        size = info.image and f"{info.image.height} x {info.image.width} x {info.image.channels}"
+        images = ", ".join(f"{count:,} {split}" for split, count in info.splits.items())
+        return (
+            f"StoredDataset({info.name!r}, key {self.manifest.key[:12]}: {images} images, "
+            f"{len(info.class_names)} classes, {size or 'image files of any size'})"
+        )
 
     @property
     def info(self) -> DatasetInfo:

@@ -32,7 +32,14 @@ def find_artifact(store: Store, given: str | None, kind: str) -> Manifest:
         matches = [manifest for manifest in known if manifest.key.startswith(given)]
         if not matches:
             run, _, stage = given.partition("/")
-            stages = run_status(store, find_run(store, run))["stages"]
+            try:
+                found = find_run(store, run)
+            except RecipeError as error:
+                raise RecipeError(
+                    f"no {kind} has a key that begins with {given!r}, and {error}. "
+                    f"`vitflow list --kind {kind}s` shows the keys"
+                ) from None
+            stages = run_status(store, found)["stages"]
             chosen = members(stage, [entry["stage"] for entry in stages]) if stage else ()
             keys = {entry.get("key") for entry in stages if not stage or entry["stage"] in chosen}
             matches = [manifest for manifest in known if manifest.key in keys]

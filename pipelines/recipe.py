@@ -85,23 +85,28 @@ def load_pipeline(pipeline: str, overrides: tuple[str, ...] = ()) -> Pipeline:
         expanded = matrix.expand(raw)
     except RecipeError as error:
         raise RecipeError(f"{path}: {error}") from None
-    return parse_pipeline(expanded, str(path))
+    return parse_pipeline(expanded, str(path), overrides)
 
 
-def parse_pipeline(raw: dict[str, Any], where: str) -> Pipeline:
-    """Check a pipeline whose stages are expanded; `where` begins the message of a `RecipeError`."""
+def parse_pipeline(raw: dict[str, Any], where: str, overrides: tuple[str, ...] = ()) -> Pipeline:
+    """Check a pipeline whose stages are expanded; `where` begins the message of a `RecipeError`.
+
+    What is wrong with a field that one of the `overrides` gave is said of that option.
+    """
     try:
         return Pipeline.model_validate(raw)
     except ValidationError as error:
         found: dict[str, list[str]] = {}  # what is wrong -> the stages, of which a matrix makes many
         for problem in error.errors():
             stage = str(problem["loc"][1]) if len(problem["loc"]) > 1 else ""
-            line = _explain(raw, dict(problem))
+            line = _explain(raw, dict(problem), overrides)
             found.setdefault(line.replace(f"stages.{stage}", f"stages.{base(stage)}", 1), []).append(stage)
         lines = [
             line if not {*map(base, stages)} - {*stages} else f"{line} (in {_several(stages)})"
             for line, stages in found.items()
         ]
+        if all(line.startswith("--set ") for line in lines):
+            raise RecipeError("\n  ".join(lines)) from None
         raise RecipeError("\n  ".join([f"{where}:", *lines])) from None
 
 
@@ -184,7 +189,13 @@ def _apply_override(raw: dict[str, Any], override: str) -> None:
         raise RecipeError(f"--set {override}: {error}") from None
 
 
-def _explain(raw: dict[str, Any], problem: dict[str, Any]) -> str:
+def _given_by(field: str, overrides: tuple[str, ...]) -> str | None:
+    """The last override that gave the value of a field, or of one that it is in."""
+    found = [given for given in overrides if f"{field}.".startswith(f"{given.partition('=')[0]}.")]
+    return found[-1] if found else None
+
+
+def _explain(raw: dict[str, Any], problem: dict[str, Any], overrides: tuple[str, ...]) -> str:
     """One line: where, what was given, what would be right."""
     # pydantic puts a union's tag (the job's, the source's or the model's kind) into the path: it is not in the YAML
     location = [str(part) for part in problem["loc"]]
@@ -199,10 +210,15 @@ def _explain(raw: dict[str, Any], problem: dict[str, Any]) -> str:
         at = at.get(part) if isinstance(at, dict) else at
     where = ".".join(path)
     message = problem["msg"].removeprefix("Value error, ")
+    field = ".".join([*map(base, path[1:2]), *path[2:]])  # as --set names it
+    owner = ""
+    if (override := _given_by(field, overrides)) is not None:
+        where = f"--set {override}" if override.startswith(f"{field}=") else f"--set {override}: {field}"
+        owner = f"{field.rpartition('.')[0]}."
     if problem["type"] == "extra_forbidden":
-        return f"{where}: there is no such field{nearest(path[-1], _siblings(raw, path))}"
+        said = nearest(path[-1], _siblings(raw, path)).replace("mean '", f"mean '{owner}")
+        return f"{where}: there is no such field{said}"
     if problem["type"] == "missing":
-        field = ".".join([*map(base, path[1:2]), *path[2:]])
         given = f"; write it there, or --set {field}=..." if path[0] == "stages" else ""
         return f"{where}: is missing{given}"
     if problem["type"].startswith("value_error"):

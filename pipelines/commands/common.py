@@ -91,7 +91,11 @@ def open_(uri: str, *, create: bool = True) -> Store:
     """
     try:
         return open_store(uri, create=create)
-    except (StoreAbsent, StoreDamaged, StoreUnreachable):
+    except StoreAbsent as error:
+        raise StoreAbsent(
+            f"{error}. Give the store of your results with --store, or as VITFLOW_STORE"
+        ) from None
+    except (StoreDamaged, StoreUnreachable):
         raise
     except StoreError as error:
         raise RecipeError(str(error)) from None

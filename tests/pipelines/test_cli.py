@@ -16,7 +16,15 @@ TINY = Path(__file__).parent.parent / "tiny.yaml"
     [
         (["run", "nowhere.yaml"], "nowhere.yaml: no such file"),
         (["run", "quikstart"], "did you mean 'quickstart'"),
-        (["run", TINY, "--set", "pretrain.stepz=3"], "did you mean 'steps'"),
+        (
+            ["run", TINY, "--set", "pretrain.stepz=3"],
+            "error: --set pretrain.stepz=3: there is no such field; did you mean 'pretrain.steps'?",
+        ),
+        (
+            ["run", TINY, "--set", "pretrain.optimizer={clip: 1}"],
+            "error: --set pretrain.optimizer={clip: 1}: pretrain.optimizer.clip: there is no such field",
+        ),
+        (["run", TINY, "--set", "pretrain.steps=no"], "error: --set pretrain.steps=no: "),
         (["run", TINY, "--only", "pretran"], "did you mean 'pretrain'"),
         (["run", TINY, "--force", "prob"], "did you mean 'probe'"),
         (["run", TINY, "--store", "s3://KEY:SECRET@bucket/x"], "keys would end up in logs"),
@@ -26,7 +34,9 @@ TINY = Path(__file__).parent.parent / "tiny.yaml"
         (["plan", TINY, "--set", "pretrain.resolution=9"], "8 or 12 would be"),
         (["status", "--store", "nowhere"], "is not a store"),
         (["predict", "abc", "x.png", "--store", "nowhere"], "is not a store"),
+        (["list"], "Give the store of your results with --store"),
         (["init", "x.yaml", "--images", "nowhere"], "nowhere is not a folder"),
+        (["init", "/proc/x.yaml", "--images", "."], "/proc/x.yaml: cannot write to /proc: "),
         (["runn"], "No such command"),
     ],
 )

@@ -105,6 +105,15 @@ def test_a_model_is_the_one_that_was_saved(store: Store, tmp_path: Path) -> None
     )
 
 
+def test_a_notebook_shows_what_is_what(store: Store) -> None:
+    put_dataset(store)
+    library = pipelines.open_store(store.uri)
+    assert repr(library).startswith(f"Library({store.uri!r})")
+    shown = repr(library.dataset())
+    for said in ("StoredDataset('", " train", " dev", " test images", " classes, 4 x 4 x 1"):
+        assert said in shown
+
+
 def test_a_datasets_samples_and_images_are_in_one_order(store: Store) -> None:
     put_dataset(store)
     found = pipelines.open_store(store.uri).dataset()
