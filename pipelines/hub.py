@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable, Iterator
+import re
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from fnmatch import fnmatch
 from pathlib import Path
@@ -18,37 +19,25 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
 
 from pipelines import identity
-from pipelines.spec import COMMIT, HUB_PATH, Import, RecipeError
+from pipelines.spec import COMMIT, HUB_PATH, RecipeError
 from pipelines.store import StoreError, StoreUnreachable
 
 if TYPE_CHECKING:
     from huggingface_hub import HfApi
-
-    from pipelines.pipeline import Pipeline
 
 DEFAULT_ENDPOINT = "https://huggingface.co"
 WEIGHTS = ("model.safetensors", "model-*-of-*.safetensors")
 READ = ("config.json", "preprocessor_config.json", "README.md", "model.safetensors.index.json", *WEIGHTS)
 
 
-def pin(pipeline: Pipeline, names: Iterable[str]) -> Pipeline:
-    """The pipeline with the commit written into each hub path of these stages.
+def pinned(path: str) -> str:
+    """hf:ORG/NAME@COMMIT.
 
     Raises:
         RecipeError: there is no such model or revision. StoreUnreachable: the hub does not answer.
     """
-    stages = dict(pipeline.stages)
-    for name in names:
-        stage = stages[name]
-        if isinstance(stage, Import) and stage.path.startswith("hf:"):
-            stages[name] = stage.model_copy(update={"path": pinned(stage.path)})
-    return pipeline.model_copy(update={"stages": stages})
-
-
-def pinned(path: str) -> str:
-    """hf:ORG/NAME@COMMIT. Raises as `pin`."""
     repository, revision = _parse(path)
-    if COMMIT.fullmatch(revision):
+    if re.fullmatch(COMMIT, revision):
         return path
     record = _record(repository, revision)
     if (known := _recall(record)) is None:
@@ -58,7 +47,7 @@ def pinned(path: str) -> str:
 
 
 def digests(path: str) -> dict[str, str]:
-    """File -> sha256 of its content, for the files of a pinned path that an import reads. Raises as `pin`."""
+    """File -> sha256 of its content, for the files of a pinned path that an import reads. Raises as `pinned`."""
     repository, commit = _parse(path)
     record = _record(repository, commit)
     if (known := _recall(record)) is None:
@@ -85,7 +74,7 @@ def fetch(path: str) -> Path:
 
 def _parse(path: str) -> tuple[str, str]:
     """(ORG/NAME, revision)."""
-    found = HUB_PATH.fullmatch(path)
+    found = re.fullmatch(HUB_PATH, path)
     assert found is not None, path
     return found["repository"], found["revision"] or "main"
 

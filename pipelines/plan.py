@@ -10,7 +10,7 @@ from typing import Any
 
 from pipelines import identity
 from pipelines.pipeline import Pipeline, base
-from pipelines.spec import AnyStage, RecipeError, Report
+from pipelines.spec import AnyStage, Import, RecipeError, Report
 from pipelines.store import (
     InputRef,
     Manifest,
@@ -51,6 +51,26 @@ class PlannedStage:
         if self.damaged is not None:
             return "damaged"
         return "pending" if self.key is None else "run" if self.manifest is None else "cached"
+
+
+def pin(pipeline: Pipeline, names: Iterable[str]) -> Pipeline:
+    """The pipeline with the commit written into each path on the Hugging Face hub of these stages.
+
+    Raises:
+        RecipeError: there is no such model or revision. StoreUnreachable: the hub does not answer.
+    """
+    stages = {name: pipeline.stages[name] for name in names}
+    hub = {
+        name: stage
+        for name, stage in stages.items()
+        if isinstance(stage, Import) and stage.path.startswith("hf:")
+    }
+    if not hub:
+        return pipeline
+    from pipelines.hub import pinned
+
+    found = {name: stage.model_copy(update={"path": pinned(stage.path)}) for name, stage in hub.items()}
+    return pipeline.model_copy(update={"stages": pipeline.stages | found})
 
 
 def plan_pipeline(

@@ -56,7 +56,7 @@ def import_(
 ) -> None:
     """Make weights that others trained a model of the store."""
     from pipelines.commands.running import carry_out
-    from pipelines.hub import pin
+    from pipelines.plan import pin
     from pipelines.recipe import parse_pipeline
 
     stage = name or _stage_name(path)
@@ -80,7 +80,7 @@ def import_(
 
 def _stage_name(path: str) -> str:
     """A name for a stage, from the last part of its path, without a revision."""
-    path = found["repository"] if (found := HUB_PATH.fullmatch(path)) else path
+    path = found["repository"] if (found := re.fullmatch(HUB_PATH, path)) else path
     last = path.rstrip("/").rpartition("/")[2].removesuffix(".npz").removesuffix(".safetensors")
     return re.sub(r"[^a-z0-9]+", "_", last.lower()).lstrip("_0123456789")[:40].rstrip("_") or "model"
 

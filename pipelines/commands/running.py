@@ -315,8 +315,8 @@ def _requested(
     pipeline: str, only: list[str] | None, force: list[str] | None, changes: list[str] | None
 ) -> tuple[Pipeline, tuple[str, ...], tuple[str, ...]]:
     """The pipeline, the names of the stages that are wanted in running order, and of those that are forced."""
-    from pipelines.hub import pin
     from pipelines.pipeline import members
+    from pipelines.plan import pin
     from pipelines.recipe import load_pipeline
 
     loaded = load_pipeline(pipeline, tuple(changes or ()))

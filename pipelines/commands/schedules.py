@@ -53,7 +53,7 @@ def schedule_add(
 ) -> None:
     """Have a pipeline run again and again, or change how; `schedule serve` does it."""
     from pipelines.cron import check_cron, check_timezone
-    from pipelines.hub import pin
+    from pipelines.plan import pin
     from pipelines.recipe import load_pipeline
     from pipelines.schedule import Schedule, add_schedule, check_name
     from pipelines.submission import check_address, check_store

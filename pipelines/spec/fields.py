@@ -50,15 +50,16 @@ def located(path: str) -> str:
     return absolute(path)
 
 
-HUB_PATH = re.compile(r"hf:(?P<repository>[\w.-]+/[\w.-]+)(@(?P<revision>[\w./-]{1,100}))?", re.ASCII)
-COMMIT = re.compile(r"[0-9a-f]{40}")
+# As text: patterns are compiled at their first use, which few starts of the program come to.
+HUB_PATH = r"hf:(?P<repository>[\w.-]+/[\w.-]+)(@(?P<revision>[\w./-]{1,100}))?"
+COMMIT = r"[0-9a-f]{40}"
 
 
 def checkpoint(path: str) -> str:
     """As `located`, or a model on the Hugging Face hub."""
     if not path.startswith("hf:"):
         return located(path)
-    if not HUB_PATH.fullmatch(path):
+    if not re.fullmatch(HUB_PATH, path, re.ASCII):
         raise ValueError(
             f"{path!r} is not a model on the Hugging Face hub; expected hf:ORG/NAME or hf:ORG/NAME@REVISION"
         )

@@ -8,7 +8,7 @@ import huggingface_hub.constants
 import pytest
 
 from pipelines import hub, identity
-from pipelines.plan import plan_pipeline
+from pipelines.plan import pin, plan_pipeline
 from pipelines.recipe import load_pipeline, parse_pipeline
 from pipelines.spec import Import, RecipeError
 from pipelines.store import StoreError, StoreUnreachable, fetched, open_store
@@ -136,7 +136,7 @@ def test_a_plan_records_the_commit(server: Hub, tmp_path: Path) -> None:
     commit = server.commit("org/vit", FILES)
     recipe = tmp_path / "x.yaml"
     recipe.write_text("name: x\nstages: {vit: {job: import, path: 'hf:org/vit'}}")
-    pipeline = hub.pin(load_pipeline(str(recipe)), ("vit",))
+    pipeline = pin(load_pipeline(str(recipe)), ("vit",))
     (planned,) = plan_pipeline(open_store(str(tmp_path / "store")), pipeline, ("vit",))
     assert json.loads(planned.config.model_dump_json())["path"] == f"hf:org/vit@{commit}"
 
