@@ -84,22 +84,30 @@ def _ask(path: str) -> dict[str, Any]:
     repository, revision = _parse(path)
     with _told(path):
         info = _api().model_info(repository, revision=revision, files_metadata=True)
-        found = {file.rfilename: file for file in info.siblings or ()}
-        names = [name for name in sorted(found) if any(fnmatch(name, pattern) for pattern in READ)]
-        missing = [
-            what
-            for what, patterns in (("config.json", ("config.json",)), ("model.safetensors", WEIGHTS))
-            if not any(fnmatch(name, pattern) for name in names for pattern in patterns)
-        ]
-        if missing or info.sha is None:
-            raise RecipeError(
-                f"{path}: missing {' and '.join(missing)}; expected a model with config.json and model.safetensors "
-                f"(pickles such as pytorch_model.bin are not fetched). It contains: {', '.join(sorted(found))}"
-            )
-        small = {name: _download(repository, info.sha, name) for name in names if found[name].lfs is None}
+    if not re.fullmatch(COMMIT, info.sha or ""):
+        raise StoreError(
+            f"{path}: {_endpoint()} gave {info.sha!r} as its commit; expected 40 hexadecimal digits"
+        )
+    commit = str(info.sha)
+    found = {file.rfilename: file for file in info.siblings or ()}
+    names = [
+        name for name in sorted(found) if "/" not in name and any(fnmatch(name, pattern) for pattern in READ)
+    ]
+    missing = [
+        what
+        for what, patterns in (("config.json", ("config.json",)), ("model.safetensors", WEIGHTS))
+        if not any(fnmatch(name, pattern) for name in names for pattern in patterns)
+    ]
+    if missing:
+        raise RecipeError(
+            f"{path}: missing {' and '.join(missing)}; expected a model with config.json and model.safetensors "
+            f"(pickles such as pytorch_model.bin are not fetched). It contains: {', '.join(sorted(found))}"
+        )
+    with _told(path):
+        small = {name: _download(repository, commit, name) for name in names if found[name].lfs is None}
     known = {name: lfs.sha256 for name in names if (lfs := found[name].lfs) is not None}
     known |= dict(identity.file_digests(small.items()))
-    return {"commit": info.sha, "files": known}
+    return {"commit": commit, "files": known}
 
 
 def _download(repository: str, commit: str, name: str) -> Path:
@@ -128,7 +136,12 @@ def _told(path: str) -> Iterator[None]:
     """What the hub's client raises, as errors of ours that name the path."""
     try:
         import httpx2
-        from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError, RevisionNotFoundError
+        from huggingface_hub.errors import (
+            GatedRepoError,
+            HFValidationError,
+            RepositoryNotFoundError,
+            RevisionNotFoundError,
+        )
         from huggingface_hub.utils.tqdm import disable_progress_bars
     except ImportError as error:
         raise RecipeError(
@@ -149,9 +162,15 @@ def _told(path: str) -> Iterator[None]:
         raise RecipeError(
             f"{path}: the model has no such revision; expected a branch, tag or commit"
         ) from None
+    except HFValidationError as error:
+        raise RecipeError(f"{path}: {error}") from None
     except (httpx2.HTTPError, OSError) as error:  # OSError: also no place in the cache
         reason = str(error).partition("\n")[0] or type(error).__name__
         raise StoreUnreachable(f"{path}: cannot be fetched from {_endpoint()}: {reason}") from None
+    except (ValueError, KeyError, TypeError) as error:
+        raise StoreError(
+            f"{path}: {_endpoint()} does not answer as the Hugging Face hub does ({error!r}). Check HF_ENDPOINT"
+        ) from None
 
 
 def _record(repository: str, revision: str) -> Path:

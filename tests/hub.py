@@ -27,6 +27,9 @@ class Hub:
     tampered: dict[str, bytes] = field(default_factory=dict)
     """File -> what is sent instead of its content."""
 
+    info_sent: bytes | None = None
+    """Instead of what a model's page says."""
+
     def commit(self, repository: str, files: dict[str, bytes]) -> str:
         """Make a commit the main one."""
         commit = hashlib.sha1(repr(sorted(files.items())).encode()).hexdigest()
@@ -75,7 +78,8 @@ class _Handler(BaseHTTPRequestHandler):
                 entry["lfs"] = {"sha256": _sha256(data), "size": len(data), "pointerSize": 130}
             siblings.append(entry)
         record = {"id": repository, "modelId": repository, "sha": commit, "siblings": siblings}
-        self.answer(200, json.dumps(record).encode(), {"Content-Type": "application/json"})
+        data = self.hub.info_sent or json.dumps(record).encode()
+        self.answer(200, data, {"Content-Type": "application/json"})
 
     def file(self, repository: str, revision: str, name: str) -> None:
         if (known := self.found(repository, revision)) is None:

@@ -20,6 +20,7 @@ FILES = {
     "README.md": b"---\nlicense: mit\n---\n",
     "pytorch_model.bin": b"a pickle",
     "onnx/model.onnx": b"large",
+    "model-1/x-of-1.safetensors": b"not at the top",
 }
 
 
@@ -85,6 +86,7 @@ def test_a_file_that_is_not_the_one_its_digest_says_is_refused(server: Hub) -> N
 @pytest.mark.parametrize(
     ("path", "message"),
     [
+        ("hf:org/a--b", r"^hf:org/a--b: .*org/a--b"),
         (
             "hf:org/vitt",
             r"^hf:org/vitt: no such model at http://127.0.0.1:\d+. Check the name; for a private",
@@ -113,6 +115,13 @@ def test_a_hub_that_does_not_answer_is_asked_again_later(
     with serving(Hub()) as gone:
         monkeypatch.setenv("HF_ENDPOINT", gone.endpoint)
     with pytest.raises(StoreUnreachable, match=r"hf:org/vit: cannot be fetched from http://127.0.0.1:\d+: "):
+        hub.pinned("hf:org/vit")
+
+
+def test_a_server_that_is_no_hub_is_said_so(server: Hub) -> None:
+    server.commit("org/vit", FILES)
+    server.info_sent = b"<html>"
+    with pytest.raises(StoreError, match=r"does not answer as the Hugging Face hub does .*Check HF_ENDPOINT"):
         hub.pinned("hf:org/vit")
 
 
