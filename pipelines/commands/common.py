@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 import typer
 from rich.cells import cell_len
@@ -20,6 +21,9 @@ console = terminal.console()
 if not console.is_terminal and not os.environ.get("COLUMNS"):
     console.width = 1 << 16  # a program reads it: tables are as wide as they need, and no line is folded
 errors = terminal.console(stderr=True)
+
+
+Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 class _FlagsWithoutType:
@@ -47,7 +51,7 @@ class Commands(typer.Typer):
     def __init__(self, **given: Any) -> None:
         super().__init__(cls=_Group, no_args_is_help=True, **given)
 
-    def command(self, name: str | None = None, **given: Any) -> Any:
+    def command(self, name: str | None = None, **given: Any) -> Callable[[Function], Function]:
         return super().command(name, cls=_Command, **given)
 
 
