@@ -83,6 +83,7 @@ def prepare(folder: Path, name: str, images: int) -> None:
     """Every arm's own form of the same bytes."""
     import pyarrow as pa
 
+    from ray_jobs.images import Hashes
     from ray_jobs.shards import INDEX, ImageSize, Sample, Shard, shard_file, write_dataset, write_shard
 
     if (folder / "done").exists():
@@ -112,8 +113,8 @@ def prepare(folder: Path, name: str, images: int) -> None:
         for sample, offset in zip(part, offsets, strict=True):
             known = {field: getattr(sample, field) for field in Sample._fields if field != "image"}
             checksum = xxhash.xxh3_64_intdigest(sample.image)
-            rows.append(known | {
-                "split": "train", "content_id": sample.key, "phash": 0, "shard": start // each,
+            rows.append(known | dict.fromkeys(Hashes._fields, 0) | {
+                "split": "train", "content_id": sample.key, "shard": start // each,
                 "offset": offset, "length": len(sample.image), "checksum": checksum,
             })  # fmt: skip
     shards = [

@@ -10,7 +10,8 @@ import io
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import NamedTuple
+from functools import lru_cache
+from typing import Any, NamedTuple
 
 import numpy as np
 import simplejpeg
@@ -28,7 +29,23 @@ _HASHED_SIDE = 64  # pixels at least, where the image has them
 _SIDE = 32  # pixels a side of what a perceptual hash looks at
 _COSINES = np.round(
     1024 * np.cos(np.pi * np.arange(1, 9)[:, None] * (2 * np.arange(_SIDE) + 1) / (2 * _SIDE))
-).astype(np.int64)
+)
+_SIGNS = np.array([-1, 1] * 4)  # of the frequencies 1..8 when their axis is reversed
+_CUT = (0.025, 0.09, 0.125)  # off each end of a side: .95, .82 and .75 are left
+_BORDER = 16  # grey levels by which a border of one colour may vary, as JPEG leaves it
+
+
+class Hashes(NamedTuple):
+    """Perceptual hashes of an image and of some of its views, see `hashes`."""
+
+    phash: int
+    phash_mirrored: int
+    phash_flipped: int
+    phash_rotated: int
+    phash_crop95: int
+    phash_crop82: int
+    phash_crop75: int
+    phash_inside: int
 
 
 class Facts(NamedTuple):
@@ -40,7 +57,13 @@ class Facts(NamedTuple):
     height: int
     channels: int
     """1: grey, else 3."""
-    phash: int
+    hashes: Hashes
+
+    def columns(self) -> dict[str, Any]:
+        """The facts as columns of the index, each hash its own."""
+        return {name: value for name, value in self._asdict().items() if name != "hashes"} | (
+            self.hashes._asdict()
+        )
 
 
 def examine(data: bytes) -> Facts:
@@ -54,7 +77,7 @@ def examine(data: bytes) -> Facts:
         raise ValueError("empty file")
     with _told():
         form, size, channels, grey = _plain(data) or _any(data)
-        return Facts(form, *size, channels, phash(grey))
+        return Facts(form, *size, channels, hashes(grey))
 
 
 def shrunk(data: bytes, facts: Facts, short_side: int) -> tuple[bytes, Facts]:
@@ -143,7 +166,7 @@ def examine_pixels(pixels: NDArray[np.uint8]) -> Facts:
         raise ValueError(f"pixels are {pixels.dtype} {list(pixels.shape)}, not uint8 [h, w, 1 or 3]")
     height, width, channels = pixels.shape
     grey = pixels[:, :, 0] if channels == 1 else np.asarray(Image.fromarray(pixels).convert("L"))
-    return Facts("raw", width, height, channels, phash(grey))
+    return Facts("raw", width, height, channels, hashes(grey))
 
 
 def content_id(sha256: bytes) -> str:
@@ -156,24 +179,90 @@ def sample_id(sha256: bytes, key: str) -> str:
     return hashlib.sha256(sha256 + key.encode()).hexdigest()[:32]
 
 
-def phash(grey: NDArray[np.uint8]) -> int:
-    """A hash of what is seen, 64 bits, from grey pixels [h, w]: near-copies differ in a few bits.
+def hashes(grey: NDArray[np.uint8]) -> Hashes:
+    """Hashes of what is seen, 64 bits each, from grey pixels [h, w]: near-copies differ in a few bits.
 
-    The signs of the frequencies 1..8 by 1..8 of the image's cosine transform at 32 x 32 pixels, against their median
-    (Zauner, "Implementation and benchmarking of perceptual image hash functions", 2010). 0: the image is one flat
-    colour, which says nothing of what it shows. Integers throughout: every machine gets the same bits.
+    Each has the signs of the frequencies 1..8 by 1..8 of a cosine transform at 32 x 32 pixels, against their median
+    (Zauner, "Implementation and benchmarking of perceptual image hash functions", 2010):
 
-    Measured on 39 parts of three photographs: of those saved as JPEG with quality 90 / 50 100 / 95 % are within 4 bits,
-    of those halved in size or a fifth brighter or darker 97 %, cut by 1 / 2 % a side 87 / 51 %; two different parts
-    never come nearer than 18. A hash of gradients (9 x 8 parts, each against its neighbour) finds about as many (90 %
-    of quality 50, 85 % of cuts by 1 %), but different parts come as near as 6. Small pictures collide: within 4 bits of
-    another are 7 % of 10,000 of Fashion-MNIST (59 % by gradients) and 10 % of the 8x8 digits (82 %).
+    - `phash` of the image itself;
+    - `phash_mirrored`, `phash_flipped`, `phash_rotated` of the image mirrored left to right, top to bottom, and rotated
+      by 90 degrees counterclockwise. The transform gives them: a reversed axis changes the sign of its odd frequencies.
+      One of these four of an image and one of another's are those of the same picture for each of the eight ways to
+      turn and mirror a rectangle: mirrored against flipped is rotated by 180 degrees, and so on;
+    - `phash_crop95`, `..82` and `..75` of the middle of the image: that share of each side. Their ratios to each other
+      and to the whole (.95, .91, .86, .82, .79, .75) cover every centred crop that leaves three quarters of each side;
+    - `phash_inside` of what is inside a border of one colour.
+
+    0 says nothing of what is shown: the view is one flat colour, there is no border, or, but for `phash`, the image has
+    fewer than 32 pixels a side, where different images look alike in so many views. All numbers are integers that
+    float64 holds exactly: every machine gets the same bits. benchmarks/near_copies.py measures what is found.
     """
-    small = np.asarray(Image.fromarray(grey).resize((_SIDE, _SIDE), Image.Resampling.BOX), np.int64)
-    centred = small * _SIDE**2 - small.sum()
-    found = (_COSINES @ centred @ _COSINES.T).ravel()
+    image = Image.fromarray(grey)
+    small = np.asarray(image.resize((_SIDE, _SIDE), Image.Resampling.BOX), np.float64)
+    whole = _COSINES @ (small * _SIDE**2 - small.sum()) @ _COSINES.T
+    height, width = grey.shape
+    if min(height, width) < _SIDE:
+        return Hashes(_bits(whole), *[0] * 7)
+    turned = (whole, whole * _SIGNS, whole * _SIGNS[:, None], whole.T * _SIGNS[:, None])
+    factors = (max(1, width // _HASHED_SIDE), max(1, height // _HASHED_SIDE))
+    reduced = np.asarray(image.reduce(factors))
+    right, bottom = width / factors[0], height / factors[1]  # the last pixels may be narrower
+    crops = [
+        _seen(reduced, (left * right, left * bottom, (1 - left) * right, (1 - left) * bottom))
+        for left in _CUT
+    ]
+    border = _border(reduced)
+    inside = 0 if border is None else _bits(_seen(reduced, border))
+    return Hashes._make([*map(_bits, (*turned, *crops)), inside])
+
+
+_Box = tuple[float, float, float, float]  # left, top, right, bottom
+
+
+def _seen(grey: NDArray[np.uint8], box: _Box) -> NDArray[np.float64]:
+    """The frequencies 1..8 by 1..8 [8, 8] of a part of a grey image [h, w]."""
+    left, top, right, bottom = box
+    height, width = grey.shape
+    return np.asarray(_cosines(height, top, bottom) @ grey @ _cosines(width, left, right).T)
+
+
+@lru_cache(4096)
+def _cosines(number: int, start: float, end: float) -> NDArray[np.float64]:
+    """The frequencies 1..8 of [start, end] of so many pixels: integers [8, number], the sum of each row is 0."""
+    edges = np.clip(np.arange(number + 1), start, end)
+    covered, middle = np.diff(edges), (edges[1:] + edges[:-1]) / 2
+    rows = covered * np.cos(np.pi * np.arange(1, 9)[:, None] * (middle - start) / (end - start))
+    rows = np.round(2**14 * (rows - covered * rows.sum(1, keepdims=True) / (end - start)))
+    rows[:, covered.argmax()] -= rows.sum(1)  # what rounding left: what is flat must be 0
+    return np.asarray(rows)
+
+
+def _bits(frequencies: NDArray[np.float64]) -> int:
+    found = frequencies.ravel()
     # > the median, without its half: 32 bits are set unless values are equal
     return int(np.packbits(found > np.partition(found, 31)[31]).view(">u8")[0])
+
+
+def _border(grey: NDArray[np.uint8]) -> _Box | None:
+    """What is inside a border that has the colour of the first or the last corner; None: there is no border.
+
+    None, too, if less than 16 pixels a side are inside.
+    """
+    height, width = grey.shape
+    box: list[float] = [0, 0, width, height]
+    for corner, first, order in ((grey[0, 0], 0, 1), (grey[-1, -1], 2, -1)):
+        differs = np.abs(grey - np.int16(corner))
+        for axis in (0, 1):
+            start = int((differs.max(axis)[::order] > _BORDER).argmax())
+            if start > 0:
+                # a line that lies partly in the border differs that much less from it than the next one
+                lines = differs.sum(axis, dtype=np.int64)[::order]
+                share = lines[start] / lines[min(start + 1, len(lines) - 1)].clip(1)
+                box[first + axis] += order * (start + 1 - min(float(share), 1.0))
+    left, top, right, bottom = box
+    is_border = box != [0, 0, width, height] and min(right - left, bottom - top) >= _SIDE // 2
+    return (left, top, right, bottom) if is_border else None
 
 
 def _reason(error: Exception) -> str:

@@ -69,11 +69,12 @@ from ray_jobs.shards import (
 from ray_jobs.sources import catalog
 from ray_jobs.sources.containers import outermost
 from ray_jobs.sources.entries import Bad, Files, Listing
-from ray_jobs.splits import Trainable, assign_splits, find_copies, without_untrained
+from ray_jobs.splits import CONFLICT, OtherSet, Trainable, assign_splits, find_copies, without_untrained
 from ray_jobs.stage import Context, Result, run_stage
 
 SHARD_BYTES = 256 * 2**20
 SHARD_IMAGES = 8192  # small images: a shard is some seconds of rendering
+NAMED = 10  # pairs of images with conflicting labels in the log and the notes; duplicates.parquet has all
 # of local files: size and time of change; an object on S3 is asked for by its ETag
 States = dict[str, tuple[int, int]]
 _AS_LISTED = ("key", "label", "labels", "split", "group", "file", "digest")
@@ -122,9 +123,11 @@ def main(context: Context) -> Result:
     _check_bad(context, bad, len(facts) + len(listing.bad))
     name = getattr(config.source, "name", config.source.kind)
     official = pc.unique(listing.entries["split"]).to_pylist()
-    index, copies = _decided(context, name, facts.filter(pc.is_null(facts["reason"])), official)
+    good = facts.filter(pc.is_null(facts["reason"]))
+    index, copies = _decided(context, name, good, listing.class_names, official)
     trainable = _trainable(index, listing)
-    index, notes = trainable.index, (*listing.notes, *_shrunk_note(config))
+    index = trainable.index
+    notes = (*listing.notes, *_shrunk_note(config), *_conflict_note(copies))
     for note in (*notes, *class_notes(trainable, most=None)):
         print(note, flush=True)
     with context.staging() as staging:
@@ -156,7 +159,7 @@ def main(context: Context) -> Result:
 
 
 def _decided(
-    context: Context, name: str, images: pa.Table, official: list[str | None]
+    context: Context, name: str, images: pa.Table, class_names: Sequence[str], official: list[str | None]
 ) -> tuple[pa.Table, pa.Table]:
     """FACTS with their splits, less what is left out, and DUPLICATES."""
     config: Ingest = context.config
@@ -164,8 +167,9 @@ def _decided(
     others = {}
     for other, manifest in zip(config.against, context.inputs.get("against", ()), strict=True):
         needed = [file for file in manifest.files if file.path in ("dataset.json", "index.parquet")]
-        others[other] = open_dataset(local_files(context.store, manifest, needed)).index("test")
-    copies = find_copies(name, images, splits, others, config.duplicates, config.max_distance)
+        dataset = open_dataset(local_files(context.store, manifest, needed))
+        others[other] = OtherSet(dataset.index("test"), dataset.info.class_names)
+    copies = find_copies(name, images, class_names, splits, others, config.duplicates, config.max_distance)
     left_out = copies.filter(pc.equal(copies["done"], "left out"))
     for kind, done in sorted(
         Counter(zip(*(copies[c].to_pylist() for c in ("kind", "done")), strict=True)).items()
@@ -308,7 +312,7 @@ def _samples(
             except ValueError as error:
                 row["reason"] = str(error)
                 continue
-            row |= found._asdict()
+            row |= found.columns()
             row |= {"content_id": content_id(digest), "sample_id": sample_id(digest, entry["key"])}
             row |= {"length": len(data), "checksum": xxhash.xxh3_64_intdigest(data)}
         yield Sample(
@@ -345,6 +349,29 @@ def _shrunk_note(config: Ingest) -> tuple[str, ...]:
     return (
         f"images with a shorter side of more than {config.short_side} pixels are stored smaller, "
         f"as JPEG of quality {STORED_QUALITY}",
+    )
+
+
+def _conflict_note(copies: pa.Table) -> tuple[str, ...]:
+    """Which images have the same bytes as one of another class; from DUPLICATES."""
+    rows = copies.filter(pc.equal(copies["kind"], CONFLICT)).to_pylist()
+    if not rows:
+        return ()
+    pairs = {
+        frozenset(
+            {(row["key"], row["class"], row["split"]), (row["twin"], row["twin_class"], row["twin_split"])}
+        )
+        for row in rows
+    }
+    named = [
+        " and ".join(f"{key} ({label}, {split})" for key, label, split in sorted(pair))
+        for pair in sorted(pairs, key=sorted)
+    ]
+    more = f"; and {len(named) - NAMED:,} more, see duplicates.parquet" if len(named) > NAMED else ""
+    left_out = sum(row["done"] == "left out" for row in rows)
+    return (
+        f"{len(rows):,} images have the same bytes as an image of another class ({left_out:,} of them left out): "
+        f"{'; '.join(named[:NAMED])}{more}",
     )
 
 

@@ -24,6 +24,7 @@ import xxhash
 
 from pipelines import identity
 from pipelines.store import FileEntry, Layout, Manifest, Store, StoreDamaged, StoreError, all_manifests
+from ray_jobs.images import Hashes
 from ray_jobs.shards import INDEX
 from ray_jobs.stage import Context
 
@@ -39,7 +40,10 @@ FACTS = pa.schema(
 )
 RENAMED = {"offset": "place", "length": "stored"}  # columns of ENTRIES that have other names in FACTS
 _SAME = ("key", "file", "place", "stored", "digest")
-_FOUND = ("sample_id", "format", "width", "height", "channels", "content_id", "phash", "length", "checksum")
+_FOUND = (
+    *("sample_id", "format", "width", "height", "channels", "content_id", "length", "checksum"),
+    *Hashes._fields,
+)
 
 
 class Finished(NamedTuple):

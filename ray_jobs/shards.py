@@ -48,6 +48,7 @@ from pydantic import (
 from pipelines.store import Manifest, Store, local_files
 from ray_jobs.cache import Cache
 from ray_jobs.decode import square
+from ray_jobs.images import Hashes
 from ray_jobs.reading import LocalShards, Reader, RemoteShards, Shards
 from vit_model.config import Preprocessing
 
@@ -85,13 +86,16 @@ INDEX = pa.schema(
         pa.field("height", pa.int32(), nullable=False),
         pa.field("channels", pa.int32(), nullable=False),
         pa.field("content_id", pa.string(), nullable=False),  # of the bytes alone: copies share it
-        pa.field("phash", pa.uint64(), nullable=False),  # of what is seen: near-copies are a few bits apart
+        # of what is seen, and of views of it: near-copies are a few bits apart (`ray_jobs.images.hashes`)
+        *(pa.field(name, pa.uint64(), nullable=False) for name in Hashes._fields),
         pa.field("shard", pa.int32(), nullable=False),
         pa.field("offset", pa.int64(), nullable=False),
         pa.field("length", pa.int32(), nullable=False),
         pa.field("checksum", pa.uint64(), nullable=False),  # xxh3_64 of the image's bytes
     ]
 )
+# columns that every index has; one that ingest's version 4 or an earlier one wrote has no hashes of views
+_READ = [name for name in INDEX.names if not name.startswith("phash_")]
 
 
 class Sample(NamedTuple):
@@ -332,8 +336,8 @@ class Dataset:
             table = pq.read_table(path)
         except (OSError, pa.ArrowException) as error:
             raise ValueError(f"{path} is missing or damaged: {error}") from error
-        if table.schema.names != INDEX.names:
-            raise ValueError(f"{path} has columns {table.schema.names}; an index has {INDEX.names}")
+        if missing := [name for name in _READ if name not in table.schema.names]:
+            raise ValueError(f"{path}: missing columns: {', '.join(missing)}")
         found = {split: table.filter(pc.equal(table["split"], split)) for split in SPLITS}
         for split, own in found.items():
             if len(own) != self.info.splits[split]:

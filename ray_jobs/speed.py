@@ -67,7 +67,7 @@ def _random_dataset(folder: Path, resolution: int, count: int) -> Dataset:
         samples.append(sample)
         checksum = xxhash.xxh3_64_intdigest(data)
         found = {"content_id": str(number), "length": len(data), "checksum": checksum}
-        rows.append(sample._asdict() | facts._asdict() | found)
+        rows.append(sample._asdict() | facts.columns() | found)
     offsets = write_shard(folder / shard_file(0), samples)
     for row, offset in zip(rows, offsets, strict=True):
         row.pop("image")

@@ -5,17 +5,23 @@ the image's own bytes.
 
     test [0, 0.2)  dev [0.2, 0.3)  train [0.3, 1)
 
-What the authors of a data set have split stays as they split it. Then copies (the same bytes) and near-copies
-(perceptual hashes within `max_distance` bits) are looked at, pair by pair. Test beats dev beats train, and the image
-of the weaker split is **left out** of the set where
+What the authors of a data set have split stays as they split it. Then copies are looked at, pair by pair: the same
+bytes ("exact"), near-copies (perceptual hashes within `max_distance` bits), and the hashes of mirrored, rotated and
+cropped views within as many bits. Test beats dev beats train, and the image of the weaker split is **left out** of the
+set where
 
 - the draw put the two apart, or
 - the stronger is a test image of another set that `against` names, or
 - the recipe says `duplicates: drop`, which also leaves out all but the first (by sample_id) of copies within train
   and within dev.
 
-Every other pair is listed and kept: what official splits or named test sets of others have in common is their
-business, and small pictures (8x8 digits, flat shapes) look alike without being copies.
+A mirrored, rotated or cropped copy is left out only if the labels do not speak against it, since a 6 that is rotated
+is a 9: both are of one class, or the twin is of another set that does not have the image's class, by its name. Every
+other pair is listed and kept: what official splits or named test sets of others have in common is their business, and
+small pictures (8x8 digits, flat shapes) look alike without being copies.
+
+The same bytes in two classes ("conflicting labels") are listed whatever becomes of them, the first of them too.
+`duplicates: drop` leaves all of them out of train and dev: which label is right, nobody knows.
 
 All this is a function of the images that are there now, in whatever order they came, and still nothing ever moves, as
 long as the authors' own splits are the same (a dev or test of theirs that comes later ends the draw of it):
@@ -32,13 +38,17 @@ images draws train.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from typing import Literal, NamedTuple
+from functools import partial
+from itertools import product
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
+from ray_jobs.images import Hashes
+from ray_jobs.near import Hashes as _Hashes
 from ray_jobs.near import Pairs, near_pairs
 from ray_jobs.shards import INDEX
 from ray_jobs.sources import hash_fraction
@@ -51,8 +61,10 @@ DUPLICATES = pa.schema(
         pa.field("twin", pa.string(), nullable=False),  # the key of the one that it is a copy of
         pa.field("twin_split", pa.string(), nullable=False),
         pa.field("twin_dataset", pa.string(), nullable=False),
+        pa.field("class", pa.string(), nullable=False),
+        pa.field("twin_class", pa.string(), nullable=False),
         pa.field("distance", pa.int32(), nullable=False),  # bits between the perceptual hashes
-        pa.field("kind", pa.string(), nullable=False),  # "exact": the same bytes | "near"
+        pa.field("kind", pa.string(), nullable=False),  # one of KINDS
         pa.field("done", pa.string(), nullable=False),  # "left out" | "kept"
     ]
 )
@@ -63,8 +75,35 @@ SET_ASIDE = pa.schema(
         pa.field("split", pa.string(), nullable=False),  # it returns there with its class
     ]
 )
-_ORDER = ("other test", "test", "dev", "train")  # strongest first
+CONFLICT = "conflicting labels"  # the same bytes as an image of another class
+KINDS = ("exact", "near", "mirrored", "rotated", "cropped", CONFLICT)
+_SPLITS = ("test", "dev", "train")  # strongest first
 _NONE = np.iinfo(np.int64).max
+
+_UPRIGHT, _REVERSED = ("phash", "phash_rotated"), ("phash_mirrored", "phash_flipped")
+_CROPPED = ("phash", "phash_crop95", "phash_crop82", "phash_crop75", "phash_inside")
+_Views = Sequence[tuple[str, str]]
+# which hash of an image is compared with which of another, by what the one is then of the other
+_TURNS: dict[str, _Views] = {
+    "near": [("phash", "phash")],
+    "mirrored": [*product(_UPRIGHT, _REVERSED), *product(_REVERSED, _UPRIGHT)],
+    "rotated": [_UPRIGHT, _UPRIGHT[::-1], _REVERSED, _REVERSED[::-1]],
+}
+_CUTS: dict[str, _Views] = {
+    "cropped": [views for views in product(_CROPPED, _CROPPED) if views != ("phash", "phash")]
+}
+_SCHEMA = pa.schema(
+    [INDEX.field(name) for name in ("key", "sample_id", "content_id", "label", *Hashes._fields)]
+)
+_Ints = NDArray[np.int64]
+_NO_PAIRS: Pairs = (np.zeros(0, np.int64), np.zeros(0, np.int64))
+
+
+class OtherSet(NamedTuple):
+    """The test images of another set: a table as `find_copies` takes it, and what labels mean there."""
+
+    images: pa.Table
+    class_names: Sequence[str]
 
 
 def assign_splits(images: pa.Table, salt: str | None, official: Collection[str | None]) -> list[str]:
@@ -146,58 +185,103 @@ def without_untrained(index: pa.Table, class_names: Sequence[str], may_train: Co
 def find_copies(
     name: str,
     images: pa.Table,
+    class_names: Sequence[str],
     splits: Sequence[str],
-    others: Mapping[str, pa.Table],
+    others: Mapping[str, OtherSet],
     duplicates: Literal["keep", "drop"],
     max_distance: int | None,
 ) -> pa.Table:
     """DUPLICATES: a row for each image that is a copy of another which ranks before it, with one such twin.
 
+    Of the same bytes in several classes each image has a row, with a twin of another class.
+
     Args:
         name: what these images are called.
-        images: columns key, sample_id, content_id, phash, and `split` as the source gives it (null: not given).
+        images: columns key, sample_id, content_id, label, the hashes, and `split` as the source gives it (null: not
+            given).
+        class_names: of the labels.
         splits: what `assign_splits` says of them.
-        others: the test images of other sets, the same columns, by their names.
+        others: the test images of other sets by their names.
         duplicates, max_distance: see `pipelines.spec.Ingest`; None: only the same bytes are copies.
     """
-    schema = pa.schema([INDEX.field(name) for name in ("key", "sample_id", "content_id", "phash")])
-    tables = (images, *others.values())
-    every = pa.concat_tables([table.select(schema.names).cast(schema) for table in tables])
-    strength = np.zeros(len(every), np.int64)
-    strength[: len(images)] = [_ORDER.index(split) for split in splits]
-    rank = _ranks(every["sample_id"], strength)
-    phash = every["phash"].to_numpy()
+    tables = (images, *(other.images for other in others.values()))
+    every = pa.concat_tables([table.select(_SCHEMA.names).cast(_SCHEMA) for table in tables])
+    classes = _named(tables, [class_names, *(other.class_names for other in others.values())])
+    class_ids = classes.dictionary_encode().indices.to_numpy().astype(np.int64)
+    own, sizes = len(images), [*map(len, tables)]
+    # where an image stands, strongest first: in another set's test, or here in test, dev or train
+    standings = np.array(["test"] * len(others) + list(_SPLITS))
+    standing = np.repeat(np.maximum(np.arange(len(tables)) - 1, 0), sizes)
+    standing[:own] = [len(others) + _SPLITS.index(split) for split in splits]
+    rank, place = _ranks(every["sample_id"], standing), standing[:own] - len(others)
+    first = partial(_first, standing=standing, standings=len(standings), rank=rank, own=own)
 
-    content = every["content_id"].combine_chunks().dictionary_encode().indices.to_numpy()
-    exact = _first_near(content, (np.zeros(0, np.int64), np.zeros(0, np.int64)), strength, rank)
-    near = np.full_like(exact, _NONE)
+    content = every["content_id"].combine_chunks().dictionary_encode().indices.to_numpy().astype(np.int64)
+    hashes = {column: every[column].to_numpy() for column in Hashes._fields}
+    found = {"exact": first({"bytes": content}, _NO_PAIRS, [("bytes", "bytes")])}
+    agreeing = dict(found)  # twins whose class does not speak against it
     if max_distance is not None:
-        different, cell = np.unique(phash, return_inverse=True)
-        near = _first_near(cell, near_pairs(different, max_distance), strength, rank)
-        near[:, phash == 0] = _NONE  # flat: the hash says nothing
-    own = slice(0, len(images))
-    exact, near, mine = exact[:, own], near[:, own], rank[own]
-    twin = np.where(exact < mine, exact, np.where(near < mine, near, _NONE))  # [strength of the twin, image]
-    leaves = (twin < _NONE) & _judged(images["split"], strength[own], duplicates)
-    # of several twins one that leaves the image out, and of those the strongest
-    chosen = np.where(leaves.any(0), leaves.argmax(0), (twin < _NONE).argmax(0))
-    at = np.flatnonzero((twin < _NONE).any(0))
-    best = np.argsort(rank)[twin[chosen[at], at]]
-    names = np.repeat([name, *others], [len(images), *map(len, others.values())])
-    order = np.array(_ORDER)
+        knows = _knows(classes[:own], others)
+        for kinds in (_TURNS, _CUTS):
+            different, cells = _cells(_compared(hashes, kinds))
+            pairs = near_pairs(different, max_distance)
+            cells_of_class, pairs_of_class = _of_one_class(cells, pairs, class_ids)
+            for kind, views in kinds.items():
+                found[kind] = agreeing[kind] = first(cells, pairs, views)
+                if kind != "near":
+                    of_class = first(cells_of_class, pairs_of_class, views)
+                    agreeing[kind] = np.where(knows, of_class, found[kind])
+    # [standing of the twin and kind, image]: of several twins one that leaves the image out, the strongest, the surest
+    shape = (len(standings) * len(found), own)
+    twins, sure = (np.stack([*each.values()], axis=1).reshape(shape) for each in (found, agreeing))
+    mine = rank[:own]
+    leaves = (sure < mine) & np.repeat(
+        _judged(images["split"], place, duplicates, len(others)), len(found), 0
+    )
+    is_left_out, is_copy = leaves.any(0), (twins < mine).any(0)
+    chosen = np.where(is_left_out, leaves.argmax(0), (twins < mine).argmax(0))
+    twin = np.where(is_left_out, sure[chosen, range(own)], twins[chosen, range(own)])
+    conflicting = _first_of_another_class(content[:own], class_ids[:own], mine)
+    is_in_conflict = conflicting < _NONE
+    twin = np.where(is_in_conflict & ~is_left_out, conflicting, twin)
+    is_left_out |= is_in_conflict & (place > 0) & (duplicates == "drop")
+
+    at = np.flatnonzero(is_copy | is_in_conflict)
+    best = np.argsort(rank)[twin[at]]
+    differs = (content[at] == content[best]) & (class_ids[at] != class_ids[best]) & (best < own)
+    kinds_found = np.array([*found])[chosen[at] % len(found)]
+    kind_of_each = np.where(differs, CONFLICT, kinds_found)
     return pa.table(
         [
             images["key"].take(at),
-            order[strength[at]],
+            standings[standing[at]],
             every["key"].take(best),
-            np.where(strength[best] == 0, "test", order[strength[best]]),
-            names[best],
-            np.bitwise_count(phash[at] ^ phash[best]).astype(np.int32),
-            np.where(exact[chosen[at], at] < mine[at], "exact", "near"),
-            np.where(leaves[chosen[at], at], "left out", "kept"),
+            standings[standing[best]],
+            np.repeat([name, *others], sizes)[best],
+            classes.take(at),
+            classes.take(best),
+            _distances(hashes, kind_of_each, at, best),
+            kind_of_each,
+            np.where(is_left_out[at], "left out", "kept"),
         ],
         schema=DUPLICATES,
     ).sort_by("key")
+
+
+def _named(tables: Sequence[pa.Table], class_names: Sequence[Sequence[str]]) -> pa.Array:
+    """The name of every image's class."""
+    names = [pa.array(own, pa.string()) for own in class_names]
+    return pa.concat_arrays(
+        [own.take(table["label"].combine_chunks()) for own, table in zip(names, tables, strict=True)]
+    )
+
+
+def _knows(classes: pa.Array, others: Mapping[str, OtherSet]) -> NDArray[np.bool_]:
+    """[standing of a twin, image]: whether the set where it stands has the image's class."""
+    known = [pc.is_in(classes, pa.array(other.class_names, pa.string())) for other in others.values()]
+    return np.stack(
+        [*(each.to_numpy(False) for each in known), *[np.ones(len(classes), bool)] * len(_SPLITS)]
+    )
 
 
 def _ranks(sample_ids: pa.ChunkedArray, strength: NDArray[np.int64]) -> NDArray[np.int64]:
@@ -211,30 +295,107 @@ def _ranks(sample_ids: pa.ChunkedArray, strength: NDArray[np.int64]) -> NDArray[
     return rank
 
 
-def _first_near(
-    cell: NDArray[np.int64], pairs: Pairs, strength: NDArray[np.int64], rank: NDArray[np.int64]
-) -> NDArray[np.int64]:
-    """[strength, image]: the first rank of that strength among the images in an image's cell and in near cells."""
-    found = np.full((len(_ORDER), cell.max(initial=-1) + 1), _NONE)
-    np.minimum.at(found, (strength, cell), rank)
-    near = found.copy()
-    for here, there in (pairs, pairs[::-1]):
-        for each, own in zip(near, found, strict=True):
-            np.minimum.at(each, here, own[there])
-    return near[:, cell]
+def _compared(hashes: Mapping[str, _Hashes], kinds: Mapping[str, _Views]) -> dict[str, _Hashes]:
+    """The columns that the views of these kinds name. Where only cropped views are compared, an image without any is
+    not looked at."""
+    columns = {column: hashes[column] for views in kinds.values() for one in views for column in one}
+    if "near" not in kinds:
+        has_views = np.any([own > 0 for column, own in columns.items() if column != "phash"], axis=0)
+        columns["phash"] = np.where(has_views, columns["phash"], np.uint64(0))
+    return columns
+
+
+def _cells(values: Mapping[str, NDArray[Any]]) -> tuple[NDArray[Any], dict[str, _Ints]]:
+    """All different values of some columns, and the number that each image's has among them; -1 for the value 0."""
+    different = np.unique(np.concatenate([*values.values()]))
+    different = different[different > 0]
+    return different, {
+        column: np.where(own > 0, np.searchsorted(different, own), -1) for column, own in values.items()
+    }
+
+
+def _of_one_class(
+    cells: Mapping[str, _Ints], pairs: Pairs, class_ids: _Ints
+) -> tuple[dict[str, _Ints], Pairs]:
+    """Cells and near cells of which each holds images of one class, near ones those of the same."""
+    number = class_ids.max(initial=-1) + 1
+    # 0 is for images that are in no cell
+    keys, divided = _cells(
+        {column: np.where(own < 0, 0, own * number + class_ids + 1) for column, own in cells.items()}
+    )
+    keys -= 1
+    one, other = pairs
+    start = np.searchsorted(keys, one * number)
+    counts = np.searchsorted(keys, (one + 1) * number) - start
+    # every class of the first cell of a pair, and the same class of the second, where that has it
+    here = np.repeat(start - np.cumsum(counts) + counts, counts) + np.arange(counts.sum())
+    wanted = np.repeat(other, counts) * number + keys[here] % max(number, 1)
+    there = np.searchsorted(keys, wanted)
+    exists = keys[np.minimum(there, len(keys) - 1)] == wanted
+    return divided, (here[exists], there[exists])
+
+
+def _first(
+    cells: Mapping[str, _Ints],
+    pairs: Pairs,
+    views: _Views,
+    standing: _Ints,
+    standings: int,
+    rank: _Ints,
+    own: int,
+) -> _Ints:
+    """[standing, image]: the first rank of that standing among the images whose views are in an image's cells or in
+    near ones."""
+    number = 1 + max((each.max(initial=-1) for each in cells.values()), default=-1)
+    first = np.full((standings, own), _NONE)
+    for column in {theirs: None for _, theirs in views}:
+        is_there = np.flatnonzero(cells[column] >= 0)
+        found = np.full((standings, number), _NONE)
+        np.minimum.at(found, (standing[is_there], cells[column][is_there]), rank[is_there])
+        near = found.copy()
+        for here, there in (pairs, pairs[::-1]):
+            for each, of_standing in zip(near, found, strict=True):
+                np.minimum.at(each, here, of_standing[there])
+        for asking in (mine for mine, theirs in views if theirs == column):
+            asked = np.flatnonzero(cells[asking][:own] >= 0)
+            first[:, asked] = np.minimum(first[:, asked], near[:, cells[asking][asked]])
+    return first
+
+
+def _first_of_another_class(content: _Ints, class_ids: _Ints, rank: _Ints) -> _Ints:
+    """The first rank, for each image, among those of the same bytes and of another class."""
+    first, second = (np.full(content.max(initial=-1) + 1, _NONE) for _ in range(2))
+    np.minimum.at(first, content, rank)
+    class_of_first = np.zeros(len(first), np.int64)
+    is_first = first[content] == rank
+    class_of_first[content[is_first]] = class_ids[is_first]
+    differs = class_ids != class_of_first[content]
+    np.minimum.at(second, content[differs], rank[differs])
+    return np.where(differs, first[content], second[content])
+
+
+def _distances(
+    hashes: Mapping[str, _Hashes], kind: NDArray[np.str_], at: _Ints, best: _Ints
+) -> NDArray[np.int32]:
+    """Bits between the images `at` and their twins: of the views that made them twins the nearest."""
+    distance = np.bitwise_count(hashes["phash"][at] ^ hashes["phash"][best]).astype(np.int32)
+    for one, views in (_TURNS | _CUTS).items():
+        rows = kind == one
+        ours, theirs = at[rows], best[rows]
+        pairs = [(hashes[mine][ours], hashes[other][theirs]) for mine, other in views]
+        bits = [np.where((own > 0) & (twin > 0), np.bitwise_count(own ^ twin), 64) for own, twin in pairs]
+        distance[rows] = np.min(bits, axis=0)
+    return distance
 
 
 def _judged(
-    given: pa.ChunkedArray, strength: NDArray[np.int64], duplicates: Literal["keep", "drop"]
+    given: pa.ChunkedArray, place: _Ints, duplicates: Literal["keep", "drop"], others: int
 ) -> NDArray[np.bool_]:
-    """[strength of the twin, image]: whether a twin of that strength leaves the image out."""
-    official = {_ORDER.index(split) for split in pc.unique(given).to_pylist() if split is not None}
+    """[standing of the twin, image]: whether a twin that stands there leaves the image out."""
+    official = {_SPLITS.index(split) for split in pc.unique(given).to_pylist() if split is not None}
     is_drawn = pc.is_null(given).to_numpy()
-    leaves = np.zeros((len(_ORDER), len(strength)), bool)
-    for twin in range(len(_ORDER)):
-        if twin == 0:
-            leaves[twin] = strength > 1
-        else:
-            apart = (strength > twin) & (is_drawn | (twin not in official) | (duplicates == "drop"))
-            leaves[twin] = apart | ((strength == twin) & (twin > 1) & (duplicates == "drop"))
-    return leaves
+    leaves = [place > 0] * others
+    for twin in range(len(_SPLITS)):
+        apart = (place > twin) & (is_drawn | (twin not in official) | (duplicates == "drop"))
+        leaves.append(apart | ((place == twin) & (twin > 0) & (duplicates == "drop")))
+    return np.stack(leaves)

@@ -7,7 +7,7 @@ import numpy as np
 import pyarrow as pa
 import xxhash
 
-from ray_jobs.images import examine_pixels
+from ray_jobs.images import Hashes, examine_pixels
 from ray_jobs.shards import (
     INDEX,
     ROW_GROUP_BYTES,
@@ -47,8 +47,9 @@ def put(
             known = {field: getattr(sample, field) for field in Sample._fields if field != "image"}
             place = {"shard": len(shards), "offset": offset, "length": len(sample.image)}
             checksum = xxhash.xxh3_64_intdigest(sample.image)
-            hashes = {"content_id": f"{checksum:032x}", "phash": checksum, "checksum": checksum}
-            rows.append(known | place | hashes | {"split": split})
+            hashes = dict.fromkeys(Hashes._fields, 0) | {"phash": checksum}
+            found = {"content_id": f"{checksum:032x}", "checksum": checksum}
+            rows.append(known | place | hashes | found | {"split": split})
         shards.append(Shard(file=file, rows=len(part), bytes=(folder / file).stat().st_size))
     folder.mkdir(parents=True, exist_ok=True)
     index = pa.Table.from_pylist(rows, schema=INDEX)

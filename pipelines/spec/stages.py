@@ -87,7 +87,7 @@ def input_fields(stage: type[_Stage]) -> dict[str, tuple[str, ...]]:
 class Ingest(_Stage):
     """A source becomes validated Parquet shards with fixed splits."""
 
-    VERSION: ClassVar[int] = 4
+    VERSION: ClassVar[int] = 5
     KIND: ClassVar[str] = "dataset"
     LATER: ClassVar[frozenset[str]] = frozenset({"duplicates", "max_distance", "against", "short_side"})
     job: Literal["ingest"]

@@ -446,6 +446,63 @@ def test_where_too_few_classes_have_a_training_image_ingest_says_so(
         ingest.main(context_of(open_store(str(tmp_path / "store")), config))
 
 
+@pytest.mark.parametrize("duplicates", ["keep", "drop"])
+def test_the_same_bytes_in_two_classes_are_named_in_the_log_the_notes_and_the_card(
+    duplicates: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(ingest, "_in_tasks", lambda do, shared, each, _: [do(*shared, one) for one in each])
+    root, store = tmp_path / "images", open_store(str(tmp_path / "store"))
+    put_images(root, 0, 40)
+    first = dataset_of(store, context_of(store, stage(root)))
+    train, test = (
+        next(key for key in first.index(split)["key"].to_pylist() if key.startswith("a/"))
+        for split in ("train", "test")
+    )
+    for key in (train, test):
+        shutil.copy(root / key, root / "b" / f"copy of {key[2:]}")
+    capsys.readouterr()
+    config = stage(root).model_copy(update={"duplicates": duplicates})
+    dataset = dataset_of(store, context_of(store, config))
+    left_out = 2 if duplicates == "drop" else 0
+    said = f"4 images have the same bytes as an image of another class ({left_out} of them left out): "
+    [note] = dataset.info.notes
+    assert note.startswith(said) and note in capsys.readouterr().out
+    for key, split in (train, "train"), (test, "test"):
+        assert f"{key} (a, {split}) and b/copy of {key[2:]} (b, {split})" in note
+    assert said in (dataset.folder / "card.md").read_text().replace("\\", "")
+    kept = {key for split in ("train", "dev", "test") for key in dataset.index(split)["key"].to_pylist()}
+    assert ({train, f"b/copy of {train[2:]}"} <= kept) == (duplicates == "keep")
+    assert {test, f"b/copy of {test[2:]}"} <= kept, "a test image is never left out"
+
+
+def test_mirrored_copies_of_test_images_are_left_out_of_train(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ingest, "_in_tasks", lambda do, shared, each, _: [do(*shared, one) for one in each])
+    root, store = tmp_path / "images", open_store(str(tmp_path / "store"))
+    rng = np.random.default_rng(0)
+    for number in range(40):
+        coarse = Image.fromarray(rng.integers(0, 256, (9, 12, 3), np.uint8))
+        path = root / "ab"[number % 2] / f"{number}.png"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        coarse.resize((120, 90), Image.Resampling.BICUBIC).save(path)
+    tested = dataset_of(store, context_of(store, stage(root))).index("test")["key"].to_pylist()
+    for key in tested:
+        with Image.open(root / key) as image:
+            turned = image.transpose(Image.Transpose.FLIP_LEFT_RIGHT)
+            turned.save((root / key).with_suffix(".jpg"), quality=90)
+            other = "b" if key.startswith("a") else "a"
+            turned.save(root / other / f"of {Path(key).stem}.jpg", quality=80)
+    dataset = dataset_of(store, context_of(store, stage(root)))
+    rows = {row["key"]: row for row in pq.read_table(dataset.folder / "duplicates.parquet").to_pylist()}
+    trained = {*dataset.index("train")["key"].to_pylist(), *dataset.index("dev")["key"].to_pylist()}
+    assert tested and not trained & {str(Path(key).with_suffix(".jpg")) for key in tested}
+    for key in tested:
+        row = rows[f"{'b' if key.startswith('a') else 'a'}/of {Path(key).stem}.jpg"]
+        if (row["twin"], row["split"]) == (key, "train"):
+            assert (row["kind"], row["done"]) == ("mirrored", "kept"), "of another class: only listed"
+
+
 def test_a_recipe_names_the_sets_whose_test_images_are_left_out() -> None:
     source = {"kind": "folder", "root": "/images"}
     pets = {"job": "ingest", "source": source}

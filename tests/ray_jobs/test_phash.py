@@ -8,7 +8,7 @@ from PIL import Image, ImageEnhance
 from scipy.fft import dctn
 from sklearn.datasets import load_sample_images
 
-from ray_jobs.images import phash
+from ray_jobs.images import Hashes, hashes
 
 
 def parts() -> list[Image.Image]:
@@ -23,7 +23,7 @@ def parts() -> list[Image.Image]:
 
 
 def hashed(image: Image.Image) -> int:
-    return phash(np.asarray(image.convert("L")))
+    return hashes(np.asarray(image.convert("L"))).phash
 
 
 def saved(image: Image.Image, quality: int) -> Image.Image:
@@ -65,5 +65,66 @@ def test_the_bits_are_those_of_the_cosine_transform() -> None:
 
 @pytest.mark.parametrize("shape", [(8, 8), (1, 1), (375, 500)])
 def test_a_flat_image_has_no_hash(shape: tuple[int, int]) -> None:
-    assert phash(np.full(shape, 77, np.uint8)) == 0
-    assert phash(np.arange(shape[0] * shape[1], dtype=np.uint64).reshape(shape).astype(np.uint8)) < 2**64
+    assert hashes(np.full(shape, 77, np.uint8)) == Hashes(*[0] * 8)
+    ramp = np.arange(shape[0] * shape[1], dtype=np.uint64).reshape(shape).astype(np.uint8)
+    assert max(hashes(ramp)) < 2**64
+
+
+def test_a_part_that_is_flat_has_no_hash() -> None:
+    """Else all drawings with an empty middle would be crops of each other."""
+    grey = np.random.default_rng(0).integers(0, 256, (100, 150), np.uint8)
+    grey[5:-5, 10:-10] = 200
+    found = hashes(grey)
+    assert found.phash and not found.phash_crop82 and not found.phash_crop75
+
+
+TURNS = {
+    "phash_mirrored": Image.Transpose.FLIP_LEFT_RIGHT,
+    "phash_flipped": Image.Transpose.FLIP_TOP_BOTTOM,
+    "phash_rotated": Image.Transpose.ROTATE_90,
+}
+
+
+@pytest.mark.parametrize("view", TURNS)
+@pytest.mark.parametrize("size", [(32, 32), (64, 96), (320, 160)])
+def test_a_turned_images_hash_is_in_the_images_column_of_it(view: str, size: tuple[int, int]) -> None:
+    """Exactly, where 32 pixels are whole blocks of its own; the others' rounding depends on the direction."""
+    for image in parts():
+        image = image.resize(size)
+        turned = hashes(np.asarray(image.transpose(TURNS[view]).convert("L"))).phash
+        bits = (getattr(hashes(np.asarray(image.convert("L"))), view) ^ turned).bit_count()
+        assert bits == 0 or (view == "phash_rotated" and bits <= 4)
+
+
+def padded(image: Image.Image) -> Image.Image:
+    frame = Image.new("RGB", (image.width, image.height + 60))
+    frame.paste(image, (0, 30))
+    return frame
+
+
+@pytest.mark.parametrize(
+    ("change", "share"),
+    [
+        (lambda image: image.crop((8, 7, 152, 133)), 0.9),  # 5 % off each side
+        (lambda image: image.crop((19, 17, 141, 123)), 0.85),  # 12 %
+        (padded, 0.8),
+    ],
+    ids=["cut by 5 %", "cut by 12 %", "bars above and below"],
+)
+def test_crops_share_a_view_within_four_bits(change, share: float) -> None:  # type: ignore[no-untyped-def]
+    def views(image: Image.Image) -> list[int]:
+        found = hashes(np.asarray(image.convert("L")))
+        return [found.phash, *found[4:]]
+
+    images = parts()
+    nearest = np.array(
+        [[min((one ^ other).bit_count() for one in views(image) if one
+              for other in views(saved(change(copy), 85)) if other) for copy in images] for image in images]
+    )  # fmt: skip
+    assert np.mean(nearest.diagonal() <= 4) >= share
+    assert (nearest <= 4).sum() == (nearest.diagonal() <= 4).sum(), "no others are near"
+
+
+def test_small_images_have_but_one_hash() -> None:
+    grey = np.random.default_rng(0).integers(0, 256, (31, 64), np.uint8)
+    assert hashes(grey).phash and not any(hashes(grey)[1:])

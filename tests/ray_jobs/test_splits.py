@@ -1,6 +1,7 @@
 """Splits that stick: nothing that arrives ever moves an image, and no copy is on both sides."""
 
 from collections import Counter
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -9,10 +10,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ray_jobs.images import Hashes
 from ray_jobs.shards import INDEX
-from ray_jobs.splits import Trainable, assign_splits, find_copies, without_untrained
+from ray_jobs.splits import OtherSet, Trainable, assign_splits, find_copies, without_untrained
 
-COLUMNS = ("key", "sample_id", "split", "group", "content_id", "phash")
+COLUMNS = ("key", "sample_id", "split", "group", "content_id", "label", *Hashes._fields)
+CLASSES = ("ant", "bee", "cat")
 SCHEMA = pa.schema([INDEX.field(name).with_nullable(True) for name in COLUMNS])
 DISTANCE = 2
 WORDS = [int(word) for word in np.random.default_rng(0).integers(1, 2**63, 400)]  # far from each other
@@ -26,6 +29,8 @@ class Image(NamedTuple):
     group: str | None = None
     given: str | None = None
     phash: int | None = None
+    label: int = 0
+    views: Mapping[str, int] = {}  # hashes of other views of it
 
     @property
     def seen(self) -> int:
@@ -36,7 +41,8 @@ class Image(NamedTuple):
 def table(images: list[Image]) -> pa.Table:
     rows = [
         {"key": one.key, "sample_id": f"{one.content:08x}{one.key}", "split": one.given, "group": one.group}
-        | {"content_id": f"{one.content:032x}", "phash": one.seen}
+        | {"content_id": f"{one.content:032x}", "label": one.label, "phash": one.seen}
+        | {name: one.views.get(name, 0) for name in Hashes._fields if name != "phash"}
         for one in images
     ]
     return pa.Table.from_pylist(rows, schema=SCHEMA)
@@ -47,11 +53,12 @@ def assigned(images: list[Image], salt: str | None) -> list[str]:
 
 
 def decided(images: list[Image], others: dict[str, list[Image]] | None = None, duplicates: Any = "keep",
-            max_distance: int | None = DISTANCE) -> tuple[dict[str, str], dict[str, dict[str, Any]]]:  # fmt: skip
+            max_distance: int | None = DISTANCE,
+            class_names: tuple[str, ...] = CLASSES) -> tuple[dict[str, str], dict[str, dict[str, Any]]]:  # fmt: skip
     """The split of every image that is not left out, and the rows of copies by key."""
     splits = assigned(images, "salt")
-    tests = {name: table(other) for name, other in (others or {}).items()}
-    copies = find_copies("ours", table(images), splits, tests, duplicates, max_distance).to_pylist()
+    tests = {name: OtherSet(table(other), class_names) for name, other in (others or {}).items()}
+    copies = find_copies("ours", table(images), CLASSES, splits, tests, duplicates, max_distance).to_pylist()
     rows = {row["key"]: row for row in copies}
     assert len(rows) == len(copies), "an image is listed once"
     left_out = {key for key, row in rows.items() if row["done"] == "left out"}
@@ -220,6 +227,87 @@ def test_a_test_split_of_which_nothing_can_be_used_still_is_the_authors() -> Non
     images = table([Image(f"{n}", n, None, "train") for n in range(100)])
     assert "test" not in assign_splits(images, "salt", {"train", "test"})
     assert "test" in assign_splits(images, "salt", {"train"})
+
+
+@pytest.mark.parametrize(
+    ("kind", "ours", "theirs"),
+    [
+        ("mirrored", "phash_mirrored", "phash"),
+        ("mirrored", "phash", "phash_flipped"),
+        ("mirrored", "phash_rotated", "phash_mirrored"),  # mirrored along a diagonal
+        ("rotated", "phash", "phash_rotated"),
+        ("rotated", "phash_rotated", "phash"),
+        ("rotated", "phash_flipped", "phash_mirrored"),  # by 180 degrees
+        ("cropped", "phash", "phash_crop95"),
+        ("cropped", "phash_crop75", "phash_crop82"),
+        ("cropped", "phash_inside", "phash"),
+    ],
+)
+def test_a_copy_of_a_view_is_left_out_only_if_its_label_agrees(kind: str, ours: str, theirs: str) -> None:
+    tested = Image("test", 900, None, "test", WORDS[0], 1, {"phash_crop82": WORDS[2], theirs: WORDS[7]})
+    tested = tested._replace(phash=WORDS[7]) if theirs == "phash" else tested
+    for label, done in (1, "left out"), (2, "kept"):
+        for away, distance in (3, DISTANCE), (7, DISTANCE + 1):
+            views = {"phash_crop82": WORDS[3], ours: WORDS[7] ^ away}
+            image = Image("train", 901, None, "train", WORDS[1], label, views)
+            image = image._replace(phash=WORDS[7] ^ away) if ours == "phash" else image
+            _, rows = decided([tested, image], duplicates="drop")
+            if distance > DISTANCE:
+                assert not rows
+            else:
+                expected = {"twin": "test", "kind": kind, "done": done, "distance": distance}
+                assert rows["train"].items() >= expected.items()
+                assert (rows["train"]["class"], rows["train"]["twin_class"]) == (CLASSES[label], "bee")
+
+
+def test_views_that_are_not_compared_and_hashes_of_nothing_make_no_copies() -> None:
+    one = Image("a", 1, None, "test", WORDS[0], 0, {"phash_mirrored": WORDS[7], "phash_crop95": WORDS[8]})
+    other = Image("b", 2, None, "train", WORDS[1], 0, {"phash_mirrored": WORDS[8], "phash_crop95": WORDS[7]})
+    assert not decided([one, other])[1]
+    mirrored_alike = other._replace(views={"phash_mirrored": WORDS[7]})
+    assert not decided([one, mirrored_alike])[1], "the images themselves are not near then"
+
+
+def test_a_turned_copy_of_anothers_test_image_is_left_out_unless_that_set_has_its_class() -> None:
+    image = Image("ours", 1, None, "train", WORDS[1], CLASSES.index("bee"), {"phash_rotated": WORDS[7]})
+    cat = [Image("theirs", 2, None, "test", WORDS[7], 0)]
+    for class_names, done in ((("siamese", "persian"), "left out"), (("bee", "cat"), "left out"),
+                              (("cat", "bee"), "kept")):  # fmt: skip
+        _, rows = decided([image], {"pets": cat}, class_names=class_names)
+        assert (rows["ours"]["kind"], rows["ours"]["done"]) == ("rotated", done)
+        assert rows["ours"]["twin_class"] == class_names[0]
+
+
+def test_of_several_twins_one_whose_label_agrees_leaves_an_image_out() -> None:
+    tests = [Image(f"t{label}", 900 + label, None, "test", WORDS[label], label, {"phash_mirrored": WORDS[9] ^ label})
+             for label in range(3)]  # fmt: skip
+    for label in range(3):
+        image = Image("train", 950, None, "train", WORDS[9], label)
+        _, rows = decided([*tests, image], duplicates="drop")
+        assert (rows["train"]["twin"], rows["train"]["done"]) == (f"t{label}", "left out")
+
+
+def test_the_same_bytes_in_two_classes_are_named_and_no_label_is_kept_by_chance() -> None:
+    images = [
+        *(Image(f"train {label}", 1, None, "train", WORDS[1], label) for label in (0, 1, 1)),
+        Image("test 0", 2, None, "test", WORDS[2], 0),
+        Image("test 1", 2, None, "test", WORDS[2], 1),
+        Image("dev 0", 3, None, "dev", WORDS[3], 0),
+        Image("dev test 2", 3, None, "test", WORDS[3], 2),
+        Image("sound", 4, None, "train", WORDS[4], 0),
+        Image("sound too", 4, None, "train", WORDS[4], 0),
+    ]
+    images[2] = images[2]._replace(key="train 1 again")
+    kept, rows = decided(images)
+    assert kept.keys() == {one.key for one in images}
+    conflicting = {one.key for one in images[:7]}
+    assert {key for key, row in rows.items() if row["kind"] == "conflicting labels"} == conflicting
+    for key in conflicting:
+        assert rows[key]["class"] != rows[key]["twin_class"] and rows[key]["done"] == "kept"
+    assert (rows["test 0"]["twin"], rows["test 1"]["twin"]) == ("test 1", "test 0")
+    dropped, rows = decided(images, duplicates="drop")
+    assert dropped.keys() == {"test 0", "test 1", "dev test 2", "sound"}
+    assert {rows[key]["kind"] for key in conflicting} == {"conflicting labels"}
 
 
 # ---- classes without a training image
