@@ -50,6 +50,7 @@ accept-code: install  # after a change of a stage's code that leaves its results
 
 benchmarks: install  # on an otherwise idle machine; each prints its table and keeps it in benchmarks/results/
 	$(BIN)/python benchmarks/ingest.py
+	$(BIN)/python benchmarks/near_copies.py
 	$(BIN)/python benchmarks/pipeline_overhead.py
 	$(BIN)/python benchmarks/planning.py
 	$(BIN)/python benchmarks/report_query.py

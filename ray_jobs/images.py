@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import simplejpeg
 from numpy.typing import NDArray
-from PIL import Image, UnidentifiedImageError
+from PIL import Image, ImageOps, UnidentifiedImageError
 
 from ray_jobs.jpeg import plain_jpeg
 from vit_model.preprocessing import FORMATS, MAX_PIXELS, MODES, flatten
@@ -46,6 +46,7 @@ class Hashes(NamedTuple):
     phash_crop82: int
     phash_crop75: int
     phash_inside: int
+    phash_on_black: int
 
 
 class Facts(NamedTuple):
@@ -76,8 +77,8 @@ def examine(data: bytes) -> Facts:
     if not data:
         raise ValueError("empty file")
     with _told():
-        form, size, channels, grey = _plain(data) or _any(data)
-        return Facts(form, *size, channels, hashes(grey))
+        form, size, channels, grey, on_black = _plain(data) or _any(data)
+        return Facts(form, *size, channels, hashes(grey, on_black))
 
 
 def shrunk(data: bytes, facts: Facts, short_side: int) -> tuple[bytes, Facts]:
@@ -116,7 +117,8 @@ class _RefusedError(ValueError):
     """An image that is not even decoded."""
 
 
-_Seen = tuple[str, tuple[int, int], int, NDArray[np.uint8]]  # format, (width, height), channels, it in grey
+# format, (width, height), channels, it in grey, and the same on black where something is transparent
+_Seen = tuple[str, tuple[int, int], int, NDArray[np.uint8], NDArray[np.uint8] | None]
 
 
 def _plain(data: bytes) -> _Seen | None:
@@ -138,7 +140,7 @@ def _plain(data: bytes) -> _Seen | None:
         )
     except ValueError:
         return None
-    return "jpeg", (jpeg.width, jpeg.height), jpeg.channels, grey[:, :, 0]
+    return "jpeg", (jpeg.width, jpeg.height), jpeg.channels, grey[:, :, 0], None
 
 
 def _any(data: bytes) -> _Seen:
@@ -152,7 +154,18 @@ def _any(data: bytes) -> _Seen:
         if form == "jpeg" and not _has_few_scans(data):
             raise _RefusedError("too many scans (bomb)")
         flat = flatten(image)
-    return form, flat.size, 1 if flat.mode == "L" else 3, np.asarray(flat.convert("L"))
+        on_black = _on_black(image)
+    return form, flat.size, 1 if flat.mode == "L" else 3, np.asarray(flat.convert("L")), on_black
+
+
+def _on_black(image: Image.Image) -> NDArray[np.uint8] | None:
+    """A decoded image in grey and upright, on black; None: nothing of it is transparent."""
+    if not image.has_transparency_data:
+        return None
+    image = ImageOps.exif_transpose(image).convert("RGBA")
+    if image.getchannel("A").getextrema() == (255, 255):
+        return None
+    return np.asarray(Image.alpha_composite(Image.new("RGBA", image.size, "black"), image).convert("L"))
 
 
 def _has_few_scans(data: bytes) -> bool:
@@ -179,7 +192,7 @@ def sample_id(sha256: bytes, key: str) -> str:
     return hashlib.sha256(sha256 + key.encode()).hexdigest()[:32]
 
 
-def hashes(grey: NDArray[np.uint8]) -> Hashes:
+def hashes(grey: NDArray[np.uint8], on_black: NDArray[np.uint8] | None = None) -> Hashes:
     """Hashes of what is seen, 64 bits each, from grey pixels [h, w]: near-copies differ in a few bits.
 
     Each has the signs of the frequencies 1..8 by 1..8 of a cosine transform at 32 x 32 pixels, against their median
@@ -192,18 +205,19 @@ def hashes(grey: NDArray[np.uint8]) -> Hashes:
       turn and mirror a rectangle: mirrored against flipped is rotated by 180 degrees, and so on;
     - `phash_crop95`, `..82` and `..75` of the middle of the image: that share of each side. Their ratios to each other
       and to the whole (.95, .91, .86, .82, .79, .75) cover every centred crop that leaves three quarters of each side;
-    - `phash_inside` of what is inside a border of one colour.
+    - `phash_inside` of what is inside a border of one colour;
+    - `phash_on_black` of `on_black`, the image on black where something of it is transparent (else it is on white).
 
-    0 says nothing of what is shown: the view is one flat colour, there is no border, or, but for `phash`, the image has
-    fewer than 32 pixels a side, where different images look alike in so many views. All numbers are integers that
-    float64 holds exactly: every machine gets the same bits. benchmarks/near_copies.py measures what is found.
+    0 says nothing of what is shown: the view is one flat colour, there is no border, nothing is transparent, or, but
+    for `phash`, the image has fewer than 32 pixels a side, where different images look alike in so many views. All
+    numbers are integers that float64 holds exactly: every machine gets the same bits. benchmarks/near_copies.py
+    measures what is found.
     """
     image = Image.fromarray(grey)
-    small = np.asarray(image.resize((_SIDE, _SIDE), Image.Resampling.BOX), np.float64)
-    whole = _COSINES @ (small * _SIDE**2 - small.sum()) @ _COSINES.T
+    whole = _frequencies(image)
     height, width = grey.shape
     if min(height, width) < _SIDE:
-        return Hashes(_bits(whole), *[0] * 7)
+        return Hashes(_bits(whole), *[0] * 8)
     turned = (whole, whole * _SIGNS, whole * _SIGNS[:, None], whole.T * _SIGNS[:, None])
     factors = (max(1, width // _HASHED_SIDE), max(1, height // _HASHED_SIDE))
     reduced = np.asarray(image.reduce(factors))
@@ -214,7 +228,14 @@ def hashes(grey: NDArray[np.uint8]) -> Hashes:
     ]
     border = _border(reduced)
     inside = 0 if border is None else _bits(_seen(reduced, border))
-    return Hashes._make([*map(_bits, (*turned, *crops)), inside])
+    behind = 0 if on_black is None else _bits(_frequencies(Image.fromarray(on_black)))
+    return Hashes._make([*map(_bits, (*turned, *crops)), inside, behind])
+
+
+def _frequencies(grey: Image.Image) -> NDArray[np.float64]:
+    """The frequencies 1..8 by 1..8 [8, 8] of a grey image at 32 x 32 pixels."""
+    small = np.asarray(grey.resize((_SIDE, _SIDE), Image.Resampling.BOX), np.float64)
+    return np.asarray(_COSINES @ (small * _SIDE**2 - small.sum()) @ _COSINES.T)
 
 
 _Box = tuple[float, float, float, float]  # left, top, right, bottom

@@ -37,9 +37,9 @@ images draws train.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import partial
-from itertools import product
+from itertools import combinations, product
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -64,7 +64,7 @@ DUPLICATES = pa.schema(
         pa.field("class", pa.string(), nullable=False),
         pa.field("twin_class", pa.string(), nullable=False),
         pa.field("distance", pa.int32(), nullable=False),  # bits between the perceptual hashes
-        pa.field("kind", pa.string(), nullable=False),  # one of KINDS
+        pa.field("kind", pa.string(), nullable=False),  # "exact", "near", a kind of view, or CONFLICT
         pa.field("done", pa.string(), nullable=False),  # "left out" | "kept"
     ]
 )
@@ -76,21 +76,27 @@ SET_ASIDE = pa.schema(
     ]
 )
 CONFLICT = "conflicting labels"  # the same bytes as an image of another class
-KINDS = ("exact", "near", "mirrored", "rotated", "cropped", CONFLICT)
 _SPLITS = ("test", "dev", "train")  # strongest first
 _NONE = np.iinfo(np.int64).max
 
 _UPRIGHT, _REVERSED = ("phash", "phash_rotated"), ("phash_mirrored", "phash_flipped")
-_CROPPED = ("phash", "phash_crop95", "phash_crop82", "phash_crop75", "phash_inside")
+_CROPS = ("phash_crop95", "phash_crop82", "phash_crop75")
 _Views = Sequence[tuple[str, str]]
+
+
+def _both_ways(views: Iterable[tuple[str, str]]) -> _Views:
+    return [pair for one, other in views for pair in ((one, other), (other, one))]
+
+
 # which hash of an image is compared with which of another, by what the one is then of the other
 _TURNS: dict[str, _Views] = {
-    "near": [("phash", "phash")],
-    "mirrored": [*product(_UPRIGHT, _REVERSED), *product(_REVERSED, _UPRIGHT)],
-    "rotated": [_UPRIGHT, _UPRIGHT[::-1], _REVERSED, _REVERSED[::-1]],
+    "near": [("phash", "phash"), *_both_ways([("phash", "phash_on_black")])],
+    "mirrored": _both_ways(product(_UPRIGHT, _REVERSED)),
+    "rotated": _both_ways([_UPRIGHT, _REVERSED]),
 }
+# not the same part of both, nor the inside of both: what is in the middle of all digits looks alike
 _CUTS: dict[str, _Views] = {
-    "cropped": [views for views in product(_CROPPED, _CROPPED) if views != ("phash", "phash")]
+    "cropped": _both_ways([*combinations(("phash", *_CROPS), 2), ("phash", "phash_inside")])
 }
 _SCHEMA = pa.schema(
     [INDEX.field(name) for name in ("key", "sample_id", "content_id", "label", *Hashes._fields)]
@@ -240,7 +246,7 @@ def find_copies(
     )
     is_left_out, is_copy = leaves.any(0), (twins < mine).any(0)
     chosen = np.where(is_left_out, leaves.argmax(0), (twins < mine).argmax(0))
-    twin = np.where(is_left_out, sure[chosen, range(own)], twins[chosen, range(own)])
+    twin = np.where(is_left_out, sure[chosen, np.arange(own)], twins[chosen, np.arange(own)])
     conflicting = _first_of_another_class(content[:own], class_ids[:own], mine)
     is_in_conflict = conflicting < _NONE
     twin = np.where(is_in_conflict & ~is_left_out, conflicting, twin)

@@ -95,14 +95,15 @@ class Ingest(_Stage):
     duplicates: Literal["keep", "drop"] = Field(
         "keep",
         description="copies and near-copies within the set are listed and kept; or left out, but a test image never is."
-        " Where the draw of splits put copies apart, test beats dev beats train in any case",
+        " Where the draw of splits put copies apart, test beats dev beats train in any case. The same bytes in two"
+        " classes are named; drop leaves all of them out of train and dev",
     )
     max_distance: int | None = Field(
         4,
         ge=0,
         le=8,
-        description="bits, of 64, by which the perceptual hashes of near-copies may differ; null: only the same bytes"
-        " are copies",
+        description="bits, of 64, by which the perceptual hashes of near-copies, mirrored, rotated and cropped ones"
+        " may differ; null: only the same bytes are copies",
     )
     against: Annotated[tuple[str, ...], AfterValidator(distinct)] = takes(
         "dataset",

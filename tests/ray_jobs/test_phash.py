@@ -1,14 +1,15 @@
 """The perceptual hash: near-copies of photographs are near, different pictures are far, flat ones say nothing."""
 
 import io
+from itertools import permutations
 
 import numpy as np
 import pytest
-from PIL import Image, ImageEnhance
+from PIL import Image, ImageDraw, ImageEnhance
 from scipy.fft import dctn
 from sklearn.datasets import load_sample_images
 
-from ray_jobs.images import Hashes, hashes
+from ray_jobs.images import Hashes, examine, hashes
 
 
 def parts() -> list[Image.Image]:
@@ -65,7 +66,7 @@ def test_the_bits_are_those_of_the_cosine_transform() -> None:
 
 @pytest.mark.parametrize("shape", [(8, 8), (1, 1), (375, 500)])
 def test_a_flat_image_has_no_hash(shape: tuple[int, int]) -> None:
-    assert hashes(np.full(shape, 77, np.uint8)) == Hashes(*[0] * 8)
+    assert hashes(np.full(shape, 77, np.uint8)) == Hashes(*[0] * 9)
     ramp = np.arange(shape[0] * shape[1], dtype=np.uint64).reshape(shape).astype(np.uint8)
     assert max(hashes(ramp)) < 2**64
 
@@ -96,6 +97,10 @@ def test_a_turned_images_hash_is_in_the_images_column_of_it(view: str, size: tup
         assert bits == 0 or (view == "phash_rotated" and bits <= 4)
 
 
+CROPS = ("phash", "phash_crop95", "phash_crop82", "phash_crop75")
+COMPARED = [("phash", "phash"), ("phash_inside", "phash"), *permutations(CROPS, 2)]
+
+
 def padded(image: Image.Image) -> Image.Image:
     frame = Image.new("RGB", (image.width, image.height + 60))
     frame.paste(image, (0, 30))
@@ -112,17 +117,35 @@ def padded(image: Image.Image) -> Image.Image:
     ids=["cut by 5 %", "cut by 12 %", "bars above and below"],
 )
 def test_crops_share_a_view_within_four_bits(change, share: float) -> None:  # type: ignore[no-untyped-def]
-    def views(image: Image.Image) -> list[int]:
-        found = hashes(np.asarray(image.convert("L")))
-        return [found.phash, *found[4:]]
+    def views(image: Image.Image) -> dict[str, int]:
+        return hashes(np.asarray(image.convert("L")))._asdict()
 
-    images = parts()
-    nearest = np.array(
-        [[min((one ^ other).bit_count() for one in views(image) if one
-              for other in views(saved(change(copy), 85)) if other) for copy in images] for image in images]
-    )  # fmt: skip
+    def distance(one: dict[str, int], other: dict[str, int]) -> int:
+        compared = [(one[mine], other[theirs]) for mine, theirs in COMPARED if one[mine] and other[theirs]]
+        return min((mine ^ theirs).bit_count() for mine, theirs in compared)
+
+    images = [views(image) for image in parts()]
+    copies = [views(saved(change(image), 85)) for image in parts()]
+    nearest = np.array([[distance(copy, image) for copy in copies] for image in images])
     assert np.mean(nearest.diagonal() <= 4) >= share
     assert (nearest <= 4).sum() == (nearest.diagonal() <= 4).sum(), "no others are near"
+
+
+def test_what_is_transparent_is_hashed_on_white_and_on_black() -> None:
+    image = parts()[3]
+    alpha = Image.new("L", image.size, 0)
+    ImageDraw.Draw(alpha).ellipse((5, 5, 155, 135), fill=255)
+    image.putalpha(alpha)
+    file = io.BytesIO()
+    image.save(file, "PNG")
+    found = examine(file.getvalue()).hashes
+    for colour, own in ("white", found.phash), ("black", found.phash_on_black):
+        flat = Image.alpha_composite(Image.new("RGBA", image.size, colour), image)
+        assert (hashed(saved(flat.convert("RGB"), 90)) ^ own).bit_count() <= 4
+    image.putalpha(255)
+    file = io.BytesIO()
+    image.save(file, "PNG")
+    assert examine(file.getvalue()).hashes.phash_on_black == 0
 
 
 def test_small_images_have_but_one_hash() -> None:

@@ -71,18 +71,24 @@ groups = st.sampled_from([None, None, None, "patient 1", "patient 2", "patient 3
 
 
 @st.composite
-def sets(draw: st.DrawFn, given_splits: bool = False, most: int = 14) -> list[Image]:
+def sets(draw: st.DrawFn, given_splits: bool = False, most: int = 14, labelled: bool = False) -> list[Image]:
+    """Images; labelled: of several classes, and with views."""
     number = draw(st.integers(0, most))
     splits = st.sampled_from(["train", "train", "test"]) if given_splits else st.none()
-    return [Image(f"{draw(st.integers(0, 99)):02d}-{n}", draw(contents), draw(groups), draw(splits))
-            for n in range(number)]  # fmt: skip
+    images = [Image(f"{draw(st.integers(0, 99)):02d}-{n}", draw(contents), draw(groups), draw(splits))
+              for n in range(number)]  # fmt: skip
+    if not labelled:
+        return images
+    views = [Image("", draw(contents)).seen for _ in images]
+    return [one._replace(label=draw(st.integers(0, 2)), views={"phash_mirrored": view, "phash_crop95": view})
+            for one, view in zip(images, views, strict=True)]  # fmt: skip
 
 
 def near(one: Image, other: Image) -> bool:
     return one.content == other.content or (one.seen ^ other.seen).bit_count() <= DISTANCE
 
 
-@given(sets(), sets(), st.sampled_from(["keep", "drop"]))
+@given(sets(labelled=True), sets(labelled=True), st.sampled_from(["keep", "drop"]))
 def test_what_arrives_moves_nothing(old: list[Image], new: list[Image], duplicates: str) -> None:
     new = [one._replace(key=f"new {one.key}") for one in new]
     before, _ = decided(old, duplicates=duplicates)
@@ -105,7 +111,7 @@ def test_copies_and_near_copies_never_straddle(images: list[Image], duplicates: 
                 assert duplicates == "keep" or one == other or kept[one] == "test"
 
 
-@given(sets(), st.randoms(use_true_random=False))
+@given(sets(labelled=True), st.randoms(use_true_random=False))
 def test_the_order_of_arrival_is_irrelevant(images: list[Image], random: Any) -> None:
     shuffled = random.sample(images, len(images))
     assert decided(images) == decided(shuffled)
