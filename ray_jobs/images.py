@@ -216,20 +216,23 @@ def hashes(grey: NDArray[np.uint8], on_black: NDArray[np.uint8] | None = None) -
     image = Image.fromarray(grey)
     whole = _frequencies(image)
     height, width = grey.shape
-    if min(height, width) < _SIDE:
-        return Hashes(_bits(whole), *[0] * 8)
-    turned = (whole, whole * _SIGNS, whole * _SIGNS[:, None], whole.T * _SIGNS[:, None])
-    factors = (max(1, width // _HASHED_SIDE), max(1, height // _HASHED_SIDE))
-    reduced = np.asarray(image.reduce(factors))
-    right, bottom = width / factors[0], height / factors[1]  # the last pixels may be narrower
-    crops = [
-        _seen(reduced, (left * right, left * bottom, (1 - left) * right, (1 - left) * bottom))
-        for left in _CUT
-    ]
-    border = _border(reduced)
-    inside = 0 if border is None else _bits(_seen(reduced, border))
-    behind = 0 if on_black is None else _bits(_frequencies(Image.fromarray(on_black)))
-    return Hashes._make([*map(_bits, (*turned, *crops)), inside, behind])
+    views = np.zeros((len(Hashes._fields), *whole.shape))  # in their order; 0 where there is none
+    views[0] = whole
+    if min(height, width) >= _SIDE:
+        views[1:4] = whole * _SIGNS, whole * _SIGNS[:, None], whole.T * _SIGNS[:, None]
+        factors = (max(1, width // _HASHED_SIDE), max(1, height // _HASHED_SIDE))
+        small = np.asarray(image.reduce(factors), np.float64)
+        right, bottom = width / factors[0], height / factors[1]  # the last pixels may be narrower
+        for number, cut in enumerate(_CUT, start=4):
+            views[number] = _seen(small, (cut * right, cut * bottom, (1 - cut) * right, (1 - cut) * bottom))
+        if (border := _border(small)) is not None:
+            views[7] = _seen(small, border)
+        if on_black is not None:
+            views[8] = _frequencies(Image.fromarray(on_black))
+    found = views.reshape(len(views), -1)
+    # > the median, without its half: 32 bits are set unless values are equal
+    bits = found > np.partition(found, 31)[:, 31:32]
+    return Hashes._make(np.packbits(bits, axis=1).view(">u8")[:, 0].tolist())
 
 
 def _frequencies(grey: Image.Image) -> NDArray[np.float64]:
@@ -241,7 +244,7 @@ def _frequencies(grey: Image.Image) -> NDArray[np.float64]:
 _Box = tuple[float, float, float, float]  # left, top, right, bottom
 
 
-def _seen(grey: NDArray[np.uint8], box: _Box) -> NDArray[np.float64]:
+def _seen(grey: NDArray[np.float64], box: _Box) -> NDArray[np.float64]:
     """The frequencies 1..8 by 1..8 [8, 8] of a part of a grey image [h, w]."""
     left, top, right, bottom = box
     height, width = grey.shape
@@ -259,13 +262,7 @@ def _cosines(number: int, start: float, end: float) -> NDArray[np.float64]:
     return np.asarray(rows)
 
 
-def _bits(frequencies: NDArray[np.float64]) -> int:
-    found = frequencies.ravel()
-    # > the median, without its half: 32 bits are set unless values are equal
-    return int(np.packbits(found > np.partition(found, 31)[31]).view(">u8")[0])
-
-
-def _border(grey: NDArray[np.uint8]) -> _Box | None:
+def _border(grey: NDArray[np.float64]) -> _Box | None:
     """What is inside a border that has the colour of the first or the last corner; None: there is no border.
 
     None, too, if less than 16 pixels a side are inside.
@@ -273,12 +270,12 @@ def _border(grey: NDArray[np.uint8]) -> _Box | None:
     height, width = grey.shape
     box: list[float] = [0, 0, width, height]
     for corner, first, order in ((grey[0, 0], 0, 1), (grey[-1, -1], 2, -1)):
-        differs = np.abs(grey - np.int16(corner))
+        differs = np.abs(grey - corner)
         for axis in (0, 1):
             start = int((differs.max(axis)[::order] > _BORDER).argmax())
             if start > 0:
                 # a line that lies partly in the border differs that much less from it than the next one
-                lines = differs.sum(axis, dtype=np.int64)[::order]
+                lines = differs.sum(axis)[::order]
                 share = lines[start] / lines[min(start + 1, len(lines) - 1)].clip(1)
                 box[first + axis] += order * (start + 1 - min(float(share), 1.0))
     left, top, right, bottom = box
