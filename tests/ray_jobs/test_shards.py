@@ -211,3 +211,17 @@ def test_content_digest_covers_ids_labels_splits_and_classes_in_any_order() -> N
         shards.content_digest("other", samples, ["x", "y"]),
     ]
     assert len({digest, *others}) == 9
+
+
+def test_an_index_of_an_earlier_version_is_read_and_one_without_what_is_needed_is_refused(
+    tmp_path: Path,
+) -> None:
+    data = raw_dataset(tmp_path)
+    index = data.index("train")
+    earlier = [name for name in index.schema.names if not name.startswith("phash_")]
+    pq.write_table(index.select(earlier), tmp_path / "index.parquet")
+    again = open_dataset(tmp_path)
+    assert np.array_equal(again.images("train", grey(8)), data.images("train", grey(8)))
+    pq.write_table(index.drop_columns(["content_id", "offset"]), tmp_path / "index.parquet")
+    with pytest.raises(ValueError, match=r"index\.parquet: missing columns: content_id, offset"):
+        open_dataset(tmp_path).labels("train")
