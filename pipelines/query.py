@@ -352,7 +352,14 @@ def _define_view(
         f'"{column.name}"::{column.type} AS "{column.name}"' for column in TABLES[name][len(_ORIGIN) + 1 :]
     ]
     shown = ", ".join([*origin, f"{_RESULT_SQL} AS {_RESULT.name}", *own])
-    files_read = f"read_parquet(getvariable('{name}_paths'))"
+    # A file that an earlier version wrote may lack a column that came later: NULL then.
+    empty = ", ".join(
+        f'NULL::{column.type} AS "{column.name}"' for column in TABLES[name][len(_ORIGIN) + 1 :]
+    )
+    files_read = (
+        f"(SELECT *, file_index FROM read_parquet(getvariable('{name}_paths'), union_by_name = true)"  # noqa: S608
+        f" UNION ALL BY NAME SELECT {empty} WHERE false)"  # (names of ours, here and below)
+    )
     connection.execute(f"CREATE VIEW {name} AS SELECT {shown} FROM {files_read}")  # noqa: S608 (names of ours)
 
 

@@ -127,8 +127,8 @@ def main(context: Context) -> Result:
     index, copies = _decided(context, name, good, listing.class_names, official)
     trainable = _trainable(index, listing)
     index = trainable.index
-    notes = (*listing.notes, *_shrunk_note(config), *_conflict_note(copies))
-    for note in (*notes, *class_notes(trainable, most=None)):
+    decided = (*_shrunk_note(config), *_conflict_note(copies))
+    for note in (*decided, *class_notes(trainable, most=None)):
         print(note, flush=True)
     with context.staging() as staging:
         shards = [part.shard for part in written if part.shard]
@@ -139,7 +139,7 @@ def main(context: Context) -> Result:
             listing.image,
             shards,
             index,
-            (*notes, *class_notes(trainable)),
+            (*listing.notes, *decided, *class_notes(trainable)),
             config.short_side,
         )
         pq.write_table(copies, staging.path / "duplicates.parquet", compression="zstd")

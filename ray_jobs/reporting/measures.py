@@ -67,7 +67,7 @@ def join_tables(parts: Iterable[tuple[str, Manifest, Path]], name: str, schema: 
     Its texts are dictionaries: 20 million predictions, as VTAB's test splits give, take 1 GB instead of 5.
 
     Raises:
-        ValueError: a table whose columns are not `schema`'s.
+        ValueError: a table whose columns are not `schema`'s; nullable ones at its end may be missing.
     """
     wanted = pa.schema([_coded(column) for column in [*_FROM, *schema]])
     tables = [wanted.empty_table()]
@@ -77,10 +77,13 @@ def join_tables(parts: Iterable[tuple[str, Manifest, Path]], name: str, schema: 
         texts = [column.name for column in schema if column.type == pa.string()]
         with pq.ParquetFile(folder / name) as file:
             found = file.schema_arrow
-        if not found.equals(schema):
+        later = [column for column in schema if column.nullable and column.name not in found.names]
+        if not pa.schema([*found, *later]).equals(schema):
             raise ValueError(f"{folder / name} has the columns {found.names}; expected {schema.names}")
         with pq.ParquetFile(folder / name, read_dictionary=texts) as file:
             table = file.read()
+        for column in later:  # which an earlier version did not write
+            table = table.append_column(column, pa.nulls(len(table), column.type))
         zeros = pa.array(np.zeros(len(table), np.int32))
         origin = [pa.DictionaryArray.from_arrays(zeros, [value]) for value in (manifest.key, stage)]
         tables.append(pa.Table.from_arrays([*origin, *table.columns], schema=wanted))

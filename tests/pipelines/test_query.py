@@ -6,12 +6,13 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
 import pytest
 
 from pipelines.query import TABLES, query
 from pipelines.spec import RecipeError
 from pipelines.store import Layout, Store, StoreDamaged, commit, open_store
-from ray_jobs.rows import PREDICTIONS, ROWS, write_table
+from ray_jobs.rows import PREDICTIONS, ROWS, write_parquet, write_table
 from tests.records import flip, make_manifest
 
 
@@ -131,6 +132,22 @@ def test_artifacts_and_runs(store: Store) -> None:
     )
     assert found == [("dd", "model", 1.5), ("ee", "report", None)]
     assert ask(store, "SELECT count(*) FROM runs") == [(0,)]
+
+
+def test_a_column_that_came_later_is_null_in_older_files(tmp_path: Path) -> None:
+    older = pa.schema([field for field in PREDICTIONS if field.name != "probability"])
+    for names in (["old"], ["old", "new"]):
+        store = open_store(str(tmp_path / "".join(names)))
+        for name in names:
+            with store.staging(Layout.files("evaluate", name, 1)) as staging:
+                table = pa.Table.from_pylist([prediction(probability=0.5)], PREDICTIONS)
+                write_parquet(
+                    staging.path / "predictions.parquet",
+                    table.select(older.names) if name == "old" else table,
+                )
+            commit(store, make_manifest("evaluate", key=name, files=staging.files))
+        found = dict(ask(store, "SELECT artifact, probability FROM predictions"))
+        assert found == {name: None if name == "old" else 0.5 for name in names}
 
 
 @pytest.mark.parametrize(("name", "schema"), [("rows", ROWS), ("predictions", PREDICTIONS)])

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from ray_jobs.intervals import Interval
@@ -92,14 +93,27 @@ def test_images_that_a_draw_lacks_or_has_twice_are_told(tmp_path: Path) -> None:
 
 
 def test_texts_of_a_joined_table_are_texts_in_its_file(tmp_path: Path) -> None:
-    import pyarrow.parquet as pq
-
     put(tmp_path / "a", "x", 5, 0)
     parts = [("a", make_manifest("evaluate", key="k"), tmp_path / "a")]
     joined = measures.join_tables(parts, "predictions.parquet", measures.PREDICTIONS)
     write_parquet(tmp_path / "joined.parquet", joined)
     assert pq.read_schema(tmp_path / "joined.parquet").equals(measures.REPORT_PREDICTIONS)
     assert pq.read_table(tmp_path / "joined.parquet").to_pylist() == joined.to_pylist()
+
+
+def test_a_table_that_an_earlier_version_wrote_lacks_what_came_later(tmp_path: Path) -> None:
+    put(tmp_path / "a", "x", 5, 0)
+    path, parts = (
+        tmp_path / "a" / "predictions.parquet",
+        [("a", make_manifest("evaluate", key="k"), tmp_path / "a")],
+    )
+    written = pq.read_table(path)
+    write_parquet(path, written.drop_columns(["probability"]))
+    joined = measures.join_tables(parts, "predictions.parquet", measures.PREDICTIONS)
+    assert joined["probability"].null_count == len(joined) == len(written)
+    write_parquet(path, written.drop_columns(["correct"]))
+    with pytest.raises(ValueError, match="has the columns"):
+        measures.join_tables(parts, "predictions.parquet", measures.PREDICTIONS)
 
 
 def test_an_accuracy_that_is_not_its_predictions_is_told(tmp_path: Path) -> None:
