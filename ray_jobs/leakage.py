@@ -25,7 +25,7 @@ import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
 from pipelines.spec import Ingest, Labels
-from pipelines.store import InputRef, Manifest, Store, read_manifest
+from pipelines.store import InputRef, Manifest, Store, local_files, read_manifest
 from ray_jobs.draws import draw_labels
 from ray_jobs.near import is_near
 from ray_jobs.shards import Dataset
@@ -231,7 +231,7 @@ def _index(store: Store, dataset: Manifest) -> pa.Table | None:
     files = [file for file in dataset.files if file.path == _INDEX]
     if not files or _INDEX not in store.names(dataset.folder):
         return None
-    path = store.local(dataset.folder, files) / _INDEX
+    path = local_files(store, dataset, files) / _INDEX
     try:
         with pq.ParquetFile(path) as file:
             known = set(_READ) <= set(file.schema_arrow.names)

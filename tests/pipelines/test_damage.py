@@ -149,7 +149,8 @@ def known_parts(store: FolderStore) -> list[Finished]:
     """What an ingest of the digits would not read again."""
     context = make_context(store, load_pipeline(str(TINY)).stages["digits"])
     key = stage_key(context.config, {}, context.attempt.source)
-    return finished_parts(replace(context, attempt=context.attempt.model_copy(update={"key": key})))
+    digests = pa.chunked_array([["digest of a file"]])
+    return finished_parts(replace(context, attempt=context.attempt.model_copy(update={"key": key})), digests)
 
 
 COMMANDS: dict[str, Callable[[FolderStore], Any]] = {
@@ -474,7 +475,8 @@ def test_a_driver_does_not_repeat_a_damaged_stage_unasked(tmp_path: Path, forced
     os.truncate(local_files(store, made) / "index.parquet", 3)
     run, told = start_run(store, pipeline, ("digits",), forced), Told()
     connection = Running(lambda: st.wish_stop(store, run.id))
-    assert run_pipeline(store, run, connection, told, 1) == {"digits": "STOPPED" if forced else "FAILED"}
+    status, _ = run_pipeline(store, run, connection, told, 1)
+    assert status == {"digits": "STOPPED" if forced else "FAILED"}
     assert ("`--force digits` makes it again" in told.ends["digits"]) != bool(forced)
     assert (connection.looks > 0) == bool(forced)
 

@@ -395,10 +395,11 @@ def test_wrong_requests(
 
 
 def test_predict_takes_folders_and_scores_the_good_beside_the_bad(
-    store: Store, tmp_path: Path, vitflow_here: Callable[..., str]
+    store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, vitflow_here: Callable[..., str]
 ) -> None:
     put_model(store)
-    folder = tmp_path / "images"
+    monkeypatch.chdir(tmp_path)  # short names, which the width of the output does not fold
+    folder = Path("images")
     (folder / "below" / ".hidden").mkdir(parents=True)
     for name in ("a.png", "below/b.PNG", "below/.hidden/c.png"):
         Image.new("RGB", (8, 8)).save(folder / name, "PNG")

@@ -47,8 +47,8 @@ class Forgetful(FolderStore):
             raise StoreUnreachable(f"can't {what} {name}")
         return answer
 
-    def read(self, name: str) -> Any:
-        return self._answer("read", name, super().read(name))
+    def read(self, name: str, limit: int | None = None) -> Any:
+        return self._answer("read", name, super().read(name, limit))
 
     def create(self, name: str, data: bytes) -> Any:
         # an event has a new name at each try: these are told apart by their stage and status

@@ -6,6 +6,7 @@ from datetime import UTC, datetime, timedelta
 import pytest
 from rich.console import Console
 
+from pipelines import terminal
 from pipelines.commands import common
 from pipelines.commands.looking import _took
 from pipelines.query import TABLES
@@ -23,7 +24,7 @@ def printed(monkeypatch: pytest.MonkeyPatch, width: int, rows: list[dict[str, st
     """The table's lines, as a terminal of this width gets them."""
     console = Console(width=width, file=io.StringIO())
     monkeypatch.setattr(common, "console", console)
-    monkeypatch.setattr(common, "Console", lambda width: Console(width=width, file=console.file))
+    monkeypatch.setattr(terminal, "console", lambda width: Console(width=width, file=console.file))
     common.print_table(rows, COLUMNS)
     assert isinstance(console.file, io.StringIO)
     return console.file.getvalue().splitlines()
