@@ -11,9 +11,8 @@ from __future__ import annotations
 import secrets
 import threading
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol
 
 from pipelines import identity, plan
 from pipelines.cluster import ENDED, Cluster, ClusterUnreachable, python_entrypoint
@@ -21,6 +20,7 @@ from pipelines.plan import PlannedStage
 from pipelines.runs import Run
 from pipelines.spec import RecipeError, module
 from pipelines.store import (
+    UNREACHABLE_SECONDS,
     Attempt,
     InputRef,
     Layout,
@@ -35,18 +35,17 @@ from pipelines.store import (
     now,
     read_manifest,
     stop_wished,
+    wait_for_store,
     wish_stop,
 )
 
 ATTEMPTS = 3  # a command makes at most this many attempts at a stage
 BACKOFF_SECONDS = 1.0  # before the second attempt; doubles
 POLL_SECONDS = 0.1  # between the driver's steps
-UNREACHABLE_SECONDS = 1.0  # before a cluster or a store that did not answer is asked again
 ASK_SECONDS = 0.5  # between questions to the store and to the cluster, whom answering costs time
 LAST_WORDS_SECONDS = 5.0  # a job may take to end after its commit
 MANIFEST_SECONDS = 60.0  # a job that SUCCEEDED shows its manifest within this time
 USER_MISTAKE = 2  # the exit code of a stage that is never retried
-Answer = TypeVar("Answer")
 
 
 class Display(Protocol):
@@ -116,19 +115,6 @@ def run_pipeline(
     )
     wait_for_store(lambda: add_event(store, run.id, "finished", status=outcome), display.say)
     return driver.status, [driver.committed[name] for name in driver.names if name in driver.committed]
-
-
-def wait_for_store(ask: Callable[[], Answer], say: Callable[[str], None]) -> Answer:
-    """Return what `ask` returns, calling it again while the store does not answer; that is said once."""
-    waiting = False
-    while True:
-        try:
-            return ask()
-        except StoreUnreachable as error:
-            if not waiting:
-                say(f"waiting for the store: {error}")
-            waiting = True
-            time.sleep(UNREACHABLE_SECONDS)
 
 
 class Driver:

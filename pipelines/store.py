@@ -16,7 +16,8 @@ import secrets
 import shlex
 import socket
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from datetime import UTC, datetime
 from functools import cache
@@ -33,7 +34,9 @@ LARGEST_RECORD = 32 * 2**20  # bytes; the manifest of a dataset of 100,000 shard
 CHECKSUMMED = "shards/"  # each image in these files has a checksum of its own, compared whenever it is read
 # What jobs elsewhere are told: where S3 is, and the Hugging Face hub.
 SETTINGS = ("AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3", "AWS_REGION", "AWS_DEFAULT_REGION", "HF_ENDPOINT")
+UNREACHABLE_SECONDS = 1.0  # before a cluster or a store that did not answer is asked again
 Record = TypeVar("Record", bound=Frozen)
+Answer = TypeVar("Answer")
 
 
 class StoreError(Exception):
@@ -57,6 +60,19 @@ class StoreDamaged(StoreError):  # noqa: N818 (named for what it tells)
     def __init__(self, what: str, remedy: str = "") -> None:
         super().__init__(f"{what}; {remedy}" if remedy else what)
         self.what, self.remedy = what, remedy
+
+
+def wait_for_store(ask: Callable[[], Answer], say: Callable[[str], None]) -> Answer:
+    """Return what `ask` returns, calling it again while the store does not answer; that is said once."""
+    waiting = False
+    while True:
+        try:
+            return ask()
+        except StoreUnreachable as error:
+            if not waiting:
+                say(f"waiting for the store: {error}")
+            waiting = True
+            time.sleep(UNREACHABLE_SECONDS)
 
 
 class Layout:

@@ -34,7 +34,7 @@ from pipelines.commands.common import (
 )
 from pipelines.commands.reports import show_report
 from pipelines.spec import RecipeError
-from pipelines.store import Store, StoreAbsent, StoreDamaged, StoreError, add_event
+from pipelines.store import Store, StoreAbsent, StoreDamaged, StoreError, add_event, wait_for_store
 
 if TYPE_CHECKING:
     from pipelines.pipeline import Pipeline
@@ -85,7 +85,7 @@ def carry_out(
         The stages with their manifests. Where one could not be made, the command ends instead.
     """
     from pipelines import plan as planning
-    from pipelines import runner, runs
+    from pipelines import runs
 
     with _seen(store, address) as seen:
         planned = planning.plan_pipeline(seen, pipeline, pipeline.needed_for(targets), strict_code)
@@ -94,7 +94,7 @@ def carry_out(
     connection = _connection(address, token_file)
     opened = open_(store)
     started = runs.start_run(opened, pipeline, targets, forced, strict_code=strict_code)
-    runner.wait_for_store(lambda: add_event(opened, started.id, "driver", **runs.driver_process()), _say)
+    wait_for_store(lambda: add_event(opened, started.id, "driver", **runs.driver_process()), _say)
     console.print(f"{'continuing' if started.continued else 'run'} [bold]{started.id}[/]", highlight=False)
     return _drive(opened, started, connection, parallel, shlex.join(["vitflow", *sys.argv[1:]]))
 
@@ -143,7 +143,6 @@ def drive(
     from pipelines import runs, submission
     from pipelines.cluster import connect
     from pipelines.local_ray import LocalConnection
-    from pipelines.runner import wait_for_store
 
     opened = wait_for_store(lambda: open_(store, create=False), _say)
     started = wait_for_store(lambda: runs.load_run(opened, run), _say)
@@ -265,7 +264,6 @@ def _nothing_to_do(store: Store, planned: list[PlannedStage], forced: tuple[str,
 def _finish(store: Store, planned: list[PlannedStage]) -> None:
     """The last lines of a run: what to know of cached stages, and the report."""
     from pipelines import plan as planning
-    from pipelines import runner
 
     for stage in planned:
         for note in planning.notes(stage):
@@ -273,7 +271,7 @@ def _finish(store: Store, planned: list[PlannedStage]) -> None:
     for stage in planned:
         if stage.manifest is not None and stage.manifest.kind == "report":
             # it reads first, then prints: nothing appears twice
-            runner.wait_for_store(partial(show_report, store, stage.manifest), _say)
+            wait_for_store(partial(show_report, store, stage.manifest), _say)
 
 
 def plan(

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import typer
 
+import pipelines.store
 from pipelines import runner, runs
 from pipelines.cluster import JobState
 from pipelines.commands import running
@@ -114,6 +115,7 @@ class Committing:
 def hurried(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("UNREACHABLE_SECONDS", "POLL_SECONDS", "ASK_SECONDS"):
         monkeypatch.setattr(runner, name, 0.0)
+    monkeypatch.setattr(pipelines.store, "UNREACHABLE_SECONDS", 0.0)
 
 
 @pytest.fixture
