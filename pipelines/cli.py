@@ -2,7 +2,8 @@
 
 Exit codes:
 0    done
-1    a stage failed, the run was stopped, or the store or the cluster is damaged or does not answer
+1    a stage failed, the run was stopped, the store or the cluster is damaged or does not answer, `doctor` or `verify`
+     found a problem, or `predict` could not read an image
 2    the request is wrong and nothing was started: the same request will fail again
 130  Ctrl-C
 
@@ -73,7 +74,7 @@ def _options(
 
 
 def main() -> None:
-    """Run a command; what goes wrong is one message and an exit code, never a traceback."""
+    """Run a command; any failure becomes one message and an exit code, never a traceback."""
     try:
         app(prog_name="vitflow")
     except (RecipeError, StoreAbsent) as error:

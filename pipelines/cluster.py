@@ -193,7 +193,7 @@ class Cluster:
             except requests.exceptions.SSLError as error:
                 raise ClusterUnreachable(
                     f"{self.address}: no TLS connection ({_last_line(str(error))}). Ray's dashboard speaks plain HTTP: "
-                    "write http://, unless a proxy with TLS stands before it"
+                    "use http://, unless it is behind a TLS proxy"
                 ) from error
             except requests.RequestException as error:
                 refused = self._on_loopback and _refused(error)

@@ -1,9 +1,9 @@
-"""Whether a local file of an artifact is what its manifest says: its size always, its sha256 once per version of it.
+"""Compare local files of an artifact with its manifest: the size always, the sha256 once per version of a file.
 
-What was found right is remembered in the user's cache folder as an empty file, whose name is a hash of the version
-(device, inode, size, times of modification and change) and of the sha256. So any number of processes may write there
-at once, on any file system, and the folder may be deleted at any time. A version does not tell of a disk that loses
-bits by itself: `vitflow verify` reads everything again.
+A file that passed is remembered in the user's cache folder as an empty file, named by a hash of the version (device,
+inode, size, mtime and ctime) and the sha256. So any number of processes may write there at once, on any file system,
+and the folder may be deleted at any time. A disk that loses bits does not change the version: `vitflow verify` reads
+everything again.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from pipelines.store import CHECKSUMMED, FileEntry
 
 
 def fault(path: Path, entry: FileEntry) -> str | None:
-    """What is wrong with a file, in words; None where it is as its entry says."""
+    """Return what is wrong with a file, in words; None if it matches its entry."""
     try:
         version = path.stat()
         if (wrong := _size_fault(version, entry)) is not None:
@@ -30,7 +30,7 @@ def fault(path: Path, entry: FileEntry) -> str | None:
         with path.open("rb") as file:
             digest = hashlib.file_digest(file, "sha256").hexdigest()
     except OSError as error:
-        return f"can't be read: {error.strerror}"
+        return f"cannot be read: {error.strerror}"
     if digest != entry.sha256:
         return digest_fault(digest, entry)
     _put(mark)
@@ -38,20 +38,20 @@ def fault(path: Path, entry: FileEntry) -> str | None:
 
 
 def size_fault(path: Path, entry: FileEntry) -> str | None:
-    """The same, but of the size alone."""
+    """Do the same for the size alone."""
     try:
         return _size_fault(path.stat(), entry)
     except OSError as error:
-        return f"can't be read: {error.strerror}"
+        return f"cannot be read: {error.strerror}"
 
 
 def digest_fault(digest: str, entry: FileEntry) -> str:
-    """That a file has this sha256, and not its entry's."""
+    """Say that a file has this sha256, not its entry's."""
     return f"has sha256 {digest[:12]}, its manifest says {entry.sha256[:12]}"
 
 
 def remember(path: Path, entry: FileEntry, is_right: bool) -> None:
-    """Remember that a file was read and found to have its entry's sha256, or forget that it ever had."""
+    """Remember that a file has its entry's sha256, or forget it."""
     with contextlib.suppress(OSError):  # then it is read again the next time
         mark = _mark(path.stat(), entry)
         if is_right:
@@ -74,6 +74,6 @@ def _mark(version: os.stat_result, entry: FileEntry) -> Path:
 
 
 def _put(mark: Path) -> None:
-    with contextlib.suppress(OSError):  # a cache: where it can't be kept, files are read again
+    with contextlib.suppress(OSError):  # a cache: without it, files are read again
         mark.parent.mkdir(parents=True, exist_ok=True)
         mark.touch()

@@ -1,4 +1,4 @@
-"""What the names of a source's files say: which were left by a system, which are parts of one file.
+"""Names of a source's files: which ones an operating system left, and which are parts of one file.
 
 Only the standard library is imported here.
 """
@@ -23,7 +23,7 @@ def left_by_a_system(name: str) -> bool:
 
 
 def parts_of(first: str, names: Iterable[str]) -> list[str]:
-    """`first` and those of these names that are further parts of it, in their order.
+    """Return `first` and those of these names that are its further parts, in order.
 
     `x.zip.001` is followed by `x.zip.002`, `x.part1.rar` by `x.part2.rar`, `x.rar` by `x.r00`.
     """

@@ -47,7 +47,7 @@ class FolderStore:
             status = (self.root / name).lstat()
             if stat.S_ISLNK(status.st_mode):
                 raise StoreDamaged(
-                    f"{self.root}/{name} is damaged: it is a symbolic link, and a store has none"
+                    f"{self.root}/{name} is damaged: it is a symbolic link, which a store never contains"
                 )
             if not stat.S_ISREG(status.st_mode):
                 raise StoreDamaged(f"{self.root}/{name} is damaged: it is not a file")
@@ -71,9 +71,9 @@ class FolderStore:
         return [read(name) for name in names]
 
     def _require(self) -> None:
-        """Raise StoreAbsent where the store was deleted: a folder made there now would look like a store."""
+        """Raise StoreAbsent if the store was deleted: a folder made there now would look like a store."""
         if not (self.root / Layout.STORE).exists():
-            raise StoreAbsent(f"{self.root} is a store no longer: its {Layout.STORE} was deleted")
+            raise StoreAbsent(f"{self.root} is no longer a store: its {Layout.STORE} was deleted")
 
     def read_range(self, name: str, start: int, length: int) -> bytes:
         try:
@@ -157,7 +157,7 @@ class FolderStore:
                 if path.is_file()
             )
         except OSError:
-            self._require()  # nothing can be written where the store was deleted meanwhile, and that is what to say
+            self._require()  # if the store was deleted meanwhile, say that
             raise
         finally:
             if temporary.exists():

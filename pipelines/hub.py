@@ -1,8 +1,8 @@
-"""Models on the Hugging Face hub: `hf:ORG/NAME[@REVISION]` stands for the files of one commit.
+"""Models on the Hugging Face hub: `hf:ORG/NAME[@REVISION]` means the files of one commit.
 
 In: such a path, HF_ENDPOINT and HF_TOKEN from the environment. Out: the path with its commit, the sha256 of the files
-that an import reads, and those files. A revision is resolved to a commit once, and a commit's digests are asked for
-once; both are kept in the user's cache folder, so that planning needs the hub only for models that are new here.
+that an import reads, and those files. A revision is resolved to a commit once, and a commit's digests are requested
+once; the user's cache folder keeps both, so that planning needs the hub only for models that are new on this machine.
 Pickles are never fetched.
 """
 
@@ -60,7 +60,7 @@ def fetch(path: str) -> Path:
     """The folder with the files of a pinned path, in the hub's own cache on this machine.
 
     Raises:
-        StoreError: a file is not the one that its digest says; StoreUnreachable: the hub does not answer.
+        StoreError: a file does not match its digest. StoreUnreachable: the hub does not answer.
     """
     repository, commit = _parse(path)
     expected = digests(path)
@@ -80,7 +80,7 @@ def _parse(path: str) -> tuple[str, str]:
 
 
 def _ask(path: str) -> dict[str, Any]:
-    """The commit of a path, and the sha256 of its files: the hub knows those of large files, small ones are fetched."""
+    """The commit of a path and the sha256 of its files: the hub states those of large files, small ones are fetched."""
     repository, revision = _parse(path)
     with _told(path):
         info = _api().model_info(repository, revision=revision, files_metadata=True)
@@ -127,13 +127,13 @@ def _endpoint() -> str:
 
 
 def _token() -> str | bool:
-    """HF_TOKEN's; False: none, not even one that was saved by a login, which other machines would not have."""
+    """HF_TOKEN; False: none, not even a token saved by a login, which other machines would not have."""
     return os.environ.get("HF_TOKEN") or False
 
 
 @contextmanager
 def _told(path: str) -> Iterator[None]:
-    """What the hub's client raises, as errors of ours that name the path."""
+    """Turn what the hub's client raises into vitflow's errors, which name the path."""
     try:
         import httpx2
         from huggingface_hub.errors import (
@@ -152,7 +152,7 @@ def _told(path: str) -> Iterator[None]:
         yield
     except GatedRepoError:
         raise RecipeError(
-            f"{path}: access is refused at {_endpoint()}. Accept the model's terms there, and set HF_TOKEN"
+            f"{path}: {_endpoint()} refuses access. Accept the model's terms there, and set HF_TOKEN"
         ) from None
     except RepositoryNotFoundError:
         raise RecipeError(
@@ -166,7 +166,7 @@ def _told(path: str) -> Iterator[None]:
         raise RecipeError(f"{path}: {error}") from None
     except (httpx2.HTTPError, OSError) as error:  # OSError: also no place in the cache
         reason = str(error).partition("\n")[0] or type(error).__name__
-        raise StoreUnreachable(f"{path}: cannot be fetched from {_endpoint()}: {reason}") from None
+        raise StoreUnreachable(f"{path}: cannot fetch it from {_endpoint()}: {reason}") from None
     except (ValueError, KeyError, TypeError) as error:
         raise StoreError(
             f"{path}: {_endpoint()} does not answer as the Hugging Face hub does ({error!r}). Check HF_ENDPOINT"

@@ -155,8 +155,8 @@ def files_fingerprint(files: Iterable[tuple[str, str | Path]]) -> str:
 def file_digests(files: Iterable[tuple[str, str | Path]]) -> list[tuple[Any, ...]]:
     """(name, sha256 of the contents) of each file, remembered by (device, inode, size, mtime, ctime).
 
-    Of an object s3://bucket/key (name, ETag, size): to read them all would take too long. Of hf:ORG/NAME@COMMIT/name
-    the sha256 is the hub's, so a model there has the key of the same files in a folder.
+    For an object s3://bucket/key it is (name, ETag, size), because reading all would take too long. For
+    hf:ORG/NAME@COMMIT/name the sha256 is the hub's, so a model there has the key of the same files in a folder.
 
     Raises:
         RecipeError: one can't be read.
@@ -195,7 +195,7 @@ def file_digests(files: Iterable[tuple[str, str | Path]]) -> list[tuple[Any, ...
 
 
 def file_version(status: os.stat_result) -> str:
-    """What changes when a file is written, or another takes its place: device, inode, size, mtime and ctime."""
+    """Values that change when a file is written or replaced: device, inode, size, mtime and ctime."""
     return f"{status.st_dev}:{status.st_ino}:{status.st_size}:{status.st_mtime_ns}:{status.st_ctime_ns}"
 
 

@@ -68,7 +68,7 @@ def write_recipe(file: Path, images: Path, console: Console) -> None:
     if file.suffix not in {".yaml", ".yml"}:
         raise RecipeError(f"{file}: the name of a recipe ends in .yaml")
     try:
-        with tempfile.TemporaryFile(dir=file.parent):  # seen before anything takes time
+        with tempfile.TemporaryFile(dir=file.parent):  # fail before the slow part
             pass
     except OSError as error:
         raise RecipeError(f"{file}: cannot write to {file.parent.resolve()}: {error.strerror}") from None

@@ -29,7 +29,7 @@ SHORT = 12  # characters of a digest that people see
 
 
 State = Literal["same", "made again", "other content", "gone", "damaged"]
-_LOST = ("gone", "damaged")  # nothing behind it can be shown
+_LOST = ("gone", "damaged")  # its own inputs are unknown
 
 
 class Edge(Frozen):

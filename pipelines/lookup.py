@@ -52,17 +52,17 @@ def find_artifact(store: Store, given: str | None, kind: str) -> Manifest:
 
 
 def find_keys(store: Store, given: str) -> list[tuple[str, str]]:
-    """(job, key) of the artifacts that a key, its unique beginning, RUN/STAGE or RUN means, whether they can be read
+    """(job, key) of the artifacts that a key, a unique key prefix, RUN/STAGE or RUN means, whether they can be read
     or not.
 
     Raises:
-        RecipeError: nothing or several things are meant.
+        RecipeError: it matches nothing, or it is ambiguous.
     """
     known = all_keys(store)
     matches = [(job, key) for job, key in known if key.startswith(given)]
     if len(matches) > 1:
         names = ", ".join(f"{key[:12]} ({job})" for job, key in matches[-8:])
-        raise RecipeError(f"{given!r} begins several keys: {names}")
+        raise RecipeError(f"{given!r} is ambiguous; it matches the keys {names}")
     if matches:
         return matches
     run, _, stage = given.partition("/")

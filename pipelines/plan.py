@@ -40,12 +40,12 @@ class PlannedStage:
     source: str | None = None
     code: str | None = None  # the digest of its code, where that is in the key
     lost: str | None = None  # why it can't be made
-    damaged: str | None = None  # what of it is not as it was committed, and what to do
+    damaged: str | None = None  # what is damaged, and what to do
 
     @property
     def state(self) -> str:
         """cached | run | pending (an input is not finished, so the key is not known yet) | missing (its source can't be
-        read) | skipped (an input is missing or skipped) | damaged (only `--force` makes it again)."""
+        read) | skipped (an input is missing or skipped) | damaged (only `--force` rebuilds it)."""
         if self.lost is not None:
             return "skipped" if self.config.inputs() else "missing"
         if self.damaged is not None:
@@ -183,7 +183,7 @@ def plan_stage(
         manifest, reference = found
         store.check_sizes(manifest.folder, manifest.files)
     except StoreDamaged as error:
-        damaged = f"{error.what}; {error.remedy or f'`--force {name}` makes it again'}"
+        damaged = f"{error.what}; {error.remedy or f'`--force {name}` rebuilds it'}"
         return PlannedStage(name, config, key, None, None, inputs, source, code, damaged=damaged)
     return PlannedStage(name, config, manifest.key, manifest, reference, inputs, source, code)
 
@@ -212,7 +212,7 @@ def force_stage(store: Store, planned: PlannedStage, nonce: str, run: str) -> st
                 return following
             key = following
         if not is_committed(store, job, key):
-            return key  # nothing to replace; a manifest that is damaged is
+            return key  # nothing to replace; a damaged manifest would be something
         ours = identity.successor_key(key, nonce)
         if replace_artifact(store, job, key, ours, run, "--force"):
             return ours

@@ -59,7 +59,7 @@ _ORIGIN = (
 _RESULT = Column(
     "result",
     "VARCHAR",
-    "one name for each result, to group by: task, labels, protocol, method, and the stage and artifact it is from",
+    "the result's name, for GROUP BY: its task, labels, protocol, method, stage and artifact",
 )
 _WHAT = (
     Column("task", "VARCHAR", "the dataset's name; with ' (ReaL)' behind it scored by ReaL's labels"),
@@ -68,7 +68,7 @@ _WHAT = (
     Column("labels_per_class", "INTEGER", "labels of each class that it learned from; NULL: all"),
     Column("draw", "INTEGER", "number of the draw of these labels, from 0"),
 )
-# Rows that share it are of one result: its draws, or its test images. The same method stands under several protocols.
+# Rows with the same name are the draws or test images of one result. A method's name alone occurs in several protocols.
 _RESULT_SQL = """concat(
     task, ', ',
     CASE WHEN labels_per_class IS NULL THEN 'all labels' WHEN labels_per_class = 1 THEN '1 label per class'
@@ -98,7 +98,7 @@ TABLES = {
         Column(
             "probability",
             "FLOAT",
-            "what the model gave its prediction; NULL: the method has no probabilities",
+            "the model's probability of its prediction; NULL if the method has no probabilities",
         ),
     ),
     "artifacts": (
@@ -149,7 +149,7 @@ def query(
 
     Raises:
         RecipeError: SQL that is wrong, does more than read the tables, or takes too long or too much memory.
-        StoreDamaged: a file behind a table that the SQL names is not what its manifest says.
+        StoreDamaged: a file of a table that the SQL names does not match its manifest.
     """
     import duckdb
 
@@ -228,7 +228,7 @@ _LINE = re.compile(r"^LINE (\d+):", re.MULTILINE)
 
 
 def _own_line(found: re.Match[str]) -> str:
-    """The number of a line as its writer counts; what is under the line stays there."""
+    """The user's number of a line; the marker below the line stays in its column."""
     return f"LINE {int(found[1]) - 1}:".ljust(len(found[0]))
 
 
@@ -352,7 +352,7 @@ def _define_view(
         f'"{column.name}"::{column.type} AS "{column.name}"' for column in TABLES[name][len(_ORIGIN) + 1 :]
     ]
     shown = ", ".join([*origin, f"{_RESULT_SQL} AS {_RESULT.name}", *own])
-    # A file that an earlier version wrote may lack a column that came later: NULL then.
+    # A file written by an earlier version may lack a newer column, which is then NULL.
     empty = ", ".join(
         f'NULL::{column.type} AS "{column.name}"' for column in TABLES[name][len(_ORIGIN) + 1 :]
     )

@@ -91,7 +91,7 @@ def load_pipeline(pipeline: str, overrides: tuple[str, ...] = ()) -> Pipeline:
 def parse_pipeline(raw: dict[str, Any], where: str, overrides: tuple[str, ...] = ()) -> Pipeline:
     """Check a pipeline whose stages are expanded; `where` begins the message of a `RecipeError`.
 
-    What is wrong with a field that one of the `overrides` gave is said of that option.
+    If one of the `overrides` gave a wrong field, the message names that option.
     """
     try:
         return Pipeline.model_validate(raw)

@@ -218,11 +218,9 @@ def comparison_table(found: dict[str, Any]) -> Table:
         )
     notes = []
     if len(found["both"]) > 1:
-        notes.append(
-            f"each of the {len(found['both'])} intervals of B - A is 95 % by itself, not for all at once"
-        )
+        notes.append(f"the {len(found['both'])} intervals of B - A are not adjusted for multiple comparisons")
     if not all(line["difference"]["paired"] for line in found["both"]):
-        notes.append("† not paired: other test images, or other draws of labels")
+        notes.append("† not paired: different test images or draws of labels")
     table.caption = "\n".join(notes) or None
     return table
 

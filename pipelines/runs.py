@@ -105,7 +105,7 @@ def runs(store: Store, pipeline: str | None = None) -> list[str]:
 
 
 def _has_plan(store: Store, run: str) -> bool:
-    """Whether a run has begun: a folder without a plan is what a killed driver left."""
+    """Whether a run has begun: a driver killed earlier leaves a folder without a plan."""
     try:
         return read_plan(store, run) is not None
     except StoreDamaged as error:

@@ -41,7 +41,7 @@ from pipelines.store import (
 from vit_model.config import Frozen
 
 DRIVERS = 3  # so many drivers of one run may die on one and the same cluster before it is given up
-CLOCK_STEP = timedelta(seconds=60)  # clocks of two machines may differ by less, unless one was set
+CLOCK_STEP = timedelta(seconds=60)  # clocks of two machines differ by less unless one was set
 _OVER: set[tuple[str, str]] = set()  # (store, run): what is over stays so and is asked for every few seconds
 _NAME = re.compile(r"[a-z][a-z0-9_-]{0,40}")
 

@@ -1,7 +1,7 @@
-"""`schedule serve`: attends to all schedules of a store, as long as it runs. Remembers nothing, listens on nothing.
+"""`schedule serve`: attends to all schedules of a store while it runs. It keeps no state and listens on no port.
 
-It waits by the monotonic clock, never longer than LOOK_SECONDS, and decides by the store and the wall clock as it is at
-that moment: whether the clock was set forward or back meanwhile makes no difference.
+It waits by the monotonic clock, at most LOOK_SECONDS, and then decides by the store and the current wall clock, so
+setting the clock forward or back makes no difference.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class _Server:
                 self._say_once(name, line)
         except (StoreError, ClusterUnreachable, LocalRayError, ValueError) as error:
             self._say_once(name, f"{error}; will be tried again")
-        except Exception:  # a mistake of ours, which must not end the other schedules, nor go unseen
+        except Exception:  # a bug here must not end the other schedules, nor go unseen
             traceback.print_exc()
 
     def _say_once(self, name: str, line: str) -> None:
@@ -81,7 +81,7 @@ def serve(
     Args:
         token_file: with the token of the clusters at the schedules' addresses.
         say: told one line for each thing that happens.
-        clock: the time of day, UTC; asked once a look.
+        clock: returns the current time, UTC; called once per look.
     """
     server = _Server(store, token_file, say)
     signal.signal(signal.SIGTERM, signal.default_int_handler)

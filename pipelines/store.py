@@ -32,7 +32,7 @@ from vit_model.config import Frozen
 LAYOUT_VERSION = 1
 LARGEST_RECORD = 32 * 2**20  # bytes; the manifest of a dataset of 100,000 shards has 16 MB
 CHECKSUMMED = "shards/"  # each image in these files has a checksum of its own, compared whenever it is read
-# What jobs elsewhere are told: where S3 is, and the Hugging Face hub.
+# Passed to jobs on other machines: the addresses of S3 and of the Hugging Face hub.
 SETTINGS = ("AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3", "AWS_REGION", "AWS_DEFAULT_REGION", "HF_ENDPOINT")
 UNREACHABLE_SECONDS = 1.0  # before a cluster or a store that did not answer is asked again
 Record = TypeVar("Record", bound=Frozen)
@@ -48,11 +48,11 @@ class StoreUnreachable(StoreError):  # noqa: N818 (named for what it tells)
 
 
 class StoreAbsent(StoreError):  # noqa: N818 (named for what it tells)
-    """There is no store at that address, not yet or no longer."""
+    """There is no store at that address."""
 
 
 class StoreDamaged(StoreError):  # noqa: N818 (named for what it tells)
-    """An object that is not what was written, named by the message; what does not need it is not affected.
+    """A damaged object, which the message names; only what needs it is affected.
 
     `what` is the message without `remedy`, which says what to do.
     """
@@ -203,7 +203,7 @@ class Manifest(Frozen):
 
 
 class Replaced(Frozen):
-    """What `--force` wrote beside an artifact: the key that stands in its place."""
+    """The record that `--force` writes beside an artifact: the key that replaces it."""
 
     successor: Name
     run: str
@@ -219,7 +219,7 @@ def _named(pipeline: dict[str, Any]) -> dict[str, Any]:
 
 
 class _Plan(Frozen):
-    """What is read of a run's plan.json; a later version may write more."""
+    """The fields of a run's plan.json that are read; a later version may write more."""
 
     model_config = ConfigDict(extra="ignore")
 
@@ -234,7 +234,7 @@ class _Plan(Frozen):
 
 
 class Event(Frozen):
-    """What is read of an event of a run, which may say more."""
+    """The fields of a run's event that are read; it may have more."""
 
     model_config = ConfigDict(extra="allow")
 
@@ -300,12 +300,12 @@ class Store(Protocol):
     ]  # environment variables with which a job elsewhere finds the same store, and S3; no secrets
 
     def read(self, name: str, limit: int | None = None) -> bytes | None:
-        """The object's bytes, None where there is none. Raises StoreDamaged where they are more than `limit`."""
+        """The object's bytes, None if there is none. Raises StoreDamaged if they are more than `limit`."""
 
     def read_all(self, names: Sequence[str], limit: int | None = None) -> list[bytes | StoreDamaged | None]:
-        """The same for many objects, several at once where that is faster; in the order of `names`.
+        """The same for many objects, several at once if that is faster; in the order of `names`.
 
-        One that is damaged does not hide the others: its error stands in its place.
+        A damaged object does not hide the others: its error takes its place.
         """
 
     def read_range(self, name: str, start: int, length: int) -> bytes:
@@ -322,12 +322,12 @@ class Store(Protocol):
         """The immediate children of a folder, sorted; empty where there is none."""
 
     def digest(self, name: str) -> tuple[int, str] | None:
-        """(size, sha256) of an object as the store has it now, read anew; None where there is none."""
+        """(size, sha256) of an object as the store has it now, read anew; None if there is none."""
 
     def check_sizes(self, folder: str, files: Iterable[FileEntry]) -> None:
-        """Raise StoreDamaged where one of these files of `folder` is not there or has another size.
+        """Raise StoreDamaged if one of these files of `folder` is missing or has another size.
 
-        On S3 nothing is asked, since that takes a request for each file: `local` finds out.
+        On S3 this checks nothing, because it would take a request per file: `local` finds out.
         """
 
     def local(self, folder: str, files: Iterable[FileEntry]) -> Path:
@@ -337,7 +337,7 @@ class Store(Protocol):
         are `CHECKSUMMED` in a folder by their size only.
 
         Raises:
-            StoreDamaged: one is not there, or not as its entry says.
+            StoreDamaged: a file is missing or does not match its entry.
         """
 
     def staging(self, folder: str) -> AbstractContextManager[Staging]:
@@ -366,7 +366,7 @@ def open_store(uri: str, *, create: bool = True) -> Store:
 
 
 def job_settings() -> dict[str, str]:
-    """What a job elsewhere needs to find the same servers; who asks there is that machine's business."""
+    """The settings with which a job elsewhere finds the same servers; credentials are that machine's own."""
     found = {name: os.environ[name] for name in SETTINGS if name in os.environ}
     return {
         name: value for name, value in found.items() if "@" not in value
@@ -396,7 +396,9 @@ def identify(store: Store, create: bool) -> str:
         found = json.loads(data)
         layout, identity = found["layout"], str(found["id"])
     except (ValueError, KeyError, TypeError) as error:
-        raise StoreDamaged(f"{store.uri}/{Layout.STORE} can't be read as a store's: {error!r}") from None
+        raise StoreDamaged(
+            f"{store.uri}/{Layout.STORE} cannot be read as a store's record: {error!r}"
+        ) from None
     if layout != LAYOUT_VERSION:
         raise StoreError(f"{store.uri} has layout {layout}, this vitflow reads layout {LAYOUT_VERSION}")
     return identity
@@ -410,7 +412,7 @@ def complete(name: str, data: bytes, start: int, length: int) -> bytes:
 
 
 def too_large(name: str, size: int, limit: int) -> StoreDamaged:
-    """That an object is larger than any record."""
+    """Return the error for an object that is larger than any record."""
     return StoreDamaged(f"{name} is damaged: it has {size:,} bytes, a record has at most {limit:,}")
 
 
@@ -433,7 +435,7 @@ def local_files(store: Store, manifest: Manifest, files: Iterable[FileEntry] | N
 
 
 def rebuild_command(store: Store, made: Manifest | Attempt) -> str:
-    """The command that makes an artifact again."""
+    """Return the command that rebuilds an artifact."""
     if made.job == "import":
         path = shlex.quote(str(made.config.get("path", "CHECKPOINT")))
         return f"vitflow import {path} --name {shlex.quote(made.stage)} --force --store {store.uri}"
@@ -505,20 +507,20 @@ def successor(store: Store, job: str, key: str) -> str | None:
     return None if record is None else record.successor
 
 
-_REMOVE_REPLACED = "remove this file, and the artifact beside it counts again"
+_REMOVE_REPLACED = "remove this file to make the artifact beside it current again"
 
 
 def successors(store: Store, job: str, key: str) -> Iterator[str]:
     """The keys that `--force` put in the place of `key`, the next one first.
 
     Raises:
-        StoreDamaged: a replaced.json that can't be read, or that leads back.
+        StoreDamaged: a replaced.json cannot be read, or forms a cycle.
     """
     seen = {key}
     while (following := successor(store, job, key)) is not None:
         if following in seen:
             raise StoreDamaged(
-                f"{store.uri}/{Layout.replaced(job, key)} is damaged: it leads back to {following}",
+                f"{store.uri}/{Layout.replaced(job, key)} is damaged: it refers back to {following}",
                 _REMOVE_REPLACED,
             )
         seen.add(following)
@@ -533,7 +535,7 @@ def read_current(store: Store, job: str, key: str) -> tuple[Manifest, InputRef] 
     committed is ever replaced, so that one read tells that there is nothing.
 
     Raises:
-        StoreDamaged: its manifest can't be read, or what says which it is.
+        StoreDamaged: its manifest, or a replaced.json on the way to it, cannot be read.
     """
     if (current := _committed(store, job, key)) is None:
         return None
@@ -655,7 +657,7 @@ def _parse_manifest(store: Store, name: str, data: bytes | StoreDamaged) -> Mani
 
 
 def _check_name(store: Store, name: str, own: str) -> None:
-    """A record was written under a name that follows from what it says: under another it is a copy."""
+    """Check that a record's name follows from its content: under another name it is a copy."""
     if name != own:
         raise StoreDamaged(f"{store.uri}/{name} is damaged: it is {own}")
 
@@ -677,7 +679,7 @@ def _parse(store: Store, name: str, data: bytes | StoreDamaged, model: type[Reco
 
 
 def _number(name: str) -> int | None:
-    """The number that a name is as we write it, from 1; None for any other name."""
+    """The number, from 1, that a name stands for; None for any other name."""
     return int(name) if re.fullmatch(r"[1-9][0-9]{0,8}", name) else None
 
 

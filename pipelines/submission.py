@@ -53,11 +53,11 @@ def reach(address: str, token_file: Path | None) -> Cluster:
     """A client of the cluster at `address`, which has answered.
 
     Raises:
-        RecipeError: the address is none, no Ray is there, or the token is refused.
+        RecipeError: the address is invalid, it has no Ray, or the token is refused.
         ClusterUnreachable: nothing answers there.
     """
     check_address(address)
-    unusable = "--address: no Ray cluster can be used there"
+    unusable = "--address: no usable Ray cluster"
     try:
         cluster = connect(address, token_file)
         cluster.session_name  # noqa: B018 (asks)

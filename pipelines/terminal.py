@@ -1,6 +1,6 @@
-"""Text from outside on a terminal: names, logs and answers may hold sequences that clear it or type into it.
+"""Untrusted text on a terminal: names, logs and answers may contain sequences that clear it or type into it.
 
-A file or a pipe gets the text as it is.
+A file or a pipe gets the text unchanged.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def write(text: str, end: str = "\n", flush: bool = False) -> None:
 
 
 def console(*, stderr: bool = False, width: int | None = None) -> Console:
-    """A console whose own colours are all that steers its terminal; `width` None: as wide as that is."""
+    """Return a console that sends no control sequences but its own colours; `width` None: the terminal's."""
     made = Console(stderr=stderr, width=width)
     made.push_render_hook(_Hook(made))
     return made
@@ -39,7 +39,7 @@ def console(*, stderr: bool = False, width: int | None = None) -> Console:
 
 @dataclass(frozen=True)
 class _Hook(RenderHook):
-    """What a console prints passes through here first."""
+    """Removes control characters from everything that a console prints."""
 
     console: Console
 
@@ -49,7 +49,7 @@ class _Hook(RenderHook):
 
 @dataclass(frozen=True)
 class _Harmless:
-    """Shows another thing, without control characters; rich counts these as no columns wide, so that tables stay."""
+    """A renderable without its control characters; rich counts these as zero wide, so tables keep their shape."""
 
     shown: ConsoleRenderable
 

@@ -1,7 +1,7 @@
-"""`vitflow verify`: every byte of the store's artifacts against their manifests, and every record against its form.
+"""`vitflow verify`: compare every byte of the store's artifacts with their manifests, and every record with its schema.
 
-In: a store, and perhaps what a person means by KEY. Out: a `Verified`. Everything is read again, also what was found
-right before; nothing changes but what this machine remembers of it.
+In: a store, and optionally the KEY that a user gave. Out: a `Verified`. It reads everything again, even files that
+passed before, and changes nothing but this machine's memory of checked files.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ SAMPLE_BYTES = 64 * 2**20  # `doctor` reads no larger file
 
 @dataclass(frozen=True)
 class Damage:
-    """An object that is not what was written: its name in the store, what is wrong with it, whose it is, what to do."""
+    """A damaged object: its name in the store, what is wrong, its artifact and stage, and what to do."""
 
     name: str
     what: str
@@ -50,7 +50,7 @@ class Damage:
 
 @dataclass(frozen=True)
 class Verified:
-    """What was read, and what of it is damaged."""
+    """What was read, and the damage found."""
 
     artifacts: int
     files: int
@@ -59,10 +59,10 @@ class Verified:
 
 
 def verify(store: Store, given: str | None = None) -> Verified:
-    """Read all artifacts, or those that a key, its unique beginning, RUN/STAGE or RUN means, and all runs' records.
+    """Read all artifacts and runs' records, or only the artifacts that a unique key prefix, RUN/STAGE or RUN means.
 
     Raises:
-        RecipeError: nothing or several things are meant.
+        RecipeError: `given` matches nothing, or is ambiguous.
     """
     manifests, damage = _manifests(store, all_keys(store) if given is None else find_keys(store, given))
     if given is None:
@@ -73,7 +73,7 @@ def verify(store: Store, given: str | None = None) -> Verified:
 
 
 def sample(store: Store, count: int) -> Verified:
-    """All manifests, and some small files of theirs, drawn anew each time: for `doctor`."""
+    """Read all manifests and some of their small files, drawn anew each time, for `doctor`."""
     manifests, damage = _manifests(store, all_keys(store))
     small = [
         (manifest, file) for manifest in manifests for file in manifest.files if file.size <= SAMPLE_BYTES
@@ -84,7 +84,7 @@ def sample(store: Store, count: int) -> Verified:
 
 
 def _manifests(store: Store, keys: Sequence[tuple[str, str]]) -> tuple[list[Manifest], list[Damage]]:
-    """Those of the committed artifacts, and what is wrong with them and with what `--force` wrote beside them."""
+    """The manifests of the committed artifacts; damage to them and to the records that `--force` wrote beside them."""
     found, damage = [], []
     for job, key in keys:
         try:
@@ -102,7 +102,7 @@ def _manifests(store: Store, keys: Sequence[tuple[str, str]]) -> tuple[list[Mani
 
 
 def _attempt(store: Store, job: str, key: str) -> Attempt | None:
-    """What says which stage an artifact is, where its manifest does not."""
+    """The record that names an artifact's stage if its manifest cannot be read."""
     try:
         return last_attempt(store, job, key)
     except StoreDamaged:
@@ -116,7 +116,7 @@ def _rebuild(store: Store, made: Manifest | Attempt | None) -> str:
 
 
 def _records(store: Store) -> Iterator[Damage]:
-    """What is wrong with the records of runs, and with attempts that are not committed."""
+    """Damage to the records of runs, and to attempts that are not committed."""
     for run in store.names("runs"):
         name, do = f"{Layout.run(run)}/plan.json", "remove the file; results do not depend on it"
         try:
@@ -135,7 +135,11 @@ def _records(store: Store) -> Iterator[Damage]:
                 last_attempt(store, job, key)
             except StoreDamaged as error:
                 yield Damage(
-                    Layout.artifact(job, key), error.what, key, None, "remove this folder of an attempt"
+                    Layout.artifact(job, key),
+                    error.what,
+                    key,
+                    None,
+                    "remove this folder; nothing in it was committed",
                 )
 
 
@@ -161,7 +165,7 @@ def _file_fault(store: Store, manifest: Manifest, file: FileEntry) -> str | None
     try:
         found = store.digest(name)
     except StoreDamaged as error:
-        return f"can't be read: {error.what}"
+        return f"cannot be read: {error.what}"
     if found is None:
         return "is missing"
     size, digest = found

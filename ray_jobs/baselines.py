@@ -97,7 +97,7 @@ def _labelled(
 
 
 def _drawn(y: NDArray[Any], config: Baselines) -> list[NDArray[Any]]:
-    """Places in train, whose labels are `y`, of each draw's images; with all labels, of `max_images` of them."""
+    """Places in train (labels `y`) of each draw's images; with all labels, of `max_images` images."""
     labels = config.labels
     if labels.per_class is not None:
         return [draw_labels(y, labels.per_class, labels.seed, draw) for draw in range(labels.draws)]

@@ -42,16 +42,16 @@ def shown_split(splits: Iterable[str]) -> Split:
 
 
 def class_notes(trainable: Trainable, most: int | None = SHOWN) -> list[str]:
-    """Which classes are set aside, and which of the others lack a split that some have; at most `most` names each."""
+    """Notes on classes set aside, and on classes without images in a split; each names at most `most` classes."""
     index, names, aside = trainable.index, trainable.class_names, trainable.set_aside_classes
     notes = []
     if aside:
         images = sum(number for _, number in aside)
         named = _listed([f"{name!r} ({number:,})" for name, number in aside], most)
         notes.append(
-            f"classes without a training image, set aside whole: {len(aside):,} of {len(aside) + len(names):,} "
+            f"classes without a training image, set aside: {len(aside):,} of {len(aside) + len(names):,} "
             f"({images:,} images): {named}. Add images, or give the splits yourself (split folders, or a column "
-            "`split` of the metadata)"
+            "`split` in the metadata)"
         )
     for split in SPLITS:
         present = set(index.filter(pc.equal(index["split"], split))["label"].to_pylist())

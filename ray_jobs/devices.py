@@ -75,9 +75,9 @@ def backend() -> str:
 
 
 def stay_on_loopback() -> None:
-    """Let the groups that this process will join, all on this machine, listen on loopback alone.
+    """Make the groups that this process will join, all on this machine, listen on loopback only.
 
-    gloo's pairs and NCCL's bootstrap would take the interface that the host's name belongs to.
+    By default gloo's pairs and NCCL's bootstrap take the interface of the host's name.
     """
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")

@@ -57,9 +57,9 @@ def main(context: Context) -> Result:
 
 @dataclass(frozen=True)
 class Support:
-    """The images that labels may be drawn from: of each its split, its row there and its label, all [n].
+    """The images that labels may be drawn from: the split, the row there and the label of each, all [n].
 
-    `needed` [m] are the places, ascending, of those that some draw takes; with a linear probe of all.
+    `needed` [m] are the places, ascending, of the images that some draw takes; with a linear probe, of all.
     """
 
     splits: NDArray[Any]
@@ -79,7 +79,7 @@ def evaluate(context: Context) -> Result:
     dataset.require("train", "test")
     support = support_of(dataset, config)
     overlap = check_leakage(context, dataset, _labelled(dataset, support))
-    # a backbone that has seen these labels in training is no few-shot learner, whatever its numbers
+    # a backbone that has seen these labels in training is not a few-shot learner
     backbone = SEEN if overlap.labels_seen else PRETRAINED
     truth, of_backbone = tables.truth_of(dataset), tables.truth_of(dataset, overlap.seen)
     unseen = np.setdiff1d(truth.labels, support.labels)
@@ -152,15 +152,15 @@ def support_of(dataset: Dataset, config: Evaluate) -> Support:
 
 
 def _labelled(dataset: Dataset, support: Support) -> pa.Table:
-    """COMPARED of the images that the support needs."""
+    """The columns COMPARED for the images that the support needs."""
     splits: list[Split] = list(dict.fromkeys(support.splits.tolist()))
     rows = pa.concat_tables([dataset.index(split).select(COMPARED) for split in splits])
     return rows.take(support.needed)
 
 
 def save_evaluation(context: Context, rows: list[Any], predictions: list[Any], overlap: Overlap) -> Result:
-    """Write the two tables of an evaluation; its accuracies, averaged over draws, become the artifact's metrics, with
-    what training and test have in common."""
+    """Write the two tables of an evaluation; its accuracies, averaged over draws, and the overlap of training and test
+    become the artifact's metrics."""
     with context.staging() as staging:
         tables.write_table(staging.path / "rows.parquet", rows, tables.ROWS)
         tables.write_predictions(staging.path / "predictions.parquet", predictions)

@@ -73,8 +73,8 @@ class Task(NamedTuple):
 
 
 class Score(NamedTuple):
-    """How a model does on some images: `predictions` [n] are labels, `probabilities` [n] what softmax gives them, and
-    `loss` is the mean cross-entropy."""
+    """A model's results on some images: `predictions` [n] are labels, `probabilities` [n] their softmax probabilities,
+    and `loss` is the mean cross-entropy."""
 
     accuracy: float
     loss: float
@@ -204,15 +204,15 @@ def score(model: Network, contract: ModelContract, data: Images) -> Score:
 
 
 def choose(trials: list[dict[str, Any]]) -> float:
-    """The learning rate with the highest mean validation accuracy; of equals the one with the lowest mean loss.
+    """The learning rate with the highest mean validation accuracy; among ties the one with the lowest mean loss.
 
-    A rate that diverged in some fold comes after all that diverged in fewer. Raises DivergenceError if every rate
-    diverged in every fold.
+    A rate that diverged in some folds ranks below all rates that diverged in fewer. Raises DivergenceError if every
+    rate diverged in every fold.
     """
 
     def place(trial: dict[str, Any]) -> tuple[float, float, float]:
         losses = [loss for loss in trial["losses"] if loss != DIVERGED]
-        # those that are compared by their losses have as many of them, so that sums do for means
+        # rates compared by loss have equally many losses, so sums rank as means do
         return -len(losses), -float(np.mean(trial["accuracies"])), sum(losses)
 
     best = min(trials, key=place)
@@ -304,7 +304,7 @@ def _tune_trial(
 
 
 def steps_after(config: Finetune, folds: int, concurrent: int, number: int) -> int:
-    """How many steps the stage does after the fit `number` (trials, then refits), with so many fits side by side.
+    """How many steps the stage does after the fit `number` (trials, then refits), with `concurrent` fits in parallel.
 
     Args:
         folds: of the sweep; 0 when it is over, then refits are counted from 0.
@@ -491,7 +491,7 @@ def tables(
     family = FAMILIES[task.contract.architecture.family]
     start = "from scratch" if task.backbone is None else PRETRAINED
     if config.labels.per_class is not None and overlap.labels_seen:
-        start = SEEN  # it has learned from more of these labels than the row says
+        start = SEEN  # it learned from more of these labels than the row states
     numbers, predictions = [], []
     for draw, found in enumerate(refits):
         common = {

@@ -117,7 +117,7 @@ class _RefusedError(ValueError):
     """An image that is not even decoded."""
 
 
-# format, (width, height), channels, it in grey, and the same on black where something is transparent
+# format, (width, height), channels, the grey image, and the same on black if something is transparent
 _Seen = tuple[str, tuple[int, int], int, NDArray[np.uint8], NDArray[np.uint8] | None]
 
 
@@ -159,7 +159,7 @@ def _any(data: bytes) -> _Seen:
 
 
 def _on_black(image: Image.Image) -> NDArray[np.uint8] | None:
-    """A decoded image in grey and upright, on black; None: nothing of it is transparent."""
+    """A decoded image in grey and upright, on black; None: it has no transparent part."""
     if not image.has_transparency_data:
         return None
     image = ImageOps.exif_transpose(image).convert("RGBA")
@@ -193,25 +193,25 @@ def sample_id(sha256: bytes, key: str) -> str:
 
 
 def hashes(grey: NDArray[np.uint8], on_black: NDArray[np.uint8] | None = None) -> Hashes:
-    """Hashes of what is seen, 64 bits each, from grey pixels [h, w]: near-copies differ in a few bits.
+    """Return perceptual hashes, 64 bits each, from grey pixels [h, w]: near-copies differ in a few bits.
 
-    Each has the signs of the frequencies 1..8 by 1..8 of a cosine transform at 32 x 32 pixels, against their median
+    Each compares the frequencies 1..8 by 1..8 of a cosine transform at 32 x 32 pixels with their median
     (Zauner, "Implementation and benchmarking of perceptual image hash functions", 2010):
 
     - `phash` of the image itself;
     - `phash_mirrored`, `phash_flipped`, `phash_rotated` of the image mirrored left to right, top to bottom, and rotated
       by 90 degrees counterclockwise. The transform gives them: a reversed axis changes the sign of its odd frequencies.
-      One of these four of an image and one of another's are those of the same picture for each of the eight ways to
-      turn and mirror a rectangle: mirrored against flipped is rotated by 180 degrees, and so on;
+      For each of the eight ways to rotate and mirror a rectangle, one of these four hashes of an image equals one of
+      the four of the other: mirrored against flipped is rotated by 180 degrees, and so on;
     - `phash_crop95`, `..82` and `..75` of the middle of the image: that share of each side. Their ratios to each other
       and to the whole (.95, .91, .86, .82, .79, .75) cover every centred crop that leaves three quarters of each side;
-    - `phash_inside` of what is inside a border of one colour;
-    - `phash_on_black` of `on_black`, the image on black where something of it is transparent (else it is on white).
+    - `phash_inside` of the part inside a border of one colour;
+    - `phash_on_black` of `on_black`, the image on black if part of it is transparent (the others see it on white).
 
-    0 says nothing of what is shown: the view is one flat colour, there is no border, nothing is transparent, or, but
-    for `phash`, the image has fewer than 32 pixels a side, where different images look alike in so many views. All
-    numbers are integers that float64 holds exactly: every machine gets the same bits. benchmarks/near_copies.py
-    measures what is found.
+    0 means no hash: the view is one flat colour, there is no border, nothing is transparent, or, except for `phash`,
+    a side has fewer than 32 pixels (different small images look alike in so many views). All numbers are integers that
+    float64 holds exactly, so every machine gets the same bits. benchmarks/near_copies.py measures which copies are
+    found.
     """
     image = Image.fromarray(grey)
     whole = _frequencies(image)
@@ -253,19 +253,19 @@ def _seen(grey: NDArray[np.float64], box: _Box) -> NDArray[np.float64]:
 
 @lru_cache(4096)
 def _cosines(number: int, start: float, end: float) -> NDArray[np.float64]:
-    """The frequencies 1..8 of [start, end] of so many pixels: integers [8, number], the sum of each row is 0."""
+    """The frequencies 1..8 of [start, end] of `number` pixels: integers [8, number]; each row sums to 0."""
     edges = np.clip(np.arange(number + 1), start, end)
     covered, middle = np.diff(edges), (edges[1:] + edges[:-1]) / 2
     rows = covered * np.cos(np.pi * np.arange(1, 9)[:, None] * (middle - start) / (end - start))
     rows = np.round(2**14 * (rows - covered * rows.sum(1, keepdims=True) / (end - start)))
-    rows[:, covered.argmax()] -= rows.sum(1)  # what rounding left: what is flat must be 0
+    rows[:, covered.argmax()] -= rows.sum(1)  # the rounding error: a flat image must give 0
     return np.asarray(rows)
 
 
 def _border(grey: NDArray[np.float64]) -> _Box | None:
-    """What is inside a border that has the colour of the first or the last corner; None: there is no border.
+    """The box inside a border with the colour of the first or the last corner; None: there is no border.
 
-    None, too, if less than 16 pixels a side are inside.
+    None, too, if the box has fewer than 16 pixels on a side.
     """
     height, width = grey.shape
     box: list[float] = [0, 0, width, height]
@@ -274,7 +274,7 @@ def _border(grey: NDArray[np.float64]) -> _Box | None:
         for axis in (0, 1):
             start = int((differs.max(axis)[::order] > _BORDER).argmax())
             if start > 0:
-                # a line that lies partly in the border differs that much less from it than the next one
+                # a line that is partly border differs that much less from the border than the next line
                 lines = differs.sum(axis)[::order]
                 share = lines[start] / lines[min(start + 1, len(lines) - 1)].clip(1)
                 box[first + axis] += order * (start + 1 - min(float(share), 1.0))

@@ -353,7 +353,7 @@ def _shrunk_note(config: Ingest) -> tuple[str, ...]:
 
 
 def _conflict_note(copies: pa.Table) -> tuple[str, ...]:
-    """Which images have the same bytes as one of another class; from DUPLICATES."""
+    """Describe the images with the same bytes as an image of another class; from DUPLICATES."""
     rows = copies.filter(pc.equal(copies["kind"], CONFLICT)).to_pylist()
     if not rows:
         return ()
@@ -425,16 +425,16 @@ def _check_bad(context: Context, bad: Sequence[Bad], total: int) -> None:
 
 
 def _trainable(index: pa.Table, listing: Listing) -> Trainable:
-    """What is left without the classes that have no training image. Raises ValueError if too few are left."""
+    """The dataset without the classes that have no training image. Raises ValueError if too few classes are left."""
     entries = listing.entries
     may_train = pc.or_kleene(pc.is_null(entries["split"]), pc.equal(entries["split"], "train"))
     wanted = pc.unique(entries.filter(may_train)["label"]).to_pylist()
     found = without_untrained(index, listing.class_names, wanted)
     if found.set_aside_classes and len(found.class_names) < 2:
         raise ValueError(
-            f"only {len(found.class_names)} of {len(listing.class_names)} classes have a training image that can be "
-            "used; a classifier needs two or more. Add images, or give the splits yourself (split folders, or a "
-            "column `split` of the metadata)"
+            f"only {len(found.class_names)} of {len(listing.class_names)} classes have a usable training image; "
+            "a classifier needs two or more. Add images, or give the splits yourself (split folders, or a "
+            "column `split` in the metadata)"
         )
     return found
 

@@ -5,8 +5,8 @@ as fractions. numpy, and scipy's t distribution.
 
 An interval answers: how far could the number move with other labelled images and other test images from the same
 sources? It does not cover another pretraining seed, another data set, or a setting that was picked by looking at these
-results. Each interval is 95 % for its own comparison; `comparisons` widens those of a family (Bonferroni), so that all
-of them hold at once with 95 %.
+results. Each 95% interval is for its own comparison; `comparisons` widens those of a family (Bonferroni), so that all
+hold at once with 95%.
 
 Width: the mean of a two-way table has the variance s2 / draws + b2 / n_test. s2 is the variance of the draws'
 accuracies, b2 that of images beyond what differs from draw to draw, both estimated without bias from the mean squares
@@ -17,7 +17,7 @@ vary; where all values are equal the interval has no width.
 
 Shape: that of the two-way "pigeonhole" bootstrap (Owen, Annals of Applied Statistics 2007), which resamples draws and,
 independently, images: an accuracy near 1 has a longer side below. Its percentiles alone are too narrow with few draws:
-they have normal quantiles and not t's, and the spread of d draws resampled is (d - 1) / d of what it should be.
+they use normal quantiles instead of t's, and the variance of d resampled draws is (d - 1) / d of what it should be.
 
 Coverage of the nominal 95 % in simulations with the quickstart's variances and 539 images (those of
 tests/ray_jobs/test_intervals.py, 600 trials each):
@@ -64,8 +64,8 @@ def paired_difference(
     """Accuracy of a minus accuracy of b, both [draws, n_test] with the same draws and the same images in each
     place.
 
-    What makes a draw or an image hard for both cancels. An interval that leaves out 0 is a difference at the 5 % level;
-    of several `comparisons`, at the 5 % level for all of them together.
+    What makes a draw or an image hard for both cancels. An interval without 0 is a difference at the 5% level; with
+    several `comparisons`, at the 5% level for all of them together.
     """
     a, b = _checked("correct_a", correct_a), _checked("correct_b", correct_b)
     if a.shape != b.shape:
@@ -102,7 +102,7 @@ def half_width(table: np.ndarray, alpha: float) -> float:
 
 
 def _variance(values: np.ndarray) -> float:
-    """The unbiased estimate; of a single value 0."""
+    """The unbiased estimate; 0 for a single value."""
     return float(values.var(ddof=1)) if len(values) > 1 else 0.0
 
 

@@ -47,7 +47,7 @@ _FOUND = (
 
 
 class Finished(NamedTuple):
-    """The facts of a part that may be used again: their name in the store; their sha256, where a manifest says it."""
+    """The facts of a part that may be reused: their name in the store; their sha256 if a manifest states it."""
 
     name: str
     sha256: str | None
@@ -80,7 +80,7 @@ def write_facts(
 
 
 def finished_parts(context: Context, digests: pa.ChunkedArray) -> list[Finished]:
-    """The facts of all parts that may be used again, those of this key first, newest first.
+    """The facts of all parts that may be reused, those of this key first, newest first.
 
     `digests` are those of the files that the images come from.
     """
@@ -104,10 +104,10 @@ def _committed_parts(dataset: Manifest) -> list[Finished]:
 
 
 def _of_same_source(context: Context, digests: pa.ChunkedArray) -> Manifest | None:
-    """The dataset that was made last of a source described alike in the same place.
+    """The newest dataset of a source with the same description in the same place.
 
-    If there is none, the source may have moved: then the one that has most in common with it, of several (folders of
-    other images are often described alike).
+    If there is none, the source may have moved: then, of several such datasets (folders of other images often have the
+    same description), the one with the most images in common.
     """
     attempt, config = context.attempt, context.config
     if _is_forced(context):

@@ -3,10 +3,10 @@
 In: a stage's context and the images that it learns from. Out: `Overlap`, or a ValueError if its backbone was trained on
 test images.
 
-The lineage says what a model was trained on: its manifest and those of its backbones name their data sets, whose
-`index.parquet` lists the images. A pretraining was trained on train; a fine-tuning on the pool of draw 0, which the
-stored model was fitted on, with all labels on train and dev. For imported weights, and for data sets whose manifest or
-index was removed, this is unknown; the log and the artifact's metrics say so.
+The lineage tells what a model was trained on: the manifests of the model and its backbones name their data sets, and
+`index.parquet` lists the images. A pretraining trains on train; the stored model of a fine-tuning was fitted on the
+pool of draw 0, with all labels on train and dev. For imported weights, and for data sets without a manifest or an
+index, this is unknown; the log and the artifact's metrics say so.
 
 Images are equal if their bytes are (`content_id`). Test images that their own data set also has in train or dev, by its
 authors' splits, are counted but not refused: any model trained on that data set has seen them. Near-copies are only
@@ -31,7 +31,7 @@ from ray_jobs.near import is_near
 from ray_jobs.shards import Dataset
 from ray_jobs.stage import Context
 
-# What a model is called if its backbone was trained on other images, and if it was on those that are labelled here.
+# The label of a model with a backbone trained on other images, and with one trained on the images labelled here.
 PRETRAINED, SEEN = "pretrained", "trained on these images"
 COMPARED = ["content_id", "phash"]  # columns of an index
 _INDEX = "index.parquet"
@@ -40,7 +40,7 @@ _MAX_DISTANCE: int = Ingest.model_fields["max_distance"].default  # bits between
 
 
 class Training(NamedTuple):
-    """The training images of a model, or of one that it was made from."""
+    """The training images of a model or of one of its ancestors."""
 
     stage: str
     """The model's stage, job and key, for messages."""
@@ -77,7 +77,7 @@ class Overlap(NamedTuple):
 
 
 def check_leakage(context: Context, dataset: Dataset, labelled: pa.Table) -> Overlap:
-    """Compare the test and the labelled images of a stage with what its backbone, if it has one, was trained on.
+    """Compare the test and the labelled images of a stage with the training images of its backbone, if it has one.
 
     Args:
         context: of a stage with a field `data`, and, if it has `backbone`, with `seen_in_training`.
@@ -103,7 +103,7 @@ def check_leakage(context: Context, dataset: Dataset, labelled: pa.Table) -> Ove
 
 
 def _names_data(context: Context, dataset: Dataset) -> bool:
-    """Whether the backbone's contract names this data set, as that of our own weights does, imported again."""
+    """Whether the backbone's contract names this data set, as it does for exported and reimported vitflow weights."""
     from vit_model.weights import read_contract
 
     return read_contract(context.input("backbone")).training_data == dataset.info.content_digest
@@ -121,7 +121,7 @@ def log_lines(found: Overlap) -> list[str]:
         )
     if found.labels_seen:
         lines.append(f"labelled images that the backbone was trained on: {found.labels_seen:,}")
-    lines += [f"{name}: its training images are unknown, so they are not counted" for name in found.unknown]
+    lines += [f"{name}: training images unknown, so not counted" for name in found.unknown]
     return lines
 
 
@@ -135,8 +135,8 @@ def _refusal(context: Context, test: pa.Table, found: Overlap, trainings: Sequen
     data = context.config.data
     return (
         f"backbone {context.config.backbone}: trained on {found.seen.sum():,} of the {len(test):,} test images of"
-        f" {data} ({by}). Give the ingest of the training data `against: [{data}]`, which leaves these images out, and"
-        " train again; or give this stage `seen_in_training: report`, which scores them apart"
+        f" {data} ({by}). Give `against: [{data}]` to the ingest of the training data, which leaves these images out,"
+        " and retrain; or give `seen_in_training: report` to this stage, which scores them apart"
     )
 
 
@@ -159,18 +159,18 @@ def overlap(test: pa.Table, own: pa.Table, labelled: pa.Table, trainings: Sequen
     hashes = [table["phash"].to_numpy() for table in (*trainings, labelled)]
     own_hashes = test["phash"].to_numpy()
     near = is_near(own_hashes, np.concatenate(hashes), _MAX_DISTANCE) & ~equal
-    near &= own_hashes != 0  # flat: the hash says nothing
+    near &= own_hashes != 0  # a flat image has no hash
     labels_seen = _among(labelled, trainings)
     return Overlap(seen, int((equal & authors).sum()), int(near.sum()), int(labels_seen.sum()))
 
 
 def _among(images: pa.Table, others: Iterable[pa.Table]) -> NDArray[np.bool_]:
-    """[n]: whether one of the other tables has an image of the same bytes."""
+    """[n]: whether one of the other tables has an image with the same bytes."""
     found = np.zeros(len(images), bool)
     ids = images["content_id"].combine_chunks()
     for other in others:
         theirs = other["content_id"]
-        # a table of the few ids in common, not one of a million training images, is made for the lookup
+        # build the lookup table from the few ids in common, not from a million training images
         common = theirs.filter(pc.is_in(theirs, ids)).combine_chunks()
         found |= pc.is_in(ids, common).to_numpy(zero_copy_only=False)
     return found
@@ -180,7 +180,7 @@ def _among(images: pa.Table, others: Iterable[pa.Table]) -> NDArray[np.bool_]:
 
 
 def read_trainings(store: Store, models: Iterable[Manifest]) -> tuple[list[Training], list[str]]:
-    """(what models and their ancestors were trained on, those of them for which it is unknown).
+    """(training images of models and their ancestors, those models with unknown training images).
 
     Raises:
         ValueError: an index is damaged.
@@ -221,7 +221,7 @@ def training_images(model: Manifest, index: pa.Table) -> pa.Table:
 
 
 def _unchanged(store: Store, reference: InputRef) -> Manifest | None:
-    """The artifact that a stage took; None if it was removed, or made again with other content."""
+    """The artifact that a stage took; None if it was removed, or rebuilt with other content."""
     manifest = read_manifest(store, reference.job, reference.key)
     return manifest if manifest and manifest.content_digest == reference.content_digest else None
 

@@ -42,10 +42,10 @@ def is_decayed(name: str, parameter: torch.Tensor) -> bool:
 def adamw(model: torch.nn.Module, optimizer: Optimizer, decays_all: bool = False) -> torch.optim.AdamW:
     """AdamW in two groups, decayed and not; whoever steps it sets the learning rate first (`set_learning_rate`).
 
-    Decay is decoupled and multiplied by the scheduled learning rate: p -= rate * weight_decay * p, as torch, timm and
-    the paper's code (flax's former Adam) do. big_vision multiplies it by the schedule alone, which rises to 1 and not
-    to the base rate: its `wd` is `weight_decay` times the base rate (docs/training.md). Kernels are decayed, which is
-    big_vision's mask, or with `decays_all` every parameter that is trained.
+    Decay is decoupled and multiplied by the scheduled learning rate: p -= rate * weight_decay * p, as in torch, timm
+    and the paper's code (flax's former Adam). big_vision multiplies it by the schedule alone, which rises to 1, not
+    to the base rate: its `wd` is `weight_decay` times the base rate (docs/training.md). Kernels are decayed
+    (big_vision's mask), or with `decays_all` every trained parameter.
     """
     import torch
 

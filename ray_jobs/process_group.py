@@ -1,7 +1,7 @@
-"""How the workers of a training meet under Ray Train: in a file, and over loopback, if they are on one machine.
+"""Set up the process group of a training under Ray Train: through a file and over loopback on one machine.
 
-torch's own way is a TCPStore, which listens on every interface and obeys whoever connects. Only workers on several
-machines need it (infra/README.md says which ports to close there); then Ray Train makes the group as it always does.
+torch's default is a TCPStore, which listens on every interface and accepts anyone. Only workers on several machines
+need it (infra/README.md says which ports to close there); for those Ray Train makes the group as usual.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from ray_jobs import devices
 
 
 class _Meeting(TorchConfig().backend_cls):  # type: ignore[misc]  # (Ray has no types)
-    """Ray Train's set-up of the workers; but those on one machine meet in a file there."""
+    """Ray Train's set-up of the workers, except that those on one machine use a file."""
 
     folder: str | None = None
 
@@ -26,7 +26,7 @@ class _Meeting(TorchConfig().backend_cls):  # type: ignore[misc]  # (Ray has no 
         if len(set(worker_group.execute(_node))) > 1:
             super().on_start(worker_group, backend_config)
             return
-        # readable by this user alone, and new: a file of another group would be taken for this one's
+        # readable by this user alone, and new, so that it cannot be another group's file
         self.folder = worker_group.execute_single(0, tempfile.mkdtemp, prefix="vitflow-group-")
         world = len(worker_group)
         ray.get(
@@ -44,7 +44,7 @@ class _Meeting(TorchConfig().backend_cls):  # type: ignore[misc]  # (Ray has no 
 
 
 class OnOneMachine(TorchConfig):
-    """For a TorchTrainer whose workers are to meet in a file if they can."""
+    """For a TorchTrainer; its workers use a file if they are on one machine."""
 
     @property
     def backend_cls(self) -> type[_Meeting]:

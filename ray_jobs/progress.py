@@ -12,7 +12,7 @@ class Progress:
     """Prints `progress step 120/1781 · 5,812 images/s · loss 4.21 · 0:00:58 left`."""
 
     def __init__(self, total: int, noun: str = "step", seconds: float = 1.0, after: int = 0) -> None:
-        """`after`: steps that the stage does when these are done; the time left is that of the stage."""
+        """`after`: the stage's steps after these; the time left is that of the stage."""
         self.total, self.noun, self.seconds, self.after = total, noun, seconds, after
         self.began = self.shown = time.monotonic()
         self.first: tuple[int, int] | None = None

@@ -59,7 +59,7 @@ PREDICTIONS = pa.schema(
         _column("label", pa.int32()),
         _column("prediction", pa.int32()),
         _column("correct", pa.bool_()),  # the prediction is the label; with ReaL's labels: it is one of them
-        # what the model's softmax gave the prediction; null: the method has no probabilities
+        # softmax probability of the prediction; null: the method has no probabilities
         _column("probability", pa.float32(), nullable=True),
     ]
 )
@@ -99,8 +99,8 @@ def truth_of(dataset: Dataset, seen: NDArray[np.bool_] | None = None) -> Truth:
 
 
 def is_apart(method: str) -> bool:
-    """Whether a method's row covers only a part of test, because the model was trained on some of its images: no
-    verdict and no list of the best includes such a row."""
+    """Whether a method's row covers only a part of test because the model was trained on some of its images. Verdicts
+    and lists of the best leave such rows out."""
     return method.endswith((ON_SEEN, ON_UNSEEN))
 
 

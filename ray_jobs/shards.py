@@ -69,7 +69,7 @@ SHARD = pa.schema(
         pa.field("width", pa.int32(), nullable=False),
         pa.field("height", pa.int32(), nullable=False),
         pa.field("channels", pa.int32(), nullable=False),
-        # among all classes of the source: the index numbers those that were not set aside, and it counts
+        # numbered among all classes of the source; the index numbers only those not set aside, and takes precedence
         pa.field("label", pa.int32(), nullable=False),
     ]
 )
@@ -86,7 +86,7 @@ INDEX = pa.schema(
         pa.field("height", pa.int32(), nullable=False),
         pa.field("channels", pa.int32(), nullable=False),
         pa.field("content_id", pa.string(), nullable=False),  # of the bytes alone: copies share it
-        # of what is seen, and of views of it: near-copies are a few bits apart (`ray_jobs.images.hashes`)
+        # perceptual hashes of the image and of its views: near-copies are a few bits apart (`ray_jobs.images.hashes`)
         *(pa.field(name, pa.uint64(), nullable=False) for name in Hashes._fields),
         pa.field("shard", pa.int32(), nullable=False),
         pa.field("offset", pa.int64(), nullable=False),
@@ -94,7 +94,7 @@ INDEX = pa.schema(
         pa.field("checksum", pa.uint64(), nullable=False),  # xxh3_64 of the image's bytes
     ]
 )
-# columns that every index has; one that ingest's version 4 or an earlier one wrote has no hashes of views
+# columns that every index has; an index written by ingest version 4 or earlier has no hashes of views
 _READ = [name for name in INDEX.names if not name.startswith("phash_")]
 
 
@@ -294,7 +294,7 @@ def open_artifact(store: Store, manifest: Manifest, cache_bytes: int = CACHE_BYT
     """The dataset of an artifact. From S3 its index and card are fetched whole: images are read by ranges, as they are
     needed, through a cache of `cache_bytes` on this machine, which all its processes share.
 
-    Raises ValueError as `open_dataset`, StoreError where the store can't be read or files are damaged.
+    Raises ValueError as `open_dataset`, StoreError if the store cannot be read or files are damaged.
     """
     is_remote = store.uri.startswith("s3://")
     not_needed = ("shards/", "facts/") if is_remote else ("facts/",)

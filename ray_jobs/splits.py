@@ -15,13 +15,13 @@ set where
 - the recipe says `duplicates: drop`, which also leaves out all but the first (by sample_id) of copies within train
   and within dev.
 
-A mirrored, rotated or cropped copy is left out only if the labels do not speak against it, since a 6 that is rotated
-is a 9: both are of one class, or the twin is of another set that does not have the image's class, by its name. Every
-other pair is listed and kept: what official splits or named test sets of others have in common is their business, and
-small pictures (8x8 digits, flat shapes) look alike without being copies.
+A mirrored, rotated or cropped copy is left out only if the labels allow it, because a rotated 6 is a 9: both images are
+of one class, or the twin is in another set that does not have the image's class, by name. Every other pair is listed
+and kept: official splits and other sets' test images stay as their authors made them, and small pictures (8x8 digits,
+flat shapes) look alike without being copies.
 
-The same bytes in two classes ("conflicting labels") are listed whatever becomes of them, the first of them too.
-`duplicates: drop` leaves all of them out of train and dev: which label is right, nobody knows.
+Identical bytes in two classes ("conflicting labels") are always listed, including the first image.
+`duplicates: drop` leaves all of them out of train and dev, because the right label is unknown.
 
 All this is a function of the images that are there now, in whatever order they came, and still nothing ever moves, as
 long as the authors' own splits are the same (a dev or test of theirs that comes later ends the draw of it):
@@ -31,8 +31,8 @@ near-copy of images in another split, those of the weaker one (it, or they) are 
 instead would need to know which came first: of two near-copies that draw train and test, each must stay where it was
 if it was there alone, so that one must go, and it can't be the test image. Named groups draw together and lose nothing.
 
-Last, a class none of whose images drew train is **set aside** whole: nothing could learn it. It returns when one of its
-images draws train.
+Last, a class without an image in train is **set aside**: nothing could learn it. It returns when one of its images
+draws train.
 """
 
 from __future__ import annotations
@@ -88,13 +88,13 @@ def _both_ways(views: Iterable[tuple[str, str]]) -> _Views:
     return [pair for one, other in views for pair in ((one, other), (other, one))]
 
 
-# which hash of an image is compared with which of another, by what the one is then of the other
+# which hash of an image is compared with which hash of another, by the kind of copy that this finds
 _TURNS: dict[str, _Views] = {
     "near": [("phash", "phash"), *_both_ways([("phash", "phash_on_black")])],
     "mirrored": _both_ways(product(_UPRIGHT, _REVERSED)),
     "rotated": _both_ways([_UPRIGHT, _REVERSED]),
 }
-# not the same part of both, nor the inside of both: what is in the middle of all digits looks alike
+# not the same crop of both, nor the inside of both: the middles of all digits look alike
 _CUTS: dict[str, _Views] = {
     "cropped": _both_ways([*combinations(("phash", *_CROPS), 2), ("phash", "phash_inside")])
 }
@@ -106,7 +106,7 @@ _NO_PAIRS: Pairs = (np.zeros(0, np.int64), np.zeros(0, np.int64))
 
 
 class OtherSet(NamedTuple):
-    """The test images of another set: a table as `find_copies` takes it, and what labels mean there."""
+    """The test images of another set: a table as `find_copies` takes it, and the set's class names."""
 
     images: pa.Table
     class_names: Sequence[str]
@@ -147,20 +147,20 @@ class Trainable(NamedTuple):
     set_aside: pa.Table
     """SET_ASIDE: the images of the other classes."""
     set_aside_classes: tuple[tuple[str, int], ...] = ()
-    """(name, number of images) of each of them, also where no image of it can be used."""
+    """(name, number of images) of each of these classes, including those without a usable image."""
 
 
 def without_untrained(index: pa.Table, class_names: Sequence[str], may_train: Collection[int]) -> Trainable:
-    """Set aside the classes that could have a training image and have none, with all their images.
+    """Set aside the classes that could have a training image but have none, with all their images.
 
-    The splits of the other images do not depend on it, and a class returns, each image to the split that it drew, when
-    one of its images draws train.
+    This does not affect the splits of other images. When one of its images draws train, the class returns, each image
+    in the split drawn for it.
 
     Args:
         index: columns key, label, labels, split of the images that are used.
         class_names: of the labels.
-        may_train: labels of the images whose split is drawn or train. A class without any is one that the authors
-            keep out of train (some of SUN397's in VTAB's 800 training images), and stays.
+        may_train: labels of the images whose split is drawn or train. A class without any was kept out of train by
+            the authors (some of SUN397's in VTAB's 800 training images), and stays.
     """
     trained = pc.unique(index.filter(pc.equal(index["split"], "train"))["label"]).to_pylist()
     lost = np.array(sorted(set(may_train) - set(trained)), np.int64)
@@ -199,7 +199,7 @@ def find_copies(
 ) -> pa.Table:
     """DUPLICATES: a row for each image that is a copy of another which ranks before it, with one such twin.
 
-    Of the same bytes in several classes each image has a row, with a twin of another class.
+    If identical bytes are in several classes, each image has a row, with a twin of another class.
 
     Args:
         name: what these images are called.
@@ -215,7 +215,7 @@ def find_copies(
     classes = _named(tables, [class_names, *(other.class_names for other in others.values())])
     class_ids = classes.dictionary_encode().indices.to_numpy().astype(np.int64)
     own, sizes = len(images), [*map(len, tables)]
-    # where an image stands, strongest first: in another set's test, or here in test, dev or train
+    # an image's standing, strongest first: another set's test, then test, dev and train here
     standings = np.array(["test"] * len(others) + list(_SPLITS))
     standing = np.repeat(np.maximum(np.arange(len(tables)) - 1, 0), sizes)
     standing[:own] = [len(others) + _SPLITS.index(split) for split in splits]
@@ -225,7 +225,7 @@ def find_copies(
     content = every["content_id"].combine_chunks().dictionary_encode().indices.to_numpy().astype(np.int64)
     hashes = {column: every[column].to_numpy() for column in Hashes._fields}
     found = {"exact": first({"bytes": content}, _NO_PAIRS, [("bytes", "bytes")])}
-    agreeing = dict(found)  # twins whose class does not speak against it
+    agreeing = dict(found)  # twins of a compatible class
     if max_distance is not None:
         knows = _knows(classes[:own], others)
         for kinds in (_TURNS, _CUTS):
@@ -237,7 +237,7 @@ def find_copies(
                 if kind != "near":
                     of_class = first(cells_of_class, pairs_of_class, views)
                     agreeing[kind] = np.where(knows, of_class, found[kind])
-    # [standing of the twin and kind, image]: of several twins one that leaves the image out, the strongest, the surest
+    # [standing of the twin and kind, image]: prefer the twin that leaves the image out, then the strongest, the surest
     shape = (len(standings) * len(found), own)
     twins, sure = (np.stack([*each.values()], axis=1).reshape(shape) for each in (found, agreeing))
     mine = rank[:own]
@@ -283,7 +283,7 @@ def _named(tables: Sequence[pa.Table], class_names: Sequence[Sequence[str]]) -> 
 
 
 def _knows(classes: pa.Array, others: Mapping[str, OtherSet]) -> NDArray[np.bool_]:
-    """[standing of a twin, image]: whether the set where it stands has the image's class."""
+    """[standing of a twin, image]: whether the twin's set has the image's class."""
     known = [pc.is_in(classes, pa.array(other.class_names, pa.string())) for other in others.values()]
     return np.stack(
         [*(each.to_numpy(False) for each in known), *[np.ones(len(classes), bool)] * len(_SPLITS)]
@@ -302,8 +302,7 @@ def _ranks(sample_ids: pa.ChunkedArray, strength: NDArray[np.int64]) -> NDArray[
 
 
 def _compared(hashes: Mapping[str, _Hashes], kinds: Mapping[str, _Views]) -> dict[str, _Hashes]:
-    """The columns that the views of these kinds name. Where only cropped views are compared, an image without any is
-    not looked at."""
+    """The columns of the views of these kinds. If only cropped views are compared, images without any are skipped."""
     columns = {column: hashes[column] for views in kinds.values() for one in views for column in one}
     if "near" not in kinds:
         has_views = np.any([own > 0 for column, own in columns.items() if column != "phash"], axis=0)
@@ -312,7 +311,7 @@ def _compared(hashes: Mapping[str, _Hashes], kinds: Mapping[str, _Views]) -> dic
 
 
 def _cells(values: Mapping[str, NDArray[Any]]) -> tuple[NDArray[Any], dict[str, _Ints]]:
-    """All different values of some columns, and the number that each image's has among them; -1 for the value 0."""
+    """The distinct values of some columns, and the number of each image's value among them; -1 for the value 0."""
     different = np.unique(np.concatenate([*values.values()]))
     different = different[different > 0]
     return different, {
@@ -323,7 +322,7 @@ def _cells(values: Mapping[str, NDArray[Any]]) -> tuple[NDArray[Any], dict[str, 
 def _of_one_class(
     cells: Mapping[str, _Ints], pairs: Pairs, class_ids: _Ints
 ) -> tuple[dict[str, _Ints], Pairs]:
-    """Cells and near cells of which each holds images of one class, near ones those of the same."""
+    """Split cells and near cells by class, so that each holds images of one class."""
     number = class_ids.max(initial=-1) + 1
     # 0 is for images that are in no cell
     keys, divided = _cells(
@@ -369,7 +368,7 @@ def _first(
 
 
 def _first_of_another_class(content: _Ints, class_ids: _Ints, rank: _Ints) -> _Ints:
-    """The first rank, for each image, among those of the same bytes and of another class."""
+    """The first rank, for each image, among images with the same bytes and another class."""
     first, second = (np.full(content.max(initial=-1) + 1, _NONE) for _ in range(2))
     np.minimum.at(first, content, rank)
     class_of_first = np.zeros(len(first), np.int64)
@@ -383,7 +382,7 @@ def _first_of_another_class(content: _Ints, class_ids: _Ints, rank: _Ints) -> _I
 def _distances(
     hashes: Mapping[str, _Hashes], kind: NDArray[np.str_], at: _Ints, best: _Ints
 ) -> NDArray[np.int32]:
-    """Bits between the images `at` and their twins: of the views that made them twins the nearest."""
+    """Bits between the images `at` and their twins, by the nearest of the views that made them twins."""
     distance = np.bitwise_count(hashes["phash"][at] ^ hashes["phash"][best]).astype(np.int32)
     for one, views in (_TURNS | _CUTS).items():
         rows = kind == one
@@ -397,7 +396,7 @@ def _distances(
 def _judged(
     given: pa.ChunkedArray, place: _Ints, duplicates: Literal["keep", "drop"], others: int
 ) -> NDArray[np.bool_]:
-    """[standing of the twin, image]: whether a twin that stands there leaves the image out."""
+    """[standing of the twin, image]: whether a twin of that standing leaves the image out."""
     official = {_SPLITS.index(split) for split in pc.unique(given).to_pylist() if split is not None}
     is_drawn = pc.is_null(given).to_numpy()
     leaves = [place > 0] * others

@@ -202,7 +202,7 @@ def join_ray(attempt: Attempt) -> None:
     import ray
 
     address = os.environ.get("RAY_ADDRESS", "auto")
-    # what the stage starts has to know it too: Ray Train's cleaner would look around, and find the host's other Rays
+    # processes that the stage starts need it, too: Ray Train's cleaner would otherwise find the host's other Rays
     known = {} if address == "auto" else {"env_vars": {"RAY_ADDRESS": address}}
     ray.init(address=address, runtime_env=known, log_to_driver=True, logging_level="warning")
 

@@ -19,7 +19,7 @@ from pipelines.store import Store, StoreAbsent, StoreDamaged, StoreError, StoreU
 
 console = terminal.console()
 if not console.is_terminal and not os.environ.get("COLUMNS"):
-    console.width = 1 << 16  # a program reads it: tables are as wide as they need, and no line is folded
+    console.width = 1 << 16  # a program reads it: no line is folded
 errors = terminal.console(stderr=True)
 
 
@@ -90,8 +90,8 @@ def open_(uri: str, *, create: bool = True) -> Store:
     """The store that a command is about.
 
     Raises:
-        RecipeError: none can be there: its address is wrong, or its access.
-        StoreAbsent, StoreDamaged, StoreUnreachable: there is none; one that can't be read; no answer.
+        RecipeError: the address is wrong, or access is denied.
+        StoreAbsent, StoreDamaged, StoreUnreachable: no store is there; it cannot be read; it does not answer.
     """
     try:
         return open_store(uri, create=create)
@@ -125,7 +125,7 @@ def print_json(value: Any) -> None:
 def print_table(rows: list[dict[str, Any]], columns: tuple[str, ...]) -> None:
     """To stdout, for people; keys are cut to what tells them apart.
 
-    On a narrow terminal, what all rows have in common is said once, above them; then text is folded, but no id is.
+    On a narrow terminal, values that all rows share are printed once, above them; then text is folded, but ids never.
     """
     cells = [{column: _cell(column, row.get(column)) for column in columns} for row in rows]
     shown = list(columns)

@@ -1,4 +1,4 @@
-"""status, list, lineage, logs, verify, doctor, schema: what looks, and changes nothing."""
+"""status, list, lineage, logs, verify, doctor, schema: commands that only read."""
 
 from __future__ import annotations
 
@@ -143,7 +143,7 @@ def verify(
     given: Annotated[
         str | None,
         typer.Argument(
-            metavar="KEY|RUN", help="a key or its beginning, a RUN/STAGE, or a run; without it, all"
+            metavar="KEY|RUN", help="a key or unique key prefix, RUN/STAGE or RUN; default: everything"
         ),
     ] = None,
     store: StoreOption = DEFAULT_STORE,

@@ -49,7 +49,7 @@ def import_(
         ),
     ] = None,
     name: Annotated[str | None, typer.Option(help="what lists call it; else after its file")] = None,
-    force: Annotated[bool, typer.Option("--force", help="import it again, cached or not")] = False,
+    force: Annotated[bool, typer.Option("--force", help="import again even if cached")] = False,
     store: StoreOption = DEFAULT_STORE,
     address: AddressOption = None,
     token_file: TokenOption = None,

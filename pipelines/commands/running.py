@@ -79,7 +79,7 @@ def carry_out(
     parallel: int | None = None,
     strict_code: bool = False,
 ) -> list[PlannedStage]:
-    """Run the targets of a pipeline, and what they need, from here, and say how that ended.
+    """Run the targets of a pipeline and the stages that they need from here, and print the outcome.
 
     Returns:
         The stages with their manifests. Where one could not be made, the command ends instead.
@@ -210,7 +210,7 @@ def _told() -> Iterator[None]:
 
 @contextmanager
 def _seen(store: str, address: str | None = None) -> Iterator[Store]:
-    """The store as it is now, an empty one where there is none yet; the cluster at `address` must see it as well."""
+    """The store as it is now, empty if there is none yet; the cluster at `address` must see it, too."""
     if address is not None:
         from pipelines.submission import check_store
 

@@ -50,7 +50,7 @@ def located(path: str) -> str:
     return absolute(path)
 
 
-# As text: patterns are compiled at their first use, which few starts of the program come to.
+# Text, not compiled patterns: few commands use them, and start-up stays fast.
 HUB_PATH = r"hf:(?P<repository>[\w.-]+/[\w.-]+)(@(?P<revision>[\w./-]{1,100}))?"
 COMMIT = r"[0-9a-f]{40}"
 

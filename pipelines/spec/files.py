@@ -13,12 +13,12 @@ from pipelines.spec.fields import RecipeError
 
 
 def files_below(root: str) -> Iterator[tuple[str, str | Path]]:
-    """(name relative to the root, path or s3://bucket/key) of every regular file below it that is its user's.
+    """(name relative to the root, path or s3://bucket/key) of every regular file below it that its user put there.
 
-    FIFOs, sockets and devices are left out: to open one may never return.
+    FIFOs, sockets and devices are left out: opening one may never return.
 
     Raises:
-        RecipeError: it is not a folder, a name in it is not UTF-8, a link leads nowhere, or nothing lies below
+        RecipeError: it is not a folder, a name in it is not UTF-8, a link is broken, or nothing lies below
             s3://bucket/prefix.
     """
     if root.startswith("s3://"):
@@ -48,14 +48,13 @@ def _is_regular(path: Path) -> bool:
     except OSError as error:
         if path.is_symlink():
             raise RecipeError(
-                f"source.root: {path} is a link that leads nowhere ({path.readlink()}): "
-                "remove the link, or restore its target"
+                f"source.root: {path} is a broken link ({path.readlink()}): remove it, or restore its target"
             ) from None
         raise RecipeError(f"source.root: {path}: {error.strerror}") from None
 
 
 def files_at(root: str) -> Iterator[tuple[str, str | Path]]:
-    """The one file or object `root` and its further parts, by their names, or `files_below` it. Raises RecipeError."""
+    """The file or object `root` and its further parts by name, or `files_below` it. Raises RecipeError."""
     if root.startswith("s3://"):
         found = list(_objects_at(root))
         folder, _, name = root.rpartition("/")
@@ -71,7 +70,7 @@ def files_at(root: str) -> Iterator[tuple[str, str | Path]]:
 
 
 def _names_in(folder: str) -> Iterator[str]:
-    """A generator, since `parts` hardly ever asks for them."""
+    """A generator, because `parts` hardly ever needs the names."""
     if folder.startswith("s3://"):
         from pipelines.s3_files import listing
 

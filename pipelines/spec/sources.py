@@ -56,12 +56,12 @@ class FolderSource(Frozen):
     )
     group: str | None = Field(
         None,
-        description="the column of metadata.csv or metadata.jsonl whose images stay in one split: patient, site",
+        description="column of the metadata table; images with the same value (a patient, a site) stay in one split",
     )
     image_column: str = Field(
-        "file_name", description="the column of metadata.csv or metadata.jsonl with the images' paths"
+        "file_name", description="the column of metadata.csv or metadata.jsonl with the image paths"
     )
-    label_column: str = Field("label", description="their column with the labels")
+    label_column: str = Field("label", description="the column of these tables with the labels")
 
     def files(self) -> Iterator[tuple[str, str | Path]]:
         """(name relative to the root, path or s3://bucket/key) of every file that the result depends on."""

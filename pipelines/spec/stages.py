@@ -44,9 +44,8 @@ def seen_in_training() -> Any:
     """A field of stages that score a model on test images."""
     return Field(
         "fail",
-        description="what happens if the backbone or one of its ancestors was trained on test images: the stage fails"
-        " and says on how many; or it scores these apart from the others, in rows that no verdict and no list of the"
-        " best includes",
+        description="what to do if the backbone or one of its ancestors was trained on test images: fail and say on"
+        " how many, or report: score them apart from the others, in rows that verdicts and lists of the best leave out",
     )
 
 
@@ -58,7 +57,7 @@ class _Stage(Frozen):
     job: str
 
     def files(self) -> Iterator[tuple[str, str | Path]] | None:
-        """(name, location) of every file from outside that the result depends on; None: none.
+        """(name, location) of every external file that the result depends on; None: there are none.
 
         A location is a path, s3://bucket/key or hf:ORG/NAME@COMMIT/name.
         """
@@ -95,15 +94,15 @@ class Ingest(_Stage):
     duplicates: Literal["keep", "drop"] = Field(
         "keep",
         description="copies and near-copies within the set are listed and kept; or left out, but a test image never is."
-        " Where the draw of splits put copies apart, test beats dev beats train in any case. The same bytes in two"
+        " If the draw put copies into different splits, test beats dev beats train in any case. Identical bytes in two"
         " classes are named; drop leaves all of them out of train and dev",
     )
     max_distance: int | None = Field(
         4,
         ge=0,
         le=8,
-        description="bits, of 64, by which the perceptual hashes of near-copies, mirrored, rotated and cropped ones"
-        " may differ; null: only the same bytes are copies",
+        description="how many of 64 bits may differ between the perceptual hashes of near-copies and of mirrored,"
+        " rotated and cropped copies; null: only identical bytes are copies",
     )
     against: Annotated[tuple[str, ...], AfterValidator(distinct)] = takes(
         "dataset",
@@ -169,8 +168,8 @@ class Import(_Stage):
     KIND: ClassVar[str] = "model"
     job: Literal["import"]
     path: Annotated[str, AfterValidator(checkpoint)] = execution(
-        description="a file or a folder, here or on S3, or hf:ORG/NAME[@REVISION]; where it lies does not enter the"
-        " key, what is in it does",
+        description="a file or a folder, local or on S3, or hf:ORG/NAME[@REVISION]; the key depends on its content,"
+        " not on its location",
     )
     preprocessing: GivenPreprocessing | None = Field(
         None,

@@ -169,7 +169,7 @@ def _accuracy(
 def _mistakes(
     main: Entry | None, dataset: Dataset | None, wrong: Sequence[mistakes.Mistake]
 ) -> dict[str, Any] | None:
-    """The main model's errors, with the names of classes and files where the dataset is at hand; null where nothing was
+    """The main model's errors, with the names of classes and files if the dataset is available; null if nothing was
     scored."""
     if main is None:
         return None
@@ -206,7 +206,7 @@ def _mistakes(
 
 
 def _read_json(parts: Iterable[provenance.Part], name: str) -> Iterator[tuple[str, Manifest, Any]]:
-    """(stage, manifest, content) of every part that has a file of this name."""
+    """(stage, manifest, content) of every part with a file of this name."""
     for stage, manifest, folder in parts:
         if (folder / name).is_file():
             yield stage, manifest, json.loads((folder / name).read_text("utf-8"))

@@ -82,7 +82,7 @@ def join_tables(parts: Iterable[tuple[str, Manifest, Path]], name: str, schema: 
             raise ValueError(f"{folder / name} has the columns {found.names}; expected {schema.names}")
         with pq.ParquetFile(folder / name, read_dictionary=texts) as file:
             table = file.read()
-        for column in later:  # which an earlier version did not write
+        for column in later:  # an earlier version did not write it
             table = table.append_column(column, pa.nulls(len(table), column.type))
         zeros = pa.array(np.zeros(len(table), np.int32))
         origin = [pa.DictionaryArray.from_arrays(zeros, [value]) for value in (manifest.key, stage)]

@@ -67,8 +67,8 @@ def worst(main: Entry, entries: Sequence[Entry]) -> list[Mistake]:
 
 @dataclass(frozen=True)
 class ClassResult:
-    """How the main model does on one class: `recall` is the share of its test images that are right, `precision` the
-    share of the predictions of this class that are right (None: the class was never predicted), over all draws.
+    """The main model's results on one class: `recall` is the share of its test images predicted correctly, `precision`
+    the share of correct predictions of this class (None: it was never predicted), over all draws.
 
     `confused_with` is the most common wrong answer for its images and `confused` their share (None: all are right).
     """

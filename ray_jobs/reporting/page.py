@@ -44,8 +44,8 @@ def render(data: ReportData) -> str:
 
 
 def groups(accuracies: list[dict[str, Any]]) -> list[tuple[str, list[dict[str, Any]]]]:
-    """The lines of the table under their headings, best first: those that may be compared with one another. Lines of
-    a part of test come last."""
+    """The lines of the table under their headings: comparable ones together, best first. Lines of a part of test come
+    last."""
 
     def heading(line: dict[str, Any]) -> str:
         return f"{line['task']}, {sort_of_learning(line['protocol'])}, {line['labels']}"

@@ -15,7 +15,7 @@ from pipelines.store import Manifest
 from vit_model.config import family_of
 
 Part = tuple[str, Manifest, Path]
-_SEEN = " A backbone that was trained on these very images is named so and takes no part in the verdict."
+_SEEN = " A backbone that was trained on the labelled images is marked and takes no part in the verdict."
 
 
 def stages(parts: Iterable[Part]) -> list[dict[str, Any]]:
@@ -72,7 +72,7 @@ def _protocol(manifest: Manifest, folder: Path, names: Mapping[str, str]) -> str
 
 
 def seen_in_training(metrics: Mapping[str, float | int | str]) -> str:
-    """How an artifact's test images overlap with training images; empty if its metrics do not say."""
+    """The overlap of an artifact's test images with training images, in words; empty if its metrics do not say."""
     if "test_images_seen_in_training" not in metrics:
         return ""
     seen, shared, near = (
@@ -115,8 +115,8 @@ def _augmentation(config: Mapping[str, Any]) -> str:
 
 def _import(config: Mapping[str, Any], inputs: Mapping[str, str]) -> str:
     return (
-        f"Weights that others trained, from {config['path']}. Only vitflow's own weights say what they were trained "
-        "on: imported ones may have seen these images."
+        f"Imported weights, from {config['path']}. Only vitflow's own weights record their training images: imported "
+        "ones may have seen these images."
     )
 
 

@@ -3,8 +3,8 @@
 In: `Entry`s. Out: `Verdict`s, one a comparison, and a headline. The same label draws and the same test images on both
 sides; which of several references is the best is taken from the test accuracies, which can only favour the reference.
 
-The comparisons of one report are a family. Each has a 95 % interval of its own; of 20 differences that are nothing, one
-would leave out zero. So each has a second, wider one: these hold for all comparisons of the report at once with 95 %
+The comparisons of one report are a family. Each has its own 95% interval; of 20 differences that are truly zero, one
+interval would exclude zero. So each has a second, wider interval: these hold for all comparisons at once with 95%
 (Bonferroni: each at 1 - 0.05 / number of comparisons), and the headline says how many differences are above zero by
 them.
 """
@@ -30,7 +30,7 @@ SHOTS = 5  # the number of shots that the verdict is about, where it was measure
 
 @dataclass(frozen=True)
 class Verdict:
-    """`method` against `reference`: a difference of accuracies (fractions) with its 95 % interval.
+    """`method` against `reference`: a difference of accuracies (fractions) with its 95% interval.
 
     `adjusted` is the interval of the same difference that holds together with those of the report's other comparisons.
     """
@@ -155,7 +155,7 @@ def _shots(entries: Sequence[Entry], task: str) -> int:
 
 
 def _against_best(method: Entry, rivals: list[Entry], comparisons: int) -> Verdict:
-    """Against the rival with the highest accuracy over the draws in common, as one of so many comparisons."""
+    """Compare with the best rival over the draws in common; the intervals are adjusted for `comparisons`."""
     tables = [_paired(method, rival) for rival in rivals]
     best = int(np.argmax([theirs.mean() for _, theirs in tables]))
     ours, theirs = tables[best]
@@ -183,10 +183,10 @@ def _answer(found: Sequence[Verdict]) -> str:
 
 
 def _together(found: Sequence[Verdict]) -> str:
-    """How many differences are above zero by the intervals that hold for all comparisons at once."""
+    """Say how many differences lie above zero by the intervals adjusted for all comparisons."""
     above = sum(verdict.adjusted.low > 0 for verdict in found)
     still = "still " if above == sum(verdict.difference.low > 0 for verdict in found) else ""
     return (
-        f"Each interval is for its own comparison; with wider ones that hold for all {len(found)} comparisons at once"
-        f" (Bonferroni), {still}{above} of {len(found)} differences {'is' if above == 1 else 'are'} above zero."
+        f"With intervals adjusted for all {len(found)} comparisons (Bonferroni), {above} of {len(found)} differences "
+        f"{still}{'lies' if above == 1 else 'lie'} above zero."
     )

@@ -248,7 +248,7 @@ def _streams(
 
 
 def _unpack_rar(reader: Reader) -> Iterator[bytes]:
-    # in a process of its own, with bounded memory and a limit of time: the library is C++, and the bytes are anybody's
+    # in a separate process with bounded memory and time: the library is C++, and the bytes are untrusted
     with (
         tempfile.TemporaryDirectory(dir=_kept_in()) as folder,
         subprocess.Popen(
@@ -272,7 +272,7 @@ def _unpack_rar(reader: Reader) -> Iterator[bytes]:
 
 
 def _volumes(blob: Blob) -> list[Blob]:
-    """The volumes of a RAR, each of which begins as one; what was cut into pieces, as any file may be, does not."""
+    """The volumes of a RAR. Each starts with RAR's signature; pieces of a plainly cut file do not."""
     volumes: list[tuple[Extent, ...]] = []
     for extent in blob.extents:
         if not volumes or Blob(blob.name, (extent,)).read(0, min(len(_RAR), extent.length)) == _RAR:
@@ -282,8 +282,7 @@ def _volumes(blob: Blob) -> list[Blob]:
 
 
 def _linked(volumes: list[Blob], folder: Path) -> Path:
-    """The first of these volumes in a folder that has them all under their names, by which the library finds the next,
-    and nothing else."""
+    """The first of these volumes, in a folder with nothing but all volumes; the library finds the next by name."""
     links = [folder / volume.name.rpartition("/")[2][-_MAX_NAME:] for volume in volumes]
     for link, volume in zip(links, volumes, strict=True):
         link.symlink_to(local_path(volume).resolve())

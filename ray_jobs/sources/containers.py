@@ -152,7 +152,7 @@ def read_file(files: Files, file: str, limit: int = SMALL) -> bytes:
 
 
 def outermost(files: Container[str], file: str) -> str:
-    """The name of `files` that a chain begins with, which may have "::" in itself; else all before the first "::"."""
+    """The name in `files` that a chain starts with, which may contain "::"; else everything before the first "::"."""
     names = file.split(_CHAIN)
     chains = (_CHAIN.join(names[:number]) for number in range(len(names), 0, -1))
     return next((chain for chain in chains if chain in files), names[0])
@@ -203,7 +203,7 @@ def _locations(files: Files, name: str) -> list[str]:
     if name not in files:
         raise ValueError(f"there is no file {name!r} among {', '.join(sorted(files)[:5]) or 'none'}")
     found = parts_of(name, files)
-    # pieces that a file was cut into are numbered to the end of their names; of a RAR its library knows what follows
+    # the names of a cut file's pieces end in numbers; for a RAR, its library finds the next volume
     stem, dot, digits = name.rpartition(".")
     if len(found) > 1 and digits.isdecimal():
         for number, part in enumerate(found, start=1):

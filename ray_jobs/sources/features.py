@@ -1,4 +1,4 @@
-"""What families of prepared data sets share: which column is the image, which the label, what a split is called."""
+"""What prepared data sets share: the columns of the image and of the label, and the names of splits."""
 
 from __future__ import annotations
 
@@ -29,15 +29,15 @@ class Classes(NamedTuple):
 
     names: tuple[str, ...]
     numbers: Mapping[int | str, int]
-    """The class of each value of a label that is one (not `UNLABELLED`)."""
+    """The class of each label value (except `UNLABELLED`)."""
     notes: tuple[str, ...] = ()
 
 
 def classes_of(labels: Iterable[int | str], given: Sequence[str] | None, where: str) -> Classes:
-    """The classes of these labels: the names that are `given`, for numbers from 0; else the values that occur.
+    """The classes of these labels: the `given` names, for numbers from 0; else the values that occur.
 
-    Values become classes in the order of the numbers, or of the text. Raises ValueError for no label, for numbers and
-    text together, and for a label that is negative or outside of the names that are given.
+    Values become classes in numeric or alphabetical order. Raises ValueError for no label, for a mix of numbers and
+    text, and for a label that is negative or has no given name.
     """
     values = set(labels) - {UNLABELLED}
     numbers = sorted(value for value in values if isinstance(value, int))
@@ -52,13 +52,15 @@ def classes_of(labels: Iterable[int | str], given: Sequence[str] | None, where: 
             raise ValueError(f"{where}: the label {wrong} is not one of {len(given)} classes")
         return Classes(tuple(given), {number: number for number in range(len(given))})
     if numbers and numbers[0] < 0:
-        raise ValueError(f"{where}: the label {numbers[0]} is negative; only -1, for no label, may be")
+        raise ValueError(
+            f"{where}: the label {numbers[0]} is negative; the only negative label allowed is -1 (no label)"
+        )
     every: list[int | str] = [*numbers, *texts]
     found = {value: number for number, value in enumerate(every)}
     if not numbers or numbers[-1] == len(numbers) - 1:
         return Classes(tuple(map(str, every)), found)
     note = (
         f"{where}: no class names are given and the labels are not 0, 1, 2, ...: "
-        f"the {len(numbers):,} numbers that occur ({numbers[0]} to {numbers[-1]}) are the classes and their names"
+        f"the {len(numbers):,} numbers that occur ({numbers[0]} to {numbers[-1]}) become the classes and their names"
     )
     return Classes(tuple(map(str, every)), found, (note,))

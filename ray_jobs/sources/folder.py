@@ -67,7 +67,7 @@ class Listing(NamedTuple):
     ignored: tuple[str, ...]
     """Keys of files that are no images by their ending; hidden files are not even named."""
     special: tuple[str, ...] = ()
-    """Keys of what is not a regular file: FIFOs, sockets, devices; they are never opened."""
+    """Keys of FIFOs, sockets and devices, which are never opened."""
 
     def counts(self) -> dict[str, int]:
         """Number of images of each class, by class name."""
@@ -92,7 +92,7 @@ def scan(root: Path, columns: Columns = IMAGEFOLDER) -> Listing:
 def arrange(
     root: Path | str, files: Sequence[str], tables: Mapping[str, bytes], columns: Columns = IMAGEFOLDER
 ) -> Listing:
-    """What these paths below `root` are, with what the tables of labels among them say. Raises ValueError."""
+    """Arrange these paths below `root`, by the tables of labels among them if there are any. Raises ValueError."""
     files = sorted(files)
     images = [key for key in files if PurePosixPath(key).suffix.lower() in EXTENSIONS]
     if not images:
@@ -105,7 +105,7 @@ def arrange(
     elif named := [one for one in zip(OPTIONS, columns, IMAGEFOLDER, strict=True) if one[1] != one[2]]:
         option, column, _ = named[0]
         raise ValueError(
-            f"{option}: {column!r} is to be a column of {METADATA}, and {root} has no such file (nor {TABLES[1]})"
+            f"{option}: {column!r} names a column of {METADATA} or {TABLES[1]}, but {root} contains neither"
         )
     else:
         _check_not_detection(root, files, images)
@@ -158,18 +158,18 @@ def _notes(found: Listing) -> tuple[str, ...]:
     notes = []
     if found.ignored:
         notes.append(
-            f"{len(found.ignored):,} files are left out, being no images by their endings: {_endings(found.ignored)}"
+            f"{len(found.ignored):,} files left out, not images by their extensions: {_endings(found.ignored)}"
         )
     if found.special:
         notes.append(
-            f"{len(found.special):,} files are left out because they are not regular files (FIFOs, sockets or "
-            f"devices), such as {found.special[0]}"
+            f"{len(found.special):,} files left out, not regular files but FIFOs, sockets or devices, such as "
+            f"{found.special[0]}"
         )
     return tuple(notes)
 
 
 def _endings(keys: Sequence[str]) -> str:
-    """How many files there are of each ending, and what to do with images of formats that are not read."""
+    """The number of files per extension, and what to do with images in unsupported formats."""
     number = Counter(PurePosixPath(key).suffix.lower() or "none" for key in keys)
     counts = ", ".join(f"{ending} {count:,}" for ending, count in number.most_common(8))
     unread = [ending for ending in UNREAD if ending in number]
@@ -218,7 +218,7 @@ def _around(paths: Sequence[str]) -> str:
 def _files(root: Path) -> Iterator[tuple[str, bool]]:
     """(key, whether it is a regular file) of all files that their user put there.
 
-    Raises ValueError for links to folders, links that lead outside and links that lead nowhere.
+    Raises ValueError for links to folders, links that lead outside and broken links.
     """
     inside = root.resolve()
     for folder, folders, files in os.walk(root):
@@ -236,9 +236,7 @@ def _files(root: Path) -> Iterator[tuple[str, bool]]:
                 if not target.is_relative_to(inside):
                     raise ValueError(f"{path} is a link that leads outside {root}: put the file itself there")
                 if not target.exists():
-                    raise ValueError(
-                        f"{path} is a link that leads nowhere: remove the link, or restore its target"
-                    )
+                    raise ValueError(f"{path} is a broken link: remove it, or restore its target")
                 mode = target.stat().st_mode
             yield path.relative_to(root).as_posix(), stat.S_ISREG(mode)
 
@@ -276,8 +274,8 @@ def _check_not_detection(root: Path | str, files: Sequence[str], images: Sequenc
         signs = sorted(tops)
     if signs:
         raise ValueError(
-            f"{root} has the layout of COCO, a detection data set ({signs[0]}): an image has objects, not one class. "
-            f"Give each image one label, by class folders or {METADATA}"
+            f"{root} has the layout of COCO, a detection data set ({signs[0]}): its images do not have one class each. "
+            f"Give each image one label, with class folders or {METADATA}"
         )
 
 
@@ -292,16 +290,16 @@ def _is_table(path: PurePosixPath) -> bool:
 
 
 def _split_folder(path: PurePosixPath) -> str | None:
-    """The split that the first folder of a path is called after."""
+    """The split that the first folder of a path names."""
     return SPLIT_NAMES.get(path.parts[0].lower()) if len(path.parts) > 1 else None
 
 
 def _from_tables(
     root: Path | str, images: Sequence[str], tables: Mapping[str, bytes], columns: Columns
 ) -> list[tuple[str, str, str | None, str | None]]:
-    """(key, class, split, group) by tables, which must list every image once.
+    """(key, class, split, group) from tables, which must list every image once.
 
-    Where a table has no column `split`, the images' top folders say it, if they are split folders.
+    If a table has no column `split`, the images' top folders give the split, if they are split folders.
     """
     present, found = set(images), {}
     for path in sorted(tables):
@@ -321,8 +319,8 @@ def _from_tables(
     drawn = [key for key, _, split, _ in found.values() if split is None]
     if 0 < len(drawn) < len(found):
         raise ValueError(
-            f"{root} has images with a split and without one, such as {drawn[0]!r}: put all into split folders "
-            "(train, val, test), or give all a column split"
+            f"{root}: some images have a split, others do not, such as {drawn[0]!r}. Put all into split folders "
+            "(train, val, test), or give every table a column `split`"
         )
     return list(found.values())
 
@@ -341,7 +339,7 @@ def _check_given_splits(root: Path | str, class_names: Sequence[str], entries: S
     untrained = [name for label, name in enumerate(class_names) if label not in trained]
     if untrained:
         first, *others = map(repr, untrained)
-        more = f", nor have {', '.join(others)}" if others else ""
+        more = f"; neither have {', '.join(others)}" if others else ""
         raise ValueError(
-            f"{root}: class {first} has no images in the train split{more}. Add some, or remove what has none"
+            f"{root}: class {first} has no images in the train split{more}. Add some, or remove these classes"
         )

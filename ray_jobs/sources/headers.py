@@ -82,7 +82,7 @@ def listed(blob: Blob) -> Iterator[Found | Refused]:
 
 
 def tidied(path: str) -> str:
-    """A member's path without "./"; empty for what a system left there."""
+    """A member's path without "./"; empty for files that an operating system left."""
     parts = [part for part in path.split("/") if part not in ("", ".")]
     if any(left_by_a_system(part) and part != ".." for part in parts):
         return ""

@@ -21,7 +21,7 @@ TABLES = (METADATA, "metadata.jsonl")
 
 
 class Columns(NamedTuple):
-    """Which columns say what; other columns are not used."""
+    """The names of the columns that are read."""
 
     image: str = "file_name"
     label: str = "label"
@@ -34,23 +34,23 @@ OPTIONS = ("image_column", "label_column", "group")
 
 
 class Row(NamedTuple):
-    """What a table says of an image."""
+    """A table's row about an image."""
 
     where: str
     """The table and the row, for messages."""
     key: str
-    """The image's path, relative to what the table's path is relative to."""
+    """The image's path, relative to the same folder as the table's path."""
     label: str
     split: str | None
-    """As it is written; None: the table has no column `split`."""
+    """As written; None: the table has no column `split`."""
     group: str | None
 
 
 def read_table(path: str, data: bytes, columns: Columns) -> Iterator[Row]:
-    """The rows of the table at `path`, without the white space around headers and values.
+    """Yield the rows of the table at `path`, without the white space around headers and values.
 
-    Raises ValueError, with the row, for what is not such a table, for a file name that leads outside of its folder,
-    and for a missing value.
+    Raises ValueError, with the row, if it is not such a table, a file name leads outside its folder, or a value is
+    missing.
     """
     read = _csv if path.endswith(".csv") else _json_lines
     header, rows = read(path, data)
@@ -72,7 +72,7 @@ def read_table(path: str, data: bytes, columns: Columns) -> Iterator[Row]:
 
 
 def _csv(path: str, data: bytes) -> tuple[list[str], list[tuple[str, dict[str, Any]]]]:
-    """The header, and of each row where it is and its cells."""
+    """The header; the place and the cells of each row."""
     try:
         reader = csv.reader(io.StringIO(_decoded(data), newline=""), strict=True, skipinitialspace=True)
         header, *rows = [[cell.strip() for cell in cells] for cells in reader if cells] or [[]]
@@ -81,13 +81,13 @@ def _csv(path: str, data: bytes) -> tuple[list[str], list[tuple[str, dict[str, A
     found = []
     for number, cells in enumerate(rows, start=2):
         if len(cells) != len(header):
-            raise ValueError(f"{path} row {number} has not as many fields as the header")
+            raise ValueError(f"{path} row {number} has {len(cells)} fields, the header {len(header)}")
         found.append((f"{path} row {number}", dict(zip(header, cells, strict=True))))
     return header, found
 
 
 def _json_lines(path: str, data: bytes) -> tuple[list[str], list[tuple[str, dict[str, Any]]]]:
-    """All keys that occur, and of each line where it is and its values."""
+    """All keys that occur; the place and the values of each line."""
     header: dict[str, None] = {}
     found = []
     try:
@@ -102,7 +102,7 @@ def _json_lines(path: str, data: bytes) -> tuple[list[str], list[tuple[str, dict
         except (ValueError, RecursionError) as error:
             raise ValueError(f"{path} row {number} is not JSON: {error}") from error
         if not isinstance(row, dict):
-            raise ValueError(f"{path} row {number} is not a JSON object: one line per image")
+            raise ValueError(f"{path} row {number} is not a JSON object; expected one object per line")
         row = {name.strip(): value for name, value in row.items()}
         header |= dict.fromkeys(row)
         found.append((f"{path} row {number}", row))
@@ -144,7 +144,7 @@ def _text(where: str, column: str, value: Any) -> str:
         return value.strip()
     if value is None:
         return ""
-    if isinstance(value, int):  # booleans among them
+    if isinstance(value, int):  # includes booleans
         return json.dumps(value)
     raise ValueError(f"{where}: {column} must be text or a whole number, not {json.dumps(value)[:60]}")
 
@@ -162,5 +162,5 @@ def _is_list(cell: Any) -> bool:
 def _inside(where: str, column: str, name: str) -> PurePosixPath:
     path = PurePosixPath(name)
     if path.is_absolute() or ".." in path.parts or "\\" in name or not name:
-        raise ValueError(f"{where}: {column} {name!r} must be a path inside the folder, relative, with /")
+        raise ValueError(f"{where}: {column} {name!r} must be a relative path inside the folder, with /")
     return path

@@ -1,11 +1,11 @@
-"""A RAR becomes a tar on standard output, in a process that may crash: `python -I rar.py ARCHIVE`.
+"""Convert a RAR to a tar on standard output, in a process that may crash: `python -I rar.py ARCHIVE`.
 
-Only the standard library and unrar2-cffi are imported, which has unrar inside (`pip install 'vitflow[rar]'`; unrar's
-licence allows to unpack). What is wrong is one line on standard error that follows the archive's name, and exit code 2.
-A process that does nothing for `SECONDS` is ended by SIGALRM, since no Python runs while the library hangs.
+Only the standard library and unrar2-cffi are imported, which contains unrar (`pip install 'vitflow[rar]'`; unrar's
+licence permits unpacking). An error is one line on standard error, to follow the archive's name, and exit code 2.
+SIGALRM ends a process without progress for `SECONDS`, because no Python runs while the library hangs.
 
-Further volumes are taken from the archive's folder. Links become symbolic links without a target, for the reader of the
-tar to refuse them one by one.
+Further volumes come from the archive's folder. Links become symbolic links without a target, so that the reader of the
+tar refuses them one by one.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def convert(path: str, out: BinaryIO) -> None:
     # the format is fixed: the same RAR gives the same bytes
     with tarfile.open(fileobj=out, mode="w|", format=tarfile.PAX_FORMAT) as tar:
         for member, content in _members(path):
-            signal.alarm(0)  # whoever reads may take any time
+            signal.alarm(0)  # the reader may take any time
             tar.addfile(member, io.BytesIO(content))
             signal.alarm(SECONDS)
 
@@ -58,7 +58,7 @@ def _members(path: str) -> Iterator[tuple[tarfile.TarInfo, bytes]]:
     missing: list[str] = []
 
     def called(message: int, address: int, number: int) -> int:
-        """What the library tells and asks; it would ask for a missing volume until there is one."""
+        """Answer the library's messages; it would ask for a missing volume until there is one."""
         signal.alarm(SECONDS)
         if message == _DATA:
             chunks.append(bytes(library.ffi.buffer(library.ffi.cast("char *", address), number)))
@@ -72,7 +72,7 @@ def _members(path: str) -> Iterator[tuple[tarfile.TarInfo, bytes]]:
     def check(code: int, what: str) -> None:
         if missing:
             raise ValueError(
-                f"is the first of several volumes, and {missing[0]} is missing: put all of them into one folder"
+                f"is the first of several volumes, and {missing[0]} is missing: put all volumes into one folder"
             )
         if code == _BAD_DATA and opened.Flags & _OLD_COMMENT:
             raise ValueError(
@@ -86,16 +86,16 @@ def _members(path: str) -> Iterator[tuple[tarfile.TarInfo, bytes]]:
     archive = library.RAROpenArchiveEx(opened)
     check(opened.OpenResult, "at its beginning")
     if opened.Flags & _VOLUME and not opened.Flags & _FIRST_VOLUME:
-        raise ValueError("is not the first of its volumes: name the first, which ends in .part1.rar or .rar")
+        raise ValueError("is not the first volume: give the first, which ends in .part1.rar or .rar")
     handle = library.ffi.new_handle(called)
     library.RARSetCallbackPtr(archive, library.PyUNRARCALLBACKStub, handle)
     count = 0
-    # the package's own iterator takes a damaged header for the end
+    # the package's own iterator mistakes a damaged header for the end
     while (code := library.RARReadHeaderEx(archive, header := library.RARHeaderDataEx())) != _END_OF_ARCHIVE:
         signal.alarm(SECONDS)
         check(code, f"after {count} members")
         count += 1
-        # wchar_t may hold the two halves of a letter beyond 16 bits
+        # wchar_t may hold a surrogate pair
         raw = library.ffi.string(header.FileNameW)
         name = raw.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
         size = header.UnpSize + (header.UnpSizeHigh << 32)
@@ -103,7 +103,7 @@ def _members(path: str) -> Iterator[tuple[tarfile.TarInfo, bytes]]:
         if header.Flags & _ENCRYPTED:
             raise ValueError(f"is encrypted: {_ADVICE}")
         if header.Flags & _SPLIT_BEFORE:
-            raise ValueError(f"is damaged: {name!r} begins in a volume before it")
+            raise ValueError(f"is damaged: {name!r} begins in an earlier volume")
         if size > MAX_MEMBER and not skipped:
             raise ValueError(f"has a member of {size:,} bytes, {name!r}: {_ADVICE}")
         chunks.clear()

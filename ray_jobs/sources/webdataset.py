@@ -64,7 +64,7 @@ def listing(source: WebDatasetSource, files: Files) -> Listing:
         tables.append(table(rows))
     if bad and not labels:
         raise ValueError(
-            f"{source.root} has no sample that can be used, such as {bad[0].key}: {bad[0].reason}. "
+            f"{source.root} contains no usable sample, such as {bad[0].key}: {bad[0].reason}. "
             "Name the fields as source.image and source.label (json.KEY for a key in JSON)"
         )
     classes = _classes(source, set(labels))

@@ -65,14 +65,16 @@ def test_a_store_that_is_damaged_or_does_not_answer_is_no_wrong_request(  # type
         "AWS_SECRET_ACCESS_KEY": "s",
     }
     done = vitflow(*arguments, "--store", store, check=1, **nobody)
-    assert ("can't be read as a store's" if what == "damaged" else "can't read store.json") in done.stderr
+    assert (
+        "cannot be read as a store's record" if what == "damaged" else "can't read store.json"
+    ) in done.stderr
     assert "Traceback" not in done.stderr
 
 
 @pytest.mark.parametrize("verb", ["run", "submit"])
 def test_a_cluster_that_does_not_answer_is_no_wrong_request(vitflow, tmp_path: Path, verb: str) -> None:  # type: ignore[no-untyped-def]
     done = vitflow(verb, TINY, "--store", tmp_path / "s", "--address", "http://127.0.0.1:9", check=1)
-    assert "--address: no Ray cluster can be used there" in done.stderr
+    assert "--address: no usable Ray cluster" in done.stderr
     assert "Traceback" not in done.stderr
     assert not (tmp_path / "s" / "runs").exists(), "no run was begun"
 

@@ -263,7 +263,7 @@ def test_a_damaged_stage_is_made_again_by_force_alone(store: FolderStore) -> Non
     write(store.root / Layout.manifest("ingest", made.key), b"[]")
     stages = plan.plan_pipeline(store, pipeline, pipeline.order())
     assert [stage.state for stage in stages] == ["damaged"] + ["pending"] * 5
-    assert "`--force digits` makes it again" in plan.reasons(store, stages)["digits"]
+    assert "`--force digits` rebuilds it" in plan.reasons(store, stages)["digits"]
     key = plan.force_stage(store, stages[0], "nonce", "run")
     assert key != made.key
     st.commit(store, made.model_copy(update={"key": key}))
@@ -281,7 +281,7 @@ def test_a_file_of_another_size_or_gone_is_seen_by_the_plan(store: FolderStore) 
     assert plan.plan_stage(store, "digits", config, {}).state == "cached"
     for damage, said in (
         (lambda: os.truncate(path, 3), "has 3 bytes, its manifest says 4"),
-        (path.unlink, "can't be read: No such file"),
+        (path.unlink, "cannot be read: No such file"),
     ):
         damage()
         found = plan.plan_stage(store, "digits", config, {})
@@ -459,7 +459,7 @@ def test_a_driver_whose_store_is_deleted_ends_and_makes_no_folder(tmp_path: Path
     store = FolderStore(tmp_path / "store")
     run = start_run(store, load_pipeline(str(TINY)), ("digits",))
     connection = Running(lambda: shutil.rmtree(store.root))
-    with pytest.raises(StoreAbsent, match="is a store no longer"):
+    with pytest.raises(StoreAbsent, match="is no longer a store"):
         run_pipeline(store, run, connection, Told(), 1)
     assert not store.root.exists()
 
@@ -477,7 +477,7 @@ def test_a_driver_does_not_repeat_a_damaged_stage_unasked(tmp_path: Path, forced
     connection = Running(lambda: st.wish_stop(store, run.id))
     status, _ = run_pipeline(store, run, connection, told, 1)
     assert status == {"digits": "STOPPED" if forced else "FAILED"}
-    assert ("`--force digits` makes it again" in told.ends["digits"]) != bool(forced)
+    assert ("`--force digits` rebuilds it" in told.ends["digits"]) != bool(forced)
     assert (connection.looks > 0) == bool(forced)
 
 

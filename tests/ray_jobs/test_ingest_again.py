@@ -428,7 +428,7 @@ def test_classes_that_draw_no_training_image_are_set_aside_and_listed_once(
     assert all(note.count(repr(name)) == 1 for name in lost) and "split folders" in note
     assert any(note.startswith("classes without an image in dev: ") for note in dataset.info.notes)
     card = json.loads((dataset.folder / "card.json").read_text())
-    assert [one["name"] for one in card["set_aside"]] == lost and "set aside whole" in (
+    assert [one["name"] for one in card["set_aside"]] == lost and "without a training image, set aside" in (
         dataset.folder / "card.md"
     ).read_text(), "bad images, of which too many fail a stage, they are not"
     assert not card["quarantine"]

@@ -140,7 +140,7 @@ def test_coco_in_an_archive_is_told(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("table", "message"),
     [
-        (None, "'patient' is to be a column of metadata.csv, and .* has no such file"),
+        (None, "'patient' names a column of metadata.csv .*, but .* contains neither"),
         ("file_name,label\n", "needs one column 'patient'"),
         ("file_name,label,patiend\n", "unknown column 'patiend': did you mean 'patient'"),
         ("file_name,label,patient\na/1.png,a,\n", "'a/1.png' has no patient"),
@@ -240,9 +240,7 @@ def test_a_zip_and_its_folder_give_the_same_dataset_again_and_again(
     assert all(metrics["images"] == 60 for _, metrics, _ in runs)
     (tmp_path / "plain" / "cat" / "1.heic").write_bytes(b"not read")
     ingested({"kind": "folder", "root": str(roots[-1])}, tmp_path / "other")
-    assert (
-        "1 files are left out, being no images by their endings: .heic 1; to use" in capsys.readouterr().out
-    )
+    assert "1 files left out, not images by their extensions: .heic 1; to use" in capsys.readouterr().out
 
 
 @pytest.mark.ray

@@ -70,7 +70,7 @@ def test_numbers_that_are_not_from_0_are_the_classes_and_it_is_said(tmp_path: Pa
     assert found.class_names == ("7", "10", "1000000")
     assert found.entries["label"].to_pylist() == [2, 0, 1, 0]
     [note] = found.notes
-    assert "labels are not 0, 1, 2, ...: the 3 numbers that occur (7 to 1000000) are the classes" in note
+    assert "labels are not 0, 1, 2, ...: the 3 numbers that occur (7 to 1000000) become the classes" in note
     assert not listed(tmp_path, label="json.class_name").notes, "names are given"
 
 
@@ -134,7 +134,7 @@ def test_a_pickle_is_never_opened(tmp_path: Path) -> None:
     root = put(tmp_path, x=members)
     assert len(listed(root).entries) == 2
     with pytest.raises(
-        ValueError, match=r"no sample that can be used, such as x\.tar/0\.jpg: its label can't be used"
+        ValueError, match=r"contains no usable sample, such as x\.tar/0\.jpg: its label can't be used"
     ):
         listed(root, label="pyd")
     assert not (tmp_path / "pwned").exists()
