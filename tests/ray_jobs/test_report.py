@@ -362,7 +362,7 @@ def test_verdict_says_what_holds_for_all_comparisons_at_once(files: dict[str, by
             theirs = _correct(files, "scratch", "ViT, from scratch", 10)
             assert adjusted == paired_difference(ours, theirs, comparisons=3)[1:]
     above = sum(verdict["adjusted_low"] > 0 for verdict in numbers["verdicts"])
-    assert "hold for all 3 comparisons at once (Bonferroni)" in numbers["headline"]
+    assert "adjusted for all 3 comparisons (Bonferroni)" in numbers["headline"]
     assert f"{above} of 3 differences" in numbers["headline"].partition("Bonferroni")[2]
 
 
