@@ -1,15 +1,16 @@
-"""Which copies of images ingest finds, and what it takes for copies that are none: `python benchmarks/near_copies.py`.
+"""Which copies of images ingest finds, and which images it mistakes for copies: `python benchmarks/near_copies.py`.
 
 Originals are disjoint parts, 200 x 175 pixels, of the photographs that come with scikit-learn, matplotlib and
-scikit-image (from PyPI, into a temporary folder). Each manipulation makes a copy of every one and saves it as JPEG of
-quality 85, unless it says otherwise. Then `find_copies` is asked, as ingest asks it, with the originals as the test
-images of another set: found is what is left out with its own original as the twin.
+scikit-image (from PyPI, into a temporary folder). Each manipulation makes a copy of every original and saves it as JPEG
+of quality 85, unless it says otherwise. Then `find_copies` runs as in ingest, with the originals as the test images of
+another set: a copy counts as found if it is left out with its own original as the twin.
 
-What is no copy: every pair of different originals; the images of Fashion-MNIST (Debian's dataset-fashion-mnist), the
-digits and glyphs at their own size, where only `phash` says anything; the same at twice their size, where all views do,
-which is what the bound of 32 pixels keeps from happening; and drawn shapes at 64 pixels.
-Beside it a descriptor that bears any crop: SIFT, the 32 strongest at 128 pixels, 64 bits each, of which two must be
-within 4 bits of one of the other image's. Prints its tables and keeps them in benchmarks/results/; some minutes.
+False copies are measured on pairs of different originals; on Fashion-MNIST (Debian's dataset-fashion-mnist), digits and
+glyphs at their own size, where only `phash` is compared; on the same images enlarged, where all views are, to show what
+the bound of 32 pixels prevents; and on drawn shapes at 64 pixels.
+For comparison, a descriptor that tolerates any crop: SIFT, the 32 strongest at 128 pixels, 64 bits each; two of them
+must be within 4 bits of one of the other image's. Prints its tables and writes them to
+benchmarks/results/; takes minutes.
 """
 
 from __future__ import annotations
@@ -65,7 +66,7 @@ Change = Callable[[Image.Image, np.random.Generator], Image.Image]
 
 
 def originals(folder: Path) -> list[Image.Image]:
-    """The parts, but for those with hardly anything to see."""
+    """The parts, except nearly uniform ones."""
     command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", str(folder)]
     subprocess.run([*command, SCIKIT_IMAGE], check=True)
     files = [Path(mpl.get_data_path()) / "sample_data" / "grace_hopper.jpg"]
@@ -85,7 +86,7 @@ def originals(folder: Path) -> list[Image.Image]:
 
 
 def cut(left: float, top: float, right: float, bottom: float) -> Change:
-    """Shares of the sides that are cut off."""
+    """Cut these shares off the sides."""
     return lambda image, _: image.crop(
         (round(left * image.width), round(top * image.height),
          round(image.width * (1 - right)), round(image.height * (1 - bottom)))
@@ -93,14 +94,14 @@ def cut(left: float, top: float, right: float, bottom: float) -> Change:
 
 
 def cut_somewhere(image: Image.Image, rng: np.random.Generator) -> Image.Image:
-    """70 to 100 % of the area, anywhere."""
+    """Cut to 70 to 100% of the area, anywhere."""
     side = rng.uniform(0.7, 1) ** 0.5
     x, y = rng.uniform(0, 1 - side, 2)
     return cut(x, y, 1 - side - x, 1 - side - y)(image, rng)
 
 
 def padded(left: float, top: float, right: float, bottom: float, colour: str) -> Change:
-    """Borders, in shares of the sides."""
+    """Add borders, in shares of the sides."""
 
     def change(image: Image.Image, _: np.random.Generator) -> Image.Image:
         size = (round(image.width * (1 + left + right)), round(image.height * (1 + top + bottom)))
@@ -116,7 +117,7 @@ def turned(turn: Image.Transpose) -> Change:
 
 
 def with_alpha(image: Image.Image, outside: int) -> Image.Image:
-    """An ellipse that is opaque, with so much alpha outside of it."""
+    """Make an ellipse opaque, and everything outside it of alpha `outside`."""
     alpha = Image.new("L", image.size, outside)
     ImageDraw.Draw(alpha).ellipse((5, 5, image.width - 5, image.height - 5), fill=255)
     image = image.copy()
@@ -180,14 +181,14 @@ ALPHA: dict[str, Callable[[Image.Image], tuple[Image.Image, Image.Image]]] = {
 
 
 def encoded(image: Image.Image) -> bytes:
-    """As a file: PNG where there is alpha, else JPEG."""
+    """Encode as PNG if the image has alpha, else as JPEG."""
     file = io.BytesIO()
     image.save(file, "PNG" if image.mode == "RGBA" else "JPEG", quality=85)
     return file.getvalue()
 
 
 def table(name: str, found: Iterable[Hashes]) -> pa.Table:
-    """Images of one class with these hashes; the key is the number."""
+    """A table of images of one class with these hashes; the key is the number."""
     rows = [
         {"key": f"{n:06d}", "sample_id": f"{name} {n:06d}", "content_id": f"{name} {n}", "label": 0}
         | own._asdict()
@@ -197,7 +198,7 @@ def table(name: str, found: Iterable[Hashes]) -> pa.Table:
 
 
 def files(name: str, images: Iterable[Image.Image]) -> pa.Table:
-    """The same of image files."""
+    """The same for images, saved as files."""
     return table(name, (examine(encoded(image)).hashes for image in images))
 
 
@@ -211,7 +212,7 @@ def found(copies: pa.Table, of: pa.Table) -> tuple[float, Counter[str]]:
 
 
 def alike(images: pa.Table) -> tuple[Counter[str], int]:
-    """How many images have a twin, by the kind that is tried first; and how many in all."""
+    """The number of images with a twin, by the kind found first, and in all."""
     train = images.append_column("split", pa.array(["train"] * len(images)))
     rows = find_copies("images", train, ["one"], ["train"] * len(train), {}, "keep", DISTANCE)
     assert rows.schema == DUPLICATES
@@ -269,7 +270,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="vfb-") as folder:
         parts = originals(Path(folder))
     lines = [
-        "# Copies that ingest finds, and what it takes for one",
+        "# Copies that ingest finds, and images that it mistakes for copies",
         "",
         f"`python benchmarks/near_copies.py`, {datetime.now(UTC):%Y-%m-%d}, {os.cpu_count()} cores, AMD EPYC, load "
         f"before: {load:.1f}. {len(parts)} parts of {2 + 1 + len(PHOTOGRAPHS)} photographs; max_distance {DISTANCE}.",
@@ -309,7 +310,7 @@ def manipulated(parts: Sequence[Image.Image]) -> Iterator[str]:
 
 def false_positives(parts: Sequence[Image.Image]) -> Iterator[str]:
     """A line for each set without copies: the share of images that have a twin, by kind."""
-    yield "Images that have a twin which is no copy (Fashion-MNIST and the digits may have a few that are):"
+    yield "Images with a false twin (Fashion-MNIST and the digits may contain a few true copies):"
     yield ""
     yield "| images | number | near | mirrored | rotated | cropped |"
     yield "|---|---:|---:|---:|---:|---:|"

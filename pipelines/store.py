@@ -63,7 +63,7 @@ class StoreDamaged(StoreError):  # noqa: N818 (named for what it tells)
 
 
 def wait_for_store(ask: Callable[[], Answer], say: Callable[[str], None]) -> Answer:
-    """Return what `ask` returns, calling it again while the store does not answer; that is said once."""
+    """Return what `ask` returns; while the store does not answer, say so once and retry."""
     waiting = False
     while True:
         try:
