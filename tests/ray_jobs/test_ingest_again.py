@@ -442,7 +442,7 @@ def test_where_too_few_classes_have_a_training_image_ingest_says_so(
     for path in (tmp_path / "images" / "a").iterdir():
         path.write_bytes(b"no image")
     config = stage(tmp_path / "images")
-    with pytest.raises(ValueError, match=r"only 1 of 2 classes have a training image .* Add images"):
+    with pytest.raises(ValueError, match=r"only 1 of 2 classes have a usable training image; .* Add images"):
         ingest.main(context_of(open_store(str(tmp_path / "store")), config))
 
 
