@@ -37,7 +37,8 @@ def import_(
     path: Annotated[
         str,
         typer.Argument(
-            help="Google's .npz, timm's or any safetensors, a Hugging Face folder; s3://... or hf:ORG/NAME[@REVISION]"
+            # the brackets would be rich's markup
+            help="Google's .npz, timm's or any safetensors, a Hugging Face folder; s3://... or hf:ORG/NAME\\[@REVISION]"
         ),
     ],
     preprocessing: Annotated[

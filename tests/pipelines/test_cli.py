@@ -104,6 +104,10 @@ def test_the_version_is_the_packages_with_the_commit_of_a_checkout(vitflow) -> N
     assert said.partition("commit ")[2][:12] == git_state().get("git", "")[:12]
 
 
+def test_help_of_import_shows_how_a_revision_is_given(vitflow) -> None:  # type: ignore[no-untyped-def]
+    assert "hf:ORG/NAME[@REVISION]" in vitflow("import", "--help").stdout
+
+
 def test_help_shows_no_type_beside_a_flag(vitflow) -> None:  # type: ignore[no-untyped-def]
     for command in ((), ("run",), ("report",), ("report", "list"), ("schedule", "serve")):
         said = vitflow(*command, "--help").stdout

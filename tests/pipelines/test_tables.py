@@ -43,6 +43,10 @@ def test_text_is_folded_to_the_terminal(monkeypatch: pytest.MonkeyPatch) -> None
     assert len(lines) > 3 and all(len(line) <= 100 for line in lines)
 
 
+def test_a_table_without_rows_is_its_header(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert [line.split() for line in printed(monkeypatch, 80, [])] == [list(COLUMNS)]
+
+
 def test_in_a_pipe_a_row_is_a_line(vitflow) -> None:  # type: ignore[no-untyped-def]
     lines = vitflow("report", "query", "--tables", COLUMNS="").stdout.splitlines()
     assert len(lines) == 1 + sum(map(len, TABLES.values()))
