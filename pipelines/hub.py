@@ -56,8 +56,11 @@ def digests(path: str) -> dict[str, str]:
     return dict(known["files"])
 
 
-def fetch(path: str) -> Path:
-    """The folder with the files of a pinned path, in the hub's own cache on this machine.
+def fetch(path: str, folder: Path) -> Path:
+    """`folder` with links to the files of a pinned path, which stay in the hub's own cache on this machine.
+
+    The cache's own folder may hold other files of the commit, which another program fetched: no digest is known of
+    them, and a reader might prefer a pickle.
 
     Raises:
         StoreError: a file does not match its digest. StoreUnreachable: the hub does not answer.
@@ -69,7 +72,9 @@ def fetch(path: str) -> Path:
     for name, digest in identity.file_digests(files.items()):
         if digest != expected[name]:
             raise StoreError(f"{path}: {name} has sha256 {digest}, but {expected[name]} was expected")
-    return next(iter(files.values())).parent
+    for name, file in files.items():
+        (folder / name).symlink_to(file.absolute())
+    return folder
 
 
 def _parse(path: str) -> tuple[str, str]:

@@ -465,23 +465,23 @@ def warn(text: str) -> None:
 def fetched(path: str) -> Iterator[Path]:
     """A file or folder from outside on this machine: itself, or a copy of what is on S3, gone after the block.
 
-    A model on the Hugging Face hub stays in the hub's own cache.
+    A model on the Hugging Face hub stays in the hub's own cache; the folder has links to its files.
 
     Raises:
         StoreError: it can't be fetched.
     """
-    if path.startswith("hf:"):
-        from pipelines import hub
-
-        yield hub.fetch(hub.pinned(path))
-        return
-    if not path.startswith("s3://"):
+    if not path.startswith(("hf:", "s3://")):
         yield Path(path)
         return
-    from pipelines.s3_files import fetch
-
     with TemporaryDirectory(prefix="vitflow-") as folder:
-        yield fetch(path, Path(folder))
+        if path.startswith("hf:"):
+            from pipelines import hub
+
+            yield hub.fetch(hub.pinned(path), Path(folder))
+        else:
+            from pipelines.s3_files import fetch
+
+            yield fetch(path, Path(folder))
 
 
 def read_object(uri: str, start: int, length: int, etag: str | None = None) -> bytes:

@@ -75,6 +75,15 @@ def test_files_that_an_import_reads_are_fetched_and_no_pickles(server: Hub) -> N
     assert {path.split("/")[4] for method, path in server.asked if "/resolve/" in path} == {commit}
 
 
+def test_what_another_program_fetched_is_not_read(server: Hub) -> None:
+    commit = server.commit("org/vit", FILES)
+    huggingface_hub.hf_hub_download(
+        "org/vit", "pytorch_model.bin", revision=commit, endpoint=server.endpoint, token=False
+    )
+    with fetched("hf:org/vit") as folder:
+        assert sorted(path.name for path in folder.iterdir()) == ["README.md", "config.json", "model.safetensors"]
+
+
 def test_a_file_that_is_not_the_one_its_digest_says_is_refused(server: Hub) -> None:
     server.commit("org/vit", FILES)
     server.tampered["model.safetensors"] = b"WEIGHTS"
