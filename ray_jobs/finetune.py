@@ -30,7 +30,7 @@ from pipelines.identity import canonical_json, sha256
 from pipelines.spec import Finetune
 from pipelines.store import FileEntry
 from ray_jobs import devices, optim, rows
-from ray_jobs.leakage import PRETRAINED, SEEN, Overlap, check_leakage
+from ray_jobs.leakage import COMPARED, PRETRAINED, SEEN, Overlap, check_leakage
 from ray_jobs.pretrain import model_contract
 from ray_jobs.progress import Progress
 from ray_jobs.shards import Dataset, Split
@@ -383,7 +383,7 @@ def main(context: Context) -> Result:
         print(line, flush=True)
     pools, folds, selected_on = labelled(config, dataset)
     dataset.require("test")
-    overlap = check_leakage(context, dataset, pa.concat_tables([pool.rows for pool in pools]))
+    overlap = check_leakage(context, dataset, learned_from(pools))
     if len(config.learning_rates) == 1:  # nothing to choose from, so no image is kept from the training
         trials, chosen, selected_on = [], config.learning_rates[0], ONE_RATE
     else:
@@ -469,6 +469,12 @@ def labelled(config: Finetune, dataset: Dataset) -> tuple[list[Images], list[tup
     dev = read_split(dataset, "dev")
     both = Images(dataset, pa.concat_tables([train.rows, dev.rows]))
     return [both], [(np.arange(len(train.labels)), np.arange(len(train.labels), len(both.labels)))], "dev"
+
+
+def learned_from(pools: list[Images]) -> pa.Table:
+    """sample_id and COMPARED of the images that some draw takes, each once."""
+    rows = pa.concat_tables([pool.rows for pool in pools])
+    return rows.group_by(["sample_id", *COMPARED]).aggregate([])
 
 
 def read_split(dataset: Dataset, split: Split) -> Images:

@@ -11,6 +11,7 @@ import torch
 from pipelines.spec import Finetune, Labels, ModelSize
 from pipelines.store import open_store
 from ray_jobs import finetune, rows, shards
+from ray_jobs.leakage import COMPARED
 from ray_jobs.stage import Context, Result
 from tests import datasets
 from tests.records import make_context, make_manifest
@@ -74,6 +75,15 @@ def test_few_labels_are_drawn_from_train_and_folds_part_the_first_draw(dataset):
     assert sorted(np.concatenate([outside for _, outside in folds])) == list(range(8))
     for inside, outside in folds:
         assert sorted([*inside, *outside]) == list(range(8))
+
+
+def test_an_image_that_several_draws_take_is_compared_once(dataset):
+    _, pools, *_ = prepared(dataset, configuration(labels=Labels(per_class=20, draws=3, folds=2)))
+    drawn = {one for pool in pools for one in pool.rows["sample_id"].to_pylist()}
+    found = finetune.learned_from(pools)
+    assert len(drawn) < sum(len(pool.labels) for pool in pools)
+    assert sorted(found["sample_id"].to_pylist()) == sorted(drawn)
+    assert {*COMPARED} <= {*found.schema.names}
 
 
 def test_with_all_labels_dev_chooses_and_is_refitted_on(dataset):
