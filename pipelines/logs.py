@@ -47,7 +47,9 @@ def _show_stage(
     shown: set[tuple[str, int]],
 ) -> None:
     """One stage: its newest attempt's log, unless that was shown."""
-    job = next(job for job in store.names("artifacts") if entry["key"] in store.names(f"artifacts/{job}"))
+    jobs = (job for job in store.names("artifacts") if entry["key"] in store.names(f"artifacts/{job}"))
+    if (job := next(jobs, None)) is None:
+        return  # it was removed from the store
     attempt = last_attempt(store, job, entry["key"])
     if attempt is None or (entry["stage"], attempt.number) in shown:
         return

@@ -66,7 +66,11 @@ def find_keys(store: Store, given: str) -> list[tuple[str, str]]:
     if matches:
         return matches
     run, _, stage = given.partition("/")
-    stages = run_status(store, find_run(store, run))["stages"]
+    try:
+        found = find_run(store, run)
+    except RecipeError as error:
+        raise RecipeError(f"no artifact has a key that begins with {given!r}, and {error}") from None
+    stages = run_status(store, found)["stages"]
     chosen = members(stage, [entry["stage"] for entry in stages]) if stage else ()
     keys = {entry.get("key") for entry in stages if not stage or entry["stage"] in chosen}
     return [(job, key) for job, key in known if key in keys]

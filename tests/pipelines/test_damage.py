@@ -20,12 +20,15 @@ from pipelines.file_checks import fault
 from pipelines.folder_store import FolderStore
 from pipelines.identity import sha256, stage_key
 from pipelines.lineage import as_json, as_text, trace
+from pipelines.logs import show_logs
 from pipelines.lookup import find_artifact, find_run
 from pipelines.query import query
 from pipelines.recipe import load_pipeline
 from pipelines.runner import run_pipeline
 from pipelines.runs import load_run, run_status, start_run
+from pipelines.spec import RecipeError
 from pipelines.store import FileEntry, Layout, Manifest, StoreAbsent, StoreDamaged, local_files
+from pipelines.submission import reached
 from pipelines.verify import sample, verify
 from ray_jobs.known import FACTS, Finished, find_known, finished_parts, write_facts
 from ray_jobs.rows import ROWS, write_table
@@ -74,6 +77,18 @@ def store(tmp_path: Path) -> FolderStore:
     put(store, "evaluate", "ee", "probe", GOOD, inputs=taken | {"backbone": [st.input_ref(store, model)]})
     put(store, "evaluate", "bb", "victim", BAD, inputs=taken)
     return store
+
+
+def test_the_logs_of_a_run_whose_artifact_was_removed_leave_it_out(store: FolderStore) -> None:
+    shutil.rmtree(store.root / Layout.artifact("pretrain", "ae" * 32))
+    said: list[str] = []
+    show_logs(store, GOOD, None, False, reached(None, None), said.append)
+    assert [line.split()[1] for line in said if line.startswith("---")] == ["data", "probe"]
+
+
+def test_what_is_to_be_verified_may_be_a_key(store: FolderStore) -> None:
+    with pytest.raises(RecipeError, match="no artifact has a key that begins with 'xyz', and"):
+        verify(store, "xyz")
 
 
 # ------------------------------------------------------------------------------------------------- one damaged record

@@ -150,7 +150,9 @@ def test_a_store_that_loses_every_answer_once_changes_nothing_about_a_run(
 def test_a_source_that_goes_during_a_run_does_not_undo_what_was_made_of_it(
     store: FolderStore, run: runs.Run, tmp_path: Path
 ) -> None:
-    drive(store, run, Committing(store, source=tmp_path / "images"))
+    made = drive(store, run, Committing(store, source=tmp_path / "images"))
+    assert not (tmp_path / "images").exists()
+    assert [stage.manifest and stage.manifest.job for stage in made] == ["ingest", "report"]
 
 
 def test_a_stage_that_ends_with_2_fails_its_run_with_1(
