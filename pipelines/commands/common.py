@@ -155,9 +155,7 @@ def _width(cells: list[dict[str, str]], columns: list[str]) -> int:
 
 def _widths(cells: list[dict[str, str]], columns: list[str]) -> list[tuple[str, int]]:
     """Each column and its width without folding, with the space after it."""
-    return [
-        (column, 2 + max(map(cell_len, [column, *(row[column] for row in cells)]))) for column in columns
-    ]
+    return [(column, 2 + max(map(cell_len, [column, *(row[column] for row in cells)]))) for column in columns]
 
 
 def _cell(column: str, value: Any) -> str:

@@ -81,7 +81,11 @@ def test_what_another_program_fetched_is_not_read(server: Hub) -> None:
         "org/vit", "pytorch_model.bin", revision=commit, endpoint=server.endpoint, token=False
     )
     with fetched("hf:org/vit") as folder:
-        assert sorted(path.name for path in folder.iterdir()) == ["README.md", "config.json", "model.safetensors"]
+        assert sorted(path.name for path in folder.iterdir()) == [
+            "README.md",
+            "config.json",
+            "model.safetensors",
+        ]
 
 
 def test_a_file_that_is_not_the_one_its_digest_says_is_refused(server: Hub) -> None:
