@@ -314,10 +314,18 @@ def _lock(connection: DuckDBPyConnection, paths: list[str]) -> None:
 
 def _vtab_groups(manifests: list[Manifest]) -> dict[str, str | None]:
     """Artifact -> what group of VTAB's tasks its `data` is of; others are left out."""
-    sources = {manifest.key: manifest.config.get("source", {}) for manifest in manifests}
-    data = {manifest.key: sources.get(given[0].key, {}) for manifest in manifests
-            if (given := manifest.inputs.get("data"))}  # fmt: skip
-    return {key: GROUPS.get(source["task"]) for key, source in data.items() if source.get("kind") == "vtab"}
+    tasks = {manifest.key: _vtab_task(manifest.config.get("source")) for manifest in manifests}
+    data = {
+        manifest.key: tasks.get(given[0].key)
+        for manifest in manifests
+        if (given := manifest.inputs.get("data"))
+    }
+    return {key: GROUPS.get(task) for key, task in data.items() if task is not None}
+
+
+def _vtab_task(source: Any) -> Any:
+    """The task that a dataset's source is; None also for a source that another version described in its own way."""
+    return source.get("task") if isinstance(source, dict) and source.get("kind") == "vtab" else None
 
 
 def _files(store: Store, manifests: list[Manifest], name: str) -> dict[str, Manifest]:

@@ -86,6 +86,14 @@ def test_the_logs_of_a_run_whose_artifact_was_removed_leave_it_out(store: Folder
     assert [line.split()[1] for line in said if line.startswith("---")] == ["data", "probe"]
 
 
+@pytest.mark.parametrize("source", [5, None, {"kind": "vtab"}])
+def test_a_source_of_another_version_hides_no_rows(store: FolderStore, source: Any) -> None:
+    data = put(store, "ingest", "0d", "odd", GOOD, config={"source": source})
+    put(store, "evaluate", "0e", "of_odd", GOOD, inputs={"data": [st.input_ref(store, data)]})
+    with query(store, "SELECT vtab_group FROM rows WHERE stage = 'of_odd'") as answer:
+        assert list(answer.rows) == [(None,)]
+
+
 def test_what_is_to_be_verified_may_be_a_key(store: FolderStore) -> None:
     with pytest.raises(RecipeError, match="no artifact has a key that begins with 'xyz', and"):
         verify(store, "xyz")
