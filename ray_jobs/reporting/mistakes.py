@@ -48,7 +48,8 @@ def main_entry(entries: Sequence[Entry]) -> Entry | None:
         real = entry.task.endswith(REAL)
         return (sort, entry.protocol != "fine-tuning", few is None, -(few or 0), real, -entry.accuracy.value)
 
-    return min(entries, key=place, default=None)
+    whole = [entry for entry in entries if kind(entry) != "apart"]
+    return min(whole, key=place, default=None)
 
 
 def worst(main: Entry, entries: Sequence[Entry]) -> list[Mistake]:

@@ -141,6 +141,16 @@ def test_with_reals_labels_a_task_of_its_own_stands_behind_the_authors(tmp_path:
     assert [(one.sample_id, one.prediction) for one in mistakes.worst(judged, [judged])] == [("b", 0)]
 
 
+def test_mistakes_are_never_shown_of_a_part_of_test(tmp_path: Path) -> None:
+    common = {"protocol": "fine-tuning", "method": "ViT, pretrained", "labels_per_class": None, "draw": 0}
+    truth = Truth("x", ["a", "b"], np.array([0, 1]), seen=np.array([True, False]))
+    found = scored(common, truth, np.array([0, 0]), "dev", {})
+    write_table(tmp_path / "rows.parquet", [row for row, _ in found], ROWS)
+    write_predictions(tmp_path / "predictions.parquet", [part for _, part in found])
+    parts = read({"a": tmp_path})
+    assert len(parts) == 2 and mistakes.main_entry(parts) is None
+
+
 def test_a_linear_probe_is_not_compared_with_a_classifier_that_chose_its_settings_otherwise() -> None:
     def entry(protocol: str, method: str, right: int) -> Entry:
         labels = np.zeros(20, int)
