@@ -183,7 +183,7 @@ def test_importing_brings_in_no_ray() -> None:
 def test_https_to_a_port_that_speaks_http_is_one_message() -> None:
     with ThreadingHTTPServer(("127.0.0.1", 0), BaseHTTPRequestHandler) as server:
         threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
-        with pytest.raises(ClusterUnreachable, match=r"no TLS connection.*write http://") as told:
+        with pytest.raises(ClusterUnreachable, match=r"no TLS connection.*use http://") as told:
             connect(f"https://127.0.0.1:{server.server_port}").session_name  # noqa: B018 (asks)
         server.shutdown()
     assert not told.value.refused_on_loopback
