@@ -23,6 +23,7 @@ from pipelines.store import (
     identify,
     inside,
     job_settings,
+    read_or_damage,
     too_large,
 )
 
@@ -62,13 +63,7 @@ class FolderStore:
             raise StoreDamaged(f"{self.root}: can't read {name}: {error.strerror}") from None
 
     def read_all(self, names: Sequence[str], limit: int | None = None) -> list[bytes | StoreDamaged | None]:
-        def read(name: str) -> bytes | StoreDamaged | None:
-            try:
-                return self.read(name, limit)
-            except StoreDamaged as error:
-                return error
-
-        return [read(name) for name in names]
+        return [read_or_damage(self, name, limit) for name in names]
 
     def _require(self) -> None:
         """Raise StoreAbsent if the store was deleted: a folder made there now would look like a store."""

@@ -356,14 +356,11 @@ def _define_view(
         f'getvariable(\'{name}_origins\')[file_index::BIGINT + 1]."{column.name}" AS "{column.name}"'
         for column in _ORIGIN
     ]
-    own = [
-        f'"{column.name}"::{column.type} AS "{column.name}"' for column in TABLES[name][len(_ORIGIN) + 1 :]
-    ]
+    written = TABLES[name][len(_ORIGIN) + 1 :]
+    own = [f'"{column.name}"::{column.type} AS "{column.name}"' for column in written]
     shown = ", ".join([*origin, f"{_RESULT_SQL} AS {_RESULT.name}", *own])
     # A file written by an earlier version may lack a newer column, which is then NULL.
-    empty = ", ".join(
-        f'NULL::{column.type} AS "{column.name}"' for column in TABLES[name][len(_ORIGIN) + 1 :]
-    )
+    empty = ", ".join(f'NULL::{column.type} AS "{column.name}"' for column in written)
     files_read = (
         f"(SELECT *, file_index FROM read_parquet(getvariable('{name}_paths'), union_by_name = true)"  # noqa: S608
         f" UNION ALL BY NAME SELECT {empty} WHERE false)"  # (names of ours, here and below)

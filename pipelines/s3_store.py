@@ -49,6 +49,7 @@ from pipelines.store import (
     identify,
     inside,
     job_settings,
+    read_or_damage,
     too_large,
 )
 
@@ -99,14 +100,8 @@ class S3Store:
         return None
 
     def read_all(self, names: Sequence[str], limit: int | None = None) -> list[bytes | StoreDamaged | None]:
-        def read(name: str) -> bytes | StoreDamaged | None:
-            try:
-                return self.read(name, limit)
-            except StoreDamaged as error:
-                return error
-
         with ThreadPoolExecutor(THREADS) as threads:
-            return list(threads.map(read, names))
+            return list(threads.map(lambda name: read_or_damage(self, name, limit), names))
 
     def read_range(self, name: str, start: int, length: int) -> bytes:
         with self._told(f"read {name}"):

@@ -411,6 +411,14 @@ def complete(name: str, data: bytes, start: int, length: int) -> bytes:
     return data
 
 
+def read_or_damage(store: Store, name: str, limit: int | None) -> bytes | StoreDamaged | None:
+    """`Store.read`, with damage as an answer: one damaged object does not hide the others of `Store.read_all`."""
+    try:
+        return store.read(name, limit)
+    except StoreDamaged as error:
+        return error
+
+
 def too_large(name: str, size: int, limit: int) -> StoreDamaged:
     """Return the error for an object that is larger than any record."""
     return StoreDamaged(f"{name} is damaged: it has {size:,} bytes, a record has at most {limit:,}")
