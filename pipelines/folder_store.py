@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import os
 import secrets
@@ -19,6 +20,7 @@ from pipelines.store import (
     StoreAbsent,
     StoreDamaged,
     StoreError,
+    StoreUnreachable,
     complete,
     identify,
     inside,
@@ -27,7 +29,8 @@ from pipelines.store import (
     too_large,
 )
 
-_NO_LINKS = {1, 18, 38, 95}  # EPERM, EXDEV, ENOSYS, EOPNOTSUPP
+_NO_LINKS = {errno.EPERM, errno.EXDEV, errno.ENOSYS, errno.EOPNOTSUPP}
+_NO_ANSWER = {errno.ESTALE, errno.ETIMEDOUT, errno.EHOSTDOWN}  # of a file server, which may answer later
 
 
 class FolderStore:
@@ -60,7 +63,7 @@ class FolderStore:
                 self._require()
             return None
         except OSError as error:
-            raise StoreDamaged(f"{self.root}: can't read {name}: {error.strerror}") from None
+            raise self._refused("read", name, error, StoreDamaged) from None
 
     def read_all(self, names: Sequence[str], limit: int | None = None) -> list[bytes | StoreDamaged | None]:
         return [read_or_damage(self, name, limit) for name in names]
@@ -70,13 +73,19 @@ class FolderStore:
         if not (self.root / Layout.STORE).exists():
             raise StoreAbsent(f"{self.root} is no longer a store: its {Layout.STORE} was deleted")
 
+    def _refused(self, verb: str, name: str, error: OSError, kind: type[StoreError]) -> StoreError:
+        """The error for an operation that the file system refused: of this kind, unless it may answer later."""
+        hint = " (a store needs a file system with hard links)" if error.errno in _NO_LINKS else ""
+        kind = StoreUnreachable if error.errno in _NO_ANSWER else kind
+        return kind(f"{self.root}: can't {verb} {name}: {error.strerror}{hint}")
+
     def read_range(self, name: str, start: int, length: int) -> bytes:
         try:
             with (self.root / name).open("rb") as file:
                 file.seek(start)
                 data = file.read(length)
         except OSError as error:
-            raise StoreError(f"{self.root}: can't read {name}: {error.strerror}") from None
+            raise self._refused("read", name, error, StoreError) from None
         return complete(f"{self.root}/{name}", data, start, length)
 
     def create(self, name: str, data: bytes) -> bool:
@@ -96,8 +105,7 @@ class FolderStore:
                 temporary.unlink(missing_ok=True)
             _sync_folder(path.parent)
         except OSError as error:
-            hint = " (a store needs a file system with hard links)" if error.errno in _NO_LINKS else ""
-            raise StoreError(f"{self.root}: can't write {name}: {error.strerror}{hint}") from None
+            raise self._refused("write", name, error, StoreError) from None
         return is_first or self.read(name) == data
 
     def names(self, folder: str) -> list[str]:
@@ -108,7 +116,7 @@ class FolderStore:
         except (FileNotFoundError, NotADirectoryError):
             return []
         except OSError as error:
-            raise StoreError(f"{self.root}: can't list {folder}: {error.strerror}") from None
+            raise self._refused("list", folder, error, StoreError) from None
 
     def digest(self, name: str) -> tuple[int, str] | None:
         if (self.root / name).exists() and not (self.root / name).is_file():
@@ -119,7 +127,7 @@ class FolderStore:
         except (FileNotFoundError, NotADirectoryError):
             return None
         except OSError as error:
-            raise StoreDamaged(f"{self.root}: can't read {name}: {error.strerror}") from None
+            raise self._refused("read", name, error, StoreDamaged) from None
 
     def check_sizes(self, folder: str, files: Iterable[FileEntry]) -> None:
         self._check(folder, files, size_fault)

@@ -151,6 +151,9 @@ class Driver:
                     self.display.stage(name, "WAITING", f"no answer: {error}")
                 following.waiting = True
                 following.wait_until = time.monotonic() + UNREACHABLE_SECONDS
+            except StoreDamaged as error:  # the stage's manifest or attempt
+                self._save_log(following)
+                self._end(name, "FAILED", str(error))
         return len(self.status) < len(self.names)
 
     def stop(self) -> None:

@@ -1,11 +1,13 @@
 """Arrays in the files of data sets: MATLAB, HDF5, LeCun's matrices, npz, and the pickles of CIFAR.
 
 In: bytes or a path, from anybody. Out: numpy arrays. Nothing in a file is executed, and no size that a file claims is
-believed (or allocated) before as many bytes are there. Every function raises ValueError with what is wrong.
+believed (or allocated) before as many bytes are there. Every function raises ValueError with what is wrong. Our own
+readers are loops that consume their input; the HDF5 library's calls have a time limit.
 """
 
 from __future__ import annotations
 
+import faulthandler
 import io
 import math
 import pickle
@@ -14,6 +16,7 @@ import struct
 import zipfile
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
@@ -29,6 +32,7 @@ MAX_BYTES = (
 MAX_NPZ_BYTES = 2**32  # of one npz: dSprites has 3 GB of pixels
 MAX_CHUNK = 2**26  # bytes that HDF5 unpacks at once
 MAX_BLOCK = 2**28  # bytes of an HDF5 array that are held at once
+SECONDS = 300  # that a call of the HDF5 library may take: it unpacks MAX_BLOCK at most
 _MAX_RATIO = 1100  # deflate packs at most 1,032 bytes into one
 
 # ------------------------------------------------------------------------------------------------- MATLAB
@@ -168,12 +172,26 @@ def _text(shape: tuple[int, ...], data: bytes, encoding: str, order: str) -> NDA
 # ------------------------------------------------------------------------------------------------- HDF5
 
 
+@contextmanager
+def _limited() -> Iterator[None]:
+    """End the process, with a traceback, if this takes more than `SECONDS`.
+
+    A damaged file may send the library round in circles, and it holds the GIL, so that no Python can stop it.
+    """
+    faulthandler.dump_traceback_later(SECONDS, exit=True)
+    try:
+        yield
+    finally:
+        faulthandler.cancel_dump_traceback_later()
+
+
 def open_hdf5(path: Path) -> h5py.File:
     """An HDF5 file to read."""
     import h5py
 
     try:
-        return h5py.File(path, "r", locking="best-effort")
+        with _limited():
+            return h5py.File(path, "r", locking="best-effort")
     except (OSError, RuntimeError, ValueError) as error:
         raise ValueError(f"{path.name} is not an HDF5 file, or damaged: {error}") from error
 
@@ -189,15 +207,16 @@ def hdf5_array(path: Path, name: str, dtype: str | None, shape: Sequence[int | N
     where = f"{path.name}: {name}"
     file = open_hdf5(path)
     try:
-        parts = name.split("/")
-        for end in range(1, len(parts) + 1):
-            link = file.get("/".join(parts[:end]), getlink=True)
-            if not isinstance(link, h5py.HardLink):
-                raise ValueError(f"{where} is missing" if link is None else f"{where} is a link")
-        found = file[name]
-        if not isinstance(found, h5py.Dataset):
-            raise ValueError(f"{where} is no array")
-        _check_array(where, found, dtype, shape)
+        with _limited():
+            parts = name.split("/")
+            for end in range(1, len(parts) + 1):
+                link = file.get("/".join(parts[:end]), getlink=True)
+                if not isinstance(link, h5py.HardLink):
+                    raise ValueError(f"{where} is missing" if link is None else f"{where} is a link")
+            found = file[name]
+            if not isinstance(found, h5py.Dataset):
+                raise ValueError(f"{where} is no array")
+            _check_array(where, found, dtype, shape)
     except (OSError, RuntimeError, KeyError, TypeError) as error:
         raise ValueError(f"{where} can't be read: {error}") from error
     return found
@@ -206,7 +225,8 @@ def hdf5_array(path: Path, name: str, dtype: str | None, shape: Sequence[int | N
 def hdf5_slice(array: h5py.Dataset, index: int | slice) -> NDArray[Any]:
     """`array[index]`. Raises ValueError where it is damaged."""
     try:
-        return np.asarray(array[index])
+        with _limited():
+            return np.asarray(array[index])
     except (OSError, RuntimeError) as error:
         raise ValueError(f"{Path(array.file.filename).name}: {array.name} is damaged: {error}") from error
 

@@ -1,4 +1,4 @@
-"""One folder in two splits: a model of the first has seen test images of the second, and no number may come of it."""
+"""One folder, ingested twice: a model of one data set has seen test images of the other; no number may come of it."""
 
 import json
 from pathlib import Path
@@ -12,7 +12,7 @@ pytestmark = [pytest.mark.ray, pytest.mark.slow]
 RECIPE = """
 name: leak
 stages:
-  b: {{job: ingest, source: {{kind: folder, root: "{root}", salt: other}}}}
+  b: {{job: ingest, source: {{kind: folder, root: "{root}"{salt}}}, duplicates: {duplicates}}}
   a: {{job: ingest, source: {{kind: folder, root: "{root}"}}}}
   tuned:
     job: finetune
@@ -27,14 +27,19 @@ stages:
 """
 
 
-def test_a_folder_that_was_split_twice(vitflow, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
-    rng, root = np.random.default_rng(0), tmp_path / "images"
-    for number in range(120):
+def write_images(root: Path, numbers: range) -> None:
+    """Noise of two classes, each image the same in every folder."""
+    for number in numbers:
         path = root / "ab"[number % 2] / f"{number}.png"
         path.parent.mkdir(parents=True, exist_ok=True)
-        Image.fromarray(rng.integers(0, 256, (8, 8, 3), np.uint8)).save(path)
-    recipe, store = tmp_path / "leak.yaml", tmp_path / "store"
-    recipe.write_text(RECIPE.format(root=root))
+        pixels = np.random.default_rng(number).integers(0, 256, (8, 8, 3), np.uint8)
+        Image.fromarray(pixels).save(path)
+
+
+def test_a_folder_that_was_split_twice(vitflow, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+    root, recipe, store = tmp_path / "images", tmp_path / "leak.yaml", tmp_path / "store"
+    write_images(root, range(120))
+    recipe.write_text(RECIPE.format(root=root, salt=", salt: other", duplicates="keep"))
 
     def split(stage: str) -> dict[str, str]:
         """Image -> its split."""
@@ -61,3 +66,14 @@ def test_a_folder_that_was_split_twice(vitflow, tmp_path: Path) -> None:  # type
 
     out = vitflow("run", recipe, "--store", store, "--set", "a.against=[b]").stdout
     assert f"test images seen in training: 0 of {len(test)}" in out
+
+
+def test_a_folder_whose_copies_were_dropped_the_second_time(vitflow, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+    """The splits are the authors'. Their copies across train and test are in train of the first data set only."""
+    root, recipe, store = tmp_path / "images", tmp_path / "leak.yaml", tmp_path / "store"
+    write_images(root / "train", range(60))
+    write_images(root / "test", range(48, 80))
+    recipe.write_text(RECIPE.format(root=root, salt="", duplicates="drop"))
+    refused = vitflow("run", recipe, "--store", store, check=1).stdout
+    assert "trained on 12 of the 32 test images of b" in refused
+    assert not list(store.glob("artifacts/evaluate/*/manifest.json"))

@@ -73,6 +73,7 @@ class Committing:
     store: Store
     code: int = 0
     source: Path | None = None  # is removed by the first job
+    damages: int = 0  # this many of the first manifests are damaged before anybody reads them
     address: str = "http://127.0.0.1:1"
     session_name: str = "session"
 
@@ -97,6 +98,8 @@ class Committing:
             if job == "report":
                 (staging.path / "report.json").write_text(json.dumps(REPORT))
         commit(self.store, make_manifest(job, key=key, stage=job, files=staging.files))
+        if len(self.submitted) <= self.damages:
+            Path(self.store.uri, Layout.manifest(job, key)).write_text("{")
 
     def job(self, submission_id: str) -> JobState | None:
         if submission_id not in self.submitted:
@@ -164,3 +167,17 @@ def test_a_stage_that_ends_with_2_fails_its_run_with_1(
     assert ended.value.exit_code == 1
     assert len(connection.submitted) == 1, "a mistake of the user's is not tried again"
     assert "said so" in capsys.readouterr().out
+
+
+def test_a_manifest_that_is_damaged_while_its_stage_is_followed_fails_that_stage_alone(
+    store: FolderStore, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    stages = pipeline(tmp_path / "images").model_dump(mode="json")["stages"]
+    both = {"name": "both", "stages": {"small": stages["images"] | {"short_side": 32}, **stages}}
+    run = runs.start_run(store, parse_pipeline(both, "test"), ("small", "images", "report"))
+    with pytest.raises(typer.Exit) as ended:
+        drive(store, run, Committing(store, damages=1))
+    assert ended.value.exit_code == 1
+    statuses = {stage["stage"]: stage["status"] for stage in runs.run_status(store, run.id)["stages"]}
+    assert statuses == {"small": "FAILED", "images": "SUCCEEDED", "report": "SUCCEEDED"}
+    assert "manifest.json is damaged" in capsys.readouterr().out

@@ -1,5 +1,6 @@
 """Nothing in a store is overwritten, and nothing half-written is ever visible: in a folder as on S3."""
 
+import errno
 import hashlib
 import os
 import secrets
@@ -15,7 +16,16 @@ import pytest
 
 from pipelines import store as st
 from pipelines.folder_store import FolderStore
-from pipelines.store import FileEntry, Layout, Store, StoreAbsent, StoreDamaged, StoreError, open_store
+from pipelines.store import (
+    FileEntry,
+    Layout,
+    Store,
+    StoreAbsent,
+    StoreDamaged,
+    StoreError,
+    StoreUnreachable,
+    open_store,
+)
 from tests.records import make_attempt, make_manifest
 from tests.s3 import Bucket, used
 
@@ -313,3 +323,22 @@ def test_a_file_system_without_hard_links_is_refused(
     with pytest.raises(StoreError, match="hard links"):
         folder_store.create("x", b"")
     assert folder_store.names("") == ["store.json"]
+
+
+def test_a_file_server_that_does_not_answer_is_asked_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As NFS loses a handle (ESTALE); a disk that can't be read (EIO) does not get better by waiting."""
+    store = FolderStore(tmp_path)
+
+    def refuse(number: int) -> type[StoreError]:
+        def fail(path: Path) -> bytes:
+            raise OSError(number, os.strerror(number))
+
+        monkeypatch.setattr(Path, "read_bytes", fail)
+        with pytest.raises(StoreError) as raised:
+            store.read(Layout.STORE)
+        return raised.type
+
+    assert refuse(errno.ESTALE) is StoreUnreachable
+    assert refuse(errno.EIO) is StoreDamaged

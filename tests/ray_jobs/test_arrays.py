@@ -4,6 +4,8 @@ import io
 import os
 import pickle
 import struct
+import subprocess
+import sys
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
@@ -171,6 +173,20 @@ def test_hdf5_arrays_are_read_in_slices(hdf5: Path) -> None:
     np.testing.assert_array_equal(
         hdf5_array(hdf5, "latents/classes", "i8", (4, None))[:], np.arange(8).reshape(4, 2)
     )
+
+
+def test_a_file_that_keeps_the_hdf5_library_busy_ends_the_process(tmp_path: Path) -> None:
+    """No damaged file that hangs it is known, so that a pipe that nobody writes stands for one."""
+    os.mkfifo(tmp_path / "x.h5")
+    code = (
+        "import sys, pathlib; from ray_jobs.sources import arrays; arrays.SECONDS = 1;"
+        " arrays.open_hdf5(pathlib.Path(sys.argv[1]))"
+    )
+    ended = subprocess.run(
+        [sys.executable, "-c", code, tmp_path / "x.h5"], capture_output=True, text=True, timeout=60
+    )
+    assert ended.returncode == 1
+    assert ended.stderr.startswith("Timeout") and "in open_hdf5" in ended.stderr
 
 
 @pytest.mark.parametrize("chunks", [None, (1, 2, 2), (4, 2, 2), (14, 1, 1)])
