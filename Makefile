@@ -46,7 +46,7 @@ install: .venv/installed
 	touch $@
 
 accept-code: install  # after a change of a stage's code that leaves its results as they are: WHY="..."
-	$(BIN)/python tests/accept_code.py "$${WHY:-}"
+	$(BIN)/python -m tests.scripts.accept_code "$${WHY:-}"
 
 benchmarks: install  # on an otherwise idle machine; each prints its table and keeps it in benchmarks/results/
 	$(BIN)/python benchmarks/ingest.py

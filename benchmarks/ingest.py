@@ -64,7 +64,7 @@ def ours(data: Path, out: Path) -> None:
     from pipelines.spec import Ingest
     from pipelines.store import open_store
     from ray_jobs import ingest
-    from tests.records import make_context
+    from tests.support.records import make_context
 
     source = {"kind": "webdataset", "root": str(data / "data.tar")}
     config = Ingest.model_validate({"job": "ingest", "source": source})
@@ -351,7 +351,7 @@ def table(
 def _lines(
     rounds: dict[str, list[dict[str, float]]], options: argparse.Namespace, image_bytes: float, load: float
 ) -> Iterator[str]:
-    from ray_jobs.stage import processor
+    from ray_jobs.process.stage import processor
 
     rates = {
         name: [options.images / one["seconds"] for one in found] for name, found in rounds.items() if found

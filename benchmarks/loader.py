@@ -71,7 +71,7 @@ def photograph(rng: np.random.Generator, width: int, height: int) -> Image.Image
 
 def encoded(number: int, short: int | None) -> bytes:
     """A JPEG; with a short side as ingest stores it then."""
-    from ray_jobs.images import examine, shrunk
+    from ray_jobs.data.images import examine, shrunk
 
     file = io.BytesIO()
     photograph(np.random.default_rng(number), 500, 375).save(file, "JPEG", quality=90, subsampling="4:2:0")
@@ -83,8 +83,8 @@ def prepare(folder: Path, name: str, images: int) -> None:
     """Every arm's own form of the same bytes."""
     import pyarrow as pa
 
-    from ray_jobs.images import Hashes
-    from ray_jobs.shards import INDEX, ImageSize, Sample, Shard, shard_file, write_dataset, write_shard
+    from ray_jobs.data.images import Hashes
+    from ray_jobs.data.shards import INDEX, ImageSize, Sample, Shard, shard_file, write_dataset, write_shard
 
     if (folder / "done").exists():
         return
@@ -207,8 +207,8 @@ def stacked(items: list[tuple[int, np.ndarray]]) -> tuple[list[int], torch.Tenso
 
 
 def ours(folder: Path, workers: int, state: Any = None) -> Iterator[tuple[list[int], Any]]:
-    from ray_jobs.loader import Loader
-    from ray_jobs.shards import open_dataset
+    from ray_jobs.data.loader import Loader
+    from ray_jobs.data.shards import open_dataset
     from vit_model.config import Preprocessing
 
     data = open_dataset(folder / "ours")
@@ -359,7 +359,7 @@ ARMS: dict[str, tuple[str, Arm]] = {
 
 IMPORTS: dict[Arm, tuple[str, ...]] = {
     floor: ("simplejpeg",),
-    ours: ("simplejpeg", "ray_jobs.loader"),
+    ours: ("simplejpeg", "ray_jobs.data.loader"),
     dataloader: ("simplejpeg",),
     dataloader_pillow: ("PIL.JpegImagePlugin",),
     webdataset_arm: ("simplejpeg", "webdataset"),
@@ -442,8 +442,8 @@ def gates(arm: Arm, folder: Path, images: int, truncated: Path, flipped: Path) -
 
 def own_gates(folder: Path) -> dict[str, str]:
     """Of ours: the same at any world size, the same rest after a resume, and how long that takes."""
-    from ray_jobs.loader import Loader, State
-    from ray_jobs.shards import open_dataset
+    from ray_jobs.data.loader import Loader, State
+    from ray_jobs.data.shards import open_dataset
     from vit_model.config import Preprocessing
 
     data = open_dataset(folder / "ours")
@@ -614,7 +614,7 @@ def main() -> None:
                          ("once", "flipped", "truncated", "worlds", "resume", "resume_seconds")]  # fmt: skip
                 lines.append(f"| {ARMS[arm][0]} | {' | '.join(cells)} |")
             print(*lines[-len(said) - 4 :], sep="\n", flush=True)
-    from ray_jobs.stage import processor
+    from ray_jobs.process.stage import processor
 
     head = [
         "# Training batches, against others' loaders", "",

@@ -37,11 +37,11 @@ from sklearn.datasets import load_sample_images
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 from pipelines.spec import FASHION_MNIST_ROOT, Ingest  # noqa: E402
-from ray_jobs import images as hashing  # noqa: E402
-from ray_jobs.images import Hashes, examine, hashes  # noqa: E402
-from ray_jobs.shards import INDEX  # noqa: E402
+from ray_jobs.data import images as hashing  # noqa: E402
+from ray_jobs.data.images import Hashes, examine, hashes  # noqa: E402
+from ray_jobs.data.shards import INDEX  # noqa: E402
+from ray_jobs.ingesting.splits import DUPLICATES, OtherSet, find_copies  # noqa: E402
 from ray_jobs.sources import catalog  # noqa: E402
-from ray_jobs.splits import DUPLICATES, OtherSet, find_copies  # noqa: E402
 
 RESULTS = ROOT / "benchmarks" / "results" / "near_copies.md"
 SCIKIT_IMAGE = "scikit-image==0.26.0"

@@ -46,7 +46,7 @@ def main() -> None:
         }
         os.environ.update(environment)
         rows = [*local_ray(), *stages(folder), *rerun(folder), *throughput(folder)]
-        from pipelines.local_ray import shut_down
+        from pipelines.cluster.local import shut_down
 
         shut_down()
     write(rows)
@@ -65,7 +65,7 @@ def vitflow(*arguments: str | Path) -> tuple[float, str]:
 
 def local_ray() -> list[tuple[str, float, str]]:
     """Start the local Ray and run empty jobs on it."""
-    from pipelines.local_ray import hold
+    from pipelines.cluster.local import hold
 
     began = time.perf_counter()
     rows = []
@@ -133,7 +133,7 @@ def throughput(folder: Path) -> list[tuple[str, float, str]]:
 
 def write(rows: list[tuple[str, float, str]]) -> None:
     """Print the table and keep it."""
-    from ray_jobs.stage import processor
+    from ray_jobs.process.stage import processor
 
     lines = [
         "# Overhead of the engine",

@@ -80,8 +80,8 @@ def recipe(folder: Path, stages: int) -> Path:
 
 def planned(folder: Path, uri: str, where: str, target: str) -> list[Row]:
     """Plan the matrix before and after it is made."""
-    from pipelines.plan import plan_pipeline
-    from pipelines.recipe import load_pipeline
+    from pipelines.engine.plan import plan_pipeline
+    from pipelines.recipe.load import load_pipeline
     from pipelines.store import open_store
 
     store, file = open_store(uri), recipe(folder, STAGES)
@@ -160,7 +160,7 @@ def moto() -> Iterator[str]:
     }
     try:
         wait_for(port)
-        from pipelines.s3_store import client
+        from pipelines.store.s3 import client
 
         client().create_bucket(Bucket="benchmark")
         yield "s3://benchmark/store"
@@ -205,8 +205,8 @@ def reruns(folder: Path, dvc: Path | None, stages: int) -> Iterator[Row]:
 
 def make_all(file: Path, folder: Path) -> None:
     """Commit made-up artifacts until nothing is left to run."""
-    from pipelines.plan import plan_pipeline
-    from pipelines.recipe import load_pipeline
+    from pipelines.engine.plan import plan_pipeline
+    from pipelines.recipe.load import load_pipeline
     from pipelines.store import open_store
 
     store, pipeline = open_store(str(folder)), load_pipeline(str(file))
@@ -253,7 +253,7 @@ def environment() -> dict[str, str]:
 
 def write(rows: list[Row], load: float) -> None:
     """Print the table and keep it."""
-    from ray_jobs.stage import processor
+    from ray_jobs.process.stage import processor
 
     lines = [
         "# Planning, and reruns with nothing to do",

@@ -21,8 +21,8 @@ import numpy as np
 from pipelines.identity import sha256
 from pipelines.spec import STAGE_TYPES
 from pipelines.store import InputRef, Layout, Manifest, Store, commit, open_store
-from ray_jobs.rows import ROWS, write_table
-from ray_jobs.stage import processor
+from ray_jobs.evaluation.rows import ROWS, write_table
+from ray_jobs.process.stage import processor
 
 RESULTS = Path(__file__).resolve().parent / "results" / "report_query.md"
 ARTIFACTS, DRAWS, TIMES = 1_000, 50, 9

@@ -269,7 +269,7 @@ def spread(ratios: list[float]) -> str:
 def hardware() -> str:
     if DEVICE.type == "cuda":
         return torch.cuda.get_device_name()
-    from ray_jobs.stage import processor
+    from ray_jobs.process.stage import processor
 
     return f"one thread on {os.cpu_count()} cores, {processor()}"
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from pipelines.library import Library
+    from pipelines.results.library import Library
 
 __all__ = ["open_store"]
 
@@ -19,7 +19,7 @@ def open_store(uri: str) -> Library:
     Raises:
         StoreError: there is no store, or it can't be read.
     """
-    from pipelines.library import Library
+    from pipelines.results.library import Library
     from pipelines.store import open_store
 
     return Library(open_store(uri, create=False))

@@ -17,8 +17,8 @@ from typing import Annotated, NoReturn
 
 import typer
 
-from pipelines.cluster import ClusterUnreachable
-from pipelines.commands import images, looking, models, reports, running, schedules
+from pipelines.cluster.jobs_client import ClusterUnreachable
+from pipelines.commands import images, inspect, models, reports, running, schedules
 from pipelines.commands.common import Commands, errors, plain
 from pipelines.spec import RecipeError
 from pipelines.store import StoreAbsent, StoreError
@@ -31,18 +31,18 @@ for command in (
     running.run,
     running.submit,
     running.plan,
-    looking.status,
-    looking.list_,
-    looking.lineage,
-    looking.logs,
+    inspect.status,
+    inspect.list_,
+    inspect.lineage,
+    inspect.logs,
     running.stop,
     images.init,
     images.predict,
     models.import_,
     models.export,
-    looking.verify,
-    looking.doctor,
-    looking.schema,
+    inspect.verify,
+    inspect.doctor,
+    inspect.schema,
 ):
     app.command(command.__name__.rstrip("_"))(command)
 app.command("drive", hidden=True)(running.drive)

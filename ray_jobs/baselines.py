@@ -1,6 +1,7 @@
 """Classifiers on pixels, given the same labels and folds as a fine-tuning: what a ViT must beat.
 
-In: a dataset. Out: `rows.parquet` and `predictions.parquet`, see `ray_jobs.rows`. Test is scored once for each draw.
+In: a dataset. Out: `rows.parquet` and `predictions.parquet`, see `ray_jobs.evaluation.rows`. Test is scored once for
+each draw.
 
     python -m ray_jobs.baselines --spec ATTEMPT.json
 """
@@ -14,12 +15,12 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from pipelines.spec import Baselines
-from ray_jobs.draws import draw_labels, permutation, stratified_folds
+from ray_jobs.data.shards import Dataset, Split
 from ray_jobs.evaluate import save_evaluation
-from ray_jobs.leakage import check_leakage
-from ray_jobs.rows import scored, truth_of
-from ray_jobs.shards import Dataset, Split
-from ray_jobs.stage import Context, Result, run_stage
+from ray_jobs.evaluation.leakage import check_leakage
+from ray_jobs.evaluation.rows import scored, truth_of
+from ray_jobs.evaluation.supports import draw_labels, permutation, stratified_folds
+from ray_jobs.process.stage import Context, Result, run_stage
 from vit_model.config import Preprocessing
 
 PROTOCOL = "baseline"
@@ -42,7 +43,7 @@ def main(context: Context) -> Result:
 
 def run_method(context: Context, method: str) -> tuple[list[Any], list[Any]]:
     """Rows and tables of predictions of one method, whose settings are chosen inside draw 0's labels, or on dev."""
-    from ray_jobs.pixel_baselines import (  # scikit-learn, for which the entrypoint need not wait
+    from ray_jobs.evaluation.pixel_baselines import (  # scikit-learn, for which the entrypoint need not wait
         choose,
         fit_predict,
     )

@@ -2,8 +2,8 @@
 
 In: a dataset and a model. Supports are drawn from train (or from train and dev), every image of test is scored, L2 is
 chosen by leave-one-out on the support in the same way for every row; so for all labels of the support at once, which
-is a linear probe. A model that was trained on test images is refused first (`ray_jobs.leakage`). Out: `rows.parquet`
-and `predictions.parquet`, see `ray_jobs.rows`.
+is a linear probe. A model that was trained on test images is refused first (`ray_jobs.evaluation.leakage`). Out:
+`rows.parquet` and `predictions.parquet`, see `ray_jobs.evaluation.rows`.
 
     python -m ray_jobs.evaluate --spec ATTEMPT.json
 """
@@ -21,12 +21,12 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from pipelines.spec import Evaluate
-from ray_jobs import rows as tables
-from ray_jobs.draws import draw_labels
-from ray_jobs.leakage import COMPARED, PRETRAINED, SEEN, Overlap, check_leakage
-from ray_jobs.linear_probe import few_shot
-from ray_jobs.shards import Dataset, Split
-from ray_jobs.stage import Context, Result, run_stage
+from ray_jobs.data.shards import Dataset, Split
+from ray_jobs.evaluation import rows as tables
+from ray_jobs.evaluation.leakage import COMPARED, PRETRAINED, SEEN, Overlap, check_leakage
+from ray_jobs.evaluation.linear_probe import few_shot
+from ray_jobs.evaluation.supports import draw_labels
+from ray_jobs.process.stage import Context, Result, run_stage
 from vit_model.config import ModelContract, Preprocessing
 from vit_model.variants import FAMILIES
 
@@ -47,7 +47,7 @@ def main(context: Context) -> Result:
     """Evaluate in one Ray task."""
     import ray
 
-    from ray_jobs.devices import fit_resources
+    from ray_jobs.training.devices import fit_resources
 
     resources, _ = fit_resources(context.config.threads)
     task = ray.remote(num_cpus=resources["CPU"], num_gpus=resources.get("GPU", 0))(evaluate)
@@ -245,7 +245,7 @@ def _embed(model: Network, contract: ModelContract, threads: int, images: NDArra
     """The frozen representation [n, width] of images, in float32."""
     import torch
 
-    from ray_jobs.devices import device, set_threads
+    from ray_jobs.training.devices import device, set_threads
     from vit_model.preprocessing import normalise
 
     set_threads(threads)

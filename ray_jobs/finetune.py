@@ -1,7 +1,8 @@
 """The finetune stage: a sweep over learning rates, a refit with the best, and one look at test (paper, Table 4).
 
 In: a dataset and a backbone, or a shape to train from scratch. Out: model.safetensors and config.json (of draw 0's
-refit), rows.parquet and predictions.parquet (`ray_jobs.rows`), sweep.json {trials, chosen, selected_on}, curves.json.
+refit), rows.parquet and predictions.parquet (`ray_jobs.evaluation.rows`), sweep.json {trials, chosen, selected_on},
+curves.json.
 
 What chooses the rate: with few labels, the mean accuracy over folds inside draw 0's labels; with all labels, dev; of
 equals the lower loss. Then every draw is fitted with that rate on all its labels (with all labels: train and dev) and
@@ -29,12 +30,13 @@ from numpy.typing import NDArray
 from pipelines.identity import canonical_json, sha256
 from pipelines.spec import Finetune
 from pipelines.store import FileEntry
-from ray_jobs import devices, optim, rows
-from ray_jobs.leakage import COMPARED, PRETRAINED, SEEN, Overlap, check_leakage
+from ray_jobs.data.shards import Dataset, Split
+from ray_jobs.evaluation import rows
+from ray_jobs.evaluation.leakage import COMPARED, PRETRAINED, SEEN, Overlap, check_leakage
 from ray_jobs.pretrain import model_contract
-from ray_jobs.progress import Progress
-from ray_jobs.shards import Dataset, Split
-from ray_jobs.stage import Context, Result, model_digest, run_stage
+from ray_jobs.process.progress import Progress
+from ray_jobs.process.stage import Context, Result, model_digest, run_stage
+from ray_jobs.training import devices, optim
 from vit_model.variants import FAMILIES
 
 if TYPE_CHECKING:
@@ -126,7 +128,7 @@ def fit(
     import torch
 
     from ray_jobs.augment import augment, randomise
-    from ray_jobs.loader import Loader
+    from ray_jobs.data.loader import Loader
     from vit_model.objectives import softmax_cross_entropy
     from vit_model.preprocessing import normalise
 
@@ -452,7 +454,10 @@ def make_task(config: Finetune, dataset: Dataset, backbone: Path | None) -> Task
 
 def labelled(config: Finetune, dataset: Dataset) -> tuple[list[Images], list[tuple[Indices, Indices]], str]:
     """(each draw's images, the folds inside draw 0's, on what the rate is selected). Reads train and dev only."""
-    from ray_jobs.draws import draw_labels, stratified_folds  # scikit-learn, a second that no trial needs
+    from ray_jobs.evaluation.supports import (  # scikit-learn, a second that no trial needs
+        draw_labels,
+        stratified_folds,
+    )
 
     labels = config.labels
     train = read_split(dataset, "train")

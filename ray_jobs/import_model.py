@@ -17,7 +17,7 @@ from pydantic import ValidationError
 
 from pipelines.spec import GivenPreprocessing, Import
 from pipelines.store import fetched
-from ray_jobs.stage import Context, Result, model_digest, run_stage
+from ray_jobs.process.stage import Context, Result, model_digest, run_stage
 
 if TYPE_CHECKING:
     from vit_model.config import ModelContract, Preprocessing

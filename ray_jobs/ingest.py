@@ -1,12 +1,13 @@
 """Ingest: a source becomes validated Parquet shards with fixed splits, and a list of what could not be read.
 
-In: a source (`pipelines.spec.Source`). Out: a dataset artifact, see `ray_jobs.shards`, with
+In: a source (`pipelines.spec.Source`). Out: a dataset artifact, see `ray_jobs.data.shards`, with
 
     quarantine.parquet    what could not be used, and why
-    duplicates.parquet    copies and near-copies, each with its twin, and what was done (`ray_jobs.splits`)
-    set_aside.parquet     the images of classes that have no training image (`ray_jobs.splits`)
-    card.md, card.json    what the dataset is like, with contact_sheet.jpg (`ray_jobs.card`)
-    facts/...             of every image where it came from, so that it need not be read again (`ray_jobs.known`)
+    duplicates.parquet    copies and near-copies, each with its twin, and what was done (`ray_jobs.ingesting.splits`)
+    set_aside.parquet     the images of classes that have no training image (`ray_jobs.ingesting.splits`)
+    card.md, card.json    what the dataset is like, with contact_sheet.jpg (`ray_jobs.ingesting.card`)
+    facts/...             of every image where it came from, so that it need not be read again
+    (`ray_jobs.ingesting.reuse`)
 
 The source is listed first, down to the byte range of every image in every archive; then tasks read those ranges, one
 shard a task, in an order that is a hash of the images' names. Every image is read and decoded once here, so that a
@@ -39,23 +40,11 @@ import xxhash
 from numpy.typing import NDArray
 
 from pipelines import identity
-from pipelines.file_names import parts_of
 from pipelines.spec import Ingest
+from pipelines.spec.file_names import parts_of
 from pipelines.store import FileEntry, Layout, local_files
-from ray_jobs.card import card_shard, class_notes, write_card
-from ray_jobs.images import STORED_QUALITY, Facts, content_id, examine, examine_pixels, sample_id, shrunk
-from ray_jobs.known import (
-    FACTS,
-    RENAMED,
-    EarlierShards,
-    Finished,
-    Known,
-    find_known,
-    finished_parts,
-    write_facts,
-)
-from ray_jobs.progress import Progress
-from ray_jobs.shards import (
+from ray_jobs.data.images import STORED_QUALITY, Facts, content_id, examine, examine_pixels, sample_id, shrunk
+from ray_jobs.data.shards import (
     SPLITS,
     DatasetInfo,
     Sample,
@@ -66,11 +55,30 @@ from ray_jobs.shards import (
     write_dataset,
     write_shard,
 )
+from ray_jobs.ingesting.card import card_shard, class_notes, write_card
+from ray_jobs.ingesting.reuse import (
+    FACTS,
+    RENAMED,
+    EarlierShards,
+    Finished,
+    Known,
+    find_known,
+    finished_parts,
+    write_facts,
+)
+from ray_jobs.ingesting.splits import (
+    CONFLICT,
+    OtherSet,
+    Trainable,
+    assign_splits,
+    find_copies,
+    without_untrained,
+)
+from ray_jobs.process.progress import Progress
+from ray_jobs.process.stage import Context, Result, run_stage
 from ray_jobs.sources import catalog
-from ray_jobs.sources.containers import outermost
-from ray_jobs.sources.entries import Bad, Files, Listing
-from ray_jobs.splits import CONFLICT, OtherSet, Trainable, assign_splits, find_copies, without_untrained
-from ray_jobs.stage import Context, Result, run_stage
+from ray_jobs.sources.archives.containers import outermost
+from ray_jobs.sources.archives.entries import Bad, Files, Listing
 
 SHARD_BYTES = 256 * 2**20
 SHARD_IMAGES = 8192  # small images: a shard is some seconds of rendering

@@ -22,15 +22,15 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from pipelines.spec import EvalCrop, Model, Pretrain
 from pipelines.store import FileEntry, StoreError
-from ray_jobs import devices, objective
-from ray_jobs.progress import Progress
-from ray_jobs.stage import Context, Result, model_digest, run_stage
+from ray_jobs.process.progress import Progress
+from ray_jobs.process.stage import Context, Result, model_digest, run_stage
+from ray_jobs.training import devices, objective
 
 if TYPE_CHECKING:
     import torch
 
-    from ray_jobs.loader import Loader
-    from ray_jobs.shards import Dataset, DatasetInfo
+    from ray_jobs.data.loader import Loader
+    from ray_jobs.data.shards import Dataset, DatasetInfo
     from vit_model.config import Architecture, ModelContract
     from vit_model.contrastive import MomentumEncoder
 
@@ -64,7 +64,7 @@ def train(
     or the loss or a gradient stops being finite.
     """
     devices.set_threads(config.threads)
-    from ray_jobs.loader import Loader
+    from ray_jobs.data.loader import Loader
     from vit_model import compute
     from vit_model.build import build
     from vit_model.weights import save_model
@@ -142,8 +142,8 @@ def run_steps(
     """
     import torch
 
-    from ray_jobs import optim
     from ray_jobs.augment import augment, randomise
+    from ray_jobs.training import optim
     from vit_model.contrastive import momentum
 
     dtype = devices.torch_dtype(config.dtype, device)
@@ -283,7 +283,7 @@ class Dev:
     def __init__(self, dataset: Dataset, contract: ModelContract) -> None:
         import torch
 
-        from ray_jobs.loader import MEMORY_BYTES
+        from ray_jobs.data.loader import MEMORY_BYTES
 
         self._dataset, self._preprocessing = dataset, contract.preprocessing
         self.labels = torch.from_numpy(dataset.labels("dev"))
@@ -348,7 +348,7 @@ def _join_group(worker: Worker) -> None:
 
 
 def _engine(model: torch.nn.Module, config: Pretrain, world: int) -> Any:
-    from ray_jobs import optim
+    from ray_jobs.training import optim
 
     settings = optim.deepspeed_config(
         batch_size=config.batch_size,
@@ -395,7 +395,7 @@ def run_workers(context: Context) -> dict[str, Any]:
     from ray.train.torch import TorchTrainer
     from ray.train.v2.api.exceptions import WorkerGroupError
 
-    from ray_jobs.process_group import OnOneMachine
+    from ray_jobs.training.process_group import OnOneMachine
 
     attempt = context.attempt
     workers = context.config.workers or devices.default_workers(context.config.batch_size)

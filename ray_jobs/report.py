@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 
-from ray_jobs.stage import Context, Result, run_stage
+from ray_jobs.process.stage import Context, Result, run_stage
 
 
 def main(context: Context) -> Result:
@@ -29,9 +29,9 @@ def make(context: Context) -> Result:
         ValueError: an input whose files don't fit together.
     """
     # The process that only submits the task needs none of these.
+    from ray_jobs.evaluation.rows import ROWS, digest_rows, write_parquet
     from ray_jobs.reporting.gather import gather
     from ray_jobs.reporting.page import render
-    from ray_jobs.rows import ROWS, digest_rows, write_parquet
 
     data = gather(context)
     with context.staging() as staging:

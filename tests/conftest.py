@@ -11,13 +11,12 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, settings
 
-from tests.s3 import ceph, moto  # noqa: F401 (fixtures)
+from tests.support.s3 import ceph, moto  # noqa: F401 (fixtures)
 
 # How long an example takes is this machine's business, not a property.
 settings.register_profile("untimed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("untimed")
 
-TINY = Path(__file__).parent / "tiny.yaml"
 Vitflow = Callable[..., subprocess.CompletedProcess[str]]
 
 
@@ -42,7 +41,7 @@ def home() -> Iterator[Path]:
     patch.setenv("COLUMNS", "160")
     yield folder
     if (folder / "ray").exists():
-        from pipelines.local_ray import shut_down
+        from pipelines.cluster.local import shut_down
 
         assert shut_down(), "a test left somebody who uses the local Ray"
     patch.undo()

@@ -29,7 +29,7 @@ def init(
     ],
 ) -> None:
     """Look at a folder of images and write a recipe that trains on them."""
-    from pipelines.init import write_recipe
+    from pipelines.machine.init import write_recipe
 
     write_recipe(file, images, console)
 
@@ -44,7 +44,7 @@ def predict(
 
     Files that cannot be read are named on stderr; the others are classified, and the exit code is 1.
     """
-    from pipelines.lookup import find_artifact
+    from pipelines.results.lookup import find_artifact
 
     opened = open_(store, create=False)
     manifest = find_artifact(opened, model, "model")
@@ -75,7 +75,7 @@ def _image_files(given: Path) -> list[Path]:
         return [given]
     if not given.is_dir():
         raise RecipeError(f"{given}: no such file or folder")
-    from ray_jobs.sources.folder import EXTENSIONS
+    from ray_jobs.sources.readers.folder import EXTENSIONS
 
     found = sorted(
         path

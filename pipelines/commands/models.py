@@ -57,8 +57,8 @@ def import_(
 ) -> None:
     """Make weights that others trained a model of the store."""
     from pipelines.commands.running import carry_out
-    from pipelines.plan import pin
-    from pipelines.recipe import parse_pipeline
+    from pipelines.engine.plan import pin
+    from pipelines.recipe.load import parse_pipeline
 
     stage = name or _stage_name(path)
     given = None if preprocessing is None else _given(preprocessing)
@@ -88,7 +88,7 @@ def _stage_name(path: str) -> str:
 
 def _given(preprocessing: str) -> Any:
     """The name of a mean and std, or what stands in a file of that name."""
-    from pipelines.recipe import read_yaml
+    from pipelines.recipe.load import read_yaml
 
     if preprocessing in MEAN_AND_STD:
         return preprocessing
@@ -107,7 +107,7 @@ def export(
     store: StoreOption = DEFAULT_STORE,
 ) -> None:
     """Write a model of the store for others to load."""
-    from pipelines.lookup import find_artifact
+    from pipelines.results.lookup import find_artifact
 
     opened = open_(store, create=False)
     manifest = find_artifact(opened, model, "model")

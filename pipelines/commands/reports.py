@@ -28,7 +28,7 @@ from pipelines.store import Manifest, Store, local_files
 from pipelines.terminal import write
 
 if TYPE_CHECKING:
-    from pipelines.query import Answer
+    from pipelines.results.query import Answer
 
 MOST_ROWS = 1000  # that a table for people has
 MEMORY_BYTES = 3 * 2**30
@@ -55,7 +55,7 @@ def report_list(
     A result is what one artifact measured with one method and number of labels: the mean on test over its draws. Lists
     are oldest first. The best result is the one with the highest mean, of equal ones the newest.
     """
-    from pipelines.reports import REPORT_COLUMNS, RESULT_COLUMNS, list_reports, list_results
+    from pipelines.results.reports import REPORT_COLUMNS, RESULT_COLUMNS, list_reports, list_results
 
     opened = open_(store, create=False)
     if task is None and stage is None and best is None:
@@ -82,7 +82,7 @@ def report_query(
     The SQL can read the tables that --tables lists and nothing else, for a minute and in 2 GiB of memory. --json
     prints a list of objects, with null for NULL and for numbers that JSON does not have.
     """
-    from pipelines.query import TABLES, query
+    from pipelines.results.query import TABLES, query
 
     if (sql is None) != tables or (as_csv and as_json):
         raise RecipeError("give either SQL or --tables, and of --csv and --json one at most")
@@ -178,7 +178,7 @@ def report_compare(
     draws and test images. The difference is B - A: paired where both were scored on the same images with the same
     draws of labels, else as of two independent measurements.
     """
-    from pipelines.reports import compare, comparison_table
+    from pipelines.results.reports import compare, comparison_table
 
     found = compare(open_(store, create=False), a, b)
     if as_json:
@@ -196,7 +196,7 @@ def report_show(
     as_json: JsonOption = False,
 ) -> None:
     """Print a report's verdict and its table of accuracies."""
-    from pipelines.lookup import find_artifact
+    from pipelines.results.lookup import find_artifact
 
     opened = open_(store, create=False)
     manifest = find_artifact(opened, report, "report")
@@ -208,7 +208,7 @@ def report_show(
 
 def show_report(store: Store, manifest: Manifest) -> None:
     """A report's table (VTAB's too), its verdict, and where its page is."""
-    from pipelines.reports import MOST_LINES, accuracy_table, verdict_lines, vtab_table
+    from pipelines.results.reports import MOST_LINES, accuracy_table, verdict_lines, vtab_table
 
     folder = local_files(store, manifest)
     report = json.loads((folder / "report.json").read_text())

@@ -37,10 +37,10 @@ from pipelines.spec import RecipeError
 from pipelines.store import Store, StoreAbsent, StoreDamaged, StoreError, add_event, wait_for_store
 
 if TYPE_CHECKING:
-    from pipelines.pipeline import Pipeline
-    from pipelines.plan import PlannedStage
-    from pipelines.runner import Connection
-    from pipelines.runs import Run
+    from pipelines.engine.driver import Connection
+    from pipelines.engine.plan import PlannedStage
+    from pipelines.engine.runs import Run
+    from pipelines.recipe.pipeline import Pipeline
 
 ParallelOption = Annotated[
     int | None,
@@ -84,8 +84,8 @@ def carry_out(
     Returns:
         The stages with their manifests. Where one could not be made, the command ends instead.
     """
-    from pipelines import plan as planning
-    from pipelines import runs
+    from pipelines.engine import plan as planning
+    from pipelines.engine import runs
 
     with _seen(store, address) as seen:
         planned = planning.plan_pipeline(seen, pipeline, pipeline.needed_for(targets), strict_code)
@@ -111,8 +111,8 @@ def submit(
     strict_code: StrictCodeOption = False,
 ) -> None:
     """Hand a pipeline to a cluster, or to the local Ray, and return: its driver runs there too."""
-    from pipelines import plan as planning
-    from pipelines import runs, submission
+    from pipelines.engine import plan as planning
+    from pipelines.engine import runs, submission
 
     loaded, names, forced = _requested(pipeline, only, force, changes)
     with _seen(store, address) as seen:
@@ -140,9 +140,9 @@ def drive(
     local_ray: Annotated[Path | None, typer.Option()] = None,
 ) -> None:
     """Drive a submitted run, as a job of the cluster that runs it (`submit` starts this)."""
-    from pipelines import runs, submission
-    from pipelines.cluster import connect
-    from pipelines.local_ray import LocalConnection
+    from pipelines.cluster.jobs_client import connect
+    from pipelines.cluster.local import LocalConnection
+    from pipelines.engine import runs, submission
 
     opened = wait_for_store(lambda: open_(store, create=False), _say)
     started = wait_for_store(lambda: runs.load_run(opened, run), _say)
@@ -167,14 +167,14 @@ def _drive(
     Raises:
         Exit: with 1 where a stage has none, with 130 after Ctrl-C.
     """
-    from pipelines import runner
-    from pipelines.display import RunDisplay
+    from pipelines.engine import driver
+    from pipelines.engine.display import RunDisplay
 
     names = run.pipeline.needed_for(run.targets)
     with _told():
         with RunDisplay(console, width(names)) as display, connecting as connection:
             try:
-                status, made = runner.run_pipeline(store, run, connection, display, parallel or CORES)
+                status, made = driver.run_pipeline(store, run, connection, display, parallel or CORES)
             except KeyboardInterrupt:
                 display.say(f"stopped; to continue: {again}")
                 raise typer.Exit(130) from None
@@ -196,8 +196,8 @@ def _drive(
 @contextmanager
 def _told() -> Iterator[None]:
     """What goes wrong once a run has begun is one message and exit code 1."""
-    from pipelines.cluster import ClusterUnreachable
-    from pipelines.local_ray import LocalRayError
+    from pipelines.cluster.jobs_client import ClusterUnreachable
+    from pipelines.cluster.local import LocalRayError
 
     try:
         yield
@@ -212,7 +212,7 @@ def _told() -> Iterator[None]:
 def _seen(store: str, address: str | None = None) -> Iterator[Store]:
     """The store as it is now, empty if there is none yet; the cluster at `address` must see it, too."""
     if address is not None:
-        from pipelines.submission import check_store
+        from pipelines.engine.submission import check_store
 
         check_store(store, address)
     with TemporaryDirectory(prefix="vitflow-") as empty:
@@ -225,10 +225,10 @@ def _seen(store: str, address: str | None = None) -> Iterator[Store]:
 
 def _connection(address: str | None, token_file: Path | None) -> AbstractContextManager[Connection]:
     if address is not None:
-        from pipelines.submission import ClusterConnection, reach
+        from pipelines.engine.submission import ClusterConnection, reach
 
         return nullcontext(ClusterConnection(reach(address, token_file)))
-    from pipelines.local_ray import LocalConnection
+    from pipelines.cluster.local import LocalConnection
 
     return LocalConnection(_say)
 
@@ -263,7 +263,7 @@ def _nothing_to_do(store: Store, planned: list[PlannedStage], forced: tuple[str,
 
 def _finish(store: Store, planned: list[PlannedStage]) -> None:
     """The last lines of a run: what to know of cached stages, and the report."""
-    from pipelines import plan as planning
+    from pipelines.engine import plan as planning
 
     for stage in planned:
         for note in planning.notes(stage):
@@ -283,7 +283,7 @@ def plan(
     as_json: JsonOption = False,
 ) -> None:
     """Say what `run` would do, and why; changes nothing."""
-    from pipelines import plan as planning
+    from pipelines.engine import plan as planning
 
     loaded, names, _ = _requested(pipeline, only, None, changes)
     with _seen(store) as seen:
@@ -313,9 +313,9 @@ def _requested(
     pipeline: str, only: list[str] | None, force: list[str] | None, changes: list[str] | None
 ) -> tuple[Pipeline, tuple[str, ...], tuple[str, ...]]:
     """The pipeline, the names of the stages that are wanted in running order, and of those that are forced."""
-    from pipelines.pipeline import members
-    from pipelines.plan import pin
-    from pipelines.recipe import load_pipeline
+    from pipelines.engine.plan import pin
+    from pipelines.recipe.load import load_pipeline
+    from pipelines.recipe.pipeline import members
 
     loaded = load_pipeline(pipeline, tuple(changes or ()))
     names = loaded.needed_for(tuple(only or ()) or tuple(loaded.stages))
@@ -333,9 +333,9 @@ def stop(
     token_file: TokenOption = None,
 ) -> None:
     """Stop a run: nothing that is made gets lost, and running it again goes on from there."""
-    from pipelines.lookup import find_run
-    from pipelines.runs import is_over, stop_run
-    from pipelines.submission import reached
+    from pipelines.engine.runs import is_over, stop_run
+    from pipelines.engine.submission import reached
+    from pipelines.results.lookup import find_run
 
     opened = open_(store, create=False)
     found = find_run(opened, run)

@@ -30,7 +30,7 @@ from pipelines.store import StoreError
 from pipelines.terminal import write
 
 if TYPE_CHECKING:
-    from pipelines.schedule import Schedule
+    from pipelines.schedules.schedule import Schedule
 
 app = Commands(
     help="Recurring runs: a run over data and settings that have not changed does nothing.",
@@ -52,11 +52,11 @@ def schedule_add(
     parallel: Annotated[int | None, typer.Option("--parallel", "-p", min=1, help="stages at once")] = None,
 ) -> None:
     """Have a pipeline run again and again, or change how; `schedule serve` does it."""
-    from pipelines.cron import check_cron, check_timezone
-    from pipelines.plan import pin
-    from pipelines.recipe import load_pipeline
-    from pipelines.schedule import Schedule, add_schedule, check_name
-    from pipelines.submission import check_address, check_store
+    from pipelines.engine.plan import pin
+    from pipelines.engine.submission import check_address, check_store
+    from pipelines.recipe.load import load_pipeline
+    from pipelines.schedules.cron import check_cron, check_timezone
+    from pipelines.schedules.schedule import Schedule, add_schedule, check_name
 
     if address is not None:
         check_address(address)
@@ -86,7 +86,7 @@ def schedule_list(
     store: StoreOption = DEFAULT_STORE, token_file: TokenOption = None, as_json: JsonOption = False
 ) -> None:
     """List the schedules, when each is due next, and what became of the last run."""
-    from pipelines.schedule import all_schedules, last_run
+    from pipelines.schedules.schedule import all_schedules, last_run
 
     opened = open_(store, create=False)
     rows: list[dict[str, Any]] = []
@@ -118,7 +118,7 @@ def schedule_list(
 @app.command("pause")
 def schedule_pause(name: NameArgument, store: StoreOption = DEFAULT_STORE) -> None:
     """Let a schedule rest: nothing is begun, and a run whose driver is gone is left as it is."""
-    from pipelines.schedule import set_state
+    from pipelines.schedules.schedule import set_state
 
     changed = set_state(open_(store, create=False), name, "paused")
     console.print(f"{name} is paused" if changed else f"{name} was paused already", highlight=False)
@@ -127,7 +127,7 @@ def schedule_pause(name: NameArgument, store: StoreOption = DEFAULT_STORE) -> No
 @app.command("resume")
 def schedule_resume(name: NameArgument, store: StoreOption = DEFAULT_STORE) -> None:
     """Go on with a schedule that was paused; what was due meanwhile is not made up for."""
-    from pipelines.schedule import find_schedule, set_state
+    from pipelines.schedules.schedule import find_schedule, set_state
 
     opened = open_(store, create=False)
     changed = set_state(opened, name, "active")
@@ -138,7 +138,7 @@ def schedule_resume(name: NameArgument, store: StoreOption = DEFAULT_STORE) -> N
 @app.command("remove")
 def schedule_remove(name: NameArgument, store: StoreOption = DEFAULT_STORE) -> None:
     """Remove a schedule; its runs and what they made stay."""
-    from pipelines.schedule import set_state
+    from pipelines.schedules.schedule import set_state
 
     set_state(open_(store, create=False), name, "removed")
     console.print(f"removed {name}", highlight=False)
@@ -158,8 +158,8 @@ def schedule_preview(
     """Show when a schedule is due next, in its time zone and in UTC."""
     from zoneinfo import ZoneInfo
 
-    from pipelines.cron import check_cron, check_timezone, ticks
-    from pipelines.schedule import find_schedule
+    from pipelines.schedules.cron import check_cron, check_timezone, ticks
+    from pipelines.schedules.schedule import find_schedule
 
     if (name is None) == (cron is None):
         raise RecipeError("give either NAME, a schedule, or --cron, a line that is not added yet")
@@ -187,7 +187,7 @@ def schedule_serve(store: StoreOption = DEFAULT_STORE, token_file: TokenOption =
 
     It may be killed, moved to another machine, or run twice: a tick never fires twice.
     """
-    from pipelines.serve import serve
+    from pipelines.schedules.serve import serve
 
     serve(open_(store), token_file, _say)
 
@@ -197,9 +197,9 @@ def schedule_tick(
     name: NameArgument, store: StoreOption = DEFAULT_STORE, token_file: TokenOption = None
 ) -> None:
     """Run a schedule's last tick if nobody has, and come back: for timers (`schedule render`)."""
-    from pipelines.cluster import ClusterUnreachable
-    from pipelines.local_ray import LocalRayError
-    from pipelines.schedule import attend, find_schedule
+    from pipelines.cluster.jobs_client import ClusterUnreachable
+    from pipelines.cluster.local import LocalRayError
+    from pipelines.schedules.schedule import attend, find_schedule
 
     opened = open_(store, create=False)
     if (schedule := find_schedule(opened, name)).state == "paused":
@@ -231,8 +231,8 @@ def schedule_render(
     ] = None,
 ) -> None:
     """Write a schedule for systemd, cron or Kubernetes, which then take the place of `schedule serve`."""
-    from pipelines import render
-    from pipelines.schedule import find_schedule
+    from pipelines.schedules import render
+    from pipelines.schedules.schedule import find_schedule
 
     if target not in TARGETS:
         raise RecipeError(f"--target {target}: no such target{nearest(target, TARGETS)}")

@@ -1,4 +1,4 @@
-"""What a pipeline is: frozen pydantic models of a recipe and its stages (`pipelines.recipe` reads them from YAML).
+"""What a pipeline is: frozen pydantic models of a recipe and its stages (`pipelines.recipe.load` reads them from YAML).
 
 A field is *identity* (it changes the result and enters the stage's key) unless it is marked with `execution(...)`
 (where and how fast it runs). A field that names an earlier stage says which kind of artifact it takes.

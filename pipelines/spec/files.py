@@ -8,8 +8,8 @@ import stat
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from pipelines.file_names import left_by_a_system, parts_of
 from pipelines.spec.fields import RecipeError
+from pipelines.spec.file_names import left_by_a_system, parts_of
 
 
 def files_below(root: str) -> Iterator[tuple[str, str | Path]]:
@@ -72,7 +72,7 @@ def files_at(root: str) -> Iterator[tuple[str, str | Path]]:
 def _names_in(folder: str) -> Iterator[str]:
     """A generator, because `parts` hardly ever needs the names."""
     if folder.startswith("s3://"):
-        from pipelines.s3_files import listing
+        from pipelines.files.s3 import listing
 
         yield from (file.name for file in listing(folder))
     else:
@@ -89,7 +89,7 @@ def files_named(root: str, names: Sequence[str]) -> dict[str, str | Path]:
 
 def _objects_at(root: str) -> Iterator[tuple[str, str]]:
     """(name, s3://bucket/key) of the object there, or of all below it, as in a folder."""
-    from pipelines.s3_files import tree
+    from pipelines.files.s3 import tree
 
     if not (found := tree(root)):
         raise RecipeError(f"source.root: there is nothing at {root}")

@@ -179,14 +179,14 @@ class Import(_Stage):
     def files(self) -> Iterator[tuple[str, str | Path]]:
         path = Path(self.path)
         if self.path.startswith("s3://"):
-            from pipelines.s3_files import listing
+            from pipelines.files.s3 import listing
 
             if not (found := listing(self.path)):
                 raise RecipeError(f"path: there is nothing at {self.path}")
             bucket = self.path.split("/")[2]
             yield from ((file.name, f"s3://{bucket}/{file.key}") for file in found)
         elif self.path.startswith("hf:"):
-            from pipelines.hub import digests, pinned
+            from pipelines.files.hub import digests, pinned
 
             commit = pinned(self.path)
             yield from ((name, f"{commit}/{name}") for name in digests(commit))

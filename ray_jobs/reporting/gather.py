@@ -15,12 +15,12 @@ from typing import Any
 import numpy as np
 
 from pipelines.store import Manifest, Store, local_files
+from ray_jobs.data.shards import Dataset, open_artifact
+from ray_jobs.evaluation.rows import PREDICTIONS, ROWS
+from ray_jobs.process.stage import Context
 from ray_jobs.reporting import measures, mistakes, pictures, plots, provenance, vtab
 from ray_jobs.reporting.measures import Entry
 from ray_jobs.reporting.verdicts import Verdict, headline, kind, labels_text, question, sentence, verdicts
-from ray_jobs.rows import PREDICTIONS, ROWS
-from ray_jobs.shards import Dataset, open_artifact
-from ray_jobs.stage import Context
 
 FORMAT_VERSION = 1
 MAX_CONFUSION = 30  # classes; a larger matrix can't be read

@@ -1,7 +1,8 @@
 """What the evaluations measured, as lines of a table.
 
-In: the rows and predictions of artifacts (`ray_jobs.rows`). Out: the same rows with the artifact that each is from, and
-`Entry`s: one a protocol, number of labels, method and artifact, with its predictions as an array. numpy and pyarrow.
+In: the rows and predictions of artifacts (`ray_jobs.evaluation.rows`). Out: the same rows with the artifact that each
+is from, and `Entry`s: one a protocol, number of labels, method and artifact, with its predictions as an array. numpy
+and pyarrow.
 """
 
 from __future__ import annotations
@@ -18,8 +19,8 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from pipelines.store import Manifest
-from ray_jobs.intervals import Interval, accuracy_interval
-from ray_jobs.rows import PREDICTIONS, ROWS
+from ray_jobs.evaluation.intervals import Interval, accuracy_interval
+from ray_jobs.evaluation.rows import PREDICTIONS, ROWS
 
 _FROM = [pa.field("artifact", pa.string(), nullable=False), pa.field("stage", pa.string(), nullable=False)]
 REPORT_ROWS = pa.schema([*_FROM, *ROWS])

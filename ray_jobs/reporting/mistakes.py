@@ -11,9 +11,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from ray_jobs.evaluation.rows import REAL
 from ray_jobs.reporting.measures import Entry
 from ray_jobs.reporting.verdicts import kind
-from ray_jobs.rows import REAL
 
 SHOWN = 24
 

@@ -16,7 +16,7 @@ import numpy as np
 import pyarrow.parquet as pq
 from PIL import Image
 
-from ray_jobs.shards import Dataset, Split
+from ray_jobs.data.shards import Dataset, Split
 from vit_model.config import Preprocessing
 
 MAX_CLASSES = 40  # of more classes a seeded choice is shown

@@ -16,9 +16,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ray_jobs.intervals import Interval, paired_difference
+from ray_jobs.evaluation.intervals import Interval, paired_difference
+from ray_jobs.evaluation.rows import is_apart
 from ray_jobs.reporting.measures import Entry
-from ray_jobs.rows import is_apart
 
 _IN_WORDS = {
     "above zero": "all of it above zero",

@@ -10,9 +10,11 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from pipelines.spec import Source
-from ray_jobs.sources import (
+from ray_jobs.sources import vtab
+from ray_jobs.sources.archives import containers
+from ray_jobs.sources.archives.entries import Files, Listing
+from ray_jobs.sources.readers import (
     cifar,
-    containers,
     digits,
     folder,
     glyphs,
@@ -22,10 +24,8 @@ from ray_jobs.sources import (
     imagenet21k,
     shapes,
     tfds,
-    vtab,
     webdataset,
 )
-from ray_jobs.sources.entries import Files, Listing
 
 _MODULES = {
     "digits": digits,

@@ -12,12 +12,12 @@ from pathlib import Path
 import psutil
 import pytest
 
-from pipelines.recipe import load_pipeline
+from pipelines.recipe.load import load_pipeline
 from pipelines.store import open_store, read_events
-from tests.clusters import RayCluster, end, home, ray_cluster, wait_for
-from tests.s3 import Server, end_to_end_servers
+from tests.support.clusters import RayCluster, end, home, ray_cluster, wait_for
+from tests.support.paths import TINY
+from tests.support.s3 import Server, end_to_end_servers
 
-TINY = Path(__file__).parent.parent / "tiny.yaml"
 PIPELINE = os.environ.get("VITFLOW_CLUSTER_PIPELINE", str(TINY))  # `make test-cluster` submits the quickstart
 pytestmark = [pytest.mark.ray, pytest.mark.slow]
 

@@ -20,8 +20,8 @@ import psutil
 import pytest
 
 from pipelines.store import Layout, open_store, read_events
+from tests.support.paths import TINY
 
-TINY = Path(__file__).parent.parent / "tiny.yaml"
 ONLY = ("--only", "probe")  # ingest, pretraining on two workers, evaluation
 MARK = "VITFLOW_RAY_INSTANCE"
 pytestmark = [pytest.mark.ray, pytest.mark.slow]
@@ -102,7 +102,7 @@ VICTIMS: dict[str, Callable[[dict[str, str]], list[psutil.Process]]] = {
     "driver": lambda environment: matching(environment, "pipelines", "run", "--store"),
     "stage": lambda environment: matching(environment, "-m ray_jobs."),
     "worker": lambda environment: matching(environment, "ray::")[:1],
-    "keeper": lambda environment: matching(environment, "pipelines.local_ray", "keep"),
+    "keeper": lambda environment: matching(environment, "pipelines.cluster.local", "keep"),
     "head": lambda environment: matching(environment, "gcs_server"),
 }
 

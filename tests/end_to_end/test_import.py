@@ -12,7 +12,7 @@ import torch
 from PIL import Image
 from transformers import ViTConfig, ViTForImageClassification, ViTImageProcessor
 
-from tests.hub import Hub, serving
+from tests.support.hub import Hub, serving
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow]
 CLASSES = ("blue", "green", "red")

@@ -13,9 +13,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.clusters import FOREIGN, ray_cluster
+from tests.support.clusters import FOREIGN, ray_cluster
+from tests.support.paths import TINY
 
-TINY = Path(__file__).parent.parent / "tiny.yaml"
 pytestmark = [pytest.mark.ray, pytest.mark.slow]
 
 

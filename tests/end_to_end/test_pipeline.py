@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-from tests.records import flip
+from tests.support.paths import TINY
+from tests.support.records import flip
 
-TINY = Path(__file__).parent.parent / "tiny.yaml"
 pytestmark = [pytest.mark.ray, pytest.mark.slow]
 
 

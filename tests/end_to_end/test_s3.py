@@ -13,11 +13,11 @@ from pathlib import Path
 import pytest
 import yaml
 
-from pipelines.s3_store import TRIES
 from pipelines.store import open_store
-from tests.s3 import Bucket, Fault, Server, end_to_end_servers, faulty, used
+from pipelines.store.s3 import TRIES
+from tests.support.paths import TINY
+from tests.support.s3 import Bucket, Fault, Server, end_to_end_servers, faulty, used
 
-TINY = Path(__file__).parent.parent / "tiny.yaml"
 STAGES = (
     "digits",
     "pretrain",
@@ -62,7 +62,7 @@ def own_ray() -> Iterator[Path]:
     """The folder of a local Ray that no other test has started, so that it has no key in its environment."""
     folder = Path(tempfile.mkdtemp(prefix="vf3-"))
     yield folder / "ray"
-    from pipelines.local_ray import shut_down
+    from pipelines.cluster.local import shut_down
 
     assert shut_down(folder / "ray"), "somebody uses it still"
     shutil.rmtree(folder)
@@ -192,10 +192,10 @@ def test_without_keys_on_the_nodes_it_is_said_where_to_put_them(
     """The driver has them in its environment; the Ray that it uses was started by somebody who had not."""
     folder = Path(tempfile.mkdtemp(prefix="vf4-"))
     common = {"VITFLOW_RAY_DIR": str(folder / "ray"), "AWS_EC2_METADATA_DISABLED": "true"}
-    from pipelines.local_ray import shut_down
+    from pipelines.cluster.local import shut_down
 
     try:
-        starts = "from pipelines.local_ray import hold\nwith hold(): pass"
+        starts = "from pipelines.cluster.local import hold\nwith hold(): pass"
         plain = {name: value for name, value in os.environ.items() if not name.startswith("AWS_")}
         subprocess.run([sys.executable, "-c", starts], env=plain | common, check=True, timeout=120)
         with used(moto, monkeypatch) as server:

@@ -17,11 +17,12 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-from pipelines.local_ray import hold
-from pipelines.recipe import parse_pipeline
-from pipelines.runs import is_over, run_status, runs
-from pipelines.schedule import Schedule, add_schedule, attend, find_schedule, tick_run
+from pipelines.cluster.local import hold
+from pipelines.engine.runs import is_over, run_status, runs
+from pipelines.recipe.load import parse_pipeline
+from pipelines.schedules.schedule import Schedule, add_schedule, attend, find_schedule, tick_run
 from pipelines.store import Store, open_store, read_events
+from tests.support.paths import TINY
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow]
 MINUTE = timedelta(minutes=1)
@@ -114,12 +115,12 @@ def test_new_images_are_taken_in_and_what_follows_is_made_and_else_nothing(
 KILLED = """
 import os, signal, sys
 from datetime import datetime
-from pipelines import folder_store
-from pipelines.schedule import attend, timedelta
+from pipelines.store import folder
+from pipelines.schedules.schedule import attend, timedelta
 from pipelines.store import open_store
 
 uri, tick, when = sys.argv[1:]
-create = folder_store.FolderStore.create
+create = folder.FolderStore.create
 
 def dying(self, name, data):
     if when.startswith("before ") and when.removeprefix("before ") in name + data.decode():
@@ -129,7 +130,7 @@ def dying(self, name, data):
         os.kill(os.getpid(), signal.SIGKILL)
     return done
 
-folder_store.FolderStore.create = dying
+folder.FolderStore.create = dying
 list(attend(open_store(uri), "often", datetime.fromisoformat(tick), None, timedelta(seconds=60)))
 """
 
@@ -182,8 +183,7 @@ def start_server(store: Store, log: Path) -> subprocess.Popen[bytes]:
 def test_sigterm_ends_the_server_in_order_and_changes_elsewhere_reach_it(
     store: Store, tmp_path: Path, vitflow: Callable[..., subprocess.CompletedProcess[str]]
 ) -> None:
-    tiny = Path(__file__).parent.parent / "tiny.yaml"
-    vitflow("schedule", "add", "often", tiny, "--cron", "0 0 1 1 *", "--store", store.uri)
+    vitflow("schedule", "add", "often", TINY, "--cron", "0 0 1 1 *", "--store", store.uri)
     server = start_server(store, tmp_path / "log")
     said = lambda: (tmp_path / "log").read_text()  # noqa: E731
     wait_for(lambda: "often: 0 0 1 1 * UTC, next" in said(), 40)

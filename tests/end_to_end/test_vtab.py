@@ -9,9 +9,9 @@ import pytest
 
 from pipelines.spec import ModelSize
 from pipelines.spec.vtab import TASKS
+from ray_jobs.data.shards import DatasetInfo
 from ray_jobs.pretrain import model_contract
-from ray_jobs.shards import DatasetInfo
-from tests import vtab_natural
+from tests.support import vtab_natural
 from vit_model.build import build
 from vit_model.weights import save_model
 
@@ -34,7 +34,7 @@ def write_model(folder: Path) -> Path:
 
 
 def test_what_is_there_is_scored_and_what_is_not_is_named(tmp_path: Path, vitflow: Any) -> None:
-    from tests import vtab_archives
+    from tests.support import vtab_archives
 
     root, store = tmp_path / "archives", ("--store", tmp_path / "s")
     for task in THERE:

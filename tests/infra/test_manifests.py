@@ -15,11 +15,11 @@ import kubernetes_validate
 import pytest
 import yaml
 
-from pipelines.recipe import load_pipeline
+from pipelines.recipe.load import load_pipeline
+from tests.support.paths import ROOT, SHARED
 
-ROOT = Path(__file__).resolve().parents[2]
 INFRA = ROOT / "infra"
-CRDS = ROOT.parent / "shared" / "kuberay-crds"
+CRDS = SHARED / "kuberay-crds"
 MANIFESTS = {path.stem: yaml.safe_load(path.read_text()) for path in sorted(INFRA.glob("kuberay/*.yaml"))}
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 VERSION = PROJECT["project"]["version"]

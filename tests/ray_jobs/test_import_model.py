@@ -9,8 +9,8 @@ import torch
 from pipelines.spec import Import
 from pipelines.store import open_store
 from ray_jobs.import_model import contract_of, describe, import_model
-from tests.records import make_context
-from tests.s3 import Server, used
+from tests.support.records import make_context
+from tests.support.s3 import Server, used
 from vit_model.config import ModelContract, Preprocessing, ViTConfig
 from vit_model.formats import Imported, npz
 from vit_model.model import ViT

@@ -11,7 +11,7 @@ import torch.distributed as dist
 import torch.multiprocessing
 from torch import Tensor, nn
 
-from tests.vit_model.digits import TRAIN, as_input, digits, probe_accuracy
+from tests.support.digits import TRAIN, as_input, digits, probe_accuracy
 from vit_model.config import ViTConfig
 from vit_model.contrastive import BatchNorm, MoCo, MomentumEncoder, info_nce, momentum
 from vit_model.model import ViT

@@ -9,7 +9,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from tests.vit_model.digits import TRAIN, as_input, digits, probe_accuracy
+from tests.support.digits import TRAIN, as_input, digits, probe_accuracy
 from vit_model.config import ViTConfig
 from vit_model.masked_patches import MaskedPatches, corrupt, corruption, counts, targets
 from vit_model.model import ViT

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests import timm_models
+from tests.support import timm_models
 from vit_model.positions import (
     relative_scores,
     resize_axis,

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from pydantic import TypeAdapter, ValidationError
 from torch import Tensor, nn
 
-from tests import timm_models
+from tests.support import timm_models
 from vit_model.build import Network, build
 from vit_model.config import Architecture, ModelContract, Preprocessing, ResNetConfig, ViTConfig
 from vit_model.model import ViT

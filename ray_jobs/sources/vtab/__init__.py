@@ -1,7 +1,7 @@
 """The 19 tasks of VTAB-1k: a module for each data set, which reads its archives as the authors ship them.
 
-A module has what a source has (`ray_jobs.sources.entries`): `listing`, and `rows` or `processed` where it needs them.
-`splits` says which records are used for what.
+A module has what a source has (`ray_jobs.sources.archives.entries`): `listing`, and `rows` or `processed` where it
+needs them. `splits` says which records are used for what.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipelines.spec.vtab import Task, VtabSource
-from ray_jobs.sources.entries import Files, Listing
+from ray_jobs.sources.archives.entries import Files, Listing
 from ray_jobs.sources.vtab import (
     aerial,
     caltech101,

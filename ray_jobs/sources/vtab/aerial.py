@@ -8,8 +8,8 @@ from __future__ import annotations
 from pathlib import PurePosixPath
 
 from pipelines.spec.vtab import VtabSource
-from ray_jobs.sources import containers
-from ray_jobs.sources.entries import Files, Listing
+from ray_jobs.sources.archives import containers
+from ray_jobs.sources.archives.entries import Files, Listing
 from ray_jobs.sources.vtab import splits
 from ray_jobs.sources.vtab.splits import Records
 

@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
-from ray_jobs.sources import containers
-from ray_jobs.sources.entries import Files
+from ray_jobs.sources.archives import containers
+from ray_jobs.sources.archives.entries import Files
 from vit_model.preprocessing import FORMATS, MAX_PIXELS
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from ray_jobs.sources.containers import Member
+    from ray_jobs.sources.archives.containers import Member
 
 
 def by_path(files: Files, file: str) -> dict[str, Member]:
@@ -57,7 +57,7 @@ def decode_bgr(image: bytes, *, upright: bool = False) -> NDArray[np.uint8]:
             small = opened.width * opened.height <= MAX_PIXELS
             if small and opened.format == "GIF":  # which only some versions of OpenCV read
                 return np.ascontiguousarray(np.asarray(opened.convert("RGB"))[..., ::-1])
-    # Pillow's readers raise whatever their parsing trips over, see ray_jobs.images
+    # Pillow's readers raise whatever their parsing trips over, see ray_jobs.data.images
     except Exception as error:
         raise ValueError(f"not an image: {error}") from error
     if not small:

@@ -9,9 +9,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipelines.spec.vtab import VtabSource
-from ray_jobs.shards import ImageSize
-from ray_jobs.sources import cifar
-from ray_jobs.sources.entries import Files, Listing
+from ray_jobs.data.shards import ImageSize
+from ray_jobs.sources.archives.entries import Files, Listing
+from ray_jobs.sources.readers import cifar
 from ray_jobs.sources.vtab import splits
 from ray_jobs.sources.vtab.splits import Records
 

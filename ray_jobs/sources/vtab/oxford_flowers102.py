@@ -6,9 +6,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipelines.spec.vtab import VtabSource
-from ray_jobs.sources import containers
-from ray_jobs.sources.arrays import read_mat
-from ray_jobs.sources.entries import Files, Listing
+from ray_jobs.sources.archives import containers
+from ray_jobs.sources.archives.arrays import read_mat
+from ray_jobs.sources.archives.entries import Files, Listing
 from ray_jobs.sources.vtab import archives, splits
 from ray_jobs.sources.vtab.splits import Records
 

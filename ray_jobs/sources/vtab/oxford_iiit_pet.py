@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import PurePosixPath
 
 from pipelines.spec.vtab import VtabSource
-from ray_jobs.sources.entries import Files, Listing
+from ray_jobs.sources.archives.entries import Files, Listing
 from ray_jobs.sources.vtab import archives, splits
 from ray_jobs.sources.vtab.splits import Records
 

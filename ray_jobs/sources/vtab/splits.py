@@ -18,13 +18,13 @@ from pathlib import PurePosixPath
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from pipelines.spec.vtab import Task
-from ray_jobs.shards import ImageSize
-from ray_jobs.sources.entries import Bad, Listing, table
+from ray_jobs.data.shards import ImageSize
+from ray_jobs.sources.archives.entries import Bad, Listing, table
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from ray_jobs.sources.containers import Member
+    from ray_jobs.sources.archives.containers import Member
 
 PARTS = ("train", "validation", "test")
 """TFDS's splits, and what their hashes are salted with."""

@@ -7,8 +7,8 @@ from pathlib import PurePosixPath
 from typing import Any, cast
 
 from pipelines.spec.vtab import VtabSource
-from ray_jobs.sources import containers
-from ray_jobs.sources.entries import Files, Listing
+from ray_jobs.sources.archives import containers
+from ray_jobs.sources.archives.entries import Files, Listing
 from ray_jobs.sources.vtab import archives, splits
 from ray_jobs.sources.vtab.splits import Records
 

@@ -18,9 +18,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipelines.spec.vtab import VtabSource
-from ray_jobs.shards import ImageSize
-from ray_jobs.sources import containers
-from ray_jobs.sources.arrays import (
+from ray_jobs.data.shards import ImageSize
+from ray_jobs.sources.archives import containers
+from ray_jobs.sources.archives.arrays import (
     MAX_BLOCK,
     hdf5_array,
     hdf5_slice,
@@ -29,7 +29,7 @@ from ray_jobs.sources.arrays import (
     read_norb,
     read_npz,
 )
-from ray_jobs.sources.entries import Files, Listing
+from ray_jobs.sources.archives.entries import Files, Listing
 from ray_jobs.sources.vtab import splits
 from ray_jobs.sources.vtab.splits import Records
 

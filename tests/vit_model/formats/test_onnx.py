@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.support.paths import ROOT
 from vit_model.build import Network, build
 from vit_model.config import Architecture, ModelContract, Preprocessing, ResNetConfig, ViTConfig
 from vit_model.formats import onnx
@@ -96,7 +97,7 @@ def test_onnxruntime_computes_our_logits(
 
     said = {name: json.loads(text) for name, text in session.get_modelmeta().custom_metadata_map.items()}
     assert said == contract_for(config).model_dump(mode="json")
-    assert str(Path(__file__).parents[3]).encode() not in path.read_bytes()
+    assert str(ROOT).encode() not in path.read_bytes()
     assert [file.name for file in tmp_path.iterdir()] == ["model.onnx"]
 
 

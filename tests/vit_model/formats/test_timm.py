@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from tests import timm_models
+from tests.support import timm_models
 from tests.vit_model.formats.parity import assert_close, gradients_by_our_names, our_outputs, randomise
 from vit_model import formats
 from vit_model.config import ModelContract, Preprocessing, ViTConfig

@@ -1,0 +1,102 @@
+"""What a person sees while a pipeline runs: a live line a stage on a terminal, plain lines where output is a file."""
+
+from __future__ import annotations
+
+import re
+import time
+from types import TracebackType
+from typing import Self
+
+from rich.console import Console
+from rich.live import Live
+from rich.markup import escape
+from rich.progress_bar import ProgressBar
+from rich.spinner import Spinner
+from rich.table import Table
+
+from pipelines.terminal import harmless
+
+PROGRESS = "progress "  # what a stage's progress lines begin with, see ray_jobs/process/progress.py
+PLAIN_SECONDS = 10.0  # without a terminal, a stage's progress is printed this often
+COLOURS = {
+    "CACHED": "dim",
+    "SUCCEEDED": "green",
+    "RUNNING": "cyan",
+    "FAILED": "red",
+    "LOST": "yellow",
+    "STOPPED": "yellow",
+    "SKIPPED": "yellow",
+    "WAITING": "yellow",
+}
+
+_WORKER = re.compile(r"^\(.*?pid=\d+[^)]*\)\s?")  # Ray's prefix of lines that come from its workers
+_CHATTER = re.compile(
+    r"^(\S+ \S+\s+INFO job_manager\.py|Running entrypoint for job |.*INFO worker\.py)"
+)  # Ray's own
+_STEP = re.compile(r"(\d+)/(\d+)")
+
+
+class RunDisplay:
+    """Shows a run; a context manager. Called from the driver's loop and from the threads that follow logs."""
+
+    def __init__(self, console: Console, width: int) -> None:
+        """`width`: of the longest stage name."""
+        self.console, self.width = console, width
+        self.running: dict[str, str] = {}
+        self.began: dict[str, float] = {}
+        self.printed: dict[str, float] = {}
+        self.spinner = Spinner("dots")
+        self.live = Live(console=console, refresh_per_second=8, transient=True, get_renderable=self._table)
+
+    def __enter__(self) -> Self:
+        if self.console.is_terminal:
+            self.live.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self.console.is_terminal:
+            self.live.stop()
+
+    def stage(self, name: str, status: str, detail: str = "") -> None:
+        """A stage changed its status."""
+        took = ""
+        if status == "RUNNING":
+            self.began.setdefault(name, time.monotonic())
+            self.running[name] = ""
+        elif name in self.running and status != "WAITING":
+            del self.running[name]
+            took = f" {time.monotonic() - self.began[name]:.1f} s"
+        colour = COLOURS.get(status, "default")
+        line = f"{name:<{self.width}}  [{colour}]{status:<9}[/]{took:>8}  {escape(detail)}"
+        self.console.print(line, highlight=False, soft_wrap=True)
+
+    def line(self, name: str, text: str) -> None:
+        """A stage's job printed a line; progress replaces the last progress, everything else stays."""
+        text = _WORKER.sub("", harmless(text.rstrip()))
+        if not text.startswith(PROGRESS):
+            if text and not _CHATTER.match(text):
+                self.console.print(
+                    f"[dim]{name:<{self.width}}  {escape(text)}[/]", highlight=False, soft_wrap=True
+                )
+            return
+        text = text.removeprefix(PROGRESS)
+        if name in self.running:
+            self.running[name] = text
+        if not self.console.is_terminal and time.monotonic() - self.printed.get(name, 0.0) >= PLAIN_SECONDS:
+            self.printed[name] = time.monotonic()
+            self.console.print(f"{name:<{self.width}}  {escape(text)}", highlight=False, soft_wrap=True)
+
+    def say(self, text: str) -> None:
+        """Something else that a person should know."""
+        self.console.print(escape(text), highlight=False, soft_wrap=True)
+
+    def _table(self) -> Table:
+        table = Table.grid(padding=(0, 2))
+        for name, text in list(self.running.items()):
+            seconds = time.monotonic() - self.began[name]
+            step = _STEP.search(text)
+            bar = ProgressBar(total=int(step[2]), completed=int(step[1]), width=20) if step else ""
+            table.add_row(self.spinner, name, f"{seconds:4.0f} s", bar, escape(text))
+        return table

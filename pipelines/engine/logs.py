@@ -1,0 +1,74 @@
+"""What a run's stages said: from the attempt where the log was copied to, or from the cluster while it runs."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+from pipelines.cluster.jobs_client import ClusterUnreachable
+from pipelines.engine.runs import Clusters, driver_log, run_status
+from pipelines.recipe.pipeline import members
+from pipelines.store import Attempt, Layout, Store, last_attempt
+
+
+def show_logs(
+    store: Store, run: str, stage: str | None, follow: bool, clusters: Clusters, write: Callable[[str], None]
+) -> None:
+    """Write the log lines of one stage or all; with `follow`, go on until they have ended.
+
+    Raises:
+        RecipeError: the run has no such stage.
+    """
+    shown: set[tuple[str, int]] = set()
+    while True:
+        status = run_status(store, run, clusters)
+        names = [entry["stage"] for entry in status["stages"]]
+        chosen = names if stage is None else members(stage, names)
+        wanted = [entry for entry in status["stages"] if entry["stage"] in chosen]
+        for entry in wanted:
+            if "key" in entry:
+                _show_stage(store, entry, follow, clusters, write, shown)
+        ended = {"SUCCEEDED", "CACHED", "FAILED", "STOPPED", "SKIPPED"}
+        if not follow or status["status"] != "RUNNING" or all(entry["status"] in ended for entry in wanted):
+            break
+        time.sleep(0.5)
+    if not shown and (said := driver_log(store, run, clusters)):  # what kept the first stage from beginning
+        write(f"--- driver\n{said.rstrip()}")
+
+
+def _show_stage(
+    store: Store,
+    entry: dict[str, Any],
+    follow: bool,
+    clusters: Clusters,
+    write: Callable[[str], None],
+    shown: set[tuple[str, int]],
+) -> None:
+    """One stage: its newest attempt's log, unless that was shown."""
+    jobs = (job for job in store.names("artifacts") if entry["key"] in store.names(f"artifacts/{job}"))
+    if (job := next(jobs, None)) is None:
+        return  # it was removed from the store
+    attempt = last_attempt(store, job, entry["key"])
+    if attempt is None or (entry["stage"], attempt.number) in shown:
+        return
+    shown.add((entry["stage"], attempt.number))
+    write(f"--- {entry['stage']} (attempt {attempt.number}, {entry['status']})")
+    saved = store.read(f"{Layout.attempt(job, attempt.key, attempt.number)}/log.txt")
+    if saved is not None:
+        write(saved.decode(errors="replace").rstrip("\n"))
+    else:
+        _show_live(attempt, follow, clusters, write)
+
+
+def _show_live(attempt: Attempt, follow: bool, clusters: Clusters, write: Callable[[str], None]) -> None:
+    try:
+        cluster = clusters(attempt.cluster_address)
+        if follow:
+            cluster.follow_logs(attempt.submission_id, write, threading.Event())
+        else:
+            log = cluster.logs(attempt.submission_id).rstrip("\n")
+            write(log or "(the cluster does not know this job)")
+    except (ClusterUnreachable, ValueError) as error:
+        write(f"(no log: it was not copied yet, and the cluster does not answer: {error})")

@@ -1,0 +1,1 @@
+"""What this machine can do (`doctor`), and a recipe for the images in a folder (`init`)."""

@@ -1,0 +1,325 @@
+"""What is wrong with the store, with Ray and with this machine, and what to do about it.
+
+In: a store's address, and a cluster's where there is one. Out: `Finding`s, each from a probe of the real thing: names
+are written to the store at once by several writers, the cluster is asked with and without its token.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import ipaddress
+import re
+import tempfile
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from email.utils import parsedate_to_datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
+
+from pipelines.cluster.jobs_client import LOOPBACK, Cluster, ClusterUnreachable, connect
+from pipelines.machine.findings import Finding, machine_findings, nearest_folder
+from pipelines.spec import RecipeError
+from pipelines.store import Layout, Store, StoreAbsent, StoreError, open_store
+
+if TYPE_CHECKING:
+    pass
+
+WRITERS = 8
+SAMPLE = 8  # files that are read
+CLOCK_SECONDS = 60.0  # S3 refuses requests from 15 minutes on; runs are sorted by the time that drivers write
+SAFE_RAY = (2, 54)  # before: CVE-2025-62593 and CVE-2026-27482, a web page that is visited may run code
+
+
+def examine(uri: str, address: str | None, token_file: Path | None) -> list[Finding]:
+    """Everything, at most for some seconds.
+
+    Raises:
+        RecipeError: `address` can't be one.
+    """
+    from pipelines.engine.submission import check_address
+    from pipelines.identity import cache_folder
+
+    if address is not None:
+        check_address(address)
+    places = {"the cache": cache_folder()}
+    if not uri.startswith("s3://"):
+        places = {"the store": Path(uri)} | places
+    return [
+        *store_findings(uri),
+        *(_seen_from(address, uri) if address is not None else ()),
+        _installed_ray(),
+        *(cluster_findings(address, token_file) if address is not None else _local_ray()),
+        *machine_findings(places),
+    ]
+
+
+# ------------------------------------------------------------------------------------------------- the store
+
+
+def store_findings(uri: str) -> Iterator[Finding]:
+    """Whether it is a store, can be written, creates each name once, and has the same time."""
+    try:
+        store = open_store(uri, create=False)
+        yield from _contents(store)
+    except StoreAbsent as error:
+        yield Finding("store", "ok", f"{error} yet; the first run makes it")
+    except StoreError as error:
+        yield Finding("store", "problem", str(error), "mend this, or give another --store")
+        return
+    probes = _s3_probes(uri) if uri.startswith("s3://") else _folder_probes(Path(uri))
+    try:
+        yield from probes
+    except (StoreError, OSError) as error:
+        yield Finding("writing", "problem", str(error), _WRITABLE)
+
+
+def _contents(store: Store) -> Iterator[Finding]:
+    """The size of the store, and any damage to its manifests or to a sample of its files."""
+    from pipelines.results.verify import sample
+
+    found = sample(store, SAMPLE)
+    said = f"{store.uri}, with {len(store.names('runs'))} runs and {found.artifacts} artifacts"
+    yield Finding("store", "ok", f"{said}; checked {found.files} of their files, `vitflow verify` checks all")
+    for damage in found.damage:
+        yield Finding("store", "problem", damage.what, damage.do)
+
+
+_WRITABLE = "let this user write there, or give another --store"
+
+
+def _folder_probes(path: Path) -> Iterator[Finding]:
+    with tempfile.TemporaryDirectory(prefix=".vitflow-doctor-", dir=nearest_folder(path)) as place:
+        yield conditional_writes(open_store(place))
+        yield _clock("the store's file system", time.time() - (Path(place) / "probe").stat().st_mtime)
+
+
+def _seen_from(address: str, uri: str) -> Iterator[Finding]:
+    """Whether the cluster can see the store, as far as can be told from here; nothing where it can."""
+    from pipelines.engine.submission import check_store
+
+    try:
+        check_store(uri, address)
+    except RecipeError as error:
+        yield Finding("store", "problem", str(error), "give one that both machines see")
+
+
+def conditional_writes(store: Store) -> Finding:
+    """Whether exactly one of several writers of a name wins and its bytes stay: all that a store rests on."""
+    own = [f"writer {number}".encode() for number in range(WRITERS)]
+    with ThreadPoolExecutor(WRITERS) as threads:
+        won = list(threads.map(lambda data: store.create("probe", data), own))
+    late = store.create("probe", b"a late writer")
+    kept = store.read("probe")
+    if won.count(True) == 1 and not late and kept == own[won.index(True)]:
+        return Finding("writing", "ok", f"of {WRITERS + 1} writers of one name exactly one won")
+    where = "server" if store.uri.startswith("s3://") else "file system"
+    said = f"of {WRITERS} writers of one name {won.count(True)} were told that they won"
+    said += ", a later one too" if late else ""
+    return Finding(
+        "writing",
+        "problem",
+        f"{said}: this {where} overwrites what it should not, so two drivers would destroy each other's results",
+        "use a store that creates a name once: AWS S3, Ceph, MinIO or another server that honours `If-None-Match: *`, "
+        "or a folder with hard links",
+    )
+
+
+def _s3_probes(uri: str) -> Iterator[Finding]:
+    from ulid import ULID
+
+    from pipelines.store.s3 import S3Store
+
+    # a store below the store: nothing else looks there, and what can't be removed again does no harm
+    probe = f"{uri.rstrip('/')}/doctor-{ULID()}"
+    try:
+        probed = S3Store(probe)
+        yield conditional_writes(probed)
+        before = time.time()
+        yield _http_clock("the S3 server", probed.server_date(), before)
+    except StoreError as error:
+        yield Finding("writing", "problem", str(error), _WRITABLE)
+    if (left := _remove_objects(probe)) is not None:
+        said = f"the probe's two small objects can't be removed ({left})"
+        yield Finding("writing", "warning", said, f"remove {probe}/ by hand, or leave it")
+
+
+def _remove_objects(uri: str) -> str | None:
+    """Remove a probe (a bucket with versions keeps its old ones); says why where it can't."""
+    from botocore.exceptions import BotoCoreError, ClientError
+
+    from pipelines.store.s3 import client, parse
+
+    bucket, prefix = parse(uri)
+    try:
+        for name in (Layout.STORE, "probe"):
+            client().delete_object(Bucket=bucket, Key=f"{prefix[1:]}/{name}")
+    except (BotoCoreError, ClientError) as error:
+        return str(error)
+    return None
+
+
+def _http_clock(whose: str, date: str, before: float) -> Finding:
+    """`date` of an answer to what was asked at `before`; HTTP tells whole seconds."""
+    try:
+        theirs = parsedate_to_datetime(date).timestamp()
+    except ValueError:
+        return Finding("clock", "warning", f"{whose} does not tell its time", "compare the clocks yourself")
+    middle = (before + time.time()) / 2
+    return _clock(whose, middle - theirs - 0.5)
+
+
+def _clock(whose: str, ahead: float) -> Finding:
+    if abs(ahead) <= CLOCK_SECONDS:
+        return Finding("clock", "ok", f"that of {whose} agrees within {max(1.0, abs(ahead)):.0f} s")
+    return Finding(
+        "clock",
+        "problem",
+        f"this machine's is {abs(ahead):.0f} s {'ahead of' if ahead > 0 else 'behind'} that of {whose}",
+        "set it right (`timedatectl set-ntp true`): S3 refuses requests, and runs are sorted by their times",
+    )
+
+
+# ------------------------------------------------------------------------------------------------- Ray
+
+
+def _installed_ray() -> Finding:
+    try:
+        version = importlib.metadata.version("ray")
+    except importlib.metadata.PackageNotFoundError:
+        return Finding("Ray", "problem", "it is not installed", "make install")
+    if _is_unsafe(version):
+        return Finding("Ray", "problem", *_unsafe(version, "installed"))
+    return Finding("Ray", "ok", f"{version} is installed")
+
+
+def _local_ray() -> Iterator[Finding]:
+    import sys
+
+    from pipelines.cluster.head import processes_of, read_head
+    from pipelines.cluster.local import state_folder
+
+    folder = state_folder()
+    head = read_head(folder)
+    if head is None:
+        yield Finding("local Ray", "ok", "it does not run; it is started when it is needed")
+    elif not head.alive():
+        yield Finding(
+            "local Ray",
+            "warning",
+            f"it has died; its record is in {folder}",
+            f"the next run clears it away, as does `{sys.executable} -m pipelines.cluster.local stop`",
+        )
+    else:
+        own = {process.pid for process in processes_of(head)}
+        listening = {ip for ip, _, pid in _listening() if pid in own}
+        yield from cluster_findings(head.address, folder / "token", "local Ray", listening)
+
+
+def cluster_findings(
+    address: str, token_file: Path | None, what: str = "cluster", listening: set[str] | None = None
+) -> Iterator[Finding]:
+    """Whether it answers, its version, who is let in, who can reach it, its clock.
+
+    `listening`: the addresses at which its processes listen, where these are known.
+    """
+    before = time.time()
+    try:
+        cluster = connect(address, token_file)
+        about = cluster.about()
+    except ClusterUnreachable as error:
+        do = (
+            "is it up, and is this the address of its dashboard (port 8265)? From outside: an SSH tunnel, or "
+        )
+        yield Finding(what, "problem", str(error), f"{do}`kubectl port-forward service/<head> 8265`")
+        return
+    except ValueError as error:
+        yield Finding(what, "problem", str(error), "--token-file FILE, with the cluster's token in it")
+        return
+    yield _version(what, cluster, about["ray_version"])
+    yield _exposure(what, cluster, listening)
+    yield _http_clock(f"the {what}", about["date"], before)
+
+
+def _version(what: str, cluster: Cluster, version: str) -> Finding:
+    installed = importlib.metadata.version("ray")
+    if _is_unsafe(version):
+        return Finding(what, "problem", *_unsafe(version, f"what {cluster.address} runs"))
+    if version != installed:
+        return Finding(
+            what,
+            "warning",
+            f"{cluster.address} runs Ray {version}, installed here is {installed}",
+            "jobs run with the cluster's; install the same here, and the same vitflow there",
+        )
+    return Finding(what, "ok", f"{cluster.address} answers, with Ray {version}")
+
+
+def _exposure(what: str, cluster: Cluster, listening: set[str] | None) -> Finding:
+    """Who may run code there: everyone who reaches the port, or who has the token."""
+    address = urlsplit(cluster.address)
+    is_local = address.hostname in LOOPBACK
+    if not is_local:
+        listening = {str(address.hostname)}
+    elif listening is None:
+        listening = {ip for ip, port, _ in _listening() if port == (address.port or 80)}
+    reachable = sorted(ip for ip in listening if not _is_loopback(ip))
+    where = f"listens on {', '.join(reachable)}" if reachable else "listens on this machine's loopback only"
+    what = f"{what}, access"
+    if _lets_in_without_token(cluster.address):
+        return Finding(
+            what,
+            "problem" if reachable else "warning",
+            f"it asks for no token and {where}: "
+            f"{'whoever reaches it' if reachable else 'every user of this machine'} can run any code there",
+            "start it with RAY_AUTH_MODE=token and RAY_AUTH_TOKEN_PATH=<a file of 0600>, and with "
+            "--dashboard-host=127.0.0.1 behind a tunnel or an authenticating proxy",
+        )
+    if address.scheme == "http" and not is_local:
+        return Finding(
+            what,
+            "warning",
+            f"it asks for a token, which travels unencrypted to {address.hostname}",
+            "use https, or an SSH tunnel or `kubectl port-forward`, unless this network is yours",
+        )
+    return Finding(what, "ok", f"it asks for a token, and {where}")
+
+
+def _lets_in_without_token(address: str) -> bool:
+    try:
+        Cluster(address).jobs()
+    except (ValueError, ClusterUnreachable):  # refused, or something else answers in its place
+        return False
+    return True
+
+
+def _listening() -> Iterator[tuple[str, int, int | None]]:
+    """(address, port, process where that is ours) that listens on this machine; 0.0.0.0 and :: are all addresses."""
+    import psutil
+
+    for connection in psutil.net_connections("tcp"):
+        if connection.status == psutil.CONN_LISTEN:
+            local: Any = connection.laddr
+            yield str(local.ip), int(local.port), connection.pid
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        ip = ipaddress.ip_address(host)
+    except ValueError:
+        return False  # a name of another machine
+    mapped = ip.ipv4_mapped if isinstance(ip, ipaddress.IPv6Address) else None
+    return (mapped or ip).is_loopback
+
+
+def _is_unsafe(version: str) -> bool:
+    found = re.match(r"(\d+)\.(\d+)", version)
+    return found is not None and (int(found[1]), int(found[2])) < SAFE_RAY
+
+
+def _unsafe(version: str, which: str) -> tuple[str, str]:
+    return (
+        f"{version} is {which}, with holes through which a web page can run code (CVE-2025-62593, CVE-2026-27482)",
+        f"upgrade it: {'.'.join(map(str, SAFE_RAY))} or newer",
+    )

@@ -1,0 +1,259 @@
+"""What this machine gives a pipeline: cores, memory, shared memory, disk, GPUs, DeepSpeed's compiled op.
+
+In: nothing but the machine. Out: `Finding`s, each from a look at the real thing.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+GIB = 2**30
+MEMORY_NEEDED, MEMORY_WANTED = 2 * GIB, 4 * GIB  # the local Ray alone takes 0.9 GiB, a worker with torch 0.5
+DISK_NEEDED, DISK_WANTED = 1 * GIB, 10 * GIB
+RAY_STOPS_AT = 0.95  # of a disk: Ray does not spill objects onto a fuller one
+RAY_OBJECT_STORE = 0.3  # of memory, by default
+GPU_SECONDS = 60.0
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What was looked at, how it is, and what to do about it (empty where it is well)."""
+
+    what: str
+    status: Literal["ok", "warning", "problem"]
+    said: str
+    do: str = ""
+
+
+def machine_findings(places: dict[str, Path]) -> Iterator[Finding]:
+    """All of this machine; `places`: folders that are written to, by what is written there."""
+    gpus = _gpus()
+    yield _accelerator(gpus)
+    yield _communication_op(bool(gpus))
+    yield _cores()
+    yield _memory()
+    yield _shared_memory()
+    yield from _disks(places | {"temporary files": Path(tempfile.gettempdir())})
+    yield _socket_path()
+
+
+def cgroup_limits(
+    membership: Path = Path("/proc/self/cgroup"), root: Path = Path("/sys/fs/cgroup")
+) -> tuple[float | None, int | None]:
+    """(cores, bytes of memory) that this process's control groups, of version 1 or 2, allow; None: no limit."""
+    cores: list[float] = []
+    memory: list[int] = []
+    for line in (_read(membership) or "").splitlines():
+        _, controllers, path = line.split(":", 2)
+        for controller in controllers.split(","):  # "" in version 2, whose one tree lies at the root itself
+            tree = root / controller
+            group = tree / path.lstrip("/")
+            for folder in (group, *group.parents):  # a limit binds all below it
+                if not folder.is_relative_to(tree):
+                    break
+                quota = (_read(folder / "cpu.max") or "").split()
+                quota = quota or [
+                    _read(folder / f"cpu.cfs_{name}_us") or "max" for name in ("quota", "period")
+                ]
+                if quota[0].isdigit() and quota[1].isdigit():  # else "max", or -1
+                    cores.append(int(quota[0]) / int(quota[1]))
+                limits = (_read(folder / name) or "max" for name in ("memory.max", "memory.limit_in_bytes"))
+                memory += [int(limit) for limit in limits if limit.isdigit()]
+    return min(cores, default=None), min(memory, default=None)
+
+
+def _read(path: Path) -> str | None:
+    try:
+        return path.read_text().strip()
+    except OSError:
+        return None  # no such controller here, or not for us to see
+
+
+def _cores() -> Finding:
+    count, allowed = os.cpu_count() or 1, len(os.sched_getaffinity(0))
+    limit, _ = cgroup_limits()
+    usable = min(count, allowed, limit or count)
+    if usable < count:
+        return Finding(
+            "cores",
+            "warning",
+            f"this machine has {count}, of which a container or an affinity gives us {usable:g}",
+            "Ray and torch may count all of them and get in each other's way: run with `--parallel 1` and "
+            f"OMP_NUM_THREADS={max(1, int(usable))}, or lift the limit",
+        )
+    return Finding("cores", "ok", f"{count}")
+
+
+def _memory() -> Finding:
+    import psutil
+
+    memory = psutil.virtual_memory()
+    _, limit = cgroup_limits()
+    total = min(memory.total, limit or memory.total)
+    free = min(memory.available, total)
+    said = f"{free / GIB:.1f} of {total / GIB:.1f} GiB are free"
+    said += f" (the machine has {memory.total / GIB:.1f}, a container's limit is lower)" * (
+        total < memory.total
+    )
+    if free >= MEMORY_WANTED:
+        return Finding("memory", "ok", said)
+    return Finding(
+        "memory",
+        "problem" if free < MEMORY_NEEDED else "warning",
+        said,
+        f"Ray and one worker need {MEMORY_NEEDED / GIB:.0f} GiB, more is better: end other programs, or take a larger "
+        "machine; `--parallel 1` and `workers: 1` need least",
+    )
+
+
+def _shared_memory() -> Finding:
+    import psutil
+
+    path = Path("/dev/shm")  # noqa: S108 (Ray's choice)
+    if not path.is_dir():
+        return Finding(
+            "shared memory", "warning", f"there is no {path}", "Ray keeps objects on disk: mount it"
+        )
+    size = shutil.disk_usage(path).total
+    wanted = int(RAY_OBJECT_STORE * min(psutil.virtual_memory().total, cgroup_limits()[1] or sys.maxsize))
+    said = f"{path} has {size / GIB:.2f} GiB"
+    if size >= wanted:
+        return Finding("shared memory", "ok", said)
+    return Finding(
+        "shared memory",
+        "warning",
+        f"{said}, Ray's object store would take {wanted / GIB:.1f}: it goes to the disk instead, which is slow",
+        f"give the container more: `docker run --shm-size={-(-wanted // GIB)}g`; in Kubernetes an emptyDir with "
+        "`medium: Memory` at /dev/shm",
+    )
+
+
+def _disks(places: dict[str, Path]) -> Iterator[Finding]:
+    """One finding for each disk."""
+    disks: dict[int, tuple[Path, list[str]]] = {}
+    for name, path in places.items():
+        there = nearest_folder(path)
+        disks.setdefault(there.stat().st_dev, (there, []))[1].append(name)
+    for path, names in disks.values():
+        usage = shutil.disk_usage(path)
+        what = f"disk of {path}"
+        said = f"{usage.free / GIB:.1f} of {usage.total / GIB:.0f} GiB are free, for {', '.join(names)}"
+        full = usage.used / max(1, usage.used + usage.free)
+        if usage.free < DISK_NEEDED or full > RAY_STOPS_AT:
+            status: Literal["warning", "problem"] = "problem" if usage.free < DISK_NEEDED else "warning"
+            reason = f" ({full:.0%} full: Ray spills nothing above {RAY_STOPS_AT:.0%})" * (
+                full > RAY_STOPS_AT
+            )
+            yield Finding(what, status, said + reason, _MAKE_SPACE)
+        else:
+            scarce = usage.free < DISK_WANTED
+            yield Finding(what, "warning" if scarce else "ok", said, _MAKE_SPACE if scarce else "")
+
+
+_MAKE_SPACE = (
+    "free some, or go elsewhere: `--store` for results, TMPDIR for temporary files, XDG_CACHE_HOME for caches"
+)
+
+
+def nearest_folder(path: Path) -> Path:
+    """The folder itself, or the first above it that exists."""
+    path = path.expanduser().absolute()
+    return next(folder for folder in (path, *path.parents) if folder.is_dir())
+
+
+def _socket_path() -> Finding:
+    from pipelines.cluster.head import LocalRayError, make_temp_folder
+
+    try:
+        folder = make_temp_folder()
+    except LocalRayError as error:
+        return Finding("Ray's folder", "problem", str(error), "TMPDIR=/tmp vitflow ...")
+    folder.rmdir()
+    return Finding("Ray's folder", "ok", f"{folder.parent} can be written, and its sockets' paths fit there")
+
+
+# ------------------------------------------------------------------------------------------------- torch, DeepSpeed
+
+
+def _gpus() -> list[str]:
+    """The names of the GPUs that the driver knows."""
+    if shutil.which("nvidia-smi") is None:
+        return []
+    command = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=GPU_SECONDS)
+    except subprocess.TimeoutExpired:
+        return []
+    return done.stdout.splitlines() if done.returncode == 0 else []
+
+
+def _accelerator(gpus: list[str]) -> Finding:
+    if not gpus:
+        return Finding("GPU", "ok", "none is seen; the cores do the work")
+    said = f"{len(gpus)}: {', '.join(dict.fromkeys(gpus))}"
+    asking = [sys.executable, "-c", "import torch; print(torch.cuda.device_count())"]
+    try:
+        done = subprocess.run(asking, capture_output=True, text=True, timeout=GPU_SECONDS)
+        seen = int(done.stdout) if done.stdout.strip().isdigit() else 0
+    except subprocess.TimeoutExpired:
+        seen = 0
+    if seen:
+        return Finding("GPU", "ok", f"{said}; torch sees {seen}")
+    wrong = "torch is the CPU build" if _torch_cuda() is None else "torch can't use them"
+    return Finding(
+        "GPU",
+        "problem",
+        f"{said}, but {wrong}",
+        "rm -rf .venv && make install DEVICE=cuda"
+        if _torch_cuda() is None
+        else f"torch is built for CUDA {_torch_cuda()}: see that the driver is new enough (`nvidia-smi` says for which "
+        "CUDA), and that CUDA_VISIBLE_DEVICES is not empty",
+    )
+
+
+def _torch_cuda() -> str | None:
+    """The CUDA version that torch is built for, read without importing it."""
+    package = _package("torch")
+    said = (_read(package / "version.py") or "") if package else ""
+    found = re.search(r"^cuda\b.*=\s*'([\d.]+)'", said, re.MULTILINE)
+    return found[1] if found else None
+
+
+def _communication_op(has_gpu: bool) -> Finding:
+    """DeepSpeed's shared-memory op for CPUs: without it every fresh home compiles one at the first training."""
+    what = "DeepSpeed"
+    package = _package("deepspeed")
+    if package is None:
+        return Finding(what, "problem", "it is not installed", "make install")
+    if has_gpu:
+        return Finding(what, "ok", "NCCL connects GPUs: nothing needs to be compiled")
+    if any((package / "ops" / "comm").glob("deepspeed_shm_comm_op*.so")):
+        return Finding(what, "ok", "its communication op is built; no compiler is needed")
+    missing = " and ".join(name for name in ("g++", "ninja") if shutil.which(name) is None)
+    said = "its communication op is not built: each fresh home compiles it at the first training"
+    return Finding(
+        what,
+        "problem" if missing else "warning",
+        f"{said}; without {missing} it fails"
+        if missing
+        else f"{said}, half a minute; killed in it, later starts hang",
+        "build it once, with g++, ninja and Python's headers: `DS_BUILD_SHM_COMM=1 pip install --force-reinstall "
+        "--no-deps --no-build-isolation -c constraints.txt deepspeed`, or anew: rm -rf .venv && make install",
+    )
+
+
+def _package(name: str) -> Path | None:
+    """Where an installed package lies, without importing it."""
+    found = importlib.util.find_spec(name)
+    locations = list(found.submodule_search_locations or ()) if found else []
+    return Path(locations[0]) if locations else None

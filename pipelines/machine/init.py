@@ -1,0 +1,222 @@
+"""`vitflow init`: look at a folder of images, choose a model that fits them and this machine, write a recipe.
+
+The recipe is an ordinary file for its reader to edit; nothing here is remembered.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+import shutil
+import statistics
+import tempfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+from rich.console import Console
+from rich.markup import escape
+
+from pipelines.recipe.load import load_pipeline
+from pipelines.spec import ModelSize, RecipeError
+
+if TYPE_CHECKING:
+    from ray_jobs.sources.readers.folder import Listing
+
+LOOKED_AT = 100  # images whose size is read, spread over the folder
+FEW_IMAGES = 10_000  # below this the paper's regime is transfer; a ViT from scratch overfits
+LEARNING_RATES = (3e-4, 1e-3, 3e-3)
+
+
+class Choice(NamedTuple):
+    """What `init` chose."""
+
+    resolution: int
+    model: ModelSize
+    batch_size: int
+    steps: int
+
+
+# (images at least this many pixels a side, resolution, model) for machines without and with a GPU; the first that fits
+CPU_CHOICES = (
+    (64, 64, ModelSize(patch_size=8, width=128, depth=6, num_heads=4)),
+    (32, 32, ModelSize(patch_size=4, width=128, depth=6, num_heads=4)),
+    (0, 16, ModelSize(patch_size=2, width=64, depth=4, num_heads=4)),
+)
+GPU_CHOICES = (
+    (160, 224, ModelSize(patch_size=16, width=384, depth=12, num_heads=6)),  # ViT-S/16
+    (64, 96, ModelSize(patch_size=8, width=384, depth=12, num_heads=6)),
+    (0, 32, ModelSize(patch_size=4, width=192, depth=12, num_heads=3)),
+)
+CPU_PASSES, GPU_PASSES = 60_000, 1_000_000  # images seen in one training, where 100 epochs are more
+
+
+def write_recipe(file: Path, images: Path, console: Console) -> None:
+    """Write `file`, saying what was found, chosen, and about how long it will take.
+
+    Raises:
+        RecipeError: the file exists, or the folder is none of the layouts that can be read.
+    """
+    from ray_jobs.sources.readers import folder
+
+    if file.exists():
+        raise RecipeError(f"{file} exists: give another name, or remove it")
+    if not file.parent.is_dir():
+        raise RecipeError(f"{file.parent} is not a folder: make it, or write the recipe elsewhere")
+    if file.suffix not in {".yaml", ".yml"}:
+        raise RecipeError(f"{file}: the name of a recipe ends in .yaml")
+    try:
+        with tempfile.TemporaryFile(dir=file.parent):  # fail before the slow part
+            pass
+    except OSError as error:
+        raise RecipeError(f"{file}: cannot write to {file.parent.resolve()}: {error.strerror}") from None
+    try:
+        listing = folder.scan(images.expanduser())
+    except ValueError as error:
+        raise RecipeError(str(error)) from None
+
+    def say(text: str) -> None:
+        console.print(escape(text), highlight=False, soft_wrap=True)
+
+    side = _typical_side(listing)
+    say(f"found {_found(listing)}")
+    gpus = _gpus()
+    machine = f"{gpus} GPU(s)" if gpus else f"{os.cpu_count()} CPU cores"
+    choice = _choose(side, len(listing.entries), gpus)
+    size = choice.model
+    say(
+        f"images are about {side} pixels a side; chose resolution {choice.resolution}, patches of {size.patch_size}, "
+        f"width {size.width}, depth {size.depth}, for {machine}"
+    )
+    _warn_of_small_sets(listing, say)
+    rate = _images_per_second(choice)
+    parallel = gpus or max(1, os.cpu_count() or 1)
+    trainings = -(-len(LEARNING_RATES) // parallel) + 1  # the sweep side by side, then the refit
+    minutes = trainings * choice.steps * choice.batch_size / rate / 60 + 1
+    say(
+        f"one training sees {choice.steps * choice.batch_size:,} images, measured at {rate:,.0f} images/s here: "
+        f"about {minutes:.0f} minutes in all"
+    )
+    file.write_text(_recipe(file, images, listing, choice), encoding="utf-8")
+    load_pipeline(str(file))  # what is written must be right
+    say(f"wrote {file}; next: vitflow run {file}")
+
+
+def _found(listing: Listing) -> str:
+    splits = sorted({entry.split for entry in listing.entries if entry.split})
+    counts = listing.counts()
+    smallest, largest = min(counts.values()), max(counts.values())
+    given = f"with given splits {', '.join(splits)}" if splits else "without given splits: they are drawn"
+    others = len(listing.ignored) + len(listing.special)
+    ignored = f"; {others} other files ignored" if others else ""
+    return f"{len(listing.entries)} images of {len(counts)} classes ({smallest} to {largest} each), {given}{ignored}"
+
+
+def _typical_side(listing: Listing) -> int:
+    """The median shorter side of some images, from their headers."""
+    from PIL import Image, UnidentifiedImageError
+
+    sides = []
+    for entry in listing.entries[:: max(1, len(listing.entries) // LOOKED_AT)]:
+        try:
+            with Image.open(f"{listing.root}/{entry.key}") as image:
+                sides.append(min(image.size))
+        except (OSError, UnidentifiedImageError, Image.DecompressionBombError):
+            continue  # ingest will quarantine it, with its reason
+    if not sides:
+        raise RecipeError(f"{listing.root}: none of the images that were looked at can be opened")
+    return round(statistics.median(sides))
+
+
+def _gpus() -> int:
+    """How many GPUs this machine has, without importing torch."""
+    if shutil.which("nvidia-smi") is None:
+        return 0
+    return len([path for path in Path("/dev").iterdir() if re.fullmatch(r"nvidia\d+", path.name)])
+
+
+def _choose(side: int, images: int, gpus: int) -> Choice:
+    _, resolution, model = next(
+        choice for choice in (GPU_CHOICES if gpus else CPU_CHOICES) if side >= choice[0]
+    )
+    batch_size = 64 if images < 5_000 else 256
+    passes = min(100 * images, GPU_PASSES if gpus else CPU_PASSES)
+    return Choice(resolution, model, batch_size, max(100, passes // batch_size))
+
+
+def _warn_of_small_sets(listing: Listing, say: Callable[[str], None]) -> None:
+    if len(listing.entries) < FEW_IMAGES:
+        root = shlex.quote(f"images.source.root={listing.root}")
+        say(
+            f"{len(listing.entries)} images are few: a ViT trained from scratch on them will be weak, often no better "
+            "than the pixel baselines that the report puts beside it; importing pretrained weights helps most: "
+            f"vitflow run finetune_imported --set {root} --set backbone.path=CHECKPOINT"
+        )
+
+
+def _images_per_second(choice: Choice) -> float:
+    """The speed of a training step here, measured on one GPU or one core."""
+    from ray_jobs.training.throughput import images_per_second
+
+    return images_per_second(choice.model, choice.resolution, choice.batch_size)
+
+
+def _shots(listing: Listing) -> Sequence[int]:
+    """The numbers of shots that the smallest class can serve (about 7 of 10 images are train)."""
+    trains = [entry for entry in listing.entries if entry.split in {None, "train"}]
+    share = 0.7 if all(entry.split is None for entry in listing.entries) else 1.0
+    smallest = min(sum(entry.label == label for entry in trains) for label in range(len(listing.class_names)))
+    return [shots for shots in (1, 5, 10, 25) if shots <= smallest * share] or [1]
+
+
+def _quoted(text: str) -> str:
+    """A YAML string; JSON's escapes of what lies beyond 16 bits would be two characters there."""
+    return json.dumps(text, ensure_ascii=False)
+
+
+def _recipe(file: Path, images: Path, listing: Listing, choice: Choice) -> str:
+    name = re.sub(r"[^a-z0-9_-]+", "-", file.stem.lower()).strip("-_0123456789") or "mine"
+    size, root = choice.model, images.expanduser().resolve()
+    return f"""\
+# Written by `vitflow init` for {len(listing.entries)} images of {len(listing.class_names)} classes. Edit it freely.
+#   vitflow run {file}
+name: {name[:40]}
+description: A ViT trained on {_quoted(root.name)}, beside baselines on pixels.
+
+stages:
+  images:
+    job: ingest
+    source: {{kind: folder, name: {_quoted(root.name)}, root: {_quoted(str(root))}}}
+
+  # A sweep over learning rates: dev chooses, train + dev are used for the last training, test is scored once.
+  vit:
+    job: finetune
+    data: images
+    model: {{patch_size: {size.patch_size}, width: {size.width}, depth: {size.depth}, num_heads: {size.num_heads}}}
+    resolution: {choice.resolution}
+    learning_rates: [{", ".join(f"{rate:g}" for rate in LEARNING_RATES)}]
+    steps: {choice.steps}
+    batch_size: {choice.batch_size}
+    augment: crop_flip
+    label_smoothing: 0.1
+
+  # How good are its features? A linear classifier on a few images of each class.
+  few_shot:
+    job: evaluate
+    data: images
+    backbone: vit
+    shots: [{", ".join(map(str, _shots(listing)))}]
+
+  # What it must beat.
+  pixels:
+    job: baselines
+    data: images
+    methods: [majority, k-NN, logistic regression]
+
+  report:
+    job: report
+    title: {_quoted(f"A ViT for {root.name}")}
+    of: [images, vit, few_shot, pixels]
+"""

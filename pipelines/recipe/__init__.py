@@ -1,0 +1,1 @@
+"""A recipe: YAML to a checked pipeline (`load`), matrices expanded (`matrix`), the stages' order (`pipeline`)."""

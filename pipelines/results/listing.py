@@ -1,0 +1,101 @@
+"""What `vitflow list` says of runs and of each kind of artifact: its columns, and everything for machines."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pipelines.spec import RecipeError, nearest
+from pipelines.store import Manifest, Store, all_manifests
+
+KINDS = {"datasets": "dataset", "models": "model", "evaluations": "evaluation", "reports": "report"}
+COLUMNS = {
+    "runs": ("run", "status", "stages", "created"),
+    "datasets": ("key", "stage", "name", "images", "classes", "finished", "run"),
+    "models": ("key", "stage", "job", "parameters", "accuracy", "finished", "run"),
+    "evaluations": ("key", "stage", "job", "task", "best", "finished", "run"),
+    "reports": ("key", "stage", "title", "finished", "run"),
+}
+
+
+def list_kind(store: Store, kind: str) -> list[dict[str, Any]]:
+    """A row each, oldest first, with the columns of COLUMNS and more.
+
+    Raises:
+        RecipeError: there is no such kind.
+    """
+    if kind == "runs":
+        return _runs(store)
+    if kind not in KINDS:
+        raise RecipeError(f"--kind {kind}: no such kind{nearest(kind, COLUMNS)}")
+    known = list(all_manifests(store))
+    names = {manifest.key: dataset_name(manifest) for manifest in known if manifest.kind == "dataset"}
+    described = {"datasets": _dataset, "models": _model, "evaluations": _evaluation, "reports": _report}[kind]
+    return [
+        {
+            "key": manifest.key,
+            "stage": manifest.stage,
+            "job": manifest.job,
+            **described(manifest, names),
+            "run": manifest.run,
+            "finished": manifest.finished[:19],
+            "user": manifest.user,
+            "content_digest": manifest.content_digest,
+            "bytes": sum(file.size for file in manifest.files),
+            "metrics": manifest.metrics,
+        }
+        for manifest in known
+        if manifest.kind == KINDS[kind]
+    ]
+
+
+def dataset_name(manifest: Manifest) -> str:
+    """What rows and reports call the images of an ingest."""
+    source = manifest.config.get("source", {})
+    return str(source.get("name") or source.get("kind", ""))
+
+
+def _runs(store: Store) -> list[dict[str, Any]]:
+    from pipelines.cluster.local import connect_running
+    from pipelines.engine.runs import run_status, runs
+
+    rows = []
+    for run in runs(store):
+        status = run_status(store, run, connect_running)
+        done = sum(stage["status"] in {"CACHED", "SUCCEEDED"} for stage in status["stages"])
+        rows.append(
+            {
+                "run": run,
+                "pipeline": status["pipeline"],
+                "status": status["status"],
+                "stages": f"{done}/{len(status['stages'])}",
+                "created": status["created"][:19],
+            }
+        )
+    return rows
+
+
+def _dataset(manifest: Manifest, names: dict[str, str]) -> dict[str, Any]:
+    counts = {name: manifest.metrics.get(name) for name in ("images", "classes")}
+    return {"name": names[manifest.key], **counts}
+
+
+def _model(manifest: Manifest, names: dict[str, str]) -> dict[str, Any]:
+    """`accuracy` says on which split: a pretraining knows only the one that it was watched on."""
+    accuracy = None
+    for split in ("test", "dev"):
+        value = manifest.metrics.get(f"{split}_accuracy")
+        if accuracy is None and isinstance(value, float):
+            accuracy = f"{value:.1%} {split}"
+    return {"parameters": manifest.metrics.get("parameters"), "accuracy": accuracy}
+
+
+def _evaluation(manifest: Manifest, names: dict[str, str]) -> dict[str, Any]:
+    """`best` is the highest of its mean accuracies: what to look at first, not a result."""
+    task = ", ".join(names.get(reference.key, "?") for reference in manifest.inputs.get("data", ()))
+    scores = {name: value for name, value in manifest.metrics.items() if isinstance(value, float)}
+    best = max(scores, key=lambda name: scores[name], default=None)
+    return {"task": task, "best": None if best is None else f"{scores[best]:.1%} {best}"}
+
+
+def _report(manifest: Manifest, names: dict[str, str]) -> dict[str, Any]:
+    return {"title": manifest.config.get("title")}

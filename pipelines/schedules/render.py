@@ -1,0 +1,136 @@
+"""A schedule for a timer of somebody else's: systemd, cron, Kubernetes. What they start is `vitflow schedule tick`.
+
+A tick is decided on in the store, so that it does no harm when a timer fires twice, or beside `schedule serve`.
+Nothing secret is written: keys and tokens come from where the timer's program keeps them.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+import sys
+from importlib.metadata import version
+
+import yaml
+
+from pipelines.engine.submission import is_loopback
+from pipelines.schedules.cron import kubernetes_cron, on_calendar
+from pipelines.schedules.schedule import Schedule
+from pipelines.spec import RecipeError
+from pipelines.store import Store
+
+DEADLINE_SECONDS = 600  # Kubernetes starts a tick's pod this late at most
+SECRET = "vitflow"  # noqa: S105 (the name of the Secret with the AWS keys and RAY_AUTH_TOKEN)
+
+
+def systemd(schedule: Schedule, store: Store) -> dict[str, str]:
+    """File name -> text of a service and its timer, for ~/.config/systemd/user or /etc/systemd/system."""
+    service = [
+        "[Unit]",
+        f"Description=vitflow schedule {schedule.name}",
+        "",
+        "[Service]",
+        "Type=oneshot",
+        "EnvironmentFile=-%h/.config/vitflow/environment",
+        *(f"Environment={_systemd_quoted(f'{name}={value}')}" for name, value in store.settings.items()),
+        f"ExecStart={' '.join(map(_systemd_quoted, _command(schedule, store)))}",
+        "Restart=on-failure",
+        "RestartSec=60",
+        "RestartPreventExitStatus=2",
+    ]
+    if _is_local(schedule):
+        service.append("KillMode=process")  # the local Ray outlives the command that starts it
+    timer = [
+        "[Unit]",
+        f"Description=vitflow schedule {schedule.name}: {schedule.cron} {schedule.timezone}",
+        "",
+        "[Timer]",
+        *(f"OnCalendar={line}" for line in on_calendar(schedule.cron, schedule.timezone)),
+        "AccuracySec=1s",
+        "Persistent=true",
+        "",
+        "[Install]",
+        "WantedBy=timers.target",
+    ]
+    name = f"vitflow-{schedule.name}"
+    return {f"{name}.service": "\n".join(service) + "\n", f"{name}.timer": "\n".join(timer) + "\n"}
+
+
+def crontab(schedule: Schedule, store: Store) -> dict[str, str]:
+    """File name -> lines for `crontab -e`."""
+    command = shlex.join(_command(schedule, store)).replace("%", r"\%")
+    lines = [
+        f"# vitflow schedule {schedule.name}. CRON_TZ is cronie's; Debian's cron goes by the machine's time zone.",
+        f"CRON_TZ={schedule.timezone}",
+        *(f"{name}={value}" for name, value in store.settings.items()),
+        f"{schedule.cron} {command}",
+    ]
+    return {f"vitflow-{schedule.name}.crontab": "\n".join(lines) + "\n"}
+
+
+def kubernetes(schedule: Schedule, store: Store, image: str | None = None) -> dict[str, str]:
+    """File name -> YAML of a batch/v1 CronJob.
+
+    Args:
+        image: with vitflow in it; by default vitflow:<version of this one>.
+
+    Raises:
+        RecipeError: a pod would not find the schedule's cluster or store, or the name is none to Kubernetes.
+    """
+    if _is_local(schedule):
+        raise RecipeError(
+            f"{schedule.name} runs on the local Ray, which would end with the pod: "
+            "give the cluster's address, `schedule add ... --address http://HOST:8265`"
+        )
+    if not store.uri.startswith("s3://"):
+        raise RecipeError(f"--store {store.uri}: a pod does not see this folder: use s3://bucket/prefix")
+    if not re.fullmatch(r"[a-z0-9-]*[a-z0-9]", schedule.name):
+        better = schedule.name.replace("_", "-").rstrip("-")
+        raise RecipeError(f"{schedule.name!r} is no name to Kubernetes: add the schedule as {better!r}")
+    name = f"vitflow-{schedule.name}"
+    container = {
+        "name": "tick",
+        "image": image or f"vitflow:{version('vitflow')}",
+        "command": ["vitflow", *_arguments(schedule, store)],
+        "env": [{"name": key, "value": value} for key, value in store.settings.items()],
+        "envFrom": [{"secretRef": {"name": SECRET}}],
+        "resources": {"requests": {"cpu": "250m", "memory": "512Mi"}, "limits": {"memory": "1Gi"}},
+        "securityContext": {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}},
+    }
+    pod = {
+        "restartPolicy": "Never",
+        "securityContext": {"runAsNonRoot": True, "seccompProfile": {"type": "RuntimeDefault"}},
+        "containers": [container],
+    }
+    cron_job = {
+        "apiVersion": "batch/v1",
+        "kind": "CronJob",
+        "metadata": {"name": name, "labels": {"app.kubernetes.io/name": "vitflow"}},
+        "spec": {
+            "schedule": kubernetes_cron(schedule.cron),
+            "timeZone": schedule.timezone,
+            "concurrencyPolicy": "Forbid",
+            "startingDeadlineSeconds": DEADLINE_SECONDS,
+            "jobTemplate": {"spec": {"backoffLimit": 3, "template": {"spec": pod}}},
+        },
+    }
+    return {f"{name}.yaml": yaml.safe_dump(cron_job, sort_keys=False)}
+
+
+def _is_local(schedule: Schedule) -> bool:
+    return schedule.address is None or is_loopback(schedule.address)
+
+
+def _command(schedule: Schedule, store: Store) -> list[str]:
+    """Absolute: timers have no PATH to speak of."""
+    return [sys.executable, "-m", "pipelines", *_arguments(schedule, store)]
+
+
+def _arguments(schedule: Schedule, store: Store) -> list[str]:
+    return ["schedule", "tick", schedule.name, "--store", store.uri]
+
+
+def _systemd_quoted(text: str) -> str:
+    """One word of a unit file, none of whose characters means anything."""
+    escaped = text.replace("\\", "\\\\").replace('"', '\\"').replace("%", "%%").replace("$", "$$")
+    return escaped if re.fullmatch(r"[\w@:./,=+%$-]+", text) else f'"{escaped}"'

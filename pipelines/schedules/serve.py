@@ -1,0 +1,95 @@
+"""`schedule serve`: attends to all schedules of a store while it runs. It keeps no state and listens on no port.
+
+It waits by the monotonic clock, at most LOOK_SECONDS, and then decides by the store and the current wall clock, so
+setting the clock forward or back makes no difference.
+"""
+
+from __future__ import annotations
+
+import signal
+import time
+import traceback
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+
+from pipelines.cluster.jobs_client import ClusterUnreachable
+from pipelines.cluster.local import LocalRayError
+from pipelines.schedules.schedule import Schedule, all_schedules, attend
+from pipelines.store import Store, StoreError
+
+LOOK_SECONDS = 10.0  # between two looks at the store: for schedules that others change, for drivers that died
+GRACE = timedelta(seconds=60)  # a tick that is older was missed
+THREADS = 32  # schedules attended to at once: a cluster that does not answer takes ten seconds
+
+
+class _Server:
+    """Attends to schedules, each in a thread, to none twice at once."""
+
+    def __init__(self, store: Store, token_file: Path | None, say: Callable[[str], None]) -> None:
+        self.store, self.token_file, self.say = store, token_file, say
+        self.served: dict[str, Schedule] = {}
+        self.attending: dict[str, Future[None]] = {}
+        self.said: dict[str, str] = {}
+
+    def look(self, now: datetime, threads: ThreadPoolExecutor) -> float:
+        """Attend to the schedules that are active; returns the seconds until the next look."""
+        try:
+            active = {found.name: found for found in all_schedules(self.store) if found.state == "active"}
+        except StoreError as error:
+            self._say_once("", f"no schedules can be read: {error}")
+            return LOOK_SECONDS
+        self.said.pop("", None)
+        ticks = {name: next(schedule.next_ticks(now)) for name, schedule in active.items()}
+        for name in self.served.keys() - active.keys():
+            self.say(f"{name}: no longer served")
+        for name, schedule in active.items():
+            if self.served.get(name) != schedule:
+                line = f"{schedule.cron} {schedule.timezone}, next {ticks[name]:%Y-%m-%d %H:%M:%S} UTC"
+                self.say(f"{name}: {line}")
+            if name not in self.attending or self.attending[name].done():
+                self.attending[name] = threads.submit(self._attend, name, now)
+        self.served = active
+        return min([LOOK_SECONDS, *((tick - now).total_seconds() for tick in ticks.values())])
+
+    def _attend(self, name: str, now: datetime) -> None:
+        """Attend to one schedule; what goes wrong with it is said, and tried again at the next look."""
+        try:
+            for line in attend(self.store, name, now, self.token_file, GRACE):
+                self._say_once(name, line)
+        except (StoreError, ClusterUnreachable, LocalRayError, ValueError) as error:
+            self._say_once(name, f"{error}; will be tried again")
+        except Exception:  # a bug here must not end the other schedules, nor go unseen
+            traceback.print_exc()
+
+    def _say_once(self, name: str, line: str) -> None:
+        if self.said.get(name) != line:
+            self.said[name] = line
+            self.say(f"{name}: {line}" if name else line)
+
+
+def _utc() -> datetime:
+    return datetime.now(UTC)
+
+
+def serve(
+    store: Store, token_file: Path | None, say: Callable[[str], None], clock: Callable[[], datetime] = _utc
+) -> None:
+    """Attend to the store's schedules until SIGTERM or SIGINT; the runs' drivers are jobs and go on.
+
+    Args:
+        token_file: with the token of the clusters at the schedules' addresses.
+        say: told one line for each thing that happens.
+        clock: returns the current time, UTC; called once per look.
+    """
+    server = _Server(store, token_file, say)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    say(f"serving {store.uri}")
+    with ThreadPoolExecutor(THREADS) as threads:
+        try:
+            while True:
+                time.sleep(server.look(clock(), threads))  # by the monotonic clock
+        except KeyboardInterrupt:
+            say("ending; runs go on")
+            threads.shutdown(cancel_futures=True)

@@ -1,0 +1,205 @@
+"""A store in a local folder: create-only by hard links, durable by fsync."""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import os
+import secrets
+import shutil
+import stat
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from pipelines.store import (
+    FileEntry,
+    Layout,
+    Staging,
+    StoreAbsent,
+    StoreDamaged,
+    StoreError,
+    StoreUnreachable,
+    complete,
+    identify,
+    inside,
+    job_settings,
+    read_or_damage,
+    too_large,
+)
+from pipelines.store.file_checks import fault, size_fault
+
+_NO_LINKS = {errno.EPERM, errno.EXDEV, errno.ENOSYS, errno.EOPNOTSUPP}
+_NO_ANSWER = {errno.ESTALE, errno.ETIMEDOUT, errno.EHOSTDOWN}  # of a file server, which may answer later
+
+
+class FolderStore:
+    """See `pipelines.store.Store`.
+
+    Raises:
+        StoreError: the folder can't be made, written, or has no hard links; or is a store of another layout.
+    """
+
+    def __init__(self, root: Path, *, create: bool = True) -> None:
+        self.root = root
+        self.uri = str(root)
+        self.settings = job_settings()  # a stage may read files there
+        self.id = identify(self, create)
+
+    def read(self, name: str, limit: int | None = None) -> bytes | None:
+        try:
+            status = (self.root / name).lstat()
+            if stat.S_ISLNK(status.st_mode):
+                raise StoreDamaged(
+                    f"{self.root}/{name} is damaged: it is a symbolic link, which a store never contains"
+                )
+            if not stat.S_ISREG(status.st_mode):
+                raise StoreDamaged(f"{self.root}/{name} is damaged: it is not a file")
+            if limit is not None and status.st_size > limit:
+                raise too_large(f"{self.root}/{name}", status.st_size, limit)
+            return (self.root / name).read_bytes()
+        except (FileNotFoundError, NotADirectoryError):
+            if name != Layout.STORE:
+                self._require()
+            return None
+        except OSError as error:
+            raise self._refused("read", name, error, StoreDamaged) from None
+
+    def read_all(self, names: Sequence[str], limit: int | None = None) -> list[bytes | StoreDamaged | None]:
+        return [read_or_damage(self, name, limit) for name in names]
+
+    def _require(self) -> None:
+        """Raise StoreAbsent if the store was deleted: a folder made there now would look like a store."""
+        if not (self.root / Layout.STORE).exists():
+            raise StoreAbsent(f"{self.root} is no longer a store: its {Layout.STORE} was deleted")
+
+    def _refused(self, verb: str, name: str, error: OSError, kind: type[StoreError]) -> StoreError:
+        """The error for an operation that the file system refused: of this kind, unless it may answer later."""
+        hint = " (a store needs a file system with hard links)" if error.errno in _NO_LINKS else ""
+        kind = StoreUnreachable if error.errno in _NO_ANSWER else kind
+        return kind(f"{self.root}: can't {verb} {name}: {error.strerror}{hint}")
+
+    def read_range(self, name: str, start: int, length: int) -> bytes:
+        try:
+            with (self.root / name).open("rb") as file:
+                file.seek(start)
+                data = file.read(length)
+        except OSError as error:
+            raise self._refused("read", name, error, StoreError) from None
+        return complete(f"{self.root}/{name}", data, start, length)
+
+    def create(self, name: str, data: bytes) -> bool:
+        path = self.root / name
+        if name != Layout.STORE:
+            self._require()
+        temporary = path.parent / f".{path.name}.{secrets.token_hex(8)}.tmp"
+        try:
+            _make_folders(path.parent)
+            try:
+                with temporary.open("xb") as file:
+                    file.write(data)
+                    file.flush()
+                    os.fsync(file.fileno())
+                is_first = _link(temporary, path)
+            finally:
+                temporary.unlink(missing_ok=True)
+            _sync_folder(path.parent)
+        except OSError as error:
+            raise self._refused("write", name, error, StoreError) from None
+        return is_first or self.read(name) == data
+
+    def names(self, folder: str) -> list[str]:
+        try:
+            return sorted(
+                entry.name for entry in os.scandir(self.root / folder) if not entry.name.startswith(".")
+            )
+        except (FileNotFoundError, NotADirectoryError):
+            return []
+        except OSError as error:
+            raise self._refused("list", folder, error, StoreError) from None
+
+    def digest(self, name: str) -> tuple[int, str] | None:
+        if (self.root / name).exists() and not (self.root / name).is_file():
+            raise StoreDamaged(f"{self.root}/{name} is damaged: it is not a file")
+        try:
+            with (self.root / name).open("rb") as file:
+                return os.fstat(file.fileno()).st_size, hashlib.file_digest(file, "sha256").hexdigest()
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+        except OSError as error:
+            raise self._refused("read", name, error, StoreDamaged) from None
+
+    def check_sizes(self, folder: str, files: Iterable[FileEntry]) -> None:
+        self._check(folder, files, size_fault)
+
+    def local(self, folder: str, files: Iterable[FileEntry]) -> Path:
+        self._check(folder, files, fault)
+        return self.root / folder
+
+    def _check(
+        self, folder: str, files: Iterable[FileEntry], check: Callable[[Path, FileEntry], str | None]
+    ) -> None:
+        for entry in files:
+            if (wrong := check(inside(self.root / folder, entry.path), entry)) is not None:
+                raise StoreDamaged(f"{self.root}/{folder}/{entry.path} is damaged: it {wrong}")
+
+    @contextmanager
+    def staging(self, folder: str) -> Iterator[Staging]:
+        target = self.root / folder
+        self._require()
+        _make_folders(target)
+        temporary = target / f".staging-{secrets.token_hex(8)}"
+        temporary.mkdir()
+        try:
+            staging = Staging(temporary)
+            yield staging
+            self._require()
+            staging.files = tuple(
+                _move_durably(path, temporary, target)
+                for path in sorted(temporary.rglob("*"))
+                if path.is_file()
+            )
+        except OSError:
+            self._require()  # if the store was deleted meanwhile, say that
+            raise
+        finally:
+            if temporary.exists():
+                shutil.rmtree(temporary)
+
+
+def _make_folders(path: Path) -> None:
+    """mkdir -p whose new folders survive a power cut."""
+    if not path.is_dir():
+        _make_folders(path.parent)
+        path.mkdir(exist_ok=True)
+        _sync_folder(path.parent)
+
+
+def _link(temporary: Path, path: Path) -> bool:
+    """Give a file its name unless the name is taken; rename would overwrite, and O_EXCL would show half a file."""
+    try:
+        os.link(temporary, path)
+    except FileExistsError:
+        return False
+    return True
+
+
+def _sync_folder(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _move_durably(path: Path, staging: Path, target: Path) -> FileEntry:
+    with path.open("rb") as file:
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
+        os.fsync(file.fileno())
+    relative = path.relative_to(staging)
+    size = path.stat().st_size
+    final = target / relative
+    _make_folders(final.parent)
+    path.rename(final)
+    _sync_folder(final.parent)
+    return FileEntry(path=relative.as_posix(), size=size, sha256=digest)

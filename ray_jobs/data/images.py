@@ -1,0 +1,292 @@
+"""One image as it comes from a source: what it is, whether it can be used, and hashes by which copies are found.
+
+In: a file's bytes, or pixels. Out: `Facts`, after the image was decoded completely, once.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import numpy as np
+import simplejpeg
+from numpy.typing import NDArray
+from PIL import Image, ImageOps, UnidentifiedImageError
+
+from ray_jobs.data.jpeg import plain_jpeg
+from vit_model.preprocessing import FORMATS, MAX_PIXELS, MODES, flatten
+
+MAX_SCANS = 500  # of a JPEG; programs write 10 or so, a film behind it may look like 100
+_START_OF_SCAN = b"\xff\xda"
+STORED_QUALITY = 95  # of what is stored smaller
+_HASHED_SIDE = 64  # pixels at least, where the image has them
+
+_SIDE = 32  # pixels a side of what a perceptual hash looks at
+_COSINES = np.round(
+    1024 * np.cos(np.pi * np.arange(1, 9)[:, None] * (2 * np.arange(_SIDE) + 1) / (2 * _SIDE))
+)
+_SIGNS = np.array([-1, 1] * 4)  # of the frequencies 1..8 when their axis is reversed
+_CUT = (0.025, 0.09, 0.125)  # off each end of a side: .95, .82 and .75 are left
+_BORDER = 16  # grey levels by which a border of one colour may vary, as JPEG leaves it
+
+
+class Hashes(NamedTuple):
+    """Perceptual hashes of an image and of some of its views, see `hashes`."""
+
+    phash: int
+    phash_mirrored: int
+    phash_flipped: int
+    phash_rotated: int
+    phash_crop95: int
+    phash_crop82: int
+    phash_crop75: int
+    phash_inside: int
+    phash_on_black: int
+
+
+class Facts(NamedTuple):
+    """What a decoded image is; width and height are those after its turning by EXIF."""
+
+    format: str
+    """"jpeg", "png", ...; "raw" for pixels."""
+    width: int
+    height: int
+    channels: int
+    """1: grey, else 3."""
+    hashes: Hashes
+
+    def columns(self) -> dict[str, Any]:
+        """The facts as columns of the index, each hash its own."""
+        return {name: value for name, value in self._asdict().items() if name != "hashes"} | (
+            self.hashes._asdict()
+        )
+
+
+def examine(data: bytes) -> Facts:
+    """Decode an image file completely. What passes is what `vit_model.preprocessing.load_image` reads.
+
+    Raises ValueError with a short reason: "empty file", "not an image", "too many pixels (bomb)", "too many scans
+    (bomb)", "pixels of Pillow's mode F, not 8 or 16 bits a channel", "truncated", "damaged". Of an animation the first
+    frame counts.
+    """
+    if not data:
+        raise ValueError("empty file")
+    with _told():
+        form, size, channels, grey, on_black = _plain(data) or _any(data)
+        return Facts(form, *size, channels, hashes(grey, on_black))
+
+
+def shrunk(data: bytes, facts: Facts, short_side: int) -> tuple[bytes, Facts]:
+    """An image file whose shorter side has at most so many pixels, and its facts, but for the hash, which stays.
+
+    A larger one is resized, bilinear and antialiased as evaluation does it, and becomes a JPEG of quality 95, upright
+    and without transparency; any other is itself. Raises ValueError as `examine`.
+    """
+    if min(facts.width, facts.height) <= short_side:
+        return data, facts
+    with _told(), Image.open(io.BytesIO(data), formats=FORMATS) as image:
+        flat = flatten(image)
+        width, height = (round(side * short_side / min(flat.size)) for side in flat.size)
+        file = io.BytesIO()
+        flat.resize((width, height), Image.Resampling.BILINEAR).save(file, "JPEG", quality=STORED_QUALITY)
+    return file.getvalue(), facts._replace(format="jpeg", width=width, height=height)
+
+
+@contextmanager
+def _told() -> Iterator[None]:
+    """Whatever Pillow raises in the block is a ValueError with a short reason; what it warns of is silent."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            warnings.simplefilter("error", Image.DecompressionBombWarning)
+            yield
+    except _RefusedError:
+        raise
+    # Pillow's readers raise whatever their parsing trips over (struct.error, SyntaxError, EOFError, ...),
+    # and one bad file must become one line of quarantine.
+    except Exception as error:
+        raise ValueError(_reason(error)) from error
+
+
+class _RefusedError(ValueError):
+    """An image that is not even decoded."""
+
+
+# format, (width, height), channels, the grey image, and the same on black if something is transparent
+_Seen = tuple[str, tuple[int, int], int, NDArray[np.uint8], NDArray[np.uint8] | None]
+
+
+def _plain(data: bytes) -> _Seen | None:
+    """A JPEG of nothing unusual, in a third of Pillow's time; None: let Pillow decode.
+
+    libjpeg reads every coefficient, and the least warning leaves the image to Pillow. What is hashed needs no more than
+    a fraction of the pixels, which the same coefficients give.
+    """
+    jpeg = plain_jpeg(data)
+    if (
+        jpeg is None
+        or jpeg.height * jpeg.width > MAX_PIXELS
+        or not (jpeg.in_one_scan or _has_few_scans(data))
+    ):
+        return None
+    try:
+        grey = simplejpeg.decode_jpeg(
+            data, "GRAY", min_height=_HASHED_SIDE, min_width=_HASHED_SIDE, strict=True
+        )
+    except ValueError:
+        return None
+    return "jpeg", (jpeg.width, jpeg.height), jpeg.channels, grey[:, :, 0], None
+
+
+def _any(data: bytes) -> _Seen:
+    with Image.open(io.BytesIO(data), formats=FORMATS) as image:
+        if image.width * image.height > MAX_PIXELS:
+            raise _RefusedError("too many pixels (bomb)")
+        if image.mode not in MODES:
+            raise _RefusedError(f"pixels of Pillow's mode {image.mode}, not 8 or 16 bits a channel")
+        # several JPEGs in one file, of which the first counts, are a format of its own to Pillow
+        form = "jpeg" if image.format == "MPO" else (image.format or "").lower()
+        if form == "jpeg" and not _has_few_scans(data):
+            raise _RefusedError("too many scans (bomb)")
+        flat = flatten(image)
+        on_black = _on_black(image)
+    return form, flat.size, 1 if flat.mode == "L" else 3, np.asarray(flat.convert("L")), on_black
+
+
+def _on_black(image: Image.Image) -> NDArray[np.uint8] | None:
+    """A decoded image in grey and upright, on black; None: it has no transparent part."""
+    if not image.has_transparency_data:
+        return None
+    image = ImageOps.exif_transpose(image).convert("RGBA")
+    if image.getchannel("A").getextrema() == (255, 255):
+        return None
+    return np.asarray(Image.alpha_composite(Image.new("RGBA", image.size, "black"), image).convert("L"))
+
+
+def _has_few_scans(data: bytes) -> bool:
+    """Every scan of a progressive JPEG goes over all its pixels, and may be a few bytes long."""
+    return data.count(_START_OF_SCAN) <= MAX_SCANS
+
+
+def examine_pixels(pixels: NDArray[np.uint8]) -> Facts:
+    """The facts of raw pixels, uint8 [h, w, 1 or 3]. Raises ValueError for another shape."""
+    if pixels.dtype != np.uint8 or pixels.ndim != 3 or pixels.shape[2] not in (1, 3) or not pixels.size:
+        raise ValueError(f"pixels are {pixels.dtype} {list(pixels.shape)}, not uint8 [h, w, 1 or 3]")
+    height, width, channels = pixels.shape
+    grey = pixels[:, :, 0] if channels == 1 else np.asarray(Image.fromarray(pixels).convert("L"))
+    return Facts("raw", width, height, channels, hashes(grey))
+
+
+def content_id(sha256: bytes) -> str:
+    """Identity of an image's bytes alone, from their sha256: copies of one image under several names share it."""
+    return sha256.hex()[:32]
+
+
+def sample_id(sha256: bytes, key: str) -> str:
+    """Identity of one sample, from its bytes' sha256 and its name in the source, which tells copies apart."""
+    return hashlib.sha256(sha256 + key.encode()).hexdigest()[:32]
+
+
+def hashes(grey: NDArray[np.uint8], on_black: NDArray[np.uint8] | None = None) -> Hashes:
+    """Return perceptual hashes, 64 bits each, from grey pixels [h, w]: near-copies differ in a few bits.
+
+    Each compares the frequencies 1..8 by 1..8 of a cosine transform at 32 x 32 pixels with their median
+    (Zauner, "Implementation and benchmarking of perceptual image hash functions", 2010):
+
+    - `phash` of the image itself;
+    - `phash_mirrored`, `phash_flipped`, `phash_rotated` of the image mirrored left to right, top to bottom, and rotated
+      by 90 degrees counterclockwise. The transform gives them: a reversed axis changes the sign of its odd frequencies.
+      For each of the eight ways to rotate and mirror a rectangle, one of these four hashes of an image equals one of
+      the four of the other: mirrored against flipped is rotated by 180 degrees, and so on;
+    - `phash_crop95`, `..82` and `..75` of the middle of the image: that share of each side. Their ratios to each other
+      and to the whole (.95, .91, .86, .82, .79, .75) cover every centred crop that leaves three quarters of each side;
+    - `phash_inside` of the part inside a border of one colour;
+    - `phash_on_black` of `on_black`, the image on black if part of it is transparent (the others see it on white).
+
+    0 means no hash: the view is one flat colour, there is no border, nothing is transparent, or, except for `phash`,
+    a side has fewer than 32 pixels (different small images look alike in so many views). All numbers are integers that
+    float64 holds exactly, so every machine gets the same bits. benchmarks/near_copies.py measures which copies are
+    found.
+    """
+    image = Image.fromarray(grey)
+    whole = _frequencies(image)
+    height, width = grey.shape
+    views = np.zeros((len(Hashes._fields), *whole.shape))  # in their order; 0 where there is none
+    views[0] = whole
+    if min(height, width) >= _SIDE:
+        views[1:4] = whole * _SIGNS, whole * _SIGNS[:, None], whole.T * _SIGNS[:, None]
+        factors = (max(1, width // _HASHED_SIDE), max(1, height // _HASHED_SIDE))
+        small = np.asarray(image.reduce(factors), np.float64)
+        right, bottom = width / factors[0], height / factors[1]  # the last pixels may be narrower
+        for number, cut in enumerate(_CUT, start=4):
+            views[number] = _seen(small, (cut * right, cut * bottom, (1 - cut) * right, (1 - cut) * bottom))
+        if (border := _border(small)) is not None:
+            views[7] = _seen(small, border)
+        if on_black is not None:
+            views[8] = _frequencies(Image.fromarray(on_black))
+    found = views.reshape(len(views), -1)
+    # > the median, without its half: 32 bits are set unless values are equal
+    bits = found > np.partition(found, 31)[:, 31:32]
+    return Hashes._make(np.packbits(bits, axis=1).view(">u8")[:, 0].tolist())
+
+
+def _frequencies(grey: Image.Image) -> NDArray[np.float64]:
+    """The frequencies 1..8 by 1..8 [8, 8] of a grey image at 32 x 32 pixels."""
+    small = np.asarray(grey.resize((_SIDE, _SIDE), Image.Resampling.BOX), np.float64)
+    return np.asarray(_COSINES @ (small * _SIDE**2 - small.sum()) @ _COSINES.T)
+
+
+_Box = tuple[float, float, float, float]  # left, top, right, bottom
+
+
+def _seen(grey: NDArray[np.float64], box: _Box) -> NDArray[np.float64]:
+    """The frequencies 1..8 by 1..8 [8, 8] of a part of a grey image [h, w]."""
+    left, top, right, bottom = box
+    height, width = grey.shape
+    return np.asarray(_cosines(height, top, bottom) @ grey @ _cosines(width, left, right).T)
+
+
+@lru_cache(4096)
+def _cosines(number: int, start: float, end: float) -> NDArray[np.float64]:
+    """The frequencies 1..8 of [start, end] of `number` pixels: integers [8, number]; each row sums to 0."""
+    edges = np.clip(np.arange(number + 1), start, end)
+    covered, middle = np.diff(edges), (edges[1:] + edges[:-1]) / 2
+    rows = covered * np.cos(np.pi * np.arange(1, 9)[:, None] * (middle - start) / (end - start))
+    rows = np.round(2**14 * (rows - covered * rows.sum(1, keepdims=True) / (end - start)))
+    rows[:, covered.argmax()] -= rows.sum(1)  # the rounding error: a flat image must give 0
+    return np.asarray(rows)
+
+
+def _border(grey: NDArray[np.float64]) -> _Box | None:
+    """The box inside a border with the colour of the first or the last corner; None: there is no border.
+
+    None, too, if the box has fewer than 16 pixels on a side.
+    """
+    height, width = grey.shape
+    box: list[float] = [0, 0, width, height]
+    for corner, first, order in ((grey[0, 0], 0, 1), (grey[-1, -1], 2, -1)):
+        differs = np.abs(grey - corner)
+        for axis in (0, 1):
+            start = int((differs.max(axis)[::order] > _BORDER).argmax())
+            if start > 0:
+                # a line that is partly border differs that much less from the border than the next line
+                lines = differs.sum(axis)[::order]
+                share = lines[start] / lines[min(start + 1, len(lines) - 1)].clip(1)
+                box[first + axis] += order * (start + 1 - min(float(share), 1.0))
+    left, top, right, bottom = box
+    is_border = box != [0, 0, width, height] and min(right - left, bottom - top) >= _SIDE // 2
+    return (left, top, right, bottom) if is_border else None
+
+
+def _reason(error: Exception) -> str:
+    if isinstance(error, UnidentifiedImageError):
+        return "not an image"
+    if isinstance(error, (Image.DecompressionBombError, Image.DecompressionBombWarning)):
+        return "too many pixels (bomb)"
+    message = str(error).lower()
+    return "truncated" if "truncated" in message or isinstance(error, EOFError) else "damaged"

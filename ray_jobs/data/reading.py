@@ -1,0 +1,260 @@
+"""The bytes of a dataset's images: from files of this machine, or from S3 by ranges through a cache on its disk.
+
+In: rows of a dataset's index, which say where each image's bytes are and what their checksum is. Out: those bytes, or
+`DamagedError` where storage gives others, however often it is asked.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+from collections import OrderedDict
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import cached_property
+from hashlib import sha256
+from itertools import pairwise
+from pathlib import Path
+from threading import Lock
+from typing import NamedTuple, Protocol, Self
+
+import numpy as np
+import pyarrow as pa
+import xxhash
+from numpy.lib.stride_tricks import sliding_window_view
+from numpy.typing import NDArray
+
+from pipelines.store import Store, StoreError, StoreUnreachable
+from ray_jobs.data.cache import Cache, Descriptor
+from ray_jobs.data.decode import DamagedError, Stored
+
+PIECE_BYTES = 16 * 2**20  # what is asked of S3 at once; its own advice is 8 to 16 MB
+_GAP = 2**20  # bytes between two images that are rather read than asked for around
+_TRIES = 3
+_THREADS = 8  # requests at once
+_OPEN = 32  # pieces that are held open: so much of the disk may be in use beyond the cache's budget
+
+
+class Shards(Protocol):
+    """Where the shards of a dataset lie: whole files of this machine, or pieces of them in a cache."""
+
+    names: list[str]
+
+    @property
+    def cache(self) -> Cache | None:
+        """What keeps the pieces; None: the files are there."""
+
+    def open(self, shard: int, start: int, end: int, again: bool) -> tuple[Descriptor, int]:
+        """A file that has the bytes [start, end) of a shard, and where in the shard it begins; with `again` not one
+        that was opened before. Raises OSError or ValueError where there is none."""
+
+
+class LocalShards:
+    """Shards in a folder."""
+
+    def __init__(self, folder: Path, files: list[str]) -> None:
+        self.cache = None
+        self.names = [str(folder / file) for file in files]
+
+    def open(self, shard: int, start: int, end: int, again: bool) -> tuple[Descriptor, int]:
+        return Descriptor(self.names[shard]), 0
+
+
+class RemoteShards:
+    """Shards in a store, of which pieces are kept in a cache on this machine."""
+
+    def __init__(self, store: Store, names: list[str], cache: Cache) -> None:
+        self._store, self.names, self.cache = store, names, cache
+
+    def open(self, shard: int, start: int, end: int, again: bool) -> tuple[Descriptor, int]:
+        shard_name = self.names[shard]
+        name = f"{sha256(f'{self._store.id}/{shard_name}'.encode()).hexdigest()[:32]}/{start}-{end}"
+        if again:
+            self.cache.drop(name)
+        return self.cache.open(name, lambda: self._store.read_range(shard_name, start, end - start)), start
+
+
+def pieces(rows: pa.Table) -> NDArray[np.int64]:
+    """The number of each row's piece, [n]: images that lie together in a shard, within `PIECE_BYTES`.
+
+    Pieces are numbered by where they lie. They follow from the rows alone, wherever the shards are.
+    """
+    if not len(rows):
+        return np.empty(0, np.int64)
+    shard, start, length = (rows[name].to_numpy().astype(np.int64) for name in ("shard", "offset", "length"))
+    order = np.lexsort((start, shard))
+    shard, start, end = shard[order], start[order], (start + length)[order]
+    apart = (np.diff(shard) != 0) | (start[1:] - end[:-1] > _GAP)
+    runs = [0, *(np.flatnonzero(apart) + 1).tolist(), len(rows)]
+    is_first = np.zeros(len(rows), bool)
+    for at, stop in pairwise(runs):
+        while at < stop:
+            is_first[at] = True
+            at = max(at + 1, at + int(np.searchsorted(end[at:stop], start[at] + PIECE_BYTES, "right")))
+    numbers = np.empty(len(rows), np.int64)
+    numbers[order] = np.cumsum(is_first) - 1
+    return numbers
+
+
+class _Opened(NamedTuple):
+    file: Descriptor
+    begin: int
+
+
+class Reader:
+    """The bytes of the images of `rows`, checked, for several threads at once. Rows are spoken of by number."""
+
+    def __init__(self, shards: Shards, rows: pa.Table) -> None:
+        self._shards = shards
+        self._key, self._format = (rows[name].combine_chunks() for name in ("key", "format"))
+        self._size = np.stack([rows[name].to_numpy() for name in ("width", "height", "channels")], axis=1)
+        self.shard, self.offset, self.length = (
+            rows[name].to_numpy().astype(np.int64) for name in ("shard", "offset", "length")
+        )
+        self._checksum = rows["checksum"].to_numpy()
+        self._piece = self.shard if shards.cache is None else pieces(rows)
+        self._opened: OrderedDict[int, _Opened] = OrderedDict()
+        self._asked: dict[int, Future[None]] = {}
+        self._mapped: dict[int, tuple[int, NDArray[np.uint8]]] = {}
+        self._lock = Lock()
+        self._pool = ThreadPoolExecutor(_THREADS)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close what is open."""
+        self._pool.shutdown(cancel_futures=True)
+        self._opened.clear()
+        self._mapped.clear()
+
+    @cached_property
+    def _bounds(self) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
+        """(shard, start, end) of each piece."""
+        order = np.lexsort((self.offset, self._piece))
+        piece = self._piece[order]
+        first = np.flatnonzero(np.diff(piece, prepend=-1))
+        last = np.append(first[1:], len(piece)) - 1
+        shape = int(piece[-1]) + 1
+        found = np.zeros((3, shape), np.int64)
+        found[:, piece[first]] = (
+            self.shard[order[first]],
+            self.offset[order[first]],
+            self.offset[order[last]] + self.length[order[last]],
+        )
+        return found[0], found[1], found[2]
+
+    def check_room(self, needed: int | None, hint: str) -> None:
+        """Raise ValueError where so many bytes (None: all) do not fit into the cache of this machine."""
+        if (cache := self._shards.cache) is None:
+            return
+        every = int((self._bounds[2] - self._bounds[1]).sum())
+        if (needed := every if needed is None else min(needed, every)) > cache.budget:
+            raise ValueError(
+                f"cache_gib {cache.budget / 2**30:.3g} is less than the {needed / 2**30:.3g} GiB of images that are "
+                f"read from S3 again and again: {hint}"
+            )
+
+    def metrics(self) -> dict[str, float | int]:
+        """Of the cache: pieces that were there, and bytes that were fetched; nothing where shards are local."""
+        if (cache := self._shards.cache) is None:
+            return {}
+        return {"cache_hits": cache.hits, "fetched_bytes": cache.fetched_bytes}
+
+    def read(self, row: int) -> bytes:
+        """An image's bytes. Raises DamagedError, and ValueError where the whole shard is not there."""
+        piece, length = int(self._piece[row]), int(self.length[row])
+        for attempt in range(_TRIES + 1):
+            opened = self._open(piece, again=attempt > 0)
+            try:
+                data = os.pread(opened.file.number, length, int(self.offset[row]) - opened.begin)
+            except OSError:  # a bad sector: read again, and told as damage
+                continue
+            if xxhash.xxh3_64_intdigest(data) == self._checksum[row]:
+                return data
+        raise DamagedError(
+            f"shard {self._shards.names[self.shard[row]]} is missing or damaged: "
+            f"image {self._key[row].as_py()!r} has other bytes than at ingest"
+        )
+
+    def stored(self, row: int) -> Stored:
+        """An image and what the index says of it. Raises as `read`."""
+        key, form = self._key[row].as_py(), self._format[row].as_py()
+        return Stored(key, self.read(row), form, *self._size[row].tolist())
+
+    def gather(self, rows: NDArray[np.int64], out: NDArray[np.uint8]) -> list[tuple[int, DamagedError]]:
+        """Copy the bytes of rows of equal length into `out` [n, length]; returns which of them are damaged, and how."""
+        size = out.shape[1]
+        of = self._piece[rows]
+        order = np.argsort(of)
+        for slots in np.split(order, np.flatnonzero(np.diff(of[order])) + 1) if len(rows) else ():
+            begin, windows = self._map(int(of[slots[0]]), size)
+            start = self.offset[rows[slots]] - begin
+            inside = start < len(windows)
+            out[slots[inside]] = windows[start[inside]]
+        damaged = []
+        checksums = np.array(list(map(xxhash.xxh3_64_intdigest, out)), np.uint64)
+        for slot in np.flatnonzero(checksums != self._checksum[rows]).tolist():
+            try:
+                out[slot] = np.frombuffer(self.read(int(rows[slot])), np.uint8)
+            except DamagedError as error:
+                damaged.append((slot, error))
+        return damaged
+
+    def fetch(self, rows: NDArray[np.int64]) -> None:
+        """Begin to bring what these rows need into the cache; does not wait. Nothing to do where shards are local."""
+        if self._shards.cache is None:
+            return
+        with self._lock:
+            for piece in np.unique(self._piece[rows]).tolist():
+                asked = self._asked.get(piece)
+                if piece not in self._opened and (asked is None or asked.done()):
+                    self._asked[piece] = self._pool.submit(self._bring, piece)
+
+    def _map(self, piece: int, size: int) -> tuple[int, NDArray[np.uint8]]:
+        """(where the piece begins, its file as windows [at, size]: at each place the bytes that begin there)."""
+        if piece not in self._mapped:
+            file, begin = self._open(piece)
+            windows: NDArray[np.uint8] = np.empty((0, size), np.uint8)
+            if os.fstat(file.number).st_size >= size:  # else it is damaged, as `read` will say
+                mapped = np.frombuffer(mmap.mmap(file.number, 0, access=mmap.ACCESS_READ), np.uint8)
+                windows = sliding_window_view(mapped, size)
+            if len(self._mapped) >= _OPEN:
+                self._mapped.pop(next(iter(self._mapped)))
+            self._mapped[piece] = begin, windows
+        return self._mapped[piece]
+
+    def _open(self, piece: int, again: bool = False) -> _Opened:
+        with self._lock:
+            if again:
+                self._opened.pop(piece, None)
+            elif piece in self._opened:
+                self._opened.move_to_end(piece)
+                return self._opened[piece]
+            asked = self._asked.get(piece)
+        try:
+            if asked is not None:
+                asked.result()
+            opened = self._start(piece, again)
+        except StoreUnreachable:
+            raise
+        except (OSError, StoreError) as error:
+            name = self._shards.names[self._bounds[0][piece]]
+            raise ValueError(f"shard {name} is missing or damaged: {error}") from error
+        finally:
+            with self._lock:
+                self._asked.pop(piece, None)  # what went wrong there is asked anew the next time
+        with self._lock:
+            self._opened[piece] = opened
+            if len(self._opened) > _OPEN:
+                self._opened.popitem(last=False)
+        return opened
+
+    def _start(self, piece: int, again: bool = False) -> _Opened:
+        shard, start, end = (int(bounds[piece]) for bounds in self._bounds)
+        return _Opened(*self._shards.open(shard, start, end, again))
+
+    def _bring(self, piece: int) -> None:
+        self._start(piece)  # and let it go: it is in the cache then

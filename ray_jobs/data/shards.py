@@ -1,0 +1,446 @@
+"""A dataset artifact: Parquet shards that any reader opens, `index.parquet` that says which of their rows count.
+
+In: samples. Out, in one folder:
+
+    dataset.json              what the dataset is called and holds, its shards
+    index.parquet             one row an image: identity, label, split, where its bytes lie
+    shards/00000.parquet ...  the images, in an order that is a hash of their names
+
+A shard knows no splits, so that they may be decided (by copies, by groups) after all images were read, and each image
+is read, decoded and written once. Rows of a split are numbered by a hash of their sample_id, whatever the shards are.
+
+Every row group is one uncompressed page of about 16 MB with a checksum, so that an image's bytes also lie at
+[offset, offset + length) of its shard: what `index.parquet` says, with their xxh3_64.
+
+    dataset = open_dataset(folder)
+    dataset.labels("train"), dataset.images("train", preprocessing, indices=[3, 5])
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import cached_property
+from itertools import pairwise
+from pathlib import Path
+from typing import Annotated, Literal, NamedTuple, Self
+
+import numpy as np
+import psutil
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+from numpy.typing import ArrayLike, NDArray
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    NonNegativeInt,
+    PositiveInt,
+    ValidationError,
+    model_validator,
+)
+
+from pipelines.store import Manifest, Store, local_files
+from ray_jobs.data.cache import Cache
+from ray_jobs.data.decode import square
+from ray_jobs.data.images import Hashes
+from ray_jobs.data.reading import LocalShards, Reader, RemoteShards, Shards
+from vit_model.config import Preprocessing
+
+Split = Literal["train", "dev", "test"]
+SPLITS: tuple[Split, ...] = ("train", "dev", "test")
+ROW_GROUP_BYTES = 16 * 2**20  # of images: a good size for one ranged read from S3
+_ONE_PAGE = 2**30  # pages are cut at this many bytes or rows: never, within a row group
+CACHE_BYTES = 64 * 2**30
+_AHEAD = 1024  # images whose bytes are fetched from S3 while others are decoded
+_DECODE_CHUNK = 16  # images a task of the thread pool: less and handing them over costs more than it spreads
+
+SHARD = pa.schema(
+    [
+        pa.field("sample_id", pa.string(), nullable=False),
+        pa.field("key", pa.string(), nullable=False),
+        pa.field("image", pa.binary(), nullable=False),
+        pa.field("format", pa.string(), nullable=False),
+        pa.field("width", pa.int32(), nullable=False),
+        pa.field("height", pa.int32(), nullable=False),
+        pa.field("channels", pa.int32(), nullable=False),
+        # numbered among all classes of the source; the index numbers only those not set aside, and takes precedence
+        pa.field("label", pa.int32(), nullable=False),
+    ]
+)
+INDEX = pa.schema(
+    [
+        pa.field("sample_id", pa.string(), nullable=False),
+        pa.field("key", pa.string(), nullable=False),
+        pa.field("label", pa.int32(), nullable=False),
+        pa.field("labels", pa.list_(pa.int32())),  # all that count as right, where there are several (ReaL)
+        pa.field("split", pa.string(), nullable=False),
+        pa.field("group", pa.string()),  # what must stay in one split, where somebody named it
+        pa.field("format", pa.string(), nullable=False),
+        pa.field("width", pa.int32(), nullable=False),
+        pa.field("height", pa.int32(), nullable=False),
+        pa.field("channels", pa.int32(), nullable=False),
+        pa.field("content_id", pa.string(), nullable=False),  # of the bytes alone: copies share it
+        # perceptual hashes of the image and of its views: near-copies are a few bits apart
+        # (`ray_jobs.data.images.hashes`)
+        *(pa.field(name, pa.uint64(), nullable=False) for name in Hashes._fields),
+        pa.field("shard", pa.int32(), nullable=False),
+        pa.field("offset", pa.int64(), nullable=False),
+        pa.field("length", pa.int32(), nullable=False),
+        pa.field("checksum", pa.uint64(), nullable=False),  # xxh3_64 of the image's bytes
+    ]
+)
+# columns that every index has; an index written by ingest version 4 or earlier has no hashes of views
+_READ = [name for name in INDEX.names if not name.startswith("phash_")]
+
+
+class Sample(NamedTuple):
+    """One row of a shard: `image` is a file's bytes, or with format "raw" its pixels, uint8 in [h, w, c] order."""
+
+    sample_id: str
+    key: str
+    image: bytes
+    format: str
+    width: int
+    height: int
+    channels: int
+    label: int
+
+
+class _Frozen(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class ImageSize(_Frozen):
+    """The size that all images share when they are stored as raw pixels."""
+
+    height: PositiveInt
+    width: PositiveInt
+    channels: Literal[1, 3]
+
+
+class Shard(_Frozen):
+    """One Parquet file, relative to the dataset's folder."""
+
+    file: Annotated[str, Field(pattern=r"^shards/[0-9]+\.parquet$")]
+    rows: PositiveInt
+    bytes: PositiveInt
+
+
+class DatasetInfo(_Frozen):
+    """dataset.json."""
+
+    format_version: Literal[2] = 2
+    name: str
+    class_names: tuple[str, ...]
+    image: ImageSize | None
+    """The size of all images where they are stored raw; None: image files, which keep theirs."""
+    splits: dict[Split, NonNegativeInt]
+    shards: tuple[Shard, ...]
+    """`index.parquet` speaks of them by their place here."""
+    content_digest: str
+    notes: tuple[str, ...] = ()
+    """What a reader of results must know of how the images or their splits came about."""
+    short_side: PositiveInt | None = None
+    """Pixels; larger images were made so small and encoded again. None: all are the authors' bytes."""
+
+    @model_validator(mode="after")
+    def _all_splits(self) -> Self:
+        if set(self.splits) != set(SPLITS):
+            raise ValueError(f"splits has {', '.join(self.splits)}; it must have {', '.join(SPLITS)}")
+        return self
+
+
+def content_digest(
+    name: str,
+    samples: Iterable[tuple[str, int, str, list[int] | None]],
+    class_names: Sequence[str],
+    short_side: int | None = None,
+) -> str:
+    """Identity of what a dataset is called and holds, from (sample_id, label, split, labels) in any order, not of its
+    files."""
+    digest = hashlib.sha256(json.dumps([name, *class_names]).encode())
+    if short_side is not None:
+        digest.update(json.dumps({"short_side": short_side}).encode())
+    for sample_id, label, split, labels in sorted(samples, key=lambda sample: sample[0]):
+        several = [] if labels is None else [labels]
+        digest.update(json.dumps([sample_id, int(label), split, *several]).encode())
+    return digest.hexdigest()
+
+
+def shuffle_key(sample_id: str) -> bytes:
+    """Rows of a split are numbered in this order: draws of labels and batches start from it."""
+    return hashlib.sha256(f"shuffle/{sample_id}".encode()).digest()
+
+
+def shard_file(number: int) -> str:
+    """Name of a shard, relative to the dataset's folder."""
+    return f"shards/{number:05d}.parquet"
+
+
+def write_shard(path: Path, samples: Iterable[Sample], row_group_bytes: int = ROW_GROUP_BYTES) -> list[int]:
+    """Write one shard, holding one row group in memory; returns where each image's bytes begin in the file.
+
+    The same samples give the same bytes. Raises ValueError for a raw image whose bytes do not fit its size.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    lengths: list[list[int]] = []
+    # for the images of one group after the other: fresh memory would be put there page by page for each
+    memory = np.empty(0, np.uint8)
+    with pq.ParquetWriter(
+        path,
+        SHARD,
+        compression="NONE",
+        use_dictionary=False,
+        write_statistics=False,
+        write_page_checksum=True,
+        data_page_size=_ONE_PAGE,
+        max_rows_per_page=_ONE_PAGE,
+    ) as writer:
+        for group in _row_groups(samples, row_group_bytes):
+            if (size := sum(len(sample.image) for sample in group)) > len(memory):
+                memory = np.empty(size * 5 // 4, np.uint8)
+            columns = [
+                _binary(values, memory) if field.name == "image" else pa.array(values, field.type)
+                for values, field in zip(zip(*group, strict=True), SHARD, strict=True)
+            ]
+            writer.write_table(pa.Table.from_arrays(columns, schema=SHARD), row_group_size=len(group))
+            lengths.append([len(sample.image) for sample in group])
+    return _offsets(path, lengths)
+
+
+def _binary(values: Sequence[bytes], memory: NDArray[np.uint8]) -> pa.Array:
+    """What pa.array makes of them, in a fifth of its time: one copy into `memory`, which has room for all of them."""
+    offsets = np.zeros(len(values) + 1, np.int32)
+    np.cumsum([len(value) for value in values], out=offsets[1:])
+    for value, (start, end) in zip(values, pairwise(offsets.tolist()), strict=True):
+        memory[start:end] = np.frombuffer(value, np.uint8)
+    buffers = [None, pa.py_buffer(offsets), pa.py_buffer(memory[: offsets[-1]])]
+    return pa.Array.from_buffers(pa.binary(), len(values), buffers)
+
+
+def _offsets(path: Path, lengths: list[list[int]]) -> list[int]:
+    """A page is a header and then, for each image, its length in four bytes and its bytes."""
+    metadata = pq.read_metadata(path)
+    offsets = []
+    for group, own in enumerate(lengths):
+        column = metadata.row_group(group).column(SHARD.get_field_index("image"))
+        header = column.total_compressed_size - sum(own) - 4 * len(own)
+        start = column.data_page_offset + header
+        for length in own:
+            offsets.append(start + 4)
+            start += 4 + length
+    return offsets
+
+
+def write_dataset(
+    folder: Path,
+    name: str,
+    class_names: Sequence[str],
+    image: ImageSize | None,
+    shards: Sequence[Shard],
+    index: pa.Table,
+    notes: Sequence[str] = (),
+    short_side: int | None = None,
+) -> DatasetInfo:
+    """Write dataset.json and index.parquet beside shards that were written. `index` is a table of INDEX.
+
+    Raises ValueError when two images have the same sample_id.
+    """
+    shuffled = pa.array([shuffle_key(one) for one in index["sample_id"].to_pylist()], pa.binary())
+    order = pc.sort_indices(
+        pa.table({"split": index["split"], "key": shuffled}),
+        sort_keys=[("split", "ascending"), ("key", "ascending")],
+    )
+    index = index.take(order).select(INDEX.names).cast(INDEX)
+    ids = index["sample_id"]
+    if len(pc.unique(ids)) < len(ids):
+        raise ValueError(f"{name}: two images have the same key and the same bytes")
+    pq.write_table(index, folder / "index.parquet", compression="zstd")
+    splits = index["split"].to_pylist()
+    info = DatasetInfo(
+        name=name,
+        class_names=tuple(class_names),
+        image=image,
+        splits={split: splits.count(split) for split in SPLITS},
+        shards=tuple(shards),
+        content_digest=content_digest(
+            name,
+            zip(
+                ids.to_pylist(), index["label"].to_pylist(), splits, index["labels"].to_pylist(), strict=True
+            ),
+            class_names,
+            short_side,
+        ),
+        notes=tuple(notes),
+        short_side=short_side,
+    )
+    text = json.dumps(info.model_dump(mode="json"), indent=1, ensure_ascii=False)
+    (folder / "dataset.json").write_text(text + "\n", encoding="utf-8")
+    return info
+
+
+def open_dataset(folder: Path) -> Dataset:
+    """The dataset in `folder`. Raises ValueError when there is none, or its dataset.json does not fit."""
+    info = _read_info(folder)
+    return Dataset(folder, info, LocalShards(folder, [shard.file for shard in info.shards]))
+
+
+def open_artifact(store: Store, manifest: Manifest, cache_bytes: int = CACHE_BYTES) -> Dataset:
+    """The dataset of an artifact. From S3 its index and card are fetched whole: images are read by ranges, as they are
+    needed, through a cache of `cache_bytes` on this machine, which all its processes share.
+
+    Raises ValueError as `open_dataset`, StoreError if the store cannot be read or files are damaged.
+    """
+    is_remote = store.uri.startswith("s3://")
+    not_needed = ("shards/", "facts/") if is_remote else ("facts/",)
+    folder = local_files(
+        store, manifest, [file for file in manifest.files if not file.path.startswith(not_needed)]
+    )
+    if not is_remote:
+        return open_dataset(folder)
+    info = _read_info(folder)
+    names = [f"{manifest.folder}/{shard.file}" for shard in info.shards]
+    return Dataset(folder, info, RemoteShards(store, names, Cache(cache_bytes)))
+
+
+def _read_info(folder: Path) -> DatasetInfo:
+    path = folder / "dataset.json"
+    try:
+        return DatasetInfo.model_validate_json(path.read_bytes())
+    except FileNotFoundError as error:
+        raise ValueError(f"{folder} is no dataset: it has no dataset.json") from error
+    except ValidationError as error:
+        raise ValueError(f"{path} is damaged or of another version: {error}") from error
+
+
+class Dataset:
+    """A dataset to read. Every method raises ValueError, with its name, for a missing or damaged file."""
+
+    def __init__(self, folder: Path, info: DatasetInfo, shards: Shards) -> None:
+        self.folder = folder
+        self.info = info
+        self._shards = shards
+
+    def __reduce__(self) -> tuple[type[Dataset], tuple[Path, DatasetInfo, Shards]]:
+        return Dataset, (self.folder, self.info, self._shards)  # its index does not travel
+
+    @cached_property
+    def _index(self) -> dict[Split, pa.Table]:
+        path = self.folder / "index.parquet"
+        try:
+            table = pq.read_table(path)
+        except (OSError, pa.ArrowException) as error:
+            raise ValueError(f"{path} is missing or damaged: {error}") from error
+        if missing := [name for name in _READ if name not in table.schema.names]:
+            raise ValueError(f"{path}: missing columns: {', '.join(missing)}")
+        found = {split: table.filter(pc.equal(table["split"], split)) for split in SPLITS}
+        for split, own in found.items():
+            if len(own) != self.info.splits[split]:
+                raise ValueError(
+                    f"{path} has {len(own)} images in {split}, dataset.json says {self.info.splits[split]}"
+                )
+        return found
+
+    def index(self, split: Split) -> pa.Table:
+        """The rows of a split (INDEX), in the order of its labels and images: by a hash of their sample_id."""
+        return self._index[split]
+
+    def require(self, *splits: Split) -> None:
+        """Raise ValueError when one of the splits has no images."""
+        for split in splits:
+            if not self.info.splits[split]:
+                raise ValueError(
+                    f"dataset {self.info.name} has no images in its {split} split, which this needs"
+                )
+
+    def labels(self, split: Split) -> NDArray[np.int64]:
+        """Labels [n] of a split, without touching its images."""
+        return np.asarray(self.index(split)["label"].to_numpy(), np.int64)
+
+    def sample_ids(self, split: Split) -> list[str]:
+        """Identities of a split's samples, in the order of its labels and images."""
+        return list(self.index(split)["sample_id"].to_pylist())
+
+    def images(
+        self, split: Split, preprocessing: Preprocessing, indices: ArrayLike | None = None
+    ) -> NDArray[np.uint8]:
+        """Images [n, resolution, resolution, channels] of a split, or of the rows `indices` in their order.
+
+        Raw images of that very size are copied; all others go through `load_image` on all cores. Raises
+        ValueError when the result would not fit into the memory that is free, or an index is out of range.
+        """
+        num_rows = self.info.splits[split]
+        rows = np.arange(num_rows) if indices is None else np.asarray(indices, np.int64)
+        if len(rows) and (rows.min() < 0 or rows.max() >= num_rows):
+            raise ValueError(
+                f"indices {rows.min()}..{rows.max()} of split {split!r}, which has {num_rows} images"
+            )
+        return self.load(self.index(split).take(rows), preprocessing)
+
+    def load(self, rows: pa.Table, preprocessing: Preprocessing) -> NDArray[np.uint8]:
+        """The same for rows of the index."""
+        shape = (len(rows), preprocessing.resolution, preprocessing.resolution, preprocessing.channels)
+        _check_memory(shape)
+        output = np.empty(shape, np.uint8)
+        order = np.lexsort((rows["offset"].to_numpy(), rows["shard"].to_numpy()))
+        with self.reader(rows) as reader:
+            if self.is_raw(preprocessing):
+                reader.fetch(order)
+                if damaged := reader.gather(
+                    np.arange(len(rows)), output.reshape(len(rows), math.prod(shape[1:]))
+                ):
+                    raise damaged[0][1]
+                return output
+
+            def decode(start: int) -> None:
+                reader.fetch(order[start : start + _AHEAD])
+                for slot in order[start : start + _DECODE_CHUNK].tolist():
+                    output[slot] = square(reader.stored(slot), preprocessing)
+
+            with ThreadPoolExecutor(os.cpu_count()) as pool:
+                list(pool.map(decode, range(0, len(rows), _DECODE_CHUNK)))
+        return output
+
+    def is_raw(self, preprocessing: Preprocessing) -> bool:
+        """Whether images are stored as pixels of the very size that a model takes."""
+        side = preprocessing.resolution
+        return self.info.image == ImageSize.model_construct(
+            height=side, width=side, channels=preprocessing.channels
+        )
+
+    def reader(self, rows: pa.Table) -> Reader:
+        """What reads the bytes of the images of these rows of the index."""
+        return Reader(self._shards, rows)
+
+
+def _row_groups(samples: Iterable[Sample], row_group_bytes: int) -> Iterator[list[Sample]]:
+    group: list[Sample] = []
+    size = 0
+    for sample in samples:
+        expected = sample.height * sample.width * sample.channels
+        if sample.format == "raw" and len(sample.image) != expected:
+            raise ValueError(
+                f"raw image {sample.key!r} has {len(sample.image)} bytes, its size needs {expected}"
+            )
+        group.append(sample)
+        size += len(sample.image)
+        if size >= row_group_bytes:
+            yield group
+            group, size = [], 0
+    if group:
+        yield group
+
+
+def _check_memory(shape: tuple[int, ...]) -> None:
+    needed, free = int(np.prod(shape, dtype=np.int64)), psutil.virtual_memory().available
+    if needed > 0.8 * free:
+        raise ValueError(
+            f"images {list(shape)} need {needed / 2**30:.1f} GiB, {free / 2**30:.1f} GiB of memory are free: "
+            "use a lower resolution or fewer images"
+        )

@@ -1,0 +1,133 @@
+"""95 % intervals of accuracies and of paired differences, over label draws and test images at once.
+
+In: which test images were classified correctly, [draws, n_test], the same images in every draw. Out: (value, low, high)
+as fractions. numpy, and scipy's t distribution.
+
+An interval answers: how far could the number move with other labelled images and other test images from the same
+sources? It does not cover another pretraining seed, another data set, or a setting that was picked by looking at these
+results. Each 95% interval is for its own comparison; `comparisons` widens those of a family (Bonferroni), so that all
+hold at once with 95%.
+
+Width: the mean of a two-way table has the variance s2 / draws + b2 / n_test. s2 is the variance of the draws'
+accuracies, b2 that of images beyond what differs from draw to draw, both estimated without bias from the mean squares
+of the two-way analysis of variance. s2 is known from as few numbers as there are draws, so each part gets its own
+quantile of Student's t: half width^2 = t(draws - 1)^2 s2 / draws + t(n_test - 1)^2 b2 / n_test (Banerjee, Sankhya 22,
+1960, whose interval holds sums of independent normal means at least 95 % of the time). With one draw only the images
+vary; where all values are equal the interval has no width.
+
+Shape: that of the two-way "pigeonhole" bootstrap (Owen, Annals of Applied Statistics 2007), which resamples draws and,
+independently, images: an accuracy near 1 has a longer side below. Its percentiles alone are too narrow with few draws:
+they use normal quantiles instead of t's, and the variance of d resampled draws is (d - 1) / d of what it should be.
+
+Coverage of the nominal 95 % in simulations with the quickstart's variances and 539 images (those of
+tests/ray_jobs/evaluation/test_intervals.py, 600 trials each):
+
+| draws                                       | 2   | 3   | 5   | 10  | 20  |
+|---------------------------------------------|-----|-----|-----|-----|-----|
+| accuracy                                    | .96 | .96 | .96 | .95 | .95 |
+| paired difference                           | .96 | .96 | .95 | .95 | .95 |
+| accuracy, the bootstrap's percentiles alone | .86 | .91 | .93 | .95 | .95 |
+| paired difference, percentiles alone        | .86 | .91 | .92 | .95 | .96 |
+"""
+
+from typing import NamedTuple
+
+import numpy as np
+from scipy.special import ndtri, stdtrit
+
+_BOOTSTRAP = 2  # keeps this module's random numbers apart from other users of the same seed
+_CHUNK_VALUES = 4_000_000  # replicates are made in chunks of about 32 MB
+
+
+class Interval(NamedTuple):
+    """A measured value (a fraction, or a difference of two) and its interval."""
+
+    value: float
+    low: float
+    high: float
+
+
+def accuracy_interval(correct: np.ndarray, *, seed: int = 0, replicates: int = 2000) -> Interval:
+    """Accuracy over draws and test images, of correct [draws, n_test] (bool or 0/1)."""
+    table = _checked("correct", correct)
+    return _interval(table, seed, replicates, (0.0, 1.0))
+
+
+def paired_difference(
+    correct_a: np.ndarray,
+    correct_b: np.ndarray,
+    *,
+    comparisons: int = 1,
+    seed: int = 0,
+    replicates: int = 2000,
+) -> Interval:
+    """Accuracy of a minus accuracy of b, both [draws, n_test] with the same draws and the same images in each
+    place.
+
+    What makes a draw or an image hard for both cancels. An interval without 0 is a difference at the 5% level; with
+    several `comparisons`, at the 5% level for all of them together.
+    """
+    a, b = _checked("correct_a", correct_a), _checked("correct_b", correct_b)
+    if a.shape != b.shape:
+        raise ValueError(
+            f"correct_a has shape {a.shape}, correct_b {b.shape}; a pair needs the same draws and test images"
+        )
+    return _interval(a - b, seed, replicates, (-1.0, 1.0), comparisons)
+
+
+def _interval(
+    table: np.ndarray, seed: int, replicates: int, possible: tuple[float, float], comparisons: int = 1
+) -> Interval:
+    if replicates < 100:
+        raise ValueError(
+            f"replicates is {replicates}; percentiles of 2.5 and 97.5 need at least 100, better 2000"
+        )
+    means = _bootstrap_means(table, np.random.default_rng([seed, _BOOTSTRAP]), replicates)
+    value, spread = table.mean(), ndtri(0.975) * means.std()
+    stretch = half_width(table, 0.05 / comparisons) / spread if spread else 0.0
+    low, high = value + stretch * (np.quantile(means, [0.025, 0.975]) - value)
+    return Interval(float(value), float(max(low, possible[0])), float(min(high, possible[1])))
+
+
+def half_width(table: np.ndarray, alpha: float) -> float:
+    """Half the width of a symmetric 1 - alpha interval of the mean of a table [draws, n_test] (see the module)."""
+    draws, images = table.shape
+    by_draw, by_image = (stdtrit(max(1, count - 1), 1 - alpha / 2) ** 2 for count in (draws, images))
+    rows, columns = table.mean(axis=1), table.mean(axis=0)
+    interaction = ((table - rows[:, None] - columns + table.mean()) ** 2).sum() / max(
+        1, (draws - 1) * (images - 1)
+    )
+    among_images = max(0.0, _variance(columns) - interaction / draws)
+    return float(np.sqrt(by_draw * _variance(rows) / draws + by_image * among_images / images))
+
+
+def _variance(values: np.ndarray) -> float:
+    """The unbiased estimate; 0 for a single value."""
+    return float(values.var(ddof=1)) if len(values) > 1 else 0.0
+
+
+def _bootstrap_means(table: np.ndarray, rng: np.random.Generator, replicates: int) -> np.ndarray:
+    """Means [replicates] of the table [draws, n] with rows and columns resampled."""
+    num_draws, num_images = table.shape
+    # Images with the same column are one kind, and how many of each are drawn is all that counts: with few draws there
+    # are few kinds, however many images. In the order of the images, so that a - b and b - a draw alike.
+    kinds, first, sizes = np.unique(table, axis=1, return_index=True, return_counts=True)
+    order = np.argsort(first)
+    kinds, sizes = kinds[:, order], sizes[order]
+    row_weights = rng.multinomial(num_draws, np.full(num_draws, 1 / num_draws), size=replicates) / num_draws
+    chunk = max(1, _CHUNK_VALUES // len(sizes))
+    means = []
+    for weights in np.split(row_weights, range(chunk, replicates, chunk)):
+        drawn = rng.multinomial(num_images, sizes / num_images, size=len(weights))
+        means.append(((weights @ kinds) * drawn).sum(axis=1) / num_images)
+    return np.concatenate(means)
+
+
+def _checked(name: str, correct: np.ndarray) -> np.ndarray:
+    if correct.ndim != 2 or correct.size == 0:
+        raise ValueError(f"{name} has shape {correct.shape}; it must be [draws, n_test], both at least 1")
+    if not np.isin(correct, (0, 1)).all():
+        raise ValueError(
+            f"{name} holds values other than 0 and 1; it must say which predictions were correct"
+        )
+    return correct.astype(np.float64)

@@ -1,0 +1,244 @@
+"""Leakage from test into training, found before a stage computes anything.
+
+In: a stage's context and the images that it learns from. Out: `Overlap`, or a ValueError if its backbone was trained on
+test images.
+
+The lineage tells what a model was trained on: the manifests of the model and its backbones name their data sets, and
+`index.parquet` lists the images. A pretraining trains on train; the stored model of a fine-tuning was fitted on the
+pool of draw 0, with all labels on train and dev. For imported weights, and for data sets without a manifest or an
+index, this is unknown; the log and the artifact's metrics say so.
+
+Images are equal if their bytes are (`content_id`). Test images that their own data set also has in train or dev, by its
+authors' splits, are counted but not refused: any model trained on that data set has seen them. Near-copies are only
+counted, because small pictures look alike without being copies.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+from numpy.typing import NDArray
+
+from pipelines.spec import Ingest, Labels
+from pipelines.store import InputRef, Manifest, Store, local_files, read_manifest
+from ray_jobs.data.near_duplicates import is_near
+from ray_jobs.data.shards import Dataset
+from ray_jobs.evaluation.supports import draw_labels
+from ray_jobs.process.stage import Context
+
+# The label of a model with a backbone trained on other images, and with one trained on the images labelled here.
+PRETRAINED, SEEN = "pretrained", "trained on these images"
+COMPARED = ["content_id", "phash"]  # columns of an index
+_INDEX = "index.parquet"
+_READ = [*COMPARED, "split", "label"]
+_MAX_DISTANCE: int = Ingest.model_fields["max_distance"].default  # bits between near-copies
+
+
+class Training(NamedTuple):
+    """The training images of a model or of one of its ancestors."""
+
+    stage: str
+    """The model's stage, job and key, for messages."""
+    data: str
+    """The same of its data set."""
+    images: pa.Table
+    """COMPARED."""
+
+
+class Overlap(NamedTuple):
+    """How a data set's test images overlap with training images: the backbone's, its ancestors' and the stage's own."""
+
+    seen: NDArray[np.bool_]
+    """[n], for each test image: the backbone or an ancestor was trained on it, and the data set has it only in test."""
+    also_in_train: int
+    """Test images equal to a training image that the data set itself has in train or dev, too."""
+    near_copies: int
+    """Test images whose perceptual hash is near that of a training image, but which are equal to none."""
+    labels_seen: int
+    """Labelled images of this stage that the backbone or an ancestor was trained on."""
+    unknown: tuple[str, ...] = ()
+    """The models in the lineage whose training images are unknown."""
+
+    @property
+    def metrics(self) -> dict[str, float | int | str]:
+        """The counts, as an artifact records them."""
+        counts: dict[str, float | int | str] = {
+            "test_images_seen_in_training": int(self.seen.sum()),
+            "test_images_also_in_train": self.also_in_train,
+            "test_images_near_training_images": self.near_copies,
+            "labelled_images_seen_in_training": self.labels_seen,
+        }
+        return counts | ({"unknown_training": ", ".join(self.unknown)} if self.unknown else {})
+
+
+def check_leakage(context: Context, dataset: Dataset, labelled: pa.Table) -> Overlap:
+    """Compare the test and the labelled images of a stage with the training images of its backbone, if it has one.
+
+    Args:
+        context: of a stage with a field `data`, and, if it has `backbone`, with `seen_in_training`.
+        dataset: the artifact that `data` names.
+        labelled: the rows of its index that the stage learns from.
+
+    Raises:
+        ValueError: the backbone was trained on test images and `seen_in_training` is "fail", or an index is damaged.
+        StoreError: the store cannot be read.
+    """
+    trainings, unknown = read_trainings(context.store, context.inputs.get("backbone", ()))
+    test = dataset.index("test").select(COMPARED)
+    own = pa.concat_tables([dataset.index(split).select(["content_id"]) for split in ("train", "dev")])
+    found = overlap(test, own, labelled, [training.images for training in trainings])
+    if found.seen.any() and context.config.seen_in_training == "fail":
+        raise ValueError(_refusal(context, test, found, trainings))
+    if unknown and _names_data(context, dataset):
+        found = found._replace(labels_seen=len(labelled))
+    found = found._replace(unknown=tuple(unknown))
+    for line in log_lines(found):
+        print(line, flush=True)
+    return found
+
+
+def _names_data(context: Context, dataset: Dataset) -> bool:
+    """Whether the backbone's contract names this data set, as it does for exported and reimported vitflow weights."""
+    from vit_model.weights import read_contract
+
+    return read_contract(context.input("backbone")).training_data == dataset.info.content_digest
+
+
+def log_lines(found: Overlap) -> list[str]:
+    """An overlap in words."""
+    total, near = len(found.seen), found.near_copies
+    lines = [
+        f"test images seen in training: {found.seen.sum():,} of {total:,}, {near:,} more are near-copies"
+    ]
+    if found.also_in_train:
+        lines.append(
+            f"test images that the data set itself also has in train or dev: {found.also_in_train:,}"
+        )
+    if found.labels_seen:
+        lines.append(f"labelled images that the backbone was trained on: {found.labels_seen:,}")
+    lines += [f"{name}: training images unknown, so not counted" for name in found.unknown]
+    return lines
+
+
+def _refusal(context: Context, test: pa.Table, found: Overlap, trainings: Sequence[Training]) -> str:
+    seen = test["content_id"].filter(pa.array(found.seen))
+    counts = [
+        (training, pc.sum(pc.is_in(seen, training.images["content_id"].combine_chunks())).as_py())
+        for training in trainings
+    ]
+    by = "; ".join(f"{count:,} by {one.stage} on {one.data}" for one, count in counts if count)
+    data = context.config.data
+    return (
+        f"backbone {context.config.backbone}: trained on {found.seen.sum():,} of the {len(test):,} test images of"
+        f" {data} ({by}). Give `against: [{data}]` to the ingest of the training data, which leaves these images out,"
+        " and retrain; or give `seen_in_training: report` to this stage, which scores them apart"
+    )
+
+
+# ------------------------------------------------------------------------------------------------- comparing
+
+
+def overlap(test: pa.Table, own: pa.Table, labelled: pa.Table, trainings: Sequence[pa.Table]) -> Overlap:
+    """Compare a data set's images with those in training.
+
+    Args:
+        test: COMPARED of the test images.
+        own: `content_id` of all images in the same data set's train and dev.
+        labelled: COMPARED of those that the stage learns from.
+        trainings: COMPARED of the training images of the backbone and of each ancestor.
+    """
+    earlier, by_stage = _among(test, trainings), _among(test, [labelled])
+    authors = _among(test, [own])
+    seen = earlier & ~authors
+    equal = earlier | by_stage
+    hashes = [table["phash"].to_numpy() for table in (*trainings, labelled)]
+    own_hashes = test["phash"].to_numpy()
+    near = is_near(own_hashes, np.concatenate(hashes), _MAX_DISTANCE) & ~equal
+    near &= own_hashes != 0  # a flat image has no hash
+    labels_seen = _among(labelled, trainings)
+    return Overlap(seen, int((equal & authors).sum()), int(near.sum()), int(labels_seen.sum()))
+
+
+def _among(images: pa.Table, others: Iterable[pa.Table]) -> NDArray[np.bool_]:
+    """[n]: whether one of the other tables has an image with the same bytes."""
+    found = np.zeros(len(images), bool)
+    ids = images["content_id"].combine_chunks()
+    for other in others:
+        theirs = other["content_id"]
+        # build the lookup table from the few ids in common, not from a million training images
+        common = theirs.filter(pc.is_in(theirs, ids)).combine_chunks()
+        found |= pc.is_in(ids, common).to_numpy(zero_copy_only=False)
+    return found
+
+
+# ------------------------------------------------------------------------------------------------- the lineage
+
+
+def read_trainings(store: Store, models: Iterable[Manifest]) -> tuple[list[Training], list[str]]:
+    """(training images of models and their ancestors, those models with unknown training images).
+
+    Raises:
+        ValueError: an index is damaged.
+        StoreError: the store cannot be read.
+    """
+    trainings, unknown, waiting = [], [], list(models)
+    met = {manifest.key for manifest in waiting}
+    while waiting:
+        manifest = waiting.pop()
+        name = _named(manifest)
+        for reference in manifest.inputs.get("backbone", ()):
+            backbone = _unchanged(store, reference)
+            if backbone is None:
+                unknown.append(f"{reference.job} {reference.key[:12]}, which was removed")
+            elif backbone.key not in met:
+                met.add(backbone.key)
+                waiting.append(backbone)
+        data = [_unchanged(store, reference) for reference in manifest.inputs.get("data", ())]
+        found = [(one, index) for one in data if one and (index := _index(store, one)) is not None]
+        if manifest.job not in ("pretrain", "finetune") or not found:
+            unknown.append(name)
+        trainings += [
+            Training(name, _named(one), training_images(manifest, index).select(COMPARED))
+            for one, index in found
+        ]
+    return trainings, unknown
+
+
+def training_images(model: Manifest, index: pa.Table) -> pa.Table:
+    """The rows of a data set's index (columns `split` and `label`) that a pretraining or fine-tuning trained on."""
+    train = index.filter(pc.equal(index["split"], "train"))
+    if model.job != "finetune":
+        return train
+    labels = Labels.model_validate(model.config["labels"])
+    if labels.per_class is None:
+        return pa.concat_tables([train, index.filter(pc.equal(index["split"], "dev"))])
+    return train.take(draw_labels(train["label"].to_numpy(), labels.per_class, labels.seed, 0))
+
+
+def _unchanged(store: Store, reference: InputRef) -> Manifest | None:
+    """The artifact that a stage took; None if it was removed, or rebuilt with other content."""
+    manifest = read_manifest(store, reference.job, reference.key)
+    return manifest if manifest and manifest.content_digest == reference.content_digest else None
+
+
+def _index(store: Store, dataset: Manifest) -> pa.Table | None:
+    """The columns of a data set's index that are needed here; None if it was removed or does not have them."""
+    files = [file for file in dataset.files if file.path == _INDEX]
+    if not files or _INDEX not in store.names(dataset.folder):
+        return None
+    path = local_files(store, dataset, files) / _INDEX
+    try:
+        with pq.ParquetFile(path) as file:
+            known = set(_READ) <= set(file.schema_arrow.names)
+            return file.read(_READ) if known else None
+    except (OSError, pa.ArrowException) as error:
+        raise ValueError(f"{path} is damaged: {error}") from error
+
+
+def _named(manifest: Manifest) -> str:
+    return f"{manifest.stage} ({manifest.job} {manifest.key[:12]})"

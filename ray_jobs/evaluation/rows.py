@@ -1,0 +1,274 @@
+"""The two tables that an evaluation writes: rows (one a measured number) and predictions (one an image).
+
+In and out: lists of dicts, checked against ROWS or PREDICTIONS; of predictions, which may be millions, tables. The same
+rows in the same order give the same bytes (with the same pyarrow). Parquet is read and written at local paths.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from ray_jobs.data.shards import Dataset
+
+Row = dict[str, Any]
+REAL = " (ReaL)"  # after a task's name: scored with ReaL's labels of the same images
+# after a method's name: scored on a part of test only, because the model was trained on some of its images
+ON_SEEN, ON_UNSEEN = ", on test images seen in training", ", on test images not seen in training"
+
+
+def _column(name: str, kind: Any, nullable: bool = False) -> Any:
+    return pa.field(name, kind, nullable=nullable)
+
+
+ROWS = pa.schema(
+    [
+        _column("task", pa.string()),
+        _column("protocol", pa.string()),  # "few-shot linear" | "linear probe" | "fine-tuning" | "baseline"
+        _column("method", pa.string()),
+        _column("labels_per_class", pa.int32(), nullable=True),  # null: all labels
+        _column("draw", pa.int32()),
+        _column("split", pa.string()),
+        _column("metric", pa.string()),  # "accuracy"
+        _column("value", pa.float64()),  # a fraction
+        _column("num_images", pa.int32()),
+        _column("selected_on", pa.string()),  # what the settings were selected on
+        _column("settings", pa.string()),  # JSON object with sorted keys
+    ]
+)
+PREDICTIONS = pa.schema(
+    [
+        _column("task", pa.string()),
+        _column("protocol", pa.string()),
+        _column("method", pa.string()),
+        _column("labels_per_class", pa.int32(), nullable=True),
+        _column("draw", pa.int32()),
+        _column("sample_id", pa.string()),
+        _column("label", pa.int32()),
+        _column("prediction", pa.int32()),
+        _column("correct", pa.bool_()),  # the prediction is the label; with ReaL's labels: it is one of them
+        # softmax probability of the prediction; null: the method has no probabilities
+        _column("probability", pa.float32(), nullable=True),
+    ]
+)
+_SMALLEST = {"labels_per_class": 1, "num_images": 1}  # every other integer starts at 0
+_LARGEST = 2**31 - 1
+# The ids of a test split, which every draw repeats, in one dictionary: 73,728 of 32 letters are 2.7 MB, and a megabyte
+# more than Parquet's writers allow by default would make each of them be written as often as it occurs.
+_DICTIONARY_BYTES = 64 * 2**20
+
+
+@dataclass(frozen=True)
+class Truth:
+    """What predictions of a test split are held against: ids [n] and labels [n], n >= 1.
+
+    `real`, where there is one, has for each image the list of all labels that count as right, which is empty (or null)
+    where nobody could tell (Beyer et al., "Are we done with ImageNet?", 2020): such an image is not scored.
+    `seen` [n] says which images the model was trained on; if there are any, they are scored apart from the others.
+    """
+
+    task: str
+    ids: Sequence[str]
+    labels: NDArray[Any]
+    real: pa.ListArray | None = None
+    seen: NDArray[np.bool_] | None = None
+
+
+def truth_of(dataset: Dataset, seen: NDArray[np.bool_] | None = None) -> Truth:
+    """Of the images of a dataset's test split, in its order."""
+    real = dataset.index("test")["labels"].combine_chunks()
+    return Truth(
+        dataset.info.name,
+        dataset.sample_ids("test"),
+        dataset.labels("test"),
+        real if len(real.flatten()) else None,
+        seen,
+    )
+
+
+def is_apart(method: str) -> bool:
+    """Whether a method's row covers only a part of test because the model was trained on some of its images. Verdicts
+    and lists of the best leave such rows out."""
+    return method.endswith((ON_SEEN, ON_UNSEEN))
+
+
+def scored(
+    common: Row,
+    truth: Truth,
+    predictions: NDArray[Any],
+    selected_on: str,
+    settings: dict[str, Any],
+    probabilities: NDArray[np.float32] | None = None,
+) -> list[tuple[Row, pa.Table]]:
+    """One look at test: a row of ROWS (the accuracy) and a table of PREDICTIONS with a row for each image; where there
+    are ReaL's labels then the same with these, as a task of its own, which is how the paper tells it (table 5). If the
+    model was trained on some of the images, each becomes two, for these and for the others, as methods of their own.
+
+    `common` has protocol, method, labels_per_class and draw; predictions are [n], and so are their probabilities.
+    """
+    looks = [(truth.task, np.arange(len(predictions)), predictions == truth.labels)]
+    if truth.real is not None:
+        looks.append((truth.task + REAL, *_judged(truth.real, predictions)))
+    ids = pa.array(truth.ids, pa.string())
+    found = []
+    for task, method, places, correct in _parted(looks, common["method"], truth.seen):
+        fixed = {"task": task} | common | {"method": method}
+        row = fixed | {
+            "split": "test",
+            "metric": "accuracy",
+            "value": float(correct.mean()),
+            "num_images": len(places),
+            "selected_on": selected_on,
+            "settings": json.dumps(settings, sort_keys=True),
+        }
+        columns = {
+            "sample_id": ids.take(pa.array(places)),
+            "label": truth.labels[places],
+            "prediction": predictions[places],
+            "correct": correct,
+            "probability": None if probabilities is None else probabilities[places],
+        }
+        arrays = [
+            pa.array(columns[field.name], field.type)
+            if columns.get(field.name) is not None
+            else pa.repeat(pa.scalar(fixed.get(field.name), field.type), len(places))
+            for field in PREDICTIONS
+        ]
+        found.append((row, pa.Table.from_arrays(arrays, schema=PREDICTIONS)))
+    return found
+
+
+def _parted(
+    looks: Iterable[tuple[str, NDArray[Any], NDArray[Any]]], method: str, seen: NDArray[np.bool_] | None
+) -> Iterator[tuple[str, str, NDArray[Any], NDArray[Any]]]:
+    """(task, method, places, correct) for each (task, places, correct); two if some images were seen in training."""
+    for task, places, correct in looks:
+        if seen is None or not seen.any():
+            yield task, method, places, correct
+            continue
+        for name, wanted in ((ON_SEEN, seen[places]), (ON_UNSEEN, ~seen[places])):
+            if wanted.any():
+                yield task, f"{method}{name}", places[wanted], correct[wanted]
+
+
+def _judged(real: pa.ListArray, predictions: NDArray[Any]) -> tuple[NDArray[Any], NDArray[Any]]:
+    """(the images that have a label, whether the prediction of each of them is one of its labels)."""
+    sizes = real.value_lengths().fill_null(0).to_numpy()
+    owners = np.repeat(np.arange(len(sizes)), sizes)
+    correct = np.zeros(len(sizes), bool)
+    correct[owners[real.flatten().to_numpy() == predictions[owners]]] = True
+    places = np.flatnonzero(sizes)
+    return places, correct[places]
+
+
+def write_predictions(path: Path, parts: Sequence[pa.Table]) -> None:
+    """Writes tables of PREDICTIONS, one after the other, as Parquet."""
+    write_parquet(path, pa.concat_tables([PREDICTIONS.empty_table(), *parts]))
+
+
+def write_parquet(path: Path, table: pa.Table) -> None:
+    """Writes a table whose texts may be dictionaries in memory; whoever reads it gets texts."""
+    pq.write_table(
+        table, path, compression="zstd", store_schema=False, dictionary_pagesize_limit=_DICTIONARY_BYTES
+    )
+
+
+def write_table(path: Path, rows: Sequence[Row], schema: Any) -> None:
+    """Writes the rows, in the order given, as Parquet.
+
+    Raises ValueError, naming row, column and value, where a row has other columns than the schema, a value of
+    another type than str, int, float or bool as the column says (numpy scalars are not converted), a null where
+    none may be, a negative or too large integer, a float that is not finite, an accuracy outside [0, 1], or
+    settings that are not a JSON object with sorted keys.
+    """
+    columns = _checked_columns(rows, schema)
+    table = pa.table([pa.array(columns[field.name], field.type) for field in schema], schema=schema)
+    write_parquet(path, table)
+
+
+def read_table(path: Path, schema: Any) -> list[Row]:
+    """The rows of a Parquet file in file order. Raises ValueError where its columns are not the schema's."""
+    table = pq.read_table(path)
+    if not table.schema.equals(schema):
+        raise ValueError(f"{path} has the columns {_described(table.schema)}; expected {_described(schema)}")
+    rows: list[Row] = table.to_pylist()
+    return rows
+
+
+def digest_rows(rows: Sequence[Row], schema: Any) -> str:
+    """sha256 (hex) of the columns and rows, in whatever order the rows come. Raises as `write_table`."""
+    columns = _checked_columns(rows, schema)
+    # Python writes the shortest decimal that reads back as the same float, so no two values share a line.
+    lines = sorted(json.dumps(values) for values in zip(*columns.values(), strict=True))
+    return hashlib.sha256("\n".join([_described(schema), *lines]).encode()).hexdigest()
+
+
+def _described(schema: Any) -> str:
+    return ", ".join(f"{field.name} {field.type}{'' if field.nullable else ' not null'}" for field in schema)
+
+
+def _checked_columns(rows: Sequence[Row], schema: Any) -> dict[str, list[Any]]:
+    """The rows as one list per column, checked."""
+    names = set(schema.names)
+    for number, row in enumerate(rows):
+        if row.keys() != names:
+            wrong = sorted(row.keys() ^ names)
+            raise ValueError(f"row {number} lacks or adds the columns {wrong}; it must have {schema.names}")
+    columns = {field.name: [row[field.name] for row in rows] for field in schema}
+    for field in schema:
+        is_right, expected = _rule(field)
+        for number, value in enumerate(columns[field.name]):
+            if not (is_right(value) or (value is None and field.nullable)):
+                raise ValueError(f"{field.name} of row {number} is {value!r}; it must be {expected}")
+    for number, metric in enumerate(columns.get("metric", [])):
+        value = columns["value"][number]
+        if metric == "accuracy" and not 0.0 <= value <= 1.0:
+            raise ValueError(
+                f"value of row {number} is {value!r}; an accuracy must be a fraction from 0 to 1"
+            )
+    return columns
+
+
+def _rule(field: Any) -> tuple[Callable[[Any], bool], str]:
+    """Whether a value other than null is right for this column, and in words what would be right."""
+    if field.name == "settings":
+        return _is_canonical, "a JSON object (as str) with sorted keys"
+    if field.type == pa.string():
+        return lambda value: type(value) is str, "a str"
+    if pa.types.is_floating(field.type):
+        return lambda value: type(value) is float and math.isfinite(value), "a finite float"
+    if field.type == pa.bool_():
+        return lambda value: type(value) is bool, "a bool"
+    smallest = _SMALLEST.get(field.name, 0)
+    return (
+        lambda value: type(value) is int and smallest <= value <= _LARGEST,
+        f"an int from {smallest} to {_LARGEST}",
+    )
+
+
+def _is_canonical(settings: Any) -> bool:
+    try:
+        value = json.loads(settings, object_pairs_hook=_sorted_object)
+        json.dumps(value, allow_nan=False)
+    except (TypeError, ValueError):
+        return False
+    return isinstance(settings, str) and isinstance(value, dict)
+
+
+def _sorted_object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    keys = [key for key, _ in pairs]
+    if keys != sorted(set(keys)):
+        raise ValueError(f"keys {keys} are not sorted and unique")
+    return dict(pairs)

@@ -1,0 +1,344 @@
+"""Bytes at rest: a file, an object on S3, the parts of a split file, or a range of one of these, all read alike.
+
+A `Blob` is a row of extents, each a byte range of a local file or of s3://bucket/key. What can't be read by ranges
+(gz, bz2, xz, a compressed member that is itself an archive) is unpacked once a machine into `unpacked` of the cache
+folder, and is a blob again. The folder may be deleted whenever nothing runs.
+"""
+
+from __future__ import annotations
+
+import bz2
+import fcntl
+import gzip
+import io
+import lzma
+import os
+import signal
+import stat
+import subprocess
+import sys
+import tempfile
+import zlib
+from collections.abc import Callable, Iterable, Iterator
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from pipelines import identity, store
+from ray_jobs.sources.archives import rar
+
+MAX_RATIO = (
+    200  # unpacked to packed bytes: photographs reach 1.1, arrays of labels some hundred, but they are small
+)
+FREE_BYTES = 2**30  # that a file may unpack to whatever its ratio
+MAX_DICTIONARY = 2**29  # bytes that unpacking xz may take; its largest preset takes 2**26
+BLOCK, LOCAL_BLOCK = 2**20, 2**12  # of an object on S3, one request; of a file, headers that lie together
+_CHUNK = 2**20
+_COPIED = 2**24  # one request where all is read
+_OPEN_FILES = 64
+
+
+class Extent(NamedTuple):
+    """A byte range of a local file or an object; `version` tells its content from another at the same place."""
+
+    location: str
+    version: str
+    start: int
+    length: int
+
+    @property
+    def remote(self) -> bool:
+        return self.location.startswith("s3://")
+
+
+class Blob(NamedTuple):
+    """Extents one after the other; `name` is for messages."""
+
+    name: str
+    extents: tuple[Extent, ...]
+
+    @property
+    def size(self) -> int:
+        return sum(extent.length for extent in self.extents)
+
+    @property
+    def remote(self) -> bool:
+        return any(extent.remote for extent in self.extents)
+
+    def slice(self, offset: int, length: int) -> tuple[Extent, ...]:
+        """The extents of a range. Raises ValueError where it does not lie inside."""
+        found: list[Extent] = []
+        first, last, begin = offset, offset + length, 0
+        for location, version, at, own in self.extents:
+            start, end = max(first - begin, 0), min(last - begin, own)
+            if start < end:
+                found.append(Extent(location, version, at + start, end - start))
+            begin += own
+        if first < 0 or length < 0 or last > begin:
+            raise ValueError(f"{self.name} is truncated or damaged: bytes {first:,} to {last:,} of {begin:,}")
+        return tuple(found)
+
+    def read(self, offset: int, length: int) -> bytes:
+        """The bytes of a range. Raises ValueError where it does not lie inside, or the file has become shorter."""
+        data = b"".join(map(_read, self.slice(offset, length)))
+        if len(data) != length:
+            raise ValueError(f"{self.name} became shorter while it was read")
+        return data
+
+
+class Reader(io.RawIOBase):
+    """A blob as a seekable file; `largest` is how many bytes may be asked for at once, which headers often claim."""
+
+    def __init__(self, blob: Blob, largest: int, block: int = BLOCK) -> None:
+        self.blob, self.largest = blob, largest
+        self.size, self.block = blob.size, block if blob.remote else LOCAL_BLOCK
+        self.place = 0
+        self.read_block = lru_cache(maxsize=2)(
+            self._block
+        )  # what is read may begin in one and end in the next
+
+    def seekable(self) -> bool:
+        return True
+
+    def readable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self.place
+
+    def seek(self, offset: int, whence: int = 0) -> int:
+        self.place = offset + (0, self.place, self.size)[whence]
+        if self.place < 0:
+            raise ValueError(f"{self.blob.name} is damaged: it points before its beginning")
+        return self.place
+
+    def read(self, length: int | None = -1) -> bytes:
+        left = max(self.size - self.place, 0)
+        length = left if length is None or length < 0 else min(length, left)
+        if length > self.largest:
+            raise ValueError(f"{self.blob.name} is damaged: it has a header of {length:,} bytes")
+        if length < self.block:
+            first, inside = divmod(self.place, self.block)
+            data = self.read_block(first)[inside : inside + length]
+            if len(data) < length:
+                data += self.read_block(first + 1)[: length - len(data)]
+        else:
+            data = self.blob.read(self.place, length)
+        self.place += length
+        return data
+
+    def readinto(self, buffer: Any) -> int:
+        data = self.read(len(buffer))
+        buffer[: len(data)] = data
+        return len(data)
+
+    def _block(self, number: int) -> bytes:
+        return self.blob.read(number * self.block, min(self.block, self.size - number * self.block))
+
+
+def open_blob(locations: Iterable[str]) -> Blob:
+    """Local paths or s3:// addresses as one stream. Raises OSError, StoreError."""
+    extents = []
+    for location in locations:
+        if location.startswith("s3://"):
+            etag, size = identity.object_facts([location])[location]
+            extents.append(Extent(location, etag, 0, size))
+        else:
+            status = Path(location).stat()
+            if not stat.S_ISREG(status.st_mode):
+                raise ValueError(f"{location} is not a regular file")
+            version = f"{status.st_dev}:{status.st_ino}:{status.st_size}:{status.st_mtime_ns}"
+            extents.append(Extent(location, version, 0, status.st_size))
+    return Blob(extents[0].location, tuple(extents))
+
+
+class _Opened:
+    """A file that closes when nobody has it any more."""
+
+    def __init__(self, path: str) -> None:
+        self.descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+
+    def __del__(self) -> None:
+        if hasattr(self, "descriptor"):
+            os.close(self.descriptor)
+
+
+@lru_cache(maxsize=_OPEN_FILES)
+def _opened(path: str, _version: str) -> _Opened:
+    return _Opened(path)
+
+
+def _read(extent: Extent) -> bytes:
+    if extent.remote:
+        return store.read_object(extent.location, extent.start, extent.length, extent.version)
+    file = _opened(extent.location, extent.version)
+    return os.pread(file.descriptor, extent.length, extent.start)
+
+
+# ------------------------------------------------------------------------------------------------- unpacking
+
+
+def unpacker(start: bytes) -> Callable[[Reader], Iterator[bytes]] | None:
+    """What unpacks a file that begins so; None: it is not packed."""
+    for magic, unpack in _PACKED.items():
+        if start.startswith(magic) and (magic != b"BZh" or start[3:4].isdigit()):
+            return unpack
+    return None
+
+
+def decompressed(blob: Blob) -> Blob:
+    """What is inside of gz, bz2 or xz, a tar of what is in a RAR, by magic bytes; the blob itself if it is neither.
+
+    Raises:
+        ValueError: it is truncated, damaged, or unpacks to far more than it is (a bomb).
+    """
+    unpack = unpacker(blob.read(0, min(MAGIC_BYTES, blob.size)))
+    if unpack is None:
+        return blob
+    limit = max(FREE_BYTES, MAX_RATIO * blob.size)
+
+    def write(file: io.BufferedWriter) -> None:
+        written = 0
+        try:
+            for chunk in unpack(Reader(blob, _COPIED, _COPIED)):
+                written += len(chunk)
+                if written > limit:
+                    raise ValueError(f"{blob.name} unpacks to more than {limit:,} bytes (a bomb)")
+                file.write(chunk)
+        except (EOFError, zlib.error, lzma.LZMAError, gzip.BadGzipFile) as error:
+            raise ValueError(f"{blob.name} is truncated or damaged: {error}") from error
+        except OSError as error:
+            # what bz2 says of damaged data; an error of the disk has a number
+            if error.errno is not None:
+                raise
+            raise ValueError(f"{blob.name} is truncated or damaged: {error}") from error
+
+    return kept(blob.name, blob.extents, unpack.__name__, write)
+
+
+def _unpack_gzip(reader: Reader) -> Iterator[bytes]:
+    with gzip.GzipFile(fileobj=reader) as file:
+        while chunk := file.read(_CHUNK):
+            yield chunk
+
+
+def _unpack_bz2(reader: Reader) -> Iterator[bytes]:
+    return _streams(reader, bz2.BZ2Decompressor)
+
+
+def _unpack_xz(reader: Reader) -> Iterator[bytes]:
+    return _streams(reader, lambda: lzma.LZMADecompressor(lzma.FORMAT_XZ, MAX_DICTIONARY))
+
+
+def _streams(
+    reader: Reader, make: Callable[[], bz2.BZ2Decompressor | lzma.LZMADecompressor]
+) -> Iterator[bytes]:
+    """Streams one after the other, zeros between them; all that is there must be right."""
+    data = reader.read(_CHUNK)
+    while data:
+        stream = make()
+        while not stream.eof:
+            if stream.needs_input and not data and not (data := reader.read(_CHUNK)):
+                raise EOFError("it ends inside of a stream")
+            yield stream.decompress(data, _CHUNK)
+            data = b""
+        data = stream.unused_data.lstrip(b"\0")
+        while not data and (more := reader.read(_CHUNK)):
+            data = more.lstrip(b"\0")
+
+
+def _unpack_rar(reader: Reader) -> Iterator[bytes]:
+    # in a separate process with bounded memory and time: the library is C++, and the bytes are untrusted
+    with (
+        tempfile.TemporaryDirectory(dir=_kept_in()) as folder,
+        subprocess.Popen(
+            [sys.executable, "-I", rar.__file__, _linked(_volumes(reader.blob), Path(folder))],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+        ) as process,
+    ):
+        assert process.stdout is not None and process.stderr is not None
+        try:
+            while chunk := process.stdout.read(_CHUNK):
+                yield chunk
+            said = process.stderr.read().decode(errors="replace").strip().rpartition("\n")[2]
+        except BaseException:
+            process.kill()
+            raise
+    if process.returncode == -signal.SIGALRM:
+        said = f"is damaged: the RAR library made no progress for {rar.SECONDS} s"
+    if process.returncode:
+        raise ValueError(f"{reader.blob.name} {said or 'is damaged: the RAR library crashed'}")
+
+
+def _volumes(blob: Blob) -> list[Blob]:
+    """The volumes of a RAR. Each starts with RAR's signature; pieces of a plainly cut file do not."""
+    volumes: list[tuple[Extent, ...]] = []
+    for extent in blob.extents:
+        if not volumes or Blob(blob.name, (extent,)).read(0, min(len(_RAR), extent.length)) == _RAR:
+            volumes.append(())
+        volumes[-1] += (extent,)
+    return [blob] if len(volumes) == 1 else [Blob(one[0].location, one) for one in volumes]
+
+
+def _linked(volumes: list[Blob], folder: Path) -> Path:
+    """The first of these volumes, in a folder with nothing but all volumes; the library finds the next by name."""
+    links = [folder / volume.name.rpartition("/")[2][-_MAX_NAME:] for volume in volumes]
+    for link, volume in zip(links, volumes, strict=True):
+        link.symlink_to(local_path(volume).resolve())
+    return links[0]
+
+
+_RAR = b"Rar!\x1a\x07"
+_MAX_NAME = 60  # letters, of which each has four bytes at most
+_PACKED = {
+    b"\x1f\x8b\x08": _unpack_gzip,
+    b"BZh": _unpack_bz2,
+    b"\xfd7zXZ\0": _unpack_xz,
+    _RAR: _unpack_rar,
+}
+MAGIC_BYTES = max(map(len, _PACKED))
+
+
+def local_path(blob: Blob) -> Path:
+    """A file on this machine with these bytes: itself, or a copy in the cache folder. Raises ValueError, StoreError."""
+    (first, *more) = blob.extents or (Extent("", "", 0, 0),)
+    if blob.extents and not more and not first.remote and first.start == 0:
+        path = Path(first.location)
+        if path.stat().st_size == first.length:
+            return path
+
+    def write(file: io.BufferedWriter) -> None:
+        for start in range(0, blob.size, _COPIED):
+            file.write(blob.read(start, min(_COPIED, blob.size - start)))
+
+    return Path(kept(blob.name, blob.extents, "copy", write).extents[0].location)
+
+
+def kept(
+    name: str, extents: tuple[Extent, ...], how: str, write: Callable[[io.BufferedWriter], None]
+) -> Blob:
+    """What `write` makes of these extents, made once a machine and kept in the cache folder."""
+    key = identity.sha256(identity.canonical_json([how, [list(extent) for extent in extents]]))[:40]
+    folder = _kept_in()
+    path = folder / key
+    if not path.exists():
+        with (folder / f"{key}.lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)  # another process makes it: wait, it is read then
+            if not path.exists():
+                temporary = path.with_suffix(".tmp")
+                try:
+                    with temporary.open("wb") as file:
+                        write(file)
+                        file.flush()
+                        os.fsync(file.fileno())
+                    temporary.rename(path)
+                finally:
+                    temporary.unlink(missing_ok=True)
+    return open_blob([str(path)])._replace(name=name)
+
+
+def _kept_in() -> Path:
+    folder = identity.cache_folder() / "unpacked"
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder

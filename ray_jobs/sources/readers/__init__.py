@@ -1,0 +1,1 @@
+"""A reader per kind of source: what a recipe's `source.kind` names."""

@@ -1,0 +1,345 @@
+"""A user's own images: which files there are, their labels, their splits, and whether they can be read.
+
+In: a folder, a tar or zip of one, or s3://bucket/prefix, in one of three layouts.
+
+    root/train/cat/1.jpg  root/test/cat/2.jpg     split folders (train|training, val|valid|validation|dev,
+                                                  test|testing, in any case) of class folders
+    root/cat/1.jpg        root/dog/2.jpg          class folders
+    root/metadata.csv                             Hugging Face's imagefolder: a table of file_name, label, maybe split,
+    root/train/metadata.csv                       and what must stay in one split (a patient, a site), as CSV or as JSON
+    root/test/metadata.jsonl                      lines; in the root, in split folders, or both
+
+Folders around the whole of an archive don't count. Out: `scan` lists entries without opening an image. Only the
+standard library is imported at module level, so that `pipelines` can use it.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import stat
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from operator import itemgetter
+from pathlib import Path, PurePosixPath
+from typing import TYPE_CHECKING, NamedTuple
+
+from pipelines.spec.file_names import left_by_a_system, parts_of
+from ray_jobs.sources.readers.label_tables import IMAGEFOLDER, METADATA, OPTIONS, TABLES, Columns, read_table
+
+if TYPE_CHECKING:
+    from pipelines.spec import FolderSource
+    from ray_jobs.sources.archives import entries
+    from ray_jobs.sources.archives.containers import Member
+    from ray_jobs.sources.archives.entries import Bad, Files
+
+EXTENSIONS = (
+    ".avif", ".bmp", ".gif", ".jfif", ".jpeg", ".jpg", ".pgm", ".png", ".ppm", ".tif", ".tiff", ".webp"
+)  # fmt: skip
+UNREAD = (".heic", ".heif", ".jp2", ".jxl")  # images of formats that are not read
+SPLIT_NAMES = {
+    **dict.fromkeys(("train", "training"), "train"),
+    **dict.fromkeys(("val", "valid", "validation", "dev"), "dev"),
+    **dict.fromkeys(("test", "testing"), "test"),
+}
+# of COCO itself, and as Roboflow exports it
+_COCO_FILE = re.compile(
+    r"(.*/)?(annotations/(instances|captions|person_keypoints|stuff|panoptic)_[^/]*|_annotations\.coco)\.json"
+)
+_COCO_FOLDER = re.compile(r"(train|val|test|unlabeled)20\d\d")
+
+
+class Entry(NamedTuple):
+    """One image: its path relative to the root with "/", its class, its split where the layout gives one."""
+
+    key: str
+    label: int
+    split: str | None
+    group: str | None = None
+
+
+class Listing(NamedTuple):
+    """What a folder holds: entries by key, class names in the plain order of their text, files left out."""
+
+    root: str
+    class_names: tuple[str, ...]
+    entries: tuple[Entry, ...]
+    ignored: tuple[str, ...]
+    """Keys of files that are no images by their ending; hidden files are not even named."""
+    special: tuple[str, ...] = ()
+    """Keys of FIFOs, sockets and devices, which are never opened."""
+
+    def counts(self) -> dict[str, int]:
+        """Number of images of each class, by class name."""
+        number = Counter(entry.label for entry in self.entries)
+        return {name: number[label] for label, name in enumerate(self.class_names)}
+
+
+def scan(root: Path, columns: Columns = IMAGEFOLDER) -> Listing:
+    """List the images below `root`; `columns` are those of its tables of labels.
+
+    Raises ValueError for: no folder, no image, fewer than two classes, layouts mixed, a link that leads
+    outside, a table that does not fit, a class that the given splits leave without a training image.
+    """
+    if not root.is_dir():
+        raise ValueError(f"{root} is not a folder of images")
+    found = sorted(_files(root))
+    files = [key for key, is_regular in found if is_regular]
+    arranged = arrange(root, files, {key: (root / key).read_bytes() for key in _tables(files)}, columns)
+    return arranged._replace(special=tuple(key for key, is_regular in found if not is_regular))
+
+
+def arrange(
+    root: Path | str, files: Sequence[str], tables: Mapping[str, bytes], columns: Columns = IMAGEFOLDER
+) -> Listing:
+    """Arrange these paths below `root`, by the tables of labels among them if there are any. Raises ValueError."""
+    files = sorted(files)
+    images = [key for key in files if PurePosixPath(key).suffix.lower() in EXTENSIONS]
+    if not images:
+        there = f": {_endings(files)}" if files else ""
+        raise ValueError(
+            f"{root} has no images ({', '.join(EXTENSIONS)}) among its {len(files)} files{there}"
+        )
+    if tables:
+        found = _from_tables(root, images, tables, columns)
+    elif named := [one for one in zip(OPTIONS, columns, IMAGEFOLDER, strict=True) if one[1] != one[2]]:
+        option, column, _ = named[0]
+        raise ValueError(
+            f"{option}: {column!r} names a column of {METADATA} or {TABLES[1]}, but {root} contains neither"
+        )
+    else:
+        _check_not_detection(root, files, images)
+        found = [(*entry, None) for entry in _from_folders(root, images)]
+    class_names = tuple(sorted({label for _, label, _, _ in found}))
+    if len(class_names) < 2:
+        inside = f"{str(root).rstrip('/')}/{class_names[0]}"
+        nested = not tables and all(
+            key.startswith(f"{class_names[0]}/") and key.count("/") > 1 for key in images
+        )
+        raise ValueError(
+            f"{root} has only the class {class_names[0]!r}: a classifier needs two or more"
+            + (f". If the classes are the folders in it, set the root to {inside}" if nested else "")
+        )
+    number = {name: label for label, name in enumerate(class_names)}
+    entries = tuple(
+        Entry(key, number[name], split, group) for key, name, split, group in sorted(found, key=itemgetter(0))
+    )
+    _check_given_splits(root, class_names, entries)
+    used = {*images, *tables}
+    ignored = tuple(key for key in files if key not in used)
+    return Listing(str(root), class_names, entries, ignored)
+
+
+def listing(source: FolderSource, files: Files) -> entries.Listing:
+    """Every image below the root, as `scan` finds it, or in the archive."""
+    from ray_jobs.sources.archives import containers, entries
+
+    bad: list[Bad] = []
+    columns = Columns(source.image_column, source.label_column, source.group)
+    if Path(source.root).is_dir():
+        found = scan(Path(source.root), columns)
+        members = {
+            entry.key: _whole(entry.key, (Path(source.root) / entry.key).stat().st_size)
+            for entry in found.entries
+        }
+    else:
+        members, bad = _members(source, files)
+        if bad and not members:
+            raise ValueError(
+                f"{source.root}: none of its {len(bad):,} files can be used, such as {bad[0].key}: {bad[0].reason}"
+            )
+        tables = {key: containers.read_member(files, members[key]) for key in _tables(members)}
+        found = arrange(source.root, list(members), tables, columns)
+    rows = (entry._asdict() | entries.place(members[entry.key]) for entry in found.entries)
+    return entries.Listing(found.class_names, entries.table(rows), bad=tuple(bad), notes=_notes(found))
+
+
+def _notes(found: Listing) -> tuple[str, ...]:
+    notes = []
+    if found.ignored:
+        notes.append(
+            f"{len(found.ignored):,} files left out, not images by their extensions: {_endings(found.ignored)}"
+        )
+    if found.special:
+        notes.append(
+            f"{len(found.special):,} files left out, not regular files but FIFOs, sockets or devices, such as "
+            f"{found.special[0]}"
+        )
+    return tuple(notes)
+
+
+def _endings(keys: Sequence[str]) -> str:
+    """The number of files per extension, and what to do with images in unsupported formats."""
+    number = Counter(PurePosixPath(key).suffix.lower() or "none" for key in keys)
+    counts = ", ".join(f"{ending} {count:,}" for ending, count in number.most_common(8))
+    unread = [ending for ending in UNREAD if ending in number]
+    return counts + (
+        f"; to use the {' and '.join(unread)} files, convert them to JPEG or PNG" if unread else ""
+    )
+
+
+def _members(source: FolderSource, files: Files) -> tuple[dict[str, Member], list[Bad]]:
+    """Files by their path in the archive that the root is, or below s3://bucket/prefix, and what is refused."""
+    from pipelines import identity
+    from ray_jobs.sources.archives import containers
+
+    name = PurePosixPath(source.root).name
+    if list(files) != parts_of(name, files):
+        facts = identity.object_facts(files.values())
+        return {name: _whole(name, facts[location][1]) for name, location in files.items()}, []
+    found, refused = containers.contents(files, name)
+    around = _around([member.path for member in found])
+    inside = {member.path.removeprefix(around): member for member in found if member.path.startswith(around)}
+    return inside, refused
+
+
+def _whole(key: str, size: int) -> Member:
+    from ray_jobs.sources.archives.containers import Member
+
+    return Member(key, key, 0, size, "stored", size)
+
+
+def _around(paths: Sequence[str]) -> str:
+    """The folders that all images of an archive lie in and that say nothing of them: "pets/images/"."""
+    images = [PurePosixPath(path).parts[:-1] for path in paths if path.lower().endswith(EXTENSIONS)]
+    tables = [
+        PurePosixPath(path).parts[:-1]
+        for path in paths
+        if path.rpartition("/")[2] in TABLES or _COCO_FILE.fullmatch(path)
+    ]
+    common: list[str] = []
+    for parts in zip(*images, *tables, strict=False):
+        if len(set(parts)) > 1 or parts[0].lower() in SPLIT_NAMES:
+            break
+        common.append(parts[0])
+    return "".join(f"{part}/" for part in common)
+
+
+def _files(root: Path) -> Iterator[tuple[str, bool]]:
+    """(key, whether it is a regular file) of all files that their user put there.
+
+    Raises ValueError for links to folders, links that lead outside and broken links.
+    """
+    inside = root.resolve()
+    for folder, folders, files in os.walk(root):
+        folders[:] = [name for name in folders if not left_by_a_system(name)]
+        for name in folders:
+            if Path(folder, name).is_symlink():
+                raise ValueError(f"{Path(folder, name)} is a link to a folder: put the folder itself there")
+        for name in files:
+            path = Path(folder, name)
+            if left_by_a_system(name):
+                continue
+            mode = path.lstat().st_mode
+            if stat.S_ISLNK(mode):
+                target = Path(os.path.realpath(path))
+                if not target.is_relative_to(inside):
+                    raise ValueError(f"{path} is a link that leads outside {root}: put the file itself there")
+                if not target.exists():
+                    raise ValueError(f"{path} is a broken link: remove it, or restore its target")
+                mode = target.stat().st_mode
+            yield path.relative_to(root).as_posix(), stat.S_ISREG(mode)
+
+
+def _from_folders(root: Path | str, images: Sequence[str]) -> list[tuple[str, str, str | None]]:
+    """(key, class, split) by the names of folders."""
+    tops = {PurePosixPath(key).parts[0] for key in images if "/" in key}
+    loose = [key for key in images if "/" not in key]
+    if loose:
+        raise ValueError(f"{root} has images outside class folders, such as {loose[0]!r}: one folder a class")
+    split_folders = {top: SPLIT_NAMES[top.lower()] for top in sorted(tops) if top.lower() in SPLIT_NAMES}
+    if not split_folders:
+        return [(key, PurePosixPath(key).parts[0], None) for key in images]
+    others = sorted(tops - set(split_folders))
+    if others:
+        raise ValueError(
+            f"{root} mixes split folders ({', '.join(split_folders)}) and others ({', '.join(others)})"
+        )
+    if len(set(split_folders.values())) < len(split_folders):
+        raise ValueError(f"{root} has two folders for one split: {', '.join(split_folders)}")
+    found: list[tuple[str, str, str | None]] = []
+    for key in images:
+        top, *rest = PurePosixPath(key).parts
+        if len(rest) < 2:
+            raise ValueError(f"{root} has {key!r} in no class folder: put it into {top}/<class>/")
+        found.append((key, rest[0], split_folders[top]))
+    return found
+
+
+def _check_not_detection(root: Path | str, files: Sequence[str], images: Sequence[str]) -> None:
+    """Raise ValueError for COCO's layout, whose split folders would be taken for classes."""
+    tops = {PurePosixPath(key).parts[0] for key in images}
+    signs = [key for key in files if _COCO_FILE.fullmatch(key)]
+    if not signs and all(map(_COCO_FOLDER.fullmatch, tops)):
+        signs = sorted(tops)
+    if signs:
+        raise ValueError(
+            f"{root} has the layout of COCO, a detection data set ({signs[0]}): its images do not have one class each. "
+            f"Give each image one label, with class folders or {METADATA}"
+        )
+
+
+def _tables(files: Iterable[str]) -> list[str]:
+    """Keys of the tables of labels: in the root or in a split folder."""
+    return sorted(key for key in files if _is_table(PurePosixPath(key)))
+
+
+def _is_table(path: PurePosixPath) -> bool:
+    in_split = len(path.parts) == 2 and _split_folder(path) is not None
+    return path.name in TABLES and (len(path.parts) == 1 or in_split)
+
+
+def _split_folder(path: PurePosixPath) -> str | None:
+    """The split that the first folder of a path names."""
+    return SPLIT_NAMES.get(path.parts[0].lower()) if len(path.parts) > 1 else None
+
+
+def _from_tables(
+    root: Path | str, images: Sequence[str], tables: Mapping[str, bytes], columns: Columns
+) -> list[tuple[str, str, str | None, str | None]]:
+    """(key, class, split, group) from tables, which must list every image once.
+
+    If a table has no column `split`, the images' top folders give the split, if they are split folders.
+    """
+    present, found = set(images), {}
+    for path in sorted(tables):
+        for row in read_table(path, tables[path], columns):
+            if row.key not in present:
+                raise ValueError(f"{row.where}: {row.key!r} is not an image in {root}")
+            if row.key in found:
+                raise ValueError(f"{row.where}: {row.key!r} is listed twice")
+            inside = _split_folder(PurePosixPath(row.key))
+            split = inside if row.split is None else _split_named(row.split, row.where)
+            found[row.key] = (row.key, row.label, split, row.group)
+    if unlisted := sorted(present - found.keys()):
+        raise ValueError(
+            f"{root}: {' with '.join(sorted(tables))} does not list {len(unlisted)} of {len(images)} images, "
+            f"such as {unlisted[0]!r}"
+        )
+    drawn = [key for key, _, split, _ in found.values() if split is None]
+    if 0 < len(drawn) < len(found):
+        raise ValueError(
+            f"{root}: some images have a split, others do not, such as {drawn[0]!r}. Put all into split folders "
+            "(train, val, test), or give every table a column `split`"
+        )
+    return list(found.values())
+
+
+def _split_named(name: str, where: str) -> str:
+    split = SPLIT_NAMES.get(name.strip().lower())
+    if split is None:
+        raise ValueError(f"{where}: split {name!r} is none of {', '.join(SPLIT_NAMES)}")
+    return split
+
+
+def _check_given_splits(root: Path | str, class_names: Sequence[str], entries: Sequence[Entry]) -> None:
+    if all(entry.split is None for entry in entries):
+        return
+    trained = {entry.label for entry in entries if entry.split == "train"}
+    untrained = [name for label, name in enumerate(class_names) if label not in trained]
+    if untrained:
+        first, *others = map(repr, untrained)
+        more = f"; neither have {', '.join(others)}" if others else ""
+        raise ValueError(
+            f"{root}: class {first} has no images in the train split{more}. Add some, or remove these classes"
+        )

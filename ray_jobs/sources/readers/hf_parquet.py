@@ -1,0 +1,267 @@
+"""Images in Parquet as Hugging Face's datasets are shipped.
+
+In: <split>-00000-of-00005.parquet, ...: a column of struct<bytes, path> (or of bytes), a column of labels, and in the
+schema's metadata what each column is. Out: entries by file, row group and row.
+
+A row group is what Parquet can read: its entries are one unit, so that one task reads it, once.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import groupby
+from pathlib import PurePosixPath
+from typing import Any, NamedTuple
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from pipelines.spec import HfParquetSource
+from ray_jobs.sources.archives import containers
+from ray_jobs.sources.archives.entries import Files, Listing, table
+from ray_jobs.sources.readers.features import UNLABELLED, chosen, classes_of, known_split
+
+IN_MEMORY = 2**29  # bytes of images of a row group that are held at once; a larger one is read several times
+_BATCH = 64  # rows
+_ROW_BITS, _GROUP_BITS = 24, 16  # of an entry's number, below that of its file
+_NUMBERED = re.compile(r"(.+)-(\d{5})-of-(\d{5})(-[0-9a-f]+)?")
+
+
+class _Columns(NamedTuple):
+    """Names of the columns, and of the classes where the file has them."""
+
+    image: str
+    label: str
+    classes: tuple[str, ...] | None
+
+
+def listing(source: HfParquetSource, files: Files) -> Listing:
+    """Every image that has a label, with the split that its file is named after."""
+    names = sorted(files)
+    splits = _splits(names)
+    groups: dict[str, list[tuple[int, int]]] = {}
+    labels: list[int | str] = []
+    together: list[str | None] = []
+    columns: _Columns | None = None
+    for name in names:
+        if splits[name] == "":
+            continue
+        with _opened(files, name) as file:
+            own = _columns(source, name, file.schema_arrow)
+            if columns is not None and own != columns:
+                raise ValueError(f"{name} has other columns or classes than the files before it")
+            columns = own
+            groups[name] = _groups(name, file, own.image)
+            labels += _labels(name, file, own)
+            together += _together(source, name, file)
+    if columns is None:
+        raise ValueError(f"no file is of a known split: {', '.join(names[:5])}")
+    classes = classes_of(labels, columns.classes, f"column {columns.label!r}")
+    entries = (
+        row | {"label": classes.numbers[label], "split": splits[row["file"]], "group": group}
+        for row, label, group in zip(_rows(names, groups), labels, together, strict=True)
+        if label != UNLABELLED
+    )
+    notes = [*classes.notes]
+    notes += [f"{name} is of no known split and is left out" for name in names if name not in groups]
+    if unlabelled := labels.count(UNLABELLED):
+        notes.append(f"{unlabelled} images without a label are left out")
+    return Listing(classes.names, table(entries), notes=tuple(notes))
+
+
+def rows(source: HfParquetSource, files: Files, numbers: Sequence[int]) -> Iterator[bytes | ValueError]:
+    """The image files of these numbers; a row group whose rows follow each other is read once."""
+    names = sorted(files)
+    for group, wanted in groupby(numbers, lambda number: number >> _ROW_BITS):
+        name = names[group >> _GROUP_BITS]
+        with _opened(files, name) as file:
+            column = _columns(source, name, file.schema_arrow).image
+            within = [number % 2**_ROW_BITS for number in wanted]
+            yield from _group(file, group % 2**_GROUP_BITS, column, within)
+
+
+# ------------------------------------------------------------------------------------------------- names
+
+
+def _splits(names: Sequence[str]) -> dict[str, str | None]:
+    """The split of each file; "" for one that is not known; null, to be drawn, where no name speaks of any."""
+    words: dict[str, str] = {}
+    parts = defaultdict(set)
+    folders = set()
+    for name in names:
+        path = PurePosixPath(name)
+        found = _NUMBERED.fullmatch(path.stem)
+        inside = known_split(path.parent.name) is not None
+        words[name] = path.parent.name if inside else found[1] if found else path.stem
+        folders.add(path.parent.parent if inside else path.parent)
+        if found:
+            parts[path.parent, found[1], int(found[3])].add(int(found[2]))
+    if len(folders) > 1:
+        listed = ", ".join(sorted(map(str, folders)))
+        raise ValueError(f"files lie in several folders ({listed}): name one of them as source.root")
+    for (_, word, total), numbers in parts.items():
+        if lost := sorted(set(range(total)) - numbers):
+            raise ValueError(f"{word}-{lost[0]:05d}-of-{total:05d}.parquet is missing")
+    splits = {name: known_split(word) for name, word in words.items()}
+    if not any(splits.values()):
+        return splits
+    return {name: split or "" for name, split in splits.items()}
+
+
+# ------------------------------------------------------------------------------------------------- files
+
+
+def _opened(files: Files, name: str) -> pq.ParquetFile:
+    path = containers.local(files, name)
+    try:
+        file = pq.ParquetFile(path, page_checksum_verification=True)
+        # the least that a row takes is a length
+        if file.metadata.num_rows > path.stat().st_size:
+            raise ValueError("it claims more rows than it has bytes")
+    except (OSError, ValueError, pa.ArrowException) as error:
+        raise ValueError(f"{name} is not a Parquet file, or damaged: {error}") from error
+    return file
+
+
+def _columns(source: HfParquetSource, name: str, schema: pa.Schema) -> _Columns:
+    features = _features(name, schema)
+    fitting = [field.name for field in schema if _is_image(field.type)]
+    declared = [column for column in fitting if features.get(column, {}).get("_type") == "Image"]
+    if source.image and source.image not in fitting:
+        raise ValueError(f"source.image: {name} has no column {source.image!r} of images, but {fitting}")
+    image = chosen("image", source.image, declared or fitting, fitting)
+    others = [column for column in schema.names if column != image]
+    labels = [column for column in others if features.get(column, {}).get("_type") == "ClassLabel"]
+    label = chosen("label", source.label, labels or [each for each in others if each == "label"], others)
+    kind = schema.field(label).type
+    if not (pa.types.is_integer(kind) or pa.types.is_string(kind)):
+        more = ": multi-label is not supported yet" if pa.types.is_nested(kind) else ""
+        raise ValueError(
+            f"source.label: column {label!r} of {name} is {kind}, not whole numbers or text{more}"
+        )
+    given = features.get(label, {}).get("names")
+    is_named = isinstance(given, list) and all(isinstance(each, str) for each in given)
+    return _Columns(image, label, tuple(given) if is_named and given else None)
+
+
+def _features(name: str, schema: pa.Schema) -> dict[str, dict[str, Any]]:
+    """What Hugging Face's library wrote of each column; nothing where another program wrote the file."""
+    text = (schema.metadata or {}).get(b"huggingface")
+    try:
+        found = json.loads(text)["info"]["features"] if text else {}
+        return {column: feature for column, feature in found.items() if isinstance(feature, dict)}
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise ValueError(f"{name}: its metadata are not those of Hugging Face's datasets: {error}") from error
+
+
+def _is_image(kind: pa.DataType) -> bool:
+    fields = list(kind) if pa.types.is_struct(kind) else [pa.field("bytes", kind)]
+    return any(
+        field.name == "bytes" and (pa.types.is_binary(field.type) or pa.types.is_large_binary(field.type))
+        for field in fields
+    )
+
+
+def _groups(name: str, file: pq.ParquetFile, image: str) -> list[tuple[int, int]]:
+    """(rows, about the bytes of an image) of each row group."""
+    lengths = [file.metadata.row_group(group).num_rows for group in range(file.metadata.num_row_groups)]
+    if len(lengths) > 2**_GROUP_BITS or max(lengths, default=0) > 2**_ROW_BITS:
+        raise ValueError(f"{name} has {len(lengths)} row groups of up to {max(lengths)} rows: too many")
+    return [(rows, _bytes(file, group, image) // max(rows, 1)) for group, rows in enumerate(lengths)]
+
+
+def _rows(names: Sequence[str], groups: Mapping[str, list[tuple[int, int]]]) -> Iterator[dict[str, Any]]:
+    for number, name in enumerate(names):
+        row = 0
+        for group, (length, size) in enumerate(groups.get(name, ())):
+            for within in range(length):
+                yield {
+                    "key": f"{name.removesuffix('.parquet')}/{row:07d}",
+                    "file": name,
+                    "offset": ((number << _GROUP_BITS) + group << _ROW_BITS) + within,
+                    "length": size,
+                    "codec": "row",
+                    "unit": f"{name}/{group}",
+                }
+                row += 1
+
+
+def _bytes(file: pq.ParquetFile, group: int, image: str) -> int:
+    """What a row group says that its images take."""
+    metadata = file.metadata.row_group(group)
+    columns = (metadata.column(number) for number in range(metadata.num_columns))
+    return sum(
+        column.total_uncompressed_size
+        for column in columns
+        if column.path_in_schema.partition(".")[0] == image
+    )
+
+
+def _labels(name: str, file: pq.ParquetFile, columns: _Columns) -> list[int | str]:
+    return [UNLABELLED if label is None else label for label in _values(name, file, columns.label)]
+
+
+def _together(source: HfParquetSource, name: str, file: pq.ParquetFile) -> list[str | None]:
+    """The group of each row, null where none is asked for."""
+    schema, column = file.schema_arrow, source.group
+    if column is None:
+        return [None] * file.metadata.num_rows
+    if column not in schema.names:
+        raise ValueError(f"source.group: {name} has no column {column!r}, but {', '.join(schema.names)}")
+    if not (pa.types.is_integer(kind := schema.field(column).type) or pa.types.is_string(kind)):
+        raise ValueError(f"source.group: column {column!r} of {name} is {kind}, not whole numbers or text")
+    found = _values(name, file, column)
+    if None in found:
+        raise ValueError(f"source.group: row {found.index(None)} of {name} has no {column}")
+    return [str(group) for group in found]
+
+
+def _values(name: str, file: pq.ParquetFile, column: str) -> list[Any]:
+    try:
+        return list(file.read(columns=[column]).column(0).to_pylist())
+    except (OSError, ValueError, pa.ArrowException) as error:
+        raise ValueError(f"{name}: its column {column!r} can't be read: {error}") from error
+
+
+def _group(file: pq.ParquetFile, group: int, column: str, wanted: list[int]) -> Iterator[bytes | ValueError]:
+    """Rows of a row group, in the order wanted, of which no more than about IN_MEMORY bytes are held."""
+    share = len(wanted) / max(file.metadata.row_group(group).num_rows, 1)
+    passes = max(1, math.ceil(_bytes(file, group, column) * share / IN_MEMORY))
+    size = math.ceil(len(wanted) / passes)
+    for start in range(0, len(wanted), size):
+        part = wanted[start : start + size]
+        found, reason = _read(file, group, column, set(part))
+        yield from (found.get(row, ValueError(reason)) for row in part)
+
+
+def _read(
+    file: pq.ParquetFile, group: int, column: str, wanted: set[int]
+) -> tuple[dict[int, bytes | ValueError], str]:
+    """The images of these rows, and why the others can't be had."""
+    found: dict[int, bytes | ValueError] = {}
+    start = held = 0
+    try:
+        for batch in file.iter_batches(_BATCH, row_groups=[group], columns=[column], use_threads=False):
+            images = batch.column(0)
+            for row in range(len(batch)):
+                if start + row in wanted:
+                    found[start + row] = image = _image(images[row].as_py())
+                    held += len(image) if isinstance(image, bytes) else 0
+            start += len(batch)
+            if held > 2 * IN_MEMORY:
+                raise ValueError(f"it has more than the {_bytes(file, group, column)} bytes that it claims")
+    except (OSError, ValueError, pa.ArrowException) as error:
+        return found, f"its row group can't be read: {error}"
+    return found, "its row group is shorter than it says"
+
+
+def _image(cell: Any) -> bytes | ValueError:
+    data = cell.get("bytes") if isinstance(cell, dict) else cell
+    if data is None:
+        path = cell.get("path") if isinstance(cell, dict) else None
+        return ValueError("not in the file, which only names its path" if path else "no image in its row")
+    return bytes(data)

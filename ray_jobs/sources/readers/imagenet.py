@@ -1,0 +1,237 @@
+"""ImageNet-1k (ILSVRC2012) as its authors ship it.
+
+In: ILSVRC2012_img_train.tar (a tar of `n01440764.tar`, ... of `n01440764_10026.JPEG`, ...), ILSVRC2012_img_val.tar
+(flat, `ILSVRC2012_val_00000001.JPEG`, ...), ILSVRC2012_devkit_t12.tar.gz, and perhaps ReaL's real.json. Out: entries
+straight into the two tars.
+
+A class is the rank of its WNID among all, sorted as text. The devkit's ILSVRC2012_ID is another number: it leads from
+the list of validation labels to WNIDs, and nowhere else (the devkit's readme.txt).
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import PurePosixPath
+from typing import Any, NamedTuple
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+from numpy.typing import NDArray
+
+from pipelines.spec.archives import (
+    IMAGENET_DEVKIT,
+    IMAGENET_REAL,
+    IMAGENET_TRAIN,
+    IMAGENET_VAL,
+    ImageNetSource,
+)
+from ray_jobs.sources import hash_fraction
+from ray_jobs.sources.archives.arrays import read_mat
+from ray_jobs.sources.archives.containers import (
+    Member,
+    contents,
+    each_contents,
+    members,
+    outermost,
+    read_file,
+    read_member,
+)
+from ray_jobs.sources.archives.entries import Bad, Files, Listing, place, table
+
+SYNSET_TAR = re.compile(r"(?:.*/)?(n\d{8})\.tar")
+_VAL_IMAGE = re.compile(r"(?:.*/)?(ILSVRC2012_val_(\d{8})\.JPEG)")
+SALT = "vitflow imagenet"
+_LEAST_AGREEMENT = 0.5  # of ReaL's labels with the authors': those of other images agree by chance
+
+
+class Devkit(NamedTuple):
+    """The classes by rank of their WNID: `wnids`, `words`; and of each validation image, in order, its class."""
+
+    wnids: tuple[str, ...]
+    words: tuple[str, ...]
+    val_labels: tuple[int, ...]
+
+
+def listing(source: ImageNetSource, files: Files) -> Listing:
+    """Train from the tar of tars, dev a slice of it by hash, test from the authors' validation images.
+
+    Raises:
+        ValueError: a synset that the devkit does not know, or images and labels of validation that don't fit.
+    """
+    devkit = read_devkit(files)
+    rank = {wnid: label for label, wnid in enumerate(devkit.wnids)}
+    bad: list[Bad] = []
+
+    def rows() -> Iterator[dict[str, Any]]:
+        for wnid, images in synsets(files, tars_in(files, IMAGENET_TRAIN, bad), bad):
+            if wnid not in rank:
+                raise ValueError(f"{files[IMAGENET_TRAIN]} has {wnid}.tar, which is no class of the devkit")
+            for member in images:
+                key = f"train/{wnid}/{member.path}"
+                dev = hash_fraction(SALT, key) < source.dev_fraction
+                yield row(key, rank[wnid], "dev" if dev else "train", member)
+        yield from _validation(files, devkit, bad)
+
+    entries = table(rows())
+    trained = set(pc.unique(entries.filter(pc.not_equal(entries["split"], "test"))["label"]).to_pylist())
+    lost = [wnid for wnid in devkit.wnids if rank[wnid] not in trained]
+    names = tuple(f"{wnid} {words}" for wnid, words in zip(devkit.wnids, devkit.words, strict=True))
+    notes = (
+        f"test is the authors' validation set, dev {source.dev_fraction:.2%} of train by a hash of names",
+        *_missing_classes(lost),
+        *_real_note(entries.filter(pc.equal(entries["split"], "test")), files),
+    )
+    return Listing(names, entries, bad=tuple(bad), notes=notes)
+
+
+def _missing_classes(lost: Sequence[str]) -> tuple[str, ...]:
+    if not lost:
+        return ()
+    more = f" and {len(lost) - 5:,} more" if len(lost) > 5 else ""
+    return (f"{len(lost):,} classes have no image to train on: {', '.join(lost[:5])}{more}",)
+
+
+def _real_note(test: pa.Table, files: Files) -> tuple[str, ...]:
+    """Of the file as it is published 90.02 % agree. Raises ValueError where it can't be of these images."""
+    if IMAGENET_REAL not in files:
+        return ()
+    pairs = zip(test["label"].to_pylist(), test["labels"].to_pylist(), strict=True)
+    agreed = [label in labels for label, labels in pairs if labels]
+    share = sum(agreed) / max(len(agreed), 1)
+    if share < _LEAST_AGREEMENT:
+        raise ValueError(
+            f"{files[IMAGENET_REAL]} has the authors' label for {share:.1%} of the images that it has labels for, "
+            "where 90 % are right: is it in another order?"
+        )
+    return (
+        f"test is scored by the authors' labels, and by ReaL's as a task of its own: these have the authors' label "
+        f"for {share:.2%} of {len(agreed):,} images",
+    )
+
+
+def _validation(files: Files, devkit: Devkit, bad: list[Bad]) -> Iterator[dict[str, Any]]:
+    found, refused = contents(files, IMAGENET_VAL)
+    bad += refused
+    real = _real_labels(files, len(devkit.val_labels), len(devkit.wnids))
+    numbers = set()
+    odd: list[str] = []
+    for member in found:
+        if not (named := _VAL_IMAGE.fullmatch(member.path)):
+            odd.append(member.path)
+            continue
+        number = int(named[2]) - 1
+        if not 0 <= number < len(devkit.val_labels) or number in numbers:
+            raise ValueError(
+                f"{files[IMAGENET_VAL]}: {member.path} has no label in the devkit, or comes twice"
+            )
+        numbers.add(number)
+        entry = row(f"val/{named[1]}", devkit.val_labels[number], "test", member)
+        yield entry | ({} if real is None else {"labels": real[number]})
+    bad += [Bad(f"val/{path}", "its name is none of a validation image", IMAGENET_VAL) for path in odd]
+    if len(numbers) < len(devkit.val_labels):
+        other = f"; {odd[0]!r} is not a name like ILSVRC2012_val_00000001.JPEG" if odd else ""
+        raise ValueError(
+            f"{files[IMAGENET_VAL]} has {len(numbers):,} images, the devkit labels {len(devkit.val_labels):,}{other}"
+        )
+
+
+def read_devkit(files: Files) -> Devkit:
+    """`data/meta.mat` and `data/ILSVRC2012_validation_ground_truth.txt` of the devkit. Raises ValueError."""
+    found = {PurePosixPath(member.path).name: member for member in members(files, IMAGENET_DEVKIT)}
+    where = files[IMAGENET_DEVKIT]
+    for name in ("meta.mat", "ILSVRC2012_validation_ground_truth.txt"):
+        if name not in found:
+            raise ValueError(f"{where} has no data/{name}")
+    leaves = _leaves(where, read_member(files, found["meta.mat"]))
+    wnids = tuple(sorted(wnid for wnid, _ in leaves.values()))
+    words = dict(leaves.values())
+    rank = {wnid: label for label, wnid in enumerate(wnids)}
+    text = read_member(files, found["ILSVRC2012_validation_ground_truth.txt"])
+    try:
+        labels = tuple(rank[leaves[int(line)][0]] for line in text.split())
+    except (KeyError, ValueError) as error:
+        raise ValueError(f"{where}: a validation label is no ILSVRC2012_ID of meta.mat: {error}") from error
+    return Devkit(wnids, tuple(words[wnid] for wnid in wnids), labels)
+
+
+def _leaves(where: str, data: bytes) -> dict[int, tuple[str, str]]:
+    """ILSVRC2012_ID -> (WNID, words) of the synsets without children, out of meta.mat's struct array `synsets`."""
+    try:
+        synsets = np.ravel(read_mat(data)["synsets"])
+        rows = [
+            (int(_only(one["ILSVRC2012_ID"])), str(_only(one["WNID"])), str(_only(one["words"])))
+            for one in synsets
+            if not int(_only(one["num_children"]))
+        ]
+    except (ValueError, KeyError, IndexError, TypeError) as error:
+        raise ValueError(f"{where}: meta.mat is damaged, or has no synsets: {error}") from error
+    if len({wnid for _, wnid, _ in rows}) != len(rows) or len({number for number, *_ in rows}) != len(rows):
+        raise ValueError(f"{where}: meta.mat has a synset twice")
+    return {number: (wnid, words) for number, wnid, words in rows}
+
+
+def _only(value: NDArray[Any]) -> Any:
+    """The one number or text of a field, which MATLAB has in an array."""
+    (only,) = np.ravel(value)
+    return only
+
+
+def _real_labels(files: Files, images: int, classes: int) -> list[list[int]] | None:
+    """ReaL (Beyer et al., "Are we done with ImageNet?", 2020): element i has the labels of validation image i + 1, as
+    ranks; it may be empty."""
+    if IMAGENET_REAL not in files:
+        return None
+    where = files[IMAGENET_REAL]
+    try:
+        found = json.loads(read_file(files, IMAGENET_REAL))
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{where} is not JSON: {error}") from error
+    if not isinstance(found, list) or len(found) != images:
+        raise ValueError(f"{where} is no list of {images:,} lists, one for each validation image")
+    for labels in found:
+        if not isinstance(labels, list) or not all(type(one) is int and 0 <= one < classes for one in labels):
+            raise ValueError(f"{where}: {str(labels)[:80]} is no list of classes from 0 to {classes - 1}")
+    return [sorted(set(labels)) for labels in found]
+
+
+# ------------------------------------------------------------------------------------------------- shared
+
+
+def synsets(files: Files, chains: Iterable[str], bad: list[Bad]) -> Iterator[tuple[str, list[Member]]]:
+    """(WNID, images) of tars of a synset, in the order of WNIDs; what is refused goes to `bad`. Raises ValueError."""
+    tars: dict[str, str] = {}
+    others: list[Bad] = []
+    for chain in chains:
+        if not (named := SYNSET_TAR.fullmatch(chain.rpartition("::")[2])):
+            others.append(Bad(chain, "it is no tar of a synset", outermost(files, chain)))
+        elif named[1] in tars:
+            raise ValueError(f"{named[1]}.tar comes twice: {tars[named[1]]} and {chain}")
+        else:
+            tars[named[1]] = chain
+    if others and not tars:
+        raise ValueError(
+            f"{others[0].file} contains no synset tars (expected names of n and 8 digits, such as n01440764.tar); "
+            f"it contains {len(others):,} other files, such as {others[0].key}"
+        )
+    bad += others
+    wnids = sorted(tars)
+    for wnid, (images, refused) in zip(
+        wnids, each_contents(files, (tars[one] for one in wnids)), strict=True
+    ):
+        bad += refused
+        yield wnid, images
+
+
+def tars_in(files: Files, name: str, bad: list[Bad]) -> list[str]:
+    """The chains of the members of a tar of tars; what is refused goes to `bad`."""
+    found, refused = contents(files, name)
+    bad += refused
+    return [f"{name}::{member.path}" for member in found]
+
+
+def row(key: str, label: int, split: str, member: Member) -> dict[str, Any]:
+    """An entry of ENTRIES."""
+    return {"key": key, "label": label, "split": split} | place(member)

@@ -1,0 +1,50 @@
+"""ImageNet-21k as its authors ship it: a tar for each synset, in one tar (gzipped or not) or in a folder.
+
+A class is the rank of its WNID among those that are kept. The two releases, and lists that others made of them, have
+other classes (Ridnik et al., "ImageNet-21K Pretraining for the Masses", 2021): the class names, which are WNIDs, say
+which they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from pipelines.spec.archives import ImageNet21kSource
+from ray_jobs.sources import hash_fraction
+from ray_jobs.sources.archives.entries import Bad, Files, Listing, table
+from ray_jobs.sources.readers.imagenet import SALT, SYNSET_TAR, row, synsets, tars_in
+
+_SPLITS = ("dev", "test", "train")
+
+
+def listing(source: ImageNet21kSource, files: Files) -> Listing:
+    """The images of every synset; dev and test are drawn by a hash of names, as there are no official splits.
+
+    Raises:
+        ValueError: a synset comes twice, or none has enough images.
+    """
+    bad: list[Bad] = []
+    kept: list[str] = []
+    left_out: list[str] = []
+    (first, *_) = files
+    chains = list(files) if SYNSET_TAR.fullmatch(first) else tars_in(files, first, bad)
+
+    def rows() -> Iterator[dict[str, Any]]:
+        for wnid, images in synsets(files, chains, bad):
+            if len(images) < source.min_images:
+                left_out.append(wnid)
+                continue
+            kept.append(wnid)
+            for member in images:
+                key = f"{wnid}/{member.path}"
+                drawn = int(hash_fraction(SALT, key) / source.held_out)
+                yield row(key, len(kept) - 1, _SPLITS[min(drawn, 2)], member)
+
+    entries = table(rows())
+    if not kept:
+        raise ValueError(f"{source.root} has no synset with {source.min_images} images or more")
+    notes = [f"no official splits: {source.held_out:.2%} each are dev and test by a hash of names"]
+    if left_out:
+        notes.append(f"left out, with fewer than {source.min_images} images: {', '.join(left_out)}")
+    return Listing(tuple(kept), entries, bad=tuple(bad), notes=tuple(notes))

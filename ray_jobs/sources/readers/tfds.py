@@ -1,0 +1,219 @@
+"""Prepared data sets of TensorFlow Datasets, without TensorFlow.
+
+In: the folder of a version: dataset_info.json (splits and their shards), features.json (which feature is what),
+label.labels.txt, and shards of tf.train.Example in tfrecord or array_record files. Out: entries in the order of the
+records, which is that of TFDS's slices: train[:800] is train/0000000 to train/0000799. An image in a tfrecord file is a
+byte range of it; array_record files are read by record.
+"""
+
+from __future__ import annotations
+
+import json
+from array import array
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+from pipelines.spec import TfdsSource
+from ray_jobs.sources.archives import containers
+from ray_jobs.sources.archives.entries import Files, Listing, table
+from ray_jobs.sources.archives.examples import Values, feature_range, parse_example, tfrecords
+from ray_jobs.sources.readers.features import UNLABELLED, chosen, classes_of, known_split
+
+_MAX_RECORD = 2**28  # bytes
+_BATCH = 256  # records
+_FILE_BITS = 40  # of an entry's number above the record's
+
+
+class _Places(NamedTuple):
+    """Where each image lies, in little memory; the names of files are shared."""
+
+    files: list[str]
+    offsets: array[int]
+    lengths: array[int]
+
+
+def listing(source: TfdsSource, files: Files) -> Listing:
+    """Every image that has a label. All records are read, their checksums verified."""
+    info, features = _json(files, "dataset_info.json"), _json(files, "features.json")
+    form = info.get("fileFormat", "tfrecord")
+    if form not in ("tfrecord", "array_record"):
+        raise ValueError(f"dataset_info.json: files are {form!r}; tfrecord and array_record are read")
+    image, label = _named(source, features)
+    places = _Places([], array("q"), array("q"))
+    labels: list[int | str] = []
+    notes: list[str] = []
+    splits: dict[str, int] = {}
+    for name, shards in _shards(info, form, files):
+        if known_split(name) is None:
+            notes.append(f"its split {name!r} is none that is known and is left out")
+            continue
+        before = len(labels)
+        for file, length in shards:
+            for start, example in _records(files, form, file, length):
+                try:
+                    offset, size = feature_range(example, image)
+                    labels.append(_label(parse_example(example).get(label), label))
+                except ValueError as error:
+                    raise ValueError(f"{file}, at {start}: {error}") from error
+                places.files.append(file)
+                places.offsets.append(start + offset if form == "tfrecord" else start)
+                places.lengths.append(size)
+        splits[name] = len(labels) - before
+    if not labels:
+        raise ValueError(f"no split of dataset_info.json is known: {'; '.join(notes) or 'it has none'}")
+    classes = classes_of(labels, _class_names(files, features, label), f"feature {label!r}")
+    notes += classes.notes
+    keys = ((split, f"{split}/{number:07d}") for split, size in splits.items() for number in range(size))
+    entries = (
+        {"key": key, "split": known_split(split), "label": classes.numbers[value]}
+        | {"file": file, "offset": offset, "length": length}
+        | {"codec": "stored" if form == "tfrecord" else "row"}
+        for (split, key), value, file, offset, length in zip(keys, labels, *places, strict=True)
+        if value != UNLABELLED
+    )
+    if unlabelled := labels.count(UNLABELLED):
+        notes.append(f"{unlabelled} images without a label are left out")
+    return Listing(classes.names, table(entries), notes=tuple(notes))
+
+
+def rows(source: TfdsSource, files: Files, numbers: Sequence[int]) -> Iterator[bytes | ValueError]:
+    """The image files of these records of array_record files."""
+    names = sorted(files)
+    image, _ = _named(source, _json(files, "features.json"))
+    readers: dict[str, Any] = {}
+    try:
+        for number in numbers:
+            name = names[number >> _FILE_BITS]
+            if name not in readers:
+                readers[name] = _reader(files, name)
+            try:
+                [example] = readers[name].read([number % 2**_FILE_BITS])
+                offset, length = feature_range(example, image)
+                yield example[offset : offset + length]
+            except (RuntimeError, ValueError) as error:
+                yield ValueError(f"its record can't be read: {error}")
+    finally:
+        for reader in readers.values():
+            reader.close()
+
+
+# ------------------------------------------------------------------------------------------------- what there is
+
+
+def _json(files: Files, name: str) -> dict[str, Any]:
+    try:
+        found = json.loads(containers.read_file(files, name))
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{name} can't be read: {error}") from error
+    if not isinstance(found, dict):
+        raise ValueError(f"{name} is no JSON object")
+    return found
+
+
+def _shards(info: dict[str, Any], form: str, files: Files) -> Iterator[tuple[str, list[tuple[str, int]]]]:
+    """Of each split its name, and the name and number of records of its files."""
+    try:
+        for split in info["splits"]:
+            lengths = [int(length) for length in split["shardLengths"]]
+            template = split.get("filepathTemplate") or "{DATASET}-{SPLIT}.{FILEFORMAT}-{SHARD_X_OF_Y}"
+            known = {"{DATASET}": info["name"], "{SPLIT}": split["name"], "{FILEFORMAT}": form}
+            for token, value in known.items():
+                template = template.replace(token, value)
+            names = [
+                template.replace("{SHARD_X_OF_Y}", f"{number:05d}-of-{len(lengths):05d}")
+                for number in range(len(lengths))
+            ]
+            if lost := [name for name in names if name not in files]:
+                raise ValueError(f"{lost[0]} is missing")
+            yield split["name"], list(zip(names, lengths, strict=True))
+    except (KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"dataset_info.json is not as TFDS writes it: {error!r}") from error
+
+
+def _features(features: dict[str, Any]) -> dict[str, tuple[str, dict[str, Any]]]:
+    """The class ("Image") and the description of each feature, as TFDS writes it now and as it did before 2022."""
+    inner = features.get("featuresDict", {}).get("features") or features.get("content")
+    if not isinstance(inner, dict):
+        raise ValueError("features.json is not as TFDS writes it: it has no features")
+    return {
+        name: (str(each.get("pythonClassName") or each.get("type")).rpartition(".")[2], each)
+        for name, each in inner.items()
+        if isinstance(each, dict)
+    }
+
+
+def _named(source: TfdsSource, features: dict[str, Any]) -> tuple[str, str]:
+    """The features of the image and the label."""
+    kinds = {name: kind for name, (kind, _) in _features(features).items()}
+    fitting = [[name for name, kind in kinds.items() if kind == one] for one in ("Image", "ClassLabel")]
+    image = chosen("image", source.image, fitting[0], fitting[0])
+    others = [name for name in kinds if name != image]
+    return image, chosen("label", source.label, fitting[1], others)
+
+
+def _class_names(files: Files, features: dict[str, Any], label: str) -> list[str] | None:
+    """From <feature>.labels.txt, else as many numbers as features.json says; None: not said."""
+    name = f"{label.replace('/', '-')}.labels.txt"
+    if name in files:
+        return containers.read_file(files, name).decode().splitlines()
+    feature = _features(features)[label][1]
+    older = feature.get("content")
+    number = feature.get("classLabel", {}).get("numClasses")
+    if isinstance(older, dict):
+        number = older.get("num_classes")
+    return [str(value) for value in range(int(number))] if number else None
+
+
+# ------------------------------------------------------------------------------------------------- records
+
+
+def _records(files: Files, form: str, name: str, length: int) -> Iterator[tuple[int, bytes]]:
+    """(offset of the record, or its number, and the serialised example) of each record of a file."""
+    number = 0
+    try:
+        for record in _tfrecords(files, name) if form == "tfrecord" else _array_records(files, name):
+            number += 1
+            yield record
+    except RuntimeError as error:  # array_record's
+        raise ValueError(f"{name}: {error}") from error
+    if number != length:
+        raise ValueError(f"{name} has {number} records, dataset_info.json says {length}")
+
+
+def _tfrecords(files: Files, name: str) -> Iterator[tuple[int, bytes]]:
+    with containers.local(files, name).open("rb") as file:
+        try:
+            for offset, size in tfrecords(file):
+                if size > _MAX_RECORD:
+                    raise ValueError(f"a record has {size} bytes, more than {_MAX_RECORD}")
+                file.seek(offset)
+                yield offset, file.read(size)
+        except ValueError as error:
+            raise ValueError(f"{name}: {error}") from error
+
+
+def _array_records(files: Files, name: str) -> Iterator[tuple[int, bytes]]:
+    first = sorted(files).index(name) << _FILE_BITS
+    reader = _reader(files, name)
+    try:
+        total = reader.num_records()
+        for start in range(0, total, _BATCH):
+            for number, example in enumerate(reader.read(start, min(start + _BATCH, total)), start=start):
+                yield first + number, example
+    finally:
+        reader.close()
+
+
+def _reader(files: Files, name: str) -> Any:
+    from array_record.python.array_record_module import ArrayRecordReader
+
+    reader = ArrayRecordReader(str(containers.local(files, name)))
+    if not reader.ok():
+        raise ValueError(f"{name} is no array_record file, or damaged")
+    return reader
+
+
+def _label(values: Values | None, name: str) -> int | str:
+    if not values or len(values) != 1 or isinstance(values[0], float):
+        raise ValueError(f"feature {name!r} is not one whole number or text")
+    return values[0].decode() if isinstance(values[0], bytes) else values[0]

@@ -1,0 +1,418 @@
+"""Weights from outside: known by their content, refused where something is wrong, and out again in other formats."""
+
+import json
+import os
+import shlex
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from PIL import Image
+
+from pipelines import identity
+from pipelines.cli import main
+from pipelines.commands.models import _stage_name
+from pipelines.engine.plan import plan_pipeline
+from pipelines.machine import init
+from pipelines.recipe.load import load_pipeline, parse_pipeline
+from pipelines.results.lineage import describe_source
+from pipelines.spec import Evaluate, Import, RecipeError, module
+from pipelines.store import InputRef, Layout, Store, commit, fetched, open_store
+from ray_jobs.reporting.provenance import protocols
+from ray_jobs.sources.readers.folder import scan
+from tests.support.records import make_manifest
+from tests.support.s3 import Bucket, Server, used
+from vit_model import formats
+from vit_model.config import ModelContract, Preprocessing, ResNetConfig, ViTConfig
+from vit_model.model import ViT
+from vit_model.resnet import ResNet
+from vit_model.weights import save_model
+
+
+def stage(path: Any, preprocessing: Any = None) -> Import:
+    return Import(job="import", path=str(path), preprocessing=preprocessing)
+
+
+def key(path: Any, preprocessing: Any = None) -> str:
+    config = stage(path, preprocessing)
+    return identity.stage_key(config, {}, identity.source_fingerprint(config))
+
+
+# ------------------------------------------------------------------------------------------------- keys
+
+
+def test_the_key_follows_the_contents_and_not_the_place(tmp_path: Path) -> None:
+    first = tmp_path / "vit.npz"
+    first.write_bytes(b"weights")
+    known = key(first)
+    os.utime(first, (1, 1))
+    assert key(first) == known, "a touch changes nothing"
+    moved = first.rename(tmp_path / "another-name.bin")
+    assert key(moved) == known
+    moved.write_bytes(b"weightz")
+    assert key(moved) != known
+
+
+def test_the_key_of_a_folder_follows_its_files_and_not_what_lies_below(tmp_path: Path) -> None:
+    folder = tmp_path / "vit"
+    folder.mkdir()
+    (folder / "config.json").write_text("{}")
+    (folder / "model.safetensors").write_bytes(b"weights")
+    known = key(folder)
+    (folder / "checkpoint-500").mkdir()
+    (folder / "checkpoint-500" / "optimizer.pt").write_bytes(b"large")
+    (folder / ".gitattributes").write_text("lfs")
+    assert key(folder) == known
+    assert key(folder.rename(tmp_path / "moved")) == known
+    (tmp_path / "moved/config.json").write_text("{ }")
+    assert key(tmp_path / "moved") != known
+
+
+def test_the_given_preprocessing_is_in_the_key_by_what_it_means(tmp_path: Path) -> None:
+    file = tmp_path / "vit.npz"
+    file.write_bytes(b"weights")
+    assert len({key(file), key(file, "half"), key(file, "imagenet")}) == 3
+    assert key(file, "half") == key(file, {"mean": [0.5], "std": [0.5]})
+    assert key(file, "half") != key(file, {"mean": [0.5], "std": [0.5], "crop": "center"})
+
+
+def test_a_pipeline_of_several_imports_knows_each_by_its_own_file(store: Store, tmp_path: Path) -> None:
+    for name in ("one", "two", "same"):
+        (tmp_path / name).write_bytes(b"one" if name == "same" else name.encode())
+    paths = [str(tmp_path / name) for name in ("one", "two", "same")]
+    recipe = tmp_path / "x.yaml"
+    recipe.write_text(f"name: x\nstages: {{vit: {{job: import, matrix: {{path: {json.dumps(paths)}}}}}}}")
+    pipeline = load_pipeline(str(recipe))
+    planned = plan_pipeline(store, pipeline, pipeline.order())
+    assert [one.name for one in planned] == ["vit@path=one", "vit@path=two", "vit@path=same"]
+    assert [one.key for one in planned] == [key(path) for path in paths]
+    assert planned[0].key == planned[2].key != planned[1].key
+
+
+@pytest.mark.parametrize("content", ["nothing", "empty folder"])
+def test_without_files_there_is_no_key(tmp_path: Path, content: str) -> None:
+    if content == "empty folder":
+        (tmp_path / "x").mkdir()
+    with pytest.raises(RecipeError, match=r"there is no file and no folder|has no files"):
+        key(tmp_path / "x")
+
+
+def test_the_job_has_a_module_of_another_name() -> None:
+    assert module("import") == "import_model" and module("ingest") == "ingest"
+    assert "ray_jobs/import_model.py" in identity.import_closure("import")
+    assert "ray_jobs/pretrain.py" not in identity.import_closure("import"), (
+        "other stages' code is not its own"
+    )
+
+
+# ------------------------------------------------------------------------------------------------- recipes
+
+
+def test_the_recipe_says_what_it_needs() -> None:
+    with pytest.raises(RecipeError) as error:
+        load_pipeline("finetune_imported")
+    assert "images.source.root: is missing; write it there, or --set images.source.root=..." in str(
+        error.value
+    )
+    assert "backbone.path: is missing; write it there, or --set backbone.path=..." in str(error.value)
+
+
+def test_the_recipe_imports_and_does_not_pretrain(tmp_path: Path) -> None:
+    given = (f"images.source.root={tmp_path}", f"backbone.path={tmp_path}", "backbone.preprocessing=half")
+    pipeline = load_pipeline("finetune_imported", given)
+    assert {one.job for one in pipeline.stages.values()} == {
+        "ingest",
+        "import",
+        "finetune",
+        "evaluate",
+        "report",
+    }
+    assert pipeline.stages["finetune"].inputs() == {"data": ("images",), "backbone": ("backbone",)}
+
+
+def test_init_names_the_way_where_images_are_few(tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        (tmp_path / "my images" / name).mkdir(parents=True)
+        Image.new("RGB", (8, 8)).save(tmp_path / "my images" / name / "1.png")
+    said: list[str] = []
+    init._warn_of_small_sets(scan(tmp_path / "my images"), said.append)
+    command = shlex.split(said[0].partition("vitflow run ")[2])
+    assert load_pipeline(command[0], tuple(command[2::2])).stages["finetune"].inputs()["backbone"] == (
+        "backbone",
+    )
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"path": "hf://google/vit"}, "'hf://google/vit' is not a model on the Hugging Face hub; expected hf:ORG/NAME"),
+        ({"path": "https://x/vit.npz"}, "not a local file or folder, nor s3://bucket/key: fetch it first"),
+        ({"path": "x", "preprocessing": "imagenett"}, "'imagenett' is none of half, imagenet"),
+        ({"path": "x", "preprocessing": {"mean": [0.5]}}, "preprocessing.std: is missing"),
+        ({"path": "x", "preprocessing": {"mean": [0.5], "std": [0]}}, "greater than 0"),
+        ({"path": "x", "preprocessing": {"mean": [0.5], "std": [1], "interpolate": 1}}, "did you mean 'interpolation'"),
+        ({"path": "x", "preprocessing": {"mean": [float("nan")], "std": [1]}}, "finite"),
+    ],
+)  # fmt: skip
+def test_mistakes_in_a_recipe_are_said(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(RecipeError) as error:
+        parse_pipeline({"name": "x", "stages": {"vit": {"job": "import", **fields}}}, "x")
+    assert message in str(error.value)
+
+
+# ------------------------------------------------------------------------------------------------- S3
+
+
+@pytest.mark.slow
+def test_objects_are_known_by_etag_and_size_and_fetched(
+    moto: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bucket: Bucket = moto.bucket()
+    put = lambda name, data: bucket.client.put_object(Bucket=bucket.name, Key=name, Body=data)  # noqa: E731
+    for name, data in (
+        ("a/vit.npz", b"one"),
+        ("a/vit.npz.bak", b"two"),
+        ("a/deep/x", b"x"),
+        ("a/.hidden", b"h"),
+    ):
+        put(name, data)
+    with used(moto, monkeypatch):
+        file, folder = f"s3://{bucket.name}/a/vit.npz", f"s3://{bucket.name}/a"
+        keys = [key(file), key(folder)]
+        with fetched(file) as path:
+            assert path.read_bytes() == b"one"
+        with fetched(folder) as path:
+            copies = {part.name: part.read_bytes() for part in path.iterdir()}
+        assert copies == {"vit.npz": b"one", "vit.npz.bak": b"two"}
+        put("a/vit.npz", b"one")
+        put("a/deep/x", b"y")
+        assert [key(file), key(folder)] == keys, "the same bytes again, and what lies below"
+        put("b/other.npz", b"one")
+        assert key(f"s3://{bucket.name}/b/other.npz") == keys[0], "nor the name"
+        put("a/vit.npz", b"three")
+        assert keys[0] != key(file) and keys[1] != key(folder)
+        with pytest.raises(RecipeError, match="there is nothing at"):
+            key(f"s3://{bucket.name}/c")
+
+
+def test_jobs_learn_where_s3_is_and_never_a_password(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AWS_ENDPOINT_URL_S3", "http://host:1")
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://user:secret@host:1")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "secret")
+    settings = open_store(store.uri).settings
+    assert settings["AWS_ENDPOINT_URL_S3"] == "http://host:1"
+    assert "secret" not in str(settings)
+
+
+# ------------------------------------------------------------------------------------------------- looking
+
+
+def test_its_lineage_and_its_reports_say_where_it_is_from(tmp_path: Path) -> None:
+    config = stage("/x/vit.npz", "half").model_dump(mode="json")
+    imported = make_manifest("import", key="i", config=config, source="f" * 64)
+    assert describe_source(imported) == "import /x/vit.npz"
+    [said] = protocols([("backbone", imported, tmp_path)])
+    assert "/x/vit.npz" in said["text"] and "imported ones may have seen these images" in said["text"]
+    taken = InputRef(job="import", key="i", content_digest="d", manifest_sha256="m")
+    probe = Evaluate(job="evaluate", data="digits", backbone="backbone").model_dump(mode="json")
+    for metrics, warned in (({"unknown_training": "backbone (import i)"}, True), ({}, False)):
+        inputs = {"data": [taken], "backbone": [taken]}
+        evaluated = make_manifest("evaluate", config=probe, inputs=inputs, metrics=metrics)
+        [said] = protocols([("probe", evaluated, tmp_path)])
+        warning = "The training images of backbone (import i) are unknown; test images may be among them."
+        assert (warning in said["text"]) is warned
+
+
+# ------------------------------------------------------------------------------------------------- commands
+
+
+@pytest.fixture
+def vitflow_here(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
+    """The command line in this process, which takes no second; what it said, on one line."""
+
+    def run(*arguments: str | Path, code: int = 0) -> str:
+        monkeypatch.setattr(sys, "argv", ["vitflow", *map(str, arguments)])
+        with pytest.raises(SystemExit) as ended:
+            main()
+        said = capsys.readouterr()
+        assert ended.value.code == code, said
+        return " ".join((said.out + said.err).split())
+
+    return run
+
+
+def put_model(store: Store, name: str = "ma", **fields: Any) -> tuple[ViT, ModelContract]:
+    """A model of the store, like one that was fine-tuned: exact GELU, as everyone's readers know it."""
+    torch.manual_seed(0)
+    sizes = {
+        "image_size": 8,
+        "patch_size": 4,
+        "width": 8,
+        "depth": 1,
+        "num_heads": 2,
+        "mlp_dim": 16,
+        "num_classes": 3,
+    }
+    config = ViTConfig.model_validate(sizes | fields)
+    model = ViT(config)
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter)
+    pixels = Preprocessing(mean=(0.5,) * 3, std=(0.5,) * 3, resolution=8, channels=3)
+    contract = ModelContract(architecture=config, class_names=("ape", "bee", "cat"), preprocessing=pixels,
+                             training_data="d", license=None)  # fmt: skip
+    with store.staging(Layout.files("finetune", name, 1)) as staging:
+        save_model(staging.path, model, contract)
+    commit(store, make_manifest("finetune", key=name, stage="tune", files=staging.files))
+    return model.eval(), contract
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Store:
+    return open_store(str(tmp_path / "store"))
+
+
+@pytest.mark.parametrize(
+    ("path", "name"),
+    [
+        ("weights/ViT-B_16.npz", "vit_b_16"),
+        ("s3://bucket/google/vit-base-patch16-224/", "vit_base_patch16_224"),
+        ("2024-05.model.safetensors", "model"),
+        ("./123", "model"),
+        ("hf:google/ViT-Base@refs/pr/1", "vit_base"),
+        ("é" * 300 + "x" * 300, "x" * 40),
+    ],
+)
+def test_a_stage_is_called_after_its_file(path: str, name: str) -> None:
+    assert _stage_name(path) == name
+    parse_pipeline({"name": "import", "stages": {name: {"job": "import", "path": path}}}, "x")
+
+
+@pytest.mark.parametrize(
+    ("to", "file"),
+    [
+        ("hf", "model.safetensors"),
+        ("timm", "model.safetensors"),
+        ("npz", "model.npz"),
+        pytest.param("onnx", "model.onnx", marks=pytest.mark.slow),
+    ],
+)
+@pytest.mark.parametrize("kind", ["new", "empty"])
+def test_an_export_is_the_same_model_to_those_who_read_it(
+    store: Store, tmp_path: Path, to: str, file: str, kind: str, vitflow_here: Callable[..., str]
+) -> None:
+    model, _ = put_model(store)
+    output = tmp_path / "out"
+    if kind == "empty":
+        output.mkdir()
+    said = vitflow_here("export", "ma", "--format", to, "--output", output, "--store", store.uri)
+    assert file in {path.name for path in output.iterdir()}
+    assert f"wrote {output}: " in said and file in said
+    assert {path.name for path in tmp_path.iterdir()} == {"store", "out"}, "nothing is left beside it"
+    assert output.stat().st_mode & 0o777 == (tmp_path / "store").stat().st_mode & 0o777, "for others to read"
+    assert all(path.stat().st_mode & 0o777 == output.stat().st_mode & 0o666 for path in output.iterdir())
+    if to == "onnx":
+        return
+    assert "training_data: the digest d" in said
+    found = formats.read(output / file if to == "npz" else output)
+    theirs, ours = (one.model_dump(exclude={"position_resize"}) for one in (found.architecture, model.config))
+    assert theirs == ours
+    assert found.preprocessing is not None and found.preprocessing.mean == (0.5,) * 3
+    assert found.class_names == (("0", "1", "2") if to == "npz" else ("ape", "bee", "cat"))
+    assert ("class_names: the names of 3 classes" in said) is (to == "npz"), "what is lost is said"
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(found.weights[name], tensor), name
+
+
+def test_an_exported_resnet_says_which_code_it_is_exact_for(
+    store: Store, tmp_path: Path, vitflow_here: Callable[..., str]
+) -> None:
+    config = ResNetConfig(units=(1,), image_size=32, num_classes=1)
+    pixels = Preprocessing(mean=(0.5,) * 3, std=(0.5,) * 3, resolution=32, channels=3)
+    contract = ModelContract(
+        architecture=config, class_names=("ape",), preprocessing=pixels, training_data="d", license=None
+    )
+    with store.staging(Layout.files("pretrain", "ra", 1)) as staging:
+        save_model(staging.path, ResNet(config), contract)
+    commit(store, make_manifest("pretrain", key="ra", stage="resnet", files=staging.files))
+    said = vitflow_here("export", "ra", "--format", "npz", "--output", tmp_path / "out", "--store", store.uri)
+    assert "root pool: exact for big_transfer's bit_pytorch and timm" in said and "big_vision pads" in said
+
+
+@pytest.mark.parametrize("to", ["hf", "timm", "npz"])
+def test_what_a_format_cannot_say_is_refused_and_leaves_nothing(
+    store: Store, tmp_path: Path, to: str, vitflow_here: Callable[..., str]
+) -> None:
+    put_model(store, position="relative")
+    said = vitflow_here(
+        "export", "ma", "--format", to, "--output", tmp_path / "out", "--store", store.uri, code=2
+    )
+    assert f"ma as {to}: " in said
+    assert [path.name for path in tmp_path.iterdir()] == ["store"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["import", "nowhere.npz"], "there is no file and no folder"),
+        (["import", "https://x/vit.npz"], "not a local file or folder"),
+        (["import", "hf://google/vit"], "expected hf:ORG/NAME or hf:ORG/NAME@REVISION"),
+        (["import", "x.npz", "--preprocessing", "halff"], "neither half, imagenet nor a file"),
+        (["import", "x.npz", "--preprocessing", "bad.yaml"], "there is no such field; did you mean 'mean'"),
+        (["import", "x.npz", "--preprocessing", "binary"], "binary: "),
+        (["import", "x.npz", "--name", "No Name"], "should match pattern"),
+        (
+            ["export", "zz", "--format", "hf", "--output", "out"],
+            "no model has a key that begins with 'zz', and ",
+        ),
+        (["export", "zz", "--format", "hf", "--output", "out"], "has no runs"),
+        (["export", "ma", "--format", "tf", "--output", "out"], "'tf' is not one of"),
+        (["export", "ma", "--format", "hf", "--output", "full"], "there is something already"),
+        (["export", "ma", "--format", "hf", "--output", "x.npz"], "there is something already"),
+        (["export", "ma", "--format", "hf", "--output", "no/out"], "no is not a folder"),
+    ],
+)
+def test_wrong_requests(
+    store: Store,
+    tmp_path: Path,
+    arguments: list[str],
+    message: str,
+    monkeypatch: pytest.MonkeyPatch,
+    vitflow_here: Callable[..., str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    put_model(store)
+    commit(store, make_manifest("ingest", key="da"))
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full/precious").touch()
+    (tmp_path / "x.npz").touch()
+    (tmp_path / "bad.yaml").write_text("maen: [0.5]\nstd: [0.5]\n")
+    (tmp_path / "binary").write_bytes(b"\xff\xfe\x00")
+    before = set(tmp_path.rglob("*"))
+    assert message in vitflow_here(*arguments, "--store", store.uri, code=2)
+    assert set(tmp_path.rglob("*")) == before, "nothing was begun, and nothing is left"
+
+
+def test_predict_takes_folders_and_scores_the_good_beside_the_bad(
+    store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, vitflow_here: Callable[..., str]
+) -> None:
+    put_model(store)
+    monkeypatch.chdir(tmp_path)  # short names, which the width of the output does not fold
+    folder = Path("images")
+    (folder / "below" / ".hidden").mkdir(parents=True)
+    for name in ("a.png", "below/b.PNG", "below/.hidden/c.png"):
+        Image.new("RGB", (8, 8)).save(folder / name, "PNG")
+    (folder / "notes.txt").write_text("not an image")
+    given = ["predict", "ma", folder, "--store", store.uri]
+    said = vitflow_here(*given)
+    assert said.count("ape") == 2 and str(folder / "below/b.PNG") in said
+
+    (folder / "broken.jpg").write_text("not an image")
+    said = vitflow_here(*given, code=1)
+    assert said.count("ape") == 2 and f"error: {folder / 'broken.jpg'} cannot be read as an image" in said
+    rows = json.loads(vitflow_here(*given, "--json", code=1).partition(" error: ")[0])
+    assert [row.keys() for row in rows] == [{"image", "top"}, {"image", "top"}, {"image", "error"}]
+    assert "no such file or folder" in vitflow_here("predict", "ma", "x.png", "--store", store.uri, code=2)
+    assert "no images found" in vitflow_here("predict", "ma", store.uri, "--store", store.uri, code=2)

@@ -1,0 +1,283 @@
+"""What a plan says of a store, and that looking changes nothing."""
+
+import hashlib
+import json
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pipelines import store as st
+from pipelines.cluster.jobs_client import Cluster
+from pipelines.engine import plan, runs
+from pipelines.engine.plan import PlannedStage
+from pipelines.identity import code_digest, source_fingerprint
+from pipelines.recipe.load import load_pipeline
+from pipelines.recipe.pipeline import Pipeline
+from pipelines.spec import Ingest
+from pipelines.store import Manifest, Store, open_store
+from tests.support.paths import TINY
+from tests.support.records import make_manifest
+
+
+@pytest.fixture
+def pipeline() -> Pipeline:
+    return load_pipeline(str(TINY))
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Store:
+    return open_store(str(tmp_path / "store"))
+
+
+def make(store: Store, planned: PlannedStage, content: str = "", code: str | None = None) -> Manifest:
+    """Commit an artifact for a planned stage, as its job would."""
+    assert planned.key is not None
+    assert planned.inputs is not None
+    config = planned.config
+    return st.commit(
+        store,
+        make_manifest(
+            config.job,
+            key=planned.key,
+            nonce=planned.key,
+            stage=planned.name,
+            content_digest=hashlib.sha256(f"{planned.name}{content}".encode()).hexdigest(),
+            inputs=planned.inputs,
+            config=config.model_dump(mode="json"),
+            source=planned.source,
+            code={"version": config.VERSION, "digest": code or code_digest(config.job), "git": "a" * 40},
+        ),
+    )
+
+
+def make_all(store: Store, pipeline: Pipeline, strict_code: bool = False) -> dict[str, Manifest]:
+    made: dict[str, Manifest] = {}
+    for name in pipeline.order():
+        taken = {before: st.input_ref(store, manifest) for before, manifest in made.items()}
+        made[name] = make(store, plan.plan_stage(store, name, pipeline.stages[name], taken, strict_code))
+    return made
+
+
+def states(store: Store, pipeline: Pipeline, strict_code: bool = False) -> dict[str, str]:
+    planned = plan.plan_pipeline(store, pipeline, pipeline.order(), strict_code)
+    return {stage.name: stage.state for stage in planned}
+
+
+def test_everything_made_is_cached_and_planning_writes_nothing(store: Store, pipeline: Pipeline) -> None:
+    make_all(store, pipeline)
+    before = sorted(store.root.rglob("*"))
+    assert set(states(store, pipeline).values()) == {"cached"}
+    assert sorted(store.root.rglob("*")) == before
+
+
+def test_a_change_reaches_what_is_behind_it_and_nothing_else(store: Store, pipeline: Pipeline) -> None:
+    make_all(store, pipeline)
+    changed = load_pipeline(str(TINY), ("pretrain.steps=21",))
+    found = states(store, changed)
+    assert {name for name, state in found.items() if state == "cached"} == {"digits", "pixels"}
+    (stage,) = [s for s in plan.plan_pipeline(store, changed, changed.order()) if s.name == "pretrain"]
+    assert plan.reasons(store, [stage]) == {"pretrain": "steps 20 -> 21"}
+
+
+def test_code_that_changed_since_is_told_and_stays_cached(store: Store, pipeline: Pipeline) -> None:
+    planned = plan.plan_stage(store, "digits", pipeline.stages["digits"], {})
+    make(store, planned, code="0" * 64)
+    stage = plan.plan_stage(store, "digits", pipeline.stages["digits"], {})
+    assert stage.state == "cached"
+    (note,) = plan.notes(stage)
+    assert note.startswith("digits: its code has changed since (it was made at aaaaaaaaaa)")
+
+
+def test_force_replaces_once_for_a_run_and_again_for_another(store: Store, pipeline: Pipeline) -> None:
+    make_all(store, pipeline)
+
+    def planned() -> PlannedStage:
+        return plan.plan_stage(store, "digits", pipeline.stages["digits"], {})
+
+    first = planned()
+    successor = plan.force_stage(store, first, "nonce of a run", "run")
+    assert successor != first.key
+    assert plan.force_stage(store, planned(), "nonce of a run", "run") == successor, (
+        "a continued run finds its own"
+    )
+    assert planned().key == first.key, "what was there stands until its successor is made"
+    make(store, replace(first, key=successor))
+    assert planned().key == successor
+    second = plan.force_stage(store, planned(), "nonce of another", "run")
+    assert second not in (first.key, successor)
+
+
+def test_force_of_what_was_never_made_just_makes_it(store: Store, pipeline: Pipeline) -> None:
+    stage = plan.plan_stage(store, "digits", pipeline.stages["digits"], {})
+    assert plan.force_stage(store, stage, "nonce", "run") == stage.key
+
+
+def test_the_same_content_made_again_stops_there_and_is_told(store: Store, pipeline: Pipeline) -> None:
+    make_all(store, pipeline)
+    stage = plan.plan_stage(store, "digits", pipeline.stages["digits"], {})
+    again = make(store, replace(stage, key=plan.force_stage(store, stage, "nonce", "run")))
+    pixels = plan.plan_stage(
+        store, "pixels", pipeline.stages["pixels"], {"digits": st.input_ref(store, again)}
+    )
+    assert pixels.state == "cached"
+    assert any("with the same content, so this stands" in note for note in plan.notes(pixels))
+
+
+def test_other_content_made_again_runs_what_is_behind_it(store: Store, pipeline: Pipeline) -> None:
+    make_all(store, pipeline)
+    stage = plan.plan_stage(store, "digits", pipeline.stages["digits"], {})
+    again = make(store, replace(stage, key=plan.force_stage(store, stage, "nonce", "run")), content="other")
+    pixels = plan.plan_stage(
+        store, "pixels", pipeline.stages["pixels"], {"digits": st.input_ref(store, again)}
+    )
+    assert pixels.state == "run"
+    assert plan.reasons(store, [pixels]) == {"pixels": "data has changed"}
+
+
+class CountingStore:
+    """A store that counts what is read of it."""
+
+    def __init__(self, store: Store) -> None:
+        self.store = store
+        self.reads: Counter[str] = Counter()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.store, name)
+
+    def read(self, name: str, limit: int | None = None) -> bytes | None:
+        self.reads[name] += 1
+        return self.store.read(name, limit)
+
+
+def test_a_plan_reads_each_object_once_and_of_what_is_not_made_one(store: Store, pipeline: Pipeline) -> None:
+    made = make_all(store, pipeline)
+    counting: Any = CountingStore(store)
+    planned = plan.plan_pipeline(counting, pipeline, pipeline.order())
+    assert [stage.name for stage in planned] == list(pipeline.order())
+    expected = {st.Layout.manifest(m.job, m.key) for m in made.values()}
+    expected |= {st.Layout.replaced(m.job, m.key) for m in made.values()}
+    assert counting.reads == dict.fromkeys(expected, 1)
+    changed = load_pipeline(str(TINY), ("digits.max_bad_fraction=0.5",))
+    counting = CountingStore(store)
+    assert set(states(counting, changed).values()) == {"run", "pending"}
+    assert counting.reads.total() == 1
+    for stage in planned:
+        assert stage.manifest is not None
+        assert stage.reference == st.input_ref(store, stage.manifest)
+
+
+def test_a_plan_looks_at_a_source_once(store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fingerprints: Counter[str] = Counter()
+    whole = plan.identity.source_fingerprint
+
+    def counting(config: Ingest) -> str:
+        fingerprints[config.source.kind] += 1
+        return whole(config)
+
+    monkeypatch.setattr(plan.identity, "source_fingerprint", counting)
+    recipe = tmp_path / "x.yaml"
+    recipe.write_text(
+        "name: x\nstages:\n  d:\n    job: ingest\n    source: {kind: digits}\n"
+        "    matrix: {max_bad_fraction: [0.1, 0.2, 0.3]}\n"
+    )
+    pipeline = load_pipeline(str(recipe))
+    assert len({stage.key for stage in plan.plan_pipeline(store, pipeline, pipeline.order())}) == 3
+    assert fingerprints == {"digits": 1}
+
+
+# ------------------------------------------------------------------------------------------------- --strict-code
+
+
+def test_strict_code_makes_again_what_other_code_made(
+    store: Store, pipeline: Pipeline, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_all(store, pipeline, strict_code=True)
+    assert set(states(store, pipeline, strict_code=True).values()) == {"cached"}
+    assert states(store, pipeline)["digits"] == "run", "another key than without"
+    (stage, *_) = plan.plan_pipeline(store, pipeline, ("digits",))
+    assert plan.reasons(store, [stage]) == {"digits": "never made without --strict-code"}
+    monkeypatch.setattr(
+        plan.identity, "code_digest", lambda job: "f" * 64 if job == "baselines" else code_digest(job)
+    )
+    found = states(store, pipeline, strict_code=True)
+    assert {name for name, state in found.items() if state != "cached"} == {"pixels", "report"}
+    planned = plan.plan_pipeline(store, pipeline, pipeline.order(), strict_code=True)
+    assert plan.reasons(store, planned)["pixels"] == "its code has changed"
+    assert [note for stage in planned for note in plan.notes(stage)] == []
+
+
+def test_force_under_strict_code_replaces_that_artifact(store: Store, pipeline: Pipeline) -> None:
+    make_all(store, pipeline, strict_code=True)
+    (stage,) = plan.plan_pipeline(store, pipeline, ("digits",), strict_code=True)
+    successor = plan.force_stage(store, stage, "nonce", "run")
+    make(store, replace(stage, key=successor))
+    (after,) = plan.plan_pipeline(store, pipeline, ("digits",), strict_code=True)
+    assert after.key == successor
+
+
+def test_a_strict_run_is_a_run_of_its_own_and_stays_strict(store: Store, pipeline: Pipeline) -> None:
+    targets = tuple(pipeline.stages)
+    plain = runs.start_run(store, pipeline, targets)
+    strict = runs.start_run(store, pipeline, targets, strict_code=True)
+    assert (plain.strict_code, strict.strict_code) == (False, True)
+    assert strict.id != plain.id
+    again = runs.start_run(store, pipeline, targets, strict_code=True)
+    assert (again.id, again.strict_code) == (strict.id, True)
+    assert runs.load_run(store, strict.id).strict_code
+    assert not runs.load_run(store, plain.id).strict_code
+
+
+def test_the_same_plan_continues_its_run_until_it_is_over(store: Store, pipeline: Pipeline) -> None:
+    targets = tuple(pipeline.stages)
+    first = runs.start_run(store, pipeline, targets, ())
+    assert not first.continued
+    again = runs.start_run(store, pipeline, targets, ())
+    assert (again.id, again.continued) == (first.id, True)
+    other = runs.start_run(store, load_pipeline(str(TINY), ("pretrain.steps=21",)), targets, ())
+    assert other.id != first.id
+    forced = runs.start_run(store, pipeline, targets, ("digits",))
+    assert forced.id != first.id
+    assert runs.start_run(store, pipeline, targets, ("digits",)).force == forced.force, "the same nonce"
+    st.wish_stop(store, first.id)
+    assert runs.start_run(store, pipeline, targets, ()).id != first.id
+    st.add_event(store, other.id, "finished", status="FAILED")
+    assert runs.run_status(store, other.id)["status"] == "FAILED"
+    assert runs.run_status(store, first.id)["status"] == "STOPPED"
+
+
+def test_a_run_without_its_driver_is_shown_as_unfinished(store: Store, pipeline: Pipeline) -> None:
+    run = runs.start_run(store, pipeline, tuple(pipeline.stages), ())
+
+    def nobody(address: str) -> Cluster:
+        raise AssertionError(f"{address} need not be asked about a process of this machine")
+
+    assert runs.run_status(store, run.id, nobody)["status"] == "UNFINISHED"
+    st.add_event(store, run.id, "driver", **runs.driver_process())
+    assert runs.run_status(store, run.id, nobody)["status"] == "RUNNING"
+
+
+def test_a_run_without_a_plan_is_none_and_an_old_recipe_can_still_be_shown(
+    store: Store, pipeline: Pipeline
+) -> None:
+    run = runs.start_run(store, pipeline, tuple(pipeline.stages), ())
+    (store.root / "runs" / "tiny-20200101-000000-abcd").mkdir()
+    assert runs.runs(store) == [run.id]
+    record = json.loads((store.root / "runs" / run.id / "plan.json").read_text())
+    record["pipeline"]["stages"]["digits"]["a field of long ago"] = 1
+    (store.root / "runs" / run.id / "plan.json").write_text(json.dumps(record))
+    assert len(runs.run_status(store, run.id)["stages"]) == len(pipeline.stages)
+
+
+def test_a_folder_is_known_by_its_images_not_by_what_is_hidden_in_it(tmp_path: Path) -> None:
+    source = Ingest.model_validate(
+        {"job": "ingest", "source": {"kind": "folder", "root": str(tmp_path / "images")}}
+    )
+    (tmp_path / "images" / "a").mkdir(parents=True)
+    (tmp_path / "images" / "a" / "1.png").write_bytes(b"1")
+    before = source_fingerprint(source)
+    (tmp_path / "images" / ".git").mkdir()
+    (tmp_path / "images" / ".git" / "HEAD").write_text("x")
+    assert source_fingerprint(source) == before

@@ -1,0 +1,296 @@
+"""A key changes with everything that changes the result, and with nothing else."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from pydantic import TypeAdapter, ValidationError
+
+from pipelines import identity
+from pipelines.recipe.load import load_pipeline, parse_pipeline
+from pipelines.spec import (
+    STAGE_TYPES,
+    AnyStage,
+    Finetune,
+    Ingest,
+    Model,
+    ModelSize,
+    Pretrain,
+    RecipeError,
+    ResNetSize,
+    module,
+)
+from tests.support.paths import TINY
+from vit_model.config import Frozen
+
+GIVEN = ("images.source.root=/x", "backbone.path=/x", "backbone.preprocessing=imagenet")
+IMPORTED = {"imported": load_pipeline("finetune_imported", GIVEN).stages["backbone"]}
+STAGES = load_pipeline(str(TINY)).stages | load_pipeline("quickstart").stages | IMPORTED
+OTHER: dict[type, Any] = {
+    int: lambda v: v + 1,
+    float: lambda v: v / 2 + 0.07,
+    bool: lambda v: not v,
+    str: lambda v: v + "x",
+}
+
+
+def key(stage: AnyStage) -> str:
+    inputs = {field: ["d" * 64 for _ in names] for field, names in stage.inputs().items()}
+    return identity.stage_key(stage, inputs, None if stage.files() is None else "s" * 64)
+
+
+def leaves(config: Frozen, path: tuple[str, ...] = ()) -> Any:
+    """(path, value, is execution) of every field of a stage, nested models included."""
+    for name, info in type(config).model_fields.items():
+        value = getattr(config, name)
+        extra = info.json_schema_extra if isinstance(info.json_schema_extra, dict) else {}
+        if isinstance(value, Frozen):
+            yield from leaves(value, (*path, name))
+        elif "input" not in extra:
+            yield (*path, name), value, bool(extra.get("execution"))
+
+
+def with_leaf(config: Frozen, path: tuple[str, ...], value: Any) -> Any:
+    """A copy without validation: what is tested is the key, not which values are allowed."""
+    name, *rest = path
+    return config.model_copy(
+        update={name: with_leaf(getattr(config, name), tuple(rest), value) if rest else value}
+    )
+
+
+@pytest.mark.parametrize("name", STAGES)
+def test_each_identity_field_changes_the_key_and_no_execution_field_does(name: str) -> None:
+    stage = STAGES[name]
+    for path, value, is_execution in leaves(stage):
+        if path == ("job",):
+            continue
+        other = (
+            OTHER[type(value)](value) if type(value) in OTHER else (*value, *value[:1]) if value else "other"
+        )
+        assert (key(with_leaf(stage, path, other)) == key(stage)) is is_execution, path
+
+
+@pytest.mark.parametrize("name", STAGES)
+def test_inputs_and_version_change_the_key(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    stage = STAGES[name]
+    before = key(stage)
+    for field, names in stage.inputs().items():
+        inputs = {f: ["d" * 64 for _ in n] for f, n in stage.inputs().items()}
+        inputs[field] = ["e" * 64, *inputs[field][1:]]
+        assert identity.stage_key(stage, inputs, None) != before
+        assert names
+    monkeypatch.setattr(type(stage), "VERSION", type(stage).VERSION + 1)
+    assert key(stage) != before
+
+
+def test_renaming_stages_does_not_change_keys() -> None:
+    raw = load_pipeline(str(TINY)).model_dump(mode="json")
+    text = str(raw).replace("'pretrain'", "'first'").replace("'job': 'first'", "'job': 'pretrain'")
+    renamed = parse_pipeline(eval(text), "renamed")
+    assert key(renamed.stages["first"]) == key(STAGES_TINY["pretrain"])
+
+
+STAGES_TINY = load_pipeline(str(TINY)).stages
+
+
+def test_keys_are_the_same_in_another_process() -> None:
+    code = (
+        "from pipelines import identity; from pipelines.recipe.load import load_pipeline;"
+        f"s = load_pipeline({str(TINY)!r}).stages['probe'];"
+        "print(identity.stage_key(s, {'data': ['d' * 64], 'backbone': ['d' * 64]}, None))"
+    )
+    run = [sys.executable, "-c", code]
+    said = set()
+    for seed in ("1", "2"):
+        environment = os.environ | {"PYTHONHASHSEED": seed}
+        done = subprocess.run(run, env=environment, capture_output=True, text=True, check=True)
+        said.add(done.stdout.strip())
+    assert said == {key(STAGES_TINY["probe"])}
+
+
+def test_a_key_is_what_is_documented() -> None:
+    """Built here from the formula alone, so that no default key ever moves unseen."""
+    import hashlib
+    import json
+
+    made_of = {
+        "job": "evaluate",
+        "version": STAGES_TINY["probe"].VERSION,
+        "fields": {"job": "evaluate", "shots": [1, 5], "draws": 2, "seed": 0},
+        "inputs": {"data": ["d" * 64], "backbone": ["d" * 64]},
+        "source": None,
+    }
+
+    def sha256(value: Any) -> str:
+        return hashlib.sha256(json.dumps(value, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+
+    stage = STAGES_TINY["probe"]
+    assert key(stage) == sha256(made_of)
+    assert identity.stage_key(stage, made_of["inputs"], None, code="c" * 64) == sha256(
+        made_of | {"code": "c" * 64}
+    ), "--strict-code"
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), {1, 2}, b"x", Path("x"), {1: 2}, object()])
+def test_values_without_one_spelling_are_an_error(value: Any) -> None:
+    with pytest.raises(TypeError):
+        identity.canonical_json({"a": [value]})
+
+
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(),
+    lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner),
+)
+
+
+@settings(max_examples=50)
+@given(st.dictionaries(st.text(), json_values))
+def test_canonical_json_does_not_depend_on_order_and_is_json(value: dict[str, Any]) -> None:
+    import json
+
+    shuffled = dict(reversed(list(value.items())))
+    assert identity.canonical_json(value) == identity.canonical_json(shuffled)
+    assert json.loads(identity.canonical_json(value)) == value
+
+
+# ------------------------------------------------------------------------------------------------- sources
+
+
+@pytest.fixture
+def images(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    root = tmp_path / "images"
+    for name in ("a/1.png", "b/2.png"):
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_bytes(name.encode())
+    return root
+
+
+def fingerprint(root: Path) -> str:
+    return identity.source_fingerprint(
+        Ingest.model_validate({"job": "ingest", "source": {"kind": "folder", "root": str(root)}})
+    )
+
+
+def test_fingerprint_follows_names_and_contents_and_nothing_else(images: Path, tmp_path: Path) -> None:
+    first = fingerprint(images)
+    os.utime(images / "a/1.png", (1, 1))
+    assert fingerprint(images) == first, "a touch changes nothing"
+    moved = images.rename(tmp_path / "moved")
+    assert fingerprint(moved) == first, "where it lies does not matter"
+    (moved / "a/1.png").write_bytes(b"other")
+    assert (second := fingerprint(moved)) != first
+    (moved / "a/1.png").rename(moved / "a/3.png")
+    assert fingerprint(moved) not in (first, second)
+
+
+def test_fingerprint_reads_files_again_only_when_they_changed(images: Path) -> None:
+    first = fingerprint(images)
+    (images / "a/1.png").chmod(0)  # root may still read it; the cache is what is looked at
+    cache = identity.cache_folder() / "file-digests.json"
+    before = cache.read_bytes()
+    (images / "a/1.png").chmod(0o600)
+    fingerprint(images)
+    assert fingerprint(images) == first
+    cache.write_text("{ damaged")
+    assert fingerprint(images) == first
+    assert before
+
+
+def test_missing_source_is_a_clear_error(tmp_path: Path) -> None:
+    with pytest.raises(RecipeError, match="is not a folder"):
+        fingerprint(tmp_path / "nowhere")
+
+
+# ------------------------------------------------------------------------------------------------- code
+
+
+@pytest.mark.parametrize("job", STAGE_TYPES)
+def test_import_closure_is_what_python_imports(job: str) -> None:
+    """The static closure covers every module of ours that importing the stage loads."""
+    code = (
+        f"import sys, ray_jobs.{module(job)}\n"
+        "for module in list(sys.modules.values()): print(getattr(module, '__file__', None))"
+    )
+    run = [sys.executable, "-W", "ignore", "-c", code]
+    printed = subprocess.run(run, capture_output=True, text=True, check=True).stdout
+    loaded = {Path(line) for line in printed.splitlines() if Path(line).is_relative_to(identity.PROJECT)}
+    names = {path.relative_to(identity.PROJECT).as_posix() for path in loaded}
+    ours = {name for name in names if name.split("/")[0] in identity.CODE_PACKAGES}
+    assert ours
+    assert ours <= set(identity.import_closure(job))
+
+
+def test_options_that_came_later_leave_the_keys_of_what_was_made_before() -> None:
+    """What the first version of a model's shape had is all that enters a key, until an option is used."""
+    sizes = {"patch_size": 4, "width": 64, "depth": 4, "num_heads": 4}
+    first = {*sizes, "mlp_ratio", "pooling", "gelu"}
+    assert identity.identity_fields(ModelSize.model_validate(sizes)).keys() == first
+    assert identity.identity_fields(ModelSize.model_validate(sizes | {"pooling": "gap"})).keys() == first
+    for option, value in (
+        ("class_token", True),
+        ("registers", 2),
+        ("position", "sincos2d"),
+        ("layer_scale", 0.1),
+    ):
+        used = ModelSize.model_validate(sizes | {"pooling": "gap", option: value})
+        assert identity.identity_fields(used).keys() == {*first, option}
+
+
+def test_the_objective_enters_a_key_where_it_is_not_softmax() -> None:
+    given = {"job": "pretrain", "data": "d", "resolution": 8, "steps": 1, "batch_size": 2, "learning_rate": 0.1,
+             "model": {"patch_size": 4, "width": 8, "depth": 1, "num_heads": 1}}  # fmt: skip
+    plain, sigmoid = (Pretrain.model_validate(given | more) for more in ({}, {"objective": "sigmoid"}))
+    assert plain.objective == "softmax"
+    assert identity.identity_fields(sigmoid) == identity.identity_fields(plain) | {"objective": "sigmoid"}
+
+
+@pytest.mark.parametrize(
+    ("stage", "later"),
+    [
+        (Pretrain, {"randaugment": {"magnitude": 10}}), (Pretrain, {"mixup": 0.2}), (Pretrain, {"cutmix": 1.0}),
+        (Pretrain, {"objective": "masked_patches", "patch_target": "pixels"}),
+        (Pretrain, {"objective": "contrastive", "contrastive": {"temperature": 0.1}, "augment": "crop_flip"}),
+        (Finetune, {"randaugment": {"magnitude": 10}}), (Finetune, {"mixup": 0.2}), (Finetune, {"cutmix": 1.0}),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_what_changes_images_enters_a_key_where_it_does_something(
+    stage: type[Pretrain] | type[Finetune], later: dict[str, Any]
+) -> None:
+    given = {"job": stage.__name__.lower(), "data": "d", "resolution": 8, "steps": 1, "batch_size": 2,
+             "model": {"patch_size": 4, "width": 8, "depth": 1, "num_heads": 1}}  # fmt: skip
+    given |= {"learning_rate": 0.1} if stage is Pretrain else {"learning_rates": [0.1]}
+    plain, used = (identity.identity_fields(stage.model_validate(given | more)) for more in ({}, later))
+    assert not plain.keys() & ({*later} - {"augment"})
+    assert used.keys() - plain.keys() == {*later} - {"augment"}
+
+
+def test_a_models_name_stands_for_its_sizes() -> None:
+    named = identity.identity_fields(ModelSize.model_validate("Ti/16"))
+    spelled = ModelSize(patch_size=16, width=192, depth=12, num_heads=3)
+    assert named == identity.identity_fields(spelled)
+    assert identity.identity_fields(ModelSize.model_validate("R50+B/16"))["stem"] == (3, 4, 9)
+    with pytest.raises(ValidationError, match="the nearest is 'Ti/16'"):
+        ModelSize.model_validate("Ti/17")
+
+
+def test_the_family_of_a_model_is_told_by_its_name_or_field_and_a_vit_needs_none() -> None:
+    model: TypeAdapter[Any] = TypeAdapter(Model)
+    sizes = {"patch_size": 4, "width": 64, "depth": 4, "num_heads": 4}
+    plain = identity.identity_fields(model.validate_python(sizes))
+    assert "family" not in plain
+    assert identity.identity_fields(model.validate_python(sizes | {"family": "vit"})) == plain
+    resnet = model.validate_python("R101x3")
+    assert resnet == ResNetSize(units=(3, 4, 23, 3), width_factor=3)
+    written = {"family": "resnet", "units": [3, 4, 23, 3], "width_factor": 3}
+    assert model.validate_python(written) == resnet
+    assert identity.identity_fields(resnet)["family"] == "resnet"
+    assert isinstance(model.validate_python("R50+B/16"), ModelSize)
+    for config in (resnet, model.validate_python("R26+S/32")):
+        assert model.validate_json(config.model_dump_json()) == config

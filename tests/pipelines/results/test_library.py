@@ -1,0 +1,203 @@
+"""What a notebook gets is what the store holds: the same weights, pixels and numbers, read by other means here."""
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+import torch
+from moto.server import ThreadedMotoServer
+from PIL import Image
+
+import pipelines
+from pipelines.identity import cache_folder
+from pipelines.store import Layout, Store, StoreError, commit, open_store, s3
+from ray_jobs.data.shards import ImageSize, Sample
+from ray_jobs.evaluation import rows as tables
+from tests.support import datasets
+from tests.support.records import make_manifest
+from vit_model.config import ModelContract, Preprocessing, ViTConfig
+from vit_model.model import ViT
+from vit_model.predict import classify
+from vit_model.weights import save_model
+
+CLASSES = ("ape", "bee")
+GREY = Preprocessing(mean=(0.5,), std=(0.5,), resolution=4, channels=1)
+
+
+IDS = datasets.identities(3)
+
+
+def put_dataset(store: Store, key: str = "da") -> None:
+    """Three grey images of 4x4 in two shards of test: image i is filled with 10 * i. None in dev and train."""
+    with store.staging(Layout.files("ingest", key, 1)) as staging:
+        samples = [Sample(IDS[i], f"{i}.png", bytes([10 * i] * 16), "raw", 4, 4, 1, i % 2) for i in range(3)]
+        image = ImageSize(height=4, width=4, channels=1)
+        datasets.put(staging.path, "zoo", CLASSES, image, {"test": samples}, per_shard=2)
+    commit(store, make_manifest("ingest", key=key, files=staging.files))
+
+
+def row(method: str, value: float) -> dict[str, object]:
+    return {"task": "zoo", "protocol": "baseline", "method": method, "labels_per_class": None, "draw": 0,
+            "split": "test", "metric": "accuracy", "value": value, "num_images": 3, "selected_on": "dev",
+            "settings": "{}"}  # fmt: skip
+
+
+def put_finetuned(store: Store, key: str = "fa", value: float = 0.5) -> ViT:
+    """A model with its row."""
+    torch.manual_seed(0)
+    config = ViTConfig(image_size=4, patch_size=2, in_channels=1, width=8, depth=1, num_heads=1, mlp_dim=8,
+                       num_classes=2)  # fmt: skip
+    model = ViT(config)
+    torch.nn.init.normal_(model.head.weight)
+    contract = ModelContract(architecture=config, class_names=CLASSES, preprocessing=GREY, training_data="d",
+                             license=None)  # fmt: skip
+    with store.staging(Layout.files("finetune", key, 1)) as staging:
+        save_model(staging.path, model, contract)
+        tables.write_table(staging.path / "rows.parquet", [row("ViT", value)], tables.ROWS)
+    commit(store, make_manifest("finetune", key=key, stage="tune", run="r-1", files=staging.files))
+    return model.eval()
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Store:
+    return open_store(str(tmp_path / "store"))
+
+
+def test_importing_and_opening_are_light(store: Store) -> None:
+    code = f"import sys, pipelines; pipelines.open_store({store.uri!r}); print(*sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    heavy = {
+        "torch",
+        "ray",
+        "pyarrow",
+        "duckdb",
+        "numpy",
+        "matplotlib",
+        "boto3",
+        "ray_jobs",
+        "vit_model.model",
+    }
+    assert not heavy & set(done.stdout.split())
+
+
+def test_what_is_no_store_is_not_made_one(tmp_path: Path) -> None:
+    with pytest.raises(StoreError, match="is not a store"):
+        pipelines.open_store(str(tmp_path / "x"))
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_model_is_the_one_that_was_saved(store: Store, tmp_path: Path) -> None:
+    saved = put_finetuned(store)
+    found = pipelines.open_store(store.uri).model("fa")
+    assert not found.model.training
+    pixels = torch.rand(5, 1, 4, 4)
+    assert torch.equal(found.model(pixels), saved(pixels))
+    assert (found.preprocessing, found.class_names) == (GREY, CLASSES)
+    file = tmp_path / "image.png"
+    Image.fromarray(np.arange(16, dtype=np.uint8).reshape(4, 4)).save(file)
+    assert found.classify([str(file)]) == classify(
+        Path(store.uri) / "artifacts/finetune/fa/attempts/1/files", [file]
+    )
+
+
+def test_a_notebook_shows_what_is_what(store: Store) -> None:
+    put_dataset(store)
+    library = pipelines.open_store(store.uri)
+    assert repr(library).startswith(f"Library({store.uri!r})")
+    shown = repr(library.dataset())
+    for said in ("StoredDataset('", " train", " dev", " test images", " classes, 4 x 4 x 1"):
+        assert said in shown
+
+
+def test_a_datasets_samples_and_images_are_in_one_order(store: Store) -> None:
+    put_dataset(store)
+    found = pipelines.open_store(store.uri).dataset()
+    assert found.class_names == CLASSES
+    samples = found.samples("test").to_pylist()
+    assert [(s["sample_id"], s["key"], s["class_name"]) for s in samples] == [
+        (IDS[0], "0.png", "ape"), (IDS[1], "1.png", "bee"), (IDS[2], "2.png", "ape"),
+    ]  # fmt: skip
+    assert found.images("test").tolist() == [np.full((4, 4, 1), 10 * i).tolist() for i in range(3)]
+    assert found.images("test", [2, 0])[:, 0, 0, 0].tolist() == [20, 0]
+    larger = GREY.model_copy(update={"resolution": 6})
+    assert found.images("test", [1], larger).shape == (1, 6, 6, 1)
+
+
+@pytest.mark.parametrize(
+    ("split", "message"), [("tset", "did you mean 'test'"), ("train", "no images in its train")]
+)
+def test_a_split_that_is_not_there_is_told(store: Store, split: str, message: str) -> None:
+    put_dataset(store)
+    found = pipelines.open_store(store.uri).dataset()
+    for ask in (found.samples, found.images):
+        with pytest.raises(ValueError, match=message):
+            ask(split)
+
+
+def test_images_of_many_sizes_come_as_squares_from_their_middle(store: Store) -> None:
+    wide = np.zeros((300, 600, 3), np.uint8)
+    wide[:, 150:450] = (255, 0, 0)  # the middle square is red
+    with store.staging(Layout.files("ingest", "db", 1)) as staging:
+        Image.fromarray(wide).save(staging.path / "x.png")
+        data = (staging.path / "x.png").read_bytes()
+        (staging.path / "x.png").unlink()
+        samples = [Sample("i", "x.png", data, "png", 600, 300, 3, 0)]
+        datasets.put(staging.path, "zoo", CLASSES, None, {"dev": samples})
+    commit(store, make_manifest("ingest", key="db", files=staging.files))
+    images = pipelines.open_store(store.uri).dataset("db").images("dev")
+    assert images.shape == (1, 224, 224, 3)
+    assert (images[0, :, 4:-4] == (255, 0, 0)).all()
+
+
+def test_rows_are_those_of_every_evaluation_and_fine_tuning_once(store: Store) -> None:
+    assert pipelines.open_store(store.uri).rows().fetchall() == []
+    put_dataset(store)
+    put_finetuned(store)
+    for job, key, file in (("baselines", "ba", "rows.parquet"), ("report", "ra", "rows.parquet")):
+        with store.staging(Layout.files(job, key, 1)) as staging:
+            tables.write_table(staging.path / file, [row("k-NN", 0.25), row("majority", 1 / 3)], tables.ROWS)
+        commit(store, make_manifest(job, key=key, stage=f"s-{job}", run="r-2", files=staging.files))
+    found = pipelines.open_store(store.uri).rows()
+    assert found.columns == ["artifact", "job", "stage", "run", "finished", "vtab_group", "result",
+                             *tables.ROWS.names]  # fmt: skip
+    assert set(found.project("artifact, stage, run, method, value, labels_per_class").fetchall()) == {
+        ("fa", "tune", "r-1", "ViT", 0.5, None),
+        ("ba", "s-baselines", "r-2", "k-NN", 0.25, None),
+        ("ba", "s-baselines", "r-2", "majority", 1 / 3, None),
+    }
+    folder = Path(store.uri) / "artifacts/baselines/ba/attempts/1/files"
+    stored = pq.read_table(folder / "rows.parquet")
+    selected = found.filter("artifact = 'ba'").project(", ".join(tables.ROWS.names)).fetchall()
+    assert [dict(zip(tables.ROWS.names, values, strict=True)) for values in selected] == stored.to_pylist()
+    assert found.query("rows", "select max(value) from rows").fetchall() == [(0.5,)]
+
+
+@pytest.fixture
+def bucket(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[str]:
+    server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
+    server.start()
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+        monkeypatch.setenv(name, "testing")
+    monkeypatch.setenv("AWS_REGION", "us-east-1")
+    monkeypatch.setenv("AWS_ENDPOINT_URL_S3", "http://{}:{}".format(*server.get_host_and_port()))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    s3.client.cache_clear()
+    s3.client().create_bucket(Bucket="bucket")
+    yield "s3://bucket/x"
+    s3.client.cache_clear()
+    server.stop()
+
+
+def test_on_s3_only_what_is_asked_for_is_fetched(bucket: str) -> None:
+    store = open_store(bucket)
+    put_dataset(store)
+    put_finetuned(store)
+    library = pipelines.open_store(bucket)
+    assert len(library.rows().fetchall()) == 1
+    cached = {path.name for path in (cache_folder() / "objects").rglob("*") if path.is_file()}
+    assert cached == {"rows.parquet"}, "not the weights beside it"
+    assert library.model().class_names == library.dataset("da").class_names == CLASSES

@@ -1,0 +1,184 @@
+"""The way back from a result to its sources is whole, tells what has changed since, and survives hostile names."""
+
+import json
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from pipelines.cli import app
+from pipelines.results.lineage import as_dot, as_json, as_text, trace
+from pipelines.spec import RecipeError
+from pipelines.store import (
+    Layout,
+    Manifest,
+    Store,
+    add_event,
+    commit,
+    create_run,
+    input_ref,
+    open_store,
+    replace_artifact,
+)
+from tests.support.records import make_manifest, make_plan
+
+RUN = "p-20260101-000000-0000"
+HOSTILE = 'a"; evil [label="\\N\x1b[31m\n]'
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Store:
+    return open_store(str(tmp_path / "store"))
+
+
+def made(store: Store, job: str, key: str, stage: str, **inputs: Manifest) -> Manifest:
+    references = {field: [input_ref(store, manifest)] for field, manifest in inputs.items()}
+    ingest = {"source": f"fingerprint-{key}", "config": {"source": {"kind": "folder", "root": HOSTILE}}}
+    fields = {"key": key * 32, "content_digest": f"content-{key}", "stage": stage, "inputs": references}
+    fields |= {"code": {"git": "f" * 40, "dirty": True, "digest": "c" * 64}}
+    return commit(store, make_manifest(job, **fields, **(ingest if job == "ingest" else {})))
+
+
+@pytest.fixture
+def run(store: Store) -> list[Manifest]:
+    """Two datasets; pretraining on one, evaluation of it on the other, baselines on the other; a report of some."""
+    glyphs, digits = made(store, "ingest", "aa", "glyphs"), made(store, "ingest", "ab", HOSTILE)
+    pretrain = made(store, "pretrain", "b1", "pretrain", data=glyphs)
+    probe = made(store, "evaluate", "c1", "probe", data=digits, backbone=pretrain)
+    pixels = made(store, "baselines", "d1", "pixels", data=digits)
+    report = make_manifest("report", key="e1" * 32, content_digest="content-e1", stage="report",
+                           inputs={"of": [input_ref(store, digits), input_ref(store, probe)]})  # fmt: skip
+    everything = [glyphs, digits, pretrain, probe, pixels, commit(store, report)]
+    names = [manifest.stage for manifest in everything]
+    create_run(store, RUN, make_plan(RUN, *names, "later"))
+    for manifest in everything:
+        add_event(
+            store,
+            "p-20260101-000000-0000",
+            "stage",
+            stage=manifest.stage,
+            status="SUCCEEDED",
+            key=manifest.key,
+        )
+    return everything
+
+
+def test_a_report_leads_back_to_every_source(store: Store, run: list[Manifest]) -> None:
+    glyphs, digits, pretrain, probe, pixels, report = run
+    found = as_json(trace(store, "e1e1"))
+    assert json.loads(json.dumps(found)) == found
+    assert found["roots"] == [report.key]
+    nodes = {node["key"]: node for node in found["nodes"]}
+    assert nodes.keys() == {manifest.key for manifest in run} - {pixels.key}
+    assert {node["source"] for node in found["nodes"]} == {None, "fingerprint-aa", "fingerprint-ab"}
+    edges = {(edge["consumer"], edge["field"], edge["input"], edge["state"]) for edge in found["edges"]}
+    assert edges == {
+        (report.key, "of", digits.key, "same"),
+        (report.key, "of", probe.key, "same"),
+        (probe.key, "data", digits.key, "same"),
+        (probe.key, "backbone", pretrain.key, "same"),
+        (pretrain.key, "data", glyphs.key, "same"),
+    }
+
+
+def test_a_run_means_what_no_other_of_it_takes(store: Store, run: list[Manifest]) -> None:
+    *_, probe, pixels, report = run
+    assert set(trace(store, "p").roots) == {pixels.key, report.key}
+    assert trace(store, "p/probe").roots == (probe.key,)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ("a", "begins several keys"),
+        ("zz", "no artifact has a key that begins with 'zz', and no run begins with 'zz'"),
+        ("p/prob", "no stage 'prob'"),
+        ("p/later", "nothing is committed"),
+    ],
+)
+def test_what_means_nothing_or_too_much_is_told(
+    store: Store, run: list[Manifest], given: str, message: str
+) -> None:
+    with pytest.raises(RecipeError, match=re.escape(message)):
+        trace(store, given)
+
+
+def test_text_shows_each_artifact_once_and_no_control_characters(store: Store, run: list[Manifest]) -> None:
+    lines = list(as_text(trace(store, "p")))
+    assert all(line.isprintable() for line in lines)
+    for manifest in run:
+        whole = [line for line in lines if manifest.key[:12] in line and "(above)" not in line]
+        assert len(whole) == 1, manifest.stage
+    assert sum("(above)" in line for line in lines) == 2, "digits, in probe and in pixels"
+    assert sum("fingerprint-a" in line for line in lines) == 2
+    assert "by u, code ffffffffffff with changes" in "\n".join(lines)
+
+
+def test_an_input_that_was_made_again_is_told(store: Store, run: list[Manifest]) -> None:
+    glyphs, digits, pretrain, *_ = run
+    root = Path(store.uri)
+    for manifest, digest in ((glyphs, glyphs.content_digest), (digits, "other")):
+        (root / Layout.manifest("ingest", manifest.key)).unlink()
+        commit(store, manifest.model_copy(update={"content_digest": digest, "nonce": "again"}))
+    (root / Layout.manifest("pretrain", pretrain.key)).unlink()
+    found = trace(store, "e1")
+    assert {edge.input: edge.state for edge in found.edges if edge.input != run[3].key} == {
+        digits.key: "other content",
+        pretrain.key: "gone",
+    }
+    text = "\n".join(as_text(found))
+    assert "b1b1b1b1b1b1, content content-b1  (gone" in text
+    assert text.count("OTHER content") == 2
+    assert '"gone"' not in text
+    _check_dot("\n".join(as_dot(found)))
+    commit(store, pretrain)
+    assert {edge.input: edge.state for edge in trace(store, "e1").edges}[glyphs.key] == "made again"
+
+
+def test_what_force_has_replaced_is_told(store: Store, run: list[Manifest]) -> None:
+    replace_artifact(store, "pretrain", run[2].key, "9" * 64, "r", "--force")
+    assert "replaced since by 999999999999" in "\n".join(as_text(trace(store, "e1")))
+
+
+def test_dot_is_a_graph_that_hostile_names_do_not_change(store: Store, run: list[Manifest]) -> None:
+    text = "\n".join(as_dot(trace(store, "p")))
+    nodes, edges = _check_dot(text)
+    sources = {f"source {manifest.key}" for manifest in run[:2]}
+    assert nodes == {manifest.key for manifest in run} | sources
+    assert len(edges) == 6 + 2
+    assert (run[0].key, run[2].key) in edges, "arrows point from what is taken to what takes it"
+
+
+def _check_dot(text: str) -> tuple[set[str], set[tuple[str, str]]]:
+    """The nodes and edges of a graph; by Graphviz too where it is installed."""
+    string = r'"((?:[^"\\\n]|\\["\\n])*)"'
+    attributes = rf"\[\w+={string}(?:, \w+={string})*\]"
+    first, *lines, last = text.split("\n")
+    assert (first, last) == ("digraph lineage {", "}")
+    nodes, edges = set(), set()
+    for line in lines:
+        if edge := re.fullmatch(rf"  {string} -> {string}(?: {attributes})?;", line):
+            edges.add((edge[1], edge[2]))
+        elif node := re.fullmatch(rf"  {string} {attributes};", line):
+            nodes.add(node[1])
+        else:
+            assert line in ('  rankdir="LR";', '  node [shape="box", fontname="sans-serif"];')
+    assert {end for edge in edges for end in edge} <= nodes
+    if shutil.which("dot"):
+        subprocess.run(["dot", "-Tsvg"], input=text, text=True, check=True, capture_output=True)
+    return nodes, edges
+
+
+def test_the_command_line(store: Store, run: list[Manifest]) -> None:
+    def said(*arguments: str) -> str:
+        done = CliRunner().invoke(app, ["lineage", "p", "--store", store.uri, *arguments])
+        assert done.exit_code == 0, done.output
+        return done.stdout
+
+    found = trace(store, "p")
+    assert json.loads(said("--json")) == as_json(found)
+    assert said().splitlines() == list(as_text(found))
+    assert said("--dot").splitlines() == list(as_dot(found))

@@ -1,0 +1,53 @@
+"""`list` says of each kind what tells its artifacts apart."""
+
+from pathlib import Path
+
+import pytest
+
+from pipelines.results.listing import COLUMNS, KINDS, list_kind
+from pipelines.spec import RecipeError
+from pipelines.store import FileEntry, add_event, commit, create_run, input_ref, open_store
+from tests.support.records import make_manifest, make_plan
+
+
+@pytest.mark.parametrize(
+    ("given", "nearest"), [("dataset", "datasets"), ("evaluation", "evaluations"), ("run", "runs")]
+)
+def test_an_unknown_kind_is_told_with_the_nearest(tmp_path: Path, given: str, nearest: str) -> None:
+    with pytest.raises(RecipeError, match=f"did you mean '{nearest}'"):
+        list_kind(open_store(str(tmp_path)), given)
+
+
+def test_every_kind_shows_what_it_is_about(tmp_path: Path) -> None:
+    store = open_store(str(tmp_path))
+    source = {"source": {"kind": "folder", "name": "zoo"}}
+    data = commit(store, make_manifest("ingest", key="da", config=source,
+                                       metrics={"images": 7, "classes": 2, "train": 5}))  # fmt: skip
+    taken = {"data": [input_ref(store, data)]}
+    commit(store, make_manifest("pretrain", key="ma", metrics={"parameters": 9, "dev_accuracy": 0.5}))
+    scores = {"parameters": 9, "validation_accuracy": 0.9, "test_accuracy": 0.625}
+    files = (FileEntry(path="a", size=3, sha256="x"), FileEntry(path="b", size=4, sha256="y"))
+    commit(store, make_manifest("finetune", key="mb", inputs=taken, metrics=scores, files=files))
+    commit(
+        store, make_manifest("baselines", key="ea", inputs=taken, metrics={"k-NN @ 5": 0.25, "SVM @ 5": 0.75})
+    )
+    commit(store, make_manifest("report", key="ra", config={"title": "Zoo"}))
+    create_run(store, "p-1-1-a", make_plan("p-1-1-a", "x", "y"))
+    add_event(store, "p-1-1-a", "stage", stage="x", status="CACHED")
+    add_event(store, "p-1-1-a", "finished", status="FAILED")
+
+    for kind in COLUMNS:
+        rows = list_kind(store, kind)
+        assert rows
+        assert all(set(COLUMNS[kind]) <= row.keys() for row in rows)
+        if kind in KINDS:
+            assert all({"metrics", "content_digest", "bytes", "user"} <= row.keys() for row in rows)
+    (dataset,) = list_kind(store, "datasets")
+    assert (dataset["name"], dataset["images"], dataset["classes"]) == ("zoo", 7, 2)
+    pretrained, tuned = list_kind(store, "models")
+    assert (pretrained["parameters"], pretrained["accuracy"]) == (9, "50.0% dev")
+    assert (tuned["accuracy"], tuned["bytes"], tuned["metrics"]) == ("62.5% test", 7, scores)
+    (evaluation,) = list_kind(store, "evaluations")
+    assert (evaluation["task"], evaluation["best"]) == ("zoo", "75.0% SVM @ 5")
+    (run,) = list_kind(store, "runs")
+    assert (run["status"], run["stages"]) == ("FAILED", "1/2")

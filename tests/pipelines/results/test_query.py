@@ -1,0 +1,340 @@
+"""SQL over a store: it sees what was committed, with where it is from; and it can do nothing else."""
+
+import csv
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pytest
+
+from pipelines.results.query import TABLES, query
+from pipelines.spec import RecipeError
+from pipelines.store import Layout, Store, StoreDamaged, commit, open_store
+from ray_jobs.evaluation.rows import PREDICTIONS, ROWS, write_parquet, write_table
+from tests.support.records import flip, make_manifest
+
+
+def row(**changes: Any) -> dict[str, Any]:
+    return {
+        "task": "digits",
+        "protocol": "baseline",
+        "method": "k-NN",
+        "labels_per_class": 5,
+        "draw": 0,
+        "split": "test",
+        "metric": "accuracy",
+        "value": 0.5,
+        "num_images": 4,
+        "selected_on": "dev",
+        "settings": "{}",
+    } | changes
+
+
+def prediction(**changes: Any) -> dict[str, Any]:
+    names = ("task", "protocol", "method", "labels_per_class", "draw")
+    return (
+        {name: row()[name] for name in names}
+        | {"sample_id": "a", "label": 1, "prediction": 1, "correct": True, "probability": None}
+        | changes
+    )
+
+
+def put(
+    store: Store, key: str, rows: list[Any], predictions: list[Any], job: str = "evaluate", **fields: Any
+) -> None:
+    """Commit an artifact with these tables."""
+    with store.staging(Layout.files(job, key, 1)) as staging:
+        write_table(staging.path / "rows.parquet", rows, ROWS)
+        write_table(staging.path / "predictions.parquet", predictions, PREDICTIONS)
+        (staging.path / "secret.txt").write_text("secret")
+    commit(store, make_manifest(job, key=key, files=staging.files, **fields))
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory: pytest.TempPathFactory) -> Store:
+    store = open_store(str(tmp_path_factory.mktemp("query") / 'it\'s a "store"'))
+    # the order of keys, of time and of names differ, so that a row with another's origin would be seen
+    for number, key in enumerate(("cc", "aa", "bb")):
+        finished = f"2026-01-0{3 - number}T00:00:00+00:00"
+        rows = [row(method=key, draw=draw, value=number / 4) for draw in range(number + 1)]
+        put(store, key, rows, [prediction(method=key)], stage=f"stage_{key}", finished=finished)
+    put(
+        store,
+        "dd",
+        [row(method="dd", labels_per_class=None)],
+        [prediction()],
+        job="finetune",
+        stage="tune",
+        finished="2026-02-01T00:00:00+00:00",
+        metrics={"loss": 1.5},
+    )
+    put(store, "ee", [row(method="copy")], [prediction()], job="report")
+    with store.staging(Layout.files("evaluate", "ff", 1)) as staging:  # never committed
+        write_table(staging.path / "rows.parquet", [row(method="ff")], ROWS)
+    return store
+
+
+def ask(store: Store, sql: str, **options: Any) -> list[tuple[Any, ...]]:
+    with query(store, sql, **options) as answer:
+        return list(answer.rows)
+
+
+def test_every_row_stands_beside_the_artifact_that_it_is_from(store: Store) -> None:
+    found = ask(
+        store,
+        "SELECT method, artifact, job, stage, finished, value, count(*) FROM rows GROUP BY ALL ORDER BY 1",
+    )
+    assert found == [
+        ("aa", "aa", "evaluate", "stage_aa", "2026-01-02 00:00:00", 0.25, 2),
+        ("bb", "bb", "evaluate", "stage_bb", "2026-01-01 00:00:00", 0.5, 3),
+        ("cc", "cc", "evaluate", "stage_cc", "2026-01-03 00:00:00", 0.0, 1),
+        ("dd", "dd", "finetune", "tune", "2026-02-01 00:00:00", 0.5, 1),
+    ]  # reports hold copies, and what is not committed is not there
+    assert ask(store, "SELECT artifact FROM predictions WHERE method = artifact ORDER BY 1") == [
+        ("aa",),
+        ("bb",),
+        ("cc",),
+    ]
+
+
+def test_a_result_is_one_number_whatever_else_has_its_method(tmp_path: Path) -> None:
+    """Fine-tuned and probed, with 10 labels and with all, made by one stage and by another: a mean for each."""
+    store = open_store(str(tmp_path))
+    vit = {"method": "ViT, pretrained", "labels_per_class": 10}
+    few_shot = [row(**vit, protocol="few-shot linear", draw=draw, value=0.9 + draw / 100) for draw in (0, 1)]
+    put(store, "aa" * 32, few_shot, [prediction(**vit, protocol="few-shot linear")], stage="few_shot")
+    tuned = [row(**vit | {"labels_per_class": labels}, protocol="fine-tuning", value=value)
+             for labels, value in ((10, 0.5), (None, 0.6), (1, 0.4))]  # fmt: skip
+    put(store, "bb" * 32, tuned, [prediction(**vit, protocol="fine-tuning")], stage="tune", job="finetune")
+    put(
+        store, "cc" * 32, tuned[:1], [prediction(**vit, protocol="fine-tuning")], stage="tune", job="finetune"
+    )
+    found = ask(
+        store, "SELECT result, round(avg(value), 3), count(*) FROM rows GROUP BY result ORDER BY result"
+    )
+    assert found == [
+        ("digits, 1 label per class, fine-tuning: ViT, pretrained (tune bbbbbbbb)", 0.4, 1),
+        ("digits, 10 labels per class, few-shot linear: ViT, pretrained (few_shot aaaaaaaa)", 0.905, 2),
+        ("digits, 10 labels per class, fine-tuning: ViT, pretrained (tune bbbbbbbb)", 0.5, 1),
+        ("digits, 10 labels per class, fine-tuning: ViT, pretrained (tune cccccccc)", 0.5, 1),
+        ("digits, all labels, fine-tuning: ViT, pretrained (tune bbbbbbbb)", 0.6, 1),
+    ]
+    matched = ask(store, "SELECT DISTINCT result FROM rows SEMI JOIN predictions USING (result) ORDER BY 1")
+    assert [name for (name,) in matched] == [name for name, *_ in found[1:4]]
+
+
+def test_artifacts_and_runs(store: Store) -> None:
+    found = ask(
+        store,
+        "SELECT artifact, kind, (metrics->>'loss')::DOUBLE FROM artifacts WHERE job <> 'evaluate' ORDER BY 1",
+    )
+    assert found == [("dd", "model", 1.5), ("ee", "report", None)]
+    assert ask(store, "SELECT count(*) FROM runs") == [(0,)]
+
+
+def test_a_column_that_came_later_is_null_in_older_files(tmp_path: Path) -> None:
+    older = pa.schema([field for field in PREDICTIONS if field.name != "probability"])
+    for names in (["old"], ["old", "new"]):
+        store = open_store(str(tmp_path / "".join(names)))
+        for name in names:
+            with store.staging(Layout.files("evaluate", name, 1)) as staging:
+                table = pa.Table.from_pylist([prediction(probability=0.5)], PREDICTIONS)
+                write_parquet(
+                    staging.path / "predictions.parquet",
+                    table.select(older.names) if name == "old" else table,
+                )
+            commit(store, make_manifest("evaluate", key=name, files=staging.files))
+        found = dict(ask(store, "SELECT artifact, probability FROM predictions"))
+        assert found == {name: None if name == "old" else 0.5 for name in names}
+
+
+@pytest.mark.parametrize(("name", "schema"), [("rows", ROWS), ("predictions", PREDICTIONS)])
+def test_documented_columns_are_those_of_the_files(store: Store, name: str, schema: Any) -> None:
+    documented = [(column.name, column.type) for column in TABLES[name]]
+    types = {"string": "VARCHAR", "int32": "INTEGER", "double": "DOUBLE", "float": "FLOAT", "bool": "BOOLEAN"}
+    assert documented[7:] == [(field.name, types[str(field.type)]) for field in schema]
+    for table in TABLES:
+        shown = [row[:2] for row in ask(store, f"DESCRIBE {table}")]
+        assert shown == [(column.name, column.type) for column in TABLES[table]]
+
+
+def test_an_empty_store_has_empty_tables(tmp_path: Path) -> None:
+    empty = open_store(str(tmp_path))
+    assert [ask(empty, f"SELECT count(*) FROM {table}") for table in TABLES] == [[(0,)]] * 4
+    assert ask(empty, "SELECT value FROM rows") == []
+
+
+@pytest.mark.parametrize(
+    "sql",
+    [
+        "SELECT * FROM rows ORDER BY value; -- comment",
+        "WITH best AS (SELECT * FROM rows) SELECT count(*) FROM best JOIN ROWS USING (artifact)",
+        "WITH RECURSIVE t(n) AS (SELECT 1 UNION ALL SELECT n + 1 FROM t WHERE n < 9) SELECT * FROM t",
+        "FROM rows SELECT median(value)",
+        "SUMMARIZE rows",
+        "PIVOT rows ON method IN ('aa', 'bb') USING avg(value)",
+        "SELECT * FROM range(3) r(i), unnest([1, 2])",
+        "SELECT (SELECT count(*) FROM predictions), settings->>'x' FROM main.rows",
+    ],
+)
+def test_queries_that_only_read_are_answered(store: Store, sql: str) -> None:
+    assert ask(store, sql)
+
+
+def snapshot(*folders: Path) -> dict[str, bytes]:
+    return {
+        str(path): path.read_bytes() for folder in folders for path in folder.rglob("*") if path.is_file()
+    }
+
+
+# OUT is a new file, OLD a committed table: both as a path in the SQL
+HOSTILE = [
+    "COPY rows TO 'OUT'",
+    # DuckDB calls these SELECT
+    "WITH a AS (COPY rows TO 'OUT') SELECT * FROM a",
+    "WITH a AS (COPY (SELECT 1) TO 'OLD' (USE_TMP_FILE false)) SELECT * FROM a",
+    "WITH a AS (COPY (SELECT 1) TO (getvariable('paths')[1]) (USE_TMP_FILE false)) SELECT * FROM rows, a",
+    "SELECT (WITH a AS (COPY (SELECT 1) TO 'OLD' (USE_TMP_FILE false)) SELECT count(*) FROM a)",
+    "SELECT * FROM (WITH a AS (COPY (SELECT 1) TO 'OLD' (USE_TMP_FILE false)) SELECT * FROM a) UNION SELECT 1",
+    "SELECT * FROM query('WITH a AS (COPY (SELECT 1) TO ''OUT'') SELECT * FROM a')",
+    "WITH a AS (INSERT INTO runs SELECT * FROM runs RETURNING *) SELECT * FROM a",
+    "WITH a AS (DELETE FROM artifacts RETURNING *) SELECT * FROM a",
+    "SELECT * FROM read_csv('/etc/passwd')",
+    "SELECT * FROM READ_TEXT('/etc/passwd')",
+    "SELECT * FROM main.read_blob('/proc/self/environ')",
+    "SELECT * FROM read_parquet('OLD')",
+    "SELECT * FROM '/etc/passwd'",
+    "SELECT * FROM 'OLD'",
+    "WITH \"OLD\" AS (SELECT 1) SELECT * FROM main.\"OLD\"",
+    "SELECT * FROM glob('/*')",
+    "SELECT * FROM query_table('rows')",
+    "SELECT * FROM duckdb_settings()",
+    "SELECT * FROM information_schema.tables",
+    "SELECT * FROM hidden_variable",
+    "ATTACH 'OUT' AS x",
+    "INSTALL httpfs",
+    "LOAD httpfs",
+    "PRAGMA database_list",
+    "SET threads = 1",
+    "RESET lock_configuration",
+    "EXPORT DATABASE 'OUT'",
+    "IMPORT DATABASE 'OUT'",
+    "CREATE TABLE x AS SELECT 1",
+    "CREATE SECRET (TYPE s3, KEY_ID 'a')",
+    "DROP VIEW rows",
+    "CALL pragma_version()",
+    "EXPLAIN ANALYZE SELECT 1",
+    "SELECT getenv('HOME')",
+    "SELECT 1; SELECT 2",
+    "SELECT 1; COPY rows TO 'OUT'",
+    "",
+    "-- nothing",
+    "SELECT " + "(" * 5000 + "1" + ")" * 5000,
+    "SELECT " + "[" * 900 + "]" * 900,
+    "SELEC 1",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("sql", HOSTILE)
+def test_sql_that_does_anything_else_is_refused_and_leaves_nothing(
+    store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sql: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    root = Path(store.uri)
+    old = next(root.glob("artifacts/evaluate/aa/attempts/1/files/rows.parquet"))
+    before = snapshot(root)
+    hidden_variable = [(1,)]
+    path = str(old).replace("'", "''").replace('"', '""' if '"OLD"' in sql else '"')
+    with pytest.raises(RecipeError) as error:
+        ask(store, sql.replace("OUT", str(tmp_path / "out")).replace("OLD", path))
+    assert "secret" not in str(error.value)
+    assert hidden_variable
+    assert snapshot(root, tmp_path) == before
+
+
+def test_no_file_can_be_reached_from_the_database_itself(
+    store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Were the check of the syntax tree wrong, the database would still refuse all files but the tables' own."""
+    monkeypatch.setattr("pipelines.results.query._named_tables", lambda connection, sql: {"rows"})
+    secret = next(Path(store.uri).glob("artifacts/evaluate/aa/attempts/1/files/secret.txt"))
+    for sql in (
+        f"SELECT * FROM read_text('{str(secret).replace(chr(39), chr(39) * 2)}')",
+        "SELECT * FROM read_text('/etc/passwd')",
+        "SELECT * FROM glob('/*')",
+        f"WITH a AS (COPY (SELECT 1) TO '{tmp_path}/out' (USE_TMP_FILE false)) SELECT * FROM a",
+    ):
+        with pytest.raises(RecipeError, match="reads or writes files"):
+            ask(store, sql)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    "sql",
+    [
+        "WITH RECURSIVE t(n) AS (SELECT 1 UNION ALL SELECT n + 1 FROM t) SELECT * FROM t",
+        "SELECT count(*) FROM range(100000000) a, range(100000000) b",
+    ],
+)
+def test_what_takes_too_long_is_stopped(store: Store, sql: str) -> None:
+    with pytest.raises(RecipeError, match=r"stopped after 0\.5 s"):
+        ask(store, sql, seconds=0.5)
+
+
+def test_what_takes_too_much_memory_is_refused(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pipelines.results.query.MEMORY", "100MiB")
+    with pytest.raises(RecipeError, match="more than 100MiB of memory"):
+        ask(store, "SELECT list(i) FROM range(100000000) t(i)")
+
+
+@pytest.mark.parametrize(
+    ("sql", "line"),
+    [
+        ("SELECT nope FROM rows", "LINE 1: SELECT nope FROM rows\n               ^"),
+        ("SELECT\n  'x'::INTEGER", "LINE 2:   'x'::INTEGER\n"),
+        ("\n" * 9 + "SELECT nope", "LINE 10: SELECT nope"),
+        ("\n" * 8 + "SELECT nope", "LINE 9:  SELECT nope\n                ^"),
+    ],
+)
+def test_an_error_shows_the_line_as_it_was_written(store: Store, sql: str, line: str) -> None:
+    with pytest.raises(RecipeError) as error:
+        ask(store, sql)
+    assert line in str(error.value)
+    assert "CREATE" not in str(error.value)
+
+
+def test_a_file_that_has_changed_is_named_and_not_read(tmp_path: Path) -> None:
+    store = open_store(str(tmp_path))
+    put(store, "aa", [row()], [prediction()])
+    flip(tmp_path / "artifacts/evaluate/aa/attempts/1/files/rows.parquet")
+    assert ask(store, "SELECT count(*) FROM predictions") == [(1,)]
+    with pytest.raises(StoreDamaged, match=r"aa/attempts/1/files/rows.parquet is damaged: it has sha256"):
+        ask(store, "SELECT * FROM rows")
+
+
+MIXED = """SELECT 'a "b", c' AS text, NULL AS nothing, 'nan'::DOUBLE AS nan, [1.5, 2] AS list,
+    {'x': 'inf'::DOUBLE} AS s,
+    DATE '2020-01-02' AS day, TIMESTAMPTZ '2020-01-01 00:00:00+00' AS t, 1.25 AS d, 1 AS text, 2::HUGEINT ** 2 AS h"""
+
+
+def test_json_csv_and_the_table(vitflow, store: Store) -> None:  # type: ignore[no-untyped-def]
+    def run(*arguments: str, check: int = 0) -> Any:
+        return vitflow("report", "query", *arguments, "--store", store.uri, check=check)
+
+    (found,) = json.loads(run(MIXED, "--json").stdout)
+    assert found.pop("t").startswith(("2020-01-01", "2019-12-31"))
+    assert found == {
+        "text": 'a "b", c', "nothing": None, "nan": None, "list": [1.5, 2.0], "s": {"x": None}, "day": "2020-01-02",
+        "d": 1.25, "text_1": 1, "h": 4,
+    }  # fmt: skip
+    header, line = csv.reader(io.StringIO(run(MIXED, "--csv").stdout))
+    assert dict(zip(header, line, strict=True))["text"] == 'a "b", c'
+    assert json.loads(run("SELECT * FROM rows WHERE false", "--json").stdout) == []
+    table = run("SELECT range AS n, NULL AS x, '[red]' AS y FROM range(1003)")
+    assert "3 more rows" in table.stderr
+    assert "NULL" in table.stdout and "[red]" in table.stdout
+    refused = run("SELECT 1; SELECT 2", check=2)
+    assert refused.stderr.startswith("error: the SQL is SELECT and SELECT") and not refused.stdout
+    assert "Traceback" not in run(check=2).stderr

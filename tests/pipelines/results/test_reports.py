@@ -1,0 +1,129 @@
+"""Lists and comparisons of results: means, the best, and paired differences where they may be paired."""
+
+import json
+from typing import Any
+
+import numpy as np
+import pytest
+
+from pipelines.results.reports import compare, list_results
+from pipelines.spec import RecipeError
+from pipelines.store import Layout, Store, commit, input_ref, open_store, read_manifest
+from ray_jobs.evaluation.intervals import accuracy_interval, paired_difference
+from ray_jobs.evaluation.rows import ROWS, Truth, scored, write_predictions, write_table
+from tests.support.records import make_manifest
+
+IDS = [f"image {number:02d}" for number in range(60)]
+LABELS = np.arange(60) % 3
+
+
+def put(store: Store, key: str, method: str, right: np.ndarray, ids: list[str] = IDS, **fields: Any) -> None:
+    """Commit an evaluation whose predictions are right where `right` [draws, images] says so."""
+    rows, predictions = [], []
+    for draw, correct in enumerate(right):
+        common = {
+            "protocol": "few-shot linear",
+            "method": method,
+            "labels_per_class": 5,
+            "draw": draw,
+        }
+        truth = Truth("digits", ids, LABELS)
+        [(row, images)] = scored(common, truth, np.where(correct, LABELS, 7), "dev", {})
+        rows.append(row)
+        predictions.append(images)
+    with store.staging(Layout.files("evaluate", key, 1)) as staging:
+        write_table(staging.path / "rows.parquet", rows, ROWS)
+        write_predictions(staging.path / "predictions.parquet", predictions)
+    defaults = {"config": {"seed": 0}, "finished": f"2026-01-0{len(store.names('artifacts/evaluate'))}"}
+    commit(store, make_manifest("evaluate", key=key, files=staging.files, **defaults | fields))
+
+
+def answers(seed: int, share: float) -> np.ndarray:
+    return np.asarray(np.random.default_rng(seed).random((4, 60)) < share)
+
+
+A, B = answers(0, 0.7), answers(1, 0.8)
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory: pytest.TempPathFactory) -> Store:
+    store = open_store(str(tmp_path_factory.mktemp("reports")))
+    put(store, "aa", "ViT", A, stage="probe")
+    put(store, "bb", "ViT", B, stage="probe")
+    put(store, "other_images", "ViT", B, [f"new {number:02d}" for number in range(60)])
+    put(store, "seed", "ViT", B, config={"seed": 1})
+    put(store, "pixels", "pixels", answers(2, 0.5), stage="pixels")
+    of = [
+        input_ref(store, manifest)
+        for key in ("aa", "pixels")
+        if (manifest := read_manifest(store, "evaluate", key))
+    ]
+    commit(store, make_manifest("report", key="report", inputs={"of": of}, config={"title": "T"}))
+    return store
+
+
+def test_the_same_images_and_draws_are_paired(store: Store) -> None:
+    (line,) = compare(store, "aa", "bb")["both"]
+    expected = paired_difference(B, A)
+    assert line["difference"] == {
+        "value": pytest.approx(B.mean() - A.mean()),
+        "low": expected.low,
+        "high": expected.high,
+        "paired": True,
+    }
+    for side, right in (("a", A), ("b", B)):
+        assert (line[side]["accuracy"], line[side]["low"], line[side]["high"]) == accuracy_interval(right)
+
+
+@pytest.mark.parametrize("other", ["other_images", "seed"])
+def test_other_images_or_other_draws_are_not_paired(store: Store, other: str) -> None:
+    (line,) = compare(store, "aa", other)["both"]
+    difference = line["difference"]
+    assert not difference["paired"]
+    assert difference["value"] == pytest.approx(B.mean() - A.mean())
+    # two independent standard errors add up in squares
+    widths = [side.high - side.low for side in (accuracy_interval(A), accuracy_interval(B))]
+    assert difference["high"] - difference["low"] == pytest.approx(np.hypot(*widths), rel=0.05)
+
+
+def test_a_report_stands_for_what_it_is_of(store: Store) -> None:
+    found = compare(store, "report", "bb")
+    assert [line["method"] for line in found["both"]] == ["ViT"]
+    assert [line["method"] for line in found["only_a"]] == ["pixels"]
+    assert found["only_b"] == []
+
+
+def test_best_is_the_highest_mean_of_a_setting(store: Store) -> None:
+    (best,) = list_results(store, None, None, "accuracy")
+    assert best["mean"] == pytest.approx(B.mean())
+    assert (best["method"], best["draws"]) == ("ViT", 4)
+    assert best["key"] == "seed"  # the newest of equal ones
+    (pixels,) = list_results(store, "digits", "pixels", "accuracy")
+    assert pixels["key"] == "pixels"
+    assert len(list_results(store, "digits", None, None)) == 5
+
+
+@pytest.mark.parametrize(
+    ("task", "stage", "best", "message"),
+    [
+        ("digit", None, None, "--task digit: .* did you mean 'digits'"),
+        (None, "prob", None, "did you mean 'probe'"),
+        (None, None, "accurcy", "did you mean 'accuracy'"),
+    ],
+)
+def test_what_was_not_measured_is_named(store: Store, task: str, stage: str, best: str, message: str) -> None:
+    with pytest.raises(RecipeError, match=message):
+        list_results(store, task, stage, best)
+
+
+def test_the_commands(vitflow, store: Store) -> None:  # type: ignore[no-untyped-def]
+    table = vitflow("report", "compare", "aa", "seed", "--store", store.uri, COLUMNS="80").stdout
+    assert "not paired" in table and all(len(line) <= 80 for line in table.splitlines())
+    several = vitflow("report", "compare", "report", "report", "--store", store.uri, COLUMNS="80").stdout
+    assert "the 2 intervals of B - A are not adjusted for multiple comparisons" in " ".join(several.split())
+    (line,) = json.loads(
+        vitflow("report", "list", "--best", "accuracy", "--json", "--store", store.uri).stdout
+    )
+    assert line["key"] == "seed"
+    refused = vitflow("report", "compare", "nope", "aa", "--store", store.uri, check=2)
+    assert "Traceback" not in refused.stderr

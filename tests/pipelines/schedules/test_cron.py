@@ -1,0 +1,236 @@
+"""Cron lines against a walk over all minutes, against APScheduler, and against systemd's own reading."""
+
+import re
+import shutil
+import subprocess
+from datetime import UTC, date, datetime, time, timedelta
+from itertools import islice, takewhile
+from zoneinfo import ZoneInfo
+
+import pytest
+from apscheduler.triggers.cron import CronTrigger
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pipelines.schedules.cron import (
+    check_cron,
+    check_timezone,
+    kubernetes_cron,
+    last_tick,
+    on_calendar,
+    ticks,
+)
+from pipelines.spec import RecipeError
+
+BERLIN = ZoneInfo("Europe/Berlin")
+MINUTE, HOUR, DAY = timedelta(minutes=1), timedelta(hours=1), timedelta(days=1)
+LIMITS = ((0, 59), (0, 23), (1, 31), (1, 12), (0, 7))
+
+
+@st.composite
+def fields(draw: st.DrawFn, low: int, high: int) -> str:
+    one, other = sorted(draw(st.tuples(st.integers(low, high), st.integers(low, high))))
+    step = draw(st.integers(2, 20))
+    kinds = ["*", f"*/{step}", f"{one}", f"{one},{other}", f"{one}-{other}"]
+    return draw(st.sampled_from(kinds + [f"{one}-{other}/{step}"] * (one < other)))
+
+
+@st.composite
+def lines(draw: st.DrawFn) -> str:
+    minute, hour, day, month, weekday = (draw(fields(low, high)) for low, high in LIMITS)
+    month = draw(st.sampled_from(["*", "*", "*", month]))
+    if draw(st.booleans()):
+        day = "*"
+    if day.startswith("*") or weekday.startswith("*") or draw(st.booleans()):
+        day, weekday = ("*", weekday) if draw(st.booleans()) else (day, "*")
+    return f"{minute} {hour} {day} {month} {weekday}"
+
+
+def numbers(field: str, low: int, high: int) -> set[int]:
+    """An independent reading of a field."""
+    found: set[int] = set()
+    for part in field.split(","):
+        body, _, step = part.partition("/")
+        first, _, last = body.partition("-")
+        begin, end = (low, high) if body == "*" else (int(first), int(last or first))
+        found |= set(range(begin, end + 1, int(step or 1)))
+    return found
+
+
+def on_this_day(line: str, day: date) -> bool:
+    _, _, days, months, weekdays = line.split()
+    in_days = day.day in numbers(days, 1, 31)
+    in_week = day.isoweekday() % 7 in {number % 7 for number in numbers(weekdays, 0, 7)}
+    both = days == "*" or weekdays == "*"
+    return day.month in numbers(months, 1, 12) and (in_days and in_week if both else in_days or in_week)
+
+
+def walked(line: str, zone: ZoneInfo, begin: datetime, end: datetime) -> list[datetime]:
+    """Every instant in (begin, end], by looking at every minute."""
+    minutes, hours = (
+        numbers(field, *limits) for field, limits in zip(line.split(), LIMITS[:2], strict=False)
+    )
+    found = set()
+    if line.split()[0].startswith("*") or line.split()[1].startswith("*"):  # by real time
+        moment = begin.replace(second=0, microsecond=0)
+        while moment <= end:
+            local = moment.astimezone(zone)
+            if local.minute in minutes and local.hour in hours and on_this_day(line, local.date()):
+                found.add(moment)
+            moment += MINUTE
+    else:  # fixed times: one that does not exist is the next that does, one that comes twice is the first
+        day = begin.astimezone(zone).date() - DAY
+        while day <= end.astimezone(zone).date() + DAY:
+            for hour in hours if on_this_day(line, day) else ():
+                for minute in minutes:
+                    naive = datetime.combine(day, time(hour, minute))
+                    while (
+                        naive.replace(tzinfo=zone).astimezone(UTC).astimezone(zone).replace(tzinfo=None)
+                        != naive
+                    ):
+                        naive += MINUTE
+                    found.add(naive.replace(tzinfo=zone).astimezone(UTC))
+            day += DAY
+    return sorted(moment for moment in found if begin < moment <= end)
+
+
+# the days around both changes of the clocks, and some others
+moments = st.one_of(
+    st.datetimes(datetime(2026, 3, 27), datetime(2026, 3, 30)),
+    st.datetimes(datetime(2026, 10, 23), datetime(2026, 10, 26)),
+    st.datetimes(datetime(2024, 1, 1), datetime(2032, 1, 1)),
+).map(lambda moment: moment.replace(tzinfo=UTC))
+
+
+@settings(max_examples=150)
+@given(line=lines(), begin=moments, zone=st.sampled_from(["UTC", "Europe/Berlin", "Australia/Lord_Howe"]))
+def test_ticks_are_those_that_a_walk_over_all_minutes_finds(line: str, begin: datetime, zone: str) -> None:
+    try:
+        checked = check_cron(line)
+    except RecipeError as error:
+        assert "does not come" in str(error)
+        assert not walked(
+            line, ZoneInfo("UTC"), datetime(2024, 2, 1, tzinfo=UTC), datetime(2024, 3, 1, tzinfo=UTC)
+        )
+        return
+    end = begin + 2 * DAY
+    expected = walked(line, ZoneInfo(zone), begin, end)
+    assert list(takewhile(lambda tick: tick <= end, ticks(checked, zone, begin))) == expected
+    last = last_tick(checked, zone, begin, end)
+    assert last == (expected[-1] if expected else None)
+
+
+@pytest.mark.parametrize("line", ["0 3 * * MON", "*/7 9-17 * * MON-FRI", "30 12 29 2 *", "0 0 1 */3 *"])
+def test_in_utc_they_are_apschedulers(line: str) -> None:
+    trigger = CronTrigger.from_crontab(line, UTC)
+    at = datetime(2026, 11, 21, tzinfo=UTC)
+    for tick in islice(ticks(check_cron(line), "UTC", at), 50):
+        at = trigger.get_next_fire_time(None, at + timedelta(seconds=1))
+        assert tick == at
+
+
+def test_one_is_monday_and_sunday_is_both_0_and_7() -> None:
+    for field, weekday in (("1", 0), ("0", 6), ("7", 6), ("SUN", 6)):
+        assert next(ticks(check_cron(f"0 3 * * {field}"), "UTC", datetime.now(UTC))).weekday() == weekday
+
+
+def test_the_clocks_of_berlin() -> None:
+    def utc(line: str, month: int, day: int, hour: int, count: int) -> list[str]:
+        begin = datetime(2026, month, day, hour, tzinfo=UTC)
+        return [f"{tick:%d %H:%M}" for tick in islice(ticks(line, "Europe/Berlin", begin), count)]
+
+    assert utc("30 2 * * *", 3, 28, 12, 2) == ["29 01:00", "30 00:30"], "2:30 does not exist: at 3:00"
+    assert utc("15,45 2 * * *", 3, 28, 12, 2) == ["29 01:00", "30 00:15"], "both at 3:00, which is once"
+    assert utc("30 2 * * *", 10, 24, 12, 2) == ["25 00:30", "26 01:30"], "2:30 comes twice: the first"
+    assert utc("30 2 * * *", 10, 25, 1, 1) == ["26 01:30"], "in the second 2:00 hour it has been"
+    assert utc("0 * * * *", 10, 24, 23, 3) == ["25 00:00", "25 01:00", "25 02:00"], "every hour is every hour"
+    assert utc("0 3 * * *", 3, 28, 12, 2) == ["29 01:00", "30 01:00"]
+
+
+def test_the_last_tick_may_be_years_ago() -> None:
+    now = datetime(2032, 2, 28, 12, tzinfo=UTC)
+    since = datetime(2020, 1, 1, tzinfo=UTC)
+    assert last_tick("0 0 29 2 *", "UTC", since, now) == datetime(2028, 2, 29, tzinfo=UTC)
+    assert last_tick("0 0 29 2 *", "UTC", datetime(2028, 2, 29, tzinfo=UTC), now) is None, "later than since"
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("0 25 * * *", "hour: '25' is not from 0 to 23"),
+        ("60 * * * *", "minute: '60' is not from 0 to 59"),
+        ("* * * * MOM", "day of week: 'MOM' is not from 0 to 7 or SUN to SAT; did you mean MON?"),
+        ("* * 0 * *", "day of month: '0' is not from 1 to 31"),
+        ("0 0 30 2 *", "30 does not come in month 2"),
+        ("5/15 * * * *", "minute: 5/15: a step is 1 or more, behind * or a range, as in 5-59/2"),
+        ("*/0 * * * *", "a step is 1 or more"),
+        ("0 0 1-1/2 * *", "a step is 1 or more"),
+        ("0 9-5 * * *", "hour: 9-5 runs backwards"),
+        ("0 0 */2 * 1", "'both' to one program and 'either' to another"),
+        ("@daily", "write five"),
+        ("0 3 * *", "4 fields; write five"),
+        ("0 0 L * *", "day of month: 'L' is not from 1 to 31"),
+        ("0 0 * * 5#2", "day of week: '5#2' is none of"),
+        ("0 0 * * *;ls", "is none of"),
+        ("١ * * * *", "is none of"),
+        ("0,, 3 * * *", "minute: '' is none of"),
+    ],
+)
+def test_what_is_no_cron_line(line: str, message: str) -> None:
+    with pytest.raises(RecipeError, match=re.escape(message)):
+        check_cron(line)
+
+
+@pytest.mark.parametrize("name", ["Europe/Berln", "Berlin", "europe/berlin"])
+def test_the_nearest_time_zone_is_named(name: str) -> None:
+    with pytest.raises(RecipeError, match="did you mean 'Europe/Berlin'"):
+        check_timezone(name)
+
+
+@pytest.mark.parametrize("name", ["", "../etc/passwd", "/etc/localtime", "xxxyyy", "Europe"])
+def test_what_is_no_time_zone(name: str) -> None:
+    with pytest.raises(RecipeError, match="no such time zone"):
+        check_timezone(name)
+
+
+@settings(max_examples=50)
+@given(line=lines())
+def test_kubernetes_line_means_the_same_without_a_seventh_day(line: str) -> None:
+    line = line.replace(" 30 ", " 3 ").replace(" 31 ", " 3 ")
+    given = line.split()[-1]
+    theirs = kubernetes_cron(line).split()[-1]
+    assert {n % 7 for n in numbers(theirs, 0, 7)} == {n % 7 for n in numbers(given, 0, 7)}
+    assert "7" not in theirs
+
+
+SYSTEMD = pytest.mark.skipif(
+    shutil.which("systemd-analyze") is None, reason="systemd-analyze is not installed"
+)
+
+
+@SYSTEMD
+@pytest.mark.parametrize(
+    "line",
+    [
+        "0 3 * * 1",
+        "*/20 * * * *",
+        "15,45 8-18/5 * * 1-5",
+        "0 0 1 */3 *",
+        "30 12 29 2 *",
+        "0 6 1,15 * 5",
+        "0 0 * * 7",
+    ],
+)
+@pytest.mark.parametrize("zone", ["UTC", "Europe/Berlin", "America/New_York"])
+def test_systemd_reads_on_calendar_as_we_read_cron(line: str, zone: str) -> None:
+    begin = datetime(
+        2026, 11, 21, 14, 5, 30, tzinfo=UTC
+    )  # no change of the clocks lies within the next weeks
+    command = ["systemd-analyze", "calendar", "--iterations=12", f"--base-time={begin:%Y-%m-%d %H:%M:%S} UTC"]
+    said = subprocess.run(
+        [*command, *on_calendar(line, zone)], capture_output=True, text=True, check=True, env={"TZ": "UTC"}
+    ).stdout
+    found = re.findall(r"(?:Next elapse|Iter\. #\d+): \w+ (\S+ \S+) UTC", said)
+    theirs = sorted({datetime.fromisoformat(text).replace(tzinfo=UTC) for text in found})[:12]
+    assert theirs == list(islice(ticks(line, zone, begin), len(theirs)))
+    assert len(theirs) >= 12

@@ -1,0 +1,170 @@
+"""A member of a matrix whose source is not there: it is named, the rest goes on, and the report says what it lacks."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from PIL import Image
+
+from pipelines import store as st
+from pipelines.engine import plan
+from pipelines.recipe.load import load_pipeline
+from pipelines.recipe.pipeline import Pipeline
+from pipelines.spec import RecipeError
+from pipelines.spec.vtab import TASKS
+from pipelines.store import open_store
+from tests.support.records import make_manifest
+
+
+def images(folder: Path) -> None:
+    """Two classes that anybody can tell apart, in splits."""
+    for split in ("train", "test"):
+        for name, colour in (("red", (255, 0, 0)), ("blue", (0, 0, 255))):
+            (folder / split / name).mkdir(parents=True)
+            for number in range(6):
+                shade = tuple(max(0, part - 9 * number - (split == "test")) for part in colour)
+                Image.new("RGB", (8, 8), shade).save(folder / split / name / f"{number}.png")
+
+
+@pytest.fixture
+def recipe(tmp_path: Path) -> Path:
+    """Baselines on three folders, of which `c` is not there."""
+    for name in "ab":
+        images(tmp_path / name)
+    roots = [str(tmp_path / name) for name in "abc"]
+    ingest = {"job": "ingest", "source": {"kind": "folder"}, "matrix": {"source.root": roots}}
+    labels = {"per_class": 2, "draws": 1, "folds": 2}
+    pixels = {"job": "baselines", "data": "images", "methods": ["majority"], "labels": labels, "thumbnail": 8}
+    report = {"job": "report", "title": "Some", "of": ["images", "pixels"]}
+    stages = {"images": ingest, "pixels": pixels, "report": report}
+    path = tmp_path / "some.yaml"
+    path.write_text(yaml.safe_dump({"name": "some", "stages": stages}))
+    return path
+
+
+def planned(pipeline: Pipeline, store: Any, *targets: str) -> dict[str, plan.PlannedStage]:
+    names = pipeline.needed_for(targets or tuple(pipeline.stages))
+    return {stage.name: stage for stage in plan.plan_pipeline(store, pipeline, names)}
+
+
+def test_a_member_is_missing_and_what_takes_it_is_skipped_but_the_report(
+    recipe: Path, tmp_path: Path
+) -> None:
+    pipeline, store = load_pipeline(str(recipe)), open_store(str(tmp_path / "s"))
+    found = planned(pipeline, store)
+    assert {name: stage.state for name, stage in found.items()} == {
+        "images@root=a": "run", "images@root=b": "run", "images@root=c": "missing",
+        "pixels@root=a": "pending", "pixels@root=b": "pending", "pixels@root=c": "skipped",
+        "report": "pending",
+    }  # fmt: skip
+    why = plan.reasons(store, found.values())
+    assert why["images@root=c"] == f"source.root: {tmp_path / 'c'} is not a folder"
+    assert why["pixels@root=c"] == "images@root=c can't be made"
+    assert found["report"].config == pipeline.stages["report"].model_copy(
+        update={
+            "of": ("images@root=a", "images@root=b", "pixels@root=a", "pixels@root=b"),
+            "missing": ("images@root=c", "pixels@root=c"),
+        }
+    )
+
+
+def test_where_no_member_has_its_source_nothing_starts(recipe: Path, tmp_path: Path) -> None:
+    pipeline, store = load_pipeline(str(recipe)), open_store(str(tmp_path / "s"))
+    with pytest.raises(RecipeError, match=r"c is not a folder$"):
+        planned(pipeline, store, "pixels@root=c")
+    for name in "ab":
+        (tmp_path / name).rename(tmp_path / f"not {name}")
+    with pytest.raises(RecipeError, match=r"a is not a folder\n  \(and of images no other member's can be"):
+        planned(pipeline, store)
+
+
+def test_what_a_report_can_do_without() -> None:
+    stage = {"job": "ingest", "source": {"kind": "digits"}}
+    two = {f"a@x={number}": stage for number in (1, 2)}
+    tiny = {"patch_size": 4, "width": 16, "depth": 1, "num_heads": 2}
+    sizes = {"resolution": 8, "steps": 1, "batch_size": 2, "learning_rate": 1.0}
+    train = {"job": "pretrain", "data": "b", "model": tiny} | sizes
+    report = {"job": "report", "title": "t", "of": ["b", *two]}
+    pipeline = Pipeline.model_validate(
+        {"name": "p", "stages": two | {"b": stage, "train": train, "report": report}}
+    )
+    asked = pipeline.stages["report"]
+    assert plan.without(asked, {"train"}) is asked
+    left = plan.without(asked, {"a@x=1"})
+    assert left is not None
+    assert left.inputs() == {"of": ("b", "a@x=2")}
+    assert plan.without(asked, {"b"}) is None, "a stage that is no member"
+    assert plan.without(asked, {"a@x=1", "a@x=2"}) is None, "the last member"
+    assert plan.without(pipeline.stages["train"], {"b"}) is None
+
+
+def test_a_report_of_less_is_another_report(recipe: Path, tmp_path: Path) -> None:
+    """And the same one as long as the same is missing: a second run makes nothing."""
+    pipeline, store = load_pipeline(str(recipe)), open_store(str(tmp_path / "s"))
+
+    def make_all() -> dict[str, str]:
+        while ready := [stage for stage in planned(pipeline, store).values() if stage.state == "run"]:
+            for stage in ready:
+                assert stage.key is not None
+                manifest = make_manifest(
+                    stage.config.job,
+                    key=stage.key,
+                    content_digest=stage.name,
+                    config=stage.config.model_dump(mode="json"),
+                    source=stage.source,
+                )
+                st.commit(store, manifest)
+        return {name: stage.key for name, stage in planned(pipeline, store).items() if stage.key}
+
+    first = make_all()
+    assert set(first) == {"images@root=a", "images@root=b", "pixels@root=a", "pixels@root=b", "report"}
+    assert make_all() == first
+    images(tmp_path / "c")
+    then = make_all()
+    assert len(then) == 7
+    assert then["report"] != first["report"]
+    assert {name: then[name] for name in first if name != "report"} | {"report": first["report"]} == first
+
+
+def test_the_vtab_recipe_takes_archives_and_a_model_and_has_all_tasks() -> None:
+    with pytest.raises(RecipeError) as raised:
+        load_pipeline("vtab_fewshot")
+    _, images, backbone = str(raised.value).splitlines()
+    assert images.endswith("--set images.source.root=... (in images@task=caltech101 and 18 more)"), (
+        "said once"
+    )
+    assert backbone.endswith("--set backbone.path=...")
+    stages = load_pipeline("vtab_fewshot", ("images.source.root=/x", "backbone.path=/y")).stages
+    assert [name for name in stages if name.startswith("images")] == [f"images@task={task}" for task in TASKS]
+    report = stages["report"].inputs()["of"]
+    assert len(report) == 2 * len(TASKS) + 1
+
+
+@pytest.mark.ray
+@pytest.mark.slow
+def test_a_run_goes_on_without_a_missing_source_and_takes_it_in_when_it_is_there(
+    recipe: Path, tmp_path: Path, vitflow: Any
+) -> None:
+    store = ("--store", tmp_path / "s")
+    done = vitflow("run", recipe, *store, check=1)
+    assert "c is not a folder" in done.stdout
+    assert "failed: images@root=c;" in done.stderr
+    shown = json.loads(vitflow("report", "show", *store, "--json").stdout)
+    assert shown["missing"] == ["images@root=c", "pixels@root=c"]
+    assert len(shown["accuracies"]) == 2
+    assert "Not made, so not in this report: images@root=c, pixels@root=c." in done.stdout
+    (page,) = (tmp_path / "s").glob("artifacts/report/*/attempts/1/files/report.html")
+    assert "Not made, so not on this page: images@root=c, pixels@root=c." in page.read_text()
+
+    again = vitflow("run", recipe, *store, check=1, RAY_ADDRESS="", VITFLOW_RAY_DIR="/nonexistent")
+    assert again.stdout.count("CACHED") == 5, "nothing runs, not even Ray"
+    assert again.stdout.count("FAILED") == again.stdout.count("SKIPPED") == 1
+    assert "failed: images@root=c" in again.stderr
+
+    images(tmp_path / "c")
+    whole = vitflow("run", recipe, *store)
+    assert whole.stdout.count("SUCCEEDED") == 1, "the same images behind another path, but for the report"
+    shown = json.loads(vitflow("report", "show", *store, "--json").stdout)
+    assert shown["missing"] == []

@@ -1,0 +1,264 @@
+"""A recipe is refused with a message that names the field and what would be right, before anything starts."""
+
+import re
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import pytest
+import yaml
+
+from pipelines.recipe.load import load_pipeline, parse_pipeline, schema
+from pipelines.recipe.pipeline import Pipeline
+from pipelines.spec import RecipeError
+from tests.support.paths import ROOT, TINY
+
+
+def changed(path: str, value: Any) -> dict[str, Any]:
+    """The tiny recipe with one value replaced, or removed where `value` is ...."""
+    raw = yaml.safe_load(TINY.read_text())
+    *parents, last = path.split(".")
+    at = raw
+    for parent in parents:
+        at = at[parent]
+    if value is ...:
+        del at[last]
+    else:
+        at[last] = value
+    return raw
+
+
+@pytest.mark.parametrize("recipe", ["quickstart", str(TINY)])
+def test_shipped_recipes_are_right(recipe: str) -> None:
+    assert load_pipeline(recipe).stages
+
+
+def test_recipes_in_the_docs_are_right() -> None:
+    """docs/training.md's, which were written by hand and never run."""
+    text = (ROOT / "docs" / "training.md").read_text()
+    recipes = re.findall(r"```yaml\n(.*?)```", text, re.DOTALL)
+    assert len(recipes) == 2
+    for recipe in recipes:
+        ingest = {"job": "ingest", "source": {"kind": "imagenet", "root": "/archives"}}
+        stages = {"imagenet": ingest, **yaml.safe_load(recipe)}
+        assert parse_pipeline({"name": "copied", "stages": stages}, "copied").stages["pretrain"]
+
+
+def test_order_puts_inputs_first() -> None:
+    pipeline = load_pipeline(str(TINY))
+    order = pipeline.order()
+    for name, stage in pipeline.stages.items():
+        for inputs in stage.inputs().values():
+            assert all(order.index(given) < order.index(name) for given in inputs)
+
+
+def test_needed_for_a_stage_is_what_is_before_it() -> None:
+    assert set(load_pipeline(str(TINY)).needed_for(("probe",))) == {"digits", "pretrain", "probe"}
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "message"),
+    [
+        ("stages.pretrain.stepz", 3, "stages.pretrain.stepz: there is no such field; did you mean 'steps'?"),
+        ("stages.pretrain.steps", "many", "stages.pretrain.steps: Input should be a valid integer"),
+        ("stages.pretrain.steps", ..., "stages.pretrain.steps: is missing"),
+        ("stages.pretrain.model.depht", 3, "did you mean 'depth'?"),
+        (
+            "stages.pretrain.model",
+            "R50x9",
+            "stages.pretrain.model: unknown variant 'R50x9'; the nearest is 'R50x",
+        ),
+        ("stages.pretrain.model", 7, "stages.pretrain.model: Input should be a valid dictionary"),
+        ("stages.pretrain.model", None, "stages.pretrain.model: Input should be a valid dictionary"),
+        (
+            "stages.pretrain.model.family",
+            "cnn",
+            "stages.pretrain.model: family must be one of vit, resnet",
+        ),
+        ("stages.pretrain.model", {"family": "resnet"}, "stages.pretrain.model.units: is missing"),
+        (
+            "stages.pretrain.model",
+            {"family": "resnet", "units": [1], "width_fac": 2},
+            "stages.pretrain.model.width_fac: there is no such field; did you mean 'width_factor'?",
+        ),
+        ("stages.pretrain.model.vit", 3, "stages.pretrain.model.vit: there is no such field"),
+        (
+            "stages.pretrain.model.stem",
+            [1, 1],
+            "stages.pretrain.model: patch_size 4 is not a multiple of 8, the stride of a stem with 2 stages",
+        ),
+        ("stages.digits.source.sead", 3, "stages.digits.source.sead: there is no such field"),
+        ("stages.pretrain.resolution", 9, "resolution 9 is not a multiple of patch_size 4: 8 or 12 would be"),
+        ("stages.pretrain.resolution", 10**400, "stages.pretrain.resolution: Input should be less than"),
+        ("stages.pretrain.model.num_heads", 3, "width 16 is not a multiple of num_heads 3"),
+        (
+            "stages.pretrain.model.width",
+            10**32,
+            "width: Input should be less than or equal to 1048576, not 1000",
+        ),
+        (
+            "stages.pretrain.model",
+            {"family": "resnet", "units": [1], "width_factor": 10**32},
+            "width_factor: Input should be less than or equal to 1048576, not 1000",
+        ),
+        ("stages.pretrain.workers", 5, "batch_size 32 is not a multiple of workers 5"),
+        (
+            "stages.pretrain.learning_rate",
+            float("inf"),
+            "stages.pretrain.learning_rate: Input should be a finite",
+        ),
+        (
+            "stages.pretrain.seed",
+            -1,
+            "stages.pretrain.seed: Input should be greater than or equal to 0, not -1",
+        ),
+        (
+            "stages.pretrain.objective",
+            "sofmax",
+            "stages.pretrain.objective: Input should be 'softmax', 'sigmoid', ",
+        ),
+        ("stages.finetune.learning_rates", [-1.0], "stages.finetune.learning_rates"),
+        ("stages.finetune.learning_rates", [0.1, 0.1], "[0.1, 0.1] has a value twice"),
+        ("stages.probe.shots", [], "stages.probe.shots"),
+        ("stages.probe.shots", [5, 5], "[5, 5] has a value twice"),
+        ("stages.pretrain.data", "digit", "no stage is called 'digit'; did you mean 'digits'?"),
+        (
+            "stages.pretrain.data",
+            "probe",
+            "stages.pretrain.data: probe is an evaluation, but this takes a dataset",
+        ),
+        (
+            "stages.probe.backbone",
+            "digits",
+            "digits is a dataset, but this takes a model (pretrain, finetune)",
+        ),
+        (
+            "stages.finetune.model",
+            {"patch_size": 2, "width": 8, "depth": 1, "num_heads": 1},
+            "give either backbone",
+        ),
+        ("stages.finetune.labels.folds", 9, "folds 9 is more than per_class 4"),
+        ("stages.probe.job", "evalute", "'evalute'"),
+        ("stages", {}, "stages"),
+        ("name", "Has Spaces", "name"),
+    ],
+)
+def test_bad_field_is_named(path: str, value: Any, message: str) -> None:
+    with pytest.raises(RecipeError) as error:
+        parse_pipeline(changed(path, value), "tiny.yaml")
+    assert str(error.value).startswith("tiny.yaml:")
+    assert message in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "model",
+    ["Ti/8", "R50x1", "R+Ti/16", {"family": "resnet", "units": [1, 1]}, {"patch_size": 4, "width": 8, "depth": 1,
+     "num_heads": 1, "axial": True, "pooling": "gap"}],
+    ids=str,
+)  # fmt: skip
+def test_a_model_is_a_name_or_a_shape_of_either_family(model: Any) -> None:
+    raw = changed("stages.pretrain.model", model)
+    raw["stages"]["pretrain"]["resolution"] = 32
+    pipeline = parse_pipeline(raw, "tiny.yaml")
+    written = pipeline.model_dump(mode="json")
+    assert Pipeline.model_validate(written) == pipeline
+    validator = jsonschema.Draft202012Validator(schema())
+    assert not list(validator.iter_errors(raw))
+    raw["stages"]["pretrain"]["model"] = "R50x9"
+    assert list(validator.iter_errors(raw))
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"objective": "sigmoid", "label_smoothing": 0.5}, "label_smoothing 0.5: with objective sigmoid"),
+        ({"objective": "masked_patches", "label_smoothing": 0.1}, "which objective masked_patches has not"),
+        ({"objective": "masked_patches", "mixup": 0.2}, "which objective masked_patches has not"),
+        (
+            {"objective": "masked_patches", "model": {"head_bias": -10}},
+            "are about labels and a classifier, which objective",
+        ),
+        (
+            {"eval_crop": {"crop": "squash", "crop_fraction": 0.9}},
+            "crop_fraction 0.9 has no meaning with crop",
+        ),
+        ({"patch_target": "pixels"}, "patch_target pixels is for objective masked_patches"),
+        ({"contrastive": {"temperature": 0.1}}, "the settings of objective contrastive"),
+        ({"objective": "contrastive"}, "augment none: the two views of objective contrastive would show"),
+        (
+            {"objective": "contrastive", "augment": "crop_flip", "cutmix": 1},
+            "which objective contrastive has not",
+        ),
+        (
+            {"objective": "contrastive", "augment": "crop_flip", "randaugment": {"magnitude": 10}},
+            "randaugment: the two views",
+        ),
+        ({"objective": "contrastive", "augment": "crop_flip", "zero_stage": 3}, "1 or 2 would fit"),
+        ({"objective": "contrastive", "augment": "crop_flip", "resnet": "R50x1"}, "model is a resnet"),
+        ({"objective": "masked_patches", "model": {"pooling": "map"}}, "would not train model.pooling map"),
+        ({"objective": "masked_patches", "resolution": 4}, "resolution 4 is a single patch"),
+        ({"objective": "masked_patches", "resnet": "R50x1"}, "a ViT's patches; model is a resnet"),
+    ],
+    ids=str,
+)
+def test_an_objective_says_what_does_not_go_with_it(fields: dict[str, Any], message: str) -> None:
+    raw, fields = yaml.safe_load(TINY.read_text()), dict(fields)
+    model = raw["stages"]["pretrain"]["model"] | fields.pop("model", {})
+    raw["stages"]["pretrain"] |= {"model": fields.pop("resnet", model), **fields}
+    with pytest.raises(RecipeError) as error:
+        parse_pipeline(raw, "tiny.yaml")
+    assert message in str(error.value)
+
+
+def test_cycle_is_shown() -> None:
+    raw = changed("stages.pretrain.data", "digits")
+    raw["stages"]["a"] = raw["stages"]["finetune"] | {"backbone": "b"}
+    raw["stages"]["b"] = raw["stages"]["finetune"] | {"backbone": "a"}
+    with pytest.raises(RecipeError, match=r"cycle, (a -> b -> a|b -> a -> b)"):
+        parse_pipeline(raw, "x")
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("name: a\nname: b\n", "line 2: the key 'name' stands twice"),
+        ("name: &x a\nstages: *x\n", "aliases are not supported"),
+        ("- a\n", "a recipe is a mapping"),
+        ("name: [\n", "expected"),
+        ("name: 2024-99-99\n", "month"),
+        ("? [a]\n: b\n", "unhashable"),
+        ("[" * 5000, "recursion"),
+        ("name: !!python/object/apply:os.system [true]\n", "could not determine a constructor"),
+    ],
+)
+def test_hostile_yaml_is_refused(tmp_path: Path, text: str, message: str) -> None:
+    file = tmp_path / "x.yaml"
+    file.write_text(text)
+    with pytest.raises(RecipeError) as error:
+        load_pipeline(str(file))
+    assert message in str(error.value)
+
+
+def test_missing_file_and_unknown_name() -> None:
+    with pytest.raises(RecipeError, match=r"nowhere\.yaml: no such file"):
+        load_pipeline("nowhere.yaml")
+    with pytest.raises(RecipeError, match="did you mean 'quickstart'"):
+        load_pipeline("quikstart")
+
+
+def test_override_replaces_one_field_before_checking() -> None:
+    before = load_pipeline(str(TINY))
+    after = load_pipeline(str(TINY), ("pretrain.steps=7", "pretrain.optimizer.weight_decay=0.3"))
+    expected = before.model_dump()
+    expected["stages"]["pretrain"]["steps"] = 7
+    expected["stages"]["pretrain"]["optimizer"]["weight_decay"] = 0.3
+    assert after == Pipeline.model_validate(expected)
+
+
+@pytest.mark.parametrize(
+    "override",
+    ["pretrain", "pretrain=3", "pretran.steps=3", "pretrain.stepz=3", "pretrain.steps.x=3", "a.b=3"],
+)
+def test_bad_override_is_refused(override: str) -> None:
+    with pytest.raises(RecipeError):
+        load_pipeline(str(TINY), (override,))

@@ -1,0 +1,53 @@
+"""The baselines stage: of many images it takes some, and says so where its rows are read."""
+
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from pipelines.spec import Baselines
+from pipelines.store import open_store
+from ray_jobs import baselines
+from ray_jobs.data import shards
+from tests.support import datasets
+from tests.support.records import make_context, make_manifest
+
+COUNTS = {"train": 150, "dev": 20, "test": 10}
+
+
+@pytest.fixture
+def dataset(tmp_path: Path) -> Path:
+    """Noise in two classes."""
+    rng, folder = np.random.default_rng(0), tmp_path / "dataset"
+    splits = {
+        split: [
+            shards.Sample(f"{split}{row:04d}", f"{row}", rng.bytes(16), "raw", 4, 4, 1, row % 2)
+            for row in range(count)
+        ]
+        for split, count in COUNTS.items()
+    }
+    datasets.put(folder, "noise", ("a", "b"), shards.ImageSize(height=4, width=4, channels=1), splits)
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("fields", "method", "labelled"),
+    [
+        ({"max_images": 100}, "k-NN on 120 images", 120),
+        ({"max_images": 150}, "k-NN", 170),
+        ({"max_images": 100, "labels": {"per_class": 4, "draws": 1, "folds": 2}}, "k-NN", 8),
+    ],
+)
+def test_a_method_that_saw_fewer_images_than_there_are_says_so(
+    tmp_path: Path, dataset: Path, fields: dict[str, object], method: str, labelled: int
+) -> None:
+    config = Baselines.model_validate({"job": "baselines", "data": "noise", "methods": ["k-NN"]} | fields)
+    store = open_store(str(tmp_path / "store"))
+    manifest = make_manifest("ingest", content_digest="d")
+    shutil.copytree(dataset, store.local(manifest.folder, ()))
+    (row,), predictions = baselines.run_method(make_context(store, config, data=manifest), "k-NN")
+    assert row["method"] == method and {
+        name for table in predictions for name in table["method"].to_pylist()
+    } == {method}
+    assert f'"labelled_images": {labelled}' in row["settings"]

@@ -1,0 +1,252 @@
+"""Evaluation in this process, without Ray: what is scored, on which labels, against which independent computation."""
+
+import json
+import shutil
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from sklearn.neighbors import KNeighborsClassifier
+
+from pipelines import store as st
+from pipelines.spec import Baselines, DigitsSource, Evaluate, Finetune, Labels, ModelSize, ResNetSize
+from pipelines.store import Manifest, Store, open_store
+from ray_jobs import baselines, evaluate, finetune
+from ray_jobs.data import shards
+from ray_jobs.data.images import sample_id
+from ray_jobs.evaluation import rows
+from ray_jobs.pretrain import model_contract
+from ray_jobs.sources import catalog
+from tests.support import datasets
+from tests.support.records import make_context, make_manifest
+from tests.support.s3 import Server, used
+from vit_model.build import build
+from vit_model.model import ViT
+from vit_model.weights import save_model
+
+SIZE = ModelSize(patch_size=4, width=16, depth=1, num_heads=2)
+LABELS = Labels(per_class=6, draws=3, folds=3, seed=5)
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory: pytest.TempPathFactory) -> Store:
+    return open_store(str(tmp_path_factory.mktemp("store")))
+
+
+@pytest.fixture(scope="module")
+def digits(store: Store) -> Manifest:
+    """The real digits, written as ingest writes them."""
+    source = DigitsSource(kind="digits")
+    files = {name: str(path) for name, path in source.files()}
+    listing = catalog.listing(source, files)
+    splits = {split: [] for split in shards.SPLITS}
+    for entry, pixels in zip(
+        listing.entries.to_pylist(), catalog.images(source, files, listing.entries), strict=True
+    ):
+        identity = sample_id(sha256(pixels.tobytes()).digest(), entry["key"])
+        splits[entry["split"]].append(datasets.raw(identity, pixels, entry["label"]))
+    with store.staging(st.Layout.files("ingest", "k", 1)) as staging:
+        datasets.put(staging.path, "digits", listing.class_names, listing.image, splits)
+    return make_manifest("ingest", files=staging.files)
+
+
+@pytest.fixture(scope="module")
+def model(store: Store, digits: Manifest) -> Manifest:
+    contract = model_contract(SIZE, 8, shards.open_dataset(st.local_files(store, digits)).info)
+    network = ViT(contract.architecture)
+    network.initialise(3)
+    with store.staging(st.Layout.files("pretrain", "k", 1)) as staging:
+        save_model(staging.path, network, contract)
+    return make_manifest("pretrain", files=staging.files)
+
+
+def test_rows_say_of_which_family_a_model_is(store: Store, digits: Manifest) -> None:
+    contract = model_contract(
+        ResNetSize(units=(1,)), 8, shards.open_dataset(st.local_files(store, digits)).info
+    )
+    with store.staging(st.Layout.files("pretrain", "resnet", 1)) as staging:
+        save_model(staging.path, build(contract.architecture), contract)
+    resnet = make_manifest("pretrain", key="resnet", files=staging.files)
+    config = Evaluate(job="evaluate", data="d", backbone="m", shots=(1,), draws=1)
+    result = evaluate.evaluate(make_context(store, config, data=digits, backbone=resnet))
+    named = {name for name in result.metrics if " @ " in name and not name.startswith("pixels")}
+    assert named == {"ResNet, trained on these images @ 1", "ResNet, untrained @ 1"}
+
+
+def test_what_lies_at_the_sides_is_seen_where_the_whole_image_is(store: Store) -> None:
+    """Wide images whose classes differ at their ends alone: the middle square says nothing, the squashed image all."""
+    rng, samples = np.random.default_rng(0), {split: [] for split in shards.SPLITS}
+    for number in range(120):
+        pixels = rng.integers(100, 156, (8, 32, 1), np.uint8)
+        pixels[:, :8] = pixels[:, -8:] = 255 * (number % 2)
+        split = ("train", "test")[number // 60]
+        samples[split].append(datasets.raw(f"{number:032d}", pixels, number % 2))
+    with store.staging(st.Layout.files("ingest", "wide", 1)) as staging:
+        datasets.put(
+            staging.path, "wide", ("a", "b"), shards.ImageSize(height=8, width=32, channels=1), samples
+        )
+    wide = make_manifest("ingest", key="wide", files=staging.files)
+    contract = model_contract(SIZE, 8, shards.open_dataset(st.local_files(store, wide)).info)
+    assert contract.preprocessing.crop == "center"
+    with store.staging(st.Layout.files("pretrain", "wide", 1)) as staging:
+        save_model(staging.path, build(contract.architecture), contract)
+    backbone = make_manifest("pretrain", key="wide", files=staging.files)
+
+    def pixels_score(**given: Any) -> float:
+        config = Evaluate(job="evaluate", data="d", backbone="m", shots=(10,), draws=2, **given)
+        result = evaluate.evaluate(make_context(store, config, data=wide, backbone=backbone))
+        return float(result.metrics["pixels @ 10"])
+
+    assert pixels_score() < 0.8
+    assert pixels_score(eval_crop={"crop": "squash"}) == 1.0
+
+
+def test_pixel_rows_equal_a_ridge_written_out(store: Store, digits: Manifest, model: Manifest) -> None:
+    """Predictions of one draw, from the normal equations, with the L2 that the row says was chosen."""
+    import json
+
+    config = Evaluate(job="evaluate", data="d", backbone="m", shots=(1, 5), draws=2, seed=7)
+    result = evaluate.evaluate(make_context(store, config, data=digits, backbone=model))
+    folder = store.local(st.Layout.files("evaluate", "k", 1), ())
+    found = rows.read_table(folder / "rows.parquet", rows.ROWS)
+    assert len(found) == 4 * 2 * 2
+    assert {row["method"] for row in found} == {
+        "ViT, trained on these images",
+        "ViT, untrained",
+        "pixels",
+        "pixels, standardised",
+    }
+    assert result.metrics["pixels @ 5"] == np.mean(
+        [row["value"] for row in found if row["method"] == "pixels" and row["labels_per_class"] == 5]
+    )
+    row = next(
+        row
+        for row in found
+        if row["method"] == "pixels" and row["labels_per_class"] == 5 and row["draw"] == 1
+    )
+    dataset = shards.open_dataset(st.local_files(store, digits))
+    contract = model_contract(SIZE, 8, dataset.info)
+    train, test = (
+        dataset.images(split, contract.preprocessing).reshape(-1, 64) / 255 for split in ("train", "test")
+    )
+    chosen = evaluate_draw(dataset.labels("train"), 5, seed=7, draw=1)
+    support = np.hstack([train[chosen], np.full((50, 1), 100.0)])
+    targets = 2.0 * np.eye(10)[dataset.labels("train")[chosen]] - 1
+    weights = np.linalg.solve(
+        support.T @ support + json.loads(row["settings"])["l2"] * np.eye(65), support.T @ targets
+    )
+    predicted = (np.hstack([test, np.full((len(test), 1), 100.0)]) @ weights).argmax(axis=1)
+    assert row["value"] == pytest.approx(np.mean(predicted == dataset.labels("test")), abs=1.5 / len(test))
+
+
+def evaluate_draw(labels: np.ndarray, shots: int, seed: int, draw: int) -> np.ndarray:
+    from ray_jobs.evaluation.supports import draw_labels
+
+    return draw_labels(labels, shots, seed, draw)
+
+
+def test_baselines_get_the_labels_that_fine_tuning_gets(store: Store, digits: Manifest) -> None:
+    """k-NN fitted on the very pools of `finetune.labelled` says what the baseline stage said."""
+    config = Baselines(job="baselines", data="d", methods=("k-NN",), labels=LABELS)
+    found, tables = baselines.run_method(make_context(store, config, data=digits), "k-NN")
+    predictions = [row for table in tables for row in table.to_pylist()]
+    dataset = shards.open_dataset(st.local_files(store, digits))
+    tuning = Finetune(
+        job="finetune",
+        data="d",
+        model=SIZE,
+        resolution=8,
+        labels=LABELS,
+        learning_rates=(1e-3,),
+        steps=1,
+        batch_size=1,
+    )
+    task = finetune.make_task(tuning, dataset, None)
+    pools, _, _ = finetune.labelled(tuning, dataset)
+    settings = json.loads(found[0]["settings"])
+    assert settings["labelled_images"] == 60
+    test = dataset.images("test", task.contract.preprocessing).reshape(-1, 64) / 255
+    for draw, pool in enumerate(pools):
+        neighbour = (
+            KNeighborsClassifier(settings["n_neighbors"])
+            .fit(dataset.load(pool.rows, task.contract.preprocessing).reshape(-1, 64) / 255, pool.labels)
+            .predict(test)
+        )
+        said = [row["prediction"] for row in predictions if row["draw"] == draw]
+        assert np.mean(neighbour == said) > 0.995, "but for ties of distance"
+
+
+@pytest.mark.parametrize("labels", [LABELS, Labels()])
+def test_baselines_choose_without_test(
+    store: Store, digits: Manifest, labels: Labels, monkeypatch: Any
+) -> None:
+    """With all labels of test exchanged, the settings stay the same."""
+    config = Baselines(job="baselines", data="d", methods=("logistic regression",), labels=labels)
+    before, predictions = baselines.run_method(
+        make_context(store, config, data=digits), "logistic regression"
+    )
+    honest = shards.Dataset.labels
+
+    def exchanged(self: shards.Dataset, split: shards.Split) -> np.ndarray:
+        found = honest(self, split)
+        return (found + 1) % 10 if split == "test" else found
+
+    monkeypatch.setattr(shards.Dataset, "labels", exchanged)
+    after, _ = baselines.run_method(make_context(store, config, data=digits), "logistic regression")
+    assert [row["settings"] for row in before] == [row["settings"] for row in after]
+    assert all(one["value"] > 0.8 > 0.2 > two["value"] for one, two in zip(before, after, strict=True))
+    assert sum(map(len, predictions)) == (labels.draws if labels.per_class else 1) * 539
+
+
+def test_features_are_the_backbones(store: Store, digits: Manifest, model: Manifest) -> None:
+    """Trained and untrained rows equal forward passes written out, on exactly the images of the supports."""
+    import torch
+
+    from vit_model.weights import load_model
+
+    config = Evaluate(job="evaluate", data="d", backbone="m", shots=(2,), draws=1, seed=4)
+    dataset = shards.open_dataset(st.local_files(store, digits))
+    support = evaluate.support_of(dataset, config)
+    features = evaluate._features(dataset, st.local_files(store, model), support, config, "trained")
+    found = {row[0]: row[1:3] for row in features}
+    network, contract = load_model(st.local_files(store, model))
+    fresh = ViT(contract.architecture)
+    fresh.initialise(4)
+    chosen = evaluate_draw(dataset.labels("train"), 2, seed=4, draw=0)
+    for name, net in (("ViT, trained", network), ("ViT, untrained", fresh.eval())):
+        for split, features in zip(("train", "test"), found[name], strict=True):
+            images = torch.from_numpy(dataset.images(split, contract.preprocessing)).permute(0, 3, 1, 2) / 255
+            with torch.inference_mode():
+                expected = net.forward_features((images - 0.5) / 0.5)[1].numpy()
+            rows_used = chosen if split == "train" else np.arange(len(expected))
+            np.testing.assert_allclose(features[rows_used], expected[rows_used], atol=1e-5)
+
+
+def test_from_s3_comes_the_same_and_only_what_is_looked_at(
+    store: Store,
+    digits: Manifest,
+    model: Manifest,
+    tmp_path: Path,
+    moto: Server,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    config = Evaluate(job="evaluate", data="d", backbone="m", shots=(1,), draws=1, seed=1)
+    pixels = Baselines(job="baselines", data="d", methods=("k-NN",), labels=LABELS)
+    here = evaluate.evaluate(make_context(store, config, data=digits, backbone=model))
+    here_pixels, _ = baselines.run_method(make_context(store, pixels, data=digits), "k-NN")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    with used(moto, monkeypatch) as server:
+        remote = open_store(f"s3://{server.bucket().name}")
+        for manifest in (digits, model):
+            with remote.staging(manifest.folder) as staging:
+                shutil.copytree(st.local_files(store, manifest), staging.path, dirs_exist_ok=True)
+        there = evaluate.evaluate(make_context(remote, config, data=digits, backbone=model))
+        there_pixels, _ = baselines.run_method(make_context(remote, pixels, data=digits), "k-NN")
+    assert there.content_digest == here.content_digest and there_pixels == here_pixels
+    fetched = {
+        path.stat().st_size for path in (tmp_path / "vitflow" / "objects").rglob("*") if path.is_file()
+    }
+    shard_sizes = {file.size for file in digits.files if file.path.startswith("shards/")}
+    assert fetched and not fetched & shard_sizes

@@ -1,0 +1,198 @@
+"""What VTAB's evaluation needs beside few shots: supports from train and dev, all labels, classes without labels."""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from sklearn.datasets import load_digits
+from sklearn.linear_model import Ridge
+from sklearn.model_selection import LeaveOneOut, cross_val_predict
+from sklearn.pipeline import make_pipeline
+from sklearn.preprocessing import StandardScaler
+
+from pipelines import store as st
+from pipelines.identity import identity_fields
+from pipelines.spec import Evaluate, ModelSize
+from pipelines.store import Manifest, Store, open_store
+from ray_jobs import evaluate
+from ray_jobs.data import shards
+from ray_jobs.evaluation import linear_probe, rows
+from ray_jobs.evaluation.linear_probe import BIAS_FEATURE, few_shot
+from ray_jobs.pretrain import model_contract
+from tests.support import datasets
+from tests.support.records import make_context, make_manifest
+from vit_model.build import build
+from vit_model.weights import save_model
+
+IMAGES, LABELS = load_digits(return_X_y=True)
+PIXELS = (IMAGES * 15).astype(np.uint8).reshape(-1, 8, 8, 1)
+SIZE = shards.ImageSize(height=8, width=8, channels=1)
+IDS = datasets.identities(len(PIXELS))
+PARTS = {"train": range(30), "dev": range(30, 50), "test": range(50, 150)}
+MODEL = ModelSize(patch_size=4, width=16, depth=1, num_heads=2)
+
+
+def put(store: Store, key: str, parts: Mapping[str, Any]) -> Manifest:
+    """Commit digits of these numbers as a dataset; ids are in the order of the numbers."""
+    samples = {
+        split: [datasets.raw(IDS[number], PIXELS[number], int(LABELS[number])) for number in numbers]
+        for split, numbers in parts.items()
+    }
+    with store.staging(st.Layout.files("ingest", key, 1)) as staging:
+        datasets.put(staging.path, "digits", list("0123456789"), SIZE, samples)
+    return make_manifest("ingest", key=key, files=staging.files)
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory: pytest.TempPathFactory) -> Store:
+    return open_store(str(tmp_path_factory.mktemp("store")))
+
+
+@pytest.fixture(scope="module")
+def digits(store: Store) -> Manifest:
+    return put(store, "digits", PARTS)
+
+
+@pytest.fixture(scope="module")
+def model(store: Store, digits: Manifest) -> Manifest:
+    info = shards.open_dataset(st.local_files(store, digits)).info
+    contract = model_contract(MODEL, 8, info).model_copy(update={"training_data": "other images"})
+    network = build(contract.architecture)
+    network.initialise(3)
+    with store.staging(st.Layout.files("pretrain", "model", 1)) as staging:
+        save_model(staging.path, network, contract)
+    return make_manifest("pretrain", key="model", files=staging.files)
+
+
+def run(
+    store: Store, data: Manifest, model: Manifest, **fields: Any
+) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """The rows and predictions of an evaluation."""
+    config = Evaluate.model_validate({"job": "evaluate", "data": "d", "backbone": "m"} | fields)
+    evaluate.evaluate(make_context(store, config, data=data, backbone=model))
+    folder = Path(store.local(st.Layout.files("evaluate", "k", 1), ()))
+    return (
+        rows.read_table(folder / "rows.parquet", rows.ROWS),
+        rows.read_table(folder / "predictions.parquet", rows.PREDICTIONS),
+    )
+
+
+ALL = {"shots": (1,), "draws": 1, "support": "train+dev", "linear_probe": True}
+
+
+def test_the_linear_probe_is_scikit_learns_ridge_with_the_l2_of_leave_one_out(
+    store: Store, digits: Manifest, model: Manifest
+) -> None:
+    """On the pixels of train and dev. Without standardisation, which ours does not redo for each image left out."""
+    found, predictions = run(store, digits, model, **ALL)
+    (row,) = [row for row in found if row["method"] == "pixels" and row["labels_per_class"] is None]
+    assert (row["protocol"], row["draw"]) == ("linear probe", 0)
+    assert row["selected_on"] == "leave-one-out on the support"
+    settings = json.loads(row["settings"])
+    assert settings | {"l2": 0} == {
+        "l2": 0,
+        "labelled_images": 50,
+        "standardised": False,
+        "support": "train+dev",
+        "width": 64,
+    }
+    biased = np.hstack([PIXELS.reshape(-1, 64) / np.float32(255), np.full((len(PIXELS), 1), BIAS_FEATURE)])
+    support, test = biased[:50], biased[50:150]
+    targets = 2.0 * np.eye(10)[LABELS[:50]] - 1
+
+    def ridge(l2: float) -> Ridge:
+        return Ridge(l2, fit_intercept=False, solver="cholesky")
+
+    grid = (settings["l2"] / 16, settings["l2"], settings["l2"] * 2, settings["l2"] * 16)
+    left_out = [cross_val_predict(ridge(l2), support, targets, cv=LeaveOneOut()) for l2 in grid]
+    right = [int((scores.argmax(axis=1) == LABELS[:50]).sum()) for scores in left_out]
+    assert right[1] >= right[0]
+    assert right[1] > max(right[2:]), "of equals the largest is taken"
+    expected = ridge(settings["l2"]).fit(support, targets).predict(test).argmax(axis=1)
+    ours = [p["prediction"] for p in predictions if p["method"] == "pixels" and p["labels_per_class"] is None]
+    np.testing.assert_array_equal(ours, expected)
+    assert row["value"] == np.mean(expected == LABELS[50:150])
+
+
+def test_standardised_pixels_too(store: Store, digits: Manifest, model: Manifest) -> None:
+    found, predictions = run(store, digits, model, **ALL)
+    method = "pixels, standardised"
+    (row,) = [row for row in found if row["method"] == method and row["labels_per_class"] is None]
+    pixels = PIXELS.reshape(-1, 64) / np.float32(255)
+    varied = pixels[:50].std(axis=0) > 0  # the others are divided by next to nothing, and are zero
+    classifier = make_pipeline(StandardScaler(), Ridge(json.loads(row["settings"])["l2"]))
+    classifier.fit(pixels[:50, varied], 2.0 * np.eye(10)[LABELS[:50]] - 1)
+    expected = classifier.predict(pixels[50:150, varied]).argmax(axis=1)
+    ours = [p["prediction"] for p in predictions if p["method"] == method and p["labels_per_class"] is None]
+    assert np.mean(expected == ours) > 0.9, "pixels that only test varies are the difference"
+
+
+def test_train_and_dev_together_are_a_train_that_has_both(
+    store: Store, digits: Manifest, model: Manifest
+) -> None:
+    """Every row and prediction, of every kind of features, few shots and all."""
+    joined = put(store, "joined", {"train": range(50), "test": PARTS["test"]})
+    fields = ALL | {"shots": (1, 3), "draws": 2}
+    one = run(store, digits, model, **fields)
+    two = run(store, joined, model, **fields | {"support": "train"})
+    assert len(one[0]) == 4 * (2 * 2 + 1)
+    for ours, theirs in zip(one[0], two[0], strict=True):
+        settings = json.loads(ours["settings"])
+        assert settings.pop("support") == "train+dev"
+        assert ours | {"settings": settings} == theirs | {"settings": json.loads(theirs["settings"])}
+    assert one[1] == two[1]
+
+
+def test_a_class_without_labels_is_wrong_and_told(store: Store, digits: Manifest, model: Manifest) -> None:
+    """Of 397 classes of SUN397, 325 are among VTAB's 1,000 images."""
+    few = put(
+        store, "few", {"train": [number for number in range(50) if LABELS[number] < 8], "test": PARTS["test"]}
+    )
+    found, predictions = run(store, few, model, shots=(1,), draws=1, linear_probe=True)
+    assert all(json.loads(row["settings"])["classes_without_labels"] == 2 for row in found)
+    assert all(prediction["prediction"] < 8 for prediction in predictions)
+    possible = np.mean(LABELS[50:150] < 8)
+    assert all(row["value"] <= possible for row in found)
+    assert max(row["value"] for row in found) > 0.4
+
+
+def test_images_are_decoded_a_few_at_a_time(
+    store: Store, digits: Manifest, model: Manifest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = run(store, digits, model, **ALL)
+    asked = []
+    images = shards.Dataset.images
+
+    def counted(self: shards.Dataset, split: Any, preprocessing: Any, indices: Any = None) -> Any:
+        asked.append(len(indices))
+        return images(self, split, preprocessing, indices)
+
+    monkeypatch.setattr(shards.Dataset, "images", counted)
+    monkeypatch.setattr(evaluate, "DECODED", 16)
+    after = run(store, digits, model, **ALL)
+    assert max(asked) == 16
+    assert sum(asked) == 2 * 150, "once for both networks, once for the pixels"
+    assert before[1] == after[1]
+
+
+def test_test_images_are_scored_in_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    pixels = PIXELS.reshape(-1, 64)[:150].astype(np.float32)
+    given = (pixels[:50], LABELS[:50], pixels[50:], LABELS[50:150])
+    fields: dict[str, Any] = {"shots": [2], "draws": 1, "seed": 0, "standardise": True, "linear_probe": True}
+    before = few_shot(*given, **fields)
+    monkeypatch.setattr(linear_probe, "TEST_BLOCK", 7)
+    for one, two in zip(before, few_shot(*given, **fields), strict=True):
+        np.testing.assert_array_equal(one.predictions, two.predictions)
+    assert [(result.shots, result.draw) for result in before] == [(2, 0), (None, 0)]
+
+
+def test_what_was_evaluated_before_keeps_its_key() -> None:
+    plain = identity_fields(Evaluate(job="evaluate", data="d", backbone="m"))
+    assert set(plain) == {"job", "shots", "draws", "seed"}
+    more = identity_fields(
+        Evaluate(job="evaluate", data="d", backbone="m", support="train+dev", linear_probe=True)
+    )
+    assert more == plain | {"support": "train+dev", "linear_probe": True}

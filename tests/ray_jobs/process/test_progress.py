@@ -1,0 +1,20 @@
+"""A stage's line of progress."""
+
+from types import SimpleNamespace
+
+import pytest
+
+from ray_jobs.process import progress
+
+
+@pytest.mark.parametrize(("after", "left"), [(0, "0:00:08 left"), (100, "0:01:48 left")])
+def test_the_time_left_is_that_of_the_stage(
+    after: int, left: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    clock = iter((0.0, 5.0, 6.0))  # made, the first step shown (warming up took 4 s), the second
+    monkeypatch.setattr(progress, "time", SimpleNamespace(monotonic=lambda: next(clock)))
+    shown = progress.Progress(10, "learning rate 0.1, step", after=after)
+    shown.show(1)
+    shown.show(2)
+    said = capsys.readouterr().out.splitlines()[-1]
+    assert said == f"progress learning rate 0.1, step 2/10 · {left}"

@@ -1,0 +1,192 @@
+"""Entries from tables of predictions in any order, against grouping them in plain Python."""
+
+import random
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from ray_jobs.evaluation.intervals import Interval
+from ray_jobs.evaluation.rows import (
+    REAL,
+    ROWS,
+    Row,
+    Truth,
+    scored,
+    write_parquet,
+    write_predictions,
+    write_table,
+)
+from ray_jobs.reporting import measures, mistakes
+from ray_jobs.reporting.measures import Entry
+from ray_jobs.reporting.page import groups
+from ray_jobs.reporting.verdicts import verdicts
+from tests.support.records import make_manifest
+
+SETTINGS = [("few-shot linear", "ViT", 5, 3), ("linear probe", "ViT", None, 1), ("baseline", "k-NN", None, 1)]
+
+
+def put(folder: Path, task: str, images: int, seed: int) -> list[Row]:
+    """Both tables of an evaluation, the predictions of each draw in an order of its own; and all predictions."""
+    rng, shuffle = np.random.default_rng(seed), random.Random(seed)
+    labels = rng.integers(0, 3, images)
+    rows, parts = [], []
+    for protocol, method, shots, draws in SETTINGS:
+        for draw in range(draws):
+            order = shuffle.sample(range(images), images)
+            common = {
+                "protocol": protocol,
+                "method": method,
+                "labels_per_class": shots,
+                "draw": draw,
+            }
+            ids = [f"{task} é {number}" for number in order]
+            truth = Truth(task, ids, labels[order])
+            [(row, part)] = scored(common, truth, rng.integers(0, 3, images), "dev", {})
+            rows.append(row)
+            parts.append(part)
+    folder.mkdir()
+    write_table(folder / "rows.parquet", rows, ROWS)
+    write_predictions(folder / "predictions.parquet", shuffle.sample(parts, len(parts)))
+    return [row for part in parts for row in part.to_pylist()]
+
+
+def read(folders: dict[str, Path]) -> list[Entry]:
+    parts = [(stage, make_manifest("evaluate", key=stage * 3), folder) for stage, folder in folders.items()]
+    rows = measures.join_tables(parts, "rows.parquet", measures.ROWS)
+    predictions = measures.join_tables(parts, "predictions.parquet", measures.PREDICTIONS)
+    return measures.entries(rows, predictions, {})
+
+
+def test_entries_are_the_predictions_by_setting_draw_and_image(tmp_path: Path) -> None:
+    given = {
+        stage: put(tmp_path / stage, task, images, seed)
+        for seed, (stage, task, images) in enumerate([("a", "x", 40), ("b", "y", 25), ("c", "x", 40)])
+    }
+    entries = read({stage: tmp_path / stage for stage in given})
+    assert len(entries) == 3 * len(SETTINGS)
+    for entry in entries:
+        assert entry.artifact == entry.stage * 3
+        own: dict[int, dict[str, Row]] = {}
+        for row in given[entry.stage]:
+            if (row["protocol"], row["labels_per_class"]) == (entry.protocol, entry.labels_per_class):
+                own.setdefault(row["draw"], {})[row["sample_id"]] = row
+        ids = sorted(own[0])
+        assert entry.sample_ids == tuple(ids)
+        assert entry.draws == tuple(sorted(own))
+        assert entry.labels.tolist() == [own[0][identity]["label"] for identity in ids]
+        for draw, answers in zip(entry.draws, entry.predictions.tolist(), strict=True):
+            assert answers == [own[draw][identity]["prediction"] for identity in ids]
+
+
+def test_without_predictions_there_are_no_entries(tmp_path: Path) -> None:
+    tmp_path.joinpath("a").mkdir()
+    assert read({"a": tmp_path / "a"}) == []
+
+
+def test_images_that_a_draw_lacks_or_has_twice_are_told(tmp_path: Path) -> None:
+    common = {"protocol": "p", "method": "m", "labels_per_class": 1}
+    zeros = np.zeros(3, int)
+    for name, second in (("other", ["a", "b", "d"]), ("twice", ["a", "b", "b"])):
+        found = [
+            scored(common | {"draw": draw}, Truth("x", ids, zeros), zeros, "dev", {})[0]
+            for draw, ids in enumerate((["a", "b", "c"] if name == "other" else second, second))
+        ]
+        (tmp_path / name).mkdir()
+        write_table(tmp_path / name / "rows.parquet", [row for row, _ in found], ROWS)
+        write_predictions(tmp_path / name / "predictions.parquet", [part for _, part in found])
+        with pytest.raises(ValueError, match="scored once on each of the same test images"):
+            read({"a": tmp_path / name})
+
+
+def test_texts_of_a_joined_table_are_texts_in_its_file(tmp_path: Path) -> None:
+    put(tmp_path / "a", "x", 5, 0)
+    parts = [("a", make_manifest("evaluate", key="k"), tmp_path / "a")]
+    joined = measures.join_tables(parts, "predictions.parquet", measures.PREDICTIONS)
+    write_parquet(tmp_path / "joined.parquet", joined)
+    assert pq.read_schema(tmp_path / "joined.parquet").equals(measures.REPORT_PREDICTIONS)
+    assert pq.read_table(tmp_path / "joined.parquet").to_pylist() == joined.to_pylist()
+
+
+def test_a_table_that_an_earlier_version_wrote_lacks_what_came_later(tmp_path: Path) -> None:
+    put(tmp_path / "a", "x", 5, 0)
+    path, parts = (
+        tmp_path / "a" / "predictions.parquet",
+        [("a", make_manifest("evaluate", key="k"), tmp_path / "a")],
+    )
+    written = pq.read_table(path)
+    write_parquet(path, written.drop_columns(["probability"]))
+    joined = measures.join_tables(parts, "predictions.parquet", measures.PREDICTIONS)
+    assert joined["probability"].null_count == len(joined) == len(written)
+    write_parquet(path, written.drop_columns(["correct"]))
+    with pytest.raises(ValueError, match="has the columns"):
+        measures.join_tables(parts, "predictions.parquet", measures.PREDICTIONS)
+
+
+def test_an_accuracy_that_is_not_its_predictions_is_told(tmp_path: Path) -> None:
+    common = {"protocol": "p", "method": "m", "labels_per_class": 1, "draw": 0}
+    [(row, part)] = scored(common, Truth("x", ["a", "b"], np.zeros(2, int)), np.array([0, 1]), "dev", {})
+    write_table(tmp_path / "rows.parquet", [row | {"value": 1.0}], ROWS)
+    write_predictions(tmp_path / "predictions.parquet", [part])
+    with pytest.raises(ValueError, match=r"the row says 1\.0, its predictions 0\.5"):
+        read({"a": tmp_path})
+
+
+def test_with_reals_labels_a_task_of_its_own_stands_behind_the_authors(tmp_path: Path) -> None:
+    common = {"protocol": "fine-tuning", "method": "ViT, pretrained", "labels_per_class": None, "draw": 0}
+    real = pa.array([[0, 1], [2], []], pa.list_(pa.int32()))
+    truth = Truth("ImageNet-1k", ["a", "b", "c"], np.array([0, 1, 2]), real)
+    found = scored(common, truth, np.array([1, 0, 2]), "dev", {})
+    write_table(tmp_path / "rows.parquet", [row for row, _ in found], ROWS)
+    write_predictions(tmp_path / "predictions.parquet", [part for _, part in found])
+    plain, judged = read({"a": tmp_path})
+    assert (plain.task, plain.sample_ids) == ("ImageNet-1k", ("a", "b", "c"))
+    assert plain.correct.tolist() == [[False, False, True]]
+    assert (judged.task, judged.sample_ids) == ("ImageNet-1k" + REAL, ("a", "b"))
+    assert judged.correct.tolist() == [[True, False]] and judged.accuracy.value == 0.5
+    assert mistakes.main_entry([judged, plain]) is plain
+    assert [(one.sample_id, one.prediction) for one in mistakes.worst(judged, [judged])] == [("b", 0)]
+
+
+def test_mistakes_are_never_shown_of_a_part_of_test(tmp_path: Path) -> None:
+    common = {"protocol": "fine-tuning", "method": "ViT, pretrained", "labels_per_class": None, "draw": 0}
+    truth = Truth("x", ["a", "b"], np.array([0, 1]), seen=np.array([True, False]))
+    found = scored(common, truth, np.array([0, 0]), "dev", {})
+    write_table(tmp_path / "rows.parquet", [row for row, _ in found], ROWS)
+    write_predictions(tmp_path / "predictions.parquet", [part for _, part in found])
+    parts = read({"a": tmp_path})
+    assert len(parts) == 2 and mistakes.main_entry(parts) is None
+
+
+def test_a_linear_probe_is_not_compared_with_a_classifier_that_chose_its_settings_otherwise() -> None:
+    def entry(protocol: str, method: str, right: int) -> Entry:
+        labels = np.zeros(20, int)
+        predictions = (np.arange(20) >= right).astype(int)[None]
+        ids = tuple(map(str, range(20)))
+        correct = predictions == labels
+        unknown = np.full(correct.shape, np.nan)
+        return Entry(
+            "a", "s", "x", protocol, method, None, 0, (0,), ids, labels, predictions, correct, unknown, (), ()
+        )
+
+    probe, fitted = entry("linear probe", "ViT, pretrained", 15), entry("fine-tuning", "ViT, pretrained", 16)
+    pixels, baseline = entry("linear probe", "pixels", 10), entry("baseline", "RBF SVM", 12)
+    found = verdicts([probe, pixels, fitted, baseline])
+    assert [(verdict.method, verdict.reference) for verdict in found] == [(probe, pixels), (fitted, baseline)]
+    assert isinstance(probe.accuracy, Interval)
+    lines = [
+        {
+            "task": "x",
+            "protocol": one.protocol,
+            "labels": "all labels",
+            "accuracy": one.accuracy.value,
+            "apart": False,
+        }
+        for one in (probe, pixels, fitted, baseline)
+    ]
+    assert [name for name, _ in groups(lines)] == [
+        "x, linear probe, all labels",
+        "x, fine-tuning and baselines, all labels",
+    ]

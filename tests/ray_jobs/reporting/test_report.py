@@ -1,0 +1,570 @@
+"""The report against numpy, on artifacts made here and committed to a real store; no Ray."""
+
+from __future__ import annotations
+
+import html
+import html.parser
+import io
+import json
+import re
+import shutil
+import subprocess
+from collections.abc import Mapping, Sequence
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from PIL import Image
+from rich.console import Console
+from sklearn.metrics import precision_recall_fscore_support
+
+from pipelines.results.reports import accuracy_table, verdict_lines
+from pipelines.spec import (
+    AnyStage,
+    Baselines,
+    Evaluate,
+    Finetune,
+    Labels,
+    ModelSize,
+    Pretrain,
+    Report,
+    ResNetSize,
+)
+from pipelines.store import InputRef, Layout, Manifest, commit, input_ref, open_store
+from ray_jobs import report
+from ray_jobs.data import shards
+from ray_jobs.data.images import sample_id
+from ray_jobs.evaluation.intervals import accuracy_interval, paired_difference
+from ray_jobs.evaluation.rows import PREDICTIONS, ROWS, write_table
+from ray_jobs.process.stage import Context
+from ray_jobs.reporting import page, provenance
+from tests.support import datasets
+from tests.support.records import make_attempt, make_manifest
+
+HOSTILE = ("<b>evil</b>", "$\\frac{$ & \"x\" onload='alert(1)'", "</svg><script>alert(1)</script>")
+NOTES = ("test is <b>theirs</b>",)
+SIZE = ModelSize(patch_size=2, width=8, depth=1, num_heads=1)
+PRETRAIN = Pretrain(
+    job="pretrain", data="letters", model=SIZE, resolution=8, steps=3, batch_size=4, learning_rate=0.1
+)
+SWEEP = {
+    "trials": [
+        {"learning_rate": rate, "accuracies": [0.5, 0.75], "losses": [1.0, 1.0]} for rate in (0.1, 0.01)
+    ],
+    "chosen": 0.01,
+    "selected_on": "folds",
+}
+CURVES = [
+    {"draw": draw, "points": [{"step": 3, "learning_rate": 0.1, "loss": 1.0 + draw}]} for draw in (0, 1)
+]
+PROBABILITY = 0.75  # of every answer of a fine-tuned model
+
+
+def finetune(per_class: int | None, backbone: str | None = None) -> Finetune:
+    """A fine-tuning's configuration, with or without a backbone."""
+    start = {"backbone": backbone} if backbone else {"model": SIZE, "resolution": 8}
+    labels = Labels(per_class=per_class, seed=3)
+    fields = {"labels": labels, "learning_rates": (0.1, 0.01), "steps": 3, "batch_size": 4}
+    return Finetune.model_validate({"job": "finetune", "data": "digits", **start, **fields})
+
+
+def baselines(per_class: int | None, seed: int = 3) -> Baselines:
+    """Baselines' configuration."""
+    return Baselines(job="baselines", data="digits", labels=Labels(per_class=per_class, seed=seed))
+
+
+class Artifacts:
+    """A store to commit artifacts to, as the stages would."""
+
+    def __init__(self, folder: Path) -> None:
+        self.store = open_store(str(folder))
+        self.made: dict[str, Manifest] = {}
+
+    def commit(self, stage: str, job: str, kind: Any, files: Mapping[str, bytes], **fields: Any) -> Manifest:
+        """Commit an artifact with these files; its key is made of its stage's name."""
+        key = f"{stage.encode().hex():0<64}"[:64]
+        with self.store.staging(Layout.files(job, key, 1)) as staging:
+            for name, data in files.items():
+                path = staging.path / name
+                path.parent.mkdir(parents=True, exist_ok=True)
+                path.write_bytes(data)
+        manifest = make_manifest(
+            job, kind=kind, key=key, content_digest=key, stage=stage, run="run",
+            files=staging.files, code={"version": 1, "digest": "c" * 64, "git": "d" * 40, "dirty": False},
+            environment={"python": "3.11", "machine": "x86_64", "processor": "A processor", "cluster": {"CPU": 2.0},
+                         "packages": {"torch": "2.13.0"}},
+            started="2026-11-21T08:00:00+00:00", finished="2026-11-21T08:01:30+00:00", user="me@here",
+            **fields,
+        )  # fmt: skip
+        self.made[stage] = commit(self.store, manifest)
+        return self.made[stage]
+
+    def dataset(
+        self,
+        stage: str,
+        names: Sequence[str],
+        splits: Mapping[str, tuple[Sequence[np.ndarray], Sequence[int]]],
+    ) -> dict[str, list[str]]:
+        """Commit a dataset of images [h, w, c] with labels; returns the sample ids of each split."""
+        ids, parts = {}, {}
+        raw = all(image.shape[-1] == 1 for images, _ in splits.values() for image in images)
+        for split, (images, labels) in splits.items():
+            samples = [_sample(f"{split}/{i}", image, int(label), raw)
+                       for i, (image, label) in enumerate(zip(images, labels, strict=True))]  # fmt: skip
+            parts[split] = samples
+            ids[split] = [sample.sample_id for sample in samples]
+        height, width = splits["train"][0][0].shape[:2]
+        image = shards.ImageSize(height=height, width=width, channels=1) if raw else None
+        folder = self.store.root / "dataset"
+        datasets.put(folder, stage, names, image, parts, notes=NOTES)
+        files = {
+            path.relative_to(folder).as_posix(): path.read_bytes()
+            for path in folder.rglob("*")
+            if path.is_file()
+        }
+        files["quarantine.parquet"] = _parquet(pa.table({"key": ["broken.png"], "reason": ["cut off"]}))
+        self.commit(stage, "ingest", "dataset", files)
+        return ids
+
+    def scores(
+        self, stage: str, scores: Sequence[Mapping[str, Any]], config: AnyStage, **inputs: str
+    ) -> Manifest:
+        """Commit what `_scores` makes as the artifact of a stage, a fine-tuning with its sweep."""
+        rows, predictions = [], []
+        for score in scores:
+            for draw, answers in enumerate(score["predictions"]):
+                names = ("protocol", "method", "labels_per_class")
+                common = {"task": inputs["data"], "draw": draw, **{name: score[name] for name in names}}
+                value = float(np.mean(answers == score["labels"]))
+                rows.append({**common, "split": "test", "metric": "accuracy", "value": value,
+                             "num_images": len(answers), "selected_on": "folds",
+                             "settings": '{"c": 1.0, "exact": true}'})  # fmt: skip
+                predictions += [
+                    {
+                        **common,
+                        "sample_id": identity,
+                        "label": int(label),
+                        "prediction": int(answer),
+                        "correct": bool(label == answer),
+                        "probability": PROBABILITY if score["protocol"] == "fine-tuning" else None,
+                    }
+                    for identity, label, answer in zip(score["ids"], score["labels"], answers, strict=True)
+                ]
+        folder = self.store.root
+        write_table(folder / "rows.parquet", rows, ROWS)
+        write_table(folder / "predictions.parquet", predictions, PREDICTIONS)
+        files = {name: (folder / name).read_bytes() for name in ("rows.parquet", "predictions.parquet")}
+        if isinstance(config, Finetune):
+            files["sweep.json"] = json.dumps(SWEEP).encode()
+            files["curves.json"] = json.dumps(CURVES).encode()
+        fields = {"config": config.model_dump(mode="json"), "inputs": self.references(**inputs)}
+        return self.commit(stage, config.job, config.KIND, files, **fields)
+
+    def references(self, **inputs: str) -> dict[str, list[InputRef]]:
+        """What a manifest says of its inputs, field -> stage."""
+        return {field: [input_ref(self.store, self.made[stage])] for field, stage in inputs.items()}
+
+    def context(self, *stages: str, title: str = "A title", number: int = 1) -> Context:
+        """A report of these stages, to be made by attempt `number`."""
+        of = tuple(self.made[stage] for stage in stages)
+        config = Report(job="report", title=title, of=stages)
+        references: list[InputRef] = [input_ref(self.store, manifest) for manifest in of]
+        attempt = make_attempt(
+            "report", key="e" * 64, number=number, stage="report", run="run", store_id=self.store.id,
+            store_uri=self.store.uri, config=config.model_dump(mode="json"), inputs={"of": references},
+            created="2026-11-21T08:00:00+00:00",
+        )  # fmt: skip
+        return Context(attempt, config, {"of": of})
+
+    def make(self, *stages: str, **options: Any) -> dict[str, bytes]:
+        """The files of a report of these stages."""
+        context = self.context(*stages, **options)
+        result = report.make(context)
+        folder = self.store.local(Layout.files("report", "e" * 64, context.attempt.number), ())
+        return {entry.path: (folder / entry.path).read_bytes() for entry in result.files}
+
+
+def _sample(key: str, image: np.ndarray, label: int, raw: bool) -> shards.Sample:
+    data = image.tobytes()
+    if not raw:
+        buffer = io.BytesIO()
+        Image.fromarray(image).save(buffer, "PNG")
+        data = buffer.getvalue()
+    height, width, channels = image.shape
+    return shards.Sample(
+        sample_id(sha256(data).digest(), key),
+        key,
+        data,
+        "raw" if raw else "png",
+        width,
+        height,
+        channels,
+        label,
+    )
+
+
+def _parquet(table: Any) -> bytes:
+    buffer = io.BytesIO()
+    pq.write_table(table, buffer)
+    return buffer.getvalue()
+
+
+def _scores(
+    method: str, protocol: str, per_class: int | None, predictions: np.ndarray, labels: np.ndarray, ids: Any
+) -> dict[str, Any]:
+    return {"method": method, "protocol": protocol, "labels_per_class": per_class, "predictions": predictions,
+            "labels": labels, "ids": ids}  # fmt: skip
+
+
+def _guesses(rng: np.random.Generator, labels: np.ndarray, draws: int, rate: float) -> np.ndarray:
+    """Predictions [draws, n] of three classes that are right at about this rate."""
+    shape = (draws, len(labels))
+    return np.where(rng.random(shape) < rate, labels, (labels + rng.integers(1, 3, shape)) % 3)
+
+
+@pytest.fixture(scope="module")
+def artifacts(tmp_path_factory: pytest.TempPathFactory) -> Artifacts:
+    """A small pipeline: letters, three classes of digits, a pretrained model, all that is measured of it."""
+    made = Artifacts(tmp_path_factory.mktemp("report") / "store")
+    rng = np.random.default_rng(0)
+
+    def images(n: int) -> tuple[list[np.ndarray], list[int]]:
+        return list(rng.integers(0, 256, (n, 8, 8, 1), dtype=np.uint8)), [i % 3 for i in range(n)]
+
+    made.dataset("letters", [f"letter {i}" for i in range(3)], {"train": images(30), "dev": images(6)})
+    splits = {"train": images(60), "dev": images(12), "test": images(40)}
+    ids, labels = made.dataset("digits", ["zero", "one", "two"], splits)["test"], np.array(splits["test"][1])
+    steps = (1, 2, 3)
+    curve = [{"step": step, "loss": 2.0 / step, "learning_rate": 0.1, "dev_accuracy": None} for step in steps]
+    made.commit(
+        "pretrain", "pretrain", "model", {"curve.json": json.dumps(curve).encode()},
+        config=PRETRAIN.model_dump(mode="json"), inputs=made.references(data="letters"),
+    )  # fmt: skip
+    rates = {"ViT, pretrained": 0.9, "pixels": 0.5, "pixels, standardised": 0.6}
+    few_shot = [_scores(method, "few-shot linear", shots, _guesses(rng, labels, 4, rate), labels, ids)
+                for shots in (1, 5) for method, rate in rates.items()]  # fmt: skip
+    evaluate = Evaluate(job="evaluate", data="digits", backbone="pretrain", seed=7)
+    made.scores("evaluate", few_shot, evaluate, data="digits", backbone="pretrain")
+    for stage, method, rate in (("finetune", "ViT, pretrained", 0.8), ("scratch", "ViT, from scratch", 0.4)):
+        scores = [_scores(method, "fine-tuning", 10, _guesses(rng, labels, 3, rate), labels, ids)]
+        backbone = {"backbone": "pretrain"} if stage == "finetune" else {}
+        made.scores(stage, scores, finetune(10, **backbone), data="digits", **backbone)
+    scores = [_scores("RBF SVM", "baseline", 10, _guesses(rng, labels, 3, 0.8), labels, ids)]
+    made.scores("baselines", scores, baselines(10), data="digits")
+    return made
+
+
+ALL = ("letters", "digits", "pretrain", "evaluate", "finetune", "scratch", "baselines")
+
+
+@pytest.fixture(scope="module")
+def files(artifacts: Artifacts) -> dict[str, bytes]:
+    """The files of a report of all of it."""
+    return artifacts.make(*ALL)
+
+
+def _correct(files: dict[str, bytes], stage: str, method: str, per_class: int) -> np.ndarray:
+    """Which predictions were right [draws, n], from the report's own predictions.parquet."""
+    table = pq.read_table(io.BytesIO(files["predictions.parquet"])).to_pylist()
+    rows = [
+        row
+        for row in table
+        if (row["stage"], row["method"], row["labels_per_class"]) == (stage, method, per_class)
+    ]
+    draws = sorted({row["draw"] for row in rows})
+    by_draw = [sorted((row["sample_id"], row["label"] == row["prediction"]) for row in rows if row["draw"] == draw)
+               for draw in draws]  # fmt: skip
+    return np.array([[right for _, right in draw] for draw in by_draw])
+
+
+def test_numbers_are_those_of_the_predictions(files: dict[str, bytes]) -> None:
+    numbers = json.loads(files["report.json"])
+    page = files["report.html"].decode()
+    assert len(numbers["accuracies"]) == 6 + 3
+    for line in numbers["accuracies"]:
+        correct = _correct(files, line["stage"], line["method"], line["labels_per_class"])
+        assert line["accuracy"] == pytest.approx(correct.mean(), abs=1e-12)
+        assert (line["draws"], line["num_images"]) == correct.shape
+        assert (line["low"], line["high"]) == accuracy_interval(correct)[1:]
+        assert f"{100 * correct.mean():.1f} %" in page
+        assert line["artifact"][:12] in page
+
+
+def test_verdict_compares_pairs_with_the_best_reference_of_each_sort(files: dict[str, bytes]) -> None:
+    numbers = json.loads(files["report.json"])
+    found = {(v["protocol"], v["labels_per_class"], v["reference"]): v for v in numbers["verdicts"]}
+    pixels = max(
+        ("pixels", "pixels, standardised"), key=lambda name: _correct(files, "evaluate", name, 5).mean()
+    )
+    assert set(found) == {
+        ("few-shot linear", 5, pixels),
+        ("fine-tuning", 10, "ViT, from scratch"),
+        ("fine-tuning", 10, "RBF SVM"),
+    }
+    ours = _correct(files, "finetune", "ViT, pretrained", 10)
+    for stage, reference in (("scratch", "ViT, from scratch"), ("baselines", "RBF SVM")):
+        expected = paired_difference(ours, _correct(files, stage, reference, 10))
+        verdict = found["fine-tuning", 10, reference]
+        assert (verdict["difference"], verdict["low"], verdict["high"]) == expected
+    assert found["fine-tuning", 10, "ViT, from scratch"]["conclusion"] == "above zero"
+    assert found["fine-tuning", 10, "RBF SVM"]["conclusion"] == "not told from zero"
+    assert numbers["question"] == "Did pretraining pay?"
+    assert numbers["headline"].startswith("With few labels: partly, 2 of 3 differences above zero")
+    assert all(verdict["sentence"] in files["report.html"].decode() for verdict in numbers["verdicts"])
+
+
+@pytest.mark.skipif(shutil.which("chromium") is None, reason="needs chromium")
+def test_a_telephone_shows_the_difference_and_its_interval_without_scrolling(
+    files: dict[str, bytes], tmp_path: Path
+) -> None:
+    """In a real browser, 390 pixels wide: where the cells of the differences end."""
+    measure = """<iframe style="width: 390px; height: 800px"></iframe><pre></pre><script>
+        const frame = document.querySelector("iframe"), cells = () =>
+            [...frame.contentDocument.querySelectorAll(".verdicts td.n .whole")].map(
+                cell => [cell.innerText, cell.getBoundingClientRect().left, cell.getBoundingClientRect().right]);
+        frame.onload = () => { document.querySelector("pre").textContent = JSON.stringify(cells()) };
+        frame.srcdoc = PAGE;
+    </script>"""
+    source = json.dumps(files["report.html"].decode()).replace("</", "<\\/")
+    (tmp_path / "measure.html").write_text(measure.replace("PAGE", source))
+    browser = [
+        "chromium",
+        "--headless",
+        "--no-sandbox",
+        "--disable-gpu",
+        f"--user-data-dir={tmp_path / 'profile'}",
+    ]
+    done = subprocess.run(
+        [*browser, "--dump-dom", (tmp_path / "measure.html").as_uri()],
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    found = re.search(r"<pre>(.*?)</pre>", done.stdout, re.DOTALL)
+    assert found, done.stderr
+    intervals = json.loads(html.unescape(found[1]))
+    assert len(intervals) == 3
+    for text, left, right in intervals:
+        assert " to " in text and 0 <= left < right <= 390
+
+
+def test_verdict_says_what_holds_for_all_comparisons_at_once(files: dict[str, bytes]) -> None:
+    """The family is all comparisons of the report; the single comparison of another report needs no such sentence."""
+    numbers = json.loads(files["report.json"])
+    ours = _correct(files, "finetune", "ViT, pretrained", 10)
+    for verdict in numbers["verdicts"]:
+        adjusted = verdict["adjusted_low"], verdict["adjusted_high"]
+        assert adjusted[0] < verdict["low"] <= verdict["high"] < adjusted[1]
+        if verdict["reference"] == "ViT, from scratch":
+            theirs = _correct(files, "scratch", "ViT, from scratch", 10)
+            assert adjusted == paired_difference(ours, theirs, comparisons=3)[1:]
+    above = sum(verdict["adjusted_low"] > 0 for verdict in numbers["verdicts"])
+    assert "adjusted for all 3 comparisons (Bonferroni)" in numbers["headline"]
+    assert f"{above} of 3 differences" in numbers["headline"].partition("Bonferroni")[2]
+
+
+def test_a_loss_is_said_plainly(artifacts: Artifacts) -> None:
+    ids, labels = _tested(artifacts)
+    ours, theirs = labels.copy(), labels.copy()
+    ours[:30], theirs[:3] = (labels[:30] + 1) % 3, (labels[:3] + 1) % 3
+    scratch = [_scores("ViT, from scratch", "fine-tuning", None, ours[None], labels, ids)]
+    artifacts.scores("tune", scratch, finetune(None), data="digits")
+    nearest = [_scores("k-NN", "baseline", None, theirs[None], labels, ids)]
+    artifacts.scores("base", nearest, baselines(None), data="digits")
+    numbers = json.loads(artifacts.make("digits", "tune", "base")["report.json"])
+    (verdict,) = numbers["verdicts"]
+    assert verdict["conclusion"] == "below zero" and "BELOW zero" in verdict["sentence"]
+    assert verdict["difference"] == pytest.approx(-27 / 40)
+    assert numbers["headline"].startswith("With all labels: no") and "at once" not in numbers["headline"]
+    assert "pretraining" not in numbers["question"]
+
+
+def test_other_label_draws_or_images_are_never_paired(artifacts: Artifacts) -> None:
+    ids, labels = _tested(artifacts)
+    guesses = _guesses(np.random.default_rng(1), labels, 3, 0.1)
+    scores = [_scores("k-NN", "baseline", 10, guesses, labels, ids)]
+    artifacts.scores("other draws", scores, baselines(10, seed=4), data="digits")
+    scores = [_scores("k-NN", "baseline", 10, guesses, labels, [f"{i:032d}" for i in range(40)])]
+    artifacts.scores("other images", scores, baselines(10), data="digits")
+    for stage, verdicts in (("other draws", 0), ("other images", 0), ("baselines", 1)):
+        numbers = json.loads(artifacts.make("finetune", stage)["report.json"])
+        assert len(numbers["verdicts"]) == verdicts, stage
+        assert len(numbers["accuracies"]) == 2
+
+
+def _tested(artifacts: Artifacts) -> tuple[list[str], np.ndarray]:
+    """Sample ids and labels of the digits' test split."""
+    digits = shards.open_dataset(artifacts.store.local(artifacts.made["digits"].folder, ()))
+    return digits.sample_ids("test"), digits.labels("test")
+
+
+def test_tables_keep_every_row_and_say_where_it_is_from(
+    artifacts: Artifacts, files: dict[str, bytes]
+) -> None:
+    for name, schema in (("rows.parquet", ROWS), ("predictions.parquet", PREDICTIONS)):
+        table = pq.read_table(io.BytesIO(files[name]))
+        assert table.schema.names == ["artifact", "stage", *schema.names]
+        for stage in ("evaluate", "finetune", "scratch", "baselines"):
+            manifest = artifacts.made[stage]
+            mine = table.filter(pa.compute.equal(table["artifact"], manifest.key))
+            assert set(mine["stage"].to_pylist()) == {stage}
+            original = pq.read_table(artifacts.store.local(manifest.folder, ()) / name)
+            assert mine.select(schema.names).to_pylist() == original.to_pylist()
+
+
+def test_same_inputs_give_the_same_bytes(artifacts: Artifacts, files: dict[str, bytes]) -> None:
+    assert files.keys() == {"report.html", "report.json", "rows.parquet", "predictions.parquet"}
+    assert artifacts.make(*ALL, number=2) == files
+
+
+def test_the_worst_mistakes_are_those_most_often_wrong(files: dict[str, bytes]) -> None:
+    errors = json.loads(files["report.json"])["mistakes"]
+    correct = _correct(files, "finetune", "ViT, pretrained", 10)
+    assert errors["stage"] == "finetune"
+    assert errors["ever_wrong"] == (~correct).any(axis=0).sum()
+    wrong = np.sort((~correct).sum(axis=0))[::-1]
+    assert [mistake["wrong_draws"] for mistake in errors["worst"]] == wrong[wrong > 0][:24].tolist()
+    counts = np.array(errors["confusion"]["counts"])
+    assert counts.trace() == correct.sum() and counts.sum() == correct.size
+    page = files["report.html"].decode()
+    assert page.count('alt="test image') == len(errors["worst"])  # each is shown
+    for mistake in errors["worst"]:
+        assert mistake["probability"] == PROBABILITY and mistake["file"].startswith("test/")
+        assert mistake["file"] in page
+    assert "75.0 %" in page
+
+
+def test_each_class_has_its_recall_its_precision_and_its_rival(files: dict[str, bytes]) -> None:
+    """Against scikit-learn, over all draws."""
+    table = pq.read_table(io.BytesIO(files["predictions.parquet"])).to_pylist()
+    mine = [row for row in table if row["stage"] == "finetune"]
+    labels, answers = (np.array([row[name] for row in mine]) for name in ("label", "prediction"))
+    precision, recall, _, _ = precision_recall_fscore_support(labels, answers)
+    lines = json.loads(files["report.json"])["mistakes"]["classes"]
+    assert [line["recall"] for line in lines] == sorted(recall)
+    for line in lines:
+        label = line["label"]
+        assert line["name"] == ("zero", "one", "two")[label]
+        assert (line["recall"], line["precision"]) == pytest.approx((recall[label], precision[label]))
+        assert 3 * line["num_images"] == np.count_nonzero(labels == label)
+        counts = np.bincount(answers[(labels == label) & (answers != label)], minlength=3)
+        assert line["confused_with"] == counts.argmax()
+        assert line["confused"] == pytest.approx(counts.max() / np.count_nonzero(labels == label))
+
+
+def test_the_curve_of_every_fine_tuning_is_shown(files: dict[str, bytes]) -> None:
+    numbers, page = json.loads(files["report.json"]), files["report.html"].decode()
+    assert [tuned["stage"] for tuned in numbers["finetuning"]] == ["finetune", "scratch"]
+    assert all(tuned["draws"] == CURVES for tuned in numbers["finetuning"])
+    assert page.count("one line per draw of labels") == 2
+
+
+class _Page(html.parser.HTMLParser):
+    """Collects a page's elements, attributes and text."""
+
+    def __init__(self, page: str) -> None:
+        super().__init__()
+        self.tags: list[str] = []
+        self.attributes: list[tuple[str, str | None]] = []
+        self.text = ""
+        self.feed(page)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+        self.attributes += attrs
+
+    def handle_data(self, data: str) -> None:
+        self.text += data
+
+
+def test_photographs_with_hostile_class_names_of_one_method(tmp_path: Path) -> None:
+    made, rng = Artifacts(tmp_path / "store"), np.random.default_rng(0)
+
+    def photos(n: int) -> tuple[list[np.ndarray], list[int]]:
+        sizes = rng.integers(40, 200, (n, 2))
+        return [rng.integers(0, 256, (h, w, 3), dtype=np.uint8) for h, w in sizes], [i % 3 for i in range(n)]
+
+    splits = {"train": photos(12), "test": photos(9)}
+    ids = made.dataset("photos", HOSTILE, splits)["test"]
+    predictions = np.array([[0, 1, 2, 1, 1, 2, 0, 2, 0]])
+    scores = [
+        _scores("ViT, from scratch", "fine-tuning", None, predictions, np.array(splits["test"][1]), ids)
+    ]
+    made.scores("train", scores, finetune(None), data="photos")
+    files = made.make("photos", "train", title="<i>mine</i>")
+    page = _Page(files["report.html"].decode())
+    assert json.loads(files["report.json"])["datasets"][0]["notes"] == list(NOTES)
+    assert "test is &lt;b&gt;theirs" in files["report.html"].decode()
+    assert "script" not in page.tags
+    assert page.tags.count("i") == 1  # the interval's bar: nothing of the title or a name became an element
+    assert not any(name.startswith("on") for name, _ in page.attributes)
+    for text in (*HOSTILE, "<i>mine</i>"):
+        assert text in page.text
+    sources = [value or "" for name, value in page.attributes if name in {"src", "href", "xlink:href"}]
+    assert sources and all(value.startswith(("data:image/", "#")) for value in sources)  # nothing is fetched
+    assert "http" not in files["report.html"].decode().replace("http://www.w3.org/", "")
+    numbers = json.loads(files["report.json"])
+    assert numbers["verdicts"] == [] and numbers["headline"].startswith("Nothing to compare")
+    assert numbers["accuracies"][0]["accuracy"] == pytest.approx(6 / 9)
+
+
+@pytest.mark.parametrize(
+    "stages", [("letters",), ("pretrain",), ("evaluate",), ("finetune",), ("digits", "baselines")]
+)
+def test_any_part_may_be_missing(artifacts: Artifacts, stages: tuple[str, ...]) -> None:
+    files = artifacts.make(*stages)
+    numbers, page = json.loads(files["report.json"]), files["report.html"].decode()
+    assert page.endswith("</html>\n")
+    assert [stage["stage"] for stage in numbers["stages"]] == list(stages)
+    accuracy_table(numbers)
+    assert verdict_lines(numbers)
+
+
+def test_predictions_that_do_not_give_the_rows_are_an_error(artifacts: Artifacts) -> None:
+    ids, labels = _tested(artifacts)
+    scores = [_scores("k-NN", "baseline", 10, np.stack([labels, labels]), labels, ids)]
+    right = artifacts.scores("right", scores, baselines(10), data="digits")
+    folder = artifacts.store.local(right.folder, right.files)
+    rows = pq.read_table(folder / "rows.parquet").to_pylist()
+    rows[1]["value"] = 0.123
+    write_table(wrong := artifacts.store.root / "rows.parquet", rows, ROWS)
+    files = {
+        "rows.parquet": wrong.read_bytes(),
+        "predictions.parquet": (folder / "predictions.parquet").read_bytes(),
+    }
+    artifacts.commit("wrong", right.job, right.kind, files, config=right.config, inputs=right.inputs)
+    with pytest.raises(ValueError, match=r"wrong .* draw 1: the row says 0\.123"):
+        artifacts.make("wrong")
+
+
+def test_the_terminal_shows_the_same_table(files: dict[str, bytes]) -> None:
+    numbers = json.loads(files["report.json"])
+    numbers["accuracies"][0]["method"] = "[red]not markup[/red]"
+    console = Console(file=io.StringIO(), width=200)
+    console.print(accuracy_table(numbers))
+    assert isinstance(console.file, io.StringIO)
+    shown = console.file.getvalue()
+    assert "[red]not markup[/red]" in shown
+    for line in numbers["accuracies"]:
+        assert f"{100 * line['accuracy']:.1f}" in shown and line["artifact"][:8] in shown
+    assert verdict_lines(numbers)[1:] == [verdict["sentence"] for verdict in numbers["verdicts"]]
+
+
+def test_a_page_says_which_shape_of_which_family_was_trained() -> None:
+    old = SIZE.model_dump(mode="json")
+    for came_later in SIZE.LATER:
+        del old[came_later]
+    assert provenance._size(old) == "ViT of width 8, depth 1, 1 heads, patch 2"
+    hybrid = ModelSize.model_validate("R26+S/32").model_dump(mode="json")
+    assert provenance._size(hybrid).endswith("6 heads, patch 32 on a convolutional stem (2-2-2-2 units)")
+    resnet = ResNetSize(units=(3, 4), width_factor=2).model_dump(mode="json")
+    assert provenance._size(resnet) == "ResNet of 3-4 units, width factor 2"
+
+
+@pytest.mark.parametrize(("lows", "begin"), [([], 0.0), ([0.55, 0.7], 0.5), ([1.0, 1.0], 0.9)])
+def test_bars_begin_a_round_tenth_below_the_lowest(lows: list[float], begin: float) -> None:
+    assert page.scale([{"low": low} for low in lows]) == begin

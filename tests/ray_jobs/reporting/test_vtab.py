@@ -1,0 +1,267 @@
+"""VTAB-1k's table in a report, from real evaluations of small datasets that stand in for four of its tasks."""
+
+import io
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+from rich.console import Console
+from sklearn.datasets import load_digits
+
+from pipelines import store as st
+from pipelines.results.query import query
+from pipelines.results.reports import verdict_lines, vtab_table
+from pipelines.spec import Evaluate, ModelSize, Report
+from pipelines.spec.vtab import GROUPS, TASKS
+from pipelines.store import Manifest, Store, input_ref, open_store
+from ray_jobs import evaluate, report
+from ray_jobs.data import shards
+from ray_jobs.evaluation import rows
+from ray_jobs.pretrain import model_contract
+from ray_jobs.process.stage import Context
+from tests.support import datasets
+from tests.support.records import make_attempt, make_manifest
+from vit_model.build import build
+from vit_model.weights import save_model
+
+IMAGES, LABELS = load_digits(return_X_y=True)
+PIXELS = (IMAGES * 15).astype(np.uint8).reshape(-1, 8, 8, 1)
+SIZE = shards.ImageSize(height=8, width=8, channels=1)
+NOTES = {"svhn": ("membership <checked>",), "eurosat": (), "kitti": (), "dmlab": ("raw pixels",)}
+OTHERS = [files.title for task, files in TASKS.items() if task not in NOTES]
+METHODS = {"ViT, pretrained", "ViT, untrained", "pixels", "pixels, standardised"}
+
+
+class Vtab:
+    """A store with a backbone, and for each task that is asked for a dataset and its evaluation."""
+
+    def __init__(self, folder: Path) -> None:
+        self.store: Store = open_store(str(folder))
+        self.made: dict[str, Manifest] = {}
+
+    def commit(self, stage: str, job: str, files: Any, **fields: Any) -> Manifest:
+        machine = {"python": "3.11", "machine": "x86_64", "processor": "A", "cluster": {}, "packages": {}}
+        made = {"code": {"version": 1, "digest": "c" * 64}, "environment": machine, "content_digest": stage}
+        manifest = make_manifest(job, key=self.key(stage), stage=stage, files=files, **made, **fields)
+        self.made[stage] = st.commit(self.store, manifest)
+        return self.made[stage]
+
+    def key(self, stage: str) -> str:
+        return f"{stage.encode().hex():0<64}"[:64]
+
+    def refs(self, *stages: str) -> list[st.InputRef]:
+        return [input_ref(self.store, self.made[stage]) for stage in stages]
+
+    def backbone(self, info: shards.DatasetInfo) -> None:
+        size = ModelSize(patch_size=4, width=16, depth=1, num_heads=2)
+        contract = model_contract(size, 8, info).model_copy(update={"training_data": "others"})
+        network = build(contract.architecture)
+        network.initialise(3)
+        with self.store.staging(st.Layout.files("import", self.key("backbone"), 1)) as staging:
+            save_model(staging.path, network, contract)
+        self.commit("backbone", "import", staging.files, config={"path": "x"})
+
+    def task(self, task: str, start: int, test: int) -> None:
+        """Digits from number `start` on, with so many test images."""
+        cuts = {"train": (0, 40), "dev": (40, 50), "test": (50, 50 + test)}
+        samples = {
+            split: [
+                datasets.raw(f"{number:032d}", PIXELS[number], int(LABELS[number]))
+                for number in range(start + first, start + last)
+            ]
+            for split, (first, last) in cuts.items()
+        }
+        stage, name = f"images@task={task}", TASKS[task].title  # type: ignore[index]
+        with self.store.staging(st.Layout.files("ingest", self.key(stage), 1)) as staging:
+            info = datasets.put(staging.path, name, list("0123456789"), SIZE, samples)
+            noted = info.model_copy(update={"notes": NOTES[task]})
+            (staging.path / "dataset.json").write_text(noted.model_dump_json())
+            pq.write_table(
+                pq.read_table(staging.path / "index.parquet")[:0], staging.path / "quarantine.parquet"
+            )
+        source = {"kind": "vtab", "task": task, "root": f"/some/{task}", "pixels": "published"}
+        self.commit(stage, "ingest", staging.files, config={"source": source})
+        if "backbone" not in self.made:
+            self.backbone(info)
+
+    def evaluate(self, stage: str, task: str, **fields: Any) -> None:
+        asked = {"shots": (1, 5), "draws": 2, "support": "train+dev", "linear_probe": True} | fields
+        config = Evaluate.model_validate({"job": "evaluate", "data": "d", "backbone": "m"} | asked)
+        name = f"{stage}@task={task}"
+        inputs = {"data": self.refs(f"images@task={task}"), "backbone": self.refs("backbone")}
+        attempt = make_attempt(
+            "evaluate", key=self.key(name), store_id=self.store.id, store_uri=self.store.uri,
+            config=config.model_dump(mode="json"), inputs=inputs,
+        )  # fmt: skip
+        manifests = {"data": (self.made[f"images@task={task}"],), "backbone": (self.made["backbone"],)}
+        result = evaluate.evaluate(Context(attempt, config, manifests))
+        self.commit(name, "evaluate", result.files, config=attempt.config, inputs=inputs)
+
+    def report(self, stages: Sequence[str], missing: tuple[str, ...] = ()) -> tuple[dict[str, Any], str]:
+        """report.json and the page of a report of these stages."""
+        config = Report(job="report", title="VTAB", of=tuple(stages), missing=missing)
+        attempt = make_attempt(
+            "report", key=self.key("report"), number=len(list(self.store.root.glob("artifacts/report/*/*/*"))) + 1,
+            store_id=self.store.id, store_uri=self.store.uri, config=config.model_dump(mode="json"),
+        )  # fmt: skip
+        report.make(Context(attempt, config, {"of": tuple(self.made[stage] for stage in stages)}))
+        folder = self.store.local(st.Layout.files("report", attempt.key, attempt.number), ())
+        return json.loads((folder / "report.json").read_text()), (folder / "report.html").read_text()
+
+    def values(self, stage: str, method: str, labels: int | None) -> float:
+        """The mean over draws, straight from an evaluation's rows."""
+        folder = st.local_files(self.store, self.made[stage])
+        return float(
+            np.mean(
+                [
+                    row["value"]
+                    for row in rows.read_table(folder / "rows.parquet", rows.ROWS)
+                    if (row["method"], row["labels_per_class"]) == (method, labels)
+                ]
+            )
+        )
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Vtab:
+    vtab = Vtab(tmp_path_factory.mktemp("vtab") / "store")
+    for number, (task, test) in enumerate({"svhn": 20, "eurosat": 30, "kitti": 60, "dmlab": 40}.items()):
+        vtab.task(task, 150 * number, test)
+        vtab.evaluate("few_shot", task)
+    return vtab
+
+
+@pytest.fixture(scope="module")
+def whole(made: Vtab) -> tuple[dict[str, Any], str]:
+    missing = ("images@task=dtd", "few_shot@task=dtd")
+    return made.report(list(made.made), missing)
+
+
+def test_every_number_is_the_plain_mean_over_tasks(made: Vtab, whole: tuple[dict[str, Any], str]) -> None:
+    scores = {score["method"]: score for score in whole[0]["vtab"]}
+    assert scores.keys() == METHODS
+    for method, score in scores.items():
+        assert [column["labels"] for column in score["columns"]] == ["1 shot", "5 shots", "all 50"]
+        for number, labels in enumerate((1, 5, None)):
+            expected = {task: made.values(f"few_shot@task={task}", method, labels) for task in NOTES}
+            found = {
+                line["task"]: line["accuracies"][number] for line in score["tasks"] if not line["missing"]
+            }
+            assert found == pytest.approx(expected)
+            column = score["columns"][number]
+            assert column["mean"] == pytest.approx(np.mean(list(expected.values())))
+            assert column["tasks"] == 4
+            groups = {"natural": ["svhn"], "specialized": ["eurosat"], "structured": ["kitti", "dmlab"]}
+            for name, tasks in groups.items():
+                mean = np.mean([expected[task] for task in tasks])
+                assert column["groups"][name] == {"mean": pytest.approx(mean), "tasks": len(tasks)}
+    assert next(iter(scores)) == "ViT, pretrained"
+    assert (scores["ViT, pretrained"]["trained"], scores["pixels"]["trained"]) == (True, False)
+
+
+def test_what_is_missing_is_said_wherever_the_score_stands(whole: tuple[dict[str, Any], str]) -> None:
+    numbers, page = whole
+    score = numbers["vtab"][0]
+    assert (score["covered"], score["missing"]) == (4, OTHERS)
+    assert [line["task"] for line in score["tasks"]] == list(TASKS), "all 19, in VTAB's order"
+    mean = f"{100 * score['columns'][0]['mean']:.1f} %"
+    assert score["sentence"].startswith(
+        f"VTAB-1k, ViT, pretrained (backbone), mean over 4 of the 19 tasks: {mean} with 1 shot, "
+    )
+    assert score["sentence"].endswith(f" with all 50; missing: {', '.join(OTHERS)}.")
+    assert verdict_lines(numbers)[0] == score["sentence"]
+    assert "<h2>VTAB-1k: 4 of its 19 tasks</h2>" in page
+    assert "Mean over 4 of 19 tasks" in page
+    assert page.count(": missing</td>") == 15
+    assert "Not made, so not on this page: images@task=dtd, few_shot@task=dtd." in page
+    assert verdict_lines(numbers)[-1].endswith("images@task=dtd, few_shot@task=dtd.")
+
+
+def test_the_table_for_a_terminal_has_every_number(whole: tuple[dict[str, Any], str]) -> None:
+    score = whole[0]["vtab"][0]
+    console = Console(width=80, file=io.StringIO())
+    console.print(vtab_table(score))
+    shown = [line.split() for line in console.file.getvalue().splitlines()]  # type: ignore[attr-defined]
+    for line in score["tasks"]:
+        cells = ["–"] * 3 if line["missing"] else [f"{100 * value:.1f}" for value in line["accuracies"]]
+        assert [*line["title"].split(), *cells] in shown
+    means = [f"{100 * column['mean']:.1f}" for column in score["columns"]]
+    assert ["mean", "over", "4", "of", "19", "tasks", *means] in shown
+
+
+def test_notes_on_membership_stand_beside_their_task(whole: tuple[dict[str, Any], str]) -> None:
+    lines = {line["task"]: line for line in whole[0]["vtab"][0]["tasks"]}
+    assert {task: tuple(lines[task]["notes"]) for task in NOTES} == NOTES
+    assert "SVHN<small>membership &lt;checked&gt;</small>" in whole[1]
+
+
+def test_probes_are_compared_with_probes_of_as_many_labels(whole: tuple[dict[str, Any], str]) -> None:
+    verdicts = [verdict for verdict in whole[0]["verdicts"] if verdict["task"] == "SVHN"]
+    assert [(v["labels_per_class"], v["protocol"], v["reference_protocol"]) for v in verdicts] == [
+        (5, "few-shot linear", "few-shot linear"),
+        (None, "linear probe", "linear probe"),
+    ]
+    (protocol,) = {
+        line["text"] for line in whole[0]["protocols"] if line["stage"].startswith("few_shot@task=svhn")
+    }
+    assert "2 supports drawn from train and dev (seed 0), and all of it, all of test scored" in protocol
+
+
+def test_another_protocol_is_another_score_and_fewer_tasks_are_said(made: Vtab) -> None:
+    """Two tasks with one shot only: a score of their own, which the first one is not mixed with."""
+    for task in ("svhn", "kitti"):
+        made.evaluate("one_shot", task, shots=(1,), linear_probe=False)
+    numbers, page = made.report(list(made.made))
+    scores = {(score["stage"], score["method"]): score for score in numbers["vtab"]}
+    assert len(scores) == 2 * len(METHODS)
+    own = scores["one_shot", "ViT, pretrained"]
+    assert own["covered"] == 2
+    assert [column["mean"] is None for column in own["columns"]] == [False, True, True]
+    assert scores["few_shot", "ViT, pretrained"]["covered"] == 4
+    assert "mean over 2 of the 19 tasks" in own["sentence"]
+    assert page.count("</table>") > 3
+
+
+def test_all_nineteen_are_no_part(made: Vtab) -> None:
+    from ray_jobs.reporting import vtab
+
+    known = {task: vtab.Evaluated(task, "few_shot", "{}", "backbone", ()) for task in TASKS}
+
+    class Entry:
+        def __init__(self, task: str, value: float) -> None:
+            self.artifact, self.method, self.protocol, self.labels_per_class = (
+                task,
+                "ViT",
+                "linear probe",
+                None,
+            )
+            self.accuracy = type("Interval", (), {"value": value})
+            self.settings, self.draws, self.sample_ids = ('{"labelled_images": 1000}',), (0,), ("a",)
+
+    values = {task: number / 20 for number, task in enumerate(TASKS)}
+    (score,) = vtab.scores([Entry(task, value) for task, value in values.items()], known)  # type: ignore[misc]
+    assert score["missing"] == []
+    assert score["columns"][0]["labels"] == "all 1,000"
+    assert score["columns"][0]["mean"] == pytest.approx(np.mean(list(values.values())))
+    groups = {name: column["mean"] for name, column in score["columns"][0]["groups"].items()}
+    assert np.mean(list(groups.values())) != pytest.approx(score["columns"][0]["mean"]), (
+        "19 tasks, not 3 groups"
+    )
+    assert [column["tasks"] for column in score["columns"][0]["groups"].values()] == [7, 4, 8]
+    assert score["sentence"] == "VTAB-1k, ViT (backbone), mean over all 19 tasks: 45.0 % with all 1,000."
+
+
+def test_groups_can_be_asked_for_in_sql(made: Vtab) -> None:
+    sql = """SELECT vtab_group, avg(value) FROM rows WHERE method = 'ViT, pretrained' AND protocol = 'linear probe'
+             AND stage LIKE 'few_shot%' GROUP BY ALL ORDER BY 1"""
+    with query(made.store, sql) as answer:
+        found = dict(answer.rows)
+    expected: dict[str, list[float]] = {}
+    for task in NOTES:
+        group = GROUPS[task]  # type: ignore[index]
+        expected.setdefault(group, []).append(made.values(f"few_shot@task={task}", "ViT, pretrained", None))
+    assert found == {group: pytest.approx(np.mean(values)) for group, values in expected.items()}

@@ -1,0 +1,198 @@
+"""CIFAR's archives, small ones in their authors' format; its pickles as Python 2 wrote them."""
+
+import io
+import pickle
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from pipelines.spec import CifarSource, RecipeError
+from ray_jobs.sources import catalog
+from ray_jobs.sources.archives.entries import Files
+from tests.support.archives import tar
+
+PER_BATCH = 30
+
+
+def python2(value: object) -> bytes:
+    """A pickle as Python 2 wrote it: protocol 2, text and bytes both as its str."""
+    return _Pickler(value).data
+
+
+class _Pickler:
+    """Opcodes of Python 2's cPickle for dicts, lists, numbers, text and arrays of uint8 [n, m]."""
+
+    def __init__(self, value: object) -> None:
+        self.data = b"\x80\x02" + self._put(value) + b"."
+
+    def _put(self, value: object) -> bytes:
+        match value:
+            case int():
+                return b"J" + value.to_bytes(4, "little", signed=True)
+            case str():
+                return b"T" + len(value).to_bytes(4, "little") + value.encode("latin1")
+            case bytes():
+                return b"T" + len(value).to_bytes(4, "little") + value
+            case list():
+                return b"](" + b"".join(map(self._put, value)) + b"e"
+            case dict():
+                return b"}(" + b"".join(self._put(k) + self._put(v) for k, v in value.items()) + b"u"
+            case np.ndarray():
+                dtype = (
+                    b"cnumpy\ndtype\n" + self._put("u1") + b"K\x00K\x01\x87R"
+                    b"(K\x03" + self._put("|") + b"NNNJ\xff\xff\xff\xffJ\xff\xff\xff\xffK\x00tb"
+                )
+                shape = b"".join(self._put(size) for size in value.shape) + b"\x86"
+                return (
+                    b"cnumpy.core.multiarray\n_reconstruct\ncnumpy\nndarray\nK\x00\x85"
+                    + self._put("b")
+                    + b"\x87R"
+                    b"(K\x01" + shape + dtype + b"\x89" + self._put(value.tobytes()) + b"tb"
+                )
+        raise TypeError(type(value))
+
+
+def made(classes: int, seed: int, number: int) -> tuple[np.ndarray, list[int]]:
+    """Images [n, 32, 32, 3] and labels."""
+    rng = np.random.default_rng(seed)
+    return rng.integers(0, 256, (number, 32, 32, 3), np.uint8), rng.integers(0, classes, number).tolist()
+
+
+def batches(classes: int) -> list[tuple[str, np.ndarray, list[int]]]:
+    """(file without ending, images, labels)."""
+    names = [f"data_batch_{n}" for n in range(1, 6)] + ["test_batch"] if classes == 10 else ["train", "test"]
+    sizes = [PER_BATCH] * 6 if classes == 10 else [5 * PER_BATCH, PER_BATCH]
+    return [
+        (name, *made(classes, seed, size)) for seed, (name, size) in enumerate(zip(names, sizes, strict=True))
+    ]
+
+
+def planes(images: np.ndarray) -> np.ndarray:
+    """[n, 3072]: the red plane, the green one, the blue one."""
+    return np.concatenate([images[..., channel].reshape(len(images), -1) for channel in range(3)], 1)
+
+
+CLASS_NAMES = {10: ["airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck"],
+               100: [f"fine_{number}" for number in range(100)]}  # fmt: skip
+
+
+def members(classes: int, version: str) -> dict[str, bytes]:
+    """path -> content of the archive, with the files that nobody reads."""
+    names = CLASS_NAMES[classes]
+    found: dict[str, bytes] = {}
+    if version == "python":
+        folder = "cifar-10-batches-py" if classes == 10 else "cifar-100-python"
+        for name, images, labels in batches(classes):
+            own = (
+                {"labels": labels}
+                if classes == 10
+                else {"fine_labels": labels, "coarse_labels": [0] * len(labels)}
+            )
+            found[f"{folder}/{name}"] = python2({"batch_label": name, "data": planes(images)} | own)
+        meta = (
+            {"label_names": names}
+            if classes == 10
+            else {"coarse_label_names": ["c"] * 20, "fine_label_names": names}
+        )
+        found[f"{folder}/{'batches.meta' if classes == 10 else 'meta'}"] = python2(meta)
+        return found | {f"{folder}/readme.html": b"<html>"}
+    folder = "cifar-10-batches-bin" if classes == 10 else "cifar-100-binary"
+    for name, images, labels in batches(classes):
+        coarse = b"" if classes == 10 else b"\x05"
+        records = zip(labels, planes(images), strict=True)
+        found[f"{folder}/{name}.bin"] = b"".join(
+            coarse + bytes([label]) + row.tobytes() for label, row in records
+        )
+    listed = "\n".join(names) + ("\n\n" if classes == 10 else "")
+    found[f"{folder}/{'batches.meta.txt' if classes == 10 else 'fine_label_names.txt'}"] = listed.encode()
+    return found
+
+
+def source(root: Path, classes: int) -> tuple[CifarSource, Files]:
+    given = CifarSource(kind="cifar", classes=classes, root=str(root))
+    return given, {name: str(path) for name, path in given.files()}
+
+
+@pytest.mark.parametrize("classes", [10, 100])
+@pytest.mark.parametrize("version", ["python", "binary"])
+@pytest.mark.parametrize("unpacked", [False, True])
+def test_images_and_labels_are_those_of_the_archive(
+    classes: int, version: str, unpacked: bool, tmp_path: Path
+) -> None:
+    if unpacked:
+        for name, data in members(classes, version).items():
+            (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+            (tmp_path / name).write_bytes(data)
+    else:
+        (tmp_path / f"cifar-{classes}-{version}.tar.gz").write_bytes(tar(members(classes, version), "w:gz"))
+    given, files = source(tmp_path, classes)
+    found = catalog.listing(given, files)
+    assert found.class_names == tuple(CLASS_NAMES[classes])
+    truth = batches(classes)
+    train = [(image, label) for name, images, labels in truth if not name.startswith("test")
+             for image, label in zip(images, labels, strict=True)]  # fmt: skip
+    test = list(zip(*truth[-1][1:], strict=True))
+    entries = found.entries.take(np.random.default_rng(0).permutation(len(found.entries)))
+    for row, image in zip(entries.to_pylist(), catalog.images(given, files, entries), strict=True):
+        part, _, number = row["key"].partition("-")
+        pixels, label = (train if part == "train" else test)[int(number)]
+        np.testing.assert_array_equal(image, pixels)
+        assert row["label"] == label
+        assert row["split"] in (("train", "dev") if part == "train" else ("test",))
+    splits = found.entries["split"].to_pylist()
+    assert splits.count("test") == PER_BATCH and 3 <= splits.count("dev") <= 25  # a twelfth of 150
+    assert found.image is not None and found.image.model_dump() == {"height": 32, "width": 32, "channels": 3}
+
+
+def test_both_versions_are_the_same_data_set(tmp_path: Path) -> None:
+    listings = []
+    for version in ("python", "binary"):
+        (tmp_path / version).mkdir()
+        (tmp_path / version / f"cifar-100-{version}.tar.gz").write_bytes(tar(members(100, version), "w:gz"))
+        listings.append(catalog.listing(*source(tmp_path / version, 100)))
+    assert listings[0] == listings[1]
+
+
+def test_the_pickles_of_this_test_are_real_ones() -> None:
+    """A general unpickler reads them: with the encoding that Python 2's need."""
+    content = members(10, "python")["cifar-10-batches-py/data_batch_1"]
+    found = pickle.load(io.BytesIO(content), encoding="latin1")
+    np.testing.assert_array_equal(found["data"], planes(batches(10)[0][1]))
+
+
+@pytest.mark.parametrize(
+    ("path", "content", "message"),
+    [
+        (
+            "data_batch_3",
+            python2({"data": planes(made(10, 0, 2)[0]), "labels": [1]}),
+            "data_batch_3 has not as many",
+        ),
+        (
+            "data_batch_3",
+            python2({"data": planes(made(10, 0, 1)[0]), "labels": [10]}),
+            "labels that are not from 0 to 9",
+        ),
+        ("data_batch_3", python2({"data": [1], "labels": [1]}), "has no data of uint8"),
+        ("data_batch_3", pickle.dumps(Path("x"), 2), r"data_batch_3: .* asks for pathlib"),
+        ("batches.meta", python2({"label_names": ["a"]}), "has 1 names, CIFAR-10 has 10 classes"),
+        ("test_batch", None, "has not the files of CIFAR-10"),
+    ],
+)
+def test_what_does_not_fit_is_refused_by_name(
+    path: str, content: bytes | None, message: str, tmp_path: Path
+) -> None:
+    found = members(10, "python")
+    if content is None:
+        del found[f"cifar-10-batches-py/{path}"]
+    else:
+        found[f"cifar-10-batches-py/{path}"] = content
+    (tmp_path / "cifar-10-python.tar.gz").write_bytes(tar(found, "w:gz"))
+    with pytest.raises(ValueError, match=message):
+        catalog.listing(*source(tmp_path, 10))
+
+
+def test_a_folder_without_it_is_named_when_the_recipe_is_planned(tmp_path: Path) -> None:
+    with pytest.raises(RecipeError, match=r"neither cifar-10-python\.tar\.gz nor"):
+        source(tmp_path, 10)

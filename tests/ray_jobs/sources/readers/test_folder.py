@@ -1,0 +1,301 @@
+"""A user's folder: the three layouts, what is refused and why."""
+
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from pipelines import identity
+from pipelines.identity import identity_fields
+from pipelines.spec import FolderSource, Ingest, RecipeError
+from ray_jobs.sources.readers.folder import Entry, Listing, listing, scan
+
+
+def touch(root: Path, *keys: str) -> Path:
+    for key in keys:
+        (root / key).parent.mkdir(parents=True, exist_ok=True)
+        (root / key).write_bytes(b"never opened by scan")
+    return root
+
+
+def metadata(root: Path, text: str, name: str = "metadata.csv") -> Path:
+    (root / name).write_text(text)
+    return root
+
+
+def of_keys(found: Listing) -> dict[str, tuple[str, str | None]]:
+    """(class, split) of each image."""
+    return {entry.key: (found.class_names[entry.label], entry.split) for entry in found.entries}
+
+
+# ---- layouts
+
+
+def test_class_folders(tmp_path: Path) -> None:
+    listing = scan(
+        touch(tmp_path, "dog/2.PNG", "cat/deep/1.jpg", "cat/.hidden.jpg", "cat/notes.txt", ".git/x.png")
+    )
+    assert listing.class_names == ("cat", "dog")
+    assert listing.entries == (Entry("cat/deep/1.jpg", 0, None), Entry("dog/2.PNG", 1, None))
+    assert listing.ignored == ("cat/notes.txt",) and listing.counts() == {"cat": 1, "dog": 1}
+
+
+def test_split_folders_in_any_case(tmp_path: Path) -> None:
+    keys = ("Training/a/1.png", "Training/b/2.png", "VALID/a/3.png", "test/b/4.png")
+    listing = scan(touch(tmp_path, *keys))
+    assert listing.class_names == ("a", "b")
+    assert {entry.key: entry.split for entry in listing.entries} == dict(
+        zip(keys, ("train", "train", "dev", "test"), strict=True)
+    )
+
+
+def test_metadata_csv(tmp_path: Path) -> None:
+    touch(tmp_path, "1.png", "sub/2.png", "3.png")
+    text = '\ufefffile_name,label,split\n1.png,"cat, small",train\nsub/2.png,dog,Training\n3.png,dog,validation\n'
+    listing = scan(metadata(tmp_path, text))
+    assert listing.class_names == ("cat, small", "dog")
+    assert [entry.split for entry in listing.entries] == ["train", "dev", "train"]  # 1.png, 3.png, sub/2.png
+    assert listing.ignored == ()
+
+
+def test_tables_in_split_folders_name_files_from_there(tmp_path: Path) -> None:
+    """As Hugging Face's imagefolder has them; CSV and JSON lines may stand side by side."""
+    touch(tmp_path, "train/1.png", "train/deep/2.png", "Test/1.png", "validation/x.png")
+    metadata(tmp_path, "file_name,label\n1.png,0\ndeep/2.png,true\n", "train/metadata.csv")
+    lines = '{"file_name": "1.png", "label": true, "text": null}\n\n'
+    metadata(tmp_path, lines, "Test/metadata.jsonl")
+    metadata(tmp_path, '{"file_name":"x.png","label":0}', "validation/metadata.jsonl")
+    found = scan(tmp_path)
+    assert of_keys(found) == {
+        "Test/1.png": ("true", "test"), "train/1.png": ("0", "train"), "train/deep/2.png": ("true", "train"),
+        "validation/x.png": ("0", "dev"),
+    }  # fmt: skip
+    assert found.ignored == ()
+
+
+def test_a_table_in_the_root_leaves_the_split_to_split_folders_or_says_it(tmp_path: Path) -> None:
+    touch(tmp_path, "train/1.png", "train/2.png", "test/3.png")
+    metadata(tmp_path, "file_name,label\ntrain/1.png,a\ntrain/2.png,b\ntest/3.png,b\n")
+    assert [split for _, split in of_keys(scan(tmp_path)).values()] == ["test", "train", "train"]
+    metadata(tmp_path, "file_name,label,split\ntrain/1.png,a,train\ntrain/2.png,b,dev\ntest/3.png,b,train\n")
+    assert [split for _, split in of_keys(scan(tmp_path)).values()] == ["train", "train", "dev"]
+    touch(tmp_path, "more/4.png")
+    metadata(tmp_path, "file_name,label\ntrain/1.png,a\ntrain/2.png,b\ntest/3.png,b\nmore/4.png,a\n")
+    with pytest.raises(ValueError, match=r"some images have a split, others do not, such as 'more/4\.png'"):
+        scan(tmp_path)
+
+
+def test_columns_are_named_and_white_space_around_text_is_nothing(tmp_path: Path) -> None:
+    touch(tmp_path, "1.png", "2.png", "3.png")
+    text = ' image ,\tclass, label , split\n 1.png , cat,0, train \n2.png,"cat ",1,train\n3.png , "dog, big",2, train\n'
+    root = str(metadata(tmp_path, text))
+    source = FolderSource(kind="folder", root=root, image_column="image", label_column="class")
+    found = listing(source, {})
+    assert found.class_names == ("cat", "dog, big") and found.entries["label"].to_pylist() == [0, 0, 1]
+    metadata(
+        tmp_path, '{" image": " 1.png", "class": "cat"}\n{"image": "2.png", "class": 7}\n', "metadata.jsonl"
+    )
+    metadata(tmp_path, "image,class\n3.png,7\n")
+    assert listing(source, {}).class_names == ("7", "cat")
+    (tmp_path / "metadata.csv").unlink()
+    with pytest.raises(ValueError, match=r"metadata\.jsonl does not list 1 of 3 images, such as '3\.png'"):
+        listing(source, {})
+    (tmp_path / "metadata.jsonl").unlink()
+    with pytest.raises(
+        ValueError,
+        match=r"image_column: 'image' names a column of metadata\.csv or metadata\.jsonl, but .* contains neither",
+    ):
+        listing(source, {})
+
+
+def test_fields_that_came_later_are_not_in_old_keys() -> None:
+    plain = FolderSource(kind="folder", root="/images")
+    assert identity_fields(plain).keys() == {"kind", "name", "salt"}
+    named = plain.model_copy(update={"label_column": "class"})
+    assert identity_fields(named)["label_column"] == "class"
+
+
+def test_scan_needs_the_standard_library_only(tmp_path: Path) -> None:
+    touch(tmp_path, "a/1.png", "b/1.png")
+    code = (
+        "import sys; from pathlib import Path; from ray_jobs.sources.readers.folder import scan;"
+        "scan(Path(sys.argv[1]));"
+        "print([m for m in ('numpy', 'PIL', 'torch', 'pydantic') if m in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code, tmp_path], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ((), "has no images"),
+        (("a/readme.txt",), "has no images"),
+        (("a/1.png", "a/2.png"), "only the class 'a': a classifier needs two or more$"),
+        (("pets/cat/1.png", "pets/dog/2.png"), r"only the class 'pets'.*set the root to .*/pets$"),
+        (
+            ("pets/train/cat/1.png", "pets/train/dog/2.png"),
+            r"only the class 'pets'.*set the root to .*/pets$",
+        ),
+        (
+            ("annotations/instances_train2017.json", "train2017/1.jpg", "val2017/2.jpg"),
+            r"the layout of COCO, a detection data set \(annotations/instances_train2017.json\).*one label",
+        ),
+        (("train2017/1.jpg", "val2017/2.jpg"), r"the layout of COCO, a detection data set \(train2017\)"),
+        (("train/_annotations.coco.json", "train/1.jpg", "valid/2.jpg"), "the layout of COCO"),
+        (("a/1.png", "2.png"), "outside class folders, such as '2.png'"),
+        (
+            ("train/a/1.png", "train/b/1.png", "cats/2.png"),
+            r"mixes split folders \(train\) and others \(cats\)",
+        ),
+        (("val/a/1.png", "valid/b/1.png"), "two folders for one split: val, valid"),
+        (("train/1.png", "train/2.png"), "put it into train/<class>/"),
+        (("train/a/1.png", "train/b/1.png", "test/c/1.png"), "class 'c' has no images in the train split"),
+        (
+            ("train/a/1.png", "val/b/1.png", "val/c/1.png"),
+            "'b' has no images in the train split; neither have 'c'",
+        ),
+    ],
+)
+def test_folders_that_cannot_be_used_say_why(tmp_path: Path, keys: tuple[str, ...], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        scan(touch(tmp_path, *keys))
+
+
+def test_other_columns_are_nobodys_business_and_files_of_other_endings_are_told(tmp_path: Path) -> None:
+    root = touch(tmp_path, "1.png", "2.png", "3.heic", "4.HEIC", "README")
+    (root / "metadata.csv").write_text("file_name,label,age\n1.png,a,30\n2.png,b,x\n")
+    found = listing(FolderSource(kind="folder", root=str(root)), {})
+    assert len(found.entries) == 2
+    assert found.notes == (
+        "3 files left out, not images by their extensions: .heic 2, none 1; "
+        "to use the .heic files, convert them to JPEG or PNG",
+    )
+
+
+def test_a_folder_of_images_that_are_not_read_says_which_and_what_to_do(tmp_path: Path) -> None:
+    with pytest.raises(
+        ValueError, match=r"has no images .*3 files: \.heic 2, none 1; to use the \.heic files, convert"
+    ):
+        scan(touch(tmp_path, "a/1.heic", "b/2.heic", "README"))
+
+
+def test_what_systems_leave_is_no_class_and_no_noise(tmp_path: Path) -> None:
+    left = ("@eaDir/1.jpg/SYNOPHOTO_THUMB_M.jpg", "a/@eaDir/1.jpg@SynoEAStream", "a/Thumbs.db", "b/desktop.ini",
+            "__MACOSX/a/1.jpg", ".DS_Store")  # fmt: skip
+    found = scan(touch(tmp_path, "a/1.jpg", "b/2.jfif", "b/3.AVIF", *left))
+    assert [entry.key for entry in found.entries] == ["a/1.jpg", "b/2.jfif", "b/3.AVIF"]
+    assert found.class_names == ("a", "b") and found.ignored == ()
+    source = FolderSource(kind="folder", root=str(tmp_path))
+    assert {name for name, _ in source.files()} == {entry.key for entry in found.entries}
+
+
+def test_what_is_no_regular_file_is_counted_and_never_opened(tmp_path: Path) -> None:
+    root = touch(tmp_path, "a/1.png", "b/2.png")
+    os.mkfifo(root / "a" / "pipe.png")
+    (root / "b" / "link.png").symlink_to(root / "a" / "pipe.png")
+    with socket.socket(socket.AF_UNIX) as server:
+        server.bind(str(root / "a" / "s.png"))
+    source = FolderSource(kind="folder", root=str(root))
+    files = {name: str(place) for name, place in source.files()}
+    assert files.keys() == {"a/1.png", "b/2.png"}
+    assert identity.source_fingerprint(Ingest(job="ingest", source=source))
+    found = listing(source, files)
+    assert set(found.entries["key"].to_pylist()) == files.keys()
+    assert found.notes == (
+        "3 files left out, not regular files but FIFOs, sockets or devices, such as a/pipe.png",
+    )
+    with pytest.raises(RecipeError, match=r"pipe\.png is not a regular file"):
+        identity.file_digests([("pipe", root / "a" / "pipe.png")])
+
+
+@pytest.mark.parametrize("target", ["nowhere.png", "1.png"])
+def test_links_that_lead_nowhere_are_told(target: str, tmp_path: Path) -> None:
+    root = touch(tmp_path, "a/0.png", "b/2.png")
+    (root / "a" / "1.png").symlink_to(target)  # the second leads to itself
+    with pytest.raises(RecipeError, match=r"a/1\.png is a broken link .*: remove it"):
+        list(FolderSource(kind="folder", root=str(root)).files())
+    with pytest.raises(ValueError, match=r"a/1\.png is a broken link: remove it"):
+        scan(root)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("filename,label\n1.png,a\n2.png,b\n", "unknown column 'filename': did you mean 'file_name'"),
+        ("file_name,label,Splits\n", "unknown column 'Splits': did you mean 'split'"),
+        ("file_name\n1.png\n", "needs one column 'label'"),
+        ("", "needs one column 'file_name'"),
+        ("file_name,label\n1.png\n", "row 2 has 1 fields, the header 2"),
+        ("file_name,label\n1.png,a,b\n", "row 2 has 3 fields, the header 2"),
+        ("file_name,label\n../1.png,a\n", r"row 2: file_name '../1.png' must be a relative path inside"),
+        ("file_name,label\n/etc/1.png,a\n", "must be a relative path inside"),
+        ("file_name,label\n..\\1.png,a\n", "must be a relative path inside"),
+        ("file_name,label\n9.png,a\n", "row 2: '9.png' is not an image in"),
+        ("file_name,label\n1.png,a\n./1.png,b\n", "row 3: '1.png' is listed twice"),
+        ("file_name,label\n1.png,\n", "'1.png' has no label"),
+        ("file_name,label\n1.png,a\n", "does not list 1 of 2 images, such as '2.png'"),
+        ("file_name,label,split\n1.png,a,holdout\n", "row 2: split 'holdout' is none of train"),
+        ('file_name,label\n"1.png,a\n', "is not CSV"),
+        (
+            'file_name,label\n1.png,"[0, 2]"\n',
+            "row 2: '1.png' has a list as its label: multi-label is not supported",
+        ),
+        ("file_name,label\n1.png,['a']\n", "multi-label is not supported"),
+        ("image,label\n1.png,a\n", "it has image, label. Add it, or name another one in source.image_column"),
+    ],
+)
+def test_metadata_that_cannot_be_used_says_why(tmp_path: Path, text: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        scan(metadata(touch(tmp_path, "1.png", "2.png"), text))
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("file_name,label\n", "metadata.jsonl row 1 is not JSON"),
+        ("[" * 100_000, "row 1 is not JSON"),
+        ('["1.png"]', "row 1 is not a JSON object"),
+        ("", "needs one column 'file_name'; it has none"),
+        ('{"file_name": "1.png"}', "needs one column 'label'"),
+        ('{"file_name": "1.png", "label": "a"}\n{"file_name": "2.png"}', "row 2: '2.png' has no label"),
+        ('{"file_name": "1.png", "label": null}', "row 1: '1.png' has no label"),
+        ('{"file_name": "1.png", "label": ["a", "b"]}', "'1.png' has a list as its label: multi-label"),
+        ('{"file_name": "1.png", "label": 0.5}', "label must be text or a whole number, not 0.5"),
+        ('{"file_name": ["1.png"], "label": "a"}', "file_name must be text"),
+        ('{"file_name": "1.png", "label": "\\ud800"}', "label is not text in UTF-8"),
+        ('{"file_name": "1.png", "label": "a", "split": null}', "split '' is none of train"),
+    ],
+)
+def test_json_lines_that_cannot_be_used_say_why(tmp_path: Path, text: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        scan(metadata(touch(tmp_path, "1.png", "2.png"), text, "metadata.jsonl"))
+
+
+def test_other_columns_that_are_called_alike_are_nobodys_business(tmp_path: Path) -> None:
+    text = "file_name,label,labels,file_name2\n1.png,a,[1],x\n2.png,[b],[2],y\n"
+    assert scan(metadata(touch(tmp_path, "1.png", "2.png"), text)).class_names == ("[b]", "a")
+
+
+def test_links_that_lead_outside_are_refused(tmp_path: Path) -> None:
+    outside = touch(tmp_path / "outside", "secret.png")
+    root = touch(tmp_path / "root", "a/1.png", "b/1.png")
+    (root / "b" / "inside.png").symlink_to(root / "a" / "1.png")
+    assert len(scan(root).entries) == 3
+    (root / "b" / "2.png").symlink_to(outside / "secret.png")
+    with pytest.raises(ValueError, match="leads outside"):
+        scan(root)
+    (root / "b" / "2.png").unlink()
+    (root / "c").symlink_to(outside)
+    with pytest.raises(ValueError, match="link to a folder"):
+        scan(root)
+
+
+def test_a_name_that_is_not_utf_8_is_told(tmp_path: Path) -> None:
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a" / os.fsdecode(b"\xff.png")).write_bytes(b"")
+    with pytest.raises(RecipeError, match=r"\\udcff\.png' is not UTF-8"):
+        list(FolderSource(kind="folder", root=str(tmp_path)).files())

@@ -1,0 +1,237 @@
+"""Parquet as Hugging Face's datasets ships it, written here by pyarrow with the metadata by hand."""
+
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from pipelines.spec import HfParquetSource
+from ray_jobs.ingest import plan_parts
+from ray_jobs.ingesting.splits import assign_splits
+from ray_jobs.sources import catalog
+from ray_jobs.sources.archives.entries import Files, Listing
+from ray_jobs.sources.readers import hf_parquet
+from tests.support.archives import image
+from tests.support.prepared import HF_FEATURES, put_parquet
+
+
+def source(root: Path, **fields: object) -> tuple[HfParquetSource, Files]:
+    made = HfParquetSource(kind="hf_parquet", root=str(root), **fields)
+    return made, {name: str(path) for name, path in made.files()}
+
+
+def listed(root: Path, **fields: object) -> Listing:
+    return catalog.listing(*source(root, **fields))
+
+
+def images_of(root: Path, listing: Listing) -> dict[str, bytes | ValueError]:
+    """As ingest reads them: part by part."""
+    given, files = source(root)
+    found: dict[str, bytes | ValueError] = {}
+    for part in plan_parts(listing.entries):
+        entries = getattr(part, "entries", part)
+        found |= zip(entries["key"].to_pylist(), catalog.images(given, files, entries), strict=True)
+    return found
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    for shard in range(2):
+        images = [image(10 * shard + number) for number in range(10)]
+        put_parquet(
+            tmp_path / f"train-{shard:05d}-of-00002.parquet", images, [number % 3 for number in range(10)]
+        )
+    put_parquet(
+        tmp_path / "validation-00000-of-00001.parquet",
+        [image(50, "PNG", "L"), image(51)], [2, 0],
+        reverse=True, compression="none",
+    )  # fmt: skip
+    return tmp_path
+
+
+def test_images_labels_and_splits_are_those_of_the_files(root: Path) -> None:
+    found = listed(root)
+    assert found.class_names == ("cat", "dog", "fox") and not found.notes
+    rows = {row["key"]: row for row in found.entries.to_pylist()}
+    assert len(rows) == 22
+    images = images_of(root, found)
+    for shard in range(2):
+        for number in range(10):
+            key = f"train-{shard:05d}-of-00002/{number:07d}"
+            assert (rows[key]["label"], rows[key]["split"]) == (number % 3, "train")
+            assert images[key] == image(10 * shard + number)
+    assert rows["validation-00000-of-00001/0000000"]["split"] == "dev"
+    assert images["validation-00000-of-00001/0000000"] == image(50, "PNG", "L")
+
+
+def test_a_column_says_what_stays_together(tmp_path: Path) -> None:
+    path = tmp_path / "data.parquet"
+    patients = [number % 5 for number in range(20)]
+    put_parquet(path, [image(number) for number in range(20)], [number % 3 for number in range(20)])
+    plain = pq.read_table(path)
+    pq.write_table(plain.append_column("patient", pa.array(patients)), path, row_group_size=4)
+    found = listed(tmp_path, group="patient")
+    assert found.entries["group"].to_pylist() == [str(patient) for patient in patients]
+    assert listed(tmp_path).entries["group"].null_count == 20
+    drawn = found.entries.append_column("content_id", found.entries["key"])
+    splits = assign_splits(drawn, "salt", [None])
+    assert len(set(zip(patients, splits, strict=True))) == 5
+    for column, message in (
+        (None, "has no column 'patient', but image, label"),
+        (pa.array([0.5] * 20), "is double, not whole numbers or text"),
+        (pa.array([*patients[:19], None]), "row 19 of data.parquet has no patient"),
+    ):
+        pq.write_table(plain if column is None else plain.append_column("patient", column), path)
+        with pytest.raises(ValueError, match=f"^source.group: .*{message}"):
+            listed(tmp_path, group="patient")
+
+
+def test_a_row_group_stays_in_one_part_and_in_sequence(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ray_jobs.ingest.SHARD_IMAGES", 3)
+    entries = listed(root).entries
+    parts = [getattr(part, "entries", part) for part in plan_parts(entries)]
+    assert len(parts) > 2
+    runs = []
+    for part in parts:
+        units = part["unit"].to_pylist()
+        runs += [unit for unit, before in zip(units, [None, *units], strict=False) if unit != before]
+    assert len(runs) == len(set(runs)) == 7  # row groups of at most 4 rows: 3 + 3 + 1
+    keys = [key for part in parts for key in part["key"].to_pylist()]
+    assert sorted(keys) == sorted(entries["key"].to_pylist())
+    of_group = [key for key in keys if key < "train-00000-of-00002/0000004"]
+    assert len(of_group) == 4 and of_group != sorted(of_group)  # a group's images are shuffled, too
+
+
+def test_a_large_row_group_is_read_in_several_passes(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = images_of(root, listed(root))
+    monkeypatch.setattr(hf_parquet, "IN_MEMORY", 3000)
+    assert images_of(root, listed(root)) == whole
+
+
+def test_an_image_that_is_only_a_path_is_refused(tmp_path: Path) -> None:
+    put_parquet(tmp_path / "train.parquet", [image(0), None, b""], [0, 1, 2])
+    images = images_of(tmp_path, listed(tmp_path))
+    assert images["train/0000000"] == image(0) and images["train/0000002"] == b""
+    with pytest.raises(ValueError, match="only names its path"):
+        raise images["train/0000001"]  # type: ignore[misc]
+
+
+def test_files_of_other_programs(tmp_path: Path) -> None:
+    """No metadata, plain binary, text labels, splits by folders."""
+    for split, seed in (("train", 0), ("test", 5)):
+        (tmp_path / split).mkdir()
+        columns = {"jpg": [image(seed), image(seed + 1)], "label": ["b", "a"], "width": [24, 24]}
+        pq.write_table(pa.table(columns), tmp_path / split / "0000.parquet")
+    found = listed(tmp_path)
+    assert found.class_names == ("a", "b")
+    assert sorted(zip(*(found.entries[name].to_pylist() for name in ("key", "label", "split")), strict=True)) == [
+        ("test/0000/0000000", 1, "test"), ("test/0000/0000001", 0, "test"),
+        ("train/0000/0000000", 1, "train"), ("train/0000/0000001", 0, "train"),
+    ]  # fmt: skip
+    assert images_of(tmp_path, found)["test/0000/0000001"] == image(6)
+
+
+@pytest.mark.parametrize("labels", [[1000000, 7, 7], [7, 3, 3], [9, 10, 9], [5, 5, 5]])
+def test_numbers_without_names_are_the_classes_that_occur(labels: list[int], tmp_path: Path) -> None:
+    put_parquet(tmp_path / "train.parquet", [image(n) for n in range(3)], labels, features=None)
+    found = listed(tmp_path)
+    values = sorted(set(labels))
+    assert found.class_names == tuple(map(str, values))
+    assert found.entries["label"].to_pylist() == [values.index(label) for label in labels]
+    [note] = found.notes
+    assert note.startswith("column 'label': no class names are given and the labels are not 0, 1, 2")
+
+
+def test_names_that_are_given_stay_and_numbers_from_0_need_none(tmp_path: Path) -> None:
+    put_parquet(tmp_path / "train.parquet", [image(0), image(1)], [2, 0])
+    found = listed(tmp_path)
+    assert found.class_names == ("cat", "dog", "fox") and not found.notes
+    assert found.entries["label"].to_pylist() == [2, 0]
+    put_parquet(tmp_path / "train.parquet", [image(0), image(1)], [1, 0], features=None)
+    found = listed(tmp_path)
+    assert found.class_names == ("0", "1") and not found.notes
+    put_parquet(tmp_path / "train.parquet", [image(0), image(1)], [1, -3], features=None)
+    with pytest.raises(ValueError, match="the label -3 is negative"):
+        listed(tmp_path)
+
+
+def test_what_has_no_label_or_no_known_split_is_left_out_and_said(root: Path) -> None:
+    put_parquet(root / "test-00000-of-00001.parquet", [image(70), image(71), image(72)], [-1, 1, None])
+    put_parquet(root / "unsupervised-00000-of-00001.parquet", [image(80)], [-1])
+    found = listed(root)
+    assert found.entries["split"].to_pylist().count("test") == 1
+    assert found.notes == (
+        "unsupervised-00000-of-00001.parquet is of no known split and is left out",
+        "2 images without a label are left out",
+    )
+
+
+def test_files_that_name_no_split_leave_it_to_be_drawn(tmp_path: Path) -> None:
+    put_parquet(tmp_path / "images.parquet", [image(0), image(1)], [0, 1])
+    assert listed(tmp_path).entries["split"].to_pylist() == [None, None]
+
+
+def change(root: Path, case: str) -> None:
+    match case:
+        case "part":
+            (root / "train-00000-of-00002.parquet").unlink()
+        case "folders":
+            put_parquet(root / "other" / "train-00000-of-00001.parquet", [image(0)], [0])
+        case "label":
+            put_parquet(root / "test-00000-of-00001.parquet", [image(0)], [7])
+        case "classes":
+            features = HF_FEATURES | {"label": {"names": ["a", "b"], "_type": "ClassLabel"}}
+            put_parquet(root / "test-00000-of-00001.parquet", [image(0)], [0], features=features)
+        case "column":
+            put_parquet(
+                root / "test-00000-of-00001.parquet", [image(0)], [0], features=None, column="picture"
+            )
+        case "floats":
+            put_parquet(root / "test-00000-of-00001.parquet", [image(0)], [0.5], features=None)
+        case "list":
+            put_parquet(root / "test-00000-of-00001.parquet", [image(0)], [[0, 2]], features=None)
+        case "no Parquet":
+            (root / "test-00000-of-00001.parquet").write_bytes(b"PAR1" + bytes(100) + b"PAR1")
+
+
+@pytest.mark.parametrize(
+    ("case", "message"),
+    [
+        ("part", r"train-00000-of-00002\.parquet is missing"),
+        ("folders", r"several folders \(\., other\): name one of them"),
+        ("label", "the label 7 is not one of 3 classes"),
+        ("classes", "other columns or classes"),
+        ("column", "other columns or classes"),
+        ("floats", "is double, not whole numbers or text"),
+        ("no Parquet", "is not a Parquet file, or damaged"),
+    ],
+)
+def test_what_does_not_fit_is_refused_by_name(root: Path, case: str, message: str) -> None:
+    change(root, case)
+    with pytest.raises(ValueError, match=message):
+        listed(root)
+
+
+def test_columns_can_be_named(root: Path) -> None:
+    with pytest.raises(ValueError, match="no column 'photo' of images"):
+        listed(root, image="photo")
+    with pytest.raises(
+        ValueError, match=r"source\.label: which one it is can't be seen; those that fit are label"
+    ):
+        listed(root, label="klass")
+
+
+def test_a_damaged_row_group_costs_its_own_images_alone(tmp_path: Path) -> None:
+    path = tmp_path / "train.parquet"
+    put_parquet(
+        path, [image(number) for number in range(8)], [number % 3 for number in range(8)], compression="none"
+    )
+    data = bytearray(path.read_bytes())
+    data[data.index(image(2)) + 100] ^= 1
+    path.write_bytes(data)
+    images = images_of(tmp_path, listed(tmp_path))
+    assert [isinstance(images[f"train/{number:07d}"], ValueError) for number in range(8)] == [True] * 4 + [
+        False
+    ] * 4
+    assert "its row group can't be read" in str(images["train/0000001"])

@@ -1,0 +1,249 @@
+"""Fine-tuning: what the sweep may see, what it chooses, and (with Ray) the whole stage twice."""
+
+import json
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from pipelines.spec import Finetune, Labels, ModelSize
+from pipelines.store import open_store
+from ray_jobs import finetune
+from ray_jobs.data import shards
+from ray_jobs.evaluation import rows
+from ray_jobs.evaluation.leakage import COMPARED
+from ray_jobs.process.stage import Context, Result
+from tests.support import datasets
+from tests.support.records import make_context, make_manifest
+from vit_model.config import ViTConfig
+from vit_model.model import ViT
+from vit_model.weights import load_model, save_model
+
+SIZE = ModelSize(patch_size=4, width=16, depth=1, num_heads=2)
+COUNTS = {"train": 60, "dev": 20, "test": 30}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def threads():
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture
+def dataset(tmp_path) -> Path:
+    """Dark noise of 8x8, its left or its right half bright: the class."""
+    rng, folder = np.random.default_rng(0), tmp_path / "dataset"
+    splits = {}
+    for split, count in COUNTS.items():
+        splits[split] = samples = []
+        for number in range(count):
+            pixels = rng.integers(0, 64, (8, 8, 1)).astype(np.uint8)
+            pixels[:, 4 * (number % 2) :][:, :4] += 150
+            samples.append(datasets.raw(f"{split}/{number:04d}", pixels, number % 2))
+    image = shards.ImageSize(height=8, width=8, channels=1)
+    datasets.put(folder, "halves", ("left", "right"), image, splits)
+    return folder
+
+
+def configuration(**fields: object) -> Finetune:
+    base = {
+        "job": "finetune",
+        "data": "halves",
+        "model": SIZE,
+        "resolution": 8,
+        "learning_rates": (1e-4, 1e-2),
+        "steps": 20,
+        "batch_size": 8,
+        "labels": Labels(per_class=4, draws=2, folds=2),
+    }
+    return Finetune.model_validate(base | fields)
+
+
+def prepared(dataset: Path, config: Finetune) -> tuple[finetune.Task, list, list, str]:
+    opened = shards.open_dataset(dataset)
+    task = finetune.make_task(config, opened, None)
+    return task, *finetune.labelled(config, opened)
+
+
+def test_few_labels_are_drawn_from_train_and_folds_part_the_first_draw(dataset):
+    (dataset / shards.shard_file(2)).unlink()  # nothing here may open it
+    (dataset / shards.shard_file(1)).unlink()
+    _, pools, folds, _ = prepared(dataset, configuration())
+    assert [np.bincount(pool.labels).tolist() for pool in pools] == [[4, 4], [4, 4]]
+    assert set(pools[0].rows["key"].to_pylist()) != set(pools[1].rows["key"].to_pylist())
+    assert sorted(np.concatenate([outside for _, outside in folds])) == list(range(8))
+    for inside, outside in folds:
+        assert sorted([*inside, *outside]) == list(range(8))
+
+
+def test_an_image_that_several_draws_take_is_compared_once(dataset):
+    _, pools, *_ = prepared(dataset, configuration(labels=Labels(per_class=20, draws=3, folds=2)))
+    drawn = {one for pool in pools for one in pool.rows["sample_id"].to_pylist()}
+    found = finetune.learned_from(pools)
+    assert len(drawn) < sum(len(pool.labels) for pool in pools)
+    assert sorted(found["sample_id"].to_pylist()) == sorted(drawn)
+    assert {*COMPARED} <= {*found.schema.names}
+
+
+def test_with_all_labels_dev_chooses_and_is_refitted_on(dataset):
+    (dataset / shards.shard_file(2)).unlink()
+    opened = shards.open_dataset(dataset)
+    _, (pool,), ((inside, outside),), selected_on = prepared(dataset, configuration(labels=Labels()))
+    assert (len(pool.labels), len(inside), len(outside), selected_on) == (80, 60, 20, "dev")
+    np.testing.assert_array_equal(pool.take(inside).labels, opened.labels("train"))
+    np.testing.assert_array_equal(pool.take(outside).labels, opened.labels("dev"))
+
+
+def test_the_best_mean_wins_and_the_loss_breaks_ties():
+    trials = [
+        {"learning_rate": 1.0, "accuracies": [1.0, 0.5], "losses": [0.1, 0.1]},
+        {"learning_rate": 2.0, "accuracies": [0.8, 0.8], "losses": [0.9, 0.9]},
+        {"learning_rate": 3.0, "accuracies": [0.9, 0.7], "losses": [0.2, 0.95]},
+    ]
+    assert finetune.choose(trials) == 3.0, "0.575 is less than 0.9, though its worst fold is worse"
+
+
+def test_a_rate_that_diverged_in_fewer_folds_comes_first():
+    lost = finetune.DIVERGED
+    best_but_for_a_fold = {"learning_rate": 1.0, "accuracies": [1.0, 1.0, 0.0], "losses": [0.1, 0.1, lost]}
+    sound = {"learning_rate": 2.0, "accuracies": [0.5, 0.5, 0.5], "losses": [0.9, 0.9, 0.9]}
+    worse = {"learning_rate": 3.0, "accuracies": [1.0, 0.0, 0.0], "losses": [0.1, lost, lost]}
+    never = {"learning_rate": 4.0, "accuracies": [0.0] * 3, "losses": [lost] * 3}
+    assert finetune.choose([best_but_for_a_fold, sound, worse, never]) == 2.0
+    assert finetune.choose([never, worse, best_but_for_a_fold]) == 1.0
+    assert finetune.choose([never, worse]) == 3.0
+    with pytest.raises(ValueError, match="diverged with every learning rate"):
+        finetune.choose([never, {**never, "learning_rate": 5.0}])
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_a_fit_learns_and_repeats_itself(dataset, dtype):
+    config = configuration(dtype=dtype, labels=Labels(), steps=60, augment="shift")
+    task, (pool,), ((inside, outside),), _ = prepared(dataset, config)
+    (first, curve, _), (second, *_) = (finetune.fit(task, pool.take(inside), 1e-2, seed=3) for _ in range(2))
+    assert finetune.score(first, task.contract, pool.take(outside)).accuracy > 0.9
+    assert curve[-1]["loss"] < curve[0]["loss"]
+    for one, other in zip(first.parameters(), second.parameters(), strict=True):
+        assert one.dtype == torch.float32
+        assert torch.equal(one, other)
+
+
+def test_a_fit_that_diverges_ends_with_advice(dataset):
+    task, pools, _, _ = prepared(dataset, configuration())
+    with pytest.raises(ValueError, match="a lower learning_rate"):
+        finetune.fit(task, pools[0], 1e30, seed=0)
+
+
+def test_a_backbone_keeps_its_encoder_and_loses_its_head(dataset, tmp_path):
+    save_backbone(tmp_path / "backbone")
+    task = finetune.make_task(
+        configuration(backbone="b", model=None, resolution=None),
+        shards.open_dataset(dataset),
+        tmp_path / "backbone",
+    )
+    source, started = load_model(tmp_path / "backbone")[0], finetune.start_model(task, seed=0)
+    assert torch.equal(started.blocks[0].attn.qkv.weight, source.blocks[0].attn.qkv.weight)
+    assert started.head.weight.shape == (2, 16)
+    assert not started.head.weight.any()
+    assert task.contract.class_names == ("left", "right")
+
+
+def save_backbone(folder: Path) -> None:
+    config = configuration()
+    info = shards.DatasetInfo(
+        name="other",
+        class_names=tuple("abcde"),
+        image=shards.ImageSize(height=8, width=8, channels=1),
+        splits={"train": 0, "dev": 0, "test": 0},
+        shards=(),
+        content_digest="other",
+    )
+    contract = finetune.model_contract(SIZE, 8, info)
+    assert contract.architecture == ViTConfig(
+        image_size=8, patch_size=4, in_channels=1, width=16, depth=1, num_heads=2, mlp_dim=64, num_classes=5
+    )
+    model = ViT(contract.architecture)
+    model.initialise(config.seed + 5)
+    save_model(folder, model, contract)
+
+
+def context(store_root: Path, dataset: Path, config: Finetune) -> Context:
+    """As a driver would have prepared it, with the dataset in place of a committed one."""
+    store = open_store(str(store_root))
+    manifest = make_manifest("ingest", content_digest="halves")
+    shutil.copytree(dataset, store.local(manifest.folder, ()))
+    return make_context(store, config, data=manifest)
+
+
+@pytest.mark.ray
+def test_the_whole_stage_twice(dataset, tmp_path, local_ray):
+    results: list[Result] = []
+    for name in ("one", "two"):
+        results.append(finetune.main(context(tmp_path / name, dataset, configuration())))
+    assert [entry.sha256 for entry in results[0].files] == [entry.sha256 for entry in results[1].files]
+    assert results[0].content_digest == results[1].content_digest
+    folder = tmp_path / "one" / "artifacts/finetune/k/attempts/1/files"
+    assert {path.name for path in folder.iterdir()} == {
+        "model.safetensors",
+        "config.json",
+        "rows.parquet",
+        "predictions.parquet",
+        "sweep.json",
+        "curves.json",
+    }
+    assert not (folder.parent / ".ray-tune").exists()
+    sweep = json.loads((folder / "sweep.json").read_text())
+    assert [trial["learning_rate"] for trial in sweep["trials"]] == [1e-4, 1e-2]
+    assert sweep["chosen"] == 1e-2
+    numbers = rows.read_table(folder / "rows.parquet", rows.ROWS)
+    predictions = rows.read_table(folder / "predictions.parquet", rows.PREDICTIONS)
+    assert [(row["draw"], row["labels_per_class"], row["num_images"]) for row in numbers] == [
+        (0, 4, 30),
+        (1, 4, 30),
+    ]
+    for row in numbers:
+        mine = [p["label"] == p["prediction"] for p in predictions if p["draw"] == row["draw"]]
+        assert row["value"] == pytest.approx(np.mean(mine))
+    assert all(0.5 <= p["probability"] <= 1 for p in predictions), "the larger one of two classes"
+    assert load_model(folder)[1].class_names == ("left", "right")
+
+
+@pytest.mark.ray
+def test_a_single_rate_is_not_swept_and_says_so(dataset, tmp_path, local_ray):
+    config = configuration(labels=Labels(), learning_rates=(1e-2,), steps=60)
+    result = finetune.main(context(tmp_path, dataset, config))
+    folder = tmp_path / "artifacts/finetune/k/attempts/1/files"
+    sweep = json.loads((folder / "sweep.json").read_text())
+    assert sweep == {"trials": [], "chosen": 1e-2, "selected_on": finetune.ONE_RATE}
+    assert "validation_accuracy" not in result.metrics
+    (row,) = rows.read_table(folder / "rows.parquet", rows.ROWS)
+    assert row["selected_on"] == finetune.ONE_RATE
+    assert row["value"] == result.metrics["test_accuracy"] > 0.9, "it was fitted all the same"
+
+
+@pytest.mark.ray
+def test_a_mistake_in_a_trial_is_told_as_it_was_made(dataset, tmp_path, local_ray):
+    with pytest.raises(ValueError, match="diverged with every learning rate"):
+        finetune.main(context(tmp_path / "store", dataset, configuration(learning_rates=(1e30, 1e31))))
+
+
+@pytest.mark.parametrize("concurrent", [1, 2, 3, 100])
+def test_the_steps_after_a_fit_count_the_rest_of_the_sweep_and_the_refits(concurrent: int) -> None:
+    config = configuration()  # 2 rates x 2 folds, then 2 draws, of 20 steps each
+    trials = [finetune.steps_after(config, 2, concurrent, number) for number in range(4)]
+    refits = [finetune.steps_after(config, 0, concurrent, draw) for draw in range(2)]
+    expected = {
+        1: ([100, 80, 60, 40], [20, 0]),
+        2: ([40, 40, 20, 20], [0, 0]),
+        3: ([40, 40, 40, 20], [0, 0]),
+        100: ([20, 20, 20, 20], [0, 0]),
+    }
+    assert (trials, refits) == expected[concurrent]
+
+
+def test_with_all_labels_one_refit_follows() -> None:
+    config = configuration(labels=Labels())
+    assert [finetune.steps_after(config, 1, 1, number) for number in range(2)] == [40, 20]

@@ -1,0 +1,252 @@
+"""What a pretraining minimises: mixed labels, patch targets and MoCo v3, each against a loop without DeepSpeed."""
+
+import json
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing
+from torch.nn import functional
+
+from pipelines.spec import Finetune, Labels, Pretrain
+from ray_jobs import finetune, pretrain
+from ray_jobs.augment import augment, uniform
+from ray_jobs.augment.mixing import mix, plan
+from ray_jobs.augment.randaugment import randaugment
+from ray_jobs.augment.views import two_views
+from ray_jobs.data import shards
+from ray_jobs.training import optim
+from tests.support import datasets
+from vit_model.contrastive import MoCo, MomentumEncoder, momentum
+from vit_model.masked_patches import MaskedPatches
+from vit_model.model import ViT
+from vit_model.preprocessing import normalise
+from vit_model.weights import load_model
+
+CLASSES = ("left", "right", "top")
+SIZE = {"patch_size": 4, "width": 16, "depth": 2, "num_heads": 2}
+CONTRASTIVE = {
+    "objective": "contrastive", "contrastive": {"hidden_width": 24, "output_width": 12, "temperature": 0.3},
+    "model": SIZE | {"position": "sincos2d_moco"}, "augment": "resized_crop_flip", "zero_stage": 2,
+}  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def threads_and_torchs_own_linear(monkeypatch):
+    """DeepSpeed puts its own linear into torch for the whole process; the next test gets torch's back."""
+    monkeypatch.setattr(functional, "linear", functional.linear)
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="module")
+def dataset(tmp_path_factory) -> Path:
+    """Colours of 8x8 with a bright half that says the class: 48 to train on."""
+    folder, rng = tmp_path_factory.mktemp("dataset"), np.random.default_rng(0)
+    halves = (
+        (slice(None), slice(0, 4)),
+        (slice(None), slice(4, 8)),
+        (slice(0, 4), slice(None)),
+    )
+    samples = []
+    for number in range(48):
+        pixels = rng.integers(0, 64, (8, 8, 3)).astype(np.uint8)
+        pixels[halves[number % 3]] += 150
+        samples.append(datasets.raw(f"{number:032x}", pixels, number % 3))
+    size = shards.ImageSize(height=8, width=8, channels=3)
+    datasets.put(folder, "halves", CLASSES, size, {"train": samples})
+    return folder
+
+
+def configuration(**fields: object) -> Pretrain:
+    base = {
+        "job": "pretrain", "data": "halves", "resolution": 8, "steps": 6, "batch_size": 16, "learning_rate": 3e-3,
+        "model": SIZE, "workers": 1, "dtype": "float32",
+    }  # fmt: skip
+    return Pretrain.model_validate(base | fields)
+
+
+class Reference:
+    """The same training by hand: each step's images and positions, and AdamW."""
+
+    def __init__(self, config: Pretrain, dataset: Path, folder: Path, task: torch.nn.Module) -> None:
+        _, self.contract = load_model(folder)
+        opened = shards.open_dataset(dataset)
+        self.config, self.task = config, task
+        self.optimizer = optim.adamw(task, config.optimizer)
+        if config.objective == "contrastive":  # the authors hand all parameters to torch's AdamW
+            trained = [parameter for parameter in task.parameters() if parameter.requires_grad]
+            settings = config.optimizer
+            self.optimizer = torch.optim.AdamW(
+                trained, betas=settings.betas, weight_decay=settings.weight_decay
+            )
+        self.images = torch.from_numpy(opened.images("train", self.contract.preprocessing))
+        self.labels = torch.from_numpy(opened.labels("train"))
+        self.losses: list[float] = []
+
+    def batches(self):
+        """(step, images, labels, positions) of each step, in the order that the loop itself takes."""
+        from ray_jobs.data.sampler import GlobalOrder
+
+        order = GlobalOrder(48, self.contract.training_data, self.config.seed)
+        for step in range(self.config.steps):
+            positions = np.arange(16 * step, 16 * step + 16)
+            chosen = torch.from_numpy(order.rows(positions))
+            yield step, self.images[chosen], self.labels[chosen], positions
+
+    def inputs(self, images: torch.Tensor) -> torch.Tensor:
+        return normalise(images, self.contract.preprocessing, torch.float32)
+
+    def update(self, step: int, loss: torch.Tensor) -> None:
+        config = self.config
+        rate = optim.learning_rate(step, config.steps, config.learning_rate, config.optimizer)
+        optim.set_learning_rate(self.optimizer, rate)
+        self.optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(self.task.parameters(), 1.0)
+        self.optimizer.step()
+        self.losses.append(loss.item())
+
+    def assert_is(self, folder: Path, model: torch.nn.Module, ineffective: str = "") -> None:
+        """The losses, and the weights but for what has no effect: Adam scales up its rounding errors. A key's bias is
+        such; `ineffective` is another."""
+        curve = json.loads((folder / "curve.json").read_text())
+        assert [point["loss"] for point in curve] == pytest.approx(self.losses, rel=1e-4)
+        trained, _ = load_model(folder)
+        for (name, ours), theirs in zip(trained.named_parameters(), model.parameters(), strict=True):
+            keep = torch.ones(len(ours), dtype=torch.bool)
+            if name.endswith("qkv.bias"):
+                keep[len(ours) // 3 : 2 * len(ours) // 3] = False
+            keep &= name != ineffective
+            torch.testing.assert_close(ours[keep], theirs[keep], rtol=1e-3, atol=3e-5, msg=name)
+
+
+def new_model(config: Pretrain, folder: Path) -> ViT:
+    model = ViT(load_model(folder)[1].architecture)
+    model.initialise(config.seed)
+    return model
+
+
+@pytest.mark.parametrize("objective", ["softmax", "sigmoid"])
+def test_mixed_images_train_on_mixed_labels(dataset, tmp_path, objective):
+    config = configuration(objective=objective, augment="crop_flip", randaugment={"magnitude": 9.0}, mixup=0.4,
+                           cutmix=1.0, label_smoothing=0.05)  # fmt: skip
+    pretrain.train(config, shards.open_dataset(dataset), tmp_path)
+    model = new_model(config, tmp_path)
+    reference = Reference(config, dataset, tmp_path, model)
+    kinds = set()
+    for step, images, labels, positions in reference.batches():
+        images = randaugment(augment(images, "crop_flip", 0, positions), 2, 9.0, 0, positions)
+        how = plan(0.4, 1.0, 0, step, 8, 8)
+        assert how is not None
+        kinds.add(how.box is None)
+        images, targets = mix(images, labels, 3, how)
+        logits = model(reference.inputs(images))
+        if objective == "softmax":
+            loss = functional.cross_entropy(logits, targets, label_smoothing=0.05)
+        else:
+            each = functional.binary_cross_entropy_with_logits(logits, 0.05 + 0.9 * targets, reduction="none")
+            loss = each.sum(1).mean()
+        reference.update(step, loss)
+    assert kinds == {True, False}, "some steps are mixup, some CutMix"
+    reference.assert_is(tmp_path, model)
+
+
+@pytest.mark.parametrize("target", ["4x4", "pixels"])
+def test_a_patch_target_is_what_is_predicted(dataset, tmp_path, target):
+    config = configuration(objective="masked_patches", patch_target=target)
+    pretrain.train(config, shards.open_dataset(dataset), tmp_path)
+    task = MaskedPatches(new_model(config, tmp_path), target)
+    reference = Reference(config, dataset, tmp_path, task)
+    for step, images, _, positions in reference.batches():
+        draws = torch.from_numpy(uniform(0, positions, 8, "masked patches")).view(16, 4, 2)
+        reference.update(step, task(reference.inputs(images), images, draws))
+    reference.assert_is(tmp_path, task.model)
+
+
+def test_mocos_momentum_encoder_follows_what_deepspeed_trains(dataset, tmp_path):
+    """A weight decay that shows: what is decayed but should not be, or the other way round, moves by 1 % a step."""
+    config = configuration(**CONTRASTIVE | {"optimizer": {"weight_decay": 3.0}})
+    metrics = pretrain.train(config, shards.open_dataset(dataset), tmp_path)
+    assert "dev_accuracy" not in metrics
+    task = MoCo(new_model(config, tmp_path), 24, 12, 0.3)
+    follower, reference = MomentumEncoder(task), Reference(config, dataset, tmp_path, task)
+    projection = task.model.patch_embed.proj.weight.clone()
+    for step, images, _, positions in reference.batches():
+        one, other = map(reference.inputs, two_views(images, "resized_crop_flip", 0, positions))
+        reference.update(step, task(one, other, *follower.keys(one, other)))
+        follower.follow(task, momentum(step, config.steps))
+    # the projector's batch normalisation takes the mean away
+    reference.assert_is(tmp_path, task.model, ineffective="norm.bias")
+    trained, contract = load_model(tmp_path)
+    assert torch.equal(trained.patch_embed.proj.weight, projection)
+    assert (contract.class_names, contract.architecture.num_classes) == ((), 0)
+
+
+def test_moco_in_bfloat16_is_about_that_in_float32_and_is_fine_tuned(dataset, tmp_path):
+    losses = {}
+    for dtype in ("float32", "bfloat16"):
+        config = configuration(**CONTRASTIVE | {"dtype": dtype, "learning_rate": 1e-4})
+        pretrain.train(config, shards.open_dataset(dataset), tmp_path)
+        losses[dtype] = [point["loss"] for point in json.loads((tmp_path / "curve.json").read_text())]
+    assert losses["bfloat16"] == pytest.approx(losses["float32"], rel=0.03)
+    assert losses["bfloat16"] != losses["float32"]
+    tuning = Finetune(
+        job="finetune", data="d", backbone="b", learning_rates=(1e-2,), steps=120, batch_size=16, labels=Labels(),
+        mixup=0.2, randaugment={"layers": 1, "magnitude": 3},
+    )  # fmt: skip
+    opened = shards.open_dataset(dataset)
+    task = finetune.make_task(tuning, opened, tmp_path)
+    images = finetune.read_split(opened, "train")
+    model, curve, _ = finetune.fit(task, images, 1e-2, seed=0)
+    assert finetune.score(model, task.contract, images).accuracy > 0.8
+    assert curve[-1]["loss"] < curve[0]["loss"]
+
+
+def test_an_evaluations_crop_is_the_recipes_or_the_backbones_or_follows_from_the_images(dataset, tmp_path):
+    opened = shards.open_dataset(dataset)
+    center = {"crop": "center", "crop_fraction": 0.875}
+    pretrain.train(configuration(eval_crop=center, steps=1), shards.open_dataset(dataset), tmp_path)
+    assert load_model(tmp_path)[1].preprocessing.model_dump().items() >= center.items()
+    start = {"job": "finetune", "data": "d", "learning_rates": [0.1], "steps": 1, "batch_size": 2}
+
+    def found(**fields: object) -> tuple[str, float]:
+        config = Finetune.model_validate(start | fields)
+        contract = finetune.make_task(config, opened, tmp_path if config.backbone else None).contract
+        return contract.preprocessing.crop, contract.preprocessing.crop_fraction
+
+    assert found(backbone="b") == ("center", 0.875)
+    assert found(backbone="b", eval_crop={"crop": "squash"}) == ("squash", 1.0)
+    assert found(model=SIZE, resolution=8) == ("squash", 1.0), "these images are square"
+    assert found(model=SIZE, resolution=8, eval_crop=center) == ("center", 0.875)
+
+
+def _worker(rank: int, folder: Path, configs: list[Pretrain], dataset: Path) -> None:
+    os.environ["LOCAL_RANK"] = str(rank)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/group", rank=rank, world_size=2)
+    for config in configs:
+        output = None if rank else folder / "two" / config.objective
+        pretrain.train(config, shards.open_dataset(dataset), output, pretrain.Worker(rank, 2, rank))
+    dist.destroy_process_group()
+
+
+@pytest.mark.slow
+def test_two_workers_agree_with_one(dataset, tmp_path):
+    """Mixed batches, and keys of both workers' images."""
+    configs = [
+        configuration(mixup=0.4, cutmix=1.0, randaugment={"magnitude": 9.0}),
+        configuration(**CONTRASTIVE),
+    ]
+    torch.multiprocessing.spawn(_worker, (tmp_path, configs, dataset), nprocs=2)
+    for config in configs:
+        pretrain.train(config, shards.open_dataset(dataset), tmp_path / "one" / config.objective)
+        curves = [
+            json.loads((tmp_path / workers / config.objective / "curve.json").read_text())
+            for workers in ("one", "two")
+        ]
+        one, two = ([point["loss"] for point in curve] for curve in curves)
+        assert two == pytest.approx(one, rel=1e-4)

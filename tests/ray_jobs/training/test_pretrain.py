@@ -1,0 +1,367 @@
+"""Pretraining: against torch without DeepSpeed, twice, with two workers, under Ray Train, and when it diverges."""
+
+import io
+import json
+import os
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing
+from PIL import Image
+from torch.nn import functional
+from torch.utils.flop_counter import FlopCounterMode
+
+from pipelines.spec import Finetune, ModelSize, Optimizer, Pretrain
+from pipelines.store import open_store
+from ray_jobs import evaluate, finetune, pretrain
+from ray_jobs.augment import uniform
+from ray_jobs.augment.batch import shift
+from ray_jobs.data import shards
+from ray_jobs.data.sampler import GlobalOrder
+from ray_jobs.training import optim
+from tests.support import datasets
+from tests.support.records import make_context, make_manifest
+from tests.support.s3 import used
+from vit_model.masked_patches import MaskedPatches
+from vit_model.model import ViT
+from vit_model.preprocessing import normalise
+from vit_model.weights import load_model
+
+CLASSES = ("left", "right", "top")
+
+
+@pytest.fixture(autouse=True)
+def torchs_own_linear(monkeypatch):
+    """DeepSpeed's ZeRO-3 puts its own into torch for the whole process; the next test gets torch's back."""
+    monkeypatch.setattr(functional, "linear", functional.linear)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def threads():
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="module")
+def dataset(tmp_path_factory) -> Path:
+    """Grey noise of 8x8 with a bright half that says the class: 48 to train on, 25 to watch."""
+    folder = tmp_path_factory.mktemp("dataset")
+    rng = np.random.default_rng(0)
+    counts = {"train": 48, "dev": 25, "test": 0}
+    splits = {}
+    for split, count in counts.items():
+        splits[split] = samples = []
+        for number in range(count):
+            pixels = rng.integers(0, 64, (8, 8, 1)).astype(np.uint8)
+            half = ((slice(None), slice(0, 4)), (slice(None), slice(4, 8)), (slice(0, 4), slice(None)))[
+                number % 3
+            ]
+            pixels[half] += 150
+            samples.append(datasets.raw(f"{split}/{number:04d}", pixels, number % 3))
+    datasets.put(folder, "halves", CLASSES, shards.ImageSize(height=8, width=8, channels=1), splits)
+    return folder
+
+
+def configuration(**fields: object) -> Pretrain:
+    base = {
+        "job": "pretrain", "data": "halves", "resolution": 8, "steps": 30, "batch_size": 16, "learning_rate": 3e-3,
+        "model": ModelSize(patch_size=4, width=16, depth=2, num_heads=2), "workers": 1,
+    }  # fmt: skip
+    return Pretrain.model_validate(base | fields)
+
+
+def train(config: Pretrain, folder: Path, output: Path | None, *worker: pretrain.Worker) -> dict[str, object]:
+    return pretrain.train(config, shards.open_dataset(folder), output, *worker)
+
+
+def files_of(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+def assert_same_model(ours: ViT, theirs: ViT) -> None:
+    """Equal but for the order of additions. A key's bias has no effect, so that Adam scales up its rounding errors."""
+    for (name, one), other in zip(ours.named_parameters(), theirs.parameters(), strict=True):
+        keep = torch.ones(len(one), dtype=torch.bool)
+        if name.endswith("qkv.bias"):
+            keep[len(one) // 3 : 2 * len(one) // 3] = False
+        torch.testing.assert_close(
+            one[keep], other[keep], rtol=1e-3, atol=2e-5, msg=lambda text, name=name: f"{name}: {text}"
+        )
+
+
+def test_learns_and_leaves_a_whole_model(dataset, tmp_path):
+    metrics = train(configuration(steps=80, learning_rate=1e-2), dataset, tmp_path)
+    model, contract = load_model(tmp_path)
+    images = torch.from_numpy(shards.open_dataset(dataset).images("dev", contract.preprocessing))
+    predicted = model(normalise(images, contract.preprocessing, torch.float32)).argmax(dim=1)
+    right = (predicted.numpy() == shards.open_dataset(dataset).labels("dev")).mean()
+    assert right > 0.9
+    assert metrics["dev_accuracy"] == pytest.approx(right, abs=0.05)  # measured in bfloat16
+    assert (contract.class_names, contract.training_data) == (
+        CLASSES,
+        shards.open_dataset(dataset).info.content_digest,
+    )
+    curve = json.loads((tmp_path / "curve.json").read_text())
+    assert [point["step"] for point in curve] == list(range(1, 81))
+    assert [point["step"] for point in curve if point["dev_accuracy"] is not None] == [16, 32, 48, 64, 80]
+    assert curve[-1]["loss"] < 0.5 * curve[0]["loss"]
+
+
+def test_says_what_it_will_take_before_it_begins(dataset, tmp_path, capsys):
+    metrics = train(configuration(steps=8, threads=1), dataset, tmp_path)
+    said = capsys.readouterr().out
+    _, contract = load_model(tmp_path)
+    with (
+        torch.device("meta"),
+        FlopCounterMode(display=False) as counter,
+    ):  # elsewhere it overlooks fused attention
+        model = ViT(contract.architecture)
+        model.head(model.forward_features(torch.zeros(1, 1, 8, 8))[1])
+    flops = counter.get_total_flops()
+    compute, memory = said.index("compute: "), said.index("memory of a worker (of 1), estimated: ")
+    assert compute < memory < said.index("progress step")
+    parameters = sum(p.numel() for p in model.parameters())
+    for part in (
+        f"{parameters:,} parameters",
+        f"{flops / 1e9:.4g} GFLOPs an image forward",
+        "in 8 steps of 16 images",
+    ):
+        assert part in said
+    assert metrics["exaflops"] == pytest.approx(3 * flops * 8 * 16 / 1e18)
+    assert metrics["flops_per_second"] == pytest.approx(3 * flops * metrics["images_per_second"])
+
+
+def test_the_same_configuration_gives_the_same_bytes_and_another_seed_does_not(dataset, tmp_path):
+    config = configuration(augment="shift", steps=8)
+    for name, changed in {"a": config, "b": config, "c": config.model_copy(update={"seed": 1})}.items():
+        train(changed, dataset, tmp_path / name)
+    assert files_of(tmp_path / "a") == files_of(tmp_path / "b")
+    assert files_of(tmp_path / "a")["model.safetensors"] != files_of(tmp_path / "c")["model.safetensors"]
+
+
+@pytest.mark.parametrize("zero_stage", [1, 2, 3])
+def test_the_weights_are_those_of_a_loop_without_deepspeed(dataset, tmp_path, zero_stage):
+    config = configuration(
+        dtype="float32", zero_stage=zero_stage, steps=8, optimizer=Optimizer(clip_norm=0.5)
+    )
+    train(config, dataset, tmp_path)
+    trained, contract = load_model(tmp_path)
+
+    data = shards.open_dataset(dataset)
+    images, labels = (
+        torch.from_numpy(data.images("train", contract.preprocessing)),
+        torch.from_numpy(data.labels("train")),
+    )
+    model = ViT(contract.architecture)
+    model.initialise(config.seed)
+    decayed = [p for name, p in model.named_parameters() if p.ndim == 2]
+    spared = [p for name, p in model.named_parameters() if p.ndim != 2]
+    reference = torch.optim.AdamW([{"params": decayed, "weight_decay": 0.05}, {"params": spared, "weight_decay": 0.0}],
+                                  betas=(0.9, 0.95))  # fmt: skip
+    order = GlobalOrder(48, data.info.content_digest, config.seed)
+    for step, chosen in enumerate(order.rows(np.arange(8 * 16)).reshape(8, 16)):
+        reference.zero_grad()
+        optim.set_learning_rate(reference, optim.learning_rate(step, 8, 3e-3, config.optimizer))
+        logits = model(normalise(images[chosen], contract.preprocessing, torch.float32))
+        functional.cross_entropy(logits, labels[chosen]).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        reference.step()
+    assert_same_model(trained, model)
+
+
+SIZE = {"patch_size": 4, "width": 16, "depth": 1, "num_heads": 2}
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        {"family": "resnet", "units": [1, 1]},
+        {**SIZE, "patch_size": 8, "stem": [1]},
+        {**SIZE, "pooling": "gap", "axial": True},
+        {**SIZE, "residual": False},
+    ],
+    ids=["resnet", "hybrid", "axial", "no residual"],
+)
+def test_every_architecture_goes_the_same_way(dataset, tmp_path, model):
+    """Pretrained in bfloat16, loaded, fine-tuned at another resolution, taken for its features; and it learns."""
+    config = configuration(model=model, resolution=16, steps=40, learning_rate=1e-2)
+    metrics = train(config, dataset, tmp_path)
+    curve = json.loads((tmp_path / "curve.json").read_text())
+    assert curve[-1]["loss"] < 0.5 * curve[0]["loss"]
+    trained, contract = load_model(tmp_path)
+    assert metrics["parameters"] == sum(parameter.numel() for parameter in trained.parameters())
+    data = shards.open_dataset(dataset)
+    start = {"data": "halves", "backbone": "pretrained", "resolution": 24}
+    sweep = Finetune(job="finetune", **start, learning_rates=(1e-3,), steps=4, batch_size=8)
+    task = finetune.make_task(sweep, data, tmp_path)
+    assert type(task.contract.architecture) is type(contract.architecture)
+    images = finetune.read_split(data, "train")
+    tuned, *_ = finetune.fit(task, images, 1e-3, seed=0)
+    assert finetune.score(tuned, task.contract, images).predictions.shape == (48,)
+    features = evaluate._embed(trained, contract, 1, data.images("dev", contract.preprocessing))
+    assert features.shape == (25, contract.architecture.width) and np.isfinite(features).all()
+
+
+def test_the_authors_recipe_learns_with_sigmoid_cross_entropy(dataset, tmp_path):
+    """Tanh layer, bias, summed classes: the first loss is log(1 + e) for the label, log(1 + 1 / e) for each other."""
+    size = ModelSize(patch_size=4, width=16, depth=2, num_heads=2, representation_head=True, head_bias=-1.0)
+    config = configuration(
+        model=size, objective="sigmoid", label_smoothing=1e-4, steps=80, learning_rate=1e-2
+    )
+    metrics = train(config, dataset, tmp_path)
+    curve = json.loads((tmp_path / "curve.json").read_text())
+    assert curve[0]["loss"] == pytest.approx(np.log1p(np.e) + 2 * np.log1p(1 / np.e), abs=0.02)
+    assert metrics["dev_accuracy"] > 0.9
+    task = finetune.make_task(
+        Finetune(job="finetune", data="d", backbone="b", learning_rates=(1e-3,), steps=1, batch_size=8),
+        shards.open_dataset(dataset), tmp_path,
+    )  # fmt: skip
+    start = finetune.start_model(task, seed=0)
+    assert not start.config.representation_head
+    assert not start.head.weight.any() and not start.head.bias.any()
+
+
+@pytest.mark.parametrize("zero_stage", [1, 3])
+def test_masked_patches_are_those_of_a_loop_without_deepspeed(dataset, tmp_path, zero_stage):
+    """The paper's self-supervision leaves a model without a classifier, which fine-tuning starts from."""
+    size = ModelSize(patch_size=2, width=16, depth=2, num_heads=2)
+    config = configuration(model=size, objective="masked_patches", dtype="float32", zero_stage=zero_stage,
+                           steps=6, augment="shift")  # fmt: skip
+    metrics = train(config, dataset, tmp_path)
+    trained, contract = load_model(tmp_path)
+    assert (contract.class_names, contract.architecture.num_classes) == ((), 0)
+    assert "dev_accuracy" not in metrics
+
+    images = torch.from_numpy(shards.open_dataset(dataset).images("train", contract.preprocessing))
+    task = MaskedPatches(ViT(contract.architecture))
+    reference = optim.adamw(task, config.optimizer)
+    losses = []
+    order = GlobalOrder(48, shards.open_dataset(dataset).info.content_digest, config.seed)
+    for step, chosen in enumerate(order.rows(np.arange(6 * 16)).reshape(6, 16)):
+        optim.set_learning_rate(reference, optim.learning_rate(step, 6, 3e-3, config.optimizer))
+        positions = np.arange(16 * step, 16 * step + 16)
+        pixels = shift(images[chosen], uniform(config.seed, positions))
+        draws = torch.from_numpy(uniform(config.seed, positions, 32, "masked patches")).view(16, 16, 2)
+        loss = task(normalise(pixels, contract.preprocessing, torch.float32), pixels, draws)
+        reference.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(task.parameters(), 1.0)
+        reference.step()
+        losses.append(loss.item())
+    assert_same_model(trained, task.model)
+    curve = json.loads((tmp_path / "curve.json").read_text())
+    assert [point["loss"] for point in curve] == pytest.approx(losses, rel=1e-4)
+    assert {point["dev_accuracy"] for point in curve} == {None}
+
+    tuned = Finetune(job="finetune", data="d", backbone="b", learning_rates=(1e-3,), steps=1, batch_size=8)
+    model = finetune.start_model(finetune.make_task(tuned, shards.open_dataset(dataset), tmp_path), seed=0)
+    assert model.config.num_classes == 3
+    assert torch.equal(model.blocks[1].mlp.fc1.weight, trained.blocks[1].mlp.fc1.weight)
+
+
+def test_masked_patches_in_bfloat16_learn(dataset, tmp_path):
+    config = configuration(objective="masked_patches", steps=60, learning_rate=1e-2)
+    train(config, dataset, tmp_path)
+    curve = json.loads((tmp_path / "curve.json").read_text())
+    assert curve[0]["loss"] == pytest.approx(np.log(8), rel=1e-2)
+    assert curve[-1]["loss"] < 0.7 * curve[0]["loss"]
+
+
+def test_a_run_that_diverges_ends_with_advice(dataset, tmp_path):
+    with pytest.raises(ValueError, match=r"(loss|gradient norm) is .* at step \d+: a lower learning_rate"):
+        train(configuration(learning_rate=1e30, optimizer=Optimizer(warmup_fraction=0.0)), dataset, tmp_path)
+    assert not (tmp_path / "model.safetensors").exists()
+
+
+def _worker(rank: int, world: int, port: int, config: Pretrain, dataset: Path, output: Path) -> None:
+    os.environ["LOCAL_RANK"] = str(rank)
+    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=world)
+    metrics = train(config, dataset, None if rank else output, pretrain.Worker(rank, world, rank))
+    output.with_name(f"{output.name}-{rank}.json").write_text(json.dumps(metrics))
+    dist.destroy_process_group()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("objective", ["softmax", "masked_patches"])
+def test_two_workers_agree_with_one_and_with_themselves(dataset, tmp_path, free_port, objective):
+    config = configuration(dtype="float32", steps=8, objective=objective)
+    alone = train(config, dataset, tmp_path / "one")
+    for name in ("two", "again"):
+        arguments = (2, free_port(), config, dataset, tmp_path / name)
+        torch.multiprocessing.spawn(_worker, arguments, nprocs=2)
+    assert files_of(tmp_path / "two") == files_of(tmp_path / "again")
+    one, two = (load_model(tmp_path / name)[0] for name in ("one", "two"))
+    assert_same_model(two, one)
+    accuracies = [
+        json.loads((tmp_path / name / "curve.json").read_text())[-1]["dev_accuracy"]
+        for name in ("one", "two")
+    ]
+    assert accuracies[0] == accuracies[1]
+    for rank in (0, 1):  # what each has read is told by both as the sum
+        metrics = json.loads((tmp_path / f"two-{rank}.json").read_text())
+        assert metrics["data_bytes"] == alone["data_bytes"] > 0 == metrics["substitutes"]
+
+
+@pytest.mark.slow
+def test_a_model_from_jpegs_on_s3_is_the_one_from_disk(tmp_path, moto, monkeypatch):
+    """The same bytes of weights; and what is read is only what is needed."""
+    rng, samples = np.random.default_rng(0), []
+    for number in range(40):
+        file, name = io.BytesIO(), f"{number:02d}"
+        Image.fromarray(rng.integers(0, 256, (20, 30, 3), np.uint8)).save(file, "JPEG")
+        samples.append(shards.Sample(name, name, file.getvalue(), "jpeg", 30, 20, 3, number % 3))
+    splits = {"train": samples[:32], "dev": samples[32:36], "test": samples[36:]}
+    datasets.put(tmp_path / "data", "jpegs", CLASSES, None, splits)
+    config = configuration(steps=4, augment="crop_flip", workers=1)
+    train(config, tmp_path / "data", tmp_path / "disk")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    with used(moto, monkeypatch) as server:
+        store, manifest = open_store(f"s3://{server.bucket().name}"), make_manifest("ingest")
+        with store.staging(manifest.folder) as staging:
+            shutil.copytree(tmp_path / "data", staging.path, dirs_exist_ok=True)
+        manifest = make_manifest("ingest", files=staging.files)
+        data = make_context(store, config, data=manifest).dataset(config.cache_gib)
+        metrics = pretrain.train(config, data, tmp_path / "s3")
+    assert files_of(tmp_path / "s3") == files_of(tmp_path / "disk")
+    test_bytes = sum(len(sample.image) for sample in splits["test"])
+    sent = [path for path in (tmp_path / "cache").rglob("*") if path.parent.parent.name == "ranges"]
+    assert len(sent) == 2, "of test, nothing"
+    lengths = 4 * len(samples)  # between the images
+    assert metrics["fetched_bytes"] <= sum(len(sample.image) for sample in samples) - test_bytes + lengths
+    assert metrics["substitutes"] == 0
+
+
+@pytest.mark.ray
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::DeprecationWarning:ray.data.context")  # Ray Train warns of Ray itself
+def test_zero_3_in_bfloat16_on_two_workers_of_ray_train_repeats_itself(dataset, tmp_path, local_ray):
+    """The same bytes twice, and a model that is about the one that a single process trains with ZeRO-1."""
+    config = configuration(zero_stage=3, workers=2, steps=40)
+    results = []
+    for name in ("two", "again"):
+        store, data = open_store(str(tmp_path / name)), make_manifest("ingest")
+        shutil.copytree(dataset, store.local(data.folder, ()))
+        results.append(pretrain.main(make_context(store, config, data=data)))
+    two, again = results
+    assert {entry.path for entry in two.files} == {"model.safetensors", "config.json", "curve.json"}
+    assert two.files == again.files, "paths, sizes and digests"
+    assert two.metrics["workers"] == 2
+    one = train(configuration(steps=40), dataset, tmp_path / "one")
+    assert two.metrics["final_loss"] == pytest.approx(one["final_loss"], rel=0.1)
+
+
+@pytest.fixture
+def free_port():
+    import socket
+
+    def find() -> int:
+        with socket.socket() as listener:
+            listener.bind(("127.0.0.1", 0))
+            return int(listener.getsockname()[1])
+
+    return find

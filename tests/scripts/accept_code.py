@@ -1,0 +1,38 @@
+"""Record that the code of the stages changed: `make accept-code WHY="renamed a variable"`.
+
+`code_versions.json` has, for each job, its VERSION and the digest of the code that it imports. When that code changes,
+a test fails until somebody has said which it is: another result (raise VERSION in pipelines/spec/stages.py, so that old
+artifacts are not taken for new ones) or the same result (give WHY, which is kept).
+"""
+
+import json
+import sys
+
+from pipelines.identity import code_digest
+from pipelines.spec import STAGE_TYPES
+from tests.support.paths import TESTS
+
+RECORD = TESTS / "code_versions.json"
+
+
+def main() -> None:
+    """Bring the record up to date."""
+    why = " ".join(sys.argv[1:]).strip()
+    record = json.loads(RECORD.read_text()) if RECORD.exists() else {}
+    for job, stage in STAGE_TYPES.items():
+        entry = record.get(job, {"version": 0})
+        digest = code_digest(job)
+        if entry["version"] != stage.VERSION:
+            record[job] = {"version": stage.VERSION, "digest": digest, "same_result": []}
+        elif entry["digest"] != digest:
+            if not why:
+                sys.exit(
+                    f"{job}: its code changed. Raise its VERSION if results change, or say WHY they do not"
+                )
+            entry["same_result"].append(why)
+            entry["digest"] = digest
+    RECORD.write_text(json.dumps(record, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

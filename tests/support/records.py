@@ -1,0 +1,91 @@
+"""Records of a store for tests: everything has a default, so that a test gives only what it is about."""
+
+from pathlib import Path
+from typing import Any
+
+from pipelines.identity import source_fingerprint
+from pipelines.spec import STAGE_TYPES
+from pipelines.store import Attempt, Manifest, Store, now
+from ray_jobs.process.stage import Context
+
+
+def make_manifest(job: str = "ingest", **fields: Any) -> Manifest:
+    """The manifest of an artifact without files and inputs, but for these fields."""
+    defaults = {
+        "job": job,
+        "kind": STAGE_TYPES[job].KIND,
+        "key": "k",
+        "content_digest": "d",
+        "stage": "s",
+        "run": "r",
+        "attempt": 1,
+        "nonce": "n",
+        "files": (),
+        "inputs": {},
+        "config": {},
+        "source": None,
+        "metrics": {},
+        "code": {},
+        "environment": {},
+        "started": now(),
+        "finished": now(),
+        "user": "u",
+    }
+    return Manifest(**defaults | fields)
+
+
+def make_attempt(job: str = "ingest", **fields: Any) -> Attempt:
+    """The first attempt at a stage without inputs, but for these fields."""
+    defaults = {
+        "job": job,
+        "key": "k",
+        "number": 1,
+        "stage": "s",
+        "run": "r",
+        "nonce": "n",
+        "submission_id": f"{job}-k-1",
+        "store_id": "x",
+        "store_uri": "u",
+        "cluster_address": "a",
+        "cluster_session": "c",
+        "config": {},
+        "inputs": {},
+        "source": None,
+        "code_digest": "c",
+        "created": now(),
+    }
+    return Attempt(**defaults | fields)
+
+
+def make_context(store: Store, config: Any, **inputs: Manifest) -> Context:
+    """What a stage of this configuration works on, with one artifact for each field that takes one."""
+    attempt = make_attempt(
+        config.job,
+        store_id=store.id,
+        store_uri=store.uri,
+        config=config.model_dump(mode="json"),
+        source=source_fingerprint(config),
+    )
+    return Context(attempt, config, {name: (given,) for name, given in inputs.items()})
+
+
+def make_plan(run: str, *stages: str) -> dict[str, Any]:
+    """The plan of a run of these stages; its pipeline is called as the run's id begins."""
+    return {
+        "run": run,
+        "pipeline": {"name": run.rsplit("-", 3)[0]},
+        "targets": list(stages),
+        "stages": list(stages),
+        "digest": "d",
+        "force": {},
+        "created": now(),
+    }
+
+
+def flip(path: Path) -> None:
+    """Change one bit in the middle of a file, whose size stays."""
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    other = path.with_name(f".{path.name}")
+    other.write_bytes(data)
+    other.replace(path)  # another inode: another version of the file, however coarse the clock
