@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING
 
 from pydantic import ValidationError
 
+from pipelines.files.fetch import fetched
 from pipelines.spec import GivenPreprocessing, Import
-from pipelines.store import fetched
 from ray_jobs.process.stage import Context, Result, model_digest, run_stage
 
 if TYPE_CHECKING:

@@ -40,6 +40,7 @@ import xxhash
 from numpy.typing import NDArray
 
 from pipelines import identity
+from pipelines.files.digests import file_digests
 from pipelines.spec import Ingest
 from pipelines.spec.file_names import parts_of
 from pipelines.store import FileEntry, Layout, local_files
@@ -201,7 +202,7 @@ def _with_digests(context: Context, entries: pa.Table) -> pa.Table:
     size = [context.config.short_side] if context.config.short_side else []
     digests = {
         name: identity.sha256(identity.canonical_json([*facts, *size]))
-        for name, *facts in identity.file_digests(context.config.source.files())
+        for name, *facts in file_digests(context.config.source.files())
     }
     if size:
         everything = identity.sha256(identity.canonical_json([everything, *size]))

@@ -18,9 +18,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
 
-from pipelines import identity
+from pipelines.errors import StoreError, StoreUnreachable
+from pipelines.files.digests import cache_folder, file_digests
 from pipelines.spec import COMMIT, HUB_PATH, RecipeError
-from pipelines.store import StoreError, StoreUnreachable
 
 if TYPE_CHECKING:
     from huggingface_hub import HfApi
@@ -69,7 +69,7 @@ def fetch(path: str, folder: Path) -> Path:
     expected = digests(path)
     with _told(path):
         files = {name: _download(repository, commit, name) for name in expected}
-    for name, digest in identity.file_digests(files.items()):
+    for name, digest in file_digests(files.items()):
         if digest != expected[name]:
             raise StoreError(f"{path}: {name} has sha256 {digest}, but {expected[name]} was expected")
     for name, file in files.items():
@@ -111,7 +111,7 @@ def _ask(path: str) -> dict[str, Any]:
     with _told(path):
         small = {name: _download(repository, commit, name) for name in names if found[name].lfs is None}
     known = {name: lfs.sha256 for name in names if (lfs := found[name].lfs) is not None}
-    known |= dict(identity.file_digests(small.items()))
+    known |= dict(file_digests(small.items()))
     return {"commit": commit, "files": known}
 
 
@@ -180,7 +180,7 @@ def _told(path: str) -> Iterator[None]:
 
 def _record(repository: str, revision: str) -> Path:
     name = f"{repository}@{revision}.json"
-    return identity.cache_folder() / "hub" / quote(_endpoint(), safe="") / quote(name, safe="")
+    return cache_folder() / "hub" / quote(_endpoint(), safe="") / quote(name, safe="")
 
 
 def _recall(record: Path) -> dict[str, Any] | None:

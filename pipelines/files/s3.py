@@ -1,19 +1,152 @@
-"""Files on S3 that others put there and a stage reads: known by ETag and size, read when they are needed.
+"""S3: the client, its errors in words, and files that others put there and a stage reads.
 
-In: s3://bucket/key of one object, or s3://bucket/prefix of those below it, which are taken for a folder.
+Where the server is and who asks is boto3's own business: AWS_ENDPOINT_URL_S3, AWS_REGION, AWS_PROFILE, credentials
+from the environment, ~/.aws or the machine's role. Nothing of that is ever written into a record.
+
+A source is s3://bucket/key of one object, or s3://bucket/prefix of those below it, which are taken for a folder. It is
+known by ETag and size, and read when it is needed.
 """
 
 from __future__ import annotations
 
+import os
+import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 from posixpath import commonpath
-from typing import NamedTuple
+from typing import Any, NamedTuple
+from urllib.parse import urlsplit
 
+import boto3
+from boto3.exceptions import RetriesExceededError
+from boto3.s3.transfer import TransferConfig
+from botocore.config import Config
+from botocore.exceptions import (
+    BotoCoreError,
+    ClientError,
+    ConnectionError,  # noqa: A004 (as boto3 names it)
+    HTTPClientError,
+    IncompleteReadError,
+    NoCredentialsError,
+    PartialCredentialsError,
+)
+
+from pipelines.errors import StoreDamaged, StoreError, StoreUnreachable
 from pipelines.spec import ONE_FILE
-from pipelines.store import StoreError
-from pipelines.store.s3 import client, parse, told, transfer
+
+CONNECT_SECONDS, READ_SECONDS = 2.0, 20.0  # without an answer, before the next try
+TRIES = 4  # botocore waits up to 1, 2, 4 s between them, with jitter
+PART_BYTES = 16 * 2**20  # larger files go and come in parts of this size, several at once
+THREADS = 8
+_BUCKET = re.compile(r"[a-z0-9][a-z0-9.-]{1,61}[a-z0-9]")
+_DAMAGED = {"NoSuchKey", "InvalidRange"}
+_AGAIN = {409, 429, 500, 502, 503, 504}
+_EXPLAINED = {
+    "NoSuchBucket": "there is no such bucket: make it first, or mend its name",
+    "NoSuchKey": "it is not there, though its manifest names it: the store is damaged",
+    "InvalidRange": "it is shorter than its manifest says: it is damaged",
+    "AccessDenied": "access is denied: a store needs s3:GetObject, PutObject and ListBucket",
+    "InvalidAccessKeyId": "the server does not know this access key",
+    "SignatureDoesNotMatch": "the secret key is not the access key's",
+    "ExpiredToken": "the credentials have expired",
+    "RequestTimeTooSkewed": "this machine's clock differs too much from the server's: set it right",
+}
+
+
+def parse(uri: str) -> tuple[str, str]:
+    """(bucket, prefix with a slash before it, or empty) of s3://bucket/prefix. Raises StoreError."""
+    parts = urlsplit(uri)
+    if "@" in uri or ":" in parts.netloc or parts.query or parts.fragment:
+        raise StoreError(
+            "a store's address is s3://bucket/prefix and nothing more: keys would end up in logs and records, put them "
+            "into ~/.aws/credentials or the environment; the endpoint is taken from AWS_ENDPOINT_URL_S3"
+        )
+    if not _BUCKET.fullmatch(parts.netloc):
+        raise StoreError(f"{uri}: {parts.netloc!r} is no bucket's name")
+    if parts.path.strip("/") and any(part in {"", ".", ".."} for part in parts.path.strip("/").split("/")):
+        raise StoreError(f"{uri}: write the prefix without empty parts, '.' and '..'")
+    return parts.netloc, parts.path.rstrip("/")
+
+
+@cache
+def client() -> Any:
+    """The process's S3 client; safe to use from several threads. Raises StoreError."""
+    if "@" in _endpoint():
+        raise StoreError(
+            "AWS_ENDPOINT_URL_S3 has a user or a password in it: put keys into ~/.aws/credentials"
+        )
+    config = Config(
+        connect_timeout=CONNECT_SECONDS,
+        read_timeout=READ_SECONDS,
+        retries={"mode": "standard", "total_max_attempts": TRIES},
+        max_pool_connections=2 * THREADS,
+        # Other servers than AWS's refuse or corrupt what is sent with trailing checksums. Without these the signature
+        # covers what is sent, and what is read is compared with its manifest.
+        request_checksum_calculation="when_required",
+        response_checksum_validation="when_required",
+    )
+    try:
+        return boto3.session.Session().client("s3", config=config)
+    except (BotoCoreError, ValueError) as error:
+        raise StoreError(f"S3 can't be used: {error}") from None
+
+
+def transfer() -> TransferConfig:
+    return TransferConfig(
+        multipart_threshold=PART_BYTES + 1,
+        multipart_chunksize=PART_BYTES,
+        max_concurrency=THREADS,
+        preferred_transfer_client="classic",  # another would not heed the client's settings
+    )
+
+
+@contextmanager
+def told(uri: str, what: str) -> Iterator[None]:
+    """What boto3 raises, as a StoreError that says where, what, and what would be right."""
+    try:
+        yield
+    except (NoCredentialsError, PartialCredentialsError) as error:
+        raise StoreError(
+            f"{uri}: can't {what}: {str(error).rstrip('.').lower()}: put them into ~/.aws/credentials or "
+            f"the environment, also on the cluster's nodes if this was said by a job{_at_endpoint()}"
+        ) from None
+    except ClientError as error:
+        code = error_code(error)
+        # of a multipart upload that is gone the answer was lost, most likely: what comes of it is unknown
+        again = error_status(error) in _AGAIN or code in {"SlowDown", "RequestTimeout", "NoSuchUpload"}
+        reason = _EXPLAINED.get(code) or f"{code} {error.response['Error'].get('Message', '')}".strip()
+        kind = StoreUnreachable if again else StoreDamaged if code in _DAMAGED else StoreError
+        raise kind(f"{uri}: can't {what}: {reason}{_at_endpoint()}") from None
+    except (HTTPClientError, ConnectionError, IncompleteReadError, RetriesExceededError) as error:
+        raise StoreUnreachable(f"{uri}: can't {what}: {_last(error)}{_at_endpoint()}") from None
+    except BotoCoreError as error:
+        raise StoreError(f"{uri}: can't {what}: {_last(error)}{_at_endpoint()}") from None
+
+
+def error_code(error: ClientError) -> str:
+    return str(error.response.get("Error", {}).get("Code", ""))
+
+
+def error_status(error: ClientError) -> int:
+    return int(error.response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0))
+
+
+def _endpoint() -> str:
+    return os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL") or ""
+
+
+def _at_endpoint() -> str:
+    return f" (at {_endpoint()})" if _endpoint() else ""
+
+
+def _last(error: Exception) -> str:
+    return str(error).strip().splitlines()[-1][:300] if str(error).strip() else type(error).__name__
+
+
+# ------------------------------------------------------------------------------------------------- files of others
 
 
 class Remote(NamedTuple):
@@ -56,7 +189,7 @@ def facts(uris: Iterable[str]) -> dict[str, tuple[str, int]]:
     return found
 
 
-def read_range(uri: str, start: int, length: int, etag: str | None) -> bytes:
+def read_range(uri: str, start: int, length: int, etag: str | None = None) -> bytes:
     """A range, not empty, of an object; less where it ends before.
 
     Raises StoreError: it has another ETag than this, or can't be read.

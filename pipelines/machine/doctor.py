@@ -39,7 +39,7 @@ def examine(uri: str, address: str | None, token_file: Path | None) -> list[Find
         RecipeError: `address` can't be one.
     """
     from pipelines.engine.submission import check_address
-    from pipelines.identity import cache_folder
+    from pipelines.files.digests import cache_folder
 
     if address is not None:
         check_address(address)
@@ -149,7 +149,7 @@ def _remove_objects(uri: str) -> str | None:
     """Remove a probe (a bucket with versions keeps its old ones); says why where it can't."""
     from botocore.exceptions import BotoCoreError, ClientError
 
-    from pipelines.store.s3 import client, parse
+    from pipelines.files.s3 import client, parse
 
     bucket, prefix = parse(uri)
     try:

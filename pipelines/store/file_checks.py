@@ -14,8 +14,9 @@ import os
 import stat
 from pathlib import Path
 
-from pipelines.identity import cache_folder, file_version, sha256
-from pipelines.store import CHECKSUMMED, FileEntry
+from pipelines.files.digests import cache_folder, file_version
+from pipelines.identity import sha256
+from pipelines.store.records import CHECKSUMMED, FileEntry
 
 
 def fault(path: Path, entry: FileEntry) -> str | None:

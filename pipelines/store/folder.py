@@ -12,14 +12,10 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from pipelines.store import (
-    FileEntry,
-    Layout,
+from pipelines.errors import StoreAbsent, StoreDamaged, StoreError, StoreUnreachable
+from pipelines.store.file_checks import fault, size_fault
+from pipelines.store.protocol import (
     Staging,
-    StoreAbsent,
-    StoreDamaged,
-    StoreError,
-    StoreUnreachable,
     complete,
     identify,
     inside,
@@ -27,7 +23,7 @@ from pipelines.store import (
     read_or_damage,
     too_large,
 )
-from pipelines.store.file_checks import fault, size_fault
+from pipelines.store.records import FileEntry, Layout
 
 _NO_LINKS = {errno.EPERM, errno.EXDEV, errno.ENOSYS, errno.EOPNOTSUPP}
 _NO_ANSWER = {errno.ESTALE, errno.ETIMEDOUT, errno.EHOSTDOWN}  # of a file server, which may answer later

@@ -13,7 +13,7 @@ from contextlib import suppress
 from pathlib import Path
 from threading import Lock
 
-from pipelines.identity import cache_folder
+from pipelines.files.digests import cache_folder
 
 
 class Descriptor:

@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 import yaml
 
+from pipelines.files.s3 import TRIES
 from pipelines.store import open_store
-from pipelines.store.s3 import TRIES
 from tests.support.paths import TINY
 from tests.support.s3 import Bucket, Fault, Server, end_to_end_servers, faulty, used
 

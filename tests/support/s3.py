@@ -182,7 +182,7 @@ _present: list[Server] = []  # whom the store's client of this process is for
 @contextmanager
 def used(server: Server, patch: pytest.MonkeyPatch, **changes: str) -> Iterator[Server]:
     """This process, and those it starts, use the server; `changes` to the environment are for this use only."""
-    from pipelines.store import s3
+    from pipelines.files import s3
 
     for name in [name for name in os.environ if name.startswith("AWS_")]:
         patch.delenv(name)

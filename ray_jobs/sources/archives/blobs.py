@@ -24,7 +24,8 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from pipelines import identity, store
+from pipelines import identity
+from pipelines.files.digests import cache_folder
 from ray_jobs.sources.archives import rar
 
 MAX_RATIO = (
@@ -141,7 +142,9 @@ def open_blob(locations: Iterable[str]) -> Blob:
     extents = []
     for location in locations:
         if location.startswith("s3://"):
-            etag, size = identity.object_facts([location])[location]
+            from pipelines.files import s3  # boto3 only for what lies on S3
+
+            etag, size = s3.facts([location])[location]
             extents.append(Extent(location, etag, 0, size))
         else:
             status = Path(location).stat()
@@ -170,7 +173,9 @@ def _opened(path: str, _version: str) -> _Opened:
 
 def _read(extent: Extent) -> bytes:
     if extent.remote:
-        return store.read_object(extent.location, extent.start, extent.length, extent.version)
+        from pipelines.files import s3
+
+        return s3.read_range(extent.location, extent.start, extent.length, extent.version)
     file = _opened(extent.location, extent.version)
     return os.pread(file.descriptor, extent.length, extent.start)
 
@@ -339,6 +344,6 @@ def kept(
 
 
 def _kept_in() -> Path:
-    folder = identity.cache_folder() / "unpacked"
+    folder = cache_folder() / "unpacked"
     folder.mkdir(parents=True, exist_ok=True)
     return folder

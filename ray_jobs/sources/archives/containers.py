@@ -28,7 +28,6 @@ from typing import NamedTuple, TypeVar
 
 import pyarrow as pa
 
-from pipelines import store
 from pipelines.spec.file_names import parts_of
 from ray_jobs.sources.archives.blobs import (
     FREE_BYTES,
@@ -300,7 +299,9 @@ def _object(files: Files, file: str, length: int) -> bytes | None:
         or len(parts_of(file, files)) > 1
     ):
         return None
-    data = store.read_object(location, 0, length)
+    from pipelines.files import s3  # boto3 only for what lies on S3
+
+    data = s3.read_range(location, 0, length)
     return data if len(data) == length and unpacker(data[:MAGIC_BYTES]) is None else None
 
 

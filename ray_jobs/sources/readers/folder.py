@@ -180,12 +180,12 @@ def _endings(keys: Sequence[str]) -> str:
 
 def _members(source: FolderSource, files: Files) -> tuple[dict[str, Member], list[Bad]]:
     """Files by their path in the archive that the root is, or below s3://bucket/prefix, and what is refused."""
-    from pipelines import identity
+    from pipelines.files import s3
     from ray_jobs.sources.archives import containers
 
     name = PurePosixPath(source.root).name
     if list(files) != parts_of(name, files):
-        facts = identity.object_facts(files.values())
+        facts = s3.facts(files.values())
         return {name: _whole(name, facts[location][1]) for name, location in files.items()}, []
     found, refused = containers.contents(files, name)
     around = _around([member.path for member in found])

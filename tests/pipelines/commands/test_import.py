@@ -16,11 +16,12 @@ from pipelines import identity
 from pipelines.cli import main
 from pipelines.commands.models import _stage_name
 from pipelines.engine.plan import plan_pipeline
+from pipelines.files.fetch import fetched
 from pipelines.machine import init
 from pipelines.recipe.load import load_pipeline, parse_pipeline
 from pipelines.results.lineage import describe_source
 from pipelines.spec import Evaluate, Import, RecipeError, module
-from pipelines.store import InputRef, Layout, Store, commit, fetched, open_store
+from pipelines.store import InputRef, Layout, Store, commit, open_store
 from ray_jobs.reporting.provenance import protocols
 from ray_jobs.sources.readers.folder import scan
 from tests.support.records import make_manifest

@@ -10,9 +10,10 @@ import pytest
 from pipelines import identity
 from pipelines.engine.plan import pin, plan_pipeline
 from pipelines.files import hub
+from pipelines.files.fetch import fetched
 from pipelines.recipe.load import load_pipeline, parse_pipeline
 from pipelines.spec import Import, RecipeError
-from pipelines.store import StoreError, StoreUnreachable, fetched, open_store
+from pipelines.store import StoreError, StoreUnreachable, open_store
 from tests.support.hub import Hub, serving
 
 FILES = {

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from pydantic import TypeAdapter, ValidationError
 
 from pipelines import identity
+from pipelines.files.digests import cache_folder
 from pipelines.recipe.load import load_pipeline, parse_pipeline
 from pipelines.spec import (
     STAGE_TYPES,
@@ -192,7 +193,7 @@ def test_fingerprint_follows_names_and_contents_and_nothing_else(images: Path, t
 def test_fingerprint_reads_files_again_only_when_they_changed(images: Path) -> None:
     first = fingerprint(images)
     (images / "a/1.png").chmod(0)  # root may still read it; the cache is what is looked at
-    cache = identity.cache_folder() / "file-digests.json"
+    cache = cache_folder() / "file-digests.json"
     before = cache.read_bytes()
     (images / "a/1.png").chmod(0o600)
     fingerprint(images)

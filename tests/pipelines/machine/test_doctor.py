@@ -19,13 +19,13 @@ from moto.server import ThreadedMotoServer
 from typer.testing import CliRunner
 
 from pipelines.cli import app
+from pipelines.files.s3 import client
 from pipelines.machine import doctor, findings
 from pipelines.machine.doctor import cluster_findings, store_findings
 from pipelines.machine.findings import GIB, Finding, cgroup_limits
 from pipelines.spec import RecipeError
 from pipelines.store import open_store
 from pipelines.store.folder import FolderStore
-from pipelines.store.s3 import client
 
 
 @contextmanager

@@ -13,8 +13,9 @@ from moto.server import ThreadedMotoServer
 from PIL import Image
 
 import pipelines
-from pipelines.identity import cache_folder
-from pipelines.store import Layout, Store, StoreError, commit, open_store, s3
+from pipelines.files import s3
+from pipelines.files.digests import cache_folder
+from pipelines.store import Layout, Store, StoreError, commit, open_store
 from ray_jobs.data.shards import ImageSize, Sample
 from ray_jobs.evaluation import rows as tables
 from tests.support import datasets

@@ -14,9 +14,12 @@ from types import SimpleNamespace
 
 import pytest
 
-from pipelines.identity import cache_folder
-from pipelines.store import FileEntry, StoreError, StoreUnreachable, open_store, s3
-from pipelines.store.s3 import S3Store, parse
+from pipelines.files import s3
+from pipelines.files.digests import cache_folder
+from pipelines.files.s3 import parse
+from pipelines.store import FileEntry, StoreError, StoreUnreachable, open_store
+from pipelines.store import s3 as s3_store
+from pipelines.store.s3 import S3Store
 from tests.support.records import flip, make_context, make_manifest
 from tests.support.s3 import Bucket, Fault, Proxy, Server, faulty, free_port, used
 
@@ -103,7 +106,7 @@ def test_a_conflict_is_asked_again(store: S3Store, proxy: Proxy) -> None:
 def test_a_conflict_that_does_not_end_is_told(
     store: S3Store, proxy: Proxy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(s3, "CONFLICT_SECONDS", 0.5)
+    monkeypatch.setattr(s3_store, "CONFLICT_SECONDS", 0.5)
     proxy.faults.append(Fault("PUT", "/a", 409, "ConditionalRequestConflict", times=1000))
     with pytest.raises(StoreUnreachable, match="ConditionalRequestConflict"):
         store.create("a", b"1")

@@ -13,7 +13,7 @@ import pytest
 import torch
 from PIL import Image
 
-from pipelines.identity import cache_folder
+from pipelines.files.digests import cache_folder
 from pipelines.store import FileEntry, Store, open_store
 from ray_jobs.augment import crops
 from ray_jobs.data import reading

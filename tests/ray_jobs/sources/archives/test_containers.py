@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from pipelines import identity
+from pipelines.files.digests import cache_folder
 from ray_jobs.sources.archives import blobs, containers, headers
 from ray_jobs.sources.archives.containers import contents, local, members, read, read_file, read_member
 from ray_jobs.sources.archives.entries import place, table
@@ -120,7 +120,7 @@ def test_a_file_is_unpacked_once_until_it_changes(tmp_path: Path, monkeypatch: p
     first = local(files, "it")
     before = first.stat().st_mtime_ns
     assert first.read_bytes() == b"one" and local(files, "it") == first
-    assert first.stat().st_mtime_ns == before and first.is_relative_to(identity.cache_folder())
+    assert first.stat().st_mtime_ns == before and first.is_relative_to(cache_folder())
     files = put(tmp_path, it=gzip.compress(b"another"))
     assert local(files, "it").read_bytes() == b"another"
 

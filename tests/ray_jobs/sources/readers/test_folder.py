@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from pipelines import identity
+from pipelines.files.digests import file_digests
 from pipelines.identity import identity_fields
 from pipelines.spec import FolderSource, Ingest, RecipeError
 from ray_jobs.sources.readers.folder import Entry, Listing, listing, scan
@@ -209,7 +210,7 @@ def test_what_is_no_regular_file_is_counted_and_never_opened(tmp_path: Path) -> 
         "3 files left out, not regular files but FIFOs, sockets or devices, such as a/pipe.png",
     )
     with pytest.raises(RecipeError, match=r"pipe\.png is not a regular file"):
-        identity.file_digests([("pipe", root / "a" / "pipe.png")])
+        file_digests([("pipe", root / "a" / "pipe.png")])
 
 
 @pytest.mark.parametrize("target", ["nowhere.png", "1.png"])

@@ -1,0 +1,103 @@
+"""Digests of files outside of the store, remembered in the user's cache folder."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import stat
+from collections.abc import Iterable
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from platformdirs import user_cache_path
+
+from pipelines.spec import RecipeError
+
+
+def file_digests(files: Iterable[tuple[str, str | Path]]) -> list[tuple[Any, ...]]:
+    """(name, sha256 of the contents) of each file, remembered by (device, inode, size, mtime, ctime).
+
+    For an object s3://bucket/key it is (name, ETag, size), because reading all would take too long. For
+    hf:ORG/NAME@COMMIT/name the sha256 is the hub's, so a model there has the key of the same files in a folder.
+
+    Raises:
+        RecipeError: one can't be read.
+    """
+    known = _read_digest_cache()
+    fresh: dict[str, str] = {}
+    lines: list[tuple[Any, ...]] = []
+    objects = []
+    for name, location in files:
+        if isinstance(location, str) and location.startswith("s3://"):
+            objects.append((name, location))
+            continue
+        if isinstance(location, str) and location.startswith("hf:"):
+            lines.append((name, _hub_digest(location)))
+            continue
+        path = Path(location)
+        try:
+            status = path.stat()
+            if not stat.S_ISREG(status.st_mode):
+                raise RecipeError(f"{path} is not a regular file (a FIFO, a socket or a device): remove it")
+            identity = file_version(status)
+            digest = known.get(identity)
+            if digest is None:
+                with path.open("rb") as file:
+                    digest = hashlib.file_digest(file, "sha256").hexdigest()
+                fresh[identity] = digest
+        except OSError as error:
+            raise RecipeError(f"{path}: {error.strerror}") from None
+        lines.append((name, digest))
+    if fresh:
+        _write_digest_cache(known | fresh)
+    if objects:
+        from pipelines.files.s3 import facts  # boto3 takes longer than planning without it
+
+        found = facts(uri for _, uri in objects)
+        lines += [(name, *found[uri]) for name, uri in objects]
+    return lines
+
+
+def _hub_digest(location: str) -> str:
+    from pipelines.files.hub import digests
+
+    path, _, name = location.rpartition("/")
+    return digests(path)[name]
+
+
+def file_version(status: os.stat_result) -> str:
+    """Values that change when a file is written or replaced: device, inode, size, mtime and ctime."""
+    return f"{status.st_dev}:{status.st_ino}:{status.st_size}:{status.st_mtime_ns}:{status.st_ctime_ns}"
+
+
+def cache_folder() -> Path:
+    """The user's cache folder of vitflow."""
+    return user_cache_path("vitflow")
+
+
+def _read_digest_cache() -> dict[str, str]:
+    path = cache_folder() / "file-digests.json"
+    try:
+        status = path.stat()
+        return _parse_digests(path, status.st_ino, status.st_mtime_ns, status.st_size)
+    except (OSError, ValueError, TypeError):
+        return {}  # a cache: without it files are read again
+
+
+@lru_cache(
+    maxsize=1
+)  # it may be large, and a plan asks for it once a source; a change makes another file of it
+def _parse_digests(path: Path, inode: int, modified: int, size: int) -> dict[str, str]:
+    return dict(json.loads(path.read_text()))
+
+
+def _write_digest_cache(digests: dict[str, str]) -> None:
+    with contextlib.suppress(OSError):  # a cache: where it can't be kept, files are read again
+        folder = cache_folder()
+        folder.mkdir(parents=True, exist_ok=True)
+        temporary = folder / f"file-digests.{os.getpid()}.tmp"
+        temporary.write_text(json.dumps(digests))
+        temporary.replace(folder / "file-digests.json")

@@ -1,0 +1,207 @@
+"""Artifacts and their attempts: committed, replaced, read. Manifests are the only database."""
+
+from __future__ import annotations
+
+import hashlib
+import shlex
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+from pipelines.errors import StoreDamaged
+from pipelines.store.objects import check_name, parse_record, read_record, record_number, warn
+from pipelines.store.protocol import LARGEST_RECORD, Store, encode
+from pipelines.store.records import Attempt, FileEntry, InputRef, Layout, Manifest, Replaced, now, who
+from pipelines.store.run_records import read_plan
+
+
+def read_manifest(store: Store, job: str, key: str) -> Manifest | None:
+    """The artifact's manifest, None while it is not committed. Raises StoreDamaged."""
+    name = Layout.manifest(job, key)
+    data = store.read(name, LARGEST_RECORD)
+    return None if data is None else _parse_manifest(store, name, data)
+
+
+def is_committed(store: Store, job: str, key: str) -> bool:
+    """Whether an artifact has a manifest, which may be damaged."""
+    return "manifest.json" in store.names(Layout.artifact(job, key))
+
+
+def all_manifests(store: Store) -> Iterator[Manifest]:
+    """Every committed artifact, oldest first; one whose manifest is damaged is left out with a warning."""
+    names = [Layout.manifest(job, key) for job, key in all_keys(store)]
+    found = []
+    for name, data in zip(names, store.read_all(names, LARGEST_RECORD), strict=True):
+        if data is None:
+            continue
+        try:
+            found.append(_parse_manifest(store, name, data))
+        except StoreDamaged as error:
+            warn(f"{error}; it is left out, `vitflow verify` says what to do")
+    yield from sorted(found, key=lambda manifest: manifest.finished)
+
+
+def all_keys(store: Store) -> list[tuple[str, str]]:
+    """(job, key) of every artifact, committed or not."""
+    return [(job, key) for job in store.names("artifacts") for key in store.names(f"artifacts/{job}")]
+
+
+def commit(store: Store, manifest: Manifest) -> Manifest:
+    """Make an artifact visible, in one step. The first wins: what comes back is the manifest that counts."""
+    name = Layout.manifest(manifest.job, manifest.key)
+    if store.create(name, encode(manifest)):
+        return manifest
+    first = read_manifest(store, manifest.job, manifest.key)
+    assert first is not None
+    return first  # its nonce says whether it was ours after all (an answer that got lost)
+
+
+def input_ref(store: Store, manifest: Manifest) -> InputRef:
+    """What a consumer records of a committed artifact."""
+    data = store.read(Layout.manifest(manifest.job, manifest.key))
+    assert data is not None, f"{manifest.job}/{manifest.key} is not committed"
+    return _reference(manifest, data)
+
+
+def _parse_manifest(store: Store, name: str, data: bytes | StoreDamaged) -> Manifest:
+    """The manifest in an object, which must be that of the artifact that the object's name says."""
+    manifest = parse_record(store, name, data, Manifest)
+    check_name(store, name, Layout.manifest(manifest.job, manifest.key))
+    return manifest
+
+
+def _reference(manifest: Manifest, data: bytes) -> InputRef:
+    return InputRef(
+        job=manifest.job,
+        key=manifest.key,
+        content_digest=manifest.content_digest,
+        manifest_sha256=hashlib.sha256(data).hexdigest(),
+    )
+
+
+# ------------------------------------------------------------------------------------------------- replaced by --force
+
+
+def successor(store: Store, job: str, key: str) -> str | None:
+    """The key that `--force` put directly in the place of `key`. Raises StoreDamaged."""
+    name = Layout.replaced(job, key)
+    try:
+        record = read_record(store, name, Replaced)
+    except StoreDamaged as error:
+        raise StoreDamaged(error.what, _REMOVE_REPLACED) from None
+    return None if record is None else record.successor
+
+
+_REMOVE_REPLACED = "remove this file to make the artifact beside it current again"
+
+
+def successors(store: Store, job: str, key: str) -> Iterator[str]:
+    """The keys that `--force` put in the place of `key`, the next one first.
+
+    Raises:
+        StoreDamaged: a replaced.json cannot be read, or forms a cycle.
+    """
+    seen = {key}
+    while (following := successor(store, job, key)) is not None:
+        if following in seen:
+            raise StoreDamaged(
+                f"{store.uri}/{Layout.replaced(job, key)} is damaged: it refers back to {following}",
+                _REMOVE_REPLACED,
+            )
+        seen.add(following)
+        yield following
+        key = following
+
+
+def read_current(store: Store, job: str, key: str) -> tuple[Manifest, InputRef] | None:
+    """The artifact that stands for `key` today, and what a consumer records of it: the last committed successor.
+
+    A forced run that fails or is stopped hides nothing: what was there stands until its successor is. Only what is
+    committed is ever replaced, so that one read tells that there is nothing.
+
+    Raises:
+        StoreDamaged: its manifest, or a replaced.json on the way to it, cannot be read.
+    """
+    if (current := _committed(store, job, key)) is None:
+        return None
+    for following in successors(store, job, key):
+        current = _committed(store, job, following) or current
+    if isinstance(current, StoreDamaged):
+        raise current
+    return current
+
+
+def _committed(store: Store, job: str, key: str) -> tuple[Manifest, InputRef] | StoreDamaged | None:
+    name = Layout.manifest(job, key)
+    try:
+        data = store.read(name, LARGEST_RECORD)
+        if data is None:
+            return None
+        manifest = _parse_manifest(store, name, data)
+    except StoreDamaged as error:
+        return error
+    return manifest, _reference(manifest, data)
+
+
+def replace_artifact(store: Store, job: str, key: str, successor: str, run: str, why: str) -> bool:
+    """Say that `successor` stands for `key` from now on; False where somebody said so first."""
+    record = {"successor": successor, "run": run, "who": who(), "why": why, "time": now()}
+    return store.create(Layout.replaced(job, key), encode(record))
+
+
+# ------------------------------------------------------------------------------------------------- files
+
+
+def local_files(store: Store, manifest: Manifest, files: Iterable[FileEntry] | None = None) -> Path:
+    """An artifact's files, or these of them, as a local folder.
+
+    Raises:
+        StoreDamaged: as `Store.local`, with the command that rebuilds the artifact.
+    """
+    try:
+        return store.local(manifest.folder, manifest.files if files is None else files)
+    except StoreDamaged as error:
+        raise StoreDamaged(error.what, f"`{rebuild_command(store, manifest)}` rebuilds it") from None
+
+
+def rebuild_command(store: Store, made: Manifest | Attempt) -> str:
+    """Return the command that rebuilds an artifact."""
+    if made.job == "import":
+        path = shlex.quote(str(made.config.get("path", "CHECKPOINT")))
+        return f"vitflow import {path} --name {shlex.quote(made.stage)} --force --store {store.uri}"
+    try:
+        plan = read_plan(store, made.run)
+    except StoreDamaged:
+        plan = None
+    pipeline = "PIPELINE" if plan is None else shlex.quote(plan["pipeline"]["name"])
+    return f"vitflow run {pipeline} --force {shlex.quote(made.stage)} --store {shlex.quote(store.uri)}"
+
+
+# ------------------------------------------------------------------------------------------------- attempts
+
+
+def read_attempt(store: Store, name: str) -> Attempt | None:
+    """The attempt in `<attempt folder>/attempt.json`. Raises StoreDamaged."""
+    attempt = read_record(store, f"{name}/attempt.json", Attempt)
+    if attempt is not None:
+        own = Layout.attempt(attempt.job, attempt.key, attempt.number)
+        check_name(store, f"{name}/attempt.json", f"{own}/attempt.json")
+    return attempt
+
+
+def last_attempt(store: Store, job: str, key: str) -> Attempt | None:
+    """The attempt with the highest number. Raises StoreDamaged where its record is damaged."""
+    names = store.names(f"{Layout.artifact(job, key)}/attempts")
+    for number in sorted(filter(None, map(record_number, names)), reverse=True):
+        if (attempt := read_attempt(store, Layout.attempt(job, key, number))) is not None:
+            return attempt
+    return None
+
+
+def create_attempt(store: Store, attempt: Attempt) -> Attempt:
+    """Write an attempt; where the number is taken, the attempt that took it comes back."""
+    folder = Layout.attempt(attempt.job, attempt.key, attempt.number)
+    if store.create(f"{folder}/attempt.json", encode(attempt)):
+        return attempt
+    taken = read_attempt(store, folder)
+    assert taken is not None
+    return taken

@@ -1,0 +1,216 @@
+"""What a store's objects are called and what they contain.
+
+`Layout` has all names. Records are frozen models: what somebody else wrote into the store is checked when it is read.
+"""
+
+from __future__ import annotations
+
+import getpass
+import socket
+from datetime import UTC, datetime
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import AfterValidator, ConfigDict, Field, model_validator
+
+from vit_model.config import Frozen
+
+LAYOUT_VERSION = 1
+CHECKSUMMED = "shards/"  # each image in these files has a checksum of its own, compared whenever it is read
+
+
+class Layout:
+    """The names of all objects in a store.
+
+    store.json                                          {id, layout version}, created once
+    artifacts/<job>/<key>/manifest.json                 the commit of an artifact
+    artifacts/<job>/<key>/replaced.json                 --force: {successor key, who, why}
+    artifacts/<job>/<key>/attempts/<n>/attempt.json     before the job is submitted: all it needs, and a nonce
+    artifacts/<job>/<key>/attempts/<n>/files/...        the files of that attempt
+    artifacts/<job>/<key>/attempts/<n>/log.txt          its job's log (a cluster's own logs die with it)
+    runs/<run id>/plan.json  stop.json  events/<ulid>.json
+    schedules/<name>/<n>.json                           numbered: the highest is the present, the rest is history
+    schedules/<name>/ticks/<tick>.json                  what was decided of a tick, before anything is done
+    """
+
+    STORE = "store.json"
+
+    @staticmethod
+    def artifact(job: str, key: str) -> str:
+        return f"artifacts/{job}/{key}"
+
+    @classmethod
+    def manifest(cls, job: str, key: str) -> str:
+        return f"{cls.artifact(job, key)}/manifest.json"
+
+    @classmethod
+    def replaced(cls, job: str, key: str) -> str:
+        return f"{cls.artifact(job, key)}/replaced.json"
+
+    @classmethod
+    def attempt(cls, job: str, key: str, number: int) -> str:
+        return f"{cls.artifact(job, key)}/attempts/{number}"
+
+    @classmethod
+    def files(cls, job: str, key: str, number: int) -> str:
+        return f"{cls.attempt(job, key, number)}/files"
+
+    @staticmethod
+    def run(run: str) -> str:
+        return f"runs/{run}"
+
+    @staticmethod
+    def schedule(name: str) -> str:
+        return f"schedules/{name}"
+
+
+def _iso_time(text: str) -> str:
+    datetime.fromisoformat(text)
+    return text
+
+
+Name = Annotated[str, Field(pattern=r"^[\w-]+$")]
+"""A part of an object's name, which leads nowhere else."""
+Time = Annotated[str, AfterValidator(_iso_time)]
+"""As `now` writes it."""
+
+
+class FileEntry(Frozen):
+    """A file of an artifact; `path` is relative to its attempt."""
+
+    path: str
+    size: int
+    sha256: str
+
+
+class InputRef(Frozen):
+    """An artifact that a stage takes, as it was when the stage began."""
+
+    job: Name
+    key: Name
+    content_digest: str
+    manifest_sha256: str
+
+
+class Attempt(Frozen):
+    """Everything that a job needs to know, written before it is submitted: `--spec` points to it."""
+
+    job: str
+    key: str
+    number: int
+    stage: str
+    run: str
+    nonce: str
+    submission_id: str
+    store_id: str
+    store_uri: str
+    cluster_address: str
+    cluster_session: str
+    config: dict[str, Any]
+    inputs: dict[str, list[InputRef]]
+    source: str | None
+    code_digest: str
+    created: str
+
+
+class Manifest(Frozen):
+    """The commit of an artifact: what it is, what it was made of, by what, when."""
+
+    layout_version: int = LAYOUT_VERSION
+    job: str
+    kind: Literal["dataset", "model", "evaluation", "report"]
+    key: str
+    content_digest: str
+    stage: str
+    run: str
+    attempt: int
+    nonce: str
+    files: tuple[FileEntry, ...]
+    inputs: dict[str, list[InputRef]]
+    config: dict[str, Any]
+    source: str | None
+    metrics: dict[str, float | int | str]
+    timing_dependent: bool = False
+    code: dict[str, Any]
+    environment: dict[str, Any]
+    started: Time
+    finished: Time
+    user: str
+
+    @property
+    def folder(self) -> str:
+        """The prefix that the files' paths are relative to."""
+        return Layout.files(self.job, self.key, self.attempt)
+
+
+class Replaced(Frozen):
+    """The record that `--force` writes beside an artifact: the key that replaces it."""
+
+    successor: Name
+    run: str
+    who: str
+    why: str
+    time: str
+
+
+def _named(pipeline: dict[str, Any]) -> dict[str, Any]:
+    if not isinstance(pipeline.get("name"), str):
+        raise ValueError("a pipeline has a name")
+    return pipeline
+
+
+class RunPlan(Frozen):
+    """The fields of a run's plan.json that are read; a later version may write more."""
+
+    model_config = ConfigDict(extra="ignore")
+
+    run: str
+    pipeline: Annotated[dict[str, Any], AfterValidator(_named)]
+    targets: list[str]
+    stages: list[str]
+    digest: str
+    force: dict[str, str]
+    created: Time
+    strict_code: bool = False
+
+
+class Event(Frozen):
+    """The fields of a run's event that are read; it may have more."""
+
+    model_config = ConfigDict(extra="allow")
+
+    event: str
+    time: Time
+    stage: str | None = None
+    status: str | None = None
+    key: Name | None = None
+    submission_id: str | None = None
+    cluster_address: str | None = None
+    cluster_session: str | None = None
+    host: str | None = None
+    pid: int | None = None
+    process_created: float | None = None
+
+    @model_validator(mode="after")
+    def _whole(self) -> Self:
+        if missing := _NEEDED.get(self.event, set()) - self.model_fields_set:
+            raise ValueError(f"an event {self.event!r} without {', '.join(sorted(missing))}")
+        return self
+
+
+_NEEDED = {
+    "stage": {"stage", "status"},
+    "attempt ended": {"stage", "status"},
+    "finished": {"status"},
+    "driver": {"host", "pid", "process_created"},
+    "driver submitted": {"submission_id", "cluster_address", "cluster_session"},
+}  # of what an event of this kind is useless without
+
+
+def now() -> str:
+    """The time, UTC, ISO 8601 with microseconds."""
+    return datetime.now(UTC).isoformat()
+
+
+def who() -> str:
+    """user@host, for people to read."""
+    return f"{getpass.getuser()}@{socket.gethostname()}"
