@@ -40,9 +40,9 @@ import xxhash
 from numpy.typing import NDArray
 
 from pipelines import identity
+from pipelines.file_names import parts_of
 from pipelines.files.digests import file_digests
 from pipelines.spec import Ingest
-from pipelines.spec.file_names import parts_of
 from pipelines.store import FileEntry, Layout, local_files
 from ray_jobs.data.images import STORED_QUALITY, Facts, content_id, examine, examine_pixels, sample_id, shrunk
 from ray_jobs.data.shards import (

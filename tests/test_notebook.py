@@ -7,7 +7,8 @@ import pytest
 from nbclient import NotebookClient
 
 from pipelines.identity import PROJECT
-from tests.conftest import TINY, Vitflow
+from tests.conftest import Vitflow
+from tests.support.paths import TINY
 
 TOUR = PROJECT / "docs" / "tour.ipynb"
 

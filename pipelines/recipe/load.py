@@ -60,7 +60,7 @@ def recipe_path(pipeline: str) -> Path:
         if not path.is_file():
             raise RecipeError(f"{pipeline}: no such file")
         return path
-    shipped = Path(__file__).parent / "recipes"
+    shipped = Path(__file__).parents[1] / "recipes"
     names = sorted(file.stem for file in shipped.glob("*.yaml"))
     if pipeline not in names:
         raise RecipeError(f"no file and no shipped recipe is called {pipeline!r}{nearest(pipeline, names)}")

@@ -9,8 +9,8 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator, Field
 
+from pipelines.file_names import parts_of
 from pipelines.spec.fields import RecipeError, Root, distinct, execution
-from pipelines.spec.file_names import parts_of
 from pipelines.spec.files import files_at, files_named
 from vit_model.config import Frozen
 

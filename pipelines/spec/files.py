@@ -8,8 +8,8 @@ import stat
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from pipelines.file_names import left_by_a_system, parts_of
 from pipelines.spec.fields import RecipeError
-from pipelines.spec.file_names import left_by_a_system, parts_of
 
 
 def files_below(root: str) -> Iterator[tuple[str, str | Path]]:

@@ -37,7 +37,8 @@ from ray_jobs.sources import catalog
 from ray_jobs.sources.archives import arrays, containers, examples, rar
 from ray_jobs.sources.archives.entries import place, table
 from ray_jobs.sources.vtab import pixels
-from tests.ray_jobs import test_arrays, test_cifar, test_idx, test_imagenet
+from tests.ray_jobs.sources.archives import test_arrays
+from tests.ray_jobs.sources.readers import test_cifar, test_idx, test_imagenet
 from tests.support import archives, imagenet, prepared, riegeli, tfrecords, vtab_archives, vtab_natural
 
 SECONDS = 10  # for one mutation

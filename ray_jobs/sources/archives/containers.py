@@ -28,7 +28,7 @@ from typing import NamedTuple, TypeVar
 
 import pyarrow as pa
 
-from pipelines.spec.file_names import parts_of
+from pipelines.file_names import parts_of
 from ray_jobs.sources.archives.blobs import (
     FREE_BYTES,
     MAGIC_BYTES,

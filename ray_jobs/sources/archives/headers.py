@@ -18,7 +18,7 @@ from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 from typing import NamedTuple
 
-from pipelines.spec.file_names import left_by_a_system
+from pipelines.file_names import left_by_a_system
 from ray_jobs.sources.archives.blobs import Blob, Reader
 
 MAX_MEMBERS = 2**22  # of one archive, half a KiB of memory each; ImageNet-1k, if it were one, has 1.3 million

@@ -24,7 +24,7 @@ from operator import itemgetter
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, NamedTuple
 
-from pipelines.spec.file_names import left_by_a_system, parts_of
+from pipelines.file_names import left_by_a_system, parts_of
 from ray_jobs.sources.readers.label_tables import IMAGEFOLDER, METADATA, OPTIONS, TABLES, Columns, read_table
 
 if TYPE_CHECKING:

@@ -4,10 +4,10 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
-from tests.ray_jobs.test_cifar import members
 
 from pipelines.spec import CifarSource, HfParquetSource, Source, TfdsSource
 from ray_jobs.sources import catalog
+from tests.ray_jobs.sources.readers.test_cifar import members
 from tests.support.archives import image, tar
 from tests.support.prepared import put_parquet, put_tfds
 from tests.support.s3 import Server, used

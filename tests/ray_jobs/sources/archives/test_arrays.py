@@ -179,7 +179,7 @@ def test_a_file_that_keeps_the_hdf5_library_busy_ends_the_process(tmp_path: Path
     """No damaged file that hangs it is known, so that a pipe that nobody writes stands for one."""
     os.mkfifo(tmp_path / "x.h5")
     code = (
-        "import sys, pathlib; from ray_jobs.sources import arrays; arrays.SECONDS = 1;"
+        "import sys, pathlib; from ray_jobs.sources.archives import arrays; arrays.SECONDS = 1;"
         " arrays.open_hdf5(pathlib.Path(sys.argv[1]))"
     )
     ended = subprocess.run(

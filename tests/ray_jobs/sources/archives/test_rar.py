@@ -147,9 +147,7 @@ def test_a_library_that_hangs_is_ended(tmp_path: Path, monkeypatch: pytest.Monke
 def test_a_reader_may_take_any_time(tmp_path: Path) -> None:
     """The limit is the library's, not that of whoever reads what it unpacks."""
     (tmp_path / "it").write_bytes(packed({"big": os.urandom(2**20)}))
-    code = (
-        "import sys, time; from ray_jobs.sources import rar; rar.SECONDS = 1; sys.exit(rar.main(sys.argv[1]))"
-    )
+    code = "import sys; from ray_jobs.sources.archives import rar; rar.SECONDS = 1; sys.exit(rar.main(sys.argv[1]))"
     with subprocess.Popen([sys.executable, "-c", code, tmp_path / "it"], stdout=subprocess.PIPE) as process:
         assert process.stdout is not None
         with pytest.raises(subprocess.TimeoutExpired):
