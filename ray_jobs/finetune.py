@@ -269,7 +269,7 @@ def sweep(
     found = {}
     for result in tuner.fit():
         if result.error is not None:
-            raise _cause(result.error)
+            raise result.error
         assert result.config is not None and result.metrics is not None
         found[result.config["rate"], result.config["fold"]] = result.metrics
     return [
@@ -318,12 +318,6 @@ def steps_after(config: Finetune, folds: int, concurrent: int, number: int) -> i
     return (rounds + math.ceil(refits / concurrent) - own - 1) * config.steps
 
 
-def _cause(error: Exception) -> Exception:
-    """What went wrong inside a Ray task or trial."""
-    cause = getattr(error, "cause", error)
-    return cause if isinstance(cause, Exception) else error
-
-
 # ------------------------------------------------------------------------------------------------- the refits
 
 
@@ -355,17 +349,13 @@ def refit(context: Context, task: Task, pool: Images, rate: float, draw: int, af
 def run_refits(context: Context, task: Task, pools: list[Images], rate: float) -> list[Refit]:
     """Every draw's refit, each in a Ray task."""
     import ray
-    from ray.exceptions import RayTaskError
 
     resources, concurrent = devices.fit_resources(task.config.threads)
     remote = ray.remote(num_cpus=resources["CPU"], num_gpus=resources.get("GPU", 0))(refit)
-    try:
-        found: list[Refit] = ray.get([
-            remote.remote(context, task, pool, rate, draw, steps_after(task.config, 0, concurrent, draw))
-            for draw, pool in enumerate(pools)
-        ])  # fmt: skip
-    except RayTaskError as error:
-        raise _cause(error) from error
+    found: list[Refit] = ray.get([
+        remote.remote(context, task, pool, rate, draw, steps_after(task.config, 0, concurrent, draw))
+        for draw, pool in enumerate(pools)
+    ])  # fmt: skip
     return found
 
 

@@ -18,6 +18,7 @@ from pydantic import ValidationError
 from pipelines.files.fetch import fetched
 from pipelines.spec import GivenPreprocessing, Import
 from ray_jobs.process.stage import Context, Result, model_digest, run_stage
+from vit_model.errors import UserError
 
 if TYPE_CHECKING:
     from vit_model.config import ModelContract, Preprocessing
@@ -72,7 +73,7 @@ def contract_of(imported: Imported, config: Import) -> ModelContract:
     architecture = imported.architecture
     height, width = architecture.image_shape
     if height != width:
-        raise ValueError(f"{config.path}: image_size {height} x {width}; images are brought to squares here")
+        raise UserError(f"{config.path}: image_size {height} x {width}; images are brought to squares here")
     try:
         return ModelContract(
             architecture=architecture,
@@ -82,7 +83,7 @@ def contract_of(imported: Imported, config: Import) -> ModelContract:
             license=imported.license,
         )
     except ValidationError as error:
-        raise ValueError(f"{config.path}: {_reasons(error)}") from error
+        raise UserError(f"{config.path}: {_reasons(error)}") from error
 
 
 def preprocessing_of(imported: Imported, config: Import) -> Preprocessing:
@@ -94,7 +95,7 @@ def preprocessing_of(imported: Imported, config: Import) -> Preprocessing:
 
     said, given = imported.preprocessing, config.preprocessing
     if given is None and said is None:
-        raise ValueError(
+        raise UserError(
             f"{config.path} does not say which mean and std its images had, and wrong ones do harm that nobody sees: "
             "give --preprocessing half (0.5 and 0.5: Google's, AugReg's and most of timm's ViTs), imagenet (DeiT, "
             "DINO, torchvision) or a file with them; in a recipe, preprocessing: half"

@@ -80,6 +80,7 @@ from ray_jobs.process.stage import Context, Result, run_stage
 from ray_jobs.sources import catalog
 from ray_jobs.sources.archives.containers import outermost
 from ray_jobs.sources.archives.entries import Bad, Files, Listing
+from vit_model.errors import UserError
 
 SHARD_BYTES = 256 * 2**20
 SHARD_IMAGES = 8192  # small images: a shard is some seconds of rendering
@@ -285,7 +286,7 @@ def _check_unchanged(files: Files, states: States, entries: pa.Table) -> None:
         names = set(files)  # rows of arrays, archives of several files
     now = _states({name: files[name] for name in names})
     if changed := sorted(name for name in names if now.get(name) != states.get(name)):
-        raise ValueError(
+        raise UserError(
             f"the source changed while it was read, since the run was planned ({files[changed[0]]}): "
             "run again when it is at rest"
         )
@@ -318,7 +319,7 @@ def _samples(
                 digest = hashlib.sha256(data).digest()  # of the authors' bytes, whatever is stored
                 if config.short_side is not None:
                     data, found = shrunk(data, found, config.short_side)
-            except ValueError as error:
+            except UserError as error:
                 row["reason"] = str(error)
                 continue
             row |= found.columns()
@@ -336,9 +337,9 @@ def _samples(
         )
 
 
-def _examined(image: bytes | NDArray[np.uint8] | ValueError) -> tuple[bytes, Facts]:
+def _examined(image: bytes | NDArray[np.uint8] | UserError) -> tuple[bytes, Facts]:
     """An image's bytes as they are stored, and its facts. Raises ValueError with the reason why it can't be used."""
-    if isinstance(image, ValueError):
+    if isinstance(image, UserError):
         raise image
     if isinstance(image, bytes):
         return image, examine(image)
@@ -347,7 +348,7 @@ def _examined(image: bytes | NDArray[np.uint8] | ValueError) -> tuple[bytes, Fac
 
 def _check_shrinkable(config: Ingest, listing: Listing) -> None:
     if config.short_side is not None and listing.image is not None:
-        raise ValueError(
+        raise UserError(
             f"short_side is for image files; {config.source.kind} has arrays of pixels, which are stored as they are"
         )
 
@@ -427,7 +428,7 @@ def _check_bad(context: Context, bad: Sequence[Bad], total: int) -> None:
         folder = f"{context.store.uri}/{Layout.files(attempt.job, attempt.key, attempt.number)}"
         listed = "".join(f"\n  {one.key}: {one.reason}" for one in sorted(bad)[:20])
         more = f"\n  and {len(bad) - 20} more, in {folder}/quarantine.parquet" if len(bad) > 20 else ""
-        raise ValueError(
+        raise UserError(
             f"{len(bad)} of {total} images can't be used, more than max_bad_fraction {allowed}: "
             f"remove them or allow more{listed}{more}"
         )
@@ -440,7 +441,7 @@ def _trainable(index: pa.Table, listing: Listing) -> Trainable:
     wanted = pc.unique(entries.filter(may_train)["label"]).to_pylist()
     found = without_untrained(index, listing.class_names, wanted)
     if found.set_aside_classes and len(found.class_names) < 2:
-        raise ValueError(
+        raise UserError(
             f"only {len(found.class_names)} of {len(listing.class_names)} classes have a usable training image; "
             "a classifier needs two or more. Add images, or give the splits yourself (split folders, or a "
             "column `split` in the metadata)"

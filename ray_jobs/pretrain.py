@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from pipelines.spec import EvalCrop, Model, Pretrain
-from pipelines.store import FileEntry, StoreError
+from pipelines.store import FileEntry
 from ray_jobs.process.progress import Progress
 from ray_jobs.process.stage import Context, Result, model_digest, run_stage
 from ray_jobs.training import devices, objective
@@ -383,7 +383,7 @@ def main(context: Context) -> Result:
 
 
 def run_workers(context: Context) -> dict[str, Any]:
-    """{files, metrics} of rank 0. Raises the ValueError or OSError of a worker as its own."""
+    """{files, metrics} of rank 0."""
     os.environ.update(
         RAY_TRAIN_HEALTH_CHECK_INTERVAL_S="0.2",  # the default notices starts and ends a second later
         RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S=str(_START_TIMEOUT_SECONDS),
@@ -393,7 +393,6 @@ def run_workers(context: Context) -> dict[str, Any]:
     )
     from ray.train import FailureConfig, RunConfig
     from ray.train.torch import TorchTrainer
-    from ray.train.v2.api.exceptions import WorkerGroupError
 
     from ray_jobs.training.process_group import OnOneMachine
 
@@ -412,13 +411,7 @@ def run_workers(context: Context) -> dict[str, Any]:
                 failure_config=FailureConfig(max_failures=0, controller_failure_limit=2),
             ),
         )
-        try:
-            outcome: dict[str, Any] = trainer.fit().return_value
-        except WorkerGroupError as error:
-            for failure in error.worker_failures.values():
-                if isinstance(cause := getattr(failure, "cause", failure), ValueError | OSError | StoreError):
-                    raise cause from error
-            raise
+        outcome: dict[str, Any] = trainer.fit().return_value
     return outcome
 
 

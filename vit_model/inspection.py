@@ -18,6 +18,7 @@ from torch import Tensor
 
 from vit_model.build import Network
 from vit_model.config import ViTConfig
+from vit_model.errors import UserError
 from vit_model.model import Block, ViT, split_lines
 
 # Attention weights of one layer that are held at a time, where only a summary of them is asked for: 256 MiB.
@@ -75,7 +76,7 @@ def attention_rollout(network: Network, images: Tensor) -> NDArray[np.float32]:
     model = _vit(network, "attention rollout")
     config = model.config
     if config.axial:
-        raise ValueError(
+        raise UserError(
             "attention rollout multiplies weights from all tokens to all; axial is true, so a block has weights"
             " within a row or a column only"
         )
@@ -104,7 +105,7 @@ def patch_embedding_components(network: Network, count: int = 28) -> NDArray[np.
     embed = _vit(network, "the patch embedding").patch_embed
     filters = embed.proj.weight.detach().double().cpu().numpy()  # [d, c * p * p]
     if not 1 <= count <= min(filters.shape):
-        raise ValueError(
+        raise UserError(
             f"count is {count}; {filters.shape[0]} filters of {filters.shape[1]} weights have from 1 to"
             f" {min(filters.shape)} principal components"
         )
@@ -126,15 +127,13 @@ def position_similarity(network: Network, layer: int = 0) -> NDArray[np.float32]
     model = _vit(network, "position similarity")
     config = model.config
     if config.position in ("none", "relative"):
-        raise ValueError(
+        raise UserError(
             f"position similarity compares the embeddings of places; position is {config.position!r}, so places"
             " have none"
         )
     tables = config.num_blocks if config.position_at == "every_layer" else 1
     if not 0 <= layer < tables:
-        raise ValueError(
-            f"layer is {layer}; position_at {config.position_at!r} has {tables} table(s), from 0"
-        )
+        raise UserError(f"layer is {layer}; position_at {config.position_at!r} has {tables} table(s), from 0")
     with torch.no_grad():
         table = model.positions(layer)
         assert table is not None
@@ -144,7 +143,7 @@ def position_similarity(network: Network, layer: int = 0) -> NDArray[np.float32]
 
 def _vit(network: Network, what: str) -> ViT:
     if not isinstance(network, ViT):
-        raise ValueError(f"{what} is looked at in a ViT; this model is a {type(network).__name__}")
+        raise UserError(f"{what} is looked at in a ViT; this model is a {type(network).__name__}")
     return network
 
 

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from vit_model.build import Network
 from vit_model.config import ModelContract
+from vit_model.errors import UserError
 from vit_model.preprocessing import load_image, normalise
 from vit_model.weights import load_model
 
@@ -28,7 +29,7 @@ def classify(model_folder: Path, images: Sequence[Path]) -> list[dict[str, Any]]
     rows = list(classify_readable(model_folder, images))
     for row in rows:
         if "error" in row:
-            raise ValueError(row["error"])
+            raise UserError(row["error"])
     return rows
 
 
@@ -40,7 +41,7 @@ def classify_readable(model_folder: Path, images: Sequence[Path]) -> Iterator[di
     """
     model, contract = load_model(model_folder)
     if not contract.class_names:
-        raise ValueError(f"{model_folder} has no classifier: it gives representations only")
+        raise UserError(f"{model_folder} has no classifier: it gives representations only")
     model.eval()
     for start in range(0, len(images), BATCH):
         batch = images[start : start + BATCH]
@@ -49,7 +50,7 @@ def classify_readable(model_folder: Path, images: Sequence[Path]) -> Iterator[di
         for image in batch:
             try:
                 pixels[image] = load_image(image, contract.preprocessing)
-            except (ValueError, OSError) as error:
+            except (UserError, OSError) as error:
                 errors[image] = str(error)
         tops = dict(zip(pixels, _tops(model, contract, list(pixels.values())), strict=True))
         for image in batch:

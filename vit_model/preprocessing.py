@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from vit_model.config import Preprocessing
+from vit_model.errors import UserError
 
 if TYPE_CHECKING:
     import numpy as np
@@ -95,9 +96,7 @@ def _decode(
     image = _open(what, source)
     _check_size(what, image.width, image.height)
     if image.mode not in MODES:
-        raise ValueError(
-            f"{what} has pixels of Pillow's mode {image.mode!r}; 8 or 16 bits a channel are read"
-        )
+        raise UserError(f"{what} has pixels of Pillow's mode {image.mode!r}; 8 or 16 bits a channel are read")
     with _reading(what):
         return what, flatten(image).convert("L" if channels == 1 else "RGB")
 
@@ -111,7 +110,7 @@ def _open(what: str, source: "str | Path | bytes | Image.Image | NDArray[np.uint
         return source
     if isinstance(source, np.ndarray):
         if source.dtype != np.uint8 or source.ndim < 2 or source.shape[2:] not in ((), (1,), (3,)):
-            raise ValueError(
+            raise UserError(
                 f"array is {source.dtype} {source.shape}; uint8 [h, w], [h, w, 1] or [h, w, 3] fits"
             )
         return Image.fromarray(source[:, :, 0] if source.shape[2:] == (1,) else source)
@@ -122,16 +121,16 @@ def _open(what: str, source: "str | Path | bytes | Image.Image | NDArray[np.uint
 
 @contextmanager
 def _reading(what: str) -> Iterator[None]:
-    """Turn what Pillow raises for damaged files into a ValueError that names the file."""
+    """Turn what Pillow raises for damaged files into a UserError that names the file."""
     from PIL import Image
 
     try:
         yield
     except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
-        raise ValueError(f"{what} is too large; at most {MAX_PIXELS} pixels are read: {error}") from error
+        raise UserError(f"{what} is too large; at most {MAX_PIXELS} pixels are read: {error}") from error
     # Pillow's readers raise whatever their parsing trips over (struct.error, SyntaxError, KeyError, ...)
     except Exception as error:
-        raise ValueError(f"{what} cannot be read as an image ({', '.join(FORMATS)}): {error}") from error
+        raise UserError(f"{what} cannot be read as an image ({', '.join(FORMATS)}): {error}") from error
 
 
 def _resize(what: str, image: "Image.Image", preprocessing: Preprocessing) -> "Image.Image":
@@ -157,4 +156,4 @@ def _resize(what: str, image: "Image.Image", preprocessing: Preprocessing) -> "I
 
 def _check_size(what: str, width: int, height: int) -> None:
     if width * height > MAX_PIXELS:
-        raise ValueError(f"{what} has {width} x {height} pixels; at most {MAX_PIXELS} pixels are read")
+        raise UserError(f"{what} has {width} x {height} pixels; at most {MAX_PIXELS} pixels are read")

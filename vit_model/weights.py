@@ -17,6 +17,7 @@ from torch import Tensor
 
 from vit_model.build import Network, build
 from vit_model.config import Architecture, ModelContract, ViTConfig
+from vit_model.errors import UserError
 from vit_model.positions import resize_axis, resize_position_embedding
 
 WEIGHTS_FILE = "model.safetensors"
@@ -82,7 +83,7 @@ def load_model(folder: Path) -> tuple[Network, ModelContract]:
             model = _empty_model(path, contract, found)
             tensors = {name: file.get_tensor(name) for name in found}
     except SafetensorError as error:
-        raise ValueError(f"{path} is not a whole safetensors file: {error}") from error
+        raise UserError(f"{path} is not a whole safetensors file: {error}") from error
     for name, tensor in tensors.items():
         require_finite(f"{path}: tensor {name!r}", tensor)
     model.load_state_dict(tensors, assign=True)
@@ -103,7 +104,7 @@ def transfer_backbone(model: Network, source: Network) -> list[str]:
         pairs = ", ".join(
             f"{name} {getattr(theirs, name)!r} and {getattr(ours, name)!r}" for name in different
         )
-        raise ValueError(f"backbone does not fit the model: they have {pairs}")
+        raise UserError(f"backbone does not fit the model: they have {pairs}")
     weights = {name: tensor for name, tensor in source.state_dict().items() if not name.startswith(HEADS)}
     lines = []
     if isinstance(ours, ViTConfig) and isinstance(theirs, ViTConfig):
@@ -145,7 +146,7 @@ def resize_positions(weights: dict[str, Tensor], old: ViTConfig, new: ViTConfig)
     if old.grid == new.grid or old.position in ("none", "sincos2d", "sincos2d_moco"):
         return []
     if old.position == "relative":
-        raise ValueError(
+        raise UserError(
             f"relative positions of a {old.grid[0]}x{old.grid[1]} grid have no counterpart on {new.grid[0]}x"
             f"{new.grid[1]}; keep the resolution"
         )
@@ -165,26 +166,26 @@ def read_contract(folder: Path) -> ModelContract:
     """The contract of the model in `folder`. Raises ValueError, naming the file, where it is missing or none."""
     path = folder / CONTRACT_FILE
     if not path.is_file():
-        raise ValueError(f"{path} is missing: a model is a folder with {WEIGHTS_FILE} and {CONTRACT_FILE}")
+        raise UserError(f"{path} is missing: a model is a folder with {WEIGHTS_FILE} and {CONTRACT_FILE}")
     if path.stat().st_size > MAX_CONTRACT_BYTES:
-        raise ValueError(
+        raise UserError(
             f"{path} has {path.stat().st_size} bytes; a contract has at most {MAX_CONTRACT_BYTES}"
         )
     try:
         return ModelContract.model_validate_json(path.read_bytes())
     except ValidationError as error:
-        raise ValueError(f"{path} is not a model contract: {error}") from error
+        raise UserError(f"{path} is not a model contract: {error}") from error
 
 
 def check_header_size(path: Path) -> None:
     """Refuse a file whose header claims more than a header needs, before anything reads that much."""
     if not path.is_file():
-        raise ValueError(f"{path} is missing: a model is a folder with {WEIGHTS_FILE} and {CONTRACT_FILE}")
+        raise UserError(f"{path} is missing: a model is a folder with {WEIGHTS_FILE} and {CONTRACT_FILE}")
     with path.open("rb") as file:
         header = int.from_bytes(file.read(8), "little")
     limit = min(MAX_HEADER_BYTES, path.stat().st_size - 8)
     if not 0 < header <= limit:
-        raise ValueError(
+        raise UserError(
             f"{path} is not a whole safetensors file: its header claims {header} bytes, at most {limit} fit"
         )
 
@@ -197,7 +198,7 @@ def _empty_model(
     count = sum(math.prod(shape) for shape, _ in found.values())
     expected = contract.architecture.num_parameters
     if count != expected or len(found) < contract.architecture.num_blocks:
-        raise ValueError(
+        raise UserError(
             f"{path} has {count} numbers in {len(found)} tensors; "
             f"the architecture in {CONTRACT_FILE} has {expected}"
         )
@@ -205,12 +206,12 @@ def _empty_model(
         model = build(contract.architecture)
     expected_shapes = {name: (tuple(tensor.shape), "F32") for name, tensor in model.state_dict().items()}
     if unknown := sorted(found.keys() - expected_shapes.keys()):
-        raise ValueError(f"{path} holds tensors that the architecture has not: {', '.join(unknown[:5])}")
+        raise UserError(f"{path} holds tensors that the architecture has not: {', '.join(unknown[:5])}")
     if missing := sorted(expected_shapes.keys() - found.keys()):
-        raise ValueError(f"{path} lacks tensors of the architecture: {', '.join(missing[:5])}")
+        raise UserError(f"{path} lacks tensors of the architecture: {', '.join(missing[:5])}")
     for name, expected_shape in expected_shapes.items():
         if found[name] != expected_shape:
-            raise ValueError(
+            raise UserError(
                 f"{path}: tensor {name!r} is {found[name]}, the architecture needs {expected_shape}"
             )
     return model
@@ -218,4 +219,4 @@ def _empty_model(
 
 def require_finite(what: str, tensor: Tensor) -> None:
     if not torch.isfinite(tensor).all():
-        raise ValueError(f"{what} holds NaN or infinite values; all must be finite")
+        raise UserError(f"{what} holds NaN or infinite values; all must be finite")

@@ -18,6 +18,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import quote, urlsplit
 
+from vit_model.errors import UserError
+
 if TYPE_CHECKING:
     import aiohttp
     import requests
@@ -74,7 +76,7 @@ class Cluster:
         if response.status_code >= 500:
             raise ClusterUnreachable(f"{self.address} answers {response.status_code}")
         if response.status_code != 200 or not response.text.startswith("{"):
-            raise ValueError(f"{self.address} answers {response.status_code}, but not as Ray does")
+            raise UserError(f"{self.address} answers {response.status_code}, but not as Ray does")
         said = response.json()
         told = {name: str(said.get(name, "")) for name in ("session_name", "ray_version")}
         return told | {"date": response.headers.get("Date", "")}
@@ -96,7 +98,7 @@ class Cluster:
                 return
             reason = _last_line(response.text)
             if response.status_code == 400:
-                raise ValueError(f"{self.address} refuses the job {submission_id}: {reason}")
+                raise UserError(f"{self.address} refuses the job {submission_id}: {reason}")
         except ClusterUnreachable as error:
             reason = str(error)
         if self.job(submission_id) is None:
@@ -200,7 +202,7 @@ class Cluster:
                 reason = "connection refused" if refused else _last_line(str(error))
                 raise ClusterUnreachable(f"{self.address}: {reason}", refused) from error
         if response.status_code in {401, 403}:
-            raise ValueError(
+            raise UserError(
                 f"{self.address} refuses {'a caller without a token' if self.token is None else 'this token'}: give "
                 "the cluster's by RAY_AUTH_MODE=token and RAY_AUTH_TOKEN_PATH=<a file that has it>"
             )
@@ -313,7 +315,7 @@ def _read_token(token_path: Path | None) -> str | None:
     try:
         return token_path.read_text().strip()
     except FileNotFoundError:
-        raise ValueError(
+        raise UserError(
             f"the cluster's token is to be read from {token_path}, but there is no such file; "
             "RAY_AUTH_TOKEN_PATH names the right one"
         ) from None

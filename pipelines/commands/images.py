@@ -19,6 +19,7 @@ from pipelines.commands.common import (
 )
 from pipelines.spec import RecipeError
 from pipelines.store import local_files
+from vit_model.errors import UserError
 
 
 def init(
@@ -61,7 +62,7 @@ def predict(
                 console.print(f"[bold]{plain(row['image'])}[/]", highlight=False)
                 for top in row["top"]:
                     console.print(f"  {top['probability']:7.2%}  {plain(top['class'])}", highlight=False)
-    except ValueError as error:
+    except UserError as error:
         raise RecipeError(str(error)) from None
     if as_json:
         print_json(rows)

@@ -25,6 +25,7 @@ from pipelines.commands.common import (
 )
 from pipelines.spec import HUB_PATH, MEAN_AND_STD, Import, RecipeError
 from pipelines.store import local_files
+from vit_model.errors import UserError
 
 if TYPE_CHECKING:
     from vit_model.build import Network
@@ -117,7 +118,7 @@ def export(
         try:
             lines = list(_write(to, folder, *load_model(local_files(opened, manifest))))
         except (
-            ValueError,
+            UserError,
             ImportError,
         ) as error:  # what the format can't say; an extra that is not installed
             raise RecipeError(f"{manifest.key[:12]} as {to}: {error}") from None
@@ -140,7 +141,7 @@ def _write(to: Format, folder: Path, model: Network, contract: ModelContract) ->
     if to == "npz":
         yield from npz.write(folder / "model.npz", model, contract)
     elif not isinstance(model, ViT):
-        raise ValueError(
+        raise UserError(
             f"--format {to} is written of ViTs only, and this is a ResNet; npz and onnx take both"
         )
     else:

@@ -35,6 +35,7 @@ from pipelines.commands.common import (
 from pipelines.commands.reports import show_report
 from pipelines.spec import RecipeError
 from pipelines.store import Store, StoreAbsent, StoreDamaged, StoreError, add_event, wait_for_store
+from vit_model.errors import UserError
 
 if TYPE_CHECKING:
     from pipelines.engine.driver import Connection
@@ -122,7 +123,7 @@ def submit(
     if address is not None:
         submission.reach(address, token_file)  # a cluster that refuses is told before anything is written
     opened = open_(store)
-    with _told(), submission.target(address, token_file) as (cluster, ray_folder):
+    with translate_errors(), submission.target(address, token_file) as (cluster, ray_folder):
         targets = tuple(only or ()) or tuple(loaded.stages)
         started = runs.start_run(opened, loaded, targets, forced, strict_code=strict_code)
         submission.submit_driver(opened, started, cluster, parallel, ray_folder)
@@ -171,7 +172,7 @@ def _drive(
     from pipelines.engine.display import RunDisplay
 
     names = run.pipeline.needed_for(run.targets)
-    with _told():
+    with translate_errors():
         with RunDisplay(console, width(names)) as display, connecting as connection:
             try:
                 status, made = driver.run_pipeline(store, run, connection, display, parallel or CORES)
@@ -194,14 +195,14 @@ def _drive(
 
 
 @contextmanager
-def _told() -> Iterator[None]:
+def translate_errors() -> Iterator[None]:
     """What goes wrong once a run has begun is one message and exit code 1."""
     from pipelines.cluster.jobs_client import ClusterUnreachable
     from pipelines.cluster.local import LocalRayError
 
     try:
         yield
-    except (LocalRayError, StoreError, ClusterUnreachable, ValueError) as error:
+    except (LocalRayError, StoreError, ClusterUnreachable, UserError) as error:
         if isinstance(error, RecipeError):
             raise
         errors.print(f"[red]error:[/] {plain(str(error))}", highlight=False, soft_wrap=True)

@@ -28,6 +28,7 @@ from pipelines.commands.common import (
 from pipelines.spec import RecipeError, nearest
 from pipelines.store import StoreError
 from pipelines.terminal import write
+from vit_model.errors import UserError
 
 if TYPE_CHECKING:
     from pipelines.schedules.schedule import Schedule
@@ -210,7 +211,7 @@ def schedule_tick(
         for line in attend(opened, name, datetime.now(UTC), token_file, None):
             _say(f"{name}: {line}")
             said = True
-    except (StoreError, ClusterUnreachable, LocalRayError, ValueError) as error:
+    except (StoreError, ClusterUnreachable, LocalRayError, UserError) as error:
         errors.print(f"[red]error:[/] {plain(str(error))}", highlight=False, soft_wrap=True)
         raise typer.Exit(1) from None
     if not said:

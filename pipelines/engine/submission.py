@@ -24,6 +24,7 @@ from pipelines.cluster.jobs_client import (
 from pipelines.engine.runs import Clusters, Run
 from pipelines.spec import RecipeError
 from pipelines.store import Store, add_event, read_events
+from vit_model.errors import UserError
 
 # File systems that several machines may see; any other is taken to be this machine's own.
 SHARED = (
@@ -70,7 +71,7 @@ def reach(address: str, token_file: Path | None) -> Cluster:
         cluster.session_name  # noqa: B018 (asks)
     except ClusterUnreachable as error:
         raise ClusterUnreachable(f"{unusable}: {error}", error.refused_on_loopback) from None
-    except ValueError as error:
+    except UserError as error:
         raise RecipeError(f"{unusable}: {error}") from None
     return cluster
 

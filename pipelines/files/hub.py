@@ -67,7 +67,7 @@ def fetch(path: str, folder: Path) -> Path:
     """
     repository, commit = _parse(path)
     expected = digests(path)
-    with _told(path):
+    with translate_errors(path):
         files = {name: _download(repository, commit, name) for name in expected}
     for name, digest in file_digests(files.items()):
         if digest != expected[name]:
@@ -87,7 +87,7 @@ def _parse(path: str) -> tuple[str, str]:
 def _ask(path: str) -> dict[str, Any]:
     """The commit of a path and the sha256 of its files: the hub states those of large files, small ones are fetched."""
     repository, revision = _parse(path)
-    with _told(path):
+    with translate_errors(path):
         info = _api().model_info(repository, revision=revision, files_metadata=True)
     if not re.fullmatch(COMMIT, info.sha or ""):
         raise StoreError(
@@ -108,7 +108,7 @@ def _ask(path: str) -> dict[str, Any]:
             f"{path}: missing {' and '.join(missing)}; expected a model with config.json and model.safetensors "
             f"(pickles such as pytorch_model.bin are not fetched). It contains: {', '.join(sorted(found))}"
         )
-    with _told(path):
+    with translate_errors(path):
         small = {name: _download(repository, commit, name) for name in names if found[name].lfs is None}
     known = {name: lfs.sha256 for name in names if (lfs := found[name].lfs) is not None}
     known |= dict(file_digests(small.items()))
@@ -137,7 +137,7 @@ def _token() -> str | bool:
 
 
 @contextmanager
-def _told(path: str) -> Iterator[None]:
+def translate_errors(path: str) -> Iterator[None]:
     """Turn what the hub's client raises into vitflow's errors, which name the path."""
     try:
         import httpx2

@@ -104,7 +104,7 @@ def transfer() -> TransferConfig:
 
 
 @contextmanager
-def told(uri: str, what: str) -> Iterator[None]:
+def translate_errors(uri: str, what: str) -> Iterator[None]:
     """What boto3 raises, as a StoreError that says where, what, and what would be right."""
     try:
         yield
@@ -195,7 +195,7 @@ def read_range(uri: str, start: int, length: int, etag: str | None = None) -> by
     Raises StoreError: it has another ETag than this, or can't be read.
     """
     bucket, key = _split(uri)
-    with told(uri, f"read bytes {start} to {start + length}"):
+    with translate_errors(uri, f"read bytes {start} to {start + length}"):
         wanted = f"bytes={start}-{start + length - 1}"
         given = {} if etag is None else {"IfMatch": etag}
         answer = client().get_object(Bucket=bucket, Key=key, Range=wanted, **given)
@@ -207,7 +207,7 @@ def fetch(uri: str, folder: Path) -> Path:
     bucket, _ = parse(uri)
     files = listing(uri)
     for file in files:
-        with told(uri, f"read {file.name}"):
+        with translate_errors(uri, f"read {file.name}"):
             client().download_file(bucket, file.key, str(folder / file.name), Config=transfer())
     return folder / ONE_FILE if [file.name for file in files] == [ONE_FILE] else folder
 
@@ -230,7 +230,7 @@ def _at(uri: str, delimiter: str) -> tuple[list[Remote], list[Remote]]:
 
 def _objects(bucket: str, prefix: str, delimiter: str = "") -> Iterator[Remote]:
     """The objects whose keys begin so; with "/" without those in folders below."""
-    with told(f"s3://{bucket}/{prefix}", "list it"):
+    with translate_errors(f"s3://{bucket}/{prefix}", "list it"):
         given = {"Delimiter": delimiter} if delimiter else {}
         pages = client().get_paginator("list_objects_v2").paginate(Bucket=bucket, Prefix=prefix, **given)
         for page in pages:

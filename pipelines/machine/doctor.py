@@ -22,6 +22,7 @@ from pipelines.cluster.jobs_client import LOOPBACK, Cluster, ClusterUnreachable,
 from pipelines.machine.findings import Finding, machine_findings, nearest_folder
 from pipelines.spec import RecipeError
 from pipelines.store import Layout, Store, StoreAbsent, StoreError, open_store
+from vit_model.errors import UserError
 
 if TYPE_CHECKING:
     pass
@@ -234,7 +235,7 @@ def cluster_findings(
         )
         yield Finding(what, "problem", str(error), f"{do}`kubectl port-forward service/<head> 8265`")
         return
-    except ValueError as error:
+    except UserError as error:
         yield Finding(what, "problem", str(error), "--token-file FILE, with the cluster's token in it")
         return
     yield _version(what, cluster, about["ray_version"])

@@ -21,6 +21,7 @@ from rich.markup import escape
 
 from pipelines.recipe.load import load_pipeline
 from pipelines.spec import ModelSize, RecipeError
+from vit_model.errors import UserError
 
 if TYPE_CHECKING:
     from ray_jobs.sources.readers.folder import Listing
@@ -74,7 +75,7 @@ def write_recipe(file: Path, images: Path, console: Console) -> None:
         raise RecipeError(f"{file}: cannot write to {file.parent.resolve()}: {error.strerror}") from None
     try:
         listing = folder.scan(images.expanduser())
-    except ValueError as error:
+    except UserError as error:
         raise RecipeError(str(error)) from None
 
     def say(text: str) -> None:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from pipelines.results.lookup import find_artifact
 from pipelines.spec import nearest
 from pipelines.store import Manifest, Store, local_files
+from vit_model.errors import UserError
 
 if TYPE_CHECKING:
     import duckdb
@@ -157,7 +158,7 @@ class StoredDataset:
             if split == known:
                 self.data.require(known)
                 return known
-        raise ValueError(f"{self.info.name} has no split {split!r}{nearest(split, SPLITS)}")
+        raise UserError(f"{self.info.name} has no split {split!r}{nearest(split, SPLITS)}")
 
     def _plain(self) -> Preprocessing:
         from vit_model.config import Preprocessing

@@ -165,7 +165,7 @@ def query(
         },
     )
     try:
-        with _told(duckdb, seconds):
+        with translate_errors(duckdb, seconds):
             _lock(connection, define_tables(connection, store, _named_tables(connection, sql)))
             with _interrupted(connection, seconds):
                 # as a table: under the limits to its last row, with a name of its own for every column
@@ -209,7 +209,7 @@ def _interrupted(connection: DuckDBPyConnection, seconds: float) -> Iterator[Non
 
 
 @contextmanager
-def _told(duckdb: Any, seconds: float) -> Iterator[None]:
+def translate_errors(duckdb: Any, seconds: float) -> Iterator[None]:
     """What DuckDB raises, as one message for the person who wrote the SQL."""
     try:
         yield

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from pipelines.spec import RecipeError, nearest
 from pipelines.store import Manifest, Store, all_manifests, local_files
+from vit_model.errors import UserError
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -281,7 +282,7 @@ def _entries(store: Store, manifests: list[Manifest]) -> dict[tuple[Any, ...], E
             measures.join_tables(parts, "predictions.parquet", PREDICTIONS),
             {manifest.key: measures.draw_seed(manifest) for manifest in manifests},
         )
-    except ValueError as error:
+    except UserError as error:
         raise RecipeError(str(error)) from None
     found: dict[tuple[Any, ...], Entry] = {}
     for entry in entries:

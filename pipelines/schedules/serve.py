@@ -18,6 +18,7 @@ from pipelines.cluster.jobs_client import ClusterUnreachable
 from pipelines.cluster.local import LocalRayError
 from pipelines.schedules.schedule import Schedule, all_schedules, attend
 from pipelines.store import Store, StoreError
+from vit_model.errors import UserError
 
 LOOK_SECONDS = 10.0  # between two looks at the store: for schedules that others change, for drivers that died
 GRACE = timedelta(seconds=60)  # a tick that is older was missed
@@ -58,7 +59,7 @@ class _Server:
         try:
             for line in attend(self.store, name, now, self.token_file, GRACE):
                 self._say_once(name, line)
-        except (StoreError, ClusterUnreachable, LocalRayError, ValueError) as error:
+        except (StoreError, ClusterUnreachable, LocalRayError, UserError) as error:
             self._say_once(name, f"{error}; will be tried again")
         except Exception:  # a bug here must not end the other schedules, nor go unseen
             traceback.print_exc()

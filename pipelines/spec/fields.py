@@ -9,8 +9,10 @@ from typing import Annotated, Any
 
 from pydantic import AfterValidator, Field
 
+from vit_model.errors import UserError
 
-class RecipeError(ValueError):
+
+class RecipeError(UserError):
     """A recipe, or a request about one, that can't be run; the message says what would be right."""
 
 

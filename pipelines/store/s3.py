@@ -52,7 +52,7 @@ class S3Store:
         self.id = identify(self, create)
 
     def read(self, name: str, limit: int | None = None) -> bytes | None:
-        with self._told(f"read {name}"):
+        with self._translate_errors(f"read {name}"):
             try:
                 return self._get(name, limit)
             except ClientError as error:
@@ -65,14 +65,14 @@ class S3Store:
             return list(threads.map(lambda name: read_or_damage(self, name, limit), names))
 
     def read_range(self, name: str, start: int, length: int) -> bytes:
-        with self._told(f"read {name}"):
+        with self._translate_errors(f"read {name}"):
             data = self._get(name, Range=f"bytes={start}-{start + length - 1}")
         return complete(f"{self.uri}/{name}", data, start, length)
 
     def create(self, name: str, data: bytes) -> bool:
         deadline = time.monotonic() + CONFLICT_SECONDS
         while True:
-            with self._told(f"write {name}"):
+            with self._translate_errors(f"write {name}"):
                 try:
                     s3.client().put_object(
                         Bucket=self.bucket, Key=self.prefix + name, Body=data, IfNoneMatch="*"
@@ -89,7 +89,7 @@ class S3Store:
     def names(self, folder: str) -> list[str]:
         prefix = f"{self.prefix}{folder}/" if folder else self.prefix
         found = []
-        with self._told(f"list {folder}"):
+        with self._translate_errors(f"list {folder}"):
             lister = s3.client().get_paginator("list_objects_v2")
             for page in lister.paginate(Bucket=self.bucket, Prefix=prefix, Delimiter="/"):
                 found += [entry["Key"] for entry in page.get("Contents", ())]
@@ -98,7 +98,7 @@ class S3Store:
 
     def digest(self, name: str) -> tuple[int, str] | None:
         size, digest = 0, hashlib.sha256()
-        with self._told(f"read {name}"):
+        with self._translate_errors(f"read {name}"):
             try:
                 total = s3.client().head_object(Bucket=self.bucket, Key=self.prefix + name)["ContentLength"]
             except ClientError as error:
@@ -149,7 +149,7 @@ class S3Store:
         asked: dict[str, Any] = (
             {"Range": f"bytes={start}-{start + s3.PART_BYTES - 1}"} if entry.size > s3.PART_BYTES else {}
         )
-        with self._told(f"read {name}"):
+        with self._translate_errors(f"read {name}"):
             data = self._get(name, **asked)
         with open(os.open(path, os.O_WRONLY | os.O_CREAT, 0o666), "wb") as file:  # noqa: PTH123 (not emptied)
             file.seek(start)
@@ -195,19 +195,19 @@ class S3Store:
                 key = f"{self.prefix}{folder}/{relative}"
                 going.append((entry, manager.upload(str(path), self.bucket, key)))
             for entry, future in going:
-                with self._told(f"write {folder}/{entry.path}"):
+                with self._translate_errors(f"write {folder}/{entry.path}"):
                     future.result()
         return tuple(entry for entry, _ in going)
 
     def server_date(self) -> str:
         """The server's clock, as HTTP spells it; empty where it does not tell."""
         answer: dict[str, Any] = {}
-        with self._told("ask for the time"):
+        with self._translate_errors("ask for the time"):
             answer = s3.client().head_object(Bucket=self.bucket, Key=f"{self.prefix}{Layout.STORE}")
         return str(answer["ResponseMetadata"]["HTTPHeaders"].get("date", ""))
 
-    def _told(self, what: str) -> AbstractContextManager[None]:
-        return s3.told(self.uri, what)
+    def _translate_errors(self, what: str) -> AbstractContextManager[None]:
+        return s3.translate_errors(self.uri, what)
 
 
 def _pause() -> None:

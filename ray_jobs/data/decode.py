@@ -15,12 +15,13 @@ from numpy.typing import NDArray
 
 from ray_jobs.data.jpeg import plain_jpeg
 from vit_model.config import Preprocessing
+from vit_model.errors import UserError
 from vit_model.preprocessing import decode_image, load_image
 
 _SCALES = (8, 4, 2)  # a JPEG is decoded at a half, a quarter or an eighth for less
 
 
-class DamagedError(ValueError):
+class DamagedError(UserError):
     """An image that is not what it was at ingest."""
 
 
@@ -54,7 +55,7 @@ def square(image: Stored, preprocessing: Preprocessing) -> NDArray[np.uint8]:
         if source is None and _is_plain_jpeg(image):
             source = _decode_jpeg(image.data)
         return load_image(image.data if source is None else source, preprocessing)
-    except ValueError as error:
+    except UserError as error:
         raise DamagedError(f"image {image.key!r} was readable at ingest and is not now: {error}") from error
 
 
@@ -75,7 +76,7 @@ def cropped(image: Stored, preprocessing: Preprocessing, crop: Crop) -> NDArray[
                 height, width = height // scale, width // scale
         if pixels is None:
             pixels = decode_image(image.data, channels)
-    except ValueError as error:
+    except UserError as error:
         raise DamagedError(f"image {image.key!r} was readable at ingest and is not now: {error}") from error
     # Contiguous with four dimensions, so that torch sees channels_last: then it resizes in half the time and gives
     # pixels in our order, which saves as much again.

@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from PIL import Image, ImageOps, UnidentifiedImageError
 
 from ray_jobs.data.jpeg import plain_jpeg
+from vit_model.errors import UserError
 from vit_model.preprocessing import FORMATS, MAX_PIXELS, MODES, flatten
 
 MAX_SCANS = 500  # of a JPEG; programs write 10 or so, a film behind it may look like 100
@@ -75,10 +76,10 @@ def examine(data: bytes) -> Facts:
     frame counts.
     """
     if not data:
-        raise ValueError("empty file")
-    with _told():
+        raise UserError("empty file")
+    with translate_errors():
         form, size, channels, grey, on_black = _plain(data) or _any(data)
-        return Facts(form, *size, channels, hashes(grey, on_black))
+    return Facts(form, *size, channels, hashes(grey, on_black))
 
 
 def shrunk(data: bytes, facts: Facts, short_side: int) -> tuple[bytes, Facts]:
@@ -89,7 +90,7 @@ def shrunk(data: bytes, facts: Facts, short_side: int) -> tuple[bytes, Facts]:
     """
     if min(facts.width, facts.height) <= short_side:
         return data, facts
-    with _told(), Image.open(io.BytesIO(data), formats=FORMATS) as image:
+    with translate_errors(), Image.open(io.BytesIO(data), formats=FORMATS) as image:
         flat = flatten(image)
         width, height = (round(side * short_side / min(flat.size)) for side in flat.size)
         file = io.BytesIO()
@@ -98,8 +99,8 @@ def shrunk(data: bytes, facts: Facts, short_side: int) -> tuple[bytes, Facts]:
 
 
 @contextmanager
-def _told() -> Iterator[None]:
-    """Whatever Pillow raises in the block is a ValueError with a short reason; what it warns of is silent."""
+def translate_errors() -> Iterator[None]:
+    """Whatever Pillow raises in the block is a UserError with a short reason; what it warns of is silent."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -110,10 +111,10 @@ def _told() -> Iterator[None]:
     # Pillow's readers raise whatever their parsing trips over (struct.error, SyntaxError, EOFError, ...),
     # and one bad file must become one line of quarantine.
     except Exception as error:
-        raise ValueError(_reason(error)) from error
+        raise UserError(_reason(error)) from error
 
 
-class _RefusedError(ValueError):
+class _RefusedError(UserError):
     """An image that is not even decoded."""
 
 
@@ -176,7 +177,7 @@ def _has_few_scans(data: bytes) -> bool:
 def examine_pixels(pixels: NDArray[np.uint8]) -> Facts:
     """The facts of raw pixels, uint8 [h, w, 1 or 3]. Raises ValueError for another shape."""
     if pixels.dtype != np.uint8 or pixels.ndim != 3 or pixels.shape[2] not in (1, 3) or not pixels.size:
-        raise ValueError(f"pixels are {pixels.dtype} {list(pixels.shape)}, not uint8 [h, w, 1 or 3]")
+        raise UserError(f"pixels are {pixels.dtype} {list(pixels.shape)}, not uint8 [h, w, 1 or 3]")
     height, width, channels = pixels.shape
     grey = pixels[:, :, 0] if channels == 1 else np.asarray(Image.fromarray(pixels).convert("L"))
     return Facts("raw", width, height, channels, hashes(grey))

@@ -36,6 +36,7 @@ from ray_jobs.data.sampler import (
 )
 from ray_jobs.data.shards import Dataset
 from vit_model.config import Preprocessing
+from vit_model.errors import UserError
 
 MEMORY_BYTES = 2**30  # images that are the same in every epoch are decoded once, where they fit in here
 _RING_BYTES = 2**30  # of decoded batches that wait
@@ -144,7 +145,7 @@ class Loader:
         self.seconds_waited += time.perf_counter() - started
         self.samples += self._batch
         if self.substitutes > _SPARED + _SPARED_FRACTION * (self.samples - self._first) / self._world:
-            raise ValueError(
+            raise UserError(
                 f"{self.substitutes} of {(self.samples - self._first) // self._world:,} images were damaged and "
                 f"replaced, which is too many: dataset {self._dataset.info.name} must be written anew"
             )
@@ -291,7 +292,7 @@ class Loader:
                 return other, self._image(other, boxes[0] if boxes else None)
             except DamagedError:
                 continue
-        raise ValueError(f"dataset {self._dataset.info.name}: every image is damaged") from error
+        raise UserError(f"dataset {self._dataset.info.name}: every image is damaged") from error
 
 
 def _joined(parts: list[Future[Indices]]) -> Indices:

@@ -26,6 +26,7 @@ from numpy.typing import NDArray
 from pipelines.store import Store, StoreError, StoreUnreachable
 from ray_jobs.data.cache import Cache, Descriptor
 from ray_jobs.data.decode import DamagedError, Stored
+from vit_model.errors import UserError
 
 PIECE_BYTES = 16 * 2**20  # what is asked of S3 at once; its own advice is 8 to 16 MB
 _GAP = 2**20  # bytes between two images that are rather read than asked for around
@@ -152,7 +153,7 @@ class Reader:
             return
         every = int((self._bounds[2] - self._bounds[1]).sum())
         if (needed := every if needed is None else min(needed, every)) > cache.budget:
-            raise ValueError(
+            raise UserError(
                 f"cache_gib {cache.budget / 2**30:.3g} is less than the {needed / 2**30:.3g} GiB of images that are "
                 f"read from S3 again and again: {hint}"
             )
@@ -242,7 +243,7 @@ class Reader:
             raise
         except (OSError, StoreError) as error:
             name = self._shards.names[self._bounds[0][piece]]
-            raise ValueError(f"shard {name} is missing or damaged: {error}") from error
+            raise UserError(f"shard {name} is missing or damaged: {error}") from error
         finally:
             with self._lock:
                 self._asked.pop(piece, None)  # what went wrong there is asked anew the next time

@@ -51,6 +51,7 @@ from ray_jobs.data.decode import square
 from ray_jobs.data.images import Hashes
 from ray_jobs.data.reading import LocalShards, Reader, RemoteShards, Shards
 from vit_model.config import Preprocessing
+from vit_model.errors import UserError
 
 Split = Literal["train", "dev", "test"]
 SPLITS: tuple[Split, ...] = ("train", "dev", "test")
@@ -260,7 +261,7 @@ def write_dataset(
     index = index.take(order).select(INDEX.names).cast(INDEX)
     ids = index["sample_id"]
     if len(pc.unique(ids)) < len(ids):
-        raise ValueError(f"{name}: two images have the same key and the same bytes")
+        raise UserError(f"{name}: two images have the same key and the same bytes")
     pq.write_table(index, folder / "index.parquet", compression="zstd")
     splits = index["split"].to_pylist()
     info = DatasetInfo(
@@ -314,9 +315,9 @@ def _read_info(folder: Path) -> DatasetInfo:
     try:
         return DatasetInfo.model_validate_json(path.read_bytes())
     except FileNotFoundError as error:
-        raise ValueError(f"{folder} is no dataset: it has no dataset.json") from error
+        raise UserError(f"{folder} is no dataset: it has no dataset.json") from error
     except ValidationError as error:
-        raise ValueError(f"{path} is damaged or of another version: {error}") from error
+        raise UserError(f"{path} is damaged or of another version: {error}") from error
 
 
 class Dataset:
@@ -336,13 +337,13 @@ class Dataset:
         try:
             table = pq.read_table(path)
         except (OSError, pa.ArrowException) as error:
-            raise ValueError(f"{path} is missing or damaged: {error}") from error
+            raise UserError(f"{path} is missing or damaged: {error}") from error
         if missing := [name for name in _READ if name not in table.schema.names]:
-            raise ValueError(f"{path}: missing columns: {', '.join(missing)}")
+            raise UserError(f"{path}: missing columns: {', '.join(missing)}")
         found = {split: table.filter(pc.equal(table["split"], split)) for split in SPLITS}
         for split, own in found.items():
             if len(own) != self.info.splits[split]:
-                raise ValueError(
+                raise UserError(
                     f"{path} has {len(own)} images in {split}, dataset.json says {self.info.splits[split]}"
                 )
         return found
@@ -355,7 +356,7 @@ class Dataset:
         """Raise ValueError when one of the splits has no images."""
         for split in splits:
             if not self.info.splits[split]:
-                raise ValueError(
+                raise UserError(
                     f"dataset {self.info.name} has no images in its {split} split, which this needs"
                 )
 
@@ -440,7 +441,7 @@ def _row_groups(samples: Iterable[Sample], row_group_bytes: int) -> Iterator[lis
 def _check_memory(shape: tuple[int, ...]) -> None:
     needed, free = int(np.prod(shape, dtype=np.int64)), psutil.virtual_memory().available
     if needed > 0.8 * free:
-        raise ValueError(
+        raise UserError(
             f"images {list(shape)} need {needed / 2**30:.1f} GiB, {free / 2**30:.1f} GiB of memory are free: "
             "use a lower resolution or fewer images"
         )

@@ -30,6 +30,7 @@ from ray_jobs.data.near_duplicates import is_near
 from ray_jobs.data.shards import Dataset
 from ray_jobs.evaluation.supports import draw_labels
 from ray_jobs.process.stage import Context
+from vit_model.errors import UserError
 
 # The label of a model with a backbone trained on other images, and with one trained on the images labelled here.
 PRETRAINED, SEEN = "pretrained", "trained on these images"
@@ -93,7 +94,7 @@ def check_leakage(context: Context, dataset: Dataset, labelled: pa.Table) -> Ove
     own = pa.concat_tables([dataset.index(split).select(["content_id"]) for split in ("train", "dev")])
     found = overlap(test, own, labelled, [training.images for training in trainings])
     if found.seen.any() and context.config.seen_in_training == "fail":
-        raise ValueError(_refusal(context, test, found, trainings))
+        raise UserError(_refusal(context, test, found, trainings))
     if unknown and _names_data(context, dataset):
         found = found._replace(labels_seen=len(labelled))
     found = found._replace(unknown=tuple(unknown))
@@ -237,7 +238,7 @@ def _index(store: Store, dataset: Manifest) -> pa.Table | None:
             known = set(_READ) <= set(file.schema_arrow.names)
             return file.read(_READ) if known else None
     except (OSError, pa.ArrowException) as error:
-        raise ValueError(f"{path} is damaged: {error}") from error
+        raise UserError(f"{path} is damaged: {error}") from error
 
 
 def _named(manifest: Manifest) -> str:

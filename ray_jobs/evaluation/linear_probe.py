@@ -20,6 +20,7 @@ import numpy as np
 from threadpoolctl import threadpool_limits
 
 from ray_jobs.evaluation.supports import draw_labels
+from vit_model.errors import UserError
 
 # Wide enough for pixels divided by 255 (best near 2^-5 on scikit-learn's 0-16 digits) up to standardised
 # features of a thousand dimensions.
@@ -193,7 +194,7 @@ def _check_split(split: str, features: np.ndarray, labels: np.ndarray) -> None:
         )
     if not np.isfinite(features).all():
         row, column = np.argwhere(~np.isfinite(features))[0]
-        raise ValueError(
+        raise UserError(
             f"{split} features hold {features[row, column]} at [{row}, {column}]; all must be finite"
         )
 

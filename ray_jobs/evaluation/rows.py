@@ -18,6 +18,8 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from vit_model.errors import UserError
+
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
@@ -202,7 +204,7 @@ def read_table(path: Path, schema: Any) -> list[Row]:
     """The rows of a Parquet file in file order. Raises ValueError where its columns are not the schema's."""
     table = pq.read_table(path)
     if not table.schema.equals(schema):
-        raise ValueError(f"{path} has the columns {_described(table.schema)}; expected {_described(schema)}")
+        raise UserError(f"{path} has the columns {_described(table.schema)}; expected {_described(schema)}")
     rows: list[Row] = table.to_pylist()
     return rows
 

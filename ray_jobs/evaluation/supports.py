@@ -8,6 +8,8 @@ import warnings
 
 import numpy as np
 
+from vit_model.errors import UserError
+
 _DRAW_LABELS = 1  # keeps this module's random numbers apart from other users of the same seed
 
 
@@ -47,7 +49,7 @@ def stratified_folds(labels: np.ndarray, num_folds: int, seed: int) -> list[tupl
     labels = _checked(labels)
     largest = int(np.unique(labels, return_counts=True)[1].max())
     if not 2 <= num_folds <= largest:
-        raise ValueError(
+        raise UserError(
             f"num_folds is {num_folds}; it must be from 2 to {largest}, the images of the largest class"
         )
     from sklearn.model_selection import StratifiedKFold  # a second, which drawing labels does not need

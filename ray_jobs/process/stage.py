@@ -16,12 +16,11 @@ import importlib.metadata
 import os
 import platform
 import sys
-import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 from pydantic import TypeAdapter
 
@@ -43,12 +42,12 @@ from pipelines.store import (
     read_manifest,
     who,
 )
+from vit_model.errors import UserError
 
 if TYPE_CHECKING:
     from ray_jobs.data.shards import Dataset
 
 MODEL_FILES = ("model.safetensors", "config.json")
-FULL = {errno.ENOSPC, errno.EDQUOT}
 PACKAGES = ("torch", "ray", "deepspeed", "pyarrow", "numpy", "pillow", "scikit-learn", "matplotlib")
 
 
@@ -91,7 +90,7 @@ class Context:
     def check_source(self, when: str) -> None:
         """Raise ValueError when the files that the stage reads are not those that the run was planned with."""
         if identity.source_fingerprint(self.config) != self.attempt.source:
-            raise ValueError(
+            raise UserError(
                 f"the source changed {when}, since the run was planned: run again when it is at rest"
             )
 
@@ -134,32 +133,34 @@ def run_stage(module: str) -> None:
         join_ray(context.attempt)
         result = main(context)
         _commit(context, result, started)
-    except (ValueError, StoreError) as error:
-        if isinstance(error, StoreUnreachable) or not _is_deliberate(error):
-            raise  # another attempt may do better
-        # a task's error carries the remote traceback in its text; the message of the cause is what the user needs
-        _give_up(str(getattr(error, "cause", error)))
-    except OSError as error:
-        cause = getattr(error, "cause", error)
-        if cause.errno not in FULL:
-            raise
-        _give_up(
-            f"no space for {cause.filename or spec}: {cause}; nothing was committed, free some and run again"
-        )
+    except Exception as error:
+        if (reason := for_the_user(error, spec)) is None:
+            raise  # a bug, or a failure that passes: another attempt may do better
+        print(f"error: {reason}", file=sys.stderr, flush=True)
+        sys.exit(2)
 
 
-def _is_deliberate(error: Exception) -> bool:
-    """Whether this project's own code raised it: what a library raises may well be a mistake of ours."""
-    text = getattr(error, "traceback_str", None) or "".join(traceback.format_exception(error))
-    raised = [line for line in text.splitlines() if line.lstrip().startswith('File "')][-1:]
-    folders = [f"{identity.PROJECT}/{package}/" for package in (*identity.CODE_PACKAGES, "pipelines")]
-    return any(folder in line for line in raised for folder in folders)
+def for_the_user(error: BaseException, spec: str) -> str | None:
+    """What the user has to fix before the attempt at `spec` can succeed; None where that is not why it failed."""
+    for cause in causes(error):
+        match cause:
+            case StoreUnreachable():
+                continue
+            case UserError() | StoreError():
+                return str(cause)
+            case OSError(errno=errno.ENOSPC | errno.EDQUOT, filename=name):
+                return f"no space for {name or spec}: {cause}; nothing was committed, free some and run again"
+    return None
 
 
-def _give_up(reason: str) -> NoReturn:
-    """End with what the user has to mend."""
-    print(f"error: {reason}", file=sys.stderr, flush=True)
-    sys.exit(2)
+def causes(error: BaseException) -> list[BaseException]:
+    """What was raised in the tasks, trials and workers whose failure Ray reports as `error`; else `error` itself.
+
+    Ray's attributes are looked for, and not its classes: importing Ray Train takes seconds.
+    """
+    inner = getattr(error, "worker_failures", {}).values()  # WorkerGroupError
+    found = [getattr(error, "cause", None), getattr(error, "controller_failure", None), *inner]
+    return [cause for one in found if isinstance(one, BaseException) for cause in causes(one)] or [error]
 
 
 def read_context(spec: str) -> Context:
@@ -176,7 +177,7 @@ def read_context(spec: str) -> Context:
     attempt = Attempt.model_validate_json(data)
     code = identity.code_digest(attempt.job)
     if code != attempt.code_digest:
-        raise ValueError(
+        raise UserError(
             f"the code of {attempt.job} here has digest {code[:12]}, the driver's {attempt.code_digest[:12]}: it "
             "changed since this attempt was planned (run again), or the cluster's nodes have another vitflow"
         )

@@ -21,6 +21,7 @@ import pyarrow.parquet as pq
 from pipelines.store import Manifest
 from ray_jobs.evaluation.intervals import Interval, accuracy_interval
 from ray_jobs.evaluation.rows import PREDICTIONS, ROWS
+from vit_model.errors import UserError
 
 _FROM = [pa.field("artifact", pa.string(), nullable=False), pa.field("stage", pa.string(), nullable=False)]
 REPORT_ROWS = pa.schema([*_FROM, *ROWS])
@@ -80,7 +81,7 @@ def join_tables(parts: Iterable[tuple[str, Manifest, Path]], name: str, schema: 
             found = file.schema_arrow
         later = [column for column in schema if column.nullable and column.name not in found.names]
         if not pa.schema([*found, *later]).equals(schema):
-            raise ValueError(f"{folder / name} has the columns {found.names}; expected {schema.names}")
+            raise UserError(f"{folder / name} has the columns {found.names}; expected {schema.names}")
         with pq.ParquetFile(folder / name, read_dictionary=texts) as file:
             table = file.read()
         for column in later:  # an earlier version did not write it
@@ -192,14 +193,14 @@ def _entry(
     where = f"{stage} ({artifact[:12]}), {protocol}, {method}, {labels_per_class or 'all'} labels a class"
     missing = [draw for draw in draws if (*key, draw) not in predicted]
     if missing:
-        raise ValueError(f"{where}: there are no predictions of the draws {missing}")
+        raise UserError(f"{where}: there are no predictions of the draws {missing}")
     parts = [predicted[(*key, draw)] for draw in draws]
     first = parts[0]
     if not np.diff(first.places).all() or any(
         not np.array_equal(other.places, first.places) or not np.array_equal(other.labels, first.labels)
         for other in parts
     ):
-        raise ValueError(f"{where}: every draw must be scored once on each of the same test images")
+        raise UserError(f"{where}: every draw must be scored once on each of the same test images")
     entry = Entry(
         artifact=artifact, stage=stage, task=task, protocol=protocol, method=method,
         labels_per_class=labels_per_class, draw_seed=seed, draws=draws, sample_ids=ids.at(first.places),
@@ -210,7 +211,7 @@ def _entry(
     )  # fmt: skip
     for draw, value in zip(draws, entry.correct.mean(axis=1), strict=True):
         if not np.isclose(measured[draw]["value"], value, rtol=0, atol=1e-6):
-            raise ValueError(
+            raise UserError(
                 f"{where}, draw {draw}: the row says {measured[draw]['value']}, its predictions {value}"
             )
     return entry

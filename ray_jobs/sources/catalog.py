@@ -26,6 +26,7 @@ from ray_jobs.sources.readers import (
     tfds,
     webdataset,
 )
+from vit_model.errors import UserError
 
 _MODULES = {
     "digits": digits,
@@ -48,7 +49,7 @@ class _Rows(Protocol):
 
     def rows(
         self, source: Any, files: Files, numbers: list[int]
-    ) -> Iterator[bytes | NDArray[np.uint8] | ValueError]: ...
+    ) -> Iterator[bytes | NDArray[np.uint8] | UserError]: ...
 
 
 def listing(source: Source, files: Files) -> Listing:
@@ -59,7 +60,7 @@ def listing(source: Source, files: Files) -> Listing:
 
 def images(
     source: Source, files: Files, entries: pa.Table
-) -> Iterator[bytes | NDArray[np.uint8] | ValueError]:
+) -> Iterator[bytes | NDArray[np.uint8] | UserError]:
     """The image of each entry, in their order: a file's bytes, pixels [h, w, c], or why it can't be had."""
     codecs = set(entries["codec"].to_pylist())
     if codecs == {"row"}:
@@ -78,10 +79,10 @@ def _processed(
     processed: Callable[[Source, str, bytes], bytes],
     source: Source,
     keys: Iterable[str],
-    found: Iterable[bytes | ValueError],
-) -> Iterator[bytes | ValueError]:
+    found: Iterable[bytes | UserError],
+) -> Iterator[bytes | UserError]:
     for key, image in zip(keys, found, strict=True):
         try:
-            yield image if isinstance(image, ValueError) else processed(source, key, image)
-        except ValueError as error:
+            yield image if isinstance(image, UserError) else processed(source, key, image)
+        except UserError as error:
             yield error

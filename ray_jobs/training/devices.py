@@ -9,6 +9,8 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING, Any
 
+from vit_model.errors import UserError
+
 if TYPE_CHECKING:
     import torch
 
@@ -37,7 +39,7 @@ def scaling(workers: int, threads: int) -> Any:
 
     gpus = gpus_in_cluster()
     if 0 < gpus < workers:
-        raise ValueError(f"workers is {workers}, but the cluster has {gpus} GPUs: use workers: {gpus}")
+        raise UserError(f"workers is {workers}, but the cluster has {gpus} GPUs: use workers: {gpus}")
     cpus = min(float(threads), cpus_in_cluster() / workers)
     resources = {"CPU": cpus, "GPU": 1.0} if gpus else {"CPU": cpus}
     return ScalingConfig(num_workers=workers, use_gpu=gpus > 0, resources_per_worker=resources)
@@ -103,7 +105,7 @@ def torch_dtype(name: str, on: torch.device) -> torch.dtype:
         and on.type == "cuda"
         and not torch.cuda.is_bf16_supported(including_emulation=False)
     ):
-        raise ValueError(
+        raise UserError(
             f"dtype is bfloat16, which {torch.cuda.get_device_name(on)} lacks; use dtype: float32"
         )
     return {"bfloat16": torch.bfloat16, "float32": torch.float32}[name]

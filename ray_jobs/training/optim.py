@@ -10,6 +10,7 @@ import math
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from pipelines.spec import Optimizer
+from vit_model.errors import UserError
 
 if TYPE_CHECKING:
     import torch
@@ -99,7 +100,7 @@ def update(
     return norm
 
 
-class DivergenceError(ValueError):
+class DivergenceError(UserError):
     """A training whose loss or gradient has stopped being finite."""
 
 
@@ -126,7 +127,7 @@ def deepspeed_config(
     """
     if world < 1 or batch_size % world:
         fitting = [n for n in range(1, batch_size + 1) if batch_size % n == 0]
-        raise ValueError(
+        raise UserError(
             f"batch_size {batch_size} is not a multiple of the {world} workers;"
             f" it can be shared by {', '.join(map(str, fitting))}"
         )

@@ -1,6 +1,6 @@
 """What anybody may have made, mutated: `python -m tests.support.fuzz FOLDER MUTATIONS SEED [TARGET...]` prints JSON.
 
-A target takes bytes and may raise ValueError, nothing else. While it runs, writing a file outside of FOLDER, unpickling
+A target takes bytes and may raise UserError, nothing else. While it runs, writing a file outside of FOLDER, unpickling
 and starting any process but the one that unpacks RARs are faults; so are an answer that takes longer than SECONDS and
 more memory than MEMORY. Another source is one more line in `targets`: `of_files(its fields, its files, which ones)`.
 """
@@ -40,6 +40,7 @@ from ray_jobs.sources.vtab import pixels
 from tests.ray_jobs.sources.archives import test_arrays
 from tests.ray_jobs.sources.readers import test_cifar, test_idx, test_imagenet
 from tests.support import archives, imagenet, prepared, riegeli, tfrecords, vtab_archives, vtab_natural
+from vit_model.errors import UserError
 
 SECONDS = 10  # for one mutation
 MEMORY = 3 * 2**30  # of address space, beyond what the imports take: an image may have 64 million pixels
@@ -77,12 +78,12 @@ def _open(folder: Path, files: Mapping[str, str], file: str, depth: int) -> None
         assert not member.path.startswith("/") and ".." not in member.path.split("/"), member
     rows = table({"key": member.path, "label": 0} | place(member) for member in found)
     for data in containers.read(files, rows):
-        assert isinstance(data, bytes | ValueError)
+        assert isinstance(data, bytes | UserError)
     for member in found[: DEEPER if depth else 0]:
         try:
             _open(folder, files, f"{file}::{member.path}", depth - 1)
             containers.local(files, f"{file}::{member.path}")
-        except ValueError:
+        except UserError:
             continue
 
 
@@ -100,7 +101,7 @@ def of_source(fields: Mapping[str, Any], files: Mapping[str, bytes], mutated: st
             if isinstance(data, bytes):
                 try:
                     examine(data)
-                except ValueError:
+                except UserError:
                     continue
 
     seed = files[mutated]
@@ -491,7 +492,7 @@ def _late(*_: object) -> None:
 
 
 def fuzz(folder: Path, number: int, seed: int, names: Sequence[str]) -> dict[str, Any]:
-    """Runs of each target: how many ended well and how many with ValueError; and faults, with where the bytes are."""
+    """Runs of each target: how many ended well and how many with UserError; and faults, with where the bytes are."""
     known = targets()
     signal.signal(signal.SIGALRM, _late)
     for name in names or known:  # what is imported late is imported now
@@ -510,7 +511,7 @@ def fuzz(folder: Path, number: int, seed: int, names: Sequence[str]) -> dict[str
             data = target.repair(mutated(rng.choice(target.seeds), target.seeds, rng))
             (folder / "last").write_bytes(data)  # what a crash of the process leaves
             counts[name][outcome := _outcome(guard, folder, target, data)] += 1
-            if outcome not in ("read", "ValueError"):
+            if outcome not in ("read", "UserError"):
                 kept = folder / f"fault-{len(faults)}"
                 kept.write_bytes(data)
                 faults.append(f"{name}, {kept}: {outcome}")
@@ -522,7 +523,7 @@ def fuzz(folder: Path, number: int, seed: int, names: Sequence[str]) -> dict[str
 
 
 def _outcome(guard: Guard | None, folder: Path, target: Target, data: bytes) -> str:
-    """ "read", "ValueError", or what went wrong."""
+    """ "read", "UserError", or what went wrong."""
     work = folder / f"work-{next(_number)}"  # a new name, as files are known by their names and times
     work.mkdir()
     signal.alarm(SECONDS)
@@ -531,8 +532,8 @@ def _outcome(guard: Guard | None, folder: Path, target: Target, data: bytes) -> 
     try:
         target.run(work, data)
         outcome = "read"
-    except ValueError:
-        outcome = "ValueError"
+    except UserError:
+        outcome = "UserError"
     except (Exception, Fault):
         outcome = traceback.format_exc(limit=-4)
     finally:

@@ -11,6 +11,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from vit_model.config import Architecture, Preprocessing
+from vit_model.errors import UserError
 from vit_model.weights import load_model
 
 
@@ -53,16 +54,16 @@ def read(path: Path) -> Imported:
             return _read_own(path)
         if "architecture" in config:
             return timm.read(path)
-        raise ValueError(f"{path}: config.json has neither model_type nor architecture; {EXPECTED} fits")
+        raise UserError(f"{path}: config.json has neither model_type nor architecture; {EXPECTED} fits")
     if not path.is_file():
-        raise ValueError(f"{path} is missing; {EXPECTED} fits")
+        raise UserError(f"{path} is missing; {EXPECTED} fits")
     if any(name.endswith(".npy") for name in zip_names(path)):
         from vit_model.formats import npz
 
         return npz.read(path)
     if is_safetensors(path) or is_pickle(path):
         return timm.read(path)
-    raise ValueError(f"{path} is in no format known here; {EXPECTED} fits")
+    raise UserError(f"{path} is in no format known here; {EXPECTED} fits")
 
 
 def _read_own(folder: Path) -> Imported:

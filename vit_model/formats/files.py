@@ -17,6 +17,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from vit_model.config import ViTConfig
+from vit_model.errors import UserError
 from vit_model.model import ViT
 from vit_model.weights import MAX_CONTRACT_BYTES, check_header_size, require_finite
 
@@ -55,15 +56,15 @@ class Source(NamedTuple):
 def read_json(path: Path) -> dict[str, Any]:
     """The JSON object in a file. Raises ValueError for a missing, overlong or damaged one, and for anything else."""
     if not path.is_file():
-        raise ValueError(f"{path} is missing")
+        raise UserError(f"{path} is missing")
     if (size := path.stat().st_size) > MAX_CONTRACT_BYTES:
-        raise ValueError(f"{path} has {size} bytes; at most {MAX_CONTRACT_BYTES} are read")
+        raise UserError(f"{path} has {size} bytes; at most {MAX_CONTRACT_BYTES} are read")
     try:
         content = json.loads(path.read_bytes())
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"{path} is not JSON that can be read: {error}") from error
+        raise UserError(f"{path} is not JSON that can be read: {error}") from error
     if not isinstance(content, dict):
-        raise ValueError(f"{path} holds a {type(content).__name__}; a JSON object was expected")
+        raise UserError(f"{path} holds a {type(content).__name__}; a JSON object was expected")
     return content
 
 
@@ -96,7 +97,7 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
     Raises ValueError for a file that is neither, is cut short, claims more than it has, or would run something.
     """
     if not path.is_file():
-        raise ValueError(f"{path} is missing")
+        raise UserError(f"{path} is missing")
     if is_pickle(path):
         return _read_pickle(path)
     check_header_size(path)
@@ -104,7 +105,7 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
         with safe_open(path, framework="pt", device="cpu") as file:
             return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118, not a dict
     except (SafetensorError, RuntimeError) as error:  # of torch: dtypes that it has not
-        raise ValueError(f"{path} is not a whole safetensors file: {error}") from error
+        raise UserError(f"{path} is not a whole safetensors file: {error}") from error
 
 
 def _read_pickle(path: Path) -> dict[str, Tensor]:
@@ -117,20 +118,20 @@ def _read_pickle(path: Path) -> dict[str, Tensor]:
         content = torch.load(path, map_location="cpu", weights_only=True, mmap=zipped)
     except PICKLE_ERRORS as error:
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise ValueError(
+        raise UserError(
             f"{path} is not a whole file of tensors alone, as torch.save writes it: {reason}"
         ) from error
     for key in ("model", "state_dict"):
         if isinstance(content, dict) and isinstance(content.get(key), dict):
             content = content[key]
     if not isinstance(content, dict) or not all(isinstance(name, str) for name in content):
-        raise ValueError(f"{path} holds a {type(content).__name__}; a dict of tensors by name was expected")
+        raise UserError(f"{path} holds a {type(content).__name__}; a dict of tensors by name was expected")
     tensors = {name: part for name, part in content.items() if isinstance(part, Tensor)}
     # A tensor is a view, and a view can repeat one number a billion times.
     if any(part.layout != torch.strided or part.device.type != "cpu" for part in tensors.values()) or (
         sum(part.numel() * part.element_size() for part in tensors.values()) > path.stat().st_size
     ):
-        raise ValueError(f"{path}: its tensors claim more than its {path.stat().st_size} bytes can hold")
+        raise UserError(f"{path}: its tensors claim more than its {path.stat().st_size} bytes can hold")
     return tensors
 
 
@@ -139,7 +140,7 @@ def _require_stored(path: Path) -> None:
     with zipfile.ZipFile(path) as archive:
         for entry in archive.infolist():
             if entry.compress_type != zipfile.ZIP_STORED or entry.file_size > path.stat().st_size:
-                raise ValueError(f"{entry.filename} is compressed or longer than the file")
+                raise UserError(f"{entry.filename} is compressed or longer than the file")
 
 
 def _require_tensors_alone(path: Path, zipped: bool) -> None:
@@ -158,9 +159,9 @@ def _require_tensors_alone(path: Path, zipped: bool) -> None:
 def _require_known_names(file: IO[bytes]) -> None:
     for operation, argument, _ in pickletools.genops(file):
         if operation.name == "GLOBAL" and not TENSOR_NAMES.fullmatch(str(argument)):
-            raise ValueError(f"it names {str(argument).replace(' ', '.')}")
+            raise UserError(f"it names {str(argument).replace(' ', '.')}")
         if operation.name == "PROTO" and argument != 2:
-            raise ValueError(f"its pickle has protocol {argument}, not 2")
+            raise UserError(f"its pickle has protocol {argument}, not 2")
 
 
 def require_plausible(path: Path, config: ViTConfig, found: dict[str, Tensor]) -> None:
@@ -168,7 +169,7 @@ def require_plausible(path: Path, config: ViTConfig, found: dict[str, Tensor]) -
     held = sum(tensor.numel() for tensor in found.values())
     # A block has eight tensors or more. What has no counterpart in the file (zero biases) is far less than half.
     if config.num_blocks > len(found) or config.num_parameters > 2 * held:
-        raise ValueError(
+        raise UserError(
             f"{path} has {held} numbers in {len(found)} tensors; the architecture has {config.depth} blocks of width"
             f" {config.width} and many more numbers"
         )
@@ -190,18 +191,18 @@ def to_ours(
     """
     expected = {name: source.shape for source in sources.values() for name in source.names}
     if missing := sorted(expected.keys() - found.keys()):
-        raise ValueError(f"{path} lacks tensors of the architecture: {', '.join(missing)}")
+        raise UserError(f"{path} lacks tensors of the architecture: {', '.join(missing)}")
     if surplus := sorted(found.keys() - expected.keys()):
-        raise ValueError(f"{path} holds tensors that the architecture has not: {', '.join(surplus)}")
+        raise UserError(f"{path} holds tensors that the architecture has not: {', '.join(surplus)}")
     wrong = [
         f"{name} {list(found[name].shape)} instead of {list(shape)}"
         for name, shape in expected.items()
         if tuple(found[name].shape) != shape
     ]
     if wrong:
-        raise ValueError(f"{path}: wrong shapes: {', '.join(wrong)}")
+        raise UserError(f"{path}: wrong shapes: {', '.join(wrong)}")
     if other := [f"{name} is {found[name].dtype}" for name in expected if found[name].dtype not in FLOATS]:
-        raise ValueError(f"{path}: {', '.join(other)}; quantised weights are not read, floating point is")
+        raise UserError(f"{path}: {', '.join(other)}; quantised weights are not read, floating point is")
     weights = {}
     for name, shape in shapes_of(config).items():
         parts = [found[part].float() for part in sources[name].names]
@@ -216,7 +217,7 @@ def take(path: Path, found: dict[str, Tensor], name: str, shape: tuple[int, ...]
     """Remove a tensor of a known shape from `found`, as float32. Raises ValueError for a missing or other one."""
     if name not in found or tuple(found[name].shape) != shape or found[name].dtype not in FLOATS:
         held = f"{found[name].dtype} {list(found[name].shape)}" if name in found else "missing"
-        raise ValueError(f"{path}: {name} is {held}; floating point {list(shape)} was expected")
+        raise UserError(f"{path}: {name} is {held}; floating point {list(shape)} was expected")
     return found.pop(name).float()
 
 
@@ -229,7 +230,7 @@ def to_theirs(weights: dict[str, Tensor], sources: dict[str, Source]) -> dict[st
     for name, source in sources.items():
         tensor = weights[name]
         if not source.names and tensor.any():
-            raise ValueError(
+            raise UserError(
                 f"weight {name!r} has no place in this format, which computes as if it were zeros"
             )
         for part, values in zip(source.names, tensor.reshape(-1).chunk(len(source.names) or 1), strict=False):

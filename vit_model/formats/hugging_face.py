@@ -16,6 +16,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from vit_model.config import ModelContract, ViTConfig
+from vit_model.errors import UserError
 from vit_model.formats import Imported
 from vit_model.formats.files import (
     README,
@@ -134,25 +135,25 @@ def _sizes(path: Path, config: dict[str, Any]) -> tuple[str, dict[str, Any]]:
     kind = config["model_type"]
     if not isinstance(kind, str) or kind not in FAMILIES:
         why = f" ({REFUSED[kind]})" if isinstance(kind, str) and kind in REFUSED else ""
-        raise ValueError(f"{path}: model_type {kind!r} is not read{why}; {', '.join(FAMILIES)} are")
+        raise UserError(f"{path}: model_type {kind!r} is not read{why}; {', '.join(FAMILIES)} are")
     if "quantization_config" in config:
-        raise ValueError(f"{path}: quantized weights (quantization_config) are not read; floating point is")
+        raise UserError(f"{path}: quantized weights (quantization_config) are not read; floating point is")
     family = FAMILIES[kind]
     classes = config.get("architectures") or [family.classes[0]]
     if not isinstance(classes, list) or classes[0] not in family.classes:
-        raise ValueError(f"{path}: architectures {classes!r} is not read; {', '.join(family.classes)} are")
+        raise UserError(f"{path}: architectures {classes!r} is not read; {', '.join(family.classes)} are")
     part = config.get("vision_config", {}) if kind in ("clip", "siglip") else config
     if not isinstance(part, dict):
-        raise ValueError(f"{path}: vision_config is {part!r}; an object was expected")
+        raise UserError(f"{path}: vision_config is {part!r}; an object was expected")
     sizes = family.defaults | {key: value for key, value in part.items() if value is not None}
     for key, default in family.defaults.items():
         number = isinstance(sizes[key], int | float) or key in ("image_size", "patch_size")
         if not isinstance(default, str) and not number:
-            raise ValueError(f"{path}: {key} is {sizes[key]!r}; a number was expected")
+            raise UserError(f"{path}: {key} is {sizes[key]!r}; a number was expected")
     if sizes.get("use_swiglu_ffn"):
-        raise ValueError(f"{path}: use_swiglu_ffn: SwiGLU is not read; an MLP of two layers is")
+        raise UserError(f"{path}: use_swiglu_ffn: SwiGLU is not read; an MLP of two layers is")
     if sizes["hidden_act"] not in list(GELUS):
-        raise ValueError(f"{path}: hidden_act {sizes['hidden_act']!r} is not read; {', '.join(GELUS)} are")
+        raise UserError(f"{path}: hidden_act {sizes['hidden_act']!r} is not read; {', '.join(GELUS)} are")
     if isinstance(patch := sizes["patch_size"], list) and len(set(map(str, patch))) == 1:
         sizes["patch_size"] = patch[0]
     return kind, sizes
@@ -168,7 +169,7 @@ def _architecture(path: Path, kind: str, sizes: dict[str, Any], found: dict[str,
     }
     if kind == "vit" and "pooler.dense.weight" in found:
         if sizes.get("pooler_act", "tanh") != "tanh":
-            raise ValueError(f"{path}: pooler_act {sizes['pooler_act']!r} is not read; tanh is")
+            raise UserError(f"{path}: pooler_act {sizes['pooler_act']!r} is not read; tanh is")
         fields["representation_head"] = True
     elif kind == "deit":
         fields |= {"registers": 1} if "embeddings.register_tokens" in found else {"distillation": True}
@@ -195,7 +196,7 @@ def _architecture(path: Path, kind: str, sizes: dict[str, Any], found: dict[str,
             **fields,
         )
     except (TypeError, ArithmeticError, ValueError) as error:
-        raise ValueError(f"{path} describes no ViT: {error}") from error
+        raise UserError(f"{path} describes no ViT: {error}") from error
 
 
 def _both(size: Any) -> tuple[int, int]:
@@ -211,14 +212,14 @@ def _find_tensors(folder: Path) -> tuple[dict[str, Tensor], Path]:
             return read_tensors(folder / name), folder / name
     index = folder / "model.safetensors.index.json"
     if not index.is_file():
-        raise ValueError(f"{folder} has neither model.safetensors nor {index.name} nor pytorch_model.bin")
+        raise UserError(f"{folder} has neither model.safetensors nor {index.name} nor pytorch_model.bin")
     shards = read_json(index).get("weight_map")
     if not isinstance(shards, dict) or not all(isinstance(file, str) for file in shards.values()):
-        raise ValueError(f"{index}: weight_map must name the file of each tensor")
+        raise UserError(f"{index}: weight_map must name the file of each tensor")
     found: dict[str, Tensor] = {}
     for file in sorted(set(shards.values())):
         if Path(file).name != file:
-            raise ValueError(f"{index}: {file!r} is not the name of a file in the same folder")
+            raise UserError(f"{index}: {file!r} is not the name of a file in the same folder")
         found |= read_tensors(folder / file)
     return found, index
 
@@ -235,7 +236,7 @@ def _class_names(path: Path, config: dict[str, Any], num_classes: int) -> tuple[
         or len(said) != num_classes
         or not all(isinstance(name, str) for name in names)
     ):
-        raise ValueError(f"{path}: id2label must name the {num_classes} classes that the classifier has")
+        raise UserError(f"{path}: id2label must name the {num_classes} classes that the classifier has")
     if all(name == f"LABEL_{number}" for number, name in zip(numbers, names, strict=True)):
         return numbers
     return tuple(map(str, names))
@@ -304,7 +305,7 @@ def _class_of(config: ViTConfig) -> tuple[str, str]:
             return "siglip_vision_model", "SiglipVisionModel"
         if config.pooling == "gap" and head:
             return "siglip", "SiglipForImageClassification"
-    raise ValueError(
+    raise UserError(
         "no class of transformers computes this architecture; ViT, DeiT, DINOv2, CLIP (read at the class token) and"
         " SigLIP (classifier on the mean of all tokens, or MAP head without one) are written:"
         f" {config.model_dump(exclude_defaults=True)}"

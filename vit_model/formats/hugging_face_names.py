@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from vit_model.config import ViTConfig
+from vit_model.errors import UserError
 from vit_model.formats.files import Source, shapes_of, take
 
 BLOCK = "encoder.layer.{i}."
@@ -163,7 +164,7 @@ def adapt(path: Path, kind: str, sizes: dict[str, Any], found: dict[str, Tensor]
         # The distillation token is attended to but not read: a register, but for its position.
         positions = found.get("embeddings.position_embeddings")
         if positions is None or positions.ndim != 3 or positions.shape[1] < 3:
-            raise ValueError(f"{path}: embeddings.position_embeddings is missing or too short")
+            raise UserError(f"{path}: embeddings.position_embeddings is missing or too short")
         token = take(path, found, "embeddings.distillation_token", (1, 1, width))
         found["embeddings.register_tokens"] = token + positions[:, 1:2]
         found["embeddings.position_embeddings"] = torch.cat([positions[:, :1], positions[:, 2:]], dim=1)
@@ -174,7 +175,7 @@ def adapt(path: Path, kind: str, sizes: dict[str, Any], found: dict[str, Tensor]
         classes = found["classifier.weight"].shape[0]
         both = take(path, found, "classifier.weight", (classes, 2 * width))
         if both[:, width:].any():
-            raise ValueError(
+            raise UserError(
                 f"{path}: classifier.weight reads the class token and the mean of the patches side by side, which"
                 " is not read; a model without a classifier is"
             )

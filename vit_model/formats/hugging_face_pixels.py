@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 from pydantic import ValidationError
 
 from vit_model.config import Preprocessing, ViTConfig
+from vit_model.errors import UserError
 from vit_model.formats.files import read_json
 
 RESAMPLE = {2: "bilinear", 3: "bicubic"}  # Pillow's numbers
@@ -108,7 +109,7 @@ def preprocessing_of(
             **fields,
         )
     except ValidationError as error:
-        raise ValueError(f"{processor.path} says no preprocessing: {error}") from error
+        raise UserError(f"{processor.path} says no preprocessing: {error}") from error
     return preprocessing, []
 
 

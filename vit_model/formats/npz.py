@@ -19,6 +19,7 @@ from torch import Tensor
 from vit_model.bottlenecks import stem_stride
 from vit_model.build import Network, build
 from vit_model.config import Architecture, ModelContract, Preprocessing, ResNetConfig, ViTConfig, ViTOptions
+from vit_model.errors import UserError
 from vit_model.formats import Imported
 from vit_model.formats.npz_archive import Stored, as_float32, headers, opened, some
 from vit_model.formats.npz_layout import BIT_ROOT, BLOCK, POSITIONS, Part, layout, newer, put, taken
@@ -109,9 +110,9 @@ def _architecture(found: dict[str, tuple[int, ...]]) -> Architecture:
 
     def shape(name: str, letters: str) -> tuple[int, ...]:
         if name not in found:
-            raise ValueError(f"no array {name!r}, which each of Google's ViTs has")
+            raise UserError(f"no array {name!r}, which each of Google's ViTs has")
         if len(found[name]) != len(letters.split()):
-            raise ValueError(f"array {name!r} is {list(found[name])}; [{letters}] fits")
+            raise UserError(f"array {name!r} is {list(found[name])}; [{letters}] fits")
         return found[name]
 
     if BIT_ROOT in found:
@@ -126,10 +127,10 @@ def _architecture(found: dict[str, tuple[int, ...]]) -> Architecture:
             }
         )
     if "cls" in found and "MAPHead_0/probe" in found:
-        raise ValueError("it has a class token and a MAP head; Google's models have one of the two")
+        raise UserError("it has a class token and a MAP head; Google's models have one of the two")
     kernel = shape("embedding/kernel", "height width channels width")
     if kernel[0] != kernel[1]:
-        raise ValueError(f"patches of {kernel[0]} x {kernel[1]}; squares are needed")
+        raise UserError(f"patches of {kernel[0]} x {kernel[1]}; squares are needed")
     _, heads, _ = shape(f"{BLOCK}0/MultiHeadDotProductAttention_1/query/kernel", "width heads head")
     _, mlp_dim = shape(f"{BLOCK}0/MlpBlock_3/Dense_0/kernel", "width mlp")
     stem = _units(found)
@@ -167,7 +168,7 @@ def _grid(entries: int, class_token: bool) -> tuple[int, bool]:
         side = math.isqrt(entries - of_class)
         if side and side * side == entries - of_class:
             return side, of_class
-    raise ValueError(
+    raise UserError(
         f"array {POSITIONS!r} has {entries} entries; a square of patches"
         f"{', with or without the class token,' if class_token else ''} is needed"
     )
@@ -183,7 +184,7 @@ def _units(found: Iterable[str]) -> tuple[int, ...] | None:
     if not units and "conv_root/kernel" not in found:
         return None
     if sorted(units) != list(range(1, len(units) + 1)) or len(units) > 4:
-        raise ValueError(f"stages {sorted(units)[:8]} of a ResNet; 1 to 4 at most, and none left out, fit")
+        raise UserError(f"stages {sorted(units)[:8]} of a ResNet; 1 to 4 at most, and none left out, fit")
     return tuple(len(units[stage]) for stage in sorted(units))
 
 
@@ -198,12 +199,12 @@ def _preprocessing(config: Architecture) -> Preprocessing | None:
 
 def _require_same_arrays(stored: dict[str, Stored], parts: dict[str, Part]) -> None:
     if missing := sorted(parts.keys() - stored.keys()):
-        raise ValueError(f"it lacks arrays that its model has: {some(missing)}")
+        raise UserError(f"it lacks arrays that its model has: {some(missing)}")
     if unknown := sorted(stored.keys() - parts.keys()):
-        raise ValueError(f"it has arrays that none of Google's ViTs has: {some(unknown)}")
+        raise UserError(f"it has arrays that none of Google's ViTs has: {some(unknown)}")
     for name, part in parts.items():
         if stored[name].shape != part.shape:
-            raise ValueError(
+            raise UserError(
                 f"array {name!r} is {list(stored[name].shape)}, the model needs {list(part.shape)}"
             )
 
@@ -247,7 +248,7 @@ def _is_big_visions(config: ViTConfig) -> bool:
 def _require_expressible(config: Architecture, preprocessing: Preprocessing) -> None:
     half = (0.5,) * config.in_channels
     if (preprocessing.mean, preprocessing.std) != (half, half):
-        raise ValueError(
+        raise UserError(
             f"preprocessing has mean {preprocessing.mean} and std {preprocessing.std}; who reads Google's .npz takes"
             f" {half} for both; another format keeps them"
         )
@@ -259,16 +260,16 @@ def _require_expressible(config: Architecture, preprocessing: Preprocessing) -> 
         *("patch_bias", "layer_scale", "residual", "axial", "gelu", "layer_norm_eps"),
     ):
         if getattr(config, field) != getattr(paper, field):
-            raise ValueError(
+            raise UserError(
                 f"{field} {getattr(config, field)!r} has no place in Google's .npz, which means"
                 f" {getattr(paper, field)!r}; another format keeps it"
             )
     if config.position not in ("learned1d", "sincos2d"):
-        raise ValueError(f"position {config.position!r} has no place in Google's .npz; 'learned1d' has")
+        raise UserError(f"position {config.position!r} has no place in Google's .npz; 'learned1d' has")
     height, width = config.image_shape
     if height != width or (config.position == "sincos2d" and height != UNSAID_IMAGE_SIZE):
         fits = "a square" if config.position == "learned1d" else UNSAID_IMAGE_SIZE
-        raise ValueError(f"image_size {config.image_size} can't be told from Google's .npz; {fits} can")
+        raise UserError(f"image_size {config.image_size} can't be told from Google's .npz; {fits} can")
 
 
 def _lost(contract: ModelContract) -> list[str]:

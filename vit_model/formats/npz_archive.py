@@ -20,6 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import ValidationError
 
+from vit_model.errors import UserError
 from vit_model.formats.npz_layout import BIT_ROOT, BLOCK, older
 
 # Where a file keeps the image's encoder. The second and third are training checkpoints, the others two towers.
@@ -52,19 +53,19 @@ class Stored(NamedTuple):
 def opened(path: Path) -> "Iterator[np.lib.npyio.NpzFile]":
     """The archive in `path`. What goes wrong with it, then or later, is a ValueError that names the file."""
     if not path.is_file():
-        raise ValueError(f"{path} is missing, or no file")
+        raise UserError(f"{path} is missing, or no file")
     try:
         with _File(path) as file:
             if file.read(2) != b"PK":  # numpy would read a single array, at any size
-                raise ValueError("it is no zip archive")
+                raise UserError("it is no zip archive")
             file.seek(0)
             archive: np.lib.npyio.NpzFile = np.load(file, allow_pickle=False, max_header_size=MAX_NPY_HEADER)
             yield archive
     except ValidationError as error:
         reasons = "; ".join(problem["msg"] for problem in error.errors())
-        raise ValueError(f"{path} is of no model that can be built: {reasons}") from error
+        raise UserError(f"{path} is of no model that can be built: {reasons}") from error
     except DAMAGED as error:
-        raise ValueError(f"{path} is no checkpoint that can be read: {error}") from error
+        raise UserError(f"{path} is no checkpoint that can be read: {error}") from error
 
 
 class _File(io.FileIO):
@@ -72,7 +73,7 @@ class _File(io.FileIO):
 
     def read(self, size: int | None = -1) -> bytes:
         if size is not None and size > MAX_DIRECTORY:
-            raise ValueError(f"its table of contents claims {size} bytes; {MAX_DIRECTORY} at most are read")
+            raise UserError(f"its table of contents claims {size} bytes; {MAX_DIRECTORY} at most are read")
         return super().read(size)
 
 
@@ -80,12 +81,12 @@ def headers(archive: "np.lib.npyio.NpzFile", file_size: int) -> tuple[str, dict[
     """(prefix, arrays behind it by the paper's names), from the headers alone."""
     assert archive.zip is not None
     if len(set(archive.files)) != len(archive.files):
-        raise ValueError("it holds two arrays of one name")
+        raise UserError("it holds two arrays of one name")
     members = {info.filename.removesuffix(".npy"): info for info in archive.zip.infolist()}
     roots = ("embedding/kernel", BIT_ROOT)
     prefix = next((prefix for prefix in PREFIXES for root in roots if f"{prefix}{root}" in members), None)
     if prefix is None:
-        raise ValueError(
+        raise UserError(
             f"no array 'embedding/kernel', as Google's ViTs have, and no BiT; it has {some(sorted(members))}"
         )
     stored: dict[str, Stored] = {}
@@ -94,10 +95,10 @@ def headers(archive: "np.lib.npyio.NpzFile", file_size: int) -> tuple[str, dict[
         if member.startswith(prefix):
             claimed += info.file_size
             if claimed > file_size + MAX_INFLATION:
-                raise ValueError(f"its arrays claim {claimed} bytes, the file has {file_size}")
+                raise UserError(f"its arrays claim {claimed} bytes, the file has {file_size}")
             for name, array in _named(member, member[len(prefix) :], _shape(archive.zip, info)):
                 if name in stored:
-                    raise ValueError(f"arrays {stored[name].member!r} and {member!r} are the same layer")
+                    raise UserError(f"arrays {stored[name].member!r} and {member!r} are the same layer")
                 stored[name] = array
     return prefix, stored
 
@@ -108,7 +109,7 @@ def _named(member: str, name: str, shape: tuple[int, ...]) -> list[tuple[str, St
     stacked = "Transformer/encoderblock/"
     if name.startswith(stacked) and shape:
         if shape[0] > MAX_LAYERS:
-            raise ValueError(f"array {member!r} stacks {shape[0]} layers; {MAX_LAYERS} at most are read")
+            raise UserError(f"array {member!r} stacks {shape[0]} layers; {MAX_LAYERS} at most are read")
         layers = [(f"{BLOCK}{layer}/{name[len(stacked) :]}", layer) for layer in range(shape[0])]
         shape = shape[1:]
     if re.search(r"(^|/)gn(\d|_root|_proj)/(scale|bias)$", name) and shape[:-1] == (1, 1, 1):
@@ -120,20 +121,20 @@ def _shape(archive: zipfile.ZipFile, info: zipfile.ZipInfo) -> tuple[int, ...]:
     """The shape in an array's header, when its numbers are of a kind that is read and as many as are stored."""
     what = f"array {info.filename[:200]!r}"
     if info.flag_bits & 1 or info.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
-        raise ValueError(f"{what} is encrypted or packed in a way that numpy doesn't use")
+        raise UserError(f"{what} is encrypted or packed in a way that numpy doesn't use")
     with archive.open(info) as member:
         start = io.BytesIO(member.read(MAX_NPY_HEADER + 12))
     version = np.lib.format.read_magic(start)
     readers = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}
     if version not in readers:
-        raise ValueError(f"{what} has version {version} of the .npy format; 1.0 and 2.0 are read")
+        raise UserError(f"{what} has version {version} of the .npy format; 1.0 and 2.0 are read")
     shape, _, dtype = readers[version](start, max_header_size=MAX_NPY_HEADER)
     if dtype not in DTYPES:
-        raise ValueError(f"{what} holds {dtype}; float32, float16 and bfloat16 are read")
+        raise UserError(f"{what} holds {dtype}; float32, float16 and bfloat16 are read")
     if not all(side > 0 for side in shape):
-        raise ValueError(f"{what} is {list(shape)}; every side must be positive")
+        raise UserError(f"{what} is {list(shape)}; every side must be positive")
     if info.file_size != start.tell() + math.prod(shape) * dtype.itemsize:
-        raise ValueError(f"{what} is {dtype} {list(shape)} and has {info.file_size} bytes, which doesn't fit")
+        raise UserError(f"{what} is {dtype} {list(shape)} and has {info.file_size} bytes, which doesn't fit")
     return tuple(map(int, shape))
 
 

@@ -19,6 +19,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from vit_model.config import ModelContract, Preprocessing, ViTConfig
+from vit_model.errors import UserError
 from vit_model.formats import Imported
 from vit_model.formats.files import (
     Source,
@@ -67,7 +68,7 @@ def read(path: Path) -> Imported:
         path if path.is_file() else next((path / name for name in WEIGHTS if (path / name).is_file()), None)
     )
     if file is None:
-        raise ValueError(f"{path} has neither {' nor '.join(WEIGHTS)}")
+        raise UserError(f"{path} has neither {' nor '.join(WEIGHTS)}")
     found = {_own_name(name): tensor for name, tensor in read_tensors(file).items()}
     unused = sorted(name for name in found if DROPPED.fullmatch(name))
     for name in unused:
@@ -76,11 +77,11 @@ def read(path: Path) -> Imported:
     said = config.get("pretrained_cfg", config)
     arguments = config.get("model_args") or {}
     if not isinstance(said, dict) or not isinstance(arguments, dict):
-        raise ValueError(f"{path / 'config.json'}: pretrained_cfg and model_args must be objects")
+        raise UserError(f"{path / 'config.json'}: pretrained_cfg and model_args must be objects")
     try:
         architecture, lines = architecture_of(config, said, arguments, found)
     except (TypeError, ArithmeticError, AttributeError, ValueError) as error:
-        raise ValueError(f"{path} is not read: {error}") from error
+        raise UserError(f"{path} is not read: {error}") from error
     require_plausible(file, architecture, found)
     lines += _fold_positions(file, architecture, found)
     dtypes = sorted({str(tensor.dtype).removeprefix("torch.") for tensor in found.values()} - {"float32"})
@@ -121,16 +122,16 @@ def _require_ours(file: Path, found: dict[str, Tensor]) -> None:
     """Refuse by name what timm has and `ViTConfig` has not, before missing tensors are listed."""
     for pattern, meaning in FOREIGN.items():
         if names := [name for name in found if re.fullmatch(pattern, name)]:
-            raise ValueError(f"{file} is not read: {names[0]} belongs to {meaning}")
+            raise UserError(f"{file} is not read: {names[0]} belongs to {meaning}")
     first, second = (found.get(f"blocks.0.mlp.{layer}.weight") for layer in ("fc1", "fc2"))
     if first is None or second is None or first.ndim != 2 or second.ndim != 2:
-        raise ValueError(f"{file} holds no ViT of timm: blocks.0.mlp.fc1.weight and fc2.weight were expected")
+        raise UserError(f"{file} holds no ViT of timm: blocks.0.mlp.fc1.weight and fc2.weight were expected")
     if first.shape[0] == 2 * second.shape[1]:
-        raise ValueError(f"{file} is not read: its MLP (fc1 twice as wide as fc2) is SwiGLU")
+        raise UserError(f"{file} is not read: its MLP (fc1 twice as wide as fc2) is SwiGLU")
     kernel = found.get("patch_embed.proj.weight")
     if kernel is None or kernel.ndim != 4 or 0 in kernel.shape:
         shape = "missing" if kernel is None else list(kernel.shape)
-        raise ValueError(f"{file}: patch_embed.proj.weight is {shape}; a kernel [d, c, p, p] was expected")
+        raise UserError(f"{file}: patch_embed.proj.weight is {shape}; a kernel [d, c, p, p] was expected")
 
 
 def _fold_positions(file: Path, config: ViTConfig, found: dict[str, Tensor]) -> list[str]:
@@ -144,7 +145,7 @@ def _fold_positions(file: Path, config: ViTConfig, found: dict[str, Tensor]) -> 
     ):
         return []
     if table.shape[2:] != registers.shape[2:]:
-        raise ValueError(f"{file}: pos_embed is {list(table.shape)}, reg_token {list(registers.shape)}")
+        raise UserError(f"{file}: pos_embed is {list(table.shape)}, reg_token {list(registers.shape)}")
     found["reg_token"] = registers.float() + table[:, classes : classes + config.registers].float()
     found["pos_embed"] = torch.cat([table[:, :classes], table[:, classes + config.registers :]], dim=1)
     return ["reg_token: with its positions added."]
@@ -174,7 +175,7 @@ def _class_names(
         or len(names) != num_classes
         or not all(isinstance(name, str) for name in names)
     ):
-        raise ValueError(f"{path}: label_names does not name the {num_classes} classes that head.weight has")
+        raise UserError(f"{path}: label_names does not name the {num_classes} classes that head.weight has")
     return tuple(names)
 
 
@@ -207,7 +208,7 @@ def _read_preprocessing(
             channels=architecture.in_channels,
         )
     except ValidationError as error:
-        raise ValueError(f"{path}: pretrained_cfg says no preprocessing: {error}") from error
+        raise UserError(f"{path}: pretrained_cfg says no preprocessing: {error}") from error
     return preprocessing, []
 
 
@@ -295,4 +296,4 @@ def _require_timms(config: ViTConfig) -> None:
         and (config.registers > 0 or not config.class_position),
     }
     if said := [what for what, is_so in wrong.items() if is_so]:
-        raise ValueError(f"timm's VisionTransformer has not {', '.join(said)}")
+        raise UserError(f"timm's VisionTransformer has not {', '.join(said)}")

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from vit_model.config import ViTConfig
+from vit_model.errors import UserError
 
 GELUS = {"gelu": "exact", "gelu_tanh": "tanh", "quick_gelu": "quick"}
 POOLING = {"token": "cls", "avg": "gap", "map": "map"}
@@ -52,7 +53,7 @@ def conventions(architecture: str, width: int) -> Conventions:
     """What an architecture's name means for a model of this width. Raises ValueError for one that is not read."""
     name = architecture.partition(".")[0]  # what follows is the training
     if not PLAIN.fullmatch(name):
-        raise ValueError(
+        raise UserError(
             f"architecture {architecture!r} is not read; timm's plain ViTs, DeiTs, DINOv2s, CLIPs and SigLIPs are"
         )
     sixteen = re.search(r"_(huge|giant|gigantic|giantopt|so400m)_|_base_patch16_gap_", name)
@@ -73,17 +74,17 @@ def architecture_of(
     Raises ValueError for what is not read; TypeError or ArithmeticError for values of wrong types.
     """
     if unknown := sorted(arguments.keys() - ARGUMENTS):
-        raise ValueError(f"model_args {', '.join(unknown)} are not read")
+        raise UserError(f"model_args {', '.join(unknown)} are not read")
     width, channels, patch, _ = found["patch_embed.proj.weight"].shape
     width = arguments.get("embed_dim", width)
     implied, lines = _implied(config.get("architecture"), width, found)
     gelu = arguments.get("act_layer", implied.gelu)
     if gelu not in list(GELUS):
-        raise ValueError(f"act_layer {gelu!r} is not read; {', '.join(GELUS)} are")
+        raise UserError(f"act_layer {gelu!r} is not read; {', '.join(GELUS)} are")
     head, registers = found.get("head.weight"), found.get("reg_token")
     num_classes = 0 if head is None or not head.ndim else head.shape[0]
     if config.get("num_classes", num_classes) != num_classes:
-        raise ValueError(f"num_classes is {config['num_classes']}, but head.weight is for {num_classes}")
+        raise UserError(f"num_classes is {config['num_classes']}, but head.weight is for {num_classes}")
     fields: dict[str, Any] = {
         "patch_size": arguments.get("patch_size", patch),
         "in_channels": arguments.get("in_chans", channels),
@@ -112,7 +113,7 @@ def _implied(architecture: Any, width: int, found: dict[str, Tensor]) -> tuple[C
     if architecture is not None:
         return conventions(str(architecture), width), []
     if "norm_pre.weight" in found:
-        raise ValueError(
+        raise UserError(
             "norm_pre means CLIP, which there is with two kinds of GELU; give a folder with this file and a config.json"
             ' that says {"architecture": "vit_base_patch16_clip_quickgelu_224"} or the like'
         )
@@ -129,7 +130,7 @@ def _pooling(config: dict[str, Any], arguments: dict[str, Any], found: dict[str,
     prefix = any(token in found for token in ("cls_token", "dist_token", "reg_token"))
     include = bool(arguments.get("pool_include_prefix", False))
     if pool not in list(POOLING) or (prefix and pool != "token" and include != (pool == "map")):
-        raise ValueError(
+        raise UserError(
             f"global_pool {pool!r} with pool_include_prefix {include} is not read; 'token', 'avg' over the patches and"
             " 'map' over all tokens are"
         )
@@ -152,7 +153,7 @@ def _positions(
     table = found.get("pos_embed")
     if table is None:
         if arguments.get("pos_embed") not in ("", "none"):
-            raise ValueError("pos_embed is missing, and positions of another kind (RoPE) are not read")
+            raise UserError("pos_embed is missing, and positions of another kind (RoPE) are not read")
         return {"image_size": _size([side * patch for side in sides]), "position": "none"}
     entries = table.shape[1] if table.ndim == 3 else 0
     classes = int(fields["class_token"]) + fields["distillation"]
@@ -166,7 +167,7 @@ def _positions(
             size = _size([side * patch for side in grid])
             return {"image_size": size, "class_position": before > 0 and classes > 0}
     grid_said = f"{'x'.join(map(str, sides))} patches" if sides else "a square grid"
-    raise ValueError(
+    raise UserError(
         f"pos_embed has {entries} entries, which are not {grid_said} and {' or '.join(map(str, choices))} before them"
     )
 

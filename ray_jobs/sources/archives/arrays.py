@@ -23,6 +23,8 @@ from typing import IO, TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from vit_model.errors import UserError
+
 if TYPE_CHECKING:
     import h5py
 
@@ -53,9 +55,9 @@ def read_mat(data: bytes) -> dict[str, NDArray[Any]]:
     fields; all of them have two dimensions or more, text one less.
     """
     if data[:4] == b"\x89HDF":
-        raise ValueError("a MATLAB v7.3 file (HDF5), v5 is read")
+        raise UserError("a MATLAB v7.3 file (HDF5), v5 is read")
     if data[126:128] not in (b"IM", b"MI") or 1 not in data[124:126]:
-        raise ValueError("not a MATLAB v5 file")
+        raise UserError("not a MATLAB v5 file")
     order = "<" if data[126:128] == b"IM" else ">"
     return dict(_variable(*element, order, 0) for element in _inflated(data, order))
 
@@ -71,12 +73,12 @@ def _inflated(data: bytes, order: str) -> Iterator[tuple[int, memoryview]]:
         try:
             element = inflater.decompress(content, left + 1)
         except zlib.error as error:
-            raise ValueError(f"damaged MATLAB file: {error}") from error
+            raise UserError(f"damaged MATLAB file: {error}") from error
         left -= len(element)
         if left < 0:
-            raise ValueError(f"a MATLAB file of more than {MAX_BYTES} bytes (bomb)")
+            raise UserError(f"a MATLAB file of more than {MAX_BYTES} bytes (bomb)")
         if not inflater.eof:
-            raise ValueError("truncated MATLAB file")
+            raise UserError("truncated MATLAB file")
         yield from _elements(memoryview(element), order)
 
 
@@ -85,13 +87,13 @@ def _elements(data: memoryview, order: str) -> Iterator[tuple[int, memoryview]]:
     start = 0
     while start < len(data):
         if start + 8 > len(data):
-            raise ValueError("truncated MATLAB file")
+            raise UserError("truncated MATLAB file")
         kind, length = struct.unpack_from(f"{order}II", data, start)
         small = kind >> 16
         begin = start + (4 if small else 8)
         end = begin + (small or length)
         if end > len(data) or small > 4:
-            raise ValueError("truncated or damaged MATLAB file")
+            raise UserError("truncated or damaged MATLAB file")
         yield kind & 0xFFFF, data[begin:end]
         padding = 0 if kind == _COMPRESSED else -(end - begin) % 8
         start = start + 8 if small else end + padding
@@ -103,25 +105,25 @@ def _variable(kind: int, content: memoryview, order: str, depth: int) -> tuple[s
         return "", np.zeros((0, 0))
     parts = list(_elements(content, order)) if kind == _MATRIX and depth < _MAX_DEPTH else []
     if len(parts) < 3 or len(parts[0][1]) != 8 or len(parts[1][1]) % 4:
-        raise ValueError("damaged MATLAB file")
+        raise UserError("damaged MATLAB file")
     (flags,) = struct.unpack_from(f"{order}I", parts[0][1])
     shape = struct.unpack(f"{order}{len(parts[1][1]) // 4}i", parts[1][1])
     if not 2 <= len(shape) <= 32 or min(shape) < 0:
-        raise ValueError(f"damaged MATLAB file: an array of {shape}")
+        raise UserError(f"damaged MATLAB file: an array of {shape}")
     name, kind, inner = bytes(parts[2][1]).decode("latin1"), flags & 0xFF, parts[3:]
     if flags >> 8 & _COMPLEX:
-        raise ValueError(f"{name!r} has complex numbers")
+        raise UserError(f"{name!r} has complex numbers")
     if kind == _STRUCT:
         return name, _struct(shape, inner, order, depth)
     if kind == _CELL:
         return name, _cells(shape, inner, order, depth)
     if kind != _CHAR and kind not in _NUMBERS:
-        raise ValueError(f"{name!r} is of MATLAB's class {kind}; numbers, text, cells and structs are read")
+        raise UserError(f"{name!r} is of MATLAB's class {kind}; numbers, text, cells and structs are read")
     stored, values = inner[0] if inner else (2, memoryview(b""))
     if kind == _CHAR and stored in _ENCODED:
         return name, _text(shape, bytes(values), _ENCODED[stored], order)
     if kind == _CHAR or stored not in _STORED:
-        raise ValueError(f"{name!r} is stored as MATLAB's type {stored}")
+        raise UserError(f"{name!r} is stored as MATLAB's type {stored}")
     flat = np.frombuffer(values, np.dtype(order + _STORED[stored]))
     return name, flat.reshape(shape, order="F")
 
@@ -130,7 +132,7 @@ def _cells(
     shape: tuple[int, ...], inner: Sequence[tuple[int, memoryview]], order: str, depth: int
 ) -> NDArray[Any]:
     if math.prod(shape) != len(inner):
-        raise ValueError(f"damaged MATLAB file: {shape} cells, there are {len(inner)}")
+        raise UserError(f"damaged MATLAB file: {shape} cells, there are {len(inner)}")
     found = np.empty(len(inner), object)
     for place, element in enumerate(inner):
         found[place] = _variable(*element, order, depth + 1)[1]
@@ -142,15 +144,15 @@ def _struct(
 ) -> NDArray[Any]:
     """A length of names, the names in that length each, and of each item all fields."""
     if len(inner) < 2 or len(inner[0][1]) != 4:
-        raise ValueError("damaged MATLAB file: a struct without names")
+        raise UserError("damaged MATLAB file: a struct without names")
     (width,), names = struct.unpack(f"{order}i", inner[0][1]), bytes(inner[1][1])
     if width < 1:
-        raise ValueError(f"damaged MATLAB file: names of {width} letters")
+        raise UserError(f"damaged MATLAB file: names of {width} letters")
     fields = [
         names[start : start + width].split(b"\0")[0].decode("latin1") for start in range(0, len(names), width)
     ]
     if math.prod(shape) * len(fields) != len(inner) - 2 or not fields or not all(fields):
-        raise ValueError(
+        raise UserError(
             f"damaged MATLAB file: {shape} structs of {fields}, there are {len(inner) - 2} values"
         )
     found = np.empty(math.prod(shape), [(field, object) for field in fields])
@@ -164,7 +166,7 @@ def _text(shape: tuple[int, ...], data: bytes, encoding: str, order: str) -> NDA
     """An array of characters, whose last dimension is that of a string."""
     letters = data.decode(encoding + {"<": "-le", ">": "-be"}[order] if encoding == "utf-16" else encoding)
     if math.prod(shape) != len(letters):
-        raise ValueError(f"damaged MATLAB file: text of {shape}, there are {len(letters)} letters")
+        raise UserError(f"damaged MATLAB file: text of {shape}, there are {len(letters)} letters")
     grid = np.array(list(letters), "U1").reshape(shape, order="F").reshape(-1, shape[-1])
     return np.array(["".join(row) for row in grid]).reshape(shape[:-1])
 
@@ -193,7 +195,7 @@ def open_hdf5(path: Path) -> h5py.File:
         with _limited():
             return h5py.File(path, "r", locking="best-effort")
     except (OSError, RuntimeError, ValueError) as error:
-        raise ValueError(f"{path.name} is not an HDF5 file, or damaged: {error}") from error
+        raise UserError(f"{path.name} is not an HDF5 file, or damaged: {error}") from error
 
 
 def hdf5_array(path: Path, name: str, dtype: str | None, shape: Sequence[int | None]) -> h5py.Dataset:
@@ -212,13 +214,13 @@ def hdf5_array(path: Path, name: str, dtype: str | None, shape: Sequence[int | N
             for end in range(1, len(parts) + 1):
                 link = file.get("/".join(parts[:end]), getlink=True)
                 if not isinstance(link, h5py.HardLink):
-                    raise ValueError(f"{where} is missing" if link is None else f"{where} is a link")
+                    raise UserError(f"{where} is missing" if link is None else f"{where} is a link")
             found = file[name]
             if not isinstance(found, h5py.Dataset):
-                raise ValueError(f"{where} is no array")
+                raise UserError(f"{where} is no array")
             _check_array(where, found, dtype, shape)
     except (OSError, RuntimeError, KeyError, TypeError) as error:
-        raise ValueError(f"{where} can't be read: {error}") from error
+        raise UserError(f"{where} can't be read: {error}") from error
     return found
 
 
@@ -228,7 +230,7 @@ def hdf5_slice(array: h5py.Dataset, index: int | slice) -> NDArray[Any]:
         with _limited():
             return np.asarray(array[index])
     except (OSError, RuntimeError) as error:
-        raise ValueError(f"{Path(array.file.filename).name}: {array.name} is damaged: {error}") from error
+        raise UserError(f"{Path(array.file.filename).name}: {array.name} is damaged: {error}") from error
 
 
 def hdf5_rows(array: h5py.Dataset, numbers: Sequence[int]) -> NDArray[Any]:
@@ -251,18 +253,18 @@ def hdf5_rows(array: h5py.Dataset, numbers: Sequence[int]) -> NDArray[Any]:
 def _check_array(where: str, array: h5py.Dataset, dtype: str | None, shape: Sequence[int | None]) -> None:
     fits = array.dtype == np.dtype(dtype) if dtype else array.dtype.kind in "iu"
     if not fits or array.shape is None or len(array.shape) != len(shape):
-        raise ValueError(f"{where} is {array.dtype} {array.shape}, not {dtype or 'integers'} {tuple(shape)}")
+        raise UserError(f"{where} is {array.dtype} {array.shape}, not {dtype or 'integers'} {tuple(shape)}")
     if any(wanted not in (None, size) for wanted, size in zip(shape, array.shape, strict=True)):
-        raise ValueError(f"{where} is {array.shape}, not {tuple(shape)}")
+        raise UserError(f"{where} is {array.shape}, not {tuple(shape)}")
     if array.external or array.is_virtual:
-        raise ValueError(f"{where} has its data in another file")
+        raise UserError(f"{where} has its data in another file")
     if unusual := set(array._filters) - {"gzip", "shuffle", "fletcher32", "lzf"}:
-        raise ValueError(f"{where} is packed by {', '.join(sorted(unusual))}")
+        raise UserError(f"{where} is packed by {', '.join(sorted(unusual))}")
     stored = array.id.get_storage_size()
     if array.nbytes > stored * (_MAX_RATIO if array._filters else 1):
-        raise ValueError(f"{where} claims {array.nbytes} bytes, {stored} are stored")
+        raise UserError(f"{where} claims {array.nbytes} bytes, {stored} are stored")
     if array.chunks and math.prod(array.chunks) * array.dtype.itemsize > MAX_CHUNK:
-        raise ValueError(f"{where} has chunks of more than {MAX_CHUNK} bytes")
+        raise UserError(f"{where} has chunks of more than {MAX_CHUNK} bytes")
 
 
 # ------------------------------------------------------------------------------------------------- NORB, npz
@@ -273,17 +275,17 @@ _NORB_TYPES: dict[int, np.dtype[Any]] = {0x1E3D4C55: np.dtype("u1"), 0x1E3D4C54:
 def read_norb(data: bytes) -> NDArray[Any]:
     """LeCun's binary matrix: magic, number of dimensions, at least three sizes (int32, little-endian), numbers."""
     if len(data) < 8:
-        raise ValueError("truncated: shorter than the header of a NORB matrix")
+        raise UserError("truncated: shorter than the header of a NORB matrix")
     magic, dimensions = struct.unpack("<Ii", data[:8])
     if magic not in _NORB_TYPES:
-        raise ValueError(f"not a NORB matrix of uint8 or int32: it begins with {magic:#010x}")
+        raise UserError(f"not a NORB matrix of uint8 or int32: it begins with {magic:#010x}")
     header = 8 + 4 * max(3, dimensions)
     if not 1 <= dimensions <= 8 or len(data) < header:
-        raise ValueError(f"a NORB matrix of {dimensions} dimensions, or truncated")
+        raise UserError(f"a NORB matrix of {dimensions} dimensions, or truncated")
     shape = struct.unpack(f"<{dimensions}i", data[8 : 8 + 4 * dimensions])
     dtype = _NORB_TYPES[magic]
     if min(shape) < 0 or math.prod(shape) * dtype.itemsize != len(data) - header:
-        raise ValueError(f"its header says {shape} of {dtype}, there are {len(data) - header} bytes")
+        raise UserError(f"its header says {shape} of {dtype}, there are {len(data) - header} bytes")
     return np.frombuffer(data, dtype, offset=header).reshape(shape)
 
 
@@ -297,19 +299,19 @@ def read_npz(path: Path, names: Sequence[str]) -> dict[str, NDArray[Any]]:
                 member = npz_member(archive, name)
                 left -= member.file_size
                 if left < 0 or member.file_size > _MAX_RATIO * member.compress_size:
-                    raise ValueError(f"{name} of {member.file_size} bytes is too large (bomb)")
+                    raise UserError(f"{name} of {member.file_size} bytes is too large (bomb)")
                 with archive.open(member) as file:
                     shape, fortran, dtype = npy_header(file)
                     if dtype.hasobject:
-                        raise ValueError(f"{name} has Python objects")
+                        raise UserError(f"{name} has Python objects")
                     if math.prod(shape) * dtype.itemsize != member.file_size - file.tell():
-                        raise ValueError(f"{name} says that it is {dtype} {shape}, which its size is not")
+                        raise UserError(f"{name} says that it is {dtype} {shape}, which its size is not")
                     flat = np.frombuffer(_exactly(file, member.file_size - file.tell()), dtype)
                     found[name] = flat.reshape(shape, order="F" if fortran else "C")
     except KeyError as error:
-        raise ValueError(f"{path.name} lacks an array: {error}") from error
+        raise UserError(f"{path.name} lacks an array: {error}") from error
     except (OSError, ValueError, EOFError, RuntimeError, zipfile.BadZipFile, zlib.error) as error:
-        raise ValueError(f"{path.name} is no npz file that can be read: {error}") from error
+        raise UserError(f"{path.name} is no npz file that can be read: {error}") from error
     return found
 
 
@@ -318,7 +320,7 @@ def npz_member(archive: zipfile.ZipFile, name: str) -> zipfile.ZipInfo:
     member = archive.getinfo(f"{name}.npy")
     # lzma takes as many GB as a damaged member says, and raises what zipfile does not turn into its own
     if member.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
-        raise ValueError(f"{name} is packed by the method {member.compress_type}, not by deflate")
+        raise UserError(f"{name} is packed by the method {member.compress_type}, not by deflate")
     return member
 
 
@@ -328,12 +330,12 @@ def npy_header(file: IO[bytes]) -> tuple[tuple[int, ...], bool, np.dtype[Any]]:
 
     # a header of the later versions says itself how many GB it has, and is read whole
     if (version := npy.read_magic(file)) != (1, 0):
-        raise ValueError(f"npy of version {version}, not (1, 0)")
+        raise UserError(f"npy of version {version}, not (1, 0)")
     try:
         shape, fortran, dtype = npy.read_array_header_1_0(file)
     # numpy takes it for Python's source: what is damaged is SyntaxError, TokenError, MemoryError (too deep), and more
     except Exception as error:
-        raise ValueError(f"damaged header: {error}") from error
+        raise UserError(f"damaged header: {error}") from error
     return shape, fortran, dtype
 
 
@@ -371,16 +373,16 @@ def unpickle_arrays(data: bytes) -> object:
     try:
         for opcode, argument, _ in pickletools.genops(data):
             if opcode.name not in _OPCODES:
-                raise ValueError(f"it has the opcode {opcode.name}")
+                raise UserError(f"it has the opcode {opcode.name}")
             if opcode.name == "LONG_BINPUT" and int(argument or 0) > len(data):
-                raise ValueError("it has more references than bytes")
+                raise UserError("it has more references than bytes")
         made = _Unpickler(io.BytesIO(data), encoding="latin1").load()
         if isinstance(made, dict):
             return {key: _array(value) for key, value in made.items()}
         return [_array(value) for value in made] if isinstance(made, list) else _array(made)
     # a hostile pickle makes the machine that runs it trip over anything
     except Exception as error:
-        raise ValueError(f"a pickle that is not one of plain arrays, or damaged: {error}") from error
+        raise UserError(f"a pickle that is not one of plain arrays, or damaged: {error}") from error
 
 
 class _Unpickler(pickle.Unpickler):
@@ -401,7 +403,7 @@ class _Unpickler(pickle.Unpickler):
 
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) not in self._known:
-            raise ValueError(f"it asks for {module}.{name}")
+            raise UserError(f"it asks for {module}.{name}")
         return self._known[module, name]
 
 
@@ -424,6 +426,6 @@ def _array(value: object) -> object:
     raw = content.encode("latin1") if isinstance(content, str) else content
     name, order = str(dtype.arguments[0]), dtype.state[1]
     if name not in ("u1", "i1", "i2", "u2", "i4", "u4", "i8", "u8", "f4", "f8", "b1") or order not in "<>|=":
-        raise ValueError(f"an array of {name}")
+        raise UserError(f"an array of {name}")
     flat = np.frombuffer(raw, np.dtype(order + name if order != "|" else name))
     return flat.reshape(shape, order="F" if fortran else "C")

@@ -27,6 +27,7 @@ from typing import Any, NamedTuple
 from pipelines import identity
 from pipelines.files.digests import cache_folder
 from ray_jobs.sources.archives import rar
+from vit_model.errors import UserError
 
 MAX_RATIO = (
     200  # unpacked to packed bytes: photographs reach 1.1, arrays of labels some hundred, but they are small
@@ -76,14 +77,14 @@ class Blob(NamedTuple):
                 found.append(Extent(location, version, at + start, end - start))
             begin += own
         if first < 0 or length < 0 or last > begin:
-            raise ValueError(f"{self.name} is truncated or damaged: bytes {first:,} to {last:,} of {begin:,}")
+            raise UserError(f"{self.name} is truncated or damaged: bytes {first:,} to {last:,} of {begin:,}")
         return tuple(found)
 
     def read(self, offset: int, length: int) -> bytes:
         """The bytes of a range. Raises ValueError where it does not lie inside, or the file has become shorter."""
         data = b"".join(map(_read, self.slice(offset, length)))
         if len(data) != length:
-            raise ValueError(f"{self.name} became shorter while it was read")
+            raise UserError(f"{self.name} became shorter while it was read")
         return data
 
 
@@ -110,14 +111,14 @@ class Reader(io.RawIOBase):
     def seek(self, offset: int, whence: int = 0) -> int:
         self.place = offset + (0, self.place, self.size)[whence]
         if self.place < 0:
-            raise ValueError(f"{self.blob.name} is damaged: it points before its beginning")
+            raise UserError(f"{self.blob.name} is damaged: it points before its beginning")
         return self.place
 
     def read(self, length: int | None = -1) -> bytes:
         left = max(self.size - self.place, 0)
         length = left if length is None or length < 0 else min(length, left)
         if length > self.largest:
-            raise ValueError(f"{self.blob.name} is damaged: it has a header of {length:,} bytes")
+            raise UserError(f"{self.blob.name} is damaged: it has a header of {length:,} bytes")
         if length < self.block:
             first, inside = divmod(self.place, self.block)
             data = self.read_block(first)[inside : inside + length]
@@ -149,7 +150,7 @@ def open_blob(locations: Iterable[str]) -> Blob:
         else:
             status = Path(location).stat()
             if not stat.S_ISREG(status.st_mode):
-                raise ValueError(f"{location} is not a regular file")
+                raise UserError(f"{location} is not a regular file")
             version = f"{status.st_dev}:{status.st_ino}:{status.st_size}:{status.st_mtime_ns}"
             extents.append(Extent(location, version, 0, status.st_size))
     return Blob(extents[0].location, tuple(extents))
@@ -208,15 +209,15 @@ def decompressed(blob: Blob) -> Blob:
             for chunk in unpack(Reader(blob, _COPIED, _COPIED)):
                 written += len(chunk)
                 if written > limit:
-                    raise ValueError(f"{blob.name} unpacks to more than {limit:,} bytes (a bomb)")
+                    raise UserError(f"{blob.name} unpacks to more than {limit:,} bytes (a bomb)")
                 file.write(chunk)
         except (EOFError, zlib.error, lzma.LZMAError, gzip.BadGzipFile) as error:
-            raise ValueError(f"{blob.name} is truncated or damaged: {error}") from error
+            raise UserError(f"{blob.name} is truncated or damaged: {error}") from error
         except OSError as error:
             # what bz2 says of damaged data; an error of the disk has a number
             if error.errno is not None:
                 raise
-            raise ValueError(f"{blob.name} is truncated or damaged: {error}") from error
+            raise UserError(f"{blob.name} is truncated or damaged: {error}") from error
 
     return kept(blob.name, blob.extents, unpack.__name__, write)
 
@@ -273,7 +274,7 @@ def _unpack_rar(reader: Reader) -> Iterator[bytes]:
     if process.returncode == -signal.SIGALRM:
         said = f"is damaged: the RAR library made no progress for {rar.SECONDS} s"
     if process.returncode:
-        raise ValueError(f"{reader.blob.name} {said or 'is damaged: the RAR library crashed'}")
+        raise UserError(f"{reader.blob.name} {said or 'is damaged: the RAR library crashed'}")
 
 
 def _volumes(blob: Blob) -> list[Blob]:

@@ -42,6 +42,7 @@ from ray_jobs.sources.archives.blobs import (
 )
 from ray_jobs.sources.archives.entries import Bad, Files
 from ray_jobs.sources.archives.headers import THREADS, Found, Refused, listed
+from vit_model.errors import UserError
 
 MAX_IMAGE_BYTES = 2**28  # of one entry, unpacked
 SMALL = 64 * 2**20
@@ -102,7 +103,7 @@ def members(files: Files, file: str) -> list[Member]:
     """
     found, refused = contents(files, file)
     if refused:
-        raise ValueError(f"{refused[0].key} can't be used: {refused[0].reason}")
+        raise UserError(f"{refused[0].key} can't be used: {refused[0].reason}")
     return found
 
 
@@ -111,11 +112,11 @@ def each_contents(files: Files, names: Iterable[str]) -> Iterator[Contents]:
     return _in_flight(files, lambda name: contents(files, name), names)
 
 
-def read(files: Files, entries: pa.Table) -> Iterator[bytes | ValueError]:
+def read(files: Files, entries: pa.Table) -> Iterator[bytes | UserError]:
     """The bytes of each entry, in their order, or why they can't be had."""
     blobs: dict[str, Blob] = {}
 
-    def one(row: tuple[str, int, int, str, int | None]) -> bytes | ValueError:
+    def one(row: tuple[str, int, int, str, int | None]) -> bytes | UserError:
         file, offset, length, codec, crc = row
         if not offset and (data := _object(files, file, length)) is not None:
             return data
@@ -126,8 +127,8 @@ def read(files: Files, entries: pa.Table) -> Iterator[bytes | ValueError]:
                 blobs[file] = _resolve(files, file).blob
             return _checked(_range(blobs[file], offset, length, codec, MAX_IMAGE_BYTES), crc)
         except FileNotFoundError as error:
-            return ValueError(f"{error.filename} is gone")
-        except ValueError as error:
+            return UserError(f"{error.filename} is gone")
+        except UserError as error:
             return error
 
     columns = (entries[name].to_pylist() for name in ("file", "offset", "length", "codec", "crc"))
@@ -140,7 +141,7 @@ def read_member(files: Files, member: Member, limit: int = SMALL) -> bytes:
     blob = blob._replace(name=f"{blob.name}: {member.path}")
     data = _range(blob, member.offset, member.length, member.codec, limit)
     if len(data) != member.size:
-        raise ValueError(f"{blob.name} has {len(data):,} bytes, its archive says {member.size:,}")
+        raise UserError(f"{blob.name} has {len(data):,} bytes, its archive says {member.size:,}")
     return _checked(data, member.crc, f"{blob.name}: ")
 
 
@@ -182,13 +183,13 @@ def _resolve(files: Files, file: str) -> _Place:
     first = outermost(files, file)
     inner = file.removeprefix(first).split(_CHAIN)[1:]
     if len(inner) >= MAX_DEPTH:
-        raise ValueError(f"{file!r}: {len(inner)} archives in each other are too many")
+        raise UserError(f"{file!r}: {len(inner)} archives in each other are too many")
     place = _Place(first, 0, decompressed(open_blob(_locations(files, first))))
     chain = first
     for path in inner:
         chain += f"{_CHAIN}{path}"
         if (found := _by_path(place.blob).get(path)) is None:
-            raise ValueError(f"{place.blob.name} has no file {path!r} in it")
+            raise UserError(f"{place.blob.name} has no file {path!r} in it")
         name = f"{place.blob.name}: {path}"
         blob = _content(place.blob, found)._replace(name=name)
         unpacked = decompressed(blob)
@@ -200,14 +201,14 @@ def _resolve(files: Files, file: str) -> _Place:
 def _locations(files: Files, name: str) -> list[str]:
     """Where a file lies; several places where it is the first of several parts."""
     if name not in files:
-        raise ValueError(f"there is no file {name!r} among {', '.join(sorted(files)[:5]) or 'none'}")
+        raise UserError(f"there is no file {name!r} among {', '.join(sorted(files)[:5]) or 'none'}")
     found = parts_of(name, files)
     # the names of a cut file's pieces end in numbers; for a RAR, its library finds the next volume
     stem, dot, digits = name.rpartition(".")
     if len(found) > 1 and digits.isdecimal():
         for number, part in enumerate(found, start=1):
             if part != (expected := f"{stem}{dot}{number:0{len(digits)}d}"):
-                raise ValueError(f"{files[name]}: its part {expected} is missing")
+                raise UserError(f"{files[name]}: its part {expected} is missing")
     return [files[part] for part in found]
 
 
@@ -235,7 +236,7 @@ def _content(blob: Blob, found: Found) -> Blob:
         return Blob(blob.name, extents)
     packed = Blob(f"{blob.name}: {found.path}", extents)
     if found.size > max(FREE_BYTES, MAX_RATIO * found.length):
-        raise ValueError(f"{packed.name} unpacks to {found.size:,} bytes (a bomb)")
+        raise UserError(f"{packed.name} unpacks to {found.size:,} bytes (a bomb)")
 
     def write(file: BufferedWriter) -> None:
         written, crc = 0, 0
@@ -245,9 +246,9 @@ def _content(blob: Blob, found: Found) -> Blob:
                 break
             file.write(chunk)
         if written != found.size:
-            raise ValueError(f"{packed.name} is damaged: its archive says that it has {found.size:,} bytes")
+            raise UserError(f"{packed.name} is damaged: its archive says that it has {found.size:,} bytes")
         if crc != found.crc:
-            raise ValueError(f"{packed.name} is damaged: {_NOT_ITS_CRC}")
+            raise UserError(f"{packed.name} is damaged: {_NOT_ITS_CRC}")
 
     return kept(packed.name, extents, "deflate", write)
 
@@ -263,30 +264,30 @@ def _inflated(blob: Blob) -> Iterator[bytes]:
                 place += len(packed)
             chunk = stream.decompress(packed, _CHUNK)
             if not chunk and not packed:
-                raise ValueError(f"{blob.name} is truncated")
+                raise UserError(f"{blob.name} is truncated")
             yield chunk
     except zlib.error as error:
-        raise ValueError(f"{blob.name} is damaged: {error}") from error
+        raise UserError(f"{blob.name} is damaged: {error}") from error
 
 
 def _range(blob: Blob, offset: int, length: int, codec: str, limit: int) -> bytes:
     """The content of a range of a file."""
     if length > limit:
-        raise ValueError(f"{blob.name} has {length:,} bytes at {offset:,}, more than {limit:,}")
+        raise UserError(f"{blob.name} has {length:,} bytes at {offset:,}, more than {limit:,}")
     if codec == "stored":
         return blob.read(offset, length)
     data = bytearray()
     for chunk in _inflated(Blob(blob.name, blob.slice(offset, length))):
         data += chunk
         if len(data) > limit:
-            raise ValueError(f"{blob.name} has more than {limit:,} bytes at {offset:,} (a bomb)")
+            raise UserError(f"{blob.name} has more than {limit:,} bytes at {offset:,} (a bomb)")
     return bytes(data)
 
 
 def _checked(data: bytes, crc: int | None, whose: str = "") -> bytes:
     """Raise ValueError where the content is not the one that the archive has the CRC-32 of."""
     if crc is not None and zlib.crc32(data) != crc:
-        raise ValueError(f"{whose}{_NOT_ITS_CRC}")
+        raise UserError(f"{whose}{_NOT_ITS_CRC}")
     return data
 
 

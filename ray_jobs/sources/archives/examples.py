@@ -12,6 +12,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import IO
 
+from vit_model.errors import UserError
+
 _CHUNK = 2**20
 _MASK = 0xA282EAD8
 Values = list[bytes] | list[int] | list[float]
@@ -33,18 +35,18 @@ def tfrecords(file: Path | IO[bytes]) -> Iterator[tuple[int, int]]:
         if not header:
             return
         if len(header) < 12:
-            raise ValueError(f"record {number} is truncated")
+            raise UserError(f"record {number} is truncated")
         length = int.from_bytes(header[:8], "little")
         if _masked(_crc(header[:8])) != int.from_bytes(header[8:], "little"):
-            raise ValueError(f"record {number} has a damaged length")
+            raise UserError(f"record {number} has a damaged length")
         left, crc = length, 0
         while left and (chunk := file.read(min(_CHUNK, left))):
             left, crc = left - len(chunk), _crc(chunk, crc)
         footer = file.read(4)
         if left or len(footer) < 4:
-            raise ValueError(f"record {number} is truncated")
+            raise UserError(f"record {number} is truncated")
         if _masked(crc) != int.from_bytes(footer, "little"):
-            raise ValueError(f"record {number} is damaged: its checksum does not fit")
+            raise UserError(f"record {number} is damaged: its checksum does not fit")
         yield start + 12, length
         start, number = start + 16 + length, number + 1
 
@@ -61,11 +63,11 @@ def feature_range(data: bytes, name: str) -> tuple[int, int]:
     """
     features = _features(data)
     if name not in features:
-        raise ValueError(f"no feature {name!r}; there are {', '.join(sorted(features)) or 'none'}")
+        raise UserError(f"no feature {name!r}; there are {', '.join(sorted(features)) or 'none'}")
     lists = list(_fields(data, *features[name]))
     values = [part for field, start, end in lists if field == 1 for part in _fields(data, start, end)]
     if [field for field, _, _ in lists] != [1] or [field for field, _, _ in values] != [1]:
-        raise ValueError(f"feature {name!r} is not one value of bytes")
+        raise UserError(f"feature {name!r} is not one value of bytes")
     _, start, end = values[0]
     return start, end - start
 
@@ -102,7 +104,7 @@ def _floats(data: bytes, start: int, end: int) -> list[float]:
     found: list[float] = []
     for _, first, last in _fields(data, start, end, wanted=1):
         if (last - first) % 4:
-            raise ValueError("damaged example: floats of odd length")
+            raise UserError("damaged example: floats of odd length")
         found += struct.unpack_from(f"<{(last - first) // 4}f", data, first)
     return found
 
@@ -129,9 +131,9 @@ def _fields(data: bytes, start: int, end: int, wanted: int | None = None) -> Ite
         elif kind in (1, 5):
             stop = start + (8 if kind == 1 else 4)
         else:
-            raise ValueError(f"not an example: a field of wire type {kind}")
+            raise UserError(f"not an example: a field of wire type {kind}")
         if stop > end:
-            raise ValueError("truncated or damaged example")
+            raise UserError("truncated or damaged example")
         if wanted in (None, tag >> 3):
             yield tag >> 3, start, stop
         start = stop
@@ -144,7 +146,7 @@ def _varint(data: bytes, start: int, end: int) -> tuple[int, int]:
         value |= (data[place] & 0x7F) << 7 * (place - start)
         if data[place] < 0x80:
             return value & (2**64 - 1), place + 1
-    raise ValueError("truncated or damaged example")
+    raise UserError("truncated or damaged example")
 
 
 def _crc(data: bytes, before: int = 0) -> int:

@@ -20,6 +20,7 @@ from typing import NamedTuple
 
 from pipelines.file_names import left_by_a_system
 from ray_jobs.sources.archives.blobs import Blob, Reader
+from vit_model.errors import UserError
 
 MAX_MEMBERS = 2**22  # of one archive, half a KiB of memory each; ImageNet-1k, if it were one, has 1.3 million
 MAX_PATH = 1024  # letters
@@ -68,7 +69,7 @@ def listed(blob: Blob) -> Iterator[Found | Refused]:
     zipped = blob.read(0, min(4, blob.size)) in (b"PK\3\4", b"PK\5\6")
     for number, one in enumerate(_in_zip(blob) if zipped else _in_tar(blob)):
         if number >= MAX_MEMBERS:
-            raise ValueError(f"{blob.name} has more than {MAX_MEMBERS:,} members")
+            raise UserError(f"{blob.name} has more than {MAX_MEMBERS:,} members")
         path = tidied(one.path)
         if not path:
             continue
@@ -109,12 +110,12 @@ def _in_tar(blob: Blob) -> Iterator[Found | Refused]:
     start = reader.read(tarfile.BLOCKSIZE)
     if not any(start):
         if len(start) < tarfile.BLOCKSIZE:
-            raise ValueError(f"{blob.name} is empty or truncated")
+            raise UserError(f"{blob.name} is empty or truncated")
         return
     try:
         tarfile.TarInfo.frombuf(start, "utf-8", "surrogateescape")
     except (tarfile.HeaderError, ValueError) as error:
-        raise ValueError(_unknown(blob, start)) from error
+        raise UserError(_unknown(blob, start)) from error
     reader.seek(0)
     try:
         with tarfile.open(fileobj=reader, mode="r:", encoding="utf-8", errors="surrogateescape") as tar:
@@ -122,7 +123,7 @@ def _in_tar(blob: Blob) -> Iterator[Found | Refused]:
             while (info := tar.next()) is not None:
                 tar.members.clear()  # type: ignore[attr-defined]  # it would keep them all
                 if tar.offset <= before or info.size < 0:
-                    raise ValueError("its headers lead backwards")
+                    raise UserError("its headers lead backwards")
                 before = tar.offset
                 if one := _tar_member(blob, info):
                     yield one
@@ -133,9 +134,9 @@ def _in_tar(blob: Blob) -> Iterator[Found | Refused]:
             # the library also ends quietly at a header that it can't read
             reader.seek(tar.offset)
             if any(rest := reader.read(tarfile.BLOCKSIZE)) or 0 < len(rest) < tarfile.BLOCKSIZE:
-                raise ValueError(f"there is no header at byte {tar.offset:,}")
+                raise UserError(f"there is no header at byte {tar.offset:,}")
     except (tarfile.TarError, ValueError, OverflowError, RecursionError, struct.error) as error:
-        raise ValueError(f"{blob.name} is truncated or damaged: {error}") from error
+        raise UserError(f"{blob.name} is truncated or damaged: {error}") from error
 
 
 def _plain_members(blob: Blob, reader: Reader, offset: int) -> Iterator[Found]:
@@ -169,7 +170,7 @@ def _tar_member(blob: Blob, info: tarfile.TarInfo) -> Found | Refused | None:
     if not info.isreg():
         return Refused(info.name, "it is a link" if info.issym() or info.islnk() else "it is no regular file")
     if info.offset_data + info.size > blob.size:
-        raise ValueError(
+        raise UserError(
             f"{info.name!r} ends at byte {info.offset_data + info.size:,}, the file at {blob.size:,}"
         )
     return Found(info.name, info.offset_data, info.size, "stored", info.size)
@@ -200,7 +201,7 @@ def _in_zip(blob: Blob) -> Iterator[Found | Refused]:
         OverflowError,
     ) as error:
         hint = "; is its last part missing?" if len(blob.extents) > 1 else ""
-        raise ValueError(f"{blob.name} is truncated or damaged: {error}{hint}") from error
+        raise UserError(f"{blob.name} is truncated or damaged: {error}{hint}") from error
     files = [info for info in directory if not info.filename.endswith("/")]
     with ThreadPoolExecutor(THREADS) as threads:
         read = threads.map if blob.remote else map
@@ -209,7 +210,7 @@ def _in_zip(blob: Blob) -> Iterator[Found | Refused]:
         (info.header_offset, start + info.compress_size) for info, start in zip(files, starts, strict=True)
     )
     if any(after[0] < before[1] for before, after in pairwise(ranges)):
-        raise ValueError(f"{blob.name} is damaged: its members overlap")
+        raise UserError(f"{blob.name} is damaged: its members overlap")
     yield from map(_zip_member, files, starts)
 
 
@@ -218,7 +219,7 @@ def _start(blob: Blob, info: zipfile.ZipInfo) -> int:
     magic, name, extra = _LOCAL_HEADER.unpack(blob.read(info.header_offset, _LOCAL_HEADER.size))
     start = info.header_offset + _LOCAL_HEADER.size + name + extra
     if magic != b"PK\3\4" or start + info.compress_size > blob.size:
-        raise ValueError(
+        raise UserError(
             f"{blob.name} is truncated or damaged: {info.filename!r} is not where its directory says"
         )
     return start

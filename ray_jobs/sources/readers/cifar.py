@@ -21,6 +21,7 @@ from ray_jobs.sources import hash_fraction
 from ray_jobs.sources.archives import containers
 from ray_jobs.sources.archives.arrays import unpickle_arrays
 from ray_jobs.sources.archives.entries import Files, Listing, table
+from vit_model.errors import UserError
 
 if TYPE_CHECKING:
     from ray_jobs.sources.archives.containers import Member
@@ -88,7 +89,7 @@ def read_archive(files: Files, archive: str, classes: int) -> tuple[Images, str]
         found = {name: members[path] for name in names if (path := f"{folder}/{name}") in members}
         if len(found) == len(names):
             return read(classes, version, partial(_member, files, found)), version
-    raise ValueError(
+    raise UserError(
         f"{archive} has not the files of CIFAR-{classes}: is it the archive that its authors ship?"
     )
 
@@ -103,7 +104,7 @@ def read(classes: int, version: str, content: Callable[[str], bytes]) -> Images:
     key = "label_names" if classes == 10 else "fine_label_names"
     class_names = _text(content(meta), meta) if version == "binary" else _texts(content(meta), meta, key)
     if len(class_names) != classes:
-        raise ValueError(f"{meta} has {len(class_names)} names, CIFAR-{classes} has {classes} classes")
+        raise UserError(f"{meta} has {len(class_names)} names, CIFAR-{classes} has {classes} classes")
     parts = [
         _records(content(name), name, classes)
         if version == "binary"
@@ -112,7 +113,7 @@ def read(classes: int, version: str, content: Callable[[str], bytes]) -> Images:
     ]
     labels = np.concatenate([own for _, own in parts])
     if labels.min() < 0 or labels.max() >= classes:
-        raise ValueError(f"labels are from {labels.min()} to {labels.max()}, not 0 to {classes - 1}")
+        raise UserError(f"labels are from {labels.min()} to {labels.max()}, not 0 to {classes - 1}")
     planes = np.concatenate([own for own, _ in parts])
     return Images(class_names, planes, labels, len(planes) - len(parts[-1][0]))
 
@@ -124,7 +125,7 @@ def _records(data: bytes, name: str, classes: int) -> _Part:
     """One label byte (of CIFAR-100 two, of which the second is the fine one) and the pixels, over and over."""
     width = PIXELS + (1 if classes == 10 else 2)
     if not data or len(data) % width:
-        raise ValueError(f"{name} has {len(data):,} bytes, which are no records of {width}")
+        raise UserError(f"{name} has {len(data):,} bytes, which are no records of {width}")
     records = np.frombuffer(data, np.uint8).reshape(-1, width)
     return records[:, -PIXELS:], records[:, -PIXELS - 1].astype(np.int64)
 
@@ -133,28 +134,28 @@ def _batch(data: bytes, name: str, classes: int) -> _Part:
     batch = _pickled(data, name)
     planes, labels = batch.get("data"), batch.get("labels" if classes == 10 else "fine_labels")
     if not isinstance(planes, np.ndarray) or planes.dtype != np.uint8 or planes.shape[1:] != (PIXELS,):
-        raise ValueError(f"{name} has no data of uint8 [n, {PIXELS}]")
+        raise UserError(f"{name} has no data of uint8 [n, {PIXELS}]")
     if not isinstance(labels, list) or not len(labels) == len(planes) > 0:
-        raise ValueError(f"{name} has not as many labels as images")
+        raise UserError(f"{name} has not as many labels as images")
     if not all(type(label) is int and 0 <= label < classes for label in labels):
-        raise ValueError(f"{name} has labels that are not from 0 to {classes - 1}")
+        raise UserError(f"{name} has labels that are not from 0 to {classes - 1}")
     return planes, np.array(labels, np.int64)
 
 
 def _pickled(data: bytes, name: str) -> dict[object, object]:
     try:
         found = unpickle_arrays(data)
-    except ValueError as error:
-        raise ValueError(f"{name}: {error}") from error
+    except UserError as error:
+        raise UserError(f"{name}: {error}") from error
     if not isinstance(found, dict):
-        raise ValueError(f"{name} is not a pickled dict")
+        raise UserError(f"{name} is not a pickled dict")
     return found
 
 
 def _texts(data: bytes, name: str, key: str) -> tuple[str, ...]:
     found = _pickled(data, name).get(key)
     if not isinstance(found, list) or not all(isinstance(each, str) for each in found):
-        raise ValueError(f"{name} has no list {key}")
+        raise UserError(f"{name} has no list {key}")
     return tuple(found)
 
 
@@ -162,4 +163,4 @@ def _text(data: bytes, name: str) -> tuple[str, ...]:
     try:
         return tuple(line.strip() for line in data.decode().splitlines() if line.strip())
     except UnicodeDecodeError as error:
-        raise ValueError(f"{name} is no text: {error}") from error
+        raise UserError(f"{name} is no text: {error}") from error

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from ray_jobs.sources.readers.folder import SPLIT_NAMES
+from vit_model.errors import UserError
 
 UNLABELLED = -1
 
@@ -15,7 +16,7 @@ def chosen(what: str, wanted: str | None, fitting: Sequence[str], there: Iterabl
     named = wanted or (fitting[0] if len(fitting) == 1 else what)
     if named not in (there if wanted else fitting):
         found = f"those that fit are {', '.join(fitting)}" if fitting else f"there are {', '.join(there)}"
-        raise ValueError(f"source.{what}: which one it is can't be seen; {found}")
+        raise UserError(f"source.{what}: which one it is can't be seen; {found}")
     return named
 
 
@@ -43,16 +44,16 @@ def classes_of(labels: Iterable[int | str], given: Sequence[str] | None, where: 
     numbers = sorted(value for value in values if isinstance(value, int))
     texts = sorted(value for value in values if isinstance(value, str))
     if not values:
-        raise ValueError(f"{where}: no image has a label")
+        raise UserError(f"{where}: no image has a label")
     if numbers and texts:
-        raise ValueError(f"{where}: some labels are numbers ({numbers[0]}), others text ({texts[0]!r})")
+        raise UserError(f"{where}: some labels are numbers ({numbers[0]}), others text ({texts[0]!r})")
     if numbers and given is not None:
         if not 0 <= numbers[0] <= numbers[-1] < len(given):
             wrong = numbers[0] if numbers[0] < 0 else numbers[-1]
-            raise ValueError(f"{where}: the label {wrong} is not one of {len(given)} classes")
+            raise UserError(f"{where}: the label {wrong} is not one of {len(given)} classes")
         return Classes(tuple(given), {number: number for number in range(len(given))})
     if numbers and numbers[0] < 0:
-        raise ValueError(
+        raise UserError(
             f"{where}: the label {numbers[0]} is negative; the only negative label allowed is -1 (no label)"
         )
     every: list[int | str] = [*numbers, *texts]

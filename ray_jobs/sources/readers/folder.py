@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from pipelines.file_names import left_by_a_system, parts_of
 from ray_jobs.sources.readers.label_tables import IMAGEFOLDER, METADATA, OPTIONS, TABLES, Columns, read_table
+from vit_model.errors import UserError
 
 if TYPE_CHECKING:
     from pipelines.spec import FolderSource
@@ -82,7 +83,7 @@ def scan(root: Path, columns: Columns = IMAGEFOLDER) -> Listing:
     outside, a table that does not fit, a class that the given splits leave without a training image.
     """
     if not root.is_dir():
-        raise ValueError(f"{root} is not a folder of images")
+        raise UserError(f"{root} is not a folder of images")
     found = sorted(_files(root))
     files = [key for key, is_regular in found if is_regular]
     arranged = arrange(root, files, {key: (root / key).read_bytes() for key in _tables(files)}, columns)
@@ -97,14 +98,12 @@ def arrange(
     images = [key for key in files if PurePosixPath(key).suffix.lower() in EXTENSIONS]
     if not images:
         there = f": {_endings(files)}" if files else ""
-        raise ValueError(
-            f"{root} has no images ({', '.join(EXTENSIONS)}) among its {len(files)} files{there}"
-        )
+        raise UserError(f"{root} has no images ({', '.join(EXTENSIONS)}) among its {len(files)} files{there}")
     if tables:
         found = _from_tables(root, images, tables, columns)
     elif named := [one for one in zip(OPTIONS, columns, IMAGEFOLDER, strict=True) if one[1] != one[2]]:
         option, column, _ = named[0]
-        raise ValueError(
+        raise UserError(
             f"{option}: {column!r} names a column of {METADATA} or {TABLES[1]}, but {root} contains neither"
         )
     else:
@@ -116,7 +115,7 @@ def arrange(
         nested = not tables and all(
             key.startswith(f"{class_names[0]}/") and key.count("/") > 1 for key in images
         )
-        raise ValueError(
+        raise UserError(
             f"{root} has only the class {class_names[0]!r}: a classifier needs two or more"
             + (f". If the classes are the folders in it, set the root to {inside}" if nested else "")
         )
@@ -145,7 +144,7 @@ def listing(source: FolderSource, files: Files) -> entries.Listing:
     else:
         members, bad = _members(source, files)
         if bad and not members:
-            raise ValueError(
+            raise UserError(
                 f"{source.root}: none of its {len(bad):,} files can be used, such as {bad[0].key}: {bad[0].reason}"
             )
         tables = {key: containers.read_member(files, members[key]) for key in _tables(members)}
@@ -225,7 +224,7 @@ def _files(root: Path) -> Iterator[tuple[str, bool]]:
         folders[:] = [name for name in folders if not left_by_a_system(name)]
         for name in folders:
             if Path(folder, name).is_symlink():
-                raise ValueError(f"{Path(folder, name)} is a link to a folder: put the folder itself there")
+                raise UserError(f"{Path(folder, name)} is a link to a folder: put the folder itself there")
         for name in files:
             path = Path(folder, name)
             if left_by_a_system(name):
@@ -234,9 +233,9 @@ def _files(root: Path) -> Iterator[tuple[str, bool]]:
             if stat.S_ISLNK(mode):
                 target = Path(os.path.realpath(path))
                 if not target.is_relative_to(inside):
-                    raise ValueError(f"{path} is a link that leads outside {root}: put the file itself there")
+                    raise UserError(f"{path} is a link that leads outside {root}: put the file itself there")
                 if not target.exists():
-                    raise ValueError(f"{path} is a broken link: remove it, or restore its target")
+                    raise UserError(f"{path} is a broken link: remove it, or restore its target")
                 mode = target.stat().st_mode
             yield path.relative_to(root).as_posix(), stat.S_ISREG(mode)
 
@@ -246,22 +245,22 @@ def _from_folders(root: Path | str, images: Sequence[str]) -> list[tuple[str, st
     tops = {PurePosixPath(key).parts[0] for key in images if "/" in key}
     loose = [key for key in images if "/" not in key]
     if loose:
-        raise ValueError(f"{root} has images outside class folders, such as {loose[0]!r}: one folder a class")
+        raise UserError(f"{root} has images outside class folders, such as {loose[0]!r}: one folder a class")
     split_folders = {top: SPLIT_NAMES[top.lower()] for top in sorted(tops) if top.lower() in SPLIT_NAMES}
     if not split_folders:
         return [(key, PurePosixPath(key).parts[0], None) for key in images]
     others = sorted(tops - set(split_folders))
     if others:
-        raise ValueError(
+        raise UserError(
             f"{root} mixes split folders ({', '.join(split_folders)}) and others ({', '.join(others)})"
         )
     if len(set(split_folders.values())) < len(split_folders):
-        raise ValueError(f"{root} has two folders for one split: {', '.join(split_folders)}")
+        raise UserError(f"{root} has two folders for one split: {', '.join(split_folders)}")
     found: list[tuple[str, str, str | None]] = []
     for key in images:
         top, *rest = PurePosixPath(key).parts
         if len(rest) < 2:
-            raise ValueError(f"{root} has {key!r} in no class folder: put it into {top}/<class>/")
+            raise UserError(f"{root} has {key!r} in no class folder: put it into {top}/<class>/")
         found.append((key, rest[0], split_folders[top]))
     return found
 
@@ -273,7 +272,7 @@ def _check_not_detection(root: Path | str, files: Sequence[str], images: Sequenc
     if not signs and all(map(_COCO_FOLDER.fullmatch, tops)):
         signs = sorted(tops)
     if signs:
-        raise ValueError(
+        raise UserError(
             f"{root} has the layout of COCO, a detection data set ({signs[0]}): its images do not have one class each. "
             f"Give each image one label, with class folders or {METADATA}"
         )
@@ -305,20 +304,20 @@ def _from_tables(
     for path in sorted(tables):
         for row in read_table(path, tables[path], columns):
             if row.key not in present:
-                raise ValueError(f"{row.where}: {row.key!r} is not an image in {root}")
+                raise UserError(f"{row.where}: {row.key!r} is not an image in {root}")
             if row.key in found:
-                raise ValueError(f"{row.where}: {row.key!r} is listed twice")
+                raise UserError(f"{row.where}: {row.key!r} is listed twice")
             inside = _split_folder(PurePosixPath(row.key))
             split = inside if row.split is None else _split_named(row.split, row.where)
             found[row.key] = (row.key, row.label, split, row.group)
     if unlisted := sorted(present - found.keys()):
-        raise ValueError(
+        raise UserError(
             f"{root}: {' with '.join(sorted(tables))} does not list {len(unlisted)} of {len(images)} images, "
             f"such as {unlisted[0]!r}"
         )
     drawn = [key for key, _, split, _ in found.values() if split is None]
     if 0 < len(drawn) < len(found):
-        raise ValueError(
+        raise UserError(
             f"{root}: some images have a split, others do not, such as {drawn[0]!r}. Put all into split folders "
             "(train, val, test), or give every table a column `split`"
         )
@@ -328,7 +327,7 @@ def _from_tables(
 def _split_named(name: str, where: str) -> str:
     split = SPLIT_NAMES.get(name.strip().lower())
     if split is None:
-        raise ValueError(f"{where}: split {name!r} is none of {', '.join(SPLIT_NAMES)}")
+        raise UserError(f"{where}: split {name!r} is none of {', '.join(SPLIT_NAMES)}")
     return split
 
 
@@ -340,6 +339,6 @@ def _check_given_splits(root: Path | str, class_names: Sequence[str], entries: S
     if untrained:
         first, *others = map(repr, untrained)
         more = f"; neither have {', '.join(others)}" if others else ""
-        raise ValueError(
+        raise UserError(
             f"{root}: class {first} has no images in the train split{more}. Add some, or remove these classes"
         )

@@ -25,6 +25,7 @@ from pipelines.spec import GlyphSource
 from ray_jobs.data.shards import ImageSize
 from ray_jobs.sources import counts_to_uint8
 from ray_jobs.sources.archives.entries import Files, Listing, table
+from vit_model.errors import UserError
 
 if TYPE_CHECKING:
     import numpy as np
@@ -106,7 +107,7 @@ def find_fonts(files: Mapping[str, Path]) -> list[Path]:
     Raises ValueError when one of them is missing.
     """
     if missing := [name for name in FONT_NAMES if name not in files]:
-        raise ValueError(f"matplotlib lacks the fonts {', '.join(missing)}: reinstall matplotlib")
+        raise UserError(f"matplotlib lacks the fonts {', '.join(missing)}: reinstall matplotlib")
     return [files[name] for name in FONT_NAMES]
 
 
@@ -235,7 +236,7 @@ def _drawn(font: Path, character: str) -> Image.Image:
     ImageDraw.Draw(image).text((2 - left, 2 - top), character, fill=255, font=_font(font))
     ink = image.getbbox()
     if ink is None:
-        raise ValueError(f"{font.name} draws nothing for {character!r}: damaged font")
+        raise UserError(f"{font.name} draws nothing for {character!r}: damaged font")
     return image.crop(ink)
 
 

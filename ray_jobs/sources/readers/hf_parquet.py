@@ -24,6 +24,7 @@ from pipelines.spec import HfParquetSource
 from ray_jobs.sources.archives import containers
 from ray_jobs.sources.archives.entries import Files, Listing, table
 from ray_jobs.sources.readers.features import UNLABELLED, chosen, classes_of, known_split
+from vit_model.errors import UserError
 
 IN_MEMORY = 2**29  # bytes of images of a row group that are held at once; a larger one is read several times
 _BATCH = 64  # rows
@@ -53,13 +54,13 @@ def listing(source: HfParquetSource, files: Files) -> Listing:
         with _opened(files, name) as file:
             own = _columns(source, name, file.schema_arrow)
             if columns is not None and own != columns:
-                raise ValueError(f"{name} has other columns or classes than the files before it")
+                raise UserError(f"{name} has other columns or classes than the files before it")
             columns = own
             groups[name] = _groups(name, file, own.image)
             labels += _labels(name, file, own)
             together += _together(source, name, file)
     if columns is None:
-        raise ValueError(f"no file is of a known split: {', '.join(names[:5])}")
+        raise UserError(f"no file is of a known split: {', '.join(names[:5])}")
     classes = classes_of(labels, columns.classes, f"column {columns.label!r}")
     entries = (
         row | {"label": classes.numbers[label], "split": splits[row["file"]], "group": group}
@@ -73,7 +74,7 @@ def listing(source: HfParquetSource, files: Files) -> Listing:
     return Listing(classes.names, table(entries), notes=tuple(notes))
 
 
-def rows(source: HfParquetSource, files: Files, numbers: Sequence[int]) -> Iterator[bytes | ValueError]:
+def rows(source: HfParquetSource, files: Files, numbers: Sequence[int]) -> Iterator[bytes | UserError]:
     """The image files of these numbers; a row group whose rows follow each other is read once."""
     names = sorted(files)
     for group, wanted in groupby(numbers, lambda number: number >> _ROW_BITS):
@@ -102,10 +103,10 @@ def _splits(names: Sequence[str]) -> dict[str, str | None]:
             parts[path.parent, found[1], int(found[3])].add(int(found[2]))
     if len(folders) > 1:
         listed = ", ".join(sorted(map(str, folders)))
-        raise ValueError(f"files lie in several folders ({listed}): name one of them as source.root")
+        raise UserError(f"files lie in several folders ({listed}): name one of them as source.root")
     for (_, word, total), numbers in parts.items():
         if lost := sorted(set(range(total)) - numbers):
-            raise ValueError(f"{word}-{lost[0]:05d}-of-{total:05d}.parquet is missing")
+            raise UserError(f"{word}-{lost[0]:05d}-of-{total:05d}.parquet is missing")
     splits = {name: known_split(word) for name, word in words.items()}
     if not any(splits.values()):
         return splits
@@ -121,9 +122,9 @@ def _opened(files: Files, name: str) -> pq.ParquetFile:
         file = pq.ParquetFile(path, page_checksum_verification=True)
         # the least that a row takes is a length
         if file.metadata.num_rows > path.stat().st_size:
-            raise ValueError("it claims more rows than it has bytes")
+            raise UserError("it claims more rows than it has bytes")
     except (OSError, ValueError, pa.ArrowException) as error:
-        raise ValueError(f"{name} is not a Parquet file, or damaged: {error}") from error
+        raise UserError(f"{name} is not a Parquet file, or damaged: {error}") from error
     return file
 
 
@@ -132,7 +133,7 @@ def _columns(source: HfParquetSource, name: str, schema: pa.Schema) -> _Columns:
     fitting = [field.name for field in schema if _is_image(field.type)]
     declared = [column for column in fitting if features.get(column, {}).get("_type") == "Image"]
     if source.image and source.image not in fitting:
-        raise ValueError(f"source.image: {name} has no column {source.image!r} of images, but {fitting}")
+        raise UserError(f"source.image: {name} has no column {source.image!r} of images, but {fitting}")
     image = chosen("image", source.image, declared or fitting, fitting)
     others = [column for column in schema.names if column != image]
     labels = [column for column in others if features.get(column, {}).get("_type") == "ClassLabel"]
@@ -140,7 +141,7 @@ def _columns(source: HfParquetSource, name: str, schema: pa.Schema) -> _Columns:
     kind = schema.field(label).type
     if not (pa.types.is_integer(kind) or pa.types.is_string(kind)):
         more = ": multi-label is not supported yet" if pa.types.is_nested(kind) else ""
-        raise ValueError(
+        raise UserError(
             f"source.label: column {label!r} of {name} is {kind}, not whole numbers or text{more}"
         )
     given = features.get(label, {}).get("names")
@@ -155,7 +156,7 @@ def _features(name: str, schema: pa.Schema) -> dict[str, dict[str, Any]]:
         found = json.loads(text)["info"]["features"] if text else {}
         return {column: feature for column, feature in found.items() if isinstance(feature, dict)}
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise ValueError(f"{name}: its metadata are not those of Hugging Face's datasets: {error}") from error
+        raise UserError(f"{name}: its metadata are not those of Hugging Face's datasets: {error}") from error
 
 
 def _is_image(kind: pa.DataType) -> bool:
@@ -170,7 +171,7 @@ def _groups(name: str, file: pq.ParquetFile, image: str) -> list[tuple[int, int]
     """(rows, about the bytes of an image) of each row group."""
     lengths = [file.metadata.row_group(group).num_rows for group in range(file.metadata.num_row_groups)]
     if len(lengths) > 2**_GROUP_BITS or max(lengths, default=0) > 2**_ROW_BITS:
-        raise ValueError(f"{name} has {len(lengths)} row groups of up to {max(lengths)} rows: too many")
+        raise UserError(f"{name} has {len(lengths)} row groups of up to {max(lengths)} rows: too many")
     return [(rows, _bytes(file, group, image) // max(rows, 1)) for group, rows in enumerate(lengths)]
 
 
@@ -211,12 +212,12 @@ def _together(source: HfParquetSource, name: str, file: pq.ParquetFile) -> list[
     if column is None:
         return [None] * file.metadata.num_rows
     if column not in schema.names:
-        raise ValueError(f"source.group: {name} has no column {column!r}, but {', '.join(schema.names)}")
+        raise UserError(f"source.group: {name} has no column {column!r}, but {', '.join(schema.names)}")
     if not (pa.types.is_integer(kind := schema.field(column).type) or pa.types.is_string(kind)):
-        raise ValueError(f"source.group: column {column!r} of {name} is {kind}, not whole numbers or text")
+        raise UserError(f"source.group: column {column!r} of {name} is {kind}, not whole numbers or text")
     found = _values(name, file, column)
     if None in found:
-        raise ValueError(f"source.group: row {found.index(None)} of {name} has no {column}")
+        raise UserError(f"source.group: row {found.index(None)} of {name} has no {column}")
     return [str(group) for group in found]
 
 
@@ -224,10 +225,10 @@ def _values(name: str, file: pq.ParquetFile, column: str) -> list[Any]:
     try:
         return list(file.read(columns=[column]).column(0).to_pylist())
     except (OSError, ValueError, pa.ArrowException) as error:
-        raise ValueError(f"{name}: its column {column!r} can't be read: {error}") from error
+        raise UserError(f"{name}: its column {column!r} can't be read: {error}") from error
 
 
-def _group(file: pq.ParquetFile, group: int, column: str, wanted: list[int]) -> Iterator[bytes | ValueError]:
+def _group(file: pq.ParquetFile, group: int, column: str, wanted: list[int]) -> Iterator[bytes | UserError]:
     """Rows of a row group, in the order wanted, of which no more than about IN_MEMORY bytes are held."""
     share = len(wanted) / max(file.metadata.row_group(group).num_rows, 1)
     passes = max(1, math.ceil(_bytes(file, group, column) * share / IN_MEMORY))
@@ -235,14 +236,14 @@ def _group(file: pq.ParquetFile, group: int, column: str, wanted: list[int]) -> 
     for start in range(0, len(wanted), size):
         part = wanted[start : start + size]
         found, reason = _read(file, group, column, set(part))
-        yield from (found.get(row, ValueError(reason)) for row in part)
+        yield from (found.get(row, UserError(reason)) for row in part)
 
 
 def _read(
     file: pq.ParquetFile, group: int, column: str, wanted: set[int]
-) -> tuple[dict[int, bytes | ValueError], str]:
+) -> tuple[dict[int, bytes | UserError], str]:
     """The images of these rows, and why the others can't be had."""
-    found: dict[int, bytes | ValueError] = {}
+    found: dict[int, bytes | UserError] = {}
     start = held = 0
     try:
         for batch in file.iter_batches(_BATCH, row_groups=[group], columns=[column], use_threads=False):
@@ -253,15 +254,15 @@ def _read(
                     held += len(image) if isinstance(image, bytes) else 0
             start += len(batch)
             if held > 2 * IN_MEMORY:
-                raise ValueError(f"it has more than the {_bytes(file, group, column)} bytes that it claims")
+                raise UserError(f"it has more than the {_bytes(file, group, column)} bytes that it claims")
     except (OSError, ValueError, pa.ArrowException) as error:
         return found, f"its row group can't be read: {error}"
     return found, "its row group is shorter than it says"
 
 
-def _image(cell: Any) -> bytes | ValueError:
+def _image(cell: Any) -> bytes | UserError:
     data = cell.get("bytes") if isinstance(cell, dict) else cell
     if data is None:
         path = cell.get("path") if isinstance(cell, dict) else None
-        return ValueError("not in the file, which only names its path" if path else "no image in its row")
+        return UserError("not in the file, which only names its path" if path else "no image in its row")
     return bytes(data)

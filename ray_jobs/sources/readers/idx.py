@@ -27,6 +27,7 @@ from ray_jobs.data.shards import ImageSize
 from ray_jobs.sources import hash_fraction
 from ray_jobs.sources.archives import containers
 from ray_jobs.sources.archives.entries import Files, Listing, table
+from vit_model.errors import UserError
 
 FILES = {
     "train": ("train-images-idx3-ubyte", "train-labels-idx1-ubyte"),
@@ -96,12 +97,12 @@ def read(files: Mapping[str, Path], num_classes: int, classes: Sequence[int]) ->
         splits += [_split(split, image.tobytes()) for image in images[-1]]
     if images[0].shape[1:] != images[1].shape[1:]:
         sizes = [f"{part.shape[1]} x {part.shape[2]}" for part in images]
-        raise ValueError(f"images of train are {sizes[0]} pixels, those of test {sizes[1]}")
+        raise UserError(f"images of train are {sizes[0]} pixels, those of test {sizes[1]}")
     found = Images(np.concatenate(images)[..., None], np.concatenate(labels), keys, splits)
     trained = set(found.labels[np.array(splits) == "train"].tolist())
     if lost := [given for label, given in enumerate(classes) if label not in trained]:
         more = f", nor have {', '.join(map(str, lost[1:]))}" if lost[1:] else ""
-        raise ValueError(f"{files[FILES['train'][1]]}: the class {lost[0]} has no image in train{more}")
+        raise UserError(f"{files[FILES['train'][1]]}: the class {lost[0]} has no image in train{more}")
     return found
 
 
@@ -120,26 +121,26 @@ def read_file(path: Path) -> NDArray[np.uint8]:
             with gzip.GzipFile(fileobj=file) as unzipped:
                 return _parse(path, unzipped)
     except (EOFError, zlib.error, gzip.BadGzipFile) as error:
-        raise ValueError(f"{path} is truncated or damaged: {error}") from error
+        raise UserError(f"{path} is truncated or damaged: {error}") from error
 
 
 def _parse(path: Path, file: IO[bytes] | gzip.GzipFile) -> NDArray[np.uint8]:
     magic = file.read(4)
     if len(magic) < 4 or magic[:2] != b"\0\0":
-        raise ValueError(f"{path} is not an IDX file: it begins with {magic.hex(' ') or 'nothing'}")
+        raise UserError(f"{path} is not an IDX file: it begins with {magic.hex(' ') or 'nothing'}")
     kind, dimensions = magic[2], magic[3]
     if kind != 8 or dimensions not in (1, 3):
-        raise ValueError(
+        raise UserError(
             f"{path} has numbers of type {kind:#04x} in {dimensions} dimensions; "
             "images are type 0x08 in 3, labels type 0x08 in 1"
         )
     header = file.read(4 * dimensions)
     if len(header) < 4 * dimensions:
-        raise ValueError(f"{path} is truncated: it ends inside its header")
+        raise UserError(f"{path} is truncated: it ends inside its header")
     shape = [int.from_bytes(header[start : start + 4]) for start in range(0, len(header), 4)]
     expected = math.prod(shape)
     if not 0 < expected <= MAX_BYTES or max(shape[1:], default=1) > MAX_SIDE:
-        raise ValueError(
+        raise UserError(
             f"{path} says that it holds {' x '.join(map(str, shape))} numbers; "
             f"there must be some, at most {MAX_BYTES:,}, in images of at most {MAX_SIDE} pixels a side"
         )
@@ -148,7 +149,7 @@ def _parse(path: Path, file: IO[bytes] | gzip.GzipFile) -> NDArray[np.uint8]:
         data += chunk
     if len(data) != expected:
         found = f"{len(data):,}" if len(data) < expected else "more"
-        raise ValueError(
+        raise UserError(
             f"{path} is truncated or damaged: its header says {expected:,} numbers, there are {found}"
         )
     return np.frombuffer(bytes(data), np.uint8).reshape(shape)
@@ -160,13 +161,13 @@ def _read_pair(
     """Images [n, h, w] and labels [n] that fit together."""
     images, labels = read_file(images_file), read_file(labels_file)
     if images.ndim != 3:
-        raise ValueError(f"{images_file} has numbers in {images.ndim} dimension; images have 3")
+        raise UserError(f"{images_file} has numbers in {images.ndim} dimension; images have 3")
     if labels.ndim != 1:
-        raise ValueError(f"{labels_file} has numbers in {labels.ndim} dimensions; labels have 1")
+        raise UserError(f"{labels_file} has numbers in {labels.ndim} dimensions; labels have 1")
     if len(images) != len(labels):
-        raise ValueError(f"{images_file} has {len(images):,} images, {labels_file} {len(labels):,} labels")
+        raise UserError(f"{images_file} has {len(images):,} images, {labels_file} {len(labels):,} labels")
     if (largest := int(labels.max())) >= num_classes:
-        raise ValueError(
+        raise UserError(
             f"{labels_file} has the label {largest}; source.class_names names 0 to {num_classes - 1}"
         )
     return images, labels

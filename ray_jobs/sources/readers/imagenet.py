@@ -40,6 +40,7 @@ from ray_jobs.sources.archives.containers import (
     read_member,
 )
 from ray_jobs.sources.archives.entries import Bad, Files, Listing, place, table
+from vit_model.errors import UserError
 
 SYNSET_TAR = re.compile(r"(?:.*/)?(n\d{8})\.tar")
 _VAL_IMAGE = re.compile(r"(?:.*/)?(ILSVRC2012_val_(\d{8})\.JPEG)")
@@ -68,7 +69,7 @@ def listing(source: ImageNetSource, files: Files) -> Listing:
     def rows() -> Iterator[dict[str, Any]]:
         for wnid, images in synsets(files, tars_in(files, IMAGENET_TRAIN, bad), bad):
             if wnid not in rank:
-                raise ValueError(f"{files[IMAGENET_TRAIN]} has {wnid}.tar, which is no class of the devkit")
+                raise UserError(f"{files[IMAGENET_TRAIN]} has {wnid}.tar, which is no class of the devkit")
             for member in images:
                 key = f"train/{wnid}/{member.path}"
                 dev = hash_fraction(SALT, key) < source.dev_fraction
@@ -102,7 +103,7 @@ def _real_note(test: pa.Table, files: Files) -> tuple[str, ...]:
     agreed = [label in labels for label, labels in pairs if labels]
     share = sum(agreed) / max(len(agreed), 1)
     if share < _LEAST_AGREEMENT:
-        raise ValueError(
+        raise UserError(
             f"{files[IMAGENET_REAL]} has the authors' label for {share:.1%} of the images that it has labels for, "
             "where 90 % are right: is it in another order?"
         )
@@ -124,7 +125,7 @@ def _validation(files: Files, devkit: Devkit, bad: list[Bad]) -> Iterator[dict[s
             continue
         number = int(named[2]) - 1
         if not 0 <= number < len(devkit.val_labels) or number in numbers:
-            raise ValueError(
+            raise UserError(
                 f"{files[IMAGENET_VAL]}: {member.path} has no label in the devkit, or comes twice"
             )
         numbers.add(number)
@@ -133,7 +134,7 @@ def _validation(files: Files, devkit: Devkit, bad: list[Bad]) -> Iterator[dict[s
     bad += [Bad(f"val/{path}", "its name is none of a validation image", IMAGENET_VAL) for path in odd]
     if len(numbers) < len(devkit.val_labels):
         other = f"; {odd[0]!r} is not a name like ILSVRC2012_val_00000001.JPEG" if odd else ""
-        raise ValueError(
+        raise UserError(
             f"{files[IMAGENET_VAL]} has {len(numbers):,} images, the devkit labels {len(devkit.val_labels):,}{other}"
         )
 
@@ -144,7 +145,7 @@ def read_devkit(files: Files) -> Devkit:
     where = files[IMAGENET_DEVKIT]
     for name in ("meta.mat", "ILSVRC2012_validation_ground_truth.txt"):
         if name not in found:
-            raise ValueError(f"{where} has no data/{name}")
+            raise UserError(f"{where} has no data/{name}")
     leaves = _leaves(where, read_member(files, found["meta.mat"]))
     wnids = tuple(sorted(wnid for wnid, _ in leaves.values()))
     words = dict(leaves.values())
@@ -153,7 +154,7 @@ def read_devkit(files: Files) -> Devkit:
     try:
         labels = tuple(rank[leaves[int(line)][0]] for line in text.split())
     except (KeyError, ValueError) as error:
-        raise ValueError(f"{where}: a validation label is no ILSVRC2012_ID of meta.mat: {error}") from error
+        raise UserError(f"{where}: a validation label is no ILSVRC2012_ID of meta.mat: {error}") from error
     return Devkit(wnids, tuple(words[wnid] for wnid in wnids), labels)
 
 
@@ -167,9 +168,9 @@ def _leaves(where: str, data: bytes) -> dict[int, tuple[str, str]]:
             if not int(_only(one["num_children"]))
         ]
     except (ValueError, KeyError, IndexError, TypeError) as error:
-        raise ValueError(f"{where}: meta.mat is damaged, or has no synsets: {error}") from error
+        raise UserError(f"{where}: meta.mat is damaged, or has no synsets: {error}") from error
     if len({wnid for _, wnid, _ in rows}) != len(rows) or len({number for number, *_ in rows}) != len(rows):
-        raise ValueError(f"{where}: meta.mat has a synset twice")
+        raise UserError(f"{where}: meta.mat has a synset twice")
     return {number: (wnid, words) for number, wnid, words in rows}
 
 
@@ -188,12 +189,12 @@ def _real_labels(files: Files, images: int, classes: int) -> list[list[int]] | N
     try:
         found = json.loads(read_file(files, IMAGENET_REAL))
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"{where} is not JSON: {error}") from error
+        raise UserError(f"{where} is not JSON: {error}") from error
     if not isinstance(found, list) or len(found) != images:
-        raise ValueError(f"{where} is no list of {images:,} lists, one for each validation image")
+        raise UserError(f"{where} is no list of {images:,} lists, one for each validation image")
     for labels in found:
         if not isinstance(labels, list) or not all(type(one) is int and 0 <= one < classes for one in labels):
-            raise ValueError(f"{where}: {str(labels)[:80]} is no list of classes from 0 to {classes - 1}")
+            raise UserError(f"{where}: {str(labels)[:80]} is no list of classes from 0 to {classes - 1}")
     return [sorted(set(labels)) for labels in found]
 
 
@@ -208,11 +209,11 @@ def synsets(files: Files, chains: Iterable[str], bad: list[Bad]) -> Iterator[tup
         if not (named := SYNSET_TAR.fullmatch(chain.rpartition("::")[2])):
             others.append(Bad(chain, "it is no tar of a synset", outermost(files, chain)))
         elif named[1] in tars:
-            raise ValueError(f"{named[1]}.tar comes twice: {tars[named[1]]} and {chain}")
+            raise UserError(f"{named[1]}.tar comes twice: {tars[named[1]]} and {chain}")
         else:
             tars[named[1]] = chain
     if others and not tars:
-        raise ValueError(
+        raise UserError(
             f"{others[0].file} contains no synset tars (expected names of n and 8 digits, such as n01440764.tar); "
             f"it contains {len(others):,} other files, such as {others[0].key}"
         )

@@ -14,6 +14,7 @@ from pipelines.spec.archives import ImageNet21kSource
 from ray_jobs.sources import hash_fraction
 from ray_jobs.sources.archives.entries import Bad, Files, Listing, table
 from ray_jobs.sources.readers.imagenet import SALT, SYNSET_TAR, row, synsets, tars_in
+from vit_model.errors import UserError
 
 _SPLITS = ("dev", "test", "train")
 
@@ -43,7 +44,7 @@ def listing(source: ImageNet21kSource, files: Files) -> Listing:
 
     entries = table(rows())
     if not kept:
-        raise ValueError(f"{source.root} has no synset with {source.min_images} images or more")
+        raise UserError(f"{source.root} has no synset with {source.min_images} images or more")
     notes = [f"no official splits: {source.held_out:.2%} each are dev and test by a hash of names"]
     if left_out:
         notes.append(f"left out, with fewer than {source.min_images} images: {', '.join(left_out)}")

@@ -16,6 +16,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import PurePosixPath
 from typing import Any, NamedTuple
 
+from vit_model.errors import UserError
+
 METADATA = "metadata.csv"
 TABLES = (METADATA, "metadata.jsonl")
 
@@ -61,7 +63,7 @@ def read_table(path: str, data: bytes, columns: Columns) -> Iterator[Row]:
         key = (folder / _inside(where, columns.image, name)).as_posix()
         image = f"{where}: {key!r}"
         if _is_list(row.get(columns.label)):
-            raise ValueError(f"{image} has a list as its {columns.label}: multi-label is not supported yet")
+            raise UserError(f"{image} has a list as its {columns.label}: multi-label is not supported yet")
         yield Row(
             where,
             key,
@@ -77,11 +79,11 @@ def _csv(path: str, data: bytes) -> tuple[list[str], list[tuple[str, dict[str, A
         reader = csv.reader(io.StringIO(_decoded(data), newline=""), strict=True, skipinitialspace=True)
         header, *rows = [[cell.strip() for cell in cells] for cells in reader if cells] or [[]]
     except (csv.Error, UnicodeDecodeError) as error:
-        raise ValueError(f"{path} is not CSV in UTF-8: {error}") from error
+        raise UserError(f"{path} is not CSV in UTF-8: {error}") from error
     found = []
     for number, cells in enumerate(rows, start=2):
         if len(cells) != len(header):
-            raise ValueError(f"{path} row {number} has {len(cells)} fields, the header {len(header)}")
+            raise UserError(f"{path} row {number} has {len(cells)} fields, the header {len(header)}")
         found.append((f"{path} row {number}", dict(zip(header, cells, strict=True))))
     return header, found
 
@@ -93,16 +95,16 @@ def _json_lines(path: str, data: bytes) -> tuple[list[str], list[tuple[str, dict
     try:
         lines = _decoded(data).split("\n")
     except UnicodeDecodeError as error:
-        raise ValueError(f"{path} is not text in UTF-8: {error}") from error
+        raise UserError(f"{path} is not text in UTF-8: {error}") from error
     for number, line in enumerate(lines, start=1):
         if not line.strip():
             continue
         try:
             row = json.loads(line)
         except (ValueError, RecursionError) as error:
-            raise ValueError(f"{path} row {number} is not JSON: {error}") from error
+            raise UserError(f"{path} row {number} is not JSON: {error}") from error
         if not isinstance(row, dict):
-            raise ValueError(f"{path} row {number} is not a JSON object; expected one object per line")
+            raise UserError(f"{path} row {number} is not a JSON object; expected one object per line")
         row = {name.strip(): value for name, value in row.items()}
         header |= dict.fromkeys(row)
         found.append((f"{path} row {number}", row))
@@ -121,10 +123,10 @@ def _check_columns(path: str, header: Sequence[str], columns: Columns) -> None:
         near = difflib.get_close_matches(column.lower(), known, n=1, cutoff=0.75)
         if near and column not in known and near[0] not in header:
             way_out = f" If not, set source.{options[near[0]]}: {column}" if near[0] in options else ""
-            raise ValueError(f"{path} has an unknown column {column!r}: did you mean {near[0]!r}?{way_out}")
+            raise UserError(f"{path} has an unknown column {column!r}: did you mean {near[0]!r}?{way_out}")
     for column in needed:
         if header.count(column) != 1:
-            raise ValueError(
+            raise UserError(
                 f"{path} needs one column {column!r}; it has {', '.join(header) or 'none'}. "
                 f"Add it, or name another one in source.{options[column]}"
             )
@@ -132,7 +134,7 @@ def _check_columns(path: str, header: Sequence[str], columns: Columns) -> None:
 
 def _value(where: str, column: str, row: Mapping[str, Any]) -> str:
     if not (text := _text(where, column, row.get(column))):
-        raise ValueError(f"{where} has no {column}")
+        raise UserError(f"{where} has no {column}")
     return text
 
 
@@ -140,13 +142,13 @@ def _text(where: str, column: str, value: Any) -> str:
     """A cell as text: JSON's text, whole numbers and booleans; "" for null or no cell."""
     if isinstance(value, str):
         if not value.isascii() and value != value.encode("utf-8", "replace").decode():
-            raise ValueError(f"{where}: {column} is not text in UTF-8 ({json.dumps(value)})")
+            raise UserError(f"{where}: {column} is not text in UTF-8 ({json.dumps(value)})")
         return value.strip()
     if value is None:
         return ""
     if isinstance(value, int):  # includes booleans
         return json.dumps(value)
-    raise ValueError(f"{where}: {column} must be text or a whole number, not {json.dumps(value)[:60]}")
+    raise UserError(f"{where}: {column} must be text or a whole number, not {json.dumps(value)[:60]}")
 
 
 def _is_list(cell: Any) -> bool:
@@ -162,5 +164,5 @@ def _is_list(cell: Any) -> bool:
 def _inside(where: str, column: str, name: str) -> PurePosixPath:
     path = PurePosixPath(name)
     if path.is_absolute() or ".." in path.parts or "\\" in name or not name:
-        raise ValueError(f"{where}: {column} {name!r} must be a relative path inside the folder, with /")
+        raise UserError(f"{where}: {column} {name!r} must be a relative path inside the folder, with /")
     return path

@@ -18,6 +18,7 @@ from ray_jobs.sources.archives import containers
 from ray_jobs.sources.archives.entries import Files, Listing, table
 from ray_jobs.sources.archives.examples import Values, feature_range, parse_example, tfrecords
 from ray_jobs.sources.readers.features import UNLABELLED, chosen, classes_of, known_split
+from vit_model.errors import UserError
 
 _MAX_RECORD = 2**28  # bytes
 _BATCH = 256  # records
@@ -37,7 +38,7 @@ def listing(source: TfdsSource, files: Files) -> Listing:
     info, features = _json(files, "dataset_info.json"), _json(files, "features.json")
     form = info.get("fileFormat", "tfrecord")
     if form not in ("tfrecord", "array_record"):
-        raise ValueError(f"dataset_info.json: files are {form!r}; tfrecord and array_record are read")
+        raise UserError(f"dataset_info.json: files are {form!r}; tfrecord and array_record are read")
     image, label = _named(source, features)
     places = _Places([], array("q"), array("q"))
     labels: list[int | str] = []
@@ -54,13 +55,13 @@ def listing(source: TfdsSource, files: Files) -> Listing:
                     offset, size = feature_range(example, image)
                     labels.append(_label(parse_example(example).get(label), label))
                 except ValueError as error:
-                    raise ValueError(f"{file}, at {start}: {error}") from error
+                    raise UserError(f"{file}, at {start}: {error}") from error
                 places.files.append(file)
                 places.offsets.append(start + offset if form == "tfrecord" else start)
                 places.lengths.append(size)
         splits[name] = len(labels) - before
     if not labels:
-        raise ValueError(f"no split of dataset_info.json is known: {'; '.join(notes) or 'it has none'}")
+        raise UserError(f"no split of dataset_info.json is known: {'; '.join(notes) or 'it has none'}")
     classes = classes_of(labels, _class_names(files, features, label), f"feature {label!r}")
     notes += classes.notes
     keys = ((split, f"{split}/{number:07d}") for split, size in splits.items() for number in range(size))
@@ -76,7 +77,7 @@ def listing(source: TfdsSource, files: Files) -> Listing:
     return Listing(classes.names, table(entries), notes=tuple(notes))
 
 
-def rows(source: TfdsSource, files: Files, numbers: Sequence[int]) -> Iterator[bytes | ValueError]:
+def rows(source: TfdsSource, files: Files, numbers: Sequence[int]) -> Iterator[bytes | UserError]:
     """The image files of these records of array_record files."""
     names = sorted(files)
     image, _ = _named(source, _json(files, "features.json"))
@@ -91,7 +92,7 @@ def rows(source: TfdsSource, files: Files, numbers: Sequence[int]) -> Iterator[b
                 offset, length = feature_range(example, image)
                 yield example[offset : offset + length]
             except (RuntimeError, ValueError) as error:
-                yield ValueError(f"its record can't be read: {error}")
+                yield UserError(f"its record can't be read: {error}")
     finally:
         for reader in readers.values():
             reader.close()
@@ -104,9 +105,9 @@ def _json(files: Files, name: str) -> dict[str, Any]:
     try:
         found = json.loads(containers.read_file(files, name))
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"{name} can't be read: {error}") from error
+        raise UserError(f"{name} can't be read: {error}") from error
     if not isinstance(found, dict):
-        raise ValueError(f"{name} is no JSON object")
+        raise UserError(f"{name} is no JSON object")
     return found
 
 
@@ -124,17 +125,17 @@ def _shards(info: dict[str, Any], form: str, files: Files) -> Iterator[tuple[str
                 for number in range(len(lengths))
             ]
             if lost := [name for name in names if name not in files]:
-                raise ValueError(f"{lost[0]} is missing")
+                raise UserError(f"{lost[0]} is missing")
             yield split["name"], list(zip(names, lengths, strict=True))
     except (KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"dataset_info.json is not as TFDS writes it: {error!r}") from error
+        raise UserError(f"dataset_info.json is not as TFDS writes it: {error!r}") from error
 
 
 def _features(features: dict[str, Any]) -> dict[str, tuple[str, dict[str, Any]]]:
     """The class ("Image") and the description of each feature, as TFDS writes it now and as it did before 2022."""
     inner = features.get("featuresDict", {}).get("features") or features.get("content")
     if not isinstance(inner, dict):
-        raise ValueError("features.json is not as TFDS writes it: it has no features")
+        raise UserError("features.json is not as TFDS writes it: it has no features")
     return {
         name: (str(each.get("pythonClassName") or each.get("type")).rpartition(".")[2], each)
         for name, each in inner.items()
@@ -175,9 +176,9 @@ def _records(files: Files, form: str, name: str, length: int) -> Iterator[tuple[
             number += 1
             yield record
     except RuntimeError as error:  # array_record's
-        raise ValueError(f"{name}: {error}") from error
+        raise UserError(f"{name}: {error}") from error
     if number != length:
-        raise ValueError(f"{name} has {number} records, dataset_info.json says {length}")
+        raise UserError(f"{name} has {number} records, dataset_info.json says {length}")
 
 
 def _tfrecords(files: Files, name: str) -> Iterator[tuple[int, bytes]]:
@@ -185,11 +186,11 @@ def _tfrecords(files: Files, name: str) -> Iterator[tuple[int, bytes]]:
         try:
             for offset, size in tfrecords(file):
                 if size > _MAX_RECORD:
-                    raise ValueError(f"a record has {size} bytes, more than {_MAX_RECORD}")
+                    raise UserError(f"a record has {size} bytes, more than {_MAX_RECORD}")
                 file.seek(offset)
                 yield offset, file.read(size)
         except ValueError as error:
-            raise ValueError(f"{name}: {error}") from error
+            raise UserError(f"{name}: {error}") from error
 
 
 def _array_records(files: Files, name: str) -> Iterator[tuple[int, bytes]]:
@@ -209,11 +210,11 @@ def _reader(files: Files, name: str) -> Any:
 
     reader = ArrayRecordReader(str(containers.local(files, name)))
     if not reader.ok():
-        raise ValueError(f"{name} is no array_record file, or damaged")
+        raise UserError(f"{name} is no array_record file, or damaged")
     return reader
 
 
 def _label(values: Values | None, name: str) -> int | str:
     if not values or len(values) != 1 or isinstance(values[0], float):
-        raise ValueError(f"feature {name!r} is not one whole number or text")
+        raise UserError(f"feature {name!r} is not one whole number or text")
     return values[0].decode() if isinstance(values[0], bytes) else values[0]

@@ -20,6 +20,7 @@ from ray_jobs.sources.archives.containers import Member, each_contents, read
 from ray_jobs.sources.archives.entries import ENTRIES, Bad, Files, Listing, place, table
 from ray_jobs.sources.readers.features import Classes, classes_of
 from ray_jobs.sources.readers.folder import EXTENSIONS, SPLIT_NAMES
+from vit_model.errors import UserError
 
 MAX_LABEL_BYTES = 2**20
 
@@ -52,7 +53,7 @@ def listing(source: WebDatasetSource, files: Files) -> Listing:
         for sample, data in zip(samples, read(files, table(map(_labelled, samples))), strict=True):
             try:
                 label = _label(source.label, data)
-            except ValueError as error:
+            except UserError as error:
                 reason = f"its label can't be used: {error}"
                 bad.append(Bad(sample.key, reason, shard, sample.label.offset))
                 continue
@@ -63,7 +64,7 @@ def listing(source: WebDatasetSource, files: Files) -> Listing:
             rows.append({"key": sample.key, "label": 0, "split": splits[shard]} | place(sample.image))
         tables.append(table(rows))
     if bad and not labels:
-        raise ValueError(
+        raise UserError(
             f"{source.root} contains no usable sample, such as {bad[0].key}: {bad[0].reason}. "
             "Name the fields as source.image and source.label (json.KEY for a key in JSON)"
         )
@@ -82,11 +83,11 @@ def _samples(source: WebDatasetSource, shard: str, members: Sequence[Member]) ->
         fields: dict[str, Member] = {}
         for _, field, member in group:
             if field in fields:
-                raise ValueError(f"{shard}: the sample {key!r} has the field {field!r} twice")
+                raise UserError(f"{shard}: the sample {key!r} has the field {field!r} twice")
             fields[field] = member
         images = [field for field in fields if source.image == field or _is_image(source, field)]
         if len(images) > 1:
-            raise ValueError(
+            raise UserError(
                 f"{shard}: the sample {key!r} has several images, {', '.join(images)}: name source.image"
             )
         if not images or label_field not in fields:
@@ -113,26 +114,26 @@ def _is_image(source: WebDatasetSource, field: str) -> bool:
     return source.image is None and f".{field}" in EXTENSIONS
 
 
-def _label(field: str, data: bytes | ValueError) -> int | str:
+def _label(field: str, data: bytes | UserError) -> int | str:
     """The number or the text of a label. Raises ValueError."""
-    if isinstance(data, ValueError):
+    if isinstance(data, UserError):
         raise data
     _, dot, key = field.partition(".")
     if dot:
         try:
             value = json.loads(data)
         except (ValueError, RecursionError) as error:
-            raise ValueError("it is not JSON") from error
+            raise UserError("it is not JSON") from error
         value = value.get(key) if isinstance(value, dict) else None
         if isinstance(value, bool) or not isinstance(value, int | str):
-            raise ValueError(f"its JSON has no number and no text {key!r}")
+            raise UserError(f"its JSON has no number and no text {key!r}")
         return value
     try:
         text = data.decode().strip()
     except UnicodeDecodeError as error:
-        raise ValueError("it is not text") from error
+        raise UserError("it is not text") from error
     if not text:
-        raise ValueError("it is empty")
+        raise UserError("it is empty")
     return int(text) if re.fullmatch(r"-?\d{1,9}", text, re.ASCII) else text
 
 
@@ -140,13 +141,13 @@ def _classes(source: WebDatasetSource, present: set[int | str]) -> Classes:
     """The classes of the labels that occur. Raises ValueError."""
     if source.class_names is None:
         if len(present) < 2:
-            raise ValueError(f"{source.root} has {len(present)} classes: a classifier needs two or more")
+            raise UserError(f"{source.root} has {len(present)} classes: a classifier needs two or more")
         return classes_of(present, None, f"field {source.label!r}")
     known: dict[int | str, int] = {}
     for number, name in enumerate(source.class_names):
         known |= {number: number, name: number}
     if lost := sorted(map(str, present - known.keys())):
-        raise ValueError(f"{source.root} has the label {lost[0]!r}, which is none of source.class_names")
+        raise UserError(f"{source.root} has the label {lost[0]!r}, which is none of source.class_names")
     return Classes(source.class_names, known)
 
 
@@ -155,7 +156,7 @@ def _split_of(shard: str) -> str | None:
     words = re.split(r"[^a-z]+", shard.lower())
     found = {SPLIT_NAMES[word] for word in words if word in SPLIT_NAMES}
     if len(found) > 1:
-        raise ValueError(f"the name of {shard} says {' and '.join(sorted(found))}: which split is it?")
+        raise UserError(f"the name of {shard} says {' and '.join(sorted(found))}: which split is it?")
     return found.pop() if found else None
 
 

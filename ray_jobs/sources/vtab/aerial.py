@@ -12,6 +12,7 @@ from ray_jobs.sources.archives import containers
 from ray_jobs.sources.archives.entries import Files, Listing
 from ray_jobs.sources.vtab import splits
 from ray_jobs.sources.vtab.splits import Records
+from vit_model.errors import UserError
 
 CLASS_NAMES: dict[str, tuple[str, ...]] = {
     "eurosat": (
@@ -37,12 +38,12 @@ def listing(source: VtabSource, files: Files) -> Listing:
     for member in containers.members(files, archive):
         if label := class_of(member.path):
             if label not in names:
-                raise ValueError(f"{archive} has {member.path}; {source.name} has no class {label!r}")
+                raise UserError(f"{archive} has {member.path}; {source.name} has no class {label!r}")
             keys.append(f"{label}_{PurePosixPath(member.path).name}")
             labels.append(names.index(label))
             members.append(member)
     if not keys:
-        raise ValueError(f"{archive} has no image <class>/<class>_<number>.jpg of {source.name}")
+        raise UserError(f"{archive} has no image <class>/<class>_<number>.jpg of {source.name}")
     return splits.listing(source.task, names, {"train": Records(keys, labels, members)})
 
 

@@ -10,6 +10,7 @@ import numpy as np
 
 from ray_jobs.sources.archives import containers
 from ray_jobs.sources.archives.entries import Files
+from vit_model.errors import UserError
 from vit_model.preprocessing import FORMATS, MAX_PIXELS
 
 if TYPE_CHECKING:
@@ -31,7 +32,7 @@ def lines_of(files: Files, file: str, members: dict[str, Member], path: str) -> 
 def content(files: Files, file: str, members: dict[str, Member], path: str, limit: int = 2**26) -> bytes:
     """A small file in an archive. Raises ValueError when it is not there."""
     if path not in members:
-        raise ValueError(f"{file} has no {path}: is it the archive that its authors ship?")
+        raise UserError(f"{file} has no {path}: is it the archive that its authors ship?")
     return containers.read_member(files, members[path], limit)
 
 
@@ -40,7 +41,7 @@ def lines(data: bytes, name: str) -> list[str]:
     try:
         return [line.strip() for line in data.decode().splitlines() if line.strip()]
     except UnicodeDecodeError as error:
-        raise ValueError(f"{name} is no text: {error}") from error
+        raise UserError(f"{name} is no text: {error}") from error
 
 
 def decode_bgr(image: bytes, *, upright: bool = False) -> NDArray[np.uint8]:
@@ -59,17 +60,17 @@ def decode_bgr(image: bytes, *, upright: bool = False) -> NDArray[np.uint8]:
                 return np.ascontiguousarray(np.asarray(opened.convert("RGB"))[..., ::-1])
     # Pillow's readers raise whatever their parsing trips over, see ray_jobs.data.images
     except Exception as error:
-        raise ValueError(f"not an image: {error}") from error
+        raise UserError(f"not an image: {error}") from error
     if not small:
-        raise ValueError("too many pixels (bomb)")
+        raise UserError("too many pixels (bomb)")
     cv2.setNumThreads(1)  # a task has one core
     flags = cv2.IMREAD_COLOR | (cv2.IMREAD_ANYDEPTH if upright else cv2.IMREAD_IGNORE_ORIENTATION)
     try:
         found: Any = cv2.imdecode(np.frombuffer(image, np.uint8), flags)
     except cv2.error as error:
-        raise ValueError(f"OpenCV can't decode it: {error}") from error
+        raise UserError(f"OpenCV can't decode it: {error}") from error
     if found is None:
-        raise ValueError("OpenCV can't decode it")
+        raise UserError("OpenCV can't decode it")
     return cast("NDArray[np.uint8]", found)
 
 
@@ -84,5 +85,5 @@ def encode_jpeg(bgr: NDArray[np.uint8], quality: int) -> bytes:
 def numbered(names: dict[int, str], file: str) -> Sequence[str]:
     """The names of classes 0, 1, ... without a gap. Raises ValueError for a class that has none."""
     if lost := sorted(set(range(max(names, default=-1) + 1)) - set(names)):
-        raise ValueError(f"{file} has no image of class {lost[0] + 1}, by which it would have a name")
+        raise UserError(f"{file} has no image of class {lost[0] + 1}, by which it would have a name")
     return [names[label] for label in range(len(names))]

@@ -18,6 +18,7 @@ from ray_jobs.sources.archives import containers
 from ray_jobs.sources.archives.entries import Files, Listing
 from ray_jobs.sources.vtab import archives, splits
 from ray_jobs.sources.vtab.splits import Records
+from vit_model.errors import UserError
 
 _FILE = "caltech-101.zip"
 _FOLDER = "101_ObjectCategories"
@@ -40,7 +41,7 @@ def listing(source: VtabSource, files: Files) -> Listing:
         if folder == _FOLDER and len(inside) == 2:
             classes[inside[0]].append(inside[1])
     if not classes:
-        raise ValueError(f"{_FILE} has no {_FOLDER}/<class>/image_0001.jpg")
+        raise UserError(f"{_FILE} has no {_FOLDER}/<class>/image_0001.jpg")
     names = sorted(folder.lower() for folder in classes)
     label = {name: number for number, name in enumerate(names)}
     if source.membership is None:
@@ -52,7 +53,7 @@ def listing(source: VtabSource, files: Files) -> Listing:
         f"{folder}/{file}" for folder, there in classes.items() for file in there if file.endswith(".jpg")
     ]
     if unknown := sorted(train - {f"{folder}/{file}" for folder, there in classes.items() for file in there}):
-        raise ValueError(
+        raise UserError(
             f"membership: {len(unknown)} of its images are not in {_FILE}, such as {unknown[0]!r}; a line is "
             "<class>/<file>, as accordion/image_0001.jpg"
         )

@@ -21,6 +21,7 @@ from ray_jobs.sources.archives.containers import Member
 from ray_jobs.sources.archives.entries import Files, Listing
 from ray_jobs.sources.vtab import pixels, splits
 from ray_jobs.sources.vtab.splits import Records
+from vit_model.errors import UserError
 
 PATCH = 96  # pixels a side
 _PCAM = {"train": "train", "validation": "valid", "test": "test"}
@@ -88,7 +89,7 @@ def _eyes(files: Files) -> dict[str, Records]:
     """The photographs that have a label; the test's labels say which are for validation."""
     solution = _grades(files, "retinopathy_solution.csv", ("image", "level", "Usage"))
     if unknown := {row["Usage"] for row in solution.values()} - set(_USAGE):
-        raise ValueError(f"retinopathy_solution.csv has the Usage {min(unknown)!r}, not Public or Private")
+        raise UserError(f"retinopathy_solution.csv has the Usage {min(unknown)!r}, not Public or Private")
     graded = {"train": _grades(files, "trainLabels.csv.zip", ("image", "level"))}
     for usage, part in _USAGE.items():
         graded[part] = {image: row for image, row in solution.items() if row["Usage"] == usage}
@@ -100,7 +101,7 @@ def _eyes(files: Files) -> dict[str, Records]:
 def _records(graded: Mapping[str, Mapping[str, str]], there: Mapping[str, Member]) -> Records:
     for image, row in graded.items():
         if row["level"] not in _GRADES:
-            raise ValueError(f"{image} has the level {row['level']!r}, not 0 to 4")
+            raise UserError(f"{image} has the level {row['level']!r}, not 0 to 4")
     labels = [int(row["level"]) for row in graded.values()]
     return Records(list(graded), labels, [there.get(image) for image in graded])
 
@@ -114,11 +115,11 @@ def _grades(files: Files, name: str, columns: tuple[str, ...]) -> dict[str, dict
         reader = csv.DictReader(data.decode("utf-8-sig").splitlines(), strict=True)
         found = {row["image"]: row for row in reader}
     except (csv.Error, UnicodeDecodeError, KeyError) as error:
-        raise ValueError(f"{name} is not CSV with {', '.join(columns)}: {error}") from error
+        raise UserError(f"{name} is not CSV with {', '.join(columns)}: {error}") from error
     if tuple(reader.fieldnames or ()) != columns or any(
         None in row or None in row.values() for row in found.values()
     ):
-        raise ValueError(
+        raise UserError(
             f"{name} has the columns {reader.fieldnames}, or not all in each row; they are {columns}"
         )
     return found

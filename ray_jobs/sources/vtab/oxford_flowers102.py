@@ -11,6 +11,7 @@ from ray_jobs.sources.archives.arrays import read_mat
 from ray_jobs.sources.archives.entries import Files, Listing
 from ray_jobs.sources.vtab import archives, splits
 from ray_jobs.sources.vtab.splits import Records
+from vit_model.errors import UserError
 
 _IMAGES = "102flowers.tgz"
 _SPLITS = {"train": "trnid", "validation": "valid", "test": "tstid"}  # the train split is the small one
@@ -53,5 +54,5 @@ def _whole_numbers(files: Files, file: str, name: str, largest: int) -> NDArray[
     """The variable of this name, numbers from 1 to `largest`, as a row. Raises ValueError for anything else."""
     found = read_mat(containers.read_file(files, file)).get(name)
     if found is None or found.dtype.kind not in "iuf" or not np.isin(found, range(1, largest + 1)).all():
-        raise ValueError(f"{file} has no {name} of numbers from 1 to {largest}")
+        raise UserError(f"{file} has no {name} of numbers from 1 to {largest}")
     return found.reshape(-1).astype(np.int64)

@@ -8,6 +8,7 @@ from pipelines.spec.vtab import VtabSource
 from ray_jobs.sources.archives.entries import Files, Listing
 from ray_jobs.sources.vtab import archives, splits
 from ray_jobs.sources.vtab.splits import Records
+from vit_model.errors import UserError
 
 _IMAGES, _ANNOTATIONS = "images.tar.gz", "annotations.tar.gz"
 _LISTS = {"train": "trainval", "test": "test"}
@@ -45,7 +46,7 @@ def _line(line: str, path: str) -> tuple[str, int]:
     """The image's name and its label of "<name> <class, 1 to 37> <species> <breed>"."""
     image, *numbers = line.split()
     if len(numbers) != 3 or not numbers[0].isdecimal() or not 1 <= int(numbers[0]) <= 37:
-        raise ValueError(f"{path}: {line!r} is not <image> <class 1 to 37> <species> <breed>")
+        raise UserError(f"{path}: {line!r} is not <image> <class 1 to 37> <species> <breed>")
     return image, int(numbers[0]) - 1
 
 

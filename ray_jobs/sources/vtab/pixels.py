@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from ray_jobs.sources.vtab.archives import decode_bgr, encode_jpeg
+from vit_model.errors import UserError
 from vit_model.preprocessing import MAX_PIXELS
 
 RADIUS, KEPT = 300, 270  # pixels: of the eye after scaling, and what is kept of it
@@ -29,7 +30,7 @@ def btgraham(image: bytes) -> bytes:
     """
     pixels = decode_bgr(image, upright=True)
     if pixels.dtype != np.uint8:
-        raise ValueError("not 8 bits a channel")
+        raise UserError("not 8 bits a channel")
     return encode_jpeg(equalised(pixels), _QUALITY)
 
 
@@ -42,7 +43,7 @@ def equalised(image: NDArray[np.uint8]) -> NDArray[np.uint8]:
     scale = RADIUS / (radius if radius >= 1 else len(image) / 2)  # there are black images
     height, width = (round(side * scale) for side in image.shape[:2])
     if not 0 < height * width <= MAX_PIXELS:
-        raise ValueError(f"the eye has a radius of {radius} pixels: {width} x {height} at one of {RADIUS}")
+        raise UserError(f"the eye has a radius of {radius} pixels: {width} x {height} at one of {RADIUS}")
     scaled = cv2.resize(image, None, fx=scale, fy=scale)
     blurred = cv2.GaussianBlur(scaled, (0, 0), _SIGMA)
     sharp = cv2.addWeighted(scaled, 4, blurred, -4, 128)
@@ -72,7 +73,7 @@ def _decoded(data: bytes) -> Image.Image:
                     image.load()
         # Pillow's readers raise whatever their parsing trips over
         except Exception as error:
-            raise ValueError(f"not a PNG, or damaged: {error}") from error
+            raise UserError(f"not a PNG, or damaged: {error}") from error
     if not small:
-        raise ValueError("too many pixels (bomb)")
+        raise UserError("too many pixels (bomb)")
     return image

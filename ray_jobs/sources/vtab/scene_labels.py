@@ -13,6 +13,8 @@ from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Sequence
 from typing import IO, Any
 
+from vit_model.errors import UserError
+
 CLEVR_OBJECTS = range(3, 11)  # that a scene may have
 CLEVR_DISTANCES = (0.0, 8.0, 8.5, 9.0, 9.5, 10.0, 100.0)
 KITTI_DISTANCES = (-100.0, 8.0, 20.0, 999.0)  # metres; beyond them is where no vehicle is
@@ -30,7 +32,7 @@ def interval(value: float, thresholds: Sequence[float]) -> int:
     """
     found = bisect_left(thresholds, value) - 1
     if found < 0:
-        raise ValueError(f"{value} is not above {thresholds[0]:g}")
+        raise UserError(f"{value} is not above {thresholds[0]:g}")
     return found
 
 
@@ -38,7 +40,7 @@ def clevr_count(scene: Mapping[str, Any]) -> int:
     """Number of objects less the 3 that every scene has. Raises ValueError for a number that CLEVR has not."""
     number = len(scene["objects"])
     if number not in CLEVR_OBJECTS:
-        raise ValueError(f"{scene['image_filename']} has {number} objects, not 3 to 10")
+        raise UserError(f"{scene['image_filename']} has {number} objects, not 3 to 10")
     return number - CLEVR_OBJECTS.start
 
 
@@ -47,7 +49,7 @@ def clevr_distance(scene: Mapping[str, Any]) -> int:
     nearest = min(float(one["pixel_coords"][2]) for one in scene["objects"])
     label = interval(nearest, CLEVR_DISTANCES)
     if label == len(CLEVR_DISTANCES) - 1:
-        raise ValueError(f"{nearest} is not in (0, 100]")
+        raise UserError(f"{nearest} is not in (0, 100]")
     return label
 
 
@@ -65,14 +67,14 @@ def clevr_scenes(file: IO[bytes]) -> Iterator[dict[str, Any]]:
             break
         text.value()
         if text.expect(",}") == "}":
-            raise ValueError("has no list of scenes")
+            raise UserError("has no list of scenes")
     text.expect("[")
     while True:
         scene = text.value()
         if not isinstance(scene, dict) or not isinstance(scene.get("image_filename"), str):
-            raise ValueError("has a scene without image_filename")
+            raise UserError("has a scene without image_filename")
         if not isinstance(scene.get("objects"), list):
-            raise ValueError(f"has no objects of {scene['image_filename']}")
+            raise UserError(f"has no objects of {scene['image_filename']}")
         yield scene
         if text.expect(",]") == "]":
             return
@@ -94,7 +96,7 @@ class _Json:
             except (json.JSONDecodeError, RecursionError) as error:
                 known = len(self._text) - self._at
                 if known > MAX_SCENE or not self._more():
-                    raise ValueError("is not the JSON of CLEVR's scenes, or is truncated") from error
+                    raise UserError("is not the JSON of CLEVR's scenes, or is truncated") from error
                 continue
             # a number at the end of what is known may go on
             if end < len(self._text) or not self._more():
@@ -106,7 +108,7 @@ class _Json:
         self._skip_space()
         found = self._text[self._at : self._at + 1]
         if not found or found not in characters:
-            raise ValueError("is not the JSON of CLEVR's scenes, or is truncated")
+            raise UserError("is not the JSON of CLEVR's scenes, or is truncated")
         self._at += 1
         return found
 
@@ -139,7 +141,7 @@ def kitti_label(text: str) -> int:
         if not columns:
             continue
         if len(columns) != 15 or columns[0] not in KITTI_TYPES:
-            raise ValueError(f"{line!r} is not the label of an object: 15 columns, the first a type")
+            raise UserError(f"{line!r} is not the label of an object: 15 columns, the first a type")
         if columns[0] in VEHICLES:
             depths.append(float(columns[13]))
     return interval(min(depths), KITTI_DISTANCES)
@@ -155,10 +157,10 @@ def kitti_drives(rand: str, mapping: str) -> list[str]:
     drives = []
     for number in re.split(r"[\s,]+", rand.strip().strip(",")):
         if not number.isdecimal() or not 1 <= int(number) <= len(lines):
-            raise ValueError(f"train_rand.txt has {number[:20]!r}, not a line of train_mapping.txt")
+            raise UserError(f"train_rand.txt has {number[:20]!r}, not a line of train_mapping.txt")
         columns = lines[int(number) - 1].split()
         if len(columns) != 3:
-            raise ValueError(f"line {number} of train_mapping.txt is not date, drive, frame")
+            raise UserError(f"line {number} of train_mapping.txt is not date, drive, frame")
         drives.append(columns[1])
     return drives
 

@@ -18,6 +18,7 @@ from ray_jobs.sources.archives.entries import Files, Listing, table
 from ray_jobs.sources.archives.examples import feature_range, parse_example, tfrecords
 from ray_jobs.sources.vtab import archives, pixels, scene_labels, splits
 from ray_jobs.sources.vtab.splits import Records
+from vit_model.errors import UserError
 
 CLASS_NAMES: dict[str, tuple[str, ...]] = {
     "clevr_count": tuple(f"{number} objects" for number in scene_labels.CLEVR_OBJECTS),
@@ -63,7 +64,7 @@ def _clevr(files: Files, label: Callable[[Mapping[str, Any]], int]) -> dict[str,
                 named = ((scene["image_filename"], scene) for scene in scene_labels.clevr_scenes(file))
                 parts[part] = _records([(key, label(scene), images.get(key)) for key, scene in named])
         except (ValueError, KeyError, IndexError, TypeError) as error:
-            raise ValueError(f"{scenes}: {error}") from error
+            raise UserError(f"{scenes}: {error}") from error
     return parts
 
 
@@ -77,14 +78,14 @@ def _kitti(files: Files) -> dict[str, Records]:
     )
     drives = scene_labels.kitti_drives(rand, mapping)
     if lost := [number for number in range(len(drives)) if number not in annotations]:
-        raise ValueError(f"data_object_label_2.zip has no training/label_2/{lost[0]:06d}.txt")
+        raise UserError(f"data_object_label_2.zip has no training/label_2/{lost[0]:06d}.txt")
     found: dict[str, list[_Row]] = {part: [] for part in splits.PARTS}
     texts = _texts(files, [annotations[number] for number in range(len(drives))])
     for number, (drive, text) in enumerate(zip(drives, texts, strict=True)):
         try:
             label = scene_labels.kitti_label(text)
         except ValueError as error:
-            raise ValueError(f"data_object_label_2.zip: {number:06d}.txt: {error}") from error
+            raise UserError(f"data_object_label_2.zip: {number:06d}.txt: {error}") from error
         found[_part(drive)].append((f"{number:06d}.png", label, images.get(number)))
     return {part: _records(rows) for part, rows in found.items()}
 
@@ -106,8 +107,8 @@ def _texts(files: Files, members: list[Member]) -> list[str]:
     texts = []
     found = containers.read(files, table(one._asdict() for one in members))
     for member, data in zip(members, found, strict=True):
-        if isinstance(data, ValueError):
-            raise ValueError(f"{member.file}: {member.path}: {data}") from data
+        if isinstance(data, UserError):
+            raise UserError(f"{member.file}: {member.path}: {data}") from data
         texts.append(data.decode())
     return texts
 
@@ -123,9 +124,9 @@ def _dmlab(files: Files) -> dict[str, Records]:
             try:
                 found[match[1]] += _examples(tar, member)
             except ValueError as error:
-                raise ValueError(f"{_DMLAB}: {member.path}: {error}") from error
+                raise UserError(f"{_DMLAB}: {member.path}: {error}") from error
     if not any(found.values()):
-        raise ValueError(f"{_DMLAB} has no file dmlab-<split>.tfrecord-...")
+        raise UserError(f"{_DMLAB} has no file dmlab-<split>.tfrecord-...")
     return {part: _records(rows) for part, rows in found.items()}
 
 
@@ -133,13 +134,13 @@ def _examples(tar: IO[bytes], file: Member) -> Iterator[_Row]:
     """Name, label and place in the tar of the image of each record of a TFRecord file in it."""
     for start, length in tfrecords(cast(IO[bytes], _Window(tar, file.offset, file.length))):
         if length > containers.MAX_IMAGE_BYTES:
-            raise ValueError(f"has a record of {length:,} bytes")
+            raise UserError(f"has a record of {length:,} bytes")
         tar.seek(file.offset + start)
         data = tar.read(length)
         features = parse_example(data)
         names, labels = features.get("filename", []), features.get("label", [])
         if len(names) != 1 or len(labels) != 1 or not isinstance(names[0], bytes):
-            raise ValueError(
+            raise UserError(
                 f"has a record of {', '.join(sorted(features))}, not one filename, label and image"
             )
         offset, size = feature_range(data, "image")

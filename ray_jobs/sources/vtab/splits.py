@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from pipelines.spec.vtab import Task
 from ray_jobs.data.shards import ImageSize
 from ray_jobs.sources.archives.entries import Bad, Listing, table
+from vit_model.errors import UserError
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -119,7 +120,7 @@ def hash_order(salt: str, keys: Sequence[int | str]) -> list[int]:
         digests.append(digest.digest())
     if len(set(digests)) < len(digests):
         twice, _ = Counter(map(_text, keys)).most_common(1)[0]
-        raise ValueError(f"{twice!r} is in {salt} twice")
+        raise UserError(f"{twice!r} is in {salt} twice")
     return sorted(range(len(digests)), key=digests.__getitem__)
 
 
@@ -185,9 +186,9 @@ def listing(
         label = int(records.labels[number])
         key = f"{part}/{_text(records.keys[number]).lstrip('/')}"
         if not 0 <= label < len(class_names):
-            raise ValueError(f"{key} has the label {label}; there are {len(class_names)} classes")
+            raise UserError(f"{key} has the label {label}; there are {len(class_names)} classes")
         if ".." in PurePosixPath(key).parts:
-            raise ValueError(f"{key!r} is no name of an image")
+            raise UserError(f"{key!r} is no name of an image")
         row: dict[str, Any] = {"key": key, "label": label, "split": split}
         if records.members is None:
             assert image is not None

@@ -11,6 +11,7 @@ from ray_jobs.sources.archives import containers
 from ray_jobs.sources.archives.entries import Files, Listing
 from ray_jobs.sources.vtab import archives, splits
 from ray_jobs.sources.vtab.splits import Records
+from vit_model.errors import UserError
 
 _FILE = "SUN397.tar.gz"
 _LISTS = {"train": "tr", "validation": "va", "test": "te"}
@@ -54,7 +55,7 @@ def _list(files: Files, name: str) -> list[str]:
         data = archives.content(files, name, members, f"tensorflow_datasets/image_classification/{name}")
     found = archives.lines(data, name)
     if wrong := [line for line in found if not line.startswith("/") or line.count("/") < 3]:
-        raise ValueError(f"{name}: {wrong[0]!r} is not like /a/abbey/sun_aaalbzqrimafwbiv.jpg")
+        raise UserError(f"{name}: {wrong[0]!r} is not like /a/abbey/sun_aaalbzqrimafwbiv.jpg")
     return [line for line in found if line not in _SKIPPED]
 
 

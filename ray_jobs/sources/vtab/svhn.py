@@ -16,6 +16,7 @@ from ray_jobs.sources.archives.arrays import read_mat
 from ray_jobs.sources.archives.entries import Files, Listing
 from ray_jobs.sources.vtab import splits
 from ray_jobs.sources.vtab.splits import Records
+from vit_model.errors import UserError
 
 _MAX_BYTES = 2**28  # of one file; train has 182 MB
 
@@ -59,7 +60,7 @@ def from_mat(data: bytes, name: str) -> _Images:
     found = read_mat(data)
     pixels, labels = found.get("X"), found.get("y")
     if pixels is None or pixels.dtype != np.uint8 or pixels.ndim != 4 or pixels.shape[:3] != (32, 32, 3):
-        raise ValueError(f"{name} has no uint8 X [32, 32, 3, n]")
+        raise UserError(f"{name} has no uint8 X [32, 32, 3, n]")
     if labels is None or labels.size != pixels.shape[3] or not np.isin(labels, range(1, 11)).all():
-        raise ValueError(f"{name} has not one label y, 1 to 10, for each of its {pixels.shape[3]:,} images")
+        raise UserError(f"{name} has not one label y, 1 to 10, for each of its {pixels.shape[3]:,} images")
     return _Images(pixels, labels.reshape(-1).astype(np.int64) % 10)

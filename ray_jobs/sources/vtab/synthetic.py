@@ -32,6 +32,7 @@ from ray_jobs.sources.archives.arrays import (
 from ray_jobs.sources.archives.entries import Files, Listing
 from ray_jobs.sources.vtab import splits
 from ray_jobs.sources.vtab.splits import Records
+from vit_model.errors import UserError
 
 SPRITE, NORB = 64, 96  # pixels a side
 _DSPRITES = "dsprites_ndarray_co1sh3sc6or40x32y32_64x64.hdf5"
@@ -120,9 +121,9 @@ def _latents(path: Path) -> NDArray[np.int64]:
     else:
         found = hdf5_slice(hdf5_array(path, "latents/classes", "<i8", (None, 6)), np.s_[:])
     if found.dtype != np.int64 or found.ndim != 2 or found.shape[1] != 6 or not len(found):
-        raise ValueError(f"{path.name}: latent classes are {found.dtype} {found.shape}, not int64 [n, 6]")
+        raise UserError(f"{path.name}: latent classes are {found.dtype} {found.shape}, not int64 [n, 6]")
     if found.min() < 0 or (found.max(0) >= _LATENTS).any():
-        raise ValueError(f"{path.name}: latent classes reach {found.max(0).tolist()}; there are {_LATENTS}")
+        raise UserError(f"{path.name}: latent classes reach {found.max(0).tolist()}; there are {_LATENTS}")
     return cast(NDArray[np.int64], found)
 
 
@@ -139,7 +140,7 @@ def _sprites(source: VtabSource, path: Path) -> tuple[NDArray[np.int64], NDArray
     packed, start = [], 0
     for block in _npz_blocks(path, size) if _is_npz(path) else _hdf5_blocks(path, size):
         if block.max() > 1:
-            raise ValueError(f"{path.name} has pixels of {block.max()}; dSprites' are 0 and 1")
+            raise UserError(f"{path.name} has pixels of {block.max()}; dSprites' are 0 and 1")
         first, last = np.searchsorted(numbers, (start, start + len(block)))
         packed.append(np.packbits(block.reshape(len(block), -1)[numbers[first:last] - start], axis=1))
         start += len(block)
@@ -161,15 +162,15 @@ def _npz_blocks(path: Path, size: int) -> Iterator[NDArray[np.uint8]]:
         with zipfile.ZipFile(path) as archive, archive.open(npz_member(archive, "imgs")) as file:
             shape, fortran, dtype = npy_header(file)
             if (shape, fortran, dtype) != ((size, SPRITE, SPRITE), False, np.dtype("u1")):
-                raise ValueError(f"imgs is {dtype} {shape}, not uint8 {(size, SPRITE, SPRITE)}")
+                raise UserError(f"imgs is {dtype} {shape}, not uint8 {(size, SPRITE, SPRITE)}")
             for start in range(0, size, _BLOCK // SPRITE**2):
                 length = min(_BLOCK // SPRITE**2, size - start) * SPRITE**2
                 data = file.read(length)
                 if len(data) < length:
-                    raise ValueError("imgs is truncated")
+                    raise UserError("imgs is truncated")
                 yield np.frombuffer(data, np.uint8).reshape(-1, SPRITE, SPRITE)
     except (KeyError, ValueError, OSError, EOFError, RuntimeError, zipfile.BadZipFile, zlib.error) as error:
-        raise ValueError(f"{path.name} is not dSprites' npz, or damaged: {error}") from error
+        raise UserError(f"{path.name} is not dSprites' npz, or damaged: {error}") from error
 
 
 # ------------------------------------------------------------------------------------------------- SmallNORB
@@ -180,7 +181,7 @@ def _norb_info(files: Files, part: str) -> NDArray[np.int32]:
     name = f"{_NORB_FILES[part]}-info.mat.gz"
     info = read_norb(containers.read_file(files, name))
     if info.dtype != np.dtype("<i4") or info.ndim != 2 or info.shape[1] != 4:
-        raise ValueError(f"{name} is {info.dtype} {info.shape}, not int32 [n, 4]")
+        raise UserError(f"{name} is {info.dtype} {info.shape}, not int32 [n, 4]")
     return info
 
 
@@ -189,7 +190,7 @@ def _norb_records(source: VtabSource, files: Files, part: str) -> Records:
     if source.task == "smallnorb_ele":
         return Records(range(len(info)), info[:, _ELEVATION].tolist())
     if (info[:, _AZIMUTH] % 2).any():
-        raise ValueError(f"{_NORB_FILES[part]}-info.mat.gz has an odd azimuth; they are 0, 2, ... 34")
+        raise UserError(f"{_NORB_FILES[part]}-info.mat.gz has an odd azimuth; they are 0, 2, ... 34")
     return Records(range(len(info)), (info[:, _AZIMUTH] // 2).tolist())
 
 
@@ -198,10 +199,10 @@ def _norb_images(path: Path, size: int, numbers: Sequence[int]) -> Iterator[NDAr
     header = struct.pack("<6i", 0x1E3D4C55, 4, size, 2, NORB, NORB)
     with path.open("rb") as file:
         if file.read(len(header)) != header:
-            raise ValueError(f"{path.name} is not a matrix of {size} pairs of uint8 {NORB} x {NORB}")
+            raise UserError(f"{path.name} is not a matrix of {size} pairs of uint8 {NORB} x {NORB}")
         for number in numbers:
             file.seek(len(header) + number * 2 * NORB**2)
             data = file.read(NORB**2)
             if len(data) < NORB**2:
-                raise ValueError(f"{path.name} is truncated: it ends in pair {number}")
+                raise UserError(f"{path.name} is truncated: it ends in pair {number}")
             yield np.frombuffer(data, np.uint8).reshape(NORB, NORB, 1)
