@@ -20,8 +20,8 @@ import typer
 from pipelines.cluster.jobs_client import ClusterUnreachable
 from pipelines.commands import images, inspect, models, reports, running, schedules
 from pipelines.commands.common import Commands, errors, plain
-from pipelines.spec import RecipeError
 from pipelines.store import StoreAbsent, StoreError
+from vit_model.errors import UserError
 
 app = Commands(
     pretty_exceptions_enable=False,
@@ -77,7 +77,7 @@ def main() -> None:
     """Run a command; any failure becomes one message and an exit code, never a traceback."""
     try:
         app(prog_name="vitflow")
-    except (RecipeError, StoreAbsent) as error:
+    except (UserError, StoreAbsent) as error:
         _fail(error, 2)
     except (StoreError, ClusterUnreachable) as error:
         _fail(error, 1)

@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
+from pydantic import ValidationError
 
 from pipelines.identity import canonical_json, sha256
 from pipelines.spec import Finetune
@@ -37,6 +38,7 @@ from ray_jobs.pretrain import model_contract
 from ray_jobs.process.progress import Progress
 from ray_jobs.process.stage import Context, Result, model_digest, run_stage
 from ray_jobs.training import devices, optim
+from vit_model.errors import UserError, reasons
 from vit_model.variants import FAMILIES
 
 if TYPE_CHECKING:
@@ -432,13 +434,16 @@ def make_task(config: Finetune, dataset: Dataset, backbone: Path | None) -> Task
     resolution = config.resolution or source.preprocessing.resolution
     names = dataset.info.class_names
     changed = {"resolution": resolution} | (config.eval_crop.model_dump() if config.eval_crop else {})
-    contract = ModelContract(
-        architecture=source.architecture.for_finetuning(resolution, len(names)),
-        class_names=names,
-        preprocessing=Preprocessing(**(source.preprocessing.model_dump() | changed)),
-        training_data=dataset.info.content_digest,
-        license=source.license,
-    )
+    try:
+        contract = ModelContract(
+            architecture=source.architecture.for_finetuning(resolution, len(names)),
+            class_names=names,
+            preprocessing=Preprocessing(**(source.preprocessing.model_dump() | changed)),
+            training_data=dataset.info.content_digest,
+            license=source.license,
+        )
+    except ValidationError as error:
+        raise UserError(f"fine-tuning {config.backbone}: {reasons(error)}") from error
     return Task(config, contract, backbone)
 
 

@@ -18,7 +18,7 @@ from pydantic import ValidationError
 from pipelines.files.fetch import fetched
 from pipelines.spec import GivenPreprocessing, Import
 from ray_jobs.process.stage import Context, Result, model_digest, run_stage
-from vit_model.errors import UserError
+from vit_model.errors import UserError, reasons
 
 if TYPE_CHECKING:
     from vit_model.config import ModelContract, Preprocessing
@@ -83,7 +83,7 @@ def contract_of(imported: Imported, config: Import) -> ModelContract:
             license=imported.license,
         )
     except ValidationError as error:
-        raise UserError(f"{config.path}: {_reasons(error)}") from error
+        raise UserError(f"{config.path}: {reasons(error)}") from error
 
 
 def preprocessing_of(imported: Imported, config: Import) -> Preprocessing:
@@ -154,14 +154,6 @@ def _in_words(pixels: Preprocessing) -> str:
             f"shorter side to {int(pixels.resolution / pixels.crop_fraction + 1e-6)}, the middle {size} of it"
         )
     return f"mean {mean}, std {std}; {pixels.interpolation}, {way}"
-
-
-def _reasons(error: ValidationError) -> str:
-    """What pydantic found, in one line."""
-    return "; ".join(
-        f"{'.'.join(map(str, (*problem['loc'], '')))[:-1]} {problem['msg'].removeprefix('Value error, ')}".strip()
-        for problem in error.errors()
-    )
 
 
 if __name__ == "__main__":

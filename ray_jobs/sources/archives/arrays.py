@@ -59,7 +59,12 @@ def read_mat(data: bytes) -> dict[str, NDArray[Any]]:
     if data[126:128] not in (b"IM", b"MI") or 1 not in data[124:126]:
         raise UserError("not a MATLAB v5 file")
     order = "<" if data[126:128] == b"IM" else ">"
-    return dict(_variable(*element, order, 0) for element in _inflated(data, order))
+    try:
+        return dict(_variable(*element, order, 0) for element in _inflated(data, order))
+    except UserError:
+        raise
+    except ValueError as error:  # numpy's, of sizes and names that do not fit
+        raise UserError(f"damaged MATLAB file: {error}") from error
 
 
 def _inflated(data: bytes, order: str) -> Iterator[tuple[int, memoryview]]:

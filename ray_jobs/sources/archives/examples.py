@@ -80,11 +80,18 @@ def _features(data: bytes) -> dict[str, tuple[int, int]]:
             name, place = "", (outer, outer)
             for field, first, last in _fields(data, inner, outer):
                 if field == 1:
-                    name = data[first:last].decode()
+                    name = _name(data[first:last])
                 elif field == 2:
                     place = first, last
             found[name] = place
     return found
+
+
+def _name(data: bytes) -> str:
+    try:
+        return data.decode()
+    except UnicodeDecodeError as error:
+        raise UserError(f"damaged example: a feature's name is no text: {error}") from error
 
 
 def _values(data: bytes, start: int, end: int) -> Values:

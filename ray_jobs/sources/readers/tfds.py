@@ -54,7 +54,7 @@ def listing(source: TfdsSource, files: Files) -> Listing:
                 try:
                     offset, size = feature_range(example, image)
                     labels.append(_label(parse_example(example).get(label), label))
-                except ValueError as error:
+                except UserError as error:
                     raise UserError(f"{file}, at {start}: {error}") from error
                 places.files.append(file)
                 places.offsets.append(start + offset if form == "tfrecord" else start)
@@ -127,7 +127,9 @@ def _shards(info: dict[str, Any], form: str, files: Files) -> Iterator[tuple[str
             if lost := [name for name in names if name not in files]:
                 raise UserError(f"{lost[0]} is missing")
             yield split["name"], list(zip(names, lengths, strict=True))
-    except (KeyError, TypeError, AttributeError) as error:
+    except UserError:
+        raise
+    except (KeyError, TypeError, AttributeError, ValueError) as error:
         raise UserError(f"dataset_info.json is not as TFDS writes it: {error!r}") from error
 
 
@@ -156,13 +158,23 @@ def _class_names(files: Files, features: dict[str, Any], label: str) -> list[str
     """From <feature>.labels.txt, else as many numbers as features.json says; None: not said."""
     name = f"{label.replace('/', '-')}.labels.txt"
     if name in files:
-        return containers.read_file(files, name).decode().splitlines()
+        return _text(containers.read_file(files, name), name).splitlines()
     feature = _features(features)[label][1]
     older = feature.get("content")
     number = feature.get("classLabel", {}).get("numClasses")
     if isinstance(older, dict):
         number = older.get("num_classes")
-    return [str(value) for value in range(int(number))] if number else None
+    try:
+        return [str(value) for value in range(int(number))] if number else None
+    except (ValueError, TypeError) as error:
+        raise UserError(f"features.json: {label!r} has {number!r} classes, which is no number") from error
+
+
+def _text(data: bytes, what: str) -> str:
+    try:
+        return data.decode()
+    except UnicodeDecodeError as error:
+        raise UserError(f"{what} is not text in UTF-8: {error}") from error
 
 
 # ------------------------------------------------------------------------------------------------- records
@@ -189,7 +201,7 @@ def _tfrecords(files: Files, name: str) -> Iterator[tuple[int, bytes]]:
                     raise UserError(f"a record has {size} bytes, more than {_MAX_RECORD}")
                 file.seek(offset)
                 yield offset, file.read(size)
-        except ValueError as error:
+        except UserError as error:
             raise UserError(f"{name}: {error}") from error
 
 
@@ -217,4 +229,4 @@ def _reader(files: Files, name: str) -> Any:
 def _label(values: Values | None, name: str) -> int | str:
     if not values or len(values) != 1 or isinstance(values[0], float):
         raise UserError(f"feature {name!r} is not one whole number or text")
-    return values[0].decode() if isinstance(values[0], bytes) else values[0]
+    return _text(values[0], f"feature {name!r}") if isinstance(values[0], bytes) else values[0]

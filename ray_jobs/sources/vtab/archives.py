@@ -38,8 +38,13 @@ def content(files: Files, file: str, members: dict[str, Member], path: str, limi
 
 def lines(data: bytes, name: str) -> list[str]:
     """The lines of a text that are not empty, without blanks around them. Raises ValueError for what is no text."""
+    return [line.strip() for line in text(data, name).splitlines() if line.strip()]
+
+
+def text(data: bytes, name: str) -> str:
+    """The text in a file's bytes. Raises UserError for what is no text."""
     try:
-        return [line.strip() for line in data.decode().splitlines() if line.strip()]
+        return data.decode()
     except UnicodeDecodeError as error:
         raise UserError(f"{name} is no text: {error}") from error
 

@@ -1,0 +1,150 @@
+"""How a stage's process ends: 2 and one line for what the user can fix, 1 and a traceback for everything else."""
+
+import errno
+import re
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+
+from pipelines.spec import RecipeError
+from pipelines.store import StoreDamaged, StoreUnreachable
+from ray_jobs.data.decode import DamagedError, Stored, raw_pixels
+from ray_jobs.process import stage
+from ray_jobs.training.optim import DivergenceError
+from vit_model.errors import UserError
+
+WRONG = "source.root: there is no folder 'x'. Give another"
+
+
+def own(error: Exception) -> Exception:
+    """Raised in the stage's own process."""
+    return error
+
+
+def in_task(error: Exception) -> Exception:
+    """As `ray.get` raises what a task raised, and as a trial of Ray Tune is reported."""
+    from ray.exceptions import RayTaskError
+
+    remote = "".join(traceback.format_exception(error))
+    return RayTaskError("refit", remote, error, "ray::refit", 1, "127.0.0.1").as_instanceof_cause()
+
+
+def in_worker(error: Exception) -> Exception:
+    """As Ray Train reports two workers, of which the first lost the second."""
+    from ray.train.v2.api.exceptions import WorkerGroupError
+
+    return WorkerGroupError("two failed", {0: RuntimeError("Connection closed by peer"), 1: in_task(error)})
+
+
+def in_controller(error: Exception) -> Exception:
+    from ray.train.v2.api.exceptions import ControllerError
+
+    return ControllerError(error)
+
+
+PLACES = (own, in_task, in_worker, in_controller)
+Place = Callable[[Exception], Exception]
+
+
+def numpys() -> Exception:
+    """A bug of ours: numpy's ValueError, whose traceback ends in this project's code."""
+    try:
+        raw_pixels(Stored("a", b"123", "raw", 2, 2, 3))
+    except ValueError as error:
+        return error
+    raise AssertionError
+
+
+def end(monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
+    """Run a stage that ends with this error."""
+
+    def main(_: stage.Context) -> stage.Result:
+        raise error
+
+    module: Any = ModuleType("failing")
+    module.main = main
+    monkeypatch.setitem(stage.sys.modules, "ray_jobs.failing", module)
+    monkeypatch.setattr(stage, "read_context", lambda _: SimpleNamespace(attempt=None))
+    monkeypatch.setattr(stage, "join_ray", lambda _: None)
+    monkeypatch.setattr(stage.sys, "argv", ["failing", "--spec", "/s/attempt.json"])
+    stage.run_stage("failing")
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("kind", [UserError, RecipeError, DamagedError, DivergenceError, StoreDamaged])
+def test_what_the_user_can_fix_is_one_line_and_exit_code_2(
+    place: Place, kind: type[Exception], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        end(monkeypatch, place(kind(WRONG)))
+    assert ended.value.code == 2
+    assert capsys.readouterr().err == f"error: {WRONG}\n"
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize(
+    "error",
+    [numpys(), KeyError("label"), OSError(errno.EIO, "Input/output error"), StoreUnreachable("no answer")],
+)
+def test_everything_else_leaves_the_process_as_it_was_raised(
+    place: Place, error: Exception, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    raised = place(error)
+    with pytest.raises(type(raised)) as ended:
+        end(monkeypatch, raised)
+    assert ended.value is raised, "Python prints its traceback and exits with 1"
+    assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT])
+@pytest.mark.parametrize("file", ["/s/shard", None])
+def test_a_full_disk_is_named(
+    place: Place,
+    number: int,
+    file: str | None,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        end(monkeypatch, place(OSError(number, "full", file) if file else OSError(number, "full")))
+    assert ended.value.code == 2
+    said = capsys.readouterr().err
+    assert re.fullmatch(rf"error: no space for {file or '/s/attempt.json'}: .*full.*free some.*\n", said)
+
+
+@pytest.mark.ray
+@pytest.mark.parametrize("error", [UserError(WRONG), numpys()])
+def test_ray_reports_errors_as_the_tests_above_have_them(
+    error: Exception, local_ray: None, tmp_path: Path
+) -> None:
+    """A real task, trial and training worker."""
+    import ray
+    from ray import train, tune
+    from ray.train.torch import TorchTrainer
+
+    def fail(_: dict[str, Any] | None = None) -> None:
+        raise error
+
+    def task() -> None:
+        ray.get(ray.remote(fail).remote())
+
+    def trial() -> None:
+        run = tune.RunConfig(storage_path=str(tmp_path), verbose=0)
+        (result,) = tune.Tuner(fail, run_config=run).fit()
+        assert result.error is not None
+        raise result.error
+
+    def worker() -> None:
+        TorchTrainer(fail, run_config=train.RunConfig(storage_path=str(tmp_path))).fit()
+
+    for place in (task, trial, worker):
+        with pytest.raises(Exception, match=re.escape(str(error).partition("(")[0])) as ended:
+            place()
+        expected = WRONG if isinstance(error, UserError) else None
+        assert stage.for_the_user(ended.value, "") == expected, place.__name__
+        assert [type(one) for one in stage.causes(ended.value)] == [type(error)]
