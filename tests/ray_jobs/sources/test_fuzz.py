@@ -1,4 +1,4 @@
-"""Archives, images and whole sources, mutated: a ValueError is the worst that comes of it. See `tests.support.fuzz`."""
+"""Archives, images and whole sources, mutated: a UserError is the worst that comes of it. See `tests.support.fuzz`."""
 
 import json
 import os

@@ -18,6 +18,7 @@ from ray_jobs.process.stage import Context, Result
 from tests.support import datasets
 from tests.support.records import make_context, make_manifest
 from vit_model.config import ViTConfig
+from vit_model.errors import UserError
 from vit_model.model import ViT
 from vit_model.weights import load_model, save_model
 
@@ -149,6 +150,13 @@ def test_a_backbone_keeps_its_encoder_and_loses_its_head(dataset, tmp_path):
     assert started.head.weight.shape == (2, 16)
     assert not started.head.weight.any()
     assert task.contract.class_names == ("left", "right")
+
+
+def test_a_resolution_that_the_backbones_patches_do_not_divide_is_the_users_mistake(dataset, tmp_path):
+    save_backbone(tmp_path)
+    config = configuration(backbone="vit", model=None, resolution=9)
+    with pytest.raises(UserError, match=r"^fine-tuning vit: image_size 9 is not a multiple"):
+        finetune.make_task(config, shards.open_dataset(dataset), tmp_path)
 
 
 def save_backbone(folder: Path) -> None:
