@@ -76,8 +76,8 @@ class Cluster:
         if response.status_code >= 500:
             raise ClusterUnreachable(f"{self.address} answers {response.status_code}")
         if response.status_code != 200 or not response.text.startswith("{"):
-            raise UserError(f"{self.address} answers {response.status_code}, but not as Ray does")
-        said = response.json()
+            raise self._foreign(response)
+        said = self._json(response)
         told = {name: str(said.get(name, "")) for name in ("session_name", "ray_version")}
         return told | {"date": response.headers.get("Date", "")}
 
@@ -107,13 +107,13 @@ class Cluster:
     def job(self, submission_id: str) -> JobState | None:
         """The state of a job; None when the cluster does not know it. Raises ClusterUnreachable."""
         response = self._ask("GET", f"/api/jobs/{quote(submission_id, safe='')}")
-        return None if self._unknown(response) else _job_state(response.json())
+        return None if self._unknown(response) else _job_state(self._json(response))
 
     def jobs(self) -> list[JobState]:
         """Every submitted job that the cluster remembers. Raises ClusterUnreachable."""
         response = self._ask("GET", "/api/jobs/")
         self._unknown(response)
-        return [_job_state(job) for job in response.json() if job["type"] == "SUBMISSION"]
+        return [_job_state(job) for job in self._json(response) if job["type"] == "SUBMISSION"]
 
     def stop(self, submission_id: str) -> None:
         """Ask a job to end: SIGTERM, and SIGKILL 3 s later. One that has ended or is unknown is left as it is."""
@@ -124,7 +124,7 @@ class Cluster:
         response = self._ask("GET", f"/api/jobs/{quote(submission_id, safe='')}/logs")
         if response.status_code == 500 and "UnicodeDecodeError" in response.text:
             return f"(the log cannot be read, it is not UTF-8: {_last_line(response.text)})\n"
-        return "" if self._unknown(response) else str(response.json()["logs"])
+        return "" if self._unknown(response) else str(self._json(response)["logs"])
 
     def follow_logs(self, submission_id: str, write: Callable[[str], None], stop: threading.Event) -> None:
         """Call `write` with each line (without its newline) of a job's log, once, until the job ends or `stop` is set.
@@ -207,6 +207,15 @@ class Cluster:
                 "the cluster's by RAY_AUTH_MODE=token and RAY_AUTH_TOKEN_PATH=<a file that has it>"
             )
         return response
+
+    def _json(self, response: requests.Response) -> Any:
+        try:
+            return response.json()
+        except ValueError:
+            raise self._foreign(response) from None
+
+    def _foreign(self, response: requests.Response) -> UserError:
+        return UserError(f"{self.address} answers {response.status_code}, but not as Ray does")
 
     def _unknown(self, response: requests.Response) -> bool:
         """True when the cluster does not know the job; raises what is neither that nor an answer."""

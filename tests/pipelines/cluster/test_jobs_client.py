@@ -15,6 +15,7 @@ import pytest
 
 from pipelines.cluster.jobs_client import ENDED, Cluster, ClusterUnreachable, JobState, connect
 from pipelines.cluster.local import hold, shut_down
+from vit_model.errors import UserError
 
 
 @pytest.fixture(scope="module")
@@ -187,3 +188,22 @@ def test_https_to_a_port_that_speaks_http_is_one_message() -> None:
             connect(f"https://127.0.0.1:{server.server_port}").session_name  # noqa: B018 (asks)
         server.shutdown()
     assert not told.value.refused_on_loopback
+
+
+class _Page(BaseHTTPRequestHandler):
+    def do_GET(self) -> None:
+        self.send_response(200)
+        self.end_headers()
+        self.wfile.write(b"{ a page of something else }")
+
+    def log_message(self, *_: object) -> None: ...
+
+
+def test_another_server_in_rays_place_is_the_users_mistake() -> None:
+    with ThreadingHTTPServer(("127.0.0.1", 0), _Page) as server:
+        threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
+        other = connect(f"http://127.0.0.1:{server.server_port}")
+        for ask in (other.about, other.jobs, lambda: other.job("a"), lambda: other.logs("a")):
+            with pytest.raises(UserError, match="answers 200, but not as Ray does"):
+                ask()
+        server.shutdown()
