@@ -27,7 +27,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pipelines.cluster.jobs_client import ENDED, Cluster, ClusterUnreachable, connect, wait_for_end
+from pipelines.cluster.jobs_client import Cluster, ClusterUnreachable, connect, wait_for_end
 
 if TYPE_CHECKING:
     import psutil
@@ -229,7 +229,7 @@ def _stop_jobs(folder: Path, head: Head) -> None:
     """A job that is running would let a SIGTERM wait for 30 s."""
     try:
         cluster = connect(head.address, folder / "token")
-        running = {job.submission_id for job in cluster.jobs() if job.status not in ENDED}
+        running = {job.submission_id for job in cluster.jobs() if not job.ended}
         for submission_id in running:
             cluster.stop(submission_id)
         wait_for_end(cluster, running, END_SECONDS)

@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 from urllib.parse import quote, urlsplit
 
 from vit_model.errors import UserError
@@ -30,7 +30,6 @@ RECONNECT_SECONDS = 1.0
 ASK_SECONDS = 1.0  # how often, while nothing is said, whether the job has ended
 STOP_SECONDS = 0.2  # how soon a wish to stop following a log is seen
 
-ENDED = frozenset({"SUCCEEDED", "FAILED", "STOPPED"})
 LOOPBACK = frozenset({"127.0.0.1", "localhost", "::1"})
 
 
@@ -53,6 +52,29 @@ class JobState:
     status: str
     message: str
     driver_exit_code: int | None
+
+    @property
+    def ended(self) -> bool:
+        """Whether the job will not change any more. A status that Ray does not document is not an end."""
+        return self.status in {"SUCCEEDED", "FAILED", "STOPPED"}
+
+
+class JobServer(Protocol):
+    """What a driver asks of a cluster; `Cluster` is the real one and says what each method does."""
+
+    @property
+    def address(self) -> str: ...
+    @property
+    def session_name(self) -> str: ...
+    def submit(
+        self, submission_id: str, entrypoint: str, env_vars: dict[str, str], metadata: dict[str, str]
+    ) -> None: ...
+    def job(self, submission_id: str) -> JobState | None: ...
+    def stop(self, submission_id: str) -> None: ...
+    def logs(self, submission_id: str) -> str: ...
+    def follow_logs(
+        self, submission_id: str, write: Callable[[str], None], stop: threading.Event
+    ) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -153,7 +175,7 @@ class Cluster:
             job = self.job(submission_id)
         except ClusterUnreachable as error:
             return error.refused_on_loopback
-        return job is None or job.status in ENDED
+        return job is None or job.ended
 
     async def _tail(self, submission_id: str, lines: _Lines, stop: threading.Event) -> None:
         """Stream a log from its beginning; returns when the stream ends, breaks, or `stop` is set."""
@@ -308,9 +330,7 @@ def wait_for_end(cluster: Cluster, submission_ids: set[str], seconds: float) -> 
     """Return when these jobs have ended, or after `seconds`. Raises ClusterUnreachable."""
     deadline = time.monotonic() + seconds
     while submission_ids and time.monotonic() < deadline:
-        submission_ids = {
-            job.submission_id for job in cluster.jobs() if job.status not in ENDED
-        } & submission_ids
+        submission_ids = {job.submission_id for job in cluster.jobs() if not job.ended} & submission_ids
         time.sleep(0.1)
 
 

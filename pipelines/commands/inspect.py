@@ -21,6 +21,7 @@ from pipelines.commands.common import (
     print_table,
 )
 from pipelines.spec import RecipeError
+from pipelines.status import Status
 from pipelines.terminal import write
 
 
@@ -48,7 +49,7 @@ def status(
     for stage in found["stages"]:
         stage["took"] = _took(stage, datetime.now(UTC))
     print_table(found["stages"], ("stage", "status", "took", "detail"))
-    if found["status"] == "UNFINISHED":
+    if found["status"] == Status.UNFINISHED:
         console.print(
             f"its driver is gone; the same command (`vitflow run` or `submit` of {found['pipeline']}) continues it"
         )
@@ -185,7 +186,7 @@ def _took(stage: dict[str, Any], moment: datetime) -> str:
     """How long a stage took, or how long it has been running."""
     if "started" not in stage:
         return ""
-    if stage["status"] == "RUNNING":
+    if stage["status"] == Status.RUNNING:
         age = (moment - datetime.fromisoformat(stage["started"])).total_seconds()
         return f"for {timedelta(seconds=max(0, round(age)))}"
     seconds = datetime.fromisoformat(stage["changed"]) - datetime.fromisoformat(stage["started"])

@@ -168,23 +168,25 @@ def _drive(
     Raises:
         Exit: with 1 where a stage has none, with 130 after Ctrl-C.
     """
-    from pipelines.engine import driver
     from pipelines.engine.display import RunDisplay
+    from pipelines.engine.driver import Driver
+    from pipelines.status import Status, run_outcome
 
     names = run.pipeline.needed_for(run.targets)
     with translate_errors():
         with RunDisplay(console, width(names)) as display, connecting as connection:
             try:
-                status, made = driver.run_pipeline(store, run, connection, display, parallel or CORES)
+                status, made = Driver(store, run, connection, display, parallel or CORES).walk()
             except KeyboardInterrupt:
                 display.say(f"stopped; to continue: {again}")
                 raise typer.Exit(130) from None
         _finish(store, made)
-    if set(status.values()) <= {"CACHED", "SUCCEEDED"}:
+    outcome = run_outcome(status.values())
+    if outcome.succeeded:
         return made
-    if "STOPPED" in status.values():
+    if outcome is Status.STOPPED:
         errors.print(f"stopped; to continue: {plain(again)}", highlight=False, soft_wrap=True)
-    failed = [name for name, state in status.items() if state == "FAILED"]
+    failed = [name for name, state in status.items() if state is Status.FAILED]
     if failed:
         errors.print(
             f"failed: {', '.join(failed)}; `vitflow logs {run.id} {failed[0]}` shows all it said",

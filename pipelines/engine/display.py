@@ -14,19 +14,20 @@ from rich.progress_bar import ProgressBar
 from rich.spinner import Spinner
 from rich.table import Table
 
+from pipelines.status import Status
 from pipelines.terminal import harmless
 
 PROGRESS = "progress "  # what a stage's progress lines begin with, see ray_jobs/process/progress.py
 PLAIN_SECONDS = 10.0  # without a terminal, a stage's progress is printed this often
 COLOURS = {
-    "CACHED": "dim",
-    "SUCCEEDED": "green",
-    "RUNNING": "cyan",
-    "FAILED": "red",
-    "LOST": "yellow",
-    "STOPPED": "yellow",
-    "SKIPPED": "yellow",
-    "WAITING": "yellow",
+    Status.CACHED: "dim",
+    Status.SUCCEEDED: "green",
+    Status.RUNNING: "cyan",
+    Status.FAILED: "red",
+    Status.LOST: "yellow",
+    Status.STOPPED: "yellow",
+    Status.SKIPPED: "yellow",
+    Status.WAITING: "yellow",
 }
 
 _WORKER = re.compile(r"^\(.*?pid=\d+[^)]*\)\s?")  # Ray's prefix of lines that come from its workers
@@ -59,13 +60,13 @@ class RunDisplay:
         if self.console.is_terminal:
             self.live.stop()
 
-    def stage(self, name: str, status: str, detail: str = "") -> None:
+    def stage(self, name: str, status: Status, detail: str = "") -> None:
         """A stage changed its status."""
         took = ""
-        if status == "RUNNING":
+        if status == Status.RUNNING:
             self.began.setdefault(name, time.monotonic())
             self.running[name] = ""
-        elif name in self.running and status != "WAITING":
+        elif name in self.running and status != Status.WAITING:
             del self.running[name]
             took = f" {time.monotonic() - self.began[name]:.1f} s"
         colour = COLOURS.get(status, "default")

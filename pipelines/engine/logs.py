@@ -10,6 +10,7 @@ from typing import Any
 from pipelines.cluster.jobs_client import ClusterUnreachable
 from pipelines.engine.runs import Clusters, driver_log, run_status
 from pipelines.recipe.pipeline import members
+from pipelines.status import ENDED, Status
 from pipelines.store import Attempt, Layout, Store, last_attempt
 
 
@@ -30,8 +31,11 @@ def show_logs(
         for entry in wanted:
             if "key" in entry:
                 _show_stage(store, entry, follow, clusters, write, shown)
-        ended = {"SUCCEEDED", "CACHED", "FAILED", "STOPPED", "SKIPPED"}
-        if not follow or status["status"] != "RUNNING" or all(entry["status"] in ended for entry in wanted):
+        if (
+            not follow
+            or status["status"] != Status.RUNNING
+            or all(entry["status"] in ENDED for entry in wanted)
+        ):
             break
         time.sleep(0.5)
     if not shown and (said := driver_log(store, run, clusters)):  # what kept the first stage from beginning

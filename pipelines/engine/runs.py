@@ -15,6 +15,7 @@ from pipelines import identity
 from pipelines.recipe.load import parse_pipeline
 from pipelines.recipe.pipeline import Pipeline
 from pipelines.spec import RecipeError
+from pipelines.status import Status
 from pipelines.store import (
     Store,
     StoreDamaged,
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
 
 Clusters = Callable[[str], "Cluster"]  # a client of the cluster that a record names by its address
 
+UNDER_WAY = {Status.PENDING, Status.RUNNING}
 STOP_SECONDS = 8.0  # a job that was told to stop is killed after three
 CLOCK_STEP_SECONDS = 2.0  # what a process's time of creation may move by when the clock is set
 
@@ -165,7 +167,7 @@ def _process_alive(event: dict[str, Any]) -> bool | None:
 
 
 def _job_alive(event: dict[str, Any], clusters: Clusters) -> bool | None:
-    from pipelines.cluster.jobs_client import ENDED, LOOPBACK, ClusterUnreachable
+    from pipelines.cluster.jobs_client import LOOPBACK, ClusterUnreachable
 
     if urlsplit(event["cluster_address"]).hostname in LOOPBACK and event.get("host") != socket.gethostname():
         return None  # the same address is another cluster here
@@ -175,7 +177,7 @@ def _job_alive(event: dict[str, Any], clusters: Clusters) -> bool | None:
         return False if error.refused_on_loopback else None
     except ValueError:
         return None  # another cluster's token
-    return job is not None and job.status not in ENDED
+    return job is not None and not job.ended
 
 
 def run_status(store: Store, run: str, clusters: Clusters | None = None) -> dict[str, Any]:
@@ -191,14 +193,14 @@ def run_status(store: Store, run: str, clusters: Clusters | None = None) -> dict
     if finished:
         status = finished[-1]["status"]
     elif stop_wished(store, run):
-        status = "STOPPED"
+        status = Status.STOPPED
     else:
         gone = clusters is not None and driver_alive(events, clusters) is False
-        status = "UNFINISHED" if gone else "RUNNING"
-    if status == "STOPPED":  # by somebody who stopped the driver too, so that it could not say so
+        status = Status.UNFINISHED if gone else Status.RUNNING
+    if status == Status.STOPPED:  # by somebody who stopped the driver too, so that it could not say so
         for stage in stages.values():
-            if stage["status"] in {"PENDING", "RUNNING"}:
-                stage["status"] = "STOPPED"
+            if stage["status"] in UNDER_WAY:
+                stage["status"] = Status.STOPPED
     return {
         "run": run,
         "pipeline": record["pipeline"]["name"],
@@ -210,12 +212,12 @@ def run_status(store: Store, run: str, clusters: Clusters | None = None) -> dict
 
 def _stages(names: list[str], events: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
     """What the drivers wrote of each stage, the last word last."""
-    stages: dict[str, dict[str, Any]] = {name: {"stage": name, "status": "PENDING"} for name in names}
+    stages: dict[str, dict[str, Any]] = {name: {"stage": name, "status": Status.PENDING} for name in names}
     for event in events:
         if event["event"] in {"stage", "attempt ended"} and event["stage"] in stages:
             stage = stages[event["stage"]]
             stage.update({name: value for name, value in event.items() if name not in {"event", "time"}})
-            if event["status"] == "RUNNING":
+            if event["status"] == Status.RUNNING:
                 stage.setdefault("started", event["time"])
             stage["changed"] = event["time"]
     return stages
@@ -242,7 +244,7 @@ def stop_run(store: Store, run: str, clusters: Clusters) -> Iterator[str]:
     for event in [event for event in events if event["event"] == "driver submitted"][-1:]:
         yield stop(event["cluster_address"], event["submission_id"])
     for stage in _stages(record["stages"], read_events(store, run)).values():
-        if stage["status"] in {"PENDING", "RUNNING"} and "submission_id" in stage:
+        if stage["status"] in UNDER_WAY and "submission_id" in stage:
             attempt = last_attempt(store, stage["submission_id"].split("-")[0], stage["key"])
             if attempt is not None and attempt.run == run:
                 yield stop(attempt.cluster_address, attempt.submission_id)

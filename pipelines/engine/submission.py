@@ -13,14 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from pipelines.cluster.jobs_client import (
-    ENDED,
-    LOOPBACK,
-    Cluster,
-    ClusterUnreachable,
-    connect,
-    python_entrypoint,
-)
+from pipelines.cluster.jobs_client import LOOPBACK, Cluster, ClusterUnreachable, connect, python_entrypoint
 from pipelines.engine.runs import Clusters, Run
 from pipelines.spec import RecipeError
 from pipelines.store import Store, add_event, read_events
@@ -133,7 +126,7 @@ def submit_driver(
     """
     number = 1
     while (job := cluster.job(submission_id := f"driver-{run.id}-{number}")) is not None:
-        if job.status not in ENDED:
+        if not job.ended:
             break
         number += 1
     if job is None:

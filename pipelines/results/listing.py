@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from pipelines.spec import RecipeError, nearest
+from pipelines.status import COMMITTED
 from pipelines.store import Manifest, Store, all_manifests
 
 KINDS = {"datasets": "dataset", "models": "model", "evaluations": "evaluation", "reports": "report"}
@@ -61,7 +62,7 @@ def _runs(store: Store) -> list[dict[str, Any]]:
     rows = []
     for run in runs(store):
         status = run_status(store, run, connect_running)
-        done = sum(stage["status"] in {"CACHED", "SUCCEEDED"} for stage in status["stages"])
+        done = sum(stage["status"] in COMMITTED for stage in status["stages"])
         rows.append(
             {
                 "run": run,

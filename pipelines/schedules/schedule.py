@@ -23,6 +23,7 @@ from pipelines.engine.runs import Run, is_over, run_status, start_run
 from pipelines.recipe.pipeline import Pipeline
 from pipelines.schedules.cron import check_cron, check_timezone, last_tick, ticks
 from pipelines.spec import RecipeError, nearest
+from pipelines.status import Status
 from pipelines.store import (
     Layout,
     Store,
@@ -225,7 +226,7 @@ def attend(
     before = last_decision(store, name)
     in_the_way = None
     if before is not None and not _over(store, before.run):
-        if _status(store, before.run, schedule, token_file) == "UNFINISHED":
+        if _status(store, before.run, schedule, token_file) == Status.UNFINISHED:
             yield from _submit(store, schedule, before.run, token_file)
         if not _over(store, before.run):
             in_the_way = before.run
@@ -261,7 +262,7 @@ def _status(store: Store, run: str, schedule: Schedule, token_file: Path | None)
         return connect(address, token_file) if at_schedule else connect_running(address)
 
     if read_plan(store, run) is None:
-        return "UNFINISHED"
+        return Status.UNFINISHED
     return str(run_status(store, run, clusters)["status"])
 
 
@@ -284,7 +285,7 @@ def _submit(store: Store, schedule: Schedule, run_id: str, token_file: Path | No
         ]  # one whose cluster died with it is not to blame
         if sum(event["cluster_session"] == session for event in before) >= DRIVERS:
             last = before[-1]["submission_id"]
-            add_event(store, run_id, "finished", status="FAILED", detail=f"{DRIVERS} drivers died")
+            add_event(store, run_id, "finished", status=Status.FAILED, detail=f"{DRIVERS} drivers died")
             yield f"{run_id}: given up, {DRIVERS} drivers died of it; see the log of Ray's job {last}"
             return
         driver = submission.submit_driver(store, run, cluster, schedule.parallel, ray_folder)
@@ -307,8 +308,8 @@ def _nothing_to_do(store: Store, schedule: Schedule, run: Run) -> bool:
     if any(stage.manifest is None for stage in planned):
         return False
     for stage in planned:
-        add_event(store, run.id, "stage", stage=stage.name, status="CACHED", key=stage.key)
-    add_event(store, run.id, "finished", status="SUCCEEDED")
+        add_event(store, run.id, "stage", stage=stage.name, status=Status.CACHED, key=stage.key)
+    add_event(store, run.id, "finished", status=Status.SUCCEEDED)
     return True
 
 

@@ -112,7 +112,9 @@ def open_store(uri: str, *, create: bool = True) -> Store:
     return FolderStore(Path(uri).expanduser().resolve(), create=create)
 
 
-def wait_for_store(ask: Callable[[], Answer], say: Callable[[str], None]) -> Answer:
+def wait_for_store(
+    ask: Callable[[], Answer], say: Callable[[str], None], sleep: Callable[[float], None] = time.sleep
+) -> Answer:
     """Return what `ask` returns; while the store does not answer, say so once and retry."""
     waiting = False
     while True:
@@ -122,7 +124,7 @@ def wait_for_store(ask: Callable[[], Answer], say: Callable[[str], None]) -> Ans
             if not waiting:
                 say(f"waiting for the store: {error}")
             waiting = True
-            time.sleep(UNREACHABLE_SECONDS)
+            sleep(UNREACHABLE_SECONDS)
 
 
 # What the stores have in common.

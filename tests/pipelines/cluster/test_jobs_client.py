@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from pipelines.cluster.jobs_client import ENDED, Cluster, ClusterUnreachable, JobState, connect
+from pipelines.cluster.jobs_client import Cluster, ClusterUnreachable, JobState, connect
 from pipelines.cluster.local import hold, shut_down
 from vit_model.errors import UserError
 
@@ -39,7 +39,7 @@ def end_of(cluster: Cluster, submission_id: str, seconds: float = 60.0) -> JobSt
     while time.monotonic() < deadline:
         job = cluster.job(submission_id)
         assert job is not None
-        if job.status in ENDED:
+        if job.ended:
             return job
         time.sleep(0.05)
     raise AssertionError(f"{submission_id} has not ended after {seconds} s")

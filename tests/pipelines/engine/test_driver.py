@@ -1,10 +1,15 @@
-"""The driver against a cluster that commits at once and a store whose every answer fails to come the first time."""
+"""The driver on simulated clusters and stores: what is lost, damaged, killed, stopped and answered oddly.
+
+Time is the clock's of `tests.support.cluster`: an hour of waiting takes a millisecond.
+"""
 
 import json
 import shutil
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import pytest
@@ -13,13 +18,490 @@ import typer
 import pipelines.store
 from pipelines.cluster.jobs_client import JobState
 from pipelines.commands import running
-from pipelines.engine import driver, runs
+from pipelines.engine import decisions, driver, runs
+from pipelines.engine.driver import Driver
 from pipelines.engine.plan import PlannedStage
 from pipelines.recipe.load import parse_pipeline
 from pipelines.recipe.pipeline import Pipeline
-from pipelines.store import Layout, Store, StoreUnreachable, all_manifests, commit
+from pipelines.store import Attempt, Layout, Store, StoreUnreachable, all_manifests, commit, wish_stop
 from pipelines.store.folder import FolderStore
+from tests.support.cluster import Script, random_script
+from tests.support.network import DiesAfter, Killed, Loses, Network, Unreliable
 from tests.support.records import make_manifest
+from tests.support.world import World
+
+ID = "ingest-855612db29dd-01234567"  # how the submission ids of the stage `images` begin
+
+
+def scripts(*in_order: Script) -> Callable[[Attempt], Script]:
+    """The first job is to do this, the next that; the last is repeated."""
+    return lambda attempt: in_order[min(attempt.number, len(in_order)) - 1]
+
+
+def walk(world: World, network: Network | None = None) -> dict[str, str]:
+    return {name: status.value for name, status in world.driver(network).walk()[0].items()}
+
+
+# ------------------------------------------------------------------------------------------- the usual way
+
+
+def test_stages_are_driven_one_after_the_other_and_all_is_told() -> None:
+    world = World("images", "pixels")
+    status, made = world.driver().walk()
+    assert status == {"images": "SUCCEEDED", "pixels": "SUCCEEDED"}
+    assert [(stage.name, stage.state) for stage in made] == [("images", "cached"), ("pixels", "cached")]
+    assert world.events() == [
+        *(f"stage images {status}" for status in ("PENDING", "RUNNING", "SUCCEEDED")),
+        *(f"stage pixels {status}" for status in ("PENDING", "RUNNING", "SUCCEEDED")),
+        "finished SUCCEEDED",
+    ]
+    assert world.told.of("images") == ["RUNNING", "SUCCEEDED 855612db29dd"]
+    (attempt,) = world.attempts()
+    assert attempt.submission_id == f"{ID}-1"
+    assert (attempt.nonce, attempt.cluster_session) == ("1-0", "session-1")
+    assert world.log(attempt) == "fine\n"
+    assert walk(world) == {"images": "CACHED", "pixels": "CACHED"}
+    assert len(world.cluster.arrived) == 2
+
+
+def test_independent_stages_run_at_once_and_no_more_than_allowed() -> None:
+    for parallel, seconds in ((2, 6.0), (1, 12.0)):
+        world = World("images", "other")
+        driver = world.driver()
+        driver.parallel = parallel
+        driver.walk()
+        assert seconds - 3 < world.clock.now < seconds
+
+
+def test_what_fails_skips_only_what_needs_it() -> None:
+    ends = {"images": Script.failed(2), "other": Script()}
+    world = World("images", "other", "pixels", script=lambda attempt: ends[attempt.stage])
+    assert walk(world) == {"images": "FAILED", "other": "SUCCEEDED", "pixels": "SKIPPED"}
+    assert world.told.of("pixels") == ["SKIPPED images was not made"]
+    assert world.events()[-1] == "finished FAILED"
+
+
+def test_the_end_of_a_job_is_awaited_after_its_commit_but_not_for_long() -> None:
+    for closing, seconds in ((2.0, 7.0), (60.0, 10.5)):
+        world = World(script=scripts(Script(closing=closing)))
+        assert walk(world) == {"images": "SUCCEEDED"}
+        assert world.clock.now == pytest.approx(seconds, abs=1.0)
+
+
+# ------------------------------------------------------------------------------------------- clusters that go
+
+
+def test_a_job_whose_cluster_is_gone_is_lost_and_followed_by_the_next_attempt() -> None:
+    world = World()
+    world.clock.after(3.0, lambda: world.cluster.restart(5.0))
+    assert walk(world) == {"images": "SUCCEEDED"}
+    assert world.cluster.arrived == [("session-1", f"{ID}-1"), ("session-2", f"{ID}-2")]
+    assert [attempt.cluster_session for attempt in world.attempts()] == ["session-1", "session-2"]
+    assert "attempt ended images LOST" in world.events()
+    assert world.told.of("images") == [
+        "RUNNING", "WAITING no answer: http://127.0.0.1:8265: connection refused",
+        "LOST its cluster is gone; another attempt", "RUNNING attempt 2", "SUCCEEDED 855612db29dd",
+    ]  # fmt: skip
+
+
+def test_a_cluster_that_does_not_answer_for_a_while_loses_nothing() -> None:
+    """It is told once each time; the job goes on meanwhile, and may even commit."""
+    world = World(script=scripts(Script(running=20.0)))
+    for begins in (4.0, 10.0, 20.0):
+        world.clock.after(begins, lambda: world.cluster.go_down(5.0))
+    assert walk(world) == {"images": "SUCCEEDED"}
+    assert world.cluster.arrived == [("session-1", f"{ID}-1")]
+    assert len(world.attempts()) == 1
+    assert sum(line.startswith("WAITING") for line in world.told.of("images")) == 3
+    assert world.clock.now < 23, "it was committed while its cluster was down"
+    assert "the log was lost with its cluster" in world.log(world.attempts()[0])
+
+
+@pytest.mark.parametrize("answers", [False, True])
+def test_a_submission_that_got_lost_or_whose_answer_did_is_no_second_job(answers: bool) -> None:
+    world = World()
+    assert walk(world, Loses("submit", answers=answers)) == {"images": "SUCCEEDED"}
+    assert world.cluster.arrived == [("session-1", f"{ID}-1")]
+    assert [attempt.number for attempt in world.attempts()] == [1]
+    assert len(world.cluster.started) == 1
+
+
+def test_a_job_that_its_own_cluster_does_not_know_is_submitted_under_the_same_id() -> None:
+    """The driver died between writing the attempt and submitting its job."""
+    world = World()
+    with pytest.raises(Killed):
+        walk(world, DiesAfter(1))
+    assert (len(world.attempts()), world.cluster.arrived) == (1, [])
+    assert walk(world) == {"images": "SUCCEEDED"}
+    assert world.cluster.arrived == [("session-1", f"{ID}-1")]
+
+
+@pytest.mark.parametrize("answers", [False, True])
+@pytest.mark.parametrize("what", ["read", "list", "create", "job", "logs", "session", "submit"])
+def test_an_outage_of_the_store_or_the_cluster_changes_nothing_but_the_time(what: str, answers: bool) -> None:
+    world = World("images", "pixels")
+    assert walk(world, Loses(what, times=7, answers=answers)) == {
+        "images": "SUCCEEDED",
+        "pixels": "SUCCEEDED",
+    }
+    assert [job.attempt.stage for job in world.cluster.started] == ["images", "pixels"]
+    assert set(world.events()) >= {f"stage images {status}" for status in ("PENDING", "RUNNING", "SUCCEEDED")}
+    assert world.events()[-1] == "finished SUCCEEDED"
+
+
+# ------------------------------------------------------------------------------------------- odd answers
+
+
+def test_a_job_that_succeeds_without_a_manifest_has_a_minute_to_show_it() -> None:
+    world = World(script=scripts(Script(commits=False), Script(commit_late=50.0)))
+    assert walk(world) == {"images": "SUCCEEDED"}
+    assert len(world.attempts()) == 2
+    assert "attempt ended images FAILED" in world.events()
+    assert 60 + 50 < world.clock.now < 130
+    assert world.told.of("images")[1] == "FAILED it ended well without a manifest; another attempt"
+
+
+def test_a_stage_that_never_shows_a_manifest_fails() -> None:
+    world = World(script=scripts(Script(commits=False)))
+    assert walk(world) == {"images": "FAILED"}
+    assert len(world.attempts()) == decisions.ATTEMPTS
+    assert world.told.of("images")[-1] == "FAILED it ended well without a manifest"
+
+
+@pytest.mark.parametrize("late", [0.0, 2.0, 60.0])
+def test_a_failure_that_ray_invents_does_not_undo_a_commit(late: float) -> None:
+    """Ray has lost sight of the job, whose process lives on and commits: before the end, or during later attempts."""
+    world = World(
+        script=scripts(Script(status="FAILED", exit_code=None, commit_late=late), Script(running=90.0))
+    )
+    assert walk(world) == {"images": "SUCCEEDED"}
+    assert world.cluster.commits == [f"{ID}-1"]
+    assert len(world.attempts()) == (1 if late == 0 else 2)
+    assert world.manifests()["images"].attempt == 1
+
+
+def test_a_job_that_stays_pending_is_waited_for() -> None:
+    world = World(script=scripts(Script(pending=1e5)))
+    world.clock.after(2000.0, lambda: wish_stop(world.store, world.driver().run.id))
+    assert walk(world) == {"images": "STOPPED"}
+    assert world.cluster.arrived == [("session-1", f"{ID}-1")]
+    assert world.told.of("images") == ["STOPPED stopped"]
+
+
+def test_a_status_that_ray_does_not_document_is_not_an_end() -> None:
+    world = World(script=scripts(Script(running=300.0)))
+    world.clock.after(10.0, lambda: world.cluster.jobs[f"{ID}-1"].__setattr__("status", "SUSPENDED"))
+    assert walk(world) == {"images": "SUCCEEDED"}
+    assert len(world.attempts()) == 1
+
+
+@pytest.mark.parametrize(
+    ("script", "detail"),
+    [
+        (Script.failed(1, "error: first\nerror: no luck\nTraceback\n"), "no luck"),
+        (Script.failed(1, "one line\nthe last line\n\n"), "the last line"),
+        (Script.failed(None, "", message="Job supervisor actor died"), "Job supervisor actor died"),
+        (Script.failed(-9, ""), "exit code -9"),
+        (Script.failed(None, ""), "exit code None"),
+        (Script(status="STOPPED", commits=False), "stopped from outside"),
+    ],
+)
+def test_the_reason_of_a_failure_is_the_best_that_is_known(script: Script, detail: str) -> None:
+    world = World(script=scripts(script))
+    assert walk(world) == {"images": "FAILED"}
+    assert world.told.of("images")[-1] == f"FAILED {detail}"
+
+
+# ------------------------------------------------------------------------------------------- attempts
+
+
+def test_a_command_makes_three_attempts_with_growing_pauses() -> None:
+    world = World(script=scripts(Script.failed(pending=1.0, running=1.0, closing=1.0)))
+    assert walk(world) == {"images": "FAILED"}
+    began = [when for when, _, status, _ in world.told.stages if status == "RUNNING"]
+    ended = [when for when, _, status, detail in world.told.stages if status == "FAILED"]
+    pauses = [later - earlier for later, earlier in zip(began[1:], ended, strict=False)]
+    assert pauses == pytest.approx([1.0 + 1.0, 2.0 + 1.0], abs=0.7), "the pause, and being pending"
+    assert [world.log(attempt) for attempt in world.attempts()] == ["error: no luck\n"] * 3
+    assert world.events().count("attempt ended images FAILED") == 3
+    assert walk(world) == {"images": "FAILED"}, "each command makes its own"
+    assert [attempt.number for attempt in world.attempts()] == [1, 2, 3, 4, 5, 6]
+
+
+def test_the_log_of_an_attempt_is_saved_before_the_next_is_written() -> None:
+    world = World(script=scripts(Script.failed(), Script()))
+    walk(world)
+    names = [name.rsplit("/", 3)[1:] for name in world.store.objects if "/attempts/" in name]
+    assert [[*name[-2:]] for name in names] == [
+        ["1", "attempt.json"], ["1", "log.txt"], ["2", "attempt.json"], ["2", "log.txt"],
+    ]  # fmt: skip
+
+
+def test_a_mistake_of_the_users_is_not_tried_again() -> None:
+    world = World(script=scripts(Script.failed(2, "error: no such field\n")))
+    assert walk(world) == {"images": "FAILED"}
+    assert world.told.of("images")[-1] == "FAILED no such field"
+    assert len(world.attempts()) == 1
+    assert world.log(world.attempts()[0]) == "error: no such field\n"
+
+
+def test_an_old_mistake_is_tried_again_once() -> None:
+    """Its cause may be mended: how the job of an earlier command ended is no answer to this one."""
+    world = World(script=scripts(Script.failed(2)))
+    walk(world)
+    assert walk(world) == {"images": "FAILED"}
+    assert len(world.attempts()) == 2
+    world.cluster.script = scripts(Script())
+    assert walk(world) == {"images": "SUCCEEDED"}
+
+
+@pytest.mark.parametrize("lost", [{"answers": False}, {"answers": True}])
+def test_a_mistake_is_an_answer_to_whoever_submitted_it_even_if_that_answer_got_lost(
+    lost: dict[str, bool],
+) -> None:
+    world = World(script=scripts(Script.failed(2, pending=0.1, running=0.1, closing=0.1)))
+    with pytest.raises(Killed):
+        walk(world, DiesAfter(1))
+    assert walk(world, Loses("submit", **lost)) == {"images": "FAILED"}
+    assert len(world.attempts()) == 1
+
+
+# ------------------------------------------------------------------------------------------- stopping
+
+WHEN = {"pending": 0.5, "running": 3.0, "between two attempts": 6.5, "in its last words": 8.0}
+
+
+def to_be_stopped(when: str) -> World:
+    first = Script(closing=20.0) if when == "in its last words" else Script.failed(running=4.5)
+    return World("images", "pixels", script=scripts(first, Script()))
+
+
+@pytest.mark.parametrize("when", WHEN)
+def test_a_wish_to_stop_ends_the_run_and_its_jobs(when: str) -> None:
+    world = to_be_stopped(when)
+    driver = world.driver()
+    world.clock.after(WHEN[when], lambda: wish_stop(world.store, driver.run.id))
+    status, made = driver.walk()
+    if when == "in its last words":
+        assert (status, len(made)) == ({"images": "SUCCEEDED", "pixels": "STOPPED"}, 1)
+    else:
+        assert (status, made) == ({"images": "STOPPED", "pixels": "STOPPED"}, [])
+        assert world.clock.now < WHEN[when] + 2
+    world.clock.sleep(100)
+    assert all(job.ended for job in world.cluster.started)
+    assert len(world.cluster.started) == 1
+    assert world.events()[-1] == "finished STOPPED"
+
+
+@pytest.mark.parametrize("when", ["pending", "running", "between two attempts"])
+def test_ctrl_c_writes_the_wish_first_then_stops_the_jobs(when: str) -> None:
+    world = to_be_stopped(when)
+
+    def interrupt() -> None:
+        raise KeyboardInterrupt
+
+    world.clock.after(WHEN[when], interrupt)
+    network = Recorder()
+    with pytest.raises(KeyboardInterrupt):
+        walk(world, network)
+    assert world.stop_wish() is not None
+    stops = [request for request in network.requests if "stop" in request]
+    assert stops[-2].startswith("create runs/")
+    assert stops[-1].startswith(f"stop {ID}")
+    assert "stage images STOPPED" in world.events()
+    assert "finished STOPPED" not in world.events()
+    world.clock.sleep(100)
+    assert "images" not in world.manifests()
+
+
+class Recorder(Network):
+    """Keeps what changes something."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.requests: list[str] = []
+
+    def after(self, what: str, name: str, lost: Callable[[str], Exception]) -> None:
+        if what in {"create", "submit", "stop"}:
+            self.requests.append(f"{what} {name}")
+
+
+def test_a_stopped_job_of_a_run_that_is_to_stop_is_not_tried_again() -> None:
+    """`vitflow stop` writes the wish and stops the job; the driver may see the job first."""
+    world = World()
+    driver = world.driver()
+
+    def stop() -> None:
+        driver.look_for_stop_at = 1e9
+        wish_stop(world.store, driver.run.id)
+        world.cluster.stop(f"{ID}-1")
+
+    world.clock.after(3.0, stop)
+    assert driver.walk()[0] == {"images": "STOPPED"}
+    assert len(world.attempts()) == 1
+
+
+def test_nothing_is_begun_after_the_wish() -> None:
+    world = World("images", "other")
+    driver = world.driver()
+    wish_stop(world.store, driver.run.id)
+    driver.look_for_stop_at = 1e9  # the wish comes right after it was looked for
+    assert driver.walk()[0] == {"images": "STOPPED", "other": "STOPPED"}
+    assert (world.attempts(), world.cluster.arrived) == ([], [])
+
+
+def test_a_job_of_another_run_is_never_stopped() -> None:
+    """Two runs need one artifact: the second follows the job of the first, and is stopped."""
+    world = World()
+    other = world.new_run()
+    with pytest.raises(Killed):
+        walk(world, DiesAfter(3))
+    driver = world.driver(run=other)
+    world.clock.after(3.0, lambda: wish_stop(world.store, other))
+    network = driver.connection.network = Recorder()  # type: ignore[attr-defined]
+    assert driver.walk()[0] == {"images": "STOPPED"}
+    assert not [request for request in network.requests if request.startswith("stop ")]
+    world.clock.sleep(60)
+    assert walk(world) == {"images": "CACHED"}
+
+
+def test_a_cluster_that_is_gone_does_not_keep_a_run_from_stopping() -> None:
+    world = World()
+    driver = world.driver()
+    world.clock.after(3.0, lambda: (world.cluster.go_down(1e5), wish_stop(world.store, driver.run.id)))  # type: ignore[func-returns-value]
+    assert driver.walk()[0] == {"images": "STOPPED"}
+    assert "could not stop" in world.told.lines[0]
+    assert world.clock.now < 10
+
+
+# ------------------------------------------------------------------------------------------- several drivers
+
+
+def failing_once() -> World:
+    return World("images", "pixels", script=scripts(Script.failed(), Script()))
+
+
+@pytest.mark.parametrize("number", range(1, 26))
+def test_a_driver_that_dies_after_any_of_its_actions_is_followed_by_one_that_goes_on(number: int) -> None:
+    world = failing_once()
+    with pytest.raises(Killed):
+        walk(world, DiesAfter(number))
+    world.clock.sleep(Random(number).choice([0.0, 3.0, 60.0]))
+    assert set(walk(world).values()) <= {"CACHED", "SUCCEEDED"}
+    assert len(world.cluster.commits) == 2
+    assert len(set(world.cluster.arrived)) == len(world.cluster.arrived) == 4, "no job twice"
+    assert [attempt.number for attempt in world.attempts("baselines")] == [1, 2]
+    assert all(world.log(attempt) for job in ("ingest", "baselines") for attempt in world.attempts(job)[:-1])
+
+
+def test_that_was_after_every_action() -> None:
+    network = Network()
+    walk(failing_once(), network)
+    assert network.writes == 25
+
+
+class Interleaved(Network):
+    """Before its n-th request, another driver takes a step."""
+
+    def __init__(self, number: int, other: Driver) -> None:
+        super().__init__()
+        self.number, self.other = number, other
+
+    def before(self, what: str, name: str, lost: Callable[[str], Exception]) -> None:
+        self.number -= 1
+        if self.number == 0:
+            self.other.step()
+
+
+@pytest.mark.parametrize("number", range(1, 60))
+def test_two_drivers_on_one_store_make_one_job(number: int) -> None:
+    """The second takes a step between any two questions of the first, then each of its steps between two of these."""
+    world = failing_once()
+    second = world.driver()
+
+    def step() -> None:
+        if second.step():
+            world.clock.after(driver.POLL_SECONDS, step)
+
+    world.clock.after(0.05, step)
+    assert set(walk(world, Interleaved(number, second)).values()) == {"SUCCEEDED"}
+    world.clock.sleep(10)
+    assert set(second.status.values()) == {"SUCCEEDED"}
+    assert len(world.cluster.started) == 4
+    assert len(world.cluster.commits) == 2
+    assert [attempt.number for attempt in world.attempts("ingest")] == [1, 2]
+
+
+# ------------------------------------------------------------------------------------------- at random
+
+
+def episode(seed: int) -> None:
+    """Jobs, clusters, networks and drivers that fail at random, and sometimes a second driver. Then all is well again.
+
+    What must hold is asserted: here, and by the cluster whenever a job is submitted.
+    """
+    random = Random(seed)
+    stages = random.choice([("images",), ("images", "pixels"), ("images", "other", "pixels", "report")])
+    world = World(*stages, script=lambda attempt: random_script(random), limit=2e4)
+    for _ in range(random.randrange(4)):
+        befall = random.choice([world.cluster.restart, world.cluster.go_down])
+        world.clock.after(
+            random.uniform(0, 40), lambda befall=befall: befall(random.choice([0.0, 3.0, 30.0]))
+        )  # type: ignore[misc]
+    is_alone = random.random() < 0.6
+
+    def unreliable() -> Network:
+        return Unreliable(random, random.choice([0.0, 0.01, 0.1]), random.choice([0.0, 0.002, 0.01]))
+
+    if not is_alone:
+        second = world.driver(unreliable())
+
+        def step() -> None:
+            try:
+                if pipelines.store.wait_for_store(second.step, lambda _: None, lambda _: None):
+                    world.clock.after(random.uniform(0.01, 1.0), step)
+            except Killed:
+                return
+
+        world.clock.after(random.uniform(0.0, 5.0), step)
+    for _ in range(random.randrange(4)):
+        try:
+            walk(world, unreliable())
+        except Killed:
+            world.clock.sleep(random.uniform(0, 5))
+    world.cluster.script = scripts(Script())
+    status = walk(world)
+    assert set(status.values()) <= {"CACHED", "SUCCEEDED", "FAILED", "SKIPPED"}
+    assert {name for name in status if name in world.manifests()} == {
+        name for name in status if status[name] in {"CACHED", "SUCCEEDED"}
+    }
+    assert len(world.cluster.commits) == len(set(world.cluster.commits)) == len(world.manifests())
+    if is_alone:
+        assert len(set(world.cluster.arrived)) == len(world.cluster.arrived), "submitted twice to one cluster"
+    attempts = [attempt for job in ("ingest", "baselines", "report") for attempt in world.attempts(job)]
+    made = [(attempt.key, attempt.nonce.split("-")[0]) for attempt in attempts]
+    assert all(made.count(each) <= decisions.ATTEMPTS for each in made), "too many attempts of one command"
+
+
+@pytest.mark.parametrize("block", range(10))
+def test_random_episodes(block: int) -> None:
+    for seed in range(block * 30, block * 30 + 30):
+        try:
+            episode(seed)
+        except BaseException as error:
+            error.add_note(f"episode({seed})")
+            raise
+
+
+# ------------------------------------------------------------------------------------------- with a real store
+
+
+@pytest.fixture
+def hurried(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module, name in ((decisions, "UNREACHABLE_SECONDS"), (decisions, "ASK_SECONDS"), (runner, "POLL_SECONDS"),
+                         (pipelines.store, "UNREACHABLE_SECONDS")):  # fmt: skip
+        monkeypatch.setattr(module, name, 0.001)
+
 
 REPORT = {
     "title": "Some", "question": "Which?", "headline": "This one.", "note": "", "accuracies": [], "verdicts": [],
@@ -114,15 +596,8 @@ class Committing:
         pass
 
 
-@pytest.fixture(autouse=True)
-def hurried(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("UNREACHABLE_SECONDS", "POLL_SECONDS", "ASK_SECONDS"):
-        monkeypatch.setattr(driver, name, 0.0)
-    monkeypatch.setattr(pipelines.store, "UNREACHABLE_SECONDS", 0.0)
-
-
 @pytest.fixture
-def store(tmp_path: Path) -> FolderStore:
+def store(hurried: None, tmp_path: Path) -> FolderStore:
     return FolderStore(tmp_path / "s")
 
 

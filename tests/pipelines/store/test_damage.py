@@ -16,7 +16,7 @@ from pipelines import store as st
 from pipelines.cli import app
 from pipelines.cluster.jobs_client import JobState
 from pipelines.engine import plan
-from pipelines.engine.driver import run_pipeline
+from pipelines.engine.driver import Driver
 from pipelines.engine.logs import show_logs
 from pipelines.engine.runs import load_run, run_status, start_run
 from pipelines.engine.submission import reached
@@ -484,7 +484,7 @@ def test_a_driver_whose_store_is_deleted_ends_and_makes_no_folder(tmp_path: Path
     run = start_run(store, load_pipeline(str(TINY)), ("digits",))
     connection = Running(lambda: shutil.rmtree(store.root))
     with pytest.raises(StoreAbsent, match="is no longer a store"):
-        run_pipeline(store, run, connection, Told(), 1)
+        Driver(store, run, connection, Told(), 1).walk()
     assert not store.root.exists()
 
 
@@ -499,7 +499,7 @@ def test_a_driver_does_not_repeat_a_damaged_stage_unasked(tmp_path: Path, forced
     os.truncate(local_files(store, made) / "index.parquet", 3)
     run, told = start_run(store, pipeline, ("digits",), forced), Told()
     connection = Running(lambda: st.wish_stop(store, run.id))
-    status, _ = run_pipeline(store, run, connection, told, 1)
+    status, _ = Driver(store, run, connection, told, 1).walk()
     assert status == {"digits": "STOPPED" if forced else "FAILED"}
     assert ("`--force digits` rebuilds it" in told.ends["digits"]) != bool(forced)
     assert (connection.looks > 0) == bool(forced)

@@ -1,0 +1,40 @@
+"""A store in memory: what a driver needs of one, in microseconds."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+from pipelines.store import FileEntry, StoreUnreachable
+from tests.support.network import Network
+
+
+class MemoryStore:
+    """Objects by name; several stores over one `objects` are what several processes see of one store."""
+
+    uri, id = "memory", "0123456789abcdef"
+    settings: dict[str, str] = {}  # noqa: RUF012
+
+    def __init__(self, objects: dict[str, bytes] | None = None, network: Network | None = None) -> None:
+        self.objects: dict[str, bytes] = {} if objects is None else objects
+        self.network = network or Network()
+
+    def _ask(self, what: str, name: str, answer: Callable[[], Any]) -> Any:
+        return self.network.ask(what, name, answer, StoreUnreachable)
+
+    def read(self, name: str, limit: int | None = None) -> bytes | None:
+        return self._ask("read", name, lambda: self.objects.get(name))
+
+    def read_all(self, names: Sequence[str], limit: int | None = None) -> list[bytes | None]:
+        return [self.read(name) for name in names]
+
+    def create(self, name: str, data: bytes) -> bool:
+        return self._ask("create", name, lambda: self.objects.setdefault(name, data) == data)
+
+    def names(self, folder: str) -> list[str]:
+        start = f"{folder}/"
+        found = [name for name in self.objects if name.startswith(start)]
+        return self._ask("list", folder, lambda: sorted({name[len(start) :].split("/")[0] for name in found}))
+
+    def check_sizes(self, folder: str, files: Iterable[FileEntry]) -> None:
+        """Artifacts of these tests have no files."""

@@ -1,0 +1,118 @@
+"""Everything that a driver under test works on: a store, a cluster and a clock, and runs of a small pipeline."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import cache
+from itertools import count
+from typing import Any
+
+from pipelines.engine.driver import Driver
+from pipelines.engine.runs import start_run
+from pipelines.recipe.load import parse_pipeline
+from pipelines.recipe.pipeline import Pipeline
+from pipelines.status import Status
+from pipelines.store import Attempt, Layout, Manifest, read_events
+from tests.support.cluster import Client, Clock, FakeCluster, Script
+from tests.support.memory_store import MemoryStore
+from tests.support.network import Network
+
+DIGITS = {"job": "ingest", "source": {"kind": "digits"}}
+
+
+@cache
+def pipeline(*stages: str) -> Pipeline:
+    """These of: images, other (another dataset), pixels (takes images), report (takes pixels)."""
+    known: dict[str, dict[str, Any]] = {
+        "images": DIGITS,
+        "other": DIGITS | {"max_bad_fraction": 0.5},
+        "pixels": {"job": "baselines", "data": "images"},
+        "report": {"job": "report", "title": "Some", "of": ["pixels"]},
+    }
+    return parse_pipeline({"name": "some", "stages": {name: known[name] for name in stages}}, "test")
+
+
+@dataclass
+class Told:
+    """A display that keeps what it was told: (time, stage, status, detail), and other lines."""
+
+    clock: Clock
+    stages: list[tuple[float, str, str, str]] = field(default_factory=list)
+    lines: list[str] = field(default_factory=list)
+
+    def stage(self, name: str, status: Status, detail: str = "") -> None:
+        assert isinstance(status, Status)
+        self.stages.append((self.clock.now, name, status.value, detail))
+
+    def line(self, name: str, text: str) -> None:
+        """The fake cluster's logs are not followed."""
+
+    def say(self, text: str) -> None:
+        self.lines.append(text)
+
+    def of(self, stage: str) -> list[str]:
+        """What was told of a stage, without the times."""
+        return [f"{status} {detail}".strip() for _, name, status, detail in self.stages if name == stage]
+
+
+class World:
+    """A store, a cluster, a clock; drivers come and go."""
+
+    def __init__(
+        self, *stages: str, script: Callable[[Attempt], Script] = lambda attempt: Script(), limit: float = 1e6
+    ) -> None:
+        self.pipeline = pipeline(*(stages or ("images",)))
+        self.clock = Clock(limit)
+        self.store = MemoryStore()
+        self.cluster = FakeCluster(self.clock, self.store, script)
+        self.told = Told(self.clock)
+        self._drivers, self._runs = count(1), count(1)
+
+    def new_run(self) -> str:
+        return f"some-20261122-120000-{next(self._runs):04d}"
+
+    def driver(self, network: Network | None = None, run: str = "some-20261122-120000-0000") -> Driver:
+        """A new process that drives a run, which it begins or continues; its nonces begin with its number."""
+        network, numbers = network or Network(), count()
+        targets = tuple(self.pipeline.stages)
+        begun = start_run(self.store, self.pipeline, targets, run_id=run)
+        store, client = MemoryStore(self.store.objects, network), Client(self.cluster, network)
+        process = next(self._drivers)
+        return Driver(
+            store, begun, client, self.told, parallel=4, clock=self.clock,
+            token_hex=lambda size: f"{process}-{next(numbers)}",
+        )  # fmt: skip
+
+    def attempts(self, job: str = "ingest") -> list[Attempt]:
+        """Their records, as they were written."""
+        return [
+            Attempt.model_validate_json(data)
+            for name, data in self.store.objects.items()
+            if name.startswith(f"artifacts/{job}/") and name.endswith("attempt.json")
+        ]
+
+    def manifests(self) -> dict[str, Manifest]:
+        """By stage."""
+        found = [
+            Manifest.model_validate_json(data)
+            for name, data in self.store.objects.items()
+            if name.endswith("manifest.json")
+        ]
+        return {manifest.stage: manifest for manifest in found}
+
+    def log(self, attempt: Attempt) -> str:
+        name = f"{Layout.attempt(attempt.job, attempt.key, attempt.number)}/log.txt"
+        return self.store.objects[name].decode()
+
+    def events(self, run: str = "some-20261122-120000-0000") -> list[str]:
+        """What the run's events say, in short."""
+        return [
+            " ".join(str(event[name]) for name in ("event", "stage", "status") if name in event)
+            for event in read_events(self.store, run)
+        ]
+
+    def stop_wish(self, run: str = "some-20261122-120000-0000") -> dict[str, Any] | None:
+        data = self.store.objects.get(f"{Layout.run(run)}/stop.json")
+        return None if data is None else dict(json.loads(data))
