@@ -1,10 +1,10 @@
 """The driver: walks the DAG, submits each ready stage as a Ray job, follows it, and keeps no state of its own.
 
-Everything that must survive is in the store before it is acted on: kill the driver anywhere, give the same command,
-and it goes on from what it finds. The rules: an attempt is written before it is
-submitted; Ray takes a submission id once; a job that the same cluster does not know is submitted again under the same
-id; a job of a cluster that is gone is LOST and followed by the next attempt; a manifest beats every status.
-They are in `pipelines.engine.decisions`; this module looks at the store and the cluster, and does what is decided.
+Everything that must survive is in the store before the driver acts on it: kill the driver at any moment, give the same
+command, and it continues from what it finds. The rules: an attempt is written before its job is submitted; Ray accepts
+a submission id once; a job that the same cluster does not know is submitted again under the same id; a job of a cluster
+that is gone is LOST and followed by the next attempt; a manifest beats every status. `pipelines.engine.decisions` has these
+rules; this module looks at the store and the cluster, and does what was decided.
 """
 
 from __future__ import annotations
@@ -157,9 +157,8 @@ class Driver:
         """The wish first, so that no other driver goes on; then the jobs that this run has submitted."""
         wish_stop(self.store, self.run.id)
         attempts = [self.attempts[name] for name in self.flights if name in self.attempts]
-        own = [
-            attempt for attempt in attempts if attempt.run == self.run.id
-        ]  # another run's job is that run's
+        # a job that another run submitted is that run's to stop
+        own = [attempt for attempt in attempts if attempt.run == self.run.id]
         for attempt in own:
             try:
                 self.connection.cluster().stop(attempt.submission_id)
@@ -253,6 +252,8 @@ class Driver:
         return Seen(attempt, job, session, log, wished, read_manifest(self.store, job_type, key))
 
     def _act(self, name: str, seen: Seen, action: Do | Show) -> None:
+        if action is Do.COMMIT or isinstance(action, EndAttempt | End):
+            self._save_log(self.attempts.get(name))
         match action:
             case Do.WRITE:
                 self.attempts[name] = self._write_attempt(self.planned[name], self.attempts.get(name))
@@ -262,14 +263,11 @@ class Driver:
                 self._announce(name, self.attempts[name])
             case Do.COMMIT:
                 assert seen.manifest is not None
-                self._save_log(self.attempts.get(name))
                 self._commit(name, seen.manifest, Status.SUCCEEDED)
             case EndAttempt(status, detail):
-                self._save_log(self.attempts.get(name))
                 self._end_log(name)
                 self._add_event(name, status, "attempt ended", detail=detail)
             case End(status, detail):
-                self._save_log(self.attempts.get(name))
                 self._end(name, status, detail)
             case Show(status, detail):
                 self.display.stage(name, status, detail)
@@ -313,9 +311,8 @@ class Driver:
             self.logs[name] = threading.Thread(target=follow, args=arguments, daemon=True), end
             self.logs[name][0].start()
 
-    def _add_job_event(self, name: str, status: Status, attempt: Attempt) -> None:
-        submission_id = attempt.submission_id
-        self._add_event(name, status, attempt=attempt.number, key=attempt.key, submission_id=submission_id)
+    def _add_job_event(self, name: str, status: Status, job: Attempt) -> None:
+        self._add_event(name, status, attempt=job.number, key=job.key, submission_id=job.submission_id)
 
     def _add_event(self, name: str, status: Status, event: str = "stage", **fields: Any) -> None:
         add_event(self.store, self.run.id, event, stage=name, status=status, **fields)
@@ -329,20 +326,18 @@ class Driver:
         """
         if attempt is None:
             return
-        deadline = self.clock.monotonic() + LAST_WORDS_SECONDS
+        submission_id, deadline = attempt.submission_id, self.clock.monotonic() + LAST_WORDS_SECONDS
         with suppress(ClusterUnreachable):  # nothing to wait for
-            while self._is_live(attempt) and self.clock.monotonic() < deadline:
+            while (job := self.connection.cluster().job(submission_id)) is not None and not job.ended:
+                if self.clock.monotonic() >= deadline:
+                    break
                 self.clock.sleep(POLL_SECONDS)
         try:
-            log = self.connection.cluster().logs(attempt.submission_id)
+            log = self.connection.cluster().logs(submission_id)
         except ClusterUnreachable as error:
             log = f"(the log was lost with its cluster: {error})\n"
         if log:
             self.store.create(f"{_folder(attempt)}/log.txt", log.encode())
-
-    def _is_live(self, attempt: Attempt) -> bool:
-        job = self.connection.cluster().job(attempt.submission_id)
-        return job is not None and not job.ended
 
     def _end_log(self, name: str) -> None:
         if name in self.logs:

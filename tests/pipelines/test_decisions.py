@@ -1,0 +1,135 @@
+"""What the driver decides, whatever it sees: over every phase, job, exit code and answer of the store."""
+
+from dataclasses import replace
+from itertools import product
+
+import pytest
+
+from pipelines.cluster.jobs_client import JobState
+from pipelines.engine.decisions import (
+    ASK_SECONDS,
+    ATTEMPTS,
+    MANIFEST_SECONDS,
+    Do,
+    End,
+    EndAttempt,
+    InFlight,
+    Phase,
+    Seen,
+    Show,
+    decide,
+    error_line,
+    no_answer,
+)
+from pipelines.status import Status
+from tests.support.records import make_attempt, make_manifest
+
+NOW = 1000.0
+HERE, GONE = make_attempt(cluster_session="here"), make_attempt(cluster_session="gone")
+JOBS = [
+    JobState("j", status, "", code)
+    for status, codes in {
+        "PENDING": [None], "RUNNING": [None], "SUSPENDED": [None], "STOPPED": [None], "SUCCEEDED": [0],
+        "FAILED": [1, 2, -9, None],
+    }.items()
+    for code in codes
+]  # fmt: skip
+FLIGHTS = [
+    InFlight(phase, since, made=made, is_waiting=is_waiting)
+    for phase, since, made, is_waiting in product(
+        Phase, (NOW - MANIFEST_SECONDS - 1, NOW - 1), range(ATTEMPTS + 1), (False, True)
+    )
+]
+LOOKS = [
+    Seen(attempt, job, "here", log, stop_wished, manifest)
+    for attempt, job, log, stop_wished, manifest in product(
+        (None, HERE, GONE), (None, *JOBS), ("", "error: bad\n"), (False, True), (None, make_manifest())
+    )
+    if attempt is not None or job is None
+]
+EVERY = list(product(FLIGHTS, LOOKS))
+LIVE = {"PENDING", "RUNNING", "SUSPENDED"}
+
+
+def test_a_manifest_beats_every_status() -> None:
+    for flight, seen in EVERY:
+        _, actions = decide(flight, seen, NOW)
+        assert (actions == (Do.COMMIT,)) == (seen.manifest is not None)
+
+
+def test_a_live_job_is_never_joined_by_another() -> None:
+    for flight, seen in EVERY:
+        _, actions = decide(flight, seen, NOW)
+        if seen.job is not None and seen.job.status in LIVE and seen.manifest is None:
+            assert set(actions) <= {Do.ANNOUNCE}
+        if seen.job is not None:
+            assert Do.SUBMIT not in actions
+
+
+def test_only_a_job_that_the_attempts_own_cluster_does_not_know_is_submitted() -> None:
+    for flight, seen in EVERY:
+        after, actions = decide(flight, seen, NOW)
+        if Do.SUBMIT in actions:
+            assert (seen.attempt, seen.job) == (HERE, None)
+            assert after.phase is not Phase.FOUND, "it is ours before it is submitted"
+
+
+def test_nothing_is_begun_once_a_stop_is_wished() -> None:
+    for flight, seen in EVERY:
+        _, actions = decide(flight, seen, NOW)
+        if seen.stop_wished:
+            assert not {Do.WRITE, Do.SUBMIT} & set(actions)
+
+
+def test_a_command_makes_no_more_than_its_attempts_and_counts_them() -> None:
+    for flight, seen in EVERY:
+        after, actions = decide(flight, seen, NOW)
+        assert after.made == flight.made + (Do.WRITE in actions)
+        if seen.attempt is not None:
+            assert after.made <= max(flight.made, ATTEMPTS)
+
+
+def test_an_attempt_is_recorded_as_ended_before_the_next_is_written() -> None:
+    for flight, seen in EVERY:
+        _, actions = decide(flight, seen, NOW)
+        if Do.WRITE in actions:
+            assert actions[-1] is Do.WRITE, "what follows looks at it anew"
+            assert isinstance(actions[0], EndAttempt) == (seen.attempt is not None)
+
+
+def test_the_users_mistake_ends_a_stage_unless_it_is_old() -> None:
+    mistake = Seen(HERE, JobState("j", "FAILED", "", 2), "here", "error: bad\n")
+    for flight in FLIGHTS:
+        _, actions = decide(flight, mistake, NOW)
+        assert (actions == (End(Status.FAILED, "bad"),)) == (flight.phase is not Phase.FOUND)
+    assert decide(FLIGHTS[-1], replace(mistake, log=""), NOW)[1] == (End(Status.FAILED, "bad input"),)
+
+
+def test_the_next_look_is_later_unless_the_state_has_moved_on() -> None:
+    for flight, seen in EVERY:
+        after, actions = decide(flight, seen, NOW)
+        if after.look_at <= NOW:
+            assert Do.WRITE in actions or (flight.phase, after.phase) == (Phase.FOUND, Phase.OURS)
+        elif Do.WRITE not in actions:
+            assert after.look_at == NOW + ASK_SECONDS
+
+
+@pytest.mark.parametrize("made", range(1, ATTEMPTS))
+def test_the_pause_before_an_attempt_doubles(made: int) -> None:
+    after, actions = decide(InFlight(Phase.RUNNING, made=made), Seen(GONE, session="here"), NOW)
+    assert after.look_at - NOW == 2 ** (made - 1)
+    assert Show(Status.LOST, "its cluster is gone; another attempt") in actions
+
+
+def test_silence_is_told_once_and_forgotten_when_the_job_is_seen_live() -> None:
+    waiting, told = no_answer(InFlight(Phase.RUNNING), "gone", NOW)
+    assert told == (Show(Status.WAITING, "no answer: gone"),)
+    assert no_answer(waiting, "still gone", NOW)[1] == ()
+    assert waiting.phase is Phase.RUNNING
+    assert not decide(waiting, Seen(HERE, JOBS[1]), NOW)[0].is_waiting
+
+
+def test_the_line_that_tells_what_a_stage_died_of() -> None:
+    assert error_line("error: a\nerror: b\nTraceback\n") == "b"
+    assert error_line("first\nlast\n \n") == "last"
+    assert error_line("\n") is None
