@@ -127,6 +127,7 @@ def test_silence_is_told_once_and_forgotten_when_the_job_is_seen_live() -> None:
     assert no_answer(waiting, "still gone", NOW)[1] == ()
     assert waiting.phase is Phase.RUNNING
     assert not decide(waiting, Seen(HERE, JOBS[1]), NOW)[0].is_waiting
+    assert decide(waiting, Seen(GONE, session="here"), NOW)[0].is_waiting
 
 
 def test_the_line_that_tells_what_a_stage_died_of() -> None:

@@ -164,10 +164,11 @@ class FakeCluster:
 
     def _begin(self, job: Job) -> None:
         self._set(job, "RUNNING")
-        self.clock.after(job.script.running + job.script.commit_late, lambda: self._commit(job))
+        self.clock.after(job.script.running + job.script.commit_late, lambda: self.commit(job))
         self.clock.after(job.script.running + job.script.closing, lambda: self._end(job))
 
-    def _commit(self, job: Job) -> None:
+    def commit(self, job: Job) -> None:
+        """The stage's process commits, if it lives."""
         if job.process_lives and job.script.commits:
             made = {name: getattr(job.attempt, name) for name in ("job", "key", "stage", "run", "nonce")}
             ours = make_manifest(
