@@ -44,11 +44,11 @@ from pipelines.file_names import parts_of
 from pipelines.files.digests import file_digests
 from pipelines.spec import Ingest
 from pipelines.store import FileEntry, Layout, local_files
+from ray_jobs.data.columns import FACTS, LISTED, Sample
 from ray_jobs.data.images import STORED_QUALITY, Facts, content_id, examine, examine_pixels, sample_id, shrunk
 from ray_jobs.data.shards import (
     SPLITS,
     DatasetInfo,
-    Sample,
     Shard,
     open_dataset,
     shard_file,
@@ -57,16 +57,7 @@ from ray_jobs.data.shards import (
     write_shard,
 )
 from ray_jobs.ingesting.card import card_shard, class_notes, write_card
-from ray_jobs.ingesting.reuse import (
-    FACTS,
-    RENAMED,
-    EarlierShards,
-    Finished,
-    Known,
-    find_known,
-    finished_parts,
-    write_facts,
-)
+from ray_jobs.ingesting.reuse import EarlierShards, Finished, Known, find_known, finished_parts, write_facts
 from ray_jobs.ingesting.splits import (
     CONFLICT,
     OtherSet,
@@ -87,7 +78,6 @@ SHARD_IMAGES = 8192  # small images: a shard is some seconds of rendering
 NAMED = 10  # pairs of images with conflicting labels in the log and the notes; duplicates.parquet has all
 # of local files: size and time of change; an object on S3 is asked for by its ETag
 States = dict[str, tuple[int, int]]
-_AS_LISTED = ("key", "label", "labels", "split", "group", "file", "digest")
 
 
 class Part(NamedTuple):
@@ -305,8 +295,7 @@ def _samples(
     source = config.source
     read = catalog.images(source, files, entries.filter(unknown))
     for number, (entry, before) in enumerate(zip(entries.to_pylist(), known, strict=True)):
-        row = {name: entry[name] for name in _AS_LISTED}
-        row |= {column: entry[name] for name, column in RENAMED.items()}
+        row = {column: entry[name] for column, name in LISTED.items()} | {"digest": entry["digest"]}
         facts.append(row)
         data = None if before is None else earlier.read(before)
         if before is not None and data is not None:
@@ -325,16 +314,7 @@ def _samples(
             row |= found.columns()
             row |= {"content_id": content_id(digest), "sample_id": sample_id(digest, entry["key"])}
             row |= {"length": len(data), "checksum": xxhash.xxh3_64_intdigest(data)}
-        yield Sample(
-            row["sample_id"],
-            row["key"],
-            data,
-            row["format"],
-            row["width"],
-            row["height"],
-            row["channels"],
-            row["label"],
-        )
+        yield Sample._make((row | {"image": data})[name] for name in Sample._fields)
 
 
 def _examined(image: bytes | NDArray[np.uint8] | UserError) -> tuple[bytes, Facts]:

@@ -27,7 +27,7 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
-from typing import Annotated, Literal, NamedTuple, Self
+from typing import Annotated, Literal, Self
 
 import numpy as np
 import psutil
@@ -47,8 +47,8 @@ from pydantic import (
 
 from pipelines.store import Manifest, Store, local_files
 from ray_jobs.data.cache import Cache
+from ray_jobs.data.columns import INDEX, SHARD, Sample
 from ray_jobs.data.decode import square
-from ray_jobs.data.images import Hashes
 from ray_jobs.data.reading import LocalShards, Reader, RemoteShards, Shards
 from vit_model.config import Preprocessing
 from vit_model.errors import UserError
@@ -61,56 +61,8 @@ CACHE_BYTES = 64 * 2**30
 _AHEAD = 1024  # images whose bytes are fetched from S3 while others are decoded
 _DECODE_CHUNK = 16  # images a task of the thread pool: less and handing them over costs more than it spreads
 
-SHARD = pa.schema(
-    [
-        pa.field("sample_id", pa.string(), nullable=False),
-        pa.field("key", pa.string(), nullable=False),
-        pa.field("image", pa.binary(), nullable=False),
-        pa.field("format", pa.string(), nullable=False),
-        pa.field("width", pa.int32(), nullable=False),
-        pa.field("height", pa.int32(), nullable=False),
-        pa.field("channels", pa.int32(), nullable=False),
-        # numbered among all classes of the source; the index numbers only those not set aside, and takes precedence
-        pa.field("label", pa.int32(), nullable=False),
-    ]
-)
-INDEX = pa.schema(
-    [
-        pa.field("sample_id", pa.string(), nullable=False),
-        pa.field("key", pa.string(), nullable=False),
-        pa.field("label", pa.int32(), nullable=False),
-        pa.field("labels", pa.list_(pa.int32())),  # all that count as right, where there are several (ReaL)
-        pa.field("split", pa.string(), nullable=False),
-        pa.field("group", pa.string()),  # what must stay in one split, where somebody named it
-        pa.field("format", pa.string(), nullable=False),
-        pa.field("width", pa.int32(), nullable=False),
-        pa.field("height", pa.int32(), nullable=False),
-        pa.field("channels", pa.int32(), nullable=False),
-        pa.field("content_id", pa.string(), nullable=False),  # of the bytes alone: copies share it
-        # perceptual hashes of the image and of its views: near-copies are a few bits apart
-        # (`ray_jobs.data.images.hashes`)
-        *(pa.field(name, pa.uint64(), nullable=False) for name in Hashes._fields),
-        pa.field("shard", pa.int32(), nullable=False),
-        pa.field("offset", pa.int64(), nullable=False),
-        pa.field("length", pa.int32(), nullable=False),
-        pa.field("checksum", pa.uint64(), nullable=False),  # xxh3_64 of the image's bytes
-    ]
-)
 # columns that every index has; an index written by ingest version 4 or earlier has no hashes of views
 _READ = [name for name in INDEX.names if not name.startswith("phash_")]
-
-
-class Sample(NamedTuple):
-    """One row of a shard: `image` is a file's bytes, or with format "raw" its pixels, uint8 in [h, w, c] order."""
-
-    sample_id: str
-    key: str
-    image: bytes
-    format: str
-    width: int
-    height: int
-    channels: int
-    label: int
 
 
 class _Frozen(BaseModel):

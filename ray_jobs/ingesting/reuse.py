@@ -24,26 +24,12 @@ import xxhash
 
 from pipelines import identity
 from pipelines.store import FileEntry, Layout, Manifest, Store, StoreDamaged, StoreError, all_manifests
-from ray_jobs.data.images import Hashes
-from ray_jobs.data.shards import INDEX
+from ray_jobs.data.columns import FACTS, INDEX, LISTED
 from ray_jobs.process.stage import Context
 
-FACTS = pa.schema(
-    [
-        *(field.with_nullable(True) for field in INDEX),
-        pa.field("reason", pa.string()),  # why the image can't be used; its facts are null then
-        pa.field("file", pa.string(), nullable=False),
-        pa.field("place", pa.int64(), nullable=False),  # its offset in the file of the source
-        pa.field("stored", pa.int64(), nullable=False),  # its length there
-        pa.field("digest", pa.string(), nullable=False),  # of that file
-    ]
-)
-RENAMED = {"offset": "place", "length": "stored"}  # columns of ENTRIES that have other names in FACTS
 _SAME = ("key", "file", "place", "stored", "digest")
-_FOUND = (
-    *("sample_id", "format", "width", "height", "channels", "content_id", "length", "checksum"),
-    *Hashes._fields,
-)
+# what decoding finds: all of the index but what the source lists and where the shard has the image
+_FOUND = [name for name in INDEX.names if name not in (*LISTED, "shard", "offset")]
 
 
 class Finished(NamedTuple):
@@ -158,8 +144,8 @@ def find_known(
     context: Context, parts: list[Finished], bits: int, number: int, entries: pa.Table
 ) -> list[Known | None]:
     """What is known of each entry of a part (ENTRIES and `digest`). `parts`: as `finished_parts` has them."""
-    named = entries.rename_columns([RENAMED.get(name, name) for name in entries.schema.names])
-    wanted = [tuple(row.values()) for row in named.select(_SAME).to_pylist()]
+    listed = entries.select([LISTED.get(name, name) for name in _SAME])
+    wanted = [tuple(row.values()) for row in listed.to_pylist()]
     found: dict[tuple[Any, ...], Known | None] = dict.fromkeys(wanted)
     for name, digest in parts:
         if not _overlaps(name, bits, number):

@@ -47,10 +47,10 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
+from ray_jobs.data.columns import INDEX
 from ray_jobs.data.images import Hashes
 from ray_jobs.data.near_duplicates import Hashes as _Hashes
 from ray_jobs.data.near_duplicates import Pairs, near_pairs
-from ray_jobs.data.shards import INDEX
 from ray_jobs.sources import hash_fraction
 
 FRACTIONS = {"test": 0.2, "dev": 0.1}  # of the images without a given split; the rest is train

@@ -14,12 +14,11 @@ import pyarrow as pa
 import xxhash
 
 from pipelines.spec import Finetune, Model
+from ray_jobs.data.columns import INDEX, Sample
 from ray_jobs.data.images import examine_pixels
 from ray_jobs.data.shards import (
-    INDEX,
     Dataset,
     ImageSize,
-    Sample,
     Shard,
     open_dataset,
     shard_file,

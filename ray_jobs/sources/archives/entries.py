@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import pyarrow as pa
 
+from ray_jobs.data.columns import ENTRIES
 from ray_jobs.data.shards import ImageSize
 
 if TYPE_CHECKING:
@@ -28,30 +29,6 @@ if TYPE_CHECKING:
 
 Files = Mapping[str, str]
 _BATCH = 65_536
-
-ENTRIES = pa.schema(
-    [
-        pa.field("key", pa.string(), nullable=False),  # unique in the source, never a path outside of it
-        pa.field("label", pa.int32(), nullable=False),
-        pa.field("labels", pa.list_(pa.int32())),  # all that count as right, where there are several (ReaL)
-        pa.field(
-            "split", pa.string()
-        ),  # "train", "dev", "test" where the authors give one; null: it is drawn
-        pa.field("group", pa.string()),  # images of one group (a patient, a site) fall into one split
-        pa.field(
-            "file", pa.string(), nullable=False
-        ),  # a name of `files`, or a chain of names, see containers
-        pa.field(
-            "offset", pa.int64(), nullable=False
-        ),  # of the bytes in the file; codec row: the image's number
-        pa.field(
-            "unit", pa.string()
-        ),  # what is read as a whole (a row group): kept in one shard, in sequence
-        pa.field("length", pa.int64(), nullable=False),  # in the file, as stored; codec row: about its bytes
-        pa.field("codec", pa.string(), nullable=False),  # "stored" | "deflate" (a zip's) | "row"
-        pa.field("crc", pa.uint32()),  # CRC-32 of its content, where its archive has one (a zip)
-    ]
-)
 
 
 class Bad(NamedTuple):

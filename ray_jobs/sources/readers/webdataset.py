@@ -16,8 +16,9 @@ from typing import NamedTuple
 import pyarrow as pa
 
 from pipelines.spec.archives import WebDatasetSource
+from ray_jobs.data.columns import ENTRIES
 from ray_jobs.sources.archives.containers import Member, each_contents, read
-from ray_jobs.sources.archives.entries import ENTRIES, Bad, Files, Listing, place, table
+from ray_jobs.sources.archives.entries import Bad, Files, Listing, place, table
 from ray_jobs.sources.readers.features import Classes, classes_of
 from ray_jobs.sources.readers.folder import EXTENSIONS, SPLIT_NAMES
 from vit_model.errors import UserError
