@@ -28,49 +28,57 @@ class Frozen(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
 
+def later(*default: Any, **constraints: Any) -> Any:
+    """A field that was added after configurations had been stored: one without it means its default. So a stage's key
+    leaves the field out while it has its default (`pipelines.identity`)."""
+    return Field(*default, json_schema_extra={"later": True}, **constraints)
+
+
 class ViTOptions(Frozen):
     """What can differ between ViTs of one size. The defaults are the paper's own model."""
 
     pooling: Literal["cls", "gap", "map"] = "cls"
     """What becomes the representation: the class token, the mean of the patches' tokens, or what a learned query
     attends to ("map", Zhai et al. 2022)."""
-    class_token: bool = Field(default_factory=lambda given: given.get("pooling", "cls") == "cls")
+    class_token: bool = later(default_factory=lambda given: given.get("pooling", "cls") == "cls")
     """Whether the sequence begins with one; by default where it is pooled. The mean never includes it (MAE)."""
-    class_position: bool = Field(default_factory=lambda given: bool(given.get("class_token")))
+    class_position: bool = later(default_factory=lambda given: bool(given.get("class_token")))
     """Whether the class token has an entry of its own in a learned 1-D table; the other tables never have one."""
-    distillation: bool = False
+    distillation: bool = later(False)
     """A second class token with a classifier of its own; the logits are the mean of both (DeiT)."""
-    registers: Annotated[int, Field(ge=0)] = 0
+    registers: Annotated[int, Field(ge=0)] = later(0)
     """Learned tokens without a position that only collect (Darcet et al. 2024; DINOv2)."""
-    position: Literal["none", "learned1d", "learned2d", "sincos2d", "sincos2d_moco", "relative"] = "learned1d"
+    position: Literal["none", "learned1d", "learned2d", "sincos2d", "sincos2d_moco", "relative"] = later(
+        "learned1d"
+    )
     """How tokens know their place (section D.4). "sincos2d" is big_vision's fixed table, "sincos2d_moco" MoCo v3's;
     "relative" adds query times an embedding of the distance along the raster to the attention's scores."""
-    position_at: Literal["stem", "every_layer", "shared"] = "stem"
+    position_at: Literal["stem", "every_layer", "shared"] = later("stem")
     """Added once before the first block; or at every block's input, from a table for each or from the same one."""
-    position_resize: Literal["bilinear", "bicubic", "bicubic_antialias"] = "bilinear"
+    position_resize: Literal["bilinear", "bicubic", "bicubic_antialias"] = later("bilinear")
     """How a learned 1-D table is brought to another grid: as the authors do (corners onto corners), as Hugging Face
     does, or as timm does."""
-    norm_first: bool = False
+    norm_first: bool = later(False)
     """A layer norm between the embeddings and the first block (CLIP)."""
-    norm_after_pooling: bool = False
+    norm_after_pooling: bool = later(False)
     """The last layer norm comes after the mean over tokens and not before it (MAE; timm's `fc_norm`)."""
-    patch_bias: bool = True
-    layer_scale: Annotated[float, Field(gt=0)] | None = None
+    patch_bias: bool = later(True)
+    layer_scale: Annotated[float, Field(gt=0)] | None = later(None)
     """What the factor of each channel of a residual branch starts from (Touvron et al. 2021); null: no factor."""
-    residual: bool = True
+    residual: bool = later(True)
     """False leaves out the connections around attention and MLP, to see what they do."""
-    axial: bool = False
+    axial: bool = later(False)
     """Each block becomes two, one attending along rows and one along columns (section D.6)."""
     gelu: Literal["tanh", "exact", "quick"] = "tanh"
     """"tanh" is what the authors' code computes; timm and Hugging Face use "exact", OpenAI's CLIP "quick", which is
     x * sigmoid(1.702 * x)."""
-    layer_norm_eps: Annotated[float, Field(gt=0)] = 1e-6
-    dropout: Probability = 0.0
-    stochastic_depth: Probability = 0.0
+    layer_norm_eps: Annotated[float, Field(gt=0)] = later(1e-6)
+    dropout: Probability = later(0.0)
+    stochastic_depth: Probability = later(0.0)
     """How often the last block's branches are left out in training; the first's never, linear between."""
-    representation_head: bool = False
+    representation_head: bool = later(False)
     """A tanh layer of width D before the classifier: the paper's head for pretraining."""
-    head_bias: float = 0.0
+    head_bias: float = later(0.0)
     """What the classifier's bias starts from."""
 
     @model_validator(mode="after")

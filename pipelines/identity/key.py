@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from pipelines.spec import AnyStage
+from pipelines.spec.fields import marks
 from vit_model.config import Frozen
 
 
@@ -49,18 +50,16 @@ def sha256(text: str) -> str:
 def identity_fields(config: Frozen) -> dict[str, Any]:
     """The fields that change the result: all but execution fields and names of inputs that no result shows.
 
-    A field that came later (a class's LATER names them) is left out while it has its default, so that what was made
-    before it came keeps its key.
+    A field that came later is left out while it has its default, so that what was made before it came keeps its key.
     """
     fields: dict[str, Any] = {}
-    later: frozenset[str] = getattr(type(config), "LATER", frozenset())
     for name, info in type(config).model_fields.items():
-        extra = info.json_schema_extra if isinstance(info.json_schema_extra, dict) else {}
-        if extra.get("execution") or ("input" in extra and not extra.get("shows_names")):
+        mark = marks(info)
+        if mark.get("execution") or ("input" in mark and not mark["shows_names"]):
             continue
         value = getattr(config, name)
         default = info.get_default(call_default_factory=True, validated_data=vars(config))
-        if name in later and value == default:
+        if mark.get("later") and value == default:
             continue
         fields[name] = identity_fields(value) if isinstance(value, Frozen) else value
     return fields

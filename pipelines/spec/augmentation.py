@@ -6,7 +6,7 @@ from typing import Any, Literal, Self
 
 from pydantic import Field, model_validator
 
-from vit_model.config import Frozen
+from vit_model.config import Frozen, later
 
 Augmentation = Literal[
     "none",
@@ -42,7 +42,7 @@ class RandAugment(Frozen):
 
 def mixing(name: str) -> Any:
     """A field for the alpha of mixup or cutmix."""
-    return Field(
+    return later(
         0.0,
         ge=0,
         le=1000,

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from pydantic import AfterValidator, Field
+from pydantic.fields import FieldInfo
 
 from vit_model.errors import UserError
 
@@ -21,12 +22,20 @@ def execution(default: Any = ..., **constraints: Any) -> Any:
     return Field(default, json_schema_extra={"execution": True}, **constraints)
 
 
-def takes(*kinds: str, shows_names: bool = False, **constraints: Any) -> Any:
+def takes(*kinds: str, shows_names: bool = False, later: bool = False, **constraints: Any) -> Any:
     """A field that names one earlier stage (a tuple: several) whose artifact is of one of these kinds.
 
-    What a stage is called does not enter a key, but where the result shows the names.
+    What a stage is called does not enter a key, but where the result shows the names. `later`: as the marker of that
+    name does (`vit_model.config`).
     """
-    return Field(json_schema_extra={"input": list(kinds), "shows_names": shows_names}, **constraints)
+    return Field(
+        json_schema_extra={"input": list(kinds), "shows_names": shows_names, "later": later}, **constraints
+    )
+
+
+def marks(field: FieldInfo) -> dict[str, Any]:
+    """What `execution`, `takes` and `later` say of a field."""
+    return field.json_schema_extra if isinstance(field.json_schema_extra, dict) else {}
 
 
 def distinct(values: tuple[Any, ...]) -> tuple[Any, ...]:

@@ -5,19 +5,18 @@ from __future__ import annotations
 import fnmatch
 from collections.abc import Iterator
 from pathlib import Path
-from typing import ClassVar, Literal, Self
+from typing import Literal, Self
 
 from pydantic import Field, model_validator
 
 from pipelines.spec.fields import RecipeError, Root, Seed, execution
 from pipelines.spec.files import files_below
-from vit_model.config import Frozen
+from vit_model.config import Frozen, later
 
 
 class HfParquetSource(Frozen):
     """Images in Parquet as Hugging Face's datasets are shipped: train-00000-of-00005.parquet, ..."""
 
-    LATER: ClassVar[frozenset[str]] = frozenset({"group"})
     kind: Literal["hf_parquet"]
     name: str = Field("images", description="what reports call these images")
     root: Root = execution(
@@ -27,7 +26,7 @@ class HfParquetSource(Frozen):
     label: str | None = Field(
         None, description="the column of the labels; null: the only ClassLabel, else the one called label"
     )
-    group: str | None = Field(
+    group: str | None = later(
         None, description="a column, such as patient or site: images of one group fall into one split"
     )
     salt: str = Field("vitflow", description="a split that the files lack is drawn by a hash with this salt")

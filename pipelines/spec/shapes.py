@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, ClassVar, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import Discriminator, Field, Tag, model_validator
 
@@ -13,6 +13,7 @@ from vit_model.config import (
     ViTOptions,
     check_vit_sizes,
     family_of,
+    later,
     neighbours,
 )
 from vit_model.variants import FAMILIES, RESNETS, variant_sizes
@@ -24,18 +25,13 @@ Size = Annotated[int, Field(ge=1, le=LARGEST_SIZE)]
 class ModelSize(ViTOptions):
     """The shape of a Vision Transformer, or the name of one (`model: B/16`); resolution and channels come from data."""
 
-    LATER: ClassVar[frozenset[str]] = frozenset({"family", "stem", *ViTOptions.model_fields}) - {
-        "pooling",
-        "gelu",
-    }
-
-    family: Literal["vit"] = "vit"
+    family: Literal["vit"] = later("vit")
     patch_size: Size
     width: int = Field(ge=8, le=LARGEST_SIZE)
     depth: Size
     num_heads: Size
     mlp_ratio: float = Field(4.0, gt=0, le=1024)
-    stem: tuple[Size, ...] | None = Field(
+    stem: tuple[Size, ...] | None = later(
         None, description="a hybrid: units in each stage of the convolutional stem"
     )
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, ClassVar, Literal, Self, get_args
+from typing import Annotated, Literal, Self, get_args
 
 from pydantic import AfterValidator, Field, model_validator
 
@@ -13,7 +13,7 @@ from pipelines.spec.fields import RecipeError, Root, Seed, ascending, distinct, 
 from pipelines.spec.files import files_at, files_named, package_folder
 from pipelines.spec.records import CifarSource, HfParquetSource, ShapesSource, TfdsSource
 from pipelines.spec.vtab import VtabSource
-from vit_model.config import Frozen
+from vit_model.config import Frozen, later
 
 
 class GlyphSource(Frozen):
@@ -44,7 +44,6 @@ class DigitsSource(Frozen):
 class FolderSource(Frozen):
     """Your own images: class folders, train/val/test folders of class folders, or a metadata.csv or metadata.jsonl."""
 
-    LATER: ClassVar[frozenset[str]] = frozenset({"group", "image_column", "label_column"})
     kind: Literal["folder"]
     name: str = Field("images", description="what reports call these images")
     root: Root = execution(
@@ -54,14 +53,14 @@ class FolderSource(Frozen):
     salt: str = Field(
         "vitflow", description="images without a given split are split by a hash with this salt"
     )
-    group: str | None = Field(
+    group: str | None = later(
         None,
         description="column of the metadata table; images with the same value (a patient, a site) stay in one split",
     )
-    image_column: str = Field(
+    image_column: str = later(
         "file_name", description="the column of metadata.csv or metadata.jsonl with the image paths"
     )
-    label_column: str = Field("label", description="the column of these tables with the labels")
+    label_column: str = later("label", description="the column of these tables with the labels")
 
     def files(self) -> Iterator[tuple[str, str | Path]]:
         """(name relative to the root, path or s3://bucket/key) of every file that the result depends on."""

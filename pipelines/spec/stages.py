@@ -10,10 +10,10 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 from pydantic import AfterValidator, Field, model_validator
 
 from pipelines.spec.augmentation import Augmentation, EvalCrop, RandAugment, mixing
-from pipelines.spec.fields import RecipeError, Seed, checkpoint, distinct, execution, takes
+from pipelines.spec.fields import RecipeError, Seed, checkpoint, distinct, execution, marks, takes
 from pipelines.spec.shapes import Model, ModelSize, check_patches
 from pipelines.spec.sources import Source
-from vit_model.config import Frozen
+from vit_model.config import Frozen, later
 
 
 class Optimizer(Frozen):
@@ -42,7 +42,7 @@ Method = Literal["majority", "k-NN", "logistic regression", "RBF SVM"]
 
 def seen_in_training() -> Any:
     """A field of stages that score a model on test images."""
-    return Field(
+    return later(
         "fail",
         description="what to do if the backbone or one of its ancestors was trained on test images: fail and say on"
         " how many, or report: score them apart from the others, in rows that verdicts and lists of the best leave out",
@@ -77,9 +77,8 @@ def input_fields(stage: type[_Stage]) -> dict[str, tuple[str, ...]]:
     """Field -> the kinds of artifact it takes, for every field of a stage that names earlier stages."""
     found = {}
     for field, info in stage.model_fields.items():
-        extra = info.json_schema_extra
-        if isinstance(extra, dict) and isinstance(kinds := extra.get("input"), list):
-            found[field] = tuple(map(str, kinds))
+        if kinds := marks(info).get("input"):
+            found[field] = tuple(kinds)
     return found
 
 
@@ -88,16 +87,15 @@ class Ingest(_Stage):
 
     VERSION: ClassVar[int] = 5
     KIND: ClassVar[str] = "dataset"
-    LATER: ClassVar[frozenset[str]] = frozenset({"duplicates", "max_distance", "against", "short_side"})
     job: Literal["ingest"]
     source: Source
-    duplicates: Literal["keep", "drop"] = Field(
+    duplicates: Literal["keep", "drop"] = later(
         "keep",
         description="copies and near-copies within the set are listed and kept; or left out, but a test image never is."
         " If the draw put copies into different splits, test beats dev beats train in any case. Identical bytes in two"
         " classes are named; drop leaves all of them out of train and dev",
     )
-    max_distance: int | None = Field(
+    max_distance: int | None = later(
         4,
         ge=0,
         le=8,
@@ -107,10 +105,11 @@ class Ingest(_Stage):
     against: Annotated[tuple[str, ...], AfterValidator(distinct)] = takes(
         "dataset",
         shows_names=True,
+        later=True,
         default=(),
         description="data sets whose test images, and near-copies of them, are left out of train and dev here",
     )
-    short_side: int | None = Field(
+    short_side: int | None = later(
         None,
         ge=32,
         description="pixels; images with a longer shorter side are stored that small, as JPEG of quality 95 (lossy):"
@@ -217,9 +216,6 @@ class Pretrain(_Stage):
 
     VERSION: ClassVar[int] = 4
     KIND: ClassVar[str] = "model"
-    LATER: ClassVar[frozenset[str]] = frozenset(
-        {"objective", "patch_target", "contrastive", "randaugment", "mixup", "cutmix", "eval_crop", "order"}
-    )
     job: Literal["pretrain"]
     data: str = takes("dataset")
     model: Model
@@ -229,29 +225,29 @@ class Pretrain(_Stage):
     learning_rate: Rate
     optimizer: Optimizer = Optimizer()
     augment: Augmentation = "none"
-    randaugment: RandAugment | None = None
+    randaugment: RandAugment | None = later(None)
     mixup: float = mixing("mixup")
     cutmix: float = mixing("cutmix")
-    eval_crop: EvalCrop | None = Field(
+    eval_crop: EvalCrop | None = later(
         None, description="null: squash where all images are square, else center"
     )
-    objective: Objective = Field(
+    objective: Objective = later(
         "softmax",
         description="cross-entropy by softmax, or by sigmoid and summed over the classes, which goes with"
         " model.head_bias: -10 and model.representation_head: true in the authors' recipe; or, without labels and with"
         " a model without a classifier as the result, the colours of corrupted patches (section 4.6), or MoCo v3:"
         " which of two views are of the same image",
     )
-    patch_target: PatchTarget = Field(
+    patch_target: PatchTarget = later(
         "mean_colour",
         description="what masked_patches predicts of a patch: its mean colour at 3 bits a channel (the paper); that of"
         " each of its 4x4 parts; or, by regression, all its pixels",
     )
-    contrastive: Contrastive = Contrastive()
+    contrastive: Contrastive = later(Contrastive())
     label_smoothing: float = Field(0.0, ge=0, lt=1)
     dtype: Dtype = "bfloat16"
     zero_stage: Literal[1, 2, 3] = 1
-    order: Literal["global", "window"] = Field(
+    order: Literal["global", "window"] = later(
         "global",
         description="of the images: any permutation of them all; or by windows of row groups, for data on S3 that is"
         " larger than cache_gib",
@@ -355,9 +351,6 @@ class Finetune(_Stage):
 
     VERSION: ClassVar[int] = 6
     KIND: ClassVar[str] = "model"
-    LATER: ClassVar[frozenset[str]] = frozenset(
-        {"randaugment", "mixup", "cutmix", "eval_crop", "seen_in_training"}
-    )
     job: Literal["finetune"]
     data: str = takes("dataset")
     backbone: str | None = takes("model", default=None)
@@ -373,10 +366,10 @@ class Finetune(_Stage):
     batch_size: int = Field(ge=1)
     optimizer: Optimizer = Optimizer()
     augment: Augmentation = "none"
-    randaugment: RandAugment | None = None
+    randaugment: RandAugment | None = later(None)
     mixup: float = mixing("mixup")
     cutmix: float = mixing("cutmix")
-    eval_crop: EvalCrop | None = Field(
+    eval_crop: EvalCrop | None = later(
         None, description="null: the backbone's; without one squash where all images are square, else center"
     )
     label_smoothing: float = Field(0.0, ge=0, lt=1)
@@ -406,17 +399,16 @@ class Evaluate(_Stage):
 
     VERSION: ClassVar[int] = 5
     KIND: ClassVar[str] = "evaluation"
-    LATER: ClassVar[frozenset[str]] = frozenset({"support", "linear_probe", "eval_crop", "seen_in_training"})
     job: Literal["evaluate"]
     data: str = takes("dataset")
     backbone: str = takes("model")
     shots: Annotated[tuple[Shots, ...], Field(min_length=1), AfterValidator(distinct)] = (1, 5, 10, 25)
     draws: int = Field(20, ge=1)
-    support: Literal["train", "train+dev"] = Field(
+    support: Literal["train", "train+dev"] = later(
         "train", description="the images that labels may be drawn from; test is scored"
     )
-    linear_probe: bool = Field(False, description="beside the few shots: all labels of the support at once")
-    eval_crop: EvalCrop | None = Field(
+    linear_probe: bool = later(False, description="beside the few shots: all labels of the support at once")
+    eval_crop: EvalCrop | None = later(
         None, description="how images become squares; null: as the model's own do"
     )
     seen_in_training: SeenInTraining = seen_in_training()
@@ -448,12 +440,11 @@ class Report(_Stage):
 
     VERSION: ClassVar[int] = 4
     KIND: ClassVar[str] = "report"
-    LATER: ClassVar[frozenset[str]] = frozenset({"missing"})
     job: Literal["report"]
     title: str
     note: str = Field("", description="what a reader should know beside the verdict")
     of: tuple[str, ...] = takes("dataset", "model", "evaluation", shows_names=True, min_length=1)
-    missing: tuple[str, ...] = Field(
+    missing: tuple[str, ...] = later(
         (), description="filled in by a run: members of a matrix that it could not make, taken out of `of`"
     )
 

@@ -18,6 +18,8 @@ from pipelines.spec import (
     STAGE_TYPES,
     AnyStage,
     Finetune,
+    FolderSource,
+    HfParquetSource,
     Ingest,
     Model,
     ModelSize,
@@ -26,6 +28,7 @@ from pipelines.spec import (
     ResNetSize,
     module,
 )
+from pipelines.spec.fields import marks
 from tests.support.paths import TINY
 from vit_model.config import Frozen
 
@@ -49,11 +52,10 @@ def leaves(config: Frozen, path: tuple[str, ...] = ()) -> Any:
     """(path, value, is execution) of every field of a stage, nested models included."""
     for name, info in type(config).model_fields.items():
         value = getattr(config, name)
-        extra = info.json_schema_extra if isinstance(info.json_schema_extra, dict) else {}
         if isinstance(value, Frozen):
             yield from leaves(value, (*path, name))
-        elif "input" not in extra:
-            yield (*path, name), value, bool(extra.get("execution"))
+        elif "input" not in marks(info):
+            yield (*path, name), value, bool(marks(info).get("execution"))
 
 
 def with_leaf(config: Frozen, path: tuple[str, ...], value: Any) -> Any:
@@ -241,6 +243,39 @@ def test_options_that_came_later_leave_the_keys_of_what_was_made_before() -> Non
     ):
         used = ModelSize.model_validate(sizes | {"pooling": "gap", option: value})
         assert identity.identity_fields(used).keys() == {*first, option}
+
+
+SIZES = {"patch_size": 4, "width": 64, "depth": 4, "num_heads": 4}
+# The least that a recipe says of each stage, and which fields are in its key then: those of the first version.
+FIRST = {
+    "ingest": ({"source": {"kind": "digits"}}, "source max_bad_fraction"),
+    "import": ({"path": "/x"}, "preprocessing"),
+    "pretrain": (
+        {"data": "d", "model": SIZES, "resolution": 8, "steps": 1, "batch_size": 1, "learning_rate": 1.0},
+        "model resolution steps batch_size learning_rate optimizer augment label_smoothing dtype zero_stage seed",
+    ),
+    "finetune": (
+        {"data": "d", "backbone": "b", "learning_rates": [1.0], "steps": 1, "batch_size": 1},
+        "model resolution labels learning_rates steps batch_size optimizer augment label_smoothing dtype seed",
+    ),
+    "evaluate": ({"data": "d", "backbone": "b"}, "shots draws seed"),
+    "baselines": ({"data": "d"}, "methods labels thumbnail max_images"),
+    "report": ({"title": "t", "of": ["d"]}, "title note of"),
+}
+
+
+@pytest.mark.parametrize("job", STAGE_TYPES)
+def test_fields_that_came_later_are_not_in_the_key_of_a_stage_that_does_not_use_them(job: str) -> None:
+    least, first = FIRST[job]
+    stage = STAGE_TYPES[job].model_validate({"job": job} | least)
+    assert identity.identity_fields(stage).keys() == {"job", *first.split()}
+
+
+def test_columns_that_a_source_may_name_since_later_are_not_in_its_key() -> None:
+    folder = FolderSource(kind="folder", root="/x")
+    assert identity.identity_fields(folder).keys() == {"kind", "name", "salt"}
+    parquet = HfParquetSource(kind="hf_parquet", root="/x")
+    assert identity.identity_fields(parquet).keys() == {"kind", "name", "image", "label", "salt"}
 
 
 def test_the_objective_enters_a_key_where_it_is_not_softmax() -> None:
