@@ -27,7 +27,7 @@ PROTOCOL = "baseline"
 _KEEP = 2  # keeps the choice of max_images apart from other random numbers of the same seed
 
 
-def main(context: Context) -> Result:
+def main(context: Context[Baselines]) -> Result:
     """Fit and score every method, each in a Ray task of one core."""
     import ray
 
@@ -41,14 +41,14 @@ def main(context: Context) -> Result:
     return save_evaluation(context, rows, predictions, overlap)
 
 
-def run_method(context: Context, method: str) -> tuple[list[Any], list[Any]]:
+def run_method(context: Context[Baselines], method: str) -> tuple[list[Any], list[Any]]:
     """Rows and tables of predictions of one method, whose settings are chosen inside draw 0's labels, or on dev."""
     from ray_jobs.evaluation.pixel_baselines import (  # scikit-learn, for which the entrypoint need not wait
         choose,
         fit_predict,
     )
 
-    config: Baselines = context.config
+    config = context.config
     dataset = context.dataset()
     x, y, supports, folds, selected_on = _labelled(dataset, config)
     x_test, truth = _pixels(dataset, "test", config), truth_of(dataset)

@@ -20,7 +20,7 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from pipelines.spec import Evaluate
+from pipelines.spec import AnyStage, Evaluate
 from ray_jobs.data.shards import Dataset, Split
 from ray_jobs.evaluation import rows as tables
 from ray_jobs.evaluation.leakage import COMPARED, PRETRAINED, SEEN, Overlap, check_leakage
@@ -43,7 +43,7 @@ DECODED = 4 * BATCH  # images in memory at once: at 384 pixels a side 450 MB
 Embed = Callable[[NDArray[Any]], NDArray[Any]]
 
 
-def main(context: Context) -> Result:
+def main(context: Context[Evaluate]) -> Result:
     """Evaluate in one Ray task."""
     import ray
 
@@ -68,13 +68,13 @@ class Support:
     needed: NDArray[np.int64]
 
 
-def evaluate(context: Context) -> Result:
+def evaluate(context: Context[Evaluate]) -> Result:
     """Features once, then every (shots, draw) in closed form, for each kind of features.
 
     Raises:
         ValueError: the backbone was trained on test images, see `check_leakage`.
     """
-    config: Evaluate = context.config
+    config = context.config
     dataset = context.dataset()
     dataset.require("train", "test")
     support = support_of(dataset, config)
@@ -158,7 +158,9 @@ def _labelled(dataset: Dataset, support: Support) -> pa.Table:
     return rows.take(support.needed)
 
 
-def save_evaluation(context: Context, rows: list[Any], predictions: list[Any], overlap: Overlap) -> Result:
+def save_evaluation(
+    context: Context[AnyStage], rows: list[Any], predictions: list[Any], overlap: Overlap
+) -> Result:
     """Write the two tables of an evaluation; its accuracies, averaged over draws, and the overlap of training and test
     become the artifact's metrics."""
     with context.staging() as staging:

@@ -89,7 +89,7 @@ class Score(NamedTuple):
 # ------------------------------------------------------------------------------------------------- one fit
 
 
-def fetched(context: Context, task: Task) -> Task:
+def fetched(context: Context[Finetune], task: Task) -> Task:
     """The task on this machine: another may have fetched the backbone's files to another folder."""
     return task if task.backbone is None else task._replace(backbone=context.input("backbone"))
 
@@ -239,7 +239,7 @@ def run_trial(
 
 
 def sweep(
-    context: Context, task: Task, pool: Images, folds: list[tuple[Indices, Indices]], scratch: str
+    context: Context[Finetune], task: Task, pool: Images, folds: list[tuple[Indices, Indices]], scratch: str
 ) -> list[dict[str, Any]]:
     """Ray Tune over rate x fold: [{learning_rate, accuracies, losses}] in the order of the configuration.
 
@@ -286,7 +286,7 @@ def sweep(
 
 def _tune_trial(
     parameters: dict[str, int],
-    context: Context,
+    context: Context[Finetune],
     task: Task,
     pool: Images,
     folds: list[tuple[Indices, Indices]],
@@ -332,7 +332,9 @@ class Refit(NamedTuple):
     files: tuple[FileEntry, ...]
 
 
-def refit(context: Context, task: Task, pool: Images, rate: float, draw: int, after: int = 0) -> Refit:
+def refit(
+    context: Context[Finetune], task: Task, pool: Images, rate: float, draw: int, after: int = 0
+) -> Refit:
     """Fit on all of a draw's labels and judge on test. Draw 0's model becomes the artifact's."""
     seed, noun = task.config.seed + draw, f"draw {draw}, step"
     model, curve, substitutes = fit(fetched(context, task), pool, rate, seed, noun, after)
@@ -348,7 +350,7 @@ def refit(context: Context, task: Task, pool: Images, rate: float, draw: int, af
     return Refit(result, curve, substitutes, staging.files)
 
 
-def run_refits(context: Context, task: Task, pools: list[Images], rate: float) -> list[Refit]:
+def run_refits(context: Context[Finetune], task: Task, pools: list[Images], rate: float) -> list[Refit]:
     """Every draw's refit, each in a Ray task."""
     import ray
 
@@ -364,13 +366,13 @@ def run_refits(context: Context, task: Task, pools: list[Images], rate: float) -
 # ------------------------------------------------------------------------------------------------- the stage
 
 
-def main(context: Context) -> Result:
+def main(context: Context[Finetune]) -> Result:
     """Check the backbone for leakage, sweep, choose, refit, score, write.
 
     Raises:
         ValueError: the backbone was trained on test images, see `check_leakage`; or every learning rate diverged.
     """
-    config: Finetune = context.config
+    config = context.config
     dataset = context.dataset(config.cache_gib)
     task = make_task(config, dataset, context.input("backbone") if config.backbone else None)
     for line in taken_over(task):

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 _NAMES_SHOWN, _LETTERS_SHOWN = 5, 60
 
 
-def main(context: Context) -> Result:
+def main(context: Context[Import]) -> Result:
     """Import in one Ray task."""
     import ray
 
@@ -36,7 +36,7 @@ def main(context: Context) -> Result:
     return result
 
 
-def import_model(context: Context) -> Result:
+def import_model(context: Context[Import]) -> Result:
     """Read, check, write."""
     import torch
 
@@ -44,7 +44,7 @@ def import_model(context: Context) -> Result:
     from vit_model.build import build
     from vit_model.weights import save_model
 
-    config: Import = context.config
+    config = context.config
     context.check_source("before it was read")
     with fetched(config.path) as path:
         imported = formats.read(path)

@@ -99,9 +99,9 @@ class Written(NamedTuple):
     """How many of them were not read again."""
 
 
-def main(context: Context) -> Result:
+def main(context: Context[Ingest]) -> Result:
     """List the source, write shards, decide splits, write the index, the quarantine and the card."""
-    config: Ingest = context.config
+    config = context.config
     context.check_source("before it was read")
     files = {name: str(path) for name, path in config.source.files()}
     states = _states(files)  # before the digests: what changes later is noticed by them
@@ -159,15 +159,19 @@ def main(context: Context) -> Result:
 
 
 def _decided(
-    context: Context, name: str, images: pa.Table, class_names: Sequence[str], official: list[str | None]
+    context: Context[Ingest],
+    name: str,
+    images: pa.Table,
+    class_names: Sequence[str],
+    official: list[str | None],
 ) -> tuple[pa.Table, pa.Table]:
     """FACTS with their splits, less what is left out, and DUPLICATES."""
-    config: Ingest = context.config
+    config = context.config
     splits = assign_splits(images, getattr(config.source, "salt", None), official)
-    others = {}
+    others, store = {}, context.open_store()
     for other, manifest in zip(config.against, context.inputs.get("against", ()), strict=True):
         needed = [file for file in manifest.files if file.path in ("dataset.json", "index.parquet")]
-        dataset = open_dataset(local_files(context.store, manifest, needed))
+        dataset = open_dataset(local_files(store, manifest, needed))
         others[other] = OtherSet(dataset.index("test"), dataset.info.class_names)
     copies = find_copies(name, images, class_names, splits, others, config.duplicates, config.max_distance)
     left_out = copies.filter(pc.equal(copies["done"], "left out"))
@@ -182,7 +186,7 @@ def _decided(
 # ------------------------------------------------------------------------------------------------- planning
 
 
-def _with_digests(context: Context, entries: pa.Table) -> pa.Table:
+def _with_digests(context: Context[Ingest], entries: pa.Table) -> pa.Table:
     """The entries with the digest of the file that each comes from.
 
     Rows in arrays, and archives cut into several files, have one of all files together. What is stored smaller has
@@ -246,7 +250,7 @@ def _hashes(names: pa.ChunkedArray) -> NDArray[np.uint64]:
 
 
 def _write_part(
-    context: Context, files: Files, states: States, finished: list[Finished], part: Part
+    context: Context[Ingest], files: Files, states: States, finished: list[Finished], part: Part
 ) -> Written:
     """Read, check and write one shard (in a Ray task)."""
     facts: list[dict[str, Any]] = []
@@ -402,10 +406,10 @@ def _bad(facts: pa.Table) -> list[Bad]:
     return [Bad(*row.values()) for row in rows.to_pylist()]
 
 
-def _check_bad(context: Context, bad: Sequence[Bad], total: int) -> None:
+def _check_bad(context: Context[Ingest], bad: Sequence[Bad], total: int) -> None:
     attempt, allowed = context.attempt, context.config.max_bad_fraction
     if len(bad) > allowed * total:
-        folder = f"{context.store.uri}/{Layout.files(attempt.job, attempt.key, attempt.number)}"
+        folder = f"{attempt.store_uri}/{Layout.files(attempt.job, attempt.key, attempt.number)}"
         listed = "".join(f"\n  {one.key}: {one.reason}" for one in sorted(bad)[:20])
         more = f"\n  and {len(bad) - 20} more, in {folder}/quarantine.parquet" if len(bad) > 20 else ""
         raise UserError(
@@ -430,7 +434,7 @@ def _trainable(index: pa.Table, listing: Listing) -> Trainable:
 
 
 def _card(
-    context: Context,
+    context: Context[Ingest],
     info: DatasetInfo,
     trainable: Trainable,
     bad: Sequence[Bad],
@@ -441,7 +445,7 @@ def _card(
     shard = card_shard(trainable.index)
     needed = {"dataset.json", "index.parquet", info.shards[shard].file}
     attempt = context.attempt
-    folder = context.store.local(
+    folder = context.open_store().local(
         Layout.files(attempt.job, attempt.key, attempt.number),
         [file for file in made if file.path in needed],
     )

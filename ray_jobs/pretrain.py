@@ -375,14 +375,14 @@ def _mean_over_workers(value: torch.Tensor) -> float:
 # ------------------------------------------------------------------------------------------------- under Ray
 
 
-def main(context: Context) -> Result:
+def main(context: Context[Pretrain]) -> Result:
     """Run `config.workers` workers under Ray Train."""
     outcome = run_workers(context)
     files: tuple[FileEntry, ...] = outcome["files"]
     return Result(content_digest=model_digest(files), files=files, metrics=outcome["metrics"])
 
 
-def run_workers(context: Context) -> dict[str, Any]:
+def run_workers(context: Context[Pretrain]) -> dict[str, Any]:
     """{files, metrics} of rank 0."""
     os.environ.update(
         RAY_TRAIN_HEALTH_CHECK_INTERVAL_S="0.2",  # the default notices starts and ends a second later
@@ -418,7 +418,7 @@ def run_workers(context: Context) -> dict[str, Any]:
 def _ray_worker(settings: dict[str, Any]) -> dict[str, Any]:
     import ray.train
 
-    context: Context = settings["context"]
+    context: Context[Pretrain] = settings["context"]
     at = ray.train.get_context()
     worker = Worker(at.get_world_rank(), at.get_world_size(), at.get_local_rank())
     if worker.rank:

@@ -11,10 +11,11 @@ from __future__ import annotations
 
 import json
 
+from pipelines.spec import Report
 from ray_jobs.process.stage import Context, Result, run_stage
 
 
-def main(context: Context) -> Result:
+def main(context: Context[Report]) -> Result:
     """Everything in one Ray task."""
     import ray
 
@@ -22,7 +23,7 @@ def main(context: Context) -> Result:
     return result
 
 
-def make(context: Context) -> Result:
+def make(context: Context[Report]) -> Result:
     """Gather, render and write; runs in any process.
 
     Raises:

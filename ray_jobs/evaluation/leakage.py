@@ -24,7 +24,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
-from pipelines.spec import Ingest, Labels
+from pipelines.spec import AnyStage, Baselines, Evaluate, Finetune, Ingest, Labels
 from pipelines.store import InputRef, Manifest, Store, local_files, read_manifest
 from ray_jobs.data.near_duplicates import is_near
 from ray_jobs.data.shards import Dataset
@@ -77,11 +77,13 @@ class Overlap(NamedTuple):
         return counts | ({"unknown_training": ", ".join(self.unknown)} if self.unknown else {})
 
 
-def check_leakage(context: Context, dataset: Dataset, labelled: pa.Table) -> Overlap:
+def check_leakage(
+    context: Context[Evaluate | Finetune | Baselines], dataset: Dataset, labelled: pa.Table
+) -> Overlap:
     """Compare the test and the labelled images of a stage with the training images of its backbone, if it has one.
 
     Args:
-        context: of a stage with a field `data`, and, if it has `backbone`, with `seen_in_training`.
+        context: of the stage.
         dataset: the artifact that `data` names.
         labelled: the rows of its index that the stage learns from.
 
@@ -89,12 +91,13 @@ def check_leakage(context: Context, dataset: Dataset, labelled: pa.Table) -> Ove
         ValueError: the backbone was trained on test images and `seen_in_training` is "fail", or an index is damaged.
         StoreError: the store cannot be read.
     """
-    trainings, unknown = read_trainings(context.store, context.inputs.get("backbone", ()))
+    trainings, unknown = read_trainings(context.open_store(), context.inputs.get("backbone", ()))
     test = dataset.index("test").select(COMPARED)
     own = pa.concat_tables([dataset.index(split).select(["content_id"]) for split in ("train", "dev")])
     found = overlap(test, own, labelled, [training.images for training in trainings])
-    if found.seen.any() and context.config.seen_in_training == "fail":
-        raise UserError(_refusal(context, test, found, trainings))
+    config = context.config
+    if found.seen.any() and not isinstance(config, Baselines) and config.seen_in_training == "fail":
+        raise UserError(_refusal(config, test, found, trainings))
     if unknown and _names_data(context, dataset):
         found = found._replace(labels_seen=len(labelled))
     found = found._replace(unknown=tuple(unknown))
@@ -103,7 +106,7 @@ def check_leakage(context: Context, dataset: Dataset, labelled: pa.Table) -> Ove
     return found
 
 
-def _names_data(context: Context, dataset: Dataset) -> bool:
+def _names_data(context: Context[AnyStage], dataset: Dataset) -> bool:
     """Whether the backbone's contract names this data set, as it does for exported and reimported vitflow weights."""
     from vit_model.weights import read_contract
 
@@ -126,18 +129,19 @@ def log_lines(found: Overlap) -> list[str]:
     return lines
 
 
-def _refusal(context: Context, test: pa.Table, found: Overlap, trainings: Sequence[Training]) -> str:
+def _refusal(
+    config: Evaluate | Finetune, test: pa.Table, found: Overlap, trainings: Sequence[Training]
+) -> str:
     seen = test["content_id"].filter(pa.array(found.seen))
     counts = [
         (training, pc.sum(pc.is_in(seen, training.images["content_id"].combine_chunks())).as_py())
         for training in trainings
     ]
     by = "; ".join(f"{count:,} by {one.stage} on {one.data}" for one, count in counts if count)
-    data = context.config.data
     return (
-        f"backbone {context.config.backbone}: trained on {found.seen.sum():,} of the {len(test):,} test images of"
-        f" {data} ({by}). Give `against: [{data}]` to the ingest of the training data, which leaves these images out,"
-        " and retrain; or give `seen_in_training: report` to this stage, which scores them apart"
+        f"backbone {config.backbone}: trained on {found.seen.sum():,} of the {len(test):,} test images of"
+        f" {config.data} ({by}). Give `against: [{config.data}]` to the ingest of the training data, which leaves these"
+        " images out, and retrain; or give `seen_in_training: report` to this stage, which scores them apart"
     )
 
 

@@ -23,6 +23,7 @@ import pyarrow.parquet as pq
 import xxhash
 
 from pipelines import identity
+from pipelines.spec import Ingest
 from pipelines.store import FileEntry, Layout, Manifest, Store, StoreDamaged, StoreError, all_manifests
 from ray_jobs.data.columns import FACTS, INDEX, LISTED
 from ray_jobs.process.stage import Context
@@ -54,7 +55,7 @@ def facts_file(bits: int, number: int) -> str:
 
 
 def write_facts(
-    context: Context, bits: int, number: int, facts: pa.Table, shard: FileEntry | None
+    context: Context[Ingest], bits: int, number: int, facts: pa.Table, shard: FileEntry | None
 ) -> tuple[FileEntry, ...]:
     """Write a part's facts into the attempt: the part is finished then."""
     metadata = {} if shard is None else {"shard": shard.model_dump_json()}
@@ -65,12 +66,12 @@ def write_facts(
     return staging.files
 
 
-def finished_parts(context: Context, digests: pa.ChunkedArray) -> list[Finished]:
+def finished_parts(context: Context[Ingest], digests: pa.ChunkedArray) -> list[Finished]:
     """The facts of all parts that may be reused, those of this key first, newest first.
 
     `digests` are those of the files that the images come from.
     """
-    attempt, store = context.attempt, context.store
+    attempt, store = context.attempt, context.open_store()
     folders = [Layout.files(attempt.job, attempt.key, number) for number in range(attempt.number - 1, 0, -1)]
     parts = [
         Finished(f"{folder}/facts/{name}", None)
@@ -89,7 +90,7 @@ def _committed_parts(dataset: Manifest) -> list[Finished]:
     ]
 
 
-def _of_same_source(context: Context, digests: pa.ChunkedArray) -> Manifest | None:
+def _of_same_source(context: Context[Ingest], digests: pa.ChunkedArray) -> Manifest | None:
     """The newest dataset of a source with the same description in the same place.
 
     If there is none, the source may have moved: then, of several such datasets (folders of other images often have the
@@ -99,10 +100,10 @@ def _of_same_source(context: Context, digests: pa.ChunkedArray) -> Manifest | No
     if _is_forced(context):
         return None  # somebody wants everything to be done again
     source, fields = attempt.config["source"], identity.identity_fields(config.source)
-    places = source.keys() - fields.keys()
+    places, store = source.keys() - fields.keys(), context.open_store()
     alike = [
         manifest
-        for manifest in all_manifests(context.store)
+        for manifest in all_manifests(store)
         if manifest.job == attempt.job
         and manifest.code.get("version") == config.VERSION
         and _without(manifest.config["source"], places) == _without(source, places)
@@ -112,7 +113,7 @@ def _of_same_source(context: Context, digests: pa.ChunkedArray) -> Manifest | No
     wanted = pc.unique(digests)
     return max(
         alike,
-        key=lambda manifest: (_in_common(context.store, manifest, wanted), manifest.finished),
+        key=lambda manifest: (_in_common(store, manifest, wanted), manifest.finished),
         default=None,
     )
 
@@ -130,7 +131,7 @@ def _without(fields: dict[str, Any], names: set[str]) -> dict[str, Any]:
     return {name: value for name, value in fields.items() if name not in names}
 
 
-def _is_forced(context: Context) -> bool:
+def _is_forced(context: Context[Ingest]) -> bool:
     """Whether the attempt's key is not that of its configuration, but a successor's that `--force` made."""
     attempt = context.attempt
     inputs = {field: [one.content_digest for one in given] for field, given in attempt.inputs.items()}
@@ -141,19 +142,20 @@ def _is_forced(context: Context) -> bool:
 
 
 def find_known(
-    context: Context, parts: list[Finished], bits: int, number: int, entries: pa.Table
+    context: Context[Ingest], parts: list[Finished], bits: int, number: int, entries: pa.Table
 ) -> list[Known | None]:
     """What is known of each entry of a part (ENTRIES and `digest`). `parts`: as `finished_parts` has them."""
     listed = entries.select([LISTED.get(name, name) for name in _SAME])
     wanted = [tuple(row.values()) for row in listed.to_pylist()]
     found: dict[tuple[Any, ...], Known | None] = dict.fromkeys(wanted)
+    store = context.open_store()
     for name, digest in parts:
         if not _overlaps(name, bits, number):
             continue
         try:
-            data = context.store.read(name) or b""
+            data = store.read(name) or b""
             if digest not in {None, sha256(data).hexdigest()}:
-                raise StoreDamaged(f"{context.store.uri}/{name} is damaged")
+                raise StoreDamaged(f"{store.uri}/{name} is damaged")
             facts = pq.read_table(pa.BufferReader(data))
         except (pa.ArrowException, StoreError) as error:
             print(f"{name} can't be used again, its images are read from the source: {error}", flush=True)
@@ -180,8 +182,8 @@ def _overlaps(name: str, bits: int, number: int) -> bool:
 class EarlierShards:
     """The shards that have what is known, opened when they are first read."""
 
-    def __init__(self, context: Context) -> None:
-        self._store = context.store
+    def __init__(self, context: Context[Ingest]) -> None:
+        self._store = context.open_store()
         self._open: dict[str, int | None] = {}
 
     def __enter__(self) -> Self:

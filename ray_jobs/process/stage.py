@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from pydantic import TypeAdapter
 
@@ -51,16 +51,18 @@ MODEL_FILES = ("model.safetensors", "config.json")
 PACKAGES = ("torch", "ray", "deepspeed", "pyarrow", "numpy", "pillow", "scikit-learn", "matplotlib")
 
 
+Spec = TypeVar("Spec", bound=AnyStage, covariant=True)
+
+
 @dataclass(frozen=True)
-class Context:
+class Context(Generic[Spec]):
     """What a stage works on. It travels to Ray tasks; each opens the store for itself."""
 
     attempt: Attempt
-    config: Any
+    config: Spec
     inputs: dict[str, tuple[Manifest, ...]]
 
-    @property
-    def store(self) -> Store:
+    def open_store(self) -> Store:
         """The store, opened and checked to be the one that the driver writes to.
 
         Raises:
@@ -77,7 +79,7 @@ class Context:
     def input(self, name: str) -> Path:
         """The folder of the one artifact that the field `name` takes."""
         (manifest,) = self.inputs[name]
-        return local_files(self.store, manifest)
+        return local_files(self.open_store(), manifest)
 
     def dataset(self, cache_gib: float | None = None) -> Dataset:
         """The dataset that the field `data` takes. Images on S3 are read as they are needed, through a cache of so many
@@ -85,7 +87,9 @@ class Context:
         from ray_jobs.data.shards import CACHE_BYTES, open_artifact
 
         (manifest,) = self.inputs["data"]
-        return open_artifact(self.store, manifest, int(cache_gib * 2**30) if cache_gib else CACHE_BYTES)
+        return open_artifact(
+            self.open_store(), manifest, int(cache_gib * 2**30) if cache_gib else CACHE_BYTES
+        )
 
     def check_source(self, when: str) -> None:
         """Raise ValueError when the files that the stage reads are not those that the run was planned with."""
@@ -97,7 +101,7 @@ class Context:
     @contextmanager
     def staging(self) -> Iterator[Staging]:
         """A local folder to write files into, see `Store.staging`."""
-        with self.store.staging(
+        with self.open_store().staging(
             Layout.files(self.attempt.job, self.attempt.key, self.attempt.number)
         ) as staging:
             yield staging
@@ -126,7 +130,7 @@ def run_stage(module: str) -> None:
     arguments.add_argument("--spec", required=True, help="the attempt.json of the attempt to run")
     spec: str = arguments.parse_args().spec
     # imported by its name: what is sent to workers must not belong to __main__, which they do not have
-    main: Callable[[Context], Result] = importlib.import_module(f"ray_jobs.{module}").main
+    main: Callable[[Context[AnyStage]], Result] = importlib.import_module(f"ray_jobs.{module}").main
     try:
         context = read_context(spec)
         started = now()
@@ -163,7 +167,7 @@ def causes(error: BaseException) -> list[BaseException]:
     return [cause for one in found if isinstance(one, BaseException) for cause in causes(one)] or [error]
 
 
-def read_context(spec: str) -> Context:
+def read_context(spec: str) -> Context[AnyStage]:
     """The attempt at `spec` (attempt.json's path or s3:// address), checked against this machine's store and code.
 
     Raises:
@@ -182,7 +186,7 @@ def read_context(spec: str) -> Context:
             "changed since this attempt was planned (run again), or the cluster's nodes have another vitflow"
         )
     config: AnyStage = TypeAdapter(Stage).validate_python(attempt.config)
-    store = Context(attempt, config, {}).store
+    store = Context(attempt, config, {}).open_store()
     inputs: dict[str, tuple[Manifest, ...]] = {}
     for name, references in attempt.inputs.items():
         manifests = [read_manifest(store, reference.job, reference.key) for reference in references]
@@ -208,10 +212,10 @@ def join_ray(attempt: Attempt) -> None:
     ray.init(address=address, runtime_env=known, log_to_driver=True, logging_level="warning")
 
 
-def _commit(context: Context, result: Result, started: str) -> None:
+def _commit(context: Context[AnyStage], result: Result, started: str) -> None:
     attempt = context.attempt
     committed = commit(
-        context.store,
+        context.open_store(),
         Manifest(
             job=attempt.job,
             kind=context.config.KIND,

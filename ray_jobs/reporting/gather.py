@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from pipelines.spec import Report
 from pipelines.store import Manifest, Store, local_files
 from ray_jobs.data.shards import Dataset, open_artifact
 from ray_jobs.evaluation.rows import PREDICTIONS, ROWS
@@ -40,13 +41,13 @@ class ReportData:
     images: dict[str, str] = field(default_factory=dict)
 
 
-def gather(context: Context) -> ReportData:
+def gather(context: Context[Report]) -> ReportData:
     """Read the inputs and compute all that the page shows.
 
     Raises:
         ValueError: an artifact whose files don't fit together; the message names it.
     """
-    manifests, store = context.inputs["of"], context.store
+    manifests, store = context.inputs["of"], context.open_store()
     parts = [(stage, manifest, _folder(store, manifest))
              for stage, manifest in zip(context.config.of, manifests, strict=True)]  # fmt: skip
     rows = measures.join_tables(parts, "rows.parquet", ROWS)
@@ -71,7 +72,7 @@ def gather(context: Context) -> ReportData:
         {"stage": stage, "artifact": manifest.key, "draws": draws}
         for stage, manifest, draws in _read_json(parts, "curves.json")
     ]
-    numbers = {
+    numbers: dict[str, Any] = {
         "format_version": FORMAT_VERSION,
         "title": context.config.title,
         "artifact": context.attempt.key,

@@ -57,7 +57,7 @@ def make_attempt(job: str = "ingest", **fields: Any) -> Attempt:
     return Attempt(**defaults | fields)
 
 
-def make_context(store: Store, config: Any, **inputs: Manifest) -> Context:
+def make_context(store: Store, config: Any, **inputs: Manifest) -> Context[Any]:
     """What a stage of this configuration works on, with one artifact for each field that takes one."""
     attempt = make_attempt(
         config.job,

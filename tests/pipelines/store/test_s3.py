@@ -453,7 +453,7 @@ def test_what_travels_to_tasks_carries_no_key(store: S3Store, moto: Server) -> N
 
     store.create("a", b"1")  # the client has signed by now
     context = make_context(store, Ingest(job="ingest", source={"kind": "digits"}))  # type: ignore[arg-type]
-    assert context.store.read("a") == b"1"
+    assert context.open_store().read("a") == b"1"
     for travels in (context, store, SimpleNamespace(store=store)):
         data = cloudpickle.dumps(travels)
         assert moto.secret_key.encode() not in data

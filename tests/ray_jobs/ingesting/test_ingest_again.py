@@ -58,7 +58,7 @@ def stage(root: Path) -> Ingest:
     return Ingest(job="ingest", source=FolderSource(kind="folder", root=str(root)), max_bad_fraction=0.5)
 
 
-def context_of(store: Store, config: Ingest, number: int = 1, force: str = "") -> Context:
+def context_of(store: Store, config: Ingest, number: int = 1, force: str = "") -> Context[Ingest]:
     source = identity.source_fingerprint(config)
     key = identity.stage_key(config, {}, source)
     attempt = make_attempt(
@@ -72,13 +72,15 @@ def context_of(store: Store, config: Ingest, number: int = 1, force: str = "") -
     return Context(attempt, config, {})
 
 
-def run(context: Context) -> Result:
+def run(context: Context[Ingest]) -> Result:
     """The stage, committed."""
     result = ingest.main(context)
     attempt = context.attempt
     fields = {"key": attempt.key, "attempt": attempt.number, "files": result.files, "config": attempt.config}
     code = {"version": Ingest.VERSION}
-    assert commit(context.store, make_manifest(content_digest=result.content_digest, code=code, **fields))
+    assert commit(
+        context.open_store(), make_manifest(content_digest=result.content_digest, code=code, **fields)
+    )
     return result
 
 
@@ -192,7 +194,7 @@ def test_a_test_image_of_last_month_is_one_this_month(
         assert not both & trained
 
 
-def dataset_of(store: Store, context: Context):  # type: ignore[no-untyped-def]
+def dataset_of(store: Store, context: Context[Ingest]):  # type: ignore[no-untyped-def]
     run(context)
     return open_dataset(store.root / Layout.files("ingest", context.attempt.key, 1))  # type: ignore[attr-defined]
 
