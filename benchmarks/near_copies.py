@@ -36,6 +36,7 @@ from sklearn.datasets import load_sample_images
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
+from pipelines.files.sources import source_files  # noqa: E402
 from pipelines.spec import FASHION_MNIST_ROOT, Ingest  # noqa: E402
 from ray_jobs.data import images as hashing  # noqa: E402
 from ray_jobs.data.images import Hashes, examine, hashes  # noqa: E402
@@ -222,7 +223,7 @@ def alike(images: pa.Table) -> tuple[Counter[str], int]:
 def pictures(source: dict[str, object], most: int) -> Iterator[NDArray[np.uint8]]:
     """The first images of a source of pixels, in grey."""
     config = Ingest.model_validate({"job": "ingest", "source": source})
-    names = {name: str(path) for name, path in config.source.files()}
+    names = {name: str(path) for name, path in source_files(config.source).items()}
     entries = catalog.listing(config.source, names).entries.slice(0, most)
     for pixels in catalog.images(config.source, names, entries):
         assert isinstance(pixels, np.ndarray)

@@ -42,6 +42,7 @@ from numpy.typing import NDArray
 from pipelines import identity
 from pipelines.file_names import parts_of
 from pipelines.files.digests import file_digests
+from pipelines.files.sources import source_files
 from pipelines.spec import Ingest
 from pipelines.store import FileEntry, Layout, local_files
 from ray_jobs.data.columns import FACTS, LISTED, Sample
@@ -103,7 +104,7 @@ def main(context: Context[Ingest]) -> Result:
     """List the source, write shards, decide splits, write the index, the quarantine and the card."""
     config = context.config
     context.check_source("before it was read")
-    files = {name: str(path) for name, path in config.source.files()}
+    files = {name: str(place) for name, place in source_files(config.source).items()}
     states = _states(files)  # before the digests: what changes later is noticed by them
     listing = catalog.listing(config.source, files)
     for note in listing.notes:
@@ -197,7 +198,7 @@ def _with_digests(context: Context[Ingest], entries: pa.Table) -> pa.Table:
     size = [context.config.short_side] if context.config.short_side else []
     digests = {
         name: identity.sha256(identity.canonical_json([*facts, *size]))
-        for name, *facts in file_digests(context.config.source.files())
+        for name, *facts in file_digests(source_files(context.config.source).items())
     }
     if size:
         everything = identity.sha256(identity.canonical_json([everything, *size]))

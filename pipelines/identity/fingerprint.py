@@ -10,6 +10,7 @@ from pathlib import Path
 
 from pipelines.errors import StoreError, StoreUnreachable
 from pipelines.files.digests import file_digests
+from pipelines.files.sources import stage_files
 from pipelines.identity.key import canonical_json, sha256
 from pipelines.spec import AnyStage, RecipeError
 
@@ -21,14 +22,13 @@ def source_fingerprint(config: AnyStage) -> str | None:
         RecipeError: there are no files, or one can't be read.
         StoreUnreachable: they are on S3, which does not answer.
     """
-    given = config.files()
-    if given is None:
-        return None
     try:
-        files = list(given)
+        files = stage_files(config)
+        if files is None:
+            return None
         if not files:
             raise RecipeError(f"{config.job}: its source has no files")
-        return files_fingerprint(files)
+        return files_fingerprint(files.items())
     except OSError as error:
         raise RecipeError(f"{error.filename}: {error.strerror}") from None
     except StoreUnreachable:

@@ -11,7 +11,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from pipelines.spec import AnyStage
+from pipelines.spec import AnyStage, Import, Ingest
 from pipelines.spec.fields import marks
 from vit_model.config import Frozen
 
@@ -76,7 +76,7 @@ def stage_key(
         source: the fingerprint of the files that it reads from outside, None where it reads none.
         code: with `--strict-code` the digest of the stage's code; None leaves it out.
     """
-    assert (source is None) == (config.files() is None)
+    assert (source is None) == (not isinstance(config, Ingest | Import))
     made_of = {
         "job": config.job,
         "version": config.VERSION,

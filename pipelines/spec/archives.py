@@ -3,26 +3,25 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
-from pathlib import Path, PurePosixPath
+from pathlib import PurePosixPath
 from typing import Annotated, Literal
 
 from pydantic import AfterValidator, Field
 
 from pipelines.file_names import parts_of
 from pipelines.spec.fields import RecipeError, Root, distinct, execution
-from pipelines.spec.files import files_at, files_named
-from vit_model.config import Frozen
+from pipelines.spec.files import At, Files, FileSource, Named
 
 IMAGENET_TRAIN = "ILSVRC2012_img_train.tar"
 IMAGENET_VAL = "ILSVRC2012_img_val.tar"
 IMAGENET_DEVKIT = "ILSVRC2012_devkit_t12.tar.gz"
 IMAGENET_REAL = "real.json"
+_IMAGENET = (IMAGENET_TRAIN, IMAGENET_VAL, IMAGENET_DEVKIT)
 _SYNSET_TAR = re.compile(r"n\d{8}\.tar")
 _TAR_ENDINGS = (".tar", ".tar.gz", ".tgz")
 
 
-class ImageNetSource(Frozen):
+class ImageNetSource(FileSource):
     """ImageNet-1k (ILSVRC2012): the authors' two tars and devkit; their validation images are test.
 
     With real.json beside them, the ReaL labels are kept beside test's own.
@@ -37,16 +36,17 @@ class ImageNetSource(Frozen):
         0.01, gt=0, lt=0.5, description="of train, drawn by a hash of each image's name: it is dev"
     )
 
-    def files(self) -> Iterator[tuple[str, str | Path]]:
-        """(name, path or s3://bucket/key) of the three files, and of real.json where it is there."""
-        needed = (IMAGENET_TRAIN, IMAGENET_VAL, IMAGENET_DEVKIT)
-        found = files_named(self.root, (*needed, IMAGENET_REAL))
-        if missing := [name for name in needed if name not in found]:
+    def where(self) -> Named:
+        return Named(self.root, (*_IMAGENET, IMAGENET_REAL))
+
+    def choose(self, there: Files) -> Files:
+        """The three files, and real.json if it is there."""
+        if missing := [name for name in _IMAGENET if name not in there]:
             raise RecipeError(f"source.root: {self.root} has no {missing[0]}; it comes from image-net.org")
-        yield from found.items()
+        return there
 
 
-class ImageNet21kSource(Frozen):
+class ImageNet21kSource(FileSource):
     """ImageNet-21k: a tar for each synset, in one tar (fall11_whole.tar, winter21_whole.tar.gz) or in a folder."""
 
     kind: Literal["imagenet21k"]
@@ -62,18 +62,20 @@ class ImageNet21kSource(Frozen):
     )
     min_images: int = Field(10, ge=1, description="synsets with fewer are left out")
 
-    def files(self) -> Iterator[tuple[str, str | Path]]:
-        """(name, path or s3://bucket/key) of the one tar, or of each synset's."""
-        found = dict(files_at(self.root))
+    def where(self) -> At:
+        return At(self.root)
+
+    def choose(self, there: Files) -> Files:
+        """The one tar, or each synset's."""
         tars = {
-            name: place for name, place in found.items() if _SYNSET_TAR.fullmatch(PurePosixPath(name).name)
+            name: place for name, place in there.items() if _SYNSET_TAR.fullmatch(PurePosixPath(name).name)
         }
-        if not tars and list(found) != parts_of(next(iter(found), ""), found):
+        if not tars and list(there) != parts_of(next(iter(there), ""), there):
             raise RecipeError(f"source.root: {self.root} has no tar of a synset, such as n01440764.tar")
-        yield from (tars or found).items()
+        return tars or there
 
 
-class WebDatasetSource(Frozen):
+class WebDatasetSource(FileSource):
     """Tars of samples (WebDataset): members of one name before the first dot are an image and its label.
 
     Splits are those that names of shards or folders say (train, val, test), else they are drawn.
@@ -95,9 +97,12 @@ class WebDatasetSource(Frozen):
         "vitflow", description="images without a given split are split by a hash with this salt"
     )
 
-    def files(self) -> Iterator[tuple[str, str | Path]]:
-        """(name relative to the root, path or s3://bucket/key) of every tar."""
-        found = [(name, place) for name, place in files_at(self.root) if name.lower().endswith(_TAR_ENDINGS)]
-        if not found:
+    def where(self) -> At:
+        return At(self.root)
+
+    def choose(self, there: Files) -> Files:
+        """Every tar."""
+        tars = {name: place for name, place in there.items() if name.lower().endswith(_TAR_ENDINGS)}
+        if not tars:
             raise RecipeError(f"source.root: {self.root} has no file that ends in {', '.join(_TAR_ENDINGS)}")
-        yield from found
+        return tars

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Literal, Self
 
 from pydantic import Field, model_validator
 
 from pipelines.spec.fields import RecipeError, Root, Seed, execution
-from pipelines.spec.files import files_below
-from vit_model.config import Frozen, later
+from pipelines.spec.files import Below, Files, FileSource, InPackage
+from vit_model.config import later
 
 
-class HfParquetSource(Frozen):
+class HfParquetSource(FileSource):
     """Images in Parquet as Hugging Face's datasets are shipped: train-00000-of-00005.parquet, ..."""
 
     kind: Literal["hf_parquet"]
@@ -31,15 +29,18 @@ class HfParquetSource(Frozen):
     )
     salt: str = Field("vitflow", description="a split that the files lack is drawn by a hash with this salt")
 
-    def files(self) -> Iterator[tuple[str, str | Path]]:
-        """(name relative to the root, path or s3://bucket/key) of every Parquet file."""
-        found = [(name, path) for name, path in files_below(self.root) if name.endswith(".parquet")]
+    def where(self) -> Below:
+        return Below(self.root)
+
+    def choose(self, there: Files) -> Files:
+        """Every Parquet file."""
+        found = {name: place for name, place in there.items() if name.endswith(".parquet")}
         if not found:
             raise RecipeError(f"source.root: {self.root} has no .parquet file")
-        yield from found
+        return found
 
 
-class TfdsSource(Frozen):
+class TfdsSource(FileSource):
     """A prepared data set of TensorFlow Datasets, in tfrecord or array_record files."""
 
     kind: Literal["tfds"]
@@ -53,16 +54,17 @@ class TfdsSource(Frozen):
     )
     salt: str = Field("vitflow", description="a split that TFDS lacks is drawn by a hash with this salt")
 
-    def files(self) -> Iterator[tuple[str, str | Path]]:
-        """(name relative to the root, path or s3://bucket/key) of every file of the data set."""
-        found = dict(files_below(self.root))
+    def where(self) -> Below:
+        return Below(self.root)
+
+    def choose(self, there: Files) -> Files:
+        """Every file of the data set, which has no folders."""
         for name in ("dataset_info.json", "features.json"):
-            if name not in found:
+            if name not in there:
                 raise RecipeError(
                     f"source.root: {self.root} has no {name}: name the folder of one version, or prepare it anew"
                 )
-        wanted = (name for name in found if "/" not in name)
-        yield from ((name, found[name]) for name in wanted)
+        return {name: place for name, place in there.items() if "/" not in name}
 
 
 CIFAR_FILES = {
@@ -80,7 +82,7 @@ CIFAR_FILES = {
 """(classes, version) -> the folder in the archive, and its files: names, train's in order, test's."""
 
 
-class CifarSource(Frozen):
+class CifarSource(FileSource):
     """CIFAR-10 or CIFAR-100 (fine labels), python or binary version; its test is test, 1/12 of train is dev."""
 
     kind: Literal["cifar"]
@@ -95,19 +97,19 @@ class CifarSource(Frozen):
         """What reports call these images."""
         return f"CIFAR-{self.classes}"
 
-    def files(self) -> Iterator[tuple[str, str | Path]]:
-        """(base name, path or s3://bucket/key) of the archive, or of the files that were in it."""
-        found = dict(files_below(self.root))
+    def where(self) -> Below:
+        return Below(self.root)
+
+    def choose(self, there: Files) -> Files:
+        """The archive, or the files that were in it, by their base names."""
         for version in ("binary", "python"):
             pattern = f"cifar-{self.classes}-{version}.tar*"
-            if archives := sorted(fnmatch.filter(found, pattern)):
-                yield archives[0], found[archives[0]]
-                return
+            if archives := sorted(fnmatch.filter(there, pattern)):
+                return {archives[0]: there[archives[0]]}
             folder, names = CIFAR_FILES[self.classes, version]
             for before in (f"{folder}/", ""):
-                if all(before + name in found for name in names):
-                    yield from ((name, found[before + name]) for name in names)
-                    return
+                if all(before + name in there for name in names):
+                    return {name: there[before + name] for name in names}
         raise RecipeError(
             f"source.root: {self.root} has neither cifar-{self.classes}-python.tar.gz nor"
             f" cifar-{self.classes}-binary.tar.gz, nor all files of one of them"
@@ -127,7 +129,7 @@ FACTORS: dict[str, tuple[str, ...]] = {
 """The values of each factor of variation; a recipe names the one that is the label."""
 
 
-class ShapesSource(Frozen):
+class ShapesSource(FileSource):
     """Drawn figures with factors of variation: shape, colour, orientation, scale, position, count."""
 
     kind: Literal["shapes"]
@@ -152,8 +154,6 @@ class ShapesSource(Frozen):
             raise ValueError("max_count: label count needs 2 or more")
         return self
 
-    def files(self) -> Iterator[tuple[str, str | Path]]:
-        """(name, path) of the module that draws: nothing else does the result depend on."""
-        from pipelines.spec.files import package_folder
-
-        yield "shapes.py", package_folder("ray_jobs") / "sources" / "shapes.py"
+    def where(self) -> InPackage:
+        """The module that draws: the result depends on nothing else."""
+        return InPackage("ray_jobs", "sources", "shapes.py")

@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Annotated, Literal, Self, get_args
 
 from pydantic import AfterValidator, Field, model_validator
 
 from pipelines.spec.archives import ImageNet21kSource, ImageNetSource, WebDatasetSource
 from pipelines.spec.fields import RecipeError, Root, Seed, ascending, distinct, execution
-from pipelines.spec.files import files_at, files_named, package_folder
+from pipelines.spec.files import At, Files, FileSource, InPackage, Named
 from pipelines.spec.records import CifarSource, HfParquetSource, ShapesSource, TfdsSource
 from pipelines.spec.vtab import VtabSource
-from vit_model.config import Frozen, later
+from vit_model.config import later
 
 
-class GlyphSource(Frozen):
+class GlyphSource(FileSource):
     """Letters and symbols of all scripts, rendered from matplotlib's Unicode text fonts into 8x8 block counts."""
 
     kind: Literal["glyphs"]
@@ -24,24 +22,20 @@ class GlyphSource(Frozen):
     dev_images: int = Field(2_000, ge=100, description="rendered beside them, to watch pretraining on")
     seed: Seed = 0
 
-    def files(self) -> Iterator[tuple[str, Path]]:
-        """(name, path) of every file that the result depends on."""
-        fonts = package_folder("matplotlib") / "mpl-data" / "fonts" / "ttf"
-        yield from ((path.name, path) for path in sorted(fonts.glob("*.ttf")))
+    def where(self) -> InPackage:
+        return InPackage("matplotlib", "mpl-data/fonts/ttf", "*.ttf")
 
 
-class DigitsSource(Frozen):
+class DigitsSource(FileSource):
     """The 1,797 handwritten digits that scikit-learn ships (8x8, the test part of UCI's set, by 13 writers)."""
 
     kind: Literal["digits"]
 
-    def files(self) -> Iterator[tuple[str, Path]]:
-        """(name, path) of every file that the result depends on."""
-        path = package_folder("sklearn") / "datasets" / "data" / "digits.csv.gz"
-        yield path.name, path
+    def where(self) -> InPackage:
+        return InPackage("sklearn", "datasets/data", "digits.csv.gz")
 
 
-class FolderSource(Frozen):
+class FolderSource(FileSource):
     """Your own images: class folders, train/val/test folders of class folders, or a metadata.csv or metadata.jsonl."""
 
     kind: Literal["folder"]
@@ -62,9 +56,8 @@ class FolderSource(Frozen):
     )
     label_column: str = later("label", description="the column of these tables with the labels")
 
-    def files(self) -> Iterator[tuple[str, str | Path]]:
-        """(name relative to the root, path or s3://bucket/key) of every file that the result depends on."""
-        yield from files_at(self.root)
+    def where(self) -> At:
+        return At(self.root)
 
 
 FASHION_MNIST_ROOT = "/usr/share/datasets/fashion-mnist"
@@ -72,7 +65,13 @@ FASHION_MNIST = ("T-shirt/top", "Trouser", "Pullover", "Dress", "Coat", "Sandal"
                  "Ankle boot")  # fmt: skip
 
 
-class IdxSource(Frozen):
+_IDX = tuple(
+    f"{name}-ubyte"
+    for name in ("train-images-idx3", "train-labels-idx1", "t10k-images-idx3", "t10k-labels-idx1")
+)
+
+
+class IdxSource(FileSource):
     """Fashion-MNIST, MNIST and others in their authors' four IDX files; their test is test, 1/12 of train is dev."""
 
     kind: Literal["idx"]
@@ -98,16 +97,21 @@ class IdxSource(Frozen):
         """The labels to keep, ascending."""
         return self.classes or tuple(range(len(self.class_names)))
 
-    def files(self) -> Iterator[tuple[str, str | Path]]:
-        """(name without .gz, path or s3://bucket/key) of the four files."""
-        for name in ("train-images-idx3", "train-labels-idx1", "t10k-images-idx3", "t10k-labels-idx1"):
-            plain, zipped = f"{name}-ubyte", f"{name}-ubyte.gz"
-            if not (found := files_named(self.root, (zipped, plain))):
+    def where(self) -> Named:
+        return Named(self.root, tuple(name + ending for name in _IDX for ending in (".gz", "")))
+
+    def choose(self, there: Files) -> Files:
+        """The four files, by their names without .gz."""
+        found = {}
+        for name in _IDX:
+            zipped = f"{name}.gz"
+            if zipped not in there and name not in there:
                 raise RecipeError(
-                    f"source.root: {self.root} has neither {zipped} nor {plain}; Fashion-MNIST's files"
+                    f"source.root: {self.root} has neither {zipped} nor {name}; Fashion-MNIST's files"
                     f" come with Debian's package, apt-get install dataset-fashion-mnist, in {FASHION_MNIST_ROOT}"
                 )
-            yield plain, next(iter(found.values()))
+            found[name] = there[zipped] if zipped in there else there[name]
+        return found
 
 
 AnySource = (
@@ -125,6 +129,6 @@ AnySource = (
     | ShapesSource
 )
 Source = Annotated[AnySource, Field(discriminator="kind")]
-SOURCE_TYPES: dict[str, type[Frozen]] = {
+SOURCE_TYPES: dict[str, type[FileSource]] = {
     get_args(source.model_fields["kind"].annotation)[0]: source for source in get_args(AnySource)
 }

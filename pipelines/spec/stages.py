@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from functools import cache
-from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import AfterValidator, Field, model_validator
 
 from pipelines.spec.augmentation import Augmentation, EvalCrop, RandAugment, mixing
-from pipelines.spec.fields import RecipeError, Seed, checkpoint, distinct, execution, marks, takes
+from pipelines.spec.fields import Seed, checkpoint, distinct, execution, marks, takes
 from pipelines.spec.shapes import Model, ModelSize, check_patches
 from pipelines.spec.sources import Source
 from vit_model.config import Frozen, later
@@ -55,13 +53,6 @@ class _Stage(Frozen):
     VERSION: ClassVar[int] = 1
     KIND: ClassVar[str]
     job: str
-
-    def files(self) -> Iterator[tuple[str, str | Path]] | None:
-        """(name, location) of every external file that the result depends on; None: there are none.
-
-        A location is a path, s3://bucket/key or hf:ORG/NAME@COMMIT/name.
-        """
-        return None
 
     def inputs(self) -> dict[str, tuple[str, ...]]:
         """Field -> the stages it names, for every field that takes an artifact and has one or more."""
@@ -119,9 +110,6 @@ class Ingest(_Stage):
         0.01, ge=0, le=1, description="more damaged images than this fail the stage"
     )
 
-    def files(self) -> Iterator[tuple[str, str | Path]]:
-        return self.source.files()
-
 
 # What the authors' ViTs were trained with (BiT, AugReg, most of timm's), and what torchvision, DeiT and DINO take.
 MEAN_AND_STD = {
@@ -174,29 +162,6 @@ class Import(_Stage):
         None,
         description="half, imagenet, or mean and std; null: as the file says, and refused where it does not",
     )
-
-    def files(self) -> Iterator[tuple[str, str | Path]]:
-        path = Path(self.path)
-        if self.path.startswith("s3://"):
-            from pipelines.files.s3 import listing
-
-            if not (found := listing(self.path)):
-                raise RecipeError(f"path: there is nothing at {self.path}")
-            bucket = self.path.split("/")[2]
-            yield from ((file.name, f"s3://{bucket}/{file.key}") for file in found)
-        elif self.path.startswith("hf:"):
-            from pipelines.files.hub import digests, pinned
-
-            commit = pinned(self.path)
-            yield from ((name, f"{commit}/{name}") for name in digests(commit))
-        elif path.is_dir():
-            # a training's folder has checkpoints below it, which nothing reads
-            files = (file for file in path.iterdir() if file.is_file() and not file.name.startswith("."))
-            yield from ((file.name, file) for file in files)
-        elif path.is_file():
-            yield ONE_FILE, path
-        else:
-            raise RecipeError(f"path: there is no file and no folder {self.path}")
 
 
 class Contrastive(Frozen):

@@ -7,15 +7,12 @@ from. How they are read, and which record is in which split, is in `ray_jobs.sou
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Iterator, Mapping
-from pathlib import Path
 from typing import Annotated, Literal, NamedTuple
 
 from pydantic import AfterValidator, Field
 
 from pipelines.spec.fields import RecipeError, execution, located
-from pipelines.spec.files import files_below
-from vit_model.config import Frozen
+from pipelines.spec.files import Below, Files, FileSource
 
 Task = Literal[
     "caltech101", "cifar", "dtd", "oxford_flowers102", "oxford_iiit_pet", "svhn", "sun397",
@@ -116,7 +113,7 @@ TASKS: dict[Task, TaskFiles] = {
 GROUPS: dict[Task, Group] = {task: files.group for task, files in TASKS.items()}
 
 
-class VtabSource(Frozen):
+class VtabSource(FileSource):
     """One of VTAB-1k's 19 tasks, from its authors' archives, in the splits that TFDS and VTAB give it."""
 
     kind: Literal["vtab"]
@@ -138,8 +135,11 @@ class VtabSource(Frozen):
         """What reports call these images."""
         return TASKS[self.task].title
 
-    def files(self) -> Iterator[tuple[str, str | Path]]:
-        """(name in the table, path or s3://bucket/key) of every file that the task needs.
+    def where(self) -> Below:
+        return Below(self.root)
+
+    def choose(self, there: Files) -> Files:
+        """Every file that the task needs, by its name in the table.
 
         One in a folder of the task goes before one of its data set's, and that before one in the root itself.
         Raises RecipeError that names all that are missing and where they come from.
@@ -148,29 +148,24 @@ class VtabSource(Frozen):
             raise RecipeError(
                 f"source.membership: {self.task}'s splits are known; it is for caltech101 alone"
             )
-        there = dict(files_below(self.root))
-        missing: list[Need] = []
-        for need in TASKS[self.task].needs:
-            found = list(self._found(need, there))
-            missing += [] if found else [need]
-            yield from found
-        if missing:
+        found = {need: self._found(need, there) for need in TASKS[self.task].needs}
+        if missing := [need for need, files in found.items() if not files]:
             raise RecipeError(
                 f"source.root: {self.root}, for {self.task}, lacks{''.join(map(_named, missing))}"
             )
-        if self.membership:
-            yield "membership", self.membership
+        beside = {"membership": self.membership} if self.membership else {}
+        return {name: place for files in (*found.values(), beside) for name, place in files.items()}
 
-    def _found(self, need: Need, there: Mapping[str, str | Path]) -> Iterator[tuple[str, str | Path]]:
+    def _found(self, need: Need, there: Files) -> Files:
+        """What is there of a file: it, its pieces, or nothing."""
         for folder in (f"{self.task}/", f"{TASKS[self.task].folder}/", ""):
             for pattern in (need.name, *need.accepted):
                 if names := sorted(fnmatch.filter(there, folder + pattern)):
-                    yield need.name, there[names[-1]]
-                    return
+                    return {need.name: there[names[-1]]}
             pieces = [f"{need.name}.{number:03d}" for number in range(1, need.parts + 1)]
             if pieces and all(folder + piece in there for piece in pieces):
-                yield from ((piece, there[folder + piece]) for piece in pieces)
-                return
+                return {piece: there[folder + piece] for piece in pieces}
+        return {}
 
 
 def _named(need: Need) -> str:

@@ -31,6 +31,7 @@ import h5py
 import numpy as np
 from pydantic import TypeAdapter
 
+from pipelines.files.sources import source_files
 from pipelines.spec import Source
 from ray_jobs.data.images import examine
 from ray_jobs.sources import catalog
@@ -95,7 +96,7 @@ def of_source(fields: Mapping[str, Any], files: Mapping[str, bytes], mutated: st
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
             (folder / name).write_bytes(content)
         source = TypeAdapter[Any](Source).validate_python(fields | {"root": str(folder)})
-        given = {name: str(path) for name, path in source.files()}
+        given = {name: str(path) for name, path in source_files(source).items()}
         listing = catalog.listing(source, given)
         for data in catalog.images(source, given, listing.entries):
             if isinstance(data, bytes):

@@ -9,8 +9,8 @@ A source is a module of this package with
     processed(source, key, image) -> bytes      an image file as a published recipe changes it, from its bytes; only
                                                 where a data set is used in changed form. Raises ValueError
 
-`files` maps the names of `source.files()` to where each lies: a local path or s3://bucket/key. All other entries are
-byte ranges of those files, which `ray_jobs.sources.archives.containers` reads.
+`files` maps the names that `source_files(source)` gives to where each lies: a local path or s3://bucket/key. All other
+entries are byte ranges of those files, which `ray_jobs.sources.archives.containers` reads.
 """
 
 from __future__ import annotations

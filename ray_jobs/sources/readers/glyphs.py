@@ -4,7 +4,7 @@ In: the Unicode text fonts inside matplotlib's wheel. Out: about 650 balanced cl
 the way scikit-learn's digits were made (NIST's 32x32 bitmaps counted in 4x4 blocks), with no digit and
 nothing that looks like one among them, so that few-shot accuracy on digits measures transfer.
 
-    fonts = find_fonts({name: Path(path) for name, path in GlyphSource(kind="glyphs").files()})
+    fonts = find_fonts({name: Path(path) for name, path in source_files(GlyphSource(kind="glyphs")).items()})
     classes = glyph_classes(fonts)
     images, labels = render(classes, seed=0, indices=range(1000))
 

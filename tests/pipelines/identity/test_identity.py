@@ -20,6 +20,7 @@ from pipelines.spec import (
     Finetune,
     FolderSource,
     HfParquetSource,
+    Import,
     Ingest,
     Model,
     ModelSize,
@@ -45,7 +46,7 @@ OTHER: dict[type, Any] = {
 
 def key(stage: AnyStage) -> str:
     inputs = {field: ["d" * 64 for _ in names] for field, names in stage.inputs().items()}
-    return identity.stage_key(stage, inputs, None if stage.files() is None else "s" * 64)
+    return identity.stage_key(stage, inputs, "s" * 64 if isinstance(stage, Ingest | Import) else None)
 
 
 def leaves(config: Frozen, path: tuple[str, ...] = ()) -> Any:

@@ -11,6 +11,7 @@ import pytest
 from sklearn.neighbors import KNeighborsClassifier
 
 from pipelines import store as st
+from pipelines.files.sources import source_files
 from pipelines.spec import Baselines, DigitsSource, Evaluate, Finetune, Labels, ModelSize, ResNetSize
 from pipelines.store import Manifest, Store, open_store
 from ray_jobs import baselines, evaluate, finetune
@@ -39,7 +40,7 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Store:
 def digits(store: Store) -> Manifest:
     """The real digits, written as ingest writes them."""
     source = DigitsSource(kind="digits")
-    files = {name: str(path) for name, path in source.files()}
+    files = {name: str(path) for name, path in source_files(source).items()}
     listing = catalog.listing(source, files)
     splits = {split: [] for split in shards.SPLITS}
     for entry, pixels in zip(

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from pipelines import identity
+from pipelines.files.sources import source_files
 from pipelines.spec import FolderSource, IdxSource, Ingest, RecipeError
 from pipelines.store import open_store
 from ray_jobs import ingest
@@ -43,7 +44,7 @@ def source(root: Path | str, **fields: object) -> FolderSource:
 def listed(root: Path | str, **fields: object) -> tuple[Listing, list[object]]:
     """What is there, and the images."""
     given = source(root, **fields)
-    files = {name: str(path) for name, path in given.files()}
+    files = {name: str(path) for name, path in source_files(given).items()}
     found = catalog.listing(given, files)
     return found, list(catalog.images(given, files, found.entries))
 
@@ -204,7 +205,7 @@ def test_idx_files_on_s3_are_as_those_here(
 
     def read(root: str) -> tuple[list[object], list[bytes]]:
         given = IdxSource(kind="idx", root=root, class_names=("a", "b"))
-        files = {name: str(path) for name, path in given.files()}
+        files = {name: str(path) for name, path in source_files(given).items()}
         entries = catalog.listing(given, files).entries
         return entries.to_pylist(), [
             np.asarray(one).tobytes() for one in catalog.images(given, files, entries)

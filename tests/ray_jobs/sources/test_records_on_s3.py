@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from pipelines.files.sources import source_files
 from pipelines.spec import CifarSource, HfParquetSource, Source, TfdsSource
 from ray_jobs.sources import catalog
 from tests.ray_jobs.sources.readers.test_cifar import members
@@ -29,7 +30,7 @@ def made(kind: str, root: str) -> Source:
 
 
 def images(source: Source) -> Mapping[str, object]:
-    files = {name: str(path) for name, path in source.files()}
+    files = {name: str(path) for name, path in source_files(source).items()}
     listing = catalog.listing(source, files)
     found = catalog.images(source, files, listing.entries)
     data = (each if isinstance(each, bytes) else each.tobytes() for each in found)

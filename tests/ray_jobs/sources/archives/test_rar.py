@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from pipelines import identity
+from pipelines.files.sources import source_files
 from pipelines.spec import FolderSource, Ingest
 from ray_jobs.sources import catalog
 from ray_jobs.sources.archives import rar
@@ -67,7 +68,7 @@ def test_all_volumes_of_a_folder_source_are_in_its_key(
 
     def keys_and_images(root: str) -> tuple[str | None, dict[str, object]]:
         source = FolderSource(kind="folder", root=root)
-        files = {name: str(place) for name, place in source.files()}
+        files = {name: str(place) for name, place in source_files(source).items()}
         assert tuple(files) == NEW
         entries = catalog.listing(source, files).entries
         found = catalog.images(source, files, entries)

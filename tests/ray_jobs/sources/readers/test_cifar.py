@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from pipelines.files.sources import source_files
 from pipelines.spec import CifarSource, RecipeError
 from ray_jobs.sources import catalog
 from ray_jobs.sources.archives.entries import Files
@@ -111,7 +112,7 @@ def members(classes: int, version: str) -> dict[str, bytes]:
 
 def source(root: Path, classes: int) -> tuple[CifarSource, Files]:
     given = CifarSource(kind="cifar", classes=classes, root=str(root))
-    return given, {name: str(path) for name, path in given.files()}
+    return given, {name: str(path) for name, path in source_files(given).items()}
 
 
 @pytest.mark.parametrize("classes", [10, 100])

@@ -6,11 +6,12 @@ from hashlib import sha256
 import numpy as np
 from sklearn.datasets import load_digits
 
+from pipelines.files.sources import source_files
 from pipelines.spec import DigitsSource
 from ray_jobs.data.images import sample_id
 from ray_jobs.sources.readers import digits
 
-[(_, PATH)] = DigitsSource(kind="digits").files()
+[PATH] = source_files(DigitsSource(kind="digits")).values()
 
 
 def test_images_and_labels_are_scikit_learns() -> None:

@@ -10,6 +10,7 @@ import pytest
 
 from pipelines import identity
 from pipelines.files.digests import file_digests
+from pipelines.files.sources import source_files
 from pipelines.identity import identity_fields
 from pipelines.spec import FolderSource, Ingest, RecipeError
 from ray_jobs.sources.readers.folder import Entry, Listing, listing, scan
@@ -191,7 +192,7 @@ def test_what_systems_leave_is_no_class_and_no_noise(tmp_path: Path) -> None:
     assert [entry.key for entry in found.entries] == ["a/1.jpg", "b/2.jfif", "b/3.AVIF"]
     assert found.class_names == ("a", "b") and found.ignored == ()
     source = FolderSource(kind="folder", root=str(tmp_path))
-    assert {name for name, _ in source.files()} == {entry.key for entry in found.entries}
+    assert source_files(source).keys() == {entry.key for entry in found.entries}
 
 
 def test_what_is_no_regular_file_is_counted_and_never_opened(tmp_path: Path) -> None:
@@ -201,7 +202,7 @@ def test_what_is_no_regular_file_is_counted_and_never_opened(tmp_path: Path) -> 
     with socket.socket(socket.AF_UNIX) as server:
         server.bind(str(root / "a" / "s.png"))
     source = FolderSource(kind="folder", root=str(root))
-    files = {name: str(place) for name, place in source.files()}
+    files = {name: str(place) for name, place in source_files(source).items()}
     assert files.keys() == {"a/1.png", "b/2.png"}
     assert identity.source_fingerprint(Ingest(job="ingest", source=source))
     found = listing(source, files)
@@ -218,7 +219,7 @@ def test_links_that_lead_nowhere_are_told(target: str, tmp_path: Path) -> None:
     root = touch(tmp_path, "a/0.png", "b/2.png")
     (root / "a" / "1.png").symlink_to(target)  # the second leads to itself
     with pytest.raises(RecipeError, match=r"a/1\.png is a broken link .*: remove it"):
-        list(FolderSource(kind="folder", root=str(root)).files())
+        source_files(FolderSource(kind="folder", root=str(root)))
     with pytest.raises(ValueError, match=r"a/1\.png is a broken link: remove it"):
         scan(root)
 
@@ -299,4 +300,4 @@ def test_a_name_that_is_not_utf_8_is_told(tmp_path: Path) -> None:
     (tmp_path / "a").mkdir()
     (tmp_path / "a" / os.fsdecode(b"\xff.png")).write_bytes(b"")
     with pytest.raises(RecipeError, match=r"\\udcff\.png' is not UTF-8"):
-        list(FolderSource(kind="folder", root=str(tmp_path)).files())
+        source_files(FolderSource(kind="folder", root=str(tmp_path)))

@@ -4,11 +4,12 @@ import numpy as np
 import pytest
 from PIL import Image, ImageDraw, ImageFont
 
+from pipelines.files.sources import source_files
 from pipelines.spec import DigitsSource, GlyphSource
 from ray_jobs.sources.readers import digits
 from ray_jobs.sources.readers.glyphs import GlyphClass, find_fonts, glyph_classes, render
 
-FONTS = find_fonts(dict(GlyphSource(kind="glyphs").files()))
+FONTS = find_fonts(source_files(GlyphSource(kind="glyphs")))
 
 
 @pytest.fixture(scope="module")
@@ -81,7 +82,7 @@ def test_classes_are_balanced_and_images_differ(classes: list[GlyphClass]) -> No
 
 def test_images_look_like_digits_by_their_ink(classes: list[GlyphClass]) -> None:
     glyphs, _ = render(classes, 0, range(2000))
-    written, _, _ = digits.read(dict(DigitsSource(kind="digits").files())["digits.csv.gz"])
+    written, _, _ = digits.read(source_files(DigitsSource(kind="digits"))["digits.csv.gz"])
     assert set(np.unique(glyphs)) == set(np.unique(written))  # the same 17 grey values
     assert abs(glyphs.mean() - written.mean()) < 0.1 * written.mean()
     rows, digit_rows = (images.mean(axis=(0, 2, 3)) for images in (glyphs, written))

@@ -6,6 +6,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from pipelines.files.sources import source_files
 from pipelines.spec import HfParquetSource
 from ray_jobs.ingest import plan_parts
 from ray_jobs.ingesting.splits import assign_splits
@@ -18,7 +19,7 @@ from tests.support.prepared import HF_FEATURES, put_parquet
 
 def source(root: Path, **fields: object) -> tuple[HfParquetSource, Files]:
     made = HfParquetSource(kind="hf_parquet", root=str(root), **fields)
-    return made, {name: str(path) for name, path in made.files()}
+    return made, {name: str(path) for name, path in source_files(made).items()}
 
 
 def listed(root: Path, **fields: object) -> Listing:

@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from pipelines.files.sources import source_files
 from pipelines.recipe.load import load_pipeline
 from pipelines.spec import FASHION_MNIST_ROOT, IdxSource, Ingest, RecipeError
 from pipelines.store import open_store
@@ -57,7 +58,7 @@ def source(root: Path, **fields: object) -> IdxSource:
 
 
 def read(of: IdxSource) -> idx.Images:
-    return idx.read(dict(of.files()), len(of.class_names), of.kept())
+    return idx.read(source_files(of), len(of.class_names), of.kept())
 
 
 # ---- what is read
@@ -195,7 +196,7 @@ def test_files_that_do_not_fit_together_are_refused(
 def test_a_missing_file_says_how_to_get_it(root: Path) -> None:
     (root / NAMES[3]).unlink()
     with pytest.raises(RecipeError, match=rf"{NAMES[3]}.gz .*apt-get install dataset-fashion-mnist"):
-        list(source(root).files())
+        source_files(source(root))
 
 
 @pytest.mark.parametrize(

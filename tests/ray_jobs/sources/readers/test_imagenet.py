@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from pipelines.files.sources import source_files
 from pipelines.spec import ImageNet21kSource, ImageNetSource, RecipeError
 from ray_jobs.sources import catalog
 from ray_jobs.sources.archives.entries import Listing
@@ -27,12 +28,14 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def listed(root: Path | str, **fields: object) -> Listing:
     source = ImageNetSource.model_validate({"kind": "imagenet", "root": str(root)} | fields)
-    return catalog.listing(source, {name: str(path) for name, path in source.files()})
+    return catalog.listing(source, {name: str(path) for name, path in source_files(source).items()})
 
 
 def read(root: Path | str, listing: Listing) -> Iterator[object]:
     source = ImageNetSource(kind="imagenet", root=str(root))
-    return catalog.images(source, {name: str(path) for name, path in source.files()}, listing.entries)
+    return catalog.images(
+        source, {name: str(path) for name, path in source_files(source).items()}, listing.entries
+    )
 
 
 def test_classes_are_ranks_of_wnids_and_bytes_are_the_authors(root: Path) -> None:
@@ -152,7 +155,7 @@ def test_imagenet21k_of_other_names_is_told(tmp_path: Path) -> None:
     with pytest.raises(
         ValueError, match=r"whole.tar contains no synset tars \(expected names of n and 8 digits"
     ):
-        catalog.listing(source, {name: str(path) for name, path in source.files()})
+        catalog.listing(source, {name: str(path) for name, path in source_files(source).items()})
 
 
 WHOLE = {"n00004475": 12, "n02084071": 40, "n00005787": 3, "n12992868": 25}
@@ -177,7 +180,7 @@ def test_imagenet21k_in_each_form(form: str, tmp_path: Path) -> None:
     else:
         root.write_bytes(gzip.compress(tar({f"winter21_whole/{name}": data for name, data in tars.items()})))
     source = ImageNet21kSource(kind="imagenet21k", root=str(root), held_out=0.1)
-    files = {name: str(path) for name, path in source.files()}
+    files = {name: str(path) for name, path in source_files(source).items()}
     found = catalog.listing(source, files)
     assert found.class_names == ("n00004475", "n02084071", "n12992868")
     assert Counter(found.entries["label"].to_pylist()) == {0: 12, 1: 40, 2: 25}

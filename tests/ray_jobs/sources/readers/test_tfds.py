@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from pipelines.files.sources import source_files
 from pipelines.spec import RecipeError, TfdsSource
 from ray_jobs.sources import catalog
 from ray_jobs.sources.archives.entries import Files, Listing
@@ -15,7 +16,7 @@ from tests.support.tfrecords import example, framed
 
 def source(root: Path, **fields: object) -> tuple[TfdsSource, Files]:
     made = TfdsSource(kind="tfds", root=str(root), **fields)
-    return made, {name: str(path) for name, path in made.files()}
+    return made, {name: str(path) for name, path in source_files(made).items()}
 
 
 def listed(root: Path) -> Listing:

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from pipelines.files.sources import source_files
 from pipelines.spec import RecipeError, WebDatasetSource
 from ray_jobs.sources import catalog
 from ray_jobs.sources.archives.entries import Listing
@@ -27,7 +28,7 @@ def shard(labels: list[int], start: int = 0, form: str = "jpg") -> dict[str, byt
 
 def listed(root: Path, **fields: object) -> Listing:
     source = WebDatasetSource.model_validate({"kind": "webdataset", "root": str(root)} | fields)
-    return catalog.listing(source, {name: str(path) for name, path in source.files()})
+    return catalog.listing(source, {name: str(path) for name, path in source_files(source).items()})
 
 
 def put(root: Path, **shards: dict[str, bytes]) -> Path:
@@ -78,7 +79,7 @@ def test_bytes_of_each_image_even_from_gzipped_shards(tmp_path: Path) -> None:
     (tmp_path / "a.tar.gz").write_bytes(tar(shard([0, 1]), "w:gz"))
     (tmp_path / "b.tar").write_bytes(tar(shard([1, 0], 5), "w:gz"))  # its name lies
     source = WebDatasetSource(kind="webdataset", root=str(tmp_path))
-    files = {name: str(path) for name, path in source.files()}
+    files = {name: str(path) for name, path in source_files(source).items()}
     entries = catalog.listing(source, files).entries
     assert list(catalog.images(source, files, entries)) == [image(i) for i in (0, 1, 5, 6)]
     assert set(entries["split"].to_pylist()) == {None}

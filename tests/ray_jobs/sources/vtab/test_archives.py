@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from pipelines.files.sources import source_files
 from pipelines.spec.vtab import VtabSource
 from ray_jobs.sources import catalog
 from ray_jobs.sources.vtab import pixels, synthetic
@@ -23,7 +24,7 @@ from tests.support.vtab_archives import ARCHIVES, Truth
 
 def source_of(task: str, root: Path | str, **given: Any) -> tuple[VtabSource, dict[str, str]]:
     source = VtabSource.model_validate({"kind": "vtab", "task": task, "root": str(root)} | given)
-    return source, {name: str(path) for name, path in source.files()}
+    return source, {name: str(path) for name, path in source_files(source).items()}
 
 
 def decoded(image: bytes) -> np.ndarray:

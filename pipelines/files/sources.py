@@ -1,0 +1,167 @@
+"""The files outside of the store that a stage reads: on this machine, on S3 or on the Hugging Face hub.
+
+A recipe says where they are (`pipelines.spec`); only here and in `s3` and `hub` is looked what is there.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import stat
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from pipelines.file_names import left_by_a_system, parts_of
+from pipelines.spec import ONE_FILE, AnyStage, Import, Ingest, RecipeError
+from pipelines.spec.files import At, Below, Files, FileSource, InPackage, Location, Named
+
+
+def stage_files(config: AnyStage) -> Files | None:
+    """Every external file that a stage's result depends on, by name; None: the stage reads none.
+
+    Raises:
+        RecipeError: files are missing or cannot be listed.
+        StoreError: the same on S3 or the hub. StoreUnreachable: they do not answer.
+    """
+    if isinstance(config, Ingest):
+        return source_files(config.source)
+    return import_files(config.path) if isinstance(config, Import) else None
+
+
+def source_files(source: FileSource) -> Files:
+    """The files that a source reads. Raises as `stage_files`."""
+    match source.where():
+        case Below(root):
+            there = dict(_below(root))
+        case At(root):
+            there = dict(_at(root))
+        case Named(root, names):
+            there = _named(root, names)
+        case InPackage(package, folder, pattern):
+            paths = sorted((_package_folder(package) / folder).glob(pattern))
+            there = {path.name: path for path in paths}
+    return source.choose(there)
+
+
+def import_files(path: str) -> Files:
+    """The files of weights that others trained: one, those in a folder, or those of a model on the hub.
+
+    Raises as `stage_files`.
+    """
+    if path.startswith("s3://"):
+        from pipelines.files.s3 import listing
+
+        if not (found := listing(path)):
+            raise RecipeError(f"path: there is nothing at {path}")
+        bucket = path.split("/")[2]
+        return {file.name: f"s3://{bucket}/{file.key}" for file in found}
+    if path.startswith("hf:"):
+        from pipelines.files.hub import digests, pinned
+
+        commit = pinned(path)
+        return {name: f"{commit}/{name}" for name in digests(commit)}
+    local = Path(path)
+    if local.is_file():
+        return {ONE_FILE: local}
+    if not local.is_dir():
+        raise RecipeError(f"path: there is no file and no folder {path}")
+    # a training's folder has checkpoints below it, which nothing reads
+    return {file.name: file for file in local.iterdir() if file.is_file() and not file.name.startswith(".")}
+
+
+def _below(root: str) -> Iterator[tuple[str, Location]]:
+    """(name relative to the root, location) of every regular file below it that its user put there.
+
+    FIFOs, sockets and devices are left out: opening one may never return.
+
+    Raises:
+        RecipeError: it is not a folder, a name in it is not UTF-8, a link is broken, or nothing lies below
+            s3://bucket/prefix.
+    """
+    if root.startswith("s3://"):
+        yield from _objects_at(root)
+        return
+    top = Path(root)
+    if not top.is_dir():
+        raise RecipeError(f"source.root: {root} is not a folder")
+    for folder, folders, files in os.walk(top):
+        folders[:] = sorted(name for name in folders if not left_by_a_system(name))
+        for name in sorted(name for name in files if not left_by_a_system(name)):
+            path = Path(folder) / name
+            relative = path.relative_to(top).as_posix()
+            try:
+                relative.encode()
+            except UnicodeEncodeError:
+                raise RecipeError(
+                    f"source.root: the name of {str(path)!r} is not UTF-8: rename the file"
+                ) from None
+            if _is_regular(path):
+                yield relative, path
+
+
+def _is_regular(path: Path) -> bool:
+    try:
+        return stat.S_ISREG(path.stat().st_mode)
+    except OSError as error:
+        if path.is_symlink():
+            raise RecipeError(
+                f"source.root: {path} is a broken link ({path.readlink()}): remove it, or restore its target"
+            ) from None
+        raise RecipeError(f"source.root: {path}: {error.strerror}") from None
+
+
+def _at(root: str) -> Iterator[tuple[str, Location]]:
+    """The file or object `root` and its further parts by name, or all `_below` it. Raises RecipeError."""
+    if root.startswith("s3://"):
+        found = list(_objects_at(root))
+        folder, _, name = root.rpartition("/")
+        if found == [(name, root)]:
+            found = [(part, f"{folder}/{part}") for part in parts_of(name, _names_in(folder))]
+        yield from found
+    elif Path(root).is_file():
+        path = Path(root)
+        names = parts_of(path.name, _names_in(str(path.parent)))
+        yield from ((name, path.parent / name) for name in names)
+    else:
+        yield from _below(root)
+
+
+def _names_in(folder: str) -> Iterator[str]:
+    """A generator, because `parts` hardly ever needs the names."""
+    if folder.startswith("s3://"):
+        from pipelines.files.s3 import listing
+
+        yield from (file.name for file in listing(folder))
+    else:
+        yield from (path.name for path in Path(folder).iterdir())
+
+
+def _named(root: str, names: Sequence[str]) -> dict[str, Location]:
+    if root.startswith("s3://"):
+        present = dict(_objects_at(root))
+        return {name: present[name] for name in names if name in present}
+    return {name: Path(root, name) for name in names if Path(root, name).is_file()}
+
+
+def _objects_at(root: str) -> Iterator[tuple[str, str]]:
+    """(name, s3://bucket/key) of the object there, or of all below it, as in a folder."""
+    from pipelines.files.s3 import tree
+
+    if not (found := tree(root)):
+        raise RecipeError(f"source.root: there is nothing at {root}")
+    bucket = root.split("/")[2]
+    for file in found:
+        inner = file.name.split("/")
+        if any(part in ("", "..") for part in inner[:-1]) or inner[-1] == "..":
+            raise RecipeError(f"source.root: {root} has an object {file.key!r}, which is no path")
+        # a folder's own object has no name
+        if inner[-1] and not any(map(left_by_a_system, inner)):
+            yield file.name, f"s3://{bucket}/{file.key}"
+
+
+def _package_folder(package: str) -> Path:
+    """Where an installed package lies, without importing it."""
+    found = importlib.util.find_spec(package)
+    if found is None or not found.submodule_search_locations:
+        raise RecipeError(f"the package {package} is not installed: `make install`")
+    return Path(found.submodule_search_locations[0])
