@@ -1,6 +1,6 @@
 """The files outside of the store that a stage reads: on this machine, on S3 or on the Hugging Face hub.
 
-A recipe says where they are (`pipelines.spec`); only here and in `s3` and `hub` is looked what is there.
+A recipe says where to look and which of the files there it reads (`pipelines.spec`); this module looks.
 """
 
 from __future__ import annotations
