@@ -3,8 +3,8 @@
 Everything that must survive is in the store before the driver acts on it: kill the driver at any moment, give the same
 command, and it continues from what it finds. The rules: an attempt is written before its job is submitted; Ray accepts
 a submission id once; a job that the same cluster does not know is submitted again under the same id; a job of a cluster
-that is gone is LOST and followed by the next attempt; a manifest beats every status. `pipelines.engine.decisions` has these
-rules; this module looks at the store and the cluster, and does what was decided.
+that is gone is LOST and followed by the next attempt; a manifest beats every status. `pipelines.engine.decisions` has
+these rules; this module looks at the store and the cluster, and does what was decided.
 """
 
 from __future__ import annotations

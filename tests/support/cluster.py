@@ -1,6 +1,7 @@
 """A Ray cluster and its clock, simulated: episodes of hours in milliseconds, the same for the same seed.
 
-What the real one does, measured on Ray 2.60 and pinned by tests/pipelines/cluster/test_jobs_client.py, and what follows here:
+What the real one does, measured on Ray 2.60 and pinned by tests/pipelines/cluster/test_jobs_client.py, and what follows
+here:
 
 - A submission id is taken once: the same id again gets no second job, whoever submits it, and that is no error.
 - A job is PENDING for 1.1 to 2.1 s, then RUNNING; without entrypoint resources it may stay PENDING for ever.

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import typer
 
-import pipelines.store
+import pipelines.store.protocol
 from pipelines.cluster.jobs_client import JobState
 from pipelines.commands import running
 from pipelines.engine import decisions, driver, runs
@@ -583,8 +583,8 @@ def test_an_episode_can_be_repeated() -> None:
 
 @pytest.fixture
 def hurried(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module, name in ((decisions, "UNREACHABLE_SECONDS"), (decisions, "ASK_SECONDS"), (runner, "POLL_SECONDS"),
-                         (pipelines.store, "UNREACHABLE_SECONDS")):  # fmt: skip
+    for module, name in ((decisions, "UNREACHABLE_SECONDS"), (decisions, "ASK_SECONDS"), (driver, "POLL_SECONDS"),
+                         (pipelines.store.protocol, "UNREACHABLE_SECONDS")):  # fmt: skip
         monkeypatch.setattr(module, name, 0.001)
 
 
