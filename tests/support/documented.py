@@ -1,0 +1,202 @@
+"""The folder that the commands of the documentation run in: the store that `vitflow run quickstart` leaves, and images.
+
+Nothing is trained and no Ray is started: each stage's artifact is committed under the key that the plan gives it, so that
+every command finds all of the quickstart cached. Models have random weights; predictions are right at a chosen rate.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import torch
+from PIL import Image
+
+from pipelines.engine.plan import PlannedStage, plan_pipeline
+from pipelines.engine.runs import start_run
+from pipelines.identity import code_digest
+from pipelines.recipe.load import load_pipeline
+from pipelines.spec import AnyStage, DigitsSource
+from pipelines.store import FileEntry, Layout, Manifest, Store, add_event, commit, open_store, read_manifest
+from ray_jobs import report
+from ray_jobs.data.shards import ImageSize, Sample, open_dataset
+from ray_jobs.evaluation.rows import ROWS, Row, Truth, scored, write_predictions, write_table
+from ray_jobs.process.stage import Context, model_digest
+from ray_jobs.sources.readers import digits
+from tests.support import datasets
+from tests.support.records import make_attempt, make_manifest
+from vit_model.config import ModelContract, Preprocessing, ViTConfig
+from vit_model.model import ViT
+from vit_model.weights import save_model
+
+SIZE = ImageSize(height=8, width=8, channels=1)
+ENVIRONMENT = {
+    "python": "3.11",
+    "machine": "x86_64",
+    "processor": "a",
+    "cluster": {},
+    "packages": {"torch": "2"},
+}
+DRAWS = 3
+RIGHT = {
+    "ViT, pretrained": 0.9,
+    "ViT, from scratch": 0.5,
+    "untrained": 0.4,
+}  # share; of all other methods 0.7
+
+
+def prepare(folder: Path) -> None:
+    """Write the store `runs`, the images `digit.png` and `photos/CLASS/*.png`, and `.venv` as `make install` does."""
+    store = open_store(str(folder / "runs"))
+    put_quickstart(store)
+    rng = np.random.default_rng(0)
+    for name in ("cat", "dog"):
+        (folder / "photos" / name).mkdir(parents=True)
+        for number in range(20):
+            pixels = rng.integers(0, 256, (40, 40, 3), np.uint8)
+            Image.fromarray(pixels).save(folder / "photos" / name / f"{number}.png")
+    Image.fromarray(rng.integers(0, 256, (8, 8), np.uint8)).save(folder / "digit.png")
+    (folder / ".venv").symlink_to(sys.prefix)
+
+
+def put_quickstart(store: Store) -> None:
+    """Commit an artifact for each stage of the quickstart, and the run that made them."""
+    pipeline = load_pipeline("quickstart")
+    run = start_run(store, pipeline, tuple(pipeline.stages))
+    while waiting := [
+        stage for stage in plan_pipeline(store, pipeline, pipeline.order()) if stage.state != "cached"
+    ]:
+        for stage in waiting:
+            if stage.state == "run":
+                _commit(store, stage, run.id)
+                add_event(store, run.id, "stage", stage=stage.name, status="SUCCEEDED", key=stage.key)
+    add_event(store, run.id, "finished", status="SUCCEEDED")
+
+
+def _commit(store: Store, planned: PlannedStage, run: str) -> None:
+    config, inputs = planned.config, planned.inputs or {}
+    assert planned.key is not None
+    attempt = make_attempt(
+        config.job, key=planned.key, stage=planned.name, run=run, store_id=store.id, store_uri=store.uri,
+        config=config.model_dump(mode="json"), inputs=inputs, source=planned.source,
+        code_digest=code_digest(config.job),
+    )  # fmt: skip
+    manifests = {
+        field: tuple(_committed(store, reference.job, reference.key) for reference in references)
+        for field, references in inputs.items()
+    }
+    context = Context(attempt, config, manifests)
+    content, files = _made(context)
+    commit(store, make_manifest(
+        config.job, key=planned.key, stage=planned.name, run=run, files=files, inputs=inputs,
+        config=attempt.config, source=planned.source, content_digest=content,
+        code={"version": config.VERSION, "digest": attempt.code_digest}, environment=ENVIRONMENT,
+    ))  # fmt: skip
+
+
+def _committed(store: Store, job: str, key: str) -> Manifest:
+    manifest = read_manifest(store, job, key)
+    assert manifest is not None
+    return manifest
+
+
+def _made(context: Context) -> tuple[str, tuple[FileEntry, ...]]:
+    """The content digest and the files of a stage's artifact."""
+    if context.config.job == "report":
+        result = report.make(context)
+        return result.content_digest, result.files
+    with context.staging() as staging:
+        match context.config.job:
+            case "ingest":
+                content = _put_dataset(staging.path, context.config.source)
+            case "pretrain":
+                _put_model(staging.path, [f"letter {number}" for number in range(10)])
+                _put_json(staging.path / "curve.json", [_point(1) | {"dev_accuracy": None}])
+            case "finetune":
+                _put_model(staging.path, digits.CLASS_NAMES)
+                _put_json(staging.path / "curves.json", [{"draw": 0, "points": [_point(1)]}])
+                _put_json(staging.path / "sweep.json", {"trials": [], "chosen": 0.001, "selected_on": "dev"})
+                _put_scores(staging.path, context)
+            case _:
+                _put_scores(staging.path, context)
+    return content if context.config.job == "ingest" else model_digest(staging.files), staging.files
+
+
+def _put_dataset(folder: Path, source: AnyStage) -> str:
+    """All digits in their own splits; of the letters a few, as noise."""
+    splits: dict[str, list[Sample]] = {"train": [], "dev": [], "test": []}
+    if source.kind == "digits":
+        files = {name: str(path) for name, path in DigitsSource(kind="digits").files()}
+        listing = digits.listing(source, files)
+        rows = listing.entries.to_pylist()
+        for row, pixels in zip(rows, digits.rows(source, files, range(len(rows))), strict=True):
+            splits[row["split"]].append(_sample(row["key"], pixels, row["label"]))
+        names: Sequence[str] = listing.class_names
+    else:
+        noise = np.random.default_rng(0).integers(0, 256, (40, 8, 8, 1), np.uint8)
+        names = [f"letter {number}" for number in range(10)]
+        for number, pixels in enumerate(noise):
+            splits["dev" if number < 10 else "train"].append(_sample(f"{number}", pixels, number % 10))
+    info = datasets.put(
+        folder, source.kind, names, SIZE, {split: own for split, own in splits.items() if own}
+    )
+    pq.write_table(pa.table({"key": pa.array([], pa.string())}), folder / "quarantine.parquet")
+    return info.content_digest
+
+
+def _sample(key: str, pixels: np.ndarray, label: int) -> Sample:
+    return Sample(key, key, pixels.tobytes(), "raw", 8, 8, 1, label)
+
+
+def _put_model(folder: Path, class_names: Sequence[str]) -> None:
+    torch.manual_seed(0)
+    config = ViTConfig(image_size=8, patch_size=2, in_channels=1, width=16, depth=2, num_heads=2, mlp_dim=32,
+                       num_classes=len(class_names))  # fmt: skip
+    grey = Preprocessing(mean=(0.5,), std=(0.5,), resolution=8, channels=1)
+    contract = ModelContract(architecture=config, class_names=tuple(class_names), preprocessing=grey,
+                             training_data="d", license=None)  # fmt: skip
+    save_model(folder, ViT(config), contract)
+
+
+def _point(step: int) -> dict[str, float]:
+    return {"step": step, "learning_rate": 0.001, "loss": 1.0}
+
+
+def _put_json(path: Path, value: object) -> None:
+    path.write_text(json.dumps(value))
+
+
+def _put_scores(folder: Path, context: Context) -> None:
+    """Rows and predictions of every method and number of labels that the stage's own would have."""
+    config = context.config
+    (data,) = context.inputs["data"]
+    dataset = open_dataset(context.store.local(data.folder, ()))
+    truth = Truth("digits", dataset.sample_ids("test"), dataset.labels("test"))
+    rows, predictions = [], []
+    for number, (protocol, method, labels) in enumerate(_scored(config)):
+        for draw in range(DRAWS if labels else 1):
+            rng = np.random.default_rng([number, draw])
+            right = rng.random(len(truth.labels)) < RIGHT.get(method, 0.7)
+            answers = np.where(right, truth.labels, (truth.labels + 1) % 10)
+            common: Row = {"protocol": protocol, "method": method, "labels_per_class": labels, "draw": draw}
+            for row, images in scored(common, truth, answers, "dev", {}):
+                rows.append(row)
+                predictions.append(images)
+    write_table(folder / "rows.parquet", rows, ROWS)
+    write_predictions(folder / "predictions.parquet", predictions)
+
+
+def _scored(config: AnyStage) -> list[tuple[str, str, int | None]]:
+    """(protocol, method, labels per class) of each result."""
+    if config.job == "evaluate":
+        methods = ("ViT, pretrained", "ViT, untrained", "pixels", "pixels, standardised")
+        return [("few-shot linear", method, shots) for method in methods for shots in config.shots]
+    if config.job == "finetune":
+        method = "ViT, from scratch" if config.backbone is None else "ViT, pretrained"
+        return [("fine-tuning", method, config.labels.per_class)]
+    return [("baseline", method, config.labels.per_class) for method in config.methods]
