@@ -13,7 +13,6 @@ the project, where the page's commands run.
 
 from __future__ import annotations
 
-import ast
 import os
 import re
 import shlex
@@ -22,6 +21,7 @@ import subprocess
 import sys
 import textwrap
 from collections.abc import Iterator
+from contextlib import suppress
 from functools import cache
 from itertools import takewhile
 from pathlib import Path
@@ -115,31 +115,31 @@ def arguments(line: str) -> Iterator[list[str]]:
             yield list(takewhile(lambda word: word not in separators, words[place + 1 :]))
 
 
-def _tree(called: list[dict[str, Any]] | None = None) -> Any:
-    """The command line, whose commands do nothing but tell what they were called with."""
+@cache
+def _tree() -> Any:
+    """The command line; a command reads the recipe that it names, and does nothing else."""
 
     def quiet(command: Any) -> None:
-        if hasattr(command, "commands"):
-            for child in command.commands.values():
-                quiet(child)
-        else:
-            command.callback = lambda **given: called is not None and called.append(given)
+        for child in getattr(command, "commands", {}).values():
+            quiet(child)
+        if not hasattr(command, "commands"):
+            command.callback = _read_recipe
 
     tree = typer.main.get_command(app)
     quiet(tree)
     return tree
 
 
+def _read_recipe(pipeline: str = "", changes: list[str] | None = None, **_: Any) -> None:
+    """A shipped one, with its `--set`."""
+    if re.fullmatch(r"\w+", pipeline):
+        load_pipeline(pipeline, tuple(changes or ()))
+
+
 def check(given: list[str]) -> None:
-    """Parse a command, and read the recipe that it names with its `--set`. Raises for what does not fit."""
-    called: list[dict[str, Any]] = []
-    try:
-        _tree(called).main(given, prog_name="vitflow", standalone_mode=False)
-    except typer.Exit:
-        return  # --version
-    for values in called:
-        if "pipeline" in values and "/" not in values["pipeline"] and "." not in values["pipeline"]:
-            load_pipeline(values["pipeline"], tuple(values.get("changes") or ()))
+    """Parse a command and read its recipe. Raises for what does not fit."""
+    with suppress(typer.Exit):  # --version
+        _tree().main(given, prog_name="vitflow", standalone_mode=False)
 
 
 @pytest.fixture(scope="module")
@@ -225,14 +225,14 @@ def test_messages_of_the_troubleshooting_page_are_messages() -> None:
 
 @cache
 def _said() -> str:
-    """All that the code can say: its strings, one a line."""
-    folders = ("pipelines", "ray_jobs", "vit_model")
-    trees = [
-        ast.parse(path.read_text("utf-8")) for folder in folders for path in PROJECT.glob(f"{folder}/**/*.py")
+    """The code, and what it can say on one line: strings that follow each other are joined."""
+    files = [
+        path
+        for folder in ("pipelines", "ray_jobs", "vit_model")
+        for path in PROJECT.glob(f"{folder}/**/*.py")
     ]
-    strings = [node.value for tree in trees for node in ast.walk(tree)
-               if isinstance(node, ast.Constant) and isinstance(node.value, str)]  # fmt: skip
-    return "\n".join([*strings, (PROJECT / "infra" / "install.sh").read_text("utf-8")])
+    texts = [path.read_text("utf-8") for path in [*files, PROJECT / "infra" / "install.sh"]]
+    return re.sub(r'"\s*\n\s*f?"', "", "\n".join(texts))
 
 
 # ------------------------------------------------------------------------------------------------- what runs
@@ -320,8 +320,9 @@ def copied(tmp_path_factory: pytest.TempPathFactory) -> dict[Path, Path]:
 
 
 def _copy(page: Path, folder: Path) -> Path:
+    left_out = shutil.ignore_patterns("__pycache__", "conftest.py")  # what the tests of a page do not need
     for name in ("pipelines", "ray_jobs", "vit_model", "tests"):
-        shutil.copytree(PROJECT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
+        shutil.copytree(PROJECT / name, folder / name, ignore=left_out)
     shutil.copy(PROJECT / "pyproject.toml", folder)
     for block in blocks(page):
         path = folder / block.file

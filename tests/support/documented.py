@@ -6,7 +6,6 @@ every command finds all of the quickstart cached. Models have random weights; pr
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -116,11 +115,8 @@ def _made(context: Context) -> tuple[str, tuple[FileEntry, ...]]:
                 content = _put_dataset(staging.path, context.config.source)
             case "pretrain":
                 _put_model(staging.path, [f"letter {number}" for number in range(10)])
-                _put_json(staging.path / "curve.json", [_point(1) | {"dev_accuracy": None}])
             case "finetune":
                 _put_model(staging.path, digits.CLASS_NAMES)
-                _put_json(staging.path / "curves.json", [{"draw": 0, "points": [_point(1)]}])
-                _put_json(staging.path / "sweep.json", {"trials": [], "chosen": 0.001, "selected_on": "dev"})
                 _put_scores(staging.path, context)
             case _:
                 _put_scores(staging.path, context)
@@ -161,14 +157,6 @@ def _put_model(folder: Path, class_names: Sequence[str]) -> None:
     contract = ModelContract(architecture=config, class_names=tuple(class_names), preprocessing=grey,
                              training_data="d", license=None)  # fmt: skip
     save_model(folder, ViT(config), contract)
-
-
-def _point(step: int) -> dict[str, float]:
-    return {"step": step, "learning_rate": 0.001, "loss": 1.0}
-
-
-def _put_json(path: Path, value: object) -> None:
-    path.write_text(json.dumps(value))
 
 
 def _put_scores(folder: Path, context: Context) -> None:
