@@ -7,8 +7,8 @@ The language of a fenced block says what is done with it, and the word after it 
     sh needs-...        it is not run, but its `vitflow` commands are parsed, and their recipes read
     python, sql, yaml   run; asked of that store; read as a pipeline, as stages of one, or as fields of a stage
 
-On the pages "Add a ...", a block whose first line names a path is a file, or a change of one. They are put into a copy of
-the project, where the page's commands run.
+On the pages "Add a ...", a block whose first line names a path is a file, or a change of one. They are put into a copy
+of the project, where the page's commands run.
 """
 
 from __future__ import annotations
@@ -48,7 +48,9 @@ PAGES = [
 ]
 ADD = [page for page in PAGES if page.name.startswith("add-a-")]
 LANGUAGES = {"sh", "python", "sql", "yaml", "diff", "mermaid", "text"}
-NEEDS = {"", "starts-ray", "needs-cluster", "needs-docker", "needs-hours", "needs-internet", "needs-root"}
+NEEDS = {"", "starts-ray", "needs-cluster", "needs-docker", "needs-hours", "needs-internet", "needs-kubernetes",
+         "needs-root"}  # fmt: skip
+# what stands for a stage that a block names and does not show, by the kind of its artifact
 STUBS = {
     "dataset": {"job": "ingest", "source": {"kind": "digits"}},
     "model": {"job": "import", "path": "vit.npz"},
@@ -184,10 +186,7 @@ def test_every_command_parses() -> None:
 
 def test_what_is_told_to_be_made_is_in_the_makefile() -> None:
     text = "\n".join(page.read_text("utf-8") for page in PAGES)
-    named = {
-        *re.findall(r"^(?:sudo )?make (?:-C \S+ )?([a-z-]+)", text, re.MULTILINE),
-        *re.findall(r"`make ([a-z-]+)", text),
-    }
+    named = {*re.findall(r"(?:^|`|sudo )make (?:-C \S+ )?([a-z-]+)", text, re.MULTILINE)}
     targets = {*re.findall(r"^([a-z-]+):", (PROJECT / "Makefile").read_text(), re.MULTILINE)}
     assert named <= targets
 
@@ -349,7 +348,8 @@ def _changed(text: str, block: Block) -> str:
 def _shell(folder: Path, lines: list[str]) -> None:
     """Run lines as they are, with the commands of the copy."""
     python = shlex.quote(sys.executable)
-    functions = f'vitflow() {{ {python} -m pipelines "$@"; }}; pytest() {{ {python} -m pytest "$@"; }}; python() {{ {python} "$@"; }}'
+    modules = {"python": "", "vitflow": "-m pipelines", "pytest": "-m pytest"}
+    functions = "\n".join(f'{name}() {{ {python} {module} "$@"; }}' for name, module in modules.items())
     done = subprocess.run(
         ["bash", "-euc", "\n".join([functions, *lines])],
         cwd=folder, env=os.environ | {"PYTHONPATH": str(folder)}, capture_output=True, text=True, timeout=400,

@@ -1,7 +1,7 @@
-"""The folder that the commands of the documentation run in: the store that `vitflow run quickstart` leaves, and images.
+"""The folder that the documentation's commands run in: images, and a store as `vitflow run quickstart` leaves it.
 
-Nothing is trained and no Ray is started: each stage's artifact is committed under the key that the plan gives it, so that
-every command finds all of the quickstart cached. Models have random weights; predictions are right at a chosen rate.
+Nothing is trained and no Ray is started. Each stage's artifact is committed under the key that the plan gives it, so
+every command finds the whole quickstart cached. Models have random weights; predictions are right at a chosen rate.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from pipelines.engine.runs import start_run
 from pipelines.identity import code_digest
 from pipelines.recipe.load import load_pipeline
 from pipelines.spec import AnyStage, DigitsSource
-from pipelines.store import FileEntry, Layout, Manifest, Store, add_event, commit, open_store, read_manifest
+from pipelines.store import FileEntry, Manifest, Store, add_event, commit, open_store, read_manifest
 from ray_jobs import report
 from ray_jobs.data.shards import ImageSize, Sample, open_dataset
 from ray_jobs.evaluation.rows import ROWS, Row, Truth, scored, write_predictions, write_table
