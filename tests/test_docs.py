@@ -57,11 +57,12 @@ STUBS = {
 }
 PRETRAIN = {"job": "pretrain", "data": "images", "model": "B/16", "resolution": 224, "steps": 1, "batch_size": 2,
             "learning_rate": 0.1}  # fmt: skip
+# a stage that has such a field
 FIELDS = {
     "source": {"job": "ingest"},
     "model": PRETRAIN,
     "optimizer": PRETRAIN,
-}  # a stage that has such a field
+}
 
 
 class Block(NamedTuple):
@@ -312,10 +313,10 @@ def _with_inputs(stages: dict[str, Any]) -> dict[str, Any]:
 # ------------------------------------------------------------------------------------------------- Add a ...
 
 
-@pytest.fixture(scope="module")
-def copied(tmp_path_factory: pytest.TempPathFactory) -> dict[Path, Path]:
-    """Page -> a copy of the project with the files and the changes of that page."""
-    return {page: _copy(page, tmp_path_factory.mktemp(page.stem)) for page in ADD}
+@pytest.fixture(scope="module", params=ADD, ids=lambda page: page.name)
+def added(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """A page, and a copy of the project with the files and the changes of that page."""
+    return request.param, _copy(request.param, tmp_path_factory.mktemp(request.param.stem))
 
 
 def _copy(page: Path, folder: Path) -> Path:
@@ -345,27 +346,24 @@ def _changed(text: str, block: Block) -> str:
     return text
 
 
-def _shell(folder: Path, lines: list[str]) -> None:
-    """Run lines as they are, with the commands of the copy."""
+def _run(page: Path, folder: Path, needs: str) -> None:
+    """Run the shell blocks of a page that need just this, as they are, with the commands of the copy."""
+    own = [block for block in blocks(page) if (block.language, block.needs) == ("sh", needs)]
     python = shlex.quote(sys.executable)
     modules = {"python": "", "vitflow": "-m pipelines", "pytest": "-m pytest"}
-    functions = "\n".join(f'{name}() {{ {python} {module} "$@"; }}' for name, module in modules.items())
+    functions = [f'{name}() {{ {python} {module} "$@"; }}' for name, module in modules.items()]
     done = subprocess.run(
-        ["bash", "-euc", "\n".join([functions, *lines])],
+        ["bash", "-euc", "\n".join([*functions, *(block.text for block in own)])],
         cwd=folder, env=os.environ | {"PYTHONPATH": str(folder)}, capture_output=True, text=True, timeout=400,
     )  # fmt: skip
-    assert done.returncode == 0, f"{lines}\n{done.stdout}\n{done.stderr}"
+    assert own and done.returncode == 0, f"{page.name}\n{done.stdout}\n{done.stderr}"
 
 
-@pytest.mark.parametrize("page", ADD, ids=lambda page: page.name)
-def test_what_a_page_adds_works(copied: dict[Path, Path], page: Path) -> None:
-    own = [block for block in blocks(page) if (block.language, block.needs) == ("sh", "")]
-    _shell(copied[page], [line for block in own for line in block.lines()])
+def test_what_a_page_adds_works(added: tuple[Path, Path]) -> None:
+    _run(*added, needs="")
 
 
 @pytest.mark.ray
 @pytest.mark.slow
-@pytest.mark.parametrize("page", ADD, ids=lambda page: page.name)
-def test_what_a_page_adds_runs(copied: dict[Path, Path], page: Path) -> None:
-    own = [block for block in blocks(page) if (block.language, block.needs) == ("sh", "starts-ray")]
-    _shell(copied[page], [line for block in own for line in block.lines()])
+def test_what_a_page_adds_runs(added: tuple[Path, Path]) -> None:
+    _run(*added, needs="starts-ray")
