@@ -6,8 +6,7 @@ every command finds the whole quickstart cached. Models have random weights; pre
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Sequence
+from collections import defaultdict
 from pathlib import Path
 
 import numpy as np
@@ -18,14 +17,14 @@ from PIL import Image
 
 from pipelines.engine.plan import PlannedStage, plan_pipeline
 from pipelines.engine.runs import start_run
-from pipelines.identity import code_digest
+from pipelines.identity import canonical_json, code_digest, sha256
 from pipelines.recipe.load import load_pipeline
-from pipelines.spec import AnyStage, DigitsSource
-from pipelines.store import FileEntry, Manifest, Store, add_event, commit, open_store, read_manifest
+from pipelines.spec import AnyStage, Source
+from pipelines.store import FileEntry, Store, add_event, commit, open_store, read_manifest
 from ray_jobs import report
 from ray_jobs.data.shards import ImageSize, Sample, open_dataset
 from ray_jobs.evaluation.rows import ROWS, Row, Truth, scored, write_predictions, write_table
-from ray_jobs.process.stage import Context, model_digest
+from ray_jobs.process.stage import Context
 from ray_jobs.sources.readers import digits
 from tests.support import datasets
 from tests.support.records import make_attempt, make_manifest
@@ -34,23 +33,23 @@ from vit_model.model import ViT
 from vit_model.weights import save_model
 
 SIZE = ImageSize(height=8, width=8, channels=1)
+DRAWS = 3
+SHARE_RIGHT = {
+    "ViT, pretrained": 0.9,
+    "ViT, from scratch": 0.5,
+    "ViT, untrained": 0.4,
+}  # all other methods: 0.7
 ENVIRONMENT = {
-    "python": "3.11",
+    "python": "3",
     "machine": "x86_64",
     "processor": "a",
     "cluster": {},
     "packages": {"torch": "2"},
 }
-DRAWS = 3
-RIGHT = {
-    "ViT, pretrained": 0.9,
-    "ViT, from scratch": 0.5,
-    "untrained": 0.4,
-}  # share; of all other methods 0.7
 
 
 def prepare(folder: Path) -> None:
-    """Write the store `runs`, the images `digit.png` and `photos/CLASS/*.png`, and `.venv` as `make install` does."""
+    """Write the store `runs`, and the images `digit.png` and `photos/CLASS/*.png`."""
     store = open_store(str(folder / "runs"))
     put_quickstart(store)
     rng = np.random.default_rng(0)
@@ -60,7 +59,6 @@ def prepare(folder: Path) -> None:
             pixels = rng.integers(0, 256, (40, 40, 3), np.uint8)
             Image.fromarray(pixels).save(folder / "photos" / name / f"{number}.png")
     Image.fromarray(rng.integers(0, 256, (8, 8), np.uint8)).save(folder / "digit.png")
-    (folder / ".venv").symlink_to(sys.prefix)
 
 
 def put_quickstart(store: Store) -> None:
@@ -79,82 +77,68 @@ def put_quickstart(store: Store) -> None:
 
 def _commit(store: Store, planned: PlannedStage, run: str) -> None:
     config, inputs = planned.config, planned.inputs or {}
-    assert planned.key is not None
-    attempt = make_attempt(
-        config.job, key=planned.key, stage=planned.name, run=run, store_id=store.id, store_uri=store.uri,
-        config=config.model_dump(mode="json"), inputs=inputs, source=planned.source,
-        code_digest=code_digest(config.job),
-    )  # fmt: skip
+    common = {
+        "key": planned.key,
+        "stage": planned.name,
+        "run": run,
+        "config": config.model_dump(mode="json"),
+        "inputs": inputs,
+        "source": planned.source,
+    }
+    code = code_digest(config.job)
+    attempt = make_attempt(config.job, store_id=store.id, store_uri=store.uri, code_digest=code, **common)
     manifests = {
-        field: tuple(_committed(store, reference.job, reference.key) for reference in references)
+        field: tuple(read_manifest(store, reference.job, reference.key) for reference in references)
         for field, references in inputs.items()
     }
-    context = Context(attempt, config, manifests)
-    content, files = _made(context)
-    commit(store, make_manifest(
-        config.job, key=planned.key, stage=planned.name, run=run, files=files, inputs=inputs,
-        config=attempt.config, source=planned.source, content_digest=content,
-        code={"version": config.VERSION, "digest": attempt.code_digest}, environment=ENVIRONMENT,
-    ))  # fmt: skip
+    files = _made(Context(attempt, config, manifests))
+    content = sha256(canonical_json([[entry.path, entry.sha256] for entry in files]))
+    made_by = {"version": config.VERSION, "digest": code}
+    fields = {"files": files, "content_digest": content, "code": made_by, "environment": ENVIRONMENT}
+    commit(store, make_manifest(config.job, **common, **fields))
 
 
-def _committed(store: Store, job: str, key: str) -> Manifest:
-    manifest = read_manifest(store, job, key)
-    assert manifest is not None
-    return manifest
-
-
-def _made(context: Context) -> tuple[str, tuple[FileEntry, ...]]:
-    """The content digest and the files of a stage's artifact."""
-    if context.config.job == "report":
-        result = report.make(context)
-        return result.content_digest, result.files
+def _made(context: Context) -> tuple[FileEntry, ...]:
+    """The files of a stage's artifact."""
+    config = context.config
+    if config.job == "report":
+        return report.make(context).files
     with context.staging() as staging:
-        match context.config.job:
-            case "ingest":
-                content = _put_dataset(staging.path, context.config.source)
-            case "pretrain":
-                _put_model(staging.path, [f"letter {number}" for number in range(10)])
-            case "finetune":
-                _put_model(staging.path, digits.CLASS_NAMES)
-                _put_scores(staging.path, context)
-            case _:
-                _put_scores(staging.path, context)
-    return content if context.config.job == "ingest" else model_digest(staging.files), staging.files
+        if config.job == "ingest":
+            _put_dataset(staging.path, config.source)
+        if config.KIND == "model":
+            _put_model(staging.path)
+        if config.job in ("finetune", "evaluate", "baselines"):
+            _put_scores(staging.path, context)
+    return staging.files
 
 
-def _put_dataset(folder: Path, source: AnyStage) -> str:
+def _put_dataset(folder: Path, source: Source) -> None:
     """All digits in their own splits; of the letters a few, as noise."""
-    splits: dict[str, list[Sample]] = {"train": [], "dev": [], "test": []}
+    splits: dict[str, list[Sample]] = defaultdict(list)
     if source.kind == "digits":
-        files = {name: str(path) for name, path in DigitsSource(kind="digits").files()}
+        files = {name: str(path) for name, path in source.files()}
         listing = digits.listing(source, files)
         rows = listing.entries.to_pylist()
         for row, pixels in zip(rows, digits.rows(source, files, range(len(rows))), strict=True):
             splits[row["split"]].append(_sample(row["key"], pixels, row["label"]))
-        names: Sequence[str] = listing.class_names
     else:
-        noise = np.random.default_rng(0).integers(0, 256, (40, 8, 8, 1), np.uint8)
-        names = [f"letter {number}" for number in range(10)]
-        for number, pixels in enumerate(noise):
+        for number, pixels in enumerate(np.random.default_rng(0).integers(0, 256, (40, 8, 8, 1), np.uint8)):
             splits["dev" if number < 10 else "train"].append(_sample(f"{number}", pixels, number % 10))
-    info = datasets.put(
-        folder, source.kind, names, SIZE, {split: own for split, own in splits.items() if own}
-    )
+    datasets.put(folder, source.kind, digits.CLASS_NAMES, SIZE, splits)
     pq.write_table(pa.table({"key": pa.array([], pa.string())}), folder / "quarantine.parquet")
-    return info.content_digest
 
 
 def _sample(key: str, pixels: np.ndarray, label: int) -> Sample:
     return Sample(key, key, pixels.tobytes(), "raw", 8, 8, 1, label)
 
 
-def _put_model(folder: Path, class_names: Sequence[str]) -> None:
+def _put_model(folder: Path) -> None:
     torch.manual_seed(0)
     config = ViTConfig(image_size=8, patch_size=2, in_channels=1, width=16, depth=2, num_heads=2, mlp_dim=32,
-                       num_classes=len(class_names))  # fmt: skip
+                       num_classes=10)  # fmt: skip
     grey = Preprocessing(mean=(0.5,), std=(0.5,), resolution=8, channels=1)
-    contract = ModelContract(architecture=config, class_names=tuple(class_names), preprocessing=grey,
+    contract = ModelContract(architecture=config, class_names=digits.CLASS_NAMES, preprocessing=grey,
                              training_data="d", license=None)  # fmt: skip
     save_model(folder, ViT(config), contract)
 
@@ -169,7 +153,7 @@ def _put_scores(folder: Path, context: Context) -> None:
     for number, (protocol, method, labels) in enumerate(_scored(config)):
         for draw in range(DRAWS if labels else 1):
             rng = np.random.default_rng([number, draw])
-            right = rng.random(len(truth.labels)) < RIGHT.get(method, 0.7)
+            right = rng.random(len(truth.labels)) < SHARE_RIGHT.get(method, 0.7)
             answers = np.where(right, truth.labels, (truth.labels + 1) % 10)
             common: Row = {"protocol": protocol, "method": method, "labels_per_class": labels, "draw": draw}
             for row, images in scored(common, truth, answers, "dev", {}):
