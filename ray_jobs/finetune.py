@@ -294,6 +294,7 @@ def _tune_trial(
 ) -> None:
     from ray import tune
 
+    sys.unraisablehook = _show_unraisable
     number = parameters["fold"] * len(task.config.learning_rates) + parameters["rate"]
     after = steps_after(task.config, len(folds), concurrent, number)
     rate = task.config.learning_rates[parameters["rate"]]
@@ -305,6 +306,15 @@ def _tune_trial(
         tune.report({"accuracy": 0.0, "loss": DIVERGED})
     else:
         tune.report({"accuracy": result.accuracy, "loss": result.loss})
+
+
+def _show_unraisable(error: sys.UnraisableHookArgs) -> None:
+    """Show an exception that nothing can catch, unless it only ends the process.
+
+    Ray's handler of SIGTERM raises SystemExit wherever the code of a trial is that has ended, in a destructor too.
+    """
+    if not isinstance(error.exc_value, SystemExit):
+        sys.__unraisablehook__(error)
 
 
 def steps_after(config: Finetune, folds: int, concurrent: int, number: int) -> int:

@@ -391,7 +391,7 @@ def run_workers(context: Context[Pretrain]) -> dict[str, Any]:
         RAY_TRAIN_ENABLE_PRINT_PATCH="0",  # it shows every line twice
         RAY_TRAIN_ENABLE_PREEMPTION_WATCHER="0",
     )
-    from ray.train import FailureConfig, RunConfig
+    from ray.train import FailureConfig, LoggingConfig, RunConfig
     from ray.train.torch import TorchTrainer
 
     from ray_jobs.training.process_group import OnOneMachine
@@ -409,6 +409,8 @@ def run_workers(context: Context[Pretrain]) -> dict[str, Any]:
                 storage_path=scratch,  # nothing is kept there: what a worker made goes into the store
                 # A failed worker fails the attempt; the pipeline's driver decides about the next.
                 failure_config=FailureConfig(max_failures=0, controller_failure_limit=2),
+                # Below a warning it says where each worker runs.
+                logging_config=LoggingConfig(log_level="WARNING"),
             ),
         )
         outcome: dict[str, Any] = trainer.fit().return_value

@@ -31,9 +31,11 @@ COLOURS = {
 }
 
 _WORKER = re.compile(r"^\(.*?pid=\d+[^)]*\)\s?")  # Ray's prefix of lines that come from its workers
+# What Ray and DeepSpeed always say, and have no setting for.
 _CHATTER = re.compile(
-    r"^(\S+ \S+\s+INFO job_manager\.py|Running entrypoint for job |.*INFO worker\.py)"
-)  # Ray's own
+    r"^(\S+ \S+\s+INFO job_manager\.py|Running entrypoint for job |.*INFO worker\.py"
+    r"|DeepSpeed \S+ built successfully$)"
+)
 _STEP = re.compile(r"(\d+)/(\d+)")
 
 

@@ -24,12 +24,14 @@ def test_lines_lose_colours_and_the_workers_prefix_and_keep_brackets() -> None:
     assert "abc[0]" in text
 
 
-def test_rays_own_lines_are_left_out() -> None:
+def test_the_libraries_own_lines_are_left_out_and_their_warnings_are_not() -> None:
     text = shown(
         "2026-11-21 09:13:29,146\tINFO job_manager.py:581 -- Runtime env is setting up.",
         "Running entrypoint for job x: exec python",
+        "(RayTrainWorker pid=12) DeepSpeed deepspeed.ops.comm.deepspeed_shm_comm_op built successfully",
+        "(RayTrainWorker pid=12) DeepSpeed could not load an op",
     )
-    assert len(text.splitlines()) == 2
+    assert [line.split("  ")[-1] for line in text.splitlines()[1:-1]] == ["DeepSpeed could not load an op"]
 
 
 def test_progress_is_thinned_out_and_errors_are_not() -> None:

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -255,3 +256,16 @@ def test_the_steps_after_a_fit_count_the_rest_of_the_sweep_and_the_refits(concur
 def test_with_all_labels_one_refit_follows() -> None:
     config = configuration(labels=Labels())
     assert [finetune.steps_after(config, 1, 1, number) for number in range(2)] == [40, 20]
+
+
+@pytest.mark.parametrize(("error", "is_shown"), [(SystemExit(1), False), (ValueError("lost"), True)])
+def test_the_end_of_a_trials_process_is_no_traceback(
+    error: BaseException, is_shown: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    class Collected:
+        def __del__(self) -> None:
+            raise error
+
+    monkeypatch.setattr(sys, "unraisablehook", finetune._show_unraisable)
+    Collected()
+    assert ("Exception ignored in" in capsys.readouterr().err) is is_shown
