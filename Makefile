@@ -1,17 +1,18 @@
-# make quickstart   install, run the whole pipeline on real images, say where the report is
+# make quickstart   install what it needs, run the whole pipeline on real images, say where the report is
 # make test         install, run all tests
 # make check        install, lint, types
-# make install      DEVICE=cpu|cuda (found out when not given); TORCH_INDEX=URL takes torch from another index
+# make install      also the extras and the tools for tests; DEVICE=cpu|cuda (found out when not given);
+#                   TORCH_INDEX=URL takes torch from another index; INSTALLER=pip installs without uv
 SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 PYTHON ?= python3
 BIN := .venv/bin
 PARALLEL := OMP_NUM_THREADS=1 $(BIN)/pytest -n auto --dist worksteal
-export PYTHON DEVICE TORCH_INDEX WHY
+export PYTHON DEVICE TORCH_INDEX INSTALLER WHY
 
 .PHONY: quickstart test test-fast test-faults test-schedule test-cluster check format accept-code install benchmarks clean
 
-quickstart: install
+quickstart: .venv/installed
 	$(BIN)/vitflow run quickstart
 
 test: install  # what needs no Ray on all cores, the rest one by one: each of them starts many processes
@@ -40,10 +41,14 @@ format: install
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-install: .venv/installed
+install: .venv/installed-dev
 
-.venv/installed: pyproject.toml constraints.txt infra/install.sh
+.venv/installed: pyproject.toml constraints.txt infra/install.sh infra/uv_settings.py
 	bash infra/install.sh
+	touch $@
+
+.venv/installed-dev: .venv/installed
+	EXTRAS=dev bash infra/install.sh
 	touch $@
 
 accept-code: install  # after a change of a stage's code that leaves its results as they are: WHY="..."
