@@ -75,7 +75,7 @@ install "${index[@]}" "$torch"
 install -c constraints.txt setuptools wheel ninja packaging numpy
 built=$(mktemp -d)
 trap 'kill $(jobs -p) 2>/dev/null || true; rm -rf "$built"' EXIT
-has_op() { [ "$device" = cuda ] || .venv/bin/python -W ignore -c 'import deepspeed.ops.comm.deepspeed_shm_comm_op' 2>/dev/null; }
+has_op() { [ "$device" = cuda ] || .venv/bin/python -c 'import deepspeed.ops.comm.deepspeed_shm_comm_op' &>/dev/null; }
 build=
 if [ "$(installed deepspeed)" != "$(pinned deepspeed)" ] || ! has_op; then
   echo "install: DeepSpeed, with its communication op built, and everything else (a minute or two)"
