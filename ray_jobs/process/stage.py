@@ -15,6 +15,7 @@ import importlib
 import importlib.metadata
 import os
 import platform
+import signal
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -210,6 +211,8 @@ def join_ray(attempt: Attempt) -> None:
     # processes that the stage starts need it, too: Ray Train's cleaner would otherwise find the host's other Rays
     known = {} if address == "auto" else {"env_vars": {"RAY_ADDRESS": address}}
     ray.init(address=address, runtime_env=known, log_to_driver=True, logging_level="warning")
+    # Ray's handler in Python once more, which ends the process, in place of one in C++ that prints a stack before
+    signal.signal(signal.SIGTERM, signal.getsignal(signal.SIGTERM))
 
 
 def _commit(context: Context[AnyStage], result: Result, started: str) -> None:
