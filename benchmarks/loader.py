@@ -206,19 +206,20 @@ def stacked(items: list[tuple[int, np.ndarray]]) -> tuple[list[int], torch.Tenso
 # ------------------------------------------------------------------------------------------------- the arms
 
 
-def ours(folder: Path, workers: int, state: Any = None) -> Iterator[tuple[list[int], Any]]:
+def ours(folder: Path, workers: int) -> Iterator[tuple[list[int], Any]]:
+    from ray_jobs.augment import RandomCrop
     from ray_jobs.data.loader import Loader
-    from ray_jobs.data.shards import open_dataset
+    from ray_jobs.data.sampler import Sampler
+    from ray_jobs.data.shards import Images, open_dataset
     from vit_model.config import Preprocessing
 
     data = open_dataset(folder / "ours")
     side = 32 if is_raw(folder) else SIDE
     given = Preprocessing(mean=(0.5,) * 3, std=(0.5,) * 3, resolution=side, channels=3)
-    policy = "none" if is_raw(folder) else POLICY
-    rows = data.index("train")
-    with Loader(
-        data, rows, given, seed=0, batch=BATCH, threads=workers, policy=policy, state=state
-    ) as batches:
+    crop = None if is_raw(folder) else RandomCrop(POLICY, 0)
+    train = Images(data, data.index("train"))
+    sampler = Sampler(train, seed=0, batch_size=BATCH)
+    with Loader(train, sampler, given, crop=crop, threads=workers) as batches:
         ours.loader = batches  # type: ignore[attr-defined]
         for _, images, labels in batches:
             yield labels.tolist(), images
@@ -442,19 +443,24 @@ def gates(arm: Arm, folder: Path, images: int, truncated: Path, flipped: Path) -
 
 def own_gates(folder: Path) -> dict[str, str]:
     """Of ours: the same at any world size, the same rest after a resume, and how long that takes."""
-    from ray_jobs.data.loader import Loader, State
-    from ray_jobs.data.shards import open_dataset
+    from ray_jobs.augment import RandomCrop
+    from ray_jobs.data.loader import Loader
+    from ray_jobs.data.sampler import Sampler
+    from ray_jobs.data.shards import Images, open_dataset
     from vit_model.config import Preprocessing
 
     data = open_dataset(folder / "ours")
-    rows = data.index("train")
+    train = Images(data, data.index("train"))
     given = Preprocessing(mean=(0.5,) * 3, std=(0.5,) * 3, resolution=SIDE, channels=3)
+    crop = RandomCrop(POLICY, 0)
 
-    def digests(state: Any = None, world: int = 1, steps: int = 4) -> list[int]:
-        ranks = [
-            Loader(data, rows, given, seed=0, batch=64, threads=2, policy=POLICY, rank=rank, world=world,
-                   state=state) for rank in range(world)
-        ]  # fmt: skip
+    def loader(samples: int, **sampling: int) -> Loader:
+        made = Loader(train, Sampler(train, seed=0, **sampling), given, crop=crop, threads=2)
+        made.load_state_dict(made.state_dict() | {"samples": samples})
+        return made
+
+    def digests(samples: int = 0, world: int = 1, steps: int = 4) -> list[int]:
+        ranks = [loader(samples, batch_size=64, rank=rank, world=world) for rank in range(world)]
         found = [
             xxhash.xxh3_64_intdigest(b"".join(next(rank).images.numpy().tobytes() for rank in ranks))
             for _ in range(steps)
@@ -466,13 +472,12 @@ def own_gates(folder: Path) -> dict[str, str]:
     whole = digests()
     worlds = all(digests(world=world) == whole for world in (2, 4))
     began = time.perf_counter()
-    state = State(data.info.content_digest, 0, "global", BATCH, 10**12 + 64)
-    loader = Loader(data, rows, given, seed=0, batch=BATCH, threads=2, policy=POLICY, state=state)
+    resumed = loader(10**12 + 64, batch_size=BATCH)
     seconds = time.perf_counter() - began
-    next(loader)
+    next(resumed)
     first = time.perf_counter() - began
-    loader.__exit__()
-    again = digests(State(data.info.content_digest, 0, "global", 64, 128), steps=2) == whole[2:]
+    resumed.__exit__()
+    again = digests(128, steps=2) == whole[2:]
     return {
         "worlds": "pass" if worlds else "fail",
         "resume": "pass" if again else "fail",

@@ -21,188 +21,29 @@ import os
 import sys
 import tempfile
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any
 
 import numpy as np
-import pyarrow as pa
-from numpy.typing import NDArray
 from pydantic import ValidationError
 
+# torch and Ray are imported by the functions that need them: the process that reads --spec starts without.
 from pipelines.identity import canonical_json, sha256
 from pipelines.spec import Finetune
-from pipelines.store import FileEntry
-from ray_jobs.data.shards import Dataset, Split
+from ray_jobs.data.shards import Dataset, Images
 from ray_jobs.evaluation import rows
-from ray_jobs.evaluation.leakage import COMPARED, PRETRAINED, SEEN, Overlap, check_leakage
-from ray_jobs.pretrain import model_contract
-from ray_jobs.process.progress import Progress
+from ray_jobs.evaluation.leakage import PRETRAINED, SEEN, Overlap, check_leakage
+from ray_jobs.evaluation.supports import Supports
+from ray_jobs.process import devices
 from ray_jobs.process.stage import Context, Result, model_digest, run_stage
-from ray_jobs.training import devices, optim
+from ray_jobs.training.contract import model_contract
+from ray_jobs.training.task import Indices, Refit, Task, read_split
+from vit_model.config import ModelContract, Preprocessing
 from vit_model.errors import UserError, reasons
 from vit_model.variants import FAMILIES
-
-if TYPE_CHECKING:
-    from vit_model.build import Network
-    from vit_model.config import ModelContract
 
 PROTOCOL = "fine-tuning"
 ONE_RATE = "nothing, one learning rate was given"
 DIVERGED = sys.float_info.max  # the loss of a trial that diverged: sweep.json can't say infinity
-_EVALUATION_BATCH = 512
-_CURVE_POINTS = 20
-
-Indices = NDArray[np.int64]
-
-
-class Images(NamedTuple):
-    """Labelled images that are read when they are needed: some rows of a dataset's index."""
-
-    dataset: Dataset
-    rows: pa.Table
-
-    @property
-    def labels(self) -> NDArray[np.int64]:
-        return np.asarray(self.rows["label"].to_numpy(), np.int64)
-
-    def take(self, indices: Indices) -> Images:
-        return Images(self.dataset, self.rows.take(indices))
-
-
-class Task(NamedTuple):
-    """What all fits of a stage share."""
-
-    config: Finetune
-    contract: ModelContract
-    backbone: Path | None
-
-
-class Score(NamedTuple):
-    """A model's results on some images: `predictions` [n] are labels, `probabilities` [n] their softmax probabilities,
-    and `loss` is the mean cross-entropy."""
-
-    accuracy: float
-    loss: float
-    predictions: NDArray[np.int64]
-    probabilities: NDArray[np.float32]
-
-
-# ------------------------------------------------------------------------------------------------- one fit
-
-
-def fetched(context: Context[Finetune], task: Task) -> Task:
-    """The task on this machine: another may have fetched the backbone's files to another folder."""
-    return task if task.backbone is None else task._replace(backbone=context.input("backbone"))
-
-
-def start_model(task: Task, seed: int) -> Network:
-    """The model before its first step: a new head (zeros) on the backbone, or new weights throughout."""
-    from vit_model.build import build
-    from vit_model.weights import load_model, transfer_backbone
-
-    model = build(task.contract.architecture)
-    model.initialise(seed)
-    if task.backbone is not None:
-        transfer_backbone(model, load_model(task.backbone)[0])
-    return model
-
-
-def taken_over(task: Task) -> list[str]:
-    """What of the backbone is resized, dropped or new in the model, a line each."""
-    from vit_model.build import build
-    from vit_model.weights import load_model, transfer_backbone
-
-    if task.backbone is None:
-        return []
-    return transfer_backbone(build(task.contract.architecture), load_model(task.backbone)[0])
-
-
-def fit(
-    task: Task, data: Images, learning_rate: float, seed: int, noun: str = "step", after: int = 0
-) -> tuple[Network, list[dict[str, float | int]], int]:
-    """The model trained on `data` with all its weights, its curve [{step, learning_rate, loss}], and how many damaged
-    images others took the place of.
-
-    The weights are float32; with dtype bfloat16 a bfloat16 copy of them computes the gradients. `after` is of
-    `steps_after`, for the time left. Raises ValueError when the loss or a gradient stops being finite.
-    """
-    config = task.config
-    devices.set_threads(config.threads)
-    import torch
-
-    from ray_jobs.augment import augment, randomise
-    from ray_jobs.data.loader import Loader
-    from vit_model.objectives import softmax_cross_entropy
-    from vit_model.preprocessing import normalise
-
-    device = devices.device()
-    dtype = devices.torch_dtype(config.dtype, device)
-    model = start_model(task, seed).to(device).train()
-    working = optim.working_copy(model, dtype)
-    optimizer = optim.adamw(model, config.optimizer)
-    steps, batch = config.steps, config.batch_size
-    points = {math.ceil(steps * part / _CURVE_POINTS) for part in range(1, _CURVE_POINTS + 1)}
-    curve: list[dict[str, float | int]] = []
-    loss_sum, summed = torch.zeros((), device=device), 0
-    progress = Progress(steps, noun, after=after)
-
-    classes = len(task.contract.class_names)
-    with Loader(
-        data.dataset,
-        data.rows,
-        task.contract.preprocessing,
-        policy=config.augment,
-        seed=seed,
-        batch=batch,
-        threads=config.threads,
-    ) as batches:
-        for step, (positions, images, labels) in zip(range(steps), batches, strict=False):
-            images, labels = images.to(device), labels.to(device)
-            if not batches.is_cropped:
-                images = augment(images, config.augment, seed, positions)
-            images, labels = randomise(images, labels, classes, config, seed, step, positions)
-            rate = optim.learning_rate(step, steps, learning_rate, config.optimizer)
-            optim.set_learning_rate(optimizer, rate)
-            logits = working(normalise(images, task.contract.preprocessing, dtype))
-            loss = softmax_cross_entropy(logits, labels, config.label_smoothing)
-            loss.backward()
-            norm = optim.update(optimizer, model, working, config.optimizer.clip_norm)
-            loss_sum += loss.detach()
-            summed += 1
-
-            done = step + 1
-            if done in points:
-                optim.check_finite("gradient norm", norm, step)
-                optim.check_finite("loss", loss_sum, step)
-                curve.append({"step": done, "learning_rate": rate, "loss": loss_sum.item() / summed})
-                loss_sum.zero_()
-                summed = 0
-            if progress.due(done) and done < steps:
-                progress.show(done, done * batch, loss=loss.item())
-    return model.eval(), curve, batches.substitutes
-
-
-def score(model: Network, contract: ModelContract, data: Images) -> Score:
-    """Judge every image of `data`, in float32."""
-    import torch
-    from torch.nn import functional
-
-    from vit_model.preprocessing import normalise
-
-    device, preprocessing = next(model.parameters()).device, contract.preprocessing
-    labels, parts = torch.tensor(data.labels), []
-    with torch.inference_mode():
-        for start in range(0, len(labels), _EVALUATION_BATCH):
-            images = torch.from_numpy(
-                data.dataset.load(data.rows.slice(start, _EVALUATION_BATCH), preprocessing)
-            )
-            parts.append(model(normalise(images.to(device), preprocessing, torch.float32)).cpu())
-        logits = torch.cat(parts)
-        predictions = logits.argmax(dim=1)
-        probabilities = logits.softmax(dim=1).amax(dim=1)
-        loss = functional.cross_entropy(logits, labels).item()
-    accuracy = (predictions == labels).double().mean().item()
-    return Score(accuracy, loss, predictions.numpy(), probabilities.numpy())
-
 
 # ------------------------------------------------------------------------------------------------- the sweep
 
@@ -221,21 +62,12 @@ def choose(trials: list[dict[str, Any]]) -> float:
 
     best = min(trials, key=place)
     if set(best["losses"]) == {DIVERGED}:
-        raise optim.DivergenceError(
+        from ray_jobs.training.optim import DivergenceError
+
+        raise DivergenceError(
             "training diverged with every learning rate of the sweep: lower ones would help"
         )
     return float(best["learning_rate"])
-
-
-def run_trial(
-    task: Task, pool: Images, fold: tuple[Indices, Indices], rate: float, name: str, after: int = 0
-) -> Score:
-    """Fit on the first part of a fold and judge on the second."""
-    inside, outside = fold
-    model, *_ = fit(task, pool.take(inside), rate, task.config.seed, f"{name}, step", after)
-    result = score(model, task.contract, pool.take(outside))
-    print(f"{name}: accuracy {result.accuracy:.3f}, loss {result.loss:.3f}", flush=True)
-    return result
 
 
 def sweep(
@@ -294,6 +126,9 @@ def _tune_trial(
 ) -> None:
     from ray import tune
 
+    from ray_jobs.training.fit import run_trial
+    from ray_jobs.training.optim import DivergenceError
+
     sys.unraisablehook = _show_unraisable
     number = parameters["fold"] * len(task.config.learning_rates) + parameters["rate"]
     after = steps_after(task.config, len(folds), concurrent, number)
@@ -301,7 +136,7 @@ def _tune_trial(
     name = f"learning rate {rate:g}" + (f", fold {parameters['fold']}" if len(folds) > 1 else "")
     try:
         result = run_trial(fetched(context, task), pool, folds[parameters["fold"]], rate, name, after)
-    except optim.DivergenceError as error:  # a sweep is there to find out which rates are too high
+    except DivergenceError as error:  # a sweep is there to find out which rates are too high
         print(f"{name}: {error}", flush=True)
         tune.report({"accuracy": 0.0, "loss": DIVERGED})
     else:
@@ -333,19 +168,18 @@ def steps_after(config: Finetune, folds: int, concurrent: int, number: int) -> i
 # ------------------------------------------------------------------------------------------------- the refits
 
 
-class Refit(NamedTuple):
-    """One draw's model on test. `files` are those of the model, where it was kept."""
-
-    score: Score
-    curve: list[dict[str, float | int]]
-    substitutes: int
-    files: tuple[FileEntry, ...]
+def fetched(context: Context[Finetune], task: Task) -> Task:
+    """The task on this machine: another may have fetched the backbone's files to another folder."""
+    return task if task.backbone is None else task._replace(backbone=context.input("backbone"))
 
 
 def refit(
     context: Context[Finetune], task: Task, pool: Images, rate: float, draw: int, after: int = 0
 ) -> Refit:
     """Fit on all of a draw's labels and judge on test. Draw 0's model becomes the artifact's."""
+    from ray_jobs.training.fit import fit, score
+    from vit_model.weights import save_model
+
     seed, noun = task.config.seed + draw, f"draw {draw}, step"
     model, curve, substitutes = fit(fetched(context, task), pool, rate, seed, noun, after)
     test = read_split(context.dataset(context.config.cache_gib), "test")
@@ -353,8 +187,6 @@ def refit(
     print(f"draw {draw}: test accuracy {result.accuracy:.3f}", flush=True)
     if draw:
         return Refit(result, curve, substitutes, ())
-    from vit_model.weights import save_model
-
     with context.staging() as staging:
         save_model(staging.path, model, task.contract)
     return Refit(result, curve, substitutes, staging.files)
@@ -380,21 +212,25 @@ def main(context: Context[Finetune]) -> Result:
     """Check the backbone for leakage, sweep, choose, refit, score, write.
 
     Raises:
-        ValueError: the backbone was trained on test images, see `check_leakage`; or every learning rate diverged.
+        UserError: the backbone was trained on test images, see `check_leakage`; or every learning rate diverged.
     """
     config = context.config
     dataset = context.dataset(config.cache_gib)
     task = make_task(config, dataset, context.input("backbone") if config.backbone else None)
-    for line in taken_over(task):
-        print(line, flush=True)
-    pools, folds, selected_on = labelled(config, dataset)
+    if task.backbone is not None:
+        from ray_jobs.training.fit import taken_over
+
+        for line in taken_over(task):
+            print(line, flush=True)
+    pools, supports = labelled(config, dataset)
+    selected_on = supports.selected_on
     dataset.require("test")
-    overlap = check_leakage(context, dataset, learned_from(pools))
+    overlap = check_leakage(context, dataset, supports.pool.take(supports.rows))
     if len(config.learning_rates) == 1:  # nothing to choose from, so no image is kept from the training
         trials, chosen, selected_on = [], config.learning_rates[0], ONE_RATE
     else:
         with tempfile.TemporaryDirectory(prefix="vitflow-", ignore_cleanup_errors=True) as scratch:
-            trials = sweep(context, task, pools[0], folds, scratch)
+            trials = sweep(context, task, pools[0], supports.folds, scratch)
         chosen = choose(trials)
     print(f"chosen on {selected_on}: learning rate {chosen:g}", flush=True)
     refits = run_refits(context, task, pools, chosen)
@@ -439,7 +275,6 @@ def make_task(config: Finetune, dataset: Dataset, backbone: Path | None) -> Task
         assert config.model is not None and config.resolution is not None
         contract = model_contract(config.model, config.resolution, dataset.info, config.eval_crop)
         return Task(config, contract, None)
-    from vit_model.config import ModelContract, Preprocessing
     from vit_model.weights import read_contract
 
     source = read_contract(backbone)
@@ -459,40 +294,11 @@ def make_task(config: Finetune, dataset: Dataset, backbone: Path | None) -> Task
     return Task(config, contract, backbone)
 
 
-def labelled(config: Finetune, dataset: Dataset) -> tuple[list[Images], list[tuple[Indices, Indices]], str]:
-    """(each draw's images, the folds inside draw 0's, on what the rate is selected). Reads train and dev only."""
-    from ray_jobs.evaluation.supports import (  # scikit-learn, a second that no trial needs
-        draw_labels,
-        stratified_folds,
-    )
-
-    labels = config.labels
-    train = read_split(dataset, "train")
-    if labels.per_class is not None:
-        pools = [
-            train.take(draw_labels(train.labels, labels.per_class, labels.seed, draw))
-            for draw in range(labels.draws)
-        ]
-        folds = stratified_folds(pools[0].labels, labels.folds, labels.seed)
-        return pools, folds, f"{labels.folds}-fold cross-validation in draw 0"
-    if not dataset.info.splits["dev"]:
-        folds = stratified_folds(train.labels, labels.folds, labels.seed)
-        return [train], folds, f"{labels.folds}-fold cross-validation in train"
-    dev = read_split(dataset, "dev")
-    both = Images(dataset, pa.concat_tables([train.rows, dev.rows]))
-    return [both], [(np.arange(len(train.labels)), np.arange(len(train.labels), len(both.labels)))], "dev"
-
-
-def learned_from(pools: list[Images]) -> pa.Table:
-    """sample_id and COMPARED of the images that some draw takes, each once."""
-    rows = pa.concat_tables([pool.rows for pool in pools])
-    return rows.group_by(["sample_id", *COMPARED]).aggregate([])
-
-
-def read_split(dataset: Dataset, split: Split) -> Images:
-    """The images of a split. Raises ValueError when it is empty."""
-    dataset.require(split)
-    return Images(dataset, dataset.index(split))
+def labelled(config: Finetune, dataset: Dataset) -> tuple[list[Images], Supports]:
+    """(each draw's images, the supports that they are of). Reads train and dev only."""
+    dataset.require("train")
+    supports = Supports(dataset.index("train"), dataset.index("dev"), config.labels)
+    return [Images(dataset, supports.pool.take(rows)) for rows in supports.draws], supports
 
 
 def tables(

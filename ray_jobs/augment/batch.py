@@ -12,10 +12,8 @@ import torch
 from numpy.typing import NDArray
 from torch.nn import functional
 
-from pipelines.spec import Augmentation, Finetune, Pretrain
-from ray_jobs.augment import mixing
+from pipelines.spec import Augmentation
 from ray_jobs.augment.crops import CROPPING, Crops, crops
-from ray_jobs.augment.randaugment import randaugment
 from ray_jobs.augment.random import uniform
 
 POLICIES = get_args(Augmentation)
@@ -42,27 +40,6 @@ def augment(
     draws = uniform(seed, positions, purpose=purpose)
     shifted = shift(images, draws)
     return flip(shifted, draws[:, 4] < 0.5) if policy == "shift_flip" else shifted
-
-
-def randomise(
-    images: torch.Tensor,
-    labels: torch.Tensor,
-    classes: int,
-    config: Pretrain | Finetune,
-    seed: int,
-    step: int,
-    positions: NDArray[np.int64],
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """What comes after crop and flip: RandAugment, then mixup or CutMix, as far as the configuration has them.
-
-    In: a worker's share of the global batch of `step`. Out: its images, and its labels, int64 [n] or, where they are
-    mixed, probabilities [n, classes]. All workers call this together.
-    """
-    if config.randaugment is not None:
-        layers, magnitude = config.randaugment.layers, config.randaugment.magnitude
-        images = randaugment(images, layers, magnitude, seed, positions)
-    how = mixing.plan(config.mixup, config.cutmix, seed, step, *images.shape[1:3])
-    return (images, labels) if how is None else mixing.mix(images, labels, classes, how)
 
 
 def flip(images: torch.Tensor, flipped: NDArray[np.bool_]) -> torch.Tensor:

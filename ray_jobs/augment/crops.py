@@ -1,8 +1,8 @@
 """Which part of an image is taken, and whether it is mirrored: numbers only, so that a decoder can ask beforehand.
 
 In: a policy, sizes of images and random numbers. Out: boxes in whole pixels. No pixel is touched here.
-Use, before decoding: `crops("crop_flip", seed, positions, heights, widths)`, for one image or a batch of them; the part
-is then resized to the model's square, and mirrored where `flipped` says so.
+Use, before decoding: `RandomCrop("crop_flip", seed).boxes(positions, heights, widths)`, for one image or a batch; the
+part is then resized to the model's square, and mirrored where `flipped` says so.
 """
 
 from __future__ import annotations
@@ -64,6 +64,17 @@ def crops(
         box = squash_crop_boxes(draws, height, width)
     flipped = draws[:, _FLIP.get(policy, 4)] < 0.5
     return Crops(*box, np.zeros_like(flipped) if policy == "squash_crop" else flipped)
+
+
+class RandomCrop(NamedTuple):
+    """The random crop of a training, which the loader takes of each original image while it decodes it."""
+
+    policy: str
+    seed: int
+
+    def boxes(self, positions: Pixels, height: Size, width: Size) -> Crops:
+        """What it takes of images of these sizes (an int, or [n]) at these positions [n] of the stream."""
+        return crops(self.policy, self.seed, positions, height, width)
 
 
 def crop_boxes(draws: Numbers, height: Size, width: Size) -> tuple[Pixels, Pixels, Pixels, Pixels]:

@@ -9,15 +9,20 @@ delivered: any position's row is computed from its number alone, in no memory, w
 from __future__ import annotations
 
 import hashlib
-from typing import Protocol
+from collections.abc import Iterator
+from typing import Any, Literal, Protocol
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
+
+from ray_jobs.data.reading import pieces
+from ray_jobs.data.shards import Images
 
 _ROUNDS = 8  # of two halves each; fewer are enough for large n, but show below ten
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 STREAMS = 64  # parts of an epoch that are read side by side: up to so many nodes share no row group
 WINDOW = 4  # row groups of a stream that are mixed
+_PLANNED = 4096  # positions whose rows are computed at once: costs as much as for a few
 
 
 class Order(Protocol):
@@ -41,6 +46,54 @@ def check_world(global_batch: int, rank: int, world: int) -> None:
         raise ValueError(f"global batch {global_batch} cannot be shared equally by {world} workers")
     if not 0 <= rank < world:
         raise ValueError(f"rank {rank} is not one of the {world} ranks 0..{world - 1}")
+
+
+class Sampler:
+    """Which rows a rank takes in each global batch, without an end, as torch's DistributedSampler says of an epoch.
+
+    Raises ValueError if the ranks cannot share the batch equally, or there are no images.
+    """
+
+    def __init__(
+        self,
+        images: Images,
+        *,
+        seed: int,
+        batch_size: int,
+        order: Literal["global", "window"] = "global",
+        rank: int = 0,
+        world: int = 1,
+    ) -> None:
+        check_world(batch_size, rank, world)
+        fingerprint = images.dataset.info.content_digest
+        self.batch_size, self.rank, self.world = batch_size, rank, world
+        self.stream = {"fingerprint": fingerprint, "seed": seed, "order": order, "batch_size": batch_size}
+        """What decides which sample comes at which position; the size of the global batch only in order "window"."""
+        self.order: Order = (
+            GlobalOrder(len(images.rows), fingerprint, seed)
+            if order == "global"
+            else WindowOrder(pieces(images.rows), fingerprint, seed, batch_size)
+        )
+
+    def batches(self, first: int) -> Iterator[tuple[NDArray[np.int64], NDArray[np.int64]]]:
+        """(positions, rows) of each of the rank's batches, from position `first` of the stream on."""
+        share = self.batch_size // self.world
+        block = max(1, _PLANNED // share)
+        step = 0
+        while True:
+            steps = range(step, step + block)
+            positions = np.stack([
+                first + sample_positions(number, self.batch_size, self.rank, self.world) for number in steps
+            ])  # fmt: skip
+            rows = self.order.rows(positions.ravel()).reshape(positions.shape)
+            yield from zip(positions, rows, strict=True)
+            step += block
+
+
+def describe(stream: dict[str, Any]) -> str:
+    """A sampler's stream, or a loader's state, in words that are equal if the samples are."""
+    batch = f", batch {stream['batch_size']}" if stream["order"] == "window" else ""
+    return f"dataset {stream['fingerprint'][:12]}, seed {stream['seed']}, order {stream['order']}{batch}"
 
 
 class GlobalOrder:

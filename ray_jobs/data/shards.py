@@ -27,7 +27,7 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
-from typing import Annotated, Literal, Self
+from typing import Annotated, Literal, NamedTuple, Self
 
 import numpy as np
 import psutil
@@ -370,6 +370,20 @@ class Dataset:
     def reader(self, rows: pa.Table) -> Reader:
         """What reads the bytes of the images of these rows of the index."""
         return Reader(self._shards, rows)
+
+
+class Images(NamedTuple):
+    """Labelled images that are read when they are needed: some rows of a dataset's index."""
+
+    dataset: Dataset
+    rows: pa.Table
+
+    @property
+    def labels(self) -> NDArray[np.int64]:
+        return np.asarray(self.rows["label"].to_numpy(), np.int64)
+
+    def take(self, indices: NDArray[np.int64]) -> Images:
+        return Images(self.dataset, self.rows.take(indices))
 
 
 def _row_groups(samples: Iterable[Sample], row_group_bytes: int) -> Iterator[list[Sample]]:

@@ -28,7 +28,7 @@ from pipelines.spec import AnyStage, Baselines, Evaluate, Finetune, Ingest, Labe
 from pipelines.store import InputRef, Manifest, Store, local_files, read_manifest
 from ray_jobs.data.near_duplicates import is_near
 from ray_jobs.data.shards import Dataset
-from ray_jobs.evaluation.supports import draw_labels
+from ray_jobs.evaluation.supports import support_rows
 from ray_jobs.process.stage import Context
 from vit_model.errors import UserError
 
@@ -219,10 +219,9 @@ def training_images(model: Manifest, index: pa.Table) -> pa.Table:
     train = index.filter(pc.equal(index["split"], "train"))
     if model.job != "finetune":
         return train
-    labels = Labels.model_validate(model.config["labels"])
-    if labels.per_class is None:
-        return pa.concat_tables([train, index.filter(pc.equal(index["split"], "dev"))])
-    return train.take(draw_labels(train["label"].to_numpy(), labels.per_class, labels.seed, 0))
+    labels, dev = Labels.model_validate(model.config["labels"]), index.filter(pc.equal(index["split"], "dev"))
+    rows = support_rows(train["label"].to_numpy(), len(dev), labels, draw=0)
+    return pa.concat_tables([train, dev]).take(rows)
 
 
 def _unchanged(store: Store, reference: InputRef) -> Manifest | None:

@@ -1,31 +1,30 @@
 """What a pretraining minimises: the module that is trained, and the loss of a batch.
 
-In: the stage's configuration and a model; uint8 images of a worker's share of a batch. Out: a scalar.
+In: the stage's configuration and a model; uint8 views of a worker's share of a batch. Out: a scalar.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from pipelines.spec import Augmentation, Pretrain
+import numpy as np
+import torch
+from numpy.typing import NDArray
 
-if TYPE_CHECKING:
-    import numpy as np
-    import torch
-    from numpy.typing import NDArray
-
-    from vit_model.build import Network
-    from vit_model.config import ModelContract
-    from vit_model.contrastive import MomentumEncoder
+from pipelines.spec import Pretrain
+from ray_jobs.augment import uniform
+from vit_model.build import Network
+from vit_model.config import ModelContract, ViTConfig
+from vit_model.contrastive import MoCo, MomentumEncoder
+from vit_model.masked_patches import DRAWS, MaskedPatches
+from vit_model.model import ViT
+from vit_model.objectives import sigmoid_cross_entropy, softmax_cross_entropy
+from vit_model.preprocessing import normalise
 
 
 def make_task(config: Pretrain, model: Network) -> tuple[torch.nn.Module, MomentumEncoder | None]:
     """What is trained: the model, or what an objective without labels adds to it, which calls it `model`; and MoCo's
     momentum encoder, which follows that."""
-    from vit_model.contrastive import MoCo, MomentumEncoder
-    from vit_model.masked_patches import MaskedPatches
-    from vit_model.model import ViT
-
     if config.objective in ("softmax", "sigmoid"):
         return model, None
     assert isinstance(model, ViT), "the configuration allows no other"
@@ -36,42 +35,28 @@ def make_task(config: Pretrain, model: Network) -> tuple[torch.nn.Module, Moment
     return task, MomentumEncoder(task)
 
 
-def policy(config: Pretrain) -> Augmentation:
-    """What is done to an image before `batch_loss` gets it; MoCo's two views are cut there, from the whole image."""
-    return "none" if config.objective == "contrastive" else config.augment
-
-
 def batch_loss(
     engine: Any,
     config: Pretrain,
     contract: ModelContract,
-    images: torch.Tensor,
-    labels: torch.Tensor,
+    views: tuple[torch.Tensor, ...],
+    targets: torch.Tensor,
     positions: NDArray[np.int64],
     dtype: torch.dtype,
     follower: MomentumEncoder | None,
 ) -> torch.Tensor:
-    """The loss, a scalar, of uint8 images [n, h, w, c] by the configuration's objective.
+    """The loss, a scalar, of a worker's share of a batch by the configuration's objective.
 
-    `labels` are int64 [n], or probabilities [n, classes] of mixed images. `positions` [n] number the samples
-    over the whole training: they decide which patches are corrupted, and what two views of an image are.
+    `views` and `targets` are of `TrainTransform`. `positions` [n] number the samples over the whole training: they
+    decide which patches are corrupted.
     """
-    import torch
-
-    from ray_jobs.augment import uniform
-    from ray_jobs.augment.views import two_views
-    from vit_model.config import ViTConfig
-    from vit_model.masked_patches import DRAWS
-    from vit_model.objectives import sigmoid_cross_entropy, softmax_cross_entropy
-    from vit_model.preprocessing import normalise
-
     if follower is not None:
-        views = two_views(images, config.augment, config.seed, positions)
         one, other = (normalise(view, contract.preprocessing, dtype) for view in views)
-        with torch.autocast(images.device.type, torch.bfloat16, enabled=dtype == torch.bfloat16):
+        with torch.autocast(one.device.type, torch.bfloat16, enabled=dtype == torch.bfloat16):
             keys = follower.keys(one, other)
         contrastive: torch.Tensor = engine(one, other, *keys)
         return contrastive
+    (images,) = views
     inputs = normalise(images, contract.preprocessing, dtype)
     if config.objective == "masked_patches":
         assert isinstance(contract.architecture, ViTConfig), "the configuration allows no other"
@@ -80,4 +65,4 @@ def batch_loss(
         loss: torch.Tensor = engine(inputs, images, draws.view(-1, patches, DRAWS).to(images.device))
         return loss
     cross_entropy = sigmoid_cross_entropy if config.objective == "sigmoid" else softmax_cross_entropy
-    return cross_entropy(engine(inputs), labels, config.label_smoothing)
+    return cross_entropy(engine(inputs), targets, config.label_smoothing)

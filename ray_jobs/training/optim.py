@@ -6,18 +6,18 @@ In: a model and the fields of a stage's configuration. Out: a `torch.optim.AdamW
 
 from __future__ import annotations
 
+import copy
 import math
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
+
+import torch
 
 from pipelines.spec import Optimizer
 from vit_model.errors import UserError
 
-if TYPE_CHECKING:
-    import torch
-
 # Numbers that DeepSpeed reduces and gathers at a time; it allocates a buffer of this size (its default is 5e8).
 _BUCKET = 1 << 24
-Module = TypeVar("Module", bound="torch.nn.Module")
+Module = TypeVar("Module", bound=torch.nn.Module)
 
 
 def learning_rate(step: int, total_steps: int, base: float, optimizer: Optimizer) -> float:
@@ -48,8 +48,6 @@ def adamw(model: torch.nn.Module, optimizer: Optimizer, decays_all: bool = False
     to the base rate: its `wd` is `weight_decay` times the base rate (docs/training.md). Kernels are decayed
     (big_vision's mask), or with `decays_all` every trained parameter.
     """
-    import torch
-
     named = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
     groups = [
         {"params": [p for name, p in named if is_decayed(name, p)], "weight_decay": optimizer.weight_decay},
@@ -68,10 +66,6 @@ def set_learning_rate(optimizer: Any, rate: float) -> None:
 
 def working_copy(model: Module, dtype: torch.dtype) -> Module:
     """The model that computes gradients: a copy in `dtype`, or the float32 model itself."""
-    import copy
-
-    import torch
-
     return model if dtype == torch.float32 else copy.deepcopy(model).to(dtype)
 
 
@@ -83,8 +77,6 @@ def update(
     Returns the norm of the gradients before they were clipped. Without the float32 weights small steps would round
     to nothing in bfloat16.
     """
-    import torch
-
     weights, copies = list(model.parameters()), list(working.parameters())
     if working is not model:
         for weight, rounded in zip(weights, copies, strict=True):

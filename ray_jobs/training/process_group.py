@@ -13,7 +13,7 @@ from typing import Any
 import ray
 from ray.train.torch import TorchConfig
 
-from ray_jobs.training import devices
+from ray_jobs.process import devices
 
 
 class _Meeting(TorchConfig().backend_cls):  # type: ignore[misc]  # (Ray has no types)

@@ -18,6 +18,7 @@ from ray_jobs.data.columns import INDEX, Sample
 from ray_jobs.data.images import examine_pixels
 from ray_jobs.data.shards import (
     Dataset,
+    Images,
     ImageSize,
     Shard,
     open_dataset,
@@ -25,8 +26,9 @@ from ray_jobs.data.shards import (
     write_dataset,
     write_shard,
 )
-from ray_jobs.finetune import Images, Task, fit
-from ray_jobs.pretrain import model_contract
+from ray_jobs.training.contract import model_contract
+from ray_jobs.training.fit import fit
+from ray_jobs.training.task import Task
 
 STEPS = 4
 

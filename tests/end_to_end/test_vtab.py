@@ -10,7 +10,7 @@ import pytest
 from pipelines.spec import ModelSize
 from pipelines.spec.vtab import TASKS
 from ray_jobs.data.shards import DatasetInfo
-from ray_jobs.pretrain import model_contract
+from ray_jobs.training.contract import model_contract
 from tests.support import vtab_natural
 from vit_model.build import build
 from vit_model.weights import save_model

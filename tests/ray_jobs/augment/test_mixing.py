@@ -11,7 +11,7 @@ from scipy import stats
 from torch.nn import functional
 
 from pipelines.spec import Finetune, RandAugment
-from ray_jobs.augment import randomise
+from ray_jobs.augment import TrainTransform
 from ray_jobs.augment.mixing import Mix, mix, plan
 from vit_model.objectives import sigmoid_cross_entropy, softmax_cross_entropy
 
@@ -108,6 +108,7 @@ CONFIG = Finetune(
     job="finetune", data="d", backbone="b", learning_rates=(0.1,), steps=1, batch_size=8,
     randaugment=RandAugment(layers=1, magnitude=10), mixup=0.5, cutmix=1.0,
 )  # fmt: skip
+TRANSFORM = TrainTransform(CONFIG, 5, CLASSES, from_files=False)
 STEPS = range(6)
 
 
@@ -115,10 +116,12 @@ def share(rank: int, world: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """What a worker trains on in each step."""
     images, labels = batch(8)
     own = slice(rank * 8 // world, (rank + 1) * 8 // world)
-    return [
-        randomise(images[own], labels[own], CLASSES, CONFIG, 5, step, np.arange(8 * step, 8 * step + 8)[own])
-        for step in STEPS
-    ]
+    parts = []
+    for step in STEPS:
+        positions = np.arange(8 * step, 8 * step + 8)[own]
+        (mixed,), targets = TRANSFORM(images[own], labels[own], positions, step)
+        parts.append((mixed, targets))
+    return parts
 
 
 def _worker(rank: int, folder: Path) -> None:

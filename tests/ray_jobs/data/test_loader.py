@@ -1,6 +1,7 @@
 """The loader: the same batches whoever reads, from wherever, with whatever damage; and nothing decoded twice."""
 
 import io
+import json
 import os
 import time
 from collections.abc import Iterator
@@ -15,11 +16,12 @@ from PIL import Image
 
 from pipelines.files.digests import cache_folder
 from pipelines.store import FileEntry, Store, open_store
-from ray_jobs.augment import crops
+from ray_jobs.augment import RandomCrop, crops
 from ray_jobs.data import reading
 from ray_jobs.data.cache import Cache
-from ray_jobs.data.loader import Batch, Loader, State
-from ray_jobs.data.shards import Dataset, ImageSize, Sample, open_artifact, open_dataset
+from ray_jobs.data.loader import Batch, Loader
+from ray_jobs.data.sampler import Sampler
+from ray_jobs.data.shards import Dataset, Images, ImageSize, Sample, open_artifact, open_dataset
 from tests.support import datasets
 from tests.support.records import make_manifest
 from tests.support.s3 import Bucket, Server, used
@@ -72,6 +74,25 @@ def copied(batch: Batch) -> tuple[np.ndarray, ...]:
     return batch.positions, batch.images.numpy().copy(), batch.labels.numpy()
 
 
+def make_loader(
+    data: Dataset,
+    preprocessing: Preprocessing,
+    *,
+    rows: pa.Table | None = None,
+    crop: RandomCrop | None = None,
+    threads: int = 2,
+    state: dict[str, object] | None = None,
+    **stream: object,
+) -> Loader:
+    """Of train, or of some rows, in batches of twelve; where another was left, if that one's state is given."""
+    images = Images(data, data.index("train") if rows is None else rows)
+    sampler = Sampler(images, **{"seed": 0, "batch_size": 12} | stream)
+    loader = Loader(images, sampler, preprocessing, crop=crop, threads=threads)
+    if state is not None:
+        loader.load_state_dict(state)
+    return loader
+
+
 def stream(
     data: Dataset, preprocessing: Preprocessing, steps: int, **changes: object
 ) -> tuple[np.ndarray, ...]:
@@ -79,8 +100,7 @@ def stream(
     world = changes.get("world", 1)
     ranks = []
     for rank in range(world):
-        given = {"seed": 0, "batch": 12, "threads": 2, "rank": rank} | changes
-        with Loader(data, data.index("train"), preprocessing, **given) as batches:
+        with make_loader(data, preprocessing, rank=rank, **changes) as batches:
             taken = [copied(batch) for batch in islice(batches, steps)]
         ranks.append([np.stack(parts) for parts in zip(*taken, strict=True)])
     return tuple(np.concatenate(parts, axis=1) for parts in zip(*ranks, strict=True))
@@ -94,8 +114,8 @@ def assert_same(one: tuple[np.ndarray, ...], other: tuple[np.ndarray, ...]) -> N
 WAYS = {
     "raw": ("raw", GREY, {}),
     "kept in memory": ("files", COLOUR, {}),
-    "decoded each time": ("files", COLOUR, {"policy": "crop_flip"}),
-    "windows": ("files", COLOUR, {"policy": "crop_flip", "order": "window"}),
+    "decoded each time": ("files", COLOUR, {"crop": RandomCrop("crop_flip", 0)}),
+    "windows": ("files", COLOUR, {"crop": RandomCrop("crop_flip", 0), "order": "window"}),
 }
 
 
@@ -126,9 +146,9 @@ def test_uncropped_files_are_what_load_image_makes(files: Dataset) -> None:
 
 def test_crops_are_parts_of_the_originals(files: Dataset) -> None:
     """Pillow's crop and resize of Pillow's pixels: two levels apart, or a few where a JPEG was decoded at a half."""
-    positions, images, labels = stream(files, COLOUR, 8, policy="crop_flip", seed=3)
-    with Loader(files, files.index("train"), COLOUR, seed=3, batch=12, threads=1) as batches:
-        rows = np.concatenate([batches._order.rows(each) for each in positions])
+    positions, images, labels = stream(files, COLOUR, 8, crop=RandomCrop("crop_flip", 3), seed=3)
+    order = Sampler(Images(files, files.index("train")), seed=3, batch_size=12).order
+    rows = np.concatenate([order.rows(each) for each in positions])
     every, found = images.reshape(-1, SIDE, SIDE, 3), []
     for row, position, image, label in zip(rows, positions.ravel(), every, labels.ravel(), strict=True):
         sample = PHOTOGRAPHS[row]
@@ -160,37 +180,47 @@ def test_batches_are_the_same_for_any_world_and_threads(way, changes: dict[str, 
 def test_another_loader_goes_on_where_one_was_left(way) -> None:
     data, preprocessing, given = way
     whole = stream(data, preprocessing, 9, **given)
-    with Loader(data, data.index("train"), preprocessing, seed=0, batch=12, threads=2, **given) as batches:
+    with make_loader(data, preprocessing, **given) as batches:
         for _ in range(4):
             next(batches)
-        state = batches.state
-    order = given.get("order", "global")
-    assert state == State(data.info.content_digest, 0, order, 12, 48), (
-        "counted when handed out, not when decoded"
-    )
+        state = batches.state_dict()
+    assert state == {
+        "fingerprint": data.info.content_digest,
+        "seed": 0,
+        "order": given.get("order", "global"),
+        "batch_size": 12,
+        "samples": 48,
+    }, "counted when handed out, not when decoded"
+    assert json.loads(json.dumps(state)) == state
     rest = stream(data, preprocessing, 5, state=state, **given)
     assert_same(rest, tuple(part[4:] for part in whole))
     # in another size of batch, the same samples follow
     if given.get("order") != "window":
-        halves = stream(data, preprocessing, 10, state=state, **given | {"batch": 6})
+        halves = stream(data, preprocessing, 10, state=state, **given | {"batch_size": 6})
         assert_same(tuple(part.reshape(-1) for part in halves), tuple(part.reshape(-1) for part in rest))
 
 
+def test_a_loader_that_has_begun_goes_back_to_a_state(way) -> None:
+    data, preprocessing, given = way
+    with make_loader(data, preprocessing, **given) as batches:
+        state = batches.state_dict()
+        first = [copied(next(batches)) for _ in range(3)]
+        batches.load_state_dict(state)
+        for expected in first:
+            assert_same(copied(next(batches)), expected)
+
+
 def test_a_state_of_something_else_is_refused(raw: Dataset) -> None:
-    own = State(raw.info.content_digest, 0, "window", 12, 12)
-    for change in ({"fingerprint": "other"}, {"seed": 1}, {"order": "global"}, {"batch": 6}):
-        with pytest.raises(ValueError, match="can't go on there"):
-            Loader(
-                raw, raw.index("train"), GREY, seed=0, batch=12, threads=1, order="window",
-                state=own._replace(**change),
-            )  # fmt: skip
+    with make_loader(raw, GREY, order="window") as batches:
+        state = batches.state_dict()
+        for change in ({"fingerprint": "other"}, {"seed": 1}, {"order": "global"}, {"batch_size": 6}):
+            with pytest.raises(ValueError, match="can't go on there"):
+                batches.load_state_dict(state | change)
 
 
 def test_a_batch_stays_until_the_next_is_asked_for(files: Dataset) -> None:
-    expected = stream(files, COLOUR, 8, policy="crop_flip")[1]
-    with Loader(
-        files, files.index("train"), COLOUR, seed=0, batch=12, threads=2, policy="crop_flip"
-    ) as batches:
+    expected = stream(files, COLOUR, 8, crop=RandomCrop("crop_flip", 0))[1]
+    with make_loader(files, COLOUR, crop=RandomCrop("crop_flip", 0)) as batches:
         for images in expected:
             batch = next(batches)
             for _ in range(3):  # while threads decode the following ones
@@ -200,7 +230,7 @@ def test_a_batch_stays_until_the_next_is_asked_for(files: Dataset) -> None:
 
 def test_rows_may_be_some_of_several_splits(files: Dataset) -> None:
     some = pa.concat_tables([files.index("train")[40:50], files.index("train")[:2]])
-    with Loader(files, some, COLOUR, seed=0, batch=12, threads=1) as batches:
+    with make_loader(files, COLOUR, rows=some, threads=1) as batches:
         labels = sorted(next(batches).labels.tolist())
     assert labels == sorted(some["label"].to_pylist())
 
@@ -228,8 +258,8 @@ def test_damaged_images_are_replaced_by_the_next_counted_and_told(way, tmp_path:
     whole = stream(data, preprocessing, 5, **given)
     copy = damage(data, [7, 30, 31], tmp_path)
     rows = copy.index("train")
-    with Loader(copy, rows, preprocessing, seed=0, batch=12, threads=2, **given) as batches:
-        order = [batches._order.rows(next(batches).positions) for _ in range(5)]
+    with make_loader(copy, preprocessing, **given) as batches:
+        order = [batches._sampler.order.rows(next(batches).positions) for _ in range(5)]
         assert batches.metrics()["substitutes"] == 3
     said = capsys.readouterr().out
     for key in rows["key"].take([7, 30, 31]).to_pylist():
@@ -288,9 +318,7 @@ def test_batches_from_s3_are_those_from_disk(way, server: Server, monkeypatch: p
     assert not list(remote.folder.rglob("shards/*")), "only the index was fetched"
     for world in (1, 2):
         assert_same(stream(remote, preprocessing, 7, **given, world=world), expected)
-    with Loader(
-        remote, remote.index("train"), preprocessing, seed=0, batch=12, threads=2, **given
-    ) as batches:
+    with make_loader(remote, preprocessing, **given) as batches:
         next(batches)
         assert batches.metrics()["cache_hits"] > 0
     np.testing.assert_array_equal(
@@ -300,7 +328,7 @@ def test_batches_from_s3_are_those_from_disk(way, server: Server, monkeypatch: p
 
 def test_a_damaged_piece_of_the_cache_is_fetched_again(files: Dataset, server: Server) -> None:
     store, entries = uploaded(files, server.bucket())
-    given = {"policy": "crop_flip"}
+    given = {"crop": RandomCrop("crop_flip", 0)}
     expected = stream(files, COLOUR, 5, **given)
     remote = open_artifact(store, make_manifest(files=entries))
     assert_same(stream(remote, COLOUR, 5, **given), expected)
@@ -308,8 +336,7 @@ def test_a_damaged_piece_of_the_cache_is_fetched_again(files: Dataset, server: S
     assert len(cached) == 3, "one piece a shard"
     for path in cached:
         path.write_bytes(path.read_bytes()[:-1500] + b"?" * 1500)
-    rows = remote.index("train")
-    with Loader(remote, rows, COLOUR, seed=0, batch=12, threads=2, **given) as batches:
+    with make_loader(remote, COLOUR, **given) as batches:
         assert_same(tuple(map(np.stack, zip(*map(copied, islice(batches, 5)), strict=True))), expected)
         assert batches.metrics()["substitutes"] == 0
         assert batches.metrics()["fetched_bytes"] > 3000
@@ -347,7 +374,7 @@ def test_a_cache_that_is_too_small_is_refused(files: Dataset, server: Server) ->
     remote = open_artifact(store, make_manifest(files=entries), cache_bytes=2000)
     for order, advice in (("global", "order: window"), ("window", "one window")):
         with pytest.raises(ValueError, match=f"cache_gib .* is less than the .* GiB .*{advice}"):
-            Loader(remote, remote.index("train"), COLOUR, seed=0, batch=12, threads=2, order=order)
+            make_loader(remote, COLOUR, order=order)
 
 
 def test_the_cache_keeps_to_its_budget_and_lets_the_oldest_go(

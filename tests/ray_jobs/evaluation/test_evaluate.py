@@ -8,18 +8,18 @@ from typing import Any
 
 import numpy as np
 import pytest
-from sklearn.neighbors import KNeighborsClassifier
 
 from pipelines import store as st
 from pipelines.files.sources import source_files
-from pipelines.spec import Baselines, DigitsSource, Evaluate, Finetune, Labels, ModelSize, ResNetSize
+from pipelines.spec import Baselines, DigitsSource, Evaluate, Labels, ModelSize, ResNetSize
 from pipelines.store import Manifest, Store, open_store
-from ray_jobs import baselines, evaluate, finetune
+from ray_jobs import baselines, evaluate
 from ray_jobs.data import shards
 from ray_jobs.data.images import sample_id
 from ray_jobs.evaluation import rows
-from ray_jobs.pretrain import model_contract
+from ray_jobs.evaluation.features import features_of, support_of
 from ray_jobs.sources import catalog
+from ray_jobs.training.contract import model_contract
 from tests.support import datasets
 from tests.support.records import make_context, make_manifest
 from tests.support.s3 import Server, used
@@ -106,8 +106,6 @@ def test_what_lies_at_the_sides_is_seen_where_the_whole_image_is(store: Store) -
 
 def test_pixel_rows_equal_a_ridge_written_out(store: Store, digits: Manifest, model: Manifest) -> None:
     """Predictions of one draw, from the normal equations, with the L2 that the row says was chosen."""
-    import json
-
     config = Evaluate(job="evaluate", data="d", backbone="m", shots=(1, 5), draws=2, seed=7)
     result = evaluate.evaluate(make_context(store, config, data=digits, backbone=model))
     folder = store.local(st.Layout.files("evaluate", "k", 1), ())
@@ -148,37 +146,6 @@ def evaluate_draw(labels: np.ndarray, shots: int, seed: int, draw: int) -> np.nd
     return draw_labels(labels, shots, seed, draw)
 
 
-def test_baselines_get_the_labels_that_fine_tuning_gets(store: Store, digits: Manifest) -> None:
-    """k-NN fitted on the very pools of `finetune.labelled` says what the baseline stage said."""
-    config = Baselines(job="baselines", data="d", methods=("k-NN",), labels=LABELS)
-    found, tables = baselines.run_method(make_context(store, config, data=digits), "k-NN")
-    predictions = [row for table in tables for row in table.to_pylist()]
-    dataset = shards.open_dataset(st.local_files(store, digits))
-    tuning = Finetune(
-        job="finetune",
-        data="d",
-        model=SIZE,
-        resolution=8,
-        labels=LABELS,
-        learning_rates=(1e-3,),
-        steps=1,
-        batch_size=1,
-    )
-    task = finetune.make_task(tuning, dataset, None)
-    pools, _, _ = finetune.labelled(tuning, dataset)
-    settings = json.loads(found[0]["settings"])
-    assert settings["labelled_images"] == 60
-    test = dataset.images("test", task.contract.preprocessing).reshape(-1, 64) / 255
-    for draw, pool in enumerate(pools):
-        neighbour = (
-            KNeighborsClassifier(settings["n_neighbors"])
-            .fit(dataset.load(pool.rows, task.contract.preprocessing).reshape(-1, 64) / 255, pool.labels)
-            .predict(test)
-        )
-        said = [row["prediction"] for row in predictions if row["draw"] == draw]
-        assert np.mean(neighbour == said) > 0.995, "but for ties of distance"
-
-
 @pytest.mark.parametrize("labels", [LABELS, Labels()])
 def test_baselines_choose_without_test(
     store: Store, digits: Manifest, labels: Labels, monkeypatch: Any
@@ -209,8 +176,8 @@ def test_features_are_the_backbones(store: Store, digits: Manifest, model: Manif
 
     config = Evaluate(job="evaluate", data="d", backbone="m", shots=(2,), draws=1, seed=4)
     dataset = shards.open_dataset(st.local_files(store, digits))
-    support = evaluate.support_of(dataset, config)
-    features = evaluate._features(dataset, st.local_files(store, model), support, config, "trained")
+    support = support_of(dataset, config)
+    features = features_of(dataset, st.local_files(store, model), support, config, "trained")
     found = {row[0]: row[1:3] for row in features}
     network, contract = load_model(st.local_files(store, model))
     fresh = ViT(contract.architecture)

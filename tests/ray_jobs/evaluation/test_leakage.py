@@ -19,9 +19,10 @@ from pipelines.store import Manifest, Store, input_ref, open_store
 from ray_jobs import evaluate, finetune, report
 from ray_jobs.data import shards
 from ray_jobs.evaluation import leakage, rows
-from ray_jobs.pretrain import model_contract
 from ray_jobs.process.stage import Context
 from ray_jobs.reporting import provenance
+from ray_jobs.training.contract import model_contract
+from ray_jobs.training.task import Refit, Score
 from tests.support import datasets
 from tests.support.records import make_attempt, make_manifest
 from tests.support.s3 import Server, used
@@ -338,9 +339,9 @@ def test_a_backbone_that_learned_from_the_labelled_images_is_named_so(made: Made
         context = made.context(config)
         pools, *_ = finetune.labelled(config, dataset)
         overlap = leakage.check_leakage(context, dataset, pools[0].rows)
-        score = finetune.Score(0.0, 0.0, np.zeros(30, np.int64), np.ones(30, np.float32))
+        score = Score(0.0, 0.0, np.zeros(30, np.int64), np.ones(30, np.float32))
         task = finetune.make_task(config, dataset, made.folder("tuned"))
-        refits = [finetune.Refit(score, [], 0, ())]
+        refits = [Refit(score, [], 0, ())]
         numbers, _ = finetune.tables(task, dataset, refits, 1e-3, "dev", overlap)
         assert [row["method"] for row in numbers] == [name]
 
@@ -356,8 +357,8 @@ def test_a_fine_tuned_model_is_listed_with_its_accuracy_on_images_it_has_not_see
     dataset = shards.open_dataset(made.folder("a"))
     labels = dataset.labels("test")
     seen = np.arange(30) < 10
-    score = finetune.Score(1 / 3, 0.0, np.where(seen, labels, 1 - labels), np.ones(30, np.float32))
-    right_on_seen = finetune.Refit(score, [], 0, ())
+    score = Score(1 / 3, 0.0, np.where(seen, labels, 1 - labels), np.ones(30, np.float32))
+    right_on_seen = Refit(score, [], 0, ())
 
     def accuracy(mask: np.ndarray) -> dict[str, float]:
         return finetune._test_accuracy(dataset, [right_on_seen], leakage.Overlap(mask, 0, 0, 0))
@@ -375,5 +376,6 @@ def test_baselines_count_what_the_authors_splits_share(made: Made) -> None:
     config = Baselines(job="baselines", data="official", methods=("majority",))
     context = made.context(config)
     dataset = context.dataset()
-    found = leakage.check_leakage(context, dataset, baselines._fitted_on(dataset, config))
+    supports = baselines._supports(dataset, config)
+    found = leakage.check_leakage(context, dataset, supports.pool.take(supports.rows))
     assert (found.also_in_train, found.seen.any(), found.unknown) == (1, False, ())

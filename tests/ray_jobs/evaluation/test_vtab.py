@@ -19,9 +19,9 @@ from pipelines.spec import Evaluate, ModelSize
 from pipelines.store import Manifest, Store, open_store
 from ray_jobs import evaluate
 from ray_jobs.data import shards
-from ray_jobs.evaluation import linear_probe, rows
+from ray_jobs.evaluation import features, linear_probe, rows
 from ray_jobs.evaluation.linear_probe import BIAS_FEATURE, few_shot
-from ray_jobs.pretrain import model_contract
+from ray_jobs.training.contract import model_contract
 from tests.support import datasets
 from tests.support.records import make_context, make_manifest
 from vit_model.build import build
@@ -171,7 +171,7 @@ def test_images_are_decoded_a_few_at_a_time(
         return images(self, split, preprocessing, indices)
 
     monkeypatch.setattr(shards.Dataset, "images", counted)
-    monkeypatch.setattr(evaluate, "DECODED", 16)
+    monkeypatch.setattr(features, "DECODED", 16)
     after = run(store, digits, model, **ALL)
     assert max(asked) == 16
     assert sum(asked) == 2 * 150, "once for both networks, once for the pixels"

@@ -21,8 +21,8 @@ from pipelines.store import Manifest, Store, input_ref, open_store
 from ray_jobs import evaluate, report
 from ray_jobs.data import shards
 from ray_jobs.evaluation import rows
-from ray_jobs.pretrain import model_contract
 from ray_jobs.process.stage import Context
+from ray_jobs.training.contract import model_contract
 from tests.support import datasets
 from tests.support.records import make_attempt, make_manifest
 from vit_model.build import build

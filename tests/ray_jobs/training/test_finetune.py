@@ -15,7 +15,11 @@ from ray_jobs import finetune
 from ray_jobs.data import shards
 from ray_jobs.evaluation import rows
 from ray_jobs.evaluation.leakage import COMPARED
+from ray_jobs.evaluation.supports import Supports
 from ray_jobs.process.stage import Context, Result
+from ray_jobs.training.contract import model_contract
+from ray_jobs.training.fit import fit, score, start_model
+from ray_jobs.training.task import Images, Task
 from tests.support import datasets
 from tests.support.records import make_context, make_manifest
 from vit_model.config import ViTConfig
@@ -64,7 +68,7 @@ def configuration(**fields: object) -> Finetune:
     return Finetune.model_validate(base | fields)
 
 
-def prepared(dataset: Path, config: Finetune) -> tuple[finetune.Task, list, list, str]:
+def prepared(dataset: Path, config: Finetune) -> tuple[Task, list[Images], Supports]:
     opened = shards.open_dataset(dataset)
     task = finetune.make_task(config, opened, None)
     return task, *finetune.labelled(config, opened)
@@ -73,18 +77,18 @@ def prepared(dataset: Path, config: Finetune) -> tuple[finetune.Task, list, list
 def test_few_labels_are_drawn_from_train_and_folds_part_the_first_draw(dataset):
     (dataset / shards.shard_file(2)).unlink()  # nothing here may open it
     (dataset / shards.shard_file(1)).unlink()
-    _, pools, folds, _ = prepared(dataset, configuration())
+    _, pools, supports = prepared(dataset, configuration())
     assert [np.bincount(pool.labels).tolist() for pool in pools] == [[4, 4], [4, 4]]
     assert set(pools[0].rows["key"].to_pylist()) != set(pools[1].rows["key"].to_pylist())
-    assert sorted(np.concatenate([outside for _, outside in folds])) == list(range(8))
-    for inside, outside in folds:
+    assert sorted(np.concatenate([outside for _, outside in supports.folds])) == list(range(8))
+    for inside, outside in supports.folds:
         assert sorted([*inside, *outside]) == list(range(8))
 
 
 def test_an_image_that_several_draws_take_is_compared_once(dataset):
-    _, pools, *_ = prepared(dataset, configuration(labels=Labels(per_class=20, draws=3, folds=2)))
+    _, pools, supports = prepared(dataset, configuration(labels=Labels(per_class=20, draws=3, folds=2)))
     drawn = {one for pool in pools for one in pool.rows["sample_id"].to_pylist()}
-    found = finetune.learned_from(pools)
+    found = supports.pool.take(supports.rows)
     assert len(drawn) < sum(len(pool.labels) for pool in pools)
     assert sorted(found["sample_id"].to_pylist()) == sorted(drawn)
     assert {*COMPARED} <= {*found.schema.names}
@@ -93,8 +97,9 @@ def test_an_image_that_several_draws_take_is_compared_once(dataset):
 def test_with_all_labels_dev_chooses_and_is_refitted_on(dataset):
     (dataset / shards.shard_file(2)).unlink()
     opened = shards.open_dataset(dataset)
-    _, (pool,), ((inside, outside),), selected_on = prepared(dataset, configuration(labels=Labels()))
-    assert (len(pool.labels), len(inside), len(outside), selected_on) == (80, 60, 20, "dev")
+    _, (pool,), supports = prepared(dataset, configuration(labels=Labels()))
+    ((inside, outside),) = supports.folds
+    assert (len(pool.labels), len(inside), len(outside), supports.selected_on) == (80, 60, 20, "dev")
     np.testing.assert_array_equal(pool.take(inside).labels, opened.labels("train"))
     np.testing.assert_array_equal(pool.take(outside).labels, opened.labels("dev"))
 
@@ -124,9 +129,10 @@ def test_a_rate_that_diverged_in_fewer_folds_comes_first():
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_a_fit_learns_and_repeats_itself(dataset, dtype):
     config = configuration(dtype=dtype, labels=Labels(), steps=60, augment="shift")
-    task, (pool,), ((inside, outside),), _ = prepared(dataset, config)
-    (first, curve, _), (second, *_) = (finetune.fit(task, pool.take(inside), 1e-2, seed=3) for _ in range(2))
-    assert finetune.score(first, task.contract, pool.take(outside)).accuracy > 0.9
+    task, (pool,), supports = prepared(dataset, config)
+    ((inside, outside),) = supports.folds
+    (first, curve, _), (second, *_) = (fit(task, pool.take(inside), 1e-2, seed=3) for _ in range(2))
+    assert score(first, task.contract, pool.take(outside)).accuracy > 0.9
     assert curve[-1]["loss"] < curve[0]["loss"]
     for one, other in zip(first.parameters(), second.parameters(), strict=True):
         assert one.dtype == torch.float32
@@ -134,9 +140,9 @@ def test_a_fit_learns_and_repeats_itself(dataset, dtype):
 
 
 def test_a_fit_that_diverges_ends_with_advice(dataset):
-    task, pools, _, _ = prepared(dataset, configuration())
+    task, pools, _ = prepared(dataset, configuration())
     with pytest.raises(ValueError, match="a lower learning_rate"):
-        finetune.fit(task, pools[0], 1e30, seed=0)
+        fit(task, pools[0], 1e30, seed=0)
 
 
 def test_a_backbone_keeps_its_encoder_and_loses_its_head(dataset, tmp_path):
@@ -146,7 +152,7 @@ def test_a_backbone_keeps_its_encoder_and_loses_its_head(dataset, tmp_path):
         shards.open_dataset(dataset),
         tmp_path / "backbone",
     )
-    source, started = load_model(tmp_path / "backbone")[0], finetune.start_model(task, seed=0)
+    source, started = load_model(tmp_path / "backbone")[0], start_model(task, seed=0)
     assert torch.equal(started.blocks[0].attn.qkv.weight, source.blocks[0].attn.qkv.weight)
     assert started.head.weight.shape == (2, 16)
     assert not started.head.weight.any()
@@ -170,7 +176,7 @@ def save_backbone(folder: Path) -> None:
         shards=(),
         content_digest="other",
     )
-    contract = finetune.model_contract(SIZE, 8, info)
+    contract = model_contract(SIZE, 8, info)
     assert contract.architecture == ViTConfig(
         image_size=8, patch_size=4, in_channels=1, width=16, depth=1, num_heads=2, mlp_dim=64, num_classes=5
     )

@@ -12,13 +12,15 @@ import torch.multiprocessing
 from torch.nn import functional
 
 from pipelines.spec import Finetune, Labels, Pretrain
-from ray_jobs import finetune, pretrain
+from ray_jobs import finetune
 from ray_jobs.augment import augment, uniform
 from ray_jobs.augment.mixing import mix, plan
 from ray_jobs.augment.randaugment import randaugment
 from ray_jobs.augment.views import two_views
 from ray_jobs.data import shards
-from ray_jobs.training import optim
+from ray_jobs.training import loop, optim
+from ray_jobs.training.fit import fit, score
+from ray_jobs.training.task import read_split
 from tests.support import datasets
 from vit_model.contrastive import MoCo, MomentumEncoder, momentum
 from vit_model.masked_patches import MaskedPatches
@@ -135,7 +137,7 @@ def new_model(config: Pretrain, folder: Path) -> ViT:
 def test_mixed_images_train_on_mixed_labels(dataset, tmp_path, objective):
     config = configuration(objective=objective, augment="crop_flip", randaugment={"magnitude": 9.0}, mixup=0.4,
                            cutmix=1.0, label_smoothing=0.05)  # fmt: skip
-    pretrain.train(config, shards.open_dataset(dataset), tmp_path)
+    loop.train(config, shards.open_dataset(dataset), tmp_path)
     model = new_model(config, tmp_path)
     reference = Reference(config, dataset, tmp_path, model)
     kinds = set()
@@ -159,7 +161,7 @@ def test_mixed_images_train_on_mixed_labels(dataset, tmp_path, objective):
 @pytest.mark.parametrize("target", ["4x4", "pixels"])
 def test_a_patch_target_is_what_is_predicted(dataset, tmp_path, target):
     config = configuration(objective="masked_patches", patch_target=target)
-    pretrain.train(config, shards.open_dataset(dataset), tmp_path)
+    loop.train(config, shards.open_dataset(dataset), tmp_path)
     task = MaskedPatches(new_model(config, tmp_path), target)
     reference = Reference(config, dataset, tmp_path, task)
     for step, images, _, positions in reference.batches():
@@ -171,7 +173,7 @@ def test_a_patch_target_is_what_is_predicted(dataset, tmp_path, target):
 def test_mocos_momentum_encoder_follows_what_deepspeed_trains(dataset, tmp_path):
     """A weight decay that shows: what is decayed but should not be, or the other way round, moves by 1 % a step."""
     config = configuration(**CONTRASTIVE | {"optimizer": {"weight_decay": 3.0}})
-    metrics = pretrain.train(config, shards.open_dataset(dataset), tmp_path)
+    metrics = loop.train(config, shards.open_dataset(dataset), tmp_path)
     assert "dev_accuracy" not in metrics
     task = MoCo(new_model(config, tmp_path), 24, 12, 0.3)
     follower, reference = MomentumEncoder(task), Reference(config, dataset, tmp_path, task)
@@ -191,7 +193,7 @@ def test_moco_in_bfloat16_is_about_that_in_float32_and_is_fine_tuned(dataset, tm
     losses = {}
     for dtype in ("float32", "bfloat16"):
         config = configuration(**CONTRASTIVE | {"dtype": dtype, "learning_rate": 1e-4})
-        pretrain.train(config, shards.open_dataset(dataset), tmp_path)
+        loop.train(config, shards.open_dataset(dataset), tmp_path)
         losses[dtype] = [point["loss"] for point in json.loads((tmp_path / "curve.json").read_text())]
     assert losses["bfloat16"] == pytest.approx(losses["float32"], rel=0.03)
     assert losses["bfloat16"] != losses["float32"]
@@ -201,16 +203,16 @@ def test_moco_in_bfloat16_is_about_that_in_float32_and_is_fine_tuned(dataset, tm
     )  # fmt: skip
     opened = shards.open_dataset(dataset)
     task = finetune.make_task(tuning, opened, tmp_path)
-    images = finetune.read_split(opened, "train")
-    model, curve, _ = finetune.fit(task, images, 1e-2, seed=0)
-    assert finetune.score(model, task.contract, images).accuracy > 0.8
+    images = read_split(opened, "train")
+    model, curve, _ = fit(task, images, 1e-2, seed=0)
+    assert score(model, task.contract, images).accuracy > 0.8
     assert curve[-1]["loss"] < curve[0]["loss"]
 
 
 def test_an_evaluations_crop_is_the_recipes_or_the_backbones_or_follows_from_the_images(dataset, tmp_path):
     opened = shards.open_dataset(dataset)
     center = {"crop": "center", "crop_fraction": 0.875}
-    pretrain.train(configuration(eval_crop=center, steps=1), shards.open_dataset(dataset), tmp_path)
+    loop.train(configuration(eval_crop=center, steps=1), shards.open_dataset(dataset), tmp_path)
     assert load_model(tmp_path)[1].preprocessing.model_dump().items() >= center.items()
     start = {"job": "finetune", "data": "d", "learning_rates": [0.1], "steps": 1, "batch_size": 2}
 
@@ -230,7 +232,7 @@ def _worker(rank: int, folder: Path, configs: list[Pretrain], dataset: Path) -> 
     dist.init_process_group("gloo", init_method=f"file://{folder}/group", rank=rank, world_size=2)
     for config in configs:
         output = None if rank else folder / "two" / config.objective
-        pretrain.train(config, shards.open_dataset(dataset), output, pretrain.Worker(rank, 2, rank))
+        loop.train(config, shards.open_dataset(dataset), output, loop.Worker(rank, 2, rank))
     dist.destroy_process_group()
 
 
@@ -243,7 +245,7 @@ def test_two_workers_agree_with_one(dataset, tmp_path):
     ]
     torch.multiprocessing.spawn(_worker, (tmp_path, configs, dataset), nprocs=2)
     for config in configs:
-        pretrain.train(config, shards.open_dataset(dataset), tmp_path / "one" / config.objective)
+        loop.train(config, shards.open_dataset(dataset), tmp_path / "one" / config.objective)
         curves = [
             json.loads((tmp_path / workers / config.objective / "curve.json").read_text())
             for workers in ("one", "two")

@@ -17,12 +17,15 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from pipelines.spec import Finetune, ModelSize, Optimizer, Pretrain
 from pipelines.store import open_store
-from ray_jobs import evaluate, finetune, pretrain
+from ray_jobs import finetune, pretrain
 from ray_jobs.augment import uniform
 from ray_jobs.augment.batch import shift
 from ray_jobs.data import shards
 from ray_jobs.data.sampler import GlobalOrder
-from ray_jobs.training import optim
+from ray_jobs.evaluation.features import embed
+from ray_jobs.training import loop, optim
+from ray_jobs.training.fit import fit, score, start_model
+from ray_jobs.training.task import read_split
 from tests.support import datasets
 from tests.support.records import make_context, make_manifest
 from tests.support.s3 import used
@@ -75,8 +78,8 @@ def configuration(**fields: object) -> Pretrain:
     return Pretrain.model_validate(base | fields)
 
 
-def train(config: Pretrain, folder: Path, output: Path | None, *worker: pretrain.Worker) -> dict[str, object]:
-    return pretrain.train(config, shards.open_dataset(folder), output, *worker)
+def train(config: Pretrain, folder: Path, output: Path | None, *worker: loop.Worker) -> dict[str, object]:
+    return loop.train(config, shards.open_dataset(folder), output, *worker)
 
 
 def files_of(folder: Path) -> dict[str, bytes]:
@@ -200,10 +203,10 @@ def test_every_architecture_goes_the_same_way(dataset, tmp_path, model):
     sweep = Finetune(job="finetune", **start, learning_rates=(1e-3,), steps=4, batch_size=8)
     task = finetune.make_task(sweep, data, tmp_path)
     assert type(task.contract.architecture) is type(contract.architecture)
-    images = finetune.read_split(data, "train")
-    tuned, *_ = finetune.fit(task, images, 1e-3, seed=0)
-    assert finetune.score(tuned, task.contract, images).predictions.shape == (48,)
-    features = evaluate._embed(trained, contract, 1, data.images("dev", contract.preprocessing))
+    images = read_split(data, "train")
+    tuned, *_ = fit(task, images, 1e-3, seed=0)
+    assert score(tuned, task.contract, images).predictions.shape == (48,)
+    features = embed(trained, contract, 1, data.images("dev", contract.preprocessing))
     assert features.shape == (25, contract.architecture.width) and np.isfinite(features).all()
 
 
@@ -221,7 +224,7 @@ def test_the_authors_recipe_learns_with_sigmoid_cross_entropy(dataset, tmp_path)
         Finetune(job="finetune", data="d", backbone="b", learning_rates=(1e-3,), steps=1, batch_size=8),
         shards.open_dataset(dataset), tmp_path,
     )  # fmt: skip
-    start = finetune.start_model(task, seed=0)
+    start = start_model(task, seed=0)
     assert not start.config.representation_head
     assert not start.head.weight.any() and not start.head.bias.any()
 
@@ -259,7 +262,7 @@ def test_masked_patches_are_those_of_a_loop_without_deepspeed(dataset, tmp_path,
     assert {point["dev_accuracy"] for point in curve} == {None}
 
     tuned = Finetune(job="finetune", data="d", backbone="b", learning_rates=(1e-3,), steps=1, batch_size=8)
-    model = finetune.start_model(finetune.make_task(tuned, shards.open_dataset(dataset), tmp_path), seed=0)
+    model = start_model(finetune.make_task(tuned, shards.open_dataset(dataset), tmp_path), seed=0)
     assert model.config.num_classes == 3
     assert torch.equal(model.blocks[1].mlp.fc1.weight, trained.blocks[1].mlp.fc1.weight)
 
@@ -281,7 +284,7 @@ def test_a_run_that_diverges_ends_with_advice(dataset, tmp_path):
 def _worker(rank: int, world: int, port: int, config: Pretrain, dataset: Path, output: Path) -> None:
     os.environ["LOCAL_RANK"] = str(rank)
     dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=world)
-    metrics = train(config, dataset, None if rank else output, pretrain.Worker(rank, world, rank))
+    metrics = train(config, dataset, None if rank else output, loop.Worker(rank, world, rank))
     output.with_name(f"{output.name}-{rank}.json").write_text(json.dumps(metrics))
     dist.destroy_process_group()
 
@@ -326,7 +329,7 @@ def test_a_model_from_jpegs_on_s3_is_the_one_from_disk(tmp_path, moto, monkeypat
             shutil.copytree(tmp_path / "data", staging.path, dirs_exist_ok=True)
         manifest = make_manifest("ingest", files=staging.files)
         data = make_context(store, config, data=manifest).dataset(config.cache_gib)
-        metrics = pretrain.train(config, data, tmp_path / "s3")
+        metrics = loop.train(config, data, tmp_path / "s3")
     assert files_of(tmp_path / "s3") == files_of(tmp_path / "disk")
     test_bytes = sum(len(sample.image) for sample in splits["test"])
     sent = [path for path in (tmp_path / "cache").rglob("*") if path.parent.parent.name == "ranges"]

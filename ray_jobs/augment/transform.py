@@ -1,0 +1,81 @@
+"""The augmentation of a training, as one object: what the loader cuts, and what the loop applies to a batch.
+
+Use:
+
+    transform = TrainTransform(config, seed, len(class_names), from_files=dataset.info.image is None)
+    with Loader(images, sampler, preprocessing, crop=transform.crop) as batches:
+        for step, (positions, images, labels) in enumerate(batches):
+            views, targets = transform(images, labels, positions, step)
+
+All random numbers are functions of the seed and of positions or steps (`uniform`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+
+from pipelines.spec import Finetune, Pretrain
+from ray_jobs.augment import mixing
+from ray_jobs.augment.batch import augment
+from ray_jobs.augment.crops import CROPPING, RandomCrop
+from ray_jobs.augment.randaugment import randaugment
+from ray_jobs.augment.views import two_views
+
+
+@dataclass(frozen=True)
+class TrainTransform:
+    """The random crop and flip, then RandAugment, then mixup or CutMix, as far as `config` has them; or MoCo's views.
+
+    `from_files` says that the dataset stores image files, not pixels. Files are cropped while they are decoded, at full
+    resolution; stored pixels are cropped on the device, and so are both of MoCo's views, which need the whole image.
+    """
+
+    config: Pretrain | Finetune
+    seed: int
+    num_classes: int
+    from_files: bool
+
+    @property
+    def has_two_views(self) -> bool:
+        """Whether each image becomes two views."""
+        return isinstance(self.config, Pretrain) and self.config.objective == "contrastive"
+
+    @property
+    def crop(self) -> RandomCrop | None:
+        """What the loader cuts; None if it delivers whole images."""
+        policy = self.config.augment
+        # a flip alone does not need the original image
+        if not self.from_files or self.has_two_views or policy not in CROPPING or policy == "flip":
+            return None
+        return RandomCrop(policy, self.seed)
+
+    def __call__(
+        self, images: Tensor, labels: Tensor, positions: NDArray[np.int64], step: int
+    ) -> tuple[tuple[Tensor, ...], Tensor]:
+        """Augment a worker's share of the global batch of `step`; all workers call this together.
+
+        Args:
+            images: uint8 [n, h, w, c] from the loader, on any device.
+            labels: int64 [n].
+            positions: [n], the numbers of the samples over the whole training.
+
+        Returns:
+            The views, uint8 [n, h, w, c], one or two; and the targets, which are the labels, or probabilities
+            [n, num_classes] of mixed images.
+        """
+        config, seed = self.config, self.seed
+        if self.has_two_views:
+            return two_views(images, config.augment, seed, positions), labels
+        if self.crop is None:
+            images = augment(images, config.augment, seed, positions)
+        if config.randaugment is not None:
+            layers, magnitude = config.randaugment.layers, config.randaugment.magnitude
+            images = randaugment(images, layers, magnitude, seed, positions)
+        how = mixing.plan(config.mixup, config.cutmix, seed, step, *images.shape[1:3])
+        if how is not None:
+            images, labels = mixing.mix(images, labels, self.num_classes, how)
+        return (images,), labels

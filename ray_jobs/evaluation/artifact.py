@@ -1,0 +1,35 @@
+"""The artifact of an evaluation: rows.parquet and predictions.parquet (`ray_jobs.evaluation.rows`), and its metrics."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from pipelines.spec import Baselines, Evaluate
+from ray_jobs.evaluation import rows as tables
+from ray_jobs.evaluation.leakage import Overlap
+from ray_jobs.process.stage import Context, Result
+
+
+def save_evaluation(
+    context: Context[Evaluate] | Context[Baselines], rows: list[Any], predictions: list[Any], overlap: Overlap
+) -> Result:
+    """Write the two tables of an evaluation; its accuracies, averaged over draws, and the overlap of training and test
+    become the artifact's metrics."""
+    with context.staging() as staging:
+        tables.write_table(staging.path / "rows.parquet", rows, tables.ROWS)
+        tables.write_predictions(staging.path / "predictions.parquet", predictions)
+    return Result(
+        tables.digest_rows(rows, tables.ROWS), staging.files, mean_accuracies(rows) | overlap.metrics
+    )
+
+
+def mean_accuracies(rows: list[Any]) -> dict[str, float | int | str]:
+    """Mean accuracy over the draws, by method and number of labels."""
+    groups: dict[str, list[float]] = {}
+    for row in rows:
+        labels = "all" if row["labels_per_class"] is None else row["labels_per_class"]
+        real = tables.REAL if row["task"].endswith(tables.REAL) else ""
+        groups.setdefault(f"{row['method']} @ {labels}{real}", []).append(row["value"])
+    return {name: float(np.mean(values)) for name, values in groups.items()}

@@ -1,0 +1,37 @@
+"""The contract of a model that is trained on a dataset: architecture, class names, preprocessing. Needs no torch."""
+
+from __future__ import annotations
+
+from pipelines.spec import EvalCrop, Model
+from ray_jobs.data.shards import DatasetInfo
+from vit_model.config import ModelContract, Preprocessing
+
+
+def model_contract(
+    size: Model,
+    resolution: int,
+    info: DatasetInfo,
+    eval_crop: EvalCrop | None = None,
+    classifier: bool = True,
+) -> ModelContract:
+    """The contract of a model of this size, with a classifier or without, that is trained on a dataset."""
+    channels = 3 if info.image is None else info.image.channels
+    class_names = info.class_names if classifier else ()
+    if eval_crop is None:
+        square = info.image is not None and info.image.height == info.image.width
+        eval_crop = EvalCrop(crop="squash" if square else "center")
+    preprocessing = Preprocessing(
+        mean=(0.5,) * channels,
+        std=(0.5,) * channels,
+        crop=eval_crop.crop,
+        crop_fraction=eval_crop.crop_fraction,
+        resolution=resolution,
+        channels=channels,
+    )
+    return ModelContract(
+        architecture=size.architecture(resolution, channels, len(class_names)),
+        class_names=class_names,
+        preprocessing=preprocessing,
+        training_data=info.content_digest,
+        license=None,
+    )

@@ -1,0 +1,123 @@
+"""Fine-tuning on one device: a model trained on labelled images with all its weights, and how well it does on others.
+
+In: what is fitted (`Task`), labelled images, a learning rate, a seed. Out: a network, its curve, its score.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch.nn import functional
+
+from ray_jobs.augment import TrainTransform
+from ray_jobs.data.loader import Loader
+from ray_jobs.data.sampler import Sampler
+from ray_jobs.data.shards import Images
+from ray_jobs.process import devices
+from ray_jobs.process.progress import Progress
+from ray_jobs.training import optim
+from ray_jobs.training.task import Indices, Score, Task
+from vit_model.build import Network, build
+from vit_model.config import ModelContract
+from vit_model.objectives import softmax_cross_entropy
+from vit_model.preprocessing import normalise
+from vit_model.weights import load_model, transfer_backbone
+
+_EVALUATION_BATCH = 512
+_CURVE_POINTS = 20
+
+
+def start_model(task: Task, seed: int) -> Network:
+    """The model before its first step: a new head (zeros) on the backbone, or new weights throughout."""
+    model = build(task.contract.architecture)
+    model.initialise(seed)
+    if task.backbone is not None:
+        transfer_backbone(model, load_model(task.backbone)[0])
+    return model
+
+
+def taken_over(task: Task) -> list[str]:
+    """What of the task's backbone is resized, dropped or new in the model, a line each."""
+    assert task.backbone is not None
+    return transfer_backbone(build(task.contract.architecture), load_model(task.backbone)[0])
+
+
+def fit(
+    task: Task, data: Images, learning_rate: float, seed: int, noun: str = "step", after: int = 0
+) -> tuple[Network, list[dict[str, float | int]], int]:
+    """The model trained on `data` with all its weights, its curve [{step, learning_rate, loss}], and how many damaged
+    images others took the place of.
+
+    The weights are float32; with dtype bfloat16 a bfloat16 copy of them computes the gradients. `after` is of
+    `steps_after`, for the time left. Raises ValueError when the loss or a gradient stops being finite.
+    """
+    config = task.config
+    devices.set_threads(config.threads)
+    device = devices.device()
+    dtype = devices.torch_dtype(config.dtype, device)
+    model = start_model(task, seed).to(device).train()
+    working = optim.working_copy(model, dtype)
+    optimizer = optim.adamw(model, config.optimizer)
+    steps, batch = config.steps, config.batch_size
+    points = {math.ceil(steps * part / _CURVE_POINTS) for part in range(1, _CURVE_POINTS + 1)}
+    curve: list[dict[str, float | int]] = []
+    loss_sum, summed = torch.zeros((), device=device), 0
+    progress = Progress(steps, noun, after=after)
+
+    from_files = data.dataset.info.image is None
+    transform = TrainTransform(config, seed, len(task.contract.class_names), from_files)
+    sampler = Sampler(data, seed=seed, batch_size=batch)
+    with Loader(
+        data, sampler, task.contract.preprocessing, crop=transform.crop, threads=config.threads
+    ) as batches:
+        for step, (positions, images, labels) in zip(range(steps), batches, strict=False):
+            (images,), targets = transform(images.to(device), labels.to(device), positions, step)
+            rate = optim.learning_rate(step, steps, learning_rate, config.optimizer)
+            optim.set_learning_rate(optimizer, rate)
+            logits = working(normalise(images, task.contract.preprocessing, dtype))
+            loss = softmax_cross_entropy(logits, targets, config.label_smoothing)
+            loss.backward()
+            norm = optim.update(optimizer, model, working, config.optimizer.clip_norm)
+            loss_sum += loss.detach()
+            summed += 1
+
+            done = step + 1
+            if done in points:
+                optim.check_finite("gradient norm", norm, step)
+                optim.check_finite("loss", loss_sum, step)
+                curve.append({"step": done, "learning_rate": rate, "loss": loss_sum.item() / summed})
+                loss_sum.zero_()
+                summed = 0
+            if progress.due(done) and done < steps:
+                progress.show(done, done * batch, loss=loss.item())
+    return model.eval(), curve, batches.substitutes
+
+
+def score(model: Network, contract: ModelContract, data: Images) -> Score:
+    """Judge every image of `data`, in float32."""
+    device, preprocessing = next(model.parameters()).device, contract.preprocessing
+    labels, parts = torch.tensor(data.labels), []
+    with torch.inference_mode():
+        for start in range(0, len(labels), _EVALUATION_BATCH):
+            images = torch.from_numpy(
+                data.dataset.load(data.rows.slice(start, _EVALUATION_BATCH), preprocessing)
+            )
+            parts.append(model(normalise(images.to(device), preprocessing, torch.float32)).cpu())
+        logits = torch.cat(parts)
+        predictions = logits.argmax(dim=1)
+        probabilities = logits.softmax(dim=1).amax(dim=1)
+        loss = functional.cross_entropy(logits, labels).item()
+    accuracy = (predictions == labels).double().mean().item()
+    return Score(accuracy, loss, predictions.numpy(), probabilities.numpy())
+
+
+def run_trial(
+    task: Task, pool: Images, fold: tuple[Indices, Indices], rate: float, name: str, after: int = 0
+) -> Score:
+    """Fit on the first part of a fold and judge on the second."""
+    inside, outside = fold
+    model, *_ = fit(task, pool.take(inside), rate, task.config.seed, f"{name}, step", after)
+    result = score(model, task.contract, pool.take(outside))
+    print(f"{name}: accuracy {result.accuracy:.3f}, loss {result.loss:.3f}", flush=True)
+    return result

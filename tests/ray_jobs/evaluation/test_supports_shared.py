@@ -1,0 +1,140 @@
+"""The fairness of a comparison: with the same `Labels`, fine-tuning and the baselines see the same labelled images."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+
+from pipelines.spec import Baselines, Finetune, Labels, ModelSize
+from pipelines.store import open_store
+from ray_jobs import baselines, finetune
+from ray_jobs.data import shards
+from ray_jobs.evaluation import pixel_baselines, rows
+from ray_jobs.evaluation.supports import Supports
+from ray_jobs.process.stage import Context
+from ray_jobs.training.task import Refit, Score
+from tests.support import datasets
+from tests.support.records import make_context, make_manifest
+
+TEST = 12
+FEW, ALL = Labels(per_class=6, draws=3, folds=3, seed=5), Labels(folds=4, seed=5)
+LearnerImages = tuple[np.ndarray, np.ndarray]
+
+
+class Seen(NamedTuple):
+    """What a learner was given: pixels [n, d] and labels [n] of each part of each fold, and of each draw."""
+
+    folds: list[tuple[LearnerImages, LearnerImages]]
+    draws: list[LearnerImages]
+    selected_on: set[str]
+
+
+def context(folder: Path, config: Any, dev: int) -> Context:
+    """Of a dataset of noise, in which no two images are equal."""
+    rng, splits = np.random.default_rng(0), {}
+    for split, count in {"train": 60, "dev": dev, "test": TEST}.items():
+        noise = rng.integers(0, 256, (count, 8, 8, 1), np.uint8)
+        splits[split] = [
+            datasets.raw(f"{split}/{row:04d}", pixels, row % 3) for row, pixels in enumerate(noise)
+        ]
+    image = shards.ImageSize(height=8, width=8, channels=1)
+    datasets.put(folder / "dataset", "noise", ("a", "b", "c"), image, splits)
+    store = open_store(str(folder / "store"))
+    data = make_manifest("ingest")
+    shutil.copytree(folder / "dataset", store.local(data.folder, ()))
+    return make_context(store, config, data=data)
+
+
+def seen_by_fine_tuning(folder: Path, labels: Labels, dev: int, monkeypatch: pytest.MonkeyPatch) -> Seen:
+    seen = Seen([], [], set())
+
+    def images(task: Any, pool: Any) -> LearnerImages:
+        pixels = pool.dataset.load(pool.rows, task.contract.preprocessing)
+        return pixels.reshape(len(pixels), -1) / 255, pool.labels
+
+    def sweep(_: Any, task: Any, pool: Any, folds: Any, scratch: str) -> list[dict[str, Any]]:
+        for inside, outside in folds:
+            seen.folds.append((images(task, pool.take(inside)), images(task, pool.take(outside))))
+        return [
+            {"learning_rate": rate, "accuracies": [1.0], "losses": [1.0]}
+            for rate in task.config.learning_rates
+        ]
+
+    def run_refits(_: Any, task: Any, pools: Any, rate: float) -> list[Refit]:
+        seen.draws.extend(images(task, pool) for pool in pools)
+        score = Score(0.0, 0.0, np.zeros(TEST, np.int64), np.ones(TEST, np.float32))
+        return [Refit(score, [], 0, ()) for _ in pools]
+
+    monkeypatch.setattr(finetune, "sweep", sweep)
+    monkeypatch.setattr(finetune, "run_refits", run_refits)
+    size = ModelSize(patch_size=4, width=16, depth=1, num_heads=2)
+    config = Finetune(
+        job="finetune", data="d", model=size, resolution=8, labels=labels, learning_rates=(0.1, 0.2), steps=1,
+        batch_size=1,
+    )  # fmt: skip
+    made = context(folder, config, dev)
+    finetune.main(made)
+    written = folder / "store" / "artifacts/finetune/k/attempts/1/files"
+    seen.selected_on.update(
+        row["selected_on"] for row in rows.read_table(written / "rows.parquet", rows.ROWS)
+    )
+    seen.selected_on.add(json.loads((written / "sweep.json").read_text())["selected_on"])
+    return seen
+
+
+def seen_by_baselines(folder: Path, labels: Labels, dev: int, monkeypatch: pytest.MonkeyPatch) -> Seen:
+    seen = Seen([], [], set())
+
+    def choose(method: str, x: np.ndarray, y: np.ndarray, folds: Any) -> dict[str, float]:
+        seen.folds.extend(((x[a], y[a]), (x[b], y[b])) for a, b in folds)
+        return {}
+
+    def fit_predict(method: str, chosen: Any, x: np.ndarray, y: np.ndarray, test: np.ndarray) -> np.ndarray:
+        seen.draws.append((x, y))
+        return np.zeros(len(test), np.int64)
+
+    monkeypatch.setattr(pixel_baselines, "choose", choose)
+    monkeypatch.setattr(pixel_baselines, "fit_predict", fit_predict)
+    config = Baselines(job="baselines", data="d", methods=("k-NN",), labels=labels)
+    found, _ = baselines.run_method(context(folder, config, dev), "k-NN")
+    seen.selected_on.update(row["selected_on"] for row in found)
+    return seen
+
+
+@pytest.mark.parametrize(
+    ("labels", "dev", "selected_on"),
+    [
+        (FEW, 20, "3-fold cross-validation in draw 0"),
+        (ALL, 20, "dev"),
+        (ALL, 0, "4-fold cross-validation in train"),
+    ],
+    ids=["few labels", "all labels", "no dev"],
+)
+def test_both_learners_see_the_same_images_and_select_on_the_same(
+    labels: Labels, dev: int, selected_on: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one = seen_by_fine_tuning(tmp_path / "finetune", labels, dev, monkeypatch)
+    other = seen_by_baselines(tmp_path / "baselines", labels, dev, monkeypatch)
+    assert one.selected_on == other.selected_on == {selected_on}
+    expected = (1, labels.draws) if selected_on == "dev" else (labels.folds, labels.draws)
+    assert (len(one.folds), len(one.draws)) == (expected if labels.per_class else (expected[0], 1))
+    for (ours, our_labels), (theirs, their_labels) in zip(one.draws, other.draws, strict=True):
+        np.testing.assert_array_equal(ours, theirs)
+        np.testing.assert_array_equal(our_labels, their_labels)
+    for our_fold, their_fold in zip(one.folds, other.folds, strict=True):
+        for (ours, our_labels), (theirs, their_labels) in zip(our_fold, their_fold, strict=True):
+            np.testing.assert_array_equal(ours, theirs)
+            np.testing.assert_array_equal(our_labels, their_labels)
+
+
+def test_of_all_labels_so_many_images_of_train_are_kept_and_all_of_dev(tmp_path: Path) -> None:
+    dataset = context(tmp_path, Baselines(job="baselines", data="d"), dev=20).dataset()
+    supports = Supports(dataset.index("train"), dataset.index("dev"), ALL, max_images=25)
+    (drawn,) = supports.draws
+    assert (np.diff(drawn) > 0).all() and len(drawn) == 45
+    assert drawn[25:].tolist() == list(range(60, 80))
+    ((inside, outside),) = supports.folds
+    assert (inside.tolist(), outside.tolist()) == (list(range(25)), list(range(25, 45)))
