@@ -67,7 +67,7 @@ def import_model(context: Context[Import]) -> Result:
 
 
 def contract_of(imported: Imported, config: Import) -> ModelContract:
-    """The contract of the model. Raises ValueError where nobody says the mean and std, or the parts don't fit."""
+    """The contract of the model. Raises UserError where nobody says the mean and std, or the parts don't fit."""
     from vit_model.config import ModelContract
 
     architecture = imported.architecture
@@ -89,7 +89,7 @@ def contract_of(imported: Imported, config: Import) -> ModelContract:
 def preprocessing_of(imported: Imported, config: Import) -> Preprocessing:
     """What the file says, with what the configuration gives in its place.
 
-    Raises ValueError where neither has mean and std, pydantic's where they don't fit the model.
+    Raises UserError where neither has mean and std, pydantic's where they don't fit the model.
     """
     from vit_model.config import Preprocessing
 

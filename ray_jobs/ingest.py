@@ -275,7 +275,7 @@ def _write_part(
 
 
 def _check_unchanged(files: Files, states: States, entries: pa.Table) -> None:
-    """Raise ValueError where a file is not what its digest was taken of: facts would say so for ever."""
+    """Raise UserError where a file is not what its digest was taken of: facts would say so for ever."""
     names = {outermost(files, name) for name in pc.unique(entries["file"]).to_pylist()}
     if not names <= files.keys() or any(len(parts_of(name, files)) > 1 for name in names):
         names = set(files)  # rows of arrays, archives of several files
@@ -323,7 +323,7 @@ def _samples(
 
 
 def _examined(image: bytes | NDArray[np.uint8] | UserError) -> tuple[bytes, Facts]:
-    """An image's bytes as they are stored, and its facts. Raises ValueError with the reason why it can't be used."""
+    """An image's bytes as they are stored, and its facts. Raises UserError with the reason why it can't be used."""
     if isinstance(image, UserError):
         raise image
     if isinstance(image, bytes):
@@ -420,7 +420,7 @@ def _check_bad(context: Context[Ingest], bad: Sequence[Bad], total: int) -> None
 
 
 def _trainable(index: pa.Table, listing: Listing) -> Trainable:
-    """The dataset without the classes that have no training image. Raises ValueError if too few classes are left."""
+    """The dataset without the classes that have no training image. Raises UserError if too few classes are left."""
     entries = listing.entries
     may_train = pc.or_kleene(pc.is_null(entries["split"]), pc.equal(entries["split"], "train"))
     wanted = pc.unique(entries.filter(may_train)["label"]).to_pylist()

@@ -24,7 +24,7 @@ def classify(model_folder: Path, images: Sequence[Path]) -> list[dict[str, Any]]
     """[{"image": path, "top": [{"class": name, "probability": p}, ...]}], the five likeliest classes first.
 
     Raises:
-        ValueError: a file that is not an image, or a model without a classifier.
+        UserError: a file that is not an image, or a model without a classifier.
     """
     rows = list(classify_readable(model_folder, images))
     for row in rows:
@@ -37,7 +37,7 @@ def classify_readable(model_folder: Path, images: Sequence[Path]) -> Iterator[di
     """As `classify`, but a file that cannot be read is {"image": path, "error": why} in its place.
 
     Raises:
-        ValueError: a model without a classifier.
+        UserError: a model without a classifier.
     """
     model, contract = load_model(model_folder)
     if not contract.class_names:

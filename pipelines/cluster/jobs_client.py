@@ -92,7 +92,7 @@ class Cluster:
     def about(self) -> dict[str, str]:
         """What the head says of itself: session_name, ray_version, and date, its clock as HTTP spells it.
 
-        Raises ClusterUnreachable, and ValueError where the token is refused or no Ray answers.
+        Raises ClusterUnreachable, and UserError where the token is refused or no Ray answers.
         """
         response = self._ask("GET", "/api/version")
         if response.status_code >= 500:
@@ -110,7 +110,7 @@ class Cluster:
 
         `entrypoint`: a shell command. `env_vars` also reach the job's tasks and actors, and everyone who may read
         the cluster: no secrets. Raises ClusterUnreachable when the cluster may not have got it (submit the same id
-        again), ValueError when it refuses such a job.
+        again), UserError when it refuses such a job.
         """
         request = {"submission_id": submission_id, "entrypoint": entrypoint, "metadata": metadata,
                    "runtime_env": {"env_vars": env_vars} if env_vars else {}}  # fmt: skip
@@ -307,7 +307,7 @@ def connect(address: str | None = None, token_path: Path | None = None) -> Clust
     Any other address ("auto", HOST:PORT of the GCS, ray://...) is resolved by Ray, which prefers RAY_API_SERVER_ADDRESS
     and RAY_ADDRESS of the environment. None means these, as in a job of the cluster. The token is read from
     `token_path`, else as Ray does: with RAY_AUTH_MODE=token from RAY_AUTH_TOKEN, RAY_AUTH_TOKEN_PATH or
-    ~/.ray/auth_token. Raises ValueError for a missing token file and ClusterUnreachable when Ray resolves nothing.
+    ~/.ray/auth_token. Raises UserError for a missing token file and ClusterUnreachable when Ray resolves nothing.
     """
     if address is None:
         address = os.environ.get("RAY_API_SERVER_ADDRESS") or os.environ.get("RAY_ADDRESS") or "auto"

@@ -131,7 +131,7 @@ def export(
 
 
 def _write(to: Format, folder: Path, model: Network, contract: ModelContract) -> Iterator[str]:
-    """Write the files of a format; a line for each thing that got lost. Raises ValueError for what it can't say."""
+    """Write the files of a format; a line for each thing that got lost. Raises UserError for what it can't say."""
     from vit_model.formats import hugging_face, npz, onnx, timm
     from vit_model.model import ViT
 

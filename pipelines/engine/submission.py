@@ -122,7 +122,7 @@ def submit_driver(
         ray_folder: of the local Ray, which the driver keeps alive until the run is over; None for another cluster.
 
     Raises:
-        ClusterUnreachable: submit again; ValueError: the cluster refuses it.
+        ClusterUnreachable: submit again; UserError: the cluster refuses it.
     """
     number = 1
     while (job := cluster.job(submission_id := f"driver-{run.id}-{number}")) is not None:

@@ -71,7 +71,7 @@ class Facts(NamedTuple):
 def examine(data: bytes) -> Facts:
     """Decode an image file completely. What passes is what `vit_model.preprocessing.load_image` reads.
 
-    Raises ValueError with a short reason: "empty file", "not an image", "too many pixels (bomb)", "too many scans
+    Raises UserError with a short reason: "empty file", "not an image", "too many pixels (bomb)", "too many scans
     (bomb)", "pixels of Pillow's mode F, not 8 or 16 bits a channel", "truncated", "damaged". Of an animation the first
     frame counts.
     """
@@ -86,7 +86,7 @@ def shrunk(data: bytes, facts: Facts, short_side: int) -> tuple[bytes, Facts]:
     """An image file whose shorter side has at most so many pixels, and its facts, but for the hash, which stays.
 
     A larger one is resized, bilinear and antialiased as evaluation does it, and becomes a JPEG of quality 95, upright
-    and without transparency; any other is itself. Raises ValueError as `examine`.
+    and without transparency; any other is itself. Raises UserError as `examine`.
     """
     if min(facts.width, facts.height) <= short_side:
         return data, facts
@@ -175,7 +175,7 @@ def _has_few_scans(data: bytes) -> bool:
 
 
 def examine_pixels(pixels: NDArray[np.uint8]) -> Facts:
-    """The facts of raw pixels, uint8 [h, w, 1 or 3]. Raises ValueError for another shape."""
+    """The facts of raw pixels, uint8 [h, w, 1 or 3]. Raises UserError for another shape."""
     if pixels.dtype != np.uint8 or pixels.ndim != 3 or pixels.shape[2] not in (1, 3) or not pixels.size:
         raise UserError(f"pixels are {pixels.dtype} {list(pixels.shape)}, not uint8 [h, w, 1 or 3]")
     height, width, channels = pixels.shape

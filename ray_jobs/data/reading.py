@@ -46,7 +46,7 @@ class Shards(Protocol):
 
     def open(self, shard: int, start: int, end: int, again: bool) -> tuple[Descriptor, int]:
         """A file that has the bytes [start, end) of a shard, and where in the shard it begins; with `again` not one
-        that was opened before. Raises OSError or ValueError where there is none."""
+        that was opened before. Raises OSError or UserError where there is none."""
 
 
 class LocalShards:
@@ -148,7 +148,7 @@ class Reader:
         return found[0], found[1], found[2]
 
     def check_room(self, needed: int | None, hint: str) -> None:
-        """Raise ValueError where so many bytes (None: all) do not fit into the cache of this machine."""
+        """Raise UserError where so many bytes (None: all) do not fit into the cache of this machine."""
         if (cache := self._shards.cache) is None:
             return
         every = int((self._bounds[2] - self._bounds[1]).sum())
@@ -165,7 +165,7 @@ class Reader:
         return {"cache_hits": cache.hits, "fetched_bytes": cache.fetched_bytes}
 
     def read(self, row: int) -> bytes:
-        """An image's bytes. Raises DamagedError, and ValueError where the whole shard is not there."""
+        """An image's bytes. Raises DamagedError, and UserError where the whole shard is not there."""
         piece, length = int(self._piece[row]), int(self.length[row])
         for attempt in range(_TRIES + 1):
             opened = self._open(piece, again=attempt > 0)

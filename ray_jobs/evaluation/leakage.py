@@ -1,6 +1,6 @@
 """Leakage from test into training, found before a stage computes anything.
 
-In: a stage's context and the images that it learns from. Out: `Overlap`, or a ValueError if its backbone was trained on
+In: a stage's context and the images that it learns from. Out: `Overlap`, or a UserError if its backbone was trained on
 test images.
 
 The lineage tells what a model was trained on: the manifests of the model and its backbones name their data sets, and
@@ -88,7 +88,7 @@ def check_leakage(
         labelled: the rows of its index that the stage learns from.
 
     Raises:
-        ValueError: the backbone was trained on test images and `seen_in_training` is "fail", or an index is damaged.
+        UserError: the backbone was trained on test images and `seen_in_training` is "fail", or an index is damaged.
         StoreError: the store cannot be read.
     """
     trainings, unknown = read_trainings(context.open_store(), context.inputs.get("backbone", ()))
@@ -188,7 +188,7 @@ def read_trainings(store: Store, models: Iterable[Manifest]) -> tuple[list[Train
     """(training images of models and their ancestors, those models with unknown training images).
 
     Raises:
-        ValueError: an index is damaged.
+        UserError: an index is damaged.
         StoreError: the store cannot be read.
     """
     trainings, unknown, waiting = [], [], list(models)

@@ -33,7 +33,7 @@ def scaling(workers: int, threads: int) -> Any:
     """What Ray Train gives each worker: a GPU where the cluster has some, and the CPUs of its threads.
 
     On a cluster with fewer CPUs than asked for the workers share them, which is slower and gives the same numbers.
-    Raises ValueError when there are GPUs, but too few.
+    Raises UserError when there are GPUs, but too few.
     """
     from ray.train import ScalingConfig
 
@@ -96,7 +96,7 @@ def torch_dtype(name: str, on: torch.device) -> torch.dtype:
     """The dtype of matrix products, checked against the device.
 
     Raises:
-        ValueError: the GPU has no bfloat16.
+        UserError: the GPU has no bfloat16.
     """
     import torch
 

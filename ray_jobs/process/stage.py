@@ -93,7 +93,7 @@ class Context(Generic[Spec]):
         )
 
     def check_source(self, when: str) -> None:
-        """Raise ValueError when the files that the stage reads are not those that the run was planned with."""
+        """Raise UserError when the files that the stage reads are not those that the run was planned with."""
         if identity.source_fingerprint(self.config) != self.attempt.source:
             raise UserError(
                 f"the source changed {when}, since the run was planned: run again when it is at rest"
@@ -173,7 +173,7 @@ def read_context(spec: str) -> Context[AnyStage]:
 
     Raises:
         StoreError: another store, or an input that is not committed.
-        ValueError: the code here is not the driver's.
+        UserError: the code here is not the driver's.
     """
     uri, artifacts, name = spec.rpartition("/artifacts/")
     data = open_store(uri, create=False).read(f"{artifacts}{name}".lstrip("/")) if artifacts else None

@@ -69,7 +69,7 @@ def join_tables(parts: Iterable[tuple[str, Manifest, Path]], name: str, schema: 
     Its texts are dictionaries: 20 million predictions, as VTAB's test splits give, take 1 GB instead of 5.
 
     Raises:
-        ValueError: a table whose columns are not `schema`'s; nullable ones at its end may be missing.
+        UserError: a table whose columns are not `schema`'s; nullable ones at its end may be missing.
     """
     wanted = pa.schema([_coded(column) for column in [*_FROM, *schema]])
     tables = [wanted.empty_table()]
@@ -114,7 +114,7 @@ def entries(rows: Any, predictions: Any, seeds: dict[str, int | None]) -> list[E
         seeds: artifact -> the seed of its label draws.
 
     Raises:
-        ValueError: predictions of different draws are of different images, or do not give the accuracy in the rows.
+        UserError: predictions of different draws are of different images, or do not give the accuracy in the rows.
     """
     measured: dict[tuple[Any, ...], dict[int, dict[str, Any]]] = {}
     for row in rows.to_pylist():

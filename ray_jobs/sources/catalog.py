@@ -53,7 +53,7 @@ class _Rows(Protocol):
 
 
 def listing(source: Source, files: Files) -> Listing:
-    """What a source holds. Raises ValueError, with the file, for what is not as its authors make it."""
+    """What a source holds. Raises UserError, with the file, for what is not as its authors make it."""
     found: Listing = cast(Any, _MODULES[source.kind]).listing(source, files)
     return found
 

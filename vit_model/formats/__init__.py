@@ -40,7 +40,7 @@ EXPECTED = (
 def read(path: Path) -> Imported:
     """The checkpoint in a file or folder, whatever its name ends in.
 
-    Raises ValueError, naming the file and what was expected, for anything that is not a whole, sound checkpoint
+    Raises UserError, naming the file and what was expected, for anything that is not a whole, sound checkpoint
     of an architecture that `ViTConfig` can say exactly.
     """
     from vit_model.formats import hugging_face, timm

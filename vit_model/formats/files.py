@@ -54,7 +54,7 @@ class Source(NamedTuple):
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The JSON object in a file. Raises ValueError for a missing, overlong or damaged one, and for anything else."""
+    """The JSON object in a file. Raises UserError for a missing, overlong or damaged one, and for anything else."""
     if not path.is_file():
         raise UserError(f"{path} is missing")
     if (size := path.stat().st_size) > MAX_CONTRACT_BYTES:
@@ -94,7 +94,7 @@ def is_pickle(path: Path) -> bool:
 def read_tensors(path: Path) -> dict[str, Tensor]:
     """The tensors in a safetensors file or in one of torch.save, on the CPU, in the dtypes that they have there.
 
-    Raises ValueError for a file that is neither, is cut short, claims more than it has, or would run something.
+    Raises UserError for a file that is neither, is cut short, claims more than it has, or would run something.
     """
     if not path.is_file():
         raise UserError(f"{path} is missing")
@@ -186,7 +186,7 @@ def to_ours(
 ) -> dict[str, Tensor]:
     """Our tensors, float32, out of the foreign ones in `found`.
 
-    Raises ValueError, naming the tensors, for missing ones, for others than `sources` knows, for a wrong shape or
+    Raises UserError, naming the tensors, for missing ones, for others than `sources` knows, for a wrong shape or
     dtype, and for NaN or infinite values.
     """
     expected = {name: source.shape for source in sources.values() for name in source.names}
@@ -214,7 +214,7 @@ def to_ours(
 
 
 def take(path: Path, found: dict[str, Tensor], name: str, shape: tuple[int, ...]) -> Tensor:
-    """Remove a tensor of a known shape from `found`, as float32. Raises ValueError for a missing or other one."""
+    """Remove a tensor of a known shape from `found`, as float32. Raises UserError for a missing or other one."""
     if name not in found or tuple(found[name].shape) != shape or found[name].dtype not in FLOATS:
         held = f"{found[name].dtype} {list(found[name].shape)}" if name in found else "missing"
         raise UserError(f"{path}: {name} is {held}; floating point {list(shape)} was expected")
@@ -224,7 +224,7 @@ def take(path: Path, found: dict[str, Tensor], name: str, shape: tuple[int, ...]
 def to_theirs(weights: dict[str, Tensor], sources: dict[str, Source]) -> dict[str, Tensor]:
     """The foreign tensors out of ours, which are `checked_weights`.
 
-    Raises ValueError for a tensor that the other format has not, unless it is all zeros.
+    Raises UserError for a tensor that the other format has not, unless it is all zeros.
     """
     theirs = {}
     for name, source in sources.items():

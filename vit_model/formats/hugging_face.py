@@ -57,7 +57,7 @@ GELUS = {
 def read(folder: Path) -> Imported:
     """The image encoder in a folder of Hugging Face's, and its classifier if it has one.
 
-    Raises ValueError, naming the file, for a model_type or class that `ViTConfig` cannot say exactly, for damaged
+    Raises UserError, naming the file, for a model_type or class that `ViTConfig` cannot say exactly, for damaged
     files, and for missing, surplus, misshapen, quantised, NaN or infinite tensors.
     """
     path = folder / "config.json"
@@ -245,7 +245,7 @@ def _class_names(path: Path, config: dict[str, Any], num_classes: int) -> tuple[
 def write(folder: Path, model: ViT, contract: ModelContract) -> None:
     """Write a folder that transformers loads with `from_pretrained`, and that computes what `model` does.
 
-    Raises ValueError for an architecture that no class of transformers has, and for NaN or infinite weights.
+    Raises UserError for an architecture that no class of transformers has, and for NaN or infinite weights.
     """
     architecture = model.config
     weights = checked_weights(model, contract)
@@ -261,7 +261,7 @@ def write(folder: Path, model: ViT, contract: ModelContract) -> None:
 
 
 def _class_of(config: ViTConfig) -> tuple[str, str]:
-    """The model_type and the class of transformers that compute what an architecture says, or ValueError."""
+    """The model_type and the class of transformers that compute what an architecture says, or UserError."""
     common = (
         config.position == "learned1d"
         and config.position_at == "stem"

@@ -40,7 +40,7 @@ class Processor(NamedTuple):
 
 
 def read_processor(folder: Path, kind: str) -> Processor | None:
-    """What the folder says of pixels, for a model_type; None where it says nothing. Raises ValueError for no JSON."""
+    """What the folder says of pixels, for a model_type; None where it says nothing. Raises UserError for no JSON."""
     names = ("preprocessor_config.json", "processor_config.json")
     path = next((folder / name for name in names if (folder / name).is_file()), None)
     if path is None:

@@ -33,7 +33,7 @@ BIT_HEAD = "resnet/head/conv2d/kernel"
 def read(path: Path) -> Imported:
     """The ViT, hybrid or ResNet in `path`: of the paper, AugReg, big_vision or BiT; or a training checkpoint's.
 
-    Raises ValueError, naming the file, when it is missing, cut short, no .npz, claims more than it holds, has
+    Raises UserError, naming the file, when it is missing, cut short, no .npz, claims more than it holds, has
     other arrays than one of these models, other numbers than float32, float16 or bfloat16, or NaN.
     """
     with opened(path) as archive:
@@ -43,7 +43,7 @@ def read(path: Path) -> Imported:
 def write(path: Path, model: Network, contract: ModelContract) -> list[str]:
     """Write the model's weights as Google's files have them; returns lines on what such a file can't say.
 
-    Raises ValueError when the contract describes another model, when a weight is NaN or infinite, and for a
+    Raises UserError when the contract describes another model, when a weight is NaN or infinite, and for a
     model that readers of such a file would take for another one: with exact GELU, registers, another mean ...
     """
     config = model.config

@@ -51,7 +51,7 @@ class Stored(NamedTuple):
 
 @contextmanager
 def opened(path: Path) -> "Iterator[np.lib.npyio.NpzFile]":
-    """The archive in `path`. What goes wrong with it, then or later, is a ValueError that names the file."""
+    """The archive in `path`. What goes wrong with it, then or later, is a UserError that names the file."""
     if not path.is_file():
         raise UserError(f"{path} is missing, or no file")
     try:

@@ -60,7 +60,7 @@ def read(path: Path) -> Imported:
     """The ViT in a folder or a file.
 
     A file alone says neither the heads nor the preprocessing: heads of 64 channels, the exact GELU and eps 1e-6 are
-    assumed then, and said. Raises ValueError, naming the file, for what `ViTConfig` cannot say exactly, for damaged
+    assumed then, and said. Raises UserError, naming the file, for what `ViTConfig` cannot say exactly, for damaged
     files, and for missing, surplus, misshapen, quantised, NaN or infinite tensors.
     """
     config = read_json(path / "config.json") if path.is_dir() else {}
@@ -215,7 +215,7 @@ def _read_preprocessing(
 def write(folder: Path, model: ViT, contract: ModelContract) -> None:
     """Write a folder that timm loads, and that computes there what `model` does.
 
-    Raises ValueError for an architecture that timm's VisionTransformer has not, and for NaN or infinite weights.
+    Raises UserError for an architecture that timm's VisionTransformer has not, and for NaN or infinite weights.
     """
     config = model.config
     weights = checked_weights(model, contract)

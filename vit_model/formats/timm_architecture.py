@@ -50,7 +50,7 @@ class Conventions(NamedTuple):
 
 
 def conventions(architecture: str, width: int) -> Conventions:
-    """What an architecture's name means for a model of this width. Raises ValueError for one that is not read."""
+    """What an architecture's name means for a model of this width. Raises UserError for one that is not read."""
     name = architecture.partition(".")[0]  # what follows is the training
     if not PLAIN.fullmatch(name):
         raise UserError(
@@ -71,7 +71,7 @@ def architecture_of(
     """The architecture of the tensors `found`, and lines about what is only assumed.
 
     `config` is the whole config.json, `said` its pretrained_cfg, `arguments` its model_args; empty for a file alone.
-    Raises ValueError for what is not read; TypeError or ArithmeticError for values of wrong types.
+    Raises UserError for what is not read; TypeError or ArithmeticError for values of wrong types.
     """
     if unknown := sorted(arguments.keys() - ARGUMENTS):
         raise UserError(f"model_args {', '.join(unknown)} are not read")

@@ -1,7 +1,7 @@
 """Arrays in the files of data sets: MATLAB, HDF5, LeCun's matrices, npz, and the pickles of CIFAR.
 
 In: bytes or a path, from anybody. Out: numpy arrays. Nothing in a file is executed, and no size that a file claims is
-believed (or allocated) before as many bytes are there. Every function raises ValueError with what is wrong. Our own
+believed (or allocated) before as many bytes are there. Every function raises UserError with what is wrong. Our own
 readers are loops that consume their input; the HDF5 library's calls have a time limit.
 """
 
@@ -230,7 +230,7 @@ def hdf5_array(path: Path, name: str, dtype: str | None, shape: Sequence[int | N
 
 
 def hdf5_slice(array: h5py.Dataset, index: int | slice) -> NDArray[Any]:
-    """`array[index]`. Raises ValueError where it is damaged."""
+    """`array[index]`. Raises UserError where it is damaged."""
     try:
         with _limited():
             return np.asarray(array[index])
@@ -239,7 +239,7 @@ def hdf5_slice(array: h5py.Dataset, index: int | slice) -> NDArray[Any]:
 
 
 def hdf5_rows(array: h5py.Dataset, numbers: Sequence[int]) -> NDArray[Any]:
-    """The images (or whatever lies along the first axis) of these numbers. Raises ValueError where it is damaged.
+    """The images (or whatever lies along the first axis) of these numbers. Raises UserError where it is damaged.
 
     Each chunk is unpacked once, since one may hold some pixels of thousands of images.
     """
@@ -321,7 +321,7 @@ def read_npz(path: Path, names: Sequence[str]) -> dict[str, NDArray[Any]]:
 
 
 def npz_member(archive: zipfile.ZipFile, name: str) -> zipfile.ZipInfo:
-    """The array of this name in an npz. Raises KeyError, and ValueError where numpy would not have packed it so."""
+    """The array of this name in an npz. Raises KeyError, and UserError where numpy would not have packed it so."""
     member = archive.getinfo(f"{name}.npy")
     # lzma takes as many GB as a damaged member says, and raises what zipfile does not turn into its own
     if member.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
@@ -330,7 +330,7 @@ def npz_member(archive: zipfile.ZipFile, name: str) -> zipfile.ZipInfo:
 
 
 def npy_header(file: IO[bytes]) -> tuple[tuple[int, ...], bool, np.dtype[Any]]:
-    """Shape, whether in Fortran's order, and type of the array whose .npy begins here. Raises ValueError."""
+    """Shape, whether in Fortran's order, and type of the array whose .npy begins here. Raises UserError."""
     from numpy.lib import format as npy
 
     # a header of the later versions says itself how many GB it has, and is read whole

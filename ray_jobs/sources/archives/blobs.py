@@ -68,7 +68,7 @@ class Blob(NamedTuple):
         return any(extent.remote for extent in self.extents)
 
     def slice(self, offset: int, length: int) -> tuple[Extent, ...]:
-        """The extents of a range. Raises ValueError where it does not lie inside."""
+        """The extents of a range. Raises UserError where it does not lie inside."""
         found: list[Extent] = []
         first, last, begin = offset, offset + length, 0
         for location, version, at, own in self.extents:
@@ -81,7 +81,7 @@ class Blob(NamedTuple):
         return tuple(found)
 
     def read(self, offset: int, length: int) -> bytes:
-        """The bytes of a range. Raises ValueError where it does not lie inside, or the file has become shorter."""
+        """The bytes of a range. Raises UserError where it does not lie inside, or the file has become shorter."""
         data = b"".join(map(_read, self.slice(offset, length)))
         if len(data) != length:
             raise UserError(f"{self.name} became shorter while it was read")
@@ -196,7 +196,7 @@ def decompressed(blob: Blob) -> Blob:
     """What is inside of gz, bz2 or xz, a tar of what is in a RAR, by magic bytes; the blob itself if it is neither.
 
     Raises:
-        ValueError: it is truncated, damaged, or unpacks to far more than it is (a bomb).
+        UserError: it is truncated, damaged, or unpacks to far more than it is (a bomb).
     """
     unpack = unpacker(blob.read(0, min(MAGIC_BYTES, blob.size)))
     if unpack is None:
@@ -307,7 +307,7 @@ MAGIC_BYTES = max(map(len, _PACKED))
 
 
 def local_path(blob: Blob) -> Path:
-    """A file on this machine with these bytes: itself, or a copy in the cache folder. Raises ValueError, StoreError."""
+    """A file on this machine with these bytes: itself, or a copy in the cache folder. Raises UserError, StoreError."""
     (first, *more) = blob.extents or (Extent("", "", 0, 0),)
     if blob.extents and not more and not first.remote and first.start == 0:
         path = Path(first.location)

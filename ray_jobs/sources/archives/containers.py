@@ -11,7 +11,7 @@ name. The bytes of a file that begins as gz, bz2 or xz are those of its unpacked
     local(files, file)              a path on this machine, for libraries that want one
 
 All of it may come from anybody: nothing is written but into the cache folder under names of our own, a size is
-believed only after as many bytes have come, and what can't be right is a ValueError that names the file.
+believed only after as many bytes have come, and what can't be right is a UserError that names the file.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ def contents(files: Files, file: str) -> Contents:
     Hidden files and macOS's shadows (`.x`, `__MACOSX/`) are left out.
 
     Raises:
-        ValueError: it is no archive, truncated or damaged.
+        UserError: it is no archive, truncated or damaged.
     """
     place = _resolve(files, file)
     found, refused = _found(place.blob)
@@ -99,7 +99,7 @@ def members(files: Files, file: str) -> list[Member]:
     """The regular files in an archive, in its order; one that has anything else in it but folders is refused.
 
     Raises:
-        ValueError: it is no archive, truncated or damaged, or holds links, paths that lead outside, and the like.
+        UserError: it is no archive, truncated or damaged, or holds links, paths that lead outside, and the like.
     """
     found, refused = contents(files, file)
     if refused:
@@ -136,7 +136,7 @@ def read(files: Files, entries: pa.Table) -> Iterator[bytes | UserError]:
 
 
 def read_member(files: Files, member: Member, limit: int = SMALL) -> bytes:
-    """A member's content. Raises ValueError: larger than `limit`, truncated or damaged."""
+    """A member's content. Raises UserError: larger than `limit`, truncated or damaged."""
     blob = _resolve(files, member.file).blob
     blob = blob._replace(name=f"{blob.name}: {member.path}")
     data = _range(blob, member.offset, member.length, member.codec, limit)
@@ -146,7 +146,7 @@ def read_member(files: Files, member: Member, limit: int = SMALL) -> bytes:
 
 
 def read_file(files: Files, file: str, limit: int = SMALL) -> bytes:
-    """A file's content. Raises ValueError: larger than `limit`, truncated or damaged."""
+    """A file's content. Raises UserError: larger than `limit`, truncated or damaged."""
     blob = _resolve(files, file).blob
     return _range(blob, 0, blob.size, "stored", limit)
 
@@ -162,7 +162,7 @@ def local(files: Files, file: str) -> Path:
     """A path on this machine with the file's content, to be read only; what lies elsewhere or packed is kept there.
 
     Raises:
-        ValueError: truncated or damaged.
+        UserError: truncated or damaged.
     """
     return local_path(_resolve(files, file).blob)
 
@@ -179,7 +179,7 @@ class _Place(NamedTuple):
 
 
 def _resolve(files: Files, file: str) -> _Place:
-    """Raises ValueError: there is no such file, or what it is in is truncated or damaged."""
+    """Raises UserError: there is no such file, or what it is in is truncated or damaged."""
     first = outermost(files, file)
     inner = file.removeprefix(first).split(_CHAIN)[1:]
     if len(inner) >= MAX_DEPTH:
@@ -285,7 +285,7 @@ def _range(blob: Blob, offset: int, length: int, codec: str, limit: int) -> byte
 
 
 def _checked(data: bytes, crc: int | None, whose: str = "") -> bytes:
-    """Raise ValueError where the content is not the one that the archive has the CRC-32 of."""
+    """Raise UserError where the content is not the one that the archive has the CRC-32 of."""
     if crc is not None and zlib.crc32(data) != crc:
         raise UserError(f"{whose}{_NOT_ITS_CRC}")
     return data

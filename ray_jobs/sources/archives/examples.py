@@ -22,7 +22,7 @@ Values = list[bytes] | list[int] | list[float]
 def tfrecords(file: Path | IO[bytes]) -> Iterator[tuple[int, int]]:
     """(offset, length) of the payload of every record of a TFRecord file, its checksums verified.
 
-    Raises ValueError, with the record's number, where the file is damaged or truncated.
+    Raises UserError, with the record's number, where the file is damaged or truncated.
     """
     if isinstance(file, Path):
         with file.open("rb") as opened:
@@ -52,14 +52,14 @@ def tfrecords(file: Path | IO[bytes]) -> Iterator[tuple[int, int]]:
 
 
 def parse_example(data: bytes) -> dict[str, Values]:
-    """The features of a serialised tf.train.Example. Raises ValueError for what is none."""
+    """The features of a serialised tf.train.Example. Raises UserError for what is none."""
     return {name: _values(data, start, end) for name, (start, end) in _features(data).items()}
 
 
 def feature_range(data: bytes, name: str) -> tuple[int, int]:
     """(offset, length) in `data`, a serialised tf.train.Example, of the one bytes value of the feature `name`.
 
-    Raises ValueError where there is no such feature, or it has not exactly one value, of bytes.
+    Raises UserError where there is no such feature, or it has not exactly one value, of bytes.
     """
     features = _features(data)
     if name not in features:

@@ -63,7 +63,7 @@ def listed(blob: Blob) -> Iterator[Found | Refused]:
     """The members of a tar or a zip in its order, without folders and hidden files; a path comes once.
 
     Raises:
-        ValueError: it is neither, truncated or damaged.
+        UserError: it is neither, truncated or damaged.
     """
     known: set[str] = set()
     zipped = blob.read(0, min(4, blob.size)) in (b"PK\3\4", b"PK\5\6")

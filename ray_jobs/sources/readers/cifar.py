@@ -82,7 +82,7 @@ def _read(source: CifarSource, located: tuple[tuple[str, str], ...]) -> Images:
 
 
 def read_archive(files: Files, archive: str, classes: int) -> tuple[Images, str]:
-    """The images of an authors' archive, and whether it is their "binary" or "python" version. Raises ValueError."""
+    """The images of an authors' archive, and whether it is their "binary" or "python" version. Raises UserError."""
     members = {member.path: member for member in containers.members(files, archive)}
     for version in ("binary", "python"):
         folder, names = CIFAR_FILES[classes, version]
@@ -99,7 +99,7 @@ def _member(files: Files, found: Mapping[str, Member], name: str) -> bytes:
 
 
 def read(classes: int, version: str, content: Callable[[str], bytes]) -> Images:
-    """The images of "binary" or "python" files, of which `content` gives the bytes by name. Raises ValueError."""
+    """The images of "binary" or "python" files, of which `content` gives the bytes by name. Raises UserError."""
     _, (meta, *train, test) = CIFAR_FILES[classes, version]
     key = "label_names" if classes == 10 else "fine_label_names"
     class_names = _text(content(meta), meta) if version == "binary" else _texts(content(meta), meta, key)

@@ -12,7 +12,7 @@ UNLABELLED = -1
 
 
 def chosen(what: str, wanted: str | None, fitting: Sequence[str], there: Iterable[str]) -> str:
-    """The column `wanted`, else the only fitting one, else that called as `what` is. Raises ValueError."""
+    """The column `wanted`, else the only fitting one, else that called as `what` is. Raises UserError."""
     named = wanted or (fitting[0] if len(fitting) == 1 else what)
     if named not in (there if wanted else fitting):
         found = f"those that fit are {', '.join(fitting)}" if fitting else f"there are {', '.join(there)}"
@@ -37,7 +37,7 @@ class Classes(NamedTuple):
 def classes_of(labels: Iterable[int | str], given: Sequence[str] | None, where: str) -> Classes:
     """The classes of these labels: the `given` names, for numbers from 0; else the values that occur.
 
-    Values become classes in numeric or alphabetical order. Raises ValueError for no label, for a mix of numbers and
+    Values become classes in numeric or alphabetical order. Raises UserError for no label, for a mix of numbers and
     text, and for a label that is negative or has no given name.
     """
     values = set(labels) - {UNLABELLED}

@@ -79,7 +79,7 @@ class Listing(NamedTuple):
 def scan(root: Path, columns: Columns = IMAGEFOLDER) -> Listing:
     """List the images below `root`; `columns` are those of its tables of labels.
 
-    Raises ValueError for: no folder, no image, fewer than two classes, layouts mixed, a link that leads
+    Raises UserError for: no folder, no image, fewer than two classes, layouts mixed, a link that leads
     outside, a table that does not fit, a class that the given splits leave without a training image.
     """
     if not root.is_dir():
@@ -93,7 +93,7 @@ def scan(root: Path, columns: Columns = IMAGEFOLDER) -> Listing:
 def arrange(
     root: Path | str, files: Sequence[str], tables: Mapping[str, bytes], columns: Columns = IMAGEFOLDER
 ) -> Listing:
-    """Arrange these paths below `root`, by the tables of labels among them if there are any. Raises ValueError."""
+    """Arrange these paths below `root`, by the tables of labels among them if there are any. Raises UserError."""
     files = sorted(files)
     images = [key for key in files if PurePosixPath(key).suffix.lower() in EXTENSIONS]
     if not images:
@@ -217,7 +217,7 @@ def _around(paths: Sequence[str]) -> str:
 def _files(root: Path) -> Iterator[tuple[str, bool]]:
     """(key, whether it is a regular file) of all files that their user put there.
 
-    Raises ValueError for links to folders, links that lead outside and broken links.
+    Raises UserError for links to folders, links that lead outside and broken links.
     """
     inside = root.resolve()
     for folder, folders, files in os.walk(root):
@@ -266,7 +266,7 @@ def _from_folders(root: Path | str, images: Sequence[str]) -> list[tuple[str, st
 
 
 def _check_not_detection(root: Path | str, files: Sequence[str], images: Sequence[str]) -> None:
-    """Raise ValueError for COCO's layout, whose split folders would be taken for classes."""
+    """Raise UserError for COCO's layout, whose split folders would be taken for classes."""
     tops = {PurePosixPath(key).parts[0] for key in images}
     signs = [key for key in files if _COCO_FILE.fullmatch(key)]
     if not signs and all(map(_COCO_FOLDER.fullmatch, tops)):

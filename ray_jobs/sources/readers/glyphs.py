@@ -104,7 +104,7 @@ def _classes_of(files: tuple[tuple[str, str], ...]) -> list[GlyphClass]:
 def find_fonts(files: Mapping[str, Path]) -> list[Path]:
     """The usable ones among matplotlib's font files, by name, in the order of `FONT_NAMES`.
 
-    Raises ValueError when one of them is missing.
+    Raises UserError when one of them is missing.
     """
     if missing := [name for name in FONT_NAMES if name not in files]:
         raise UserError(f"matplotlib lacks the fonts {', '.join(missing)}: reinstall matplotlib")

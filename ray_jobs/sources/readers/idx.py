@@ -84,7 +84,7 @@ def read(files: Mapping[str, Path], num_classes: int, classes: Sequence[int]) ->
     `files` has the path of each of the four files by its name in `FILES`.
 
     Raises:
-        ValueError: a file that is damaged or not IDX, files that don't fit together, a label outside
+        UserError: a file that is damaged or not IDX, files that don't fit together, a label outside
             0..num_classes-1, a class without an image in train.
     """
     images, labels, keys, splits = [], [], [], []
@@ -110,7 +110,7 @@ def read_file(path: Path) -> NDArray[np.uint8]:
     """The array of one IDX file of uint8, gzipped or not.
 
     Raises:
-        ValueError: it is something else, damaged, shorter or longer than its header says, or larger than MAX_BYTES.
+        UserError: it is something else, damaged, shorter or longer than its header says, or larger than MAX_BYTES.
     """
     try:
         with path.open("rb") as file:

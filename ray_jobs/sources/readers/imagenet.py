@@ -60,7 +60,7 @@ def listing(source: ImageNetSource, files: Files) -> Listing:
     """Train from the tar of tars, dev a slice of it by hash, test from the authors' validation images.
 
     Raises:
-        ValueError: a synset that the devkit does not know, or images and labels of validation that don't fit.
+        UserError: a synset that the devkit does not know, or images and labels of validation that don't fit.
     """
     devkit = read_devkit(files)
     rank = {wnid: label for label, wnid in enumerate(devkit.wnids)}
@@ -96,7 +96,7 @@ def _missing_classes(lost: Sequence[str]) -> tuple[str, ...]:
 
 
 def _real_note(test: pa.Table, files: Files) -> tuple[str, ...]:
-    """Of the file as it is published 90.02 % agree. Raises ValueError where it can't be of these images."""
+    """Of the file as it is published 90.02 % agree. Raises UserError where it can't be of these images."""
     if IMAGENET_REAL not in files:
         return ()
     pairs = zip(test["label"].to_pylist(), test["labels"].to_pylist(), strict=True)
@@ -140,7 +140,7 @@ def _validation(files: Files, devkit: Devkit, bad: list[Bad]) -> Iterator[dict[s
 
 
 def read_devkit(files: Files) -> Devkit:
-    """`data/meta.mat` and `data/ILSVRC2012_validation_ground_truth.txt` of the devkit. Raises ValueError."""
+    """`data/meta.mat` and `data/ILSVRC2012_validation_ground_truth.txt` of the devkit. Raises UserError."""
     found = {PurePosixPath(member.path).name: member for member in members(files, IMAGENET_DEVKIT)}
     where = files[IMAGENET_DEVKIT]
     for name in ("meta.mat", "ILSVRC2012_validation_ground_truth.txt"):
@@ -202,7 +202,7 @@ def _real_labels(files: Files, images: int, classes: int) -> list[list[int]] | N
 
 
 def synsets(files: Files, chains: Iterable[str], bad: list[Bad]) -> Iterator[tuple[str, list[Member]]]:
-    """(WNID, images) of tars of a synset, in the order of WNIDs; what is refused goes to `bad`. Raises ValueError."""
+    """(WNID, images) of tars of a synset, in the order of WNIDs; what is refused goes to `bad`. Raises UserError."""
     tars: dict[str, str] = {}
     others: list[Bad] = []
     for chain in chains:

@@ -23,7 +23,7 @@ def listing(source: ImageNet21kSource, files: Files) -> Listing:
     """The images of every synset; dev and test are drawn by a hash of names, as there are no official splits.
 
     Raises:
-        ValueError: a synset comes twice, or none has enough images.
+        UserError: a synset comes twice, or none has enough images.
     """
     bad: list[Bad] = []
     kept: list[str] = []

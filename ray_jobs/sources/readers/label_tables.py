@@ -51,7 +51,7 @@ class Row(NamedTuple):
 def read_table(path: str, data: bytes, columns: Columns) -> Iterator[Row]:
     """Yield the rows of the table at `path`, without the white space around headers and values.
 
-    Raises ValueError, with the row, if it is not such a table, a file name leads outside its folder, or a value is
+    Raises UserError, with the row, if it is not such a table, a file name leads outside its folder, or a value is
     missing.
     """
     read = _csv if path.endswith(".csv") else _json_lines

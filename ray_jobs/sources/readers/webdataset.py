@@ -39,7 +39,7 @@ def listing(source: WebDatasetSource, files: Files) -> Listing:
     """Every sample that has an image and a label; those whose label is a negative number are left out, as timm does.
 
     Raises:
-        ValueError: fields or labels that don't fit, a shard's name that says two splits.
+        UserError: fields or labels that don't fit, a shard's name that says two splits.
     """
     bad: list[Bad] = []
     splits = {shard: _split_of(shard) for shard in files}
@@ -116,7 +116,7 @@ def _is_image(source: WebDatasetSource, field: str) -> bool:
 
 
 def _label(field: str, data: bytes | UserError) -> int | str:
-    """The number or the text of a label. Raises ValueError."""
+    """The number or the text of a label. Raises UserError."""
     if isinstance(data, UserError):
         raise data
     _, dot, key = field.partition(".")
@@ -139,7 +139,7 @@ def _label(field: str, data: bytes | UserError) -> int | str:
 
 
 def _classes(source: WebDatasetSource, present: set[int | str]) -> Classes:
-    """The classes of the labels that occur. Raises ValueError."""
+    """The classes of the labels that occur. Raises UserError."""
     if source.class_names is None:
         if len(present) < 2:
             raise UserError(f"{source.root} has {len(present)} classes: a classifier needs two or more")

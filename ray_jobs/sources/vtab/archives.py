@@ -25,19 +25,19 @@ def by_path(files: Files, file: str) -> dict[str, Member]:
 
 
 def lines_of(files: Files, file: str, members: dict[str, Member], path: str) -> list[str]:
-    """The lines of a small text file in an archive that are not empty. Raises ValueError when it is not there."""
+    """The lines of a small text file in an archive that are not empty. Raises UserError when it is not there."""
     return lines(content(files, file, members, path), path)
 
 
 def content(files: Files, file: str, members: dict[str, Member], path: str, limit: int = 2**26) -> bytes:
-    """A small file in an archive. Raises ValueError when it is not there."""
+    """A small file in an archive. Raises UserError when it is not there."""
     if path not in members:
         raise UserError(f"{file} has no {path}: is it the archive that its authors ship?")
     return containers.read_member(files, members[path], limit)
 
 
 def lines(data: bytes, name: str) -> list[str]:
-    """The lines of a text that are not empty, without blanks around them. Raises ValueError for what is no text."""
+    """The lines of a text that are not empty, without blanks around them. Raises UserError for what is no text."""
     return [line.strip() for line in text(data, name).splitlines() if line.strip()]
 
 
@@ -52,7 +52,7 @@ def text(data: bytes, name: str) -> str:
 def decode_bgr(image: bytes, *, upright: bool = False) -> NDArray[np.uint8]:
     """An image file as OpenCV decodes it, [h, w, 3], BGR, the alpha dropped; of a GIF the first frame.
 
-    upright: turned as its EXIF data says. A JPEG with damage inside is decoded. Raises ValueError for what is no image.
+    upright: turned as its EXIF data says. A JPEG with damage inside is decoded. Raises UserError for what is no image.
     """
     import cv2
     from PIL import Image
@@ -88,7 +88,7 @@ def encode_jpeg(bgr: NDArray[np.uint8], quality: int) -> bytes:
 
 
 def numbered(names: dict[int, str], file: str) -> Sequence[str]:
-    """The names of classes 0, 1, ... without a gap. Raises ValueError for a class that has none."""
+    """The names of classes 0, 1, ... without a gap. Raises UserError for a class that has none."""
     if lost := sorted(set(range(max(names, default=-1) + 1)) - set(names)):
         raise UserError(f"{file} has no image of class {lost[0] + 1}, by which it would have a name")
     return [names[label] for label in range(len(names))]

@@ -34,7 +34,7 @@ _USAGE = {"Public": "validation", "Private": "test"}
 
 
 def listing(source: VtabSource, files: Files) -> Listing:
-    """The records that VTAB uses. Raises ValueError for files that are not as their authors make them."""
+    """The records that VTAB uses. Raises UserError for files that are not as their authors make them."""
     names = CLASS_NAMES[source.task]
     if source.task == "patch_camelyon":
         parts = {part: _patches(files, part) for part in _PCAM}
@@ -60,7 +60,7 @@ def rows(source: VtabSource, files: Files, numbers: Sequence[int]) -> Iterator[N
 
 
 def processed(source: VtabSource, key: str, image: bytes) -> bytes:
-    """A photograph of Diabetic Retinopathy as TFDS's `btgraham-300` has it. Raises ValueError."""
+    """A photograph of Diabetic Retinopathy as TFDS's `btgraham-300` has it. Raises UserError."""
     return pixels.btgraham(image)
 
 

@@ -51,7 +51,7 @@ def listing(source: VtabSource, files: Files) -> Listing:
 
 
 def _whole_numbers(files: Files, file: str, name: str, largest: int) -> NDArray[np.int64]:
-    """The variable of this name, numbers from 1 to `largest`, as a row. Raises ValueError for anything else."""
+    """The variable of this name, numbers from 1 to `largest`, as a row. Raises UserError for anything else."""
     found = read_mat(containers.read_file(files, file)).get(name)
     if found is None or found.dtype.kind not in "iuf" or not np.isin(found, range(1, largest + 1)).all():
         raise UserError(f"{file} has no {name} of numbers from 1 to {largest}")

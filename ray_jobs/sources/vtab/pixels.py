@@ -1,6 +1,6 @@
 """Pixels as VTAB's copies of data sets have them, where these are not what the authors ship.
 
-In: an image file. Out: an image file. Pure functions of its bytes; each raises ValueError for what is no image, is
+In: an image file. Out: an image file. Pure functions of its bytes; each raises UserError for what is no image, is
 damaged, or has more than MAX_PIXELS pixels.
 """
 

@@ -38,7 +38,7 @@ _DMLAB_FILE = re.compile(r"dmlab-(train|validation|test)\.tfrecord")
 
 
 def listing(source: VtabSource, files: Files) -> Listing:
-    """The records that VTAB uses. Raises ValueError for files that are not as their authors make them."""
+    """The records that VTAB uses. Raises UserError for files that are not as their authors make them."""
     if source.task == "kitti":
         parts = _kitti(files)
     elif source.task == "dmlab":
@@ -49,7 +49,7 @@ def listing(source: VtabSource, files: Files) -> Listing:
 
 
 def processed(source: VtabSource, key: str, image: bytes) -> bytes:
-    """CLEVR's images without their alpha. Raises ValueError."""
+    """CLEVR's images without their alpha. Raises UserError."""
     return pixels.without_alpha(image) if source.task in _CLEVR_LABELS else image
 
 

@@ -111,7 +111,7 @@ class Used(NamedTuple):
 
 
 def hash_order(salt: str, keys: Sequence[int | str]) -> list[int]:
-    """The numbers of the keys in TFDS's order: by MD5 of salt and key. Raises ValueError for a key that comes twice."""
+    """The numbers of the keys in TFDS's order: by MD5 of salt and key. Raises UserError for a key that comes twice."""
     salted = hashlib.md5(salt.encode(), usedforsecurity=False)
     digests = []
     for key in keys:
@@ -173,7 +173,7 @@ def listing(
     """What a task holds, from the records of each TFDS split: those that VTAB uses, with their splits.
 
     image: the size of all images where they lie in arrays. notes: what was done to pixels, and the like. membership:
-    what to note of a whole archive whose task has no check values. Raises ValueError for a label without a name, or a
+    what to note of a whole archive whose task has no check values. Raises UserError for a label without a name, or a
     key that leads outside.
     """
     keys = {part: records.keys for part, records in parts.items()}

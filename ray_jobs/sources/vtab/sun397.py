@@ -64,7 +64,7 @@ def _class(key: str) -> str:
 
 
 def processed(source: VtabSource, key: str, image: bytes) -> bytes:
-    """An image of at most 120,000 pixels, as JPEG. Raises ValueError for what can't be decoded."""
+    """An image of at most 120,000 pixels, as JPEG. Raises UserError for what can't be decoded."""
     import cv2
 
     pixels = archives.decode_bgr(image, upright=True)

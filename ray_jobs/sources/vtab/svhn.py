@@ -56,7 +56,7 @@ def _read(located: tuple[tuple[str, str], ...]) -> dict[str, _Images]:
 
 
 def from_mat(data: bytes, name: str) -> _Images:
-    """The images of one file. Raises ValueError when it holds something else."""
+    """The images of one file. Raises UserError when it holds something else."""
     found = read_mat(data)
     pixels, labels = found.get("X"), found.get("y")
     if pixels is None or pixels.dtype != np.uint8 or pixels.ndim != 4 or pixels.shape[:3] != (32, 32, 3):

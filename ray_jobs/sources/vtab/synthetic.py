@@ -67,7 +67,7 @@ CLASS_NAMES: dict[str, tuple[str, ...]] = {
 
 
 def listing(source: VtabSource, files: Files) -> Listing:
-    """The records that VTAB uses. Raises ValueError for files that are not as their authors make them."""
+    """The records that VTAB uses. Raises UserError for files that are not as their authors make them."""
     names = CLASS_NAMES[source.task]
     if source.task.startswith("dsprites"):
         latents = _latents(containers.local(files, _DSPRITES))
@@ -115,7 +115,7 @@ def _is_npz(path: Path) -> bool:
 
 
 def _latents(path: Path) -> NDArray[np.int64]:
-    """Latent classes [n, 6]; raises ValueError for one out of its range."""
+    """Latent classes [n, 6]; raises UserError for one out of its range."""
     if _is_npz(path):
         found = read_npz(path, ["latents_classes"])["latents_classes"]
     else:
@@ -157,7 +157,7 @@ def _hdf5_blocks(path: Path, size: int) -> Iterator[NDArray[np.uint8]]:
 
 
 def _npz_blocks(path: Path, size: int) -> Iterator[NDArray[np.uint8]]:
-    """The images [n, 64, 64] out of the stream of `imgs.npy`; raises ValueError for another array, or a damaged one."""
+    """The images [n, 64, 64] out of the stream of `imgs.npy`; raises UserError for another array, or a damaged one."""
     try:
         with zipfile.ZipFile(path) as archive, archive.open(npz_member(archive, "imgs")) as file:
             shape, fortran, dtype = npy_header(file)
