@@ -10,6 +10,7 @@ from itertools import count
 from typing import Any
 
 from pipelines.engine.driver import Driver
+from pipelines.engine.plan import plan_stage
 from pipelines.engine.runs import start_run
 from pipelines.recipe.load import parse_pipeline
 from pipelines.recipe.pipeline import Pipeline
@@ -32,6 +33,13 @@ def pipeline(*stages: str) -> Pipeline:
         "report": {"job": "report", "title": "Some", "of": ["pixels"]},
     }
     return parse_pipeline({"name": "some", "stages": {name: known[name] for name in stages}}, "test")
+
+
+def first_key() -> str:
+    """The key of the stage `images`."""
+    key = plan_stage(MemoryStore(), "images", pipeline("images").stages["images"], {}).key
+    assert key is not None
+    return key
 
 
 @dataclass

@@ -8,6 +8,7 @@ import shutil
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -28,9 +29,10 @@ from pipelines.store.folder import FolderStore
 from tests.support.cluster import Script, random_script
 from tests.support.network import DiesAfter, Killed, Loses, Network, Unreliable
 from tests.support.records import make_manifest
-from tests.support.world import World
+from tests.support.world import World, first_key
 
-ID = "ingest-855612db29dd-01234567"  # how the submission ids of the stage `images` begin
+KEY = first_key()[:12]
+ID = f"ingest-{KEY}-01234567"  # how the submission ids of the stage `images` begin
 
 
 def scripts(*in_order: Script) -> Callable[[Attempt], Script]:
@@ -55,7 +57,7 @@ def test_stages_are_driven_one_after_the_other_and_all_is_told() -> None:
         *(f"stage pixels {status}" for status in ("PENDING", "RUNNING", "SUCCEEDED")),
         "finished SUCCEEDED",
     ]
-    assert world.told.of("images") == ["RUNNING", "SUCCEEDED 855612db29dd"]
+    assert world.told.of("images") == ["RUNNING", f"SUCCEEDED {KEY}"]
     (attempt,) = world.attempts()
     assert attempt.submission_id == f"{ID}-1"
     assert (attempt.nonce, attempt.cluster_session) == ("1-0", "session-1")
@@ -93,14 +95,14 @@ def test_the_end_of_a_job_is_awaited_after_its_commit_but_not_for_long() -> None
 
 def test_a_job_whose_cluster_is_gone_is_lost_and_followed_by_the_next_attempt() -> None:
     world = World()
-    world.clock.after(3.0, lambda: world.cluster.restart(5.0))
+    world.clock.after(3.0, partial(world.cluster.restart, 5.0))
     assert walk(world) == {"images": "SUCCEEDED"}
     assert world.cluster.arrived == [("session-1", f"{ID}-1"), ("session-2", f"{ID}-2")]
     assert [attempt.cluster_session for attempt in world.attempts()] == ["session-1", "session-2"]
     assert "attempt ended images LOST" in world.events()
     assert world.told.of("images") == [
         "RUNNING", "WAITING no answer: http://127.0.0.1:8265: connection refused",
-        "LOST its cluster is gone; another attempt", "RUNNING attempt 2", "SUCCEEDED 855612db29dd",
+        "LOST its cluster is gone; another attempt", "RUNNING attempt 2", f"SUCCEEDED {KEY}",
     ]  # fmt: skip
 
 
@@ -108,7 +110,7 @@ def test_a_cluster_that_does_not_answer_for_a_while_loses_nothing() -> None:
     """It is told once each time; the job goes on meanwhile, and may even commit."""
     world = World(script=scripts(Script(running=20.0)))
     for begins in (4.0, 10.0, 20.0):
-        world.clock.after(begins, lambda: world.cluster.go_down(5.0))
+        world.clock.after(begins, partial(world.cluster.go_down, 5.0))
     assert walk(world) == {"images": "SUCCEEDED"}
     assert world.cluster.arrived == [("session-1", f"{ID}-1")]
     assert len(world.attempts()) == 1
@@ -140,10 +142,7 @@ def test_a_job_that_its_own_cluster_does_not_know_is_submitted_under_the_same_id
 @pytest.mark.parametrize("what", ["read", "list", "create", "job", "logs", "session", "submit"])
 def test_an_outage_of_the_store_or_the_cluster_changes_nothing_but_the_time(what: str, answers: bool) -> None:
     world = World("images", "pixels")
-    assert walk(world, Loses(what, times=7, answers=answers)) == {
-        "images": "SUCCEEDED",
-        "pixels": "SUCCEEDED",
-    }
+    assert set(walk(world, Loses(what, times=7, answers=answers)).values()) == {"SUCCEEDED"}
     assert [job.attempt.stage for job in world.cluster.started] == ["images", "pixels"]
     assert set(world.events()) >= {f"stage images {status}" for status in ("PENDING", "RUNNING", "SUCCEEDED")}
     assert world.events()[-1] == "finished SUCCEEDED"
@@ -151,13 +150,10 @@ def test_an_outage_of_the_store_or_the_cluster_changes_nothing_but_the_time(what
 
 def test_a_stage_whose_records_do_not_answer_waits_alone() -> None:
     world = World("images", "other")
-    assert walk(world, Loses("list artifacts/ingest/855612", times=20)) == {
-        "images": "SUCCEEDED",
-        "other": "SUCCEEDED",
-    }
+    assert walk(world, Loses(f"list artifacts/ingest/{KEY}", times=20))["images"] == "SUCCEEDED"
     ends = {name: when for when, name, status, _ in world.told.stages if status == "SUCCEEDED"}
     assert ends["other"] < 6 < 20 < ends["images"]
-    assert world.told.of("images")[0].startswith("WAITING no answer: list artifacts/ingest/855612")
+    assert world.told.of("images")[0].startswith(f"WAITING no answer: list artifacts/ingest/{KEY}")
     assert world.told.of("images")[1] == "RUNNING"
     assert world.told.lines == []
 
@@ -223,7 +219,7 @@ def test_a_job_that_stays_pending_is_waited_for() -> None:
 
 def test_a_status_that_ray_does_not_document_is_not_an_end() -> None:
     world = World(script=scripts(Script(running=300.0)))
-    world.clock.after(10.0, lambda: world.cluster.jobs[f"{ID}-1"].__setattr__("status", "SUSPENDED"))
+    world.clock.after(10.0, lambda: world.cluster.report(f"{ID}-1", "SUSPENDED"))
     assert walk(world) == {"images": "SUCCEEDED"}
     assert len(world.attempts()) == 1
 
@@ -304,6 +300,10 @@ def test_a_mistake_is_an_answer_to_whoever_submitted_it_even_if_that_answer_got_
 WHEN = {"pending": 0.5, "running": 3.0, "between two attempts": 6.5, "in its last words": 8.0}
 
 
+def interrupt(*_: object) -> None:
+    raise KeyboardInterrupt
+
+
 def to_be_stopped(when: str) -> World:
     first = Script(closing=20.0) if when == "in its last words" else Script.failed(running=4.5)
     return World("images", "pixels", script=scripts(first, Script()))
@@ -313,7 +313,7 @@ def to_be_stopped(when: str) -> World:
 def test_a_wish_to_stop_ends_the_run_and_its_jobs(when: str) -> None:
     world = to_be_stopped(when)
     driver = world.driver()
-    world.clock.after(WHEN[when], lambda: wish_stop(world.store, driver.run.id))
+    world.clock.after(WHEN[when], partial(wish_stop, world.store, driver.run.id))
     status, made = driver.walk()
     if when == "in its last words":
         assert (status, len(made)) == ({"images": "SUCCEEDED", "pixels": "STOPPED"}, 1)
@@ -329,10 +329,6 @@ def test_a_wish_to_stop_ends_the_run_and_its_jobs(when: str) -> None:
 @pytest.mark.parametrize("when", ["pending", "running", "between two attempts"])
 def test_ctrl_c_writes_the_wish_first_then_stops_the_jobs(when: str) -> None:
     world = to_be_stopped(when)
-
-    def interrupt() -> None:
-        raise KeyboardInterrupt
-
     world.clock.after(WHEN[when], interrupt)
     network = Recorder()
     with pytest.raises(KeyboardInterrupt):
@@ -349,10 +345,6 @@ def test_ctrl_c_writes_the_wish_first_then_stops_the_jobs(when: str) -> None:
 
 def test_ctrl_c_while_the_store_does_not_answer_waits_for_it() -> None:
     world = to_be_stopped("running")
-
-    def interrupt() -> None:
-        raise KeyboardInterrupt
-
     world.clock.after(3.0, interrupt)
     with pytest.raises(KeyboardInterrupt):
         walk(world, Loses("create", "stop.json"))
@@ -406,7 +398,7 @@ def test_a_job_of_another_run_is_never_stopped() -> None:
     with pytest.raises(Killed):
         walk(world, DiesAfter(3))
     driver = world.driver(run=other)
-    world.clock.after(3.0, lambda: wish_stop(world.store, other))
+    world.clock.after(3.0, partial(wish_stop, world.store, other))
     network = driver.connection.network = Recorder()  # type: ignore[attr-defined]
     assert driver.walk()[0] == {"images": "STOPPED"}
     assert not [request for request in network.requests if request.startswith("stop ")]
@@ -420,7 +412,7 @@ def test_the_job_of_an_attempt_that_another_run_wrote_a_moment_before_is_not_sto
         world = World()
         other = world.driver(run=world.new_run())
         driver = world.driver(network := Interleaved(number, other))
-        world.clock.after(3.0, lambda driver=driver: wish_stop(driver.store, driver.run.id))  # type: ignore[misc]
+        world.clock.after(3.0, partial(wish_stop, world.store, driver.run.id))
         assert driver.walk()[0] == {"images": "STOPPED"}
         (attempt,) = world.attempts()
         assert ("stop" in network.asked) == (attempt.run == driver.run.id)
@@ -432,7 +424,7 @@ def test_a_slot_that_a_stopped_stage_leaves_is_given_to_nobody() -> None:
     world = World("images", "other")
     driver = world.driver()
     driver.parallel = 1
-    world.clock.after(3.0, lambda: wish_stop(world.store, driver.run.id))
+    world.clock.after(3.0, partial(wish_stop, world.store, driver.run.id))
     assert driver.walk()[0] == {"images": "STOPPED", "other": "STOPPED"}
     assert sum(event.endswith("PENDING") for event in world.events()) == 1
 
@@ -440,7 +432,8 @@ def test_a_slot_that_a_stopped_stage_leaves_is_given_to_nobody() -> None:
 def test_a_cluster_that_is_gone_does_not_keep_a_run_from_stopping() -> None:
     world = World()
     driver = world.driver()
-    world.clock.after(3.0, lambda: (world.cluster.go_down(1e5), wish_stop(world.store, driver.run.id)))  # type: ignore[func-returns-value]
+    world.clock.after(3.0, partial(world.cluster.go_down, 1e5))
+    world.clock.after(3.0, partial(wish_stop, world.store, driver.run.id))
     assert driver.walk()[0] == {"images": "STOPPED"}
     assert "could not stop" in world.told.lines[0]
     assert world.clock.now < 10
@@ -519,9 +512,7 @@ def episode(seed: int) -> World:
     world = World(*stages, script=lambda attempt: random_script(random), limit=2e4)
     for _ in range(random.randrange(4)):
         befall = random.choice([world.cluster.restart, world.cluster.go_down])
-        world.clock.after(
-            random.uniform(0, 40), lambda befall=befall: befall(random.choice([0.0, 3.0, 30.0]))
-        )  # type: ignore[misc]
+        world.clock.after(random.uniform(0, 40), partial(befall, random.choice([0.0, 3.0, 30.0])))
     is_alone = random.random() < 0.6
 
     def unreliable() -> Network:
@@ -750,10 +741,6 @@ def test_ctrl_c_is_exit_code_130_and_the_command_that_continues(
     store: FolderStore, run: runs.Run, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     connection = Committing(store)
-
-    def interrupt(*_: object) -> None:
-        raise KeyboardInterrupt
-
     monkeypatch.setattr(connection, "submit", interrupt)
     with pytest.raises(typer.Exit) as ended:
         drive(store, run, connection)
