@@ -33,6 +33,7 @@ import yaml
 from typer.testing import CliRunner
 
 from pipelines.cli import app
+from pipelines.cluster.local import shut_down
 from pipelines.commands import reports
 from pipelines.identity import PROJECT
 from pipelines.recipe.load import load_pipeline
@@ -313,22 +314,19 @@ def _with_inputs(stages: dict[str, Any]) -> dict[str, Any]:
 # ------------------------------------------------------------------------------------------------- Add a ...
 
 
-@pytest.fixture(scope="module", params=ADD, ids=lambda page: page.name)
-def added(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """A page, and a copy of the project with the files and the changes of that page."""
-    return request.param, _copy(request.param, tmp_path_factory.mktemp(request.param.stem))
-
-
-def _copy(page: Path, folder: Path) -> Path:
+@pytest.fixture(scope="module")
+def added(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A copy of the project with the files and the changes that these pages show."""
+    folder = tmp_path_factory.mktemp("added")
     left_out = shutil.ignore_patterns("__pycache__", "conftest.py")  # what the tests of a page do not need
     for name in ("pipelines", "ray_jobs", "vit_model", "tests"):
         shutil.copytree(PROJECT / name, folder / name, ignore=left_out)
     shutil.copy(PROJECT / "pyproject.toml", folder)
-    for block in blocks(page):
+    for block in [block for page in ADD for block in blocks(page) if block.file]:
         path = folder / block.file
         if block.language == "diff":
             path.write_text(_changed(path.read_text("utf-8"), block))
-        elif block.file:
+        else:
             assert not path.exists(), f"{block.place}: {block.file} is there already"
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(block.text)
@@ -346,24 +344,32 @@ def _changed(text: str, block: Block) -> str:
     return text
 
 
-def _run(page: Path, folder: Path, needs: str) -> None:
-    """Run the shell blocks of a page that need just this, as they are, with the commands of the copy."""
-    own = [block for block in blocks(page) if (block.language, block.needs) == ("sh", needs)]
+def _run(page: Path, folder: Path, *needs: str) -> None:
+    """Run the shell blocks of a page that need no more than this, as they are, with the commands of the copy."""
+    own = [block.text for block in blocks(page) if block.language == "sh" and block.needs in needs]
     python = shlex.quote(sys.executable)
-    modules = {"python": "", "vitflow": "-m pipelines", "pytest": "-m pytest"}
+    pytest_quick = "-m pytest -p no:hypothesispytest -p no:xdist"  # half of its start-up
+    modules = {"python": "", "vitflow": "-m pipelines", "pytest": pytest_quick}
     functions = [f'{name}() {{ {python} {module} "$@"; }}' for name, module in modules.items()]
     done = subprocess.run(
-        ["bash", "-euc", "\n".join([*functions, *(block.text for block in own)])],
+        ["bash", "-euc", "\n".join([*functions, *own])],
         cwd=folder, env=os.environ | {"PYTHONPATH": str(folder)}, capture_output=True, text=True, timeout=400,
     )  # fmt: skip
     assert own and done.returncode == 0, f"{page.name}\n{done.stdout}\n{done.stderr}"
 
 
-def test_what_a_page_adds_works(added: tuple[Path, Path]) -> None:
-    _run(*added, needs="")
+@pytest.mark.parametrize("page", ADD, ids=lambda page: page.name)
+def test_what_a_page_adds_works(added: Path, page: Path) -> None:
+    _run(page, added, "")
 
 
 @pytest.mark.ray
 @pytest.mark.slow
-def test_what_a_page_adds_runs(added: tuple[Path, Path]) -> None:
-    _run(*added, needs="starts-ray")
+def test_what_the_pages_add_runs(added: Path, home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = home / "docs-ray"  # a Ray of its own: the other tests' knows nothing of the copy's modules
+    monkeypatch.setenv("VITFLOW_RAY_DIR", str(folder))
+    try:
+        for page in ADD:
+            _run(page, added, "", "starts-ray")
+    finally:
+        assert shut_down(folder)
