@@ -156,4 +156,4 @@ class ShapesSource(FileSource):
 
     def where(self) -> InPackage:
         """The module that draws: the result depends on nothing else."""
-        return InPackage("ray_jobs", "sources", "shapes.py")
+        return InPackage("ray_jobs", "sources/readers", "shapes.py")
