@@ -1,6 +1,6 @@
 # make quickstart   install what it needs, run the whole pipeline on real images, say where the report is
-# make test         install, run all tests
-# make check        install, lint, types
+# make test         install, run the tests that a change needs (make test-all: all of them)
+# make check        install, lint, types, import directions
 # make install      also the extras and the tools for tests; DEVICE=cpu|cuda (found out when not given);
 #                   TORCH_INDEX=URL takes torch from another index; INSTALLER=pip installs without uv
 SHELL := bash
@@ -10,12 +10,16 @@ BIN := .venv/bin
 PARALLEL := OMP_NUM_THREADS=1 $(BIN)/pytest -n auto --dist worksteal
 export PYTHON DEVICE TORCH_INDEX INSTALLER WHY
 
-.PHONY: quickstart test test-fast test-faults test-schedule test-cluster check format accept-code install benchmarks clean
+.PHONY: quickstart test test-all test-fast test-faults test-schedule test-cluster check format accept-code install benchmarks clean
 
 quickstart: .venv/installed
 	$(BIN)/vitflow run quickstart
 
 test: install  # what needs no Ray on all cores, the rest one by one: each of them starts many processes
+	$(PARALLEL) -m "not ray and not full"
+	$(BIN)/pytest -m "ray and not full"
+
+test-all: install
 	$(PARALLEL) -m "not ray"
 	$(BIN)/pytest -m ray
 

@@ -110,6 +110,8 @@ def select(language: str, needs: str = "") -> list[Any]:
 
 def arguments(line: str) -> Iterator[list[str]]:
     """Of each `vitflow` command in a line of shell."""
+    if "vitflow" not in line:
+        return
     words, verbs = shlex.split(line, comments=True), _tree().commands
     separators = {"|", "&&", ";"}
     for place, word in enumerate(words):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -17,6 +18,7 @@ from PIL import Image
 
 from pipelines.engine.plan import PlannedStage, plan_pipeline
 from pipelines.engine.runs import start_run
+from pipelines.files.sources import source_files
 from pipelines.identity import canonical_json, code_digest, sha256
 from pipelines.recipe.load import load_pipeline
 from pipelines.spec import AnyStage, Source
@@ -98,7 +100,7 @@ def _commit(store: Store, planned: PlannedStage, run: str) -> None:
     commit(store, make_manifest(config.job, **common, **fields))
 
 
-def _made(context: Context) -> tuple[FileEntry, ...]:
+def _made(context: Context[Any]) -> tuple[FileEntry, ...]:
     """The files of a stage's artifact."""
     config = context.config
     if config.job == "report":
@@ -117,7 +119,7 @@ def _put_dataset(folder: Path, source: Source) -> None:
     """All digits in their own splits; of the letters a few, as noise."""
     splits: dict[str, list[Sample]] = defaultdict(list)
     if source.kind == "digits":
-        files = {name: str(path) for name, path in source.files()}
+        files = {name: str(path) for name, path in source_files(source).items()}
         listing = digits.listing(source, files)
         rows = listing.entries.to_pylist()
         for row, pixels in zip(rows, digits.rows(source, files, range(len(rows))), strict=True):
@@ -143,11 +145,11 @@ def _put_model(folder: Path) -> None:
     save_model(folder, ViT(config), contract)
 
 
-def _put_scores(folder: Path, context: Context) -> None:
+def _put_scores(folder: Path, context: Context[Any]) -> None:
     """Rows and predictions of every method and number of labels that the stage's own would have."""
     config = context.config
     (data,) = context.inputs["data"]
-    dataset = open_dataset(context.store.local(data.folder, ()))
+    dataset = open_dataset(context.open_store().local(data.folder, ()))
     truth = Truth("digits", dataset.sample_ids("test"), dataset.labels("test"))
     rows, predictions = [], []
     for number, (protocol, method, labels) in enumerate(_scored(config)):
