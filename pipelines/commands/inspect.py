@@ -20,8 +20,8 @@ from pipelines.commands.common import (
     print_json,
     print_table,
 )
+from pipelines.engine.status import Status
 from pipelines.spec import RecipeError
-from pipelines.status import Status
 from pipelines.terminal import write
 
 

@@ -170,7 +170,7 @@ def _drive(
     """
     from pipelines.engine.display import RunDisplay
     from pipelines.engine.driver import Driver
-    from pipelines.status import Status, run_outcome
+    from pipelines.engine.status import Status, run_outcome
 
     names = run.pipeline.needed_for(run.targets)
     with translate_errors():

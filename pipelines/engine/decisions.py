@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from enum import Enum
 
 from pipelines.cluster.jobs_client import JobState
-from pipelines.status import Status
+from pipelines.engine.status import Status
 from pipelines.store import UNREACHABLE_SECONDS, Attempt, Manifest
 
 ATTEMPTS = 3  # a command makes at most this many attempts at a stage

@@ -14,7 +14,7 @@ from rich.progress_bar import ProgressBar
 from rich.spinner import Spinner
 from rich.table import Table
 
-from pipelines.status import Status
+from pipelines.engine.status import Status
 from pipelines.terminal import harmless
 
 PROGRESS = "progress "  # what a stage's progress lines begin with, see ray_jobs/process/progress.py

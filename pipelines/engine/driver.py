@@ -34,8 +34,8 @@ from pipelines.engine.decisions import (
 )
 from pipelines.engine.plan import PlannedStage
 from pipelines.engine.runs import Run
+from pipelines.engine.status import Status, run_outcome
 from pipelines.spec import AnyStage, RecipeError, module
-from pipelines.status import Status, run_outcome
 from pipelines.store import (
     Attempt,
     InputRef,

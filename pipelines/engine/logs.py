@@ -9,8 +9,8 @@ from typing import Any
 
 from pipelines.cluster.jobs_client import ClusterUnreachable
 from pipelines.engine.runs import Clusters, driver_log, run_status
+from pipelines.engine.status import ENDED, Status
 from pipelines.recipe.pipeline import members
-from pipelines.status import ENDED, Status
 from pipelines.store import Attempt, Layout, Store, last_attempt
 
 

@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 from pipelines import identity
+from pipelines.engine.status import Status
 from pipelines.recipe.load import parse_pipeline
 from pipelines.recipe.pipeline import Pipeline
 from pipelines.spec import RecipeError
-from pipelines.status import Status
 from pipelines.store import (
     Store,
     StoreDamaged,

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from pipelines.engine.status import COMMITTED
 from pipelines.spec import RecipeError, nearest
-from pipelines.status import COMMITTED
 from pipelines.store import Manifest, Store, all_manifests
 
 KINDS = {"datasets": "dataset", "models": "model", "evaluations": "evaluation", "reports": "report"}

@@ -20,10 +20,10 @@ from pipelines.cluster.jobs_client import Cluster, connect
 from pipelines.cluster.local import connect_running
 from pipelines.engine import plan, submission
 from pipelines.engine.runs import Run, is_over, run_status, start_run
+from pipelines.engine.status import Status
 from pipelines.recipe.pipeline import Pipeline
 from pipelines.schedules.cron import check_cron, check_timezone, last_tick, ticks
 from pipelines.spec import RecipeError, nearest
-from pipelines.status import Status
 from pipelines.store import (
     Layout,
     Store,

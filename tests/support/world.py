@@ -12,9 +12,9 @@ from typing import Any
 from pipelines.engine.driver import Driver
 from pipelines.engine.plan import plan_stage
 from pipelines.engine.runs import start_run
+from pipelines.engine.status import Status
 from pipelines.recipe.load import parse_pipeline
 from pipelines.recipe.pipeline import Pipeline
-from pipelines.status import Status
 from pipelines.store import Attempt, Layout, Manifest, read_events
 from tests.support.cluster import Client, Clock, FakeCluster, Script
 from tests.support.memory_store import MemoryStore

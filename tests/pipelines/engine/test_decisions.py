@@ -21,7 +21,7 @@ from pipelines.engine.decisions import (
     error_line,
     no_answer,
 )
-from pipelines.status import Status
+from pipelines.engine.status import Status
 from tests.support.records import make_attempt, make_manifest
 
 NOW = 1000.0
