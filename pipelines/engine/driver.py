@@ -110,6 +110,9 @@ class Driver:
 
     def __post_init__(self) -> None:
         self.names = self.run.pipeline.needed_for(self.run.targets)
+        paths = self.run.pipeline.longest_paths()
+        # of ready stages first the one with most behind it: a run takes as long as its longest path
+        self.begin_order = sorted(self.names, key=lambda name: -paths[name])
 
     def walk(self) -> tuple[dict[str, Status], list[PlannedStage]]:
         """Drive the run to its end.
@@ -145,7 +148,7 @@ class Driver:
             if stop_wished(self.store, self.run.id):
                 self.stop()
                 return False
-        for name in self.names:
+        for name in self.begin_order:
             if name not in self.status and name not in self.flights and len(self.flights) < self.parallel:
                 self._begin(name)
         for name in list(self.flights):

@@ -57,6 +57,15 @@ class Pipeline(Frozen):
             for name, stage in self.stages.items()
         }
 
+    def longest_paths(self) -> dict[str, int]:
+        """Stage -> the number of stages on the longest path that begins with it."""
+        lengths = dict.fromkeys(self.stages, 1)
+        graph = self.graph()
+        for name in reversed(self.order()):
+            for given in graph[name]:
+                lengths[given] = max(lengths[given], lengths[name] + 1)
+        return lengths
+
     def needed_for(self, targets: tuple[str, ...]) -> tuple[str, ...]:
         """The targets (of a matrix all members, or a part, see `members`) and everything they need, in running order.
 

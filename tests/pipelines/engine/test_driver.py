@@ -75,6 +75,15 @@ def test_independent_stages_run_at_once_and_no_more_than_allowed() -> None:
         assert seconds - 3 < world.clock.now < seconds
 
 
+def test_the_stage_with_the_longest_path_behind_it_begins_first() -> None:
+    world = World("other", "images", "pixels")
+    driver = world.driver()
+    driver.parallel = 1
+    driver.walk()
+    begun = [event.split()[1] for event in world.events() if event.endswith("PENDING")]
+    assert begun == ["images", "other", "pixels"]
+
+
 def test_what_fails_skips_only_what_needs_it() -> None:
     ends = {"images": Script.failed(2), "other": Script()}
     world = World("images", "other", "pixels", script=lambda attempt: ends[attempt.stage])
@@ -631,7 +640,7 @@ class Committing:
     store: Store
     code: int = 0
     source: Path | None = None  # is removed by the first job
-    damages: int = 0  # this many of the first manifests are damaged before anybody reads them
+    damaged: str = ""  # the stage whose manifest is damaged before anybody reads it
     address: str = "http://127.0.0.1:1"
     session_name: str = "session"
 
@@ -644,7 +653,7 @@ class Committing:
     def keep(self) -> None:
         pass
 
-    def submit(self, submission_id: str, command: str, *_: object) -> None:
+    def submit(self, submission_id: str, command: str, settings: object, metadata: dict[str, str]) -> None:
         assert submission_id not in self.submitted
         self.submitted.append(submission_id)
         if self.source is not None and self.source.exists():
@@ -656,7 +665,7 @@ class Committing:
             if job == "report":
                 (staging.path / "report.json").write_text(json.dumps(REPORT))
         commit(self.store, make_manifest(job, key=key, stage=job, files=staging.files))
-        if len(self.submitted) <= self.damages:
+        if metadata["stage"] == self.damaged:
             Path(self.store.uri, Layout.manifest(job, key)).write_text("{")
 
     def job(self, submission_id: str) -> JobState | None:
@@ -730,7 +739,7 @@ def test_a_manifest_that_is_damaged_while_its_stage_is_followed_fails_that_stage
     both = {"name": "both", "stages": {"small": stages["images"] | {"short_side": 32}, **stages}}
     run = runs.start_run(store, parse_pipeline(both, "test"), ("small", "images", "report"))
     with pytest.raises(typer.Exit) as ended:
-        drive(store, run, Committing(store, damages=1))
+        drive(store, run, Committing(store, damaged="small"))
     assert ended.value.exit_code == 1
     statuses = {stage["stage"]: stage["status"] for stage in runs.run_status(store, run.id)["stages"]}
     assert statuses == {"small": "FAILED", "images": "SUCCEEDED", "report": "SUCCEEDED"}
