@@ -7,53 +7,76 @@ Exit codes:
 2    the request is wrong and nothing was started: the same request will fail again
 130  Ctrl-C
 
-Only what every command needs is imported here: a run with nothing to do takes a fraction of a second.
+The module of a command is imported when the command is given: a run with nothing to do takes a fraction of a second.
 """
 
 from __future__ import annotations
 
 import sys
-from typing import Annotated, NoReturn
+from collections.abc import Iterator, Mapping
+from importlib import import_module
+from typing import Annotated, Any, NoReturn
 
 import typer
 
 from pipelines.cluster.jobs_client import ClusterUnreachable
-from pipelines.commands import images, inspect, models, reports, running, schedules
-from pipelines.commands.common import Commands, errors, plain
+from pipelines.commands.common import Commands, Group, errors, plain
 from pipelines.store import StoreAbsent, StoreError
 from vit_model.errors import UserError
 
+COMMANDS = {
+    "run": "running",
+    "submit": "running",
+    "plan": "running",
+    "status": "inspect",
+    "list": "inspect",
+    "lineage": "inspect",
+    "logs": "inspect",
+    "stop": "running",
+    "init": "images",
+    "predict": "images",
+    "import": "models",
+    "export": "models",
+    "verify": "inspect",
+    "doctor": "inspect",
+    "schema": "inspect",
+    "drive": "running",
+    "report": "reports",
+    "schedule": "schedules",
+}
+"""Command -> its module, in the order of the help."""
+
+
+class _Modules(Mapping[str, Any]):
+    """Each command by name, imported when it is looked up."""
+
+    def __getitem__(self, name: str) -> Any:
+        group = typer.main.get_group(import_module(f"pipelines.commands.{COMMANDS[name]}").app)
+        return group if group.name == name else group.commands[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(COMMANDS)
+
+    def __len__(self) -> int:
+        return len(COMMANDS)
+
+
+class _AllCommands(Group):
+    def __init__(self, **given: Any) -> None:
+        super().__init__(**given | {"commands": _Modules()})
+
+
 app = Commands(
+    _AllCommands,
     pretty_exceptions_enable=False,
     help="Vision Transformers on Ray: image archives to reports, as a reproducible DAG.",
 )
-for command in (
-    running.run,
-    running.submit,
-    running.plan,
-    inspect.status,
-    inspect.list_,
-    inspect.lineage,
-    inspect.logs,
-    running.stop,
-    images.init,
-    images.predict,
-    models.import_,
-    models.export,
-    inspect.verify,
-    inspect.doctor,
-    inspect.schema,
-):
-    app.command(command.__name__.rstrip("_"))(command)
-app.command("drive", hidden=True)(running.drive)
-app.add_typer(reports.app, name="report")
-app.add_typer(schedules.app, name="schedule")
 
 
 def _show_version(wanted: bool) -> None:
     if not wanted:
         return
-    from importlib.metadata import version
+    from importlib.metadata import version  # only here
 
     from pipelines.identity import git_state
 

@@ -12,14 +12,15 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import numpy as np
+from PIL import Image, ImageOps
+
 from vit_model.config import Preprocessing
 from vit_model.errors import UserError
 
 if TYPE_CHECKING:
-    import numpy as np
     import torch
     from numpy.typing import NDArray
-    from PIL import Image
     from torch import Tensor
 
 FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "GIF", "TIFF", "PPM", "AVIF")
@@ -38,8 +39,6 @@ def load_image(
     ValueError for what is not an image, is damaged, has pixels of more than 16 bits a channel, or has more than
     `MAX_PIXELS` pixels before or after resizing.
     """
-    import numpy as np
-
     what, flat = _decode(source, preprocessing.channels)
     pixels = np.asarray(_resize(what, flat, preprocessing))
     return pixels.reshape(preprocessing.resolution, preprocessing.resolution, preprocessing.channels).copy()
@@ -47,8 +46,6 @@ def load_image(
 
 def decode_image(source: "str | Path | bytes | Image.Image", channels: int) -> "NDArray[np.uint8]":
     """The same before it is cut and resized: uint8 [h, w, channels], upright. Raises ValueError as `load_image`."""
-    import numpy as np
-
     _, flat = _decode(source, channels)
     return np.asarray(flat).reshape(flat.height, flat.width, channels)
 
@@ -58,9 +55,6 @@ def flatten(image: "Image.Image") -> "Image.Image":
 
     Of 16 bits the higher 8 are kept, as libpng does it; of an animation the first frame. Raises what Pillow raises.
     """
-    import numpy as np
-    from PIL import Image, ImageOps
-
     grey = image.mode in ("1", "L", "LA", *SIXTEEN_BITS)
     image = ImageOps.exif_transpose(image)
     if image.mode in SIXTEEN_BITS:
@@ -103,9 +97,6 @@ def _decode(
 
 def _open(what: str, source: "str | Path | bytes | Image.Image | NDArray[np.uint8]") -> "Image.Image":
     """The image, not decoded yet."""
-    import numpy as np
-    from PIL import Image
-
     if isinstance(source, Image.Image):
         return source
     if isinstance(source, np.ndarray):
@@ -122,8 +113,6 @@ def _open(what: str, source: "str | Path | bytes | Image.Image | NDArray[np.uint
 @contextmanager
 def _reading(what: str) -> Iterator[None]:
     """Turn what Pillow raises for damaged files into a UserError that names the file."""
-    from PIL import Image
-
     try:
         yield
     except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
@@ -135,8 +124,6 @@ def _reading(what: str) -> Iterator[None]:
 
 def _resize(what: str, image: "Image.Image", preprocessing: Preprocessing) -> "Image.Image":
     """To the square of `resolution`, by the crop rule. Rounding is that of timm and torchvision."""
-    from PIL import Image
-
     size = preprocessing.resolution
     kind = (
         Image.Resampling.BILINEAR if preprocessing.interpolation == "bilinear" else Image.Resampling.BICUBIC

@@ -27,6 +27,8 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import psutil
+
 from pipelines.cluster.jobs_client import Cluster, ClusterUnreachable, connect, wait_for_end
 
 if TYPE_CHECKING:
@@ -116,7 +118,6 @@ def _head_environment(folder: Path, head: Head) -> dict[str, str]:
 
 
 def _wait_for_head(folder: Path, head: Head, process: subprocess.Popen[bytes], cluster: Cluster) -> Head:
-    import psutil
 
     reason = ""
     while time.time() - head.started_at < START_SECONDS:
@@ -207,8 +208,6 @@ def make_temp_folder() -> Path:
 
 def end_head(folder: Path, head: Head) -> None:
     """End a Ray in order, then whatever is left of it; remove its temporary folder and its record."""
-    import psutil
-
     if head.alive():
         _stop_jobs(folder, head)
         main = psutil.Process(head.pids["ray start"])
@@ -239,8 +238,6 @@ def _stop_jobs(folder: Path, head: Head) -> None:
 
 def processes_of(head: Head) -> list[psutil.Process]:
     """Every living process that belongs to a Ray, this one excepted."""
-    import psutil
-
     parents: dict[int, int] = {}
     found: dict[int, psutil.Process] = {}
     for process in psutil.process_iter():
@@ -263,8 +260,6 @@ def processes_of(head: Head) -> list[psutil.Process]:
 
 def _mark(pid: int) -> str | None:
     """Which Ray of ours a process says that it belongs to; None too when it is dead, a zombie, or another user's."""
-    import psutil
-
     try:
         return psutil.Process(pid).environ().get(MARK)
     except (psutil.Error, OSError):
@@ -272,7 +267,6 @@ def _mark(pid: int) -> str | None:
 
 
 def _belongs(process: psutil.Process, head: Head) -> bool:
-    import psutil
 
     if process.uids().real != os.getuid():
         return False
@@ -287,7 +281,6 @@ def _belongs(process: psutil.Process, head: Head) -> bool:
 
 
 def _lives(process: psutil.Process) -> bool:
-    import psutil
 
     try:
         return process.is_running() and process.status() != psutil.STATUS_ZOMBIE

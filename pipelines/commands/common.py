@@ -10,6 +10,7 @@ from typing import Annotated, Any, TypeVar
 
 import typer
 from rich.cells import cell_len
+from rich.markup import escape
 from rich.table import Table
 from typer.core import TyperCommand, TyperGroup
 
@@ -41,15 +42,15 @@ class _Command(_FlagsWithoutType, TyperCommand):
     pass
 
 
-class _Group(_FlagsWithoutType, TyperGroup):
+class Group(_FlagsWithoutType, TyperGroup):
     pass
 
 
 class Commands(typer.Typer):
     """typer's, with `_FlagsWithoutType` in every command and group."""
 
-    def __init__(self, **given: Any) -> None:
-        super().__init__(cls=_Group, no_args_is_help=True, **given)
+    def __init__(self, group: type[Group] = Group, **given: Any) -> None:
+        super().__init__(cls=group, no_args_is_help=True, **given)
 
     def command(self, name: str | None = None, **given: Any) -> Callable[[Function], Function]:
         return super().command(name, cls=_Command, **given)
@@ -112,8 +113,6 @@ def width(names: tuple[str, ...]) -> int:
 
 def plain(text: str) -> str:
     """Text from outside, shown as it is."""
-    from rich.markup import escape
-
     return escape(text)
 
 

@@ -9,6 +9,7 @@ import typer
 
 from pipelines.commands.common import (
     DEFAULT_STORE,
+    Commands,
     JsonOption,
     StoreOption,
     console,
@@ -17,11 +18,15 @@ from pipelines.commands.common import (
     plain,
     print_json,
 )
+from pipelines.results.lookup import find_artifact
 from pipelines.spec import RecipeError
 from pipelines.store import local_files
 from vit_model.errors import UserError
 
+app = Commands()
 
+
+@app.command("init")
 def init(
     file: Annotated[Path, typer.Argument(help="the recipe to write")],
     images: Annotated[
@@ -35,6 +40,7 @@ def init(
     write_recipe(file, images, console)
 
 
+@app.command("predict")
 def predict(
     model: Annotated[str, typer.Argument(help="a model's key or its beginning, or RUN/STAGE")],
     images: Annotated[list[Path], typer.Argument(help="image files, or folders with images at any depth")],
@@ -45,8 +51,6 @@ def predict(
 
     Files that cannot be read are named on stderr; the others are classified, and the exit code is 1.
     """
-    from pipelines.results.lookup import find_artifact
-
     opened = open_(store, create=False)
     manifest = find_artifact(opened, model, "model")
     files = list(dict.fromkeys(file for given in images for file in _image_files(given)))

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from datetime import UTC, datetime, timedelta
 from functools import partial
 from typing import Annotated, Any
 
 import typer
+from rich.table import Table
 
 from pipelines.commands.common import (
     DEFAULT_STORE,
     AddressOption,
+    Commands,
     JsonOption,
     StoreOption,
     TokenOption,
@@ -20,11 +23,22 @@ from pipelines.commands.common import (
     print_json,
     print_table,
 )
+from pipelines.engine.logs import show_logs
+from pipelines.engine.runs import driver_log, run_status
 from pipelines.engine.status import Status
+from pipelines.engine.submission import reached
+from pipelines.recipe import load
+from pipelines.results import lineage as tracing
+from pipelines.results.listing import COLUMNS, list_kind
+from pipelines.results.lookup import find_run
+from pipelines.results.verify import verify as verify_store
 from pipelines.spec import RecipeError
 from pipelines.terminal import write
 
+app = Commands()
 
+
+@app.command("status")
 def status(
     run: Annotated[
         str | None, typer.Argument(help="a run id or its unique beginning; without it, the last run")
@@ -35,10 +49,6 @@ def status(
     as_json: JsonOption = False,
 ) -> None:
     """Show a run: its stages and what became of them."""
-    from pipelines.engine.runs import driver_log, run_status
-    from pipelines.engine.submission import reached
-    from pipelines.results.lookup import find_run
-
     opened = open_(store, create=False)
     clusters = reached(address, token_file)
     found = run_status(opened, find_run(opened, run), clusters)
@@ -57,14 +67,13 @@ def status(
             console.print(f"[dim]driver[/]  {plain(line)}", highlight=False, soft_wrap=True)
 
 
+@app.command("list")
 def list_(
     store: StoreOption = DEFAULT_STORE,
     kind: Annotated[str, typer.Option(help="runs | datasets | models | evaluations | reports")] = "runs",
     as_json: JsonOption = False,
 ) -> None:
     """List runs, datasets, models, evaluations or reports."""
-    from pipelines.results.listing import COLUMNS, list_kind
-
     rows = list_kind(open_(store, create=False), kind)
     if as_json:
         print_json(rows)
@@ -72,6 +81,7 @@ def list_(
         print_table(rows, COLUMNS[kind])
 
 
+@app.command("lineage")
 def lineage(
     given: Annotated[
         str, typer.Argument(metavar="KEY|RUN", help="a key or its beginning, a RUN/STAGE, or a run")
@@ -81,8 +91,6 @@ def lineage(
     as_dot: Annotated[bool, typer.Option("--dot", help="for Graphviz: | dot -Tsvg > lineage.svg")] = False,
 ) -> None:
     """Show what an artifact was made of, back to the source files' fingerprint."""
-    from pipelines.results import lineage as tracing
-
     if as_json and as_dot:
         raise RecipeError("--json and --dot: one of them")
     found = tracing.trace(open_(store, create=False), given)
@@ -93,6 +101,7 @@ def lineage(
         write(line)
 
 
+@app.command("logs")
 def logs(
     run: Annotated[str, typer.Argument(help="a run id or its unique beginning")],
     stage: Annotated[str | None, typer.Argument(help="one stage; without it, all")] = None,
@@ -102,15 +111,12 @@ def logs(
     follow: Annotated[bool, typer.Option("-f", "--follow", help="go on until the stages have ended")] = False,
 ) -> None:
     """Show what a run's stages said."""
-    from pipelines.engine.logs import show_logs
-    from pipelines.engine.submission import reached
-    from pipelines.results.lookup import find_run
-
     opened = open_(store, create=False)
     clusters = reached(address, token_file)
     show_logs(opened, find_run(opened, run), stage, follow, clusters, partial(write, flush=True))
 
 
+@app.command("doctor")
 def doctor(
     store: StoreOption = DEFAULT_STORE,
     address: AddressOption = None,
@@ -118,10 +124,6 @@ def doctor(
     as_json: JsonOption = False,
 ) -> None:
     """Examine the store, Ray and this machine: what is wrong, and what to do. Exit code 1 where there is a problem."""
-    from dataclasses import asdict
-
-    from rich.table import Table
-
     from pipelines.machine.doctor import examine
 
     findings = examine(store, address, token_file)
@@ -140,6 +142,7 @@ def doctor(
         raise typer.Exit(1)
 
 
+@app.command("verify")
 def verify(
     given: Annotated[
         str | None,
@@ -151,10 +154,6 @@ def verify(
     as_json: JsonOption = False,
 ) -> None:
     """Compare every file of the store with its manifest. Exit code 1 if something is damaged."""
-    from dataclasses import asdict
-
-    from pipelines.results.verify import verify as verify_store
-
     found = verify_store(open_(store, create=False), given)
     if as_json:
         print_json(asdict(found))
@@ -175,10 +174,9 @@ def verify(
         raise typer.Exit(1)
 
 
+@app.command("schema")
 def schema() -> None:
     """Print the JSON Schema of a recipe, for editors."""
-    from pipelines.recipe import load
-
     print_json(load.schema())
 
 

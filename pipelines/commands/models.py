@@ -17,12 +17,17 @@ import typer
 from pipelines.commands.common import (
     DEFAULT_STORE,
     AddressOption,
+    Commands,
     StoreOption,
     TokenOption,
     console,
     open_,
     plain,
 )
+from pipelines.commands.running import carry_out
+from pipelines.engine.plan import pin
+from pipelines.recipe.load import parse_pipeline, read_yaml
+from pipelines.results.lookup import find_artifact
 from pipelines.spec import HUB_PATH, MEAN_AND_STD, Import, RecipeError
 from pipelines.store import local_files
 from vit_model.errors import UserError
@@ -34,6 +39,10 @@ if TYPE_CHECKING:
 Format = Literal["hf", "timm", "npz", "onnx"]
 
 
+app = Commands()
+
+
+@app.command("import")
 def import_(
     path: Annotated[
         str,
@@ -57,10 +66,6 @@ def import_(
     token_file: TokenOption = None,
 ) -> None:
     """Make weights that others trained a model of the store."""
-    from pipelines.commands.running import carry_out
-    from pipelines.engine.plan import pin
-    from pipelines.recipe.load import parse_pipeline
-
     stage = name or _stage_name(path)
     given = None if preprocessing is None else _given(preprocessing)
     config = {"job": "import", "path": path, "preprocessing": given}
@@ -89,8 +94,6 @@ def _stage_name(path: str) -> str:
 
 def _given(preprocessing: str) -> Any:
     """The name of a mean and std, or what stands in a file of that name."""
-    from pipelines.recipe.load import read_yaml
-
     if preprocessing in MEAN_AND_STD:
         return preprocessing
     if not Path(preprocessing).is_file():
@@ -101,6 +104,7 @@ def _given(preprocessing: str) -> Any:
     return read_yaml(Path(preprocessing))
 
 
+@app.command("export")
 def export(
     model: Annotated[str, typer.Argument(help="a model's key or its beginning, or RUN/STAGE")],
     to: Annotated[Format, typer.Option("--format", help="for transformers, timm, JAX, or onnxruntime")],
@@ -108,8 +112,6 @@ def export(
     store: StoreOption = DEFAULT_STORE,
 ) -> None:
     """Write a model of the store for others to load."""
-    from pipelines.results.lookup import find_artifact
-
     opened = open_(store, create=False)
     manifest = find_artifact(opened, model, "model")
     with _new_folder(output) as folder:

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import csv
 import json
 import math
+import resource
 from collections.abc import Iterable
 from functools import partial
+from itertools import islice
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from rich.table import Table
+from rich.text import Text
 
 from pipelines.commands.common import (
     DEFAULT_STORE,
@@ -23,6 +28,20 @@ from pipelines.commands.common import (
     print_json,
     print_table,
 )
+from pipelines.results.lookup import find_artifact
+from pipelines.results.query import TABLES, query
+from pipelines.results.reports import (
+    MOST_LINES,
+    REPORT_COLUMNS,
+    RESULT_COLUMNS,
+    accuracy_table,
+    compare,
+    comparison_table,
+    list_reports,
+    list_results,
+    verdict_lines,
+    vtab_table,
+)
 from pipelines.spec import RecipeError
 from pipelines.store import Manifest, Store, local_files
 from pipelines.terminal import write
@@ -35,7 +54,7 @@ MEMORY_BYTES = 3 * 2**30
 _NUMBERS = {"FLOAT", "DOUBLE", "INTEGER", "BIGINT", "HUGEINT"}
 _NESTED = ("STRUCT", "MAP", "UNION")
 
-app = Commands(help="Reports of finished runs, and every number behind them.")
+app = Commands(name="report", help="Reports of finished runs, and every number behind them.")
 
 
 @app.command("list")
@@ -55,8 +74,6 @@ def report_list(
     A result is what one artifact measured with one method and number of labels: the mean on test over its draws. Lists
     are oldest first. The best result is the one with the highest mean, of equal ones the newest.
     """
-    from pipelines.results.reports import REPORT_COLUMNS, RESULT_COLUMNS, list_reports, list_results
-
     opened = open_(store, create=False)
     if task is None and stage is None and best is None:
         rows, columns = list_reports(opened), REPORT_COLUMNS
@@ -82,8 +99,6 @@ def report_query(
     The SQL can read the tables that --tables lists and nothing else, for a minute and in 2 GiB of memory. --json
     prints a list of objects, with null for NULL and for numbers that JSON does not have.
     """
-    from pipelines.results.query import TABLES, query
-
     if (sql is None) != tables or (as_csv and as_json):
         raise RecipeError("give either SQL or --tables, and of --csv and --json one at most")
     if sql is None:
@@ -111,8 +126,6 @@ def report_query(
 
 def _limit_memory() -> None:
     """For this whole process: not all that DuckDB takes is under its own limit."""
-    import resource
-
     _, hard = resource.getrlimit(resource.RLIMIT_DATA)
     limit = MEMORY_BYTES if hard == resource.RLIM_INFINITY else min(MEMORY_BYTES, hard)
     resource.setrlimit(resource.RLIMIT_DATA, (limit, hard))
@@ -120,8 +133,6 @@ def _limit_memory() -> None:
 
 def _print_csv(columns: tuple[str, ...], rows: Iterable[tuple[Any, ...]]) -> None:
     """RFC 4180."""
-    import csv
-
     lines = SimpleNamespace(write=partial(write, end=""))
     writer = csv.writer(lines)
     writer.writerow(columns)
@@ -149,11 +160,6 @@ def _as_json(value: Any, kind: str) -> Any:
 
 def _print_answer(answer: Answer) -> None:
     """A table, for people."""
-    from itertools import islice
-
-    from rich.table import Table
-    from rich.text import Text
-
     table = Table(box=None, pad_edge=False)
     for name, kind in zip(answer.columns, answer.types, strict=True):
         table.add_column(Text(name), overflow="fold", justify="right" if kind in _NUMBERS else "left")
@@ -178,8 +184,6 @@ def report_compare(
     draws and test images. The difference is B - A: paired where both were scored on the same images with the same
     draws of labels, else as of two independent measurements.
     """
-    from pipelines.results.reports import compare, comparison_table
-
     found = compare(open_(store, create=False), a, b)
     if as_json:
         print_json(found)
@@ -196,8 +200,6 @@ def report_show(
     as_json: JsonOption = False,
 ) -> None:
     """Print a report's verdict and its table of accuracies."""
-    from pipelines.results.lookup import find_artifact
-
     opened = open_(store, create=False)
     manifest = find_artifact(opened, report, "report")
     if as_json:
@@ -208,8 +210,6 @@ def report_show(
 
 def show_report(store: Store, manifest: Manifest) -> None:
     """A report's table (VTAB's too), its verdict, and where its page is."""
-    from pipelines.results.reports import MOST_LINES, accuracy_table, verdict_lines, vtab_table
-
     folder = local_files(store, manifest)
     report = json.loads((folder / "report.json").read_text())
     if len(report["accuracies"]) <= MOST_LINES:

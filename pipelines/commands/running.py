@@ -14,9 +14,11 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from pipelines.cluster.jobs_client import ClusterUnreachable, connect
 from pipelines.commands.common import (
     DEFAULT_STORE,
     AddressOption,
+    Commands,
     ForceOption,
     JsonOption,
     OnlyOption,
@@ -33,15 +35,21 @@ from pipelines.commands.common import (
     width,
 )
 from pipelines.commands.reports import show_report
+from pipelines.engine import plan as planning
+from pipelines.engine import runs, submission
+from pipelines.engine.plan import PlannedStage, pin
+from pipelines.engine.runs import Run, is_over, stop_run
+from pipelines.engine.status import Status, run_outcome
+from pipelines.engine.submission import ClusterConnection, check_store, reach, reached
+from pipelines.recipe.load import load_pipeline
+from pipelines.recipe.pipeline import Pipeline, members
+from pipelines.results.lookup import find_run
 from pipelines.spec import RecipeError
 from pipelines.store import Store, StoreAbsent, StoreDamaged, StoreError, add_event, wait_for_store
 from vit_model.errors import UserError
 
 if TYPE_CHECKING:
     from pipelines.engine.driver import Connection
-    from pipelines.engine.plan import PlannedStage
-    from pipelines.engine.runs import Run
-    from pipelines.recipe.pipeline import Pipeline
 
 ParallelOption = Annotated[
     int | None,
@@ -53,6 +61,10 @@ StrictCodeOption = Annotated[
 CORES = os.cpu_count() or 1
 
 
+app = Commands()
+
+
+@app.command("run")
 def run(
     pipeline: PipelineArgument,
     store: StoreOption = DEFAULT_STORE,
@@ -85,9 +97,6 @@ def carry_out(
     Returns:
         The stages with their manifests. Where one could not be made, the command ends instead.
     """
-    from pipelines.engine import plan as planning
-    from pipelines.engine import runs
-
     with _seen(store, address) as seen:
         planned = planning.plan_pipeline(seen, pipeline, pipeline.needed_for(targets), strict_code)
         if _nothing_to_do(seen, planned, forced):
@@ -100,6 +109,7 @@ def carry_out(
     return _drive(opened, started, connection, parallel, shlex.join(["vitflow", *sys.argv[1:]]))
 
 
+@app.command("submit")
 def submit(
     pipeline: PipelineArgument,
     store: StoreOption = DEFAULT_STORE,
@@ -112,9 +122,6 @@ def submit(
     strict_code: StrictCodeOption = False,
 ) -> None:
     """Hand a pipeline to a cluster, or to the local Ray, and return: its driver runs there too."""
-    from pipelines.engine import plan as planning
-    from pipelines.engine import runs, submission
-
     loaded, names, forced = _requested(pipeline, only, force, changes)
     with _seen(store, address) as seen:
         planned = planning.plan_pipeline(seen, loaded, names, strict_code)
@@ -134,6 +141,7 @@ def submit(
         console.print(f"  vitflow {verb} {shlex.join(where)}", highlight=False, soft_wrap=True)
 
 
+@app.command("drive", hidden=True)
 def drive(
     run: Annotated[str, typer.Argument()],
     store: StoreOption = DEFAULT_STORE,
@@ -141,9 +149,7 @@ def drive(
     local_ray: Annotated[Path | None, typer.Option()] = None,
 ) -> None:
     """Drive a submitted run, as a job of the cluster that runs it (`submit` starts this)."""
-    from pipelines.cluster.jobs_client import connect
     from pipelines.cluster.local import LocalConnection
-    from pipelines.engine import runs, submission
 
     opened = wait_for_store(lambda: open_(store, create=False), _say)
     started = wait_for_store(lambda: runs.load_run(opened, run), _say)
@@ -170,7 +176,6 @@ def _drive(
     """
     from pipelines.engine.display import RunDisplay
     from pipelines.engine.driver import Driver
-    from pipelines.engine.status import Status, run_outcome
 
     names = run.pipeline.needed_for(run.targets)
     with translate_errors():
@@ -199,7 +204,6 @@ def _drive(
 @contextmanager
 def translate_errors() -> Iterator[None]:
     """What goes wrong once a run has begun is one message and exit code 1."""
-    from pipelines.cluster.jobs_client import ClusterUnreachable
     from pipelines.cluster.local import LocalRayError
 
     try:
@@ -215,8 +219,6 @@ def translate_errors() -> Iterator[None]:
 def _seen(store: str, address: str | None = None) -> Iterator[Store]:
     """The store as it is now, empty if there is none yet; the cluster at `address` must see it, too."""
     if address is not None:
-        from pipelines.engine.submission import check_store
-
         check_store(store, address)
     with TemporaryDirectory(prefix="vitflow-") as empty:
         try:
@@ -228,8 +230,6 @@ def _seen(store: str, address: str | None = None) -> Iterator[Store]:
 
 def _connection(address: str | None, token_file: Path | None) -> AbstractContextManager[Connection]:
     if address is not None:
-        from pipelines.engine.submission import ClusterConnection, reach
-
         return nullcontext(ClusterConnection(reach(address, token_file)))
     from pipelines.cluster.local import LocalConnection
 
@@ -266,8 +266,6 @@ def _nothing_to_do(store: Store, planned: list[PlannedStage], forced: tuple[str,
 
 def _finish(store: Store, planned: list[PlannedStage]) -> None:
     """The last lines of a run: what to know of cached stages, and the report."""
-    from pipelines.engine import plan as planning
-
     for stage in planned:
         for note in planning.notes(stage):
             console.print(f"[yellow]note:[/] {plain(note)}", highlight=False, soft_wrap=True)
@@ -277,6 +275,7 @@ def _finish(store: Store, planned: list[PlannedStage]) -> None:
             wait_for_store(partial(show_report, store, stage.manifest), _say)
 
 
+@app.command("plan")
 def plan(
     pipeline: PipelineArgument,
     store: StoreOption = DEFAULT_STORE,
@@ -286,8 +285,6 @@ def plan(
     as_json: JsonOption = False,
 ) -> None:
     """Say what `run` would do, and why; changes nothing."""
-    from pipelines.engine import plan as planning
-
     loaded, names, _ = _requested(pipeline, only, None, changes)
     with _seen(store) as seen:
         planned = planning.plan_pipeline(seen, loaded, names, strict_code)
@@ -316,10 +313,6 @@ def _requested(
     pipeline: str, only: list[str] | None, force: list[str] | None, changes: list[str] | None
 ) -> tuple[Pipeline, tuple[str, ...], tuple[str, ...]]:
     """The pipeline, the names of the stages that are wanted in running order, and of those that are forced."""
-    from pipelines.engine.plan import pin
-    from pipelines.recipe.load import load_pipeline
-    from pipelines.recipe.pipeline import members
-
     loaded = load_pipeline(pipeline, tuple(changes or ()))
     names = loaded.needed_for(tuple(only or ()) or tuple(loaded.stages))
     try:
@@ -329,6 +322,7 @@ def _requested(
     return pin(loaded, names), names, tuple(forced)
 
 
+@app.command("stop")
 def stop(
     run: Annotated[str, typer.Argument(help="a run id or its unique beginning")],
     store: StoreOption = DEFAULT_STORE,
@@ -336,10 +330,6 @@ def stop(
     token_file: TokenOption = None,
 ) -> None:
     """Stop a run: nothing that is made gets lost, and running it again goes on from there."""
-    from pipelines.engine.runs import is_over, stop_run
-    from pipelines.engine.submission import reached
-    from pipelines.results.lookup import find_run
-
     opened = open_(store, create=False)
     found = find_run(opened, run)
     if is_over(opened, found):

@@ -6,9 +6,12 @@ from datetime import UTC, datetime
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
+from zoneinfo import ZoneInfo
 
 import typer
 
+from pipelines.cluster.jobs_client import ClusterUnreachable
+from pipelines.cluster.local import LocalRayError
 from pipelines.commands.common import (
     DEFAULT_STORE,
     AddressOption,
@@ -25,6 +28,22 @@ from pipelines.commands.common import (
     print_json,
     print_table,
 )
+from pipelines.engine.plan import pin
+from pipelines.engine.submission import check_address, check_store
+from pipelines.recipe.load import load_pipeline
+from pipelines.schedules import render
+from pipelines.schedules.cron import check_cron, check_timezone, ticks
+from pipelines.schedules.schedule import (
+    Schedule,
+    add_schedule,
+    all_schedules,
+    attend,
+    check_name,
+    find_schedule,
+    last_run,
+    set_state,
+)
+from pipelines.schedules.serve import serve
 from pipelines.spec import RecipeError, nearest
 from pipelines.store import StoreError
 from pipelines.terminal import write
@@ -34,6 +53,7 @@ if TYPE_CHECKING:
     from pipelines.schedules.schedule import Schedule
 
 app = Commands(
+    name="schedule",
     help="Recurring runs: a run over data and settings that have not changed does nothing.",
 )
 NameArgument = Annotated[str, typer.Argument(metavar="NAME", help="a schedule's name")]
@@ -53,12 +73,6 @@ def schedule_add(
     parallel: Annotated[int | None, typer.Option("--parallel", "-p", min=1, help="stages at once")] = None,
 ) -> None:
     """Have a pipeline run again and again, or change how; `schedule serve` does it."""
-    from pipelines.engine.plan import pin
-    from pipelines.engine.submission import check_address, check_store
-    from pipelines.recipe.load import load_pipeline
-    from pipelines.schedules.cron import check_cron, check_timezone
-    from pipelines.schedules.schedule import Schedule, add_schedule, check_name
-
     if address is not None:
         check_address(address)
         check_store(store, address)
@@ -87,8 +101,6 @@ def schedule_list(
     store: StoreOption = DEFAULT_STORE, token_file: TokenOption = None, as_json: JsonOption = False
 ) -> None:
     """List the schedules, when each is due next, and what became of the last run."""
-    from pipelines.schedules.schedule import all_schedules, last_run
-
     opened = open_(store, create=False)
     rows: list[dict[str, Any]] = []
     for schedule in all_schedules(opened):
@@ -119,8 +131,6 @@ def schedule_list(
 @app.command("pause")
 def schedule_pause(name: NameArgument, store: StoreOption = DEFAULT_STORE) -> None:
     """Let a schedule rest: nothing is begun, and a run whose driver is gone is left as it is."""
-    from pipelines.schedules.schedule import set_state
-
     changed = set_state(open_(store, create=False), name, "paused")
     console.print(f"{name} is paused" if changed else f"{name} was paused already", highlight=False)
 
@@ -128,8 +138,6 @@ def schedule_pause(name: NameArgument, store: StoreOption = DEFAULT_STORE) -> No
 @app.command("resume")
 def schedule_resume(name: NameArgument, store: StoreOption = DEFAULT_STORE) -> None:
     """Go on with a schedule that was paused; what was due meanwhile is not made up for."""
-    from pipelines.schedules.schedule import find_schedule, set_state
-
     opened = open_(store, create=False)
     changed = set_state(opened, name, "active")
     said = f"{name} goes on" if changed else f"{name} was not paused"
@@ -139,8 +147,6 @@ def schedule_resume(name: NameArgument, store: StoreOption = DEFAULT_STORE) -> N
 @app.command("remove")
 def schedule_remove(name: NameArgument, store: StoreOption = DEFAULT_STORE) -> None:
     """Remove a schedule; its runs and what they made stay."""
-    from pipelines.schedules.schedule import set_state
-
     set_state(open_(store, create=False), name, "removed")
     console.print(f"removed {name}", highlight=False)
 
@@ -157,11 +163,6 @@ def schedule_preview(
     as_json: JsonOption = False,
 ) -> None:
     """Show when a schedule is due next, in its time zone and in UTC."""
-    from zoneinfo import ZoneInfo
-
-    from pipelines.schedules.cron import check_cron, check_timezone, ticks
-    from pipelines.schedules.schedule import find_schedule
-
     if (name is None) == (cron is None):
         raise RecipeError("give either NAME, a schedule, or --cron, a line that is not added yet")
     if name is not None:
@@ -188,8 +189,6 @@ def schedule_serve(store: StoreOption = DEFAULT_STORE, token_file: TokenOption =
 
     It may be killed, moved to another machine, or run twice: a tick never fires twice.
     """
-    from pipelines.schedules.serve import serve
-
     serve(open_(store), token_file, _say)
 
 
@@ -198,10 +197,6 @@ def schedule_tick(
     name: NameArgument, store: StoreOption = DEFAULT_STORE, token_file: TokenOption = None
 ) -> None:
     """Run a schedule's last tick if nobody has, and come back: for timers (`schedule render`)."""
-    from pipelines.cluster.jobs_client import ClusterUnreachable
-    from pipelines.cluster.local import LocalRayError
-    from pipelines.schedules.schedule import attend, find_schedule
-
     opened = open_(store, create=False)
     if (schedule := find_schedule(opened, name)).state == "paused":
         _say(f"{name}: is paused")
@@ -232,9 +227,6 @@ def schedule_render(
     ] = None,
 ) -> None:
     """Write a schedule for systemd, cron or Kubernetes, which then take the place of `schedule serve`."""
-    from pipelines.schedules import render
-    from pipelines.schedules.schedule import find_schedule
-
     if target not in TARGETS:
         raise RecipeError(f"--target {target}: no such target{nearest(target, TARGETS)}")
     opened = open_(store, create=False)
@@ -260,8 +252,6 @@ def schedule_render(
 
 def _when(schedule: Schedule) -> str:
     """When it is due next, in its own time zone."""
-    from zoneinfo import ZoneInfo
-
     following = next(schedule.next_ticks(datetime.now(UTC)))
     return f"{following.astimezone(ZoneInfo(schedule.timezone)):%a %Y-%m-%d %H:%M %Z}"
 

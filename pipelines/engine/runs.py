@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 from pipelines import identity
+from pipelines.cluster.jobs_client import LOOPBACK, ClusterUnreachable, wait_for_end
 from pipelines.engine.status import Status
 from pipelines.recipe.load import parse_pipeline
 from pipelines.recipe.pipeline import Pipeline
@@ -143,8 +144,6 @@ def driver_alive(events: list[dict[str, Any]], clusters: Clusters) -> bool | Non
 
 def driver_log(store: Store, run: str, clusters: Clusters) -> str:
     """What the last driver that was submitted for a run said; empty where there is none, or it can't be asked."""
-    from pipelines.cluster.jobs_client import ClusterUnreachable
-
     submitted = [event for event in read_events(store, run) if event["event"] == "driver submitted"]
     if not submitted:
         return ""
@@ -167,7 +166,6 @@ def _process_alive(event: dict[str, Any]) -> bool | None:
 
 
 def _job_alive(event: dict[str, Any], clusters: Clusters) -> bool | None:
-    from pipelines.cluster.jobs_client import LOOPBACK, ClusterUnreachable
 
     if urlsplit(event["cluster_address"]).hostname in LOOPBACK and event.get("host") != socket.gethostname():
         return None  # the same address is another cluster here
@@ -225,8 +223,6 @@ def _stages(names: list[str], events: list[dict[str, Any]]) -> dict[str, dict[st
 
 def stop_run(store: Store, run: str, clusters: Clusters) -> Iterator[str]:
     """Wish a run to stop, then stop the jobs that it submitted, the driver's first; says what became of each."""
-    from pipelines.cluster.jobs_client import ClusterUnreachable, wait_for_end
-
     wish_stop(store, run)
     record, events = read_plan(store, run), read_events(store, run)
     assert record is not None

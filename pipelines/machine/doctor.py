@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib.metadata
 import ipaddress
 import re
+import sys
 import tempfile
 import time
 from collections.abc import Iterator
@@ -18,8 +19,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
+import psutil
+from ulid import ULID
+
+from pipelines.cluster.head import processes_of, read_head
 from pipelines.cluster.jobs_client import LOOPBACK, Cluster, ClusterUnreachable, connect
+from pipelines.cluster.local import state_folder
+from pipelines.engine.submission import check_address, check_store
+from pipelines.files.digests import cache_folder
 from pipelines.machine.findings import Finding, machine_findings, nearest_folder
+from pipelines.results.verify import sample
 from pipelines.spec import RecipeError
 from pipelines.store import Layout, Store, StoreAbsent, StoreError, open_store
 from vit_model.errors import UserError
@@ -39,9 +48,6 @@ def examine(uri: str, address: str | None, token_file: Path | None) -> list[Find
     Raises:
         RecipeError: `address` can't be one.
     """
-    from pipelines.engine.submission import check_address
-    from pipelines.files.digests import cache_folder
-
     if address is not None:
         check_address(address)
     places = {"the cache": cache_folder()}
@@ -78,8 +84,6 @@ def store_findings(uri: str) -> Iterator[Finding]:
 
 def _contents(store: Store) -> Iterator[Finding]:
     """The size of the store, and any damage to its manifests or to a sample of its files."""
-    from pipelines.results.verify import sample
-
     found = sample(store, SAMPLE)
     said = f"{store.uri}, with {len(store.names('runs'))} runs and {found.artifacts} artifacts"
     yield Finding("store", "ok", f"{said}; checked {found.files} of their files, `vitflow verify` checks all")
@@ -98,8 +102,6 @@ def _folder_probes(path: Path) -> Iterator[Finding]:
 
 def _seen_from(address: str, uri: str) -> Iterator[Finding]:
     """Whether the cluster can see the store, as far as can be told from here; nothing where it can."""
-    from pipelines.engine.submission import check_store
-
     try:
         check_store(uri, address)
     except RecipeError as error:
@@ -128,7 +130,6 @@ def conditional_writes(store: Store) -> Finding:
 
 
 def _s3_probes(uri: str) -> Iterator[Finding]:
-    from ulid import ULID
 
     from pipelines.store.s3 import S3Store
 
@@ -196,10 +197,6 @@ def _installed_ray() -> Finding:
 
 
 def _local_ray() -> Iterator[Finding]:
-    import sys
-
-    from pipelines.cluster.head import processes_of, read_head
-    from pipelines.cluster.local import state_folder
 
     folder = state_folder()
     head = read_head(folder)
@@ -297,8 +294,6 @@ def _lets_in_without_token(address: str) -> bool:
 
 def _listening() -> Iterator[tuple[str, int, int | None]]:
     """(address, port, process where that is ours) that listens on this machine; 0.0.0.0 and :: are all addresses."""
-    import psutil
-
     for connection in psutil.net_connections("tcp"):
         if connection.status == psutil.CONN_LISTEN:
             local: Any = connection.laddr

@@ -17,6 +17,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+import psutil
+
+from pipelines.cluster.head import LocalRayError, make_temp_folder
+
 GIB = 2**30
 MEMORY_NEEDED, MEMORY_WANTED = 2 * GIB, 4 * GIB  # the local Ray alone takes 0.9 GiB, a worker with torch 0.5
 DISK_NEEDED, DISK_WANTED = 1 * GIB, 10 * GIB
@@ -95,7 +99,6 @@ def _cores() -> Finding:
 
 
 def _memory() -> Finding:
-    import psutil
 
     memory = psutil.virtual_memory()
     _, limit = cgroup_limits()
@@ -117,7 +120,6 @@ def _memory() -> Finding:
 
 
 def _shared_memory() -> Finding:
-    import psutil
 
     path = Path("/dev/shm")  # noqa: S108 (Ray's choice)
     if not path.is_dir():
@@ -172,7 +174,6 @@ def nearest_folder(path: Path) -> Path:
 
 
 def _socket_path() -> Finding:
-    from pipelines.cluster.head import LocalRayError, make_temp_folder
 
     try:
         folder = make_temp_folder()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ast
+import inspect
 import itertools
 from pathlib import Path
 from typing import Any
@@ -9,6 +11,7 @@ from typing import Any
 import yaml
 from pydantic import ValidationError
 
+import vit_model.config
 from pipelines.recipe import matrix
 from pipelines.recipe.pipeline import Pipeline, base
 from pipelines.spec import (
@@ -137,11 +140,6 @@ def schema() -> dict[str, Any]:
 
 def _said_of_models() -> dict[str, str]:
     """Option of a model -> the docstring below it, which pydantic would look up at every start of the program."""
-    import ast
-    import inspect
-
-    import vit_model.config
-
     found = {}
     for node in ast.parse(Path(vit_model.config.__file__).read_text("utf-8")).body:
         body = node.body if isinstance(node, ast.ClassDef) and node.name.endswith("Options") else []

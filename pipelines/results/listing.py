@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from pipelines.engine.runs import run_status, runs
 from pipelines.engine.status import COMMITTED
 from pipelines.spec import RecipeError, nearest
 from pipelines.store import Manifest, Store, all_manifests
@@ -57,7 +58,6 @@ def dataset_name(manifest: Manifest) -> str:
 
 def _runs(store: Store) -> list[dict[str, Any]]:
     from pipelines.cluster.local import connect_running
-    from pipelines.engine.runs import run_status, runs
 
     rows = []
     for run in runs(store):

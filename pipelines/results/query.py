@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from threading import Timer
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from pipelines.engine.runs import run_status, runs
 from pipelines.spec import RecipeError, nearest
 from pipelines.spec.vtab import GROUPS
 from pipelines.store import Manifest, Store, all_manifests
@@ -393,7 +394,6 @@ def _artifact(manifest: Manifest) -> dict[str, Any]:
 
 
 def _runs(store: Store) -> list[dict[str, Any]]:
-    from pipelines.engine.runs import run_status, runs
 
     found = [run_status(store, run) for run in runs(store)]
     return [run | {"stages": len(run["stages"])} for run in found]

@@ -9,6 +9,13 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, Any
 
+from rich import box
+from rich.table import Table
+from rich.text import Text
+
+from pipelines.engine.runs import run_status
+from pipelines.results.lookup import find_run
+from pipelines.results.query import query
 from pipelines.spec import RecipeError, nearest
 from pipelines.store import Manifest, Store, all_manifests, local_files
 from vit_model.errors import UserError
@@ -40,10 +47,6 @@ def verdict_lines(report: dict[str, Any]) -> list[str]:
 
 def accuracy_table(report: dict[str, Any]) -> Table:
     """Accuracies on test in percent, under a heading for each task, protocol and number of labels; 80 columns do."""
-    from rich import box
-    from rich.table import Table
-    from rich.text import Text
-
     table = Table(
         box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), title=Text(report["title"]), title_justify="left"
     )
@@ -68,9 +71,6 @@ def accuracy_table(report: dict[str, Any]) -> Table:
 
 def vtab_table(score: dict[str, Any]) -> Table:
     """One of a report's VTAB scores, in percent: a line a task, the means of groups and of all; 80 columns do."""
-    from rich import box
-    from rich.table import Table
-    from rich.text import Text
 
     def line(name: str, values: list[float | None], style: str = "") -> None:
         cells = ["–" if value is None else f"{100 * value:.1f}" for value in values]
@@ -126,8 +126,6 @@ def list_results(store: Store, task: str | None, stage: str | None, best: str | 
     Raises:
         RecipeError: a task, stage or metric that nothing was measured on, by or of.
     """
-    from pipelines.results.query import query
-
     results = """
         SELECT task, protocol, method, labels_per_class, metric, avg(value) AS mean, count(*) AS draws,
                any_value(num_images) AS num_images, stage, artifact AS key, run,
@@ -189,10 +187,6 @@ def compare(store: Store, a: str, b: str) -> dict[str, Any]:
 
 def comparison_table(found: dict[str, Any]) -> Table:
     """What `compare` gives, in percent; 80 columns do."""
-    from rich import box
-    from rich.table import Table
-    from rich.text import Text
-
     table = Table(
         box=box.SIMPLE_HEAD,
         padding=(0, 1, 0, 0),
@@ -240,9 +234,6 @@ def _place(setting: tuple[Any, ...]) -> tuple[Any, ...]:
 
 def _measured(store: Store, manifests: list[Manifest], given: str) -> list[Manifest]:
     """What a key, its unique beginning, RUN or RUN/STAGE measured; of a report, what it is of."""
-    from pipelines.engine.runs import run_status
-    from pipelines.results.lookup import find_run
-
     matches = [manifest for manifest in manifests if manifest.key.startswith(given)]
     if len(matches) > 1:
         raise RecipeError(f"{given!r} begins several keys: {', '.join(match.key[:12] for match in matches)}")

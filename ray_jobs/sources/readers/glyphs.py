@@ -21,6 +21,9 @@ from functools import cache, lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
+import numpy as np
+from PIL import Image, ImageDraw, ImageFilter
+
 from pipelines.spec import GlyphSource
 from ray_jobs.data.shards import ImageSize
 from ray_jobs.sources import counts_to_uint8
@@ -136,8 +139,6 @@ def render(
 
     Image i has class i modulo the number of classes, so every run of that many images is balanced.
     """
-    import numpy as np
-
     bitmaps = np.empty((len(indices), GRID, GRID), np.uint8)
     levels = np.empty((len(indices), 1, 1), np.float64)
     labels = np.asarray(indices, np.int64) % len(classes)
@@ -195,8 +196,6 @@ def _merge_identical(letters: dict[int, list[Path]]) -> dict[int, list[int]]:
 
 def _digit_lookalikes(letters: dict[int, list[Path]], fonts: Sequence[Path]) -> set[int]:
     """Letters whose stretched outline overlaps some digit of some font too far, and bare strokes."""
-    import numpy as np
-
     digits = np.stack([_stretched(font, digit) for font in fonts for digit in "0123456789"])
     alike: set[int] = set()
     for code, found in letters.items():
@@ -211,9 +210,6 @@ def _digit_lookalikes(letters: dict[int, list[Path]], fonts: Sequence[Path]) -> 
 
 def _stretched(font: Path, character: str) -> NDArray[np.uint64]:
     """The glyph's ink stretched to 32x32 and thresholded, as 1,024 bits in 16 words."""
-    import numpy as np
-    from PIL import Image
-
     drawn = _drawn(font, character).resize((GRID, GRID), Image.Resampling.BILINEAR)
     return np.packbits(np.asarray(drawn) > 127).view(np.uint64)
 
@@ -229,8 +225,6 @@ def _font(path: Path) -> ImageFont.FreeTypeFont:
 @lru_cache(maxsize=16384)  # all pairs of a class and a font: about 20 MB, half the time of rendering
 def _drawn(font: Path, character: str) -> Image.Image:
     """The glyph in grey, cropped to its ink."""
-    from PIL import Image, ImageDraw
-
     left, top, right, bottom = _font(font).getbbox(character)
     image = Image.new("L", (math.ceil(right - left) + 4, math.ceil(bottom - top) + 4))
     ImageDraw.Draw(image).text((2 - left, 2 - top), character, fill=255, font=_font(font))
@@ -242,9 +236,6 @@ def _drawn(font: Path, character: str) -> Image.Image:
 
 def _distorted(glyph: Image.Image, rng: np.random.Generator) -> Image.Image:
     """The glyph turned, sheared, widened or narrowed, its stroke made thicker or thinner in 4 of 10 cases."""
-    import numpy as np
-    from PIL import Image, ImageFilter
-
     angle, shear, log_aspect = rng.normal(0.0, (0.13, 0.25, 0.15))
     stroke = rng.random()
     cos, sin, wide = math.cos(angle), math.sin(angle), math.exp(log_aspect / 2)
@@ -268,9 +259,6 @@ def _distorted(glyph: Image.Image, rng: np.random.Generator) -> Image.Image:
 
 def _boxed(image: Image.Image) -> NDArray[np.uint8]:
     """The ink scaled to 32 rows, its width by aspect within 4..30 columns, centred: [32, 32]."""
-    import numpy as np
-    from PIL import Image
-
     ink = image.point(_INK).getbbox()
     assert ink is not None
     width = min(30, max(4, round(GRID * (ink[2] - ink[0]) / (ink[3] - ink[1]))))
