@@ -131,7 +131,8 @@ def _tree() -> Any:
         if not hasattr(command, "commands"):
             command.callback = _read_recipe
 
-    tree = typer.main.get_command(app)
+    tree: Any = typer.main.get_command(app)
+    tree.commands = dict(tree.commands)  # all of them, each made once
     quiet(tree)
     return tree
 
