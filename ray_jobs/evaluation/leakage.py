@@ -25,7 +25,7 @@ import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
 from pipelines.spec import AnyStage, Baselines, Evaluate, Finetune, Ingest, Labels
-from pipelines.store import InputRef, Manifest, Store, local_files, read_manifest
+from pipelines.store import InputRef, Manifest, Store, local_files, read_current, read_manifest
 from ray_jobs.data.near_duplicates import is_near
 from ray_jobs.data.shards import Dataset
 from ray_jobs.evaluation.supports import support_rows
@@ -225,9 +225,13 @@ def training_images(model: Manifest, index: pa.Table) -> pa.Table:
 
 
 def _unchanged(store: Store, reference: InputRef) -> Manifest | None:
-    """The artifact that a stage took; None if it was removed, or rebuilt with other content."""
-    manifest = read_manifest(store, reference.job, reference.key)
-    return manifest if manifest and manifest.content_digest == reference.content_digest else None
+    """The artifact that a stage took, or the same content that `--force` made in its place, as of a damaged one; None
+    if it was removed, or rebuilt with other content."""
+    current = read_current(store, reference.job, reference.key)
+    for manifest in (current and current[0], read_manifest(store, reference.job, reference.key)):
+        if manifest and manifest.content_digest == reference.content_digest:
+            return manifest
+    return None
 
 
 def _index(store: Store, dataset: Manifest) -> pa.Table | None:

@@ -15,7 +15,7 @@ import pytest
 from pipelines import store as st
 from pipelines.results.reports import list_results
 from pipelines.spec import Baselines, Evaluate, Finetune, Labels, ModelSize, Report
-from pipelines.store import Manifest, Store, input_ref, open_store
+from pipelines.store import Manifest, Store, StoreDamaged, input_ref, open_store
 from ray_jobs import evaluate, finetune, report
 from ray_jobs.data import shards
 from ray_jobs.evaluation import leakage, rows
@@ -24,7 +24,7 @@ from ray_jobs.reporting import provenance
 from ray_jobs.training.contract import model_contract
 from ray_jobs.training.task import Refit, Score
 from tests.support import datasets
-from tests.support.records import make_attempt, make_manifest
+from tests.support.records import flip, make_attempt, make_manifest
 from tests.support.s3 import Server, used
 from vit_model.build import build
 from vit_model.weights import save_model
@@ -204,6 +204,19 @@ def test_unknown_training_images_are_reported(made: Made, capsys: pytest.Capture
         assert name in str(found.metrics["unknown_training"]) and name in capsys.readouterr().out
     assert made.check("fresh", "on_imported").unknown == ("weights (import weights)",)
     assert "unknown_training" not in made.check("fresh", "tuned").metrics
+
+
+def test_a_damaged_data_set_of_an_ancestor_is_healed_by_making_it_again(made: Made) -> None:
+    """As `run --force` does it: the model's manifest goes on naming the artifact that was damaged."""
+    first = made.artifacts["a"]
+    root = Path(made.store.uri) / "artifacts" / "ingest"
+    shutil.copytree(root / "a" / "attempts", root / "again" / "attempts")
+    flip(root / "a" / "attempts" / "1" / "files" / "index.parquet")
+    with pytest.raises(StoreDamaged):
+        made.check("b", "tuned", seen_in_training="report")
+    st.commit(made.store, first.model_copy(update={"key": "again"}))
+    st.replace_artifact(made.store, "ingest", "a", "again", "run", "it was damaged")
+    assert made.check("b", "tuned", seen_in_training="report").seen.sum() == 20
 
 
 def test_of_a_data_set_on_s3_only_the_index_is_fetched(
