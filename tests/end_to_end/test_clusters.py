@@ -106,6 +106,7 @@ def put_keys(folder: Path, server: Server) -> None:
     (folder / ".aws" / "credentials").write_text(f"[default]\n{keys}")
 
 
+@pytest.mark.full
 def test_run_drives_a_cluster_from_the_foreground(cluster: RayCluster, tmp_path: Path) -> None:
     environment = home(tmp_path / "here", RAY_AUTH_MODE="token", RAY_AUTH_TOKEN_PATH=str(cluster.token))
     arguments = ("run", TINY, "--only", "digits", "--store", tmp_path / "store")
@@ -114,6 +115,7 @@ def test_run_drives_a_cluster_from_the_foreground(cluster: RayCluster, tmp_path:
     assert not (tmp_path / "here" / "ray").exists(), "no local Ray was started"
 
 
+@pytest.mark.full
 def test_stop_from_elsewhere_and_go_on(cluster: RayCluster, tmp_path: Path) -> None:
     store, here, there = tmp_path / "store", home(tmp_path / "here"), home(tmp_path / "there")
     long = ("--set", "pretrain.steps=200000", "--only", "pretrain", "--store", store)
@@ -140,6 +142,7 @@ def is_stage_of(process: psutil.Process, store: Path) -> bool:
     return any(str(store) in word for word in process.info["cmdline"] or [])
 
 
+@pytest.mark.full
 def test_a_driver_that_is_killed_is_seen_and_submitted_again(cluster: RayCluster, tmp_path: Path) -> None:
     store, here = tmp_path / "store", home(tmp_path / "here")
     arguments = (TINY, "--only", "probe", "--store", store)
@@ -179,6 +182,7 @@ def test_what_cannot_be_used_is_said_and_nothing_is_started(cluster: RayCluster,
         assert words in vitflow(environment, *arguments, check=2).stderr
 
 
+@pytest.mark.full
 def test_a_node_that_dies_during_pretraining(tmp_path: Path) -> None:
     """Both training workers are on the second node; it dies; a third comes; the run ends with one artifact a stage."""
     store, here = tmp_path / "store", home(tmp_path / "here")

@@ -9,6 +9,7 @@ import pytest
 from pipelines.spec import FASHION_MNIST_ROOT
 
 pytestmark = [
+    pytest.mark.full,
     pytest.mark.ray,
     pytest.mark.slow,
     pytest.mark.skipif(not Path(FASHION_MNIST_ROOT).is_dir(), reason="apt-get install dataset-fashion-mnist"),

@@ -138,6 +138,7 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return store
 
 
+@pytest.mark.full
 def test_two_drivers_at_once_run_each_stage_once(
     own_ray: dict[str, str], reference: Path, tmp_path: Path
 ) -> None:
@@ -165,6 +166,7 @@ def test_a_driver_that_is_killed_is_followed_by_one_that_takes_its_job_over(
     check_whole(tmp_path / "s", reference)
 
 
+@pytest.mark.full
 def test_ctrl_c_stops_the_jobs_and_says_how_to_continue(own_ray: dict[str, str], tmp_path: Path) -> None:
     driver = start(tmp_path / "s", own_ray)
     wait_for(lambda: matching(own_ray, "-m ray_jobs.pretrain"))
@@ -176,6 +178,7 @@ def test_ctrl_c_stops_the_jobs_and_says_how_to_continue(own_ray: dict[str, str],
     assert "pretrain" not in artifacts(tmp_path / "s")
 
 
+@pytest.mark.full
 def test_stop_from_elsewhere_ends_the_run(own_ray: dict[str, str], tmp_path: Path) -> None:
     driver = start(tmp_path / "s", own_ray)
     wait_for(lambda: matching(own_ray, "-m ray_jobs.pretrain"))
@@ -195,6 +198,7 @@ def test_stop_from_elsewhere_ends_the_run(own_ray: dict[str, str], tmp_path: Pat
     assert "pretrain" not in artifacts(tmp_path / "s")
 
 
+@pytest.mark.full
 def test_stages_that_wait_for_a_slot_are_not_begun_after_stop(
     own_ray: dict[str, str], vitflow: Callable[..., subprocess.CompletedProcess[str]], tmp_path: Path
 ) -> None:
@@ -228,6 +232,7 @@ def test_stages_that_wait_for_a_slot_are_not_begun_after_stop(
     assert set(artifacts(store.root)) == set(stages)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("victim", ["worker", "head"])
 def test_death_during_pretraining(
     victim: str, own_ray: dict[str, str], reference: Path, tmp_path: Path
@@ -241,6 +246,7 @@ def test_death_during_pretraining(
     check_whole(tmp_path / "s", reference)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("number", range(int(os.environ.get("VITFLOW_FAULT_ROUNDS", "1"))))
 def test_kills_at_random_moments(
     number: int, own_ray: dict[str, str], reference: Path, tmp_path: Path

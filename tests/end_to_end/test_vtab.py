@@ -15,7 +15,7 @@ from tests.support import vtab_natural
 from vit_model.build import build
 from vit_model.weights import save_model
 
-pytestmark = [pytest.mark.ray, pytest.mark.slow]
+pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.full]
 THERE = ("dtd", "oxford_flowers102", "svhn")
 
 

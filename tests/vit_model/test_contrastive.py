@@ -228,6 +228,7 @@ def pretrain(task: MoCo, steps: int) -> list[float]:
     return losses
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_frozen_features_are_worth_more_than_untrained_ones() -> None:
     """10 labels a class, untrained: 64 %. After 200 steps on a core of an EPYC: 77 %."""

@@ -296,6 +296,7 @@ def test_the_loss_falls_on_digits() -> None:
     assert np.mean(losses[-10:]) < 0.7 * losses[0]
 
 
+@pytest.mark.full
 @pytest.mark.slow
 @pytest.mark.parametrize("target", ["mean_colour", "4x4", "pixels"])
 def test_frozen_features_are_worth_more_than_untrained_ones(target: Any) -> None:

@@ -176,6 +176,7 @@ def test_simulated_tables_have_the_quickstarts_moments() -> None:
     assert columns[[0, 0, 1], [0, 1, 1]] == pytest.approx(measured.images, rel=0.1)
 
 
+@pytest.mark.full
 @pytest.mark.slow
 @pytest.mark.parametrize("draws", [3, 5, 10, 20])
 def test_about_95_percent_hold_the_truth_with_the_quickstarts_variances(draws: int) -> None:

@@ -83,6 +83,7 @@ def test_mutations_are_read_or_refused(tmp_path: Path) -> None:
     assert check(tmp_path, 12, seed=0, timeout=60).total() > 700
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_thousands_of_mutations_are_read_or_refused(tmp_path: Path) -> None:
     done = check(tmp_path, 1_000, seed=1, timeout=580)
