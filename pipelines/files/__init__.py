@@ -1,1 +1,1 @@
-"""Files outside of the store that a stage reads: on S3 (`s3`) and on the Hugging Face hub (`hub`)."""
+"""Files outside of the store that a stage reads, on disk, S3 and the hub: found (`sources`), digested, fetched."""

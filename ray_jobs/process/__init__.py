@@ -1,1 +1,1 @@
-"""What every stage's process does: its entry point, its context, its progress lines."""
+"""What every stage's process does: its entry point, its context, its devices, its progress lines."""

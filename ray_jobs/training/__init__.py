@@ -1,1 +1,1 @@
-"""Training: the loop, its objectives, optimizers and devices. torch is imported at the top of these modules."""
+"""Training: the loop, its objectives and optimizers. `fit`, `loop`, `objective` and `optim` import torch at the top."""
