@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, settings
 
+from tests.support.paths import TINY
 from tests.support.s3 import ceph, moto  # noqa: F401 (fixtures)
 
 # How long an example takes is this machine's business, not a property.
@@ -37,7 +38,7 @@ def home() -> Iterator[Path]:
     patch.setenv("HOME", str(folder))
     patch.setenv("XDG_CACHE_HOME", str(folder / ".cache"))
     patch.setenv("VITFLOW_RAY_DIR", str(folder / "ray"))
-    patch.setenv("VITFLOW_RAY_IDLE_SECONDS", "60")
+    patch.setenv("VITFLOW_RAY_IDLE_SECONDS", "600")  # it is shut down below
     patch.setenv("COLUMNS", "160")
     yield folder
     if (folder / "ray").exists():
@@ -64,3 +65,11 @@ def vitflow() -> Vitflow:
         return done
 
     return run
+
+
+@pytest.fixture(scope="session")
+def tiny_store(vitflow: Vitflow, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A store with one undisturbed run of the tiny pipeline. Tests that write to a store copy it first."""
+    store = tmp_path_factory.mktemp("tiny") / "store"
+    assert "report.html" in vitflow("run", TINY, "--store", store).stdout
+    return store

@@ -368,6 +368,7 @@ def test_what_a_page_adds_works(added: Path, page: Path) -> None:
 
 @pytest.mark.ray
 @pytest.mark.slow
+@pytest.mark.full
 def test_what_the_pages_add_runs(added: Path, home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = home / "docs-ray"  # a Ray of its own: the other tests' knows nothing of the copy's modules
     monkeypatch.setenv("VITFLOW_RAY_DIR", str(folder))

@@ -1,5 +1,6 @@
 """docs/tour.ipynb runs from top to bottom on what a real run made, and shows what it says."""
 
+import shutil
 from pathlib import Path
 
 import nbformat
@@ -21,11 +22,13 @@ def test_the_tour_is_kept_without_outputs() -> None:
 
 @pytest.mark.ray
 @pytest.mark.slow
+@pytest.mark.full
 # traitlets and zmq, not ours: an event loop of the kernel's client is left to the garbage collector
 @pytest.mark.filterwarnings("ignore::ResourceWarning", "ignore::DeprecationWarning")
 def test_the_tour_runs_on_a_real_store(
-    vitflow: Vitflow, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    vitflow: Vitflow, tiny_store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    shutil.copytree(tiny_store, tmp_path / "store")
     # with all labels: tiny's backbone has seen its images, and with few labels would be named so
     options = ("--only", "finetune", "--only", "probe", "--set", "finetune.labels.per_class=null")
     vitflow("run", TINY, *options, "--store", tmp_path / "store")

@@ -16,7 +16,8 @@ from pipelines.recipe.load import load_pipeline
 from pipelines.store import open_store, read_events
 from tests.support.clusters import RayCluster, end, home, ray_cluster, wait_for
 from tests.support.paths import TINY
-from tests.support.s3 import Server, end_to_end_servers
+from tests.support.s3 import Server
+from tests.support.stores import manifests
 
 PIPELINE = os.environ.get("VITFLOW_CLUSTER_PIPELINE", str(TINY))  # `make test-cluster` submits the quickstart
 pytestmark = [pytest.mark.ray, pytest.mark.slow]
@@ -61,13 +62,14 @@ def driver(run: str) -> psutil.Process:
     return found[0]
 
 
-@pytest.mark.parametrize("server", end_to_end_servers())
+@pytest.mark.parametrize("server", ["moto", pytest.param("ceph", marks=pytest.mark.full)])
 def test_submitted_from_one_home_and_followed_from_another(
-    cluster: RayCluster, server: str, tmp_path: Path, request: pytest.FixtureRequest
+    cluster: RayCluster, server: str, tiny_store: Path, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
     """The store is on S3; keys are in the homes of people and of nodes, and nowhere else."""
     s3: Server = request.getfixturevalue(server)
-    store = f"s3://{s3.bucket().name}/store"
+    bucket = s3.bucket()
+    store = f"s3://{bucket.name}/store"
     settings = {name: value for name, value in s3.environment.items() if name not in s3.keys}
     here, there = (home(tmp_path / name, **settings) for name in ("here", "there"))
     for folder in (tmp_path / "here", tmp_path / "there", *cluster.folder.glob("home-*")):
@@ -91,12 +93,21 @@ def test_submitted_from_one_home_and_followed_from_another(
     assert answer.split()[-1] == str(len(stages))
     assert not (tmp_path / "here" / "ray").exists(), "no local Ray was started"
     assert not (tmp_path / "there" / "ray" / "head.json").exists()
+    before = bucket.objects()
     again = vitflow(here, "submit", PIPELINE, *at)
     assert again.stdout.count("CACHED") == len(load_pipeline(PIPELINE).stages), "and nothing is submitted"
+    assert bucket.objects() == before
+    if Path(PIPELINE) == TINY:
+        assert results(bucket.manifests()) == results(manifests(tiny_store)), "as in a folder"
     secrets = (cluster.token.read_text().encode(), *(value.encode() for value in s3.keys.values()))
-    objects = s3.bucket_of(store).read_all()
+    objects = bucket.read_all()
     records = [path.read_bytes() for path in (cluster.folder / "r").rglob("*.log") if path.is_file()]
     assert not [secret for secret in secrets for data in (*objects, *records) if secret in data]
+
+
+def results(manifests: dict[str, dict]) -> dict[str, tuple[str, str]]:  # type: ignore[type-arg]
+    """Stage -> key and digest of what it made."""
+    return {stage: (made["key"], made["content_digest"]) for stage, made in manifests.items()}
 
 
 def put_keys(folder: Path, server: Server) -> None:

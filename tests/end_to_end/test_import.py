@@ -13,6 +13,7 @@ from PIL import Image
 from transformers import ViTConfig, ViTForImageClassification, ViTImageProcessor
 
 from tests.support.hub import Hub, serving
+from tests.support.stores import snapshot
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow]
 CLASSES = ("blue", "green", "red")
@@ -63,10 +64,6 @@ def by_transformers(folder: Path, images: Sequence[Path]) -> list[dict[str, floa
 def by_vitflow(vitflow: Any, model: str, images: Sequence[Path], store: Path) -> list[dict[str, float]]:
     found = json.loads(vitflow("predict", model, *images, "--store", store, "--json").stdout)
     return [{top["class"]: top["probability"] for top in row["top"]} for row in found]
-
-
-def snapshot(store: Path) -> dict[str, tuple[int, int]]:
-    return {str(path): (path.stat().st_mtime_ns, path.stat().st_size) for path in store.rglob("*")}
 
 
 def assert_alike(one: list[dict[str, float]], other: list[dict[str, float]]) -> None:
@@ -148,6 +145,7 @@ def test_without_mean_and_std_an_import_is_refused_once_until_they_are_given(
     assert contract["preprocessing"]["mean"] == [0.4, 0.4, 0.4] and contract["training_data"] == "unknown"
 
 
+@pytest.mark.full
 def test_a_model_of_the_hub_is_imported_and_a_rerun_needs_no_hub(vitflow: Any, tmp_path: Path) -> None:
     checkpoint = write_hugging_face(tmp_path / "vit")
     given = ["import", "hf:org/vit-tiny", "--store", tmp_path / "store"]

@@ -16,7 +16,7 @@ import pytest
 from tests.support.clusters import FOREIGN, ray_cluster
 from tests.support.paths import TINY
 
-pytestmark = [pytest.mark.ray, pytest.mark.slow]
+pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.full]
 
 
 @pytest.fixture

@@ -22,6 +22,7 @@ from pipelines.engine.runs import is_over, run_status, runs
 from pipelines.recipe.load import parse_pipeline
 from pipelines.schedules.schedule import Schedule, add_schedule, attend, find_schedule, tick_run
 from pipelines.store import Store, open_store, read_events
+from tests.support.clusters import wait_for
 from tests.support.paths import TINY
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow]
@@ -61,13 +62,6 @@ def store(tmp_path: Path, images: Path) -> Store:
 
 def first_tick(store: Store) -> datetime:
     return next(find_schedule(store, "often").next_ticks(datetime.now(UTC)))
-
-
-def wait_for(condition: Callable[[], object], seconds: float = 120) -> None:
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "what the test waits for did not happen"
-        time.sleep(0.05)
 
 
 def outcome(store: Store, run: str) -> dict[str, str]:
@@ -135,7 +129,14 @@ list(attend(open_store(uri), "often", datetime.fromisoformat(tick), None, timede
 """
 
 
-@pytest.mark.parametrize("when", ["after /ticks/", "after /plan.json", "before driver submitted"])
+@pytest.mark.parametrize(
+    "when",
+    [
+        pytest.param("after /ticks/", marks=pytest.mark.full),
+        "after /plan.json",
+        pytest.param("before driver submitted", marks=pytest.mark.full),
+    ],
+)
 def test_a_server_that_is_killed_between_claim_and_submission(when: str, store: Store) -> None:
     """SIGKILL; then two servers at once, long after the tick's grace: one run, one driver, each stage once."""
     tick = first_tick(store)
@@ -154,6 +155,7 @@ def test_a_server_that_is_killed_between_claim_and_submission(when: str, store: 
     assert [path.name for path in attempts] == ["1", "1"]
 
 
+@pytest.mark.full
 def test_a_driver_that_dies_is_followed_by_another_until_it_is_given_up(store: Store) -> None:
     tick = first_tick(store)
     run = tick_run(store, "often", tick)

@@ -24,7 +24,7 @@ from tests.support import imagenet, vtab_archives, vtab_natural
 from tests.support.archives import image, rar, tar, zipped
 from tests.support.prepared import FORMATS, put_parquet, put_tfds
 
-pytestmark = [pytest.mark.ray, pytest.mark.slow]
+pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.full]
 CLASSES = {
     f"{name}/{i}.png": image(100 * len(name) + i, "PNG") for name in ("cat", "horse") for i in range(30)
 }

@@ -83,6 +83,7 @@ def test_it_says_its_version_and_its_commit(wheel: Wheel, site: Path, tmp_path: 
 
 @pytest.mark.ray
 @pytest.mark.slow
+@pytest.mark.full
 def test_it_runs_a_pipeline_from_another_folder(wheel: Wheel, site: Path, home: Path, tmp_path: Path) -> None:
     recipe = shutil.copy(ROOT / "tests" / "tiny.yaml", tmp_path)
     own = {"PYTHONPATH": str(site), "VITFLOW_RAY_DIR": str(home / "wheel")}  # a Ray of this installation

@@ -1,6 +1,7 @@
 """Real S3 servers for tests, on loopback: moto's in a second, Ceph's where it is installed, and a proxy that fails."""
 
 import http.client
+import json
 import os
 import re
 import secrets
@@ -68,10 +69,6 @@ class Server:
         client.create_bucket(Bucket=name)
         return Bucket(name, client)
 
-    def bucket_of(self, uri: str) -> "Bucket":
-        """The bucket of a store's address."""
-        return Bucket(urlsplit(uri).netloc, self.client)
-
 
 @dataclass(frozen=True)
 class Bucket:
@@ -90,6 +87,11 @@ class Bucket:
 
     def read_all(self) -> list[bytes]:
         return [self.read(name) for name in self.objects()]
+
+    def manifests(self) -> dict[str, dict[str, Any]]:
+        """Stage -> manifest, of a store in this bucket."""
+        names = [name for name in self.objects() if name.endswith("/manifest.json") and "/files/" not in name]
+        return {manifest["stage"]: manifest for name in names if (manifest := json.loads(self.read(name)))}
 
     def write(self, name: str, data: bytes) -> None:
         self.client.put_object(Bucket=self.name, Key=name, Body=data)
@@ -143,14 +145,9 @@ def missing_ceph() -> str | None:
     return None
 
 
-def end_to_end_servers() -> list[str]:
-    """Names of fixtures: whole runs take a minute each, so one server, Ceph's if there is one, stands for both.
-
-    `make test-cluster` runs on both. The store's own tests always do.
-    """
-    if "VITFLOW_CLUSTER_PIPELINE" in os.environ:
-        return ["moto", "ceph"]
-    return ["moto" if missing_ceph() else "ceph"]
+def end_to_end_server() -> str:
+    """The fixture of the server that is nearest to what people use."""
+    return "moto" if missing_ceph() else "ceph"
 
 
 @contextmanager

@@ -14,20 +14,14 @@ from pathlib import Path
 import pytest
 
 from pipelines.cluster.jobs_client import Cluster, ClusterUnreachable, JobState, connect
-from pipelines.cluster.local import hold, shut_down
+from pipelines.cluster.local import hold
 from vit_model.errors import UserError
 
 
 @pytest.fixture(scope="module")
-def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
-    home = tmp_path_factory.mktemp("home")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("HOME", str(home))
-        for name in ("RAY_ADDRESS", "RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"):
-            patch.delenv(name, raising=False)
-        with hold(home / "ray") as ray:
-            yield ray.cluster()
-        assert shut_down(home / "ray")
+def cluster() -> Iterator[Cluster]:
+    with hold() as ray:
+        yield ray.cluster()
 
 
 def python(code: str) -> str:

@@ -132,7 +132,14 @@ def test_a_killed_keepers_ray_is_adopted(folder: Path) -> None:
         assert keeper(folder) != second
 
 
-@pytest.mark.parametrize("victim", ["ray start", "gcs_server", "raylet"])
+@pytest.mark.parametrize(
+    "victim",
+    [
+        "ray start",
+        pytest.param("gcs_server", marks=pytest.mark.full),
+        pytest.param("raylet", marks=pytest.mark.full),
+    ],
+)
 def test_a_dead_head_is_replaced_and_leaves_no_orphan(folder: Path, victim: str) -> None:
     said: list[str] = []
     with LocalConnection(said.append) as connection:
@@ -181,6 +188,7 @@ def test_on_loopback_alone_and_unused_it_ends_with_its_jobs_and_leaves_nothing(f
     assert read_head(folder) is None
 
 
+@pytest.mark.full
 def test_a_ray_whose_folder_was_removed_ends(folder: Path) -> None:
     with hold():
         head = present(folder)
@@ -189,6 +197,7 @@ def test_a_ray_whose_folder_was_removed_ends(folder: Path) -> None:
         assert open_files_of_nobody(head)
 
 
+@pytest.mark.full
 def test_a_failed_start_says_why(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert shut_down()
     monkeypatch.setenv("RAY_object_spilling_config", "not json")
@@ -199,6 +208,7 @@ def test_a_failed_start_says_why(folder: Path, monkeypatch: pytest.MonkeyPatch) 
     assert not [process for process in psutil.process_iter() if marked_with(folder, process)]
 
 
+@pytest.mark.full
 def test_a_start_that_fails_halfway_leaves_nothing(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """`ray start` leaves its gcs_server behind when the dashboard's port is taken."""
     assert shut_down()

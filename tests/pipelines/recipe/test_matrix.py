@@ -278,6 +278,7 @@ def test_the_schema_knows_matrix_and_a_plan_holds_its_members(recipe: Any, tmp_p
 
 @pytest.mark.ray
 @pytest.mark.slow
+@pytest.mark.full
 def test_a_failed_member_stops_what_follows_it_and_no_sibling(tmp_path: Path, vitflow: Any) -> None:
     """One class folder has a damaged image, which one member does not tolerate; the others make equal datasets."""
     from PIL import Image

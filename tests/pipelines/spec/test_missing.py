@@ -144,6 +144,7 @@ def test_the_vtab_recipe_takes_archives_and_a_model_and_has_all_tasks() -> None:
 
 @pytest.mark.ray
 @pytest.mark.slow
+@pytest.mark.full
 def test_a_run_goes_on_without_a_missing_source_and_takes_it_in_when_it_is_there(
     recipe: Path, tmp_path: Path, vitflow: Any
 ) -> None:

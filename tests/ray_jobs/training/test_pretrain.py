@@ -341,6 +341,7 @@ def test_a_model_from_jpegs_on_s3_is_the_one_from_disk(tmp_path, moto, monkeypat
 
 @pytest.mark.ray
 @pytest.mark.slow
+@pytest.mark.full
 @pytest.mark.filterwarnings("ignore::DeprecationWarning:ray.data.context")  # Ray Train warns of Ray itself
 def test_zero_3_in_bfloat16_on_two_workers_of_ray_train_repeats_itself(dataset, tmp_path, local_ray):
     """The same bytes twice, and a model that is about the one that a single process trains with ZeRO-1."""
