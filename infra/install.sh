@@ -80,8 +80,9 @@ build=
 if [ "$(installed deepspeed)" != "$(pinned deepspeed)" ] || ! has_op; then
   echo "install: DeepSpeed, with its communication op built, and everything else (a minute or two)"
   ops=0; [ "$device" = cuda ] || ops=1
-  # no cache: a wheel that was built for another torch, or without the op, has the same name
-  DS_BUILD_SHM_COMM=$ops pip wheel --no-cache-dir --no-deps --no-build-isolation -c constraints.txt -w "$built" deepspeed &
+  # no cache: a wheel that was built for another torch, or without the op, has the same name. With ninja the op's two
+  # files compile at the same time, to the same instructions.
+  DS_BUILD_SHM_COMM=$ops DS_ENABLE_NINJA=1 pip wheel --no-cache-dir --no-deps --no-build-isolation -c constraints.txt -w "$built" deepspeed &
   build=$!
 fi
 
