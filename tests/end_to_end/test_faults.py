@@ -54,6 +54,7 @@ def ray_processes(environment: dict[str, str]) -> list[psutil.Process]:
 
 def start(store: Path, environment: dict[str, str]) -> subprocess.Popen[str]:
     """Run ingest, pretraining on two workers, and evaluation."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # in a shell's background job it is ignored
     command = [sys.executable, "-m", "pipelines", "run", str(TINY), "--only", "probe", "--store", str(store)]
     return subprocess.Popen(
         command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
