@@ -159,8 +159,8 @@ def test_the_quick_way_through_a_jpeg_says_what_pillow_says(
     quick = examine(data)
     found = plain_jpeg(data)
     assert found == (*size, 3, "progressive" not in options)
-    assert images._plain(data) is not None
-    monkeypatch.setattr(images, "_plain", lambda _: None)
+    assert images._decoded_plain(data) is not None
+    monkeypatch.setattr(images, "_decoded_plain", lambda _: None)
     slow = examine(data)
     assert quick._replace(hashes=slow.hashes) == slow
     assert (quick.hashes.phash ^ slow.hashes.phash).bit_count() <= 4
@@ -169,7 +169,7 @@ def test_the_quick_way_through_a_jpeg_says_what_pillow_says(
 def test_a_jpeg_with_a_warning_is_left_to_pillow() -> None:
     data = saved(photo(100, 100), "JPEG")
     odd = data[:-2] + b"\0\0\0garbage" + data[-2:]  # libjpeg: "extraneous bytes before marker"
-    assert images._plain(odd) is None
+    assert images._decoded_plain(odd) is None
     assert examine(odd)[:4] == examine(data)[:4]
 
 
