@@ -197,7 +197,7 @@ def test_a_stage_that_fails_by_the_users_mistake_is_not_repeated(vitflow, tmp_pa
         (images / label / "broken.png").write_bytes(b"\x89PNG\r\n\x1a\n broken")
     vitflow("init", tmp_path / "mine.yaml", "--images", images)
     done = vitflow("run", tmp_path / "mine.yaml", "--store", tmp_path / "s", check=1)
-    assert "2 of 18 images can't be used" in done.stdout
+    assert "2 of 18 images cannot be used" in done.stdout
     assert "a/broken.png" in done.stdout
     assert done.stdout.count("attempt 2") == 0
     assert "SKIPPED" in done.stdout
