@@ -107,7 +107,7 @@ def test_other_json_is_refused() -> None:
         (b"[" * 100_000, "is not the JSON"),
         (b'{"scenes": [' + b"[" * 100_000, "is not the JSON"),
         (b'{"scenes": [{"objects": []}]}', "without image_filename"),
-        (b'{"scenes": [{"image_filename": "a.png"}]}', "no objects of a.png"),
+        (b'{"scenes": [{"image_filename": "a.png"}]}', "no objects for a.png"),
         (b'{"scenes": ["' + b"a" * 2**22 + b'"]}', "is not the JSON"),
         (b'{"scenes": [\xff\xff]}', "codec"),
     ):
