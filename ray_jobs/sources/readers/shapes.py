@@ -1,8 +1,8 @@
-"""Generated images of figures with factors of variation, in any number.
+"""Drawn figures with factors of variation, as many as one wants.
 
-Image i is a pure function of (seed, i) and of the source's sizes. Its shape, colour, orientation, scale and count are
-drawn first, then the cells of its figures in a grid of 3 x 3, then the values that are not labels (position within a
-cell, tones, background). Every factor is one class among those of `pipelines.spec.FACTORS`.
+Image i is a pure function of (seed, i) and of the source's sizes: its shape, colour, orientation, scale and count are
+drawn first, then the places of its figures in a grid of 3 x 3 cells, then what no label asks for (where in its cell a
+figure lies, tones, the background). Every factor is one class among those of `pipelines.spec.FACTORS`.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from pipelines.spec import FACTORS, ShapesSource
 from ray_jobs.data.shards import ImageSize
 from ray_jobs.sources.archives.entries import Files, Listing, table
 
-_SEED_PURPOSE = 0x73686170  # "shap": separates this random stream from others with the same seed
-_FINER = 4  # images are drawn at this multiple of the resolution, for smooth edges
-_CELLS = 3  # per side
+_SEED_PURPOSE = 0x73686170  # "shap": keeps this stream apart from others with the same seed
+_FINER = 4  # drawn at so many times the resolution: smooth edges
+_CELLS = 3  # a side
 _TURN = np.linspace(0, 2 * math.pi, 40, endpoint=False)
 
 
 def listing(source: ShapesSource, files: Files) -> Listing:
-    """List images 0, 1, ...: first those of train, then those of dev, then those of test."""
+    """Images 0, 1, ...: first those of train, then those of dev, then those of test."""
     sizes = {"train": source.images, "dev": source.dev_images, "test": source.test_images}
     splits = [split for split, size in sizes.items() for _ in range(size)]
     side = source.resolution
@@ -47,12 +47,12 @@ def listing(source: ShapesSource, files: Files) -> Listing:
 
 
 def rows(source: ShapesSource, files: Files, numbers: Sequence[int]) -> Iterator[NDArray[np.uint8]]:
-    """Yield the images [resolution, resolution, 3] with these numbers."""
+    """The images [resolution, resolution, 3] of these numbers."""
     yield from (render(source, number)[0] for number in numbers)
 
 
 def render(source: ShapesSource, number: int) -> tuple[NDArray[np.uint8], dict[str, int]]:
-    """Render one image, uint8 [resolution, resolution, 3]; return it and the class of each of its factors."""
+    """One image, uint8 [resolution, resolution, 3], and the class of each of its factors."""
     factors, places, rng = _drawn(source, number)
     hue = (factors["colour"] / len(FACTORS["colour"]) + rng.uniform(-0.04, 0.04)) % 1
     colour = _rgb(hue, *rng.uniform(0.7, 1.0, 2))
@@ -73,7 +73,7 @@ def render(source: ShapesSource, number: int) -> tuple[NDArray[np.uint8], dict[s
 
 
 def _drawn(source: ShapesSource, number: int) -> tuple[dict[str, int], list[int], np.random.Generator]:
-    """Return the factors of an image, the cells of its figures, and the generator for the rest."""
+    """The factors of an image, the cells of its figures, and what draws the rest."""
     rng = np.random.default_rng([source.seed, _SEED_PURPOSE, number])
     factors = {
         name: int(rng.integers(len(FACTORS[name]))) for name in ("shape", "colour", "orientation", "scale")
@@ -89,7 +89,7 @@ def _rgb(hue: float, saturation: float, value: float) -> tuple[int, int, int]:
 
 
 def _outline(points: Sequence[tuple[float, float]]) -> NDArray[np.float64]:
-    """Return points [n, 2] around the centre of their box, the farthest at distance 1; x to the right, y down."""
+    """Around the centre of its box, its farthest point at distance 1; x to the right, y down."""
     outline = np.array(points, np.float64)
     outline -= (outline.min(0) + outline.max(0)) / 2
     farthest: NDArray[np.float64] = outline / np.hypot(*outline.T).max()
@@ -102,10 +102,9 @@ def _heart(turn: float) -> tuple[float, float]:
 
 
 _HALF = np.linspace(-math.pi / 2, math.pi / 2, 20)
-_BELLY = np.linspace(-0.5, 3.64, 24)
-_POINTS = {  # none looks the same when rotated, so that each has an orientation
+_POINTS = {  # none looks the same turned, so that orientation can be told of each
     "arrow": [(0, -1), (0.7, -0.1), (0.25, -0.1), (0.25, 1), (-0.25, 1), (-0.25, -0.1), (-0.7, -0.1)],
-    "drop": [(0, -1.6), *((0.7 * math.cos(turn), 0.7 * math.sin(turn)) for turn in _BELLY)],
+    "drop": [(0, -1.6), *((0.7 * math.cos(turn), 0.7 * math.sin(turn)) for turn in np.linspace(-0.5, 3.64, 24))],
     "flag": [(-0.6, -1), (0.9, -0.4), (-0.3, 0.2), (-0.3, 1), (-0.6, 1)],
     "heart": [_heart(turn) for turn in _TURN],
     "hook": [(-0.5, -1), (-0.1, -1), (-0.1, 0.55), (0.7, 0.55), (0.7, 1), (-0.5, 1)],
@@ -115,5 +114,5 @@ _POINTS = {  # none looks the same when rotated, so that each has an orientation
     ],
     "sail": [(-0.6, 0.9), (0.8, 0.9), (-0.6, -1)],
     "tee": [(-0.8, -1), (0.8, -1), (0.8, -0.6), (0.2, -0.6), (0.2, 1), (-0.2, 1), (-0.2, -0.6), (-0.8, -0.6)],
-}
+}  # fmt: skip
 _OUTLINES = [_outline(_POINTS[name]) for name in FACTORS["shape"]]

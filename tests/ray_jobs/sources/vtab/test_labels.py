@@ -149,7 +149,7 @@ def test_kittis_drives_come_through_both_lists() -> None:
     drives = kitti_drives("3,1,2,2\n", mapping)
     assert [drive[-9:-5] for drive in drives] == ["0001", "0001", "0002", "0002"]
     for rand, message in (("0,1", "'0'"), ("4", "'4'"), ("1,x", "'x'"), ("", "''")):
-        with pytest.raises(ValueError, match=f"has {message}, not a line"):
+        with pytest.raises(ValueError, match=f"{message} is not the number of a line"):
             kitti_drives(rand, mapping)
     with pytest.raises(ValueError, match=r"line 1 of train_mapping\.txt"):
         kitti_drives("1", "2011_09_26 0001")
