@@ -1,11 +1,13 @@
-"""The import stage: weights that others trained become a model like any other.
+"""The import stage: turn weights that others trained into a model artifact.
 
-In: a file or a folder from outside (`vit_model.formats` says which). Out: model.safetensors and config.json. What was
-taken, resized, dropped or newly initialised is printed. Nobody but vitflow says on which images weights were trained:
-the contract's training data is then "unknown". Wrong mean and std are the commonest silent mistake with such weights,
-so they are never guessed: where the file does not say them, the configuration does.
+In: a file or a folder in one of the formats of `vit_model.formats`. Out: model.safetensors and config.json. The stage
+prints which weights it took, resized, dropped or newly initialised. Only vitflow records the images on which weights
+were trained; for other weights the contract's training data is "unknown". A wrong mean or std is the most common
+silent mistake with such weights, so the stage never guesses them: they come from the file or the configuration.
 
     python -m ray_jobs.import_model --spec STORE/artifacts/import/<key>/attempts/<n>/attempt.json
+
+ray, torch and the rest of `vit_model` are imported in functions: the stage's process checks its --spec without them.
 """
 
 from __future__ import annotations
@@ -18,17 +20,17 @@ from pydantic import ValidationError
 from pipelines.files.fetch import fetched
 from pipelines.spec import GivenPreprocessing, Import
 from ray_jobs.process.stage import Context, Result, model_digest, run_stage
+from vit_model.config import ModelContract, Preprocessing
 from vit_model.errors import UserError, reasons
 
 if TYPE_CHECKING:
-    from vit_model.config import ModelContract, Preprocessing
     from vit_model.formats import Imported
 
 _NAMES_SHOWN, _LETTERS_SHOWN = 5, 60
 
 
 def main(context: Context[Import]) -> Result:
-    """Import in one Ray task."""
+    """Run the import in one Ray task."""
     import ray
 
     task = ray.remote(num_cpus=1)(import_model)
@@ -37,7 +39,7 @@ def main(context: Context[Import]) -> Result:
 
 
 def import_model(context: Context[Import]) -> Result:
-    """Read, check, write."""
+    """Read the weights, check them and write the model (in a Ray task)."""
     import torch
 
     from vit_model import formats
@@ -67,13 +69,16 @@ def import_model(context: Context[Import]) -> Result:
 
 
 def contract_of(imported: Imported, config: Import) -> ModelContract:
-    """The contract of the model. Raises UserError where nobody says the mean and std, or the parts don't fit."""
-    from vit_model.config import ModelContract
+    """Return the contract of the model.
+
+    Raises:
+        UserError: mean and std are unknown, or the parts of the contract do not fit together.
+    """
 
     architecture = imported.architecture
     height, width = architecture.image_shape
     if height != width:
-        raise UserError(f"{config.path}: image_size {height} x {width}; images are brought to squares here")
+        raise UserError(f"{config.path}: image_size {height} x {width}; only square images are supported")
     try:
         return ModelContract(
             architecture=architecture,
@@ -87,41 +92,42 @@ def contract_of(imported: Imported, config: Import) -> ModelContract:
 
 
 def preprocessing_of(imported: Imported, config: Import) -> Preprocessing:
-    """What the file says, with what the configuration gives in its place.
+    """Return the file's preprocessing, with the configuration's values in place of the file's.
 
-    Raises UserError where neither has mean and std, pydantic's where they don't fit the model.
+    Raises:
+        UserError: neither gives mean and std.
+        ValidationError: they do not fit the model.
     """
-    from vit_model.config import Preprocessing
 
-    said, given = imported.preprocessing, config.preprocessing
-    if given is None and said is None:
+    from_file, from_config = imported.preprocessing, config.preprocessing
+    if from_config is None and from_file is None:
         raise UserError(
-            f"{config.path} does not say which mean and std its images had, and wrong ones do harm that nobody sees: "
+            f"{config.path} does not give the mean and std of its images, and wrong values do harm silently: "
             "give --preprocessing half (0.5 and 0.5: Google's, AugReg's and most of timm's ViTs), imagenet (DeiT, "
             "DINO, torchvision) or a file with them; in a recipe, preprocessing: half"
         )
-    if given is None:
-        assert said is not None
-        return said
+    if from_config is None:
+        assert from_file is not None
+        return from_file
     architecture = imported.architecture
-    fields = {} if said is None else said.model_dump()
+    fields = {} if from_file is None else from_file.model_dump()
     fields |= {"resolution": architecture.image_shape[0], "channels": architecture.in_channels}
-    if given.crop is not None:
-        fields.pop("crop_fraction", None)  # the fraction belongs to the file's own rule
-    return Preprocessing.model_validate(fields | _for_channels(given, architecture.in_channels))
+    if from_config.crop is not None:
+        fields.pop("crop_fraction", None)  # the fraction belongs to the file's own way of cropping
+    return Preprocessing.model_validate(fields | _for_channels(from_config, architecture.in_channels))
 
 
-def _for_channels(given: GivenPreprocessing, channels: int) -> dict[str, object]:
-    """The fields that are given; a single mean or std is every channel's."""
-    fields = given.model_dump(exclude_none=True)
+def _for_channels(preprocessing: GivenPreprocessing, channels: int) -> dict[str, object]:
+    """Return the fields that are given; a single mean or std applies to every channel."""
+    fields = preprocessing.model_dump(exclude_none=True)
     for name in ("mean", "std"):
         if len(fields[name]) == 1:
             fields[name] *= channels
     return fields
 
 
-def describe(contract: ModelContract, said: Preprocessing | None) -> Iterator[str]:
-    """What a reader should check: shape, classes, pixels (and what the file `said` of them), licence."""
+def describe(contract: ModelContract, from_file: Preprocessing | None) -> Iterator[str]:
+    """Yield the lines that a user should check: shape, classes, preprocessing (also the file's own), licence."""
     model, names = contract.architecture, contract.class_names
     if model.family == "vit":
         shape = f"width {model.width}, depth {model.depth}, {model.num_heads} heads, patches of {model.patch_size}"
@@ -131,16 +137,16 @@ def describe(contract: ModelContract, said: Preprocessing | None) -> Iterator[st
         f"model: {shape}, images of {contract.preprocessing.resolution}; {model.num_parameters:,} parameters"
     )
     shown = ", ".join(map(_plain, names[:_NAMES_SHOWN])) + (", ..." if len(names) > _NAMES_SHOWN else "")
-    yield f"classes: {len(names)} ({shown})" if names else "classes: none, it gives representations"
-    whose = "as the file says" if contract.preprocessing == said else "as given"
-    yield f"preprocessing, {whose}: {_in_words(contract.preprocessing)}"
-    if said not in {None, contract.preprocessing}:
-        yield f"the file says otherwise: {_in_words(said)}"
-    yield f"license: {_plain(contract.license or 'the file does not say')}"
+    yield f"classes: {len(names)} ({shown})" if names else "classes: none, the model outputs representations"
+    origin = "from the file" if contract.preprocessing == from_file else "as given"
+    yield f"preprocessing, {origin}: {_in_words(contract.preprocessing)}"
+    if from_file not in {None, contract.preprocessing}:
+        yield f"preprocessing in the file, not used: {_in_words(from_file)}"
+    yield f"license: {_plain(contract.license or 'not stated in the file')}"
 
 
 def _plain(text: str) -> str:
-    """A stranger's text, short and without characters that steer a terminal."""
+    """Return untrusted text, shortened and without control characters of a terminal."""
     return repr(text[:_LETTERS_SHOWN])[1:-1]
 
 

@@ -1,22 +1,21 @@
-"""Ingest: a source becomes validated Parquet shards with fixed splits, and a list of what could not be read.
+"""Ingest: turn a source into validated Parquet shards with fixed splits, and list what could not be used.
 
 In: a source (`pipelines.spec.Source`). Out: a dataset artifact, see `ray_jobs.data.shards`, with
 
-    quarantine.parquet    what could not be used, and why
-    duplicates.parquet    copies and near-copies, each with its twin, and what was done (`ray_jobs.ingesting.splits`)
-    set_aside.parquet     the images of classes that have no training image (`ray_jobs.ingesting.splits`)
-    card.md, card.json    what the dataset is like, with contact_sheet.jpg (`ray_jobs.ingesting.card`)
-    facts/...             of every image where it came from, so that it need not be read again
-    (`ray_jobs.ingesting.reuse`)
+    quarantine.parquet    the images that cannot be used, and why
+    duplicates.parquet    copies and near-copies, each with its twin, kept or left out (`ray_jobs.ingesting.splits`)
+    set_aside.parquet     the images of classes without a training image (`ray_jobs.ingesting.splits`)
+    card.md, card.json    a summary, with contact_sheet.jpg (`ray_jobs.ingesting.card`)
+    facts/...             the facts of every image and its source file, for reuse (`ray_jobs.ingesting.reuse`)
 
-The source is listed first, down to the byte range of every image in every archive; then tasks read those ranges, one
-shard a task, in an order that is a hash of the images' names. Every image is read and decoded once here, so that a
-failure later means a fault of storage. What is written depends on the source alone, never on how many tasks write it,
-nor on what they had from an earlier attempt. A task holds a row group of its shard (16 MB), the facts of the shard, and
-what its source must have at once: an image, a row group of Parquet, a block of an array.
+The stage first lists the source, down to the byte range of every image in every archive. Then tasks read these ranges,
+one shard per task, ordered by a hash of the images' names. Each image is read and decoded once, so a failure in a later
+stage means that storage is damaged. The output depends on the source alone: neither on the number of tasks, nor on what
+was reused from an earlier attempt. The memory of a task holds one row group of its shard (16 MB), the facts of the
+shard, and what its source reads at once: an image, a row group of Parquet, a block of an array.
 
-Plain Ray tasks and not Ray Data: a part is the unit of work, of names and of starting again, which blocks of Ray Data
-are not (it splits and merges them as it likes, and write_parquet names files by chance).
+Plain Ray tasks are used and not Ray Data, because a part is the unit of work, of naming and of restarting. Ray Data
+splits and merges its blocks as it likes, and its write_parquet chooses random file names.
 
     python -m ray_jobs.ingest --spec ATTEMPT.json
 """
@@ -58,7 +57,14 @@ from ray_jobs.data.shards import (
     write_shard,
 )
 from ray_jobs.ingesting.card import card_shard, class_notes, write_card
-from ray_jobs.ingesting.reuse import EarlierShards, Finished, Known, find_known, finished_parts, write_facts
+from ray_jobs.ingesting.reuse import (
+    EarlierShards,
+    Finished,
+    Reusable,
+    find_reusable,
+    finished_parts,
+    write_facts,
+)
 from ray_jobs.ingesting.splits import (
     CONFLICT,
     OtherSet,
@@ -75,37 +81,37 @@ from ray_jobs.sources.archives.entries import Bad, Files, Listing
 from vit_model.errors import UserError
 
 SHARD_BYTES = 256 * 2**20
-SHARD_IMAGES = 8192  # small images: a shard is some seconds of rendering
+SHARD_IMAGES = 8192  # a limit for small images: rendering a shard takes some seconds
 NAMED = 10  # pairs of images with conflicting labels in the log and the notes; duplicates.parquet has all
-# of local files: size and time of change; an object on S3 is asked for by its ETag
+# name of a local file -> (size, modification time); objects on S3 are requested by their ETag
 States = dict[str, tuple[int, int]]
 
 
 class Part(NamedTuple):
-    """What one shard is made of: the entries whose keys' hash begins with the `bits` bits of `number`."""
+    """The entries of one shard: those with a hash of the key that begins with the `bits` bits of `number`."""
 
     bits: int
     number: int
     entries: pa.Table
-    """ENTRIES, and `digest` of the file that each comes from."""
+    """ENTRIES, and the `digest` of each entry's source file."""
 
 
 class Written(NamedTuple):
-    """What a task made of its part: the shard (None: no image could be used), its files, FACTS of every entry."""
+    """The output of a task: the shard (None: no image could be used), its files, FACTS of every entry."""
 
     shard: Shard | None
     files: tuple[FileEntry, ...]
     facts: pa.Table
-    known: int
-    """How many of them were not read again."""
+    reused: int
+    """The number of images that were not read again."""
 
 
 def main(context: Context[Ingest]) -> Result:
-    """List the source, write shards, decide splits, write the index, the quarantine and the card."""
+    """List the source, write the shards, assign splits, write the index, the quarantine and the card."""
     config = context.config
     context.check_source("before it was read")
     files = {name: str(place) for name, place in source_files(config.source).items()}
-    states = _states(files)  # before the digests: what changes later is noticed by them
+    states = _states(files)  # taken before the digests, so that any later change is noticed
     listing = catalog.listing(config.source, files)
     for note in listing.notes:
         print(note, flush=True)
@@ -115,10 +121,12 @@ def main(context: Context[Ingest]) -> Result:
     written = _in_tasks(_write_part, (context, files, states, finished), parts, "shard")
     context.check_source("while it was read")
 
-    facts, known = _numbered(written), sum(part.known for part in written)
-    print(f"read {len(facts) - known:,} new images, {known:,} known", flush=True)
+    facts, reused = _numbered(written), sum(part.reused for part in written)
+    print(f"read {len(facts) - reused:,} new images, reused {reused:,}", flush=True)
     bad = [*listing.bad, *_bad(facts)]
-    with context.staging() as staging:  # first of all, so that it can be read where it fails the stage
+    with (
+        context.staging() as staging
+    ):  # first, so that users can read it if too many bad images fail the stage
         _write_quarantine(staging.path / "quarantine.parquet", bad)
     quarantine = staging.files
     _check_bad(context, bad, len(facts) + len(listing.bad))
@@ -166,7 +174,7 @@ def _decided(
     class_names: Sequence[str],
     official: list[str | None],
 ) -> tuple[pa.Table, pa.Table]:
-    """FACTS with their splits, less what is left out, and DUPLICATES."""
+    """Return (FACTS of the images that are not left out, with their splits; DUPLICATES)."""
     config = context.config
     splits = assign_splits(images, getattr(config.source, "salt", None), official)
     others, store = {}, context.open_store()
@@ -188,10 +196,10 @@ def _decided(
 
 
 def _with_digests(context: Context[Ingest], entries: pa.Table) -> pa.Table:
-    """The entries with the digest of the file that each comes from.
+    """Return the entries with the digest of each entry's source file.
 
-    Rows in arrays, and archives cut into several files, have one of all files together. What is stored smaller has
-    digests of its own, since what is known of it is not known of the images at their size.
+    Rows of arrays, and archives that are split into several files, get one digest of all files. With `short_side` the
+    digests are different, because the facts of images that are stored smaller differ from those of the originals.
     """
     everything = context.attempt.source
     assert everything is not None
@@ -204,27 +212,29 @@ def _with_digests(context: Context[Ingest], entries: pa.Table) -> pa.Table:
         everything = identity.sha256(identity.canonical_json([everything, *size]))
     files = entries["file"].combine_chunks().dictionary_encode()
     tops = [outermost(digests, name) for name in files.dictionary.to_pylist()]
-    known = [everything if len(parts_of(top, digests)) > 1 else digests.get(top, everything) for top in tops]
-    of_files = pa.array([digest[:32] for digest in known], pa.string()).take(files.indices)
+    of_tops = [
+        everything if len(parts_of(top, digests)) > 1 else digests.get(top, everything) for top in tops
+    ]
+    of_files = pa.array([digest[:32] for digest in of_tops], pa.string()).take(files.indices)
     of_rows = pa.array([everything[:32]] * len(entries), pa.string())
     return entries.append_column("digest", pc.if_else(pc.equal(entries["codec"], "row"), of_rows, of_files))
 
 
 def _states(files: Files) -> States:
-    found: States = {}
-    for name, place in files.items():
-        if not place.startswith("s3://"):
-            with suppress(FileNotFoundError):  # which is a state of its own
-                status = Path(place).stat()
-                found[name] = (status.st_size, status.st_mtime_ns)
-    return found
+    states: States = {}
+    for name, location in files.items():
+        if not location.startswith("s3://"):
+            with suppress(FileNotFoundError):  # a missing file has no state, which is a change as well
+                status = Path(location).stat()
+                states[name] = (status.st_size, status.st_mtime_ns)
+    return states
 
 
 def plan_parts(entries: pa.Table) -> list[Part]:
-    """What each shard holds: entries by a hash of their keys, so that every shard has some of everything.
+    """Divide entries into parts, one per shard, by a hash of their keys, so that every shard is a random sample.
 
-    A power of two of parts, each for one beginning of the hash: entries that arrive later change no other's part
-    until there are twice as many. Entries of one unit, which is read as a whole, stay together.
+    The number of parts is a power of two, and a part has one prefix of the hash: entries that arrive later do not move
+    others to another part until there are twice as many. Entries of one unit are read together and stay together.
     """
     size = max(pc.sum(entries["length"]).as_py() or 0, 1)
     number = max(size / SHARD_BYTES, len(entries) / SHARD_IMAGES, 1)
@@ -256,34 +266,34 @@ def _write_part(
     """Read, check and write one shard (in a Ray task)."""
     facts: list[dict[str, Any]] = []
     file = shard_file(part.number)
-    known = find_known(context, finished, part.bits, part.number, part.entries)
+    reusable = find_reusable(context, finished, part.bits, part.number, part.entries)
     with EarlierShards(context) as earlier, context.staging() as staging:
-        samples = _samples(context.config, files, part.entries, known, earlier, facts)
+        samples = _samples(context.config, files, part.entries, reusable, earlier, facts)
         offsets = write_shard(staging.path / file, samples)
         if not offsets:
             (staging.path / file).unlink()
     good = [row for row in facts if "reason" not in row]
     for row, offset in zip(good, offsets, strict=True):
         row["offset"] = offset
-    read_again = sum(row.pop("is_known", False) for row in good)
+    reused = sum(row.pop("is_reused", False) for row in good)
     table = pa.Table.from_pylist(facts, schema=FACTS)
     _check_unchanged(files, states, part.entries)
     written = staging.files[0] if offsets else None
-    beside = write_facts(context, part.bits, part.number, table, written)
+    facts_files = write_facts(context, part.bits, part.number, table, written)
     shard = Shard(file=file, rows=len(offsets), bytes=written.size) if written else None
-    return Written(shard, (*staging.files, *beside), table, read_again)
+    return Written(shard, (*staging.files, *facts_files), table, reused)
 
 
 def _check_unchanged(files: Files, states: States, entries: pa.Table) -> None:
-    """Raise UserError where a file is not what its digest was taken of: facts would say so for ever."""
+    """Raise UserError if a file changed after its digest was computed: its facts would be wrong forever."""
     names = {outermost(files, name) for name in pc.unique(entries["file"]).to_pylist()}
     if not names <= files.keys() or any(len(parts_of(name, files)) > 1 for name in names):
         names = set(files)  # rows of arrays, archives of several files
     now = _states({name: files[name] for name in names})
     if changed := sorted(name for name in names if now.get(name) != states.get(name)):
         raise UserError(
-            f"the source changed while it was read, since the run was planned ({files[changed[0]]}): "
-            "run again when it is at rest"
+            f"the source changed while it was read, after the run was planned ({files[changed[0]]}); "
+            "rerun when its files are no longer being written"
         )
 
 
@@ -291,39 +301,47 @@ def _samples(
     config: Ingest,
     files: Files,
     entries: pa.Table,
-    known: Sequence[Known | None],
+    reusable: Sequence[Reusable | None],
     earlier: EarlierShards,
     facts: list[dict[str, Any]],
 ) -> Iterator[Sample]:
-    """The images of a part that can be used, in order; of every entry a row of FACTS is appended to `facts`."""
-    unknown = pa.array([one is None for one in known], pa.bool_())
+    """Yield the usable images of a part, in order. Appends a row of FACTS to `facts` for every entry."""
+    is_new = pa.array([one is None for one in reusable], pa.bool_())
     source = config.source
-    read = catalog.images(source, files, entries.filter(unknown))
-    for number, (entry, before) in enumerate(zip(entries.to_pylist(), known, strict=True)):
+    new_images = catalog.images(source, files, entries.filter(is_new))
+    for number, (entry, before) in enumerate(zip(entries.to_pylist(), reusable, strict=True)):
         row = {column: entry[name] for column, name in LISTED.items()} | {"digest": entry["digest"]}
         facts.append(row)
         data = None if before is None else earlier.read(before)
         if before is not None and data is not None:
             row |= before.facts
-            row["is_known"] = True
+            row["is_reused"] = True
         else:
-            image = next(read if before is None else catalog.images(source, files, entries.slice(number, 1)))
+            image = next(
+                new_images if before is None else catalog.images(source, files, entries.slice(number, 1))
+            )
             try:
-                data, found = _examined(image)
-                digest = hashlib.sha256(data).digest()  # of the authors' bytes, whatever is stored
+                data, examined = _examined(image)
+                digest = hashlib.sha256(
+                    data
+                ).digest()  # of the authors' bytes, even if the image is stored smaller
                 if config.short_side is not None:
-                    data, found = shrunk(data, found, config.short_side)
+                    data, examined = shrunk(data, examined, config.short_side)
             except UserError as error:
                 row["reason"] = str(error)
                 continue
-            row |= found.columns()
+            row |= examined.columns()
             row |= {"content_id": content_id(digest), "sample_id": sample_id(digest, entry["key"])}
             row |= {"length": len(data), "checksum": xxhash.xxh3_64_intdigest(data)}
         yield Sample._make((row | {"image": data})[name] for name in Sample._fields)
 
 
 def _examined(image: bytes | NDArray[np.uint8] | UserError) -> tuple[bytes, Facts]:
-    """An image's bytes as they are stored, and its facts. Raises UserError with the reason why it can't be used."""
+    """Return an image's bytes as they are stored, and its facts.
+
+    Raises:
+        UserError: the reason why the image cannot be used.
+    """
     if isinstance(image, UserError):
         raise image
     if isinstance(image, bytes):
@@ -334,7 +352,8 @@ def _examined(image: bytes | NDArray[np.uint8] | UserError) -> tuple[bytes, Fact
 def _check_shrinkable(config: Ingest, listing: Listing) -> None:
     if config.short_side is not None and listing.image is not None:
         raise UserError(
-            f"short_side is for image files; {config.source.kind} has arrays of pixels, which are stored as they are"
+            f"short_side is for image files; {config.source.kind} has arrays of pixels, which are stored unchanged. "
+            "Remove short_side"
         )
 
 
@@ -373,12 +392,12 @@ def _conflict_note(copies: pa.Table) -> tuple[str, ...]:
 def _in_tasks(
     function: Callable[..., Any], shared: Sequence[Any], each: Sequence[Any], noun: str
 ) -> list[Any]:
-    """function(*shared, one) for each one, in Ray tasks of one core, results in order."""
-    import ray
+    """Return function(*shared, one) for each one, in order, computed in Ray tasks of one core."""
+    import ray  # not at the top: the stage's process checks its --spec without it
 
     remote = ray.remote(num_cpus=1)(function)
-    once = [ray.put(value) for value in shared]  # names of a million files are not sent with every task
-    references = [remote.remote(*once, one) for one in each]
+    shared_references = [ray.put(value) for value in shared]  # sent once: there may be a million file names
+    references = [remote.remote(*shared_references, one) for one in each]
     progress = Progress(len(references), noun)
     pending = references
     while pending:
@@ -389,11 +408,11 @@ def _in_tasks(
     return list(ray.get(references))
 
 
-# ------------------------------------------------------------------------------------------------- all together
+# ------------------------------------------------------------------------------------------------- all parts
 
 
 def _numbered(written: Sequence[Written]) -> pa.Table:
-    """The FACTS of all parts, with the number of each one's shard among those that were written."""
+    """Return the FACTS of all parts, with the number of each part's shard."""
     tables, number = [], 0
     for part in written:
         column = pa.array([number] * len(part.facts), pa.int32())
@@ -414,24 +433,28 @@ def _check_bad(context: Context[Ingest], bad: Sequence[Bad], total: int) -> None
         listed = "".join(f"\n  {one.key}: {one.reason}" for one in sorted(bad)[:20])
         more = f"\n  and {len(bad) - 20} more, in {folder}/quarantine.parquet" if len(bad) > 20 else ""
         raise UserError(
-            f"{len(bad)} of {total} images can't be used, more than max_bad_fraction {allowed}: "
+            f"{len(bad)} of {total} images cannot be used, more than max_bad_fraction {allowed}: "
             f"remove them or allow more{listed}{more}"
         )
 
 
 def _trainable(index: pa.Table, listing: Listing) -> Trainable:
-    """The dataset without the classes that have no training image. Raises UserError if too few classes are left."""
+    """Set aside the classes without a training image.
+
+    Raises:
+        UserError: fewer than two classes are left.
+    """
     entries = listing.entries
     may_train = pc.or_kleene(pc.is_null(entries["split"]), pc.equal(entries["split"], "train"))
-    wanted = pc.unique(entries.filter(may_train)["label"]).to_pylist()
-    found = without_untrained(index, listing.class_names, wanted)
-    if found.set_aside_classes and len(found.class_names) < 2:
+    labels = pc.unique(entries.filter(may_train)["label"]).to_pylist()
+    trainable = without_untrained(index, listing.class_names, labels)
+    if trainable.set_aside_classes and len(trainable.class_names) < 2:
         raise UserError(
-            f"only {len(found.class_names)} of {len(listing.class_names)} classes have a usable training image; "
+            f"only {len(trainable.class_names)} of {len(listing.class_names)} classes have a usable training image; "
             "a classifier needs two or more. Add images, or give the splits yourself (split folders, or a "
             "column `split` in the metadata)"
         )
-    return found
+    return trainable
 
 
 def _card(
@@ -442,7 +465,7 @@ def _card(
     copies: pa.Table,
     made: Sequence[FileEntry],
 ) -> tuple[FileEntry, ...]:
-    """The dataset's card, from what is in the store already."""
+    """Write the dataset's card from the files that are already in the store."""
     shard = card_shard(trainable.index)
     needed = {"dataset.json", "index.parquet", info.shards[shard].file}
     attempt = context.attempt

@@ -1,7 +1,7 @@
-"""Bytes from S3 on this machine's disk: files in one folder, of which those used longest ago leave first.
+"""An LRU cache of bytes from S3 on this machine's disk: one folder of files, shared by threads and processes.
 
-Several threads and processes share it. A file is there whole or not at all; whether its bytes are right its reader
-knows, by checksums of its own.
+A file appears in it only when it is complete. The cache does not verify contents; its readers check them against their
+own checksums.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from pipelines.files.digests import cache_folder
 
 
 class Descriptor:
-    """A file that is open for reading until nobody holds it: a thread may be reading what another has let go."""
+    """A file that is open for reading until its last reference is gone, so that threads can share it."""
 
     def __init__(self, path: str | Path) -> None:
         self.number = os.open(path, os.O_RDONLY)
@@ -28,7 +28,7 @@ class Descriptor:
 
 
 class Cache:
-    """At most `budget` bytes in the user's cache folder. A file that is open stays readable after it has left."""
+    """A cache of at most `budget` bytes in the user's cache folder. An open file stays readable after its eviction."""
 
     def __init__(self, budget: int) -> None:
         self.folder, self.budget = cache_folder() / "ranges", budget
@@ -39,7 +39,7 @@ class Cache:
         return Cache, (self.budget,)  # another machine has another folder
 
     def open(self, name: str, fetch: Callable[[], bytes]) -> Descriptor:
-        """The file of that name, opened; fetched before where it is not there."""
+        """Open the file of that name; if it is not in the cache, fetch it first."""
         path = self.folder / name
         with suppress(FileNotFoundError):
             file = Descriptor(path)
@@ -60,14 +60,14 @@ class Cache:
         return file
 
     def drop(self, name: str) -> None:
-        """Forget a file, whose bytes are wrong."""
+        """Remove a file, because its bytes are wrong."""
         (self.folder / name).unlink(missing_ok=True)
 
     def _make_room(self) -> None:
         files = []
         for folder, _, names in os.walk(self.folder):
             for name in names:
-                with suppress(FileNotFoundError):  # another process makes room too
+                with suppress(FileNotFoundError):  # another process may have evicted it
                     status = (path := Path(folder, name)).stat()
                     files.append((status.st_mtime_ns, status.st_size, path))
         excess = sum(size for _, size, _ in files) - self.budget

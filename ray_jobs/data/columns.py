@@ -1,11 +1,11 @@
-"""The columns of a dataset's tables, each declared once; the schemas follow from them.
+"""The columns of a dataset's tables, each declared once; the schemas are derived from them.
 
-    ENTRIES    what a source lists, before an image is read             in memory
-    FACTS      what ingest found of each entry, usable or not           facts/*.parquet
+    ENTRIES    the entries of a source, before any image is read        in memory
+    FACTS      what ingest found out about each entry, usable or not    facts/*.parquet
     INDEX      the images of a dataset and where their bytes are        index.parquet
-    SHARD      the bytes themselves, with what any reader needs         shards/*.parquet, rows of `Sample`
+    SHARD      the bytes of the images, and what readers need           shards/*.parquet, rows of `Sample`
 
-Stored files have these names, types and order: a change makes another format.
+Stored files use these names, types and order: changing any of them changes the file format.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from ray_jobs.data.images import Hashes
 
 
 class Sample(NamedTuple):
-    """One row of a shard: `image` is a file's bytes, or with format "raw" its pixels, uint8 in [h, w, c] order."""
+    """One row of a shard. `image` is a file's bytes; with format "raw" it is pixels, uint8 in [h, w, c] order."""
 
     sample_id: str
     key: str
@@ -31,50 +31,48 @@ class Sample(NamedTuple):
 
 
 class Column(NamedTuple):
-    """A column and the tables that have it, each with "?" if the column may be null there."""
+    """A column and the tables that contain it. "?" after a table: the column may be null there."""
 
     name: str
     type: pa.DataType
     tables: str
     meaning: str
     name_in_entries: str = ""
-    """If ENTRIES calls it otherwise, because FACTS and INDEX use that name for the place in the shard."""
+    """Its name in ENTRIES, if FACTS and INDEX use that name for the position in the shard."""
 
 
 COLUMNS = (
     Column("sample_id", pa.string(), "facts? index shard", "a hash of the image's bytes and its key"),
-    Column("key", pa.string(), "entries facts? index shard", "unique; never a path outside of the source"),
+    Column("key", pa.string(), "entries facts? index shard", "unique; never a path outside the source"),
     Column("image", pa.binary(), "shard", "see `Sample`"),
-    # a shard numbers all classes of the source, the index only those not set aside; the index takes precedence
+    # A shard numbers all classes of the source, the index only those that are not set aside. The index is right.
     Column("label", pa.int32(), "entries facts? index shard", "the number of the class"),
     Column("labels", pa.list_(pa.int32()), "entries? facts? index?", "all correct labels, if several (ReaL)"),
-    Column("split", pa.string(), "entries? facts? index", "train, dev or test; null: the authors give none"),
+    Column("split", pa.string(), "entries? facts? index", "train, dev or test; null: not given, to be drawn"),
     Column("group", pa.string(), "entries? facts? index?", "images of one group (a patient) share a split"),
     Column("format", pa.string(), "facts? index shard", "jpeg, png, ...; raw for pixels"),
-    Column("width", pa.int32(), "facts? index shard", "pixels, as EXIF's orientation shows them"),
+    Column("width", pa.int32(), "facts? index shard", "pixels, after rotation by EXIF's orientation"),
     Column("height", pa.int32(), "facts? index shard", "as width"),
     Column("channels", pa.int32(), "facts? index shard", "1: grey, else 3"),
     Column("content_id", pa.string(), "facts? index", "a hash of the bytes alone: copies share it"),
     *(Column(name, pa.uint64(), "facts? index", "see `images.hashes`") for name in Hashes._fields),
     Column("shard", pa.int32(), "facts? index", "the number of the shard in dataset.json"),
     Column("offset", pa.int64(), "facts? index", "where the image's bytes begin in the shard"),
-    Column("length", pa.int32(), "facts? index", "how many there are"),
-    Column("checksum", pa.uint64(), "facts? index", "their xxh3_64"),
+    Column("length", pa.int32(), "facts? index", "number of the image's bytes in the shard"),
+    Column("checksum", pa.uint64(), "facts? index", "xxh3_64 of these bytes"),
     Column("reason", pa.string(), "facts?", "why the image cannot be used; null: it can"),
-    Column(
-        "file", pa.string(), "entries facts", "of the source: a name or a chain of names, see `containers`"
-    ),
-    Column("place", pa.int64(), "entries facts", "offset in that file; codec row: a number", "offset"),
-    Column("unit", pa.string(), "entries?", "what is read as a whole: kept in one shard, in order"),
-    Column("stored", pa.int64(), "entries facts", "bytes in that file; codec row: about as many", "length"),
+    Column("file", pa.string(), "entries facts", "source file: a name or a chain of names, see `containers`"),
+    Column("place", pa.int64(), "entries facts", "offset in that file; codec row: a row number", "offset"),
+    Column("unit", pa.string(), "entries?", "entries that are read together: kept in one shard, in order"),
+    Column("stored", pa.int64(), "entries facts", "bytes in that file; codec row: an estimate", "length"),
     Column("codec", pa.string(), "entries", "stored, deflate (a zip's), or row: part of an array or a table"),
     Column("crc", pa.uint32(), "entries?", "CRC-32 of the content, if its archive has one (a zip)"),
-    Column("digest", pa.string(), "facts", "of that file's content, see `ingest`"),
+    Column("digest", pa.string(), "facts", "digest of that file's content, see `ingest`"),
 )
 
 
 def _fields(table: str) -> dict[str, pa.Field]:
-    """Column -> its field in a table, in the order of COLUMNS."""
+    """Return column -> its field in a table, in the order of COLUMNS."""
     fields = {}
     for column in COLUMNS:
         nullable = {name.rstrip("?"): name.endswith("?") for name in column.tables.split()}

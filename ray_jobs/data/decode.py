@@ -1,8 +1,8 @@
-"""One stored image as a model gets it: decoded, cut, resized; mostly in C, without Python's lock.
+"""Decode a stored image for a model: decode, crop, resize; mostly in C and without the GIL.
 
-In: an image's bytes as they lie in a shard. Out: uint8 [resolution, resolution, channels].
-Use: `square(stored, preprocessing)` is what `load_image` gives for any reader; `cropped` is a random part of the
-original image for training, which is decoded at a fraction of its size where the part allows it.
+In: an image's bytes as stored in a shard. Out: uint8 [resolution, resolution, channels].
+`square(stored, preprocessing)` gives the same pixels as `load_image`. `cropped` gives a random crop of the original
+image for training; large crops are decoded at a fraction of the size.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from vit_model.config import Preprocessing
 from vit_model.errors import UserError
 from vit_model.preprocessing import decode_image, load_image
 
-_SCALES = (8, 4, 2)  # a JPEG is decoded at a half, a quarter or an eighth for less
+_SCALES = (8, 4, 2)  # decoding a JPEG at an eighth, a quarter or half of its size is cheaper
 
 
 class DamagedError(UserError):
-    """An image that is not what it was at ingest."""
+    """An image whose stored bytes have changed since ingest."""
 
 
 class Stored(NamedTuple):
-    """One image as it lies in a shard: a file's bytes, or pixels where format is "raw"."""
+    """One image as stored in a shard: a file's bytes, or pixels if format is "raw"."""
 
     key: str
     data: bytes
@@ -37,7 +37,7 @@ class Stored(NamedTuple):
 
 
 class Crop(NamedTuple):
-    """A part of an image in whole pixels, and whether it is mirrored."""
+    """A crop of an image in whole pixels, and whether it is mirrored."""
 
     top: int
     left: int
@@ -47,7 +47,11 @@ class Crop(NamedTuple):
 
 
 def square(image: Stored, preprocessing: Preprocessing) -> NDArray[np.uint8]:
-    """As `load_image` does it, to the pixel. Raises DamagedError with the image's key."""
+    """Decode an image as `load_image` does, pixel for pixel.
+
+    Raises:
+        DamagedError: the image cannot be decoded; the message has its key.
+    """
     side, source = preprocessing.resolution, raw_pixels(image)
     if source is not None and source.shape == (side, side, preprocessing.channels):
         return source
@@ -56,12 +60,18 @@ def square(image: Stored, preprocessing: Preprocessing) -> NDArray[np.uint8]:
             source = _decode_jpeg(image.data)
         return load_image(image.data if source is None else source, preprocessing)
     except UserError as error:
-        raise DamagedError(f"image {image.key!r} was readable at ingest and is not now: {error}") from error
+        raise DamagedError(
+            f"image {image.key!r} was readable at ingest, but no longer is: {error}"
+        ) from error
 
 
 def cropped(image: Stored, preprocessing: Preprocessing, crop: Crop) -> NDArray[np.uint8]:
-    """A part of an image file, resized with antialiasing. Raises DamagedError with the image's key."""
-    import torch  # here: an ingest, which reads nothing so, need not wait for it
+    """Decode a crop of an image file, resized with antialiasing.
+
+    Raises:
+        DamagedError: the image cannot be decoded; the message has its key.
+    """
+    import torch
     from torch.nn import functional
 
     side, channels = preprocessing.resolution, preprocessing.channels
@@ -77,9 +87,11 @@ def cropped(image: Stored, preprocessing: Preprocessing, crop: Crop) -> NDArray[
         if pixels is None:
             pixels = decode_image(image.data, channels)
     except UserError as error:
-        raise DamagedError(f"image {image.key!r} was readable at ingest and is not now: {error}") from error
-    # Contiguous with four dimensions, so that torch sees channels_last: then it resizes in half the time and gives
-    # pixels in our order, which saves as much again.
+        raise DamagedError(
+            f"image {image.key!r} was readable at ingest, but no longer is: {error}"
+        ) from error
+    # Contiguous with four dimensions, so that torch sees channels_last: it then resizes in half the time and returns
+    # pixels in [h, w, c] order, which saves as much again.
     part = np.require(pixels[None, top : top + height, left : left + width], requirements=["C", "W"])
     resized = functional.interpolate(
         torch.from_numpy(part).permute(0, 3, 1, 2),
@@ -87,27 +99,27 @@ def cropped(image: Stored, preprocessing: Preprocessing, crop: Crop) -> NDArray[
         mode=preprocessing.interpolation,
         antialias=True,
     )
-    found = resized[0].permute(1, 2, 0)
-    return (found.flip(1) if flipped else found).numpy()
+    output = resized[0].permute(1, 2, 0)
+    return (output.flip(1) if flipped else output).numpy()
 
 
 def raw_pixels(image: Stored) -> NDArray[np.uint8] | None:
-    """The pixels [h, w, c] of a raw image; None for an image file."""
+    """Return the pixels [h, w, c] of a raw image; None for an image file."""
     if image.format != "raw":
         return None
     return np.frombuffer(image.data, np.uint8).reshape(image.height, image.width, image.channels)
 
 
 def _is_plain_jpeg(image: Stored) -> bool:
-    """Whether a file is a JPEG that a bare decoder reads as Pillow does."""
-    found = plain_jpeg(image.data) if image.format == "jpeg" else None
-    return found is not None and (found.height, found.width) == (image.height, image.width)
+    """Return whether a file is a JPEG for which libjpeg gives the same pixels as Pillow."""
+    jpeg = plain_jpeg(image.data) if image.format == "jpeg" else None
+    return jpeg is not None and (jpeg.height, jpeg.width) == (image.height, image.width)
 
 
 def _decode_jpeg(data: bytes, height: int = 0, width: int = 0) -> NDArray[np.uint8] | None:
-    """RGB pixels, of this size where one is given; None where Pillow must be asked."""
+    """Return RGB pixels, of the given size if there is one; None if Pillow has to decode the image."""
     try:
         pixels = simplejpeg.decode_jpeg(data, "RGB", min_height=height, min_width=width, min_factor=2)
-    except ValueError:  # damaged in a way that Pillow may forgive, as it did at ingest
+    except ValueError:  # damaged in a way that Pillow may tolerate, as it did at ingest
         return None
     return pixels if not height or pixels.shape[:2] == (height, width) else None

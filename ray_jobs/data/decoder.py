@@ -1,4 +1,4 @@
-"""Images of a batch, decoded on several threads: a part of each original or the whole, at the model's resolution."""
+"""Decode the images of a batch on several threads: whole images or random crops, at the model's resolution."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from ray_jobs.data.shards import Images
 from vit_model.config import Preprocessing
 from vit_model.errors import UserError
 
-_CHUNK = 16  # images a task: less and handing them over costs more than it spreads
+_CHUNK = 16  # images per task: with fewer, the overhead of a task outweighs its parallelism
 
 Indices = NDArray[np.int64]
 
 
 class Decoder:
-    """Fills batches with the images of rows, each a part by `crop` or the whole, brought to the model's square.
+    """A thread pool that fills batches with decoded images: random crops with `crop`, else whole images.
 
-    An image that storage has damaged is replaced by the next row's, and that is printed once.
+    An image that was damaged in storage is replaced by the next row's, and the replacement is printed once.
     """
 
     def __init__(
@@ -37,19 +37,20 @@ class Decoder:
             images.rows[name].to_numpy().astype(np.int64) for name in ("height", "width")
         )
         self._threads, self._pool = threads, ThreadPoolExecutor(threads)
-        self._lock, self._told = Lock(), set[int]()
+        self._lock, self._reported = Lock(), set[int]()
 
     def close(self) -> None:
-        """Let go of threads and files."""
+        """Stop the threads and close the files."""
         self._pool.shutdown(cancel_futures=True)
         self.reader.close()
 
     def submit(self, rows: Indices, positions: Indices, out: NDArray[np.uint8]) -> Callable[[], Indices]:
-        """Begin to fill `out` [n, h, w, c] with the images of rows [n], cropped as their positions [n] say.
+        """Start to fill `out` [n, h, w, c] with the images of `rows` [n], cropped by their `positions` [n].
 
-        Returns what waits for them and gives the rows that were taken in the end: others for damaged ones.
+        Returns a function that waits for the images and returns the rows [n] that were used: for a damaged image
+        another row.
         """
-        if self.is_raw:  # copied, so that there is nothing to hand to a thread
+        if self.is_raw:  # copying pixels is too cheap for a thread
             taken = self._copy(rows, positions, out)
             return lambda: taken
         size = max(1, min(_CHUNK, len(rows) // (2 * self._threads)))
@@ -85,12 +86,12 @@ class Decoder:
         )
 
     def _next(self, row: int, position: Indices, error: DamagedError) -> tuple[int, NDArray[np.uint8]]:
-        """(row, image) of the next row that is not damaged: the same one wherever and whenever this is asked."""
+        """Return (row, image) of the next row that is not damaged: the same row on every rank, in every epoch."""
         with self._lock:
-            is_new = row not in self._told
-            self._told.add(row)
+            is_new = row not in self._reported
+            self._reported.add(row)
         if is_new:
-            print(f"replaced by the next: {error}", flush=True)
+            print(f"replaced by the next image: {error}", flush=True)
         n = len(self._height)
         for step in range(1, n):
             other = (row + step) % n

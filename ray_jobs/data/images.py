@@ -1,6 +1,6 @@
-"""One image as it comes from a source: what it is, whether it can be used, and hashes by which copies are found.
+"""Examine one image of a source: its format and size, whether it can be used, and hashes that identify copies.
 
-In: a file's bytes, or pixels. Out: `Facts`, after the image was decoded completely, once.
+In: a file's bytes, or pixels. Out: `Facts`, after decoding the image completely, once.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ from ray_jobs.data.jpeg import plain_jpeg
 from vit_model.errors import UserError
 from vit_model.preprocessing import FORMATS, MAX_PIXELS, MODES, flatten
 
-MAX_SCANS = 500  # of a JPEG; programs write 10 or so, a film behind it may look like 100
+MAX_SCANS = 500  # of a JPEG; programs write about 10, and a film appended to it may look like 100
 _START_OF_SCAN = b"\xff\xda"
-STORED_QUALITY = 95  # of what is stored smaller
-_HASHED_SIDE = 64  # pixels at least, where the image has them
+STORED_QUALITY = 95  # JPEG quality of images that are stored smaller
+_HASHED_SIDE = 64  # minimum pixels per side of a hashed image, if it has as many
 
-_SIDE = 32  # pixels a side of what a perceptual hash looks at
+_SIDE = 32  # pixels per side of the input of a perceptual hash
 _COSINES = np.round(
     1024 * np.cos(np.pi * np.arange(1, 9)[:, None] * (2 * np.arange(_SIDE) + 1) / (2 * _SIDE))
 )
 _SIGNS = np.array([-1, 1] * 4)  # of the frequencies 1..8 when their axis is reversed
-_CUT = (0.025, 0.09, 0.125)  # off each end of a side: .95, .82 and .75 are left
-_BORDER = 16  # grey levels by which a border of one colour may vary, as JPEG leaves it
+_CUT = (0.025, 0.09, 0.125)  # cut off each end of a side, which leaves .95, .82 and .75 of it
+_BORDER = 16  # grey levels by which a border of one colour may vary, because JPEG adds noise
 
 
 class Hashes(NamedTuple):
@@ -51,7 +51,7 @@ class Hashes(NamedTuple):
 
 
 class Facts(NamedTuple):
-    """What a decoded image is; width and height are those after its turning by EXIF."""
+    """Facts about a decoded image. Width and height are those after rotation by EXIF's orientation."""
 
     format: str
     """"jpeg", "png", ...; "raw" for pixels."""
@@ -62,31 +62,36 @@ class Facts(NamedTuple):
     hashes: Hashes
 
     def columns(self) -> dict[str, Any]:
-        """The facts as columns of the index, each hash its own."""
+        """Return the facts as columns of the index, with one column per hash."""
         return {name: value for name, value in self._asdict().items() if name != "hashes"} | (
             self.hashes._asdict()
         )
 
 
 def examine(data: bytes) -> Facts:
-    """Decode an image file completely. What passes is what `vit_model.preprocessing.load_image` reads.
+    """Decode an image file completely; of an animation, the first frame.
 
-    Raises UserError with a short reason: "empty file", "not an image", "too many pixels (bomb)", "too many scans
-    (bomb)", "pixels of Pillow's mode F, not 8 or 16 bits a channel", "truncated", "damaged". Of an animation the first
-    frame counts.
+    Files that pass can be read by `vit_model.preprocessing.load_image`.
+
+    Raises:
+        UserError: a short reason: "empty file", "not an image", "too many pixels (bomb)", "too many scans (bomb)",
+            "pixels of Pillow's mode F, not 8 or 16 bits a channel", "truncated", "damaged".
     """
     if not data:
         raise UserError("empty file")
     with translate_errors():
-        form, size, channels, grey, on_black = _plain(data) or _any(data)
+        form, size, channels, grey, on_black = _decoded_plain(data) or _decoded(data)
     return Facts(form, *size, channels, hashes(grey, on_black))
 
 
 def shrunk(data: bytes, facts: Facts, short_side: int) -> tuple[bytes, Facts]:
-    """An image file whose shorter side has at most so many pixels, and its facts, but for the hash, which stays.
+    """Return an image file whose shorter side has at most `short_side` pixels, and its facts.
 
-    A larger one is resized, bilinear and antialiased as evaluation does it, and becomes a JPEG of quality 95, upright
-    and without transparency; any other is itself. Raises UserError as `examine`.
+    A larger image is resized, bilinear and antialiased as in evaluation, and becomes a JPEG of quality 95, upright and
+    without transparency. Any other image is returned unchanged. The hashes stay those of the original.
+
+    Raises:
+        UserError: as `examine`.
     """
     if min(facts.width, facts.height) <= short_side:
         return data, facts
@@ -100,7 +105,7 @@ def shrunk(data: bytes, facts: Facts, short_side: int) -> tuple[bytes, Facts]:
 
 @contextmanager
 def translate_errors() -> Iterator[None]:
-    """Whatever Pillow raises in the block is a UserError with a short reason; what it warns of is silent."""
+    """Turn every exception of Pillow into a UserError with a short reason, and silence its warnings."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -108,25 +113,25 @@ def translate_errors() -> Iterator[None]:
             yield
     except _RefusedError:
         raise
-    # Pillow's readers raise whatever their parsing trips over (struct.error, SyntaxError, EOFError, ...),
-    # and one bad file must become one line of quarantine.
+    # Pillow's readers raise many types (struct.error, SyntaxError, EOFError, ...), and one bad file must become
+    # one row of the quarantine.
     except Exception as error:
         raise UserError(_reason(error)) from error
 
 
 class _RefusedError(UserError):
-    """An image that is not even decoded."""
+    """An image that is refused before it is decoded."""
 
 
-# format, (width, height), channels, the grey image, and the same on black if something is transparent
-_Seen = tuple[str, tuple[int, int], int, NDArray[np.uint8], NDArray[np.uint8] | None]
+# format, (width, height), channels, the grey image, and the grey image on black if part of it is transparent
+_Decoded = tuple[str, tuple[int, int], int, NDArray[np.uint8], NDArray[np.uint8] | None]
 
 
-def _plain(data: bytes) -> _Seen | None:
-    """A JPEG of nothing unusual, in a third of Pillow's time; None: let Pillow decode.
+def _decoded_plain(data: bytes) -> _Decoded | None:
+    """Decode a plain JPEG in a third of Pillow's time; None: Pillow has to decode it.
 
-    libjpeg reads every coefficient, and the least warning leaves the image to Pillow. What is hashed needs no more than
-    a fraction of the pixels, which the same coefficients give.
+    libjpeg reads every coefficient, and any warning leaves the image to Pillow. The hashes need only a fraction of the
+    pixels, which these coefficients give.
     """
     jpeg = plain_jpeg(data)
     if (
@@ -144,13 +149,14 @@ def _plain(data: bytes) -> _Seen | None:
     return "jpeg", (jpeg.width, jpeg.height), jpeg.channels, grey[:, :, 0], None
 
 
-def _any(data: bytes) -> _Seen:
+def _decoded(data: bytes) -> _Decoded:
+    """Decode any image with Pillow."""
     with Image.open(io.BytesIO(data), formats=FORMATS) as image:
         if image.width * image.height > MAX_PIXELS:
             raise _RefusedError("too many pixels (bomb)")
         if image.mode not in MODES:
             raise _RefusedError(f"pixels of Pillow's mode {image.mode}, not 8 or 16 bits a channel")
-        # several JPEGs in one file, of which the first counts, are a format of its own to Pillow
+        # Pillow has a format of its own for several JPEGs in one file; the first one is used
         form = "jpeg" if image.format == "MPO" else (image.format or "").lower()
         if form == "jpeg" and not _has_few_scans(data):
             raise _RefusedError("too many scans (bomb)")
@@ -160,7 +166,7 @@ def _any(data: bytes) -> _Seen:
 
 
 def _on_black(image: Image.Image) -> NDArray[np.uint8] | None:
-    """A decoded image in grey and upright, on black; None: it has no transparent part."""
+    """Return a decoded image in grey, upright, on black; None if no part of it is transparent."""
     if not image.has_transparency_data:
         return None
     image = ImageOps.exif_transpose(image).convert("RGBA")
@@ -170,12 +176,16 @@ def _on_black(image: Image.Image) -> NDArray[np.uint8] | None:
 
 
 def _has_few_scans(data: bytes) -> bool:
-    """Every scan of a progressive JPEG goes over all its pixels, and may be a few bytes long."""
+    """Return whether a JPEG has at most MAX_SCANS scans: each takes time for all pixels but may be a few bytes long."""
     return data.count(_START_OF_SCAN) <= MAX_SCANS
 
 
 def examine_pixels(pixels: NDArray[np.uint8]) -> Facts:
-    """The facts of raw pixels, uint8 [h, w, 1 or 3]. Raises UserError for another shape."""
+    """Return the facts about raw pixels, uint8 [h, w, 1 or 3].
+
+    Raises:
+        UserError: another type or shape.
+    """
     if pixels.dtype != np.uint8 or pixels.ndim != 3 or pixels.shape[2] not in (1, 3) or not pixels.size:
         raise UserError(f"pixels are {pixels.dtype} {list(pixels.shape)}, not uint8 [h, w, 1 or 3]")
     height, width, channels = pixels.shape
@@ -184,12 +194,12 @@ def examine_pixels(pixels: NDArray[np.uint8]) -> Facts:
 
 
 def content_id(sha256: bytes) -> str:
-    """Identity of an image's bytes alone, from their sha256: copies of one image under several names share it."""
+    """Return the identity of an image's bytes, from their sha256. Copies under several names share it."""
     return sha256.hex()[:32]
 
 
 def sample_id(sha256: bytes, key: str) -> str:
-    """Identity of one sample, from its bytes' sha256 and its name in the source, which tells copies apart."""
+    """Return the identity of a sample, from its bytes' sha256 and its name in the source, which differs for copies."""
     return hashlib.sha256(sha256 + key.encode()).hexdigest()[:32]
 
 
@@ -210,14 +220,14 @@ def hashes(grey: NDArray[np.uint8], on_black: NDArray[np.uint8] | None = None) -
     - `phash_on_black` of `on_black`, the image on black if part of it is transparent (the others see it on white).
 
     0 means no hash: the view is one flat colour, there is no border, nothing is transparent, or, except for `phash`,
-    a side has fewer than 32 pixels (different small images look alike in so many views). All numbers are integers that
-    float64 holds exactly, so every machine gets the same bits. benchmarks/near_copies.py measures which copies are
-    found.
+    a side has fewer than 32 pixels (many views of different small images look alike). All numbers are integers that
+    float64 represents exactly, so every machine computes the same bits. benchmarks/near_copies.py measures which copies
+    are found.
     """
     image = Image.fromarray(grey)
     whole = _frequencies(image)
     height, width = grey.shape
-    views = np.zeros((len(Hashes._fields), *whole.shape))  # in their order; 0 where there is none
+    views = np.zeros((len(Hashes._fields), *whole.shape))  # in the order of the fields; 0: no such view
     views[0] = whole
     if min(height, width) >= _SIDE:
         views[1:4] = whole * _SIGNS, whole * _SIGNS[:, None], whole.T * _SIGNS[:, None]
@@ -225,19 +235,20 @@ def hashes(grey: NDArray[np.uint8], on_black: NDArray[np.uint8] | None = None) -
         small = np.asarray(image.reduce(factors), np.float64)
         right, bottom = width / factors[0], height / factors[1]  # the last pixels may be narrower
         for number, cut in enumerate(_CUT, start=4):
-            views[number] = _seen(small, (cut * right, cut * bottom, (1 - cut) * right, (1 - cut) * bottom))
-        if (border := _border(small)) is not None:
-            views[7] = _seen(small, border)
+            box = (cut * right, cut * bottom, (1 - cut) * right, (1 - cut) * bottom)
+            views[number] = _frequencies_in(small, box)
+        if (inside := _inside_border(small)) is not None:
+            views[7] = _frequencies_in(small, inside)
         if on_black is not None:
             views[8] = _frequencies(Image.fromarray(on_black))
-    found = views.reshape(len(views), -1)
-    # > the median, without its half: 32 bits are set unless values are equal
-    bits = found > np.partition(found, 31)[:, 31:32]
+    frequencies = views.reshape(len(views), -1)
+    # > the 32nd of 64 values, the lower median: 32 bits are set unless values are equal
+    bits = frequencies > np.partition(frequencies, 31)[:, 31:32]
     return Hashes._make(np.packbits(bits, axis=1).view(">u8")[:, 0].tolist())
 
 
 def _frequencies(grey: Image.Image) -> NDArray[np.float64]:
-    """The frequencies 1..8 by 1..8 [8, 8] of a grey image at 32 x 32 pixels."""
+    """Return the frequencies 1..8 by 1..8 [8, 8] of a grey image at 32 x 32 pixels."""
     small = np.asarray(grey.resize((_SIDE, _SIDE), Image.Resampling.BOX), np.float64)
     return np.asarray(_COSINES @ (small * _SIDE**2 - small.sum()) @ _COSINES.T)
 
@@ -245,8 +256,8 @@ def _frequencies(grey: Image.Image) -> NDArray[np.float64]:
 _Box = tuple[float, float, float, float]  # left, top, right, bottom
 
 
-def _seen(grey: NDArray[np.float64], box: _Box) -> NDArray[np.float64]:
-    """The frequencies 1..8 by 1..8 [8, 8] of a part of a grey image [h, w]."""
+def _frequencies_in(grey: NDArray[np.float64], box: _Box) -> NDArray[np.float64]:
+    """Return the frequencies 1..8 by 1..8 [8, 8] of a box in a grey image [h, w]."""
     left, top, right, bottom = box
     height, width = grey.shape
     return np.asarray(_cosines(height, top, bottom) @ grey @ _cosines(width, left, right).T)
@@ -254,7 +265,7 @@ def _seen(grey: NDArray[np.float64], box: _Box) -> NDArray[np.float64]:
 
 @lru_cache(4096)
 def _cosines(number: int, start: float, end: float) -> NDArray[np.float64]:
-    """The frequencies 1..8 of [start, end] of `number` pixels: integers [8, number]; each row sums to 0."""
+    """Return cosines of frequencies 1..8 over [start, end] of `number` pixels: integers [8, number], rows sum to 0."""
     edges = np.clip(np.arange(number + 1), start, end)
     covered, middle = np.diff(edges), (edges[1:] + edges[:-1]) / 2
     rows = covered * np.cos(np.pi * np.arange(1, 9)[:, None] * (middle - start) / (end - start))
@@ -263,10 +274,10 @@ def _cosines(number: int, start: float, end: float) -> NDArray[np.float64]:
     return np.asarray(rows)
 
 
-def _border(grey: NDArray[np.float64]) -> _Box | None:
-    """The box inside a border with the colour of the first or the last corner; None: there is no border.
+def _inside_border(grey: NDArray[np.float64]) -> _Box | None:
+    """Return the box inside a border that has the colour of the first or the last corner.
 
-    None, too, if the box has fewer than 16 pixels on a side.
+    None: there is no border, or the box has fewer than 16 pixels on a side.
     """
     height, width = grey.shape
     box: list[float] = [0, 0, width, height]
@@ -275,7 +286,7 @@ def _border(grey: NDArray[np.float64]) -> _Box | None:
         for axis in (0, 1):
             start = int((differs.max(axis)[::order] > _BORDER).argmax())
             if start > 0:
-                # a line that is partly border differs that much less from the border than the next line
+                # a line that is partly border differs less from the border than the next line, by the border's share
                 lines = differs.sum(axis)[::order]
                 share = lines[start] / lines[min(start + 1, len(lines) - 1)].clip(1)
                 box[first + axis] += order * (start + 1 - min(float(share), 1.0))

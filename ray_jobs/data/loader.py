@@ -1,7 +1,7 @@
-"""Training batches from shards: uint8 images in `ray_jobs.data.sampler`'s order, the same for any ranks and threads.
+"""Training batches from shards: uint8 images in a sampler's order, the same for any number of ranks and threads.
 
-In: rows of a dataset's index. Out: endless batches, of which each rank gets its share. What a batch holds is a pure
-function of (rows, seed, positions in the stream), so the state is the number of samples that were delivered.
+In: rows of a dataset's index. Out: endless batches; each rank gets its share of a global batch. A batch is a pure
+function of (rows, seed, positions in the stream), so the only state is the number of samples delivered.
 
     images = Images(dataset, dataset.index("train"))
     with Loader(images, Sampler(images, seed=0, batch_size=256), preprocessing, threads=4) as batches:
@@ -28,16 +28,16 @@ from ray_jobs.data.shards import Images
 from vit_model.config import Preprocessing
 from vit_model.errors import UserError
 
-MEMORY_BYTES = 2**30  # images that are the same in every epoch are decoded once, where they fit in here
+MEMORY_BYTES = 2**30  # uncropped images are decoded once and kept if they fit into this
 _RING_BYTES = 2**30  # of decoded batches that wait
-_AHEAD = 16  # batches whose bytes are fetched from S3 while others are decoded
-_SPARED, _SPARED_FRACTION = 10, 0.001  # substitutes that are borne: so many, and of what was delivered
+_AHEAD = 16  # batches to fetch from S3 ahead of decoding
+_SPARED, _SPARED_FRACTION = 10, 0.001  # substitutes allowed: a number, and a fraction of the images delivered
 
 Indices = NDArray[np.int64]
 
 
 class Batch(NamedTuple):
-    """A rank's share of a global batch. `images` are overwritten when the next but one is asked for."""
+    """A rank's share of a global batch. `images` are overwritten when the batch after the next is requested."""
 
     positions: Indices
     images: torch.Tensor
@@ -47,11 +47,13 @@ class Batch(NamedTuple):
 
 
 class Loader:
-    """Batches of images, in the order of a sampler of them.
+    """An endless iterator of batches of images, in a sampler's order.
 
-    `crop` is the part of each image that is taken while it is decoded (`TrainTransform.crop`); None takes it whole. An
-    image that storage has damaged is replaced by the next row's, counted and told. Raises ValueError for a cache that
-    is too small; later when too many images are damaged.
+    `crop` is the random crop to take while an image is decoded (`TrainTransform.crop`); None: whole images. An image
+    that was damaged in storage is replaced by the next row's, counted and reported.
+
+    Raises:
+        UserError: the cache is too small; while iterating: too many images are damaged.
     """
 
     def __init__(
@@ -69,11 +71,11 @@ class Loader:
         self._decoder = Decoder(images, preprocessing, crop, threads)
         self._reader = self._decoder.reader
         if sampler.stream["order"] == "global":
-            self._reader.check_room(None, "with order: window less is needed at a time")
+            self._reader.check_room(None, "order: window needs less at a time")
         else:
-            self._reader.check_room(STREAMS * (WINDOW + 1) * PIECE_BYTES, "more than one window is needed")
+            self._reader.check_room(STREAMS * (WINDOW + 1) * PIECE_BYTES, "that is one window")
         fits = len(self._labels) * math.prod(self._shape) <= MEMORY_BYTES
-        # Stored pixels are copied in no time, and crops differ in every epoch.
+        # Copying stored pixels is cheap, and crops differ in every epoch.
         self._is_kept = fits and crop is None and not self._decoder.is_raw
         self.samples = self.substitutes = self.bytes_read = self._delivered = 0
         self.seconds_waited = 0.0
@@ -97,31 +99,32 @@ class Loader:
         self._delivered += self._share
         if self.substitutes > _SPARED + _SPARED_FRACTION * self._delivered:
             raise UserError(
-                f"{self.substitutes} of {self._delivered:,} images were damaged and "
-                f"replaced, which is too many: dataset {self._name} must be written anew"
+                f"dataset {self._name}: {self.substitutes} of {self._delivered:,} images were damaged and replaced, "
+                "which is too many. Ingest the dataset again"
             )
         return batch
 
     def state_dict(self) -> dict[str, Any]:
-        """What a checkpoint keeps: the sampler's stream, and how many samples all ranks together were given."""
+        """Return the state for a checkpoint: the sampler's stream and the number of samples delivered to all ranks."""
         return {**self._sampler.stream, "samples": self.samples}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on where another loader was, of any number of ranks and threads.
+        """Continue from the state of another loader, with any number of ranks and threads.
 
-        Raises ValueError for a state of another stream: another dataset, seed or order.
+        Raises:
+            ValueError: the state belongs to another stream: another dataset, seed or order.
         """
         if describe(state) != describe(self._sampler.stream):
             raise ValueError(
-                f"the loader's state is of another stream of samples, {describe(state)}, not of "
-                f"{describe(self._sampler.stream)}: it can't go on there"
+                f"cannot resume the loader: its state belongs to {describe(state)}, "
+                f"but the sampler is for {describe(self._sampler.stream)}"
             )
         self._iterator.close()
         self.samples = state["samples"]
         self._iterator = self._batches()
 
     def metrics(self) -> dict[str, float | int]:
-        """What the loading took: seconds the caller waited, bytes read and fetched, substitutes."""
+        """Return the cost of loading: seconds that the caller waited, bytes read and fetched, substitutes."""
         return {
             "data_wait_seconds": self.seconds_waited,
             "data_bytes": self.bytes_read,
@@ -135,18 +138,20 @@ class Loader:
         return self._kept() if self._is_kept else self._decoded()
 
     def _kept(self) -> Generator[Batch]:
-        """Images that are the same in every epoch, decoded before the first."""
-        every = np.lexsort((self._reader.offset, self._reader.shard))  # as they lie, to read each piece once
+        """Yield batches of images that are the same in every epoch and are decoded before the first."""
+        every = np.lexsort(
+            (self._reader.offset, self._reader.shard)
+        )  # in storage order, to read each piece once
         images = np.empty((len(every), *self._shape), np.uint8)
         self._reader.fetch(every)
-        taken = self._decoder.submit(every, every, images)()  # without a crop, positions decide nothing
+        taken = self._decoder.submit(every, every, images)()  # without a crop, positions do not matter
         place = np.empty_like(every)
         place[every] = np.arange(len(every))
         for positions, rows in self._sampler.batches(self.samples):
             yield self._batch_of(positions, images[place[rows]], rows, taken[place[rows]])
 
     def _decoded(self) -> Generator[Batch]:
-        """Images decoded ahead, each into its place in a ring of batches."""
+        """Yield batches that are decoded ahead into a ring of batches."""
         depth = 4 if 4 * self._share * math.prod(self._shape) <= _RING_BYTES else 3
         ring = torch.empty(
             (depth, self._share, *self._shape), dtype=torch.uint8, pin_memory=torch.cuda.is_available()
@@ -160,7 +165,7 @@ class Loader:
                 yield self._batch_of(positions, images, rows, taken())
 
     def _fetched(self) -> Iterator[tuple[Indices, Indices]]:
-        """(positions, rows) of each batch, a while after its bytes were asked for."""
+        """Yield (positions, rows) of each batch, `_AHEAD` batches after its bytes were requested."""
         ahead: deque[tuple[Indices, Indices]] = deque()
         for positions, rows in self._sampler.batches(self.samples):
             self._reader.fetch(rows)
@@ -171,7 +176,7 @@ class Loader:
     def _batch_of(
         self, positions: Indices, images: NDArray[np.uint8], rows: Indices, taken: Indices
     ) -> Batch:
-        """`taken` are the rows that are there in place of `rows`."""
+        """Return a batch and count it. `taken` are the rows that were used in place of `rows`."""
         self.bytes_read += int(self._reader.length[taken].sum())
         self.substitutes += int((rows != taken).sum())
         return Batch(positions, torch.from_numpy(images), torch.from_numpy(self._labels[taken]))

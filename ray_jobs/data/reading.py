@@ -1,7 +1,7 @@
-"""The bytes of a dataset's images: from files of this machine, or from S3 by ranges through a cache on its disk.
+"""Read the bytes of a dataset's images: from local files, or from S3 by ranges through a cache on local disk.
 
-In: rows of a dataset's index, which say where each image's bytes are and what their checksum is. Out: those bytes, or
-`DamagedError` where storage gives others, however often it is asked.
+In: rows of a dataset's index, which have each image's position and checksum. Out: the image's bytes, or
+`DamagedError` if storage repeatedly returns other bytes.
 """
 
 from __future__ import annotations
@@ -28,25 +28,27 @@ from ray_jobs.data.cache import Cache, Descriptor
 from ray_jobs.data.decode import DamagedError, Stored
 from vit_model.errors import UserError
 
-PIECE_BYTES = 16 * 2**20  # what is asked of S3 at once; its own advice is 8 to 16 MB
-_GAP = 2**20  # bytes between two images that are rather read than asked for around
-_TRIES = 3
-_THREADS = 8  # requests at once
-_OPEN = 32  # pieces that are held open: so much of the disk may be in use beyond the cache's budget
+PIECE_BYTES = 16 * 2**20  # of one request to S3; Amazon recommends 8 to 16 MB
+_GAP = 2**20  # bytes between two images up to which one request for both is better than two
+_RETRIES = 3
+_THREADS = 8  # parallel requests
+_OPEN = 32  # pieces that are held open; they use disk space beyond the cache's budget
 
 
 class Shards(Protocol):
-    """Where the shards of a dataset lie: whole files of this machine, or pieces of them in a cache."""
+    """The shards of a dataset: local files, or pieces of objects in a cache."""
 
     names: list[str]
 
     @property
     def cache(self) -> Cache | None:
-        """What keeps the pieces; None: the files are there."""
+        """The cache of the pieces; None: the shards are local files."""
 
     def open(self, shard: int, start: int, end: int, again: bool) -> tuple[Descriptor, int]:
-        """A file that has the bytes [start, end) of a shard, and where in the shard it begins; with `again` not one
-        that was opened before. Raises OSError or UserError where there is none."""
+        """Open a file with the bytes [start, end) of a shard; return it and the position in the shard where it begins.
+
+        With `again`, a cached file is fetched anew. Raises OSError or UserError if there is no such file.
+        """
 
 
 class LocalShards:
@@ -61,7 +63,7 @@ class LocalShards:
 
 
 class RemoteShards:
-    """Shards in a store, of which pieces are kept in a cache on this machine."""
+    """Shards on S3, read in pieces that a cache keeps on this machine."""
 
     def __init__(self, store: Store, names: list[str], cache: Cache) -> None:
         self._store, self.names, self.cache = store, names, cache
@@ -75,9 +77,9 @@ class RemoteShards:
 
 
 def pieces(rows: pa.Table) -> NDArray[np.int64]:
-    """The number of each row's piece, [n]: images that lie together in a shard, within `PIECE_BYTES`.
+    """Return the number of each row's piece, [n]: neighbouring images in a shard, within `PIECE_BYTES`.
 
-    Pieces are numbered by where they lie. They follow from the rows alone, wherever the shards are.
+    Pieces are numbered in storage order. They depend on the rows alone, and not on where the shards are.
     """
     if not len(rows):
         return np.empty(0, np.int64)
@@ -102,7 +104,7 @@ class _Opened(NamedTuple):
 
 
 class Reader:
-    """The bytes of the images of `rows`, checked, for several threads at once. Rows are spoken of by number."""
+    """A thread-safe reader of the bytes of the images of `rows`, which it checks. Methods take row numbers."""
 
     def __init__(self, shards: Shards, rows: pa.Table) -> None:
         self._shards = shards
@@ -126,52 +128,56 @@ class Reader:
         self.close()
 
     def close(self) -> None:
-        """Close what is open."""
+        """Stop the threads and close the files."""
         self._pool.shutdown(cancel_futures=True)
         self._opened.clear()
         self._mapped.clear()
 
     @cached_property
     def _bounds(self) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
-        """(shard, start, end) of each piece."""
+        """(shard, start, end) of each piece, [pieces] each."""
         order = np.lexsort((self.offset, self._piece))
         piece = self._piece[order]
         first = np.flatnonzero(np.diff(piece, prepend=-1))
         last = np.append(first[1:], len(piece)) - 1
-        shape = int(piece[-1]) + 1
-        found = np.zeros((3, shape), np.int64)
-        found[:, piece[first]] = (
+        bounds = np.zeros((3, int(piece[-1]) + 1), np.int64)
+        bounds[:, piece[first]] = (
             self.shard[order[first]],
             self.offset[order[first]],
             self.offset[order[last]] + self.length[order[last]],
         )
-        return found[0], found[1], found[2]
+        return bounds[0], bounds[1], bounds[2]
 
     def check_room(self, needed: int | None, hint: str) -> None:
-        """Raise UserError where so many bytes (None: all) do not fit into the cache of this machine."""
+        """Raise UserError if `needed` bytes (None: all) do not fit into this machine's cache."""
         if (cache := self._shards.cache) is None:
             return
         every = int((self._bounds[2] - self._bounds[1]).sum())
         if (needed := every if needed is None else min(needed, every)) > cache.budget:
             raise UserError(
                 f"cache_gib {cache.budget / 2**30:.3g} is less than the {needed / 2**30:.3g} GiB of images that are "
-                f"read from S3 again and again: {hint}"
+                f"read repeatedly from S3 ({hint}). Increase cache_gib"
             )
 
     def metrics(self) -> dict[str, float | int]:
-        """Of the cache: pieces that were there, and bytes that were fetched; nothing where shards are local."""
+        """Return the cache's hits and fetched bytes; nothing if the shards are local."""
         if (cache := self._shards.cache) is None:
             return {}
         return {"cache_hits": cache.hits, "fetched_bytes": cache.fetched_bytes}
 
     def read(self, row: int) -> bytes:
-        """An image's bytes. Raises DamagedError, and UserError where the whole shard is not there."""
+        """Return an image's bytes.
+
+        Raises:
+            DamagedError: the bytes do not match their checksum.
+            UserError: the shard is missing or cannot be read.
+        """
         piece, length = int(self._piece[row]), int(self.length[row])
-        for attempt in range(_TRIES + 1):
+        for attempt in range(_RETRIES + 1):
             opened = self._open(piece, again=attempt > 0)
             try:
                 data = os.pread(opened.file.number, length, int(self.offset[row]) - opened.begin)
-            except OSError:  # a bad sector: read again, and told as damage
+            except OSError:  # a bad sector: retried, then reported as damage
                 continue
             if xxhash.xxh3_64_intdigest(data) == self._checksum[row]:
                 return data
@@ -181,17 +187,18 @@ class Reader:
         )
 
     def stored(self, row: int) -> Stored:
-        """An image and what the index says of it. Raises as `read`."""
+        """Return an image with its columns of the index. Raises as `read`."""
         key, form = self._key[row].as_py(), self._format[row].as_py()
         return Stored(key, self.read(row), form, *self._size[row].tolist())
 
     def gather(self, rows: NDArray[np.int64], out: NDArray[np.uint8]) -> list[tuple[int, DamagedError]]:
-        """Copy the bytes of rows of equal length into `out` [n, length]; returns which of them are damaged, and how."""
+        """Copy the bytes of rows of equal length into `out` [n, length]; return (slot, error) of damaged ones."""
         size = out.shape[1]
-        of = self._piece[rows]
-        order = np.argsort(of)
-        for slots in np.split(order, np.flatnonzero(np.diff(of[order])) + 1) if len(rows) else ():
-            begin, windows = self._map(int(of[slots[0]]), size)
+        pieces_of_rows = self._piece[rows]
+        order = np.argsort(pieces_of_rows)
+        starts = np.flatnonzero(np.diff(pieces_of_rows[order])) + 1
+        for slots in np.split(order, starts) if len(rows) else ():
+            begin, windows = self._map(int(pieces_of_rows[slots[0]]), size)
             start = self.offset[rows[slots]] - begin
             inside = start < len(windows)
             out[slots[inside]] = windows[start[inside]]
@@ -205,7 +212,7 @@ class Reader:
         return damaged
 
     def fetch(self, rows: NDArray[np.int64]) -> None:
-        """Begin to bring what these rows need into the cache; does not wait. Nothing to do where shards are local."""
+        """Start to fetch the pieces of these rows into the cache, without waiting. Does nothing if shards are local."""
         if self._shards.cache is None:
             return
         with self._lock:
@@ -215,11 +222,11 @@ class Reader:
                     self._asked[piece] = self._pool.submit(self._bring, piece)
 
     def _map(self, piece: int, size: int) -> tuple[int, NDArray[np.uint8]]:
-        """(where the piece begins, its file as windows [at, size]: at each place the bytes that begin there)."""
+        """Return (where the piece begins, its file as windows [position, size] of the bytes at each position)."""
         if piece not in self._mapped:
             file, begin = self._open(piece)
             windows: NDArray[np.uint8] = np.empty((0, size), np.uint8)
-            if os.fstat(file.number).st_size >= size:  # else it is damaged, as `read` will say
+            if os.fstat(file.number).st_size >= size:  # else the file is damaged, which `read` reports
                 mapped = np.frombuffer(mmap.mmap(file.number, 0, access=mmap.ACCESS_READ), np.uint8)
                 windows = sliding_window_view(mapped, size)
             if len(self._mapped) >= _OPEN:
@@ -246,7 +253,7 @@ class Reader:
             raise UserError(f"shard {name} is missing or damaged: {error}") from error
         finally:
             with self._lock:
-                self._asked.pop(piece, None)  # what went wrong there is asked anew the next time
+                self._asked.pop(piece, None)  # a failed request is repeated the next time
         with self._lock:
             self._opened[piece] = opened
             if len(self._opened) > _OPEN:
@@ -258,4 +265,4 @@ class Reader:
         return _Opened(*self._shards.open(shard, start, end, again))
 
     def _bring(self, piece: int) -> None:
-        self._start(piece)  # and let it go: it is in the cache then
+        self._start(piece)  # the result is dropped: the piece is in the cache now

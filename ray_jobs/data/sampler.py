@@ -1,9 +1,9 @@
-"""In what order samples are seen: pure functions of (fingerprint, seed, epoch), the same at any world size.
+"""The order of samples in training: pure functions of (fingerprint, seed, epoch), the same at any world size.
 
-Training sees one endless stream, epoch after epoch; global batch s is positions s * G ... (s + 1) * G of it.
-So an epoch drops nothing, its last batch is filled from the next epoch, and a set smaller than a batch works
-too. Each rank takes its contiguous share of a global batch. The whole state of a loader is how many samples were
-delivered: any position's row is computed from its number alone, in no memory, whatever came before.
+Training reads one endless stream, epoch after epoch; global batch s is positions s * G ... (s + 1) * G of it. An epoch
+drops no sample: its last batch is filled from the next epoch, and a set may be smaller than a batch. Each rank takes a
+contiguous share of a global batch. The state of a loader is the number of samples delivered, because the row of any
+position is computed from its number alone, without memory of what came before.
 """
 
 from __future__ import annotations
@@ -18,22 +18,22 @@ from numpy.typing import ArrayLike, NDArray
 from ray_jobs.data.reading import pieces
 from ray_jobs.data.shards import Images
 
-_ROUNDS = 8  # of two halves each; fewer are enough for large n, but show below ten
+_ROUNDS = 8  # of two halves each; fewer are enough for large n, but visibly too few for n below ten
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
-STREAMS = 64  # parts of an epoch that are read side by side: up to so many nodes share no row group
-WINDOW = 4  # row groups of a stream that are mixed
-_PLANNED = 4096  # positions whose rows are computed at once: costs as much as for a few
+STREAMS = 64  # parts of an epoch that are read in parallel; up to this many nodes share no row group
+WINDOW = 4  # row groups of a stream that are shuffled together
+_PLANNED = 4096  # positions for which rows are computed at once, at the cost of a few
 
 
 class Order(Protocol):
-    """Which row a position of the stream is."""
+    """The order of rows in the stream."""
 
     def rows(self, positions: NDArray[np.int64]) -> NDArray[np.int64]:
-        """The row of each position."""
+        """Return the row of each position, [n] -> [n]."""
 
 
 def sample_positions(step: int, global_batch: int, rank: int, world: int) -> NDArray[np.int64]:
-    """A rank's positions in the endless stream at one step, [global_batch / world]: they seed augmentation."""
+    """Return a rank's positions in the endless stream at one step, [global_batch / world]. They seed augmentation."""
     check_world(global_batch, rank, world)
     share = global_batch // world
     start = step * global_batch + rank * share
@@ -49,9 +49,10 @@ def check_world(global_batch: int, rank: int, world: int) -> None:
 
 
 class Sampler:
-    """Which rows a rank takes in each global batch, without an end, as torch's DistributedSampler says of an epoch.
+    """The rows of a rank in each global batch of the endless stream (torch's DistributedSampler has one epoch).
 
-    Raises ValueError if the ranks cannot share the batch equally, or there are no images.
+    Raises:
+        ValueError: the ranks cannot share the batch equally, or there are no images.
     """
 
     def __init__(
@@ -68,7 +69,7 @@ class Sampler:
         fingerprint = images.dataset.info.content_digest
         self.batch_size, self.rank, self.world = batch_size, rank, world
         self.stream = {"fingerprint": fingerprint, "seed": seed, "order": order, "batch_size": batch_size}
-        """What decides which sample comes at which position; the size of the global batch only in order "window"."""
+        """The values that decide the sample at each position; batch_size has an effect only in order "window"."""
         self.order: Order = (
             GlobalOrder(len(images.rows), fingerprint, seed)
             if order == "global"
@@ -76,57 +77,57 @@ class Sampler:
         )
 
     def batches(self, first: int) -> Iterator[tuple[NDArray[np.int64], NDArray[np.int64]]]:
-        """(positions, rows) of each of the rank's batches, from position `first` of the stream on."""
+        """Yield (positions, rows) of each of the rank's batches, starting at position `first` of the stream."""
         share = self.batch_size // self.world
         block = max(1, _PLANNED // share)
         step = 0
         while True:
             steps = range(step, step + block)
-            positions = np.stack([
-                first + sample_positions(number, self.batch_size, self.rank, self.world) for number in steps
-            ])  # fmt: skip
+            shares = [sample_positions(number, self.batch_size, self.rank, self.world) for number in steps]
+            positions = first + np.stack(shares)
             rows = self.order.rows(positions.ravel()).reshape(positions.shape)
             yield from zip(positions, rows, strict=True)
             step += block
 
 
 def describe(stream: dict[str, Any]) -> str:
-    """A sampler's stream, or a loader's state, in words that are equal if the samples are."""
+    """Describe a sampler's stream or a loader's state; equal descriptions mean equal samples."""
     batch = f", batch {stream['batch_size']}" if stream["order"] == "window" else ""
     return f"dataset {stream['fingerprint'][:12]}, seed {stream['seed']}, order {stream['order']}{batch}"
 
 
 class GlobalOrder:
-    """Every epoch is a permutation of all n rows: the best mixing, for data on a local disk.
+    """An order in which every epoch is a permutation of all n rows: the best shuffling, for data on a local disk.
 
-    `fingerprint` is the dataset's content digest: another dataset under the same seed has another order.
+    `fingerprint` is the dataset's content digest, so that two datasets have different orders under the same seed.
     """
 
     def __init__(self, n: int, fingerprint: str, seed: int) -> None:
         if n < 1:
-            raise ValueError(f"n {n}: a loader needs one sample or more")
+            raise ValueError(f"n {n}: a loader needs at least one sample")
         self._n = n
         self._key = _key(f"order/{fingerprint}/{seed}")
 
     def rows(self, positions: NDArray[np.int64]) -> NDArray[np.int64]:
-        """The row of each position."""
+        """Return the row of each position, [n] -> [n]."""
         epochs, within = np.divmod(positions, self._n)
-        if len(positions) and epochs[0] == epochs[-1]:  # mostly: one key for all costs half
+        if len(positions) and epochs[0] == epochs[-1]:  # the usual case: one key for all halves the cost
             epochs = epochs[:1]
         return permute(within, self._n, _mix(self._key, epochs))
 
 
 class WindowOrder:
-    """Every epoch is a permutation that reads few row groups at a time: for data on S3 that no disk here can hold.
+    """An order in which every epoch is a permutation that reads few row groups at a time: for data on S3 that does not
+    fit on the local disk.
 
-    The row groups are permuted and cut into `STREAMS` parts; a global batch takes its share of each part, so that
-    ranks read different ones; within a part, the rows of `WINDOW` row groups at a time are permuted. Rows of one row
+    The row groups are permuted and cut into `STREAMS` parts. A global batch takes an equal share of each part, so that
+    ranks read different parts. Within a part, the rows of `WINDOW` row groups at a time are permuted. Rows of one row
     group have the same number in `groups` [n].
     """
 
     def __init__(self, groups: NDArray[np.int64], fingerprint: str, seed: int, global_batch: int) -> None:
         if not len(groups):
-            raise ValueError("n 0: a loader needs one sample or more")
+            raise ValueError("n 0: a loader needs at least one sample")
         self._n, self._batch = len(groups), global_batch
         self._by_group = np.argsort(groups, kind="stable")
         self._sizes = np.bincount(groups)
@@ -138,13 +139,13 @@ class WindowOrder:
         self._edges = np.arange(streams + 1) * global_batch // streams
 
     def rows(self, positions: NDArray[np.int64]) -> NDArray[np.int64]:
-        """The row of each position."""
+        """Return the row of each position, [n] -> [n]."""
         epochs = positions // self._n
-        found = np.empty_like(positions)
+        rows = np.empty_like(positions)
         for epoch in np.unique(epochs).tolist():
-            here = epochs == epoch
-            found[here] = self._in_epoch(epoch, positions[here])
-        return found
+            in_epoch = epochs == epoch
+            rows[in_epoch] = self._in_epoch(epoch, positions[in_epoch])
+        return rows
 
     def _in_epoch(self, epoch: int, positions: NDArray[np.int64]) -> NDArray[np.int64]:
         first = epoch * self._n
@@ -167,17 +168,18 @@ class WindowOrder:
         return self._by_group[self._starts[group] + sequence - (group_ends - self._sizes[groups])[number]]
 
     def _slots(self, positions: NDArray[np.int64]) -> NDArray[np.int64]:
-        """How many positions before each belong to each stream, [n, streams]."""
+        """Return the number of earlier positions of each stream, for each position: [n] -> [n, streams]."""
         whole, part = np.divmod(positions[:, None], self._batch)
         sizes = np.diff(self._edges)
         return whole * sizes + np.clip(part - self._edges[:-1], 0, sizes)
 
 
 def permute(index: ArrayLike, n: ArrayLike, key: NDArray[np.uint64]) -> NDArray[np.int64]:
-    """The image of each `index` under a permutation of 0..n-1 that `key` names; n and key may differ for each.
+    """Return the image of each `index` under the permutation of 0..n-1 with this `key`; n and key may differ per index.
 
-    A Feistel network on the numbers below a * b >= n, a about the root of n, run again while it leaves 0..n-1 (Black
-    and Rogaway, Ciphers with arbitrary finite domains, 2002): no table, so any position costs the same.
+    A Feistel network on the numbers below a * b >= n, with a about the square root of n, is repeated until its output
+    is below n (Black and Rogaway, "Ciphers with arbitrary finite domains", 2002). It needs no table, so every position
+    costs the same.
     """
     index, n = np.atleast_1d(index).astype(np.uint64), np.atleast_1d(n).astype(np.uint64)
     a = np.ceil(np.sqrt(n)).astype(np.uint64)
@@ -205,8 +207,8 @@ def _key(name: str) -> NDArray[np.uint64]:
 
 
 def _mix(key: NDArray[np.uint64], number: ArrayLike) -> NDArray[np.uint64]:
-    """A hash of (key, number), 64 bits (SplitMix64)."""
-    # at least one dimension: numpy warns of scalars that overflow
+    """Return a 64-bit hash of (key, number), by SplitMix64."""
+    # at least one dimension, because numpy warns about scalars that overflow
     state = key + (np.atleast_1d(number).astype(np.uint64) + np.uint64(1)) * _GOLDEN
     state = (state ^ (state >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     state = (state ^ (state >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)

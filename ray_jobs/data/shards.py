@@ -1,16 +1,17 @@
-"""A dataset artifact: Parquet shards that any reader opens, `index.parquet` that says which of their rows count.
+"""Dataset artifacts: Parquet shards that any Parquet reader opens, and `index.parquet`, which lists the rows to use.
 
 In: samples. Out, in one folder:
 
-    dataset.json              what the dataset is called and holds, its shards
-    index.parquet             one row an image: identity, label, split, where its bytes lie
-    shards/00000.parquet ...  the images, in an order that is a hash of their names
+    dataset.json              the dataset's name, classes, splits and shards
+    index.parquet             one row per image: identity, label, split, position of its bytes
+    shards/00000.parquet ...  the images, ordered by a hash of their names
 
-A shard knows no splits, so that they may be decided (by copies, by groups) after all images were read, and each image
-is read, decoded and written once. Rows of a split are numbered by a hash of their sample_id, whatever the shards are.
+Shards do not contain splits. Splits depend on copies and groups and can only be decided after all images were read,
+while each image is read, decoded and written once. Rows of a split are ordered by a hash of their sample_id, which does
+not depend on the shards.
 
-Every row group is one uncompressed page of about 16 MB with a checksum, so that an image's bytes also lie at
-[offset, offset + length) of its shard: what `index.parquet` says, with their xxh3_64.
+Every row group is one uncompressed page of about 16 MB with a checksum. So an image's bytes are also at
+[offset, offset + length) of the shard file; `index.parquet` has these positions and the bytes' xxh3_64.
 
     dataset = open_dataset(folder)
     dataset.labels("train"), dataset.images("train", preprocessing, indices=[3, 5])
@@ -56,12 +57,14 @@ from vit_model.errors import UserError
 Split = Literal["train", "dev", "test"]
 SPLITS: tuple[Split, ...] = ("train", "dev", "test")
 ROW_GROUP_BYTES = 16 * 2**20  # of images: a good size for one ranged read from S3
-_ONE_PAGE = 2**30  # pages are cut at this many bytes or rows: never, within a row group
+_ONE_PAGE = 2**30  # bytes or rows of a page: more than a row group has, so that it is one page
 CACHE_BYTES = 64 * 2**30
 _AHEAD = 1024  # images whose bytes are fetched from S3 while others are decoded
-_DECODE_CHUNK = 16  # images a task of the thread pool: less and handing them over costs more than it spreads
+_DECODE_CHUNK = (
+    16  # images per task of the thread pool: with fewer, the overhead of a task outweighs its parallelism
+)
 
-# columns that every index has; an index written by ingest version 4 or earlier has no hashes of views
+# columns that every index has; an index written by ingest version 4 or earlier does not have hashes of views
 _READ = [name for name in INDEX.names if not name.startswith("phash_")]
 
 
@@ -70,7 +73,7 @@ class _Frozen(BaseModel):
 
 
 class ImageSize(_Frozen):
-    """The size that all images share when they are stored as raw pixels."""
+    """The common size of all images, if they are stored as raw pixels."""
 
     height: PositiveInt
     width: PositiveInt
@@ -86,26 +89,26 @@ class Shard(_Frozen):
 
 
 class DatasetInfo(_Frozen):
-    """dataset.json."""
+    """The content of dataset.json."""
 
     format_version: Literal[2] = 2
     name: str
     class_names: tuple[str, ...]
     image: ImageSize | None
-    """The size of all images where they are stored raw; None: image files, which keep theirs."""
+    """The size of all images if they are stored as raw pixels; None: image files of any size."""
     splits: dict[Split, NonNegativeInt]
     shards: tuple[Shard, ...]
-    """`index.parquet` speaks of them by their place here."""
+    """The column `shard` of `index.parquet` is a position in this tuple."""
     content_digest: str
     notes: tuple[str, ...] = ()
-    """What a reader of results must know of how the images or their splits came about."""
+    """How the images or their splits came about, as far as a reader of results must know it."""
     short_side: PositiveInt | None = None
-    """Pixels; larger images were made so small and encoded again. None: all are the authors' bytes."""
+    """Pixels; larger images were shrunk to it and encoded again. None: all images are the authors' bytes."""
 
     @model_validator(mode="after")
     def _all_splits(self) -> Self:
         if set(self.splits) != set(SPLITS):
-            raise ValueError(f"splits has {', '.join(self.splits)}; it must have {', '.join(SPLITS)}")
+            raise ValueError(f"splits: expected {', '.join(SPLITS)}, not {', '.join(self.splits)}")
         return self
 
 
@@ -115,8 +118,11 @@ def content_digest(
     class_names: Sequence[str],
     short_side: int | None = None,
 ) -> str:
-    """Identity of what a dataset is called and holds, from (sample_id, label, split, labels) in any order, not of its
-    files."""
+    """Return the identity of a dataset's name and content, which does not depend on how its files are laid out.
+
+    Args:
+        samples: (sample_id, label, split, labels), in any order.
+    """
     digest = hashlib.sha256(json.dumps([name, *class_names]).encode())
     if short_side is not None:
         digest.update(json.dumps({"short_side": short_side}).encode())
@@ -127,23 +133,26 @@ def content_digest(
 
 
 def shuffle_key(sample_id: str) -> bytes:
-    """Rows of a split are numbered in this order: draws of labels and batches start from it."""
+    """Return the key by which the rows of a split are ordered. Draws of labels and batches depend on this order."""
     return hashlib.sha256(f"shuffle/{sample_id}".encode()).digest()
 
 
 def shard_file(number: int) -> str:
-    """Name of a shard, relative to the dataset's folder."""
+    """Return the name of a shard, relative to the dataset's folder."""
     return f"shards/{number:05d}.parquet"
 
 
 def write_shard(path: Path, samples: Iterable[Sample], row_group_bytes: int = ROW_GROUP_BYTES) -> list[int]:
-    """Write one shard, holding one row group in memory; returns where each image's bytes begin in the file.
+    """Write one shard, with one row group in memory at a time; return where each image's bytes begin in the file.
 
-    The same samples give the same bytes. Raises ValueError for a raw image whose bytes do not fit its size.
+    The same samples give the same bytes.
+
+    Raises:
+        ValueError: a raw image has a number of bytes that does not match its size.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     lengths: list[list[int]] = []
-    # for the images of one group after the other: fresh memory would be put there page by page for each
+    # reused by all row groups, because the kernel would have to map fresh memory page by page for each
     memory = np.empty(0, np.uint8)
     with pq.ParquetWriter(
         path,
@@ -168,7 +177,7 @@ def write_shard(path: Path, samples: Iterable[Sample], row_group_bytes: int = RO
 
 
 def _binary(values: Sequence[bytes], memory: NDArray[np.uint8]) -> pa.Array:
-    """What pa.array makes of them, in a fifth of its time: one copy into `memory`, which has room for all of them."""
+    """Return `pa.array(values)` in a fifth of its time: copy them once, into `memory`, which is large enough."""
     offsets = np.zeros(len(values) + 1, np.int32)
     np.cumsum([len(value) for value in values], out=offsets[1:])
     for value, (start, end) in zip(values, pairwise(offsets.tolist()), strict=True):
@@ -178,14 +187,14 @@ def _binary(values: Sequence[bytes], memory: NDArray[np.uint8]) -> pa.Array:
 
 
 def _offsets(path: Path, lengths: list[list[int]]) -> list[int]:
-    """A page is a header and then, for each image, its length in four bytes and its bytes."""
+    """Return where each image begins. A page is a header, and for each image its length in four bytes and its bytes."""
     metadata = pq.read_metadata(path)
     offsets = []
-    for group, own in enumerate(lengths):
+    for group, lengths_in_group in enumerate(lengths):
         column = metadata.row_group(group).column(SHARD.get_field_index("image"))
-        header = column.total_compressed_size - sum(own) - 4 * len(own)
+        header = column.total_compressed_size - sum(lengths_in_group) - 4 * len(lengths_in_group)
         start = column.data_page_offset + header
-        for length in own:
+        for length in lengths_in_group:
             offsets.append(start + 4)
             start += 4 + length
     return offsets
@@ -201,11 +210,12 @@ def write_dataset(
     notes: Sequence[str] = (),
     short_side: int | None = None,
 ) -> DatasetInfo:
-    """Write dataset.json and index.parquet beside shards that were written. `index` is a table of INDEX.
+    """Write dataset.json and index.parquet beside the shards. `index` is a table of INDEX.
 
-    Raises ValueError when two images have the same sample_id.
+    Raises:
+        UserError: two images have the same sample_id.
     """
-    shuffled = pa.array([shuffle_key(one) for one in index["sample_id"].to_pylist()], pa.binary())
+    shuffled = pa.array([shuffle_key(sample_id) for sample_id in index["sample_id"].to_pylist()], pa.binary())
     order = pc.sort_indices(
         pa.table({"split": index["split"], "key": shuffled}),
         sort_keys=[("split", "ascending"), ("key", "ascending")],
@@ -239,16 +249,24 @@ def write_dataset(
 
 
 def open_dataset(folder: Path) -> Dataset:
-    """The dataset in `folder`. Raises ValueError when there is none, or its dataset.json does not fit."""
+    """Open the dataset in `folder`.
+
+    Raises:
+        UserError: dataset.json is missing, damaged or of another version.
+    """
     info = _read_info(folder)
     return Dataset(folder, info, LocalShards(folder, [shard.file for shard in info.shards]))
 
 
 def open_artifact(store: Store, manifest: Manifest, cache_bytes: int = CACHE_BYTES) -> Dataset:
-    """The dataset of an artifact. From S3 its index and card are fetched whole: images are read by ranges, as they are
-    needed, through a cache of `cache_bytes` on this machine, which all its processes share.
+    """Open the dataset of an artifact.
 
-    Raises ValueError as `open_dataset`, StoreError if the store cannot be read or files are damaged.
+    From S3, the index and the card are downloaded. Images are read on demand, by ranges, through a cache of
+    `cache_bytes` that all processes on this machine share.
+
+    Raises:
+        UserError: as `open_dataset`.
+        StoreError: the store cannot be read, or files are damaged.
     """
     is_remote = store.uri.startswith("s3://")
     not_needed = ("shards/", "facts/") if is_remote else ("facts/",)
@@ -267,13 +285,13 @@ def _read_info(folder: Path) -> DatasetInfo:
     try:
         return DatasetInfo.model_validate_json(path.read_bytes())
     except FileNotFoundError as error:
-        raise UserError(f"{folder} is no dataset: it has no dataset.json") from error
+        raise UserError(f"{folder} is not a dataset: it does not contain dataset.json") from error
     except ValidationError as error:
         raise UserError(f"{path} is damaged or of another version: {error}") from error
 
 
 class Dataset:
-    """A dataset to read. Every method raises ValueError, with its name, for a missing or damaged file."""
+    """A dataset for reading. Every method raises UserError with the file's name if a file is missing or damaged."""
 
     def __init__(self, folder: Path, info: DatasetInfo, shards: Shards) -> None:
         self.folder = folder
@@ -281,7 +299,7 @@ class Dataset:
         self._shards = shards
 
     def __reduce__(self) -> tuple[type[Dataset], tuple[Path, DatasetInfo, Shards]]:
-        return Dataset, (self.folder, self.info, self._shards)  # its index does not travel
+        return Dataset, (self.folder, self.info, self._shards)  # without the cached index
 
     @cached_property
     def _index(self) -> dict[Split, pa.Table]:
@@ -292,52 +310,55 @@ class Dataset:
             raise UserError(f"{path} is missing or damaged: {error}") from error
         if missing := [name for name in _READ if name not in table.schema.names]:
             raise UserError(f"{path}: missing columns: {', '.join(missing)}")
-        found = {split: table.filter(pc.equal(table["split"], split)) for split in SPLITS}
-        for split, own in found.items():
-            if len(own) != self.info.splits[split]:
+        by_split = {split: table.filter(pc.equal(table["split"], split)) for split in SPLITS}
+        for split, rows in by_split.items():
+            if len(rows) != self.info.splits[split]:
                 raise UserError(
-                    f"{path} has {len(own)} images in {split}, dataset.json says {self.info.splits[split]}"
+                    f"{path} has {len(rows)} images in {split}, but dataset.json says {self.info.splits[split]}"
                 )
-        return found
+        return by_split
 
     def index(self, split: Split) -> pa.Table:
-        """The rows of a split (INDEX), in the order of its labels and images: by a hash of their sample_id."""
+        """Return the rows of a split (INDEX), ordered by a hash of their sample_id, as its labels and images are."""
         return self._index[split]
 
     def require(self, *splits: Split) -> None:
-        """Raise ValueError when one of the splits has no images."""
+        """Raise UserError if one of the splits has no images."""
         for split in splits:
             if not self.info.splits[split]:
                 raise UserError(
-                    f"dataset {self.info.name} has no images in its {split} split, which this needs"
+                    f"dataset {self.info.name} has no images in its {split} split, which this stage needs"
                 )
 
     def labels(self, split: Split) -> NDArray[np.int64]:
-        """Labels [n] of a split, without touching its images."""
+        """Return the labels [n] of a split, without reading its images."""
         return np.asarray(self.index(split)["label"].to_numpy(), np.int64)
 
     def sample_ids(self, split: Split) -> list[str]:
-        """Identities of a split's samples, in the order of its labels and images."""
+        """Return the identities of a split's samples, in the order of its labels and images."""
         return list(self.index(split)["sample_id"].to_pylist())
 
     def images(
         self, split: Split, preprocessing: Preprocessing, indices: ArrayLike | None = None
     ) -> NDArray[np.uint8]:
-        """Images [n, resolution, resolution, channels] of a split, or of the rows `indices` in their order.
+        """Return the images [n, resolution, resolution, channels] of a split, or of its rows `indices`, in their order.
 
-        Raw images of that very size are copied; all others go through `load_image` on all cores. Raises
-        ValueError when the result would not fit into the memory that is free, or an index is out of range.
+        Raw images of the model's size are copied; all others are decoded as by `load_image`, on all cores.
+
+        Raises:
+            UserError: the images do not fit into the free memory.
+            ValueError: an index is out of range.
         """
         num_rows = self.info.splits[split]
         rows = np.arange(num_rows) if indices is None else np.asarray(indices, np.int64)
         if len(rows) and (rows.min() < 0 or rows.max() >= num_rows):
             raise ValueError(
-                f"indices {rows.min()}..{rows.max()} of split {split!r}, which has {num_rows} images"
+                f"indices {rows.min()}..{rows.max()} are out of range: split {split!r} has {num_rows} images"
             )
         return self.load(self.index(split).take(rows), preprocessing)
 
     def load(self, rows: pa.Table, preprocessing: Preprocessing) -> NDArray[np.uint8]:
-        """The same for rows of the index."""
+        """Return the images of rows of the index; otherwise as `images`."""
         shape = (len(rows), preprocessing.resolution, preprocessing.resolution, preprocessing.channels)
         _check_memory(shape)
         output = np.empty(shape, np.uint8)
@@ -361,19 +382,19 @@ class Dataset:
         return output
 
     def is_raw(self, preprocessing: Preprocessing) -> bool:
-        """Whether images are stored as pixels of the very size that a model takes."""
+        """Return whether images are stored as raw pixels of exactly the size that the model takes."""
         side = preprocessing.resolution
         return self.info.image == ImageSize.model_construct(
             height=side, width=side, channels=preprocessing.channels
         )
 
     def reader(self, rows: pa.Table) -> Reader:
-        """What reads the bytes of the images of these rows of the index."""
+        """Return a reader of the bytes of these rows of the index."""
         return Reader(self._shards, rows)
 
 
 class Images(NamedTuple):
-    """Labelled images that are read when they are needed: some rows of a dataset's index."""
+    """Labelled images that are read on demand: some rows of a dataset's index."""
 
     dataset: Dataset
     rows: pa.Table
@@ -393,7 +414,7 @@ def _row_groups(samples: Iterable[Sample], row_group_bytes: int) -> Iterator[lis
         expected = sample.height * sample.width * sample.channels
         if sample.format == "raw" and len(sample.image) != expected:
             raise ValueError(
-                f"raw image {sample.key!r} has {len(sample.image)} bytes, its size needs {expected}"
+                f"raw image {sample.key!r} has {len(sample.image)} bytes, but its size needs {expected}"
             )
         group.append(sample)
         size += len(sample.image)
@@ -408,6 +429,6 @@ def _check_memory(shape: tuple[int, ...]) -> None:
     needed, free = int(np.prod(shape, dtype=np.int64)), psutil.virtual_memory().available
     if needed > 0.8 * free:
         raise UserError(
-            f"images {list(shape)} need {needed / 2**30:.1f} GiB, {free / 2**30:.1f} GiB of memory are free: "
+            f"images {list(shape)} need {needed / 2**30:.1f} GiB, but only {free / 2**30:.1f} GiB of memory are free: "
             "use a lower resolution or fewer images"
         )

@@ -1,1 +1,1 @@
-"""Parts of ingest: the split, copies, reuse of earlier data sets, the data set's card."""
+"""Parts of ingest: splits and copies, reuse of earlier attempts and datasets, the dataset's card."""

@@ -1,6 +1,6 @@
-"""A dataset's card: what is in it, at a glance, for people (card.md, contact_sheet.jpg) and for programs (card.json).
+"""A dataset's card: a summary for people (card.md, contact_sheet.jpg) and for programs (card.json).
 
-Pictures, means and deviations are of one shard, which is a random part of everything: no other is read for them.
+Pictures, means and deviations come from one shard, which is a random sample of the dataset; no other shard is read.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from ray_jobs.reporting.pictures import SMALL, chosen, squares
 from ray_jobs.sources.archives.entries import Bad
 from vit_model.config import Preprocessing
 
-SAMPLE, SIDE = 128, 64  # images, pixels a side, of which means are taken
+SAMPLE, SIDE = 128, 64  # images, and their pixels per side, from which means are computed
 SHOWN = 40  # classes and reasons in card.md; card.json has all
 _GAP = 2  # pixels between pictures
 
 
 def card_shard(index: pa.Table) -> int:
-    """The number of the shard that a card is made of: where the first image of `shown_split` lies."""
+    """Return the number of the shard that the card shows: the one with the first image of `shown_split`."""
     shown = index.filter(pc.equal(index["split"], shown_split(index["split"].to_pylist()))).sort_by(
         "sample_id"
     )
@@ -36,13 +36,13 @@ def card_shard(index: pa.Table) -> int:
 
 
 def shown_split(splits: Iterable[str]) -> Split:
-    """The split whose images a card shows: train, where there is one."""
-    there = set(splits)
-    return next(split for split in SPLITS if split in there)
+    """Return the split that the card shows: the first of train, dev and test that has images."""
+    present = set(splits)
+    return next(split for split in SPLITS if split in present)
 
 
 def class_notes(trainable: Trainable, most: int | None = SHOWN) -> list[str]:
-    """Notes on classes set aside, and on classes without images in a split; each names at most `most` classes."""
+    """Return notes on classes set aside and on classes without images in a split; each names at most `most` classes."""
     index, names, aside = trainable.index, trainable.class_names, trainable.set_aside_classes
     notes = []
     if aside:
@@ -71,11 +71,11 @@ def _listed(texts: Sequence[str], most: int | None) -> str:
 def write_card(
     folder: Path, dataset: Dataset, shard: int, bad: Sequence[Bad], copies: pa.Table, trainable: Trainable
 ) -> None:
-    """Write card.json, card.md and contact_sheet.jpg. Of the dataset's shards only number `shard` is read."""
+    """Write card.json, card.md and contact_sheet.jpg. Only the dataset's shard number `shard` is read."""
     split = shown_split(split for split, images in dataset.info.splits.items() if images)
     rows = np.flatnonzero(dataset.index(split)["shard"].to_numpy() == shard)
     shown = _contact_sheet(folder / "contact_sheet.jpg", dataset, split, rows)
-    card = _counted(dataset, bad, copies) | {
+    card = _counts(dataset, bad, copies) | {
         "set_aside": [{"name": name, "images": number} for name, number in trainable.set_aside_classes],
         "pixels": _pixels(dataset, split, rows[:SAMPLE]),
         "contact_sheet": shown,
@@ -85,13 +85,18 @@ def write_card(
     (folder / "card.md").write_text(_markdown(card), encoding="utf-8")
 
 
-def _counted(dataset: Dataset, bad: Sequence[Bad], copies: pa.Table) -> dict[str, Any]:
+def _counts(dataset: Dataset, bad: Sequence[Bad], copies: pa.Table) -> dict[str, Any]:
+    """Return the entries of card.json that count images."""
     info = dataset.info
     index = pa.concat_tables([dataset.index(split) for split in SPLITS])
     by_class = {
         split: np.bincount(dataset.labels(split), minlength=len(info.class_names)) for split in SPLITS
     }
     kinds = Counter(zip(copies["kind"].to_pylist(), copies["done"].to_pylist(), strict=True))
+    percentiles = {
+        name: np.percentile(index[name].to_numpy(), (0, 50, 100)).astype(int).tolist()
+        for name in ("width", "height")
+    }
     return {
         "name": info.name,
         "images": len(index),
@@ -104,17 +109,17 @@ def _counted(dataset: Dataset, bad: Sequence[Bad], copies: pa.Table) -> dict[str
         "formats": dict(Counter(index["format"].to_pylist()).most_common()),
         "channels": {str(number): count for number, count in Counter(index["channels"].to_pylist()).items()},
         "sizes": {
-            name: dict(zip(("least", "median", "most"), map(int, np.percentile(values, (0, 50, 100))), strict=True))
-            for name, values in ((name, index[name].to_numpy()) for name in ("width", "height"))
+            name: dict(zip(("least", "median", "most"), values, strict=True))
+            for name, values in percentiles.items()
         },
         "copies": [{"kind": kind, "done": done, "images": n} for (kind, done), n in sorted(kinds.items())],
         "quarantine": dict(Counter(one.reason for one in bad).most_common()),
         "notes": list(info.notes),
-    }  # fmt: skip
+    }
 
 
 def _pixels(dataset: Dataset, split: Split, rows: np.ndarray) -> dict[str, Any]:
-    """Mean and standard deviation of each channel, of values from 0 to 1."""
+    """Return mean and standard deviation of each channel, of values from 0 to 1."""
     size = dataset.info.image
     channels = size.channels if size else 3
     half = (0.5,) * channels
@@ -125,16 +130,18 @@ def _pixels(dataset: Dataset, split: Split, rows: np.ndarray) -> dict[str, Any]:
     counts = [np.bincount(images[..., channel].ravel(), minlength=256) for channel in range(channels)]
     levels = np.arange(256) / 255
     means = [np.average(levels, weights=count) for count in counts]
-    deviations = [np.sqrt(np.average((levels - mean) ** 2, weights=count))
-                  for mean, count in zip(means, counts, strict=True)]  # fmt: skip
+    deviations = [
+        np.sqrt(np.average((levels - mean) ** 2, weights=count))
+        for mean, count in zip(means, counts, strict=True)
+    ]
     return {"split": split, "images": len(rows), "side": side} | {
-        name: [round(float(value), 4) for value in each]
-        for name, each in (("mean", means), ("std", deviations))
+        name: [round(float(value), 4) for value in values]
+        for name, values in (("mean", means), ("std", deviations))
     }
 
 
 def _contact_sheet(path: Path, dataset: Dataset, split: Split, rows: np.ndarray) -> list[str]:
-    """Write the sheet, a line of images for each class; returns the classes of the lines."""
+    """Write the sheet, with one line of images per class; return the classes of the lines."""
     lines = chosen(dataset.labels(split)[rows])
     pictures = squares(dataset, split, rows[np.concatenate(list(lines.values()))])
     if (side := pictures.shape[1]) <= SMALL:
@@ -142,11 +149,11 @@ def _contact_sheet(path: Path, dataset: Dataset, split: Split, rows: np.ndarray)
         side = pictures.shape[1]
     columns = max(map(len, lines.values()))
     sheet = np.full((len(lines) * (side + _GAP), columns * (side + _GAP), pictures.shape[-1]), 255, np.uint8)
-    left = iter(pictures)
-    for line, own in enumerate(lines.values()):
-        for column in range(len(own)):
+    remaining = iter(pictures)
+    for line, rows_of_class in enumerate(lines.values()):
+        for column in range(len(rows_of_class)):
             top, start = line * (side + _GAP), column * (side + _GAP)
-            sheet[top : top + side, start : start + side] = next(left)
+            sheet[top : top + side, start : start + side] = next(remaining)
     Image.fromarray(sheet.squeeze(-1) if sheet.shape[-1] == 1 else sheet).save(path, quality=88)
     return [dataset.info.class_names[label] for label in lines]
 
@@ -156,11 +163,11 @@ def _markdown(card: dict[str, Any]) -> str:
     span = " x ".join(f"{sizes[name]['least']}-{sizes[name]['most']}" for name in ("width", "height"))
     middle = " x ".join(str(sizes[name]["median"]) for name in ("width", "height"))
     classes = sorted(card["classes"], key=lambda one: -one["train"])
+    splits = ", ".join(f"{card['splits'][split]:,} {split}" for split in SPLITS)
     lines = [
         f"# {_plain(card['name'])}",
         "",
-        f"{card['images']:,} images of {len(classes):,} classes, {card['bytes'] / 2**20:,.1f} MiB: "
-        + ", ".join(f"{card['splits'][split]:,} {split}" for split in SPLITS) + ".",
+        f"{card['images']:,} images of {len(classes):,} classes, {card['bytes'] / 2**20:,.1f} MiB: {splits}.",
         f"Formats: {', '.join(f'{name} {count:,}' for name, count in card['formats'].items())}.",
         f"Pixels (width x height): {span}, half of them up to {middle}.",
         f"Mean {pixels['mean']}, standard deviation {pixels['std']} of values from 0 to 1, of {pixels['images']} "
@@ -168,7 +175,10 @@ def _markdown(card: dict[str, Any]) -> str:
         "",
         *[f"- {_plain(note)}" for note in card["notes"]],
         *[f"- {one['images']:,} {one['kind']} copies, {one['done']}" for one in card["copies"]],
-        *[f"- {count:,} quarantined: {_plain(why)}" for why, count in list(card["quarantine"].items())[:SHOWN]],
+        *[
+            f"- {count:,} quarantined: {_plain(why)}"
+            for why, count in list(card["quarantine"].items())[:SHOWN]
+        ],
         "",
         f"![a line for each of {len(card['contact_sheet'])} classes](contact_sheet.jpg)",
         "",
@@ -181,12 +191,12 @@ def _markdown(card: dict[str, Any]) -> str:
             for one in classes[:SHOWN]
         ],
         *([f"| and {len(classes) - SHOWN:,} more | | | |"] if len(classes) > SHOWN else []),
-    ]  # fmt: skip
+    ]
     return "\n".join(lines) + "\n"
 
 
 def _plain(text: str) -> str:
-    """A name from outside as text of Markdown: no table, link or tag comes of it."""
+    """Escape an untrusted name for Markdown, so that it cannot become a table, a link or a tag."""
     return "".join(
         f"\\{letter}" if letter in "\\`*_{}[]<>()#!|" else letter for letter in " ".join(text.split())
     )

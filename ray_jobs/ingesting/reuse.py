@@ -1,12 +1,12 @@
-"""Rows that were read before: by an attempt that did not end, or for a dataset of the same source, made earlier.
+"""Reuse of images that were read before: by an attempt that did not finish, or for an earlier dataset of the source.
 
-Beside each shard lies `facts/BB-NNNNN.parquet`, written after it: FACTS of everything that the shard was made of, good
-or bad, with the digest of the file that each image came from, and in its metadata the shard's own size and sha256. So
-it says that the part is finished, and what of it can be used again. The part holds the images whose names' hash begins
-with the BB bits NNNNN.
+After each shard, ingest writes `facts/BB-NNNNN.parquet` beside it: FACTS of all entries of the part, good or bad, with
+the digest of each image's source file, and in its metadata the shard's size and sha256. The file marks the part as
+finished and tells which images can be reused. BB is a number of bits; the part has the images with a hash of the name
+that begins with the BB bits of NNNNN.
 
-An image is known where its name, file, place and the file's digest are what they were. Its facts are taken over and
-its bytes come from the shard that has them, compared with their checksum; what is written does not depend on it.
+An image is reused if its name, file, position and the file's digest are unchanged. Its facts are copied, and its bytes
+are read from the earlier shard and compared with their checksum. Reuse does not change the output.
 """
 
 from __future__ import annotations
@@ -29,19 +29,19 @@ from ray_jobs.data.columns import FACTS, INDEX, LISTED
 from ray_jobs.process.stage import Context
 
 _SAME = ("key", "file", "place", "stored", "digest")
-# what decoding finds: all of the index but what the source lists and where the shard has the image
-_FOUND = [name for name in INDEX.names if name not in (*LISTED, "shard", "offset")]
+# the columns that decoding yields: those of the index without what the source lists and the position in the shard
+_DECODED = [name for name in INDEX.names if name not in (*LISTED, "shard", "offset")]
 
 
 class Finished(NamedTuple):
-    """The facts of a part that may be reused: their name in the store; their sha256 if a manifest states it."""
+    """The facts file of a finished part: its name in the store, and its sha256 if a manifest has it."""
 
     name: str
     sha256: str | None
 
 
-class Known(NamedTuple):
-    """An image that was read before: its columns of FACTS, and the shard that has its bytes."""
+class Reusable(NamedTuple):
+    """An image that was read before: its columns of FACTS, and the shard that contains its bytes."""
 
     facts: dict[str, Any]
     folder: str
@@ -50,14 +50,14 @@ class Known(NamedTuple):
 
 
 def facts_file(bits: int, number: int) -> str:
-    """Name of a part's facts, relative to the attempt's files."""
+    """Return the name of a part's facts, relative to the attempt's files."""
     return f"facts/{bits:02d}-{number:05d}.parquet"
 
 
 def write_facts(
     context: Context[Ingest], bits: int, number: int, facts: pa.Table, shard: FileEntry | None
 ) -> tuple[FileEntry, ...]:
-    """Write a part's facts into the attempt: the part is finished then."""
+    """Write a part's facts into the attempt, which marks the part as finished."""
     metadata = {} if shard is None else {"shard": shard.model_dump_json()}
     with context.staging() as staging:
         path = staging.path / facts_file(bits, number)
@@ -67,9 +67,10 @@ def write_facts(
 
 
 def finished_parts(context: Context[Ingest], digests: pa.ChunkedArray) -> list[Finished]:
-    """The facts of all parts that may be reused, those of this key first, newest first.
+    """Return the facts of all parts that may be reused: earlier attempts at this key first, the newest first.
 
-    `digests` are those of the files that the images come from.
+    Args:
+        digests: the digest of each image's source file.
     """
     attempt, store = context.attempt, context.open_store()
     folders = [Layout.files(attempt.job, attempt.key, number) for number in range(attempt.number - 1, 0, -1)]
@@ -91,14 +92,14 @@ def _committed_parts(dataset: Manifest) -> list[Finished]:
 
 
 def _of_same_source(context: Context[Ingest], digests: pa.ChunkedArray) -> Manifest | None:
-    """The newest dataset of a source with the same description in the same place.
+    """Return the newest dataset of a source with the same description in the same place.
 
-    If there is none, the source may have moved: then, of several such datasets (folders of other images often have the
-    same description), the one with the most images in common.
+    If there is none, the source may have moved. Folders of unrelated images often have the same description, so of
+    several such datasets the one with the most images in common is returned.
     """
     attempt, config = context.attempt, context.config
     if _is_forced(context):
-        return None  # somebody wants everything to be done again
+        return None  # --force: the user wants everything to be read again
     source, fields = attempt.config["source"], identity.identity_fields(config.source)
     places, store = source.keys() - fields.keys(), context.open_store()
     alike = [
@@ -119,9 +120,9 @@ def _of_same_source(context: Context[Ingest], digests: pa.ChunkedArray) -> Manif
 
 
 def _in_common(store: Store, manifest: Manifest, digests: pa.Array) -> int:
-    """How many images of a dataset's first part, which are drawn by a hash, come from files of these digests."""
+    """Return how many images of a dataset's first part (a random sample) come from files with these digests."""
     for name, _ in _committed_parts(manifest)[:1]:
-        with suppress(pa.ArrowException, StoreError):  # find_known says so, if the dataset is chosen
+        with suppress(pa.ArrowException, StoreError):  # find_reusable reports it, if the dataset is chosen
             facts = pq.read_table(pa.BufferReader(store.read(name) or b""), columns=["digest"])
             return pc.sum(pc.is_in(facts["digest"], digests)).as_py() or 0
     return 0
@@ -132,22 +133,31 @@ def _without(fields: dict[str, Any], names: set[str]) -> dict[str, Any]:
 
 
 def _is_forced(context: Context[Ingest]) -> bool:
-    """Whether the attempt's key is not that of its configuration, but a successor's that `--force` made."""
+    """Return whether `--force` replaced the key of the attempt's configuration by a successor."""
     attempt = context.attempt
-    inputs = {field: [one.content_digest for one in given] for field, given in attempt.inputs.items()}
+    inputs = {
+        field: [reference.content_digest for reference in references]
+        for field, references in attempt.inputs.items()
+    }
     return attempt.key not in {
         identity.stage_key(context.config, inputs, attempt.source, code)
         for code in (None, attempt.code_digest)
     }
 
 
-def find_known(
+def find_reusable(
     context: Context[Ingest], parts: list[Finished], bits: int, number: int, entries: pa.Table
-) -> list[Known | None]:
-    """What is known of each entry of a part (ENTRIES and `digest`). `parts`: as `finished_parts` has them."""
+) -> list[Reusable | None]:
+    """Return for each entry of a part the image that was read before, or None.
+
+    Args:
+        parts: as returned by `finished_parts`.
+        bits, number: of the part, see `facts_file`.
+        entries: ENTRIES and a column `digest`.
+    """
     listed = entries.select([LISTED.get(name, name) for name in _SAME])
-    wanted = [tuple(row.values()) for row in listed.to_pylist()]
-    found: dict[tuple[Any, ...], Known | None] = dict.fromkeys(wanted)
+    identities = [tuple(row.values()) for row in listed.to_pylist()]
+    reusable: dict[tuple[Any, ...], Reusable | None] = dict.fromkeys(identities)
     store = context.open_store()
     for name, digest in parts:
         if not _overlaps(name, bits, number):
@@ -158,29 +168,29 @@ def find_known(
                 raise StoreDamaged(f"{store.uri}/{name} is damaged")
             facts = pq.read_table(pa.BufferReader(data))
         except (pa.ArrowException, StoreError) as error:
-            print(f"{name} can't be used again, its images are read from the source: {error}", flush=True)
+            print(f"{name} cannot be reused; its images are read from the source: {error}", flush=True)
             continue
         described = (facts.schema.metadata or {}).get(b"shard")
         if described is None or facts.schema.names != FACTS.names:
             continue
         shard, folder = FileEntry.model_validate_json(described), name.partition("/facts/")[0]
         for row in facts.filter(pc.is_null(facts["reason"])).to_pylist():
-            same = tuple(row[column] for column in _SAME)
-            if same in found and found[same] is None:
-                kept = {column: row[column] for column in _FOUND}
-                found[same] = Known(kept, folder, shard, row["offset"])
-    return [found[what] for what in wanted]
+            identity_of_row = tuple(row[column] for column in _SAME)
+            if identity_of_row in reusable and reusable[identity_of_row] is None:
+                decoded = {column: row[column] for column in _DECODED}
+                reusable[identity_of_row] = Reusable(decoded, folder, shard, row["offset"])
+    return [reusable[one] for one in identities]
 
 
 def _overlaps(name: str, bits: int, number: int) -> bool:
-    """Whether a part may have images that this one has: one's bits begin with the other's."""
-    theirs, their_number = map(int, PurePosixPath(name).stem.split("-"))
-    common = min(bits, theirs)
-    return number >> (bits - common) == their_number >> (theirs - common)
+    """Return whether two parts may have images in common: the bits of one begin with the bits of the other."""
+    other_bits, other_number = map(int, PurePosixPath(name).stem.split("-"))
+    common = min(bits, other_bits)
+    return number >> (bits - common) == other_number >> (other_bits - common)
 
 
 class EarlierShards:
-    """The shards that have what is known, opened when they are first read."""
+    """The shards of earlier attempts and datasets, opened on first use."""
 
     def __init__(self, context: Context[Ingest]) -> None:
         self._store = context.open_store()
@@ -194,21 +204,21 @@ class EarlierShards:
             if descriptor is not None:
                 os.close(descriptor)
 
-    def read(self, known: Known) -> bytes | None:
-        """The image's bytes, as they were; None, and a line in the log, where they must be read from the source."""
-        shard = f"{known.folder}/{known.shard.path}"
+    def read(self, image: Reusable) -> bytes | None:
+        """Return the image's bytes; None, with a line in the log, if they have to be read from the source."""
+        shard = f"{image.folder}/{image.shard.path}"
         try:
             if shard not in self._open:
                 self._open[shard] = None
-                path = self._store.local(known.folder, [known.shard]) / known.shard.path
+                path = self._store.local(image.folder, [image.shard]) / image.shard.path
                 self._open[shard] = os.open(path, os.O_RDONLY)
             if (descriptor := self._open[shard]) is None:
                 return None
-            image = os.pread(descriptor, known.facts["length"], known.offset)
+            data = os.pread(descriptor, image.facts["length"], image.offset)
         except (OSError, StoreError) as error:
-            print(f"{shard} can't be used again, its images are read from the source: {error}", flush=True)
+            print(f"{shard} cannot be reused; its images are read from the source: {error}", flush=True)
             return None
-        if xxhash.xxh3_64_intdigest(image) != known.facts["checksum"]:
-            print(f"{shard} is damaged at {known.offset}: the image is read from the source", flush=True)
+        if xxhash.xxh3_64_intdigest(data) != image.facts["checksum"]:
+            print(f"{shard} is damaged at {image.offset}; the image is read from the source", flush=True)
             return None
-        return image
+        return data

@@ -1,8 +1,4 @@
-"""What the machine has, found out and never assumed: GPUs of the cluster, the device of a worker, its threads.
-
-In: nothing but the machine. Out: a device, a communication backend, a checked dtype. Importing this imports neither
-torch nor ray.
-"""
+"""The hardware, as it is detected at run time: the cluster's GPUs and CPUs, a worker's device and its threads."""
 
 from __future__ import annotations
 
@@ -16,43 +12,45 @@ if TYPE_CHECKING:
 
 
 def gpus_in_cluster() -> int:
-    """GPUs of the Ray cluster that this process has joined, busy ones included."""
+    """Return the number of GPUs of the Ray cluster that this process has joined, including busy ones."""
     import ray
 
     return int(ray.cluster_resources().get("GPU", 0))
 
 
 def cpus_in_cluster() -> int:
-    """CPUs of the Ray cluster that this process has joined, busy ones included."""
+    """Return the number of CPUs of the Ray cluster that this process has joined, including busy ones."""
     import ray
 
     return int(ray.cluster_resources().get("CPU", 1))
 
 
 def scaling(workers: int, threads: int) -> Any:
-    """What Ray Train gives each worker: a GPU where the cluster has some, and the CPUs of its threads.
+    """Return the resources of each Ray Train worker: one GPU if the cluster has any, and one CPU per thread.
 
-    On a cluster with fewer CPUs than asked for the workers share them, which is slower and gives the same numbers.
-    Raises UserError when there are GPUs, but too few.
+    If the cluster has fewer CPUs, the workers share them. That is slower but gives the same numbers.
+
+    Raises:
+        UserError: the cluster has GPUs, but fewer than workers.
     """
     from ray.train import ScalingConfig
 
     gpus = gpus_in_cluster()
     if 0 < gpus < workers:
-        raise UserError(f"workers is {workers}, but the cluster has {gpus} GPUs: use workers: {gpus}")
+        raise UserError(f"workers is {workers}, but the cluster has {gpus} GPUs; use workers: {gpus}")
     cpus = min(float(threads), cpus_in_cluster() / workers)
     resources = {"CPU": cpus, "GPU": 1.0} if gpus else {"CPU": cpus}
     return ScalingConfig(num_workers=workers, use_gpu=gpus > 0, resources_per_worker=resources)
 
 
 def default_workers(batch_size: int) -> int:
-    """Workers where none were asked for: as many GPUs as can share the batch; on CPUs two, or one."""
+    """Return the default number of workers: the most GPUs that divide the batch evenly; on CPUs 2, or 1."""
     most = gpus_in_cluster() or 2
     return next(workers for workers in range(most, 0, -1) if batch_size % workers == 0)
 
 
 def fit_resources(threads: int) -> tuple[dict[str, float], int]:
-    """(what one fit on one device asks of Ray, how many of them the cluster can run at once)."""
+    """Return (the Ray resources of one fit on one device, how many fits the cluster can run in parallel)."""
     cpus, gpus = cpus_in_cluster(), gpus_in_cluster()
     share = float(min(threads, cpus))
     if gpus:
@@ -61,7 +59,7 @@ def fit_resources(threads: int) -> tuple[dict[str, float], int]:
 
 
 def device(local_rank: int = 0) -> torch.device:
-    """The device of this process; the workers on one machine take one each."""
+    """Return the device of this process; each worker on a machine gets its own GPU."""
     import torch
 
     if not torch.cuda.is_available():
@@ -70,33 +68,33 @@ def device(local_rank: int = 0) -> torch.device:
 
 
 def backend() -> str:
-    """How workers on this kind of device talk: NCCL between GPUs, else gloo."""
+    """Return the communication backend for this kind of device: NCCL for GPUs, else gloo."""
     import torch
 
     return "nccl" if torch.cuda.is_available() else "gloo"
 
 
 def stay_on_loopback() -> None:
-    """Make the groups that this process will join, all on this machine, listen on loopback only.
+    """Make the process groups that this process will join listen on loopback only; all ranks are on this machine.
 
-    By default gloo's pairs and NCCL's bootstrap take the interface of the host's name.
+    By default, gloo and NCCL's bootstrap listen on the interface that the host name resolves to.
     """
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
 
 
 def set_threads(threads: int) -> None:
-    """Give torch's operators this many CPU threads; numbers are the same for the same count only."""
+    """Set the number of CPU threads of torch's operators. Results are reproducible for the same number only."""
     import torch
 
     torch.set_num_threads(threads)
 
 
 def torch_dtype(name: str, on: torch.device) -> torch.dtype:
-    """The dtype of matrix products, checked against the device.
+    """Return the dtype of matrix products, after checking that the device supports it.
 
     Raises:
-        UserError: the GPU has no bfloat16.
+        UserError: the GPU does not support bfloat16.
     """
     import torch
 
@@ -106,13 +104,13 @@ def torch_dtype(name: str, on: torch.device) -> torch.dtype:
         and not torch.cuda.is_bf16_supported(including_emulation=False)
     ):
         raise UserError(
-            f"dtype is bfloat16, which {torch.cuda.get_device_name(on)} lacks; use dtype: float32"
+            f"dtype: {torch.cuda.get_device_name(on)} does not support bfloat16; use dtype: float32"
         )
     return {"bfloat16": torch.bfloat16, "float32": torch.float32}[name]
 
 
 def import_deepspeed() -> Any:
-    """The deepspeed module, told to use the CPU where there is no GPU (it decides while it is imported)."""
+    """Import deepspeed, set up for the CPU if there is no GPU: it chooses its accelerator during the import."""
     import torch
 
     if not torch.cuda.is_available():

@@ -1,4 +1,4 @@
-"""A stage's progress, one line a second at most, on stdout: the driver shows the latest, the log keeps them all."""
+"""Progress lines of a stage on stdout, at most one per second. The driver shows the latest; the log keeps all."""
 
 from __future__ import annotations
 
@@ -9,22 +9,29 @@ PREFIX = "progress "
 
 
 class Progress:
-    """Prints `progress step 120/1781 · 5,812 images/s · loss 4.21 · 0:00:58 left`."""
+    """A printer of lines such as `progress step 120/1781 · 5,812 images/s · loss 4.21 · 0:00:58 left`."""
 
     def __init__(self, total: int, noun: str = "step", seconds: float = 1.0, after: int = 0) -> None:
-        """`after`: the stage's steps after these; the time left is that of the stage."""
+        """Start the clock.
+
+        Args:
+            total: the number of steps.
+            noun: the name of a step.
+            seconds: the minimum time between two lines.
+            after: steps that the stage will take after these; the time left includes them.
+        """
         self.total, self.noun, self.seconds, self.after = total, noun, seconds, after
         self.began = self.shown = time.monotonic()
         self.first: tuple[int, int] | None = None
 
     def due(self, step: int) -> bool:
-        """Whether it is time to show `step` (reading a loss from a device costs a synchronisation: ask first)."""
+        """Return whether `step` should be shown. Ask first: reading a loss from a device synchronises with it."""
         return step == self.total or time.monotonic() - self.shown >= self.seconds
 
     def show(self, step: int, images: int = 0, **values: float) -> None:
-        """Print a line for `step` done and, where images are what counts, `images` handled since the beginning."""
+        """Print a line: `step` steps are done and, for image rates, `images` were processed since the start."""
         self.shown = time.monotonic()
-        if self.first is None:  # the first steps include warming up: rates count from here
+        if self.first is None:  # rates start here, because the steps before it include warm-up
             self.first, self.began = (step, images), self.shown
         seconds = self.shown - self.began
         parts = [f"{self.noun} {step}/{self.total}"]

@@ -1,10 +1,10 @@
-"""What every stage's process does around its own work: read the attempt, check, join Ray, run, commit.
+"""The process of a stage: read the attempt, check it, join Ray, run the stage's `main`, commit its result.
 
     python -m ray_jobs.<module> --spec STORE/artifacts/<job>/<key>/attempts/<n>/attempt.json
 
-A job's module has `main(context) -> Result`, which reads from top to bottom: open the inputs, compute in Ray tasks or
-actors, write into `context.staging()`; and ends with `run_stage` of its own name, `pipelines.spec.module` of the job.
-Exit codes: 0 committed, 2 the user's mistake (never retried), 1 anything else.
+A job's module defines `main(context) -> Result`: open the inputs, compute in Ray tasks or actors, write into
+`context.staging()`. The module ends with a call of `run_stage` with its own name (`pipelines.spec.module` of the job).
+Exit codes: 0 committed, 2 user error (never retried), 1 anything else.
 """
 
 from __future__ import annotations
@@ -57,34 +57,36 @@ Spec = TypeVar("Spec", bound=AnyStage, covariant=True)
 
 @dataclass(frozen=True)
 class Context(Generic[Spec]):
-    """What a stage works on. It travels to Ray tasks; each opens the store for itself."""
+    """The attempt, configuration and inputs of a stage. It is sent to Ray tasks; each task opens the store itself."""
 
     attempt: Attempt
     config: Spec
     inputs: dict[str, tuple[Manifest, ...]]
 
     def open_store(self) -> Store:
-        """The store, opened and checked to be the one that the driver writes to.
+        """Open the store, and check that it is the one that the driver writes to.
 
         Raises:
-            StoreError: this machine sees another store under that address.
+            StoreError: on this machine the address leads to a different store.
         """
         store = open_store(self.attempt.store_uri, create=False)
         if store.id != self.attempt.store_id:
             raise StoreError(
-                f"{store.uri} has id {store.id} here, but {self.attempt.store_id} where the driver runs: "
-                "is it a folder that all machines share?"
+                f"{store.uri} has id {store.id} here, but {self.attempt.store_id} on the driver's machine. "
+                "Use a store that all machines share"
             )
         return store
 
     def input(self, name: str) -> Path:
-        """The folder of the one artifact that the field `name` takes."""
+        """Return the folder of the single artifact in the input field `name`."""
         (manifest,) = self.inputs[name]
         return local_files(self.open_store(), manifest)
 
     def dataset(self, cache_gib: float | None = None) -> Dataset:
-        """The dataset that the field `data` takes. Images on S3 are read as they are needed, through a cache of so many
-        GiB (None: the usual size) on this machine."""
+        """Open the dataset in the input field `data`.
+
+        Images on S3 are read on demand, through a cache of `cache_gib` GiB on this machine (None: the default size).
+        """
         from ray_jobs.data.shards import CACHE_BYTES, open_artifact
 
         (manifest,) = self.inputs["data"]
@@ -93,15 +95,16 @@ class Context(Generic[Spec]):
         )
 
     def check_source(self, when: str) -> None:
-        """Raise UserError when the files that the stage reads are not those that the run was planned with."""
+        """Raise UserError if the files that the stage reads are no longer those that the run was planned with."""
         if identity.source_fingerprint(self.config) != self.attempt.source:
             raise UserError(
-                f"the source changed {when}, since the run was planned: run again when it is at rest"
+                f"the source changed {when}, after the run was planned; "
+                "rerun when its files are no longer being written"
             )
 
     @contextmanager
     def staging(self) -> Iterator[Staging]:
-        """A local folder to write files into, see `Store.staging`."""
+        """Yield a local folder to write files into, see `Store.staging`."""
         with self.open_store().staging(
             Layout.files(self.attempt.job, self.attempt.key, self.attempt.number)
         ) as staging:
@@ -110,7 +113,7 @@ class Context(Generic[Spec]):
 
 @dataclass(frozen=True)
 class Result:
-    """What a stage made."""
+    """The files and metrics that a stage produced."""
 
     content_digest: str
     files: tuple[FileEntry, ...]
@@ -119,34 +122,34 @@ class Result:
 
 
 def model_digest(files: tuple[FileEntry, ...]) -> str:
-    """Identity of a model artifact: its weights and its contract."""
+    """Return the content digest of a model artifact, computed from its weights and its contract."""
     return identity.sha256(
         identity.canonical_json({entry.path: entry.sha256 for entry in files if entry.path in MODEL_FILES})
     )
 
 
 def run_stage(module: str) -> None:
-    """The whole life of a stage's process; ends it. `module` has a `main`."""
+    """Run the stage whose `main` is in `ray_jobs.<module>`, commit its result, and set the process's exit code."""
     arguments = argparse.ArgumentParser()
     arguments.add_argument("--spec", required=True, help="the attempt.json of the attempt to run")
     spec: str = arguments.parse_args().spec
-    # imported by its name: what is sent to workers must not belong to __main__, which they do not have
+    # imported by name: objects that are sent to workers must not belong to __main__, which workers do not have
     main: Callable[[Context[AnyStage]], Result] = importlib.import_module(f"ray_jobs.{module}").main
     try:
         context = read_context(spec)
         started = now()
-        join_ray(context.attempt)
+        join_ray()
         result = main(context)
         _commit(context, result, started)
     except Exception as error:
         if (reason := for_the_user(error, spec)) is None:
-            raise  # a bug, or a failure that passes: another attempt may do better
+            raise  # a bug or a transient failure: another attempt may succeed
         print(f"error: {reason}", file=sys.stderr, flush=True)
         sys.exit(2)
 
 
 def for_the_user(error: BaseException, spec: str) -> str | None:
-    """What the user has to fix before the attempt at `spec` can succeed; None where that is not why it failed."""
+    """Return what the user has to fix before the attempt at `spec` can succeed; None if it is not a user error."""
     for cause in causes(error):
         match cause:
             case StoreUnreachable():
@@ -154,37 +157,45 @@ def for_the_user(error: BaseException, spec: str) -> str | None:
             case UserError() | StoreError():
                 return str(cause)
             case OSError(errno=errno.ENOSPC | errno.EDQUOT, filename=name):
-                return f"no space for {name or spec}: {cause}; nothing was committed, free some and run again"
+                return (
+                    f"no space for {name or spec}: {cause}. Nothing was committed; free some space and rerun"
+                )
     return None
 
 
 def causes(error: BaseException) -> list[BaseException]:
-    """What was raised in the tasks, trials and workers whose failure Ray reports as `error`; else `error` itself.
+    """Return the exceptions that were raised in tasks, trials and workers and that Ray wraps in `error`.
 
-    Ray's attributes are looked for, and not its classes: importing Ray Train takes seconds.
+    If `error` wraps nothing, return `error` itself. Wrappers are recognised by their attributes and not by their
+    classes, because importing Ray Train takes seconds.
     """
-    inner = getattr(error, "worker_failures", {}).values()  # WorkerGroupError
-    found = [getattr(error, "cause", None), getattr(error, "controller_failure", None), *inner]
-    return [cause for one in found if isinstance(one, BaseException) for cause in causes(one)] or [error]
+    failures = getattr(error, "worker_failures", {}).values()  # WorkerGroupError
+    wrapped = [getattr(error, "cause", None), getattr(error, "controller_failure", None), *failures]
+    return [cause for inner in wrapped if isinstance(inner, BaseException) for cause in causes(inner)] or [
+        error
+    ]
 
 
 def read_context(spec: str) -> Context[AnyStage]:
-    """The attempt at `spec` (attempt.json's path or s3:// address), checked against this machine's store and code.
+    """Read the attempt at `spec`, and check it against this machine's store and code.
+
+    Args:
+        spec: the path or s3:// address of an attempt.json.
 
     Raises:
-        StoreError: another store, or an input that is not committed.
-        UserError: the code here is not the driver's.
+        StoreError: a different store, no such attempt, or an input that is not committed.
+        UserError: this machine's code is not the driver's.
     """
     uri, artifacts, name = spec.rpartition("/artifacts/")
     data = open_store(uri, create=False).read(f"{artifacts}{name}".lstrip("/")) if artifacts else None
     if data is None:
-        raise StoreError(f"{spec}: there is no such attempt")
+        raise StoreError(f"{spec}: no such attempt")
     attempt = Attempt.model_validate_json(data)
     code = identity.code_digest(attempt.job)
     if code != attempt.code_digest:
         raise UserError(
-            f"the code of {attempt.job} here has digest {code[:12]}, the driver's {attempt.code_digest[:12]}: it "
-            "changed since this attempt was planned (run again), or the cluster's nodes have another vitflow"
+            f"the code of {attempt.job} here has digest {code[:12]}, the driver's {attempt.code_digest[:12]}. If the "
+            "code changed after the attempt was planned, rerun; else install the driver's vitflow on the cluster"
         )
     config: AnyStage = TypeAdapter(Stage).validate_python(attempt.config)
     store = Context(attempt, config, {}).open_store()
@@ -197,21 +208,22 @@ def read_context(spec: str) -> Context[AnyStage]:
             if manifest is None
         ]
         if missing:
-            raise StoreError(f"input {name}: {missing} is not in {store.uri}")
+            raise StoreError(f"input {name}: {', '.join(missing)} not found in {store.uri}")
         inputs[name] = tuple(manifest for manifest in manifests if manifest is not None)
     return Context(attempt, config, inputs)
 
 
-def join_ray(attempt: Attempt) -> None:
-    """Connect to the cluster that the job runs on (RAY_ADDRESS is set there), else to the attempt's."""
-    os.environ.setdefault("RAY_DEDUP_LOGS", "0")  # read when ray is imported
+def join_ray() -> None:
+    """Connect to the cluster that the job runs on, where RAY_ADDRESS is set."""
+    # ray reads it during its import
+    os.environ.setdefault("RAY_DEDUP_LOGS", "0")
     import ray
 
     address = os.environ.get("RAY_ADDRESS", "auto")
-    # processes that the stage starts need it, too: Ray Train's cleaner would otherwise find the host's other Rays
-    known = {} if address == "auto" else {"env_vars": {"RAY_ADDRESS": address}}
-    ray.init(address=address, runtime_env=known, log_to_driver=True, logging_level="warning")
-    # Ray's handler in Python once more, which ends the process, in place of one in C++ that prints a stack before
+    # child processes need it too: Ray Train's cleaner would otherwise connect to another Ray of the host
+    runtime_env = {} if address == "auto" else {"env_vars": {"RAY_ADDRESS": address}}
+    ray.init(address=address, runtime_env=runtime_env, log_to_driver=True, logging_level="warning")
+    # Reinstall Ray's Python handler, which ends the process quietly; ray.init installed a C++ one that prints a stack.
     signal.signal(signal.SIGTERM, signal.getsignal(signal.SIGTERM))
 
 
@@ -271,7 +283,7 @@ def _environment() -> dict[str, Any]:
 
 
 def processor() -> str:
-    """The processor's model name."""
+    """Return the processor's model name."""
     try:
         with Path("/proc/cpuinfo").open() as file:
             names = [line.split(":", 1)[1].strip() for line in file if line.startswith("model name")]

@@ -1,7 +1,10 @@
-"""Readers of images as their authors ship them, one module per family, and what they share.
+"""Readers of image datasets in the form in which their authors ship them, one module per family.
 
-`catalog` knows them all, `entries` says what each gives. Only the standard library is imported here and by `folder`,
-so that `vitflow init` can look at a folder.
+`catalog` lists all readers, `archives.entries` describes their interface.
+
+`vitflow init` imports this module and `readers.folder`, which therefore import only the standard library at the top.
+Other modules of this room import in functions what is slow to import and used by few sources: boto3, h5py, fontTools;
+and what may not be installed: unrar.
 """
 
 from __future__ import annotations
@@ -15,13 +18,13 @@ if TYPE_CHECKING:
 
 
 def hash_fraction(salt: str, identity: str) -> float:
-    """A number in [0, 1), uniform over identities, a pure function of both strings: it draws splits."""
+    """Return a number in [0, 1), uniform over identities: a pure function of both strings, used to draw splits."""
     digest = hashlib.sha256(f"{salt}\0{identity}".encode()).digest()
     return (int.from_bytes(digest[:8]) >> 11) / 2**53
 
 
 def counts_to_uint8(counts: NDArray[Any]) -> NDArray[np.uint8]:
-    """Ink counts 0..16 of 4x4 blocks as grey values 0..255; digits and glyphs are stored by the same rule."""
+    """Convert ink counts 0..16 of 4x4 blocks to grey values 0..255, as digits and glyphs are stored."""
     import numpy as np
 
     return np.round(counts * (255 / 16)).astype(np.uint8)

@@ -1,4 +1,4 @@
-"""All sources by their kind: what each holds, and its images in any order."""
+"""All sources by their kind: list their images, and read them in any order."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ _MODULES = {
 
 
 class _Rows(Protocol):
-    """A module whose images lie in arrays or records."""
+    """A module with images in arrays or records."""
 
     def rows(
         self, source: Any, files: Files, numbers: list[int]
@@ -53,35 +53,39 @@ class _Rows(Protocol):
 
 
 def listing(source: Source, files: Files) -> Listing:
-    """What a source holds. Raises UserError, with the file, for what is not as its authors make it."""
-    found: Listing = cast(Any, _MODULES[source.kind]).listing(source, files)
-    return found
+    """List the images of a source.
+
+    Raises:
+        UserError: a file is not in its authors' format; the message names the file.
+    """
+    source_listing: Listing = cast(Any, _MODULES[source.kind]).listing(source, files)
+    return source_listing
 
 
 def images(
     source: Source, files: Files, entries: pa.Table
 ) -> Iterator[bytes | NDArray[np.uint8] | UserError]:
-    """The image of each entry, in their order: a file's bytes, pixels [h, w, c], or why it can't be had."""
+    """Yield the image of each entry, in order: a file's bytes, pixels [h, w, c], or why it cannot be read."""
     codecs = set(entries["codec"].to_pylist())
     if codecs == {"row"}:
         module = cast(_Rows, _MODULES[source.kind])
         yield from module.rows(source, files, entries["offset"].to_pylist())
     else:
         assert "row" not in codecs, "a source has its images in arrays or in files"
-        found = containers.read(files, entries)
+        contents = containers.read(files, entries)
         if processed := getattr(_MODULES[source.kind], "processed", None):
-            yield from _processed(processed, source, entries["key"].to_pylist(), found)
+            yield from _processed(processed, source, entries["key"].to_pylist(), contents)
         else:
-            yield from found
+            yield from contents
 
 
 def _processed(
     processed: Callable[[Source, str, bytes], bytes],
     source: Source,
     keys: Iterable[str],
-    found: Iterable[bytes | UserError],
+    contents: Iterable[bytes | UserError],
 ) -> Iterator[bytes | UserError]:
-    for key, image in zip(keys, found, strict=True):
+    for key, image in zip(keys, contents, strict=True):
         try:
             yield image if isinstance(image, UserError) else processed(source, key, image)
         except UserError as error:

@@ -127,7 +127,7 @@ def test_without_mean_and_std_an_import_is_refused_once_until_they_are_given(
 ) -> None:
     checkpoint, store = write_hugging_face(tmp_path / "vit", processor=False), tmp_path / "store"
     refused = vitflow("import", checkpoint, "--store", store, check=1)
-    assert "does not say which mean and std" in refused.stdout
+    assert "does not give the mean and std" in refused.stdout
     assert "--preprocessing half" in refused.stdout
     assert len(list(store.glob("artifacts/import/*/attempts/*"))) == 1, "the user's mistake is not repeated"
     assert not list(store.glob("artifacts/import/*/manifest.json"))

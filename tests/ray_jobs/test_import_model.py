@@ -19,8 +19,15 @@ from vit_model.weights import load_model, save_model
 
 HALF = (0.5, 0.5, 0.5)
 IMAGENET = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
-SAID = Preprocessing(mean=(0.1, 0.2, 0.3), std=(0.4, 0.5, 0.6), interpolation="bicubic", crop="center",
-                     crop_fraction=0.5, resolution=8, channels=3)  # fmt: skip
+SAID = Preprocessing(
+    mean=(0.1, 0.2, 0.3),
+    std=(0.4, 0.5, 0.6),
+    interpolation="bicubic",
+    crop="center",
+    crop_fraction=0.5,
+    resolution=8,
+    channels=3,
+)
 
 
 def imported(said: Preprocessing | None = None, **fields: Any) -> Imported:
@@ -50,7 +57,7 @@ def test_what_the_file_says_is_taken_as_it_is() -> None:
 
 def test_where_nobody_says_mean_and_std_it_is_refused_with_the_way_out() -> None:
     with pytest.raises(
-        ValueError, match=r"/x/vit\.npz does not say which mean .*--preprocessing half .*imagenet"
+        ValueError, match=r"/x/vit\.npz does not give the mean and std .*--preprocessing half .*imagenet"
     ):
         contract_of(imported(), stage())
 
@@ -82,7 +89,7 @@ def test_what_is_given_stands_before_what_the_file_says_and_leaves_the_rest() ->
 @pytest.mark.parametrize(
     ("found", "given", "message"),
     [
-        (imported(SAID, image_size=(8, 12)), None, "image_size 8 x 12; images are brought to squares"),
+        (imported(SAID, image_size=(8, 12)), None, "image_size 8 x 12; only square images"),
         (imported(in_channels=4), "half", "channels Input should be 1 or 3"),
         (imported(in_channels=1), "imagenet", "must have 1 values, as many as channels"),
         (imported(SAID, image_size=16), None, "preprocessing.resolution is 8, architecture.image_size 16"),
@@ -90,7 +97,7 @@ def test_what_is_given_stands_before_what_the_file_says_and_leaves_the_rest() ->
         (imported(SAID, num_classes=3), None, "class_names has 2 names, num_classes is 3"),
         (imported(), {"mean": [0.5], "std": [0.5], "crop_fraction": 0.9}, "no meaning with crop 'squash'"),
     ],
-)  # fmt: skip
+)
 def test_what_does_not_fit_is_said_in_one_line(found: Imported, given: Any, message: str) -> None:
     with pytest.raises(UserError) as error:
         contract_of(found, stage(given))
@@ -100,7 +107,7 @@ def test_what_does_not_fit_is_said_in_one_line(found: Imported, given: Any, mess
 
 def test_what_was_taken_is_said() -> None:
     said = "\n".join(describe(contract_of(imported(SAID), stage()), SAID))
-    assert "preprocessing, as the file says: mean 0.1" in said and "otherwise" not in said
+    assert "preprocessing, from the file: mean 0.1" in said and "not used" not in said
     assert "mean 0.1, 0.2, 0.3, std 0.4, 0.5, 0.6; bicubic, shorter side to 16, the middle 8 x 8" in said
     assert "classes: 2 (0, 1)" in said and "license: apache-2.0" in said
     said = "\n".join(describe(contract_of(imported(), stage("half")), None))
@@ -108,7 +115,7 @@ def test_what_was_taken_is_said() -> None:
         "preprocessing, as given: mean 0.5, 0.5, 0.5, std 0.5, 0.5, 0.5; bilinear, straight to 8 x 8" in said
     )
     said = "\n".join(describe(contract_of(imported(SAID), stage("half")), SAID))
-    assert "the file says otherwise: mean 0.1, 0.2, 0.3" in said
+    assert "preprocessing in the file, not used: mean 0.1, 0.2, 0.3" in said
 
 
 def test_a_strangers_names_do_not_steer_the_terminal() -> None:
@@ -129,8 +136,13 @@ def write_checkpoint(path: Path) -> ViT:
     model = ViT(config)
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter)
-    contract = ModelContract(architecture=config, class_names=("ape", "bee"), training_data="d", license=None,
-                             preprocessing=Preprocessing(mean=HALF, std=HALF, resolution=8, channels=3))  # fmt: skip
+    contract = ModelContract(
+        architecture=config,
+        class_names=("ape", "bee"),
+        training_data="d",
+        license=None,
+        preprocessing=Preprocessing(mean=HALF, std=HALF, resolution=8, channels=3),
+    )
     npz.write(path, model, contract)
     return model
 
@@ -173,8 +185,13 @@ def test_what_is_no_checkpoint_is_said_so(tmp_path: Path) -> None:
 def test_a_model_of_vitflows_own_comes_over_as_it_is(tmp_path: Path) -> None:
     """From another store, say: with its names, its pixels, and what it was trained on."""
     config, folder = imported().architecture, tmp_path / "model"
-    contract = ModelContract(architecture=config, class_names=("ape", "bee"), preprocessing=SAID,
-                             training_data="d" * 64, license="mit")  # fmt: skip
+    contract = ModelContract(
+        architecture=config,
+        class_names=("ape", "bee"),
+        preprocessing=SAID,
+        training_data="d" * 64,
+        license="mit",
+    )
     save_model(folder, ViT(config), contract)
     import_model(make_context(open_store(str(tmp_path / "store")), Import(job="import", path=str(folder))))
     files = tmp_path / "store/artifacts/import/k/attempts/1/files"

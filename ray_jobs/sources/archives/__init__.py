@@ -1,1 +1,1 @@
-"""Containers of images and labels, hostile until checked: tar, zip, RAR, HDF5, MATLAB, records."""
+"""Untrusted containers of images and labels: tar, zip, RAR, HDF5, MATLAB, records."""

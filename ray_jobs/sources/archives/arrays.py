@@ -1,8 +1,8 @@
-"""Arrays in the files of data sets: MATLAB, HDF5, LeCun's matrices, npz, and the pickles of CIFAR.
+"""Arrays in the files of datasets: MATLAB, HDF5, LeCun's matrices, npz, and CIFAR's pickles.
 
-In: bytes or a path, from anybody. Out: numpy arrays. Nothing in a file is executed, and no size that a file claims is
-believed (or allocated) before as many bytes are there. Every function raises UserError with what is wrong. Our own
-readers are loops that consume their input; the HDF5 library's calls have a time limit.
+In: untrusted bytes or paths. Out: numpy arrays. Nothing in a file is executed, and no size that a file claims is
+allocated before as many bytes are there. Every function raises UserError for a file that it cannot read. The readers in
+this module always consume their input, so they terminate; calls of the HDF5 library have a time limit.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
 import numpy as np
+from numpy.lib import format as npy
 from numpy.typing import NDArray
 
 from vit_model.errors import UserError
@@ -28,18 +29,16 @@ from vit_model.errors import UserError
 if TYPE_CHECKING:
     import h5py
 
-MAX_BYTES = (
-    2**30
-)  # of what a file unpacks to in memory; the largest here, SVHN's train part, has a fifth of it
+MAX_BYTES = 2**30  # of an unpacked file in memory; the largest, SVHN's train file, has a fifth of it
 MAX_NPZ_BYTES = 2**32  # of one npz: dSprites has 3 GB of pixels
 MAX_CHUNK = 2**26  # bytes that HDF5 unpacks at once
-MAX_BLOCK = 2**28  # bytes of an HDF5 array that are held at once
-SECONDS = 300  # that a call of the HDF5 library may take: it unpacks MAX_BLOCK at most
+MAX_BLOCK = 2**28  # bytes of an HDF5 array in memory at once
+SECONDS = 300  # limit of a call of the HDF5 library, which unpacks at most MAX_BLOCK
 _MAX_RATIO = 1100  # deflate packs at most 1,032 bytes into one
 
 # ------------------------------------------------------------------------------------------------- MATLAB
 
-# scipy's reader brings the process down when a file is damaged in the wrong places, so it only serves the tests.
+# scipy's reader can crash the process when a file is damaged, so only the tests use it.
 _MATRIX, _COMPRESSED = 14, 15
 _CELL, _STRUCT, _CHAR, _NUMBERS = 1, 2, 4, range(6, 16)
 _COMPLEX = 8
@@ -49,13 +48,13 @@ _MAX_DEPTH = 8
 
 
 def read_mat(data: bytes) -> dict[str, NDArray[Any]]:
-    """The variables of a MATLAB v5 file as `scipy.io.loadmat` gives them: real numbers, text, cells and structs.
+    """Return the variables of a MATLAB v5 file as `scipy.io.loadmat` does: real numbers, text, cells and structs.
 
-    Numbers have the type that they are stored with; text is an array of one string a row; a struct array has object
-    fields; all of them have two dimensions or more, text one less.
+    Numbers keep their stored type. Text is an array with one string per row, a struct array has object fields. Arrays
+    have at least two dimensions, those of text one dimension less.
     """
     if data[:4] == b"\x89HDF":
-        raise UserError("a MATLAB v7.3 file (HDF5), v5 is read")
+        raise UserError("unsupported MATLAB v7.3 file (HDF5); save it as v5")
     if data[126:128] not in (b"IM", b"MI") or 1 not in data[124:126]:
         raise UserError("not a MATLAB v5 file")
     order = "<" if data[126:128] == b"IM" else ">"
@@ -63,12 +62,12 @@ def read_mat(data: bytes) -> dict[str, NDArray[Any]]:
         return dict(_variable(*element, order, 0) for element in _inflated(data, order))
     except UserError:
         raise
-    except ValueError as error:  # numpy's, of sizes and names that do not fit
+    except ValueError as error:  # numpy's, for inconsistent sizes and names
         raise UserError(f"damaged MATLAB file: {error}") from error
 
 
 def _inflated(data: bytes, order: str) -> Iterator[tuple[int, memoryview]]:
-    """The top elements of a file, those that were compressed unpacked."""
+    """Yield (type, content) of the top elements of a file, decompressed."""
     left = MAX_BYTES
     for kind, content in _elements(memoryview(data)[128:], order):
         if kind != _COMPRESSED:
@@ -81,14 +80,14 @@ def _inflated(data: bytes, order: str) -> Iterator[tuple[int, memoryview]]:
             raise UserError(f"damaged MATLAB file: {error}") from error
         left -= len(element)
         if left < 0:
-            raise UserError(f"a MATLAB file of more than {MAX_BYTES} bytes (bomb)")
+            raise UserError(f"the MATLAB file unpacks to more than {MAX_BYTES} bytes (bomb)")
         if not inflater.eof:
             raise UserError("truncated MATLAB file")
         yield from _elements(memoryview(element), order)
 
 
 def _elements(data: memoryview, order: str) -> Iterator[tuple[int, memoryview]]:
-    """(type, content) of the elements that follow each other; a small one has up to 4 bytes inside its tag."""
+    """Yield (type, content) of consecutive elements; a small one has up to 4 bytes inside its tag."""
     start = 0
     while start < len(data):
         if start + 8 > len(data):
@@ -105,7 +104,7 @@ def _elements(data: memoryview, order: str) -> Iterator[tuple[int, memoryview]]:
 
 
 def _variable(kind: int, content: memoryview, order: str, depth: int) -> tuple[str, NDArray[Any]]:
-    """(name, value) of a matrix element: flags and class, dimensions, name, then what its class has."""
+    """Return (name, value) of a matrix element: flags and class, dimensions, name, then the content of its class."""
     if not content and depth:  # an empty cell
         return "", np.zeros((0, 0))
     parts = list(_elements(content, order)) if kind == _MATRIX and depth < _MAX_DEPTH else []
@@ -114,21 +113,23 @@ def _variable(kind: int, content: memoryview, order: str, depth: int) -> tuple[s
     (flags,) = struct.unpack_from(f"{order}I", parts[0][1])
     shape = struct.unpack(f"{order}{len(parts[1][1]) // 4}i", parts[1][1])
     if not 2 <= len(shape) <= 32 or min(shape) < 0:
-        raise UserError(f"damaged MATLAB file: an array of {shape}")
+        raise UserError(f"damaged MATLAB file: an array of shape {shape}")
     name, kind, inner = bytes(parts[2][1]).decode("latin1"), flags & 0xFF, parts[3:]
     if flags >> 8 & _COMPLEX:
-        raise UserError(f"{name!r} has complex numbers")
+        raise UserError(f"variable {name!r}: complex numbers are not supported")
     if kind == _STRUCT:
         return name, _struct(shape, inner, order, depth)
     if kind == _CELL:
         return name, _cells(shape, inner, order, depth)
     if kind != _CHAR and kind not in _NUMBERS:
-        raise UserError(f"{name!r} is of MATLAB's class {kind}; numbers, text, cells and structs are read")
+        raise UserError(
+            f"variable {name!r}: unsupported MATLAB class {kind}; expected numbers, text, cells or structs"
+        )
     stored, values = inner[0] if inner else (2, memoryview(b""))
     if kind == _CHAR and stored in _ENCODED:
         return name, _text(shape, bytes(values), _ENCODED[stored], order)
     if kind == _CHAR or stored not in _STORED:
-        raise UserError(f"{name!r} is stored as MATLAB's type {stored}")
+        raise UserError(f"variable {name!r}: unsupported MATLAB data type {stored}")
     flat = np.frombuffer(values, np.dtype(order + _STORED[stored]))
     return name, flat.reshape(shape, order="F")
 
@@ -137,17 +138,17 @@ def _cells(
     shape: tuple[int, ...], inner: Sequence[tuple[int, memoryview]], order: str, depth: int
 ) -> NDArray[Any]:
     if math.prod(shape) != len(inner):
-        raise UserError(f"damaged MATLAB file: {shape} cells, there are {len(inner)}")
-    found = np.empty(len(inner), object)
-    for place, element in enumerate(inner):
-        found[place] = _variable(*element, order, depth + 1)[1]
-    return found.reshape(shape, order="F")
+        raise UserError(f"damaged MATLAB file: expected {shape} cells, got {len(inner)}")
+    cells = np.empty(len(inner), object)
+    for number, element in enumerate(inner):
+        cells[number] = _variable(*element, order, depth + 1)[1]
+    return cells.reshape(shape, order="F")
 
 
 def _struct(
     shape: tuple[int, ...], inner: Sequence[tuple[int, memoryview]], order: str, depth: int
 ) -> NDArray[Any]:
-    """A length of names, the names in that length each, and of each item all fields."""
+    """Return a struct array from its elements: the length of a name, the padded names, then all fields of each item."""
     if len(inner) < 2 or len(inner[0][1]) != 4:
         raise UserError("damaged MATLAB file: a struct without names")
     (width,), names = struct.unpack(f"{order}i", inner[0][1]), bytes(inner[1][1])
@@ -158,20 +159,20 @@ def _struct(
     ]
     if math.prod(shape) * len(fields) != len(inner) - 2 or not fields or not all(fields):
         raise UserError(
-            f"damaged MATLAB file: {shape} structs of {fields}, there are {len(inner) - 2} values"
+            f"damaged MATLAB file: {shape} structs with fields {fields}, but {len(inner) - 2} values"
         )
-    found = np.empty(math.prod(shape), [(field, object) for field in fields])
+    structs = np.empty(math.prod(shape), [(field, object) for field in fields])
     for number, field in enumerate(fields):
-        for place, element in enumerate(inner[2 + number :: len(fields)]):
-            found[field][place] = _variable(*element, order, depth + 1)[1]
-    return found.reshape(shape, order="F")
+        for item, element in enumerate(inner[2 + number :: len(fields)]):
+            structs[field][item] = _variable(*element, order, depth + 1)[1]
+    return structs.reshape(shape, order="F")
 
 
 def _text(shape: tuple[int, ...], data: bytes, encoding: str, order: str) -> NDArray[Any]:
-    """An array of characters, whose last dimension is that of a string."""
+    """Return an array of strings from an array of characters; its last dimension becomes the string."""
     letters = data.decode(encoding + {"<": "-le", ">": "-be"}[order] if encoding == "utf-16" else encoding)
     if math.prod(shape) != len(letters):
-        raise UserError(f"damaged MATLAB file: text of {shape}, there are {len(letters)} letters")
+        raise UserError(f"damaged MATLAB file: text of shape {shape}, but {len(letters)} characters")
     grid = np.array(list(letters), "U1").reshape(shape, order="F").reshape(-1, shape[-1])
     return np.array(["".join(row) for row in grid]).reshape(shape[:-1])
 
@@ -181,9 +182,9 @@ def _text(shape: tuple[int, ...], data: bytes, encoding: str, order: str) -> NDA
 
 @contextmanager
 def _limited() -> Iterator[None]:
-    """End the process, with a traceback, if this takes more than `SECONDS`.
+    """End the process, with a traceback, if the block takes more than `SECONDS`.
 
-    A damaged file may send the library round in circles, and it holds the GIL, so that no Python can stop it.
+    The HDF5 library may loop forever on a damaged file, and it holds the GIL, so that Python code cannot stop it.
     """
     faulthandler.dump_traceback_later(SECONDS, exit=True)
     try:
@@ -193,7 +194,7 @@ def _limited() -> Iterator[None]:
 
 
 def open_hdf5(path: Path) -> h5py.File:
-    """An HDF5 file to read."""
+    """Open an HDF5 file for reading."""
     import h5py
 
     try:
@@ -204,10 +205,13 @@ def open_hdf5(path: Path) -> h5py.File:
 
 
 def hdf5_array(path: Path, name: str, dtype: str | None, shape: Sequence[int | None]) -> h5py.Dataset:
-    """The array `name` ("x", "latents/classes") of an HDF5 file, for `hdf5_slice`; its file stays open with it.
+    """Return the array `name` ("x", "latents/classes") of an HDF5 file, for `hdf5_slice`. The file stays open with it.
 
-    `shape` has None where any size fits, `dtype` is None where any integer does. Refused: links, data outside of the
-    file, unusual filters, and more items than the file's bytes can hold.
+    Links, data outside the file, unusual filters, and more items than the file's bytes can hold are refused.
+
+    Args:
+        dtype: None: any integer type.
+        shape: None for a dimension of any size.
     """
     import h5py
 
@@ -220,17 +224,17 @@ def hdf5_array(path: Path, name: str, dtype: str | None, shape: Sequence[int | N
                 link = file.get("/".join(parts[:end]), getlink=True)
                 if not isinstance(link, h5py.HardLink):
                     raise UserError(f"{where} is missing" if link is None else f"{where} is a link")
-            found = file[name]
-            if not isinstance(found, h5py.Dataset):
-                raise UserError(f"{where} is no array")
-            _check_array(where, found, dtype, shape)
+            array = file[name]
+            if not isinstance(array, h5py.Dataset):
+                raise UserError(f"{where} is not an array")
+            _check_array(where, array, dtype, shape)
     except (OSError, RuntimeError, KeyError, TypeError) as error:
-        raise UserError(f"{where} can't be read: {error}") from error
-    return found
+        raise UserError(f"{where} cannot be read: {error}") from error
+    return array
 
 
 def hdf5_slice(array: h5py.Dataset, index: int | slice) -> NDArray[Any]:
-    """`array[index]`. Raises UserError where it is damaged."""
+    """Return `array[index]`. Raises UserError if it is damaged."""
     try:
         with _limited():
             return np.asarray(array[index])
@@ -239,20 +243,20 @@ def hdf5_slice(array: h5py.Dataset, index: int | slice) -> NDArray[Any]:
 
 
 def hdf5_rows(array: h5py.Dataset, numbers: Sequence[int]) -> NDArray[Any]:
-    """The images (or whatever lies along the first axis) of these numbers. Raises UserError where it is damaged.
+    """Return the items (images) of these numbers along the first axis. Raises UserError if they are damaged.
 
-    Each chunk is unpacked once, since one may hold some pixels of thousands of images.
+    Each chunk is unpacked once, because it may contain some pixels of thousands of images.
     """
     wanted = np.asarray(numbers, np.int64)
     length = array.chunks[0] if array.chunks else 1
     length = max(min(length, MAX_BLOCK * array.shape[0] // max(array.nbytes, 1)), 1)
-    found = np.empty((len(wanted), *array.shape[1:]), array.dtype)
+    items = np.empty((len(wanted), *array.shape[1:]), array.dtype)
     order = np.argsort(wanted)
     blocks, starts = np.unique(wanted[order] // length, return_index=True)
-    for block, places in zip(blocks.tolist(), np.split(order, starts)[1:], strict=True):
+    for block, positions in zip(blocks.tolist(), np.split(order, starts)[1:], strict=True):
         first = block * length
-        found[places] = hdf5_slice(array, np.s_[first : first + length])[wanted[places] - first]
-    return found
+        items[positions] = hdf5_slice(array, np.s_[first : first + length])[wanted[positions] - first]
+    return items
 
 
 def _check_array(where: str, array: h5py.Dataset, dtype: str | None, shape: Sequence[int | None]) -> None:
@@ -262,12 +266,12 @@ def _check_array(where: str, array: h5py.Dataset, dtype: str | None, shape: Sequ
     if any(wanted not in (None, size) for wanted, size in zip(shape, array.shape, strict=True)):
         raise UserError(f"{where} is {array.shape}, not {tuple(shape)}")
     if array.external or array.is_virtual:
-        raise UserError(f"{where} has its data in another file")
+        raise UserError(f"{where} stores its data in another file")
     if unusual := set(array._filters) - {"gzip", "shuffle", "fletcher32", "lzf"}:
-        raise UserError(f"{where} is packed by {', '.join(sorted(unusual))}")
+        raise UserError(f"{where}: unsupported filters: {', '.join(sorted(unusual))}")
     stored = array.id.get_storage_size()
     if array.nbytes > stored * (_MAX_RATIO if array._filters else 1):
-        raise UserError(f"{where} claims {array.nbytes} bytes, {stored} are stored")
+        raise UserError(f"{where} claims {array.nbytes} bytes, but only {stored} are stored")
     if array.chunks and math.prod(array.chunks) * array.dtype.itemsize > MAX_CHUNK:
         raise UserError(f"{where} has chunks of more than {MAX_CHUNK} bytes")
 
@@ -278,7 +282,7 @@ _NORB_TYPES: dict[int, np.dtype[Any]] = {0x1E3D4C55: np.dtype("u1"), 0x1E3D4C54:
 
 
 def read_norb(data: bytes) -> NDArray[Any]:
-    """LeCun's binary matrix: magic, number of dimensions, at least three sizes (int32, little-endian), numbers."""
+    """Read LeCun's binary matrix: magic, number of dimensions, at least three sizes (int32, little-endian), numbers."""
     if len(data) < 8:
         raise UserError("truncated: shorter than the header of a NORB matrix")
     magic, dimensions = struct.unpack("<Ii", data[:8])
@@ -290,13 +294,13 @@ def read_norb(data: bytes) -> NDArray[Any]:
     shape = struct.unpack(f"<{dimensions}i", data[8 : 8 + 4 * dimensions])
     dtype = _NORB_TYPES[magic]
     if min(shape) < 0 or math.prod(shape) * dtype.itemsize != len(data) - header:
-        raise UserError(f"its header says {shape} of {dtype}, there are {len(data) - header} bytes")
+        raise UserError(f"its header says {dtype} {shape}, but it has {len(data) - header} bytes")
     return np.frombuffer(data, dtype, offset=header).reshape(shape)
 
 
 def read_npz(path: Path, names: Sequence[str]) -> dict[str, NDArray[Any]]:
-    """The arrays of these names in an npz file; those of Python objects are refused, the others are not looked at."""
-    found: dict[str, NDArray[Any]] = {}
+    """Return the arrays of these names in an npz file. Arrays of Python objects are refused, others are not read."""
+    arrays: dict[str, NDArray[Any]] = {}
     left = MAX_NPZ_BYTES
     try:
         with zipfile.ZipFile(path) as archive:
@@ -308,37 +312,40 @@ def read_npz(path: Path, names: Sequence[str]) -> dict[str, NDArray[Any]]:
                 with archive.open(member) as file:
                     shape, fortran, dtype = npy_header(file)
                     if dtype.hasobject:
-                        raise UserError(f"{name} has Python objects")
+                        raise UserError(f"{name} contains Python objects")
                     if math.prod(shape) * dtype.itemsize != member.file_size - file.tell():
-                        raise UserError(f"{name} says that it is {dtype} {shape}, which its size is not")
+                        raise UserError(f"the header of {name} says {dtype} {shape}, which is not its size")
                     flat = np.frombuffer(_exactly(file, member.file_size - file.tell()), dtype)
-                    found[name] = flat.reshape(shape, order="F" if fortran else "C")
+                    arrays[name] = flat.reshape(shape, order="F" if fortran else "C")
     except KeyError as error:
-        raise UserError(f"{path.name} lacks an array: {error}") from error
+        raise UserError(f"{path.name}: missing array: {error}") from error
     except (OSError, ValueError, EOFError, RuntimeError, zipfile.BadZipFile, zlib.error) as error:
-        raise UserError(f"{path.name} is no npz file that can be read: {error}") from error
-    return found
+        raise UserError(f"{path.name} is not an npz file, or damaged: {error}") from error
+    return arrays
 
 
 def npz_member(archive: zipfile.ZipFile, name: str) -> zipfile.ZipInfo:
-    """The array of this name in an npz. Raises KeyError, and UserError where numpy would not have packed it so."""
+    """Return the member of an npz with the array of this name.
+
+    Raises:
+        KeyError: there is no such array.
+        UserError: it is packed by a method that numpy does not use.
+    """
     member = archive.getinfo(f"{name}.npy")
-    # lzma takes as many GB as a damaged member says, and raises what zipfile does not turn into its own
+    # lzma allocates as many GB as a damaged member says, and its exceptions are not zipfile's
     if member.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
-        raise UserError(f"{name} is packed by the method {member.compress_type}, not by deflate")
+        raise UserError(f"{name} is packed by method {member.compress_type}, not by deflate")
     return member
 
 
 def npy_header(file: IO[bytes]) -> tuple[tuple[int, ...], bool, np.dtype[Any]]:
-    """Shape, whether in Fortran's order, and type of the array whose .npy begins here. Raises UserError."""
-    from numpy.lib import format as npy
-
-    # a header of the later versions says itself how many GB it has, and is read whole
+    """Read the header of an .npy file: shape, whether in Fortran order, and type. Raises UserError."""
+    # the header of a later version states its own length, possibly GBs, and numpy reads it whole
     if (version := npy.read_magic(file)) != (1, 0):
         raise UserError(f"npy of version {version}, not (1, 0)")
     try:
         shape, fortran, dtype = npy.read_array_header_1_0(file)
-    # numpy takes it for Python's source: what is damaged is SyntaxError, TokenError, MemoryError (too deep), and more
+    # numpy parses it as Python source: damage can raise SyntaxError, TokenError, MemoryError (too deep), and more
     except Exception as error:
         raise UserError(f"damaged header: {error}") from error
     return shape, fortran, dtype
@@ -356,7 +363,7 @@ def _exactly(file: Any, size: int) -> bytearray:
 
 # ------------------------------------------------------------------------------------------------- pickles
 
-# What Python 2 wrote for dicts and lists of text, numbers and arrays; nothing that finds or makes other objects.
+# The opcodes that Python 2 wrote for dicts and lists of text, numbers and arrays; none that creates other objects.
 _OPCODES = frozenset(
     (
         *("PROTO", "STOP", "MARK", "GLOBAL", "REDUCE", "BUILD", "NONE", "NEWTRUE", "NEWFALSE"),
@@ -370,34 +377,34 @@ _OPCODES = frozenset(
 
 
 def unpickle_arrays(data: bytes) -> object:
-    """What CIFAR's Python 2 pickles hold: a dict (or list) of text, numbers, lists and numpy arrays of numbers.
+    """Load one of CIFAR's Python 2 pickles: a dict (or list) of text, numbers, lists and numpy arrays of numbers.
 
-    numpy's own classes are never called, as theirs believe what a pickle says: stand-ins note it, and the arrays at
-    the top are made from their bytes afterwards.
+    numpy's own classes are never called, because they trust the pickle. Stand-ins record their arguments, and the
+    arrays at the top level are built from their bytes afterwards.
     """
     try:
         for opcode, argument, _ in pickletools.genops(data):
             if opcode.name not in _OPCODES:
-                raise UserError(f"it has the opcode {opcode.name}")
+                raise UserError(f"unexpected opcode {opcode.name}")
             if opcode.name == "LONG_BINPUT" and int(argument or 0) > len(data):
                 raise UserError("it has more references than bytes")
-        made = _Unpickler(io.BytesIO(data), encoding="latin1").load()
-        if isinstance(made, dict):
-            return {key: _array(value) for key, value in made.items()}
-        return [_array(value) for value in made] if isinstance(made, list) else _array(made)
-    # a hostile pickle makes the machine that runs it trip over anything
+        loaded = _Unpickler(io.BytesIO(data), encoding="latin1").load()
+        if isinstance(loaded, dict):
+            return {key: _array(value) for key, value in loaded.items()}
+        return [_array(value) for value in loaded] if isinstance(loaded, list) else _array(loaded)
+    # a hostile pickle can make the unpickler raise anything
     except Exception as error:
-        raise UserError(f"a pickle that is not one of plain arrays, or damaged: {error}") from error
+        raise UserError(f"not a pickle of plain arrays, or damaged: {error}") from error
 
 
 class _Unpickler(pickle.Unpickler):
-    """Finds stand-ins only. They are made for it alone: what a pickle does to them ends with it."""
+    """An unpickler that only finds stand-ins. Each instance has its own, so that a pickle cannot change others'."""
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
-        dtype = type("dtype", (_Noted,), {})
-        array = type("array", (_Noted,), {})
-        self._known: Mapping[tuple[str, str], Any] = {
+        dtype = type("dtype", (_Recorded,), {})
+        array = type("array", (_Recorded,), {})
+        self._stand_ins: Mapping[tuple[str, str], Any] = {
             ("numpy", "dtype"): dtype,
             ("numpy", "ndarray"): array,
             ("numpy.core.multiarray", "_reconstruct"): lambda *arguments: array(*arguments),
@@ -407,13 +414,13 @@ class _Unpickler(pickle.Unpickler):
         }
 
     def find_class(self, module: str, name: str) -> Any:
-        if (module, name) not in self._known:
-            raise UserError(f"it asks for {module}.{name}")
-        return self._known[module, name]
+        if (module, name) not in self._stand_ins:
+            raise UserError(f"it refers to {module}.{name}")
+        return self._stand_ins[module, name]
 
 
-class _Noted:
-    """What a pickle calls a numpy dtype or array with, and the state that it gives it."""
+class _Recorded:
+    """A stand-in for a numpy dtype or array, with the arguments and the state that a pickle gives it."""
 
     def __init__(self, *arguments: object) -> None:
         self.arguments = arguments
@@ -424,13 +431,13 @@ class _Noted:
 
 
 def _array(value: object) -> object:
-    """A noted array as an array; anything else as it is."""
-    if not isinstance(value, _Noted):
+    """Convert a recorded array to an array; return anything else unchanged."""
+    if not isinstance(value, _Recorded):
         return value
     _, shape, dtype, fortran, content = value.state  # numpy's ndarray.__reduce__, version 1
     raw = content.encode("latin1") if isinstance(content, str) else content
     name, order = str(dtype.arguments[0]), dtype.state[1]
     if name not in ("u1", "i1", "i2", "u2", "i4", "u4", "i8", "u8", "f4", "f8", "b1") or order not in "<>|=":
-        raise UserError(f"an array of {name}")
+        raise UserError(f"unsupported array type {name}")
     flat = np.frombuffer(raw, np.dtype(order + name if order != "|" else name))
     return flat.reshape(shape, order="F" if fortran else "C")

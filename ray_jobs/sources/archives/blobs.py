@@ -1,8 +1,8 @@
-"""Bytes at rest: a file, an object on S3, the parts of a split file, or a range of one of these, all read alike.
+"""Stored bytes with one interface: a file, an object on S3, the parts of a split file, or a range of one of these.
 
-A `Blob` is a row of extents, each a byte range of a local file or of s3://bucket/key. What can't be read by ranges
-(gz, bz2, xz, a compressed member that is itself an archive) is unpacked once a machine into `unpacked` of the cache
-folder, and is a blob again. The folder may be deleted whenever nothing runs.
+A `Blob` is a sequence of extents, each a byte range of a local file or of s3://bucket/key. Content that cannot be read
+by ranges (gz, bz2, xz, a compressed member that is itself an archive) is unpacked once per machine into the folder
+`unpacked` of the cache, and read as a blob from there. That folder may be deleted whenever nothing runs.
 """
 
 from __future__ import annotations
@@ -32,16 +32,16 @@ from vit_model.errors import UserError
 MAX_RATIO = (
     200  # unpacked to packed bytes: photographs reach 1.1, arrays of labels some hundred, but they are small
 )
-FREE_BYTES = 2**30  # that a file may unpack to whatever its ratio
-MAX_DICTIONARY = 2**29  # bytes that unpacking xz may take; its largest preset takes 2**26
-BLOCK, LOCAL_BLOCK = 2**20, 2**12  # of an object on S3, one request; of a file, headers that lie together
+FREE_BYTES = 2**30  # to which a file may unpack, regardless of its ratio
+MAX_DICTIONARY = 2**29  # bytes of memory to unpack xz; its largest preset needs 2**26
+BLOCK, LOCAL_BLOCK = 2**20, 2**12  # read at once: one request to S3; neighbouring headers of a local file
 _CHUNK = 2**20
-_COPIED = 2**24  # one request where all is read
+_COPIED = 2**24  # of one request when everything is read
 _OPEN_FILES = 64
 
 
 class Extent(NamedTuple):
-    """A byte range of a local file or an object; `version` tells its content from another at the same place."""
+    """A byte range of a local file or an object. `version` changes when the content at `location` changes."""
 
     location: str
     version: str
@@ -54,7 +54,7 @@ class Extent(NamedTuple):
 
 
 class Blob(NamedTuple):
-    """Extents one after the other; `name` is for messages."""
+    """Consecutive extents; `name` is for messages."""
 
     name: str
     extents: tuple[Extent, ...]
@@ -68,20 +68,20 @@ class Blob(NamedTuple):
         return any(extent.remote for extent in self.extents)
 
     def slice(self, offset: int, length: int) -> tuple[Extent, ...]:
-        """The extents of a range. Raises UserError where it does not lie inside."""
-        found: list[Extent] = []
+        """Return the extents of a range. Raises UserError if it is not inside the blob."""
+        extents: list[Extent] = []
         first, last, begin = offset, offset + length, 0
         for location, version, at, own in self.extents:
             start, end = max(first - begin, 0), min(last - begin, own)
             if start < end:
-                found.append(Extent(location, version, at + start, end - start))
+                extents.append(Extent(location, version, at + start, end - start))
             begin += own
         if first < 0 or length < 0 or last > begin:
             raise UserError(f"{self.name} is truncated or damaged: bytes {first:,} to {last:,} of {begin:,}")
-        return tuple(found)
+        return tuple(extents)
 
     def read(self, offset: int, length: int) -> bytes:
-        """The bytes of a range. Raises UserError where it does not lie inside, or the file has become shorter."""
+        """Return the bytes of a range. Raises UserError if it is not inside the blob, or the file became shorter."""
         data = b"".join(map(_read, self.slice(offset, length)))
         if len(data) != length:
             raise UserError(f"{self.name} became shorter while it was read")
@@ -89,7 +89,7 @@ class Blob(NamedTuple):
 
 
 class Reader(io.RawIOBase):
-    """A blob as a seekable file; `largest` is how many bytes may be asked for at once, which headers often claim."""
+    """A blob as a seekable file. `largest` limits the bytes of one read, because damaged headers ask for any number."""
 
     def __init__(self, blob: Blob, largest: int, block: int = BLOCK) -> None:
         self.blob, self.largest = blob, largest
@@ -97,7 +97,7 @@ class Reader(io.RawIOBase):
         self.place = 0
         self.read_block = lru_cache(maxsize=2)(
             self._block
-        )  # what is read may begin in one and end in the next
+        )  # a read may begin in one block and end in the next
 
     def seekable(self) -> bool:
         return True
@@ -139,11 +139,17 @@ class Reader(io.RawIOBase):
 
 
 def open_blob(locations: Iterable[str]) -> Blob:
-    """Local paths or s3:// addresses as one stream. Raises OSError, StoreError."""
+    """Open local paths or s3:// addresses as one blob.
+
+    Raises:
+        OSError: a file is missing or cannot be read.
+        StoreError: an object cannot be read.
+        UserError: it is not a regular file.
+    """
     extents = []
     for location in locations:
         if location.startswith("s3://"):
-            from pipelines.files import s3  # boto3 only for what lies on S3
+            from pipelines.files import s3
 
             etag, size = s3.facts([location])[location]
             extents.append(Extent(location, etag, 0, size))
@@ -157,7 +163,7 @@ def open_blob(locations: Iterable[str]) -> Blob:
 
 
 class _Opened:
-    """A file that closes when nobody has it any more."""
+    """A file that is closed when its last reference is gone."""
 
     def __init__(self, path: str) -> None:
         self.descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
@@ -185,7 +191,7 @@ def _read(extent: Extent) -> bytes:
 
 
 def unpacker(start: bytes) -> Callable[[Reader], Iterator[bytes]] | None:
-    """What unpacks a file that begins so; None: it is not packed."""
+    """Return the function that unpacks a file with this beginning; None: it is not packed."""
     for magic, unpack in _PACKED.items():
         if start.startswith(magic) and (magic != b"BZh" or start[3:4].isdigit()):
             return unpack
@@ -193,10 +199,10 @@ def unpacker(start: bytes) -> Callable[[Reader], Iterator[bytes]] | None:
 
 
 def decompressed(blob: Blob) -> Blob:
-    """What is inside of gz, bz2 or xz, a tar of what is in a RAR, by magic bytes; the blob itself if it is neither.
+    """Return the content of gz, bz2 or xz, and a RAR as a tar, by magic bytes; any other blob unchanged.
 
     Raises:
-        UserError: it is truncated, damaged, or unpacks to far more than it is (a bomb).
+        UserError: it is truncated or damaged, or unpacks to far more than its size (a bomb).
     """
     unpack = unpacker(blob.read(0, min(MAGIC_BYTES, blob.size)))
     if unpack is None:
@@ -214,7 +220,7 @@ def decompressed(blob: Blob) -> Blob:
         except (EOFError, zlib.error, lzma.LZMAError, gzip.BadGzipFile) as error:
             raise UserError(f"{blob.name} is truncated or damaged: {error}") from error
         except OSError as error:
-            # what bz2 says of damaged data; an error of the disk has a number
+            # bz2 raises OSError without a number for damaged data; errors of the disk have one
             if error.errno is not None:
                 raise
             raise UserError(f"{blob.name} is truncated or damaged: {error}") from error
@@ -239,7 +245,7 @@ def _unpack_xz(reader: Reader) -> Iterator[bytes]:
 def _streams(
     reader: Reader, make: Callable[[], bz2.BZ2Decompressor | lzma.LZMADecompressor]
 ) -> Iterator[bytes]:
-    """Streams one after the other, zeros between them; all that is there must be right."""
+    """Decompress consecutive streams, with zeros between them; anything else is an error."""
     data = reader.read(_CHUNK)
     while data:
         stream = make()
@@ -254,7 +260,7 @@ def _streams(
 
 
 def _unpack_rar(reader: Reader) -> Iterator[bytes]:
-    # in a separate process with bounded memory and time: the library is C++, and the bytes are untrusted
+    # in a separate process with limited memory and time, because the library is C++ and the bytes are untrusted
     with (
         tempfile.TemporaryDirectory(dir=_kept_in()) as folder,
         subprocess.Popen(
@@ -267,18 +273,18 @@ def _unpack_rar(reader: Reader) -> Iterator[bytes]:
         try:
             while chunk := process.stdout.read(_CHUNK):
                 yield chunk
-            said = process.stderr.read().decode(errors="replace").strip().rpartition("\n")[2]
+            reason = process.stderr.read().decode(errors="replace").strip().rpartition("\n")[2]
         except BaseException:
             process.kill()
             raise
     if process.returncode == -signal.SIGALRM:
-        said = f"is damaged: the RAR library made no progress for {rar.SECONDS} s"
+        reason = f"is damaged: the RAR library made no progress for {rar.SECONDS} s"
     if process.returncode:
-        raise UserError(f"{reader.blob.name} {said or 'is damaged: the RAR library crashed'}")
+        raise UserError(f"{reader.blob.name} {reason or 'is damaged: the RAR library crashed'}")
 
 
 def _volumes(blob: Blob) -> list[Blob]:
-    """The volumes of a RAR. Each starts with RAR's signature; pieces of a plainly cut file do not."""
+    """Return the volumes of a RAR. Each starts with RAR's signature; the parts of a file that was split do not."""
     volumes: list[tuple[Extent, ...]] = []
     for extent in blob.extents:
         if not volumes or Blob(blob.name, (extent,)).read(0, min(len(_RAR), extent.length)) == _RAR:
@@ -288,7 +294,7 @@ def _volumes(blob: Blob) -> list[Blob]:
 
 
 def _linked(volumes: list[Blob], folder: Path) -> Path:
-    """The first of these volumes, in a folder with nothing but all volumes; the library finds the next by name."""
+    """Link all volumes into `folder`, where the library finds them by name; return the link to the first."""
     links = [folder / volume.name.rpartition("/")[2][-_MAX_NAME:] for volume in volumes]
     for link, volume in zip(links, volumes, strict=True):
         link.symlink_to(local_path(volume).resolve())
@@ -296,7 +302,7 @@ def _linked(volumes: list[Blob], folder: Path) -> Path:
 
 
 _RAR = b"Rar!\x1a\x07"
-_MAX_NAME = 60  # letters, of which each has four bytes at most
+_MAX_NAME = 60  # characters, of at most four bytes each
 _PACKED = {
     b"\x1f\x8b\x08": _unpack_gzip,
     b"BZh": _unpack_bz2,
@@ -307,7 +313,7 @@ MAGIC_BYTES = max(map(len, _PACKED))
 
 
 def local_path(blob: Blob) -> Path:
-    """A file on this machine with these bytes: itself, or a copy in the cache folder. Raises UserError, StoreError."""
+    """Return a local file with these bytes: the file itself, or a copy in the cache. Raises UserError, StoreError."""
     (first, *more) = blob.extents or (Extent("", "", 0, 0),)
     if blob.extents and not more and not first.remote and first.start == 0:
         path = Path(first.location)
@@ -324,13 +330,13 @@ def local_path(blob: Blob) -> Path:
 def kept(
     name: str, extents: tuple[Extent, ...], how: str, write: Callable[[io.BufferedWriter], None]
 ) -> Blob:
-    """What `write` makes of these extents, made once a machine and kept in the cache folder."""
+    """Return what `write` makes of these extents, which is made once per machine and kept in the cache folder."""
     key = identity.sha256(identity.canonical_json([how, [list(extent) for extent in extents]]))[:40]
     folder = _kept_in()
     path = folder / key
     if not path.exists():
         with (folder / f"{key}.lock").open("w") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)  # another process makes it: wait, it is read then
+            fcntl.flock(lock, fcntl.LOCK_EX)  # wait if another process is making it
             if not path.exists():
                 temporary = path.with_suffix(".tmp")
                 try:

@@ -1,17 +1,17 @@
-"""Files inside of archives: what there is, and the byte range of each; then those ranges are read, and nothing else.
+"""Files in archives: list the byte range of each file, then read only these ranges.
 
-A `file` is a name of `files`, or a chain of names joined by "::", a file inside of an archive:
-"caltech-101.zip::caltech-101/101_ObjectCategories.tar.gz". What a file is, is seen from its first bytes, never from its
-name. The bytes of a file that begins as gz, bz2 or xz are those of its unpacked content. The first of `train.zip.001`,
-`train.zip.002`, ... stands for all of them joined, the first volume of a RAR (`x.part1.rar`, ...) for all volumes.
+A `file` is a name in `files`, or a chain of names joined by "::" for a file in an archive:
+"caltech-101.zip::caltech-101/101_ObjectCategories.tar.gz". The format of a file is detected from its first bytes, never
+from its name. A file in gz, bz2 or xz is read as its unpacked content. The first of `train.zip.001`, `train.zip.002`,
+... stands for all parts joined, the first volume of a RAR (`x.part1.rar`, ...) for all volumes.
 
     members(files, file)            regular files in a tar, zip or RAR
     read(files, entries)            the bytes of each entry
-    read_member, read_file          small things, such as lists of labels
-    local(files, file)              a path on this machine, for libraries that want one
+    read_member, read_file          small files, such as lists of labels
+    local(files, file)              a path on this machine, for libraries that need one
 
-All of it may come from anybody: nothing is written but into the cache folder under names of our own, a size is
-believed only after as many bytes have come, and what can't be right is a UserError that names the file.
+Archives are untrusted. Files are only written into the cache folder, under names that do not come from the archive; a
+size is trusted only after as many bytes were read; and inconsistencies raise a UserError that names the file.
 """
 
 from __future__ import annotations
@@ -41,79 +41,79 @@ from ray_jobs.sources.archives.blobs import (
     unpacker,
 )
 from ray_jobs.sources.archives.entries import Bad, Files
-from ray_jobs.sources.archives.headers import THREADS, Found, Refused, listed
+from ray_jobs.sources.archives.headers import THREADS, Refused, RegularFile, listed
 from vit_model.errors import UserError
 
 MAX_IMAGE_BYTES = 2**28  # of one entry, unpacked
 SMALL = 64 * 2**20
-MAX_DEPTH = 8  # names of a chain
+MAX_DEPTH = 8  # names in a chain
 _CHAIN = "::"
 _CHUNK = 2**20
 _NOT_ITS_CRC = "its bytes are not those that its archive has the checksum of"
-_REMEMBERED = 1024  # files of one call of `read`
+_REMEMBERED = 1024  # resolved files per call of `read`
 _In = TypeVar("_In")
 _Out = TypeVar("_Out")
 
 
 class Member(NamedTuple):
-    """A regular file in an archive, and where its bytes are, as in ENTRIES."""
+    """A regular file in an archive, and the position of its bytes, as in ENTRIES."""
 
     path: str
-    """In the archive, with "/"."""
+    """Its path in the archive, with "/"."""
     file: str
     offset: int
     length: int
     codec: str
     """"stored" or "deflate"."""
     size: int
-    """Of its content, as the archive says."""
+    """Of its content, according to the archive."""
     crc: int | None = None
-    """CRC-32 of its content, where the archive has one."""
+    """CRC-32 of its content, if the archive has one."""
 
 
 class Contents(NamedTuple):
-    """What an archive holds, in its order; `refused`: links, paths that lead outside, and what can't be read."""
+    """The content of an archive, in its order. `refused`: links, paths that lead outside, and unreadable members."""
 
     members: list[Member]
     refused: list[Bad]
 
 
 def contents(files: Files, file: str) -> Contents:
-    """What is in an archive of files that anybody may have made: what is refused is listed, for the quarantine.
+    """List an untrusted archive: its regular files, and the refused members, for the quarantine.
 
-    Hidden files and macOS's shadows (`.x`, `__MACOSX/`) are left out.
+    Hidden files and macOS's resource forks (`.x`, `__MACOSX/`) are left out.
 
     Raises:
-        UserError: it is no archive, truncated or damaged.
+        UserError: it is not an archive, truncated or damaged.
     """
     place = _resolve(files, file)
-    found, refused = _found(place.blob)
+    regular, refused = _listed(place.blob)
     inside = [
         Member(one.path, place.file, place.offset + one.offset, one.length, one.codec, one.size, one.crc)
-        for one in found
+        for one in regular
     ]
     return Contents(inside, [Bad(f"{file}/{one.path}", one.reason, file) for one in refused])
 
 
 def members(files: Files, file: str) -> list[Member]:
-    """The regular files in an archive, in its order; one that has anything else in it but folders is refused.
+    """List the regular files in an archive, in its order; refuse an archive with anything but files and folders.
 
     Raises:
-        UserError: it is no archive, truncated or damaged, or holds links, paths that lead outside, and the like.
+        UserError: it is not an archive, truncated or damaged, or contains links, paths that lead outside, and the like.
     """
-    found, refused = contents(files, file)
+    regular, refused = contents(files, file)
     if refused:
-        raise UserError(f"{refused[0].key} can't be used: {refused[0].reason}")
-    return found
+        raise UserError(f"{refused[0].key} cannot be used: {refused[0].reason}")
+    return regular
 
 
 def each_contents(files: Files, names: Iterable[str]) -> Iterator[Contents]:
-    """`contents` of each of many archives, in their order, several at a time where they are on S3."""
+    """Yield the `contents` of each archive, in order; on S3 several archives are read in parallel."""
     return _in_flight(files, lambda name: contents(files, name), names)
 
 
 def read(files: Files, entries: pa.Table) -> Iterator[bytes | UserError]:
-    """The bytes of each entry, in their order, or why they can't be had."""
+    """Yield the bytes of each entry, in order, or the reason why they cannot be read."""
     blobs: dict[str, Blob] = {}
 
     def one(row: tuple[str, int, int, str, int | None]) -> bytes | UserError:
@@ -136,30 +136,30 @@ def read(files: Files, entries: pa.Table) -> Iterator[bytes | UserError]:
 
 
 def read_member(files: Files, member: Member, limit: int = SMALL) -> bytes:
-    """A member's content. Raises UserError: larger than `limit`, truncated or damaged."""
+    """Return a member's content. Raises UserError: larger than `limit`, truncated or damaged."""
     blob = _resolve(files, member.file).blob
     blob = blob._replace(name=f"{blob.name}: {member.path}")
     data = _range(blob, member.offset, member.length, member.codec, limit)
     if len(data) != member.size:
-        raise UserError(f"{blob.name} has {len(data):,} bytes, its archive says {member.size:,}")
+        raise UserError(f"{blob.name} has {len(data):,} bytes, but its archive says {member.size:,}")
     return _checked(data, member.crc, f"{blob.name}: ")
 
 
 def read_file(files: Files, file: str, limit: int = SMALL) -> bytes:
-    """A file's content. Raises UserError: larger than `limit`, truncated or damaged."""
+    """Return a file's content. Raises UserError: larger than `limit`, truncated or damaged."""
     blob = _resolve(files, file).blob
     return _range(blob, 0, blob.size, "stored", limit)
 
 
 def outermost(files: Container[str], file: str) -> str:
-    """The name in `files` that a chain starts with, which may contain "::"; else everything before the first "::"."""
+    """Return the name in `files` with which a chain begins (it may contain "::"), else all before the first "::"."""
     names = file.split(_CHAIN)
     chains = (_CHAIN.join(names[:number]) for number in range(len(names), 0, -1))
     return next((chain for chain in chains if chain in files), names[0])
 
 
 def local(files: Files, file: str) -> Path:
-    """A path on this machine with the file's content, to be read only; what lies elsewhere or packed is kept there.
+    """Return a local, read-only path with the file's content; remote and packed files are kept in the cache.
 
     Raises:
         UserError: truncated or damaged.
@@ -167,11 +167,11 @@ def local(files: Files, file: str) -> Path:
     return local_path(_resolve(files, file).blob)
 
 
-# ------------------------------------------------------------------------------------------------- where bytes lie
+# ------------------------------------------------------------------------------------------------- positions
 
 
 class _Place(NamedTuple):
-    """A file's content: `blob`, which lies at `offset` of the content of the file `file`."""
+    """A file's content `blob`, which begins at `offset` of the content of the file `file`."""
 
     file: str
     offset: int
@@ -179,82 +179,86 @@ class _Place(NamedTuple):
 
 
 def _resolve(files: Files, file: str) -> _Place:
-    """Raises UserError: there is no such file, or what it is in is truncated or damaged."""
+    """Return the content of a file. Raises UserError: no such file, or its archive is truncated or damaged."""
     first = outermost(files, file)
     inner = file.removeprefix(first).split(_CHAIN)[1:]
     if len(inner) >= MAX_DEPTH:
-        raise UserError(f"{file!r}: {len(inner)} archives in each other are too many")
+        raise UserError(
+            f"{file!r}: {len(inner)} nested archives are too many; expected at most {MAX_DEPTH - 1}"
+        )
     place = _Place(first, 0, decompressed(open_blob(_locations(files, first))))
     chain = first
     for path in inner:
         chain += f"{_CHAIN}{path}"
-        if (found := _by_path(place.blob).get(path)) is None:
-            raise UserError(f"{place.blob.name} has no file {path!r} in it")
+        if (member := _by_path(place.blob).get(path)) is None:
+            raise UserError(f"{place.blob.name} does not contain {path!r}")
         name = f"{place.blob.name}: {path}"
-        blob = _content(place.blob, found)._replace(name=name)
+        blob = _content(place.blob, member)._replace(name=name)
         unpacked = decompressed(blob)
-        stays = found.codec == "stored" and unpacked is blob
-        place = _Place(place.file, place.offset + found.offset, blob) if stays else _Place(chain, 0, unpacked)
+        is_range = member.codec == "stored" and unpacked is blob
+        place = (
+            _Place(place.file, place.offset + member.offset, blob) if is_range else _Place(chain, 0, unpacked)
+        )
     return place
 
 
 def _locations(files: Files, name: str) -> list[str]:
-    """Where a file lies; several places where it is the first of several parts."""
+    """Return the location of a file, or of all parts of a file that was split."""
     if name not in files:
-        raise UserError(f"there is no file {name!r} among {', '.join(sorted(files)[:5]) or 'none'}")
-    found = parts_of(name, files)
-    # the names of a cut file's pieces end in numbers; for a RAR, its library finds the next volume
+        raise UserError(f"no file {name!r}; files: {', '.join(sorted(files)[:5]) or 'none'}")
+    parts = parts_of(name, files)
+    # the names of a split file's parts end in numbers; a RAR's library finds the next volume itself
     stem, dot, digits = name.rpartition(".")
-    if len(found) > 1 and digits.isdecimal():
-        for number, part in enumerate(found, start=1):
+    if len(parts) > 1 and digits.isdecimal():
+        for number, part in enumerate(parts, start=1):
             if part != (expected := f"{stem}{dot}{number:0{len(digits)}d}"):
                 raise UserError(f"{files[name]}: its part {expected} is missing")
-    return [files[part] for part in found]
+    return [files[part] for part in parts]
 
 
-@lru_cache(maxsize=4)  # of archives in archives the outer one is asked for each inner one
-def _found(blob: Blob) -> tuple[list[Found], list[Refused]]:
-    found: list[Found] = []
+@lru_cache(maxsize=4)  # for nested archives, the outer one is listed for each inner one
+def _listed(blob: Blob) -> tuple[list[RegularFile], list[Refused]]:
+    regular: list[RegularFile] = []
     refused: list[Refused] = []
     for one in listed(blob):
-        found.append(one) if isinstance(one, Found) else refused.append(one)
-    return found, refused
+        regular.append(one) if isinstance(one, RegularFile) else refused.append(one)
+    return regular, refused
 
 
 @lru_cache(maxsize=4)
-def _by_path(blob: Blob) -> dict[str, Found]:
-    return {one.path: one for one in _found(blob)[0]}
+def _by_path(blob: Blob) -> dict[str, RegularFile]:
+    return {one.path: one for one in _listed(blob)[0]}
 
 
 # ------------------------------------------------------------------------------------------------- bytes
 
 
-def _content(blob: Blob, found: Found) -> Blob:
-    """A member as a blob: a range of the archive, or what was unpacked from it."""
-    extents = blob.slice(found.offset, found.length)
-    if found.codec == "stored":
+def _content(blob: Blob, member: RegularFile) -> Blob:
+    """Return a member as a blob: a range of the archive, or the content that was unpacked from it."""
+    extents = blob.slice(member.offset, member.length)
+    if member.codec == "stored":
         return Blob(blob.name, extents)
-    packed = Blob(f"{blob.name}: {found.path}", extents)
-    if found.size > max(FREE_BYTES, MAX_RATIO * found.length):
-        raise UserError(f"{packed.name} unpacks to {found.size:,} bytes (a bomb)")
+    packed = Blob(f"{blob.name}: {member.path}", extents)
+    if member.size > max(FREE_BYTES, MAX_RATIO * member.length):
+        raise UserError(f"{packed.name} unpacks to {member.size:,} bytes (a bomb)")
 
     def write(file: BufferedWriter) -> None:
         written, crc = 0, 0
         for chunk in _inflated(packed):
             written, crc = written + len(chunk), zlib.crc32(chunk, crc)
-            if written > found.size:
+            if written > member.size:
                 break
             file.write(chunk)
-        if written != found.size:
-            raise UserError(f"{packed.name} is damaged: its archive says that it has {found.size:,} bytes")
-        if crc != found.crc:
+        if written != member.size:
+            raise UserError(f"{packed.name} is damaged: its archive says that it has {member.size:,} bytes")
+        if crc != member.crc:
             raise UserError(f"{packed.name} is damaged: {_NOT_ITS_CRC}")
 
     return kept(packed.name, extents, "deflate", write)
 
 
 def _inflated(blob: Blob) -> Iterator[bytes]:
-    """The content of a member that is packed with deflate, in chunks."""
+    """Yield the content of a member that is packed by deflate, in chunks."""
     stream, place = zlib.decompressobj(-zlib.MAX_WBITS), 0
     try:
         while not stream.eof:
@@ -271,7 +275,7 @@ def _inflated(blob: Blob) -> Iterator[bytes]:
 
 
 def _range(blob: Blob, offset: int, length: int, codec: str, limit: int) -> bytes:
-    """The content of a range of a file."""
+    """Return the content of a range of a file. Its messages are stored as reasons in the quarantine."""
     if length > limit:
         raise UserError(f"{blob.name} has {length:,} bytes at {offset:,}, more than {limit:,}")
     if codec == "stored":
@@ -284,15 +288,15 @@ def _range(blob: Blob, offset: int, length: int, codec: str, limit: int) -> byte
     return bytes(data)
 
 
-def _checked(data: bytes, crc: int | None, whose: str = "") -> bytes:
-    """Raise UserError where the content is not the one that the archive has the CRC-32 of."""
+def _checked(data: bytes, crc: int | None, where: str = "") -> bytes:
+    """Return the content. Raises UserError if it does not match the archive's CRC-32."""
     if crc is not None and zlib.crc32(data) != crc:
-        raise UserError(f"{whose}{_NOT_ITS_CRC}")
+        raise UserError(f"{where}{_NOT_ITS_CRC}")
     return data
 
 
 def _object(files: Files, file: str, length: int) -> bytes | None:
-    """A whole object on S3 in one request; None where `file` is something else, or is to be unpacked first."""
+    """Read a whole object on S3 in one request; None if `file` is anything else, or has to be unpacked."""
     location = files.get(file, "")
     if (
         not location.startswith("s3://")
@@ -300,21 +304,21 @@ def _object(files: Files, file: str, length: int) -> bytes | None:
         or len(parts_of(file, files)) > 1
     ):
         return None
-    from pipelines.files import s3  # boto3 only for what lies on S3
+    from pipelines.files import s3
 
     data = s3.read_range(location, 0, length)
     return data if len(data) == length and unpacker(data[:MAGIC_BYTES]) is None else None
 
 
 def _in_flight(files: Files, function: Callable[[_In], _Out], items: Iterable[_In]) -> Iterator[_Out]:
-    """function(item) of each, in order; where files are on S3 some are asked for before their turn."""
+    """Yield function(item) for each item, in order; if files are on S3, compute several in parallel."""
     if not any(location.startswith("s3://") for location in files.values()):
         yield from map(function, items)
         return
-    left = iter(items)
+    remaining = iter(items)
     with ThreadPoolExecutor(THREADS) as threads:
         waiting: deque[Future[_Out]] = deque()
-        waiting.extend(threads.submit(function, item) for item in islice(left, 2 * THREADS))
+        waiting.extend(threads.submit(function, item) for item in islice(remaining, 2 * THREADS))
         while waiting:
             yield waiting.popleft().result()
-            waiting.extend(threads.submit(function, item) for item in islice(left, 1))
+            waiting.extend(threads.submit(function, item) for item in islice(remaining, 1))

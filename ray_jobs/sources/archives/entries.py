@@ -1,16 +1,16 @@
-"""What a source says it holds, before an image is read: a table with one row an image, and how to get at its bytes.
+"""The listing of a source, before any image is read: a table with one row per image and the position of its bytes.
 
 A source is a module of this package with
 
-    listing(source, files) -> Listing           what there is; reads directories of archives and lists of labels
-    rows(source, files, numbers) -> Iterator    the images of these numbers as arrays, uint8 [h, w, c], or files' bytes,
-                                                or why one can't be had; only where the listing has entries with codec
-                                                "row" (images that lie in arrays or in packed records)
-    processed(source, key, image) -> bytes      an image file as a published recipe changes it, from its bytes; only
-                                                where a data set is used in changed form. Raises ValueError
+    listing(source, files) -> Listing           lists the images; reads directories of archives and lists of labels
+    rows(source, files, numbers) -> Iterator    yields the images with these numbers: uint8 [h, w, c], a file's bytes,
+                                                or the reason why it cannot be read. Only if the listing has entries
+                                                with codec "row" (images in arrays or in packed records)
+    processed(source, key, image) -> bytes      returns an image file as a published recipe changes it. Only for
+                                                datasets that are used in a changed form. Raises UserError
 
-`files` maps the names that `source_files(source)` gives to where each lies: a local path or s3://bucket/key. All other
-entries are byte ranges of those files, which `ray_jobs.sources.archives.containers` reads.
+`files` maps the names of `source_files(source)` to locations: a local path or s3://bucket/key. Entries with another
+codec are byte ranges of these files, which `ray_jobs.sources.archives.containers` reads.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _BATCH = 65_536
 
 
 class Bad(NamedTuple):
-    """Something in a source that can't be used, and why."""
+    """An entry of a source that cannot be used, and the reason (stored in the quarantine)."""
 
     key: str
     reason: str
@@ -41,25 +41,25 @@ class Bad(NamedTuple):
 
 
 class Listing(NamedTuple):
-    """What a source holds."""
+    """The images of a source."""
 
     class_names: tuple[str, ...]
     entries: pa.Table
     """ENTRIES, in any order."""
     image: ImageSize | None = None
-    """The size of all images where they are arrays of one size; None: image files, or arrays of several sizes."""
+    """The size of all images if they are arrays of one size; None: image files, or arrays of several sizes."""
     bad: tuple[Bad, ...] = ()
     notes: tuple[str, ...] = ()
-    """What a reader of results must know: how far the membership of splits is confirmed, what pixels were changed."""
+    """Stored in dataset.json, for readers of results: are the splits the published ones, were pixels changed."""
 
 
 def place(member: Member) -> dict[str, object]:
-    """Where a member's bytes are, as a part of an entry."""
+    """Return the position of a member's bytes, as columns of an entry."""
     return {name: getattr(member, name) for name in ("file", "offset", "length", "codec", "crc")}
 
 
 def table(rows: Iterable[Mapping[str, object]]) -> pa.Table:
-    """ENTRIES of dicts; what a dict leaves out is null."""
-    left = iter(rows)  # in batches: 14 million dicts would take as many KiB
-    batches = iter(lambda: list(islice(left, _BATCH)), [])
+    """Return ENTRIES from dicts; a missing column is null."""
+    remaining = iter(rows)  # in batches, because 14 million dicts would take as many KiB
+    batches = iter(lambda: list(islice(remaining, _BATCH)), [])
     return pa.Table.from_batches([pa.RecordBatch.from_pylist(batch, ENTRIES) for batch in batches], ENTRIES)

@@ -1,8 +1,8 @@
 """TFRecord files and the tf.train.Example messages in them, without TensorFlow.
 
-A record is its length (8 bytes, little-endian), a masked CRC32C of these, the payload, a masked CRC32C of that. An
-Example is a protocol buffer: features (1) { feature (1): map of name (1) to value (2) }, a value being a list of bytes
-(1), floats (2) or int64 (3). All of it is read where it lies, so that an image is a byte range of its file.
+A record is the payload's length (8 bytes, little-endian), a masked CRC32C of these bytes, the payload, and its masked
+CRC32C. An Example is a protocol buffer: features (1) { feature (1): map of name (1) to value (2) }, where a value is a
+list of bytes (1), floats (2) or int64 (3). The parser works on positions, so that an image is a byte range of its file.
 """
 
 from __future__ import annotations
@@ -12,6 +12,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import IO
 
+import crc32c
+
 from vit_model.errors import UserError
 
 _CHUNK = 2**20
@@ -20,9 +22,10 @@ Values = list[bytes] | list[int] | list[float]
 
 
 def tfrecords(file: Path | IO[bytes]) -> Iterator[tuple[int, int]]:
-    """(offset, length) of the payload of every record of a TFRecord file, its checksums verified.
+    """Yield (offset, length) of the payload of every record of a TFRecord file, after verifying its checksums.
 
-    Raises UserError, with the record's number, where the file is damaged or truncated.
+    Raises:
+        UserError: the file is damaged or truncated; the message has the record's number.
     """
     if isinstance(file, Path):
         with file.open("rb") as opened:
@@ -30,7 +33,7 @@ def tfrecords(file: Path | IO[bytes]) -> Iterator[tuple[int, int]]:
         return
     start = number = 0
     while True:
-        file.seek(start)  # whoever gets the records may read between them
+        file.seek(start)  # the caller may read the file between records
         header = file.read(12)
         if not header:
             return
@@ -46,24 +49,25 @@ def tfrecords(file: Path | IO[bytes]) -> Iterator[tuple[int, int]]:
         if left or len(footer) < 4:
             raise UserError(f"record {number} is truncated")
         if _masked(crc) != int.from_bytes(footer, "little"):
-            raise UserError(f"record {number} is damaged: its checksum does not fit")
+            raise UserError(f"record {number} is damaged: its checksum does not match")
         yield start + 12, length
         start, number = start + 16 + length, number + 1
 
 
 def parse_example(data: bytes) -> dict[str, Values]:
-    """The features of a serialised tf.train.Example. Raises UserError for what is none."""
+    """Return the features of a serialised tf.train.Example. Raises UserError if `data` is not one."""
     return {name: _values(data, start, end) for name, (start, end) in _features(data).items()}
 
 
 def feature_range(data: bytes, name: str) -> tuple[int, int]:
-    """(offset, length) in `data`, a serialised tf.train.Example, of the one bytes value of the feature `name`.
+    """Return (offset, length) of the single bytes value of the feature `name` in a serialised tf.train.Example.
 
-    Raises UserError where there is no such feature, or it has not exactly one value, of bytes.
+    Raises:
+        UserError: there is no such feature, or it is not exactly one value of bytes.
     """
     features = _features(data)
     if name not in features:
-        raise UserError(f"no feature {name!r}; there are {', '.join(sorted(features)) or 'none'}")
+        raise UserError(f"no feature {name!r}; features: {', '.join(sorted(features)) or 'none'}")
     lists = list(_fields(data, *features[name]))
     values = [part for field, start, end in lists if field == 1 for part in _fields(data, start, end)]
     if [field for field, _, _ in lists] != [1] or [field for field, _, _ in values] != [1]:
@@ -73,8 +77,8 @@ def feature_range(data: bytes, name: str) -> tuple[int, int]:
 
 
 def _features(data: bytes) -> dict[str, tuple[int, int]]:
-    """Where the value of each feature lies."""
-    found = {}
+    """Return (start, end) of the value of each feature."""
+    values = {}
     for _, start, end in _fields(data, 0, len(data), wanted=1):
         for _, inner, outer in _fields(data, start, end, wanted=1):
             name, place = "", (outer, outer)
@@ -83,15 +87,15 @@ def _features(data: bytes) -> dict[str, tuple[int, int]]:
                     name = _name(data[first:last])
                 elif field == 2:
                     place = first, last
-            found[name] = place
-    return found
+            values[name] = place
+    return values
 
 
 def _name(data: bytes) -> str:
     try:
         return data.decode()
     except UnicodeDecodeError as error:
-        raise UserError(f"damaged example: a feature's name is no text: {error}") from error
+        raise UserError(f"damaged example: a feature's name is not UTF-8: {error}") from error
 
 
 def _values(data: bytes, start: int, end: int) -> Values:
@@ -107,26 +111,26 @@ def _values(data: bytes, start: int, end: int) -> Values:
 
 
 def _floats(data: bytes, start: int, end: int) -> list[float]:
-    """Packed into one field, or one field each (four bytes long as well)."""
-    found: list[float] = []
+    """Return floats that are packed into one field, or have a field of four bytes each."""
+    floats: list[float] = []
     for _, first, last in _fields(data, start, end, wanted=1):
         if (last - first) % 4:
             raise UserError("damaged example: floats of odd length")
-        found += struct.unpack_from(f"<{(last - first) // 4}f", data, first)
-    return found
+        floats += struct.unpack_from(f"<{(last - first) // 4}f", data, first)
+    return floats
 
 
 def _integers(data: bytes, start: int, end: int) -> list[int]:
-    found = []
+    integers = []
     for _, first, last in _fields(data, start, end, wanted=1):
         while first < last:
             value, first = _varint(data, first, last)
-            found.append(value - 2**64 if value >= 2**63 else value)
-    return found
+            integers.append(value - 2**64 if value >= 2**63 else value)
+    return integers
 
 
 def _fields(data: bytes, start: int, end: int, wanted: int | None = None) -> Iterator[tuple[int, int, int]]:
-    """(number, start, end) of the content of each field of a message at [start, end), or of those `wanted`."""
+    """Yield (number, start, end) of the content of each field of the message at [start, end), or of fields `wanted`."""
     while start < end:
         tag, start = _varint(data, start, end)
         kind = tag & 7
@@ -147,7 +151,7 @@ def _fields(data: bytes, start: int, end: int, wanted: int | None = None) -> Ite
 
 
 def _varint(data: bytes, start: int, end: int) -> tuple[int, int]:
-    """(value, where it ends)."""
+    """Return (value, the position after it)."""
     value = 0
     for place in range(start, min(end, start + 10)):
         value |= (data[place] & 0x7F) << 7 * (place - start)
@@ -157,7 +161,6 @@ def _varint(data: bytes, start: int, end: int) -> tuple[int, int]:
 
 
 def _crc(data: bytes, before: int = 0) -> int:
-    import crc32c
 
     return crc32c.crc32c(data, before)
 

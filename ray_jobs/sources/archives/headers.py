@@ -1,8 +1,7 @@
-"""The headers of tars and zips, read without what is in them: `listed` gives the byte range of each file.
+"""The headers of tars and zips: `listed` gives the byte range of each file without reading its content.
 
-The parsing is the standard library's. Around it stands what that library leaves to its callers: that nothing is
-skipped where an archive is damaged, that offsets only grow, that ranges lie inside and do not overlap, that names stay
-inside.
+The standard library parses the headers. This module adds the checks that the library leaves to its callers: damage does
+not hide members, offsets only grow, byte ranges are inside the archive and do not overlap, paths stay inside.
 """
 
 from __future__ import annotations
@@ -22,17 +21,17 @@ from pipelines.file_names import left_by_a_system
 from ray_jobs.sources.archives.blobs import Blob, Reader
 from vit_model.errors import UserError
 
-MAX_MEMBERS = 2**22  # of one archive, half a KiB of memory each; ImageNet-1k, if it were one, has 1.3 million
-MAX_PATH = 1024  # letters
-MAX_DEFLATE_RATIO = 1032  # what deflate can reach; more is a lie
+MAX_MEMBERS = 2**22  # of one archive, half a KiB of memory each; all of ImageNet-1k has 1.3 million
+MAX_PATH = 1024  # characters
+MAX_DEFLATE_RATIO = 1032  # the most that deflate can reach
 _MAX_TAR_HEADER, _MAX_ZIP_DIRECTORY = 2**20, 2**28
 _LOCAL_HEADER = struct.Struct(
     "<4s22xHH"
-)  # of a zip's member: its magic, the lengths of its name and of what follows
+)  # of a zip's member: magic, length of its name, length of its extra field
 _CODECS = {zipfile.ZIP_STORED: "stored", zipfile.ZIP_DEFLATED: "deflate"}
 _METHODS = {9: "deflate64", 12: "bzip2", 14: "lzma", 93: "zstd", 95: "xz", 98: "ppmd", 99: "AES encryption"}
 _SHOWN = 200
-_PLAIN = re.compile(  # the header of a regular file in a tar, with nothing but zeros where a prefix would stand
+_PLAIN = re.compile(  # the header of a regular file in a tar, without a prefix
     rb"(.{100})[0-7]{7}\0[0-7]{7}[\0 ][0-7]{7}[\0 ]([0-7]{11})[\0 ][0-7]{11}[\0 ]"  # name, owner, size, time
     rb"([0-7]{6})\0 0\0{100}ustar(?:\x0000|  \0).{80}\0{167}",  # checksum, kind, link, form, owner's names
     re.DOTALL,
@@ -40,8 +39,8 @@ _PLAIN = re.compile(  # the header of a regular file in a tar, with nothing but 
 THREADS = 16  # requests to S3 in flight
 
 
-class Found(NamedTuple):
-    """A regular file in an archive: `offset` and `length` are those of its bytes in the archive."""
+class RegularFile(NamedTuple):
+    """A regular file in an archive. `offset` and `length` are those of its bytes in the archive."""
 
     path: str
     offset: int
@@ -49,23 +48,23 @@ class Found(NamedTuple):
     codec: str
     size: int
     crc: int | None = None
-    """CRC-32 of its content, which a zip has."""
+    """CRC-32 of its content, in a zip."""
 
 
 class Refused(NamedTuple):
-    """A member that can't be used; its path is spelled so that it can be shown."""
+    """A member that cannot be used, with the reason; its path is escaped for display."""
 
     path: str
     reason: str
 
 
-def listed(blob: Blob) -> Iterator[Found | Refused]:
-    """The members of a tar or a zip in its order, without folders and hidden files; a path comes once.
+def listed(blob: Blob) -> Iterator[RegularFile | Refused]:
+    """Yield the members of a tar or a zip in its order, without folders and hidden files. Each path is yielded once.
 
     Raises:
         UserError: it is neither, truncated or damaged.
     """
-    known: set[str] = set()
+    seen: set[str] = set()
     zipped = blob.read(0, min(4, blob.size)) in (b"PK\3\4", b"PK\5\6")
     for number, one in enumerate(_in_zip(blob) if zipped else _in_tar(blob)):
         if number >= MAX_MEMBERS:
@@ -73,39 +72,39 @@ def listed(blob: Blob) -> Iterator[Found | Refused]:
         path = tidied(one.path)
         if not path:
             continue
-        if isinstance(one, Found) and (reason := _unfit(path, known)):
+        if isinstance(one, RegularFile) and (reason := _unfit(path, seen)):
             one = Refused(path, reason)
         if isinstance(one, Refused):
             yield Refused(path.encode("unicode_escape").decode()[:_SHOWN], one.reason)
         else:
-            known.add(path)
+            seen.add(path)
             yield one if path == one.path else one._replace(path=path)
 
 
 def tidied(path: str) -> str:
-    """A member's path without "./"; empty for files that an operating system left."""
+    """Return a member's path without "./"; empty for files that an operating system left."""
     parts = [part for part in path.split("/") if part not in ("", ".")]
     if any(left_by_a_system(part) and part != ".." for part in parts):
         return ""
     return ("/" if path.startswith("/") else "") + "/".join(parts)
 
 
-def _unfit(path: str, known: set[str]) -> str | None:
-    """Why a member can't be used by its path alone."""
+def _unfit(path: str, seen: set[str]) -> str | None:
+    """Return why a member cannot be used, judging by its path alone; None: it can."""
     if path.startswith("/") or ".." in path.split("/"):
         return "its path leads outside"
     # surrogates (Cs) stand for bytes that are not UTF-8
     is_plain = path.isprintable() or not any(unicodedata.category(letter) in ("Cc", "Cs") for letter in path)
     if len(path) > MAX_PATH or not is_plain:
         return "its name is not UTF-8, or has control characters, or is too long"
-    return "its path comes twice" if path in known else None
+    return "its path comes twice" if path in seen else None
 
 
 # ------------------------------------------------------------------------------------------------- tar
 
 
-def _in_tar(blob: Blob) -> Iterator[Found | Refused]:
-    """Members of an uncompressed tar (v7, ustar, GNU, pax)."""
+def _in_tar(blob: Blob) -> Iterator[RegularFile | Refused]:
+    """Yield the members of an uncompressed tar (v7, ustar, GNU, pax)."""
     reader = Reader(blob, _MAX_TAR_HEADER)
     start = reader.read(tarfile.BLOCKSIZE)
     if not any(start):
@@ -127,21 +126,24 @@ def _in_tar(blob: Blob) -> Iterator[Found | Refused]:
                 before = tar.offset
                 if one := _tar_member(blob, info):
                     yield one
-                if not tar.pax_headers:  # which would hold for all that follow
+                if not tar.pax_headers:  # which would apply to all following members
                     for plain in _plain_members(blob, reader, tar.offset):
                         yield plain
                         tar.offset = _after(plain)
-            # the library also ends quietly at a header that it can't read
+            # the library also stops silently at a header that it cannot read
             reader.seek(tar.offset)
             if any(rest := reader.read(tarfile.BLOCKSIZE)) or 0 < len(rest) < tarfile.BLOCKSIZE:
-                raise UserError(f"there is no header at byte {tar.offset:,}")
+                raise UserError(f"no header at byte {tar.offset:,}")
     except (tarfile.TarError, ValueError, OverflowError, RecursionError, struct.error) as error:
         raise UserError(f"{blob.name} is truncated or damaged: {error}") from error
 
 
-def _plain_members(blob: Blob, reader: Reader, offset: int) -> Iterator[Found]:
-    """The regular files from here on until there is something else, as the library would find them in three times the
-    time: every header is a plain one of a POSIX or GNU tar, its name ASCII, its checksum right."""
+def _plain_members(blob: Blob, reader: Reader, offset: int) -> Iterator[RegularFile]:
+    """Yield the regular files from `offset` up to the first member with another kind of header.
+
+    Their headers are plain ones of a POSIX or GNU tar, with an ASCII name and the right checksum. The library finds
+    the same files, but takes three times as long.
+    """
     while True:
         reader.seek(offset)
         header = reader.read(tarfile.BLOCKSIZE)
@@ -150,19 +152,19 @@ def _plain_members(blob: Blob, reader: Reader, offset: int) -> Iterator[Found]:
         name, size, checksum = plain[1].partition(b"\0")[0], int(plain[2], 8), int(plain[3], 8)
         if not name or not name.isascii() or checksum != sum(header) - sum(header[148:156]) + 8 * ord(" "):
             return
-        found = Found(name.decode(), offset + tarfile.BLOCKSIZE, size, "stored", size)
-        if found.offset + size > blob.size:
+        member = RegularFile(name.decode(), offset + tarfile.BLOCKSIZE, size, "stored", size)
+        if member.offset + size > blob.size:
             return
-        yield found
-        offset = _after(found)
+        yield member
+        offset = _after(member)
 
 
-def _after(found: Found) -> int:
-    """Where the header after a member of a tar begins."""
-    return found.offset + -(-found.length // tarfile.BLOCKSIZE) * tarfile.BLOCKSIZE
+def _after(member: RegularFile) -> int:
+    """Return where the header after a member of a tar begins."""
+    return member.offset + -(-member.length // tarfile.BLOCKSIZE) * tarfile.BLOCKSIZE
 
 
-def _tar_member(blob: Blob, info: tarfile.TarInfo) -> Found | Refused | None:
+def _tar_member(blob: Blob, info: tarfile.TarInfo) -> RegularFile | Refused | None:
     if info.isdir():
         return None
     if info.issparse():
@@ -171,24 +173,24 @@ def _tar_member(blob: Blob, info: tarfile.TarInfo) -> Found | Refused | None:
         return Refused(info.name, "it is a link" if info.issym() or info.islnk() else "it is no regular file")
     if info.offset_data + info.size > blob.size:
         raise UserError(
-            f"{info.name!r} ends at byte {info.offset_data + info.size:,}, the file at {blob.size:,}"
+            f"{info.name!r} ends at byte {info.offset_data + info.size:,}, but the file at {blob.size:,}"
         )
-    return Found(info.name, info.offset_data, info.size, "stored", info.size)
+    return RegularFile(info.name, info.offset_data, info.size, "stored", info.size)
 
 
 def _unknown(blob: Blob, start: bytes) -> str:
     if start[:4] == b"RE~^":
         return f"{blob.name} was packed by RAR 1.4 or older, which cannot be read: unpack it and pack it as zip or tar"
     if start[:6] == b"7z\xbc\xaf\x27\x1c":
-        return f"{blob.name} is a 7z archive, which can't be read: unpack it and pack it as zip or tar"
-    return f"{blob.name} is no tar, zip or RAR: it begins with {start[:8].hex(' ') or 'nothing'}"
+        return f"{blob.name} is a 7z archive, which cannot be read: unpack it and pack it as zip or tar"
+    return f"{blob.name} is not a tar, zip or RAR: it begins with {start[:8].hex(' ') or 'nothing'}"
 
 
 # ------------------------------------------------------------------------------------------------- zip
 
 
-def _in_zip(blob: Blob) -> Iterator[Found | Refused]:
-    """Members of a zip or ZIP64, from its directory at the end and the header before each member."""
+def _in_zip(blob: Blob) -> Iterator[RegularFile | Refused]:
+    """Yield the members of a zip or ZIP64, from its directory at the end and the header before each member."""
     try:
         with zipfile.ZipFile(Reader(blob, _MAX_ZIP_DIRECTORY)) as archive:
             directory = archive.infolist()
@@ -215,7 +217,7 @@ def _in_zip(blob: Blob) -> Iterator[Found | Refused]:
 
 
 def _start(blob: Blob, info: zipfile.ZipInfo) -> int:
-    """Where a member's bytes begin."""
+    """Return where a member's bytes begin."""
     magic, name, extra = _LOCAL_HEADER.unpack(blob.read(info.header_offset, _LOCAL_HEADER.size))
     start = info.header_offset + _LOCAL_HEADER.size + name + extra
     if magic != b"PK\3\4" or start + info.compress_size > blob.size:
@@ -225,17 +227,17 @@ def _start(blob: Blob, info: zipfile.ZipInfo) -> int:
     return start
 
 
-def _zip_member(info: zipfile.ZipInfo, start: int) -> Found | Refused:
+def _zip_member(info: zipfile.ZipInfo, start: int) -> RegularFile | Refused:
     path, method = info.filename.replace("\\", "/"), info.compress_type
     if info.flag_bits & 1:
         return Refused(path, "it is encrypted")
     if method not in _CODECS:
         name = _METHODS.get(method, f"method {method}")
         return Refused(path, f"it is compressed by {name}: pack it with deflate, or as tar")
-    # of a Unix, the kind of a file stands in the upper half of its attributes; 0 where nobody wrote it
+    # the upper half of the attributes is the Unix mode with the file's type; 0 if it was not written
     if stat.S_IFMT(info.external_attr >> 16) not in (0, stat.S_IFREG):
         return Refused(path, "it is a link, or no regular file")
     length, size = info.compress_size, info.file_size
     if size > length * MAX_DEFLATE_RATIO or (method == zipfile.ZIP_STORED and size != length):
         return Refused(path, f"it can't have {size:,} bytes in {length:,}")
-    return Found(path, start, length, _CODECS[method], size, info.CRC)
+    return RegularFile(path, start, length, _CODECS[method], size, info.CRC)

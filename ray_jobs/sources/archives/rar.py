@@ -1,11 +1,11 @@
 """Convert a RAR to a tar on standard output, in a process that may crash: `python -I rar.py ARCHIVE`.
 
-Only the standard library and unrar2-cffi are imported, which contains unrar (`pip install 'vitflow[rar]'`; unrar's
-licence permits unpacking). An error is one line on standard error, to follow the archive's name, and exit code 2.
-SIGALRM ends a process without progress for `SECONDS`, because no Python runs while the library hangs.
+It imports only the standard library and unrar2-cffi, which contains unrar (`pip install 'vitflow[rar]'`; unrar's
+licence permits unpacking). An error is one line on standard error, which continues the archive's name, and exit code 2.
+SIGALRM ends a process that makes no progress for `SECONDS`, because no Python code runs while the library hangs.
 
-Further volumes come from the archive's folder. Links become symbolic links without a target, so that the reader of the
-tar refuses them one by one.
+Further volumes are read from the archive's folder. Links become symbolic links without a target, so that the reader of
+the tar refuses each of them.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO
 
-SECONDS = 300  # without progress: a header, or 4 MiB of a member at most
-MAX_MEMORY = 2**32  # bytes of address space: a header may ask for any dictionary
-MAX_MEMBER = 2**30  # bytes, unpacked: a member is an image, or a list of labels
+SECONDS = 300  # limit without progress, which is a header or at most 4 MiB of a member
+MAX_MEMORY = 2**32  # bytes of address space, because a header may ask for any dictionary
+MAX_MEMBER = 2**30  # bytes of an unpacked member: an image, or a list of labels
 _ADVICE = "unpack it and pack it as zip or tar"
 # unrar's dll.hpp: flags of an archive and of a member, messages to the callback and its answers, codes of errors
 _OLD_COMMENT, _VOLUME, _FIRST_VOLUME = 0x0002, 0x0001, 0x0100
@@ -41,10 +41,10 @@ _REASONS = {
 
 def convert(path: str, out: BinaryIO) -> None:
     """Write the members of the RAR at `path` as a tar. Raises ValueError."""
-    # the format is fixed: the same RAR gives the same bytes
+    # a fixed format, so that the same RAR gives the same bytes
     with tarfile.open(fileobj=out, mode="w|", format=tarfile.PAX_FORMAT) as tar:
         for member, content in _members(path):
-            signal.alarm(0)  # the reader may take any time
+            signal.alarm(0)  # the reader of the tar may take any time
             tar.addfile(member, io.BytesIO(content))
             signal.alarm(SECONDS)
 
@@ -58,7 +58,7 @@ def _members(path: str) -> Iterator[tuple[tarfile.TarInfo, bytes]]:
     missing: list[str] = []
 
     def called(message: int, address: int, number: int) -> int:
-        """Answer the library's messages; it would ask for a missing volume until there is one."""
+        """Answer the library's messages; it would ask for a missing volume forever."""
         signal.alarm(SECONDS)
         if message == _DATA:
             chunks.append(bytes(library.ffi.buffer(library.ffi.cast("char *", address), number)))
@@ -66,10 +66,10 @@ def _members(path: str) -> Iterator[tuple[tarfile.TarInfo, bytes]]:
         if message == _VOLUME_CHANGES and number == _VOLUME_IS_MISSING:
             missing.append(Path(library.ffi.string(library.ffi.cast("wchar_t *", address))).name)
             return _STOP
-        # all else asks for a password or a larger dictionary
+        # other messages ask for a password or a larger dictionary
         return _CONTINUE if message in (_VOLUME_CHANGES, _VOLUME_CHANGES_ANSI) else _STOP
 
-    def check(code: int, what: str) -> None:
+    def check(code: int, where: str) -> None:
         if missing:
             raise ValueError(
                 f"is the first of several volumes, and {missing[0]} is missing: put all volumes into one folder"
@@ -79,10 +79,10 @@ def _members(path: str) -> Iterator[tuple[tarfile.TarInfo, bytes]]:
                 f"was packed by RAR 1 or 2, with a comment that the library does not read: {_ADVICE}"
             )
         if code:
-            raise ValueError(_REASONS.get(code, f"is truncated or damaged: {what}, error {code}"))
+            raise ValueError(_REASONS.get(code, f"is truncated or damaged: {where}, error {code}"))
 
-    given = library.RAROpenArchiveDataEx(path, library.C_RAR_OM_EXTRACT)
-    opened = given.value
+    data = library.RAROpenArchiveDataEx(path, library.C_RAR_OM_EXTRACT)  # keeps what `opened` points to alive
+    opened = data.value
     archive = library.RAROpenArchiveEx(opened)
     check(opened.OpenResult, "at its beginning")
     if opened.Flags & _VOLUME and not opened.Flags & _FIRST_VOLUME:
@@ -90,7 +90,7 @@ def _members(path: str) -> Iterator[tuple[tarfile.TarInfo, bytes]]:
     handle = library.ffi.new_handle(called)
     library.RARSetCallbackPtr(archive, library.PyUNRARCALLBACKStub, handle)
     count = 0
-    # the package's own iterator mistakes a damaged header for the end
+    # the package's own iterator takes a damaged header for the end
     while (code := library.RARReadHeaderEx(archive, header := library.RARHeaderDataEx())) != _END_OF_ARCHIVE:
         signal.alarm(SECONDS)
         check(code, f"after {count} members")
@@ -123,7 +123,7 @@ def _members(path: str) -> Iterator[tuple[tarfile.TarInfo, bytes]]:
 
 
 def main(path: str) -> int:
-    """The process: its exit code."""
+    """Convert the RAR at `path` to a tar on standard output; return the exit code of the process."""
     resource.setrlimit(resource.RLIMIT_AS, (MAX_MEMORY, MAX_MEMORY))
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
     signal.alarm(SECONDS)

@@ -1,1 +1,1 @@
-"""A reader per kind of source: what a recipe's `source.kind` names."""
+"""Readers: one module for each kind of source (a recipe's `source.kind`)."""

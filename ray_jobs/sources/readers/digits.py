@@ -1,8 +1,8 @@
 """scikit-learn's 1,797 handwritten digits: 8x8 images of 10 classes, inside scikit-learn's wheel.
 
-In: `digits.csv.gz` (UCI's "Optical Recognition of Handwritten Digits", its test part), 64 ink counts 0..16
-and the digit in a row (`pipelines.spec.DigitsSource` knows where). Out: images, labels, keys, and a split that
-never moves.
+In: `digits.csv.gz` (the test part of UCI's "Optical Recognition of Handwritten Digits"), located by
+`pipelines.spec.DigitsSource`; a row has 64 ink counts 0..16 and the digit. Out: images, labels, keys, and a fixed
+split.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ DEV_FRACTION_OF_REST = 1 / 5
 
 
 def listing(source: DigitsSource, files: Files) -> Listing:
-    """Every digit, with a split."""
+    """List all digits, with their splits."""
     images, labels, keys = read(_file(files))
     ids = [sample_id(sha256(image.tobytes()).digest(), key) for image, key in zip(images, keys, strict=True)]
     splits = assign_splits(ids, labels.tolist(), "vitflow digits")
@@ -41,7 +41,7 @@ def listing(source: DigitsSource, files: Files) -> Listing:
 
 
 def rows(source: DigitsSource, files: Files, numbers: Sequence[int]) -> Iterator[NDArray[np.uint8]]:
-    """The images [8, 8, 1] of these rows."""
+    """Yield the images [8, 8, 1] of these rows."""
     images, _, _ = read(_file(files))
     yield from images[list(numbers)]
 
@@ -53,7 +53,7 @@ def _file(files: Files) -> Path:
 
 @cache
 def read(path: Path) -> tuple[NDArray[np.uint8], NDArray[np.int64], list[str]]:
-    """Images [1797, 8, 8, 1] (0 is background, 255 full ink), labels [1797], keys ("row-0000" by line)."""
+    """Return images [1797, 8, 8, 1] (0 is background, 255 full ink), labels [1797], keys ("row-0000", ... by line)."""
     with gzip.open(path, "rt") as lines:
         table = np.loadtxt(lines, delimiter=",").astype(np.int64)
     images = counts_to_uint8(table[:, :64]).reshape(-1, 8, 8, 1)
@@ -61,10 +61,10 @@ def read(path: Path) -> tuple[NDArray[np.uint8], NDArray[np.int64], list[str]]:
 
 
 def assign_splits(sample_ids: Sequence[str], labels: Sequence[int], salt: str) -> list[str]:
-    """The split of each sample: 30 % of every class is "test", a fifth of the rest "dev", what is left "train".
+    """Return the split of each sample: 30% of every class are "test", a fifth of the rest "dev", the others "train".
 
-    Within a class the samples are taken in the order of a hash of salt and id, so that the counts are exact
-    and the order in which samples come does not matter.
+    Within a class, samples are ordered by a hash of salt and id. So the counts are exact, and the order of the samples
+    does not matter.
     """
     by_class: dict[int, list[int]] = defaultdict(list)
     for row, label in enumerate(labels):

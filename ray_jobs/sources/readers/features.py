@@ -1,4 +1,4 @@
-"""What prepared data sets share: the columns of the image and of the label, and the names of splits."""
+"""Shared by readers of prepared datasets: choose the columns of image and label, name splits and classes."""
 
 from __future__ import annotations
 
@@ -11,17 +11,28 @@ from vit_model.errors import UserError
 UNLABELLED = -1
 
 
-def chosen(what: str, wanted: str | None, fitting: Sequence[str], there: Iterable[str]) -> str:
-    """The column `wanted`, else the only fitting one, else that called as `what` is. Raises UserError."""
-    named = wanted or (fitting[0] if len(fitting) == 1 else what)
-    if named not in (there if wanted else fitting):
-        found = f"those that fit are {', '.join(fitting)}" if fitting else f"there are {', '.join(there)}"
-        raise UserError(f"source.{what}: which one it is can't be seen; {found}")
-    return named
+def choose_column(field: str, wanted: str | None, fitting: Sequence[str], columns: Iterable[str]) -> str:
+    """Return the column `wanted`, else the only fitting one, else the one that is named as the field is.
+
+    Args:
+        field: of the source: "image" or "label".
+        wanted: the value of that field.
+        fitting: columns that can be it by their type.
+        columns: all columns.
+
+    Raises:
+        UserError: there is no such column, or several fit.
+    """
+    column = wanted or (fitting[0] if len(fitting) == 1 else field)
+    if column not in (columns if wanted else fitting):
+        problem = f"there is no column {wanted!r}" if wanted else "it cannot be inferred"
+        candidates = fitting or list(columns)
+        raise UserError(f"source.{field}: {problem}; name one of these columns: {', '.join(candidates)}")
+    return column
 
 
 def known_split(name: str) -> str | None:
-    """ "train", "dev" or "test" for what data sets call so; None: none of these."""
+    """Return "train", "dev" or "test" for the names that datasets give these splits; None for other names."""
     return SPLIT_NAMES.get(name.lower())
 
 
@@ -34,11 +45,11 @@ class Classes(NamedTuple):
     notes: tuple[str, ...] = ()
 
 
-def classes_of(labels: Iterable[int | str], given: Sequence[str] | None, where: str) -> Classes:
-    """The classes of these labels: the `given` names, for numbers from 0; else the values that occur.
+def classes_of(labels: Iterable[int | str], names: Sequence[str] | None, where: str) -> Classes:
+    """Return the classes of these labels: `names`, if labels are numbers from 0; else the values that occur, sorted.
 
-    Values become classes in numeric or alphabetical order. Raises UserError for no label, for a mix of numbers and
-    text, and for a label that is negative or has no given name.
+    Raises:
+        UserError: no labels, a mix of numbers and text, a negative label, or a label without a name.
     """
     values = set(labels) - {UNLABELLED}
     numbers = sorted(value for value in values if isinstance(value, int))
@@ -47,21 +58,21 @@ def classes_of(labels: Iterable[int | str], given: Sequence[str] | None, where: 
         raise UserError(f"{where}: no image has a label")
     if numbers and texts:
         raise UserError(f"{where}: some labels are numbers ({numbers[0]}), others text ({texts[0]!r})")
-    if numbers and given is not None:
-        if not 0 <= numbers[0] <= numbers[-1] < len(given):
+    if numbers and names is not None:
+        if not 0 <= numbers[0] <= numbers[-1] < len(names):
             wrong = numbers[0] if numbers[0] < 0 else numbers[-1]
-            raise UserError(f"{where}: the label {wrong} is not one of {len(given)} classes")
-        return Classes(tuple(given), {number: number for number in range(len(given))})
+            raise UserError(f"{where}: the label {wrong} is not one of {len(names)} classes")
+        return Classes(tuple(names), {number: number for number in range(len(names))})
     if numbers and numbers[0] < 0:
         raise UserError(
             f"{where}: the label {numbers[0]} is negative; the only negative label allowed is -1 (no label)"
         )
     every: list[int | str] = [*numbers, *texts]
-    found = {value: number for number, value in enumerate(every)}
+    numbering = {value: number for number, value in enumerate(every)}
     if not numbers or numbers[-1] == len(numbers) - 1:
-        return Classes(tuple(map(str, every)), found)
+        return Classes(tuple(map(str, every)), numbering)
     note = (
         f"{where}: no class names are given and the labels are not 0, 1, 2, ...: "
         f"the {len(numbers):,} numbers that occur ({numbers[0]} to {numbers[-1]}) become the classes and their names"
     )
-    return Classes(tuple(map(str, every)), found, (note,))
+    return Classes(tuple(map(str, every)), numbering, (note,))

@@ -1,16 +1,16 @@
-"""A user's own images: which files there are, their labels, their splits, and whether they can be read.
+"""A user's own images: list the files, their labels and their splits.
 
 In: a folder, a tar or zip of one, or s3://bucket/prefix, in one of three layouts.
 
     root/train/cat/1.jpg  root/test/cat/2.jpg     split folders (train|training, val|valid|validation|dev,
                                                   test|testing, in any case) of class folders
     root/cat/1.jpg        root/dog/2.jpg          class folders
-    root/metadata.csv                             Hugging Face's imagefolder: a table of file_name, label, maybe split,
-    root/train/metadata.csv                       and what must stay in one split (a patient, a site), as CSV or as JSON
-    root/test/metadata.jsonl                      lines; in the root, in split folders, or both
+    root/metadata.csv                             Hugging Face's imagefolder: a table of file_name, label, optionally
+    root/train/metadata.csv                       split and a group that must stay in one split (a patient, a site), as
+    root/test/metadata.jsonl                      CSV or JSON lines; in the root, in split folders, or both
 
-Folders around the whole of an archive don't count. Out: `scan` lists entries without opening an image. Only the
-standard library is imported at module level, so that `pipelines` can use it.
+Folders around the whole content of an archive are ignored. Out: `scan` lists entries without opening an image. The
+module imports only the standard library at the top, because `vitflow init` uses it.
 """
 
 from __future__ import annotations
@@ -34,16 +34,17 @@ if TYPE_CHECKING:
     from ray_jobs.sources.archives.containers import Member
     from ray_jobs.sources.archives.entries import Bad, Files
 
-EXTENSIONS = (
-    ".avif", ".bmp", ".gif", ".jfif", ".jpeg", ".jpg", ".pgm", ".png", ".ppm", ".tif", ".tiff", ".webp"
-)  # fmt: skip
-UNREAD = (".heic", ".heif", ".jp2", ".jxl")  # images of formats that are not read
+EXTENSIONS = tuple(
+    f".{name}"
+    for name in ["avif", "bmp", "gif", "jfif", "jpeg", "jpg", "pgm", "png", "ppm", "tif", "tiff", "webp"]
+)
+UNSUPPORTED = (".heic", ".heif", ".jp2", ".jxl")
 SPLIT_NAMES = {
     **dict.fromkeys(("train", "training"), "train"),
     **dict.fromkeys(("val", "valid", "validation", "dev"), "dev"),
     **dict.fromkeys(("test", "testing"), "test"),
 }
-# of COCO itself, and as Roboflow exports it
+# COCO's own names, and those of Roboflow's exports
 _COCO_FILE = re.compile(
     r"(.*/)?(annotations/(instances|captions|person_keypoints|stuff|panoptic)_[^/]*|_annotations\.coco)\.json"
 )
@@ -51,7 +52,7 @@ _COCO_FOLDER = re.compile(r"(train|val|test|unlabeled)20\d\d")
 
 
 class Entry(NamedTuple):
-    """One image: its path relative to the root with "/", its class, its split where the layout gives one."""
+    """One image: its path relative to the root with "/", its class, its split if the layout gives one."""
 
     key: str
     label: int
@@ -60,13 +61,13 @@ class Entry(NamedTuple):
 
 
 class Listing(NamedTuple):
-    """What a folder holds: entries by key, class names in the plain order of their text, files left out."""
+    """The content of a folder: entries sorted by key, sorted class names, files that are left out."""
 
     root: str
     class_names: tuple[str, ...]
     entries: tuple[Entry, ...]
     ignored: tuple[str, ...]
-    """Keys of files that are no images by their ending; hidden files are not even named."""
+    """Keys of files that are not images by their extension; hidden files are not listed."""
     special: tuple[str, ...] = ()
     """Keys of FIFOs, sockets and devices, which are never opened."""
 
@@ -77,17 +78,18 @@ class Listing(NamedTuple):
 
 
 def scan(root: Path, columns: Columns = IMAGEFOLDER) -> Listing:
-    """List the images below `root`; `columns` are those of its tables of labels.
+    """List the images below `root`. `columns` are those of its tables of labels.
 
-    Raises UserError for: no folder, no image, fewer than two classes, layouts mixed, a link that leads
-    outside, a table that does not fit, a class that the given splits leave without a training image.
+    Raises:
+        UserError: no folder, no image, fewer than two classes, mixed layouts, a link that leads outside, a table that
+            does not fit, a class without a training image in the given splits.
     """
     if not root.is_dir():
         raise UserError(f"{root} is not a folder of images")
-    found = sorted(_files(root))
-    files = [key for key, is_regular in found if is_regular]
+    keys = sorted(_files(root))
+    files = [key for key, is_regular in keys if is_regular]
     arranged = arrange(root, files, {key: (root / key).read_bytes() for key in _tables(files)}, columns)
-    return arranged._replace(special=tuple(key for key, is_regular in found if not is_regular))
+    return arranged._replace(special=tuple(key for key, is_regular in keys if not is_regular))
 
 
 def arrange(
@@ -97,10 +99,12 @@ def arrange(
     files = sorted(files)
     images = [key for key in files if PurePosixPath(key).suffix.lower() in EXTENSIONS]
     if not images:
-        there = f": {_endings(files)}" if files else ""
-        raise UserError(f"{root} has no images ({', '.join(EXTENSIONS)}) among its {len(files)} files{there}")
+        counts = f": {_extensions(files)}" if files else ""
+        raise UserError(
+            f"{root} has no images ({', '.join(EXTENSIONS)}) among its {len(files)} files{counts}"
+        )
     if tables:
-        found = _from_tables(root, images, tables, columns)
+        labelled = _from_tables(root, images, tables, columns)
     elif named := [one for one in zip(OPTIONS, columns, IMAGEFOLDER, strict=True) if one[1] != one[2]]:
         option, column, _ = named[0]
         raise UserError(
@@ -108,8 +112,8 @@ def arrange(
         )
     else:
         _check_not_detection(root, files, images)
-        found = [(*entry, None) for entry in _from_folders(root, images)]
-    class_names = tuple(sorted({label for _, label, _, _ in found}))
+        labelled = [(*entry, None) for entry in _from_folders(root, images)]
+    class_names = tuple(sorted({label for _, label, _, _ in labelled}))
     if len(class_names) < 2:
         inside = f"{str(root).rstrip('/')}/{class_names[0]}"
         nested = not tables and all(
@@ -121,7 +125,8 @@ def arrange(
         )
     number = {name: label for label, name in enumerate(class_names)}
     entries = tuple(
-        Entry(key, number[name], split, group) for key, name, split, group in sorted(found, key=itemgetter(0))
+        Entry(key, number[name], split, group)
+        for key, name, split, group in sorted(labelled, key=itemgetter(0))
     )
     _check_given_splits(root, class_names, entries)
     used = {*images, *tables}
@@ -130,16 +135,16 @@ def arrange(
 
 
 def listing(source: FolderSource, files: Files) -> entries.Listing:
-    """Every image below the root, as `scan` finds it, or in the archive."""
+    """List every image below the root, or in the archive."""
     from ray_jobs.sources.archives import containers, entries
 
     bad: list[Bad] = []
     columns = Columns(source.image_column, source.label_column, source.group)
     if Path(source.root).is_dir():
-        found = scan(Path(source.root), columns)
+        scanned = scan(Path(source.root), columns)
         members = {
             entry.key: _whole(entry.key, (Path(source.root) / entry.key).stat().st_size)
-            for entry in found.entries
+            for entry in scanned.entries
         }
     else:
         members, bad = _members(source, files)
@@ -148,37 +153,37 @@ def listing(source: FolderSource, files: Files) -> entries.Listing:
                 f"{source.root}: none of its {len(bad):,} files can be used, such as {bad[0].key}: {bad[0].reason}"
             )
         tables = {key: containers.read_member(files, members[key]) for key in _tables(members)}
-        found = arrange(source.root, list(members), tables, columns)
-    rows = (entry._asdict() | entries.place(members[entry.key]) for entry in found.entries)
-    return entries.Listing(found.class_names, entries.table(rows), bad=tuple(bad), notes=_notes(found))
+        scanned = arrange(source.root, list(members), tables, columns)
+    rows = (entry._asdict() | entries.place(members[entry.key]) for entry in scanned.entries)
+    return entries.Listing(scanned.class_names, entries.table(rows), bad=tuple(bad), notes=_notes(scanned))
 
 
-def _notes(found: Listing) -> tuple[str, ...]:
+def _notes(scanned: Listing) -> tuple[str, ...]:
     notes = []
-    if found.ignored:
+    if scanned.ignored:
         notes.append(
-            f"{len(found.ignored):,} files left out, not images by their extensions: {_endings(found.ignored)}"
+            f"{len(scanned.ignored):,} files left out, not images by their extensions: {_extensions(scanned.ignored)}"
         )
-    if found.special:
+    if scanned.special:
         notes.append(
-            f"{len(found.special):,} files left out, not regular files but FIFOs, sockets or devices, such as "
-            f"{found.special[0]}"
+            f"{len(scanned.special):,} files left out, not regular files but FIFOs, sockets or devices, such as "
+            f"{scanned.special[0]}"
         )
     return tuple(notes)
 
 
-def _endings(keys: Sequence[str]) -> str:
-    """The number of files per extension, and what to do with images in unsupported formats."""
+def _extensions(keys: Sequence[str]) -> str:
+    """Return the number of files per extension, and advice for images in unsupported formats."""
     number = Counter(PurePosixPath(key).suffix.lower() or "none" for key in keys)
-    counts = ", ".join(f"{ending} {count:,}" for ending, count in number.most_common(8))
-    unread = [ending for ending in UNREAD if ending in number]
+    counts = ", ".join(f"{extension} {count:,}" for extension, count in number.most_common(8))
+    unsupported = [extension for extension in UNSUPPORTED if extension in number]
     return counts + (
-        f"; to use the {' and '.join(unread)} files, convert them to JPEG or PNG" if unread else ""
+        f"; to use the {' and '.join(unsupported)} files, convert them to JPEG or PNG" if unsupported else ""
     )
 
 
 def _members(source: FolderSource, files: Files) -> tuple[dict[str, Member], list[Bad]]:
-    """Files by their path in the archive that the root is, or below s3://bucket/prefix, and what is refused."""
+    """Return the files by their path in the archive or below s3://bucket/prefix, and the refused ones."""
     from pipelines.files import s3
     from ray_jobs.sources.archives import containers
 
@@ -186,9 +191,11 @@ def _members(source: FolderSource, files: Files) -> tuple[dict[str, Member], lis
     if list(files) != parts_of(name, files):
         facts = s3.facts(files.values())
         return {name: _whole(name, facts[location][1]) for name, location in files.items()}, []
-    found, refused = containers.contents(files, name)
-    around = _around([member.path for member in found])
-    inside = {member.path.removeprefix(around): member for member in found if member.path.startswith(around)}
+    members, refused = containers.contents(files, name)
+    around = _around([member.path for member in members])
+    inside = {
+        member.path.removeprefix(around): member for member in members if member.path.startswith(around)
+    }
     return inside, refused
 
 
@@ -199,7 +206,7 @@ def _whole(key: str, size: int) -> Member:
 
 
 def _around(paths: Sequence[str]) -> str:
-    """The folders that all images of an archive lie in and that say nothing of them: "pets/images/"."""
+    """Return the folders around all images of an archive, such as "pets/images/"; they are not classes or splits."""
     images = [PurePosixPath(path).parts[:-1] for path in paths if path.lower().endswith(EXTENSIONS)]
     tables = [
         PurePosixPath(path).parts[:-1]
@@ -215,9 +222,10 @@ def _around(paths: Sequence[str]) -> str:
 
 
 def _files(root: Path) -> Iterator[tuple[str, bool]]:
-    """(key, whether it is a regular file) of all files that their user put there.
+    """Yield (key, whether it is a regular file) of all files, without those that an operating system left.
 
-    Raises UserError for links to folders, links that lead outside and broken links.
+    Raises:
+        UserError: a link to a folder, a link that leads outside, or a broken link.
     """
     inside = root.resolve()
     for folder, folders, files in os.walk(root):
@@ -241,32 +249,34 @@ def _files(root: Path) -> Iterator[tuple[str, bool]]:
 
 
 def _from_folders(root: Path | str, images: Sequence[str]) -> list[tuple[str, str, str | None]]:
-    """(key, class, split) by the names of folders."""
+    """Return (key, class, split) of each image, by the names of its folders."""
     tops = {PurePosixPath(key).parts[0] for key in images if "/" in key}
     loose = [key for key in images if "/" not in key]
     if loose:
-        raise UserError(f"{root} has images outside class folders, such as {loose[0]!r}: one folder a class")
+        raise UserError(
+            f"{root} has images outside class folders, such as {loose[0]!r}. Put each class into its own folder"
+        )
     split_folders = {top: SPLIT_NAMES[top.lower()] for top in sorted(tops) if top.lower() in SPLIT_NAMES}
     if not split_folders:
         return [(key, PurePosixPath(key).parts[0], None) for key in images]
     others = sorted(tops - set(split_folders))
     if others:
         raise UserError(
-            f"{root} mixes split folders ({', '.join(split_folders)}) and others ({', '.join(others)})"
+            f"{root} mixes split folders ({', '.join(split_folders)}) and other folders ({', '.join(others)})"
         )
     if len(set(split_folders.values())) < len(split_folders):
         raise UserError(f"{root} has two folders for one split: {', '.join(split_folders)}")
-    found: list[tuple[str, str, str | None]] = []
+    labelled: list[tuple[str, str, str | None]] = []
     for key in images:
         top, *rest = PurePosixPath(key).parts
         if len(rest) < 2:
-            raise UserError(f"{root} has {key!r} in no class folder: put it into {top}/<class>/")
-        found.append((key, rest[0], split_folders[top]))
-    return found
+            raise UserError(f"{root}: {key!r} is not in a class folder; move it to {top}/<class>/")
+        labelled.append((key, rest[0], split_folders[top]))
+    return labelled
 
 
 def _check_not_detection(root: Path | str, files: Sequence[str], images: Sequence[str]) -> None:
-    """Raise UserError for COCO's layout, whose split folders would be taken for classes."""
+    """Raise UserError for COCO's layout, in which split folders would be taken for classes."""
     tops = {PurePosixPath(key).parts[0] for key in images}
     signs = [key for key in files if _COCO_FILE.fullmatch(key)]
     if not signs and all(map(_COCO_FOLDER.fullmatch, tops)):
@@ -279,7 +289,7 @@ def _check_not_detection(root: Path | str, files: Sequence[str], images: Sequenc
 
 
 def _tables(files: Iterable[str]) -> list[str]:
-    """Keys of the tables of labels: in the root or in a split folder."""
+    """Return the keys of the tables of labels, which are in the root or in a split folder."""
     return sorted(key for key in files if _is_table(PurePosixPath(key)))
 
 
@@ -289,45 +299,45 @@ def _is_table(path: PurePosixPath) -> bool:
 
 
 def _split_folder(path: PurePosixPath) -> str | None:
-    """The split that the first folder of a path names."""
+    """Return the split that is named by the first folder of a path."""
     return SPLIT_NAMES.get(path.parts[0].lower()) if len(path.parts) > 1 else None
 
 
 def _from_tables(
     root: Path | str, images: Sequence[str], tables: Mapping[str, bytes], columns: Columns
 ) -> list[tuple[str, str, str | None, str | None]]:
-    """(key, class, split, group) from tables, which must list every image once.
+    """Return (key, class, split, group) from tables, which must list every image once.
 
-    If a table has no column `split`, the images' top folders give the split, if they are split folders.
+    If a table has no column `split`, the split comes from the image's top folder, if that is a split folder.
     """
-    present, found = set(images), {}
+    present, listed = set(images), {}
     for path in sorted(tables):
         for row in read_table(path, tables[path], columns):
             if row.key not in present:
                 raise UserError(f"{row.where}: {row.key!r} is not an image in {root}")
-            if row.key in found:
+            if row.key in listed:
                 raise UserError(f"{row.where}: {row.key!r} is listed twice")
             inside = _split_folder(PurePosixPath(row.key))
             split = inside if row.split is None else _split_named(row.split, row.where)
-            found[row.key] = (row.key, row.label, split, row.group)
-    if unlisted := sorted(present - found.keys()):
+            listed[row.key] = (row.key, row.label, split, row.group)
+    if unlisted := sorted(present - listed.keys()):
         raise UserError(
             f"{root}: {' with '.join(sorted(tables))} does not list {len(unlisted)} of {len(images)} images, "
             f"such as {unlisted[0]!r}"
         )
-    drawn = [key for key, _, split, _ in found.values() if split is None]
-    if 0 < len(drawn) < len(found):
+    drawn = [key for key, _, split, _ in listed.values() if split is None]
+    if 0 < len(drawn) < len(listed):
         raise UserError(
             f"{root}: some images have a split, others do not, such as {drawn[0]!r}. Put all into split folders "
             "(train, val, test), or give every table a column `split`"
         )
-    return list(found.values())
+    return list(listed.values())
 
 
 def _split_named(name: str, where: str) -> str:
     split = SPLIT_NAMES.get(name.strip().lower())
     if split is None:
-        raise UserError(f"{where}: split {name!r} is none of {', '.join(SPLIT_NAMES)}")
+        raise UserError(f"{where}: unknown split {name!r}; expected one of: {', '.join(SPLIT_NAMES)}")
     return split
 
 

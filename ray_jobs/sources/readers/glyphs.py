@@ -1,14 +1,14 @@
-"""Letters of all scripts as 8x8 images: data to pretrain on that every machine with matplotlib already has.
+"""Letters of all scripts as 8x8 images: pretraining data that every machine with matplotlib already has.
 
-In: the Unicode text fonts inside matplotlib's wheel. Out: about 650 balanced classes of grey 8x8 images made
-the way scikit-learn's digits were made (NIST's 32x32 bitmaps counted in 4x4 blocks), with no digit and
-nothing that looks like one among them, so that few-shot accuracy on digits measures transfer.
+In: the Unicode text fonts in matplotlib's wheel. Out: about 650 balanced classes of grey 8x8 images, made in the same
+way as scikit-learn's digits (NIST's 32x32 bitmaps counted in 4x4 blocks). They contain no digit and nothing that looks
+like one, so that few-shot accuracy on digits measures transfer.
 
     fonts = find_fonts({name: Path(path) for name, path in source_files(GlyphSource(kind="glyphs")).items()})
     classes = glyph_classes(fonts)
     images, labels = render(classes, seed=0, indices=range(1000))
 
-Image i is a pure function of (classes, seed, i): any range can be rendered anywhere and has the same bytes.
+Image i is a pure function of (classes, seed, i): every machine renders the same bytes for any range.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
-from PIL import Image, ImageDraw, ImageFilter
+from PIL import Image, ImageDraw, ImageFilter, ImageFont
 
 from pipelines.spec import GlyphSource
 from ray_jobs.data.shards import ImageSize
@@ -31,13 +31,10 @@ from ray_jobs.sources.archives.entries import Files, Listing, table
 from vit_model.errors import UserError
 
 if TYPE_CHECKING:
-    import numpy as np
     from numpy.typing import NDArray
-    from PIL import Image, ImageFont
 
-# Of the 40 fonts in the wheel the rest are no Unicode text fonts: LastResort has a placeholder box for every
-# code point, cmex/cmmi/cmsy encode symbols as if they were letters, STIXSiz*/STIXNonUni*/*Display are
-# fragments.
+# The other fonts of the 40 in the wheel are not Unicode text fonts: LastResort has a placeholder box for every code
+# point, cmex/cmmi/cmsy encode symbols as letters, STIXSiz*/STIXNonUni*/*Display are fragments.
 FONT_NAMES = (
     *("DejaVuSans.ttf", "DejaVuSans-Bold.ttf", "DejaVuSans-Oblique.ttf", "DejaVuSans-BoldOblique.ttf"),
     *("DejaVuSansMono.ttf", "DejaVuSansMono-Bold.ttf"),
@@ -46,17 +43,19 @@ FONT_NAMES = (
     *("STIXGeneral.ttf", "STIXGeneralBol.ttf", "STIXGeneralItalic.ttf", "STIXGeneralBolIta.ttf"),
     *("cmr10.ttf", "cmb10.ttf", "cmti10.ttf", "cmss10.ttf", "cmtt10.ttf"),
 )
-LETTERS = ("Lu", "Ll", "Lo")  # upper case, lower case, no case; Lm would be small copies of other letters
+LETTERS = ("Lu", "Ll", "Lo")  # upper case, lower case, no case; Lm are small copies of other letters
 MIN_FONTS = 8  # fewer fonts show a class in too few shapes
-MAX_DIGIT_OVERLAP = 0.7  # intersection over union with a digit, above which a letter counts as its look-alike
-MAX_FILL = 0.85  # share of its box that ink may fill: more is a bare stroke, as many write 1
+MAX_DIGIT_OVERLAP = 0.7  # intersection over union with a digit; letters above it look like the digit
+MAX_FILL = (
+    0.85  # fraction of its box that ink may fill; above it, a letter is a bare stroke, like a handwritten 1
+)
 
 FONT_PIXELS = 40
-FIT_PIXELS = 56  # the distorted glyph's longer side, before it is scaled to its final 32 rows
+FIT_PIXELS = 56  # longer side of the distorted glyph, before it is scaled to its final 32 rows
 CANVAS_PIXELS = 60
 GRID = 32  # rows and columns of the bitmap that is counted in blocks
 BLOCK = 4
-_SEED_PURPOSE = 0x676C7970  # "glyp": keeps this stream apart from others with the same seed
+_SEED_PURPOSE = 0x676C7970  # "glyp": separates this random stream from others with the same seed
 
 
 class GlyphClass(NamedTuple):
@@ -71,7 +70,7 @@ _RENDERED = 256  # images at a time
 
 
 def listing(source: GlyphSource, files: Files) -> Listing:
-    """Images 0, 1, ... of the classes in turn: first those of train, then those of dev."""
+    """List images 0, 1, ... of the classes in turn: first those of train, then those of dev."""
     names = [glyph.name for glyph in _classes(files)]
     entries = (
         {
@@ -89,7 +88,7 @@ def listing(source: GlyphSource, files: Files) -> Listing:
 
 
 def rows(source: GlyphSource, files: Files, numbers: Sequence[int]) -> Iterator[NDArray[np.uint8]]:
-    """The images [8, 8, 1] of these numbers."""
+    """Yield the images [8, 8, 1] with these numbers."""
     for start in range(0, len(numbers), _RENDERED):
         yield from render(_classes(files), source.seed, numbers[start : start + _RENDERED])[0]
 
@@ -100,29 +99,30 @@ def _classes(files: Files) -> list[GlyphClass]:
 
 @cache
 def _classes_of(files: tuple[tuple[str, str], ...]) -> list[GlyphClass]:
-    """Found once a process: it takes a second, and a worker renders several shards."""
+    """Return the classes, cached per process: it takes a second, and a worker renders several shards."""
     return glyph_classes(find_fonts({name: Path(path) for name, path in files}))
 
 
 def find_fonts(files: Mapping[str, Path]) -> list[Path]:
-    """The usable ones among matplotlib's font files, by name, in the order of `FONT_NAMES`.
+    """Return the usable fonts of matplotlib's font files, in the order of `FONT_NAMES`.
 
-    Raises UserError when one of them is missing.
+    Raises:
+        UserError: one of them is missing.
     """
     if missing := [name for name in FONT_NAMES if name not in files]:
-        raise UserError(f"matplotlib lacks the fonts {', '.join(missing)}: reinstall matplotlib")
+        raise UserError(f"matplotlib: missing fonts: {', '.join(missing)}. Reinstall matplotlib")
     return [files[name] for name in FONT_NAMES]
 
 
 def glyph_classes(fonts: Sequence[Path]) -> list[GlyphClass]:
-    """The classes that `fonts` give, by code point; takes about a second for matplotlib's fonts.
+    """Return the classes of `fonts`, by code point; takes about a second for matplotlib's fonts.
 
-    A base letter (its own NFD form) counts when at least 8 fonts have it. Letters with the same bitmap in
-    some font are one class, drawn as its first letter (Latin A, Greek Alpha, Cyrillic A). A class goes when
-    any of its letters, its ink stretched to a square, overlaps a digit by more than 0.7 in whichever two
-    fonts, or fills it as a bare stroke does.
+    A class is a base letter (its own NFD form) that at least 8 fonts have. Letters with the same bitmap in some font
+    are one class, drawn as its first letter (Latin A, Greek Alpha, Cyrillic A). A class is dropped if one of its
+    letters, with its ink stretched to a square, overlaps a digit by more than 0.7 in any two fonts, or fills the square
+    as a bare stroke does.
     """
-    letters = {code: found for code, found in _letters(fonts).items() if len(found) >= MIN_FONTS}
+    letters = {code: having for code, having in _letters(fonts).items() if len(having) >= MIN_FONTS}
     alike = _digit_lookalikes(letters, fonts)
     groups = _merge_identical(letters)
     return [
@@ -135,9 +135,9 @@ def glyph_classes(fonts: Sequence[Path]) -> list[GlyphClass]:
 def render(
     classes: Sequence[GlyphClass], seed: int, indices: Sequence[int]
 ) -> tuple[NDArray[np.uint8], NDArray[np.int64]]:
-    """Images [n, 8, 8, 1] (0 is background, 255 full ink) and labels [n] of the images numbered `indices`.
+    """Render the images with the numbers `indices`: [n, 8, 8, 1] (0 is background, 255 full ink), and labels [n].
 
-    Image i has class i modulo the number of classes, so every run of that many images is balanced.
+    Image i has class i modulo the number of classes, so any sequence of that many images is balanced.
     """
     bitmaps = np.empty((len(indices), GRID, GRID), np.uint8)
     levels = np.empty((len(indices), 1, 1), np.float64)
@@ -154,18 +154,18 @@ def render(
 
 
 def _letters(fonts: Sequence[Path]) -> dict[int, list[Path]]:
-    """Base letters by code point, with the fonts that have them."""
+    """Return base letters by code point, with the fonts that have them."""
     from fontTools.ttLib import TTFont
 
-    found: dict[int, list[Path]] = defaultdict(list)
+    letters: dict[int, list[Path]] = defaultdict(list)
     for font in fonts:
         with TTFont(font, lazy=True) as table:
             codes = table.getBestCmap()
         for code in codes:
-            # The cm fonts are Unicode only in ASCII: above it their table says "Gamma" at U+00A1.
+            # The cm fonts follow Unicode only in ASCII: their table has Gamma at U+00A1.
             if (code < 128 or not font.name.startswith("cm")) and _is_base_letter(chr(code)):
-                found[code].append(font)
-    return dict(sorted(found.items()))
+                letters[code].append(font)
+    return dict(sorted(letters.items()))
 
 
 def _is_base_letter(character: str) -> bool:
@@ -173,7 +173,7 @@ def _is_base_letter(character: str) -> bool:
 
 
 def _merge_identical(letters: dict[int, list[Path]]) -> dict[int, list[int]]:
-    """Groups of letters linked by an identical bitmap in some font, under their lowest code point."""
+    """Return groups of letters that are linked by an identical bitmap in some font, by their lowest code point."""
     first: dict[tuple[Path, tuple[int, int], bytes], int] = {}
     parent = {code: code for code in letters}
 
@@ -195,11 +195,11 @@ def _merge_identical(letters: dict[int, list[Path]]) -> dict[int, list[int]]:
 
 
 def _digit_lookalikes(letters: dict[int, list[Path]], fonts: Sequence[Path]) -> set[int]:
-    """Letters whose stretched outline overlaps some digit of some font too far, and bare strokes."""
+    """Return letters with a stretched outline that overlaps a digit of any font too much, and bare strokes."""
     digits = np.stack([_stretched(font, digit) for font in fonts for digit in "0123456789"])
     alike: set[int] = set()
-    for code, found in letters.items():
-        outlines = np.stack([_stretched(font, chr(code)) for font in found])
+    for code, having in letters.items():
+        outlines = np.stack([_stretched(font, chr(code)) for font in having])
         common = np.bitwise_count(outlines[:, None] & digits).sum(2)
         union = np.bitwise_count(outlines[:, None] | digits).sum(2)
         fill = np.bitwise_count(outlines).sum(1) / GRID**2
@@ -209,22 +209,20 @@ def _digit_lookalikes(letters: dict[int, list[Path]], fonts: Sequence[Path]) -> 
 
 
 def _stretched(font: Path, character: str) -> NDArray[np.uint64]:
-    """The glyph's ink stretched to 32x32 and thresholded, as 1,024 bits in 16 words."""
+    """Return the glyph's ink, stretched to 32x32 and thresholded, as 1,024 bits in 16 words."""
     drawn = _drawn(font, character).resize((GRID, GRID), Image.Resampling.BILINEAR)
     return np.packbits(np.asarray(drawn) > 127).view(np.uint64)
 
 
 @lru_cache(maxsize=64)
 def _font(path: Path) -> ImageFont.FreeTypeFont:
-    from PIL import ImageFont
-
-    # The basic layout engine is always there; Raqm is not, and would shape some scripts differently.
+    # The basic layout engine is always available. Raqm is not, and would shape some scripts differently.
     return ImageFont.truetype(str(path), FONT_PIXELS, layout_engine=ImageFont.Layout.BASIC)
 
 
-@lru_cache(maxsize=16384)  # all pairs of a class and a font: about 20 MB, half the time of rendering
+@lru_cache(maxsize=16384)  # all pairs of a class and a font: 20 MB that halve the time of rendering
 def _drawn(font: Path, character: str) -> Image.Image:
-    """The glyph in grey, cropped to its ink."""
+    """Draw the glyph in grey, cropped to its ink."""
     left, top, right, bottom = _font(font).getbbox(character)
     image = Image.new("L", (math.ceil(right - left) + 4, math.ceil(bottom - top) + 4))
     ImageDraw.Draw(image).text((2 - left, 2 - top), character, fill=255, font=_font(font))
@@ -235,7 +233,7 @@ def _drawn(font: Path, character: str) -> Image.Image:
 
 
 def _distorted(glyph: Image.Image, rng: np.random.Generator) -> Image.Image:
-    """The glyph turned, sheared, widened or narrowed, its stroke made thicker or thinner in 4 of 10 cases."""
+    """Rotate and shear the glyph, and change its aspect ratio; in 4 of 10 cases make its stroke thicker or thinner."""
     angle, shear, log_aspect = rng.normal(0.0, (0.13, 0.25, 0.15))
     stroke = rng.random()
     cos, sin, wide = math.cos(angle), math.sin(angle), math.exp(log_aspect / 2)
@@ -251,14 +249,14 @@ def _distorted(glyph: Image.Image, rng: np.random.Generator) -> Image.Image:
         return moved.filter(ImageFilter.MaxFilter(3))
     if stroke < 0.4:
         thin = moved.filter(ImageFilter.MinFilter(3))
-        # Hairlines of a light serif font would vanish and leave fragments.
+        # The hairlines of a light serif font would vanish and leave fragments.
         if np.asarray(thin).sum(dtype=np.int64) > 0.5 * np.asarray(moved).sum(dtype=np.int64):
             return thin
     return moved
 
 
 def _boxed(image: Image.Image) -> NDArray[np.uint8]:
-    """The ink scaled to 32 rows, its width by aspect within 4..30 columns, centred: [32, 32]."""
+    """Scale the ink to 32 rows, and its width by aspect within 4..30 columns, centred: [32, 32]."""
     ink = image.point(_INK).getbbox()
     assert ink is not None
     width = min(30, max(4, round(GRID * (ink[2] - ink[0]) / (ink[3] - ink[1]))))
@@ -268,4 +266,4 @@ def _boxed(image: Image.Image) -> NDArray[np.uint8]:
     return boxed
 
 
-_INK = [0] * 128 + [255] * 128  # ink is what is at least half covered
+_INK = [0] * 128 + [255] * 128  # a pixel is ink if it is at least half covered

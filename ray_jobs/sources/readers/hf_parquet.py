@@ -1,9 +1,9 @@
-"""Images in Parquet as Hugging Face's datasets are shipped.
+"""Images in Parquet files, the format of Hugging Face's datasets.
 
-In: <split>-00000-of-00005.parquet, ...: a column of struct<bytes, path> (or of bytes), a column of labels, and in the
-schema's metadata what each column is. Out: entries by file, row group and row.
+In: <split>-00000-of-00005.parquet, ...: a column of struct<bytes, path> (or of bytes), a column of labels, and the
+columns' features in the schema's metadata. Out: entries by file, row group and row.
 
-A row group is what Parquet can read: its entries are one unit, so that one task reads it, once.
+Parquet is read by row group, so the entries of a row group are one unit, which one task reads once.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ import pyarrow.parquet as pq
 from pipelines.spec import HfParquetSource
 from ray_jobs.sources.archives import containers
 from ray_jobs.sources.archives.entries import Files, Listing, table
-from ray_jobs.sources.readers.features import UNLABELLED, chosen, classes_of, known_split
+from ray_jobs.sources.readers.features import UNLABELLED, choose_column, classes_of, known_split
 from vit_model.errors import UserError
 
-IN_MEMORY = 2**29  # bytes of images of a row group that are held at once; a larger one is read several times
+IN_MEMORY = 2**29  # bytes of images of a row group in memory; a larger row group is read several times
 _BATCH = 64  # rows
 _ROW_BITS, _GROUP_BITS = 24, 16  # of an entry's number, below that of its file
 _NUMBERED = re.compile(r"(.+)-(\d{5})-of-(\d{5})(-[0-9a-f]+)?")
 
 
 class _Columns(NamedTuple):
-    """Names of the columns, and of the classes where the file has them."""
+    """Names of the columns, and of the classes if the file has them."""
 
     image: str
     label: str
@@ -41,7 +41,7 @@ class _Columns(NamedTuple):
 
 
 def listing(source: HfParquetSource, files: Files) -> Listing:
-    """Every image that has a label, with the split that its file is named after."""
+    """List every image that has a label, with the split in its file's name."""
     names = sorted(files)
     splits = _splits(names)
     groups: dict[str, list[tuple[int, int]]] = {}
@@ -52,15 +52,15 @@ def listing(source: HfParquetSource, files: Files) -> Listing:
         if splits[name] == "":
             continue
         with _opened(files, name) as file:
-            own = _columns(source, name, file.schema_arrow)
-            if columns is not None and own != columns:
-                raise UserError(f"{name} has other columns or classes than the files before it")
-            columns = own
-            groups[name] = _groups(name, file, own.image)
-            labels += _labels(name, file, own)
+            columns_of_file = _columns(source, name, file.schema_arrow)
+            if columns is not None and columns_of_file != columns:
+                raise UserError(f"{name}: its columns or classes differ from those of the files before it")
+            columns = columns_of_file
+            groups[name] = _groups(name, file, columns.image)
+            labels += _labels(name, file, columns)
             together += _together(source, name, file)
     if columns is None:
-        raise UserError(f"no file is of a known split: {', '.join(names[:5])}")
+        raise UserError(f"no file name has a known split (train, validation, test): {', '.join(names[:5])}")
     classes = classes_of(labels, columns.classes, f"column {columns.label!r}")
     entries = (
         row | {"label": classes.numbers[label], "split": splits[row["file"]], "group": group}
@@ -75,7 +75,7 @@ def listing(source: HfParquetSource, files: Files) -> Listing:
 
 
 def rows(source: HfParquetSource, files: Files, numbers: Sequence[int]) -> Iterator[bytes | UserError]:
-    """The image files of these numbers; a row group whose rows follow each other is read once."""
+    """Yield the image files with these numbers; consecutive rows of a row group are read together."""
     names = sorted(files)
     for group, wanted in groupby(numbers, lambda number: number >> _ROW_BITS):
         name = names[group >> _GROUP_BITS]
@@ -89,21 +89,21 @@ def rows(source: HfParquetSource, files: Files, numbers: Sequence[int]) -> Itera
 
 
 def _splits(names: Sequence[str]) -> dict[str, str | None]:
-    """The split of each file; "" for one that is not known; null, to be drawn, where no name speaks of any."""
+    """Return the split of each file; "" for an unknown split; None (to be drawn) if no file name has a split."""
     words: dict[str, str] = {}
     parts = defaultdict(set)
     folders = set()
     for name in names:
         path = PurePosixPath(name)
-        found = _NUMBERED.fullmatch(path.stem)
+        numbered = _NUMBERED.fullmatch(path.stem)
         inside = known_split(path.parent.name) is not None
-        words[name] = path.parent.name if inside else found[1] if found else path.stem
+        words[name] = path.parent.name if inside else numbered[1] if numbered else path.stem
         folders.add(path.parent.parent if inside else path.parent)
-        if found:
-            parts[path.parent, found[1], int(found[3])].add(int(found[2]))
+        if numbered:
+            parts[path.parent, numbered[1], int(numbered[3])].add(int(numbered[2]))
     if len(folders) > 1:
         listed = ", ".join(sorted(map(str, folders)))
-        raise UserError(f"files lie in several folders ({listed}): name one of them as source.root")
+        raise UserError(f"files are in several folders ({listed}); set source.root to one of them")
     for (_, word, total), numbers in parts.items():
         if lost := sorted(set(range(total)) - numbers):
             raise UserError(f"{word}-{lost[0]:05d}-of-{total:05d}.parquet is missing")
@@ -120,7 +120,7 @@ def _opened(files: Files, name: str) -> pq.ParquetFile:
     path = containers.local(files, name)
     try:
         file = pq.ParquetFile(path, page_checksum_verification=True)
-        # the least that a row takes is a length
+        # a row takes at least one byte
         if file.metadata.num_rows > path.stat().st_size:
             raise UserError("it claims more rows than it has bytes")
     except (OSError, ValueError, pa.ArrowException) as error:
@@ -133,30 +133,36 @@ def _columns(source: HfParquetSource, name: str, schema: pa.Schema) -> _Columns:
     fitting = [field.name for field in schema if _is_image(field.type)]
     declared = [column for column in fitting if features.get(column, {}).get("_type") == "Image"]
     if source.image and source.image not in fitting:
-        raise UserError(f"source.image: {name} has no column {source.image!r} of images, but {fitting}")
-    image = chosen("image", source.image, declared or fitting, fitting)
+        raise UserError(
+            f"source.image: {name} has no column {source.image!r} of images; columns of images: "
+            f"{', '.join(fitting) or 'none'}"
+        )
+    image = choose_column("image", source.image, declared or fitting, fitting)
     others = [column for column in schema.names if column != image]
     labels = [column for column in others if features.get(column, {}).get("_type") == "ClassLabel"]
-    label = chosen("label", source.label, labels or [each for each in others if each == "label"], others)
+    fallback = [column for column in others if column == "label"]
+    label = choose_column("label", source.label, labels or fallback, others)
     kind = schema.field(label).type
     if not (pa.types.is_integer(kind) or pa.types.is_string(kind)):
         more = ": multi-label is not supported yet" if pa.types.is_nested(kind) else ""
         raise UserError(
             f"source.label: column {label!r} of {name} is {kind}, not whole numbers or text{more}"
         )
-    given = features.get(label, {}).get("names")
-    is_named = isinstance(given, list) and all(isinstance(each, str) for each in given)
-    return _Columns(image, label, tuple(given) if is_named and given else None)
+    names = features.get(label, {}).get("names")
+    is_named = isinstance(names, list) and all(isinstance(each, str) for each in names)
+    return _Columns(image, label, tuple(names) if is_named and names else None)
 
 
 def _features(name: str, schema: pa.Schema) -> dict[str, dict[str, Any]]:
-    """What Hugging Face's library wrote of each column; nothing where another program wrote the file."""
+    """Return the columns' features as Hugging Face's library writes them; none if another program wrote the file."""
     text = (schema.metadata or {}).get(b"huggingface")
     try:
-        found = json.loads(text)["info"]["features"] if text else {}
-        return {column: feature for column, feature in found.items() if isinstance(feature, dict)}
+        features = json.loads(text)["info"]["features"] if text else {}
+        return {column: feature for column, feature in features.items() if isinstance(feature, dict)}
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise UserError(f"{name}: its metadata are not those of Hugging Face's datasets: {error}") from error
+        raise UserError(
+            f"{name}: its metadata is not in the format of Hugging Face's datasets: {error}"
+        ) from error
 
 
 def _is_image(kind: pa.DataType) -> bool:
@@ -168,7 +174,7 @@ def _is_image(kind: pa.DataType) -> bool:
 
 
 def _groups(name: str, file: pq.ParquetFile, image: str) -> list[tuple[int, int]]:
-    """(rows, about the bytes of an image) of each row group."""
+    """Return (number of rows, approximate bytes of an image) of each row group."""
     lengths = [file.metadata.row_group(group).num_rows for group in range(file.metadata.num_row_groups)]
     if len(lengths) > 2**_GROUP_BITS or max(lengths, default=0) > 2**_ROW_BITS:
         raise UserError(f"{name} has {len(lengths)} row groups of up to {max(lengths)} rows: too many")
@@ -192,7 +198,7 @@ def _rows(names: Sequence[str], groups: Mapping[str, list[tuple[int, int]]]) -> 
 
 
 def _bytes(file: pq.ParquetFile, group: int, image: str) -> int:
-    """What a row group says that its images take."""
+    """Return the bytes of a row group's images, according to its metadata."""
     metadata = file.metadata.row_group(group)
     columns = (metadata.column(number) for number in range(metadata.num_columns))
     return sum(
@@ -207,57 +213,57 @@ def _labels(name: str, file: pq.ParquetFile, columns: _Columns) -> list[int | st
 
 
 def _together(source: HfParquetSource, name: str, file: pq.ParquetFile) -> list[str | None]:
-    """The group of each row, null where none is asked for."""
+    """Return the group of each row; None if no group is configured."""
     schema, column = file.schema_arrow, source.group
     if column is None:
         return [None] * file.metadata.num_rows
     if column not in schema.names:
-        raise UserError(f"source.group: {name} has no column {column!r}, but {', '.join(schema.names)}")
+        raise UserError(f"source.group: {name} has no column {column!r}; columns: {', '.join(schema.names)}")
     if not (pa.types.is_integer(kind := schema.field(column).type) or pa.types.is_string(kind)):
         raise UserError(f"source.group: column {column!r} of {name} is {kind}, not whole numbers or text")
-    found = _values(name, file, column)
-    if None in found:
-        raise UserError(f"source.group: row {found.index(None)} of {name} has no {column}")
-    return [str(group) for group in found]
+    groups = _values(name, file, column)
+    if None in groups:
+        raise UserError(f"source.group: row {groups.index(None)} of {name} has no {column}")
+    return [str(group) for group in groups]
 
 
 def _values(name: str, file: pq.ParquetFile, column: str) -> list[Any]:
     try:
         return list(file.read(columns=[column]).column(0).to_pylist())
     except (OSError, ValueError, pa.ArrowException) as error:
-        raise UserError(f"{name}: its column {column!r} can't be read: {error}") from error
+        raise UserError(f"{name}: cannot read column {column!r}: {error}") from error
 
 
 def _group(file: pq.ParquetFile, group: int, column: str, wanted: list[int]) -> Iterator[bytes | UserError]:
-    """Rows of a row group, in the order wanted, of which no more than about IN_MEMORY bytes are held."""
+    """Yield rows of a row group, in the order of `wanted`, with at most about IN_MEMORY bytes in memory."""
     share = len(wanted) / max(file.metadata.row_group(group).num_rows, 1)
     passes = max(1, math.ceil(_bytes(file, group, column) * share / IN_MEMORY))
     size = math.ceil(len(wanted) / passes)
     for start in range(0, len(wanted), size):
         part = wanted[start : start + size]
-        found, reason = _read(file, group, column, set(part))
-        yield from (found.get(row, UserError(reason)) for row in part)
+        images, reason = _read(file, group, column, set(part))
+        yield from (images.get(row, UserError(reason)) for row in part)
 
 
 def _read(
     file: pq.ParquetFile, group: int, column: str, wanted: set[int]
 ) -> tuple[dict[int, bytes | UserError], str]:
-    """The images of these rows, and why the others can't be had."""
-    found: dict[int, bytes | UserError] = {}
+    """Return the images of these rows, and the reason (stored) why others cannot be read."""
+    by_row: dict[int, bytes | UserError] = {}
     start = held = 0
     try:
         for batch in file.iter_batches(_BATCH, row_groups=[group], columns=[column], use_threads=False):
             images = batch.column(0)
             for row in range(len(batch)):
                 if start + row in wanted:
-                    found[start + row] = image = _image(images[row].as_py())
+                    by_row[start + row] = image = _image(images[row].as_py())
                     held += len(image) if isinstance(image, bytes) else 0
             start += len(batch)
             if held > 2 * IN_MEMORY:
                 raise UserError(f"it has more than the {_bytes(file, group, column)} bytes that it claims")
     except (OSError, ValueError, pa.ArrowException) as error:
-        return found, f"its row group can't be read: {error}"
-    return found, "its row group is shorter than it says"
+        return by_row, f"its row group can't be read: {error}"
+    return by_row, "its row group is shorter than it says"
 
 
 def _image(cell: Any) -> bytes | UserError:

@@ -1,11 +1,11 @@
 """ImageNet-1k (ILSVRC2012) as its authors ship it.
 
 In: ILSVRC2012_img_train.tar (a tar of `n01440764.tar`, ... of `n01440764_10026.JPEG`, ...), ILSVRC2012_img_val.tar
-(flat, `ILSVRC2012_val_00000001.JPEG`, ...), ILSVRC2012_devkit_t12.tar.gz, and perhaps ReaL's real.json. Out: entries
-straight into the two tars.
+(flat, `ILSVRC2012_val_00000001.JPEG`, ...), ILSVRC2012_devkit_t12.tar.gz, and optionally ReaL's real.json. Out: entries
+that are byte ranges of the two tars.
 
-A class is the rank of its WNID among all, sorted as text. The devkit's ILSVRC2012_ID is another number: it leads from
-the list of validation labels to WNIDs, and nowhere else (the devkit's readme.txt).
+A label is the rank of the class's WNID, sorted as text. The devkit's ILSVRC2012_ID is a different number, and is only
+used to map the validation labels to WNIDs (see the devkit's readme.txt).
 """
 
 from __future__ import annotations
@@ -45,11 +45,11 @@ from vit_model.errors import UserError
 SYNSET_TAR = re.compile(r"(?:.*/)?(n\d{8})\.tar")
 _VAL_IMAGE = re.compile(r"(?:.*/)?(ILSVRC2012_val_(\d{8})\.JPEG)")
 SALT = "vitflow imagenet"
-_LEAST_AGREEMENT = 0.5  # of ReaL's labels with the authors': those of other images agree by chance
+_LEAST_AGREEMENT = 0.5  # of ReaL's labels with the authors'; for other images they would agree only by chance
 
 
 class Devkit(NamedTuple):
-    """The classes by rank of their WNID: `wnids`, `words`; and of each validation image, in order, its class."""
+    """The classes, sorted by WNID: `wnids`, `words`; and the label of each validation image, in order."""
 
     wnids: tuple[str, ...]
     words: tuple[str, ...]
@@ -57,10 +57,10 @@ class Devkit(NamedTuple):
 
 
 def listing(source: ImageNetSource, files: Files) -> Listing:
-    """Train from the tar of tars, dev a slice of it by hash, test from the authors' validation images.
+    """List train from the tar of tars, dev as a fraction of it by a hash, test from the authors' validation images.
 
     Raises:
-        UserError: a synset that the devkit does not know, or images and labels of validation that don't fit.
+        UserError: a synset that is not in the devkit, or validation images that do not match their labels.
     """
     devkit = read_devkit(files)
     rank = {wnid: label for label, wnid in enumerate(devkit.wnids)}
@@ -69,7 +69,7 @@ def listing(source: ImageNetSource, files: Files) -> Listing:
     def rows() -> Iterator[dict[str, Any]]:
         for wnid, images in synsets(files, tars_in(files, IMAGENET_TRAIN, bad), bad):
             if wnid not in rank:
-                raise UserError(f"{files[IMAGENET_TRAIN]} has {wnid}.tar, which is no class of the devkit")
+                raise UserError(f"{files[IMAGENET_TRAIN]} has {wnid}.tar, which is not a class of the devkit")
             for member in images:
                 key = f"train/{wnid}/{member.path}"
                 dev = hash_fraction(SALT, key) < source.dev_fraction
@@ -96,7 +96,7 @@ def _missing_classes(lost: Sequence[str]) -> tuple[str, ...]:
 
 
 def _real_note(test: pa.Table, files: Files) -> tuple[str, ...]:
-    """Of the file as it is published 90.02 % agree. Raises UserError where it can't be of these images."""
+    """Return a note on ReaL's labels. Raises UserError if they cannot belong to these images (90.02% should agree)."""
     if IMAGENET_REAL not in files:
         return ()
     pairs = zip(test["label"].to_pylist(), test["labels"].to_pylist(), strict=True)
@@ -104,8 +104,8 @@ def _real_note(test: pa.Table, files: Files) -> tuple[str, ...]:
     share = sum(agreed) / max(len(agreed), 1)
     if share < _LEAST_AGREEMENT:
         raise UserError(
-            f"{files[IMAGENET_REAL]} has the authors' label for {share:.1%} of the images that it has labels for, "
-            "where 90 % are right: is it in another order?"
+            f"{files[IMAGENET_REAL]} agrees with the authors' labels for {share:.1%} of its images; expected 90%. "
+            "Use the published file, which is in the order of the validation images"
         )
     return (
         f"test is scored by the authors' labels, and by ReaL's as a task of its own: these have the authors' label "
@@ -114,52 +114,55 @@ def _real_note(test: pa.Table, files: Files) -> tuple[str, ...]:
 
 
 def _validation(files: Files, devkit: Devkit, bad: list[Bad]) -> Iterator[dict[str, Any]]:
-    found, refused = contents(files, IMAGENET_VAL)
+    images, refused = contents(files, IMAGENET_VAL)
     bad += refused
     real = _real_labels(files, len(devkit.val_labels), len(devkit.wnids))
     numbers = set()
     odd: list[str] = []
-    for member in found:
-        if not (named := _VAL_IMAGE.fullmatch(member.path)):
+    for member in images:
+        if not (match := _VAL_IMAGE.fullmatch(member.path)):
             odd.append(member.path)
             continue
-        number = int(named[2]) - 1
+        number = int(match[2]) - 1
         if not 0 <= number < len(devkit.val_labels) or number in numbers:
             raise UserError(
-                f"{files[IMAGENET_VAL]}: {member.path} has no label in the devkit, or comes twice"
+                f"{files[IMAGENET_VAL]}: {member.path} has no label in the devkit, or is a duplicate"
             )
         numbers.add(number)
-        entry = row(f"val/{named[1]}", devkit.val_labels[number], "test", member)
+        entry = row(f"val/{match[1]}", devkit.val_labels[number], "test", member)
         yield entry | ({} if real is None else {"labels": real[number]})
     bad += [Bad(f"val/{path}", "its name is none of a validation image", IMAGENET_VAL) for path in odd]
     if len(numbers) < len(devkit.val_labels):
         other = f"; {odd[0]!r} is not a name like ILSVRC2012_val_00000001.JPEG" if odd else ""
         raise UserError(
-            f"{files[IMAGENET_VAL]} has {len(numbers):,} images, the devkit labels {len(devkit.val_labels):,}{other}"
+            f"{files[IMAGENET_VAL]} has {len(numbers):,} images, "
+            f"but the devkit labels {len(devkit.val_labels):,}{other}"
         )
 
 
 def read_devkit(files: Files) -> Devkit:
-    """`data/meta.mat` and `data/ILSVRC2012_validation_ground_truth.txt` of the devkit. Raises UserError."""
-    found = {PurePosixPath(member.path).name: member for member in members(files, IMAGENET_DEVKIT)}
+    """Read `data/meta.mat` and `data/ILSVRC2012_validation_ground_truth.txt` of the devkit. Raises UserError."""
+    by_name = {PurePosixPath(member.path).name: member for member in members(files, IMAGENET_DEVKIT)}
     where = files[IMAGENET_DEVKIT]
     for name in ("meta.mat", "ILSVRC2012_validation_ground_truth.txt"):
-        if name not in found:
-            raise UserError(f"{where} has no data/{name}")
-    leaves = _leaves(where, read_member(files, found["meta.mat"]))
+        if name not in by_name:
+            raise UserError(f"{where} does not contain data/{name}")
+    leaves = _leaves(where, read_member(files, by_name["meta.mat"]))
     wnids = tuple(sorted(wnid for wnid, _ in leaves.values()))
     words = dict(leaves.values())
     rank = {wnid: label for label, wnid in enumerate(wnids)}
-    text = read_member(files, found["ILSVRC2012_validation_ground_truth.txt"])
+    text = read_member(files, by_name["ILSVRC2012_validation_ground_truth.txt"])
     try:
         labels = tuple(rank[leaves[int(line)][0]] for line in text.split())
     except (KeyError, ValueError) as error:
-        raise UserError(f"{where}: a validation label is no ILSVRC2012_ID of meta.mat: {error}") from error
+        raise UserError(
+            f"{where}: a validation label is not an ILSVRC2012_ID of meta.mat: {error}"
+        ) from error
     return Devkit(wnids, tuple(words[wnid] for wnid in wnids), labels)
 
 
 def _leaves(where: str, data: bytes) -> dict[int, tuple[str, str]]:
-    """ILSVRC2012_ID -> (WNID, words) of the synsets without children, out of meta.mat's struct array `synsets`."""
+    """Return ILSVRC2012_ID -> (WNID, words) of the synsets without children in meta.mat's struct array `synsets`."""
     try:
         synsets = np.ravel(read_mat(data)["synsets"])
         rows = [
@@ -170,48 +173,50 @@ def _leaves(where: str, data: bytes) -> dict[int, tuple[str, str]]:
     except (ValueError, KeyError, IndexError, TypeError) as error:
         raise UserError(f"{where}: meta.mat is damaged, or has no synsets: {error}") from error
     if len({wnid for _, wnid, _ in rows}) != len(rows) or len({number for number, *_ in rows}) != len(rows):
-        raise UserError(f"{where}: meta.mat has a synset twice")
+        raise UserError(f"{where}: meta.mat has a duplicate synset")
     return {number: (wnid, words) for number, wnid, words in rows}
 
 
 def _only(value: NDArray[Any]) -> Any:
-    """The one number or text of a field, which MATLAB has in an array."""
+    """Return the single number or text of a field, which MATLAB stores as an array."""
     (only,) = np.ravel(value)
     return only
 
 
 def _real_labels(files: Files, images: int, classes: int) -> list[list[int]] | None:
-    """ReaL (Beyer et al., "Are we done with ImageNet?", 2020): element i has the labels of validation image i + 1, as
-    ranks; it may be empty."""
+    """Read ReaL's labels (Beyer et al., "Are we done with ImageNet?", 2020).
+
+    Element i has the labels of validation image i + 1, as ranks; it may be empty.
+    """
     if IMAGENET_REAL not in files:
         return None
     where = files[IMAGENET_REAL]
     try:
-        found = json.loads(read_file(files, IMAGENET_REAL))
+        real = json.loads(read_file(files, IMAGENET_REAL))
     except (ValueError, RecursionError) as error:
         raise UserError(f"{where} is not JSON: {error}") from error
-    if not isinstance(found, list) or len(found) != images:
-        raise UserError(f"{where} is no list of {images:,} lists, one for each validation image")
-    for labels in found:
+    if not isinstance(real, list) or len(real) != images:
+        raise UserError(f"{where} is not a list of {images:,} lists, one for each validation image")
+    for labels in real:
         if not isinstance(labels, list) or not all(type(one) is int and 0 <= one < classes for one in labels):
-            raise UserError(f"{where}: {str(labels)[:80]} is no list of classes from 0 to {classes - 1}")
-    return [sorted(set(labels)) for labels in found]
+            raise UserError(f"{where}: {str(labels)[:80]} is not a list of classes from 0 to {classes - 1}")
+    return [sorted(set(labels)) for labels in real]
 
 
 # ------------------------------------------------------------------------------------------------- shared
 
 
 def synsets(files: Files, chains: Iterable[str], bad: list[Bad]) -> Iterator[tuple[str, list[Member]]]:
-    """(WNID, images) of tars of a synset, in the order of WNIDs; what is refused goes to `bad`. Raises UserError."""
+    """Yield (WNID, images) of tars of a synset, sorted by WNID; refused members go to `bad`. Raises UserError."""
     tars: dict[str, str] = {}
     others: list[Bad] = []
     for chain in chains:
-        if not (named := SYNSET_TAR.fullmatch(chain.rpartition("::")[2])):
+        if not (match := SYNSET_TAR.fullmatch(chain.rpartition("::")[2])):
             others.append(Bad(chain, "it is no tar of a synset", outermost(files, chain)))
-        elif named[1] in tars:
-            raise UserError(f"{named[1]}.tar comes twice: {tars[named[1]]} and {chain}")
+        elif match[1] in tars:
+            raise UserError(f"duplicate {match[1]}.tar: {tars[match[1]]} and {chain}")
         else:
-            tars[named[1]] = chain
+            tars[match[1]] = chain
     if others and not tars:
         raise UserError(
             f"{others[0].file} contains no synset tars (expected names of n and 8 digits, such as n01440764.tar); "
@@ -227,12 +232,12 @@ def synsets(files: Files, chains: Iterable[str], bad: list[Bad]) -> Iterator[tup
 
 
 def tars_in(files: Files, name: str, bad: list[Bad]) -> list[str]:
-    """The chains of the members of a tar of tars; what is refused goes to `bad`."""
-    found, refused = contents(files, name)
+    """Return the chains of the members of a tar of tars; refused members go to `bad`."""
+    tars, refused = contents(files, name)
     bad += refused
-    return [f"{name}::{member.path}" for member in found]
+    return [f"{name}::{member.path}" for member in tars]
 
 
 def row(key: str, label: int, split: str, member: Member) -> dict[str, Any]:
-    """An entry of ENTRIES."""
+    """Return an entry of ENTRIES."""
     return {"key": key, "label": label, "split": split} | place(member)

@@ -1,8 +1,7 @@
-"""ImageNet-21k as its authors ship it: a tar for each synset, in one tar (gzipped or not) or in a folder.
+"""ImageNet-21k as its authors ship it: one tar per synset, in one tar (gzipped or not) or in a folder.
 
-A class is the rank of its WNID among those that are kept. The two releases, and lists that others made of them, have
-other classes (Ridnik et al., "ImageNet-21K Pretraining for the Masses", 2021): the class names, which are WNIDs, say
-which they are.
+A label is the rank of the class's WNID among the classes that are kept. The two releases, and lists derived from them,
+have different classes (Ridnik et al., "ImageNet-21K Pretraining for the Masses", 2021). Class names are WNIDs.
 """
 
 from __future__ import annotations
@@ -20,10 +19,10 @@ _SPLITS = ("dev", "test", "train")
 
 
 def listing(source: ImageNet21kSource, files: Files) -> Listing:
-    """The images of every synset; dev and test are drawn by a hash of names, as there are no official splits.
+    """List the images of every synset. dev and test are drawn by a hash of names: there are no official splits.
 
     Raises:
-        UserError: a synset comes twice, or none has enough images.
+        UserError: a duplicate synset, or none with enough images.
     """
     bad: list[Bad] = []
     kept: list[str] = []
@@ -44,7 +43,9 @@ def listing(source: ImageNet21kSource, files: Files) -> Listing:
 
     entries = table(rows())
     if not kept:
-        raise UserError(f"{source.root} has no synset with {source.min_images} images or more")
+        raise UserError(
+            f"{source.root} has no synset with at least {source.min_images} images; lower min_images"
+        )
     notes = [f"no official splits: {source.held_out:.2%} each are dev and test by a hash of names"]
     if left_out:
         notes.append(f"left out, with fewer than {source.min_images} images: {', '.join(left_out)}")

@@ -1,9 +1,9 @@
-"""Labels in tables beside images: metadata.csv and metadata.jsonl, as Hugging Face's imagefolder has them.
+"""Tables of labels beside images: metadata.csv and metadata.jsonl, the format of Hugging Face's imagefolder.
 
     file_name,label,split,patient          {"file_name": "1.jpg", "label": "cat"}
     1.jpg,cat,train,p7                     {"file_name": "2.jpg", "label": 3}
 
-A file name is relative to the table's folder. Only the standard library is imported, so that `pipelines` can use it.
+A file name is relative to the table's folder. This module imports only the standard library, as `folder` does.
 """
 
 from __future__ import annotations
@@ -74,24 +74,24 @@ def read_table(path: str, data: bytes, columns: Columns) -> Iterator[Row]:
 
 
 def _csv(path: str, data: bytes) -> tuple[list[str], list[tuple[str, dict[str, Any]]]]:
-    """The header; the place and the cells of each row."""
+    """Return the header, and (position, cells) of each row."""
     try:
         reader = csv.reader(io.StringIO(_decoded(data), newline=""), strict=True, skipinitialspace=True)
         header, *rows = [[cell.strip() for cell in cells] for cells in reader if cells] or [[]]
     except (csv.Error, UnicodeDecodeError) as error:
         raise UserError(f"{path} is not CSV in UTF-8: {error}") from error
-    found = []
+    located = []
     for number, cells in enumerate(rows, start=2):
         if len(cells) != len(header):
-            raise UserError(f"{path} row {number} has {len(cells)} fields, the header {len(header)}")
-        found.append((f"{path} row {number}", dict(zip(header, cells, strict=True))))
-    return header, found
+            raise UserError(f"{path} row {number} has {len(cells)} fields, but the header {len(header)}")
+        located.append((f"{path} row {number}", dict(zip(header, cells, strict=True))))
+    return header, located
 
 
 def _json_lines(path: str, data: bytes) -> tuple[list[str], list[tuple[str, dict[str, Any]]]]:
-    """All keys that occur; the place and the values of each line."""
+    """Return all keys that occur, and (position, values) of each line."""
     header: dict[str, None] = {}
-    found = []
+    located = []
     try:
         lines = _decoded(data).split("\n")
     except UnicodeDecodeError as error:
@@ -107,8 +107,8 @@ def _json_lines(path: str, data: bytes) -> tuple[list[str], list[tuple[str, dict
             raise UserError(f"{path} row {number} is not a JSON object; expected one object per line")
         row = {name.strip(): value for name, value in row.items()}
         header |= dict.fromkeys(row)
-        found.append((f"{path} row {number}", row))
-    return list(header), found
+        located.append((f"{path} row {number}", row))
+    return list(header), located
 
 
 def _decoded(data: bytes) -> str:
@@ -139,7 +139,7 @@ def _value(where: str, column: str, row: Mapping[str, Any]) -> str:
 
 
 def _text(where: str, column: str, value: Any) -> str:
-    """A cell as text: JSON's text, whole numbers and booleans; "" for null or no cell."""
+    """Return a cell as text: JSON strings, whole numbers and booleans; "" for null or a missing cell."""
     if isinstance(value, str):
         if not value.isascii() and value != value.encode("utf-8", "replace").decode():
             raise UserError(f"{where}: {column} is not text in UTF-8 ({json.dumps(value)})")
@@ -152,7 +152,7 @@ def _text(where: str, column: str, value: Any) -> str:
 
 
 def _is_list(cell: Any) -> bool:
-    """Whether a cell is a list: JSON's own, or in a CSV as JSON or Python writes it; a class may be called [x]."""
+    """Return whether a cell is a list: a JSON list, or text in a CSV that JSON or Python writes for one (not "[x]")."""
     if not isinstance(cell, str):
         return isinstance(cell, list)
     try:

@@ -1,9 +1,9 @@
-"""Prepared data sets of TensorFlow Datasets, without TensorFlow.
+"""Prepared datasets of TensorFlow Datasets, without TensorFlow.
 
-In: the folder of a version: dataset_info.json (splits and their shards), features.json (which feature is what),
+In: the folder of a version: dataset_info.json (splits and their shards), features.json (the types of features),
 label.labels.txt, and shards of tf.train.Example in tfrecord or array_record files. Out: entries in the order of the
-records, which is that of TFDS's slices: train[:800] is train/0000000 to train/0000799. An image in a tfrecord file is a
-byte range of it; array_record files are read by record.
+records, which is the order of TFDS's slices: train[:800] is train/0000000 to train/0000799. An image in a tfrecord file
+is a byte range of it; array_record files are read by record.
 """
 
 from __future__ import annotations
@@ -13,11 +13,13 @@ from array import array
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
+from array_record.python.array_record_module import ArrayRecordReader
+
 from pipelines.spec import TfdsSource
 from ray_jobs.sources.archives import containers
 from ray_jobs.sources.archives.entries import Files, Listing, table
 from ray_jobs.sources.archives.examples import Values, feature_range, parse_example, tfrecords
-from ray_jobs.sources.readers.features import UNLABELLED, chosen, classes_of, known_split
+from ray_jobs.sources.readers.features import UNLABELLED, choose_column, classes_of, known_split
 from vit_model.errors import UserError
 
 _MAX_RECORD = 2**28  # bytes
@@ -26,7 +28,7 @@ _FILE_BITS = 40  # of an entry's number above the record's
 
 
 class _Places(NamedTuple):
-    """Where each image lies, in little memory; the names of files are shared."""
+    """The position of each image, in little memory: names of files are shared."""
 
     files: list[str]
     offsets: array[int]
@@ -34,11 +36,13 @@ class _Places(NamedTuple):
 
 
 def listing(source: TfdsSource, files: Files) -> Listing:
-    """Every image that has a label. All records are read, their checksums verified."""
+    """List every image that has a label. All records are read and their checksums verified."""
     info, features = _json(files, "dataset_info.json"), _json(files, "features.json")
     form = info.get("fileFormat", "tfrecord")
     if form not in ("tfrecord", "array_record"):
-        raise UserError(f"dataset_info.json: files are {form!r}; tfrecord and array_record are read")
+        raise UserError(
+            f"dataset_info.json: unsupported fileFormat {form!r}; expected tfrecord or array_record"
+        )
     image, label = _named(source, features)
     places = _Places([], array("q"), array("q"))
     labels: list[int | str] = []
@@ -61,7 +65,7 @@ def listing(source: TfdsSource, files: Files) -> Listing:
                 places.lengths.append(size)
         splits[name] = len(labels) - before
     if not labels:
-        raise UserError(f"no split of dataset_info.json is known: {'; '.join(notes) or 'it has none'}")
+        raise UserError(f"dataset_info.json has no known split: {'; '.join(notes) or 'it has none'}")
     classes = classes_of(labels, _class_names(files, features, label), f"feature {label!r}")
     notes += classes.notes
     keys = ((split, f"{split}/{number:07d}") for split, size in splits.items() for number in range(size))
@@ -78,7 +82,7 @@ def listing(source: TfdsSource, files: Files) -> Listing:
 
 
 def rows(source: TfdsSource, files: Files, numbers: Sequence[int]) -> Iterator[bytes | UserError]:
-    """The image files of these records of array_record files."""
+    """Yield the image files of these records of array_record files."""
     names = sorted(files)
     image, _ = _named(source, _json(files, "features.json"))
     readers: dict[str, Any] = {}
@@ -98,46 +102,46 @@ def rows(source: TfdsSource, files: Files, numbers: Sequence[int]) -> Iterator[b
             reader.close()
 
 
-# ------------------------------------------------------------------------------------------------- what there is
+# ------------------------------------------------------------------------------------------------- metadata
 
 
 def _json(files: Files, name: str) -> dict[str, Any]:
     try:
-        found = json.loads(containers.read_file(files, name))
+        value = json.loads(containers.read_file(files, name))
     except (ValueError, RecursionError) as error:
-        raise UserError(f"{name} can't be read: {error}") from error
-    if not isinstance(found, dict):
-        raise UserError(f"{name} is no JSON object")
-    return found
+        raise UserError(f"{name} cannot be read: {error}") from error
+    if not isinstance(value, dict):
+        raise UserError(f"{name} is not a JSON object")
+    return value
 
 
 def _shards(info: dict[str, Any], form: str, files: Files) -> Iterator[tuple[str, list[tuple[str, int]]]]:
-    """Of each split its name, and the name and number of records of its files."""
+    """Yield for each split its name, and (name, number of records) of its files."""
     try:
         for split in info["splits"]:
             lengths = [int(length) for length in split["shardLengths"]]
             template = split.get("filepathTemplate") or "{DATASET}-{SPLIT}.{FILEFORMAT}-{SHARD_X_OF_Y}"
-            known = {"{DATASET}": info["name"], "{SPLIT}": split["name"], "{FILEFORMAT}": form}
-            for token, value in known.items():
+            tokens = {"{DATASET}": info["name"], "{SPLIT}": split["name"], "{FILEFORMAT}": form}
+            for token, value in tokens.items():
                 template = template.replace(token, value)
             names = [
                 template.replace("{SHARD_X_OF_Y}", f"{number:05d}-of-{len(lengths):05d}")
                 for number in range(len(lengths))
             ]
-            if lost := [name for name in names if name not in files]:
-                raise UserError(f"{lost[0]} is missing")
+            if missing := [name for name in names if name not in files]:
+                raise UserError(f"{missing[0]} is missing")
             yield split["name"], list(zip(names, lengths, strict=True))
     except UserError:
         raise
     except (KeyError, TypeError, AttributeError, ValueError) as error:
-        raise UserError(f"dataset_info.json is not as TFDS writes it: {error!r}") from error
+        raise UserError(f"dataset_info.json is not in TFDS's format: {error!r}") from error
 
 
 def _features(features: dict[str, Any]) -> dict[str, tuple[str, dict[str, Any]]]:
-    """The class ("Image") and the description of each feature, as TFDS writes it now and as it did before 2022."""
+    """Return the class ("Image") and the description of each feature, in TFDS's format of today and before 2022."""
     inner = features.get("featuresDict", {}).get("features") or features.get("content")
     if not isinstance(inner, dict):
-        raise UserError("features.json is not as TFDS writes it: it has no features")
+        raise UserError("features.json is not in TFDS's format: it has no features")
     return {
         name: (str(each.get("pythonClassName") or each.get("type")).rpartition(".")[2], each)
         for name, each in inner.items()
@@ -146,16 +150,16 @@ def _features(features: dict[str, Any]) -> dict[str, tuple[str, dict[str, Any]]]
 
 
 def _named(source: TfdsSource, features: dict[str, Any]) -> tuple[str, str]:
-    """The features of the image and the label."""
+    """Return the names of the features of the image and of the label."""
     kinds = {name: kind for name, (kind, _) in _features(features).items()}
     fitting = [[name for name, kind in kinds.items() if kind == one] for one in ("Image", "ClassLabel")]
-    image = chosen("image", source.image, fitting[0], fitting[0])
+    image = choose_column("image", source.image, fitting[0], fitting[0])
     others = [name for name in kinds if name != image]
-    return image, chosen("label", source.label, fitting[1], others)
+    return image, choose_column("label", source.label, fitting[1], others)
 
 
 def _class_names(files: Files, features: dict[str, Any], label: str) -> list[str] | None:
-    """From <feature>.labels.txt, else as many numbers as features.json says; None: not said."""
+    """Return the names in <feature>.labels.txt, else as many numbers as features.json has classes; None: neither."""
     name = f"{label.replace('/', '-')}.labels.txt"
     if name in files:
         return _text(containers.read_file(files, name), name).splitlines()
@@ -167,21 +171,21 @@ def _class_names(files: Files, features: dict[str, Any], label: str) -> list[str
     try:
         return [str(value) for value in range(int(number))] if number else None
     except (ValueError, TypeError) as error:
-        raise UserError(f"features.json: {label!r} has {number!r} classes, which is no number") from error
+        raise UserError(f"features.json: {label!r} has {number!r} classes, which is not a number") from error
 
 
-def _text(data: bytes, what: str) -> str:
+def _text(data: bytes, where: str) -> str:
     try:
         return data.decode()
     except UnicodeDecodeError as error:
-        raise UserError(f"{what} is not text in UTF-8: {error}") from error
+        raise UserError(f"{where} is not text in UTF-8: {error}") from error
 
 
 # ------------------------------------------------------------------------------------------------- records
 
 
 def _records(files: Files, form: str, name: str, length: int) -> Iterator[tuple[int, bytes]]:
-    """(offset of the record, or its number, and the serialised example) of each record of a file."""
+    """Yield (the record's offset, or its number, and the serialised example) of each record of a file."""
     number = 0
     try:
         for record in _tfrecords(files, name) if form == "tfrecord" else _array_records(files, name):
@@ -190,7 +194,7 @@ def _records(files: Files, form: str, name: str, length: int) -> Iterator[tuple[
     except RuntimeError as error:  # array_record's
         raise UserError(f"{name}: {error}") from error
     if number != length:
-        raise UserError(f"{name} has {number} records, dataset_info.json says {length}")
+        raise UserError(f"{name} has {number} records, but dataset_info.json says {length}")
 
 
 def _tfrecords(files: Files, name: str) -> Iterator[tuple[int, bytes]]:
@@ -218,11 +222,10 @@ def _array_records(files: Files, name: str) -> Iterator[tuple[int, bytes]]:
 
 
 def _reader(files: Files, name: str) -> Any:
-    from array_record.python.array_record_module import ArrayRecordReader
 
     reader = ArrayRecordReader(str(containers.local(files, name)))
     if not reader.ok():
-        raise UserError(f"{name} is no array_record file, or damaged")
+        raise UserError(f"{name} is not an array_record file, or damaged")
     return reader
 
 

@@ -1,8 +1,8 @@
-"""WebDataset: tars whose members, one after the other, are samples (github.com/webdataset/webdataset).
+"""WebDataset: tars in which consecutive members form samples (github.com/webdataset/webdataset).
 
-A member's name splits at the first dot of its last part: `a/b.seg.png` is field `seg.png` of the sample `a/b`. Members
-of a sample lie side by side and samples never span tars. Only the image and the label are read; a label is text or
-JSON, so that nothing in a tar is executed.
+A member's name is split at the first dot of its last part: `a/b.seg.png` is field `seg.png` of the sample `a/b`. The
+members of a sample are consecutive, and in one tar. Only the image and the label are read. Labels are text or JSON;
+nothing in a tar is executed.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ class Sample(NamedTuple):
 
 
 def listing(source: WebDatasetSource, files: Files) -> Listing:
-    """Every sample that has an image and a label; those whose label is a negative number are left out, as timm does.
+    """List every sample with an image and a label, except those with a negative number as label, as timm does.
 
     Raises:
-        UserError: fields or labels that don't fit, a shard's name that says two splits.
+        UserError: fields or labels do not fit, or a shard's name contains two splits.
     """
     bad: list[Bad] = []
     splits = {shard: _split_of(shard) for shard in files}
@@ -84,18 +84,17 @@ def _samples(source: WebDatasetSource, shard: str, members: Sequence[Member]) ->
         fields: dict[str, Member] = {}
         for _, field, member in group:
             if field in fields:
-                raise UserError(f"{shard}: the sample {key!r} has the field {field!r} twice")
+                raise UserError(f"{shard}: the sample {key!r} has a duplicate field {field!r}")
             fields[field] = member
         images = [field for field in fields if source.image == field or _is_image(source, field)]
         if len(images) > 1:
             raise UserError(
-                f"{shard}: the sample {key!r} has several images, {', '.join(images)}: name source.image"
+                f"{shard}: the sample {key!r} has several images, {', '.join(images)}: set source.image to one of them"
             )
         if not images or label_field not in fields:
-            lost = source.image or "image" if not images else label_field
-            yield Bad(
-                f"{shard}/{key}", f"the sample has no field {lost}; it has {', '.join(sorted(fields))}", shard
-            )
+            missing = source.image or "image" if not images else label_field
+            reason = f"the sample has no field {missing}; it has {', '.join(sorted(fields))}"
+            yield Bad(f"{shard}/{key}", reason, shard)
         elif fields[label_field].size > MAX_LABEL_BYTES:
             yield Bad(f"{shard}/{key}", f"its label has more than {MAX_LABEL_BYTES:,} bytes", shard)
         else:
@@ -104,7 +103,7 @@ def _samples(source: WebDatasetSource, shard: str, members: Sequence[Member]) ->
 
 
 def _key_and_field(path: str) -> tuple[str, str]:
-    """Field "" where there is none: no dot, or WebDataset's own `__name__`."""
+    """Return a member's key and field; field "" if it has none: no dot, or WebDataset's own `__name__`."""
     folder, slash, name = path.rpartition("/")
     stem, _, field = name.partition(".")
     own = re.fullmatch(r"__.*__", stem) or re.match(r"__[^/]*__(/|$)", path)
@@ -116,7 +115,7 @@ def _is_image(source: WebDatasetSource, field: str) -> bool:
 
 
 def _label(field: str, data: bytes | UserError) -> int | str:
-    """The number or the text of a label. Raises UserError."""
+    """Return the number or the text of a label. Raises UserError; its messages are stored in the quarantine."""
     if isinstance(data, UserError):
         raise data
     _, dot, key = field.partition(".")
@@ -139,26 +138,26 @@ def _label(field: str, data: bytes | UserError) -> int | str:
 
 
 def _classes(source: WebDatasetSource, present: set[int | str]) -> Classes:
-    """The classes of the labels that occur. Raises UserError."""
+    """Return the classes of the labels that occur. Raises UserError."""
     if source.class_names is None:
         if len(present) < 2:
-            raise UserError(f"{source.root} has {len(present)} classes: a classifier needs two or more")
+            raise UserError(f"{source.root} has {len(present)} classes, but a classifier needs two or more")
         return classes_of(present, None, f"field {source.label!r}")
-    known: dict[int | str, int] = {}
+    numbering: dict[int | str, int] = {}
     for number, name in enumerate(source.class_names):
-        known |= {number: number, name: number}
-    if lost := sorted(map(str, present - known.keys())):
-        raise UserError(f"{source.root} has the label {lost[0]!r}, which is none of source.class_names")
-    return Classes(source.class_names, known)
+        numbering |= {number: number, name: number}
+    if unnamed := sorted(map(str, present - numbering.keys())):
+        raise UserError(f"{source.root} has the label {unnamed[0]!r}, which is not in source.class_names")
+    return Classes(source.class_names, numbering)
 
 
 def _split_of(shard: str) -> str | None:
-    """What the name of a tar or of a folder around it says: imagenet-train-000000.tar, val/00000.tar."""
+    """Return the split in the name of a tar or of its folder: imagenet-train-000000.tar, val/00000.tar."""
     words = re.split(r"[^a-z]+", shard.lower())
-    found = {SPLIT_NAMES[word] for word in words if word in SPLIT_NAMES}
-    if len(found) > 1:
-        raise UserError(f"the name of {shard} says {' and '.join(sorted(found))}: which split is it?")
-    return found.pop() if found else None
+    splits = {SPLIT_NAMES[word] for word in words if word in SPLIT_NAMES}
+    if len(splits) > 1:
+        raise UserError(f"{shard}: its name contains the splits {' and '.join(sorted(splits))}; rename it")
+    return splits.pop() if splits else None
 
 
 def _labelled(sample: Sample) -> dict[str, object]:

@@ -1,7 +1,7 @@
-"""The 19 tasks of VTAB-1k: a module for each data set, which reads its archives as the authors ship them.
+"""The 19 tasks of VTAB-1k: one module per dataset, which reads the archives as their authors ship them.
 
-A module has what a source has (`ray_jobs.sources.archives.entries`): `listing`, and `rows` or `processed` where it
-needs them. `splits` says which records are used for what.
+A module has the interface of a source (`ray_jobs.sources.archives.entries`): `listing`, and `rows` or `processed` if it
+needs them. `splits` selects the records of each split.
 """
 
 from __future__ import annotations
@@ -52,18 +52,18 @@ _MODULES: dict[Task, ModuleType] = {
 
 
 def listing(source: VtabSource, files: Files) -> Listing:
-    """The records that VTAB uses. Raises ValueError for an archive that is not as its authors make it."""
-    found: Listing = _MODULES[source.task].listing(source, files)
-    return found
+    """List the records that VTAB uses. Raises UserError for an archive that is not in its authors' format."""
+    task_listing: Listing = _MODULES[source.task].listing(source, files)
+    return task_listing
 
 
 def rows(source: VtabSource, files: Files, numbers: Sequence[int]) -> Iterator[NDArray[np.uint8]]:
-    """Images that lie in arrays, [h, w, c]."""
+    """Yield images that are stored in arrays, [h, w, c]."""
     yield from _MODULES[source.task].rows(source, files, numbers)
 
 
 def processed(source: VtabSource, key: str, image: bytes) -> bytes:
-    """An image file as VTAB's copy of the data set has it; itself with `pixels: raw`, and where it was not changed."""
+    """Return an image file as it is in VTAB's copy of the dataset; with `pixels: raw`, the file itself."""
     recipe = getattr(_MODULES[source.task], "processed", None)
     if recipe is None or source.pixels == "raw":
         return image

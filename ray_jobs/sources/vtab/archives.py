@@ -1,4 +1,4 @@
-"""What the modules of data sets share: members by their names, lists of lines, images that OpenCV changes."""
+"""Shared by the modules of datasets: members by name, lines of text files, images decoded and encoded by OpenCV."""
 
 from __future__ import annotations
 
@@ -6,7 +6,9 @@ import io
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, cast
 
+import cv2
 import numpy as np
+from PIL import Image
 
 from ray_jobs.sources.archives import containers
 from ray_jobs.sources.archives.entries import Files
@@ -20,50 +22,50 @@ if TYPE_CHECKING:
 
 
 def by_path(files: Files, file: str) -> dict[str, Member]:
-    """The members of an archive by their path."""
+    """Return the members of an archive by their paths."""
     return {member.path: member for member in containers.members(files, file)}
 
 
 def lines_of(files: Files, file: str, members: dict[str, Member], path: str) -> list[str]:
-    """The lines of a small text file in an archive that are not empty. Raises UserError when it is not there."""
+    """Return the lines, except empty ones, of a small text file in an archive. Raises UserError if it is missing."""
     return lines(content(files, file, members, path), path)
 
 
 def content(files: Files, file: str, members: dict[str, Member], path: str, limit: int = 2**26) -> bytes:
-    """A small file in an archive. Raises UserError when it is not there."""
+    """Return the content of a small file in an archive. Raises UserError if it is missing."""
     if path not in members:
-        raise UserError(f"{file} has no {path}: is it the archive that its authors ship?")
+        raise UserError(f"{file} does not contain {path}. Use the authors' archive")
     return containers.read_member(files, members[path], limit)
 
 
 def lines(data: bytes, name: str) -> list[str]:
-    """The lines of a text that are not empty, without blanks around them. Raises UserError for what is no text."""
+    """Return the stripped lines of a text, except empty ones. Raises UserError if the data is not text."""
     return [line.strip() for line in text(data, name).splitlines() if line.strip()]
 
 
 def text(data: bytes, name: str) -> str:
-    """The text in a file's bytes. Raises UserError for what is no text."""
+    """Decode a file's bytes as text. Raises UserError if the data is not text."""
     try:
         return data.decode()
     except UnicodeDecodeError as error:
-        raise UserError(f"{name} is no text: {error}") from error
+        raise UserError(f"{name} is not text in UTF-8: {error}") from error
 
 
 def decode_bgr(image: bytes, *, upright: bool = False) -> NDArray[np.uint8]:
-    """An image file as OpenCV decodes it, [h, w, 3], BGR, the alpha dropped; of a GIF the first frame.
+    """Decode an image file with OpenCV: [h, w, 3], BGR, without alpha; of a GIF the first frame.
 
-    upright: turned as its EXIF data says. A JPEG with damage inside is decoded. Raises UserError for what is no image.
+    A damaged JPEG is decoded as far as possible. With `upright`, the image is rotated by its EXIF orientation.
+
+    Raises:
+        UserError: the reason (stored in the quarantine) why it cannot be decoded.
     """
-    import cv2
-    from PIL import Image
-
     try:
-        # The header alone: OpenCV would take the memory for whatever size it claims.
+        # Pillow reads only the header here; OpenCV would allocate the memory for any size that it claims.
         with Image.open(io.BytesIO(image), formats=FORMATS) as opened:
             small = opened.width * opened.height <= MAX_PIXELS
             if small and opened.format == "GIF":  # which only some versions of OpenCV read
                 return np.ascontiguousarray(np.asarray(opened.convert("RGB"))[..., ::-1])
-    # Pillow's readers raise whatever their parsing trips over, see ray_jobs.data.images
+    # Pillow's readers raise many types of exceptions, see ray_jobs.data.images
     except Exception as error:
         raise UserError(f"not an image: {error}") from error
     if not small:
@@ -71,24 +73,22 @@ def decode_bgr(image: bytes, *, upright: bool = False) -> NDArray[np.uint8]:
     cv2.setNumThreads(1)  # a task has one core
     flags = cv2.IMREAD_COLOR | (cv2.IMREAD_ANYDEPTH if upright else cv2.IMREAD_IGNORE_ORIENTATION)
     try:
-        found: Any = cv2.imdecode(np.frombuffer(image, np.uint8), flags)
+        pixels: Any = cv2.imdecode(np.frombuffer(image, np.uint8), flags)
     except cv2.error as error:
         raise UserError(f"OpenCV can't decode it: {error}") from error
-    if found is None:
+    if pixels is None:
         raise UserError("OpenCV can't decode it")
-    return cast("NDArray[np.uint8]", found)
+    return cast("NDArray[np.uint8]", pixels)
 
 
 def encode_jpeg(bgr: NDArray[np.uint8], quality: int) -> bytes:
-    """A JPEG file of pixels [h, w, 3], BGR."""
-    import cv2
-
+    """Encode pixels [h, w, 3], BGR, as a JPEG file."""
     _, encoded = cv2.imencode(".jpg", bgr, [int(cv2.IMWRITE_JPEG_QUALITY), quality])
     return encoded.tobytes()
 
 
 def numbered(names: dict[int, str], file: str) -> Sequence[str]:
-    """The names of classes 0, 1, ... without a gap. Raises UserError for a class that has none."""
-    if lost := sorted(set(range(max(names, default=-1) + 1)) - set(names)):
-        raise UserError(f"{file} has no image of class {lost[0] + 1}, by which it would have a name")
+    """Return the names of classes 0, 1, ... in order. Raises UserError for a class without a name."""
+    if missing := sorted(set(range(max(names, default=-1) + 1)) - set(names)):
+        raise UserError(f"{file} has no image of class {missing[0] + 1}, so the name of the class is unknown")
     return [names[label] for label in range(len(names))]

@@ -1,8 +1,8 @@
-"""Caltech101: class folders in a tar, which is in a zip in the distribution of today.
+"""Caltech101: class folders in a tar, which today's distribution has in a zip.
 
-It has no splits of its own. TFDS draws 30 files of each class for train with numpy's legacy seed 1234 from the listing
-of its folder, in whichever order the file system gave: what the authors of VTAB got can't be rebuilt from the archive
-alone. Here listings are sorted, or a list of the train split's files is given.
+It has no official splits. TFDS draws 30 files of each class for train, with numpy's legacy seed 1234, from a directory
+listing in the file system's order. So the splits of VTAB's authors cannot be rebuilt from the archive alone. This
+module sorts the listings, or takes a list of the files of the train split.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _SORTED = (
 
 
 def listing(source: VtabSource, files: Files) -> Listing:
-    """Images of 102 classes, the background among them, whose names are lower-cased folders in plain order."""
+    """List images of 102 classes, including the background; class names are the sorted, lower-case folder names."""
     members = archives.by_path(files, _FILE)
     inner = [path for path in members if PurePosixPath(path).name.startswith(f"{_FOLDER}.tar")]
     if inner:
@@ -41,7 +41,7 @@ def listing(source: VtabSource, files: Files) -> Listing:
         if folder == _FOLDER and len(inside) == 2:
             classes[inside[0]].append(inside[1])
     if not classes:
-        raise UserError(f"{_FILE} has no {_FOLDER}/<class>/image_0001.jpg")
+        raise UserError(f"{_FILE} does not contain {_FOLDER}/<class>/image_0001.jpg")
     names = sorted(folder.lower() for folder in classes)
     label = {name: number for number, name in enumerate(names)}
     if source.membership is None:
@@ -49,13 +49,12 @@ def listing(source: VtabSource, files: Files) -> Listing:
     else:
         train = set(archives.lines(containers.read_file(files, "membership"), "membership"))
         membership = f"splits by the supplied list of {len(train):,} images of TFDS's train split"
-    keys = [
-        f"{folder}/{file}" for folder, there in classes.items() for file in there if file.endswith(".jpg")
-    ]
-    if unknown := sorted(train - {f"{folder}/{file}" for folder, there in classes.items() for file in there}):
+    paths = [f"{folder}/{file}" for folder, files_of_class in classes.items() for file in files_of_class]
+    keys = [path for path in paths if path.endswith(".jpg")]
+    if unknown := sorted(train - set(paths)):
         raise UserError(
-            f"membership: {len(unknown)} of its images are not in {_FILE}, such as {unknown[0]!r}; a line is "
-            "<class>/<file>, as accordion/image_0001.jpg"
+            f"membership: {len(unknown)} of its images are not in {_FILE}, such as {unknown[0]!r}; expected lines "
+            "<class>/<file>, such as accordion/image_0001.jpg"
         )
 
     def records(keys: Sequence[str]) -> Records:
@@ -70,15 +69,15 @@ def listing(source: VtabSource, files: Files) -> Listing:
 
 
 def drawn(classes: Mapping[str, Sequence[str]]) -> set[str]:
-    """TFDS's train split, <class>/<file>, from the files of each class if all listings were sorted.
+    """Draw TFDS's train split, <class>/<file>, from the sorted files of each class.
 
-    A stray file of the background (`tmp`) can be drawn as the images can, and is left out later. A class of 30 files
-    or fewer, which only a part of the archive has, gives half of them.
+    The background's stray file `tmp` can be drawn like an image, and is left out later. A class with at most 30 files,
+    which exists only in an incomplete archive, gives half of them.
     """
     random = np.random.RandomState(1234)
-    found: set[str] = set()
+    train: set[str] = set()
     for folder in sorted(classes):
         files = sorted(classes[folder])
         number = _TRAIN_OF_CLASS if len(files) > _TRAIN_OF_CLASS else len(files) // 2
-        found.update(f"{folder}/{file}" for file in random.choice(files, number, replace=False).tolist())
-    return found
+        train.update(f"{folder}/{file}" for file in random.choice(files, number, replace=False).tolist())
+    return train

@@ -1,4 +1,4 @@
-"""CIFAR-100, python or binary version: fine labels, 0-based, keys are running numbers."""
+"""CIFAR-100, python or binary version, with fine labels from 0. Keys are running numbers."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ _NOTE = "the archive is the python version: taken to have the order of the binar
 
 
 def listing(source: VtabSource, files: Files) -> Listing:
-    """All images, 32 x 32 pixels."""
-    found, version = _read(tuple(sorted(files.items())))
-    train, test = found.labels[: found.num_train], found.labels[found.num_train :]
+    """List all images, 32 x 32 pixels."""
+    images, version = _read(tuple(sorted(files.items())))
+    train, test = images.labels[: images.num_train], images.labels[images.num_train :]
     parts = {part: Records(range(len(labels)), labels) for part, labels in (("train", train), ("test", test))}
     size = ImageSize(height=32, width=32, channels=3)
     notes = (_NOTE,) if version == "python" else ()
-    return splits.listing("cifar", found.class_names, parts, image=size, notes=notes)
+    return splits.listing("cifar", images.class_names, parts, image=size, notes=notes)
 
 
 def rows(source: VtabSource, files: Files, numbers: Sequence[int]) -> Iterator[NDArray[np.uint8]]:
-    """Images [32, 32, 3]: `splits.listing` numbers those of test after those of train, as they lie here."""
-    found, _ = _read(tuple(sorted(files.items())))
-    yield from (cifar.as_image(found.planes[number]) for number in numbers)
+    """Yield images [32, 32, 3]. `splits.listing` numbers test after train, which is their order here."""
+    images, _ = _read(tuple(sorted(files.items())))
+    yield from (cifar.as_image(images.planes[number]) for number in numbers)
 
 
 @lru_cache(maxsize=1)  # a task reads several shards of one source

@@ -1,4 +1,4 @@
-"""DTD: a tar of images in class folders, and lists of ten partitions: VTAB takes the first."""
+"""DTD: a tar of images in class folders, and lists of ten partitions, of which VTAB uses the first."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _LISTS = {"train": "train1", "validation": "val1", "test": "test1"}
 
 
 def listing(source: VtabSource, files: Files) -> Listing:
-    """Images of 47 classes in plain order."""
+    """List images of 47 classes, sorted by name."""
     members = archives.by_path(files, _FILE)
     lists = {
         part: archives.lines_of(files, _FILE, members, f"dtd/labels/{name}.txt")

@@ -1,7 +1,7 @@
-"""VTAB's medical pictures: Patch Camelyon and Diabetic Retinopathy.
+"""VTAB's medical images: Patch Camelyon and Diabetic Retinopathy.
 
-In: Patch Camelyon's six gzipped HDF5 files; Kaggle's archives of fundus photographs, the labels of train, and those of
-the test that were published later.
+In: Patch Camelyon's six gzipped HDF5 files; Kaggle's archives of fundus photographs, its labels of train, and those of
+test, which were published later.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from ray_jobs.sources.vtab import pixels, splits
 from ray_jobs.sources.vtab.splits import Records
 from vit_model.errors import UserError
 
-PATCH = 96  # pixels a side
+PATCH = 96  # pixels per side
 _PCAM = {"train": "train", "validation": "valid", "test": "test"}
 CLASS_NAMES: dict[str, tuple[str, ...]] = {
     "patch_camelyon": ("no tumour", "tumour"),
@@ -34,7 +34,7 @@ _USAGE = {"Public": "validation", "Private": "test"}
 
 
 def listing(source: VtabSource, files: Files) -> Listing:
-    """The records that VTAB uses. Raises UserError for files that are not as their authors make them."""
+    """List the records that VTAB uses. Raises UserError for files that are not in their authors' format."""
     names = CLASS_NAMES[source.task]
     if source.task == "patch_camelyon":
         parts = {part: _patches(files, part) for part in _PCAM}
@@ -47,20 +47,20 @@ def listing(source: VtabSource, files: Files) -> Listing:
 
 
 def rows(source: VtabSource, files: Files, numbers: Sequence[int]) -> Iterator[NDArray[np.uint8]]:
-    """Patch Camelyon's images [96, 96, 3] of these numbers of the listing."""
+    """Yield Patch Camelyon's images [96, 96, 3] with these numbers of the listing."""
     sizes = {part: len(_tumours(files, part)) for part in _PCAM}
     places = [splits.row_place(sizes, number) for number in numbers]
-    found = np.empty((len(numbers), PATCH, PATCH, 3), np.uint8)  # no more than a shard
+    images = np.empty((len(numbers), PATCH, PATCH, 3), np.uint8)  # at most a shard
     for part, size in sizes.items():
-        if here := [place for place, (of, _) in enumerate(places) if of == part]:
+        if in_part := [index for index, (part_of_image, _) in enumerate(places) if part_of_image == part]:
             path = containers.local(files, _pcam_file(part, "x"))
-            images = hdf5_array(path, "x", "u1", (size, PATCH, PATCH, 3))
-            found[here] = hdf5_rows(images, [places[place][1] for place in here])
-    yield from found
+            array = hdf5_array(path, "x", "u1", (size, PATCH, PATCH, 3))
+            images[in_part] = hdf5_rows(array, [places[index][1] for index in in_part])
+    yield from images
 
 
 def processed(source: VtabSource, key: str, image: bytes) -> bytes:
-    """A photograph of Diabetic Retinopathy as TFDS's `btgraham-300` has it. Raises UserError."""
+    """Convert a photograph of Diabetic Retinopathy as TFDS's `btgraham-300` does. Raises UserError."""
     return pixels.btgraham(image)
 
 
@@ -77,7 +77,7 @@ def _patches(files: Files, part: str) -> Records:
 
 
 def _tumours(files: Files, part: str) -> NDArray[np.integer]:
-    """1: a pixel of the inner 32 x 32 is of a tumour."""
+    """Return the labels of a part; 1: the inner 32 x 32 pixels contain tumour tissue."""
     path = containers.local(files, _pcam_file(part, "y"))
     return hdf5_slice(hdf5_array(path, "y", None, (None, 1, 1, 1)), np.s_[:]).reshape(-1)
 
@@ -86,47 +86,49 @@ def _tumours(files: Files, part: str) -> NDArray[np.integer]:
 
 
 def _eyes(files: Files) -> dict[str, Records]:
-    """The photographs that have a label; the test's labels say which are for validation."""
+    """Return the photographs that have a label, by part; the labels of test have a column for validation."""
     solution = _grades(files, "retinopathy_solution.csv", ("image", "level", "Usage"))
     if unknown := {row["Usage"] for row in solution.values()} - set(_USAGE):
-        raise UserError(f"retinopathy_solution.csv has the Usage {min(unknown)!r}, not Public or Private")
+        raise UserError(
+            f"retinopathy_solution.csv: unknown Usage {min(unknown)!r}; expected Public or Private"
+        )
     graded = {"train": _grades(files, "trainLabels.csv.zip", ("image", "level"))}
     for usage, part in _USAGE.items():
         graded[part] = {image: row for image, row in solution.items() if row["Usage"] == usage}
-    there = {"train": _photographs(files, "train.zip"), "test": _photographs(files, "test.zip")}
-    there["validation"] = there["test"]
-    return {part: _records(images, there[part]) for part, images in graded.items()}
+    photographs = {"train": _photographs(files, "train.zip"), "test": _photographs(files, "test.zip")}
+    photographs["validation"] = photographs["test"]
+    return {part: _records(images, photographs[part]) for part, images in graded.items()}
 
 
-def _records(graded: Mapping[str, Mapping[str, str]], there: Mapping[str, Member]) -> Records:
+def _records(graded: Mapping[str, Mapping[str, str]], photographs: Mapping[str, Member]) -> Records:
     for image, row in graded.items():
         if row["level"] not in _GRADES:
             raise UserError(f"{image} has the level {row['level']!r}, not 0 to 4")
     labels = [int(row["level"]) for row in graded.values()]
-    return Records(list(graded), labels, [there.get(image) for image in graded])
+    return Records(list(graded), labels, [photographs.get(image) for image in graded])
 
 
 def _grades(files: Files, name: str, columns: tuple[str, ...]) -> dict[str, dict[str, str]]:
-    """The rows of a list of labels, zipped or not, by image."""
+    """Return the rows of a list of labels, zipped or not, by image."""
     data = containers.read_file(files, name)
     if data.startswith(b"PK"):
         data = containers.read_file(files, f"{name}::{name.removesuffix('.zip')}")
     try:
         reader = csv.DictReader(data.decode("utf-8-sig").splitlines(), strict=True)
-        found = {row["image"]: row for row in reader}
+        rows = {row["image"]: row for row in reader}
     except (csv.Error, UnicodeDecodeError, KeyError) as error:
         raise UserError(f"{name} is not CSV with {', '.join(columns)}: {error}") from error
     if tuple(reader.fieldnames or ()) != columns or any(
-        None in row or None in row.values() for row in found.values()
+        None in row or None in row.values() for row in rows.values()
     ):
         raise UserError(
-            f"{name} has the columns {reader.fieldnames}, or not all in each row; they are {columns}"
+            f"{name} has the columns {reader.fieldnames}, or not all in each row; expected {columns}"
         )
-    return found
+    return rows
 
 
 def _photographs(files: Files, archive: str) -> dict[str, Member]:
-    """`<number>_left.jpeg` and `<number>_right.jpeg` in any folder, by name without ending."""
+    """Return `<number>_left.jpeg` and `<number>_right.jpeg` in any folder, by name without extension."""
     whole = archive if archive in files else f"{archive}.001"
-    found = ((PurePosixPath(one.path), one) for one in containers.members(files, whole))
-    return {path.stem: one for path, one in found if path.suffix == ".jpeg"}
+    members = ((PurePosixPath(member.path), member) for member in containers.members(files, whole))
+    return {path.stem: member for path, member in members if path.suffix == ".jpeg"}

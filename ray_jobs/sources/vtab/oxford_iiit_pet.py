@@ -12,7 +12,7 @@ from vit_model.errors import UserError
 
 _IMAGES, _ANNOTATIONS = "images.tar.gz", "annotations.tar.gz"
 _LISTS = {"train": "trainval", "test": "test"}
-# PNG and GIF under the name of JPEG, and two with a damaged end.
+# PNG and GIF files with the extension of JPEG, and two JPEGs with a damaged end.
 _ODD = frozenset(
     (
         *("Abyssinian_5", "Abyssinian_34", "beagle_116", "chihuahua_121"),
@@ -26,7 +26,7 @@ _NOTE = (
 
 
 def listing(source: VtabSource, files: Files) -> Listing:
-    """Images of 37 breeds, in the order of the lists' class numbers, which is none of their names (cases mix)."""
+    """List images of 37 breeds, in the order of the lists' class numbers, which is not alphabetical (mixed case)."""
     annotations, images = archives.by_path(files, _ANNOTATIONS), archives.by_path(files, _IMAGES)
     names: dict[int, str] = {}
     parts: dict[str, Records] = {}
@@ -43,7 +43,7 @@ def listing(source: VtabSource, files: Files) -> Listing:
 
 
 def _line(line: str, path: str) -> tuple[str, int]:
-    """The image's name and its label of "<name> <class, 1 to 37> <species> <breed>"."""
+    """Return the image's name and its label from a line "<name> <class, 1 to 37> <species> <breed>"."""
     image, *numbers = line.split()
     if len(numbers) != 3 or not numbers[0].isdecimal() or not 1 <= int(numbers[0]) <= 37:
         raise UserError(f"{path}: {line!r} is not <image> <class 1 to 37> <species> <breed>")
@@ -51,7 +51,7 @@ def _line(line: str, path: str) -> tuple[str, int]:
 
 
 def processed(source: VtabSource, key: str, image: bytes) -> bytes:
-    """The twelve odd files as JPEG, the first frame and without alpha; all others as they are."""
+    """Encode the twelve odd files as JPEG, the first frame without alpha; return all others unchanged."""
     if PurePosixPath(key).stem not in _ODD:
         return image
     return archives.encode_jpeg(archives.decode_bgr(image), _QUALITY)

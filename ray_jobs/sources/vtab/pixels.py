@@ -1,7 +1,7 @@
-"""Pixels as VTAB's copies of data sets have them, where these are not what the authors ship.
+"""Conversions of images that VTAB's copies of datasets have, and the authors' archives do not.
 
-In: an image file. Out: an image file. Pure functions of its bytes; each raises UserError for what is no image, is
-damaged, or has more than MAX_PIXELS pixels.
+In: an image file. Out: an image file. All are pure functions of the file's bytes. They raise UserError for a file that
+is not an image, is damaged, or has more than MAX_PIXELS pixels; its messages are stored in the quarantine.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import io
 import warnings
 from typing import cast
 
+import cv2
 import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
@@ -18,15 +19,15 @@ from ray_jobs.sources.vtab.archives import decode_bgr, encode_jpeg
 from vit_model.errors import UserError
 from vit_model.preprocessing import MAX_PIXELS
 
-RADIUS, KEPT = 300, 270  # pixels: of the eye after scaling, and what is kept of it
+RADIUS, KEPT = 300, 270  # pixels: radius of the eye after scaling, and radius of the part that is kept
 _SIGMA, _QUALITY = 10, 72
 
 
 def btgraham(image: bytes) -> bytes:
-    """A photograph of an eye's fundus as the winner of Kaggle's competition of 2015 made it: `btgraham-300` of TFDS.
+    """Convert a photograph of an eye's fundus as the winner of Kaggle's 2015 competition did: TFDS's `btgraham-300`.
 
-    Scaled to a radius of 300 pixels, the local average subtracted, outside of a circle of 270 grey, cropped to that
-    circle, JPEG of quality 72.
+    The image is scaled to a radius of 300 pixels, its local average is subtracted, everything outside a circle with a
+    radius of 270 pixels becomes grey, and the circle is cropped and encoded as JPEG of quality 72.
     """
     pixels = decode_bgr(image, upright=True)
     if pixels.dtype != np.uint8:
@@ -35,12 +36,10 @@ def btgraham(image: bytes) -> bytes:
 
 
 def equalised(image: NDArray[np.uint8]) -> NDArray[np.uint8]:
-    """`btgraham` from pixels to pixels, [h, w, 3] to at most [540, 540, 3]; the order of channels does not matter."""
-    import cv2
-
+    """Convert pixels as `btgraham` does: [h, w, 3] to at most [540, 540, 3]; the order of channels does not matter."""
     row = image[len(image) // 2].sum(axis=1)
     radius = np.count_nonzero(row > row.mean() / 10) / 2
-    scale = RADIUS / (radius if radius >= 1 else len(image) / 2)  # there are black images
+    scale = RADIUS / (radius if radius >= 1 else len(image) / 2)  # some images are black
     height, width = (round(side * scale) for side in image.shape[:2])
     if not 0 < height * width <= MAX_PIXELS:
         raise UserError(f"the eye has a radius of {radius} pixels: {width} x {height} at one of {RADIUS}")
@@ -54,7 +53,7 @@ def equalised(image: NDArray[np.uint8]) -> NDArray[np.uint8]:
 
 
 def without_alpha(image: bytes) -> bytes:
-    """The colours of a PNG as they are stored, whatever its alpha; its own bytes where nothing is transparent."""
+    """Return a PNG with its stored colours and without alpha; the file itself if nothing is transparent."""
     pixels = _decoded(image)
     if pixels.mode != "RGBA" or pixels.getchannel("A").getextrema() == (255, 255):
         return image
@@ -71,7 +70,7 @@ def _decoded(data: bytes) -> Image.Image:
                 small = image.width * image.height <= MAX_PIXELS
                 if small:
                     image.load()
-        # Pillow's readers raise whatever their parsing trips over
+        # Pillow's readers raise many types of exceptions
         except Exception as error:
             raise UserError(f"not a PNG, or damaged: {error}") from error
     if not small:

@@ -1,7 +1,7 @@
-"""Labels of VTAB's pictures of scenes, CLEVR and KITTI, from what their authors wrote beside the images.
+"""Labels of VTAB's images of scenes, CLEVR and KITTI, from their authors' annotations.
 
-In: CLEVR's list of scenes, a label file and the devkit of KITTI. Out: counts and intervals of distance as the benchmark
-bins them (data/clevr.py and data/kitti.py of google-research/task_adaptation).
+In: CLEVR's list of scenes; KITTI's label files and devkit. Out: counts, and distances binned as in the benchmark
+(data/clevr.py and data/kitti.py of google-research/task_adaptation).
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from typing import IO, Any
 
 from vit_model.errors import UserError
 
-CLEVR_OBJECTS = range(3, 11)  # that a scene may have
+CLEVR_OBJECTS = range(3, 11)  # possible numbers of objects in a scene
 CLEVR_DISTANCES = (0.0, 8.0, 8.5, 9.0, 9.5, 10.0, 100.0)
-KITTI_DISTANCES = (-100.0, 8.0, 20.0, 999.0)  # metres; beyond them is where no vehicle is
+KITTI_DISTANCES = (-100.0, 8.0, 20.0, 999.0)  # metres; the last interval means no vehicle
 NO_VEHICLE = 1000.0
 VEHICLES = ("Car", "Van", "Truck")  # not Tram
 KITTI_TYPES = (*VEHICLES, "Pedestrian", "Person_sitting", "Cyclist", "Tram", "Misc", "DontCare")
@@ -26,18 +26,19 @@ _CHUNK = 2**18
 
 
 def interval(value: float, thresholds: Sequence[float]) -> int:
-    """Index of the largest of ascending thresholds that is strictly below the value.
+    """Return the index of the largest of ascending thresholds that is strictly below the value.
 
-    Raises ValueError where none is, and for what is no number.
+    Raises:
+        UserError: no threshold is below the value, or the value is NaN.
     """
-    found = bisect_left(thresholds, value) - 1
-    if found < 0:
+    index = bisect_left(thresholds, value) - 1
+    if index < 0:
         raise UserError(f"{value} is not above {thresholds[0]:g}")
-    return found
+    return index
 
 
 def clevr_count(scene: Mapping[str, Any]) -> int:
-    """Number of objects less the 3 that every scene has. Raises ValueError for a number that CLEVR has not."""
+    """Return the number of objects minus 3, the minimum. Raises UserError for a number that is not 3 to 10."""
     number = len(scene["objects"])
     if number not in CLEVR_OBJECTS:
         raise UserError(f"{scene['image_filename']} has {number} objects, not 3 to 10")
@@ -45,7 +46,7 @@ def clevr_count(scene: Mapping[str, Any]) -> int:
 
 
 def clevr_distance(scene: Mapping[str, Any]) -> int:
-    """The interval of the nearest object's depth in the camera's frame. Raises ValueError outside of (0, 100]."""
+    """Return the interval of the nearest object's depth in the camera's frame. Raises UserError outside (0, 100]."""
     nearest = min(float(one["pixel_coords"][2]) for one in scene["objects"])
     label = interval(nearest, CLEVR_DISTANCES)
     if label == len(CLEVR_DISTANCES) - 1:
@@ -54,9 +55,10 @@ def clevr_distance(scene: Mapping[str, Any]) -> int:
 
 
 def clevr_scenes(file: IO[bytes]) -> Iterator[dict[str, Any]]:
-    """The scenes of a `CLEVR_<split>_scenes.json`, one after the other: the whole does not fit into a small memory.
+    """Yield the scenes of a `CLEVR_<split>_scenes.json` one by one, because the whole file needs too much memory.
 
-    Raises ValueError for another JSON, a scene of more than MAX_SCENE characters, one without name or objects.
+    Raises:
+        UserError: another JSON, a scene of more than MAX_SCENE characters, or a scene without name or objects.
     """
     text = _Json(file)
     text.expect("{")
@@ -74,43 +76,43 @@ def clevr_scenes(file: IO[bytes]) -> Iterator[dict[str, Any]]:
         if not isinstance(scene, dict) or not isinstance(scene.get("image_filename"), str):
             raise UserError("has a scene without image_filename")
         if not isinstance(scene.get("objects"), list):
-            raise UserError(f"has no objects of {scene['image_filename']}")
+            raise UserError(f"has no objects for {scene['image_filename']}")
         yield scene
         if text.expect(",]") == "]":
             return
 
 
 class _Json:
-    """A JSON text of any length, value by value."""
+    """A reader of a JSON text of any length, value by value."""
 
     def __init__(self, file: IO[bytes]) -> None:
         self._file, self._utf8, self._json = file, codecs.getincrementaldecoder("utf-8")(), json.JSONDecoder()
         self._text, self._at = "", 0
 
     def value(self) -> Any:
-        """The value that comes next, which must be of at most MAX_SCENE characters."""
+        """Return the next value, which must have at most MAX_SCENE characters."""
         self._skip_space()
         while True:
             try:
                 value, end = self._json.raw_decode(self._text, self._at)
             except (json.JSONDecodeError, RecursionError) as error:
-                known = len(self._text) - self._at
-                if known > MAX_SCENE or not self._more():
+                buffered = len(self._text) - self._at
+                if buffered > MAX_SCENE or not self._more():
                     raise UserError("is not the JSON of CLEVR's scenes, or is truncated") from error
                 continue
-            # a number at the end of what is known may go on
+            # a number at the end of the buffer may continue
             if end < len(self._text) or not self._more():
                 self._at = end
                 return value
 
     def expect(self, characters: str) -> str:
-        """The character that comes next, which must be one of these."""
+        """Return the next character, which must be one of these."""
         self._skip_space()
-        found = self._text[self._at : self._at + 1]
-        if not found or found not in characters:
+        character = self._text[self._at : self._at + 1]
+        if not character or character not in characters:
             raise UserError("is not the JSON of CLEVR's scenes, or is truncated")
         self._at += 1
-        return found
+        return character
 
     def _skip_space(self) -> None:
         while True:
@@ -131,9 +133,10 @@ class _Json:
 
 
 def kitti_label(text: str) -> int:
-    """The interval of the nearest vehicle's distance (z, in the camera's frame); 3: there is no vehicle.
+    """Return the interval of the nearest vehicle's distance (z, in the camera's frame); 3: there is no vehicle.
 
-    `text` is a label file: a line an object, 15 columns, type first, location x y z in 11 to 13. Raises ValueError.
+    `text` is a label file with one object per line and 15 columns: 0 is the type, 11 to 13 are the location x, y, z.
+    Raises UserError.
     """
     depths = [NO_VEHICLE]
     for line in text.splitlines():
@@ -141,23 +144,27 @@ def kitti_label(text: str) -> int:
         if not columns:
             continue
         if len(columns) != 15 or columns[0] not in KITTI_TYPES:
-            raise UserError(f"{line!r} is not the label of an object: 15 columns, the first a type")
+            raise UserError(
+                f"{line!r} is not the label of an object; expected 15 columns, the first one a type"
+            )
         if columns[0] in VEHICLES:
             depths.append(float(columns[13]))
     return interval(min(depths), KITTI_DISTANCES)
 
 
 def kitti_drives(rand: str, mapping: str) -> list[str]:
-    """The drive in which each training image was recorded, by its number.
+    """Return the drive in which each training image was recorded, by the image's number.
 
-    `rand` is the devkit's train_rand.txt: image i is in line rand[i], counted from 1, of `mapping`, its
-    train_mapping.txt, whose lines are date, drive, frame. Raises ValueError.
+    `rand` is the devkit's train_rand.txt, and `mapping` its train_mapping.txt with lines "date drive frame". Image i
+    is in line rand[i] of `mapping`, counted from 1. Raises UserError.
     """
     lines = mapping.splitlines()
     drives = []
     for number in re.split(r"[\s,]+", rand.strip().strip(",")):
         if not number.isdecimal() or not 1 <= int(number) <= len(lines):
-            raise UserError(f"train_rand.txt has {number[:20]!r}, not a line of train_mapping.txt")
+            raise UserError(
+                f"train_rand.txt: {number[:20]!r} is not the number of a line of train_mapping.txt"
+            )
         columns = lines[int(number) - 1].split()
         if len(columns) != 3:
             raise UserError(f"line {number} of train_mapping.txt is not date, drive, frame")

@@ -1,7 +1,7 @@
-"""VTAB's pictures of scenes: CLEVR (count, distance), KITTI (distance of the nearest vehicle), DMLab.
+"""VTAB's images of scenes: CLEVR (count, distance), KITTI (distance of the nearest vehicle), DMLab.
 
-In: CLEVR's zip; KITTI's zips of images and labels and its devkit; DMLab's tar of TFRecord files. Their labels are
-made in `scene_labels`.
+In: CLEVR's zip; KITTI's zips of images and labels and its devkit; DMLab's tar of TFRecord files. `scene_labels`
+computes their labels.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ _CLEVR_LABELS: Mapping[str, Callable[[Mapping[str, Any]], int]] = {
     "clevr_count": scene_labels.clevr_count,
     "clevr_dist": scene_labels.clevr_distance,
 }
-_CLEVR_PARTS = {"train": "train", "validation": "val"}  # there are no scenes of its test
-_Row = tuple[str, int, Member | None]  # key, label, where its bytes are
+_CLEVR_PARTS = {"train": "train", "validation": "val"}  # the test images have no scenes
+_Row = tuple[str, int, Member | None]  # key, label, position of its bytes
 _DMLAB = "dmlab.tar.gz"
 _DMLAB_FILE = re.compile(r"dmlab-(train|validation|test)\.tfrecord")
 
 
 def listing(source: VtabSource, files: Files) -> Listing:
-    """The records that VTAB uses. Raises UserError for files that are not as their authors make them."""
+    """List the records that VTAB uses. Raises UserError for files that are not in their authors' format."""
     if source.task == "kitti":
         parts = _kitti(files)
     elif source.task == "dmlab":
@@ -49,12 +49,12 @@ def listing(source: VtabSource, files: Files) -> Listing:
 
 
 def processed(source: VtabSource, key: str, image: bytes) -> bytes:
-    """CLEVR's images without their alpha. Raises UserError."""
+    """Remove the alpha channel of CLEVR's images. Raises UserError."""
     return pixels.without_alpha(image) if source.task in _CLEVR_LABELS else image
 
 
 def _clevr(files: Files, label: Callable[[Mapping[str, Any]], int]) -> dict[str, Records]:
-    """Scenes and images are paired by name: neither list is in the order of the other."""
+    """Pair scenes and images by name, because the two lists have different orders."""
     images = {PurePosixPath(path).name: one for path, one in archives.by_path(files, _CLEVR).items()}
     parts = {}
     for part, name in _CLEVR_PARTS.items():
@@ -69,7 +69,7 @@ def _clevr(files: Files, label: Callable[[Mapping[str, Any]], int]) -> dict[str,
 
 
 def _kitti(files: Files) -> dict[str, Records]:
-    """The images of `training`, by the drive in which each was recorded."""
+    """Assign the images of `training` to parts, by the drive in which each was recorded."""
     images = _numbered(files, "data_object_image_2.zip", "training/image_2", ".png")
     annotations = _numbered(files, "data_object_label_2.zip", "training/label_2", ".txt")
     rand, mapping = (
@@ -77,17 +77,17 @@ def _kitti(files: Files) -> dict[str, Records]:
         for name in ("train_rand", "train_mapping")
     )
     drives = scene_labels.kitti_drives(rand, mapping)
-    if lost := [number for number in range(len(drives)) if number not in annotations]:
-        raise UserError(f"data_object_label_2.zip has no training/label_2/{lost[0]:06d}.txt")
-    found: dict[str, list[_Row]] = {part: [] for part in splits.PARTS}
+    if missing := [number for number in range(len(drives)) if number not in annotations]:
+        raise UserError(f"data_object_label_2.zip does not contain training/label_2/{missing[0]:06d}.txt")
+    by_part: dict[str, list[_Row]] = {part: [] for part in splits.PARTS}
     texts = _texts(files, [annotations[number] for number in range(len(drives))])
     for number, (drive, text) in enumerate(zip(drives, texts, strict=True)):
         try:
             label = scene_labels.kitti_label(text)
         except ValueError as error:
             raise UserError(f"data_object_label_2.zip: {number:06d}.txt: {error}") from error
-        found[_part(drive)].append((f"{number:06d}.png", label, images.get(number)))
-    return {part: _records(rows) for part, rows in found.items()}
+        by_part[_part(drive)].append((f"{number:06d}.png", label, images.get(number)))
+    return {part: _records(rows) for part, rows in by_part.items()}
 
 
 def _part(drive: str) -> str:
@@ -96,17 +96,17 @@ def _part(drive: str) -> str:
     return "validation" if drive in scene_labels.VALIDATION_DRIVES else "train"
 
 
-def _numbered(files: Files, archive: str, folder: str, ending: str) -> dict[int, Member]:
-    """The files `<folder>/<6 digits><ending>` of an archive, by number."""
-    name = re.compile(rf"(.*/)?{folder}/(\d{{6}}){re.escape(ending)}")
-    found = ((name.fullmatch(one.path), one) for one in containers.members(files, archive))
-    return {int(match[2]): one for match, one in found if match}
+def _numbered(files: Files, archive: str, folder: str, extension: str) -> dict[int, Member]:
+    """Return the files `<folder>/<6 digits><extension>` of an archive, by number."""
+    name = re.compile(rf"(.*/)?{folder}/(\d{{6}}){re.escape(extension)}")
+    matches = ((name.fullmatch(member.path), member) for member in containers.members(files, archive))
+    return {int(match[2]): member for match, member in matches if match}
 
 
 def _texts(files: Files, members: list[Member]) -> list[str]:
     texts = []
-    found = containers.read(files, table(one._asdict() for one in members))
-    for member, data in zip(members, found, strict=True):
+    contents = containers.read(files, table(one._asdict() for one in members))
+    for member, data in zip(members, contents, strict=True):
         if isinstance(data, UserError):
             raise UserError(f"{member.file}: {member.path}: {data}") from data
         texts.append(archives.text(data, f"{member.file}: {member.path}"))
@@ -114,24 +114,24 @@ def _texts(files: Files, members: list[Member]) -> list[str]:
 
 
 def _dmlab(files: Files) -> dict[str, Records]:
-    """The images inside the records of each TFRecord file: byte ranges of the unpacked tar."""
-    found: dict[str, list[_Row]] = {part: [] for part in splits.PARTS}
+    """List the images in the records of each TFRecord file, as byte ranges of the unpacked tar."""
+    by_part: dict[str, list[_Row]] = {part: [] for part in splits.PARTS}
     with containers.local(files, _DMLAB).open("rb") as tar:
         for member in containers.members(files, _DMLAB):
             match = _DMLAB_FILE.match(PurePosixPath(member.path).name)
             if match is None:
                 continue
             try:
-                found[match[1]] += _examples(tar, member)
+                by_part[match[1]] += _examples(tar, member)
             except ValueError as error:
                 raise UserError(f"{_DMLAB}: {member.path}: {error}") from error
-    if not any(found.values()):
-        raise UserError(f"{_DMLAB} has no file dmlab-<split>.tfrecord-...")
-    return {part: _records(rows) for part, rows in found.items()}
+    if not any(by_part.values()):
+        raise UserError(f"{_DMLAB} does not contain files dmlab-<split>.tfrecord-...")
+    return {part: _records(rows) for part, rows in by_part.items()}
 
 
 def _examples(tar: IO[bytes], file: Member) -> Iterator[_Row]:
-    """Name, label and place in the tar of the image of each record of a TFRecord file in it."""
+    """Yield name, label and position in the tar of the image in each record of a TFRecord file."""
     for start, length in tfrecords(cast(IO[bytes], _Window(tar, file.offset, file.length))):
         if length > containers.MAX_IMAGE_BYTES:
             raise UserError(f"has a record of {length:,} bytes")
@@ -141,7 +141,7 @@ def _examples(tar: IO[bytes], file: Member) -> Iterator[_Row]:
         names, labels = features.get("filename", []), features.get("label", [])
         if len(names) != 1 or len(labels) != 1 or not isinstance(names[0], bytes):
             raise UserError(
-                f"has a record of {', '.join(sorted(features))}, not one filename, label and image"
+                f"has a record with {', '.join(sorted(features))}; expected one filename, label and image"
             )
         offset, size = feature_range(data, "image")
         key = names[0].decode()
@@ -149,7 +149,7 @@ def _examples(tar: IO[bytes], file: Member) -> Iterator[_Row]:
 
 
 class _Window:
-    """A part of a file, to be read as if it were one."""
+    """A part of a file with a file's methods `seek` and `read`."""
 
     def __init__(self, file: IO[bytes], offset: int, length: int) -> None:
         self._file, self._offset, self._length, self._at = file, offset, length, 0
@@ -164,7 +164,7 @@ class _Window:
         return data
 
 
-def _records(found: Sequence[_Row]) -> Records:
+def _records(rows: Sequence[_Row]) -> Records:
     return Records(
-        [key for key, _, _ in found], [label for _, label, _ in found], [place for *_, place in found]
+        [key for key, _, _ in rows], [label for _, label, _ in rows], [member for *_, member in rows]
     )

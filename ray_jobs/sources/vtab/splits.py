@@ -1,9 +1,9 @@
-"""VTAB-1k's splits as TFDS and VTAB's code make them, without either.
+"""VTAB-1k's splits, equal to those of TFDS and VTAB's code, without using either.
 
-TFDS sorts the records of each of its splits by an MD5 of the split's name and the record's key; VTAB takes slices of
-that order: `train800` is the first 800 records of train, `val200` the first 200 of what it validates on, and the test
-is a whole TFDS split or the rest of one. Here they are "train" (train800), "dev" (val200) and "test", train800val200
-is train and dev together; other records are left out. Sources: google-research/task_adaptation, data/*.py; TFDS,
+TFDS sorts the records of each split by an MD5 of the split's name and the record's key. VTAB takes slices of that
+order: `train800` is the first 800 records of train, `val200` the first 200 of its validation records, and test is a
+whole TFDS split or the rest of one. Here they are "train" (train800), "dev" (val200) and "test"; train800val200 is
+train and dev together. Other records are left out. Sources: google-research/task_adaptation, data/*.py; TFDS,
 core/{hashing,shuffle,split_builder,splits}.py.
 """
 
@@ -28,20 +28,20 @@ if TYPE_CHECKING:
     from ray_jobs.sources.archives.containers import Member
 
 PARTS = ("train", "validation", "test")
-"""TFDS's splits, and what their hashes are salted with."""
+"""The names of TFDS's splits, which also are the salts of their hashes."""
 TRAIN, DEV = 800, 200
 
 
 class Rule(NamedTuple):
-    """Of one task: how many records TFDS's splits hold, and where VTAB's slices begin in their order."""
+    """The sizes of a task's TFDS splits, and where VTAB's slices begin in their order."""
 
     sizes: Mapping[str, int]
     dev: tuple[str, int]
     """The TFDS split and position of val200's first record."""
     test: tuple[str, int]
-    """The same of the test, which goes on to the end of that split."""
+    """The TFDS split and position of the first test record; test ends with that split."""
     checks: tuple[str, str] | None
-    """The check values of train800 and val200, where they are known without the archive."""
+    """The check values of train800 and val200, if they are known without the archive."""
 
 
 def _rule(
@@ -63,21 +63,31 @@ _DSPRITES = _rule(
     737_280, 0, 0, ("train", 589_824), ("train", 663_552), ("54130b46ffd22579", "86005e8c04783edc")
 )
 _SMALLNORB = _rule(24_300, 0, 24_300, ("test", 0), ("test", 12_150), ("438b845e2bd4a468", "d9fca0e85af945f0"))
-# Sizes: the tests of task_adaptation. SUN397's train list has 76,128, of which one can't be decoded. EuroSAT's check
-# values hold if its classes have the sizes that are told of them.
+# The sizes come from the tests of task_adaptation. SUN397's train list has 76,128 images, one of which cannot be
+# decoded. EuroSAT's check values assume the published sizes of its classes.
 RULES: dict[Task, Rule] = {
     "caltech101": _rule(3_060, 0, 6_084, ("train", 2_754), ("test", 0)),
-    "cifar": _rule(50_000, 0, 10_000, ("train", 45_000), ("test", 0), ("5b25ee0661c3bc4a", "93377e439662509b")),
+    "cifar": _rule(
+        50_000, 0, 10_000, ("train", 45_000), ("test", 0), ("5b25ee0661c3bc4a", "93377e439662509b")
+    ),
     "dtd": _rule(1_880, 1_880, 1_880, ("validation", 0), ("test", 0)),
     "oxford_flowers102": _rule(1_020, 1_020, 6_149, ("validation", 0), ("test", 0)),
     "oxford_iiit_pet": _rule(3_680, 0, 3_669, ("train", 2_944), ("test", 0)),
-    "svhn": _rule(73_257, 0, 26_032, ("train", 65_931), ("test", 0), ("901fe4f6d4f65bc8", "36ae944d2e322a4f")),
-    "sun397": _rule(76_127, 10_875, 21_750, ("validation", 0), ("test", 0),
-                    ("bbfe318c912bf278", "ed3f4079a4f342a7")),
-    "patch_camelyon": _rule(262_144, 32_768, 32_768, ("validation", 0), ("test", 0),
-                            ("c1122cb7e413b8b3", "b3998b44bc8423a1")),
-    "eurosat": _rule(27_000, 0, 0, ("train", 16_200), ("train", 21_600), ("7dac90dec1b73063", "5c9a3ab3702faf20")),
-    "resisc45": _rule(31_500, 0, 0, ("train", 18_900), ("train", 25_200), ("7c42d524f21f8a68", "2a2bb0da49b4bb17")),
+    "svhn": _rule(
+        73_257, 0, 26_032, ("train", 65_931), ("test", 0), ("901fe4f6d4f65bc8", "36ae944d2e322a4f")
+    ),
+    "sun397": _rule(
+        76_127, 10_875, 21_750, ("validation", 0), ("test", 0), ("bbfe318c912bf278", "ed3f4079a4f342a7")
+    ),
+    "patch_camelyon": _rule(
+        262_144, 32_768, 32_768, ("validation", 0), ("test", 0), ("c1122cb7e413b8b3", "b3998b44bc8423a1")
+    ),
+    "eurosat": _rule(
+        27_000, 0, 0, ("train", 16_200), ("train", 21_600), ("7dac90dec1b73063", "5c9a3ab3702faf20")
+    ),
+    "resisc45": _rule(
+        31_500, 0, 0, ("train", 18_900), ("train", 25_200), ("7c42d524f21f8a68", "2a2bb0da49b4bb17")
+    ),
     "diabetic_retinopathy": _rule(35_126, 10_906, 42_670, ("validation", 0), ("test", 0)),
     "clevr_count": _CLEVR,
     "clevr_dist": _CLEVR,
@@ -87,19 +97,19 @@ RULES: dict[Task, Rule] = {
     "dsprites_ori": _DSPRITES,
     "smallnorb_azi": _SMALLNORB,
     "smallnorb_ele": _SMALLNORB,
-}  # fmt: skip
+}
 
 
 class Records(NamedTuple):
-    """The records of one TFDS split, in the order in which the archive has them."""
+    """The records of one TFDS split, in the archive's order."""
 
     keys: Sequence[int | str]
-    """What TFDS's builder yields as key."""
+    """The keys that TFDS's builder yields."""
     labels: Sequence[int] | NDArray[Any]
     """0-based."""
     members: Sequence[Member | None] | None = None
-    """Where the bytes of each lie, None for one that is not in the archive though a list has it. Without members the
-    images lie in arrays, and are numbered through all parts in PARTS' order."""
+    """The position of each record's bytes; None for a record that is in a list, but not in the archive. Without members
+    the images are in arrays, and are numbered consecutively through all parts, in the order of PARTS."""
 
 
 class Used(NamedTuple):
@@ -111,7 +121,7 @@ class Used(NamedTuple):
 
 
 def hash_order(salt: str, keys: Sequence[int | str]) -> list[int]:
-    """The numbers of the keys in TFDS's order: by MD5 of salt and key. Raises UserError for a key that comes twice."""
+    """Return the positions of the keys in TFDS's order, by MD5 of salt and key. Raises UserError for duplicate keys."""
     salted = hashlib.md5(salt.encode(), usedforsecurity=False)
     digests = []
     for key in keys:
@@ -119,31 +129,31 @@ def hash_order(salt: str, keys: Sequence[int | str]) -> list[int]:
         digest.update(_text(key).encode())
         digests.append(digest.digest())
     if len(set(digests)) < len(digests):
-        twice, _ = Counter(map(_text, keys)).most_common(1)[0]
-        raise UserError(f"{twice!r} is in {salt} twice")
+        duplicate, _ = Counter(map(_text, keys)).most_common(1)[0]
+        raise UserError(f"{salt}: duplicate record {duplicate!r}")
     return sorted(range(len(digests)), key=digests.__getitem__)
 
 
 def check_value(keys: Sequence[int | str]) -> str:
-    """16 hex digits that tell whether a slice is the right one: sha256 over its keys, in hash order, a line each."""
+    """Return 16 hex digits that identify a slice: sha256 over its keys, in hash order, one per line."""
     return hashlib.sha256("\n".join(map(_text, keys)).encode()).hexdigest()[:16]
 
 
 def used(task: Task, parts: Mapping[str, Sequence[int | str]]) -> tuple[list[Used], tuple[str, ...]]:
-    """The records that VTAB uses of these keys of each TFDS split, and notes.
+    """Return the records that VTAB uses, from the keys of each TFDS split; and notes.
 
-    An archive that is not whole (a sample of one, for a test) has splits in the same order and from proportional
-    positions, still at most 800 and 200 records; they are not VTAB's, and a note says so.
+    The splits of an incomplete archive (a sample for a test) have the same order, proportional positions, and at most
+    800 and 200 records. They are not VTAB's, and a note says so.
     """
     rule = RULES[task]
-    there, wanted = sum(map(len, parts.values())), sum(rule.sizes.values())
-    # Caltech101's stray file can move one record from train to test: the sum tells whether all are there.
-    whole = there == wanted
+    present, expected = sum(map(len, parts.values())), sum(rule.sizes.values())
+    # Caltech101's stray file can move one record from train to test, so only the sum shows whether all are present.
+    is_complete = present == expected
 
-    def place(part: str, position: int) -> int:
-        return position if whole else position * len(parts[part]) // rule.sizes[part]
+    def scaled(part: str, position: int) -> int:
+        return position if is_complete else position * len(parts[part]) // rule.sizes[part]
 
-    begins = [(part, place(part, at)) for part, at in (rule.dev, rule.test)]
+    begins = [(part, scaled(part, position)) for part, position in (rule.dev, rule.test)]
     (dev_part, dev_start), (test_part, test_start) = begins
     ends = {part: len(keys) for part, keys in parts.items()}
     dev_end = test_start if dev_part == test_part else ends[dev_part]
@@ -154,11 +164,11 @@ def used(task: Task, parts: Mapping[str, Sequence[int | str]]) -> tuple[list[Use
         ("test", test_part, test_start, ends[test_part]),
     )
     orders = {part: hash_order(part, keys) for part, keys in parts.items()}
-    found = [
+    records = [
         Used(part, number, split) for split, part, start, end in slices for number in orders[part][start:end]
     ]
-    note = f"incomplete archive: {there:,} of {wanted:,} records, splits are not VTAB's"
-    return found, () if whole else (note,)
+    note = f"incomplete archive: {present:,} of {expected:,} records, splits are not VTAB's"
+    return records, () if is_complete else (note,)
 
 
 def listing(
@@ -170,11 +180,16 @@ def listing(
     notes: Sequence[str] = (),
     membership: str = "splits confirmed by their sizes alone: no check values are known",
 ) -> Listing:
-    """What a task holds, from the records of each TFDS split: those that VTAB uses, with their splits.
+    """List the records of a task that VTAB uses, with their splits.
 
-    image: the size of all images where they lie in arrays. notes: what was done to pixels, and the like. membership:
-    what to note of a whole archive whose task has no check values. Raises UserError for a label without a name, or a
-    key that leads outside.
+    Args:
+        parts: the records of each TFDS split.
+        image: the size of all images, if they are in arrays.
+        notes: changes of pixels and the like.
+        membership: the note on a complete archive, if the task has no check values.
+
+    Raises:
+        UserError: a label without a name, or a key that leads outside.
     """
     keys = {part: records.keys for part, records in parts.items()}
     chosen, incomplete = used(task, keys)
@@ -186,9 +201,9 @@ def listing(
         label = int(records.labels[number])
         key = f"{part}/{_text(records.keys[number]).lstrip('/')}"
         if not 0 <= label < len(class_names):
-            raise UserError(f"{key} has the label {label}; there are {len(class_names)} classes")
+            raise UserError(f"{key} has the label {label}, but there are only {len(class_names)} classes")
         if ".." in PurePosixPath(key).parts:
-            raise UserError(f"{key!r} is no name of an image")
+            raise UserError(f"{key!r} is not a valid name of an image")
         row: dict[str, Any] = {"key": key, "label": label, "split": split}
         if records.members is None:
             assert image is not None
@@ -206,25 +221,25 @@ def listing(
 def _confirmed(
     task: Task, keys: Mapping[str, Sequence[int | str]], chosen: Sequence[Used], membership: str
 ) -> str:
-    """How far the membership of the splits of a whole archive is known to be VTAB's."""
+    """Return a note: do the splits of a complete archive have the same records as VTAB's?"""
     expected = RULES[task].checks
     if expected is None:
         return membership
-    found = tuple(
+    actual = tuple(
         check_value([keys[one.part][one.number] for one in chosen if one.split == split])
         for split in ("train", "dev")
     )
-    if found == expected:
+    if actual == expected:
         numbered = task == "patch_camelyon" or all(
-            isinstance(key, int) for own in keys.values() for key in own[:1]
+            isinstance(key, int) for part_keys in keys.values() for key in part_keys[:1]
         )
         trusted = "; keys are running numbers, so that the records' order is taken from the file" * numbered
         return f"splits confirmed by the check values of train800 and val200{trusted}"
-    return f"splits not confirmed: check values {' and '.join(found)}, VTAB's are {' and '.join(expected)}"
+    return f"splits not confirmed: check values {' and '.join(actual)}, VTAB's are {' and '.join(expected)}"
 
 
 def row_place(sizes: Mapping[str, int], number: int) -> tuple[str, int]:
-    """The TFDS split and the number in it of an image that `listing` numbered through all parts of these sizes."""
+    """Return the TFDS split and the position in it of the image that `listing` gave this number."""
     starts = _starts(sizes)
     at = bisect_right(starts, number) - 1
     return PARTS[at], number - starts[at]

@@ -1,10 +1,12 @@
-"""SUN397: a tar of 108,754 images, and the lists of TFDS's splits, which are in its wheel."""
+"""SUN397: a tar of 108,754 images, and the lists of TFDS's splits from the wheel of TFDS."""
 
 from __future__ import annotations
 
 import math
 from pathlib import PurePosixPath
 from typing import Any, cast
+
+import cv2
 
 from pipelines.spec.vtab import VtabSource
 from ray_jobs.sources.archives import containers
@@ -15,7 +17,7 @@ from vit_model.errors import UserError
 
 _FILE = "SUN397.tar.gz"
 _LISTS = {"train": "tr", "validation": "va", "test": "te"}
-# Not decoded alike by two readers, or by none: TFDS leaves them out.
+# TFDS leaves these out, because decoders disagree on them or fail.
 _SKIPPED = frozenset(
     ("/c/church/outdoor/sun_bhenjvsvrtumjuri.jpg", "/t/track/outdoor/sun_aophkoiosslinihb.jpg")
 )
@@ -28,7 +30,7 @@ _NOTES = {
 
 
 def listing(source: VtabSource, files: Files) -> Listing:
-    """Images of 397 classes, whose names are their folders, "/c/car_interior/backseat", in plain order."""
+    """List images of 397 classes; class names are the sorted folders, such as "/c/car_interior/backseat"."""
     members = archives.by_path(files, _FILE)
     lists = keys(files)
     names = sorted({_class(key) for each in lists.values() for key in each})
@@ -43,20 +45,20 @@ def listing(source: VtabSource, files: Files) -> Listing:
 
 
 def keys(files: Files) -> dict[str, list[str]]:
-    """The images of each TFDS split, in TFDS's form, less those that can't be decoded."""
+    """Return the images of each TFDS split, in TFDS's notation, without those that TFDS leaves out."""
     return {part: _list(files, f"sun397_tfds_{short}.txt") for part, short in _LISTS.items()}
 
 
 def _list(files: Files, name: str) -> list[str]:
-    """The images of one of TFDS's lists, a text file or in the wheel, without those that TFDS skips."""
+    """Return the images in one of TFDS's lists, which is a text file or in the wheel."""
     data = containers.read_file(files, name)
     if data[:2] == b"PK":
         members = archives.by_path(files, name)
         data = archives.content(files, name, members, f"tensorflow_datasets/image_classification/{name}")
-    found = archives.lines(data, name)
-    if wrong := [line for line in found if not line.startswith("/") or line.count("/") < 3]:
-        raise UserError(f"{name}: {wrong[0]!r} is not like /a/abbey/sun_aaalbzqrimafwbiv.jpg")
-    return [line for line in found if line not in _SKIPPED]
+    lines = archives.lines(data, name)
+    if wrong := [line for line in lines if not line.startswith("/") or line.count("/") < 3]:
+        raise UserError(f"{name}: expected lines like /a/abbey/sun_aaalbzqrimafwbiv.jpg, not {wrong[0]!r}")
+    return [line for line in lines if line not in _SKIPPED]
 
 
 def _class(key: str) -> str:
@@ -64,9 +66,7 @@ def _class(key: str) -> str:
 
 
 def processed(source: VtabSource, key: str, image: bytes) -> bytes:
-    """An image of at most 120,000 pixels, as JPEG. Raises UserError for what can't be decoded."""
-    import cv2
-
+    """Shrink an image to at most 120,000 pixels, and encode it as JPEG. Raises UserError if it cannot be decoded."""
     pixels = archives.decode_bgr(image, upright=True)
     height, width = pixels.shape[:2]
     if height * width > _MAX_PIXELS:

@@ -1,4 +1,4 @@
-"""SVHN, cropped: two MATLAB files of arrays whose last axis counts the images; 10 stands for 0."""
+"""SVHN, cropped digits: two MATLAB files of arrays with the images along the last axis; the label 10 means 0."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class _Images(NamedTuple):
 
 
 def listing(source: VtabSource, files: Files) -> Listing:
-    """All images of train and test, 32 x 32 pixels; VTAB leaves `extra` out."""
+    """List all images of train and test, 32 x 32 pixels; VTAB does not use `extra`."""
     parts = {
         part: Records(range(len(images.labels)), images.labels)
         for part, images in _read(tuple(sorted(files.items()))).items()
@@ -38,7 +38,7 @@ def listing(source: VtabSource, files: Files) -> Listing:
 
 
 def rows(source: VtabSource, files: Files, numbers: Sequence[int]) -> Iterator[NDArray[np.uint8]]:
-    """Images [32, 32, 3]."""
+    """Yield images [32, 32, 3]."""
     parts = _read(tuple(sorted(files.items())))
     sizes = {part: len(images.labels) for part, images in parts.items()}
     for number in numbers:
@@ -56,11 +56,11 @@ def _read(located: tuple[tuple[str, str], ...]) -> dict[str, _Images]:
 
 
 def from_mat(data: bytes, name: str) -> _Images:
-    """The images of one file. Raises UserError when it holds something else."""
-    found = read_mat(data)
-    pixels, labels = found.get("X"), found.get("y")
+    """Return the images of one file. Raises UserError if it contains anything else."""
+    variables = read_mat(data)
+    pixels, labels = variables.get("X"), variables.get("y")
     if pixels is None or pixels.dtype != np.uint8 or pixels.ndim != 4 or pixels.shape[:3] != (32, 32, 3):
-        raise UserError(f"{name} has no uint8 X [32, 32, 3, n]")
+        raise UserError(f"{name}: expected X, uint8 [32, 32, 3, n]")
     if labels is None or labels.size != pixels.shape[3] or not np.isin(labels, range(1, 11)).all():
-        raise UserError(f"{name} has not one label y, 1 to 10, for each of its {pixels.shape[3]:,} images")
+        raise UserError(f"{name}: expected y, one label from 1 to 10 for each of {pixels.shape[3]:,} images")
     return _Images(pixels, labels.reshape(-1).astype(np.int64) % 10)

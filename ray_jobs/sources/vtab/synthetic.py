@@ -1,7 +1,7 @@
 """VTAB's rendered objects: dSprites (location, orientation) and SmallNORB (azimuth, elevation).
 
-In: dSprites' HDF5 file or its npz twin, SmallNORB's six files of binary matrices, packed or not. Out: grey images of
-64 and 96 pixels a side.
+In: dSprites' HDF5 file or the npz with the same content, SmallNORB's six files of binary matrices, gzipped or not. Out:
+grey images of 64 and 96 pixels per side.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from ray_jobs.sources.vtab import splits
 from ray_jobs.sources.vtab.splits import Records
 from vit_model.errors import UserError
 
-SPRITE, NORB = 64, 96  # pixels a side
+SPRITE, NORB = 64, 96  # pixels per side
 _DSPRITES = "dsprites_ndarray_co1sh3sc6or40x32y32_64x64.hdf5"
 _NORB_FILES = {
     "train": "smallnorb-5x46789x9x18x6x2x96x96-training",
@@ -43,7 +43,7 @@ _NORB_FILES = {
 _LATENTS = (1, 3, 6, 40, 32, 32)  # colour, shape, scale, orientation, x, y
 _ORIENTATION, _X = 3, 4  # columns of dSprites' latents
 _ELEVATION, _AZIMUTH = 1, 2  # columns of SmallNORB's info
-_BLOCK = 2**25  # bytes of images that are read at once
+_BLOCK = 2**25  # bytes of images to read at once
 
 
 def location(x: NDArray[np.int64]) -> NDArray[np.int64]:
@@ -52,7 +52,7 @@ def location(x: NDArray[np.int64]) -> NDArray[np.int64]:
 
 
 def orientation(number: NDArray[np.int64]) -> NDArray[np.int64]:
-    """dSprites-Orientation: 40 turns in 16 classes of 3 and 2 by turns: 0, 0, 0, 1, 1, 2, 2, 2, 3, 3, ..."""
+    """dSprites-Orientation: 40 angles in 16 classes of alternately 3 and 2: 0, 0, 0, 1, 1, 2, 2, 2, 3, 3, ..."""
     return number * 2 // 5
 
 
@@ -67,7 +67,7 @@ CLASS_NAMES: dict[str, tuple[str, ...]] = {
 
 
 def listing(source: VtabSource, files: Files) -> Listing:
-    """The records that VTAB uses. Raises UserError for files that are not as their authors make them."""
+    """List the records that VTAB uses. Raises UserError for files that are not in their authors' format."""
     names = CLASS_NAMES[source.task]
     if source.task.startswith("dsprites"):
         latents = _latents(containers.local(files, _DSPRITES))
@@ -86,11 +86,14 @@ def listing(source: VtabSource, files: Files) -> Listing:
 
 
 def rows(source: VtabSource, files: Files, numbers: Sequence[int]) -> Iterator[NDArray[np.uint8]]:
-    """The images [h, w, 1] of these numbers of the listing: dSprites' 0 and 1 as 0 and 255, NORB's first camera."""
+    """Yield the images [h, w, 1] with these numbers of the listing.
+
+    dSprites' 0 and 1 become 0 and 255; of SmallNORB's pairs the first camera's images are used.
+    """
     if source.task.startswith("dsprites"):
-        known, packed = _sprites(source, containers.local(files, _DSPRITES))
-        for place in np.searchsorted(known, numbers):
-            yield np.unpackbits(packed[place]).reshape(SPRITE, SPRITE, 1) * np.uint8(255)
+        packed_numbers, packed = _sprites(source, containers.local(files, _DSPRITES))
+        for position in np.searchsorted(packed_numbers, numbers):
+            yield np.unpackbits(packed[position]).reshape(SPRITE, SPRITE, 1) * np.uint8(255)
         return
     sizes = {part: len(_norb_info(files, part)) for part in _NORB_FILES}
     places = [splits.row_place(sizes, number) for number in numbers]
@@ -98,7 +101,7 @@ def rows(source: VtabSource, files: Files, numbers: Sequence[int]) -> Iterator[N
         part: _norb_images(
             containers.local(files, f"{_NORB_FILES[part]}-dat.mat.gz"),
             sizes[part],
-            [row for of, row in places if of == part],
+            [row for part_of_image, row in places if part_of_image == part],
         )
         for part in sizes
     }
@@ -115,24 +118,26 @@ def _is_npz(path: Path) -> bool:
 
 
 def _latents(path: Path) -> NDArray[np.int64]:
-    """Latent classes [n, 6]; raises UserError for one out of its range."""
+    """Return the latent classes [n, 6]. Raises UserError for a class out of its range."""
     if _is_npz(path):
-        found = read_npz(path, ["latents_classes"])["latents_classes"]
+        latents = read_npz(path, ["latents_classes"])["latents_classes"]
     else:
-        found = hdf5_slice(hdf5_array(path, "latents/classes", "<i8", (None, 6)), np.s_[:])
-    if found.dtype != np.int64 or found.ndim != 2 or found.shape[1] != 6 or not len(found):
-        raise UserError(f"{path.name}: latent classes are {found.dtype} {found.shape}, not int64 [n, 6]")
-    if found.min() < 0 or (found.max(0) >= _LATENTS).any():
-        raise UserError(f"{path.name}: latent classes reach {found.max(0).tolist()}; there are {_LATENTS}")
-    return cast(NDArray[np.int64], found)
+        latents = hdf5_slice(hdf5_array(path, "latents/classes", "<i8", (None, 6)), np.s_[:])
+    if latents.dtype != np.int64 or latents.ndim != 2 or latents.shape[1] != 6 or not len(latents):
+        raise UserError(f"{path.name}: latent classes are {latents.dtype} {latents.shape}, not int64 [n, 6]")
+    if latents.min() < 0 or (latents.max(0) >= _LATENTS).any():
+        raise UserError(
+            f"{path.name}: latent classes reach {latents.max(0).tolist()}; expected less than {_LATENTS}"
+        )
+    return cast(NDArray[np.int64], latents)
 
 
 @lru_cache(maxsize=1)  # a task reads several shards of one source
 def _sprites(source: VtabSource, path: Path) -> tuple[NDArray[np.int64], NDArray[np.uint8]]:
-    """Numbers, ascending, and bits [n, 512] of the images that VTAB uses: 40 MB of the 3 GB that the file unpacks to.
+    """Return ascending numbers [n] and bits [n, 512] of the images that VTAB uses: 40 MB of the file's 3 GB.
 
-    The file is read once from end to end, in blocks: it is packed so that no image can be had alone (npz), or only at
-    the price of many others (HDF5, whose chunks may be some pixels of thousands of images).
+    The file is read once from beginning to end, in blocks. An npz does not allow reading a single image, and for HDF5
+    it is expensive, because a chunk may contain some pixels of thousands of images.
     """
     size = len(_latents(path))
     chosen, _ = splits.used(source.task, {"train": range(size)})
@@ -140,7 +145,7 @@ def _sprites(source: VtabSource, path: Path) -> tuple[NDArray[np.int64], NDArray
     packed, start = [], 0
     for block in _npz_blocks(path, size) if _is_npz(path) else _hdf5_blocks(path, size):
         if block.max() > 1:
-            raise UserError(f"{path.name} has pixels of {block.max()}; dSprites' are 0 and 1")
+            raise UserError(f"{path.name} has pixels of value {block.max()}; expected 0 and 1")
         first, last = np.searchsorted(numbers, (start, start + len(block)))
         packed.append(np.packbits(block.reshape(len(block), -1)[numbers[first:last] - start], axis=1))
         start += len(block)
@@ -148,16 +153,16 @@ def _sprites(source: VtabSource, path: Path) -> tuple[NDArray[np.int64], NDArray
 
 
 def _hdf5_blocks(path: Path, size: int) -> Iterator[NDArray[np.uint8]]:
-    """The images [n, 64, 64], whole chunks of them at a time."""
+    """Yield the images [n, 64, 64], whole chunks at a time."""
     images = hdf5_array(path, "imgs", "u1", (size, SPRITE, SPRITE))
-    of_chunk = images.chunks[0] if images.chunks else 1
-    length = min(max(_BLOCK // SPRITE**2 // of_chunk, 1) * of_chunk, MAX_BLOCK // SPRITE**2)
+    chunk = images.chunks[0] if images.chunks else 1
+    length = min(max(_BLOCK // SPRITE**2 // chunk, 1) * chunk, MAX_BLOCK // SPRITE**2)
     for start in range(0, size, length):
         yield hdf5_slice(images, np.s_[start : start + length])
 
 
 def _npz_blocks(path: Path, size: int) -> Iterator[NDArray[np.uint8]]:
-    """The images [n, 64, 64] out of the stream of `imgs.npy`; raises UserError for another array, or a damaged one."""
+    """Yield the images [n, 64, 64] from `imgs.npy`. Raises UserError for a different or damaged array."""
     try:
         with zipfile.ZipFile(path) as archive, archive.open(npz_member(archive, "imgs")) as file:
             shape, fortran, dtype = npy_header(file)
@@ -177,7 +182,7 @@ def _npz_blocks(path: Path, size: int) -> Iterator[NDArray[np.uint8]]:
 
 
 def _norb_info(files: Files, part: str) -> NDArray[np.int32]:
-    """Instance, elevation, azimuth and lighting [n, 4] of the pairs of one of SmallNORB's two files."""
+    """Return instance, elevation, azimuth and lighting [n, 4] of the pairs in one of SmallNORB's two parts."""
     name = f"{_NORB_FILES[part]}-info.mat.gz"
     info = read_norb(containers.read_file(files, name))
     if info.dtype != np.dtype("<i4") or info.ndim != 2 or info.shape[1] != 4:
@@ -190,12 +195,12 @@ def _norb_records(source: VtabSource, files: Files, part: str) -> Records:
     if source.task == "smallnorb_ele":
         return Records(range(len(info)), info[:, _ELEVATION].tolist())
     if (info[:, _AZIMUTH] % 2).any():
-        raise UserError(f"{_NORB_FILES[part]}-info.mat.gz has an odd azimuth; they are 0, 2, ... 34")
+        raise UserError(f"{_NORB_FILES[part]}-info.mat.gz has an odd azimuth; expected 0, 2, ... 34")
     return Records(range(len(info)), (info[:, _AZIMUTH] // 2).tolist())
 
 
 def _norb_images(path: Path, size: int, numbers: Sequence[int]) -> Iterator[NDArray[np.uint8]]:
-    """The first camera's images of these pairs out of a matrix uint8 [size, 2, 96, 96]."""
+    """Yield the first camera's images of these pairs from a matrix uint8 [size, 2, 96, 96]."""
     header = struct.pack("<6i", 0x1E3D4C55, 4, size, 2, NORB, NORB)
     with path.open("rb") as file:
         if file.read(len(header)) != header:

@@ -32,7 +32,7 @@ from pipelines.store import FileEntry, Layout, Manifest, StoreAbsent, StoreDamag
 from pipelines.store.file_checks import fault
 from pipelines.store.folder import FolderStore
 from ray_jobs.evaluation.rows import ROWS, write_table
-from ray_jobs.ingesting.reuse import FACTS, Finished, find_known, finished_parts, write_facts
+from ray_jobs.ingesting.reuse import FACTS, Finished, find_reusable, finished_parts, write_facts
 from ray_jobs.sources.archives.entries import ENTRIES
 from tests.support.paths import TINY
 from tests.support.records import flip, make_attempt, make_context, make_manifest, make_plan
@@ -517,6 +517,6 @@ def test_damaged_facts_of_an_earlier_ingest_are_not_used_again(tmp_path: Path) -
     shard = FileEntry(path="shards/00000.parquet", size=9, sha256="")
     (written,) = write_facts(context, 0, 0, pa.Table.from_pylist([seen], schema=FACTS), shard)
     name = f"{Layout.files('ingest', 'k', 1)}/{written.path}"
-    for digest, is_known in ((written.sha256, True), (None, True), ("0" * 64, False)):
-        (found,) = find_known(context, [Finished(name, digest)], 0, 0, entries)
-        assert (found is not None) == is_known
+    for digest, is_reused in ((written.sha256, True), (None, True), ("0" * 64, False)):
+        (found,) = find_reusable(context, [Finished(name, digest)], 0, 0, entries)
+        assert (found is not None) == is_reused

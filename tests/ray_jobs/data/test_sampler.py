@@ -120,7 +120,7 @@ def test_sizes_that_do_not_fit_are_refused() -> None:
         sample_positions(0, 10, 0, 4)
     with pytest.raises(ValueError, match="rank 4 is not one of the 4 ranks"):
         check_world(8, 4, 4)
-    with pytest.raises(ValueError, match="needs one sample or more"):
+    with pytest.raises(ValueError, match="needs at least one sample"):
         GlobalOrder(0, "f", 0)
-    with pytest.raises(ValueError, match="needs one sample or more"):
+    with pytest.raises(ValueError, match="needs at least one sample"):
         WindowOrder(np.empty(0, np.int64), "f", 0, 8)

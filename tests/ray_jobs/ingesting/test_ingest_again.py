@@ -89,8 +89,8 @@ def digests(result: Result) -> dict[str, str]:
 
 
 def said(text: str) -> tuple[int, int]:
-    """How many images were read, and how many were known."""
-    [(new, known)] = re.findall(r"read ([\d,]+) new images, ([\d,]+) known", text)
+    """How many images were read, and how many were reused."""
+    [(new, known)] = re.findall(r"read ([\d,]+) new images, reused ([\d,]+)", text)
     return int(new), int(known)
 
 

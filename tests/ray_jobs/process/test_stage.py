@@ -69,7 +69,7 @@ def end(monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
     module.main = main
     monkeypatch.setitem(stage.sys.modules, "ray_jobs.failing", module)
     monkeypatch.setattr(stage, "read_context", lambda _: SimpleNamespace(attempt=None))
-    monkeypatch.setattr(stage, "join_ray", lambda _: None)
+    monkeypatch.setattr(stage, "join_ray", lambda: None)
     monkeypatch.setattr(stage.sys, "argv", ["failing", "--spec", "/s/attempt.json"])
     stage.run_stage("failing")
 

@@ -162,7 +162,7 @@ def test_members_that_are_no_plain_files_inside_are_refused_one_by_one(tmp_path:
         "a\\nb": "its name is not UTF-8, or has control characters, or is too long",
         "a/1.jpg": "its path comes twice",
     }
-    with pytest.raises(ValueError, match=r"it/link can't be used: it is a link"):
+    with pytest.raises(ValueError, match=r"it/link cannot be used: it is a link"):
         members({"it": str(tmp_path / "it")}, "it")
 
 
@@ -284,9 +284,9 @@ def test_what_is_truncated_is_refused_by_name(form: str, tmp_path: Path) -> None
     ("data", "message"),
     [
         (b"", "is empty or truncated"),
-        (b"plain text", "is no tar, zip or RAR: it begins with 70 6c 61"),
+        (b"plain text", "is not a tar, zip or RAR: it begins with 70 6c 61"),
         (b"7z\xbc\xaf\x27\x1c" + bytes(600), "is a 7z archive.*pack it as zip or tar"),
-        (b"x" * 2_000, "is no tar, zip or RAR"),
+        (b"x" * 2_000, "is not a tar, zip or RAR"),
     ],
 )
 def test_what_is_no_archive_says_so(data: bytes, message: str, tmp_path: Path) -> None:

@@ -49,7 +49,7 @@ def test_an_image_is_a_byte_range_of_its_file(tmp_path: Path) -> None:
         start, size = feature_range(payload, "image")
         assert data[offset + start : offset + start + size] == bytes([number]) * 1000
     assert list(tfrecords(io.BytesIO(data))) == list(tfrecords(path))
-    with pytest.raises(ValueError, match="no feature 'img'; there are bbox, filename"):
+    with pytest.raises(ValueError, match="no feature 'img'; features: bbox, filename"):
         feature_range(payloads[0], "img")
     for name in ("label", "texts"):
         with pytest.raises(ValueError, match="not one value of bytes"):

@@ -72,9 +72,11 @@ def test_tables_in_split_folders_name_files_from_there(tmp_path: Path) -> None:
     metadata(tmp_path, '{"file_name":"x.png","label":0}', "validation/metadata.jsonl")
     found = scan(tmp_path)
     assert of_keys(found) == {
-        "Test/1.png": ("true", "test"), "train/1.png": ("0", "train"), "train/deep/2.png": ("true", "train"),
+        "Test/1.png": ("true", "test"),
+        "train/1.png": ("0", "train"),
+        "train/deep/2.png": ("true", "train"),
         "validation/x.png": ("0", "dev"),
-    }  # fmt: skip
+    }
     assert found.ignored == ()
 
 
@@ -151,10 +153,10 @@ def test_scan_needs_the_standard_library_only(tmp_path: Path) -> None:
         (("a/1.png", "2.png"), "outside class folders, such as '2.png'"),
         (
             ("train/a/1.png", "train/b/1.png", "cats/2.png"),
-            r"mixes split folders \(train\) and others \(cats\)",
+            r"mixes split folders \(train\) and other folders \(cats\)",
         ),
         (("val/a/1.png", "valid/b/1.png"), "two folders for one split: val, valid"),
-        (("train/1.png", "train/2.png"), "put it into train/<class>/"),
+        (("train/1.png", "train/2.png"), "move it to train/<class>/"),
         (("train/a/1.png", "train/b/1.png", "test/c/1.png"), "class 'c' has no images in the train split"),
         (
             ("train/a/1.png", "val/b/1.png", "val/c/1.png"),
@@ -186,8 +188,14 @@ def test_a_folder_of_images_that_are_not_read_says_which_and_what_to_do(tmp_path
 
 
 def test_what_systems_leave_is_no_class_and_no_noise(tmp_path: Path) -> None:
-    left = ("@eaDir/1.jpg/SYNOPHOTO_THUMB_M.jpg", "a/@eaDir/1.jpg@SynoEAStream", "a/Thumbs.db", "b/desktop.ini",
-            "__MACOSX/a/1.jpg", ".DS_Store")  # fmt: skip
+    left = (
+        "@eaDir/1.jpg/SYNOPHOTO_THUMB_M.jpg",
+        "a/@eaDir/1.jpg@SynoEAStream",
+        "a/Thumbs.db",
+        "b/desktop.ini",
+        "__MACOSX/a/1.jpg",
+        ".DS_Store",
+    )
     found = scan(touch(tmp_path, "a/1.jpg", "b/2.jfif", "b/3.AVIF", *left))
     assert [entry.key for entry in found.entries] == ["a/1.jpg", "b/2.jfif", "b/3.AVIF"]
     assert found.class_names == ("a", "b") and found.ignored == ()
@@ -231,8 +239,8 @@ def test_links_that_lead_nowhere_are_told(target: str, tmp_path: Path) -> None:
         ("file_name,label,Splits\n", "unknown column 'Splits': did you mean 'split'"),
         ("file_name\n1.png\n", "needs one column 'label'"),
         ("", "needs one column 'file_name'"),
-        ("file_name,label\n1.png\n", "row 2 has 1 fields, the header 2"),
-        ("file_name,label\n1.png,a,b\n", "row 2 has 3 fields, the header 2"),
+        ("file_name,label\n1.png\n", "row 2 has 1 fields, but the header 2"),
+        ("file_name,label\n1.png,a,b\n", "row 2 has 3 fields, but the header 2"),
         ("file_name,label\n../1.png,a\n", r"row 2: file_name '../1.png' must be a relative path inside"),
         ("file_name,label\n/etc/1.png,a\n", "must be a relative path inside"),
         ("file_name,label\n..\\1.png,a\n", "must be a relative path inside"),
@@ -240,7 +248,10 @@ def test_links_that_lead_nowhere_are_told(target: str, tmp_path: Path) -> None:
         ("file_name,label\n1.png,a\n./1.png,b\n", "row 3: '1.png' is listed twice"),
         ("file_name,label\n1.png,\n", "'1.png' has no label"),
         ("file_name,label\n1.png,a\n", "does not list 1 of 2 images, such as '2.png'"),
-        ("file_name,label,split\n1.png,a,holdout\n", "row 2: split 'holdout' is none of train"),
+        (
+            "file_name,label,split\n1.png,a,holdout\n",
+            "row 2: unknown split 'holdout'; expected one of: train",
+        ),
         ('file_name,label\n"1.png,a\n', "is not CSV"),
         (
             'file_name,label\n1.png,"[0, 2]"\n',
@@ -269,7 +280,7 @@ def test_metadata_that_cannot_be_used_says_why(tmp_path: Path, text: str, messag
         ('{"file_name": "1.png", "label": 0.5}', "label must be text or a whole number, not 0.5"),
         ('{"file_name": ["1.png"], "label": "a"}', "file_name must be text"),
         ('{"file_name": "1.png", "label": "\\ud800"}', "label is not text in UTF-8"),
-        ('{"file_name": "1.png", "label": "a", "split": null}', "split '' is none of train"),
+        ('{"file_name": "1.png", "label": "a", "split": null}', "unknown split ''; expected one of: train"),
     ],
 )
 def test_json_lines_that_cannot_be_used_say_why(tmp_path: Path, text: str, message: str) -> None:

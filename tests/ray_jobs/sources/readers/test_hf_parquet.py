@@ -45,9 +45,11 @@ def root(tmp_path: Path) -> Path:
         )
     put_parquet(
         tmp_path / "validation-00000-of-00001.parquet",
-        [image(50, "PNG", "L"), image(51)], [2, 0],
-        reverse=True, compression="none",
-    )  # fmt: skip
+        [image(50, "PNG", "L"), image(51)],
+        [2, 0],
+        reverse=True,
+        compression="none",
+    )
     return tmp_path
 
 
@@ -79,7 +81,7 @@ def test_a_column_says_what_stays_together(tmp_path: Path) -> None:
     splits = assign_splits(drawn, "salt", [None])
     assert len(set(zip(patients, splits, strict=True))) == 5
     for column, message in (
-        (None, "has no column 'patient', but image, label"),
+        (None, "has no column 'patient'; columns: image, label"),
         (pa.array([0.5] * 20), "is double, not whole numbers or text"),
         (pa.array([*patients[:19], None]), "row 19 of data.parquet has no patient"),
     ):
@@ -126,10 +128,14 @@ def test_files_of_other_programs(tmp_path: Path) -> None:
         pq.write_table(pa.table(columns), tmp_path / split / "0000.parquet")
     found = listed(tmp_path)
     assert found.class_names == ("a", "b")
-    assert sorted(zip(*(found.entries[name].to_pylist() for name in ("key", "label", "split")), strict=True)) == [
-        ("test/0000/0000000", 1, "test"), ("test/0000/0000001", 0, "test"),
-        ("train/0000/0000000", 1, "train"), ("train/0000/0000001", 0, "train"),
-    ]  # fmt: skip
+    assert sorted(
+        zip(*(found.entries[name].to_pylist() for name in ("key", "label", "split")), strict=True)
+    ) == [
+        ("test/0000/0000000", 1, "test"),
+        ("test/0000/0000001", 0, "test"),
+        ("train/0000/0000000", 1, "train"),
+        ("train/0000/0000001", 0, "train"),
+    ]
     assert images_of(tmp_path, found)["test/0000/0000001"] == image(6)
 
 
@@ -200,10 +206,10 @@ def change(root: Path, case: str) -> None:
     ("case", "message"),
     [
         ("part", r"train-00000-of-00002\.parquet is missing"),
-        ("folders", r"several folders \(\., other\): name one of them"),
+        ("folders", r"several folders \(\., other\); set source\.root"),
         ("label", "the label 7 is not one of 3 classes"),
-        ("classes", "other columns or classes"),
-        ("column", "other columns or classes"),
+        ("classes", "its columns or classes differ"),
+        ("column", "its columns or classes differ"),
         ("floats", "is double, not whole numbers or text"),
         ("no Parquet", "is not a Parquet file, or damaged"),
     ],
@@ -218,7 +224,7 @@ def test_columns_can_be_named(root: Path) -> None:
     with pytest.raises(ValueError, match="no column 'photo' of images"):
         listed(root, image="photo")
     with pytest.raises(
-        ValueError, match=r"source\.label: which one it is can't be seen; those that fit are label"
+        ValueError, match=r"source\.label: there is no column .*; name one of these columns: label"
     ):
         listed(root, label="klass")
 

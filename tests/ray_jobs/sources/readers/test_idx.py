@@ -104,16 +104,16 @@ def test_the_real_files_are_read_as_their_format_says() -> None:
     [
         (b"", "begins with nothing"),
         (b"\x89PNG....", "not an IDX file: it begins with 89 50 4e 47"),
-        (encoded(TRAIN).replace(b"\x08", b"\x0d", 1), "type 0x0d in 3 dimensions"),
-        (b"\0\0\x08\x02" + bytes(8), "in 2 dimensions"),
+        (encoded(TRAIN).replace(b"\x08", b"\x0d", 1), "type 0x0d and 3 dimensions"),
+        (b"\0\0\x08\x02" + bytes(8), "and 2 dimensions"),
         (encoded(TRAIN)[:10], "ends inside its header"),
         (struct.pack(">4B3I", 0, 0, 8, 3, 0, 28, 28), "0 x 28 x 28"),
-        (struct.pack(">4B3I", 0, 0, 8, 3, *[2**32 - 1] * 3), "at most 1,073,741,824"),
-        (struct.pack(">4B3I", 0, 0, 8, 3, 1, 2**20, 2**10), "1024 pixels a side"),
-        (struct.pack(">4BI", 0, 0, 8, 1, 2**30) + b"123", "says 1,073,741,824 numbers, there are 3"),
-        (encoded(TRAIN) + b"\0", "says 7,200 numbers, there are more"),
+        (struct.pack(">4B3I", 0, 0, 8, 3, *[2**32 - 1] * 3), "expected 1 to 1,073,741,824"),
+        (struct.pack(">4B3I", 0, 0, 8, 3, 1, 2**20, 2**10), "1024 pixels per side"),
+        (struct.pack(">4BI", 0, 0, 8, 1, 2**30) + b"123", "says 1,073,741,824 numbers, but it has 3"),
+        (encoded(TRAIN) + b"\0", "says 7,200 numbers, but it has more"),
         (gzip.compress(encoded(TRAIN))[:-9], "truncated or damaged"),
-        (gzip.compress(encoded(TRAIN) + bytes(2**24)), "there are more"),
+        (gzip.compress(encoded(TRAIN) + bytes(2**24)), "it has more"),
     ],
 )
 def test_a_file_that_is_not_as_it_should_be_is_refused(tmp_path: Path, data: bytes, message: str) -> None:
@@ -129,7 +129,7 @@ def test_a_hostile_header_allocates_nothing(tmp_path: Path) -> None:
     for name, data in (("plain", lie), ("zipped", gzip.compress(lie))):
         (tmp_path / name).write_bytes(data)
         tracemalloc.start()
-        with pytest.raises(ValueError, match="there are 5,000"):
+        with pytest.raises(ValueError, match="it has 5,000"):
             idx.read_file(tmp_path / name)
         peak = tracemalloc.get_traced_memory()[1]
         tracemalloc.stop()
@@ -175,11 +175,11 @@ def replaced(root: Path, name: str, array: np.ndarray) -> None:
     ("name", "array", "message"),
     [
         (NAMES[0], TRAIN[1:], "239 images, .* 240 labels"),
-        (NAMES[0], LABELS, "images have 3"),
-        (NAMES[1], TRAIN, "labels have 1"),
-        (NAMES[1], LABELS + 1, "has the label 4; source.class_names names 0 to 3"),
-        (NAMES[1], LABELS // 3 * 3, "class 1 has no image in train, nor have 2"),
-        (NAMES[2], TEST[:, 1:], "train are 6 x 5 pixels, those of test 5 x 5"),
+        (NAMES[0], LABELS, "expected images with 3"),
+        (NAMES[1], TRAIN, "expected labels with 1"),
+        (NAMES[1], LABELS + 1, "has the label 4, but source.class_names has names for 0 to 3"),
+        (NAMES[1], LABELS // 3 * 3, "classes 1, 2 have no image in train"),
+        (NAMES[2], TEST[:, 1:], "train are 6 x 5 pixels, but those of test 5 x 5"),
     ],
 )
 def test_files_that_do_not_fit_together_are_refused(

@@ -93,13 +93,13 @@ def change(root: Path, case: str) -> None:
     ("case", "message"),
     [
         ("file", "toy-train.tfrecord-00000-of-00002 is missing"),
-        ("records", "has 3 records, dataset_info.json says 5"),
+        ("records", "has 3 records, but dataset_info.json says 5"),
         ("byte", "record 0 is damaged"),
         ("end", "record 4 is truncated"),
-        ("format", "files are 'riegeli'; tfrecord and array_record are read"),
+        ("format", "unsupported fileFormat 'riegeli'; expected tfrecord or array_record"),
         ("label", "the label 2 is not one of 1 classes"),
-        ("image", "no feature 'image'; there are label"),
-        ("info", "not as TFDS writes it"),
+        ("image", "no feature 'image'; features: label"),
+        ("info", "not in TFDS's format"),
     ],
 )
 def test_what_does_not_fit_is_refused_by_name(tmp_path: Path, case: str, message: str) -> None:

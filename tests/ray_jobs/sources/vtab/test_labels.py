@@ -107,7 +107,7 @@ def test_other_json_is_refused() -> None:
         (b"[" * 100_000, "is not the JSON"),
         (b'{"scenes": [' + b"[" * 100_000, "is not the JSON"),
         (b'{"scenes": [{"objects": []}]}', "without image_filename"),
-        (b'{"scenes": [{"image_filename": "a.png"}]}', "no objects of a.png"),
+        (b'{"scenes": [{"image_filename": "a.png"}]}', "no objects for a.png"),
         (b'{"scenes": ["' + b"a" * 2**22 + b'"]}', "is not the JSON"),
         (b'{"scenes": [\xff\xff]}', "codec"),
     ):
@@ -149,7 +149,7 @@ def test_kittis_drives_come_through_both_lists() -> None:
     drives = kitti_drives("3,1,2,2\n", mapping)
     assert [drive[-9:-5] for drive in drives] == ["0001", "0001", "0002", "0002"]
     for rand, message in (("0,1", "'0'"), ("4", "'4'"), ("1,x", "'x'"), ("", "''")):
-        with pytest.raises(ValueError, match=f"has {message}, not a line"):
+        with pytest.raises(ValueError, match=f"{message} is not the number of a line"):
             kitti_drives(rand, mapping)
     with pytest.raises(ValueError, match=r"line 1 of train_mapping\.txt"):
         kitti_drives("1", "2011_09_26 0001")
