@@ -41,7 +41,7 @@ COMMANDS = {
     "doctor": "inspect",
     "schema": "inspect",
     "drive": "running",
-    "report": "reports",
+    "report": "queries",
     "schedule": "schedules",
 }
 """Command -> its module, in the order of the help."""

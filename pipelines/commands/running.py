@@ -34,7 +34,7 @@ from pipelines.commands.common import (
     print_table,
     width,
 )
-from pipelines.commands.reports import show_report
+from pipelines.commands.queries import show_report
 from pipelines.engine import plan as planning
 from pipelines.engine import runs, submission
 from pipelines.engine.plan import PlannedStage, pin

@@ -28,9 +28,7 @@ from pipelines.commands.common import (
     print_json,
     print_table,
 )
-from pipelines.results.lookup import find_artifact
-from pipelines.results.query import TABLES, query
-from pipelines.results.reports import (
+from pipelines.results.accuracies import (
     MOST_LINES,
     REPORT_COLUMNS,
     RESULT_COLUMNS,
@@ -42,6 +40,8 @@ from pipelines.results.reports import (
     verdict_lines,
     vtab_table,
 )
+from pipelines.results.lookup import find_artifact
+from pipelines.results.query import TABLES, query
 from pipelines.spec import RecipeError
 from pipelines.store import Manifest, Store, local_files
 from pipelines.terminal import write
