@@ -183,7 +183,7 @@ def plan_stage(
         manifest, reference = found
         store.check_sizes(manifest.folder, manifest.files)
     except StoreDamaged as error:
-        damaged = f"{error.what}; {error.remedy or f'`--force {name}` rebuilds it'}"
+        damaged = f"{error.problem}; {error.remedy or f'`--force {name}` rebuilds it'}"
         return PlannedStage(name, config, key, None, None, inputs, source, code, damaged=damaged)
     return PlannedStage(name, config, manifest.key, manifest, reference, inputs, source, code)
 

@@ -93,11 +93,11 @@ def _manifests(store: Store, keys: Sequence[tuple[str, str]]) -> tuple[list[Mani
                 found.append(manifest)
         except StoreDamaged as error:
             do = _rebuild(store, _attempt(store, job, key))
-            damage.append(Damage(Layout.manifest(job, key), error.what, key, None, do))
+            damage.append(Damage(Layout.manifest(job, key), error.problem, key, None, do))
         try:
             list(successors(store, job, key))
         except StoreDamaged as error:
-            damage.append(Damage(Layout.replaced(job, key), error.what, key, None, error.remedy))
+            damage.append(Damage(Layout.replaced(job, key), error.problem, key, None, error.remedy))
     return found, damage
 
 
@@ -122,13 +122,13 @@ def _records(store: Store) -> Iterator[Damage]:
         try:
             read_plan(store, run)
         except StoreDamaged as error:
-            yield Damage(name, error.what, None, None, do)
+            yield Damage(name, error.problem, None, None, do)
         folder = f"{Layout.run(run)}/events"
         for name in [f"{folder}/{event}" for event in store.names(folder)]:
             try:
                 read_record(store, name, Event)
             except StoreDamaged as error:
-                yield Damage(name, error.what, None, None, do)
+                yield Damage(name, error.problem, None, None, do)
     for job, key in all_keys(store):
         if not is_committed(store, job, key):
             try:
@@ -136,7 +136,7 @@ def _records(store: Store) -> Iterator[Damage]:
             except StoreDamaged as error:
                 yield Damage(
                     Layout.artifact(job, key),
-                    error.what,
+                    error.problem,
                     key,
                     None,
                     "remove this folder; nothing in it was committed",
@@ -165,7 +165,7 @@ def _file_fault(store: Store, manifest: Manifest, file: FileEntry) -> str | None
     try:
         found = store.digest(name)
     except StoreDamaged as error:
-        return f"cannot be read: {error.what}"
+        return f"cannot be read: {error.problem}"
     if found is None:
         return "is missing"
     size, digest = found

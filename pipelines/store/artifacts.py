@@ -87,7 +87,7 @@ def successor(store: Store, job: str, key: str) -> str | None:
     try:
         record = read_record(store, name, Replaced)
     except StoreDamaged as error:
-        raise StoreDamaged(error.what, _REMOVE_REPLACED) from None
+        raise StoreDamaged(error.problem, _REMOVE_REPLACED) from None
     return None if record is None else record.successor
 
 
@@ -160,7 +160,7 @@ def local_files(store: Store, manifest: Manifest, files: Iterable[FileEntry] | N
     try:
         return store.local(manifest.folder, manifest.files if files is None else files)
     except StoreDamaged as error:
-        raise StoreDamaged(error.what, f"`{rebuild_command(store, manifest)}` rebuilds it") from None
+        raise StoreDamaged(error.problem, f"`{rebuild_command(store, manifest)}` rebuilds it") from None
 
 
 def rebuild_command(store: Store, made: Manifest | Attempt) -> str:

@@ -33,7 +33,7 @@ from tests.support.paths import TINY
         (["plan", TINY, "--set", "pretrain.resolution=9"], "8 or 12 would be"),
         (["status", "--store", "nowhere"], "is not a store"),
         (["predict", "abc", "x.png", "--store", "nowhere"], "is not a store"),
-        (["list"], "Give the store of your results with --store"),
+        (["list"], "Name the store of your results with --store"),
         (["init", "x.yaml", "--images", "nowhere"], "nowhere is not a folder"),
         (["init", "/proc/x.yaml", "--images", "."], "/proc/x.yaml: cannot write to /proc: "),
         (["runn"], "No such command"),

@@ -316,7 +316,7 @@ def test_an_export_is_the_same_model_to_those_who_read_it(
     assert all(path.stat().st_mode & 0o777 == output.stat().st_mode & 0o666 for path in output.iterdir())
     if to == "onnx":
         return
-    assert "training_data: the digest d" in said
+    assert "for the digest d" in said
     found = formats.read(output / file if to == "npz" else output)
     theirs, ours = (one.model_dump(exclude={"position_resize"}) for one in (found.architecture, model.config))
     assert theirs == ours
@@ -360,7 +360,7 @@ def test_what_a_format_cannot_say_is_refused_and_leaves_nothing(
         (["import", "nowhere.npz"], "there is no file and no folder"),
         (["import", "https://x/vit.npz"], "not a local file or folder"),
         (["import", "hf://google/vit"], "expected hf:ORG/NAME or hf:ORG/NAME@REVISION"),
-        (["import", "x.npz", "--preprocessing", "halff"], "neither half, imagenet nor a file"),
+        (["import", "x.npz", "--preprocessing", "halff"], "expected half, imagenet or a file"),
         (["import", "x.npz", "--preprocessing", "bad.yaml"], "there is no such field; did you mean 'mean'"),
         (["import", "x.npz", "--preprocessing", "binary"], "binary: "),
         (["import", "x.npz", "--name", "No Name"], "should match pattern"),
@@ -370,8 +370,8 @@ def test_what_a_format_cannot_say_is_refused_and_leaves_nothing(
         ),
         (["export", "zz", "--format", "hf", "--output", "out"], "has no runs"),
         (["export", "ma", "--format", "tf", "--output", "out"], "'tf' is not one of"),
-        (["export", "ma", "--format", "hf", "--output", "full"], "there is something already"),
-        (["export", "ma", "--format", "hf", "--output", "x.npz"], "there is something already"),
+        (["export", "ma", "--format", "hf", "--output", "full"], "already exists"),
+        (["export", "ma", "--format", "hf", "--output", "x.npz"], "already exists"),
         (["export", "ma", "--format", "hf", "--output", "no/out"], "no is not a folder"),
     ],
 )
