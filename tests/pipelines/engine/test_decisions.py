@@ -116,7 +116,9 @@ def test_the_next_look_is_later_unless_the_state_has_moved_on() -> None:
 
 @pytest.mark.parametrize("attempts", range(1, ATTEMPTS))
 def test_the_pause_before_an_attempt_doubles(attempts: int) -> None:
-    after, actions = decide(InFlight(Phase.RUNNING, attempts=attempts), Observation(GONE, session="here"), NOW)
+    after, actions = decide(
+        InFlight(Phase.RUNNING, attempts=attempts), Observation(GONE, session="here"), NOW
+    )
     assert after.look_at - NOW == 2 ** (attempts - 1)
     assert Show(Status.LOST, "its cluster is gone; another attempt") in actions
 
