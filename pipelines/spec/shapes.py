@@ -1,4 +1,4 @@
-"""The shapes of models, as a recipe says them: by sizes, or by the name that a paper gave."""
+"""The shapes of models in a recipe: sizes, or the name of a variant from a paper."""
 
 from __future__ import annotations
 

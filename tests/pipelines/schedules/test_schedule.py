@@ -141,7 +141,7 @@ def test_of_two_who_change_a_schedule_at_once_one_is_told(tmp_path: Path) -> Non
 
 @pytest.mark.parametrize("name", ["", "Often", "../x", "a/b", "1a", "a" * 42, "a\n"])
 def test_what_is_no_name(tmp_path: Path, name: str) -> None:
-    with pytest.raises(RecipeError, match="no schedule's name"):
+    with pytest.raises(RecipeError, match="is not a valid schedule name"):
         find_schedule(open_store(str(tmp_path / "s")), name)
 
 

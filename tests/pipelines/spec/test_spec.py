@@ -118,9 +118,9 @@ def test_needed_for_a_stage_is_what_is_before_it() -> None:
             "stages.pretrain.objective: Input should be 'softmax', 'sigmoid', ",
         ),
         ("stages.finetune.learning_rates", [-1.0], "stages.finetune.learning_rates"),
-        ("stages.finetune.learning_rates", [0.1, 0.1], "[0.1, 0.1] has a value twice"),
+        ("stages.finetune.learning_rates", [0.1, 0.1], "[0.1, 0.1] contains duplicates"),
         ("stages.probe.shots", [], "stages.probe.shots"),
-        ("stages.probe.shots", [5, 5], "[5, 5] has a value twice"),
+        ("stages.probe.shots", [5, 5], "[5, 5] contains duplicates"),
         ("stages.pretrain.data", "digit", "no stage is called 'digit'; did you mean 'digits'?"),
         (
             "stages.pretrain.data",
@@ -221,9 +221,9 @@ def test_cycle_is_shown() -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("name: a\nname: b\n", "line 2: the key 'name' stands twice"),
+        ("name: a\nname: b\n", "line 2: duplicate key 'name'"),
         ("name: &x a\nstages: *x\n", "aliases are not supported"),
-        ("- a\n", "a recipe is a mapping"),
+        ("- a\n", "expected a mapping"),
         ("name: [\n", "expected"),
         ("name: 2024-99-99\n", "month"),
         ("? [a]\n: b\n", "unhashable"),
