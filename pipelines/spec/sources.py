@@ -61,8 +61,18 @@ class FolderSource(FileSource):
 
 
 FASHION_MNIST_ROOT = "/usr/share/datasets/fashion-mnist"
-FASHION_MNIST = ("T-shirt/top", "Trouser", "Pullover", "Dress", "Coat", "Sandal", "Shirt", "Sneaker", "Bag",
-                 "Ankle boot")  # fmt: skip
+FASHION_MNIST = (
+    "T-shirt/top",
+    "Trouser",
+    "Pullover",
+    "Dress",
+    "Coat",
+    "Sandal",
+    "Shirt",
+    "Sneaker",
+    "Bag",
+    "Ankle boot",
+)
 
 
 _IDX = tuple(

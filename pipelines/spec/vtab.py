@@ -15,10 +15,26 @@ from pipelines.spec.fields import RecipeError, execution, located
 from pipelines.spec.files import Below, Files, FileSource
 
 Task = Literal[
-    "caltech101", "cifar", "dtd", "oxford_flowers102", "oxford_iiit_pet", "svhn", "sun397",
-    "patch_camelyon", "eurosat", "resisc45", "diabetic_retinopathy",
-    "clevr_count", "clevr_dist", "dmlab", "kitti", "dsprites_loc", "dsprites_ori", "smallnorb_azi", "smallnorb_ele",
-]  # fmt: skip
+    "caltech101",
+    "cifar",
+    "dtd",
+    "oxford_flowers102",
+    "oxford_iiit_pet",
+    "svhn",
+    "sun397",
+    "patch_camelyon",
+    "eurosat",
+    "resisc45",
+    "diabetic_retinopathy",
+    "clevr_count",
+    "clevr_dist",
+    "dmlab",
+    "kitti",
+    "dsprites_loc",
+    "dsprites_ori",
+    "smallnorb_azi",
+    "smallnorb_ele",
+]
 Group = Literal["natural", "specialized", "structured"]
 
 

@@ -151,7 +151,7 @@ def test_init_names_the_way_where_images_are_few(tmp_path: Path) -> None:
     [
         ({"path": "hf://google/vit"}, "'hf://google/vit' is not a model on the Hugging Face hub; expected hf:ORG/NAME"),
         ({"path": "https://x/vit.npz"}, "not a local file or folder, nor s3://bucket/key: fetch it first"),
-        ({"path": "x", "preprocessing": "imagenett"}, "'imagenett' is none of half, imagenet"),
+        ({"path": "x", "preprocessing": "imagenett"}, "'imagenett' is unknown; expected half, imagenet"),
         ({"path": "x", "preprocessing": {"mean": [0.5]}}, "preprocessing.std: is missing"),
         ({"path": "x", "preprocessing": {"mean": [0.5], "std": [0]}}, "greater than 0"),
         ({"path": "x", "preprocessing": {"mean": [0.5], "std": [1], "interpolate": 1}}, "did you mean 'interpolation'"),
