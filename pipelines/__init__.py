@@ -14,11 +14,12 @@ __all__ = ["open_store"]
 
 
 def open_store(uri: str) -> Library:
-    """The results in a folder or at s3://bucket/prefix, to look at: `.model(KEY)`, `.dataset(KEY)`, `.rows()`.
+    """Open the results in a folder or at s3://bucket/prefix for reading: `.model(KEY)`, `.dataset(KEY)`, `.rows()`.
 
     Raises:
-        StoreError: there is no store, or it can't be read.
+        StoreError: there is no store, or it cannot be read.
     """
+    # here, so that `import pipelines` and every import below it stay fast
     from pipelines.results.library import Library
     from pipelines.store import open_store
 

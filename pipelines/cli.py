@@ -2,12 +2,12 @@
 
 Exit codes:
 0    done
-1    a stage failed, the run was stopped, the store or the cluster is damaged or does not answer, `doctor` or `verify`
-     found a problem, or `predict` could not read an image
-2    the request is wrong and nothing was started: the same request will fail again
+1    a stage failed, the run was stopped, the store is damaged, the store or the cluster does not answer, `doctor` or
+     `verify` found a problem, or `predict` could not read an image
+2    the request is invalid and nothing was started; the same request will fail again
 130  Ctrl-C
 
-The module of a command is imported when the command is given: a run with nothing to do takes a fraction of a second.
+The module of a command is imported only when that command is used, so that a cached rerun takes a fraction of a second.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ COMMANDS = {
     "doctor": "inspect",
     "schema": "inspect",
     "drive": "running",
-    "report": "reports",
+    "report": "queries",
     "schedule": "schedules",
 }
 """Command -> its module, in the order of the help."""
@@ -62,8 +62,8 @@ class _Modules(Mapping[str, Any]):
 
 
 class _AllCommands(Group):
-    def __init__(self, **given: Any) -> None:
-        super().__init__(**given | {"commands": _Modules()})
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**settings | {"commands": _Modules()})
 
 
 app = Commands(
@@ -76,7 +76,8 @@ app = Commands(
 def _show_version(wanted: bool) -> None:
     if not wanted:
         return
-    from importlib.metadata import version  # only here
+    # only `--version` needs these
+    from importlib.metadata import version
 
     from pipelines.identity import git_state
 
@@ -93,11 +94,11 @@ def _options(
         typer.Option("--version", is_eager=True, callback=_show_version, help="show the version and exit"),
     ] = False,
 ) -> None:
-    """Only `--version`."""
+    """Accept `--version`, the only option of all commands."""
 
 
 def main() -> None:
-    """Run a command; any failure becomes one message and an exit code, never a traceback."""
+    """Run a command; a failure becomes one message and an exit code, not a traceback."""
     try:
         app(prog_name="vitflow")
     except (UserError, StoreAbsent) as error:

@@ -1,26 +1,26 @@
-"""Errors of a store, whichever it is; the message names the place and says what would be right."""
+"""Errors of a store, in a folder or on S3; the message names the place and says what to do."""
 
 from __future__ import annotations
 
 
 class StoreError(Exception):
-    """A store that can't be used as asked; the message names it and says what would be right."""
+    """A store cannot do what was requested; the message names the store and says what to do."""
 
 
-class StoreUnreachable(StoreError):  # noqa: N818 (named for what it tells)
-    """A store that does not answer: wait and ask again."""
+class StoreUnreachable(StoreError):  # noqa: N818 (named after the state of the store)
+    """A store does not answer: wait and retry."""
 
 
-class StoreAbsent(StoreError):  # noqa: N818 (named for what it tells)
-    """There is no store at that address."""
+class StoreAbsent(StoreError):  # noqa: N818 (named after the state of the store)
+    """There is no store at an address."""
 
 
-class StoreDamaged(StoreError):  # noqa: N818 (named for what it tells)
-    """A damaged object, which the message names; only what needs it is affected.
+class StoreDamaged(StoreError):  # noqa: N818 (named after the state of the store)
+    """An object in a store is damaged; the message names it. Only results that need it are affected.
 
-    `what` is the message without `remedy`, which says what to do.
+    `problem` is the message without `remedy`, which says what to do.
     """
 
-    def __init__(self, what: str, remedy: str = "") -> None:
-        super().__init__(f"{what}; {remedy}" if remedy else what)
-        self.what, self.remedy = what, remedy
+    def __init__(self, problem: str, remedy: str = "") -> None:
+        super().__init__(f"{problem}; {remedy}" if remedy else problem)
+        self.problem, self.remedy = problem, remedy

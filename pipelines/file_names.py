@@ -1,4 +1,4 @@
-"""Names of a source's files: which ones an operating system left, and which are parts of one file.
+"""Names of a source's files: which ones an operating system created, and which are parts of one file.
 
 Only the standard library is imported here.
 """
@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 
-# The first part of a file in several, and what its other parts are called: cut into pieces, or volumes of a RAR.
+# The first part of a split file, and the pattern of the others' names: pieces, or volumes of a RAR.
 _PARTS = (
     (re.compile(r"(?P<stem>.*\.)(?P<number>0+1)"), r"(?!0+$)\d{{{digits}}}"),
     (re.compile(r"(?P<stem>.*\.part)(?P<number>0*1)\.rar", re.IGNORECASE), r"\d+\.rar"),
@@ -17,20 +17,20 @@ _PARTS = (
 
 
 def left_by_a_system(name: str) -> bool:
-    """Whether a system left this file or folder, not its user: hidden ones, macOS's shadows, Synology's and Windows's
-    thumbnails. Every source leaves them out."""
+    """Whether a system created this file or folder, not its user: hidden files, macOS's resource forks, Synology's and
+    Windows's thumbnails. Every source ignores them."""
     return name.startswith((".", "__MACOSX", "@eaDir")) or name.lower() in ("thumbs.db", "desktop.ini")
 
 
 def parts_of(first: str, names: Iterable[str]) -> list[str]:
-    """Return `first` and those of these names that are its further parts, in order.
+    """Return `first` and, of `names`, its further parts, in order.
 
     `x.zip.001` is followed by `x.zip.002`, `x.part1.rar` by `x.part2.rar`, `x.rar` by `x.r00`.
     """
-    for begins, follows in _PARTS:
-        if found := begins.fullmatch(first):
-            pattern = re.escape(found["stem"]) + follows.format(digits=len(found["number"]))
-            other = re.compile(pattern, begins.flags)
-            more = [name for name in names if name != first and other.fullmatch(name)]
-            return [first, *sorted(more, key=lambda name: (len(name), name))]
+    for first_part, further_part in _PARTS:
+        if match := first_part.fullmatch(first):
+            pattern = re.escape(match["stem"]) + further_part.format(digits=len(match["number"]))
+            further = re.compile(pattern, first_part.flags)
+            others = [name for name in names if name != first and further.fullmatch(name)]
+            return [first, *sorted(others, key=lambda name: (len(name), name))]
     return [first]

@@ -14,27 +14,27 @@ from rich.console import Console, ConsoleOptions, ConsoleRenderable, RenderHook
 from rich.segment import Segment
 
 _COLOUR = re.compile(r"\x1b\[[0-9;]*m")
-# C0 but tab and newline, DEL and C1; and what writes the rest of a line from right to left
+# C0 except tab and newline, DEL and C1; and the characters that switch to right-to-left text
 _CONTROL = dict.fromkeys(
     [*range(9), *range(11, 32), *range(127, 160), *range(0x202A, 0x202F), *range(0x2066, 0x206A)]
 )
 
 
 def harmless(text: str) -> str:
-    """Text without colours and without control characters but tab and newline."""
+    """Return the text without colours and control characters; tab and newline stay."""
     return _COLOUR.sub("", text).translate(_CONTROL)
 
 
 def write(text: str, end: str = "\n", flush: bool = False) -> None:
-    """To stdout."""
+    """Print a line to stdout, without control characters if that is a terminal."""
     print(harmless(text) if sys.stdout.isatty() else text, end=end, flush=flush)
 
 
 def console(*, stderr: bool = False, width: int | None = None) -> Console:
-    """Return a console that sends no control sequences but its own colours; `width` None: the terminal's."""
-    made = Console(stderr=stderr, width=width)
-    made.push_render_hook(_Hook(made))
-    return made
+    """Return a console that sends no control sequences except its own colours; `width` None: the terminal's."""
+    safe_console = Console(stderr=stderr, width=width)
+    safe_console.push_render_hook(_Hook(safe_console))
+    return safe_console
 
 
 @dataclass(frozen=True)

@@ -34,7 +34,7 @@ from typer.testing import CliRunner
 
 from pipelines.cli import app
 from pipelines.cluster.local import shut_down
-from pipelines.commands import reports
+from pipelines.commands import queries
 from pipelines.identity import PROJECT
 from pipelines.recipe.load import load_pipeline
 from pipelines.spec import STAGE_TYPES, input_fields
@@ -160,7 +160,7 @@ def workspace(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def at_work(workspace: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(workspace)
-    monkeypatch.setattr(reports, "_limit_memory", lambda: None)  # it would bind this process
+    monkeypatch.setattr(queries, "_limit_memory", lambda: None)  # it would bind this process
 
 
 def invoke(given: list[str]) -> str:

@@ -1,11 +1,11 @@
-"""The head of a local Ray: start it, tell whether it lives, end it with everything that belongs to it.
+"""The head of a local Ray: starting it, checking that it is alive, stopping it and all its processes.
 
-In: a state folder with a `token` and, once a head was started, its record `head.json`. Used by
-`pipelines.cluster.local`, whose locks see to it that one process at a time starts or ends a head.
+In: a state folder with a `token` and, after a head was started, its record `head.json`. `pipelines.cluster.local` uses
+this module; its locks ensure that only one process at a time starts or stops a head.
 
-A process belongs to a Ray of ours when it carries the random id of head.json in its environment, or has one of Ray's
-own titles (which overwrite the environment) and an open file in Ray's temporary folder, or descends from such a
-process. So nobody else's Ray is ever touched, and nothing is needed of a dead head but its record.
+A process belongs to our Ray if it has the random id of head.json in its environment, or if it has one of Ray's process
+titles (which overwrite the environment) and an open file in Ray's temporary folder, or if it descends from such a
+process. So other users' Rays are never touched, and a dead head can be cleaned up from its record alone.
 """
 
 from __future__ import annotations
@@ -25,22 +25,18 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import psutil
 
 from pipelines.cluster.jobs_client import Cluster, ClusterUnreachable, connect, wait_for_end
 
-if TYPE_CHECKING:
-    import psutil
-
-START_SECONDS = 60.0  # a head that does not answer by then has failed
-END_SECONDS = 10.0  # what Ray gets at each step of an orderly end
+START_SECONDS = 60.0  # within which a head must answer
+END_SECONDS = 10.0  # for each step of an orderly shutdown
 SOCKET_PATH_BYTES = 107  # the kernel's limit
 MARK = "VITFLOW_RAY_INSTANCE"
 
 PROJECT = Path(__file__).resolve().parents[2]
-# what of the first user's environment must not reach a Ray that others will use
+# environment variables of the first user that must not reach a Ray that others will use
 PRIVATE = ("RAY_ADDRESS", "RAY_API_SERVER_ADDRESS", "RAY_AUTH_TOKEN", "RAY_JOB_CONFIG_JSON_ENV_VAR", MARK)
 _QUIET = {
     "RAY_USAGE_STATS_ENABLED": "0",
@@ -48,17 +44,17 @@ _QUIET = {
     "RAY_TRAIN_METRICS_ENABLED": "0",
     "RAY_TRAIN_ENABLE_PREEMPTION_WATCHER": "0",
     "TUNE_DISABLE_AUTO_CALLBACK_LOGGERS": "1",
-    "RAY_prestart_worker_first_driver": "0",  # such workers lack a job's runtime_env and serve no job of ours
+    "RAY_prestart_worker_first_driver": "0",  # our jobs cannot use such workers, which lack their runtime_env
 }
 
 
 class LocalRayError(RuntimeError):
-    """The local Ray could not be started, or is not to be used; the message says why."""
+    """The local Ray could not be started, or must not be used; the message says why."""
 
 
 @dataclass(frozen=True)
 class Head:
-    """head.json: a Ray of ours. The first two fields are written before it is started, the rest when it answers."""
+    """The record head.json. The first two fields are written before Ray is started, the others when it answers."""
 
     instance: str
     temp_folder: str
@@ -69,29 +65,34 @@ class Head:
     ray_version: str = ""
     pids: dict[str, int] = field(
         default_factory=dict
-    )  # without these it is dead; `ray start` minds the others
+    )  # of the vital processes; `ray start` watches the others
 
     @property
     def ray_folder(self) -> Path:
-        """What Ray is given: it opens its folder to everyone, so that this one lies in another, which is closed."""
+        """The folder for Ray, inside a private folder because Ray makes its own accessible to everyone."""
         return Path(self.temp_folder) / "r"
 
     def alive(self) -> bool:
-        """Whether every vital process is there; another process with a reused pid does not carry the id."""
+        """Whether every vital process is running; the id in the environment excludes reused pids."""
         return bool(self.pids) and all(_mark(pid) == self.instance for pid in self.pids.values())
 
 
 def start_head(folder: Path) -> Head:
-    """Start `ray start --head` and wait until it answers; leaves nothing behind when it does not."""
+    """Start `ray start --head` and wait until it answers; if it does not, clean up everything."""
     head = Head(secrets.token_hex(16), str(make_temp_folder()), time.time())
     write_head(folder, head)
     try:
         port, client_port = _free_ports(2)
         with (Path(head.temp_folder) / "head.log").open("wb") as log:
             process = subprocess.Popen(
-                _ray_start(head, port, client_port), cwd=head.temp_folder, env=_head_environment(folder, head),
-                stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT, start_new_session=True,
-            )  # fmt: skip
+                _ray_start(head, port, client_port),
+                cwd=head.temp_folder,
+                env=_head_environment(folder, head),
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
         return _wait_for_head(folder, head, process, connect(f"http://127.0.0.1:{port}", folder / "token"))
     except BaseException:
         end_head(folder, head)
@@ -99,14 +100,21 @@ def start_head(folder: Path) -> Head:
 
 
 def _ray_start(head: Head, port: int, client_port: int) -> list[str]:
-    return [
-        sys.executable, "-m", "ray.scripts.scripts", "start", "--head", "--block", "--log-color=false", "--port=0",
-        "--node-ip-address=127.0.0.1", "--include-dashboard=true", "--dashboard-host=127.0.0.1",
-        f"--dashboard-port={port}", "--dashboard-agent-listen-port=0", f"--temp-dir={head.ray_folder}",
-        f"--ray-client-server-port={client_port}",  # not to be had without; its default would be taken by one Ray only
-        "--no-monitor",  # there is nothing to scale, and it costs 1.3 s at the start
-        "--disable-usage-stats",
-    ]  # fmt: skip
+    options = {
+        "log-color": "false",
+        "port": 0,
+        "node-ip-address": "127.0.0.1",
+        "include-dashboard": "true",
+        "dashboard-host": "127.0.0.1",
+        "dashboard-port": port,
+        "dashboard-agent-listen-port": 0,
+        "temp-dir": head.ray_folder,
+        "ray-client-server-port": client_port,  # it cannot be turned off, and only one Ray can use the default port
+    }
+    # no monitor: there is nothing to scale, and it takes 1.3 s to start
+    flags = ["--head", "--block", "--no-monitor", "--disable-usage-stats"]
+    ray = [sys.executable, "-m", "ray.scripts.scripts", "start"]
+    return [*ray, *flags, *(f"--{name}={value}" for name, value in options.items())]
 
 
 def _head_environment(folder: Path, head: Head) -> dict[str, str]:
@@ -118,7 +126,6 @@ def _head_environment(folder: Path, head: Head) -> dict[str, str]:
 
 
 def _wait_for_head(folder: Path, head: Head, process: subprocess.Popen[bytes], cluster: Cluster) -> Head:
-
     reason = ""
     while time.time() - head.started_at < START_SECONDS:
         if process.poll() is not None:
@@ -130,47 +137,51 @@ def _wait_for_head(folder: Path, head: Head, process: subprocess.Popen[bytes], c
             )
         try:
             children = {child.name(): child.pid for child in psutil.Process(process.pid).children()}
-            if "raylet" in children:  # the last to be started
+            if "raylet" in children:  # it starts last
+                vital = {name: children[name] for name in ("gcs_server", "raylet")}
                 complete = replace(
-                    head, address=cluster.address, session_name=cluster.session_name,
+                    head,
+                    address=cluster.address,
+                    session_name=cluster.session_name,
                     gcs_address=(head.ray_folder / "ray_current_cluster").read_text().strip(),
                     ray_version=importlib.metadata.version("ray"),
-                    pids={"ray start": process.pid, **{name: children[name] for name in ("gcs_server", "raylet")}},
-                )  # fmt: skip
+                    pids={"ray start": process.pid, **vital},
+                )
                 write_head(folder, complete)
                 return complete
         except (ClusterUnreachable, ValueError, psutil.Error, FileNotFoundError) as error:
             reason = str(error)
         time.sleep(0.05)
-    raise LocalRayError(f"`ray start` did not come up in {START_SECONDS:.0f} s: {reason}")
+    raise LocalRayError(f"`ray start` did not answer within {START_SECONDS:.0f} s: {reason}")
 
 
 def client_environment(token_path: Path) -> dict[str, str]:
-    """What a process needs that is to talk to a local Ray by Ray's own means; Ray's own processes need it as well.
-
-    The last one is named for other systems, and means: at 127.0.0.1, where a change of network does not matter and no
-    neighbour can knock. Without it Ray takes the address of the host, whatever it is told.
-    """
-    return {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(token_path),
-            "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}  # fmt: skip
+    """Return the environment of processes that use a local Ray through Ray's API, and of Ray's own processes."""
+    return {
+        "RAY_AUTH_MODE": "token",
+        "RAY_AUTH_TOKEN_PATH": str(token_path),
+        # Despite its name, it makes Ray stay on 127.0.0.1, where changes of the network do not matter and other
+        # machines have no access. Without it Ray ignores its options and uses the address of the host.
+        "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
+    }
 
 
 def python_path() -> str:
-    """Let `python -m ray_jobs...` work from everywhere."""
-    given = os.environ.get("PYTHONPATH", "").split(os.pathsep)
-    return os.pathsep.join([str(PROJECT), *(path for path in given if path not in {"", str(PROJECT)})])
+    """Return a PYTHONPATH with which `python -m ray_jobs...` works in any folder."""
+    paths = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+    return os.pathsep.join([str(PROJECT), *(path for path in paths if path not in {"", str(PROJECT)})])
 
 
 def read_head(folder: Path) -> Head | None:
-    """The record of the state folder's Ray, alive or dead."""
+    """Read the record of the state folder's Ray, alive or dead; None if there is none."""
     try:
         return Head(**json.loads((folder / "head.json").read_text()))
     except (FileNotFoundError, ValueError, TypeError):
-        return None  # not there, or cut off by a power failure, after which no Ray of it lives
+        return None  # absent, or truncated by a power failure, which also ended that Ray
 
 
 def write_head(folder: Path, head: Head) -> None:
-    """Replace the record at once, so that nobody reads half of one."""
+    """Replace the record atomically, so that no process reads half of it."""
     new = folder / "head.json.new"
     with new.open("w") as file:
         file.write(json.dumps(asdict(head), indent=1))
@@ -180,7 +191,7 @@ def write_head(folder: Path, head: Head) -> None:
 
 
 def _free_ports(count: int) -> list[int]:
-    """Free ports outside the range of Ray's workers."""
+    """Return free ports outside the range of Ray's workers."""
     ports: list[int] = []
     while len(ports) < count:
         with socket.socket() as probe:
@@ -192,30 +203,30 @@ def _free_ports(count: int) -> list[int]:
 
 
 def make_temp_folder() -> Path:
-    """A folder for Ray, short enough for its sockets. Raises LocalRayError."""
+    """Create a temporary folder for Ray with a path short enough for its sockets. Raises LocalRayError."""
     longest = "/vf-12345678/r/session_2026-11-21_08-30-42_885487_1234567/sockets/dash_PlatformEventHead"
     for parent in dict.fromkeys([tempfile.gettempdir(), "/tmp"]):  # noqa: S108 (mkdtemp makes it ours alone)
         if len(os.fsencode(parent + longest)) <= SOCKET_PATH_BYTES and os.access(parent, os.W_OK):
             return Path(tempfile.mkdtemp(prefix="vf-", dir=parent))
     raise LocalRayError(
-        f"Ray needs a folder that can be written and has a short path ({SOCKET_PATH_BYTES - len(longest)} bytes at "
-        f"most): neither {tempfile.gettempdir()} nor /tmp will do; set TMPDIR"
+        f"Ray needs a writable folder with a short path (at most {SOCKET_PATH_BYTES - len(longest)} bytes), and "
+        f"neither {tempfile.gettempdir()} nor /tmp is one; set TMPDIR"
     )
 
 
-# ------------------------------------------------------------------------------------------------- the end
+# ------------------------------------------------------------------------------------------------- stopping
 
 
 def end_head(folder: Path, head: Head) -> None:
-    """End a Ray in order, then whatever is left of it; remove its temporary folder and its record."""
+    """Shut a Ray down, kill its remaining processes, and remove its temporary folder and its record."""
     if head.alive():
         _stop_jobs(folder, head)
         main = psutil.Process(head.pids["ray start"])
         main.send_signal(signal.SIGTERM)
-        _wait_until(lambda: not _lives(main))
+        _wait_until(lambda: not _is_alive(main))
     deadline = time.monotonic() + END_SECONDS
-    while (left := processes_of(head)) and time.monotonic() < deadline:
-        for process in left:
+    while (remaining := processes_of(head)) and time.monotonic() < deadline:
+        for process in remaining:
             with suppress(psutil.NoSuchProcess):
                 process.kill()
         time.sleep(0.05)
@@ -225,7 +236,7 @@ def end_head(folder: Path, head: Head) -> None:
 
 
 def _stop_jobs(folder: Path, head: Head) -> None:
-    """A job that is running would let a SIGTERM wait for 30 s."""
+    """Stop all jobs, because a running job delays the effect of SIGTERM by 30 s."""
     try:
         cluster = connect(head.address, folder / "token")
         running = {job.submission_id for job in cluster.jobs() if not job.ended}
@@ -233,33 +244,35 @@ def _stop_jobs(folder: Path, head: Head) -> None:
             cluster.stop(submission_id)
         wait_for_end(cluster, running, END_SECONDS)
     except (ClusterUnreachable, ValueError):
-        pass  # no answer, or no token any more: they end with their processes
+        pass  # no answer, or the token is gone: the jobs end with their processes
 
 
 def processes_of(head: Head) -> list[psutil.Process]:
-    """Every living process that belongs to a Ray, this one excepted."""
+    """Return every live process that belongs to a Ray, except this one."""
     parents: dict[int, int] = {}
-    found: dict[int, psutil.Process] = {}
+    members: dict[int, psutil.Process] = {}
     for process in psutil.process_iter():
         try:
             parents[process.pid] = process.ppid()
             if _belongs(process, head):
-                found[process.pid] = process
+                members[process.pid] = process
         except psutil.Error:
             continue
     for pid in parents:
-        line = [pid]
-        while line[-1] not in found and parents.get(line[-1], 0) > 1:
-            line.append(parents[line[-1]])
-        if line[-1] in found:
-            found |= {
-                each: psutil.Process(each) for each in line if each not in found and psutil.pid_exists(each)
+        ancestry = [pid]
+        while ancestry[-1] not in members and parents.get(ancestry[-1], 0) > 1:
+            ancestry.append(parents[ancestry[-1]])
+        if ancestry[-1] in members:
+            members |= {
+                descendant: psutil.Process(descendant)
+                for descendant in ancestry
+                if descendant not in members and psutil.pid_exists(descendant)
             }
-    return [process for process in found.values() if process.pid != os.getpid() and _lives(process)]
+    return [process for process in members.values() if process.pid != os.getpid() and _is_alive(process)]
 
 
 def _mark(pid: int) -> str | None:
-    """Which Ray of ours a process says that it belongs to; None too when it is dead, a zombie, or another user's."""
+    """Return the Ray's id in a process's environment; None also if it is dead, a zombie, or another user's."""
     try:
         return psutil.Process(pid).environ().get(MARK)
     except (psutil.Error, OSError):
@@ -267,7 +280,6 @@ def _mark(pid: int) -> str | None:
 
 
 def _belongs(process: psutil.Process, head: Head) -> bool:
-
     if process.uids().real != os.getuid():
         return False
     try:
@@ -280,8 +292,7 @@ def _belongs(process: psutil.Process, head: Head) -> bool:
         return False
 
 
-def _lives(process: psutil.Process) -> bool:
-
+def _is_alive(process: psutil.Process) -> bool:
     try:
         return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:

@@ -1,8 +1,8 @@
-"""A thin client of a Ray cluster's Jobs API: submit at most once, ask, stop, read and follow logs.
+"""A thin client of a Ray cluster's Jobs API: submitting at most once, querying and stopping jobs, reading their logs.
 
-In: a cluster's address and, where it asks for one, its token. Out: the states of jobs, and their logs. The documented
-REST API is used through `requests`: with `ray.job_submission` a driver would import all of Ray (0.6 s) and could carry
-one token a process, read from its environment. Only an address that is not a URL is left to Ray to resolve.
+In: a cluster's address and, if it requires one, its token. Out: the states of jobs, and their logs. It uses the
+documented REST API through `requests`, because `ray.job_submission` imports all of Ray (0.6 s) and supports one token
+per process, from its environment. Ray resolves only addresses that are not URLs.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ if TYPE_CHECKING:
     import aiohttp
     import requests
 
-DEADLINE_SECONDS = 10.0  # how long a call may go without an answer
-SUBMIT_SECONDS = 30.0  # the first job of a cluster waits for the cluster's agent
+DEADLINE_SECONDS = 10.0  # timeout of a request
+SUBMIT_SECONDS = 30.0  # timeout of a submission: a cluster's first job waits for the cluster's agent
 RECONNECT_SECONDS = 1.0
-ASK_SECONDS = 1.0  # how often, while nothing is said, whether the job has ended
-STOP_SECONDS = 0.2  # how soon a wish to stop following a log is seen
+ASK_SECONDS = 1.0  # between checks whether the job has ended, while its log is silent
+STOP_SECONDS = 0.2  # between checks whether to stop following a log
 
 LOOPBACK = frozenset({"127.0.0.1", "localhost", "::1"})
 
 
-class ClusterUnreachable(ConnectionError):  # noqa: N818 (named for what it tells)
-    """Nothing answers, or nothing that can: wait and ask again.
+class ClusterUnreachable(ConnectionError):  # noqa: N818 (named after the state of the cluster)
+    """A cluster does not answer, or not usefully: wait and retry.
 
-    `refused_on_loopback`: the port of an address of this machine is closed, so that cluster is gone.
+    `refused_on_loopback`: the address is on this machine and its port is closed, so that cluster is gone.
     """
 
     def __init__(self, message: str, refused_on_loopback: bool = False) -> None:
@@ -46,7 +46,7 @@ class ClusterUnreachable(ConnectionError):  # noqa: N818 (named for what it tell
 
 @dataclass(frozen=True)
 class JobState:
-    """What a cluster says of a job; `status` is PENDING, RUNNING, STOPPED, SUCCEEDED or FAILED."""
+    """The state of a job; `status` is PENDING, RUNNING, STOPPED, SUCCEEDED or FAILED."""
 
     submission_id: str
     status: str
@@ -55,12 +55,12 @@ class JobState:
 
     @property
     def ended(self) -> bool:
-        """Whether the job will not change any more. A status that Ray does not document is not an end."""
+        """Whether the job's status is final. A status that Ray does not document is not final."""
         return self.status in {"SUCCEEDED", "FAILED", "STOPPED"}
 
 
 class JobServer(Protocol):
-    """What a driver asks of a cluster; `Cluster` is the real one and says what each method does."""
+    """The part of a cluster that a driver uses; `Cluster` implements and documents it."""
 
     @property
     def address(self) -> str: ...
@@ -79,41 +79,53 @@ class JobServer(Protocol):
 
 @dataclass(frozen=True)
 class Cluster:
-    """A Ray cluster's Jobs API; safe to use from several threads. Made by `connect`."""
+    """A client of a Ray cluster's Jobs API, which several threads may use; `connect` returns one."""
 
     address: str
     token: str | None = field(default=None, repr=False)
 
     @property
     def session_name(self) -> str:
-        """The name that tells a restarted head from the old one, asked anew each time. Raises as `about`."""
+        """The session's name, which changes when the head restarts; requested each time. Raises as `about`."""
         return self.about()["session_name"]
 
     def about(self) -> dict[str, str]:
-        """What the head says of itself: session_name, ray_version, and date, its clock as HTTP spells it.
+        """Return the head's session_name and ray_version, and date, its time in HTTP's format.
 
-        Raises ClusterUnreachable, and UserError where the token is refused or no Ray answers.
+        Raises:
+            ClusterUnreachable: the cluster does not answer.
+            UserError: it refuses the token, or is not a Ray cluster.
         """
         response = self._ask("GET", "/api/version")
         if response.status_code >= 500:
             raise ClusterUnreachable(f"{self.address} answers {response.status_code}")
         if response.status_code != 200 or not response.text.startswith("{"):
             raise self._foreign(response)
-        said = self._json(response)
-        told = {name: str(said.get(name, "")) for name in ("session_name", "ray_version")}
-        return told | {"date": response.headers.get("Date", "")}
+        answer = self._json(response)
+        about = {name: str(answer.get(name, "")) for name in ("session_name", "ray_version")}
+        return about | {"date": response.headers.get("Date", "")}
 
     def submit(
         self, submission_id: str, entrypoint: str, env_vars: dict[str, str], metadata: dict[str, str]
     ) -> None:
         """Submit a job at most once: an id that the cluster already knows is not submitted again.
 
-        `entrypoint`: a shell command. `env_vars` also reach the job's tasks and actors, and everyone who may read
-        the cluster: no secrets. Raises ClusterUnreachable when the cluster may not have got it (submit the same id
-        again), UserError when it refuses such a job.
+        Args:
+            submission_id: the job's id.
+            entrypoint: a shell command.
+            env_vars: also for the job's tasks and actors; everyone with access to the cluster can read them.
+            metadata: shown with the job.
+
+        Raises:
+            ClusterUnreachable: the cluster may not have received it; submit the same id again.
+            UserError: the cluster refuses the job.
         """
-        request = {"submission_id": submission_id, "entrypoint": entrypoint, "metadata": metadata,
-                   "runtime_env": {"env_vars": env_vars} if env_vars else {}}  # fmt: skip
+        request = {
+            "submission_id": submission_id,
+            "entrypoint": entrypoint,
+            "metadata": metadata,
+            "runtime_env": {"env_vars": env_vars} if env_vars else {},
+        }
         try:
             response = self._ask("POST", "/api/jobs/", SUBMIT_SECONDS, json=request)
             if response.status_code == 200:
@@ -127,32 +139,32 @@ class Cluster:
             raise ClusterUnreachable(f"{submission_id} could not be submitted to {self.address}: {reason}")
 
     def job(self, submission_id: str) -> JobState | None:
-        """The state of a job; None when the cluster does not know it. Raises ClusterUnreachable."""
+        """Return the state of a job; None if the cluster does not know it. Raises ClusterUnreachable."""
         response = self._ask("GET", f"/api/jobs/{quote(submission_id, safe='')}")
         return None if self._unknown(response) else _job_state(self._json(response))
 
     def jobs(self) -> list[JobState]:
-        """Every submitted job that the cluster remembers. Raises ClusterUnreachable."""
+        """Return the states of all submitted jobs that the cluster knows. Raises ClusterUnreachable."""
         response = self._ask("GET", "/api/jobs/")
         self._unknown(response)
         return [_job_state(job) for job in self._json(response) if job["type"] == "SUBMISSION"]
 
     def stop(self, submission_id: str) -> None:
-        """Ask a job to end: SIGTERM, and SIGKILL 3 s later. One that has ended or is unknown is left as it is."""
+        """Stop a job: SIGTERM, and SIGKILL 3 s later. Do nothing if it has ended or is unknown."""
         self._unknown(self._ask("POST", f"/api/jobs/{quote(submission_id, safe='')}/stop"))
 
     def logs(self, submission_id: str) -> str:
-        """Everything that a job has said; empty when the cluster does not know it. Raises ClusterUnreachable."""
+        """Return a job's log so far; empty if the cluster does not know the job. Raises ClusterUnreachable."""
         response = self._ask("GET", f"/api/jobs/{quote(submission_id, safe='')}/logs")
         if response.status_code == 500 and "UnicodeDecodeError" in response.text:
             return f"(the log cannot be read, it is not UTF-8: {_last_line(response.text)})\n"
         return "" if self._unknown(response) else str(self._json(response)["logs"])
 
     def follow_logs(self, submission_id: str, write: Callable[[str], None], stop: threading.Event) -> None:
-        """Call `write` with each line (without its newline) of a job's log, once, until the job ends or `stop` is set.
+        """Call `write` once for each line of a job's log, without its newline, until the job ends or `stop` is set.
 
-        For a thread of its own. At the end, or at `stop`, what is still missing is fetched, so set `stop` when the job
-        is seen to have ended, then join the thread. A cluster that is gone ends it too.
+        Run it in its own thread. It fetches the rest of the log when the job ends or `stop` is set; so when the job has
+        ended, set `stop` and join the thread. It also returns if the cluster is gone.
         """
         import asyncio
 
@@ -166,11 +178,11 @@ class Cluster:
             lines.position = 0
             lines.add(self.logs(submission_id))
         except ClusterUnreachable:
-            pass  # whoever follows the job itself learns of it; a log is not what a run fails of
+            pass  # the driver notices it by itself, and a missing log does not fail a run
         lines.end()
 
     def _ended(self, submission_id: str) -> bool:
-        """Whether nothing more will come of a job: it has ended, or its cluster is gone."""
+        """Whether a job's log is complete: the job has ended, or its cluster is gone."""
         try:
             job = self.job(submission_id)
         except ClusterUnreachable as error:
@@ -178,7 +190,7 @@ class Cluster:
         return job is None or job.ended
 
     async def _tail(self, submission_id: str, lines: _Lines, stop: threading.Event) -> None:
-        """Stream a log from its beginning; returns when the stream ends, breaks, or `stop` is set."""
+        """Stream a log from its beginning; return when the stream ends or breaks, or `stop` is set."""
         import aiohttp
 
         url = f"{self.address}/api/jobs/{quote(submission_id, safe='')}/logs/tail"
@@ -201,7 +213,7 @@ class Cluster:
         return {} if self.token is None else {"Authorization": f"Bearer {self.token}"}
 
     def _ask(
-        self, method: str, path: str, deadline: float = DEADLINE_SECONDS, **given: Any
+        self, method: str, path: str, deadline: float = DEADLINE_SECONDS, **options: Any
     ) -> requests.Response:
         import requests
 
@@ -210,10 +222,12 @@ class Cluster:
             return request
 
         with requests.Session() as session:
-            session.trust_env = not self._on_loopback  # no proxy stands between a machine and itself
+            session.trust_env = not self._on_loopback  # no proxy for this machine
             try:
-                # signed through `auth`, since a ~/.netrc would replace a header
-                response = session.request(method, self.address + path, timeout=deadline, auth=sign, **given)
+                # sign through `auth`, because a ~/.netrc would replace a header
+                response = session.request(
+                    method, self.address + path, timeout=deadline, auth=sign, **options
+                )
             except requests.exceptions.SSLError as error:
                 raise ClusterUnreachable(
                     f"{self.address}: no TLS connection ({_last_line(str(error))}). Ray's dashboard speaks plain HTTP: "
@@ -225,8 +239,9 @@ class Cluster:
                 raise ClusterUnreachable(f"{self.address}: {reason}", refused) from error
         if response.status_code in {401, 403}:
             raise UserError(
-                f"{self.address} refuses {'a caller without a token' if self.token is None else 'this token'}: give "
-                "the cluster's by RAY_AUTH_MODE=token and RAY_AUTH_TOKEN_PATH=<a file that has it>"
+                f"{self.address} refuses {'access without a token' if self.token is None else 'this token'}; use "
+                "--token-file FILE, or set RAY_AUTH_MODE=token and RAY_AUTH_TOKEN_PATH=FILE, where FILE contains the "
+                "cluster's token"
             )
         return response
 
@@ -237,10 +252,12 @@ class Cluster:
             raise self._foreign(response) from None
 
     def _foreign(self, response: requests.Response) -> UserError:
-        return UserError(f"{self.address} answers {response.status_code}, but not as Ray does")
+        return UserError(
+            f"{self.address} answers {response.status_code}, but not like Ray's dashboard; check the address"
+        )
 
     def _unknown(self, response: requests.Response) -> bool:
-        """True when the cluster does not know the job; raises what is neither that nor an answer."""
+        """Whether the cluster does not know the job. Raises ClusterUnreachable for other errors."""
         if response.status_code == 404 and "does not exist" in response.text:
             return True
         if response.status_code != 200:
@@ -251,16 +268,16 @@ class Cluster:
 
 
 class _Lines:
-    """Turns a stream, which begins anew with each connection, into lines that are written once."""
+    """A writer of a stream's lines that writes each once, although every connection streams from the beginning."""
 
     def __init__(self, write: Callable[[str], None]) -> None:
         self.write = write
-        self.position = 0  # characters received by the present connection
-        self.taken = 0  # characters that were new, by all of them
+        self.position = 0  # characters received from the current connection
+        self.taken = 0  # characters received from any connection
         self.rest = ""
 
     def add(self, text: str) -> None:
-        """Take what comes next in the stream."""
+        """Add the next part of the stream."""
         new = text[max(0, self.taken - self.position) :]
         self.position += len(text)
         self.taken = max(self.taken, self.position)
@@ -277,7 +294,7 @@ class _Lines:
 async def _receive(
     socket: aiohttp.ClientWebSocketResponse, lines: _Lines, stop: threading.Event, ended: Callable[[], bool]
 ) -> None:
-    """Take what comes until the stream ends or `stop` is set. Ray closes the stream of an ended job 5 s late: ask."""
+    """Receive until the stream ends or `stop` is set. Ray ends a job's stream 5 s late, so `ended` is asked, too."""
     import asyncio
 
     import aiohttp
@@ -285,7 +302,7 @@ async def _receive(
     receiving = asyncio.ensure_future(socket.receive())
     asked = time.monotonic()
     while not stop.is_set():
-        # not wait_for: cancelling a receive loses what has just come
+        # not wait_for: cancelling a receive loses data that has just arrived
         done, _ = await asyncio.wait({receiving}, timeout=STOP_SECONDS)
         if done:
             message = receiving.result()
@@ -302,12 +319,16 @@ async def _receive(
 
 
 def connect(address: str | None = None, token_path: Path | None = None) -> Cluster:
-    """A client of the cluster at `address`; nothing is asked of it yet when that is a URL (http://HEAD:8265).
+    """Return a client of the cluster at `address`; for a URL (http://HEAD:8265), no request is sent yet.
 
-    Any other address ("auto", HOST:PORT of the GCS, ray://...) is resolved by Ray, which prefers RAY_API_SERVER_ADDRESS
-    and RAY_ADDRESS of the environment. None means these, as in a job of the cluster. The token is read from
+    Ray resolves any other address ("auto", HOST:PORT of the GCS, ray://...), preferring RAY_API_SERVER_ADDRESS and
+    RAY_ADDRESS from the environment. None means these variables, as in a job of the cluster. The token is read from
     `token_path`, else as Ray does: with RAY_AUTH_MODE=token from RAY_AUTH_TOKEN, RAY_AUTH_TOKEN_PATH or
-    ~/.ray/auth_token. Raises UserError for a missing token file and ClusterUnreachable when Ray resolves nothing.
+    ~/.ray/auth_token.
+
+    Raises:
+        UserError: there is no token file.
+        ClusterUnreachable: Ray cannot resolve the address.
     """
     if address is None:
         address = os.environ.get("RAY_API_SERVER_ADDRESS") or os.environ.get("RAY_ADDRESS") or "auto"
@@ -318,11 +339,11 @@ def connect(address: str | None = None, token_path: Path | None = None) -> Clust
 
 
 def python_entrypoint(*arguments: str) -> str:
-    """A shell command for `Cluster.submit` that runs Python with these arguments on the cluster's head.
+    """Return a shell command for `Cluster.submit` that runs Python with these arguments on the cluster's head.
 
-    By this process's Python where that lies there too, never by PATH; else, on another machine, by the `python` there.
+    It uses the path of this process's Python if that exists there, otherwise the `python` on that machine's PATH.
     """
-    # `exec`: the entrypoint is run through a shell, whose death would otherwise not be the job's
+    # `exec`, because Ray runs the entrypoint in a shell: killing the shell must kill the job
     return f'exec "$(command -v {shlex.quote(sys.executable)} || echo python)" {shlex.join(arguments)}'
 
 
@@ -345,13 +366,13 @@ def _read_token(token_path: Path | None) -> str | None:
         return token_path.read_text().strip()
     except FileNotFoundError:
         raise UserError(
-            f"the cluster's token is to be read from {token_path}, but there is no such file; "
-            "RAY_AUTH_TOKEN_PATH names the right one"
+            f"{token_path}: no such file; expected the cluster's token. Name the file with --token-file or "
+            "RAY_AUTH_TOKEN_PATH"
         ) from None
 
 
 def _resolve(address: str, token_path: Path | None) -> str:
-    """Ask Ray for the URL of a cluster's dashboard. Ray looks for a token once, at its import."""
+    """Ask Ray for the URL of a cluster's dashboard. Ray reads the token once, when it is imported."""
     if token_path is not None:
         os.environ |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(token_path)}
     from ray.job_submission import JobSubmissionClient
@@ -359,7 +380,7 @@ def _resolve(address: str, token_path: Path | None) -> str:
     try:
         return str(JobSubmissionClient(address).get_address())
     except (ConnectionError, RuntimeError) as error:
-        raise ClusterUnreachable(f"no Ray cluster is found at {address}: {_last_line(str(error))}") from error
+        raise ClusterUnreachable(f"no Ray cluster found at {address}: {_last_line(str(error))}") from error
 
 
 def _job_state(job: dict[str, Any]) -> JobState:
@@ -373,9 +394,9 @@ def _refused(error: BaseException) -> bool:
         if isinstance(cause, ConnectionRefusedError):
             return True
         inner = cause.args[0] if cause.args else None
-        # urllib3's `reason` is an exception, that of ssl's errors a word
-        found = (getattr(inner, "reason", None), inner, cause.__cause__, cause.__context__)
-        cause = next((each for each in found if isinstance(each, BaseException)), None)
+        # urllib3's `reason` is an exception, that of ssl's errors is a word
+        candidates = (getattr(inner, "reason", None), inner, cause.__cause__, cause.__context__)
+        cause = next((each for each in candidates if isinstance(each, BaseException)), None)
     return False
 
 

@@ -1,16 +1,16 @@
-"""The local Ray: one per user and installation, started when first needed, shared, ended when nobody uses it.
+"""The local Ray: one per user and installation, started when first needed, shared, and ended when it is idle.
 
-In: nothing; out: a `LocalRay`, held by `hold()` for as long as it is needed. A small detached keeper process
-(`python -m pipelines.cluster.local keep`) starts the head, and ends it when for some minutes nobody has held it.
+Out: a `LocalRay`, held by `hold()` as long as it is needed. A small detached keeper process
+(`python -m pipelines.cluster.local keep`) starts the head, and ends it after some minutes without users.
 
-Who does what is decided by `flock`s, which no death leaves behind, in the state folder:
-- users.lock: shared by everyone who uses this Ray; the keeper ends Ray only while it holds it alone. Its mtime tells
-  when Ray was last in use.
-- start.lock: one process at a time sees to it that head and keeper run.
-- keeper.lock: held by the keeper, with its pid inside. Only the keeper starts a head and writes head.json.
-What a head is, and which processes belong to it, is told by `pipelines.cluster.head`.
+The processes coordinate by `flock`s in the state folder, which the kernel releases when a process dies:
+- users.lock: shared by all users of this Ray; the keeper ends Ray only while it holds this lock exclusively. Its mtime
+  is the time of the last use.
+- start.lock: held by the one process that makes sure that head and keeper are running.
+- keeper.lock: held by the keeper, and contains its pid. Only the keeper starts a head and writes head.json.
+`pipelines.cluster.head` starts and ends a head, and knows which processes belong to it.
 
-`python -m pipelines.cluster.local status` shows it; `... stop` ends it now unless it is in use.
+`python -m pipelines.cluster.local status` shows its state; `... stop` ends it now unless it is in use.
 """
 
 from __future__ import annotations
@@ -32,6 +32,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
+import platformdirs
+import psutil
+
 from pipelines.cluster.head import (
     PRIVATE,
     PROJECT,
@@ -48,14 +51,14 @@ from pipelines.cluster.jobs_client import Cluster, ClusterUnreachable, connect
 
 __all__ = ["LocalConnection", "LocalRay", "LocalRayError", "connect_running", "hold", "shut_down"]
 
-ENSURE_SECONDS = START_SECONDS + 30.0  # a dead head is cleared away before the next is started
+ENSURE_SECONDS = START_SECONDS + 30.0  # a dead head is cleaned up before the next one starts
 POLL_SECONDS = 0.5  # of the keeper
 _LAYOUT = "1"  # of the state folder
 
 
 @dataclass(frozen=True)
 class LocalRay:
-    """A local Ray that is held: its dashboard's address, its session, and what its clients need to be let in."""
+    """A local Ray that is held: the address of its dashboard, its session, and the token for its clients."""
 
     address: str
     session_name: str
@@ -64,30 +67,30 @@ class LocalRay:
 
     @property
     def environment(self) -> dict[str, str]:
-        """For a process that is to talk to this Ray by Ray's own means."""
+        """The environment of processes that use this Ray through Ray's API."""
         return client_environment(self.token_path)
 
     def cluster(self) -> Cluster:
-        """A client of its jobs."""
+        """Return a client of its jobs."""
         return connect(self.address, self.token_path)
 
     def ensure_keeper(self) -> None:
-        """See to it that this Ray will be ended some day; cheap, for every poll of a driver."""
+        """Make sure that a keeper is running; cheap enough for every poll of a driver."""
         if not _locked(self.folder / "keeper.lock"):
             self.ensure_head()
 
     def ensure_head(self) -> LocalRay:
-        """This Ray while it lives, else a new one with another session. Raises LocalRayError."""
+        """Return this Ray if it is alive, else start a new one with another session. Raises LocalRayError."""
         head = read_head(self.folder)
         alive = head is not None and head.session_name == self.session_name and head.alive()
         return self if alive and _locked(self.folder / "keeper.lock") else _ensure(self.folder)
 
 
 class LocalConnection:
-    """A driver's way to the local Ray, which is started when `cluster` is first called and held until the end."""
+    """A driver's connection to the local Ray, which the first call of `cluster` starts; it is held until the end."""
 
     def __init__(self, say: Callable[[str], None], folder: Path | None = None) -> None:
-        """`say`: tells a person what happens; `folder`: where the local Ray's state is, if not where it always is."""
+        """`say`: prints a message; `folder`: the state folder, None for the default."""
         self.say, self.folder = say, folder
         self.held = ExitStack()
         self.ray: LocalRay | None = None
@@ -102,20 +105,20 @@ class LocalConnection:
         self.held.close()
 
     def cluster(self) -> Cluster:
-        """A client of the local Ray, a new one when the old has died. Raises LocalRayError."""
+        """Return a client of the local Ray, or of a new one if the old one has died. Raises LocalRayError."""
         if self.ray is None:
             self.ray = self.held.enter_context(hold(self.folder))
-        elif (present := self.ray.ensure_head()) is not self.ray:
-            if present.session_name != self.ray.session_name:
-                self.say("the local Ray has died; a new one is started")
+        elif (current := self.ray.ensure_head()) is not self.ray:
+            if current.session_name != self.ray.session_name:
+                self.say("the local Ray has died; starting a new one")
                 self.client = None
-            self.ray = present
+            self.ray = current
         if self.client is None:
             self.client = self.ray.cluster()
         return self.client
 
     def keep(self) -> None:
-        """See `LocalRay.ensure_keeper`."""
+        """Do `LocalRay.ensure_keeper` if this Ray was started."""
         if self.ray is not None:
             self.ray.ensure_keeper()
 
@@ -125,7 +128,7 @@ class LocalConnection:
 
 @contextmanager
 def hold(folder: Path | None = None) -> Iterator[LocalRay]:
-    """Use the local Ray, started when there is none; it is not ended before this is left. Raises LocalRayError."""
+    """Yield the local Ray, started if needed; it keeps running during the block. Raises LocalRayError."""
     folder = _make_folder(folder or state_folder())
     with _lock(folder / "users.lock", fcntl.LOCK_SH) as opened:
         os.utime(opened)
@@ -136,14 +139,14 @@ def hold(folder: Path | None = None) -> Iterator[LocalRay]:
 
 
 def connect_running(address: str) -> Cluster:
-    """A client of a cluster that is to be there already: the local Ray by its address, or another cluster."""
+    """Return a client of an existing cluster; for the local Ray's address, with its token."""
     folder = state_folder()
     head = read_head(folder)
     return connect(address, folder / "token" if head is not None and head.address == address else None)
 
 
 def shut_down(folder: Path | None = None) -> bool:
-    """End the local Ray now; False when somebody uses it."""
+    """End the local Ray now; return False, and do nothing, if it is in use."""
     folder = _make_folder(folder or state_folder())
     with ExitStack() as locks:
         try:
@@ -160,9 +163,7 @@ def shut_down(folder: Path | None = None) -> bool:
 
 
 def _end_keeper(folder: Path) -> None:
-    """End the keeper, not its Ray."""
-    import psutil
-
+    """Kill the keeper, but not its Ray."""
     pid = (folder / "keeper.lock").read_text()
     try:
         keeper = psutil.Process(int(pid))
@@ -173,21 +174,19 @@ def _end_keeper(folder: Path) -> None:
 
 
 def state_folder() -> Path:
-    """VITFLOW_RAY_DIR, else a folder of the user's cache for this host and installation.
+    """Return VITFLOW_RAY_DIR, else a folder in the user's cache for this host and installation.
 
-    Another installation (other packages, other code) needs a Ray of its own, and a home may be shared between hosts.
+    Each installation (packages and code) needs its own Ray, and several hosts may share a home folder.
     """
-    if given := os.environ.get("VITFLOW_RAY_DIR"):
-        return Path(given).absolute()
-    import platformdirs
-
+    if folder := os.environ.get("VITFLOW_RAY_DIR"):
+        return Path(folder).absolute()
     identity = "\n".join([_LAYOUT, socket.gethostname(), sys.prefix, str(PROJECT)])
     name = hashlib.sha256(identity.encode()).hexdigest()[:12]
     return platformdirs.user_cache_path("vitflow") / "ray" / name
 
 
 def _make_folder(folder: Path) -> Path:
-    """The state folder, for its owner only, with the token in it."""
+    """Create the state folder, accessible only to its owner, with the token in it."""
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     folder.chmod(0o700)
     token = folder / "token"
@@ -198,34 +197,34 @@ def _make_folder(folder: Path) -> Path:
         try:
             token.hardlink_to(mine)
         except FileExistsError:
-            pass  # another process was first, and its token is the one
+            pass  # another process was first; its token is used
         finally:
             mine.unlink()
     return folder
 
 
 def _ensure(folder: Path) -> LocalRay:
-    """See to it that a head and a keeper run; for whoever holds users.lock. Raises LocalRayError."""
+    """Make sure that a head and a keeper are running; the caller holds users.lock. Raises LocalRayError."""
     deadline = time.monotonic() + ENSURE_SECONDS
     with _lock(folder / "start.lock", fcntl.LOCK_EX):
         while time.monotonic() < deadline:
             if not _locked(folder / "keeper.lock"):
                 _start_keeper(folder)
-            elif (found := _answering(folder)) is not None:
-                return found
-            else:  # its keeper is about to start it, or to clear away a dead one
+            elif (ray := _answering(folder)) is not None:
+                return ray
+            else:  # the keeper is starting it, or cleaning up a dead one
                 time.sleep(0.05)
-    raise LocalRayError(f"the local Ray of {folder} does not answer; see {folder / 'keeper.log'}")
+    raise LocalRayError(f"the local Ray in {folder} does not answer; see {folder / 'keeper.log'}")
 
 
 def _answering(folder: Path) -> LocalRay | None:
-    """The local Ray when it lives and answers. Raises LocalRayError when it is of another version."""
+    """Return the local Ray if it is alive and answers. Raises LocalRayError if it has another version."""
     head = read_head(folder)
     if head is None or not head.alive():
         return None
     if (installed := importlib.metadata.version("ray")) != head.ray_version:
         raise LocalRayError(
-            f"the local Ray runs version {head.ray_version}, installed is {installed}: end it with "
+            f"the local Ray runs version {head.ray_version}, but version {installed} is installed; end it with "
             f"`{sys.executable} -m pipelines.cluster.local stop`"
         )
     ray = LocalRay(head.address, head.session_name, folder / "token", folder)
@@ -236,20 +235,29 @@ def _answering(folder: Path) -> LocalRay | None:
 
 
 def _start_keeper(folder: Path) -> None:
-    """Start a keeper and wait until its head answers. Raises LocalRayError with the reason when it does not."""
+    """Start a keeper and wait until its head answers. Raises LocalRayError, with the reason, if it does not."""
     environment = {name: value for name, value in os.environ.items() if name not in PRIVATE}
     environment |= {"PYTHONPATH": python_path(), "VITFLOW_RAY_DIR": str(folder)}
     command = [sys.executable, "-m", "pipelines.cluster.local", "keep"]
     try:
         with (folder / "keeper.log").open("ab") as log:
-            said = subprocess.run(
-                command, cwd=folder, env=environment, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=log,
-                text=True, check=False, start_new_session=True, timeout=ENSURE_SECONDS,
-            ).stdout.strip()  # fmt: skip
+            keeper = subprocess.run(
+                command,
+                cwd=folder,
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                text=True,
+                check=False,
+                start_new_session=True,
+                timeout=ENSURE_SECONDS,
+            )
+        answer = keeper.stdout.strip()
     except subprocess.TimeoutExpired:
-        said = f"no word of its keeper for {ENSURE_SECONDS:.0f} s"
-    if said != "ready":
-        reason = said or "its keeper died"
+        answer = f"its keeper did not answer within {ENSURE_SECONDS:.0f} s"
+    if answer != "ready":
+        reason = answer or "its keeper died"
         raise LocalRayError(f"the local Ray did not start: {reason}\n(see also {folder / 'keeper.log'})")
 
 
@@ -257,8 +265,8 @@ def _start_keeper(folder: Path) -> None:
 
 
 def keep(folder: Path) -> None:
-    """The keeper: say "ready" (or why not) on stdout, then watch over the head until it is dead or not needed."""
-    if os.fork():  # nobody's child: whoever started it may live longer or shorter
+    """Run as the keeper: write "ready" or an error to stdout, then watch the head until it has died or is idle."""
+    if os.fork():  # detach from the process that started it, which may end earlier or later
         os._exit(0)
     os.setsid()
     idle_seconds = float(os.environ.get("VITFLOW_RAY_IDLE_SECONDS", "300"))
@@ -266,7 +274,7 @@ def keep(folder: Path) -> None:
         try:
             lock = _lock_soon(folder / "keeper.lock", locks)
         except BlockingIOError:
-            _report("ready")  # there is a keeper already
+            _report("ready")  # another keeper is running
             return
         try:
             os.ftruncate(lock, 0)
@@ -289,9 +297,9 @@ def _adopt_or_start(folder: Path) -> Head:
 
 
 def _report(text: str) -> None:
-    """Tell who started this keeper, who waits for stdout to be closed."""
+    """Write to the process that started this keeper, and close stdout, for which it waits."""
     _log(text)
-    with suppress(BrokenPipeError):  # it is gone; the log has it
+    with suppress(BrokenPipeError):  # that process is gone
         os.write(1, text.encode())
     with Path(os.devnull).open("wb") as nothing:
         os.dup2(nothing.fileno(), 1)
@@ -307,13 +315,13 @@ def _watch(folder: Path, head: Head, idle_seconds: float) -> None:
         time.sleep(min(POLL_SECONDS, idle_seconds / 4))
         _reap()
         if not head.alive() or read_head(folder) != head:
-            _log("the head has died, or its record was removed, so that nobody would find it")
+            _log("the head has died, or its record was removed, so that no process would find it")
             end_head(folder, head)
             return
         try:
             with _lock(users, fcntl.LOCK_EX | fcntl.LOCK_NB):
                 if time.time() - users.stat().st_mtime >= idle_seconds:
-                    _log("nobody uses this Ray")
+                    _log("this Ray is idle")
                     end_head(folder, head)
                     return
         except BlockingIOError:
@@ -321,7 +329,7 @@ def _watch(folder: Path, head: Head, idle_seconds: float) -> None:
 
 
 def _reap() -> None:
-    """Let no dead child look alive."""
+    """Wait for dead children, which would otherwise look alive."""
     try:
         while os.waitpid(-1, os.WNOHANG)[0]:
             pass
@@ -334,7 +342,7 @@ def _reap() -> None:
 
 @contextmanager
 def _lock(path: Path, kind: int) -> Iterator[int]:
-    """Hold an flock; raises BlockingIOError when it cannot be had at once and LOCK_NB is asked for."""
+    """Hold an flock. Raises BlockingIOError if it is not free and `kind` includes LOCK_NB."""
     opened = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
         fcntl.flock(opened, kind)
@@ -344,7 +352,7 @@ def _lock(path: Path, kind: int) -> Iterator[int]:
 
 
 def _lock_soon(path: Path, locks: ExitStack) -> int:
-    """Hold an flock that others have for a moment, when they look whether anyone holds it. Raises BlockingIOError."""
+    """Hold an flock that others may hold for a moment, to check whether it is held. Raises BlockingIOError."""
     deadline = time.monotonic() + 1.0
     while True:
         try:
@@ -356,7 +364,7 @@ def _lock_soon(path: Path, locks: ExitStack) -> int:
 
 
 def _locked(path: Path) -> bool:
-    """Whether some process holds this lock alone."""
+    """Whether a process holds this lock exclusively."""
     try:
         with _lock(path, fcntl.LOCK_SH | fcntl.LOCK_NB):
             return False
@@ -368,15 +376,19 @@ def _locked(path: Path) -> bool:
 
 
 def main(arguments: list[str]) -> int:
-    """`keep` is for `hold` alone; `status` and `stop` are for people."""
+    """Run `keep` (started by `hold`), `status` or `stop`; return the exit code."""
     folder = _make_folder(state_folder())
     match arguments:
         case ["keep"]:
             keep(folder)
         case ["status"]:
             head = read_head(folder)
-            state = {"folder": str(folder), "keeper": _locked(folder / "keeper.lock"),
-                     "alive": head is not None and head.alive(), "head": head and asdict(head)}  # fmt: skip
+            state = {
+                "folder": str(folder),
+                "keeper": _locked(folder / "keeper.lock"),
+                "alive": head is not None and head.alive(),
+                "head": head and asdict(head),
+            }
             print(json.dumps(state, indent=1))
         case ["stop"]:
             if not shut_down(folder):

@@ -1,4 +1,4 @@
-"""What the commands share: options, consoles, tables, JSON."""
+"""Options, consoles, tables and JSON that the commands share."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from pipelines.store import Store, StoreAbsent, StoreDamaged, StoreError, StoreU
 
 console = terminal.console()
 if not console.is_terminal and not os.environ.get("COLUMNS"):
-    console.width = 1 << 16  # a program reads it: no line is folded
+    console.width = 1 << 16  # a program reads the output: fold no line
 errors = terminal.console(stderr=True)
 
 
@@ -47,22 +47,24 @@ class Group(_FlagsWithoutType, TyperGroup):
 
 
 class Commands(typer.Typer):
-    """typer's, with `_FlagsWithoutType` in every command and group."""
+    """A `typer.Typer` with `_FlagsWithoutType` in every command and group."""
 
-    def __init__(self, group: type[Group] = Group, **given: Any) -> None:
-        super().__init__(cls=group, no_args_is_help=True, **given)
+    def __init__(self, group: type[Group] = Group, **settings: Any) -> None:
+        super().__init__(cls=group, no_args_is_help=True, **settings)
 
-    def command(self, name: str | None = None, **given: Any) -> Callable[[Function], Function]:
-        return super().command(name, cls=_Command, **given)
+    def command(self, name: str | None = None, **settings: Any) -> Callable[[Function], Function]:
+        return super().command(name, cls=_Command, **settings)
 
 
 StoreOption = Annotated[
     str,
-    typer.Option("--store", envvar="VITFLOW_STORE", help="the folder or s3://bucket/prefix of all results"),
+    typer.Option("--store", envvar="VITFLOW_STORE", help="a folder or s3://bucket/prefix for all results"),
 ]
 AddressOption = Annotated[
     str | None,
-    typer.Option("--address", envvar="VITFLOW_ADDRESS", help="a Ray cluster's dashboard, http://HOST:8265"),
+    typer.Option(
+        "--address", envvar="VITFLOW_ADDRESS", help="the URL of a Ray cluster's dashboard, http://HOST:8265"
+    ),
 ]
 TokenOption = Annotated[
     Path | None,
@@ -70,7 +72,7 @@ TokenOption = Annotated[
 ]
 JsonOption = Annotated[bool, typer.Option("--json", help="machine-readable output")]
 PipelineArgument = Annotated[
-    str, typer.Argument(metavar="PIPELINE", help="a recipe file, or a shipped recipe's name")
+    str, typer.Argument(metavar="PIPELINE", help="a recipe file, or the name of a shipped recipe")
 ]
 SetOption = Annotated[
     list[str] | None, typer.Option("--set", metavar="STAGE.FIELD=VALUE", help="change one field")
@@ -78,28 +80,28 @@ SetOption = Annotated[
 OnlyOption = Annotated[
     list[str] | None,
     typer.Option(
-        "--only", metavar="STAGE", help="this stage (of a matrix: all, or STAGE@AXIS=VALUE) and what it needs"
+        "--only",
+        metavar="STAGE",
+        help="run only this stage and its inputs; for a matrix, all its stages, or some: STAGE@AXIS=VALUE",
     ),
 ]
 ForceOption = Annotated[
-    list[str] | None, typer.Option("--force", metavar="STAGE", help="run it again, cached or not")
+    list[str] | None, typer.Option("--force", metavar="STAGE", help="rerun this stage even if it is cached")
 ]
 DEFAULT_STORE = "runs"
 
 
 def open_(uri: str, *, create: bool = True) -> Store:
-    """The store that a command is about.
+    """Open the store of a command.
 
     Raises:
-        RecipeError: the address is wrong, or access is denied.
-        StoreAbsent, StoreDamaged, StoreUnreachable: no store is there; it cannot be read; it does not answer.
+        RecipeError: the address is invalid, or access is denied.
+        StoreAbsent, StoreDamaged, StoreUnreachable: there is no store; it cannot be read; it does not answer.
     """
     try:
         return open_store(uri, create=create)
     except StoreAbsent as error:
-        raise StoreAbsent(
-            f"{error}. Give the store of your results with --store, or as VITFLOW_STORE"
-        ) from None
+        raise StoreAbsent(f"{error}. Name the store of your results with --store or VITFLOW_STORE") from None
     except (StoreDamaged, StoreUnreachable):
         raise
     except StoreError as error:
@@ -107,53 +109,56 @@ def open_(uri: str, *, create: bool = True) -> Store:
 
 
 def width(names: tuple[str, ...]) -> int:
-    """Of the longest name."""
+    """Return the length of the longest name."""
     return max(len(name) for name in names)
 
 
 def plain(text: str) -> str:
-    """Text from outside, shown as it is."""
+    """Escape text from outside, so that rich does not read it as markup."""
     return escape(text)
 
 
 def print_json(value: Any) -> None:
-    """To stdout, for machines."""
+    """Print a value as JSON to stdout."""
     terminal.write(json.dumps(value, indent=1, ensure_ascii=False))
 
 
 def print_table(rows: list[dict[str, Any]], columns: tuple[str, ...]) -> None:
-    """To stdout, for people; keys are cut to what tells them apart.
+    """Print a table to stdout; keys are shortened to 12 characters.
 
-    On a narrow terminal, values that all rows share are printed once, above them; then text is folded, but ids never.
+    On a narrow terminal, values that all rows share are printed once, above the table. If that is not enough, text is
+    folded, but never ids.
     """
     cells = [{column: _cell(column, row.get(column)) for column in columns} for row in rows]
     shown = list(columns)
     if len(cells) > 1 and _width(cells, shown) > console.width:
         common = [column for column in columns if len({row[column] for row in cells}) == 1]
         shown = [column for column in columns if column not in common]
-        said = ", ".join(f"{column} {cells[0][column]}" for column in common if cells[0][column])
-        console.print(plain(said), highlight=False, soft_wrap=True)
+        shared = ", ".join(f"{column} {cells[0][column]}" for column in common if cells[0][column])
+        console.print(plain(shared), highlight=False, soft_wrap=True)
     table = Table(box=None, pad_edge=False)
     for column in shown:
         table.add_column(column.replace("_", " "), overflow="fold", no_wrap=column in WHOLE)
     for row in cells:
         table.add_row(*(plain(row[column]) for column in shown))
-    least = sum(width if column in WHOLE else min(width, FOLDED) for column, width in _widths(cells, shown))
-    (console if least <= console.width else terminal.console(width=least)).print(table)
+    min_width = sum(
+        width if column in WHOLE else min(width, FOLDED) for column, width in _widths(cells, shown)
+    )
+    (console if min_width <= console.width else terminal.console(width=min_width)).print(table)
 
 
-# Columns that make no sense in two lines: ids to copy, numbers, states.
+# Columns that are never folded: ids to copy, numbers, states.
 WHOLE = ("key", "run", "last run", "stage", "job", "mean", "draws", "status", "state", "took")
-FOLDED = 12  # characters that other columns have at least
+FOLDED = 12  # minimum width of the other columns, in characters
 
 
 def _width(cells: list[dict[str, str]], columns: list[str]) -> int:
-    """Of the table without folding."""
+    """Return the width of the table without folding."""
     return sum(width for _, width in _widths(cells, columns))
 
 
 def _widths(cells: list[dict[str, str]], columns: list[str]) -> list[tuple[str, int]]:
-    """Each column and its width without folding, with the space after it."""
+    """Return each column and its width without folding, including the space after it."""
     return [(column, 2 + max(map(cell_len, [column, *(row[column] for row in cells)]))) for column in columns]
 
 

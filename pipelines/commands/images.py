@@ -1,4 +1,4 @@
-"""init, predict: your own images."""
+"""The commands init and predict, for your own images."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from pipelines.commands.common import (
     plain,
     print_json,
 )
+from pipelines.machine.init import write_recipe
 from pipelines.results.lookup import find_artifact
 from pipelines.spec import RecipeError
 from pipelines.store import local_files
@@ -34,26 +35,24 @@ def init(
         typer.Option(help="class folders, train/val/test folders, or a folder with metadata.csv or .jsonl"),
     ],
 ) -> None:
-    """Look at a folder of images and write a recipe that trains on them."""
-    from pipelines.machine.init import write_recipe
-
+    """Write a recipe for a folder of images, with a model that fits them and this machine."""
     write_recipe(file, images, console)
 
 
 @app.command("predict")
 def predict(
-    model: Annotated[str, typer.Argument(help="a model's key or its beginning, or RUN/STAGE")],
+    model: Annotated[str, typer.Argument(help="a model: its key, a unique key prefix, or RUN/STAGE")],
     images: Annotated[list[Path], typer.Argument(help="image files, or folders with images at any depth")],
     store: StoreOption = DEFAULT_STORE,
     as_json: JsonOption = False,
 ) -> None:
-    """Classify images with a model of the store: the five likeliest classes of each.
+    """Classify images with a model from the store; print the five likeliest classes of each.
 
-    Files that cannot be read are named on stderr; the others are classified, and the exit code is 1.
+    Files that cannot be read are named on stderr. The others are still classified, and the exit code is 1.
     """
     opened = open_(store, create=False)
     manifest = find_artifact(opened, model, "model")
-    files = list(dict.fromkeys(file for given in images for file in _image_files(given)))
+    files = list(dict.fromkeys(file for path in images for file in _image_files(path)))
     from vit_model.predict import classify_readable
 
     rows = []
@@ -74,21 +73,21 @@ def predict(
         raise typer.Exit(1)
 
 
-def _image_files(given: Path) -> list[Path]:
-    """A file itself, or the images below a folder, by their endings. Raises RecipeError."""
-    if given.is_file():
-        return [given]
-    if not given.is_dir():
-        raise RecipeError(f"{given}: no such file or folder")
+def _image_files(path: Path) -> list[Path]:
+    """Return the file itself, or the images below a folder, by their extensions. Raises RecipeError."""
+    if path.is_file():
+        return [path]
+    if not path.is_dir():
+        raise RecipeError(f"{path}: no such file or folder")
     from ray_jobs.sources.readers.folder import EXTENSIONS
 
-    found = sorted(
-        path
-        for path in given.rglob("*")
-        if path.suffix.lower() in EXTENSIONS
-        and path.is_file()
-        and not any(part.startswith(".") for part in path.relative_to(given).parts)
+    files = sorted(
+        file
+        for file in path.rglob("*")
+        if file.suffix.lower() in EXTENSIONS
+        and file.is_file()
+        and not any(part.startswith(".") for part in file.relative_to(path).parts)
     )
-    if not found:
-        raise RecipeError(f"{given}: no images found ({', '.join(EXTENSIONS)})")
-    return found
+    if not files:
+        raise RecipeError(f"{path}: no images found ({', '.join(EXTENSIONS)})")
+    return files

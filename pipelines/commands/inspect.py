@@ -1,4 +1,4 @@
-"""status, list, lineage, logs, verify, doctor, schema: commands that only read."""
+"""The commands that only read: status, list, lineage, logs, verify, doctor, schema."""
 
 from __future__ import annotations
 
@@ -41,29 +41,29 @@ app = Commands()
 @app.command("status")
 def status(
     run: Annotated[
-        str | None, typer.Argument(help="a run id or its unique beginning; without it, the last run")
+        str | None, typer.Argument(help="a run id or a unique prefix of one; default: the last run")
     ] = None,
     store: StoreOption = DEFAULT_STORE,
     address: AddressOption = None,
     token_file: TokenOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Show a run: its stages and what became of them."""
+    """Show the stages of a run and their status."""
     opened = open_(store, create=False)
     clusters = reached(address, token_file)
-    found = run_status(opened, find_run(opened, run), clusters)
+    shown = run_status(opened, find_run(opened, run), clusters)
     if as_json:
-        print_json(found)
+        print_json(shown)
         return
-    console.print(f"[bold]{found['run']}[/]  {found['status']}", highlight=False)
-    for stage in found["stages"]:
+    console.print(f"[bold]{shown['run']}[/]  {shown['status']}", highlight=False)
+    for stage in shown["stages"]:
         stage["took"] = _took(stage, datetime.now(UTC))
-    print_table(found["stages"], ("stage", "status", "took", "detail"))
-    if found["status"] == Status.UNFINISHED:
+    print_table(shown["stages"], ("stage", "status", "took", "detail"))
+    if shown["status"] == Status.UNFINISHED:
         console.print(
-            f"its driver is gone; the same command (`vitflow run` or `submit` of {found['pipeline']}) continues it"
+            f"its driver is gone; `vitflow run` or `vitflow submit` of {shown['pipeline']} continues this run"
         )
-        for line in driver_log(opened, found["run"], clusters).strip().splitlines()[-3:]:
+        for line in driver_log(opened, shown["run"], clusters).strip().splitlines()[-3:]:
             console.print(f"[dim]driver[/]  {plain(line)}", highlight=False, soft_wrap=True)
 
 
@@ -83,34 +83,36 @@ def list_(
 
 @app.command("lineage")
 def lineage(
-    given: Annotated[
-        str, typer.Argument(metavar="KEY|RUN", help="a key or its beginning, a RUN/STAGE, or a run")
+    selector: Annotated[
+        str, typer.Argument(metavar="KEY|RUN", help="a key or unique key prefix, RUN/STAGE or RUN")
     ],
     store: StoreOption = DEFAULT_STORE,
     as_json: JsonOption = False,
-    as_dot: Annotated[bool, typer.Option("--dot", help="for Graphviz: | dot -Tsvg > lineage.svg")] = False,
+    as_dot: Annotated[bool, typer.Option("--dot", help="Graphviz input: | dot -Tsvg > lineage.svg")] = False,
 ) -> None:
-    """Show what an artifact was made of, back to the source files' fingerprint."""
+    """Show what an artifact was made from, back to the fingerprint of the source files."""
     if as_json and as_dot:
-        raise RecipeError("--json and --dot: one of them")
-    found = tracing.trace(open_(store, create=False), given)
+        raise RecipeError("--json and --dot cannot be combined; use one of them")
+    traced = tracing.trace(open_(store, create=False), selector)
     if as_json:
-        print_json(tracing.as_json(found))
+        print_json(tracing.as_json(traced))
         return
-    for line in tracing.as_dot(found) if as_dot else tracing.as_text(found):
+    for line in tracing.as_dot(traced) if as_dot else tracing.as_text(traced):
         write(line)
 
 
 @app.command("logs")
 def logs(
-    run: Annotated[str, typer.Argument(help="a run id or its unique beginning")],
-    stage: Annotated[str | None, typer.Argument(help="one stage; without it, all")] = None,
+    run: Annotated[str, typer.Argument(help="a run id or a unique prefix of one")],
+    stage: Annotated[str | None, typer.Argument(help="one stage; default: all")] = None,
     store: StoreOption = DEFAULT_STORE,
     address: AddressOption = None,
     token_file: TokenOption = None,
-    follow: Annotated[bool, typer.Option("-f", "--follow", help="go on until the stages have ended")] = False,
+    follow: Annotated[
+        bool, typer.Option("-f", "--follow", help="print new lines until the stages end")
+    ] = False,
 ) -> None:
-    """Show what a run's stages said."""
+    """Show the logs of a run."""
     opened = open_(store, create=False)
     clusters = reached(address, token_file)
     show_logs(opened, find_run(opened, run), stage, follow, clusters, partial(write, flush=True))
@@ -123,7 +125,7 @@ def doctor(
     token_file: TokenOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Examine the store, Ray and this machine: what is wrong, and what to do. Exit code 1 where there is a problem."""
+    """Check the store, Ray and this machine; print problems and how to fix them. Exit code 1 if there is a problem."""
     from pipelines.machine.doctor import examine
 
     findings = examine(store, address, token_file)
@@ -144,7 +146,7 @@ def doctor(
 
 @app.command("verify")
 def verify(
-    given: Annotated[
+    selector: Annotated[
         str | None,
         typer.Argument(
             metavar="KEY|RUN", help="a key or unique key prefix, RUN/STAGE or RUN; default: everything"
@@ -153,24 +155,24 @@ def verify(
     store: StoreOption = DEFAULT_STORE,
     as_json: JsonOption = False,
 ) -> None:
-    """Compare every file of the store with its manifest. Exit code 1 if something is damaged."""
-    found = verify_store(open_(store, create=False), given)
+    """Compare every file in the store with its manifest. Exit code 1 if something is damaged."""
+    verified = verify_store(open_(store, create=False), selector)
     if as_json:
-        print_json(asdict(found))
+        print_json(asdict(verified))
     else:
-        for damage in found.damage:
+        for damage in verified.damage:
             console.print(f"[red]damaged[/]  {plain(damage.what)}", highlight=False, soft_wrap=True)
             if damage.artifact is not None:
                 made = f"{damage.artifact[:12]}{f' of stage {damage.stage}' if damage.stage else ''}"
                 console.print(f"         artifact {plain(made)}", highlight=False, soft_wrap=True)
             console.print(f"         [bold]→[/] {plain(damage.do)}", highlight=False, soft_wrap=True)
-        count = len(found.damage)
+        count = len(verified.damage)
         console.print(
-            f"{found.artifacts:,} artifacts, {found.files:,} files, {found.bytes / 1e6:,.1f} MB read: "
+            f"{verified.artifacts:,} artifacts, {verified.files:,} files, {verified.bytes / 1e6:,.1f} MB read: "
             f"{f'{count:,} damaged' if count else 'nothing is damaged'}",
             highlight=False,
         )
-    if found.damage:
+    if verified.damage:
         raise typer.Exit(1)
 
 
@@ -181,7 +183,7 @@ def schema() -> None:
 
 
 def _took(stage: dict[str, Any], moment: datetime) -> str:
-    """How long a stage took, or how long it has been running."""
+    """Say how long a stage took, or how long it has been running."""
     if "started" not in stage:
         return ""
     if stage["status"] == Status.RUNNING:

@@ -1,4 +1,4 @@
-"""import, export: weights from other people, and weights for them."""
+"""The commands import and export: weights from and for other libraries."""
 
 from __future__ import annotations
 
@@ -47,71 +47,72 @@ def import_(
     path: Annotated[
         str,
         typer.Argument(
-            # the brackets would be rich's markup
-            help="Google's .npz, timm's or any safetensors, a Hugging Face folder; s3://... or hf:ORG/NAME\\[@REVISION]"
+            # escaped, because rich would read the brackets as markup
+            help="Google's .npz, timm's or other safetensors, a Hugging Face folder; a local path, s3://... or "
+            "hf:ORG/NAME\\[@REVISION]"
         ),
     ],
     preprocessing: Annotated[
         str | None,
         typer.Option(
             metavar="half|imagenet|FILE",
-            help="mean and std of the images, where the weights don't say; FILE: YAML with mean, std and perhaps "
-            "interpolation, crop, crop_fraction",
+            help="mean and std of the images, if the weights do not state them; FILE: YAML with mean and std, and "
+            "optionally interpolation, crop and crop_fraction",
         ),
     ] = None,
-    name: Annotated[str | None, typer.Option(help="what lists call it; else after its file")] = None,
+    name: Annotated[str | None, typer.Option(help="its name in lists; default: the name of its file")] = None,
     force: Annotated[bool, typer.Option("--force", help="import again even if cached")] = False,
     store: StoreOption = DEFAULT_STORE,
     address: AddressOption = None,
     token_file: TokenOption = None,
 ) -> None:
-    """Make weights that others trained a model of the store."""
+    """Import pretrained weights into the store."""
     stage = name or _stage_name(path)
-    given = None if preprocessing is None else _given(preprocessing)
-    config = {"job": "import", "path": path, "preprocessing": given}
+    setting = None if preprocessing is None else _read_preprocessing(preprocessing)
+    config = {"job": "import", "path": path, "preprocessing": setting}
     pipeline = pin(parse_pipeline({"name": "import", "stages": {stage: config}}, "import"), (stage,))
     [planned] = carry_out(pipeline, (stage,), store, address, token_file, (stage,) if force else ())
     assert planned.manifest is not None and isinstance(planned.config, Import)
-    key, used = planned.manifest.key[:12], shlex.quote(f"backbone.path={planned.config.path}")
-    console.print(f"model [bold]{key}[/]; what it is good for:", highlight=False)
+    key, path_option = planned.manifest.key[:12], shlex.quote(f"backbone.path={planned.config.path}")
+    console.print(f"model [bold]{key}[/]; next:", highlight=False)
     if planned.manifest.metrics["classes"]:
         console.print(f"  vitflow predict {key} IMAGE...", highlight=False)
-    spelled = given if given is None or isinstance(given, str) else json.dumps(given)
-    rule = "" if spelled is None else f" --set {shlex.quote(f'backbone.preprocessing={spelled}')}"
+    value = setting if setting is None or isinstance(setting, str) else json.dumps(setting)
+    more = "" if value is None else f" --set {shlex.quote(f'backbone.preprocessing={value}')}"
     console.print(
-        plain(f"  vitflow run finetune_imported --set images.source.root=DIR --set {used}{rule}"),
+        plain(f"  vitflow run finetune_imported --set images.source.root=DIR --set {path_option}{more}"),
         highlight=False,
         soft_wrap=True,
     )
 
 
 def _stage_name(path: str) -> str:
-    """A name for a stage, from the last part of its path, without a revision."""
-    path = found["repository"] if (found := re.fullmatch(HUB_PATH, path)) else path
+    """Derive a stage's name from the last part of its path, without a revision."""
+    path = match["repository"] if (match := re.fullmatch(HUB_PATH, path)) else path
     last = path.rstrip("/").rpartition("/")[2].removesuffix(".npz").removesuffix(".safetensors")
     return re.sub(r"[^a-z0-9]+", "_", last.lower()).lstrip("_0123456789")[:40].rstrip("_") or "model"
 
 
-def _given(preprocessing: str) -> Any:
-    """The name of a mean and std, or what stands in a file of that name."""
+def _read_preprocessing(preprocessing: str) -> Any:
+    """Return the name of a mean and std, or the content of a file of that name."""
     if preprocessing in MEAN_AND_STD:
         return preprocessing
     if not Path(preprocessing).is_file():
         raise RecipeError(
-            f"--preprocessing {preprocessing}: neither {', '.join(MEAN_AND_STD)} nor a file; "
-            "a file has mean and std, as in mean: [0.5, 0.5, 0.5]"
+            f"--preprocessing {preprocessing}: unknown value; expected {', '.join(MEAN_AND_STD)} or a file "
+            "with mean and std, as in mean: [0.5, 0.5, 0.5]"
         )
     return read_yaml(Path(preprocessing))
 
 
 @app.command("export")
 def export(
-    model: Annotated[str, typer.Argument(help="a model's key or its beginning, or RUN/STAGE")],
-    to: Annotated[Format, typer.Option("--format", help="for transformers, timm, JAX, or onnxruntime")],
-    output: Annotated[Path, typer.Option(help="the folder to make")],
+    model: Annotated[str, typer.Argument(help="a model: its key, a unique key prefix, or RUN/STAGE")],
+    to: Annotated[Format, typer.Option("--format", help="for transformers, timm, JAX or onnxruntime")],
+    output: Annotated[Path, typer.Option(help="the folder to create")],
     store: StoreOption = DEFAULT_STORE,
 ) -> None:
-    """Write a model of the store for others to load."""
+    """Export a model for another framework."""
     opened = open_(store, create=False)
     manifest = find_artifact(opened, model, "model")
     with _new_folder(output) as folder:
@@ -119,21 +120,25 @@ def export(
 
         try:
             lines = list(_write(to, folder, *load_model(local_files(opened, manifest))))
-        except (
-            UserError,
-            ImportError,
-        ) as error:  # what the format can't say; an extra that is not installed
+        # the format does not support the model, or an extra is not installed
+        except (UserError, ImportError) as error:
             raise RecipeError(f"{manifest.key[:12]} as {to}: {error}") from None
         names = sorted(path.name for path in folder.iterdir())
         for name in names:
-            (folder / name).chmod(folder.stat().st_mode & 0o666)  # safetensors writes for the owner alone
+            (folder / name).chmod(
+                folder.stat().st_mode & 0o666
+            )  # safetensors makes files private to their owner
     for line in lines:
         console.print(plain(line), highlight=False, soft_wrap=True)
     console.print(plain(f"wrote {output}: {', '.join(names)}"), highlight=False, soft_wrap=True)
 
 
 def _write(to: Format, folder: Path, model: Network, contract: ModelContract) -> Iterator[str]:
-    """Write the files of a format; a line for each thing that got lost. Raises UserError for what it can't say."""
+    """Write the files of a format; yield a line for everything that the format does not keep.
+
+    Raises:
+        UserError: the format does not support the model.
+    """
     from vit_model.formats import hugging_face, npz, onnx, timm
     from vit_model.model import ViT
 
@@ -143,26 +148,24 @@ def _write(to: Format, folder: Path, model: Network, contract: ModelContract) ->
     if to == "npz":
         yield from npz.write(folder / "model.npz", model, contract)
     elif not isinstance(model, ViT):
-        raise UserError(
-            f"--format {to} is written of ViTs only, and this is a ResNet; npz and onnx take both"
-        )
+        raise UserError(f"--format {to} supports only ViTs, and this is a ResNet; npz and onnx support both")
     else:
         (hugging_face if to == "hf" else timm).write(folder, model, contract)
     if contract.training_data != "unknown":
-        yield f"training_data: the digest {contract.training_data[:12]} of what it was trained on has no place there"
+        yield f"training_data: the format has no field for the digest {contract.training_data[:12]} of that data"
     for name in ("dropout", "stochastic_depth"):
         if rate := getattr(contract.architecture, name, 0.0):
-            yield f"{name}: {rate:g}, which matters in training only, has no place there"
+            yield f"{name}: the format has no field for {rate:g}, which matters only in training"
 
 
 @contextmanager
 def _new_folder(output: Path) -> Iterator[Path]:
-    """A folder that gets the name `output` when the block ends well, and is gone when it does not.
+    """Yield a temporary folder, which gets the name `output` if the block succeeds and is removed otherwise.
 
     Raises:
-        RecipeError: the name is taken, or can't be made.
+        RecipeError: `output` exists, or cannot be written.
     """
-    taken = f"--output {output}: there is something already; give a new name, or an empty folder's"
+    taken = f"--output {output}: already exists; use a new name or an empty folder"
     if output.is_symlink() or (output.exists() and not (output.is_dir() and not any(output.iterdir()))):
         raise RecipeError(taken)
     if not output.parent.is_dir():
@@ -171,8 +174,8 @@ def _new_folder(output: Path) -> Iterator[Path]:
     try:
         temporary.mkdir()
         yield temporary
-        temporary.rename(output)  # onto an empty folder too, but onto nothing else
+        temporary.rename(output)  # replaces an empty folder, and nothing else
     except OSError as error:
-        raise RecipeError(f"--output {output}: can't be written: {error.strerror}") from None
+        raise RecipeError(f"--output {output}: cannot write to it: {error.strerror}") from None
     finally:
         shutil.rmtree(temporary, ignore_errors=True)

@@ -1,4 +1,4 @@
-"""run, submit, plan, stop: what makes things, and what ends it."""
+"""The commands run, submit, plan and stop, and the hidden `drive` of a submitted run."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from pipelines.commands.common import (
     print_table,
     width,
 )
-from pipelines.commands.reports import show_report
+from pipelines.commands.queries import show_report
 from pipelines.engine import plan as planning
 from pipelines.engine import runs, submission
 from pipelines.engine.plan import PlannedStage, pin
@@ -53,10 +53,19 @@ if TYPE_CHECKING:
 
 ParallelOption = Annotated[
     int | None,
-    typer.Option("--parallel", "-p", min=1, help="stages at once; more than there are cores slows all down"),
+    typer.Option(
+        "--parallel",
+        "-p",
+        min=1,
+        help="stages to run in parallel, at most the number of cores; default: that",
+    ),
 ]
 StrictCodeOption = Annotated[
-    bool, typer.Option("--strict-code", help="what was made by other code is made again: code is in the key")
+    bool,
+    typer.Option(
+        "--strict-code",
+        help="include the code digest in the cache key, so that results of other code are rebuilt",
+    ),
 ]
 CORES = os.cpu_count() or 1
 
@@ -76,7 +85,7 @@ def run(
     parallel: ParallelOption = None,
     strict_code: StrictCodeOption = False,
 ) -> None:
-    """Run a pipeline from here; what is already made is not made again."""
+    """Run a pipeline and wait for it; finished stages are reused."""
     loaded, _, forced = _requested(pipeline, only, force, changes)
     targets = tuple(only or ()) or tuple(loaded.stages)
     carry_out(loaded, targets, store, address, token_file, forced, parallel, strict_code)
@@ -92,14 +101,14 @@ def carry_out(
     parallel: int | None = None,
     strict_code: bool = False,
 ) -> list[PlannedStage]:
-    """Run the targets of a pipeline and the stages that they need from here, and print the outcome.
+    """Run the targets of a pipeline and the stages that they need, and print the outcome.
 
     Returns:
-        The stages with their manifests. Where one could not be made, the command ends instead.
+        The stages with their manifests. If one could not be built, the command exits instead.
     """
-    with _seen(store, address) as seen:
-        planned = planning.plan_pipeline(seen, pipeline, pipeline.needed_for(targets), strict_code)
-        if _nothing_to_do(seen, planned, forced):
+    with _planning_store(store, address) as current:
+        planned = planning.plan_pipeline(current, pipeline, pipeline.needed_for(targets), strict_code)
+        if _is_complete(current, planned, forced):
             return planned
     connection = _connection(address, token_file)
     opened = open_(store)
@@ -121,24 +130,24 @@ def submit(
     parallel: ParallelOption = None,
     strict_code: StrictCodeOption = False,
 ) -> None:
-    """Hand a pipeline to a cluster, or to the local Ray, and return: its driver runs there too."""
+    """Submit a pipeline to a Ray cluster, or to the local Ray, and return immediately."""
     loaded, names, forced = _requested(pipeline, only, force, changes)
-    with _seen(store, address) as seen:
-        planned = planning.plan_pipeline(seen, loaded, names, strict_code)
-        if _nothing_to_do(seen, planned, forced):
+    with _planning_store(store, address) as current:
+        planned = planning.plan_pipeline(current, loaded, names, strict_code)
+        if _is_complete(current, planned, forced):
             return
     if address is not None:
-        submission.reach(address, token_file)  # a cluster that refuses is told before anything is written
+        submission.reach(address, token_file)  # fail before anything is written if the cluster refuses us
     opened = open_(store)
     with translate_errors(), submission.target(address, token_file) as (cluster, ray_folder):
         targets = tuple(only or ()) or tuple(loaded.stages)
         started = runs.start_run(opened, loaded, targets, forced, strict_code=strict_code)
         submission.submit_driver(opened, started, cluster, parallel, ray_folder)
     console.print(f"submitted [bold]{started.id}[/]", highlight=False)
-    where = ["--store", opened.uri, *(["--address", address] if address else [])]
-    where += ["--token-file", str(token_file)] if address and token_file else []
-    for verb in (f"status {started.id}", f"logs {started.id} -f", f"stop {started.id}"):
-        console.print(f"  vitflow {verb} {shlex.join(where)}", highlight=False, soft_wrap=True)
+    options = ["--store", opened.uri, *(["--address", address] if address else [])]
+    options += ["--token-file", str(token_file)] if address and token_file else []
+    for command in (f"status {started.id}", f"logs {started.id} -f", f"stop {started.id}"):
+        console.print(f"  vitflow {command} {shlex.join(options)}", highlight=False, soft_wrap=True)
 
 
 @app.command("drive", hidden=True)
@@ -153,9 +162,9 @@ def drive(
 
     opened = wait_for_store(lambda: open_(store, create=False), _say)
     started = wait_for_store(lambda: runs.load_run(opened, run), _say)
-    # another driver may have been faster than whoever submitted this one
+    # an earlier driver may have finished the run before this one was submitted
     if wait_for_store(lambda: runs.is_over(opened, run), _say):
-        console.print(f"{run} has ended already", highlight=False)
+        console.print(f"{run} has already ended", highlight=False)
         return
     connecting: AbstractContextManager[Connection] = LocalConnection(_say, local_ray)
     if local_ray is None:
@@ -166,13 +175,13 @@ def drive(
 def _drive(
     store: Store, run: Run, connecting: AbstractContextManager[Connection], parallel: int | None, again: str
 ) -> list[PlannedStage]:
-    """Walk a run to its end and say how it ended; `again` is the command that continues it.
+    """Drive a run to its end and print how it ended; `again` is the command that continues it.
 
     Returns:
         Its stages with their manifests.
 
     Raises:
-        Exit: with 1 where a stage has none, with 130 after Ctrl-C.
+        Exit: with 1 if a stage has no manifest, with 130 after Ctrl-C.
     """
     from pipelines.engine.display import RunDisplay
     from pipelines.engine.driver import Driver
@@ -181,20 +190,20 @@ def _drive(
     with translate_errors():
         with RunDisplay(console, width(names)) as display, connecting as connection:
             try:
-                status, made = Driver(store, run, connection, display, parallel or CORES).walk()
+                status, committed = Driver(store, run, connection, display, parallel or CORES).walk()
             except KeyboardInterrupt:
                 display.say(f"stopped; to continue: {again}")
                 raise typer.Exit(130) from None
-        _finish(store, made)
+        _finish(store, committed)
     outcome = run_outcome(status.values())
     if outcome.succeeded:
-        return made
+        return committed
     if outcome is Status.STOPPED:
         errors.print(f"stopped; to continue: {plain(again)}", highlight=False, soft_wrap=True)
     failed = [name for name, state in status.items() if state is Status.FAILED]
     if failed:
         errors.print(
-            f"failed: {', '.join(failed)}; `vitflow logs {run.id} {failed[0]}` shows all it said",
+            f"failed: {', '.join(failed)}; `vitflow logs {run.id} {failed[0]}` shows the whole log",
             highlight=False,
             soft_wrap=True,
         )
@@ -203,7 +212,7 @@ def _drive(
 
 @contextmanager
 def translate_errors() -> Iterator[None]:
-    """What goes wrong once a run has begun is one message and exit code 1."""
+    """Turn errors after the start of a run into one message and exit code 1."""
     from pipelines.cluster.local import LocalRayError
 
     try:
@@ -216,8 +225,8 @@ def translate_errors() -> Iterator[None]:
 
 
 @contextmanager
-def _seen(store: str, address: str | None = None) -> Iterator[Store]:
-    """The store as it is now, empty if there is none yet; the cluster at `address` must see it, too."""
+def _planning_store(store: str, address: str | None = None) -> Iterator[Store]:
+    """Yield the store to plan with, an empty one if there is none yet; the cluster at `address` must see it, too."""
     if address is not None:
         check_store(store, address)
     with TemporaryDirectory(prefix="vitflow-") as empty:
@@ -240,23 +249,28 @@ def _say(text: str) -> None:
     console.print(plain(text), highlight=False, soft_wrap=True)
 
 
-def _nothing_to_do(store: Store, planned: list[PlannedStage], forced: tuple[str, ...]) -> bool:
-    """Whether everything is made that can be; then it is shown.
+def _is_complete(store: Store, planned: list[PlannedStage], forced: tuple[str, ...]) -> bool:
+    """Return whether nothing is left to run, after printing the stages if so.
 
     Raises:
-        Exit: with 1, where members of a matrix can't be made.
-        StoreDamaged: what is cached is not as it was committed, and is not forced.
+        Exit: with 1, if the sources of some members of a matrix cannot be read.
+        StoreDamaged: a cached result is damaged, and is not forced.
     """
     damaged = [stage.damaged for stage in planned if stage.damaged is not None and stage.name not in forced]
     if damaged:
         raise StoreDamaged("\n".join(damaged))
     if forced or any(stage.state in {"run", "pending"} for stage in planned):
         return False
-    wide = width(tuple(stage.name for stage in planned))
-    ends = {"cached": "[dim]CACHED[/]   ", "missing": "[red]FAILED[/]   ", "skipped": "[yellow]SKIPPED[/]  "}
+    name_width = width(tuple(stage.name for stage in planned))
+    labels = {
+        "cached": "[dim]CACHED[/]   ",
+        "missing": "[red]FAILED[/]   ",
+        "skipped": "[yellow]SKIPPED[/]  ",
+    }
     for stage in planned:
         detail = plain(stage.lost or (stage.key or "")[:12])
-        console.print(f"{stage.name:<{wide}}  {ends[stage.state]} {detail}", highlight=False, soft_wrap=True)
+        line = f"{stage.name:<{name_width}}  {labels[stage.state]} {detail}"
+        console.print(line, highlight=False, soft_wrap=True)
     _finish(store, planned)
     if missing := [stage.name for stage in planned if stage.state == "missing"]:
         errors.print(f"failed: {', '.join(missing)}", highlight=False, soft_wrap=True)
@@ -265,13 +279,13 @@ def _nothing_to_do(store: Store, planned: list[PlannedStage], forced: tuple[str,
 
 
 def _finish(store: Store, planned: list[PlannedStage]) -> None:
-    """The last lines of a run: what to know of cached stages, and the report."""
+    """Print the last lines of a run: notes on cached stages, and the report."""
     for stage in planned:
         for note in planning.notes(stage):
             console.print(f"[yellow]note:[/] {plain(note)}", highlight=False, soft_wrap=True)
     for stage in planned:
         if stage.manifest is not None and stage.manifest.kind == "report":
-            # it reads first, then prints: nothing appears twice
+            # `show_report` reads everything before it prints, so a retry prints nothing twice
             wait_for_store(partial(show_report, store, stage.manifest), _say)
 
 
@@ -284,11 +298,11 @@ def plan(
     strict_code: StrictCodeOption = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Say what `run` would do, and why; changes nothing."""
+    """Show what `run` would do, and why. Changes nothing."""
     loaded, names, _ = _requested(pipeline, only, None, changes)
-    with _seen(store) as seen:
-        planned = planning.plan_pipeline(seen, loaded, names, strict_code)
-        why = planning.reasons(seen, planned)
+    with _planning_store(store) as current:
+        planned = planning.plan_pipeline(current, loaded, names, strict_code)
+        why = planning.reasons(current, planned)
     rows = [
         {
             "stage": stage.name,
@@ -312,31 +326,29 @@ def plan(
 def _requested(
     pipeline: str, only: list[str] | None, force: list[str] | None, changes: list[str] | None
 ) -> tuple[Pipeline, tuple[str, ...], tuple[str, ...]]:
-    """The pipeline, the names of the stages that are wanted in running order, and of those that are forced."""
+    """Return the pipeline, the names of the requested stages in running order, and those of the forced stages."""
     loaded = load_pipeline(pipeline, tuple(changes or ()))
     names = loaded.needed_for(tuple(only or ()) or tuple(loaded.stages))
     try:
-        forced = dict.fromkeys(name for given in force or () for name in members(given, names))
+        forced = dict.fromkeys(name for stage in force or () for name in members(stage, names))
     except RecipeError as error:
-        raise RecipeError(f"--force: in this run {error}") from None
+        raise RecipeError(f"--force: {error}") from None
     return pin(loaded, names), names, tuple(forced)
 
 
 @app.command("stop")
 def stop(
-    run: Annotated[str, typer.Argument(help="a run id or its unique beginning")],
+    run: Annotated[str, typer.Argument(help="a run id or a unique prefix of one")],
     store: StoreOption = DEFAULT_STORE,
     address: AddressOption = None,
     token_file: TokenOption = None,
 ) -> None:
-    """Stop a run: nothing that is made gets lost, and running it again goes on from there."""
+    """Stop a run. Finished stages are kept, and running it again continues it."""
     opened = open_(store, create=False)
-    found = find_run(opened, run)
-    if is_over(opened, found):
-        console.print(f"{found} has ended already", highlight=False)
+    run_id = find_run(opened, run)
+    if is_over(opened, run_id):
+        console.print(f"{run_id} has already ended", highlight=False)
         return
-    for line in stop_run(opened, found, reached(address, token_file)):
+    for line in stop_run(opened, run_id, reached(address, token_file)):
         console.print(plain(line), highlight=False)
-    console.print(
-        f"{found} is to stop; `vitflow run` with the same recipe goes on from there", highlight=False
-    )
+    console.print(f"stopped {run_id}; `vitflow run` with the same recipe continues it", highlight=False)

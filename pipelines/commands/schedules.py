@@ -1,4 +1,4 @@
-"""schedule ...: recurring runs."""
+"""The commands schedule add, list, pause, resume, remove, preview, serve, tick and render: recurring runs."""
 
 from __future__ import annotations
 
@@ -54,10 +54,10 @@ if TYPE_CHECKING:
 
 app = Commands(
     name="schedule",
-    help="Recurring runs: a run over data and settings that have not changed does nothing.",
+    help="Schedule recurring runs. A run whose data and settings have not changed reuses all results.",
 )
-NameArgument = Annotated[str, typer.Argument(metavar="NAME", help="a schedule's name")]
-TimezoneOption = Annotated[str, typer.Option("--timezone", help="as in Europe/Berlin")]
+NameArgument = Annotated[str, typer.Argument(metavar="NAME", help="the name of a schedule")]
+TimezoneOption = Annotated[str, typer.Option("--timezone", help="a time zone, such as Europe/Berlin")]
 TARGETS = ("systemd", "cron", "kubernetes")
 
 
@@ -70,9 +70,11 @@ def schedule_add(
     store: StoreOption = DEFAULT_STORE,
     address: AddressOption = None,
     changes: SetOption = None,
-    parallel: Annotated[int | None, typer.Option("--parallel", "-p", min=1, help="stages at once")] = None,
+    parallel: Annotated[
+        int | None, typer.Option("--parallel", "-p", min=1, help="stages to run in parallel")
+    ] = None,
 ) -> None:
-    """Have a pipeline run again and again, or change how; `schedule serve` does it."""
+    """Create or update a schedule. `schedule serve` runs it."""
     if address is not None:
         check_address(address)
         check_store(store, address)
@@ -88,9 +90,9 @@ def schedule_add(
         parallel=parallel,
     )
     opened = open_(store)
-    what = add_schedule(opened, wanted)
-    console.print(f"{what} [bold]{name}[/]; next {_when(wanted)}", highlight=False)
-    if what != "unchanged":
+    outcome = add_schedule(opened, wanted)
+    console.print(f"{outcome} [bold]{name}[/]; next {_next_time(wanted)}", highlight=False)
+    if outcome != "unchanged":
         console.print(
             f"  vitflow schedule serve --store {plain(opened.uri)}", highlight=False, soft_wrap=True
         )
@@ -100,7 +102,7 @@ def schedule_add(
 def schedule_list(
     store: StoreOption = DEFAULT_STORE, token_file: TokenOption = None, as_json: JsonOption = False
 ) -> None:
-    """List the schedules, when each is due next, and what became of the last run."""
+    """List the schedules, when each is due next, and the status of its last run."""
     opened = open_(store, create=False)
     rows: list[dict[str, Any]] = []
     for schedule in all_schedules(opened):
@@ -130,23 +132,23 @@ def schedule_list(
 
 @app.command("pause")
 def schedule_pause(name: NameArgument, store: StoreOption = DEFAULT_STORE) -> None:
-    """Let a schedule rest: nothing is begun, and a run whose driver is gone is left as it is."""
+    """Pause a schedule: it starts no runs, and does not restart the driver of one."""
     changed = set_state(open_(store, create=False), name, "paused")
-    console.print(f"{name} is paused" if changed else f"{name} was paused already", highlight=False)
+    console.print(f"paused {name}" if changed else f"{name} was already paused", highlight=False)
 
 
 @app.command("resume")
 def schedule_resume(name: NameArgument, store: StoreOption = DEFAULT_STORE) -> None:
-    """Go on with a schedule that was paused; what was due meanwhile is not made up for."""
+    """Resume a paused schedule. Runs that were due in the meantime are not made up for."""
     opened = open_(store, create=False)
     changed = set_state(opened, name, "active")
-    said = f"{name} goes on" if changed else f"{name} was not paused"
-    console.print(f"{said}; next {_when(find_schedule(opened, name))}", highlight=False)
+    outcome = f"resumed {name}" if changed else f"{name} was not paused"
+    console.print(f"{outcome}; next {_next_time(find_schedule(opened, name))}", highlight=False)
 
 
 @app.command("remove")
 def schedule_remove(name: NameArgument, store: StoreOption = DEFAULT_STORE) -> None:
-    """Remove a schedule; its runs and what they made stay."""
+    """Remove a schedule. Its runs and their results stay."""
     set_state(open_(store, create=False), name, "removed")
     console.print(f"removed {name}", highlight=False)
 
@@ -154,17 +156,17 @@ def schedule_remove(name: NameArgument, store: StoreOption = DEFAULT_STORE) -> N
 @app.command("preview")
 def schedule_preview(
     name: Annotated[
-        str | None, typer.Argument(metavar="NAME", help="a schedule; or give --cron instead")
+        str | None, typer.Argument(metavar="NAME", help="the name of a schedule; or use --cron")
     ] = None,
-    cron: Annotated[str | None, typer.Option("--cron", help="a line that is not added yet")] = None,
+    cron: Annotated[str | None, typer.Option("--cron", help="a cron line, instead of a schedule")] = None,
     timezone: TimezoneOption = "UTC",
-    count: Annotated[int, typer.Option("-n", min=1, max=1000, help="how many times")] = 5,
+    count: Annotated[int, typer.Option("-n", min=1, max=1000, help="number of times to show")] = 5,
     store: StoreOption = DEFAULT_STORE,
     as_json: JsonOption = False,
 ) -> None:
-    """Show when a schedule is due next, in its time zone and in UTC."""
+    """Show the next times of a schedule, in its time zone and in UTC."""
     if (name is None) == (cron is None):
-        raise RecipeError("give either NAME, a schedule, or --cron, a line that is not added yet")
+        raise RecipeError("give either NAME, a schedule, or --cron, a cron line")
     if name is not None:
         schedule = find_schedule(open_(store, create=False), name)
         line, timezone = schedule.cron, schedule.timezone
@@ -185,9 +187,9 @@ def schedule_preview(
 
 @app.command("serve")
 def schedule_serve(store: StoreOption = DEFAULT_STORE, token_file: TokenOption = None) -> None:
-    """Run the schedules of a store as they fall due, until SIGTERM or Ctrl-C. Runs go on without it.
+    """Start the runs of a store's schedules when they are due, until SIGTERM or Ctrl-C. Started runs continue.
 
-    It may be killed, moved to another machine, or run twice: a tick never fires twice.
+    You can kill it, move it to another machine, or run it twice: a tick never fires twice.
     """
     serve(open_(store), token_file, _say)
 
@@ -196,21 +198,21 @@ def schedule_serve(store: StoreOption = DEFAULT_STORE, token_file: TokenOption =
 def schedule_tick(
     name: NameArgument, store: StoreOption = DEFAULT_STORE, token_file: TokenOption = None
 ) -> None:
-    """Run a schedule's last tick if nobody has, and come back: for timers (`schedule render`)."""
+    """Start the run of a schedule's last tick if it has not been started; for timers (`schedule render`)."""
     opened = open_(store, create=False)
     if (schedule := find_schedule(opened, name)).state == "paused":
         _say(f"{name}: is paused")
         return
     try:
-        said = False
+        acted = False
         for line in attend(opened, name, datetime.now(UTC), token_file, None):
             _say(f"{name}: {line}")
-            said = True
+            acted = True
     except (StoreError, ClusterUnreachable, LocalRayError, UserError) as error:
         errors.print(f"[red]error:[/] {plain(str(error))}", highlight=False, soft_wrap=True)
         raise typer.Exit(1) from None
-    if not said:
-        _say(f"{name}: nothing is due; next {_when(schedule)}")
+    if not acted:
+        _say(f"{name}: nothing is due; next {_next_time(schedule)}")
 
 
 @app.command("render")
@@ -223,10 +225,10 @@ def schedule_render(
     ] = None,
     output: Annotated[
         Path | None,
-        typer.Option("--output", help="a folder to write the files to; without it, they are shown"),
+        typer.Option("--output", help="a folder to write the files to; default: print them"),
     ] = None,
 ) -> None:
-    """Write a schedule for systemd, cron or Kubernetes, which then take the place of `schedule serve`."""
+    """Write a schedule's files for systemd, cron or Kubernetes, to be used instead of `schedule serve`."""
     if target not in TARGETS:
         raise RecipeError(f"--target {target}: no such target{nearest(target, TARGETS)}")
     opened = open_(store, create=False)
@@ -246,12 +248,12 @@ def schedule_render(
             output.mkdir(parents=True, exist_ok=True)
             (output / file).write_text(text)
         except OSError as error:
-            raise RecipeError(f"--output {output}: can't write {file}: {error.strerror}") from None
+            raise RecipeError(f"--output {output}: cannot write {file}: {error.strerror}") from None
         print(output / file)
 
 
-def _when(schedule: Schedule) -> str:
-    """When it is due next, in its own time zone."""
+def _next_time(schedule: Schedule) -> str:
+    """Return when a schedule is due next, in its own time zone."""
     following = next(schedule.next_ticks(datetime.now(UTC)))
     return f"{following.astimezone(ZoneInfo(schedule.timezone)):%a %Y-%m-%d %H:%M %Z}"
 

@@ -1,7 +1,7 @@
-"""What the driver does next about a stage: a pure function of the stage's state, of one look at it, and of the time.
+"""What the driver does next about a stage: a pure function of the stage's state, one observation of it, and the time.
 
-`decide` returns the next state and the actions that lead to it. The state counts once its actions are done: a driver
-that is cut off between two actions looks and decides again, so each action may be repeated.
+`decide` returns the next state and the actions that lead to it. The driver adopts the state when the actions are done.
+A driver that is interrupted between two actions observes and decides again, so each action may be repeated.
 """
 
 from __future__ import annotations
@@ -15,18 +15,18 @@ from pipelines.store import UNREACHABLE_SECONDS, Attempt, Manifest
 
 ATTEMPTS = 3  # a command makes at most this many attempts at a stage
 BACKOFF_SECONDS = 1.0  # before the second attempt; doubles
-ASK_SECONDS = 0.5  # between questions to the store and to the cluster, whom answering costs time
-MANIFEST_SECONDS = 60.0  # a job that SUCCEEDED shows its manifest within this time
+ASK_SECONDS = 0.5  # between requests to the store and to the cluster, which take their time to answer
+MANIFEST_SECONDS = 60.0  # within which the manifest of a job that SUCCEEDED must appear
 USER_MISTAKE = 2  # the exit code of a stage that is never retried
 
 
 class Phase(Enum):
     """How far a stage's newest attempt is."""
 
-    FOUND = "this command has not seen its job live: how it ended may be old news"
-    OURS = "this command wrote it, submits it or saw its job live: how it ends is the answer to this command"
-    RUNNING = "its job runs, which was announced"
-    MANIFEST_DUE = "its job succeeded, and the manifest is not there yet"
+    FOUND = "this command has not seen its job alive, so it may have ended before this command began"
+    OURS = "this command wrote it, submits it or saw its job alive, so its end is the result of this command"
+    RUNNING = "its job is running, and the display shows it"
+    MANIFEST_DUE = "its job succeeded, and there is no manifest yet"
 
 
 @dataclass(frozen=True)
@@ -34,43 +34,43 @@ class InFlight:
     """A stage that has begun and has not ended. Times are in seconds of the driver's clock."""
 
     phase: Phase = Phase.FOUND
-    since: float = 0.0  # the job succeeded
-    look_at: float = 0.0  # no look before this time
-    made: int = 0  # attempts that this command made
-    is_waiting: bool = False  # a person was told that nothing answers
+    since: float = 0.0  # when the job succeeded
+    look_at: float = 0.0  # when to observe it next
+    attempts: int = 0  # of this command
+    is_waiting: bool = False  # the display shows that the store or the cluster does not answer
 
 
 @dataclass(frozen=True)
-class Seen:
-    """One look at a stage. What follows the job is asked if the job is not live."""
+class Observation:
+    """The store's and the cluster's answers about a stage. The fields after `job` are read if the job is not alive."""
 
     attempt: Attempt | None = None  # the newest
     job: JobState | None = None  # its job; None if the cluster does not know it
     session: str = ""  # the cluster's
     log: str = ""
     stop_wished: bool = False
-    manifest: Manifest | None = None  # whatever the job's status
+    manifest: Manifest | None = None  # may exist whatever the job's status
 
 
 class Do(Enum):
     """Actions on the newest attempt."""
 
-    WRITE = "write the next attempt; if another driver was faster, its attempt is the one"
-    SUBMIT = "submit the job; the cluster takes its id once"
-    ANNOUNCE = "tell that the job runs, and follow its log"
+    WRITE = "write the next attempt; if another driver was faster, use its attempt"
+    SUBMIT = "submit the job; the cluster accepts its id once"
+    ANNOUNCE = "show that the job is running, and follow its log"
     COMMIT = "save the log, and end the stage as SUCCEEDED"
 
 
 @dataclass(frozen=True)
 class Show:
-    """Tell a person."""
+    """Show a status to the user."""
 
     status: Status
     detail: str
 
 
 class EndAttempt(Show):
-    """Save the log, and record how an attempt ended that did not commit."""
+    """Save the log, and record the end of an attempt that did not commit."""
 
 
 class End(Show):
@@ -80,41 +80,41 @@ class End(Show):
 Decision = tuple[InFlight, tuple[Do | Show, ...]]
 
 
-def decide(flight: InFlight, seen: Seen, now: float) -> Decision:
-    """Return the stage's next state, and the actions that lead to it in their order."""
+def decide(flight: InFlight, observed: Observation, now: float) -> Decision:
+    """Return the stage's next state, and the actions that lead to it, in order."""
     flight = replace(flight, look_at=now + ASK_SECONDS)
-    job, attempt = seen.job, seen.attempt
-    if seen.manifest is not None:
+    job, attempt = observed.job, observed.attempt
+    if observed.manifest is not None:
         return flight, (Do.COMMIT,)
-    if attempt is None or (job is None and attempt.cluster_session == seen.session):
-        return _start(flight, seen, now)
+    if attempt is None or (job is None and attempt.cluster_session == observed.session):
+        return _start(flight, observed, now)
     if job is None:
-        return _retry(flight, seen, now, Status.LOST, "its cluster is gone")
+        return _retry(flight, observed, now, Status.LOST, "its cluster is gone")
     if not job.ended:
         return _watch(flight, job)
     if job.status == Status.SUCCEEDED:
-        return _wait_for_manifest(flight, seen, now)
+        return _wait_for_manifest(flight, observed, now)
     if job.status == Status.STOPPED:
-        return _retry(flight, seen, now, Status.STOPPED, "stopped from outside")
-    reason = error_line(seen.log)
+        return _retry(flight, observed, now, Status.STOPPED, "stopped from outside")
+    reason = error_line(observed.log)
     if job.driver_exit_code == USER_MISTAKE and flight.phase is not Phase.FOUND:
         return flight, (End(Status.FAILED, reason or "bad input"),)
     detail = reason or job.message or f"exit code {job.driver_exit_code}"
-    return _retry(flight, seen, now, Status.FAILED, detail)
+    return _retry(flight, observed, now, Status.FAILED, detail)
 
 
 def no_answer(flight: InFlight, reason: str, now: float) -> Decision:
-    """Return what follows a look, or an action, that the store or the cluster did not answer: say so once, and wait."""
-    told = () if flight.is_waiting else (Show(Status.WAITING, f"no answer: {reason}"),)
-    return replace(flight, is_waiting=True, look_at=now + UNREACHABLE_SECONDS), told
+    """Return what to do if the store or the cluster does not answer: show it once, and wait."""
+    actions = () if flight.is_waiting else (Show(Status.WAITING, f"no answer: {reason}"),)
+    return replace(flight, is_waiting=True, look_at=now + UNREACHABLE_SECONDS), actions
 
 
-def _start(flight: InFlight, seen: Seen, now: float) -> Decision:
-    if seen.stop_wished:
+def _start(flight: InFlight, observed: Observation, now: float) -> Decision:
+    if observed.stop_wished:
         return flight, (End(Status.STOPPED, "stopped"),)
-    if seen.attempt is None:
+    if observed.attempt is None:
         return _next_attempt(flight, now), (Do.WRITE,)
-    if flight.phase is Phase.FOUND:  # a state of its own: the answer to the submission may get lost
+    if flight.phase is Phase.FOUND:  # a step of its own, because the answer to the submission may get lost
         return replace(flight, phase=Phase.OURS, look_at=now), ()
     return flight, (Do.SUBMIT,)
 
@@ -126,33 +126,33 @@ def _watch(flight: InFlight, job: JobState) -> Decision:
     return replace(flight, phase=Phase.OURS) if flight.phase is Phase.FOUND else flight, ()
 
 
-def _wait_for_manifest(flight: InFlight, seen: Seen, now: float) -> Decision:
+def _wait_for_manifest(flight: InFlight, observed: Observation, now: float) -> Decision:
     if flight.phase is not Phase.MANIFEST_DUE:
         flight = replace(flight, phase=Phase.MANIFEST_DUE, since=now)
     if now - flight.since > MANIFEST_SECONDS:
-        return _retry(flight, seen, now, Status.FAILED, "it ended well without a manifest")
+        return _retry(flight, observed, now, Status.FAILED, "its job succeeded without a manifest")
     return flight, ()
 
 
-def _retry(flight: InFlight, seen: Seen, now: float, status: Status, detail: str) -> Decision:
-    """Make the next attempt, unless the run is to stop or this command has made its share of attempts."""
+def _retry(flight: InFlight, observed: Observation, now: float, status: Status, detail: str) -> Decision:
+    """Make the next attempt, unless a stop was requested or this command has used all its attempts."""
     ended = EndAttempt(status, detail)
-    if seen.stop_wished:
+    if observed.stop_wished:
         return flight, (ended, End(Status.STOPPED, "stopped"))
-    if flight.made >= ATTEMPTS:
+    if flight.attempts >= ATTEMPTS:
         return flight, (ended, End(Status.FAILED, detail))
-    if flight.made == 0:  # what another command left needs neither a word nor a pause
+    if flight.attempts == 0:  # the failed attempt was another command's: retry silently and at once
         return _next_attempt(flight, now), (ended, Do.WRITE)
-    pause = BACKOFF_SECONDS * 2 ** (flight.made - 1)
+    pause = BACKOFF_SECONDS * 2 ** (flight.attempts - 1)
     return _next_attempt(flight, now + pause), (ended, Show(status, f"{detail}; another attempt"), Do.WRITE)
 
 
 def _next_attempt(flight: InFlight, look_at: float) -> InFlight:
-    return InFlight(Phase.OURS, look_at=look_at, made=flight.made + 1, is_waiting=flight.is_waiting)
+    return InFlight(Phase.OURS, look_at=look_at, attempts=flight.attempts + 1, is_waiting=flight.is_waiting)
 
 
 def error_line(log: str) -> str | None:
-    """Return what a stage said it died of: the last line that begins with `error: `, else the last line."""
+    """Return the error in a stage's log: the last line that begins with `error: `, otherwise the last line."""
     lines = [line for line in log.splitlines() if line.strip()]
     errors = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
     return errors[-1] if errors else lines[-1] if lines else None

@@ -1,4 +1,4 @@
-"""What a person sees while a pipeline runs: a live line a stage on a terminal, plain lines where output is a file."""
+"""The display of a run: on a terminal a live line per stage, otherwise plain lines."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from rich.table import Table
 from pipelines.engine.status import Status
 from pipelines.terminal import harmless
 
-PROGRESS = "progress "  # what a stage's progress lines begin with, see ray_jobs/process/progress.py
-PLAIN_SECONDS = 10.0  # without a terminal, a stage's progress is printed this often
+PROGRESS = "progress "  # the prefix of a stage's progress lines, see ray_jobs/process/progress.py
+PLAIN_SECONDS = 10.0  # between progress lines of a stage if there is no terminal
 COLOURS = {
     Status.CACHED: "dim",
     Status.SUCCEEDED: "green",
@@ -30,8 +30,8 @@ COLOURS = {
     Status.WAITING: "yellow",
 }
 
-_WORKER = re.compile(r"^\(.*?pid=\d+[^)]*\)\s?")  # Ray's prefix of lines that come from its workers
-# What Ray and DeepSpeed always say, and have no setting for.
+_WORKER = re.compile(r"^\(.*?pid=\d+[^)]*\)\s?")  # Ray's prefix of its workers' lines
+# Lines that Ray and DeepSpeed print in every run, and that no setting turns off.
 _CHATTER = re.compile(
     r"^(\S+ \S+\s+INFO job_manager\.py|Running entrypoint for job |.*INFO worker\.py"
     r"|DeepSpeed \S+ built successfully$)"
@@ -40,10 +40,10 @@ _STEP = re.compile(r"(\d+)/(\d+)")
 
 
 class RunDisplay:
-    """Shows a run; a context manager. Called from the driver's loop and from the threads that follow logs."""
+    """A context manager that displays a run; the driver's loop and the threads that follow logs call it."""
 
     def __init__(self, console: Console, width: int) -> None:
-        """`width`: of the longest stage name."""
+        """`width`: the length of the longest stage name."""
         self.console, self.width = console, width
         self.running: dict[str, str] = {}
         self.began: dict[str, float] = {}
@@ -63,7 +63,7 @@ class RunDisplay:
             self.live.stop()
 
     def stage(self, name: str, status: Status, detail: str = "") -> None:
-        """A stage changed its status."""
+        """Show a stage's new status."""
         took = ""
         if status == Status.RUNNING:
             self.began.setdefault(name, time.monotonic())
@@ -76,7 +76,7 @@ class RunDisplay:
         self.console.print(line, highlight=False, soft_wrap=True)
 
     def line(self, name: str, text: str) -> None:
-        """A stage's job printed a line; progress replaces the last progress, everything else stays."""
+        """Show a line of a stage's log; progress replaces the last progress, everything else stays."""
         text = _WORKER.sub("", harmless(text.rstrip()))
         if not text.startswith(PROGRESS):
             if text and not _CHATTER.match(text):
@@ -92,7 +92,7 @@ class RunDisplay:
             self.console.print(f"{name:<{self.width}}  {escape(text)}", highlight=False, soft_wrap=True)
 
     def say(self, text: str) -> None:
-        """Something else that a person should know."""
+        """Show a message."""
         self.console.print(escape(text), highlight=False, soft_wrap=True)
 
     def _table(self) -> Table:

@@ -1,10 +1,10 @@
 """The driver: walks the DAG, submits each ready stage as a Ray job, follows it, and keeps no state of its own.
 
-Everything that must survive is in the store before the driver acts on it: kill the driver at any moment, give the same
-command, and it continues from what it finds. The rules: an attempt is written before its job is submitted; Ray accepts
-a submission id once; a job that the same cluster does not know is submitted again under the same id; a job of a cluster
-that is gone is LOST and followed by the next attempt; a manifest beats every status. `pipelines.engine.decisions` has
-these rules; this module looks at the store and the cluster, and does what was decided.
+Everything that must survive is in the store before the driver acts on it, so you can kill the driver at any moment and
+give the same command to continue. The rules: an attempt is written before its job is submitted; Ray accepts a
+submission id once; a job that the same cluster does not know is submitted again under the same id; a job whose cluster
+is gone is LOST, and the next attempt follows; a manifest overrides every status. `pipelines.engine.decisions` has these
+rules; this module observes the store and the cluster, and carries out the decisions.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from pipelines.engine.decisions import (
     End,
     EndAttempt,
     InFlight,
-    Seen,
+    Observation,
     Show,
     decide,
     no_answer,
@@ -56,34 +56,34 @@ from pipelines.store import (
 )
 
 POLL_SECONDS = 0.1  # between the driver's steps
-LAST_WORDS_SECONDS = 5.0  # a job may take to end after its commit
+LOG_SECONDS = 5.0  # that a job may take to end after its commit, before its log is saved
 
 
 class Display(Protocol):
-    """Who is told what happens."""
+    """The driver's output."""
 
     def stage(self, name: str, status: Status, detail: str = "") -> None:
-        """A stage changed its status."""
+        """Show a stage's new status."""
 
     def line(self, name: str, text: str) -> None:
-        """A stage's job printed a line."""
+        """Show a line of a stage's log."""
 
     def say(self, text: str) -> None:
-        """Something else that a person should know."""
+        """Show a message."""
 
 
 class Connection(Protocol):
-    """How the driver reaches a cluster; what it does when the cluster is gone is the connection's business."""
+    """The driver's way to a cluster; it decides what to do when the cluster is gone."""
 
     def cluster(self) -> JobServer:
-        """The cluster, started or found again where that is needed."""
+        """Return the cluster, after starting it or connecting again if needed."""
 
     def keep(self) -> None:
-        """Called at every poll."""
+        """Keep the cluster alive; called at every poll."""
 
 
 class Clock(Protocol):
-    """The driver's time: the module `time`, or a test's."""
+    """The driver's clock: the module `time`, or that of a test."""
 
     def monotonic(self) -> float: ...
     def sleep(self, seconds: float, /) -> None: ...
@@ -91,7 +91,7 @@ class Clock(Protocol):
 
 @dataclass
 class Driver:
-    """One process's walk over one run, with at most `parallel` stages under way at once."""
+    """One process's walk over one run, with at most `parallel` stages in flight."""
 
     store: Store
     run: Run
@@ -99,19 +99,19 @@ class Driver:
     display: Display
     parallel: int
     clock: Clock = time
-    token_hex: Callable[[int], str] = secrets.token_hex  # of so many bytes, for nonces
-    planned: dict[str, PlannedStage] = field(default_factory=dict)  # the stages that were begun
-    flights: dict[str, InFlight] = field(default_factory=dict)  # those that have not ended
+    token_hex: Callable[[int], str] = secrets.token_hex  # for nonces
+    planned: dict[str, PlannedStage] = field(default_factory=dict)  # stages that have begun
+    flights: dict[str, InFlight] = field(default_factory=dict)  # stages that have not ended
     attempts: dict[str, Attempt] = field(default_factory=dict)  # their newest attempts, as the store has them
-    status: dict[str, Status] = field(default_factory=dict)  # those that have
-    references: dict[str, InputRef] = field(default_factory=dict)  # those that are committed
+    status: dict[str, Status] = field(default_factory=dict)  # stages that have ended
+    references: dict[str, InputRef] = field(default_factory=dict)  # committed stages
     logs: dict[str, tuple[threading.Thread, threading.Event]] = field(default_factory=dict)
     look_for_stop_at: float = 0.0
 
     def __post_init__(self) -> None:
         self.names = self.run.pipeline.needed_for(self.run.targets)
         paths = self.run.pipeline.longest_paths()
-        # of ready stages first the one with most behind it: a run takes as long as its longest path
+        # begin the ready stage with the longest path first, because a run takes as long as its longest path
         self.begin_order = sorted(self.names, key=lambda name: -paths[name])
 
     def walk(self) -> tuple[dict[str, Status], list[PlannedStage]]:
@@ -131,17 +131,17 @@ class Driver:
             self._patiently(self.stop)
             raise
         finally:
-            for _, end in self.logs.values():  # no thread outlives the walk
+            for _, end in self.logs.values():  # end the threads with the walk
                 end.set()
         outcome = run_outcome(self.status.values())
         self._patiently(lambda: add_event(self.store, self.run.id, "finished", status=outcome))
         return self.status, [self.planned[name] for name in self.names if self.status[name].succeeded]
 
-    def _patiently(self, do: Callable[[], Any]) -> Any:
-        return wait_for_store(do, self.display.say, self.clock.sleep)
+    def _patiently(self, operation: Callable[[], Any]) -> Any:
+        return wait_for_store(operation, self.display.say, self.clock.sleep)
 
     def step(self) -> bool:
-        """Look at every stage once; False when all have ended."""
+        """Observe every stage once and act; return False when all have ended."""
         self.connection.keep()
         if self.clock.monotonic() >= self.look_for_stop_at:
             self.look_for_stop_at = self.clock.monotonic() + ASK_SECONDS
@@ -157,10 +157,10 @@ class Driver:
         return len(self.status) < len(self.names)
 
     def stop(self) -> None:
-        """The wish first, so that no other driver goes on; then the jobs that this run has submitted."""
+        """Stop the run: first record the request, so that other drivers stop too, then stop the jobs of this run."""
         wish_stop(self.store, self.run.id)
         attempts = [self.attempts[name] for name in self.flights if name in self.attempts]
-        # a job that another run submitted is that run's to stop
+        # do not stop a job that another run submitted
         own = [attempt for attempt in attempts if attempt.run == self.run.id]
         for attempt in own:
             try:
@@ -176,17 +176,17 @@ class Driver:
     # ------------------------------------------------------------------------------------------ beginning
 
     def _begin(self, name: str) -> None:
-        """Begin a stage whose inputs have ended."""
-        asked = self.run.pipeline.stages[name]
-        inputs = [given for inputs in asked.inputs().values() for given in inputs]
-        lost = [given for given in inputs if given in self.status and not self.status[given].succeeded]
-        config = plan.without(asked, lost)
+        """Begin a stage if its inputs have ended."""
+        stage = self.run.pipeline.stages[name]
+        inputs = [source for sources in stage.inputs().values() for source in sources]
+        lost = [source for source in inputs if source in self.status and not self.status[source].succeeded]
+        config = plan.without(stage, lost)
         if config is None:
             self._end(name, Status.SKIPPED, f"{lost[0]} was not made")
-        elif all(given in self.status for given in inputs):
+        elif all(source in self.status for source in inputs):
             try:
                 planned = self.planned[name] = self._plan(name, config)
-            except (RecipeError, StoreDamaged) as error:  # files that are gone since the run was planned
+            except (RecipeError, StoreDamaged) as error:  # files that were removed after the run was planned
                 self._end(name, Status.FAILED, str(error))
                 return
             if planned.damaged is not None:
@@ -218,43 +218,43 @@ class Driver:
     # ------------------------------------------------------------------------------------------ following
 
     def _follow(self, name: str) -> None:
-        """Look at a stage once and do what is decided; its new state counts when that is done."""
+        """Observe a stage once and carry out what is decided; then adopt its new state."""
         flight = self.flights[name]
         try:
-            seen = self._look(name)
-            after, actions = decide(flight, seen, self.clock.monotonic())
+            observed = self._observe(name)
+            next_flight, actions = decide(flight, observed, self.clock.monotonic())
             for action in actions:
-                self._act(name, seen, action)
+                self._act(name, observed, action)
         except (ClusterUnreachable, StoreUnreachable) as error:
-            after, actions = no_answer(flight, str(error), self.clock.monotonic())
+            next_flight, actions = no_answer(flight, str(error), self.clock.monotonic())
             for action in actions:
-                self._act(name, Seen(), action)
+                self._act(name, Observation(), action)
         except StoreDamaged as error:  # the stage's manifest or attempt
-            after = flight
-            self._act(name, Seen(), End(Status.FAILED, str(error)))
+            next_flight = flight
+            self._act(name, Observation(), End(Status.FAILED, str(error)))
         if name in self.flights:
-            self.flights[name] = after
+            self.flights[name] = next_flight
 
-    def _look(self, name: str) -> Seen:
+    def _observe(self, name: str) -> Observation:
         job_type, key = self.planned[name].config.job, self.planned[name].key
         assert key is not None
         if (manifest := read_manifest(self.store, job_type, key)) is not None:
-            return Seen(manifest=manifest)
+            return Observation(manifest=manifest)
         cluster = self.connection.cluster()
         attempt = self.attempts.get(name) or last_attempt(self.store, job_type, key)
         if attempt is None:
-            return Seen(stop_wished=stop_wished(self.store, self.run.id))
+            return Observation(stop_wished=stop_wished(self.store, self.run.id))
         self.attempts[name] = attempt
         job = cluster.job(attempt.submission_id)
         if job is not None and not job.ended:
-            return Seen(attempt, job)
+            return Observation(attempt, job)
         log = "" if job is None else cluster.logs(attempt.submission_id)
         session = cluster.session_name
         wished = stop_wished(self.store, self.run.id)
-        # the manifest again: it may have come before the job ended
-        return Seen(attempt, job, session, log, wished, read_manifest(self.store, job_type, key))
+        # read the manifest again: it may have been written before the job ended
+        return Observation(attempt, job, session, log, wished, read_manifest(self.store, job_type, key))
 
-    def _act(self, name: str, seen: Seen, action: Do | Show) -> None:
+    def _act(self, name: str, observed: Observation, action: Do | Show) -> None:
         if action is Do.COMMIT or isinstance(action, EndAttempt | End):
             self._save_log(self.attempts.get(name))
         match action:
@@ -265,8 +265,8 @@ class Driver:
             case Do.ANNOUNCE:
                 self._announce(name, self.attempts[name])
             case Do.COMMIT:
-                assert seen.manifest is not None
-                self._commit(name, seen.manifest, Status.SUCCEEDED)
+                assert observed.manifest is not None
+                self._commit(name, observed.manifest, Status.SUCCEEDED)
             case EndAttempt(status, detail):
                 self._end_log(name)
                 self._add_event(name, status, "attempt ended", detail=detail)
@@ -275,9 +275,9 @@ class Driver:
             case Show(status, detail):
                 self.display.stage(name, status, detail)
 
-    def _write_attempt(self, planned: PlannedStage, before: Attempt | None) -> Attempt:
+    def _write_attempt(self, planned: PlannedStage, previous: Attempt | None) -> Attempt:
         assert planned.key is not None and planned.inputs is not None
-        cluster, number = self.connection.cluster(), 1 if before is None else before.number + 1
+        cluster, number = self.connection.cluster(), 1 if previous is None else previous.number + 1
         wanted = Attempt(
             job=planned.config.job,
             key=planned.key,
@@ -301,7 +301,7 @@ class Driver:
     def _submit(self, name: str, attempt: Attempt) -> None:
         spec = f"{self.store.uri}/{_folder(attempt)}/attempt.json"
         command = python_entrypoint("-m", f"ray_jobs.{module(attempt.job)}", "--spec", spec)
-        self._add_job_event(name, Status.PENDING, attempt)  # before: whoever stops the run must find the job
+        self._add_job_event(name, Status.PENDING, attempt)  # before it exists, so that `stop` finds it
         metadata = {"stage": attempt.stage, "run": attempt.run}
         self.connection.cluster().submit(attempt.submission_id, command, self.store.settings, metadata)
 
@@ -323,14 +323,14 @@ class Driver:
     # ------------------------------------------------------------------------------------------ logs
 
     def _save_log(self, attempt: Attempt | None) -> None:
-        """Copy a job's log into its attempt, because the cluster's own dies with the cluster.
+        """Copy a job's log into its attempt, because the cluster's copy is lost with the cluster.
 
-        A job that has committed, or was told to stop, may first say its last words.
+        A job that has committed, or was told to stop, may first write the end of its log.
         """
         if attempt is None:
             return
-        submission_id, deadline = attempt.submission_id, self.clock.monotonic() + LAST_WORDS_SECONDS
-        with suppress(ClusterUnreachable):  # nothing to wait for
+        submission_id, deadline = attempt.submission_id, self.clock.monotonic() + LOG_SECONDS
+        with suppress(ClusterUnreachable):  # then there is nothing to wait for
             while (job := self.connection.cluster().job(submission_id)) is not None and not job.ended:
                 if self.clock.monotonic() >= deadline:
                     break
@@ -345,7 +345,7 @@ class Driver:
     def _end_log(self, name: str) -> None:
         if name in self.logs:
             thread, end = self.logs.pop(name)
-            end.set()  # it then fetches what is still missing
+            end.set()  # the thread then fetches the rest of the log
             thread.join(timeout=5.0)
 
 

@@ -1,4 +1,4 @@
-"""What a run's stages said: from the attempt where the log was copied to, or from the cluster while it runs."""
+"""The logs of a run: from the attempt's log.txt once the job has ended, before that from the cluster."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from pipelines.store import Attempt, Layout, Store, last_attempt
 def show_logs(
     store: Store, run: str, stage: str | None, follow: bool, clusters: Clusters, write: Callable[[str], None]
 ) -> None:
-    """Write the log lines of one stage or all; with `follow`, go on until they have ended.
+    """Write the log lines of one stage or all; with `follow`, continue until they have ended.
 
     Raises:
         RecipeError: the run has no such stage.
@@ -38,8 +38,8 @@ def show_logs(
         ):
             break
         time.sleep(0.5)
-    if not shown and (said := driver_log(store, run, clusters)):  # what kept the first stage from beginning
-        write(f"--- driver\n{said.rstrip()}")
+    if not shown and (log := driver_log(store, run, clusters)):  # it says why no stage has begun
+        write(f"--- driver\n{log.rstrip()}")
 
 
 def _show_stage(
@@ -50,7 +50,7 @@ def _show_stage(
     write: Callable[[str], None],
     shown: set[tuple[str, int]],
 ) -> None:
-    """One stage: its newest attempt's log, unless that was shown."""
+    """Write the log of a stage's newest attempt, unless it was already shown."""
     jobs = (job for job in store.names("artifacts") if entry["key"] in store.names(f"artifacts/{job}"))
     if (job := next(jobs, None)) is None:
         return  # it was removed from the store

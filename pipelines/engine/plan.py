@@ -28,24 +28,24 @@ READERS = 16  # manifests read at once: on S3 each takes a round trip
 
 @dataclass(frozen=True)
 class PlannedStage:
-    """One stage as the store sees it now: committed (`manifest`), ready to run (`key`), waiting for its inputs,
+    """A stage and its state in the store: committed (`manifest`), ready to run (`key`), waiting for its inputs,
     impossible (`lost`), or committed and `damaged`."""
 
     name: str
     config: AnyStage
     key: str | None = None
     manifest: Manifest | None = None
-    reference: InputRef | None = None  # what a consumer records of it, where it is committed
+    reference: InputRef | None = None  # the record of it in a consumer's manifest, if it is committed
     inputs: dict[str, list[InputRef]] | None = None
     source: str | None = None
-    code: str | None = None  # the digest of its code, where that is in the key
-    lost: str | None = None  # why it can't be made
+    code: str | None = None  # the digest of its code, if that is in the key
+    lost: str | None = None  # why it cannot be made
     damaged: str | None = None  # what is damaged, and what to do
 
     @property
     def state(self) -> str:
-        """cached | run | pending (an input is not finished, so the key is not known yet) | missing (its source can't be
-        read) | skipped (an input is missing or skipped) | damaged (only `--force` rebuilds it)."""
+        """cached | run | pending (an input is not finished, so the key is not known yet) | missing (its source cannot
+        be read) | skipped (an input is missing or skipped) | damaged (only `--force` rebuilds it)."""
         if self.lost is not None:
             return "skipped" if self.config.inputs() else "missing"
         if self.damaged is not None:
@@ -54,36 +54,36 @@ class PlannedStage:
 
 
 def pin(pipeline: Pipeline, names: Iterable[str]) -> Pipeline:
-    """The pipeline with the commit written into each path on the Hugging Face hub of these stages.
+    """Return the pipeline with each of these stages' paths on the Hugging Face hub pinned to a commit.
 
     Raises:
         RecipeError: there is no such model or revision. StoreUnreachable: the hub does not answer.
     """
-    stages = {name: pipeline.stages[name] for name in names}
     hub = {
         name: stage
-        for name, stage in stages.items()
-        if isinstance(stage, Import) and stage.path.startswith("hf:")
+        for name in names
+        if isinstance(stage := pipeline.stages[name], Import) and stage.path.startswith("hf:")
     }
     if not hub:
         return pipeline
     from pipelines.files.hub import pinned
 
-    found = {name: stage.model_copy(update={"path": pinned(stage.path)}) for name, stage in hub.items()}
-    return pipeline.model_copy(update={"stages": pipeline.stages | found})
+    stages = {name: stage.model_copy(update={"path": pinned(stage.path)}) for name, stage in hub.items()}
+    return pipeline.model_copy(update={"stages": pipeline.stages | stages})
 
 
 def plan_pipeline(
     store: Store, pipeline: Pipeline, names: tuple[str, ...], strict_code: bool = False
 ) -> list[PlannedStage]:
-    """The stages `names`, in running order; those that take nothing of each other are looked at at once.
+    """Plan the stages `names`, in running order; stages that do not depend on each other are planned concurrently.
 
     Args:
-        names: as `Pipeline.needed_for` gives them: with all that they take.
-        strict_code: the digest of a stage's code is in its key.
+        names: as `Pipeline.needed_for` returns them, with all their inputs.
+        strict_code: include the digest of a stage's code in its key.
 
     Raises:
-        RecipeError: a source can't be read; of a matrix that of every member, else these are `missing`.
+        RecipeError: a source cannot be read. For a matrix: no member's source can be read; otherwise the members
+            with unreadable sources are `missing`.
     """
     sources, lost = _sources(pipeline, names)
     graph = pipeline.graph()
@@ -92,20 +92,20 @@ def plan_pipeline(
     planned: dict[str, PlannedStage] = {}
     committed: dict[str, InputRef] = {}
 
-    def look(name: str) -> PlannedStage:
+    def plan(name: str) -> PlannedStage:
         config = pipeline.stages[name]
         if name in lost:
             return PlannedStage(name, config, lost=lost[name])
         remaining = without(config, lost)
         if remaining is None:
-            first = next(given for given in graph[name] if given in lost)
-            return PlannedStage(name, config, lost=f"{first} can't be made")
-        return plan_stage(store, name, remaining, committed, strict_code, sources[_spelled(config)])
+            first = next(source for source in graph[name] if source in lost)
+            return PlannedStage(name, config, lost=f"{first} cannot be made")
+        return plan_stage(store, name, remaining, committed, strict_code, sources[_source_fields(config)])
 
     with ThreadPoolExecutor(READERS) as readers:
         while generations:
             ready = generations.get_ready()
-            for stage in readers.map(look, ready):
+            for stage in readers.map(plan, ready):
                 planned[stage.name] = stage
                 if stage.lost is not None:
                     lost[stage.name] = stage.lost
@@ -116,48 +116,52 @@ def plan_pipeline(
 
 
 def without(config: AnyStage, lost: Container[str]) -> AnyStage | None:
-    """A stage as it goes on without inputs that could not be made; None where it can't.
+    """Return a stage without the inputs that could not be made; None if it needs them.
 
-    A report does without some members of a matrix, and says which, while another member of the same stage is left.
+    A report does not need every member of a matrix, as long as one of each stage is left. It lists the missing ones.
     """
-    given = [name for names in config.inputs().values() for name in names]
-    kept = tuple(name for name in given if name not in lost)
-    if len(kept) == len(given):
+    inputs = [name for names in config.inputs().values() for name in names]
+    kept = tuple(name for name in inputs if name not in lost)
+    if len(kept) == len(inputs):
         return config
-    if not isinstance(config, Report) or {*map(base, kept)} != {*map(base, given)}:
+    if not isinstance(config, Report) or {*map(base, kept)} != {*map(base, inputs)}:
         return None
-    missing = tuple(name for name in given if name in lost)
+    missing = tuple(name for name in inputs if name in lost)
     return config.model_copy(update={"of": kept, "missing": missing})
 
 
 def _sources(pipeline: Pipeline, names: Iterable[str]) -> tuple[dict[str, str | None], dict[str, str]]:
-    """The fingerprints of what stages read (by `_spelled`), and of members of a matrix why theirs can't be read.
+    """Return the fingerprints of the stages' sources (by `_source_fields`), and why other stages' cannot be read.
 
     Raises:
-        RecipeError: no member's can, or a stage has no other members: then a recipe is wrong, not a file amiss.
+        RecipeError: of a stage, no member's source can be read: the recipe is wrong, not a single file.
     """
-    found: dict[str, str | None] = {}  # many stages of a matrix may read one
+    fingerprints: dict[str, str | None] = {}  # many stages of a matrix may read one source
     unreadable: dict[str, str] = {}
     members: dict[str, list[str]] = {}
     for name in names:
         members.setdefault(base(name), []).append(name)
-        spelled = _spelled(pipeline.stages[name])
-        if spelled not in found.keys() | unreadable.keys():
+        source = _source_fields(pipeline.stages[name])
+        if source not in fingerprints.keys() | unreadable.keys():
             try:
-                found[spelled] = identity.source_fingerprint(pipeline.stages[name])
+                fingerprints[source] = identity.source_fingerprint(pipeline.stages[name])
             except RecipeError as error:
-                unreadable[spelled] = str(error)
+                unreadable[source] = str(error)
     lost = {
-        name: unreadable[spelled]
+        name: unreadable[source]
         for own in members.values()
         for name in own
-        if (spelled := _spelled(pipeline.stages[name])) in unreadable
+        if (source := _source_fields(pipeline.stages[name])) in unreadable
     }
     for stage, own in members.items():
         if all(name in lost for name in own):
-            several = f"\n  (and of {stage} no other member's can be read either)" if len(own) > 1 else ""
-            raise RecipeError(f"{lost[own[0]]}{several}")
-    return found, lost
+            others = (
+                f"\n  (the sources of all other members of {stage} are unreadable, too)"
+                if len(own) > 1
+                else ""
+            )
+            raise RecipeError(f"{lost[own[0]]}{others}")
+    return fingerprints, lost
 
 
 def plan_stage(
@@ -168,40 +172,42 @@ def plan_stage(
     strict_code: bool = False,
     source: str | None = None,
 ) -> PlannedStage:
-    """One stage, given what is committed of those that it takes; its `source` is looked at unless given."""
-    named = config.inputs()
-    if any(given not in committed for inputs in named.values() for given in inputs):
+    """Plan one stage, given its committed inputs; the fingerprint of its source is computed if `source` is None."""
+    input_names = config.inputs()
+    if any(name not in committed for names in input_names.values() for name in names):
         return PlannedStage(name, config)
-    inputs = {field: [committed[given] for given in inputs] for field, inputs in named.items()}
+    inputs = {field: [committed[name] for name in names] for field, names in input_names.items()}
     if source is None:
         source = identity.source_fingerprint(config)
     code = identity.code_digest(config.job) if strict_code else None
     key = identity.stage_key(config, _digests(inputs), source, code)
     try:
-        if (found := read_current(store, config.job, key)) is None:
+        if (current := read_current(store, config.job, key)) is None:
             return PlannedStage(name, config, key, None, None, inputs, source, code)
-        manifest, reference = found
+        manifest, reference = current
         store.check_sizes(manifest.folder, manifest.files)
     except StoreDamaged as error:
-        damaged = f"{error.what}; {error.remedy or f'`--force {name}` rebuilds it'}"
+        damaged = f"{error.problem}; {error.remedy or f'`--force {name}` rebuilds it'}"
         return PlannedStage(name, config, key, None, None, inputs, source, code, damaged=damaged)
     return PlannedStage(name, config, manifest.key, manifest, reference, inputs, source, code)
 
 
-def _spelled(config: AnyStage) -> str:
-    """Where a stage's files are; the same for all stages that read none."""
+def _source_fields(config: AnyStage) -> str:
+    """Return the fields that say where a stage's files are; the same text for all stages that read none."""
     return config.model_dump_json(include={"source", "path"})
 
 
 def _digests(inputs: Mapping[str, list[InputRef]]) -> dict[str, list[str]]:
-    return {field: [reference.content_digest for reference in given] for field, given in inputs.items()}
+    return {
+        field: [reference.content_digest for reference in references] for field, references in inputs.items()
+    }
 
 
 def force_stage(store: Store, planned: PlannedStage, nonce: str, run: str) -> str:
-    """The key that a forced stage runs under: a successor of the present artifact, the same one however often asked.
+    """Return the key of a forced stage: a successor of the current artifact, the same one at every call.
 
     Args:
-        nonce: the run's own, so that a continued run finds the successor that it made.
+        nonce: the run's nonce, by which a continued run finds the successor that it created.
     """
     assert planned.key is not None and planned.inputs is not None
     job = planned.config.job
@@ -212,47 +218,47 @@ def force_stage(store: Store, planned: PlannedStage, nonce: str, run: str) -> st
                 return following
             key = following
         if not is_committed(store, job, key):
-            return key  # nothing to replace; a damaged manifest would be something
+            return key  # nothing to replace; a damaged manifest is replaced
         ours = identity.successor_key(key, nonce)
         if replace_artifact(store, job, key, ours, run, "--force"):
             return ours
 
 
 def notes(stage: PlannedStage) -> Iterator[str]:
-    """What a reader should know of a cached stage: its code, or bytes behind it, changed since."""
+    """Yield notes on a cached stage: its code has changed, or an input was rebuilt with the same content."""
     if stage.manifest is None:
         return
     code = stage.manifest.code
     if code.get("digest") != identity.code_digest(stage.config.job):
-        since = f" (it was made at {code['git'][:10]})" if "git" in code else ""
-        yield f"{stage.name}: its code has changed since{since}; `--force {stage.name}` runs it again"
+        commit = f" since commit {code['git'][:10]}" if "git" in code else ""
+        yield f"{stage.name}: its code has changed{commit}; `--force {stage.name}` reruns it"
     for field, references in (stage.inputs or {}).items():
         for now, then in zip(references, stage.manifest.inputs.get(field, []), strict=False):
             if now.manifest_sha256 != then.manifest_sha256 and now.key != then.key:
                 keys = f"{then.key[:12]} -> {now.key[:12]}"
-                yield f"{stage.name}: {field} was made again ({keys}) with the same content, so this stands"
+                yield f"{stage.name}: {field} was rebuilt ({keys}) with the same content, so this stage stays cached"
 
 
 def reasons(store: Store, planned: Iterable[PlannedStage]) -> dict[str, str]:
-    """Stage -> why it is in its state, in a few words."""
+    """Return, for each stage, why it is in its state, in a few words."""
     stages = list(planned)
-    before: dict[tuple[str, str], Manifest] = {}
-    if any(stage.state == "run" for stage in stages):  # asks for all that was ever made
-        before = {(manifest.job, manifest.stage): manifest for manifest in all_manifests(store)}
-    return {stage.name: _reason(stage, before.get((stage.config.job, stage.name))) for stage in stages}
+    previous: dict[tuple[str, str], Manifest] = {}
+    if any(stage.state == "run" for stage in stages):  # because it reads every manifest
+        previous = {(manifest.job, manifest.stage): manifest for manifest in all_manifests(store)}
+    return {stage.name: _reason(stage, previous.get((stage.config.job, stage.name))) for stage in stages}
 
 
-def _reason(stage: PlannedStage, before: Manifest | None) -> str:
+def _reason(stage: PlannedStage, previous: Manifest | None) -> str:
     if (reason := stage.lost or stage.damaged) is not None:
         return reason
     if stage.state == "pending":
         return "waits for its inputs"
     if stage.manifest is not None:
         return f"made {stage.manifest.finished[:16].replace('T', ' ')} by {stage.manifest.run}"
-    if before is None:
+    if previous is None:
         return "never made"
     return (
-        "; ".join(_differences(before, stage))
+        "; ".join(_differences(previous, stage))
         or f"never made with{'' if stage.code else 'out'} --strict-code"
     )
 
@@ -274,7 +280,7 @@ def _differences(manifest: Manifest, stage: PlannedStage) -> Iterator[str]:
 
 
 def _identity(then: Mapping[str, Any], config: AnyStage) -> dict[str, Any]:
-    """The identity fields of a recorded configuration; as it was recorded where it no longer validates."""
+    """Return the identity fields of a recorded configuration; all its fields if it no longer validates."""
     try:
         return identity.identity_fields(type(config).model_validate(then))
     except ValueError:

@@ -1,4 +1,4 @@
-"""Runs as the store has them: begun, continued, listed, shown, stopped. A run is its plan and what happened to it."""
+"""Runs in the store: starting, continuing, listing, showing and stopping them. A run is a plan and its events."""
 
 from __future__ import annotations
 
@@ -33,16 +33,16 @@ from pipelines.store import (
 if TYPE_CHECKING:
     from pipelines.cluster.jobs_client import Cluster
 
-Clusters = Callable[[str], "Cluster"]  # a client of the cluster that a record names by its address
+Clusters = Callable[[str], "Cluster"]  # returns a client of the cluster at an address in a record
 
 UNDER_WAY = {Status.PENDING, Status.RUNNING}
-STOP_SECONDS = 8.0  # a job that was told to stop is killed after three
-CLOCK_STEP_SECONDS = 2.0  # what a process's time of creation may move by when the clock is set
+STOP_SECONDS = 8.0  # Ray kills a job three seconds after it was told to stop
+CLOCK_STEP_SECONDS = 2.0  # by which a process's creation time may change when the clock is set
 
 
 @dataclass(frozen=True)
 class Run:
-    """A plan under way: the same object whether it is new or continued."""
+    """A run to drive, new or continued."""
 
     id: str
     pipeline: Pipeline
@@ -60,22 +60,22 @@ def start_run(
     run_id: str | None = None,
     strict_code: bool = False,
 ) -> Run:
-    """The unfinished run of this very plan, or a new one; with `run_id` the run of that id, begun where it is not."""
-    wanted = {
+    """Continue the unfinished run of the same plan, or start a new one; with `run_id`, the run with that id."""
+    plan = {
         "pipeline": pipeline.model_dump(mode="json"),
         "targets": list(targets),
         "stages": list(pipeline.needed_for(targets)),
         **({"strict_code": True} if strict_code else {}),
     }
-    digest = identity.sha256(identity.canonical_json(wanted | {"force": sorted(force)}))
+    digest = identity.sha256(identity.canonical_json(plan | {"force": sorted(force)}))
     nonces = {stage: secrets.token_hex(16) for stage in force}
-    record = wanted | {"digest": digest, "force": nonces}
+    record = plan | {"digest": digest, "force": nonces}
     if run_id is not None:
         create_run(store, run_id, record | {"run": run_id, "created": now(), "nonce": secrets.token_hex(8)})
         return load_run(store, run_id)
     for run in reversed(runs(store, pipeline.name)):
-        before = read_plan(store, run)
-        if before is not None and before["digest"] == digest and not is_over(store, run):
+        existing = read_plan(store, run)
+        if existing is not None and existing["digest"] == digest and not is_over(store, run):
             return load_run(store, run)
     while True:
         run = f"{pipeline.name}-{datetime.now(UTC):%Y%m%d-%H%M%S}-{secrets.token_hex(2)}"
@@ -84,10 +84,10 @@ def start_run(
 
 
 def load_run(store: Store, run: str) -> Run:
-    """A run as it was begun.
+    """Load a run from its plan.
 
     Raises:
-        RecipeError: there is none of that id, or this vitflow can't read its plan.
+        RecipeError: there is no such run, or this version of vitflow cannot read its plan.
     """
     record = read_plan(store, run)
     if record is None:
@@ -98,31 +98,31 @@ def load_run(store: Store, run: str) -> Run:
 
 
 def runs(store: Store, pipeline: str | None = None) -> list[str]:
-    """Run ids, oldest first (of one pipeline, or all)."""
-    found = [
+    """Return the ids of all runs, or of one pipeline's, oldest first."""
+    ids = [
         name
         for name in store.names("runs")
         if pipeline in {None, name.rsplit("-", 3)[0]} and _has_plan(store, name)
     ]
-    return sorted(found, key=lambda run: run.rsplit("-", 3)[1:])
+    return sorted(ids, key=lambda run: run.rsplit("-", 3)[1:])
 
 
 def _has_plan(store: Store, run: str) -> bool:
-    """Whether a run has begun: a driver killed earlier leaves a folder without a plan."""
+    """Whether a run has a plan; a driver that is killed before it writes the plan leaves a folder without one."""
     try:
         return read_plan(store, run) is not None
     except StoreDamaged as error:
-        warn(f"{error}; its run is left out")
+        warn(f"{error}; ignoring this run")
         return False
 
 
 def is_over(store: Store, run: str) -> bool:
-    """Whether a run has ended or was told to."""
+    """Whether a run has ended or was told to stop."""
     return stop_wished(store, run) or any(event["event"] == "finished" for event in read_events(store, run))
 
 
 def driver_process() -> dict[str, Any]:
-    """What tells whether this driver still lives: on the same host its process, elsewhere the Ray job that it is."""
+    """Return the fields of a `driver` event, from which another process on this host sees whether it is alive."""
     import psutil
 
     return {
@@ -133,7 +133,7 @@ def driver_process() -> dict[str, Any]:
 
 
 def driver_alive(events: list[dict[str, Any]], clusters: Clusters) -> bool | None:
-    """Whether a driver of a run lives; None where that can't be found out from here."""
+    """Whether a driver of a run is alive; None if that cannot be determined from here."""
     answers = [
         _job_alive(event, clusters) if event["event"] == "driver submitted" else _process_alive(event)
         for event in events
@@ -143,7 +143,7 @@ def driver_alive(events: list[dict[str, Any]], clusters: Clusters) -> bool | Non
 
 
 def driver_log(store: Store, run: str, clusters: Clusters) -> str:
-    """What the last driver that was submitted for a run said; empty where there is none, or it can't be asked."""
+    """Return the log of the last submitted driver of a run; empty if there is none or its cluster does not answer."""
     submitted = [event for event in read_events(store, run) if event["event"] == "driver submitted"]
     if not submitted:
         return ""
@@ -166,23 +166,22 @@ def _process_alive(event: dict[str, Any]) -> bool | None:
 
 
 def _job_alive(event: dict[str, Any], clusters: Clusters) -> bool | None:
-
     if urlsplit(event["cluster_address"]).hostname in LOOPBACK and event.get("host") != socket.gethostname():
-        return None  # the same address is another cluster here
+        return None  # on this host the same address is another cluster
     try:
         job = clusters(event["cluster_address"]).job(event["submission_id"])
     except ClusterUnreachable as error:
         return False if error.refused_on_loopback else None
     except ValueError:
-        return None  # another cluster's token
+        return None  # the cluster refuses our token
     return job is not None and not job.ended
 
 
 def run_status(store: Store, run: str, clusters: Clusters | None = None) -> dict[str, Any]:
-    """A run for people: its status, its stages in running order with theirs, how long each took.
+    """Return a run's status and its stages, in running order, with their statuses and times.
 
     A run's status is one of Ray's five, or UNFINISHED: its driver is gone and the same command continues it. Without
-    `clusters` nothing is asked, and a run that has not ended is RUNNING.
+    `clusters`, no cluster is asked, and a run that has not ended is RUNNING.
     """
     record, events = read_plan(store, run), read_events(store, run)
     assert record is not None
@@ -195,7 +194,7 @@ def run_status(store: Store, run: str, clusters: Clusters | None = None) -> dict
     else:
         gone = clusters is not None and driver_alive(events, clusters) is False
         status = Status.UNFINISHED if gone else Status.RUNNING
-    if status == Status.STOPPED:  # by somebody who stopped the driver too, so that it could not say so
+    if status == Status.STOPPED:  # `stop` also stopped the driver, which could not record its stages' status
         for stage in stages.values():
             if stage["status"] in UNDER_WAY:
                 stage["status"] = Status.STOPPED
@@ -209,7 +208,7 @@ def run_status(store: Store, run: str, clusters: Clusters | None = None) -> dict
 
 
 def _stages(names: list[str], events: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    """What the drivers wrote of each stage, the last word last."""
+    """Return the state of each stage according to the drivers' events; later events override earlier ones."""
     stages: dict[str, dict[str, Any]] = {name: {"stage": name, "status": Status.PENDING} for name in names}
     for event in events:
         if event["event"] in {"stage", "attempt ended"} and event["stage"] in stages:
@@ -222,7 +221,7 @@ def _stages(names: list[str], events: list[dict[str, Any]]) -> dict[str, dict[st
 
 
 def stop_run(store: Store, run: str, clusters: Clusters) -> Iterator[str]:
-    """Wish a run to stop, then stop the jobs that it submitted, the driver's first; says what became of each."""
+    """Request a run to stop, then stop its jobs, the driver's first; yield a line about each job."""
     wish_stop(store, run)
     record, events = read_plan(store, run), read_events(store, run)
     assert record is not None
@@ -236,7 +235,7 @@ def stop_run(store: Store, run: str, clusters: Clusters) -> Iterator[str]:
             return f"{submission_id}: its cluster does not answer ({error})"
         return f"stopped {submission_id}"
 
-    # first the driver, so that it begins no stage that is not seen here
+    # the driver first, so that it does not begin another stage
     for event in [event for event in events if event["event"] == "driver submitted"][-1:]:
         yield stop(event["cluster_address"], event["submission_id"])
     for stage in _stages(record["stages"], read_events(store, run)).values():

@@ -1,4 +1,4 @@
-"""The statuses of stages and runs, as events record them and people see them."""
+"""The statuses of stages and runs, as events record them and commands show them."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from enum import StrEnum
 
 
 class Status(StrEnum):
-    """Ray's five statuses of a job, and what a driver adds to them."""
+    """Ray's five job statuses, and those that the driver adds."""
 
     PENDING = "PENDING"
     RUNNING = "RUNNING"

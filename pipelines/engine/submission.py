@@ -1,7 +1,7 @@
-"""A run's driver as a Ray job on a cluster's head: the submitting machine can then be switched off.
+"""A run's driver as a Ray job on a cluster's head, so that the submitting machine can be switched off.
 
-The driver is the same as in the foreground and keeps no state, so that any number of submissions of one run do no harm;
-a submission id, `driver-<run>-<n>`, is taken once, and the next is for a driver that has ended.
+The driver is the same as in the foreground and keeps no state, so several submissions of one run do no harm. Ray
+accepts a submission id, `driver-<run>-<n>`, once; the next id is used when that driver has ended.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from pipelines.spec import RecipeError
 from pipelines.store import Store, add_event, read_events
 from vit_model.errors import UserError
 
-# File systems that several machines may see; any other is taken to be this machine's own.
+# File systems that several machines may share; any other is assumed to be local.
 SHARED = (
     "nfs",
     "cifs",
@@ -38,30 +38,30 @@ SHARED = (
 
 @dataclass(frozen=True)
 class ClusterConnection:
-    """A driver's way to a cluster that is there already, whatever becomes of it."""
+    """A driver's connection to an existing cluster."""
 
     client: Cluster
 
     def cluster(self) -> Cluster:
-        """The cluster."""
+        """Return the cluster."""
         return self.client
 
     def keep(self) -> None:
-        """Nothing: it is not ours."""
+        """Do nothing: others keep the cluster alive."""
 
 
 def reach(address: str, token_file: Path | None) -> Cluster:
-    """A client of the cluster at `address`, which has answered.
+    """Return a client of the cluster at `address`, after it has answered once.
 
     Raises:
-        RecipeError: the address is invalid, it has no Ray, or the token is refused.
+        RecipeError: the address is invalid, no Ray answers there, or it refuses the token.
         ClusterUnreachable: nothing answers there.
     """
     check_address(address)
     unusable = "--address: no usable Ray cluster"
     try:
         cluster = connect(address, token_file)
-        cluster.session_name  # noqa: B018 (asks)
+        cluster.session_name  # noqa: B018 (sends a request)
     except ClusterUnreachable as error:
         raise ClusterUnreachable(f"{unusable}: {error}", error.refused_on_loopback) from None
     except UserError as error:
@@ -70,15 +70,15 @@ def reach(address: str, token_file: Path | None) -> Cluster:
 
 
 def check_address(address: str) -> None:
-    """Refuse what is no address of a dashboard. Raises RecipeError."""
+    """Raise RecipeError if an address is not a URL, as a dashboard's is."""
     if not address.startswith(("http://", "https://")) or not urlsplit(address).hostname:
         raise RecipeError(
-            f"--address {address}: write the address of Ray's dashboard, as in http://HOST:8265"
+            f"--address {address}: expected the URL of Ray's dashboard, such as http://HOST:8265"
         )
 
 
 def reached(address: str | None, token_file: Path | None) -> Clusters:
-    """How to ask the cluster that a record names: at the address given, as it is seen from here, else at its own."""
+    """Return how to reach the cluster that a record names: at `address` if given, else at the recorded address."""
     from pipelines.cluster.local import connect_running
 
     if address is None:
@@ -88,41 +88,41 @@ def reached(address: str | None, token_file: Path | None) -> Clusters:
 
 
 def check_store(uri: str, address: str) -> None:
-    """Refuse a store that the cluster can't see.
+    """Check that a cluster can see the store.
 
     Raises:
-        RecipeError: it is relative, or lies on a file system of this machine, and the cluster is elsewhere; or the
-            address is none.
+        RecipeError: the cluster is on another machine, and the store is a relative folder or on a local file system;
+            or the address is invalid.
     """
     check_address(address)
     if uri.startswith("s3://") or is_loopback(address):
         return
-    better = "give s3://bucket/prefix, or a folder on a file system that all machines share"
+    remedy = "use s3://bucket/prefix, or a folder on a file system that all machines share"
     if not Path(uri).is_absolute():
         raise RecipeError(
-            f"--store {uri}: a relative folder is another one on the cluster at {address}: {better}"
+            f"--store {uri}: a relative folder is a different one on the cluster at {address}; {remedy}"
         )
     kind = _file_system(Path(uri))
     if not kind.startswith(SHARED):
-        raise RecipeError(f"--store {uri}: it lies on {kind}, which only this machine sees: {better}")
+        raise RecipeError(f"--store {uri}: it is on {kind}, which only this machine sees; {remedy}")
 
 
 def is_loopback(address: str) -> bool:
-    """Whether a cluster's address is one of this machine."""
+    """Whether a cluster's address is on this machine's loopback interface."""
     return urlsplit(address).hostname in LOOPBACK
 
 
 def submit_driver(
     store: Store, run: Run, cluster: Cluster, parallel: int | None, ray_folder: Path | None
 ) -> str:
-    """Submit the run's driver to a cluster, unless one is at work there: its submission id.
+    """Submit the run's driver to a cluster, unless one is running there; return its submission id.
 
     Args:
-        parallel: stages at once; None leaves it to the driver.
-        ray_folder: of the local Ray, which the driver keeps alive until the run is over; None for another cluster.
+        parallel: stages to run in parallel; None leaves it to the driver.
+        ray_folder: the local Ray's folder; the driver keeps that Ray alive until the run ends. None: another cluster.
 
     Raises:
-        ClusterUnreachable: submit again; UserError: the cluster refuses it.
+        ClusterUnreachable: submit it again. UserError: the cluster refuses it.
     """
     number = 1
     while (job := cluster.job(submission_id := f"driver-{run.id}-{number}")) is not None:
@@ -149,11 +149,11 @@ def submit_driver(
 
 @contextmanager
 def target(address: str | None, token_file: Path | None) -> Iterator[tuple[Cluster, Path | None]]:
-    """The cluster to submit to and, where that is the local Ray (started if needed), its folder.
+    """Yield the cluster to submit to and, if that is the local Ray (started if needed), its folder.
 
     Raises:
-        RecipeError, ClusterUnreachable: the cluster at `address` can't be used.
-        LocalRayError: the local Ray can't be started.
+        RecipeError, ClusterUnreachable: the cluster at `address` cannot be used.
+        LocalRayError: the local Ray cannot be started.
     """
     if address is not None:
         yield reach(address, token_file), None
@@ -165,7 +165,7 @@ def target(address: str | None, token_file: Path | None) -> Iterator[tuple[Clust
 
 
 def _file_system(path: Path) -> str:
-    """The type of the file system that a path lies on, or will."""
+    """Return the type of the file system of a path, which need not exist yet."""
     import psutil
 
     path = path.resolve()

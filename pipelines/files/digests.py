@@ -1,4 +1,4 @@
-"""Digests of files outside of the store, remembered in the user's cache folder."""
+"""Digests of files outside the store, cached in the user's cache folder."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from pipelines.spec import RecipeError
 
 
 def file_digests(files: Iterable[tuple[str, str | Path]]) -> list[tuple[Any, ...]]:
-    """(name, sha256 of the contents) of each file, remembered by (device, inode, size, mtime, ctime).
+    """Return (name, sha256 of the contents) of each file, cached by (device, inode, size, mtime, ctime).
 
-    For an object s3://bucket/key it is (name, ETag, size), because reading all would take too long. For
-    hf:ORG/NAME@COMMIT/name the sha256 is the hub's, so a model there has the key of the same files in a folder.
+    For an object s3://bucket/key it is (name, ETag, size), because reading it would take too long. For
+    hf:ORG/NAME@COMMIT/name the sha256 is the hub's, so a model there has the same key as its files in a folder.
 
     Raises:
-        RecipeError: one can't be read.
+        RecipeError: a file cannot be read.
     """
-    known = _read_digest_cache()
+    cached = _read_digest_cache()
     fresh: dict[str, str] = {}
     lines: list[tuple[Any, ...]] = []
     objects = []
@@ -42,22 +42,22 @@ def file_digests(files: Iterable[tuple[str, str | Path]]) -> list[tuple[Any, ...
             status = path.stat()
             if not stat.S_ISREG(status.st_mode):
                 raise RecipeError(f"{path} is not a regular file (a FIFO, a socket or a device): remove it")
-            identity = file_version(status)
-            digest = known.get(identity)
+            version = file_version(status)
+            digest = cached.get(version)
             if digest is None:
                 with path.open("rb") as file:
                     digest = hashlib.file_digest(file, "sha256").hexdigest()
-                fresh[identity] = digest
+                fresh[version] = digest
         except OSError as error:
             raise RecipeError(f"{path}: {error.strerror}") from None
         lines.append((name, digest))
     if fresh:
-        _write_digest_cache(known | fresh)
+        _write_digest_cache(cached | fresh)
     if objects:
-        from pipelines.files.s3 import facts  # boto3 takes longer than planning without it
+        from pipelines.files.s3 import facts
 
-        found = facts(uri for _, uri in objects)
-        lines += [(name, *found[uri]) for name, uri in objects]
+        versions = facts(uri for _, uri in objects)
+        lines += [(name, *versions[uri]) for name, uri in objects]
     return lines
 
 
@@ -69,12 +69,12 @@ def _hub_digest(location: str) -> str:
 
 
 def file_version(status: os.stat_result) -> str:
-    """Values that change when a file is written or replaced: device, inode, size, mtime and ctime."""
+    """Return what changes when a file is written or replaced: device, inode, size, mtime and ctime."""
     return f"{status.st_dev}:{status.st_ino}:{status.st_size}:{status.st_mtime_ns}:{status.st_ctime_ns}"
 
 
 def cache_folder() -> Path:
-    """The user's cache folder of vitflow."""
+    """Return vitflow's cache folder of this user."""
     return user_cache_path("vitflow")
 
 
@@ -84,18 +84,17 @@ def _read_digest_cache() -> dict[str, str]:
         status = path.stat()
         return _parse_digests(path, status.st_ino, status.st_mtime_ns, status.st_size)
     except (OSError, ValueError, TypeError):
-        return {}  # a cache: without it files are read again
+        return {}  # a cache: without it, files are read again
 
 
-@lru_cache(
-    maxsize=1
-)  # it may be large, and a plan asks for it once a source; a change makes another file of it
+# The file may be large, and a plan needs it once per source. Every change replaces the file, so its inode changes.
+@lru_cache(maxsize=1)
 def _parse_digests(path: Path, inode: int, modified: int, size: int) -> dict[str, str]:
     return dict(json.loads(path.read_text()))
 
 
 def _write_digest_cache(digests: dict[str, str]) -> None:
-    with contextlib.suppress(OSError):  # a cache: where it can't be kept, files are read again
+    with contextlib.suppress(OSError):  # a cache: without it, files are read again
         folder = cache_folder()
         folder.mkdir(parents=True, exist_ok=True)
         temporary = folder / f"file-digests.{os.getpid()}.tmp"

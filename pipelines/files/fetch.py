@@ -1,4 +1,4 @@
-"""A file or folder from outside, brought to this machine for a while."""
+"""Temporary local copies of files and folders from outside the store."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from tempfile import TemporaryDirectory
 
 @contextmanager
 def fetched(path: str) -> Iterator[Path]:
-    """A file or folder from outside on this machine: itself, or a copy of what is on S3, gone after the block.
+    """Yield the local path of a file or folder: the path itself, or a copy from S3 that is removed after the block.
 
-    A model on the Hugging Face hub stays in the hub's own cache; the folder has links to its files.
+    A model on the Hugging Face hub stays in the hub's own cache; the folder contains links to its files.
 
     Raises:
-        StoreError: it can't be fetched.
+        StoreError: it cannot be fetched.
     """
     if not path.startswith(("hf:", "s3://")):
         yield Path(path)

@@ -31,7 +31,7 @@ READ = ("config.json", "preprocessor_config.json", "README.md", "model.safetenso
 
 
 def pinned(path: str) -> str:
-    """hf:ORG/NAME@COMMIT.
+    """Return hf:ORG/NAME@COMMIT for a path with any revision.
 
     Raises:
         RecipeError: there is no such model or revision. StoreUnreachable: the hub does not answer.
@@ -40,27 +40,27 @@ def pinned(path: str) -> str:
     if re.fullmatch(COMMIT, revision):
         return path
     record = _record(repository, revision)
-    if (known := _recall(record)) is None:
-        known = {"commit": _ask(path)["commit"]}
-        _remember(record, known)
-    return f"hf:{repository}@{known['commit']}"
+    if (cached := _recall(record)) is None:
+        cached = {"commit": _ask(path)["commit"]}
+        _remember(record, cached)
+    return f"hf:{repository}@{cached['commit']}"
 
 
 def digests(path: str) -> dict[str, str]:
-    """File -> sha256 of its content, for the files of a pinned path that an import reads. Raises as `pinned`."""
+    """Return {file: sha256 of its content}, for the files of a pinned path that an import reads. Raises as `pinned`."""
     repository, commit = _parse(path)
     record = _record(repository, commit)
-    if (known := _recall(record)) is None:
-        known = {"files": _ask(path)["files"]}
-        _remember(record, known)
-    return dict(known["files"])
+    if (cached := _recall(record)) is None:
+        cached = {"files": _ask(path)["files"]}
+        _remember(record, cached)
+    return dict(cached["files"])
 
 
 def fetch(path: str, folder: Path) -> Path:
-    """`folder` with links to the files of a pinned path, which stay in the hub's own cache on this machine.
+    """Fetch the files of a pinned path into the hub's own cache, and return `folder` with links to them.
 
-    The cache's own folder may hold other files of the commit, which another program fetched: no digest is known of
-    them, and a reader might prefer a pickle.
+    The cache's own folder is not used, because it may contain other files of the commit, which another program fetched:
+    their digests are unknown, and a reader might prefer a pickle.
 
     Raises:
         StoreError: a file does not match its digest. StoreUnreachable: the hub does not answer.
@@ -78,14 +78,14 @@ def fetch(path: str, folder: Path) -> Path:
 
 
 def _parse(path: str) -> tuple[str, str]:
-    """(ORG/NAME, revision)."""
-    found = re.fullmatch(HUB_PATH, path)
-    assert found is not None, path
-    return found["repository"], found["revision"] or "main"
+    """Return (ORG/NAME, revision)."""
+    match = re.fullmatch(HUB_PATH, path)
+    assert match is not None, path
+    return match["repository"], match["revision"] or "main"
 
 
 def _ask(path: str) -> dict[str, Any]:
-    """The commit of a path and the sha256 of its files: the hub states those of large files, small ones are fetched."""
+    """Return a path's commit and its files' sha256, which the hub states for large files; small ones are fetched."""
     repository, revision = _parse(path)
     with translate_errors(path):
         info = _api().model_info(repository, revision=revision, files_metadata=True)
@@ -94,25 +94,25 @@ def _ask(path: str) -> dict[str, Any]:
             f"{path}: {_endpoint()} gave {info.sha!r} as its commit; expected 40 hexadecimal digits"
         )
     commit = str(info.sha)
-    found = {file.rfilename: file for file in info.siblings or ()}
+    files = {file.rfilename: file for file in info.siblings or ()}
     names = [
-        name for name in sorted(found) if "/" not in name and any(fnmatch(name, pattern) for pattern in READ)
+        name for name in sorted(files) if "/" not in name and any(fnmatch(name, pattern) for pattern in READ)
     ]
     missing = [
-        what
-        for what, patterns in (("config.json", ("config.json",)), ("model.safetensors", WEIGHTS))
+        needed
+        for needed, patterns in (("config.json", ("config.json",)), ("model.safetensors", WEIGHTS))
         if not any(fnmatch(name, pattern) for name in names for pattern in patterns)
     ]
     if missing:
         raise RecipeError(
             f"{path}: missing {' and '.join(missing)}; expected a model with config.json and model.safetensors "
-            f"(pickles such as pytorch_model.bin are not fetched). It contains: {', '.join(sorted(found))}"
+            f"(pickles such as pytorch_model.bin are not fetched). It contains: {', '.join(sorted(files))}"
         )
     with translate_errors(path):
-        small = {name: _download(repository, commit, name) for name in names if found[name].lfs is None}
-    known = {name: lfs.sha256 for name in names if (lfs := found[name].lfs) is not None}
-    known |= dict(file_digests(small.items()))
-    return {"commit": commit, "files": known}
+        small = {name: _download(repository, commit, name) for name in names if files[name].lfs is None}
+    sha256s = {name: lfs.sha256 for name in names if (lfs := files[name].lfs) is not None}
+    sha256s |= dict(file_digests(small.items()))
+    return {"commit": commit, "files": sha256s}
 
 
 def _download(repository: str, commit: str, name: str) -> Path:
@@ -132,13 +132,13 @@ def _endpoint() -> str:
 
 
 def _token() -> str | bool:
-    """HF_TOKEN; False: none, not even a token saved by a login, which other machines would not have."""
+    """Return HF_TOKEN; False: none, not even a token saved by a login, which other machines would not have."""
     return os.environ.get("HF_TOKEN") or False
 
 
 @contextmanager
 def translate_errors(path: str) -> Iterator[None]:
-    """Turn what the hub's client raises into vitflow's errors, which name the path."""
+    """Turn errors of the hub's client into vitflow's, which name the path."""
     try:
         import httpx2
         from huggingface_hub.errors import (
@@ -152,7 +152,7 @@ def translate_errors(path: str) -> Iterator[None]:
         raise RecipeError(
             f"{path}: the package {error.name} is not installed: pip install 'vitflow[hub]'"
         ) from None
-    disable_progress_bars()  # in a log they are a line each
+    disable_progress_bars()  # each would be a line in the log
     try:
         yield
     except GatedRepoError:
@@ -169,7 +169,7 @@ def translate_errors(path: str) -> Iterator[None]:
         ) from None
     except HFValidationError as error:
         raise RecipeError(f"{path}: {error}") from None
-    except (httpx2.HTTPError, OSError) as error:  # OSError: also no place in the cache
+    except (httpx2.HTTPError, OSError) as error:  # OSError: also a full disk
         reason = str(error).partition("\n")[0] or type(error).__name__
         raise StoreUnreachable(f"{path}: cannot fetch it from {_endpoint()}: {reason}") from None
     except (ValueError, KeyError, TypeError) as error:
@@ -190,9 +190,9 @@ def _recall(record: Path) -> dict[str, Any] | None:
         return None  # a cache: the hub is asked again
 
 
-def _remember(record: Path, known: dict[str, Any]) -> None:
-    with suppress(OSError):  # a cache: where it cannot be kept, the hub is asked again
+def _remember(record: Path, content: dict[str, Any]) -> None:
+    with suppress(OSError):  # a cache: without it, the hub is asked again
         record.parent.mkdir(parents=True, exist_ok=True)
         temporary = record.with_suffix(f".{os.getpid()}.tmp")
-        temporary.write_text(json.dumps(known, indent=1))
+        temporary.write_text(json.dumps(content, indent=1))
         temporary.replace(record)

@@ -1,10 +1,10 @@
-"""S3: the client, its errors in words, and files that others put there and a stage reads.
+"""S3: the client, its errors in words, and the files of sources.
 
-Where the server is and who asks is boto3's own business: AWS_ENDPOINT_URL_S3, AWS_REGION, AWS_PROFILE, credentials
-from the environment, ~/.aws or the machine's role. Nothing of that is ever written into a record.
+boto3 finds the server and the credentials: AWS_ENDPOINT_URL_S3, AWS_REGION, AWS_PROFILE, keys from the environment,
+~/.aws or the machine's role. None of these is written into a record.
 
-A source is s3://bucket/key of one object, or s3://bucket/prefix of those below it, which are taken for a folder. It is
-known by ETag and size, and read when it is needed.
+A source is one object, s3://bucket/key, or the objects below s3://bucket/prefix, which are treated as a folder. Objects
+are identified by ETag and size, and read when they are needed.
 """
 
 from __future__ import annotations
@@ -37,61 +37,61 @@ from botocore.exceptions import (
 from pipelines.errors import StoreDamaged, StoreError, StoreUnreachable
 from pipelines.spec import ONE_FILE
 
-CONNECT_SECONDS, READ_SECONDS = 2.0, 20.0  # without an answer, before the next try
+CONNECT_SECONDS, READ_SECONDS = 2.0, 20.0  # timeouts, before the next try
 TRIES = 4  # botocore waits up to 1, 2, 4 s between them, with jitter
-PART_BYTES = 16 * 2**20  # larger files go and come in parts of this size, several at once
+PART_BYTES = 16 * 2**20  # larger files are transferred in parts of this size, several at once
 THREADS = 8
 _BUCKET = re.compile(r"[a-z0-9][a-z0-9.-]{1,61}[a-z0-9]")
 _DAMAGED = {"NoSuchKey", "InvalidRange"}
-_AGAIN = {409, 429, 500, 502, 503, 504}
+_RETRIED = {409, 429, 500, 502, 503, 504}
 _EXPLAINED = {
-    "NoSuchBucket": "there is no such bucket: make it first, or mend its name",
-    "NoSuchKey": "it is not there, though its manifest names it: the store is damaged",
-    "InvalidRange": "it is shorter than its manifest says: it is damaged",
+    "NoSuchBucket": "there is no such bucket; create it, or correct the name",
+    "NoSuchKey": "the object is missing, though its manifest names it: the store is damaged",
+    "InvalidRange": "the object is shorter than its manifest says: it is damaged",
     "AccessDenied": "access is denied: a store needs s3:GetObject, PutObject and ListBucket",
     "InvalidAccessKeyId": "the server does not know this access key",
-    "SignatureDoesNotMatch": "the secret key is not the access key's",
+    "SignatureDoesNotMatch": "the secret key does not belong to the access key",
     "ExpiredToken": "the credentials have expired",
-    "RequestTimeTooSkewed": "this machine's clock differs too much from the server's: set it right",
+    "RequestTimeTooSkewed": "this machine's clock differs too much from the server's; correct it",
 }
 
 
 def parse(uri: str) -> tuple[str, str]:
-    """(bucket, prefix with a slash before it, or empty) of s3://bucket/prefix. Raises StoreError."""
+    """Return (bucket, prefix with a leading slash, or empty) of s3://bucket/prefix. Raises StoreError."""
     parts = urlsplit(uri)
     if "@" in uri or ":" in parts.netloc or parts.query or parts.fragment:
         raise StoreError(
-            "a store's address is s3://bucket/prefix and nothing more: keys would end up in logs and records, put them "
-            "into ~/.aws/credentials or the environment; the endpoint is taken from AWS_ENDPOINT_URL_S3"
+            "an S3 address is s3://bucket/prefix without credentials, which would end up in logs and records; put them "
+            "into ~/.aws/credentials or the environment, and the endpoint into AWS_ENDPOINT_URL_S3"
         )
     if not _BUCKET.fullmatch(parts.netloc):
-        raise StoreError(f"{uri}: {parts.netloc!r} is no bucket's name")
+        raise StoreError(f"{uri}: {parts.netloc!r} is not a valid bucket name")
     if parts.path.strip("/") and any(part in {"", ".", ".."} for part in parts.path.strip("/").split("/")):
-        raise StoreError(f"{uri}: write the prefix without empty parts, '.' and '..'")
+        raise StoreError(f"{uri}: the prefix must not have empty parts, '.' or '..'")
     return parts.netloc, parts.path.rstrip("/")
 
 
 @cache
 def client() -> Any:
-    """The process's S3 client; safe to use from several threads. Raises StoreError."""
+    """Return the process's S3 client, which several threads may use. Raises StoreError."""
     if "@" in _endpoint():
         raise StoreError(
-            "AWS_ENDPOINT_URL_S3 has a user or a password in it: put keys into ~/.aws/credentials"
+            "AWS_ENDPOINT_URL_S3 contains a user or a password; put credentials into ~/.aws/credentials"
         )
     config = Config(
         connect_timeout=CONNECT_SECONDS,
         read_timeout=READ_SECONDS,
         retries={"mode": "standard", "total_max_attempts": TRIES},
         max_pool_connections=2 * THREADS,
-        # Other servers than AWS's refuse or corrupt what is sent with trailing checksums. Without these the signature
-        # covers what is sent, and what is read is compared with its manifest.
+        # Servers other than AWS's reject or corrupt uploads with trailing checksums. Without them, the signature
+        # protects uploads, and downloads are compared with their manifests.
         request_checksum_calculation="when_required",
         response_checksum_validation="when_required",
     )
     try:
         return boto3.session.Session().client("s3", config=config)
     except (BotoCoreError, ValueError) as error:
-        raise StoreError(f"S3 can't be used: {error}") from None
+        raise StoreError(f"cannot use S3: {error}") from None
 
 
 def transfer() -> TransferConfig:
@@ -99,31 +99,31 @@ def transfer() -> TransferConfig:
         multipart_threshold=PART_BYTES + 1,
         multipart_chunksize=PART_BYTES,
         max_concurrency=THREADS,
-        preferred_transfer_client="classic",  # another would not heed the client's settings
+        preferred_transfer_client="classic",  # the other ignores the client's settings
     )
 
 
 @contextmanager
-def translate_errors(uri: str, what: str) -> Iterator[None]:
-    """What boto3 raises, as a StoreError that says where, what, and what would be right."""
+def translate_errors(uri: str, operation: str) -> Iterator[None]:
+    """Turn boto3's errors into a StoreError that names the address and the operation, and says what to do."""
     try:
         yield
     except (NoCredentialsError, PartialCredentialsError) as error:
         raise StoreError(
-            f"{uri}: can't {what}: {str(error).rstrip('.').lower()}: put them into ~/.aws/credentials or "
-            f"the environment, also on the cluster's nodes if this was said by a job{_at_endpoint()}"
+            f"{uri}: cannot {operation}: {str(error).rstrip('.').lower()}; put them into ~/.aws/credentials or the "
+            f"environment, also on the cluster's nodes if this message is from a job{_at_endpoint()}"
         ) from None
     except ClientError as error:
         code = error_code(error)
-        # of a multipart upload that is gone the answer was lost, most likely: what comes of it is unknown
-        again = error_status(error) in _AGAIN or code in {"SlowDown", "RequestTimeout", "NoSuchUpload"}
+        # NoSuchUpload: most likely the answer to the end of a multipart upload was lost, so its outcome is unknown
+        retry = error_status(error) in _RETRIED or code in {"SlowDown", "RequestTimeout", "NoSuchUpload"}
         reason = _EXPLAINED.get(code) or f"{code} {error.response['Error'].get('Message', '')}".strip()
-        kind = StoreUnreachable if again else StoreDamaged if code in _DAMAGED else StoreError
-        raise kind(f"{uri}: can't {what}: {reason}{_at_endpoint()}") from None
+        kind = StoreUnreachable if retry else StoreDamaged if code in _DAMAGED else StoreError
+        raise kind(f"{uri}: cannot {operation}: {reason}{_at_endpoint()}") from None
     except (HTTPClientError, ConnectionError, IncompleteReadError, RetriesExceededError) as error:
-        raise StoreUnreachable(f"{uri}: can't {what}: {_last(error)}{_at_endpoint()}") from None
+        raise StoreUnreachable(f"{uri}: cannot {operation}: {_last_line(error)}{_at_endpoint()}") from None
     except BotoCoreError as error:
-        raise StoreError(f"{uri}: can't {what}: {_last(error)}{_at_endpoint()}") from None
+        raise StoreError(f"{uri}: cannot {operation}: {_last_line(error)}{_at_endpoint()}") from None
 
 
 def error_code(error: ClientError) -> str:
@@ -142,15 +142,15 @@ def _at_endpoint() -> str:
     return f" (at {_endpoint()})" if _endpoint() else ""
 
 
-def _last(error: Exception) -> str:
+def _last_line(error: Exception) -> str:
     return str(error).strip().splitlines()[-1][:300] if str(error).strip() else type(error).__name__
 
 
-# ------------------------------------------------------------------------------------------------- files of others
+# ------------------------------------------------------------------------------------------------- files of sources
 
 
 class Remote(NamedTuple):
-    """An object; `name` is its place in the folder."""
+    """An object; `name` is its path relative to the folder."""
 
     name: str
     key: str
@@ -159,51 +159,51 @@ class Remote(NamedTuple):
 
 
 def listing(uri: str) -> list[Remote]:
-    """The object there, or those directly below it; empty where there is nothing. Raises StoreError."""
-    alone, below = _at(uri, "/")
-    return [file._replace(name=ONE_FILE) for file in alone] or [
+    """Return the object at an address, or those directly below it; empty if there are none. Raises StoreError."""
+    single, below = _at(uri, "/")
+    return [file._replace(name=ONE_FILE) for file in single] or [
         file for file in below if file.name and not file.name.startswith(".")
     ]
 
 
 def tree(uri: str) -> list[Remote]:
-    """The object there, or all below it at any depth; empty where there is nothing. Raises StoreError."""
-    alone, below = _at(uri, "")
-    return alone or below
+    """Return the object at an address, or all below it at any depth; empty if there are none. Raises StoreError."""
+    single, below = _at(uri, "")
+    return single or below
 
 
 def facts(uris: Iterable[str]) -> dict[str, tuple[str, int]]:
-    """(ETag, size) of each object s3://bucket/key. Raises StoreError: one is not there."""
+    """Return the (ETag, size) of each object s3://bucket/key. Raises StoreError if one does not exist."""
     keys: dict[str, list[str]] = defaultdict(list)
     for uri in uris:
         bucket, key = _split(uri)
         keys[bucket].append(key)
-    found = {}
+    versions = {}
     for bucket, wanted in keys.items():
-        # what a source asks for lies below one root: hardly more is listed
-        common = commonpath(wanted)
-        known = {file.key: (file.etag, file.size) for file in _objects(bucket, common)}
-        if lost := [key for key in wanted if key not in known]:
-            raise StoreError(f"s3://{bucket}/{lost[0]}: there is no such object")
-        found.update({f"s3://{bucket}/{key}": known[key] for key in wanted})
-    return found
+        # the objects of a source are below one root, so this lists few others
+        listed = {file.key: (file.etag, file.size) for file in _objects(bucket, commonpath(wanted))}
+        if missing := [key for key in wanted if key not in listed]:
+            raise StoreError(f"s3://{bucket}/{missing[0]}: there is no such object")
+        versions.update({f"s3://{bucket}/{key}": listed[key] for key in wanted})
+    return versions
 
 
 def read_range(uri: str, start: int, length: int, etag: str | None = None) -> bytes:
-    """A range, not empty, of an object; less where it ends before.
+    """Read a non-empty range of an object; the result is shorter if the object ends earlier.
 
-    Raises StoreError: it has another ETag than this, or can't be read.
+    Raises:
+        StoreError: the object has another ETag, or cannot be read.
     """
     bucket, key = _split(uri)
     with translate_errors(uri, f"read bytes {start} to {start + length}"):
-        wanted = f"bytes={start}-{start + length - 1}"
-        given = {} if etag is None else {"IfMatch": etag}
-        answer = client().get_object(Bucket=bucket, Key=key, Range=wanted, **given)
-        return bytes(answer["Body"].read())
+        byte_range = f"bytes={start}-{start + length - 1}"
+        condition = {} if etag is None else {"IfMatch": etag}
+        response = client().get_object(Bucket=bucket, Key=key, Range=byte_range, **condition)
+        return bytes(response["Body"].read())
 
 
 def fetch(uri: str, folder: Path) -> Path:
-    """Copy what is there into `folder`: the copy of the file, or the folder. Raises StoreError."""
+    """Copy an object, or all directly below it, into `folder`; return the file or the folder. Raises StoreError."""
     bucket, _ = parse(uri)
     files = listing(uri)
     for file in files:
@@ -218,21 +218,21 @@ def _split(uri: str) -> tuple[str, str]:
 
 
 def _at(uri: str, delimiter: str) -> tuple[list[Remote], list[Remote]]:
-    """The one object of this address, and, where there is none, those below it."""
+    """Return the one object at this address; if there is none, the objects below it."""
     bucket, prefix = parse(uri)
     key = prefix.removeprefix("/")
-    if alone := [file for file in _objects(bucket, key, "/") if file.key == key]:
-        return [alone[0]._replace(name=key.rpartition("/")[2])], []
+    if single := [file for file in _objects(bucket, key, "/") if file.key == key]:
+        return [single[0]._replace(name=key.rpartition("/")[2])], []
     folder = f"{key}/" if key else ""
     below = _objects(bucket, folder, delimiter)
     return [], [file._replace(name=file.key.removeprefix(folder)) for file in below]
 
 
 def _objects(bucket: str, prefix: str, delimiter: str = "") -> Iterator[Remote]:
-    """The objects whose keys begin so; with "/" without those in folders below."""
+    """Yield the objects with a prefix; with the delimiter "/", without those in folders below."""
     with translate_errors(f"s3://{bucket}/{prefix}", "list it"):
-        given = {"Delimiter": delimiter} if delimiter else {}
-        pages = client().get_paginator("list_objects_v2").paginate(Bucket=bucket, Prefix=prefix, **given)
+        options = {"Delimiter": delimiter} if delimiter else {}
+        pages = client().get_paginator("list_objects_v2").paginate(Bucket=bucket, Prefix=prefix, **options)
         for page in pages:
             for entry in page.get("Contents", ()):
                 yield Remote(entry["Key"], entry["Key"], entry["ETag"], entry["Size"])

@@ -1,6 +1,6 @@
-"""The files outside of the store that a stage reads: on this machine, on S3 or on the Hugging Face hub.
+"""Listing the files outside the store that a stage reads: on this machine, on S3 or on the Hugging Face hub.
 
-A recipe says where to look and which of the files there it reads (`pipelines.spec`); this module looks.
+A recipe says where the files are, and which of them it reads (`pipelines.spec`); this module lists them.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from pipelines.spec.files import At, Below, Files, FileSource, InPackage, Locati
 
 
 def stage_files(config: AnyStage) -> Files | None:
-    """Every external file that a stage's result depends on, by name; None: the stage reads none.
+    """Return every external file that a stage's result depends on, by name; None if the stage reads none.
 
     Raises:
         RecipeError: files are missing or cannot be listed.
@@ -29,32 +29,32 @@ def stage_files(config: AnyStage) -> Files | None:
 
 
 def source_files(source: FileSource) -> Files:
-    """The files that a source reads. Raises as `stage_files`."""
+    """Return the files that a source reads. Raises as `stage_files`."""
     match source.where():
         case Below(root):
-            there = dict(_below(root))
+            files = dict(_below(root))
         case At(root):
-            there = dict(_at(root))
+            files = dict(_at(root))
         case Named(root, names):
-            there = _named(root, names)
+            files = _named(root, names)
         case InPackage(package, folder, pattern):
             paths = sorted((_package_folder(package) / folder).glob(pattern))
-            there = {path.name: path for path in paths}
-    return source.choose(there)
+            files = {path.name: path for path in paths}
+    return source.choose(files)
 
 
 def import_files(path: str) -> Files:
-    """The files of weights that others trained: one, those in a folder, or those of a model on the hub.
+    """Return the files of pretrained weights: one file, those in a folder, or those of a model on the hub.
 
     Raises as `stage_files`.
     """
     if path.startswith("s3://"):
         from pipelines.files.s3 import listing
 
-        if not (found := listing(path)):
+        if not (objects := listing(path)):
             raise RecipeError(f"path: there is nothing at {path}")
         bucket = path.split("/")[2]
-        return {file.name: f"s3://{bucket}/{file.key}" for file in found}
+        return {file.name: f"s3://{bucket}/{file.key}" for file in objects}
     if path.startswith("hf:"):
         from pipelines.files.hub import digests, pinned
 
@@ -64,18 +64,18 @@ def import_files(path: str) -> Files:
     if local.is_file():
         return {ONE_FILE: local}
     if not local.is_dir():
-        raise RecipeError(f"path: there is no file and no folder {path}")
-    # a training's folder has checkpoints below it, which nothing reads
+        raise RecipeError(f"path: {path}: no such file or folder")
+    # not the folders below it: nothing reads a training's checkpoints
     return {file.name: file for file in local.iterdir() if file.is_file() and not file.name.startswith(".")}
 
 
 def _below(root: str) -> Iterator[tuple[str, Location]]:
-    """(name relative to the root, location) of every regular file below it that its user put there.
+    """Yield (name relative to the root, location) of every regular file below it, except those that a system created.
 
-    FIFOs, sockets and devices are left out: opening one may never return.
+    FIFOs, sockets and devices are left out, because opening one may block forever.
 
     Raises:
-        RecipeError: it is not a folder, a name in it is not UTF-8, a link is broken, or nothing lies below
+        RecipeError: the root is not a folder, a name in it is not UTF-8, a link is broken, or there is nothing below
             s3://bucket/prefix.
     """
     if root.startswith("s3://"):
@@ -111,13 +111,13 @@ def _is_regular(path: Path) -> bool:
 
 
 def _at(root: str) -> Iterator[tuple[str, Location]]:
-    """The file or object `root` and its further parts by name, or all `_below` it. Raises RecipeError."""
+    """Yield the file or object `root` and its further parts by name, or all `_below` it. Raises RecipeError."""
     if root.startswith("s3://"):
-        found = list(_objects_at(root))
+        objects = list(_objects_at(root))
         folder, _, name = root.rpartition("/")
-        if found == [(name, root)]:
-            found = [(part, f"{folder}/{part}") for part in parts_of(name, _names_in(folder))]
-        yield from found
+        if objects == [(name, root)]:
+            objects = [(part, f"{folder}/{part}") for part in parts_of(name, _names_in(folder))]
+        yield from objects
     elif Path(root).is_file():
         path = Path(root)
         names = parts_of(path.name, _names_in(str(path.parent)))
@@ -127,7 +127,7 @@ def _at(root: str) -> Iterator[tuple[str, Location]]:
 
 
 def _names_in(folder: str) -> Iterator[str]:
-    """A generator, because `parts` hardly ever needs the names."""
+    """Yield the names in a folder; lazily, because `parts_of` rarely needs them."""
     if folder.startswith("s3://"):
         from pipelines.files.s3 import listing
 
@@ -144,24 +144,26 @@ def _named(root: str, names: Sequence[str]) -> dict[str, Location]:
 
 
 def _objects_at(root: str) -> Iterator[tuple[str, str]]:
-    """(name, s3://bucket/key) of the object there, or of all below it, as in a folder."""
+    """Yield (name, s3://bucket/key) of the object at an address, or of all below it, as in a folder."""
     from pipelines.files.s3 import tree
 
-    if not (found := tree(root)):
+    if not (objects := tree(root)):
         raise RecipeError(f"source.root: there is nothing at {root}")
     bucket = root.split("/")[2]
-    for file in found:
-        inner = file.name.split("/")
-        if any(part in ("", "..") for part in inner[:-1]) or inner[-1] == "..":
-            raise RecipeError(f"source.root: {root} has an object {file.key!r}, which is no path")
-        # a folder's own object has no name
-        if inner[-1] and not any(map(left_by_a_system, inner)):
+    for file in objects:
+        parts = file.name.split("/")
+        if any(part in ("", "..") for part in parts[:-1]) or parts[-1] == "..":
+            raise RecipeError(
+                f"source.root: {root} contains the object {file.key!r}, which is not a valid path"
+            )
+        # the last part of a folder's own object is empty
+        if parts[-1] and not any(map(left_by_a_system, parts)):
             yield file.name, f"s3://{bucket}/{file.key}"
 
 
 def _package_folder(package: str) -> Path:
-    """Where an installed package lies, without importing it."""
-    found = importlib.util.find_spec(package)
-    if found is None or not found.submodule_search_locations:
+    """Return the folder of an installed package, without importing it."""
+    spec = importlib.util.find_spec(package)
+    if spec is None or not spec.submodule_search_locations:
         raise RecipeError(f"the package {package} is not installed: `make install`")
-    return Path(found.submodule_search_locations[0])
+    return Path(spec.submodule_search_locations[0])

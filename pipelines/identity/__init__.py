@@ -1,4 +1,4 @@
-"""What a result is known by: the stage's key, the fingerprint of its source, the digest of its code."""
+"""The identity of a result: the stage's key, the fingerprint of its source, the digest of its code."""
 
 from pipelines.identity.code import CODE_PACKAGES, PROJECT, code_digest, git_state, import_closure
 from pipelines.identity.fingerprint import files_fingerprint, source_fingerprint

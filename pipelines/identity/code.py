@@ -1,7 +1,6 @@
-"""The digest of a stage's code, found without importing it.
+"""The digest of a stage's code, computed without importing the code.
 
-Code does not enter a key, but with `--strict-code`: its digest is recorded beside the result, so that a change can be
-told.
+The digest enters a key only with `--strict-code`. It is always recorded in the manifest, so that changes are detected.
 """
 
 from __future__ import annotations
@@ -18,28 +17,28 @@ from pipelines.identity.key import canonical_json, sha256
 from pipelines.spec import module
 
 PROJECT = Path(__file__).resolve().parents[2]
-CODE_PACKAGES = ("ray_jobs", "vit_model")  # pipelines only carries values, and every value is in the key
+CODE_PACKAGES = ("ray_jobs", "vit_model")  # not pipelines: it only passes on values, and these are in the key
 
 
 @cache
 def code_digest(job: str) -> str:
-    """sha256 over the files that a job's module imports from this project, itself included, at any depth."""
+    """Return the sha256 over a job's module and the files of this project that it imports, at any depth."""
     return sha256(canonical_json([[name, _source(name)[1]] for name in import_closure(job)]))
 
 
 def import_closure(job: str) -> list[str]:
-    """The project's files that a job's module imports or renders, found without importing anything."""
-    pending, found = [f"ray_jobs/{module(job)}.py", "ray_jobs/__init__.py"], set()
+    """Return the project's files that a job's module imports or renders, without importing anything."""
+    pending, closure = [f"ray_jobs/{module(job)}.py", "ray_jobs/__init__.py"], set()
     while pending:
         name = pending.pop()
-        if name not in found:
-            found.add(name)
+        if name not in closure:
+            closure.add(name)
             pending += _imported_files(name) if name.endswith(".py") else ()
-    return sorted(found)
+    return sorted(closure)
 
 
-# An import of ours, the names in brackets or to the line's end. Parsing fifty files as Python takes a quarter of the
-# time that a run with nothing to do may take.
+# An import from this project; the names are in parentheses or extend to the end of the line. Parsing fifty files as
+# Python would take a quarter of the time of a cached rerun.
 _IMPORT = re.compile(
     rf"^[ \t]*(?:from ((?:{'|'.join(CODE_PACKAGES)})[\w.]*) import (\([^)]*\)|.*)"
     rf"|import ((?:{'|'.join(CODE_PACKAGES)})[\w.]*))",
@@ -49,14 +48,14 @@ _IMPORT = re.compile(
 
 @cache
 def _source(name: str) -> tuple[str, str]:
-    """The text of a file of the project, and the sha256 of its bytes."""
+    """Return the text of a file of the project, and the sha256 of its bytes."""
     data = PROJECT.joinpath(name).read_bytes()
     return data.decode(), hashlib.sha256(data).hexdigest()
 
 
 @cache
 def _project_files() -> frozenset[str]:
-    """The names of all files that a stage's code can consist of. A plan asks for some three thousand candidates."""
+    """Return the names of all files that can belong to a stage's code. A plan looks up about 3,000 candidates."""
     root = f"{PROJECT}/"
     return frozenset(
         f"{folder.removeprefix(root)}/{name}"
@@ -76,7 +75,7 @@ def _imported_files(name: str) -> tuple[str, ...]:
         else:
             ours |= {package, *(f"{package}.{name}" for name in re.findall(r"\w+", names))}
     packages = {".".join(name.split(".")[:depth]) for name in ours for depth in range(1, name.count(".") + 2)}
-    # a module brings the template that lies beside it under its name
+    # a module also uses the template of the same name beside it
     files = (
         f"{module.replace('.', '/')}{ending}"
         for module in packages
@@ -86,14 +85,14 @@ def _imported_files(name: str) -> tuple[str, ...]:
 
 
 def git_state() -> dict[str, Any]:
-    """The commit that the code is from and whether files differ from it.
+    """Return the commit of the code, and whether files differ from it.
 
-    In a checkout git says so, in a package that was built from one the file that the build wrote. Empty if neither is
-    there; a repository that only contains the folder of installed packages is not the code's own.
+    The source is git in a checkout, and in an installed package the file that the build wrote. Empty if there is
+    neither; a repository that merely contains the folder of installed packages does not count.
     """
 
     def git(*arguments: str) -> list[str]:
-        import subprocess  # not needed to plan
+        import subprocess  # planning does not need it
 
         try:
             done = subprocess.run(["git", "-C", str(PROJECT), *arguments], capture_output=True, text=True)

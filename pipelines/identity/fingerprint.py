@@ -1,6 +1,6 @@
 """The fingerprint of a stage's source: the contents and names of its files.
 
-Where the files lie, and when they were touched, does not matter.
+The files' location and times do not matter.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from pipelines.spec import AnyStage, RecipeError
 
 
 def source_fingerprint(config: AnyStage) -> str | None:
-    """The fingerprint of the files that a stage reads from outside: their names and contents; None: it reads none.
+    """Return the fingerprint of the files that a stage reads from outside the store; None if it reads none.
 
     Raises:
-        RecipeError: there are no files, or one can't be read.
-        StoreUnreachable: they are on S3, which does not answer.
+        RecipeError: there are no files, or one cannot be read.
+        StoreUnreachable: the files are on S3, which does not answer.
     """
     try:
         files = stage_files(config)
@@ -38,5 +38,5 @@ def source_fingerprint(config: AnyStage) -> str | None:
 
 
 def files_fingerprint(files: Iterable[tuple[str, str | Path]]) -> str:
-    """sha256 over what `file_digests` says of all files."""
+    """Return the sha256 over the `file_digests` of all files."""
     return sha256(canonical_json(sorted(file_digests(files))))

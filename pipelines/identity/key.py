@@ -1,4 +1,4 @@
-"""A stage's key: what makes two runs of a stage the same.
+"""A stage's key: two runs of a stage with the same key have the same result.
 
 key = sha256(canonical JSON {job, the job's VERSION, identity fields, content digests of the inputs})
 """
@@ -17,10 +17,10 @@ from vit_model.config import Frozen
 
 
 def canonical_json(value: Any) -> str:
-    """The one spelling of a value in every process.
+    """Return the JSON of a value, which is the same in every process.
 
     Raises:
-        TypeError: a value that has no such spelling (a set, NaN, an object); nothing falls back to `str()`.
+        TypeError: the value has no such form (a set, NaN, an object); nothing falls back to `str()`.
     """
     _check_canonical(value)
     return json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
@@ -37,20 +37,21 @@ def _check_canonical(value: Any) -> None:
             _check_canonical(item)
     elif isinstance(value, float):
         if not math.isfinite(value):
-            raise TypeError(f"{value!r} has no canonical spelling")
+            raise TypeError(f"{value!r} has no canonical JSON form")
     elif value is not None and type(value) not in (str, int, bool):
-        raise TypeError(f"{value!r} of type {type(value).__name__} has no canonical spelling")
+        raise TypeError(f"{value!r} of type {type(value).__name__} has no canonical JSON form")
 
 
 def sha256(text: str) -> str:
-    """Hex sha256 of a text."""
+    """Return the sha256 of a text in hexadecimal."""
     return hashlib.sha256(text.encode()).hexdigest()
 
 
 def identity_fields(config: Frozen) -> dict[str, Any]:
-    """The fields that change the result: all but execution fields and names of inputs that no result shows.
+    """Return the fields that change the result: all except execution fields, and names of inputs that it does not show.
 
-    A field that came later is left out while it has its default, so that what was made before it came keeps its key.
+    A field marked `later` is left out while it has its default, so that results from before it was added keep their
+    keys.
     """
     fields: dict[str, Any] = {}
     for name, info in type(config).model_fields.items():
@@ -68,25 +69,25 @@ def identity_fields(config: Frozen) -> dict[str, Any]:
 def stage_key(
     config: AnyStage, inputs: Mapping[str, Any], source: str | None, code: str | None = None
 ) -> str:
-    """The key of a stage.
+    """Return the key of a stage.
 
     Args:
         config: the stage.
         inputs: field -> content digest of the artifact that it names, or the list of them.
-        source: the fingerprint of the files that it reads from outside, None where it reads none.
-        code: with `--strict-code` the digest of the stage's code; None leaves it out.
+        source: the fingerprint of the files that it reads from outside the store; None if it reads none.
+        code: with `--strict-code`, the digest of the stage's code; None leaves it out.
     """
     assert (source is None) == (not isinstance(config, Ingest | Import))
-    made_of = {
+    parts = {
         "job": config.job,
         "version": config.VERSION,
         "fields": identity_fields(config),
         "inputs": dict(inputs),
         "source": source,
     }
-    return sha256(canonical_json(made_of if code is None else made_of | {"code": code}))
+    return sha256(canonical_json(parts if code is None else parts | {"code": code}))
 
 
 def successor_key(key: str, nonce: str) -> str:
-    """The key of the artifact that `--force` puts in the place of another."""
+    """Return the key of the artifact that replaces another by `--force`."""
     return sha256(canonical_json({"replaces": key, "nonce": nonce}))

@@ -1,6 +1,6 @@
-"""What this machine gives a pipeline: cores, memory, shared memory, disk, GPUs, DeepSpeed's compiled op.
+"""Checks of this machine: cores, memory, shared memory, disks, GPUs, DeepSpeed's compiled op.
 
-In: nothing but the machine. Out: `Finding`s, each from a look at the real thing.
+Out: `Finding`s, each from the machine's actual state.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ GPU_SECONDS = 60.0
 
 @dataclass(frozen=True)
 class Finding:
-    """What was looked at, how it is, and what to do about it (empty where it is well)."""
+    """A check: its subject (`what`), its status, the result (`said`), and what to do (`do`, empty if it is ok)."""
 
     what: str
     status: Literal["ok", "warning", "problem"]
@@ -40,7 +40,7 @@ class Finding:
 
 
 def machine_findings(places: dict[str, Path]) -> Iterator[Finding]:
-    """All of this machine; `places`: folders that are written to, by what is written there."""
+    """Check this machine. `places`: what is written -> the folder."""
     gpus = _gpus()
     yield _accelerator(gpus)
     yield _communication_op(bool(gpus))
@@ -54,15 +54,15 @@ def machine_findings(places: dict[str, Path]) -> Iterator[Finding]:
 def cgroup_limits(
     membership: Path = Path("/proc/self/cgroup"), root: Path = Path("/sys/fs/cgroup")
 ) -> tuple[float | None, int | None]:
-    """(cores, bytes of memory) that this process's control groups, of version 1 or 2, allow; None: no limit."""
+    """Return (cores, bytes of memory) that this process's control groups, version 1 or 2, allow; None: no limit."""
     cores: list[float] = []
     memory: list[int] = []
     for line in (_read(membership) or "").splitlines():
         _, controllers, path = line.split(":", 2)
-        for controller in controllers.split(","):  # "" in version 2, whose one tree lies at the root itself
+        for controller in controllers.split(","):  # "" in version 2, which has one tree, at the root itself
             tree = root / controller
             group = tree / path.lstrip("/")
-            for folder in (group, *group.parents):  # a limit binds all below it
+            for folder in (group, *group.parents):  # a limit holds for all groups below it
                 if not folder.is_relative_to(tree):
                     break
                 quota = (_read(folder / "cpu.max") or "").split()
@@ -80,7 +80,7 @@ def _read(path: Path) -> str | None:
     try:
         return path.read_text().strip()
     except OSError:
-        return None  # no such controller here, or not for us to see
+        return None  # there is no such controller, or we may not read it
 
 
 def _cores() -> Finding:
@@ -91,15 +91,14 @@ def _cores() -> Finding:
         return Finding(
             "cores",
             "warning",
-            f"this machine has {count}, of which a container or an affinity gives us {usable:g}",
-            "Ray and torch may count all of them and get in each other's way: run with `--parallel 1` and "
-            f"OMP_NUM_THREADS={max(1, int(usable))}, or lift the limit",
+            f"this machine has {count}, of which a container or a CPU affinity allows {usable:g}",
+            "Ray and torch may use all of them and slow each other down: run with `--parallel 1` and "
+            f"OMP_NUM_THREADS={max(1, int(usable))}, or raise the limit",
         )
     return Finding("cores", "ok", f"{count}")
 
 
 def _memory() -> Finding:
-
     memory = psutil.virtual_memory()
     _, limit = cgroup_limits()
     total = min(memory.total, limit or memory.total)
@@ -114,17 +113,19 @@ def _memory() -> Finding:
         "memory",
         "problem" if free < MEMORY_NEEDED else "warning",
         said,
-        f"Ray and one worker need {MEMORY_NEEDED / GIB:.0f} GiB, more is better: end other programs, or take a larger "
-        "machine; `--parallel 1` and `workers: 1` need least",
+        f"Ray and one worker need at least {MEMORY_NEEDED / GIB:.0f} GiB: end other programs or use a larger machine; "
+        "`--parallel 1` and `workers: 1` need the least",
     )
 
 
 def _shared_memory() -> Finding:
-
     path = Path("/dev/shm")  # noqa: S108 (Ray's choice)
     if not path.is_dir():
         return Finding(
-            "shared memory", "warning", f"there is no {path}", "Ray keeps objects on disk: mount it"
+            "shared memory",
+            "warning",
+            f"there is no {path}",
+            "mount it; without it Ray keeps objects on disk",
         )
     size = shutil.disk_usage(path).total
     wanted = int(RAY_OBJECT_STORE * min(psutil.virtual_memory().total, cgroup_limits()[1] or sys.maxsize))
@@ -134,18 +135,18 @@ def _shared_memory() -> Finding:
     return Finding(
         "shared memory",
         "warning",
-        f"{said}, Ray's object store would take {wanted / GIB:.1f}: it goes to the disk instead, which is slow",
-        f"give the container more: `docker run --shm-size={-(-wanted // GIB)}g`; in Kubernetes an emptyDir with "
+        f"{said}, but Ray's object store needs {wanted / GIB:.1f}: it uses the disk instead, which is slow",
+        f"give the container more: `docker run --shm-size={-(-wanted // GIB)}g`; in Kubernetes, an emptyDir with "
         "`medium: Memory` at /dev/shm",
     )
 
 
 def _disks(places: dict[str, Path]) -> Iterator[Finding]:
-    """One finding for each disk."""
+    """Yield one finding per disk."""
     disks: dict[int, tuple[Path, list[str]]] = {}
     for name, path in places.items():
-        there = nearest_folder(path)
-        disks.setdefault(there.stat().st_dev, (there, []))[1].append(name)
+        folder = nearest_folder(path)
+        disks.setdefault(folder.stat().st_dev, (folder, []))[1].append(name)
     for path, names in disks.values():
         usage = shutil.disk_usage(path)
         what = f"disk of {path}"
@@ -163,31 +164,30 @@ def _disks(places: dict[str, Path]) -> Iterator[Finding]:
 
 
 _MAKE_SPACE = (
-    "free some, or go elsewhere: `--store` for results, TMPDIR for temporary files, XDG_CACHE_HOME for caches"
+    "free space, or use another disk: `--store` for results, TMPDIR for temporary files, XDG_CACHE_HOME"
 )
 
 
 def nearest_folder(path: Path) -> Path:
-    """The folder itself, or the first above it that exists."""
+    """Return the folder, or its nearest parent that exists."""
     path = path.expanduser().absolute()
     return next(folder for folder in (path, *path.parents) if folder.is_dir())
 
 
 def _socket_path() -> Finding:
-
     try:
         folder = make_temp_folder()
     except LocalRayError as error:
-        return Finding("Ray's folder", "problem", str(error), "TMPDIR=/tmp vitflow ...")
+        return Finding("Ray's folder", "problem", str(error), "set it: TMPDIR=/tmp vitflow ...")
     folder.rmdir()
-    return Finding("Ray's folder", "ok", f"{folder.parent} can be written, and its sockets' paths fit there")
+    return Finding("Ray's folder", "ok", f"{folder.parent} is writable, and short enough for Ray's sockets")
 
 
 # ------------------------------------------------------------------------------------------------- torch, DeepSpeed
 
 
 def _gpus() -> list[str]:
-    """The names of the GPUs that the driver knows."""
+    """Return the names of the GPUs that the driver lists."""
     if shutil.which("nvidia-smi") is None:
         return []
     command = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
@@ -200,61 +200,61 @@ def _gpus() -> list[str]:
 
 def _accelerator(gpus: list[str]) -> Finding:
     if not gpus:
-        return Finding("GPU", "ok", "none is seen; the cores do the work")
+        return Finding("GPU", "ok", "none found; the CPU is used")
     said = f"{len(gpus)}: {', '.join(dict.fromkeys(gpus))}"
-    asking = [sys.executable, "-c", "import torch; print(torch.cuda.device_count())"]
+    count = [sys.executable, "-c", "import torch; print(torch.cuda.device_count())"]
     try:
-        done = subprocess.run(asking, capture_output=True, text=True, timeout=GPU_SECONDS)
+        done = subprocess.run(count, capture_output=True, text=True, timeout=GPU_SECONDS)
         seen = int(done.stdout) if done.stdout.strip().isdigit() else 0
     except subprocess.TimeoutExpired:
         seen = 0
     if seen:
         return Finding("GPU", "ok", f"{said}; torch sees {seen}")
-    wrong = "torch is the CPU build" if _torch_cuda() is None else "torch can't use them"
+    problem = "torch is the CPU build" if _torch_cuda() is None else "torch cannot use them"
     return Finding(
         "GPU",
         "problem",
-        f"{said}, but {wrong}",
+        f"{said}, but {problem}",
         "rm -rf .venv && make install DEVICE=cuda"
         if _torch_cuda() is None
-        else f"torch is built for CUDA {_torch_cuda()}: see that the driver is new enough (`nvidia-smi` says for which "
-        "CUDA), and that CUDA_VISIBLE_DEVICES is not empty",
+        else f"torch is built for CUDA {_torch_cuda()}: check that the driver supports it (`nvidia-smi` shows its CUDA "
+        "version) and that CUDA_VISIBLE_DEVICES is not empty",
     )
 
 
 def _torch_cuda() -> str | None:
-    """The CUDA version that torch is built for, read without importing it."""
+    """Return the CUDA version that torch is built for, without importing torch; None: a CPU build."""
     package = _package("torch")
-    said = (_read(package / "version.py") or "") if package else ""
-    found = re.search(r"^cuda\b.*=\s*'([\d.]+)'", said, re.MULTILINE)
-    return found[1] if found else None
+    source = (_read(package / "version.py") or "") if package else ""
+    match = re.search(r"^cuda\b.*=\s*'([\d.]+)'", source, re.MULTILINE)
+    return match[1] if match else None
 
 
 def _communication_op(has_gpu: bool) -> Finding:
-    """DeepSpeed's shared-memory op for CPUs: without it every fresh home compiles one at the first training."""
+    """Check DeepSpeed's shared-memory op for CPUs; unless built, each new home folder compiles it at first use."""
     what = "DeepSpeed"
     package = _package("deepspeed")
     if package is None:
-        return Finding(what, "problem", "it is not installed", "make install")
+        return Finding(what, "problem", "not installed", "make install")
     if has_gpu:
-        return Finding(what, "ok", "NCCL connects GPUs: nothing needs to be compiled")
+        return Finding(what, "ok", "GPUs communicate by NCCL; nothing needs to be compiled")
     if any((package / "ops" / "comm").glob("deepspeed_shm_comm_op*.so")):
         return Finding(what, "ok", "its communication op is built; no compiler is needed")
     missing = " and ".join(name for name in ("g++", "ninja") if shutil.which(name) is None)
-    said = "its communication op is not built: each fresh home compiles it at the first training"
+    said = "its communication op is not built, so the first training in each new home folder compiles it"
     return Finding(
         what,
         "problem" if missing else "warning",
         f"{said}; without {missing} it fails"
         if missing
-        else f"{said}, half a minute; killed in it, later starts hang",
+        else f"{said} for half a minute; if that is killed, later trainings hang",
         "build it once, with g++, ninja and Python's headers: `DS_BUILD_SHM_COMM=1 pip install --force-reinstall "
-        "--no-deps --no-build-isolation -c constraints.txt deepspeed`, or anew: rm -rf .venv && make install",
+        "--no-deps --no-build-isolation -c constraints.txt deepspeed`, or reinstall: rm -rf .venv && make install",
     )
 
 
 def _package(name: str) -> Path | None:
-    """Where an installed package lies, without importing it."""
-    found = importlib.util.find_spec(name)
-    locations = list(found.submodule_search_locations or ()) if found else []
+    """Return the folder of an installed package, without importing it; None if it is not installed."""
+    spec = importlib.util.find_spec(name)
+    locations = list(spec.submodule_search_locations or ()) if spec else []
     return Path(locations[0]) if locations else None

@@ -1,6 +1,6 @@
-"""`vitflow init`: look at a folder of images, choose a model that fits them and this machine, write a recipe.
+"""`vitflow init`: examine a folder of images, choose a model that fits them and this machine, write a recipe.
 
-The recipe is an ordinary file for its reader to edit; nothing here is remembered.
+The recipe is an ordinary file to edit; `init` keeps no other state.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from vit_model.errors import UserError
 if TYPE_CHECKING:
     from ray_jobs.sources.readers.folder import Listing
 
-LOOKED_AT = 100  # images whose size is read, spread over the folder
-FEW_IMAGES = 10_000  # below this the paper's regime is transfer; a ViT from scratch overfits
+SIZE_SAMPLE = 100  # images whose size is read, spread over the folder
+FEW_IMAGES = 10_000  # below this, a ViT from scratch overfits, and the paper uses transfer
 LEARNING_RATES = (3e-4, 1e-3, 3e-3)
 
 
 class Choice(NamedTuple):
-    """What `init` chose."""
+    """A resolution, a model and the length of its training."""
 
     resolution: int
     model: ModelSize
@@ -40,7 +40,7 @@ class Choice(NamedTuple):
     steps: int
 
 
-# (images at least this many pixels a side, resolution, model) for machines without and with a GPU; the first that fits
+# (minimum side of the images in pixels, resolution, model) for machines without and with a GPU; the first match is used
 CPU_CHOICES = (
     (64, 64, ModelSize(patch_size=8, width=128, depth=6, num_heads=4)),
     (32, 32, ModelSize(patch_size=4, width=128, depth=6, num_heads=4)),
@@ -51,23 +51,23 @@ GPU_CHOICES = (
     (64, 96, ModelSize(patch_size=8, width=384, depth=12, num_heads=6)),
     (0, 32, ModelSize(patch_size=4, width=192, depth=12, num_heads=3)),
 )
-CPU_PASSES, GPU_PASSES = 60_000, 1_000_000  # images seen in one training, where 100 epochs are more
+CPU_PASSES, GPU_PASSES = 60_000, 1_000_000  # images seen in one training, at most 100 epochs
 
 
 def write_recipe(file: Path, images: Path, console: Console) -> None:
-    """Write `file`, saying what was found, chosen, and about how long it will take.
+    """Write a recipe to `file`; print the images found, the choice, and an estimate of the run time.
 
     Raises:
-        RecipeError: the file exists, or the folder is none of the layouts that can be read.
+        RecipeError: the file exists, or the folder has no supported layout.
     """
     from ray_jobs.sources.readers import folder
 
     if file.exists():
-        raise RecipeError(f"{file} exists: give another name, or remove it")
+        raise RecipeError(f"{file} exists; use another name, or remove it")
     if not file.parent.is_dir():
-        raise RecipeError(f"{file.parent} is not a folder: make it, or write the recipe elsewhere")
+        raise RecipeError(f"{file.parent} is not a folder; create it, or write the recipe elsewhere")
     if file.suffix not in {".yaml", ".yml"}:
-        raise RecipeError(f"{file}: the name of a recipe ends in .yaml")
+        raise RecipeError(f"{file}: expected a name that ends in .yaml")
     try:
         with tempfile.TemporaryFile(dir=file.parent):  # fail before the slow part
             pass
@@ -82,57 +82,57 @@ def write_recipe(file: Path, images: Path, console: Console) -> None:
         console.print(escape(text), highlight=False, soft_wrap=True)
 
     side = _typical_side(listing)
-    say(f"found {_found(listing)}")
+    say(f"found {_summary(listing)}")
     gpus = _gpus()
     machine = f"{gpus} GPU(s)" if gpus else f"{os.cpu_count()} CPU cores"
     choice = _choose(side, len(listing.entries), gpus)
     size = choice.model
     say(
-        f"images are about {side} pixels a side; chose resolution {choice.resolution}, patches of {size.patch_size}, "
+        f"images are about {side} pixels per side; chose resolution {choice.resolution}, patches of {size.patch_size}, "
         f"width {size.width}, depth {size.depth}, for {machine}"
     )
     _warn_of_small_sets(listing, say)
     rate = _images_per_second(choice)
     parallel = gpus or max(1, os.cpu_count() or 1)
-    trainings = -(-len(LEARNING_RATES) // parallel) + 1  # the sweep side by side, then the refit
+    trainings = -(-len(LEARNING_RATES) // parallel) + 1  # the sweep in parallel, then the refit
     minutes = trainings * choice.steps * choice.batch_size / rate / 60 + 1
     say(
-        f"one training sees {choice.steps * choice.batch_size:,} images, measured at {rate:,.0f} images/s here: "
+        f"one training sees {choice.steps * choice.batch_size:,} images, at {rate:,.0f} images/s measured here: "
         f"about {minutes:.0f} minutes in all"
     )
     file.write_text(_recipe(file, images, listing, choice), encoding="utf-8")
-    load_pipeline(str(file))  # what is written must be right
+    load_pipeline(str(file))  # check the recipe
     say(f"wrote {file}; next: vitflow run {file}")
 
 
-def _found(listing: Listing) -> str:
+def _summary(listing: Listing) -> str:
     splits = sorted({entry.split for entry in listing.entries if entry.split})
     counts = listing.counts()
     smallest, largest = min(counts.values()), max(counts.values())
-    given = f"with given splits {', '.join(splits)}" if splits else "without given splits: they are drawn"
+    given = f"with the splits {', '.join(splits)}" if splits else "without splits, so random ones are drawn"
     others = len(listing.ignored) + len(listing.special)
     ignored = f"; {others} other files ignored" if others else ""
     return f"{len(listing.entries)} images of {len(counts)} classes ({smallest} to {largest} each), {given}{ignored}"
 
 
 def _typical_side(listing: Listing) -> int:
-    """The median shorter side of some images, from their headers."""
+    """Return the median shorter side of a sample of the images, from their headers."""
     from PIL import Image, UnidentifiedImageError
 
     sides = []
-    for entry in listing.entries[:: max(1, len(listing.entries) // LOOKED_AT)]:
+    for entry in listing.entries[:: max(1, len(listing.entries) // SIZE_SAMPLE)]:
         try:
             with Image.open(f"{listing.root}/{entry.key}") as image:
                 sides.append(min(image.size))
         except (OSError, UnidentifiedImageError, Image.DecompressionBombError):
             continue  # ingest will quarantine it, with its reason
     if not sides:
-        raise RecipeError(f"{listing.root}: none of the images that were looked at can be opened")
+        raise RecipeError(f"{listing.root}: cannot open any of the sampled images")
     return round(statistics.median(sides))
 
 
 def _gpus() -> int:
-    """How many GPUs this machine has, without importing torch."""
+    """Return the number of GPUs of this machine, without importing torch."""
     if shutil.which("nvidia-smi") is None:
         return 0
     return len([path for path in Path("/dev").iterdir() if re.fullmatch(r"nvidia\d+", path.name)])
@@ -151,21 +151,21 @@ def _warn_of_small_sets(listing: Listing, say: Callable[[str], None]) -> None:
     if len(listing.entries) < FEW_IMAGES:
         root = shlex.quote(f"images.source.root={listing.root}")
         say(
-            f"{len(listing.entries)} images are few: a ViT trained from scratch on them will be weak, often no better "
-            "than the pixel baselines that the report puts beside it; importing pretrained weights helps most: "
+            f"{len(listing.entries)} images are few: a ViT trained on them from scratch will be weak, often no better "
+            "than the report's pixel baselines; pretrained weights help most: "
             f"vitflow run finetune_imported --set {root} --set backbone.path=CHECKPOINT"
         )
 
 
 def _images_per_second(choice: Choice) -> float:
-    """The speed of a training step here, measured on one GPU or one core."""
+    """Measure the speed of training on one GPU or one core of this machine."""
     from ray_jobs.training.throughput import images_per_second
 
     return images_per_second(choice.model, choice.resolution, choice.batch_size)
 
 
 def _shots(listing: Listing) -> Sequence[int]:
-    """The numbers of shots that the smallest class can serve (about 7 of 10 images are train)."""
+    """Return the numbers of shots for which the smallest class has enough images (about 7 of 10 are train)."""
     trains = [entry for entry in listing.entries if entry.split in {None, "train"}]
     share = 0.7 if all(entry.split is None for entry in listing.entries) else 1.0
     smallest = min(sum(entry.label == label for entry in trains) for label in range(len(listing.class_names)))
@@ -173,7 +173,7 @@ def _shots(listing: Listing) -> Sequence[int]:
 
 
 def _quoted(text: str) -> str:
-    """A YAML string; JSON's escapes of what lies beyond 16 bits would be two characters there."""
+    """Return a YAML string; unlike YAML's, JSON's escapes of characters beyond 16 bits are pairs, so none are used."""
     return json.dumps(text, ensure_ascii=False)
 
 

@@ -1,4 +1,4 @@
-"""Reading recipes: YAML in, a checked `Pipeline` out, and one clear line for each thing that is wrong."""
+"""Reading recipes: YAML in, a validated `Pipeline` out, and one line per error."""
 
 from __future__ import annotations
 
@@ -30,20 +30,20 @@ from pipelines.spec import (
 from vit_model.config import family_of
 from vit_model.variants import RESNETS, VARIANTS
 
-MAX_RECIPE_BYTES = 1 << 20  # a recipe is read by people; more than this is not one
-# what YAML's constructors raise for dates that are none, keys that are lists, ten thousand brackets
+MAX_RECIPE_BYTES = 1 << 20  # a larger file is not a recipe
+# YAML's constructors raise these for invalid dates, keys that are lists, ten thousand brackets
 _UNREADABLE = (yaml.YAMLError, ValueError, TypeError, RecursionError, OSError)
 NESTED = {"optimizer": Optimizer, "labels": Labels, "preprocessing": GivenPreprocessing}
 MODELS = {"vit": ModelSize, "resnet": ResNetSize}
 
 
 class _StrictLoader(yaml.SafeLoader):
-    """YAML's plain data, no repeated keys (YAML would keep the last in silence) and no aliases (they can explode)."""
+    """A loader of plain data that rejects duplicate keys, of which YAML keeps the last, and aliases (YAML bombs)."""
 
     def compose_node(self, parent: Any, index: Any) -> Any:
         if self.check_event(yaml.AliasEvent):
             line = self.peek_event().start_mark.line + 1  # type: ignore[no-untyped-call]
-            raise RecipeError(f"line {line}: YAML aliases are not supported, write it out")
+            raise RecipeError(f"line {line}: YAML aliases are not supported; write the value out")
         return super().compose_node(parent, index)
 
     def construct_mapping(self, node: Any, deep: bool = False) -> Any:
@@ -51,13 +51,13 @@ class _StrictLoader(yaml.SafeLoader):
         for key_node, _ in node.value:
             key = key_node.value
             if key in seen:
-                raise RecipeError(f"line {key_node.start_mark.line + 1}: the key {key!r} stands twice")
+                raise RecipeError(f"line {key_node.start_mark.line + 1}: duplicate key {key!r}")
             seen.add(key)
         return super().construct_mapping(node, deep)
 
 
 def recipe_path(pipeline: str) -> Path:
-    """The file that PIPELINE means: a path, or the name of a shipped recipe."""
+    """Return the recipe file of a PIPELINE argument: a path, or the name of a shipped recipe."""
     path = Path(pipeline)
     if path.suffix in {".yaml", ".yml"} or path.is_file():
         if not path.is_file():
@@ -66,22 +66,20 @@ def recipe_path(pipeline: str) -> Path:
     shipped = Path(__file__).parents[1] / "recipes"
     names = sorted(file.stem for file in shipped.glob("*.yaml"))
     if pipeline not in names:
-        raise RecipeError(f"no file and no shipped recipe is called {pipeline!r}{nearest(pipeline, names)}")
+        raise RecipeError(f"{pipeline!r} is not a file or a shipped recipe{nearest(pipeline, names)}")
     return shipped / f"{pipeline}.yaml"
 
 
 def load_pipeline(pipeline: str, overrides: tuple[str, ...] = ()) -> Pipeline:
-    """Read a recipe file (or a shipped recipe's name), with `stage.field=value` overrides put in before it is checked.
+    """Read a recipe file or a shipped recipe, apply `stage.field=value` overrides, and validate it.
 
     Raises:
-        RecipeError: with one line for each thing that is wrong.
+        RecipeError: the recipe is invalid; the message has one line per error.
     """
     path = recipe_path(pipeline)
     raw = read_yaml(path)
     if not isinstance(raw, dict):
-        raise RecipeError(
-            f"{path}: a recipe is a mapping with name and stages, this is a {type(raw).__name__}"
-        )
+        raise RecipeError(f"{path}: expected a mapping with name and stages, not a {type(raw).__name__}")
     for override in overrides:
         _apply_override(raw, override)
     try:
@@ -92,21 +90,25 @@ def load_pipeline(pipeline: str, overrides: tuple[str, ...] = ()) -> Pipeline:
 
 
 def parse_pipeline(raw: dict[str, Any], where: str, overrides: tuple[str, ...] = ()) -> Pipeline:
-    """Check a pipeline whose stages are expanded; `where` begins the message of a `RecipeError`.
+    """Validate a pipeline with expanded stages; the message of a `RecipeError` begins with `where`.
 
-    If one of the `overrides` gave a wrong field, the message names that option.
+    If one of the `overrides` set an invalid field, the message names that option.
     """
     try:
         return Pipeline.model_validate(raw)
     except ValidationError as error:
-        found: dict[str, list[str]] = {}  # what is wrong -> the stages, of which a matrix makes many
+        stages_of: dict[
+            str, list[str]
+        ] = {}  # error -> the stages, because a matrix may repeat an error many times
         for problem in error.errors():
             stage = str(problem["loc"][1]) if len(problem["loc"]) > 1 else ""
             line = _explain(raw, dict(problem), overrides)
-            found.setdefault(line.replace(f"stages.{stage}", f"stages.{base(stage)}", 1), []).append(stage)
+            stages_of.setdefault(line.replace(f"stages.{stage}", f"stages.{base(stage)}", 1), []).append(
+                stage
+            )
         lines = [
             line if not {*map(base, stages)} - {*stages} else f"{line} (in {_several(stages)})"
-            for line, stages in found.items()
+            for line, stages in stages_of.items()
         ]
         if all(line.startswith("--set ") for line in lines):
             raise RecipeError("\n  ".join(lines)) from None
@@ -118,43 +120,43 @@ def _several(names: list[str]) -> str:
 
 
 def schema() -> dict[str, Any]:
-    """The JSON Schema of a recipe: a pipeline's, with the `matrix` of a stage and the names that stand for models."""
-    found = Pipeline.model_json_schema()
+    """Return the JSON Schema of a recipe: that of a pipeline, with the `matrix` of a stage and the names of models."""
+    schema = Pipeline.model_json_schema()
     for stage in STAGE_TYPES.values():
-        found["$defs"][stage.__name__]["properties"]["matrix"] = {
+        schema["$defs"][stage.__name__]["properties"]["matrix"] = {
             "title": "Matrix",
-            "description": "dotted field -> values: one stage for each combination, called stage@field=value,...",
+            "description": "dotted field -> values: one stage per combination, named stage@field=value,...",
             "type": "object",
             "minProperties": 1,
             "additionalProperties": {"type": "array", "minItems": 1, "uniqueItems": True},
         }
-    for name, said in _said_of_models().items():
+    for name, description in _model_descriptions().items():
         for model in (ModelSize, ResNetSize):
             if name in model.model_fields:
-                found["$defs"][model.__name__]["properties"][name].setdefault("description", said)
+                schema["$defs"][model.__name__]["properties"][name].setdefault("description", description)
     for stage in (Pretrain, Finetune):
-        properties = found["$defs"][stage.__name__]["properties"]
+        properties = schema["$defs"][stage.__name__]["properties"]
         properties["model"] = {"anyOf": [{"enum": [*VARIANTS, *RESNETS]}, properties["model"]]}
-    return found
+    return schema
 
 
-def _said_of_models() -> dict[str, str]:
-    """Option of a model -> the docstring below it, which pydantic would look up at every start of the program."""
-    found = {}
+def _model_descriptions() -> dict[str, str]:
+    """Return {option of a model: the docstring below it}. pydantic could do it, but at every start of the program."""
+    descriptions = {}
     for node in ast.parse(Path(vit_model.config.__file__).read_text("utf-8")).body:
         body = node.body if isinstance(node, ast.ClassDef) and node.name.endswith("Options") else []
-        for field, said in itertools.pairwise(body):
-            match field, said:
+        for field, docstring in itertools.pairwise(body):
+            match field, docstring:
                 case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str(text))):
-                    found[name] = inspect.cleandoc(text)
-    return found
+                    descriptions[name] = inspect.cleandoc(text)
+    return descriptions
 
 
 def read_yaml(path: Path) -> Any:
-    """What stands in a file that a person wrote. Raises RecipeError, naming it, where it is not plain YAML."""
+    """Read a user's YAML file. Raises RecipeError, with the file's name, if it is not plain YAML."""
     try:
         if path.stat().st_size > MAX_RECIPE_BYTES:
-            raise RecipeError(f"larger than {MAX_RECIPE_BYTES} bytes, that is no recipe")
+            raise RecipeError(f"larger than {MAX_RECIPE_BYTES:,} bytes, so it is not a recipe")
         return yaml.load(path.read_text("utf-8"), Loader=_StrictLoader)
     except _UNREADABLE as error:
         raise RecipeError(f"{path}: {error}") from None
@@ -164,38 +166,38 @@ def _apply_override(raw: dict[str, Any], override: str) -> None:
     path, equals, value = override.partition("=")
     stage, _, field = path.partition(".")
     if not equals or not field:
-        raise RecipeError(f"--set {override}: write STAGE.FIELD=VALUE, as in pretrain.steps=500")
+        raise RecipeError(f"--set {override}: expected STAGE.FIELD=VALUE, such as pretrain.steps=500")
     stages = raw.get("stages")
     if not isinstance(stages, dict) or stage not in stages:
         raise RecipeError(f"--set {override}: no stage is called {stage!r}{nearest(stage, stages or {})}")
-    at = stages[stage]
-    if not isinstance(at, dict):
+    fields = stages[stage]
+    if not isinstance(fields, dict):
         raise RecipeError(f"--set {override}: stage {stage} has no fields")
-    for axis in matrix.axes(at):
+    for axis in matrix.axes(fields):
         if matrix.inside(field, str(axis)):
             raise RecipeError(
-                f"--set {override}: {axis} is an axis of the matrix of {stage}, whose values are "
-                f"{matrix.axes(at)[axis]}; change them with --set {stage}.matrix.{axis}=[...]"
+                f"--set {override}: {axis} is an axis of the matrix of {stage}, with the values "
+                f"{matrix.axes(fields)[axis]}; change them with --set {stage}.matrix.{axis}=[...]"
             )
     try:
         new = yaml.load(value, Loader=_StrictLoader)
         if field.startswith("matrix."):
-            at.setdefault("matrix", {})[field.removeprefix("matrix.")] = new
+            fields.setdefault("matrix", {})[field.removeprefix("matrix.")] = new
         else:
-            matrix.set_field(at, field, new)
+            matrix.set_field(fields, field, new)
     except _UNREADABLE as error:
         raise RecipeError(f"--set {override}: {error}") from None
 
 
-def _given_by(field: str, overrides: tuple[str, ...]) -> str | None:
-    """The last override that gave the value of a field, or of one that it is in."""
-    found = [given for given in overrides if f"{field}.".startswith(f"{given.partition('=')[0]}.")]
-    return found[-1] if found else None
+def _override_of(field: str, overrides: tuple[str, ...]) -> str | None:
+    """Return the last override that set a field, or a field that contains it."""
+    matches = [override for override in overrides if f"{field}.".startswith(f"{override.partition('=')[0]}.")]
+    return matches[-1] if matches else None
 
 
 def _explain(raw: dict[str, Any], problem: dict[str, Any], overrides: tuple[str, ...]) -> str:
-    """One line: where, what was given, what would be right."""
-    # pydantic puts a union's tag (the job's, the source's or the model's kind) into the path: it is not in the YAML
+    """Explain an error in one line: the field, the value, and what is expected."""
+    # pydantic's path includes a union's tag (the job, or the kind of a source or model), which is not in the YAML
     location = [str(part) for part in problem["loc"]]
     path: list[str] = []
     at: Any = raw
@@ -210,22 +212,22 @@ def _explain(raw: dict[str, Any], problem: dict[str, Any], overrides: tuple[str,
     message = problem["msg"].removeprefix("Value error, ")
     field = ".".join([*map(base, path[1:2]), *path[2:]])  # as --set names it
     owner = ""
-    if (override := _given_by(field, overrides)) is not None:
+    if (override := _override_of(field, overrides)) is not None:
         where = f"--set {override}" if override.startswith(f"{field}=") else f"--set {override}: {field}"
         owner = f"{field.rpartition('.')[0]}."
     if problem["type"] == "extra_forbidden":
-        said = nearest(path[-1], _siblings(raw, path)).replace("mean '", f"mean '{owner}")
-        return f"{where}: there is no such field{said}"
+        hint = nearest(path[-1], _siblings(raw, path)).replace("mean '", f"mean '{owner}")
+        return f"{where}: there is no such field{hint}"
     if problem["type"] == "missing":
-        given = f"; write it there, or --set {field}=..." if path[0] == "stages" else ""
-        return f"{where}: is missing{given}"
+        remedy = f"; write it there, or --set {field}=..." if path[0] == "stages" else ""
+        return f"{where}: is missing{remedy}"
     if problem["type"].startswith("value_error"):
         return f"{where}: {message}" if where else message
     return f"{where}: {message}, not {problem['input']!r}"
 
 
 def _siblings(raw: dict[str, Any], path: list[str]) -> list[str]:
-    """The fields that may stand where `path` ends."""
+    """Return the fields that are allowed at the end of `path`."""
     if len(path) == 1:
         return list(Pipeline.model_fields)
     stage = raw["stages"].get(path[1], {}) if path[0] == "stages" else {}

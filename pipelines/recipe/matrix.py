@@ -1,10 +1,10 @@
-"""Stages with a `matrix`: expanded into one stage for each combination of values, and what follows them with them.
+"""Stages with a `matrix`: expanded into one stage per combination of values, together with the stages that use them.
 
     pretrain: {job: pretrain, ..., matrix: {model.width: [32, 64], seed: [0, 1]}}
 
-becomes pretrain@width=32,seed=0 and three more. A stage that takes `pretrain` in a field for one artifact is expanded
-along: one for each member, or, where two inputs share an axis, for each pair with the same value on it. A field for
-several artifacts takes all members. `pretrain@width=32` names a part: the members with that value.
+becomes pretrain@width=32,seed=0 and three more. A stage that uses `pretrain` in a field for one artifact is expanded,
+too: one stage per member or, if two inputs share an axis, per pair with the same value on it. A field for several
+artifacts gets all members. `pretrain@width=32` selects the members with that value.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ from typing import Any
 from pipelines.recipe.pipeline import running_order
 from pipelines.spec import STAGE_TYPES, RecipeError, input_fields
 
-MAX_STAGES = 2_000  # more is a slip of the pen: a matrix multiplies fast
+MAX_STAGES = 2_000  # more are most likely a mistake, because a matrix multiplies
 LABEL_LENGTH = 40  # a longer value is named by its position
 _FIELD = re.compile(r"[a-z][a-z0-9_]*(\.[a-z][a-z0-9_]*)*")
-_UNSAFE = re.compile(r"[^A-Za-z0-9_.+-]+")  # what a shell, a path or a selector would read otherwise
+_UNSAFE = re.compile(r"[^A-Za-z0-9_.+-]+")  # special in a shell, a path or a selector
 
 Axis = tuple[str, str]  # (the stage with the matrix, the dotted field)
 
 
 @dataclass(frozen=True)
 class Member:
-    """A stage as it will be called, where it stands on its axes, and how its name spells that."""
+    """A stage of a matrix with its name, its place on the axes, and the spelling of that place in its name."""
 
     name: str
     stage: Any
@@ -40,45 +40,47 @@ class Member:
 
 
 def expand(raw: dict[str, Any]) -> dict[str, Any]:
-    """A recipe as read from YAML, its matrix stages replaced by their members; else as it is, checked or not.
+    """Return a recipe as read from YAML, with each matrix stage replaced by its members; nothing else is validated.
 
     Raises:
-        RecipeError: a matrix that can't be expanded, or a name that only members have.
+        RecipeError: a matrix cannot be expanded, or a stage has a name that is reserved for members.
     """
     stages = raw.get("stages")
     if not isinstance(stages, dict) or not all(isinstance(name, str) for name in stages):
         return raw
     for name in stages:
         if "@" in name:
-            raise RecipeError(f"stages.{name}: '@' is for the members of a `matrix`; name it without")
+            raise RecipeError(
+                f"stages.{name}: '@' is reserved for the members of a `matrix`; remove it from the name"
+            )
     if not any(isinstance(stage, dict) and "matrix" in stage for stage in stages.values()):
         return raw
     variants = {name: list(_variants(name, stage)) for name, stage in stages.items()}
     graph = {
-        name: [given.partition("@")[0] for stage, _ in found for given in _given(stage)]
-        for name, found in variants.items()
+        name: [source.partition("@")[0] for stage, _ in stage_variants for source in _input_names(stage)]
+        for name, stage_variants in variants.items()
     }
     members: dict[str, list[Member]] = {}
     for name in running_order(graph):
         if name in stages:
             members[name] = _follow(name, variants[name], members)
-    found = [member for name in stages for member in members[name]]
-    if len(found) > MAX_STAGES:
-        raise RecipeError(f"stages: {len(found)} after expanding; at most {MAX_STAGES}")
-    return raw | {"stages": {member.name: member.stage for member in found}}
+    expanded = [member for name in stages for member in members[name]]
+    if len(expanded) > MAX_STAGES:
+        raise RecipeError(f"stages: {len(expanded)} after expanding; at most {MAX_STAGES}")
+    return raw | {"stages": {member.name: member.stage for member in expanded}}
 
 
 def axes(stage: dict[str, Any]) -> dict[str, list[Any]]:
-    """The axes of a stage's own matrix, as far as they can be read: dotted field -> values."""
-    given = stage.get("matrix")
-    return given if isinstance(given, dict) else {}
+    """Return the axes of a stage's own matrix, {dotted field: values}; empty if it has none or it is invalid."""
+    matrix = stage.get("matrix")
+    return matrix if isinstance(matrix, dict) else {}
 
 
 def set_field(stage: dict[str, Any], dotted: str, value: Any) -> None:
     """Set a dotted field of a stage as it was read from YAML.
 
     Raises:
-        RecipeError: it lies in a field that has no fields.
+        RecipeError: the field is inside one that has no fields.
     """
     *parents, last = dotted.split(".")
     at = stage
@@ -90,7 +92,7 @@ def set_field(stage: dict[str, Any], dotted: str, value: Any) -> None:
 
 
 def _variants(name: str, stage: Any) -> Iterator[tuple[Any, dict[Axis, str]]]:
-    """A stage without its matrix, once for each combination of the values of its own axes, and where that stands."""
+    """Yield a stage without its matrix for each combination of its own axes' values, with its place on these axes."""
     if not isinstance(stage, dict) or "matrix" not in stage:
         yield stage, {}
         return
@@ -110,43 +112,45 @@ def _variants(name: str, stage: Any) -> Iterator[tuple[Any, dict[Axis, str]]]:
 
 def _check(name: str, stage: dict[str, Any]) -> None:
     where = f"stages.{name}.matrix"
-    given = stage["matrix"]
-    if not isinstance(given, dict) or not given:
-        raise RecipeError(f"{where}: write the fields and their values, as in matrix: {{seed: [0, 1, 2]}}")
-    for field, values in given.items():
+    matrix = stage["matrix"]
+    if not isinstance(matrix, dict) or not matrix:
+        raise RecipeError(f"{where}: expected fields with their values, as in matrix: {{seed: [0, 1, 2]}}")
+    for field, values in matrix.items():
         if not isinstance(field, str) or not _FIELD.fullmatch(field):
             raise RecipeError(
-                f"{where}: {field!r} is no field; a field in a field is written with a dot: model.width"
+                f"{where}: {field!r} is not a field; write a nested field with a dot, as in model.width"
             )
         if field == "job":
             raise RecipeError(f"{where}.job: a stage has one job; write a stage for each")
         if not isinstance(values, list) or not values:
-            raise RecipeError(f"{where}.{field}: a list of values is needed, as in [1, 2], not {values!r}")
+            raise RecipeError(f"{where}.{field}: expected a list of values, such as [1, 2], not {values!r}")
         for position, value in enumerate(values):
             if value in values[:position]:
-                raise RecipeError(f"{where}.{field}: {value!r} stands twice")
-        for other in given:
+                raise RecipeError(f"{where}.{field}: duplicate value {value!r}")
+        for other in matrix:
             if inside(field, other) and field != other:
-                raise RecipeError(f"{where}: {field} lies in {other}, which is an axis itself; take one")
-    if (count := math.prod(map(len, given.values()))) > MAX_STAGES:
-        sizes = " x ".join(f"{len(values)} {field}" for field, values in given.items())
+                raise RecipeError(
+                    f"{where}: {field} is inside {other}, which is also an axis; remove one of them"
+                )
+    if (count := math.prod(map(len, matrix.values()))) > MAX_STAGES:
+        sizes = " x ".join(f"{len(values)} {field}" for field, values in matrix.items())
         raise RecipeError(f"{where}: {sizes} makes {count} stages; at most {MAX_STAGES}")
 
 
 def inside(field: str, other: str) -> bool:
-    """Whether a dotted field is another or lies in it."""
+    """Whether a dotted field is the same as another, or inside it."""
     return f"{field}.".startswith(f"{other}.")
 
 
 def _labels(values: list[Any]) -> list[str]:
-    """How names spell the values of an axis: as they are where that is plain and tells them apart, else 1, 2, 3."""
-    found = [_label(value) for value in values]
-    plain = all(0 < len(label) <= LABEL_LENGTH for label in found) and len(set(found)) == len(found)
-    return found if plain else [str(position) for position in range(1, len(values) + 1)]
+    """Return the spelling of an axis's values in names: the values if they are short and distinct, else 1, 2, 3."""
+    labels = [_label(value) for value in values]
+    plain = all(0 < len(label) <= LABEL_LENGTH for label in labels) and len(set(labels)) == len(labels)
+    return labels if plain else [str(position) for position in range(1, len(values) + 1)]
 
 
 def _label(value: Any) -> str:
-    """A value in a name: a path by its last part, a mapping by its `name`; '' where there is no plain spelling."""
+    """Return the spelling of a value: of a path, its last part; of a mapping, its `name`; '' if there is none."""
     if isinstance(value, dict):
         value = value.get("name", "")
     if isinstance(value, str):
@@ -156,13 +160,11 @@ def _label(value: Any) -> str:
     return str(value) if isinstance(value, int | float) else ""
 
 
-def _given(stage: Any) -> Iterator[str]:
-    """The names that stand in a stage's input fields."""
+def _input_names(stage: Any) -> Iterator[str]:
+    """Yield the names in a stage's input fields."""
     for field in _input_fields(stage):
         value = stage.get(field)
-        yield from (
-            given for given in (value if isinstance(value, list) else [value]) if isinstance(given, str)
-        )
+        yield from (name for name in (value if isinstance(value, list) else [value]) if isinstance(name, str))
 
 
 def _input_fields(stage: Any) -> list[str]:
@@ -174,23 +176,28 @@ def _input_fields(stage: Any) -> list[str]:
 def _follow(
     name: str, variants: list[tuple[Any, dict[Axis, str]]], members: dict[str, list[Member]]
 ) -> list[Member]:
-    """The members of a stage, given those of all that it takes: inherited axes first, then its own."""
-    found: list[tuple[Any, dict[Axis, str]]] = []
+    """Return the members of a stage, given those of its inputs: inherited axes first, then its own."""
+    expanded: list[tuple[Any, dict[Axis, str]]] = []
     for variant, own in variants:
         combined: list[tuple[Any, dict[Axis, str]]] = [(variant, {})]
         for field in _input_fields(variant):
             value = variant.get(field)
             if isinstance(value, list):
-                taken = [taking for given in value for taking, _ in _chosen(given, members)]
-                combined = [(stage | {field: taken}, at) for stage, at in combined]
+                names = [member for name in value for member, _ in _chosen(name, members)]
+                combined = [(stage | {field: names}, at) for stage, at in combined]
             elif isinstance(value, str):
                 combined = _joined(name, field, combined, _chosen(value, members))
-        found += [(stage, at | own) for stage, at in combined]
-    names = _axis_names(list(dict.fromkeys(axis for _, at in found for axis in at)))
-    ranks = {axis: list(dict.fromkeys(at[axis] for _, at in found if axis in at)) for axis in names}
-    found.sort(key=lambda one: [ranks[axis].index(one[1][axis]) if axis in one[1] else -1 for axis in names])
+        expanded += [(stage, at | own) for stage, at in combined]
+    axis_names = _axis_names(list(dict.fromkeys(axis for _, at in expanded for axis in at)))
+    ranks = {axis: list(dict.fromkeys(at[axis] for _, at in expanded if axis in at)) for axis in axis_names}
+
+    def position(variant: tuple[Any, dict[Axis, str]]) -> list[int]:
+        _, at = variant
+        return [ranks[axis].index(at[axis]) if axis in at else -1 for axis in axis_names]
+
     return [
-        _member(name, stage, {axis: at[axis] for axis in names if axis in at}, names) for stage, at in found
+        _member(name, stage, {axis: at[axis] for axis in axis_names if axis in at}, axis_names)
+        for stage, at in sorted(expanded, key=position)
     ]
 
 
@@ -198,26 +205,26 @@ def _joined(
     name: str,
     field: str,
     combined: list[tuple[Any, dict[Axis, str]]],
-    taken: list[tuple[str, dict[Axis, str]]],
+    inputs: list[tuple[str, dict[Axis, str]]],
 ) -> list[tuple[Any, dict[Axis, str]]]:
-    """Each combination so far with each member of one more input that has the same values on the axes they share."""
-    found: list[tuple[Any, dict[Axis, str]]] = []
+    """Join each combination with each member of another input that has the same values on their shared axes."""
+    joined: list[tuple[Any, dict[Axis, str]]] = []
     for stage, at in combined:
-        found += [
-            (stage | {field: taking}, at | its)
-            for taking, its in taken
-            if all(at.get(axis, label) == label for axis, label in its.items())
+        joined += [
+            (stage | {field: member}, at | member_at)
+            for member, member_at in inputs
+            if all(at.get(axis, label) == label for axis, label in member_at.items())
         ]
-        if len(found) > MAX_STAGES:
-            raise RecipeError(f"stages.{name}.{field}: more than {MAX_STAGES} stages follow from its inputs")
-    return found
+        if len(joined) > MAX_STAGES:
+            raise RecipeError(f"stages.{name}.{field}: its inputs expand it to more than {MAX_STAGES} stages")
+    return joined
 
 
-def _chosen(given: Any, members: dict[str, list[Member]]) -> list[tuple[str, dict[Axis, str]]]:
-    """The members that a name in an input field means, and where each stands on the axes that the name leaves open."""
-    base, _, labels = str(given).partition("@")
+def _chosen(name: Any, members: dict[str, list[Member]]) -> list[tuple[str, dict[Axis, str]]]:
+    """Return the members that a name in an input field selects, with their places on the axes that it leaves open."""
+    base, _, labels = str(name).partition("@")
     wanted = set(filter(None, labels.split(",")))
-    found = [
+    chosen = [
         (
             member.name,
             {axis: label for axis, label in member.at.items() if member.spelled[axis] not in wanted},
@@ -225,12 +232,12 @@ def _chosen(given: Any, members: dict[str, list[Member]]) -> list[tuple[str, dic
         for member in members.get(base, ())
         if wanted <= set(member.spelled.values())
     ]
-    return found or [(given, {})]  # a name that is none: the pipeline says so
+    return chosen or [(name, {})]  # the pipeline rejects an unknown name
 
 
-def _axis_names(found: list[Axis]) -> dict[Axis, str]:
-    """The shortest end of each axis' `stage.field` that no other axis ends in: width, else model.width, else ..."""
-    parts = {axis: [axis[0], *axis[1].split(".")] for axis in found}
+def _axis_names(unnamed: list[Axis]) -> dict[Axis, str]:
+    """Return the shortest unique suffix of each axis's `stage.field`: width, else model.width, else ..."""
+    parts = {axis: [axis[0], *axis[1].split(".")] for axis in unnamed}
     return {
         axis: next(
             (

@@ -1,4 +1,4 @@
-"""A pipeline: stages by name that name each other as inputs, their order, and what people mean by a stage's name."""
+"""A pipeline: stages that name each other as inputs, their order, and the selection of stages by name."""
 
 from __future__ import annotations
 
@@ -13,10 +13,9 @@ from vit_model.config import Frozen
 
 
 class Pipeline(Frozen):
-    """Stages by name; a stage names earlier ones as its inputs. The order in the file is for its reader.
+    """Stages by name; a stage names others as its inputs. Their order in the file has no meaning.
 
-    A stage that a recipe writes with a `matrix` stands here as its members: pretrain@width=32,seed=0
-    (`pipelines.recipe.matrix` expands it).
+    A stage with a `matrix` is expanded into its members, such as pretrain@width=32,seed=0 (`pipelines.recipe.matrix`).
     """
 
     name: str = Field(pattern=r"^[a-z][a-z0-9_-]{0,40}$")
@@ -30,44 +29,44 @@ class Pipeline(Frozen):
         for name, stage in self.stages.items():
             kinds = input_fields(type(stage))
             for field, inputs in stage.inputs().items():
-                for given in inputs:
-                    self._check_input(f"stages.{name}.{field}", given, kinds[field])
+                for source in inputs:
+                    self._check_input(f"stages.{name}.{field}", source, kinds[field])
         self.order()
         return self
 
-    def _check_input(self, where: str, given: str, kinds: tuple[str, ...]) -> None:
-        if given not in self.stages:
-            raise ValueError(f"{where}: {unknown_stage(given, self.stages)}")
-        kind = self.stages[given].KIND
+    def _check_input(self, where: str, source: str, kinds: tuple[str, ...]) -> None:
+        if source not in self.stages:
+            raise ValueError(f"{where}: {unknown_stage(source, self.stages)}")
+        kind = self.stages[source].KIND
         if kind not in kinds:
             fitting = dict.fromkeys(base(name) for name, stage in self.stages.items() if stage.KIND in kinds)
             raise ValueError(
-                f"{where}: {given} is {'an' if kind == 'evaluation' else 'a'} {kind}, "
+                f"{where}: {source} is {'an' if kind == 'evaluation' else 'a'} {kind}, "
                 f"but this takes a {' or '.join(kinds)} ({', '.join(fitting) or 'there is none'})"
             )
 
     def order(self) -> tuple[str, ...]:
-        """Stage names, every one after its inputs; ties in the order of the file."""
+        """Return the stages' names, each after its inputs; ties in the order of the file."""
         return running_order(self.graph())
 
     def graph(self) -> dict[str, list[str]]:
-        """Stage -> the stages that it takes."""
+        """Return {stage: its inputs}."""
         return {
-            name: [given for inputs in stage.inputs().values() for given in inputs]
+            name: [source for sources in stage.inputs().values() for source in sources]
             for name, stage in self.stages.items()
         }
 
     def longest_paths(self) -> dict[str, int]:
-        """Stage -> the number of stages on the longest path that begins with it."""
+        """Return, for each stage, the number of stages on the longest path that begins with it."""
         lengths = dict.fromkeys(self.stages, 1)
         graph = self.graph()
         for name in reversed(self.order()):
-            for given in graph[name]:
-                lengths[given] = max(lengths[given], lengths[name] + 1)
+            for source in graph[name]:
+                lengths[source] = max(lengths[source], lengths[name] + 1)
         return lengths
 
     def needed_for(self, targets: tuple[str, ...]) -> tuple[str, ...]:
-        """The targets (of a matrix all members, or a part, see `members`) and everything they need, in running order.
+        """Return the targets (see `members`) and all stages that they need, in running order.
 
         Raises:
             RecipeError: a target is not a stage of this pipeline.
@@ -84,7 +83,7 @@ class Pipeline(Frozen):
 
 
 def running_order(graph: Mapping[str, Iterable[str]]) -> tuple[str, ...]:
-    """Names, every one after those that `graph` gives for it.
+    """Return the names in a graph, each after those that it depends on.
 
     Raises:
         RecipeError: there is a cycle.
@@ -96,40 +95,40 @@ def running_order(graph: Mapping[str, Iterable[str]]) -> tuple[str, ...]:
 
 
 def base(name: str) -> str:
-    """The name that a recipe gave to a stage: pretrain of pretrain@width=32."""
+    """Return the name of a stage in the recipe: pretrain for pretrain@width=32."""
     return name.partition("@")[0]
 
 
-def members(given: str, names: Iterable[str]) -> tuple[str, ...]:
-    """The stages that a person means: one by its name, or of a matrix all (pretrain) or a part (pretrain@seed=1).
+def members(selector: str, names: Iterable[str]) -> tuple[str, ...]:
+    """Return the stages that a selector matches: one by name, or all (pretrain) or some (pretrain@seed=1) of a matrix.
 
     Raises:
-        RecipeError: there is none.
+        RecipeError: no stage matches.
     """
-    known = list(names)
-    if given in known:
-        return (given,)
-    wanted = set(filter(None, given.partition("@")[2].split(",")))
-    found = tuple(
+    stages = list(names)
+    if selector in stages:
+        return (selector,)
+    wanted = set(filter(None, selector.partition("@")[2].split(",")))
+    matches = tuple(
         name
-        for name in known
-        if "@" in name and base(name) == base(given) and wanted <= set(name.partition("@")[2].split(","))
+        for name in stages
+        if "@" in name and base(name) == base(selector) and wanted <= set(name.partition("@")[2].split(","))
     )
-    if not found:
-        raise RecipeError(unknown_stage(given, known))
-    return found
+    if not matches:
+        raise RecipeError(unknown_stage(selector, stages))
+    return matches
 
 
-def unknown_stage(given: str, names: Iterable[str]) -> str:
-    """That no stage is called so, and what is."""
-    known = list(names)
+def unknown_stage(selector: str, names: Iterable[str]) -> str:
+    """Return the message that no stage matches a selector, with the nearest name."""
+    stages = list(names)
     parts = {
         part
-        for name in known
-        if base(name) == base(given) and "@" in name
+        for name in stages
+        if base(name) == base(selector) and "@" in name
         for part in name.partition("@")[2].split(",")
     }
     if parts:
-        wanted = given.partition("@")[2]
-        return f"{base(given)} has no member {wanted!r}{nearest(wanted, sorted(parts))}"
-    return f"no stage is called {given!r}{nearest(given, dict.fromkeys(map(base, known)))}"
+        wanted = selector.partition("@")[2]
+        return f"{base(selector)} has no member {wanted!r}{nearest(wanted, sorted(parts))}"
+    return f"no stage is called {selector!r}{nearest(selector, dict.fromkeys(map(base, stages)))}"

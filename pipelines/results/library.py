@@ -1,7 +1,7 @@
-"""A store for people in a notebook: `pipelines.open_store(uri)`.
+"""A store in a notebook: `pipelines.open_store(uri)`.
 
-In: a store. Out: models that classify, datasets to look at, and every measured number as a table. Looking changes
-nothing. KEY is a key, its unique beginning, or RUN/STAGE, as on the command line.
+In: a store. Out: models that classify, datasets with their images, and all measurements as a table. Nothing here
+changes the store. KEY is a key, a unique key prefix, RUN/STAGE or RUN, as on the command line.
 """
 
 from __future__ import annotations
@@ -12,8 +12,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pipelines.results.lookup import find_artifact
+from pipelines.results.query import define_tables
 from pipelines.spec import nearest
 from pipelines.store import Manifest, Store, local_files
+from vit_model.config import Preprocessing
 from vit_model.errors import UserError
 
 if TYPE_CHECKING:
@@ -24,15 +26,14 @@ if TYPE_CHECKING:
 
     from ray_jobs.data.shards import Dataset, DatasetInfo, Split
     from vit_model.build import Network
-    from vit_model.config import Preprocessing
 
-SIDE = 224  # of images that differ in size, unless a preprocessing says another
+SIDE = 224  # pixels per side, for images that differ in size, without a preprocessing
 SAMPLE_COLUMNS = ("sample_id", "key", "width", "height", "channels", "label")
 
 
 @dataclass(frozen=True)
 class Library:
-    """What a store holds. Made by `pipelines.open_store`."""
+    """The content of a store; `pipelines.open_store` returns one."""
 
     store: Store
 
@@ -41,11 +42,11 @@ class Library:
 
     @property
     def uri(self) -> str:
-        """Where the store is."""
+        """The address of the store."""
         return self.store.uri
 
     def model(self, key: str | None = None) -> StoredModel:
-        """A model; without a key, the newest. Raises RecipeError where none or several fit."""
+        """Load a model; without a key, the newest. Raises RecipeError if none or several match."""
         from vit_model.weights import load_model
 
         manifest = find_artifact(self.store, key, "model")
@@ -54,22 +55,20 @@ class Library:
         return StoredModel(manifest, folder, model, contract.preprocessing, contract.class_names)
 
     def dataset(self, key: str | None = None) -> StoredDataset:
-        """A dataset; without a key, the newest. Raises RecipeError where none or several fit."""
+        """Open a dataset; without a key, the newest. Raises RecipeError if none or several match."""
         from ray_jobs.data.shards import open_artifact
 
         manifest = find_artifact(self.store, key, "dataset")
         return StoredDataset(manifest, open_artifact(self.store, manifest))
 
     def rows(self) -> duckdb.DuckDBPyRelation:
-        """Every number that an evaluation or a fine-tuning of this store ever measured, as a DuckDB relation.
+        """Return all measurements of this store's evaluations, baselines and fine-tunings as a DuckDB relation.
 
-        Columns as of `vitflow report query --tables`: artifact (its key), job, stage, run, finished, task, protocol,
-        method, labels_per_class (null: all), draw, split, metric, value (a fraction), num_images and more.
-        `.filter(...)`, `.aggregate(...)`, `.df()`, `.arrow()` and SQL by `.query("rows", "select ...")` follow.
+        The columns are those of `vitflow report query --tables`: artifact (its key), job, stage, run, finished, task,
+        protocol, method, labels_per_class (null: all), draw, split, metric, value (a fraction), num_images and more.
+        Use `.filter(...)`, `.aggregate(...)`, `.df()`, `.arrow()`, or SQL with `.query("rows", "select ...")`.
         """
         import duckdb
-
-        from pipelines.results.query import define_tables
 
         connection = duckdb.connect()
         define_tables(connection, self.store, {"rows"})
@@ -78,19 +77,20 @@ class Library:
 
 @dataclass(frozen=True)
 class StoredModel:
-    """A model: `model` is a torch module on the CPU, float32, in evaluation mode; `folder` has its files."""
+    """A model: `model` is a torch module on the CPU, float32, in evaluation mode; `folder` contains its files."""
 
     manifest: Manifest = field(repr=False)
     folder: Path = field(repr=False)
     model: Network = field(repr=False)
     preprocessing: Preprocessing
     class_names: tuple[str, ...]
-    """In the order of the logits; empty for a model that gives representations only."""
+    """In the order of the logits; empty for a model that returns only representations."""
 
     def classify(self, images: Sequence[str | Path]) -> list[dict[str, Any]]:
-        """[{"image": path, "top": [{"class": name, "probability": p}, ...]}]: the five likeliest classes of each file.
+        """Return the five likeliest classes of each file, as [{"image": path, "top": [{"class", "probability"}, ...]}].
 
-        Raises ValueError for a file that is no image, and for a model without classes.
+        Raises:
+            ValueError: a file is not an image, or the model has no classes.
         """
         from vit_model.predict import classify
 
@@ -115,19 +115,21 @@ class StoredDataset:
 
     @property
     def info(self) -> DatasetInfo:
-        """Name, classes, the number of images of each split."""
+        """The dataset's name, its classes, and the number of images in each split."""
         return self.data.info
 
     @property
     def class_names(self) -> tuple[str, ...]:
-        """In the order of the labels."""
+        """The names of the classes, in the order of the labels."""
         return self.info.class_names
 
     def samples(self, split: str = "train") -> pa.Table:
-        """A split's images without their pixels, in the order of `images`.
+        """Return a split's images without their pixels, in the order of `images`.
 
         Columns: sample_id, key (the file's name), width, height, channels (as stored), label, class_name.
-        Raises ValueError where there is no such split, or nothing in it.
+
+        Raises:
+            ValueError: there is no such split, or it is empty.
         """
         import pyarrow as pa
 
@@ -141,28 +143,28 @@ class StoredDataset:
         rows: Sequence[int] | None = None,
         preprocessing: Preprocessing | None = None,
     ) -> NDArray[np.uint8]:
-        """Images [n, side, side, channels], uint8, of these rows of a split (by default the first 16 or fewer).
+        """Return images [n, side, side, channels], uint8: these rows of a split, by default its first 16.
 
-        As a model with `preprocessing` gets them; without one as they are stored where all have one size and are
-        square, else a square of 224 from their middle.
-        Raises ValueError for a split or a row that is not there.
+        With `preprocessing`, they are what a model with that preprocessing gets. Without, they are as stored if all
+        are square and of one size, else a square of 224 pixels from their middle.
+
+        Raises:
+            ValueError: there is no such split or row.
         """
-        known = self._require(split)
-        wanted = range(min(16, self.info.splits[known])) if rows is None else rows
-        return self.data.images(known, preprocessing or self._plain(), list(wanted))
+        name = self._require(split)
+        indices = range(min(16, self.info.splits[name])) if rows is None else rows
+        return self.data.images(name, preprocessing or self._plain(), list(indices))
 
     def _require(self, split: str) -> Split:
         from ray_jobs.data.shards import SPLITS
 
-        for known in SPLITS:
-            if split == known:
-                self.data.require(known)
-                return known
+        for name in SPLITS:
+            if split == name:
+                self.data.require(name)
+                return name
         raise UserError(f"{self.info.name} has no split {split!r}{nearest(split, SPLITS)}")
 
     def _plain(self) -> Preprocessing:
-        from vit_model.config import Preprocessing
-
         size = self.info.image
         channels, side, crop = 3, SIDE, "center"
         if size is not None:

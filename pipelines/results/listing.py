@@ -1,4 +1,4 @@
-"""What `vitflow list` says of runs and of each kind of artifact: its columns, and everything for machines."""
+"""The rows of `vitflow list`, for runs and for each kind of artifact: the columns of the table, and more for JSON."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ COLUMNS = {
 
 
 def list_kind(store: Store, kind: str) -> list[dict[str, Any]]:
-    """A row each, oldest first, with the columns of COLUMNS and more.
+    """Return a row per run or artifact, oldest first, with the columns in COLUMNS and more.
 
     Raises:
         RecipeError: there is no such kind.
@@ -29,15 +29,15 @@ def list_kind(store: Store, kind: str) -> list[dict[str, Any]]:
         return _runs(store)
     if kind not in KINDS:
         raise RecipeError(f"--kind {kind}: no such kind{nearest(kind, COLUMNS)}")
-    known = list(all_manifests(store))
-    names = {manifest.key: dataset_name(manifest) for manifest in known if manifest.kind == "dataset"}
-    described = {"datasets": _dataset, "models": _model, "evaluations": _evaluation, "reports": _report}[kind]
+    manifests = list(all_manifests(store))
+    names = {manifest.key: dataset_name(manifest) for manifest in manifests if manifest.kind == "dataset"}
+    describe = {"datasets": _dataset, "models": _model, "evaluations": _evaluation, "reports": _report}[kind]
     return [
         {
             "key": manifest.key,
             "stage": manifest.stage,
             "job": manifest.job,
-            **described(manifest, names),
+            **describe(manifest, names),
             "run": manifest.run,
             "finished": manifest.finished[:19],
             "user": manifest.user,
@@ -45,13 +45,13 @@ def list_kind(store: Store, kind: str) -> list[dict[str, Any]]:
             "bytes": sum(file.size for file in manifest.files),
             "metrics": manifest.metrics,
         }
-        for manifest in known
+        for manifest in manifests
         if manifest.kind == KINDS[kind]
     ]
 
 
 def dataset_name(manifest: Manifest) -> str:
-    """What rows and reports call the images of an ingest."""
+    """Return the name of an ingest's images in rows and reports."""
     source = manifest.config.get("source", {})
     return str(source.get("name") or source.get("kind", ""))
 
@@ -81,7 +81,7 @@ def _dataset(manifest: Manifest, names: dict[str, str]) -> dict[str, Any]:
 
 
 def _model(manifest: Manifest, names: dict[str, str]) -> dict[str, Any]:
-    """`accuracy` says on which split: a pretraining knows only the one that it was watched on."""
+    """`accuracy` names its split, because a pretraining has only that on dev."""
     accuracy = None
     for split in ("test", "dev"):
         value = manifest.metrics.get(f"{split}_accuracy")
@@ -91,7 +91,7 @@ def _model(manifest: Manifest, names: dict[str, str]) -> dict[str, Any]:
 
 
 def _evaluation(manifest: Manifest, names: dict[str, str]) -> dict[str, Any]:
-    """`best` is the highest of its mean accuracies: what to look at first, not a result."""
+    """`best` is the highest of its mean accuracies; it is chosen on test, so it is not an unbiased result."""
     task = ", ".join(names.get(reference.key, "?") for reference in manifest.inputs.get("data", ()))
     scores = {name: value for name, value in manifest.metrics.items() if isinstance(value, float)}
     best = max(scores, key=lambda name: scores[name], default=None)

@@ -1,6 +1,8 @@
-"""What a person means by RUN, MODEL or REPORT: an id, its unique beginning, RUN/STAGE, or nothing for the newest."""
+"""The runs and artifacts that a user names: by an id, a key or a unique prefix of one, RUN/STAGE, RUN or not at all."""
 
 from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
 
 from pipelines.engine.runs import run_status, runs
 from pipelines.recipe.pipeline import members
@@ -8,69 +10,87 @@ from pipelines.spec import RecipeError, nearest
 from pipelines.store import Manifest, Store, all_keys, all_manifests
 
 
-def find_run(store: Store, given: str | None) -> str:
-    """The run that an id, its unique beginning, or nothing (the newest) means."""
-    known = runs(store)
-    if not known:
+def find_run(store: Store, prefix: str | None) -> str:
+    """Return the run with this id or unique prefix of one; None: the newest. Raises RecipeError."""
+    ids = runs(store)
+    if not ids:
         raise RecipeError(f"{store.uri} has no runs")
-    if given is None:
-        return known[-1]
-    matches = [run for run in known if run == given] or [run for run in known if run.startswith(given)]
+    if prefix is None:
+        return ids[-1]
+    matches = [run for run in ids if run == prefix] or [run for run in ids if run.startswith(prefix)]
     if not matches:
-        raise RecipeError(f"no run begins with {given!r}{nearest(given, known[-5:])}")
+        raise RecipeError(f"no run matches {prefix!r}{nearest(prefix, ids[-5:])}")
     if len(matches) > 1:
-        raise RecipeError(f"{given!r} begins several runs: {', '.join(matches)}")
+        raise RecipeError(f"{prefix!r} is ambiguous; it matches the runs {', '.join(matches)}")
     return matches[0]
 
 
-def find_artifact(store: Store, given: str | None, kind: str) -> Manifest:
-    """The artifact of a kind that a key, its unique beginning, RUN/STAGE, RUN or nothing (the newest) means."""
-    known = [manifest for manifest in all_manifests(store) if manifest.kind == kind]
-    if given is None:
-        matches = known[-1:]
+def find_artifact(store: Store, selector: str | None, kind: str) -> Manifest:
+    """Return the artifact of a kind that a selector (see `_find`) matches; None: the newest.
+
+    Raises:
+        RecipeError: none or several match.
+    """
+    manifests = [manifest for manifest in all_manifests(store) if manifest.kind == kind]
+    if selector is None:
+        matches = manifests[-1:]
     else:
-        matches = [manifest for manifest in known if manifest.key.startswith(given)]
-        if not matches:
-            run, _, stage = given.partition("/")
-            try:
-                found = find_run(store, run)
-            except RecipeError as error:
-                raise RecipeError(
-                    f"no {kind} has a key that begins with {given!r}, and {error}. "
-                    f"`vitflow list --kind {kind}s` shows the keys"
-                ) from None
-            stages = run_status(store, found)["stages"]
-            chosen = members(stage, [entry["stage"] for entry in stages]) if stage else ()
-            keys = {entry.get("key") for entry in stages if not stage or entry["stage"] in chosen}
-            matches = [manifest for manifest in known if manifest.key in keys]
+        try:
+            matches = find_manifests(store, selector, manifests, kind)
+        except RecipeError as error:
+            raise RecipeError(f"{error}. `vitflow list --kind {kind}s` shows the keys") from None
     if len(matches) != 1:
-        names = ", ".join(f"{manifest.key[:12]} ({manifest.stage})" for manifest in (matches or known)[-8:])
+        names = _names({manifest.key: manifest.stage for manifest in matches or manifests})
         raise RecipeError(
-            f"{given or 'the newest'}: {'several' if matches else 'no'} {kind}s fit; there are: {names or 'none'}"
+            f"{selector!r} is ambiguous; it matches the {kind}s {names}"
+            if matches
+            else f"{selector or store.uri}: no {kind} found; there are: {names or 'none'}"
         )
     return matches[0]
 
 
-def find_keys(store: Store, given: str) -> list[tuple[str, str]]:
-    """(job, key) of the artifacts that a key, a unique key prefix, RUN/STAGE or RUN means, whether they can be read
-    or not.
+def find_manifests(
+    store: Store, selector: str, manifests: Sequence[Manifest], noun: str = "artifact"
+) -> list[Manifest]:
+    """Return those of `manifests` that a selector (see `_find`) matches. Raises RecipeError."""
+    keys = _find(store, selector, {manifest.key: manifest.stage for manifest in manifests}, noun)
+    return [manifest for manifest in manifests if manifest.key in keys]
+
+
+def find_keys(store: Store, selector: str) -> list[tuple[str, str]]:
+    """Return (job, key) of the artifacts that a selector (see `_find`) matches, even of damaged ones.
 
     Raises:
-        RecipeError: it matches nothing, or it is ambiguous.
+        RecipeError: nothing matches, or the prefix is ambiguous.
     """
-    known = all_keys(store)
-    matches = [(job, key) for job, key in known if key.startswith(given)]
+    artifacts = all_keys(store)
+    keys = _find(store, selector, {key: job for job, key in artifacts}, "artifact")
+    return [(job, key) for job, key in artifacts if key in keys]
+
+
+def _find(store: Store, selector: str, labels: Mapping[str, str], noun: str) -> set[str]:
+    """Return the keys that a key, a unique key prefix, RUN/STAGE or RUN matches; of a RUN perhaps none.
+
+    Args:
+        labels: key -> what messages show beside it.
+        noun: what messages call an artifact.
+
+    Raises:
+        RecipeError: there is no such key, run or stage, or the prefix is ambiguous.
+    """
+    matches = {key: label for key, label in labels.items() if selector and key.startswith(selector)}
     if len(matches) > 1:
-        names = ", ".join(f"{key[:12]} ({job})" for job, key in matches[-8:])
-        raise RecipeError(f"{given!r} is ambiguous; it matches the keys {names}")
+        raise RecipeError(f"{selector!r} is ambiguous; it matches the keys {_names(matches)}")
     if matches:
-        return matches
-    run, _, stage = given.partition("/")
+        return set(matches)
+    prefix, _, stage = selector.partition("/")
     try:
-        found = find_run(store, run)
+        run = find_run(store, prefix)
     except RecipeError as error:
-        raise RecipeError(f"no artifact has a key that begins with {given!r}, and {error}") from None
-    stages = run_status(store, found)["stages"]
-    chosen = members(stage, [entry["stage"] for entry in stages]) if stage else ()
-    keys = {entry.get("key") for entry in stages if not stage or entry["stage"] in chosen}
-    return [(job, key) for job, key in known if key in keys]
+        raise RecipeError(f"no {noun} has a key that begins with {selector!r}, and {error}") from None
+    stages = {entry["stage"]: entry.get("key") for entry in run_status(store, run)["stages"]}
+    return {key for name in (members(stage, stages) if stage else stages) if (key := stages[name]) in labels}
+
+
+def _names(labels: Mapping[str, str]) -> str:
+    return ", ".join(f"{key[:12]} ({label})" for key, label in list(labels.items())[-8:])

@@ -1,10 +1,10 @@
-"""SQL over everything that a store ever committed: `report query`, and what other listings ask of the rows.
+"""SQL over everything committed in a store: `report query`, and the rows of other listings.
 
-DuckDB reads the Parquet files of the tables that the SQL names, where they lie (on S3: in the checked local cache).
-SQL is hostile until shown otherwise, and DuckDB calls `WITH x AS (COPY ... TO 'file') SELECT ...` a SELECT. So:
-- before anything runs, the statement's syntax tree, as DuckDB's own parser gives it, is held against lists of what may
-  stand in it (`_named_tables`): queries that only read, of tables that are in TABLES, and no function that reads files;
-- the database is in memory and locked: no files but those of the tables, no extensions, no settings, no variables of
+DuckDB reads the Parquet files of the tables that the SQL names in place (for S3, in the checked local cache). The SQL
+is not trusted, and DuckDB calls `WITH x AS (COPY ... TO 'file') SELECT ...` a SELECT. So:
+- before anything runs, `_named_tables` checks the statement's syntax tree, from DuckDB's own parser, against lists of
+  what is allowed: queries that only read, tables in TABLES, and no functions that read files;
+- the database is in memory and locked: no files except those of the tables, no extensions, no settings, no variables of
   this program;
 - time and memory are limited, and nothing is spilled to disk.
 """
@@ -27,11 +27,11 @@ from pipelines.store import Manifest, Store, all_manifests
 if TYPE_CHECKING:
     from duckdb import DuckDBPyConnection
 
-SECONDS = 60.0  # that DuckDB may take for one answer
+SECONDS = 60.0  # limit for one query
 MEMORY = "2GiB"
-CHUNK = 10_000  # rows that are fetched at once
+CHUNK = 10_000  # rows per fetch
 
-# queries that only read; `INSERT_QUERY_NODE`, `COPY_QUERY_NODE` and others stand for what writes
+# The queries that only read. `INSERT_QUERY_NODE`, `COPY_QUERY_NODE` and others write.
 _QUERIES = {"SELECT_NODE", "SET_OPERATION_NODE", "RECURSIVE_CTE_NODE", "CTE_NODE"}
 _PLAIN = (
     {"BOOLEAN", "VARCHAR", "JSON", "FLOAT", "DOUBLE"}
@@ -42,7 +42,7 @@ _FUNCTIONS = {"range", "generate_series", "unnest", "json_each", "json_tree"}
 
 
 class Column(NamedTuple):
-    """A column of a table: its name, its type in DuckDB, and what it means."""
+    """A column of a table: its name, its type in DuckDB, and its meaning."""
 
     name: str
     type: str
@@ -50,26 +50,32 @@ class Column(NamedTuple):
 
 
 _ORIGIN = (
-    Column("artifact", "VARCHAR", "key of the artifact that the row is from"),
+    Column("artifact", "VARCHAR", "key of the artifact that contains the row"),
     Column("job", "VARCHAR", "the job that made it: evaluate, baselines, finetune"),
     Column("stage", "VARCHAR", "its stage's name in the recipe"),
     Column("run", "VARCHAR", "the run that made it"),
     Column("finished", "TIMESTAMP", "when it was committed, UTC"),
-    Column("vtab_group", "VARCHAR", "natural, specialized or structured, on a task of VTAB's; else NULL"),
+    Column(
+        "vtab_group", "VARCHAR", "natural, specialized or structured if the task is one of VTAB's; else NULL"
+    ),
 )
 _RESULT = Column(
     "result",
     "VARCHAR",
     "the result's name, for GROUP BY: its task, labels, protocol, method, stage and artifact",
 )
-_WHAT = (
-    Column("task", "VARCHAR", "the dataset's name; with ' (ReaL)' behind it scored by ReaL's labels"),
+# The columns that `rows` and `predictions` share.
+_SHARED = (
+    *_ORIGIN,
+    _RESULT,
+    Column("task", "VARCHAR", "the dataset's name; a name that ends in ' (ReaL)': scored by ReaL's labels"),
     Column("protocol", "VARCHAR", "few-shot linear, linear probe, fine-tuning or baseline"),
     Column("method", "VARCHAR", "what was measured, such as 'ViT, pretrained'"),
-    Column("labels_per_class", "INTEGER", "labels of each class that it learned from; NULL: all"),
+    Column("labels_per_class", "INTEGER", "labels per class that it learned from; NULL: all"),
     Column("draw", "INTEGER", "number of the draw of these labels, from 0"),
 )
-# Rows with the same name are the draws or test images of one result. A method's name alone occurs in several protocols.
+# Rows with the same result are its draws or test images. The method alone does not identify a result, because several
+# protocols have methods of the same name.
 _RESULT_SQL = """concat(
     task, ', ',
     CASE WHEN labels_per_class IS NULL THEN 'all labels' WHEN labels_per_class = 1 THEN '1 label per class'
@@ -78,24 +84,22 @@ _RESULT_SQL = """concat(
 # The columns of `rows` and `predictions` after `result` are those of ray_jobs.evaluation.rows.
 TABLES = {
     "rows": (
-        *_ORIGIN,
-        _RESULT,
-        *_WHAT,
+        *_SHARED,
         Column("split", "VARCHAR", "the images that it was measured on: test"),
         Column("metric", "VARCHAR", "accuracy"),
         Column("value", "DOUBLE", "the measured number; accuracies are fractions"),
-        Column("num_images", "INTEGER", "how many images it was measured on"),
+        Column("num_images", "INTEGER", "number of images that it was measured on"),
         Column("selected_on", "VARCHAR", "what the settings were selected on"),
         Column("settings", "VARCHAR", "the settings, a JSON object"),
     ),
     "predictions": (
-        *_ORIGIN,
-        _RESULT,
-        *_WHAT,
+        *_SHARED,
         Column("sample_id", "VARCHAR", "the test image"),
         Column("label", "INTEGER", "its class"),
-        Column("prediction", "INTEGER", "the class that was predicted"),
-        Column("correct", "BOOLEAN", "it is right; on a task '... (ReaL)' by ReaL's labels"),
+        Column("prediction", "INTEGER", "the predicted class"),
+        Column(
+            "correct", "BOOLEAN", "whether the prediction is right; for a task '... (ReaL)' by ReaL's labels"
+        ),
         Column(
             "probability",
             "FLOAT",
@@ -113,28 +117,28 @@ TABLES = {
         Column("finished", "TIMESTAMP", "when it was committed, UTC"),
         Column("user", "VARCHAR", "who ran it, user@host"),
         Column("bytes", "BIGINT", "size of its files"),
-        Column("content_digest", "VARCHAR", "digest of what it holds"),
+        Column("content_digest", "VARCHAR", "digest of its content"),
         Column("config", "JSON", "the stage's fields"),
-        Column("inputs", "JSON", "field -> the artifacts that it took"),
-        Column("metrics", "JSON", "what the stage says of itself"),
+        Column("inputs", "JSON", "field -> the artifacts that the stage used"),
+        Column("metrics", "JSON", "the metrics that the stage recorded"),
         Column("code", "JSON", "version, digest and commit of its code"),
         Column("environment", "JSON", "machine and versions of packages"),
     ),
     "runs": (
         Column("run", "VARCHAR", "id"),
         Column("pipeline", "VARCHAR", "the recipe's name"),
-        Column("status", "VARCHAR", "RUNNING (also where its driver is gone), SUCCEEDED, FAILED or STOPPED"),
+        Column("status", "VARCHAR", "RUNNING (also if its driver is gone), SUCCEEDED, FAILED or STOPPED"),
         Column("created", "TIMESTAMP", "UTC"),
-        Column("stages", "INTEGER", "how many it has"),
+        Column("stages", "INTEGER", "number of stages"),
     ),
 }
 
 
 @dataclass(frozen=True)
 class Answer:
-    """What a query gave: columns with their types in DuckDB, and rows of None, bool, int, float and str.
+    """The result of a query: columns with their DuckDB types, and rows of None, bool, int, float and str.
 
-    What has no such value in Python is text as DuckDB writes it; lists and structs are JSON.
+    Lists and structs are JSON; other types are text as DuckDB writes it.
     """
 
     columns: tuple[str, ...]
@@ -146,10 +150,10 @@ class Answer:
 def query(
     store: Store, sql: str, parameters: Sequence[Any] = (), seconds: float = SECONDS
 ) -> Iterator[Answer]:
-    """The answer to one SELECT over TABLES, complete when the block begins; its rows are read inside it.
+    """Run one SELECT over TABLES and yield its answer; read the rows inside the block.
 
     Raises:
-        RecipeError: SQL that is wrong, does more than read the tables, or takes too long or too much memory.
+        RecipeError: the SQL is invalid, does more than read the tables, or needs too much time or memory.
         StoreDamaged: a file of a table that the SQL names does not match its manifest.
     """
     import duckdb
@@ -169,7 +173,7 @@ def query(
         with translate_errors(duckdb, seconds):
             _lock(connection, define_tables(connection, store, _named_tables(connection, sql)))
             with _interrupted(connection, seconds):
-                # as a table: under the limits to its last row, with a name of its own for every column
+                # into a table: the limits then hold for all rows, and every column gets a unique name
                 connection.execute(f"{_INTO}{sql}", list(parameters))
             described = connection.execute("DESCRIBE answer").fetchall()
             shown = ", ".join(_as_plain(name, kind) for name, kind, *_ in described)
@@ -181,7 +185,7 @@ def query(
 
 
 def _as_plain(name: str, kind: str) -> str:
-    """A column as a type that Python has."""
+    """Return the SQL for a column as a type that Python has."""
     quoted = '"' + name.replace('"', '""') + '"'
     if kind in _PLAIN:
         return quoted
@@ -199,7 +203,7 @@ def _fetch(connection: DuckDBPyConnection) -> Iterator[tuple[Any, ...]]:
 
 @contextmanager
 def _interrupted(connection: DuckDBPyConnection, seconds: float) -> Iterator[None]:
-    """What runs in the block is interrupted after so many seconds."""
+    """Interrupt the connection if the block takes longer than `seconds`."""
     timer = Timer(seconds, connection.interrupt)
     timer.daemon = True
     timer.start()
@@ -211,33 +215,35 @@ def _interrupted(connection: DuckDBPyConnection, seconds: float) -> Iterator[Non
 
 @contextmanager
 def translate_errors(duckdb: Any, seconds: float) -> Iterator[None]:
-    """What DuckDB raises, as one message for the person who wrote the SQL."""
+    """Turn DuckDB's errors into one message about the SQL."""
     try:
         yield
     except duckdb.InterruptException:
-        raise RecipeError(f"the SQL was stopped after {seconds:g} s: ask for less") from None
+        raise RecipeError(f"the SQL was stopped after {seconds:g} s; select fewer rows") from None
     except duckdb.PermissionException:
         raise RecipeError(f"the SQL reads or writes files: {_ONLY}") from None
     except duckdb.OutOfMemoryException:
-        raise RecipeError(f"the SQL needs more than {MEMORY} of memory: ask for less") from None
+        raise RecipeError(f"the SQL needs more than {MEMORY} of memory; select fewer rows") from None
     except duckdb.Error as error:
-        raise RecipeError(f"the SQL can't be answered: {_LINE.sub(_own_line, str(error))}") from None
+        raise RecipeError(f"the SQL failed: {_LINE.sub(_own_line, str(error))}") from None
 
 
-_INTO = "CREATE TABLE answer AS\n"  # a line of its own, so that the lines that DuckDB shows are the user's
+_INTO = (
+    "CREATE TABLE answer AS\n"  # on a line of its own, so that DuckDB's messages quote only the user's lines
+)
 _LINE = re.compile(r"^LINE (\d+):", re.MULTILINE)
 
 
-def _own_line(found: re.Match[str]) -> str:
-    """The user's number of a line; the marker below the line stays in its column."""
-    return f"LINE {int(found[1]) - 1}:".ljust(len(found[0]))
+def _own_line(match: re.Match[str]) -> str:
+    """Return the line number in the user's SQL, padded so that DuckDB's marker below the line stays in place."""
+    return f"LINE {int(match[1]) - 1}:".ljust(len(match[0]))
 
 
-_ONLY = f"it can only be one SELECT that reads the tables {', '.join(TABLES)}"
+_ONLY = f"expected one SELECT that reads the tables {', '.join(TABLES)}"
 
 
 def _named_tables(connection: DuckDBPyConnection, sql: str) -> set[str]:
-    """The names in TABLES that the SQL reads. Raises RecipeError where it is anything but one query that reads them."""
+    """Return the names in TABLES that the SQL reads. Raises RecipeError if it is not one query that only reads them."""
     statements = connection.extract_statements(sql)
     kinds = [statement.type.name for statement in statements]
     if kinds != ["SELECT"]:
@@ -248,25 +254,25 @@ def _named_tables(connection: DuckDBPyConnection, sql: str) -> set[str]:
         nodes = list(_nodes(json.loads(text)))
     except RecursionError:
         raise RecipeError("the SQL is nested too deeply") from None
-    # a name that is an identifier is never a file's path, which begins with a slash
-    known = {entry["key"].lower() for node in nodes for entry in _ctes(node) if entry["key"].isidentifier()}
+    # an identifier is never the path of a file, which begins with a slash
+    ctes = {entry["key"].lower() for node in nodes for entry in _ctes(node) if entry["key"].isidentifier()}
     named = set()
     for node in nodes:
         kind = str(node.get("type"))
         if kind.endswith("_NODE") and kind not in _QUERIES:
-            raise RecipeError(f"the SQL holds {kind.split('_')[0]}: {_ONLY}")
-        if kind == "TABLE_FUNCTION" and (called := str(node["function"]["function_name"])) not in _FUNCTIONS:
-            raise RecipeError(f"the SQL calls {called}(): {_ONLY}, and the functions {', '.join(_FUNCTIONS)}")
+            raise RecipeError(f"the SQL contains {kind.split('_')[0]}: {_ONLY}")
+        if kind == "TABLE_FUNCTION" and (name := str(node["function"]["function_name"])) not in _FUNCTIONS:
+            raise RecipeError(f"the SQL calls {name}(): {_ONLY}, and the functions {', '.join(_FUNCTIONS)}")
         if kind == "BASE_TABLE":
             name = str(node["table_name"]).lower()
-            if name not in known | TABLES.keys():
-                raise RecipeError(f"the SQL reads {name!r}, which is no table{nearest(name, TABLES)}")
+            if name not in ctes | TABLES.keys():
+                raise RecipeError(f"the SQL reads {name!r}, which is not a table{nearest(name, TABLES)}")
             named.add(name)
     return named & TABLES.keys()
 
 
 def _nodes(tree: Any) -> Iterator[dict[str, Any]]:
-    """Every object in a tree of JSON."""
+    """Yield every object in a JSON tree."""
     pending = [tree]
     while pending:
         value = pending.pop()
@@ -276,15 +282,15 @@ def _nodes(tree: Any) -> Iterator[dict[str, Any]]:
 
 
 def _ctes(node: dict[str, Any]) -> list[Any]:
-    found = node.get("cte_map")
-    return found["map"] if isinstance(found, dict) else []
+    cte_map = node.get("cte_map")
+    return cte_map["map"] if isinstance(cte_map, dict) else []
 
 
 # ------------------------------------------------------------------------------------------------- filling
 
 
 def define_tables(connection: DuckDBPyConnection, store: Store, named: set[str]) -> list[str]:
-    """Define TABLES, with content where they are named; the files behind them, which must stay readable."""
+    """Define TABLES, empty unless named; return the paths of their files, which the connection must be able to read."""
     manifests = list(all_manifests(store)) if named - {"runs"} else []
     groups = _vtab_groups(manifests)
     records: dict[str, list[dict[str, Any]]] = {name: [] for name in TABLES}
@@ -294,10 +300,10 @@ def define_tables(connection: DuckDBPyConnection, store: Store, named: set[str])
     if "runs" in named:
         records["runs"] = _runs(store)
     for name in ("rows", "predictions"):
-        found = _files(store, manifests, f"{name}.parquet") if name in named else {}
-        if found:
-            _define_view(connection, name, found, groups)
-            paths += found
+        files = _files(store, manifests, f"{name}.parquet") if name in named else {}
+        if files:
+            _define_view(connection, name, files, groups)
+            paths += files
         else:
             _define_table(connection, name, [])
     for name in ("artifacts", "runs"):
@@ -306,7 +312,7 @@ def define_tables(connection: DuckDBPyConnection, store: Store, named: set[str])
 
 
 def _lock(connection: DuckDBPyConnection, paths: list[str]) -> None:
-    """From now on the database sees these files and nothing else."""
+    """Restrict the database to these files from now on."""
     connection.execute("SET VARIABLE paths = $paths", {"paths": paths})
     connection.execute("SET allowed_paths = getvariable('paths')")
     connection.execute("SET enable_external_access = false")
@@ -314,23 +320,23 @@ def _lock(connection: DuckDBPyConnection, paths: list[str]) -> None:
 
 
 def _vtab_groups(manifests: list[Manifest]) -> dict[str, str | None]:
-    """Artifact -> what group of VTAB's tasks its `data` is of; others are left out."""
+    """Return, for each artifact whose `data` is one of VTAB's tasks, the group of that task."""
     tasks = {manifest.key: _vtab_task(manifest.config.get("source")) for manifest in manifests}
-    data = {
-        manifest.key: tasks.get(given[0].key)
+    data_tasks = {
+        manifest.key: tasks.get(data[0].key)
         for manifest in manifests
-        if (given := manifest.inputs.get("data"))
+        if (data := manifest.inputs.get("data"))
     }
-    return {key: GROUPS.get(task) for key, task in data.items() if task is not None}
+    return {key: GROUPS.get(task) for key, task in data_tasks.items() if task is not None}
 
 
 def _vtab_task(source: Any) -> Any:
-    """The task that a dataset's source is; None also for a source that another version described in its own way."""
+    """Return the VTAB task of a dataset's source; None if it has none, or another version wrote it differently."""
     return source.get("task") if isinstance(source, dict) and source.get("kind") == "vtab" else None
 
 
 def _files(store: Store, manifests: list[Manifest], name: str) -> dict[str, Manifest]:
-    """Local path -> manifest of all files of that name, but for reports, whose rows are copies."""
+    """Return {local path: manifest} of all files with this name, except those of reports, which are copies."""
     entries, origins = [], []
     for manifest in manifests:
         folder = manifest.folder.removeprefix("artifacts/")
@@ -345,7 +351,7 @@ def _files(store: Store, manifests: list[Manifest], name: str) -> dict[str, Mani
 def _define_view(
     connection: DuckDBPyConnection, name: str, files: dict[str, Manifest], groups: dict[str, str | None]
 ) -> None:
-    """A view of Parquet files; what is known of each file is looked up by its number."""
+    """Define a view of Parquet files; the `_ORIGIN` columns of each file are looked up by its number."""
     origins = [
         {"artifact": origin.key, "vtab_group": groups.get(origin.key)}
         | origin.model_dump(include={"job", "stage", "run", "finished"})
@@ -379,7 +385,7 @@ def _define_table(connection: DuckDBPyConnection, name: str, records: list[dict[
 def _set_records(
     connection: DuckDBPyConnection, variable: str, columns: tuple[Column, ...], records: list[dict[str, Any]]
 ) -> None:
-    """A variable that is a list of structs with these columns."""
+    """Set a variable to a list of structs with these columns."""
     shape = json.dumps([{column.name: column.type for column in columns}])
     values = [{column.name: record[column.name] for column in columns} for record in records]
     connection.execute(
@@ -394,6 +400,5 @@ def _artifact(manifest: Manifest) -> dict[str, Any]:
 
 
 def _runs(store: Store) -> list[dict[str, Any]]:
-
-    found = [run_status(store, run) for run in runs(store)]
-    return [run | {"stages": len(run["stages"])} for run in found]
+    statuses = [run_status(store, run) for run in runs(store)]
+    return [status | {"stages": len(status["stages"])} for status in statuses]

@@ -1,7 +1,7 @@
 """`vitflow verify`: compare every byte of the store's artifacts with their manifests, and every record with its schema.
 
-In: a store, and optionally the KEY that a user gave. Out: a `Verified`. It reads everything again, even files that
-passed before, and changes nothing but this machine's memory of checked files.
+In: a store, and optionally a user's KEY. Out: a `Verified`. It reads everything again, even files that passed before,
+and changes nothing except this machine's cache of checked files.
 """
 
 from __future__ import annotations
@@ -58,14 +58,18 @@ class Verified:
     damage: tuple[Damage, ...]
 
 
-def verify(store: Store, given: str | None = None) -> Verified:
-    """Read all artifacts and runs' records, or only the artifacts that a unique key prefix, RUN/STAGE or RUN means.
+def verify(store: Store, selector: str | None = None) -> Verified:
+    """Read all artifacts and the records of all runs, or only the artifacts that a selector matches.
+
+    Args:
+        selector: a key, a unique key prefix, RUN/STAGE or RUN; None: everything.
 
     Raises:
-        RecipeError: `given` matches nothing, or is ambiguous.
+        RecipeError: `selector` matches nothing, or is ambiguous.
     """
-    manifests, damage = _manifests(store, all_keys(store) if given is None else find_keys(store, given))
-    if given is None:
+    keys = all_keys(store) if selector is None else find_keys(store, selector)
+    manifests, damage = _manifests(store, keys)
+    if selector is None:
         damage += _records(store)
     files = [(manifest, file) for manifest in manifests for file in manifest.files]
     damage += _damaged_files(store, files)
@@ -73,7 +77,7 @@ def verify(store: Store, given: str | None = None) -> Verified:
 
 
 def sample(store: Store, count: int) -> Verified:
-    """Read all manifests and some of their small files, drawn anew each time, for `doctor`."""
+    """Read all manifests and a random sample of the small files, for `doctor`."""
     manifests, damage = _manifests(store, all_keys(store))
     small = [
         (manifest, file) for manifest in manifests for file in manifest.files if file.size <= SAMPLE_BYTES
@@ -84,51 +88,51 @@ def sample(store: Store, count: int) -> Verified:
 
 
 def _manifests(store: Store, keys: Sequence[tuple[str, str]]) -> tuple[list[Manifest], list[Damage]]:
-    """The manifests of the committed artifacts; damage to them and to the records that `--force` wrote beside them."""
-    found, damage = [], []
+    """Return the manifests of the committed artifacts, and damage to them and to the records of `--force`."""
+    manifests, damage = [], []
     for job, key in keys:
         try:
             manifest = read_manifest(store, job, key)
             if manifest is not None:
-                found.append(manifest)
+                manifests.append(manifest)
         except StoreDamaged as error:
             do = _rebuild(store, _attempt(store, job, key))
-            damage.append(Damage(Layout.manifest(job, key), error.what, key, None, do))
+            damage.append(Damage(Layout.manifest(job, key), error.problem, key, None, do))
         try:
             list(successors(store, job, key))
         except StoreDamaged as error:
-            damage.append(Damage(Layout.replaced(job, key), error.what, key, None, error.remedy))
-    return found, damage
+            damage.append(Damage(Layout.replaced(job, key), error.problem, key, None, error.remedy))
+    return manifests, damage
 
 
 def _attempt(store: Store, job: str, key: str) -> Attempt | None:
-    """The record that names an artifact's stage if its manifest cannot be read."""
+    """Return the last attempt, which names an artifact's stage if its manifest cannot be read."""
     try:
         return last_attempt(store, job, key)
     except StoreDamaged:
         return None
 
 
-def _rebuild(store: Store, made: Manifest | Attempt | None) -> str:
-    if made is None:
+def _rebuild(store: Store, record: Attempt | None) -> str:
+    if record is None:
         return "vitflow run PIPELINE --force STAGE, or remove its folder if it was copied there"
-    return rebuild_command(store, made)
+    return rebuild_command(store, record)
 
 
 def _records(store: Store) -> Iterator[Damage]:
-    """Damage to the records of runs, and to attempts that are not committed."""
+    """Yield damage to the records of runs, and to attempts that are not committed."""
     for run in store.names("runs"):
         name, do = f"{Layout.run(run)}/plan.json", "remove the file; results do not depend on it"
         try:
             read_plan(store, run)
         except StoreDamaged as error:
-            yield Damage(name, error.what, None, None, do)
+            yield Damage(name, error.problem, None, None, do)
         folder = f"{Layout.run(run)}/events"
         for name in [f"{folder}/{event}" for event in store.names(folder)]:
             try:
                 read_record(store, name, Event)
             except StoreDamaged as error:
-                yield Damage(name, error.what, None, None, do)
+                yield Damage(name, error.problem, None, None, do)
     for job, key in all_keys(store):
         if not is_committed(store, job, key):
             try:
@@ -136,7 +140,7 @@ def _records(store: Store) -> Iterator[Damage]:
             except StoreDamaged as error:
                 yield Damage(
                     Layout.artifact(job, key),
-                    error.what,
+                    error.problem,
                     key,
                     None,
                     "remove this folder; nothing in it was committed",
@@ -145,7 +149,7 @@ def _records(store: Store) -> Iterator[Damage]:
 
 def _damaged_files(store: Store, files: Sequence[tuple[Manifest, FileEntry]]) -> list[Damage]:
     with ThreadPoolExecutor(READERS) as threads:
-        wrong = list(threads.map(partial(_file_fault, store), *zip(*files, strict=True)) if files else ())
+        faults = list(threads.map(partial(_file_fault, store), *zip(*files, strict=True)) if files else ())
     return [
         Damage(
             f"{manifest.folder}/{file.path}",
@@ -154,21 +158,21 @@ def _damaged_files(store: Store, files: Sequence[tuple[Manifest, FileEntry]]) ->
             manifest.stage,
             rebuild_command(store, manifest),
         )
-        for (manifest, file), fault in zip(files, wrong, strict=True)
+        for (manifest, file), fault in zip(files, faults, strict=True)
         if fault is not None
     ]
 
 
 def _file_fault(store: Store, manifest: Manifest, file: FileEntry) -> str | None:
-    """What is wrong with a file as the store has it now."""
+    """Return what is wrong with a file in the store; None if it matches its entry."""
     name = f"{manifest.folder}/{file.path}"
     try:
-        found = store.digest(name)
+        size_and_digest = store.digest(name)
     except StoreDamaged as error:
-        return f"cannot be read: {error.what}"
-    if found is None:
+        return f"cannot be read: {error.problem}"
+    if size_and_digest is None:
         return "is missing"
-    size, digest = found
+    size, digest = size_and_digest
     fault = digest_fault(digest, file) if digest != file.sha256 else None
     if not store.uri.startswith("s3://"):
         remember(Path(store.uri) / name, file, fault is None)

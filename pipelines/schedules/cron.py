@@ -1,9 +1,9 @@
-"""Cron lines: read strictly, turned into instants, and written for systemd.
+"""Cron lines: validated, turned into times, and translated for systemd and Kubernetes.
 
-Five fields as cron has them, and nothing that only some programs know: a line means the same to `vitflow schedule
-serve`, systemd and Kubernetes. Around a change of the clocks it is as in Debian's cron: a fixed time that does not
-exist is taken as soon as the clock goes on, one that comes twice is taken the first time; a line whose minute or hour
-begins with `*` goes by real time.
+A line has cron's five fields and nothing that only some programs support, so it means the same to `vitflow schedule
+serve`, systemd and Kubernetes. When the clocks change, it behaves as in Debian's cron: a fixed time that does not exist
+is due right after the change, and one that occurs twice is due the first time; a line whose minute or hour begins with
+`*` follows elapsed time.
 """
 
 from __future__ import annotations
@@ -28,21 +28,21 @@ _FIELDS: tuple[tuple[str, int, int, tuple[str, ...]], ...] = (
     ("day of week", 0, 7, _DAYS),
 )
 _ITEM = re.compile(r"(?:\*|([A-Z0-9]+)(?:-([A-Z0-9]+))?)(?:/([0-9]+))?")
-# looked through one after the other for the last time that was due: leap days are up to eight years apart
+# The periods that are searched for the last tick, in this order; leap days are up to eight years apart.
 _BACK = tuple(timedelta(days=days) for days in (1 / 24, 1, 8, 32, 367, 8 * 366))
 
 
 def check_cron(cron: str) -> str:
-    """The line, with single spaces, in capitals.
+    """Return the line with single spaces, in capitals.
 
     Raises:
-        RecipeError: it is none; the message names the field and what would be right.
+        RecipeError: the line is invalid; the message names the field and what is expected.
     """
     fields = cron.upper().split()
     if len(fields) != len(_FIELDS):
         raise RecipeError(
-            f"--cron {cron!r}: {len(fields)} fields; write five, minute hour day-of-month month day-of-week, "
-            "as in '0 3 * * 1' for Mondays at 3:00"
+            f"--cron {cron!r}: {len(fields)} fields; expected five, minute hour day-of-month month day-of-week, "
+            "such as '0 3 * * 1' for Mondays at 3:00"
         )
     for text, (name, low, high, names) in zip(fields, _FIELDS, strict=True):
         if problem := _problem(text, low, high, names):
@@ -50,26 +50,26 @@ def check_cron(cron: str) -> str:
     days, weekdays = fields[2], fields[4]
     if days != "*" and weekdays != "*" and (days.startswith("*") or weekdays.startswith("*")):
         raise RecipeError(
-            f"--cron {cron!r}: day of month {days} beside day of week {weekdays} means 'both' to one program and "
-            "'either' to another: write the days of the one with * as a list"
+            f"--cron {cron!r}: day of month {days} with day of week {weekdays} means 'both' to some programs and "
+            "'either' to others; write the days of the field with * as a list"
         )
     line = " ".join(fields)
     try:
         next(CronSim(line, datetime(2024, 1, 1, tzinfo=UTC)))
     except (CronSimError, StopIteration):
         raise RecipeError(
-            f"--cron {cron!r}: day of month: {days} does not come in month {fields[3]}"
+            f"--cron {cron!r}: day of month: {days} does not occur in month {fields[3]}"
         ) from None
     return line
 
 
 def _problem(text: str, low: int, high: int, names: tuple[str, ...]) -> str | None:
-    """What is wrong with a field."""
+    """Return what is wrong with a field; None if it is valid."""
     for item in text.split(","):
-        found = _ITEM.fullmatch(item)
-        if found is None:
-            return f"{item!r} is none of: *, a number, a range as in {low}-{high}, * or a range with a step as in */2"
-        first, last, step = found.groups()
+        match = _ITEM.fullmatch(item)
+        if match is None:
+            return f"invalid value {item!r}; expected *, a number, a range ({low}-{high}), or these with a step (*/2)"
+        first, last, step = match.groups()
         numbers = []
         for value in (first, last):
             if value is None:
@@ -80,65 +80,69 @@ def _problem(text: str, low: int, high: int, names: tuple[str, ...]) -> str | No
                 numbers.append(int(value))
             else:
                 near = difflib.get_close_matches(value, names, n=1)
-                known = f" or {names[0]} to {names[-1]}" if names else ""
-                return f"{value!r} is not from {low} to {high}{known}" + (
+                or_names = f" or {names[0]} to {names[-1]}" if names else ""
+                return f"{value!r} is not from {low} to {high}{or_names}" + (
                     f"; did you mean {near[0]}?" if near else ""
                 )
         if len(numbers) == 2 and numbers[0] > numbers[1]:
             return f"{item} runs backwards; write {last}-{first}, or two parts with a comma"
         if step is not None and (int(step) == 0 or len(set(numbers)) == 1):
             begin = first or low
-            return f"{item}: a step is 1 or more, behind * or a range, as in {begin}-{high}/2"
+            return f"{item}: a step must be 1 or more and follow * or a range, as in {begin}-{high}/2"
     return None
 
 
 def check_timezone(name: str) -> str:
-    """The name of a time zone.
+    """Return the name of a time zone.
 
     Raises:
-        RecipeError: there is none of that name; the message has the nearest.
+        RecipeError: there is no such time zone; the message offers the nearest name.
     """
     try:
         ZoneInfo(name)
     except (ValueError, OSError, KeyError):  # ZoneInfoNotFoundError is a KeyError
-        known = {zone.lower(): zone for zone in sorted(available_timezones())}
-        if not known:
+        zones = {zone.lower(): zone for zone in sorted(available_timezones())}
+        if not zones:
             raise RecipeError(
-                f"--timezone {name}: this machine has no time zones: install tzdata (apt-get or pip)"
+                f"--timezone {name}: this machine has no time zones; install tzdata (apt-get or pip)"
             ) from None
-        near = [zone for low, zone in known.items() if name and low.endswith(name.lower())] or [
-            known[low] for low in difflib.get_close_matches(name.lower(), known, n=1)
+        near = [zone for low, zone in zones.items() if name and low.endswith(name.lower())] or [
+            zones[low] for low in difflib.get_close_matches(name.lower(), zones, n=1)
         ]
-        right = f"did you mean {min(near, key=len)!r}?" if near else "write it as in Europe/Berlin, or UTC"
-        raise RecipeError(f"--timezone {name!r}: no such time zone; {right}") from None
+        hint = (
+            f"did you mean {min(near, key=len)!r}?"
+            if near
+            else "expected a name such as Europe/Berlin or UTC"
+        )
+        raise RecipeError(f"--timezone {name!r}: no such time zone; {hint}") from None
     return name
 
 
 def ticks(cron: str, timezone: str, after: datetime) -> Iterator[datetime]:
-    """The instants of a checked line, in UTC, later than `after`, each once."""
+    """Yield the times of a checked line after `after`, in UTC, each once."""
     for local in CronSim(cron, after.astimezone(ZoneInfo(timezone))):
         tick = local.astimezone(UTC)
-        if tick > after:  # in the second pass of an hour that comes twice, the first is found again
+        if tick > after:  # in the second pass of a repeated hour, CronSim yields the first pass again
             yield tick
 
 
 def last_tick(cron: str, timezone: str, since: datetime, now: datetime) -> datetime | None:
-    """The latest instant that is later than `since` and not later than `now`."""
+    """Return the latest time that is later than `since` and not later than `now`; None if there is none."""
     for back in _BACK:
-        found = None
+        latest = None
         for tick in ticks(cron, timezone, max(since, now - back)):
             if tick > now:
                 break
-            found = tick
-        if found is not None or now - back <= since:
-            return found
+            latest = tick
+        if latest is not None or now - back <= since:
+            return latest
     return None
 
 
 def on_calendar(cron: str, timezone: str) -> list[str]:
-    """The same for systemd's OnCalendar=: one line, or two where cron's two fields of days mean 'either'.
+    """Translate a line for systemd's OnCalendar=: to one line, or two if cron's two fields of days mean 'either'.
 
-    What systemd does not do is take a time that does not exist when the clocks change: it leaves that day out.
+    There is one difference: if the clocks change and a time does not exist, systemd skips that day.
     """
     sim = CronSim(cron, datetime(2024, 1, 1, tzinfo=UTC))
     minutes, hours = _listed(sim.minutes, 60), _listed(sim.hours, 24)
@@ -151,12 +155,12 @@ def on_calendar(cron: str, timezone: str) -> list[str]:
     return [f"{named}*-{months}-{days} {time}"]
 
 
-def _listed(numbers: set[int], all_of_them: int) -> str:
-    return "*" if len(numbers) == all_of_them else ",".join(f"{number:02d}" for number in sorted(numbers))
+def _listed(numbers: set[int], possible: int) -> str:
+    return "*" if len(numbers) == possible else ",".join(f"{number:02d}" for number in sorted(numbers))
 
 
 def kubernetes_cron(cron: str) -> str:
-    """The same for Kubernetes, to which Sunday is 0 alone."""
+    """Translate a line for Kubernetes, for which Sunday is 0, not 7."""
     *fields, weekdays = cron.split()
     if "7" in weekdays:
         sim = CronSim(cron, datetime(2024, 1, 1, tzinfo=UTC))

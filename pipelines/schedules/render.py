@@ -1,7 +1,7 @@
-"""A schedule for a timer of somebody else's: systemd, cron, Kubernetes. What they start is `vitflow schedule tick`.
+"""A schedule's files for other timers: systemd, cron, Kubernetes. They start `vitflow schedule tick`.
 
-A tick is decided on in the store, so that it does no harm when a timer fires twice, or beside `schedule serve`.
-Nothing secret is written: keys and tokens come from where the timer's program keeps them.
+The decision on a tick is in the store, so a timer does no harm if it fires twice, or beside `schedule serve`. The files
+contain no secrets: the timer's program provides keys and tokens.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from pipelines.schedules.schedule import Schedule
 from pipelines.spec import RecipeError
 from pipelines.store import Store
 
-DEADLINE_SECONDS = 600  # Kubernetes starts a tick's pod this late at most
+DEADLINE_SECONDS = 600  # the latest start of a tick's pod in Kubernetes
 SECRET = "vitflow"  # noqa: S105 (the name of the Secret with the AWS keys and RAY_AUTH_TOKEN)
 
 
 def systemd(schedule: Schedule, store: Store) -> dict[str, str]:
-    """File name -> text of a service and its timer, for ~/.config/systemd/user or /etc/systemd/system."""
+    """Return {file name: text} of a service and its timer, for ~/.config/systemd/user or /etc/systemd/system."""
     service = [
         "[Unit]",
         f"Description=vitflow schedule {schedule.name}",
@@ -57,10 +57,10 @@ def systemd(schedule: Schedule, store: Store) -> dict[str, str]:
 
 
 def crontab(schedule: Schedule, store: Store) -> dict[str, str]:
-    """File name -> lines for `crontab -e`."""
+    """Return {file name: text} with the lines for `crontab -e`."""
     command = shlex.join(_command(schedule, store)).replace("%", r"\%")
     lines = [
-        f"# vitflow schedule {schedule.name}. CRON_TZ is cronie's; Debian's cron goes by the machine's time zone.",
+        f"# vitflow schedule {schedule.name}. Only cronie reads CRON_TZ; Debian's cron uses the machine's time zone.",
         f"CRON_TZ={schedule.timezone}",
         *(f"{name}={value}" for name, value in store.settings.items()),
         f"{schedule.cron} {command}",
@@ -69,24 +69,26 @@ def crontab(schedule: Schedule, store: Store) -> dict[str, str]:
 
 
 def kubernetes(schedule: Schedule, store: Store, image: str | None = None) -> dict[str, str]:
-    """File name -> YAML of a batch/v1 CronJob.
+    """Return {file name: YAML} of a batch/v1 CronJob.
 
     Args:
-        image: with vitflow in it; by default vitflow:<version of this one>.
+        image: a container image with vitflow; by default vitflow:<this version>.
 
     Raises:
-        RecipeError: a pod would not find the schedule's cluster or store, or the name is none to Kubernetes.
+        RecipeError: a pod cannot reach the schedule's cluster or store, or Kubernetes does not allow the name.
     """
     if _is_local(schedule):
         raise RecipeError(
-            f"{schedule.name} runs on the local Ray, which would end with the pod: "
-            "give the cluster's address, `schedule add ... --address http://HOST:8265`"
+            f"{schedule.name} runs on the local Ray, which would end with the pod; "
+            "set the cluster's address with `schedule add ... --address http://HOST:8265`"
         )
     if not store.uri.startswith("s3://"):
-        raise RecipeError(f"--store {store.uri}: a pod does not see this folder: use s3://bucket/prefix")
+        raise RecipeError(f"--store {store.uri}: a pod does not see this folder; use s3://bucket/prefix")
     if not re.fullmatch(r"[a-z0-9-]*[a-z0-9]", schedule.name):
         better = schedule.name.replace("_", "-").rstrip("-")
-        raise RecipeError(f"{schedule.name!r} is no name to Kubernetes: add the schedule as {better!r}")
+        raise RecipeError(
+            f"{schedule.name!r} is not a valid name in Kubernetes; add the schedule as {better!r}"
+        )
     name = f"vitflow-{schedule.name}"
     container = {
         "name": "tick",
@@ -122,7 +124,7 @@ def _is_local(schedule: Schedule) -> bool:
 
 
 def _command(schedule: Schedule, store: Store) -> list[str]:
-    """Absolute: timers have no PATH to speak of."""
+    """Return the command with the absolute path of Python, because timers have a minimal PATH."""
     return [sys.executable, "-m", "pipelines", *_arguments(schedule, store)]
 
 
@@ -131,6 +133,6 @@ def _arguments(schedule: Schedule, store: Store) -> list[str]:
 
 
 def _systemd_quoted(text: str) -> str:
-    """One word of a unit file, none of whose characters means anything."""
+    """Quote a word of a unit file, so that systemd takes all its characters literally."""
     escaped = text.replace("\\", "\\\\").replace('"', '\\"').replace("%", "%%").replace("$", "$$")
     return escaped if re.fullmatch(r"[\w@:./,=+%$-]+", text) else f'"{escaped}"'

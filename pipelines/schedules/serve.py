@@ -1,6 +1,6 @@
 """`schedule serve`: attends to all schedules of a store while it runs. It keeps no state and listens on no port.
 
-It waits by the monotonic clock, at most LOOK_SECONDS, and then decides by the store and the current wall clock, so
+It waits for at most LOOK_SECONDS by the monotonic clock, then decides by the store and the current wall clock, so
 setting the clock forward or back makes no difference.
 """
 
@@ -20,13 +20,13 @@ from pipelines.schedules.schedule import Schedule, all_schedules, attend
 from pipelines.store import Store, StoreError
 from vit_model.errors import UserError
 
-LOOK_SECONDS = 10.0  # between two looks at the store: for schedules that others change, for drivers that died
-GRACE = timedelta(seconds=60)  # a tick that is older was missed
-THREADS = 32  # schedules attended to at once: a cluster that does not answer takes ten seconds
+LOOK_SECONDS = 10.0  # between two checks of the store for changed schedules and dead drivers
+GRACE = timedelta(seconds=60)  # older ticks were missed
+THREADS = 32  # schedules attended to at once, because a cluster that does not answer takes ten seconds
 
 
 class _Server:
-    """Attends to schedules, each in a thread, to none twice at once."""
+    """A server that attends to each schedule in a thread, and to none twice at once."""
 
     def __init__(self, store: Store, token_file: Path | None, say: Callable[[str], None]) -> None:
         self.store, self.token_file, self.say = store, token_file, say
@@ -35,11 +35,15 @@ class _Server:
         self.said: dict[str, str] = {}
 
     def look(self, now: datetime, threads: ThreadPoolExecutor) -> float:
-        """Attend to the schedules that are active; returns the seconds until the next look."""
+        """Attend to the active schedules; return the seconds until the next look."""
         try:
-            active = {found.name: found for found in all_schedules(self.store) if found.state == "active"}
+            active = {
+                schedule.name: schedule
+                for schedule in all_schedules(self.store)
+                if schedule.state == "active"
+            }
         except StoreError as error:
-            self._say_once("", f"no schedules can be read: {error}")
+            self._say_once("", f"cannot read the schedules: {error}")
             return LOOK_SECONDS
         self.said.pop("", None)
         ticks = {name: next(schedule.next_ticks(now)) for name, schedule in active.items()}
@@ -55,13 +59,13 @@ class _Server:
         return min([LOOK_SECONDS, *((tick - now).total_seconds() for tick in ticks.values())])
 
     def _attend(self, name: str, now: datetime) -> None:
-        """Attend to one schedule; what goes wrong with it is said, and tried again at the next look."""
+        """Attend to one schedule; print errors, and retry at the next look."""
         try:
             for line in attend(self.store, name, now, self.token_file, GRACE):
                 self._say_once(name, line)
         except (StoreError, ClusterUnreachable, LocalRayError, UserError) as error:
-            self._say_once(name, f"{error}; will be tried again")
-        except Exception:  # a bug here must not end the other schedules, nor go unseen
+            self._say_once(name, f"{error}; retrying")
+        except Exception:  # a bug must not end the other schedules, nor go unnoticed
             traceback.print_exc()
 
     def _say_once(self, name: str, line: str) -> None:
@@ -77,11 +81,11 @@ def _utc() -> datetime:
 def serve(
     store: Store, token_file: Path | None, say: Callable[[str], None], clock: Callable[[], datetime] = _utc
 ) -> None:
-    """Attend to the store's schedules until SIGTERM or SIGINT; the runs' drivers are jobs and go on.
+    """Attend to the store's schedules until SIGTERM or SIGINT; the runs' drivers are jobs and continue.
 
     Args:
-        token_file: with the token of the clusters at the schedules' addresses.
-        say: told one line for each thing that happens.
+        token_file: contains the token of the clusters at the schedules' addresses.
+        say: prints a line.
         clock: returns the current time, UTC; called once per look.
     """
     server = _Server(store, token_file, say)
@@ -92,5 +96,5 @@ def serve(
             while True:
                 time.sleep(server.look(clock(), threads))  # by the monotonic clock
         except KeyboardInterrupt:
-            say("ending; runs go on")
+            say("ending; started runs continue")
             threads.shutdown(cancel_futures=True)

@@ -1,8 +1,8 @@
-"""What a pipeline is: frozen pydantic models of a recipe and its stages (`pipelines.recipe.load` reads them from YAML).
+"""Frozen pydantic models of a recipe's stages and sources; `pipelines.recipe.load` reads them from YAML.
 
 A field is *identity* (it changes the result and enters the stage's key) unless it is marked with `execution(...)`
-(where and how fast it runs). A field that names an earlier stage says which kind of artifact it takes.
-Everything that a recipe can get wrong is found here, before anything starts, as a `RecipeError`.
+(where and how fast it runs). A field that names another stage declares the kinds of artifact that it takes. Recipes are
+validated before anything starts; an error is a `RecipeError`.
 """
 
 from pipelines.spec.archives import ImageNet21kSource, ImageNetSource, WebDatasetSource

@@ -33,16 +33,21 @@ class ImageNetSource(FileSource):
         description="the folder, or s3://bucket/prefix, of the three files",
     )
     dev_fraction: float = Field(
-        0.01, gt=0, lt=0.5, description="of train, drawn by a hash of each image's name: it is dev"
+        0.01,
+        gt=0,
+        lt=0.5,
+        description="the fraction of train that becomes dev, drawn by a hash of each image's name",
     )
 
     def where(self) -> Named:
         return Named(self.root, (*_IMAGENET, IMAGENET_REAL))
 
     def choose(self, there: Files) -> Files:
-        """The three files, and real.json if it is there."""
+        """Return the three files, and real.json if it exists."""
         if missing := [name for name in _IMAGENET if name not in there]:
-            raise RecipeError(f"source.root: {self.root} has no {missing[0]}; it comes from image-net.org")
+            raise RecipeError(
+                f"source.root: {self.root} does not contain {missing[0]}; download it from image-net.org"
+            )
         return there
 
 
@@ -58,7 +63,7 @@ class ImageNet21kSource(FileSource):
         0.004,
         gt=0,
         lt=0.25,
-        description="as much is dev and as much is test, drawn by a hash of each image's name",
+        description="the fraction for dev, and the same for test, drawn by a hash of each image's name",
     )
     min_images: int = Field(10, ge=1, description="synsets with fewer are left out")
 
@@ -66,19 +71,21 @@ class ImageNet21kSource(FileSource):
         return At(self.root)
 
     def choose(self, there: Files) -> Files:
-        """The one tar, or each synset's."""
+        """Return the one tar, or that of each synset."""
         tars = {
             name: place for name, place in there.items() if _SYNSET_TAR.fullmatch(PurePosixPath(name).name)
         }
         if not tars and list(there) != parts_of(next(iter(there), ""), there):
-            raise RecipeError(f"source.root: {self.root} has no tar of a synset, such as n01440764.tar")
+            raise RecipeError(
+                f"source.root: {self.root} does not contain the tar of a synset, such as n01440764.tar"
+            )
         return tars or there
 
 
 class WebDatasetSource(FileSource):
     """Tars of samples (WebDataset): members of one name before the first dot are an image and its label.
 
-    Splits are those that names of shards or folders say (train, val, test), else they are drawn.
+    Splits come from the names of shards or folders (train, val, test); without such names they are drawn.
     """
 
     kind: Literal["webdataset"]
@@ -101,8 +108,10 @@ class WebDatasetSource(FileSource):
         return At(self.root)
 
     def choose(self, there: Files) -> Files:
-        """Every tar."""
+        """Return every tar."""
         tars = {name: place for name, place in there.items() if name.lower().endswith(_TAR_ENDINGS)}
         if not tars:
-            raise RecipeError(f"source.root: {self.root} has no file that ends in {', '.join(_TAR_ENDINGS)}")
+            raise RecipeError(
+                f"source.root: {self.root} contains no file that ends in {', '.join(_TAR_ENDINGS)}"
+            )
         return tars

@@ -1,4 +1,4 @@
-"""How images are cut and changed, as a recipe says it. What is done, and with which numbers: `ray_jobs.augment`."""
+"""The augmentation fields of recipes. `ray_jobs.augment` implements them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Augmentation = Literal[
     "squash_crop",
     "squash_crop_flip",
 ]
-"""What is done to each training image before anything else. Flips are left to right, of half of the images.
+"""The first augmentation of each training image. Flips are left to right, with probability 1/2.
 
 none               nothing
 flip               a flip
@@ -32,7 +32,7 @@ squash_crop_flip   the same and a flip
 
 
 class RandAugment(Frozen):
-    """So many of 16 operations on each image, each of them always applied (Cubuk et al., arXiv 1909.13719)."""
+    """`layers` random operations out of 16 on each image, always applied (Cubuk et al., arXiv 1909.13719)."""
 
     layers: int = Field(2, ge=1, le=16)
     magnitude: float = Field(
@@ -41,7 +41,7 @@ class RandAugment(Frozen):
 
 
 def mixing(name: str) -> Any:
-    """A field for the alpha of mixup or cutmix."""
+    """Declare a field for the alpha of mixup or cutmix."""
     return later(
         0.0,
         ge=0,
@@ -52,7 +52,7 @@ def mixing(name: str) -> Any:
 
 
 class EvalCrop(Frozen):
-    """How an image becomes a square where nothing is random: when a model is judged, or used.
+    """How an image becomes a square without augmentation, in evaluation and prediction.
 
     The authors squash after fine-tuning; big_vision takes the middle, of 256 for 224 pixels (crop_fraction 0.875) after
     pretraining and of 448 for 384 (0.857143) after fine-tuning.

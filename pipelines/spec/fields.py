@@ -1,4 +1,4 @@
-"""What the fields of all stages share: how they are marked, checked, and spoken of."""
+"""Markers and validators that the fields of all stages share."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from vit_model.errors import UserError
 
 
 class RecipeError(UserError):
-    """A recipe, or a request about one, that can't be run; the message says what would be right."""
+    """A recipe, or a request about one, is invalid; the message says what is expected."""
 
 
 def execution(default: Any = ..., **constraints: Any) -> Any:
-    """A field that never changes the result, so it stays out of the key: workers, threads, paths."""
+    """Declare a field that never changes the result, so it is not in the key: workers, threads, paths."""
     return Field(default, json_schema_extra={"execution": True}, **constraints)
 
 
 def takes(*kinds: str, shows_names: bool = False, later: bool = False, **constraints: Any) -> Any:
-    """A field that names one earlier stage (a tuple: several) whose artifact is of one of these kinds.
+    """Declare a field that names one other stage (a tuple: several) with an artifact of one of these kinds.
 
-    What a stage is called does not enter a key, but where the result shows the names. `later`: as the marker of that
-    name does (`vit_model.config`).
+    The names of stages enter the key only if the result shows them (`shows_names`). `later`: see the marker of that
+    name in `vit_model.config`.
     """
     return Field(
         json_schema_extra={"input": list(kinds), "shows_names": shows_names, "later": later}, **constraints
@@ -34,13 +34,13 @@ def takes(*kinds: str, shows_names: bool = False, later: bool = False, **constra
 
 
 def marks(field: FieldInfo) -> dict[str, Any]:
-    """What `execution`, `takes` and `later` say of a field."""
+    """Return the marks that `execution`, `takes` and `later` put on a field."""
     return field.json_schema_extra if isinstance(field.json_schema_extra, dict) else {}
 
 
 def distinct(values: tuple[Any, ...]) -> tuple[Any, ...]:
     if len(set(values)) < len(values):
-        raise ValueError(f"{list(values)} has a value twice")
+        raise ValueError(f"{list(values)} contains duplicates")
     return values
 
 
@@ -49,7 +49,7 @@ def ascending(values: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def absolute(folder: str) -> str:
-    """A job runs in another working folder."""
+    """Return an absolute path, because jobs run in another working folder."""
     return str(Path(folder).expanduser().absolute())
 
 
@@ -57,7 +57,7 @@ def located(path: str) -> str:
     if path.startswith("s3://"):
         return path
     if "://" in path:
-        raise ValueError(f"{path!r} is not a local file or folder, nor s3://bucket/key: fetch it first")
+        raise ValueError(f"{path!r} is not a local file or folder, or s3://bucket/key; download it first")
     return absolute(path)
 
 
@@ -67,7 +67,7 @@ COMMIT = r"[0-9a-f]{40}"
 
 
 def checkpoint(path: str) -> str:
-    """As `located`, or a model on the Hugging Face hub."""
+    """Validate a path as `located` does, or a model on the Hugging Face hub."""
     if not path.startswith("hf:"):
         return located(path)
     if not re.fullmatch(HUB_PATH, path, re.ASCII):
@@ -77,12 +77,12 @@ def checkpoint(path: str) -> str:
     return path
 
 
-def nearest(given: str, known: Any) -> str:
-    """', did you mean ...?' for the nearest known name; otherwise the list of them."""
-    found = difflib.get_close_matches(given, list(known), n=1)
-    return f"; did you mean {found[0]!r}?" if found else f"; there are: {', '.join(known)}"
+def nearest(name: str, names: Any) -> str:
+    """Return '; did you mean ...?' with the nearest of these names, or the list of them if none is near."""
+    matches = difflib.get_close_matches(name, list(names), n=1)
+    return f"; did you mean {matches[0]!r}?" if matches else f"; there are: {', '.join(names)}"
 
 
 Seed = Annotated[int, Field(ge=0)]
 Root = Annotated[str, AfterValidator(located)]
-"""A file or folder outside: a path, or s3://bucket/prefix."""
+"""A file or folder outside the store: a path, or s3://bucket/prefix."""

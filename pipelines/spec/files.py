@@ -1,4 +1,4 @@
-"""Where the files of a source are, as a recipe says it. `pipelines.files.sources` lists what is there."""
+"""Locations of a source's files in a recipe. `pipelines.files.sources` lists the files."""
 
 from __future__ import annotations
 
@@ -42,14 +42,14 @@ class InPackage(NamedTuple):
 
 
 class FileSource(Frozen):
-    """What all sources share: where their files are, and which of the files there they read."""
+    """The base of all sources: where their files are, and which of them they read."""
 
     def where(self) -> Below | At | Named | InPackage:
-        """Where to look for files."""
+        """Return where the files are."""
         raise NotImplementedError
 
     def choose(self, there: Files) -> Files:
-        """The files that the result depends on, by the names that the stage calls them, of those that are there.
+        """Return those of the existing files (`there`) that the result depends on, by their names in the stage.
 
         Raises:
             RecipeError: files are missing, or a field contradicts another.

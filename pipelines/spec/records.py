@@ -33,10 +33,10 @@ class HfParquetSource(FileSource):
         return Below(self.root)
 
     def choose(self, there: Files) -> Files:
-        """Every Parquet file."""
+        """Return every Parquet file."""
         found = {name: place for name, place in there.items() if name.endswith(".parquet")}
         if not found:
-            raise RecipeError(f"source.root: {self.root} has no .parquet file")
+            raise RecipeError(f"source.root: {self.root} does not contain a .parquet file")
         return found
 
 
@@ -58,11 +58,11 @@ class TfdsSource(FileSource):
         return Below(self.root)
 
     def choose(self, there: Files) -> Files:
-        """Every file of the data set, which has no folders."""
+        """Return every file of the data set, which has no folders."""
         for name in ("dataset_info.json", "features.json"):
             if name not in there:
                 raise RecipeError(
-                    f"source.root: {self.root} has no {name}: name the folder of one version, or prepare it anew"
+                    f"source.root: {self.root} does not contain {name}; use the folder of one version, or prepare it"
                 )
         return {name: place for name, place in there.items() if "/" not in name}
 
@@ -101,7 +101,7 @@ class CifarSource(FileSource):
         return Below(self.root)
 
     def choose(self, there: Files) -> Files:
-        """The archive, or the files that were in it, by their base names."""
+        """Return the archive, or the files from it by their base names."""
         for version in ("binary", "python"):
             pattern = f"cifar-{self.classes}-{version}.tar*"
             if archives := sorted(fnmatch.filter(there, pattern)):
@@ -111,7 +111,7 @@ class CifarSource(FileSource):
                 if all(before + name in there for name in names):
                     return {name: there[before + name] for name in names}
         raise RecipeError(
-            f"source.root: {self.root} has neither cifar-{self.classes}-python.tar.gz nor"
+            f"source.root: {self.root} contains neither cifar-{self.classes}-python.tar.gz nor"
             f" cifar-{self.classes}-binary.tar.gz, nor all files of one of them"
         )
 
@@ -126,7 +126,7 @@ FACTORS: dict[str, tuple[str, ...]] = {
     "position": tuple(f"row {row + 1}, column {column + 1}" for row in range(3) for column in range(3)),
     "count": tuple(map(str, range(1, 10))),
 }
-"""The values of each factor of variation; a recipe names the one that is the label."""
+"""The values of each factor of variation; a recipe chooses one factor as the label."""
 
 
 class ShapesSource(FileSource):
@@ -135,7 +135,7 @@ class ShapesSource(FileSource):
     kind: Literal["shapes"]
     name: str = Field("Shapes", description="what reports call these images")
     label: Literal["shape", "colour", "orientation", "scale", "position", "count"] = Field(
-        "shape", description="the factor to be told; the same seed gives the same images whichever it is"
+        "shape", description="the factor to classify; the same seed gives the same images whichever it is"
     )
     images: int = Field(50_000, ge=1, description="how many to draw for train")
     dev_images: int = Field(2_000, ge=0)
@@ -148,10 +148,10 @@ class ShapesSource(FileSource):
     def _label_can_be_told(self) -> Self:
         if self.label == "position" and self.max_count > 1:
             raise ValueError(
-                f"max_count: {self.max_count} figures have no one position; label position needs 1"
+                f"max_count: {self.max_count} figures have several positions; label position needs max_count 1"
             )
         if self.label == "count" and self.max_count == 1:
-            raise ValueError("max_count: label count needs 2 or more")
+            raise ValueError("max_count: label count needs max_count 2 or more")
         return self
 
     def where(self) -> InPackage:

@@ -1,4 +1,4 @@
-"""The shapes of models, as a recipe says them: by sizes, or by the name that a paper gave."""
+"""The shapes of models in a recipe: sizes, or the name of a variant from a paper."""
 
 from __future__ import annotations
 
@@ -37,10 +37,10 @@ class ModelSize(ViTOptions):
 
     @model_validator(mode="before")
     @classmethod
-    def _by_name(cls, given: Any) -> Any:
-        if not isinstance(given, str):
-            return given
-        sizes = variant_sizes(given)
+    def _by_name(cls, value: Any) -> Any:
+        if not isinstance(value, str):
+            return value
+        sizes = variant_sizes(value)
         return sizes | {"mlp_ratio": sizes.pop("mlp_dim") / sizes["width"]}
 
     @model_validator(mode="after")
@@ -67,8 +67,8 @@ class ResNetSize(ResNetOptions):
 
     @model_validator(mode="before")
     @classmethod
-    def _by_name(cls, given: Any) -> Any:
-        return variant_sizes(given) if isinstance(given, str) else given
+    def _by_name(cls, value: Any) -> Any:
+        return variant_sizes(value) if isinstance(value, str) else value
 
     def architecture(self, resolution: int, channels: int, num_classes: int) -> ResNetConfig:
         """The model of this shape for such images, with a classifier."""
@@ -77,8 +77,8 @@ class ResNetSize(ResNetOptions):
         )
 
 
-def _family(given: Any) -> str:
-    return "resnet" if isinstance(given, str) and given in RESNETS else family_of(given)
+def _family(value: Any) -> str:
+    return "resnet" if isinstance(value, str) and value in RESNETS else family_of(value)
 
 
 Model = Annotated[

@@ -1,4 +1,4 @@
-"""Where an ingest's images come from, as a recipe says it."""
+"""The sources of an ingest's images."""
 
 from __future__ import annotations
 
@@ -61,8 +61,18 @@ class FolderSource(FileSource):
 
 
 FASHION_MNIST_ROOT = "/usr/share/datasets/fashion-mnist"
-FASHION_MNIST = ("T-shirt/top", "Trouser", "Pullover", "Dress", "Coat", "Sandal", "Shirt", "Sneaker", "Bag",
-                 "Ankle boot")  # fmt: skip
+FASHION_MNIST = (
+    "T-shirt/top",
+    "Trouser",
+    "Pullover",
+    "Dress",
+    "Coat",
+    "Sandal",
+    "Shirt",
+    "Sneaker",
+    "Bag",
+    "Ankle boot",
+)
 
 
 _IDX = tuple(
@@ -94,20 +104,20 @@ class IdxSource(FileSource):
         return self
 
     def kept(self) -> tuple[int, ...]:
-        """The labels to keep, ascending."""
+        """Return the labels to keep, ascending."""
         return self.classes or tuple(range(len(self.class_names)))
 
     def where(self) -> Named:
         return Named(self.root, tuple(name + ending for name in _IDX for ending in (".gz", "")))
 
     def choose(self, there: Files) -> Files:
-        """The four files, by their names without .gz."""
+        """Return the four files, by their names without .gz."""
         found = {}
         for name in _IDX:
             zipped = f"{name}.gz"
             if zipped not in there and name not in there:
                 raise RecipeError(
-                    f"source.root: {self.root} has neither {zipped} nor {name}; Fashion-MNIST's files"
+                    f"source.root: {self.root} contains neither {zipped} nor {name}; Fashion-MNIST's files"
                     f" come with Debian's package, apt-get install dataset-fashion-mnist, in {FASHION_MNIST_ROOT}"
                 )
             found[name] = there[zipped] if zipped in there else there[name]

@@ -1,4 +1,4 @@
-"""The stages of a pipeline, and the recipe's part of each."""
+"""The stages of a pipeline, as recipes define them."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ Method = Literal["majority", "k-NN", "logistic regression", "RBF SVM"]
 
 
 def seen_in_training() -> Any:
-    """A field of stages that score a model on test images."""
+    """Declare the field of stages that score a model on test images."""
     return later(
         "fail",
         description="what to do if the backbone or one of its ancestors was trained on test images: fail and say on"
@@ -48,33 +48,33 @@ def seen_in_training() -> Any:
 
 
 class _Stage(Frozen):
-    """What all stages share. `VERSION` goes up when the same configuration gives another result."""
+    """The base of all stages. `VERSION` increases when the same configuration gives another result."""
 
     VERSION: ClassVar[int] = 1
     KIND: ClassVar[str]
     job: str
 
     def inputs(self) -> dict[str, tuple[str, ...]]:
-        """Field -> the stages it names, for every field that takes an artifact and has one or more."""
-        found = {}
+        """Return {field: the stages it names} for every field that takes artifacts and names at least one."""
+        inputs = {}
         for field in input_fields(type(self)):
             if value := getattr(self, field):
-                found[field] = (value,) if isinstance(value, str) else tuple(value)
-        return found
+                inputs[field] = (value,) if isinstance(value, str) else tuple(value)
+        return inputs
 
 
 @cache
 def input_fields(stage: type[_Stage]) -> dict[str, tuple[str, ...]]:
-    """Field -> the kinds of artifact it takes, for every field of a stage that names earlier stages."""
-    found = {}
-    for field, info in stage.model_fields.items():
-        if kinds := marks(info).get("input"):
-            found[field] = tuple(kinds)
-    return found
+    """Return {field: the kinds of artifact it takes} for every field of a stage that names other stages."""
+    return {
+        field: tuple(kinds)
+        for field, info in stage.model_fields.items()
+        if (kinds := marks(info).get("input"))
+    }
 
 
 class Ingest(_Stage):
-    """A source becomes validated Parquet shards with fixed splits."""
+    """Ingest: convert a source to validated Parquet shards with fixed splits."""
 
     VERSION: ClassVar[int] = 5
     KIND: ClassVar[str] = "dataset"
@@ -119,9 +119,9 @@ MEAN_AND_STD = {
 
 
 class GivenPreprocessing(Frozen):
-    """What images go through before a foreign model, where its file does not say; or half, or imagenet.
+    """The preprocessing of an imported model whose file does not state it: mean and std, or half, or imagenet.
 
-    `null` is what the file says, and where it says nothing bilinear and squash.
+    `null` means what the file states; if it states nothing, bilinear and squash.
     """
 
     mean: tuple[float, ...] = Field(
@@ -136,21 +136,21 @@ class GivenPreprocessing(Frozen):
 
     @model_validator(mode="before")
     @classmethod
-    def _by_name(cls, given: Any) -> Any:
-        if not isinstance(given, str):
-            return given
-        if given not in MEAN_AND_STD:
+    def _by_name(cls, value: Any) -> Any:
+        if not isinstance(value, str):
+            return value
+        if value not in MEAN_AND_STD:
             raise ValueError(
-                f"{given!r} is none of {', '.join(MEAN_AND_STD)}; or write mean and std: {{mean: [0.5], std: [0.5]}}"
+                f"{value!r} is unknown; expected {', '.join(MEAN_AND_STD)}, or {{mean: [0.5], std: [0.5]}}"
             )
-        return MEAN_AND_STD[given]
+        return MEAN_AND_STD[value]
 
 
-ONE_FILE = "weights"  # stands for the name of a file that is imported alone, which may change
+ONE_FILE = "weights"  # used instead of the name of a single imported file, so that renaming it changes no key
 
 
 class Import(_Stage):
-    """Weights that others trained become a model: Google's .npz, timm's, Hugging Face's folder, safetensors."""
+    """Import pretrained weights: Google's .npz, timm's, a Hugging Face folder, safetensors."""
 
     KIND: ClassVar[str] = "model"
     job: Literal["import"]
@@ -160,7 +160,7 @@ class Import(_Stage):
     )
     preprocessing: GivenPreprocessing | None = Field(
         None,
-        description="half, imagenet, or mean and std; null: as the file says, and refused where it does not",
+        description="half, imagenet, or mean and std; null: as the file states; fails if it does not",
     )
 
 
@@ -246,50 +246,52 @@ class Pretrain(_Stage):
         if self.patch_target != "mean_colour" and self.objective != "masked_patches":
             raise ValueError(f"patch_target {self.patch_target} is for objective masked_patches")
         if self.contrastive != Contrastive() and self.objective != "contrastive":
-            raise ValueError("contrastive has the settings of objective contrastive")
+            raise ValueError("contrastive has settings that only objective contrastive uses; remove it")
         if self.objective in ("masked_patches", "contrastive"):
             self._check_no_labels()
         return self
 
     def _check_no_labels(self) -> None:
-        """Raise ValueError for what does not go with an objective that needs none."""
+        """Raise ValueError for fields that do not apply to an objective without labels."""
         if not isinstance(self.model, ModelSize):
             raise ValueError(
-                f"objective {self.objective} is about a ViT's patches; model is a {self.model.family}"
+                f"objective {self.objective} needs a ViT, because it uses patches; model is a {self.model.family}"
             )
         classifier = (self.model.representation_head, self.model.head_bias)
         if (self.label_smoothing, self.mixup, self.cutmix, *classifier) != (0.0, 0.0, 0.0, False, 0.0):
             raise ValueError(
-                "label_smoothing, mixup, cutmix, model.representation_head and model.head_bias are about labels and a"
-                f" classifier, which objective {self.objective} has not"
+                "label_smoothing, mixup, cutmix, model.representation_head and model.head_bias need labels and a"
+                f" classifier, which objective {self.objective} does not use; remove them"
             )
         if self.objective == "contrastive":
             self._check_contrastive()
             return
         if self.model.pooling == "map":
-            raise ValueError(
-                "objective masked_patches would not train model.pooling map; cls or gap would fit"
-            )
+            raise ValueError("objective masked_patches does not train model.pooling map; use cls or gap")
         if self.resolution == self.model.patch_size:
             raise ValueError(
                 f"resolution {self.resolution} is a single patch; objective masked_patches needs two or more"
             )
 
     def _check_contrastive(self) -> None:
-        """Raise ValueError for what does not go with MoCo v3."""
+        """Raise ValueError for fields that do not apply to MoCo v3."""
         if self.augment == "none":
             raise ValueError(
                 "augment none: the two views of objective contrastive would show the same part of an image;"
                 " resized_crop_flip is the authors'"
             )
         if self.randaugment is not None:
-            raise ValueError("randaugment: the two views of objective contrastive have changes of their own")
+            raise ValueError(
+                "randaugment cannot be combined with objective contrastive, which has its own augmentation"
+            )
         if self.zero_stage == 3:
             raise ValueError(
-                "zero_stage 3: the momentum encoder of objective contrastive follows whole weights; 1 or 2 would fit"
+                "zero_stage 3: the momentum encoder of objective contrastive needs whole weights; use 1 or 2"
             )
         if self.batch_size < 2:
-            raise ValueError("batch_size 1: objective contrastive tells images of a batch apart; 2 or more")
+            raise ValueError(
+                "batch_size 1: objective contrastive distinguishes the images of a batch; use 2 or more"
+            )
 
 
 class Labels(Frozen):
@@ -306,7 +308,7 @@ class Labels(Frozen):
     def _folds_fit(self) -> Self:
         if self.per_class is not None and self.folds > self.per_class:
             raise ValueError(
-                f"folds {self.folds} is more than per_class {self.per_class}: a fold needs each class"
+                f"folds {self.folds} is more than per_class {self.per_class}; each fold needs an image of every class"
             )
         return self
 
@@ -354,7 +356,7 @@ class Finetune(_Stage):
             )
         if self.model is not None:
             if self.resolution is None:
-                raise ValueError("resolution is needed where there is no backbone to take it from")
+                raise ValueError("resolution is required without a backbone")
             check_patches(self.resolution, self.model)
         return self
 
@@ -430,5 +432,5 @@ AnyStage = Ingest | Import | Pretrain | Finetune | Evaluate | Baselines | Report
 
 
 def module(job: str) -> str:
-    """The module of `ray_jobs` that does a job."""
-    return "import_model" if job == "import" else job  # a keyword can't be the name of one
+    """Return the name of the `ray_jobs` module for a job."""
+    return "import_model" if job == "import" else job  # `import` is a keyword

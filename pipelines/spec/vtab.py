@@ -1,7 +1,7 @@
-"""The 19 tasks of VTAB-1k, what archives each is made of, and how a recipe names one.
+"""The 19 tasks of VTAB-1k, their archives, and the source for a recipe.
 
-Plain tables: which files a task needs as its authors ship them, what may stand in for one, and where they come
-from. How they are read, and which record is in which split, is in `ray_jobs.sources.vtab`.
+The tables list the files that a task needs, as its authors ship them, accepted alternatives, and where they come from.
+`ray_jobs.sources.vtab` reads them and assigns the splits.
 """
 
 from __future__ import annotations
@@ -15,27 +15,43 @@ from pipelines.spec.fields import RecipeError, execution, located
 from pipelines.spec.files import Below, Files, FileSource
 
 Task = Literal[
-    "caltech101", "cifar", "dtd", "oxford_flowers102", "oxford_iiit_pet", "svhn", "sun397",
-    "patch_camelyon", "eurosat", "resisc45", "diabetic_retinopathy",
-    "clevr_count", "clevr_dist", "dmlab", "kitti", "dsprites_loc", "dsprites_ori", "smallnorb_azi", "smallnorb_ele",
-]  # fmt: skip
+    "caltech101",
+    "cifar",
+    "dtd",
+    "oxford_flowers102",
+    "oxford_iiit_pet",
+    "svhn",
+    "sun397",
+    "patch_camelyon",
+    "eurosat",
+    "resisc45",
+    "diabetic_retinopathy",
+    "clevr_count",
+    "clevr_dist",
+    "dmlab",
+    "kitti",
+    "dsprites_loc",
+    "dsprites_ori",
+    "smallnorb_azi",
+    "smallnorb_ele",
+]
 Group = Literal["natural", "specialized", "structured"]
 
 
 class Need(NamedTuple):
-    """A file that a task needs. Its name is what the code calls it, whichever of the accepted ones lies there."""
+    """A file that a task needs. `name` is its name in the code, even if an accepted alternative is used."""
 
     name: str
     origin: str
-    """Where it comes from, for a message."""
+    """Where to get it, for a message."""
     accepted: tuple[str, ...] = ()
     """Other names, or patterns, of files that hold the same; their magic bytes say how it is packed."""
     parts: int = 0
-    """It is shipped cut into so many pieces, name.001, name.002, ..., which are accepted instead of it."""
+    """The number of pieces in which it is shipped, name.001, name.002, ..., which are accepted instead of it."""
 
 
 class TaskFiles(NamedTuple):
-    """What reports call a task, its group, the folder of its archives below the root, and the archives."""
+    """A task's name in reports, its group, the folder of its archives below the root, and the archives."""
 
     title: str
     group: Group
@@ -139,25 +155,25 @@ class VtabSource(FileSource):
         return Below(self.root)
 
     def choose(self, there: Files) -> Files:
-        """Every file that the task needs, by its name in the table.
+        """Return every file that the task needs, by its name in the table.
 
-        One in a folder of the task goes before one of its data set's, and that before one in the root itself.
-        Raises RecipeError that names all that are missing and where they come from.
+        The folder of the task comes first, then that of its data set, then the root.
+
+        Raises:
+            RecipeError: files are missing; the message names them all, and where to get them.
         """
         if self.membership and self.task != "caltech101":
-            raise RecipeError(
-                f"source.membership: {self.task}'s splits are known; it is for caltech101 alone"
-            )
+            raise RecipeError(f"source.membership: only caltech101 uses it; remove it for {self.task}")
         found = {need: self._found(need, there) for need in TASKS[self.task].needs}
         if missing := [need for need, files in found.items() if not files]:
             raise RecipeError(
-                f"source.root: {self.root}, for {self.task}, lacks{''.join(map(_named, missing))}"
+                f"source.root: {self.root}, for {self.task}, is missing{''.join(map(_named, missing))}"
             )
         beside = {"membership": self.membership} if self.membership else {}
         return {name: place for files in (*found.values(), beside) for name, place in files.items()}
 
     def _found(self, need: Need, there: Files) -> Files:
-        """What is there of a file: it, its pieces, or nothing."""
+        """Return the file, its pieces, or nothing."""
         for folder in (f"{self.task}/", f"{TASKS[self.task].folder}/", ""):
             for pattern in (need.name, *need.accepted):
                 if names := sorted(fnmatch.filter(there, folder + pattern)):

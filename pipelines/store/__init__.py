@@ -1,6 +1,7 @@
 """Where results live: a folder or s3://bucket/prefix with create-only commits. Layout in `Layout`.
 
-Read `records`, then `protocol`, then one of the two stores. Other rooms import from here.
+To read the code, start with `records`, then `protocol`, then one of the two stores. Other rooms import from here.
+`open_store` imports the store that it opens, because boto3 takes longer than planning in a folder.
 """
 
 from pipelines.errors import StoreAbsent, StoreDamaged, StoreError, StoreUnreachable

@@ -1,4 +1,4 @@
-"""Artifacts and their attempts: committed, replaced, read. Manifests are the only database."""
+"""Artifacts and their attempts: committing, replacing and reading them. Manifests are the only database."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from pipelines.store.run_records import read_plan
 
 
 def read_manifest(store: Store, job: str, key: str) -> Manifest | None:
-    """The artifact's manifest, None while it is not committed. Raises StoreDamaged."""
+    """Return an artifact's manifest; None if it is not committed. Raises StoreDamaged."""
     name = Layout.manifest(job, key)
     data = store.read(name, LARGEST_RECORD)
     return None if data is None else _parse_manifest(store, name, data)
@@ -27,43 +27,43 @@ def is_committed(store: Store, job: str, key: str) -> bool:
 
 
 def all_manifests(store: Store) -> Iterator[Manifest]:
-    """Every committed artifact, oldest first; one whose manifest is damaged is left out with a warning."""
+    """Yield the manifest of every committed artifact, oldest first; skip damaged ones with a warning."""
     names = [Layout.manifest(job, key) for job, key in all_keys(store)]
-    found = []
+    manifests = []
     for name, data in zip(names, store.read_all(names, LARGEST_RECORD), strict=True):
         if data is None:
             continue
         try:
-            found.append(_parse_manifest(store, name, data))
+            manifests.append(_parse_manifest(store, name, data))
         except StoreDamaged as error:
-            warn(f"{error}; it is left out, `vitflow verify` says what to do")
-    yield from sorted(found, key=lambda manifest: manifest.finished)
+            warn(f"{error}; ignoring it, `vitflow verify` says what to do")
+    yield from sorted(manifests, key=lambda manifest: manifest.finished)
 
 
 def all_keys(store: Store) -> list[tuple[str, str]]:
-    """(job, key) of every artifact, committed or not."""
+    """Return (job, key) of every artifact, committed or not."""
     return [(job, key) for job in store.names("artifacts") for key in store.names(f"artifacts/{job}")]
 
 
 def commit(store: Store, manifest: Manifest) -> Manifest:
-    """Make an artifact visible, in one step. The first wins: what comes back is the manifest that counts."""
+    """Commit an artifact in one atomic step; return its manifest, which is another's if that was first."""
     name = Layout.manifest(manifest.job, manifest.key)
     if store.create(name, encode(manifest)):
         return manifest
     first = read_manifest(store, manifest.job, manifest.key)
     assert first is not None
-    return first  # its nonce says whether it was ours after all (an answer that got lost)
+    return first  # its nonce tells whether it is ours, if the answer to our own write was lost
 
 
 def input_ref(store: Store, manifest: Manifest) -> InputRef:
-    """What a consumer records of a committed artifact."""
+    """Return the reference to a committed artifact that a consumer records."""
     data = store.read(Layout.manifest(manifest.job, manifest.key))
     assert data is not None, f"{manifest.job}/{manifest.key} is not committed"
     return _reference(manifest, data)
 
 
 def _parse_manifest(store: Store, name: str, data: bytes | StoreDamaged) -> Manifest:
-    """The manifest in an object, which must be that of the artifact that the object's name says."""
+    """Parse the manifest in an object, and check that it belongs to the artifact in the object's name."""
     manifest = parse_record(store, name, data, Manifest)
     check_name(store, name, Layout.manifest(manifest.job, manifest.key))
     return manifest
@@ -82,12 +82,12 @@ def _reference(manifest: Manifest, data: bytes) -> InputRef:
 
 
 def successor(store: Store, job: str, key: str) -> str | None:
-    """The key that `--force` put directly in the place of `key`. Raises StoreDamaged."""
+    """Return the key that directly replaced `key` by `--force`; None if there is none. Raises StoreDamaged."""
     name = Layout.replaced(job, key)
     try:
         record = read_record(store, name, Replaced)
     except StoreDamaged as error:
-        raise StoreDamaged(error.what, _REMOVE_REPLACED) from None
+        raise StoreDamaged(error.problem, _REMOVE_REPLACED) from None
     return None if record is None else record.successor
 
 
@@ -95,7 +95,7 @@ _REMOVE_REPLACED = "remove this file to make the artifact beside it current agai
 
 
 def successors(store: Store, job: str, key: str) -> Iterator[str]:
-    """The keys that `--force` put in the place of `key`, the next one first.
+    """Yield the keys that replaced `key` by `--force`, the direct successor first.
 
     Raises:
         StoreDamaged: a replaced.json cannot be read, or forms a cycle.
@@ -113,10 +113,10 @@ def successors(store: Store, job: str, key: str) -> Iterator[str]:
 
 
 def read_current(store: Store, job: str, key: str) -> tuple[Manifest, InputRef] | None:
-    """The artifact that stands for `key` today, and what a consumer records of it: the last committed successor.
+    """Return the current artifact of `key`, which is its last committed successor, and the reference to it.
 
-    A forced run that fails or is stopped hides nothing: what was there stands until its successor is. Only what is
-    committed is ever replaced, so that one read tells that there is nothing.
+    After a forced run that fails or is stopped, the artifact before it stays current. Only committed artifacts are
+    replaced, so one read is enough to see that there is none.
 
     Raises:
         StoreDamaged: its manifest, or a replaced.json on the way to it, cannot be read.
@@ -143,7 +143,7 @@ def _committed(store: Store, job: str, key: str) -> tuple[Manifest, InputRef] | 
 
 
 def replace_artifact(store: Store, job: str, key: str, successor: str, run: str, why: str) -> bool:
-    """Say that `successor` stands for `key` from now on; False where somebody said so first."""
+    """Record that `successor` replaces `key`; return False if a successor is already recorded."""
     record = {"successor": successor, "run": run, "who": who(), "why": why, "time": now()}
     return store.create(Layout.replaced(job, key), encode(record))
 
@@ -152,7 +152,7 @@ def replace_artifact(store: Store, job: str, key: str, successor: str, run: str,
 
 
 def local_files(store: Store, manifest: Manifest, files: Iterable[FileEntry] | None = None) -> Path:
-    """An artifact's files, or these of them, as a local folder.
+    """Return a local folder with an artifact's files, or only with `files`.
 
     Raises:
         StoreDamaged: as `Store.local`, with the command that rebuilds the artifact.
@@ -160,27 +160,27 @@ def local_files(store: Store, manifest: Manifest, files: Iterable[FileEntry] | N
     try:
         return store.local(manifest.folder, manifest.files if files is None else files)
     except StoreDamaged as error:
-        raise StoreDamaged(error.what, f"`{rebuild_command(store, manifest)}` rebuilds it") from None
+        raise StoreDamaged(error.problem, f"`{rebuild_command(store, manifest)}` rebuilds it") from None
 
 
-def rebuild_command(store: Store, made: Manifest | Attempt) -> str:
+def rebuild_command(store: Store, record: Manifest | Attempt) -> str:
     """Return the command that rebuilds an artifact."""
-    if made.job == "import":
-        path = shlex.quote(str(made.config.get("path", "CHECKPOINT")))
-        return f"vitflow import {path} --name {shlex.quote(made.stage)} --force --store {store.uri}"
+    if record.job == "import":
+        path = shlex.quote(str(record.config.get("path", "CHECKPOINT")))
+        return f"vitflow import {path} --name {shlex.quote(record.stage)} --force --store {store.uri}"
     try:
-        plan = read_plan(store, made.run)
+        plan = read_plan(store, record.run)
     except StoreDamaged:
         plan = None
     pipeline = "PIPELINE" if plan is None else shlex.quote(plan["pipeline"]["name"])
-    return f"vitflow run {pipeline} --force {shlex.quote(made.stage)} --store {shlex.quote(store.uri)}"
+    return f"vitflow run {pipeline} --force {shlex.quote(record.stage)} --store {shlex.quote(store.uri)}"
 
 
 # ------------------------------------------------------------------------------------------------- attempts
 
 
 def read_attempt(store: Store, name: str) -> Attempt | None:
-    """The attempt in `<attempt folder>/attempt.json`. Raises StoreDamaged."""
+    """Read the attempt in `<attempt folder>/attempt.json`; None if there is none. Raises StoreDamaged."""
     attempt = read_record(store, f"{name}/attempt.json", Attempt)
     if attempt is not None:
         own = Layout.attempt(attempt.job, attempt.key, attempt.number)
@@ -189,7 +189,7 @@ def read_attempt(store: Store, name: str) -> Attempt | None:
 
 
 def last_attempt(store: Store, job: str, key: str) -> Attempt | None:
-    """The attempt with the highest number. Raises StoreDamaged where its record is damaged."""
+    """Return the attempt with the highest number. Raises StoreDamaged if its record is damaged."""
     names = store.names(f"{Layout.artifact(job, key)}/attempts")
     for number in sorted(filter(None, map(record_number, names)), reverse=True):
         if (attempt := read_attempt(store, Layout.attempt(job, key, number))) is not None:
@@ -198,10 +198,10 @@ def last_attempt(store: Store, job: str, key: str) -> Attempt | None:
 
 
 def create_attempt(store: Store, attempt: Attempt) -> Attempt:
-    """Write an attempt; where the number is taken, the attempt that took it comes back."""
+    """Write an attempt and return it; if another attempt has this number already, return that."""
     folder = Layout.attempt(attempt.job, attempt.key, attempt.number)
     if store.create(f"{folder}/attempt.json", encode(attempt)):
         return attempt
-    taken = read_attempt(store, folder)
-    assert taken is not None
-    return taken
+    existing = read_attempt(store, folder)
+    assert existing is not None
+    return existing

@@ -23,8 +23,8 @@ def fault(path: Path, entry: FileEntry) -> str | None:
     """Return what is wrong with a file, in words; None if it matches its entry."""
     try:
         version = path.stat()
-        if (wrong := _size_fault(version, entry)) is not None:
-            return wrong
+        if (wrong_size := _size_fault(version, entry)) is not None:
+            return wrong_size
         mark = _mark(version, entry)
         if entry.path.startswith(CHECKSUMMED) or mark.exists():
             return None
@@ -39,7 +39,7 @@ def fault(path: Path, entry: FileEntry) -> str | None:
 
 
 def size_fault(path: Path, entry: FileEntry) -> str | None:
-    """Do the same for the size alone."""
+    """Do the same, but check only the size."""
     try:
         return _size_fault(path.stat(), entry)
     except OSError as error:
@@ -47,13 +47,13 @@ def size_fault(path: Path, entry: FileEntry) -> str | None:
 
 
 def digest_fault(digest: str, entry: FileEntry) -> str:
-    """Say that a file has this sha256, not its entry's."""
+    """Return the words for a file that has this sha256, not its entry's."""
     return f"has sha256 {digest[:12]}, its manifest says {entry.sha256[:12]}"
 
 
 def remember(path: Path, entry: FileEntry, is_right: bool) -> None:
     """Remember that a file has its entry's sha256, or forget it."""
-    with contextlib.suppress(OSError):  # then it is read again the next time
+    with contextlib.suppress(OSError):  # a cache: without it, the file is read again
         mark = _mark(path.stat(), entry)
         if is_right:
             _put(mark)

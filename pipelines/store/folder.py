@@ -26,20 +26,21 @@ from pipelines.store.protocol import (
 from pipelines.store.records import FileEntry, Layout
 
 _NO_LINKS = {errno.EPERM, errno.EXDEV, errno.ENOSYS, errno.EOPNOTSUPP}
-_NO_ANSWER = {errno.ESTALE, errno.ETIMEDOUT, errno.EHOSTDOWN}  # of a file server, which may answer later
+_NO_ANSWER = {errno.ESTALE, errno.ETIMEDOUT, errno.EHOSTDOWN}  # a file server may answer later
 
 
 class FolderStore:
-    """See `pipelines.store.Store`.
+    """A store in a folder; see `pipelines.store.Store`.
 
     Raises:
-        StoreError: the folder can't be made, written, or has no hard links; or is a store of another layout.
+        StoreError: the folder cannot be created or written, its file system has no hard links, or it is a store of
+            another layout.
     """
 
     def __init__(self, root: Path, *, create: bool = True) -> None:
         self.root = root
         self.uri = str(root)
-        self.settings = job_settings()  # a stage may read files there
+        self.settings = job_settings()  # a stage may read files on S3
         self.id = identify(self, create)
 
     def read(self, name: str, limit: int | None = None) -> bytes | None:
@@ -70,10 +71,10 @@ class FolderStore:
             raise StoreAbsent(f"{self.root} is no longer a store: its {Layout.STORE} was deleted")
 
     def _refused(self, verb: str, name: str, error: OSError, kind: type[StoreError]) -> StoreError:
-        """The error for an operation that the file system refused: of this kind, unless it may answer later."""
+        """Return the error for an operation that the file system refused: of this kind, unless it may answer later."""
         hint = " (a store needs a file system with hard links)" if error.errno in _NO_LINKS else ""
         kind = StoreUnreachable if error.errno in _NO_ANSWER else kind
-        return kind(f"{self.root}: can't {verb} {name}: {error.strerror}{hint}")
+        return kind(f"{self.root}: cannot {verb} {name}: {error.strerror}{hint}")
 
     def read_range(self, name: str, start: int, length: int) -> bytes:
         try:
@@ -136,8 +137,8 @@ class FolderStore:
         self, folder: str, files: Iterable[FileEntry], check: Callable[[Path, FileEntry], str | None]
     ) -> None:
         for entry in files:
-            if (wrong := check(inside(self.root / folder, entry.path), entry)) is not None:
-                raise StoreDamaged(f"{self.root}/{folder}/{entry.path} is damaged: it {wrong}")
+            if (problem := check(inside(self.root / folder, entry.path), entry)) is not None:
+                raise StoreDamaged(f"{self.root}/{folder}/{entry.path} is damaged: it {problem}")
 
     @contextmanager
     def staging(self, folder: str) -> Iterator[Staging]:
@@ -156,7 +157,7 @@ class FolderStore:
                 if path.is_file()
             )
         except OSError:
-            self._require()  # if the store was deleted meanwhile, say that
+            self._require()  # a better message if the store was deleted in the meantime
             raise
         finally:
             if temporary.exists():
@@ -164,7 +165,7 @@ class FolderStore:
 
 
 def _make_folders(path: Path) -> None:
-    """mkdir -p whose new folders survive a power cut."""
+    """Do `mkdir -p`, so that new folders survive a power cut."""
     if not path.is_dir():
         _make_folders(path.parent)
         path.mkdir(exist_ok=True)
@@ -172,7 +173,7 @@ def _make_folders(path: Path) -> None:
 
 
 def _link(temporary: Path, path: Path) -> bool:
-    """Give a file its name unless the name is taken; rename would overwrite, and O_EXCL would show half a file."""
+    """Link a file to its name unless that exists; rename would overwrite, and O_EXCL expose half-written files."""
     try:
         os.link(temporary, path)
     except FileExistsError:

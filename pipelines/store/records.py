@@ -1,6 +1,6 @@
-"""What a store's objects are called and what they contain.
+"""The names and contents of a store's objects.
 
-`Layout` has all names. Records are frozen models: what somebody else wrote into the store is checked when it is read.
+`Layout` has all names. Records are frozen models, which validate what others wrote into the store.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from pydantic import AfterValidator, ConfigDict, Field, model_validator
 from vit_model.config import Frozen
 
 LAYOUT_VERSION = 1
-CHECKSUMMED = "shards/"  # each image in these files has a checksum of its own, compared whenever it is read
+CHECKSUMMED = "shards/"  # each image in these files has its own checksum, compared at every read
 
 
 class Layout:
@@ -24,12 +24,12 @@ class Layout:
     store.json                                          {id, layout version}, created once
     artifacts/<job>/<key>/manifest.json                 the commit of an artifact
     artifacts/<job>/<key>/replaced.json                 --force: {successor key, who, why}
-    artifacts/<job>/<key>/attempts/<n>/attempt.json     before the job is submitted: all it needs, and a nonce
+    artifacts/<job>/<key>/attempts/<n>/attempt.json     written before the job is submitted: its input, and a nonce
     artifacts/<job>/<key>/attempts/<n>/files/...        the files of that attempt
-    artifacts/<job>/<key>/attempts/<n>/log.txt          its job's log (a cluster's own logs die with it)
+    artifacts/<job>/<key>/attempts/<n>/log.txt          its job's log (a cluster's own copy is lost with the cluster)
     runs/<run id>/plan.json  stop.json  events/<ulid>.json
-    schedules/<name>/<n>.json                           numbered: the highest is the present, the rest is history
-    schedules/<name>/ticks/<tick>.json                  what was decided of a tick, before anything is done
+    schedules/<name>/<n>.json                           numbered: the highest is current, the others are history
+    schedules/<name>/ticks/<tick>.json                  the decision on a tick, written before it is carried out
     """
 
     STORE = "store.json"
@@ -69,9 +69,9 @@ def _iso_time(text: str) -> str:
 
 
 Name = Annotated[str, Field(pattern=r"^[\w-]+$")]
-"""A part of an object's name, which leads nowhere else."""
+"""A part of an object's name, without slashes or dots."""
 Time = Annotated[str, AfterValidator(_iso_time)]
-"""As `now` writes it."""
+"""A time in the format of `now`."""
 
 
 class FileEntry(Frozen):
@@ -83,7 +83,7 @@ class FileEntry(Frozen):
 
 
 class InputRef(Frozen):
-    """An artifact that a stage takes, as it was when the stage began."""
+    """An input of a stage, as it was when the stage began."""
 
     job: Name
     key: Name
@@ -92,7 +92,7 @@ class InputRef(Frozen):
 
 
 class Attempt(Frozen):
-    """Everything that a job needs to know, written before it is submitted: `--spec` points to it."""
+    """The complete input of a job, written before it is submitted; `--spec` points to it."""
 
     job: str
     key: str
@@ -113,7 +113,7 @@ class Attempt(Frozen):
 
 
 class Manifest(Frozen):
-    """The commit of an artifact: what it is, what it was made of, by what, when."""
+    """The commit of an artifact: its files, its inputs, and how and when it was made."""
 
     layout_version: int = LAYOUT_VERSION
     job: str
@@ -138,12 +138,12 @@ class Manifest(Frozen):
 
     @property
     def folder(self) -> str:
-        """The prefix that the files' paths are relative to."""
+        """The prefix of the files' paths."""
         return Layout.files(self.job, self.key, self.attempt)
 
 
 class Replaced(Frozen):
-    """The record that `--force` writes beside an artifact: the key that replaces it."""
+    """The record that `--force` writes beside an artifact, with the key that replaces it."""
 
     successor: Name
     run: str
@@ -159,7 +159,7 @@ def _named(pipeline: dict[str, Any]) -> dict[str, Any]:
 
 
 class RunPlan(Frozen):
-    """The fields of a run's plan.json that are read; a later version may write more."""
+    """The fields of a run's plan.json; later versions may write more, which are ignored."""
 
     model_config = ConfigDict(extra="ignore")
 
@@ -174,7 +174,7 @@ class RunPlan(Frozen):
 
 
 class Event(Frozen):
-    """The fields of a run's event that are read; it may have more."""
+    """The common fields of a run's events; an event may have more."""
 
     model_config = ConfigDict(extra="allow")
 
@@ -193,24 +193,25 @@ class Event(Frozen):
     @model_validator(mode="after")
     def _whole(self) -> Self:
         if missing := _NEEDED.get(self.event, set()) - self.model_fields_set:
-            raise ValueError(f"an event {self.event!r} without {', '.join(sorted(missing))}")
+            raise ValueError(f"event {self.event!r}: missing {', '.join(sorted(missing))}")
         return self
 
 
+# The fields that an event of each kind must have.
 _NEEDED = {
     "stage": {"stage", "status"},
     "attempt ended": {"stage", "status"},
     "finished": {"status"},
     "driver": {"host", "pid", "process_created"},
     "driver submitted": {"submission_id", "cluster_address", "cluster_session"},
-}  # of what an event of this kind is useless without
+}
 
 
 def now() -> str:
-    """The time, UTC, ISO 8601 with microseconds."""
+    """Return the time, UTC, in ISO 8601 with microseconds."""
     return datetime.now(UTC).isoformat()
 
 
 def who() -> str:
-    """user@host, for people to read."""
+    """Return user@host."""
     return f"{getpass.getuser()}@{socket.gethostname()}"

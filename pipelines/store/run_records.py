@@ -1,4 +1,4 @@
-"""The records of a run: its plan, its events, the wish that it stops."""
+"""The records of a run: its plan, its events, the request to stop it."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from pipelines.store.records import Event, Layout, RunPlan, now, who
 
 
 def create_run(store: Store, run: str, plan: Mapping[str, Any]) -> bool:
-    """Write a run's plan; False where a run of that id exists."""
+    """Write a run's plan; return False if a run with this id exists."""
     return store.create(f"{Layout.run(run)}/plan.json", encode(plan))
 
 
 def read_plan(store: Store, run: str) -> dict[str, Any] | None:
-    """A run's plan. Raises StoreDamaged."""
+    """Read a run's plan; None if there is none. Raises StoreDamaged."""
     name = f"{Layout.run(run)}/plan.json"
     plan = read_record(store, name, RunPlan)
     if plan is None:
@@ -27,33 +27,33 @@ def read_plan(store: Store, run: str) -> dict[str, Any] | None:
 
 
 def add_event(store: Store, run: str, event: str, **fields: Any) -> None:
-    """Append to a run's history: one small object an event."""
-    from ulid import ULID
+    """Append to a run's history, which has one small object per event."""
+    from ulid import ULID  # a cached rerun adds no events
 
     record = {"event": event, "time": now(), **fields}
     store.create(f"{Layout.run(run)}/events/{ULID()}.json", encode(record))
 
 
 def read_events(store: Store, run: str) -> list[dict[str, Any]]:
-    """A run's history, oldest first; an event that is damaged is left out with a warning."""
+    """Read a run's history, oldest first; skip damaged events with a warning."""
     folder = f"{Layout.run(run)}/events"
     names = [f"{folder}/{name}" for name in store.names(folder)]
-    found = []
+    events = []
     for name, data in zip(names, store.read_all(names, LARGEST_RECORD), strict=True):
         if data is None:
             continue
         try:
-            found.append(parse_record(store, name, data, Event).model_dump(exclude_unset=True))
+            events.append(parse_record(store, name, data, Event).model_dump(exclude_unset=True))
         except StoreDamaged as error:
-            warn(f"{error}; it is left out, `vitflow verify` says what to do")
-    return sorted(found, key=lambda record: record["time"])  # ulids of one millisecond are in no order
+            warn(f"{error}; ignoring it, `vitflow verify` says what to do")
+    return sorted(events, key=lambda event: event["time"])  # ULIDs within a millisecond are not ordered
 
 
 def wish_stop(store: Store, run: str) -> None:
-    """Write the wish that a run stops; whoever drives it, or finds a job of it dead, obeys."""
+    """Request a run to stop; its drivers see the request and submit no more jobs."""
     store.create(f"{Layout.run(run)}/stop.json", encode({"who": who(), "time": now()}))
 
 
 def stop_wished(store: Store, run: str) -> bool:
-    """Whether somebody wishes the run to stop."""
+    """Whether the run was requested to stop."""
     return store.read(f"{Layout.run(run)}/stop.json") is not None

@@ -1,4 +1,4 @@
-"""A store at s3://bucket/prefix: create-only by `If-None-Match: *`, the one condition that every server gets right."""
+"""A store at s3://bucket/prefix: create-only by `If-None-Match: *`, the one condition that all servers support."""
 
 from __future__ import annotations
 
@@ -37,11 +37,11 @@ _CUT = (ReadTimeoutError, IncompleteReadError, ResponseStreamingError)
 
 
 class S3Store:
-    """See `pipelines.store.Store`. Files are read through a cache in the user's cache folder, checked by sha256.
+    """A store on S3; see `pipelines.store.Store`. Files are cached in the user's cache folder, checked by sha256.
 
     Raises:
-        StoreError: no such bucket, no access, no credentials; or a store of another layout.
-        StoreUnreachable: no answer.
+        StoreError: there is no such bucket, no access or no credentials; or the store has another layout.
+        StoreUnreachable: S3 does not answer.
     """
 
     def __init__(self, uri: str, *, create: bool = True) -> None:
@@ -80,7 +80,7 @@ class S3Store:
                     return True
                 except ClientError as error:
                     if s3.error_status(error) == 412:
-                        # there already; by ourselves, if the answer to an earlier try was lost
+                        # it exists; we wrote it ourselves if the answer to an earlier try was lost
                         return self.read(name) == data
                     if s3.error_status(error) != 409 or time.monotonic() > deadline:
                         raise
@@ -88,13 +88,13 @@ class S3Store:
 
     def names(self, folder: str) -> list[str]:
         prefix = f"{self.prefix}{folder}/" if folder else self.prefix
-        found = []
+        keys = []
         with self._translate_errors(f"list {folder}"):
             lister = s3.client().get_paginator("list_objects_v2")
             for page in lister.paginate(Bucket=self.bucket, Prefix=prefix, Delimiter="/"):
-                found += [entry["Key"] for entry in page.get("Contents", ())]
-                found += [entry["Prefix"] for entry in page.get("CommonPrefixes", ())]
-        return sorted({name for key in found if (name := key[len(prefix) :].rstrip("/"))})
+                keys += [entry["Key"] for entry in page.get("Contents", ())]
+                keys += [entry["Prefix"] for entry in page.get("CommonPrefixes", ())]
+        return sorted({name for key in keys if (name := key[len(prefix) :].rstrip("/"))})
 
     def digest(self, name: str) -> tuple[int, str] | None:
         size, digest = 0, hashlib.sha256()
@@ -112,7 +112,7 @@ class S3Store:
         return size, digest.hexdigest()
 
     def check_sizes(self, folder: str, files: Iterable[FileEntry]) -> None:
-        """Nothing."""
+        """Do nothing; see `Store.check_sizes`."""
 
     def local(self, folder: str, files: Iterable[FileEntry]) -> Path:
         root = inside(cache_folder() / "objects", f"{self.id}/{folder}")
@@ -123,7 +123,7 @@ class S3Store:
         return root
 
     def _fetch(self, folder: str, files: list[FileEntry], root: Path) -> None:
-        """Bring files into the cache: each is visible there once it is complete and has the right sha256."""
+        """Fetch files into the cache; each appears there when it is complete and its sha256 is checked."""
         with (
             tempfile.TemporaryDirectory(prefix=".fetching-", dir=root.parent) as temporary,
             ThreadPoolExecutor(s3.THREADS) as threads,
@@ -136,21 +136,21 @@ class S3Store:
             done = threads.map(lambda part: self._fetch_part(folder, *part), parts)
             try:
                 for (entry, path, start), _ in zip(parts, done, strict=True):
-                    if start + s3.PART_BYTES >= entry.size:  # the last one: they come in order
+                    if start + s3.PART_BYTES >= entry.size:  # the last part, because results come in order
                         self._check(f"{folder}/{entry.path}", path, entry)
                         inside(root, entry.path).parent.mkdir(parents=True, exist_ok=True)
                         path.replace(inside(root, entry.path))
                         remember(inside(root, entry.path), entry, True)
             finally:
-                threads.shutdown(cancel_futures=True)  # where one is damaged, the rest is not waited for
+                threads.shutdown(cancel_futures=True)  # if a file is damaged, do not fetch the rest
 
     def _fetch_part(self, folder: str, entry: FileEntry, path: Path, start: int) -> None:
         name = f"{folder}/{entry.path}"
-        asked: dict[str, Any] = (
+        part: dict[str, Any] = (
             {"Range": f"bytes={start}-{start + s3.PART_BYTES - 1}"} if entry.size > s3.PART_BYTES else {}
         )
         with self._translate_errors(f"read {name}"):
-            data = self._get(name, **asked)
+            data = self._get(name, **part)
         with open(os.open(path, os.O_WRONLY | os.O_CREAT, 0o666), "wb") as file:  # noqa: PTH123 (not emptied)
             file.seek(start)
             file.write(data)
@@ -161,17 +161,17 @@ class S3Store:
         if digest != entry.sha256:
             raise StoreDamaged(f"{self.uri}/{name} is damaged: it {digest_fault(digest, entry)}")
 
-    def _get(self, name: str, limit: int | None = None, **asked: Any) -> bytes:
-        """An object's bytes; asked for again when an answer is cut off, which botocore leaves to its callers."""
-        for left in reversed(range(s3.TRIES)):
-            answer = s3.client().get_object(Bucket=self.bucket, Key=self.prefix + name, **asked)
-            if limit is not None and answer["ContentLength"] > limit:
-                answer["Body"].close()
-                raise too_large(f"{self.uri}/{name}", answer["ContentLength"], limit)
+    def _get(self, name: str, limit: int | None = None, **parameters: Any) -> bytes:
+        """Return an object's bytes; retry if the response is cut off, because botocore does not."""
+        for retries in reversed(range(s3.TRIES)):
+            response = s3.client().get_object(Bucket=self.bucket, Key=self.prefix + name, **parameters)
+            if limit is not None and response["ContentLength"] > limit:
+                response["Body"].close()
+                raise too_large(f"{self.uri}/{name}", response["ContentLength"], limit)
             try:
-                return bytes(answer["Body"].read())
+                return bytes(response["Body"].read())
             except _CUT:
-                if not left:
+                if not retries:
                     raise
             _pause()
         raise AssertionError
@@ -186,28 +186,28 @@ class S3Store:
 
     def _put(self, folder: str, root: Path, paths: list[Path]) -> tuple[FileEntry, ...]:
         with create_transfer_manager(s3.client(), s3.transfer()) as manager:
-            going = []
+            uploads = []
             for path in paths:
                 with path.open("rb") as file:
                     digest = hashlib.file_digest(file, "sha256").hexdigest()
                 relative = path.relative_to(root).as_posix()
                 entry = FileEntry(path=relative, size=path.stat().st_size, sha256=digest)
                 key = f"{self.prefix}{folder}/{relative}"
-                going.append((entry, manager.upload(str(path), self.bucket, key)))
-            for entry, future in going:
+                uploads.append((entry, manager.upload(str(path), self.bucket, key)))
+            for entry, future in uploads:
                 with self._translate_errors(f"write {folder}/{entry.path}"):
                     future.result()
-        return tuple(entry for entry, _ in going)
+        return tuple(entry for entry, _ in uploads)
 
     def server_date(self) -> str:
-        """The server's clock, as HTTP spells it; empty where it does not tell."""
-        answer: dict[str, Any] = {}
+        """Return the server's time in HTTP's format; empty if the server does not send it."""
+        response: dict[str, Any] = {}
         with self._translate_errors("ask for the time"):
-            answer = s3.client().head_object(Bucket=self.bucket, Key=f"{self.prefix}{Layout.STORE}")
-        return str(answer["ResponseMetadata"]["HTTPHeaders"].get("date", ""))
+            response = s3.client().head_object(Bucket=self.bucket, Key=f"{self.prefix}{Layout.STORE}")
+        return str(response["ResponseMetadata"]["HTTPHeaders"].get("date", ""))
 
-    def _translate_errors(self, what: str) -> AbstractContextManager[None]:
-        return s3.translate_errors(self.uri, what)
+    def _translate_errors(self, operation: str) -> AbstractContextManager[None]:
+        return s3.translate_errors(self.uri, operation)
 
 
 def _pause() -> None:

@@ -143,7 +143,7 @@ def test_stop_from_elsewhere_and_go_on(cluster: RayCluster, tmp_path: Path) -> N
     process.wait(timeout=30)
     assert status(there, run, *at)["status"] == "STOPPED"
     wait_for(lambda: not [p for p in psutil.process_iter(["cmdline"]) if is_stage_of(p, store)], 30)
-    assert vitflow(there, "stop", run, *at).stdout.endswith("has ended already\n")
+    assert vitflow(there, "stop", run, *at).stdout.endswith("has already ended\n")
     again = submit(there, cluster, TINY, "--only", "pretrain", "--store", store)
     assert again != run
     wait_for(lambda: status(there, again, *at)["status"] == "SUCCEEDED")

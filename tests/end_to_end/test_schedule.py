@@ -85,7 +85,7 @@ def test_new_images_are_taken_in_and_what_follows_is_made_and_else_nothing(
 
     tick = first_tick(store)
     said, stages = at(tick)
-    assert f"driver-{tick_run(store, 'often', tick)}-1 is at work" in said[0]
+    assert f"driver-{tick_run(store, 'often', tick)}-1 is running" in said[0]
     assert stages == {"images": "SUCCEEDED", "pixels": "SUCCEEDED"}
     (images / "a" / "0.png").touch()
     said, stages = at(tick + MINUTE)
@@ -165,14 +165,14 @@ def test_a_driver_that_dies_is_followed_by_another_until_it_is_given_up(store: S
             moment = tick + timedelta(seconds=number)
             (line,) = attend(store, "often", moment, None, MINUTE)
             driver = f"driver-{run}-{number}"
-            assert f"{driver} is at work" in line
+            assert f"{driver} is running" in line
             assert list(attend(store, "often", moment, None, MINUTE)) == [], "it lives"
             cluster.stop(driver)
             wait_for(lambda: cluster.job(driver).status == "STOPPED")  # type: ignore[union-attr]  # noqa: B023
             if is_over(store, run):
                 pytest.skip("the driver was faster than its end")
         (line,) = attend(store, "often", tick + timedelta(seconds=9), None, MINUTE)
-    assert "given up, 3 drivers died of it" in line
+    assert "given up after 3 drivers died" in line
     assert run_status(store, run)["status"] == "FAILED"
 
 
@@ -193,7 +193,7 @@ def test_sigterm_ends_the_server_in_order_and_changes_elsewhere_reach_it(
     wait_for(lambda: "often: no longer served" in said(), 30)
     server.terminate()
     assert server.wait(timeout=30) == 0
-    assert said().endswith("ending; runs go on\n")
+    assert said().endswith("ending; started runs continue\n")
 
 
 @pytest.mark.timeout(60 * MINUTES + 300)

@@ -198,6 +198,6 @@ def test_another_server_in_rays_place_is_the_users_mistake() -> None:
         threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
         other = connect(f"http://127.0.0.1:{server.server_port}")
         for ask in (other.about, other.jobs, lambda: other.job("a"), lambda: other.logs("a")):
-            with pytest.raises(UserError, match="answers 200, but not as Ray does"):
+            with pytest.raises(UserError, match="answers 200, but not like Ray's dashboard"):
                 ask()
         server.shutdown()

@@ -152,7 +152,7 @@ def test_a_dead_head_is_replaced_and_leaves_no_orphan(folder: Path, victim: str)
         after = connection.cluster()
         assert after.session_name == present(folder).session_name != dead.session_name
         assert after.job(f"sleeper of {victim}") is None
-        assert said == ["the local Ray has died; a new one is started"]
+        assert said == ["the local Ray has died; starting a new one"]
         assert gone(dead)
         assert open_files_of_nobody(dead)
 

@@ -26,14 +26,14 @@ from tests.support.paths import TINY
         (["run", TINY, "--set", "pretrain.steps=no"], "error: --set pretrain.steps=no: "),
         (["run", TINY, "--only", "pretran"], "did you mean 'pretrain'"),
         (["run", TINY, "--force", "prob"], "did you mean 'probe'"),
-        (["run", TINY, "--store", "s3://KEY:SECRET@bucket/x"], "keys would end up in logs"),
+        (["run", TINY, "--store", "s3://KEY:SECRET@bucket/x"], "which would end up in logs"),
         (["run", TINY, "--store", "gs://bucket/x"], "a folder or s3://bucket/prefix"),
-        (["run", TINY, "--store", "/dev/null/x"], "can't write"),
-        (["run", TINY, "--store", "/dev/full"], "can't write"),
+        (["run", TINY, "--store", "/dev/null/x"], "cannot write"),
+        (["run", TINY, "--store", "/dev/full"], "cannot write"),
         (["plan", TINY, "--set", "pretrain.resolution=9"], "8 or 12 would be"),
         (["status", "--store", "nowhere"], "is not a store"),
         (["predict", "abc", "x.png", "--store", "nowhere"], "is not a store"),
-        (["list"], "Give the store of your results with --store"),
+        (["list"], "Name the store of your results with --store"),
         (["init", "x.yaml", "--images", "nowhere"], "nowhere is not a folder"),
         (["init", "/proc/x.yaml", "--images", "."], "/proc/x.yaml: cannot write to /proc: "),
         (["runn"], "No such command"),
@@ -65,7 +65,7 @@ def test_a_store_that_is_damaged_or_does_not_answer_is_no_wrong_request(  # type
     }
     done = vitflow(*arguments, "--store", store, check=1, **nobody)
     assert (
-        "cannot be read as a store's record" if what == "damaged" else "can't read store.json"
+        "cannot be read as a store's record" if what == "damaged" else "cannot read store.json"
     ) in done.stderr
     assert "Traceback" not in done.stderr
 

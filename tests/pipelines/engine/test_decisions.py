@@ -14,8 +14,8 @@ from pipelines.engine.decisions import (
     End,
     EndAttempt,
     InFlight,
+    Observation,
     Phase,
-    Seen,
     Show,
     decide,
     error_line,
@@ -35,13 +35,13 @@ JOBS = [
     for code in codes
 ]  # fmt: skip
 FLIGHTS = [
-    InFlight(phase, since, made=made, is_waiting=is_waiting)
-    for phase, since, made, is_waiting in product(
+    InFlight(phase, since, attempts=attempts, is_waiting=is_waiting)
+    for phase, since, attempts, is_waiting in product(
         Phase, (NOW - MANIFEST_SECONDS - 1, NOW - 1), range(ATTEMPTS + 1), (False, True)
     )
 ]
 LOOKS = [
-    Seen(attempt, job, "here", log, stop_wished, manifest)
+    Observation(attempt, job, "here", log, stop_wished, manifest)
     for attempt, job, log, stop_wished, manifest in product(
         (None, HERE, GONE), (None, *JOBS), ("", "error: bad\n"), (False, True), (None, make_manifest())
     )
@@ -84,9 +84,9 @@ def test_nothing_is_begun_once_a_stop_is_wished() -> None:
 def test_a_command_makes_no_more_than_its_attempts_and_counts_them() -> None:
     for flight, seen in EVERY:
         after, actions = decide(flight, seen, NOW)
-        assert after.made == flight.made + (Do.WRITE in actions)
+        assert after.attempts == flight.attempts + (Do.WRITE in actions)
         if seen.attempt is not None:
-            assert after.made <= max(flight.made, ATTEMPTS)
+            assert after.attempts <= max(flight.attempts, ATTEMPTS)
 
 
 def test_an_attempt_is_recorded_as_ended_before_the_next_is_written() -> None:
@@ -98,7 +98,7 @@ def test_an_attempt_is_recorded_as_ended_before_the_next_is_written() -> None:
 
 
 def test_the_users_mistake_ends_a_stage_unless_it_is_old() -> None:
-    mistake = Seen(HERE, JobState("j", "FAILED", "", 2), "here", "error: bad\n")
+    mistake = Observation(HERE, JobState("j", "FAILED", "", 2), "here", "error: bad\n")
     for flight in FLIGHTS:
         _, actions = decide(flight, mistake, NOW)
         assert (actions == (End(Status.FAILED, "bad"),)) == (flight.phase is not Phase.FOUND)
@@ -114,10 +114,12 @@ def test_the_next_look_is_later_unless_the_state_has_moved_on() -> None:
             assert after.look_at == NOW + ASK_SECONDS
 
 
-@pytest.mark.parametrize("made", range(1, ATTEMPTS))
-def test_the_pause_before_an_attempt_doubles(made: int) -> None:
-    after, actions = decide(InFlight(Phase.RUNNING, made=made), Seen(GONE, session="here"), NOW)
-    assert after.look_at - NOW == 2 ** (made - 1)
+@pytest.mark.parametrize("attempts", range(1, ATTEMPTS))
+def test_the_pause_before_an_attempt_doubles(attempts: int) -> None:
+    after, actions = decide(
+        InFlight(Phase.RUNNING, attempts=attempts), Observation(GONE, session="here"), NOW
+    )
+    assert after.look_at - NOW == 2 ** (attempts - 1)
     assert Show(Status.LOST, "its cluster is gone; another attempt") in actions
 
 
@@ -126,8 +128,8 @@ def test_silence_is_told_once_and_forgotten_when_the_job_is_seen_live() -> None:
     assert told == (Show(Status.WAITING, "no answer: gone"),)
     assert no_answer(waiting, "still gone", NOW)[1] == ()
     assert waiting.phase is Phase.RUNNING
-    assert not decide(waiting, Seen(HERE, JOBS[1]), NOW)[0].is_waiting
-    assert decide(waiting, Seen(GONE, session="here"), NOW)[0].is_waiting
+    assert not decide(waiting, Observation(HERE, JOBS[1]), NOW)[0].is_waiting
+    assert decide(waiting, Observation(GONE, session="here"), NOW)[0].is_waiting
 
 
 def test_the_line_that_tells_what_a_stage_died_of() -> None:

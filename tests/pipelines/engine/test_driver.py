@@ -176,14 +176,14 @@ def test_a_job_that_succeeds_without_a_manifest_has_a_minute_to_show_it() -> Non
     assert len(world.attempts()) == 2
     assert "attempt ended images FAILED" in world.events()
     assert 60 + 50 < world.clock.now < 130
-    assert world.told.of("images")[1] == "FAILED it ended well without a manifest; another attempt"
+    assert world.told.of("images")[1] == "FAILED its job succeeded without a manifest; another attempt"
 
 
 def test_a_stage_that_never_shows_a_manifest_fails() -> None:
     world = World(script=scripts(Script(commits=False)))
     assert walk(world) == {"images": "FAILED"}
     assert len(world.attempts()) == decisions.ATTEMPTS
-    assert world.told.of("images")[-1] == "FAILED it ended well without a manifest"
+    assert world.told.of("images")[-1] == "FAILED its job succeeded without a manifest"
 
 
 @pytest.mark.parametrize("late", [0.0, 2.0, 60.0])

@@ -88,7 +88,7 @@ def test_code_that_changed_since_is_told_and_stays_cached(store: Store, pipeline
     stage = plan.plan_stage(store, "digits", pipeline.stages["digits"], {})
     assert stage.state == "cached"
     (note,) = plan.notes(stage)
-    assert note.startswith("digits: its code has changed since (it was made at aaaaaaaaaa)")
+    assert note.startswith("digits: its code has changed since commit aaaaaaaaaa;")
 
 
 def test_force_replaces_once_for_a_run_and_again_for_another(store: Store, pipeline: Pipeline) -> None:
@@ -123,7 +123,7 @@ def test_the_same_content_made_again_stops_there_and_is_told(store: Store, pipel
         store, "pixels", pipeline.stages["pixels"], {"digits": st.input_ref(store, again)}
     )
     assert pixels.state == "cached"
-    assert any("with the same content, so this stands" in note for note in plan.notes(pixels))
+    assert any("with the same content, so this stage stays cached" in note for note in plan.notes(pixels))
 
 
 def test_other_content_made_again_runs_what_is_behind_it(store: Store, pipeline: Pipeline) -> None:

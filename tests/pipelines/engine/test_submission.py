@@ -47,7 +47,7 @@ def test_a_folder_must_be_shared_with_the_cluster(
     if is_shared:
         submission.check_store(store, ELSEWHERE)
     else:
-        with pytest.raises(RecipeError, match=f"lies on {kind}"):
+        with pytest.raises(RecipeError, match=f"is on {kind}"):
             submission.check_store(store, ELSEWHERE)
 
 

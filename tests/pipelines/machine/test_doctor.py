@@ -69,7 +69,7 @@ def test_a_folder_is_well_and_left_as_it_was(tmp_path: Path) -> None:
 def test_a_store_that_is_not_there_yet_is_well_and_not_made(tmp_path: Path) -> None:
     found = by_name(store_findings(str(tmp_path / "a" / "b")))
     assert {name: finding.status for name, finding in found.items()} == WELL
-    assert "the first run makes it" in found["store"].said
+    assert "the first run creates it" in found["store"].said
     assert not list(tmp_path.iterdir())
 
 
@@ -116,7 +116,7 @@ def test_s3_is_well_and_the_probe_is_removed(moto: str, s3: pytest.MonkeyPatch) 
     client().create_bucket(Bucket="bucket")
     found = by_name(store_findings("s3://bucket/prefix"))
     assert {name: finding.status for name, finding in found.items()} == WELL
-    assert "the first run makes it" in found["store"].said
+    assert "the first run creates it" in found["store"].said
     assert client().list_objects_v2(Bucket="bucket")["KeyCount"] == 0
     store = open_store("s3://bucket/prefix")
     assert statuses(store_findings("s3://bucket/prefix/")) == WELL
@@ -191,7 +191,7 @@ def test_a_file_system_that_overwrites_is_a_problem(tmp_path: Path) -> None:
     )
     found = doctor.conditional_writes(Overwriting(tmp_path))
     assert found.status == "problem"
-    assert "8 writers of one name 8 were told that they won, a later one too" in found.said
+    assert "8 writers of one name 8 were told that they won, and a later one too" in found.said
 
 
 def test_a_clock_that_differs_is_a_problem() -> None:
@@ -248,7 +248,7 @@ def test_a_cluster_without_a_token_is_told_and_where_it_listens_decides(
     }  # fmt: skip
     assert "every user of this machine can run any code" in found["cluster, access"].said
     assert everywhere["cluster, access"].status == "problem"
-    assert "listens on 0.0.0.0: whoever reaches it" in everywhere["cluster, access"].said
+    assert "listens on 0.0.0.0: everyone who can reach it" in everywhere["cluster, access"].said
     assert mapped["cluster, access"] == found["cluster, access"]
 
 
@@ -301,13 +301,13 @@ def test_the_local_ray_is_well_with_its_token_and_shut_without(monkeypatch: pyte
             "local Ray": "ok", "local Ray, access": "ok", "clock": "ok",
         }  # fmt: skip
         assert (
-            "refuses a caller without a token" in by_name(cluster_findings(ray.address, None))["cluster"].said
+            "refuses access without a token" in by_name(cluster_findings(ray.address, None))["cluster"].said
         )
         # as another cluster, whose processes are not known
         found = by_name(cluster_findings(ray.address, ray.token_path))
         assert (
             found["cluster, access"].said
-            == "it asks for a token, and listens on this machine's loopback only"
+            == "it requires a token, and listens only on this machine's loopback"
         )
 
 
@@ -409,4 +409,4 @@ def test_the_command_line_says_what_it_found_and_its_exit_code_tells(
     ill = CliRunner().invoke(app, ["doctor", "--store", "/proc/store"])
     assert ill.exit_code == 1
     assert re.search(r"problem +writing", ill.stdout)
-    assert "→ let this user write there" in ill.stdout
+    assert "→ give this user permission to write there" in ill.stdout

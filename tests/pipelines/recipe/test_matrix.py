@@ -155,18 +155,18 @@ def test_overrides_apply_to_all_members_and_an_axis_is_changed_by_name(recipe: A
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        (3, "stages.pretrain.matrix: write the fields and their values"),
-        ({}, "stages.pretrain.matrix: write the fields and their values"),
-        ({"seed": []}, "stages.pretrain.matrix.seed: a list of values is needed"),
-        ({"seed": 3}, "stages.pretrain.matrix.seed: a list of values is needed"),
-        ({"model": {"width": [1, 2]}}, "stages.pretrain.matrix.model: a list of values is needed"),
-        ({"seed": [1, 2, 1]}, "stages.pretrain.matrix.seed: 1 stands twice"),
-        ({"steps": [1, 1.0]}, "stages.pretrain.matrix.steps: 1.0 stands twice"),
+        (3, "stages.pretrain.matrix: expected fields with their values"),
+        ({}, "stages.pretrain.matrix: expected fields with their values"),
+        ({"seed": []}, "stages.pretrain.matrix.seed: expected a list of values"),
+        ({"seed": 3}, "stages.pretrain.matrix.seed: expected a list of values"),
+        ({"model": {"width": [1, 2]}}, "stages.pretrain.matrix.model: expected a list of values"),
+        ({"seed": [1, 2, 1]}, "stages.pretrain.matrix.seed: duplicate value 1"),
+        ({"steps": [1, 1.0]}, "stages.pretrain.matrix.steps: duplicate value 1.0"),
         ({"job": ["ingest"]}, "stages.pretrain.matrix.job: a stage has one job"),
-        ({"seed; rm": [1]}, "stages.pretrain.matrix: 'seed; rm' is no field"),
-        ({7: [1]}, "stages.pretrain.matrix: 7 is no field"),
+        ({"seed; rm": [1]}, "stages.pretrain.matrix: 'seed; rm' is not a field"),
+        ({7: [1]}, "stages.pretrain.matrix: 7 is not a field"),
         ({"steps.x": [1]}, "stages.pretrain.matrix.steps.x: steps has no fields of its own"),
-        ({"model.width": [16], "model": [{}]}, "model.width lies in model"),
+        ({"model.width": [16], "model": [{}]}, "model.width is inside model"),
         (
             {"seed": list(range(50)), "steps": list(range(1, 52))},
             "50 seed x 51 steps makes 2550 stages; at most",
@@ -191,7 +191,9 @@ def test_a_bad_matrix_names_the_stage_and_the_axis(recipe: Any, given: Any, mess
 
 
 def test_what_follows_can_be_too_many_and_a_cycle_is_shown(recipe: Any) -> None:
-    with pytest.raises(RecipeError, match=r"stages\.finetune\.backbone: more than 2000 stages follow"):
+    with pytest.raises(
+        RecipeError, match=r"stages\.finetune\.backbone: its inputs expand it to more than 2000 stages"
+    ):
         recipe(
             digits={"matrix": {"max_bad_fraction": [n / 100 for n in range(50)]}},
             pretrain={"data": "other", "matrix": {"seed": list(range(41))}},
@@ -210,7 +212,7 @@ def test_what_follows_can_be_too_many_and_a_cycle_is_shown(recipe: Any) -> None:
 
 
 def test_only_a_matrix_makes_names_with_an_at_sign(recipe: Any) -> None:
-    with pytest.raises(RecipeError, match=r"stages\.a@b=1: '@' is for the members"):
+    with pytest.raises(RecipeError, match=r"stages\.a@b=1: '@' is reserved for the members"):
         recipe(**{"a@b=1": PROBE})
 
 

@@ -93,10 +93,10 @@ def test_a_run_means_what_no_other_of_it_takes(store: Store, run: list[Manifest]
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ("a", "begins several keys"),
-        ("zz", "no artifact has a key that begins with 'zz', and no run begins with 'zz'"),
-        ("p/prob", "no stage 'prob'"),
-        ("p/later", "nothing is committed"),
+        ("a", "is ambiguous; it matches the keys"),
+        ("zz", "no artifact has a key that begins with 'zz', and no run matches 'zz'"),
+        ("p/prob", "no stage is called 'prob'"),
+        ("p/later", "no committed results yet"),
     ],
 )
 def test_what_means_nothing_or_too_much_is_told(

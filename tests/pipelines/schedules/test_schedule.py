@@ -134,14 +134,14 @@ def test_of_two_who_change_a_schedule_at_once_one_is_told(tmp_path: Path) -> Non
             return super().create(name, data)
 
     store = Late(tmp_path / "s")
-    with pytest.raises(StoreError, match="somebody else has just changed the schedule often"):
+    with pytest.raises(StoreError, match="another process has just changed the schedule often"):
         add_schedule(store, make_schedule())
     assert find_schedule(store, "often").cron == "1 1 1 1 *"
 
 
 @pytest.mark.parametrize("name", ["", "Often", "../x", "a/b", "1a", "a" * 42, "a\n"])
 def test_what_is_no_name(tmp_path: Path, name: str) -> None:
-    with pytest.raises(RecipeError, match="no schedule's name"):
+    with pytest.raises(RecipeError, match="is not a valid schedule name"):
         find_schedule(open_store(str(tmp_path / "s")), name)
 
 
@@ -251,9 +251,7 @@ def test_a_tick_is_skipped_once_and_for_all_while_the_run_before_is_under_way(st
     run = tick_run(store, "often", tick + MINUTE)
     begin(store, run)
     assert decide(store, "often", tick + MINUTE, None)
-    assert say(store, tick + 2 * MINUTE)[0].endswith(
-        f"is skipped: {run} is not over (`vitflow stop {run}` ends it)"
-    )
+    assert say(store, tick + 2 * MINUTE)[0].endswith(f": {run} has not ended (`vitflow stop {run}` ends it)")
     assert say(store, tick + 3 * MINUTE) != [], "so is the next, for the same run"
     add_event(store, run, "finished", status="FAILED")
     assert say(store, tick + 3 * MINUTE + timedelta(seconds=20)) == [], "what was skipped stays skipped"
@@ -266,7 +264,7 @@ def test_a_missed_tick_is_told_and_not_made_up_for_by_a_server_but_by_a_timer(st
     hour = first_tick(store)
     late = hour + timedelta(minutes=25)
     (line,) = say(store, late)
-    assert "was missed" in line
+    assert line.startswith("missed ")
     assert f"next {hour + timedelta(hours=1):%Y-%m-%d %H:%M}" in line
     assert decisions(store) == {}
     assert say(store, late, grace=None) == [f"{tick_run(store, 'often', hour)}: nothing to do"]
@@ -291,7 +289,7 @@ def test_a_driver_that_another_machine_submitted_to_itself_is_not_taken_for_dead
     fields = {"submission_id": f"driver-{run}-1", "cluster_address": "http://127.0.0.1:1"}
     add_event(store, run, "driver submitted", host="elsewhere", cluster_session="s", **fields)
     (line,) = say(store, tick + MINUTE)
-    assert "is skipped" in line
+    assert line.startswith("skipped ")
     assert read_plan(store, tick_run(store, "often", tick + MINUTE)) is None
 
 
@@ -374,7 +372,7 @@ def test_a_clock_that_is_set_back_stops_no_schedule_and_repeats_no_tick(
     signal.signal(signal.SIGTERM, before)
     assert decisions(store) == {moment.isoformat(): "run" for moment in shown}
     assert len(runs.runs(store)) == len(set(shown))
-    assert "ending; runs go on" in said
+    assert "ending; started runs continue" in said
 
 
 def test_a_schedule_written_before_the_clock_was_set_back_is_not_waited_for(store: FolderStore) -> None:

@@ -22,7 +22,7 @@ from pipelines.engine.runs import load_run, run_status, start_run
 from pipelines.engine.submission import reached
 from pipelines.identity import sha256, stage_key
 from pipelines.recipe.load import load_pipeline
-from pipelines.results import listing, reports
+from pipelines.results import accuracies, listing
 from pipelines.results.lineage import as_json, as_text, trace
 from pipelines.results.lookup import find_artifact, find_run
 from pipelines.results.query import query
@@ -183,7 +183,7 @@ COMMANDS: dict[str, Callable[[FolderStore], Any]] = {
     "lineage of a run": lambda store: list(as_text(trace(store, GOOD))),
     "a model": lambda store: find_artifact(store, f"{GOOD}/model", "model").key,
     "query": lambda store: ask(store, "SELECT method, artifact FROM rows JOIN artifacts USING (artifact) ORDER BY 1"),
-    "report list": lambda store: (reports.list_reports(store), reports.list_results(store, "digits", None, None)),
+    "report list": lambda store: (accuracies.list_reports(store), accuracies.list_results(store, "digits", None, None)),
     "plan": planned,
     "ingest": known_parts,
 }  # fmt: skip

@@ -142,7 +142,7 @@ def test_an_error_that_stays_is_told_in_time(
     with used(behind[1], monkeypatch, AWS_MAX_ATTEMPTS="9"):
         proxy.faults.append(Fault("GET", "/a", 503, "SlowDown", times=1000))
         began = time.monotonic()
-        with pytest.raises(StoreUnreachable, match=r"s3://.*can't read a: .*at http://127"):
+        with pytest.raises(StoreUnreachable, match=r"s3://.*cannot read a: .*at http://127"):
             store.read("a")
         assert time.monotonic() - began < 2 ** (tries - 1) - 1 + BUSY, "botocore's waits"
     assert proxy.asked("GET", "/a") == [503] * tries
@@ -158,7 +158,7 @@ def test_an_answer_that_breaks_off_is_asked_for_again(store: S3Store, proxy: Pro
     proxy.faults.append(Fault("GET", "/x", half=True, times=2))
     assert store.read_range("f/x", 1000, 50_000) == data[1000:51_000]
     proxy.faults.append(Fault("GET", "/x", half=True, times=1000))
-    with pytest.raises(StoreUnreachable, match="can't read f/x"):
+    with pytest.raises(StoreUnreachable, match="cannot read f/x"):
         store.read("f/x")
 
 
@@ -180,7 +180,7 @@ def test_where_nothing_listens_it_is_told_in_time(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(s3, "TRIES", tries)
     with used(Server(f"http://127.0.0.1:{free_port()}", "a", SECRET), monkeypatch):
         began = time.monotonic()
-        with pytest.raises(StoreUnreachable, match=r"s3://some-bucket: can't read store\.json"):
+        with pytest.raises(StoreUnreachable, match=r"s3://some-bucket: cannot read store\.json"):
             open_store("s3://some-bucket")
         assert time.monotonic() - began < 2 ** (tries - 1) - 1 + BUSY
 
@@ -190,7 +190,7 @@ def test_where_nothing_listens_it_is_told_in_time(monkeypatch: pytest.MonkeyPatc
 
 def test_a_bucket_that_does_not_exist_is_one_clear_message(proxy: Proxy) -> None:
     with pytest.raises(
-        StoreError, match=r"s3://no-such-bucket: can't read .*there is no such bucket"
+        StoreError, match=r"s3://no-such-bucket: cannot read .*there is no such bucket"
     ) as told:
         open_store("s3://no-such-bucket")
     assert not isinstance(told.value, StoreUnreachable)
@@ -237,7 +237,7 @@ def test_a_read_only_bucket_can_be_read(store: S3Store, proxy: Proxy, bucket: Bu
     opened = open_store(store.uri)
     assert opened.names("f") == ["x"]
     assert (opened.local("f", files) / "x").read_bytes() == b"1"
-    with pytest.raises(StoreError, match=r"can't write store.json: access is denied"):
+    with pytest.raises(StoreError, match=r"cannot write store.json: access is denied"):
         open_store(f"s3://{bucket.name}/other")
 
 
@@ -336,7 +336,7 @@ def test_an_upload_that_fails_leaves_nothing_and_keeps_its_reason(
     store: S3Store, proxy: Proxy, bucket: Bucket
 ) -> None:
     proxy.faults.append(Fault("PUT", "partNumber=2", 403, "AccessDenied", times=1000))
-    with pytest.raises(StoreError, match=r"can't write f/x: access is denied") as told:
+    with pytest.raises(StoreError, match=r"cannot write f/x: access is denied") as told:
         stage(store, x=os.urandom(PART_BYTES + 1))
     assert not isinstance(told.value, StoreUnreachable)
     assert list(bucket.objects()) == ["some/prefix/store.json"]
@@ -486,7 +486,7 @@ def test_keys_from_the_home_folder_and_an_endpoint_from_a_jobs_settings(
     ("missing", "code", "said"),
     [
         ("keys", 2, "error: .*~/.aws/credentials.*nodes"),
-        ("server", 1, "StoreUnreachable: .*can't read store.json"),
+        ("server", 1, "StoreUnreachable: .*cannot read store.json"),
     ],
 )
 def test_a_stage_without_keys_is_the_users_mistake_and_one_without_answer_is_not(

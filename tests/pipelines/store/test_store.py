@@ -107,7 +107,7 @@ def test_a_range_is_these_bytes_or_an_error(store: Store) -> None:
     for start, length in ((0, 1000), (17, 100), (999, 1)):
         assert store.read_range("a/x", start, length) == data[start : start + length]
     for name, start in (("a/x", 990), ("a/x", 2000), ("a/y", 0)):
-        with pytest.raises(StoreError, match=f"{name}.*damaged|can't read {name}"):
+        with pytest.raises(StoreError, match=f"{name}.*damaged|cannot read {name}"):
             store.read_range(name, start, 100)
 
 
@@ -150,14 +150,14 @@ def test_a_store_of_another_layout_is_refused(store: Store, place: Place) -> Non
 
 def test_a_folder_that_cannot_be_made_is_one_clear_message(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(StoreError, match="can't write"):
+    with pytest.raises(StoreError, match="cannot write"):
         open_store(str(tmp_path / "file" / "store"))
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
 def test_a_read_only_folder_is_one_clear_message(folder_store: FolderStore) -> None:
     folder_store.root.chmod(stat.S_IRUSR | stat.S_IXUSR)
-    with pytest.raises(StoreError, match="can't write"):
+    with pytest.raises(StoreError, match="cannot write"):
         folder_store.create("x", b"")
 
 
@@ -165,7 +165,7 @@ def test_no_space_is_one_clear_message_and_leaves_nothing() -> None:
     full = Path("/dev/full")
     if not full.exists():
         pytest.skip("/dev/full is not there")
-    with pytest.raises(StoreError, match="can't write"):
+    with pytest.raises(StoreError, match="cannot write"):
         FolderStore(full)
 
 

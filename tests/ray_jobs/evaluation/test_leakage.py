@@ -13,7 +13,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from pipelines import store as st
-from pipelines.results.reports import list_results
+from pipelines.results.accuracies import list_results
 from pipelines.spec import Baselines, Evaluate, Finetune, Labels, ModelSize, Report
 from pipelines.store import Manifest, Store, StoreDamaged, input_ref, open_store
 from ray_jobs import evaluate, finetune, report

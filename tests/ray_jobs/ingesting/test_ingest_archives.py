@@ -184,7 +184,7 @@ def test_a_folder_on_s3_is_as_the_folder_here(
         with pytest.raises(RecipeError, match="there is nothing at"):
             listed(f"s3://{bucket}/nowhere")
         moto.client.put_object(Bucket=bucket, Key="bad/../x.png", Body=b"")
-        with pytest.raises(RecipeError, match="which is no path"):
+        with pytest.raises(RecipeError, match="which is not a valid path"):
             listed(f"s3://{bucket}/bad")
 
 

@@ -22,7 +22,7 @@ from PIL import Image
 from rich.console import Console
 from sklearn.metrics import precision_recall_fscore_support
 
-from pipelines.results.reports import accuracy_table, verdict_lines
+from pipelines.results.accuracies import accuracy_table, verdict_lines
 from pipelines.spec import (
     AnyStage,
     Baselines,

@@ -13,8 +13,8 @@ from rich.console import Console
 from sklearn.datasets import load_digits
 
 from pipelines import store as st
+from pipelines.results.accuracies import verdict_lines, vtab_table
 from pipelines.results.query import query
-from pipelines.results.reports import verdict_lines, vtab_table
 from pipelines.spec import Evaluate, ModelSize, Report
 from pipelines.spec.vtab import GROUPS, TASKS
 from pipelines.store import Manifest, Store, input_ref, open_store

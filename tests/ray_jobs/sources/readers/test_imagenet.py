@@ -135,7 +135,7 @@ def test_classes_without_a_tar_are_told(tmp_path: Path) -> None:
 def test_a_missing_file_is_named(tmp_path: Path) -> None:
     root = write(tmp_path / "x")
     (root / "ILSVRC2012_img_val.tar").unlink()
-    with pytest.raises(RecipeError, match=r"has no ILSVRC2012_img_val\.tar"):
+    with pytest.raises(RecipeError, match=r"does not contain ILSVRC2012_img_val\.tar"):
         listed(root)
 
 

@@ -97,8 +97,8 @@ def test_every_shape_looks_different_at_every_orientation() -> None:
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"label": "position", "max_count": 2}, "max_count: 2 figures have no one position"),
-        ({"label": "count"}, "max_count: label count needs 2 or more"),
+        ({"label": "position", "max_count": 2}, "max_count: 2 figures have several positions"),
+        ({"label": "count"}, "max_count: label count needs max_count 2 or more"),
     ],
 )
 def test_a_label_that_cannot_be_told_is_refused(fields: dict[str, object], message: str) -> None:

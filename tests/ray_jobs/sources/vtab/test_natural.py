@@ -114,7 +114,7 @@ def test_sun397s_lists_may_be_in_tfdss_wheel(tmp_path):
 
 def test_a_membership_list_is_for_caltech_alone(tmp_path):
     source = VtabSource(kind="vtab", task="dtd", root=str(tmp_path), membership=str(tmp_path / "list.txt"))
-    with pytest.raises(RecipeError, match="for caltech101 alone"):
+    with pytest.raises(RecipeError, match="only caltech101 uses it"):
         source_files(source)
 
 

@@ -1,4 +1,4 @@
-"""report ...: the reports of finished runs."""
+"""The commands report list, query, compare and show: reports, and the measurements behind them."""
 
 from __future__ import annotations
 
@@ -28,9 +28,7 @@ from pipelines.commands.common import (
     print_json,
     print_table,
 )
-from pipelines.results.lookup import find_artifact
-from pipelines.results.query import TABLES, query
-from pipelines.results.reports import (
+from pipelines.results.accuracies import (
     MOST_LINES,
     REPORT_COLUMNS,
     RESULT_COLUMNS,
@@ -42,6 +40,8 @@ from pipelines.results.reports import (
     verdict_lines,
     vtab_table,
 )
+from pipelines.results.lookup import find_artifact
+from pipelines.results.query import TABLES, query
 from pipelines.spec import RecipeError
 from pipelines.store import Manifest, Store, local_files
 from pipelines.terminal import write
@@ -49,30 +49,30 @@ from pipelines.terminal import write
 if TYPE_CHECKING:
     from pipelines.results.query import Answer
 
-MOST_ROWS = 1000  # that a table for people has
+MOST_ROWS = 1000  # in a table on the terminal
 MEMORY_BYTES = 3 * 2**30
 _NUMBERS = {"FLOAT", "DOUBLE", "INTEGER", "BIGINT", "HUGEINT"}
 _NESTED = ("STRUCT", "MAP", "UNION")
 
-app = Commands(name="report", help="Reports of finished runs, and every number behind them.")
+app = Commands(name="report", help="Show reports, and query every number behind them.")
 
 
 @app.command("list")
 def report_list(
     store: StoreOption = DEFAULT_STORE,
-    task: Annotated[str | None, typer.Option(help="results on this dataset, by its name")] = None,
-    stage: Annotated[str | None, typer.Option(help="results of the stages of this name")] = None,
+    task: Annotated[str | None, typer.Option(help="only results on this dataset")] = None,
+    stage: Annotated[str | None, typer.Option(help="only results of stages with this name")] = None,
     best: Annotated[
         str | None,
-        typer.Option(metavar="METRIC", help="the best result of each task, protocol and number of labels"),
+        typer.Option(metavar="METRIC", help="only the best result per task, protocol and number of labels"),
     ] = None,
     last: Annotated[int | None, typer.Option(min=1, help="only the last N lines")] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """List the reports of this store; with --task, --stage or --best, results.
+    """List the reports in the store; with --task, --stage or --best, list results.
 
-    A result is what one artifact measured with one method and number of labels: the mean on test over its draws. Lists
-    are oldest first. The best result is the one with the highest mean, of equal ones the newest.
+    A result is the mean on test over the draws of one artifact, method and number of labels. Lists start with the
+    oldest. The best result is the one with the highest mean; in a tie, the newest.
     """
     opened = open_(store, create=False)
     if task is None and stage is None and best is None:
@@ -88,19 +88,21 @@ def report_list(
 
 @app.command("query")
 def report_query(
-    sql: Annotated[str | None, typer.Argument(metavar="SQL", help="one SELECT, in DuckDB's dialect")] = None,
+    sql: Annotated[
+        str | None, typer.Argument(metavar="SQL", help="one SELECT statement in DuckDB's dialect")
+    ] = None,
     store: StoreOption = DEFAULT_STORE,
     tables: Annotated[bool, typer.Option("--tables", help="list the tables and their columns")] = False,
-    as_csv: Annotated[bool, typer.Option("--csv", help="CSV, with a header")] = False,
+    as_csv: Annotated[bool, typer.Option("--csv", help="CSV with a header")] = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Ask every committed result of the store, in SQL.
+    """Query every committed result in the store with SQL.
 
-    The SQL can read the tables that --tables lists and nothing else, for a minute and in 2 GiB of memory. --json
-    prints a list of objects, with null for NULL and for numbers that JSON does not have.
+    The SQL can read only the tables that --tables lists, for at most one minute and with 2 GiB of memory. --json
+    prints a list of objects; NULL, NaN and infinity become null.
     """
     if (sql is None) != tables or (as_csv and as_json):
-        raise RecipeError("give either SQL or --tables, and of --csv and --json one at most")
+        raise RecipeError("give either SQL or --tables, and at most one of --csv and --json")
     if sql is None:
         listed = [
             {"table": name, "column": column.name, "type": column.type, "meaning": column.meaning}
@@ -125,14 +127,14 @@ def report_query(
 
 
 def _limit_memory() -> None:
-    """For this whole process: not all that DuckDB takes is under its own limit."""
+    """Limit the memory of this process, because DuckDB's own limit does not cover all that DuckDB allocates."""
     _, hard = resource.getrlimit(resource.RLIMIT_DATA)
     limit = MEMORY_BYTES if hard == resource.RLIM_INFINITY else min(MEMORY_BYTES, hard)
     resource.setrlimit(resource.RLIMIT_DATA, (limit, hard))
 
 
 def _print_csv(columns: tuple[str, ...], rows: Iterable[tuple[Any, ...]]) -> None:
-    """RFC 4180."""
+    """Print CSV as of RFC 4180."""
     lines = SimpleNamespace(write=partial(write, end=""))
     writer = csv.writer(lines)
     writer.writerow(columns)
@@ -140,7 +142,7 @@ def _print_csv(columns: tuple[str, ...], rows: Iterable[tuple[Any, ...]]) -> Non
 
 
 def _print_objects(answer: Answer) -> None:
-    """A list of objects, one a line."""
+    """Print a JSON list of objects, one per line."""
     before = "[\n"
     for row in answer.rows:
         values = map(_as_json, row, answer.types)
@@ -159,7 +161,7 @@ def _as_json(value: Any, kind: str) -> Any:
 
 
 def _print_answer(answer: Answer) -> None:
-    """A table, for people."""
+    """Print a table of at most MOST_ROWS rows."""
     table = Table(box=None, pad_edge=False)
     for name, kind in zip(answer.columns, answer.types, strict=True):
         table.add_column(Text(name), overflow="fold", justify="right" if kind in _NUMBERS else "left")
@@ -173,28 +175,29 @@ def _print_answer(answer: Answer) -> None:
 
 @app.command("compare")
 def report_compare(
-    a: Annotated[str, typer.Argument(help="a key or its beginning, RUN or RUN/STAGE")],
-    b: Annotated[str, typer.Argument(help="another")],
+    a: Annotated[str, typer.Argument(help="a key or unique key prefix, RUN/STAGE or RUN")],
+    b: Annotated[str, typer.Argument(help="the same, for the other result")],
     store: StoreOption = DEFAULT_STORE,
     as_json: JsonOption = False,
 ) -> None:
-    """Compare two reports, evaluations, fine-tuned models or runs, on test.
+    """Compare the test accuracies of two reports, evaluations, fine-tuned models or runs.
 
-    Accuracies of the same task, protocol, method and number of labels stand side by side, with 95 % intervals over
-    draws and test images. The difference is B - A: paired where both were scored on the same images with the same
-    draws of labels, else as of two independent measurements.
+    Accuracies with the same task, protocol, method and number of labels are shown side by side, with 95% intervals
+    over draws and test images. The difference is B - A. It is paired if both were scored on the same images with the
+    same draws of labels; otherwise it is computed as for two independent measurements.
     """
-    found = compare(open_(store, create=False), a, b)
+    comparison = compare(open_(store, create=False), a, b)
     if as_json:
-        print_json(found)
+        print_json(comparison)
     else:
-        console.print(comparison_table(found))
+        console.print(comparison_table(comparison))
 
 
 @app.command("show")
 def report_show(
     report: Annotated[
-        str | None, typer.Argument(help="a report's key or RUN; without it, the newest")
+        str | None,
+        typer.Argument(help="a report: its key, a unique key prefix, or RUN; default: the newest"),
     ] = None,
     store: StoreOption = DEFAULT_STORE,
     as_json: JsonOption = False,
@@ -209,7 +212,7 @@ def report_show(
 
 
 def show_report(store: Store, manifest: Manifest) -> None:
-    """A report's table (VTAB's too), its verdict, and where its page is."""
+    """Print a report's tables (VTAB's too), its verdict, and the path of its page."""
     folder = local_files(store, manifest)
     report = json.loads((folder / "report.json").read_text())
     if len(report["accuracies"]) <= MOST_LINES:

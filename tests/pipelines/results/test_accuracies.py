@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from pipelines.results.reports import compare, list_results
+from pipelines.results.accuracies import compare, list_results
 from pipelines.spec import RecipeError
 from pipelines.store import Layout, Store, commit, input_ref, open_store, read_manifest
 from ray_jobs.evaluation.intervals import accuracy_interval, paired_difference

@@ -1,7 +1,6 @@
-"""Reports and results for people at a terminal: a report's verdict and table, lists, two results side by side.
+"""Measured accuracies for the terminal: a report's verdict and tables, lists of results, two results compared.
 
-Out: lines, dictionaries that are JSON, and rich tables. Text from outside (class and method names) is never read as
-markup.
+Out: lines, dictionaries for JSON, and rich tables. Text from outside (class and method names) is never read as markup.
 """
 
 from __future__ import annotations
@@ -13,28 +12,34 @@ from rich import box
 from rich.table import Table
 from rich.text import Text
 
-from pipelines.engine.runs import run_status
-from pipelines.results.lookup import find_run
+from pipelines.results.lookup import find_manifests
 from pipelines.results.query import query
 from pipelines.spec import RecipeError, nearest
 from pipelines.store import Manifest, Store, all_manifests, local_files
 from vit_model.errors import UserError
 
 if TYPE_CHECKING:
-    from rich.table import Table
-
     from ray_jobs.reporting.measures import Entry
 
 REPORT_COLUMNS: tuple[str, ...] = ("key", "run", "finished", "title", "page")
 RESULT_COLUMNS: tuple[str, ...] = (
-    "task", "protocol", "method", "labels_per_class", "metric", "mean", "draws", "stage", "key", "run",
-)  # fmt: skip
+    "task",
+    "protocol",
+    "method",
+    "labels_per_class",
+    "metric",
+    "mean",
+    "draws",
+    "stage",
+    "key",
+    "run",
+)
 _TABLES = ("rows.parquet", "predictions.parquet")
-MOST_SENTENCES, MOST_LINES = 12, 100  # of more comparisons, and more accuracies, the page has the table
+MOST_SENTENCES, MOST_LINES = 12, 100  # comparisons and accuracies; more are only on the report's page
 
 
 def verdict_lines(report: dict[str, Any]) -> list[str]:
-    """VTAB's means of what was trained, the question, its answer, a sentence a comparison, what was not made."""
+    """Return VTAB's means, the question and its answer, a sentence per comparison, and the stages that are missing."""
     missing, verdicts = report.get("missing", []), report["verdicts"]
     return [
         *(score["sentence"] for score in report.get("vtab", []) if score["trained"]),
@@ -46,33 +51,39 @@ def verdict_lines(report: dict[str, Any]) -> list[str]:
 
 
 def accuracy_table(report: dict[str, Any]) -> Table:
-    """Accuracies on test in percent, under a heading for each task, protocol and number of labels; 80 columns do."""
+    """Return a table of test accuracies in percent, at most 80 columns wide.
+
+    Each task, protocol and number of labels has a heading.
+    """
     table = Table(
         box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), title=Text(report["title"]), title_justify="left"
     )
     table.add_column("method", overflow="fold")
     table.add_column("accuracy %", justify="right", min_width=8)
-    table.add_column("95 % interval", justify="right", min_width=10)
+    table.add_column("95% interval", justify="right", min_width=10)
     for name in ("draws", "images"):
         table.add_column(name, justify="right", no_wrap=True)
     table.add_column("artifact", no_wrap=True)
-    before = ""
+    last_heading = ""
     for line in report["accuracies"]:
         heading = f"{line['task']}, {line['protocol']}, {_labels(line)}"
-        if heading != before:
+        if heading != last_heading:
             table.add_section()
             table.add_row(Text(heading, style="bold"))
         interval = f"{100 * line['low']:.1f}–{100 * line['high']:.1f}"
         counts = (f"{100 * line['accuracy']:.1f}", interval, str(line["draws"]), str(line["num_images"]))
         table.add_row(*map(Text, (f"  {line['method']}", *counts, line["artifact"][:8])))
-        before = heading
+        last_heading = heading
     return table
 
 
 def vtab_table(score: dict[str, Any]) -> Table:
-    """One of a report's VTAB scores, in percent: a line a task, the means of groups and of all; 80 columns do."""
+    """Return a table of one VTAB score of a report, in percent, at most 80 columns wide.
 
-    def line(name: str, values: list[float | None], style: str = "") -> None:
+    It has a line per task, and the means of each group and of all tasks.
+    """
+
+    def add_line(name: str, values: list[float | None], style: str = "") -> None:
         cells = ["–" if value is None else f"{100 * value:.1f}" for value in values]
         table.add_row(*(Text(cell, style) for cell in (name, *cells)))
 
@@ -88,24 +99,24 @@ def vtab_table(score: dict[str, Any]) -> Table:
     for column in score["columns"]:
         table.add_column(Text(column["labels"]), justify="right")
     for group in score["columns"][0]["groups"]:
-        line(group, [column["groups"][group]["mean"] for column in score["columns"]], "bold")
+        add_line(group, [column["groups"][group]["mean"] for column in score["columns"]], "bold")
         for task in score["tasks"]:
             if task["group"] == group:
-                line(f"  {task['title']}", task["accuracies"], "dim" if task["missing"] else "")
-    over = f"mean over {score['covered']} of {len(score['tasks'])} tasks"
-    line(over, [column["mean"] for column in score["columns"]], "bold")
+                add_line(f"  {task['title']}", task["accuracies"], "dim" if task["missing"] else "")
+    title = f"mean over {score['covered']} of {len(score['tasks'])} tasks"
+    add_line(title, [column["mean"] for column in score["columns"]], "bold")
     return table
 
 
 def _labels(line: dict[str, Any]) -> str:
-    return "all labels" if line["labels_per_class"] is None else f"{line['labels_per_class']} a class"
+    return "all labels" if line["labels_per_class"] is None else f"{line['labels_per_class']} per class"
 
 
 # ------------------------------------------------------------------------------------------------- lists
 
 
 def list_reports(store: Store) -> list[dict[str, Any]]:
-    """The reports of a store, oldest first."""
+    """List the reports in a store, oldest first."""
     return [
         {
             "key": manifest.key[:12],
@@ -120,57 +131,60 @@ def list_reports(store: Store) -> list[dict[str, Any]]:
 
 
 def list_results(store: Store, task: str | None, stage: str | None, best: str | None) -> list[dict[str, Any]]:
-    """Means on test over the draws of each (artifact, task, protocol, method, number of labels, metric), oldest first;
-    with `best`, a metric, only the highest of each (task, protocol, number of labels) that covers all of test.
+    """List the mean on test over the draws of each (artifact, task, protocol, method, number of labels, metric).
+
+    The oldest result comes first. With `best`, a metric, only the highest of each (task, protocol, number of labels)
+    that covers all of test is listed.
 
     Raises:
-        RecipeError: a task, stage or metric that nothing was measured on, by or of.
+        RecipeError: there are no results with this task, stage or metric.
     """
-    results = """
+    sql = """
         SELECT task, protocol, method, labels_per_class, metric, avg(value) AS mean, count(*) AS draws,
                any_value(num_images) AS num_images, stage, artifact AS key, run,
                strftime(finished, '%Y-%m-%dT%H:%M:%S') AS finished
         FROM rows WHERE split = 'test' GROUP BY ALL
         ORDER BY finished, key, task, protocol, labels_per_class, method"""
-    with query(store, results) as answer:
-        found = [dict(zip(answer.columns, row, strict=True)) for row in answer.rows]
+    with query(store, sql) as answer:
+        results = [dict(zip(answer.columns, row, strict=True)) for row in answer.rows]
     for option, value, column in (
         ("--task", task, "task"),
         ("--stage", stage, "stage"),
         ("--best", best, "metric"),
     ):
-        known = sorted({row[column] for row in found})
-        if value is not None and value not in known:
-            raise RecipeError(f"{option} {value}: {store.uri} has no such results{nearest(value, known)}")
-        found = [row for row in found if value in {None, row[column]}]
+        names = sorted({row[column] for row in results})
+        if value is not None and value not in names:
+            raise RecipeError(f"{option} {value}: {store.uri} has no such results{nearest(value, names)}")
+        results = [row for row in results if value in {None, row[column]}]
     if best is None:
-        return found
+        return results
     from ray_jobs.evaluation.rows import is_apart
 
     highest: dict[tuple[Any, ...], dict[str, Any]] = {}
-    for row in (row for row in found if not is_apart(row["method"])):
+    for row in (row for row in results if not is_apart(row["method"])):
         setting = row["task"], row["protocol"], row["labels_per_class"]
         if setting not in highest or row["mean"] >= highest[setting]["mean"]:
             highest[setting] = row
-    return [row for row in found if row in highest.values()]
+    return [row for row in results if row in highest.values()]
 
 
 # ------------------------------------------------------------------------------------------------- compare
 
 
 def compare(store: Store, a: str, b: str) -> dict[str, Any]:
-    """Two results side by side: {a, b, both, only_a, only_b}.
+    """Compare two results; return {a, b, both, only_a, only_b}.
 
-    `both` has {task, protocol, method, labels_per_class, a, b, difference} for what both measured, `only_a` and
-    `only_b` what one measured. Accuracies are {accuracy, low, high, draws, num_images, stage, artifact}, differences
-    {value, low, high, paired}: B - A with its 95 % interval, as fractions. Each interval is for its own difference.
+    `both` has {task, protocol, method, labels_per_class, a, b, difference} for each setting that both measured,
+    `only_a` and `only_b` the settings that one measured. Accuracies are {accuracy, low, high, draws, num_images, stage,
+    artifact}, differences {value, low, high, paired}: B - A with its 95% interval, as fractions. The intervals are not
+    adjusted for multiple comparisons.
 
     Raises:
-        RecipeError: A or B means nothing that was measured.
+        RecipeError: A or B matches no measurements.
     """
     manifests = list(all_manifests(store))
-    sides = [_entries(store, _measured(store, manifests, given)) for given in (a, b)]
-    settings = sorted({setting for side in sides for setting in side}, key=_place)
+    sides = [_entries(store, _measured(store, manifests, selector)) for selector in (a, b)]
+    settings = sorted({setting for side in sides for setting in side}, key=_sort_key)
     both = [setting for setting in settings if all(setting in side for side in sides)]
     only = [
         [_line(setting, side[setting]) for setting in settings if setting in side and setting not in both]
@@ -185,26 +199,30 @@ def compare(store: Store, a: str, b: str) -> dict[str, Any]:
     }
 
 
-def comparison_table(found: dict[str, Any]) -> Table:
-    """What `compare` gives, in percent; 80 columns do."""
+def comparison_table(comparison: dict[str, Any]) -> Table:
+    """Return the result of `compare` as a table in percent, at most 80 columns wide."""
     table = Table(
         box=box.SIMPLE_HEAD,
         padding=(0, 1, 0, 0),
-        title=Text(f"accuracy %, 95 % intervals\nA: {found['a']}\nB: {found['b']}"),
+        title=Text(f"accuracy %, 95% intervals\nA: {comparison['a']}\nB: {comparison['b']}"),
         title_justify="left",
     )
     table.add_column("method", overflow="fold", min_width=18)
     for name in ("A", "B", "B - A"):
         table.add_column(name, justify="right", no_wrap=True)
-    before = ""
-    for line in [*found["both"], *({**line, "a": line} for line in found["only_a"]),
-                 *({**line, "b": line} for line in found["only_b"])]:  # fmt: skip
-        heading = f"{line['task']}, {line['protocol']}, {_labels(line)}"
-        if heading != before:
+    lines = [
+        *comparison["both"],
+        *({**line, "a": line} for line in comparison["only_a"]),
+        *({**line, "b": line} for line in comparison["only_b"]),
+    ]
+    last_heading = None
+    for line in lines:
+        heading = (f"{line['task']}, {line['protocol']},", _labels(line))
+        if heading != last_heading:
             table.add_section()
-            for part in (f"{line['task']}, {line['protocol']},", _labels(line)):
+            for part in heading:
                 table.add_row(Text(part, style="bold"))
-        before = heading
+        last_heading = heading
         sides = [_interval(line.get(side), "accuracy", "", "–") for side in ("a", "b")]
         difference = line.get("difference")
         mark = "" if difference is None or difference["paired"] else " †"
@@ -212,9 +230,11 @@ def comparison_table(found: dict[str, Any]) -> Table:
             *map(Text, (f"  {line['method']}", *sides, _interval(difference, "value", "+", " to ") + mark))
         )
     notes = []
-    if len(found["both"]) > 1:
-        notes.append(f"the {len(found['both'])} intervals of B - A are not adjusted for multiple comparisons")
-    if not all(line["difference"]["paired"] for line in found["both"]):
+    if len(comparison["both"]) > 1:
+        notes.append(
+            f"the {len(comparison['both'])} intervals of B - A are not adjusted for multiple comparisons"
+        )
+    if not all(line["difference"]["paired"] for line in comparison["both"]):
         notes.append("† not paired: different test images or draws of labels")
     table.caption = "\n".join(notes) or None
     return table
@@ -227,32 +247,23 @@ def _interval(numbers: dict[str, Any] | None, name: str, sign: str, between: str
     return f"{value} ({low}{between}{high})"
 
 
-def _place(setting: tuple[Any, ...]) -> tuple[Any, ...]:
+def _sort_key(setting: tuple[Any, ...]) -> tuple[Any, ...]:
     task, protocol, method, labels, stage = setting
     return task, protocol, labels is None, labels or 0, method, stage or ""
 
 
-def _measured(store: Store, manifests: list[Manifest], given: str) -> list[Manifest]:
-    """What a key, its unique beginning, RUN or RUN/STAGE measured; of a report, what it is of."""
-    matches = [manifest for manifest in manifests if manifest.key.startswith(given)]
-    if len(matches) > 1:
-        raise RecipeError(f"{given!r} begins several keys: {', '.join(match.key[:12] for match in matches)}")
-    if not matches:
-        run, _, stage = given.partition("/")
-        stages = run_status(store, find_run(store, run))["stages"]
-        keys = {entry.get("key") for entry in stages if stage in {"", entry["stage"]}}
-        if not keys:
-            raise RecipeError(f"{given}: no such stage{nearest(stage, [entry['stage'] for entry in stages])}")
-        matches = [manifest for manifest in manifests if manifest.key in keys]
+def _measured(store: Store, manifests: list[Manifest], selector: str) -> list[Manifest]:
+    """Return the artifacts with measurements that a selector matches; for a report, those that it reports."""
+    matches = find_manifests(store, selector, manifests)
     if [manifest.kind for manifest in matches] == ["report"]:
         keys = {reference.key for reference in matches[0].inputs["of"]}
         matches = [manifest for manifest in manifests if manifest.key in keys]
-    found = [manifest for manifest in matches if manifest.kind != "report" and _files(manifest)]
-    if not found:
+    measured = [manifest for manifest in matches if manifest.kind != "report" and _files(manifest)]
+    if not measured:
         raise RecipeError(
-            f"{given}: nothing was measured there; give an evaluation, a fine-tuned model, a report or a run"
+            f"{selector}: no measurements; expected an evaluation, a fine-tuned model, a report or a run"
         )
-    return found
+    return measured
 
 
 def _files(manifest: Manifest) -> list[Any]:
@@ -260,7 +271,7 @@ def _files(manifest: Manifest) -> list[Any]:
 
 
 def _entries(store: Store, manifests: list[Manifest]) -> dict[tuple[Any, ...], Entry]:
-    """(task, protocol, method, labels a class, stage where a setting was measured more than once) -> its `Entry`."""
+    """Return {(task, protocol, method, labels per class, stage): `Entry`}; the stage only if several measured it."""
     from ray_jobs.evaluation.rows import PREDICTIONS, ROWS
     from ray_jobs.reporting import measures
 
@@ -275,18 +286,11 @@ def _entries(store: Store, manifests: list[Manifest]) -> dict[tuple[Any, ...], E
         )
     except UserError as error:
         raise RecipeError(str(error)) from None
-    found: dict[tuple[Any, ...], Entry] = {}
-    for entry in entries:
-        setting = entry.task, entry.protocol, entry.method, entry.labels_per_class
-        several = (
-            sum(
-                (other.task, other.protocol, other.method, other.labels_per_class) == setting
-                for other in entries
-            )
-            > 1
-        )
-        found[*setting, entry.stage if several else None] = entry
-    return found
+    settings = [(entry.task, entry.protocol, entry.method, entry.labels_per_class) for entry in entries]
+    return {
+        (*setting, entry.stage if settings.count(setting) > 1 else None): entry
+        for setting, entry in zip(settings, entries, strict=True)
+    }
 
 
 def _pair(setting: tuple[Any, ...], a: Entry, b: Entry) -> dict[str, Any]:
@@ -300,11 +304,11 @@ def _pair(setting: tuple[Any, ...], a: Entry, b: Entry) -> dict[str, Any]:
             *(side.correct[[side.draws.index(draw) for draw in common]] for side in (b, a))
         )
     else:
-        # of two independent intervals (Zou and Donner 2008, "square-and-add")
-        one, other = a.accuracy, b.accuracy
-        value = other.value - one.value
-        low = value - math.hypot(other.value - other.low, one.high - one.value)
-        high = value + math.hypot(other.high - other.value, one.value - one.low)
+        # the interval of a difference of independent measurements (Zou and Donner 2008, "square-and-add")
+        first, second = a.accuracy, b.accuracy
+        value = second.value - first.value
+        low = value - math.hypot(second.value - second.low, first.high - first.value)
+        high = value + math.hypot(second.high - second.value, first.value - first.low)
     return _named(setting) | {
         "a": _accuracy(a),
         "b": _accuracy(b),
@@ -323,6 +327,11 @@ def _named(setting: tuple[Any, ...]) -> dict[str, Any]:
 def _accuracy(entry: Entry) -> dict[str, Any]:
     value, low, high = entry.accuracy
     return {
-        "accuracy": value, "low": low, "high": high, "draws": len(entry.draws), "num_images": len(entry.sample_ids),
-        "stage": entry.stage, "artifact": entry.artifact,
-    }  # fmt: skip
+        "accuracy": value,
+        "low": low,
+        "high": high,
+        "draws": len(entry.draws),
+        "num_images": len(entry.sample_ids),
+        "stage": entry.stage,
+        "artifact": entry.artifact,
+    }
