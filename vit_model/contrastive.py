@@ -1,9 +1,9 @@
 """Contrastive pretraining: MoCo v3 for Vision Transformers (Chen, Xie and He 2021, arXiv 2104.02057).
 
 In: a ViT without a classifier and two views of each image. Out: a loss.
-Use: `task = MoCo(model)`; `follower = MomentumEncoder(task)`; at each step
-`loss = task(one, other, *follower.keys(one, other))`, a step of the optimizer over `task`, and
-`follower.follow(task, momentum(step, steps))`; what was pretrained is `task.model`.
+Use: `task = MoCo(model)`; `momentum_encoder = MomentumEncoder(task)`; at each step
+`loss = task(one, other, *momentum_encoder.keys(one, other))`, a step of the optimizer over `task`, and
+`momentum_encoder.update(task, momentum(step, steps))`; what was pretrained is `task.model`.
 
 The defaults are those of the authors' code (facebookresearch/moco-v3: moco/builder.py, main_moco.py and the commands
 for ViTs in CONFIG.md); docs/training.md has the rest of their recipe and says where this differs. Works in one process
@@ -108,7 +108,7 @@ class MomentumEncoder(nn.Module):
         return gather(self.encoder(one)), gather(self.encoder(other))
 
     @torch.no_grad()
-    def follow(self, task: MoCo, kept: float) -> None:
+    def update(self, task: MoCo, kept: float) -> None:
         """Each weight becomes `kept` of itself and 1 - `kept` of the trained one's."""
         ahead = itertools.chain(task.model.parameters(), task.projector.parameters())
         for weight, trained in zip(self.encoder.parameters(), ahead, strict=True):
