@@ -1,9 +1,9 @@
-"""The import stage: weights that others trained become a model like any other.
+"""The import stage: convert pretrained weights to a model of the store.
 
-In: a file or a folder from outside (`vit_model.formats` says which). Out: model.safetensors and config.json. What was
-taken, resized, dropped or newly initialised is printed. Nobody but vitflow says on which images weights were trained:
-the contract's training data is then "unknown". Wrong mean and std are the commonest silent mistake with such weights,
-so they are never guessed: where the file does not say them, the configuration does.
+In: a file or folder in a format of `vit_model.formats`. Out: model.safetensors and config.json. The log says what was
+imported, resized, dropped or newly initialised. Only vitflow's own files say which images the weights were trained on;
+otherwise the contract's training data is "unknown". A wrong mean and std is the most common silent mistake with such
+weights, so they are never guessed: if the file does not contain them, the configuration must.
 
     python -m ray_jobs.import_model --spec STORE/artifacts/import/<key>/attempts/<n>/attempt.json
 """
@@ -37,7 +37,7 @@ def main(context: Context[Import]) -> Result:
 
 
 def import_model(context: Context[Import]) -> Result:
-    """Read, check, write."""
+    """Read, check and write the model."""
     import torch
 
     from vit_model import formats
@@ -67,13 +67,13 @@ def import_model(context: Context[Import]) -> Result:
 
 
 def contract_of(imported: Imported, config: Import) -> ModelContract:
-    """The contract of the model. Raises UserError where nobody says the mean and std, or the parts don't fit."""
+    """Return the model's contract. Raises UserError if mean and std are unknown, or the parts contradict each other."""
     from vit_model.config import ModelContract
 
     architecture = imported.architecture
     height, width = architecture.image_shape
     if height != width:
-        raise UserError(f"{config.path}: image_size {height} x {width}; images are brought to squares here")
+        raise UserError(f"{config.path}: image_size {height} x {width} is not supported; it must be square")
     try:
         return ModelContract(
             architecture=architecture,
@@ -87,41 +87,41 @@ def contract_of(imported: Imported, config: Import) -> ModelContract:
 
 
 def preprocessing_of(imported: Imported, config: Import) -> Preprocessing:
-    """What the file says, with what the configuration gives in its place.
+    """Return the file's preprocessing, overridden by the configuration's.
 
-    Raises UserError where neither has mean and std, pydantic's where they don't fit the model.
+    Raises UserError if neither has mean and std, and pydantic's ValidationError if they do not match the model.
     """
     from vit_model.config import Preprocessing
 
-    said, given = imported.preprocessing, config.preprocessing
-    if given is None and said is None:
+    stored, override = imported.preprocessing, config.preprocessing
+    if override is None and stored is None:
         raise UserError(
-            f"{config.path} does not say which mean and std its images had, and wrong ones do harm that nobody sees: "
+            f"{config.path} does not say which mean and std its images had, and wrong values silently lower accuracy: "
             "give --preprocessing half (0.5 and 0.5: Google's, AugReg's and most of timm's ViTs), imagenet (DeiT, "
             "DINO, torchvision) or a file with them; in a recipe, preprocessing: half"
         )
-    if given is None:
-        assert said is not None
-        return said
+    if override is None:
+        assert stored is not None
+        return stored
     architecture = imported.architecture
-    fields = {} if said is None else said.model_dump()
+    fields = {} if stored is None else stored.model_dump()
     fields |= {"resolution": architecture.image_shape[0], "channels": architecture.in_channels}
-    if given.crop is not None:
-        fields.pop("crop_fraction", None)  # the fraction belongs to the file's own rule
-    return Preprocessing.model_validate(fields | _for_channels(given, architecture.in_channels))
+    if override.crop is not None:
+        fields.pop("crop_fraction", None)  # the fraction belongs to the file's own crop rule
+    return Preprocessing.model_validate(fields | _for_channels(override, architecture.in_channels))
 
 
-def _for_channels(given: GivenPreprocessing, channels: int) -> dict[str, object]:
-    """The fields that are given; a single mean or std is every channel's."""
-    fields = given.model_dump(exclude_none=True)
+def _for_channels(override: GivenPreprocessing, channels: int) -> dict[str, object]:
+    """Return the fields of the override; a single mean or std applies to every channel."""
+    fields = override.model_dump(exclude_none=True)
     for name in ("mean", "std"):
         if len(fields[name]) == 1:
             fields[name] *= channels
     return fields
 
 
-def describe(contract: ModelContract, said: Preprocessing | None) -> Iterator[str]:
-    """What a reader should check: shape, classes, pixels (and what the file `said` of them), licence."""
+def describe(contract: ModelContract, stored: Preprocessing | None) -> Iterator[str]:
+    """Yield lines for a reader to check: shape, classes, preprocessing (and the file's own, `stored`), licence."""
     model, names = contract.architecture, contract.class_names
     if model.family == "vit":
         shape = f"width {model.width}, depth {model.depth}, {model.num_heads} heads, patches of {model.patch_size}"
@@ -131,16 +131,16 @@ def describe(contract: ModelContract, said: Preprocessing | None) -> Iterator[st
         f"model: {shape}, images of {contract.preprocessing.resolution}; {model.num_parameters:,} parameters"
     )
     shown = ", ".join(map(_plain, names[:_NAMES_SHOWN])) + (", ..." if len(names) > _NAMES_SHOWN else "")
-    yield f"classes: {len(names)} ({shown})" if names else "classes: none, it gives representations"
-    whose = "as the file says" if contract.preprocessing == said else "as given"
-    yield f"preprocessing, {whose}: {_in_words(contract.preprocessing)}"
-    if said not in {None, contract.preprocessing}:
-        yield f"the file says otherwise: {_in_words(said)}"
+    yield f"classes: {len(names)} ({shown})" if names else "classes: none, the model returns representations"
+    origin = "from the file" if contract.preprocessing == stored else "as configured"
+    yield f"preprocessing, {origin}: {_in_words(contract.preprocessing)}"
+    if stored not in {None, contract.preprocessing}:
+        yield f"the file has other preprocessing: {_in_words(stored)}"
     yield f"license: {_plain(contract.license or 'the file does not say')}"
 
 
 def _plain(text: str) -> str:
-    """A stranger's text, short and without characters that steer a terminal."""
+    """Return untrusted text, shortened and without characters that control a terminal."""
     return repr(text[:_LETTERS_SHOWN])[1:-1]
 
 
@@ -148,12 +148,11 @@ def _in_words(pixels: Preprocessing) -> str:
     mean, std = (", ".join(f"{value:g}" for value in values) for values in (pixels.mean, pixels.std))
     size = f"{pixels.resolution} x {pixels.resolution}"
     if pixels.crop == "squash":
-        way = f"straight to {size}"
+        steps = f"squashed to {size}"
     else:
-        way = (
-            f"shorter side to {int(pixels.resolution / pixels.crop_fraction + 1e-6)}, the middle {size} of it"
-        )
-    return f"mean {mean}, std {std}; {pixels.interpolation}, {way}"
+        shorter = int(pixels.resolution / pixels.crop_fraction + 1e-6)
+        steps = f"shorter side resized to {shorter}, centre {size} cropped"
+    return f"mean {mean}, std {std}; {pixels.interpolation}, {steps}"
 
 
 if __name__ == "__main__":

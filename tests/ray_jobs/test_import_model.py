@@ -82,7 +82,7 @@ def test_what_is_given_stands_before_what_the_file_says_and_leaves_the_rest() ->
 @pytest.mark.parametrize(
     ("found", "given", "message"),
     [
-        (imported(SAID, image_size=(8, 12)), None, "image_size 8 x 12; images are brought to squares"),
+        (imported(SAID, image_size=(8, 12)), None, "image_size 8 x 12 is not supported; it must be square"),
         (imported(in_channels=4), "half", "channels Input should be 1 or 3"),
         (imported(in_channels=1), "imagenet", "must have 1 values, as many as channels"),
         (imported(SAID, image_size=16), None, "preprocessing.resolution is 8, architecture.image_size 16"),
@@ -100,15 +100,19 @@ def test_what_does_not_fit_is_said_in_one_line(found: Imported, given: Any, mess
 
 def test_what_was_taken_is_said() -> None:
     said = "\n".join(describe(contract_of(imported(SAID), stage()), SAID))
-    assert "preprocessing, as the file says: mean 0.1" in said and "otherwise" not in said
-    assert "mean 0.1, 0.2, 0.3, std 0.4, 0.5, 0.6; bicubic, shorter side to 16, the middle 8 x 8" in said
+    assert "preprocessing, from the file: mean 0.1" in said and "other preprocessing" not in said
+    assert (
+        "mean 0.1, 0.2, 0.3, std 0.4, 0.5, 0.6; bicubic, shorter side resized to 16, centre 8 x 8 cropped"
+        in said
+    )
     assert "classes: 2 (0, 1)" in said and "license: apache-2.0" in said
     said = "\n".join(describe(contract_of(imported(), stage("half")), None))
     assert (
-        "preprocessing, as given: mean 0.5, 0.5, 0.5, std 0.5, 0.5, 0.5; bilinear, straight to 8 x 8" in said
+        "preprocessing, as configured: mean 0.5, 0.5, 0.5, std 0.5, 0.5, 0.5; bilinear, squashed to 8 x 8"
+        in said
     )
     said = "\n".join(describe(contract_of(imported(SAID), stage("half")), SAID))
-    assert "the file says otherwise: mean 0.1, 0.2, 0.3" in said
+    assert "the file has other preprocessing: mean 0.1, 0.2, 0.3" in said
 
 
 def test_a_strangers_names_do_not_steer_the_terminal() -> None:

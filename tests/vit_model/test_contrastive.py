@@ -157,7 +157,7 @@ def test_the_momentum_encoder_of_bfloat16_weights_takes_small_steps() -> None:
 
 @pytest.mark.parametrize("changed", [{"num_classes": 3}, {"representation_head": True}])
 def test_a_model_with_a_classifier_is_refused(changed: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match="takes the place of the classifier"):
+    with pytest.raises(ValueError, match="replaces the classifier"):
         small_task(**changed)
 
 

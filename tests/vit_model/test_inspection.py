@@ -277,7 +277,7 @@ def test_the_model_is_left_as_it_was() -> None:
 
 def test_what_a_model_has_not_is_said() -> None:
     model, images = model_and_images(AXIAL[0])
-    with pytest.raises(ValueError, match=r"attention rollout .* axial is true"):
+    with pytest.raises(ValueError, match=r"attention rollout .* this model is axial"):
         inspection.attention_rollout(model, images)
     model, images = model_and_images({})
     for summary in (inspection.attention_distance, inspection.attention_rollout):
@@ -304,5 +304,5 @@ def test_a_resnet_has_nothing_to_look_at_here() -> None:
         (lambda: inspection.position_similarity(resnet), "position similarity"),
     ]
     for look, what in looks:
-        with pytest.raises(ValueError, match=f"^{what} is looked at in a ViT; this model is a ResNet"):
+        with pytest.raises(ValueError, match=f"^{what} needs a ViT; this model is a ResNet"):
             look()

@@ -138,14 +138,14 @@ def overlapping_tensors(content: bytes) -> bytes:
 DAMAGES: list[tuple[str, Callable[[Path], object], str]] = [
     ("no weights", lambda folder: (folder / "model.safetensors").unlink(), "model.safetensors is missing"),
     ("no contract", lambda folder: (folder / "config.json").unlink(), "config.json is missing"),
-    ("empty", replace_weights(lambda _: b""), "not a whole safetensors file"),
-    ("cut in the length", replace_weights(lambda content: content[:5]), "not a whole safetensors file"),
+    ("empty", replace_weights(lambda _: b""), "not a complete safetensors file"),
+    ("cut in the length", replace_weights(lambda content: content[:5]), "not a complete safetensors file"),
     ("cut in the header", replace_weights(lambda content: content[:100]), "header claims"),
-    ("cut in the data", replace_weights(lambda content: content[:-1]), "not a whole safetensors file"),
+    ("cut in the data", replace_weights(lambda content: content[:-1]), "not a complete safetensors file"),
     (
         "more behind the data",
         replace_weights(lambda content: content + b"\0"),
-        "not a whole safetensors file",
+        "not a complete safetensors file",
     ),
     ("giant header", replace_weights(lambda content: b"\xff" * 8 + content[8:]), "header claims"),
     (
@@ -156,15 +156,19 @@ DAMAGES: list[tuple[str, Callable[[Path], object], str]] = [
     (
         "not JSON",
         replace_weights(lambda content: content[:8] + b"\x80" + content[9:]),
-        "not a whole safetensors",
+        "not a complete safetensors",
     ),
-    ("a pickle", replace_weights(lambda _: b"\x80\x04\x95" + b"\x00" * 60), "not a whole safetensors file"),
-    ("overlap", replace_weights(overlapping_tensors), "not a whole safetensors file"),
-    ("missing tensor", rewrite(lambda tensors: tensors.pop("norm.bias")), r"numbers in 31 tensors"),
+    (
+        "a pickle",
+        replace_weights(lambda _: b"\x80\x04\x95" + b"\x00" * 60),
+        "not a complete safetensors file",
+    ),
+    ("overlap", replace_weights(overlapping_tensors), "not a complete safetensors file"),
+    ("missing tensor", rewrite(lambda tensors: tensors.pop("norm.bias")), r"parameters in 31 tensors"),
     (
         "unknown tensor",
         rewrite(lambda tensors: tensors.update(gamma=tensors.pop("norm.bias"))),
-        "the architecture has not: gamma",
+        "unexpected tensors for this architecture: gamma",
     ),
     (
         "wrong shape",
@@ -188,7 +192,7 @@ DAMAGES: list[tuple[str, Callable[[Path], object], str]] = [
     (
         "giant contract",
         lambda folder: (folder / "config.json").write_bytes(b" " * (16 * 2**20 + 1)),
-        "a contract has at most",
+        "the limit is",
     ),
     ("unknown key", replace_contract("plugin", value="os.system"), "plugin"),
     ("newer format", replace_contract("format_version", value=2), "format_version"),
