@@ -415,7 +415,10 @@ def test_the_body_of_a_resnet_transfers_at_any_resolution() -> None:
             ResNetConfig.model_validate(SMALL | {"units": (2, 2)}),
             r"units is \(1, 2\) in the backbone, \(2, 2\) in the model",
         ),
-        (ResNetConfig.model_validate(SMALL | {"in_channels": 1}), "in_channels 3 and 1"),
+        (
+            ResNetConfig.model_validate(SMALL | {"in_channels": 1}),
+            "in_channels is 3 in the backbone, 1 in the model",
+        ),
         (
             ViTConfig(image_size=24, patch_size=8, width=8, depth=1, num_heads=1, mlp_dim=8),
             "family is 'resnet' in the backbone, 'vit' in the model",

@@ -268,11 +268,14 @@ def test_transfer_resizes_positions_to_the_new_grid(class_token: bool) -> None:
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"width": 32, "depth": 3}, "width 16 and 32, depth 2 and 3"),
-        ({"patch_size": 4}, "patch_size 2 and 4"),
-        ({"in_channels": 3}, "in_channels 1 and 3"),
-        ({"pooling": "gap"}, "pooling 'cls' and 'gap'"),
-        ({"gelu": "exact"}, "gelu 'tanh' and 'exact'"),
+        (
+            {"width": 32, "depth": 3},
+            "width is 16 in the backbone, 32 in the model, depth is 2 in the backbone, 3 in",
+        ),
+        ({"patch_size": 4}, "patch_size is 2 in the backbone, 4 in the model"),
+        ({"in_channels": 3}, "in_channels is 1 in the backbone, 3 in the model"),
+        ({"pooling": "gap"}, "pooling is 'cls' in the backbone, 'gap' in the model"),
+        ({"gelu": "exact"}, "gelu is 'tanh' in the backbone, 'exact' in the model"),
     ],
 )
 def test_transfer_refuses_another_encoder_and_copies_nothing(fields: dict[str, Any], message: str) -> None:
