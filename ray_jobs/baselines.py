@@ -1,7 +1,7 @@
-"""Classifiers on pixels, given the same labels and folds as a fine-tuning: what a ViT must beat.
+"""The baselines stage: classifiers on pixels, with the same labels and folds as a fine-tuning.
 
-In: a dataset. Out: `rows.parquet` and `predictions.parquet`, see `ray_jobs.evaluation.rows`. Test is scored once for
-each draw.
+In: a dataset. Out: `rows.parquet` and `predictions.parquet`, see `ray_jobs.evaluation.rows`. Each draw is scored on
+test once.
 
     python -m ray_jobs.baselines --spec ATTEMPT.json
 """
@@ -27,26 +27,23 @@ PROTOCOL = "baseline"
 
 
 def main(context: Context[Baselines]) -> Result:
-    """Fit and score every method, each in a Ray task of one core."""
+    """Fit and score every method, each in a Ray task on one core."""
     import ray
 
     dataset = context.dataset()
     dataset.require("train", "test")
     supports = _supports(dataset, context.config)
     overlap = check_leakage(context, dataset, supports.pool.take(supports.rows))
-    one = ray.remote(num_cpus=1)(run_method)
-    found = ray.get([one.remote(context, method) for method in context.config.methods])
-    rows = [row for method_rows, _ in found for row in method_rows]
-    predictions = [part for _, method_predictions in found for part in method_predictions]
+    task = ray.remote(num_cpus=1)(run_method)
+    results = ray.get([task.remote(context, method) for method in context.config.methods])
+    rows = [row for method_rows, _ in results for row in method_rows]
+    predictions = [table for _, method_predictions in results for table in method_predictions]
     return save_evaluation(context, rows, predictions, overlap)
 
 
 def run_method(context: Context[Baselines], method: str) -> tuple[list[Any], list[Any]]:
-    """Rows and tables of predictions of one method, whose settings are chosen inside draw 0's labels, or on dev."""
-    from ray_jobs.evaluation.pixel_baselines import (  # scikit-learn, for which the entrypoint need not wait
-        choose,
-        fit_predict,
-    )
+    """Return one method's rows and tables of predictions. Its settings are selected on draw 0's labels, or on dev."""
+    from ray_jobs.evaluation.pixel_baselines import choose, fit_predict
 
     config = context.config
     dataset = context.dataset()
@@ -58,14 +55,14 @@ def run_method(context: Context[Baselines], method: str) -> tuple[list[Any], lis
     first = draws[0]
     chosen = choose(method, x[first], y[first], supports.folds)
     total = dataset.info.splits["train"] + dataset.info.splits["dev"]
-    few = config.labels.per_class is None and len(first) < total
+    is_reduced = config.labels.per_class is None and len(first) < total
     rows, predictions = [], []
     for draw, support in enumerate(draws):
         predicted = fit_predict(method, chosen, x[support], y[support], x_test)
         common = {
             "protocol": PROTOCOL,
-            # where others saw all labels, a reader must not take this for their equal
-            "method": f"{method} on {len(support):,} images" if few else method,
+            # Other methods use all labels here, so the name says that this one does not.
+            "method": f"{method} on {len(support):,} images" if is_reduced else method,
             "labels_per_class": config.labels.per_class,
             "draw": draw,
         }
@@ -82,7 +79,7 @@ def _supports(dataset: Dataset, config: Baselines) -> Supports:
 
 
 def _pixels(dataset: Dataset, rows: pa.Table, config: Baselines) -> NDArray[Any]:
-    """Flattened pixels [n, d] in [0, 1], of a thumbnail where images are larger than that."""
+    """Return flattened pixels [n, d] in [0, 1]; larger images are reduced to a thumbnail."""
     size, channels = config.thumbnail, 3
     if dataset.info.image is not None:
         size, channels = min(size, dataset.info.image.height), dataset.info.image.channels

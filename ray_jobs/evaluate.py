@@ -1,9 +1,11 @@
-"""Few-shot linear evaluation (paper, section 4.1) of a frozen backbone, beside pixels and untrained weights.
+"""The evaluate stage: few-shot linear evaluation (paper, section 4.1) of a frozen backbone, beside pixels and an
+untrained model.
 
-In: a dataset and a model. Supports are drawn from train (or from train and dev), every image of test is scored, L2 is
-chosen by leave-one-out on the support in the same way for every row; so for all labels of the support at once, which
-is a linear probe. A model that was trained on test images is refused first (`ray_jobs.evaluation.leakage`). Out:
-`rows.parquet` and `predictions.parquet`, see `ray_jobs.evaluation.rows`.
+In: a dataset and a model. Out: `rows.parquet` and `predictions.parquet`, see `ray_jobs.evaluation.rows`.
+
+Supports are drawn from train (or from train and dev), and every test image is scored. L2 is selected by leave-one-out
+on the support, in the same way for every row. A linear probe does the same with all labels. A model that was trained on
+test images is refused (`ray_jobs.evaluation.leakage`).
 
     python -m ray_jobs.evaluate --spec ATTEMPT.json
 """
@@ -14,7 +16,6 @@ from typing import Any
 
 import numpy as np
 
-# torch and Ray are imported by the functions that need them: the process that reads --spec starts without.
 from pipelines.spec import Evaluate
 from ray_jobs.evaluation import rows as tables
 from ray_jobs.evaluation.artifact import mean_accuracies, save_evaluation
@@ -37,7 +38,7 @@ def main(context: Context[Evaluate]) -> Result:
 
 
 def evaluate(context: Context[Evaluate]) -> Result:
-    """Features once, then every (shots, draw) in closed form, for each kind of features.
+    """Compute each kind of features once, then solve every (shots, draw) in closed form.
 
     Raises:
         UserError: the backbone was trained on test images, see `check_leakage`.
@@ -49,19 +50,22 @@ def evaluate(context: Context[Evaluate]) -> Result:
     dataset.require("train", "test")
     support = support_of(dataset, config)
     overlap = check_leakage(context, dataset, labelled_rows(dataset, support))
-    # a backbone that has seen these labels in training is not a few-shot learner
+    # A backbone that was trained on these labels is not a few-shot learner.
     backbone = SEEN if overlap.labels_seen else PRETRAINED
-    truth, of_backbone = tables.truth_of(dataset), tables.truth_of(dataset, overlap.seen)
-    unseen = np.setdiff1d(truth.labels, support.labels)
-    if len(unseen):
-        print(f"{len(unseen)} classes of test have no labelled image: what is theirs is wrong", flush=True)
+    truth, backbone_truth = tables.truth_of(dataset), tables.truth_of(dataset, overlap.seen)
+    unlabelled = np.setdiff1d(truth.labels, support.labels)
+    if len(unlabelled):
+        print(
+            f"{len(unlabelled)} classes of test have no labelled images; all their test images count as wrong",
+            flush=True,
+        )
     rows: list[tables.Row] = []
     predictions = []
     for method, train, test, standardise in features_of(
         dataset, context.input("backbone"), support, config, backbone
     ):
-        own = len(rows)
-        found = few_shot(
+        first_row = len(rows)
+        results = few_shot(
             train,
             support.labels,
             test,
@@ -72,7 +76,7 @@ def evaluate(context: Context[Evaluate]) -> Result:
             standardise=standardise,
             linear_probe=config.linear_probe,
         )
-        for result in found:
+        for result in results:
             common = {
                 "protocol": ALL_LABELS if result.shots is None else PROTOCOL,
                 "method": method,
@@ -90,15 +94,15 @@ def evaluate(context: Context[Evaluate]) -> Result:
                 settings["support"] = config.support
             if config.eval_crop is not None:
                 settings["eval_crop"] = config.eval_crop.model_dump()
-            if len(unseen):
-                settings["classes_without_labels"] = len(unseen)
-            judged = of_backbone if method.endswith(f", {backbone}") else truth
+            if len(unlabelled):
+                settings["classes_without_labels"] = len(unlabelled)
+            method_truth = backbone_truth if method.endswith(f", {backbone}") else truth
             for row, images in tables.scored(
-                common, judged, result.predictions, result.selected_on, settings
+                common, method_truth, result.predictions, result.selected_on, settings
             ):
                 rows.append(row)
                 predictions.append(images)
-        for name, mean in mean_accuracies(rows[own:]).items():
+        for name, mean in mean_accuracies(rows[first_row:]).items():
             print(f"{name}: {mean:.3f}", flush=True)
     return save_evaluation(context, rows, predictions, overlap)
 

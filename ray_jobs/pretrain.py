@@ -1,7 +1,7 @@
-"""The pretrain stage: a dataset and a shape of model in, that model trained on it out.
+"""The pretrain stage: train a new model on a dataset.
 
-In: a dataset artifact. Out: model.safetensors, config.json and curve.json, written by `ray_jobs.training.loop`, which
-every worker of Ray Train runs.
+In: a dataset artifact and a model size. Out: model.safetensors, config.json and curve.json, written by
+`ray_jobs.training.loop`, which every worker of Ray Train runs.
 
     python -m ray_jobs.pretrain --spec STORE/artifacts/pretrain/<key>/attempts/<n>/attempt.json
 """
@@ -12,13 +12,12 @@ import os
 import tempfile
 from typing import Any
 
-# torch and Ray are imported by the functions that need them: the process that reads --spec starts without.
 from pipelines.spec import Pretrain
 from pipelines.store import FileEntry
 from ray_jobs.process import devices
 from ray_jobs.process.stage import Context, Result, model_digest, run_stage
 
-# A busy cluster is waited for so long; what it could never give is refused before.
+# How long to wait for a busy cluster. Resources that it will never have are refused earlier.
 _START_TIMEOUT_SECONDS = 900
 
 
@@ -30,18 +29,18 @@ def main(context: Context[Pretrain]) -> Result:
 
 
 def run_workers(context: Context[Pretrain]) -> dict[str, Any]:
-    """{files, metrics} of rank 0."""
+    """Train under Ray Train and return {files, metrics} of rank 0."""
     os.environ.update(
-        RAY_TRAIN_HEALTH_CHECK_INTERVAL_S="0.2",  # the default notices starts and ends a second later
+        RAY_TRAIN_HEALTH_CHECK_INTERVAL_S="0.2",  # with the default, starts and ends are noticed a second later
         RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S=str(_START_TIMEOUT_SECONDS),
         RAY_TRAIN_METRICS_ENABLED="0",
-        RAY_TRAIN_ENABLE_PRINT_PATCH="0",  # it shows every line twice
+        RAY_TRAIN_ENABLE_PRINT_PATCH="0",  # it prints every line twice
         RAY_TRAIN_ENABLE_PREEMPTION_WATCHER="0",
     )
     from ray.train import FailureConfig, LoggingConfig, RunConfig
     from ray.train.torch import TorchTrainer
 
-    from ray_jobs.training.process_group import OnOneMachine
+    from ray_jobs.training.process_group import LocalTorchConfig
 
     attempt = context.attempt
     workers = context.config.workers or devices.default_workers(context.config.batch_size)
@@ -49,14 +48,14 @@ def run_workers(context: Context[Pretrain]) -> dict[str, Any]:
         trainer = TorchTrainer(
             _ray_worker,
             train_loop_config={"context": context},
-            torch_config=OnOneMachine(),
+            torch_config=LocalTorchConfig(),
             scaling_config=devices.scaling(workers, context.config.threads),
             run_config=RunConfig(
-                name=attempt.submission_id,  # Ray Train resumes a run of the same name: an attempt has its own
-                storage_path=scratch,  # nothing is kept there: what a worker made goes into the store
-                # A failed worker fails the attempt; the pipeline's driver decides about the next.
+                name=attempt.submission_id,  # unique, because Ray Train resumes a run of the same name
+                storage_path=scratch,  # not kept: the workers write to the store
+                # A failed worker fails the attempt; the pipeline's driver decides about the next one.
                 failure_config=FailureConfig(max_failures=0, controller_failure_limit=2),
-                # Below a warning it says where each worker runs.
+                # Lower levels log where each worker runs.
                 logging_config=LoggingConfig(log_level="WARNING"),
             ),
         )
@@ -70,8 +69,8 @@ def _ray_worker(settings: dict[str, Any]) -> dict[str, Any]:
     from ray_jobs.training.loop import Worker, train
 
     context: Context[Pretrain] = settings["context"]
-    at = ray.train.get_context()
-    worker = Worker(at.get_world_rank(), at.get_world_size(), at.get_local_rank())
+    group = ray.train.get_context()
+    worker = Worker(group.get_world_rank(), group.get_world_size(), group.get_local_rank())
     if worker.rank:
         train(context.config, context.dataset(context.config.cache_gib), None, worker)
         return {}

@@ -1,8 +1,8 @@
-"""The report stage: one page of datasets, models and evaluations, with the numbers and rows behind it.
+"""The report stage: one page about datasets, models and evaluations, with the numbers and rows behind it.
 
-In: artifacts of any kind but reports. Out: report.html (self-contained), report.json (the same numbers), rows.parquet
-and predictions.parquet (the inputs' own, with the artifact and stage that each row is from). The same inputs give the
-same bytes.
+In: artifacts of any kind except reports. Out: report.html (self-contained), report.json (the same numbers),
+rows.parquet and predictions.parquet (the rows of all inputs, each with its artifact and stage). The same inputs give
+the same bytes.
 
     python -m ray_jobs.report --spec STORE/artifacts/report/<key>/attempts/<n>/attempt.json
 """
@@ -16,7 +16,7 @@ from ray_jobs.process.stage import Context, Result, run_stage
 
 
 def main(context: Context[Report]) -> Result:
-    """Everything in one Ray task."""
+    """Make the report in one Ray task."""
     import ray
 
     result: Result = ray.get(ray.remote(num_cpus=1)(make).remote(context))
@@ -27,9 +27,8 @@ def make(context: Context[Report]) -> Result:
     """Gather, render and write; runs in any process.
 
     Raises:
-        ValueError: an input whose files don't fit together.
+        UserError: the files of an input contradict each other.
     """
-    # The process that only submits the task needs none of these.
     from ray_jobs.evaluation.rows import ROWS, digest_rows, write_parquet
     from ray_jobs.reporting.gather import gather
     from ray_jobs.reporting.page import render

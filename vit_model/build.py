@@ -1,7 +1,7 @@
-"""From a configuration to a model, whichever family it is of.
+"""Build a model of any family from its configuration.
 
-Every model has `config`, `forward` (logits), `forward_features` (tokens or places of a feature map [b, n, d], and the
-representation [b, d]) and `initialise(seed)`; the parameters of its head are called `head.*`.
+Every model has `config`, `forward` (logits), `forward_features` (tokens or positions of a feature map [b, n, d], and
+the representation [b, d]) and `initialise(seed)`; the parameters of its head are called `head.*`.
 """
 
 from vit_model.config import Architecture, ViTConfig
@@ -12,5 +12,5 @@ Network = ViT | ResNet
 
 
 def build(config: Architecture) -> Network:
-    """The model of a configuration, on torch's default device, with the weights of `initialise(seed=0)`."""
+    """Build the model on torch's default device, with the weights of `initialise(seed=0)`."""
     return ViT(config) if isinstance(config, ViTConfig) else ResNet(config)

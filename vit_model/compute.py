@@ -1,11 +1,11 @@
-"""What a model costs, from its configuration alone: operations, memory, device time. Nothing is built.
+"""The cost of a model, from its configuration alone: operations, memory, device time. No model is built.
 
-In: a `ViTConfig` or `ResNetConfig`. Out: numbers; importing this imports neither torch nor numpy.
+In: a `ViTConfig` or `ResNetConfig`. Out: numbers. The module imports neither torch nor numpy.
 Use: `train_flops(ViTConfig.variant("B/16", image_size=224))`; `config.num_parameters` counts parameters.
 
-Counted are matrix products and convolutions, a multiplication with its addition as one MAC or two FLOPs; softmax,
-norms, GELU, biases and sums are not. That is how the paper counts: its table 6 comes out for the ViTs. All tokens
-count in every block, needed or not, so that figures of one model can be compared whoever computed it.
+Matrix products and convolutions are counted, a multiplication with its addition as one MAC or two FLOPs; softmax,
+norms, GELU, biases and sums are not. The paper counts in the same way: this reproduces its table 6 for ViTs. All tokens
+count in every block, even if the implementation skips some, so that figures are comparable.
 Letters: N tokens, n patches, d width, m width of the MLP, p patch size, c channels, h heads.
 """
 
@@ -24,11 +24,11 @@ and 0.39 for L/16 on ImageNet-21k, 90 epochs (0.23k)."""
 
 
 def forward_macs(config: Architecture) -> int:
-    """Multiply-accumulates of one image's forward pass.
+    """Return the multiply-accumulates of one image's forward pass.
 
-    A ViT's are n c p^2 d + blocks (N (4 d^2 + 2 d m) + 2 N^2 d) + d classes. To these come a hybrid's stem, scores of
-    relative positions, the tanh layer, a MAP head and DeiT's second classifier; in axial blocks a token meets its row
-    or its column and not all N. A ResNet's are those of its convolutions and its classifier.
+    For a ViT: n c p^2 d + blocks (N (4 d^2 + 2 d m) + 2 N^2 d) + d classes, plus a hybrid's stem, scores of relative
+    positions, the tanh layer, a MAP head and DeiT's second classifier. In axial blocks a token attends to its row or
+    column and not to all N. For a ResNet: its convolutions and its classifier.
     """
     width, convolutions = config.width, _convolution_macs(config)
     if isinstance(config, ResNetConfig):
@@ -45,25 +45,25 @@ def forward_macs(config: Architecture) -> int:
 
 
 def forward_flops(config: Architecture) -> int:
-    """Floating-point operations of one image's forward pass: two for each MAC."""
+    """Return the floating-point operations of one image's forward pass, two per MAC."""
     return 2 * forward_macs(config)
 
 
 def train_flops(config: Architecture) -> int:
-    """Floating-point operations of a training step, by image: the backward pass takes twice the forward's.
+    """Return the floating-point operations of a training step per image; the backward pass takes twice the forward's.
 
-    What gradient checkpointing computes again is not counted.
+    Recomputation by gradient checkpointing is not counted.
     """
     return 3 * forward_flops(config)
 
 
 def exaflops(config: Architecture, images: float) -> float:
-    """10^18 floating-point operations of training on this many images, each counted as often as it is seen."""
+    """Return the 10^18 floating-point operations of training on `images`, counting an image each time it is seen."""
     return train_flops(config) * images / 1e18
 
 
 def device_hours(exaflops: float, peak_flops: float, utilisation: float) -> float:
-    """Hours on one device of `peak_flops` operations a second, of which training reaches the part `utilisation`.
+    """Return the hours on one device with `peak_flops` operations/s, of which training reaches the share `utilisation`.
 
     Raises ValueError for a peak that is not positive or a utilisation that is not in (0, 1].
     """
@@ -73,7 +73,7 @@ def device_hours(exaflops: float, peak_flops: float, utilisation: float) -> floa
 
 
 def tpuv3_core_days(exaflops: float, utilisation: float = TPUV3_UTILISATION) -> float:
-    """The unit of the paper's table 2; two cores are a chip."""
+    """Return TPUv3-core-days, the unit of the paper's table 2; a chip has two cores."""
     return device_hours(exaflops, TPUV3_CORE_FLOPS, utilisation) / 24
 
 
@@ -86,11 +86,12 @@ class ModelStates(NamedTuple):
 
 
 def model_state_bytes(parameters: int, zero_stage: int, workers: int, value_bytes: int = 2) -> ModelStates:
-    """What one worker holds under ZeRO (Rajbhandari et al. 2020, section 3): 16 bytes a parameter with stage 0.
+    """Return what one worker holds under ZeRO (Rajbhandari et al. 2020, section 3): 16 bytes per parameter at stage 0.
 
     Weights and gradients have `value_bytes` each: 2 in bfloat16, 4 in float32. The optimizer has 12: a float32 copy
-    of the weights (DeepSpeed makes one in float32 too) and Adam's two moments. Stage 1 divides the optimizer's
-    states among the workers, 2 the gradients too, 3 the weights too. Communication buffers are not counted.
+    of the weights (DeepSpeed makes it even for float32) and Adam's two moments. Stage 1 divides the optimizer's
+    states among the workers, stage 2 also the gradients, stage 3 also the weights. Communication buffers are not
+    counted.
 
     Raises ValueError for a stage that is not 0 to 3, or no workers.
     """
@@ -111,27 +112,27 @@ def activation_bytes(
     fused_attention: bool = True,
     checkpointing: bool = False,
 ) -> int:
-    """Bytes that the forward pass of a training step keeps for the backward pass, from the images to the logits.
+    """Return the bytes that a training step's forward pass keeps for the backward pass, from the images to the logits.
 
-    All in one dtype of `value_bytes` (2: bfloat16, 4: float32), without compilation. A block keeps of each token
-    its own input (d), what the first norm gives (d), queries, keys and values (3d), the mixed values (d), the sum
-    (d), what the second norm gives (d), and the MLP before and after its GELU (2m): 8d + 2m; and float32 mean and
-    deviation of both norms. Fused attention keeps a float32 sum for each query and head; plain attention, which
-    relative positions always take here, the float32 weights, N h for each query, and their copy in a smaller dtype.
-    LayerScale keeps 2d more, quick GELU m, dropout a byte for each value that it may drop (2d + m; on a CPU it takes
-    `value_bytes` for it). With checkpointing each block keeps its input, and one block at a time is computed again.
-    A convolution keeps its input, its norm's input, what relu gives and a padded copy where there is one.
+    Everything has one dtype of `value_bytes` (2: bfloat16, 4: float32), without compilation. Per token, a block keeps
+    its input (d), the output of the first norm (d), queries, keys and values (3d), the mixed values (d), the sum (d),
+    the output of the second norm (d), and the MLP before and after its GELU (2m): 8d + 2m; also the float32 mean and
+    deviation of both norms. Fused attention keeps a float32 sum per query and head. Plain attention, which relative
+    positions always use here, keeps float32 weights, N h per query, and their copy in a smaller dtype. LayerScale keeps
+    2d more, quick GELU m, dropout one byte per value that it may drop (2d + m; `value_bytes` on a CPU). With
+    checkpointing each block only keeps its input, and one block at a time is recomputed. A convolution keeps its input,
+    its norm's input, the output of ReLU and a padded copy if there is one.
 
-    Not in it: the loss, what operators need while they run, fragmentation, weights and their gradients. Against what
-    autograd keeps in float32 and bfloat16 on CPU it is within 1 % (`tests/vit_model/test_compute.py`).
+    Not included: the loss, temporary memory of operators, fragmentation, weights and their gradients. The result is
+    within 1% of what autograd keeps in float32 and bfloat16 on a CPU (`tests/vit_model/test_compute.py`).
 
     Raises ValueError for checkpointing of a ResNet, which has no transformer blocks.
     """
     convolutions = images * _convolution_bytes(config, value_bytes)
     if isinstance(config, ResNetConfig):
         if checkpointing:
-            raise ValueError("checkpointing is of transformer blocks, and the model is a ResNet")
-        # Standardised kernels, before and after they are divided by their deviation.
+            raise ValueError("checkpointing needs transformer blocks; this model is a ResNet")
+        # Standardised kernels, before and after division by their deviation.
         return convolutions + 2 * config.num_parameters * value_bytes
     block = _block_bytes(config, value_bytes, fused_attention)
     if checkpointing:
@@ -145,7 +146,7 @@ def activation_bytes(
 
 
 def _block_bytes(config: ViTConfig, value_bytes: int, fused_attention: bool) -> int:
-    """What one block keeps of an image."""
+    """Return the bytes that one block keeps per image."""
     width, mlp, tokens, heads = config.width, config.mlp_dim, config.num_tokens, config.num_heads
     values = tokens * (8 * width + (2 + (config.gelu == "quick")) * mlp)
     values += 2 * tokens * width * (config.layer_scale is not None)
@@ -160,7 +161,7 @@ def _block_bytes(config: ViTConfig, value_bytes: int, fused_attention: bool) -> 
 
 
 def _values_outside(config: ViTConfig) -> int:
-    """What is kept of an image around the blocks of a ViT: patches, first and last norm, pooling and tanh layer."""
+    """Return the values kept per image outside a ViT's blocks: patches, first and last norm, pooling, tanh layer."""
     width, sequence = config.width, config.num_tokens * config.width
     values = _patch_values(config) + sequence * config.norm_first
     values += width if config.norm_after_pooling else sequence
@@ -172,12 +173,12 @@ def _values_outside(config: ViTConfig) -> int:
 
 
 def _keys(config: ViTConfig) -> int:
-    """Tokens that a token attends to, summed over the blocks."""
+    """Return the number of tokens that a token attends to, summed over the blocks."""
     return config.depth * (sum(config.grid) if config.axial else config.num_tokens)
 
 
 def _patch_values(config: ViTConfig) -> int:
-    """Numbers that the patch embedding maps to tokens: pixels, or a hybrid's features."""
+    """Return the number of values that the patch embedding maps to tokens: pixels, or a hybrid's features."""
     channels = config.in_channels if config.stem is None else stem_channels(config.stem)
     return config.num_patches * channels * (config.patch_size // config.stem_stride) ** 2
 
@@ -197,7 +198,7 @@ class _Unit(NamedTuple):
 
 
 def _units(stages: list[BottleneckStage], size: tuple[int, int]) -> Iterator[_Unit]:
-    """All bottlenecks in order; `size` is that of the first one's input."""
+    """Yield all bottlenecks in order; `size` is the size of the first one's input."""
     for stage in stages:
         channels, stride = stage.in_channels, stage.stride
         for unit in range(stage.units):
@@ -211,7 +212,7 @@ def _strided(size: tuple[int, int], stride: int) -> tuple[int, int]:
 
 
 def _stages(config: Architecture) -> tuple[list[BottleneckStage], int]:
-    """The stages of convolutions, and the channels of the 7x7 convolution and the pooling before them; 0: none."""
+    """Return the convolutional stages, and the channels of the 7x7 convolution and pooling before them (0: none)."""
     if isinstance(config, ResNetConfig):
         return config.stages, 64 * config.width_factor
     return bottleneck_stages(config.stem or ()), 64 * (config.stem is not None)
@@ -228,7 +229,7 @@ def _convolution_macs(config: Architecture) -> int:
 
 
 def _convolution_bytes(config: Architecture, value_bytes: int) -> int:
-    """What convolutions, their norms, relus and the pooling keep of an image."""
+    """Return the bytes that convolutions, their norms and ReLUs, and the pooling keep per image."""
     stages, root = _stages(config)
     if not root:
         return 0

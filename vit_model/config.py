@@ -1,4 +1,4 @@
-"""What a model is: frozen pydantic models that every process reads, and none of them needs torch.
+"""Configurations of models: frozen pydantic models that every process reads, free of torch.
 
 In: keyword arguments or JSON. Out: `ViTConfig` or `ResNetConfig` (the architecture), `Preprocessing` (pixels to
 input) and `ModelContract` (a model artifact's config.json: all of that, the class names, where the weights came from).
@@ -23,19 +23,21 @@ Probability = Annotated[float, Field(ge=0, lt=1)]
 
 
 class Frozen(BaseModel):
-    """The one kind of configuration: immutable, and an unknown field is an error."""
+    """The base of all configurations: immutable, and an unknown field is an error."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
 
 def later(*default: Any, **constraints: Any) -> Any:
-    """A field that was added after configurations had been stored: one without it means its default. So a stage's key
-    leaves the field out while it has its default (`pipelines.identity`)."""
+    """Declare a field that was added after configurations had been stored; without it they mean its default.
+
+    A stage's key therefore leaves the field out while it has its default (`pipelines.identity`).
+    """
     return Field(*default, json_schema_extra={"later": True}, **constraints)
 
 
 class ViTOptions(Frozen):
-    """What can differ between ViTs of one size. The defaults are the paper's own model."""
+    """Options of a ViT beside its size. The defaults are the paper's model."""
 
     pooling: Literal["cls", "gap", "map"] = "cls"
     """What becomes the representation: the class token, the mean of the patches' tokens, or what a learned query
@@ -227,7 +229,7 @@ class ViTConfig(ViTOptions):
 
 
 def neighbours(side: int, patch_size: int) -> str:
-    """The multiples of `patch_size` around a side that is none, in words."""
+    """Return the multiples of `patch_size` around a side that is not one, in words."""
     below = side // patch_size * patch_size
     return f"{below} or {below + patch_size}" if below else f"{patch_size}"
 
@@ -235,7 +237,7 @@ def neighbours(side: int, patch_size: int) -> str:
 def check_vit_sizes(
     patch_size: int, width: int, num_heads: int, position: str, stem: tuple[int, ...] | None
 ) -> None:
-    """Raise ValueError where two sizes of a ViT don't fit, whatever its images are."""
+    """Raise ValueError if two sizes of a ViT contradict each other, for images of any size."""
     if width % num_heads:
         divisors = [n for n in range(1, min(width, 1024) + 1) if width % n == 0]
         nearest = min(divisors, key=lambda n: abs(n - num_heads))
@@ -250,7 +252,7 @@ def check_vit_sizes(
 
 
 class ResNetOptions(Frozen):
-    """The shape of a ResNet of BiT, whatever its images and classes are."""
+    """The shape of a BiT ResNet, independent of its images and classes."""
 
     family: Literal["resnet"] = "resnet"
     units: Annotated[tuple[PositiveInt, ...], Field(min_length=1, max_length=8)]
@@ -323,7 +325,7 @@ class ResNetConfig(ResNetOptions):
 
 
 def family_of(given: Any) -> str:
-    """Which family a configuration is of, written out or as a model; "vit" where none is named: others came later."""
+    """Return the family of a configuration, as a dict or a model; "vit" if none is named, because it was the first."""
     return str(given.get("family", "vit") if isinstance(given, dict) else getattr(given, "family", "vit"))
 
 
@@ -341,7 +343,7 @@ Architecture = Annotated[
 def _variant_fields(
     name: str, config: type[ViTConfig] | type[ResNetConfig], fields: dict[str, Any]
 ) -> dict[str, Any]:
-    """The fields that a name fixes, and those given beside it."""
+    """Return the fields that a name fixes and the other fields."""
     fixed = variant_sizes(name)
     if fixed["family"] != config.model_fields["family"].default:
         raise ValueError(f"variant {name!r} is a {FAMILIES[fixed['family']]}, not for a {config.__name__}")
@@ -357,7 +359,7 @@ def _both_sides(size: int | tuple[int, int]) -> tuple[int, int]:
 
 
 class Preprocessing(Frozen):
-    """How an image becomes a model's input: resize and crop to a square, then (x / 255 - mean) / std."""
+    """The conversion of an image to a model's input: resize and crop to a square, then (x / 255 - mean) / std."""
 
     mean: tuple[float, ...]
     std: tuple[Annotated[float, Field(gt=0)], ...]
@@ -383,16 +385,16 @@ class Preprocessing(Frozen):
 
 
 class ModelContract(Frozen):
-    """A model artifact's config.json: all that is needed to use its weights, and where they came from."""
+    """A model artifact's config.json: everything needed to use its weights, and their origin."""
 
     architecture: Architecture
     class_names: tuple[str, ...]
     """In the order of the logits; empty for a model without a head."""
     preprocessing: Preprocessing
     training_data: str
-    """Content digest of the dataset that the weights were trained on; "unknown" where nobody says, as of an import."""
+    """Content digest of the dataset that the weights were trained on; "unknown" if unknown, as for an import."""
     license: str | None
-    """As whoever made the weights calls it; null where they don't say."""
+    """The name that the authors of the weights give it; null if they give none."""
     format_version: Literal[1] = 1
 
     @model_validator(mode="after")

@@ -1,14 +1,14 @@
 """Contrastive pretraining: MoCo v3 for Vision Transformers (Chen, Xie and He 2021, arXiv 2104.02057).
 
 In: a ViT without a classifier and two views of each image. Out: a loss.
-Use: `task = MoCo(model)`; `follower = MomentumEncoder(task)`; at each step
-`loss = task(one, other, *follower.keys(one, other))`, a step of the optimizer over `task`, and
-`follower.follow(task, momentum(step, steps))`; what was pretrained is `task.model`.
+Use: `task = MoCo(model)`; `momentum_encoder = MomentumEncoder(task)`; at each step
+`loss = task(one, other, *momentum_encoder.keys(one, other))`, a step of the optimizer over `task`, and
+`momentum_encoder.update(task, momentum(step, steps))`; the pretrained model is `task.model`.
 
 The defaults are those of the authors' code (facebookresearch/moco-v3: moco/builder.py, main_moco.py and the commands
-for ViTs in CONFIG.md); docs/training.md has the rest of their recipe and says where this differs. Works in one process
-and as one of the workers of torch.distributed's default group, each of which gives an equal share of the batch: then
-the mean of their losses is the loss of the whole batch in one process.
+for ViTs in CONFIG.md); docs/training.md has the rest of their recipe and the differences. The module works in one
+process and in the workers of torch.distributed's default group, which share the batch equally: the mean of their losses
+is the loss of the whole batch in one process.
 
 Letters in shapes: b a worker's share of the batch, B the whole batch, d width, c channels.
 """
@@ -28,15 +28,15 @@ from vit_model.objectives import in_full
 
 
 def momentum(step: int, steps: int, base: float = 0.99) -> float:
-    """How much of the momentum encoder is kept at update `step` of `steps`: from `base` to 1 along half a cosine."""
+    """Return the share of the momentum encoder kept at update `step` of `steps`: from `base` to 1 on half a cosine."""
     return 1 - (1 - base) * (1 + math.cos(math.pi * step / steps)) / 2
 
 
 def info_nce(queries: Tensor, keys: Tensor, temperature: float) -> Tensor:
-    """2 T times the mean of -log softmax(cos(query, keys) / T) at a query's own key, in float32.
+    """Return 2 T times the mean of -log softmax(cos(query, keys) / T) at each query's positive key, in float32.
 
-    `queries` [b, d] are this worker's; `keys` [B, d] are all workers', the own ones at this worker's place.
-    The factor, which the authors took from BYOL, makes the best learning rate nearly independent of T.
+    `queries` [b, d] belong to this worker, `keys` [B, d] to all workers in the order of their ranks. The factor 2 T,
+    which the authors took from BYOL, makes the best learning rate nearly independent of T.
     """
     cosines = F.normalize(in_full(queries), dim=1) @ F.normalize(in_full(keys), dim=1).T  # [b, B]
     own = torch.arange(len(queries), device=queries.device) + _rank() * len(queries)
@@ -44,12 +44,12 @@ def info_nce(queries: Tensor, keys: Tensor, temperature: float) -> Tensor:
 
 
 class MoCo(nn.Module):
-    """What is trained: the ViT, a projector and a predictor behind it.
+    """The trained module: the ViT, followed by a projector and a predictor.
 
-    The patch projection keeps its random weights: training it makes ViTs unstable (section 4.3). The authors' ViTs
-    have `position` "sincos2d_moco", and their AdamW decays every parameter that is trained. Weights of the projector
-    and predictor are drawn with `seed`, as nn.Linear draws them; those of the ViT as `ViT.initialise` says, where the
-    authors draw the patch projection uniformly (Xavier) and not as a LeCun normal.
+    The patch projection keeps its random weights, because training it makes ViTs unstable (section 4.3). The authors'
+    ViTs have `position` "sincos2d_moco", and their AdamW decays every trained parameter. The projector and predictor
+    are initialised with `seed` as nn.Linear does, and the ViT by `ViT.initialise`; the authors draw the patch
+    projection from a uniform distribution (Xavier) and not from a LeCun normal.
     Raises ValueError for a ViT that has a classifier.
     """
 
@@ -65,8 +65,8 @@ class MoCo(nn.Module):
         config = model.config
         if config.num_classes or config.representation_head:
             raise ValueError(
-                f"the projector takes the place of the classifier: num_classes {config.num_classes} and "
-                f"representation_head {config.representation_head} should be 0 and False"
+                f"the projector replaces the classifier: num_classes is {config.num_classes} and "
+                f"representation_head {config.representation_head}; use 0 and False"
             )
         model.patch_embed.proj.requires_grad_(False)
         generator = torch.Generator().manual_seed(seed)
@@ -76,14 +76,14 @@ class MoCo(nn.Module):
         self.temperature = temperature
 
     def forward(self, one: Tensor, other: Tensor, keys_of_one: Tensor, keys_of_other: Tensor) -> Tensor:
-        """The symmetrised loss, a scalar, of two views [b, c, height, width] of each of `b` images, and the keys [B, d]
-        of all workers' views.
+        """Return the symmetrised loss, a scalar, of two views [b, c, height, width] of the same images.
 
-        Raises ValueError for different numbers of them, and for views of another size than the model's.
+        `keys_of_one` and `keys_of_other` [B, d] are the keys of all workers' views. Raises ValueError if the numbers of
+        views differ, or if their size is not the model's.
         """
         if len(one) != len(other):
             raise ValueError(
-                f"views of {len(one)} and of {len(other)} images; both must be of the same images"
+                f"views of {len(one)} and of {len(other)} images; both must show the same images"
             )
         first, second = (
             info_nce(self.predictor(self.projector(self.model(view))), keys, self.temperature)
@@ -93,9 +93,9 @@ class MoCo(nn.Module):
 
 
 class MomentumEncoder(nn.Module):
-    """The ViT and the projector as they were, on the average: they follow those that are trained.
+    """A moving average of the trained ViT and projector (He et al. 2020), which gives the keys.
 
-    Keep it float32: bfloat16 rounds its small steps to nothing.
+    Keep it in float32, because bfloat16 rounds its small steps to nothing.
     """
 
     def __init__(self, task: MoCo) -> None:
@@ -104,22 +104,22 @@ class MomentumEncoder(nn.Module):
 
     @torch.no_grad()
     def keys(self, one: Tensor, other: Tensor) -> tuple[Tensor, Tensor]:
-        """The keys of all workers' views [b, c, height, width], [B, d] each. All workers call this together."""
+        """Return the keys [B, d] of all workers' views [b, c, height, width]. All workers call this together."""
         return gather(self.encoder(one)), gather(self.encoder(other))
 
     @torch.no_grad()
-    def follow(self, task: MoCo, kept: float) -> None:
-        """Each weight becomes `kept` of itself and 1 - `kept` of the trained one's."""
-        ahead = itertools.chain(task.model.parameters(), task.projector.parameters())
-        for weight, trained in zip(self.encoder.parameters(), ahead, strict=True):
+    def update(self, task: MoCo, kept: float) -> None:
+        """Move each weight towards the trained one: `kept` of itself plus 1 - `kept` of the trained weight."""
+        trained_weights = itertools.chain(task.model.parameters(), task.projector.parameters())
+        for weight, trained in zip(self.encoder.parameters(), trained_weights, strict=True):
             weight.lerp_(trained.to(weight.dtype), 1 - kept)
 
 
 class BatchNorm(nn.Module):
-    """Batch normalisation of [b, d] by mean and variance over the whole batch, wherever its parts are (torch's
-    SyncBatchNorm does this on GPUs only).
+    """Batch normalisation of [b, d] by mean and variance over all workers' batches.
 
-    Always by the batch at hand, without running averages: what it stands in is thrown away after pretraining.
+    torch's SyncBatchNorm does this on GPUs only. There are no running averages, because the projector and predictor are
+    discarded after pretraining.
     """
 
     def __init__(self, width: int, affine: bool, eps: float = 1e-5) -> None:
@@ -140,11 +140,13 @@ class BatchNorm(nn.Module):
 
 
 def _mlp(widths: tuple[int, ...], generator: torch.Generator) -> nn.Sequential:
-    """Linear layers without bias, BatchNorm behind each; ReLU behind all but the last, whose BatchNorm has no weights
-    (SimCLR's design, without its gamma)."""
+    """Build linear layers without bias, each followed by BatchNorm, and by ReLU except the last.
+
+    The last BatchNorm has no weights (SimCLR's design, without its gamma).
+    """
     layers: list[nn.Module] = []
     for number, (inputs, outputs) in enumerate(itertools.pairwise(widths), start=1):
-        with torch.device("meta"):  # torch's own initialisation would move the global generator
+        with torch.device("meta"):  # torch's own initialisation would advance the global generator
             linear = nn.Linear(inputs, outputs, bias=False)
         linear.to_empty(device=torch.get_default_device())
         nn.init.kaiming_uniform_(linear.weight, a=math.sqrt(5), generator=generator)
@@ -166,7 +168,7 @@ def _rank() -> int:
 
 
 def gather(keys: Tensor) -> Tensor:
-    """[b, d] of each worker -> [B, d] in the order of their ranks, without a gradient."""
+    """Concatenate each worker's [b, d] to [B, d] in the order of their ranks, without a gradient."""
     if _world() == 1:
         return keys
     parts = [torch.empty_like(keys) for _ in range(_world())]
@@ -175,7 +177,7 @@ def gather(keys: Tensor) -> Tensor:
 
 
 def mean_over_workers(values: Tensor) -> Tensor:
-    """The mean of a tensor over the workers, which all of them get; gradients flow back to each worker's values."""
+    """Return the mean of a tensor over all workers; gradients flow back to each worker's values."""
     if _world() == 1:
         return values
     mean: Tensor = _Mean.apply(values)  # type: ignore[no-untyped-call]
@@ -183,7 +185,7 @@ def mean_over_workers(values: Tensor) -> Tensor:
 
 
 class _Mean(torch.autograd.Function):
-    """The mean over workers is its own gradient: each worker's value is in every worker's mean, a world-th of it."""
+    """The mean over workers. Its backward pass is the same mean: each value is 1 / world of every worker's mean."""
 
     @staticmethod
     def forward(ctx: Any, values: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""The one exception for what the user can fix. It imports nothing, so that every room can import it."""
+"""The exception for problems that the user can fix. This module imports nothing, so every package can import it."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ if TYPE_CHECKING:
 
 
 class UserError(ValueError):
-    """A request, a file or a machine that does not fit; the message says what is wrong and what to do.
+    """A problem with a request, a file or a machine; the message says what is wrong and what to do.
 
-    A stage that ends with it exits with code 2 and is not retried. Every other exception is a bug, or passes: exit
-    code 1, and another attempt. So raise it only for what the user can change, and not for a mistake in our own code;
-    a reader of files turns what a library raises about the bytes into it right where it calls the library.
+    A stage that ends with it exits with code 2 and is not retried. Any other exception is a bug or temporary: the stage
+    exits with code 1 and is attempted again. Raise it only for what the user can change, not for a mistake in our own
+    code. A reader of files converts a library's exception about the bytes where it calls the library.
     """
 
 
 def reasons(error: ValidationError) -> str:
-    """What pydantic found, in one line."""
+    """Return pydantic's error messages in one line."""
     return "; ".join(
         f"{'.'.join(map(str, (*problem['loc'], '')))[:-1]} {problem['msg'].removeprefix('Value error, ')}".strip()
         for problem in error.errors()

@@ -1,7 +1,7 @@
-"""What a ViT looks at, and what it has learnt to tell apart: the analyses of section 4.5, D.7 and D.8 as arrays.
+"""Inspection of a ViT's attention and embeddings: the analyses of sections 4.5, D.7 and D.8 as arrays.
 
-In: a `ViT`, in whatever mode and on whatever device it is, and images as its `forward` takes them.
-Out: numpy arrays on the CPU. The model is left as it was: no hooks, no gradients, the same mode.
+In: a `ViT`, in any mode and on any device, and images as its `forward` takes them.
+Out: numpy arrays on the CPU. The model is left unchanged: no hooks, no gradients, the same mode.
 Use: `attention_distance(model, images).shape == (blocks, heads)`.
 
 Letters in shapes: b batch, n tokens, h heads, p patch size, c channels.
@@ -21,18 +21,18 @@ from vit_model.config import ViTConfig
 from vit_model.errors import UserError
 from vit_model.model import Block, ViT, split_lines
 
-# Attention weights of one layer that are held at a time, where only a summary of them is asked for: 256 MiB.
+# Attention weights of one layer that are held at a time if only a summary is needed: 256 MiB.
 _WEIGHTS_AT_A_TIME = 2**26
 
 
 def attention_weights(network: Network, images: Tensor) -> list[NDArray[np.float32]]:
-    """How much each token attends to each, block by block: [b, h, n, n] each, rows sum to 1.
+    """Return the attention weights between tokens, [b, h, n, n] per block; rows sum to 1.
 
     Tokens are in the model's order: class token, distillation token, registers, patches in raster order. An axial
     block has [b, lines, h, m, m]: m tokens in each row of the grid (blocks 0, 2, ...) or in each column (1, 3, ...).
-    All of it is held at once: 4 b h n^2 bytes a block.
+    All blocks are held at once: 4 b h n^2 bytes each.
 
-    Raises ValueError for a model that is no ViT, or images of another size than its own.
+    Raises UserError for a model that is not a ViT, ValueError for images of the wrong size.
     """
     model = _vit(network, "attention")
     with _inference(model):
@@ -40,14 +40,14 @@ def attention_weights(network: Network, images: Tensor) -> list[NDArray[np.float
 
 
 def attention_distance(network: Network, images: Tensor) -> NDArray[np.float64]:
-    """Mean distance in pixels between a patch and what it attends to, [blocks, h] (figure 7 right, D.7).
+    """Return the mean distance in pixels between a patch and what it attends to, [blocks, h] (figure 7 right, D.7).
 
-    As the authors compute it (google-research/vision_transformer, issue 162): the weights from patch to patch are
-    not renormalised after the other tokens are left out; the mean is over patches and images, of which the paper
-    took 128. Uniform attention on 14 x 14 patches of 16 pixels gives 116.5, or 196 / 197 of it beside a class token.
-    In an axial model the distance is along the row or column that a block sees.
+    Computed as by the authors (google-research/vision_transformer, issue 162): the weights between patches are not
+    renormalised after the other tokens are left out, and the mean is over patches and images (128 in the paper).
+    Uniform attention on 14 x 14 patches of 16 pixels gives 116.5, or 196 / 197 of that with a class token. In an axial
+    model the distance is along the row or column that a block sees.
 
-    Raises ValueError for a model that is no ViT, for no images, or images of another size than the model's.
+    Raises UserError for a model that is not a ViT, ValueError for no images or images of the wrong size.
     """
     model = _vit(network, "attention distance")
     config = model.config
@@ -64,21 +64,21 @@ def attention_distance(network: Network, images: Tensor) -> NDArray[np.float64]:
 
 
 def attention_rollout(network: Network, images: Tensor) -> NDArray[np.float32]:
-    """How much of each patch reaches the representation, [b, rows, columns], the largest 1 (figure 6, D.8).
+    """Return how much of each patch reaches the representation, [b, rows, columns], scaled to a maximum of 1.
 
-    The heads' mean of each block and the identity, half and half (the residual connection; only the former where
-    there is none), multiplied from the first block upward (Abnar and Zuidema 2020); of the product, the class
-    token's row. Where the representation is not the class token, the mean of the patches' rows: exact for the mean
-    over tokens, and for a MAP head what it would be if its query attended to all patches alike.
+    Figure 6 and D.8 (Abnar and Zuidema 2020): each block contributes the mean of its heads averaged with the identity
+    (for the residual connection; without one, only the mean), multiplied from the first block upward. The result is the
+    class token's row of the product, or the mean of the patches' rows if the representation is not the class token.
+    That is exact for the mean over tokens; for a MAP head it assumes a query that attends to all patches equally.
 
-    Raises ValueError for an axial model or one that is no ViT, no images, or images of another size than its own.
+    Raises UserError for an axial model or one that is not a ViT, ValueError for no images or images of the wrong size.
     """
     model = _vit(network, "attention rollout")
     config = model.config
     if config.axial:
         raise UserError(
-            "attention rollout multiplies weights from all tokens to all; axial is true, so a block has weights"
-            " within a row or a column only"
+            "attention rollout needs weights between all tokens; this model is axial, so a block only has weights"
+            " within a row or column"
         )
     maps = []
     with _inference(model):
@@ -95,19 +95,19 @@ def attention_rollout(network: Network, images: Tensor) -> NDArray[np.float32]:
 
 
 def patch_embedding_components(network: Network, count: int = 28) -> NDArray[np.float64]:
-    """The first principal components of the patch embedding's filters, [count, p, p, c] (figure 7 left).
+    """Return the first principal components of the patch embedding's filters, [count, p, p, c] (figure 7 left).
 
-    Of norm 1, by falling variance over the d filters; the sign is such that the largest entry is positive. In a
-    hybrid the filters are of the stem's feature map: p is in its pixels and c are its channels.
+    They have norm 1 and are sorted by variance over the d filters; their largest entries are positive. In a hybrid the
+    filters apply to the stem's feature map: p counts its pixels and c its channels.
 
-    Raises ValueError where there are not as many components, or for a model that is no ViT.
+    Raises UserError if there are fewer components, or for a model that is not a ViT.
     """
     embed = _vit(network, "the patch embedding").patch_embed
     filters = embed.proj.weight.detach().double().cpu().numpy()  # [d, c * p * p]
     if not 1 <= count <= min(filters.shape):
         raise UserError(
-            f"count is {count}; {filters.shape[0]} filters of {filters.shape[1]} weights have from 1 to"
-            f" {min(filters.shape)} principal components"
+            f"count is {count}; {filters.shape[0]} filters of {filters.shape[1]} weights have"
+            f" {min(filters.shape)} principal components, so it must be from 1 to {min(filters.shape)}"
         )
     components = np.linalg.svd(filters - filters.mean(axis=0), full_matrices=False)[2][:count]
     largest = np.take_along_axis(components, np.abs(components).argmax(axis=1)[:, None], axis=1)
@@ -117,23 +117,24 @@ def patch_embedding_components(network: Network, count: int = 28) -> NDArray[np.
 
 
 def position_similarity(network: Network, layer: int = 0) -> NDArray[np.float32]:
-    """Cosine between the position embeddings of all patches, [rows, columns, rows, columns] (figure 7 centre).
+    """Return the cosines between the patches' position embeddings, [rows, columns, rows, columns] (figure 7 centre).
 
     Entry [i, j] is the tile of the patch in row i and column j; the class token's embedding is left out. `layer`
-    says which table, where each block has one of its own.
+    chooses the table if each block has its own.
 
-    Raises ValueError where patches have no embeddings, the layer has none of its own, or the model is no ViT.
+    Raises UserError if patches have no embeddings, the layer has no table, or the model is not a ViT.
     """
     model = _vit(network, "position similarity")
     config = model.config
     if config.position in ("none", "relative"):
         raise UserError(
-            f"position similarity compares the embeddings of places; position is {config.position!r}, so places"
-            " have none"
+            f"position similarity needs position embeddings; a model with position {config.position!r} has none"
         )
     tables = config.num_blocks if config.position_at == "every_layer" else 1
     if not 0 <= layer < tables:
-        raise UserError(f"layer is {layer}; position_at {config.position_at!r} has {tables} table(s), from 0")
+        raise UserError(
+            f"layer is {layer}; with position_at {config.position_at!r} it must be from 0 to {tables - 1}"
+        )
     with torch.no_grad():
         table = model.positions(layer)
         assert table is not None
@@ -141,15 +142,15 @@ def position_similarity(network: Network, layer: int = 0) -> NDArray[np.float32]
         return (places @ places.T).cpu().numpy().reshape(*config.grid, *config.grid)
 
 
-def _vit(network: Network, what: str) -> ViT:
+def _vit(network: Network, analysis: str) -> ViT:
     if not isinstance(network, ViT):
-        raise UserError(f"{what} is looked at in a ViT; this model is a {type(network).__name__}")
+        raise UserError(f"{analysis} needs a ViT; this model is a {type(network).__name__}")
     return network
 
 
 @contextmanager
 def _inference(model: ViT) -> Iterator[None]:
-    """No gradients, and no dropout: every module gets its mode back afterwards."""
+    """Disable gradients and dropout; restore every module's mode afterwards."""
     modes = {module: module.training for module in model.modules()}
     model.eval()
     try:
@@ -161,12 +162,11 @@ def _inference(model: ViT) -> Iterator[None]:
 
 
 def _walk(model: ViT, images: Tensor) -> Iterator[Tensor]:
-    """The attention weights of each block in turn, as `attention_weights` describes them."""
+    """Yield the attention weights of each block, as `attention_weights` describes them."""
     config = model.config
     states = model.states(model.embed(images.to(_device(model))))
-    for index, (module, x) in enumerate(
-        zip(model.blocks, states, strict=False)
-    ):  # the last state is an output
+    # The last state is the output, so there is one more state than blocks.
+    for index, (module, x) in enumerate(zip(model.blocks, states, strict=False)):
         block = cast(Block, module)
         if config.axial:
             lines = split_lines(x, config.grid, index % 2)
@@ -177,9 +177,9 @@ def _walk(model: ViT, images: Tensor) -> Iterator[Tensor]:
 
 
 def _batches(config: ViTConfig, images: Tensor) -> tuple[Tensor, ...]:
-    """The images in parts so small that one layer's weights of a part fit `_WEIGHTS_AT_A_TIME`."""
+    """Split the images so that one layer's weights of a part fit `_WEIGHTS_AT_A_TIME`."""
     if not len(images):
-        raise ValueError(f"images have shape {list(images.shape)}; at least one is needed")
+        raise ValueError(f"images have shape {list(images.shape)}; expected at least one")
     return torch.split(images, max(1, _WEIGHTS_AT_A_TIME // (config.num_heads * config.num_tokens**2)))
 
 
@@ -188,7 +188,7 @@ def _device(model: ViT) -> torch.device:
 
 
 def _distances(grid: tuple[int, int], patch_size: int) -> Tensor:
-    """Euclidean distances in pixels between the patches of a grid, [n, n]."""
+    """Return the Euclidean distances in pixels between the patches of a grid, [n, n]."""
     places = torch.cartesian_prod(*(torch.arange(side) for side in grid)).double()
     distances: Tensor = torch.linalg.vector_norm(places[:, None] - places, dim=-1) * patch_size
     return distances

@@ -1,10 +1,10 @@
-"""Masked patch prediction (sections 4.6 and B.1.2): say what half of an image's patches were, from the other half.
+"""Masked patch prediction (sections 4.6 and B.1.2): predict half of an image's patches from the other half.
 
 In: a ViT without a classifier, images as it takes them, their pixels and random numbers. Out: a loss.
-Use: `task = MaskedPatches(model)`; `loss = task(images, pixels, draws)`; what was pretrained is `task.model`.
+Use: `task = MaskedPatches(model)`; `loss = task(images, pixels, draws)`; the pretrained model is `task.model`.
 
 Letters in shapes: b batch, n patches, k corrupted patches, d width, c channels, p patch size.
-The authors' code was never released. What the paper leaves open is decided here, each in its place.
+The authors' code was never released. Docstrings below note the choices that the paper leaves open.
 """
 
 from typing import Literal, NamedTuple, get_args
@@ -17,14 +17,14 @@ from vit_model.model import ViT
 from vit_model.objectives import in_full
 
 Target = Literal["mean_colour", "4x4", "pixels"]
-"""What is predicted of a corrupted patch: its mean colour at 3 bits a channel, which the paper uses; the same of a
-4x4 downsized version; or all its pixels, by regression."""
-LEVELS = 8  # of a channel: 3 bits
-DRAWS = 2  # random numbers for each patch
+"""The target for a corrupted patch: its mean colour at 3 bits per channel, which the paper uses; the colours of a 4x4
+downsized version; or all its pixels, by regression."""
+LEVELS = 8  # levels per channel: 3 bits
+DRAWS = 2  # random numbers per patch
 
 
 class Counts(NamedTuple):
-    """How many patches of each image are corrupted, and how; always so many, not so many on average."""
+    """The exact numbers of patches of each image that are corrupted in each way."""
 
     masked: int
     replaced: int
@@ -36,35 +36,37 @@ class Counts(NamedTuple):
 
 
 def counts(num_patches: int) -> Counts:
-    """Half of the patches, rounded down. Of those a tenth each is replaced and left unchanged, rounded to the
-    nearest whole number, halves up; the rest, about 80 %, is masked. Of 196 patches: 78, 10 and 10.
+    """Return how many patches to mask, replace and leave unchanged.
 
-    Raises ValueError when there is nothing to predict from.
+    Half of the patches, rounded down, are corrupted. A tenth of these is replaced and a tenth left unchanged (rounded
+    to the nearest whole number, halves up); the rest, about 80%, is masked. For 196 patches: 78, 10 and 10.
+
+    Raises ValueError for fewer than two patches.
     """
     if num_patches < 2:
-        raise ValueError(f"masked patch prediction needs two patches or more; the model has {num_patches}")
+        raise ValueError(f"masked patch prediction needs at least two patches; the model has {num_patches}")
     corrupted = num_patches // 2
     tenth = (corrupted + 5) // 10
     return Counts(corrupted - 2 * tenth, tenth, tenth)
 
 
 class Corruption(NamedTuple):
-    """What happens to a batch of images."""
+    """The corruption of a batch of images."""
 
     masked: Tensor
     """bool [b, n]: the patch becomes the mask vector."""
     source: Tensor
-    """int64 [b, n]: the patch whose embedding is taken; its own, but where the patch is replaced."""
+    """int64 [b, n]: the patch that the embedding comes from; another one only for a replaced patch."""
     predicted: Tensor
-    """int64 [b, k]: the corrupted patches, the unchanged ones among them."""
+    """int64 [b, k]: the corrupted patches, including the unchanged ones."""
 
 
 def corruption(draws: Tensor) -> Corruption:
-    """From float64 draws [b, n, 2] in [0, 1), independent of one another, which patches are corrupted and how.
+    """Decide which patches are corrupted and how, from independent float64 draws [b, n, 2] in [0, 1).
 
-    The first numbers order an image's patches; the first of that order are masked, the next replaced, the next left
-    unchanged. The second numbers say by which patch of the same image: any other one, equally likely.
-    A sample's draws decide alone, so it does not matter in which batch or process it is.
+    The first numbers order an image's patches: the first patches in that order are masked, the next replaced, the next
+    left unchanged. The second numbers choose the replacement among the other patches of the same image, all equally
+    likely. The result depends only on a sample's own draws, not on its batch or process.
     """
     b, n, _ = draws.shape
     masked, replaced, unchanged = counts(n)
@@ -80,23 +82,23 @@ def corruption(draws: Tensor) -> Corruption:
 
 
 def corrupt(patches: Tensor, mask: Tensor, plan: Corruption) -> Tensor:
-    """Patch embeddings [b, n, d] with some of them exchanged; `mask` [1, 1, d] is the mask vector.
+    """Apply the corruption to patch embeddings [b, n, d]; `mask` [1, 1, d] is the mask vector.
 
-    A replaced patch gets another one's embedding as it was before, even where that one is masked.
+    A replaced patch gets another patch's original embedding, even if that patch is masked.
     """
     taken = patches.gather(1, plan.source[:, :, None].expand_as(patches))
     return torch.where(plan.masked[:, :, None], mask.to(patches.dtype), taken)
 
 
 def targets(pixels: Tensor, patch_size: int, target: Target) -> Tensor:
-    """What is to be predicted of every patch of uint8 images [b, height, width, c], in raster order.
+    """Return the prediction targets of every patch of uint8 images [b, height, width, c], in raster order.
 
-    "mean_colour": int64 [b, n, 1] from 0 to 8^c - 1. The mean over the patch is taken first, exactly, and cut down
-    to its 3 highest bits then; the first channel counts most.
-    "4x4": the same of 4 x 4 blocks in raster order, [b, n, 16]; where 4 does not divide the patch size, neighbouring
+    "mean_colour": int64 [b, n, 1] from 0 to 8^c - 1. The exact mean over the patch is truncated to its 3 highest bits;
+    the first channel is the most significant digit.
+    "4x4": the same for 4 x 4 blocks in raster order, [b, n, 16]. If 4 does not divide the patch size, neighbouring
     blocks share a row or column of pixels.
-    "pixels": float32 [b, n, p * p * c] in (row, column, channel) order, from -1 to 1 whatever the model's
-    normalisation is.
+    "pixels": float32 [b, n, p * p * c] in (row, column, channel) order, from -1 to 1, independent of the model's
+    normalisation.
     """
     b, height, width, c = pixels.shape
     rows, columns = height // patch_size, width // patch_size
@@ -113,24 +115,23 @@ def targets(pixels: Tensor, patch_size: int, target: Target) -> Tensor:
 
 
 class MaskedPatches(nn.Module):
-    """A ViT with what the task adds to it: the mask vector and one linear layer on the tokens of corrupted patches.
+    """A ViT with the task's own parts: the mask vector and one linear layer on the tokens of corrupted patches.
 
     Both start from zero, as the class token and a classifier do, so the first cross-entropy is log(8^c).
-    Raises ValueError for a ViT that has parts which the task would not train, or a single patch.
+    Raises ValueError for a ViT with parts that the task would not train, or with a single patch.
     """
 
     def __init__(self, model: ViT, target: Target = "mean_colour") -> None:
         super().__init__()
         config = model.config
         if target not in get_args(Target):
-            raise ValueError(f"target {target!r} is none of {', '.join(get_args(Target))}")
+            raise ValueError(f"unknown target {target!r}; expected one of: {', '.join(get_args(Target))}")
         if config.num_classes or config.representation_head or config.pooling == "map":
             raise ValueError(
-                "masked patch prediction reads the patches' tokens, and would leave these untrained: num_classes "
-                f"{config.num_classes}, representation_head {config.representation_head}, pooling {config.pooling!r};"
-                " 0, False and 'cls' or 'gap' fit"
+                f"masked patch prediction trains no head: num_classes is {config.num_classes}, representation_head "
+                f"{config.representation_head}, pooling {config.pooling!r}; use 0, False, and 'cls' or 'gap'"
             )
-        counts(config.num_patches)  # raises where there are too few
+        counts(config.num_patches)  # raises if there are too few
         self.model, self.target = model, target
         like = model.patch_embed.proj.weight
         self.mask_token = nn.Parameter(like.new_zeros(1, 1, config.width))
@@ -140,31 +141,35 @@ class MaskedPatches(nn.Module):
             "4x4": 16 * self.classes,
             "pixels": config.patch_size**2 * config.in_channels,
         }[target]
-        with torch.device("meta"):  # torch's own initialisation would move the global generator
+        with torch.device("meta"):  # torch's own initialisation would advance the global generator
             self.head = nn.Linear(config.width, outputs, dtype=like.dtype)
         self.head.to_empty(device=like.device)
         nn.init.zeros_(self.head.weight)
         nn.init.zeros_(self.head.bias)
 
     def forward(self, images: Tensor, pixels: Tensor, draws: Tensor) -> Tensor:
-        """The loss, a scalar in float32, of images [b, c, height, width] as the model takes them.
+        """Return the loss, a scalar in float32, of images [b, c, height, width] as the model takes them.
 
-        `pixels` are the same images before normalisation, uint8 [b, height, width, c]; `draws` are float64
-        [b, n, 2] from 0 up to 1 (see `corruption`). The mean over images and corrupted patches, and over a patch's
-        16 classes or over its pixels: cross-entropy, or squared error.
+        The loss is the cross-entropy, or the squared error for pixels, averaged over images, corrupted patches and the
+        targets of a patch.
+
+        Args:
+            pixels: the same images before normalisation, uint8 [b, height, width, c].
+            draws: float64 [b, n, 2] in [0, 1), see `corruption`.
+
         Raises ValueError for images, pixels or draws of another shape or dtype.
         """
         config = self.model.config
         channels, sides, n = config.in_channels, config.image_shape, config.num_patches
         b = len(images)
-        for name, given, shape, dtype in (
+        for name, tensor, shape, dtype in (
             ("images", images, [b, channels, *sides], images.dtype),
             ("pixels", pixels, [b, *sides, channels], torch.uint8),
             ("draws", draws, [b, n, DRAWS], torch.float64),
         ):
-            if (list(given.shape), given.dtype) != (shape, dtype):
+            if (list(tensor.shape), tensor.dtype) != (shape, dtype):
                 raise ValueError(
-                    f"{name} are {given.dtype} {list(given.shape)}; this model needs {dtype} {shape}"
+                    f"{name} are {tensor.dtype} {list(tensor.shape)}; this model needs {dtype} {shape}"
                 )
         plan = corruption(draws)
         tokens = self._tokens(corrupt(self.model.patch_embed(images), self.mask_token, plan))
@@ -177,7 +182,7 @@ class MaskedPatches(nn.Module):
         return F.cross_entropy(predicted.view(-1, self.classes), expected.flatten())
 
     def _tokens(self, patches: Tensor) -> Tensor:
-        """Patch embeddings [b, n, d] -> the encoder's normed tokens of the patches [b, n, d]; positions come after."""
+        """Encode patch embeddings [b, n, d] without positions; return the patches' normed tokens [b, n, d]."""
         tokens = self.model.encode(self.model.assemble(patches))
         if self.model.config.norm_after_pooling:
             tokens = self.model.fc_norm(tokens)

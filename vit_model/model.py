@@ -1,11 +1,11 @@
 """The Vision Transformer (Dosovitskiy et al. 2021, arXiv 2010.11929), in the order of the paper's equations.
 
 In: a `ViTConfig` and images, float [b, c, height, width], normalised by `preprocessing.normalise`.
-Out: logits [b, classes], or the tokens and the representation that every other stage uses.
+Out: logits [b, classes], or the tokens and the representation.
 Use: `model = ViT(config)`; `model.initialise(seed)`; `logits = model(images)`.
 
 Letters in shapes: b batch, n tokens, d width, h heads, e width of a head (d / h), c channels, p patch size.
-The names of the parameters are timm's, so weights of others are renamed in few places.
+The parameters have timm's names, so that few tensors of foreign checkpoints need renaming.
 """
 
 import math
@@ -25,8 +25,8 @@ from vit_model.resnet import Stem
 class PatchEmbed(nn.Module):
     """Eq. 1, first part: cut the image into patches and map each to a token.
 
-    A convolution whose stride is its kernel, done as one matrix product: `proj.weight` [d, c*p*p] is that
-    kernel's [d, c, p, p] flattened. In a hybrid the patches are of the stem's feature map (section 3.1).
+    A convolution with stride equal to its kernel size, as one matrix product: `proj.weight` [d, c*p*p] is the kernel
+    [d, c, p, p], flattened. In a hybrid the patches are cut from the stem's feature map (section 3.1).
     """
 
     def __init__(self, config: ViTConfig) -> None:
@@ -42,19 +42,18 @@ class PatchEmbed(nn.Module):
         b, c, height, width = maps.shape
         p = self.patch_size
         rows, columns = height // p, width // p
-        patches = maps.reshape(b, c, rows, p, columns, p).permute(
-            0, 2, 4, 1, 3, 5
-        )  # [b, rows, columns, c, p, p]
+        patches = maps.reshape(b, c, rows, p, columns, p)
+        patches = patches.permute(0, 2, 4, 1, 3, 5)  # [b, rows, columns, c, p, p]
         tokens: Tensor = self.proj(patches.reshape(b, rows * columns, c * p * p))
         return tokens
 
 
 def attention(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None = None) -> Tensor:
-    """softmax(query key^T / sqrt(e) + bias) value for [b, h, n, e] (eq. 5-7), by whichever way is faster here.
+    """Return softmax(query key^T / sqrt(e) + bias) value for [b, h, n, e] (eq. 5-7), by the faster implementation.
 
-    SDPA's bf16 backward is slow on CPUs, and so is all of it for few tokens. Forward and backward, one thread of an
-    AMD EPYC with AVX-512 bf16, torch 2.13, milliseconds as SDPA and written out: b 128, n 17, h 4, e 16: bf16 33
-    and 2.8, fp32 4.0 and 2.9; b 8, n 197, h 3, e 64: bf16 19 and 8.5, fp32 14.5 and 16.5.
+    On CPUs, SDPA is slow for few tokens, and its backward pass is slow in bf16. Milliseconds for forward and backward
+    with SDPA and written out, on one thread of an AMD EPYC with AVX-512 bf16, torch 2.13: b 128, n 17, h 4, e 16: bf16
+    33 and 2.8, fp32 4.0 and 2.9; b 8, n 197, h 3, e 64: bf16 19 and 8.5, fp32 14.5 and 16.5.
     """
     if not is_fused(query.device, query.dtype, key.shape[-2]):
         scores = attention_scores(query, key, bias)
@@ -64,12 +63,12 @@ def attention(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None = N
 
 
 def is_fused(device: torch.device, dtype: torch.dtype, tokens: int) -> bool:
-    """Whether `attention` leaves it to SDPA, which keeps no scores for the backward pass."""
+    """Return whether `attention` uses SDPA, which keeps no scores for the backward pass."""
     return device.type != "cpu" or (dtype != torch.bfloat16 and tokens >= 32)
 
 
 def attention_scores(query: Tensor, key: Tensor, bias: Tensor | None = None) -> Tensor:
-    """query key^T / sqrt(e) + bias, [b, h, n, n]."""
+    """Return query key^T / sqrt(e) + bias, [b, h, n, n]."""
     scores: Tensor = (query * query.shape[-1] ** -0.5) @ key.transpose(-2, -1)
     return scores if bias is None else scores + bias
 
@@ -90,7 +89,7 @@ class Attention(nn.Module):
             )
 
     def forward(self, x: Tensor, first: int | None = None) -> Tensor:
-        """[b, n, d] -> [b, n, d], or [b, first, d]: what only the first tokens get."""
+        """[b, n, d] -> [b, n, d], or with `first` only the first tokens' part, [b, first, d]."""
         query, key, value = self.heads(x) if first is None else self.heads_of_first(x, first)
         mixed = attention(query, key, value, self.bias(query)).transpose(1, 2).flatten(2)
         out: Tensor = self.dropout(self.proj(mixed))
@@ -109,18 +108,18 @@ class Attention(nn.Module):
         return query, key, value
 
     def _split(self, x: Tensor, parts: int) -> tuple[Tensor, ...]:
-        """[b, n, parts * d] -> so many [b, h, n, e]."""
+        """[b, n, parts * d] -> `parts` tensors [b, h, n, e]."""
         b, n, _ = x.shape
         return x.view(b, n, parts, self.num_heads, -1).permute(2, 0, 3, 1, 4).unbind(0)
 
     def bias(self, query: Tensor) -> Tensor | None:
-        """What relative positions add to the scores, [b, h, n, n]; scaled as the scores are (Shaw et al. 2018)."""
+        """Return what relative positions add to the scores, [b, h, n, n], scaled as they are (Shaw et al. 2018)."""
         if self.pos_embed is None:
             return None
         return relative_scores(query * query.shape[-1] ** -0.5, self.pos_embed)
 
     def weights(self, x: Tensor) -> Tensor:
-        """[b, n, d] -> how much each token attends to each, float32 [b, h, n, n], rows summing to 1."""
+        """[b, n, d] -> attention weights, float32 [b, h, n, n]; rows sum to 1."""
         query, key, _ = self.heads(x)
         return attention_scores(query, key, self.bias(query)).softmax(dim=-1, dtype=torch.float32)
 
@@ -147,7 +146,7 @@ class Mlp(nn.Module):
 
 
 class Block(nn.Module):
-    """Eq. 2 and 3: attention, then the MLP, each behind a layer norm and beside a residual connection."""
+    """Eq. 2 and 3: attention, then the MLP, each after a layer norm and with a residual connection."""
 
     def __init__(self, config: ViTConfig, index: int) -> None:
         super().__init__()
@@ -162,7 +161,7 @@ class Block(nn.Module):
             self.ls1, self.ls2 = (nn.ParameterDict({"gamma": torch.empty(config.width)}) for _ in range(2))
 
     def forward(self, x: Tensor, first: int | None = None) -> Tensor:
-        """[b, n, d] -> [b, n, d]; with `first`, only the first tokens' part of it, [b, first, d]."""
+        """[b, n, d] -> [b, n, d], or with `first` only the first tokens' part, [b, first, d]."""
         x = self._join(x[:, :first], self.attn(self.norm1(x), first), self.ls1)
         return self._join(x, self.mlp(self.norm2(x)), self.ls2)
 
@@ -170,7 +169,7 @@ class Block(nn.Module):
         if scale is not None:
             branch = branch * scale["gamma"]
         if self.training and self.drop_rate:
-            # Whole images are left out (Huang et al. 2016); the others make up for them, as in timm.
+            # Drop the branch for whole images (Huang et al. 2016) and scale the others up, as in timm.
             kept = torch.empty(len(x), 1, 1, dtype=x.dtype, device=x.device).bernoulli_(1 - self.drop_rate)
             branch = branch * (kept / (1 - self.drop_rate))
         return x + branch if self.residual else branch
@@ -179,7 +178,7 @@ class Block(nn.Module):
 class AttentionPool(nn.Module):
     """The MAP head: a learned query attends to all tokens, then an MLP (Zhai et al. 2022; big_vision's MAPHead).
 
-    With `dropout` its MLP drops as every other does; big_vision, which uses none in its recipes, has no dropout here.
+    Its MLP has dropout like every other; big_vision, whose recipes do not use dropout, has none here.
     """
 
     def __init__(self, config: ViTConfig) -> None:
@@ -209,7 +208,7 @@ class ViT(nn.Module):
         super().__init__()
         self.config = config
         device = torch.get_default_device()
-        # On "meta" first: torch's own initialisation would be wasted, and would move the global generator.
+        # On "meta" first, because torch's own initialisation would be wasted and would advance the global generator.
         with torch.device("meta"):
             self._build(config)
         self.to_empty(device=device)
@@ -251,11 +250,12 @@ class ViT(nn.Module):
                 self.head_dist = nn.Linear(width, config.num_classes)
 
     def forward(self, images: Tensor) -> Tensor:
-        """[b, c, height, width] -> logits [b, classes]; the representation [b, d] when there is no head.
+        """[b, c, height, width] -> logits [b, classes], or the representation [b, d] without a head.
 
-        Raises ValueError for images of another size than the configuration's, or another dtype than the weights'.
+        Raises ValueError if the images' size is not the configuration's, or their dtype not the weights'.
         """
-        # The last block leaves out what nobody reads: 7 % of a training step with 12 blocks, 15 % with 4.
+        # The last block only computes the tokens that are read, which saves 7% of a training step with 12 blocks, 15%
+        # with 4.
         pooled = 1 + self.config.distillation if self.config.pooling == "cls" else None
         tokens = self.encode(self.embed(images), pooled)
         representation = self.represent(tokens)
@@ -269,20 +269,20 @@ class ViT(nn.Module):
     def forward_features(self, images: Tensor) -> tuple[Tensor, Tensor]:
         """[b, c, height, width] -> tokens [b, n, d] of the encoder, representation y [b, d] (eq. 4).
 
-        The tokens are normed, but where the norm comes after pooling. y is the class token, the mean of the
-        patches' tokens or what the MAP head reads; then the tanh layer, if any.
-        Raises ValueError for images of another size than the configuration's, or another dtype than the weights'.
+        The tokens are normed unless the norm comes after pooling. y is the class token, the mean of the patches' tokens
+        or the output of the MAP head, followed by the tanh layer, if any.
+        Raises ValueError if the images' size is not the configuration's, or their dtype not the weights'.
         """
         tokens = self.encode(self.embed(images))
         return tokens, self.represent(tokens)
 
     def embed(self, images: Tensor) -> Tensor:
-        """Eq. 1: [b, c, height, width] -> the first block's input [b, n, d], class token and registers in front."""
+        """Eq. 1: [b, c, height, width] -> the first block's input [b, n, d], class token and registers first."""
         check_images(images, self.config, self.patch_embed.proj.weight.dtype)
         return self.assemble(self.patch_embed(images))
 
     def assemble(self, patches: Tensor) -> Tensor:
-        """Patch embeddings [b, patches, d] -> [b, n, d]: the other tokens before them, positions added."""
+        """Prepend the other tokens to patch embeddings [b, patches, d] and add positions: [b, n, d]."""
         config = self.config
         prefix = [self.cls_token] if config.class_token else []
         prefix += [self.dist_token] if config.distillation else []
@@ -294,16 +294,16 @@ class ViT(nn.Module):
         return self.norm_pre(x) if config.norm_first else x  # type: ignore[no-any-return]
 
     def encode(self, x: Tensor, first: int | None = None) -> Tensor:
-        """Eq. 2 to 4: [b, n, d] -> the last block's output [b, n, d], normed where the norm is before pooling.
+        """Eq. 2 to 4: [b, n, d] -> the last block's output [b, n, d], normed unless the norm comes after pooling.
 
-        With `first`, only that of the first tokens, [b, first, d].
+        With `first`, only the first tokens' part, [b, first, d].
         """
         for state in self.states(x, first):
             x = state
         return x if self.config.norm_after_pooling else self.norm(x)
 
     def states(self, x: Tensor, first: int | None = None) -> Iterator[Tensor]:
-        """Eq. 2 and 3: [b, n, d] -> what each block is given, positions added, then what the last one gives."""
+        """Eq. 2 and 3: yield the input of each block, with positions added, then the output of the last, [b, n, d]."""
         config = self.config
         for index, block in enumerate(self.blocks):
             if config.position_at != "stem":
@@ -331,13 +331,13 @@ class ViT(nn.Module):
         return torch.tanh(self.pre_logits(y)) if config.representation_head else y
 
     def positions(self, layer: int) -> Tensor | None:
-        """What is added to the tokens before block `layer`, [1, n, d]; None where nothing is ever added."""
+        """Return what is added to the tokens before block `layer`, [1, n, d]; None without position embeddings."""
         config = self.config
         if config.position in ("none", "relative"):
             return None
-        kept = 0
+        class_entries = 0
         if config.position == "learned1d":
-            table, kept = self.pos_embed[layer : layer + 1], config.num_class_positions
+            table, class_entries = self.pos_embed[layer : layer + 1], config.num_class_positions
         elif config.position == "learned2d":
             y, x = self.pos_embed_y[layer], self.pos_embed_x[layer]
             both = [
@@ -348,18 +348,18 @@ class ViT(nn.Module):
         else:
             fixed = sincos2d_moco if config.position == "sincos2d_moco" else sincos2d
             table = fixed(config.grid, config.width, self.patch_embed.proj.weight.device)
-        without = config.num_prefix_tokens - kept
-        if not without:
+        unplaced = config.num_prefix_tokens - class_entries
+        if not unplaced:
             return table
-        zeros = table.new_zeros(1, without, config.width)
-        return torch.cat([table[:, :kept], zeros, table[:, kept:]], dim=1)
+        zeros = table.new_zeros(1, unplaced, config.width)
+        return torch.cat([table[:, :class_entries], zeros, table[:, class_entries:]], dim=1)
 
     @torch.no_grad()
     def initialise(self, seed: int) -> None:
-        """Draw all weights anew, as the authors' JAX code does (vision_transformer, models_vit.py).
+        """Initialise all weights as the authors' JAX code does (vision_transformer, models_vit.py).
 
-        All ViTs start alike, also with GAP and the MAP head. big_vision's start from position embeddings of std
-        1 / sqrt(d), which is 0.036 for B and 0.072 for Ti.
+        ViTs with GAP or a MAP head are initialised in the same way; big_vision instead starts them from position
+        embeddings of std 1 / sqrt(d), which is 0.036 for B and 0.072 for Ti.
 
         | parameter                             | distribution                                        |
         |---------------------------------------|-----------------------------------------------------|
@@ -376,7 +376,7 @@ class ViT(nn.Module):
         | head, head_dist                       | weight 0, bias `head_bias`                          |
         | cls_token and every other bias        | 0                                                   |
 
-        The draws are made on the CPU in float32, so a seed means the same weights on every device.
+        Weights are drawn on the CPU in float32, so a seed gives the same weights on every device.
         """
         generator = torch.Generator("cpu").manual_seed(seed)
         for name, parameter in self.named_parameters():
@@ -385,7 +385,7 @@ class ViT(nn.Module):
             parameter.copy_(drawn)
 
     def _draw(self, name: str, drawn: Tensor, generator: torch.Generator) -> None:
-        """Fill the zeros `drawn` with what the parameter `name` starts from."""
+        """Fill the zeros `drawn` with the initial values of the parameter `name`."""
         width, mlp_dim = self.config.width, self.config.mlp_dim
         owner, _, leaf = name.rpartition(".")
         layer = owner.rpartition(".")[2]
@@ -420,7 +420,7 @@ class ViT(nn.Module):
 
 
 def along_axis(block: nn.Module, x: Tensor, grid: tuple[int, int], axis: int) -> Tensor:
-    """Apply a block to each row (axis 0) or column (1) of the grid by itself: [b, rows * columns, d] -> the same."""
+    """Apply a block to each row (axis 0) or column (1) of the grid separately: [b, rows * columns, d] -> the same."""
     lines = split_lines(x, grid, axis)
     out: Tensor = block(lines.flatten(0, 1)).view(lines.shape)
     return (out.transpose(1, 2) if axis else out).reshape(x.shape)
@@ -428,5 +428,5 @@ def along_axis(block: nn.Module, x: Tensor, grid: tuple[int, int], axis: int) ->
 
 def split_lines(x: Tensor, grid: tuple[int, int], axis: int) -> Tensor:
     """[b, rows * columns, d] -> [b, lines, tokens of a line, d]; a line is a row (axis 0) or a column (1)."""
-    image = x.view(x.shape[0], *grid, x.shape[2])  # not len(x), which an exporter takes for a constant
+    image = x.view(x.shape[0], *grid, x.shape[2])  # not len(x), which ONNX export would make a constant
     return image.transpose(1, 2) if axis else image

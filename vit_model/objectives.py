@@ -1,8 +1,7 @@
 """Losses of classifiers. In: logits and labels of a batch. Out: one scalar, the mean over the batch.
 
-Labels are int64 [b], or probabilities [b, classes], as mixup gives them.
-
-Computed in float32 or better, because sums over many classes lose digits in bfloat16.
+Labels are int64 [b], or probabilities [b, classes] such as mixup's. Losses are computed in float32 or better, because
+sums over many classes lose precision in bfloat16.
 """
 
 import torch
@@ -11,7 +10,7 @@ from torch import Tensor
 
 
 def softmax_cross_entropy(logits: Tensor, labels: Tensor, label_smoothing: float = 0.0) -> Tensor:
-    """Mean of -log softmax(logits)[label], for logits [b, classes]; of probabilities the sum of it, weighted by them.
+    """Return the mean of -log softmax(logits)[label] for logits [b, classes]; probabilities weight all classes.
 
     With label smoothing s (Szegedy et al. 2016) the target is 1 - s + s / classes at the label, s / classes
     elsewhere: (1 - s) * p + s / classes for a probability p.
@@ -20,14 +19,14 @@ def softmax_cross_entropy(logits: Tensor, labels: Tensor, label_smoothing: float
 
 
 def sigmoid_cross_entropy(logits: Tensor, labels: Tensor, label_smoothing: float = 0.0) -> Tensor:
-    """Every class a question of its own, yes or no, for logits [b, classes].
+    """Return the binary cross-entropy of logits [b, classes], summed over classes, mean over the batch.
 
-    Summed over the classes, then the mean over the batch, as the authors do (big_vision, utils.py `sigmoid_xent`);
-    the mean over classes too would make the gradient `classes` times smaller. Such a model should begin with a
-    `head_bias` far below zero (-10 in the authors' code), so that the many answers "no" are right from the start.
+    The authors reduce it in the same way (big_vision, utils.py `sigmoid_xent`); a mean over classes would make the
+    gradient `classes` times smaller. Start such a model with a `head_bias` far below zero (-10 in the authors' code),
+    so that the many negative classes are right from the start.
 
-    With label smoothing s each answer is taken to be wrong with probability s: the target is 1 - s at the label and
-    s elsewhere, whatever the number of classes. So s is small here, such as 1e-4 for ImageNet.
+    With label smoothing s the target is 1 - s at the label and s elsewhere, for any number of classes. So s should be
+    small, such as 1e-4 for ImageNet.
     """
     if labels.is_floating_point():
         targets = label_smoothing + (1 - 2 * label_smoothing) * labels
@@ -39,5 +38,5 @@ def sigmoid_cross_entropy(logits: Tensor, labels: Tensor, label_smoothing: float
 
 
 def in_full(numbers: Tensor) -> Tensor:
-    """The same numbers in float32 where they were in less."""
+    """Convert to float32 unless the precision is already float32 or higher."""
     return numbers.to(torch.promote_types(numbers.dtype, torch.float32))

@@ -1,4 +1,4 @@
-"""Position embeddings (section 3.1 and D.4): the fixed table, distances, and learned tables on another grid."""
+"""Position embeddings (sections 3.1 and D.4): fixed tables, relative distances, and resizing of learned tables."""
 
 import math
 from typing import Literal
@@ -12,9 +12,9 @@ Grid = tuple[int, int]
 
 
 def sincos2d(grid: Grid, width: int, device: torch.device | None = None) -> Tensor:
-    """The fixed table [1, rows * columns, width] of big_vision (models/vit.py): sin x, cos x, sin y, cos y.
+    """Return big_vision's fixed table [1, rows * columns, width] (models/vit.py): sin x, cos x, sin y, cos y.
 
-    Frequencies fall from 1 to 1/10000 in width / 4 steps, both included; x and y count patches, so another grid gets
+    Frequencies fall from 1 to 1/10000 in width / 4 steps, both included. x and y count patches, so another grid gets
     another table and not a stretched one.
     """
     y, x = _places(grid, device)
@@ -22,33 +22,33 @@ def sincos2d(grid: Grid, width: int, device: torch.device | None = None) -> Tens
 
 
 def sincos2d_moco(grid: Grid, width: int, device: torch.device | None = None) -> Tensor:
-    """The fixed table [1, rows * columns, width] of MoCo v3 (facebookresearch/moco-v3, vits.py), which big_vision's
-    departs from: sin y, cos y, sin x, cos x, and frequencies that stop one step short of 1/10000.
+    """Return MoCo v3's fixed table [1, rows * columns, width] (facebookresearch/moco-v3, vits.py).
 
-    The authors call the first half "w". They build it in column order and add it in row order, so on their square
-    grids it counts rows.
+    It differs from big_vision's: the order is sin y, cos y, sin x, cos x, and frequencies stop one step short of
+    1/10000. The authors call the first half "w", but build it in column order and add it in row order, so on their
+    square grids it counts rows.
     """
     y, x = _places(grid, device)
     return _waves(y, x, torch.arange(width // 4, device=device, dtype=torch.float64) / (width / 4))
 
 
 def _places(grid: Grid, device: torch.device | None) -> tuple[Tensor, ...]:
-    """Row and column of each patch in raster order, [n] each."""
+    """Return the row and column of each patch in raster order, [n] each."""
     sides = (torch.arange(side, device=device).double() for side in grid)
     return tuple(place.flatten() for place in torch.meshgrid(*sides, indexing="ij"))
 
 
 def _waves(first: Tensor, second: Tensor, exponents: Tensor) -> Tensor:
-    """Sines and cosines of places [n] times 10000 ** -exponents [k], as a table [1, n, 4 k]."""
+    """Return sines and cosines of places [n] times 10000 ** -exponents [k], as a table [1, n, 4 k]."""
     omega = 10000.0**-exponents
     angles = (place[:, None] * omega for place in (first, second))
     return torch.cat([wave for angle in angles for wave in (angle.sin(), angle.cos())], dim=1).float()[None]
 
 
 def relative_scores(query: Tensor, table: Tensor) -> Tensor:
-    """Query times the embedding of its distance to each of n keys, for the first q queries and a table [2n - 1, e].
+    """Multiply each of the first q queries by the embeddings of its distances to n keys, from a table [2n - 1, e].
 
-    [b, h, q, e] -> [b, h, q, n]; entry (i, j) takes row i - j + n - 1 of the table, shared by the heads.
+    [b, h, q, e] -> [b, h, q, n]; entry (i, j) uses row i - j + n - 1 of the table, which the heads share.
     """
     n = (len(table) + 1) // 2
     place = torch.arange(n, device=query.device)
@@ -64,17 +64,17 @@ def resize_position_embedding(
     prefix: int = 0,
     method: Literal["bilinear", "bicubic", "bicubic_antialias"] = "bilinear",
 ) -> Tensor:
-    """[t, prefix + n, d] of the grid `old` -> the same for the grid `new`; the first `prefix` entries are kept.
+    """Resize a table [t, prefix + n, d] from the grid `old` to the grid `new`, keeping the first `prefix` entries.
 
-    "bilinear" puts corner patches onto corner patches, as the authors' code does (scipy's zoom, order 1). The
-    others do not align corners: "bicubic" is Hugging Face's, "bicubic_antialias" timm's.
-    Raises ValueError when the table has not the entries that the old grid needs.
+    "bilinear" aligns corner patches, as the authors' code does (scipy's zoom, order 1). The others do not align
+    corners: "bicubic" is Hugging Face's, "bicubic_antialias" timm's.
+    Raises ValueError if the table does not have the entries of the old grid.
     """
     entries = prefix + math.prod(old)
     if table.shape[1] != entries:
         raise ValueError(
             f"position embedding has {table.shape[1]} entries; {old[0]}x{old[1]} patches"
-            f"{f' and {prefix} before them' if prefix else ''} are {entries}"
+            f"{f' and {prefix} before them' if prefix else ''} need {entries}"
         )
     if old == new:
         return table.clone()
@@ -89,7 +89,7 @@ def resize_position_embedding(
 
 
 def resize_axis(table: Tensor, new: int) -> Tensor:
-    """[t, old, d] -> [t, new, d]: the table of rows or of columns on another grid, ends onto ends."""
+    """Resize a table of rows or columns [t, old, d] to [t, new, d], aligning the ends."""
     line = table.transpose(1, 2).double()  # [t, d, old]
     resized = F.interpolate(line, size=new, mode="linear", align_corners=True)
     return resized.transpose(1, 2).to(table.dtype)

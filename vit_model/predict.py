@@ -1,4 +1,4 @@
-"""Classify image files with a model artifact, by the preprocessing that its config.json prescribes."""
+"""Classify image files with a model artifact and the preprocessing in its config.json."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ BATCH = 64  # images in memory at once
 
 
 def classify(model_folder: Path, images: Sequence[Path]) -> list[dict[str, Any]]:
-    """[{"image": path, "top": [{"class": name, "probability": p}, ...]}], the five likeliest classes first.
+    """Return [{"image": path, "top": [{"class": name, "probability": p}, ...]}] with the five most likely classes.
 
     Raises:
-        UserError: a file that is not an image, or a model without a classifier.
+        UserError: a file is not an image, or the model has no classifier.
     """
     rows = list(classify_readable(model_folder, images))
     for row in rows:
@@ -34,14 +34,14 @@ def classify(model_folder: Path, images: Sequence[Path]) -> list[dict[str, Any]]
 
 
 def classify_readable(model_folder: Path, images: Sequence[Path]) -> Iterator[dict[str, Any]]:
-    """As `classify`, but a file that cannot be read is {"image": path, "error": why} in its place.
+    """Yield what `classify` returns, but {"image": path, "error": reason} for a file that cannot be read.
 
     Raises:
-        UserError: a model without a classifier.
+        UserError: the model has no classifier.
     """
     model, contract = load_model(model_folder)
     if not contract.class_names:
-        raise UserError(f"{model_folder} has no classifier: it gives representations only")
+        raise UserError(f"{model_folder} has no classifier, only representations; fine-tune it first")
     model.eval()
     for start in range(0, len(images), BATCH):
         batch = images[start : start + BATCH]

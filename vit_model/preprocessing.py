@@ -1,8 +1,10 @@
-"""From an image file to a model's input, as its `Preprocessing` says.
+"""From an image file to a model's input, according to its `Preprocessing`.
 
-In: a file, its bytes, a PIL image or a uint8 array. Out: uint8 [resolution, resolution, c]; for a batch of
-those the normalised tensor that a model takes. Files come from anywhere: only common raster formats are read,
+In: a file, its bytes, a PIL image or a uint8 array. Out: uint8 [resolution, resolution, c]; for a batch of these,
+the normalised tensor that a model takes. Files may come from anywhere: only common raster formats are read,
 nothing in them is executed, and their size is checked before they are decoded.
+
+`normalise` imports torch when called, because importing it takes two seconds that reading images does not need.
 Use: `normalise(torch.from_numpy(load_image(path, preprocessing))[None], preprocessing, torch.float32)`.
 """
 
@@ -24,7 +26,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "GIF", "TIFF", "PPM", "AVIF")
-# Pillow's modes of 16 bits or fewer a channel (16 in colour are "RGB" to it); 32 bits and floats have no agreed scale.
+# Pillow's modes with up to 16 bits per channel (16-bit colour is "RGB"). 32 bits and floats have no agreed scale.
 SIXTEEN_BITS = ("I;16", "I;16L", "I;16B", "I;16N")
 MODES = ("1", "L", "LA", "P", "PA", "RGB", "RGBA", "RGBX", "CMYK", "YCbCr", *SIXTEEN_BITS)
 MAX_PIXELS = 64 * 2**20
@@ -33,27 +35,27 @@ MAX_PIXELS = 64 * 2**20
 def load_image(
     source: "str | Path | bytes | Image.Image | NDArray[np.uint8]", preprocessing: Preprocessing
 ) -> "NDArray[np.uint8]":
-    """One image as uint8 [resolution, resolution, channels]; an array is [h, w], [h, w, 1] or [h, w, 3].
+    """Load one image as uint8 [resolution, resolution, channels]; an array must be [h, w], [h, w, 1] or [h, w, 3].
 
-    Pixels are as `flatten` has them; colours become grey (ITU-R 601) where the model has one channel. Raises
-    ValueError for what is not an image, is damaged, has pixels of more than 16 bits a channel, or has more than
-    `MAX_PIXELS` pixels before or after resizing.
+    Pixels are those of `flatten`; colours become grey (ITU-R 601) if the model has one channel. Raises UserError if the
+    source is not an image, is damaged, has more than 16 bits per channel, or has more than `MAX_PIXELS` pixels before
+    or after resizing.
     """
-    what, flat = _decode(source, preprocessing.channels)
-    pixels = np.asarray(_resize(what, flat, preprocessing))
+    name, flat = _decode(source, preprocessing.channels)
+    pixels = np.asarray(_resize(name, flat, preprocessing))
     return pixels.reshape(preprocessing.resolution, preprocessing.resolution, preprocessing.channels).copy()
 
 
 def decode_image(source: "str | Path | bytes | Image.Image", channels: int) -> "NDArray[np.uint8]":
-    """The same before it is cut and resized: uint8 [h, w, channels], upright. Raises ValueError as `load_image`."""
+    """Decode an image without cropping or resizing it: uint8 [h, w, channels], upright. Raises as `load_image`."""
     _, flat = _decode(source, channels)
     return np.asarray(flat).reshape(flat.height, flat.width, channels)
 
 
 def flatten(image: "Image.Image") -> "Image.Image":
-    """An image of one of `MODES`, decoded: upright by its EXIF, on white where it is transparent, in "L" or "RGB".
+    """Decode an image of one of `MODES`: upright by its EXIF, transparent parts on white, in "L" or "RGB".
 
-    Of 16 bits the higher 8 are kept, as libpng does it; of an animation the first frame. Raises what Pillow raises.
+    Keeps the higher 8 of 16 bits, as libpng does, and the first frame of an animation. Raises what Pillow raises.
     """
     grey = image.mode in ("1", "L", "LA", *SIXTEEN_BITS)
     image = ImageOps.exif_transpose(image)
@@ -66,15 +68,15 @@ def flatten(image: "Image.Image") -> "Image.Image":
 
 
 def normalise(images: "Tensor", preprocessing: Preprocessing, dtype: "torch.dtype") -> "Tensor":
-    """uint8 [b, h, w, c] -> (x / 255 - mean) / std as `dtype` [b, c, h, w], computed in float32.
+    """Convert uint8 [b, h, w, c] to (x / 255 - mean) / std as `dtype` [b, c, h, w], computed in float32.
 
     Raises ValueError for another dtype or number of channels.
     """
-    import torch  # here, since who only reads images need not wait two seconds for it
+    import torch
 
     if images.dtype != torch.uint8 or images.ndim != 4 or images.shape[-1] != preprocessing.channels:
         raise ValueError(
-            f"images are {images.dtype} {list(images.shape)}; uint8 [b, h, w, {preprocessing.channels}] fits"
+            f"images are {images.dtype} {list(images.shape)}; expected uint8 [b, h, w, {preprocessing.channels}]"
         )
     mean = torch.tensor(preprocessing.mean, device=images.device)
     std = torch.tensor(preprocessing.std, device=images.device)
@@ -85,45 +87,47 @@ def normalise(images: "Tensor", preprocessing: Preprocessing, dtype: "torch.dtyp
 def _decode(
     source: "str | Path | bytes | Image.Image | NDArray[np.uint8]", channels: int
 ) -> "tuple[str, Image.Image]":
-    """(what to call it in a message, the image decoded, upright, in grey or RGB)."""
-    what = str(source) if isinstance(source, str | Path) else "image"
-    image = _open(what, source)
-    _check_size(what, image.width, image.height)
+    """Return the source's name for messages, and the image decoded, upright, in grey or RGB."""
+    name = str(source) if isinstance(source, str | Path) else "image"
+    image = _open(name, source)
+    _check_size(name, image.width, image.height)
     if image.mode not in MODES:
-        raise UserError(f"{what} has pixels of Pillow's mode {image.mode!r}; 8 or 16 bits a channel are read")
-    with _reading(what):
-        return what, flatten(image).convert("L" if channels == 1 else "RGB")
+        raise UserError(
+            f"{name}: unsupported pixel format (Pillow mode {image.mode!r}); use 8 or 16 bits per channel"
+        )
+    with _reading(name):
+        return name, flatten(image).convert("L" if channels == 1 else "RGB")
 
 
-def _open(what: str, source: "str | Path | bytes | Image.Image | NDArray[np.uint8]") -> "Image.Image":
-    """The image, not decoded yet."""
+def _open(name: str, source: "str | Path | bytes | Image.Image | NDArray[np.uint8]") -> "Image.Image":
+    """Open the image without decoding it."""
     if isinstance(source, Image.Image):
         return source
     if isinstance(source, np.ndarray):
         if source.dtype != np.uint8 or source.ndim < 2 or source.shape[2:] not in ((), (1,), (3,)):
             raise UserError(
-                f"array is {source.dtype} {source.shape}; uint8 [h, w], [h, w, 1] or [h, w, 3] fits"
+                f"array is {source.dtype} {source.shape}; expected uint8 [h, w], [h, w, 1] or [h, w, 3]"
             )
         return Image.fromarray(source[:, :, 0] if source.shape[2:] == (1,) else source)
-    with _reading(what):
+    with _reading(name):
         # Without a list of formats Pillow would hand PostScript to an interpreter.
         return Image.open(io.BytesIO(source) if isinstance(source, bytes) else source, formats=FORMATS)
 
 
 @contextmanager
-def _reading(what: str) -> Iterator[None]:
-    """Turn what Pillow raises for damaged files into a UserError that names the file."""
+def _reading(name: str) -> Iterator[None]:
+    """Convert what Pillow raises for damaged files into a UserError that names the file."""
     try:
         yield
     except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
-        raise UserError(f"{what} is too large; at most {MAX_PIXELS} pixels are read: {error}") from error
-    # Pillow's readers raise whatever their parsing trips over (struct.error, SyntaxError, KeyError, ...)
+        raise UserError(f"{name} is too large; at most {MAX_PIXELS} pixels are read: {error}") from error
+    # Pillow's readers raise many types of errors (struct.error, SyntaxError, KeyError, ...).
     except Exception as error:
-        raise UserError(f"{what} cannot be read as an image ({', '.join(FORMATS)}): {error}") from error
+        raise UserError(f"{name} cannot be read as an image ({', '.join(FORMATS)}): {error}") from error
 
 
-def _resize(what: str, image: "Image.Image", preprocessing: Preprocessing) -> "Image.Image":
-    """To the square of `resolution`, by the crop rule. Rounding is that of timm and torchvision."""
+def _resize(name: str, image: "Image.Image", preprocessing: Preprocessing) -> "Image.Image":
+    """Resize and crop to the square of `resolution`, with the rounding of timm and torchvision."""
     size = preprocessing.resolution
     kind = (
         Image.Resampling.BILINEAR if preprocessing.interpolation == "bilinear" else Image.Resampling.BICUBIC
@@ -136,11 +140,11 @@ def _resize(what: str, image: "Image.Image", preprocessing: Preprocessing) -> "I
         width, height = shorter, int(shorter * height / width)
     else:
         width, height = int(shorter * width / height), shorter
-    _check_size(what, width, height)
+    _check_size(name, width, height)
     left, top = round((width - size) / 2), round((height - size) / 2)
     return image.resize((width, height), kind).crop((left, top, left + size, top + size))
 
 
-def _check_size(what: str, width: int, height: int) -> None:
+def _check_size(name: str, width: int, height: int) -> None:
     if width * height > MAX_PIXELS:
-        raise UserError(f"{what} has {width} x {height} pixels; at most {MAX_PIXELS} pixels are read")
+        raise UserError(f"{name} has {width} x {height} pixels; at most {MAX_PIXELS} pixels are read")

@@ -4,11 +4,11 @@ In: a `ResNetConfig` and images, float [b, c, height, width], normalised by `pre
 Out: logits [b, classes], or the feature map and the representation.
 Use: `model = ResNet(config)`; `model.initialise(seed)`; `logits = model(images)`.
 
-Both have bottlenecks, group norm and standardised kernels. They differ in what came first: the baseline, from BiT
-(big_transfer, bit_pytorch/models.py), norms before each convolution and pads by a fixed amount; the stem
-(vision_transformer, models_resnet.py) norms after it and pads as TensorFlow's SAME.
+Both have bottlenecks, group norm and standardised kernels. The baseline, from BiT (big_transfer,
+bit_pytorch/models.py), norms before each convolution and pads by a fixed amount. The stem (vision_transformer,
+models_resnet.py) norms after each convolution and pads as TensorFlow's SAME.
 
-Letters in shapes: b batch, c channels, n places of a feature map, d its channels. Names of the parameters are timm's.
+Letters in shapes: b batch, c channels, n positions of a feature map, d its channels. The parameters have timm's names.
 """
 
 import torch
@@ -23,7 +23,7 @@ GROUPS = 32
 
 
 class StdConv2d(nn.Conv2d):
-    """A convolution without bias whose kernels have mean 0 and variance 1 over (channels in, height, width).
+    """A convolution without bias; its kernels have mean 0 and variance 1 over (input channels, height, width).
 
     Qiao et al. 2019; (w - mean) / sqrt(variance + 1e-10) as in BiT. Padded with kernel // 2 zeros on each side.
     """
@@ -39,7 +39,7 @@ class StdConv2d(nn.Conv2d):
 
 
 class PreActUnit(nn.Module):
-    """A bottleneck in the order of ResNet v2: norm and relu before each convolution, nothing behind the sum.
+    """A bottleneck in the order of ResNet v2: norm and ReLU before each convolution, nothing after the sum.
 
     The stride is that of the 3x3 convolution.
     """
@@ -47,10 +47,8 @@ class PreActUnit(nn.Module):
     def __init__(self, in_channels: int, middle: int, stride: int, shortcut: bool) -> None:
         super().__init__()
         out = 4 * middle
-        self.norm1, self.conv1 = (
-            nn.GroupNorm(GROUPS, in_channels, eps=1e-5),
-            StdConv2d(in_channels, middle, 1),
-        )
+        self.norm1 = nn.GroupNorm(GROUPS, in_channels, eps=1e-5)
+        self.conv1 = StdConv2d(in_channels, middle, 1)
         self.norm2, self.conv2 = nn.GroupNorm(GROUPS, middle, eps=1e-5), StdConv2d(middle, middle, 3, stride)
         self.norm3, self.conv3 = nn.GroupNorm(GROUPS, middle, eps=1e-5), StdConv2d(middle, out, 1)
         self.downsample: nn.ModuleDict | None = None
@@ -74,7 +72,7 @@ class ResNet(nn.Module):
         super().__init__()
         self.config = config
         device = torch.get_default_device()
-        # On "meta" first: torch's own initialisation would be wasted, and would move the global generator.
+        # On "meta" first, because torch's own initialisation would be wasted and would advance the global generator.
         with torch.device("meta"):
             root = StdConv2d(config.in_channels, 64 * config.width_factor, 7, 2)
             self.stem = nn.ModuleDict({"conv": root})
@@ -87,9 +85,9 @@ class ResNet(nn.Module):
             self.initialise(seed=0)
 
     def forward(self, images: Tensor) -> Tensor:
-        """[b, c, height, width] -> logits [b, classes]; the representation [b, d] when there is no head.
+        """[b, c, height, width] -> logits [b, classes], or the representation [b, d] without a head.
 
-        Raises ValueError for images of another size than the configuration's, or another dtype than the weights'.
+        Raises ValueError if the images' size is not the configuration's, or their dtype not the weights'.
         """
         representation = self.forward_features(images)[1]
         if not self.config.num_classes:
@@ -100,12 +98,13 @@ class ResNet(nn.Module):
     def forward_features(self, images: Tensor) -> tuple[Tensor, Tensor]:
         """[b, c, height, width] -> the last feature map [b, n, d] in raster order, normed; its mean [b, d].
 
-        Raises ValueError for images of another size than the configuration's, or another dtype than the weights'.
+        Raises ValueError if the images' size is not the configuration's, or their dtype not the weights'.
         """
         check_images(images, self.config, self.norm.weight.dtype)
         x = self.stem["conv"](images)
-        # Zeros, which may win: there is no relu before them ("subtly not the same" as max_pool2d's own padding, which
-        # is -inf, says bit_pytorch). big_vision (bit_paper.py) reads the same files and pads with -inf.
+        # Pad with zeros, which may be the maximum because there is no ReLU before; bit_pytorch notes that this is
+        # "subtly not the same" as max_pool2d's own padding with -inf. big_vision (bit_paper.py) pads with -inf for the
+        # same files.
         x = F.max_pool2d(F.pad(x, (1, 1, 1, 1)), 3, stride=2)
         x = F.relu(self.norm(_run(self.stages, x)))
         features = x.flatten(2).transpose(1, 2)  # [b, n, d]
@@ -113,7 +112,7 @@ class ResNet(nn.Module):
 
     @torch.no_grad()
     def initialise(self, seed: int) -> None:
-        """Draw all weights anew, as the authors' JAX code does (big_vision, models/bit_paper.py).
+        """Initialise all weights as the authors' JAX code does (big_vision, models/bit_paper.py).
 
         | parameter    | distribution                                    |
         |--------------|-------------------------------------------------|
@@ -121,7 +120,7 @@ class ResNet(nn.Module):
         | group norms  | weight 1, bias 0                                |
         | head         | weight 0, bias `head_bias`                      |
 
-        The draws are made on the CPU in float32, so a seed means the same weights on every device.
+        Weights are drawn on the CPU in float32, so a seed gives the same weights on every device.
         """
         generator = torch.Generator("cpu").manual_seed(seed)
         for name, parameter in self.named_parameters():
@@ -139,7 +138,7 @@ class ResNet(nn.Module):
 
 
 def same_pad(x: Tensor, kernel: int, stride: int, value: float = 0.0) -> Tensor:
-    """Pad [b, c, height, width] as TensorFlow's SAME does: to ceil(side / stride) outputs, the odd pixel behind."""
+    """Pad [b, c, height, width] as TensorFlow's SAME: to ceil(side / stride) outputs, an odd pixel at the end."""
     amounts = []
     for side in (x.shape[-1], x.shape[-2]):
         total = max(0, (-(-side // stride) - 1) * stride + kernel - side)
@@ -148,7 +147,7 @@ def same_pad(x: Tensor, kernel: int, stride: int, value: float = 0.0) -> Tensor:
 
 
 class StdConv2dSame(nn.Conv2d):
-    """As `StdConv2d`, but with (w - mean) / (std + 1e-5) and SAME padding."""
+    """A `StdConv2d` with (w - mean) / (std + 1e-5) and SAME padding."""
 
     def __init__(self, in_channels: int, out_channels: int, kernel: int, stride: int = 1) -> None:
         super().__init__(in_channels, out_channels, kernel, stride, bias=False)
@@ -161,16 +160,14 @@ class StdConv2dSame(nn.Conv2d):
 
 
 class StemUnit(nn.Module):
-    """A bottleneck in the order of ResNet v1: norm behind each convolution, relu behind the sum."""
+    """A bottleneck in the order of ResNet v1: norm after each convolution, ReLU after the sum."""
 
     def __init__(self, in_channels: int, middle: int, stride: int, shortcut: bool) -> None:
         super().__init__()
         out = 4 * middle
         self.conv1, self.norm1 = StdConv2dSame(in_channels, middle, 1), nn.GroupNorm(GROUPS, middle, eps=1e-6)
-        self.conv2, self.norm2 = (
-            StdConv2dSame(middle, middle, 3, stride),
-            nn.GroupNorm(GROUPS, middle, eps=1e-6),
-        )
+        self.conv2 = StdConv2dSame(middle, middle, 3, stride)
+        self.norm2 = nn.GroupNorm(GROUPS, middle, eps=1e-6)
         self.conv3, self.norm3 = StdConv2dSame(middle, out, 1), nn.GroupNorm(GROUPS, out, eps=1e-6)
         self.downsample: nn.ModuleDict | None = None
         if shortcut:
@@ -188,7 +185,7 @@ class StemUnit(nn.Module):
 
 
 class Stem(nn.Module):
-    """What a hybrid's tokens are made of: 7x7 convolution, pooling, and `units[k]` bottlenecks in stage k."""
+    """The convolutional stem of a hybrid: 7x7 convolution, pooling, and `units[k]` bottlenecks in stage k."""
 
     def __init__(self, units: tuple[int, ...], in_channels: int) -> None:
         super().__init__()
@@ -205,7 +202,7 @@ class Stem(nn.Module):
 
 
 def _stages(unit: type[PreActUnit] | type[StemUnit], stages: list[BottleneckStage]) -> nn.ModuleList:
-    """The units of each stage: the first one changes the channels, and so has a convolution on its shortcut."""
+    """Build the units of each stage; the first changes the channels, so it has a convolution on its shortcut."""
     built = nn.ModuleList()
     for count, in_channels, middle, stride in stages:
         units = [unit(in_channels, middle, stride, shortcut=True)]

@@ -1,4 +1,4 @@
-"""The architectures that have a name, such as "B/16", "R50+B/16" and "R152x2", and the fields that a name fixes."""
+"""Named architectures, such as "B/16", "R50+B/16" and "R152x2", and the fields that a name fixes."""
 
 from difflib import get_close_matches
 from typing import Any, NamedTuple
@@ -44,18 +44,20 @@ RESNETS: dict[str, tuple[tuple[int, ...], int]] = {
     for factor in (1, 2, 3, 4)
 }
 FAMILIES = {"vit": "ViT", "resnet": "ResNet"}
-"""What the families of architectures are called, in a configuration and by people."""
+"""The families of architectures: the name in a configuration, and the name for people."""
 
 
 def variant_sizes(name: str) -> dict[str, Any]:
-    """`family` and the fields of its configuration that a variant's name fixes.
+    """Return `family` and the fields of its configuration that a variant's name fixes.
 
     Raises ValueError for a name that is neither in `VARIANTS` nor in `RESNETS`.
     """
-    known = (*VARIANTS, *RESNETS)
-    if name not in known:
-        near = get_close_matches(name, known, n=1, cutoff=0.0)
-        raise ValueError(f"unknown variant {name!r}; the nearest is {near[0]!r}, all are {', '.join(known)}")
+    names = (*VARIANTS, *RESNETS)
+    if name not in names:
+        nearest = get_close_matches(name, names, n=1, cutoff=0.0)
+        raise ValueError(
+            f"unknown variant {name!r}; the nearest is {nearest[0]!r}; expected one of: {', '.join(names)}"
+        )
     if name in RESNETS:
         units, factor = RESNETS[name]
         return {"family": "resnet", "units": units, "width_factor": factor}
@@ -64,7 +66,6 @@ def variant_sizes(name: str) -> dict[str, Any]:
     if name in HYBRIDS:
         fields["stem"] = HYBRIDS[name]
     if name == "R+Ti/16":
-        fields["patch_size"] = (
-            32  # patches of 8 on a stem of stride 4: its name says 16, its tokens are 32 apart
-        )
+        # Patches of 8 on a stem of stride 4: the name says 16, but tokens are 32 pixels apart.
+        fields["patch_size"] = 32
     return fields

@@ -1,7 +1,7 @@
 """Models as files: a folder with `model.safetensors` (float32) and `config.json` (a `ModelContract`).
 
 In: a model and its contract; or a folder. Out: the files, the same bytes for the same weights; or both back.
-Nothing in a file is executed, and a file is checked against its configuration before memory is taken for it.
+Nothing in a file is executed, and a file is checked against its configuration before memory is allocated for it.
 Use: `save_model(folder, model, contract)`; `model, contract = load_model(folder)`.
 """
 
@@ -22,11 +22,11 @@ from vit_model.positions import resize_axis, resize_position_embedding
 
 WEIGHTS_FILE = "model.safetensors"
 CONTRACT_FILE = "config.json"
-# The largest real ones are a few hundred kB (22,000 class names); a hostile one could ask for gigabytes.
+# The largest real ones are a few hundred kB (22,000 class names); a hostile one could claim gigabytes.
 MAX_HEADER_BYTES = MAX_CONTRACT_BYTES = 16 * 2**20
 
 HEADS = ("pre_logits.", "head.", "head_dist.")
-# What does not change the encoder's function of its weights. The image's size only changes the positions.
+# Fields that do not change the encoder's function of its weights. The image size only changes the positions.
 NOT_ENCODER = {
     "image_size",
     "num_classes",
@@ -40,9 +40,9 @@ NOT_ENCODER = {
 
 
 def save_model(folder: Path, model: Network, contract: ModelContract) -> None:
-    """Write the model's weights and contract into `folder`, which is made when missing.
+    """Write the model's weights and contract to `folder`, which is created if it is missing.
 
-    Raises ValueError when the contract describes another model, or when a weight is NaN or infinite.
+    Raises ValueError if the contract describes another model, or a weight is NaN or infinite.
     """
     tensors = checked_weights(model, contract)
     folder.mkdir(parents=True, exist_ok=True)
@@ -52,9 +52,9 @@ def save_model(folder: Path, model: Network, contract: ModelContract) -> None:
 
 
 def checked_weights(model: Network, contract: ModelContract) -> dict[str, Tensor]:
-    """The model's weights as every format writes them: float32, contiguous, on the CPU.
+    """Return the model's weights as all formats write them: float32, contiguous, on the CPU.
 
-    Raises ValueError when the contract describes another model, or when a weight is NaN or infinite.
+    Raises ValueError if the contract describes another model, or a weight is NaN or infinite.
     """
     if contract.architecture != model.config:
         raise ValueError(f"contract is for {contract.architecture!r}, the model is {model.config!r}")
@@ -68,10 +68,10 @@ def checked_weights(model: Network, contract: ModelContract) -> dict[str, Tensor
 
 
 def load_model(folder: Path) -> tuple[Network, ModelContract]:
-    """The model in `folder`, float32 on the CPU, in evaluation mode, and its contract.
+    """Load the model in `folder`, float32 on the CPU in evaluation mode, and its contract.
 
-    Raises ValueError, naming the file, when one of the two is missing, cut short or not what it claims to be,
-    has other tensors than the contract's architecture, or NaN or infinite values.
+    Raises UserError, naming the file, if one of the two files is missing, cut short or invalid, or if the tensors do
+    not match the contract's architecture or hold NaN or infinite values.
     """
     contract = read_contract(folder)
     path = folder / WEIGHTS_FILE
@@ -79,11 +79,11 @@ def load_model(folder: Path) -> tuple[Network, ModelContract]:
     try:
         with safe_open(path, framework="pt", device="cpu") as file:
             stored = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118, not a dict
-            found = {name: (tuple(part.get_shape()), part.get_dtype()) for name, part in stored.items()}
-            model = _empty_model(path, contract, found)
-            tensors = {name: file.get_tensor(name) for name in found}
+            headers = {name: (tuple(part.get_shape()), part.get_dtype()) for name, part in stored.items()}
+            model = _empty_model(path, contract, headers)
+            tensors = {name: file.get_tensor(name) for name in headers}
     except SafetensorError as error:
-        raise UserError(f"{path} is not a whole safetensors file: {error}") from error
+        raise UserError(f"{path} is not a complete safetensors file: {error}") from error
     for name, tensor in tensors.items():
         require_finite(f"{path}: tensor {name!r}", tensor)
     model.load_state_dict(tensors, assign=True)
@@ -92,19 +92,19 @@ def load_model(folder: Path) -> tuple[Network, ModelContract]:
 
 @torch.no_grad()
 def transfer_backbone(model: Network, source: Network) -> list[str]:
-    """Copy everything but the heads from `source` into `model`, a new one, for fine-tuning (section 3.2).
+    """Copy everything except the heads from `source` to the new `model`, for fine-tuning (section 3.2).
 
-    Both head layers are left behind (the tanh layer belongs to pretraining); `model` keeps its own, as it was
-    initialised. Position embeddings are resized when the grids differ; a ResNet has none. Returns lines that say
-    what was done.
-    Raises ValueError when the encoders are not the same function of their weights, naming both values.
+    Both head layers are dropped (the tanh layer belongs to pretraining); `model` keeps its own, newly initialised.
+    Position embeddings are resized if the grids differ; a ResNet has none. Returns a line for each change.
+    Raises UserError, naming both values, if the encoders are not the same function of their weights.
     """
     ours, theirs = model.config, source.config
     if different := _different_fields(ours, theirs):
         pairs = ", ".join(
-            f"{name} {getattr(theirs, name)!r} and {getattr(ours, name)!r}" for name in different
+            f"{name} is {getattr(theirs, name)!r} in the backbone, {getattr(ours, name)!r} in the model"
+            for name in different
         )
-        raise UserError(f"backbone does not fit the model: they have {pairs}")
+        raise UserError(f"backbone does not match the model: {pairs}")
     weights = {name: tensor for name, tensor in source.state_dict().items() if not name.startswith(HEADS)}
     lines = []
     if isinstance(ours, ViTConfig) and isinstance(theirs, ViTConfig):
@@ -124,7 +124,7 @@ def transfer_backbone(model: Network, source: Network) -> list[str]:
 
 
 def _different_fields(ours: Architecture, theirs: Architecture) -> list[str]:
-    """Fields in which two configurations differ as encoders."""
+    """Return the fields in which two configurations differ as encoders."""
     if ours.family != theirs.family:
         return ["family"]
     different = [
@@ -132,16 +132,16 @@ def _different_fields(ours: Architecture, theirs: Architecture) -> list[str]:
         for name in type(ours).model_fields
         if name not in NOT_ENCODER and getattr(ours, name) != getattr(theirs, name)
     ]
-    # how large layer_scale begins is forgotten at once; whether there is one is not
+    # The initial value of layer_scale does not matter, only whether there is one.
     if isinstance(ours, ViTConfig) and isinstance(theirs, ViTConfig):
         different += ["layer_scale"] * ((ours.layer_scale is None) != (theirs.layer_scale is None))
     return different
 
 
 def resize_positions(weights: dict[str, Tensor], old: ViTConfig, new: ViTConfig) -> list[str]:
-    """Bring the learned position tables among `weights` to another grid, in place; returns lines that say so.
+    """Resize the learned position tables in `weights` to another grid, in place; return a line about it.
 
-    Raises ValueError for relative positions, whose distances along one raster mean nothing on another.
+    Raises UserError for relative positions, because distances along one raster mean nothing on another.
     """
     if old.grid == new.grid or old.position in ("none", "sincos2d", "sincos2d_moco"):
         return []
@@ -163,14 +163,12 @@ def resize_positions(weights: dict[str, Tensor], old: ViTConfig, new: ViTConfig)
 
 
 def read_contract(folder: Path) -> ModelContract:
-    """The contract of the model in `folder`. Raises ValueError, naming the file, where it is missing or none."""
+    """Read the contract of the model in `folder`. Raises UserError, naming the file, if it is missing or invalid."""
     path = folder / CONTRACT_FILE
     if not path.is_file():
         raise UserError(f"{path} is missing: a model is a folder with {WEIGHTS_FILE} and {CONTRACT_FILE}")
     if path.stat().st_size > MAX_CONTRACT_BYTES:
-        raise UserError(
-            f"{path} has {path.stat().st_size} bytes; a contract has at most {MAX_CONTRACT_BYTES}"
-        )
+        raise UserError(f"{path} has {path.stat().st_size} bytes; the limit is {MAX_CONTRACT_BYTES}")
     try:
         return ModelContract.model_validate_json(path.read_bytes())
     except ValidationError as error:
@@ -178,7 +176,7 @@ def read_contract(folder: Path) -> ModelContract:
 
 
 def check_header_size(path: Path) -> None:
-    """Refuse a file whose header claims more than a header needs, before anything reads that much."""
+    """Refuse a file whose header claims more than any header needs, before that much is read."""
     if not path.is_file():
         raise UserError(f"{path} is missing: a model is a folder with {WEIGHTS_FILE} and {CONTRACT_FILE}")
     with path.open("rb") as file:
@@ -186,37 +184,38 @@ def check_header_size(path: Path) -> None:
     limit = min(MAX_HEADER_BYTES, path.stat().st_size - 8)
     if not 0 < header <= limit:
         raise UserError(
-            f"{path} is not a whole safetensors file: its header claims {header} bytes, at most {limit} fit"
+            f"{path} is not a complete safetensors file: its header claims {header} bytes, at most {limit} fit"
         )
 
 
 def _empty_model(
-    path: Path, contract: ModelContract, found: dict[str, tuple[tuple[int, ...], str]]
+    path: Path, contract: ModelContract, headers: dict[str, tuple[tuple[int, ...], str]]
 ) -> Network:
-    """A model on "meta" for tensors of these names, shapes and dtypes, or ValueError."""
-    # Counts first: a hostile depth of 10^9 must not be built to see that it does not fit.
-    count = sum(math.prod(shape) for shape, _ in found.values())
+    """Build a model on "meta" for tensors with these names, shapes and dtypes. Raises UserError on a mismatch."""
+    # Compare counts first, because a hostile depth of 10^9 must not be built.
+    count = sum(math.prod(shape) for shape, _ in headers.values())
     expected = contract.architecture.num_parameters
-    if count != expected or len(found) < contract.architecture.num_blocks:
+    if count != expected or len(headers) < contract.architecture.num_blocks:
         raise UserError(
-            f"{path} has {count} numbers in {len(found)} tensors; "
+            f"{path} has {count} parameters in {len(headers)} tensors; "
             f"the architecture in {CONTRACT_FILE} has {expected}"
         )
     with torch.device("meta"):
         model = build(contract.architecture)
     expected_shapes = {name: (tuple(tensor.shape), "F32") for name, tensor in model.state_dict().items()}
-    if unknown := sorted(found.keys() - expected_shapes.keys()):
-        raise UserError(f"{path} holds tensors that the architecture has not: {', '.join(unknown[:5])}")
-    if missing := sorted(expected_shapes.keys() - found.keys()):
-        raise UserError(f"{path} lacks tensors of the architecture: {', '.join(missing[:5])}")
+    if unknown := sorted(headers.keys() - expected_shapes.keys()):
+        raise UserError(f"{path}: unexpected tensors for this architecture: {', '.join(unknown[:5])}")
+    if missing := sorted(expected_shapes.keys() - headers.keys()):
+        raise UserError(f"{path}: missing tensors for this architecture: {', '.join(missing[:5])}")
     for name, expected_shape in expected_shapes.items():
-        if found[name] != expected_shape:
+        if headers[name] != expected_shape:
             raise UserError(
-                f"{path}: tensor {name!r} is {found[name]}, the architecture needs {expected_shape}"
+                f"{path}: tensor {name!r} is {headers[name]}, the architecture needs {expected_shape}"
             )
     return model
 
 
-def require_finite(what: str, tensor: Tensor) -> None:
+def require_finite(name: str, tensor: Tensor) -> None:
+    """Raise UserError unless all values are finite; `name` says whose they are."""
     if not torch.isfinite(tensor).all():
-        raise UserError(f"{what} holds NaN or infinite values; all must be finite")
+        raise UserError(f"{name} holds NaN or infinite values; all must be finite")

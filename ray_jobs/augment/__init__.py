@@ -1,9 +1,11 @@
-"""Random changes of training images, drawn per sample: the same at any rank, thread count and restart.
+"""Augmentation of training images, drawn per sample: the same at any rank, thread count and after a restart.
 
-`TrainTransform` is what a training uses: its `crop` says which part of an image the loader takes, before it is decoded;
-the loop applies the rest to a batch: the same crops where the loader took none (`augment`), RandAugment, mixup, CutMix,
-MoCo's views.
-The numbers come from `uniform`, a hash of (seed, position in the training stream), see `order.sample_positions`.
+A training uses `TrainTransform`. Its `crop` says which part of an image the loader decodes. The loop applies the rest
+to a batch: the same crops if the loader took none (`augment`), RandAugment, mixup, CutMix, MoCo's views. Random numbers
+come from `uniform`, a hash of (seed, position in the training stream).
+
+`mixing` imports scipy inside a function, because that takes half a second that only a training with mixup or CutMix
+needs.
 """
 
 from ray_jobs.augment.batch import augment

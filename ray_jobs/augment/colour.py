@@ -1,7 +1,7 @@
-"""Changes of colour and sharpness, with their own strength for each image if need be.
+"""Changes of colour and sharpness as Pillow computes them, with one strength for all images or one per image.
 
-In and out: uint8 tensors [n, h, w, c], on any device, with the same result on all: whole numbers, or float32 in single
-operations. As Pillow computes them; `factor` is a number or one for each image [n], and 1 leaves an image as it is.
+In and out: uint8 tensors [n, h, w, c], on any device. Results are the same on all devices, because they use integers or
+single float32 operations. `factor` is a number, or one per image [n]; 1 leaves an image unchanged.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ Factor = float | Tensor
 
 
 def blend(plain: Tensor, images: Tensor, factor: Factor) -> Tensor:
-    """From `plain` (factor 0) to `images` (1) and beyond, cut off to 0..255 and rounded down."""
+    """Interpolate from `plain` (factor 0) to `images` (1) and beyond, clipped to 0..255 and rounded down."""
     if isinstance(factor, Tensor):
         factor = factor.to(images.device, torch.float32)[:, None, None, None]
     start = plain.float()
@@ -22,7 +22,7 @@ def blend(plain: Tensor, images: Tensor, factor: Factor) -> Tensor:
 
 
 def grey(images: Tensor) -> Tensor:
-    """[n, h, w, 1]: ITU-R 601 luma in Pillow's whole numbers; a grey image is its own."""
+    """Return ITU-R 601 luma [n, h, w, 1] in Pillow's integer arithmetic; grey images are returned unchanged."""
     if images.shape[3] == 1:
         return images
     red, green, blue = images.int().unbind(3)
@@ -30,16 +30,17 @@ def grey(images: Tensor) -> Tensor:
 
 
 def brightness(images: Tensor, factor: Factor) -> Tensor:
+    """Change the brightness; 0 is black."""
     return blend(torch.zeros_like(images), images, factor)
 
 
 def saturation(images: Tensor, factor: Factor) -> Tensor:
-    """RandAugment's Color: 0 is grey."""
+    """Change the saturation (RandAugment's Color); 0 is grey."""
     return blend(grey(images), images, factor)
 
 
 def contrast(images: Tensor, factor: Factor) -> Tensor:
-    """0 is the image's mean grey throughout, rounded."""
+    """Change the contrast; 0 is the image's mean grey everywhere, rounded."""
     lumas = grey(images).flatten(1).long()
     pixels = lumas.shape[1]
     mean = (2 * lumas.sum(dim=1) + pixels) // (2 * pixels)
@@ -47,7 +48,7 @@ def contrast(images: Tensor, factor: Factor) -> Tensor:
 
 
 def sharpness(images: Tensor, factor: Factor) -> Tensor:
-    """0 is smoothed by [[1, 1, 1], [1, 5, 1], [1, 1, 1]] / 13, but for the pixels at the border."""
+    """Change the sharpness; 0 is smoothed by [[1, 1, 1], [1, 5, 1], [1, 1, 1]] / 13, except for the border's pixels."""
     numbers = images.short()
     rows = numbers[:, :-2] + numbers[:, 1:-1] + numbers[:, 2:]
     total = rows[:, :, :-2] + rows[:, :, 1:-1] + rows[:, :, 2:] + 4 * numbers[:, 1:-1, 1:-1]
@@ -57,7 +58,7 @@ def sharpness(images: Tensor, factor: Factor) -> Tensor:
 
 
 def hue(images: Tensor, turn: Factor) -> Tensor:
-    """Colours turned by this part of the circle; 0 leaves them as they are. Lightest and darkest channel stay (HSV)."""
+    """Rotate hues by this fraction of the circle; 0 leaves them unchanged. Value and saturation are preserved (HSV)."""
     if images.shape[3] == 1:
         return images
     if isinstance(turn, Tensor):
@@ -79,52 +80,53 @@ def hue(images: Tensor, turn: Factor) -> Tensor:
 
 
 def _distance(sixths: Tensor, corner: float) -> Tensor:
-    """How far apart on the circle, which is 6 round: 0 to 3."""
+    """Return the distance on a circle of circumference 6: 0 to 3."""
     return ((sixths - corner + 3) % 6 - 3).abs()
 
 
 def invert(images: Tensor) -> Tensor:
+    """Invert all values."""
     return 255 - images
 
 
 def solarize(images: Tensor, threshold: int) -> Tensor:
-    """Inverts what is `threshold` or more."""
+    """Invert values of at least `threshold`."""
     return images if threshold > 255 else torch.where(images < threshold, images, 255 - images)
 
 
 def solarize_add(images: Tensor, addition: int) -> Tensor:
-    """Adds to what is below 128."""
+    """Add to values below 128."""
     added = (images.int() + addition).clamp(max=255).to(torch.uint8)
     return torch.where(images < 128, added, images)
 
 
 def posterize(images: Tensor, bits: int) -> Tensor:
-    """Keeps the highest bits, at least one."""
+    """Keep the highest bits, at least one."""
     return images & (256 - 2 ** (8 - min(max(bits, 1), 8)))
 
 
 def autocontrast(images: Tensor) -> Tensor:
-    """Stretches each channel of an image to 0..255."""
+    """Stretch each channel of an image to 0..255."""
     low, high = images.amin((1, 2), keepdim=True).float(), images.amax((1, 2), keepdim=True).float()
     stretched = (images.float() - low) * 255 / (high - low).clamp(min=1)
     return torch.where(high > low, stretched.to(torch.uint8), images)
 
 
 def equalize(images: Tensor) -> Tensor:
-    """Makes each channel's grey values about equally frequent."""
+    """Make each channel's values about equally frequent."""
     n, height, width, c = images.shape
     planes = images.permute(0, 3, 1, 2).reshape(n * c, height * width).long()
     offsets = 256 * torch.arange(n * c, device=images.device)[:, None]
     histogram = torch.bincount((planes + offsets).flatten(), minlength=n * c * 256).view(n * c, 256)
-    of_highest = histogram.gather(1, planes.amax(1, keepdim=True))
-    step = (height * width - of_highest) // 255
+    highest_count = histogram.gather(1, planes.amax(1, keepdim=True))
+    step = (height * width - highest_count) // 255
     table = ((histogram.cumsum(1) - histogram + step // 2) // step.clamp(min=1)).clamp(max=255)
     table = torch.where(step > 0, table, torch.arange(256, device=images.device)).to(torch.uint8)
     return table.gather(1, planes).view(n, c, height, width).permute(0, 2, 3, 1).contiguous()
 
 
 def gaussian_blur(images: Tensor, sigma: Tensor, radius: int) -> Tensor:
-    """A Gaussian of `sigma` [n] pixels, cut off at `radius`, the border's pixels repeated outside."""
+    """Blur by a Gaussian of `sigma` [n] pixels, truncated at `radius`; the border's pixels are repeated outside."""
     n, height, width, c = images.shape
     offsets = torch.arange(-radius, radius + 1, device=images.device)
     weights = torch.exp(-0.5 * (offsets / sigma.to(images.device, torch.float32)[:, None]) ** 2)

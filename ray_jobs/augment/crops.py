@@ -1,8 +1,8 @@
-"""Which part of an image is taken, and whether it is mirrored: numbers only, so that a decoder can ask beforehand.
+"""Random crops and flips as numbers, so that a decoder knows them before it decodes.
 
-In: a policy, sizes of images and random numbers. Out: boxes in whole pixels. No pixel is touched here.
+In: a policy, image sizes and random numbers. Out: boxes in whole pixels. No pixels are touched here.
 Use, before decoding: `RandomCrop("crop_flip", seed).boxes(positions, heights, widths)`, for one image or a batch; the
-part is then resized to the model's square, and mirrored where `flipped` says so.
+crop is then resized to the model's square, and mirrored if `flipped`.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ CROP_AREA = (0.05, 1.0)
 CROP_ASPECT = (3 / 4, 4 / 3)
 RESIZED_CROP_AREA = (0.08, 1.0)
 RESIZED_CROP_TRIES = 10
-SQUASH_CROP = 384 / 448  # of each side: the paper's fine-tuning squashes to 448 and takes 384
+SQUASH_CROP = 384 / 448  # of each side: the paper's fine-tuning squashes to 448 and crops 384
 
-# How many numbers each policy draws for a sample. The last is for the flip; squash_crop flips nothing.
+# How many numbers each policy draws per sample.
 _DRAWS = {"flip": 8, "crop_flip": 8, "squash_crop": 8, "squash_crop_flip": 8, "resized_crop_flip": 24}
 _FLIP = {"resized_crop_flip": 2 * RESIZED_CROP_TRIES + 2}
 CROPPING = frozenset(_DRAWS)
-"""The policies that take a part of the original image. The others ("none", "shift", "shift_flip") change an image that
-is already at the model's resolution."""
+"""The policies that crop or flip the original image. The others ("none", "shift", "shift_flip") change an image
+that is already at the model's resolution."""
 
 
 class Crops(NamedTuple):
-    """Boxes in whole pixels, int64 [n] each, inside their images; and bool [n]: whether the part is mirrored."""
+    """Boxes in whole pixels, int64 [n] each, inside their images; `flipped`, bool [n], marks mirrored crops."""
 
     top: Pixels
     left: Pixels
@@ -46,12 +46,15 @@ class Crops(NamedTuple):
 def crops(
     policy: str, seed: int, positions: Pixels, height: Size, width: Size, purpose: str = "augment"
 ) -> Crops:
-    """What a policy of `CROPPING` takes of images of these sizes (an int, or [n]) at these positions [n] of the stream.
+    """Draw the crops of a policy of `CROPPING` for images of these sizes (an int, or [n]).
 
-    `purpose` keeps several views of the same image apart. Raises ValueError for a policy that takes no part.
+    `positions` [n] number the samples over the whole training; `purpose` gives several views of an image different
+    random numbers. Raises ValueError for a policy that does not crop.
     """
     if policy not in CROPPING:
-        raise ValueError(f"augmentation policy {policy!r} takes no part of an image; {', '.join(_DRAWS)} do")
+        raise ValueError(
+            f"augmentation policy {policy!r} does not crop; expected one of: {', '.join(_DRAWS)}"
+        )
     draws = uniform(seed, positions, _DRAWS[policy], purpose)
     if policy == "crop_flip":
         box = crop_boxes(draws, height, width)
@@ -67,21 +70,21 @@ def crops(
 
 
 class RandomCrop(NamedTuple):
-    """The random crop of a training, which the loader takes of each original image while it decodes it."""
+    """The random crop of a training, which the loader applies to each original image while decoding it."""
 
     policy: str
     seed: int
 
     def boxes(self, positions: Pixels, height: Size, width: Size) -> Crops:
-        """What it takes of images of these sizes (an int, or [n]) at these positions [n] of the stream."""
+        """Draw the crops of images of these sizes (an int, or [n]) at these positions [n] of the training."""
         return crops(self.policy, self.seed, positions, height, width)
 
 
 def crop_boxes(draws: Numbers, height: Size, width: Size) -> tuple[Pixels, Pixels, Pixels, Pixels]:
-    """(top, left, height, width) of the Inception crop of ViT's pretraining, from a sample's first four draws.
+    """Return (top, left, height, width) of the Inception crop of ViT's pretraining, from a sample's first four draws.
 
-    Area 5-100 %, aspect 3/4-4/3, height uniform between its limits as TensorFlow's sampler does, so the area is not
-    uniform.
+    Area 5-100%, aspect 3/4-4/3. The height is uniform between its limits, as in TensorFlow's sampler, so the area is
+    not.
     """
     aspect = CROP_ASPECT[0] + draws[:, 0] * (CROP_ASPECT[1] - CROP_ASPECT[0])
     area = np.asarray(height * width)
@@ -94,10 +97,10 @@ def crop_boxes(draws: Numbers, height: Size, width: Size) -> tuple[Pixels, Pixel
 
 
 def resized_crop_boxes(draws: Numbers, height: Size, width: Size) -> tuple[Pixels, Pixels, Pixels, Pixels]:
-    """(top, left, height, width) of torchvision's RandomResizedCrop, from a sample's first 22 draws.
+    """Return (top, left, height, width) of torchvision's RandomResizedCrop, from a sample's first 22 draws.
 
-    Area uniform from 8 to 100 %, aspect log-uniform from 3/4 to 4/3; the first of ten tries that lies inside the
-    image, else its middle with the aspect brought into that range.
+    Area uniform from 8 to 100%, aspect log-uniform from 3/4 to 4/3. The first of ten tries that fits the image is used,
+    otherwise a centre crop with the aspect clipped to that range.
     """
     tries = draws[:, : 2 * RESIZED_CROP_TRIES].reshape(len(draws), RESIZED_CROP_TRIES, 2)
     heights, widths = (np.broadcast_to(size, len(draws))[:, None] for size in (height, width))
@@ -107,27 +110,27 @@ def resized_crop_boxes(draws: Numbers, height: Size, width: Size) -> tuple[Pixel
     aspect = np.exp(low + tries[:, :, 1] * (high - low))
     tall, wide = np.round(np.sqrt(area / aspect)), np.round(np.sqrt(area * aspect))
     fits = (tall > 0) & (tall <= heights) & (wide > 0) & (wide <= widths)
-    found, first = fits.any(axis=1), fits.argmax(axis=1)
+    has_fit, first = fits.any(axis=1), fits.argmax(axis=1)
     every = np.arange(len(draws))
     middle_height = np.minimum(heights[:, 0], np.round(widths[:, 0] / CROP_ASPECT[0]))
     middle_width = np.minimum(widths[:, 0], np.round(heights[:, 0] * CROP_ASPECT[1]))
-    crop_height = np.where(found, tall[every, first], middle_height).astype(np.int64)
-    crop_width = np.where(found, wide[every, first], middle_width).astype(np.int64)
+    crop_height = np.where(has_fit, tall[every, first], middle_height).astype(np.int64)
+    crop_width = np.where(has_fit, wide[every, first], middle_width).astype(np.int64)
     place = draws[:, 2 * RESIZED_CROP_TRIES : 2 * RESIZED_CROP_TRIES + 2]
     top, left = _placed(place, height, width, crop_height, crop_width)
     return (
-        np.where(found, top, (height - crop_height) // 2),
-        np.where(found, left, (width - crop_width) // 2),
+        np.where(has_fit, top, (height - crop_height) // 2),
+        np.where(has_fit, left, (width - crop_width) // 2),
         crop_height,
         crop_width,
     )
 
 
 def squash_crop_boxes(draws: Numbers, height: Size, width: Size) -> tuple[Pixels, Pixels, Pixels, Pixels]:
-    """(top, left, height, width) of BiT's crop, which the paper's fine-tuning cites, from a sample's draws 2 and 3.
+    """Return (top, left, height, width) of BiT's crop, which the paper's fine-tuning cites, from draws 2 and 3.
 
-    The image squashed to 448 x 448 and 384 x 384 taken of that anywhere: 6/7 of each side, so the square is squashed
-    as the whole would be. In whole pixels of the original image.
+    BiT squashes an image to 448 x 448 and crops 384 x 384 anywhere. That is 6/7 of each side of the original image,
+    here in whole pixels.
     """
     ones = np.ones(len(draws), np.int64)
     crop_height = np.maximum(1, np.round(ones * height * SQUASH_CROP)).astype(np.int64)
@@ -138,7 +141,7 @@ def squash_crop_boxes(draws: Numbers, height: Size, width: Size) -> tuple[Pixels
 def _placed(
     draws: Numbers, height: Size, width: Size, crop_height: Pixels, crop_width: Pixels
 ) -> tuple[Pixels, Pixels]:
-    """(top, left), each possible place equally likely."""
+    """Return (top, left), with all possible places equally likely."""
     top = (draws[:, 0] * (height - crop_height + 1)).astype(np.int64)
     left = (draws[:, 1] * (width - crop_width + 1)).astype(np.int64)
     return top, left

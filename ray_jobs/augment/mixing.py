@@ -1,7 +1,7 @@
-"""Mixup (Zhang et al. 2018) and CutMix (Yun et al. 2019): each image gets some of another's pixels and of its label.
+"""Mixup (Zhang et al. 2018) and CutMix (Yun et al. 2019): mix each image and its label with another.
 
-Image i of a *global* batch is mixed with image i - 1, as big_vision rolls a batch; all by one weight, drawn for the
-step. So a worker needs one image of another worker, and the mixed batch is the same at any world size.
+Image i of the *global* batch is mixed with image i - 1, as big_vision rolls a batch, with one weight per step. So a
+worker only needs one image of another worker, and the mixed batch is the same at any world size.
 In: uint8 [n, h, w, c] and int64 labels [n]. Out: uint8 of the same shape, and probabilities [n, classes] as targets.
 """
 
@@ -17,29 +17,30 @@ from torch.nn import functional
 
 from ray_jobs.augment.random import uniform
 
-_BITS = 16  # pixels are mixed in whole numbers: the same on every device
+_BITS = 16  # pixels are mixed in integers, for the same result on every device
 _PARTS = 1 << _BITS
 _DRAWS = 8
 
 
 class Mix(NamedTuple):
-    """How the images of a step are mixed."""
+    """The mixing of a step's images."""
 
     own: int
-    """How much of its own label an image keeps, in parts of 65,536; with mixup also of its own pixels."""
+    """The weight of an image's own label, in units of 1 / 65,536; with mixup also of its own pixels."""
     box: tuple[int, int, int, int] | None
-    """With CutMix (top, left, height, width): what is taken of the other image whole."""
+    """With CutMix, the part that the other image replaces: (top, left, height, width)."""
 
 
 def plan(mixup: float, cutmix: float, seed: int, step: int, height: int, width: int) -> Mix | None:
-    """What a step does: a pure function. `mixup` and `cutmix` are the alphas of Beta(alpha, alpha), 0: not at all.
+    """Draw the mixing of a step, a pure function of the arguments; None without mixup and CutMix.
 
-    Mixup's weight is the larger of b and 1 - b (big_vision); CutMix cuts 1 - b of the area, its middle anywhere, and
-    counts what of that lies inside. With both, each step is one or the other, equally likely.
+    `mixup` and `cutmix` are the alphas of Beta(alpha, alpha); 0 turns them off. Mixup's weight is the larger of b and
+    1 - b (big_vision). CutMix cuts a box with 1 - b of the area, centred anywhere, and weights labels by the part of it
+    that lies inside the image. With both, each step uses one or the other, equally likely.
     """
     if not mixup and not cutmix:
         return None
-    from scipy.special import betaincinv  # half a second, which only a training waits for
+    from scipy.special import betaincinv
 
     draws = uniform(seed, np.array([step]), _DRAWS, "mixing")[0]
     if mixup and (not cutmix or draws[0] < 0.5):
@@ -56,9 +57,9 @@ def plan(mixup: float, cutmix: float, seed: int, step: int, height: int, width: 
 
 
 def mix(images: Tensor, labels: Tensor, classes: int, how: Mix) -> tuple[Tensor, Tensor]:
-    """A worker's share of a global batch, mixed: uint8 [n, h, w, c] and float32 targets [n, classes].
+    """Mix a worker's share of a global batch; return uint8 [n, h, w, c] and float32 targets [n, classes].
 
-    All workers of torch.distributed's default group call this together; without a group the share is the whole batch.
+    All workers of torch.distributed's default group call this together. Without a group the share is the whole batch.
     """
     before, before_label = _last_of_previous(images, labels)
     others = torch.cat([before[None], images[:-1]])
@@ -73,19 +74,19 @@ def mix(images: Tensor, labels: Tensor, classes: int, how: Mix) -> tuple[Tensor,
         mixed[place] = others[place]
     own = how.own / _PARTS
     targets, other_targets = (
-        functional.one_hot(given, classes).to(torch.float32) for given in (labels, other_labels)
+        functional.one_hot(indices, classes).to(torch.float32) for indices in (labels, other_labels)
     )
     return mixed, own * targets + (1 - own) * other_targets
 
 
 def _last_of_previous(images: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-    """The last image and label of the worker before this one; the first one's is the last of all."""
+    """Return the last image and label of the previous worker; the last worker precedes the first."""
     last = images[-1].contiguous(), labels[-1].contiguous()
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return last
-    found = []
+    previous = []
     for own in last:
-        of_all = [torch.empty_like(own) for _ in range(dist.get_world_size())]
-        dist.all_gather(of_all, own)
-        found.append(of_all[dist.get_rank() - 1])
-    return found[0], found[1]
+        gathered = [torch.empty_like(own) for _ in range(dist.get_world_size())]
+        dist.all_gather(gathered, own)
+        previous.append(gathered[dist.get_rank() - 1])
+    return previous[0], previous[1]

@@ -1,8 +1,8 @@
-"""RandAugment as AugReg and big_vision use it: the original one of TensorFlow (Cubuk et al., arXiv 1909.13719).
+"""RandAugment as AugReg and big_vision use it: the original TensorFlow version (Cubuk et al., arXiv 1909.13719).
 
-In and out: uint8 tensors [n, h, w, c] at the model's resolution, after crop and flip, on any device with the same
-result. Two things are not TensorFlow's: Contrast blends with the mean grey, as Pillow and the paper have it, not with
-(number of pixels / 256), 196 at 224 x 224; and what is in pixels, made for 224, is in proportion at other sizes.
+In and out: uint8 tensors [n, h, w, c] at the model's resolution, after crop and flip, with the same result on any
+device. It differs from TensorFlow in two ways. Contrast blends with the mean grey, as in Pillow and the paper, and not
+with (number of pixels / 256), which is 196 at 224 x 224. Amounts in pixels, made for 224, are scaled to other sizes.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from ray_jobs.augment import colour
 from ray_jobs.augment.random import uniform
 
 OPERATIONS = (
-    "AutoContrast", "Equalize", "Invert", "Rotate", "Posterize", "Solarize", "Color", "Contrast", "Brightness",
-    "Sharpness", "ShearX", "ShearY", "TranslateX", "TranslateY", "Cutout", "SolarizeAdd",
-)  # fmt: skip
+    *("AutoContrast", "Equalize", "Invert", "Rotate", "Posterize", "Solarize", "Color", "Contrast"),
+    *("Brightness", "Sharpness", "ShearX", "ShearY", "TranslateX", "TranslateY", "Cutout", "SolarizeAdd"),
+)
 FILL = 128
-_DRAWS = 4  # of an operation: which, its sign, and the middle of a cutout
+_DRAWS = 4  # per layer: the operation, its sign, and the centre (y, x) of a cutout
 _MADE_FOR = 224
 
 Numbers = NDArray[np.float64]
@@ -29,9 +29,9 @@ Numbers = NDArray[np.float64]
 def randaugment(
     images: Tensor, layers: int, magnitude: float, seed: int, positions: NDArray[np.int64]
 ) -> Tensor:
-    """`layers` operations on each image [n, h, w, c], one after the other, each any of the 16 and always applied.
+    """Apply `layers` random operations to each image [n, h, w, c], one after the other.
 
-    `magnitude` is on the scale on which 10 is the original's most; `positions` [n] number the samples over the whole
+    `magnitude` is on the original scale, whose maximum is 10; `positions` [n] number the samples over the whole
     training.
     """
     draws = uniform(seed, positions, _DRAWS * layers, "randaugment").reshape(len(positions), layers, _DRAWS)
@@ -39,15 +39,15 @@ def randaugment(
         chosen = (draws[:, layer, 0] * len(OPERATIONS)).astype(np.int64)
         changed = torch.empty_like(images)
         for number in np.unique(chosen):
-            where = np.flatnonzero(chosen == number)
-            index = torch.from_numpy(where).to(images.device)
-            changed[index] = apply(OPERATIONS[number], images[index], magnitude, draws[where, layer, 1:])
+            rows = np.flatnonzero(chosen == number)
+            index = torch.from_numpy(rows).to(images.device)
+            changed[index] = apply(OPERATIONS[number], images[index], magnitude, draws[rows, layer, 1:])
         images = changed
     return images
 
 
 def apply(operation: str, images: Tensor, magnitude: float, draws: Numbers) -> Tensor:
-    """One operation on all of these images. `draws` [n, 3]: the sign (below a half: negative), and a place (y, x)."""
+    """Apply one operation to all images. `draws` [n, 3] are the sign (negative below 0.5) and a place (y, x)."""
     level = magnitude / 10
     sign = np.where(draws[:, 0] < 0.5, -1.0, 1.0)
     match operation:
@@ -83,19 +83,21 @@ def apply(operation: str, images: Tensor, magnitude: float, draws: Numbers) -> T
             return warp(images, [1, 0, 0], [0, 1, sign * level * 100 * images.shape[1] / _MADE_FOR])
         case "Cutout":
             return cutout(images, int(level * 40 * min(images.shape[1:3]) / _MADE_FOR), draws[:, 1:])
-    raise ValueError(f"{operation!r} is none of {', '.join(OPERATIONS)}")
+    raise ValueError(f"unknown operation {operation!r}; expected one of: {', '.join(OPERATIONS)}")
 
 
 def rotate(images: Tensor, radians: Numbers) -> Tensor:
-    """Turn each image about its middle by its own angle [n]."""
+    """Rotate each image about its centre by its own angle [n]."""
     y, x = (images.shape[1] - 1) / 2, (images.shape[2] - 1) / 2
     cos, sin = np.cos(radians), np.sin(radians)
     return warp(images, [cos, -sin, x - cos * x + sin * y], [sin, cos, y - sin * x - cos * y])
 
 
 def warp(images: Tensor, to_x: list[float | Numbers], to_y: list[float | Numbers]) -> Tensor:
-    """The pixel at (x, y) is the image's nearest to (to_x, to_y) . (x, y, 1), each entry a number or one an image [n];
-    grey where there is none. Pixels are counted from the middle of the first one."""
+    """Warp each image: the pixel at (x, y) comes from the pixel nearest to (to_x, to_y) . (x, y, 1).
+
+    Each entry is a number, or one per image [n]. Coordinates count pixel centres. Pixels from outside are grey.
+    """
     n, height, width, c = images.shape
     device = images.device
     columns, rows = (
@@ -118,7 +120,7 @@ def warp(images: Tensor, to_x: list[float | Numbers], to_y: list[float | Numbers
 
 
 def cutout(images: Tensor, half: int, centres: Numbers) -> Tensor:
-    """A grey square of 2 `half` pixels a side, cut off at the border, its middle at `centres` [n, 2] of (h, w)."""
+    """Fill a grey square with sides of 2 * `half` pixels at `centres` [n, 2], fractions of (h, w)."""
     sides = images.shape[1:3]
     covered = []
     for number, side in enumerate(sides):

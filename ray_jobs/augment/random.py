@@ -1,6 +1,7 @@
 """Random numbers of samples and steps: pure functions of a seed, a purpose and a position in the training stream.
 
-They are drawn on the CPU and used on whatever device the images are on: the same at any rank, thread count and restart.
+They are drawn on the CPU for images on any device, so they are the same at any rank and thread count and after a
+restart.
 """
 
 from __future__ import annotations
@@ -14,7 +15,10 @@ from numpy.typing import NDArray
 def uniform(
     seed: int, positions: NDArray[np.int64], draws: int = 8, purpose: str = "augment"
 ) -> NDArray[np.float64]:
-    """Numbers in [0, 1), [n, draws]: row i is a pure function of seed, purpose, draws and positions[i] (SplitMix64)."""
+    """Return numbers in [0, 1), [n, draws]; row i is a pure function of seed, purpose, draws and positions[i].
+
+    The generator is SplitMix64.
+    """
     key = np.uint64(int.from_bytes(hashlib.sha256(f"{purpose}/{seed}".encode()).digest()[:8]))
     counter = positions.astype(np.uint64)[:, None] * np.uint64(draws) + np.arange(draws, dtype=np.uint64)
     state = np.asarray(key + counter * np.uint64(0x9E3779B97F4A7C15), np.uint64)

@@ -1,4 +1,4 @@
-"""The augmentation of a training, as one object: what the loader cuts, and what the loop applies to a batch.
+"""The augmentation of a training as one object: the loader's crop, and what the loop applies to a batch.
 
 Use:
 
@@ -28,10 +28,10 @@ from ray_jobs.augment.views import two_views
 
 @dataclass(frozen=True)
 class TrainTransform:
-    """The random crop and flip, then RandAugment, then mixup or CutMix, as far as `config` has them; or MoCo's views.
+    """The configured augmentation: random crop and flip, RandAugment, then mixup or CutMix; or MoCo's views.
 
     `from_files` says that the dataset stores image files, not pixels. Files are cropped while they are decoded, at full
-    resolution; stored pixels are cropped on the device, and so are both of MoCo's views, which need the whole image.
+    resolution. Stored pixels are cropped on the device, and so are both of MoCo's views, which need the whole image.
     """
 
     config: Pretrain | Finetune
@@ -46,9 +46,9 @@ class TrainTransform:
 
     @property
     def crop(self) -> RandomCrop | None:
-        """What the loader cuts; None if it delivers whole images."""
+        """The loader's crop; None if it delivers whole images."""
         policy = self.config.augment
-        # a flip alone does not need the original image
+        # A flip alone does not need the original image.
         if not self.from_files or self.has_two_views or policy not in CROPPING or policy == "flip":
             return None
         return RandomCrop(policy, self.seed)
@@ -64,8 +64,8 @@ class TrainTransform:
             positions: [n], the numbers of the samples over the whole training.
 
         Returns:
-            The views, uint8 [n, h, w, c], one or two; and the targets, which are the labels, or probabilities
-            [n, num_classes] of mixed images.
+            One or two views, uint8 [n, h, w, c]; and the targets: the labels, or probabilities [n, num_classes] of
+            mixed images.
         """
         config, seed = self.config, self.seed
         if self.has_two_views:
@@ -75,7 +75,7 @@ class TrainTransform:
         if config.randaugment is not None:
             layers, magnitude = config.randaugment.layers, config.randaugment.magnitude
             images = randaugment(images, layers, magnitude, seed, positions)
-        how = mixing.plan(config.mixup, config.cutmix, seed, step, *images.shape[1:3])
-        if how is not None:
-            images, labels = mixing.mix(images, labels, self.num_classes, how)
+        mix = mixing.plan(config.mixup, config.cutmix, seed, step, *images.shape[1:3])
+        if mix is not None:
+            images, labels = mixing.mix(images, labels, self.num_classes, mix)
         return (images,), labels

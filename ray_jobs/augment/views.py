@@ -1,7 +1,7 @@
 """The two views of an image that MoCo v3 compares (Chen, Xie and He 2021; the authors' main_moco.py).
 
-In and out: uint8 tensors [n, h, w, c] at the model's resolution, on any device. Each view has its own random numbers,
-by sample. Grey images have no colours to change. Blur, made for 224 pixels, is in proportion at other sizes.
+In and out: uint8 tensors [n, h, w, c] at the model's resolution, on any device. Each view of each sample has its own
+random numbers. Grey images have no colours to change. The blur, made for 224 pixels, is scaled to other sizes.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from ray_jobs.augment import colour
 from ray_jobs.augment.batch import augment
 from ray_jobs.augment.random import uniform
 
-JITTER = 0.8  # how often
-# By how much at most, each way: factors around 1, and of the hues' circle.
+JITTER = 0.8  # probability
+# Maximum changes: factors around 1; for the hue, a fraction of the circle.
 STRENGTHS = {"brightness": 0.4, "contrast": 0.4, "saturation": 0.2, "hue": 0.1}
 GREY = 0.2
 SIGMAS = (0.1, 2.0)
@@ -29,7 +29,7 @@ _DRAWS = 16
 
 
 class View(NamedTuple):
-    """How often a view is blurred and solarized; in all else the two are alike."""
+    """The probabilities that a view is blurred and solarized; the two views do not differ otherwise."""
 
     blur: float
     solarize: float
@@ -42,7 +42,8 @@ Chosen = NDArray[np.bool_]
 
 
 def two_views(images: Tensor, policy: str, seed: int, positions: NDArray[np.int64]) -> tuple[Tensor, Tensor]:
-    """Each image [n, h, w, c] twice: cropped and flipped by `policy` (the authors': resized_crop_flip), then coloured.
+    """Make two views of each image [n, h, w, c]: cropped and flipped by `policy` (the authors' is resized_crop_flip),
+    then coloured.
 
     `positions` [n] number the samples over the whole training.
     """
@@ -58,7 +59,7 @@ def two_views(images: Tensor, policy: str, seed: int, positions: NDArray[np.int6
 
 
 def coloured(images: Tensor, view: View, draws: Draws) -> Tensor:
-    """Jitter, grey, blur and solarize, each of some of the images, as their draws [n, 16] say."""
+    """Apply jitter, grey, blur and solarize to some of the images each, according to their draws [n, 16]."""
     images = jitter(images, draws[:, :9])
     images = _some(images, draws[:, 9] < GREY, lambda some, _: colour.grey(some).expand_as(some))
     scale = min(images.shape[1:3]) / _MADE_FOR
@@ -73,14 +74,16 @@ def coloured(images: Tensor, view: View, draws: Draws) -> Tensor:
 
 
 def jitter(images: Tensor, draws: Draws) -> Tensor:
-    """Brightness, contrast, saturation and hue of most images, in any order: draws [n, 9] say of which, by how much
-    each, and in what order."""
+    """Change brightness, contrast, saturation and hue of most images, in random order.
+
+    `draws` [n, 9] decide whether an image changes, the four amounts, and the order.
+    """
     changes = (colour.brightness, colour.contrast, colour.saturation, colour.hue)
-    by = (2 * draws[:, 1:5] - 1) * list(STRENGTHS.values()) + [1, 1, 1, 0]
+    all_amounts = (2 * draws[:, 1:5] - 1) * list(STRENGTHS.values()) + [1, 1, 1, 0]
     order = np.argsort(draws[:, 5:9], axis=1, kind="stable")
     for turn in range(len(changes)):
         for number, change in enumerate(changes):
-            amounts = by[:, number]
+            amounts = all_amounts[:, number]
             images = _some(
                 images,
                 (draws[:, 0] < JITTER) & (order[:, turn] == number),
@@ -92,8 +95,8 @@ def jitter(images: Tensor, draws: Draws) -> Tensor:
 
 
 def _some(images: Tensor, chosen: Chosen, change: Callable[[Tensor, Chosen], Tensor]) -> Tensor:
-    """The images, those that are chosen [n] changed."""
+    """Apply `change` to the images for which `chosen` [n] is true."""
     if not chosen.any():
         return images
-    where = torch.from_numpy(np.flatnonzero(chosen)).to(images.device)
-    return images.index_copy(0, where, change(images[where], chosen))
+    rows = torch.from_numpy(np.flatnonzero(chosen)).to(images.device)
+    return images.index_copy(0, rows, change(images[rows], chosen))

@@ -1,4 +1,4 @@
-"""How VTAB's tasks are augmented in fine-tuning: BiT's crop and flip, but where one would change the answer.
+"""The augmentation of VTAB's tasks in fine-tuning: BiT's crop and flip, unless one would change the label.
 
 Source: BiT (arXiv 1912.11370), appendix F.
 """
@@ -38,10 +38,10 @@ SWITCHES = {
 
 
 def vtab_policy(task: str) -> Augmentation:
-    """The augmentation of a VTAB task, by the name that its folder has in the usual copies of VTAB-1k.
+    """Return the augmentation of a VTAB task, by the name of its folder in the usual copies of VTAB-1k.
 
-    Raises ValueError for another name.
+    Raises ValueError for an unknown name.
     """
     if task not in SWITCHES:
-        raise ValueError(f"{task!r} is no task of VTAB{nearest(task, SWITCHES)}")
+        raise ValueError(f"unknown VTAB task {task!r}{nearest(task, SWITCHES)}")
     return POLICIES[SWITCHES[task]]

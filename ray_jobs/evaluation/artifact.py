@@ -15,8 +15,10 @@ from ray_jobs.process.stage import Context, Result
 def save_evaluation(
     context: Context[Evaluate] | Context[Baselines], rows: list[Any], predictions: list[Any], overlap: Overlap
 ) -> Result:
-    """Write the two tables of an evaluation; its accuracies, averaged over draws, and the overlap of training and test
-    become the artifact's metrics."""
+    """Write the two tables of an evaluation.
+
+    The artifact's metrics are the accuracies, averaged over draws, and the overlap of training and test images.
+    """
     with context.staging() as staging:
         tables.write_table(staging.path / "rows.parquet", rows, tables.ROWS)
         tables.write_predictions(staging.path / "predictions.parquet", predictions)
@@ -26,7 +28,7 @@ def save_evaluation(
 
 
 def mean_accuracies(rows: list[Any]) -> dict[str, float | int | str]:
-    """Mean accuracy over the draws, by method and number of labels."""
+    """Return the mean accuracy over draws, by method and number of labels."""
     groups: dict[str, list[float]] = {}
     for row in rows:
         labels = "all" if row["labels_per_class"] is None else row["labels_per_class"]

@@ -1,4 +1,4 @@
-"""Features of labelled images and of test: of a frozen backbone, of untrained weights, and pixels beside them."""
+"""Features of labelled and test images: from a frozen backbone, from an untrained model, and plain pixels."""
 
 from __future__ import annotations
 
@@ -24,20 +24,20 @@ from vit_model.preprocessing import normalise
 from vit_model.variants import FAMILIES
 from vit_model.weights import load_model
 
-# A linear probe on more inputs than this has too many: pixels of larger images are taken from them at this size.
+# The pixels of larger images are reduced to this side; more inputs would be too many for a linear probe.
 PIXELS_SIDE = 32
 UNTRAINED = "untrained"
-BATCH = 256  # images that a backbone is given at once
-DECODED = 4 * BATCH  # images in memory at once: at 384 pixels a side 450 MB
+BATCH = 256  # images per forward pass
+DECODED = 4 * BATCH  # images in memory at once; 450 MB at 384 x 384 pixels
 
 Embed = Callable[[NDArray[Any]], NDArray[Any]]
 
 
 @dataclass(frozen=True)
 class Support:
-    """The images that labels may be drawn from: the split, the row there and the label of each, all [n].
+    """The labelled images that draws are taken from: the split, the row in it and the label of each, all [n].
 
-    `needed` [m] are the places, ascending, of the images that some draw takes; with a linear probe, of all.
+    `needed` [m] are the ascending indices of the images that some draw takes, or of all for a linear probe.
     """
 
     splits: NDArray[Any]
@@ -47,7 +47,7 @@ class Support:
 
 
 def support_of(dataset: Dataset, config: Evaluate) -> Support:
-    """Train, with `support: train+dev` then dev."""
+    """Return the images of train, followed by those of dev with `support: train+dev`."""
     splits: tuple[Split, ...] = ("train", "dev") if config.support == "train+dev" else ("train",)
     by_split = [dataset.labels(split) for split in splits]
     labels = np.concatenate(by_split)
@@ -57,15 +57,15 @@ def support_of(dataset: Dataset, config: Evaluate) -> Support:
         drawn = [draw_labels(labels, max(config.shots), config.seed, draw) for draw in draws]
         needed = np.unique(np.concatenate(drawn))
     return Support(
-        np.repeat(splits, [len(own) for own in by_split]),
-        np.concatenate([np.arange(len(own)) for own in by_split]),
+        np.repeat(splits, [len(split_labels) for split_labels in by_split]),
+        np.concatenate([np.arange(len(split_labels)) for split_labels in by_split]),
         labels,
         needed,
     )
 
 
 def labelled_rows(dataset: Dataset, support: Support) -> pa.Table:
-    """The columns COMPARED for the images that the support needs."""
+    """Return the columns COMPARED of the images that the support needs."""
     splits: list[Split] = list(dict.fromkeys(support.splits.tolist()))
     rows = pa.concat_tables([dataset.index(split).select(COMPARED) for split in splits])
     return rows.take(support.needed)
@@ -74,10 +74,10 @@ def labelled_rows(dataset: Dataset, support: Support) -> pa.Table:
 def features_of(
     dataset: Dataset, model_folder: Path, support: Support, config: Evaluate, backbone: str
 ) -> Iterator[tuple[str, NDArray[Any], NDArray[Any], bool]]:
-    """(method, features of the support's images [n, d], of test [m, d], whether they are standardised) of each row.
+    """Yield (method, support features [n, d], test features [m, d], whether to standardise) for each kind of features.
 
-    Of the support only images that some draw takes are read; the features of the others are zero, and nobody looks
-    at them. `backbone` is what the model's own row is called, PRETRAINED or SEEN.
+    Only support images that some draw takes are read; the features of the others stay zero and are never used.
+    `backbone` names the model's own features: PRETRAINED or SEEN.
     """
     model, contract = load_model(model_folder)
     preprocessing = contract.preprocessing
@@ -86,7 +86,7 @@ def features_of(
     needed = support.needed
 
     def features(preprocessing: Preprocessing, *functions: Embed) -> Iterator[list[NDArray[Any]]]:
-        """For each function [features of the support, of test]; an image is decoded once for all of them."""
+        """Yield [support features, test features] for each function, decoding every image once for all of them."""
         splits = dict.fromkeys(support.splits[needed].tolist())
         parts = [
             _embedded(
@@ -99,10 +99,10 @@ def features_of(
             for split in splits
         ]
         test = _embedded(dataset, "test", np.arange(dataset.info.splits["test"]), preprocessing, functions)
-        for *own, of_test in zip(*parts, test, strict=True):
-            train = np.zeros((len(support.labels), of_test.shape[1]), of_test.dtype)
-            train[needed] = np.concatenate(own)
-            yield [train, of_test]
+        for *support_parts, test_features in zip(*parts, test, strict=True):
+            train = np.zeros((len(support.labels), test_features.shape[1]), test_features.dtype)
+            train[needed] = np.concatenate(support_parts)
+            yield [train, test_features]
 
     untrained = build(contract.architecture)
     untrained.initialise(config.seed)
@@ -123,23 +123,25 @@ def _embedded(
     preprocessing: Preprocessing,
     functions: Sequence[Embed],
 ) -> list[NDArray[Any]]:
-    """What each function makes of these rows of a split, [n, d]; few images are in memory at once."""
-    found: list[list[NDArray[Any]]] = [[] for _ in functions]
+    """Apply each function to these rows of a split, [n, d] each, with few images in memory at once."""
+    features: list[list[NDArray[Any]]] = [[] for _ in functions]
     for start in range(0, len(rows), DECODED):
         images = dataset.images(split, preprocessing, rows[start : start + DECODED])
-        for parts, function in zip(found, functions, strict=True):
+        for parts, function in zip(features, functions, strict=True):
             parts.append(function(images))
-    return [np.concatenate(parts) for parts in found]
+    return [np.concatenate(parts) for parts in features]
 
 
 def embed(model: Network, contract: ModelContract, threads: int, images: NDArray[Any]) -> NDArray[Any]:
-    """The frozen representation [n, width] of images, in float32."""
+    """Return the frozen representation [n, width] of images, in float32."""
     set_threads(threads)
-    where = device()
-    model = model.to(where).eval()
+    target = device()
+    model = model.to(target).eval()
     with torch.inference_mode():
         parts = [
-            model.forward_features(normalise(batch.to(where), contract.preprocessing, torch.float32))[1].cpu()
+            model.forward_features(normalise(batch.to(target), contract.preprocessing, torch.float32))[
+                1
+            ].cpu()
             for batch in torch.from_numpy(images).split(BATCH)
         ]
     return torch.cat(parts).numpy()

@@ -1,26 +1,27 @@
-"""95 % intervals of accuracies and of paired differences, over label draws and test images at once.
+"""95% intervals of accuracies and of paired differences, over label draws and test images together.
 
 In: which test images were classified correctly, [draws, n_test], the same images in every draw. Out: (value, low, high)
-as fractions. numpy, and scipy's t distribution.
+as fractions. Needs numpy and scipy only.
 
-An interval answers: how far could the number move with other labelled images and other test images from the same
-sources? It does not cover another pretraining seed, another data set, or a setting that was picked by looking at these
-results. Each 95% interval is for its own comparison; `comparisons` widens those of a family (Bonferroni), so that all
-hold at once with 95%.
+An interval says how far the number could move with other labelled images and other test images from the same sources.
+It does not cover another pretraining seed, another data set, or a setting that was picked by looking at these results.
+Each 95% interval is for its own comparison; `comparisons` widens the intervals of a family (Bonferroni), so that all of
+them hold together with 95%.
 
 Width: the mean of a two-way table has the variance s2 / draws + b2 / n_test. s2 is the variance of the draws'
-accuracies, b2 that of images beyond what differs from draw to draw, both estimated without bias from the mean squares
-of the two-way analysis of variance. s2 is known from as few numbers as there are draws, so each part gets its own
+accuracies, and b2 the variance of the images beyond what differs from draw to draw. Both are estimated without bias
+from the mean squares of the two-way analysis of variance. s2 is estimated from few draws, so each term gets its own
 quantile of Student's t: half width^2 = t(draws - 1)^2 s2 / draws + t(n_test - 1)^2 b2 / n_test (Banerjee, Sankhya 22,
-1960, whose interval holds sums of independent normal means at least 95 % of the time). With one draw only the images
-vary; where all values are equal the interval has no width.
+1960: such an interval holds a sum of independent normal means at least 95% of the time). With one draw only the images
+vary; if all values are equal, the interval has no width.
 
-Shape: that of the two-way "pigeonhole" bootstrap (Owen, Annals of Applied Statistics 2007), which resamples draws and,
-independently, images: an accuracy near 1 has a longer side below. Its percentiles alone are too narrow with few draws:
-they use normal quantiles instead of t's, and the variance of d resampled draws is (d - 1) / d of what it should be.
+Shape: from the two-way "pigeonhole" bootstrap (Owen, Annals of Applied Statistics 2007), which resamples draws and,
+independently, images; near an accuracy of 1 the interval is longer on its lower side. Its percentiles alone are too
+narrow with few draws: they correspond to normal quantiles instead of t's, and the variance of d resampled draws is
+(d - 1) / d of what it should be.
 
-Coverage of the nominal 95 % in simulations with the quickstart's variances and 539 images (those of
-tests/ray_jobs/evaluation/test_intervals.py, 600 trials each):
+Coverage of the nominal 95% in simulations with the quickstart's variances and 539 images (see
+tests/ray_jobs/evaluation/test_intervals.py; 600 trials each):
 
 | draws                                       | 2   | 3   | 5   | 10  | 20  |
 |---------------------------------------------|-----|-----|-----|-----|-----|
@@ -35,7 +36,7 @@ from typing import NamedTuple
 import numpy as np
 from scipy.special import ndtri, stdtrit
 
-_BOOTSTRAP = 2  # keeps this module's random numbers apart from other users of the same seed
+_BOOTSTRAP = 2  # separates this module's random numbers from other uses of the same seed
 _CHUNK_VALUES = 4_000_000  # replicates are made in chunks of about 32 MB
 
 
@@ -48,7 +49,7 @@ class Interval(NamedTuple):
 
 
 def accuracy_interval(correct: np.ndarray, *, seed: int = 0, replicates: int = 2000) -> Interval:
-    """Accuracy over draws and test images, of correct [draws, n_test] (bool or 0/1)."""
+    """Return the accuracy over draws and test images with its interval, for correct [draws, n_test] (bool or 0/1)."""
     table = _checked("correct", correct)
     return _interval(table, seed, replicates, (0.0, 1.0))
 
@@ -61,16 +62,15 @@ def paired_difference(
     seed: int = 0,
     replicates: int = 2000,
 ) -> Interval:
-    """Accuracy of a minus accuracy of b, both [draws, n_test] with the same draws and the same images in each
-    place.
+    """Return the accuracy of a minus that of b with its interval; both are [draws, n_test], paired by draw and image.
 
-    What makes a draw or an image hard for both cancels. An interval without 0 is a difference at the 5% level; with
-    several `comparisons`, at the 5% level for all of them together.
+    What makes a draw or an image hard for both cancels out. An interval without 0 is a difference at the 5% level; with
+    several `comparisons`, at the 5% level for all of them together. Raises ValueError if the shapes differ.
     """
     a, b = _checked("correct_a", correct_a), _checked("correct_b", correct_b)
     if a.shape != b.shape:
         raise ValueError(
-            f"correct_a has shape {a.shape}, correct_b {b.shape}; a pair needs the same draws and test images"
+            f"correct_a has shape {a.shape}, correct_b {b.shape}; both need the same draws and test images"
         )
     return _interval(a - b, seed, replicates, (-1.0, 1.0), comparisons)
 
@@ -80,7 +80,7 @@ def _interval(
 ) -> Interval:
     if replicates < 100:
         raise ValueError(
-            f"replicates is {replicates}; percentiles of 2.5 and 97.5 need at least 100, better 2000"
+            f"replicates is {replicates}; the 2.5 and 97.5 percentiles need at least 100, better 2000"
         )
     means = _bootstrap_means(table, np.random.default_rng([seed, _BOOTSTRAP]), replicates)
     value, spread = table.mean(), ndtri(0.975) * means.std()
@@ -90,7 +90,7 @@ def _interval(
 
 
 def half_width(table: np.ndarray, alpha: float) -> float:
-    """Half the width of a symmetric 1 - alpha interval of the mean of a table [draws, n_test] (see the module)."""
+    """Return half the width of a symmetric 1 - alpha interval of the mean of a table [draws, n_test] (see above)."""
     draws, images = table.shape
     by_draw, by_image = (stdtrit(max(1, count - 1), 1 - alpha / 2) ** 2 for count in (draws, images))
     rows, columns = table.mean(axis=1), table.mean(axis=0)
@@ -102,15 +102,15 @@ def half_width(table: np.ndarray, alpha: float) -> float:
 
 
 def _variance(values: np.ndarray) -> float:
-    """The unbiased estimate; 0 for a single value."""
+    """Return the unbiased variance; 0 for a single value."""
     return float(values.var(ddof=1)) if len(values) > 1 else 0.0
 
 
 def _bootstrap_means(table: np.ndarray, rng: np.random.Generator, replicates: int) -> np.ndarray:
-    """Means [replicates] of the table [draws, n] with rows and columns resampled."""
+    """Return the means [replicates] of the table [draws, n] with rows and columns resampled."""
     num_draws, num_images = table.shape
-    # Images with the same column are one kind, and how many of each are drawn is all that counts: with few draws there
-    # are few kinds, however many images. In the order of the images, so that a - b and b - a draw alike.
+    # Images with equal columns are one kind, and only the number drawn of each kind matters: few draws give few kinds,
+    # however many images there are. The kinds keep the order of the images, so that a - b and b - a draw alike.
     kinds, first, sizes = np.unique(table, axis=1, return_index=True, return_counts=True)
     order = np.argsort(first)
     kinds, sizes = kinds[:, order], sizes[order]
@@ -128,6 +128,6 @@ def _checked(name: str, correct: np.ndarray) -> np.ndarray:
         raise ValueError(f"{name} has shape {correct.shape}; it must be [draws, n_test], both at least 1")
     if not np.isin(correct, (0, 1)).all():
         raise ValueError(
-            f"{name} holds values other than 0 and 1; it must say which predictions were correct"
+            f"{name} holds values other than 0 and 1; give 1 for a correct prediction and 0 for a wrong one"
         )
     return correct.astype(np.float64)

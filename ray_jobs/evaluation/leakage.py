@@ -1,16 +1,16 @@
-"""Leakage from test into training, found before a stage computes anything.
+"""Detection of test images that a backbone was trained on, before a stage computes anything.
 
 In: a stage's context and the images that it learns from. Out: `Overlap`, or a UserError if its backbone was trained on
 test images.
 
-The lineage tells what a model was trained on: the manifests of the model and its backbones name their data sets, and
-`index.parquet` lists the images. A pretraining trains on train; the stored model of a fine-tuning was fitted on the
-pool of draw 0, with all labels on train and dev. For imported weights, and for data sets without a manifest or an
-index, this is unknown; the log and the artifact's metrics say so.
+The lineage says what a model was trained on: the manifests of the model and its backbones name their data sets, and
+`index.parquet` lists the images. A pretraining uses train. The stored model of a fine-tuning was fitted on draw 0, or
+with all labels on train and dev. The training images of imported weights, and of data sets without a manifest or an
+index, are unknown; the log and the artifact's metrics say so.
 
-Images are equal if their bytes are (`content_id`). Test images that their own data set also has in train or dev, by its
-authors' splits, are counted but not refused: any model trained on that data set has seen them. Near-copies are only
-counted, because small pictures look alike without being copies.
+Two images are equal if their bytes are (`content_id`). Test images that the data set itself also has in train or dev,
+in its authors' splits, are counted but not refused, because any model trained on that data set has seen them.
+Near-copies are only counted, because small pictures can look alike without being copies.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from ray_jobs.evaluation.supports import support_rows
 from ray_jobs.process.stage import Context
 from vit_model.errors import UserError
 
-# The label of a model with a backbone trained on other images, and with one trained on the images labelled here.
+# How rows name a backbone that was trained on other images, and one that was trained on the images labelled here.
 PRETRAINED, SEEN = "pretrained", "trained on these images"
 COMPARED = ["content_id", "phash"]  # columns of an index
 _INDEX = "index.parquet"
@@ -46,20 +46,20 @@ class Training(NamedTuple):
     stage: str
     """The model's stage, job and key, for messages."""
     data: str
-    """The same of its data set."""
+    """Stage, job and key of its data set."""
     images: pa.Table
-    """COMPARED."""
+    """Columns COMPARED."""
 
 
 class Overlap(NamedTuple):
-    """How a data set's test images overlap with training images: the backbone's, its ancestors' and the stage's own."""
+    """The overlap of test images with the training images of the backbone, of its ancestors and of the stage itself."""
 
     seen: NDArray[np.bool_]
-    """[n], for each test image: the backbone or an ancestor was trained on it, and the data set has it only in test."""
+    """[n], per test image: the backbone or an ancestor was trained on it, and the data set has it only in test."""
     also_in_train: int
-    """Test images equal to a training image that the data set itself has in train or dev, too."""
+    """Test images equal to a training image that the data set itself also has in train or dev."""
     near_copies: int
-    """Test images whose perceptual hash is near that of a training image, but which are equal to none."""
+    """Test images with a perceptual hash near a training image's, but equal to no training image."""
     labels_seen: int
     """Labelled images of this stage that the backbone or an ancestor was trained on."""
     unknown: tuple[str, ...] = ()
@@ -80,10 +80,10 @@ class Overlap(NamedTuple):
 def check_leakage(
     context: Context[Evaluate | Finetune | Baselines], dataset: Dataset, labelled: pa.Table
 ) -> Overlap:
-    """Compare the test and the labelled images of a stage with the training images of its backbone, if it has one.
+    """Compare a stage's test and labelled images with the training images of its backbone, if it has one.
 
     Args:
-        context: of the stage.
+        context: the stage's context.
         dataset: the artifact that `data` names.
         labelled: the rows of its index that the stage learns from.
 
@@ -94,52 +94,52 @@ def check_leakage(
     trainings, unknown = read_trainings(context.open_store(), context.inputs.get("backbone", ()))
     test = dataset.index("test").select(COMPARED)
     own = pa.concat_tables([dataset.index(split).select(["content_id"]) for split in ("train", "dev")])
-    found = overlap(test, own, labelled, [training.images for training in trainings])
+    overlap = find_overlap(test, own, labelled, [training.images for training in trainings])
     config = context.config
-    if found.seen.any() and not isinstance(config, Baselines) and config.seen_in_training == "fail":
-        raise UserError(_refusal(config, test, found, trainings))
+    if overlap.seen.any() and not isinstance(config, Baselines) and config.seen_in_training == "fail":
+        raise UserError(_refusal(config, test, overlap, trainings))
     if unknown and _names_data(context, dataset):
-        found = found._replace(labels_seen=len(labelled))
-    found = found._replace(unknown=tuple(unknown))
-    for line in log_lines(found):
+        overlap = overlap._replace(labels_seen=len(labelled))
+    overlap = overlap._replace(unknown=tuple(unknown))
+    for line in log_lines(overlap):
         print(line, flush=True)
-    return found
+    return overlap
 
 
 def _names_data(context: Context[AnyStage], dataset: Dataset) -> bool:
-    """Whether the backbone's contract names this data set, as it does for exported and reimported vitflow weights."""
+    """Return whether the backbone's contract names this data set, as exported and reimported vitflow weights do."""
     from vit_model.weights import read_contract
 
     return read_contract(context.input("backbone")).training_data == dataset.info.content_digest
 
 
-def log_lines(found: Overlap) -> list[str]:
-    """An overlap in words."""
-    total, near = len(found.seen), found.near_copies
+def log_lines(overlap: Overlap) -> list[str]:
+    """Describe an overlap, one line per kind."""
+    total, near = len(overlap.seen), overlap.near_copies
     lines = [
-        f"test images seen in training: {found.seen.sum():,} of {total:,}, {near:,} more are near-copies"
+        f"test images seen in training: {overlap.seen.sum():,} of {total:,}, {near:,} more are near-copies"
     ]
-    if found.also_in_train:
+    if overlap.also_in_train:
         lines.append(
-            f"test images that the data set itself also has in train or dev: {found.also_in_train:,}"
+            f"test images that the data set itself also has in train or dev: {overlap.also_in_train:,}"
         )
-    if found.labels_seen:
-        lines.append(f"labelled images that the backbone was trained on: {found.labels_seen:,}")
-    lines += [f"{name}: training images unknown, so not counted" for name in found.unknown]
+    if overlap.labels_seen:
+        lines.append(f"labelled images that the backbone was trained on: {overlap.labels_seen:,}")
+    lines += [f"{name}: training images unknown, so not counted" for name in overlap.unknown]
     return lines
 
 
 def _refusal(
-    config: Evaluate | Finetune, test: pa.Table, found: Overlap, trainings: Sequence[Training]
+    config: Evaluate | Finetune, test: pa.Table, overlap: Overlap, trainings: Sequence[Training]
 ) -> str:
-    seen = test["content_id"].filter(pa.array(found.seen))
+    seen = test["content_id"].filter(pa.array(overlap.seen))
     counts = [
         (training, pc.sum(pc.is_in(seen, training.images["content_id"].combine_chunks())).as_py())
         for training in trainings
     ]
-    by = "; ".join(f"{count:,} by {one.stage} on {one.data}" for one, count in counts if count)
+    by = "; ".join(f"{count:,} by {training.stage} on {training.data}" for training, count in counts if count)
     return (
-        f"backbone {config.backbone}: trained on {found.seen.sum():,} of the {len(test):,} test images of"
+        f"backbone {config.backbone}: trained on {overlap.seen.sum():,} of the {len(test):,} test images of"
         f" {config.data} ({by}). Give `against: [{config.data}]` to the ingest of the training data, which leaves these"
         " images out, and retrain; or give `seen_in_training: report` to this stage, which scores them apart"
     )
@@ -148,74 +148,76 @@ def _refusal(
 # ------------------------------------------------------------------------------------------------- comparing
 
 
-def overlap(test: pa.Table, own: pa.Table, labelled: pa.Table, trainings: Sequence[pa.Table]) -> Overlap:
-    """Compare a data set's images with those in training.
+def find_overlap(test: pa.Table, own: pa.Table, labelled: pa.Table, trainings: Sequence[pa.Table]) -> Overlap:
+    """Compare a data set's images with those used in training.
 
     Args:
         test: COMPARED of the test images.
         own: `content_id` of all images in the same data set's train and dev.
-        labelled: COMPARED of those that the stage learns from.
+        labelled: COMPARED of the images that the stage learns from.
         trainings: COMPARED of the training images of the backbone and of each ancestor.
     """
-    earlier, by_stage = _among(test, trainings), _among(test, [labelled])
-    authors = _among(test, [own])
-    seen = earlier & ~authors
-    equal = earlier | by_stage
-    hashes = [table["phash"].to_numpy() for table in (*trainings, labelled)]
-    own_hashes = test["phash"].to_numpy()
-    near = is_near(own_hashes, np.concatenate(hashes), _MAX_DISTANCE) & ~equal
-    near &= own_hashes != 0  # a flat image has no hash
-    labels_seen = _among(labelled, trainings)
-    return Overlap(seen, int((equal & authors).sum()), int(near.sum()), int(labels_seen.sum()))
+    in_training, in_labelled = _is_in_any(test, trainings), _is_in_any(test, [labelled])
+    in_own_train = _is_in_any(test, [own])
+    seen = in_training & ~in_own_train
+    equal = in_training | in_labelled
+    training_hashes = [table["phash"].to_numpy() for table in (*trainings, labelled)]
+    test_hashes = test["phash"].to_numpy()
+    near = is_near(test_hashes, np.concatenate(training_hashes), _MAX_DISTANCE) & ~equal
+    near &= test_hashes != 0  # a flat image has no hash
+    labels_seen = _is_in_any(labelled, trainings)
+    return Overlap(seen, int((equal & in_own_train).sum()), int(near.sum()), int(labels_seen.sum()))
 
 
-def _among(images: pa.Table, others: Iterable[pa.Table]) -> NDArray[np.bool_]:
-    """[n]: whether one of the other tables has an image with the same bytes."""
-    found = np.zeros(len(images), bool)
+def _is_in_any(images: pa.Table, others: Iterable[pa.Table]) -> NDArray[np.bool_]:
+    """Return, for each image [n], whether one of the other tables has an image with the same bytes."""
+    is_in = np.zeros(len(images), bool)
     ids = images["content_id"].combine_chunks()
     for other in others:
-        theirs = other["content_id"]
-        # build the lookup table from the few ids in common, not from a million training images
-        common = theirs.filter(pc.is_in(theirs, ids)).combine_chunks()
-        found |= pc.is_in(ids, common).to_numpy(zero_copy_only=False)
-    return found
+        other_ids = other["content_id"]
+        # Build the lookup table from the few ids in common, not from a million training images.
+        common = other_ids.filter(pc.is_in(other_ids, ids)).combine_chunks()
+        is_in |= pc.is_in(ids, common).to_numpy(zero_copy_only=False)
+    return is_in
 
 
 # ------------------------------------------------------------------------------------------------- the lineage
 
 
 def read_trainings(store: Store, models: Iterable[Manifest]) -> tuple[list[Training], list[str]]:
-    """(training images of models and their ancestors, those models with unknown training images).
+    """Return the training images of models and their ancestors, and which of the models have unknown ones.
 
     Raises:
         UserError: an index is damaged.
         StoreError: the store cannot be read.
     """
-    trainings, unknown, waiting = [], [], list(models)
-    met = {manifest.key for manifest in waiting}
-    while waiting:
-        manifest = waiting.pop()
-        name = _named(manifest)
+    trainings, unknown, queue = [], [], list(models)
+    visited = {manifest.key for manifest in queue}
+    while queue:
+        manifest = queue.pop()
+        name = _described(manifest)
         for reference in manifest.inputs.get("backbone", ()):
             backbone = _unchanged(store, reference)
             if backbone is None:
                 unknown.append(f"{reference.job} {reference.key[:12]}, which was removed")
-            elif backbone.key not in met:
-                met.add(backbone.key)
-                waiting.append(backbone)
+            elif backbone.key not in visited:
+                visited.add(backbone.key)
+                queue.append(backbone)
         data = [_unchanged(store, reference) for reference in manifest.inputs.get("data", ())]
-        found = [(one, index) for one in data if one and (index := _index(store, one)) is not None]
-        if manifest.job not in ("pretrain", "finetune") or not found:
+        indexes = [
+            (dataset, index) for dataset in data if dataset and (index := _index(store, dataset)) is not None
+        ]
+        if manifest.job not in ("pretrain", "finetune") or not indexes:
             unknown.append(name)
         trainings += [
-            Training(name, _named(one), training_images(manifest, index).select(COMPARED))
-            for one, index in found
+            Training(name, _described(dataset), training_images(manifest, index).select(COMPARED))
+            for dataset, index in indexes
         ]
     return trainings, unknown
 
 
 def training_images(model: Manifest, index: pa.Table) -> pa.Table:
-    """The rows of a data set's index (columns `split` and `label`) that a pretraining or fine-tuning trained on."""
+    """Return the rows of a data set's index (with `split` and `label`) that a pretraining or fine-tuning trained on."""
     train = index.filter(pc.equal(index["split"], "train"))
     if model.job != "finetune":
         return train
@@ -225,8 +227,10 @@ def training_images(model: Manifest, index: pa.Table) -> pa.Table:
 
 
 def _unchanged(store: Store, reference: InputRef) -> Manifest | None:
-    """The artifact that a stage took, or the same content that `--force` made in its place, as of a damaged one; None
-    if it was removed, or rebuilt with other content."""
+    """Return the artifact that a stage used, or its replacement by `--force` if that has the same content.
+
+    None if it was removed, or rebuilt with other content.
+    """
     current = read_current(store, reference.job, reference.key)
     for manifest in (current and current[0], read_manifest(store, reference.job, reference.key)):
         if manifest and manifest.content_digest == reference.content_digest:
@@ -235,18 +239,18 @@ def _unchanged(store: Store, reference: InputRef) -> Manifest | None:
 
 
 def _index(store: Store, dataset: Manifest) -> pa.Table | None:
-    """The columns of a data set's index that are needed here; None if it was removed or does not have them."""
+    """Return the columns of a data set's index that are needed here; None if it was removed or lacks one of them."""
     files = [file for file in dataset.files if file.path == _INDEX]
     if not files or _INDEX not in store.names(dataset.folder):
         return None
     path = local_files(store, dataset, files) / _INDEX
     try:
         with pq.ParquetFile(path) as file:
-            known = set(_READ) <= set(file.schema_arrow.names)
-            return file.read(_READ) if known else None
+            has_columns = set(_READ) <= set(file.schema_arrow.names)
+            return file.read(_READ) if has_columns else None
     except (OSError, pa.ArrowException) as error:
         raise UserError(f"{path} is damaged: {error}") from error
 
 
-def _named(manifest: Manifest) -> str:
+def _described(manifest: Manifest) -> str:
     return f"{manifest.stage} ({manifest.job} {manifest.key[:12]})"

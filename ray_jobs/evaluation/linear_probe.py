@@ -2,14 +2,13 @@
 
 In: features and labels of a train split (supports are drawn from it) and of a test split. Out: for each
 (shots, draw), and for all labels at once, the accuracy, the predictions and the L2 strength with what it was
-selected on. Pure numpy in float64, on one thread: the same output on any number of cores, and faster on problems
-of this size.
+selected on. Pure numpy in float64 on one thread, which gives the same output on any number of cores and is faster
+on problems of this size.
 
-The evaluation of "An Image is Worth 16x16 Words" (§4.1), with the details of big_vision's `fewshot_lsr`:
+The evaluation of "An Image is Worth 16x16 Words" (section 4.1), with the details of big_vision's `fewshot_lsr`:
 features standardised by the support's statistics, a constant feature for the bias, sums (not means) of
-squares, so that L2 is not divided by the number of images. What differs: the L2 strength is chosen per
-support by leave-one-out, never on test images. The same procedure serves pixels, untrained and pretrained
-features alike.
+squares, so that L2 is not divided by the number of images. The difference: the L2 strength is selected per
+support by leave-one-out, never on test images. Pixels, untrained and pretrained features use the same procedure.
 """
 
 from collections.abc import Sequence
@@ -25,24 +24,22 @@ from vit_model.errors import UserError
 # Wide enough for pixels divided by 255 (best near 2^-5 on scikit-learn's 0-16 digits) up to standardised
 # features of a thousand dimensions.
 L2_GRID = tuple(2.0**exponent for exponent in range(-10, 16))
-# big_vision's constant. With one image a class the accuracy hardly depends on it: digits' pixels in [0, 1]
+# big_vision's constant. With one image per class the accuracy hardly depends on it: digits' pixels in [0, 1]
 # give .622 at 2^2, .618 at 2^10 and .619 at 2^14.
 FIXED_L2 = 2.0**10
-# big_vision's bias feature. The intercept is 100 times its weight, so its penalty is L2 / 10^4: next to none
-# over the grid. That holds for unstandardised pixels too: on digits in [0, 1], [-1, 1] and [0, 16/255] the
-# accuracy at 5, 10 and 25 shots agreed with exact centring (no penalty on the intercept) to .0002, before and
-# after choosing L2.
+# big_vision's bias feature. The intercept is 100 times its weight, so its penalty is L2 / 10^4, negligible over
+# the grid. That holds for unstandardised pixels too: on digits in [0, 1], [-1, 1] and [0, 16/255] the accuracy at
+# 5, 10 and 25 shots agreed with exact centring (no penalty on the intercept) to .0002, before and after selecting L2.
 BIAS_FEATURE = 100.0
-TEST_BLOCK = (
-    8192  # test images in float64 at once: 70,000 of 3,072 pixels would be 1.7 GB, and as much again a step
-)
+# Test images in float64 at once. All 70,000 of 3,072 pixels would take 1.7 GB, and the same again in each step.
+TEST_BLOCK = 8192
 
 
 @dataclass(frozen=True)
 class FewShotResult:
-    """One support: `predictions` [n_test] are labels, `accuracy` a fraction of the test images.
+    """The result of one support: `predictions` [n_test] are labels, `accuracy` is a fraction of the test images.
 
-    `shots` None: the support is all of train.
+    `shots` is None if the support is all of train.
     """
 
     shots: int | None
@@ -67,12 +64,12 @@ def few_shot(
     l2_grid: Sequence[float] = L2_GRID,
     fixed_l2: float = FIXED_L2,
 ) -> list[FewShotResult]:
-    """Results for every (shots, draw), shots outermost, draws 0 .. draws - 1 of `draw_labels`.
+    """Return a result for every (shots, draw), shots outermost, with draws 0 .. draws - 1 of `draw_labels`.
 
-    Features are [n, d] floats, labels [n] integers; with `linear_probe` the last result is that of all of train.
-    L2 is chosen by leave-one-out on the support; where every class has a single image leave-one-out is undefined
-    and `fixed_l2` is used. Of a class that the support lacks every test image counts as wrong. Raises ValueError
-    on shapes that do not fit, values that are not finite, and L2 strengths that are not positive.
+    Features are [n, d] floats, labels [n] integers. With `linear_probe` the last result uses all of train. L2 is
+    selected by leave-one-out on the support; if every class has a single image, leave-one-out is undefined and
+    `fixed_l2` is used. All test images of a class that the support lacks count as wrong. Raises ValueError for shapes
+    that do not match, values that are not finite, and L2 strengths that are not positive.
     """
     train, test = np.asarray(features_train), np.asarray(features_test)
     _check_split("train", train, labels_train)
@@ -80,13 +77,13 @@ def few_shot(
     _check_together(train, test, [*l2_grid, fixed_l2])
     if draws < 1:
         raise ValueError(f"draws is {draws}; it must be at least 1")
-    wanted: list[tuple[int | None, int]] = [
+    settings: list[tuple[int | None, int]] = [
         *product(shots, range(draws)),
         *([(None, 0)] if linear_probe else []),
     ]
     results = []
     with threadpool_limits(1):
-        for num_shots, draw in wanted:
+        for num_shots, draw in settings:
             support = np.arange(len(labels_train))
             if num_shots is not None:
                 support = draw_labels(labels_train, num_shots, seed, draw)
@@ -106,7 +103,7 @@ def fit_predict(
     l2_grid: Sequence[float],
     fixed_l2: float,
 ) -> tuple[float, str, np.ndarray]:
-    """(L2, what it was selected on, predicted labels [n_test]) from one support [n, d] with labels [n]."""
+    """Return (L2, what it was selected on, predicted labels [n_test]) from one support [n, d] with labels [n]."""
     support = np.asarray(support, np.float64)
     mean, deviation = np.zeros(1), np.ones(1)
     if standardise:
@@ -125,11 +122,11 @@ def fit_predict(
 
 
 def select_l2(path: "RidgePath", targets: np.ndarray, l2_grid: Sequence[float]) -> float | None:
-    """The L2 strength with the most correct leave-one-out predictions; of equals the largest.
+    """Return the L2 strength with the most correct leave-one-out predictions; the largest wins a tie.
 
-    Equals are common (50 images give 51 possible accuracies); the largest is the simplest model among them.
-    Images that are alone in their class are not counted, since nothing is left to predict them from; None
-    when all are. Standardisation is not redone for each image left out.
+    Ties are common (50 images give 51 possible accuracies), and the largest L2 is the simplest of the tied models.
+    Images that are alone in their class are not counted, because nothing is left to predict them from; None if all
+    are. Standardisation is not redone for each image left out.
     """
     countable = np.bincount(targets)[targets] > 1
     if not countable.any():
@@ -143,7 +140,7 @@ def select_l2(path: "RidgePath", targets: np.ndarray, l2_grid: Sequence[float]) 
 class RidgePath:
     """W(l2) = (XᵀX + l2 I)⁻¹ XᵀY and its leave-one-out scores, at any l2 > 0 from one eigendecomposition.
 
-    That is of XᵀX = V S Vᵀ (primal) when n >= d, else of XXᵀ = U S Uᵀ (dual: W = Xᵀ (XXᵀ + l2 I)⁻¹ Y).
+    It decomposes XᵀX = V S Vᵀ (primal) if n >= d, else XXᵀ = U S Uᵀ (dual: W = Xᵀ (XXᵀ + l2 I)⁻¹ Y).
     `basis` [n, r] is XV or U, r = min(n, d); `projected` [r, k] is basisᵀ Y.
     """
 
@@ -157,7 +154,7 @@ class RidgePath:
 
     @classmethod
     def fit(cls, inputs: np.ndarray, targets: np.ndarray) -> "RidgePath":
-        """From inputs X [n, d] (with their bias feature) and targets Y [n, k]."""
+        """Decompose inputs X [n, d] (with their bias feature) for targets Y [n, k]."""
         dual = len(inputs) < len(inputs.T)
         eigenvalues, eigenvectors = np.linalg.eigh(inputs @ inputs.T if dual else inputs.T @ inputs)
         basis = eigenvectors if dual else inputs @ eigenvectors
@@ -165,15 +162,15 @@ class RidgePath:
         return cls(dual, inputs, targets, eigenvalues.clip(min=0.0), eigenvectors, basis, basis.T @ targets)
 
     def weights(self, l2: float) -> np.ndarray:
-        """W [d, k]."""
+        """Return W [d, k]."""
         solution = self.eigenvectors @ (self.projected / (self.eigenvalues + l2)[:, None])
         return self.inputs.T @ solution if self.dual else solution
 
     def leave_one_out(self, l2: float) -> np.ndarray:
-        """Scores [n, k] of each image under the solution fitted to the n - 1 others.
+        """Return the scores [n, k] of each image under the solution fitted to the n - 1 others.
 
-        residual / (1 - leverage), with the hat matrix H = X (XᵀX + l2 I)⁻¹ Xᵀ; in the dual, where leverages
-        come close to 1, the same without the cancellation: (G Y)_i / G_ii with G = (XXᵀ + l2 I)⁻¹.
+        residual / (1 - leverage), with the hat matrix H = X (XᵀX + l2 I)⁻¹ Xᵀ. In the dual, where leverages come
+        close to 1, the same without cancellation: (G Y)_i / G_ii with G = (XXᵀ + l2 I)⁻¹.
         """
         inverse = 1.0 / (self.eigenvalues + l2)
         product = self.basis @ (self.projected * inverse[:, None])
@@ -202,9 +199,9 @@ def _check_split(split: str, features: np.ndarray, labels: np.ndarray) -> None:
 def _check_together(train: np.ndarray, test: np.ndarray, l2s: Sequence[float]) -> None:
     if train.shape[1] != test.shape[1]:
         raise ValueError(
-            f"train features have width {train.shape[1]}, test features {test.shape[1]}; they must agree"
+            f"train features have width {train.shape[1]}, test features {test.shape[1]}; they must be equal"
         )
     if len(l2s) < 2 or not all(np.isfinite(l2) and l2 > 0 for l2 in l2s):
         raise ValueError(
-            f"l2_grid and fixed_l2 are {list(l2s)}; give at least one for the grid, all positive and finite"
+            f"l2_grid and fixed_l2 are {list(l2s)}; give at least one value for the grid, all positive and finite"
         )

@@ -1,7 +1,7 @@
-"""What simple classifiers reach on bare pixels, to judge learned features against.
+"""Pixel baselines: simple classifiers on plain pixels, as a reference for learned features.
 
 In: flattened pixels [n, d], labels [n], and folds of the labelled images
-(`ray_jobs.evaluation.supports.stratified_folds`). Out: chosen settings and predictions. Pure scikit-learn, on one
+(`ray_jobs.evaluation.supports.stratified_folds`). Out: selected settings and predictions. Pure scikit-learn, on one
 thread, so that the same input gives the same output on any number of cores.
 """
 
@@ -18,8 +18,8 @@ from threadpoolctl import threadpool_limits
 Settings = Mapping[str, float]
 Folds = Sequence[tuple[np.ndarray, np.ndarray]]
 
-# Smoothest first: of equally accurate settings the first is taken. C and gamma refer to pixels scaled as
-# `_scaled` says, where gamma = 1 is scikit-learn's gamma="scale".
+# Smoothest first, because the first of equally accurate settings is taken. C and gamma refer to pixels scaled by
+# `_scaled`, for which gamma = 1 is scikit-learn's gamma="scale".
 GRIDS: dict[str, tuple[Settings, ...]] = {
     "majority": ({},),
     "k-NN": tuple({"n_neighbors": k} for k in (1, 3, 5, 10)),
@@ -29,10 +29,10 @@ GRIDS: dict[str, tuple[Settings, ...]] = {
 
 
 def choose(method: str, x: np.ndarray, y: np.ndarray, folds: Folds) -> Settings:
-    """The settings of `GRIDS[method]` with the most correct predictions over the folds' validation parts.
+    """Return the settings of `GRIDS[method]` with the most correct predictions over the folds' validation parts.
 
-    Of equals the first in the grid. Without folds (one label per class cannot be split) the grid's first
-    settings. Raises ValueError on an unknown method and on shapes that do not fit.
+    The first in the grid wins a tie, and is also taken without folds (one label per class cannot be split). Raises
+    ValueError for an unknown method and for shapes that do not match.
     """
     _check(method, x, y)
     grid = GRIDS[method]
@@ -52,12 +52,12 @@ def choose(method: str, x: np.ndarray, y: np.ndarray, folds: Folds) -> Settings:
 def fit_predict(
     method: str, settings: Settings, x_train: np.ndarray, y_train: np.ndarray, x_test: np.ndarray
 ) -> np.ndarray:
-    """Labels [n_test] that `method` with `settings` predicts after fitting to the train images.
+    """Fit `method` with `settings` to the train images and return the predicted labels [n_test].
 
-    Raises ValueError on an unknown method and on shapes that do not fit.
+    Raises ValueError for an unknown method and for shapes that do not match.
     """
     _check(method, x_train, y_train)
-    if len(np.unique(y_train)) == 1:  # which scikit-learn's classifiers refuse
+    if len(np.unique(y_train)) == 1:  # scikit-learn's classifiers refuse a single class
         return np.full(len(x_test), y_train[0])
     with threadpool_limits(1):
         train, test = _scaled(x_train, x_test)
@@ -78,9 +78,9 @@ def _classifier(method: str, settings: Settings) -> Any:
 
 
 def _scaled(x_train: np.ndarray, x_test: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Centred by the train mean and divided by one number, so that train images have mean squared norm 1.
+    """Centre by the train mean and divide by one number, so that train images have mean squared norm 1.
 
-    One number for all pixels, since they share a unit: a deviation of each pixel's own would blow up the
+    One number for all pixels, because they share a unit. Dividing each pixel by its own deviation would blow up the
     nearly constant ones at the border (digits, 100 labels, 5 draws: RBF SVM .899 instead of .926, 1-NN .864
     instead of .909).
     """
@@ -92,7 +92,7 @@ def _scaled(x_train: np.ndarray, x_test: np.ndarray) -> tuple[np.ndarray, np.nda
 
 def _check(method: str, x: np.ndarray, y: np.ndarray) -> None:
     if method not in GRIDS:
-        raise ValueError(f"method is {method!r}; it must be one of {', '.join(map(repr, GRIDS))}")
+        raise ValueError(f"unknown method {method!r}; expected one of: {', '.join(map(repr, GRIDS))}")
     if x.ndim != 2 or y.shape != x.shape[:1] or len(y) == 0:
         raise ValueError(
             f"pixels have shape {x.shape} and labels {y.shape}; they must be [n, d] and [n], n at least 1"

@@ -1,7 +1,7 @@
-"""The two tables that an evaluation writes: rows (one a measured number) and predictions (one an image).
+"""The two tables that an evaluation writes: rows (one per measured number) and predictions (one per image).
 
-In and out: lists of dicts, checked against ROWS or PREDICTIONS; of predictions, which may be millions, tables. The same
-rows in the same order give the same bytes (with the same pyarrow). Parquet is read and written at local paths.
+In and out: rows as lists of dicts, checked against ROWS; predictions, of which there may be millions, as tables of
+PREDICTIONS. The same rows in the same order give the same bytes (with the same pyarrow). Paths are local.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 Row = dict[str, Any]
 REAL = " (ReaL)"  # after a task's name: scored with ReaL's labels of the same images
-# after a method's name: scored on a part of test only, because the model was trained on some of its images
+# After a method's name: scored on a part of test only, because the model was trained on some of its images.
 ON_SEEN, ON_UNSEEN = ", on test images seen in training", ", on test images not seen in training"
 
 
@@ -67,18 +67,18 @@ PREDICTIONS = pa.schema(
 )
 _SMALLEST = {"labels_per_class": 1, "num_images": 1}  # every other integer starts at 0
 _LARGEST = 2**31 - 1
-# The ids of a test split, which every draw repeats, in one dictionary: 73,728 of 32 letters are 2.7 MB, and a megabyte
-# more than Parquet's writers allow by default would make each of them be written as often as it occurs.
+# Every draw repeats the ids of the test split, so they belong in one dictionary. 73,728 ids of 32 letters take 2.7 MB;
+# beyond the default limit of 1 MB, Parquet writers give the dictionary up and write each id every time it occurs.
 _DICTIONARY_BYTES = 64 * 2**20
 
 
 @dataclass(frozen=True)
 class Truth:
-    """What predictions of a test split are held against: ids [n] and labels [n], n >= 1.
+    """The truth that predictions of a test split are compared with: ids [n] and labels [n], n >= 1.
 
-    `real`, where there is one, has for each image the list of all labels that count as right, which is empty (or null)
-    where nobody could tell (Beyer et al., "Are we done with ImageNet?", 2020): such an image is not scored.
-    `seen` [n] says which images the model was trained on; if there are any, they are scored apart from the others.
+    `real`, if any, lists for each image all labels that count as correct (ReaL: Beyer et al., "Are we done with
+    ImageNet?", 2020). An image without any, an empty list or null, is not scored.
+    `seen` [n] says which images the model was trained on; they are scored apart from the others.
     """
 
     task: str
@@ -89,7 +89,7 @@ class Truth:
 
 
 def truth_of(dataset: Dataset, seen: NDArray[np.bool_] | None = None) -> Truth:
-    """Of the images of a dataset's test split, in its order."""
+    """Return the truth of a dataset's test split, in its order."""
     real = dataset.index("test")["labels"].combine_chunks()
     return Truth(
         dataset.info.name,
@@ -101,8 +101,10 @@ def truth_of(dataset: Dataset, seen: NDArray[np.bool_] | None = None) -> Truth:
 
 
 def is_apart(method: str) -> bool:
-    """Whether a method's row covers only a part of test because the model was trained on some of its images. Verdicts
-    and lists of the best leave such rows out."""
+    """Return whether a method's row covers only a part of test, because the model was trained on some of its images.
+
+    Verdicts and lists of the best leave such rows out.
+    """
     return method.endswith((ON_SEEN, ON_UNSEEN))
 
 
@@ -114,18 +116,22 @@ def scored(
     settings: dict[str, Any],
     probabilities: NDArray[np.float32] | None = None,
 ) -> list[tuple[Row, pa.Table]]:
-    """One look at test: a row of ROWS (the accuracy) and a table of PREDICTIONS with a row for each image; where there
-    are ReaL's labels then the same with these, as a task of its own, which is how the paper tells it (table 5). If the
-    model was trained on some of the images, each becomes two, for these and for the others, as methods of their own.
+    """Score predictions of test: a row of ROWS (the accuracy) and a table of PREDICTIONS with a row for each image.
 
-    `common` has protocol, method, labels_per_class and draw; predictions are [n], and so are their probabilities.
+    With ReaL's labels there is a second pair, as a task of its own, as in the paper (table 5). If the model was trained
+    on some of the images, each pair becomes two, for these and for the others, as methods of their own.
+
+    Args:
+        common: protocol, method, labels_per_class and draw.
+        predictions: labels [n].
+        probabilities: of the predictions, [n]; None if the method has none.
     """
-    looks = [(truth.task, np.arange(len(predictions)), predictions == truth.labels)]
+    scorings = [(truth.task, np.arange(len(predictions)), predictions == truth.labels)]
     if truth.real is not None:
-        looks.append((truth.task + REAL, *_judged(truth.real, predictions)))
+        scorings.append((truth.task + REAL, *_score_real(truth.real, predictions)))
     ids = pa.array(truth.ids, pa.string())
-    found = []
-    for task, method, places, correct in _parted(looks, common["method"], truth.seen):
+    pairs = []
+    for task, method, places, correct in _split_by_seen(scorings, common["method"], truth.seen):
         fixed = {"task": task} | common | {"method": method}
         row = fixed | {
             "split": "test",
@@ -148,25 +154,25 @@ def scored(
             else pa.repeat(pa.scalar(fixed.get(field.name), field.type), len(places))
             for field in PREDICTIONS
         ]
-        found.append((row, pa.Table.from_arrays(arrays, schema=PREDICTIONS)))
-    return found
+        pairs.append((row, pa.Table.from_arrays(arrays, schema=PREDICTIONS)))
+    return pairs
 
 
-def _parted(
-    looks: Iterable[tuple[str, NDArray[Any], NDArray[Any]]], method: str, seen: NDArray[np.bool_] | None
+def _split_by_seen(
+    scorings: Iterable[tuple[str, NDArray[Any], NDArray[Any]]], method: str, seen: NDArray[np.bool_] | None
 ) -> Iterator[tuple[str, str, NDArray[Any], NDArray[Any]]]:
-    """(task, method, places, correct) for each (task, places, correct); two if some images were seen in training."""
-    for task, places, correct in looks:
+    """Yield (task, method, places, correct) per (task, places, correct), two if some images were seen in training."""
+    for task, places, correct in scorings:
         if seen is None or not seen.any():
             yield task, method, places, correct
             continue
-        for name, wanted in ((ON_SEEN, seen[places]), (ON_UNSEEN, ~seen[places])):
-            if wanted.any():
-                yield task, f"{method}{name}", places[wanted], correct[wanted]
+        for name, part in ((ON_SEEN, seen[places]), (ON_UNSEEN, ~seen[places])):
+            if part.any():
+                yield task, f"{method}{name}", places[part], correct[part]
 
 
-def _judged(real: pa.ListArray, predictions: NDArray[Any]) -> tuple[NDArray[Any], NDArray[Any]]:
-    """(the images that have a label, whether the prediction of each of them is one of its labels)."""
+def _score_real(real: pa.ListArray, predictions: NDArray[Any]) -> tuple[NDArray[Any], NDArray[Any]]:
+    """Return the indices of the images that have a label, and whether each one's prediction is among its labels."""
     sizes = real.value_lengths().fill_null(0).to_numpy()
     owners = np.repeat(np.arange(len(sizes)), sizes)
     correct = np.zeros(len(sizes), bool)
@@ -176,24 +182,24 @@ def _judged(real: pa.ListArray, predictions: NDArray[Any]) -> tuple[NDArray[Any]
 
 
 def write_predictions(path: Path, parts: Sequence[pa.Table]) -> None:
-    """Writes tables of PREDICTIONS, one after the other, as Parquet."""
+    """Write tables of PREDICTIONS, one after the other, as Parquet."""
     write_parquet(path, pa.concat_tables([PREDICTIONS.empty_table(), *parts]))
 
 
 def write_parquet(path: Path, table: pa.Table) -> None:
-    """Writes a table whose texts may be dictionaries in memory; whoever reads it gets texts."""
+    """Write a table as Parquet; texts that are dictionaries in memory are read back as texts."""
     pq.write_table(
         table, path, compression="zstd", store_schema=False, dictionary_pagesize_limit=_DICTIONARY_BYTES
     )
 
 
 def write_table(path: Path, rows: Sequence[Row], schema: Any) -> None:
-    """Writes the rows, in the order given, as Parquet.
+    """Write the rows, in the order given, as Parquet.
 
-    Raises ValueError, naming row, column and value, where a row has other columns than the schema, a value of
-    another type than str, int, float or bool as the column says (numpy scalars are not converted), a null where
-    none may be, a negative or too large integer, a float that is not finite, an accuracy outside [0, 1], or
-    settings that are not a JSON object with sorted keys.
+    Raises ValueError, naming row, column and value, if a row has other columns than the schema, or if a value has
+    another type than its column's (numpy scalars are not converted), is null in a column that is not nullable, is a
+    negative or too large integer, a float that is not finite, an accuracy outside [0, 1], or settings that are not a
+    JSON object with sorted keys.
     """
     columns = _checked_columns(rows, schema)
     table = pa.table([pa.array(columns[field.name], field.type) for field in schema], schema=schema)
@@ -201,7 +207,7 @@ def write_table(path: Path, rows: Sequence[Row], schema: Any) -> None:
 
 
 def read_table(path: Path, schema: Any) -> list[Row]:
-    """The rows of a Parquet file in file order. Raises ValueError where its columns are not the schema's."""
+    """Return the rows of a Parquet file in file order. Raises UserError if its columns are not the schema's."""
     table = pq.read_table(path)
     if not table.schema.equals(schema):
         raise UserError(f"{path} has the columns {_described(table.schema)}; expected {_described(schema)}")
@@ -210,9 +216,9 @@ def read_table(path: Path, schema: Any) -> list[Row]:
 
 
 def digest_rows(rows: Sequence[Row], schema: Any) -> str:
-    """sha256 (hex) of the columns and rows, in whatever order the rows come. Raises as `write_table`."""
+    """Return the sha256 (hex) of the columns and rows, independent of the order of rows. Raises as `write_table`."""
     columns = _checked_columns(rows, schema)
-    # Python writes the shortest decimal that reads back as the same float, so no two values share a line.
+    # Python writes the shortest decimal that reads back as the same float, so different values give different lines.
     lines = sorted(json.dumps(values) for values in zip(*columns.values(), strict=True))
     return hashlib.sha256("\n".join([_described(schema), *lines]).encode()).hexdigest()
 
@@ -222,12 +228,12 @@ def _described(schema: Any) -> str:
 
 
 def _checked_columns(rows: Sequence[Row], schema: Any) -> dict[str, list[Any]]:
-    """The rows as one list per column, checked."""
+    """Return the rows as one checked list per column."""
     names = set(schema.names)
     for number, row in enumerate(rows):
         if row.keys() != names:
             wrong = sorted(row.keys() ^ names)
-            raise ValueError(f"row {number} lacks or adds the columns {wrong}; it must have {schema.names}")
+            raise ValueError(f"row {number}: missing or unknown columns {wrong}; expected {schema.names}")
     columns = {field.name: [row[field.name] for row in rows] for field in schema}
     for field in schema:
         is_right, expected = _rule(field)
@@ -244,7 +250,7 @@ def _checked_columns(rows: Sequence[Row], schema: Any) -> dict[str, list[Any]]:
 
 
 def _rule(field: Any) -> tuple[Callable[[Any], bool], str]:
-    """Whether a value other than null is right for this column, and in words what would be right."""
+    """Return a check for values of this column other than null, and a description of the values that pass it."""
     if field.name == "settings":
         return _is_canonical, "a JSON object (as str) with sorted keys"
     if field.type == pa.string():

@@ -1,7 +1,7 @@
-"""Which labelled images a learner may use, how they are split into folds, and what it selects its settings on.
+"""Supports: the labelled images that a learner may use, their folds, and what settings are selected on.
 
-Fine-tuning and the pixel baselines get their `Supports` here, and the linear probe its draws, so that every method sees
-the same images. In: labels, or rows of a dataset's index. Out: indices into them.
+Fine-tuning and the pixel baselines use `Supports`, and the linear probe the same draws, so that every method sees the
+same images. In: labels, or rows of a dataset's index. Out: indices into them.
 """
 
 import warnings
@@ -14,17 +14,18 @@ import pyarrow as pa
 from pipelines.spec import Labels
 from vit_model.errors import UserError
 
-# keep this module's random numbers apart from other users of the same seed
+# Separate this module's random numbers from other uses of the same seed.
 _DRAW_LABELS, _KEEP = 1, 2
 
 
 @dataclass(frozen=True)
 class Supports:
-    """What a learner sees of the labelled images: the same for every learner with the same `Labels`.
+    """The labelled images that a learner sees; the same for every learner with the same `Labels`.
 
-    With few labels, every draw takes its own images of train, and folds of draw 0 select the settings. With all labels
-    there is one draw: dev selects and is then fitted on, too; without a dev split, folds of train select. Test plays no
-    part. `train` and `dev` are rows of the index; of all labels at most `max_images` of train are taken.
+    With few labels, every draw takes its own images of train, and settings are selected on folds of draw 0. With all
+    labels there is one draw: settings are selected on dev, which is then fitted on as well; without a dev split they
+    are selected on folds of train. Test is never used. `train` and `dev` are rows of the index; with all labels, at
+    most `max_images` of train are taken.
     """
 
     train: pa.Table
@@ -34,12 +35,12 @@ class Supports:
 
     @cached_property
     def pool(self) -> pa.Table:
-        """All of train, then all of dev: what rows are numbered through."""
+        """All of train, then all of dev; row numbers refer to this table."""
         return pa.concat_tables([self.train, self.dev])
 
     @cached_property
     def draws(self) -> list[np.ndarray]:
-        """For each draw the rows [m] of the pool that the learner is fitted on."""
+        """For each draw, the rows [m] of the pool that the learner is fitted on."""
         y = self.train["label"].to_numpy()
         numbers = range(1 if self.labels.per_class is None else self.labels.draws)
         return [support_rows(y, len(self.dev), self.labels, draw, self.max_images) for draw in numbers]
@@ -51,9 +52,9 @@ class Supports:
 
     @cached_property
     def folds(self) -> list[tuple[np.ndarray, np.ndarray]]:
-        """(train indices, validation indices) into draw 0, on which settings are selected.
+        """(train indices, validation indices) into draw 0; settings are selected on the validation parts.
 
-        Raises ValueError if its labels cannot be split into folds.
+        Raises UserError if its labels cannot be split into folds.
         """
         first = self.draws[0]
         if self._is_selected_on_dev:
@@ -64,11 +65,11 @@ class Supports:
 
     @property
     def selected_on(self) -> str:
-        """What the folds are, as rows and sweep.json record it."""
+        """A description of the folds, as rows and sweep.json record it."""
         if self._is_selected_on_dev:
             return "dev"
-        where = "train" if self.labels.per_class is None else "draw 0"
-        return f"{self.labels.folds}-fold cross-validation in {where}"
+        images = "train" if self.labels.per_class is None else "draw 0"
+        return f"{self.labels.folds}-fold cross-validation in {images}"
 
     @property
     def _is_selected_on_dev(self) -> bool:
@@ -78,7 +79,7 @@ class Supports:
 def support_rows(
     train: np.ndarray, num_dev: int, labels: Labels, draw: int, max_images: int | None = None
 ) -> np.ndarray:
-    """The rows [m] of one draw, numbered through train (its labels [n]) and then dev; see `Supports`."""
+    """Return the rows [m] of one draw, numbered through train (its labels are [n]) and then dev; see `Supports`."""
     if labels.per_class is not None:
         return draw_labels(train, labels.per_class, labels.seed, draw)
     kept = np.arange(len(train))
@@ -88,12 +89,11 @@ def support_rows(
 
 
 def draw_labels(labels: np.ndarray, per_class: int, seed: int, draw: int) -> np.ndarray:
-    """Indices [m] of `per_class` random images of each class, classes in ascending order, without
-    replacement.
+    """Draw `per_class` random images of each class without replacement; return indices [m], classes ascending.
 
-    Each class is permuted once per (seed, draw) and the first `per_class` are taken, so the 1-shot images of
-    a draw are among its 5-shot images and so on. A class with fewer images gives all that it has (as
-    big_vision's few-shot evaluation does), so m can be less than per_class * classes.
+    Each class is permuted once per (seed, draw) and the first `per_class` images are taken, so a draw's 1-shot images
+    are among its 5-shot images and so on. A class with fewer images gives all of them (as in big_vision's few-shot
+    evaluation), so m can be less than per_class * classes.
     """
     labels = _checked(labels)
     if per_class < 1:
@@ -107,18 +107,19 @@ def draw_labels(labels: np.ndarray, per_class: int, seed: int, draw: int) -> np.
 
 
 def permutation(count: int, *entropy: int) -> np.ndarray:
-    """A random permutation of range(count), a pure function of both: bit generators keep their streams for ever,
-    numpy's distributions and `Generator.permutation` need not."""
+    """Return a random permutation of range(count), a pure function of the arguments.
+
+    numpy guarantees the streams of its bit generators, but not its distributions or `Generator.permutation`.
+    """
     raw = np.random.Philox(np.random.SeedSequence(entropy)).random_raw(count)
     return np.argsort(raw, kind="stable")
 
 
 def stratified_folds(labels: np.ndarray, num_folds: int, seed: int) -> list[tuple[np.ndarray, np.ndarray]]:
-    """(train indices, validation indices) of each fold; the validation parts partition range(n), classes
-    balanced.
+    """Return (train indices, validation indices) of each fold; the validation parts partition range(n).
 
-    A class with fewer images than folds is validated in as many folds as it has images. Raises ValueError
-    when not even the largest class reaches every fold (one label per class cannot be split).
+    Classes are balanced over the folds. A class with fewer images than folds is validated in as many folds as it has
+    images. Raises UserError if not even the largest class reaches every fold (one label per class cannot be split).
     """
     labels = _checked(labels)
     largest = int(np.unique(labels, return_counts=True)[1].max())
@@ -126,11 +127,11 @@ def stratified_folds(labels: np.ndarray, num_folds: int, seed: int) -> list[tupl
         raise UserError(
             f"num_folds is {num_folds}; it must be from 2 to {largest}, the images of the largest class"
         )
-    from sklearn.model_selection import StratifiedKFold  # a second, which drawing labels does not need
+    from sklearn.model_selection import StratifiedKFold
 
     splitter = StratifiedKFold(num_folds, shuffle=True, random_state=seed)
     with warnings.catch_warnings():
-        # Rare classes are allowed, as said above.
+        # Rare classes are allowed, see above.
         warnings.filterwarnings("ignore", message="The least populated class", category=UserWarning)
         return list(splitter.split(np.zeros((len(labels), 1)), labels))
 

@@ -18,7 +18,7 @@ from PIL import Image
 
 from ray_jobs.data.shards import SPLITS, Dataset, Split
 from ray_jobs.ingesting.splits import Trainable
-from ray_jobs.reporting.pictures import SMALL, chosen, squares
+from ray_jobs.reporting.pictures import SMALL, sample_rows, squares
 from ray_jobs.sources.archives.entries import Bad
 from vit_model.config import Preprocessing
 
@@ -142,7 +142,7 @@ def _pixels(dataset: Dataset, split: Split, rows: np.ndarray) -> dict[str, Any]:
 
 def _contact_sheet(path: Path, dataset: Dataset, split: Split, rows: np.ndarray) -> list[str]:
     """Write the sheet, with one line of images per class; return the classes of the lines."""
-    lines = chosen(dataset.labels(split)[rows])
+    lines = sample_rows(dataset.labels(split)[rows])
     pictures = squares(dataset, split, rows[np.concatenate(list(lines.values()))])
     if (side := pictures.shape[1]) <= SMALL:
         pictures = pictures.repeat(2 * SMALL // side, axis=1).repeat(2 * SMALL // side, axis=2)

@@ -1,4 +1,4 @@
-"""Everything that the page says, gathered from the artifacts that a report is of.
+"""Gathering of the report's content from its input artifacts.
 
 In: the stage's context. Out: `ReportData`: the numbers (report.json), the tables, and the pictures that the page shows.
 """
@@ -24,14 +24,17 @@ from ray_jobs.reporting.measures import Entry
 from ray_jobs.reporting.verdicts import Verdict, headline, kind, labels_text, question, sentence, verdicts
 
 FORMAT_VERSION = 1
-MAX_CONFUSION = 30  # classes; a larger matrix can't be read
-MAX_CLASSES = 200  # lines of the table of classes: the worst ones
+MAX_CONFUSION = 30  # classes; a larger matrix is not readable
+MAX_CLASSES = 200  # lines of the table of classes, the worst first
 
 
 @dataclass(frozen=True)
 class ReportData:
-    """`numbers` is report.json; `rows` and `predictions` are tables with the artifact of each row; `figures` are SVG by
-    name, `sheets` the tiles of each dataset artifact, `images` those of the mistakes by sample id."""
+    """The content of a report.
+
+    `numbers` is report.json; `rows` and `predictions` are tables with the artifact of each row; `figures` are SVGs by
+    name, `sheets` the tiles of each dataset artifact, `images` the pictures of the mistakes by sample id.
+    """
 
     numbers: dict[str, Any]
     rows: Any
@@ -42,14 +45,16 @@ class ReportData:
 
 
 def gather(context: Context[Report]) -> ReportData:
-    """Read the inputs and compute all that the page shows.
+    """Read the inputs and compute everything that the page shows.
 
     Raises:
-        ValueError: an artifact whose files don't fit together; the message names it.
+        UserError: the files of an artifact contradict each other; the message names it.
     """
     manifests, store = context.inputs["of"], context.open_store()
-    parts = [(stage, manifest, _folder(store, manifest))
-             for stage, manifest in zip(context.config.of, manifests, strict=True)]  # fmt: skip
+    parts = [
+        (stage, manifest, _small_files(store, manifest))
+        for stage, manifest in zip(context.config.of, manifests, strict=True)
+    ]
     rows = measures.join_tables(parts, "rows.parquet", ROWS)
     predictions = measures.join_tables(parts, "predictions.parquet", PREDICTIONS)
     entries = measures.entries(rows, predictions, {m.key: measures.draw_seed(m) for m in manifests})
@@ -59,11 +64,11 @@ def gather(context: Context[Report]) -> ReportData:
     tested = _tested_datasets(manifests, datasets)
     main = mistakes.main_entry(entries)
     main_data = tested.get(main.artifact) if main else None
-    wrong = mistakes.worst(main, entries) if main else []
+    worst = mistakes.worst(main, entries) if main else []
     metrics = {manifest.key: manifest.metrics for manifest in manifests}
     notes = {key: dataset.info.notes for key, dataset in datasets.items()}
-    on_vtab = vtab.evaluated([(stage, manifest) for stage, manifest, _ in parts], notes)
-    found, sweeps = verdicts(entries), _sweeps(parts)
+    vtab_evaluations = vtab.evaluated([(stage, manifest) for stage, manifest, _ in parts], notes)
+    comparisons, sweeps = verdicts(entries), _sweeps(parts)
     curves = [
         {"stage": stage, "artifact": manifest.key, "points": points}
         for stage, manifest, points in _read_json(parts, "curve.json")
@@ -76,40 +81,50 @@ def gather(context: Context[Report]) -> ReportData:
         "format_version": FORMAT_VERSION,
         "title": context.config.title,
         "artifact": context.attempt.key,
-        "question": question(found),
-        "headline": headline(found),
+        "question": question(comparisons),
+        "headline": headline(comparisons),
         "note": context.config.note,
         "missing": list(context.config.missing),
-        "vtab": vtab.scores(entries, on_vtab),
-        "verdicts": [_verdict(verdict, tested) for verdict in found],
+        "vtab": vtab.scores(entries, vtab_evaluations),
+        "verdicts": [_verdict(verdict, tested) for verdict in comparisons],
         "accuracies": [_accuracy(entry, tested, metrics[entry.artifact]) for entry in entries],
-        "datasets": [{"stage": stage, "artifact": manifest.key, **pictures.describe(datasets[manifest.key])}
-                     for stage, manifest, _ in parts if manifest.key in datasets],
+        "datasets": [
+            {"stage": stage, "artifact": manifest.key, **pictures.describe(datasets[manifest.key])}
+            for stage, manifest, _ in parts
+            if manifest.key in datasets
+        ],
         "pretraining": curves,
         "finetuning": finetuning,
         "sweeps": sweeps,
-        "mistakes": _mistakes(main, main_data, wrong),
+        "mistakes": _mistakes(main, main_data, worst),
         "stages": provenance.stages(parts),
         "environments": provenance.environments(parts),
         "protocols": provenance.protocols(parts),
-    }  # fmt: skip
+    }
     return ReportData(
-        numbers, rows, predictions, _figures(entries, curves, finetuning, sweeps, numbers["mistakes"]),
-        {key: pictures.contact_sheet(dataset) for key, dataset in datasets.items()},
-        _images(main_data, [mistake.sample_id for mistake in wrong]),
-    )  # fmt: skip
+        numbers,
+        rows,
+        predictions,
+        figures=_figures(entries, curves, finetuning, sweeps, numbers["mistakes"]),
+        sheets={key: pictures.contact_sheet(dataset) for key, dataset in datasets.items()},
+        images=_images(main_data, [mistake.sample_id for mistake in worst]),
+    )
 
 
-def _folder(store: Store, manifest: Manifest) -> Path:
-    """An input's small files, which numbers are in, as a local folder: not its images, nor its weights."""
+def _small_files(store: Store, manifest: Manifest) -> Path:
+    """Fetch an input's small files, which hold its numbers, but not its images or weights; return their folder."""
     small = [file for file in manifest.files if re.fullmatch(r"[^/]+\.(json|parquet)", file.path)]
     return local_files(store, manifest, small)
 
 
 def _tested_datasets(manifests: Iterable[Manifest], datasets: Mapping[str, Dataset]) -> dict[str, Dataset]:
-    """Artifact -> the dataset that it was scored on, where that is among the report's inputs."""
-    return {manifest.key: datasets[reference.key] for manifest in manifests
-            for reference in manifest.inputs.get("data", []) if reference.key in datasets}  # fmt: skip
+    """Return artifact -> the dataset that it was scored on, if that is among the report's inputs."""
+    return {
+        manifest.key: datasets[reference.key]
+        for manifest in manifests
+        for reference in manifest.inputs.get("data", [])
+        if reference.key in datasets
+    }
 
 
 def _classes(entry: Entry, tested: Mapping[str, Dataset]) -> int | None:
@@ -146,7 +161,7 @@ def _verdict(verdict: Verdict, tested: Mapping[str, Dataset]) -> dict[str, Any]:
 def _accuracy(
     entry: Entry, tested: Mapping[str, Dataset], metrics: Mapping[str, float | int | str]
 ) -> dict[str, Any]:
-    sort = kind(entry)
+    entry_kind = kind(entry)
     return {
         "task": entry.task,
         "protocol": entry.protocol,
@@ -160,18 +175,17 @@ def _accuracy(
         "high": entry.accuracy.high,
         "draws": len(entry.draws),
         "num_images": len(entry.sample_ids),
-        "apart": sort == "apart",
-        "seen": "" if sort in ("pixels", "untrained") else provenance.seen_in_training(metrics),
+        "apart": entry_kind == "apart",
+        "seen": "" if entry_kind in ("pixels", "untrained") else provenance.seen_in_training(metrics),
         "selected_on": list(entry.selected_on),
         "settings": [json.loads(settings) for settings in entry.settings],
     }
 
 
 def _mistakes(
-    main: Entry | None, dataset: Dataset | None, wrong: Sequence[mistakes.Mistake]
+    main: Entry | None, dataset: Dataset | None, worst: Sequence[mistakes.Mistake]
 ) -> dict[str, Any] | None:
-    """The main model's errors, with the names of classes and files if the dataset is available; null if nothing was
-    scored."""
+    """Describe the main model's errors, with class and file names if the dataset is an input; None without scores."""
     if main is None:
         return None
     classes = dataset.info.class_names if dataset else ()
@@ -191,32 +205,56 @@ def _mistakes(
         mistakes.confusion(main, len(classes)).tolist() if dataset and len(classes) <= MAX_CONFUSION else None
     )
     return {
-        "task": main.task, "method": main.method, "protocol": main.protocol,
-        "artifact": main.artifact, "stage": main.stage,
-        "labels": labels_text(main.labels_per_class, len(classes) if dataset else None), "draws": len(main.draws),
-        "num_images": len(main.sample_ids), "ever_wrong": int((~main.correct).any(axis=0).sum()),
+        "task": main.task,
+        "method": main.method,
+        "protocol": main.protocol,
+        "artifact": main.artifact,
+        "stage": main.stage,
+        "labels": labels_text(main.labels_per_class, len(classes) if dataset else None),
+        "draws": len(main.draws),
+        "num_images": len(main.sample_ids),
+        "ever_wrong": int((~main.correct).any(axis=0).sum()),
         "always_wrong": int((~main.correct).all(axis=0).sum()),
-        "worst": [{**asdict(mistake), "label_name": name(mistake.label), "prediction_name": name(mistake.prediction),
-                   "file": files.get(mistake.sample_id)} for mistake in wrong],
+        "worst": [
+            {
+                **asdict(mistake),
+                "label_name": name(mistake.label),
+                "prediction_name": name(mistake.prediction),
+                "file": files.get(mistake.sample_id),
+            }
+            for mistake in worst
+        ],
         "num_classes": len(per_class),
-        "classes": [{**asdict(one), "name": name(one.label),
-                     "confused_name": None if one.confused_with is None else name(one.confused_with)}
-                    for one in per_class[:MAX_CLASSES]],
+        "classes": [
+            {
+                **asdict(result),
+                "name": name(result.label),
+                "confused_name": None if result.confused_with is None else name(result.confused_with),
+            }
+            for result in per_class[:MAX_CLASSES]
+        ],
         "confusion": None if counts is None else {"class_names": list(classes), "counts": counts},
-    }  # fmt: skip
+    }
 
 
 def _read_json(parts: Iterable[provenance.Part], name: str) -> Iterator[tuple[str, Manifest, Any]]:
-    """(stage, manifest, content) of every part with a file of this name."""
+    """Yield (stage, manifest, content) of every part that has a file of this name."""
     for stage, manifest, folder in parts:
         if (folder / name).is_file():
             yield stage, manifest, json.loads((folder / name).read_text("utf-8"))
 
 
 def _sweeps(parts: Iterable[provenance.Part]) -> list[dict[str, Any]]:
-    return [{"stage": stage, "artifact": manifest.key,
-             "labels": labels_text(manifest.config["labels"]["per_class"], None), **sweep}
-            for stage, manifest, sweep in _read_json(parts, "sweep.json") if sweep["trials"]]  # fmt: skip
+    return [
+        {
+            "stage": stage,
+            "artifact": manifest.key,
+            "labels": labels_text(manifest.config["labels"]["per_class"], None),
+            **sweep,
+        }
+        for stage, manifest, sweep in _read_json(parts, "sweep.json")
+        if sweep["trials"]
+    ]
 
 
 def _figures(
@@ -226,7 +264,7 @@ def _figures(
     sweeps: Sequence[dict[str, Any]],
     errors: dict[str, Any] | None,
 ) -> dict[str, str]:
-    """The plots that there is something to show in, by name."""
+    """Draw every plot that has data, by name."""
     figures = {}
     for task in dict.fromkeys(entry.task for entry in entries):
         few_shot = [entry for entry in entries if entry.protocol == "few-shot linear" and entry.task == task]
@@ -237,12 +275,17 @@ def _figures(
     for tuned in finetuning:
         figures[f"loss {tuned['artifact']}"] = plots.loss([draw["points"] for draw in tuned["draws"]])
     for labels in dict.fromkeys(sweep["labels"] for sweep in sweeps):
-        same = [sweep for sweep in sweeps if sweep["labels"] == labels]
-        figures[f"sweep {labels}"] = plots.sweeps([
-            plots.Sweep(sweep["stage"], tuple(trial["learning_rate"] for trial in sweep["trials"]),
-                        tuple(tuple(trial["accuracies"]) for trial in sweep["trials"]), sweep["chosen"])
-            for sweep in same
-        ])  # fmt: skip
+        panels = [
+            plots.Sweep(
+                name=sweep["stage"],
+                learning_rates=tuple(trial["learning_rate"] for trial in sweep["trials"]),
+                accuracies=tuple(tuple(trial["accuracies"]) for trial in sweep["trials"]),
+                chosen=sweep["chosen"],
+            )
+            for sweep in sweeps
+            if sweep["labels"] == labels
+        ]
+        figures[f"sweep {labels}"] = plots.sweeps(panels)
     if errors and errors["confusion"]:
         matrix = errors["confusion"]
         figures["confusion"] = plots.confusion(matrix["class_names"], np.array(matrix["counts"]))
@@ -250,7 +293,7 @@ def _figures(
 
 
 def _few_shot_curves(entries: Sequence[Entry]) -> list[plots.Curve]:
-    """One a method and artifact, the most accurate first."""
+    """Return one curve per method and artifact, the most accurate first."""
     lines: dict[tuple[str, str], list[Entry]] = {}
     for entry in entries:
         lines.setdefault((entry.artifact, entry.method), []).append(entry)
@@ -266,9 +309,10 @@ def _few_shot_curves(entries: Sequence[Entry]) -> list[plots.Curve]:
 
 
 def _images(dataset: Dataset | None, sample_ids: Sequence[str]) -> dict[str, str]:
-    """The test images of these ids, as addresses."""
+    """Return the test images with these ids as `data:` URLs, by id."""
     if dataset is None or not sample_ids:
         return {}
-    rows = {identity: row for row, identity in enumerate(dataset.sample_ids("test"))}
-    found = [identity for identity in sample_ids if identity in rows]
-    return dict(zip(found, pictures.addresses_of(dataset, "test", [rows[i] for i in found]), strict=True))
+    rows = {sample_id: row for row, sample_id in enumerate(dataset.sample_ids("test"))}
+    present = [sample_id for sample_id in sample_ids if sample_id in rows]
+    urls = pictures.data_urls(dataset, "test", [rows[sample_id] for sample_id in present])
+    return dict(zip(present, urls, strict=True))

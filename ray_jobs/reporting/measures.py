@@ -1,8 +1,8 @@
-"""What the evaluations measured, as lines of a table.
+"""Measurements of the evaluations, as lines of a table.
 
-In: the rows and predictions of artifacts (`ray_jobs.evaluation.rows`). Out: the same rows with the artifact that each
-is from, and `Entry`s: one a protocol, number of labels, method and artifact, with its predictions as an array. numpy
-and pyarrow.
+In: the rows and predictions of artifacts (`ray_jobs.evaluation.rows`). Out: the same rows with the artifact of each,
+and `Entry`s: one per protocol, number of labels, method and artifact, with its predictions as an array. Needs numpy and
+pyarrow only.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ _ORDER = {"few-shot linear": 0, "linear probe": 1, "fine-tuning": 2, "baseline":
 
 @dataclass(frozen=True)
 class Entry:
-    """One line of the table: a method with so many labels a class (None: all), under one protocol.
+    """One line of the table: a method under one protocol, with `labels_per_class` labels (None: all).
 
-    `predictions`, `correct` (bool) and `probabilities` (of the predictions; NaN: the method has none) are [draws, n],
-    `labels` [n], in the order of `sample_ids`, which is sorted.
-    `draw_seed` is the seed of the label draws: draws of the same number from the same seed are the same labelled
-    images. `settings` and `selected_on` are the distinct values over the draws.
+    `predictions`, `correct` (bool) and `probabilities` (of the predictions; NaN if the method has none) are [draws, n]
+    and `labels` is [n], in the order of `sample_ids`, which is sorted. `draw_seed` is the seed of the label draws; two
+    draws with the same number and seed have the same labelled images. `settings` and `selected_on` are the distinct
+    values over the draws.
     """
 
     artifact: str
@@ -59,74 +59,74 @@ class Entry:
 
     @cached_property
     def accuracy(self) -> Interval:
-        """The mean over draws and images, with its 95 % interval."""
+        """The mean over draws and images, with its 95% interval."""
         return accuracy_interval(self.correct)
 
 
 def join_tables(parts: Iterable[tuple[str, Manifest, Path]], name: str, schema: Any) -> Any:
-    """The Parquet tables `name` of all (stage, manifest, folder) that have one, with the artifact of each row.
+    """Join the Parquet tables `name` of all (stage, manifest, folder) that have one, adding the artifact of each row.
 
-    Its texts are dictionaries: 20 million predictions, as VTAB's test splits give, take 1 GB instead of 5.
+    Texts are dictionary-encoded: the 20 million predictions of VTAB's test splits take 1 GB instead of 5.
 
     Raises:
-        UserError: a table whose columns are not `schema`'s; nullable ones at its end may be missing.
+        UserError: a table has other columns than `schema`; only nullable ones at its end may be missing.
     """
-    wanted = pa.schema([_coded(column) for column in [*_FROM, *schema]])
-    tables = [wanted.empty_table()]
+    joined_schema = pa.schema([_coded(column) for column in [*_FROM, *schema]])
+    tables = [joined_schema.empty_table()]
     for stage, manifest, folder in parts:
         if not (folder / name).is_file():
             continue
         texts = [column.name for column in schema if column.type == pa.string()]
         with pq.ParquetFile(folder / name) as file:
-            found = file.schema_arrow
-        later = [column for column in schema if column.nullable and column.name not in found.names]
-        if not pa.schema([*found, *later]).equals(schema):
-            raise UserError(f"{folder / name} has the columns {found.names}; expected {schema.names}")
+            stored = file.schema_arrow
+        missing = [column for column in schema if column.nullable and column.name not in stored.names]
+        if not pa.schema([*stored, *missing]).equals(schema):
+            raise UserError(f"{folder / name} has the columns {stored.names}; expected {schema.names}")
         with pq.ParquetFile(folder / name, read_dictionary=texts) as file:
             table = file.read()
-        for column in later:  # an earlier version did not write it
+        for column in missing:  # an earlier version did not write it
             table = table.append_column(column, pa.nulls(len(table), column.type))
         zeros = pa.array(np.zeros(len(table), np.int32))
         origin = [pa.DictionaryArray.from_arrays(zeros, [value]) for value in (manifest.key, stage)]
-        tables.append(pa.Table.from_arrays([*origin, *table.columns], schema=wanted))
+        tables.append(pa.Table.from_arrays([*origin, *table.columns], schema=joined_schema))
     return pa.concat_tables(tables).unify_dictionaries()
 
 
 def _coded(column: Any) -> Any:
-    """A column whose texts are in a dictionary."""
+    """Return the column, dictionary-encoded if it holds texts."""
     text = column.type == pa.string()
     return column.with_type(pa.dictionary(pa.int32(), pa.string())) if text else column
 
 
 def draw_seed(manifest: Manifest) -> int | None:
-    """The seed that a stage drew its labels with."""
+    """Return the seed of a stage's label draws."""
     labels = manifest.config.get("labels")
     seed = labels.get("seed") if isinstance(labels, dict) else manifest.config.get("seed")
     return seed if isinstance(seed, int) else None
 
 
 def entries(rows: Any, predictions: Any, seeds: dict[str, int | None]) -> list[Entry]:
-    """The lines of the table, ordered by task, protocol, number of labels and method.
+    """Return the lines of the table, ordered by task, protocol, number of labels and method.
 
     Args:
-        rows: a table of REPORT_ROWS; the accuracies on test are used.
+        rows: a table of REPORT_ROWS; only test accuracies are used.
         predictions: a table of REPORT_PREDICTIONS.
         seeds: artifact -> the seed of its label draws.
 
     Raises:
-        UserError: predictions of different draws are of different images, or do not give the accuracy in the rows.
+        UserError: the draws have predictions of different images, or the predictions contradict the rows.
     """
     measured: dict[tuple[Any, ...], dict[int, dict[str, Any]]] = {}
     for row in rows.to_pylist():
         if row["metric"] == "accuracy" and row["split"] == "test":
             measured.setdefault(tuple(row[name] for name in _ENTRY), {})[row["draw"]] = row
     ids, predicted = _by_draw(predictions)
-    found = [_entry(key, draws, ids, predicted, seeds.get(key[0])) for key, draws in measured.items()]
-    return sorted(found, key=_place)
+    lines = [_entry(key, draws, ids, predicted, seeds.get(key[0])) for key, draws in measured.items()]
+    return sorted(lines, key=_sort_key)
 
 
 def _by_draw(predictions: Any) -> tuple[_Ids, dict[tuple[Any, ...], _Draw]]:
-    """All sample ids, sorted, and (entry's columns, draw) -> numbers of its ids, labels, predictions, sorted by id."""
+    """Return all sample ids, sorted, and (entry's columns, draw) -> its test images, sorted by id."""
     names = [*_ENTRY, "draw"]
     groups = np.zeros(len(predictions), np.int64)
     for name in names:
@@ -141,15 +141,15 @@ def _by_draw(predictions: Any) -> tuple[_Ids, dict[tuple[Any, ...], _Draw]]:
     rows = np.lexsort((places, groups))
     starts = np.flatnonzero(np.diff(groups[rows], prepend=-1))
     keys = predictions.select(names).take(rows[starts]).to_pylist()
-    found = {
-        tuple(key.values()): _Draw(places[own], *(column[own] for column in columns))
-        for key, own in zip(keys, np.split(rows, starts)[1:], strict=True)
+    by_draw = {
+        tuple(key.values()): _Draw(places[group], *(column[group] for column in columns))
+        for key, group in zip(keys, np.split(rows, starts)[1:], strict=True)
     }
-    return _Ids(ids.take(order)), found
+    return _Ids(ids.take(order)), by_draw
 
 
 def _codes(column: Any) -> tuple[np.ndarray, Any]:
-    """A column as numbers [n] of its distinct values, -1 for null, and these values."""
+    """Return a column as codes [n] into its distinct values, -1 for null, and these values."""
     coded = column.combine_chunks()
     if not pa.types.is_dictionary(coded.type):
         coded = coded.dictionary_encode()
@@ -157,7 +157,7 @@ def _codes(column: Any) -> tuple[np.ndarray, Any]:
 
 
 class _Draw(NamedTuple):
-    """One draw's test images: `places` among all sample ids, ascending."""
+    """One draw's test images; `places` are their indices into all sample ids, ascending."""
 
     places: np.ndarray
     labels: np.ndarray
@@ -167,18 +167,18 @@ class _Draw(NamedTuple):
 
 
 class _Ids:
-    """Sample ids by their places; the many entries of one test split share a tuple of them."""
+    """All sample ids by index. Entries of one test split share a tuple of them, which saves memory."""
 
     def __init__(self, values: Any) -> None:
         self._values = values
-        self._known: dict[bytes, tuple[str, ...]] = {}
+        self._cache: dict[bytes, tuple[str, ...]] = {}
 
     def at(self, places: np.ndarray) -> tuple[str, ...]:
-        """The ids at these places."""
-        spelled = places.tobytes()
-        if spelled not in self._known:
-            self._known[spelled] = tuple(self._values.take(pa.array(places)).to_pylist())
-        return self._known[spelled]
+        """Return the ids at these indices."""
+        key = places.tobytes()
+        if key not in self._cache:
+            self._cache[key] = tuple(self._values.take(pa.array(places)).to_pylist())
+        return self._cache[key]
 
 
 def _entry(
@@ -190,10 +190,11 @@ def _entry(
 ) -> Entry:
     draws = tuple(sorted(measured))
     artifact, stage, task, protocol, method, labels_per_class = key
-    where = f"{stage} ({artifact[:12]}), {protocol}, {method}, {labels_per_class or 'all'} labels a class"
+    labels = f"{labels_per_class} labels per class" if labels_per_class else "all labels"
+    where = f"{stage} ({artifact[:12]}), {protocol}, {method}, {labels}"
     missing = [draw for draw in draws if (*key, draw) not in predicted]
     if missing:
-        raise UserError(f"{where}: there are no predictions of the draws {missing}")
+        raise UserError(f"{where}: missing predictions for draws {missing}; rebuild the stage with --force")
     parts = [predicted[(*key, draw)] for draw in draws]
     first = parts[0]
     if not np.diff(first.places).all() or any(
@@ -202,13 +203,22 @@ def _entry(
     ):
         raise UserError(f"{where}: every draw must be scored once on each of the same test images")
     entry = Entry(
-        artifact=artifact, stage=stage, task=task, protocol=protocol, method=method,
-        labels_per_class=labels_per_class, draw_seed=seed, draws=draws, sample_ids=ids.at(first.places),
-        labels=first.labels, predictions=np.stack([part.predictions for part in parts]),
+        artifact=artifact,
+        stage=stage,
+        task=task,
+        protocol=protocol,
+        method=method,
+        labels_per_class=labels_per_class,
+        draw_seed=seed,
+        draws=draws,
+        sample_ids=ids.at(first.places),
+        labels=first.labels,
+        predictions=np.stack([part.predictions for part in parts]),
         correct=np.stack([part.correct for part in parts]),
         probabilities=np.stack([part.probabilities for part in parts]),
-        selected_on=_distinct(measured, "selected_on"), settings=_distinct(measured, "settings"),
-    )  # fmt: skip
+        selected_on=_distinct(measured, "selected_on"),
+        settings=_distinct(measured, "settings"),
+    )
     for draw, value in zip(draws, entry.correct.mean(axis=1), strict=True):
         if not np.isclose(measured[draw]["value"], value, rtol=0, atol=1e-6):
             raise UserError(
@@ -221,7 +231,7 @@ def _distinct(measured: dict[int, dict[str, Any]], column: str) -> tuple[str, ..
     return tuple(dict.fromkeys(measured[draw][column] for draw in sorted(measured)))
 
 
-def _place(entry: Entry) -> tuple[Any, ...]:
+def _sort_key(entry: Entry) -> tuple[Any, ...]:
     labels = entry.labels_per_class
     few_shot = entry.protocol == "few-shot linear"
     return (

@@ -1,4 +1,4 @@
-"""Where the main model goes wrong: the test images that it gets wrong most often, and which classes it confuses.
+"""The main model's errors: the test images that it most often gets wrong, and the classes that it confuses.
 
 In: `Entry`s. Out: records with class numbers, and counts. numpy.
 """
@@ -22,9 +22,9 @@ SHOWN = 24
 class Mistake:
     """A test image that the main model got wrong in `wrong_draws` of `draws`.
 
-    `prediction` is the most common wrong answer, `probability` the mean that the model gave it (None: the method has no
-    probabilities). Of the `methods` that had as many labels (the main one included)
-    `methods_right` got it right in most draws.
+    `prediction` is the most common wrong label, `probability` the mean probability that the model gave it (None if the
+    method has no probabilities). `methods` counts the methods with the same number of labels, the main one included;
+    `methods_right` of them got the image right in most draws.
     """
 
     sample_id: str
@@ -38,40 +38,57 @@ class Mistake:
 
 
 def main_entry(entries: Sequence[Entry]) -> Entry | None:
-    """The line that the mistakes are shown of: the trained model, fine-tuned before few-shot, few labels before all, of
-    these the most labels; where nothing was pretrained, the one from scratch, and without that the best of the rest.
-    With the authors' labels, which have names to show, before ReaL's."""
+    """Return the entry whose mistakes are shown; None if no entry covers all of test.
 
-    def place(entry: Entry) -> tuple[object, ...]:
-        sort = {"trained": 0, "scratch": 1}.get(kind(entry), 2)
-        few = entry.labels_per_class
+    Pretrained models come first, then those from scratch, then the rest. Among them fine-tuning comes before few-shot,
+    few labels before all (more few labels first), the authors' labels, which have names to show, before ReaL's, and
+    then the higher accuracy.
+    """
+
+    def rank(entry: Entry) -> tuple[object, ...]:
+        kind_rank = {"trained": 0, "scratch": 1}.get(kind(entry), 2)
+        labels = entry.labels_per_class
         real = entry.task.endswith(REAL)
-        return (sort, entry.protocol != "fine-tuning", few is None, -(few or 0), real, -entry.accuracy.value)
+        protocol = entry.protocol != "fine-tuning"
+        return (kind_rank, protocol, labels is None, -(labels or 0), real, -entry.accuracy.value)
 
     whole = [entry for entry in entries if kind(entry) != "apart"]
-    return min(whole, key=place, default=None)
+    return min(whole, key=rank, default=None)
 
 
 def worst(main: Entry, entries: Sequence[Entry]) -> list[Mistake]:
-    """The images that were wrong in most draws of `main`, of equals those that fewer methods got right."""
-    peers = [entry for entry in entries if entry.task == main.task and entry.labels_per_class == main.labels_per_class
-             and entry.sample_ids == main.sample_ids]  # fmt: skip
+    """Return the images that `main` gets wrong in the most draws; ties go to those that fewer methods get right."""
+    setting = main.task, main.labels_per_class, main.sample_ids
+    peers = [entry for entry in entries if (entry.task, entry.labels_per_class, entry.sample_ids) == setting]
     methods_right = np.sum([peer.correct.mean(axis=0) > 0.5 for peer in peers], axis=0)
     wrong = (~main.correct).sum(axis=0)
     order = np.lexsort((np.arange(len(wrong)), methods_right, -wrong))
-    return [
-        Mistake(main.sample_ids[i], int(main.labels[i]), *_usual_mistake(main, i), int(wrong[i]), len(main.draws),
-                int(methods_right[i]), len(peers))
-        for i in order[:SHOWN] if wrong[i]
-    ]  # fmt: skip
+    mistakes = []
+    for image in order[:SHOWN]:
+        if wrong[image]:
+            prediction, probability = _usual_mistake(main, image)
+            mistakes.append(
+                Mistake(
+                    sample_id=main.sample_ids[image],
+                    label=int(main.labels[image]),
+                    prediction=prediction,
+                    probability=probability,
+                    wrong_draws=int(wrong[image]),
+                    draws=len(main.draws),
+                    methods_right=int(methods_right[image]),
+                    methods=len(peers),
+                )
+            )
+    return mistakes
 
 
 @dataclass(frozen=True)
 class ClassResult:
-    """The main model's results on one class: `recall` is the share of its test images predicted correctly, `precision`
-    the share of correct predictions of this class (None: it was never predicted), over all draws.
+    """The main model's results on one class, over all draws.
 
-    `confused_with` is the most common wrong answer for its images and `confused` their share (None: all are right).
+    `recall` is the share of its test images that are classified correctly, `precision` the share of its predictions
+    that are correct (None if it was never predicted). `confused_with` is the most common wrong label for its images
+    (None if all are correct), and `confused` their share.
     """
 
     label: int
@@ -83,15 +100,15 @@ class ClassResult:
 
 
 def per_class(entry: Entry, classes: int) -> list[ClassResult]:
-    """A line for each class that has test images, the lowest recall first."""
+    """Return the results on each class that has test images, the lowest recall first."""
     predicted = np.bincount(entry.predictions.ravel(), minlength=classes)
     order = np.argsort(entry.labels, kind="stable")
     starts = np.flatnonzero(np.diff(entry.labels[order], prepend=-1))
-    found = []
+    results = []
     for images in np.split(order, starts[1:]):
         label, correct = int(entry.labels[images[0]]), entry.correct[:, images]
         wrong = np.bincount(entry.predictions[:, images][~correct], minlength=classes)
-        found.append(
+        results.append(
             ClassResult(
                 label=label,
                 num_images=len(images),
@@ -101,18 +118,18 @@ def per_class(entry: Entry, classes: int) -> list[ClassResult]:
                 confused=float(wrong.max() / correct.size),
             )
         )
-    return sorted(found, key=lambda one: (one.recall, one.label))
+    return sorted(results, key=lambda result: (result.recall, result.label))
 
 
 def confusion(entry: Entry, classes: int) -> np.ndarray:
-    """Counts [label, prediction], summed over the draws."""
+    """Count [label, prediction], summed over the draws."""
     counts = np.zeros((classes, classes), np.int64)
     np.add.at(counts, (np.broadcast_to(entry.labels, entry.predictions.shape), entry.predictions), 1)
     return counts
 
 
 def _usual_mistake(entry: Entry, image: int) -> tuple[int, float | None]:
-    answers = entry.predictions[:, image]
-    usual = int(np.bincount(answers[~entry.correct[:, image]]).argmax())
-    probability = float(entry.probabilities[answers == usual, image].mean())
+    predictions = entry.predictions[:, image]
+    usual = int(np.bincount(predictions[~entry.correct[:, image]]).argmax())
+    probability = float(entry.probabilities[predictions == usual, image].mean())
     return usual, None if math.isnan(probability) else probability

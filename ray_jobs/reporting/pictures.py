@@ -1,7 +1,7 @@
 """Images of a dataset artifact for the page: contact sheets, and images by their id.
 
-In: an opened dataset. Out: `data:` addresses of small PNG (where pixels are few) or JPEG images, and counts. Of the
-images only those that are shown are read.
+In: an opened dataset. Out: `data:` URLs of PNG (small images) or JPEG images, and counts. Only the images that are
+shown are read.
 """
 
 from __future__ import annotations
@@ -19,23 +19,23 @@ from PIL import Image
 from ray_jobs.data.shards import Dataset, Split
 from vit_model.config import Preprocessing
 
-MAX_CLASSES = 40  # of more classes a seeded choice is shown
-TILES = 120  # images on a sheet, about
-SMALL = 32  # images up to this many pixels a side are shown pixel by pixel
-PHOTO = 112  # larger ones are cropped and brought to this many pixels a side
-_SHEET = 3  # keeps this module's random numbers apart from other users of the same seed
+MAX_CLASSES = 40  # more classes are sampled with a fixed seed
+TILES = 120  # about the number of images on a sheet
+SMALL = 32  # images up to this side in pixels are enlarged without interpolation
+PHOTO = 112  # larger ones are cropped to a square and resized to this side
+_SHEET = 3  # separates this module's random numbers from other uses of the same seed
 
 
 @dataclass(frozen=True)
 class Tiles:
-    """Some images of a class, as `data:` addresses."""
+    """Some images of a class, as `data:` URLs."""
 
     name: str
     images: tuple[str, ...]
 
 
 def describe(dataset: Dataset) -> dict[str, Any]:
-    """What a dataset holds: splits, classes, images set aside, balance of the classes in train; and its notes."""
+    """Describe a dataset: splits, classes, images set aside, class balance in train, and its notes."""
     names = dataset.info.class_names
     counts = np.bincount(dataset.labels("train"), minlength=len(names))
     return {
@@ -55,15 +55,15 @@ def describe(dataset: Dataset) -> dict[str, Any]:
 
 
 def contact_sheet(dataset: Dataset) -> list[Tiles]:
-    """Some training images of many classes, chosen with a fixed seed."""
-    lines = chosen(dataset.labels("train"))
-    addresses = iter(addresses_of(dataset, "train", np.concatenate([*lines.values(), np.zeros(0, int)])))
+    """Return some training images of up to MAX_CLASSES classes, chosen with a fixed seed."""
+    by_class = sample_rows(dataset.labels("train"))
+    urls = iter(data_urls(dataset, "train", np.concatenate([*by_class.values(), np.zeros(0, int)])))
     names = dataset.info.class_names
-    return [Tiles(names[label], tuple(next(addresses) for _ in rows)) for label, rows in lines.items()]
+    return [Tiles(names[label], tuple(next(urls) for _ in rows)) for label, rows in by_class.items()]
 
 
-def chosen(labels: np.ndarray) -> dict[int, np.ndarray]:
-    """Places of some images of many classes, by class, with a fixed seed."""
+def sample_rows(labels: np.ndarray) -> dict[int, np.ndarray]:
+    """Sample some images of up to MAX_CLASSES classes with a fixed seed; return their rows by class."""
     rng = np.random.default_rng([0, _SHEET])
     present = np.unique(labels)
     if len(present) > MAX_CLASSES:
@@ -72,14 +72,13 @@ def chosen(labels: np.ndarray) -> dict[int, np.ndarray]:
     return {int(label): rng.permutation(np.flatnonzero(labels == label))[:each] for label in present}
 
 
-def addresses_of(dataset: Dataset, split: Split, rows: Sequence[int] | np.ndarray) -> list[str]:
-    """The images of these rows of a split as `data:` addresses: squares cut from the middle, their own pixels
-    enlarged without blur where they are few."""
-    return [_address(pixels) for pixels in squares(dataset, split, rows)]
+def data_urls(dataset: Dataset, split: Split, rows: Sequence[int] | np.ndarray) -> list[str]:
+    """Return the images of these rows of a split as `data:` URLs: centre squares, small ones enlarged without blur."""
+    return [_data_url(pixels) for pixels in squares(dataset, split, rows)]
 
 
 def squares(dataset: Dataset, split: Split, rows: Sequence[int] | np.ndarray) -> np.ndarray:
-    """The images of these rows of a split, uint8 [n, side, side, channels]: squares cut from the middle."""
+    """Return the centre squares of these rows of a split, uint8 [n, side, side, channels]."""
     size = dataset.info.image
     side, channels = (max(size.height, size.width), size.channels) if size else (PHOTO, 3)
     half = (0.5,) * channels
@@ -89,8 +88,8 @@ def squares(dataset: Dataset, split: Split, rows: Sequence[int] | np.ndarray) ->
     return dataset.images(split, preprocessing, np.asarray(rows, int))
 
 
-def _address(pixels: np.ndarray) -> str:
-    """A `data:` address of one image, uint8 [side, side, channels]."""
+def _data_url(pixels: np.ndarray) -> str:
+    """Encode one image, uint8 [side, side, channels], as a `data:` URL."""
     image = Image.fromarray(pixels.squeeze(-1) if pixels.shape[-1] == 1 else pixels)
     buffer = io.BytesIO()
     if small := image.width <= SMALL:

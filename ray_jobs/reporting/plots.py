@@ -1,4 +1,4 @@
-"""Plots as SVG to be put inside a page: its colours are the page's variables, its text is text in the page's font.
+"""Plots as inline SVG, with the page's colour variables, and text in the page's font.
 
 In: plain numbers and names. Out: SVG, the same bytes for the same input. The page defines --ink, --faint and
 --series-1 .. --series-6, for light and dark.
@@ -20,7 +20,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 from matplotlib.ticker import FuncFormatter, NullFormatter, PercentFormatter
 
-# matplotlib writes fixed colours; these stand for the page's variables, and are put in their place afterwards.
+# matplotlib only writes fixed colours. These are placeholders that `_inline` replaces by the page's variables.
 INK, FAINT = "#0a0b01", "#0a0b02"
 SERIES = tuple(f"#0a0c{number:02x}" for number in range(1, 7))
 _VARIABLES = {INK: "var(--ink)", FAINT: "var(--faint)"} | {
@@ -28,19 +28,29 @@ _VARIABLES = {INK: "var(--ink)", FAINT: "var(--faint)"} | {
 }
 _MARKERS = "osD^vP"
 _STYLE = {
-    "svg.fonttype": "none", "svg.hashsalt": "vitflow", "font.size": 10, "font.family": "DejaVu Sans",
-    "axes.labelsize": 10, "axes.titlesize": 10.5,
-    "legend.fontsize": 9.5, "xtick.labelsize": 9.5, "ytick.labelsize": 9.5, "text.color": INK, "axes.labelcolor": INK,
-    "xtick.color": INK, "ytick.color": INK, "axes.edgecolor": FAINT, "grid.color": FAINT, "grid.linewidth": 0.5,
-    "xtick.major.size": 0, "ytick.major.size": 0, "xtick.minor.size": 0, "axes.spines.top": False,
-    "axes.spines.right": False, "axes.axisbelow": True, "legend.frameon": False, "text.usetex": False,
-    "text.parse_math": False, "figure.constrained_layout.use": True,
-}  # fmt: skip
+    "svg.fonttype": "none",
+    "svg.hashsalt": "vitflow",
+    "text.usetex": False,
+    "text.parse_math": False,
+    "figure.constrained_layout.use": True,
+    "legend.frameon": False,
+    "axes.axisbelow": True,
+    "font.family": "DejaVu Sans",
+    "font.size": 10,
+    "axes.labelsize": 10,
+    "axes.titlesize": 10.5,
+    **dict.fromkeys(("legend.fontsize", "xtick.labelsize", "ytick.labelsize"), 9.5),
+    **dict.fromkeys(("text.color", "axes.labelcolor", "xtick.color", "ytick.color"), INK),
+    **dict.fromkeys(("axes.edgecolor", "grid.color"), FAINT),
+    "grid.linewidth": 0.5,
+    **dict.fromkeys(("xtick.major.size", "ytick.major.size", "xtick.minor.size"), 0),
+    **dict.fromkeys(("axes.spines.top", "axes.spines.right"), False),
+}
 
 
 @dataclass(frozen=True)
 class Curve:
-    """A method's accuracy at each number of shots: the mean and the draws behind it (fractions)."""
+    """A method's accuracy at each number of shots: the mean and the draws (fractions)."""
 
     name: str
     shots: tuple[int, ...]
@@ -50,7 +60,7 @@ class Curve:
 
 @dataclass(frozen=True)
 class Sweep:
-    """Learning rates tried, and the validation accuracy of each in each fold (fractions)."""
+    """The learning rates of a sweep, and the validation accuracy of each in each fold (fractions)."""
 
     name: str
     learning_rates: tuple[float, ...]
@@ -59,7 +69,7 @@ class Sweep:
 
 
 def few_shot(curves: Sequence[Curve]) -> str:
-    """Accuracy against shots a class: the mean as a line, the draws as a band from the 10th to the 90th percentile."""
+    """Plot accuracy by shots: the mean as a line, the draws as a band from the 10th to the 90th percentile."""
     with _figure(5.6, 3.5) as (figure, out):
         axes = figure.subplots()
         for number, curve in enumerate(curves):
@@ -70,15 +80,14 @@ def few_shot(curves: Sequence[Curve]) -> str:
             axes.plot(curve.shots, curve.means, color=colour, marker=marker, markersize=5, label=curve.name)
         shots = sorted({shot for curve in curves for shot in curve.shots})
         _logarithmic(axes, shots, [f"{shot}" for shot in shots])
-        axes.set(xlabel="labelled images a class", ylabel="test accuracy")
+        axes.set(xlabel="labelled images per class", ylabel="test accuracy")
         _percent_axis(axes)
         axes.legend(loc="lower right")
     return out[0]
 
 
 def loss(draws: Sequence[Sequence[Mapping[str, Any]]]) -> str:
-    """Training loss by step, a line for each draw of labels, and the learning rate, which they share, under it on its
-    own axis."""
+    """Plot training loss by step, one line per draw of labels, and below it the learning rate, shared by all draws."""
     with _figure(5.6, 3.5) as (figure, out):
         above, below = figure.subplots(2, sharex=True, height_ratios=(3, 1))
         for points in draws:
@@ -100,7 +109,7 @@ def loss(draws: Sequence[Sequence[Mapping[str, Any]]]) -> str:
 
 
 def sweeps(panels: Sequence[Sweep]) -> str:
-    """Validation accuracy against learning rate, one panel a sweep, folds as dots; the chosen rate is ringed."""
+    """Plot validation accuracy by learning rate, one panel per sweep, folds as dots; a ring marks the chosen rate."""
     columns = min(2, len(panels))
     rows = -(-len(panels) // columns)
     with _figure(5.6, 0.5 + 2.5 * rows) as (figure, out):
@@ -124,15 +133,15 @@ def sweeps(panels: Sequence[Sweep]) -> str:
 
 
 def confusion(class_names: Sequence[str], counts: np.ndarray) -> str:
-    """Counts of predictions (columns) by label (rows); the shade is the share of the row, right blue, wrong orange."""
+    """Plot counts of predictions (columns) by label (rows), correct blue, wrong orange, shaded by share of the row."""
     size, shares = len(class_names), counts / counts.sum(axis=1, keepdims=True).clip(min=1)
     names = [name if len(name) <= 16 else f"{name[:15]}…" for name in class_names]
     with _figure(5.6, 5.2 if size > 6 else 3.8) as (figure, out):
         axes = figure.subplots()
         for row, column in zip(*counts.nonzero(), strict=True):
-            share, right = shares[row, column], row == column
-            alpha = 0.12 + 0.6 * share if right else min(0.9, 0.2 + 2 * share)
-            corner, colour = (column - 0.5, row - 0.5), SERIES[0 if right else 1]
+            share, correct = shares[row, column], row == column
+            alpha = 0.12 + 0.6 * share if correct else min(0.9, 0.2 + 2 * share)
+            corner, colour = (column - 0.5, row - 0.5), SERIES[0 if correct else 1]
             axes.add_patch(Rectangle(corner, 1, 1, linewidth=0, facecolor=colour, alpha=alpha))
             if size <= 15:
                 axes.text(column, row, f"{counts[row, column]:g}", ha="center", va="center", fontsize=8.5)
@@ -150,7 +159,7 @@ def confusion(class_names: Sequence[str], counts: np.ndarray) -> str:
 
 
 def _short(rate: float) -> str:
-    """'3e-4': every rate of a sweep in the same little room."""
+    """Return a learning rate in few characters: '3e-4'."""
     mantissa, exponent = f"{rate:.1e}".split("e")
     return f"{float(mantissa):g}e{int(exponent)}"
 
@@ -164,16 +173,16 @@ def _logarithmic(axes: Any, places: Sequence[float] | np.ndarray, names: Sequenc
     axes.set_xscale("log")
     axes.set_xticks(places, names)
     axes.xaxis.set_minor_formatter(NullFormatter())
-    if len(places) == 1:  # a logarithmic axis of one place would show a whole decade
+    if len(places) == 1:  # a logarithmic axis with one tick would show a whole decade
         axes.set_xlim(places[0] / 2, places[0] * 2)
 
 
 @contextmanager
 def _figure(width: float, height: float) -> Iterator[tuple[Figure, list[str]]]:
-    """A figure in inches; when the block has ended the list holds its SVG."""
+    """Yield a figure of this size in inches, and a list that holds its SVG after the block."""
     out: list[str] = []
     with matplotlib.rc_context(_STYLE), warnings.catch_warnings():
-        # The browser draws the text: that matplotlib's own font lacks a letter of a class name does not matter.
+        # The browser draws the text, so it does not matter if matplotlib's own font lacks a letter of a class name.
         warnings.filterwarnings("ignore", message="Glyph .* missing from font", category=UserWarning)
         figure = Figure(figsize=(width, height))
         yield figure, out
@@ -183,13 +192,12 @@ def _figure(width: float, height: float) -> Iterator[tuple[Figure, list[str]]]:
 
 
 def _inline(svg: str) -> str:
-    """The <svg> element alone, as wide as its place, in the page's colours, with only the ids that are used."""
+    """Return the bare <svg> element without a fixed size, in the page's colours, with only the ids that are used."""
     svg = svg[svg.index("<svg") :]
     svg = re.sub(r"<metadata>.*?</metadata>\s*", "", svg, count=1, flags=re.DOTALL)
     svg = re.sub(r' width="[\d.]+pt"| height="[\d.]+pt"', "", svg, count=2)
-    svg = re.sub(
-        r"<style.*?</style>", "", svg, count=1
-    )  # it would hold for the whole page, which has its own
+    # A style element would apply to the whole page.
+    svg = re.sub(r"<style.*?</style>", "", svg, count=1)
     for colour, variable in _VARIABLES.items():
         svg = svg.replace(f": {colour}", f": {variable}")
     used = set(re.findall(r'(?:href="#|url\(#)([^")]+)', svg))

@@ -1,4 +1,4 @@
-"""How it was made: what the page says of each stage, taken from the manifests.
+"""Provenance: how each stage was run, from the manifests.
 
 In: (stage, manifest, folder) of each input. Out: plain dictionaries and sentences.
 """
@@ -15,11 +15,11 @@ from pipelines.store import Manifest
 from vit_model.config import family_of
 
 Part = tuple[str, Manifest, Path]
-_SEEN = " A backbone that was trained on the labelled images is marked and takes no part in the verdict."
+_SEEN = " A backbone that was trained on the labelled images is marked as such and left out of the verdict."
 
 
 def stages(parts: Iterable[Part]) -> list[dict[str, Any]]:
-    """A record a stage: key, time taken, what it measured, seeds, code, what it was made from."""
+    """Return a record per stage: key, inputs, duration, metrics, seeds, configuration, code."""
     return [
         {
             "stage": stage,
@@ -27,7 +27,8 @@ def stages(parts: Iterable[Part]) -> list[dict[str, Any]]:
             "kind": manifest.kind,
             "artifact": manifest.key,
             "inputs": {
-                field: [reference.key for reference in found] for field, found in manifest.inputs.items()
+                field: [reference.key for reference in references]
+                for field, references in manifest.inputs.items()
             },
             "seconds": _seconds(manifest),
             "finished": manifest.finished,
@@ -42,47 +43,59 @@ def stages(parts: Iterable[Part]) -> list[dict[str, Any]]:
 
 
 def environments(parts: Iterable[Part]) -> list[dict[str, Any]]:
-    """Each machine and set of packages that was used, with the stages that ran there."""
-    found: dict[str, dict[str, Any]] = {}
+    """Return each machine and set of packages that was used, with the stages that ran there."""
+    by_content: dict[str, dict[str, Any]] = {}
     for stage, manifest, _ in parts:
-        spelling = json.dumps(manifest.environment, sort_keys=True)
-        found.setdefault(spelling, {**manifest.environment, "stages": []})["stages"].append(stage)
-    return list(found.values())
+        content = json.dumps(manifest.environment, sort_keys=True)
+        by_content.setdefault(content, {**manifest.environment, "stages": []})["stages"].append(stage)
+    return list(by_content.values())
 
 
 def protocols(parts: Sequence[Part]) -> list[dict[str, str]]:
-    """In words, for each stage that measured or trained something: on what, how chosen, how scored."""
+    """Describe each stage that trained or measured something: its data, selection of settings and scoring."""
     names = {manifest.key: stage for stage, manifest, _ in parts}
-    return [{"stage": stage, "artifact": manifest.key, "text": text}
-            for stage, manifest, folder in parts if (text := _protocol(manifest, folder, names))]  # fmt: skip
+    return [
+        {"stage": stage, "artifact": manifest.key, "text": text}
+        for stage, manifest, folder in parts
+        if (text := _protocol(manifest, folder, names))
+    ]
 
 
 def _protocol(manifest: Manifest, folder: Path, names: Mapping[str, str]) -> str:
     config = manifest.config
     inputs = {
-        field: names.get(found[0].key, found[0].key[:12]) for field, found in manifest.inputs.items() if found
+        field: names.get(references[0].key, references[0].key[:12])
+        for field, references in manifest.inputs.items()
+        if references
     }
-    text = {"pretrain": _pretrain, "import": _import, "finetune": _finetune, "evaluate": _evaluate,
-            "baselines": _baselines}.get(manifest.job)  # fmt: skip
+    descriptions = {
+        "pretrain": _pretrain,
+        "import": _import,
+        "finetune": _finetune,
+        "evaluate": _evaluate,
+        "baselines": _baselines,
+    }
+    if manifest.job not in descriptions:
+        return ""
     unknown = manifest.metrics.get("unknown_training")
     warning = (
         f" The training images of {unknown} are unknown; test images may be among them." if unknown else ""
     )
-    return "" if text is None else f"{text(config, inputs)}{warning}{_normalisation(folder)}"
+    return f"{descriptions[manifest.job](config, inputs)}{warning}{_normalisation(folder)}"
 
 
 def seen_in_training(metrics: Mapping[str, float | int | str]) -> str:
-    """The overlap of an artifact's test images with training images, in words; empty if its metrics do not say."""
+    """Describe the overlap of an artifact's test images with training images; empty if it was not measured."""
     if "test_images_seen_in_training" not in metrics:
         return ""
     seen, shared, near = (
         metrics[f"test_images_{name}"]
         for name in ("seen_in_training", "also_in_train", "near_training_images")
     )
-    said = [f"{seen:,} test images" if seen else "unknown" if "unknown_training" in metrics else "none"]
-    said += [f"{shared:,} also in its own train or dev"] if shared else []
-    said += [f"{near:,} near-copies"] if near else []
-    return f"seen in training: {', '.join(said)}"
+    counts = [f"{seen:,} test images" if seen else "unknown" if "unknown_training" in metrics else "none"]
+    counts += [f"{shared:,} also in its own train or dev"] if shared else []
+    counts += [f"{near:,} near-copies"] if near else []
+    return f"seen in training: {', '.join(counts)}"
 
 
 _OBJECTIVES = {
@@ -106,17 +119,17 @@ def _pretrain(config: Mapping[str, Any], inputs: Mapping[str, str]) -> str:
 
 
 def _augmentation(config: Mapping[str, Any]) -> str:
-    said = [config["augment"]]
-    if more := config.get("randaugment"):
-        said.append(f"RandAugment ({more['layers']} layers of magnitude {more['magnitude']:g})")
-    said += [f"{name} of alpha {config[name]:g}" for name in ("mixup", "cutmix") if config.get(name)]
-    return ", ".join(said)
+    steps = [config["augment"]]
+    if randaugment := config.get("randaugment"):
+        steps.append(f"RandAugment ({randaugment['layers']} layers, magnitude {randaugment['magnitude']:g})")
+    steps += [f"{name} (alpha {config[name]:g})" for name in ("mixup", "cutmix") if config.get(name)]
+    return ", ".join(steps)
 
 
 def _import(config: Mapping[str, Any], inputs: Mapping[str, str]) -> str:
     return (
-        f"Imported weights, from {config['path']}. Only vitflow's own weights record their training images: imported "
-        "ones may have seen these images."
+        f"Weights imported from {config['path']}. Only vitflow's own weights record their training images, so imported "
+        "weights may have been trained on these test images."
     )
 
 
@@ -129,52 +142,50 @@ def _finetune(config: Mapping[str, Any], inputs: Mapping[str, str]) -> str:
     return (
         f"Fine-tuning on {inputs['data']} {start}: {config['steps']:,} steps of {config['batch_size']} images, "
         f"augmentation {_augmentation(config)}; learning rate from {rates}, {_selection(config['labels'])}. "
-        f"Test is scored once for each draw.{_SEEN * (not scratch and config['labels']['per_class'] is not None)}"
+        f"Each draw is scored on test once.{_SEEN * (not scratch and config['labels']['per_class'] is not None)}"
     )
 
 
 def _evaluate(config: Mapping[str, Any], inputs: Mapping[str, str]) -> str:
     support = config.get("support", "train").replace("+", " and ")
     return (
-        f"Few-shot linear evaluation of {inputs['backbone']}, frozen, on {inputs['data']}: regularised least "
-        "squares from features to ±1 targets (Dosovitskiy et al., section 4.1); "
+        f"Few-shot linear evaluation of {inputs['backbone']} (frozen) on {inputs['data']}: regularised least "
+        "squares from features to ±1 targets (Dosovitskiy et al., section 4.1), with "
         f"{config['draws']} supports drawn from {support} (seed {config['seed']})"
-        f"{', and all of it,' * config.get('linear_probe', False)} all of test scored. L2 is chosen on the support "
-        f"alone, in the same way for every row.{_crop(config.get('eval_crop'))}{_SEEN}"
+        f"{', and with all of it' * config.get('linear_probe', False)}. All of test is scored. L2 is selected on the "
+        f"support alone, in the same way for every row.{_crop(config.get('eval_crop'))}{_SEEN}"
     )
 
 
-def _crop(given: Mapping[str, Any] | None) -> str:
-    """How images became squares, where the model's own contract did not say."""
-    if given is None:
+def _crop(eval_crop: Mapping[str, Any] | None) -> str:
+    """Describe how images become squares, if the stage overrides the model's contract."""
+    if eval_crop is None:
         return ""
-    return (
-        " Images are squashed to the square."
-        if given["crop"] == "squash"
-        else " The middle of images is taken."
-    )
+    if eval_crop["crop"] == "squash":
+        return " Images are squashed to a square."
+    return " Images are cropped to the centre square."
 
 
 def _baselines(config: Mapping[str, Any], inputs: Mapping[str, str]) -> str:
     return (
-        f"Classifiers on the pixels of {inputs['data']} (scikit-learn; images larger than "
-        f"{config['thumbnail']} pixels a side are reduced to it): settings {_selection(config['labels'])}. "
-        f"Images are not augmented; of all labels at most {config['max_images']:,} images are used. "
-        "Test is scored once for each draw."
+        f"Classifiers on the pixels of {inputs['data']} (scikit-learn; larger images are reduced to "
+        f"{config['thumbnail']} pixels per side): settings {_selection(config['labels'])}. "
+        f"Images are not augmented. With all labels, at most {config['max_images']:,} images are used. "
+        "Each draw is scored on test once."
     )
 
 
 def _selection(labels: Mapping[str, Any]) -> str:
     if labels["per_class"] is None:
-        return "chosen on dev, then trained on train and dev (without a dev: chosen by cross-validation in train)"
+        return "selected on dev, then fitted on train and dev (without dev: selected by cross-validation in train)"
     return (
-        f"chosen by {labels['folds']}-fold cross-validation inside the first draw of {labels['per_class']} "
-        f"labels a class and used for all {labels['draws']} draws from train (seed {labels['seed']})"
+        f"selected by {labels['folds']}-fold cross-validation inside the first draw of {labels['per_class']} "
+        f"labels per class and used for all {labels['draws']} draws from train (seed {labels['seed']})"
     )
 
 
 def _normalisation(folder: Path) -> str:
-    """How a model's pixels are prepared, from its contract."""
+    """Describe the preprocessing of a model's images, from its contract."""
     if not (folder / "config.json").is_file():
         return ""
     pixels = json.loads((folder / "config.json").read_text("utf-8"))["preprocessing"]

@@ -1,12 +1,11 @@
-"""Did it pay? Paired differences between what was trained and what it must beat.
+"""Verdicts: paired differences between trained methods and their references.
 
-In: `Entry`s. Out: `Verdict`s, one a comparison, and a headline. The same label draws and the same test images on both
-sides; which of several references is the best is taken from the test accuracies, which can only favour the reference.
+In: `Entry`s. Out: `Verdict`s, one per comparison, and a headline. A comparison pairs the same label draws and the same
+test images. The best of several references is chosen by test accuracy, which can only favour the reference.
 
-The comparisons of one report are a family. Each has its own 95% interval; of 20 differences that are truly zero, one
-interval would exclude zero. So each has a second, wider interval: these hold for all comparisons at once with 95%
-(Bonferroni: each at 1 - 0.05 / number of comparisons), and the headline says how many differences are above zero by
-them.
+The comparisons of one report are a family. Each has its own 95% interval, so about one of 20 differences that are truly
+zero would exclude zero. Each therefore has a second, wider interval; these hold for all comparisons together with 95%
+(Bonferroni: each at 1 - 0.05 / number of comparisons), and the headline says how many of them lie above zero.
 """
 
 from __future__ import annotations
@@ -20,19 +19,20 @@ from ray_jobs.evaluation.intervals import Interval, paired_difference
 from ray_jobs.evaluation.rows import is_apart
 from ray_jobs.reporting.measures import Entry
 
-_IN_WORDS = {
-    "above zero": "all of it above zero",
-    "below zero": "all of it BELOW zero",
-    "not told from zero": "which includes zero: no difference is shown",
+CONCLUSIONS = {
+    "above zero": "above zero",
+    "below zero": "below zero",
+    "not told from zero": "interval includes zero",
 }
-SHOTS = 5  # the number of shots that the verdict is about, where it was measured
+"""How the page shows a `Verdict.conclusion`."""
+SHOTS = 5  # the verdict is about the number of shots nearest to this
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """`method` against `reference`: a difference of accuracies (fractions) with its 95% interval.
+    """The comparison of `method` with `reference`: a difference of accuracies (fractions) with its 95% interval.
 
-    `adjusted` is the interval of the same difference that holds together with those of the report's other comparisons.
+    `adjusted` is the wider interval that holds together with those of the report's other comparisons.
     """
 
     method: Entry
@@ -45,15 +45,18 @@ class Verdict:
 
     @property
     def conclusion(self) -> str:
-        """Where the whole interval lies."""
+        """Where the whole interval lies, as report.json stores it."""
         if self.difference.low > 0:
             return "above zero"
         return "below zero" if self.difference.high < 0 else "not told from zero"
 
 
 def kind(entry: Entry) -> str:
-    """ "trained" for what is to be judged, else which sort of reference it is; a backbone that has seen the labels of
-    the support ("trained on these images") is neither, nor is a row of a part of test ("apart")."""
+    """Return "trained" for a method to judge, or the kind of reference: "scratch", "untrained" or "pixels".
+
+    A backbone that has seen the support's labels ("trained on these") and a row that covers only a part of test
+    ("apart") are neither.
+    """
     if is_apart(entry.method):
         return "apart"
     if entry.protocol == "baseline" or entry.method.startswith("pixels"):
@@ -64,10 +67,10 @@ def kind(entry: Entry) -> str:
 
 
 def verdicts(entries: Sequence[Entry]) -> list[Verdict]:
-    """Every trained method against the best pixel row and the best trained from scratch of the same setting.
+    """Compare every trained method with the best pixel row and the best row trained from scratch of the same setting.
 
-    A setting is a task, a number of labels and a `sort_of_learning`; of the few-shot ones the number of shots nearest
-    to SHOTS counts. Where nothing was pretrained, what was trained from scratch is judged against the pixels.
+    A setting is a task, a number of labels and a `sort_of_learning`; few-shot settings count only with the number of
+    shots nearest to SHOTS. If no method was pretrained, those trained from scratch are compared with pixels.
     """
     settings: dict[tuple[object, ...], list[Entry]] = {}
     for entry in entries:
@@ -87,61 +90,68 @@ def verdicts(entries: Sequence[Entry]) -> list[Verdict]:
 
 
 def sort_of_learning(protocol: str) -> str:
-    """What may be compared with one another: probes of one protocol; fine-tuning and baselines, which have the same
-    labels and choose their settings alike."""
+    """Return the group of protocols that may be compared with each other.
+
+    Probes are compared within their protocol. Fine-tuning is compared with baselines, because both have the same labels
+    and select their settings in the same way.
+    """
     return protocol if protocol in {"few-shot linear", "linear probe"} else "fine-tuning and baselines"
 
 
 def comparable(a: Entry, b: Entry) -> bool:
-    """Whether both were scored on the same images, with some label draws in common."""
+    """Return whether both were scored on the same images, with some label draws in common."""
     same_labels = a.labels_per_class is None or (a.draw_seed is not None and a.draw_seed == b.draw_seed)
     return same_labels and a.sample_ids == b.sample_ids and bool(set(a.draws) & set(b.draws))
 
 
-def question(found: Sequence[Verdict]) -> str:
-    """What the verdicts answer."""
-    pretrained = any(kind(verdict.method) == "trained" for verdict in found)
-    return "Did pretraining pay?" if pretrained else "Does the model beat simple classifiers on pixels?"
+def question(comparisons: Sequence[Verdict]) -> str:
+    """Return the question that the verdicts answer."""
+    pretrained = any(kind(verdict.method) == "trained" for verdict in comparisons)
+    return "Did pretraining help?" if pretrained else "Does the model beat simple classifiers on pixels?"
 
 
-def headline(found: Sequence[Verdict]) -> str:
-    """The answer in a few sentences: what was seen with few labels, then with all labels, then of all of it at once."""
-    if not found:
+def headline(comparisons: Sequence[Verdict]) -> str:
+    """Return the answer in a few sentences: with few labels, with all labels, then for all comparisons together."""
+    if not comparisons:
         return "Nothing to compare: no two methods were scored on the same test images with the same labels."
-    few = [verdict for verdict in found if verdict.method.labels_per_class is not None]
-    everything = [verdict for verdict in found if verdict.method.labels_per_class is None]
-    parts = [("With few labels", few), ("With all labels", everything)]
-    answers = [f"{words}: {_answer(some)}." for words, some in parts if some]
-    return " ".join(answers + ([_together(found)] if len(found) > 1 else []))
+    few = [verdict for verdict in comparisons if verdict.method.labels_per_class is not None]
+    everything = [verdict for verdict in comparisons if verdict.method.labels_per_class is None]
+    answers = [
+        f"{budget}, {_answer(verdicts)}."
+        for budget, verdicts in (("With few labels", few), ("With all labels", everything))
+        if verdicts
+    ]
+    return " ".join(answers + ([_adjusted(comparisons)] if len(comparisons) > 1 else []))
 
 
 def sentence(verdict: Verdict, classes: int | None) -> str:
-    """The comparison in words, with its numbers."""
+    """Describe a comparison in words, with its numbers."""
     method, reference = verdict.method, verdict.reference
     value, low, high = verdict.difference
+    position = {"above zero": "", "below zero": ", below zero"}.get(verdict.conclusion, ", includes zero")
     return (
         f"{method.task}, {labels_text(method.labels_per_class, classes)}: {method.method} ({method.protocol}) "
-        f"is right on {percent(verdict.accuracy)} of the test images, {reference.method} ({reference.protocol}) on "
-        f"{percent(verdict.reference_accuracy)}: {points(value)} points, 95 % interval {points(low)} to "
-        f"{points(high)}, {_IN_WORDS[verdict.conclusion]}."
+        f"reaches {percent(verdict.accuracy)}, {reference.method} ({reference.protocol}) "
+        f"{percent(verdict.reference_accuracy)}: {points(value)} points (95% CI {points(low)} to "
+        f"{points(high)}{position})."
     )
 
 
 def labels_text(labels_per_class: int | None, classes: int | None) -> str:
-    """'5 labels a class (50 in all)'."""
+    """Return '5 labels per class (up to 50 in total)'."""
     if labels_per_class is None:
         return "all labels"
-    total = "" if classes is None else f" (up to {labels_per_class * classes:,} in all)"
-    return f"{labels_per_class} label{'s' if labels_per_class > 1 else ''} a class{total}"
+    total = "" if classes is None else f" (up to {labels_per_class * classes:,} in total)"
+    return f"{labels_per_class} label{'s' if labels_per_class > 1 else ''} per class{total}"
 
 
 def percent(fraction: float) -> str:
-    """'91.2 %'."""
-    return f"{100 * fraction:.1f} %"
+    """Return '91.2%'."""
+    return f"{100 * fraction:.1f}%"
 
 
 def points(difference: float) -> str:
-    """'+7.1', with a real minus sign."""
+    """Return '+7.1', with a real minus sign."""
     return f"{100 * difference:+.1f}".replace("-", "−")
 
 
@@ -155,14 +165,14 @@ def _shots(entries: Sequence[Entry], task: str) -> int:
 
 
 def _against_best(method: Entry, rivals: list[Entry], comparisons: int) -> Verdict:
-    """Compare with the best rival over the draws in common; the intervals are adjusted for `comparisons`."""
+    """Compare with the best rival over the draws in common; `adjusted` holds for that many comparisons."""
     tables = [_paired(method, rival) for rival in rivals]
-    best = int(np.argmax([theirs.mean() for _, theirs in tables]))
-    ours, theirs = tables[best]
-    difference = paired_difference(ours, theirs)
-    adjusted = paired_difference(ours, theirs, comparisons=comparisons)
-    accuracies = float(ours.mean()), float(theirs.mean())
-    return Verdict(method, rivals[best], *accuracies, difference, adjusted, draws=len(ours))
+    best = int(np.argmax([rival_correct.mean() for _, rival_correct in tables]))
+    correct, rival_correct = tables[best]
+    difference = paired_difference(correct, rival_correct)
+    adjusted = paired_difference(correct, rival_correct, comparisons=comparisons)
+    accuracies = float(correct.mean()), float(rival_correct.mean())
+    return Verdict(method, rivals[best], *accuracies, difference, adjusted, draws=len(correct))
 
 
 def _paired(a: Entry, b: Entry) -> tuple[np.ndarray, np.ndarray]:
@@ -172,21 +182,24 @@ def _paired(a: Entry, b: Entry) -> tuple[np.ndarray, np.ndarray]:
     ]
 
 
-def _answer(found: Sequence[Verdict]) -> str:
-    above = sum(verdict.conclusion == "above zero" for verdict in found)
-    below = sum(verdict.conclusion == "below zero" for verdict in found)
-    answer = "yes" if above == len(found) else "partly" if above else "no"
-    only = "the difference is" if above else "the difference is not"
-    count = only if len(found) == 1 else f"{above} of {len(found)} differences"
-    less = f", {below} wholly below" if below else ""
-    return f"{answer}, {count} above zero with the whole 95 % interval{less}"
+def _answer(comparisons: Sequence[Verdict]) -> str:
+    total = len(comparisons)
+    above = sum(verdict.conclusion == "above zero" for verdict in comparisons)
+    below = sum(verdict.conclusion == "below zero" for verdict in comparisons)
+    answer = "yes" if above == total else "partly" if above else "no"
+    if total == 1:
+        position = "lies above zero" if above else "lies below zero" if below else "includes zero"
+        return f"{answer}: the 95% interval of the difference {position}"
+    count = f"all {total}" if above == total else f"{above} of {total}"
+    rest = f", and in {below} below zero" if below else ""
+    return f"{answer}: in {count} comparisons the 95% interval lies above zero{rest}"
 
 
-def _together(found: Sequence[Verdict]) -> str:
-    """Say how many differences lie above zero by the intervals adjusted for all comparisons."""
-    above = sum(verdict.adjusted.low > 0 for verdict in found)
-    still = "still " if above == sum(verdict.difference.low > 0 for verdict in found) else ""
+def _adjusted(comparisons: Sequence[Verdict]) -> str:
+    """Say how many intervals lie above zero when they are adjusted for all comparisons."""
+    total = len(comparisons)
+    above = sum(verdict.adjusted.low > 0 for verdict in comparisons)
+    lie = "lies" if above == 1 else "lie"
     return (
-        f"With intervals adjusted for all {len(found)} comparisons (Bonferroni), {above} of {len(found)} differences "
-        f"{still}{'lies' if above == 1 else 'lie'} above zero."
+        f"Adjusted for all {total} comparisons (Bonferroni), {above} of {total} intervals {lie} above zero."
     )

@@ -1,7 +1,7 @@
 """VTAB-1k's table: accuracies by task and number of labels, their means, and how many of the 19 tasks they cover.
 
-In: `Entry`s and what is known of the evaluations behind them. Out: dictionaries for report.json. The mean is over
-tasks, each counting once (BiT, section 3.2), not over the means of the three groups.
+In: `Entry`s and the evaluations behind them (`Evaluated`). Out: dictionaries for report.json. The mean is over tasks,
+each counting once (BiT, section 3.2), not over the means of the three groups.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _NOT_THE_KIND = {"task", "root", "membership"}
 
 @dataclass(frozen=True)
 class Evaluated:
-    """What is known of an evaluation on a task: its stage, protocol and backbone, and notes on the task's images."""
+    """An evaluation on a task: its stage, protocol and backbone, and notes on the task's images."""
 
     task: Task
     stage: str
@@ -38,17 +38,20 @@ class Evaluated:
 def evaluated(
     manifests: Iterable[tuple[str, Manifest]], notes: Mapping[str, tuple[str, ...]]
 ) -> dict[str, Evaluated]:
-    """Evaluation -> what it is of, for those of a VTAB task.
+    """Return the evaluations of VTAB tasks by their artifact's key.
 
     Args:
-        manifests: (stage, manifest) of all that a report is of: an evaluation's dataset must be among them.
-        notes: dataset -> what a reader must know of its images and splits.
+        manifests: (stage, manifest) of all inputs of a report; an evaluation's dataset must be among them.
+        notes: dataset -> notes on its images and splits.
     """
     parts = list(manifests)
     names = {manifest.key: stage for stage, manifest in parts}
-    sources = {manifest.key: manifest.config["source"] for _, manifest in parts
-               if manifest.config.get("source", {}).get("kind") == "vtab"}  # fmt: skip
-    found = {}
+    sources = {
+        manifest.key: manifest.config["source"]
+        for _, manifest in parts
+        if manifest.config.get("source", {}).get("kind") == "vtab"
+    }
+    evaluations = {}
     for stage, manifest in parts:
         if manifest.job == "evaluate" and (data := manifest.inputs["data"][0].key) in sources:
             protocol = {
@@ -58,59 +61,67 @@ def evaluated(
                 name: value for name, value in sources[data].items() if name not in _NOT_THE_KIND
             }
             backbone = manifest.inputs["backbone"][0].key
-            found[manifest.key] = Evaluated(
-                sources[data]["task"], stage.partition("@")[0], json.dumps(protocol, sort_keys=True),
-                names.get(backbone, backbone[:12]), notes.get(data, ()),
-            )  # fmt: skip
-    return found
+            evaluations[manifest.key] = Evaluated(
+                task=sources[data]["task"],
+                stage=stage.partition("@")[0],
+                protocol=json.dumps(protocol, sort_keys=True),
+                backbone=names.get(backbone, backbone[:12]),
+                notes=notes.get(data, ()),
+            )
+    return evaluations
 
 
-def scores(entries: Sequence[Entry], known: Mapping[str, Evaluated]) -> list[dict[str, Any]]:
-    """One for each protocol, backbone and method, the trained ones first; accuracies are fractions, null where there
-    is none."""
+def scores(entries: Sequence[Entry], evaluations: Mapping[str, Evaluated]) -> list[dict[str, Any]]:
+    """Return one score per protocol, backbone and method, the trained ones first.
+
+    Accuracies are fractions, null if there is none.
+    """
     groups: dict[tuple[str, str, str, str], list[Entry]] = {}
     for entry in entries:
-        if (own := known.get(entry.artifact)) is not None:
-            groups.setdefault((own.stage, own.protocol, own.backbone, entry.method), []).append(entry)
-    budgets = sorted({entry.labels_per_class for own in groups.values() for entry in own},
-                     key=lambda labels: (labels is None, labels or 0))  # fmt: skip
-    found = [_score(own, budgets, known) for own in groups.values()]
-    return sorted(found, key=lambda score: not score["trained"])
+        if (evaluation := evaluations.get(entry.artifact)) is not None:
+            key = evaluation.stage, evaluation.protocol, evaluation.backbone, entry.method
+            groups.setdefault(key, []).append(entry)
+    budgets = sorted(
+        {entry.labels_per_class for group in groups.values() for entry in group},
+        key=lambda labels: (labels is None, labels or 0),
+    )
+    all_scores = [_score(group, budgets, evaluations) for group in groups.values()]
+    return sorted(all_scores, key=lambda score: not score["trained"])
 
 
 def _score(
-    entries: Sequence[Entry], budgets: Sequence[int | None], known: Mapping[str, Evaluated]
+    entries: Sequence[Entry], budgets: Sequence[int | None], evaluations: Mapping[str, Evaluated]
 ) -> dict[str, Any]:
     by_task: dict[str, dict[int | None, Entry]] = {}
     for entry in entries:
-        by_task.setdefault(known[entry.artifact].task, {})[entry.labels_per_class] = entry
-    tasks = [_line(task, by_task.get(task, {}), budgets, known) for task in TASKS]
-    about = known[entries[0].artifact]
+        by_task.setdefault(evaluations[entry.artifact].task, {})[entry.labels_per_class] = entry
+    tasks = [_line(task, by_task.get(task, {}), budgets, evaluations) for task in TASKS]
+    evaluation = evaluations[entries[0].artifact]
     missing = [line["title"] for line in tasks if line["missing"]]
     columns = [_column(labels, number, tasks, entries) for number, labels in enumerate(budgets)]
     return {
-        "stage": about.stage,
-        "backbone": about.backbone,
+        "stage": evaluation.stage,
+        "backbone": evaluation.backbone,
         "method": entries[0].method,
         "trained": kind(entries[0]) == "trained",
-        "support": json.loads(about.protocol).get("support", "train"),
+        "support": json.loads(evaluation.protocol).get("support", "train"),
         "draws": max(len(entry.draws) for entry in entries),
         "columns": columns,
         "tasks": tasks,
         "covered": len(tasks) - len(missing),
         "missing": missing,
-        "sentence": _sentence(entries[0].method, about.backbone, columns, missing),
+        "sentence": _sentence(entries[0].method, evaluation.backbone, columns, missing),
     }
 
 
 def _line(
     task: Task,
-    found: Mapping[int | None, Entry],
+    entries: Mapping[int | None, Entry],
     budgets: Sequence[int | None],
-    known: Mapping[str, Evaluated],
+    evaluations: Mapping[str, Evaluated],
 ) -> dict[str, Any]:
-    """A task's row; one that was not measured is there, too."""
-    first = next(iter(found.values()), None)
+    """Return a task's row from its entries by number of labels; a task that was not measured has a row as well."""
+    first = next(iter(entries.values()), None)
     return {
         "task": task,
         "title": TASKS[task].title,
@@ -118,15 +129,15 @@ def _line(
         "missing": first is None,
         "artifact": first.artifact if first else None,
         "num_images": len(first.sample_ids) if first else None,
-        "accuracies": [found[labels].accuracy.value if labels in found else None for labels in budgets],
-        "notes": list(known[first.artifact].notes) if first else [],
+        "accuracies": [entries[labels].accuracy.value if labels in entries else None for labels in budgets],
+        "notes": list(evaluations[first.artifact].notes) if first else [],
     }
 
 
 def _column(
     labels: int | None, number: int, tasks: Sequence[dict[str, Any]], entries: Sequence[Entry]
 ) -> dict[str, Any]:
-    """The means of one number of labels, and over how many tasks they are."""
+    """Return the means for one number of labels, and the number of tasks behind each."""
 
     def mean(lines: Iterable[dict[str, Any]]) -> dict[str, Any]:
         values = [line["accuracies"][number] for line in lines if line["accuracies"][number] is not None]
@@ -141,23 +152,27 @@ def _column(
 
 
 def _labels(labels: int | None, entries: Sequence[Entry]) -> str:
-    """'5 shots'; 'all 1,000' where every task has as many."""
+    """Return '5 shots', or 'all 1,000' if every task has that many labels."""
     if labels is not None:
         return f"{labels} shot{'s' if labels > 1 else ''}"
-    sizes = {json.loads(settings).get("labelled_images") for entry in entries if entry.labels_per_class is None
-             for settings in entry.settings}  # fmt: skip
+    sizes = {
+        json.loads(settings).get("labelled_images")
+        for entry in entries
+        if entry.labels_per_class is None
+        for settings in entry.settings
+    }
     return f"all {sizes.pop():,}" if len(sizes) == 1 and None not in sizes else "all labels"
 
 
 def _sentence(method: str, backbone: str, columns: Sequence[dict[str, Any]], missing: Sequence[str]) -> str:
     covered = len(TASKS) - len(missing)
     over = f"{covered} of the {len(TASKS)} tasks" if missing else f"all {len(TASKS)} tasks"
-    # a number of labels that fewer tasks were measured with says so itself
+    # If fewer tasks were measured with a number of labels, its mean says so.
     means = [
         f"{percent(column['mean'])} with {column['labels']}"
         + (f" ({column['tasks']} tasks)" if column["tasks"] < covered else "")
         for column in columns
         if column["tasks"]
     ]
-    lacking = f"; missing: {', '.join(missing)}" if missing else ""
-    return f"VTAB-1k, {method} ({backbone}), mean over {over}: {', '.join(means)}{lacking}."
+    rest = f"; missing: {', '.join(missing)}" if missing else ""
+    return f"VTAB-1k, {method} ({backbone}), mean over {over}: {', '.join(means)}{rest}."

@@ -14,7 +14,7 @@ def model_contract(
     eval_crop: EvalCrop | None = None,
     classifier: bool = True,
 ) -> ModelContract:
-    """The contract of a model of this size, with a classifier or without, that is trained on a dataset."""
+    """Return the contract of a model of this size trained on a dataset, with or without a classifier."""
     channels = 3 if info.image is None else info.image.channels
     class_names = info.class_names if classifier else ()
     if eval_crop is None:

@@ -1,6 +1,6 @@
-"""Fine-tuning on one device: a model trained on labelled images with all its weights, and how well it does on others.
+"""Fine-tuning on one device: train all weights of a model on labelled images, and score it on others.
 
-In: what is fitted (`Task`), labelled images, a learning rate, a seed. Out: a network, its curve, its score.
+In: a `Task`, labelled images, a learning rate, a seed. Out: a network, its training curve, its score.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _CURVE_POINTS = 20
 
 
 def start_model(task: Task, seed: int) -> Network:
-    """The model before its first step: a new head (zeros) on the backbone, or new weights throughout."""
+    """Return the model before its first step: a new head (zeros) on the backbone, or all weights new."""
     model = build(task.contract.architecture)
     model.initialise(seed)
     if task.backbone is not None:
@@ -37,8 +37,8 @@ def start_model(task: Task, seed: int) -> Network:
     return model
 
 
-def taken_over(task: Task) -> list[str]:
-    """What of the task's backbone is resized, dropped or new in the model, a line each."""
+def backbone_changes(task: Task) -> list[str]:
+    """Describe what fine-tuning resizes, drops or initialises in the task's backbone, one line each."""
     assert task.backbone is not None
     return transfer_backbone(build(task.contract.architecture), load_model(task.backbone)[0])
 
@@ -46,11 +46,20 @@ def taken_over(task: Task) -> list[str]:
 def fit(
     task: Task, data: Images, learning_rate: float, seed: int, noun: str = "step", after: int = 0
 ) -> tuple[Network, list[dict[str, float | int]], int]:
-    """The model trained on `data` with all its weights, its curve [{step, learning_rate, loss}], and how many damaged
-    images others took the place of.
+    """Train all weights of the task's model on `data`.
 
-    The weights are float32; with dtype bfloat16 a bfloat16 copy of them computes the gradients. `after` is of
-    `steps_after`, for the time left. Raises ValueError when the loss or a gradient stops being finite.
+    The weights are float32; with dtype bfloat16, a bfloat16 copy of them computes the gradients.
+
+    Args:
+        noun: what the progress line calls a step.
+        after: steps that the stage still does after this fit (`steps_after`), for the estimated time left.
+
+    Returns:
+        The model, its curve [{step, learning_rate, loss}], and the number of damaged images that were replaced by
+        others.
+
+    Raises:
+        DivergenceError: the loss or a gradient is not finite.
     """
     config = task.config
     devices.set_threads(config.threads)
@@ -95,7 +104,7 @@ def fit(
 
 
 def score(model: Network, contract: ModelContract, data: Images) -> Score:
-    """Judge every image of `data`, in float32."""
+    """Classify every image of `data` in float32 and compare with its label."""
     device, preprocessing = next(model.parameters()).device, contract.preprocessing
     labels, parts = torch.tensor(data.labels), []
     with torch.inference_mode():
@@ -115,9 +124,9 @@ def score(model: Network, contract: ModelContract, data: Images) -> Score:
 def run_trial(
     task: Task, pool: Images, fold: tuple[Indices, Indices], rate: float, name: str, after: int = 0
 ) -> Score:
-    """Fit on the first part of a fold and judge on the second."""
-    inside, outside = fold
-    model, *_ = fit(task, pool.take(inside), rate, task.config.seed, f"{name}, step", after)
-    result = score(model, task.contract, pool.take(outside))
+    """Fit on the first part of a fold and score on the second."""
+    train, validation = fold
+    model, *_ = fit(task, pool.take(train), rate, task.config.seed, f"{name}, step", after)
+    result = score(model, task.contract, pool.take(validation))
     print(f"{name}: accuracy {result.accuracy:.3f}, loss {result.loss:.3f}", flush=True)
     return result

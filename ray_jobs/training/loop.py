@@ -1,8 +1,8 @@
-"""Pretraining in one process or as one of several DeepSpeed workers: `train`, its loop and what it measures.
+"""Pretraining in one process or as one of several DeepSpeed workers: `train`, its loop and its metrics.
 
-In: a configuration, an open dataset, which worker this is. Out: the model with its classifier (with an objective that
-needs no labels, without one) and curve.json [{step, learning_rate, loss, dev_accuracy}], in a folder. The code is the
-same in a plain process, on one GPU without Ray and in each of N workers under Ray Train (`ray_jobs.pretrain`).
+In: a configuration, an open dataset, which worker this is. Out, in a folder: the model (with a classifier if the
+objective uses labels) and curve.json [{step, learning_rate, loss, dev_accuracy}]. The code is the same in a plain
+process, on one GPU without Ray and in each of N workers under Ray Train (`ray_jobs.pretrain`).
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ from vit_model.weights import save_model
 
 _CURVE_POINTS = 100
 _DEV_EVALUATIONS = 5  # over the run, the last one at its end
-_EVALUATION_BATCH = 512  # images a worker
+_EVALUATION_BATCH = 512  # images per worker
 
 
 class Worker(NamedTuple):
-    """Which of how many workers this process is."""
+    """This process's place among the workers."""
 
     rank: int = 0
     world: int = 1
@@ -55,13 +55,17 @@ ALONE = Worker()
 def train(
     config: Pretrain, dataset: Dataset, output: Path | None, worker: Worker = ALONE
 ) -> dict[str, float | int | str]:
-    """Train as one of `worker.world` workers; `output` is where the model and its curve go, None on all ranks but 0.
+    """Train as one of `worker.world` workers and return the metrics.
 
-    The images of every step, and so the weights up to rounding, are the same at any world size that divides the
-    batch; with the same world and threads on the same type of CPU the files are the same bytes.
+    Every step uses the same images at any world size that divides the batch, so the weights agree up to rounding. With
+    the same world size and threads on the same type of CPU, the files are identical.
 
-    Returns the metrics. Raises ValueError when the workers cannot share a batch, the dataset has no training images,
-    or the loss or a gradient stops being finite.
+    Args:
+        output: the folder for the model and its curve; None on every rank but 0.
+
+    Raises:
+        UserError: the workers cannot share a batch evenly, or the dataset has no training images.
+        DivergenceError: the loss or a gradient is not finite.
     """
     devices.set_threads(config.threads)
     device = devices.device(worker.local_rank)
@@ -74,12 +78,12 @@ def train(
     model.initialise(config.seed)
     from_files = dataset.info.image is None
     transform = TrainTransform(config, config.seed, len(contract.class_names), from_files)
-    task, follower = objective.make_task(config, model)
-    if follower is not None:
-        follower.to(device)
+    task, momentum_encoder = objective.make_task(config, model)
+    if momentum_encoder is not None:
+        momentum_encoder.to(device)
     _join_group(worker)
     with warnings.catch_warnings():
-        # DeepSpeed's calls of torch, and torch's of itself, which nobody here can change.
+        # DeepSpeed, and torch itself, call deprecated functions of torch.
         warnings.filterwarnings("ignore", message=".*torch\\.(distributed|jit)", category=DeprecationWarning)
         warnings.filterwarnings("ignore", message=".*torch\\.distributed", category=FutureWarning)
         engine = _engine(task, config, worker.world)
@@ -97,7 +101,9 @@ def train(
         with Loader(
             images, sampler, contract.preprocessing, crop=transform.crop, threads=config.threads
         ) as batches:
-            curve = run_steps(engine, config, batches, transform, dev, contract, worker, device, follower)
+            curve = run_steps(
+                engine, config, batches, transform, dev, contract, worker, device, momentum_encoder
+            )
         seconds = time.monotonic() - started
         loading = _summed(batches.metrics(), device)
         weights = full_weights(engine, "" if labelled else "model.")
@@ -132,11 +138,11 @@ def run_steps(
     contract: ModelContract,
     worker: Worker,
     device: torch.device,
-    follower: MomentumEncoder | None,
+    momentum_encoder: MomentumEncoder | None,
 ) -> list[dict[str, Any]]:
-    """The loop. Returns its curve: at about every hundredth of the steps {step, learning_rate, loss, dev_accuracy}.
+    """Run all training steps and return the curve, about a hundred points {step, learning_rate, loss, dev_accuracy}.
 
-    `loss` is the mean over all images since the last point; `dev_accuracy` is None where it was not measured.
+    `loss` is the mean over all images since the previous point; `dev_accuracy` is None if it was not measured there.
     """
     dtype = devices.torch_dtype(config.dtype, device)
     steps, batch = config.steps, config.batch_size
@@ -150,18 +156,20 @@ def run_steps(
         views, targets = transform(images.to(device), labels.to(device), positions, step)
         rate = optim.learning_rate(step, steps, config.learning_rate, config.optimizer)
         optim.set_learning_rate(engine.optimizer, rate)
-        loss = objective.batch_loss(engine, config, contract, views, targets, positions, dtype, follower)
+        loss = objective.batch_loss(
+            engine, config, contract, views, targets, positions, dtype, momentum_encoder
+        )
         engine.backward(loss)
         engine.step()
-        if follower is not None:
-            follower.follow(engine.module, momentum(step, steps, config.contrastive.momentum))
+        if momentum_encoder is not None:
+            momentum_encoder.update(engine.module, momentum(step, steps, config.contrastive.momentum))
         loss_sum += loss.detach()
         summed += 1
 
         done = step + 1
         if done in points or done in evaluations:
             mean_loss = _mean_over_workers(loss_sum / summed)
-            # here and not at each step: reading a number waits for the device
+            # Not at every step, because reading a number waits for the device.
             optim.check_finite("loss", mean_loss, step)
             optim.check_finite("gradient norm", engine.get_global_grad_norm(), step)
             evaluated = accuracy(engine, dev, contract, dtype, worker) if done in evaluations else None
@@ -176,15 +184,15 @@ def run_steps(
 def accuracy(
     engine: Any, dev: Dev, contract: ModelContract, dtype: torch.dtype, worker: Worker
 ) -> float | None:
-    """Fraction of dev images that are classified correctly, each worker judging a share.
+    """Return the fraction of dev images classified correctly; each worker scores a share.
 
-    None without a dev split or without a classifier.
+    None if the dataset has no dev split or the model no classifier.
     """
     total = len(dev.labels)
     if total == 0 or not contract.class_names:
         return None
     share = math.ceil(total / worker.world)
-    # All workers run the same number of batches, which ZeRO-3 needs; what sticks out past the end does not count.
+    # ZeRO-3 needs the same number of batches on all workers. Indices past the end wrap around and are not counted.
     own = torch.arange(worker.rank * share, (worker.rank + 1) * share)
     correct = torch.zeros((), device=engine.device)
     engine.eval()
@@ -202,7 +210,7 @@ def accuracy(
 def derived_numbers(
     config: Pretrain, architecture: Architecture, world: int, device: torch.device
 ) -> tuple[str, str]:
-    """What follows from the configuration, in two lines with every number named: operations and memory."""
+    """Describe what the configuration implies in two lines: operations, and memory per worker."""
     exaflops = compute.exaflops(architecture, config.steps * config.batch_size)
     dtype = devices.torch_dtype(config.dtype, device)
     images, value_bytes = config.batch_size // world, dtype.itemsize
@@ -214,18 +222,18 @@ def derived_numbers(
     mib = 2**20
     return (
         f"compute: {architecture.num_parameters:,} parameters"
-        f" · {compute.forward_flops(architecture) / 1e9:.4g} GFLOPs an image forward"
-        f" · {compute.train_flops(architecture) / 1e9:.4g} GFLOPs an image in training"
+        f" · {compute.forward_flops(architecture) / 1e9:.4g} GFLOPs per image forward"
+        f" · {compute.train_flops(architecture) / 1e9:.4g} GFLOPs per image in training"
         f" · {exaflops:.4g} exaFLOPs in {config.steps:,} steps of {config.batch_size:,} images"
         f" · {compute.tpuv3_core_days(exaflops):.2g} TPUv3-core-days",
-        f"memory of a worker (of {world}), estimated: {activations / mib:,.1f} MiB activations of {images:,} images"
+        f"estimated memory per worker (of {world}): {activations / mib:,.1f} MiB activations of {images:,} images"
         f" · {states.weights / mib:,.1f} MiB weights · {states.gradients / mib:,.1f} MiB gradients"
         f" · {states.optimizer / mib:,.1f} MiB optimizer states (ZeRO-{config.zero_stage})",
     )
 
 
 class Dev:
-    """The dev split: `labels` int64 [n]; its images stay in memory once they were read, where they are few."""
+    """The dev split: `labels` int64 [n], and its images, which are kept in memory after the first read if they fit."""
 
     def __init__(self, dataset: Dataset, contract: ModelContract) -> None:
         self._dataset, self._preprocessing = dataset, contract.preprocessing
@@ -234,7 +242,7 @@ class Dev:
         self._is_kept = len(self.labels) * side * side * channels <= MEMORY_BYTES
 
     def images(self, indices: torch.Tensor) -> torch.Tensor:
-        """uint8 [n, h, w, c]."""
+        """Return the images at these indices, uint8 [n, h, w, c]."""
         if self._is_kept:
             return self._all[indices]
         return torch.from_numpy(self._dataset.images("dev", self._preprocessing, indices.numpy()))
@@ -245,17 +253,20 @@ class Dev:
 
 
 def _summed(metrics: dict[str, float | int], device: torch.device) -> dict[str, float | int]:
-    """The sums over all workers, which must all call this."""
+    """Sum the metrics over all workers, which must all call this."""
     values = torch.tensor(list(metrics.values()), dtype=torch.float64, device=device)
     dist.all_reduce(values)
     return {
-        name: type(own)(total) for (name, own), total in zip(metrics.items(), values.tolist(), strict=True)
+        name: type(value)(total)
+        for (name, value), total in zip(metrics.items(), values.tolist(), strict=True)
     }
 
 
 def full_weights(engine: Any, prefix: str) -> dict[str, torch.Tensor]:
-    """The float32 weights whose names begin with `prefix`, without it; put together from all workers, which must all
-    call this."""
+    """Gather the float32 weights from all workers, which must all call this.
+
+    Keeps only names that begin with `prefix`, and removes it from them.
+    """
     from deepspeed.utils import safe_get_full_fp32_param
 
     weights = {}
@@ -269,13 +280,13 @@ def full_weights(engine: Any, prefix: str) -> dict[str, torch.Tensor]:
 
 
 def _join_group(worker: Worker) -> None:
-    """Make the group of a process that works alone; Ray Train's workers have joined theirs before.
+    """Create a process group for a process that works alone; Ray Train's workers have already joined theirs.
 
-    It stays until the process ends, because DeepSpeed keeps handles to it.
+    The group stays until the process ends, because DeepSpeed keeps handles to it.
     """
     os.environ.setdefault("LOCAL_RANK", str(worker.local_rank))  # DeepSpeed reads it
     if not dist.is_initialized():
-        assert worker.world == 1, "several workers join their group before they train"
+        assert worker.world == 1, "several workers join their process group before they train"
         devices.stay_on_loopback()
         store = dist.HashStore()  # type: ignore[attr-defined]
         dist.init_process_group(devices.backend(), store=store, rank=0, world_size=1)

@@ -1,4 +1,4 @@
-"""What a pretraining minimises: the module that is trained, and the loss of a batch.
+"""Pretraining objectives: the module to train, and the loss of a batch.
 
 In: the stage's configuration and a model; uint8 views of a worker's share of a batch. Out: a scalar.
 """
@@ -23,11 +23,13 @@ from vit_model.preprocessing import normalise
 
 
 def make_task(config: Pretrain, model: Network) -> tuple[torch.nn.Module, MomentumEncoder | None]:
-    """What is trained: the model, or what an objective without labels adds to it, which calls it `model`; and MoCo's
-    momentum encoder, which follows that."""
+    """Return the module to train, and MoCo's momentum encoder of it (None for other objectives).
+
+    With labels the module is the model itself; otherwise it wraps the model as its attribute `model`.
+    """
     if config.objective in ("softmax", "sigmoid"):
         return model, None
-    assert isinstance(model, ViT), "the configuration allows no other"
+    assert isinstance(model, ViT), "the configuration allows only ViTs here"
     if config.objective == "masked_patches":
         return MaskedPatches(model, config.patch_target), None
     settings = config.contrastive
@@ -43,23 +45,25 @@ def batch_loss(
     targets: torch.Tensor,
     positions: NDArray[np.int64],
     dtype: torch.dtype,
-    follower: MomentumEncoder | None,
+    momentum_encoder: MomentumEncoder | None,
 ) -> torch.Tensor:
-    """The loss, a scalar, of a worker's share of a batch by the configuration's objective.
+    """Return the loss, a scalar, of a worker's share of a batch under the configuration's objective.
 
-    `views` and `targets` are of `TrainTransform`. `positions` [n] number the samples over the whole training: they
-    decide which patches are corrupted.
+    Args:
+        views: one or two batches of images from `TrainTransform`, uint8 [n, h, w, c].
+        targets: labels or probabilities from `TrainTransform`.
+        positions: [n], the numbers of the samples over the whole training; they decide which patches are corrupted.
     """
-    if follower is not None:
+    if momentum_encoder is not None:
         one, other = (normalise(view, contract.preprocessing, dtype) for view in views)
         with torch.autocast(one.device.type, torch.bfloat16, enabled=dtype == torch.bfloat16):
-            keys = follower.keys(one, other)
+            keys = momentum_encoder.keys(one, other)
         contrastive: torch.Tensor = engine(one, other, *keys)
         return contrastive
     (images,) = views
     inputs = normalise(images, contract.preprocessing, dtype)
     if config.objective == "masked_patches":
-        assert isinstance(contract.architecture, ViTConfig), "the configuration allows no other"
+        assert isinstance(contract.architecture, ViTConfig), "the configuration allows only ViTs here"
         patches = contract.architecture.num_patches
         draws = torch.from_numpy(uniform(config.seed, positions, patches * DRAWS, "masked patches"))
         loss: torch.Tensor = engine(inputs, images, draws.view(-1, patches, DRAWS).to(images.device))

@@ -1,6 +1,6 @@
-"""The optimizer of pretraining and fine-tuning: AdamW, its decay mask, the rate of each step, DeepSpeed's dict.
+"""The optimizer of pretraining and fine-tuning: AdamW, its decay mask, the learning-rate schedule, DeepSpeed's dict.
 
-In: a model and the fields of a stage's configuration. Out: a `torch.optim.AdamW`, a float for each step, a dict for
+In: a model and the fields of a stage's configuration. Out: a `torch.optim.AdamW`, a float per step, a dict for
 `deepspeed.initialize`.
 """
 
@@ -13,18 +13,19 @@ from typing import Any, TypeVar
 import torch
 
 from pipelines.spec import Optimizer
+from ray_jobs.training.task import DivergenceError
 from vit_model.errors import UserError
 
-# Numbers that DeepSpeed reduces and gathers at a time; it allocates a buffer of this size (its default is 5e8).
+# Elements that DeepSpeed reduces and gathers at a time; it allocates a buffer of this size (its default is 5e8).
 _BUCKET = 1 << 24
 Module = TypeVar("Module", bound=torch.nn.Module)
 
 
 def learning_rate(step: int, total_steps: int, base: float, optimizer: Optimizer) -> float:
-    """The learning rate of update number `step`, counted from 0: linear warm-up times a decay to 0 at the end.
+    """Return the learning rate of update number `step`, counted from 0: linear warm-up times a decay to 0 at the end.
 
-    base * min(1, step / warmup) * decay(progress), as the authors' code counts: the first update under warm-up has
-    rate 0, and `total_steps` itself, where the decay would be 0, is never run.
+    base * min(1, step / warmup) * decay(progress), counted as in the authors' code: the first warm-up step has rate 0,
+    and `total_steps` itself, at which the decay would reach 0, is never run.
     """
     if not 0 <= step <= total_steps:
         raise ValueError(f"step {step} is not from 0 to total_steps {total_steps}")
@@ -36,17 +37,17 @@ def learning_rate(step: int, total_steps: int, base: float, optimizer: Optimizer
 
 
 def is_decayed(name: str, parameter: torch.Tensor) -> bool:
-    """Whether weight decay applies: to kernels only, not to biases, norms, tokens or position embeddings."""
+    """Return whether weight decay applies: to kernels only, not to biases, norms, tokens or position embeddings."""
     return parameter.ndim >= 2 and name.rpartition(".")[2] == "weight"
 
 
 def adamw(model: torch.nn.Module, optimizer: Optimizer, decays_all: bool = False) -> torch.optim.AdamW:
-    """AdamW in two groups, decayed and not; whoever steps it sets the learning rate first (`set_learning_rate`).
+    """Return AdamW with two groups, with and without decay. Set the learning rate before a step (`set_learning_rate`).
 
     Decay is decoupled and multiplied by the scheduled learning rate: p -= rate * weight_decay * p, as in torch, timm
-    and the paper's code (flax's former Adam). big_vision multiplies it by the schedule alone, which rises to 1, not
-    to the base rate: its `wd` is `weight_decay` times the base rate (docs/training.md). Kernels are decayed
-    (big_vision's mask), or with `decays_all` every trained parameter.
+    and the paper's code (flax's former Adam). big_vision multiplies it by the schedule alone, which rises to 1 and not
+    to the base rate, so its `wd` is `weight_decay` times the base rate (docs/training.md). Only kernels are decayed
+    (big_vision's mask), or every trained parameter if `decays_all`.
     """
     named = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
     groups = [
@@ -59,23 +60,23 @@ def adamw(model: torch.nn.Module, optimizer: Optimizer, decays_all: bool = False
 
 
 def set_learning_rate(optimizer: Any, rate: float) -> None:
-    """Let the next step of an optimizer (torch's or DeepSpeed's wrapper of one) use this learning rate."""
+    """Set the learning rate of an optimizer's next step (torch's, or DeepSpeed's wrapper of one)."""
     for group in optimizer.param_groups:
         group["lr"] = rate
 
 
 def working_copy(model: Module, dtype: torch.dtype) -> Module:
-    """The model that computes gradients: a copy in `dtype`, or the float32 model itself."""
+    """Return the model that computes gradients: a copy in `dtype`, or the float32 model itself."""
     return model if dtype == torch.float32 else copy.deepcopy(model).to(dtype)
 
 
 def update(
     optimizer: torch.optim.Optimizer, model: torch.nn.Module, working: torch.nn.Module, clip_norm: float
 ) -> torch.Tensor:
-    """One step of `model`'s float32 weights by the gradients of `working`, which gets them back rounded.
+    """Step `model`'s float32 weights with the gradients of `working`, then copy them back to it, rounded.
 
-    Returns the norm of the gradients before they were clipped. Without the float32 weights small steps would round
-    to nothing in bfloat16.
+    The float32 weights are needed because small steps would round to nothing in bfloat16. Returns the norm of the
+    gradients before clipping.
     """
     weights, copies = list(model.parameters()), list(working.parameters())
     if working is not model:
@@ -92,36 +93,32 @@ def update(
     return norm
 
 
-class DivergenceError(UserError):
-    """A training whose loss or gradient has stopped being finite."""
+def check_finite(name: str, value: float | torch.Tensor | None, step: int) -> None:
+    """Raise DivergenceError unless `value` is a finite number >= 0. DeepSpeed gives -1 for a norm that is not finite.
 
-
-def check_finite(what: str, value: float | torch.Tensor | None, step: int) -> None:
-    """Raise DivergenceError unless `value` is a finite number >= 0. DeepSpeed says -1 for a norm that is not finite.
-
-    None, where DeepSpeed has computed no norm, passes: the loss is checked as well.
+    None passes: DeepSpeed did not compute a norm, and the loss is checked as well.
     """
     if value is not None and not 0.0 <= float(value) < math.inf:
         raise DivergenceError(
-            f"{what} is {float(value)} at step {step}: a lower learning_rate, or a longer warm-up, would help"
+            f"{name} is {float(value)} at step {step}: lower learning_rate, or use a longer warm-up"
         )
 
 
 def deepspeed_config(
     *, batch_size: int, world: int, zero_stage: int, dtype: str, optimizer: Optimizer
 ) -> dict[str, Any]:
-    """DeepSpeed's configuration of a run whose global batch has `batch_size` images on `world` workers.
+    """Return DeepSpeed's configuration for a global batch of `batch_size` images on `world` workers.
 
-    The optimizer itself is handed over as an object (`adamw`), so that it is the same one without DeepSpeed.
+    The optimizer is passed to DeepSpeed as an object (`adamw`), so that it is the same with and without DeepSpeed.
 
     Raises:
-        ValueError: the workers cannot share a batch evenly.
+        UserError: the workers cannot share a batch evenly.
     """
     if world < 1 or batch_size % world:
-        fitting = [n for n in range(1, batch_size + 1) if batch_size % n == 0]
+        divisors = [n for n in range(1, batch_size + 1) if batch_size % n == 0]
         raise UserError(
             f"batch_size {batch_size} is not a multiple of the {world} workers;"
-            f" it can be shared by {', '.join(map(str, fitting))}"
+            f" use one of {', '.join(map(str, divisors))} workers"
         )
     return {
         "train_batch_size": batch_size,
@@ -133,7 +130,7 @@ def deepspeed_config(
             "reduce_bucket_size": _BUCKET,
             "allgather_bucket_size": _BUCKET,
         },
-        # A gradient that is not finite ends the run (`check_finite`); DeepSpeed would skip the step in silence.
+        # A gradient that is not finite ends the run (`check_finite`); DeepSpeed would silently skip the step.
         "bf16": {"enabled": dtype == "bfloat16", "check_grad_overflow": False},
         "wall_clock_breakdown": False,
         "steps_per_print": None,

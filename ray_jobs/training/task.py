@@ -1,6 +1,4 @@
-"""What the process of a fine-tuning and its Ray tasks hand to each other. The process does without torch, and so does
-this module.
-"""
+"""The types that a fine-tuning's entry process and its Ray tasks exchange. Free of torch, as the entry process is."""
 
 from __future__ import annotations
 
@@ -14,12 +12,17 @@ from pipelines.spec import Finetune
 from pipelines.store import FileEntry
 from ray_jobs.data.shards import Dataset, Images, Split
 from vit_model.config import ModelContract
+from vit_model.errors import UserError
 
 Indices = NDArray[np.int64]
 
 
+class DivergenceError(UserError):
+    """A training whose loss or gradient is no longer finite."""
+
+
 class Task(NamedTuple):
-    """What all fits of a stage share."""
+    """The parts that all fits of a stage share."""
 
     config: Finetune
     contract: ModelContract
@@ -27,8 +30,10 @@ class Task(NamedTuple):
 
 
 class Score(NamedTuple):
-    """A model's results on some images: `predictions` [n] are labels, `probabilities` [n] their softmax probabilities,
-    and `loss` is the mean cross-entropy."""
+    """A model's results on n images.
+
+    `predictions` [n] are labels, `probabilities` [n] their softmax probabilities, `loss` is the mean cross-entropy.
+    """
 
     accuracy: float
     loss: float
@@ -37,7 +42,7 @@ class Score(NamedTuple):
 
 
 class Refit(NamedTuple):
-    """One draw's model on test. `files` are those of the model, where it was kept."""
+    """The results of one draw's model on test. `files` are the model's files; empty if it was not kept."""
 
     score: Score
     curve: list[dict[str, float | int]]
@@ -46,6 +51,6 @@ class Refit(NamedTuple):
 
 
 def read_split(dataset: Dataset, split: Split) -> Images:
-    """The images of a split. Raises ValueError when it is empty."""
+    """Return the images of a split. Raises UserError if it is empty."""
     dataset.require(split)
     return Images(dataset, dataset.index(split))

@@ -1,4 +1,4 @@
-"""How fast a model trains on this machine: measured with the very loop that will train it."""
+"""Measure how fast a model trains on this machine, with the loop that the finetune stage runs."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ STEPS = 4
 
 
 def images_per_second(size: Model, resolution: int, batch_size: int) -> float:
-    """Images a second of fine-tuning from scratch on random pixels: on one GPU, or on one core."""
+    """Return the images per second of fine-tuning from scratch on random pixels, on one GPU or one core."""
     seconds = []
     with tempfile.TemporaryDirectory(prefix="vitflow-speed-") as folder:
         data = _random_dataset(Path(folder), resolution, batch_size)
@@ -51,7 +51,7 @@ def images_per_second(size: Model, resolution: int, batch_size: int) -> float:
                 augment="crop_flip",
             )
             began = time.perf_counter()
-            with contextlib.redirect_stdout(io.StringIO()):  # its progress is of no interest
+            with contextlib.redirect_stdout(io.StringIO()):  # hide its progress
                 fit(Task(config, model_contract(size, resolution, data.info), None), images, 1e-4, seed=0)
             seconds.append(time.perf_counter() - began)
     return STEPS * batch_size / seconds[-1]
@@ -67,8 +67,8 @@ def _random_dataset(folder: Path, resolution: int, count: int) -> Dataset:
         sample = Sample(str(number), str(number), data, "raw", resolution, resolution, 3, number % 2)
         samples.append(sample)
         checksum = xxhash.xxh3_64_intdigest(data)
-        found = {"content_id": str(number), "length": len(data), "checksum": checksum}
-        rows.append(sample._asdict() | facts.columns() | found)
+        stored = {"content_id": str(number), "length": len(data), "checksum": checksum}
+        rows.append(sample._asdict() | facts.columns() | stored)
     offsets = write_shard(folder / shard_file(0), samples)
     for row, offset in zip(rows, offsets, strict=True):
         row.pop("image")

@@ -73,18 +73,18 @@ def test_gradients() -> None:
 def test_the_loss_is_symmetric_and_made_of_these_parts() -> None:
     """Queries through the predictor, keys of the other view through the momentum encoder without one."""
     task, (one, other) = small_task(), two_views(6)
-    follower = MomentumEncoder(task)
+    momentum_encoder = MomentumEncoder(task)
     with torch.no_grad():
-        for parameter in follower.parameters():
+        for parameter in momentum_encoder.parameters():
             parameter.add_(0.1 * random_numbers(*parameter.shape))
     expected = torch.zeros(())
     for mine, others in ((one, other), (other, one)):
         query = task.predictor(task.projector(task.model(mine)))
-        key = follower.encoder(others)
+        key = momentum_encoder.encoder(others)
         cosines = nn.functional.cosine_similarity(query[:, None], key[None], dim=2)
         expected = expected - 2 * 0.2 * (cosines / 0.2).log_softmax(dim=1).diagonal().mean()
-    torch.testing.assert_close(task(one, other, *follower.keys(one, other)), expected)
-    torch.testing.assert_close(task(other, one, *follower.keys(other, one)), expected)
+    torch.testing.assert_close(task(one, other, *momentum_encoder.keys(one, other)), expected)
+    torch.testing.assert_close(task(other, one, *momentum_encoder.keys(other, one)), expected)
 
 
 def test_layers_are_those_of_the_authors() -> None:
@@ -121,43 +121,43 @@ def test_a_seed_decides_all_weights_and_building_leaves_the_global_generator_alo
 
 def test_what_is_trained_what_follows_and_what_stays() -> None:
     task = small_task(patch_bias=True)
-    follower, views = MomentumEncoder(task), two_views(6)
+    momentum_encoder, views = MomentumEncoder(task), two_views(6)
     start = {name: parameter.detach().clone() for name, parameter in task.named_parameters()}
     optimizer = torch.optim.SGD(task.parameters(), lr=0.1)
-    task(*views, *follower.keys(*views)).backward()
+    task(*views, *momentum_encoder.keys(*views)).backward()
     patches = {"model.patch_embed.proj.weight", "model.patch_embed.proj.bias"}
     assert {name for name, parameter in task.named_parameters() if parameter.grad is None} == patches
     optimizer.step()
-    before = {name: parameter.clone() for name, parameter in follower.encoder.named_parameters()}
+    before = {name: parameter.clone() for name, parameter in momentum_encoder.encoder.named_parameters()}
     followed = dict(nn.Sequential(task.model, task.projector).named_parameters())
     moved = 0
-    follower.follow(task, 0.9)
-    for name, parameter in follower.encoder.named_parameters():
+    momentum_encoder.update(task, 0.9)
+    for name, parameter in momentum_encoder.encoder.named_parameters():
         torch.testing.assert_close(parameter, 0.9 * before[name] + 0.1 * followed[name])
         assert not parameter.requires_grad and parameter.grad is None
         moved += not torch.equal(parameter, before[name])
     assert moved == len(followed) - 2, "all but the patch projection"
     for name in patches:
         assert torch.equal(task.get_parameter(name), start[name])
-        assert torch.equal(follower.get_parameter(name.replace("model", "encoder.0")), start[name])
+        assert torch.equal(momentum_encoder.get_parameter(name.replace("model", "encoder.0")), start[name])
 
 
-def test_a_follower_of_bfloat16_weights_takes_small_steps() -> None:
+def test_the_momentum_encoder_of_bfloat16_weights_takes_small_steps() -> None:
     task = small_task()
-    follower = MomentumEncoder(task)
-    before = follower.get_parameter("encoder.1.0.weight").clone()
+    momentum_encoder = MomentumEncoder(task)
+    before = momentum_encoder.get_parameter("encoder.1.0.weight").clone()
     task.bfloat16()
     with torch.no_grad():
         task.projector[0].weight.add_(1)
     for _ in range(10):
-        follower.follow(task, 0.9999)
-    moved = follower.get_parameter("encoder.1.0.weight") - before
+        momentum_encoder.update(task, 0.9999)
+    moved = momentum_encoder.get_parameter("encoder.1.0.weight") - before
     torch.testing.assert_close(moved, torch.full_like(moved, 1e-3), rtol=0.05, atol=0)
 
 
 @pytest.mark.parametrize("changed", [{"num_classes": 3}, {"representation_head": True}])
 def test_a_model_with_a_classifier_is_refused(changed: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match="takes the place of the classifier"):
+    with pytest.raises(ValueError, match="replaces the classifier"):
         small_task(**changed)
 
 
@@ -167,8 +167,8 @@ def test_views_of_different_images_are_refused() -> None:
         small_task()(one, other[:3], *MomentumEncoder(small_task()).keys(one, other))
 
 
-def step(task: MoCo, follower: MomentumEncoder, one: Tensor, other: Tensor) -> Tensor:
-    loss: Tensor = task(one, other, *follower.keys(one, other))
+def step(task: MoCo, momentum_encoder: MomentumEncoder, one: Tensor, other: Tensor) -> Tensor:
+    loss: Tensor = task(one, other, *momentum_encoder.keys(one, other))
     loss.backward()
     return loss.detach()
 
@@ -216,15 +216,18 @@ def pretrain(task: MoCo, steps: int) -> list[float]:
     """The losses of training on digits; a rate that rises over 20 steps and falls to 0."""
     generator = torch.Generator().manual_seed(0)
     pixels, _ = digits()
-    optimizer, follower = torch.optim.AdamW(task.parameters(), weight_decay=0.05), MomentumEncoder(task)
+    optimizer, momentum_encoder = (
+        torch.optim.AdamW(task.parameters(), weight_decay=0.05),
+        MomentumEncoder(task),
+    )
     losses = []
     for number in range(steps):
         optimizer.param_groups[0]["lr"] = 1e-2 * min(1, (number + 1) / 20) * (1 - number / steps)
         chosen = pixels[torch.randint(0, TRAIN, (128,), generator=generator)]
         optimizer.zero_grad()
-        losses.append(step(task, follower, view(chosen, generator), view(chosen, generator)).item())
+        losses.append(step(task, momentum_encoder, view(chosen, generator), view(chosen, generator)).item())
         optimizer.step()
-        follower.follow(task, momentum(number, steps))
+        momentum_encoder.update(task, momentum(number, steps))
     return losses
 
 

@@ -277,19 +277,22 @@ def test_the_model_is_left_as_it_was() -> None:
 
 def test_what_a_model_has_not_is_said() -> None:
     model, images = model_and_images(AXIAL[0])
-    with pytest.raises(ValueError, match=r"attention rollout .* axial is true"):
+    with pytest.raises(ValueError, match=r"attention rollout .* this model is axial"):
         inspection.attention_rollout(model, images)
     model, images = model_and_images({})
     for summary in (inspection.attention_distance, inspection.attention_rollout):
-        with pytest.raises(ValueError, match=r"images have shape \[0, 3, 12, 12\]; at least one"):
+        with pytest.raises(ValueError, match=r"images have shape \[0, 3, 12, 12\]; expected at least one"):
             summary(model, images[:0])
-    with pytest.raises(ValueError, match="count is 33; 32 filters of 48 weights have from 1 to 32"):
+    with pytest.raises(
+        ValueError,
+        match="count is 33; 32 filters of 48 weights have 32 principal components, so it must be from 1 to 32",
+    ):
         inspection.patch_embedding_components(model, 33)
-    with pytest.raises(ValueError, match=r"layer is 1; position_at 'stem' has 1 table\(s\)"):
+    with pytest.raises(ValueError, match=r"layer is 1; with position_at 'stem' it must be from 0 to 0"):
         inspection.position_similarity(model, layer=1)
     for position in ("none", "relative"):
         model, _ = model_and_images({"position": position})
-        with pytest.raises(ValueError, match=f"position similarity .* position is '{position}'"):
+        with pytest.raises(ValueError, match=f"position similarity .* position '{position}' has none"):
             inspection.position_similarity(model)
 
 
@@ -304,5 +307,5 @@ def test_a_resnet_has_nothing_to_look_at_here() -> None:
         (lambda: inspection.position_similarity(resnet), "position similarity"),
     ]
     for look, what in looks:
-        with pytest.raises(ValueError, match=f"^{what} is looked at in a ViT; this model is a ResNet"):
+        with pytest.raises(ValueError, match=f"^{what} needs a ViT; this model is a ResNet"):
             look()

@@ -101,7 +101,7 @@ def test_how_many_are_corrupted(patches: int, expected: tuple[int, int, int]) ->
 
 
 def test_one_patch_can_not_be_predicted_from_none() -> None:
-    with pytest.raises(ValueError, match="two patches or more; the model has 1"):
+    with pytest.raises(ValueError, match="at least two patches; the model has 1"):
         counts(1)
 
 
@@ -232,10 +232,10 @@ def test_bfloat16_is_about_the_same() -> None:
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
-        ({"num_classes": 3}, "num_classes 3"),
+        ({"num_classes": 3}, "num_classes is 3"),
         ({"representation_head": True}, "representation_head True"),
         ({"pooling": "map"}, "pooling 'map'"),
-        ({"image_size": 2}, "two patches or more; the model has 1"),
+        ({"image_size": 2}, "at least two patches; the model has 1"),
     ],
 )
 def test_a_model_with_parts_that_are_not_trained_is_refused(changed: dict[str, Any], message: str) -> None:
@@ -260,7 +260,9 @@ def test_what_does_not_fit_is_refused() -> None:
     ):
         with pytest.raises(ValueError, match=message):
             task(*given)
-    with pytest.raises(ValueError, match="target 'colour' is none of mean_colour, 4x4, pixels"):
+    with pytest.raises(
+        ValueError, match="unknown target 'colour'; expected one of: mean_colour, 4x4, pixels"
+    ):
         MaskedPatches(ViT(config), "colour")  # type: ignore[arg-type]
 
 

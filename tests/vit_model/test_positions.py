@@ -51,7 +51,7 @@ def test_several_tables_are_resized_one_by_one() -> None:
 
 
 def test_a_table_of_another_grid_is_refused() -> None:
-    with pytest.raises(ValueError, match="has 17 entries; 4x5 patches and 1 before them are 21"):
+    with pytest.raises(ValueError, match="has 17 entries; 4x5 patches and 1 before them need 21"):
         resize_position_embedding(table(17), (4, 5), (4, 4), prefix=1)
 
 

@@ -142,7 +142,7 @@ def test_of_sixteen_bits_the_higher_eight_are_kept_and_floats_are_refused() -> N
     pixels = np.arange(64, dtype=np.uint16).reshape(8, 8) * 1024
     found = load_image(encoded(Image.fromarray(pixels)), preprocessing(1))
     assert (found == load_image((pixels // 256).astype(np.uint8), preprocessing(1))).all()
-    with pytest.raises(ValueError, match="mode 'F'; 8 or 16 bits a channel are read"):
+    with pytest.raises(ValueError, match="Pillow mode 'F'\\); use 8 or 16 bits per channel"):
         load_image(encoded(Image.fromarray(pixels.astype(np.float32)), format="TIFF"), preprocessing(1))
     with pytest.raises(ValueError, match="array is float64"):
         load_image(np.zeros((8, 8)), preprocessing(1))  # type: ignore[arg-type]
@@ -162,5 +162,5 @@ def test_normalise_is_its_formula(dtype: torch.dtype) -> None:
 def test_normalise_refuses_what_is_not_uint8_images() -> None:
     with pytest.raises(ValueError, match=r"images are torch\.float32"):
         normalise(torch.zeros(1, 8, 8, 3), preprocessing(), torch.float32)
-    with pytest.raises(ValueError, match=r"uint8 \[b, h, w, 3\] fits"):
+    with pytest.raises(ValueError, match=r"expected uint8 \[b, h, w, 3\]"):
         normalise(torch.zeros(1, 8, 8, 1, dtype=torch.uint8), preprocessing(), torch.float32)

@@ -330,8 +330,11 @@ def test_wrong_configurations(call: Callable[[], object], message: str) -> None:
         (torch.zeros(2, 3, 24, 25), r"images have shape \[2, 3, 24, 25\]; this model needs \[b, 3, 24, 24\]"),
         (torch.zeros(2, 1, 24, 24), r"images have shape \[2, 1, 24, 24\]; this model needs \[b, 3, 24, 24\]"),
         (torch.zeros(3, 24, 24), r"images have shape \[3, 24, 24\]"),
-        (torch.zeros(2, 3, 24, 24).double(), r"images are torch.float64, the model's weights torch.float32"),
-        (torch.zeros(2, 3, 24, 24, dtype=torch.uint8), "images are torch.uint8, the model's weights"),
+        (
+            torch.zeros(2, 3, 24, 24).double(),
+            r"images are torch.float64, but the model's weights are torch.float32",
+        ),
+        (torch.zeros(2, 3, 24, 24, dtype=torch.uint8), "images are torch.uint8, but the model's weights"),
     ],
 )
 @pytest.mark.parametrize("family", ["resnet", "vit"])
@@ -408,11 +411,17 @@ def test_the_body_of_a_resnet_transfers_at_any_resolution() -> None:
 @pytest.mark.parametrize(
     ("other", "message"),
     [
-        (ResNetConfig.model_validate(SMALL | {"units": (2, 2)}), r"they have units \(1, 2\) and \(2, 2\)"),
-        (ResNetConfig.model_validate(SMALL | {"in_channels": 1}), "in_channels 3 and 1"),
+        (
+            ResNetConfig.model_validate(SMALL | {"units": (2, 2)}),
+            r"units is \(1, 2\) in the backbone, \(2, 2\) in the model",
+        ),
+        (
+            ResNetConfig.model_validate(SMALL | {"in_channels": 1}),
+            "in_channels is 3 in the backbone, 1 in the model",
+        ),
         (
             ViTConfig(image_size=24, patch_size=8, width=8, depth=1, num_heads=1, mlp_dim=8),
-            "they have family 'resnet' and 'vit'",
+            "family is 'resnet' in the backbone, 'vit' in the model",
         ),
     ],
 )

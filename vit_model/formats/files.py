@@ -1,7 +1,7 @@
-"""Files of others as plain JSON and tensors: nothing in them is executed, and what they claim is checked first.
+"""Foreign files as plain JSON and tensors. Nothing in them is executed, and their claims are checked first.
 
-In: paths. Out: a JSON object as a dict; tensors by the names that the file has, mapped from it and not copied.
-`Source` says where one of our tensors lies in a foreign checkpoint, `to_ours` and `to_theirs` go both ways.
+In: paths. Out: a JSON object as a dict; tensors by the file's names, mapped from the file and not copied.
+`Source` says where one of our tensors lies in a foreign checkpoint; `to_ours` and `to_theirs` convert both ways.
 """
 
 import json
@@ -25,7 +25,7 @@ TENSOR_NAMES = re.compile(
     r"collections OrderedDict|torch (\w+Storage|\w*float\w*|Size)|torch\._utils _rebuild_(tensor|tensor_v2|parameter)"
 )
 FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
-# What a damaged or lying pickle or archive makes pickletools, zipfile and torch raise.
+# What pickletools, zipfile and torch raise for a damaged or hostile pickle or archive.
 PICKLE_ERRORS = (
     pickle.UnpicklingError,
     zipfile.BadZipFile,
@@ -45,37 +45,37 @@ MAX_README_BYTES = 2**20
 
 
 class Source(NamedTuple):
-    """Where one of our tensors lies: foreign tensors which, stacked along their first axis, hold its numbers."""
+    """The foreign tensors that hold one of our tensors, stacked along their first axis."""
 
     names: tuple[str, ...]
-    """Empty: the foreign model has no such tensor and computes as if it were zeros."""
+    """Empty if the foreign model has no such tensor and computes as if it were zeros."""
     shape: tuple[int, ...]
-    """Of each of them."""
+    """The shape of each of them."""
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The JSON object in a file. Raises UserError for a missing, overlong or damaged one, and for anything else."""
+    """Read the JSON object in a file. Raises UserError if it is missing, too long, damaged or not a JSON object."""
     if not path.is_file():
         raise UserError(f"{path} is missing")
     if (size := path.stat().st_size) > MAX_CONTRACT_BYTES:
-        raise UserError(f"{path} has {size} bytes; at most {MAX_CONTRACT_BYTES} are read")
+        raise UserError(f"{path} has {size} bytes; the limit is {MAX_CONTRACT_BYTES}")
     try:
         content = json.loads(path.read_bytes())
     except (ValueError, RecursionError) as error:
-        raise UserError(f"{path} is not JSON that can be read: {error}") from error
+        raise UserError(f"{path} is not valid JSON: {error}") from error
     if not isinstance(content, dict):
-        raise UserError(f"{path} holds a {type(content).__name__}; a JSON object was expected")
+        raise UserError(f"{path} holds a {type(content).__name__}; expected a JSON object")
     return content
 
 
 def is_safetensors(path: Path) -> bool:
-    """Whether a file begins as one: a length, then a JSON object."""
+    """Return whether a file begins like a safetensors file: a length, then a JSON object."""
     with path.open("rb") as file:
         return file.read(9)[8:] == b"{"
 
 
 def zip_names(path: Path) -> list[str]:
-    """The names in a zip archive; none for a file that is not one."""
+    """Return the names in a zip archive; none if the file is not one."""
     try:
         with zipfile.ZipFile(path) as archive:
             return archive.namelist()
@@ -84,7 +84,7 @@ def zip_names(path: Path) -> list[str]:
 
 
 def is_pickle(path: Path) -> bool:
-    """Whether a file is one that torch.save wrote: a zip archive with a pickle, or (before 1.6) a pickle."""
+    """Return whether torch.save wrote a file: a zip archive with a pickle, or (before 1.6) a pickle."""
     if any(name.endswith("/data.pkl") for name in zip_names(path)):
         return True
     with path.open("rb") as file:
@@ -92,9 +92,9 @@ def is_pickle(path: Path) -> bool:
 
 
 def read_tensors(path: Path) -> dict[str, Tensor]:
-    """The tensors in a safetensors file or in one of torch.save, on the CPU, in the dtypes that they have there.
+    """Read the tensors of a safetensors or torch.save file, on the CPU, in the file's dtypes.
 
-    Raises UserError for a file that is neither, is cut short, claims more than it has, or would run something.
+    Raises UserError if the file is neither, is cut short, claims more than it holds, or would execute code.
     """
     if not path.is_file():
         raise UserError(f"{path} is missing")
@@ -104,12 +104,12 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
     try:
         with safe_open(path, framework="pt", device="cpu") as file:
             return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118, not a dict
-    except (SafetensorError, RuntimeError) as error:  # of torch: dtypes that it has not
-        raise UserError(f"{path} is not a whole safetensors file: {error}") from error
+    except (SafetensorError, RuntimeError) as error:  # RuntimeError: torch lacks a dtype
+        raise UserError(f"{path} is not a complete safetensors file: {error}") from error
 
 
 def _read_pickle(path: Path) -> dict[str, Tensor]:
-    """A state dict that torch.save wrote, also as "model" or "state_dict" in a dict."""
+    """Read a state dict that torch.save wrote, also if it is the entry "model" or "state_dict" of a dict."""
     zipped = bool(zip_names(path))
     try:
         if zipped:
@@ -119,13 +119,13 @@ def _read_pickle(path: Path) -> dict[str, Tensor]:
     except PICKLE_ERRORS as error:
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise UserError(
-            f"{path} is not a whole file of tensors alone, as torch.save writes it: {reason}"
+            f"{path} is not a complete torch.save file that holds only tensors: {reason}"
         ) from error
     for key in ("model", "state_dict"):
         if isinstance(content, dict) and isinstance(content.get(key), dict):
             content = content[key]
     if not isinstance(content, dict) or not all(isinstance(name, str) for name in content):
-        raise UserError(f"{path} holds a {type(content).__name__}; a dict of tensors by name was expected")
+        raise UserError(f"{path} holds a {type(content).__name__}; expected a dict of tensors by name")
     tensors = {name: part for name, part in content.items() if isinstance(part, Tensor)}
     # A tensor is a view, and a view can repeat one number a billion times.
     if any(part.layout != torch.strided or part.device.type != "cpu" for part in tensors.values()) or (
@@ -136,7 +136,7 @@ def _read_pickle(path: Path) -> dict[str, Tensor]:
 
 
 def _require_stored(path: Path) -> None:
-    """Refuse an archive that torch.save did not write: a compressed entry could fill the memory."""
+    """Refuse an archive that torch.save did not write, because a compressed entry could fill the memory."""
     with zipfile.ZipFile(path) as archive:
         for entry in archive.infolist():
             if entry.compress_type != zipfile.ZIP_STORED or entry.file_size > path.stat().st_size:
@@ -144,7 +144,7 @@ def _require_stored(path: Path) -> None:
 
 
 def _require_tensors_alone(path: Path, zipped: bool) -> None:
-    """Refuse what torch.load(weights_only=True) refuses, and what it allows beside tensors: bytearrays of any size."""
+    """Refuse what torch.load(weights_only=True) refuses, and the bytearrays of any size that it allows."""
     if zipped:
         with zipfile.ZipFile(path) as archive:
             name = next(name for name in archive.namelist() if name.endswith("/data.pkl"))
@@ -159,79 +159,81 @@ def _require_tensors_alone(path: Path, zipped: bool) -> None:
 def _require_known_names(file: IO[bytes]) -> None:
     for operation, argument, _ in pickletools.genops(file):
         if operation.name == "GLOBAL" and not TENSOR_NAMES.fullmatch(str(argument)):
-            raise UserError(f"it names {str(argument).replace(' ', '.')}")
+            raise UserError(f"it refers to {str(argument).replace(' ', '.')}")
         if operation.name == "PROTO" and argument != 2:
             raise UserError(f"its pickle has protocol {argument}, not 2")
 
 
-def require_plausible(path: Path, config: ViTConfig, found: dict[str, Tensor]) -> None:
-    """Refuse an architecture that cannot be in a file, by counting, before anything of its size is built."""
-    held = sum(tensor.numel() for tensor in found.values())
-    # A block has eight tensors or more. What has no counterpart in the file (zero biases) is far less than half.
-    if config.num_blocks > len(found) or config.num_parameters > 2 * held:
+def require_plausible(path: Path, config: ViTConfig, tensors: dict[str, Tensor]) -> None:
+    """Refuse an architecture that is too large for a file, before anything of its size is built."""
+    held = sum(tensor.numel() for tensor in tensors.values())
+    # A block has at least eight tensors. Zero biases, which may be missing in the file, are far less than half.
+    if config.num_blocks > len(tensors) or config.num_parameters > 2 * held:
         raise UserError(
-            f"{path} has {held} numbers in {len(found)} tensors; the architecture has {config.depth} blocks of width"
+            f"{path} has {held} numbers in {len(tensors)} tensors; the architecture has {config.depth} blocks of width"
             f" {config.width} and many more numbers"
         )
 
 
 def shapes_of(config: ViTConfig) -> dict[str, tuple[int, ...]]:
-    """The shapes of our tensors, by name."""
+    """Return the shapes of our tensors, by name."""
     with torch.device("meta"):
         return {name: tuple(tensor.shape) for name, tensor in ViT(config).state_dict().items()}
 
 
 def to_ours(
-    path: Path, sources: dict[str, Source], config: ViTConfig, found: dict[str, Tensor]
+    path: Path, sources: dict[str, Source], config: ViTConfig, tensors: dict[str, Tensor]
 ) -> dict[str, Tensor]:
-    """Our tensors, float32, out of the foreign ones in `found`.
+    """Convert the foreign `tensors` to ours, float32.
 
-    Raises UserError, naming the tensors, for missing ones, for others than `sources` knows, for a wrong shape or
-    dtype, and for NaN or infinite values.
+    Raises UserError, naming the tensors, for missing or unexpected tensors, for a wrong shape or dtype, and for NaN or
+    infinite values.
     """
     expected = {name: source.shape for source in sources.values() for name in source.names}
-    if missing := sorted(expected.keys() - found.keys()):
-        raise UserError(f"{path} lacks tensors of the architecture: {', '.join(missing)}")
-    if surplus := sorted(found.keys() - expected.keys()):
-        raise UserError(f"{path} holds tensors that the architecture has not: {', '.join(surplus)}")
+    if missing := sorted(expected.keys() - tensors.keys()):
+        raise UserError(f"{path}: missing tensors for this architecture: {', '.join(missing)}")
+    if surplus := sorted(tensors.keys() - expected.keys()):
+        raise UserError(f"{path}: unexpected tensors for this architecture: {', '.join(surplus)}")
     wrong = [
-        f"{name} {list(found[name].shape)} instead of {list(shape)}"
+        f"{name} {list(tensors[name].shape)} instead of {list(shape)}"
         for name, shape in expected.items()
-        if tuple(found[name].shape) != shape
+        if tuple(tensors[name].shape) != shape
     ]
     if wrong:
         raise UserError(f"{path}: wrong shapes: {', '.join(wrong)}")
-    if other := [f"{name} is {found[name].dtype}" for name in expected if found[name].dtype not in FLOATS]:
-        raise UserError(f"{path}: {', '.join(other)}; quantised weights are not read, floating point is")
+    if other := [
+        f"{name} is {tensors[name].dtype}" for name in expected if tensors[name].dtype not in FLOATS
+    ]:
+        raise UserError(f"{path}: {', '.join(other)}; quantised weights are not supported; floating point is")
     weights = {}
     for name, shape in shapes_of(config).items():
-        parts = [found[part].float() for part in sources[name].names]
+        parts = [tensors[part].float() for part in sources[name].names]
         for part, tensor in zip(sources[name].names, parts, strict=True):
             require_finite(f"{path}: tensor {part!r}", tensor)
-        # A copy, so that the file may be deleted and nobody's tensors are shared.
+        # A copy, so that the file may be deleted and no tensor shares memory with another.
         weights[name] = torch.cat(parts).reshape(shape) if parts else torch.zeros(shape)
     return weights
 
 
-def take(path: Path, found: dict[str, Tensor], name: str, shape: tuple[int, ...]) -> Tensor:
-    """Remove a tensor of a known shape from `found`, as float32. Raises UserError for a missing or other one."""
-    if name not in found or tuple(found[name].shape) != shape or found[name].dtype not in FLOATS:
-        held = f"{found[name].dtype} {list(found[name].shape)}" if name in found else "missing"
-        raise UserError(f"{path}: {name} is {held}; floating point {list(shape)} was expected")
-    return found.pop(name).float()
+def take(path: Path, tensors: dict[str, Tensor], name: str, shape: tuple[int, ...]) -> Tensor:
+    """Pop a tensor of a known shape from `tensors`, as float32. Raises UserError if it is missing or differs."""
+    if name not in tensors or tuple(tensors[name].shape) != shape or tensors[name].dtype not in FLOATS:
+        held = f"{tensors[name].dtype} {list(tensors[name].shape)}" if name in tensors else "missing"
+        raise UserError(f"{path}: {name} is {held}; expected floating point {list(shape)}")
+    return tensors.pop(name).float()
 
 
 def to_theirs(weights: dict[str, Tensor], sources: dict[str, Source]) -> dict[str, Tensor]:
-    """The foreign tensors out of ours, which are `checked_weights`.
+    """Convert our tensors, which are `checked_weights`, to the foreign ones.
 
-    Raises UserError for a tensor that the other format has not, unless it is all zeros.
+    Raises UserError for a tensor that the other format does not have, unless it is all zeros.
     """
     theirs = {}
     for name, source in sources.items():
         tensor = weights[name]
         if not source.names and tensor.any():
             raise UserError(
-                f"weight {name!r} has no place in this format, which computes as if it were zeros"
+                f"weight {name!r} cannot be written: this format has no such tensor and assumes zeros"
             )
         for part, values in zip(source.names, tensor.reshape(-1).chunk(len(source.names) or 1), strict=False):
             theirs[part] = values.reshape(source.shape).clone()
@@ -239,7 +241,7 @@ def to_theirs(weights: dict[str, Tensor], sources: dict[str, Source]) -> dict[st
 
 
 def read_license(folder: Path) -> str | None:
-    """What the model card says of the licence: the line of README.md's front matter."""
+    """Return the licence in the model card, from the front matter of README.md; None if there is none."""
     path = folder / README
     if not path.is_file():
         return None

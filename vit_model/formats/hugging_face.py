@@ -1,11 +1,11 @@
 """Folders of Hugging Face transformers: config.json, safetensors, preprocessor_config.json.
 
-In: a folder with a ViT, DeiT, ViTMAE, DINOv2 (with registers or not), CLIP or SigLIP image encoder, with or without a
-classifier. Out: an `Imported`, or such a folder of a model of ours. Transformers is not needed.
+In: a folder with a ViT, DeiT, ViTMAE, DINOv2 (with or without registers), CLIP or SigLIP image encoder, with or without
+a classifier. Out: an `Imported`, or such a folder of our model. transformers is not needed.
 Use: `imported = read(folder)`; `write(folder, model, contract)`.
 
-Tensors have the names of transformers 4, which files on the hub have and every version reads; those of version 5 are
-renamed first. Sources: transformers' models/{vit,deit,vit_mae,dinov2,dinov2_with_registers,clip,siglip}.
+Tensors have the names of transformers 4, which the files on the hub have and every version reads; those of version 5
+are renamed first. Sources: transformers' models/{vit,deit,vit_mae,dinov2,dinov2_with_registers,clip,siglip}.
 """
 
 import re
@@ -17,7 +17,6 @@ from torch import Tensor
 
 from vit_model.config import ModelContract, ViTConfig
 from vit_model.errors import UserError
-from vit_model.formats import Imported
 from vit_model.formats.files import (
     README,
     read_json,
@@ -42,6 +41,7 @@ from vit_model.formats.hugging_face_pixels import (
     processor_config,
     read_processor,
 )
+from vit_model.formats.imported import Imported
 from vit_model.model import ViT
 from vit_model.weights import checked_weights, resize_positions
 
@@ -55,26 +55,26 @@ GELUS = {
 
 
 def read(folder: Path) -> Imported:
-    """The image encoder in a folder of Hugging Face's, and its classifier if it has one.
+    """Read the image encoder in a folder of transformers, and its classifier if it has one.
 
-    Raises UserError, naming the file, for a model_type or class that `ViTConfig` cannot say exactly, for damaged
-    files, and for missing, surplus, misshapen, quantised, NaN or infinite tensors.
+    Raises UserError, naming the file, for a model_type or class that `ViTConfig` cannot express exactly, for damaged
+    files, and for missing, unexpected, misshapen, quantised, NaN or infinite tensors.
     """
     path = folder / "config.json"
     config = read_json(path)
     kind, sizes = _sizes(path, config)
     family = FAMILIES[kind]
-    found, weights_file = _find_tensors(folder)
-    found = {old_name(family.names, name): tensor for name, tensor in found.items()}
-    lines = adapt(weights_file, kind, sizes, found)
-    unused = sorted(name for name in found if re.fullmatch(family.dropped, name))
+    tensors, weights_file = _find_tensors(folder)
+    tensors = {old_name(family.names, name): tensor for name, tensor in tensors.items()}
+    lines = adapt(weights_file, kind, sizes, tensors)
+    unused = sorted(name for name in tensors if re.fullmatch(family.dropped, name))
     for name in unused:
-        del found[name]
-    architecture = _architecture(path, kind, sizes, found)
-    require_plausible(weights_file, architecture, found)
+        del tensors[name]
+    architecture = _architecture(path, kind, sizes, tensors)
+    require_plausible(weights_file, architecture, tensors)
     sources = sources_of(family.names, architecture, bool(sizes.get("qkv_bias", True)))
-    dtypes = sorted({str(tensor.dtype).removeprefix("torch.") for tensor in found.values()} - {"float32"})
-    weights = to_ours(weights_file, sources, architecture, found)
+    dtypes = sorted({str(tensor.dtype).removeprefix("torch.") for tensor in tensors.values()} - {"float32"})
+    weights = to_ours(weights_file, sources, architecture, tensors)
     image_size = _both(sizes["image_size"])
     if architecture.image_shape != image_size:
         lines.append(
@@ -98,7 +98,7 @@ def read(folder: Path) -> Imported:
         *([f"weights: converted from {', '.join(dtypes)} to float32."] if dtypes else []),
         *([f"weights: {len(unused)} tensors that the encoder does not use were dropped."] if unused else []),
         *(
-            f"{name}: zeros, since the model has none."
+            f"{name}: zeros, because the model has none."
             for name, source in sources.items()
             if not source.names
         ),
@@ -117,9 +117,9 @@ def read(folder: Path) -> Imported:
 def _at_processors_size(
     architecture: ViTConfig, processor: Processor, weights: dict[str, Tensor]
 ) -> tuple[ViTConfig, tuple[int, int], list[str]]:
-    """Resize a DINOv2's positions to the images that its processor makes, as transformers does at each call.
+    """Resize a DINOv2's positions to the size of its processor's images, as transformers does at each call.
 
-    Only to smaller ones, as published files have them: what is small in a file must not become large in memory.
+    Only to smaller sizes, as in published files, because a small file must not take much memory.
     """
     side = processor.side
     if side is None or side % architecture.patch_size or not 0 < side < min(architecture.image_shape):
@@ -131,54 +131,60 @@ def _at_processors_size(
 
 
 def _sizes(path: Path, config: dict[str, Any]) -> tuple[str, dict[str, Any]]:
-    """The model_type, and the image encoder's own part of the configuration with transformers' defaults filled in."""
+    """Return the model_type, and the image encoder's configuration with the defaults of transformers filled in."""
     kind = config["model_type"]
     if not isinstance(kind, str) or kind not in FAMILIES:
         why = f" ({REFUSED[kind]})" if isinstance(kind, str) and kind in REFUSED else ""
-        raise UserError(f"{path}: model_type {kind!r} is not read{why}; {', '.join(FAMILIES)} are")
+        raise UserError(f"{path}: model_type {kind!r} is not supported{why}; {', '.join(FAMILIES)} are")
     if "quantization_config" in config:
-        raise UserError(f"{path}: quantized weights (quantization_config) are not read; floating point is")
+        raise UserError(
+            f"{path}: quantized weights (quantization_config) are not supported; floating point is"
+        )
     family = FAMILIES[kind]
     classes = config.get("architectures") or [family.classes[0]]
     if not isinstance(classes, list) or classes[0] not in family.classes:
-        raise UserError(f"{path}: architectures {classes!r} is not read; {', '.join(family.classes)} are")
+        raise UserError(
+            f"{path}: architectures {classes!r} is not supported; {', '.join(family.classes)} are"
+        )
     part = config.get("vision_config", {}) if kind in ("clip", "siglip") else config
     if not isinstance(part, dict):
-        raise UserError(f"{path}: vision_config is {part!r}; an object was expected")
+        raise UserError(f"{path}: vision_config is {part!r}; expected an object")
     sizes = family.defaults | {key: value for key, value in part.items() if value is not None}
     for key, default in family.defaults.items():
         number = isinstance(sizes[key], int | float) or key in ("image_size", "patch_size")
         if not isinstance(default, str) and not number:
-            raise UserError(f"{path}: {key} is {sizes[key]!r}; a number was expected")
+            raise UserError(f"{path}: {key} is {sizes[key]!r}; expected a number")
     if sizes.get("use_swiglu_ffn"):
-        raise UserError(f"{path}: use_swiglu_ffn: SwiGLU is not read; an MLP of two layers is")
+        raise UserError(f"{path}: use_swiglu_ffn: SwiGLU is not supported; an MLP of two layers is")
     if sizes["hidden_act"] not in list(GELUS):
-        raise UserError(f"{path}: hidden_act {sizes['hidden_act']!r} is not read; {', '.join(GELUS)} are")
+        raise UserError(
+            f"{path}: hidden_act {sizes['hidden_act']!r} is not supported; {', '.join(GELUS)} are"
+        )
     if isinstance(patch := sizes["patch_size"], list) and len(set(map(str, patch))) == 1:
         sizes["patch_size"] = patch[0]
     return kind, sizes
 
 
-def _architecture(path: Path, kind: str, sizes: dict[str, Any], found: dict[str, Tensor]) -> ViTConfig:
+def _architecture(path: Path, kind: str, sizes: dict[str, Any], tensors: dict[str, Tensor]) -> ViTConfig:
     names = FAMILIES[kind].names
-    head = found.get(f"{names['head']}.weight")
+    head = tensors.get(f"{names['head']}.weight")
     fields: dict[str, Any] = {
         "position_resize": "bicubic_antialias" if kind == "dinov2_with_registers" else "bicubic",
         "num_classes": 0 if head is None else head.shape[0] if head.ndim else 1,
         "gelu": GELUS[sizes["hidden_act"]],
     }
-    if kind == "vit" and "pooler.dense.weight" in found:
+    if kind == "vit" and "pooler.dense.weight" in tensors:
         if sizes.get("pooler_act", "tanh") != "tanh":
-            raise UserError(f"{path}: pooler_act {sizes['pooler_act']!r} is not read; tanh is")
+            raise UserError(f"{path}: pooler_act {sizes['pooler_act']!r} is not supported; tanh is")
         fields["representation_head"] = True
     elif kind == "deit":
-        fields |= {"registers": 1} if "embeddings.register_tokens" in found else {"distillation": True}
+        fields |= {"registers": 1} if "embeddings.register_tokens" in tensors else {"distillation": True}
     elif kind.startswith("dinov2"):
         fields |= {"layer_scale": sizes["layerscale_value"], "registers": sizes.get("num_register_tokens", 0)}
     elif kind.startswith("clip"):
         fields |= {"norm_first": True, "patch_bias": False}
     elif kind.startswith("siglip"):
-        fields["pooling"] = "map" if "head.probe" in found else "gap"
+        fields["pooling"] = "map" if "head.probe" in tensors else "gap"
     try:
         patch = int(sizes["patch_size"])
         shape = tuple(side // patch * patch for side in _both(sizes["image_size"]))
@@ -196,44 +202,46 @@ def _architecture(path: Path, kind: str, sizes: dict[str, Any], found: dict[str,
             **fields,
         )
     except (TypeError, ArithmeticError, ValueError) as error:
-        raise UserError(f"{path} describes no ViT: {error}") from error
+        raise UserError(f"{path} does not describe a ViT: {error}") from error
 
 
 def _both(size: Any) -> tuple[int, int]:
-    """(height, width) of an image_size, which can be the side of a square."""
+    """Return (height, width) of an image_size, which may be the side of a square."""
     height, width = size if isinstance(size, list | tuple) and len(size) == 2 else (size, size)
     return int(height), int(width)
 
 
 def _find_tensors(folder: Path) -> tuple[dict[str, Tensor], Path]:
-    """All tensors of the folder, and the file to name when something is wrong with them."""
+    """Return all tensors of the folder, and the file to name in messages about them."""
     for name in ("model.safetensors", "pytorch_model.bin"):
         if (folder / name).is_file():
             return read_tensors(folder / name), folder / name
     index = folder / "model.safetensors.index.json"
     if not index.is_file():
-        raise UserError(f"{folder} has neither model.safetensors nor {index.name} nor pytorch_model.bin")
+        raise UserError(
+            f"{folder} does not contain weights (expected model.safetensors, {index.name} or pytorch_model.bin)"
+        )
     shards = read_json(index).get("weight_map")
     if not isinstance(shards, dict) or not all(isinstance(file, str) for file in shards.values()):
         raise UserError(f"{index}: weight_map must name the file of each tensor")
-    found: dict[str, Tensor] = {}
+    tensors: dict[str, Tensor] = {}
     for file in sorted(set(shards.values())):
         if Path(file).name != file:
             raise UserError(f"{index}: {file!r} is not the name of a file in the same folder")
-        found |= read_tensors(folder / file)
-    return found, index
+        tensors |= read_tensors(folder / file)
+    return tensors, index
 
 
 def _class_names(path: Path, config: dict[str, Any], num_classes: int) -> tuple[str, ...]:
-    """In the order of the logits; numbers where the file has none, or only LABEL_0, LABEL_1, ..."""
-    said = config.get("id2label")
+    """Return the names in the order of the logits; numbers if the file has none, or only LABEL_0, LABEL_1, ..."""
+    id2label = config.get("id2label")
     numbers = tuple(map(str, range(num_classes)))
-    if num_classes == 0 or said is None or config["model_type"].startswith("clip"):
+    if num_classes == 0 or id2label is None or config["model_type"].startswith("clip"):
         return numbers
-    names = [said.get(number) for number in numbers] if isinstance(said, dict) else []
+    names = [id2label.get(number) for number in numbers] if isinstance(id2label, dict) else []
     if (
-        not isinstance(said, dict)
-        or len(said) != num_classes
+        not isinstance(id2label, dict)
+        or len(id2label) != num_classes
         or not all(isinstance(name, str) for name in names)
     ):
         raise UserError(f"{path}: id2label must name the {num_classes} classes that the classifier has")
@@ -243,7 +251,7 @@ def _class_names(path: Path, config: dict[str, Any], num_classes: int) -> tuple[
 
 
 def write(folder: Path, model: ViT, contract: ModelContract) -> None:
-    """Write a folder that transformers loads with `from_pretrained`, and that computes what `model` does.
+    """Write a folder that transformers loads with `from_pretrained` as a model with the same outputs.
 
     Raises UserError for an architecture that no class of transformers has, and for NaN or infinite weights.
     """
@@ -261,7 +269,7 @@ def write(folder: Path, model: ViT, contract: ModelContract) -> None:
 
 
 def _class_of(config: ViTConfig) -> tuple[str, str]:
-    """The model_type and the class of transformers that compute what an architecture says, or UserError."""
+    """Return the model_type and class of transformers for an architecture. Raises UserError if there is none."""
     common = (
         config.position == "learned1d"
         and config.position_at == "stem"
@@ -306,8 +314,8 @@ def _class_of(config: ViTConfig) -> tuple[str, str]:
         if config.pooling == "gap" and head:
             return "siglip", "SiglipForImageClassification"
     raise UserError(
-        "no class of transformers computes this architecture; ViT, DeiT, DINOv2, CLIP (read at the class token) and"
-        " SigLIP (classifier on the mean of all tokens, or MAP head without one) are written:"
+        "no class of transformers computes this architecture; supported are ViT, DeiT, DINOv2, CLIP (read at the class"
+        " token) and SigLIP (classifier on the mean of all tokens, or MAP head without one):"
         f" {config.model_dump(exclude_defaults=True)}"
     )
 

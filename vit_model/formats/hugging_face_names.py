@@ -1,6 +1,6 @@
-"""Hugging Face's image encoders: which there are, and their tensors by the names of transformers 4.
+"""Hugging Face's supported image encoders, and their tensors by the names of transformers 4.
 
-In: tensors by the names of any version. Out: those that `Source` can place; and for a class, all that it wants.
+In: tensors by the names of any version. Out: tensors that `Source` can place; and for a class, all that it needs.
 """
 
 import re
@@ -90,15 +90,15 @@ SIZES = {
 
 
 class Family(NamedTuple):
-    """What the models of one model_type have in common."""
+    """The properties that models of one model_type share."""
 
     names: dict[str, str]
     classes: tuple[str, ...]
-    """That compute what a `ViTConfig` can say."""
+    """The classes that a `ViTConfig` can express."""
     defaults: dict[str, Any]
-    """Of transformers: its files leave out what equals them."""
+    """The defaults of transformers, which its files leave out."""
     dropped: str
-    """Tensors that the image encoder does not use."""
+    """A pattern for tensors that the image encoder does not use."""
 
 
 MASK = r"embeddings\.mask_token"
@@ -143,7 +143,7 @@ REFUSED = {
 
 
 def old_name(names: dict[str, str], name: str) -> str:
-    """The name that transformers 4 gave a tensor, without what it puts in front of an encoder's."""
+    """Return a tensor's name in transformers 4, without the encoder's prefix."""
     name = PREFIX.sub("", name)
     if names["norm"] == "layernorm":
         for pattern, old in RENAMED if names["blocks.mlp.fc1"].endswith("mlp.fc1") else RENAMED + RENAMED_MLP:
@@ -151,53 +151,53 @@ def old_name(names: dict[str, str], name: str) -> str:
     return name
 
 
-def adapt(path: Path, kind: str, sizes: dict[str, Any], found: dict[str, Tensor]) -> list[str]:
-    """Replace, in `found`, what transformers stores or computes otherwise; returns lines that say what changed."""
+def adapt(path: Path, kind: str, sizes: dict[str, Any], tensors: dict[str, Tensor]) -> list[str]:
+    """Replace, in `tensors`, what transformers stores or computes differently; return lines about the changes."""
     lines = []
     width = int(sizes["hidden_size"])
-    if kind == "vit" and "classifier.weight" in found:
-        for name in [name for name in found if name.startswith("pooler.")]:
-            del found[name]
+    if kind == "vit" and "classifier.weight" in tensors:
+        for name in [name for name in tensors if name.startswith("pooler.")]:
+            del tensors[name]
     if kind == "vit_mae":
         lines.append("pooling: the class token, as in MAE's linear probes; the file holds an encoder alone.")
-    if kind == "deit" and "classifier.weight" in found:
-        # The distillation token is attended to but not read: a register, but for its position.
-        positions = found.get("embeddings.position_embeddings")
+    if kind == "deit" and "classifier.weight" in tensors:
+        # The distillation token is attended to but not read, so it is a register with a position.
+        positions = tensors.get("embeddings.position_embeddings")
         if positions is None or positions.ndim != 3 or positions.shape[1] < 3:
             raise UserError(f"{path}: embeddings.position_embeddings is missing or too short")
-        token = take(path, found, "embeddings.distillation_token", (1, 1, width))
-        found["embeddings.register_tokens"] = token + positions[:, 1:2]
-        found["embeddings.position_embeddings"] = torch.cat([positions[:, :1], positions[:, 2:]], dim=1)
+        token = take(path, tensors, "embeddings.distillation_token", (1, 1, width))
+        tensors["embeddings.register_tokens"] = token + positions[:, 1:2]
+        tensors["embeddings.position_embeddings"] = torch.cat([positions[:, :1], positions[:, 2:]], dim=1)
         for leaf in ("weight", "bias"):
-            found[f"cls_classifier.{leaf}"] = found.pop(f"classifier.{leaf}")
+            tensors[f"cls_classifier.{leaf}"] = tensors.pop(f"classifier.{leaf}")
         lines.append("reg_token: the distillation token and its position, which have no classifier here.")
-    if kind.startswith("dinov2") and "classifier.weight" in found:
-        classes = found["classifier.weight"].shape[0]
-        both = take(path, found, "classifier.weight", (classes, 2 * width))
+    if kind.startswith("dinov2") and "classifier.weight" in tensors:
+        classes = tensors["classifier.weight"].shape[0]
+        both = take(path, tensors, "classifier.weight", (classes, 2 * width))
         if both[:, width:].any():
             raise UserError(
                 f"{path}: classifier.weight reads the class token and the mean of the patches side by side, which"
-                " is not read; a model without a classifier is"
+                " is not supported; a model without a classifier is"
             )
-        found["classifier.weight"] = both[:, :width].contiguous()
-    if kind.startswith("siglip") and "classifier.weight" in found:
-        dropped = [name for name in found if name.startswith("head.")]
+        tensors["classifier.weight"] = both[:, :width].contiguous()
+    if kind.startswith("siglip") and "classifier.weight" in tensors:
+        dropped = [name for name in tensors if name.startswith("head.")]
         for name in dropped:
-            del found[name]
+            del tensors[name]
         if dropped:
             lines.append("attn_pool: dropped; the classifier reads the mean of the tokens.")
-    if kind.startswith("siglip") and "classifier.weight" not in found and "head.probe" not in found:
+    if kind.startswith("siglip") and "classifier.weight" not in tensors and "head.probe" not in tensors:
         lines.append("pooling: the mean of the tokens; the model in the file has none.")
-    if "head.probe" in found:
+    if "head.probe" in tensors:
         for leaf, shape in (("weight", (3 * width, width)), ("bias", (3 * width,))):
-            stacked = take(path, found, f"head.attention.in_proj_{leaf}", shape)
-            found[f"head.attention.q.{leaf}"] = stacked[:width]
-            found[f"head.attention.kv.{leaf}"] = stacked[width:]
+            stacked = take(path, tensors, f"head.attention.in_proj_{leaf}", shape)
+            tensors[f"head.attention.q.{leaf}"] = stacked[:width]
+            tensors[f"head.attention.kv.{leaf}"] = stacked[width:]
     return lines
 
 
 def sources_of(names: dict[str, str], config: ViTConfig, qkv_bias: bool = True) -> dict[str, Source]:
-    """Where each of our tensors lies in a checkpoint with the given names."""
+    """Return where each of our tensors lies in a checkpoint with these names."""
     clip = names["norm"] == "post_layernorm"
     sources = {}
     for name, shape in shapes_of(config).items():
@@ -221,7 +221,7 @@ def sources_of(names: dict[str, str], config: ViTConfig, qkv_bias: bool = True) 
 
 
 def for_class(kind: str, name: str, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Tensors by the names and in the shapes that a class of transformers 4 has."""
+    """Return the tensors with the names and shapes that a class of transformers 4 has."""
     tensors = dict(tensors)
     if kind == "deit" and "embeddings.register_tokens" in tensors:
         token = tensors.pop("embeddings.register_tokens")

@@ -1,8 +1,8 @@
-"""Which array of Google's checkpoints is which tensor of ours: one table, for reading and for writing.
+"""The mapping between the arrays of Google's checkpoints and our tensors: one table for reading and writing.
 
-The names are those of the paper's files (google-research/vision_transformer), and of BiT's for the ResNets. An array
-is a flax parameter: kernels are [inputs..., outputs...], those of convolutions [height, width, in, out], heads have
-an axis of their own.
+The names are those of the paper's files (google-research/vision_transformer), or of BiT's for the ResNets. An array
+is a flax parameter: kernels are [inputs..., outputs...], those of convolutions [height, width, in, out], and heads
+have an axis of their own.
 Use: `for part in layout(config): put(part, arrays[part.theirs], weights[part.ours])`.
 """
 
@@ -18,7 +18,7 @@ from vit_model.config import Architecture, ResNetConfig, ViTConfig
 POSITIONS = "Transformer/posembed_input/pos_embedding"
 BLOCK = "Transformer/encoderblock_"
 BIT_ROOT = "resnet/root_block/standardized_conv2d/kernel"
-# The paper's name and big_vision's: flax came to number the modules of a block by kind.
+# The paper's name and big_vision's. Newer versions of flax number the modules of a block by kind.
 RENAMED = (
     ("/MultiHeadDotProductAttention_1/", "/MultiHeadDotProductAttention_0/"),
     ("/LayerNorm_2/", "/LayerNorm_1/"),
@@ -27,19 +27,19 @@ RENAMED = (
 
 
 class Part(NamedTuple):
-    """One array of theirs, and where it is in a tensor of ours: which of how many equal shares of its rows."""
+    """One of their arrays, and its place in our tensor: share `share` of `shares` equal shares of its rows."""
 
     theirs: str
     shape: tuple[int, ...]
     ours: str
     axes: tuple[int, ...]
-    """The order in which the array's axes are ours, outputs first."""
+    """The order of the array's axes in our tensor, outputs first."""
     share: int = 0
     shares: int = 1
 
 
 def layout(config: Architecture) -> list[Part]:
-    """Every array of a model's file, in the names of the paper's files."""
+    """Return every array of a model's file, by the names of the paper's files."""
     return _vit(config) if isinstance(config, ViTConfig) else _bit(config)
 
 
@@ -83,7 +83,7 @@ def _vit(config: ViTConfig) -> list[Part]:
 
 
 def older(name: str) -> str:
-    """The paper's name for an array that may have big_vision's."""
+    """Return the paper's name for an array that may have big_vision's."""
     if name in ("pos_embedding", "Transformer/pos_embedding"):
         return POSITIONS
     if name.startswith(BLOCK):
@@ -93,7 +93,7 @@ def older(name: str) -> str:
 
 
 def newer(name: str) -> str:
-    """big_vision's name for an array that has the paper's."""
+    """Return big_vision's name for an array that has the paper's."""
     if name == POSITIONS:
         return "pos_embedding"
     for old, new in RENAMED:
@@ -102,7 +102,7 @@ def newer(name: str) -> str:
 
 
 def _stem(stem: tuple[int, ...], in_channels: int) -> tuple[list[Part], int]:
-    """(arrays of a hybrid's ResNet, channels of its feature map)."""
+    """Return the arrays of a hybrid's ResNet, and the channels of its feature map."""
     ours = "patch_embed.backbone"
     parts = [_convolution("conv_root/kernel", f"{ours}.stem.conv.weight", (7, 7, in_channels, 64))]
     parts += _norm("gn_root", f"{ours}.stem.norm", 64)
@@ -181,27 +181,27 @@ def _mlp(theirs: str, ours: str, config: ViTConfig) -> list[Part]:
 
 
 def _heads(theirs: str, ours: str, config: ViTConfig, share: int, shares: int) -> list[Part]:
-    """Queries, keys or values: one of the matrices that ours stacks."""
+    """Return the arrays of queries, keys or values, one of the matrices that our tensor stacks."""
     heads = (config.num_heads, config.width // config.num_heads)
     kernel = Part(f"{theirs}/kernel", (config.width, *heads), f"{ours}.weight", (1, 2, 0), share, shares)
     return [kernel, _as_it_is(f"{theirs}/bias", f"{ours}.bias", heads, share, shares)]
 
 
 def _joined(theirs: str, ours: str, config: ViTConfig) -> list[Part]:
-    """The layer that joins the heads again."""
+    """Return the arrays of the layer that joins the heads."""
     shape = (config.num_heads, config.width // config.num_heads, config.width)
     kernel = Part(f"{theirs}/kernel", shape, f"{ours}.weight", (2, 0, 1))
     return [kernel, _as_it_is(f"{theirs}/bias", f"{ours}.bias", (config.width,))]
 
 
 def put(part: Part, array: NDArray[np.float32], tensor: Tensor) -> None:
-    """Copy an array of theirs to its rows of our tensor."""
+    """Copy one of their arrays to its rows of our tensor."""
     rows = tensor.chunk(part.shares)[part.share]
     rows.copy_(torch.from_numpy(np.ascontiguousarray(array.transpose(part.axes))).reshape(rows.shape))
 
 
 def taken(part: Part, tensor: Tensor) -> NDArray[np.float32]:
-    """What `put` reverses."""
+    """Return the array of a part of our tensor; the inverse of `put`."""
     rows = tensor.chunk(part.shares)[part.share].numpy()
     array = rows.reshape([part.shape[axis] for axis in part.axes]).transpose(np.argsort(part.axes))
     return np.ascontiguousarray(array)

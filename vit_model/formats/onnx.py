@@ -1,9 +1,10 @@
-"""ONNX out: a model's graph and weights for runtimes without torch.
+"""ONNX export: a model's graph and weights for runtimes without torch.
 
-In: a model and its contract. Out: a file with one input `images` [batch, c, height, width], float32 as
-`preprocessing.normalise` makes them, and one output: `logits` [batch, classes], or `representation` [batch, d].
-Its metadata are the fields of the contract as JSON (`preprocessing`, `class_names` ...), so that nobody guesses.
-Needs the packages of the extra "onnx".
+In: a model and its contract. Out: a file with one input `images` [batch, c, height, width], float32 from
+`preprocessing.normalise`, and one output: `logits` [batch, classes], or `representation` [batch, d]. Its metadata are
+the fields of the contract as JSON (`preprocessing`, `class_names` ...).
+
+The packages of the extra "onnx" are imported inside functions, because they are optional.
 Use: `write(path, model, contract)`.
 """
 
@@ -27,21 +28,21 @@ if TYPE_CHECKING:
 
 
 def write(path: Path, model: Network, contract: ModelContract) -> None:
-    """Export the model as it evaluates, in float32; more weights than ONNX takes in one file go beside it.
+    """Export the model in evaluation mode, in float32; weights beyond ONNX's limit for one file go beside it.
 
-    Raises ValueError when the contract describes another model or a weight is NaN or infinite, and ImportError,
-    naming the extra, when the packages that torch's exporter needs are missing.
+    Raises ValueError if the contract describes another model or a weight is NaN or infinite, and ImportError, naming
+    the extra, if the packages of torch's exporter are missing.
     """
     config = model.config
     checked_weights(model, contract)
     try:
-        import onnx  # noqa: F401, torch imports it later, and would not name the extra
+        import onnx  # noqa: F401, torch imports it later without naming the extra
         from onnxscript.ir.passes.common import ClearMetadataAndDocStringPass
     except ImportError as error:
         raise ImportError(f"{error}; for ONNX: pip install 'vitflow[onnx]'") from error
 
     exported = deepcopy(model).to("cpu", torch.float32).eval().requires_grad_(False)
-    # Two images: a batch of one would be taken for a constant.
+    # Two images, because the exporter would take a batch of one for a constant.
     images = torch.zeros(2, config.in_channels, *config.image_shape)
     with _quiet():
         program = torch.onnx.export(
@@ -54,7 +55,7 @@ def write(path: Path, model: Network, contract: ModelContract) -> None:
             verbose=False,
         )
         assert program is not None
-        ClearMetadataAndDocStringPass()(program.model)  # the exporter's notes name files of this machine
+        ClearMetadataAndDocStringPass()(program.model)  # the exporter's notes contain paths of this machine
         _keep_zeros(program.model.graph)
         for field, value in contract.model_dump(mode="json").items():
             program.model.metadata_props[field] = json.dumps(value, ensure_ascii=False)
@@ -62,10 +63,10 @@ def write(path: Path, model: Network, contract: ModelContract) -> None:
 
 
 def _keep_zeros(graph: "ir.Graph") -> None:
-    """Let a border of zeros around a max-pooling be one: replace its zeros by the smallest number that is none.
+    """Preserve a border of zeros around a max-pooling by replacing its zeros with the smallest positive number.
 
-    onnxruntime (its Pad_Fusion; microsoft/onnxruntime#18136) and onnxsim (#290) take such a border into the pooling,
-    whose own is of -inf.
+    onnxruntime (Pad_Fusion; microsoft/onnxruntime#18136) and onnxsim (#290) merge a border of zeros into the pooling,
+    which pads with -inf.
     """
     from onnxscript import ir
 
@@ -84,7 +85,7 @@ def _keep_zeros(graph: "ir.Graph") -> None:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Keep remarks on torch's own code off the console; what fails is raised all the same."""
+    """Silence warnings about torch's own code; errors are still raised."""
     logger = logging.getLogger("torch.onnx")
     level = logger.level
     logger.setLevel(logging.ERROR)

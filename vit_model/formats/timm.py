@@ -1,11 +1,11 @@
-"""Checkpoints of timm: folders in its hub's layout, and state dicts alone.
+"""timm checkpoints: folders in the layout of its hub, and single state dicts.
 
-In: a folder with config.json and weights, or a file of weights (safetensors, or torch.save's). Out: an `Imported`, or
-such a folder of a model of ours, for `timm.create_model("local-dir:FOLDER", pretrained=True)`. timm is not needed.
+In: a folder with config.json and weights, or a file of weights (safetensors or torch.save). Out: an `Imported`, or such
+a folder of our model, for `timm.create_model("local-dir:FOLDER", pretrained=True)`. timm is not needed.
 Use: `imported = read(path)`; `write(folder, model, contract)`.
 
-Our tensors have timm's names; patch kernels are [d, c, p, p] there, and registers can have positions. What a name of
-timm's implies beside shapes (heads, GELU, eps) stands in `timm_architecture`.
+Our tensors have timm's names, but timm's patch kernels are [d, c, p, p] and its registers can have positions. What a
+timm name implies beyond shapes (heads, GELU, eps) is in `timm_architecture`.
 Sources: timm's models/vision_transformer.py, models/deit.py, models/_hub.py.
 """
 
@@ -20,7 +20,6 @@ from torch import Tensor
 
 from vit_model.config import ModelContract, Preprocessing, ViTConfig
 from vit_model.errors import UserError
-from vit_model.formats import Imported
 from vit_model.formats.files import (
     Source,
     read_json,
@@ -31,12 +30,13 @@ from vit_model.formats.files import (
     to_theirs,
     write_json,
 )
+from vit_model.formats.imported import Imported
 from vit_model.formats.timm_architecture import GELUS, POOLING, architecture_of
 from vit_model.model import ViT
 from vit_model.weights import checked_weights
 
 WEIGHTS = ("model.safetensors", "pytorch_model.bin")
-# Of DINO, DINOv2, MAE and DeiT III, whose own files have timm's names but for these.
+# The files of DINO, DINOv2, MAE and DeiT III have timm's names except for these.
 RENAMED = (
     (r"^module\.", ""),
     (r"^register_tokens$", "reg_token"),
@@ -44,7 +44,7 @@ RENAMED = (
     (r"^pre_logits\.fc\.", "pre_logits."),
 )
 DROPPED = re.compile(r"mask_token|decoder_.*")
-# What such tensors mean, for whoever wonders why a file is refused.
+# The meaning of tensors that are not supported, for messages.
 FOREIGN = {
     r".*rope.*|.*freqs.*": "rotary position embeddings (RoPE)",
     r".*mlp\.(w12|w3|fc1_[gx])\..*": "SwiGLU",
@@ -57,43 +57,43 @@ FOREIGN = {
 
 
 def read(path: Path) -> Imported:
-    """The ViT in a folder or a file.
+    """Read the ViT in a folder or a file.
 
-    A file alone says neither the heads nor the preprocessing: heads of 64 channels, the exact GELU and eps 1e-6 are
-    assumed then, and said. Raises UserError, naming the file, for what `ViTConfig` cannot say exactly, for damaged
-    files, and for missing, surplus, misshapen, quantised, NaN or infinite tensors.
+    A single file does not say the number of heads or the preprocessing. Heads of 64 channels, the exact GELU and eps
+    1e-6 are then assumed, and reported. Raises UserError, naming the file, for what `ViTConfig` cannot express exactly,
+    for damaged files, and for missing, unexpected, misshapen, quantised, NaN or infinite tensors.
     """
     config = read_json(path / "config.json") if path.is_dir() else {}
     file = (
         path if path.is_file() else next((path / name for name in WEIGHTS if (path / name).is_file()), None)
     )
     if file is None:
-        raise UserError(f"{path} has neither {' nor '.join(WEIGHTS)}")
-    found = {_own_name(name): tensor for name, tensor in read_tensors(file).items()}
-    unused = sorted(name for name in found if DROPPED.fullmatch(name))
+        raise UserError(f"{path} does not contain weights (expected {' or '.join(WEIGHTS)})")
+    tensors = {_own_name(name): tensor for name, tensor in read_tensors(file).items()}
+    unused = sorted(name for name in tensors if DROPPED.fullmatch(name))
     for name in unused:
-        del found[name]
-    _require_ours(file, found)
-    said = config.get("pretrained_cfg", config)
+        del tensors[name]
+    _require_ours(file, tensors)
+    pretrained_cfg = config.get("pretrained_cfg", config)
     arguments = config.get("model_args") or {}
-    if not isinstance(said, dict) or not isinstance(arguments, dict):
+    if not isinstance(pretrained_cfg, dict) or not isinstance(arguments, dict):
         raise UserError(f"{path / 'config.json'}: pretrained_cfg and model_args must be objects")
     try:
-        architecture, lines = architecture_of(config, said, arguments, found)
+        architecture, lines = architecture_of(config, pretrained_cfg, arguments, tensors)
     except (TypeError, ArithmeticError, AttributeError, ValueError) as error:
-        raise UserError(f"{path} is not read: {error}") from error
-    require_plausible(file, architecture, found)
-    lines += _fold_positions(file, architecture, found)
-    dtypes = sorted({str(tensor.dtype).removeprefix("torch.") for tensor in found.values()} - {"float32"})
-    sources = _sources(architecture, qkv_bias="blocks.0.attn.qkv.bias" in found)
-    weights = to_ours(file, sources, architecture, found)
-    preprocessing, how = _read_preprocessing(path, said, architecture)
-    license_ = said.get("license")
+        raise UserError(f"{path}: unsupported model: {error}") from error
+    require_plausible(file, architecture, tensors)
+    lines += _fold_positions(file, architecture, tensors)
+    dtypes = sorted({str(tensor.dtype).removeprefix("torch.") for tensor in tensors.values()} - {"float32"})
+    sources = _sources(architecture, qkv_bias="blocks.0.attn.qkv.bias" in tensors)
+    weights = to_ours(file, sources, architecture, tensors)
+    preprocessing, how = _read_preprocessing(path, pretrained_cfg, architecture)
+    license_ = pretrained_cfg.get("license")
     return Imported(
         architecture=architecture,
         weights=weights,
         preprocessing=preprocessing,
-        class_names=_class_names(path, config, said, architecture.num_classes),
+        class_names=_class_names(path, config, pretrained_cfg, architecture.num_classes),
         license=license_ if isinstance(license_, str) else None,
         lines=(
             f"weights: all {architecture.depth} blocks of width {architecture.width} with {architecture.num_heads}"
@@ -103,7 +103,7 @@ def read(path: Path) -> Imported:
             *([f"weights: converted from {', '.join(dtypes)} to float32."] if dtypes else []),
             *([f"weights: dropped {', '.join(unused)}."] if unused else []),
             *(
-                f"{name}: zeros, since the model has none."
+                f"{name}: zeros, because the model has none."
                 for name, source in sources.items()
                 if not source.names
             ),
@@ -118,25 +118,25 @@ def _own_name(name: str) -> str:
     return name
 
 
-def _require_ours(file: Path, found: dict[str, Tensor]) -> None:
-    """Refuse by name what timm has and `ViTConfig` has not, before missing tensors are listed."""
+def _require_ours(file: Path, tensors: dict[str, Tensor]) -> None:
+    """Refuse by name what timm supports and `ViTConfig` does not, before missing tensors are listed."""
     for pattern, meaning in FOREIGN.items():
-        if names := [name for name in found if re.fullmatch(pattern, name)]:
-            raise UserError(f"{file} is not read: {names[0]} belongs to {meaning}")
-    first, second = (found.get(f"blocks.0.mlp.{layer}.weight") for layer in ("fc1", "fc2"))
+        if names := [name for name in tensors if re.fullmatch(pattern, name)]:
+            raise UserError(f"{file}: unsupported architecture: {names[0]} belongs to {meaning}")
+    first, second = (tensors.get(f"blocks.0.mlp.{layer}.weight") for layer in ("fc1", "fc2"))
     if first is None or second is None or first.ndim != 2 or second.ndim != 2:
-        raise UserError(f"{file} holds no ViT of timm: blocks.0.mlp.fc1.weight and fc2.weight were expected")
+        raise UserError(f"{file} is not a timm ViT: expected blocks.0.mlp.fc1.weight and fc2.weight")
     if first.shape[0] == 2 * second.shape[1]:
-        raise UserError(f"{file} is not read: its MLP (fc1 twice as wide as fc2) is SwiGLU")
-    kernel = found.get("patch_embed.proj.weight")
+        raise UserError(f"{file}: unsupported architecture: SwiGLU MLP (fc1 is twice as wide as fc2)")
+    kernel = tensors.get("patch_embed.proj.weight")
     if kernel is None or kernel.ndim != 4 or 0 in kernel.shape:
         shape = "missing" if kernel is None else list(kernel.shape)
-        raise UserError(f"{file}: patch_embed.proj.weight is {shape}; a kernel [d, c, p, p] was expected")
+        raise UserError(f"{file}: patch_embed.proj.weight is {shape}; expected a kernel [d, c, p, p]")
 
 
-def _fold_positions(file: Path, config: ViTConfig, found: dict[str, Tensor]) -> list[str]:
-    """Add the registers' positions, which ours have not, to the registers themselves: the same sum."""
-    table, registers = found.get("pos_embed"), found.get("reg_token")
+def _fold_positions(file: Path, config: ViTConfig, tensors: dict[str, Tensor]) -> list[str]:
+    """Add the registers' positions to the registers, because ours have no positions; the sum is the same."""
+    table, registers = tensors.get("pos_embed"), tensors.get("reg_token")
     classes = config.class_token + config.distillation
     if (
         table is None
@@ -146,13 +146,13 @@ def _fold_positions(file: Path, config: ViTConfig, found: dict[str, Tensor]) -> 
         return []
     if table.shape[2:] != registers.shape[2:]:
         raise UserError(f"{file}: pos_embed is {list(table.shape)}, reg_token {list(registers.shape)}")
-    found["reg_token"] = registers.float() + table[:, classes : classes + config.registers].float()
-    found["pos_embed"] = torch.cat([table[:, :classes], table[:, classes + config.registers :]], dim=1)
+    tensors["reg_token"] = registers.float() + table[:, classes : classes + config.registers].float()
+    tensors["pos_embed"] = torch.cat([table[:, :classes], table[:, classes + config.registers :]], dim=1)
     return ["reg_token: with its positions added."]
 
 
 def _sources(config: ViTConfig, qkv_bias: bool = True) -> dict[str, Source]:
-    """Where each of our tensors lies: under the same name, but for the kernel's shape."""
+    """Return where each of our tensors lies: under the same name; only the kernel's shape differs."""
     sources = {name: Source((name,), shape) for name, shape in shapes_of(config).items()}
     kernel = (config.width, config.in_channels, config.patch_size, config.patch_size)
     sources["patch_embed.proj.weight"] = Source(("patch_embed.proj.weight",), kernel)
@@ -163,9 +163,9 @@ def _sources(config: ViTConfig, qkv_bias: bool = True) -> dict[str, Source]:
 
 
 def _class_names(
-    path: Path, config: dict[str, Any], said: dict[str, Any], num_classes: int
+    path: Path, config: dict[str, Any], pretrained_cfg: dict[str, Any], num_classes: int
 ) -> tuple[str, ...]:
-    names = config.get("label_names", said.get("label_names"))
+    names = config.get("label_names", pretrained_cfg.get("label_names"))
     if isinstance(names, dict):
         names = [names.get(str(index)) for index in range(len(names))]
     if names is None or num_classes == 0:
@@ -180,13 +180,13 @@ def _class_names(
 
 
 def _read_preprocessing(
-    path: Path, said: dict[str, Any], architecture: ViTConfig
+    path: Path, pretrained_cfg: dict[str, Any], architecture: ViTConfig
 ) -> tuple[Preprocessing | None, list[str]]:
-    """What pretrained_cfg says, as far as `Preprocessing` can say it; None and the reason otherwise."""
-    if "mean" not in said or "std" not in said:
-        return None, ["preprocessing: mean and std are not said."]
-    crop, fraction = said.get("crop_mode", "center"), said.get("crop_pct", 0.875)
-    interpolation, mean = said.get("interpolation", "bicubic"), said["mean"]
+    """Return the preprocessing of pretrained_cfg if `Preprocessing` can express it, else None and the reason."""
+    if "mean" not in pretrained_cfg or "std" not in pretrained_cfg:
+        return None, ["preprocessing: mean and std are missing."]
+    crop, fraction = pretrained_cfg.get("crop_mode", "center"), pretrained_cfg.get("crop_pct", 0.875)
+    interpolation, mean = pretrained_cfg.get("interpolation", "bicubic"), pretrained_cfg["mean"]
     height, width = architecture.image_shape
     unlike = [
         *([] if crop in ("center", "squash") else [f"crop_mode {crop!r}"]),
@@ -196,11 +196,11 @@ def _read_preprocessing(
         *([] if isinstance(mean, list) and len(mean) == architecture.in_channels else [f"mean {mean!r}"]),
     ]
     if unlike:
-        return None, [f"preprocessing: config.json says what cannot be done here: {', '.join(unlike)}."]
+        return None, [f"preprocessing: config.json has unsupported settings: {', '.join(unlike)}."]
     try:
         preprocessing = Preprocessing(
-            mean=said["mean"],
-            std=said["std"],
+            mean=pretrained_cfg["mean"],
+            std=pretrained_cfg["std"],
             interpolation=interpolation,
             crop=crop,
             crop_fraction=fraction,
@@ -208,21 +208,22 @@ def _read_preprocessing(
             channels=architecture.in_channels,
         )
     except ValidationError as error:
-        raise UserError(f"{path}: pretrained_cfg says no preprocessing: {error}") from error
+        raise UserError(f"{path}: pretrained_cfg has no valid preprocessing: {error}") from error
     return preprocessing, []
 
 
 def write(folder: Path, model: ViT, contract: ModelContract) -> None:
-    """Write a folder that timm loads, and that computes there what `model` does.
+    """Write a folder that timm loads as a model with the same outputs.
 
-    Raises UserError for an architecture that timm's VisionTransformer has not, and for NaN or infinite weights.
+    Raises UserError for an architecture that timm's VisionTransformer does not support, and for NaN or infinite
+    weights.
     """
     config = model.config
     weights = checked_weights(model, contract)
     _require_timms(config)
     tensors = to_theirs(weights, _sources(config))
     positioned = config.class_position and config.registers > 0
-    if positioned:  # where the class token has one, timm's registers have too
+    if positioned:  # in timm, registers have positions if the class token does
         table, classes = tensors["pos_embed"], config.class_token + config.distillation
         zeros = torch.zeros(1, config.registers, config.width)
         tensors["pos_embed"] = torch.cat([table[:, :classes], zeros, table[:, classes:]], dim=1)
@@ -281,7 +282,7 @@ def write(folder: Path, model: ViT, contract: ModelContract) -> None:
 
 
 def _require_timms(config: ViTConfig) -> None:
-    """Refuse what no arguments of timm's VisionTransformer say, naming it."""
+    """Refuse, by name, what timm's VisionTransformer has no arguments for."""
     wrong = {
         f"position {config.position!r}": config.position not in ("none", "learned1d"),
         f"position_at {config.position_at!r}": config.position_at != "stem",
@@ -295,5 +296,5 @@ def _require_timms(config: ViTConfig) -> None:
         "distillation with registers or without class_position": config.distillation
         and (config.registers > 0 or not config.class_position),
     }
-    if said := [what for what, is_so in wrong.items() if is_so]:
-        raise UserError(f"timm's VisionTransformer has not {', '.join(said)}")
+    if unsupported := [description for description, is_so in wrong.items() if is_so]:
+        raise UserError(f"timm's VisionTransformer does not support {', '.join(unsupported)}")

@@ -159,7 +159,9 @@ def test_a_run_goes_on_without_a_missing_source_and_takes_it_in_when_it_is_there
     assert len(shown["accuracies"]) == 2
     assert "Not made, so not in this report: images@root=c, pixels@root=c." in done.stdout
     (page,) = (tmp_path / "s").glob("artifacts/report/*/attempts/1/files/report.html")
-    assert "Not made, so not on this page: images@root=c, pixels@root=c." in page.read_text()
+    assert (
+        "Not on this page, because they could not be built: images@root=c, pixels@root=c." in page.read_text()
+    )
 
     again = vitflow("run", recipe, *store, check=1, RAY_ADDRESS="", VITFLOW_RAY_DIR="/nonexistent")
     assert again.stdout.count("CACHED") == 5, "nothing runs, not even Ray"

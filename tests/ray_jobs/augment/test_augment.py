@@ -93,7 +93,7 @@ def test_crops_lie_inside_and_have_the_papers_area_and_aspect(height: int, width
 
 
 def test_unknown_policies_and_wrong_lengths_are_refused() -> None:
-    with pytest.raises(ValueError, match="'mixup' is none of none, flip, shift"):
+    with pytest.raises(ValueError, match="'mixup'; expected one of: none, flip, shift"):
         augment(pictures(2), "mixup", 0, np.arange(2))
     with pytest.raises(ValueError, match="3 positions for 2 images"):
         augment(pictures(2), "none", 0, np.arange(3))

@@ -148,5 +148,5 @@ def test_grey_images_go_too() -> None:
 
 
 def test_an_unknown_operation_is_refused() -> None:
-    with pytest.raises(ValueError, match="'Blur' is none of AutoContrast"):
+    with pytest.raises(ValueError, match="'Blur'; expected one of: AutoContrast"):
         apply("Blur", torch.from_numpy(photographs(1)), 10, np.zeros((1, 3)))

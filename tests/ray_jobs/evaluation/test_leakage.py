@@ -129,7 +129,7 @@ def test_overlap_is_that_of_sets() -> None:
     ids = rng.integers(0, 160, (5, 40)).tolist()
     test, own, labelled, *trainings = ids
     own += labelled
-    found = leakage.overlap(*map(images, (test, own, labelled)), [images(one) for one in trainings])
+    found = leakage.find_overlap(*map(images, (test, own, labelled)), [images(one) for one in trainings])
     earlier = {*trainings[0], *trainings[1]}
     hashes = dict(zip(map(str, range(160)), images(range(160))["phash"].to_pylist(), strict=True))
 

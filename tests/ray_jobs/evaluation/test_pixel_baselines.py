@@ -104,7 +104,10 @@ def test_neighbours_never_exceed_the_images_of_a_fold() -> None:
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda: choose("SVM", np.eye(2), np.arange(2), []), "'SVM'; it must be one of 'majority', 'k-NN'"),
+        (
+            lambda: choose("SVM", np.eye(2), np.arange(2), []),
+            "unknown method 'SVM'; expected one of: 'majority', 'k-NN'",
+        ),
         (lambda: fit_predict("k-NN", {}, np.eye(2), np.arange(3), np.eye(2)), "must be"),
     ],
 )

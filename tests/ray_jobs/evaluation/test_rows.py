@@ -109,7 +109,7 @@ def test_the_digest_ignores_order_and_sees_every_value() -> None:
         ({"settings": "[]"}, "sorted keys"),
         ({"settings": "l2=8"}, "sorted keys"),
         ({"settings": {"l2": 8}}, "settings of row 1"),
-        ({"extra": 1}, r"row 1 lacks or adds the columns \['extra'\]"),
+        ({"extra": 1}, r"row 1: missing or unknown columns \['extra'\]"),
     ],
 )
 def test_wrong_values_are_named_and_nothing_is_written(
@@ -123,7 +123,7 @@ def test_wrong_values_are_named_and_nothing_is_written(
 def test_a_missing_column_is_named() -> None:
     lacking = row()
     del lacking["split"]
-    with pytest.raises(ValueError, match=r"row 0 lacks or adds the columns \['split'\]"):
+    with pytest.raises(ValueError, match=r"row 0: missing or unknown columns \['split'\]"):
         digest_rows([lacking], ROWS)
 
 

@@ -14,7 +14,7 @@ from pipelines.spec import RecipeError
 from pipelines.store import StoreDamaged, StoreUnreachable
 from ray_jobs.data.decode import DamagedError, Stored, raw_pixels
 from ray_jobs.process import stage
-from ray_jobs.training.optim import DivergenceError
+from ray_jobs.training.task import DivergenceError
 from vit_model.errors import UserError
 
 WRONG = "source.root: there is no folder 'x'. Give another"

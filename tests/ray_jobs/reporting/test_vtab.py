@@ -168,16 +168,16 @@ def test_what_is_missing_is_said_wherever_the_score_stands(whole: tuple[dict[str
     score = numbers["vtab"][0]
     assert (score["covered"], score["missing"]) == (4, OTHERS)
     assert [line["task"] for line in score["tasks"]] == list(TASKS), "all 19, in VTAB's order"
-    mean = f"{100 * score['columns'][0]['mean']:.1f} %"
+    mean = f"{100 * score['columns'][0]['mean']:.1f}%"
     assert score["sentence"].startswith(
         f"VTAB-1k, ViT, pretrained (backbone), mean over 4 of the 19 tasks: {mean} with 1 shot, "
     )
     assert score["sentence"].endswith(f" with all 50; missing: {', '.join(OTHERS)}.")
     assert verdict_lines(numbers)[0] == score["sentence"]
-    assert "<h2>VTAB-1k: 4 of its 19 tasks</h2>" in page
+    assert "<h2>VTAB-1k: 4 of 19 tasks</h2>" in page
     assert "Mean over 4 of 19 tasks" in page
     assert page.count(": missing</td>") == 15
-    assert "Not made, so not on this page: images@task=dtd, few_shot@task=dtd." in page
+    assert "Not on this page, because they could not be built: images@task=dtd, few_shot@task=dtd." in page
     assert verdict_lines(numbers)[-1].endswith("images@task=dtd, few_shot@task=dtd.")
 
 
@@ -208,7 +208,9 @@ def test_probes_are_compared_with_probes_of_as_many_labels(whole: tuple[dict[str
     (protocol,) = {
         line["text"] for line in whole[0]["protocols"] if line["stage"].startswith("few_shot@task=svhn")
     }
-    assert "2 supports drawn from train and dev (seed 0), and all of it, all of test scored" in protocol
+    assert (
+        "2 supports drawn from train and dev (seed 0), and with all of it. All of test is scored." in protocol
+    )
 
 
 def test_another_protocol_is_another_score_and_fewer_tasks_are_said(made: Vtab) -> None:
@@ -252,7 +254,7 @@ def test_all_nineteen_are_no_part(made: Vtab) -> None:
         "19 tasks, not 3 groups"
     )
     assert [column["tasks"] for column in score["columns"][0]["groups"].values()] == [7, 4, 8]
-    assert score["sentence"] == "VTAB-1k, ViT (backbone), mean over all 19 tasks: 45.0 % with all 1,000."
+    assert score["sentence"] == "VTAB-1k, ViT (backbone), mean over all 19 tasks: 45.0% with all 1,000."
 
 
 def test_groups_can_be_asked_for_in_sql(made: Vtab) -> None:

@@ -176,12 +176,12 @@ def test_mocos_momentum_encoder_follows_what_deepspeed_trains(dataset, tmp_path)
     metrics = loop.train(config, shards.open_dataset(dataset), tmp_path)
     assert "dev_accuracy" not in metrics
     task = MoCo(new_model(config, tmp_path), 24, 12, 0.3)
-    follower, reference = MomentumEncoder(task), Reference(config, dataset, tmp_path, task)
+    momentum_encoder, reference = MomentumEncoder(task), Reference(config, dataset, tmp_path, task)
     projection = task.model.patch_embed.proj.weight.clone()
     for step, images, _, positions in reference.batches():
         one, other = map(reference.inputs, two_views(images, "resized_crop_flip", 0, positions))
-        reference.update(step, task(one, other, *follower.keys(one, other)))
-        follower.follow(task, momentum(step, config.steps))
+        reference.update(step, task(one, other, *momentum_encoder.keys(one, other)))
+        momentum_encoder.update(task, momentum(step, config.steps))
     # the projector's batch normalisation takes the mean away
     reference.assert_is(tmp_path, task.model, ineffective="norm.bias")
     trained, contract = load_model(tmp_path)

@@ -132,7 +132,7 @@ def test_steps_too_small_for_bfloat16_are_not_lost():
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -1.0, torch.tensor(math.nan)])
 def test_numbers_that_are_not_finite_name_the_step_and_a_way_out(value):
-    with pytest.raises(ValueError, match=r"loss is .* at step 7: a lower learning_rate"):
+    with pytest.raises(ValueError, match=r"loss is .* at step 7: lower learning_rate"):
         optim.check_finite("loss", value, 7)
 
 

@@ -126,12 +126,12 @@ def test_says_what_it_will_take_before_it_begins(dataset, tmp_path, capsys):
         model = ViT(contract.architecture)
         model.head(model.forward_features(torch.zeros(1, 1, 8, 8))[1])
     flops = counter.get_total_flops()
-    compute, memory = said.index("compute: "), said.index("memory of a worker (of 1), estimated: ")
+    compute, memory = said.index("compute: "), said.index("estimated memory per worker (of 1): ")
     assert compute < memory < said.index("progress step")
     parameters = sum(p.numel() for p in model.parameters())
     for part in (
         f"{parameters:,} parameters",
-        f"{flops / 1e9:.4g} GFLOPs an image forward",
+        f"{flops / 1e9:.4g} GFLOPs per image forward",
         "in 8 steps of 16 images",
     ):
         assert part in said
@@ -276,7 +276,7 @@ def test_masked_patches_in_bfloat16_learn(dataset, tmp_path):
 
 
 def test_a_run_that_diverges_ends_with_advice(dataset, tmp_path):
-    with pytest.raises(ValueError, match=r"(loss|gradient norm) is .* at step \d+: a lower learning_rate"):
+    with pytest.raises(ValueError, match=r"(loss|gradient norm) is .* at step \d+: lower learning_rate"):
         train(configuration(learning_rate=1e30, optimizer=Optimizer(warmup_fraction=0.0)), dataset, tmp_path)
     assert not (tmp_path / "model.safetensors").exists()
 

@@ -108,8 +108,8 @@ def header(entry: dict[str, Any]) -> Callable[[bytes], bytes]:
 
 
 BOTH = {
-    "cut short": (raw(lambda data: data[:-100]), "not a whole safetensors file"),
-    "empty": (raw(lambda _: b""), "not a whole safetensors file"),
+    "cut short": (raw(lambda data: data[:-100]), "not a complete safetensors file"),
+    "empty": (raw(lambda _: b""), "not a complete safetensors file"),
     "header beyond the file": (
         raw(lambda data: struct.pack("<Q", 2**60) + data[8:]),
         "its header claims 1152921504606846976",
@@ -118,20 +118,23 @@ BOTH = {
         raw(lambda data: struct.pack("<Q", 2**26) + b" " * 2**26),
         "its header claims 67108864 bytes",
     ),
-    "header is no JSON": (raw(lambda data: data[:9] + b"}" * 40 + data[49:]), "not a whole safetensors file"),
+    "header is no JSON": (
+        raw(lambda data: data[:9] + b"}" * 40 + data[49:]),
+        "not a complete safetensors file",
+    ),
     "tensor beyond the file": (
         raw(header({"dtype": "F32", "shape": [2**40], "data_offsets": [0, 2**42]})),
-        "not a whole safetensors file",
+        "not a complete safetensors file",
     ),
     "unknown dtype": (
         raw(header({"dtype": "F3", "shape": [0], "data_offsets": [0, 0]})),
-        "not a whole safetensors file",
+        "not a complete safetensors file",
     ),
     "NaN": (tensors(set_nan), "holds NaN or infinite values"),
-    "no weights": (lambda folder: (folder / "model.safetensors").unlink(), "has neither model.safetensors"),
+    "no weights": (lambda folder: (folder / "model.safetensors").unlink(), "does not contain weights"),
     "surplus": (
         tensors(lambda content: content.update(mine=torch.zeros(2), yours=torch.zeros(2))),
-        "holds tensors that the architecture has not: mine, yours",
+        "unexpected tensors for this architecture: mine, yours",
     ),
     "integers": (
         tensors(
@@ -139,14 +142,14 @@ BOTH = {
                 {name: tensor.char() for name, tensor in content.items() if "norm" in name and "bias" in name}
             )
         ),
-        r"torch\.int8.*; quantised weights are not read",
+        r"torch\.int8.*; quantised weights are not supported",
     ),
     "config of gigabytes": (gigabytes, "config.json has 8589934592 bytes"),
-    "config nested": (text("config.json", "[" * 10**6), "config.json is not JSON"),
+    "config nested": (text("config.json", "[" * 10**6), "config.json is not valid JSON"),
     "config is a list": (text("config.json", "[1]"), "config.json holds a list"),
     "config is not text": (
         lambda folder: (folder / "config.json").write_bytes(b"\xff\xfe{"),
-        "config.json is not JSON",
+        "config.json is not valid JSON",
     ),
     "config missing": (lambda folder: (folder / "config.json").unlink(), "config.json is missing"),
     "config of nobody": (text("config.json", "{}"), "config.json has neither model_type nor architecture"),
@@ -154,7 +157,7 @@ BOTH = {
 HF = {
     "missing": (
         tensors(lambda content: [content.pop(f"vit.layernorm.{leaf}") for leaf in ("weight", "bias")]),
-        r"lacks tensors of the architecture: layernorm\.bias, layernorm\.weight",
+        r"missing tensors for this architecture: layernorm\.bias, layernorm\.weight",
     ),
     "transposed": (
         tensors(two_transposed),
@@ -163,41 +166,41 @@ HF = {
     "depth": (config(num_hidden_layers=10**9), r"the architecture has 1000000000 blocks"),
     "width": (config(hidden_size=10**9), r"the architecture has 2 blocks of width 1000000000"),
     "image": (config(image_size=10**9), r"the architecture has 2 blocks"),
-    "oblong patches": (config(patch_size=[8, 4]), "describes no ViT"),
+    "oblong patches": (config(patch_size=[8, 4]), "does not describe a ViT"),
     "digits": (config(num_hidden_layers=10**4000), "lacks|the architecture has 1000"),
     "heads": (config(num_attention_heads=5), "width 64 is not a multiple of num_heads 5"),
-    "no number": (config(hidden_size="64"), "hidden_size is '64'; a number was expected"),
-    "no activation": (config(hidden_act="relu"), "hidden_act 'relu' is not read; gelu"),
-    "activation list": (config(hidden_act=["gelu"]), r"hidden_act \['gelu'\] is not read"),
+    "no number": (config(hidden_size="64"), "hidden_size is '64'; expected a number"),
+    "no activation": (config(hidden_act="relu"), "hidden_act 'relu' is not supported; gelu"),
+    "activation list": (config(hidden_act=["gelu"]), r"hidden_act \['gelu'\] is not supported"),
     "quantised": (config(quantization_config={}), "quantized weights"),
     "RoPE": (
         config(model_type="dinov3_vit"),
-        r"model_type 'dinov3_vit' is not read \(it has rotary position embeddings",
+        r"model_type 'dinov3_vit' is not supported \(it has rotary position embeddings",
     ),
-    "SwiGLU": (config(use_swiglu_ffn=True), "SwiGLU is not read"),
-    "other model": (config(model_type=["vit"]), r"model_type \['vit'\] is not read; vit, deit"),
+    "SwiGLU": (config(use_swiglu_ffn=True), "SwiGLU is not supported"),
+    "other model": (config(model_type=["vit"]), r"model_type \['vit'\] is not supported; vit, deit"),
     "other class": (
         config(architectures=["ViTForMaskedImageModeling"]),
-        "'ViTForMaskedImageModeling'.* is not read",
+        "'ViTForMaskedImageModeling'.* is not supported",
     ),
     "too few labels": (config(id2label={"0": "a"}), "id2label must name the 2 classes"),
     "labels of lists": (config(id2label={"0": [], "1": []}), "id2label must name the 2 classes"),
     "pixels nested": (
         text("preprocessor_config.json", '{"size":' * 10**5),
-        "preprocessor_config.json is not JSON",
+        "preprocessor_config.json is not valid JSON",
     ),
     "pixels of text": (
         text(
             "preprocessor_config.json",
             json.dumps({"size": 16, "resample": 2, "image_mean": ["x"] * 3, "image_std": [1] * 3}),
         ),
-        "preprocessor_config.json says no preprocessing",
+        "preprocessor_config.json has no valid preprocessing",
     ),
 }
 TIMM = {
     "missing": (
         tensors(lambda content: [content.pop(f"norm.{leaf}") for leaf in ("weight", "bias")]),
-        r"lacks tensors of the architecture: norm\.bias, norm\.weight",
+        r"missing tensors for this architecture: norm\.bias, norm\.weight",
     ),
     "transposed": (
         tensors(two_transposed),
@@ -205,19 +208,19 @@ TIMM = {
     ),
     "depth": (config(depth=10**9), "the architecture has 1000000000 blocks"),
     "width": (config(embed_dim=10**9), "the architecture has 2 blocks"),
-    "width of text": (config(embed_dim="64"), "model is not read: "),
-    "image": (config(img_size=10**9), "pos_embed has 5 entries, which are not 125000000x125000000 patches"),
-    "no patches": (config(patch_size=0), "model is not read: "),
-    "unknown argument": (config(qk_norm=True), "model_args qk_norm are not read"),
+    "width of text": (config(embed_dim="64"), "unsupported model: "),
+    "image": (config(img_size=10**9), "pos_embed has 5 entries; expected 125000000x125000000 patches"),
+    "no patches": (config(patch_size=0), "unsupported model: "),
+    "unknown argument": (config(qk_norm=True), "model_args qk_norm are not supported"),
     "pooling": (config(global_pool="max"), "global_pool 'max'"),
-    "activation": (config(act_layer="relu"), "act_layer 'relu' is not read"),
+    "activation": (config(act_layer="relu"), "act_layer 'relu' is not supported"),
     "name": (
         lambda folder: rename(folder, "eva02_base_patch14_224"),
-        "architecture 'eva02_base_patch14_224' is not read",
+        "architecture 'eva02_base_patch14_224' is not supported",
     ),
     "kernel": (
         tensors(lambda content: content.update({"patch_embed.proj.weight": torch.zeros(64)})),
-        r"is \[64\]; a kernel",
+        r"is \[64\]; expected a kernel",
     ),
 }
 
@@ -275,7 +278,7 @@ def test_a_pickle_runs_nothing(tmp_path: Path, zipped: bool, where: str) -> None
         _use_new_zipfile_serialization=zipped,
     )
     with pytest.raises(
-        ValueError, match=r"weights is not a whole file of tensors alone, as torch\.save writes it: it names"
+        ValueError, match=r"weights is not a complete torch\.save file that holds only tensors: it refers to"
     ):
         formats.read(tmp_path / "weights")
     assert not trap.exists()
@@ -338,7 +341,9 @@ def test_an_old_pickle_that_lists_a_storage_it_has_not_is_an_error(tmp_path: Pat
     key = re.findall(rb"X.\0\0\0(\d{5,})q", data)[-1]  # an address, so that it is another each time
     at = data.rindex(key)
     (tmp_path / "weights").write_bytes(data[:at] + b"x" + data[at + 1 :])
-    with pytest.raises(ValueError, match=r"not a whole file of tensors alone.*storage key"):
+    with pytest.raises(
+        ValueError, match=r"not a complete torch.save file that holds only tensors.*storage key"
+    ):
         formats.read(tmp_path / "weights")
 
 

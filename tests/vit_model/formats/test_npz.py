@@ -334,7 +334,7 @@ def test_training_checkpoints_and_image_towers_are_read(tmp_path: Path) -> None:
     tower = npz.read(tmp_path / "towers.npz")
     assert tower.architecture.num_classes == 0
     assert tower.class_names == ()
-    assert any(line.startswith("head: left behind") for line in tower.lines)
+    assert any(line.startswith("head: dropped") for line in tower.lines)
     for name, tensor in tower.weights.items():
         assert torch.equal(tensor, model.state_dict()[name]), name
 
@@ -352,7 +352,7 @@ def test_half_precision_and_compression_are_read(tmp_path: Path) -> None:
     np.savez_compressed(tmp_path / "h.npz", **{name: array.astype("f2") for name, array in arrays.items()})
     for file, dtype in (("b.npz", torch.bfloat16), ("h.npz", torch.float16)):
         imported = npz.read(tmp_path / file)
-        assert f"{len(arrays)} arrays of half precision became float32" in imported.lines
+        assert f"converted {len(arrays)} arrays of half precision to float32" in imported.lines
         for name, tensor in imported.weights.items():
             assert tensor.dtype == torch.float32
             assert torch.equal(tensor, full[name].to(dtype).float()), name
@@ -395,7 +395,9 @@ def test_pixels_are_brought_to_minus_one_and_one(tmp_path: Path) -> None:
     normalised = normalise(pixels, imported.preprocessing, torch.float32)
     assert torch.allclose(normalised.permute(0, 2, 3, 1), pixels / 127.5 - 1, atol=1e-6)
     assert (imported.preprocessing.interpolation, imported.preprocessing.crop) == ("bilinear", "squash")
-    assert "preprocessing is Google's: mean and std 0.5, bilinear, squashed to 12 x 12" in imported.lines
+    assert (
+        "preprocessing as in Google's code: mean and std 0.5, bilinear, squashed to 12 x 12" in imported.lines
+    )
 
 
 def test_heads_that_cannot_classify_are_said(tmp_path: Path) -> None:
@@ -410,8 +412,8 @@ def test_heads_that_cannot_classify_are_said(tmp_path: Path) -> None:
 
 
 UNSAYABLE: list[tuple[dict[str, Any], dict[str, Any], str]] = [
-    ({"gelu": "exact"}, {}, "gelu 'exact' has no place in Google's .npz, which means 'tanh'"),
-    ({"layer_norm_eps": 1e-12}, {}, "layer_norm_eps 1e-12 has no place"),
+    ({"gelu": "exact"}, {}, "gelu 'exact' cannot be stored in Google's .npz, which implies 'tanh'"),
+    ({"layer_norm_eps": 1e-12}, {}, "layer_norm_eps 1e-12 cannot be stored"),
     ({"registers": 2}, {}, "registers 2"),
     ({"layer_scale": 0.1}, {}, "layer_scale 0.1"),
     ({"pooling": "gap", "class_token": True}, {}, "class_token True"),
@@ -419,7 +421,7 @@ UNSAYABLE: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     ({"pooling": "gap", "axial": True}, {}, "axial True"),
     ({"position": "none"}, {}, "position 'none'"),
     ({"position": "learned2d"}, {}, "position 'learned2d'"),
-    ({"position": "sincos2d"}, {}, "image_size 12 can't be told from Google's .npz; 224 can"),
+    ({"position": "sincos2d"}, {}, "image_size 12 cannot be stored in Google's .npz; 224 can"),
     ({}, {"mean": (0.4, 0.5, 0.6)}, r"preprocessing has mean \(0.4, 0.5, 0.6\)"),
     ({}, {"std": (0.2, 0.2, 0.2)}, r"std \(0.2, 0.2, 0.2\)"),
 ]
@@ -546,13 +548,13 @@ def twice(path: Path) -> None:
 KERNEL = "Transformer/encoderblock_0/MlpBlock_3/Dense_0/kernel.npy"
 DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
     "missing": (lambda path: path.unlink(), "is missing"),
-    "empty": (lambda path: path.write_bytes(b""), "no checkpoint that can be read"),
-    "text": (lambda path: path.write_text("weights"), "no checkpoint that can be read"),
+    "empty": (lambda path: path.write_bytes(b""), "not a readable checkpoint"),
+    "text": (lambda path: path.write_text("weights"), "not a readable checkpoint"),
     "a pickle": (
         lambda path: path.write_bytes(b"\x80\x04\x95" + bytes(60)),
-        "no checkpoint that can be read",
+        "not a readable checkpoint",
     ),
-    "one array": (lambda path: path.write_bytes(npy((2**50,), bytes(8))), "it is no zip archive"),
+    "one array": (lambda path: path.write_bytes(npy((2**50,), bytes(8))), "it is not a zip archive"),
     "another model": (lambda path: save(path, {"w": np.ones(3)}), "no array 'embedding/kernel'.*it has 'w'"),
     "objects": (with_objects, "array 'evil.npy' holds object"),
     "strings": (
@@ -563,18 +565,24 @@ DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
     "a structure": (with_array("cls", np.zeros(1, dtype=[("a", "i2")])), "array 'cls.npy' holds"),
     "NaN": (changed(cls=lambda array: array * math.nan), "'cls_token' holds NaN"),
     "infinity": (changed(head_bias=lambda array: array + math.inf), "'head.bias' holds NaN or infinite"),
-    "a gap in the blocks": (without("Transformer/encoderblock_0/"), "no array 'Transformer/encoderblock_0/"),
-    "half a block": (without("Transformer/encoderblock_1/MlpBlock_3"), "lacks arrays that its model has"),
+    "a gap in the blocks": (
+        without("Transformer/encoderblock_0/"),
+        "missing array 'Transformer/encoderblock_0/",
+    ),
+    "half a block": (without("Transformer/encoderblock_1/MlpBlock_3"), "missing arrays for this model"),
     "a text tower": (
         with_array("txt/head/bias", np.ones(2, "f4")),
-        "arrays that none of Google's ViTs has: 'txt",
+        "unexpected arrays for a ViT of Google: 'txt",
     ),
     "two names of a layer": (with_array("pos_embedding", np.ones((1, 9, 16), "f4")), "are the same layer"),
     "not square": (
         changed(Transformer_posembed_input_pos_embedding=lambda a: a[:, :7]),
-        "has 7 entries; a square of patches, with or without the class token, is needed",
+        "has 7 entries; expected a square of patches, with or without the class token",
     ),
-    "oblong patches": (changed(embedding_kernel=lambda array: array[:2]), "patches of 2 x 4; squares"),
+    "oblong patches": (
+        changed(embedding_kernel=lambda array: array[:2]),
+        "patches are 2 x 4; they must be square",
+    ),
     "a flat kernel": (
         changed(embedding_kernel=lambda array: array[0]),
         r"'embedding/kernel' is \[4, 3, 16\]",
@@ -584,20 +592,23 @@ DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
         r"'cls' is \[1, 1, 8\], the model needs \[1, 1, 16\]",
     ),
     "no numbers": (changed(cls=lambda array: array[..., :0]), r"\[1, 1, 0\]; every side must be positive"),
-    "wide resnet": (with_array("conv_root/kernel", np.ones((7, 7, 3, 128), "f4")), "lacks arrays"),
+    "wide resnet": (with_array("conv_root/kernel", np.ones((7, 7, 3, 128), "f4")), "missing arrays"),
     "five stages": (with_array("block9/unit1/conv1/kernel", np.ones((1, 1, 1, 1), "f4")), r"stages \[9\]"),
     "endless layers": (
         with_array("Transformer/encoderblock/x", np.ones(2000, "f4")),
-        "stacks 2000 layers; 1000 at most",
+        "stacks 2000 layers; the limit is 1000",
     ),
-    "more than claimed": (with_member(KERNEL, npy((16, 24), bytes(16 * 24 * 4 + 1))), "which doesn't fit"),
-    "less than claimed": (with_member(KERNEL, npy((16, 24), bytes(16))), "which doesn't fit"),
-    "a giant header": (with_member(KERNEL, npy((16,) * 400, b"")), "no checkpoint that can be read"),
-    "a header of text": (with_member(KERNEL, b"\x93NUMPY\1\0\x10\0" + b"__import__('os') "), "can be read"),
-    "deep header": (with_member(KERNEL, b"\x93NUMPY\1\0\x90\1" + b"(" * 400), "can be read"),
+    "more than claimed": (with_member(KERNEL, npy((16, 24), bytes(16 * 24 * 4 + 1))), "which does not match"),
+    "less than claimed": (with_member(KERNEL, npy((16, 24), bytes(16))), "which does not match"),
+    "a giant header": (with_member(KERNEL, npy((16,) * 400, b"")), "not a readable checkpoint"),
+    "a header of text": (
+        with_member(KERNEL, b"\x93NUMPY\1\0\x10\0" + b"__import__('os') "),
+        "is not a readable checkpoint",
+    ),
+    "deep header": (with_member(KERNEL, b"\x93NUMPY\1\0\x90\1" + b"(" * 400), "is not a readable checkpoint"),
     "a long second header": (
         with_member(KERNEL, b"\x93NUMPY\2\0\xff\xff\xff\x7f" + bytes(9000)),
-        "can be read",
+        "is not a readable checkpoint",
     ),
     "version 3": (with_member(KERNEL, b"\x93NUMPY\3\0" + npy((16, 24), b"")[8:]), r"version \(3, 0\)"),
     "negative sides": (
@@ -612,9 +623,9 @@ DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
     ),
     "another sum": (with_member(KERNEL, npy((16, 24), bytes(16 * 24 * 4)), CRC=7), "Bad CRC-32"),
     "encrypted": (flipped(1), "encrypted"),
-    "giant table of contents": (giant_directory, "no checkpoint that can be read"),
+    "giant table of contents": (giant_directory, "not a readable checkpoint"),
     "many members": (many_members, "its table of contents claims"),
-    "a name twice": (twice, "two arrays of one name"),
+    "a name twice": (twice, "two arrays with the same name"),
     "heads that don't divide": (
         lambda path: save(
             path,

@@ -211,7 +211,7 @@ def test_names_mean_what_timm_builds_or_are_refused(monkeypatch: pytest.MonkeyPa
             or set(fields) & {"block_fn", "attn_layer", "mlp_layer", "scale_attn_norm"}
             or "test_" in name
         ):
-            with pytest.raises(ValueError, match="is not read"):
+            with pytest.raises(ValueError, match="is not supported"):
                 conventions(name, 768)
         elif fields.get("final_norm", True):
             norm = fields.get("norm_layer")
@@ -251,7 +251,7 @@ def test_a_state_dict_alone_is_read_by_its_shapes(tmp_path: Path, name: str, for
         torch.save(tensors, path, _use_new_zipfile_serialization=form == "zip")
     read = formats.read(path)
     assert read.preprocessing is None
-    assert any("assumed, the file does not say" in line for line in read.lines)
+    assert any("assumed, because the file does not say" in line for line in read.lines)
     images = images_of(SIDE, SIDE)
     assert_close({"logits": our_outputs(read, images)[0].detach()}, {"logits": theirs(images).detach()})
 
@@ -281,7 +281,7 @@ def test_the_authors_own_names_of_dinov2_deit3_and_mae_are_read(tmp_path: Path) 
         ("vit_base_patch16_18x2_224", "parallel blocks"),
         ("vit_base_patch16_clip_224", "norm_pre means CLIP"),
         ("vit_base_patch16_dinov3", "."),
-        ("vit_intern300m_patch14_448", r"lacks tensors of the architecture: norm\.bias, norm\.weight"),
+        ("vit_intern300m_patch14_448", r"missing tensors for this architecture: norm\.bias, norm\.weight"),
     ],
 )
 def test_what_we_have_not_is_refused_by_its_name(tmp_path: Path, architecture: str, message: str) -> None:
@@ -306,7 +306,7 @@ def test_what_timm_has_not_is_not_written(tmp_path: Path) -> None:
     ):
         changed = read.architecture.model_validate(read.architecture.model_dump() | fields)
         contract = contract_of(read._replace(architecture=changed))
-        with pytest.raises(ValueError, match=f"timm's VisionTransformer has not .*{message}"):
+        with pytest.raises(ValueError, match=f"timm's VisionTransformer does not support .*{message}"):
             ours_of_timm.write(tmp_path / "x", ViT(changed), contract)
     assert not (tmp_path / "x").exists()
 
@@ -314,7 +314,7 @@ def test_what_timm_has_not_is_not_written(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"mean": None}, "mean and std are not said"),
+        ({"mean": None}, "mean and std are missing"),
         ({"crop_mode": "border"}, "crop_mode 'border'"),
         ({"crop_mode": "squash"}, "crop_mode 'squash' with crop_pct 0.8"),
         ({"interpolation": "lanczos"}, "interpolation 'lanczos'"),

@@ -1,0 +1,24 @@
+"""The result of reading a foreign checkpoint."""
+
+from typing import NamedTuple
+
+from torch import Tensor
+
+from vit_model.config import Architecture, Preprocessing
+
+
+class Imported(NamedTuple):
+    """A foreign checkpoint converted to our names and types."""
+
+    architecture: Architecture
+    weights: dict[str, Tensor]
+    """By our names, float32, exactly those of the architecture."""
+    preprocessing: Preprocessing | None
+    """None if the file does not say."""
+    class_names: tuple[str, ...]
+    """Empty without a head; "0", "1", ... if the file has no names."""
+    license: str | None
+    lines: tuple[str, ...]
+    """What was imported, resized, dropped or newly initialised; one sentence each."""
+    training_data: str = "unknown"
+    """As in a `ModelContract`."""
