@@ -1,16 +1,19 @@
 """Ingest of a tar of JPEGs, beside others' ways to make files to train from: `python benchmarks/ingest.py`.
 
-8,192 different JPEGs of 500 x 375 pixels and about 104 KB, made here, as a tar of WebDataset's form; for peers that
-take no tar the same files in a folder, unpacked beforehand. Each contender is a fresh process on the same two cores;
-it does a small set first, so that imports and worker processes are there, then all of it, timed, with the files in the
-system's memory and nothing left to be written to the disk; contenders take turns, each round in another order.
-What each does with an image stands in the table; "floor" is what reading, sha256 and a full decode cost alone, with
-simplejpeg in two processes. Ours is the whole stage: sha256 of the source, listing, shards, index, quarantine, copies,
-card, and every file's sha256, durably on the disk. It reads every coefficient of a JPEG, which is what damage shows in
-and most of a decoder's time, but makes grey pixels of a fraction of the size of them: no others are looked at.
-Peers come from PyPI into a temporary folder. Prints the table and keeps it in benchmarks/results/; some 15 minutes.
+8,192 different JPEGs of 500 x 375 pixels, made here, in a tar of WebDataset's form; peers that read no tar get the
+same files in a folder. Each contender is a fresh process on the same two cores. It ingests a small set first, so that
+imports and worker processes are ready, then all of it, timed, with the files in the page cache and nothing left to be
+written to the disk. Contenders take turns, each round in another order. The table says what each does with an image;
+"floor" is what reading, sha256 and a full decode cost alone, with simplejpeg in two processes.
 
-    python benchmarks/ingest.py --images 512 --rounds 1 --no-keep      to see that it works
+Ours is the whole stage: sha256 of the source, listing, shards, index, quarantine, copies, card, and every file's
+sha256, durably on the disk. It reads every coefficient of a JPEG, which shows damage and takes most of a decoder's
+time, but decodes only grey pixels at a fraction of the size, because it looks at no others.
+
+Peers come from PyPI into a temporary folder. Prints the table and writes it to benchmarks/results/; takes about 15
+minutes. To see that it works:
+
+    python benchmarks/ingest.py --images 512 --rounds 1 --no-keep
 """
 
 from __future__ import annotations
@@ -30,12 +33,11 @@ import tarfile
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from datetime import UTC, datetime
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
-RESULTS = ROOT / "benchmarks" / "results" / "ingest.md"
-REQUIREMENTS = (  # without what they need in turn: ours are there, and must not move
+from common import ROOT, install, keep, setting, spread
+
+REQUIREMENTS = (
     "webdataset==1.0.2",
     "braceexpand==0.1.7",
     "litdata==0.2.76",
@@ -166,9 +168,8 @@ def _hugging_face(data: Path, out: Path, part: int) -> None:
     files = sorted(map(str, (data / "images").iterdir()))[part::CORES]
     labels = [int(Path(file).stem) % 10 for file in files]
     dataset = Dataset.from_dict({"image": files, "label": labels}).cast_column("image", Image())
-    dataset = dataset.map(
-        _embedded, batched=True, batch_size=256
-    )  # else it would write the files' names only
+    # Without this it would write only the files' names.
+    dataset = dataset.map(_embedded, batched=True, batch_size=256)
     dataset.to_parquet(str(out / f"{part}.parquet"))
 
 
@@ -226,7 +227,8 @@ def main() -> None:
     load = os.getloadavg()[0]
     with tempfile.TemporaryDirectory(prefix="vfi-") as temporary:
         folder = options.folder or Path(temporary)
-        install(folder / "peers")
+        if not (folder / "peers").is_dir():  # only the measured processes have it on their path
+            install(folder / "peers", *REQUIREMENTS)
         for name, number in (("small", WARM), (f"all-{options.images}", options.images)):
             make(folder / name, number)
         rounds: dict[str, list[dict[str, float]]] = {name: [] for name in options.only}
@@ -240,10 +242,7 @@ def main() -> None:
                         flush=True,
                     )
         size = (folder / f"all-{options.images}" / "data.tar").stat().st_size
-    text = table(rounds, options, size / options.images, load)
-    print(text)
-    if not options.no_keep:
-        RESULTS.write_text(text)
+    keep("ingest.md", table(rounds, options, size / options.images, load), is_written=not options.no_keep)
 
 
 def measure(name: str, folder: Path) -> dict[str, float]:
@@ -282,22 +281,13 @@ def in_process(name: str, folder: Path, data: str) -> dict[str, float] | None:
             "DATA_OPTIMIZER_CACHE_FOLDER": home,
             "PYTHONWARNINGS": "ignore",
         }
-        done = subprocess.run(
-            [sys.executable, __file__, "--contender", name, "--folder", str(folder / data)],
-            env=environment, capture_output=True, text=True,
-        )  # fmt: skip
+        command = [sys.executable, __file__, "--contender", name, "--folder", str(folder / data)]
+        done = subprocess.run(command, env=environment, capture_output=True, text=True)
     answer = done.stderr.strip().splitlines()[-1:] or [""]
     if done.returncode:
         print(f"{name} failed: {answer[0]}", file=sys.stderr, flush=True)
         return None
     return dict(json.loads(answer[0]))
-
-
-def install(folder: Path) -> None:
-    """The peers, into a folder of their own, which only the measured processes have on their path."""
-    if not folder.is_dir():
-        command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", str(folder)]
-        subprocess.run([*command, *REQUIREMENTS], check=True)
 
 
 def make(folder: Path, number: int) -> None:
@@ -343,16 +333,8 @@ def one_jpeg(index: int) -> bytes:
 
 def table(
     rounds: dict[str, list[dict[str, float]]], options: argparse.Namespace, image_bytes: float, load: float
-) -> str:
-    """What was measured, as Markdown."""
-    return "\n".join(_lines(rounds, options, image_bytes, load)) + "\n"
-
-
-def _lines(
-    rounds: dict[str, list[dict[str, float]]], options: argparse.Namespace, image_bytes: float, load: float
 ) -> Iterator[str]:
-    from ray_jobs.process.stage import processor
-
+    """The lines of the page."""
     rates = {
         name: [options.images / one["seconds"] for one in found] for name, found in rounds.items() if found
     }
@@ -360,11 +342,10 @@ def _lines(
     yield "# Ingest, beside others' ways to make files to train from"
     yield ""
     yield (
-        f"`python benchmarks/ingest.py`, {datetime.now(UTC):%Y-%m-%d}, {CORES} cores, {processor()}, "
-        f"{options.images:,} JPEGs of {WIDTH} x {HEIGHT} and {image_bytes / 1e3:.0f} KB on average, "
-        f"{options.rounds} rounds, load before: {load:.1f}, after: {os.getloadavg()[0]:.1f}."
+        f"`python benchmarks/ingest.py`, on {CORES} cores, {options.images:,} JPEGs of {WIDTH} x {HEIGHT} and "
+        f"{image_bytes / 1e3:.0f} KB on average, {options.rounds} rounds, {setting(load)}."
     )
-    yield "Images a second: median (least-most) of fresh processes that take turns, each after a small set."
+    yield "Images per second: median (range) of fresh processes that take turns, each after a small set."
     yield ""
     yield "| | reads | what it does with an image | images/s | ours is | written, of what was read |"
     yield "|---|---|---|---:|---:|---:|"
@@ -376,8 +357,7 @@ def _lines(
         middle = statistics.median(rates[name])
         written = statistics.median(one["written"] for one in found) / (image_bytes * options.images)
         ratio = f"{basis / middle:.2f} x" if basis else ""
-        spread = f"{middle:,.0f} ({min(rates[name]):,.0f}-{max(rates[name]):,.0f})"
-        yield f"| {name} | {reads} | {does} | {spread} | {ratio} | {written:.0%} |"
+        yield f"| {name} | {reads} | {does} | {spread(rates[name])} | {ratio} | {written:.0%} |"
 
 
 if __name__ == "__main__":

@@ -9,54 +9,50 @@ False copies are measured on pairs of different originals; on Fashion-MNIST (Deb
 glyphs at their own size, where only `phash` is compared; on the same images enlarged, where all views are, to show what
 the bound of 32 pixels prevents; and on drawn shapes at 64 pixels.
 For comparison, a descriptor that tolerates any crop: SIFT, the 32 strongest at 128 pixels, 64 bits each; two of them
-must be within 4 bits of one of the other image's. Prints its tables and writes them to
-benchmarks/results/; takes minutes.
+must be within 4 bits of one of the other image's. Prints its tables and writes them to benchmarks/results/; takes
+minutes. With --no-keep it only prints them.
 """
 
 from __future__ import annotations
 
 import io
 import os
-import subprocess
 import sys
 import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from datetime import UTC, datetime
 from pathlib import Path
 
 import cv2
 import matplotlib as mpl
 import numpy as np
 import pyarrow as pa
+from common import install, keep, setting
 from numpy.typing import NDArray
 from PIL import Image, ImageDraw, ImageEnhance
 from sklearn.datasets import load_sample_images
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
-from pipelines.files.sources import source_files  # noqa: E402
-from pipelines.spec import FASHION_MNIST_ROOT, Ingest  # noqa: E402
-from ray_jobs.data import images as hashing  # noqa: E402
-from ray_jobs.data.images import Hashes, examine, hashes  # noqa: E402
-from ray_jobs.data.shards import INDEX  # noqa: E402
-from ray_jobs.ingesting.splits import DUPLICATES, OtherSet, find_copies  # noqa: E402
-from ray_jobs.sources import catalog  # noqa: E402
+from pipelines.files.sources import source_files
+from pipelines.spec import FASHION_MNIST_ROOT, Ingest
+from ray_jobs.data import images as hashing
+from ray_jobs.data.columns import INDEX
+from ray_jobs.data.images import Hashes, examine, hashes
+from ray_jobs.ingesting.splits import DUPLICATES, OtherSet, find_copies
+from ray_jobs.sources import catalog
 
-RESULTS = ROOT / "benchmarks" / "results" / "near_copies.md"
 SCIKIT_IMAGE = "scikit-image==0.26.0"
 PHOTOGRAPHS = (
-    *(
-        "astronaut.png",
-        "camera.png",
-        "chelsea.png",
-        "coffee.png",
-        "coins.png",
-        "hubble_deep_field.jpg",
-        "ihc.png",
-    ),
-    *("motorcycle_left.png", "retina.jpg", "rocket.jpg"),
+    "astronaut.png",
+    "camera.png",
+    "chelsea.png",
+    "coffee.png",
+    "coins.png",
+    "hubble_deep_field.jpg",
+    "ihc.png",
+    "motorcycle_left.png",
+    "retina.jpg",
+    "rocket.jpg",
 )
 WIDTH, HEIGHT, DISTANCE, MOST = 200, 175, 4, 10_000
 TABLE = pa.schema(
@@ -68,8 +64,7 @@ Change = Callable[[Image.Image, np.random.Generator], Image.Image]
 
 def originals(folder: Path) -> list[Image.Image]:
     """The parts, except nearly uniform ones."""
-    command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", str(folder)]
-    subprocess.run([*command, SCIKIT_IMAGE], check=True)
+    install(folder, SCIKIT_IMAGE)
     files = [Path(mpl.get_data_path()) / "sample_data" / "grace_hopper.jpg"]
     files += [folder / "skimage" / "data" / name for name in PHOTOGRAPHS]
     photographs = [Image.fromarray(pixels) for pixels in load_sample_images().images]
@@ -88,10 +83,13 @@ def originals(folder: Path) -> list[Image.Image]:
 
 def cut(left: float, top: float, right: float, bottom: float) -> Change:
     """Cut these shares off the sides."""
-    return lambda image, _: image.crop(
-        (round(left * image.width), round(top * image.height),
-         round(image.width * (1 - right)), round(image.height * (1 - bottom)))
-    )  # fmt: skip
+
+    def change(image: Image.Image, _: np.random.Generator) -> Image.Image:
+        width, height = image.size
+        box = (left * width, top * height, width * (1 - right), height * (1 - bottom))
+        return image.crop(tuple(map(round, box)))
+
+    return change
 
 
 def cut_somewhere(image: Image.Image, rng: np.random.Generator) -> Image.Image:
@@ -273,8 +271,8 @@ def main() -> None:
     lines = [
         "# Copies that ingest finds, and images that it mistakes for copies",
         "",
-        f"`python benchmarks/near_copies.py`, {datetime.now(UTC):%Y-%m-%d}, {os.cpu_count()} cores, AMD EPYC, load "
-        f"before: {load:.1f}. {len(parts)} parts of {2 + 1 + len(PHOTOGRAPHS)} photographs; max_distance {DISTANCE}.",
+        f"`python benchmarks/near_copies.py`, {setting(load)}. {len(parts)} parts of {2 + 1 + len(PHOTOGRAPHS)} "
+        f"photographs; max_distance {DISTANCE}.",
         "",
         "| manipulation | found | of it as near | SIFT |",
         "|---|---:|---:|---:|",
@@ -283,11 +281,8 @@ def main() -> None:
         *false_positives(parts),
         "",
         *costs(parts),
-        "",
     ]
-    print("\n".join(lines))
-    if "--no-keep" not in sys.argv:
-        RESULTS.write_text("\n".join(lines), encoding="utf-8")
+    keep("near_copies.md", lines, is_written="--no-keep" not in sys.argv)
 
 
 def manipulated(parts: Sequence[Image.Image]) -> Iterator[str]:
@@ -322,11 +317,9 @@ def false_positives(parts: Sequence[Image.Image]) -> Iterator[str]:
         "glyphs, 8 pixels": glyphs,
     }
     sets = {"the originals": [np.asarray(part.convert("L")) for part in parts]}
-    sets["their pieces of 66 x 58 pixels"] = [
-        piece for part in sets["the originals"]
-        for y in (0, 58, 116) for x in (0, 66, 132)
-        if (piece := part[y : y + 58, x : x + 66]).std() > 8
-    ]  # fmt: skip
+    places = [(y, x) for y in (0, 58, 116) for x in (0, 66, 132)]
+    pieces = [part[y : y + 58, x : x + 66] for part in sets["the originals"] for y, x in places]
+    sets["their pieces of 66 x 58 pixels"] = [piece for piece in pieces if piece.std() > 8]
     for name, source in small.items():
         if source["kind"] == "idx" and not Path(FASHION_MNIST_ROOT).is_dir():
             continue

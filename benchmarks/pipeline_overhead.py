@@ -1,11 +1,11 @@
-"""What the engine costs beside the work itself, on this machine: `python benchmarks/pipeline_overhead.py`.
+"""What the engine costs beside the work itself: `python benchmarks/pipeline_overhead.py`.
 
-Measures, one after the other on an otherwise idle machine; prints the table and keeps it in benchmarks/results/:
-- a rerun with nothing to do, as a whole process (median of 9), and that it imports neither torch nor ray;
+Measures, one after the other on an otherwise idle machine; prints the table and writes it to benchmarks/results/:
+- a rerun with nothing to do, as a whole process (median of 9);
 - the shared local Ray: its start, the first job, later jobs;
-- each kind of stage beyond its own work, on a running Ray: wall time of its job on the tiny recipe, whose own work is
-  about nothing; pretraining's and fine-tuning's own seconds, which they record, are taken off;
-- pretraining's images a second inside Ray Train + DeepSpeed at width 64, depth 4, 17 tokens, global batch 256.
+- each kind of stage beside its own work, on a running Ray: wall time of its job on the tiny recipe, which has next to
+  no work; the training seconds that pretraining and fine-tuning record are subtracted;
+- pretraining's images per second inside Ray Train and DeepSpeed at width 64, depth 4, 17 tokens, global batch 256.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ import subprocess
 import sys
 import tempfile
 import time
-from datetime import UTC, datetime
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parent.parent
+from common import ROOT, keep, setting, values
+
 TINY = ROOT / "tests" / "tiny.yaml"
-RESULTS = ROOT / "benchmarks" / "results" / "pipeline_overhead.md"
 TARGETS = {
     "rerun": "< 0.5 s",
     "ingest": "<= 5 s",
@@ -37,6 +37,7 @@ TARGETS = {
 
 def main() -> None:
     """Measure everything and keep the table."""
+    load = os.getloadavg()[0]
     with tempfile.TemporaryDirectory(prefix="vfb-") as name:
         folder = Path(name)
         environment = os.environ | {
@@ -49,7 +50,8 @@ def main() -> None:
         from pipelines.cluster.local import shut_down
 
         shut_down()
-    write(rows)
+    head = ["# Overhead of the engine", "", f"`python benchmarks/pipeline_overhead.py`, {setting(load)}.", ""]
+    keep("pipeline_overhead.md", [*head, *values(rows)])
 
 
 def vitflow(*arguments: str | Path) -> tuple[float, str]:
@@ -129,28 +131,6 @@ def throughput(folder: Path) -> list[tuple[str, float, str]]:
     return [
         ("pretraining, images/s (2 workers, ZeRO-1, bf16)", model["metrics"]["images_per_second"], ">= 5000")
     ]
-
-
-def write(rows: list[tuple[str, float, str]]) -> None:
-    """Print the table and keep it."""
-    from ray_jobs.process.stage import processor
-
-    lines = [
-        "# Overhead of the engine",
-        "",
-        "`python benchmarks/pipeline_overhead.py`, "
-        f"{datetime.now(UTC):%Y-%m-%d}, {os.cpu_count()} cores, {processor()}, load before: {os.getloadavg()[0]:.1f}",
-        "",
-        "| measured | value | target |",
-        "|---|---:|---|",
-    ]
-    lines += [
-        f"| {name} | {value:,.2f}{'' if 'images/s' in name else ' s'} | {target} |"
-        for name, value, target in rows
-    ]
-    print("\n".join(lines))
-    RESULTS.parent.mkdir(exist_ok=True)
-    RESULTS.write_text("\n".join(lines) + "\n")
 
 
 if __name__ == "__main__":

@@ -1,11 +1,11 @@
-"""How fast it is seen what is to do, on this machine: `python benchmarks/planning.py`.
+"""How fast a pipeline is planned: `python benchmarks/planning.py`.
 
-Measures, one after the other on an otherwise idle machine; prints the table and keeps it in benchmarks/results/:
-- a matrix of 500 stages planned on a folder and on moto's S3 (a server of its own), where none of them is made and
-  where all are: reading the recipe, expanding, checking, keys, the store's objects (median of 5);
-- a rerun with nothing to do as a whole process, in turn with `dvc repro` of as many stages (PyPI's dvc, which is
-  installed into a temporary environment; median of 7). Results are made up: what is measured reads records only. dvc
-  looks at its outputs' times and sizes as well, which here are tiny files.
+Measures, one after the other on an otherwise idle machine; prints the table and writes it to benchmarks/results/:
+- planning a matrix of 500 stages, in a folder and on moto's S3 (a server of its own), when none of them is made and
+  when all are: reading the recipe, expanding, checking, keys, the store's objects (median of 5);
+- a rerun with nothing to do as a whole process, in turn with `dvc repro` of as many stages (PyPI's dvc, installed into
+  a temporary environment; median of 7). The artifacts are made up: planning reads records and compares the sizes of
+  files, dvc their times, too.
 """
 
 from __future__ import annotations
@@ -21,12 +21,11 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parent.parent
-RESULTS = ROOT / "benchmarks" / "results" / "planning.md"
+from common import ROOT, keep, setting, values
+
 STAGES = 500
 RERUNS = (10, 100)  # stages
 RECIPE = """
@@ -58,7 +57,8 @@ def main() -> None:
         for row in measured(folder):
             print(*row, file=sys.stderr, flush=True)
             rows.append(row)
-    write(rows, load)
+    title = "# Planning, and reruns with nothing to do"
+    keep("planning.md", [title, "", f"`python benchmarks/planning.py`, {setting(load)}.", "", *values(rows)])
 
 
 def measured(folder: Path) -> Iterator[Row]:
@@ -112,12 +112,15 @@ def timed(call: Callable[[], Any], times: int) -> tuple[float, Any]:
 
 
 def make(store: Any, stages: list[Any]) -> None:
-    """Commit a made-up artifact for each stage, with records as large as real ones."""
+    """Commit a made-up artifact for each stage, with records as large as real ones, and tiny files."""
     from pipelines.identity import code_digest
-    from pipelines.store import FileEntry, Manifest, commit, now
+    from pipelines.store import Layout, Manifest, commit, now
 
     def one(stage: Any) -> None:
         content = hashlib.sha256(stage.name.encode()).hexdigest()
+        with store.staging(Layout.files(stage.config.job, stage.key, 1)) as staging:
+            for number in range(6):
+                (staging.path / f"{number}.parquet").write_bytes(bytes(number))
         manifest = Manifest(
             job=stage.config.job,
             kind=stage.config.KIND,
@@ -127,7 +130,7 @@ def make(store: Any, stages: list[Any]) -> None:
             run="made-up",
             attempt=1,
             nonce=content,
-            files=tuple(FileEntry(path=f"{n}.parquet", size=n, sha256=content) for n in range(6)),
+            files=staging.files,
             inputs=stage.inputs,
             config=stage.config.model_dump(mode="json"),
             source=stage.source,
@@ -249,25 +252,6 @@ def dvc_project(folder: Path, dvc: Path, stages: int) -> Path:
 def environment() -> dict[str, str]:
     """Nobody is told about this."""
     return os.environ | {"DVC_NO_ANALYTICS": "1"}
-
-
-def write(rows: list[Row], load: float) -> None:
-    """Print the table and keep it."""
-    from ray_jobs.process.stage import processor
-
-    lines = [
-        "# Planning, and reruns with nothing to do",
-        "",
-        f"`python benchmarks/planning.py`, {datetime.now(UTC):%Y-%m-%d}, {os.cpu_count()} cores, {processor()}, "
-        f"load before: {load:.1f}",
-        "",
-        "| measured | value | target |",
-        "|---|---:|---|",
-    ]
-    lines += [f"| {name} | {seconds:,.2f} s | {target} |" for name, seconds, target in rows]
-    print("\n".join(lines))
-    RESULTS.parent.mkdir(exist_ok=True)
-    RESULTS.write_text("\n".join(lines) + "\n")
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """`vitflow report query` over 1,000,000 rows in 1,000 files, as a whole process: `python benchmarks/report_query.py`.
 
 Commits 1,000 evaluations of 1,000 rows each to a store in a temporary folder (a minute or two), with manifests and
-Parquet as the stages write them, asks it each question 9 times, prints the table and keeps it in benchmarks/results/.
+Parquet as the stages write them, asks it each question 9 times, prints the table and writes it to benchmarks/results/.
 """
 
 from __future__ import annotations
@@ -13,18 +13,15 @@ import subprocess
 import sys
 import tempfile
 import time
-from datetime import UTC, datetime
-from pathlib import Path
 
 import numpy as np
+from common import keep, setting
 
 from pipelines.identity import sha256
 from pipelines.spec import STAGE_TYPES
 from pipelines.store import InputRef, Layout, Manifest, Store, commit, open_store
 from ray_jobs.evaluation.rows import ROWS, write_table
-from ray_jobs.process.stage import processor
 
-RESULTS = Path(__file__).resolve().parent / "results" / "report_query.md"
 ARTIFACTS, DRAWS, TIMES = 1_000, 50, 9
 METHODS = ("ViT, pretrained", "ViT, untrained", "pixels", "pixels, standardised")
 SHOTS = (1, 5, 10, 25, None)
@@ -39,12 +36,22 @@ QUESTIONS = {
 
 def main() -> None:
     """Make the store, ask it, keep the table."""
+    load = os.getloadavg()[0]
     with tempfile.TemporaryDirectory(prefix="vfb-") as folder:
         store = open_store(folder)
         for number in range(ARTIFACTS):
             commit_evaluation(store, number)
         lines = [measured(what, sql, folder) for what, sql in QUESTIONS.items()]
-    write(lines)
+    head = [
+        "# report query over 1,000,000 rows in 1,000 files",
+        "",
+        f"`python benchmarks/report_query.py`, {setting(load)}. Target: < 0.5 s, whole process, {TIMES} times, store "
+        "in a folder.",
+        "",
+        "| question | median | least | processor time, median |",
+        "|---|---:|---:|---:|",
+    ]
+    keep("report_query.md", [*head, *lines])
 
 
 def commit_evaluation(store: Store, number: int) -> None:
@@ -122,22 +129,6 @@ def measured(what: str, sql: str, store: str) -> str:
     return (
         f"| {what} | {statistics.median(wall):.2f} s | {min(wall):.2f} s | {statistics.median(cpu):.2f} s |"
     )
-
-
-def write(lines: list[str]) -> None:
-    """Print the table and keep it."""
-    text = [
-        "# report query over 1,000,000 rows in 1,000 files",
-        "",
-        f"`python benchmarks/report_query.py`, {datetime.now(UTC):%Y-%m-%d}, {os.cpu_count()} cores, {processor()}, "
-        f"load after: {os.getloadavg()[0]:.1f}. Target: < 0.5 s, whole process, {TIMES} times, store in a folder.",
-        "",
-        "| question | median | least | processor time, median |",
-        "|---|---:|---:|---:|",
-        *lines,
-    ]
-    print("\n".join(text))
-    RESULTS.write_text("\n".join(text) + "\n")
 
 
 if __name__ == "__main__":

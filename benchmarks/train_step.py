@@ -1,24 +1,26 @@
 """A training step of the same ViT of ours, of Hugging Face's and of timm's: `python benchmarks/train_step.py`.
 
-Each row of the table is one model, dtype and mode. All contenders live in one process and take turns of about a tenth
-of a second, each round in another order; a ratio is a peer's time over ours in the same round, so a busy machine slows
-both sides of it. Same images, weights in the row's dtype, fused AdamW, cross-entropy. On a CPU it is one thread, as
-our workers have, and its processor time. A peer that can't be imported is left out, and the table says so. On a GPU
-it needs torch and pydantic only, and the models are B/16 and L/16.
-Prints the table and keeps it in benchmarks/results/; under 10 minutes on two cores.
+Each row of the table is one model, dtype and mode. All contenders share one process and take turns of about a tenth
+of a second, each round in another order. A ratio is a peer's time over ours in the same round, so a busy machine
+slows both sides of it. All use the same images, weights in the row's dtype, fused AdamW and cross-entropy. On a CPU
+they run in one thread, as our workers do, and processor time is measured. A peer that cannot be imported is left out,
+and the table says so. On a GPU it needs torch and pydantic only, and the models are B/16 and L/16.
 
-What was predicted, and what came of it (one thread of an AMD EPYC with AVX-512 bf16, torch 2.13, Ti/16):
-- fp32 products run slowly in MKL on AMD: no, they are at the peak (100 GFLOP/s), bf16 at twice that, in every
-  orientation; oneDNN's convolution and padded batches gain nothing. Three quarters of a step can only be left out.
-- So the last block computes only what the class token needs: predicted 7 % of a step for 12 blocks, 20 % for 4; got
-  6-8 % and 14-17 %.
-- SDPA loses in bf16 (its backward), and in fp32 for 17 tokens (8 % of a step of the quickstart's model); with 197
-  tokens in fp32 it wins by 2 ms of 16.
-- A bf16 softmax: 3 % of a step, but gradients 6 % further from fp64's than Hugging Face's: left out.
-- Attention as an autograd function of its own (one copy in, one out): predicted 10 %, got 2-4 %: left out.
-- 1.3 against Hugging Face's eager attention in bf16 is out of reach: of its 486 ms it would leave us 374, where the
-  products that we can't do without take 330 and all else, now 110, would have to do with 44. Against SDPA, which
-  Hugging Face and timm take by default, it is reached.
+Prints the table and writes it to benchmarks/results/; takes less than 10 minutes on two cores.
+
+What was predicted, and what was measured (one thread of an AMD EPYC with AVX-512 bf16, torch 2.13, Ti/16):
+- Matrix products in fp32 are slow in MKL on AMD: no, they run at the peak (100 GFLOP/s), bf16 at twice that, in every
+  orientation; oneDNN's convolution and padded batches gain nothing. They are three quarters of a step, so the only way
+  to save time there is to compute less.
+- So the last block computes only what the class token needs: predicted 7% of a step for 12 blocks, 20% for 4; measured
+  6-8% and 14-17%.
+- SDPA is slower in bf16 (its backward), and in fp32 for 17 tokens (8% of a step of the quickstart's model); with 197
+  tokens in fp32 it is faster by 2 ms of 16.
+- A bf16 softmax saves 3% of a step, but gradients are 6% further from fp64's than Hugging Face's: not done.
+- Attention as an autograd function of its own (one copy in, one out): predicted 10%, measured 2-4%: not done.
+- A ratio of 1.3 against Hugging Face's eager attention in bf16 is out of reach: of its 486 ms we would have 374. The
+  matrix products take 330, so everything else, now 110, would have to take 44. Against SDPA, the default of Hugging
+  Face and timm, it is reached.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Translate pip's settings into environment variables of uv, which reads none of them.
 
-In, on standard input: what `pip config list` prints. Out: NAME=VALUE, one a line. Exits with 1 and names the settings
-that uv has no counterpart for; pip must install then.
+In, on standard input: what `pip config list` prints. Out: NAME=VALUE, one per line. If uv has no counterpart for some
+settings, exits with 1 and names them; pip must install then.
 """
 
 from __future__ import annotations

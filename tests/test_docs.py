@@ -366,6 +366,13 @@ def test_what_a_page_adds_works(added: Path, page: Path) -> None:
     _run(page, added, "")
 
 
+def test_what_the_pages_add_passes_the_linter(added: Path) -> None:
+    files = {block.file for page in ADD for block in blocks(page) if block.file.endswith(".py")}
+    command = [sys.executable, "-m", "ruff", "check", *files]
+    done = subprocess.run(command, cwd=added, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout
+
+
 @pytest.mark.ray
 @pytest.mark.slow
 @pytest.mark.full

@@ -6,14 +6,14 @@ from typing import Any
 
 import numpy as np
 
-from pipelines.spec import Baselines, Evaluate
+from pipelines.spec import AnyStage
 from ray_jobs.evaluation import rows as tables
 from ray_jobs.evaluation.leakage import Overlap
 from ray_jobs.process.stage import Context, Result
 
 
 def save_evaluation(
-    context: Context[Evaluate] | Context[Baselines], rows: list[Any], predictions: list[Any], overlap: Overlap
+    context: Context[AnyStage], rows: list[Any], predictions: list[Any], overlap: Overlap
 ) -> Result:
     """Write the two tables of an evaluation.
 

@@ -24,7 +24,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
-from pipelines.spec import AnyStage, Baselines, Evaluate, Finetune, Ingest, Labels
+from pipelines.spec import AnyStage, Evaluate, Finetune, Ingest, Labels
 from pipelines.store import InputRef, Manifest, Store, local_files, read_current, read_manifest
 from ray_jobs.data.near_duplicates import is_near
 from ray_jobs.data.shards import Dataset
@@ -77,9 +77,7 @@ class Overlap(NamedTuple):
         return counts | ({"unknown_training": ", ".join(self.unknown)} if self.unknown else {})
 
 
-def check_leakage(
-    context: Context[Evaluate | Finetune | Baselines], dataset: Dataset, labelled: pa.Table
-) -> Overlap:
+def check_leakage(context: Context[AnyStage], dataset: Dataset, labelled: pa.Table) -> Overlap:
     """Compare a stage's test and labelled images with the training images of its backbone, if it has one.
 
     Args:
@@ -95,8 +93,8 @@ def check_leakage(
     test = dataset.index("test").select(COMPARED)
     own = pa.concat_tables([dataset.index(split).select(["content_id"]) for split in ("train", "dev")])
     overlap = find_overlap(test, own, labelled, [training.images for training in trainings])
-    config = context.config
-    if overlap.seen.any() and not isinstance(config, Baselines) and config.seen_in_training == "fail":
+    config = context.config  # only stages with a backbone can have seen images
+    if overlap.seen.any() and isinstance(config, Evaluate | Finetune) and config.seen_in_training == "fail":
         raise UserError(_refusal(config, test, overlap, trainings))
     if unknown and _names_data(context, dataset):
         overlap = overlap._replace(labels_seen=len(labelled))

@@ -1,0 +1,1 @@
+"""The parts of `benchmarks/loader.py`: the images, the loaders, what is measured and what must be right, the tables."""
