@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.vit_model.test_model import SMALL, hugging_face_names, randomised
+from tests.support.vits import SMALL, hugging_face_names, randomised
 from vit_model import inspection
 from vit_model.config import ResNetConfig, ViTConfig
 from vit_model.model import ViT

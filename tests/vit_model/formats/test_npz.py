@@ -20,8 +20,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from tests.support import timm_models
-from tests.vit_model.formats import google_numpy
+from tests.support import google_numpy, timm_models
 from vit_model.build import build
 from vit_model.config import Architecture, ModelContract, Preprocessing, ResNetConfig, ViTConfig
 from vit_model.formats import Imported, npz

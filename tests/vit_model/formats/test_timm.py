@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from tests.support import timm_models
-from tests.vit_model.formats.parity import assert_close, gradients_by_our_names, our_outputs, randomise
+from tests.support.parity import assert_close, gradients_by_our_names, our_outputs, randomise
 from vit_model import formats
 from vit_model.config import ModelContract, Preprocessing, ViTConfig
 from vit_model.formats import Imported
