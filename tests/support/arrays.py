@@ -4,7 +4,7 @@ import io
 import struct
 
 import numpy as np
-from scipy.io import savemat
+import scipy
 
 RNG = np.random.default_rng(0)
 SYNSETS = np.array(
@@ -27,7 +27,7 @@ VARIABLES = {
 
 def mat(content: dict[str, object], *, compress: bool) -> bytes:
     file = io.BytesIO()
-    savemat(file, content, do_compression=compress)
+    scipy.io.savemat(file, content, do_compression=compress)
     return file.getvalue()
 
 

@@ -4,7 +4,7 @@ import io
 from pathlib import Path
 
 import numpy as np
-from scipy.io import savemat
+import scipy
 
 from tests.support.archives import image, tar
 
@@ -28,7 +28,7 @@ def meta() -> bytes:
     rows = [(number, wnid, words, "what it is", 0) for number, wnid, words in SYNSETS]
     rows.append((5, "n00001740", "entity", "all of it", 4))
     file = io.BytesIO()
-    savemat(file, {"synsets": np.array(rows, fields).reshape(-1, 1)})
+    scipy.io.savemat(file, {"synsets": np.array(rows, fields).reshape(-1, 1)})
     return file.getvalue()
 
 

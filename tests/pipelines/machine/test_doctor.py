@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import ClassVar
 
 import pytest
-from moto.server import ThreadedMotoServer
 from typer.testing import CliRunner
 
 from pipelines.cli import app
@@ -105,6 +104,8 @@ def at(endpoint: str, s3: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(scope="module")
 def moto() -> Iterator[str]:
+    from moto.server import ThreadedMotoServer
+
     server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
     server.start()
     yield "http://{}:{}".format(*server.get_host_and_port())

@@ -4,10 +4,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import scipy
 import torch
 import torch.distributed as dist
 import torch.multiprocessing
-from scipy import stats
 from torch.nn import functional
 
 from pipelines.spec import Finetune, RandAugment
@@ -57,7 +57,7 @@ def test_mixups_weight_is_the_larger_part_of_a_beta(alpha: float) -> None:
     assert len(weights) == 2000 and min(weights) >= 0.5
     # of b and 1 - b, which have the same distribution, the larger one
     parts = np.array([0.1, 0.3, 0.5, 0.7, 0.9])
-    expected = stats.beta.ppf((1 + parts) / 2, alpha, alpha)
+    expected = scipy.stats.beta.ppf((1 + parts) / 2, alpha, alpha)
     np.testing.assert_allclose(np.quantile(weights, parts), expected, atol=0.02)
 
 

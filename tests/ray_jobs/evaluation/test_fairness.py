@@ -12,7 +12,7 @@ from pipelines.spec import Baselines, Finetune, Labels, ModelSize
 from pipelines.store import open_store
 from ray_jobs import baselines, finetune
 from ray_jobs.data import shards
-from ray_jobs.evaluation import pixel_baselines, rows
+from ray_jobs.evaluation import rows
 from ray_jobs.evaluation.supports import Supports
 from ray_jobs.process.stage import Context
 from ray_jobs.training.task import Refit, Score
@@ -86,6 +86,8 @@ def seen_by_fine_tuning(folder: Path, labels: Labels, dev: int, monkeypatch: pyt
 
 
 def seen_by_baselines(folder: Path, labels: Labels, dev: int, monkeypatch: pytest.MonkeyPatch) -> Seen:
+    from ray_jobs.evaluation import pixel_baselines
+
     seen = Seen([], [], set())
 
     def choose(method: str, x: np.ndarray, y: np.ndarray, folds: Any) -> dict[str, float]:

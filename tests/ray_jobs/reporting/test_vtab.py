@@ -10,7 +10,6 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 from rich.console import Console
-from sklearn.datasets import load_digits
 
 from pipelines import store as st
 from pipelines.results.query import query
@@ -24,11 +23,12 @@ from ray_jobs.evaluation import rows
 from ray_jobs.process.stage import Context
 from ray_jobs.training.contract import model_contract
 from tests.support import datasets
+from tests.support.digits import ink
 from tests.support.records import make_attempt, make_manifest
 from vit_model.build import build
 from vit_model.weights import save_model
 
-IMAGES, LABELS = load_digits(return_X_y=True)
+IMAGES, LABELS = ink()
 PIXELS = (IMAGES * 15).astype(np.uint8).reshape(-1, 8, 8, 1)
 SIZE = shards.ImageSize(height=8, width=8, channels=1)
 NOTES = {"svhn": ("membership <checked>",), "eurosat": (), "kitti": (), "dmlab": ("raw pixels",)}

@@ -13,7 +13,7 @@ from pathlib import Path
 import h5py
 import numpy as np
 import pytest
-from scipy.io import loadmat
+import scipy
 
 from ray_jobs.sources.archives.arrays import (
     hdf5_array,
@@ -33,7 +33,7 @@ RNG = np.random.default_rng(0)
 @pytest.mark.parametrize("compress", [False, True])
 def test_a_mat_file_gives_what_scipy_gives(compress: bool) -> None:
     data = mat(VARIABLES, compress=compress)
-    expected = loadmat(io.BytesIO(data))
+    expected = scipy.io.loadmat(io.BytesIO(data))
     found = read_mat(data)
     assert set(found) == set(VARIABLES)
     for name in VARIABLES:
