@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing
 from torch import Tensor, nn
 
 from tests.support.digits import TRAIN, as_input, digits, probe_accuracy
+from tests.support.workers import run_workers
 from vit_model.config import ViTConfig
 from vit_model.contrastive import BatchNorm, MoCo, MomentumEncoder, info_nce, momentum
 from vit_model.model import ViT
@@ -187,7 +187,7 @@ def _worker(rank: int, world: int, folder: Path) -> None:
 @pytest.mark.slow
 def test_two_workers_are_one_batch(tmp_path: Path) -> None:
     """The mean of their losses is the whole batch's loss, and the mean of their gradients its gradient."""
-    torch.multiprocessing.spawn(_worker, (2, tmp_path), nprocs=2)
+    run_workers(2, _worker, 2, tmp_path)
     parts = [torch.load(tmp_path / f"{rank}.pt") for rank in range(2)]
     task = small_task().double()
     expected = {"loss": step(task, MomentumEncoder(task), *(view.double() for view in two_views(6)))}

@@ -7,12 +7,12 @@ import pytest
 import scipy
 import torch
 import torch.distributed as dist
-import torch.multiprocessing
 from torch.nn import functional
 
 from pipelines.spec import Finetune, RandAugment
 from ray_jobs.augment import TrainTransform
 from ray_jobs.augment.mixing import Mix, mix, plan
+from tests.support.workers import run_workers
 from vit_model.objectives import sigmoid_cross_entropy, softmax_cross_entropy
 
 CLASSES = 7
@@ -137,7 +137,7 @@ def _worker(rank: int, folder: Path) -> None:
 @pytest.mark.slow
 def test_the_mixed_global_batch_is_the_same_at_any_world_size(tmp_path: Path) -> None:
     whole = share(0, 1)
-    torch.multiprocessing.spawn(_worker, (tmp_path,), nprocs=4)
+    run_workers(4, _worker, tmp_path)
     for world in (2, 4):
         parts = [torch.load(tmp_path / f"{rank}of{world}.pt") for rank in range(world)]
         for step in STEPS:

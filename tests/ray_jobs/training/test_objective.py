@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing
 from torch.nn import functional
 
 from pipelines.spec import Finetune, Labels, Pretrain
@@ -22,6 +21,7 @@ from ray_jobs.training import loop, optim
 from ray_jobs.training.fit import fit, score
 from ray_jobs.training.task import read_split
 from tests.support import datasets
+from tests.support.workers import run_workers
 from vit_model.contrastive import MoCo, MomentumEncoder, momentum
 from vit_model.masked_patches import MaskedPatches
 from vit_model.model import ViT
@@ -243,7 +243,7 @@ def test_two_workers_agree_with_one(dataset, tmp_path):
         configuration(mixup=0.4, cutmix=1.0, randaugment={"magnitude": 9.0}),
         configuration(**CONTRASTIVE),
     ]
-    torch.multiprocessing.spawn(_worker, (tmp_path, configs, dataset), nprocs=2)
+    run_workers(2, _worker, tmp_path, configs, dataset)
     for config in configs:
         loop.train(config, shards.open_dataset(dataset), tmp_path / "one" / config.objective)
         curves = [

@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing
 from PIL import Image
 from torch.nn import functional
 from torch.utils.flop_counter import FlopCounterMode
@@ -29,6 +28,7 @@ from ray_jobs.training.task import read_split
 from tests.support import datasets
 from tests.support.records import make_context, make_manifest
 from tests.support.s3 import used
+from tests.support.workers import run_workers
 from vit_model.masked_patches import MaskedPatches
 from vit_model.model import ViT
 from vit_model.preprocessing import normalise
@@ -295,8 +295,7 @@ def test_two_workers_agree_with_one_and_with_themselves(dataset, tmp_path, free_
     config = configuration(dtype="float32", steps=8, objective=objective)
     alone = train(config, dataset, tmp_path / "one")
     for name in ("two", "again"):
-        arguments = (2, free_port(), config, dataset, tmp_path / name)
-        torch.multiprocessing.spawn(_worker, arguments, nprocs=2)
+        run_workers(2, _worker, 2, free_port(), config, dataset, tmp_path / name)
     assert files_of(tmp_path / "two") == files_of(tmp_path / "again")
     one, two = (load_model(tmp_path / name)[0] for name in ("one", "two"))
     assert_same_model(two, one)
