@@ -6,9 +6,8 @@ from typing import Any
 
 import torch.multiprocessing
 
-multiprocessing.set_forkserver_preload(
-    ["ray_jobs.training.loop", "deepspeed"]
-)  # 5 s for each process otherwise
+# These, and what a first training step imports, take 5 s of each process otherwise.
+multiprocessing.set_forkserver_preload(["ray_jobs.training.loop", "deepspeed", "torch._inductor.compile_fx"])
 
 
 def run_workers(world: int, worker: Callable[..., None], *arguments: Any) -> None:
