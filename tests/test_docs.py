@@ -242,6 +242,7 @@ def _said() -> str:
 # ------------------------------------------------------------------------------------------------- what runs
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("own", select("sh"))
 def test_commands_run(own: list[Block], at_work: None) -> None:
     for block in own:
@@ -361,6 +362,7 @@ def _run(page: Path, folder: Path, *needs: str) -> None:
     assert own and done.returncode == 0, f"{page.name}\n{done.stdout}\n{done.stderr}"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("page", ADD, ids=lambda page: page.name)
 def test_what_a_page_adds_works(added: Path, page: Path) -> None:
     _run(page, added, "")

@@ -182,6 +182,7 @@ def test_rollout_multiplies_from_the_first_layer_upward(options: dict[str, Any])
         np.testing.assert_allclose(rolled[image], (read / read.max()).reshape(config.grid), atol=1e-5)
 
 
+@pytest.mark.slow
 def test_weights_are_hugging_faces() -> None:
     transformers = pytest.importorskip("transformers")
     model, images = model_and_images({"gelu": "exact"})

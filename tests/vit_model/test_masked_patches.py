@@ -290,6 +290,7 @@ def digits_model() -> ViT:
     return ViT(ViTConfig(**TINY | {"width": 32, "num_heads": 4, "mlp_dim": 64, "pooling": "gap"}))
 
 
+@pytest.mark.slow
 def test_the_loss_falls_on_digits() -> None:
     losses = pretrain(MaskedPatches(digits_model()), 80)
     assert losses[0] == pytest.approx(math.log(8), rel=1e-5)

@@ -24,6 +24,7 @@ def relative_difference(ours: Tensor, theirs: Tensor) -> float:
     return float(((ours - theirs).norm() / theirs.norm()).detach())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("gelu", "activation"), [("tanh", "gelu_pytorch_tanh"), ("exact", "gelu")])
 def test_logits_and_gradients_equal_hugging_face(gelu: str, activation: str) -> None:
     transformers = pytest.importorskip("transformers")
@@ -268,6 +269,7 @@ def train(steps: int, dtype: torch.dtype, dropout: float = 0.0) -> tuple[list[fl
     return losses, model
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_one_batch_is_learnt_by_heart(dtype: torch.dtype) -> None:
     losses, _ = train(100, dtype)

@@ -152,6 +152,7 @@ json_values = st.recursive(
 )
 
 
+@pytest.mark.slow
 @settings(max_examples=50)
 @given(st.dictionaries(st.text(), json_values))
 def test_canonical_json_does_not_depend_on_order_and_is_json(value: dict[str, Any]) -> None:
@@ -214,6 +215,7 @@ def test_missing_source_is_a_clear_error(tmp_path: Path) -> None:
 # ------------------------------------------------------------------------------------------------- code
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("job", STAGE_TYPES)
 def test_import_closure_is_what_python_imports(job: str) -> None:
     """The static closure covers every module of ours that importing the stage loads."""

@@ -194,6 +194,7 @@ def bucket(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[str]:
     server.stop()
 
 
+@pytest.mark.slow
 def test_on_s3_only_what_is_asked_for_is_fetched(bucket: str) -> None:
     store = open_store(bucket)
     put_dataset(store)

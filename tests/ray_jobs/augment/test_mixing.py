@@ -50,6 +50,7 @@ def test_cutmix_takes_a_box_of_the_image_before() -> None:
     np.testing.assert_allclose(targets.sum(1), 1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("alpha", [0.2, 0.8, 1.0, 3.0])
 def test_mixups_weight_is_the_larger_part_of_a_beta(alpha: float) -> None:
     found = [plan(alpha, 0, 1, step, 8, 8) for step in range(2000)]

@@ -20,6 +20,7 @@ def true_accuracy() -> float:
     return float(np.mean(1 / (1 + np.exp(-1.0 - normal))))
 
 
+@pytest.mark.slow
 def test_about_95_percent_of_intervals_hold_the_true_accuracy() -> None:
     truth, rng = true_accuracy(), np.random.default_rng(1)
     held = 0
@@ -47,6 +48,7 @@ def test_one_draw_gives_the_binomial_interval() -> None:
     assert interval.high == pytest.approx(wilson.high, abs=0.0008)
 
 
+@pytest.mark.slow
 def test_its_shape_is_of_the_bootstrap_that_resamples_every_image() -> None:
     rng = np.random.default_rng(4)
     correct = simulate(rng, 10, 150)

@@ -317,6 +317,7 @@ def test_verdict_compares_pairs_with_the_best_reference_of_each_sort(files: dict
     assert all(verdict["sentence"] in files["report.html"].decode() for verdict in numbers["verdicts"])
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(shutil.which("chromium") is None, reason="needs chromium")
 def test_a_telephone_shows_the_difference_and_its_interval_without_scrolling(
     files: dict[str, bytes], tmp_path: Path
@@ -383,6 +384,7 @@ def test_a_loss_is_said_plainly(artifacts: Artifacts) -> None:
     assert "pretraining" not in numbers["question"]
 
 
+@pytest.mark.slow
 def test_other_label_draws_or_images_are_never_paired(artifacts: Artifacts) -> None:
     ids, labels = _tested(artifacts)
     guesses = _guesses(np.random.default_rng(1), labels, 3, 0.1)
@@ -416,6 +418,7 @@ def test_tables_keep_every_row_and_say_where_it_is_from(
             assert mine.select(schema.names).to_pylist() == original.to_pylist()
 
 
+@pytest.mark.slow
 def test_same_inputs_give_the_same_bytes(artifacts: Artifacts, files: dict[str, bytes]) -> None:
     assert files.keys() == {"report.html", "report.json", "rows.parquet", "predictions.parquet"}
     assert artifacts.make(*ALL, number=2) == files

@@ -211,6 +211,7 @@ def test_probes_are_compared_with_probes_of_as_many_labels(whole: tuple[dict[str
     assert "2 supports drawn from train and dev (seed 0), and all of it, all of test scored" in protocol
 
 
+@pytest.mark.slow
 def test_another_protocol_is_another_score_and_fewer_tasks_are_said(made: Vtab) -> None:
     """Two tasks with one shot only: a score of their own, which the first one is not mixed with."""
     for task in ("svhn", "kitti"):

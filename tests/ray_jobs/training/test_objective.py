@@ -133,6 +133,7 @@ def new_model(config: Pretrain, folder: Path) -> ViT:
     return model
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("objective", ["softmax", "sigmoid"])
 def test_mixed_images_train_on_mixed_labels(dataset, tmp_path, objective):
     config = configuration(objective=objective, augment="crop_flip", randaugment={"magnitude": 9.0}, mixup=0.4,
@@ -189,6 +190,7 @@ def test_mocos_momentum_encoder_follows_what_deepspeed_trains(dataset, tmp_path)
     assert (contract.class_names, contract.architecture.num_classes) == ((), 0)
 
 
+@pytest.mark.slow
 def test_moco_in_bfloat16_is_about_that_in_float32_and_is_fine_tuned(dataset, tmp_path):
     losses = {}
     for dtype in ("float32", "bfloat16"):

@@ -139,6 +139,7 @@ def test_says_what_it_will_take_before_it_begins(dataset, tmp_path, capsys):
     assert metrics["flops_per_second"] == pytest.approx(3 * flops * metrics["images_per_second"])
 
 
+@pytest.mark.slow
 def test_the_same_configuration_gives_the_same_bytes_and_another_seed_does_not(dataset, tmp_path):
     config = configuration(augment="shift", steps=8)
     for name, changed in {"a": config, "b": config, "c": config.model_copy(update={"seed": 1})}.items():
@@ -147,6 +148,7 @@ def test_the_same_configuration_gives_the_same_bytes_and_another_seed_does_not(d
     assert files_of(tmp_path / "a")["model.safetensors"] != files_of(tmp_path / "c")["model.safetensors"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("zero_stage", [1, 2, 3])
 def test_the_weights_are_those_of_a_loop_without_deepspeed(dataset, tmp_path, zero_stage):
     config = configuration(
@@ -180,6 +182,7 @@ def test_the_weights_are_those_of_a_loop_without_deepspeed(dataset, tmp_path, ze
 SIZE = {"patch_size": 4, "width": 16, "depth": 1, "num_heads": 2}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "model",
     [
@@ -210,6 +213,7 @@ def test_every_architecture_goes_the_same_way(dataset, tmp_path, model):
     assert features.shape == (25, contract.architecture.width) and np.isfinite(features).all()
 
 
+@pytest.mark.slow
 def test_the_authors_recipe_learns_with_sigmoid_cross_entropy(dataset, tmp_path):
     """Tanh layer, bias, summed classes: the first loss is log(1 + e) for the label, log(1 + 1 / e) for each other."""
     size = ModelSize(patch_size=4, width=16, depth=2, num_heads=2, representation_head=True, head_bias=-1.0)
@@ -229,6 +233,7 @@ def test_the_authors_recipe_learns_with_sigmoid_cross_entropy(dataset, tmp_path)
     assert not start.head.weight.any() and not start.head.bias.any()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("zero_stage", [1, 3])
 def test_masked_patches_are_those_of_a_loop_without_deepspeed(dataset, tmp_path, zero_stage):
     """The paper's self-supervision leaves a model without a classifier, which fine-tuning starts from."""
@@ -267,6 +272,7 @@ def test_masked_patches_are_those_of_a_loop_without_deepspeed(dataset, tmp_path,
     assert torch.equal(model.blocks[1].mlp.fc1.weight, trained.blocks[1].mlp.fc1.weight)
 
 
+@pytest.mark.slow
 def test_masked_patches_in_bfloat16_learn(dataset, tmp_path):
     config = configuration(objective="masked_patches", steps=60, learning_rate=1e-2)
     train(config, dataset, tmp_path)

@@ -17,6 +17,7 @@ from vit_model.config import ModelContract, Preprocessing, ViTConfig
 from vit_model.formats import Imported, hugging_face
 from vit_model.model import ViT
 
+pytestmark = pytest.mark.slow
 SIDE = 32
 SIZES = {
     "image_size": SIDE,

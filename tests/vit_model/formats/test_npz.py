@@ -157,6 +157,7 @@ def test_timm_computes_our_logits_from_the_file(tmp_path: Path, kind: str, field
     assert difference(model(images).numpy(), theirs(images).numpy()) < 1e-5
 
 
+@pytest.mark.slow
 @torch.no_grad()
 def test_bit_as_timm_reads_it_and_back(tmp_path: Path) -> None:
     timm_models.load()

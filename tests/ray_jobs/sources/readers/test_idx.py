@@ -74,6 +74,7 @@ def test_a_choice_of_classes_is_a_filter_and_moves_no_image(root: Path) -> None:
     assert some.splits == [split for split, keep in zip(every.splits, kept, strict=True) if keep]
 
 
+@pytest.mark.slow
 @needs_files
 def test_the_real_files_are_read_as_their_format_says() -> None:
     files = {name: Path(FASHION_MNIST_ROOT, f"{name}.gz") for name in NAMES}
