@@ -49,15 +49,30 @@ PAGES = [
 ]
 ADD = [page for page in PAGES if page.name.startswith("add-a-")]
 LANGUAGES = {"sh", "python", "sql", "yaml", "diff", "mermaid", "text"}
-NEEDS = {"", "starts-ray", "needs-cluster", "needs-docker", "needs-hours", "needs-internet", "needs-kubernetes",
-         "needs-root"}  # fmt: skip
+NEEDS = {
+    "",
+    "starts-ray",
+    "needs-cluster",
+    "needs-docker",
+    "needs-hours",
+    "needs-internet",
+    "needs-kubernetes",
+    "needs-root",
+}
 # what stands for a stage that a block names and does not show, by the kind of its artifact
 STUBS = {
     "dataset": {"job": "ingest", "source": {"kind": "digits"}},
     "model": {"job": "import", "path": "vit.npz"},
 }
-PRETRAIN = {"job": "pretrain", "data": "images", "model": "B/16", "resolution": 224, "steps": 1, "batch_size": 2,
-            "learning_rate": 0.1}  # fmt: skip
+PRETRAIN = {
+    "job": "pretrain",
+    "data": "images",
+    "model": "B/16",
+    "resolution": 224,
+    "steps": 1,
+    "batch_size": 2,
+    "learning_rate": 0.1,
+}
 # a stage that has such a field
 FIELDS = {
     "source": {"job": "ingest"},
@@ -357,8 +372,12 @@ def _run(page: Path, folder: Path, *needs: str) -> None:
     functions = [f'{name}() {{ {python} {module} "$@"; }}' for name, module in modules.items()]
     done = subprocess.run(
         ["bash", "-euc", "\n".join([*functions, *own])],
-        cwd=folder, env=os.environ | {"PYTHONPATH": str(folder)}, capture_output=True, text=True, timeout=400,
-    )  # fmt: skip
+        cwd=folder,
+        env=os.environ | {"PYTHONPATH": str(folder)},
+        capture_output=True,
+        text=True,
+        timeout=400,
+    )
     assert own and done.returncode == 0, f"{page.name}\n{done.stdout}\n{done.stderr}"
 
 

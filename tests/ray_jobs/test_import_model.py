@@ -19,8 +19,15 @@ from vit_model.weights import load_model, save_model
 
 HALF = (0.5, 0.5, 0.5)
 IMAGENET = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
-SAID = Preprocessing(mean=(0.1, 0.2, 0.3), std=(0.4, 0.5, 0.6), interpolation="bicubic", crop="center",
-                     crop_fraction=0.5, resolution=8, channels=3)  # fmt: skip
+SAID = Preprocessing(
+    mean=(0.1, 0.2, 0.3),
+    std=(0.4, 0.5, 0.6),
+    interpolation="bicubic",
+    crop="center",
+    crop_fraction=0.5,
+    resolution=8,
+    channels=3,
+)
 
 
 def imported(said: Preprocessing | None = None, **fields: Any) -> Imported:
@@ -90,7 +97,7 @@ def test_what_is_given_stands_before_what_the_file_says_and_leaves_the_rest() ->
         (imported(SAID, num_classes=3), None, "class_names has 2 names, num_classes is 3"),
         (imported(), {"mean": [0.5], "std": [0.5], "crop_fraction": 0.9}, "no meaning with crop 'squash'"),
     ],
-)  # fmt: skip
+)
 def test_what_does_not_fit_is_said_in_one_line(found: Imported, given: Any, message: str) -> None:
     with pytest.raises(UserError) as error:
         contract_of(found, stage(given))
@@ -129,8 +136,13 @@ def write_checkpoint(path: Path) -> ViT:
     model = ViT(config)
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter)
-    contract = ModelContract(architecture=config, class_names=("ape", "bee"), training_data="d", license=None,
-                             preprocessing=Preprocessing(mean=HALF, std=HALF, resolution=8, channels=3))  # fmt: skip
+    contract = ModelContract(
+        architecture=config,
+        class_names=("ape", "bee"),
+        training_data="d",
+        license=None,
+        preprocessing=Preprocessing(mean=HALF, std=HALF, resolution=8, channels=3),
+    )
     npz.write(path, model, contract)
     return model
 
@@ -173,8 +185,13 @@ def test_what_is_no_checkpoint_is_said_so(tmp_path: Path) -> None:
 def test_a_model_of_vitflows_own_comes_over_as_it_is(tmp_path: Path) -> None:
     """From another store, say: with its names, its pixels, and what it was trained on."""
     config, folder = imported().architecture, tmp_path / "model"
-    contract = ModelContract(architecture=config, class_names=("ape", "bee"), preprocessing=SAID,
-                             training_data="d" * 64, license="mit")  # fmt: skip
+    contract = ModelContract(
+        architecture=config,
+        class_names=("ape", "bee"),
+        preprocessing=SAID,
+        training_data="d" * 64,
+        license="mit",
+    )
     save_model(folder, ViT(config), contract)
     import_model(make_context(open_store(str(tmp_path / "store")), Import(job="import", path=str(folder))))
     files = tmp_path / "store/artifacts/import/k/attempts/1/files"

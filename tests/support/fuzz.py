@@ -190,8 +190,11 @@ def targets() -> dict[str, Target]:
     tars = [archives.tar(inner, form=form) for form in (tarfile.GNU_FORMAT, tarfile.PAX_FORMAT)]
     zips = [archives.zipped(inner, method) for method in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED)]
     nested = archives.tar({"in.tar": tars[0], "in.tar.gz": archives.tar(inner, "w:gz"), "in.zip": zips[1]})
-    samples = {f"{i}.{field}": data for i in range(3) for field, data in
-               (("jpg", archives.image(i)), ("cls", b"%d" % (i % 2)), ("json", b'{"label": 1}'))}  # fmt: skip
+    samples = {
+        f"{i}.{field}": data
+        for i in range(3)
+        for field, data in (("jpg", archives.image(i)), ("cls", b"%d" % (i % 2)), ("json", b'{"label": 1}'))
+    }
     forms = {
         "jpeg": [("JPEG", "RGB"), ("JPEG", "L"), ("JPEG", "CMYK")],
         "png": [("PNG", "RGB"), ("PNG", "P"), ("PNG", "RGBA")],

@@ -17,9 +17,15 @@ from vit_model.contrastive import BatchNorm, MoCo, MomentumEncoder, info_nce, mo
 from vit_model.model import ViT
 
 TINY: dict[str, Any] = {
-    "image_size": 8, "patch_size": 4, "width": 16, "depth": 2, "num_heads": 2, "mlp_dim": 32, "in_channels": 1,
+    "image_size": 8,
+    "patch_size": 4,
+    "width": 16,
+    "depth": 2,
+    "num_heads": 2,
+    "mlp_dim": 32,
+    "in_channels": 1,
     "position": "sincos2d_moco",
-}  # fmt: skip
+}
 
 
 def small_task(**options: Any) -> MoCo:

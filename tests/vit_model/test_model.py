@@ -377,9 +377,15 @@ def test_axial_blocks_are_torchs_own_under_masks_of_rows_and_columns() -> None:
     layers = nn.ModuleList()
     for block in ours.blocks:
         layer = nn.TransformerEncoderLayer(
-            config.width, config.num_heads, config.mlp_dim, dropout=0.0, activation="gelu",
-            layer_norm_eps=config.layer_norm_eps, batch_first=True, norm_first=True,
-        ).double()  # fmt: skip
+            config.width,
+            config.num_heads,
+            config.mlp_dim,
+            dropout=0.0,
+            activation="gelu",
+            layer_norm_eps=config.layer_norm_eps,
+            batch_first=True,
+            norm_first=True,
+        ).double()
         renamed = {"attn.qkv.": "self_attn.in_proj_", "attn.proj": "self_attn.out_proj"}
         renamed |= {"mlp.fc1": "linear1", "mlp.fc2": "linear2"}
         weights = block.state_dict()

@@ -106,9 +106,16 @@ def test_losses_of_mixed_labels_are_torchs_and_the_weighted_sum_of_both(smoothin
 
 
 CONFIG = Finetune(
-    job="finetune", data="d", backbone="b", learning_rates=(0.1,), steps=1, batch_size=8,
-    randaugment=RandAugment(layers=1, magnitude=10), mixup=0.5, cutmix=1.0,
-)  # fmt: skip
+    job="finetune",
+    data="d",
+    backbone="b",
+    learning_rates=(0.1,),
+    steps=1,
+    batch_size=8,
+    randaugment=RandAugment(layers=1, magnitude=10),
+    mixup=0.5,
+    cutmix=1.0,
+)
 TRANSFORM = TrainTransform(CONFIG, 5, CLASSES, from_files=False)
 STEPS = range(6)
 

@@ -22,9 +22,18 @@ def encoded(form: str, mode: str = "RGB", size: tuple[int, int] = (40, 30), **op
 
 
 @pytest.mark.parametrize(
-    ("form", "mode", "channels"), [("JPEG", "RGB", 3), ("JPEG", "L", 1), ("PNG", "P", 3), ("PNG", "1", 1),
-                                   ("WEBP", "RGB", 3), ("BMP", "L", 1), ("TIFF", "RGB", 3), ("GIF", "P", 3)]
-)  # fmt: skip
+    ("form", "mode", "channels"),
+    [
+        ("JPEG", "RGB", 3),
+        ("JPEG", "L", 1),
+        ("PNG", "P", 3),
+        ("PNG", "1", 1),
+        ("WEBP", "RGB", 3),
+        ("BMP", "L", 1),
+        ("TIFF", "RGB", 3),
+        ("GIF", "P", 3),
+    ],
+)
 def test_examine_tells_what_an_image_is(form: str, mode: str, channels: int) -> None:
     data = encoded(form, mode)
     assert examine(data)[:4] == (form.lower(), 40, 30, channels)
@@ -70,9 +79,13 @@ def test_examine_reports_the_upright_size() -> None:
 
 @pytest.mark.parametrize(
     ("form", "mode", "size", "stored"),
-    [("JPEG", "RGB", (90, 60), (48, 32)), ("PNG", "RGBA", (60, 91), (32, 49)), ("JPEG", "L", (64, 64), (32, 32)),
-     ("WEBP", "RGB", (700, 33), (679, 32))],
-)  # fmt: skip
+    [
+        ("JPEG", "RGB", (90, 60), (48, 32)),
+        ("PNG", "RGBA", (60, 91), (32, 49)),
+        ("JPEG", "L", (64, 64), (32, 32)),
+        ("WEBP", "RGB", (700, 33), (679, 32)),
+    ],
+)
 def test_what_is_stored_smaller_is_the_image_resized(
     form: str, mode: str, size: tuple[int, int], stored: tuple[int, int]
 ) -> None:

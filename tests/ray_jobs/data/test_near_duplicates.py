@@ -22,8 +22,11 @@ def as_set(hashes: np.ndarray, distance: int) -> set[tuple[int, int]]:
     return set(pairs)
 
 
-@given(st.lists(WORD, min_size=1, max_size=4), st.lists(st.sets(st.integers(0, 63), max_size=9), max_size=20),
-       st.integers(0, 8))  # fmt: skip
+@given(
+    st.lists(WORD, min_size=1, max_size=4),
+    st.lists(st.sets(st.integers(0, 63), max_size=9), max_size=20),
+    st.integers(0, 8),
+)
 def test_all_pairs_and_no_others(centres: list[int], changes: list[set[int]], distance: int) -> None:
     """Hashes around few centres, so that there are pairs at every distance."""
     near = [centres[n % len(centres)] ^ sum(1 << bit for bit in bits) for n, bits in enumerate(changes)]
@@ -31,8 +34,11 @@ def test_all_pairs_and_no_others(centres: list[int], changes: list[set[int]], di
     assert as_set(hashes, distance) == by_brute_force(hashes, distance)
 
 
-@given(st.lists(WORD, min_size=1, max_size=3), st.lists(st.sets(st.integers(0, 63), max_size=9), max_size=20),
-       st.integers(0, 8))  # fmt: skip
+@given(
+    st.lists(WORD, min_size=1, max_size=3),
+    st.lists(st.sets(st.integers(0, 63), max_size=9), max_size=20),
+    st.integers(0, 8),
+)
 def test_what_is_near_one_of_many(centres: list[int], changes: list[set[int]], distance: int) -> None:
     """Both sides around the same centres, some of them in both and some twice."""
     near = [centres[n % len(centres)] ^ sum(1 << bit for bit in bits) for n, bits in enumerate(changes)]

@@ -72,37 +72,60 @@ def cmyk() -> bytes:
 FILES: dict[str, tuple[bytes, str, int, np.ndarray]] = {
     "16-bit grey PNG": (saved(DEEP_GREY, "PNG"), "png", 1, rgb(DEEP_GREY // 256)),
     "16-bit grey TIFF": (saved(DEEP_GREY, "TIFF"), "tiff", 1, rgb(DEEP_GREY // 256)),
-    "big-endian 16-bit grey TIFF": (
-        saved(DEEP_GREY.astype(">u2"), "TIFF"), "tiff", 1, rgb(DEEP_GREY // 256)
-    ),
+    "big-endian 16-bit grey TIFF": (saved(DEEP_GREY.astype(">u2"), "TIFF"), "tiff", 1, rgb(DEEP_GREY // 256)),
     "16-bit RGB PNG": (by_opencv(DEEP_RGB, ".png"), "png", 3, DEEP_RGB // 256),
     "16-bit RGB TIFF": (by_opencv(DEEP_RGB, ".tiff"), "tiff", 3, DEEP_RGB // 256),
     "1-bit": (saved(Image.fromarray(GREY).convert("1", dither=0), "PNG"), "png", 1, rgb(GREY // 128 * 255)),
     "palette": (saved(palette(), "PNG"), "png", 3, RGB[0, :8][GREY % 8]),
     "palette with transparency": (
-        saved(palette(), "PNG", transparency=0), "png", 3,
+        saved(palette(), "PNG", transparency=0),
+        "png",
+        3,
         np.where((GREY % 8 == 0)[..., None], 255, RGB[0, :8][GREY % 8]),
     ),
     "LA": (saved(np.dstack([GREY, ALPHA]), "PNG"), "png", 1, on_white(rgb(GREY))),
     "RGBA": (saved(np.dstack([RGB, ALPHA]), "PNG"), "png", 3, on_white(RGB)),
     "CMYK": (cmyk(), "tiff", 3, RGB // 2),
-    "CMYK JPEG": (saved(Image.new("CMYK", (SIDE, SIDE), (0, 255, 255, 0)), "JPEG"), "jpeg", 3,
-                  np.broadcast_to([255, 0, 0], (SIDE, SIDE, 3))),
-    "animated GIF": (saved(palette(), "GIF", save_all=True, append_images=[Image.fromarray(GREY)]), "gif", 3,
-                     RGB[0, :8][GREY % 8]),
+    "CMYK JPEG": (
+        saved(Image.new("CMYK", (SIDE, SIDE), (0, 255, 255, 0)), "JPEG"),
+        "jpeg",
+        3,
+        np.broadcast_to([255, 0, 0], (SIDE, SIDE, 3)),
+    ),
+    "animated GIF": (
+        saved(palette(), "GIF", save_all=True, append_images=[Image.fromarray(GREY)]),
+        "gif",
+        3,
+        RGB[0, :8][GREY % 8],
+    ),
     "animated WebP": (frames("WEBP"), "webp", 3, RGB),
     "animated PNG": (frames("PNG"), "png", 3, RGB),
     "AVIF": (saved(rgb(GREY), "AVIF", quality=100, subsampling="4:4:4"), "avif", 3, rgb(GREY)),
     "grey AVIF": (saved(GREY, "AVIF", quality=100), "avif", 1, rgb(GREY)),
     "animated AVIF": (frames("AVIF"), "avif", 3, RGB),
-    "turned AVIF": (turned("AVIF", rgb(GREY), quality=100, subsampling="4:4:4"), "avif", 3, np.rot90(rgb(GREY), -1)),
+    "turned AVIF": (
+        turned("AVIF", rgb(GREY), quality=100, subsampling="4:4:4"),
+        "avif",
+        3,
+        np.rot90(rgb(GREY), -1),
+    ),
     "turned PNG": (turned("PNG", RGB), "png", 3, np.rot90(RGB, -1)),
-    "turned JPEG": (turned("JPEG", rgb(GREY // 64 * 64)[:8, :16].repeat(3, 0), quality=100, subsampling=0), "jpeg", 3,
-                    np.rot90(rgb(GREY // 64 * 64)[:8, :16].repeat(3, 0), -1)),
-    "several JPEGs in one file": (saved(rgb(ALPHA), "MPO", save_all=True, append_images=[Image.fromarray(RGB)],
-                                        quality=100, subsampling=0), "jpeg", 3, rgb(ALPHA)),
+    "turned JPEG": (
+        turned("JPEG", rgb(GREY // 64 * 64)[:8, :16].repeat(3, 0), quality=100, subsampling=0),
+        "jpeg",
+        3,
+        np.rot90(rgb(GREY // 64 * 64)[:8, :16].repeat(3, 0), -1),
+    ),
+    "several JPEGs in one file": (
+        saved(
+            rgb(ALPHA), "MPO", save_all=True, append_images=[Image.fromarray(RGB)], quality=100, subsampling=0
+        ),
+        "jpeg",
+        3,
+        rgb(ALPHA),
+    ),
     "grey JPEG": (saved(GREY, "JPEG", quality=100), "jpeg", 1, rgb(GREY)),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", FILES)

@@ -72,9 +72,15 @@ def seen_by_fine_tuning(folder: Path, labels: Labels, dev: int, monkeypatch: pyt
     monkeypatch.setattr(finetune, "run_refits", run_refits)
     size = ModelSize(patch_size=4, width=16, depth=1, num_heads=2)
     config = Finetune(
-        job="finetune", data="d", model=size, resolution=8, labels=labels, learning_rates=(0.1, 0.2), steps=1,
+        job="finetune",
+        data="d",
+        model=size,
+        resolution=8,
+        labels=labels,
+        learning_rates=(0.1, 0.2),
+        steps=1,
         batch_size=1,
-    )  # fmt: skip
+    )
     made = context(folder, config, dev)
     finetune.main(made)
     written = folder / "store" / "artifacts/finetune/k/attempts/1/files"

@@ -52,9 +52,13 @@ def assigned(images: list[Image], salt: str | None) -> list[str]:
     return assign_splits(table(images), salt, {one.given for one in images})
 
 
-def decided(images: list[Image], others: dict[str, list[Image]] | None = None, duplicates: Any = "keep",
-            max_distance: int | None = DISTANCE,
-            class_names: tuple[str, ...] = CLASSES) -> tuple[dict[str, str], dict[str, dict[str, Any]]]:  # fmt: skip
+def decided(
+    images: list[Image],
+    others: dict[str, list[Image]] | None = None,
+    duplicates: Any = "keep",
+    max_distance: int | None = DISTANCE,
+    class_names: tuple[str, ...] = CLASSES,
+) -> tuple[dict[str, str], dict[str, dict[str, Any]]]:
     """The split of every image that is not left out, and the rows of copies by key."""
     splits = assigned(images, "salt")
     tests = {name: OtherSet(table(other), class_names) for name, other in (others or {}).items()}
@@ -75,13 +79,17 @@ def sets(draw: st.DrawFn, given_splits: bool = False, most: int = 14, labelled: 
     """Images; labelled: of several classes, and with views."""
     number = draw(st.integers(0, most))
     splits = st.sampled_from(["train", "train", "test"]) if given_splits else st.none()
-    images = [Image(f"{draw(st.integers(0, 99)):02d}-{n}", draw(contents), draw(groups), draw(splits))
-              for n in range(number)]  # fmt: skip
+    images = [
+        Image(f"{draw(st.integers(0, 99)):02d}-{n}", draw(contents), draw(groups), draw(splits))
+        for n in range(number)
+    ]
     if not labelled:
         return images
     views = [Image("", draw(contents)).seen for _ in images]
-    return [one._replace(label=draw(st.integers(0, 2)), views={"phash_mirrored": view, "phash_crop95": view})
-            for one, view in zip(images, views, strict=True)]  # fmt: skip
+    return [
+        one._replace(label=draw(st.integers(0, 2)), views={"phash_mirrored": view, "phash_crop95": view})
+        for one, view in zip(images, views, strict=True)
+    ]
 
 
 def near(one: Image, other: Image) -> bool:
@@ -281,16 +289,23 @@ def test_views_that_are_not_compared_and_hashes_of_nothing_make_no_copies() -> N
 def test_a_turned_copy_of_anothers_test_image_is_left_out_unless_that_set_has_its_class() -> None:
     image = Image("ours", 1, None, "train", WORDS[1], CLASSES.index("bee"), {"phash_rotated": WORDS[7]})
     cat = [Image("theirs", 2, None, "test", WORDS[7], 0)]
-    for class_names, done in ((("siamese", "persian"), "left out"), (("bee", "cat"), "left out"),
-                              (("cat", "bee"), "kept")):  # fmt: skip
+    for class_names, done in (
+        (("siamese", "persian"), "left out"),
+        (("bee", "cat"), "left out"),
+        (("cat", "bee"), "kept"),
+    ):
         _, rows = decided([image], {"pets": cat}, class_names=class_names)
         assert (rows["ours"]["kind"], rows["ours"]["done"]) == ("rotated", done)
         assert rows["ours"]["twin_class"] == class_names[0]
 
 
 def test_of_several_twins_one_whose_label_agrees_leaves_an_image_out() -> None:
-    tests = [Image(f"t{label}", 900 + label, None, "test", WORDS[label], label, {"phash_mirrored": WORDS[9] ^ label})
-             for label in range(3)]  # fmt: skip
+    tests = [
+        Image(
+            f"t{label}", 900 + label, None, "test", WORDS[label], label, {"phash_mirrored": WORDS[9] ^ label}
+        )
+        for label in range(3)
+    ]
     for label in range(3):
         image = Image("train", 950, None, "train", WORDS[9], label)
         _, rows = decided([*tests, image], duplicates="drop")
@@ -331,9 +346,14 @@ def trainable(images: list[tuple[int, int]], may_train: set[int] | None = None) 
     """Of (label, content)."""
     drawn = assigned([Image(f"{content}", content) for _, content in images], "salt")
     labels = [label for label, _ in images]
-    index = pa.table({"key": [f"{content}" for _, content in images], "split": pa.array(drawn, pa.string()),
-                      "label": pa.array(labels, pa.int32()),
-                      "labels": pa.array([[label] for label in labels], pa.list_(pa.int32()))})  # fmt: skip
+    index = pa.table(
+        {
+            "key": [f"{content}" for _, content in images],
+            "split": pa.array(drawn, pa.string()),
+            "label": pa.array(labels, pa.int32()),
+            "labels": pa.array([[label] for label in labels], pa.list_(pa.int32())),
+        }
+    )
     return without_untrained(index, NAMES, set(labels) if may_train is None else may_train)
 
 

@@ -93,13 +93,26 @@ class Artifacts:
                 path.parent.mkdir(parents=True, exist_ok=True)
                 path.write_bytes(data)
         manifest = make_manifest(
-            job, kind=kind, key=key, content_digest=key, stage=stage, run="run",
-            files=staging.files, code={"version": 1, "digest": "c" * 64, "git": "d" * 40, "dirty": False},
-            environment={"python": "3.11", "machine": "x86_64", "processor": "A processor", "cluster": {"CPU": 2.0},
-                         "packages": {"torch": "2.13.0"}},
-            started="2026-11-21T08:00:00+00:00", finished="2026-11-21T08:01:30+00:00", user="me@here",
+            job,
+            kind=kind,
+            key=key,
+            content_digest=key,
+            stage=stage,
+            run="run",
+            files=staging.files,
+            code={"version": 1, "digest": "c" * 64, "git": "d" * 40, "dirty": False},
+            environment={
+                "python": "3.11",
+                "machine": "x86_64",
+                "processor": "A processor",
+                "cluster": {"CPU": 2.0},
+                "packages": {"torch": "2.13.0"},
+            },
+            started="2026-11-21T08:00:00+00:00",
+            finished="2026-11-21T08:01:30+00:00",
+            user="me@here",
             **fields,
-        )  # fmt: skip
+        )
         self.made[stage] = commit(self.store, manifest)
         return self.made[stage]
 
@@ -113,8 +126,10 @@ class Artifacts:
         ids, parts = {}, {}
         raw = all(image.shape[-1] == 1 for images, _ in splits.values() for image in images)
         for split, (images, labels) in splits.items():
-            samples = [_sample(f"{split}/{i}", image, int(label), raw)
-                       for i, (image, label) in enumerate(zip(images, labels, strict=True))]  # fmt: skip
+            samples = [
+                _sample(f"{split}/{i}", image, int(label), raw)
+                for i, (image, label) in enumerate(zip(images, labels, strict=True))
+            ]
             parts[split] = samples
             ids[split] = [sample.sample_id for sample in samples]
         height, width = splits["train"][0][0].shape[:2]
@@ -140,9 +155,17 @@ class Artifacts:
                 names = ("protocol", "method", "labels_per_class")
                 common = {"task": inputs["data"], "draw": draw, **{name: score[name] for name in names}}
                 value = float(np.mean(answers == score["labels"]))
-                rows.append({**common, "split": "test", "metric": "accuracy", "value": value,
-                             "num_images": len(answers), "selected_on": "folds",
-                             "settings": '{"c": 1.0, "exact": true}'})  # fmt: skip
+                rows.append(
+                    {
+                        **common,
+                        "split": "test",
+                        "metric": "accuracy",
+                        "value": value,
+                        "num_images": len(answers),
+                        "selected_on": "folds",
+                        "settings": '{"c": 1.0, "exact": true}',
+                    }
+                )
                 predictions += [
                     {
                         **common,
@@ -174,10 +197,17 @@ class Artifacts:
         config = Report(job="report", title=title, of=stages)
         references: list[InputRef] = [input_ref(self.store, manifest) for manifest in of]
         attempt = make_attempt(
-            "report", key="e" * 64, number=number, stage="report", run="run", store_id=self.store.id,
-            store_uri=self.store.uri, config=config.model_dump(mode="json"), inputs={"of": references},
+            "report",
+            key="e" * 64,
+            number=number,
+            stage="report",
+            run="run",
+            store_id=self.store.id,
+            store_uri=self.store.uri,
+            config=config.model_dump(mode="json"),
+            inputs={"of": references},
             created="2026-11-21T08:00:00+00:00",
-        )  # fmt: skip
+        )
         return Context(attempt, config, {"of": of})
 
     def make(self, *stages: str, **options: Any) -> dict[str, bytes]:
@@ -216,8 +246,14 @@ def _parquet(table: Any) -> bytes:
 def _scores(
     method: str, protocol: str, per_class: int | None, predictions: np.ndarray, labels: np.ndarray, ids: Any
 ) -> dict[str, Any]:
-    return {"method": method, "protocol": protocol, "labels_per_class": per_class, "predictions": predictions,
-            "labels": labels, "ids": ids}  # fmt: skip
+    return {
+        "method": method,
+        "protocol": protocol,
+        "labels_per_class": per_class,
+        "predictions": predictions,
+        "labels": labels,
+        "ids": ids,
+    }
 
 
 def _guesses(rng: np.random.Generator, labels: np.ndarray, draws: int, rate: float) -> np.ndarray:
@@ -241,12 +277,19 @@ def artifacts(tmp_path_factory: pytest.TempPathFactory) -> Artifacts:
     steps = (1, 2, 3)
     curve = [{"step": step, "loss": 2.0 / step, "learning_rate": 0.1, "dev_accuracy": None} for step in steps]
     made.commit(
-        "pretrain", "pretrain", "model", {"curve.json": json.dumps(curve).encode()},
-        config=PRETRAIN.model_dump(mode="json"), inputs=made.references(data="letters"),
-    )  # fmt: skip
+        "pretrain",
+        "pretrain",
+        "model",
+        {"curve.json": json.dumps(curve).encode()},
+        config=PRETRAIN.model_dump(mode="json"),
+        inputs=made.references(data="letters"),
+    )
     rates = {"ViT, pretrained": 0.9, "pixels": 0.5, "pixels, standardised": 0.6}
-    few_shot = [_scores(method, "few-shot linear", shots, _guesses(rng, labels, 4, rate), labels, ids)
-                for shots in (1, 5) for method, rate in rates.items()]  # fmt: skip
+    few_shot = [
+        _scores(method, "few-shot linear", shots, _guesses(rng, labels, 4, rate), labels, ids)
+        for shots in (1, 5)
+        for method, rate in rates.items()
+    ]
     evaluate = Evaluate(job="evaluate", data="digits", backbone="pretrain", seed=7)
     made.scores("evaluate", few_shot, evaluate, data="digits", backbone="pretrain")
     for stage, method, rate in (("finetune", "ViT, pretrained", 0.8), ("scratch", "ViT, from scratch", 0.4)):
@@ -276,8 +319,10 @@ def _correct(files: dict[str, bytes], stage: str, method: str, per_class: int) -
         if (row["stage"], row["method"], row["labels_per_class"]) == (stage, method, per_class)
     ]
     draws = sorted({row["draw"] for row in rows})
-    by_draw = [sorted((row["sample_id"], row["label"] == row["prediction"]) for row in rows if row["draw"] == draw)
-               for draw in draws]  # fmt: skip
+    by_draw = [
+        sorted((row["sample_id"], row["label"] == row["prediction"]) for row in rows if row["draw"] == draw)
+        for draw in draws
+    ]
     return np.array([[right for _, right in draw] for draw in by_draw])
 
 

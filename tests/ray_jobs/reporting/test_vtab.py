@@ -94,9 +94,13 @@ class Vtab:
         name = f"{stage}@task={task}"
         inputs = {"data": self.refs(f"images@task={task}"), "backbone": self.refs("backbone")}
         attempt = make_attempt(
-            "evaluate", key=self.key(name), store_id=self.store.id, store_uri=self.store.uri,
-            config=config.model_dump(mode="json"), inputs=inputs,
-        )  # fmt: skip
+            "evaluate",
+            key=self.key(name),
+            store_id=self.store.id,
+            store_uri=self.store.uri,
+            config=config.model_dump(mode="json"),
+            inputs=inputs,
+        )
         manifests = {"data": (self.made[f"images@task={task}"],), "backbone": (self.made["backbone"],)}
         result = evaluate.evaluate(Context(attempt, config, manifests))
         self.commit(name, "evaluate", result.files, config=attempt.config, inputs=inputs)
@@ -105,9 +109,13 @@ class Vtab:
         """report.json and the page of a report of these stages."""
         config = Report(job="report", title="VTAB", of=tuple(stages), missing=missing)
         attempt = make_attempt(
-            "report", key=self.key("report"), number=len(list(self.store.root.glob("artifacts/report/*/*/*"))) + 1,
-            store_id=self.store.id, store_uri=self.store.uri, config=config.model_dump(mode="json"),
-        )  # fmt: skip
+            "report",
+            key=self.key("report"),
+            number=len(list(self.store.root.glob("artifacts/report/*/*/*"))) + 1,
+            store_id=self.store.id,
+            store_uri=self.store.uri,
+            config=config.model_dump(mode="json"),
+        )
         report.make(Context(attempt, config, {"of": tuple(self.made[stage] for stage in stages)}))
         folder = self.store.local(st.Layout.files("report", attempt.key, attempt.number), ())
         return json.loads((folder / "report.json").read_text()), (folder / "report.html").read_text()

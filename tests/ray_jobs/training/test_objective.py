@@ -31,9 +31,12 @@ from vit_model.weights import load_model
 CLASSES = ("left", "right", "top")
 SIZE = {"patch_size": 4, "width": 16, "depth": 2, "num_heads": 2}
 CONTRASTIVE = {
-    "objective": "contrastive", "contrastive": {"hidden_width": 24, "output_width": 12, "temperature": 0.3},
-    "model": SIZE | {"position": "sincos2d_moco"}, "augment": "resized_crop_flip", "zero_stage": 2,
-}  # fmt: skip
+    "objective": "contrastive",
+    "contrastive": {"hidden_width": 24, "output_width": 12, "temperature": 0.3},
+    "model": SIZE | {"position": "sincos2d_moco"},
+    "augment": "resized_crop_flip",
+    "zero_stage": 2,
+}
 
 
 @pytest.fixture(autouse=True)
@@ -66,9 +69,16 @@ def dataset(tmp_path_factory) -> Path:
 
 def configuration(**fields: object) -> Pretrain:
     base = {
-        "job": "pretrain", "data": "halves", "resolution": 8, "steps": 6, "batch_size": 16, "learning_rate": 3e-3,
-        "model": SIZE, "workers": 1, "dtype": "float32",
-    }  # fmt: skip
+        "job": "pretrain",
+        "data": "halves",
+        "resolution": 8,
+        "steps": 6,
+        "batch_size": 16,
+        "learning_rate": 3e-3,
+        "model": SIZE,
+        "workers": 1,
+        "dtype": "float32",
+    }
     return Pretrain.model_validate(base | fields)
 
 
@@ -136,8 +146,14 @@ def new_model(config: Pretrain, folder: Path) -> ViT:
 @pytest.mark.slow
 @pytest.mark.parametrize("objective", ["softmax", "sigmoid"])
 def test_mixed_images_train_on_mixed_labels(dataset, tmp_path, objective):
-    config = configuration(objective=objective, augment="crop_flip", randaugment={"magnitude": 9.0}, mixup=0.4,
-                           cutmix=1.0, label_smoothing=0.05)  # fmt: skip
+    config = configuration(
+        objective=objective,
+        augment="crop_flip",
+        randaugment={"magnitude": 9.0},
+        mixup=0.4,
+        cutmix=1.0,
+        label_smoothing=0.05,
+    )
     loop.train(config, shards.open_dataset(dataset), tmp_path)
     model = new_model(config, tmp_path)
     reference = Reference(config, dataset, tmp_path, model)
@@ -200,9 +216,16 @@ def test_moco_in_bfloat16_is_about_that_in_float32_and_is_fine_tuned(dataset, tm
     assert losses["bfloat16"] == pytest.approx(losses["float32"], rel=0.03)
     assert losses["bfloat16"] != losses["float32"]
     tuning = Finetune(
-        job="finetune", data="d", backbone="b", learning_rates=(1e-2,), steps=120, batch_size=16, labels=Labels(),
-        mixup=0.2, randaugment={"layers": 1, "magnitude": 3},
-    )  # fmt: skip
+        job="finetune",
+        data="d",
+        backbone="b",
+        learning_rates=(1e-2,),
+        steps=120,
+        batch_size=16,
+        labels=Labels(),
+        mixup=0.2,
+        randaugment={"layers": 1, "magnitude": 3},
+    )
     opened = shards.open_dataset(dataset)
     task = finetune.make_task(tuning, opened, tmp_path)
     images = read_split(opened, "train")

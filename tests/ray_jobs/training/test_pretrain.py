@@ -72,9 +72,15 @@ def dataset(tmp_path_factory) -> Path:
 
 def configuration(**fields: object) -> Pretrain:
     base = {
-        "job": "pretrain", "data": "halves", "resolution": 8, "steps": 30, "batch_size": 16, "learning_rate": 3e-3,
-        "model": ModelSize(patch_size=4, width=16, depth=2, num_heads=2), "workers": 1,
-    }  # fmt: skip
+        "job": "pretrain",
+        "data": "halves",
+        "resolution": 8,
+        "steps": 30,
+        "batch_size": 16,
+        "learning_rate": 3e-3,
+        "model": ModelSize(patch_size=4, width=16, depth=2, num_heads=2),
+        "workers": 1,
+    }
     return Pretrain.model_validate(base | fields)
 
 
@@ -166,8 +172,10 @@ def test_the_weights_are_those_of_a_loop_without_deepspeed(dataset, tmp_path, ze
     model.initialise(config.seed)
     decayed = [p for name, p in model.named_parameters() if p.ndim == 2]
     spared = [p for name, p in model.named_parameters() if p.ndim != 2]
-    reference = torch.optim.AdamW([{"params": decayed, "weight_decay": 0.05}, {"params": spared, "weight_decay": 0.0}],
-                                  betas=(0.9, 0.95))  # fmt: skip
+    reference = torch.optim.AdamW(
+        [{"params": decayed, "weight_decay": 0.05}, {"params": spared, "weight_decay": 0.0}],
+        betas=(0.9, 0.95),
+    )
     order = GlobalOrder(48, data.info.content_digest, config.seed)
     for step, chosen in enumerate(order.rows(np.arange(8 * 16)).reshape(8, 16)):
         reference.zero_grad()
@@ -226,8 +234,9 @@ def test_the_authors_recipe_learns_with_sigmoid_cross_entropy(dataset, tmp_path)
     assert metrics["dev_accuracy"] > 0.9
     task = finetune.make_task(
         Finetune(job="finetune", data="d", backbone="b", learning_rates=(1e-3,), steps=1, batch_size=8),
-        shards.open_dataset(dataset), tmp_path,
-    )  # fmt: skip
+        shards.open_dataset(dataset),
+        tmp_path,
+    )
     start = start_model(task, seed=0)
     assert not start.config.representation_head
     assert not start.head.weight.any() and not start.head.bias.any()
@@ -238,8 +247,14 @@ def test_the_authors_recipe_learns_with_sigmoid_cross_entropy(dataset, tmp_path)
 def test_masked_patches_are_those_of_a_loop_without_deepspeed(dataset, tmp_path, zero_stage):
     """The paper's self-supervision leaves a model without a classifier, which fine-tuning starts from."""
     size = ModelSize(patch_size=2, width=16, depth=2, num_heads=2)
-    config = configuration(model=size, objective="masked_patches", dtype="float32", zero_stage=zero_stage,
-                           steps=6, augment="shift")  # fmt: skip
+    config = configuration(
+        model=size,
+        objective="masked_patches",
+        dtype="float32",
+        zero_stage=zero_stage,
+        steps=6,
+        augment="shift",
+    )
     metrics = train(config, dataset, tmp_path)
     trained, contract = load_model(tmp_path)
     assert (contract.class_names, contract.architecture.num_classes) == ((), 0)

@@ -221,16 +221,32 @@ def python2_batch(data: np.ndarray, labels: list[int]) -> bytes:
         b"cnumpy.core.multiarray\n_reconstruct\nq\x02cnumpy\nndarray\nq\x03K\x00\x85q\x04"
         + python2_text(b"b")
         + b"\x87q\x05Rq\x06(K\x01"
-        + b"M" + struct.pack("<H", n) + b"M" + struct.pack("<H", width) + b"\x86q\x07"
-        + b"cnumpy\ndtype\nq\x08" + python2_text(b"u1") + b"K\x00K\x01\x87q\x09Rq\x0a(K\x03"
-        + python2_text(b"|") + b"NNNJ\xff\xff\xff\xffJ\xff\xff\xff\xffK\x00tq\x0bb\x89"
-        + b"T" + struct.pack("<i", data.size) + data.tobytes() + b"tq\x0cb"
-    )  # fmt: skip
+        + b"M"
+        + struct.pack("<H", n)
+        + b"M"
+        + struct.pack("<H", width)
+        + b"\x86q\x07"
+        + b"cnumpy\ndtype\nq\x08"
+        + python2_text(b"u1")
+        + b"K\x00K\x01\x87q\x09Rq\x0a(K\x03"
+        + python2_text(b"|")
+        + b"NNNJ\xff\xff\xff\xffJ\xff\xff\xff\xffK\x00tq\x0bb\x89"
+        + b"T"
+        + struct.pack("<i", data.size)
+        + data.tobytes()
+        + b"tq\x0cb"
+    )
     numbers = b"]q\x0d(" + b"".join(b"K" + bytes([label]) for label in labels) + b"e"
     return (
-        b"\x80\x02}q\x01(" + python2_text(b"data") + array + python2_text(b"labels") + numbers
-        + python2_text(b"batch_label") + python2_text(b"training batch 1 of 5") + b"u."
-    )  # fmt: skip
+        b"\x80\x02}q\x01("
+        + python2_text(b"data")
+        + array
+        + python2_text(b"labels")
+        + numbers
+        + python2_text(b"batch_label")
+        + python2_text(b"training batch 1 of 5")
+        + b"u."
+    )
 
 
 BATCH = RNG.integers(0, 256, (4, 3072), np.uint8)

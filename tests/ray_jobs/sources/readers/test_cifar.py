@@ -36,8 +36,12 @@ def test_images_and_labels_are_those_of_the_archive(
     found = catalog.listing(given, files)
     assert found.class_names == tuple(CLASS_NAMES[classes])
     truth = batches(classes)
-    train = [(image, label) for name, images, labels in truth if not name.startswith("test")
-             for image, label in zip(images, labels, strict=True)]  # fmt: skip
+    train = [
+        (image, label)
+        for name, images, labels in truth
+        if not name.startswith("test")
+        for image, label in zip(images, labels, strict=True)
+    ]
     test = list(zip(*truth[-1][1:], strict=True))
     entries = found.entries.take(np.random.default_rng(0).permutation(len(found.entries)))
     for row, image in zip(entries.to_pylist(), catalog.images(given, files, entries), strict=True):

@@ -72,9 +72,11 @@ def test_tables_in_split_folders_name_files_from_there(tmp_path: Path) -> None:
     metadata(tmp_path, '{"file_name":"x.png","label":0}', "validation/metadata.jsonl")
     found = scan(tmp_path)
     assert of_keys(found) == {
-        "Test/1.png": ("true", "test"), "train/1.png": ("0", "train"), "train/deep/2.png": ("true", "train"),
+        "Test/1.png": ("true", "test"),
+        "train/1.png": ("0", "train"),
+        "train/deep/2.png": ("true", "train"),
         "validation/x.png": ("0", "dev"),
-    }  # fmt: skip
+    }
     assert found.ignored == ()
 
 
@@ -186,8 +188,14 @@ def test_a_folder_of_images_that_are_not_read_says_which_and_what_to_do(tmp_path
 
 
 def test_what_systems_leave_is_no_class_and_no_noise(tmp_path: Path) -> None:
-    left = ("@eaDir/1.jpg/SYNOPHOTO_THUMB_M.jpg", "a/@eaDir/1.jpg@SynoEAStream", "a/Thumbs.db", "b/desktop.ini",
-            "__MACOSX/a/1.jpg", ".DS_Store")  # fmt: skip
+    left = (
+        "@eaDir/1.jpg/SYNOPHOTO_THUMB_M.jpg",
+        "a/@eaDir/1.jpg@SynoEAStream",
+        "a/Thumbs.db",
+        "b/desktop.ini",
+        "__MACOSX/a/1.jpg",
+        ".DS_Store",
+    )
     found = scan(touch(tmp_path, "a/1.jpg", "b/2.jfif", "b/3.AVIF", *left))
     assert [entry.key for entry in found.entries] == ["a/1.jpg", "b/2.jfif", "b/3.AVIF"]
     assert found.class_names == ("a", "b") and found.ignored == ()

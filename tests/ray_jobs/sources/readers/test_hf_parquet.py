@@ -45,9 +45,11 @@ def root(tmp_path: Path) -> Path:
         )
     put_parquet(
         tmp_path / "validation-00000-of-00001.parquet",
-        [image(50, "PNG", "L"), image(51)], [2, 0],
-        reverse=True, compression="none",
-    )  # fmt: skip
+        [image(50, "PNG", "L"), image(51)],
+        [2, 0],
+        reverse=True,
+        compression="none",
+    )
     return tmp_path
 
 
@@ -126,10 +128,14 @@ def test_files_of_other_programs(tmp_path: Path) -> None:
         pq.write_table(pa.table(columns), tmp_path / split / "0000.parquet")
     found = listed(tmp_path)
     assert found.class_names == ("a", "b")
-    assert sorted(zip(*(found.entries[name].to_pylist() for name in ("key", "label", "split")), strict=True)) == [
-        ("test/0000/0000000", 1, "test"), ("test/0000/0000001", 0, "test"),
-        ("train/0000/0000000", 1, "train"), ("train/0000/0000001", 0, "train"),
-    ]  # fmt: skip
+    assert sorted(
+        zip(*(found.entries[name].to_pylist() for name in ("key", "label", "split")), strict=True)
+    ) == [
+        ("test/0000/0000000", 1, "test"),
+        ("test/0000/0000001", 0, "test"),
+        ("train/0000/0000000", 1, "train"),
+        ("train/0000/0000001", 0, "train"),
+    ]
     assert images_of(tmp_path, found)["test/0000/0000001"] == image(6)
 
 

@@ -91,20 +91,29 @@ def test_real_labels_follow_the_number_in_the_name(tmp_path: Path) -> None:
     ("changes", "message"),
     [
         ({"train": tar({"n09999999.tar": tar({"a.JPEG": b"x"})})}, "n09999999.tar, which is no class"),
-        ({"train": tar({"n01440764.tar": tar({"a.JPEG": b"x" * 2000})[:1500]})}, "n01440764.tar is truncated"),
+        (
+            {"train": tar({"n01440764.tar": tar({"a.JPEG": b"x" * 2000})[:1500]})},
+            "n01440764.tar is truncated",
+        ),
         ({"train": train_tar(1) + b"x"}, None),
         ({"train": train_tar(1)[:-30_000]}, "img_train.tar is truncated"),
-        ({"train": tar({"n0144076.tar": b"", "n0144077.tar": b""})},
-         r"img_train.tar contains no synset tars .* n and 8 digits.* 2 other files, such as .*::n0144076.tar"),
+        (
+            {"train": tar({"n0144076.tar": b"", "n0144077.tar": b""})},
+            r"img_train.tar contains no synset tars .* n and 8 digits.* 2 other files, such as .*::n0144076.tar",
+        ),
         ({"val": tar({"ILSVRC2012_val_00000001.JPEG": b"x"})}, "has 1 images, the devkit labels 6$"),
-        ({"val": tar({"ILSVRC2012_val_0000001.JPEG": b"x"})},
-         "labels 6; 'ILSVRC2012_val_0000001.JPEG' is not a name like ILSVRC2012_val_00000001.JPEG"),
+        (
+            {"val": tar({"ILSVRC2012_val_0000001.JPEG": b"x"})},
+            "labels 6; 'ILSVRC2012_val_0000001.JPEG' is not a name like ILSVRC2012_val_00000001.JPEG",
+        ),
         ({"val": tar({"ILSVRC2012_val_00000007.JPEG": b"x"})}, "has no label in the devkit"),
-        ({"t12": tar({"d/data/meta.mat": b"x", "d/data/ILSVRC2012_validation_ground_truth.txt": b""})},
-         "meta.mat is damaged"),
+        (
+            {"t12": tar({"d/data/meta.mat": b"x", "d/data/ILSVRC2012_validation_ground_truth.txt": b""})},
+            "meta.mat is damaged",
+        ),
         ({"t12": tar({"d/data/meta.mat": b"x"})}, "has no data/ILSVRC2012_validation"),
     ],
-)  # fmt: skip
+)
 def test_what_does_not_fit_is_told(changes: dict[str, bytes], message: str | None, tmp_path: Path) -> None:
     root = write(tmp_path / "x", **changes)
     if message is None:

@@ -92,8 +92,9 @@ def test_names_split_at_the_first_dot_and_samples_are_neighbours(tmp_path: Path)
     }
     found = listed(put(tmp_path, x=members))
     assert {(row["key"], row["label"]) for row in found.entries.to_pylist()} == {
-        ("x.tar/v1.0/a.jpg", 1), ("x.tar/b.JPG", 0),
-    }  # fmt: skip
+        ("x.tar/v1.0/a.jpg", 1),
+        ("x.tar/b.JPG", 0),
+    }
     assert {bad.key: bad.reason for bad in found.bad} == {
         "x.tar/c": "the sample has no field cls; it has jpg",
         "x.tar/d": "the sample has no field image; it has cls",
@@ -135,9 +136,13 @@ def test_a_pickle_is_never_opened(tmp_path: Path) -> None:
         ({"a.jpg": b"1", "a.JPG": b"2", "a.cls": b"0"}, {}, "field 'jpg' twice"),
         ({"a.jpg": b"1", "a.cls": b"0"}, {}, "has 1 classes"),
         ({"a.jpg": b"1", "a.cls": b"0", "b.jpg": b"1", "b.cls": b"x"}, {}, "others text"),
-        ({"a.jpg": b"1", "a.cls": b"5"}, {"class_names": ("x", "y")}, "label '5', which is none of source.class_names"),
+        (
+            {"a.jpg": b"1", "a.cls": b"5"},
+            {"class_names": ("x", "y")},
+            "label '5', which is none of source.class_names",
+        ),
     ],
-)  # fmt: skip
+)
 def test_what_does_not_fit_is_told(
     members: dict[str, bytes], fields: dict[str, object], message: str, tmp_path: Path
 ) -> None:

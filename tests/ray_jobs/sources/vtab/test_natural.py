@@ -159,8 +159,10 @@ def test_a_supplied_list_is_caltech101s_train_split(tmp_path):
     archive = {"caltech-101.zip": caltech_zip()}
     *_, rows = listed("caltech101", tmp_path / "root", archive, membership=str(path))
     assert {key for key in rows if key.startswith("train/")} == {
-        "train/Faces/image_0002.jpg", "train/yin_yang/image_0001.jpg", "train/accordion/image_0003.jpg"
-    }  # fmt: skip
+        "train/Faces/image_0002.jpg",
+        "train/yin_yang/image_0001.jpg",
+        "train/accordion/image_0003.jpg",
+    }
     path.write_text("faces/image_0002.jpg\n")
     with pytest.raises(
         ValueError, match=r"1 of its images are not in caltech-101\.zip, such as 'faces/image_0002"
@@ -208,8 +210,10 @@ def test_svhn_counts_images_by_its_last_axis_and_has_10_for_0(tmp_path):
 
 
 def test_svhns_labels_must_fit(tmp_path):
-    files = {f"{name}_32x32.mat": matlab(X=np.zeros((32, 32, 3, 4), np.uint8), y=[[1], [2], [11], [3]])
-             for name in ("train", "test")}  # fmt: skip
+    files = {
+        f"{name}_32x32.mat": matlab(X=np.zeros((32, 32, 3, 4), np.uint8), y=[[1], [2], [11], [3]])
+        for name in ("train", "test")
+    }
     with pytest.raises(ValueError, match="not one label y, 1 to 10, for each of its 4 images"):
         listed("svhn", tmp_path, files)
 
@@ -238,8 +242,10 @@ def test_flowers_numbers_begin_with_1(tmp_path):
     labels, files = flowers()
     source, there, listing, rows = listed("oxford_flowers102", tmp_path, files)
     assert (len(listing.class_names), listing.class_names[0], listing.class_names[-1]) == (
-        102, "pink primrose", "blackberry lily"
-    )  # fmt: skip
+        102,
+        "pink primrose",
+        "blackberry lily",
+    )
     by_split = {
         split: {int(key[-9:-4]) for key, row in rows.items() if row["split"] == split}
         for split in ("train", "dev", "test")
