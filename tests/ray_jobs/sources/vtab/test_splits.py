@@ -23,14 +23,14 @@ EUROSAT = {
     "River": 2500,
     "SeaLake": 3000,
 }
-RESISC45 = """
+SCENES = """
     airplane airport baseball_diamond basketball_court beach bridge chaparral church circular_farmland
     cloud commercial_area dense_residential desert forest freeway golf_course ground_track_field harbor
     industrial_area intersection island lake meadow medium_residential mobile_home_park mountain
     overpass palace parking_lot railway railway_station rectangular_farmland river roundabout runway
     sea_ice ship snowberg sparse_residential stadium storage_tank tennis_court terrace
     thermal_power_station wetland
-""".split()
+"""
 
 
 class Place(NamedTuple):
@@ -114,7 +114,7 @@ CHECKS = {
         "b3998b44bc8423a1",
     ),
     "resisc45": (
-        lambda: of_classes(dict.fromkeys(RESISC45, 700), 3),
+        lambda: of_classes(dict.fromkeys(SCENES.split(), 700), 3),
         [
             "dense_residential_dense_residential_068.jpg",
             "palace_palace_207.jpg",
