@@ -283,6 +283,7 @@ def test_commands_run_on_ray(
         vitflow(*given)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("own", select("python"))
 def test_python_runs(own: list[Block], at_work: None) -> None:
     names: dict[str, Any] = {}

@@ -77,6 +77,7 @@ def containers(manifest: dict[str, Any]) -> list[dict[str, Any]]:
 WITH_PODS = [name for name, manifest in MANIFESTS.items() if pods(manifest)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MANIFESTS)
 def test_manifests_fit_their_schemas(name: str) -> None:
     check(MANIFESTS[name])

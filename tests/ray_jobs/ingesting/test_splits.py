@@ -109,6 +109,7 @@ def test_what_arrives_moves_nothing(old: list[Image], new: list[Image], duplicat
     assert not returned & after.keys(), "what was left out stays out"
 
 
+@pytest.mark.slow
 @given(sets(), st.sampled_from(["keep", "drop"]))
 def test_copies_and_near_copies_never_straddle(images: list[Image], duplicates: str) -> None:
     kept, _ = decided(images, duplicates=duplicates)

@@ -531,6 +531,7 @@ class _Page(html.parser.HTMLParser):
         self.text += data
 
 
+@pytest.mark.slow
 def test_photographs_with_hostile_class_names_of_one_method(tmp_path: Path) -> None:
     made, rng = Artifacts(tmp_path / "store"), np.random.default_rng(0)
 
