@@ -49,15 +49,30 @@ PAGES = [
 ]
 ADD = [page for page in PAGES if page.name.startswith("add-a-")]
 LANGUAGES = {"sh", "python", "sql", "yaml", "diff", "mermaid", "text"}
-NEEDS = {"", "starts-ray", "needs-cluster", "needs-docker", "needs-hours", "needs-internet", "needs-kubernetes",
-         "needs-root"}  # fmt: skip
+NEEDS = {
+    "",
+    "starts-ray",
+    "needs-cluster",
+    "needs-docker",
+    "needs-hours",
+    "needs-internet",
+    "needs-kubernetes",
+    "needs-root",
+}
 # what stands for a stage that a block names and does not show, by the kind of its artifact
 STUBS = {
     "dataset": {"job": "ingest", "source": {"kind": "digits"}},
     "model": {"job": "import", "path": "vit.npz"},
 }
-PRETRAIN = {"job": "pretrain", "data": "images", "model": "B/16", "resolution": 224, "steps": 1, "batch_size": 2,
-            "learning_rate": 0.1}  # fmt: skip
+PRETRAIN = {
+    "job": "pretrain",
+    "data": "images",
+    "model": "B/16",
+    "resolution": 224,
+    "steps": 1,
+    "batch_size": 2,
+    "learning_rate": 0.1,
+}
 # a stage that has such a field
 FIELDS = {
     "source": {"job": "ingest"},
@@ -242,6 +257,7 @@ def _said() -> str:
 # ------------------------------------------------------------------------------------------------- what runs
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("own", select("sh"))
 def test_commands_run(own: list[Block], at_work: None) -> None:
     for block in own:
@@ -267,6 +283,7 @@ def test_commands_run_on_ray(
         vitflow(*given)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("own", select("python"))
 def test_python_runs(own: list[Block], at_work: None) -> None:
     names: dict[str, Any] = {}
@@ -356,11 +373,16 @@ def _run(page: Path, folder: Path, *needs: str) -> None:
     functions = [f'{name}() {{ {python} {module} "$@"; }}' for name, module in modules.items()]
     done = subprocess.run(
         ["bash", "-euc", "\n".join([*functions, *own])],
-        cwd=folder, env=os.environ | {"PYTHONPATH": str(folder)}, capture_output=True, text=True, timeout=400,
-    )  # fmt: skip
+        cwd=folder,
+        env=os.environ | {"PYTHONPATH": str(folder)},
+        capture_output=True,
+        text=True,
+        timeout=400,
+    )
     assert own and done.returncode == 0, f"{page.name}\n{done.stdout}\n{done.stderr}"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("page", ADD, ids=lambda page: page.name)
 def test_what_a_page_adds_works(added: Path, page: Path) -> None:
     _run(page, added, "")

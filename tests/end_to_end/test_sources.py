@@ -17,12 +17,12 @@ from pipelines.store import Manifest, all_manifests, open_store
 from ray_jobs.data.shards import Dataset, open_dataset
 from ray_jobs.evaluation.rows import PREDICTIONS, ROWS, read_table
 from ray_jobs.sources.readers.shapes import render
-from tests.ray_jobs.sources.readers.test_cifar import PER_BATCH, batches, members
-from tests.ray_jobs.sources.readers.test_imagenet import REAL, WHOLE, synset
-from tests.ray_jobs.sources.readers.test_webdataset import shard
 from tests.support import imagenet, vtab_archives, vtab_natural
 from tests.support.archives import image, rar, tar, zipped
+from tests.support.cifar import PER_BATCH, batches, members
+from tests.support.imagenet import REAL, WHOLE, synset
 from tests.support.prepared import FORMATS, put_parquet, put_tfds
+from tests.support.webdataset import shard
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.full]
 CLASSES = {

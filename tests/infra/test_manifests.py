@@ -77,6 +77,7 @@ def containers(manifest: dict[str, Any]) -> list[dict[str, Any]]:
 WITH_PODS = [name for name, manifest in MANIFESTS.items() if pods(manifest)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MANIFESTS)
 def test_manifests_fit_their_schemas(name: str) -> None:
     check(MANIFESTS[name])
@@ -141,9 +142,13 @@ def test_the_rays_are_open_to_each_other_and_else_at_the_jobs_api_alone() -> Non
 def test_the_cron_job_is_what_schedule_render_prints() -> None:
     render, schedules = (pytest.importorskip(f"pipelines.{name}") for name in ("render", "schedule"))
     schedule = schedules.Schedule(
-        name="nightly", pipeline=load_pipeline("quickstart"), recipe="quickstart", cron="0 3 * * *",
-        timezone="Etc/UTC", address="http://vitflow-ray-head-svc:8265",
-    )  # fmt: skip
+        name="nightly",
+        pipeline=load_pipeline("quickstart"),
+        recipe="quickstart",
+        cron="0 3 * * *",
+        timezone="Etc/UTC",
+        address="http://vitflow-ray-head-svc:8265",
+    )
     store = SimpleNamespace(uri="s3://bucket/prefix", settings={})
     assert [yaml.safe_load(text) for text in render.kubernetes(schedule, store).values()] == [
         MANIFESTS["cronjob"]
@@ -172,6 +177,8 @@ def test_systemd_takes_the_units(tmp_path: Path) -> None:
     names = ["vitflow-schedule.service", "vitflow-run@quickstart.service", "vitflow-run@quickstart.timer"]
     done = subprocess.run(
         ["systemd-analyze", "verify", "--man=no", *(tmp_path / name for name in names)],
-        capture_output=True, text=True, timeout=60,
-    )  # fmt: skip
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
     assert (done.returncode, done.stderr) == (0, "")

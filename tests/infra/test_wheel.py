@@ -11,6 +11,7 @@ from zipfile import ZipFile
 
 import pytest
 
+pytestmark = pytest.mark.slow
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = ("pipelines", "ray_jobs", "vit_model")
 
@@ -82,7 +83,6 @@ def test_it_says_its_version_and_its_commit(wheel: Wheel, site: Path, tmp_path: 
 
 
 @pytest.mark.ray
-@pytest.mark.slow
 @pytest.mark.full
 def test_it_runs_a_pipeline_from_another_folder(wheel: Wheel, site: Path, home: Path, tmp_path: Path) -> None:
     recipe = shutil.copy(ROOT / "tests" / "tiny.yaml", tmp_path)

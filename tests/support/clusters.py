@@ -56,20 +56,39 @@ class RayCluster:
         role = [f"--address={self.gcs}"] if self.nodes else self._head_options()
         with (self.folder / f"node-{number}.log").open("wb") as log:
             node = subprocess.Popen(
-                [sys.executable, "-m", "ray.scripts.scripts", "start", *role, f"--num-cpus={cpus}",
-                 "--node-ip-address=127.0.0.1", "--object-store-memory=200000000",
-                 "--dashboard-agent-listen-port=0", "--disable-usage-stats", "--block"],
-                cwd=self.folder, env=self.environment(number), stdout=log, stderr=subprocess.STDOUT,
+                [
+                    sys.executable,
+                    "-m",
+                    "ray.scripts.scripts",
+                    "start",
+                    *role,
+                    f"--num-cpus={cpus}",
+                    "--node-ip-address=127.0.0.1",
+                    "--object-store-memory=200000000",
+                    "--dashboard-agent-listen-port=0",
+                    "--disable-usage-stats",
+                    "--block",
+                ],
+                cwd=self.folder,
+                env=self.environment(number),
+                stdout=log,
+                stderr=subprocess.STDOUT,
                 start_new_session=True,
-            )  # fmt: skip
+            )
         self.nodes.append(node)
         return node
 
     def _head_options(self) -> list[str]:
         port, gcs_port, client_port = free_ports(3)
         self.address, self.gcs = f"http://127.0.0.1:{port}", f"127.0.0.1:{gcs_port}"
-        return ["--head", f"--port={gcs_port}", "--dashboard-host=127.0.0.1", f"--dashboard-port={port}",
-                f"--ray-client-server-port={client_port}", f"--temp-dir={self.folder / 'r'}"]  # fmt: skip
+        return [
+            "--head",
+            f"--port={gcs_port}",
+            "--dashboard-host=127.0.0.1",
+            f"--dashboard-port={port}",
+            f"--ray-client-server-port={client_port}",
+            f"--temp-dir={self.folder / 'r'}",
+        ]
 
 
 @contextmanager
@@ -108,8 +127,11 @@ def total_cpus(cluster: RayCluster) -> int:
     )
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", code],
-        env=cluster.environment(0) | {"RAY_ADDRESS": cluster.gcs}, capture_output=True, text=True, timeout=60,
-    )  # fmt: skip
+        env=cluster.environment(0) | {"RAY_ADDRESS": cluster.gcs},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
     return int(done.stdout) if done.returncode == 0 else 0
 
 

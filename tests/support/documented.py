@@ -137,11 +137,17 @@ def _sample(key: str, pixels: np.ndarray, label: int) -> Sample:
 
 def _put_model(folder: Path) -> None:
     torch.manual_seed(0)
-    config = ViTConfig(image_size=8, patch_size=2, in_channels=1, width=16, depth=2, num_heads=2, mlp_dim=32,
-                       num_classes=10)  # fmt: skip
+    config = ViTConfig(
+        image_size=8, patch_size=2, in_channels=1, width=16, depth=2, num_heads=2, mlp_dim=32, num_classes=10
+    )
     grey = Preprocessing(mean=(0.5,), std=(0.5,), resolution=8, channels=1)
-    contract = ModelContract(architecture=config, class_names=digits.CLASS_NAMES, preprocessing=grey,
-                             training_data="d", license=None)  # fmt: skip
+    contract = ModelContract(
+        architecture=config,
+        class_names=digits.CLASS_NAMES,
+        preprocessing=grey,
+        training_data="d",
+        license=None,
+    )
     save_model(folder, ViT(config), contract)
 
 

@@ -38,9 +38,18 @@ from ray_jobs.sources import catalog
 from ray_jobs.sources.archives import arrays, containers, examples, rar
 from ray_jobs.sources.archives.entries import place, table
 from ray_jobs.sources.vtab import pixels
-from tests.ray_jobs.sources.archives import test_arrays
-from tests.ray_jobs.sources.readers import test_cifar, test_idx, test_imagenet
-from tests.support import archives, imagenet, prepared, riegeli, tfrecords, vtab_archives, vtab_natural
+from tests.support import (
+    archives,
+    cifar,
+    idx,
+    imagenet,
+    prepared,
+    riegeli,
+    tfrecords,
+    vtab_archives,
+    vtab_natural,
+)
+from tests.support.arrays import VARIABLES, mat, norb
 from vit_model.errors import UserError
 
 SECONDS = 10  # for one mutation
@@ -181,8 +190,11 @@ def targets() -> dict[str, Target]:
     tars = [archives.tar(inner, form=form) for form in (tarfile.GNU_FORMAT, tarfile.PAX_FORMAT)]
     zips = [archives.zipped(inner, method) for method in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED)]
     nested = archives.tar({"in.tar": tars[0], "in.tar.gz": archives.tar(inner, "w:gz"), "in.zip": zips[1]})
-    samples = {f"{i}.{field}": data for i in range(3) for field, data in
-               (("jpg", archives.image(i)), ("cls", b"%d" % (i % 2)), ("json", b'{"label": 1}'))}  # fmt: skip
+    samples = {
+        f"{i}.{field}": data
+        for i in range(3)
+        for field, data in (("jpg", archives.image(i)), ("cls", b"%d" % (i % 2)), ("json", b'{"label": 1}'))
+    }
     forms = {
         "jpeg": [("JPEG", "RGB"), ("JPEG", "L"), ("JPEG", "CMYK")],
         "png": [("PNG", "RGB"), ("PNG", "P"), ("PNG", "RGBA")],
@@ -192,7 +204,7 @@ def targets() -> dict[str, Target]:
         "bmp": [("BMP", "RGB"), ("BMP", "P")],
         "avif": [("AVIF", "RGB"), ("AVIF", "L")],
     }
-    devkit = imagenet.files(images=2) | {"real.json": json.dumps(test_imagenet.REAL).encode()}
+    devkit = imagenet.files(images=2) | {"real.json": json.dumps(imagenet.REAL).encode()}
     return {
         **{
             name: Target([archives.image(3, *one) for one in kinds], of_image)
@@ -264,7 +276,7 @@ def written(put: Callable[[Path], object]) -> dict[str, bytes]:
 def unpacked(data: bytes) -> bytes:
     """Without its gz, and MATLAB's file without its own: what is packed is damaged before it is read."""
     if data.startswith(b"MATLAB"):
-        return test_arrays.mat(arrays.read_mat(data), compress=False)
+        return mat(arrays.read_mat(data), compress=False)
     return gzip.decompress(data) if data[:2] == b"\x1f\x8b" else data
 
 
@@ -279,24 +291,24 @@ def of_records() -> dict[str, Target]:
     def tfds(form: str) -> dict[str, bytes]:
         return written(lambda folder: prepared.put_tfds(folder, form, {"train": [2], "test": [1]}))
 
-    def cifar(version: str, images: bytes, *mutated: str) -> dict[str, Target]:
-        members = test_cifar.members(100, version)
+    def cifar_files(version: str, images: bytes, *mutated: str) -> dict[str, Target]:
+        members = cifar.members(100, version)
         few = {name: images for name in members if "/train" in name or "/test" in name}
         return of_files({"kind": "cifar", "classes": 100}, members | few, *mutated)
 
-    batch = test_cifar.python2({"data": np.zeros((2, 3072), np.uint8), "fine_labels": [3, 4]})
+    batch = cifar.python2({"data": np.zeros((2, 3072), np.uint8), "fine_labels": [3, 4]})
     images, labels = np.arange(360, dtype=np.uint8).reshape(12, 6, 5), np.arange(12, dtype=np.uint8) % 2
-    idx = {name: test_idx.encoded(images if "images" in name else labels) for name in test_idx.NAMES}
-    synsets = {f"{wnid}.tar": test_imagenet.synset(wnid, 2) for wnid in ("n00004475", "n02084071")}
+    pairs = {name: idx.encoded(images if "images" in name else labels) for name in idx.NAMES}
+    synsets = {f"{wnid}.tar": imagenet.synset(wnid, 2) for wnid in ("n00004475", "n02084071")}
     every = {"kind": "imagenet21k", "min_images": 1}
     return {
         **parquet("checksums.parquet", compression="none"),
         **parquet("dictionaries.parquet", plain=False),
         **of_files({"kind": "tfds"}, tfds("tfrecord")),
         **array_records(tfds("array_record"), "toy-train.array_record-00000-of-00001"),
-        **cifar("python", batch, "cifar-100-python/meta", "cifar-100-python/train"),
-        **cifar("binary", bytes(2 * 3074), "cifar-100-binary/train.bin"),
-        **of_files({"kind": "idx", "class_names": ("a", "b")}, idx, *test_idx.NAMES[:2]),
+        **cifar_files("python", batch, "cifar-100-python/meta", "cifar-100-python/train"),
+        **cifar_files("binary", bytes(2 * 3074), "cifar-100-binary/train.bin"),
+        **of_files({"kind": "idx", "class_names": ("a", "b")}, pairs, *idx.NAMES[:2]),
         **of_files(every, {"whole.tar": archives.tar(synsets)}),
         **of_files(every, synsets, "n02084071.tar"),
     }
@@ -318,7 +330,7 @@ def array_records(files: Mapping[str, bytes], name: str) -> dict[str, Target]:
 def of_arrays() -> dict[str, Target]:
     """The parsers of arrays and records alone, of small files: there most mutations hit what is parsed."""
     x = np.arange(12, dtype=np.uint8).reshape(3, 4)
-    mats = [test_arrays.mat(test_arrays.VARIABLES | {"X": x}, compress=packed) for packed in (False, True)]
+    mats = [mat(VARIABLES | {"X": x}, compress=packed) for packed in (False, True)]
     batch = {"data": x, "labels": [1, 2, 3], "batch_label": "training batch 1 of 5"}
     example = tfrecords.example({"image": [b"abc"], "label": [5, -1], "bbox": [1.0, 2.0]})
     npz, hdf5 = io.BytesIO(), [io.BytesIO() for _ in range(3)]
@@ -350,11 +362,11 @@ def of_arrays() -> dict[str, Target]:
         "npz": Target([npz.getvalue()], of_npz),
         "hdf5": Target([data.getvalue() for data in hdf5], of_hdf5),
         "norb": Target(
-            [test_arrays.norb(each) for each in (x, x.astype(np.int32))],
+            [norb(each) for each in (x, x.astype(np.int32))],
             lambda _, data: arrays.read_norb(data),
         ),
         "pickle": Target(
-            [test_cifar.python2(batch), pickle.dumps(batch, protocol=2)],
+            [cifar.python2(batch), pickle.dumps(batch, protocol=2)],
             lambda _, data: arrays.unpickle_arrays(data),
         ),
         "tfrecord": Target(

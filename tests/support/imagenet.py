@@ -1,10 +1,10 @@
-"""A small ImageNet-1k in its authors' format: two tars and a devkit."""
+"""A small ImageNet-1k in its authors' format, two tars and a devkit, and the synset tars of a small ImageNet-21k."""
 
 import io
 from pathlib import Path
 
 import numpy as np
-from scipy.io import savemat
+import scipy
 
 from tests.support.archives import image, tar
 
@@ -16,6 +16,10 @@ SYNSETS = (
     (4, "n03126707", "crane"),
 )
 TRUTH = (2, 2, 1, 4, 3, 1)  # IDs of val images 1, 2, ...
+REAL = [[0], [], [2, 1], [3], [1], []]
+"""Content of real.json: the classes of val images 1, 2, ... as relabelled by ReaL."""
+WHOLE = {"n00004475": 12, "n02084071": 40, "n00005787": 3, "n12992868": 25}
+"""Synsets of ImageNet-21k and how many images they have."""
 
 
 def meta() -> bytes:
@@ -24,7 +28,7 @@ def meta() -> bytes:
     rows = [(number, wnid, words, "what it is", 0) for number, wnid, words in SYNSETS]
     rows.append((5, "n00001740", "entity", "all of it", 4))
     file = io.BytesIO()
-    savemat(file, {"synsets": np.array(rows, fields).reshape(-1, 1)})
+    scipy.io.savemat(file, {"synsets": np.array(rows, fields).reshape(-1, 1)})
     return file.getvalue()
 
 
@@ -66,3 +70,8 @@ def write(root: Path, images: int = 30, **changes: bytes) -> Path:
     for name, data in files(images).items():
         (root / name).write_bytes(changes.get(name.split(".")[0].rpartition("_")[2], data))
     return root
+
+
+def synset(wnid: str, images: int) -> bytes:
+    """The tar of one synset."""
+    return tar({f"{wnid}_{i}.JPEG": image(int(wnid[1:]) % 1000 + i) for i in range(images)})

@@ -57,10 +57,13 @@ class Server:
         from botocore.config import Config
 
         return boto3.session.Session().client(
-            "s3", endpoint_url=self.endpoint, region_name="us-east-1",
-            aws_access_key_id=self.access_key, aws_secret_access_key=self.secret_key,
+            "s3",
+            endpoint_url=self.endpoint,
+            region_name="us-east-1",
+            aws_access_key_id=self.access_key,
+            aws_secret_access_key=self.secret_key,
             config=Config(request_checksum_calculation="when_required"),
-        )  # fmt: skip
+        )
 
     def bucket(self) -> "Bucket":
         """A new, empty bucket."""

@@ -54,9 +54,13 @@ def _example() -> Any:
         (("bytes_list", "BytesList"), ("float_list", "FloatList"), ("int64_list", "Int64List")), start=1
     ):
         feature.field.add(
-            name=name, number=number, type="TYPE_MESSAGE", type_name=f".tensorflow.{kind}",
-            label="LABEL_OPTIONAL", oneof_index=0,
-        )  # fmt: skip
+            name=name,
+            number=number,
+            type="TYPE_MESSAGE",
+            type_name=f".tensorflow.{kind}",
+            label="LABEL_OPTIONAL",
+            oneof_index=0,
+        )
     features = file.message_type.add(name="Features")
     entry = features.nested_type.add(name="FeatureEntry")
     entry.options.map_entry = True
@@ -65,13 +69,19 @@ def _example() -> Any:
         name="value", number=2, type="TYPE_MESSAGE", type_name=".tensorflow.Feature", label="LABEL_OPTIONAL"
     )
     features.field.add(
-        name="feature", number=1, type="TYPE_MESSAGE", type_name=".tensorflow.Features.FeatureEntry",
+        name="feature",
+        number=1,
+        type="TYPE_MESSAGE",
+        type_name=".tensorflow.Features.FeatureEntry",
         label="LABEL_REPEATED",
-    )  # fmt: skip
+    )
     file.message_type.add(name="Example").field.add(
-        name="features", number=1, type="TYPE_MESSAGE", type_name=".tensorflow.Features",
+        name="features",
+        number=1,
+        type="TYPE_MESSAGE",
+        type_name=".tensorflow.Features",
         label="LABEL_OPTIONAL",
-    )  # fmt: skip
+    )
     pool = descriptor_pool.DescriptorPool()
     pool.Add(file)
     return message_factory.GetMessageClass(pool.FindMessageTypeByName("tensorflow.Example"))()

@@ -53,8 +53,18 @@ def patch_camelyon(root: Path, train: int = 30) -> Truth:
 
 
 def eurosat(root: Path) -> Truth:
-    names = ("AnnualCrop", "Forest", "HerbaceousVegetation", "Highway", "Industrial", "Pasture", "PermanentCrop",
-             "Residential", "River", "SeaLake")  # fmt: skip
+    names = (
+        "AnnualCrop",
+        "Forest",
+        "HerbaceousVegetation",
+        "Highway",
+        "Industrial",
+        "Pasture",
+        "PermanentCrop",
+        "Residential",
+        "River",
+        "SeaLake",
+    )
     return _classes(root / "EuroSAT.zip", "eurosat", "2750", names, 64, "{}")
 
 
@@ -217,9 +227,13 @@ def dsprites(root: Path, npz: bool = False) -> Truth:
         metadata = np.array({"author": "somebody"}, dtype=object)
         values = latents.astype(float)
         np.savez_compressed(
-            root / f"{name}.npz", allow_pickle=True, metadata=metadata, imgs=images, latents_classes=latents,
+            root / f"{name}.npz",
+            allow_pickle=True,
+            metadata=metadata,
+            imgs=images,
+            latents_classes=latents,
             latents_values=values,
-        )  # fmt: skip
+        )
     else:
         with h5py.File(root / f"{name}.hdf5", "w") as file:
             file.create_dataset("imgs", data=images, chunks=(32, 2, 4), compression="gzip")

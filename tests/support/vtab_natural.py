@@ -7,8 +7,8 @@ import tarfile
 import zipfile
 
 import numpy as np
+import scipy
 from PIL import Image
-from scipy.io import savemat
 
 
 def encoded(seed, kind="JPEG", size=(24, 20), mode="RGB"):
@@ -40,7 +40,7 @@ def zipped(files):
 
 def matlab(**variables):
     file = io.BytesIO()
-    savemat(file, variables, do_compression=True)
+    scipy.io.savemat(file, variables, do_compression=True)
     return file.getvalue()
 
 

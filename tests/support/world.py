@@ -89,9 +89,14 @@ class World:
         store, client = MemoryStore(self.store.objects, network), Client(self.cluster, network)
         process = next(self._drivers)
         return Driver(
-            store, begun, client, self.told, parallel=4, clock=self.clock,
+            store,
+            begun,
+            client,
+            self.told,
+            parallel=4,
+            clock=self.clock,
             token_hex=lambda size: f"{process}-{next(numbers)}",
-        )  # fmt: skip
+        )
 
     def attempts(self, job: str = "ingest") -> list[Attempt]:
         """Their records, as they were written."""

@@ -144,6 +144,7 @@ def test_flops_are_those_that_torch_counts(config: Architecture) -> None:
     assert compute.forward_flops(config) == counted(config)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["Ti/16", "R50+B/16", "R50x1"])
 def test_flops_of_the_papers_models_are_those_that_torch_counts(name: str) -> None:
     config = named(name, num_classes=1000)

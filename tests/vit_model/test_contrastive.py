@@ -8,18 +8,24 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing
 from torch import Tensor, nn
 
 from tests.support.digits import TRAIN, as_input, digits, probe_accuracy
+from tests.support.workers import run_workers
 from vit_model.config import ViTConfig
 from vit_model.contrastive import BatchNorm, MoCo, MomentumEncoder, info_nce, momentum
 from vit_model.model import ViT
 
 TINY: dict[str, Any] = {
-    "image_size": 8, "patch_size": 4, "width": 16, "depth": 2, "num_heads": 2, "mlp_dim": 32, "in_channels": 1,
+    "image_size": 8,
+    "patch_size": 4,
+    "width": 16,
+    "depth": 2,
+    "num_heads": 2,
+    "mlp_dim": 32,
+    "in_channels": 1,
     "position": "sincos2d_moco",
-}  # fmt: skip
+}
 
 
 def small_task(**options: Any) -> MoCo:
@@ -187,7 +193,7 @@ def _worker(rank: int, world: int, folder: Path) -> None:
 @pytest.mark.slow
 def test_two_workers_are_one_batch(tmp_path: Path) -> None:
     """The mean of their losses is the whole batch's loss, and the mean of their gradients its gradient."""
-    torch.multiprocessing.spawn(_worker, (2, tmp_path), nprocs=2)
+    run_workers(2, _worker, 2, tmp_path)
     parts = [torch.load(tmp_path / f"{rank}.pt") for rank in range(2)]
     task = small_task().double()
     expected = {"loss": step(task, MomentumEncoder(task), *(view.double() for view in two_views(6)))}

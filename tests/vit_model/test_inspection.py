@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.vit_model.test_model import SMALL, hugging_face_names, randomised
+from tests.support.vits import SMALL, hugging_face_names, randomised
 from vit_model import inspection
 from vit_model.config import ResNetConfig, ViTConfig
 from vit_model.model import ViT
@@ -182,6 +182,7 @@ def test_rollout_multiplies_from_the_first_layer_upward(options: dict[str, Any])
         np.testing.assert_allclose(rolled[image], (read / read.max()).reshape(config.grid), atol=1e-5)
 
 
+@pytest.mark.slow
 def test_weights_are_hugging_faces() -> None:
     transformers = pytest.importorskip("transformers")
     model, images = model_and_images({"gelu": "exact"})

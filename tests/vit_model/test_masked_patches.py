@@ -15,8 +15,14 @@ from vit_model.masked_patches import MaskedPatches, corrupt, corruption, counts,
 from vit_model.model import ViT
 
 TINY: dict[str, Any] = {
-    "image_size": 8, "patch_size": 2, "width": 16, "depth": 2, "num_heads": 2, "mlp_dim": 32, "in_channels": 1,
-}  # fmt: skip
+    "image_size": 8,
+    "patch_size": 2,
+    "width": 16,
+    "depth": 2,
+    "num_heads": 2,
+    "mlp_dim": 32,
+    "in_channels": 1,
+}
 
 
 def random_draws(b: int, n: int, seed: int = 0) -> Tensor:
@@ -188,10 +194,15 @@ def test_the_loss_is_that_of_the_corrupted_patches(target: Any, channels: int) -
 
 @pytest.mark.parametrize(
     "options",
-    [{}, {"pooling": "gap"}, {"pooling": "gap", "norm_after_pooling": True}, {"axial": True, "pooling": "gap"},
-     {"norm_first": True, "position": "learned2d", "position_at": "every_layer"}],
+    [
+        {},
+        {"pooling": "gap"},
+        {"pooling": "gap", "norm_after_pooling": True},
+        {"axial": True, "pooling": "gap"},
+        {"norm_first": True, "position": "learned2d", "position_at": "every_layer"},
+    ],
     ids=str,
-)  # fmt: skip
+)
 def test_all_of_the_model_is_trained(options: dict[str, Any]) -> None:
     config = ViTConfig(**TINY | options)
     task = MaskedPatches(ViT(config))
@@ -292,6 +303,7 @@ def digits_model() -> ViT:
     return ViT(ViTConfig(**TINY | {"width": 32, "num_heads": 4, "mlp_dim": 64, "pooling": "gap"}))
 
 
+@pytest.mark.slow
 def test_the_loss_falls_on_digits() -> None:
     losses = pretrain(MaskedPatches(digits_model()), 80)
     assert losses[0] == pytest.approx(math.log(8), rel=1e-5)

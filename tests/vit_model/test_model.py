@@ -9,29 +9,10 @@ import torch.nn.functional as F
 from pydantic import ValidationError
 from torch import Tensor, nn
 
+from tests.support.vits import SMALL, hugging_face_names, randomised
 from vit_model.config import ViTConfig
 from vit_model.model import ViT, along_axis, attention
 from vit_model.objectives import softmax_cross_entropy
-
-SMALL: dict[str, Any] = {
-    "image_size": 12,
-    "patch_size": 4,
-    "width": 32,
-    "depth": 3,
-    "num_heads": 4,
-    "mlp_dim": 48,
-    "num_classes": 7,
-}
-
-
-def randomised(config: ViTConfig, seed: int = 0) -> ViT:
-    """Every weight away from zero and one, so that none can be forgotten unnoticed."""
-    model = ViT(config)
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.1)
-    return model
 
 
 def random_images(config: ViTConfig, batch: int, seed: int = 1) -> Tensor:
@@ -39,34 +20,11 @@ def random_images(config: ViTConfig, batch: int, seed: int = 1) -> Tensor:
     return torch.randn(batch, config.in_channels, config.image_size, config.image_size, generator=generator)
 
 
-def hugging_face_names(weights: dict[str, Tensor], config: ViTConfig) -> dict[str, Tensor]:
-    """Our tensors (weights or gradients) as transformers' ViTForImageClassification names and shapes them."""
-    out = {
-        "vit.embeddings.cls_token": weights["cls_token"],
-        "vit.embeddings.position_embeddings": weights["pos_embed"],
-        "vit.embeddings.patch_embeddings.projection.weight": weights["patch_embed.proj.weight"].reshape(
-            config.width, config.in_channels, config.patch_size, config.patch_size
-        ),
-        "vit.embeddings.patch_embeddings.projection.bias": weights["patch_embed.proj.bias"],
-    }
-    renamed = {"norm1": "layernorm_before", "norm2": "layernorm_after", "attn.proj": "attention.o_proj"}
-    renamed |= {"mlp.fc1": "mlp.fc1", "mlp.fc2": "mlp.fc2"}
-    for kind in ("weight", "bias"):
-        out[f"vit.layernorm.{kind}"] = weights[f"norm.{kind}"]
-        out[f"classifier.{kind}"] = weights[f"head.{kind}"]
-        for layer in range(config.depth):
-            ours, theirs = f"blocks.{layer}", f"vit.layers.{layer}"
-            for old, new in renamed.items():
-                out[f"{theirs}.{new}.{kind}"] = weights[f"{ours}.{old}.{kind}"]
-            for name, part in zip("qkv", weights[f"{ours}.attn.qkv.{kind}"].chunk(3), strict=True):
-                out[f"{theirs}.attention.{name}_proj.{kind}"] = part
-    return out
-
-
 def relative_difference(ours: Tensor, theirs: Tensor) -> float:
     return float(((ours - theirs).norm() / theirs.norm()).detach())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("gelu", "activation"), [("tanh", "gelu_pytorch_tanh"), ("exact", "gelu")])
 def test_logits_and_gradients_equal_hugging_face(gelu: str, activation: str) -> None:
     transformers = pytest.importorskip("transformers")
@@ -311,6 +269,7 @@ def train(steps: int, dtype: torch.dtype, dropout: float = 0.0) -> tuple[list[fl
     return losses, model
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_one_batch_is_learnt_by_heart(dtype: torch.dtype) -> None:
     losses, _ = train(100, dtype)
@@ -418,9 +377,15 @@ def test_axial_blocks_are_torchs_own_under_masks_of_rows_and_columns() -> None:
     layers = nn.ModuleList()
     for block in ours.blocks:
         layer = nn.TransformerEncoderLayer(
-            config.width, config.num_heads, config.mlp_dim, dropout=0.0, activation="gelu",
-            layer_norm_eps=config.layer_norm_eps, batch_first=True, norm_first=True,
-        ).double()  # fmt: skip
+            config.width,
+            config.num_heads,
+            config.mlp_dim,
+            dropout=0.0,
+            activation="gelu",
+            layer_norm_eps=config.layer_norm_eps,
+            batch_first=True,
+            norm_first=True,
+        ).double()
         renamed = {"attn.qkv.": "self_attn.in_proj_", "attn.proj": "self_attn.out_proj"}
         renamed |= {"mlp.fc1": "linear1", "mlp.fc2": "linear2"}
         weights = block.state_dict()

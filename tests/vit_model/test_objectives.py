@@ -49,9 +49,16 @@ def test_a_model_with_the_authors_head_bias_starts_from_their_loss(
     classes: int, bias: float, expected: float
 ) -> None:
     config = ViTConfig(
-        image_size=8, patch_size=4, width=8, depth=1, num_heads=1, mlp_dim=8, num_classes=classes,
-        representation_head=True, head_bias=bias,
-    )  # fmt: skip
+        image_size=8,
+        patch_size=4,
+        width=8,
+        depth=1,
+        num_heads=1,
+        mlp_dim=8,
+        num_classes=classes,
+        representation_head=True,
+        head_bias=bias,
+    )
     logits = ViT(config)(torch.randn(3, 3, 8, 8, generator=torch.Generator().manual_seed(0)))
     loss = sigmoid_cross_entropy(logits, torch.tensor([0, 7, classes - 1]))
     assert loss.item() == pytest.approx(expected, abs=0.01)

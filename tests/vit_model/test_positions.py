@@ -27,9 +27,17 @@ def test_equal_size_is_the_identity() -> None:
 
 @pytest.mark.parametrize(
     ("old", "new"),
-    [((14, 14), (24, 24)), ((7, 7), (12, 12)), ((4, 4), (9, 9)), ((6, 6), (3, 3)), ((1, 1), (2, 2)), ((3, 3), (1, 1)),
-     ((4, 4), (4, 7)), ((3, 5), (6, 4))],
-)  # fmt: skip
+    [
+        ((14, 14), (24, 24)),
+        ((7, 7), (12, 12)),
+        ((4, 4), (9, 9)),
+        ((6, 6), (3, 3)),
+        ((1, 1), (2, 2)),
+        ((3, 3), (1, 1)),
+        ((4, 4), (4, 7)),
+        ((3, 5), (6, 4)),
+    ],
+)
 @pytest.mark.parametrize("prefix", [0, 1, 2])
 def test_resizing_is_scipys_zoom(old: tuple[int, int], new: tuple[int, int], prefix: int) -> None:
     zoom = pytest.importorskip("scipy.ndimage").zoom

@@ -22,8 +22,14 @@ from vit_model.weights import load_model, save_model, transfer_backbone
 
 SMALL: dict[str, Any] = {"units": (1, 2), "image_size": 24, "num_classes": 5}
 # timm's resnetv2_*_bit with 1000 classes.
-PUBLISHED = {"R50x1": 25_549_352, "R50x3": 217_319_080, "R101x1": 44_541_480, "R101x3": 387_934_888,
-             "R152x2": 236_335_208, "R152x4": 936_533_224}  # fmt: skip
+PUBLISHED = {
+    "R50x1": 25_549_352,
+    "R50x3": 217_319_080,
+    "R101x1": 44_541_480,
+    "R101x3": 387_934_888,
+    "R152x2": 236_335_208,
+    "R152x4": 936_533_224,
+}
 
 
 Module = TypeVar("Module", bound=nn.Module)
@@ -149,10 +155,15 @@ def test_the_stem_of_hybrids_is_timms_with_the_authors_standardisation(
 
     def theirs(conv: Any, eps: float) -> nn.Module:
         made = ResNetV2(
-            layers=units, channels=tuple(256 * 2**index for index in range(len(units))), preact=False,
-            num_classes=0, global_pool="", stem_type="same", conv_layer=conv,
+            layers=units,
+            channels=tuple(256 * 2**index for index in range(len(units))),
+            preact=False,
+            num_classes=0,
+            global_pool="",
+            stem_type="same",
+            conv_layer=conv,
             norm_layer=partial(GroupNormAct, num_groups=32, eps=eps),
-        )  # fmt: skip
+        )
         made.norm = nn.Identity()
         return made.double()  # type: ignore[no-any-return]
 
@@ -190,9 +201,14 @@ def test_a_whole_hybrid_is_timms_but_for_the_constants(timm: ModuleType) -> None
         image_size=(32, 64), patch_size=8, width=32, mlp_dim=128, stem=(1, 2), gelu="exact", **sizes
     )
     backbone = ResNetV2(
-        layers=(1, 2), channels=(256, 512), preact=False, num_classes=0, global_pool="", stem_type="same",
+        layers=(1, 2),
+        channels=(256, 512),
+        preact=False,
+        num_classes=0,
+        global_pool="",
+        stem_type="same",
         conv_layer=partial(StdConv2dSame, eps=1e-8),
-    )  # fmt: skip
+    )
     embed = partial(HybridEmbed, backbone=backbone)
     theirs = VisionTransformer(img_size=(32, 64), patch_size=1, embed_dim=32, embed_layer=embed, **sizes)
     ours = randomised(ViT(config))

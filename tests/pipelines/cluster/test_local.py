@@ -169,8 +169,12 @@ def test_on_loopback_alone_and_unused_it_ends_with_its_jobs_and_leaves_nothing(f
         until(sleeping)  # RUNNING is said a moment before the shell has become the command
         sleepers = sleeping()
         assert len(processes_of(head)) > 10
-        listening = [at.laddr for process in processes_of(head) for at in process.net_connections("inet")
-                     if at.status == psutil.CONN_LISTEN]  # fmt: skip
+        listening = [
+            at.laddr
+            for process in processes_of(head)
+            for at in process.net_connections("inet")
+            if at.status == psutil.CONN_LISTEN
+        ]
         assert {address.ip.removeprefix("::ffff:") for address in listening} == {"127.0.0.1"}
         assert not {address.port for address in listening} & {
             6379,

@@ -39,14 +39,17 @@ from tests.support.paths import TINY
         (["runn"], "No such command"),
     ],
 )
-def test_wrong_requests(vitflow, tmp_path: Path, arguments: list[str], message: str, monkeypatch) -> None:  # type: ignore[no-untyped-def]
+def test_wrong_requests(
+    vitflow_here, tmp_path: Path, arguments: list[str], message: str, monkeypatch
+) -> None:  # type: ignore[no-untyped-def]
     monkeypatch.chdir(tmp_path)
-    done = vitflow(*arguments, check=2)
+    done = vitflow_here(*arguments, check=2)
     assert message in done.stdout + done.stderr
     assert "Traceback" not in done.stderr
     assert not list(tmp_path.glob("*/runs")), "no run was begun"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("verb", "what"), [("run", "damaged"), ("list", "damaged"), ("schedule tick often", "silent")]
 )
@@ -70,6 +73,7 @@ def test_a_store_that_is_damaged_or_does_not_answer_is_no_wrong_request(  # type
     assert "Traceback" not in done.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("verb", ["run", "submit"])
 def test_a_cluster_that_does_not_answer_is_no_wrong_request(vitflow, tmp_path: Path, verb: str) -> None:  # type: ignore[no-untyped-def]
     done = vitflow(verb, TINY, "--store", tmp_path / "s", "--address", "http://127.0.0.1:9", check=1)
@@ -78,16 +82,16 @@ def test_a_cluster_that_does_not_answer_is_no_wrong_request(vitflow, tmp_path: P
     assert not (tmp_path / "s" / "runs").exists(), "no run was begun"
 
 
-def test_plan_of_an_empty_store_changes_nothing(vitflow, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
-    rows = json.loads(vitflow("plan", TINY, "--store", tmp_path / "s", "--json").stdout)
+def test_plan_of_an_empty_store_changes_nothing(vitflow_here, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+    rows = json.loads(vitflow_here("plan", TINY, "--store", tmp_path / "s", "--json").stdout)
     states = {row["stage"]: row["state"] for row in rows}
     expected = dict.fromkeys(("pretrain", "pixels", "finetune", "probe", "report"), "pending")
     assert states == {"digits": "run"} | expected
     assert not list(tmp_path.iterdir()), "not even the store is made"
 
 
-def test_schema_is_a_json_schema_that_knows_the_jobs(vitflow) -> None:  # type: ignore[no-untyped-def]
-    schema = json.loads(vitflow("schema").stdout)
+def test_schema_is_a_json_schema_that_knows_the_jobs(vitflow_here) -> None:  # type: ignore[no-untyped-def]
+    schema = json.loads(vitflow_here("schema").stdout)
     assert {"Ingest", "Pretrain", "Finetune", "Evaluate", "Baselines", "Report"} <= set(schema["$defs"])
 
 
@@ -103,13 +107,13 @@ def test_the_version_is_the_packages_with_the_commit_of_a_checkout(vitflow) -> N
     assert said.partition("commit ")[2][:12] == git_state().get("git", "")[:12]
 
 
-def test_help_of_import_shows_how_a_revision_is_given(vitflow) -> None:  # type: ignore[no-untyped-def]
-    assert "hf:ORG/NAME[@REVISION]" in vitflow("import", "--help").stdout
+def test_help_of_import_shows_how_a_revision_is_given(vitflow_here) -> None:  # type: ignore[no-untyped-def]
+    assert "hf:ORG/NAME[@REVISION]" in vitflow_here("import", "--help").stdout
 
 
-def test_help_shows_no_type_beside_a_flag(vitflow) -> None:  # type: ignore[no-untyped-def]
+def test_help_shows_no_type_beside_a_flag(vitflow_here) -> None:  # type: ignore[no-untyped-def]
     for command in ((), ("run",), ("report",), ("report", "list"), ("schedule", "serve")):
-        said = vitflow(*command, "--help").stdout
+        said = vitflow_here(*command, "--help").stdout
         assert "--help" in said and "bool" not in said, command
 
 

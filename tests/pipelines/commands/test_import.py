@@ -149,15 +149,21 @@ def test_init_names_the_way_where_images_are_few(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"path": "hf://google/vit"}, "'hf://google/vit' is not a model on the Hugging Face hub; expected hf:ORG/NAME"),
+        (
+            {"path": "hf://google/vit"},
+            "'hf://google/vit' is not a model on the Hugging Face hub; expected hf:ORG/NAME",
+        ),
         ({"path": "https://x/vit.npz"}, "not a local file or folder, nor s3://bucket/key: fetch it first"),
         ({"path": "x", "preprocessing": "imagenett"}, "'imagenett' is unknown; expected half, imagenet"),
         ({"path": "x", "preprocessing": {"mean": [0.5]}}, "preprocessing.std: is missing"),
         ({"path": "x", "preprocessing": {"mean": [0.5], "std": [0]}}, "greater than 0"),
-        ({"path": "x", "preprocessing": {"mean": [0.5], "std": [1], "interpolate": 1}}, "did you mean 'interpolation'"),
+        (
+            {"path": "x", "preprocessing": {"mean": [0.5], "std": [1], "interpolate": 1}},
+            "did you mean 'interpolation'",
+        ),
         ({"path": "x", "preprocessing": {"mean": [float("nan")], "std": [1]}}, "finite"),
     ],
-)  # fmt: skip
+)
 def test_mistakes_in_a_recipe_are_said(fields: dict[str, Any], message: str) -> None:
     with pytest.raises(RecipeError) as error:
         parse_pipeline({"name": "x", "stages": {"vit": {"job": "import", **fields}}}, "x")
@@ -262,8 +268,13 @@ def put_model(store: Store, name: str = "ma", **fields: Any) -> tuple[ViT, Model
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter)
     pixels = Preprocessing(mean=(0.5,) * 3, std=(0.5,) * 3, resolution=8, channels=3)
-    contract = ModelContract(architecture=config, class_names=("ape", "bee", "cat"), preprocessing=pixels,
-                             training_data="d", license=None)  # fmt: skip
+    contract = ModelContract(
+        architecture=config,
+        class_names=("ape", "bee", "cat"),
+        preprocessing=pixels,
+        training_data="d",
+        license=None,
+    )
     with store.staging(Layout.files("finetune", name, 1)) as staging:
         save_model(staging.path, model, contract)
     commit(store, make_manifest("finetune", key=name, stage="tune", files=staging.files))

@@ -54,6 +54,7 @@ def store(tmp_path: Path) -> FolderStore:
 QUERY = f"SELECT {' || '.join(f'chr({ord(character)})' for character in HOSTILE)} AS x"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "arguments",
     [
@@ -74,6 +75,7 @@ def test_control_characters_stay_out_of_a_terminal(store: FolderStore, arguments
         assert LEFT in said
 
 
+@pytest.mark.slow
 def test_a_pipe_gets_the_text_as_it_is(store: FolderStore, vitflow) -> None:  # type: ignore[no-untyped-def]
     assert HOSTILE in vitflow("logs", "one-1-1-1", "--store", store.uri).stdout
     assert HOSTILE in vitflow("report", "query", QUERY, "--csv", "--store", store.uri).stdout

@@ -29,11 +29,15 @@ HERE, GONE = make_attempt(cluster_session="here"), make_attempt(cluster_session=
 JOBS = [
     JobState("j", status, "", code)
     for status, codes in {
-        "PENDING": [None], "RUNNING": [None], "SUSPENDED": [None], "STOPPED": [None], "SUCCEEDED": [0],
+        "PENDING": [None],
+        "RUNNING": [None],
+        "SUSPENDED": [None],
+        "STOPPED": [None],
+        "SUCCEEDED": [0],
         "FAILED": [1, 2, -9, None],
     }.items()
     for code in codes
-]  # fmt: skip
+]
 FLIGHTS = [
     InFlight(phase, since, attempts=attempts, is_waiting=is_waiting)
     for phase, since, attempts, is_waiting in product(

@@ -110,9 +110,12 @@ def test_a_job_whose_cluster_is_gone_is_lost_and_followed_by_the_next_attempt() 
     assert [attempt.cluster_session for attempt in world.attempts()] == ["session-1", "session-2"]
     assert "attempt ended images LOST" in world.events()
     assert world.told.of("images") == [
-        "RUNNING", "WAITING no answer: http://127.0.0.1:8265: connection refused",
-        "LOST its cluster is gone; another attempt", "RUNNING attempt 2", f"SUCCEEDED {KEY}",
-    ]  # fmt: skip
+        "RUNNING",
+        "WAITING no answer: http://127.0.0.1:8265: connection refused",
+        "LOST its cluster is gone; another attempt",
+        "RUNNING attempt 2",
+        f"SUCCEEDED {KEY}",
+    ]
 
 
 def test_a_cluster_that_does_not_answer_for_a_while_loses_nothing() -> None:
@@ -271,8 +274,11 @@ def test_the_log_of_an_attempt_is_saved_before_the_next_is_written() -> None:
     walk(world)
     names = [name.rsplit("/", 3)[1:] for name in world.store.objects if "/attempts/" in name]
     assert [[*name[-2:]] for name in names] == [
-        ["1", "attempt.json"], ["1", "log.txt"], ["2", "attempt.json"], ["2", "log.txt"],
-    ]  # fmt: skip
+        ["1", "attempt.json"],
+        ["1", "log.txt"],
+        ["2", "attempt.json"],
+        ["2", "log.txt"],
+    ]
 
 
 def test_a_mistake_of_the_users_is_not_tried_again() -> None:
@@ -583,14 +589,23 @@ def test_an_episode_can_be_repeated() -> None:
 
 @pytest.fixture
 def hurried(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module, name in ((decisions, "UNREACHABLE_SECONDS"), (decisions, "ASK_SECONDS"), (driver, "POLL_SECONDS"),
-                         (pipelines.store.protocol, "UNREACHABLE_SECONDS")):  # fmt: skip
+    for module, name in (
+        (decisions, "UNREACHABLE_SECONDS"),
+        (decisions, "ASK_SECONDS"),
+        (driver, "POLL_SECONDS"),
+        (pipelines.store.protocol, "UNREACHABLE_SECONDS"),
+    ):
         monkeypatch.setattr(module, name, 0.001)
 
 
 REPORT = {
-    "title": "Some", "question": "Which?", "headline": "This one.", "note": "", "accuracies": [], "verdicts": [],
-}  # fmt: skip
+    "title": "Some",
+    "question": "Which?",
+    "headline": "This one.",
+    "note": "",
+    "accuracies": [],
+    "verdicts": [],
+}
 
 
 def pipeline(images: Path) -> Pipeline:

@@ -45,7 +45,7 @@ def test_of_an_idx_file_and_its_gz_the_gz_is_read_under_the_files_name() -> None
         ("imagenet21k", ["fall11_whole.tar"], []),
         ("folder", ["a/1.png", "notes.txt"], []),
     ],
-)  # fmt: skip
+)
 def test_a_source_reads_these_files_and_leaves_the_others(
     kind: str, read: list[str], left: list[str]
 ) -> None:

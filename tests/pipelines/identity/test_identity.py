@@ -152,6 +152,7 @@ json_values = st.recursive(
 )
 
 
+@pytest.mark.slow
 @settings(max_examples=50)
 @given(st.dictionaries(st.text(), json_values))
 def test_canonical_json_does_not_depend_on_order_and_is_json(value: dict[str, Any]) -> None:
@@ -214,6 +215,7 @@ def test_missing_source_is_a_clear_error(tmp_path: Path) -> None:
 # ------------------------------------------------------------------------------------------------- code
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("job", STAGE_TYPES)
 def test_import_closure_is_what_python_imports(job: str) -> None:
     """The static closure covers every module of ours that importing the stage loads."""
@@ -280,8 +282,15 @@ def test_columns_that_a_source_may_name_since_later_are_not_in_its_key() -> None
 
 
 def test_the_objective_enters_a_key_where_it_is_not_softmax() -> None:
-    given = {"job": "pretrain", "data": "d", "resolution": 8, "steps": 1, "batch_size": 2, "learning_rate": 0.1,
-             "model": {"patch_size": 4, "width": 8, "depth": 1, "num_heads": 1}}  # fmt: skip
+    given = {
+        "job": "pretrain",
+        "data": "d",
+        "resolution": 8,
+        "steps": 1,
+        "batch_size": 2,
+        "learning_rate": 0.1,
+        "model": {"patch_size": 4, "width": 8, "depth": 1, "num_heads": 1},
+    }
     plain, sigmoid = (Pretrain.model_validate(given | more) for more in ({}, {"objective": "sigmoid"}))
     assert plain.objective == "softmax"
     assert identity.identity_fields(sigmoid) == identity.identity_fields(plain) | {"objective": "sigmoid"}
@@ -290,18 +299,28 @@ def test_the_objective_enters_a_key_where_it_is_not_softmax() -> None:
 @pytest.mark.parametrize(
     ("stage", "later"),
     [
-        (Pretrain, {"randaugment": {"magnitude": 10}}), (Pretrain, {"mixup": 0.2}), (Pretrain, {"cutmix": 1.0}),
+        (Pretrain, {"randaugment": {"magnitude": 10}}),
+        (Pretrain, {"mixup": 0.2}),
+        (Pretrain, {"cutmix": 1.0}),
         (Pretrain, {"objective": "masked_patches", "patch_target": "pixels"}),
         (Pretrain, {"objective": "contrastive", "contrastive": {"temperature": 0.1}, "augment": "crop_flip"}),
-        (Finetune, {"randaugment": {"magnitude": 10}}), (Finetune, {"mixup": 0.2}), (Finetune, {"cutmix": 1.0}),
+        (Finetune, {"randaugment": {"magnitude": 10}}),
+        (Finetune, {"mixup": 0.2}),
+        (Finetune, {"cutmix": 1.0}),
     ],
     ids=str,
-)  # fmt: skip
+)
 def test_what_changes_images_enters_a_key_where_it_does_something(
     stage: type[Pretrain] | type[Finetune], later: dict[str, Any]
 ) -> None:
-    given = {"job": stage.__name__.lower(), "data": "d", "resolution": 8, "steps": 1, "batch_size": 2,
-             "model": {"patch_size": 4, "width": 8, "depth": 1, "num_heads": 1}}  # fmt: skip
+    given = {
+        "job": stage.__name__.lower(),
+        "data": "d",
+        "resolution": 8,
+        "steps": 1,
+        "batch_size": 2,
+        "model": {"patch_size": 4, "width": 8, "depth": 1, "num_heads": 1},
+    }
     given |= {"learning_rate": 0.1} if stage is Pretrain else {"learning_rates": [0.1]}
     plain, used = (identity.identity_fields(stage.model_validate(given | more)) for more in ({}, later))
     assert not plain.keys() & ({*later} - {"augment"})

@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import ClassVar
 
 import pytest
-from moto.server import ThreadedMotoServer
 from typer.testing import CliRunner
 
 from pipelines.cli import app
@@ -105,6 +104,8 @@ def at(endpoint: str, s3: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(scope="module")
 def moto() -> Iterator[str]:
+    from moto.server import ThreadedMotoServer
+
     server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
     server.start()
     yield "http://{}:{}".format(*server.get_host_and_port())
@@ -244,8 +245,10 @@ def test_a_cluster_without_a_token_is_told_and_where_it_listens_decides(
         everywhere = by_name(cluster_findings(address, None, listening={"0.0.0.0", "127.0.0.1"}))
         mapped = by_name(cluster_findings(address, None, listening={"::ffff:127.0.0.1", "::1"}))
     assert {name: finding.status for name, finding in found.items()} == {
-        "cluster": "ok", "cluster, access": "warning", "clock": "ok",
-    }  # fmt: skip
+        "cluster": "ok",
+        "cluster, access": "warning",
+        "clock": "ok",
+    }
     assert "every user of this machine can run any code" in found["cluster, access"].said
     assert everywhere["cluster, access"].status == "problem"
     assert "listens on 0.0.0.0: everyone who can reach it" in everywhere["cluster, access"].said
@@ -298,8 +301,10 @@ def test_the_local_ray_is_well_with_its_token_and_shut_without(monkeypatch: pyte
     monkeypatch.delenv("RAY_AUTH_MODE", raising=False)
     with hold() as ray:
         assert statuses(doctor._local_ray()) == {
-            "local Ray": "ok", "local Ray, access": "ok", "clock": "ok",
-        }  # fmt: skip
+            "local Ray": "ok",
+            "local Ray, access": "ok",
+            "clock": "ok",
+        }
         assert (
             "refuses access without a token" in by_name(cluster_findings(ray.address, None))["cluster"].said
         )
@@ -317,7 +322,11 @@ def test_the_local_ray_is_well_with_its_token_and_shut_without(monkeypatch: pyte
 @pytest.mark.parametrize(
     ("membership", "files", "limits"),
     [
-        ("0::/a/b\n", {"a/b/cpu.max": "max 1000", "a/cpu.max": "1500 1000", "a/b/memory.max": "max"}, (1.5, None)),
+        (
+            "0::/a/b\n",
+            {"a/b/cpu.max": "max 1000", "a/cpu.max": "1500 1000", "a/b/memory.max": "max"},
+            (1.5, None),
+        ),
         ("0::/a\n", {"a/memory.max": "3000", "memory.max": "2000", "cpu.max": "50000 100000"}, (0.5, 2000)),
         (
             "4:memory:/x/y\n1:cpu,cpuacct:/x\n0::/\n",
@@ -333,7 +342,7 @@ def test_the_local_ray_is_well_with_its_token_and_shut_without(monkeypatch: pyte
         ),
         ("", {}, (None, None)),
     ],
-)  # fmt: skip
+)
 def test_limits_of_control_groups(
     tmp_path: Path, membership: str, files: dict[str, str], limits: tuple[float | None, int | None]
 ) -> None:

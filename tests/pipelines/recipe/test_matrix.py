@@ -201,9 +201,13 @@ def test_what_follows_can_be_too_many_and_a_cycle_is_shown(recipe: Any) -> None:
         )
     with pytest.raises(RecipeError, match="stages: 2003 after expanding; at most 2000"):
         recipe(
-            pretrain={"matrix": {"seed": list(range(1000))}}, finetune=None, report=None, pixels=None,
-            a=TINY["stages"]["digits"], b=TINY["stages"]["digits"],
-        )  # fmt: skip
+            pretrain={"matrix": {"seed": list(range(1000))}},
+            finetune=None,
+            report=None,
+            pixels=None,
+            a=TINY["stages"]["digits"],
+            b=TINY["stages"]["digits"],
+        )
     with pytest.raises(RecipeError, match="a cycle"):
         recipe(
             finetune={"backbone": "again"},
@@ -218,9 +222,15 @@ def test_only_a_matrix_makes_names_with_an_at_sign(recipe: Any) -> None:
 
 plain_name = re.compile(r"pretrain@[A-Za-z0-9_.,=+-]+")
 yaml_values = st.one_of(
-    st.none(), st.booleans(), st.integers(), st.floats(allow_nan=False), st.text(), st.lists(st.integers()),
-    st.dictionaries(st.text(), st.text()), st.fixed_dictionaries({"name": st.text()}),
-)  # fmt: skip
+    st.none(),
+    st.booleans(),
+    st.integers(),
+    st.floats(allow_nan=False),
+    st.text(),
+    st.lists(st.integers()),
+    st.dictionaries(st.text(), st.text()),
+    st.fixed_dictionaries({"name": st.text()}),
+)
 
 
 @settings(max_examples=50)

@@ -116,6 +116,7 @@ def test_what_was_not_measured_is_named(store: Store, task: str, stage: str, bes
         list_results(store, task, stage, best)
 
 
+@pytest.mark.slow
 def test_the_commands(vitflow, store: Store) -> None:  # type: ignore[no-untyped-def]
     table = vitflow("report", "compare", "aa", "seed", "--store", store.uri, COLUMNS="80").stdout
     assert "not paired" in table and all(len(line) <= 80 for line in table.splitlines())

@@ -9,7 +9,6 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 import torch
-from moto.server import ThreadedMotoServer
 from PIL import Image
 
 import pipelines
@@ -42,20 +41,32 @@ def put_dataset(store: Store, key: str = "da") -> None:
 
 
 def row(method: str, value: float) -> dict[str, object]:
-    return {"task": "zoo", "protocol": "baseline", "method": method, "labels_per_class": None, "draw": 0,
-            "split": "test", "metric": "accuracy", "value": value, "num_images": 3, "selected_on": "dev",
-            "settings": "{}"}  # fmt: skip
+    return {
+        "task": "zoo",
+        "protocol": "baseline",
+        "method": method,
+        "labels_per_class": None,
+        "draw": 0,
+        "split": "test",
+        "metric": "accuracy",
+        "value": value,
+        "num_images": 3,
+        "selected_on": "dev",
+        "settings": "{}",
+    }
 
 
 def put_finetuned(store: Store, key: str = "fa", value: float = 0.5) -> ViT:
     """A model with its row."""
     torch.manual_seed(0)
-    config = ViTConfig(image_size=4, patch_size=2, in_channels=1, width=8, depth=1, num_heads=1, mlp_dim=8,
-                       num_classes=2)  # fmt: skip
+    config = ViTConfig(
+        image_size=4, patch_size=2, in_channels=1, width=8, depth=1, num_heads=1, mlp_dim=8, num_classes=2
+    )
     model = ViT(config)
     torch.nn.init.normal_(model.head.weight)
-    contract = ModelContract(architecture=config, class_names=CLASSES, preprocessing=GREY, training_data="d",
-                             license=None)  # fmt: skip
+    contract = ModelContract(
+        architecture=config, class_names=CLASSES, preprocessing=GREY, training_data="d", license=None
+    )
     with store.staging(Layout.files("finetune", key, 1)) as staging:
         save_model(staging.path, model, contract)
         tables.write_table(staging.path / "rows.parquet", [row("ViT", value)], tables.ROWS)
@@ -120,8 +131,10 @@ def test_a_datasets_samples_and_images_are_in_one_order(store: Store) -> None:
     assert found.class_names == CLASSES
     samples = found.samples("test").to_pylist()
     assert [(s["sample_id"], s["key"], s["class_name"]) for s in samples] == [
-        (IDS[0], "0.png", "ape"), (IDS[1], "1.png", "bee"), (IDS[2], "2.png", "ape"),
-    ]  # fmt: skip
+        (IDS[0], "0.png", "ape"),
+        (IDS[1], "1.png", "bee"),
+        (IDS[2], "2.png", "ape"),
+    ]
     assert found.images("test").tolist() == [np.full((4, 4, 1), 10 * i).tolist() for i in range(3)]
     assert found.images("test", [2, 0])[:, 0, 0, 0].tolist() == [20, 0]
     larger = GREY.model_copy(update={"resolution": 6})
@@ -163,8 +176,16 @@ def test_rows_are_those_of_every_evaluation_and_fine_tuning_once(store: Store) -
             tables.write_table(staging.path / file, [row("k-NN", 0.25), row("majority", 1 / 3)], tables.ROWS)
         commit(store, make_manifest(job, key=key, stage=f"s-{job}", run="r-2", files=staging.files))
     found = pipelines.open_store(store.uri).rows()
-    assert found.columns == ["artifact", "job", "stage", "run", "finished", "vtab_group", "result",
-                             *tables.ROWS.names]  # fmt: skip
+    assert found.columns == [
+        "artifact",
+        "job",
+        "stage",
+        "run",
+        "finished",
+        "vtab_group",
+        "result",
+        *tables.ROWS.names,
+    ]
     assert set(found.project("artifact, stage, run, method, value, labels_per_class").fetchall()) == {
         ("fa", "tune", "r-1", "ViT", 0.5, None),
         ("ba", "s-baselines", "r-2", "k-NN", 0.25, None),
@@ -179,6 +200,8 @@ def test_rows_are_those_of_every_evaluation_and_fine_tuning_once(store: Store) -
 
 @pytest.fixture
 def bucket(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[str]:
+    from moto.server import ThreadedMotoServer
+
     server = ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
     server.start()
     for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
@@ -193,6 +216,7 @@ def bucket(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[str]:
     server.stop()
 
 
+@pytest.mark.slow
 def test_on_s3_only_what_is_asked_for_is_fetched(bucket: str) -> None:
     store = open_store(bucket)
     put_dataset(store)

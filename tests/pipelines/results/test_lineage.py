@@ -49,8 +49,13 @@ def run(store: Store) -> list[Manifest]:
     pretrain = made(store, "pretrain", "b1", "pretrain", data=glyphs)
     probe = made(store, "evaluate", "c1", "probe", data=digits, backbone=pretrain)
     pixels = made(store, "baselines", "d1", "pixels", data=digits)
-    report = make_manifest("report", key="e1" * 32, content_digest="content-e1", stage="report",
-                           inputs={"of": [input_ref(store, digits), input_ref(store, probe)]})  # fmt: skip
+    report = make_manifest(
+        "report",
+        key="e1" * 32,
+        content_digest="content-e1",
+        stage="report",
+        inputs={"of": [input_ref(store, digits), input_ref(store, probe)]},
+    )
     everything = [glyphs, digits, pretrain, probe, pixels, commit(store, report)]
     names = [manifest.stage for manifest in everything]
     create_run(store, RUN, make_plan(RUN, *names, "later"))

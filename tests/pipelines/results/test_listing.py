@@ -21,8 +21,10 @@ def test_an_unknown_kind_is_told_with_the_nearest(tmp_path: Path, given: str, ne
 def test_every_kind_shows_what_it_is_about(tmp_path: Path) -> None:
     store = open_store(str(tmp_path))
     source = {"source": {"kind": "folder", "name": "zoo"}}
-    data = commit(store, make_manifest("ingest", key="da", config=source,
-                                       metrics={"images": 7, "classes": 2, "train": 5}))  # fmt: skip
+    data = commit(
+        store,
+        make_manifest("ingest", key="da", config=source, metrics={"images": 7, "classes": 2, "train": 5}),
+    )
     taken = {"data": [input_ref(store, data)]}
     commit(store, make_manifest("pretrain", key="ma", metrics={"parameters": 9, "dev_accuracy": 0.5}))
     scores = {"parameters": 9, "validation_accuracy": 0.9, "test_accuracy": 0.625}

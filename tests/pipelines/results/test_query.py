@@ -105,8 +105,10 @@ def test_a_result_is_one_number_whatever_else_has_its_method(tmp_path: Path) -> 
     vit = {"method": "ViT, pretrained", "labels_per_class": 10}
     few_shot = [row(**vit, protocol="few-shot linear", draw=draw, value=0.9 + draw / 100) for draw in (0, 1)]
     put(store, "aa" * 32, few_shot, [prediction(**vit, protocol="few-shot linear")], stage="few_shot")
-    tuned = [row(**vit | {"labels_per_class": labels}, protocol="fine-tuning", value=value)
-             for labels, value in ((10, 0.5), (None, 0.6), (1, 0.4))]  # fmt: skip
+    tuned = [
+        row(**vit | {"labels_per_class": labels}, protocol="fine-tuning", value=value)
+        for labels, value in ((10, 0.5), (None, 0.6), (1, 0.4))
+    ]
     put(store, "bb" * 32, tuned, [prediction(**vit, protocol="fine-tuning")], stage="tune", job="finetune")
     put(
         store, "cc" * 32, tuned[:1], [prediction(**vit, protocol="fine-tuning")], stage="tune", job="finetune"
@@ -207,7 +209,7 @@ HOSTILE = [
     "SELECT * FROM read_parquet('OLD')",
     "SELECT * FROM '/etc/passwd'",
     "SELECT * FROM 'OLD'",
-    "WITH \"OLD\" AS (SELECT 1) SELECT * FROM main.\"OLD\"",
+    'WITH "OLD" AS (SELECT 1) SELECT * FROM main."OLD"',
     "SELECT * FROM glob('/*')",
     "SELECT * FROM query_table('rows')",
     "SELECT * FROM duckdb_settings()",
@@ -234,7 +236,7 @@ HOSTILE = [
     "SELECT " + "(" * 5000 + "1" + ")" * 5000,
     "SELECT " + "[" * 900 + "]" * 900,
     "SELEC 1",
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize("sql", HOSTILE)
@@ -319,16 +321,23 @@ MIXED = """SELECT 'a "b", c' AS text, NULL AS nothing, 'nan'::DOUBLE AS nan, [1.
     DATE '2020-01-02' AS day, TIMESTAMPTZ '2020-01-01 00:00:00+00' AS t, 1.25 AS d, 1 AS text, 2::HUGEINT ** 2 AS h"""
 
 
-def test_json_csv_and_the_table(vitflow, store: Store) -> None:  # type: ignore[no-untyped-def]
+def test_json_csv_and_the_table(vitflow_here, store: Store) -> None:  # type: ignore[no-untyped-def]
     def run(*arguments: str, check: int = 0) -> Any:
-        return vitflow("report", "query", *arguments, "--store", store.uri, check=check)
+        return vitflow_here("report", "query", *arguments, "--store", store.uri, check=check)
 
     (found,) = json.loads(run(MIXED, "--json").stdout)
     assert found.pop("t").startswith(("2020-01-01", "2019-12-31"))
     assert found == {
-        "text": 'a "b", c', "nothing": None, "nan": None, "list": [1.5, 2.0], "s": {"x": None}, "day": "2020-01-02",
-        "d": 1.25, "text_1": 1, "h": 4,
-    }  # fmt: skip
+        "text": 'a "b", c',
+        "nothing": None,
+        "nan": None,
+        "list": [1.5, 2.0],
+        "s": {"x": None},
+        "day": "2020-01-02",
+        "d": 1.25,
+        "text_1": 1,
+        "h": 4,
+    }
     header, line = csv.reader(io.StringIO(run(MIXED, "--csv").stdout))
     assert dict(zip(header, line, strict=True))["text"] == 'a "b", c'
     assert json.loads(run("SELECT * FROM rows WHERE false", "--json").stdout) == []

@@ -102,6 +102,7 @@ moments = st.one_of(
 ).map(lambda moment: moment.replace(tzinfo=UTC))
 
 
+@pytest.mark.slow
 @settings(max_examples=150)
 @given(line=lines(), begin=moments, zone=st.sampled_from(["UTC", "Europe/Berlin", "Australia/Lord_Howe"]))
 def test_ticks_are_those_that_a_walk_over_all_minutes_finds(line: str, begin: datetime, zone: str) -> None:

@@ -329,21 +329,21 @@ def test_a_store_that_fails_is_said_and_begun_work_goes_on_later(store: FolderSt
     ]
 
 
-def test_wrong_requests_from_the_command_line_write_nothing(vitflow, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+def test_wrong_requests_from_the_command_line_write_nothing(vitflow_here, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
     add = ("schedule", "add", "weekly", TINY, "--store", tmp_path / "s", "--cron")
-    done = vitflow(*add, "0 3 * * MOM", "--timezone", "Europe/Berlin", check=2)
+    done = vitflow_here(*add, "0 3 * * MOM", "--timezone", "Europe/Berlin", check=2)
     assert "did you mean MON?" in done.stderr
-    done = vitflow(*add, "0 3 * * 1", "--timezone", "Europe/Berln", check=2)
+    done = vitflow_here(*add, "0 3 * * 1", "--timezone", "Europe/Berln", check=2)
     assert "did you mean 'Europe/Berlin'" in done.stderr
-    done = vitflow(*add, "0 3 * * 1", "--address", "http://head:8265", check=2)
+    done = vitflow_here(*add, "0 3 * * 1", "--address", "http://head:8265", check=2)
     assert "which only this machine sees" in done.stderr
     assert not (tmp_path / "s").exists()
 
 
-def test_list_says_when_a_schedule_is_due_and_what_became_of_it(vitflow, store: FolderStore) -> None:  # type: ignore[no-untyped-def]
+def test_list_says_when_a_schedule_is_due_and_what_became_of_it(vitflow_here, store: FolderStore) -> None:  # type: ignore[no-untyped-def]
     tick = first_tick(store)
     say(store, tick)
-    (row,) = json.loads(vitflow("schedule", "list", "--store", store.root, "--json").stdout)
+    (row,) = json.loads(vitflow_here("schedule", "list", "--store", store.root, "--json").stdout)
     assert (row["name"], row["state"], row["status"]) == ("often", "active", "SUCCEEDED")
     assert row["last run"] == tick_run(store, "often", tick)
     assert datetime.fromisoformat(row["next"]) - tick <= 2 * MINUTE

@@ -55,10 +55,14 @@ def test_a_member_is_missing_and_what_takes_it_is_skipped_but_the_report(
     pipeline, store = load_pipeline(str(recipe)), open_store(str(tmp_path / "s"))
     found = planned(pipeline, store)
     assert {name: stage.state for name, stage in found.items()} == {
-        "images@root=a": "run", "images@root=b": "run", "images@root=c": "missing",
-        "pixels@root=a": "pending", "pixels@root=b": "pending", "pixels@root=c": "skipped",
+        "images@root=a": "run",
+        "images@root=b": "run",
+        "images@root=c": "missing",
+        "pixels@root=a": "pending",
+        "pixels@root=b": "pending",
+        "pixels@root=c": "skipped",
         "report": "pending",
-    }  # fmt: skip
+    }
     why = plan.reasons(store, found.values())
     assert why["images@root=c"] == f"source.root: {tmp_path / 'c'} is not a folder"
     assert why["pixels@root=c"] == "images@root=c cannot be made"

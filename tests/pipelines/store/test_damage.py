@@ -38,8 +38,19 @@ from tests.support.paths import TINY
 from tests.support.records import flip, make_attempt, make_context, make_manifest, make_plan
 
 GOOD, BAD = "good-20260101-000000-aaaa", "bad-20260102-000000-bbbb"  # runs
-ROW = {"task": "digits", "protocol": "baseline", "method": "k-NN", "labels_per_class": 5, "draw": 0, "split": "test",
-       "metric": "accuracy", "value": 0.5, "num_images": 4, "selected_on": "dev", "settings": "{}"}  # fmt: skip
+ROW = {
+    "task": "digits",
+    "protocol": "baseline",
+    "method": "k-NN",
+    "labels_per_class": 5,
+    "draw": 0,
+    "split": "test",
+    "metric": "accuracy",
+    "value": 0.5,
+    "num_images": 4,
+    "selected_on": "dev",
+    "settings": "{}",
+}
 
 
 def put(store: FolderStore, job: str, key: str, stage: str, run: str, **fields: Any) -> Manifest:
@@ -156,7 +167,7 @@ DAMAGED_MANIFESTS: dict[str, Callable[[Path], None]] = {
     "an input outside": changed(
         inputs={"data": [{"job": "../..", "key": "x", "content_digest": "", "manifest_sha256": ""}]}
     ),
-}  # fmt: skip
+}
 
 
 def ask(store: FolderStore, sql: str) -> list[Any]:
@@ -182,11 +193,16 @@ COMMANDS: dict[str, Callable[[FolderStore], Any]] = {
     "lineage": lambda store: as_json(trace(store, "ee")),
     "lineage of a run": lambda store: list(as_text(trace(store, GOOD))),
     "a model": lambda store: find_artifact(store, f"{GOOD}/model", "model").key,
-    "query": lambda store: ask(store, "SELECT method, artifact FROM rows JOIN artifacts USING (artifact) ORDER BY 1"),
-    "report list": lambda store: (accuracies.list_reports(store), accuracies.list_results(store, "digits", None, None)),
+    "query": lambda store: ask(
+        store, "SELECT method, artifact FROM rows JOIN artifacts USING (artifact) ORDER BY 1"
+    ),
+    "report list": lambda store: (
+        accuracies.list_reports(store),
+        accuracies.list_results(store, "digits", None, None),
+    ),
     "plan": planned,
     "ingest": known_parts,
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("command", COMMANDS)
@@ -511,9 +527,26 @@ def test_damaged_facts_of_an_earlier_ingest_are_not_used_again(tmp_path: Path) -
     context = make_context(store, load_pipeline(str(TINY)).stages["digits"])
     entry = {"key": "a.png", "label": 0, "file": "x", "offset": 0, "length": 9}
     entries = pa.Table.from_pylist([entry], schema=ENTRIES).append_column("digest", pa.array(["d"]))
-    seen = {"sample_id": "s", "split": "train", "format": "png", "width": 1, "height": 1, "channels": 1,
-            "content_id": "c", "phash": 7, "shard": 0, "offset": 0, "length": 9, "checksum": 1, "place": 0,
-            "stored": 9, "digest": "d", "key": "a.png", "label": 0, "file": "x"}  # fmt: skip
+    seen = {
+        "sample_id": "s",
+        "split": "train",
+        "format": "png",
+        "width": 1,
+        "height": 1,
+        "channels": 1,
+        "content_id": "c",
+        "phash": 7,
+        "shard": 0,
+        "offset": 0,
+        "length": 9,
+        "checksum": 1,
+        "place": 0,
+        "stored": 9,
+        "digest": "d",
+        "key": "a.png",
+        "label": 0,
+        "file": "x",
+    }
     shard = FileEntry(path="shards/00000.parquet", size=9, sha256="")
     (written,) = write_facts(context, 0, 0, pa.Table.from_pylist([seen], schema=FACTS), shard)
     name = f"{Layout.files('ingest', 'k', 1)}/{written.path}"

@@ -320,8 +320,11 @@ def test_large_files_go_and_come_in_parts(store: S3Store, proxy: Proxy) -> None:
         if method == "GET" and "/large" in path
     }
     assert len(ranges) == 3
-    assert [headers.get("Range") for method, path, *_, headers in proxy.seen
-            if method == "GET" and "/exact" in path] == [None]  # fmt: skip
+    assert [
+        headers.get("Range")
+        for method, path, *_, headers in proxy.seen
+        if method == "GET" and "/exact" in path
+    ] == [None]
 
 
 def test_an_upload_in_parts_goes_on_after_errors(store: S3Store, proxy: Proxy, bucket: Bucket) -> None:
@@ -497,11 +500,17 @@ def test_a_stage_without_keys_is_the_users_mistake_and_one_without_answer_is_not
     plain = {name: value for name, value in os.environ.items() if not name.startswith("AWS_")}
     given = {"AWS_ENDPOINT_URL_S3": endpoint, "AWS_EC2_METADATA_DISABLED": "true", "HOME": str(tmp_path)}
     done = subprocess.run(
-        [sys.executable, "-m", "ray_jobs.ingest", "--spec", "s3://some-bucket/artifacts/ingest/k/attempts/1/attempt.json"],
+        [
+            sys.executable,
+            "-m",
+            "ray_jobs.ingest",
+            "--spec",
+            "s3://some-bucket/artifacts/ingest/k/attempts/1/attempt.json",
+        ],
         env=plain | given | (moto.keys if missing == "server" else {}),
         capture_output=True,
         text=True,
         timeout=120,
-    )  # fmt: skip
+    )
     assert done.returncode == code, done.stderr
     assert re.search(said, done.stderr.strip().splitlines()[-1])

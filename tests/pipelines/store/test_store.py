@@ -52,7 +52,7 @@ class Folder:
 Place = tuple[str, Folder | Bucket]  # a store's address, and what lies there
 
 
-@pytest.fixture(params=["folder", "moto", pytest.param("ceph", marks=pytest.mark.slow)])
+@pytest.fixture(params=["folder", "moto", "ceph"])
 def place(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Place]:
     """An empty folder or bucket."""
     if request.param == "folder":

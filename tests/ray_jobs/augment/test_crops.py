@@ -113,9 +113,12 @@ def test_a_batch_in_memory_gets_the_same_crops_as_a_decoder_does() -> None:
     ramp = torch.arange(0, 252, 4, dtype=torch.uint8).repeat(63, 1)[None, :, :, None].repeat(40, 1, 1, 1)
     taken = crops("resized_crop_flip", 2, positions, 63, 63)
     for row, left, wide, mirrored in zip(
-        augment(ramp, "resized_crop_flip", 2, positions)[:, 31, :, 0], taken.left, taken.width, taken.flipped,
+        augment(ramp, "resized_crop_flip", 2, positions)[:, 31, :, 0],
+        taken.left,
+        taken.width,
+        taken.flipped,
         strict=True,
-    ):  # fmt: skip
+    ):
         # Along a ramp of 4 a pixel a resized part is a ramp from its first to its last pixel.
         values = 4 * (left - 0.5 + (np.arange(63) + 0.5) * wide / 63)
         values = np.clip(values[::-1] if mirrored else values, 0, 248)

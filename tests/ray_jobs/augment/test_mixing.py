@@ -4,15 +4,15 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import scipy
 import torch
 import torch.distributed as dist
-import torch.multiprocessing
-from scipy import stats
 from torch.nn import functional
 
 from pipelines.spec import Finetune, RandAugment
 from ray_jobs.augment import TrainTransform
 from ray_jobs.augment.mixing import Mix, mix, plan
+from tests.support.workers import run_workers
 from vit_model.objectives import sigmoid_cross_entropy, softmax_cross_entropy
 
 CLASSES = 7
@@ -50,6 +50,7 @@ def test_cutmix_takes_a_box_of_the_image_before() -> None:
     np.testing.assert_allclose(targets.sum(1), 1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("alpha", [0.2, 0.8, 1.0, 3.0])
 def test_mixups_weight_is_the_larger_part_of_a_beta(alpha: float) -> None:
     found = [plan(alpha, 0, 1, step, 8, 8) for step in range(2000)]
@@ -57,7 +58,7 @@ def test_mixups_weight_is_the_larger_part_of_a_beta(alpha: float) -> None:
     assert len(weights) == 2000 and min(weights) >= 0.5
     # of b and 1 - b, which have the same distribution, the larger one
     parts = np.array([0.1, 0.3, 0.5, 0.7, 0.9])
-    expected = stats.beta.ppf((1 + parts) / 2, alpha, alpha)
+    expected = scipy.stats.beta.ppf((1 + parts) / 2, alpha, alpha)
     np.testing.assert_allclose(np.quantile(weights, parts), expected, atol=0.02)
 
 
@@ -105,9 +106,16 @@ def test_losses_of_mixed_labels_are_torchs_and_the_weighted_sum_of_both(smoothin
 
 
 CONFIG = Finetune(
-    job="finetune", data="d", backbone="b", learning_rates=(0.1,), steps=1, batch_size=8,
-    randaugment=RandAugment(layers=1, magnitude=10), mixup=0.5, cutmix=1.0,
-)  # fmt: skip
+    job="finetune",
+    data="d",
+    backbone="b",
+    learning_rates=(0.1,),
+    steps=1,
+    batch_size=8,
+    randaugment=RandAugment(layers=1, magnitude=10),
+    mixup=0.5,
+    cutmix=1.0,
+)
 TRANSFORM = TrainTransform(CONFIG, 5, CLASSES, from_files=False)
 STEPS = range(6)
 
@@ -137,7 +145,7 @@ def _worker(rank: int, folder: Path) -> None:
 @pytest.mark.slow
 def test_the_mixed_global_batch_is_the_same_at_any_world_size(tmp_path: Path) -> None:
     whole = share(0, 1)
-    torch.multiprocessing.spawn(_worker, (tmp_path,), nprocs=4)
+    run_workers(4, _worker, tmp_path)
     for world in (2, 4):
         parts = [torch.load(tmp_path / f"{rank}of{world}.pt") for rank in range(world)]
         for step in STEPS:

@@ -4,9 +4,9 @@ import colorsys
 
 import numpy as np
 import pytest
+import scipy
 import torch
 from PIL import Image, ImageEnhance
-from scipy import ndimage
 
 from ray_jobs.augment import augment, colour, uniform
 from ray_jobs.augment.views import VIEWS, View, coloured, jitter, two_views
@@ -36,7 +36,7 @@ def test_a_blur_is_scipys_gaussian(channels: int) -> None:
     images, sigmas = pictures(5, 24, channels), torch.tensor([0.1, 0.5, 1.0, 1.5, 2.0])
     result = colour.gaussian_blur(images, sigmas, radius=6).numpy()
     for image, sigma, ours in zip(images.numpy(), sigmas.tolist(), result, strict=True):
-        expected = ndimage.gaussian_filter(
+        expected = scipy.ndimage.gaussian_filter(
             image.astype(float), (sigma, sigma, 0), mode="nearest", radius=(6, 6, 0)
         )
         assert np.abs(ours - expected).max() <= 0.51

@@ -5,15 +5,16 @@ from itertools import permutations
 
 import numpy as np
 import pytest
+import scipy
 from PIL import Image, ImageDraw, ImageEnhance
-from scipy.fft import dctn
-from sklearn.datasets import load_sample_images
 
 from ray_jobs.data.images import Hashes, examine, hashes
 
 
 def parts() -> list[Image.Image]:
     """24 disjoint parts of scikit-learn's two photographs."""
+    from sklearn.datasets import load_sample_images
+
     photographs = [Image.fromarray(pixels) for pixels in load_sample_images().images]
     return [
         one.crop((x, y, x + 160, y + 140))
@@ -59,7 +60,7 @@ def test_the_bits_are_those_of_the_cosine_transform() -> None:
     """Against SciPy's, but where a frequency is nearly the median."""
     for image in parts():
         small = np.asarray(image.convert("L").resize((32, 32), Image.Resampling.BOX), float)
-        found = dctn(small, type=2)[1:9, 1:9].ravel()
+        found = scipy.fft.dctn(small, type=2)[1:9, 1:9].ravel()
         expected = int(np.packbits(found > np.sort(found)[31]).view(">u8")[0])
         assert (hashed(image) ^ expected).bit_count() <= 2
 

@@ -84,6 +84,7 @@ def test_any_position_costs_the_same() -> None:
     )
 
 
+@pytest.mark.slow
 @given(
     st.lists(st.integers(0, 9), min_size=1, max_size=200),
     st.integers(1, 70),

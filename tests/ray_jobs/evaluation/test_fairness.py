@@ -12,7 +12,7 @@ from pipelines.spec import Baselines, Finetune, Labels, ModelSize
 from pipelines.store import open_store
 from ray_jobs import baselines, finetune
 from ray_jobs.data import shards
-from ray_jobs.evaluation import pixel_baselines, rows
+from ray_jobs.evaluation import rows
 from ray_jobs.evaluation.supports import Supports
 from ray_jobs.process.stage import Context
 from ray_jobs.training.task import Refit, Score
@@ -72,9 +72,15 @@ def seen_by_fine_tuning(folder: Path, labels: Labels, dev: int, monkeypatch: pyt
     monkeypatch.setattr(finetune, "run_refits", run_refits)
     size = ModelSize(patch_size=4, width=16, depth=1, num_heads=2)
     config = Finetune(
-        job="finetune", data="d", model=size, resolution=8, labels=labels, learning_rates=(0.1, 0.2), steps=1,
+        job="finetune",
+        data="d",
+        model=size,
+        resolution=8,
+        labels=labels,
+        learning_rates=(0.1, 0.2),
+        steps=1,
         batch_size=1,
-    )  # fmt: skip
+    )
     made = context(folder, config, dev)
     finetune.main(made)
     written = folder / "store" / "artifacts/finetune/k/attempts/1/files"
@@ -86,6 +92,8 @@ def seen_by_fine_tuning(folder: Path, labels: Labels, dev: int, monkeypatch: pyt
 
 
 def seen_by_baselines(folder: Path, labels: Labels, dev: int, monkeypatch: pytest.MonkeyPatch) -> Seen:
+    from ray_jobs.evaluation import pixel_baselines
+
     seen = Seen([], [], set())
 
     def choose(method: str, x: np.ndarray, y: np.ndarray, folds: Any) -> dict[str, float]:

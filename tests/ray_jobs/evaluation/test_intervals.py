@@ -4,7 +4,7 @@ from typing import NamedTuple
 
 import numpy as np
 import pytest
-from scipy import optimize, stats
+import scipy
 
 from ray_jobs.evaluation.intervals import accuracy_interval, half_width, paired_difference
 
@@ -20,6 +20,7 @@ def true_accuracy() -> float:
     return float(np.mean(1 / (1 + np.exp(-1.0 - normal))))
 
 
+@pytest.mark.slow
 def test_about_95_percent_of_intervals_hold_the_true_accuracy() -> None:
     truth, rng = true_accuracy(), np.random.default_rng(1)
     held = 0
@@ -42,11 +43,12 @@ def test_one_draw_gives_the_binomial_interval() -> None:
     interval = accuracy_interval(correct, replicates=8000)
     assert interval.value == 0.8
     # The 95 % interval is .0111 to either side, a 90 % interval would be .0093.
-    wilson = stats.binomtest(4000, 5000).proportion_ci(0.95, method="wilson")
+    wilson = scipy.stats.binomtest(4000, 5000).proportion_ci(0.95, method="wilson")
     assert interval.low == pytest.approx(wilson.low, abs=0.0008)
     assert interval.high == pytest.approx(wilson.high, abs=0.0008)
 
 
+@pytest.mark.slow
 def test_its_shape_is_of_the_bootstrap_that_resamples_every_image() -> None:
     rng = np.random.default_rng(4)
     correct = simulate(rng, 10, 150)
@@ -61,7 +63,9 @@ def test_where_only_draws_differ_it_is_the_t_interval_of_their_accuracies() -> N
     """The case that the percentiles of a bootstrap get wrong: five draws are .56 of a t interval wide there."""
     accuracies = np.array([0.62, 0.55, 0.71, 0.58, 0.66])
     correct = np.random.default_rng(0).random((5, 40_000)) < accuracies[:, None]
-    low, high = stats.t.interval(0.95, 4, loc=correct.mean(), scale=stats.sem(correct.mean(axis=1)))
+    low, high = scipy.stats.t.interval(
+        0.95, 4, loc=correct.mean(), scale=scipy.stats.sem(correct.mean(axis=1))
+    )
     interval = accuracy_interval(correct)
     assert interval.high - interval.low == pytest.approx(high - low, rel=0.05)
 
@@ -77,7 +81,7 @@ def test_a_family_of_comparisons_has_the_widths_of_bonferroni() -> None:
     """Of 20 the t quantile is that of 1 - .05 / 20 on either side together."""
     a, b = (np.random.default_rng(seed).random((1, 3000)) < 0.8 for seed in (0, 1))
     alone, of_20 = paired_difference(a, b), paired_difference(a, b, comparisons=20)
-    wider = stats.t.isf(0.05 / 20 / 2, 2999) / stats.t.isf(0.025, 2999)
+    wider = scipy.stats.t.isf(0.05 / 20 / 2, 2999) / scipy.stats.t.isf(0.025, 2999)
     assert of_20.high - of_20.low == pytest.approx(wider * (alone.high - alone.low))
     assert of_20.value == alone.value
 
@@ -114,7 +118,7 @@ class Simulation:
     image and a rest, is above a threshold."""
 
     def __init__(self, measured: Measured) -> None:
-        self.thresholds = stats.norm.isf(measured.accuracies)
+        self.thresholds = scipy.stats.norm.isf(measured.accuracies)
         draws, images = (self._correlations(given) for given in (measured.draws, measured.images))
         total = np.eye(2) + self._correlation(0, 1, measured.together) * (1 - np.eye(2))
         self.roots = [_root(matrix) for matrix in (draws, images, total - draws - images)]
@@ -129,13 +133,13 @@ class Simulation:
     def _correlation(self, i: int, j: int, covariance: float) -> float:
         """The correlation of two normal variables that gives their signs this covariance."""
         limits = -self.thresholds[[i, j]]
-        independent = np.prod(stats.norm.cdf(limits))
+        independent = np.prod(scipy.stats.norm.cdf(limits))
 
         def excess(r: float) -> float:
-            both = stats.multivariate_normal.cdf(limits, cov=[[1, r], [r, 1]], allow_singular=True)
+            both = scipy.stats.multivariate_normal.cdf(limits, cov=[[1, r], [r, 1]], allow_singular=True)
             return float(both - independent - covariance)
 
-        return float(optimize.brentq(excess, -0.5, 0.999, xtol=1e-4))
+        return float(scipy.optimize.brentq(excess, -0.5, 0.999, xtol=1e-4))
 
     def tables(self, rng: np.random.Generator, draws: int, images: int) -> tuple[np.ndarray, np.ndarray]:
         sizes = ((draws, 1), (1, images), (draws, images))

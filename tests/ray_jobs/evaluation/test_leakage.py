@@ -85,8 +85,12 @@ class Made:
     def context(self, config: Any, key: str = "k") -> Context:
         given = {field: (self.artifacts[name],) for field, (name,) in config.inputs().items()}
         attempt = make_attempt(
-            config.job, key=key, store_id=self.store.id, store_uri=self.store.uri, config=config.model_dump(mode="json")
-        )  # fmt: skip
+            config.job,
+            key=key,
+            store_id=self.store.id,
+            store_uri=self.store.uri,
+            config=config.model_dump(mode="json"),
+        )
         return Context(attempt, config, given)
 
     def check(self, data: str, backbone: str, **fields: Any) -> leakage.Overlap:
@@ -147,8 +151,16 @@ def test_overlap_is_that_of_sets() -> None:
 @pytest.mark.parametrize("labels", [FEW, Labels()])
 def test_a_fine_tuning_was_trained_on_what_it_was_given(made: Made, labels: Labels) -> None:
     """The first draw's pool of the stage itself, which the stored model is fitted on."""
-    config = Finetune(job="finetune", data="a", model=SIZE, resolution=8, labels=labels, learning_rates=(1e-3,),
-                      steps=1, batch_size=1)  # fmt: skip
+    config = Finetune(
+        job="finetune",
+        data="a",
+        model=SIZE,
+        resolution=8,
+        labels=labels,
+        learning_rates=(1e-3,),
+        steps=1,
+        batch_size=1,
+    )
     pools, *_ = finetune.labelled(config, shards.open_dataset(made.folder("a")))
     tuned = made.model("few", "finetune", data="a", labels=labels.model_dump())
     (training,), unknown = leakage.read_trainings(made.store, [tuned])
@@ -253,8 +265,16 @@ def scored(made: Made) -> Made:
         field: [input_ref(made.store, made.artifacts[name])] for field, (name,) in config.inputs().items()
     }
     machine = {"python": "3.11", "machine": "x86_64", "processor": "A", "cluster": {}, "packages": {}}
-    made._commit("scored", "evaluate", files=result.files, config=config.model_dump(mode="json"), inputs=inputs,
-                 metrics=result.metrics, environment=machine, code={"version": 1, "digest": "c"})  # fmt: skip
+    made._commit(
+        "scored",
+        "evaluate",
+        files=result.files,
+        config=config.model_dump(mode="json"),
+        inputs=inputs,
+        metrics=result.metrics,
+        environment=machine,
+        code={"version": 1, "digest": "c"},
+    )
     return made
 
 
@@ -298,8 +318,13 @@ def test_no_verdict_and_no_list_of_the_best_has_a_row_of_a_part_of_test(scored: 
 def made_report(made: Made, of: str) -> tuple[dict[str, Any], str]:
     """The numbers and the page of a report of one artifact."""
     config = Report(job="report", title="Leaky", of=(of,))
-    attempt = make_attempt("report", key=f"report-{of}", store_id=made.store.id, store_uri=made.store.uri,
-                           config=config.model_dump(mode="json"))  # fmt: skip
+    attempt = make_attempt(
+        "report",
+        key=f"report-{of}",
+        store_id=made.store.id,
+        store_uri=made.store.uri,
+        config=config.model_dump(mode="json"),
+    )
     report.make(Context(attempt, config, {"of": (made.artifacts[of],)}))
     folder = made.store.local(st.Layout.files("report", attempt.key, 1), ())
     return json.loads((folder / "report.json").read_text()), (folder / "report.html").read_text()
@@ -347,8 +372,15 @@ def test_a_backbone_that_learned_from_the_labelled_images_is_named_so(made: Made
     assert "ViT, trained on these images @ 2" in result.metrics
     assert "ViT, pretrained @ 2" not in result.metrics
     for labels, name in ((FEW, "ViT, trained on these images"), (Labels(), "ViT, pretrained")):
-        config = Finetune(job="finetune", data="twin", backbone="tuned", labels=labels, learning_rates=(1e-3,),
-                          steps=1, batch_size=1)  # fmt: skip
+        config = Finetune(
+            job="finetune",
+            data="twin",
+            backbone="tuned",
+            labels=labels,
+            learning_rates=(1e-3,),
+            steps=1,
+            batch_size=1,
+        )
         context = made.context(config)
         pools, *_ = finetune.labelled(config, dataset)
         overlap = leakage.check_leakage(context, dataset, pools[0].rows)

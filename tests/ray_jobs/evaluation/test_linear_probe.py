@@ -2,8 +2,6 @@
 
 import numpy as np
 import pytest
-from sklearn.datasets import load_digits
-from sklearn.linear_model import RidgeClassifier
 
 from ray_jobs.evaluation.linear_probe import (
     BIAS_FEATURE,
@@ -14,6 +12,7 @@ from ray_jobs.evaluation.linear_probe import (
     select_l2,
 )
 from ray_jobs.evaluation.supports import draw_labels
+from tests.support.digits import ink
 
 
 def problem(n: int, d: int, k: int = 3) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -83,6 +82,8 @@ def test_images_alone_in_their_class_do_not_choose() -> None:
 def test_the_largest_l2_still_leaves_the_bias_nearly_free() -> None:
     x, labels, _ = problem(60, 8)
     test = np.random.default_rng(0).normal(size=(500, 7)) + 1.0
+    from sklearn.linear_model import RidgeClassifier
+
     for l2 in (1.0, 2.0**10):
         centred = RidgeClassifier(alpha=l2).fit(x[:, :-1], labels).predict(test)
         _, _, ours = fit_predict(x[:, :-1], labels, test, False, [l2], l2)
@@ -91,7 +92,7 @@ def test_the_largest_l2_still_leaves_the_bias_nearly_free() -> None:
 
 @pytest.fixture(scope="module")
 def digits() -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    x, y = load_digits(return_X_y=True)
+    x, y = ink()
     order = np.random.default_rng(0).permutation(len(x))
     train, test = order[540:], order[:540]
     return x[train] / 16, y[train], x[test] / 16, y[test]

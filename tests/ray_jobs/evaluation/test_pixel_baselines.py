@@ -1,116 +1,134 @@
 """Baselines against scikit-learn called directly, choosing by folds, and thumbnails against brute force."""
 
+from types import ModuleType
+from typing import get_args
+
 import numpy as np
 import pytest
-from sklearn.datasets import load_digits
-from sklearn.linear_model import LogisticRegression
-from sklearn.model_selection import cross_val_score
-from sklearn.neighbors import KNeighborsClassifier
-from sklearn.svm import SVC
 
-from ray_jobs.evaluation.pixel_baselines import GRIDS, choose, fit_predict
+from pipelines.spec.stages import Method
 from ray_jobs.evaluation.supports import draw_labels, stratified_folds
+from tests.support.digits import ink
+
+
+@pytest.fixture(scope="module")
+def baselines() -> ModuleType:
+    """The module under test, which imports scikit-learn."""
+    from ray_jobs.evaluation import pixel_baselines
+
+    return pixel_baselines
 
 
 @pytest.fixture(scope="module")
 def digits() -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    x, y = load_digits(return_X_y=True)
+    x, y = ink()
     order = np.random.default_rng(0).permutation(len(x))
     train, test = order[540:], order[:540]
     support = train[draw_labels(y[train], 10, seed=0, draw=0)]
     return x[support] / 16, y[support], x[test] / 16, y[test]
 
 
-def test_svm_equals_scikit_learns_with_gamma_scale(digits) -> None:  # type: ignore[no-untyped-def]
+def test_svm_equals_scikit_learns_with_gamma_scale(baselines, digits) -> None:  # type: ignore[no-untyped-def]
+    from sklearn.svm import SVC
+
     x, y, x_test, _ = digits
     # gamma="scale" is 1 / (d var over all values); ours is 1 / (sum of the pixels' variances).
     gamma = 1 / x.var(axis=0).sum()
     expected = SVC(C=10.0, gamma=gamma).fit(x, y).predict(x_test)
-    np.testing.assert_array_equal(fit_predict("RBF SVM", {"C": 10.0, "gamma": 1.0}, x, y, x_test), expected)
+    np.testing.assert_array_equal(
+        baselines.fit_predict("RBF SVM", {"C": 10.0, "gamma": 1.0}, x, y, x_test), expected
+    )
 
 
-def test_nearest_neighbours_equal_scikit_learns(digits) -> None:  # type: ignore[no-untyped-def]
+def test_nearest_neighbours_equal_scikit_learns(baselines, digits) -> None:  # type: ignore[no-untyped-def]
+    from sklearn.neighbors import KNeighborsClassifier
+
     x, y, x_test, _ = digits
     expected = KNeighborsClassifier(3).fit(x, y).predict(x_test)
-    np.testing.assert_array_equal(fit_predict("k-NN", {"n_neighbors": 3}, x, y, x_test), expected)
+    np.testing.assert_array_equal(baselines.fit_predict("k-NN", {"n_neighbors": 3}, x, y, x_test), expected)
 
 
-def test_logistic_regression_equals_scikit_learns(digits) -> None:  # type: ignore[no-untyped-def]
+def test_logistic_regression_equals_scikit_learns(baselines, digits) -> None:  # type: ignore[no-untyped-def]
+    from sklearn.linear_model import LogisticRegression
+
     x, y, x_test, _ = digits
     # Scaling the inputs by 1 / s is scaling the penalty: C for scaled inputs is C / s^2 for plain ones.
     c = 10.0 / x.var(axis=0).sum()
     expected = (
         LogisticRegression(C=c, max_iter=10_000, tol=1e-8).fit(x - x.mean(0), y).predict(x_test - x.mean(0))
     )
-    ours = fit_predict("logistic regression", {"C": 10.0}, x, y, x_test)
+    ours = baselines.fit_predict("logistic regression", {"C": 10.0}, x, y, x_test)
     assert np.mean(ours == expected) > 0.995
 
 
-def test_majority_predicts_the_most_frequent_label(digits) -> None:  # type: ignore[no-untyped-def]
+def test_majority_predicts_the_most_frequent_label(baselines, digits) -> None:  # type: ignore[no-untyped-def]
     x, _, x_test, _ = digits
     y = np.where(np.arange(len(x)) < 60, 7, 3)
-    assert set(fit_predict("majority", {}, x, y, x_test).tolist()) == {7}
+    assert set(baselines.fit_predict("majority", {}, x, y, x_test).tolist()) == {7}
 
 
-def test_the_settings_with_the_best_fold_accuracy_are_chosen(digits) -> None:  # type: ignore[no-untyped-def]
+def test_the_settings_with_the_best_fold_accuracy_are_chosen(baselines, digits) -> None:  # type: ignore[no-untyped-def]
+    from sklearn.model_selection import cross_val_score
+    from sklearn.neighbors import KNeighborsClassifier
+
     x, y, _, _ = digits
     folds = stratified_folds(y, 5, seed=0)
     by_neighbours = [
         cross_val_score(KNeighborsClassifier(int(s["n_neighbors"])), x, y, cv=folds).mean()
-        for s in GRIDS["k-NN"]
+        for s in baselines.GRIDS["k-NN"]
     ]
-    assert choose("k-NN", x, y, folds) == GRIDS["k-NN"][int(np.argmax(by_neighbours))]
+    assert baselines.choose("k-NN", x, y, folds) == baselines.GRIDS["k-NN"][int(np.argmax(by_neighbours))]
     # Noise on which a smooth boundary is best: the choice follows the folds, not the order of the grid.
     rng = np.random.default_rng(0)
     labels = np.arange(300) % 2
     noisy = rng.normal(size=(300, 2)) + 0.8 * labels[:, None]
-    assert choose("k-NN", noisy, labels, stratified_folds(labels, 5, seed=0))["n_neighbors"] == 10
+    assert baselines.choose("k-NN", noisy, labels, stratified_folds(labels, 5, seed=0))["n_neighbors"] == 10
 
 
 @pytest.mark.parametrize(
     ("method", "least"),
     [("RBF SVM", 0.90), ("logistic regression", 0.86), ("k-NN", 0.87), ("majority", 0.05)],
 )
-def test_accuracy_on_digits_with_100_labels(digits, method: str, least: float) -> None:  # type: ignore[no-untyped-def]
+def test_accuracy_on_digits_with_100_labels(baselines, digits, method: str, least: float) -> None:  # type: ignore[no-untyped-def]
     x, y, x_test, y_test = digits
-    settings = choose(method, x, y, stratified_folds(y, 5, seed=0))
-    assert settings in GRIDS[method]
-    predictions = fit_predict(method, settings, x, y, x_test)
+    settings = baselines.choose(method, x, y, stratified_folds(y, 5, seed=0))
+    assert settings in baselines.GRIDS[method]
+    predictions = baselines.fit_predict(method, settings, x, y, x_test)
     assert np.mean(predictions == y_test) > least
-    np.testing.assert_array_equal(predictions, fit_predict(method, settings, x, y, x_test))
+    np.testing.assert_array_equal(predictions, baselines.fit_predict(method, settings, x, y, x_test))
 
 
-@pytest.mark.parametrize("method", GRIDS)
-def test_scale_and_offset_of_the_pixels_do_not_matter(digits, method: str) -> None:  # type: ignore[no-untyped-def]
+@pytest.mark.parametrize("method", get_args(Method))
+def test_scale_and_offset_of_the_pixels_do_not_matter(baselines, digits, method: str) -> None:  # type: ignore[no-untyped-def]
     x, y, x_test, _ = digits
-    settings = GRIDS[method][-1]
-    plain = fit_predict(method, settings, x, y, x_test)
-    assert np.mean(plain == fit_predict(method, settings, 16 * x - 3, y, 16 * x_test - 3)) > 0.995
+    settings = baselines.GRIDS[method][-1]
+    plain = baselines.fit_predict(method, settings, x, y, x_test)
+    assert np.mean(plain == baselines.fit_predict(method, settings, 16 * x - 3, y, 16 * x_test - 3)) > 0.995
 
 
-@pytest.mark.parametrize("method", GRIDS)
-def test_one_label_a_class_and_constant_pixels_work(method: str) -> None:
+@pytest.mark.parametrize("method", get_args(Method))
+def test_one_label_a_class_and_constant_pixels_work(baselines, method: str) -> None:  # type: ignore[no-untyped-def]
     x, y = np.eye(4), np.arange(4)
-    settings = choose(method, x, y, folds=[])
-    assert settings == GRIDS[method][0]
-    assert fit_predict(method, settings, np.ones((4, 3)), y, np.ones((2, 3))).shape == (2,)
+    settings = baselines.choose(method, x, y, folds=[])
+    assert settings == baselines.GRIDS[method][0]
+    assert baselines.fit_predict(method, settings, np.ones((4, 3)), y, np.ones((2, 3))).shape == (2,)
 
 
-def test_neighbours_never_exceed_the_images_of_a_fold() -> None:
+def test_neighbours_never_exceed_the_images_of_a_fold(baselines) -> None:  # type: ignore[no-untyped-def]
     x, y = np.random.default_rng(0).normal(size=(6, 2)), np.repeat([0, 1], 3)
-    assert choose("k-NN", x, y, stratified_folds(y, 3, seed=0))["n_neighbors"] <= 3
+    assert baselines.choose("k-NN", x, y, stratified_folds(y, 3, seed=0))["n_neighbors"] <= 3
 
 
 @pytest.mark.parametrize(
     ("call", "message"),
     [
         (
-            lambda: choose("SVM", np.eye(2), np.arange(2), []),
+            lambda baselines: baselines.choose("SVM", np.eye(2), np.arange(2), []),
             "unknown method 'SVM'; expected one of: 'majority', 'k-NN'",
         ),
-        (lambda: fit_predict("k-NN", {}, np.eye(2), np.arange(3), np.eye(2)), "must be"),
+        (lambda baselines: baselines.fit_predict("k-NN", {}, np.eye(2), np.arange(3), np.eye(2)), "must be"),
     ],
 )
-def test_wrong_input_is_named(call, message: str) -> None:  # type: ignore[no-untyped-def]
+def test_wrong_input_is_named(baselines, call, message: str) -> None:  # type: ignore[no-untyped-def]
     with pytest.raises(ValueError, match=message):
-        call()
+        call(baselines)

@@ -7,11 +7,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from sklearn.datasets import load_digits
-from sklearn.linear_model import Ridge
-from sklearn.model_selection import LeaveOneOut, cross_val_predict
-from sklearn.pipeline import make_pipeline
-from sklearn.preprocessing import StandardScaler
 
 from pipelines import store as st
 from pipelines.identity import identity_fields
@@ -23,11 +18,12 @@ from ray_jobs.evaluation import features, linear_probe, rows
 from ray_jobs.evaluation.linear_probe import BIAS_FEATURE, few_shot
 from ray_jobs.training.contract import model_contract
 from tests.support import datasets
+from tests.support.digits import ink
 from tests.support.records import make_context, make_manifest
 from vit_model.build import build
 from vit_model.weights import save_model
 
-IMAGES, LABELS = load_digits(return_X_y=True)
+IMAGES, LABELS = ink()
 PIXELS = (IMAGES * 15).astype(np.uint8).reshape(-1, 8, 8, 1)
 SIZE = shards.ImageSize(height=8, width=8, channels=1)
 IDS = datasets.identities(len(PIXELS))
@@ -103,7 +99,10 @@ def test_the_linear_probe_is_scikit_learns_ridge_with_the_l2_of_leave_one_out(
     support, test = biased[:50], biased[50:150]
     targets = 2.0 * np.eye(10)[LABELS[:50]] - 1
 
-    def ridge(l2: float) -> Ridge:
+    from sklearn.linear_model import Ridge
+    from sklearn.model_selection import LeaveOneOut, cross_val_predict
+
+    def ridge(l2: float) -> Any:
         return Ridge(l2, fit_intercept=False, solver="cholesky")
 
     grid = (settings["l2"] / 16, settings["l2"], settings["l2"] * 2, settings["l2"] * 16)
@@ -123,6 +122,10 @@ def test_standardised_pixels_too(store: Store, digits: Manifest, model: Manifest
     (row,) = [row for row in found if row["method"] == method and row["labels_per_class"] is None]
     pixels = PIXELS.reshape(-1, 64) / np.float32(255)
     varied = pixels[:50].std(axis=0) > 0  # the others are divided by next to nothing, and are zero
+    from sklearn.linear_model import Ridge
+    from sklearn.pipeline import make_pipeline
+    from sklearn.preprocessing import StandardScaler
+
     classifier = make_pipeline(StandardScaler(), Ridge(json.loads(row["settings"])["l2"]))
     classifier.fit(pixels[:50, varied], 2.0 * np.eye(10)[LABELS[:50]] - 1)
     expected = classifier.predict(pixels[50:150, varied]).argmax(axis=1)

@@ -96,6 +96,7 @@ def near(one: Image, other: Image) -> bool:
     return one.content == other.content or (one.seen ^ other.seen).bit_count() <= DISTANCE
 
 
+@pytest.mark.slow
 @given(sets(labelled=True), sets(labelled=True), st.sampled_from(["keep", "drop"]))
 def test_what_arrives_moves_nothing(old: list[Image], new: list[Image], duplicates: str) -> None:
     new = [one._replace(key=f"new {one.key}") for one in new]
@@ -108,6 +109,7 @@ def test_what_arrives_moves_nothing(old: list[Image], new: list[Image], duplicat
     assert not returned & after.keys(), "what was left out stays out"
 
 
+@pytest.mark.slow
 @given(sets(), st.sampled_from(["keep", "drop"]))
 def test_copies_and_near_copies_never_straddle(images: list[Image], duplicates: str) -> None:
     kept, _ = decided(images, duplicates=duplicates)
@@ -119,6 +121,7 @@ def test_copies_and_near_copies_never_straddle(images: list[Image], duplicates: 
                 assert duplicates == "keep" or one == other or kept[one] == "test"
 
 
+@pytest.mark.slow
 @given(sets(labelled=True), st.randoms(use_true_random=False))
 def test_the_order_of_arrival_is_irrelevant(images: list[Image], random: Any) -> None:
     shuffled = random.sample(images, len(images))
@@ -132,6 +135,7 @@ def test_named_groups_draw_together(images: list[Image]) -> None:
         assert len({split for one, split in zip(images, splits, strict=True) if one.group == name}) == 1
 
 
+@pytest.mark.slow
 @given(sets())
 def test_nothing_is_left_out_without_a_twin_that_is_really_one(images: list[Image]) -> None:
     kept, rows = decided(images)
@@ -148,6 +152,7 @@ def test_nothing_is_left_out_without_a_twin_that_is_really_one(images: list[Imag
     assert kept.keys() | {key for key, row in rows.items() if row["done"] == "left out"} == by_key.keys()
 
 
+@pytest.mark.slow
 @given(sets(given_splits=True))
 def test_official_splits_stay_and_what_they_share_is_listed(images: list[Image]) -> None:
     images = [Image("a", 1, None, "train"), Image("b", 1, None, "test"), Image("c", 2, None, "dev"), *images]

@@ -20,7 +20,6 @@ import pyarrow.parquet as pq
 import pytest
 from PIL import Image
 from rich.console import Console
-from sklearn.metrics import precision_recall_fscore_support
 
 from pipelines.results.accuracies import accuracy_table, verdict_lines
 from pipelines.spec import (
@@ -94,13 +93,26 @@ class Artifacts:
                 path.parent.mkdir(parents=True, exist_ok=True)
                 path.write_bytes(data)
         manifest = make_manifest(
-            job, kind=kind, key=key, content_digest=key, stage=stage, run="run",
-            files=staging.files, code={"version": 1, "digest": "c" * 64, "git": "d" * 40, "dirty": False},
-            environment={"python": "3.11", "machine": "x86_64", "processor": "A processor", "cluster": {"CPU": 2.0},
-                         "packages": {"torch": "2.13.0"}},
-            started="2026-11-21T08:00:00+00:00", finished="2026-11-21T08:01:30+00:00", user="me@here",
+            job,
+            kind=kind,
+            key=key,
+            content_digest=key,
+            stage=stage,
+            run="run",
+            files=staging.files,
+            code={"version": 1, "digest": "c" * 64, "git": "d" * 40, "dirty": False},
+            environment={
+                "python": "3.11",
+                "machine": "x86_64",
+                "processor": "A processor",
+                "cluster": {"CPU": 2.0},
+                "packages": {"torch": "2.13.0"},
+            },
+            started="2026-11-21T08:00:00+00:00",
+            finished="2026-11-21T08:01:30+00:00",
+            user="me@here",
             **fields,
-        )  # fmt: skip
+        )
         self.made[stage] = commit(self.store, manifest)
         return self.made[stage]
 
@@ -114,8 +126,10 @@ class Artifacts:
         ids, parts = {}, {}
         raw = all(image.shape[-1] == 1 for images, _ in splits.values() for image in images)
         for split, (images, labels) in splits.items():
-            samples = [_sample(f"{split}/{i}", image, int(label), raw)
-                       for i, (image, label) in enumerate(zip(images, labels, strict=True))]  # fmt: skip
+            samples = [
+                _sample(f"{split}/{i}", image, int(label), raw)
+                for i, (image, label) in enumerate(zip(images, labels, strict=True))
+            ]
             parts[split] = samples
             ids[split] = [sample.sample_id for sample in samples]
         height, width = splits["train"][0][0].shape[:2]
@@ -141,9 +155,17 @@ class Artifacts:
                 names = ("protocol", "method", "labels_per_class")
                 common = {"task": inputs["data"], "draw": draw, **{name: score[name] for name in names}}
                 value = float(np.mean(answers == score["labels"]))
-                rows.append({**common, "split": "test", "metric": "accuracy", "value": value,
-                             "num_images": len(answers), "selected_on": "folds",
-                             "settings": '{"c": 1.0, "exact": true}'})  # fmt: skip
+                rows.append(
+                    {
+                        **common,
+                        "split": "test",
+                        "metric": "accuracy",
+                        "value": value,
+                        "num_images": len(answers),
+                        "selected_on": "folds",
+                        "settings": '{"c": 1.0, "exact": true}',
+                    }
+                )
                 predictions += [
                     {
                         **common,
@@ -175,10 +197,17 @@ class Artifacts:
         config = Report(job="report", title=title, of=stages)
         references: list[InputRef] = [input_ref(self.store, manifest) for manifest in of]
         attempt = make_attempt(
-            "report", key="e" * 64, number=number, stage="report", run="run", store_id=self.store.id,
-            store_uri=self.store.uri, config=config.model_dump(mode="json"), inputs={"of": references},
+            "report",
+            key="e" * 64,
+            number=number,
+            stage="report",
+            run="run",
+            store_id=self.store.id,
+            store_uri=self.store.uri,
+            config=config.model_dump(mode="json"),
+            inputs={"of": references},
             created="2026-11-21T08:00:00+00:00",
-        )  # fmt: skip
+        )
         return Context(attempt, config, {"of": of})
 
     def make(self, *stages: str, **options: Any) -> dict[str, bytes]:
@@ -217,8 +246,14 @@ def _parquet(table: Any) -> bytes:
 def _scores(
     method: str, protocol: str, per_class: int | None, predictions: np.ndarray, labels: np.ndarray, ids: Any
 ) -> dict[str, Any]:
-    return {"method": method, "protocol": protocol, "labels_per_class": per_class, "predictions": predictions,
-            "labels": labels, "ids": ids}  # fmt: skip
+    return {
+        "method": method,
+        "protocol": protocol,
+        "labels_per_class": per_class,
+        "predictions": predictions,
+        "labels": labels,
+        "ids": ids,
+    }
 
 
 def _guesses(rng: np.random.Generator, labels: np.ndarray, draws: int, rate: float) -> np.ndarray:
@@ -242,12 +277,19 @@ def artifacts(tmp_path_factory: pytest.TempPathFactory) -> Artifacts:
     steps = (1, 2, 3)
     curve = [{"step": step, "loss": 2.0 / step, "learning_rate": 0.1, "dev_accuracy": None} for step in steps]
     made.commit(
-        "pretrain", "pretrain", "model", {"curve.json": json.dumps(curve).encode()},
-        config=PRETRAIN.model_dump(mode="json"), inputs=made.references(data="letters"),
-    )  # fmt: skip
+        "pretrain",
+        "pretrain",
+        "model",
+        {"curve.json": json.dumps(curve).encode()},
+        config=PRETRAIN.model_dump(mode="json"),
+        inputs=made.references(data="letters"),
+    )
     rates = {"ViT, pretrained": 0.9, "pixels": 0.5, "pixels, standardised": 0.6}
-    few_shot = [_scores(method, "few-shot linear", shots, _guesses(rng, labels, 4, rate), labels, ids)
-                for shots in (1, 5) for method, rate in rates.items()]  # fmt: skip
+    few_shot = [
+        _scores(method, "few-shot linear", shots, _guesses(rng, labels, 4, rate), labels, ids)
+        for shots in (1, 5)
+        for method, rate in rates.items()
+    ]
     evaluate = Evaluate(job="evaluate", data="digits", backbone="pretrain", seed=7)
     made.scores("evaluate", few_shot, evaluate, data="digits", backbone="pretrain")
     for stage, method, rate in (("finetune", "ViT, pretrained", 0.8), ("scratch", "ViT, from scratch", 0.4)):
@@ -277,8 +319,10 @@ def _correct(files: dict[str, bytes], stage: str, method: str, per_class: int) -
         if (row["stage"], row["method"], row["labels_per_class"]) == (stage, method, per_class)
     ]
     draws = sorted({row["draw"] for row in rows})
-    by_draw = [sorted((row["sample_id"], row["label"] == row["prediction"]) for row in rows if row["draw"] == draw)
-               for draw in draws]  # fmt: skip
+    by_draw = [
+        sorted((row["sample_id"], row["label"] == row["prediction"]) for row in rows if row["draw"] == draw)
+        for draw in draws
+    ]
     return np.array([[right for _, right in draw] for draw in by_draw])
 
 
@@ -319,6 +363,7 @@ def test_verdict_compares_pairs_with_the_best_reference_of_each_sort(files: dict
     )
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(shutil.which("chromium") is None, reason="needs chromium")
 def test_a_telephone_shows_the_difference_and_its_interval_without_scrolling(
     files: dict[str, bytes], tmp_path: Path
@@ -385,6 +430,7 @@ def test_a_loss_is_said_plainly(artifacts: Artifacts) -> None:
     assert "pretraining" not in numbers["question"]
 
 
+@pytest.mark.slow
 def test_other_label_draws_or_images_are_never_paired(artifacts: Artifacts) -> None:
     ids, labels = _tested(artifacts)
     guesses = _guesses(np.random.default_rng(1), labels, 3, 0.1)
@@ -418,6 +464,7 @@ def test_tables_keep_every_row_and_say_where_it_is_from(
             assert mine.select(schema.names).to_pylist() == original.to_pylist()
 
 
+@pytest.mark.slow
 def test_same_inputs_give_the_same_bytes(artifacts: Artifacts, files: dict[str, bytes]) -> None:
     assert files.keys() == {"report.html", "report.json", "rows.parquet", "predictions.parquet"}
     assert artifacts.make(*ALL, number=2) == files
@@ -445,6 +492,8 @@ def test_each_class_has_its_recall_its_precision_and_its_rival(files: dict[str, 
     table = pq.read_table(io.BytesIO(files["predictions.parquet"])).to_pylist()
     mine = [row for row in table if row["stage"] == "finetune"]
     labels, answers = (np.array([row[name] for row in mine]) for name in ("label", "prediction"))
+    from sklearn.metrics import precision_recall_fscore_support
+
     precision, recall, _, _ = precision_recall_fscore_support(labels, answers)
     lines = json.loads(files["report.json"])["mistakes"]["classes"]
     assert [line["recall"] for line in lines] == sorted(recall)
@@ -483,6 +532,7 @@ class _Page(html.parser.HTMLParser):
         self.text += data
 
 
+@pytest.mark.slow
 def test_photographs_with_hostile_class_names_of_one_method(tmp_path: Path) -> None:
     made, rng = Artifacts(tmp_path / "store"), np.random.default_rng(0)
 

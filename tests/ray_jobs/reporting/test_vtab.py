@@ -10,7 +10,6 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 from rich.console import Console
-from sklearn.datasets import load_digits
 
 from pipelines import store as st
 from pipelines.results.accuracies import verdict_lines, vtab_table
@@ -24,11 +23,12 @@ from ray_jobs.evaluation import rows
 from ray_jobs.process.stage import Context
 from ray_jobs.training.contract import model_contract
 from tests.support import datasets
+from tests.support.digits import ink
 from tests.support.records import make_attempt, make_manifest
 from vit_model.build import build
 from vit_model.weights import save_model
 
-IMAGES, LABELS = load_digits(return_X_y=True)
+IMAGES, LABELS = ink()
 PIXELS = (IMAGES * 15).astype(np.uint8).reshape(-1, 8, 8, 1)
 SIZE = shards.ImageSize(height=8, width=8, channels=1)
 NOTES = {"svhn": ("membership <checked>",), "eurosat": (), "kitti": (), "dmlab": ("raw pixels",)}
@@ -94,9 +94,13 @@ class Vtab:
         name = f"{stage}@task={task}"
         inputs = {"data": self.refs(f"images@task={task}"), "backbone": self.refs("backbone")}
         attempt = make_attempt(
-            "evaluate", key=self.key(name), store_id=self.store.id, store_uri=self.store.uri,
-            config=config.model_dump(mode="json"), inputs=inputs,
-        )  # fmt: skip
+            "evaluate",
+            key=self.key(name),
+            store_id=self.store.id,
+            store_uri=self.store.uri,
+            config=config.model_dump(mode="json"),
+            inputs=inputs,
+        )
         manifests = {"data": (self.made[f"images@task={task}"],), "backbone": (self.made["backbone"],)}
         result = evaluate.evaluate(Context(attempt, config, manifests))
         self.commit(name, "evaluate", result.files, config=attempt.config, inputs=inputs)
@@ -105,9 +109,13 @@ class Vtab:
         """report.json and the page of a report of these stages."""
         config = Report(job="report", title="VTAB", of=tuple(stages), missing=missing)
         attempt = make_attempt(
-            "report", key=self.key("report"), number=len(list(self.store.root.glob("artifacts/report/*/*/*"))) + 1,
-            store_id=self.store.id, store_uri=self.store.uri, config=config.model_dump(mode="json"),
-        )  # fmt: skip
+            "report",
+            key=self.key("report"),
+            number=len(list(self.store.root.glob("artifacts/report/*/*/*"))) + 1,
+            store_id=self.store.id,
+            store_uri=self.store.uri,
+            config=config.model_dump(mode="json"),
+        )
         report.make(Context(attempt, config, {"of": tuple(self.made[stage] for stage in stages)}))
         folder = self.store.local(st.Layout.files("report", attempt.key, attempt.number), ())
         return json.loads((folder / "report.json").read_text()), (folder / "report.html").read_text()
@@ -213,6 +221,7 @@ def test_probes_are_compared_with_probes_of_as_many_labels(whole: tuple[dict[str
     )
 
 
+@pytest.mark.slow
 def test_another_protocol_is_another_score_and_fewer_tasks_are_said(made: Vtab) -> None:
     """Two tasks with one shot only: a score of their own, which the first one is not mixed with."""
     for task in ("svhn", "kitti"):

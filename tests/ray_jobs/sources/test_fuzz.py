@@ -79,6 +79,7 @@ def check(folder: Path, mutations: int, seed: int, timeout: float) -> Counter[st
     return Counter(first | second)
 
 
+@pytest.mark.slow
 def test_mutations_are_read_or_refused(tmp_path: Path) -> None:
     assert check(tmp_path, 12, seed=0, timeout=60).total() > 700
 

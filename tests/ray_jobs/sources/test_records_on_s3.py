@@ -8,8 +8,8 @@ import pytest
 from pipelines.files.sources import source_files
 from pipelines.spec import CifarSource, HfParquetSource, Source, TfdsSource
 from ray_jobs.sources import catalog
-from tests.ray_jobs.sources.readers.test_cifar import members
 from tests.support.archives import image, tar
+from tests.support.cifar import members
 from tests.support.prepared import put_parquet, put_tfds
 from tests.support.s3 import Server, used
 

@@ -126,6 +126,7 @@ def test_a_rate_that_diverged_in_fewer_folds_comes_first():
         finetune.choose([never, {**never, "learning_rate": 5.0}])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_a_fit_learns_and_repeats_itself(dataset, dtype):
     config = configuration(dtype=dtype, labels=Labels(), steps=60, augment="shift")

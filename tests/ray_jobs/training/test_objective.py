@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing
 from torch.nn import functional
 
 from pipelines.spec import Finetune, Labels, Pretrain
@@ -22,6 +21,7 @@ from ray_jobs.training import loop, optim
 from ray_jobs.training.fit import fit, score
 from ray_jobs.training.task import read_split
 from tests.support import datasets
+from tests.support.workers import run_workers
 from vit_model.contrastive import MoCo, MomentumEncoder, momentum
 from vit_model.masked_patches import MaskedPatches
 from vit_model.model import ViT
@@ -31,9 +31,12 @@ from vit_model.weights import load_model
 CLASSES = ("left", "right", "top")
 SIZE = {"patch_size": 4, "width": 16, "depth": 2, "num_heads": 2}
 CONTRASTIVE = {
-    "objective": "contrastive", "contrastive": {"hidden_width": 24, "output_width": 12, "temperature": 0.3},
-    "model": SIZE | {"position": "sincos2d_moco"}, "augment": "resized_crop_flip", "zero_stage": 2,
-}  # fmt: skip
+    "objective": "contrastive",
+    "contrastive": {"hidden_width": 24, "output_width": 12, "temperature": 0.3},
+    "model": SIZE | {"position": "sincos2d_moco"},
+    "augment": "resized_crop_flip",
+    "zero_stage": 2,
+}
 
 
 @pytest.fixture(autouse=True)
@@ -66,9 +69,16 @@ def dataset(tmp_path_factory) -> Path:
 
 def configuration(**fields: object) -> Pretrain:
     base = {
-        "job": "pretrain", "data": "halves", "resolution": 8, "steps": 6, "batch_size": 16, "learning_rate": 3e-3,
-        "model": SIZE, "workers": 1, "dtype": "float32",
-    }  # fmt: skip
+        "job": "pretrain",
+        "data": "halves",
+        "resolution": 8,
+        "steps": 6,
+        "batch_size": 16,
+        "learning_rate": 3e-3,
+        "model": SIZE,
+        "workers": 1,
+        "dtype": "float32",
+    }
     return Pretrain.model_validate(base | fields)
 
 
@@ -133,10 +143,17 @@ def new_model(config: Pretrain, folder: Path) -> ViT:
     return model
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("objective", ["softmax", "sigmoid"])
 def test_mixed_images_train_on_mixed_labels(dataset, tmp_path, objective):
-    config = configuration(objective=objective, augment="crop_flip", randaugment={"magnitude": 9.0}, mixup=0.4,
-                           cutmix=1.0, label_smoothing=0.05)  # fmt: skip
+    config = configuration(
+        objective=objective,
+        augment="crop_flip",
+        randaugment={"magnitude": 9.0},
+        mixup=0.4,
+        cutmix=1.0,
+        label_smoothing=0.05,
+    )
     loop.train(config, shards.open_dataset(dataset), tmp_path)
     model = new_model(config, tmp_path)
     reference = Reference(config, dataset, tmp_path, model)
@@ -189,6 +206,7 @@ def test_mocos_momentum_encoder_follows_what_deepspeed_trains(dataset, tmp_path)
     assert (contract.class_names, contract.architecture.num_classes) == ((), 0)
 
 
+@pytest.mark.slow
 def test_moco_in_bfloat16_is_about_that_in_float32_and_is_fine_tuned(dataset, tmp_path):
     losses = {}
     for dtype in ("float32", "bfloat16"):
@@ -198,9 +216,16 @@ def test_moco_in_bfloat16_is_about_that_in_float32_and_is_fine_tuned(dataset, tm
     assert losses["bfloat16"] == pytest.approx(losses["float32"], rel=0.03)
     assert losses["bfloat16"] != losses["float32"]
     tuning = Finetune(
-        job="finetune", data="d", backbone="b", learning_rates=(1e-2,), steps=120, batch_size=16, labels=Labels(),
-        mixup=0.2, randaugment={"layers": 1, "magnitude": 3},
-    )  # fmt: skip
+        job="finetune",
+        data="d",
+        backbone="b",
+        learning_rates=(1e-2,),
+        steps=120,
+        batch_size=16,
+        labels=Labels(),
+        mixup=0.2,
+        randaugment={"layers": 1, "magnitude": 3},
+    )
     opened = shards.open_dataset(dataset)
     task = finetune.make_task(tuning, opened, tmp_path)
     images = read_split(opened, "train")
@@ -243,7 +268,7 @@ def test_two_workers_agree_with_one(dataset, tmp_path):
         configuration(mixup=0.4, cutmix=1.0, randaugment={"magnitude": 9.0}),
         configuration(**CONTRASTIVE),
     ]
-    torch.multiprocessing.spawn(_worker, (tmp_path, configs, dataset), nprocs=2)
+    run_workers(2, _worker, tmp_path, configs, dataset)
     for config in configs:
         loop.train(config, shards.open_dataset(dataset), tmp_path / "one" / config.objective)
         curves = [

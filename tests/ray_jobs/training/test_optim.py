@@ -15,8 +15,19 @@ from vit_model.model import ViT
 
 
 def tiny_vit(**fields: object) -> ViT:
-    return ViT(ViTConfig(image_size=8, patch_size=4, in_channels=1, width=16, depth=2, num_heads=2, mlp_dim=32,
-                         num_classes=3, **fields))  # fmt: skip
+    return ViT(
+        ViTConfig(
+            image_size=8,
+            patch_size=4,
+            in_channels=1,
+            width=16,
+            depth=2,
+            num_heads=2,
+            mlp_dim=32,
+            num_classes=3,
+            **fields,
+        )
+    )
 
 
 @pytest.mark.parametrize("schedule", ["cosine", "linear"])

@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing
 from PIL import Image
 from torch.nn import functional
 from torch.utils.flop_counter import FlopCounterMode
@@ -29,6 +28,7 @@ from ray_jobs.training.task import read_split
 from tests.support import datasets
 from tests.support.records import make_context, make_manifest
 from tests.support.s3 import used
+from tests.support.workers import run_workers
 from vit_model.masked_patches import MaskedPatches
 from vit_model.model import ViT
 from vit_model.preprocessing import normalise
@@ -72,9 +72,15 @@ def dataset(tmp_path_factory) -> Path:
 
 def configuration(**fields: object) -> Pretrain:
     base = {
-        "job": "pretrain", "data": "halves", "resolution": 8, "steps": 30, "batch_size": 16, "learning_rate": 3e-3,
-        "model": ModelSize(patch_size=4, width=16, depth=2, num_heads=2), "workers": 1,
-    }  # fmt: skip
+        "job": "pretrain",
+        "data": "halves",
+        "resolution": 8,
+        "steps": 30,
+        "batch_size": 16,
+        "learning_rate": 3e-3,
+        "model": ModelSize(patch_size=4, width=16, depth=2, num_heads=2),
+        "workers": 1,
+    }
     return Pretrain.model_validate(base | fields)
 
 
@@ -139,6 +145,7 @@ def test_says_what_it_will_take_before_it_begins(dataset, tmp_path, capsys):
     assert metrics["flops_per_second"] == pytest.approx(3 * flops * metrics["images_per_second"])
 
 
+@pytest.mark.slow
 def test_the_same_configuration_gives_the_same_bytes_and_another_seed_does_not(dataset, tmp_path):
     config = configuration(augment="shift", steps=8)
     for name, changed in {"a": config, "b": config, "c": config.model_copy(update={"seed": 1})}.items():
@@ -147,6 +154,7 @@ def test_the_same_configuration_gives_the_same_bytes_and_another_seed_does_not(d
     assert files_of(tmp_path / "a")["model.safetensors"] != files_of(tmp_path / "c")["model.safetensors"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("zero_stage", [1, 2, 3])
 def test_the_weights_are_those_of_a_loop_without_deepspeed(dataset, tmp_path, zero_stage):
     config = configuration(
@@ -164,8 +172,10 @@ def test_the_weights_are_those_of_a_loop_without_deepspeed(dataset, tmp_path, ze
     model.initialise(config.seed)
     decayed = [p for name, p in model.named_parameters() if p.ndim == 2]
     spared = [p for name, p in model.named_parameters() if p.ndim != 2]
-    reference = torch.optim.AdamW([{"params": decayed, "weight_decay": 0.05}, {"params": spared, "weight_decay": 0.0}],
-                                  betas=(0.9, 0.95))  # fmt: skip
+    reference = torch.optim.AdamW(
+        [{"params": decayed, "weight_decay": 0.05}, {"params": spared, "weight_decay": 0.0}],
+        betas=(0.9, 0.95),
+    )
     order = GlobalOrder(48, data.info.content_digest, config.seed)
     for step, chosen in enumerate(order.rows(np.arange(8 * 16)).reshape(8, 16)):
         reference.zero_grad()
@@ -180,6 +190,7 @@ def test_the_weights_are_those_of_a_loop_without_deepspeed(dataset, tmp_path, ze
 SIZE = {"patch_size": 4, "width": 16, "depth": 1, "num_heads": 2}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "model",
     [
@@ -210,6 +221,7 @@ def test_every_architecture_goes_the_same_way(dataset, tmp_path, model):
     assert features.shape == (25, contract.architecture.width) and np.isfinite(features).all()
 
 
+@pytest.mark.slow
 def test_the_authors_recipe_learns_with_sigmoid_cross_entropy(dataset, tmp_path):
     """Tanh layer, bias, summed classes: the first loss is log(1 + e) for the label, log(1 + 1 / e) for each other."""
     size = ModelSize(patch_size=4, width=16, depth=2, num_heads=2, representation_head=True, head_bias=-1.0)
@@ -222,19 +234,27 @@ def test_the_authors_recipe_learns_with_sigmoid_cross_entropy(dataset, tmp_path)
     assert metrics["dev_accuracy"] > 0.9
     task = finetune.make_task(
         Finetune(job="finetune", data="d", backbone="b", learning_rates=(1e-3,), steps=1, batch_size=8),
-        shards.open_dataset(dataset), tmp_path,
-    )  # fmt: skip
+        shards.open_dataset(dataset),
+        tmp_path,
+    )
     start = start_model(task, seed=0)
     assert not start.config.representation_head
     assert not start.head.weight.any() and not start.head.bias.any()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("zero_stage", [1, 3])
 def test_masked_patches_are_those_of_a_loop_without_deepspeed(dataset, tmp_path, zero_stage):
     """The paper's self-supervision leaves a model without a classifier, which fine-tuning starts from."""
     size = ModelSize(patch_size=2, width=16, depth=2, num_heads=2)
-    config = configuration(model=size, objective="masked_patches", dtype="float32", zero_stage=zero_stage,
-                           steps=6, augment="shift")  # fmt: skip
+    config = configuration(
+        model=size,
+        objective="masked_patches",
+        dtype="float32",
+        zero_stage=zero_stage,
+        steps=6,
+        augment="shift",
+    )
     metrics = train(config, dataset, tmp_path)
     trained, contract = load_model(tmp_path)
     assert (contract.class_names, contract.architecture.num_classes) == ((), 0)
@@ -267,6 +287,7 @@ def test_masked_patches_are_those_of_a_loop_without_deepspeed(dataset, tmp_path,
     assert torch.equal(model.blocks[1].mlp.fc1.weight, trained.blocks[1].mlp.fc1.weight)
 
 
+@pytest.mark.slow
 def test_masked_patches_in_bfloat16_learn(dataset, tmp_path):
     config = configuration(objective="masked_patches", steps=60, learning_rate=1e-2)
     train(config, dataset, tmp_path)
@@ -295,8 +316,7 @@ def test_two_workers_agree_with_one_and_with_themselves(dataset, tmp_path, free_
     config = configuration(dtype="float32", steps=8, objective=objective)
     alone = train(config, dataset, tmp_path / "one")
     for name in ("two", "again"):
-        arguments = (2, free_port(), config, dataset, tmp_path / name)
-        torch.multiprocessing.spawn(_worker, arguments, nprocs=2)
+        run_workers(2, _worker, 2, free_port(), config, dataset, tmp_path / name)
     assert files_of(tmp_path / "two") == files_of(tmp_path / "again")
     one, two = (load_model(tmp_path / name)[0] for name in ("one", "two"))
     assert_same_model(two, one)

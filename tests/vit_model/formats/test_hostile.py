@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from tests.vit_model.formats.parity import randomise
+from tests.support.parity import randomise
 from vit_model import formats
 from vit_model.config import ModelContract, Preprocessing, ViTConfig
 from vit_model.formats import hugging_face, timm

@@ -1,5 +1,6 @@
 """Hugging Face's folders: parity with transformers' own models, round trips, hostile files."""
 
+import functools
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -10,16 +11,13 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from tests.vit_model.formats.parity import assert_close, gradients_by_our_names, our_outputs, randomise
+from tests.support.parity import assert_close, gradients_by_our_names, our_outputs, randomise
 from vit_model import formats
 from vit_model.config import ModelContract, Preprocessing, ViTConfig
 from vit_model.formats import Imported, hugging_face
 from vit_model.model import ViT
 
-transformers = pytest.importorskip("transformers")
-transformers.logging.set_verbosity_error()
-transformers.logging.disable_progress_bar()
-
+pytestmark = pytest.mark.slow
 SIDE = 32
 SIZES = {
     "image_size": SIDE,
@@ -42,23 +40,32 @@ TEXT = {
 }
 
 
+@functools.cache
+def transformers() -> Any:
+    """The package, which takes 3 s to import its models."""
+    package = pytest.importorskip("transformers")
+    package.logging.set_verbosity_error()
+    package.logging.disable_progress_bar()
+    return package
+
+
 def vit(name: str = "ViTForImageClassification", **fields: Any) -> nn.Module:
-    return getattr(transformers, name)(transformers.ViTConfig(**SIZES | {"num_labels": 5} | fields))
+    return getattr(transformers(), name)(transformers().ViTConfig(**SIZES | {"num_labels": 5} | fields))
 
 
 def deit(name: str) -> nn.Module:
-    return getattr(transformers, name)(transformers.DeiTConfig(**SIZES, num_labels=5))
+    return getattr(transformers(), name)(transformers().DeiTConfig(**SIZES, num_labels=5))
 
 
 def siglip(name: str, **fields: Any) -> nn.Module:
-    return getattr(transformers, name)(
-        transformers.SiglipConfig(vision_config=SIZES | fields, text_config=TEXT, num_labels=5)
+    return getattr(transformers(), name)(
+        transformers().SiglipConfig(vision_config=SIZES | fields, text_config=TEXT, num_labels=5)
     )
 
 
 def dinov2_with_zeros() -> nn.Module:
     model = randomise(
-        transformers.Dinov2ForImageClassification(transformers.Dinov2Config(**DINO, num_labels=5))
+        transformers().Dinov2ForImageClassification(transformers().Dinov2Config(**DINO, num_labels=5))
     )
     with torch.no_grad():
         model.classifier.weight[:, 32:] = 0
@@ -70,19 +77,19 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "vit-tanh-eps": lambda: vit(hidden_act="gelu_pytorch_tanh", layer_norm_eps=1e-6),
     "vit-no-qkv-bias": lambda: vit(qkv_bias=False),
     "vit-pooler": lambda: vit("ViTModel"),
-    "vit-mae": lambda: transformers.ViTMAEModel(transformers.ViTMAEConfig(**SIZES, mask_ratio=0.0)),
+    "vit-mae": lambda: transformers().ViTMAEModel(transformers().ViTMAEConfig(**SIZES, mask_ratio=0.0)),
     "deit-distilled": lambda: deit("DeiTForImageClassificationWithTeacher"),
     "deit-one-head": lambda: deit("DeiTForImageClassification"),
-    "dinov2": lambda: transformers.Dinov2Model(transformers.Dinov2Config(**DINO)),
+    "dinov2": lambda: transformers().Dinov2Model(transformers().Dinov2Config(**DINO)),
     "dinov2-head": dinov2_with_zeros,
-    "dinov2-registers": lambda: transformers.Dinov2WithRegistersModel(
-        transformers.Dinov2WithRegistersConfig(**DINO, num_register_tokens=3)
+    "dinov2-registers": lambda: transformers().Dinov2WithRegistersModel(
+        transformers().Dinov2WithRegistersConfig(**DINO, num_register_tokens=3)
     ),
-    "clip": lambda: transformers.CLIPVisionModel(transformers.CLIPVisionConfig(**SIZES)),
-    "clip-projection": lambda: transformers.CLIPVisionModelWithProjection(
-        transformers.CLIPVisionConfig(**SIZES, projection_dim=7)
+    "clip": lambda: transformers().CLIPVisionModel(transformers().CLIPVisionConfig(**SIZES)),
+    "clip-projection": lambda: transformers().CLIPVisionModelWithProjection(
+        transformers().CLIPVisionConfig(**SIZES, projection_dim=7)
     ),
-    "siglip": lambda: transformers.SiglipVisionModel(transformers.SiglipVisionConfig(**SIZES)),
+    "siglip": lambda: transformers().SiglipVisionModel(transformers().SiglipVisionConfig(**SIZES)),
     "siglip-head": lambda: siglip("SiglipForImageClassification", vision_use_head=False),
 }
 PROCESSOR = {
@@ -188,7 +195,9 @@ def test_what_we_write_transformers_loads_strictly_and_we_read_again(tmp_path: P
     assert again.weights.keys() == imported.weights.keys()
     for key, tensor in imported.weights.items():
         assert torch.equal(again.weights[key], tensor), key
-    kind = getattr(transformers, json.loads((tmp_path / "ours/config.json").read_text())["architectures"][0])
+    kind = getattr(
+        transformers(), json.loads((tmp_path / "ours/config.json").read_text())["architectures"][0]
+    )
     loaded, info = kind.from_pretrained(tmp_path / "ours", output_loading_info=True)
     assert not any(info.values()), info
     images = images_of(SIDE, SIDE)
@@ -238,7 +247,7 @@ def test_our_own_architectures_compute_the_same_in_transformers(tmp_path: Path, 
     model, contract = ours(**OURS[name])
     hugging_face.write(tmp_path, model, contract)
     config = json.loads((tmp_path / "config.json").read_text(encoding="utf-8"))
-    loaded, info = getattr(transformers, config["architectures"][0]).from_pretrained(
+    loaded, info = getattr(transformers(), config["architectures"][0]).from_pretrained(
         tmp_path, output_loading_info=True
     )
     assert not any(info.values()), info
@@ -293,7 +302,7 @@ def test_pixels_are_those_of_transformers(tmp_path: Path, crop: str, resolution:
         update={"crop": crop, "crop_fraction": fraction, "interpolation": "bicubic"}
     )
     hugging_face.write(tmp_path, model, contract.model_copy(update={"preprocessing": pixels}))
-    processor = transformers.AutoImageProcessor.from_pretrained(tmp_path)
+    processor = transformers().AutoImageProcessor.from_pretrained(tmp_path)
     generator = torch.Generator().manual_seed(0)
     image = torch.randint(0, 256, (*resolution, 3), generator=generator, dtype=torch.uint8).numpy()
     theirs = processor(image, return_tensors="pt")["pixel_values"]
@@ -329,8 +338,8 @@ def test_sharded_half_precision_and_new_names_are_read(tmp_path: Path) -> None:
 @pytest.mark.parametrize("tower", ["clip", "siglip"])
 def test_of_a_model_with_a_text_tower_the_image_tower_is_taken(tmp_path: Path, tower: str) -> None:
     kind = {"clip": "CLIP", "siglip": "Siglip"}[tower]
-    config = getattr(transformers, f"{kind}Config")(vision_config=SIZES, text_config=TEXT, projection_dim=6)
-    theirs = randomise(getattr(transformers, f"{kind}Model")(config))
+    config = getattr(transformers(), f"{kind}Config")(vision_config=SIZES, text_config=TEXT, projection_dim=6)
+    theirs = randomise(getattr(transformers(), f"{kind}Model")(config))
     save(theirs, tmp_path)
     read = formats.read(tmp_path)
     images = images_of(SIDE, SIDE)
@@ -347,10 +356,10 @@ def test_what_a_nested_configuration_leaves_out_is_transformers_default(tmp_path
         ("CLIP", ("hidden_act", "layer_norm_eps")),
         ("Siglip", ("hidden_act", "layer_norm_eps")),
     ):
-        config = getattr(transformers, f"{kind}Config")(
+        config = getattr(transformers(), f"{kind}Config")(
             vision_config=SIZES, text_config=TEXT, projection_dim=6
         )
-        save(randomise(getattr(transformers, f"{kind}Model")(config)), tmp_path / kind)
+        save(randomise(getattr(transformers(), f"{kind}Model")(config)), tmp_path / kind)
         whole = formats.read(tmp_path / kind).architecture
         path = tmp_path / kind / "config.json"
         content = json.loads(path.read_text(encoding="utf-8"))
@@ -373,7 +382,7 @@ def test_the_mean_of_siglips_tokens_leaves_its_map_head_behind(tmp_path: Path) -
 
 def test_a_size_that_patches_do_not_fill_is_cut_as_the_convolution_cuts_it(tmp_path: Path) -> None:
     theirs = randomise(
-        transformers.SiglipVisionModel(transformers.SiglipVisionConfig(**SIZES | {"image_size": 37}))
+        transformers().SiglipVisionModel(transformers().SiglipVisionConfig(**SIZES | {"image_size": 37}))
     )
     save(theirs, tmp_path)
     read = formats.read(tmp_path)
@@ -491,7 +500,7 @@ def test_what_a_processors_class_implies_is_filled_in(tmp_path: Path) -> None:
     (tmp_path / "preprocessor_config.json").write_text(json.dumps(old), encoding="utf-8")
     pixels = formats.read(tmp_path).preprocessing
     assert pixels == Preprocessing(mean=(0.5,) * 3, std=(0.5,) * 3, resolution=SIDE, channels=3)
-    assert transformers.ViTImageProcessor().resample == 2
+    assert transformers().ViTImageProcessor().resample == 2
 
 
 def test_class_names_are_read_and_numbers_stand_for_none(tmp_path: Path) -> None:

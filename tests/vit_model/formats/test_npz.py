@@ -20,8 +20,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from tests.support import timm_models
-from tests.vit_model.formats import google_numpy
+from tests.support import google_numpy, timm_models
 from vit_model.build import build
 from vit_model.config import Architecture, ModelContract, Preprocessing, ResNetConfig, ViTConfig
 from vit_model.formats import Imported, npz
@@ -158,6 +157,7 @@ def test_timm_computes_our_logits_from_the_file(tmp_path: Path, kind: str, field
     assert difference(model(images).numpy(), theirs(images).numpy()) < 1e-5
 
 
+@pytest.mark.slow
 @torch.no_grad()
 def test_bit_as_timm_reads_it_and_back(tmp_path: Path) -> None:
     timm_models.load()

@@ -12,15 +12,13 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from tests.support import timm_models
-from tests.vit_model.formats.parity import assert_close, gradients_by_our_names, our_outputs, randomise
+from tests.support.parity import assert_close, gradients_by_our_names, our_outputs, randomise
 from vit_model import formats
 from vit_model.config import ModelContract, Preprocessing, ViTConfig
 from vit_model.formats import Imported
 from vit_model.formats import timm as ours_of_timm
 from vit_model.formats.timm_architecture import conventions
 from vit_model.model import ViT
-
-timm: Any = timm_models.load()
 
 SIDE = 32
 SIZES = {
@@ -64,7 +62,7 @@ def theirs_of(name: str) -> tuple[nn.Module, dict[str, Any]]:
     """A small model of timm's, and the config.json that its hub would have for it."""
     architecture, changes = MODELS[name]
     arguments = SIZES | changes
-    model = randomise(timm.create_model(architecture, **arguments))
+    model = randomise(timm_models.load().create_model(architecture, **arguments))
     given = {key: value for key, value in arguments.items() if key != "num_classes"}
     cfg = PIXELS | {"input_size": [3, SIDE, SIDE]}
     config = {
@@ -179,11 +177,11 @@ def test_what_we_write_timm_loads_strictly_and_we_read_again(tmp_path: Path, nam
     assert again.weights.keys() == imported.weights.keys()
     for key, tensor in imported.weights.items():
         assert torch.equal(again.weights[key], tensor), key
-    loaded = timm.create_model(f"local-dir:{tmp_path / 'ours'}", pretrained=True).eval()
+    loaded = timm_models.load().create_model(f"local-dir:{tmp_path / 'ours'}", pretrained=True).eval()
     images = images_of(SIDE, SIDE)
     with torch.no_grad():
         assert_close({"logits": loaded(images)}, {"logits": theirs(images)})
-    data = timm.data.resolve_model_data_config(loaded)
+    data = timm_models.load().data.resolve_model_data_config(loaded)
     assert (tuple(data["mean"]), data["crop_pct"], data["input_size"]) == (
         (0.1, 0.2, 0.3),
         0.8,
@@ -200,11 +198,13 @@ def test_names_mean_what_timm_builds_or_are_refused(monkeypatch: pytest.MonkeyPa
         monkeypatch.setattr(
             module, creator, lambda variant, pretrained=False, **fields: built.update({variant: fields})
         )
-    plain = timm.list_models(module="vision_transformer") + timm.list_models(module="deit")
+    plain = timm_models.load().list_models(module="vision_transformer") + timm_models.load().list_models(
+        module="deit"
+    )
     for name in plain:
-        timm.models.model_entrypoint(name)()
+        timm_models.load().models.model_entrypoint(name)()
     read = 0
-    for name in timm.list_models():
+    for name in timm_models.load().list_models():
         fields = built.get(name)
         if (
             fields is None
@@ -226,7 +226,7 @@ def bare(name: str, **changes: Any) -> tuple[nn.Module, dict[str, Tensor]]:
     """A model with heads of 64 channels, and its state dict."""
     architecture, more = MODELS[name]
     sizes = SIZES | {"embed_dim": 64, "num_heads": 1} | more | changes
-    model = randomise(timm.create_model(architecture, **sizes))
+    model = randomise(timm_models.load().create_model(architecture, **sizes))
     return model, {key: tensor.contiguous() for key, tensor in model.state_dict().items()}
 
 
@@ -285,7 +285,7 @@ def test_the_authors_own_names_of_dinov2_deit3_and_mae_are_read(tmp_path: Path) 
     ],
 )
 def test_what_we_have_not_is_refused_by_its_name(tmp_path: Path, architecture: str, message: str) -> None:
-    model = timm.create_model(
+    model = timm_models.load().create_model(
         architecture, img_size=28, patch_size=14, embed_dim=64, depth=1, num_heads=1, mlp_ratio=2.0
     )
     save_file({key: tensor.contiguous() for key, tensor in model.state_dict().items()}, tmp_path / "weights")
@@ -374,7 +374,7 @@ def test_our_own_architectures_compute_the_same_in_timm(tmp_path: Path, name: st
         license=None,
     )
     ours_of_timm.write(tmp_path / "model", model, contract)
-    loaded = timm.create_model(f"local-dir:{tmp_path / 'model'}", pretrained=True).eval()
+    loaded = timm_models.load().create_model(f"local-dir:{tmp_path / 'model'}", pretrained=True).eval()
     images = torch.randn(2, channels, *config.image_shape)
     with torch.no_grad():
         assert_close({"output": loaded(images)}, {"output": model(images)})

@@ -13,7 +13,7 @@ from pathlib import Path
 import h5py
 import numpy as np
 import pytest
-from scipy.io import loadmat, savemat
+import scipy
 
 from ray_jobs.sources.archives.arrays import (
     hdf5_array,
@@ -25,37 +25,15 @@ from ray_jobs.sources.archives.arrays import (
     unpickle_arrays,
 )
 from tests.support.archives import zipped
+from tests.support.arrays import VARIABLES, mat, norb
 
 RNG = np.random.default_rng(0)
-
-
-def mat(content: dict[str, object], *, compress: bool) -> bytes:
-    file = io.BytesIO()
-    savemat(file, content, do_compression=compress)
-    return file.getvalue()
-
-
-SYNSETS = np.array(
-    [(1, "n02119789", "kit fox", 0), (2, "n02100735", "English setter", 0)],
-    dtype=[("ILSVRC2012_ID", "O"), ("WNID", "O"), ("words", "O"), ("num_children", "O")],
-)
-VARIABLES = {
-    "X": RNG.integers(0, 256, (32, 32, 3, 5), np.uint8),
-    "y": np.array([[10], [1], [2], [3], [4]], np.uint8),
-    "labels": RNG.normal(size=(1, 7)),
-    "synsets": SYNSETS,
-    "empty": np.zeros((0, 0)),
-    "text": "hello",
-    "words": np.array(["abc", "defgh"]),
-    "one": np.uint16(7),
-    "cells": np.array([1.5, "two", np.arange(3)], dtype=object),
-}
 
 
 @pytest.mark.parametrize("compress", [False, True])
 def test_a_mat_file_gives_what_scipy_gives(compress: bool) -> None:
     data = mat(VARIABLES, compress=compress)
-    expected = loadmat(io.BytesIO(data))
+    expected = scipy.io.loadmat(io.BytesIO(data))
     found = read_mat(data)
     assert set(found) == set(VARIABLES)
     for name in VARIABLES:
@@ -73,13 +51,6 @@ def test_a_mat_file_that_claims_more_than_it_holds_is_refused_before_it_is_alloc
         read_mat(claimed)
     with pytest.raises(ValueError, match=r"not a MATLAB v5"):
         read_mat(b"\x55\x4c\x3d\x1e" + bytes(200))
-
-
-def norb(array: np.ndarray) -> bytes:
-    """As LeCun's lush writes it: fewer than three sizes are filled up with ones."""
-    magic = {"uint8": 0x1E3D4C55, "int32": 0x1E3D4C54}[array.dtype.name]
-    sizes = (*array.shape, *[1] * (3 - array.ndim))
-    return struct.pack(f"<Ii{len(sizes)}i", magic, array.ndim, *sizes) + array.tobytes()
 
 
 @pytest.mark.parametrize(

@@ -166,6 +166,7 @@ def test_members_that_are_no_plain_files_inside_are_refused_one_by_one(tmp_path:
         members({"it": str(tmp_path / "it")}, "it")
 
 
+@pytest.mark.slow
 def test_plain_headers_are_found_as_the_library_finds_them(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

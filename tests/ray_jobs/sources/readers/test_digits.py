@@ -4,7 +4,6 @@ from collections import Counter
 from hashlib import sha256
 
 import numpy as np
-from sklearn.datasets import load_digits
 
 from pipelines.files.sources import source_files
 from pipelines.spec import DigitsSource
@@ -15,6 +14,8 @@ from ray_jobs.sources.readers import digits
 
 
 def test_images_and_labels_are_scikit_learns() -> None:
+    from sklearn.datasets import load_digits
+
     images, labels, keys = digits.read(PATH)
     bunch = load_digits()
     np.testing.assert_array_equal(labels, bunch.target)

@@ -9,6 +9,7 @@ from pipelines.spec import DigitsSource, GlyphSource
 from ray_jobs.sources.readers import digits
 from ray_jobs.sources.readers.glyphs import GlyphClass, find_fonts, glyph_classes, render
 
+pytestmark = pytest.mark.slow  # thousands of glyphs are drawn
 FONTS = find_fonts(source_files(GlyphSource(kind="glyphs")))
 
 

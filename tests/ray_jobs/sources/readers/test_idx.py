@@ -19,15 +19,10 @@ from pipelines.store import open_store
 from ray_jobs import ingest
 from ray_jobs.data import shards
 from ray_jobs.sources.readers import idx
+from tests.support.idx import NAMES, encoded
 from tests.support.records import make_context
 from vit_model.config import Preprocessing
 
-NAMES = (
-    "train-images-idx3-ubyte",
-    "train-labels-idx1-ubyte",
-    "t10k-images-idx3-ubyte",
-    "t10k-labels-idx1-ubyte",
-)
 RNG = np.random.default_rng(0)
 TRAIN, TEST = RNG.integers(0, 256, (240, 6, 5), np.uint8), RNG.integers(0, 256, (60, 6, 5), np.uint8)
 TRAIN[7] = TRAIN[3]  # a copy, as the real sets have them
@@ -35,11 +30,6 @@ LABELS, TEST_LABELS = np.arange(240, dtype=np.uint8) % 4, np.arange(60, dtype=np
 needs_files = pytest.mark.skipif(
     not Path(FASHION_MNIST_ROOT).is_dir(), reason="apt-get install dataset-fashion-mnist"
 )
-
-
-def encoded(array: np.ndarray) -> bytes:
-    """As the authors' format says, written by hand."""
-    return struct.pack(f">4B{array.ndim}I", 0, 0, 8, array.ndim, *array.shape) + array.tobytes()
 
 
 @pytest.fixture
@@ -84,6 +74,7 @@ def test_a_choice_of_classes_is_a_filter_and_moves_no_image(root: Path) -> None:
     assert some.splits == [split for split, keep in zip(every.splits, kept, strict=True) if keep]
 
 
+@pytest.mark.slow
 @needs_files
 def test_the_real_files_are_read_as_their_format_says() -> None:
     files = {name: Path(FASHION_MNIST_ROOT, f"{name}.gz") for name in NAMES}

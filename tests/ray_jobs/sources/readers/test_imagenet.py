@@ -14,11 +14,10 @@ from pipelines.spec import ImageNet21kSource, ImageNetSource, RecipeError
 from ray_jobs.sources import catalog
 from ray_jobs.sources.archives.entries import Listing
 from tests.support.archives import image, tar
-from tests.support.imagenet import SYNSETS, TRUTH, train_tar, write
+from tests.support.imagenet import REAL, SYNSETS, TRUTH, WHOLE, synset, train_tar, write
 from tests.support.s3 import Server, used
 
 RANKED = ("n01440764", "n02012849", "n02119789", "n03126707")
-REAL = [[0], [], [2, 1], [3], [1], []]
 
 
 @pytest.fixture(scope="module")
@@ -154,10 +153,6 @@ def test_from_s3_it_is_the_same(tmp_path: Path, moto: Server, monkeypatch: pytes
 # ---- 21k
 
 
-def synset(wnid: str, images: int) -> bytes:
-    return tar({f"{wnid}_{i}.JPEG": image(int(wnid[1:]) % 1000 + i) for i in range(images)})
-
-
 def test_imagenet21k_of_other_names_is_told(tmp_path: Path) -> None:
     (tmp_path / "whole.tar").write_bytes(tar({"n0000447.tar": synset("n0000447", 3)}))
     source = ImageNet21kSource(kind="imagenet21k", root=str(tmp_path / "whole.tar"))
@@ -165,9 +160,6 @@ def test_imagenet21k_of_other_names_is_told(tmp_path: Path) -> None:
         ValueError, match=r"whole.tar contains no synset tars \(expected names of n and 8 digits"
     ):
         catalog.listing(source, {name: str(path) for name, path in source_files(source).items()})
-
-
-WHOLE = {"n00004475": 12, "n02084071": 40, "n00005787": 3, "n12992868": 25}
 
 
 @pytest.mark.parametrize("form", ["tar", "winter21 tar.gz", "folder", "parts"])

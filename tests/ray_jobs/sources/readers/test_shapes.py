@@ -4,7 +4,7 @@ from collections import Counter
 
 import numpy as np
 import pytest
-from scipy import ndimage
+import scipy
 
 from pipelines.spec import FACTORS, ShapesSource
 from ray_jobs.sources import catalog
@@ -49,7 +49,7 @@ def test_position_count_and_scale_are_in_the_pixels() -> None:
     sizes: dict[int, list[float]] = {}
     for number in range(120):
         image, factors = shapes.render(given, number)
-        labelled, found = ndimage.label(figure(image), np.ones((3, 3)))
+        labelled, found = scipy.ndimage.label(figure(image), np.ones((3, 3)))
         assert found == factors["count"] + 1
         if FACTORS["shape"][factors["shape"]] == "tee":
             sizes.setdefault(factors["scale"], []).append((labelled > 0).sum() / found)
@@ -57,7 +57,7 @@ def test_position_count_and_scale_are_in_the_pixels() -> None:
     assert max(sizes[small]) < min(sizes[large])
     for number in range(60):
         image, factors = shapes.render(source(label="position", resolution=96), number)
-        y, x = ndimage.center_of_mass(figure(image))
+        y, x = scipy.ndimage.center_of_mass(figure(image))
         assert (y // 32) * 3 + x // 32 == factors["position"]
 
 
@@ -66,7 +66,7 @@ def test_colour_is_in_the_pixels() -> None:
 
     for number in range(60):
         image, factors = shapes.render(source(label="colour"), number)
-        inside = ndimage.binary_erosion(figure(image), iterations=2)
+        inside = scipy.ndimage.binary_erosion(figure(image), iterations=2)
         if not inside.any():
             continue
         hue = colorsys.rgb_to_hsv(*np.median(image[inside], 0) / 255)[0]

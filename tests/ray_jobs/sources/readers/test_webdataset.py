@@ -1,6 +1,5 @@
 """WebDataset tars: what is a sample, its label, its split; nothing in them is executed."""
 
-import json
 import pickle
 from pathlib import Path
 
@@ -11,19 +10,7 @@ from pipelines.spec import RecipeError, WebDatasetSource
 from ray_jobs.sources import catalog
 from ray_jobs.sources.archives.entries import Listing
 from tests.support.archives import image, tar
-
-
-def shard(labels: list[int], start: int = 0, form: str = "jpg") -> dict[str, bytes]:
-    """As webdataset's ShardWriter orders it: the fields of a sample one after the other."""
-    members = {}
-    for i, label in enumerate(labels, start):
-        said = json.dumps({"label": label, "class_name": f"c{label}", "width": 24})
-        members |= {
-            f"{i:06d}.cls": str(label).encode(),
-            f"{i:06d}.{form}": image(i),
-            f"{i:06d}.json": said.encode(),
-        }
-    return members
+from tests.support.webdataset import shard
 
 
 def listed(root: Path, **fields: object) -> Listing:

@@ -5,9 +5,9 @@ from collections.abc import Callable
 
 import numpy as np
 import pytest
+import scipy
 from numpy.typing import NDArray
 from PIL import Image
-from scipy.ndimage import gaussian_filter
 
 from ray_jobs.sources.vtab.pixels import btgraham, equalised, without_alpha
 
@@ -39,7 +39,7 @@ def test_btgraham_is_the_published_formula(height: int, width: int, radius: int)
     image = eye(height, width, radius, np.random.default_rng(radius))
     sums = image[height // 2].astype(float).sum(1)
     scaled = resized(image, 300 / (np.sum(sums > sums.mean() / 10) / 2))
-    blurred = gaussian_filter(scaled, (10, 10, 0), mode="mirror", truncate=3)
+    blurred = scipy.ndimage.gaussian_filter(scaled, (10, 10, 0), mode="mirror", truncate=3)
     sharp = np.clip(4 * scaled - 4 * blurred + 128, 0, 255)
     y, x = np.ogrid[: scaled.shape[0], : scaled.shape[1]]
     middle_y, middle_x = scaled.shape[0] // 2, scaled.shape[1] // 2
