@@ -7,7 +7,8 @@ SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 PYTHON ?= python3
 BIN := .venv/bin
-PARALLEL := OMP_NUM_THREADS=1 $(BIN)/pytest -n auto --dist worksteal
+# Compiled files are kept even where the environment says otherwise: every process of a run would compile the tests anew.
+PARALLEL := OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/pytest -n auto --dist worksteal --ignore=tests/end_to_end
 export PYTHON DEVICE TORCH_INDEX INSTALLER WHY
 
 .PHONY: quickstart test test-all test-fast test-faults test-schedule test-cluster check format accept-code install benchmarks clean
