@@ -169,7 +169,7 @@ def free_ports(count: int) -> list[int]:
             opened.close()
 
 
-def wait_for(condition: Callable[[], object], seconds: float = 90) -> None:
+def wait_for(condition: Callable[[], object], seconds: float = 240) -> None:
     """Until a condition holds, or the test fails."""
     deadline = time.monotonic() + seconds
     while not condition():

@@ -3,7 +3,6 @@
 import json
 import os
 import shlex
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,6 @@ import torch
 from PIL import Image
 
 from pipelines import identity
-from pipelines.cli import main
 from pipelines.commands.models import _stage_name
 from pipelines.engine.plan import plan_pipeline
 from pipelines.files.fetch import fetched
@@ -24,6 +22,7 @@ from pipelines.spec import Evaluate, Import, RecipeError, module
 from pipelines.store import InputRef, Layout, Store, commit, open_store
 from ray_jobs.reporting.provenance import protocols
 from ray_jobs.sources.readers.folder import scan
+from tests.conftest import Vitflow
 from tests.support.records import make_manifest
 from tests.support.s3 import Bucket, Server, used
 from vit_model import formats
@@ -153,7 +152,7 @@ def test_init_names_the_way_where_images_are_few(tmp_path: Path) -> None:
             {"path": "hf://google/vit"},
             "'hf://google/vit' is not a model on the Hugging Face hub; expected hf:ORG/NAME",
         ),
-        ({"path": "https://x/vit.npz"}, "not a local file or folder, nor s3://bucket/key: fetch it first"),
+        ({"path": "https://x/vit.npz"}, "not a local file or folder, or s3://bucket/key; download it first"),
         ({"path": "x", "preprocessing": "imagenett"}, "'imagenett' is unknown; expected half, imagenet"),
         ({"path": "x", "preprocessing": {"mean": [0.5]}}, "preprocessing.std: is missing"),
         ({"path": "x", "preprocessing": {"mean": [0.5], "std": [0]}}, "greater than 0"),
@@ -222,7 +221,10 @@ def test_its_lineage_and_its_reports_say_where_it_is_from(tmp_path: Path) -> Non
     imported = make_manifest("import", key="i", config=config, source="f" * 64)
     assert describe_source(imported) == "import /x/vit.npz"
     [said] = protocols([("backbone", imported, tmp_path)])
-    assert "/x/vit.npz" in said["text"] and "imported ones may have seen these images" in said["text"]
+    assert (
+        "/x/vit.npz" in said["text"]
+        and "imported weights may have been trained on these test images" in said["text"]
+    )
     taken = InputRef(job="import", key="i", content_digest="d", manifest_sha256="m")
     probe = Evaluate(job="evaluate", data="digits", backbone="backbone").model_dump(mode="json")
     for metrics, warned in (({"unknown_training": "backbone (import i)"}, True), ({}, False)):
@@ -237,16 +239,12 @@ def test_its_lineage_and_its_reports_say_where_it_is_from(tmp_path: Path) -> Non
 
 
 @pytest.fixture
-def vitflow_here(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
-    """The command line in this process, which takes no second; what it said, on one line."""
+def printed(vitflow_here: Vitflow) -> Callable[..., str]:
+    """All that a command prints, on one line."""
 
     def run(*arguments: str | Path, code: int = 0) -> str:
-        monkeypatch.setattr(sys, "argv", ["vitflow", *map(str, arguments)])
-        with pytest.raises(SystemExit) as ended:
-            main()
-        said = capsys.readouterr()
-        assert ended.value.code == code, said
-        return " ".join((said.out + said.err).split())
+        done = vitflow_here(*arguments, check=code)
+        return " ".join((done.stdout + done.stderr).split())
 
     return run
 
@@ -313,13 +311,13 @@ def test_a_stage_is_called_after_its_file(path: str, name: str) -> None:
 )
 @pytest.mark.parametrize("kind", ["new", "empty"])
 def test_an_export_is_the_same_model_to_those_who_read_it(
-    store: Store, tmp_path: Path, to: str, file: str, kind: str, vitflow_here: Callable[..., str]
+    store: Store, tmp_path: Path, to: str, file: str, kind: str, printed: Callable[..., str]
 ) -> None:
     model, _ = put_model(store)
     output = tmp_path / "out"
     if kind == "empty":
         output.mkdir()
-    said = vitflow_here("export", "ma", "--format", to, "--output", output, "--store", store.uri)
+    said = printed("export", "ma", "--format", to, "--output", output, "--store", store.uri)
     assert file in {path.name for path in output.iterdir()}
     assert f"wrote {output}: " in said and file in said
     assert {path.name for path in tmp_path.iterdir()} == {"store", "out"}, "nothing is left beside it"
@@ -339,7 +337,7 @@ def test_an_export_is_the_same_model_to_those_who_read_it(
 
 
 def test_an_exported_resnet_says_which_code_it_is_exact_for(
-    store: Store, tmp_path: Path, vitflow_here: Callable[..., str]
+    store: Store, tmp_path: Path, printed: Callable[..., str]
 ) -> None:
     config = ResNetConfig(units=(1,), image_size=32, num_classes=1)
     pixels = Preprocessing(mean=(0.5,) * 3, std=(0.5,) * 3, resolution=32, channels=3)
@@ -349,18 +347,16 @@ def test_an_exported_resnet_says_which_code_it_is_exact_for(
     with store.staging(Layout.files("pretrain", "ra", 1)) as staging:
         save_model(staging.path, ResNet(config), contract)
     commit(store, make_manifest("pretrain", key="ra", stage="resnet", files=staging.files))
-    said = vitflow_here("export", "ra", "--format", "npz", "--output", tmp_path / "out", "--store", store.uri)
+    said = printed("export", "ra", "--format", "npz", "--output", tmp_path / "out", "--store", store.uri)
     assert "root pool: exact for big_transfer's bit_pytorch and timm" in said and "big_vision pads" in said
 
 
 @pytest.mark.parametrize("to", ["hf", "timm", "npz"])
 def test_what_a_format_cannot_say_is_refused_and_leaves_nothing(
-    store: Store, tmp_path: Path, to: str, vitflow_here: Callable[..., str]
+    store: Store, tmp_path: Path, to: str, printed: Callable[..., str]
 ) -> None:
     put_model(store, position="relative")
-    said = vitflow_here(
-        "export", "ma", "--format", to, "--output", tmp_path / "out", "--store", store.uri, code=2
-    )
+    said = printed("export", "ma", "--format", to, "--output", tmp_path / "out", "--store", store.uri, code=2)
     assert f"ma as {to}: " in said
     assert [path.name for path in tmp_path.iterdir()] == ["store"]
 
@@ -392,7 +388,7 @@ def test_wrong_requests(
     arguments: list[str],
     message: str,
     monkeypatch: pytest.MonkeyPatch,
-    vitflow_here: Callable[..., str],
+    printed: Callable[..., str],
 ) -> None:
     monkeypatch.chdir(tmp_path)
     put_model(store)
@@ -403,12 +399,12 @@ def test_wrong_requests(
     (tmp_path / "bad.yaml").write_text("maen: [0.5]\nstd: [0.5]\n")
     (tmp_path / "binary").write_bytes(b"\xff\xfe\x00")
     before = set(tmp_path.rglob("*"))
-    assert message in vitflow_here(*arguments, "--store", store.uri, code=2)
+    assert message in printed(*arguments, "--store", store.uri, code=2)
     assert set(tmp_path.rglob("*")) == before, "nothing was begun, and nothing is left"
 
 
 def test_predict_takes_folders_and_scores_the_good_beside_the_bad(
-    store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, vitflow_here: Callable[..., str]
+    store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, printed: Callable[..., str]
 ) -> None:
     put_model(store)
     monkeypatch.chdir(tmp_path)  # short names, which the width of the output does not fold
@@ -418,13 +414,13 @@ def test_predict_takes_folders_and_scores_the_good_beside_the_bad(
         Image.new("RGB", (8, 8)).save(folder / name, "PNG")
     (folder / "notes.txt").write_text("not an image")
     given = ["predict", "ma", folder, "--store", store.uri]
-    said = vitflow_here(*given)
+    said = printed(*given)
     assert said.count("ape") == 2 and str(folder / "below/b.PNG") in said
 
     (folder / "broken.jpg").write_text("not an image")
-    said = vitflow_here(*given, code=1)
+    said = printed(*given, code=1)
     assert said.count("ape") == 2 and f"error: {folder / 'broken.jpg'} cannot be read as an image" in said
-    rows = json.loads(vitflow_here(*given, "--json", code=1).partition(" error: ")[0])
+    rows = json.loads(printed(*given, "--json", code=1).partition(" error: ")[0])
     assert [row.keys() for row in rows] == [{"image", "top"}, {"image", "top"}, {"image", "error"}]
-    assert "no such file or folder" in vitflow_here("predict", "ma", "x.png", "--store", store.uri, code=2)
-    assert "no images found" in vitflow_here("predict", "ma", store.uri, "--store", store.uri, code=2)
+    assert "no such file or folder" in printed("predict", "ma", "x.png", "--store", store.uri, code=2)
+    assert "no images found" in printed("predict", "ma", store.uri, "--store", store.uri, code=2)

@@ -18,6 +18,7 @@ import pytest
 from typer.testing import CliRunner
 
 from pipelines.cli import app
+from pipelines.commands import common
 from pipelines.files.s3 import client
 from pipelines.machine import doctor, findings
 from pipelines.machine.doctor import cluster_findings, store_findings
@@ -415,6 +416,7 @@ def test_the_command_line_says_what_it_found_and_its_exit_code_tells(
     assert {"store", "writing", "clock", "Ray", "local Ray", "GPU", "DeepSpeed", "cores", "memory"} <= {
         finding["what"] for finding in found
     }
+    monkeypatch.setattr(common.console, "width", 160)
     ill = CliRunner().invoke(app, ["doctor", "--store", "/proc/store"])
     assert ill.exit_code == 1
     assert re.search(r"problem +writing", ill.stdout)

@@ -195,9 +195,9 @@ def test_a_missing_file_says_how_to_get_it(root: Path) -> None:
     [
         ({"classes": (1, 4)}, "classes: 4 is not from 0 to 3"),
         ({"classes": (1, -1)}, "classes: -1 is not from 0 to 3"),
-        ({"classes": (1, 1)}, "a value twice"),
+        ({"classes": (1, 1)}, "contains duplicates"),
         ({"classes": (1,)}, "at least 2"),
-        ({"class_names": ("a", "a")}, "a value twice"),
+        ({"class_names": ("a", "a")}, "contains duplicates"),
     ],
 )
 def test_classes_that_can_not_be_are_refused(fields: dict[str, object], message: str) -> None:
