@@ -83,6 +83,7 @@ def test_manifests_fit_their_schemas(name: str) -> None:
     check(MANIFESTS[name])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", WITH_PODS)
 def test_a_misspelt_field_or_a_wrong_type_is_found_anywhere(name: str) -> None:
     """Of this test's own making: a validation that lets these through would say nothing of the manifests."""

@@ -222,6 +222,7 @@ def kept_bytes(model: torch.nn.Module, run: Any) -> int:
     return sum(t.untyped_storage().nbytes() for address, t in storages.items() if address not in own)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("config", SHAPES, ids=said)
 def test_activation_memory_is_what_autograd_keeps(config: Architecture, dtype: torch.dtype) -> None:

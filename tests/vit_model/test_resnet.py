@@ -145,6 +145,7 @@ def standardised(weight: Tensor) -> Tensor:
     return (centred / (deviation + 1e-5)).view_as(weight)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("units", [(), (1, 2), (2, 1, 1)], ids=str)
 @pytest.mark.parametrize("sides", [(32, 32), (33, 46), (39, 25)], ids=str)
 def test_the_stem_of_hybrids_is_timms_with_the_authors_standardisation(

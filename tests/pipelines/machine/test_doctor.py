@@ -267,6 +267,7 @@ def test_where_a_port_listens_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     assert found == {"0.0.0.0"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("version", "status"), [("2.53.0", "problem"), ("2.54.0", "warning"), ("10.1", "warning")]
 )

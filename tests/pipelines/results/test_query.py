@@ -273,6 +273,7 @@ def test_no_file_can_be_reached_from_the_database_itself(
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "sql",
     [

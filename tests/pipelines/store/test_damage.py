@@ -205,6 +205,7 @@ COMMANDS: dict[str, Callable[[FolderStore], Any]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("command", COMMANDS)
 @pytest.mark.parametrize("damage", DAMAGED_MANIFESTS)
 def test_a_damaged_manifest_is_named_and_hides_nothing_else(
@@ -495,6 +496,7 @@ class Told:
         """Nothing."""
 
 
+@pytest.mark.slow
 def test_a_driver_whose_store_is_deleted_ends_and_makes_no_folder(tmp_path: Path) -> None:
     store = FolderStore(tmp_path / "store")
     run = start_run(store, load_pipeline(str(TINY)), ("digits",))
@@ -504,6 +506,7 @@ def test_a_driver_whose_store_is_deleted_ends_and_makes_no_folder(tmp_path: Path
     assert not store.root.exists()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("forced", [(), ("digits",)])
 def test_a_driver_does_not_repeat_a_damaged_stage_unasked(tmp_path: Path, forced: tuple[str, ...]) -> None:
     store = FolderStore(tmp_path / "store")

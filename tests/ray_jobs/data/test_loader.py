@@ -171,6 +171,7 @@ def test_crops_are_parts_of_the_originals(files: Dataset) -> None:
 # ---- the same for everybody
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("changes", [{"world": 2}, {"world": 4}, {"threads": 1}, {"threads": 5}], ids=str)
 def test_batches_are_the_same_for_any_world_and_threads(way, changes: dict[str, object]) -> None:
     data, preprocessing, given = way

@@ -34,6 +34,7 @@ def saved(image: Image.Image, quality: int) -> Image.Image:
     return Image.open(buffer)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("change", "share"),
     [

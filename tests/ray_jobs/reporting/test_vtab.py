@@ -149,6 +149,7 @@ def whole(made: Vtab) -> tuple[dict[str, Any], str]:
     return made.report(list(made.made), missing)
 
 
+@pytest.mark.slow
 def test_every_number_is_the_plain_mean_over_tasks(made: Vtab, whole: tuple[dict[str, Any], str]) -> None:
     scores = {score["method"]: score for score in whole[0]["vtab"]}
     assert scores.keys() == METHODS

@@ -140,6 +140,7 @@ def test_a_fit_learns_and_repeats_itself(dataset, dtype):
         assert torch.equal(one, other)
 
 
+@pytest.mark.slow
 def test_a_fit_that_diverges_ends_with_advice(dataset):
     task, pools, _ = prepared(dataset, configuration())
     with pytest.raises(ValueError, match="lower learning_rate"):

@@ -175,6 +175,7 @@ def test_mixed_images_train_on_mixed_labels(dataset, tmp_path, objective):
     reference.assert_is(tmp_path, model)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("target", ["4x4", "pixels"])
 def test_a_patch_target_is_what_is_predicted(dataset, tmp_path, target):
     config = configuration(objective="masked_patches", patch_target=target)

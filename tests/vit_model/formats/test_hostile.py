@@ -243,6 +243,7 @@ CASES = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("folder", "damage", "message"), CASES, indirect=["folder"])
 def test_a_damaged_folder_is_one_clear_error(
     folder: Path, damage: Callable[[Path], object], message: str

@@ -146,6 +146,7 @@ def test_hdf5_arrays_are_read_in_slices(hdf5: Path) -> None:
     )
 
 
+@pytest.mark.slow
 def test_a_file_that_keeps_the_hdf5_library_busy_ends_the_process(tmp_path: Path) -> None:
     """No damaged file that hangs it is known, so that a pipe that nobody writes stands for one."""
     os.mkfifo(tmp_path / "x.h5")

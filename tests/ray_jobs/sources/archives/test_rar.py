@@ -134,6 +134,7 @@ def test_what_the_library_does_not_read_has_its_own_sentence(
         members(put(tmp_path, {"it": data}), "it")
 
 
+@pytest.mark.slow
 def test_a_library_that_hangs_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A FIFO to which nobody writes stands for any call into the library that never returns."""
     os.mkfifo(tmp_path / "fifo")
@@ -145,6 +146,7 @@ def test_a_library_that_hangs_is_ended(tmp_path: Path, monkeypatch: pytest.Monke
         members(put(tmp_path, {"it": packed(CONTENT)}), "it")
 
 
+@pytest.mark.slow
 def test_a_reader_may_take_any_time(tmp_path: Path) -> None:
     """The limit is the library's, not that of whoever reads what it unpacks."""
     (tmp_path / "it").write_bytes(packed({"big": os.urandom(2**20)}))

@@ -62,6 +62,7 @@ def check(task: str, root: Path | str, truth: Truth, **given: Any) -> Any:
     return listing
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("task", ARCHIVES)
 def test_a_task_has_the_labels_splits_and_images_of_its_archives(task: str, tmp_path: Path) -> None:
     listing = check(task, tmp_path, ARCHIVES[task](tmp_path))

@@ -235,6 +235,7 @@ def test_keys_that_lead_outside_and_unknown_labels_are_refused(keys, label, mess
         listing("cifar", ["a", "b"], parts, image=ImageSize(height=2, width=2, channels=3))
 
 
+@pytest.mark.slow
 def test_a_whole_archive_says_how_far_its_splits_are_confirmed():
     def noted(task, keys):
         parts = {part: Records(each, [0] * len(each)) for part, each in keys.items()}
