@@ -322,9 +322,10 @@ MIXED = """SELECT 'a "b", c' AS text, NULL AS nothing, 'nan'::DOUBLE AS nan, [1.
     DATE '2020-01-02' AS day, TIMESTAMPTZ '2020-01-01 00:00:00+00' AS t, 1.25 AS d, 1 AS text, 2::HUGEINT ** 2 AS h"""
 
 
-def test_json_csv_and_the_table(vitflow_here, store: Store) -> None:  # type: ignore[no-untyped-def]
+@pytest.mark.slow
+def test_json_csv_and_the_table(vitflow, store: Store) -> None:  # type: ignore[no-untyped-def]
     def run(*arguments: str, check: int = 0) -> Any:
-        return vitflow_here("report", "query", *arguments, "--store", store.uri, check=check)
+        return vitflow("report", "query", *arguments, "--store", store.uri, check=check)
 
     (found,) = json.loads(run(MIXED, "--json").stdout)
     assert found.pop("t").startswith(("2020-01-01", "2019-12-31"))
