@@ -28,7 +28,7 @@ class ImageNetSource(FileSource):
     """
 
     kind: Literal["imagenet"]
-    name: str = Field("ImageNet-1k", description="what reports call these images")
+    name: str = Field("ImageNet-1k", description="the name of the data set in reports")
     root: Root = execution(
         description="the folder, or s3://bucket/prefix, of the three files",
     )
@@ -55,7 +55,7 @@ class ImageNet21kSource(FileSource):
     """ImageNet-21k: a tar for each synset, in one tar (fall11_whole.tar, winter21_whole.tar.gz) or in a folder."""
 
     kind: Literal["imagenet21k"]
-    name: str = Field("ImageNet-21k", description="what reports call these images")
+    name: str = Field("ImageNet-21k", description="the name of the data set in reports")
     root: Root = execution(
         description="the tar, or the folder or s3://bucket/prefix of the synsets' tars",
     )
@@ -65,7 +65,7 @@ class ImageNet21kSource(FileSource):
         lt=0.25,
         description="the fraction for dev, and the same for test, drawn by a hash of each image's name",
     )
-    min_images: int = Field(10, ge=1, description="synsets with fewer are left out")
+    min_images: int = Field(10, ge=1, description="synsets with fewer images are left out")
 
     def where(self) -> At:
         return At(self.root)
@@ -89,19 +89,21 @@ class WebDatasetSource(FileSource):
     """
 
     kind: Literal["webdataset"]
-    name: str = Field("images", description="what reports call these images")
+    name: str = Field("images", description="the name of the data set in reports")
     root: Root = execution(
         description="the folder of the tars, one tar, or s3://bucket/prefix",
     )
     image: str | None = Field(
-        None, description="the field of the image: jpg; null: the one that is an image's ending"
+        None, description="the field of the image, such as jpg; null: the field with an image extension"
     )
     label: str = Field("cls", description="the field of the label: cls, or KEY of a JSON field as json.KEY")
     class_names: Annotated[tuple[str, ...], AfterValidator(distinct)] | None = Field(
-        None, min_length=2, description="of the labels 0, 1, ...; null: the labels that occur are the names"
+        None,
+        min_length=2,
+        description="the names of labels 0, 1, ...; null: the labels themselves are the names",
     )
     salt: str = Field(
-        "vitflow", description="images without a given split are split by a hash with this salt"
+        "vitflow", description="the salt of the hash that splits images without a split of their own"
     )
 
     def where(self) -> At:

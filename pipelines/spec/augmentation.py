@@ -36,7 +36,9 @@ class RandAugment(Frozen):
 
     layers: int = Field(2, ge=1, le=16)
     magnitude: float = Field(
-        ge=0, le=30, description="10 is the original's most; AugReg goes from 0, which is not nothing, to 20"
+        ge=0,
+        le=30,
+        description="10 is the maximum of the original; AugReg uses 0, which still changes images, to 20",
     )
 
 
@@ -59,9 +61,11 @@ class EvalCrop(Frozen):
     """
 
     crop: Literal["squash", "center"] = Field(
-        description="straight to the square, or the middle after the shorter side was brought to size"
+        description="squash: resize straight to the square; center: resize the shorter side, then crop the center"
     )
-    crop_fraction: float = Field(1.0, gt=0, le=1, description="with center: of that shorter side")
+    crop_fraction: float = Field(
+        1.0, gt=0, le=1, description="with center: the fraction of the shorter side that is kept"
+    )
 
     @model_validator(mode="after")
     def _fields_agree(self) -> Self:

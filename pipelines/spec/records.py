@@ -16,18 +16,18 @@ class HfParquetSource(FileSource):
     """Images in Parquet as Hugging Face's datasets are shipped: train-00000-of-00005.parquet, ..."""
 
     kind: Literal["hf_parquet"]
-    name: str = Field("images", description="what reports call these images")
+    name: str = Field("images", description="the name of the data set in reports")
     root: Root = execution(
         description="the folder, or s3://bucket/prefix, of one configuration's files",
     )
-    image: str | None = Field(None, description="the column of the images; null: the only one of its type")
+    image: str | None = Field(None, description="the image column; null: the only column of image type")
     label: str | None = Field(
-        None, description="the column of the labels; null: the only ClassLabel, else the one called label"
+        None, description="the label column; null: the only ClassLabel, otherwise the column named label"
     )
     group: str | None = later(
-        None, description="a column, such as patient or site: images of one group fall into one split"
+        None, description="a column such as patient or site; images with the same value stay in one split"
     )
-    salt: str = Field("vitflow", description="a split that the files lack is drawn by a hash with this salt")
+    salt: str = Field("vitflow", description="the salt of the hash that draws splits missing from the files")
 
     def where(self) -> Below:
         return Below(self.root)
@@ -44,15 +44,15 @@ class TfdsSource(FileSource):
     """A prepared data set of TensorFlow Datasets, in tfrecord or array_record files."""
 
     kind: Literal["tfds"]
-    name: str = Field("images", description="what reports call these images")
+    name: str = Field("images", description="the name of the data set in reports")
     root: Root = execution(
         description="the folder, or s3://bucket/prefix, of one version: that with dataset_info.json",
     )
-    image: str | None = Field(None, description="the feature of the images; null: the only Image")
+    image: str | None = Field(None, description="the image feature; null: the only Image")
     label: str | None = Field(
-        None, description="the feature of the labels; null: the only ClassLabel, else the one called label"
+        None, description="the label feature; null: the only ClassLabel, otherwise the feature named label"
     )
-    salt: str = Field("vitflow", description="a split that TFDS lacks is drawn by a hash with this salt")
+    salt: str = Field("vitflow", description="the salt of the hash that draws splits missing from TFDS")
 
     def where(self) -> Below:
         return Below(self.root)
@@ -89,7 +89,7 @@ class CifarSource(FileSource):
     classes: Literal[10, 100] = Field(10, description="CIFAR-10 or CIFAR-100")
     root: Root = execution(
         description="the folder, or s3://bucket/prefix, of cifar-10-python.tar.gz (or -binary, or cifar-100-...)"
-        " or of what is in it",
+        " or of its content",
     )
 
     @property
@@ -133,15 +133,17 @@ class ShapesSource(FileSource):
     """Drawn figures with factors of variation: shape, colour, orientation, scale, position, count."""
 
     kind: Literal["shapes"]
-    name: str = Field("Shapes", description="what reports call these images")
+    name: str = Field("Shapes", description="the name of the data set in reports")
     label: Literal["shape", "colour", "orientation", "scale", "position", "count"] = Field(
-        "shape", description="the factor to classify; the same seed gives the same images whichever it is"
+        "shape", description="the factor to classify; the images depend on the seed alone, not on the factor"
     )
-    images: int = Field(50_000, ge=1, description="how many to draw for train")
+    images: int = Field(50_000, ge=1, description="number of training images")
     dev_images: int = Field(2_000, ge=0)
     test_images: int = Field(5_000, ge=0)
-    resolution: int = Field(64, ge=32, le=512, description="pixels a side")
-    max_count: int = Field(1, ge=1, le=9, description="figures in an image, alike but for their places")
+    resolution: int = Field(64, ge=32, le=512, description="side of the images in pixels")
+    max_count: int = Field(
+        1, ge=1, le=9, description="most figures per image, equal except for their positions"
+    )
     seed: Seed = 0
 
     @model_validator(mode="after")

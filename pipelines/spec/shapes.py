@@ -32,7 +32,7 @@ class ModelSize(ViTOptions):
     num_heads: Size
     mlp_ratio: float = Field(4.0, gt=0, le=1024)
     stem: tuple[Size, ...] | None = later(
-        None, description="a hybrid: units in each stage of the convolutional stem"
+        None, description="for a hybrid: units in each stage of the convolutional stem"
     )
 
     @model_validator(mode="before")

@@ -18,8 +18,12 @@ class GlyphSource(FileSource):
     """Letters and symbols of all scripts, rendered from matplotlib's Unicode text fonts into 8x8 block counts."""
 
     kind: Literal["glyphs"]
-    images: int = Field(57_000, ge=1_000, description="how many to render, balanced over the classes")
-    dev_images: int = Field(2_000, ge=100, description="rendered beside them, to watch pretraining on")
+    images: int = Field(
+        57_000, ge=1_000, description="number of training images to render, balanced over the classes"
+    )
+    dev_images: int = Field(
+        2_000, ge=100, description="number of dev images to render, for monitoring pretraining"
+    )
     seed: Seed = 0
 
     def where(self) -> InPackage:
@@ -39,13 +43,13 @@ class FolderSource(FileSource):
     """Your own images: class folders, train/val/test folders of class folders, or a metadata.csv or metadata.jsonl."""
 
     kind: Literal["folder"]
-    name: str = Field("images", description="what reports call these images")
+    name: str = Field("images", description="the name of the data set in reports")
     root: Root = execution(
-        description="the folder, a tar or zip of it, or s3://bucket/prefix; where it lies does not enter the key, "
-        "what is in it does",
+        description="the folder, a tar or zip of it, or s3://bucket/prefix; its content enters the key, "
+        "its location does not",
     )
     salt: str = Field(
-        "vitflow", description="images without a given split are split by a hash with this salt"
+        "vitflow", description="the salt of the hash that splits images without a split of their own"
     )
     group: str | None = later(
         None,
@@ -85,15 +89,15 @@ class IdxSource(FileSource):
     """Fashion-MNIST, MNIST and others in their authors' four IDX files; their test is test, 1/12 of train is dev."""
 
     kind: Literal["idx"]
-    name: str = Field("Fashion-MNIST", description="what reports call these images")
+    name: str = Field("Fashion-MNIST", description="the name of the data set in reports")
     root: Root = execution(
         FASHION_MNIST_ROOT, description="the folder, or s3://bucket/prefix, of the four files, gzipped or not"
     )
     class_names: Annotated[tuple[str, ...], AfterValidator(distinct)] = Field(
-        FASHION_MNIST, min_length=2, max_length=256, description="of the labels 0, 1, ... in the files"
+        FASHION_MNIST, min_length=2, max_length=256, description="the names of labels 0, 1, ... in the files"
     )
     classes: Annotated[tuple[int, ...], AfterValidator(distinct), AfterValidator(ascending)] | None = Field(
-        None, min_length=2, description="labels to keep, which become 0, 1, ... in their order; null: all"
+        None, min_length=2, description="the labels to keep, renumbered 0, 1, ... in this order; null: all"
     )
 
     @model_validator(mode="after")

@@ -20,13 +20,15 @@ class Optimizer(Frozen):
     weight_decay: float = Field(
         0.05,
         ge=0,
-        description="multiplied by the learning rate of the step, as torch, timm and Hugging Face do; big_vision's wd"
-        " divided by its lr. Kernels are decayed; with objective contrastive every parameter, as MoCo v3 does",
+        description="multiplied by each step's learning rate, as in torch, timm and Hugging Face: big_vision's wd"
+        " divided by its lr. Applies to kernels; with objective contrastive to every parameter, as in MoCo v3",
     )
     betas: tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]] = (0.9, 0.95)
     warmup_fraction: float = Field(0.1, ge=0, lt=1)
     schedule: Literal["cosine", "linear"] = "cosine"
-    clip_norm: float = Field(1.0, gt=0, description="gradients are scaled down to this global norm")
+    clip_norm: float = Field(
+        1.0, gt=0, description="gradients with a larger global norm are scaled down to this norm"
+    )
 
 
 Shots = Annotated[int, Field(ge=1)]
@@ -42,8 +44,8 @@ def seen_in_training() -> Any:
     """Declare the field of stages that score a model on test images."""
     return later(
         "fail",
-        description="what to do if the backbone or one of its ancestors was trained on test images: fail and say on"
-        " how many, or report: score them apart from the others, in rows that verdicts and lists of the best leave out",
+        description="what to do if the backbone or one of its ancestors was trained on test images: fail and say how"
+        " many, or report: score them separately, in rows that verdicts and lists of best results leave out",
     )
 
 
@@ -82,15 +84,15 @@ class Ingest(_Stage):
     source: Source
     duplicates: Literal["keep", "drop"] = later(
         "keep",
-        description="copies and near-copies within the set are listed and kept; or left out, but a test image never is."
-        " If the draw put copies into different splits, test beats dev beats train in any case. Identical bytes in two"
-        " classes are named; drop leaves all of them out of train and dev",
+        description="keep: list copies and near-duplicates in the set; drop: also leave them out, but no test image."
+        " If copies are drawn into different splits, test beats dev and dev beats train in both cases. The log names"
+        " identical bytes in two classes; drop leaves all of them out of train and dev",
     )
     max_distance: int | None = later(
         4,
         ge=0,
         le=8,
-        description="how many of 64 bits may differ between the perceptual hashes of near-copies and of mirrored,"
+        description="most differing bits, of 64, between perceptual hashes of near-duplicates and of mirrored,"
         " rotated and cropped copies; null: only identical bytes are copies",
     )
     against: Annotated[tuple[str, ...], AfterValidator(distinct)] = takes(
@@ -98,16 +100,16 @@ class Ingest(_Stage):
         shows_names=True,
         later=True,
         default=(),
-        description="data sets whose test images, and near-copies of them, are left out of train and dev here",
+        description="data sets; their test images and near-duplicates of them are left out of train and dev here",
     )
     short_side: int | None = later(
         None,
         ge=32,
-        description="pixels; images with a longer shorter side are stored that small, as JPEG of quality 95 (lossy):"
-        " at 256 they are read 1.7 times as fast; null: the authors' bytes",
+        description="in pixels; images with a longer shorter side are resized and stored as JPEG of quality 95 (lossy):"
+        " reading is 1.7 times as fast at 256; null: store the original bytes",
     )
     max_bad_fraction: float = Field(
-        0.01, ge=0, le=1, description="more damaged images than this fail the stage"
+        0.01, ge=0, le=1, description="the stage fails if a larger fraction of images is damaged"
     )
 
 
@@ -125,14 +127,17 @@ class GivenPreprocessing(Frozen):
     """
 
     mean: tuple[float, ...] = Field(
-        min_length=1, description="of x / 255, for each channel; one value for all of them"
+        min_length=1, description="of x / 255, one value per channel or one for all channels"
     )
-    std: tuple[Annotated[float, Field(gt=0)], ...] = Field(min_length=1, description="as mean")
+    std: tuple[Annotated[float, Field(gt=0)], ...] = Field(min_length=1, description="like mean")
     interpolation: Literal["bilinear", "bicubic"] | None = None
     crop: Literal["squash", "center"] | None = Field(
-        None, description="straight to the square, or the middle after the shorter side was brought to size"
+        None,
+        description="squash: resize straight to the square; center: resize the shorter side, then crop the center",
     )
-    crop_fraction: float | None = Field(None, gt=0, le=1, description="with center: of that shorter side")
+    crop_fraction: float | None = Field(
+        None, gt=0, le=1, description="with center: the fraction of the shorter side that is kept"
+    )
 
     @model_validator(mode="before")
     @classmethod
@@ -172,7 +177,10 @@ class Contrastive(Frozen):
     output_width: int = Field(256, ge=1)
     temperature: float = Field(0.2, gt=0)
     momentum: float = Field(
-        0.99, ge=0, le=1, description="how much of it the momentum encoder keeps at first; at the end all"
+        0.99,
+        ge=0,
+        le=1,
+        description="the initial momentum of the momentum encoder; a cosine schedule raises it to 1",
     )
 
 
@@ -184,9 +192,9 @@ class Pretrain(_Stage):
     job: Literal["pretrain"]
     data: str = takes("dataset")
     model: Model
-    resolution: int = Field(ge=4, le=8192, description="images are brought to this many pixels a side")
+    resolution: int = Field(ge=4, le=8192, description="side of the training images in pixels")
     steps: int = Field(ge=1)
-    batch_size: int = Field(ge=1, description="images a step, over all workers together")
+    batch_size: int = Field(ge=1, description="images per step, over all workers")
     learning_rate: Rate
     optimizer: Optimizer = Optimizer()
     augment: Augmentation = "none"
@@ -194,7 +202,7 @@ class Pretrain(_Stage):
     mixup: float = mixing("mixup")
     cutmix: float = mixing("cutmix")
     eval_crop: EvalCrop | None = later(
-        None, description="null: squash where all images are square, else center"
+        None, description="null: squash if all images are square, otherwise center"
     )
     objective: Objective = later(
         "softmax",
@@ -205,8 +213,8 @@ class Pretrain(_Stage):
     )
     patch_target: PatchTarget = later(
         "mean_colour",
-        description="what masked_patches predicts of a patch: its mean colour at 3 bits a channel (the paper); that of"
-        " each of its 4x4 parts; or, by regression, all its pixels",
+        description="the target of masked_patches: a patch's mean colour at 3 bits per channel (the paper), that of"
+        " each of its 4x4 parts, or, by regression, all its pixels",
     )
     contrastive: Contrastive = later(Contrastive())
     label_smoothing: float = Field(0.0, ge=0, lt=1)
@@ -214,16 +222,16 @@ class Pretrain(_Stage):
     zero_stage: Literal[1, 2, 3] = 1
     order: Literal["global", "window"] = later(
         "global",
-        description="of the images: any permutation of them all; or by windows of row groups, for data on S3 that is"
+        description="the order of images: a permutation of them all, or windows of row groups, for data on S3 that is"
         " larger than cache_gib",
     )
     seed: Seed = 0
     workers: int | None = execution(
         None,
         ge=1,
-        description="Ray Train workers, each with a GPU where there are some; null: all GPUs, or 2 on CPUs",
+        description="number of Ray Train workers, with a GPU each if there are any; null: one per GPU, or 2 on CPUs",
     )
-    threads: int = execution(1, ge=1, description="CPU threads a worker")
+    threads: int = execution(1, ge=1, description="CPU threads per worker")
     cache_gib: float = execution(
         64, gt=0, description="GiB of images from S3 that a machine keeps in its cache folder"
     )
@@ -297,10 +305,14 @@ class Pretrain(_Stage):
 class Labels(Frozen):
     """Which labels a learner may see: all of train (dev chooses), or `per_class` of each class, drawn `draws` times."""
 
-    per_class: int | None = Field(None, ge=2, description="null: all; dev chooses the settings")
-    draws: int = Field(5, ge=1, description="with per_class: independent draws, each scored on test")
+    per_class: int | None = Field(None, ge=2, description="null: all labels, and dev selects the settings")
+    draws: int = Field(
+        5, ge=1, description="with per_class: number of independent draws, each scored on test"
+    )
     folds: int = Field(
-        5, ge=2, description="with per_class, or where there is no dev: cross-validation chooses"
+        5,
+        ge=2,
+        description="with per_class, or without dev: folds of the cross-validation that selects the settings",
     )
     seed: Seed = 0
 
@@ -321,13 +333,13 @@ class Finetune(_Stage):
     job: Literal["finetune"]
     data: str = takes("dataset")
     backbone: str | None = takes("model", default=None)
-    model: Model | None = Field(None, description="instead of a backbone: train this shape from scratch")
+    model: Model | None = Field(None, description="instead of a backbone: the model to train from scratch")
     resolution: int | None = Field(
         None, ge=4, le=8192, description="with a backbone: null keeps the backbone's"
     )
     labels: Labels = Labels()
     learning_rates: Annotated[tuple[Rate, ...], Field(min_length=1), AfterValidator(distinct)] = Field(
-        description="to choose from; a single one is taken as it is, without a sweep"
+        description="the rates to sweep; a single rate is used without a sweep"
     )
     steps: int = Field(ge=1)
     batch_size: int = Field(ge=1)
@@ -337,13 +349,14 @@ class Finetune(_Stage):
     mixup: float = mixing("mixup")
     cutmix: float = mixing("cutmix")
     eval_crop: EvalCrop | None = later(
-        None, description="null: the backbone's; without one squash where all images are square, else center"
+        None,
+        description="null: the backbone's; without a backbone, squash if all images are square, otherwise center",
     )
     label_smoothing: float = Field(0.0, ge=0, lt=1)
     seen_in_training: SeenInTraining = seen_in_training()
     dtype: Dtype = "bfloat16"
     seed: Seed = 0
-    threads: int = execution(1, ge=1, description="CPU threads a trial")
+    threads: int = execution(1, ge=1, description="CPU threads per trial")
     cache_gib: float = execution(
         64, gt=0, description="GiB of images from S3 that a machine keeps in its cache folder"
     )
@@ -372,11 +385,11 @@ class Evaluate(_Stage):
     shots: Annotated[tuple[Shots, ...], Field(min_length=1), AfterValidator(distinct)] = (1, 5, 10, 25)
     draws: int = Field(20, ge=1)
     support: Literal["train", "train+dev"] = later(
-        "train", description="the images that labels may be drawn from; test is scored"
+        "train", description="the splits that labels are drawn from; test is scored"
     )
-    linear_probe: bool = later(False, description="beside the few shots: all labels of the support at once")
+    linear_probe: bool = later(False, description="also evaluate with all labels of the support")
     eval_crop: EvalCrop | None = later(
-        None, description="how images become squares; null: as the model's own do"
+        None, description="how images are made square; null: as the model's contract says"
     )
     seen_in_training: SeenInTraining = seen_in_training()
     seed: Seed = 0
@@ -396,9 +409,9 @@ class Baselines(_Stage):
         "RBF SVM",
     )
     labels: Labels = Labels()
-    thumbnail: int = Field(32, ge=4, description="larger images are averaged down to this many pixels a side")
+    thumbnail: int = Field(32, ge=4, description="side in pixels that larger images are averaged down to")
     max_images: int = Field(
-        5_000, ge=100, description="of all labels, at most this many are used (kernels are quadratic)"
+        5_000, ge=100, description="with all labels, use at most this many images (kernels are quadratic)"
     )
 
 
@@ -409,10 +422,10 @@ class Report(_Stage):
     KIND: ClassVar[str] = "report"
     job: Literal["report"]
     title: str
-    note: str = Field("", description="what a reader should know beside the verdict")
+    note: str = Field("", description="a note for readers, shown beside the verdict")
     of: tuple[str, ...] = takes("dataset", "model", "evaluation", shows_names=True, min_length=1)
     missing: tuple[str, ...] = later(
-        (), description="filled in by a run: members of a matrix that it could not make, taken out of `of`"
+        (), description="set by a run: members of a matrix that could not be built and were removed from `of`"
     )
 
 

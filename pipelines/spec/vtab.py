@@ -135,15 +135,15 @@ class VtabSource(FileSource):
     kind: Literal["vtab"]
     task: Task
     root: Annotated[str, AfterValidator(located)] = execution(
-        description="the folder of the archives, or of folders of them named after the tasks or their data sets",
+        description="the folder of the archives, or of folders of archives named after the tasks or their data sets",
     )
     membership: Annotated[str, AfterValidator(located)] | None = execution(
         None,
-        description="caltech101 alone: a list of the images of TFDS's train split, one <class>/<file> a line",
+        description="caltech101 only: a file that lists the images of TFDS's train split, one <class>/<file> per line",
     )
     pixels: Literal["published", "raw"] = Field(
         "published",
-        description="raw: files as their authors ship them, where VTAB's were shrunk or re-encoded",
+        description="raw: the authors' files, for tasks whose images VTAB shrank or re-encoded",
     )
 
     @property
