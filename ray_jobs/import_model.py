@@ -154,7 +154,7 @@ def _in_words(pixels: Preprocessing) -> str:
     mean, std = (", ".join(f"{value:g}" for value in values) for values in (pixels.mean, pixels.std))
     size = f"{pixels.resolution} x {pixels.resolution}"
     if pixels.crop == "squash":
-        way = f"straight to {size}"
+        way = f"squashed to {size}"
     else:
         way = (
             f"shorter side to {int(pixels.resolution / pixels.crop_fraction + 1e-6)}, the middle {size} of it"

@@ -35,9 +35,16 @@ def write_hugging_face(folder: Path, *, processor: bool = True) -> Path:
     """A small ViT of transformers' own making, with random weights and a preprocessing that nobody would guess."""
     torch.manual_seed(0)
     config = ViTConfig(
-        hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=32, image_size=16, patch_size=4,
-        num_labels=4, id2label={0: "a", 1: "b", 2: "c", 3: "d"}, initializer_range=0.2,
-    )  # fmt: skip
+        hidden_size=16,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        intermediate_size=32,
+        image_size=16,
+        patch_size=4,
+        num_labels=4,
+        id2label={0: "a", 1: "b", 2: "c", 3: "d"},
+        initializer_range=0.2,
+    )
     ViTForImageClassification(config).save_pretrained(folder)
     if processor:
         ViTImageProcessor(
@@ -79,10 +86,15 @@ def test_imported_fine_tuned_and_exported_it_classifies_as_transformers_does(
     images, checkpoint, store = write_images(tmp_path / "images"), tmp_path / "vit", tmp_path / "store"
     write_hugging_face(checkpoint)
     changes = {
-        "images.source.root": tmp_path / "images", "backbone.path": checkpoint,
-        "finetune.learning_rates": [0.003, 0.01], "finetune.steps": 30, "finetune.batch_size": 8,
-        "finetune.augment": "none", "few_shot.shots": [1], "few_shot.draws": 2,
-    }  # fmt: skip
+        "images.source.root": tmp_path / "images",
+        "backbone.path": checkpoint,
+        "finetune.learning_rates": [0.003, 0.01],
+        "finetune.steps": 30,
+        "finetune.batch_size": 8,
+        "finetune.augment": "none",
+        "few_shot.shots": [1],
+        "few_shot.draws": 2,
+    }
     run = ["run", "finetune_imported", "--store", store]
     run += [part for name, value in changes.items() for part in ("--set", f"{name}={value}")]
 
@@ -122,6 +134,7 @@ def test_imported_fine_tuned_and_exported_it_classifies_as_transformers_does(
     assert_alike(by_vitflow(vitflow, key[1], images, store), tuned)
 
 
+@pytest.mark.full
 def test_without_mean_and_std_an_import_is_refused_once_until_they_are_given(
     vitflow: Any, tmp_path: Path
 ) -> None:

@@ -112,7 +112,7 @@ def test_what_was_taken_is_said() -> None:
     assert "classes: 2 (0, 1)" in said and "license: apache-2.0" in said
     said = "\n".join(describe(contract_of(imported(), stage("half")), None))
     assert (
-        "preprocessing, as given: mean 0.5, 0.5, 0.5, std 0.5, 0.5, 0.5; bilinear, straight to 8 x 8" in said
+        "preprocessing, as given: mean 0.5, 0.5, 0.5, std 0.5, 0.5, 0.5; bilinear, squashed to 8 x 8" in said
     )
     said = "\n".join(describe(contract_of(imported(SAID), stage("half")), SAID))
     assert "preprocessing in the file, not used: mean 0.1, 0.2, 0.3" in said
