@@ -95,16 +95,6 @@ def test_a_damaged_input_ends_the_run_and_names_what_rebuilds_it(  # type: ignor
     assert "nothing is damaged" in vitflow("verify", "--store", tiny_store).stdout
 
 
-@pytest.mark.full
-def test_two_stores_hold_the_same_bytes(vitflow, tiny_store: Path, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
-    run(vitflow, tmp_path / "other")
-    one, two = manifests(tiny_store), manifests(tmp_path / "other")
-    for stage in ("digits", "pretrain", "finetune", "probe", "pixels"):
-        assert one[stage]["files"] == two[stage]["files"], stage
-        assert one[stage]["content_digest"] == two[stage]["content_digest"]
-    assert one["report"]["content_digest"] == two["report"]["content_digest"]
-
-
 def test_looking_at_a_run(vitflow, tiny_store: Path) -> None:  # type: ignore[no-untyped-def]
     run_row = json.loads(vitflow("list", "--store", tiny_store, "--json").stdout)[0]
     assert run_row["status"] == "SUCCEEDED"
