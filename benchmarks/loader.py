@@ -75,7 +75,7 @@ def arguments() -> argparse.Namespace:
 
 
 def in_process(cores: int, what: str, *, folder: Path, **given: Any) -> dict[str, Any]:
-    """Measure or try an arm in a fresh process on so many cores; if it fails, return its error."""
+    """Measure or try an arm in a fresh process on `cores` cores; if it fails, return its error."""
     allowed = ",".join(map(str, sorted(os.sched_getaffinity(0))[:cores]))
     request = json.dumps({"what": what, "folder": str(folder), **given})
     command = ["taskset", "-c", allowed, sys.executable, "-m", "loading", request]
@@ -95,7 +95,7 @@ def in_process(cores: int, what: str, *, folder: Path, **given: Any) -> dict[str
 
 
 def take_turns(run: Any, arms: list[str], rounds: int) -> dict[str, table.Measured]:
-    """Measure each arm in turn, so many times, with the number of workers that was best when all were tried."""
+    """Measure the arms in turn, `rounds` times, each with the number of workers that was fastest in its trial."""
     measured = {}
     for arm in arms:
         tried = {workers: run(arm=arm, workers=workers) for workers in WORKERS}

@@ -27,7 +27,7 @@ Vitflow = Callable[..., subprocess.CompletedProcess[str]]
 
 @pytest.hookimpl(tryfirst=True)  # before -m selects
 def pytest_collection_modifyitems(items: list[pytest.Function]) -> None:
-    """Whatever talks to an S3 server is slow: starting one takes longer than most tests."""
+    """Mark tests that use an S3 server as slow: starting one takes longer than most tests."""
     for item in items:
         names = {*item.fixturenames, item.callspec.params.get("place") if hasattr(item, "callspec") else None}
         if names & {"moto", "ceph"}:
@@ -92,11 +92,9 @@ def tiny_store(vitflow: Vitflow, tmp_path_factory: pytest.TempPathFactory) -> Pa
 def vitflow_here(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Vitflow:
     """Run the command line in this process, half a second faster; not `report query`, which limits its memory."""
 
-    def run(*arguments: str | Path, check: int = 0, **environment: str) -> subprocess.CompletedProcess[str]:
+    def run(*arguments: str | Path, check: int = 0) -> subprocess.CompletedProcess[str]:
         from pipelines.cli import main
 
-        for name, value in environment.items():
-            monkeypatch.setenv(name, value)
         monkeypatch.setattr(sys, "argv", ["vitflow", *map(str, arguments)])
         with pytest.raises(SystemExit) as exit_:
             main()

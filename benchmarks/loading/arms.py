@@ -1,4 +1,4 @@
-"""The loaders: each yields batches of (numbers of the images, pixels) of a set without end, with so many workers.
+"""The loaders: each yields batches of (numbers of the images, pixels) of a set, without end, with `workers` workers.
 
 A function imports its loader itself: one that cannot be imported must not end the others, nor add to their memory.
 """

@@ -35,7 +35,7 @@ def gates(arm: Arm, folder: Path, images: int) -> dict[str, str]:
     for damage in DAMAGES:
         try:
             found[damage] = damaged_epoch(arm, damaged_folder(folder, damage), images)
-        except Exception as error:  # whatever a peer raises
+        except Exception as error:  # a peer may raise anything
             found[damage] = f"stops: {type(error).__name__}"
     return found | (exactness(folder) if arm.batches is ours else {})
 

@@ -17,7 +17,7 @@ WARM = 20_000  # images before the clock starts, or a whole epoch if that is les
 
 
 def measure(arm: Arm, folder: Path, workers: int, seconds: float, images: int) -> dict[str, float]:
-    """Measure an arm on a set of so many images, for so many seconds after its warm-up."""
+    """Measure an arm on a set of `images` images, for `seconds` seconds after its warm-up."""
     torch.set_num_threads(1)
     for module in arm.imports:
         importlib.import_module(module)

@@ -24,7 +24,7 @@ class Measured(NamedTuple):
 
 
 def rates(name: str, cores: int, measured: Mapping[str, Measured]) -> list[str]:
-    """The table of a set on so many cores, by the name of the arm."""
+    """Return the table of a set on `cores` cores, a row per arm."""
     lines = [f"## {name} ({SETS[name]}), {cores} core{'s' * (cores > 1)}", "", HEAD, "|---|" + "---:|" * 6]
     floor = measured["floor"].rounds if "floor" in measured else []
     for arm, (workers, rounds, error) in measured.items():

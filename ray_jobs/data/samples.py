@@ -47,12 +47,12 @@ def write_samples(
         file = shard_file(len(shards))
         offsets = write_shard(folder / file, part, row_group_bytes)
         for sample, offset in zip(part, offsets, strict=True):
-            known = {field: getattr(sample, field) for field in Sample._fields if field != "image"}
+            fields = {field: getattr(sample, field) for field in Sample._fields if field != "image"}
             place = {"shard": len(shards), "offset": offset, "length": len(sample.image)}
             checksum = xxhash.xxh3_64_intdigest(sample.image)
             hashes = dict.fromkeys(Hashes._fields, 0) | {"phash": checksum}
-            found = {"content_id": f"{checksum:032x}", "checksum": checksum}
-            rows.append(known | place | hashes | found | {"split": split})
+            digests = {"content_id": f"{checksum:032x}", "checksum": checksum}
+            rows.append(fields | place | hashes | digests | {"split": split})
         shards.append(Shard(file=file, rows=len(part), bytes=(folder / file).stat().st_size))
     folder.mkdir(parents=True, exist_ok=True)
     index = pa.Table.from_pylist(rows, schema=INDEX)

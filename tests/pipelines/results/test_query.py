@@ -13,23 +13,7 @@ from pipelines.results.query import TABLES, query
 from pipelines.spec import RecipeError
 from pipelines.store import Layout, Store, StoreDamaged, commit, open_store
 from ray_jobs.evaluation.rows import PREDICTIONS, ROWS, write_parquet, write_table
-from tests.support.records import flip, make_manifest
-
-
-def row(**changes: Any) -> dict[str, Any]:
-    return {
-        "task": "digits",
-        "protocol": "baseline",
-        "method": "k-NN",
-        "labels_per_class": 5,
-        "draw": 0,
-        "split": "test",
-        "metric": "accuracy",
-        "value": 0.5,
-        "num_images": 4,
-        "selected_on": "dev",
-        "settings": "{}",
-    } | changes
+from tests.support.records import flip, make_manifest, row
 
 
 def prediction(**changes: Any) -> dict[str, Any]:

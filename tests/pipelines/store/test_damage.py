@@ -35,22 +35,10 @@ from ray_jobs.evaluation.rows import ROWS, write_table
 from ray_jobs.ingesting.reuse import FACTS, Finished, find_reusable, finished_parts, write_facts
 from ray_jobs.sources.archives.entries import ENTRIES
 from tests.support.paths import TINY
-from tests.support.records import flip, make_attempt, make_context, make_manifest, make_plan
+from tests.support.records import flip, make_attempt, make_context, make_manifest, make_plan, row
 
 GOOD, BAD = "good-20260101-000000-aaaa", "bad-20260102-000000-bbbb"  # runs
-ROW = {
-    "task": "digits",
-    "protocol": "baseline",
-    "method": "k-NN",
-    "labels_per_class": 5,
-    "draw": 0,
-    "split": "test",
-    "metric": "accuracy",
-    "value": 0.5,
-    "num_images": 4,
-    "selected_on": "dev",
-    "settings": "{}",
-}
+ROW = row()
 
 
 def put(store: FolderStore, job: str, key: str, stage: str, run: str, **fields: Any) -> Manifest:
