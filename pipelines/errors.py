@@ -1,4 +1,4 @@
-"""Errors of a store, in a folder or on S3; the message names the place and says what to do."""
+"""Errors of a store, in a folder or on S3; the message names the place and says what to do. And `Superseded`."""
 
 from __future__ import annotations
 
@@ -24,3 +24,10 @@ class StoreDamaged(StoreError):  # noqa: N818 (named after the state of the stor
     def __init__(self, problem: str, remedy: str = "") -> None:
         super().__init__(f"{problem}; {remedy}" if remedy else problem)
         self.problem, self.remedy = problem, remedy
+
+
+class Superseded(Exception):  # noqa: N818 (named after the state of the attempt)
+    """A later attempt has taken over from this one, which must end and commit nothing more.
+
+    That is not a user error. It needs no answer either, because the later attempt's job makes the result.
+    """

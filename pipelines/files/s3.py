@@ -48,7 +48,7 @@ _EXPLAINED = {
     "NoSuchBucket": "there is no such bucket; create it, or correct the name",
     "NoSuchKey": "the object is missing, though its manifest names it: the store is damaged",
     "InvalidRange": "the object is shorter than its manifest says: it is damaged",
-    "AccessDenied": "access is denied: a store needs s3:GetObject, PutObject and ListBucket",
+    "AccessDenied": "access is denied: a store needs s3:GetObject, PutObject, DeleteObject and ListBucket",
     "InvalidAccessKeyId": "the server does not know this access key",
     "SignatureDoesNotMatch": "the secret key does not belong to the access key",
     "ExpiredToken": "the credentials have expired",

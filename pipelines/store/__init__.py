@@ -4,10 +4,11 @@ To read the code, start with `records`, then `protocol`, then one of the two sto
 `open_store` imports the store that it opens, because boto3 takes longer than planning in a folder.
 """
 
-from pipelines.errors import StoreAbsent, StoreDamaged, StoreError, StoreUnreachable
+from pipelines.errors import StoreAbsent, StoreDamaged, StoreError, StoreUnreachable, Superseded
 from pipelines.store.artifacts import (
     all_keys,
     all_manifests,
+    check_newest,
     commit,
     create_attempt,
     input_ref,
@@ -69,10 +70,12 @@ __all__ = [
     "StoreDamaged",
     "StoreError",
     "StoreUnreachable",
+    "Superseded",
     "Time",
     "add_event",
     "all_keys",
     "all_manifests",
+    "check_newest",
     "commit",
     "create_attempt",
     "create_run",

@@ -7,7 +7,7 @@ import shlex
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from pipelines.errors import StoreDamaged
+from pipelines.errors import StoreDamaged, Superseded
 from pipelines.store.objects import check_name, parse_record, read_record, record_number, warn
 from pipelines.store.protocol import LARGEST_RECORD, Store, encode
 from pipelines.store.records import Attempt, FileEntry, InputRef, Layout, Manifest, Replaced, now, who
@@ -205,3 +205,18 @@ def create_attempt(store: Store, attempt: Attempt) -> Attempt:
     existing = read_attempt(store, folder)
     assert existing is not None
     return existing
+
+
+def check_newest(store: Store, attempt: Attempt) -> None:
+    """Raise Superseded if there is a later attempt; call it just before each commit.
+
+    The driver gave up this attempt when it wrote the next one, but the attempt's process may live: its machine was
+    suspended, or its cluster had lost sight of it. Numbers are consecutive, so one request finds a successor; a damaged
+    record is one, too.
+    """
+    following = attempt.number + 1
+    if store.read(f"{Layout.attempt(attempt.job, attempt.key, following)}/attempt.json") is not None:
+        raise Superseded(
+            f"attempt {following} of {attempt.job}/{attempt.key[:12]} has taken over from attempt {attempt.number}, "
+            "which ends and commits nothing more"
+        )

@@ -9,7 +9,7 @@ import secrets
 import shutil
 import stat
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from pipelines.errors import StoreAbsent, StoreDamaged, StoreError, StoreUnreachable
@@ -104,6 +104,41 @@ class FolderStore:
         except OSError as error:
             raise self._refused("write", name, error, StoreError) from None
         return is_first or self.read(name) == data
+
+    def replace(self, name: str, data: bytes) -> None:
+        path = self.root / name
+        self._require()
+        temporary = path.parent / f".{path.name}.{secrets.token_hex(8)}.tmp"
+        try:
+            _make_folders(path.parent)
+            try:
+                temporary.write_bytes(data)  # no fsync: the next bytes follow in seconds
+                temporary.replace(path)
+            finally:
+                temporary.unlink(missing_ok=True)
+        except OSError as error:
+            raise self._refused("write", name, error, StoreError) from None
+
+    def remove(self, names: Sequence[str]) -> None:
+        self._require()
+        for name in names:
+            path = self.root / name
+            try:
+                path.unlink()
+                _sync_folder(path.parent)  # before the next, so that a power cut cannot change the order
+            except (FileNotFoundError, NotADirectoryError):
+                continue
+            except OSError as error:
+                raise self._refused("remove", name, error, StoreError) from None
+        for folder in {(self.root / name).parent for name in names}:
+            self._remove_emptied(folder)
+
+    def _remove_emptied(self, folder: Path) -> None:
+        """Remove a folder of the store and those above it, up to the first that is not empty."""
+        with suppress(OSError):
+            while folder != self.root:
+                folder.rmdir()
+                folder = folder.parent
 
     def names(self, folder: str) -> list[str]:
         try:

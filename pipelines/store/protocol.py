@@ -1,7 +1,8 @@
 """The interface of a store, and `open_store`.
 
-Nothing is overwritten or written in place. So any number of drivers and stages may use one store and be killed at any
-moment: an object is either complete or absent, and the first of two writers of one name wins.
+Nothing is written in place, and nothing is overwritten except one kind of object: an attempt's `alive.json`, which
+only shows that the attempt lives. So any number of drivers and stages may use one store and be killed at any moment: an
+object is either complete or absent, and the first of two writers of one name wins.
 """
 
 from __future__ import annotations
@@ -62,6 +63,19 @@ class Store(Protocol):
 
         If the existing object has the same bytes, the result is True, because the answer to our own write may have been
         lost. Two writers that must be told apart each include a nonce.
+        """
+
+    def replace(self, name: str, data: bytes) -> None:
+        """Write an object, atomically over the one that has this name; readers see the old bytes or the new.
+
+        Only for `Layout.alive`: everything else is created once. A power cut may bring the old bytes back.
+        """
+
+    def remove(self, names: Sequence[str]) -> None:
+        """Remove objects one after the other, in this order, and skip those that do not exist.
+
+        Give the record that makes the others valid first, so that an interruption leaves no record without its files.
+        In a folder, folders that become empty are removed, too.
         """
 
     def names(self, folder: str) -> list[str]:

@@ -25,6 +25,8 @@ class Layout:
     artifacts/<job>/<key>/manifest.json                 the commit of an artifact
     artifacts/<job>/<key>/replaced.json                 --force: {successor key, who, why}
     artifacts/<job>/<key>/attempts/<n>/attempt.json     written before the job is submitted: its input, and a nonce
+    artifacts/<job>/<key>/attempts/<n>/alive.json       its sign of life, the only object that is ever replaced
+    artifacts/<job>/<key>/attempts/<n>/checkpoints/...  what it, or a later attempt, continues from
     artifacts/<job>/<key>/attempts/<n>/files/...        the files of that attempt
     artifacts/<job>/<key>/attempts/<n>/log.txt          its job's log (a cluster's own copy is lost with the cluster)
     runs/<run id>/plan.json  stop.json  events/<ulid>.json
@@ -53,6 +55,14 @@ class Layout:
     @classmethod
     def files(cls, job: str, key: str, number: int) -> str:
         return f"{cls.attempt(job, key, number)}/files"
+
+    @classmethod
+    def alive(cls, job: str, key: str, number: int) -> str:
+        return f"{cls.attempt(job, key, number)}/alive.json"
+
+    @classmethod
+    def checkpoints(cls, job: str, key: str, number: int) -> str:
+        return f"{cls.attempt(job, key, number)}/checkpoints"
 
     @staticmethod
     def run(run: str) -> str:

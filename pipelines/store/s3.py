@@ -86,6 +86,15 @@ class S3Store:
                         raise
             _pause()
 
+    def replace(self, name: str, data: bytes) -> None:
+        with self._translate_errors(f"write {name}"):
+            s3.client().put_object(Bucket=self.bucket, Key=self.prefix + name, Body=data)
+
+    def remove(self, names: Sequence[str]) -> None:
+        for name in names:  # one request for many objects would not keep their order
+            with self._translate_errors(f"remove {name}"):
+                s3.client().delete_object(Bucket=self.bucket, Key=self.prefix + name)
+
     def names(self, folder: str) -> list[str]:
         prefix = f"{self.prefix}{folder}/" if folder else self.prefix
         keys = []

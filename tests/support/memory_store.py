@@ -31,6 +31,13 @@ class MemoryStore:
     def create(self, name: str, data: bytes) -> bool:
         return self._ask("create", name, lambda: self.objects.setdefault(name, data) == data)
 
+    def replace(self, name: str, data: bytes) -> None:
+        self._ask("replace", name, lambda: self.objects.update({name: data}))
+
+    def remove(self, names: Sequence[str]) -> None:
+        for name in names:
+            self._ask("remove", name, lambda name=name: self.objects.pop(name, None))
+
     def names(self, folder: str) -> list[str]:
         start = f"{folder}/"
         found = [name for name in self.objects if name.startswith(start)]

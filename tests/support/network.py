@@ -6,7 +6,7 @@ from collections.abc import Callable
 from random import Random
 from typing import Any
 
-WRITES = ("create", "submit", "stop")  # requests that change something
+WRITES = ("create", "replace", "remove", "submit", "stop")  # requests that change something
 
 
 class Killed(BaseException):

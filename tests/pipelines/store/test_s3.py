@@ -120,6 +120,15 @@ def test_a_server_that_overwrites_is_refused(
         S3Store(f"s3://{bucket.name}/x")
 
 
+def test_objects_are_removed_one_after_the_other(store: S3Store, proxy: Proxy, bucket: Bucket) -> None:
+    for name in ("b", "a", "c"):
+        store.create(name, b"1")
+    proxy.faults.append(Fault("DELETE", "/a", 403, "AccessDenied"))
+    with pytest.raises(StoreError, match=r"cannot remove a: access is denied.*DeleteObject"):
+        store.remove(["b", "a", "c"])
+    assert set(bucket.objects("some/prefix/")) == {"some/prefix/a", "some/prefix/c", "some/prefix/store.json"}
+
+
 # ------------------------------------------------------------------------------------------------- errors that pass
 
 

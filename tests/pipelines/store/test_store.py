@@ -95,6 +95,45 @@ def test_who_writes_the_same_bytes_again_was_first(store: Store) -> None:
     assert store.read("a") == b"mine"
 
 
+def test_who_reads_what_is_replaced_sees_the_old_bytes_or_the_new(store: Store, place: Place) -> None:
+    written = [f"{number};".encode() * 1000 for number in range(20)]
+    store.replace("a/alive.json", written[0])
+    over = threading.Event()
+
+    def watch() -> set[bytes | None]:
+        other, seen = open_store(store.uri), set()
+        while not over.is_set():
+            seen.add(other.read("a/alive.json"))
+        return seen
+
+    with ThreadPoolExecutor(1) as pool:
+        watcher = pool.submit(watch)
+        for data in written:
+            store.replace("a/alive.json", data)
+        over.set()
+        assert watcher.result() <= set(written)
+    assert store.read("a/alive.json") == written[-1]
+    assert list(place[1].objects("a/")) == ["a/alive.json"], "no temporary file is left"
+
+
+def test_what_is_removed_is_gone_with_its_folders_and_nothing_else(store: Store, place: Place) -> None:
+    for name in ("a/b/c/x", "a/b/y", "a/z"):
+        store.create(name, b"1")
+    store.remove(["a/b/y", "a/b/absent", "no/such/folder", "a/z/below/an/object", "a/b/c/x"])
+    assert place[1].objects("a/") == {"a/z": 1}
+    assert store.names("a") == ["z"]
+    store.remove(["a/z"])
+    assert store.names("") == ["store.json"]
+
+
+def test_what_cannot_be_removed_keeps_what_follows(folder_store: FolderStore) -> None:
+    for name in ("1", "2/below", "3"):
+        folder_store.create(name, b"")
+    with pytest.raises(StoreError, match="cannot remove 2: "):
+        folder_store.remove(["1", "2", "3"])
+    assert folder_store.names("") == ["2", "3", "store.json"]
+
+
 def test_what_is_not_there_is_none(store: Store) -> None:
     assert store.read("a") is None
     assert store.read("store.json/b") is None
@@ -239,6 +278,10 @@ def test_a_store_that_was_deleted_is_told_and_not_made_anew(folder_store: Folder
     with pytest.raises(StoreAbsent, match="no longer a store"):
         folder_store.create("runs/r/events/1.json", b"{}")
     with pytest.raises(StoreAbsent, match="no longer a store"):
+        folder_store.replace("a/alive.json", b"{}")
+    with pytest.raises(StoreAbsent, match="no longer a store"):
+        folder_store.remove(["a/b"])
+    with pytest.raises(StoreAbsent, match="no longer a store"):
         folder_store.read("runs/r/stop.json")
     assert not folder_store.root.exists()
 
@@ -269,6 +312,19 @@ def test_the_highest_attempt_is_the_present_one(store: Store) -> None:
     assert st.create_attempt(store, make_attempt(number=10, nonce="late")).nonce == "n", (
         "the one who was first"
     )
+
+
+def test_an_attempt_is_told_of_its_successor(store: Store, place: Place) -> None:
+    first, second = make_attempt(number=1), make_attempt(number=2)
+    st.create_attempt(store, first)
+    st.check_newest(store, first)
+    st.create_attempt(store, second)
+    st.check_newest(store, second)
+    with pytest.raises(st.Superseded, match="attempt 2 of ingest/k has taken over from attempt 1"):
+        st.check_newest(store, first)
+    place[1].write(f"{Layout.attempt('ingest', 'k', 3)}/attempt.json", b"damaged")
+    with pytest.raises(st.Superseded, match="attempt 3"):
+        st.check_newest(store, second)
 
 
 def test_an_attempt_folder_without_its_record_is_none(store: Store, place: Place) -> None:
