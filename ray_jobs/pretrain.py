@@ -1,6 +1,7 @@
 """The pretrain stage: train a new model on a dataset.
 
-In: a dataset artifact and a model size. Out: model.safetensors, config.json and curve.json, written by
+In: a dataset artifact and a model size. Out: model.safetensors, config.json, curve.json [{step, learning_rate, loss,
+dev_accuracy}], checkpoints.json {best, steps} and checkpoints/<step>/model.safetensors, written by
 `ray_jobs.training.loop`, which every worker of Ray Train runs.
 
     python -m ray_jobs.pretrain --spec STORE/artifacts/pretrain/<key>/attempts/<n>/attempt.json
@@ -8,28 +9,58 @@ In: a dataset artifact and a model size. Out: model.safetensors, config.json and
 
 from __future__ import annotations
 
+import itertools
 import os
+import re
 import tempfile
 from typing import Any
 
+from pipelines.errors import StoreError, Superseded
 from pipelines.spec import Pretrain
-from pipelines.store import FileEntry
+from pipelines.store import Checkpoint, FileEntry, checkpoints, choose_start
 from ray_jobs.process import devices
-from ray_jobs.process.stage import Context, Result, model_digest, run_stage
+from ray_jobs.process.stage import Context, Result, causes, model_digest, run_stage
+from vit_model.errors import UserError
 
 # How long to wait for a busy cluster. Resources that it will never have are refused earlier.
 _START_TIMEOUT_SECONDS = 900
+_DEATHS = 3  # of groups that saved nothing new, after which the attempt fails
+_CONNECTION = re.compile("gloo|NCCL|DistBackendError|Connection (closed|reset)")
 
 
 def main(context: Context[Pretrain]) -> Result:
-    """Run `config.workers` workers under Ray Train."""
-    outcome = run_workers(context)
+    """Run groups of workers under Ray Train until one has trained to the end.
+
+    When workers die, the next group continues from the last checkpoint: with as many workers, or, if their machines
+    are gone, with as many as the rest has room for.
+    """
+    start = choose_start(context.open_store(), context.attempt)
+    if start is not None:
+        print(f"continuing from step {start.step}, which attempt {start.attempt} saved", flush=True)
+    workers = context.config.workers or devices.default_workers(context.config.batch_size)
+    units, deaths = devices.units_in_cluster(), 0
+    for group in itertools.count(1):
+        try:
+            outcome = run_workers(context, workers, group, start)
+            break
+        except Exception as error:
+            if not _is_death(error):
+                raise
+            before, start = start, _latest(context, start)
+            deaths = deaths + 1 if start == before else 1
+            if deaths == _DEATHS:
+                raise
+            workers = _workers_left(context.config, workers, units)
+            step = 0 if start is None else start.step
+            print(f"workers died; continuing from step {step} with {workers} workers", flush=True)
     files: tuple[FileEntry, ...] = outcome["files"]
     return Result(content_digest=model_digest(files), files=files, metrics=outcome["metrics"])
 
 
-def run_workers(context: Context[Pretrain]) -> dict[str, Any]:
-    """Train under Ray Train and return {files, metrics} of rank 0."""
+def run_workers(
+    context: Context[Pretrain], workers: int, group: int, start: Checkpoint | None
+) -> dict[str, Any]:
+    """Train under Ray Train and return {files, metrics} of rank 0. `group` counts the groups of this attempt."""
     os.environ.update(
         RAY_TRAIN_HEALTH_CHECK_INTERVAL_S="0.2",  # with the default, starts and ends are noticed a second later
         RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S=str(_START_TIMEOUT_SECONDS),
@@ -42,18 +73,17 @@ def run_workers(context: Context[Pretrain]) -> dict[str, Any]:
 
     from ray_jobs.training.process_group import LocalTorchConfig
 
-    attempt = context.attempt
-    workers = context.config.workers or devices.default_workers(context.config.batch_size)
     with tempfile.TemporaryDirectory(prefix="vitflow-", ignore_cleanup_errors=True) as scratch:
         trainer = TorchTrainer(
             _ray_worker,
-            train_loop_config={"context": context},
+            train_loop_config={"context": context, "group": group, "start": start},
             torch_config=LocalTorchConfig(),
             scaling_config=devices.scaling(workers, context.config.threads),
             run_config=RunConfig(
-                name=attempt.submission_id,  # unique, because Ray Train resumes a run of the same name
+                # unique, because Ray Train resumes a run of the same name
+                name=f"{context.attempt.submission_id}-{group}",
                 storage_path=scratch,  # not kept: the workers write to the store
-                # A failed worker fails the attempt; the pipeline's driver decides about the next one.
+                # `main` answers failures: Ray Train would repeat a user's mistakes, too.
                 failure_config=FailureConfig(max_failures=0, controller_failure_limit=2),
                 # Lower levels log where each worker runs.
                 logging_config=LoggingConfig(log_level="WARNING"),
@@ -66,17 +96,55 @@ def run_workers(context: Context[Pretrain]) -> dict[str, Any]:
 def _ray_worker(settings: dict[str, Any]) -> dict[str, Any]:
     import ray.train
 
+    from ray_jobs.training.checkpoint import Saved, Saver
     from ray_jobs.training.loop import Worker, train
 
     context: Context[Pretrain] = settings["context"]
-    group = ray.train.get_context()
-    worker = Worker(group.get_world_rank(), group.get_world_size(), group.get_local_rank())
+    start: Checkpoint | None = settings["start"]
+    config, store = context.config, context.open_store()
+    own = ray.train.get_context()
+    worker = Worker(own.get_world_rank(), own.get_world_size(), own.get_local_rank())
+    saver = Saver(store, context.attempt, config, worker.rank, worker.world, settings["group"], start)
+    saved = None if start is None else Saved(store, start)
+    dataset = context.dataset(config.cache_gib)
     if worker.rank:
-        train(context.config, context.dataset(context.config.cache_gib), None, worker)
+        train(config, dataset, None, worker, saver, saved)
         return {}
     with context.staging() as staging:
-        metrics = train(context.config, context.dataset(context.config.cache_gib), staging.path, worker)
+        metrics = train(config, dataset, staging.path, worker, saver, saved)
     return {"files": staging.files, "metrics": metrics}
+
+
+def _is_death(error: Exception) -> bool:
+    """Whether workers have died, which is not the training's fault. Nobody's mistake may be among the failures."""
+    failures = [*getattr(error, "worker_failures", {}).values()]
+    if not failures or any(isinstance(cause, UserError | StoreError | Superseded) for cause in causes(error)):
+        return False
+    # A worker that dies breaks the connections of the others, which may be noticed first.
+    return any(
+        type(failure).__name__.startswith("WorkerHealthCheck") or _CONNECTION.search(str(failure))
+        for failure in failures
+    )
+
+
+def _latest(context: Context[Pretrain], start: Checkpoint | None) -> Checkpoint | None:
+    """Return this attempt's last checkpoint; until it has one, the one that it started from."""
+    attempt = context.attempt
+    own = [
+        checkpoint
+        for checkpoint in checkpoints(context.open_store(), attempt.job, attempt.key)
+        if checkpoint.attempt == attempt.number
+    ]
+    return own[0] if own else start
+
+
+def _workers_left(config: Pretrain, workers: int, units_before: int) -> int:
+    """Return the most workers that divide the batch and that the machines left have room for."""
+    units = devices.units_in_cluster()
+    if units >= units_before:
+        return workers
+    most = max(config.min_workers, workers * units // units_before)
+    return next(number for number in range(most, 0, -1) if config.batch_size % number == 0)
 
 
 if __name__ == "__main__":

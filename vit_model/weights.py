@@ -44,11 +44,16 @@ def save_model(folder: Path, model: Network, contract: ModelContract) -> None:
 
     Raises ValueError if the contract describes another model, or a weight is NaN or infinite.
     """
+    save_weights(folder, model, contract)
+    text = json.dumps(contract.model_dump(mode="json"), indent=2, sort_keys=True, ensure_ascii=False)
+    (folder / CONTRACT_FILE).write_bytes(f"{text}\n".encode())
+
+
+def save_weights(folder: Path, model: Network, contract: ModelContract) -> None:
+    """Do `save_model`, but write the weights only."""
     tensors = checked_weights(model, contract)
     folder.mkdir(parents=True, exist_ok=True)
     save_file(tensors, folder / WEIGHTS_FILE, metadata={"format": "pt"})
-    text = json.dumps(contract.model_dump(mode="json"), indent=2, sort_keys=True, ensure_ascii=False)
-    (folder / CONTRACT_FILE).write_bytes(f"{text}\n".encode())
 
 
 def checked_weights(model: Network, contract: ModelContract) -> dict[str, Tensor]:

@@ -184,6 +184,13 @@ class Contrastive(Frozen):
     )
 
 
+class CheckpointEvery(Frozen):
+    """How often a training saves its state, to continue from after an interruption; null: not by this measure."""
+
+    steps: int | None = Field(None, ge=1)
+    minutes: float | None = Field(10, gt=0)
+
+
 class Pretrain(_Stage):
     """Pretraining with DeepSpeed ZeRO on Ray Train (paper, section 3.1 and Table 3)."""
 
@@ -219,7 +226,7 @@ class Pretrain(_Stage):
     contrastive: Contrastive = later(Contrastive())
     label_smoothing: float = Field(0.0, ge=0, lt=1)
     dtype: Dtype = "bfloat16"
-    zero_stage: Literal[1, 2, 3] = 1
+    zero_stage: Literal[0, 1, 2, 3] = 1
     order: Literal["global", "window"] = later(
         "global",
         description="the order of images: a permutation of them all, or windows of row groups, for data on S3 that is"
@@ -231,7 +238,20 @@ class Pretrain(_Stage):
         ge=1,
         description="number of Ray Train workers, with a GPU each if there are any; null: one per GPU, or 2 on CPUs",
     )
+    min_workers: int = execution(
+        1,
+        ge=1,
+        description="if machines are lost, training continues with fewer workers, but with no fewer than these",
+    )
     threads: int = execution(1, ge=1, description="CPU threads per worker")
+    checkpoint_every: CheckpointEvery = execution(CheckpointEvery())
+    keep_checkpoints: int = execution(
+        2, ge=2, description="how many of the latest checkpoints are kept while training"
+    )
+    keep_steps: Annotated[tuple[int, ...], AfterValidator(distinct)] = execution(
+        (),
+        description="steps after which the weights are kept, so that a backbone can name them: checkpoint: step:N",
+    )
     cache_gib: float = execution(
         64, gt=0, description="GiB of images from S3 that a machine keeps in its cache folder"
     )

@@ -23,6 +23,7 @@ from pipelines.store.artifacts import (
     successor,
     successors,
 )
+from pipelines.store.checkpoints import checkpoints, choose_start, commit_checkpoint, remove_checkpoints
 from pipelines.store.objects import numbers, read_record, warn
 from pipelines.store.protocol import (
     LARGEST_RECORD,
@@ -39,6 +40,7 @@ from pipelines.store.records import (
     CHECKSUMMED,
     LAYOUT_VERSION,
     Attempt,
+    Checkpoint,
     Event,
     FileEntry,
     InputRef,
@@ -58,6 +60,7 @@ __all__ = [
     "SETTINGS",
     "UNREACHABLE_SECONDS",
     "Attempt",
+    "Checkpoint",
     "Event",
     "FileEntry",
     "InputRef",
@@ -76,7 +79,10 @@ __all__ = [
     "all_keys",
     "all_manifests",
     "check_newest",
+    "checkpoints",
+    "choose_start",
     "commit",
+    "commit_checkpoint",
     "create_attempt",
     "create_run",
     "encode",
@@ -95,6 +101,7 @@ __all__ = [
     "read_plan",
     "read_record",
     "rebuild_command",
+    "remove_checkpoints",
     "replace_artifact",
     "stop_wished",
     "successor",

@@ -26,9 +26,10 @@ class Layout:
     artifacts/<job>/<key>/replaced.json                 --force: {successor key, who, why}
     artifacts/<job>/<key>/attempts/<n>/attempt.json     written before the job is submitted: its input, and a nonce
     artifacts/<job>/<key>/attempts/<n>/alive.json       its sign of life, the only object that is ever replaced
-    artifacts/<job>/<key>/attempts/<n>/checkpoints/...  what it, or a later attempt, continues from
     artifacts/<job>/<key>/attempts/<n>/files/...        the files of that attempt
     artifacts/<job>/<key>/attempts/<n>/log.txt          its job's log (a cluster's own copy is lost with the cluster)
+    artifacts/<job>/<key>/attempts/<n>/start.json       the checkpoint that it starts from, chosen once
+    artifacts/<job>/<key>/attempts/<n>/checkpoints/<step>/...   a training's state, and manifest.json, its commit
     runs/<run id>/plan.json  stop.json  events/<ulid>.json
     schedules/<name>/<n>.json                           numbered: the highest is current, the others are history
     schedules/<name>/ticks/<tick>.json                  the decision on a tick, written before it is carried out
@@ -63,6 +64,10 @@ class Layout:
     @classmethod
     def checkpoints(cls, job: str, key: str, number: int) -> str:
         return f"{cls.attempt(job, key, number)}/checkpoints"
+
+    @classmethod
+    def checkpoint(cls, job: str, key: str, number: int, step: int) -> str:
+        return f"{cls.checkpoints(job, key, number)}/{step}"
 
     @staticmethod
     def run(run: str) -> str:
@@ -150,6 +155,29 @@ class Manifest(Frozen):
     def folder(self) -> str:
         """The prefix of the files' paths."""
         return Layout.files(self.job, self.key, self.attempt)
+
+
+class Checkpoint(Frozen):
+    """The commit of a training's state after `step` steps: one file per worker, below `folder`."""
+
+    job: Name
+    key: Name
+    attempt: int
+    step: int
+    files: tuple[FileEntry, ...]
+    created: Time
+
+    @property
+    def folder(self) -> str:
+        """The prefix of the files' paths."""
+        return Layout.checkpoint(self.job, self.key, self.attempt, self.step)
+
+
+class Start(Frozen):
+    """The checkpoint that an attempt starts from; nothing if there was none."""
+
+    attempt: int | None = None
+    step: int | None = None
 
 
 class Replaced(Frozen):

@@ -25,6 +25,11 @@ def cpus_in_cluster() -> int:
     return int(ray.cluster_resources().get("CPU", 1))
 
 
+def units_in_cluster() -> int:
+    """Return the number of GPUs that the cluster has now, or of CPUs if it has none."""
+    return gpus_in_cluster() or cpus_in_cluster()
+
+
 def scaling(workers: int, threads: int) -> Any:
     """Return the resources of each Ray Train worker: one GPU if the cluster has any, and one CPU per thread.
 

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import time
 import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -27,18 +28,21 @@ from ray_jobs.data.shards import Dataset, Images
 from ray_jobs.process import devices
 from ray_jobs.process.progress import Progress
 from ray_jobs.training import objective, optim
+from ray_jobs.training.checkpoint import Saved, Saver, WorkerState
 from ray_jobs.training.contract import model_contract
+from ray_jobs.training.engine import AVERAGES, WEIGHTS, Engine, Piece, make_engine
 from vit_model import compute
-from vit_model.build import build
+from vit_model.build import Network, build
 from vit_model.config import Architecture, ModelContract, ViTConfig
 from vit_model.contrastive import MomentumEncoder, momentum
 from vit_model.model import is_fused
 from vit_model.preprocessing import normalise
-from vit_model.weights import save_model
+from vit_model.weights import save_model, save_weights
 
 _CURVE_POINTS = 100
 _DEV_EVALUATIONS = 5  # over the run, the last one at its end
 _EVALUATION_BATCH = 512  # images per worker
+MOMENTUM_ENCODER = "momentum_encoder"  # the kind of its pieces in a checkpoint
 
 
 class Worker(NamedTuple):
@@ -53,19 +57,29 @@ ALONE = Worker()
 
 
 def train(
-    config: Pretrain, dataset: Dataset, output: Path | None, worker: Worker = ALONE
+    config: Pretrain,
+    dataset: Dataset,
+    output: Path | None,
+    worker: Worker = ALONE,
+    saver: Saver | None = None,
+    saved: Saved | None = None,
 ) -> dict[str, float | int | str]:
     """Train as one of `worker.world` workers and return the metrics.
 
     Every step uses the same images at any world size that divides the batch, so the weights agree up to rounding. With
-    the same world size and threads on the same type of CPU, the files are identical.
+    the same world size and threads on the same type of CPU, the files are identical, also after any number of
+    interruptions that continue from a checkpoint.
 
     Args:
         output: the folder for the model and its curve; None on every rank but 0.
+        saver: writes the checkpoints; None: none are written.
+        saved: the checkpoint to continue from.
 
     Raises:
         UserError: the workers cannot share a batch evenly, or the dataset has no training images.
         DivergenceError: the loss or a gradient is not finite.
+        StoreDamaged: the checkpoint does not fit the model.
+        Superseded: while a checkpoint was committed, there was a newer attempt.
     """
     devices.set_threads(config.threads)
     device = devices.device(worker.local_rank)
@@ -74,21 +88,17 @@ def train(
     contract = model_contract(config.model, config.resolution, dataset.info, config.eval_crop, labelled)
     if worker.rank == 0:
         print(*derived_numbers(config, contract.architecture, worker.world, device), sep="\n", flush=True)
-    model = build(contract.architecture)
-    model.initialise(config.seed)
     from_files = dataset.info.image is None
     transform = TrainTransform(config, config.seed, len(contract.class_names), from_files)
-    task, momentum_encoder = objective.make_task(config, model)
-    if momentum_encoder is not None:
-        momentum_encoder.to(device)
-    _join_group(worker)
     with warnings.catch_warnings():
         # DeepSpeed, and torch itself, call deprecated functions of torch.
         warnings.filterwarnings("ignore", message=".*torch\\.(distributed|jit)", category=DeprecationWarning)
         warnings.filterwarnings("ignore", message=".*torch\\.distributed", category=FutureWarning)
-        engine = _engine(task, config, worker.world)
-        dev = Dev(dataset, contract)
-        started = time.monotonic()
+        engine, momentum_encoder = start(config, contract, device, worker, saved)
+        training = Training(
+            config, contract, worker, device, engine, momentum_encoder, transform, Dev(dataset, contract)
+        )
+        began, first = time.monotonic(), 0 if saved is None else saved.step
         images = Images(dataset, dataset.index("train"))
         sampler = Sampler(
             images,
@@ -101,109 +111,215 @@ def train(
         with Loader(
             images, sampler, contract.preprocessing, crop=transform.crop, threads=config.threads
         ) as batches:
-            curve = run_steps(
-                engine, config, batches, transform, dev, contract, worker, device, momentum_encoder
-            )
-        seconds = time.monotonic() - started
-        loading = _summed(batches.metrics(), device)
-        weights = full_weights(engine, "" if labelled else "model.")
+            curve = Curve(device, worker)
+            if saved is not None:
+                batches.load_state_dict(saved.states[0].loader)
+                curve.load(saved.states)
+            run_steps(training, batches, curve, first, saver)
+        if saver is not None:
+            saver.wait()
+        seconds = time.monotonic() - began
+        loading = _summed(batches.metrics(), device, worker)
+        weights = engine.full_weights()
     if output is not None:
-        trained = build(contract.architecture)
-        trained.load_state_dict(weights)
-        save_model(output, trained, contract)
-        (output / "curve.json").write_text(json.dumps(curve, indent=1) + "\n")
+        prefix = "" if labelled else "model."
+        save_model(output, as_model(contract, weights, prefix), contract)
+        (output / "curve.json").write_text(json.dumps(curve.points, indent=1) + "\n")
+        write_named(output, contract, prefix, config.steps, curve.best, saver)
+    here = (config.steps - first) * config.batch_size  # images since the last start
     exaflops = compute.exaflops(contract.architecture, config.steps * config.batch_size)
     metrics: dict[str, float | int | str] = {
         "parameters": contract.architecture.num_parameters,
         "workers": worker.world,
         "device": str(device.type),
         "train_seconds": seconds,
-        "images_per_second": config.steps * config.batch_size / seconds,
+        "images_per_second": here / seconds,
         "exaflops": exaflops,
-        "flops_per_second": exaflops * 1e18 / seconds,
-        "final_loss": curve[-1]["loss"],
+        "flops_per_second": compute.exaflops(contract.architecture, here) * 1e18 / seconds,
+        "final_loss": curve.points[-1]["loss"],
         **loading,
     }
-    if (dev_accuracy := curve[-1]["dev_accuracy"]) is not None:
+    if (dev_accuracy := curve.points[-1]["dev_accuracy"]) is not None:
         metrics["dev_accuracy"] = dev_accuracy
+    if first:
+        metrics["continued_at_step"] = first
     return metrics
 
 
-def run_steps(
-    engine: Any,
-    config: Pretrain,
-    batches: Loader,
-    transform: TrainTransform,
-    dev: Dev,
-    contract: ModelContract,
-    worker: Worker,
-    device: torch.device,
-    momentum_encoder: MomentumEncoder | None,
-) -> list[dict[str, Any]]:
-    """Run all training steps and return the curve, about a hundred points {step, learning_rate, loss, dev_accuracy}.
+def write_named(
+    output: Path, contract: ModelContract, prefix: str, steps: int, best: int | None, saver: Saver | None
+) -> None:
+    """Write the weights of the earlier steps that consumers can name, and checkpoints.json {best, steps}."""
+    named = [] if saver is None else saver.named(best)
+    for checkpoint in named:
+        saved = saver.saved(checkpoint)
+        model = build(contract.architecture)
+        saved.load(model, prefix=prefix)
+        save_weights(output / "checkpoints" / str(checkpoint.step), model, contract)
+    listed = {"best": best, "steps": [*(checkpoint.step for checkpoint in named), steps]}
+    (output / "checkpoints.json").write_text(json.dumps(listed, indent=1) + "\n")
+
+
+@dataclass(frozen=True)
+class Training:
+    """What the steps of a training share."""
+
+    config: Pretrain
+    contract: ModelContract
+    worker: Worker
+    device: torch.device
+    engine: Engine
+    momentum_encoder: MomentumEncoder | None
+    transform: TrainTransform
+    dev: Dev
+
+
+def start(
+    config: Pretrain, contract: ModelContract, device: torch.device, worker: Worker, saved: Saved | None
+) -> tuple[Engine, MomentumEncoder | None]:
+    """Return the engine and MoCo's momentum encoder, initialised from the seed or as a checkpoint has them."""
+    model = build(contract.architecture)
+    model.initialise(config.seed)
+    task, momentum_encoder = objective.make_task(config, model)
+    if saved is not None:
+        sizes = {name: weight.numel() for name, weight in task.named_parameters()}
+        trained = {name: weight.numel() for name, weight in task.named_parameters() if weight.requires_grad}
+        saved.require(sizes, WEIGHTS)
+        saved.require(trained, *AVERAGES)
+        saved.load(task)
+        if momentum_encoder is not None:
+            saved.load(momentum_encoder, MOMENTUM_ENCODER)
+    if momentum_encoder is not None:
+        momentum_encoder.to(device)
+    engine = make_engine(task.to(device), config, worker.world)
+    if saved is not None:
+        engine.load_state(saved.read, saved.step)
+    return engine, momentum_encoder
+
+
+def as_model(contract: ModelContract, weights: dict[str, torch.Tensor], prefix: str) -> Network:
+    """Return the model with those weights whose names begin with `prefix`, which is removed."""
+    model = build(contract.architecture)
+    model.load_state_dict(
+        {name.removeprefix(prefix): values for name, values in weights.items() if name.startswith(prefix)}
+    )
+    return model
+
+
+class Curve:
+    """The training curve, about a hundred points {step, learning_rate, loss, dev_accuracy}.
 
     `loss` is the mean over all images since the previous point; `dev_accuracy` is None if it was not measured there.
     """
+
+    def __init__(self, device: torch.device, worker: Worker) -> None:
+        self.points: list[dict[str, Any]] = []
+        self._worker = worker
+        self._sum, self._summed = torch.zeros((), device=device), 0
+
+    def add(self, loss: torch.Tensor) -> None:
+        """Add the loss of this worker's share of a batch."""
+        self._sum += loss.detach()
+        self._summed += 1
+
+    def mean(self) -> float:
+        """Return the mean loss of all workers since the last call, which they make together."""
+        mean = self._sum / self._summed
+        if self._worker.world > 1:
+            dist.all_reduce(mean)
+        self._sum.zero_()
+        self._summed = 0
+        return mean.item() / self._worker.world
+
+    @property
+    def best(self) -> int | None:
+        """The first step with the highest dev accuracy; None if it was never measured."""
+        measured = [point for point in self.points if point["dev_accuracy"] is not None]
+        return max(measured, key=lambda point: point["dev_accuracy"])["step"] if measured else None
+
+    def state(self, loader: dict[str, Any]) -> WorkerState:
+        """Return this worker's state for a checkpoint, with the loader's."""
+        return WorkerState(
+            loader=loader, points=tuple(self.points), loss_sum=self._sum.item(), summed=self._summed
+        )
+
+    def load(self, states: list[WorkerState]) -> None:
+        """Continue from the states of all workers that wrote a checkpoint; they may have been more or fewer."""
+        self.points, self._summed = list(states[0].points), states[0].summed
+        sums = [state.loss_sum for state in states]
+        same_size = len(sums) == self._worker.world
+        self._sum.fill_(sums[self._worker.rank] if same_size else sum(sums) / len(sums))
+
+
+def run_steps(training: Training, batches: Loader, curve: Curve, first: int, saver: Saver | None) -> None:
+    """Run the steps from number `first` on; write the curve's points, and checkpoints if there is a saver."""
+    config, worker, device, engine = training.config, training.worker, training.device, training.engine
     dtype = devices.torch_dtype(config.dtype, device)
     steps, batch = config.steps, config.batch_size
     points = {math.ceil(steps * part / _CURVE_POINTS) for part in range(1, _CURVE_POINTS + 1)}
     evaluations = {math.ceil(steps * part / _DEV_EVALUATIONS) for part in range(1, _DEV_EVALUATIONS + 1)}
-    curve: list[dict[str, Any]] = []
-    loss_sum, summed = torch.zeros((), device=device), 0
-    progress = Progress(steps)
+    momentum_encoder, progress = training.momentum_encoder, Progress(steps)
 
-    for step, (positions, images, labels) in zip(range(steps), batches, strict=False):
-        views, targets = transform(images.to(device), labels.to(device), positions, step)
+    for step, (positions, images, labels) in zip(range(first, steps), batches, strict=False):
+        views, targets = training.transform(images.to(device), labels.to(device), positions, step)
         rate = optim.learning_rate(step, steps, config.learning_rate, config.optimizer)
-        optim.set_learning_rate(engine.optimizer, rate)
         loss = objective.batch_loss(
-            engine, config, contract, views, targets, positions, dtype, momentum_encoder
+            engine, config, training.contract, views, targets, positions, dtype, momentum_encoder
         )
         engine.backward(loss)
-        engine.step()
+        norm = engine.step(rate)
         if momentum_encoder is not None:
             momentum_encoder.update(engine.module, momentum(step, steps, config.contrastive.momentum))
-        loss_sum += loss.detach()
-        summed += 1
+        curve.add(loss)
 
         done = step + 1
+        is_best = False
         if done in points or done in evaluations:
-            mean_loss = _mean_over_workers(loss_sum / summed)
+            mean_loss = curve.mean()
             # Not at every step, because reading a number waits for the device.
             optim.check_finite("loss", mean_loss, step)
-            optim.check_finite("gradient norm", engine.get_global_grad_norm(), step)
-            evaluated = accuracy(engine, dev, contract, dtype, worker) if done in evaluations else None
-            curve.append({"step": done, "learning_rate": rate, "loss": mean_loss, "dev_accuracy": evaluated})
-            loss_sum.zero_()
-            summed = 0
+            optim.check_finite("gradient norm", norm, step)
+            evaluated = accuracy(training, dtype) if done in evaluations else None
+            curve.points.append(
+                {"step": done, "learning_rate": rate, "loss": mean_loss, "dev_accuracy": evaluated}
+            )
+            is_best = evaluated is not None and curve.best == done
+        if saver is not None and done < steps and (saver.is_due(done) or is_best):
+            saver.save(done, curve.best, _pieces(training), curve.state(batches.state_dict()))
         if worker.rank == 0 and progress.due(done):
             progress.show(done, done * batch, loss=loss.item())
-    return curve
 
 
-def accuracy(
-    engine: Any, dev: Dev, contract: ModelContract, dtype: torch.dtype, worker: Worker
-) -> float | None:
+def _pieces(training: Training) -> Iterator[Piece]:
+    yield from training.engine.pieces()
+    if training.momentum_encoder is not None and training.worker.rank == 0:
+        for name, weight in training.momentum_encoder.named_parameters():
+            yield Piece(MOMENTUM_ENCODER, name, 0, weight.flatten())
+
+
+def accuracy(training: Training, dtype: torch.dtype) -> float | None:
     """Return the fraction of dev images classified correctly; each worker scores a share.
 
     None if the dataset has no dev split or the model no classifier.
     """
+    dev, contract, worker, engine = training.dev, training.contract, training.worker, training.engine
     total = len(dev.labels)
     if total == 0 or not contract.class_names:
         return None
     share = math.ceil(total / worker.world)
     # ZeRO-3 needs the same number of batches on all workers. Indices past the end wrap around and are not counted.
     own = torch.arange(worker.rank * share, (worker.rank + 1) * share)
-    correct = torch.zeros((), device=engine.device)
-    engine.eval()
+    correct = torch.zeros((), device=training.device)
+    engine.module.eval()
     with torch.no_grad():
         for chosen in own.split(_EVALUATION_BATCH):
-            images = dev.images(chosen % total).to(engine.device)
+            images = dev.images(chosen % total).to(training.device)
             predicted = engine(normalise(images, contract.preprocessing, dtype)).argmax(dim=1)
             right = (predicted.cpu() == dev.labels[chosen % total]) & (chosen < total)
-            correct += right.sum().to(engine.device)
-    engine.train()
-    torch.distributed.all_reduce(correct)
+            correct += right.sum().to(training.device)
+    engine.module.train()
+    if worker.world > 1:
+        dist.all_reduce(correct)
     return correct.item() / total
 
 
@@ -252,62 +368,12 @@ class Dev:
         return torch.from_numpy(self._dataset.images("dev", self._preprocessing))
 
 
-def _summed(metrics: dict[str, float | int], device: torch.device) -> dict[str, float | int]:
+def _summed(metrics: dict[str, float | int], device: torch.device, worker: Worker) -> dict[str, float | int]:
     """Sum the metrics over all workers, which must all call this."""
     values = torch.tensor(list(metrics.values()), dtype=torch.float64, device=device)
-    dist.all_reduce(values)
+    if worker.world > 1:
+        dist.all_reduce(values)
     return {
         name: type(value)(total)
         for (name, value), total in zip(metrics.items(), values.tolist(), strict=True)
     }
-
-
-def full_weights(engine: Any, prefix: str) -> dict[str, torch.Tensor]:
-    """Gather the float32 weights from all workers, which must all call this.
-
-    Keeps only names that begin with `prefix`, and removes it from them.
-    """
-    from deepspeed.utils import safe_get_full_fp32_param
-
-    weights = {}
-    for name, parameter in engine.module.named_parameters():
-        full = safe_get_full_fp32_param(parameter)
-        if name.startswith(prefix):
-            weights[name.removeprefix(prefix)] = (
-                (parameter if full is None else full).detach().float().cpu().clone()
-            )
-    return weights
-
-
-def _join_group(worker: Worker) -> None:
-    """Create a process group for a process that works alone; Ray Train's workers have already joined theirs.
-
-    The group stays until the process ends, because DeepSpeed keeps handles to it.
-    """
-    os.environ.setdefault("LOCAL_RANK", str(worker.local_rank))  # DeepSpeed reads it
-    if not dist.is_initialized():
-        assert worker.world == 1, "several workers join their process group before they train"
-        devices.stay_on_loopback()
-        store = dist.HashStore()  # type: ignore[attr-defined]
-        dist.init_process_group(devices.backend(), store=store, rank=0, world_size=1)
-
-
-def _engine(model: torch.nn.Module, config: Pretrain, world: int) -> Any:
-    settings = optim.deepspeed_config(
-        batch_size=config.batch_size,
-        world=world,
-        zero_stage=config.zero_stage,
-        dtype=config.dtype,
-        optimizer=config.optimizer,
-    )
-    optimizer = optim.adamw(model, config.optimizer, decays_all=config.objective == "contrastive")
-    deepspeed = devices.import_deepspeed()
-    engine, *_ = deepspeed.initialize(
-        model=model, optimizer=optimizer, config=settings, dist_init_required=False
-    )
-    return engine
-
-
-def _mean_over_workers(value: torch.Tensor) -> float:
-    dist.all_reduce(value)
-    return value.item() / dist.get_world_size()

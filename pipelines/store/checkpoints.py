@@ -1,0 +1,101 @@
+"""Checkpoints of a training that has not ended: commit, list, remove them, and choose the one to start from.
+
+They are below the attempt that wrote them; an attempt reads those of earlier ones. Only the newest attempt removes any.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from pipelines.errors import StoreDamaged
+from pipelines.store.artifacts import check_newest
+from pipelines.store.objects import check_name, read_record, record_number, warn
+from pipelines.store.protocol import Store, encode
+from pipelines.store.records import Attempt, Checkpoint, Layout, Start
+
+
+def commit_checkpoint(store: Store, attempt: Attempt, checkpoint: Checkpoint) -> None:
+    """Make a checkpoint valid, whose files are in the store.
+
+    Raises:
+        Superseded: there is a newer attempt.
+    """
+    check_newest(store, attempt)
+    store.create(_name(checkpoint), encode(checkpoint))
+
+
+def checkpoints(store: Store, job: str, key: str) -> list[Checkpoint]:
+    """Return the valid checkpoints of all attempts: the furthest first, of one step the newest attempt's first.
+
+    Damaged ones are skipped with a warning.
+    """
+    found = []
+    for number in _numbers(store, f"{Layout.artifact(job, key)}/attempts"):
+        for step in _numbers(store, Layout.checkpoints(job, key, number)):
+            name = f"{Layout.checkpoint(job, key, number, step)}/manifest.json"
+            try:
+                checkpoint = read_record(store, name, Checkpoint)
+                if checkpoint is not None:
+                    check_name(store, name, _name(checkpoint))
+                    found.append(checkpoint)
+            except StoreDamaged as error:
+                warn(f"{error}; ignoring this checkpoint")
+    return sorted(found, key=lambda checkpoint: (checkpoint.step, checkpoint.attempt), reverse=True)
+
+
+def choose_start(store: Store, attempt: Attempt) -> Checkpoint | None:
+    """Return the checkpoint that an attempt starts from: the furthest of all attempts; None for the beginning.
+
+    The choice is made once: an attempt that starts again, with other workers, gets the same one, whatever an earlier
+    attempt that still lives has written since.
+
+    Raises:
+        StoreDamaged: the chosen checkpoint is no longer there.
+    """
+    name = f"{Layout.attempt(attempt.job, attempt.key, attempt.number)}/start.json"
+    there = checkpoints(store, attempt.job, attempt.key)
+    if (start := read_record(store, name, Start)) is None:
+        start = Start(attempt=there[0].attempt, step=there[0].step) if there else Start()
+        if not store.create(name, encode(start)):
+            start = read_record(store, name, Start) or start
+    if start.step is None:
+        return None
+    for checkpoint in there:
+        if (checkpoint.attempt, checkpoint.step) == (start.attempt, start.step):
+            return checkpoint
+    raise StoreDamaged(
+        f"{store.uri}/{name} names step {start.step} of attempt {start.attempt}, which is not there"
+    )
+
+
+def remove_checkpoints(
+    store: Store, attempt: Attempt, kept: Iterable[Checkpoint] = (), step: int | None = None
+) -> None:
+    """Remove the checkpoints of all attempts but those that are kept, and what is left of unfinished ones.
+
+    Args:
+        attempt: the newest, which alone removes any.
+        step: this attempt's last checkpoint; it may already be writing the next one. None: it has ended.
+
+    Raises:
+        Superseded: there is a newer attempt.
+    """
+    check_newest(store, attempt)
+    spared = {checkpoint.folder for checkpoint in kept}
+    for number in _numbers(store, f"{Layout.artifact(attempt.job, attempt.key)}/attempts"):
+        for other in _numbers(store, Layout.checkpoints(attempt.job, attempt.key, number)):
+            folder = Layout.checkpoint(attempt.job, attempt.key, number, other)
+            is_being_written = number == attempt.number and step is not None and other > step
+            if folder not in spared and not is_being_written:
+                # first the manifest, so that half a checkpoint is none
+                others = [name for name in store.names(folder) if name != "manifest.json"]
+                store.remove([f"{folder}/{name}" for name in ("manifest.json", *others)])
+
+
+def _name(checkpoint: Checkpoint) -> str:
+    folder = Layout.checkpoint(checkpoint.job, checkpoint.key, checkpoint.attempt, checkpoint.step)
+    return f"{folder}/manifest.json"
+
+
+def _numbers(store: Store, folder: str) -> list[int]:
+    return sorted(filter(None, map(record_number, store.names(folder))))

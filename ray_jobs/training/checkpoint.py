@@ -1,0 +1,244 @@
+"""Checkpoints of a training: each worker's part of the state in one safetensors file, committed together.
+
+A file has the worker's `Piece`s, named kind/parameter@start, and in its header the worker's other state as JSON. So a
+checkpoint can be read by any number of workers, by any engine, and without pickle. Writing happens in a thread, from a
+copy. The worker of rank 0 commits when all files are there, and removes checkpoints that are no longer needed.
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+import time
+from collections import defaultdict
+from collections.abc import Iterable
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from pipelines.spec import Pretrain
+from pipelines.store import (
+    Attempt,
+    Checkpoint,
+    FileEntry,
+    Store,
+    StoreDamaged,
+    checkpoints,
+    commit_checkpoint,
+    encode,
+    inside,
+    now,
+    read_record,
+    remove_checkpoints,
+)
+from ray_jobs.training.engine import WEIGHTS, Piece
+from vit_model.config import Frozen
+
+_KEY = re.compile(r"(\w+)/([^@]+)@(\d+)")
+_LOOK_SECONDS = 0.2  # between looks for the other workers' files
+_STATE = "state"  # the key of the worker's JSON in a file's header
+
+
+class WorkerState(Frozen):
+    """The state of a worker besides its pieces."""
+
+    loader: dict[str, str | int]
+    """the loader's, the same for all workers"""
+    points: tuple[dict[str, float | int | None], ...]
+    """the curve so far, the same for all workers"""
+    loss_sum: float
+    summed: int
+    """the losses since the last point, and of how many steps"""
+
+
+class Saver:
+    """One worker's part in writing the checkpoints of a training. All workers call its methods together.
+
+    Args:
+        group: which group of workers of this attempt this is; a group that died may have left files behind.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        attempt: Attempt,
+        config: Pretrain,
+        rank: int,
+        world: int,
+        group: int = 1,
+        start: Checkpoint | None = None,
+    ) -> None:
+        self._store, self._attempt, self._config = store, attempt, config
+        self._rank, self._world, self._group, self._start = rank, world, group, start
+        self._agreement = dist.new_group(backend="gloo") if world > 1 else None
+        self._thread = ThreadPoolExecutor(1)
+        self._writing: Future[None] | None = None
+        self._last = time.monotonic()
+
+    def is_due(self, step: int) -> bool:
+        """Return whether the configuration wants a checkpoint after this step. Called after every step."""
+        every = self._config.checkpoint_every
+        late = every.minutes is not None and time.monotonic() - self._last >= 60 * every.minutes
+        if self._agreement is not None and every.minutes is not None:  # rank 0's clock decides
+            wishes = torch.tensor([late and self._rank == 0], dtype=torch.uint8)
+            dist.all_reduce(wishes, dist.ReduceOp.MAX, self._agreement)
+            late = bool(wishes)
+        return (
+            late or step in self._config.keep_steps or (every.steps is not None and step % every.steps == 0)
+        )
+
+    def save(self, step: int, best: int | None, pieces: Iterable[Piece], state: WorkerState) -> None:
+        """Copy the state after `step` steps, and write it in a thread. Waits for the previous one to be written.
+
+        `best` is the step with the highest dev accuracy so far; its checkpoint is kept.
+
+        Raises:
+            Superseded: there is a newer attempt; found while the previous one was committed.
+        """
+        self.wait()
+        self._last = time.monotonic()
+        copies = {
+            f"{piece.kind}/{piece.name}@{piece.start}": piece.values.to("cpu", copy=True) for piece in pieces
+        }
+        self._writing = self._thread.submit(self._write, step, best, copies, state)
+
+    def wait(self) -> None:
+        """Return when the last checkpoint is written; on rank 0, when it is committed."""
+        if self._writing is not None:
+            self._writing.result()
+            self._writing = None
+
+    def named(self, best: int | None) -> list[Checkpoint]:
+        """Return the checkpoints that consumers can name: the best, and those of the configured steps."""
+        newest = self._newest()
+        return [newest[step] for step in sorted(newest) if step == best or step in self._config.keep_steps]
+
+    def _newest(self) -> dict[int, Checkpoint]:
+        """Return {step: the newest attempt's checkpoint}."""
+        there = checkpoints(self._store, self._attempt.job, self._attempt.key)
+        return {each.step: each for each in reversed(there)}
+
+    def saved(self, checkpoint: Checkpoint) -> Saved:
+        """Open a checkpoint."""
+        return Saved(self._store, checkpoint)
+
+    def _write(self, step: int, best: int | None, copies: dict[str, Tensor], state: WorkerState) -> None:
+        attempt = self._attempt
+        checkpoint = Checkpoint(
+            job=attempt.job, key=attempt.key, attempt=attempt.number, step=step, files=(), created=now()
+        )
+        with self._store.staging(checkpoint.folder) as staging:
+            save_file(
+                copies,
+                staging.path / f"{self._name(self._rank)}.safetensors",
+                {_STATE: state.model_dump_json()},
+            )
+        own = checkpoint.model_copy(update={"files": staging.files})
+        if self._rank:
+            self._store.create(f"{checkpoint.folder}/{self._name(self._rank)}.json", encode(own))
+            return
+        others = [self._file_of(rank, checkpoint.folder) for rank in range(1, self._world)]
+        commit_checkpoint(self._store, attempt, own.model_copy(update={"files": (*own.files, *others)}))
+        self._remove_old(step, best)
+
+    def _name(self, rank: int) -> str:
+        return f"group-{self._group}-rank-{rank:05d}"
+
+    def _file_of(self, rank: int, folder: str) -> FileEntry:
+        """Wait for another worker's file."""
+        while (record := read_record(self._store, f"{folder}/{self._name(rank)}.json", Checkpoint)) is None:
+            time.sleep(_LOOK_SECONDS)
+        return record.files[0]
+
+    def _remove_old(self, step: int, best: int | None) -> None:
+        """Keep the latest, the best, those that consumers can name, and the one that this attempt started from."""
+        newest = {each: there for each, there in self._newest().items() if each <= step}
+        latest = sorted(newest)[-self._config.keep_checkpoints :]
+        kept = [newest[each] for each in newest if each in (*latest, best, *self._config.keep_steps)]
+        kept += [] if self._start is None else [self._start]
+        remove_checkpoints(self._store, self._attempt, kept, step)
+
+
+class _Part(NamedTuple):
+    """Values of a parameter from `start` on, in a file under a key."""
+
+    start: int
+    count: int
+    file: Any
+    key: str
+
+
+class Saved:
+    """The state in a checkpoint's files, for any number of workers.
+
+    Raises:
+        StoreDamaged: the files are not the parts of one state.
+    """
+
+    def __init__(self, store: Store, checkpoint: Checkpoint) -> None:
+        self.step, self._where = checkpoint.step, f"{store.uri}/{checkpoint.folder}"
+        self.states: list[WorkerState] = []
+        """of each worker that wrote the checkpoint, by rank"""
+        self._parts: dict[tuple[str, str], list[_Part]] = defaultdict(list)
+        folder = store.local(checkpoint.folder, checkpoint.files)
+        for path in sorted(entry.path for entry in checkpoint.files):
+            try:
+                file = safe_open(inside(folder, path), framework="pt")
+                self.states.append(WorkerState.model_validate_json(file.metadata()[_STATE]))
+                for key in file.keys():  # noqa: SIM118 (not a dict)
+                    kind, name, start = _KEY.fullmatch(key).groups()  # type: ignore[union-attr]
+                    (count,) = file.get_slice(key).get_shape()
+                    self._parts[kind, name].append(_Part(int(start), count, file, key))
+            except (SafetensorError, AttributeError, KeyError, ValueError, TypeError) as error:
+                raise self._damaged(f"{path} is not a part of a checkpoint ({error})") from None
+        for (kind, name), parts in self._parts.items():
+            ends = [0, *itertools.accumulate(part.count for part in sorted(parts))]
+            if [part.start for part in sorted(parts)] != ends[:-1]:
+                raise self._damaged(f"the parts of {kind} of {name} do not follow one another")
+
+    def require(self, sizes: dict[str, int], *kinds: str) -> None:
+        """Check that the state is that of these parameters, {name: number of values}.
+
+        Raises:
+            StoreDamaged: it belongs to another architecture, or to another optimizer.
+        """
+        for kind in kinds:
+            there = {
+                name: sum(p.count for p in parts) for (k, name), parts in self._parts.items() if k == kind
+            }
+            different = sorted(name for name in sizes | there if sizes.get(name) != there.get(name))
+            if different:
+                name = different[0]
+                raise self._damaged(
+                    f"it has {there.get(name, 'no')} values of {kind} of {name}, but this training needs "
+                    f"{sizes.get(name, 'none')}"
+                    + (f", and {len(different) - 1} others differ" if different[1:] else "")
+                )
+
+    def read(self, kind: str, name: str, start: int, count: int) -> Tensor:
+        """Return `count` values from `start` on, float32 [count]."""
+        values = torch.empty(count)
+        for part in self._parts[kind, name]:
+            low, high = max(start, part.start), min(start + count, part.start + part.count)
+            if low < high:
+                values[low - start : high - start] = part.file.get_slice(part.key)[
+                    low - part.start : high - part.start
+                ]
+        return values
+
+    def load(self, module: torch.nn.Module, kind: str = WEIGHTS, prefix: str = "") -> None:
+        """Set all parameters of a module."""
+        with torch.no_grad():
+            for name, weight in module.named_parameters():
+                weight.copy_(self.read(kind, prefix + name, 0, weight.numel()).view_as(weight))
+
+    def _damaged(self, problem: str) -> StoreDamaged:
+        return StoreDamaged(
+            f"the checkpoint {self._where} cannot be used: {problem}",
+            "delete this folder to continue from an earlier checkpoint",
+        )

@@ -1,0 +1,270 @@
+"""Gradients, optimizer and float32 weights of a training: `Plain` torch, or DeepSpeed's ZeRO (`Zero`).
+
+An engine wraps a module. Each step is `backward` for every micro-batch, then `step`:
+
+    engine = make_engine(module, config, world)
+    engine.backward(cross_entropy(engine(images), labels))
+    norm = engine.step(rate)
+
+The float32 master weights are those of the module that `make_engine` gets; with bfloat16 a rounded copy computes the
+gradients. The state that a checkpoint needs is a set of `Piece`s: parts of a parameter's master weight or of one of the
+optimizer's averages, each in exactly one worker. They do not depend on how many workers there were, nor on the engine:
+every engine can read the pieces of every other (`load_state`).
+"""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from pipelines.spec import Pretrain
+from ray_jobs.process import devices
+from ray_jobs.training import optim
+
+AVERAGES = ("exp_avg", "exp_avg_sq")  # AdamW's, by torch's names
+WEIGHTS = "weights"  # the kind of pieces that are master weights; other kinds are averages
+
+
+class Piece(NamedTuple):
+    """The values [start, start + n) of a flattened parameter (`WEIGHTS`), or of an average that belongs to it."""
+
+    kind: str
+    name: str
+    start: int
+    values: Tensor
+    """float32 [n], the engine's own memory"""
+
+
+Read = Callable[[str, str, int, int], Tensor]
+"""(kind, parameter's name, start, length) -> those values of a checkpoint, float32 [length]"""
+
+
+class Engine(Protocol):
+    """What a training loop needs of an engine. All workers call the methods together."""
+
+    module: torch.nn.Module
+    """computes the gradients, in the dtype of matrix products"""
+
+    def __call__(self, *inputs: Tensor) -> Tensor: ...
+
+    def backward(self, loss: Tensor) -> None:
+        """Add the gradients of a micro-batch's loss, divided by the number of micro-batches in a step."""
+
+    def step(self, rate: float) -> Tensor | float | None:
+        """Average the gradients over all workers, clip them, update the weights with a learning rate.
+
+        Returns the global norm before clipping; None if it was not computed.
+        """
+
+    def full_weights(self) -> dict[str, Tensor]:
+        """Return all master weights, float32 on the CPU, gathered from all workers."""
+
+    def pieces(self) -> Iterator[Piece]:
+        """Yield this worker's part of the state. Every value belongs to one worker."""
+
+    def load_state(self, read: Read, steps: int) -> None:
+        """Take over the optimizer's averages after `steps` steps. The module was made with the checkpoint's weights."""
+
+
+class Plain:
+    """Torch without DeepSpeed: whole weights in every worker, gradients summed by one all-reduce."""
+
+    def __init__(
+        self,
+        module: torch.nn.Module,
+        optimizer: torch.optim.Optimizer,
+        dtype: torch.dtype,
+        clip_norm: float,
+        world: int = 1,
+        accumulation: int = 1,
+    ) -> None:
+        self.masters, self.optimizer = module, optimizer
+        self.module = module if dtype == torch.float32 else copy.deepcopy(module).to(dtype)
+        self.clip_norm, self.world, self.accumulation = clip_norm, world, accumulation
+        named = [(name, weight) for name, weight in module.named_parameters() if weight.requires_grad]
+        self._names, self._weights = [name for name, _ in named], [weight for _, weight in named]
+        self._copies = [weight for weight in self.module.parameters() if weight.requires_grad]
+        self._micro_batches = 0  # of this step
+        # The gradients are one buffer, so that a single all-reduce sums them.
+        self._gradients = torch.zeros(sum(map(torch.numel, self._weights)), device=self._weights[0].device)
+        parts = self._gradients.split([weight.numel() for weight in self._weights])
+        for weight, part in zip(self._weights, parts, strict=True):
+            weight.grad = part.view_as(weight)
+
+    def __call__(self, *inputs: Tensor) -> Tensor:
+        return self.module(*inputs)  # type: ignore[no-any-return]
+
+    def backward(self, loss: Tensor) -> None:
+        (loss / self.accumulation if self.accumulation > 1 else loss).backward()
+        if self.module is not self.masters:
+            for weight, rounded in zip(self._weights, self._copies, strict=True):
+                assert weight.grad is not None and rounded.grad is not None
+                if self._micro_batches:
+                    weight.grad += rounded.grad
+                else:
+                    weight.grad.copy_(rounded.grad)
+                rounded.grad = None
+        self._micro_batches += 1
+
+    def step(self, rate: float) -> Tensor:
+        if self.world > 1:
+            dist.all_reduce(self._gradients)
+            self._gradients /= self.world
+        norm = torch.nn.utils.clip_grad_norm_(self._weights, self.clip_norm)
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate
+        self.optimizer.step()
+        self._micro_batches = 0
+        if self.module is self.masters:
+            self._gradients.zero_()
+        else:
+            with torch.no_grad():
+                torch._foreach_copy_(self._copies, self._weights)
+        return norm
+
+    def full_weights(self) -> dict[str, Tensor]:
+        return {name: weight.detach().cpu() for name, weight in self.masters.named_parameters()}
+
+    def pieces(self) -> Iterator[Piece]:
+        """Yield every worker's equal share of the concatenated parameters: all have all of them."""
+        total, rank = self._gradients.numel(), dist.get_rank() if self.world > 1 else 0
+        first, last = total * rank // self.world, total * (rank + 1) // self.world
+        ends = itertools.accumulate(weight.numel() for weight in self._weights)
+        for name, weight, end in zip(self._names, self._weights, ends, strict=True):
+            begin = end - weight.numel()
+            low, high = max(first, begin) - begin, min(last, end) - begin
+            if low < high:
+                averages = _averages(self.optimizer, weight)
+                for kind, values in {WEIGHTS: weight.detach(), **averages}.items():
+                    yield Piece(kind, name, low, values.flatten()[low:high])
+        if rank == 0:
+            for name, weight in self.masters.named_parameters():
+                if not weight.requires_grad:
+                    yield Piece(WEIGHTS, name, 0, weight.flatten())
+
+    def load_state(self, read: Read, steps: int) -> None:
+        for name, weight in zip(self._names, self._weights, strict=True):
+            for kind, values in _new_averages(self.optimizer, weight, steps).items():
+                values.copy_(read(kind, name, 0, values.numel()).view_as(values))
+
+
+class Zero:
+    """DeepSpeed's ZeRO, stages 1 to 3: the workers share the master weights and the optimizer's averages."""
+
+    def __init__(
+        self, module: torch.nn.Module, optimizer: torch.optim.Optimizer, settings: dict[str, Any]
+    ) -> None:
+        whole = {name: weight.detach().clone() for name, weight in module.named_parameters()}
+        deepspeed = devices.import_deepspeed()
+        self._engine, *_ = deepspeed.initialize(
+            model=module, optimizer=optimizer, config=settings, dist_init_required=False
+        )
+        self.module, self._zero = self._engine.module, self._engine.optimizer
+        self._frozen = {
+            name: whole[name] for name, weight in module.named_parameters() if not weight.requires_grad
+        }
+        # DeepSpeed takes its master weights from the module after rounding it to bfloat16.
+        with torch.no_grad():
+            for name, start, flat, place in self._shares():
+                flat[place].copy_(whole[name].flatten()[start : start + place.stop - place.start])
+
+    def __call__(self, *inputs: Tensor) -> Tensor:
+        return self._engine(*inputs)  # type: ignore[no-any-return]
+
+    def backward(self, loss: Tensor) -> None:
+        self._engine.backward(loss)
+        if not self._engine.is_gradient_accumulation_boundary():
+            self._engine.step()  # only counts the micro-batch
+
+    def step(self, rate: float) -> Tensor | float | None:
+        for group in self._zero.param_groups:
+            group["lr"] = rate
+        self._engine.step()
+        return self._engine.get_global_grad_norm()  # type: ignore[no-any-return]
+
+    def full_weights(self) -> dict[str, Tensor]:
+        from deepspeed.utils import safe_get_full_fp32_param
+
+        weights = dict(self._frozen)
+        for name, weight in self.module.named_parameters():
+            if name not in weights:
+                weights[name] = safe_get_full_fp32_param(weight).detach().cpu().clone()
+        return weights
+
+    def pieces(self) -> Iterator[Piece]:
+        for name, start, flat, place in self._shares():
+            for kind, values in {WEIGHTS: flat.detach(), **_averages(self._zero.optimizer, flat)}.items():
+                yield Piece(kind, name, start, values[place])
+        if dist.get_rank() == 0:
+            for name, weight in self._frozen.items():
+                yield Piece(WEIGHTS, name, 0, weight.flatten())
+
+    def load_state(self, read: Read, steps: int) -> None:
+        new: dict[Tensor, dict[str, Tensor]] = {}  # by the partition
+        for name, start, flat, place in self._shares():
+            if flat not in new:
+                new[flat] = _new_averages(self._zero.optimizer, flat, steps)
+            for kind, values in new[flat].items():
+                values[place].copy_(read(kind, name, start, place.stop - place.start))
+
+    def _shares(self) -> Iterator[tuple[str, int, Tensor, slice]]:
+        """Yield (name, start, partition, place): values from `start` on of a flattened parameter are at this place.
+
+        A partition is a flat tensor of master weights, for which the optimizer keeps averages of the same shape.
+        """
+        for name, weight in self.module.named_parameters():
+            if not weight.requires_grad:
+                continue
+            if hasattr(weight, "ds_id"):  # stage 3 divides every parameter
+                group, offset, count = self._zero.grad_position[self._zero.get_param_id(weight)]
+                start = dist.get_rank() * count
+                count = min(count, weight.ds_numel - start)  # the rest is padding
+                flat = self._zero.fp32_partitioned_groups_flat[group]
+            elif weight._hp_mapping is not None:  # stages 1 and 2 divide groups of parameters
+                mapping = weight._hp_mapping
+                (flat,) = self._zero.optimizer.param_groups[mapping.param_group_index]["params"]
+                start, offset = mapping.lp_fragment_address.start, mapping.hp_fragment_address.start
+                count = mapping.hp_fragment_address.numel
+            else:
+                continue
+            if count > 0:
+                yield name, start, flat, slice(offset, offset + count)
+
+
+def make_engine(module: torch.nn.Module, config: Pretrain, world: int) -> Engine:
+    """Return the engine of a pretraining: ZeRO if there is something to divide, otherwise plain torch.
+
+    The module has the float32 weights to start from and is on its device.
+    """
+    dtype = devices.torch_dtype(config.dtype, next(module.parameters()).device)
+    optimizer = optim.adamw(module, config.optimizer, decays_all=config.objective == "contrastive")
+    if world == 1 or config.zero_stage == 0:
+        return Plain(module, optimizer, dtype, config.optimizer.clip_norm, world)
+    settings = optim.deepspeed_config(
+        batch_size=config.batch_size,
+        world=world,
+        zero_stage=config.zero_stage,
+        dtype=config.dtype,
+        optimizer=config.optimizer,
+    )
+    return Zero(module, optimizer, settings)
+
+
+def _averages(optimizer: torch.optim.Optimizer, weight: Tensor) -> dict[str, Tensor]:
+    """Return the averages that the optimizer keeps for a weight, by torch's names, of the weight's shape."""
+    state = optimizer.state.get(weight, {})
+    return {kind: values for kind, values in state.items() if values.shape == weight.shape}
+
+
+def _new_averages(optimizer: torch.optim.Optimizer, weight: Tensor, steps: int) -> dict[str, Tensor]:
+    """Give the optimizer averages of zeros for a weight, as after `steps` steps, and return them to be filled."""
+    averages = {kind: torch.zeros_like(weight, requires_grad=False) for kind in AVERAGES}
+    count = torch.tensor(float(steps), device=weight.device)  # as torch's fused AdamW keeps it
+    optimizer.state[weight] = {"step": count, **averages}
+    return averages
