@@ -9,7 +9,6 @@ dev_accuracy}], checkpoints.json {best, steps} and checkpoints/<step>/model.safe
 
 from __future__ import annotations
 
-import itertools
 import os
 import re
 import tempfile
@@ -34,15 +33,24 @@ def main(context: Context[Pretrain]) -> Result:
     When workers die, the next group continues from the last checkpoint: with as many workers, or, if their machines
     are gone, with as many as the rest has room for.
     """
+    from ray_jobs.training.notices import save_on_notice
+
+    with save_on_notice(context):
+        outcome = _train(context)
+    files: tuple[FileEntry, ...] = outcome["files"]
+    return Result(content_digest=model_digest(files), files=files, metrics=outcome["metrics"])
+
+
+def _train(context: Context[Pretrain]) -> dict[str, Any]:
     start = choose_start(context.open_store(), context.attempt)
     if start is not None:
         print(f"continuing from step {start.step}, which attempt {start.attempt} saved", flush=True)
     workers = context.config.workers or devices.default_workers(context.config.batch_size)
-    units, deaths = devices.units_in_cluster(), 0
-    for group in itertools.count(1):
+    units, group, deaths = devices.units_in_cluster(), 0, 0
+    while True:
+        group += 1
         try:
-            outcome = run_workers(context, workers, group, start)
-            break
+            return run_workers(context, workers, group, start)
         except Exception as error:
             if not _is_death(error):
                 raise
@@ -53,8 +61,6 @@ def main(context: Context[Pretrain]) -> Result:
             workers = _workers_left(context.config, workers, units)
             step = 0 if start is None else start.step
             print(f"workers died; continuing from step {step} with {workers} workers", flush=True)
-    files: tuple[FileEntry, ...] = outcome["files"]
-    return Result(content_digest=model_digest(files), files=files, metrics=outcome["metrics"])
 
 
 def run_workers(

@@ -23,7 +23,14 @@ from pipelines.store.artifacts import (
     successor,
     successors,
 )
-from pipelines.store.checkpoints import checkpoints, choose_start, commit_checkpoint, remove_checkpoints
+from pipelines.store.checkpoints import (
+    ask_for_checkpoint,
+    asked_for,
+    checkpoints,
+    choose_start,
+    commit_checkpoint,
+    remove_checkpoints,
+)
 from pipelines.store.objects import numbers, read_record, warn
 from pipelines.store.protocol import (
     LARGEST_RECORD,
@@ -78,6 +85,8 @@ __all__ = [
     "add_event",
     "all_keys",
     "all_manifests",
+    "ask_for_checkpoint",
+    "asked_for",
     "check_newest",
     "checkpoints",
     "choose_start",

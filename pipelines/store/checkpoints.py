@@ -1,4 +1,4 @@
-"""Checkpoints of a training that has not ended: commit, list, remove them, and choose the one to start from.
+"""Checkpoints of a training that has not ended: ask for, commit, list, remove them, choose the one to start from.
 
 They are below the attempt that wrote them; an attempt reads those of earlier ones. Only the newest attempt removes any.
 """
@@ -9,9 +9,9 @@ from collections.abc import Iterable
 
 from pipelines.errors import StoreDamaged
 from pipelines.store.artifacts import check_newest
-from pipelines.store.objects import check_name, read_record, record_number, warn
+from pipelines.store.objects import check_name, numbers, read_record, record_number, warn
 from pipelines.store.protocol import Store, encode
-from pipelines.store.records import Attempt, Checkpoint, Layout, Start
+from pipelines.store.records import Attempt, Checkpoint, Layout, Start, now
 
 
 def commit_checkpoint(store: Store, attempt: Attempt, checkpoint: Checkpoint) -> None:
@@ -90,6 +90,19 @@ def remove_checkpoints(
                 # first the manifest, so that half a checkpoint is none
                 others = [name for name in store.names(folder) if name != "manifest.json"]
                 store.remove([f"{folder}/{name}" for name in ("manifest.json", *others)])
+
+
+def ask_for_checkpoint(store: Store, attempt: Attempt) -> int:
+    """Ask the workers of an attempt to save their state soon; return the number of this request."""
+    folder = Layout.requests(attempt.job, attempt.key, attempt.number)
+    number = asked_for(store, attempt) + 1
+    store.create(f"{folder}/{number}.json", encode({"time": now()}))
+    return number
+
+
+def asked_for(store: Store, attempt: Attempt) -> int:
+    """Return the number of the last request for a checkpoint, 0 if there was none."""
+    return max(numbers(store, Layout.requests(attempt.job, attempt.key, attempt.number)), default=0)
 
 
 def _name(checkpoint: Checkpoint) -> str:

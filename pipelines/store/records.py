@@ -30,6 +30,7 @@ class Layout:
     artifacts/<job>/<key>/attempts/<n>/log.txt          its job's log (a cluster's own copy is lost with the cluster)
     artifacts/<job>/<key>/attempts/<n>/start.json       the checkpoint that it starts from, chosen once
     artifacts/<job>/<key>/attempts/<n>/checkpoints/<step>/...   a training's state, and manifest.json, its commit
+    artifacts/<job>/<key>/attempts/<n>/requests/<m>.json        somebody asks for a checkpoint now
     runs/<run id>/plan.json  stop.json  events/<ulid>.json
     schedules/<name>/<n>.json                           numbered: the highest is current, the others are history
     schedules/<name>/ticks/<tick>.json                  the decision on a tick, written before it is carried out
@@ -68,6 +69,10 @@ class Layout:
     @classmethod
     def checkpoint(cls, job: str, key: str, number: int, step: int) -> str:
         return f"{cls.checkpoints(job, key, number)}/{step}"
+
+    @classmethod
+    def requests(cls, job: str, key: str, number: int) -> str:
+        return f"{cls.attempt(job, key, number)}/requests"
 
     @staticmethod
     def run(run: str) -> str:

@@ -10,7 +10,17 @@ needs.
 
 from ray_jobs.augment.batch import augment
 from ray_jobs.augment.crops import CROPPING, Crops, RandomCrop, crop_boxes, crops
-from ray_jobs.augment.random import uniform
+from ray_jobs.augment.random import dropout_seed, uniform
 from ray_jobs.augment.transform import TrainTransform
 
-__all__ = ["CROPPING", "Crops", "RandomCrop", "TrainTransform", "augment", "crop_boxes", "crops", "uniform"]
+__all__ = [
+    "CROPPING",
+    "Crops",
+    "RandomCrop",
+    "TrainTransform",
+    "augment",
+    "crop_boxes",
+    "crops",
+    "dropout_seed",
+    "uniform",
+]

@@ -26,3 +26,12 @@ def uniform(
     state = (state ^ (state >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     state ^= state >> np.uint64(31)
     return np.asarray(state >> np.uint64(11), np.float64) / 2.0**53
+
+
+def dropout_seed(seed: int, step: int, rank: int = 0) -> int:
+    """Return the seed of a worker's torch generator for a step, which draws dropout and stochastic depth.
+
+    It is set before every step, so a training that continues at a step draws what an undisturbed one does.
+    """
+    digest = hashlib.sha256(f"dropout/{seed}/{step}/{rank}".encode()).digest()
+    return int.from_bytes(digest[:8]) >> 1  # torch takes 63 bits

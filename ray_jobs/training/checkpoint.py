@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 import re
+import threading
 import time
 from collections import defaultdict
 from collections.abc import Iterable
@@ -28,6 +29,8 @@ from pipelines.store import (
     FileEntry,
     Store,
     StoreDamaged,
+    StoreError,
+    asked_for,
     checkpoints,
     commit_checkpoint,
     encode,
@@ -35,12 +38,14 @@ from pipelines.store import (
     now,
     read_record,
     remove_checkpoints,
+    warn,
 )
 from ray_jobs.training.engine import WEIGHTS, Piece
 from vit_model.config import Frozen
 
 _KEY = re.compile(r"(\w+)/([^@]+)@(\d+)")
 _LOOK_SECONDS = 0.2  # between looks for the other workers' files
+_LISTEN_SECONDS = 2.0  # between looks for requests
 _STATE = "state"  # the key of the worker's JSON in a file's header
 
 
@@ -79,18 +84,31 @@ class Saver:
         self._thread = ThreadPoolExecutor(1)
         self._writing: Future[None] | None = None
         self._last = time.monotonic()
+        self._asked = self._answered = asked_for(store, attempt)  # requests for a checkpoint
+        if rank == 0:
+            threading.Thread(target=self._listen, name="requests for a checkpoint", daemon=True).start()
 
     def is_due(self, step: int) -> bool:
-        """Return whether the configuration wants a checkpoint after this step. Called after every step."""
-        every = self._config.checkpoint_every
-        late = every.minutes is not None and time.monotonic() - self._last >= 60 * every.minutes
-        if self._agreement is not None and every.minutes is not None:  # rank 0's clock decides
-            wishes = torch.tensor([late and self._rank == 0], dtype=torch.uint8)
+        """Return whether a checkpoint after this step is configured, or was asked for. Called after every step."""
+        every, config = self._config.checkpoint_every, self._config
+        wish = False
+        if self._rank == 0:  # its clock decides
+            late = every.minutes is not None and time.monotonic() - self._last >= 60 * every.minutes
+            asked = self._asked
+            wish, self._answered = late or asked > self._answered, asked
+        if self._agreement is not None:
+            wishes = torch.tensor([wish], dtype=torch.uint8)
             dist.all_reduce(wishes, dist.ReduceOp.MAX, self._agreement)
-            late = bool(wishes)
-        return (
-            late or step in self._config.keep_steps or (every.steps is not None and step % every.steps == 0)
-        )
+            wish = bool(wishes)
+        return wish or step in config.keep_steps or (every.steps is not None and step % every.steps == 0)
+
+    def _listen(self) -> None:
+        while True:
+            time.sleep(_LISTEN_SECONDS)
+            try:
+                self._asked = asked_for(self._store, self._attempt)
+            except StoreError as error:
+                warn(f"cannot see whether a checkpoint is asked for: {error}")
 
     def save(self, step: int, best: int | None, pieces: Iterable[Piece], state: WorkerState) -> None:
         """Copy the state after `step` steps, and write it in a thread. Waits for the previous one to be written.

@@ -10,7 +10,7 @@ import math
 import torch
 from torch.nn import functional
 
-from ray_jobs.augment import TrainTransform
+from ray_jobs.augment import TrainTransform, dropout_seed
 from ray_jobs.data.loader import Loader
 from ray_jobs.data.sampler import Sampler
 from ray_jobs.data.shards import Images
@@ -81,6 +81,7 @@ def fit(
         data, sampler, task.contract.preprocessing, crop=transform.crop, threads=config.threads
     ) as batches:
         for step, (positions, images, labels) in zip(range(steps), batches, strict=False):
+            torch.manual_seed(dropout_seed(seed, step))
             (images,), targets = transform(images.to(device), labels.to(device), positions, step)
             rate = optim.learning_rate(step, steps, learning_rate, config.optimizer)
             optim.set_learning_rate(optimizer, rate)

@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 
 from pipelines.spec import Pretrain
-from ray_jobs.augment import TrainTransform
+from ray_jobs.augment import TrainTransform, dropout_seed
 from ray_jobs.data.loader import MEMORY_BYTES, Loader
 from ray_jobs.data.sampler import Sampler
 from ray_jobs.data.shards import Dataset, Images
@@ -261,6 +261,7 @@ def run_steps(training: Training, batches: Loader, curve: Curve, first: int, sav
     momentum_encoder, progress = training.momentum_encoder, Progress(steps)
 
     for step, (positions, images, labels) in zip(range(first, steps), batches, strict=False):
+        torch.manual_seed(dropout_seed(config.seed, step, worker.rank))
         views, targets = training.transform(images.to(device), labels.to(device), positions, step)
         rate = optim.learning_rate(step, steps, config.learning_rate, config.optimizer)
         loss = objective.batch_loss(

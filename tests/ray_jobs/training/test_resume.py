@@ -1,17 +1,21 @@
 """Pretraining that is killed and continues: the same bytes with as many workers, nearly the same with more or fewer."""
 
+import json
 import random
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from torch.multiprocessing import ProcessRaisedException
 
 from pipelines.spec import ModelSize, Pretrain
-from pipelines.store import checkpoints, open_store
+from pipelines.store import StoreDamaged, checkpoints, open_store
 from ray_jobs.data import shards
+from ray_jobs.training.checkpoint import Saved
 from tests.support import datasets
-from tests.support.interrupted import run_attempt, run_with_kills
+from tests.support.interrupted import Kill, run_attempt, run_with_kills
+from vit_model.weights import load_model
 
 pytestmark = pytest.mark.slow
 
@@ -20,9 +24,10 @@ MOCO = {
     "augment": "resized_crop_flip",
     "contrastive": {"hidden_width": 32, "output_width": 8},
 }
+SIZE = {"patch_size": 4, "width": 16, "depth": 2, "num_heads": 2}
 CASES: dict[str, dict[str, Any]] = {
     "plain fp32": {"zero_stage": 0, "dtype": "float32"},
-    "plain bf16": {"zero_stage": 0},
+    "plain bf16, dropout": {"zero_stage": 0, "model": {**SIZE, "dropout": 0.1, "stochastic_depth": 0.1}},
     "ZeRO-1 bf16": {"zero_stage": 1},
     "ZeRO-2 bf16 masked patches": {"zero_stage": 2, "objective": "masked_patches"},
     "ZeRO-3 bf16": {"zero_stage": 3},
@@ -59,7 +64,7 @@ def configuration(**fields: Any) -> Pretrain:
         "batch_size": 12,
         "learning_rate": 3e-3,
         "augment": "shift",
-        "model": ModelSize(patch_size=4, width=16, depth=2, num_heads=2),
+        "model": SIZE,
         "checkpoint_every": {"steps": 3},
         "keep_steps": (10,),
     }
@@ -83,3 +88,39 @@ def test_killed_workers_continue_to_the_same_bytes(dataset, tmp_path, case):
     assert "checkpoints/10/model.safetensors" in files_of(tmp_path / "a")
     left = [checkpoint.step for checkpoint in checkpoints(killed, "pretrain", "k")]
     assert len(left) <= 5, "two latest, the best, step 10 and the one that the last attempt started from"
+
+
+@pytest.mark.parametrize(
+    "case", ["ZeRO-1 fp32", "ZeRO-2 bf16 masked patches", "ZeRO-3 fp32", "ZeRO-1 bf16 MoCo"]
+)
+@pytest.mark.parametrize("world", [1, 3])
+def test_another_number_of_workers_continues_to_nearly_the_same_weights(dataset, tmp_path, case, world):
+    """It sees the same images with the same augmentation, so only the order of additions differs."""
+    config = configuration(**CASES[case], steps=30)
+    undisturbed, killed = (open_store(str(tmp_path / name)) for name in ("undisturbed", "killed"))
+    assert run_attempt(config, dataset, undisturbed, tmp_path / "a")
+    assert not run_attempt(config, dataset, killed, tmp_path / "b", kill=Kill(1, 14, 0.0))
+    assert run_attempt(config, dataset, killed, tmp_path / "b", number=2, world=world)
+    limit = 1e-5 if config.dtype == "float32" else 5e-3
+    ours, theirs = (load_model(tmp_path / name)[0].state_dict() for name in ("a", "b"))
+    for name, weight in ours.items():
+        print(case, world, name, ((weight - theirs[name]).norm() / weight.norm().clamp(min=1e-3)).item())
+        assert (weight - theirs[name]).norm() <= limit * weight.norm().clamp(min=1e-3), name
+    curves = [json.loads((tmp_path / name / "curve.json").read_text()) for name in ("a", "b")]
+    for one, other in zip(*curves, strict=True):
+        assert one["loss"] == pytest.approx(other["loss"], rel=1e-4 if config.dtype == "float32" else 2e-2)
+
+
+def test_a_checkpoint_that_does_not_fit_is_refused_before_training(dataset, tmp_path):
+    config, store = configuration(steps=14), open_store(str(tmp_path / "s"))
+    assert not run_attempt(config, dataset, store, tmp_path / "a", kill=Kill(0, 8, 0.0))
+    wider = config.model_copy(update={"model": ModelSize(patch_size=4, width=32, depth=2, num_heads=2)})
+    with pytest.raises(
+        ProcessRaisedException, match=r"cannot be used: it has .* values of weights of .* delete this folder"
+    ):
+        run_attempt(wider, dataset, store, tmp_path / "b", number=2)
+    (checkpoint, *_) = checkpoints(store, "pretrain", "k")
+    path = tmp_path / "s" / checkpoint.folder / checkpoint.files[0].path
+    path.write_bytes(path.read_bytes()[:-100])
+    with pytest.raises(StoreDamaged, match=r"rank-00000\.safetensors is damaged"):
+        Saved(store, checkpoint)
