@@ -15,6 +15,7 @@ from typing import Any
 from pipelines.spec import Pretrain
 from pipelines.store import FileEntry
 from ray_jobs.process import devices
+from ray_jobs.process.alive import count_steps
 from ray_jobs.process.stage import Context, Result, model_digest, run_stage
 
 # How long to wait for a busy cluster. Resources that it will never have are refused earlier.
@@ -74,8 +75,10 @@ def _ray_worker(settings: dict[str, Any]) -> dict[str, Any]:
     if worker.rank:
         train(context.config, context.dataset(context.config.cache_gib), None, worker)
         return {}
-    with context.staging() as staging:
-        metrics = train(context.config, context.dataset(context.config.cache_gib), staging.path, worker)
+    with context.staging() as staging, count_steps(context) as steps:
+        metrics = train(
+            context.config, context.dataset(context.config.cache_gib), staging.path, worker, steps
+        )
     return {"files": staging.files, "metrics": metrics}
 
 

@@ -38,6 +38,7 @@ from pipelines.store.protocol import (
 from pipelines.store.records import (
     CHECKSUMMED,
     LAYOUT_VERSION,
+    Alive,
     Attempt,
     Event,
     FileEntry,
@@ -57,6 +58,7 @@ __all__ = [
     "LAYOUT_VERSION",
     "SETTINGS",
     "UNREACHABLE_SECONDS",
+    "Alive",
     "Attempt",
     "Event",
     "FileEntry",

@@ -25,6 +25,7 @@ from ray_jobs.data.loader import MEMORY_BYTES, Loader
 from ray_jobs.data.sampler import Sampler
 from ray_jobs.data.shards import Dataset, Images
 from ray_jobs.process import devices
+from ray_jobs.process.alive import Steps
 from ray_jobs.process.progress import Progress
 from ray_jobs.training import objective, optim
 from ray_jobs.training.contract import model_contract
@@ -53,7 +54,11 @@ ALONE = Worker()
 
 
 def train(
-    config: Pretrain, dataset: Dataset, output: Path | None, worker: Worker = ALONE
+    config: Pretrain,
+    dataset: Dataset,
+    output: Path | None,
+    worker: Worker = ALONE,
+    counted: Steps | None = None,
 ) -> dict[str, float | int | str]:
     """Train as one of `worker.world` workers and return the metrics.
 
@@ -62,6 +67,7 @@ def train(
 
     Args:
         output: the folder for the model and its curve; None on every rank but 0.
+        counted: is told how many steps are done.
 
     Raises:
         UserError: the workers cannot share a batch evenly, or the dataset has no training images.
@@ -102,7 +108,7 @@ def train(
             images, sampler, contract.preprocessing, crop=transform.crop, threads=config.threads
         ) as batches:
             curve = run_steps(
-                engine, config, batches, transform, dev, contract, worker, device, momentum_encoder
+                engine, config, batches, transform, dev, contract, worker, device, momentum_encoder, counted
             )
         seconds = time.monotonic() - started
         loading = _summed(batches.metrics(), device)
@@ -139,6 +145,7 @@ def run_steps(
     worker: Worker,
     device: torch.device,
     momentum_encoder: MomentumEncoder | None,
+    counted: Steps | None = None,
 ) -> list[dict[str, Any]]:
     """Run all training steps and return the curve, about a hundred points {step, learning_rate, loss, dev_accuracy}.
 
@@ -167,6 +174,8 @@ def run_steps(
         summed += 1
 
         done = step + 1
+        if counted is not None:
+            counted.done = done
         if done in points or done in evaluations:
             mean_loss = _mean_over_workers(loss_sum / summed)
             # Not at every step, because reading a number waits for the device.
