@@ -20,7 +20,9 @@ MANIFEST_SECONDS = 60.0  # within which the manifest of a job that SUCCEEDED mus
 ALIVE_SECONDS = 60.0  # without a new sign of life, after which a running attempt is lost
 # The same before an attempt's first sign of life, when it imports packages, perhaps from a slow network file system.
 FIRST_SIGN_SECONDS = 300.0
-PENDING_SECONDS = 900.0  # after which a job that has not started is given up; Ray waits as long for resources
+# After which a job that has not started is given up. A job waits for no other: it asks for no resources of its own, and
+# the driver submits no more jobs than may run at once. Ray itself waits as long for those that ask for some.
+PENDING_SECONDS = 900.0
 PENDING_SHOWN_SECONDS = 10.0  # after which the display shows why a job has not started
 GLANCE_SECONDS = (
     5.0  # the most that a pause between two observations counts: the driver may have been suspended
