@@ -24,9 +24,7 @@ FIRST_SIGN_SECONDS = 300.0
 # the driver submits no more jobs than may run at once. Ray itself waits as long for those that ask for some.
 PENDING_SECONDS = 900.0
 PENDING_SHOWN_SECONDS = 10.0  # after which the display shows why a job has not started
-GLANCE_SECONDS = (
-    5.0  # the most that a pause between two observations counts: the driver may have been suspended
-)
+GLANCE_SECONDS = 5.0  # the most that a pause between two observations counts; the driver may be suspended
 USER_MISTAKE = 2  # the exit code of a stage that is never retried
 
 
