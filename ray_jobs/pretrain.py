@@ -18,6 +18,7 @@ from pipelines.errors import StoreError, Superseded
 from pipelines.spec import Pretrain
 from pipelines.store import Checkpoint, FileEntry, checkpoints, choose_start
 from ray_jobs.process import devices
+from ray_jobs.process.alive import Steps, count_steps
 from ray_jobs.process.stage import Context, Result, causes, model_digest, run_stage
 from vit_model.errors import UserError
 
@@ -110,14 +111,19 @@ def _ray_worker(settings: dict[str, Any]) -> dict[str, Any]:
     config, store = context.config, context.open_store()
     own = ray.train.get_context()
     worker = Worker(own.get_world_rank(), own.get_world_size(), own.get_local_rank())
-    saver = Saver(store, context.attempt, config, worker.rank, worker.world, settings["group"], start)
     saved = None if start is None else Saved(store, start)
     dataset = context.dataset(config.cache_gib)
+
+    def saver(steps: Steps | None = None) -> Saver:
+        return Saver(
+            store, context.attempt, config, worker.rank, worker.world, settings["group"], start, steps
+        )
+
     if worker.rank:
-        train(config, dataset, None, worker, saver, saved)
+        train(config, dataset, None, worker, saver(), saved)
         return {}
-    with context.staging() as staging:
-        metrics = train(config, dataset, staging.path, worker, saver, saved)
+    with context.staging() as staging, count_steps(context) as steps:
+        metrics = train(config, dataset, staging.path, worker, saver(steps), saved)
     return {"files": staging.files, "metrics": metrics}
 
 

@@ -17,6 +17,14 @@ ATTEMPTS = 3  # a command makes at most this many attempts at a stage
 BACKOFF_SECONDS = 1.0  # before the second attempt; doubles
 ASK_SECONDS = 0.5  # between requests to the store and to the cluster, which take their time to answer
 MANIFEST_SECONDS = 60.0  # within which the manifest of a job that SUCCEEDED must appear
+ALIVE_SECONDS = 60.0  # without a new sign of life, after which a running attempt is lost
+# The same before an attempt's first sign of life, when it imports packages, perhaps from a slow network file system.
+FIRST_SIGN_SECONDS = 300.0
+# After which a job that has not started is given up. A job waits for no other: it asks for no resources of its own, and
+# the driver submits no more jobs than may run at once. Ray itself waits as long for those that ask for some.
+PENDING_SECONDS = 900.0
+PENDING_SHOWN_SECONDS = 10.0  # after which the display shows why a job has not started
+GLANCE_SECONDS = 5.0  # the most that a pause between two observations counts; the driver may be suspended
 USER_MISTAKE = 2  # the exit code of a stage that is never retried
 
 
@@ -36,13 +44,20 @@ class InFlight:
     phase: Phase = Phase.FOUND
     since: float = 0.0  # when the job succeeded
     look_at: float = 0.0  # when to observe it next
+    watched_at: float | None = None  # when its live job was observed last; None if not since an outage
+    sign: tuple[str, bytes | None] | None = None  # its job's status and its sign of life at that time
+    silent: float = 0.0  # seconds that this command has watched the job without a change of `sign`
+    told: str = ""  # why its job has not started, as the display shows it
     attempts: int = 0  # of this command
     is_waiting: bool = False  # the display shows that the store or the cluster does not answer
 
 
 @dataclass(frozen=True)
 class Observation:
-    """The store's and the cluster's answers about a stage. The fields after `job` are read if the job is not alive."""
+    """The store's and the cluster's answers about a stage.
+
+    If the job is alive, the fields from `session` to `stop_wished` are not read; otherwise `alive` is not.
+    """
 
     attempt: Attempt | None = None  # the newest
     job: JobState | None = None  # its job; None if the cluster does not know it
@@ -50,6 +65,7 @@ class Observation:
     log: str = ""
     stop_wished: bool = False
     manifest: Manifest | None = None  # may exist whatever the job's status
+    alive: bytes | None = None  # the attempt's sign of life
 
 
 class Do(Enum):
@@ -58,6 +74,7 @@ class Do(Enum):
     WRITE = "write the next attempt; if another driver was faster, use its attempt"
     SUBMIT = "submit the job; the cluster accepts its id once"
     ANNOUNCE = "show that the job is running, and follow its log"
+    STOP = "ask the cluster to stop the job"
     COMMIT = "save the log, and end the stage as SUCCEEDED"
 
 
@@ -91,7 +108,7 @@ def decide(flight: InFlight, observed: Observation, now: float) -> Decision:
     if job is None:
         return _retry(flight, observed, now, Status.LOST, "its cluster is gone")
     if not job.ended:
-        return _watch(flight, job)
+        return _watch(flight, observed, job, now)
     if job.status == Status.SUCCEEDED:
         return _wait_for_manifest(flight, observed, now)
     if job.status == Status.STOPPED:
@@ -106,7 +123,8 @@ def decide(flight: InFlight, observed: Observation, now: float) -> Decision:
 def no_answer(flight: InFlight, reason: str, now: float) -> Decision:
     """Return what to do if the store or the cluster does not answer: show it once, and wait."""
     actions = () if flight.is_waiting else (Show(Status.WAITING, f"no answer: {reason}"),)
-    return replace(flight, is_waiting=True, look_at=now + UNREACHABLE_SECONDS), actions
+    waiting = replace(flight, is_waiting=True, look_at=now + UNREACHABLE_SECONDS, watched_at=None)
+    return waiting, actions
 
 
 def _start(flight: InFlight, observed: Observation, now: float) -> Decision:
@@ -119,11 +137,46 @@ def _start(flight: InFlight, observed: Observation, now: float) -> Decision:
     return flight, (Do.SUBMIT,)
 
 
-def _watch(flight: InFlight, job: JobState) -> Decision:
-    flight = replace(flight, is_waiting=False)
+def _watch(flight: InFlight, observed: Observation, job: JobState, now: float) -> Decision:
+    """Wait for a live job, but give it up if it does not start or shows no sign of life.
+
+    Ray may call a job RUNNING although its process is dead or suspended. This command judges by changes, and counts
+    only the time that it has watched itself: clocks of other machines may be wrong, and nobody can show a sign of life
+    while the store does not answer.
+    """
+    sign = job.status, observed.alive
+    watched = 0.0 if flight.watched_at is None else min(now - flight.watched_at, GLANCE_SECONDS)
+    flight = replace(
+        flight,
+        phase=Phase.OURS if flight.phase is Phase.FOUND else flight.phase,
+        watched_at=now,
+        sign=sign,
+        silent=flight.silent + watched if sign == flight.sign else 0.0,
+        is_waiting=False,
+    )
+    if job.status == Status.PENDING:
+        return _wait_for_start(flight, observed, job, now)
+    limit = FIRST_SIGN_SECONDS if observed.alive is None else ALIVE_SECONDS
+    if flight.silent > limit:
+        return _give_up(flight, observed, now, Status.LOST, f"no sign of life for {limit:.0f} s")
     if job.status == Status.RUNNING and flight.phase is not Phase.RUNNING:
         return replace(flight, phase=Phase.RUNNING), (Do.ANNOUNCE,)
-    return replace(flight, phase=Phase.OURS) if flight.phase is Phase.FOUND else flight, ()
+    return flight, ()
+
+
+def _wait_for_start(flight: InFlight, observed: Observation, job: JobState, now: float) -> Decision:
+    if flight.silent > PENDING_SECONDS:
+        detail = f"not started within {PENDING_SECONDS / 60:.0f} minutes: {job.message}"
+        return _give_up(flight, observed, now, Status.FAILED, detail)
+    if flight.silent > PENDING_SHOWN_SECONDS and job.message != flight.told:
+        return replace(flight, told=job.message), (Show(Status.PENDING, job.message),)
+    return flight, ()
+
+
+def _give_up(flight: InFlight, observed: Observation, now: float, status: Status, detail: str) -> Decision:
+    """Stop a live job and make the next attempt, which the job's process sees if the cluster cannot stop it."""
+    flight, actions = _retry(flight, observed, now, status, detail)
+    return flight, (Do.STOP, *actions)
 
 
 def _wait_for_manifest(flight: InFlight, observed: Observation, now: float) -> Decision:
@@ -141,9 +194,10 @@ def _retry(flight: InFlight, observed: Observation, now: float, status: Status, 
         return flight, (ended, End(Status.STOPPED, "stopped"))
     if flight.attempts >= ATTEMPTS:
         return flight, (ended, End(Status.FAILED, detail))
-    if flight.attempts == 0:  # the failed attempt was another command's: retry silently and at once
+    if flight.phase is Phase.FOUND:  # it ended before this command began
         return _next_attempt(flight, now), (ended, Do.WRITE)
-    pause = BACKOFF_SECONDS * 2 ** (flight.attempts - 1)
+    # the first attempt of this command follows at once
+    pause = BACKOFF_SECONDS * 2 ** (flight.attempts - 1) if flight.attempts else 0.0
     return _next_attempt(flight, now + pause), (ended, Show(status, f"{detail}; another attempt"), Do.WRITE)
 
 

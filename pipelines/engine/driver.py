@@ -3,8 +3,9 @@
 Everything that must survive is in the store before the driver acts on it, so you can kill the driver at any moment and
 give the same command to continue. The rules: an attempt is written before its job is submitted; Ray accepts a
 submission id once; a job that the same cluster does not know is submitted again under the same id; a job whose cluster
-is gone is LOST, and the next attempt follows; a manifest overrides every status. `pipelines.engine.decisions` has these
-rules; this module observes the store and the cluster, and carries out the decisions.
+is gone, or that shows no sign of life, is LOST, and the next attempt follows; a manifest overrides every status.
+`pipelines.engine.decisions` has these rules; this module observes the store and the cluster, and carries out the
+decisions.
 """
 
 from __future__ import annotations
@@ -37,6 +38,7 @@ from pipelines.engine.runs import Run
 from pipelines.engine.status import Status, run_outcome
 from pipelines.spec import AnyStage, RecipeError, module
 from pipelines.store import (
+    LARGEST_RECORD,
     Attempt,
     InputRef,
     Layout,
@@ -247,7 +249,8 @@ class Driver:
         self.attempts[name] = attempt
         job = cluster.job(attempt.submission_id)
         if job is not None and not job.ended:
-            return Observation(attempt, job)
+            alive = self.store.read(Layout.alive(job_type, key, attempt.number), LARGEST_RECORD)
+            return Observation(attempt, job, alive=alive)
         log = "" if job is None else cluster.logs(attempt.submission_id)
         session = cluster.session_name
         wished = stop_wished(self.store, self.run.id)
@@ -264,6 +267,9 @@ class Driver:
                 self._submit(name, self.attempts[name])
             case Do.ANNOUNCE:
                 self._announce(name, self.attempts[name])
+            case Do.STOP:
+                with suppress(ClusterUnreachable):  # its process looks for a successor anyway
+                    self.connection.cluster().stop(self.attempts[name].submission_id)
             case Do.COMMIT:
                 assert observed.manifest is not None
                 self._commit(name, observed.manifest, Status.SUCCEEDED)

@@ -16,7 +16,7 @@ class Status(StrEnum):
     STOPPED = "STOPPED"
     CACHED = "CACHED"  # committed before the run
     SKIPPED = "SKIPPED"  # an input was not made
-    LOST = "LOST"  # the job's cluster is gone; the next attempt follows
+    LOST = "LOST"  # the job's cluster is gone, or it shows no sign of life; the next attempt follows
     WAITING = "WAITING"  # the store or the cluster does not answer
     UNFINISHED = "UNFINISHED"  # a run whose driver is gone
 

@@ -46,6 +46,7 @@ from pipelines.store.protocol import (
 from pipelines.store.records import (
     CHECKSUMMED,
     LAYOUT_VERSION,
+    Alive,
     Attempt,
     Checkpoint,
     Event,
@@ -66,6 +67,7 @@ __all__ = [
     "LAYOUT_VERSION",
     "SETTINGS",
     "UNREACHABLE_SECONDS",
+    "Alive",
     "Attempt",
     "Checkpoint",
     "Event",

@@ -132,6 +132,14 @@ class Attempt(Frozen):
     created: str
 
 
+class Alive(Frozen):
+    """An attempt's sign of life, in which each `beat` is new; `step` is the training's, if the stage has steps."""
+
+    nonce: str
+    beat: int = 0
+    step: int | None = None
+
+
 class Manifest(Frozen):
     """The commit of an artifact: its files, its inputs, and how and when it was made."""
 

@@ -4,7 +4,8 @@
 
 A job's module defines `main(context) -> Result`: open the inputs, compute in Ray tasks or actors, write into
 `context.staging()`. The module ends with a call of `run_stage` with its own name (`pipelines.spec.module` of the job).
-Exit codes: 0 committed, 2 user error (never retried), 1 anything else.
+Exit codes: 0 committed, 2 user error (never retried), 1 anything else. While the process runs, it shows signs of life,
+and it ends without a commit if a later attempt has taken over (`ray_jobs.process.alive`).
 """
 
 from __future__ import annotations
@@ -36,6 +37,8 @@ from pipelines.store import (
     Store,
     StoreError,
     StoreUnreachable,
+    Superseded,
+    check_newest,
     commit,
     local_files,
     now,
@@ -43,6 +46,7 @@ from pipelines.store import (
     read_manifest,
     who,
 )
+from ray_jobs.process.alive import show_alive
 from vit_model.errors import UserError
 
 if TYPE_CHECKING:
@@ -138,10 +142,14 @@ def run_stage(module: str) -> None:
     try:
         context = read_context(spec)
         started = now()
-        join_ray()
-        result = main(context)
-        _commit(context, result, started)
+        with show_alive(context):
+            join_ray()
+            result = main(context)
+            _commit(context, result, started)
     except Exception as error:
+        if superseded := [cause for cause in causes(error) if isinstance(cause, Superseded)]:
+            print(f"error: {superseded[0]}", file=sys.stderr, flush=True)
+            sys.exit(1)  # nobody waits for this attempt any more
         if (reason := for_the_user(error, spec)) is None:
             raise  # a bug or a transient failure: another attempt may succeed
         print(f"error: {reason}", file=sys.stderr, flush=True)
@@ -228,31 +236,30 @@ def join_ray() -> None:
 
 
 def _commit(context: Context[AnyStage], result: Result, started: str) -> None:
-    attempt = context.attempt
-    committed = commit(
-        context.open_store(),
-        Manifest(
-            job=attempt.job,
-            kind=context.config.KIND,
-            key=attempt.key,
-            content_digest=result.content_digest,
-            stage=attempt.stage,
-            run=attempt.run,
-            attempt=attempt.number,
-            nonce=attempt.nonce,
-            files=result.files,
-            inputs=attempt.inputs,
-            config=attempt.config,
-            source=attempt.source,
-            metrics=result.metrics,
-            timing_dependent=result.timing_dependent,
-            code={"version": context.config.VERSION, "digest": attempt.code_digest, **identity.git_state()},
-            environment=_environment(),
-            started=started,
-            finished=now(),
-            user=who(),
-        ),
+    attempt, store = context.attempt, context.open_store()
+    manifest = Manifest(
+        job=attempt.job,
+        kind=context.config.KIND,
+        key=attempt.key,
+        content_digest=result.content_digest,
+        stage=attempt.stage,
+        run=attempt.run,
+        attempt=attempt.number,
+        nonce=attempt.nonce,
+        files=result.files,
+        inputs=attempt.inputs,
+        config=attempt.config,
+        source=attempt.source,
+        metrics=result.metrics,
+        timing_dependent=result.timing_dependent,
+        code={"version": context.config.VERSION, "digest": attempt.code_digest, **identity.git_state()},
+        environment=_environment(),
+        started=started,
+        finished=now(),
+        user=who(),
     )
+    check_newest(store, attempt)
+    committed = commit(store, manifest)
     if committed.nonce == attempt.nonce:
         print(f"committed {attempt.job}/{attempt.key[:12]}", flush=True)
     else:

@@ -40,6 +40,7 @@ from pipelines.store import (
     remove_checkpoints,
     warn,
 )
+from ray_jobs.process.alive import Steps
 from ray_jobs.training.engine import WEIGHTS, Piece
 from vit_model.config import Frozen
 
@@ -66,6 +67,8 @@ class Saver:
 
     Args:
         group: which group of workers of this attempt this is; a group that died may have left files behind.
+        start: the checkpoint that the attempt started from, which is kept.
+        steps: is told how many steps are done.
     """
 
     def __init__(
@@ -77,9 +80,11 @@ class Saver:
         world: int,
         group: int = 1,
         start: Checkpoint | None = None,
+        steps: Steps | None = None,
     ) -> None:
         self._store, self._attempt, self._config = store, attempt, config
         self._rank, self._world, self._group, self._start = rank, world, group, start
+        self._steps = steps or Steps()
         self._agreement = dist.new_group(backend="gloo") if world > 1 else None
         self._thread = ThreadPoolExecutor(1)
         self._writing: Future[None] | None = None
@@ -90,6 +95,7 @@ class Saver:
 
     def is_due(self, step: int) -> bool:
         """Return whether a checkpoint after this step is configured, or was asked for. Called after every step."""
+        self._steps.done = step
         every, config = self._config.checkpoint_every, self._config
         wish = False
         if self._rank == 0:  # its clock decides

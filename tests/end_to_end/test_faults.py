@@ -3,6 +3,7 @@
 VITFLOW_FAULT_ROUNDS (default 1) and VITFLOW_FAULT_SEED make the random test longer: `make test-faults`.
 """
 
+import json
 import os
 import random
 import shutil
@@ -13,12 +14,25 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from functools import partial
 from hashlib import sha256
+from io import StringIO
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
+from rich.console import Console
 
+from pipelines.cluster.local import LocalConnection
+from pipelines.engine import decisions
+from pipelines.engine.display import RunDisplay
+from pipelines.engine.driver import Driver
+from pipelines.engine.runs import start_run
+from pipelines.recipe.load import parse_pipeline
+from pipelines.store import Layout, open_store, read_attempt, read_manifest
 from tests.support.clusters import wait_for
 from tests.support.paths import TINY
 from tests.support.stores import files_of, manifests
@@ -52,10 +66,13 @@ def ray_processes(environment: dict[str, str]) -> list[psutil.Process]:
     return started
 
 
-def start(store: Path, environment: dict[str, str]) -> subprocess.Popen[str]:
-    """Run ingest, pretraining on two workers, and evaluation."""
+def start(
+    store: Path, environment: dict[str, str], only: str = "probe", *options: str
+) -> subprocess.Popen[str]:
+    """Run ingest, pretraining on two workers, and evaluation; or what one of these needs."""
     signal.signal(signal.SIGINT, signal.default_int_handler)  # in a shell's background job it is ignored
-    command = [sys.executable, "-m", "pipelines", "run", str(TINY), "--only", "probe", "--store", str(store)]
+    command = [sys.executable, "-m", "pipelines", "run", str(TINY), "--store", str(store), "--only", only]
+    command += options
     return subprocess.Popen(
         command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     )
@@ -142,6 +159,105 @@ def test_a_training_worker_that_dies_costs_an_attempt(
     kill(matching(own_ray, "ray::RayTrainWorker")[:1])
     finish(driver)
     check_whole(tmp_path / "s", tiny_store)
+
+
+def suspended(stage: psutil.Process, workers: list[psutil.Process]) -> psutil.Process:
+    """Suspend a stage's process with its workers and its supervisor, which is returned; as with its machine."""
+    supervisor = stage.parent()
+    assert supervisor is not None
+    assert "JobSupervisor" in " ".join(supervisor.cmdline())
+    for process in (supervisor, *workers, stage):
+        process.suspend()
+    return supervisor
+
+
+def is_over(process: psutil.Process) -> bool:
+    """Gone, or not yet reaped because its parent is suspended."""
+    try:
+        return process.status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True
+
+
+def test_a_suspended_stage_is_lost_and_ends_by_itself_when_it_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The short form of the next test: twelve seconds, and one process without workers."""
+    monkeypatch.setattr(decisions, "ALIVE_SECONDS", 12.0)
+    here = dict(os.environ)
+    stages = {"images": {"job": "ingest", "source": {"kind": "digits"}}}
+    store = open_store(str(tmp_path / "s"))
+    run = start_run(store, parse_pipeline({"name": "some", "stages": stages}, "test"), ("images",))
+    console = Console(file=StringIO(), width=160)
+    with (
+        ThreadPoolExecutor(1) as threads,
+        LocalConnection(print) as connection,
+        RunDisplay(console, 6) as display,
+    ):
+        connection.cluster()
+        walk = threads.submit(Driver(store, run, connection, display, 1).walk)
+        wait_for(lambda: list(tmp_path.glob("s/artifacts/ingest/*/attempts/1/alive.json")), 60)
+        (stage,) = matching(here, "-m ray_jobs.ingest", str(tmp_path))
+        supervisor = suspended(stage, [])
+        try:
+            status, (made,) = walk.result(timeout=120)
+            assert status == {"images": "SUCCEEDED"}
+            assert made.manifest is not None
+            assert made.manifest.attempt == 2
+            assert "no sign of life for 12 s; another attempt" in console.file.getvalue()  # type: ignore[attr-defined]
+            assert not is_over(stage)
+            stage.resume()
+            wait_for(lambda: is_over(stage), 10)
+        finally:
+            for process in (stage, supervisor):
+                with suppress(psutil.NoSuchProcess):
+                    process.resume()
+        first = read_attempt(store, Layout.attempt("ingest", made.manifest.key, 1))
+        assert first is not None
+        wait_for(lambda: "has taken over" in connection.cluster().logs(first.submission_id), 10)
+    assert read_manifest(store, "ingest", made.manifest.key) == made.manifest
+    assert store.names(Layout.files("ingest", made.manifest.key, 1)) == []
+
+
+@pytest.mark.full
+def test_a_training_that_is_suspended_for_two_minutes_commits_nothing(
+    own_ray: dict[str, str], tmp_path: Path
+) -> None:
+    """Lost after a minute, followed by another attempt; it wakes while that one trains, and ends with its workers."""
+    changes = [f"pretrain.{change}" for change in ("steps=20000", "workers=1", "threads=1")]
+    options = [option for change in changes for option in ("--set", change)]
+    driver = start(tmp_path / "s", own_ray, "pretrain", *options)
+    signs = partial(signs_of_life, tmp_path / "s")
+    wait_for(lambda: signs(1).get("step"))
+    (stage,) = matching(own_ray, "-m ray_jobs.pretrain")
+    workers = matching(own_ray, "ray::RayTrainWorker") + matching(own_ray, "ray::TrainController")
+    assert len(workers) == 2
+    supervisor, began = suspended(stage, workers), time.monotonic()
+    last = signs(1)
+    wait_for(lambda: list((tmp_path / "s").glob("artifacts/pretrain/*/attempts/2")), 90)
+    assert 60 - 5 <= time.monotonic() - began <= 75
+    wait_for(lambda: signs(2).get("step"), 60)
+    time.sleep(max(0.0, began + 120 - time.monotonic()))
+    assert signs(1) == last
+    for process in (stage, *workers):
+        process.resume()
+    wait_for(lambda: all(map(is_over, (stage, *workers))), 20)
+    supervisor.resume()
+    finish(driver)
+    assert signs(1) == last
+    made = manifests(tmp_path / "s")["pretrain"]
+    assert made["attempt"] == 2
+    assert signs(2)["step"] > last["step"]
+    files = [
+        path for path in (tmp_path / "s").glob("artifacts/pretrain/*/attempts/1/files/*") if path.is_file()
+    ]
+    assert files == []
+
+
+def signs_of_life(store: Path, attempt: int) -> dict[str, Any]:
+    """The sign of life of an attempt at the pretraining; empty before the first."""
+    found = [*store.glob(f"artifacts/pretrain/*/attempts/{attempt}/alive.json")]
+    return dict(json.loads(found[0].read_text())) if found else {}
 
 
 @pytest.mark.full

@@ -6,9 +6,12 @@ here:
 - A submission id is taken once: the same id again gets no second job, whoever submits it, and that is no error.
 - A job is PENDING for 1.1 to 2.1 s, then RUNNING; without entrypoint resources it may stay PENDING for ever.
 - A stage commits, then its process still closes Ray down: the end of the job is seen 0.1 to 4 s after the manifest.
-- exit code 0 is SUCCEEDED, any other FAILED, both with `driver_exit_code`. FAILED without an exit code: Ray has lost
-  the job's supervisor, while the stage's process may live on, and commit (ray#65025).
+- exit code 0 is SUCCEEDED, any other FAILED, both with `driver_exit_code`; 0 may be called FAILED, too (ray#65608).
+- FAILED without an exit code: Ray has lost the job's supervisor, while the stage's process may live on (ray#65025).
+- RUNNING may stay after the supervisor has died with the process (ray#65037); `stop` then does nothing.
 - `stop` returns at once; SIGTERM, and SIGKILL 3 s later; then STOPPED, without an exit code. Other jobs are left alone.
+- The process of a stage shows a sign of life every 5 s. It ends when it sees a later attempt, and looks for one before
+  it commits. Suspended, it does nothing, and cannot be stopped, until it goes on as if nothing had happened.
 - Jobs, their processes and their logs die with their cluster. The next one has another session name, and knows nobody.
 - While a head is down nothing answers. A request can get lost, or its answer, after it was done.
 """
@@ -17,18 +20,30 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import count
 from random import Random
 from typing import Any
 
 from pipelines.cluster.jobs_client import ClusterUnreachable, JobState
-from pipelines.store import Attempt, Layout, commit, read_attempt, read_manifest
+from pipelines.store import (
+    Attempt,
+    Layout,
+    StoreUnreachable,
+    Superseded,
+    check_newest,
+    commit,
+    read_attempt,
+    read_manifest,
+)
 from tests.support.memory_store import MemoryStore
 from tests.support.network import Network
 from tests.support.records import make_manifest
 
 STOP_SECONDS = 1.0  # between SIGTERM and STOPPED
+BEAT_SECONDS = 5.0  # between two signs of life
+WAITS = "Job has not started yet. It may be waiting for resources."  # what Ray says of a PENDING job
 
 
 class Clock:
@@ -63,10 +78,13 @@ class Script:
     pending: float = 1.5
     running: float = 3.0  # until the stage has committed, or died
     closing: float = 0.5  # from then until Ray sees the end
-    status: str = "SUCCEEDED"
+    status: str = "SUCCEEDED"  # what Ray says then; RUNNING: it does not notice the end
     exit_code: int | None = 0
     commits: bool = True
     commit_late: float = 0.0  # the manifest shows this much after the stage had written it
+    lives_on: float = 0.0  # so much later than Ray says, the process ends; it commits just before
+    suspended: float = 0.0  # when half done, its process and its supervisor stand still for so long
+    shows_life: bool = True
     message: str = ""
     log: str = "fine\n"
 
@@ -84,6 +102,9 @@ class Job:
     session: str
     status: str = "PENDING"
     process_lives: bool = True  # what the stage's process does is not always what Ray says
+    is_suspended: bool = False
+    is_supervised: bool = True  # Ray sees its end, and can stop it
+    beats: int = 0
 
     @property
     def ended(self) -> bool:
@@ -93,7 +114,7 @@ class Job:
     def state(self) -> JobState:
         over = self.status in {"SUCCEEDED", "FAILED"}
         exit_code = self.script.exit_code if over else None
-        message = self.script.message if over else ""
+        message = self.script.message if over else WAITS if self.status == "PENDING" else ""
         return JobState(self.attempt.submission_id, self.status, message, exit_code)
 
 
@@ -112,6 +133,8 @@ class FakeCluster:
         default_factory=list
     )  # (session, submission id) of each submission
     commits: list[str] = field(default_factory=list)  # submission ids of the jobs whose commit was the first
+    superseded: list[str] = field(default_factory=list)  # those whose process saw a later attempt, and ended
+    stopped: set[str] = field(default_factory=set)  # those that were to be stopped
 
     @property
     def session_name(self) -> str:
@@ -151,7 +174,8 @@ class FakeCluster:
         attempt = read_attempt(self.store, record)
         assert attempt is not None, "a job was submitted before its attempt was written"
         assert attempt.submission_id == submission_id
-        assert not [job for job in self.jobs.values() if job.attempt.key == attempt.key and not job.ended], (
+        others = [job for job in self.jobs.values() if job.attempt.key == attempt.key and not job.ended]
+        assert {job.attempt.submission_id for job in others} <= self.stopped, (
             "two jobs of one artifact at once"
         )
         assert read_manifest(self.store, attempt.job, attempt.key) is None, "a job for what is committed"
@@ -161,31 +185,78 @@ class FakeCluster:
 
     def stop(self, submission_id: str) -> None:
         job = self.jobs.get(submission_id)
-        if job is not None and not job.ended:
+        self.stopped.add(submission_id)
+        if job is not None and not job.ended and job.is_supervised:
             job.process_lives = False
             self.clock.after(STOP_SECONDS, lambda: self._set(job, "STOPPED"))
 
     # what jobs do
 
     def _begin(self, job: Job) -> None:
+        if not job.process_lives:
+            return
         self._set(job, "RUNNING")
-        self.clock.after(job.script.running + job.script.commit_late, lambda: self.commit(job))
-        self.clock.after(job.script.running + job.script.closing, lambda: self._end(job))
+        self._beat(job)
+        script = job.script
+        if script.suspended:
+            self.clock.after(script.running / 2, lambda: self._suspend(job))
+        self.clock.after(script.running + script.lives_on, lambda: self._write(job))
+        self.clock.after(script.running + script.closing, lambda: self._end(job))
+
+    def _suspend(self, job: Job) -> None:
+        def resume() -> None:
+            job.is_suspended = False
+            job.is_supervised = job.attempt.submission_id not in self.stopped
+
+        job.is_suspended, job.is_supervised = True, False
+        self.clock.after(job.script.suspended, resume)
+
+    def _beat(self, job: Job) -> None:
+        """Show a sign of life, and look for a later attempt."""
+        if not job.process_lives:
+            return
+        with suppress(StoreUnreachable):
+            if not job.is_suspended and not self._is_superseded(job) and job.script.shows_life:
+                job.beats += 1
+                name = Layout.alive(job.attempt.job, job.attempt.key, job.attempt.number)
+                self.store.replace(name, str(job.beats).encode())
+        self.clock.after(BEAT_SECONDS, lambda: self._beat(job))
+
+    def _is_superseded(self, job: Job) -> bool:
+        try:
+            check_newest(self.store, job.attempt)
+        except Superseded:
+            job.process_lives = False
+            self.superseded.append(job.attempt.submission_id)
+        return not job.process_lives
+
+    def _write(self, job: Job) -> None:
+        """The stage's process is done: it commits, if it lives and may."""
+        if job.is_suspended:
+            self.clock.after(1.0, lambda: self._write(job))
+        elif job.process_lives and job.script.commits and not self._is_superseded(job):
+            self.clock.after(job.script.commit_late, lambda: self.commit(job))
 
     def commit(self, job: Job) -> None:
-        """The stage's process commits, if it lives."""
-        if job.process_lives and job.script.commits:
-            made = {name: getattr(job.attempt, name) for name in ("job", "key", "stage", "run", "nonce")}
-            ours = make_manifest(
-                **made, attempt=job.attempt.number, content_digest=f"content of {made['key']}"
-            )
-            before = Layout.manifest(ours.job, ours.key) in self.store.objects
-            if commit(self.store, ours) == ours and not before:
-                self.commits.append(job.attempt.submission_id)
+        """The manifest shows."""
+        made = {name: getattr(job.attempt, name) for name in ("job", "key", "stage", "run", "nonce")}
+        ours = make_manifest(**made, attempt=job.attempt.number, content_digest=f"content of {made['key']}")
+        before = Layout.manifest(ours.job, ours.key) in self.store.objects
+        if commit(self.store, ours) == ours and not before:
+            self.commits.append(job.attempt.submission_id)
 
     def _end(self, job: Job) -> None:
-        if job.process_lives:
-            self._set(job, job.script.status)
+        """The process ends, and Ray says so, unless the script has it otherwise."""
+        if job.is_suspended:
+            self.clock.after(1.0, lambda: self._end(job))
+        elif job.process_lives:
+            if job.is_supervised:
+                self._set(job, job.script.status)
+            job.is_supervised = job.script.status != "RUNNING"
+            self.clock.after(job.script.lives_on, lambda: self._die(job))
+
+    def _die(self, job: Job) -> None:
+        job.process_lives = False
 
     def _set(self, job: Job, status: str) -> None:
         if not job.ended and self.jobs.get(job.attempt.submission_id) is job:
@@ -246,7 +317,12 @@ def random_script(random: Random) -> Script:
         Script.failed(2, **timing),
         Script.failed(-9, log="", message="killed", **timing),
         Script.failed(None, log="", message="Job supervisor actor died", **timing),
-        Script(**timing, status="FAILED", exit_code=None, commit_late=random.choice([0.0, 2.0, 9.0])),
+        Script(**timing, status="FAILED", exit_code=None, lives_on=random.choice([0.0, 2.0, 9.0])),
+        Script(**timing, status="FAILED", exit_code=0),
+        Script(**timing, status="RUNNING", commits=random.random() < 0.5),
+        Script(**timing, suspended=random.choice([20.0, 70.0, 200.0])),
+        Script(**timing, shows_life=False, suspended=1e3),
+        Script(pending=random.choice([800.0, 1e5])),
         Script(**timing, commit_late=random.choice([0.2, 5.0, 50.0, 70.0])),
         Script(**timing, commits=False),
         Script(**timing, status="STOPPED", commits=False),

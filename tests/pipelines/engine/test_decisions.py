@@ -2,14 +2,19 @@
 
 from dataclasses import replace
 from itertools import product
+from random import Random
 
 import pytest
 
 from pipelines.cluster.jobs_client import JobState
 from pipelines.engine.decisions import (
+    ALIVE_SECONDS,
     ASK_SECONDS,
     ATTEMPTS,
+    FIRST_SIGN_SECONDS,
+    GLANCE_SECONDS,
     MANIFEST_SECONDS,
+    PENDING_SECONDS,
     Do,
     End,
     EndAttempt,
@@ -116,6 +121,57 @@ def test_the_next_look_is_later_unless_the_state_has_moved_on() -> None:
             assert Do.WRITE in actions or (flight.phase, after.phase) == (Phase.FOUND, Phase.OURS)
         elif Do.WRITE not in actions:
             assert after.look_at == NOW + ASK_SECONDS
+
+
+def test_a_job_is_given_up_after_its_limit_of_watched_silence_and_not_before() -> None:
+    """What counts is the time between two answers in a row, at most 5 s each, since the last new sign of life."""
+    random, given_up = Random(0), 0
+    for _ in range(300):
+        status = random.choice(["PENDING", "RUNNING", "SUSPENDED"])
+        limit = PENDING_SECONDS if status == "PENDING" else ALIVE_SECONDS
+        flight, now, sign, silent, answered = InFlight(Phase.RUNNING), NOW, 0, 0.0, False
+        silence, outage = random.choice([0.5, 0.9, 1.0]), random.choice([0.0, 0.1])
+        for _ in range(400):
+            pause = random.choice([ASK_SECONDS, 3.0, 3600.0])
+            now += pause
+            if random.random() < outage:
+                flight, answered = no_answer(flight, "gone", now)[0], False
+                continue
+            is_new = random.random() > silence
+            sign += is_new
+            silent = 0.0 if is_new else silent + min(pause, GLANCE_SECONDS) * answered
+            answered = True
+            seen = Observation(HERE, JobState("j", status, "", None), alive=str(sign).encode())
+            flight, actions = decide(flight, seen, now)
+            assert (Do.STOP in actions) == (silent > limit)
+            if Do.STOP in actions:
+                assert actions[0] is Do.STOP
+                assert actions[-1] is Do.WRITE
+                given_up += 1
+                break
+    assert 50 < given_up < 250
+
+
+def test_a_job_that_shows_no_sign_is_given_up_in_time() -> None:
+    for status, alive, limit in (
+        ("RUNNING", b"1", ALIVE_SECONDS),
+        ("RUNNING", None, FIRST_SIGN_SECONDS),
+        ("PENDING", None, PENDING_SECONDS),
+    ):
+        flight, now = InFlight(), NOW
+        seen = Observation(HERE, JobState("j", status, "", None), alive=alive)
+        while not (decided := decide(flight, seen, now))[1] or Do.STOP not in decided[1]:
+            flight, now = decided[0], decided[0].look_at
+        assert limit <= now - NOW <= limit + 2 * ASK_SECONDS
+
+
+def test_why_a_job_is_pending_is_told_once_and_again_when_it_changes() -> None:
+    flight, now, told = InFlight(Phase.OURS), NOW, []
+    for message in ["no node"] * 30 + ["no image"] * 30 + ["no node"] * 30:
+        flight, actions = decide(flight, Observation(HERE, JobState("j", "PENDING", message, None)), now)
+        told += actions
+        now += 1.0
+    assert told == [Show(Status.PENDING, message) for message in ("no node", "no image", "no node")]
 
 
 @pytest.mark.parametrize("attempts", range(1, ATTEMPTS))

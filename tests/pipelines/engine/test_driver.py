@@ -26,7 +26,7 @@ from pipelines.recipe.load import parse_pipeline
 from pipelines.recipe.pipeline import Pipeline
 from pipelines.store import Attempt, Layout, Store, StoreUnreachable, all_manifests, commit, wish_stop
 from pipelines.store.folder import FolderStore
-from tests.support.cluster import Script, random_script
+from tests.support.cluster import WAITS, Script, random_script
 from tests.support.network import DiesAfter, Killed, Loses, Network, Unreliable
 from tests.support.records import make_manifest
 from tests.support.world import World, first_key
@@ -189,16 +189,118 @@ def test_a_stage_that_never_shows_a_manifest_fails() -> None:
     assert world.told.of("images")[-1] == "FAILED its job succeeded without a manifest"
 
 
-@pytest.mark.parametrize("late", [0.0, 2.0, 60.0])
-def test_a_failure_that_ray_invents_does_not_undo_a_commit(late: float) -> None:
-    """Ray has lost sight of the job, whose process lives on and commits: before the end, or during later attempts."""
-    world = World(
-        script=scripts(Script(status="FAILED", exit_code=None, commit_late=late), Script(running=90.0))
-    )
+@pytest.mark.parametrize("exit_code", [None, 0])
+def test_a_failure_that_ray_invents_does_not_undo_a_commit(exit_code: int | None) -> None:
+    world = World(script=scripts(Script(status="FAILED", exit_code=exit_code)))
     assert walk(world) == {"images": "SUCCEEDED"}
     assert world.cluster.commits == [f"{ID}-1"]
-    assert len(world.attempts()) == (1 if late == 0 else 2)
-    assert world.manifests()["images"].attempt == 1
+    assert len(world.attempts()) == 1
+
+
+@pytest.mark.parametrize("late", [2.0, 60.0])
+def test_a_process_that_ray_has_lost_sees_its_successor_and_commits_nothing(late: float) -> None:
+    lives_on = Script(status="FAILED", exit_code=None, closing=0.1, lives_on=late)
+    world = World(script=scripts(lives_on, Script(running=90.0)))
+    assert walk(world) == {"images": "SUCCEEDED"}
+    assert world.cluster.superseded == [f"{ID}-1"]
+    assert world.cluster.commits == [f"{ID}-2"]
+    assert world.manifests()["images"].attempt == 2
+
+
+# ------------------------------------------------------------------------------------------- signs of life
+
+
+def test_a_job_that_ray_calls_running_after_its_process_died_is_lost() -> None:
+    world = World(script=scripts(Script(status="RUNNING", running=100.0, commits=False), Script()))
+    assert walk(world) == {"images": "SUCCEEDED"}
+    lost = next(when for when, _, status, _ in world.told.stages if status == "LOST")
+    assert 60 - 5 < lost - (1.5 + 100.0) < 75, "its last sign of life was at most 5 s before"
+    assert world.told.of("images") == [
+        "RUNNING",
+        "LOST no sign of life for 60 s; another attempt",
+        "RUNNING attempt 2",
+        f"SUCCEEDED {KEY}",
+    ]
+    assert "attempt ended images LOST" in world.events()
+    assert world.cluster.stopped == {f"{ID}-1"}
+    assert world.log(world.attempts()[0]) == "fine\n"
+
+
+@pytest.mark.parametrize("suspended", [50.0, 120.0])
+def test_a_suspended_process_is_lost_after_a_minute_and_ends_when_it_goes_on(suspended: float) -> None:
+    world = World(script=scripts(Script(running=20.0, suspended=suspended), Script(running=100.0)))
+    assert walk(world) == {"images": "SUCCEEDED"}
+    is_lost = suspended > 60
+    assert world.cluster.superseded == [f"{ID}-1"] * is_lost
+    assert world.cluster.commits == [f"{ID}-2" if is_lost else f"{ID}-1"]
+    assert len(world.attempts()) == 1 + is_lost
+
+
+def test_an_attempt_has_five_minutes_for_its_first_sign_of_life() -> None:
+    world = World(script=scripts(Script(running=1e4, shows_life=False), Script()))
+    assert walk(world) == {"images": "SUCCEEDED"}
+    assert "LOST no sign of life for 300 s; another attempt" in world.told.of("images")
+    assert 300 < world.clock.now < 320
+
+
+class Outage(Network):
+    """The store answers nobody for a while."""
+
+    def __init__(self, world: World, begins: float, seconds: float) -> None:
+        super().__init__()
+        self.clock, self.begins, self.ends = world.clock, begins, begins + seconds
+
+    def before(self, what: str, name: str, lost: Callable[[str], Exception]) -> None:
+        if what in {"read", "list", "create", "replace"} and self.begins <= self.clock.now < self.ends:
+            raise lost("the store is out")
+
+
+def test_nothing_is_lost_while_the_store_does_not_answer() -> None:
+    """Nobody can then show a sign of life."""
+    world = World(script=scripts(Script(running=1000.0)))
+    world.store.network = outage = Outage(world, 20.0, 900.0)
+    assert walk(world, outage) == {"images": "SUCCEEDED"}
+    assert len(world.attempts()) == 1
+    assert world.clock.now < 1010
+
+
+def test_a_driver_that_was_suspended_itself_loses_nothing() -> None:
+    """A laptop's lid was closed: its clock has gone on, and nothing else."""
+    world = World(script=scripts(Script(running=100.0)))
+
+    def jump() -> None:
+        world.clock.now += 3600
+
+    world.clock.after(30.0, jump)
+    assert walk(world) == {"images": "SUCCEEDED"}
+    assert len(world.attempts()) == 1
+
+
+def test_a_new_driver_watches_for_a_minute_before_it_calls_a_job_lost() -> None:
+    world = World(script=scripts(Script(status="RUNNING", commits=False), Script()))
+    network = Network()
+    world.clock.after(20.0, network.die)
+    with pytest.raises(Killed):
+        walk(world, network)
+    world.clock.sleep(3600)
+    began = world.clock.now
+    assert walk(world) == {"images": "SUCCEEDED"}
+    assert world.clock.now - began > 60
+    assert "LOST no sign of life for 60 s; another attempt" in world.told.of("images")
+
+
+def test_a_job_that_stays_pending_is_explained_and_given_up() -> None:
+    world = World(script=scripts(Script(pending=1e5)))
+    assert walk(world) == {"images": "FAILED"}
+    assert len(world.attempts()) == decisions.ATTEMPTS
+    assert world.cluster.stopped == {f"{ID}-{number}" for number in (1, 2, 3)}
+    assert world.told.of("images")[:3] == [
+        f"PENDING {WAITS}",
+        f"FAILED not started within 15 minutes: {WAITS}; another attempt",
+        f"PENDING {WAITS}",
+    ]
+    assert world.told.of("images")[-1] == f"FAILED not started within 15 minutes: {WAITS}"
+    assert 2700 < world.clock.now < 2760
 
 
 class EndsBetween(Network):
@@ -221,12 +323,10 @@ def test_a_commit_that_comes_between_two_questions_is_seen() -> None:
     assert len(world.attempts()) == 1
 
 
-def test_a_job_that_stays_pending_is_waited_for() -> None:
-    world = World(script=scripts(Script(pending=1e5)))
-    world.clock.after(2000.0, lambda: wish_stop(world.store, world.driver().run.id))
-    assert walk(world) == {"images": "STOPPED"}
-    assert world.cluster.arrived == [("session-1", f"{ID}-1")]
-    assert world.told.of("images") == ["STOPPED stopped"]
+def test_a_job_that_is_pending_for_a_while_is_waited_for() -> None:
+    world = World(script=scripts(Script(pending=800.0)))
+    assert walk(world) == {"images": "SUCCEEDED"}
+    assert len(world.attempts()) == 1
 
 
 def test_a_status_that_ray_does_not_document_is_not_an_end() -> None:
@@ -272,7 +372,8 @@ def test_a_command_makes_three_attempts_with_growing_pauses() -> None:
 def test_the_log_of_an_attempt_is_saved_before_the_next_is_written() -> None:
     world = World(script=scripts(Script.failed(), Script()))
     walk(world)
-    names = [name.rsplit("/", 3)[1:] for name in world.store.objects if "/attempts/" in name]
+    written = [name for name in world.store.objects if "/attempts/" in name and "alive" not in name]
+    names = [name.rsplit("/", 3)[1:] for name in written]
     assert [[*name[-2:]] for name in names] == [
         ["1", "attempt.json"],
         ["1", "log.txt"],
@@ -524,7 +625,7 @@ def episode(seed: int) -> World:
     """
     random = Random(seed)
     stages = random.choice([("images",), ("images", "pixels"), ("images", "other", "pixels", "report")])
-    world = World(*stages, script=lambda attempt: random_script(random), limit=2e4)
+    world = World(*stages, script=lambda attempt: random_script(random), limit=1e5)
     for _ in range(random.randrange(4)):
         befall = random.choice([world.cluster.restart, world.cluster.go_down])
         world.clock.after(random.uniform(0, 40), partial(befall, random.choice([0.0, 3.0, 30.0])))

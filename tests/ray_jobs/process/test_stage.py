@@ -9,12 +9,23 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
+from pydantic import TypeAdapter
 
-from pipelines.spec import RecipeError
-from pipelines.store import StoreDamaged, StoreUnreachable
+from pipelines.spec import RecipeError, Stage
+from pipelines.store import (
+    StoreDamaged,
+    StoreUnreachable,
+    Superseded,
+    create_attempt,
+    now,
+    open_store,
+    read_manifest,
+)
 from ray_jobs.data.decode import DamagedError, Stored, raw_pixels
 from ray_jobs.process import stage
 from ray_jobs.training.task import DivergenceError
+from tests.support.memory_store import MemoryStore
+from tests.support.records import make_attempt, make_context
 from vit_model.errors import UserError
 
 WRONG = "source.root: there is no folder 'x'. Give another"
@@ -68,7 +79,8 @@ def end(monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
     module: Any = ModuleType("failing")
     module.main = main
     monkeypatch.setitem(stage.sys.modules, "ray_jobs.failing", module)
-    monkeypatch.setattr(stage, "read_context", lambda _: SimpleNamespace(attempt=None))
+    context = SimpleNamespace(attempt=make_attempt(), open_store=MemoryStore)
+    monkeypatch.setattr(stage, "read_context", lambda _: context)
     monkeypatch.setattr(stage, "join_ray", lambda: None)
     monkeypatch.setattr(stage.sys, "argv", ["failing", "--spec", "/s/attempt.json"])
     stage.run_stage("failing")
@@ -98,6 +110,29 @@ def test_everything_else_leaves_the_process_as_it_was_raised(
         end(monkeypatch, raised)
     assert ended.value is raised, "Python prints its traceback and exits with 1"
     assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_an_attempt_with_a_successor_is_one_line_and_no_mistake_of_the_users(
+    place: Place, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        end(monkeypatch, place(Superseded("attempt 2 has taken over")))
+    assert ended.value.code == 1
+    assert capsys.readouterr().err == "error: attempt 2 has taken over\n"
+
+
+def test_an_attempt_with_a_successor_commits_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(stage, "_environment", dict)  # it asks Ray
+    digits = TypeAdapter(Stage).validate_python({"job": "ingest", "source": {"kind": "digits"}})
+    context = make_context(open_store(str(tmp_path / "s")), digits)
+    result = stage.Result(content_digest="d", files=())
+    create_attempt(context.open_store(), context.attempt.model_copy(update={"number": 2}))
+    with pytest.raises(Superseded):
+        stage._commit(context, result, now())
+    assert read_manifest(context.open_store(), "ingest", context.attempt.key) is None
 
 
 @pytest.mark.parametrize("place", PLACES)

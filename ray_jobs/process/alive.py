@@ -1,0 +1,129 @@
+"""Signs of life of an attempt, and its end once a later attempt has taken over.
+
+While a stage's process runs, a thread in it replaces the attempt's alive.json every few seconds. The driver watches
+that object: a running attempt whose alive.json has not changed for a minute is lost, and the next attempt follows. The
+same thread looks for that next attempt and ends the process if there is one, because a lost attempt may live: its
+machine was suspended, or its cluster had lost sight of it. When the process ends, Ray ends its workers.
+
+A stage's process may only wait for its workers, for ever if they hang. So a worker that counts steps hands its step
+over through the same object (`count_steps`), and the stage's process ends if that step does not change for very long. A
+stage without steps, such as the ingest of a large archive, shows that its process lives, and no more.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+from pipelines.store import (
+    Alive,
+    Attempt,
+    Layout,
+    Store,
+    StoreDamaged,
+    StoreError,
+    Superseded,
+    check_newest,
+    encode,
+    read_record,
+    warn,
+)
+
+if TYPE_CHECKING:
+    from pipelines.spec import AnyStage
+    from ray_jobs.process.stage import Context
+
+BEAT_SECONDS = 5.0  # a driver waits for twelve of them
+# The longest time without a step: longer than an evaluation between two steps or a restart of the workers. It is the
+# last resort, because torch's own limits (gloo's 30 minutes, NCCL's 10) end most workers that wait for each other.
+STEP_SECONDS = 7200.0
+
+
+class Steps:
+    """A counter that a training loop sets; `count_steps` hands it over."""
+
+    done: int | None = None
+
+
+@contextmanager
+def show_alive(context: Context[AnyStage]) -> Iterator[None]:
+    """Show signs of life during the block, in the process of a stage."""
+    seen, standing = Alive(nonce=context.attempt.nonce), 0
+
+    def beat(store: Store) -> None:
+        nonlocal seen, standing
+        last, seen = seen, _beat(store, context.attempt)
+        # beats are counted, not seconds: a process that was suspended has not waited
+        standing = standing + 1 if seen.step == last.step else 0
+        if seen.step is not None and standing * BEAT_SECONDS > STEP_SECONDS:
+            _exit(f"step {seen.step} has lasted for {STEP_SECONDS / 3600:.0f} hours; the workers hang")
+
+    with _repeated(context, beat):
+        yield
+
+
+@contextmanager
+def count_steps(context: Context[AnyStage]) -> Iterator[Steps]:
+    """Yield a counter, whose value becomes a sign of life when it changes; for one worker of a stage."""
+    steps, shown = Steps(), None
+
+    def beat(store: Store) -> None:
+        nonlocal shown
+        if steps.done != shown:
+            shown = _beat(store, context.attempt, steps.done).step
+
+    with _repeated(context, beat):
+        yield steps
+
+
+def _beat(store: Store, attempt: Attempt, step: int | None = None) -> Alive:
+    """Write the next sign of life and return it; without a step, it repeats the step of the one before."""
+    name = Layout.alive(attempt.job, attempt.key, attempt.number)
+    try:
+        last = read_record(store, name, Alive)
+    except StoreDamaged:  # by a power cut
+        last = None
+    last = last or Alive(nonce=attempt.nonce)
+    following = Alive(nonce=attempt.nonce, beat=last.beat + 1, step=last.step if step is None else step)
+    store.replace(name, encode(following))
+    return following
+
+
+@contextmanager
+def _repeated(context: Context[AnyStage], beat: Callable[[Store], None]) -> Iterator[None]:
+    """Call `beat` now and every few seconds in a thread, until the block ends or the attempt is superseded."""
+    over = threading.Event()
+
+    def repeat() -> None:
+        store = None
+        while True:
+            try:
+                store = store or context.open_store()
+                check_newest(store, context.attempt)
+                beat(store)
+            except Superseded as error:
+                _exit(str(error))
+            except (
+                StoreError
+            ) as error:  # it may answer again; if it does not, the driver does not see us either
+                warn(f"cannot show a sign of life: {error}")
+            if over.wait(BEAT_SECONDS):
+                return
+
+    thread = threading.Thread(target=repeat, name="signs of life", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join(timeout=1.0)  # not longer, because the store may not answer
+
+
+def _exit(reason: str) -> None:
+    """End the process at once, whatever its other threads do or wait for."""
+    print(f"error: {reason}", file=sys.stderr, flush=True)
+    os._exit(1)
