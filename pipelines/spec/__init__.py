@@ -7,7 +7,15 @@ validated before anything starts; an error is a `RecipeError`.
 
 from pipelines.spec.archives import ImageNet21kSource, ImageNetSource, WebDatasetSource
 from pipelines.spec.augmentation import Augmentation, EvalCrop, RandAugment
-from pipelines.spec.checkpoints import BEST, LAST, CheckpointEvery, NamedCheckpoint, step_of
+from pipelines.spec.checkpoints import (
+    BEST,
+    LAST,
+    CheckpointEvery,
+    NamedCheckpoint,
+    check_checkpoint,
+    recorded_checkpoint,
+    step_of,
+)
 from pipelines.spec.fields import COMMIT, HUB_PATH, RecipeError, nearest
 from pipelines.spec.records import (
     CIFAR_FILES,
@@ -96,8 +104,10 @@ __all__ = [
     "TfdsSource",
     "VtabSource",
     "WebDatasetSource",
+    "check_checkpoint",
     "input_fields",
     "module",
     "nearest",
+    "recorded_checkpoint",
     "step_of",
 ]

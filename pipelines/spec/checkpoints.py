@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from typing import Annotated, Any, Self
 
 from pydantic import AfterValidator, Discriminator, Field, Tag, model_validator
@@ -31,7 +32,8 @@ def step_of(checkpoint: str) -> int | None:
     return int(checkpoint.removeprefix(_STEP)) if checkpoint.startswith(_STEP) else None
 
 
-def _known(checkpoint: str) -> str:
+def check_checkpoint(checkpoint: str) -> str:
+    """Return the name of a checkpoint. Raises ValueError if it is not last, best or step:N."""
     if not re.fullmatch(rf"{LAST}|{BEST}|{_STEP}[1-9][0-9]{{0,17}}", checkpoint):
         raise ValueError(
             f"{checkpoint!r} is not a checkpoint; expected last, best or step:N, such as step:1000"
@@ -39,8 +41,14 @@ def _known(checkpoint: str) -> str:
     return checkpoint
 
 
-Checkpoint = Annotated[str, AfterValidator(_known)]
+Checkpoint = Annotated[str, AfterValidator(check_checkpoint)]
 """last, best (by accuracy on the pretraining's own dev split) or step:N."""
+
+
+def recorded_checkpoint(config: Mapping[str, Any], field: str) -> str:
+    """Return the checkpoint that a field names in a stage's configuration as it is recorded in the store."""
+    value = config.get(field)
+    return str(value.get("checkpoint", LAST)) if isinstance(value, Mapping) else LAST
 
 
 class NamedCheckpoint(Frozen):

@@ -22,6 +22,13 @@ from pipelines.store.artifacts import (
     successor,
     successors,
 )
+from pipelines.store.checkpoints import (
+    MODEL_FILES,
+    kept_checkpoints,
+    model_folder,
+    resumable_checkpoints,
+    weights_file,
+)
 from pipelines.store.objects import numbers, read_record, warn
 from pipelines.store.protocol import (
     LARGEST_RECORD,
@@ -54,6 +61,7 @@ __all__ = [
     "CHECKSUMMED",
     "LARGEST_RECORD",
     "LAYOUT_VERSION",
+    "MODEL_FILES",
     "SETTINGS",
     "UNREACHABLE_SECONDS",
     "Attempt",
@@ -80,8 +88,10 @@ __all__ = [
     "input_ref",
     "inside",
     "is_committed",
+    "kept_checkpoints",
     "last_attempt",
     "local_files",
+    "model_folder",
     "now",
     "numbers",
     "open_store",
@@ -93,11 +103,13 @@ __all__ = [
     "read_record",
     "rebuild_command",
     "replace_artifact",
+    "resumable_checkpoints",
     "stop_wished",
     "successor",
     "successors",
     "wait_for_store",
     "warn",
+    "weights_file",
     "who",
     "wish_stop",
 ]
