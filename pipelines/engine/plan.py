@@ -90,8 +90,8 @@ def plan_pipeline(
 
     Raises:
         RecipeError: a committed pretraining does not have the checkpoint that a stage names; or a source cannot be
-            read. For a matrix: no member's source can be read; otherwise the members
-            with unreadable sources are `missing`.
+            read. For a matrix: no member's source can be read; otherwise the members with unreadable sources are
+            `missing`.
     """
     sources, lost = _sources(pipeline, names)
     graph = pipeline.graph()

@@ -84,9 +84,8 @@ def set_field(stage: dict[str, Any], dotted: str, value: Any) -> None:
     """
     *parents, last = dotted.split(".")
     if parents == ["backbone"] and isinstance(stage.get("backbone"), str):
-        stage["backbone"] = {
-            "stage": stage["backbone"]
-        }  # its two spellings, see `pipelines.spec.checkpoints`
+        # the longer one of its two spellings, see `pipelines.spec.checkpoints.Backbone`
+        stage["backbone"] = {"stage": stage["backbone"]}
     at = stage
     for number, parent in enumerate(parents):
         at = at.setdefault(parent, {})

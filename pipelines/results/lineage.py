@@ -36,14 +36,14 @@ class Edge(Frozen):
 
     `state`: the same; made again, with the same content (another manifest, so perhaps other bytes or another machine);
     made again with other content; gone, if its manifest was removed; or damaged, if its manifest cannot be read.
-    `checkpoint`: of the input, that the stage used: last, or of a pretraining also best or step:N.
+    `checkpoint`: the one of a pretraining that the stage used, best or step:N; None for the last and other inputs.
     """
 
     consumer: str
     field: str
     input: str
     content_digest: str
-    checkpoint: str
+    checkpoint: str | None
     state: State
 
 
@@ -117,12 +117,13 @@ def _edge(
         state = "other content"
     elif sha != reference.manifest_sha256:
         state = "made again"
+    checkpoint = recorded_checkpoint(consumer.config, field)
     return Edge(
         consumer=consumer.key,
         field=field,
         input=reference.key,
         content_digest=reference.content_digest,
-        checkpoint=recorded_checkpoint(consumer.config, field),
+        checkpoint=None if checkpoint == LAST else checkpoint,
         state=state,
     )
 
@@ -222,7 +223,7 @@ def _tree(lineage: Lineage, key: str, label: str, indent: str, shown: set[str]) 
 
 def _label(edge: Edge) -> tuple[str, ...]:
     """Return the field of an input, and its checkpoint if that is not the last."""
-    return (edge.field,) if edge.checkpoint == LAST else (edge.field, f"({edge.checkpoint})")
+    return (edge.field,) if edge.checkpoint is None else (edge.field, f"({edge.checkpoint})")
 
 
 def _origin(node: Manifest) -> str:

@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping
 from typing import Annotated, Any, Self
 
-from pydantic import AfterValidator, Discriminator, Field, Tag, model_validator
+from pydantic import AfterValidator, BeforeValidator, Discriminator, Field, Tag, model_validator
 
 from vit_model.config import Frozen
 
@@ -32,16 +32,17 @@ def step_of(checkpoint: str) -> int | None:
     return int(checkpoint.removeprefix(_STEP)) if checkpoint.startswith(_STEP) else None
 
 
-def check_checkpoint(checkpoint: str) -> str:
+def check_checkpoint(checkpoint: Any) -> str:
     """Return the name of a checkpoint. Raises ValueError if it is not last, best or step:N."""
-    if not re.fullmatch(rf"{LAST}|{BEST}|{_STEP}[1-9][0-9]{{0,17}}", checkpoint):
+    known = rf"{LAST}|{BEST}|{_STEP}[1-9][0-9]{{0,17}}"
+    if not isinstance(checkpoint, str) or not re.fullmatch(known, checkpoint):
         raise ValueError(
             f"{checkpoint!r} is not a checkpoint; expected last, best or step:N, such as step:1000"
         )
     return checkpoint
 
 
-Checkpoint = Annotated[str, AfterValidator(check_checkpoint)]
+Checkpoint = Annotated[str, BeforeValidator(check_checkpoint)]
 """last, best (by accuracy on the pretraining's own dev split) or step:N."""
 
 

@@ -90,8 +90,8 @@ def weights_file(store: Store, manifest: Manifest, checkpoint: str) -> str:
     step = kept.best if checkpoint == BEST else step_of(checkpoint)
     if step is None:
         raise RecipeError(
-            f"checkpoint {checkpoint}: {name} records none, because its data has no dev split or it was made by an"
-            f" older version. Use last, or rerun it with --force {manifest.stage}"
+            f"checkpoint {checkpoint}: {name} has no best step, because its data has no dev split or an older version"
+            f" made it. Use last, or in the second case rerun it with --force {manifest.stage}"
         )
     if step not in kept.steps:
         there = ", ".join(f"step:{step}" for step in kept.steps)
@@ -117,15 +117,15 @@ def resumable_checkpoints(store: Store, key: str) -> Iterator[tuple[int, Resumab
     Skips damaged ones with a warning.
     """
     found = []
-    for attempt in filter(
-        None, map(record_number, store.names(f"{Layout.artifact('pretrain', key)}/attempts"))
-    ):
+    attempts = map(record_number, store.names(f"{Layout.artifact('pretrain', key)}/attempts"))
+    for attempt in filter(None, attempts):
         folder = f"{Layout.attempt('pretrain', key, attempt)}/checkpoints"
         for step in store.names(folder):
             try:
                 checkpoint = read_record(store, f"{folder}/{step}/manifest.json", Resumable)
             except StoreDamaged as error:
                 warn(f"{error}; ignoring it")
-            else:
-                found += [] if checkpoint is None else [(attempt, checkpoint)]
+                continue
+            if checkpoint is not None:
+                found.append((attempt, checkpoint))
     yield from sorted(found, key=lambda pair: (pair[1].step, pair[0]))

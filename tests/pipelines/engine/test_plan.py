@@ -148,7 +148,7 @@ def test_a_checkpoint_that_the_pretraining_does_not_have_is_told_before_anything
             r"stages\.probe\.backbone: checkpoint step:5: pretrain \(pretrain \w+\) was made without it and has"
             r" step:20\. Use one of these, or rerun it with 5 in its keep_steps and --force pretrain",
         ),
-        ("best", "stages.probe.backbone: checkpoint best: .* records none"),
+        ("best", "stages.probe.backbone: checkpoint best: .* has no best step"),
     ):
         settings = ("pretrain.keep_steps=[5]", f"probe.backbone.checkpoint={checkpoint}")
         changed = load_pipeline(str(TINY), settings)

@@ -153,7 +153,7 @@ def test_the_checkpoint_that_a_stage_used_is_told(store: Store, run: list[Manife
     inputs = {"backbone": [input_ref(store, run[2])]}
     commit(store, make_manifest("evaluate", key="c9" * 32, stage="early", config=config, inputs=inputs))
     found = trace(store, "c9")
-    assert {edge.field: edge.checkpoint for edge in found.edges} == {"backbone": "step:5", "data": "last"}
+    assert {edge.field: edge.checkpoint for edge in found.edges} == {"backbone": "step:5", "data": None}
     assert "└─ backbone (step:5): pretrain  pretrain b1" in "\n".join(as_text(found))
     assert '[label="backbone\\n(step:5)"]' in "\n".join(as_dot(found))
 

@@ -143,6 +143,11 @@ def test_needed_for_a_stage_is_what_is_before_it() -> None:
         ),
         (
             "stages.probe.backbone",
+            {"stage": "pretrain", "checkpoint": 5},
+            "stages.probe.backbone.checkpoint: 5 is not a checkpoint; expected last, best or step:N",
+        ),
+        (
+            "stages.probe.backbone",
             {"stage": "pretrain", "chekpoint": "best"},
             "stages.probe.backbone.chekpoint: there is no such field; did you mean 'checkpoint'?",
         ),

@@ -75,7 +75,7 @@ def test_what_an_artifact_does_not_have_is_told_with_what_it_has(tmp_path: Path)
             r"was made without it and has step:5, step:10, step:20\..* with 6 in its keep_steps",
         ),
         (made, "best", "no dev split"),
-        (old, "best", "made by an older version"),
+        (old, "best", "an older version made it"),
         (old, "step:5", "was made without it and has step:20"),
         (make_manifest("import"), "best", r"s \(import k\) is not a pretraining and has one set of weights"),
         (made, "first", "'first' is not a checkpoint; expected last, best or step:N"),
