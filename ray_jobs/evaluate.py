@@ -92,6 +92,8 @@ def evaluate(context: Context[Evaluate]) -> Result:
                 settings["labelled_images"] = len(support.labels)
             if config.support != "train":
                 settings["support"] = config.support
+            if checkpoint := config.checkpoints().get("backbone"):
+                settings["checkpoint"] = checkpoint
             if config.eval_crop is not None:
                 settings["eval_crop"] = config.eval_crop.model_dump()
             if len(unlabelled):

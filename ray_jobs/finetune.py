@@ -313,6 +313,8 @@ def tables(
     if config.randaugment is not None:
         settings["randaugment"] = config.randaugment.model_dump()
     settings |= {name: alpha for name in ("mixup", "cutmix") if (alpha := getattr(config, name))}
+    if checkpoint := config.checkpoints().get("backbone"):
+        settings["checkpoint"] = checkpoint
     truth = rows.truth_of(dataset, overlap.seen)
     family = FAMILIES[task.contract.architecture.family]
     start = "from scratch" if task.backbone is None else PRETRAINED

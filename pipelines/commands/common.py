@@ -70,6 +70,12 @@ TokenOption = Annotated[
     Path | None,
     typer.Option("--token-file", envvar="RAY_AUTH_TOKEN_PATH", help="a file with the cluster's token"),
 ]
+CheckpointOption = Annotated[
+    str,
+    typer.Option(
+        "--checkpoint", metavar="last|best|step:N", help="of a pretraining; `vitflow list --kind checkpoints`"
+    ),
+]
 JsonOption = Annotated[bool, typer.Option("--json", help="machine-readable output")]
 PipelineArgument = Annotated[
     str, typer.Argument(metavar="PIPELINE", help="a recipe file, or the name of a shipped recipe")

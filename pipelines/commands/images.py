@@ -9,6 +9,7 @@ import typer
 
 from pipelines.commands.common import (
     DEFAULT_STORE,
+    CheckpointOption,
     Commands,
     JsonOption,
     StoreOption,
@@ -20,8 +21,8 @@ from pipelines.commands.common import (
 )
 from pipelines.machine.init import write_recipe
 from pipelines.results.lookup import find_artifact
-from pipelines.spec import RecipeError
-from pipelines.store import local_files
+from pipelines.spec import LAST, RecipeError
+from pipelines.store import model_folder
 from vit_model.errors import UserError
 
 app = Commands()
@@ -43,6 +44,7 @@ def init(
 def predict(
     model: Annotated[str, typer.Argument(help="a model: its key, a unique key prefix, or RUN/STAGE")],
     images: Annotated[list[Path], typer.Argument(help="image files, or folders with images at any depth")],
+    checkpoint: CheckpointOption = LAST,
     store: StoreOption = DEFAULT_STORE,
     as_json: JsonOption = False,
 ) -> None:
@@ -57,7 +59,7 @@ def predict(
 
     rows = []
     try:
-        for row in classify_readable(local_files(opened, manifest), files):
+        for row in classify_readable(model_folder(opened, manifest, checkpoint), files):
             rows.append(row)
             if "error" in row:
                 errors.print(f"[red]error:[/] {plain(row['error'])}", highlight=False, soft_wrap=True)

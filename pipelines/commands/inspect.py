@@ -70,10 +70,12 @@ def status(
 @app.command("list")
 def list_(
     store: StoreOption = DEFAULT_STORE,
-    kind: Annotated[str, typer.Option(help="runs | datasets | models | evaluations | reports")] = "runs",
+    kind: Annotated[
+        str, typer.Option(help="runs | datasets | models | checkpoints | evaluations | reports")
+    ] = "runs",
     as_json: JsonOption = False,
 ) -> None:
-    """List runs, datasets, models, evaluations or reports."""
+    """List runs, datasets, models, checkpoints, evaluations or reports."""
     rows = list_kind(open_(store, create=False), kind)
     if as_json:
         print_json(rows)

@@ -17,6 +17,7 @@ import typer
 from pipelines.commands.common import (
     DEFAULT_STORE,
     AddressOption,
+    CheckpointOption,
     Commands,
     StoreOption,
     TokenOption,
@@ -28,8 +29,8 @@ from pipelines.commands.running import carry_out
 from pipelines.engine.plan import pin
 from pipelines.recipe.load import parse_pipeline, read_yaml
 from pipelines.results.lookup import find_artifact
-from pipelines.spec import HUB_PATH, MEAN_AND_STD, Import, RecipeError
-from pipelines.store import local_files
+from pipelines.spec import HUB_PATH, LAST, MEAN_AND_STD, Import, RecipeError
+from pipelines.store import model_folder
 from vit_model.errors import UserError
 
 if TYPE_CHECKING:
@@ -110,16 +111,18 @@ def export(
     model: Annotated[str, typer.Argument(help="a model: its key, a unique key prefix, or RUN/STAGE")],
     to: Annotated[Format, typer.Option("--format", help="for transformers, timm, JAX or onnxruntime")],
     output: Annotated[Path, typer.Option(help="the folder to create")],
+    checkpoint: CheckpointOption = LAST,
     store: StoreOption = DEFAULT_STORE,
 ) -> None:
     """Export a model for another framework."""
     opened = open_(store, create=False)
     manifest = find_artifact(opened, model, "model")
+    source = model_folder(opened, manifest, checkpoint)
     with _new_folder(output) as folder:
         from vit_model.weights import load_model
 
         try:
-            lines = list(_write(to, folder, *load_model(local_files(opened, manifest))))
+            lines = list(_write(to, folder, *load_model(source)))
         # the format does not support the model, or an extra is not installed
         except (UserError, ImportError) as error:
             raise RecipeError(f"{manifest.key[:12]} as {to}: {error}") from None

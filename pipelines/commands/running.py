@@ -107,7 +107,8 @@ def carry_out(
         The stages with their manifests. If one could not be built, the command exits instead.
     """
     with _planning_store(store, address) as current:
-        planned = planning.plan_pipeline(current, pipeline, pipeline.needed_for(targets), strict_code)
+        names = pipeline.needed_for(targets)
+        planned = planning.plan_pipeline(current, pipeline, names, strict_code, forced)
         if _is_complete(current, planned, forced):
             return planned
     connection = _connection(address, token_file)
@@ -133,7 +134,7 @@ def submit(
     """Submit a pipeline to a Ray cluster, or to the local Ray, and return immediately."""
     loaded, names, forced = _requested(pipeline, only, force, changes)
     with _planning_store(store, address) as current:
-        planned = planning.plan_pipeline(current, loaded, names, strict_code)
+        planned = planning.plan_pipeline(current, loaded, names, strict_code, forced)
         if _is_complete(current, planned, forced):
             return
     if address is not None:

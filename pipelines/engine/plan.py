@@ -10,7 +10,7 @@ from typing import Any
 
 from pipelines import identity
 from pipelines.recipe.pipeline import Pipeline, base
-from pipelines.spec import AnyStage, Import, RecipeError, Report
+from pipelines.spec import LAST, AnyStage, Import, RecipeError, Report, recorded_checkpoint
 from pipelines.store import (
     InputRef,
     Manifest,
@@ -19,8 +19,10 @@ from pipelines.store import (
     all_manifests,
     is_committed,
     read_current,
+    read_manifest,
     replace_artifact,
     successors,
+    weights_file,
 )
 
 READERS = 16  # manifests read at once: on S3 each takes a round trip
@@ -73,17 +75,23 @@ def pin(pipeline: Pipeline, names: Iterable[str]) -> Pipeline:
 
 
 def plan_pipeline(
-    store: Store, pipeline: Pipeline, names: tuple[str, ...], strict_code: bool = False
+    store: Store,
+    pipeline: Pipeline,
+    names: tuple[str, ...],
+    strict_code: bool = False,
+    forced: Container[str] = (),
 ) -> list[PlannedStage]:
     """Plan the stages `names`, in running order; stages that do not depend on each other are planned concurrently.
 
     Args:
         names: as `Pipeline.needed_for` returns them, with all their inputs.
         strict_code: include the digest of a stage's code in its key.
+        forced: stages that will be rerun even if they are cached.
 
     Raises:
-        RecipeError: a source cannot be read. For a matrix: no member's source can be read; otherwise the members
-            with unreadable sources are `missing`.
+        RecipeError: a committed pretraining does not have the checkpoint that a stage names; or a source cannot be
+            read. For a matrix: no member's source can be read; otherwise the members with unreadable sources are
+            `missing`.
     """
     sources, lost = _sources(pipeline, names)
     graph = pipeline.graph()
@@ -100,6 +108,8 @@ def plan_pipeline(
         if remaining is None:
             first = next(source for source in graph[name] if source in lost)
             return PlannedStage(name, config, lost=f"{first} cannot be made")
+        if any(config.inputs()[field][0] in forced for field in config.checkpoints()):
+            return PlannedStage(name, config)  # a rerun may keep other checkpoints
         return plan_stage(store, name, remaining, committed, strict_code, sources[_source_fields(config)])
 
     with ThreadPoolExecutor(READERS) as readers:
@@ -172,7 +182,11 @@ def plan_stage(
     strict_code: bool = False,
     source: str | None = None,
 ) -> PlannedStage:
-    """Plan one stage, given its committed inputs; the fingerprint of its source is computed if `source` is None."""
+    """Plan one stage, given its committed inputs; the fingerprint of its source is computed if `source` is None.
+
+    Raises:
+        RecipeError: the source cannot be read, or an input does not have the checkpoint that the stage names.
+    """
     input_names = config.inputs()
     if any(name not in committed for names in input_names.values() for name in names):
         return PlannedStage(name, config)
@@ -183,6 +197,7 @@ def plan_stage(
     key = identity.stage_key(config, _digests(inputs), source, code)
     try:
         if (current := read_current(store, config.job, key)) is None:
+            _check_checkpoints(store, name, config, inputs)
             return PlannedStage(name, config, key, None, None, inputs, source, code)
         manifest, reference = current
         store.check_sizes(manifest.folder, manifest.files)
@@ -190,6 +205,20 @@ def plan_stage(
         damaged = f"{error.problem}; {error.remedy or f'`--force {name}` rebuilds it'}"
         return PlannedStage(name, config, key, None, None, inputs, source, code, damaged=damaged)
     return PlannedStage(name, config, manifest.key, manifest, reference, inputs, source, code)
+
+
+def _check_checkpoints(
+    store: Store, name: str, config: AnyStage, inputs: Mapping[str, list[InputRef]]
+) -> None:
+    """Raise RecipeError if an input does not have the checkpoint that a stage names."""
+    for field, checkpoint in config.checkpoints().items():
+        (reference,) = inputs[field]
+        manifest = read_manifest(store, reference.job, reference.key)
+        assert manifest is not None
+        try:
+            weights_file(store, manifest, checkpoint)
+        except RecipeError as error:
+            raise RecipeError(f"stages.{name}.{field}: {error}") from None
 
 
 def _source_fields(config: AnyStage) -> str:
@@ -270,6 +299,9 @@ def _differences(manifest: Manifest, stage: PlannedStage) -> Iterator[str]:
         digests = [reference.content_digest for reference in references]
         if digests != [reference.content_digest for reference in manifest.inputs.get(field, [])]:
             yield f"{field} has changed"
+        before, now = recorded_checkpoint(manifest.config, field), stage.config.checkpoints().get(field, LAST)
+        if before != now:
+            yield f"{field}.checkpoint {before} -> {now}"
     if manifest.code.get("version") != stage.config.VERSION:
         yield f"version {manifest.code.get('version')} -> {stage.config.VERSION} of {stage.config.job}"
     if stage.code is not None and manifest.code.get("digest") != stage.code:

@@ -1,6 +1,8 @@
 """A stage's key: two runs of a stage with the same key have the same result.
 
 key = sha256(canonical JSON {job, the job's VERSION, identity fields, content digests of the inputs})
+
+and, if the stage names a checkpoint of an input other than the last, that name.
 """
 
 from __future__ import annotations
@@ -85,6 +87,8 @@ def stage_key(
         "inputs": dict(inputs),
         "source": source,
     }
+    if checkpoints := config.checkpoints():
+        parts["checkpoints"] = checkpoints
     return sha256(canonical_json(parts if code is None else parts | {"code": code}))
 
 

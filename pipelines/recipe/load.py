@@ -17,23 +17,32 @@ from pipelines.recipe.pipeline import Pipeline, base
 from pipelines.spec import (
     SOURCE_TYPES,
     STAGE_TYPES,
+    CheckpointEvery,
     Finetune,
     GivenPreprocessing,
     Labels,
     ModelSize,
+    NamedCheckpoint,
     Optimizer,
     Pretrain,
     RecipeError,
     ResNetSize,
     nearest,
 )
+from pipelines.spec.checkpoints import FORMS
 from vit_model.config import family_of
 from vit_model.variants import RESNETS, VARIANTS
 
 MAX_RECIPE_BYTES = 1 << 20  # a larger file is not a recipe
 # YAML's constructors raise these for invalid dates, keys that are lists, ten thousand brackets
 _UNREADABLE = (yaml.YAMLError, ValueError, TypeError, RecursionError, OSError)
-NESTED = {"optimizer": Optimizer, "labels": Labels, "preprocessing": GivenPreprocessing}
+NESTED = {
+    "backbone": NamedCheckpoint,
+    "checkpoint_every": CheckpointEvery,
+    "labels": Labels,
+    "optimizer": Optimizer,
+    "preprocessing": GivenPreprocessing,
+}
 MODELS = {"vit": ModelSize, "resnet": ResNetSize}
 
 
@@ -197,14 +206,14 @@ def _override_of(field: str, overrides: tuple[str, ...]) -> str | None:
 
 def _explain(raw: dict[str, Any], problem: dict[str, Any], overrides: tuple[str, ...]) -> str:
     """Explain an error in one line: the field, the value, and what is expected."""
-    # pydantic's path includes a union's tag (the job, or the kind of a source or model), which is not in the YAML
+    # pydantic's path includes a union's tag (the job, or the kind of a source, model or backbone), which is not in YAML
     location = [str(part) for part in problem["loc"]]
     path: list[str] = []
     at: Any = raw
     for before, part in zip(["", *location], location, strict=False):
         if isinstance(at, dict) and part not in at and part in {at.get("job"), at.get("kind")}:
             continue
-        if before == "model" and part in MODELS:
+        if (before == "model" and part in MODELS) or (before == "backbone" and part in FORMS):
             continue
         path.append(part)
         at = at.get(part) if isinstance(at, dict) else at

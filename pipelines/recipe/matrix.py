@@ -83,6 +83,9 @@ def set_field(stage: dict[str, Any], dotted: str, value: Any) -> None:
         RecipeError: the field is inside one that has no fields.
     """
     *parents, last = dotted.split(".")
+    if parents == ["backbone"] and isinstance(stage.get("backbone"), str):
+        # the longer one of its two spellings, see `pipelines.spec.checkpoints.Backbone`
+        stage["backbone"] = {"stage": stage["backbone"]}
     at = stage
     for number, parent in enumerate(parents):
         at = at.setdefault(parent, {})
@@ -164,7 +167,18 @@ def _input_names(stage: Any) -> Iterator[str]:
     """Yield the names in a stage's input fields."""
     for field in _input_fields(stage):
         value = stage.get(field)
-        yield from (name for name in (value if isinstance(value, list) else [value]) if isinstance(name, str))
+        values = value if isinstance(value, list) else [_named(value)]
+        yield from (name for name in values if isinstance(name, str))
+
+
+def _named(value: Any) -> Any:
+    """Return the name in a field for one artifact, which may be inside {stage: NAME, checkpoint: ...}."""
+    return value.get("stage") if isinstance(value, dict) else value
+
+
+def _renamed(value: Any, name: str) -> Any:
+    """Return such a field's value with another name."""
+    return value | {"stage": name} if isinstance(value, dict) else name
 
 
 def _input_fields(stage: Any) -> list[str]:
@@ -185,8 +199,8 @@ def _follow(
             if isinstance(value, list):
                 names = [member for name in value for member, _ in _chosen(name, members)]
                 combined = [(stage | {field: names}, at) for stage, at in combined]
-            elif isinstance(value, str):
-                combined = _joined(name, field, combined, _chosen(value, members))
+            elif isinstance(named := _named(value), str):
+                combined = _joined(name, field, combined, _chosen(named, members))
         expanded += [(stage, at | own) for stage, at in combined]
     axis_names = _axis_names(list(dict.fromkeys(axis for _, at in expanded for axis in at)))
     ranks = {axis: list(dict.fromkeys(at[axis] for _, at in expanded if axis in at)) for axis in axis_names}
@@ -211,7 +225,7 @@ def _joined(
     joined: list[tuple[Any, dict[Axis, str]]] = []
     for stage, at in combined:
         joined += [
-            (stage | {field: member}, at | member_at)
+            (stage | {field: _renamed(stage[field], member)}, at | member_at)
             for member, member_at in inputs
             if all(at.get(axis, label) == label for axis, label in member_at.items())
         ]

@@ -8,7 +8,7 @@ from typing import Annotated, Self
 
 from pydantic import Field, model_validator
 
-from pipelines.spec import RecipeError, Stage, input_fields, nearest
+from pipelines.spec import WITHOUT_LABELS, Pretrain, RecipeError, Stage, input_fields, nearest, step_of
 from vit_model.config import Frozen
 
 
@@ -31,6 +31,9 @@ class Pipeline(Frozen):
             for field, inputs in stage.inputs().items():
                 for source in inputs:
                     self._check_input(f"stages.{name}.{field}", source, kinds[field])
+            for field, checkpoint in stage.checkpoints().items():
+                (source,) = stage.inputs()[field]
+                self._check_checkpoint(f"stages.{name}.{field}", source, checkpoint)
         self.order()
         return self
 
@@ -43,6 +46,30 @@ class Pipeline(Frozen):
             raise ValueError(
                 f"{where}: {source} is {'an' if kind == 'evaluation' else 'a'} {kind}, "
                 f"but this takes a {' or '.join(kinds)} ({', '.join(fitting) or 'there is none'})"
+            )
+
+    def _check_checkpoint(self, where: str, source: str, checkpoint: str) -> None:
+        """Raise ValueError if a stage does not keep this checkpoint."""
+        stage, step = self.stages[source], step_of(checkpoint)
+        where = f"{where}.checkpoint: {checkpoint}"
+        if not isinstance(stage, Pretrain):
+            raise ValueError(
+                f"{where} is for a pretrain stage; {source} has job {stage.job} and one set of weights, so write"
+                f" only its name, {source}"
+            )
+        if step is None:
+            if stage.objective in WITHOUT_LABELS:
+                raise ValueError(
+                    f"{where} is chosen by dev accuracy, which {source} with objective {stage.objective} does not"
+                    " measure; use last or step:N"
+                )
+        elif step > stage.steps:
+            raise ValueError(f"{where}, but {source} has {stage.steps} steps")
+        elif step not in (*stage.keep_steps, stage.steps):
+            kept = ", ".join(f"step:{kept}" for kept in (*stage.keep_steps, stage.steps))
+            keep = sorted({*stage.keep_steps, step})
+            raise ValueError(
+                f"{where}, which {source} does not keep (it keeps {kept}); give it keep_steps: {keep}"
             )
 
     def order(self) -> tuple[str, ...]:

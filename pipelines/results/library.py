@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 from pipelines.results.lookup import find_artifact
 from pipelines.results.query import define_tables
-from pipelines.spec import nearest
-from pipelines.store import Manifest, Store, local_files
+from pipelines.spec import LAST, nearest
+from pipelines.store import Manifest, Store, model_folder
 from vit_model.config import Preprocessing
 from vit_model.errors import UserError
 
@@ -45,12 +45,19 @@ class Library:
         """The address of the store."""
         return self.store.uri
 
-    def model(self, key: str | None = None) -> StoredModel:
-        """Load a model; without a key, the newest. Raises RecipeError if none or several match."""
+    def model(self, key: str | None = None, checkpoint: str = LAST) -> StoredModel:
+        """Load a model; without a key, the newest.
+
+        Args:
+            checkpoint: of a pretraining: last, best or step:N.
+
+        Raises:
+            RecipeError: no model or several match, or the model does not have this checkpoint.
+        """
         from vit_model.weights import load_model
 
         manifest = find_artifact(self.store, key, "model")
-        folder = local_files(self.store, manifest)
+        folder = model_folder(self.store, manifest, checkpoint)
         model, contract = load_model(folder)
         return StoredModel(manifest, folder, model, contract.preprocessing, contract.class_names)
 
@@ -77,7 +84,7 @@ class Library:
 
 @dataclass(frozen=True)
 class StoredModel:
-    """A model: `model` is a torch module on the CPU, float32, in evaluation mode; `folder` contains its files."""
+    """A model: `model` is a torch module on the CPU, float32, in evaluation mode; `folder` has its two files."""
 
     manifest: Manifest = field(repr=False)
     folder: Path = field(repr=False)

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from typing import Any, Literal
 
 from pipelines.results.lookup import find_manifests
-from pipelines.spec import RecipeError
+from pipelines.spec import LAST, RecipeError, recorded_checkpoint
 from pipelines.store import (
     InputRef,
     Manifest,
@@ -36,12 +36,14 @@ class Edge(Frozen):
 
     `state`: the same; made again, with the same content (another manifest, so perhaps other bytes or another machine);
     made again with other content; gone, if its manifest was removed; or damaged, if its manifest cannot be read.
+    `checkpoint`: the one of a pretraining that the stage used, best or step:N; None for the last and other inputs.
     """
 
     consumer: str
     field: str
     input: str
     content_digest: str
+    checkpoint: str | None
     state: State
 
 
@@ -78,7 +80,7 @@ def trace(store: Store, selector: str) -> Lineage:
                     pending.append(source)
                     if source.key not in shas:
                         shas[source.key] = input_ref(store, source).manifest_sha256
-                edges.append(_edge(manifest.key, field, reference, source, shas.get(reference.key)))
+                edges.append(_edge(manifest, field, reference, source, shas.get(reference.key)))
     replaced = {key: new for key, node in nodes.items() if (new := _replaced_by(store, node))}
     return Lineage(
         roots=tuple(manifest.key for manifest in roots), nodes=nodes, edges=tuple(edges), replaced=replaced
@@ -102,7 +104,7 @@ def _replaced_by(store: Store, node: Manifest) -> str | None:
 
 
 def _edge(
-    consumer: str,
+    consumer: Manifest,
     field: str,
     reference: InputRef,
     source: Manifest | Literal["gone", "damaged"],
@@ -115,11 +117,13 @@ def _edge(
         state = "other content"
     elif sha != reference.manifest_sha256:
         state = "made again"
+    checkpoint = recorded_checkpoint(consumer.config, field)
     return Edge(
-        consumer=consumer,
+        consumer=consumer.key,
         field=field,
         input=reference.key,
         content_digest=reference.content_digest,
+        checkpoint=None if checkpoint == LAST else checkpoint,
         state=state,
     )
 
@@ -207,7 +211,7 @@ def _tree(lineage: Lineage, key: str, label: str, indent: str, shown: set[str]) 
         yield f"{bar}  fingerprint {node.source}"
     for edge in edges:
         last = edge is edges[-1]
-        branch = f"{indent}{'└─' if last else '├─'} {edge.field}: "
+        branch = f"{indent}{'└─' if last else '├─'} {' '.join(_label(edge))}: "
         below = f"{indent}{'   ' if last else '│  '}"
         if edge.state in _LOST:
             yield f"{branch}{edge.input[:SHORT]}, content {edge.content_digest[:SHORT]}{_NOTES[edge.state]}"
@@ -215,6 +219,11 @@ def _tree(lineage: Lineage, key: str, label: str, indent: str, shown: set[str]) 
         head, *rest = _tree(lineage, edge.input, branch, below, shown)
         yield head + _NOTES[edge.state]
         yield from rest
+
+
+def _label(edge: Edge) -> tuple[str, ...]:
+    """Return the field of an input, and its checkpoint if that is not the last."""
+    return (edge.field,) if edge.checkpoint is None else (edge.field, f"({edge.checkpoint})")
 
 
 def _origin(node: Manifest) -> str:
@@ -257,7 +266,7 @@ def as_dot(lineage: Lineage) -> Iterator[str]:
         yield f'  {_quoted(lost.input)} [label={label}, style="dashed"];'
     for edge in lineage.edges:
         state = () if edge.state in {"same", *_LOST} else (edge.state,)
-        yield f"  {_quoted(edge.input)} -> {_quoted(edge.consumer)} [label={_quoted(edge.field, *state)}];"
+        yield f"  {_quoted(edge.input)} -> {_quoted(edge.consumer)} [label={_quoted(*_label(edge), *state)}];"
     yield "}"
 
 

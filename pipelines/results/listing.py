@@ -1,13 +1,26 @@
-"""The rows of `vitflow list`, for runs and for each kind of artifact: the columns of the table, and more for JSON."""
+"""The rows of `vitflow list`: runs, each kind of artifact, checkpoints. The columns of the table, and more for JSON."""
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 from pipelines.engine.runs import run_status, runs
 from pipelines.engine.status import COMMITTED
-from pipelines.spec import RecipeError, nearest
-from pipelines.store import Manifest, Store, all_manifests
+from pipelines.spec import BEST, LAST, RecipeError, nearest
+from pipelines.store import (
+    Layout,
+    Manifest,
+    Store,
+    StoreDamaged,
+    all_keys,
+    all_manifests,
+    checkpoints,
+    kept_checkpoints,
+    local_files,
+    read_attempt,
+    warn,
+)
 
 KINDS = {"datasets": "dataset", "models": "model", "evaluations": "evaluation", "reports": "report"}
 COLUMNS = {
@@ -16,17 +29,20 @@ COLUMNS = {
     "models": ("key", "stage", "job", "parameters", "accuracy", "finished", "run"),
     "evaluations": ("key", "stage", "job", "task", "best", "finished", "run"),
     "reports": ("key", "stage", "title", "finished", "run"),
+    "checkpoints": ("key", "stage", "checkpoint", "accuracy", "created", "run"),
 }
 
 
 def list_kind(store: Store, kind: str) -> list[dict[str, Any]]:
-    """Return a row per run or artifact, oldest first, with the columns in COLUMNS and more.
+    """Return a row per run, artifact or checkpoint, oldest first, with the columns in COLUMNS and more.
 
     Raises:
         RecipeError: there is no such kind.
     """
     if kind == "runs":
         return _runs(store)
+    if kind == "checkpoints":
+        return _checkpoints(store)
     if kind not in KINDS:
         raise RecipeError(f"--kind {kind}: no such kind{nearest(kind, COLUMNS)}")
     manifests = list(all_manifests(store))
@@ -48,6 +64,74 @@ def list_kind(store: Store, kind: str) -> list[dict[str, Any]]:
         for manifest in manifests
         if manifest.kind == KINDS[kind]
     ]
+
+
+def _checkpoints(store: Store) -> list[dict[str, Any]]:
+    """Return a row per checkpoint: those of finished pretrainings have names, the others serve to resume."""
+    manifests = {manifest.key: manifest for manifest in all_manifests(store) if manifest.job == "pretrain"}
+    unfinished = [key for job, key in all_keys(store) if job == "pretrain" and key not in manifests]
+    rows = []
+    for key in (*manifests, *unfinished):
+        try:
+            rows += (
+                _named_checkpoints(store, manifests[key])
+                if key in manifests
+                else _resumable_checkpoints(store, key)
+            )
+        except StoreDamaged as error:
+            warn(f"{error}; ignoring its checkpoints")
+    return rows
+
+
+def _named_checkpoints(store: Store, manifest: Manifest) -> list[dict[str, Any]]:
+    kept, dev_accuracies = kept_checkpoints(store, manifest), _dev_accuracies(store, manifest)
+    names = {step: [f"step:{step}"] for step in kept.steps}
+    names[kept.steps[-1]].append(LAST)
+    if kept.best is not None:
+        names[kept.best].append(BEST)
+    return [
+        {
+            "key": manifest.key,
+            "stage": manifest.stage,
+            "step": step,
+            "checkpoint": ", ".join(own),
+            "names": own,
+            "dev_accuracy": (accuracy := dev_accuracies.get(step)),
+            "accuracy": None if accuracy is None else f"{accuracy:.1%} dev",
+            "created": manifest.finished[:19],
+            "run": manifest.run,
+        }
+        for step, own in names.items()
+    ]
+
+
+def _dev_accuracies(store: Store, manifest: Manifest) -> dict[int, float]:
+    """Return the accuracies on dev that a pretraining measured, by step."""
+    files = [file for file in manifest.files if file.path == "curve.json"]
+    if not files:
+        return {}
+    curve = json.loads((local_files(store, manifest, files) / "curve.json").read_text())
+    return {point["step"]: point["dev_accuracy"] for point in curve if point["dev_accuracy"] is not None}
+
+
+def _resumable_checkpoints(store: Store, key: str) -> list[dict[str, Any]]:
+    rows = []
+    for checkpoint in reversed(checkpoints(store, "pretrain", key)):
+        attempt = read_attempt(store, Layout.attempt("pretrain", key, checkpoint.attempt))
+        rows.append(
+            {
+                "key": key,
+                "stage": attempt and attempt.stage,
+                "step": checkpoint.step,
+                "checkpoint": f"to resume at step {checkpoint.step:,}",
+                "names": [],
+                "dev_accuracy": None,
+                "accuracy": None,
+                "created": checkpoint.created[:19],
+                "run": attempt and attempt.run,
+            }
+        )
+    return rows
 
 
 def dataset_name(manifest: Manifest) -> str:

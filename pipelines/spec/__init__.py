@@ -7,6 +7,15 @@ validated before anything starts; an error is a `RecipeError`.
 
 from pipelines.spec.archives import ImageNet21kSource, ImageNetSource, WebDatasetSource
 from pipelines.spec.augmentation import Augmentation, EvalCrop, RandAugment
+from pipelines.spec.checkpoints import (
+    BEST,
+    LAST,
+    CheckpointEvery,
+    NamedCheckpoint,
+    check_checkpoint,
+    recorded_checkpoint,
+    step_of,
+)
 from pipelines.spec.fields import COMMIT, HUB_PATH, RecipeError, nearest
 from pipelines.spec.records import (
     CIFAR_FILES,
@@ -30,6 +39,7 @@ from pipelines.spec.stages import (
     MEAN_AND_STD,
     ONE_FILE,
     STAGE_TYPES,
+    WITHOUT_LABELS,
     AnyStage,
     Baselines,
     Evaluate,
@@ -48,18 +58,22 @@ from pipelines.spec.stages import (
 from pipelines.spec.vtab import VtabSource
 
 __all__ = [
+    "BEST",
     "CIFAR_FILES",
     "COMMIT",
     "FACTORS",
     "FASHION_MNIST_ROOT",
     "HUB_PATH",
+    "LAST",
     "MEAN_AND_STD",
     "ONE_FILE",
     "SOURCE_TYPES",
     "STAGE_TYPES",
+    "WITHOUT_LABELS",
     "AnyStage",
     "Augmentation",
     "Baselines",
+    "CheckpointEvery",
     "CifarSource",
     "DigitsSource",
     "EvalCrop",
@@ -77,6 +91,7 @@ __all__ = [
     "Labels",
     "Model",
     "ModelSize",
+    "NamedCheckpoint",
     "Optimizer",
     "Pretrain",
     "RandAugment",
@@ -89,7 +104,10 @@ __all__ = [
     "TfdsSource",
     "VtabSource",
     "WebDatasetSource",
+    "check_checkpoint",
     "input_fields",
     "module",
     "nearest",
+    "recorded_checkpoint",
+    "step_of",
 ]

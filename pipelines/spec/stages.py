@@ -8,7 +8,8 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 from pydantic import AfterValidator, Field, model_validator
 
 from pipelines.spec.augmentation import Augmentation, EvalCrop, RandAugment, mixing
-from pipelines.spec.fields import Seed, checkpoint, distinct, execution, marks, takes
+from pipelines.spec.checkpoints import Backbone, CheckpointEvery, NamedCheckpoint
+from pipelines.spec.fields import Seed, ascending, checkpoint, distinct, execution, marks, takes
 from pipelines.spec.shapes import Model, ModelSize, check_patches
 from pipelines.spec.sources import Source
 from vit_model.config import Frozen, later
@@ -32,9 +33,11 @@ class Optimizer(Frozen):
 
 
 Shots = Annotated[int, Field(ge=1)]
+Steps = Annotated[int, Field(ge=1)]
 Rate = Annotated[float, Field(gt=0)]
 Dtype = Literal["bfloat16", "float32"]
 Objective = Literal["softmax", "sigmoid", "masked_patches", "contrastive"]
+WITHOUT_LABELS: tuple[Objective, ...] = ("masked_patches", "contrastive")
 PatchTarget = Literal["mean_colour", "4x4", "pixels"]
 SeenInTraining = Literal["fail", "report"]
 Method = Literal["majority", "k-NN", "logistic regression", "RBF SVM"]
@@ -61,8 +64,17 @@ class _Stage(Frozen):
         inputs = {}
         for field in input_fields(type(self)):
             if value := getattr(self, field):
-                inputs[field] = (value,) if isinstance(value, str) else tuple(value)
+                one = value.stage if isinstance(value, NamedCheckpoint) else value
+                inputs[field] = (one,) if isinstance(one, str) else tuple(one)
         return inputs
+
+    def checkpoints(self) -> dict[str, str]:
+        """Return {field: best or step:N} for every field that names a checkpoint of its input other than the last."""
+        return {
+            field: value.checkpoint
+            for field in input_fields(type(self))
+            if isinstance(value := getattr(self, field), NamedCheckpoint)
+        }
 
 
 @cache
@@ -184,13 +196,6 @@ class Contrastive(Frozen):
     )
 
 
-class CheckpointEvery(Frozen):
-    """How often a training saves its state, to continue from after an interruption; null: not by this measure."""
-
-    steps: int | None = Field(None, ge=1)
-    minutes: float | None = Field(10, gt=0)
-
-
 class Pretrain(_Stage):
     """Pretraining with DeepSpeed ZeRO on Ray Train (paper, section 3.1 and Table 3)."""
 
@@ -244,17 +249,28 @@ class Pretrain(_Stage):
         description="if machines are lost, training continues with fewer workers, but with no fewer than these",
     )
     threads: int = execution(1, ge=1, description="CPU threads per worker")
-    checkpoint_every: CheckpointEvery = execution(CheckpointEvery())
-    keep_checkpoints: int = execution(
-        2, ge=2, description="how many of the latest checkpoints are kept while training"
-    )
-    keep_steps: Annotated[tuple[int, ...], AfterValidator(distinct)] = execution(
-        (),
-        description="steps after which the weights are kept, so that a backbone can name them: checkpoint: step:N",
-    )
     cache_gib: float = execution(
         64, gt=0, description="GiB of images from S3 that a machine keeps in its cache folder"
     )
+    checkpoint_every: CheckpointEvery = execution(
+        CheckpointEvery(minutes=10), description="how often a checkpoint to resume from is written"
+    )
+    keep_checkpoints: int = execution(
+        2,
+        ge=2,  # an attempt that takes over may just have chosen the one before the newest
+        description="number of the newest checkpoints to resume from that are kept until training ends",
+    )
+    keep_steps: Annotated[tuple[Steps, ...], AfterValidator(distinct), AfterValidator(ascending)] = execution(
+        (),
+        description="steps whose weights are kept with the result, for backbone: {stage: ..., checkpoint: step:N};"
+        " its last and its best weights always are",
+    )
+
+    @model_validator(mode="after")
+    def _kept_steps_exist(self) -> Self:
+        if self.keep_steps and self.keep_steps[-1] > self.steps:
+            raise ValueError(f"keep_steps {self.keep_steps[-1]} is more than steps {self.steps}")
+        return self
 
     @model_validator(mode="after")
     def _sizes(self) -> Self:
@@ -275,7 +291,7 @@ class Pretrain(_Stage):
             raise ValueError(f"patch_target {self.patch_target} is for objective masked_patches")
         if self.contrastive != Contrastive() and self.objective != "contrastive":
             raise ValueError("contrastive has settings that only objective contrastive uses; remove it")
-        if self.objective in ("masked_patches", "contrastive"):
+        if self.objective in WITHOUT_LABELS:
             self._check_no_labels()
         return self
 
@@ -322,6 +338,9 @@ class Pretrain(_Stage):
             )
 
 
+_BACKBONE = "a stage's name; or, of a pretraining, {stage: NAME, checkpoint: last | best | step:N}"
+
+
 class Labels(Frozen):
     """Which labels a learner may see: all of train (dev chooses), or `per_class` of each class, drawn `draws` times."""
 
@@ -352,7 +371,7 @@ class Finetune(_Stage):
     KIND: ClassVar[str] = "model"
     job: Literal["finetune"]
     data: str = takes("dataset")
-    backbone: str | None = takes("model", default=None)
+    backbone: Backbone | None = takes("model", default=None, description=_BACKBONE)
     model: Model | None = Field(None, description="instead of a backbone: the model to train from scratch")
     resolution: int | None = Field(
         None, ge=4, le=8192, description="with a backbone: null keeps the backbone's"
@@ -401,7 +420,7 @@ class Evaluate(_Stage):
     KIND: ClassVar[str] = "evaluation"
     job: Literal["evaluate"]
     data: str = takes("dataset")
-    backbone: str = takes("model")
+    backbone: Backbone = takes("model", description=_BACKBONE)
     shots: Annotated[tuple[Shots, ...], Field(min_length=1), AfterValidator(distinct)] = (1, 5, 10, 25)
     draws: int = Field(20, ge=1)
     support: Literal["train", "train+dev"] = later(

@@ -31,6 +31,7 @@ from pipelines.store.checkpoints import (
     commit_checkpoint,
     remove_checkpoints,
 )
+from pipelines.store.named_checkpoints import MODEL_FILES, kept_checkpoints, model_folder, weights_file
 from pipelines.store.objects import numbers, read_record, warn
 from pipelines.store.protocol import (
     LARGEST_RECORD,
@@ -65,6 +66,7 @@ __all__ = [
     "CHECKSUMMED",
     "LARGEST_RECORD",
     "LAYOUT_VERSION",
+    "MODEL_FILES",
     "SETTINGS",
     "UNREACHABLE_SECONDS",
     "Alive",
@@ -100,8 +102,10 @@ __all__ = [
     "input_ref",
     "inside",
     "is_committed",
+    "kept_checkpoints",
     "last_attempt",
     "local_files",
+    "model_folder",
     "now",
     "numbers",
     "open_store",
@@ -119,6 +123,7 @@ __all__ = [
     "successors",
     "wait_for_store",
     "warn",
+    "weights_file",
     "who",
     "wish_stop",
 ]

@@ -10,7 +10,17 @@ from pathlib import Path
 from pipelines.errors import StoreDamaged, Superseded
 from pipelines.store.objects import check_name, parse_record, read_record, record_number, warn
 from pipelines.store.protocol import LARGEST_RECORD, Store, encode
-from pipelines.store.records import Attempt, FileEntry, InputRef, Layout, Manifest, Replaced, now, who
+from pipelines.store.records import (
+    KEPT_WEIGHTS,
+    Attempt,
+    FileEntry,
+    InputRef,
+    Layout,
+    Manifest,
+    Replaced,
+    now,
+    who,
+)
 from pipelines.store.run_records import read_plan
 
 
@@ -152,13 +162,15 @@ def replace_artifact(store: Store, job: str, key: str, successor: str, run: str,
 
 
 def local_files(store: Store, manifest: Manifest, files: Iterable[FileEntry] | None = None) -> Path:
-    """Return a local folder with an artifact's files, or only with `files`.
+    """Return a local folder with `files` of an artifact; by default with all except the weights of earlier steps.
 
     Raises:
         StoreDamaged: as `Store.local`, with the command that rebuilds the artifact.
     """
     try:
-        return store.local(manifest.folder, manifest.files if files is None else files)
+        if files is None:
+            files = [file for file in manifest.files if not file.path.startswith(KEPT_WEIGHTS)]
+        return store.local(manifest.folder, files)
     except StoreDamaged as error:
         raise StoreDamaged(error.problem, f"`{rebuild_command(store, manifest)}` rebuilds it") from None
 

@@ -16,6 +16,7 @@ from vit_model.config import Frozen
 
 LAYOUT_VERSION = 1
 CHECKSUMMED = "shards/"  # each image in these files has its own checksum, compared at every read
+KEPT_WEIGHTS = "checkpoints/"  # weights of a pretraining before its last step, which few readers want
 
 
 class Layout:

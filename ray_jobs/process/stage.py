@@ -27,8 +27,9 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 from pydantic import TypeAdapter
 
 from pipelines import identity
-from pipelines.spec import AnyStage, Stage
+from pipelines.spec import LAST, AnyStage, Stage
 from pipelines.store import (
+    MODEL_FILES,
     Attempt,
     FileEntry,
     Layout,
@@ -41,6 +42,7 @@ from pipelines.store import (
     check_newest,
     commit,
     local_files,
+    model_folder,
     now,
     open_store,
     read_manifest,
@@ -52,7 +54,6 @@ from vit_model.errors import UserError
 if TYPE_CHECKING:
     from ray_jobs.data.shards import Dataset
 
-MODEL_FILES = ("model.safetensors", "config.json")
 PACKAGES = ("torch", "ray", "deepspeed", "pyarrow", "numpy", "pillow", "scikit-learn", "matplotlib")
 
 
@@ -82,8 +83,16 @@ class Context(Generic[Spec]):
         return store
 
     def input(self, name: str) -> Path:
-        """Return the folder of the single artifact in the input field `name`."""
+        """Return the folder of the single artifact in the input field `name`.
+
+        Of a model, it has model.safetensors and config.json: of the checkpoint that the field names, or the last.
+
+        Raises:
+            RecipeError: the artifact does not have this checkpoint.
+        """
         (manifest,) = self.inputs[name]
+        if manifest.kind == "model":
+            return model_folder(self.open_store(), manifest, self.config.checkpoints().get(name, LAST))
         return local_files(self.open_store(), manifest)
 
     def dataset(self, cache_gib: float | None = None) -> Dataset:

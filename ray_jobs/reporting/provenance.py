@@ -11,6 +11,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+from pipelines.spec import BEST, recorded_checkpoint, step_of
 from pipelines.store import Manifest
 from vit_model.config import family_of
 
@@ -64,7 +65,7 @@ def protocols(parts: Sequence[Part]) -> list[dict[str, str]]:
 def _protocol(manifest: Manifest, folder: Path, names: Mapping[str, str]) -> str:
     config = manifest.config
     inputs = {
-        field: names.get(references[0].key, references[0].key[:12])
+        field: f"{names.get(references[0].key, references[0].key[:12])}{at_checkpoint(config, field)}"
         for field, references in manifest.inputs.items()
         if references
     }
@@ -96,6 +97,14 @@ def seen_in_training(metrics: Mapping[str, float | int | str]) -> str:
     counts += [f"{shared:,} also in its own train or dev"] if shared else []
     counts += [f"{near:,} near-copies"] if near else []
     return f"seen in training: {', '.join(counts)}"
+
+
+def at_checkpoint(config: Mapping[str, Any], field: str) -> str:
+    """Describe the checkpoint of an input that a stage used; empty for the last one."""
+    checkpoint = recorded_checkpoint(config, field)
+    if checkpoint == BEST:
+        return " at its best step on dev"
+    return "" if (step := step_of(checkpoint)) is None else f" at step {step:,}"
 
 
 _OBJECTIVES = {

@@ -16,6 +16,7 @@ import numpy as np
 from pipelines.spec.vtab import GROUPS, TASKS, Task
 from pipelines.store import Manifest
 from ray_jobs.reporting.measures import Entry
+from ray_jobs.reporting.provenance import at_checkpoint
 from ray_jobs.reporting.verdicts import kind, percent
 
 GROUP_NAMES = tuple(dict.fromkeys(GROUPS.values()))
@@ -65,7 +66,7 @@ def evaluated(
                 task=sources[data]["task"],
                 stage=stage.partition("@")[0],
                 protocol=json.dumps(protocol, sort_keys=True),
-                backbone=names.get(backbone, backbone[:12]),
+                backbone=f"{names.get(backbone, backbone[:12])}{at_checkpoint(manifest.config, 'backbone')}",
                 notes=notes.get(data, ()),
             )
     return evaluations

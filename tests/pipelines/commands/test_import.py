@@ -23,6 +23,7 @@ from pipelines.store import InputRef, Layout, Store, commit, open_store
 from ray_jobs.reporting.provenance import protocols
 from ray_jobs.sources.readers.folder import scan
 from tests.conftest import Vitflow
+from tests.support.checkpoints import model_at, put_pretraining
 from tests.support.records import make_manifest
 from tests.support.s3 import Bucket, Server, used
 from vit_model import formats
@@ -334,6 +335,31 @@ def test_an_export_is_the_same_model_to_those_who_read_it(
     assert ("class_names: the names of 3 classes" in said) is (to == "npz"), "what is lost is said"
     for name, tensor in model.state_dict().items():
         assert torch.equal(found.weights[name], tensor), name
+
+
+def test_a_checkpoint_can_be_exported_and_asked(
+    store: Store, tmp_path: Path, printed: Callable[..., str]
+) -> None:
+    put_pretraining(store)
+    put_model(store)
+    given = ("--output", tmp_path / "out", "--store", store.uri)
+    assert "was made without it" in printed(
+        "export", "pa", "--format", "hf", "--checkpoint", "step:6", *given, code=2
+    )
+    assert "is not a pretraining" in printed(
+        "export", "ma", "--format", "hf", "--checkpoint", "best", *given, code=2
+    )
+    assert not (tmp_path / "out").exists()
+    printed("export", "pa", "--format", "hf", "--checkpoint", "step:10", *given)
+    found = formats.read(tmp_path / "out").weights
+    for name, tensor in model_at(10).state_dict().items():
+        assert torch.equal(found[name], tensor), name
+
+    image = tmp_path / "a.png"
+    Image.new("RGB", (8, 8), (200, 40, 0)).save(image)
+    ask = ("predict", "pa", image, "--store", store.uri, "--json")
+    answers = [json.loads(printed(*ask, "--checkpoint", name)) for name in ("last", "best", "step:5")]
+    assert answers[0] == json.loads(printed(*ask)) != answers[1] == answers[2]
 
 
 def test_an_exported_resnet_says_which_code_it_is_exact_for(

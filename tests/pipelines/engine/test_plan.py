@@ -13,10 +13,10 @@ from pipelines import store as st
 from pipelines.cluster.jobs_client import Cluster
 from pipelines.engine import plan, runs
 from pipelines.engine.plan import PlannedStage
-from pipelines.identity import code_digest, source_fingerprint
+from pipelines.identity import code_digest, source_fingerprint, stage_key
 from pipelines.recipe.load import load_pipeline
 from pipelines.recipe.pipeline import Pipeline
-from pipelines.spec import Ingest
+from pipelines.spec import Ingest, RecipeError
 from pipelines.store import Manifest, Store, open_store
 from tests.support.paths import TINY
 from tests.support.records import make_manifest
@@ -135,6 +135,46 @@ def test_other_content_made_again_runs_what_is_behind_it(store: Store, pipeline:
     )
     assert pixels.state == "run"
     assert plan.reasons(store, [pixels]) == {"pixels": "data has changed"}
+
+
+def test_a_checkpoint_that_the_pretraining_does_not_have_is_told_before_anything_runs(
+    store: Store, pipeline: Pipeline
+) -> None:
+    """It was made with other execution fields, so its key is that of the recipe that keeps the step."""
+    made = make_all(store, pipeline)
+    for checkpoint, message in (
+        (
+            "step:5",
+            r"stages\.probe\.backbone: checkpoint step:5: pretrain \(pretrain \w+\) was made without it and has"
+            r" step:20\. Use one of these, or rerun it with 5 in its keep_steps and --force pretrain",
+        ),
+        ("best", "stages.probe.backbone: checkpoint best: .* has no best step"),
+    ):
+        settings = ("pretrain.keep_steps=[5]", f"probe.backbone.checkpoint={checkpoint}")
+        changed = load_pipeline(str(TINY), settings)
+        with pytest.raises(RecipeError, match=message):
+            plan.plan_pipeline(store, changed, changed.order())
+        forced = plan.plan_pipeline(store, changed, changed.order(), forced=("pretrain",))
+        assert [stage.name for stage in forced if stage.state != "cached"] == ["probe", "report"]
+    last = load_pipeline(str(TINY), ("probe.backbone.checkpoint=step:20",))
+    (probe,) = [one for one in plan.plan_pipeline(store, last, last.order()) if one.name == "probe"]
+    assert probe.inputs is not None and probe.inputs["backbone"] == [st.input_ref(store, made["pretrain"])]
+    assert plan.reasons(store, [probe]) == {"probe": "backbone.checkpoint last -> step:20"}
+
+
+def test_what_was_made_of_a_checkpoint_stays_cached_without_it(store: Store, pipeline: Pipeline) -> None:
+    """Nothing is looked up for a cached stage: its pretraining may have been rerun without that step."""
+    made = make_all(store, pipeline)
+    changed = load_pipeline(str(TINY), ("pretrain.keep_steps=[5]", "probe.backbone.checkpoint=step:5"))
+    taken = {name: st.input_ref(store, manifest) for name, manifest in made.items()}
+    config = changed.stages["probe"]
+    inputs = {field: [taken[name] for name in names] for field, names in config.inputs().items()}
+    key = stage_key(
+        config, {field: [ref.content_digest for ref in refs] for field, refs in inputs.items()}, None
+    )
+    make(store, PlannedStage("probe", config, key, inputs=inputs))
+    assert states(store, changed)["probe"] == "cached"
+    assert plan.plan_stage(store, "probe", pipeline.stages["probe"], taken).state == "cached", "the last, too"
 
 
 class CountingStore:

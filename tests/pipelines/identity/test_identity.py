@@ -52,11 +52,12 @@ def key(stage: AnyStage) -> str:
 def leaves(config: Frozen, path: tuple[str, ...] = ()) -> Any:
     """(path, value, is execution) of every field of a stage, nested models included."""
     for name, info in type(config).model_fields.items():
-        value = getattr(config, name)
+        value, is_execution = getattr(config, name), bool(marks(info).get("execution"))
         if isinstance(value, Frozen):
-            yield from leaves(value, (*path, name))
+            inner = leaves(value, (*path, name))
+            yield from ((leaf, value, is_execution or own) for leaf, value, own in inner)
         elif "input" not in marks(info):
-            yield (*path, name), value, bool(marks(info).get("execution"))
+            yield (*path, name), value, is_execution
 
 
 def with_leaf(config: Frozen, path: tuple[str, ...], value: Any) -> Any:
@@ -100,6 +101,16 @@ def test_renaming_stages_does_not_change_keys() -> None:
 
 
 STAGES_TINY = load_pipeline(str(TINY)).stages
+
+
+@pytest.mark.parametrize("name", ["probe", "finetune"])
+def test_a_checkpoint_that_is_not_the_last_enters_the_key(name: str) -> None:
+    def at(checkpoint: str) -> str:
+        settings = ("pretrain.keep_steps=[5, 10]", f"{name}.backbone.checkpoint={checkpoint}")
+        return key(load_pipeline(str(TINY), settings).stages[name])
+
+    assert at("last") == key(STAGES_TINY[name])
+    assert len({at(checkpoint) for checkpoint in ("last", "best", "step:5", "step:10", "step:20")}) == 5
 
 
 def test_keys_are_the_same_in_another_process() -> None:

@@ -125,6 +125,24 @@ def test_an_input_may_name_a_part_and_an_axis_may_be_an_input(recipe: Any) -> No
     ]
 
 
+def test_checkpoints_of_a_pretraining_may_be_an_axis(recipe: Any) -> None:
+    along = {"backbone.checkpoint": ["step:5", "best", "last"]}
+    found = recipe(pretrain={"matrix": {"seed": [0, 1]}, "keep_steps": [5]}, probe={"matrix": along})
+    assert names(found, "probe") == [
+        f"probe@seed={seed},checkpoint={name}" for seed in (0, 1) for name in ("step-5", "best", "last")
+    ]
+    for seed in (0, 1):
+        pretrain = f"pretrain@seed={seed}"
+        step, best, last = (found.stages[name] for name in names(found, "probe") if f"seed={seed}" in name)
+        assert {step.inputs()["backbone"], best.inputs()["backbone"]} == {(pretrain,)}
+        assert (step.checkpoints(), best.checkpoints()) == ({"backbone": "step:5"}, {"backbone": "best"})
+        assert last.backbone == pretrain
+    by_hand = [{"stage": "pretrain", "checkpoint": name} for name in along["backbone.checkpoint"]]
+    written = recipe(pretrain={"keep_steps": [5]}, probe={"matrix": {"backbone": by_hand}})
+    expected = [found.stages[name].checkpoints() for name in names(found, "probe")][:3]
+    assert [written.stages[name].checkpoints() for name in names(written, "probe")] == expected
+
+
 def test_targets_name_all_members_or_a_part(recipe: Any) -> None:
     found = recipe(pretrain={"matrix": WIDTHS})
     assert set(found.needed_for(("pretrain",))) == {"digits", *names(found, "pretrain")}

@@ -18,6 +18,7 @@ from pipelines.store import Layout, Store, StoreError, commit, open_store
 from ray_jobs.data.shards import ImageSize, Sample
 from ray_jobs.evaluation import rows as tables
 from tests.support import datasets
+from tests.support.checkpoints import model_at, put_pretraining
 from tests.support.records import make_manifest
 from vit_model.config import ModelContract, Preprocessing, ViTConfig
 from vit_model.model import ViT
@@ -114,6 +115,14 @@ def test_a_model_is_the_one_that_was_saved(store: Store, tmp_path: Path) -> None
     assert found.classify([str(file)]) == classify(
         Path(store.uri) / "artifacts/finetune/fa/attempts/1/files", [file]
     )
+
+
+def test_a_model_may_be_a_checkpoint(store: Store) -> None:
+    put_pretraining(store)
+    library = pipelines.open_store(store.uri)
+    for checkpoint, step in (("last", 20), ("best", 5), ("step:10", 10)):
+        found = library.model("pa", checkpoint).model.state_dict()
+        assert all(torch.equal(found[name], tensor) for name, tensor in model_at(step).state_dict().items())
 
 
 def test_a_notebook_shows_what_is_what(store: Store) -> None:

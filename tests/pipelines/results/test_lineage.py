@@ -148,6 +148,16 @@ def test_what_force_has_replaced_is_told(store: Store, run: list[Manifest]) -> N
     assert "replaced since by 999999999999" in "\n".join(as_text(trace(store, "e1")))
 
 
+def test_the_checkpoint_that_a_stage_used_is_told(store: Store, run: list[Manifest]) -> None:
+    config = {"backbone": {"stage": "pretrain", "checkpoint": "step:5"}}
+    inputs = {"backbone": [input_ref(store, run[2])]}
+    commit(store, make_manifest("evaluate", key="c9" * 32, stage="early", config=config, inputs=inputs))
+    found = trace(store, "c9")
+    assert {edge.field: edge.checkpoint for edge in found.edges} == {"backbone": "step:5", "data": None}
+    assert "└─ backbone (step:5): pretrain  pretrain b1" in "\n".join(as_text(found))
+    assert '[label="backbone\\n(step:5)"]' in "\n".join(as_dot(found))
+
+
 def test_dot_is_a_graph_that_hostile_names_do_not_change(store: Store, run: list[Manifest]) -> None:
     text = "\n".join(as_dot(trace(store, "p")))
     nodes, edges = _check_dot(text)

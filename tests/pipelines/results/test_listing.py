@@ -6,8 +6,20 @@ import pytest
 
 from pipelines.results.listing import COLUMNS, KINDS, list_kind
 from pipelines.spec import RecipeError
-from pipelines.store import FileEntry, add_event, commit, create_run, input_ref, open_store
-from tests.support.records import make_manifest, make_plan
+from pipelines.store import (
+    FileEntry,
+    Layout,
+    add_event,
+    commit,
+    create_attempt,
+    create_run,
+    encode,
+    input_ref,
+    now,
+    open_store,
+)
+from tests.support.checkpoints import put_pretraining
+from tests.support.records import flip, make_attempt, make_manifest, make_plan
 
 
 @pytest.mark.parametrize(
@@ -26,7 +38,8 @@ def test_every_kind_shows_what_it_is_about(tmp_path: Path) -> None:
         make_manifest("ingest", key="da", config=source, metrics={"images": 7, "classes": 2, "train": 5}),
     )
     taken = {"data": [input_ref(store, data)]}
-    commit(store, make_manifest("pretrain", key="ma", metrics={"parameters": 9, "dev_accuracy": 0.5}))
+    metrics = {"parameters": 9, "dev_accuracy": 0.5}
+    commit(store, make_manifest("pretrain", key="ma", config={"steps": 9}, metrics=metrics))
     scores = {"parameters": 9, "validation_accuracy": 0.9, "test_accuracy": 0.625}
     files = (FileEntry(path="a", size=3, sha256="x"), FileEntry(path="b", size=4, sha256="y"))
     commit(store, make_manifest("finetune", key="mb", inputs=taken, metrics=scores, files=files))
@@ -53,3 +66,29 @@ def test_every_kind_shows_what_it_is_about(tmp_path: Path) -> None:
     assert (evaluation["task"], evaluation["best"]) == ("zoo", "75.0% SVM @ 5")
     (run,) = list_kind(store, "runs")
     assert (run["status"], run["stages"]) == ("FAILED", "1/2")
+
+
+def test_checkpoints_are_those_that_can_be_named_and_those_to_resume_from(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    store = open_store(str(tmp_path))
+    put_pretraining(store, best=10)
+    commit(store, make_manifest("pretrain", key="old", config={"steps": 9}))
+    commit(store, make_manifest("finetune", key="tuned"))
+    attempt = create_attempt(store, make_attempt("pretrain", key="pb", stage="second", run="r2"))
+    record = encode({"step": 7, "created": now(), "files": []})
+    assert store.create(
+        f"{Layout.attempt('pretrain', 'pb', attempt.number)}/checkpoints/7/manifest.json", record
+    )
+    rows = list_kind(store, "checkpoints")
+    assert [(row["key"], row["step"], row["checkpoint"], row["accuracy"], row["run"]) for row in rows] == [
+        ("pa", 5, "step:5", None, "r"),
+        ("pa", 10, "step:10, best", "25.0% dev", "r"),
+        ("pa", 20, "step:20, last", "50.0% dev", "r"),
+        ("old", 9, "step:9, last", None, "r"),
+        ("pb", 7, "to resume at step 7", None, "r2"),
+    ]
+    damaged = put_pretraining(store, key="pc")
+    flip(tmp_path / damaged.folder / "checkpoints.json")
+    assert list_kind(store, "checkpoints") == rows
+    assert "checkpoints.json is damaged" in capsys.readouterr().err

@@ -108,6 +108,56 @@ def test_needed_for_a_stage_is_what_is_before_it() -> None:
         ("stages.finetune.learning_rates", [-1.0], "stages.finetune.learning_rates"),
         ("stages.finetune.learning_rates", [0.1, 0.1], "[0.1, 0.1] contains duplicates"),
         ("stages.probe.shots", [], "stages.probe.shots"),
+        ("stages.pretrain.keep_steps", [5, 21], "stages.pretrain: keep_steps 21 is more than steps 20"),
+        (
+            "stages.pretrain.checkpoint_every",
+            {},
+            "stages.pretrain.checkpoint_every: give steps, minutes or both",
+        ),
+        (
+            "stages.pretrain.checkpoint_every",
+            {"step": 5},
+            "stages.pretrain.checkpoint_every.step: there is no such field; did you mean 'steps'?",
+        ),
+        (
+            "stages.probe.backbone",
+            {"stage": "pretrain", "checkpoint": "step:5"},
+            "stages.probe.backbone.checkpoint: step:5, which pretrain does not keep (it keeps step:20); give it"
+            " keep_steps: [5]",
+        ),
+        (
+            "stages.probe.backbone",
+            {"stage": "pretrain", "checkpoint": "step:21"},
+            "stages.probe.backbone.checkpoint: step:21, but pretrain has 20 steps",
+        ),
+        (
+            "stages.probe.backbone",
+            {"stage": "finetune", "checkpoint": "best"},
+            "checkpoint: best is for a pretrain stage; finetune has job finetune and one set of weights, so write"
+            " only its name, finetune",
+        ),
+        (
+            "stages.probe.backbone",
+            {"stage": "pretrain", "checkpoint": "step:05"},
+            "stages.probe.backbone.checkpoint: 'step:05' is not a checkpoint; expected last, best or step:N",
+        ),
+        (
+            "stages.probe.backbone",
+            {"stage": "pretrain", "checkpoint": 5},
+            "stages.probe.backbone.checkpoint: 5 is not a checkpoint; expected last, best or step:N",
+        ),
+        (
+            "stages.probe.backbone",
+            {"stage": "pretrain", "chekpoint": "best"},
+            "stages.probe.backbone.chekpoint: there is no such field; did you mean 'checkpoint'?",
+        ),
+        ("stages.probe.backbone", {"checkpoint": "best"}, "stages.probe.backbone.stage: is missing"),
+        ("stages.probe.backbone", 7, "stages.probe.backbone: Input should be a valid string, not 7"),
+        (
+            "stages.probe.backbone",
+            {"stage": "pretran", "checkpoint": "best"},
+            "stages.probe.backbone: no stage is called 'pretran'; did you mean 'pretrain'?",
+        ),
         ("stages.probe.shots", [5, 5], "[5, 5] contains duplicates"),
         ("stages.pretrain.data", "digit", "no stage is called 'digit'; did you mean 'digits'?"),
         (
@@ -258,3 +308,21 @@ def test_override_replaces_one_field_before_checking() -> None:
 def test_bad_override_is_refused(override: str) -> None:
     with pytest.raises(RecipeError):
         load_pipeline(str(TINY), (override,))
+
+
+def test_the_last_checkpoint_is_spelled_as_the_stage_alone() -> None:
+    plain = load_pipeline(str(TINY)).stages["probe"]
+    assert load_pipeline(str(TINY), ("probe.backbone.checkpoint=last",)).stages["probe"] == plain
+    assert plain.model_dump()["backbone"] == "pretrain"
+    best = load_pipeline(str(TINY), ("probe.backbone.checkpoint=best",)).stages["probe"]
+    assert best.inputs() == plain.inputs() and best.checkpoints() == {"backbone": "best"}
+    assert type(best).model_validate(best.model_dump(mode="json")) == best, "as an attempt records it"
+    assert not plain.checkpoints()
+
+
+def test_best_needs_an_objective_that_measures_accuracy() -> None:
+    settings = ("pretrain.objective=masked_patches", "probe.backbone.checkpoint=best")
+    with pytest.raises(
+        RecipeError, match="best is chosen by dev accuracy, which pretrain with objective masked"
+    ):
+        load_pipeline(str(TINY), settings)

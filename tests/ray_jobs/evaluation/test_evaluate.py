@@ -11,7 +11,15 @@ import pytest
 
 from pipelines import store as st
 from pipelines.files.sources import source_files
-from pipelines.spec import Baselines, DigitsSource, Evaluate, Labels, ModelSize, ResNetSize
+from pipelines.spec import (
+    Baselines,
+    DigitsSource,
+    Evaluate,
+    Labels,
+    ModelSize,
+    NamedCheckpoint,
+    ResNetSize,
+)
 from pipelines.store import Manifest, Store, open_store
 from ray_jobs import baselines, evaluate
 from ray_jobs.data import shards
@@ -21,6 +29,7 @@ from ray_jobs.evaluation.features import features_of, support_of
 from ray_jobs.sources import catalog
 from ray_jobs.training.contract import model_contract
 from tests.support import datasets
+from tests.support.checkpoints import model_at, put_pretraining
 from tests.support.records import make_context, make_manifest
 from tests.support.s3 import Server, used
 from vit_model.build import build
@@ -190,6 +199,30 @@ def test_features_are_the_backbones(store: Store, digits: Manifest, model: Manif
                 expected = net.forward_features((images - 0.5) / 0.5)[1].numpy()
             rows_used = chosen if split == "train" else np.arange(len(expected))
             np.testing.assert_allclose(features[rows_used], expected[rows_used], atol=1e-5)
+
+
+def test_an_evaluation_of_a_checkpoint_is_that_of_a_model_with_its_weights(
+    store: Store, digits: Manifest
+) -> None:
+    contract = model_contract(SIZE, 8, shards.open_dataset(st.local_files(store, digits)).info)
+    pretrained = put_pretraining(store, contract)
+    with store.staging(st.Layout.files("pretrain", "alone", 1)) as staging:
+        save_model(staging.path, model_at(10, contract), contract)
+    alone = make_manifest("pretrain", key="alone", files=staging.files)
+
+    def rows_of(backbone: str | NamedCheckpoint, manifest: Manifest) -> list[dict[str, Any]]:
+        config = Evaluate(job="evaluate", data="d", backbone=backbone, shots=(1,), draws=1)
+        evaluate.evaluate(make_context(store, config, data=digits, backbone=manifest))
+        folder = store.local(st.Layout.files("evaluate", "k", 1), ())
+        return rows.read_table(folder / "rows.parquet", rows.ROWS)
+
+    expected = rows_of("m", alone)
+    found = rows_of(NamedCheckpoint(stage="m", checkpoint="step:10"), pretrained)
+    assert found != rows_of("m", pretrained)
+    settings = [json.loads(row.pop("settings")) for row in found]
+    assert {one.pop("checkpoint") for one in settings} == {"step:10"}
+    assert settings == [json.loads(row.pop("settings")) for row in expected]
+    assert found == expected
 
 
 def test_from_s3_comes_the_same_and_only_what_is_looked_at(

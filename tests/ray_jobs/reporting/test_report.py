@@ -618,6 +618,23 @@ def test_a_page_says_which_shape_of_which_family_was_trained() -> None:
     assert provenance._size(resnet) == "ResNet of 3-4 units, width factor 2"
 
 
+@pytest.mark.parametrize(
+    ("backbone", "said"),
+    [
+        ("pretrain", "evaluation of pretrain (frozen)"),
+        ({"stage": "pretrain", "checkpoint": "step:5000"}, "evaluation of pretrain at step 5,000 (frozen)"),
+        ({"stage": "pretrain", "checkpoint": "best"}, "of pretrain at its best step on dev (frozen)"),
+    ],
+)
+def test_a_protocol_says_which_checkpoint_was_evaluated(backbone: Any, said: str, tmp_path: Path) -> None:
+    taken = [InputRef(job="pretrain", key="p", content_digest="d", manifest_sha256="m")]
+    config = Evaluate(job="evaluate", data="digits", backbone=backbone).model_dump(mode="json")
+    manifest = make_manifest("evaluate", config=config, inputs={"data": taken, "backbone": taken})
+    parts = [("pretrain", make_manifest("ingest", key="p"), tmp_path), ("probe", manifest, tmp_path)]
+    [protocol] = provenance.protocols(parts)
+    assert said in protocol["text"] and "on pretrain:" in protocol["text"]
+
+
 @pytest.mark.parametrize(("lows", "begin"), [([], 0.0), ([0.55, 0.7], 0.5), ([1.0, 1.0], 0.9)])
 def test_bars_begin_a_round_tenth_below_the_lowest(lows: list[float], begin: float) -> None:
     assert page.scale([{"low": low} for low in lows]) == begin

@@ -1,0 +1,100 @@
+"""Checkpoints of a finished pretraining: the weights that other stages and commands may name.
+
+In: an artifact's manifest, and last, best or step:N. Out: a folder with that checkpoint's weights and contract.
+
+A finished pretraining has its last weights in model.safetensors, those of earlier steps that it keeps in
+checkpoints/<step>/model.safetensors, and the list of them in checkpoints.json (`Kept`).
+"""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from pathlib import Path
+from typing import Self
+
+from pydantic import ConfigDict, Field, model_validator
+
+from pipelines.files.digests import cache_folder
+from pipelines.identity import sha256
+from pipelines.spec import BEST, LAST, RecipeError, check_checkpoint, step_of
+from pipelines.store.artifacts import local_files
+from pipelines.store.objects import parse_record
+from pipelines.store.protocol import Store
+from pipelines.store.records import KEPT_WEIGHTS, Manifest
+from vit_model.config import Frozen
+
+WEIGHTS, CONTRACT = MODEL_FILES = ("model.safetensors", "config.json")
+CHECKPOINTS = "checkpoints.json"
+
+
+class Kept(Frozen):
+    """The content of checkpoints.json: the steps whose weights an artifact has, the last step included."""
+
+    model_config = ConfigDict(extra="ignore")
+
+    best: int | None
+    steps: tuple[int, ...] = Field(min_length=1)
+
+    @model_validator(mode="after")
+    def _best_is_kept(self) -> Self:
+        if self.best is not None and self.best not in self.steps:
+            raise ValueError(f"best {self.best} is not one of the steps")
+        return self
+
+
+def model_folder(store: Store, manifest: Manifest, checkpoint: str = LAST) -> Path:
+    """Return a local folder with the model.safetensors and config.json of a checkpoint; fetch only these files.
+
+    Raises:
+        RecipeError: the artifact does not have this checkpoint.
+        StoreDamaged: a file is missing or does not match its entry.
+    """
+    weights = weights_file(store, manifest, checkpoint)
+    files = [file for file in manifest.files if file.path in (weights, CONTRACT)]
+    folder = local_files(store, manifest, files)
+    if weights == WEIGHTS:
+        return folder
+    # A model is a folder with these two names, so link them: nothing may be added to the store.
+    targets = {WEIGHTS: folder / weights, CONTRACT: folder / CONTRACT}
+    linked = cache_folder() / "models" / sha256("\n".join(map(str, targets.values())))
+    linked.mkdir(parents=True, exist_ok=True)
+    for name, target in targets.items():
+        with suppress(FileExistsError):  # made earlier, or by another process
+            (linked / name).symlink_to(target)
+    return linked
+
+
+def weights_file(store: Store, manifest: Manifest, checkpoint: str) -> str:
+    """Return the path of a checkpoint's weights among an artifact's files. Raises RecipeError if it has none."""
+    try:
+        check_checkpoint(checkpoint)
+    except ValueError as error:
+        raise RecipeError(str(error)) from None
+    if checkpoint == LAST:
+        return WEIGHTS
+    name = f"{manifest.stage} ({manifest.job} {manifest.key[:12]})"
+    if manifest.job != "pretrain":
+        raise RecipeError(f"checkpoint {checkpoint}: {name} is not a pretraining and has one set of weights")
+    kept = kept_checkpoints(store, manifest)
+    step = kept.best if checkpoint == BEST else step_of(checkpoint)
+    if step is None:
+        raise RecipeError(
+            f"checkpoint {checkpoint}: {name} has no best step, because its data has no dev split or an older version"
+            f" made it. Use last, or in the second case rerun it with --force {manifest.stage}"
+        )
+    if step not in kept.steps:
+        there = ", ".join(f"step:{step}" for step in kept.steps)
+        raise RecipeError(
+            f"checkpoint {checkpoint}: {name} was made without it and has {there}. Use one of these, or rerun it with"
+            f" {step} in its keep_steps and --force {manifest.stage}"
+        )
+    return WEIGHTS if step == kept.steps[-1] else f"{KEPT_WEIGHTS}{step}/{WEIGHTS}"
+
+
+def kept_checkpoints(store: Store, manifest: Manifest) -> Kept:
+    """Return the checkpoints of a finished pretraining; one from before there were others has only its last."""
+    files = [file for file in manifest.files if file.path == CHECKPOINTS]
+    if not files:
+        return Kept(best=None, steps=(manifest.config["steps"],))
+    path = local_files(store, manifest, files) / CHECKPOINTS
+    return parse_record(store, f"{manifest.folder}/{CHECKPOINTS}", path.read_bytes(), Kept)

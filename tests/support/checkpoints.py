@@ -1,0 +1,51 @@
+"""A pretraining in a store as its stage leaves it: finished, with the weights of several steps."""
+
+import json
+from typing import Any
+
+import torch
+
+from pipelines.store import Layout, Manifest, Store, commit
+from tests.support.records import make_manifest
+from vit_model.config import ModelContract, Preprocessing, ViTConfig
+from vit_model.model import ViT
+from vit_model.weights import save_model
+
+CONTRACT = ModelContract(
+    architecture=ViTConfig(
+        image_size=8, patch_size=4, width=8, depth=1, num_heads=2, mlp_dim=16, num_classes=3
+    ),
+    class_names=("ape", "bee", "cat"),
+    preprocessing=Preprocessing(mean=(0.5,) * 3, std=(0.5,) * 3, resolution=8, channels=3),
+    training_data="d",
+    license=None,
+)
+
+
+def model_at(step: int, contract: ModelContract = CONTRACT) -> ViT:
+    """The model of a step: every step has other weights."""
+    model = ViT(contract.architecture)
+    generator = torch.Generator().manual_seed(step)
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, generator=generator)
+    return model.eval()
+
+
+def put_pretraining(
+    store: Store, contract: ModelContract = CONTRACT, best: int | None = 5, **fields: Any
+) -> Manifest:
+    """Commit a pretraining of 20 steps that kept its steps 5 and 10, and measured dev accuracy at 10 and 20."""
+    manifest = make_manifest(
+        "pretrain", **{"key": "pa", "stage": "pretrain", "config": {"steps": 20}} | fields
+    )
+    with store.staging(Layout.files("pretrain", manifest.key, 1)) as staging:
+        for step in (5, 10):
+            folder = staging.path / "checkpoints" / str(step)
+            save_model(folder, model_at(step, contract), contract)
+            (folder / "config.json").unlink()
+        save_model(staging.path, model_at(20, contract), contract)
+        (staging.path / "checkpoints.json").write_text(json.dumps({"best": best, "steps": [5, 10, 20]}))
+        accuracies = {1: None, 10: 0.25, 20: 0.5}
+        curve = [{"step": step, "dev_accuracy": accuracy} for step, accuracy in accuracies.items()]
+        (staging.path / "curve.json").write_text(json.dumps(curve))
+    return commit(store, manifest.model_copy(update={"files": staging.files}))
