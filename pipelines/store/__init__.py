@@ -22,7 +22,7 @@ from pipelines.store.artifacts import (
     successor,
     successors,
 )
-from pipelines.store.objects import numbers, read_record, warn
+from pipelines.store.objects import check_name, numbers, read_record, warn
 from pipelines.store.protocol import (
     LARGEST_RECORD,
     SETTINGS,
@@ -73,6 +73,7 @@ __all__ = [
     "add_event",
     "all_keys",
     "all_manifests",
+    "check_name",
     "commit",
     "create_attempt",
     "create_run",

@@ -26,6 +26,7 @@ class Layout:
     artifacts/<job>/<key>/replaced.json                 --force: {successor key, who, why}
     artifacts/<job>/<key>/attempts/<n>/attempt.json     written before the job is submitted: its input, and a nonce
     artifacts/<job>/<key>/attempts/<n>/files/...        the files of that attempt
+    artifacts/<job>/<key>/attempts/<n>/ledger/...       a fine-tuning's finished trials and refits, for later attempts
     artifacts/<job>/<key>/attempts/<n>/log.txt          its job's log (a cluster's own copy is lost with the cluster)
     runs/<run id>/plan.json  stop.json  events/<ulid>.json
     schedules/<name>/<n>.json                           numbered: the highest is current, the others are history
@@ -53,6 +54,10 @@ class Layout:
     @classmethod
     def files(cls, job: str, key: str, number: int) -> str:
         return f"{cls.attempt(job, key, number)}/files"
+
+    @classmethod
+    def ledger(cls, job: str, key: str, number: int) -> str:
+        return f"{cls.attempt(job, key, number)}/ledger"
 
     @staticmethod
     def run(run: str) -> str:
