@@ -37,8 +37,8 @@ from ray_jobs.evaluation.leakage import PRETRAINED, SEEN, Overlap, check_leakage
 from ray_jobs.evaluation.supports import Supports
 from ray_jobs.process import devices
 from ray_jobs.process.stage import Context, Result, model_digest, run_stage
-from ray_jobs.training import ledger
 from ray_jobs.training.contract import model_contract
+from ray_jobs.training.ledger import Ledger, add_refit, add_trial, open_ledger
 from ray_jobs.training.task import DivergenceError, Folds, Place, Refit, Task, read_split
 from vit_model.config import ModelContract, Preprocessing
 from vit_model.errors import UserError, reasons
@@ -72,17 +72,17 @@ def choose(trials: list[dict[str, Any]]) -> float:
 
 
 def sweep(
-    context: Context[Finetune], task: Task, pools: list[Images], folds: Folds, attempts: list[int]
+    context: Context[Finetune], task: Task, pools: list[Images], folds: Folds, ledger: Ledger
 ) -> list[dict[str, Any]]:
     """Try rates x folds on draw 0: [{learning_rate, accuracies, losses}] in the order of the configuration.
 
-    Trials that one of `attempts` finished are taken from its ledger.
+    Trials in the ledger are not run again.
     """
     rates = task.config.learning_rates
     places = [(rate, fold) for fold in range(len(folds)) for rate in range(len(rates))]
     results: dict[Place, tuple[float, float]] = {}
     for place in places:
-        if (found := ledger.find_trial(context, attempts, place)) is not None:
+        if (found := ledger.trial(place)) is not None:
             attempt, accuracy, loss = found
             results[place] = accuracy, loss
             outcome = "diverged" if loss == DIVERGED else _outcome(accuracy, loss)
@@ -176,7 +176,7 @@ def trial(
         outcome = _outcome(accuracy, loss)
     except DivergenceError as error:  # a sweep may include rates that are too high
         accuracy, loss, outcome = 0.0, DIVERGED, str(error)
-    ledger.add_trial(context, place, accuracy, loss)
+    add_trial(context, place, accuracy, loss)
     print(f"{name}: {outcome}", flush=True)
     return accuracy, loss
 
@@ -232,7 +232,7 @@ def refit(
     from vit_model.weights import save_model
 
     # Ray runs a finished task again if the node that holds its result is lost.
-    if (finished := ledger.find_refit(context, [context.attempt.number], draw, rate)) is not None:
+    if (finished := Ledger(context, [context.attempt.number]).refit(draw, rate)) is not None:
         return finished
     seed, noun = task.config.seed + draw, f"draw {draw}, step"
     model, curve, substitutes = fit(fetched(context, task), pool, rate, seed, noun, after)
@@ -244,18 +244,18 @@ def refit(
             save_model(staging.path, model, task.contract)
         files = staging.files
     finished = Refit(result, curve, substitutes, files)
-    ledger.add_refit(context, draw, rate, finished)
+    add_refit(context, draw, rate, finished)
     print(f"draw {draw}: test accuracy {result.accuracy:.3f}", flush=True)
     return finished
 
 
 def refit_draws(
-    context: Context[Finetune], task: Task, pools: list[Images], rate: float, attempts: list[int]
+    context: Context[Finetune], task: Task, pools: list[Images], rate: float, ledger: Ledger
 ) -> list[Refit]:
-    """Refit every draw; refits that one of `attempts` finished are taken from its ledger."""
+    """Refit every draw that is not in the ledger with this rate."""
     refits = {}
     for draw in range(len(pools)):
-        if (finished := ledger.find_refit(context, attempts, draw, rate)) is not None:
+        if (finished := ledger.refit(draw, rate)) is not None:
             refits[draw] = finished
     missing = [draw for draw in range(len(pools)) if draw not in refits]
     refits |= zip(missing, run_refits(context, task, pools, rate, missing), strict=True)
@@ -299,14 +299,14 @@ def main(context: Context[Finetune]) -> Result:
     selected_on = supports.selected_on
     dataset.require("test")
     overlap = check_leakage(context, dataset, supports.pool.take(supports.rows))
-    attempts = ledger.usable_attempts(context)
+    ledger = open_ledger(context)
     if len(config.learning_rates) == 1:  # nothing to select, so no image is held out
         trials, chosen, selected_on = [], config.learning_rates[0], ONE_RATE
     else:
-        trials = sweep(context, task, pools, supports.folds, attempts)
+        trials = sweep(context, task, pools, supports.folds, ledger)
         chosen = choose(trials)
     print(f"chosen on {selected_on}: learning rate {chosen:g}", flush=True)
-    refits = refit_draws(context, task, pools, chosen, attempts)
+    refits = refit_draws(context, task, pools, chosen, ledger)
 
     accuracy_rows, predictions = tables(task, dataset, refits, chosen, selected_on, overlap)
     with context.staging() as staging:

@@ -113,12 +113,78 @@ def add_refit(context: Context[Finetune], draw: int, learning_rate: float, refit
     _add(context, entry)
 
 
-def usable_attempts(context: Context[Finetune]) -> list[int]:
-    """Return the attempts of the same code that have a ledger, from this one back to the first."""
+class Ledger:
+    """What some attempts at a key have finished; of several entries for the same, the newest attempt's."""
+
+    def __init__(self, context: Context[Finetune], attempts: Sequence[int]) -> None:
+        """Open the ledgers of these attempts, the newest first."""
+        self._context, self._store, self._attempts = context, context.open_store(), attempts
+
+    def trial(self, place: Place) -> tuple[int, float, float] | None:
+        """Return (attempt, accuracy, loss) of a finished trial; None if it is not finished."""
+        for attempt, entry in self._find(_trial(place), TrialEntry):
+            return attempt, entry.accuracy, entry.loss
+        return None
+
+    def refit(self, draw: int, learning_rate: float) -> Refit | None:
+        """Return a finished refit with this learning rate, and say so; None if it is not finished.
+
+        Its files are copied into the folder of the context's attempt.
+        """
+        for attempt, entry in self._find(_refit(draw), RefitEntry):
+            # on GPUs, results vary a little, and the trials of another attempt may have chosen another rate
+            if entry.learning_rate != learning_rate:
+                continue
+            try:
+                files = self._copy(attempt, entry.files)
+            except StoreDamaged as error:
+                print(f"{error}; the refit is not used", flush=True)
+                continue
+            print(f"draw {draw}: test accuracy {entry.accuracy:.3f} (from attempt {attempt})", flush=True)
+            predictions = np.array(entry.predictions, np.int64)
+            probabilities = np.array(entry.probabilities, np.float32)
+            score = Score(entry.accuracy, entry.loss, predictions, probabilities)
+            return Refit(score, [point.model_dump() for point in entry.curve], entry.substitutes, files)
+        return None
+
+    def _find(self, file: str, model: type[Entry]) -> Iterator[tuple[int, Entry]]:
+        """Yield each attempt that has this entry, and the entry; skip damaged ones with a line in the log."""
+        for attempt in self._attempts:
+            name = _name(self._context, attempt, file)
+            try:
+                entry = read_record(self._store, name, model)
+                if entry is None:
+                    continue
+                check_name(self._store, name, entry.name)
+                if entry.sha256 != entry.checksum():
+                    raise StoreDamaged(
+                        f"{self._store.uri}/{name} is damaged: its checksum is of other contents"
+                    )
+            except StoreDamaged as error:
+                print(f"{error}; it is not used", flush=True)
+                continue
+            yield attempt, entry
+
+    def _copy(self, attempt: int, files: tuple[FileEntry, ...]) -> tuple[FileEntry, ...]:
+        """Copy an attempt's files into the own attempt's folder. Raises StoreDamaged if one is not what it was."""
+        if not files:
+            return ()
+        folder = Layout.files(self._context.attempt.job, self._context.attempt.key, attempt)
+        source = self._store.local(folder, files)
+        with self._context.staging() as staging:
+            for file in files:
+                shutil.copyfile(source / file.path, staging.path / file.path)
+        # Staging hashes the copies; `local` may remember the sha256 of bytes that a disk has lost since.
+        if staging.files != files:
+            raise StoreDamaged(f"{self._store.uri}/{folder} is damaged: the model's files have changed")
+        return staging.files
+
+
+def open_ledger(context: Context[Finetune]) -> Ledger:
+    """Open the ledgers of all attempts by the same code, from the context's own back to the first."""
     own, store, usable = context.attempt, context.open_store(), []
     for number in range(own.number, 0, -1):
-        entries = store.names(Layout.ledger(own.job, own.key, number))
-        if not entries:
+        if not store.names(Layout.ledger(own.job, own.key, number)):
             continue
         try:
             attempt = read_attempt(store, Layout.attempt(own.job, own.key, number))
@@ -129,40 +195,7 @@ def usable_attempts(context: Context[Finetune]) -> list[int]:
             usable.append(number)
         else:
             print(f"what attempt {number} has finished is computed again: it ran other code", flush=True)
-    return usable
-
-
-def find_trial(
-    context: Context[Finetune], attempts: Sequence[int], place: Place
-) -> tuple[int, float, float] | None:
-    """Return (attempt, accuracy, loss) of a trial that one of these attempts finished; None if none did."""
-    for attempt, entry in _find(context, attempts, _trial(place), TrialEntry):
-        return attempt, entry.accuracy, entry.loss
-    return None
-
-
-def find_refit(
-    context: Context[Finetune], attempts: Sequence[int], draw: int, learning_rate: float
-) -> Refit | None:
-    """Return a refit with this learning rate that one of these attempts finished, and say so; None if none did.
-
-    Its files are copied into the own attempt's folder.
-    """
-    for attempt, entry in _find(context, attempts, _refit(draw), RefitEntry):
-        # on GPUs, results vary a little, and the trials of another attempt may have chosen another rate
-        if entry.learning_rate != learning_rate:
-            continue
-        try:
-            files = _copy(context, attempt, entry.files)
-        except StoreDamaged as error:
-            print(f"{error}; the refit is not used", flush=True)
-            continue
-        print(f"draw {draw}: test accuracy {entry.accuracy:.3f} (from attempt {attempt})", flush=True)
-        predictions = np.array(entry.predictions, np.int64)
-        probabilities = np.array(entry.probabilities, np.float32)
-        score = Score(entry.accuracy, entry.loss, predictions, probabilities)
-        return Refit(score, [point.model_dump() for point in entry.curve], entry.substitutes, files)
-    return None
+    return Ledger(context, usable)
 
 
 def _trial(place: Place) -> str:
@@ -180,40 +213,3 @@ def _name(context: Context[Finetune], attempt: int, file: str) -> str:
 def _add(context: Context[Finetune], entry: TrialEntry) -> None:
     # If the entry exists, Ray has run a task again whose result was lost. Either result will do.
     context.open_store().create(entry.name, encode(entry.model_copy(update={"sha256": entry.checksum()})))
-
-
-def _find(
-    context: Context[Finetune], attempts: Sequence[int], file: str, model: type[Entry]
-) -> Iterator[tuple[int, Entry]]:
-    """Yield each of these attempts that has this entry, and the entry; skip damaged ones with a line in the log."""
-    store = context.open_store()
-    for attempt in attempts:
-        name = _name(context, attempt, file)
-        try:
-            entry = read_record(store, name, model)
-            if entry is None:
-                continue
-            check_name(store, name, entry.name)
-            if entry.sha256 != entry.checksum():
-                raise StoreDamaged(f"{store.uri}/{name} is damaged: its checksum is of other contents")
-        except StoreDamaged as error:
-            print(f"{error}; it is not used", flush=True)
-            continue
-        yield attempt, entry
-
-
-def _copy(context: Context[Finetune], attempt: int, files: tuple[FileEntry, ...]) -> tuple[FileEntry, ...]:
-    """Copy files of an attempt into the own attempt's folder. Raises StoreDamaged if one is not as its entry says."""
-    if not files:
-        return ()
-    store, folder = context.open_store(), Layout.files(context.attempt.job, context.attempt.key, attempt)
-    source = store.local(folder, files)
-    with context.staging() as staging:
-        for file in files:
-            shutil.copyfile(source / file.path, staging.path / file.path)
-    # the copies are hashed when they are staged; `local` may remember the sha256 of bytes that a disk has lost since
-    if staging.files != files:
-        raise StoreDamaged(
-            f"{store.uri}/{folder} is damaged: the model's files changed after they were written"
-        )
-    return staging.files
