@@ -9,6 +9,8 @@ labels); the lower loss breaks ties. Every draw is then fitted with that rate on
 dev) and scored on test once. With a single rate there is no sweep. The trials of a sweep only see images of train and
 dev; only `refit` opens test.
 
+A finished trial or refit is never run again: later attempts take it over from the ledger (`ray_jobs.training.ledger`).
+
     python -m ray_jobs.finetune --spec STORE/artifacts/finetune/<key>/attempts/<n>/attempt.json
 """
 
@@ -28,6 +30,7 @@ from pydantic import ValidationError
 
 from pipelines.identity import canonical_json, sha256
 from pipelines.spec import Finetune
+from pipelines.store import FileEntry
 from ray_jobs.data.shards import Dataset, Images
 from ray_jobs.evaluation import rows
 from ray_jobs.evaluation.leakage import PRETRAINED, SEEN, Overlap, check_leakage
@@ -35,7 +38,8 @@ from ray_jobs.evaluation.supports import Supports
 from ray_jobs.process import devices
 from ray_jobs.process.stage import Context, Result, model_digest, run_stage
 from ray_jobs.training.contract import model_contract
-from ray_jobs.training.task import DivergenceError, Indices, Refit, Task, read_split
+from ray_jobs.training.ledger import Ledger, add_refit, add_trial, open_ledger
+from ray_jobs.training.task import DivergenceError, Folds, Place, Refit, Task, read_split
 from vit_model.config import ModelContract, Preprocessing
 from vit_model.errors import UserError, reasons
 from vit_model.variants import FAMILIES
@@ -68,12 +72,37 @@ def choose(trials: list[dict[str, Any]]) -> float:
 
 
 def sweep(
-    context: Context[Finetune], task: Task, pool: Images, folds: list[tuple[Indices, Indices]], scratch: str
+    context: Context[Finetune], task: Task, pools: list[Images], folds: Folds, ledger: Ledger
 ) -> list[dict[str, Any]]:
-    """Run Ray Tune over rates x folds: [{learning_rate, accuracies, losses}] in the order of the configuration.
+    """Try rates x folds on draw 0: [{learning_rate, accuracies, losses}] in the order of the configuration.
 
-    `scratch` is a folder for Tune's own records, which are not kept.
+    Trials in the ledger are not run again.
     """
+    rates = task.config.learning_rates
+    places = [(rate, fold) for fold in range(len(folds)) for rate in range(len(rates))]
+    results: dict[Place, tuple[float, float]] = {}
+    for place in places:
+        if (found := ledger.trial(place)) is not None:
+            attempt, accuracy, loss = found
+            results[place] = accuracy, loss
+            outcome = "diverged" if loss == DIVERGED else _outcome(accuracy, loss)
+            print(f"{_name(task.config, place, folds)}: {outcome} (from attempt {attempt})", flush=True)
+    if missing := [place for place in places if place not in results]:
+        results |= run_trials(context, task, pools, folds, missing)
+    return [
+        {
+            "learning_rate": learning_rate,
+            "accuracies": [results[rate, fold][0] for fold in range(len(folds))],
+            "losses": [results[rate, fold][1] for fold in range(len(folds))],
+        }
+        for rate, learning_rate in enumerate(rates)
+    ]
+
+
+def run_trials(
+    context: Context[Finetune], task: Task, pools: list[Images], folds: Folds, places: list[Place]
+) -> dict[Place, tuple[float, float]]:
+    """Run the trials at these places with Ray Tune: place -> (accuracy, loss)."""
     os.environ["TUNE_DISABLE_AUTO_CALLBACK_LOGGERS"] = "1"  # nothing reads its CSV and TensorBoard files
     os.environ["RAY_AIR_NEW_OUTPUT"] = "0"  # the old output is silent at verbosity 0
     # Tune warns that the files switched off above are missing. It does not need them for a trial's last report.
@@ -81,36 +110,35 @@ def sweep(
     os.environ["TUNE_WARN_INSUFFICIENT_RESOURCE_THRESHOLD_S"] = "900"  # another stage may hold the cores
     from ray import tune
 
-    rates = task.config.learning_rates
     resources, concurrent = devices.fit_resources(task.config.threads)
-    tuner = tune.Tuner(
-        tune.with_resources(
-            tune.with_parameters(
-                _tune_trial, context=context, task=task, pool=pool, folds=folds, concurrent=concurrent
+    # Tune's own records are not kept: the ledger has what a later attempt needs.
+    with tempfile.TemporaryDirectory(prefix="vitflow-", ignore_cleanup_errors=True) as scratch:
+        tuner = tune.Tuner(
+            tune.with_resources(
+                tune.with_parameters(
+                    _tune_trial,
+                    context=context,
+                    task=task,
+                    pool=pools[0],
+                    folds=folds,
+                    places=places,
+                    refits=len(pools),
+                    concurrent=concurrent,
+                ),
+                resources,
             ),
-            resources,
-        ),
-        param_space={
-            "rate": tune.grid_search(list(range(len(rates)))),
-            "fold": tune.grid_search(list(range(len(folds)))),
-        },
-        tune_config=tune.TuneConfig(reuse_actors=True, max_concurrent_trials=concurrent),
-        run_config=tune.RunConfig(name="sweep", storage_path=scratch, verbose=0),
-    )
-    metrics = {}
-    for result in tuner.fit():
-        if result.error is not None:
-            raise result.error
-        assert result.config is not None and result.metrics is not None
-        metrics[result.config["rate"], result.config["fold"]] = result.metrics
-    return [
-        {
-            "learning_rate": rate,
-            "accuracies": [metrics[number, fold]["accuracy"] for fold in range(len(folds))],
-            "losses": [metrics[number, fold]["loss"] for fold in range(len(folds))],
-        }
-        for number, rate in enumerate(rates)
-    ]
+            param_space={"number": tune.grid_search(list(range(len(places))))},
+            tune_config=tune.TuneConfig(reuse_actors=True, max_concurrent_trials=concurrent),
+            run_config=tune.RunConfig(name="sweep", storage_path=scratch, verbose=0),
+        )
+        results = {}
+        for result in tuner.fit():
+            if result.error is not None:
+                raise result.error
+            assert result.config is not None and result.metrics is not None
+            place = places[result.config["number"]]
+            results[place] = result.metrics["accuracy"], result.metrics["loss"]
+    return results
 
 
 def _tune_trial(
@@ -118,25 +146,48 @@ def _tune_trial(
     context: Context[Finetune],
     task: Task,
     pool: Images,
-    folds: list[tuple[Indices, Indices]],
+    folds: Folds,
+    places: list[Place],
+    refits: int,
     concurrent: int,
 ) -> None:
     from ray import tune
 
-    from ray_jobs.training.fit import run_trial
-
     sys.unraisablehook = _show_unraisable
-    number = parameters["fold"] * len(task.config.learning_rates) + parameters["rate"]
-    after = steps_after(task.config, len(folds), concurrent, number)
-    rate = task.config.learning_rates[parameters["rate"]]
-    name = f"learning rate {rate:g}" + (f", fold {parameters['fold']}" if len(folds) > 1 else "")
+    number = parameters["number"]
+    after = steps_after(task.config.steps, concurrent, number, len(places), refits)
+    accuracy, loss = trial(context, task, pool, folds, places[number], after)
+    tune.report({"accuracy": accuracy, "loss": loss})
+
+
+def trial(
+    context: Context[Finetune], task: Task, pool: Images, folds: Folds, place: Place, after: int = 0
+) -> tuple[float, float]:
+    """Fit on the first part of a fold, score on the second; write (accuracy, loss) to the ledger and return it."""
+    from ray_jobs.training.fit import fit, score
+
+    config, (rate, fold) = task.config, place
+    train, validation = folds[fold]
+    learning_rate, name = config.learning_rates[rate], _name(config, place, folds)
+    data, noun = pool.take(train), f"{name}, step"
     try:
-        result = run_trial(fetched(context, task), pool, folds[parameters["fold"]], rate, name, after)
+        model, *_ = fit(fetched(context, task), data, learning_rate, config.seed, noun, after)
+        accuracy, loss, *_ = score(model, task.contract, pool.take(validation))
+        outcome = _outcome(accuracy, loss)
     except DivergenceError as error:  # a sweep may include rates that are too high
-        print(f"{name}: {error}", flush=True)
-        tune.report({"accuracy": 0.0, "loss": DIVERGED})
-    else:
-        tune.report({"accuracy": result.accuracy, "loss": result.loss})
+        accuracy, loss, outcome = 0.0, DIVERGED, str(error)
+    add_trial(context, place, accuracy, loss)
+    print(f"{name}: {outcome}", flush=True)
+    return accuracy, loss
+
+
+def _name(config: Finetune, place: Place, folds: Folds) -> str:
+    rate, fold = place
+    return f"learning rate {config.learning_rates[rate]:g}" + (f", fold {fold}" if len(folds) > 1 else "")
+
+
+def _outcome(accuracy: float, loss: float) -> str:
+    return f"accuracy {accuracy:.3f}, loss {loss:.3f}"
 
 
 def _show_unraisable(error: sys.UnraisableHookArgs) -> None:
@@ -148,18 +199,18 @@ def _show_unraisable(error: sys.UnraisableHookArgs) -> None:
         sys.__unraisablehook__(error)
 
 
-def steps_after(config: Finetune, folds: int, concurrent: int, number: int) -> int:
+def steps_after(steps: int, concurrent: int, number: int, trials: int, refits: int) -> int:
     """Return how many steps the stage does after fit `number`, with `concurrent` fits in parallel.
 
     Args:
-        folds: the folds of the sweep; 0 after the sweep, when `number` counts refits only.
-        number: the fit's place among the trials, then the refits, from 0.
+        steps: of each fit.
+        number: the fit's place among those that this attempt does: the trials, then the refits, from 0.
+        trials: how many trials it does; 0 after the sweep.
+        refits: how many refits it does.
     """
-    trials = folds * len(config.learning_rates)
-    refits = config.labels.draws if config.labels.per_class is not None else 1
     trial_rounds = math.ceil(trials / concurrent)
     this_round = number // concurrent if number < trials else trial_rounds + (number - trials) // concurrent
-    return (trial_rounds + math.ceil(refits / concurrent) - this_round - 1) * config.steps
+    return (trial_rounds + math.ceil(refits / concurrent) - this_round - 1) * steps
 
 
 # ------------------------------------------------------------------------------------------------- the refits
@@ -173,32 +224,56 @@ def fetched(context: Context[Finetune], task: Task) -> Task:
 def refit(
     context: Context[Finetune], task: Task, pool: Images, rate: float, draw: int, after: int = 0
 ) -> Refit:
-    """Fit on all of a draw's labels and score on test. Draw 0's model becomes the artifact's."""
+    """Fit on all of a draw's labels, score on test, and record it in the ledger.
+
+    Draw 0's model becomes the artifact's.
+    """
     from ray_jobs.training.fit import fit, score
     from vit_model.weights import save_model
 
+    # Ray runs a finished task again if the node that holds its result is lost.
+    if (finished := Ledger(context, [context.attempt.number]).refit(draw, rate)) is not None:
+        return finished
     seed, noun = task.config.seed + draw, f"draw {draw}, step"
     model, curve, substitutes = fit(fetched(context, task), pool, rate, seed, noun, after)
     test = read_split(context.dataset(context.config.cache_gib), "test")
     result = score(model, task.contract, test)
+    files: tuple[FileEntry, ...] = ()
+    if draw == 0:
+        with context.staging() as staging:
+            save_model(staging.path, model, task.contract)
+        files = staging.files
+    finished = Refit(result, curve, substitutes, files)
+    add_refit(context, draw, rate, finished)
     print(f"draw {draw}: test accuracy {result.accuracy:.3f}", flush=True)
-    if draw:
-        return Refit(result, curve, substitutes, ())
-    with context.staging() as staging:
-        save_model(staging.path, model, task.contract)
-    return Refit(result, curve, substitutes, staging.files)
+    return finished
 
 
-def run_refits(context: Context[Finetune], task: Task, pools: list[Images], rate: float) -> list[Refit]:
-    """Refit every draw, each in a Ray task."""
+def refit_draws(
+    context: Context[Finetune], task: Task, pools: list[Images], rate: float, ledger: Ledger
+) -> list[Refit]:
+    """Refit every draw that is not in the ledger with this rate."""
+    refits = {}
+    for draw in range(len(pools)):
+        if (finished := ledger.refit(draw, rate)) is not None:
+            refits[draw] = finished
+    missing = [draw for draw in range(len(pools)) if draw not in refits]
+    refits |= zip(missing, run_refits(context, task, pools, rate, missing), strict=True)
+    return [refits[draw] for draw in range(len(pools))]
+
+
+def run_refits(
+    context: Context[Finetune], task: Task, pools: list[Images], rate: float, draws: list[int]
+) -> list[Refit]:
+    """Refit these draws, each in a Ray task."""
     import ray
 
     resources, concurrent = devices.fit_resources(task.config.threads)
     remote = ray.remote(num_cpus=resources["CPU"], num_gpus=resources.get("GPU", 0))(refit)
-    tasks = [
-        remote.remote(context, task, pool, rate, draw, steps_after(task.config, 0, concurrent, draw))
-        for draw, pool in enumerate(pools)
-    ]
+    tasks = []
+    for number, draw in enumerate(draws):
+        after = steps_after(task.config.steps, concurrent, number, 0, len(draws))
+        tasks.append(remote.remote(context, task, pools[draw], rate, draw, after))
     refits: list[Refit] = ray.get(tasks)
     return refits
 
@@ -224,21 +299,21 @@ def main(context: Context[Finetune]) -> Result:
     selected_on = supports.selected_on
     dataset.require("test")
     overlap = check_leakage(context, dataset, supports.pool.take(supports.rows))
+    ledger = open_ledger(context)
     if len(config.learning_rates) == 1:  # nothing to select, so no image is held out
         trials, chosen, selected_on = [], config.learning_rates[0], ONE_RATE
     else:
-        with tempfile.TemporaryDirectory(prefix="vitflow-", ignore_cleanup_errors=True) as scratch:
-            trials = sweep(context, task, pools[0], supports.folds, scratch)
+        trials = sweep(context, task, pools, supports.folds, ledger)
         chosen = choose(trials)
     print(f"chosen on {selected_on}: learning rate {chosen:g}", flush=True)
-    refits = run_refits(context, task, pools, chosen)
+    refits = refit_draws(context, task, pools, chosen, ledger)
 
     accuracy_rows, predictions = tables(task, dataset, refits, chosen, selected_on, overlap)
     with context.staging() as staging:
         rows.write_table(staging.path / "rows.parquet", accuracy_rows, rows.ROWS)
         rows.write_predictions(staging.path / "predictions.parquet", predictions)
-        ledger = {"trials": trials, "chosen": chosen, "selected_on": selected_on}
-        sweep_json = json.dumps(ledger, indent=1) + "\n"
+        choice = {"trials": trials, "chosen": chosen, "selected_on": selected_on}
+        sweep_json = json.dumps(choice, indent=1) + "\n"
         (staging.path / "sweep.json").write_text(sweep_json)
         curves = [{"draw": draw, "points": refit.curve} for draw, refit in enumerate(refits)]
         (staging.path / "curves.json").write_text(json.dumps(curves, indent=1) + "\n")

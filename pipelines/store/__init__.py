@@ -32,7 +32,7 @@ from pipelines.store.checkpoints import (
     remove_checkpoints,
 )
 from pipelines.store.named_checkpoints import MODEL_FILES, kept_checkpoints, model_folder, weights_file
-from pipelines.store.objects import numbers, read_record, warn
+from pipelines.store.objects import check_name, numbers, read_record, warn
 from pipelines.store.protocol import (
     LARGEST_RECORD,
     SETTINGS,
@@ -94,6 +94,7 @@ __all__ = [
     "check_newest",
     "checkpoints",
     "choose_start",
+    "check_name",
     "commit",
     "commit_checkpoint",
     "create_attempt",

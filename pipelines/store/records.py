@@ -28,6 +28,7 @@ class Layout:
     artifacts/<job>/<key>/attempts/<n>/attempt.json     written before the job is submitted: its input, and a nonce
     artifacts/<job>/<key>/attempts/<n>/alive.json       its sign of life, the only object that is ever replaced
     artifacts/<job>/<key>/attempts/<n>/files/...        the files of that attempt
+    artifacts/<job>/<key>/attempts/<n>/ledger/...       a fine-tuning's finished trials and refits, for later attempts
     artifacts/<job>/<key>/attempts/<n>/log.txt          its job's log (a cluster's own copy is lost with the cluster)
     artifacts/<job>/<key>/attempts/<n>/start.json       the checkpoint that it starts from, chosen once
     artifacts/<job>/<key>/attempts/<n>/checkpoints/<step>/...   a training's state, and manifest.json, its commit
@@ -74,6 +75,10 @@ class Layout:
     @classmethod
     def requests(cls, job: str, key: str, number: int) -> str:
         return f"{cls.attempt(job, key, number)}/requests"
+
+    @classmethod
+    def ledger(cls, job: str, key: str, number: int) -> str:
+        return f"{cls.attempt(job, key, number)}/ledger"
 
     @staticmethod
     def run(run: str) -> str:

@@ -17,7 +17,7 @@ from ray_jobs.data.shards import Images
 from ray_jobs.process import devices
 from ray_jobs.process.progress import Progress
 from ray_jobs.training import optim
-from ray_jobs.training.task import Indices, Score, Task
+from ray_jobs.training.task import DivergenceError, Score, Task
 from vit_model.build import Network, build
 from vit_model.config import ModelContract
 from vit_model.objectives import softmax_cross_entropy
@@ -105,7 +105,11 @@ def fit(
 
 
 def score(model: Network, contract: ModelContract, data: Images) -> Score:
-    """Classify every image of `data` in float32 and compare with its label."""
+    """Classify every image of `data` in float32 and compare with its label.
+
+    Raises:
+        DivergenceError: the loss is not finite, because the last steps made the weights too large.
+    """
     device, preprocessing = next(model.parameters()).device, contract.preprocessing
     labels, parts = torch.tensor(data.labels), []
     with torch.inference_mode():
@@ -118,16 +122,7 @@ def score(model: Network, contract: ModelContract, data: Images) -> Score:
         predictions = logits.argmax(dim=1)
         probabilities = logits.softmax(dim=1).amax(dim=1)
         loss = functional.cross_entropy(logits, labels).item()
+    if not math.isfinite(loss):
+        raise DivergenceError(f"loss is {loss} after training: lower learning_rate, or use a longer warm-up")
     accuracy = (predictions == labels).double().mean().item()
     return Score(accuracy, loss, predictions.numpy(), probabilities.numpy())
-
-
-def run_trial(
-    task: Task, pool: Images, fold: tuple[Indices, Indices], rate: float, name: str, after: int = 0
-) -> Score:
-    """Fit on the first part of a fold and score on the second."""
-    train, validation = fold
-    model, *_ = fit(task, pool.take(train), rate, task.config.seed, f"{name}, step", after)
-    result = score(model, task.contract, pool.take(validation))
-    print(f"{name}: accuracy {result.accuracy:.3f}, loss {result.loss:.3f}", flush=True)
-    return result

@@ -15,6 +15,10 @@ from vit_model.config import ModelContract
 from vit_model.errors import UserError
 
 Indices = NDArray[np.int64]
+Folds = list[tuple[Indices, Indices]]
+"""Rows to fit on and rows to score on, per fold."""
+Place = tuple[int, int]
+"""A trial of a sweep: the place of its learning rate in the configuration, and of its fold."""
 
 
 class DivergenceError(UserError):

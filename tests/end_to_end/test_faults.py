@@ -13,7 +13,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
@@ -53,7 +53,7 @@ def own_ray() -> Iterator[dict[str, str]]:
     shutil.rmtree(folder)
 
 
-def ray_processes(environment: dict[str, str]) -> list[psutil.Process]:
+def ray_processes(environment: Mapping[str, str]) -> list[psutil.Process]:
     """Every process that was started with this state folder: keepers, Ray, jobs, workers."""
     started = []
     for process in psutil.process_iter():
@@ -67,14 +67,17 @@ def ray_processes(environment: dict[str, str]) -> list[psutil.Process]:
 
 
 def start(
-    store: Path, environment: dict[str, str], only: str = "probe", *options: str
+    store: Path, environment: Mapping[str, str], only: str = "probe", *options: str
 ) -> subprocess.Popen[str]:
     """Run ingest, pretraining on two workers, and evaluation; or what one of these needs."""
     signal.signal(signal.SIGINT, signal.default_int_handler)  # in a shell's background job it is ignored
-    command = [sys.executable, "-m", "pipelines", "run", str(TINY), "--store", str(store), "--only", only]
-    command += options
+    command = [sys.executable, "-m", "pipelines", "run", str(TINY), "--store", str(store)]
     return subprocess.Popen(
-        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        [*command, "--only", only, *options],
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
     )
 
 
@@ -85,7 +88,7 @@ def finish(driver: subprocess.Popen[str]) -> str:
     return out
 
 
-def matching(environment: dict[str, str], *words: str) -> list[psutil.Process]:
+def matching(environment: Mapping[str, str], *words: str) -> list[psutil.Process]:
     """Those whose name and command line contain all the words."""
     matches = []
     for process in ray_processes(environment):
@@ -148,6 +151,49 @@ def test_a_run_that_is_interrupted_and_then_killed_goes_on(
     assert attempts == {"ingest": 1, "pretrain": 2, "evaluate": 1}, "the killed driver's job was not repeated"
     assert len(list((store / "runs").iterdir())) == 2, "the third command continued the second's run"
     check_whole(store, tiny_store)
+
+
+def test_a_fine_tuning_that_is_killed_twice_repeats_no_finished_trial_or_refit(
+    tiny_store: Path, tmp_path: Path
+) -> None:
+    """First in its sweep, then in its refits; the driver makes the next attempt each time."""
+
+    def tune(store: Path) -> subprocess.Popen[str]:
+        shutil.copytree(tiny_store, store, ignore=shutil.ignore_patterns("finetune", "report", "runs"))
+        return start(store, os.environ, "finetune", "--set", "finetune.labels.draws=5")
+
+    def finished(number: int) -> set[str]:
+        entries = store.glob(f"artifacts/finetune/*/attempts/{number}/ledger/*.json")
+        return {path.name for path in entries}
+
+    def kill_after(number: int, entry: str) -> set[str]:
+        """Kill an attempt that has an entry of this kind; return what it had finished before."""
+        wait_for(lambda: any(name.startswith(entry) for name in finished(number)))
+        done = finished(number)
+        kill(matching(os.environ, "-m ray_jobs.finetune", str(store)))
+        return done
+
+    store, reference = tmp_path / "s", tmp_path / "reference"
+    driver = tune(store)
+    swept = kill_after(1, "trial")
+    refitted = kill_after(2, "refit")
+    finish(driver)
+    finish(tune(reference))
+    ours, theirs = manifests(store)["finetune"], manifests(reference)["finetune"]
+    assert ours["attempt"] == 3
+    assert ours["files"] == theirs["files"]
+    assert (ours["content_digest"], ours["metrics"]) == (theirs["content_digest"], theirs["metrics"])
+
+    trials = {f"trial-{rate}-{fold}.json" for rate in (0, 1) for fold in (0, 1)}
+    refits = {f"refit-{draw}.json" for draw in range(5)}
+    first, second, third = (finished(number) for number in (1, 2, 3))
+    assert swept < trials, "it was killed in its sweep"
+    assert trials <= refitted | first and refits - refitted, "it was killed in its refits"
+    assert first | second | third == trials | refits
+    assert not swept & second and not (swept | refitted) & third, "nothing was done twice"
+    log = (files_of(store, ours).parent / "log.txt").read_text()
+    assert log.count("(from attempt 1)") == len(first - second)
+    assert log.count("(from attempt 2)") == len(second)
 
 
 @pytest.mark.full

@@ -1,7 +1,6 @@
 """Fine-tuning: what the sweep may see, what it chooses, and (with Ray) the whole stage twice."""
 
 import json
-import shutil
 import sys
 from pathlib import Path
 
@@ -9,26 +8,21 @@ import numpy as np
 import pytest
 import torch
 
-from pipelines.spec import Finetune, Labels, ModelSize
-from pipelines.store import open_store
+from pipelines.spec import Finetune, Labels
 from ray_jobs import finetune
 from ray_jobs.data import shards
 from ray_jobs.evaluation import rows
 from ray_jobs.evaluation.leakage import COMPARED
 from ray_jobs.evaluation.supports import Supports
-from ray_jobs.process.stage import Context, Result
+from ray_jobs.process.stage import Result
 from ray_jobs.training.contract import model_contract
 from ray_jobs.training.fit import fit, score, start_model
 from ray_jobs.training.task import Images, Task
-from tests.support import datasets
-from tests.support.records import make_context, make_manifest
+from tests.support.finetuning import SIZE, configuration, context, put_halves
 from vit_model.config import ViTConfig
 from vit_model.errors import UserError
 from vit_model.model import ViT
 from vit_model.weights import load_model, save_model
-
-SIZE = ModelSize(patch_size=4, width=16, depth=1, num_heads=2)
-COUNTS = {"train": 60, "dev": 20, "test": 30}
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -40,32 +34,8 @@ def threads():
 
 @pytest.fixture
 def dataset(tmp_path) -> Path:
-    """Dark noise of 8x8, its left or its right half bright: the class."""
-    rng, folder = np.random.default_rng(0), tmp_path / "dataset"
-    splits = {}
-    for split, count in COUNTS.items():
-        splits[split] = samples = []
-        for number in range(count):
-            pixels = rng.integers(0, 64, (8, 8, 1)).astype(np.uint8)
-            pixels[:, 4 * (number % 2) :][:, :4] += 150
-            samples.append(datasets.raw(f"{split}/{number:04d}", pixels, number % 2))
-    image = shards.ImageSize(height=8, width=8, channels=1)
-    datasets.put(folder, "halves", ("left", "right"), image, splits)
-    return folder
-
-
-def configuration(**fields: object) -> Finetune:
-    base = {
-        "job": "finetune",
-        "data": "halves",
-        "model": SIZE,
-        "resolution": 8,
-        "learning_rates": (1e-4, 1e-2),
-        "steps": 20,
-        "batch_size": 8,
-        "labels": Labels(per_class=4, draws=2, folds=2),
-    }
-    return Finetune.model_validate(base | fields)
+    put_halves(tmp_path / "dataset")
+    return tmp_path / "dataset"
 
 
 def prepared(dataset: Path, config: Finetune) -> tuple[Task, list[Images], Supports]:
@@ -147,6 +117,14 @@ def test_a_fit_that_diverges_ends_with_advice(dataset):
         fit(task, pools[0], 1e30, seed=0)
 
 
+@pytest.mark.slow
+def test_a_model_whose_last_step_diverged_has_no_score(dataset):
+    task, pools, _ = prepared(dataset, configuration(steps=1))
+    model, *_ = fit(task, pools[0], 1e30, seed=0)
+    with pytest.raises(UserError, match=r"loss is nan after training: lower learning_rate"):
+        score(model, task.contract, pools[0])
+
+
 def test_a_backbone_keeps_its_encoder_and_loses_its_head(dataset, tmp_path):
     save_backbone(tmp_path / "backbone")
     task = finetune.make_task(
@@ -185,14 +163,6 @@ def save_backbone(folder: Path) -> None:
     model = ViT(contract.architecture)
     model.initialise(config.seed + 5)
     save_model(folder, model, contract)
-
-
-def context(store_root: Path, dataset: Path, config: Finetune) -> Context:
-    """As a driver would have prepared it, with the dataset in place of a committed one."""
-    store = open_store(str(store_root))
-    manifest = make_manifest("ingest", content_digest="halves")
-    shutil.copytree(dataset, store.local(manifest.folder, ()))
-    return make_context(store, config, data=manifest)
 
 
 @pytest.mark.ray
@@ -249,9 +219,8 @@ def test_a_mistake_in_a_trial_is_told_as_it_was_made(dataset, tmp_path, local_ra
 
 @pytest.mark.parametrize("concurrent", [1, 2, 3, 100])
 def test_the_steps_after_a_fit_count_the_rest_of_the_sweep_and_the_refits(concurrent: int) -> None:
-    config = configuration()  # 2 rates x 2 folds, then 2 draws, of 20 steps each
-    trials = [finetune.steps_after(config, 2, concurrent, number) for number in range(4)]
-    refits = [finetune.steps_after(config, 0, concurrent, draw) for draw in range(2)]
+    trials = [finetune.steps_after(20, concurrent, number, trials=4, refits=2) for number in range(4)]
+    refits = [finetune.steps_after(20, concurrent, number, trials=0, refits=2) for number in range(2)]
     expected = {
         1: ([100, 80, 60, 40], [20, 0]),
         2: ([40, 40, 20, 20], [0, 0]),
@@ -259,11 +228,8 @@ def test_the_steps_after_a_fit_count_the_rest_of_the_sweep_and_the_refits(concur
         100: ([20, 20, 20, 20], [0, 0]),
     }
     assert (trials, refits) == expected[concurrent]
-
-
-def test_with_all_labels_one_refit_follows() -> None:
-    config = configuration(labels=Labels())
-    assert [finetune.steps_after(config, 1, 1, number) for number in range(2)] == [40, 20]
+    resumed = finetune.steps_after(20, concurrent, 0, trials=1, refits=2)
+    assert resumed == (40 if concurrent == 1 else 20), "what earlier attempts finished does not count"
 
 
 @pytest.mark.parametrize(("error", "is_shown"), [(SystemExit(1), False), (ValueError("lost"), True)])

@@ -1,0 +1,215 @@
+"""The ledger of a fine-tuning: its finished trials and refits, which later attempts at the same key take over.
+
+In: the result of a trial or a refit. Out: an object, `ledger/trial-<rate>-<fold>.json` or `ledger/refit-<draw>.json` in
+the attempt's folder, created once, by the process that computed the result, as soon as it has it. An attempt reads the
+ledgers of the attempts before it and writes to its own, so several attempts may run at once.
+
+The entries of an attempt that ran other code are not used, because its results may differ. No manifest lists an entry,
+so each has a checksum. A damaged entry is computed again, with a line in the log: this costs one fit, while an error
+would block the key until somebody removes the entry.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator, Sequence
+from typing import Annotated, Self, TypeVar
+
+import numpy as np
+from pydantic import Field, NonNegativeInt, PositiveInt, model_validator
+
+from pipelines.identity import canonical_json, sha256
+from pipelines.spec import Finetune
+from pipelines.store import (
+    FileEntry,
+    Layout,
+    StoreDamaged,
+    check_name,
+    encode,
+    read_attempt,
+    read_record,
+)
+from ray_jobs.process.stage import MODEL_FILES, Context
+from ray_jobs.training.task import Place, Refit, Score
+from vit_model.config import Frozen
+
+Fraction = Annotated[float, Field(ge=0, le=1)]
+
+
+class TrialEntry(Frozen):
+    """A finished trial: its results on the validation part of its fold."""
+
+    name: str
+    """Of this object in the store."""
+    accuracy: Fraction
+    loss: float
+    sha256: str = ""
+    """Of the other fields, see `checksum`."""
+
+    def checksum(self) -> str:
+        """Return the sha256 of all other fields."""
+        return sha256(canonical_json(self.model_dump(mode="json", exclude={"sha256"})))
+
+
+class CurvePoint(Frozen):
+    """A point of a refit's training curve."""
+
+    step: PositiveInt
+    learning_rate: float
+    loss: float
+
+
+class RefitEntry(TrialEntry):
+    """A finished refit: its results on n test images, and its model's files if they are kept.
+
+    The numbers per image are JSON, too (280 kB for 10,000 images), so that an entry is one object, complete or absent,
+    and validated like any other record.
+    """
+
+    learning_rate: float
+    predictions: tuple[NonNegativeInt, ...]
+    """[n], labels."""
+    probabilities: tuple[Fraction, ...]
+    """[n], of the predictions."""
+    curve: tuple[CurvePoint, ...]
+    substitutes: NonNegativeInt
+    files: tuple[FileEntry, ...]
+    """In the folder `files` of the same attempt."""
+
+    @model_validator(mode="after")
+    def _whole(self) -> Self:
+        if len(self.predictions) != len(self.probabilities):
+            raise ValueError(
+                f"{len(self.predictions)} predictions, but {len(self.probabilities)} probabilities"
+            )
+        expected = sorted(MODEL_FILES) if self.name.endswith(f"/{_refit(0)}") else []
+        if [file.path for file in self.files] != expected:
+            raise ValueError(f"files: expected {expected}")
+        return self
+
+
+Entry = TypeVar("Entry", bound=TrialEntry)
+
+
+def add_trial(context: Context[Finetune], place: Place, accuracy: float, loss: float) -> None:
+    """Record a finished trial."""
+    name = _name(context, context.attempt.number, _trial(place))
+    _add(context, TrialEntry(name=name, accuracy=accuracy, loss=loss))
+
+
+def add_refit(context: Context[Finetune], draw: int, learning_rate: float, refit: Refit) -> None:
+    """Record a finished refit, whose files are in the attempt's folder."""
+    entry = RefitEntry(
+        name=_name(context, context.attempt.number, _refit(draw)),
+        accuracy=refit.score.accuracy,
+        loss=refit.score.loss,
+        learning_rate=learning_rate,
+        predictions=refit.score.predictions.tolist(),
+        probabilities=refit.score.probabilities.tolist(),
+        curve=refit.curve,
+        substitutes=refit.substitutes,
+        files=refit.files,
+    )
+    _add(context, entry)
+
+
+class Ledger:
+    """What some attempts at a key have finished; of several entries for the same, the newest attempt's."""
+
+    def __init__(self, context: Context[Finetune], attempts: Sequence[int]) -> None:
+        """Open the ledgers of these attempts, the newest first."""
+        self._context, self._store, self._attempts = context, context.open_store(), attempts
+
+    def trial(self, place: Place) -> tuple[int, float, float] | None:
+        """Return (attempt, accuracy, loss) of a finished trial; None if it is not finished."""
+        for attempt, entry in self._find(_trial(place), TrialEntry):
+            return attempt, entry.accuracy, entry.loss
+        return None
+
+    def refit(self, draw: int, learning_rate: float) -> Refit | None:
+        """Return a finished refit with this learning rate, and say so; None if it is not finished.
+
+        Its files are copied into the folder of the context's attempt.
+        """
+        for attempt, entry in self._find(_refit(draw), RefitEntry):
+            # on GPUs, results vary a little, and the trials of another attempt may have chosen another rate
+            if entry.learning_rate != learning_rate:
+                continue
+            try:
+                files = self._copy(attempt, entry.files)
+            except StoreDamaged as error:
+                print(f"{error}; the refit is not used", flush=True)
+                continue
+            print(f"draw {draw}: test accuracy {entry.accuracy:.3f} (from attempt {attempt})", flush=True)
+            predictions = np.array(entry.predictions, np.int64)
+            probabilities = np.array(entry.probabilities, np.float32)
+            score = Score(entry.accuracy, entry.loss, predictions, probabilities)
+            return Refit(score, [point.model_dump() for point in entry.curve], entry.substitutes, files)
+        return None
+
+    def _find(self, file: str, model: type[Entry]) -> Iterator[tuple[int, Entry]]:
+        """Yield each attempt that has this entry, and the entry; skip damaged ones with a line in the log."""
+        for attempt in self._attempts:
+            name = _name(self._context, attempt, file)
+            try:
+                entry = read_record(self._store, name, model)
+                if entry is None:
+                    continue
+                check_name(self._store, name, entry.name)
+                if entry.sha256 != entry.checksum():
+                    raise StoreDamaged(
+                        f"{self._store.uri}/{name} is damaged: its checksum is of other contents"
+                    )
+            except StoreDamaged as error:
+                print(f"{error}; it is not used", flush=True)
+                continue
+            yield attempt, entry
+
+    def _copy(self, attempt: int, files: tuple[FileEntry, ...]) -> tuple[FileEntry, ...]:
+        """Copy an attempt's files into the own attempt's folder. Raises StoreDamaged if one is not what it was."""
+        if not files:
+            return ()
+        folder = Layout.files(self._context.attempt.job, self._context.attempt.key, attempt)
+        source = self._store.local(folder, files)
+        with self._context.staging() as staging:
+            for file in files:
+                shutil.copyfile(source / file.path, staging.path / file.path)
+        # Staging hashes the copies; `local` may remember the sha256 of bytes that a disk has lost since.
+        if staging.files != files:
+            raise StoreDamaged(f"{self._store.uri}/{folder} is damaged: the model's files have changed")
+        return staging.files
+
+
+def open_ledger(context: Context[Finetune]) -> Ledger:
+    """Open the ledgers of all attempts by the same code, from the context's own back to the first."""
+    own, store, usable = context.attempt, context.open_store(), []
+    for number in range(own.number, 0, -1):
+        if not store.names(Layout.ledger(own.job, own.key, number)):
+            continue
+        try:
+            attempt = read_attempt(store, Layout.attempt(own.job, own.key, number))
+        except StoreDamaged as error:
+            print(f"what attempt {number} has finished is computed again: {error}", flush=True)
+            continue
+        if attempt is not None and attempt.code_digest == own.code_digest:
+            usable.append(number)
+        else:
+            print(f"what attempt {number} has finished is computed again: it ran other code", flush=True)
+    return Ledger(context, usable)
+
+
+def _trial(place: Place) -> str:
+    return f"trial-{place[0]}-{place[1]}.json"
+
+
+def _refit(draw: int) -> str:
+    return f"refit-{draw}.json"
+
+
+def _name(context: Context[Finetune], attempt: int, file: str) -> str:
+    return f"{Layout.ledger(context.attempt.job, context.attempt.key, attempt)}/{file}"
+
+
+def _add(context: Context[Finetune], entry: TrialEntry) -> None:
+    # If the entry exists, Ray has run a task again whose result was lost. Either result will do.
+    context.open_store().create(entry.name, encode(entry.model_copy(update={"sha256": entry.checksum()})))

@@ -1,0 +1,255 @@
+"""A fine-tuning that is killed anywhere goes on from its ledger, and writes what an undisturbed one writes."""
+
+import json
+import os
+import re
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from pipelines.identity import canonical_json, sha256
+from pipelines.store import Layout, create_attempt, open_store
+from ray_jobs import finetune
+from ray_jobs.process.stage import Context, Result
+from ray_jobs.training import fit, ledger
+from ray_jobs.training.task import Refit
+from tests.support.finetuning import configuration, context, put_halves
+from tests.support.records import flip, make_context, make_manifest
+from tests.support.stores import snapshot
+
+CONFIG = configuration(learning_rates=(1e30, 1e-2), steps=4)  # the first diverges
+TRIALS = [f"trial-{rate}-{fold}.json" for rate in (0, 1) for fold in (0, 1)]
+ENTRIES = {*TRIALS, "refit-0.json", "refit-1.json"}
+
+
+class Killed(BaseException):
+    """What SIGKILL is to the stage's code."""
+
+
+class Fits:
+    """The fits of a stage, one after the other in this process instead of in Ray's."""
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self.count = self.moments = 0
+        self.last: int | None = (
+            None  # the moment of death; each entry has two: before and after it is written
+        )
+        fit_one, add = fit.fit, ledger._add
+
+        def counted(*arguments: Any) -> Any:
+            self.count += 1
+            return fit_one(*arguments)
+
+        def add_or_die(*arguments: Any) -> None:
+            self.live()
+            add(*arguments)
+            self.live()
+
+        def trials(given: Any, task: Any, pools: Any, folds: Any, places: Any) -> Any:
+            return {place: finetune.trial(given, task, pools[0], folds, place) for place in places}
+
+        def refits(given: Any, task: Any, pools: Any, rate: float, draws: Any) -> list[Refit]:
+            return [finetune.refit(given, task, pools[draw], rate, draw) for draw in draws]
+
+        patch.setattr(fit, "fit", counted)
+        patch.setattr(ledger, "_add", add_or_die)
+        patch.setattr(finetune, "run_trials", trials)
+        patch.setattr(finetune, "run_refits", refits)
+
+    def live(self) -> None:
+        self.moments += 1
+        if self.moments == self.last:
+            raise Killed
+
+    def run(self, given: Context[Any]) -> Result:
+        """An attempt; afterwards `count` is how many fits it did."""
+        self.count = self.moments = 0
+        return finetune.main(given)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def threads():
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture
+def fits(monkeypatch: pytest.MonkeyPatch) -> Fits:
+    return Fits(monkeypatch)
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Result]:
+    """A store whose first attempt did everything but commit, and its result."""
+    folder = tmp_path_factory.mktemp("undisturbed")
+    put_halves(folder / "dataset")
+    with pytest.MonkeyPatch.context() as patch:
+        first = context(folder / "store", folder / "dataset", CONFIG)
+        create_attempt(first.open_store(), first.attempt)
+        result = Fits(patch).run(first)
+    assert in_ledger(folder / "store", 1) == ENTRIES
+    return folder / "store", result
+
+
+@pytest.fixture
+def store(undisturbed: tuple[Path, Result], tmp_path: Path) -> Path:
+    """A copy of that store."""
+    return shutil.copytree(undisturbed[0], tmp_path / "store")
+
+
+def attempt(root: Path, number: int, code: str = "c") -> Context[Any]:
+    """An attempt at the same key, as a driver prepares it."""
+    given = make_context(open_store(str(root)), CONFIG, data=make_manifest(content_digest="halves"))
+    record = given.attempt.model_copy(update={"number": number, "code_digest": code})
+    return replace(given, attempt=create_attempt(given.open_store(), record))
+
+
+def folder(root: Path, number: int = 1) -> Path:
+    return root / Layout.ledger("finetune", "k", number)
+
+
+def in_ledger(root: Path, number: int) -> set[str]:
+    return {path.name for path in folder(root, number).iterdir()}
+
+
+@pytest.mark.parametrize(
+    ("moment", "attempts", "last_fits"), [(2, 7, 0), (3, 6, 1)], ids=["after an entry", "before the next one"]
+)
+def test_killed_between_any_two_entries_it_fits_only_the_rest_and_writes_the_same_bytes(
+    moment: int, attempts: int, last_fits: int, fits: Fits, undisturbed: tuple[Path, Result], store: Path
+) -> None:
+    """Each attempt writes one entry before it dies."""
+    shutil.rmtree(store / "artifacts/finetune")
+    fits.last = moment
+    written: list[str] = []
+    for number in range(1, attempts):
+        with pytest.raises(Killed):
+            fits.run(attempt(store, number))
+        assert fits.count == moment - 1
+        written += in_ledger(store, number)
+        assert len(written) == number
+    before = snapshot(store)
+    last = attempt(store, attempts)
+    result = fits.run(last)
+    assert fits.count == last_fits
+    assert {*written} | ({"refit-1.json"} if last_fits else set()) == ENTRIES
+    assert result == undisturbed[1], "digests of all files, metrics"
+    last.open_store().local(Layout.files("finetune", "k", attempts), result.files)
+    after = snapshot(store)
+    assert all(after[path] == before[path] for path in before if Path(path).is_file()), "earlier attempts'"
+
+
+def test_what_it_takes_over_is_in_the_log(
+    fits: Fits, store: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (folder(store) / "trial-1-1.json").unlink()
+    (folder(store) / "refit-0.json").unlink()
+    fits.run(attempt(store, 2))
+    out = re.sub(r"(accuracy|loss) [\d.]+", r"\1 x", capsys.readouterr().out)
+    assert [line for line in out.splitlines() if line.startswith(("learning rate", "draw"))] == [
+        "learning rate 1e+30, fold 0: diverged (from attempt 1)",
+        "learning rate 0.01, fold 0: accuracy x, loss x (from attempt 1)",
+        "learning rate 1e+30, fold 1: diverged (from attempt 1)",
+        "learning rate 0.01, fold 1: accuracy x, loss x",
+        "draw 1: test accuracy x (from attempt 1)",
+        "draw 0: test accuracy x",
+    ]
+
+
+def rewrite(path: Path, sealed: bool = True, **fields: Any) -> None:
+    """Change fields of an entry; with `sealed`, as somebody would who also knows the checksum."""
+    entry = json.loads(path.read_text()) | fields
+    if sealed:
+        entry["sha256"] = sha256(canonical_json({name: entry[name] for name in entry if name != "sha256"}))
+    path.write_text(json.dumps(entry))
+
+
+def outside(root: Path) -> None:
+    entry = json.loads((folder(root) / "refit-0.json").read_text())
+    files = [entry["files"][0], entry["files"][1] | {"path": "../../1/attempt.json"}]
+    rewrite(folder(root) / "refit-0.json", files=files)
+
+
+def a_folder(root: Path) -> None:
+    (folder(root) / "trial-1-0.json").unlink()
+    (folder(root) / "trial-1-0.json").mkdir()
+
+
+MODEL = Path(Layout.files("finetune", "k", 1), "model.safetensors")
+DAMAGE: dict[str, tuple[Callable[[Path], Any], str]] = {
+    "a bit of a trial": (lambda root: flip(folder(root) / "trial-1-0.json"), "is not used"),
+    "a bit of a refit": (lambda root: flip(folder(root) / "refit-1.json"), "is not used"),
+    "another accuracy": (
+        lambda root: rewrite(folder(root) / "trial-0-1.json", sealed=False, accuracy=0.75),
+        "its checksum is of other contents; it is not used",
+    ),
+    "half": (lambda root: (folder(root) / "trial-1-0.json").write_text('{"accuracy": 0.'), "is not used"),
+    "a copy of another": (
+        lambda root: shutil.copy(folder(root) / "trial-1-1.json", folder(root) / "trial-1-0.json"),
+        "it is a copy of",
+    ),
+    "60 MB": (lambda root: os.truncate(folder(root) / "refit-1.json", 60 * 2**20), "a record has at most"),
+    "a folder": (a_folder, "it is not a file"),
+    "a bit of the model": (lambda root: flip(root / MODEL), "the refit is not used"),
+    "no model": (lambda root: (root / MODEL).unlink(), "the refit is not used"),
+    "files outside": (outside, "files: "),
+    "fewer probabilities": (
+        lambda root: rewrite(folder(root) / "refit-1.json", probabilities=[]),
+        "30 predictions, but 0 probabilities",
+    ),
+    "another learning rate": (lambda root: rewrite(folder(root) / "refit-1.json", learning_rate=0.5), ""),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_a_damaged_entry_is_computed_again(
+    damage: str,
+    fits: Fits,
+    undisturbed: tuple[Path, Result],
+    store: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    change, said = DAMAGE[damage]
+    change(store)
+    result = fits.run(attempt(store, 2))
+    assert fits.count == 1, "nothing else is"
+    assert said in capsys.readouterr().out
+    assert result == undisturbed[1]
+
+
+def test_what_other_code_has_finished_is_computed_again(
+    fits: Fits, store: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fits.run(attempt(store, 2, code="other"))
+    assert fits.count == 6
+    said = "what attempt 1 has finished is computed again: it ran other code"
+    assert capsys.readouterr().out.count(said) == 1
+    fits.run(attempt(store, 3))
+    assert fits.count == 0, "the first attempt's code again"
+
+
+def test_an_attempt_with_a_damaged_record_is_not_believed(
+    fits: Fits, store: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (store / Layout.attempt("finetune", "k", 1) / "attempt.json").write_text("{}")
+    fits.run(attempt(store, 2))
+    assert fits.count == 6
+    assert "what attempt 1 has finished is computed again: " in capsys.readouterr().out
+
+
+def test_a_task_that_ray_runs_again_fits_nothing(
+    fits: Fits, undisturbed: tuple[Path, Result], store: Path
+) -> None:
+    """If a node is lost, Ray repeats finished tasks whose results it held."""
+    again = attempt(store, 1)
+    unused: Any = None
+    for draw in (0, 1):
+        finetune.refit(again, unused, unused, 1e-2, draw)
+    assert fits.run(again) == undisturbed[1]
+    assert fits.count == 0

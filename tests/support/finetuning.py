@@ -1,0 +1,52 @@
+"""A fine-tuning of a tiny model on tiny images, as a driver would have prepared it."""
+
+import shutil
+from pathlib import Path
+
+import numpy as np
+
+from pipelines.spec import Finetune, Labels, ModelSize
+from pipelines.store import open_store
+from ray_jobs.data import shards
+from ray_jobs.process.stage import Context
+from tests.support import datasets
+from tests.support.records import make_context, make_manifest
+
+SIZE = ModelSize(patch_size=4, width=16, depth=1, num_heads=2)
+COUNTS = {"train": 60, "dev": 20, "test": 30}
+
+
+def put_halves(folder: Path) -> None:
+    """Dark noise of 8x8, its left or its right half bright: the class."""
+    rng = np.random.default_rng(0)
+    splits = {}
+    for split, count in COUNTS.items():
+        splits[split] = samples = []
+        for number in range(count):
+            pixels = rng.integers(0, 64, (8, 8, 1)).astype(np.uint8)
+            pixels[:, 4 * (number % 2) :][:, :4] += 150
+            samples.append(datasets.raw(f"{split}/{number:04d}", pixels, number % 2))
+    image = shards.ImageSize(height=8, width=8, channels=1)
+    datasets.put(folder, "halves", ("left", "right"), image, splits)
+
+
+def configuration(**fields: object) -> Finetune:
+    base = {
+        "job": "finetune",
+        "data": "halves",
+        "model": SIZE,
+        "resolution": 8,
+        "learning_rates": (1e-4, 1e-2),
+        "steps": 20,
+        "batch_size": 8,
+        "labels": Labels(per_class=4, draws=2, folds=2),
+    }
+    return Finetune.model_validate(base | fields)
+
+
+def context(store_root: Path, dataset: Path, config: Finetune) -> Context[Finetune]:
+    """The first attempt, with the dataset in place of a committed one."""
+    store = open_store(str(store_root))
+    manifest = make_manifest("ingest", content_digest="halves")
+    shutil.copytree(dataset, store.local(manifest.folder, ()))
+    return make_context(store, config, data=manifest)
