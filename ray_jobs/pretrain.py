@@ -16,7 +16,7 @@ from typing import Any
 
 from pipelines.errors import StoreError, Superseded
 from pipelines.spec import Pretrain
-from pipelines.store import Checkpoint, FileEntry, checkpoints, choose_start
+from pipelines.store import Checkpoint, FileEntry, Layout, checkpoints, choose_start, read_attempt
 from ray_jobs.process import devices
 from ray_jobs.process.alive import Steps, count_steps
 from ray_jobs.process.stage import Context, Result, causes, model_digest, run_stage
@@ -46,6 +46,9 @@ def _train(context: Context[Pretrain]) -> dict[str, Any]:
     start = choose_start(context.open_store(), context.attempt)
     if start is not None:
         print(f"continuing from step {start.step}, which attempt {start.attempt} saved", flush=True)
+        earlier = read_attempt(context.open_store(), Layout.attempt(start.job, start.key, start.attempt))
+        if earlier is not None and earlier.code_digest != context.attempt.code_digest:
+            print("note: the code has changed since; with --strict-code it is part of the key", flush=True)
     workers = context.config.workers or devices.default_workers(context.config.batch_size)
     units, group, deaths = devices.units_in_cluster(), 0, 0
     while True:

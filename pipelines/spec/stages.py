@@ -199,7 +199,7 @@ class Contrastive(Frozen):
 class Pretrain(_Stage):
     """Pretraining with DeepSpeed ZeRO on Ray Train (paper, section 3.1 and Table 3)."""
 
-    VERSION: ClassVar[int] = 4
+    VERSION: ClassVar[int] = 5
     KIND: ClassVar[str] = "model"
     job: Literal["pretrain"]
     data: str = takes("dataset")

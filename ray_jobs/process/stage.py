@@ -19,7 +19,7 @@ import platform
 import signal
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
@@ -46,6 +46,7 @@ from pipelines.store import (
     now,
     open_store,
     read_manifest,
+    remove_checkpoints,
     who,
 )
 from ray_jobs.process.alive import show_alive
@@ -271,6 +272,8 @@ def _commit(context: Context[AnyStage], result: Result, started: str) -> None:
     committed = commit(store, manifest)
     if committed.nonce == attempt.nonce:
         print(f"committed {attempt.job}/{attempt.key[:12]}", flush=True)
+        with suppress(Superseded):
+            remove_checkpoints(store, attempt)  # nobody continues what has ended
     else:
         print(
             f"another attempt ({committed.attempt}) committed {attempt.job}/{attempt.key[:12]} first",

@@ -137,19 +137,15 @@ class Saver:
             self._writing.result()
             self._writing = None
 
-    def named(self, best: int | None) -> list[Checkpoint]:
-        """Return the checkpoints that consumers can name: the best, and those of the configured steps."""
-        newest = self._newest()
-        return [newest[step] for step in sorted(newest) if step == best or step in self._config.keep_steps]
+    def named(self, best: int | None) -> list[Saved]:
+        """Open the checkpoints that consumers can name: the best, and those of the configured steps."""
+        newest, steps = self._newest(), {best, *self._config.keep_steps}
+        return [Saved(self._store, newest[step]) for step in sorted(newest) if step in steps]
 
     def _newest(self) -> dict[int, Checkpoint]:
         """Return {step: the newest attempt's checkpoint}."""
         there = checkpoints(self._store, self._attempt.job, self._attempt.key)
         return {each.step: each for each in reversed(there)}
-
-    def saved(self, checkpoint: Checkpoint) -> Saved:
-        """Open a checkpoint."""
-        return Saved(self._store, checkpoint)
 
     def _write(self, step: int, best: int | None, copies: dict[str, Tensor], state: WorkerState) -> None:
         attempt = self._attempt
@@ -192,7 +188,7 @@ class _Part(NamedTuple):
     """Values of a parameter from `start` on, in a file under a key."""
 
     start: int
-    count: int
+    size: int
     file: Any
     key: str
 
@@ -216,12 +212,12 @@ class Saved:
                 self.states.append(WorkerState.model_validate_json(file.metadata()[_STATE]))
                 for key in file.keys():  # noqa: SIM118 (not a dict)
                     kind, name, start = _KEY.fullmatch(key).groups()  # type: ignore[union-attr]
-                    (count,) = file.get_slice(key).get_shape()
-                    self._parts[kind, name].append(_Part(int(start), count, file, key))
+                    (size,) = file.get_slice(key).get_shape()
+                    self._parts[kind, name].append(_Part(int(start), size, file, key))
             except (SafetensorError, AttributeError, KeyError, ValueError, TypeError) as error:
                 raise self._damaged(f"{path} is not a part of a checkpoint ({error})") from None
         for (kind, name), parts in self._parts.items():
-            ends = [0, *itertools.accumulate(part.count for part in sorted(parts))]
+            ends = [0, *itertools.accumulate(part.size for part in sorted(parts))]
             if [part.start for part in sorted(parts)] != ends[:-1]:
                 raise self._damaged(f"the parts of {kind} of {name} do not follow one another")
 
@@ -233,7 +229,9 @@ class Saved:
         """
         for kind in kinds:
             there = {
-                name: sum(p.count for p in parts) for (k, name), parts in self._parts.items() if k == kind
+                name: sum(part.size for part in parts)
+                for (k, name), parts in self._parts.items()
+                if k == kind
             }
             different = sorted(name for name in sizes | there if sizes.get(name) != there.get(name))
             if different:
@@ -248,7 +246,7 @@ class Saved:
         """Return `count` values from `start` on, float32 [count]."""
         values = torch.empty(count)
         for part in self._parts[kind, name]:
-            low, high = max(start, part.start), min(start + count, part.start + part.count)
+            low, high = max(start, part.start), min(start + count, part.start + part.size)
             if low < high:
                 values[low - start : high - start] = part.file.get_slice(part.key)[
                     low - part.start : high - part.start

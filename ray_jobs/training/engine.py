@@ -48,7 +48,7 @@ Read = Callable[[str, str, int, int], Tensor]
 class Engine(Protocol):
     """What a training loop needs of an engine. All workers call the methods together."""
 
-    module: torch.nn.Module
+    module: Any
     """computes the gradients, in the dtype of matrix products"""
 
     def __call__(self, *inputs: Tensor) -> Tensor: ...
@@ -85,7 +85,7 @@ class Plain:
         accumulation: int = 1,
     ) -> None:
         self.masters, self.optimizer = module, optimizer
-        self.module = module if dtype == torch.float32 else copy.deepcopy(module).to(dtype)
+        self.module: Any = module if dtype == torch.float32 else copy.deepcopy(module).to(dtype)
         self.clip_norm, self.world, self.accumulation = clip_norm, world, accumulation
         named = [(name, weight) for name, weight in module.named_parameters() if weight.requires_grad]
         self._names, self._weights = [name for name, _ in named], [weight for _, weight in named]
@@ -98,7 +98,7 @@ class Plain:
             weight.grad = part.view_as(weight)
 
     def __call__(self, *inputs: Tensor) -> Tensor:
-        return self.module(*inputs)  # type: ignore[no-any-return]
+        return self.module(*inputs)
 
     def backward(self, loss: Tensor) -> None:
         (loss / self.accumulation if self.accumulation > 1 else loss).backward()
@@ -125,7 +125,7 @@ class Plain:
             self._gradients.zero_()
         else:
             with torch.no_grad():
-                torch._foreach_copy_(self._copies, self._weights)
+                torch._foreach_copy_([*self._copies], [*self._weights])
         return norm
 
     def full_weights(self) -> dict[str, Tensor]:
@@ -175,7 +175,7 @@ class Zero:
                 flat[place].copy_(whole[name].flatten()[start : start + place.stop - place.start])
 
     def __call__(self, *inputs: Tensor) -> Tensor:
-        return self._engine(*inputs)  # type: ignore[no-any-return]
+        return self._engine(*inputs)
 
     def backward(self, loss: Tensor) -> None:
         self._engine.backward(loss)
@@ -186,7 +186,7 @@ class Zero:
         for group in self._zero.param_groups:
             group["lr"] = rate
         self._engine.step()
-        return self._engine.get_global_grad_norm()  # type: ignore[no-any-return]
+        return self._engine.get_global_grad_norm()
 
     def full_weights(self) -> dict[str, Tensor]:
         from deepspeed.utils import safe_get_full_fp32_param

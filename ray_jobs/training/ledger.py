@@ -21,6 +21,7 @@ from pydantic import Field, NonNegativeInt, PositiveInt, model_validator
 from pipelines.identity import canonical_json, sha256
 from pipelines.spec import Finetune
 from pipelines.store import (
+    MODEL_FILES,
     FileEntry,
     Layout,
     StoreDamaged,
@@ -29,7 +30,7 @@ from pipelines.store import (
     read_attempt,
     read_record,
 )
-from ray_jobs.process.stage import MODEL_FILES, Context
+from ray_jobs.process.stage import Context
 from ray_jobs.training.task import Place, Refit, Score
 from vit_model.config import Frozen
 

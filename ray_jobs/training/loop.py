@@ -151,12 +151,11 @@ def write_named(
 ) -> None:
     """Write the weights of the earlier steps that consumers can name, and checkpoints.json {best, steps}."""
     named = [] if saver is None else saver.named(best)
-    for checkpoint in named:
-        saved = saver.saved(checkpoint)
+    for saved in named:
         model = build(contract.architecture)
         saved.load(model, prefix=prefix)
-        save_weights(output / "checkpoints" / str(checkpoint.step), model, contract)
-    listed = {"best": best, "steps": [*(checkpoint.step for checkpoint in named), steps]}
+        save_weights(output / "checkpoints" / str(saved.step), model, contract)
+    listed = {"best": best, "steps": [*(saved.step for saved in named), steps]}
     (output / "checkpoints.json").write_text(json.dumps(listed, indent=1) + "\n")
 
 
