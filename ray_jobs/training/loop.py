@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import time
 import warnings
 from collections.abc import Iterator
@@ -190,6 +191,7 @@ def start(
             saved.load(momentum_encoder, MOMENTUM_ENCODER)
     if momentum_encoder is not None:
         momentum_encoder.to(device)
+    os.environ.setdefault("LOCAL_RANK", str(worker.local_rank))  # DeepSpeed reads it
     engine = make_engine(task.to(device), config, worker.world)
     if saved is not None:
         engine.load_state(saved.read, saved.step)

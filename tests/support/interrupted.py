@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 import torch.distributed as dist
-from torch.multiprocessing import ProcessExitedException
+from torch.multiprocessing import ProcessExitedException, ProcessRaisedException
 
 from pipelines.spec import Pretrain
 from pipelines.store import Store, checkpoints, choose_start, open_store
@@ -125,6 +125,10 @@ def run_attempt(
             run_workers(world, _worker, *arguments)
         except ProcessExitedException as error:
             if kill is None or error.signal_name != "SIGKILL":
+                raise
+            return False
+        except ProcessRaisedException as error:  # the other worker may be seen first to end
+            if kill is None or "by peer" not in str(error):
                 raise
             return False
     return True

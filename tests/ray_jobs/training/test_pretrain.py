@@ -4,9 +4,13 @@ import io
 import json
 import os
 import shutil
+import threading
+import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 import torch
 import torch.distributed as dist
@@ -15,7 +19,7 @@ from torch.nn import functional
 from torch.utils.flop_counter import FlopCounterMode
 
 from pipelines.spec import Finetune, ModelSize, Optimizer, Pretrain
-from pipelines.store import open_store
+from pipelines.store import Attempt, Store, checkpoints, now, open_store
 from ray_jobs import finetune, pretrain
 from ray_jobs.augment import uniform
 from ray_jobs.augment.batch import shift
@@ -377,6 +381,43 @@ def test_zero_3_in_bfloat16_on_two_workers_of_ray_train_repeats_itself(dataset, 
     assert two.metrics["workers"] == 2
     one = train(configuration(steps=40), dataset, tmp_path / "one")
     assert two.metrics["final_loss"] == pytest.approx(one["final_loss"], rel=0.1)
+
+
+@pytest.mark.ray
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::DeprecationWarning:ray.data.context")
+def test_when_a_worker_of_ray_train_dies_its_group_continues_in_the_same_attempt(
+    dataset, tmp_path, local_ray
+):
+    config = configuration(workers=2, steps=600, checkpoint_every={"steps": 50})
+    results, deaths = [], []
+    for name in ("undisturbed", "killed"):
+        store, data = open_store(str(tmp_path / name)), make_manifest("ingest")
+        shutil.copytree(dataset, store.local(data.folder, ()))
+        context = make_context(store, config, data=data)
+        if name == "killed":
+            killer = threading.Thread(target=kill_a_worker, args=(store, context.attempt, deaths))
+            killer.start()
+        results.append(pretrain.main(context))
+    killer.join()
+    undisturbed, killed = results
+    assert killed.files == undisturbed.files, "paths, sizes and digests"
+    assert killed.metrics["continued_at_step"] == deaths[0]
+    assert checkpoints(store, "pretrain", "k")[0].created > deaths[1], "the next group saved, too"
+    last = {each.attempt for each in checkpoints(store, "pretrain", "k")}
+    assert last == {1}
+
+
+def kill_a_worker(store: Store, attempt: Attempt, deaths: list[Any]) -> None:
+    """SIGKILL for one of Ray Train's workers after the second checkpoint; add its step, and the time."""
+    while len(checkpoints(store, attempt.job, attempt.key)) < 2:
+        time.sleep(0.02)
+    [worker, _] = [
+        process for process in psutil.process_iter() if "ray::RayTrainWorker" in " ".join(process.cmdline())
+    ]
+    worker.kill()
+    worker.wait()
+    deaths += [checkpoints(store, attempt.job, attempt.key)[0].step, now()]
 
 
 @pytest.fixture
