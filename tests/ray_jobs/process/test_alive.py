@@ -21,6 +21,10 @@ ATTEMPT = make_attempt()
 NAME = Layout.alive(ATTEMPT.job, ATTEMPT.key, ATTEMPT.number)
 
 
+# SystemExit, which ends a thread silently, except under pytest
+ends_a_thread = pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+
+
 class Record(Network):
     """Keeps every sign of life that is written, and loses requests while `is_out`."""
 
@@ -94,24 +98,26 @@ def test_a_worker_alone_shows_its_steps_and_nothing_else(ended: threading.Event)
     assert [sign["step"] for sign in record.signs] == [1, 2, 1]
 
 
+@ends_a_thread
 def test_a_step_that_does_not_change_ends_the_process(
     ended: threading.Event, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(alive, "STEP_SECONDS", 500 * alive.BEAT_SECONDS)
+    monkeypatch.setattr(alive, "STEP_SECONDS", 200 * alive.BEAT_SECONDS)
     record = Record()
     with show_alive(record.context):
-        record.wait(100)
+        record.wait(250)
         assert not ended.is_set(), "a stage without steps"
         with count_steps(record.context) as steps:
-            for step in range(20):
+            for step in range(5):
                 steps.done = step
                 record.wait(50)
             assert not ended.is_set()
             assert ended.wait(10)
-    assert "error: step 19 has lasted for" in capsys.readouterr().err
-    assert 500 <= sum(sign["step"] == 19 for sign in record.signs) < 510
+    assert "error: step 4 has lasted for" in capsys.readouterr().err
+    assert 200 <= sum(sign["step"] == 4 for sign in record.signs) < 210
 
 
+@ends_a_thread
 def test_a_successor_ends_the_process_and_its_signs(
     ended: threading.Event, capsys: pytest.CaptureFixture[str]
 ) -> None:
