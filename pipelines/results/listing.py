@@ -115,7 +115,7 @@ def _dev_accuracies(store: Store, manifest: Manifest) -> dict[int, float]:
 
 
 def _resumable_checkpoints(store: Store, key: str) -> list[dict[str, Any]]:
-    rows = []
+    rows: list[dict[str, Any]] = []
     for number, checkpoint in resumable_checkpoints(store, key):
         attempt = read_attempt(store, Layout.attempt("pretrain", key, number))
         rows.append(
