@@ -13,6 +13,7 @@ of the project, where the page's commands run.
 
 from __future__ import annotations
 
+import copy
 import os
 import re
 import shlex
@@ -326,8 +327,10 @@ def _with_inputs(stages: dict[str, Any]) -> dict[str, Any]:
     found = dict(stages)
     for stage in stages.values():
         for field, kinds in input_fields(STAGE_TYPES[stage["job"]]).items():
-            for name in [stage[field]] if isinstance(stage.get(field), str) else stage.get(field, ()):
-                found.setdefault(name.partition("@")[0], STUBS[kinds[0]])
+            value = stage.get(field, ())
+            value = value["stage"] if isinstance(value, dict) else value
+            for name in [value] if isinstance(value, str) else value:
+                found.setdefault(name.partition("@")[0], copy.deepcopy(STUBS[kinds[0]]))
     return found
 
 
