@@ -6,6 +6,7 @@ VITFLOW_FAULT_ROUNDS (default 1) and VITFLOW_FAULT_SEED make the random test lon
 import json
 import os
 import random
+import secrets
 import shutil
 import signal
 import subprocess
@@ -160,17 +161,23 @@ def test_a_fine_tuning_that_is_killed_twice_repeats_no_finished_trial_or_refit(
 
     def tune(store: Path) -> subprocess.Popen[str]:
         shutil.copytree(tiny_store, store, ignore=shutil.ignore_patterns("finetune", "report", "runs"))
+        record = json.loads((store / "store.json").read_text()) | {"id": secrets.token_hex(16)}
+        (store / "store.json").write_text(json.dumps(record))  # Ray knows the jobs of a store by its id
         return start(store, os.environ, "finetune", "--set", "finetune.labels.draws=5")
 
-    def finished(number: int) -> set[str]:
-        entries = store.glob(f"artifacts/finetune/*/attempts/{number}/ledger/*.json")
+    def finished(number: int, kind: str = "*") -> set[str]:
+        entries = store.glob(f"artifacts/finetune/*/attempts/{number}/ledger/{kind}-*.json")
         return {path.name for path in entries}
 
-    def kill_after(number: int, entry: str) -> set[str]:
+    def kill_after(number: int, kind: str) -> set[str]:
         """Kill an attempt that has an entry of this kind; return what it had finished before."""
-        wait_for(lambda: any(name.startswith(entry) for name in finished(number)))
+        wait_for(lambda: matching(os.environ, "-m ray_jobs.finetune", f"{store}/", f"/{number}/attempt.json"))
+        job = matching(os.environ, "-m ray_jobs.finetune", f"{store}/")
+        while not finished(number, kind):
+            assert job[0].is_running()
+            time.sleep(0.005)  # within 0.3 s, all of them are there
         done = finished(number)
-        kill(matching(os.environ, "-m ray_jobs.finetune", str(store)))
+        kill(job)
         return done
 
     store, reference = tmp_path / "s", tmp_path / "reference"

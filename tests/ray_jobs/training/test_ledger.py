@@ -13,17 +13,20 @@ import pytest
 import torch
 
 from pipelines.identity import canonical_json, sha256
-from pipelines.store import Layout, create_attempt, open_store
+from pipelines.store import Layout, Manifest, create_attempt, open_store
+from pipelines.store import folder as folder_store
 from ray_jobs import finetune
 from ray_jobs.process.stage import Context, Result
 from ray_jobs.training import fit, ledger
 from ray_jobs.training.task import Refit
 from tests.support.finetuning import configuration, context, put_halves
 from tests.support.records import flip, make_context, make_manifest
+from tests.support.s3 import Server, used
 from tests.support.stores import snapshot
 
 CONFIG = configuration(learning_rates=(1e30, 1e-2), steps=4)  # the first diverges
 TRIALS = [f"trial-{rate}-{fold}.json" for rate in (0, 1) for fold in (0, 1)]
+DATA = make_manifest(content_digest="halves")
 ENTRIES = {*TRIALS, "refit-0.json", "refit-1.json"}
 
 
@@ -103,9 +106,9 @@ def store(undisturbed: tuple[Path, Result], tmp_path: Path) -> Path:
     return shutil.copytree(undisturbed[0], tmp_path / "store")
 
 
-def attempt(root: Path, number: int, code: str = "c") -> Context[Any]:
+def attempt(root: Path | str, number: int, code: str = "c", data: Manifest = DATA) -> Context[Any]:
     """An attempt at the same key, as a driver prepares it."""
-    given = make_context(open_store(str(root)), CONFIG, data=make_manifest(content_digest="halves"))
+    given = make_context(open_store(str(root)), CONFIG, data=data)
     record = given.attempt.model_copy(update={"number": number, "code_digest": code})
     return replace(given, attempt=create_attempt(given.open_store(), record))
 
@@ -221,6 +224,31 @@ def test_a_damaged_entry_is_computed_again(
     assert fits.count == 1, "nothing else is"
     assert said in capsys.readouterr().out
     assert result == undisturbed[1]
+
+
+def test_bits_that_a_disk_lost_after_the_files_were_checked_are_not_committed(
+    fits: Fits, undisturbed: tuple[Path, Result], store: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    flip(store / MODEL)
+    monkeypatch.setattr(folder_store, "fault", lambda path, entry: None)
+    assert fits.run(attempt(store, 2)) == undisturbed[1]
+    assert fits.count == 1
+
+
+def test_on_s3_as_in_a_folder(
+    fits: Fits, undisturbed: tuple[Path, Result], moto: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    root, result = undisturbed
+    with used(moto, monkeypatch):
+        there = open_store(f"s3://{moto.bucket().name}/there")
+        with there.staging(DATA.folder) as staging:
+            shutil.copytree(root / DATA.folder, staging.path, dirs_exist_ok=True)
+        data = DATA.model_copy(update={"files": staging.files})
+        fits.last = 2 * len(TRIALS) + 2  # when the first refit is written
+        with pytest.raises(Killed):
+            fits.run(attempt(there.uri, 1, data=data))
+        assert fits.run(attempt(there.uri, 2, data=data)) == result
+        assert fits.count == 1
 
 
 def test_what_other_code_has_finished_is_computed_again(
