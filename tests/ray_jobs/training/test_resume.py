@@ -31,7 +31,11 @@ def dataset(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_noise(tmp_path_factory.mktemp("dataset"))
 
 
-@pytest.mark.parametrize("case", CASES)
+ALWAYS = ("plain bf16, dropout", "ZeRO-1 bf16 MoCo", "ZeRO-3 fp32")
+KILLED = [pytest.param(case, marks=() if case in ALWAYS else pytest.mark.full) for case in CASES]
+
+
+@pytest.mark.parametrize("case", KILLED)
 def test_killed_workers_continue_to_the_same_bytes(dataset, tmp_path, case):
     config, rng = configuration(**CASES[case]), random.Random(case)
     undisturbed, killed = (open_store(str(tmp_path / name)) for name in ("undisturbed", "killed"))
@@ -44,18 +48,19 @@ def test_killed_workers_continue_to_the_same_bytes(dataset, tmp_path, case):
     assert len(left) <= 5, "two latest, the best, step 10 and the one that the last attempt started from"
 
 
-@pytest.mark.parametrize("world", [1, 3])
 @pytest.mark.parametrize(
-    ("case", "dtype", "limit"),
+    ("case", "world", "dtype", "limit"),
     [
-        ("ZeRO-1 fp32", "float32", 1e-5),
-        ("ZeRO-2 bf16 masked patches", "bfloat16", 0.02),
-        ("ZeRO-3 fp32", "float32", 1e-5),
-        ("ZeRO-1 bf16 MoCo", "float32", 1e-4),  # its batch normalisation scales up differences
+        ("ZeRO-1 fp32", 3, "float32", 1e-4),
+        ("ZeRO-3 fp32", 1, "float32", 1e-4),
+        pytest.param("ZeRO-3 fp32", 3, "float32", 1e-4, marks=pytest.mark.full),
+        pytest.param("ZeRO-2 bf16 masked patches", 1, "bfloat16", 5e-3, marks=pytest.mark.full),
+        # its batch normalisation scales up differences
+        pytest.param("ZeRO-1 bf16 MoCo", 3, "float32", 1e-3, marks=pytest.mark.full),
     ],
 )
 def test_another_number_of_workers_continues_to_nearly_the_same_weights(
-    dataset, tmp_path, world, case, dtype, limit
+    dataset, tmp_path, case, world, dtype, limit
 ):
     """It sees the same images with the same augmentation, so only the order of additions differs."""
     config = configuration(**{**CASES[case], "dtype": dtype, "steps": 30})
@@ -69,10 +74,9 @@ def test_another_number_of_workers_continues_to_nearly_the_same_weights(
         for name in ("a", "b")
     )
     assert (ours - theirs).norm() <= limit * ours.norm()
-    print("RATIO", case, world, ((ours - theirs).norm() / ours.norm()).item())
     curves = [json.loads((tmp_path / name / "curve.json").read_text()) for name in ("a", "b")]
     for one, other in zip(*curves, strict=True):
-        assert one["loss"] == pytest.approx(other["loss"], rel=10 * limit)
+        assert one["loss"] == pytest.approx(other["loss"], rel=limit)
 
 
 def test_a_checkpoint_that_does_not_fit_is_refused_before_training(dataset, tmp_path):
