@@ -24,7 +24,10 @@ from vit_model.errors import UserError
 
 # How long to wait for a busy cluster. Resources that it will never have are refused earlier.
 _START_TIMEOUT_SECONDS = 900
+# The same after a death, because Ray may count a lost machine's resources for some seconds. Then they are counted anew.
+_RESTART_TIMEOUT_SECONDS = 20
 _DEATHS = 3  # of groups that saved nothing new, after which the attempt fails
+_DEATH_NAMES = ("WorkerHealthCheck", "WorkerGroupStartupTimeout")  # of Ray Train's errors
 _CONNECTION = re.compile("gloo|NCCL|DistBackendError|Connection (closed|reset)")
 
 
@@ -73,7 +76,9 @@ def run_workers(
     """Train under Ray Train and return {files, metrics} of rank 0. `group` counts the groups of this attempt."""
     os.environ.update(
         RAY_TRAIN_HEALTH_CHECK_INTERVAL_S="0.2",  # with the default, starts and ends are noticed a second later
-        RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S=str(_START_TIMEOUT_SECONDS),
+        RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S=str(
+            _START_TIMEOUT_SECONDS if group == 1 else _RESTART_TIMEOUT_SECONDS
+        ),
         RAY_TRAIN_METRICS_ENABLED="0",
         RAY_TRAIN_ENABLE_PRINT_PATCH="0",  # it prints every line twice
         RAY_TRAIN_ENABLE_PREEMPTION_WATCHER="0",
@@ -94,7 +99,7 @@ def run_workers(
                 name=f"{context.attempt.submission_id}-{group}",
                 storage_path=scratch,  # not kept: the workers write to the store
                 # `main` answers failures: Ray Train would repeat a user's mistakes, too.
-                failure_config=FailureConfig(max_failures=0, controller_failure_limit=2),
+                failure_config=FailureConfig(max_failures=0, controller_failure_limit=2 if group == 1 else 0),
                 # Lower levels log where each worker runs.
                 logging_config=LoggingConfig(log_level="WARNING"),
             ),
@@ -131,13 +136,16 @@ def _ray_worker(settings: dict[str, Any]) -> dict[str, Any]:
 
 
 def _is_death(error: Exception) -> bool:
-    """Whether workers have died, which is not the training's fault. Nobody's mistake may be among the failures."""
-    failures = [*getattr(error, "worker_failures", {}).values()]
-    if not failures or any(isinstance(cause, UserError | StoreError | Superseded) for cause in causes(error)):
+    """Whether workers have died, or could not be started on the machines that are left.
+
+    That is not the training's fault. Nobody's mistake may be among the failures.
+    """
+    if any(isinstance(cause, UserError | StoreError | Superseded) for cause in causes(error)):
         return False
+    failures = [*getattr(error, "worker_failures", {}).values(), getattr(error, "controller_failure", None)]
     # A worker that dies breaks the connections of the others, which may be noticed first.
     return any(
-        type(failure).__name__.startswith("WorkerHealthCheck") or _CONNECTION.search(str(failure))
+        type(failure).__name__.startswith(_DEATH_NAMES) or _CONNECTION.search(str(failure))
         for failure in failures
     )
 
