@@ -278,7 +278,7 @@ def test_a_training_that_is_suspended_for_two_minutes_commits_nothing(
     own_ray: dict[str, str], tmp_path: Path
 ) -> None:
     """Lost after a minute, followed by another attempt; it wakes while that one trains, and ends with its workers."""
-    changes = [f"pretrain.{change}" for change in ("steps=20000", "workers=1", "threads=1")]
+    changes = [f"pretrain.{change}" for change in ("steps=10000", "workers=1", "threads=1")]
     options = [option for change in changes for option in ("--set", change)]
     driver = start(tmp_path / "s", own_ray, "pretrain", *options)
     signs = partial(signs_of_life, tmp_path / "s")
