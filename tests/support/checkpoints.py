@@ -1,12 +1,12 @@
-"""A pretraining in a store as its stage leaves it: finished, with the weights of several steps."""
+"""Pretrainings in a store: one that has finished, with the weights of several steps, and what one has saved so far."""
 
 import json
 from typing import Any
 
 import torch
 
-from pipelines.store import Layout, Manifest, Store, commit
-from tests.support.records import make_manifest
+from pipelines.store import Checkpoint, Layout, Manifest, Store, commit, commit_checkpoint, now
+from tests.support.records import make_attempt, make_manifest
 from vit_model.config import ModelContract, Preprocessing, ViTConfig
 from vit_model.model import ViT
 from vit_model.weights import save_model
@@ -49,3 +49,12 @@ def put_pretraining(
         curve = [{"step": step, "dev_accuracy": accuracy} for step, accuracy in accuracies.items()]
         (staging.path / "curve.json").write_text(json.dumps(curve))
     return commit(store, manifest.model_copy(update={"files": staging.files}))
+
+
+def put_state(store: Store, number: int, step: int, key: str = "pa") -> Checkpoint:
+    """Commit what attempt `number` saved after a step."""
+    attempt = make_attempt("pretrain", key=key, number=number)
+    checkpoint = Checkpoint(job="pretrain", key=key, attempt=number, step=step, files=(), created=now())
+    store.create(f"{checkpoint.folder}/rank-0.safetensors", b"state")
+    commit_checkpoint(store, attempt, checkpoint)
+    return checkpoint

@@ -8,17 +8,14 @@ from pipelines.results.listing import COLUMNS, KINDS, list_kind
 from pipelines.spec import RecipeError
 from pipelines.store import (
     FileEntry,
-    Layout,
     add_event,
     commit,
     create_attempt,
     create_run,
-    encode,
     input_ref,
-    now,
     open_store,
 )
-from tests.support.checkpoints import put_pretraining
+from tests.support.checkpoints import put_pretraining, put_state
 from tests.support.records import flip, make_attempt, make_manifest, make_plan
 
 
@@ -75,11 +72,8 @@ def test_checkpoints_are_those_that_can_be_named_and_those_to_resume_from(
     put_pretraining(store, best=10)
     commit(store, make_manifest("pretrain", key="old", config={"steps": 9}))
     commit(store, make_manifest("finetune", key="tuned"))
-    attempt = create_attempt(store, make_attempt("pretrain", key="pb", stage="second", run="r2"))
-    record = encode({"step": 7, "created": now(), "files": []})
-    assert store.create(
-        f"{Layout.attempt('pretrain', 'pb', attempt.number)}/checkpoints/7/manifest.json", record
-    )
+    create_attempt(store, make_attempt("pretrain", key="pb", stage="second", run="r2"))
+    put_state(store, 1, 7, "pb")
     rows = list_kind(store, "checkpoints")
     assert [(row["key"], row["step"], row["checkpoint"], row["accuracy"], row["run"]) for row in rows] == [
         ("pa", 5, "step:5", None, "r"),

@@ -6,29 +6,17 @@ import pytest
 
 from pipelines.errors import Superseded
 from pipelines.store import (
-    Checkpoint,
     Layout,
-    Store,
     StoreDamaged,
     checkpoints,
     choose_start,
-    commit_checkpoint,
     create_attempt,
     encode,
-    now,
     open_store,
     remove_checkpoints,
 )
+from tests.support.checkpoints import put_state
 from tests.support.records import make_attempt
-
-
-def put_state(store: Store, number: int, step: int) -> Checkpoint:
-    """Commit what attempt `number` saved after a step."""
-    attempt = make_attempt("pretrain", key="pa", number=number)
-    checkpoint = Checkpoint(job="pretrain", key="pa", attempt=number, step=step, files=(), created=now())
-    store.create(f"{checkpoint.folder}/rank-0.safetensors", b"state")
-    commit_checkpoint(store, attempt, checkpoint)
-    return checkpoint
 
 
 def test_what_training_can_resume_from_is_read_as_far_as_it_is_readable(
