@@ -45,7 +45,7 @@ def _train(context: Context[Pretrain]) -> dict[str, Any]:
     start = choose_start(context.open_store(), context.attempt)
     if start is not None:
         print(f"continuing from step {start.step}, which attempt {start.attempt} saved", flush=True)
-    workers = context.config.workers or devices.default_workers(context.config.batch_size)
+    workers = context.config.workers or devices.default_workers(context.config.micro_batch_size)
     units, group, deaths = devices.units_in_cluster(), 0, 0
     while True:
         group += 1
@@ -150,7 +150,7 @@ def _workers_left(config: Pretrain, workers: int, units_before: int) -> int:
     if units >= units_before:
         return workers
     most = max(config.min_workers, workers * units // units_before)
-    return next(number for number in range(most, 0, -1) if config.batch_size % number == 0)
+    return next(number for number in range(most, 0, -1) if config.micro_batch_size % number == 0)
 
 
 if __name__ == "__main__":
