@@ -250,6 +250,11 @@ class Pretrain(_Stage):
         description="if machines are lost, training continues with fewer workers, but with no fewer than these",
     )
     threads: int = execution(1, ge=1, description="CPU threads per worker")
+    activation_checkpointing: bool = execution(
+        False,
+        description="for ViTs: keep only each block's input for the backward pass, and compute the rest again, which"
+        " takes less memory and more time",
+    )
     checkpoint_every: CheckpointEvery = execution(CheckpointEvery())
     keep_checkpoints: int = execution(
         2, ge=2, description="how many of the latest checkpoints are kept while training"
@@ -276,6 +281,10 @@ class Pretrain(_Stage):
             )
             raise ValueError(
                 f"batch_size {self.batch_size}{share} is not a multiple of gradient_accumulation_steps {micro_batches}"
+            )
+        if self.activation_checkpointing and not isinstance(self.model, ModelSize):
+            raise ValueError(
+                f"activation_checkpointing needs the blocks of a ViT; model is a {self.model.family}"
             )
         return self
 

@@ -14,7 +14,9 @@ every engine can read the pieces of every other (`load_state`).
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import io
 import itertools
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple, Protocol
@@ -161,9 +163,10 @@ class Zero:
     ) -> None:
         whole = {name: weight.detach().clone() for name, weight in module.named_parameters()}
         deepspeed = devices.import_deepspeed()
-        self._engine, *_ = deepspeed.initialize(
-            model=module, optimizer=optimizer, config=settings, dist_init_required=False
-        )
+        with contextlib.redirect_stdout(io.StringIO()):  # some of its optimizers print the machine's memory
+            self._engine, *_ = deepspeed.initialize(
+                model=module, optimizer=optimizer, config=settings, dist_init_required=False
+            )
         self.module, self._zero = self._engine.module, self._engine.optimizer
         self._frozen = {
             name: whole[name] for name, weight in module.named_parameters() if not weight.requires_grad

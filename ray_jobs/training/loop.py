@@ -37,7 +37,7 @@ from vit_model import compute
 from vit_model.build import Network, build
 from vit_model.config import Architecture, ModelContract, ViTConfig
 from vit_model.contrastive import MomentumEncoder, momentum
-from vit_model.model import is_fused
+from vit_model.model import ViT, is_fused
 from vit_model.preprocessing import normalise
 from vit_model.weights import save_model, save_weights
 
@@ -182,6 +182,8 @@ def start(
     """Return the engine and MoCo's momentum encoder, initialised from the seed or as a checkpoint has them."""
     model = build(contract.architecture)
     model.initialise(config.seed)
+    if isinstance(model, ViT):
+        model.activation_checkpointing = config.activation_checkpointing
     task, momentum_encoder = objective.make_task(config, model)
     task.to(device)
     optimizer = optim.adamw(task, config.optimizer, decays_all=config.objective == "contrastive")
@@ -348,7 +350,11 @@ def derived_numbers(
     images, value_bytes = optim.micro_batch_share(config, world), dtype.itemsize
     fused = isinstance(architecture, ViTConfig) and is_fused(device, dtype, architecture.num_tokens)
     activations = compute.activation_bytes(
-        architecture, images, value_bytes=value_bytes, fused_attention=fused
+        architecture,
+        images,
+        value_bytes=value_bytes,
+        fused_attention=fused,
+        checkpointing=config.activation_checkpointing,
     )
     states = compute.model_state_bytes(architecture.num_parameters, config.zero_stage, world, value_bytes)
     mib, parts = 2**20, config.gradient_accumulation_steps
