@@ -7,6 +7,7 @@ kernels that ZeRO-3 gathers when they are used, vectors that it keeps whole, and
 from __future__ import annotations
 
 import copy
+import gc
 import itertools
 import json
 import os
@@ -102,7 +103,10 @@ def _worker(rank: int, meeting: str, cases: Sequence[Case], output: Path) -> Non
     # ZeRO-3 replaces functions of torch in the process, so the references come first.
     kinds = {(case.dtype, case.clips, case.optimizer) for case in cases}
     expected = {kind: expected_weights(*kind) for kind in sorted(kinds)}
-    results = [_result(case, expected[case.dtype, case.clips, case.optimizer], rank) for case in cases]
+    results = []
+    for case in cases:
+        results.append(_result(case, expected[case.dtype, case.clips, case.optimizer], rank))
+        gc.collect()  # DeepSpeed's engines refer to themselves
     if rank == 0:
         output.write_text(json.dumps(results))
     dist.destroy_process_group()
