@@ -9,18 +9,40 @@ import tempfile
 import threading
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import torch.distributed as dist
 from torch.multiprocessing import ProcessExitedException
 
 from pipelines.spec import Pretrain
 from pipelines.store import Store, checkpoints, choose_start, open_store
+from ray_jobs.data import shards
 from ray_jobs.data.shards import open_dataset
 from ray_jobs.training import loop, optim
 from ray_jobs.training.checkpoint import Saved, Saver
+from tests.support import datasets
 from tests.support.records import make_attempt
 from tests.support.workers import run_workers
 
+MOCO = {
+    "objective": "contrastive",
+    "augment": "resized_crop_flip",
+    "contrastive": {"hidden_width": 32, "output_width": 8},
+}
+SIZE = {"patch_size": 4, "width": 16, "depth": 2, "num_heads": 2}
+CASES: dict[str, dict[str, Any]] = {
+    "plain fp32": {"zero_stage": 0, "dtype": "float32"},
+    "plain bf16, dropout": {"zero_stage": 0, "model": {**SIZE, "dropout": 0.1, "stochastic_depth": 0.1}},
+    "ZeRO-1 bf16": {"zero_stage": 1},
+    "ZeRO-2 bf16 masked patches": {"zero_stage": 2, "objective": "masked_patches"},
+    "ZeRO-3 bf16": {"zero_stage": 3},
+    "ZeRO-1 bf16 MoCo": {"zero_stage": 1, **MOCO},
+    "ZeRO-1 fp32": {"zero_stage": 1, "dtype": "float32"},
+    "ZeRO-2 fp32": {"zero_stage": 2, "dtype": "float32"},
+    "ZeRO-3 fp32": {"zero_stage": 3, "dtype": "float32"},
+    "alone, bf16": {},
+}
 _LAST = 12  # steps, which take longer than a kill may come late
 
 
@@ -31,6 +53,50 @@ class Kill:
     rank: int
     step: int
     seconds: float
+
+
+def write_noise(folder: Path) -> Path:
+    """Write a dataset of grey noise of 8x8 in three classes: 48 images to train on, 25 for dev."""
+    rng = np.random.default_rng(0)
+    splits = {
+        split: [
+            datasets.raw(
+                f"{split}/{number:04d}", rng.integers(0, 255, (8, 8, 1)).astype(np.uint8), number % 3
+            )
+            for number in range(count)
+        ]
+        for split, count in {"train": 48, "dev": 25, "test": 0}.items()
+    }
+    datasets.put(folder, "noise", ("a", "b", "c"), shards.ImageSize(height=8, width=8, channels=1), splits)
+    return folder
+
+
+def configuration(**fields: Any) -> Pretrain:
+    """Return a pretraining of 40 steps on the noise that saves its state after every third."""
+    base = {
+        "job": "pretrain",
+        "data": "noise",
+        "resolution": 8,
+        "steps": 40,
+        "batch_size": 12,
+        "learning_rate": 3e-3,
+        "augment": "shift",
+        "model": SIZE,
+        "checkpoint_every": {"steps": 3},
+        "keep_steps": (10,),
+    }
+    return Pretrain.model_validate(base | fields)
+
+
+def files_below(folder: Path) -> dict[str, bytes]:
+    """Return {relative path: bytes}."""
+    return {
+        path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()
+    }
+
+
+def world_of(case: str) -> int:
+    return 1 if case.startswith("alone") else 2
 
 
 def draw_kill(rng: random.Random, world: int, first: int, steps: int) -> Kill:

@@ -3,89 +3,42 @@
 import json
 import random
 from pathlib import Path
-from typing import Any
 
-import numpy as np
 import pytest
 from torch.multiprocessing import ProcessRaisedException
 
-from pipelines.spec import ModelSize, Pretrain
+from pipelines.spec import ModelSize
 from pipelines.store import StoreDamaged, checkpoints, open_store
-from ray_jobs.data import shards
 from ray_jobs.training.checkpoint import Saved
-from tests.support import datasets
-from tests.support.interrupted import Kill, run_attempt, run_with_kills
+from tests.support.interrupted import (
+    CASES,
+    Kill,
+    configuration,
+    files_below,
+    run_attempt,
+    run_with_kills,
+    world_of,
+    write_noise,
+)
 from vit_model.weights import load_model
 
 pytestmark = pytest.mark.slow
 
-MOCO = {
-    "objective": "contrastive",
-    "augment": "resized_crop_flip",
-    "contrastive": {"hidden_width": 32, "output_width": 8},
-}
-SIZE = {"patch_size": 4, "width": 16, "depth": 2, "num_heads": 2}
-CASES: dict[str, dict[str, Any]] = {
-    "plain fp32": {"zero_stage": 0, "dtype": "float32"},
-    "plain bf16, dropout": {"zero_stage": 0, "model": {**SIZE, "dropout": 0.1, "stochastic_depth": 0.1}},
-    "ZeRO-1 bf16": {"zero_stage": 1},
-    "ZeRO-2 bf16 masked patches": {"zero_stage": 2, "objective": "masked_patches"},
-    "ZeRO-3 bf16": {"zero_stage": 3},
-    "ZeRO-1 bf16 MoCo": {"zero_stage": 1, **MOCO},
-    "ZeRO-1 fp32": {"zero_stage": 1, "dtype": "float32"},
-    "ZeRO-2 fp32": {"zero_stage": 2, "dtype": "float32"},
-    "ZeRO-3 fp32": {"zero_stage": 3, "dtype": "float32"},
-}
-
 
 @pytest.fixture(scope="module")
 def dataset(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Grey noise of 8x8: 48 images to train on, 25 to watch."""
-    folder, rng = tmp_path_factory.mktemp("dataset"), np.random.default_rng(0)
-    splits = {
-        split: [
-            datasets.raw(
-                f"{split}/{number:04d}", rng.integers(0, 255, (8, 8, 1)).astype(np.uint8), number % 3
-            )
-            for number in range(count)
-        ]
-        for split, count in {"train": 48, "dev": 25, "test": 0}.items()
-    }
-    datasets.put(folder, "noise", ("a", "b", "c"), shards.ImageSize(height=8, width=8, channels=1), splits)
-    return folder
-
-
-def configuration(**fields: Any) -> Pretrain:
-    base = {
-        "job": "pretrain",
-        "data": "noise",
-        "resolution": 8,
-        "steps": 40,
-        "batch_size": 12,
-        "learning_rate": 3e-3,
-        "augment": "shift",
-        "model": SIZE,
-        "checkpoint_every": {"steps": 3},
-        "keep_steps": (10,),
-    }
-    return Pretrain.model_validate(base | fields)
-
-
-def files_of(folder: Path) -> dict[str, bytes]:
-    return {
-        path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()
-    }
+    return write_noise(tmp_path_factory.mktemp("dataset"))
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_killed_workers_continue_to_the_same_bytes(dataset, tmp_path, case):
     config, rng = configuration(**CASES[case]), random.Random(case)
     undisturbed, killed = (open_store(str(tmp_path / name)) for name in ("undisturbed", "killed"))
-    assert run_attempt(config, dataset, undisturbed, tmp_path / "a")
-    record = run_with_kills(config, dataset, killed, tmp_path / "b", 2, rng)
+    assert run_attempt(config, dataset, undisturbed, tmp_path / "a", world=world_of(case))
+    record = run_with_kills(config, dataset, killed, tmp_path / "b", 2, rng, world_of(case))
     assert len(record) == 2
-    assert files_of(tmp_path / "a") == files_of(tmp_path / "b")
-    assert "checkpoints/10/model.safetensors" in files_of(tmp_path / "a")
+    assert files_below(tmp_path / "a") == files_below(tmp_path / "b")
+    assert "checkpoints/10/model.safetensors" in files_below(tmp_path / "a")
     left = [checkpoint.step for checkpoint in checkpoints(killed, "pretrain", "k")]
     assert len(left) <= 5, "two latest, the best, step 10 and the one that the last attempt started from"
 
