@@ -52,7 +52,7 @@ def _train(context: Context[Pretrain]) -> dict[str, Any]:
         earlier = read_attempt(context.open_store(), Layout.attempt(start.job, start.key, start.attempt))
         if earlier is not None and earlier.code_digest != context.attempt.code_digest:
             print("note: the code has changed since; with --strict-code it is part of the key", flush=True)
-    workers = context.config.workers or devices.default_workers(context.config.batch_size)
+    workers = context.config.workers or devices.default_workers(context.config.micro_batch_size)
     units, group, deaths = devices.units_in_cluster(), 0, 0
     while True:
         group += 1
@@ -167,7 +167,7 @@ def _workers_left(config: Pretrain, workers: int, units_before: int) -> int:
     if units >= units_before:
         return workers
     most = max(config.min_workers, workers * units // units_before)
-    return next(number for number in range(most, 0, -1) if config.batch_size % number == 0)
+    return next(number for number in range(most, 0, -1) if config.micro_batch_size % number == 0)
 
 
 if __name__ == "__main__":

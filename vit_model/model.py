@@ -9,11 +9,13 @@ The parameters have timm's names, so that few tensors of foreign checkpoints nee
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from vit_model.bottlenecks import stem_channels
 from vit_model.config import ViTConfig
@@ -207,6 +209,8 @@ class ViT(nn.Module):
     def __init__(self, config: ViTConfig) -> None:
         super().__init__()
         self.config = config
+        self.activation_checkpointing = False
+        """Whether a block keeps only its input for the backward pass, which recomputes the rest. Same results."""
         device = torch.get_default_device()
         # On "meta" first, because torch's own initialisation would be wasted and would advance the global generator.
         with torch.device("meta"):
@@ -305,7 +309,9 @@ class ViT(nn.Module):
     def states(self, x: Tensor, first: int | None = None) -> Iterator[Tensor]:
         """Eq. 2 and 3: yield the input of each block, with positions added, then the output of the last, [b, n, d]."""
         config = self.config
-        for index, block in enumerate(self.blocks):
+        recomputes = self.activation_checkpointing and torch.is_grad_enabled()
+        for index, layer in enumerate(self.blocks):
+            block = partial(checkpoint, layer, use_reentrant=False) if recomputes else layer
             if config.position_at != "stem":
                 table = self.positions(index if config.position_at == "every_layer" else 0)
                 assert table is not None
@@ -419,7 +425,7 @@ class ViT(nn.Module):
             drawn.fill_(self.config.head_bias)
 
 
-def along_axis(block: nn.Module, x: Tensor, grid: tuple[int, int], axis: int) -> Tensor:
+def along_axis(block: Callable[[Tensor], Tensor], x: Tensor, grid: tuple[int, int], axis: int) -> Tensor:
     """Apply a block to each row (axis 0) or column (1) of the grid separately: [b, rows * columns, d] -> the same."""
     lines = split_lines(x, grid, axis)
     out: Tensor = block(lines.flatten(0, 1)).view(lines.shape)

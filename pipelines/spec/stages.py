@@ -207,6 +207,12 @@ class Pretrain(_Stage):
     resolution: int = Field(ge=4, le=8192, description="side of the training images in pixels")
     steps: int = Field(ge=1)
     batch_size: int = Field(ge=1, description="images per step, over all workers")
+    gradient_accumulation_steps: int = later(
+        1,
+        ge=1,
+        description="micro-batches per step that each worker divides its share of batch_size into, which takes less"
+        " memory; batch_size does not change",
+    )
     learning_rate: Rate
     optimizer: Optimizer = Optimizer()
     augment: Augmentation = "none"
@@ -249,6 +255,11 @@ class Pretrain(_Stage):
         description="if machines are lost, training continues with fewer workers, but with no fewer than these",
     )
     threads: int = execution(1, ge=1, description="CPU threads per worker")
+    activation_checkpointing: bool = execution(
+        False,
+        description="for ViTs: keep only each block's input for the backward pass, and compute the rest again, which"
+        " takes less memory and more time",
+    )
     cache_gib: float = execution(
         64, gt=0, description="GiB of images from S3 that a machine keeps in its cache folder"
     )
@@ -277,7 +288,26 @@ class Pretrain(_Stage):
         check_patches(self.resolution, self.model)
         if self.workers and self.batch_size % self.workers:
             raise ValueError(f"batch_size {self.batch_size} is not a multiple of workers {self.workers}")
+        workers, micro_batches = self.workers or 1, self.gradient_accumulation_steps
+        if self.batch_size % (workers * micro_batches):
+            share = (
+                f", which is {self.batch_size // workers} for each of {workers} workers,"
+                if workers > 1
+                else ""
+            )
+            raise ValueError(
+                f"batch_size {self.batch_size}{share} is not a multiple of gradient_accumulation_steps {micro_batches}"
+            )
+        if self.activation_checkpointing and not isinstance(self.model, ModelSize):
+            raise ValueError(
+                f"activation_checkpointing needs the blocks of a ViT; model is a {self.model.family}"
+            )
         return self
+
+    @property
+    def micro_batch_size(self) -> int:
+        """Images per micro-batch, over all workers: the number of workers must divide it."""
+        return self.batch_size // self.gradient_accumulation_steps
 
     @model_validator(mode="after")
     def _objective_fits(self) -> Self:
@@ -331,6 +361,11 @@ class Pretrain(_Stage):
         if self.zero_stage == 3:
             raise ValueError(
                 "zero_stage 3: the momentum encoder of objective contrastive needs whole weights; use 1 or 2"
+            )
+        if self.gradient_accumulation_steps > 1:
+            raise ValueError(
+                f"gradient_accumulation_steps {self.gradient_accumulation_steps}: objective contrastive distinguishes"
+                " the images of a whole batch; use 1"
             )
         if self.batch_size < 2:
             raise ValueError(

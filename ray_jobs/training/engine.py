@@ -14,7 +14,9 @@ every engine can read the pieces of every other (`load_state`).
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import io
 import itertools
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple, Protocol
@@ -27,7 +29,6 @@ from pipelines.spec import Pretrain
 from ray_jobs.process import devices
 from ray_jobs.training import optim
 
-AVERAGES = ("exp_avg", "exp_avg_sq")  # AdamW's, by torch's names
 WEIGHTS = "weights"  # the kind of pieces that are master weights; other kinds are averages
 
 
@@ -162,9 +163,10 @@ class Zero:
     ) -> None:
         whole = {name: weight.detach().clone() for name, weight in module.named_parameters()}
         deepspeed = devices.import_deepspeed()
-        self._engine, *_ = deepspeed.initialize(
-            model=module, optimizer=optimizer, config=settings, dist_init_required=False
-        )
+        with contextlib.redirect_stdout(io.StringIO()):  # some of its optimizers print the machine's memory
+            self._engine, *_ = deepspeed.initialize(
+                model=module, optimizer=optimizer, config=settings, dist_init_required=False
+            )
         self.module, self._zero = self._engine.module, self._engine.optimizer
         self._frozen = {
             name: whole[name] for name, weight in module.named_parameters() if not weight.requires_grad
@@ -237,34 +239,47 @@ class Zero:
                 yield name, start, flat, slice(offset, offset + count)
 
 
-def make_engine(module: torch.nn.Module, config: Pretrain, world: int) -> Engine:
+def make_engine(
+    module: torch.nn.Module, optimizer: torch.optim.Optimizer, config: Pretrain, world: int
+) -> Engine:
     """Return the engine of a pretraining: ZeRO if there is something to divide, otherwise plain torch.
 
-    The module has the float32 weights to start from and is on its device.
+    The module has the float32 weights to start from and is on its device. The optimizer is one of its parameters, with
+    learning rate 0; only `average_kinds` of it are saved.
+
+    Raises:
+        UserError: the workers cannot share a micro-batch evenly.
     """
     dtype = devices.torch_dtype(config.dtype, next(module.parameters()).device)
-    optimizer = optim.adamw(module, config.optimizer, decays_all=config.objective == "contrastive")
+    settings = optim.deepspeed_config(config, world)
     if world == 1 or config.zero_stage == 0:
-        return Plain(module, optimizer, dtype, config.optimizer.clip_norm, world)
-    settings = optim.deepspeed_config(
-        batch_size=config.batch_size,
-        world=world,
-        zero_stage=config.zero_stage,
-        dtype=config.dtype,
-        optimizer=config.optimizer,
-    )
+        steps = config.gradient_accumulation_steps
+        return Plain(module, optimizer, dtype, config.optimizer.clip_norm, world, steps)
     return Zero(module, optimizer, settings)
 
 
+def average_kinds(optimizer: torch.optim.Optimizer) -> tuple[str, ...]:
+    """Return torch's names of the averages that an optimizer keeps for each weight, of the weight's shape."""
+    if isinstance(optimizer, torch.optim.AdamW):
+        return ("exp_avg", "exp_avg_sq")
+    if isinstance(optimizer, torch.optim.SGD):
+        return ("momentum_buffer",) if optimizer.defaults["momentum"] else ()
+    raise NotImplementedError(
+        f"the state of {type(optimizer).__name__} cannot be saved; add its averages here"
+    )
+
+
 def _averages(optimizer: torch.optim.Optimizer, weight: Tensor) -> dict[str, Tensor]:
-    """Return the averages that the optimizer keeps for a weight, by torch's names, of the weight's shape."""
-    state = optimizer.state.get(weight, {})
-    return {kind: values for kind, values in state.items() if values.shape == weight.shape}
+    """Return the averages that the optimizer keeps for a weight."""
+    return {kind: optimizer.state[weight][kind] for kind in average_kinds(optimizer)}
 
 
 def _new_averages(optimizer: torch.optim.Optimizer, weight: Tensor, steps: int) -> dict[str, Tensor]:
     """Give the optimizer averages of zeros for a weight, as after `steps` steps, and return them to be filled."""
-    averages = {kind: torch.zeros_like(weight, requires_grad=False) for kind in AVERAGES}
-    count = torch.tensor(float(steps), device=weight.device)  # as torch's fused AdamW keeps it
-    optimizer.state[weight] = {"step": count, **averages}
+    averages = {kind: torch.zeros_like(weight, requires_grad=False) for kind in average_kinds(optimizer)}
+    optimizer.state[weight] = dict(averages)
+    if isinstance(optimizer, torch.optim.AdamW):
+        optimizer.state[weight]["step"] = torch.tensor(
+            float(steps), device=weight.device
+        )  # as fused AdamW keeps it
     return averages

@@ -18,8 +18,10 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 import torch.distributed as dist
+from numpy.typing import NDArray
 
 from pipelines.spec import Pretrain
 from ray_jobs.augment import TrainTransform, dropout_seed
@@ -31,12 +33,12 @@ from ray_jobs.process.progress import Progress
 from ray_jobs.training import objective, optim
 from ray_jobs.training.checkpoint import Saved, Saver, WorkerState
 from ray_jobs.training.contract import model_contract
-from ray_jobs.training.engine import AVERAGES, WEIGHTS, Engine, Piece, make_engine
+from ray_jobs.training.engine import WEIGHTS, Engine, Piece, average_kinds, make_engine
 from vit_model import compute
 from vit_model.build import Network, build
 from vit_model.config import Architecture, ModelContract, ViTConfig
 from vit_model.contrastive import MomentumEncoder, momentum
-from vit_model.model import is_fused
+from vit_model.model import ViT, is_fused
 from vit_model.preprocessing import normalise
 from vit_model.weights import save_model, save_weights
 
@@ -180,19 +182,23 @@ def start(
     """Return the engine and MoCo's momentum encoder, initialised from the seed or as a checkpoint has them."""
     model = build(contract.architecture)
     model.initialise(config.seed)
+    if isinstance(model, ViT):
+        model.activation_checkpointing = config.activation_checkpointing
     task, momentum_encoder = objective.make_task(config, model)
+    task.to(device)
+    optimizer = optim.adamw(task, config.optimizer, decays_all=config.objective == "contrastive")
     if saved is not None:
         sizes = {name: weight.numel() for name, weight in task.named_parameters()}
         trained = {name: weight.numel() for name, weight in task.named_parameters() if weight.requires_grad}
         saved.require(sizes, WEIGHTS)
-        saved.require(trained, *AVERAGES)
+        saved.require(trained, *average_kinds(optimizer))
         saved.load(task)
         if momentum_encoder is not None:
             saved.load(momentum_encoder, MOMENTUM_ENCODER)
     if momentum_encoder is not None:
         momentum_encoder.to(device)
     os.environ.setdefault("LOCAL_RANK", str(worker.local_rank))  # DeepSpeed reads it
-    engine = make_engine(task.to(device), config, worker.world)
+    engine = make_engine(task, optimizer, config, worker.world)
     if saved is not None:
         engine.load_state(saved.read, saved.step)
     return engine, momentum_encoder
@@ -219,7 +225,7 @@ class Curve:
         self._sum, self._summed = torch.zeros((), device=device), 0
 
     def add(self, loss: torch.Tensor) -> None:
-        """Add the loss of this worker's share of a batch."""
+        """Add the loss of this worker's share of a micro-batch."""
         self._sum += loss.detach()
         self._summed += 1
 
@@ -265,14 +271,13 @@ def run_steps(training: Training, batches: Loader, curve: Curve, first: int, sav
         torch.manual_seed(dropout_seed(config.seed, step, worker.rank))
         views, targets = training.transform(images.to(device), labels.to(device), positions, step)
         rate = optim.learning_rate(step, steps, config.learning_rate, config.optimizer)
-        loss = objective.batch_loss(
-            engine, config, training.contract, views, targets, positions, dtype, momentum_encoder
-        )
-        engine.backward(loss)
+        for part in micro_batches(config.gradient_accumulation_steps, views, targets, positions):
+            loss = objective.batch_loss(engine, config, training.contract, *part, dtype, momentum_encoder)
+            engine.backward(loss)
+            curve.add(loss)
         norm = engine.step(rate)
         if momentum_encoder is not None:
             momentum_encoder.update(engine.module, momentum(step, steps, config.contrastive.momentum))
-        curve.add(loss)
 
         done = step + 1
         is_best = False
@@ -290,6 +295,14 @@ def run_steps(training: Training, batches: Loader, curve: Curve, first: int, sav
             saver.save(done, curve.best, _pieces(training), curve.state(batches.state_dict()))
         if worker.rank == 0 and progress.due(done):
             progress.show(done, done * batch, loss=loss.item())
+
+
+def micro_batches(
+    count: int, views: tuple[torch.Tensor, ...], targets: torch.Tensor, positions: NDArray[np.int64]
+) -> Iterator[tuple[tuple[torch.Tensor, ...], torch.Tensor, NDArray[np.int64]]]:
+    """Split a worker's share of a batch, as `objective.batch_loss` takes it, into `count` equal parts."""
+    parts = zip(*(view.chunk(count) for view in views), strict=True)
+    return zip(parts, targets.chunk(count), np.split(positions, count), strict=True)
 
 
 def _pieces(training: Training) -> Iterator[Piece]:
@@ -327,18 +340,28 @@ def accuracy(training: Training, dtype: torch.dtype) -> float | None:
 
 def derived_numbers(
     config: Pretrain, architecture: Architecture, world: int, device: torch.device
-) -> tuple[str, str]:
-    """Describe what the configuration implies in two lines: operations, and memory per worker."""
+) -> tuple[str, str, str]:
+    """Describe what the configuration implies in three lines: the batch, operations, and memory per worker.
+
+    Raises:
+        UserError: the workers cannot share a micro-batch evenly.
+    """
     exaflops = compute.exaflops(architecture, config.steps * config.batch_size)
     dtype = devices.torch_dtype(config.dtype, device)
-    images, value_bytes = config.batch_size // world, dtype.itemsize
+    images, value_bytes = optim.micro_batch_share(config, world), dtype.itemsize
     fused = isinstance(architecture, ViTConfig) and is_fused(device, dtype, architecture.num_tokens)
     activations = compute.activation_bytes(
-        architecture, images, value_bytes=value_bytes, fused_attention=fused
+        architecture,
+        images,
+        value_bytes=value_bytes,
+        fused_attention=fused,
+        checkpointing=config.activation_checkpointing,
     )
     states = compute.model_state_bytes(architecture.num_parameters, config.zero_stage, world, value_bytes)
-    mib = 2**20
+    mib, parts = 2**20, config.gradient_accumulation_steps
     return (
+        f"batch: {config.batch_size:,} images = {world} {'worker' if world == 1 else 'workers'}"
+        f" x {parts} {'micro-batch' if parts == 1 else 'micro-batches'} x {images:,} images",
         f"compute: {architecture.num_parameters:,} parameters"
         f" · {compute.forward_flops(architecture) / 1e9:.4g} GFLOPs per image forward"
         f" · {compute.train_flops(architecture) / 1e9:.4g} GFLOPs per image in training"

@@ -43,6 +43,7 @@ CASES: dict[str, dict[str, Any]] = {
     "ZeRO-3 fp32": {"zero_stage": 3, "dtype": "float32"},
     "alone, bf16": {},
 }
+_APART = 8  # steps at most between two kills, so that a training has several
 _LAST = 12  # steps, which take longer than a kill may come late
 
 
@@ -104,9 +105,8 @@ def draw_kill(rng: random.Random, world: int, first: int, steps: int) -> Kill:
 
     Not in the last steps, which may end before it comes.
     """
-    return Kill(
-        rng.randrange(world), rng.randrange(first, max(first + 1, steps - _LAST)), rng.uniform(0, 0.02)
-    )
+    last = min(first + _APART, steps - _LAST)
+    return Kill(rng.randrange(world), rng.randrange(first, max(first + 1, last)), rng.uniform(0, 0.02))
 
 
 def run_attempt(

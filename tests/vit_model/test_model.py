@@ -287,6 +287,31 @@ def test_training_twice_gives_the_same_bits() -> None:
         assert torch.equal(parameter, second.get_parameter(name)), name
 
 
+@pytest.mark.parametrize("options", [{}, {"class_token": False, "pooling": "gap", "axial": True}], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_activation_checkpointing_computes_each_block_twice_and_gives_the_same_bits(
+    dtype: torch.dtype, options: dict[str, Any]
+) -> None:
+    model = randomised(
+        ViTConfig.model_validate({**SMALL, **options, "dropout": 0.1, "stochastic_depth": 0.2})
+    )
+    images, calls = random_images(model.config, 5).to(dtype), 0
+
+    def count(*arguments: object) -> None:
+        nonlocal calls
+        calls += 1
+
+    for block in model.blocks:
+        block.register_forward_hook(count)
+    model.to(dtype).train()
+    gradients = []
+    for model.activation_checkpointing in (False, True):
+        torch.manual_seed(0)
+        gradients.append(torch.autograd.grad(model(images).float().square().sum(), [*model.parameters()]))
+    assert calls == 3 * len(model.blocks)
+    assert all(map(torch.equal, *gradients))
+
+
 def test_dropout_acts_at_four_sites_and_only_in_training() -> None:
     with_dropout = randomised(ViTConfig.model_validate({**SMALL, "dropout": 0.5}))
     without = randomised(ViTConfig.model_validate(SMALL))

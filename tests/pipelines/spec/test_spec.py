@@ -91,6 +91,11 @@ def test_needed_for_a_stage_is_what_is_before_it() -> None:
         ),
         ("stages.pretrain.workers", 5, "batch_size 32 is not a multiple of workers 5"),
         (
+            "stages.pretrain.gradient_accumulation_steps",
+            5,
+            "batch_size 32 is not a multiple of gradient_accumulation_steps 5",
+        ),
+        (
             "stages.pretrain.learning_rate",
             float("inf"),
             "stages.pretrain.learning_rate: Input should be a finite",
@@ -240,6 +245,18 @@ def test_a_model_is_a_name_or_a_shape_of_either_family(model: Any) -> None:
             "randaugment cannot be combined with objective contrastive",
         ),
         ({"objective": "contrastive", "augment": "crop_flip", "zero_stage": 3}, "use 1 or 2"),
+        (
+            {"objective": "contrastive", "augment": "crop_flip", "gradient_accumulation_steps": 2},
+            "gradient_accumulation_steps 2: objective contrastive distinguishes the images of a whole batch",
+        ),
+        (
+            {"workers": 2, "gradient_accumulation_steps": 32},
+            "batch_size 32, which is 16 for each of 2 workers, is not a multiple of gradient_accumulation_steps 32",
+        ),
+        (
+            {"resnet": "R50x1", "activation_checkpointing": True},
+            "needs the blocks of a ViT; model is a resnet",
+        ),
         ({"objective": "contrastive", "augment": "crop_flip", "resnet": "R50x1"}, "model is a resnet"),
         ({"objective": "masked_patches", "model": {"pooling": "map"}}, "does not train model.pooling map"),
         ({"objective": "masked_patches", "resolution": 4}, "resolution 4 is a single patch"),
@@ -247,7 +264,7 @@ def test_a_model_is_a_name_or_a_shape_of_either_family(model: Any) -> None:
     ],
     ids=str,
 )
-def test_an_objective_says_what_does_not_go_with_it(fields: dict[str, Any], message: str) -> None:
+def test_a_pretraining_says_what_does_not_go_together(fields: dict[str, Any], message: str) -> None:
     raw, fields = yaml.safe_load(TINY.read_text()), dict(fields)
     model = raw["stages"]["pretrain"]["model"] | fields.pop("model", {})
     raw["stages"]["pretrain"] |= {"model": fields.pop("resnet", model), **fields}

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from pipelines.spec import Optimizer
+from pipelines.spec import Optimizer, Pretrain
 from ray_jobs.training import optim
 from vit_model.config import ViTConfig
 from vit_model.model import ViT
@@ -147,14 +147,26 @@ def test_numbers_that_are_not_finite_name_the_step_and_a_way_out(value):
         optim.check_finite("loss", value, 7)
 
 
-def test_deepspeed_shares_the_batch_among_the_workers():
-    config = optim.deepspeed_config(
-        batch_size=96, world=3, zero_stage=2, dtype="bfloat16", optimizer=Optimizer()
-    )
-    assert (
-        config["train_micro_batch_size_per_gpu"] * config["gradient_accumulation_steps"] * 3
-        == config["train_batch_size"]
-        == 96
-    )
+def pretraining(**fields: object) -> Pretrain:
+    required = {
+        "job": "pretrain",
+        "data": "d",
+        "model": "Ti/16",
+        "resolution": 16,
+        "steps": 1,
+        "learning_rate": 1,
+    }
+    return Pretrain.model_validate(required | fields)
+
+
+def test_deepspeed_shares_the_batch_among_workers_and_micro_batches():
+    settings = optim.deepspeed_config(pretraining(batch_size=96, gradient_accumulation_steps=4), 3)
+    sizes = ("train_batch_size", "gradient_accumulation_steps", "train_micro_batch_size_per_gpu")
+    assert [settings[size] for size in sizes] == [96, 4, 8]
+    assert settings["data_types"]["grad_accum_dtype"] == "fp32"
     with pytest.raises(ValueError, match=r"batch_size 6 is not a multiple of the 4 workers.*1, 2, 3, 6"):
-        optim.deepspeed_config(batch_size=6, world=4, zero_stage=1, dtype="float32", optimizer=Optimizer())
+        optim.deepspeed_config(pretraining(batch_size=6), 4)
+    with pytest.raises(
+        ValueError, match=r"6 / gradient_accumulation_steps 3 = 2 is not a multiple of the 3 work"
+    ):
+        optim.deepspeed_config(pretraining(batch_size=6, gradient_accumulation_steps=3), 3)

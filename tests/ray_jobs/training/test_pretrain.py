@@ -158,6 +158,48 @@ def test_the_same_configuration_gives_the_same_bytes_and_another_seed_does_not(d
     assert files_of(tmp_path / "a")["model.safetensors"] != files_of(tmp_path / "c")["model.safetensors"]
 
 
+@pytest.mark.parametrize(
+    "fields",
+    [{"objective": "masked_patches", "augment": "shift"}, {"mixup": 0.5, "label_smoothing": 0.1}],
+    ids=["masked patches", "mixup"],
+)
+def test_micro_batches_are_parts_of_the_batch(dataset, tmp_path, capsys, fields):
+    """What is mixed and what is masked does not depend on them."""
+    config = configuration(dtype="float32", steps=6, optimizer=Optimizer(warmup_fraction=0.0), **fields)
+    train(config, dataset, tmp_path / "whole")
+    train(config.model_copy(update={"gradient_accumulation_steps": 4}), dataset, tmp_path / "parts")
+    assert "batch: 16 images = 1 worker x 4 micro-batches x 4 images\n" in capsys.readouterr().out
+    (whole, _), (parts, _) = (load_model(tmp_path / name) for name in ("whole", "parts"))
+    assert_same_model(parts, whole)
+    losses = [
+        [point["loss"] for point in json.loads((tmp_path / name / "curve.json").read_text())]
+        for name in ("whole", "parts")
+    ]
+    assert losses[1] == pytest.approx(losses[0], rel=1e-4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("zero_stage", [0, 1, 2, 3])
+def test_activation_checkpointing_gives_the_same_bytes(dataset, tmp_path, free_port, zero_stage):
+    """It is not in the key. With dropout, which is drawn again; float32 and one process at stage 0."""
+    size = ModelSize(
+        patch_size=4, width=16, depth=2, num_heads=2, dropout=0.1, stochastic_depth=0.1, pooling="gap"
+    )
+    fields = {
+        "model": size,
+        "steps": 6,
+        "zero_stage": zero_stage,
+        "dtype": "bfloat16" if zero_stage else "float32",
+    }
+    for name, activation_checkpointing in {"kept": False, "again": True}.items():
+        config = configuration(activation_checkpointing=activation_checkpointing, **fields)
+        if zero_stage:
+            run_workers(2, _worker, 2, free_port(), config, dataset, tmp_path / name)
+        else:
+            train(config, dataset, tmp_path / name)
+    assert files_of(tmp_path / "kept") == files_of(tmp_path / "again")
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("zero_stage", [1, 2, 3])
 def test_the_weights_are_those_of_a_loop_without_deepspeed(dataset, tmp_path, zero_stage):

@@ -1,0 +1,81 @@
+"""Every way to train, against plain torch: `python benchmarks/zero_matrix.py`.
+
+ZeRO stages 0 to 3 and one process, float32 and bfloat16, 1 and 4 micro-batches, with and without clipping, AdamW and
+SGD with momentum: each trains a small ViT for six steps, and is saved after three, from where others continue. What is
+compared, and with which bounds, is in tests/support/zero_matrix.py; `make test-all` checks the same.
+
+Prints the table and writes it to benchmarks/results/; takes 5 minutes on two cores.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import sys
+
+from common import ROOT, keep, setting
+
+HEAD = (
+    "workers | dtype | micro-batches | AdamW, clipped | AdamW | SGD, clipped | SGD | of the change"
+    " | continued | continued by others"
+)
+
+
+def main() -> None:
+    """Run all cases, print the table and keep it."""
+    sys.path.append(str(ROOT))  # for the tests' package
+    from tests.support.zero_matrix import BATCH, CASES, LIMITS, SAVED, STEPS, Result, measure
+
+    load = os.getloadavg()[0]
+    results = measure(CASES)
+
+    def rows_of(result: Result) -> tuple[int, int, str, int]:
+        case = result.case
+        return case.workers, case.zero_stage, case.dtype, case.accumulation
+
+    rows = []
+    for (workers, stage, dtype, parts), group in itertools.groupby(results, rows_of):
+        own = {(result.case.optimizer, result.case.clips): result for result in group}
+        cells = [f"2, ZeRO-{stage}" if workers > 1 else "1", dtype, str(parts)]
+        cells += [
+            f"{own[optimizer, clips].difference:.0e}"
+            for optimizer in ("AdamW", "SGD")
+            for clips in (True, False)
+        ]
+        cells.append(f"{max(result.of_change for result in own.values()):.0e}")
+        cells.append(
+            "same bits" if all(result.is_resumed_exactly for result in own.values()) else "**other bits**"
+        )
+        cells.append(f"{max(max(result.resumed.values()) for result in own.values()):.0e}")
+        rows.append(f"| {' | '.join(cells)} |")
+
+    import deepspeed
+    import torch
+
+    wrong = [str(result) for result in results if not result.holds]
+    keep(
+        "zero_matrix.md",
+        [
+            "# Every way to train, against plain torch",
+            "",
+            f"`python benchmarks/zero_matrix.py`, {setting(load)}, torch {torch.__version__}, "
+            f"DeepSpeed {deepspeed.__version__}.",
+            f"Batches of {BATCH} images; {STEPS} steps; saved after {SAVED}. {len(results)} cases, of which "
+            f"{len(results) - len(wrong)} are within the bounds.",
+            "",
+            "The columns of optimizers have the largest difference of a weight tensor from a plain torch loop with"
+            f" the whole batch, by norm, relative to the tensor's norm: at most {LIMITS['float32']:.0e} in float32 and"
+            f' {LIMITS["bfloat16"]:.0e} in bfloat16. "Of the change" is the same for all weights together, relative'
+            ' to how far the training has moved them. "Continued" is by a new engine of the same kind, compared with'
+            ' the undisturbed training; "by others" is by one process and by another stage.',
+            "",
+            f"| {HEAD} |",
+            "|---|---|---:|" + "---:|" * 5 + "---|---:|",
+            *rows,
+            *wrong,
+        ],
+    )
+
+
+if __name__ == "__main__":
+    main()

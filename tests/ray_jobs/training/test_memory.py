@@ -1,0 +1,88 @@
+"""The memory that a pretraining's log predicts for each worker is what it then takes."""
+
+import contextlib
+import io
+import os
+import re
+import warnings
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch.distributed as dist
+
+from pipelines.spec import ModelSize, Pretrain
+from ray_jobs.data import shards
+from ray_jobs.training import loop
+from tests.support import datasets
+from tests.support.workers import run_workers
+
+SMALL = ModelSize(patch_size=4, width=128, depth=1, num_heads=2)
+LARGE = ModelSize(patch_size=4, width=768, depth=8, num_heads=12)  # 57 million parameters
+PRETRAIN = {
+    "job": "pretrain",
+    "data": "noise",
+    "resolution": 16,
+    "steps": 3,
+    "batch_size": 32,
+    "learning_rate": 1e-3,
+    "checkpoint_every": {"minutes": None},
+}
+
+
+@pytest.fixture(scope="module")
+def dataset(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Grey noise of 16x16."""
+    folder, rng = tmp_path_factory.mktemp("dataset"), np.random.default_rng(0)
+    images = rng.integers(0, 255, (32, 16, 16, 1)).astype(np.uint8)
+    splits = {
+        "train": [datasets.raw(f"{number:04d}", image, number % 3) for number, image in enumerate(images)]
+    }
+    size = shards.ImageSize(height=16, width=16, channels=1)
+    datasets.put(folder, "noise", ("a", "b", "c"), size, splits | {"dev": [], "test": []})
+    return folder
+
+
+@pytest.mark.slow
+@pytest.mark.full
+@pytest.mark.parametrize("fields", [{}, {"gradient_accumulation_steps": 4}], ids=str)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("zero_stage", [0, 1, 2, 3])
+def test_two_workers_take_the_predicted_memory(dataset, tmp_path, zero_stage, dtype, fields):
+    fields = fields | {"zero_stage": zero_stage, "dtype": dtype}
+    run_workers(2, _worker, f"file://{tmp_path}/store", fields, dataset, tmp_path)
+    said = (tmp_path / "said.txt").read_text()
+    line = next(line for line in said.splitlines() if line.startswith("estimated memory"))
+    predicted = sum(float(number.replace(",", "")) for number in re.findall(r"([\d,.]+) MiB", line))
+    taken = [int((tmp_path / f"{rank}.txt").read_text()) / 2**20 for rank in (0, 1)]
+    assert taken == pytest.approx([predicted, predicted], rel=0.15), line
+
+
+def _worker(rank: int, meeting: str, fields: dict[str, Any], dataset: Path, folder: Path) -> None:
+    warnings.simplefilter("ignore")  # DeepSpeed calls deprecated functions of torch
+    os.environ["LOCAL_RANK"] = str(rank)
+    dist.init_process_group("gloo", init_method=meeting, rank=rank, world_size=2)
+    place = loop.Worker(rank, 2, rank)
+
+    def train(model: ModelSize) -> str:
+        config = Pretrain.model_validate({**PRETRAIN, "model": model, **fields})
+        output = None if rank else folder / str(model.width)
+        with contextlib.redirect_stdout(io.StringIO()) as said:
+            loop.train(config, shards.open_dataset(dataset), output, place)
+        return said.getvalue()
+
+    train(SMALL)  # imports, libraries, buffers of fixed size
+    before = _resident("VmRSS")
+    Path("/proc/self/clear_refs").write_text("5")  # forget the peak
+    said = train(LARGE)
+    (folder / f"{rank}.txt").write_text(str(_resident("VmHWM") - before))
+    if rank == 0:
+        (folder / "said.txt").write_text(said)
+    dist.destroy_process_group()
+
+
+def _resident(name: str) -> int:
+    """Return this process's resident memory (VmRSS), or its peak (VmHWM), in bytes."""
+    (line,) = (line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(name))
+    return int(line.split()[1]) * 1024

@@ -1,0 +1,35 @@
+"""Every engine gives plain torch's weights, and continues from what every other has saved (docs/zero.md)."""
+
+import pytest
+
+from tests.support.zero_matrix import CASES, Case, Result, measure
+
+# Every stage, and each value of every other dimension at each of them or its neighbour.
+FEW = [
+    Case(1, "bfloat16", 4, True, "SGD", 1),
+    Case(0, "float32", 4, True, "AdamW", 2),
+    Case(0, "bfloat16", 1, False, "SGD", 2),
+    Case(1, "float32", 1, True, "SGD", 2),
+    Case(1, "bfloat16", 1, True, "AdamW", 2),
+    Case(1, "bfloat16", 4, False, "AdamW", 2),
+    Case(2, "float32", 4, False, "AdamW", 2),
+    Case(2, "bfloat16", 4, True, "SGD", 2),
+    Case(3, "float32", 1, False, "AdamW", 2),
+    Case(3, "bfloat16", 4, True, "AdamW", 2),
+]
+
+
+def check(results: list[Result]) -> None:
+    wrong = [result for result in results if not result.holds]
+    assert not wrong, "\n".join(map(str, wrong))
+
+
+@pytest.mark.slow
+def test_some_ways_to_train_give_the_weights_of_plain_torch():
+    check(measure(FEW))
+
+
+@pytest.mark.slow
+@pytest.mark.full
+def test_all_ways_to_train_give_the_weights_of_plain_torch():
+    check(measure(CASES))

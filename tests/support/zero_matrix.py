@@ -1,0 +1,269 @@
+"""Every engine against plain torch: weights after some steps, undisturbed and continued by other engines.
+
+The reference (`expected_weights`) is a loop that uses nothing of `ray_jobs.training`. The model is a small ViT with
+kernels that ZeRO-3 gathers when they are used, vectors that it keeps whole, and a frozen part, as MoCo's.
+"""
+
+from __future__ import annotations
+
+import copy
+import gc
+import itertools
+import json
+import os
+import tempfile
+import warnings
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+
+from pipelines.spec import ModelSize, Pretrain
+from ray_jobs.training.engine import WEIGHTS, Engine, make_engine
+from tests.support.workers import run_workers
+from vit_model.config import ViTConfig
+from vit_model.model import ViT
+
+BATCH, STEPS, SAVED = 16, 6, 3
+SCHEDULE = [0.2, 0.6, 1, 1, 0.6, 0.2]
+PEAK_RATES = {("AdamW", True): 1e-3, ("AdamW", False): 1e-3, ("SGD", True): 0.06, ("SGD", False): 0.01}
+CLIP_NORM = {
+    True: 1.0,
+    False: 1e6,
+}  # the gradients' norm is about 6; docs/training.md says how to switch it off
+LIMITS = {"float32": 1e-6, "bfloat16": 5e-3}
+"""The largest difference of a tensor, relative to its norm."""
+CHANGE_LIMITS = {"float32": 1e-4, "bfloat16": 0.1}
+"""The difference of all weights, relative to how far training has moved them."""
+
+Weights = dict[str, Tensor]
+State = dict[tuple[str, str], Tensor]
+
+
+class Case(NamedTuple):
+    """A way to train."""
+
+    zero_stage: int
+    dtype: str
+    accumulation: int
+    clips: bool
+    optimizer: str
+    workers: int
+
+
+# One process is plain torch at every stage.
+_WHERE = [(1, 1), (0, 2), (1, 2), (2, 2), (3, 2)]
+CASES = [
+    Case(stage, dtype, accumulation, clips, optimizer, workers)
+    for (stage, workers), dtype, accumulation, clips, optimizer in itertools.product(
+        _WHERE, ("float32", "bfloat16"), (1, 4), (True, False), ("AdamW", "SGD")
+    )
+]
+
+
+class Result(NamedTuple):
+    """The largest differences of a tensor's norm, relative to the norm."""
+
+    case: Case
+    difference: float
+    """from the reference"""
+    of_change: float
+    """from the reference, all weights together, relative to how far training has moved them"""
+    is_resumed_exactly: bool
+    """whether a new engine that continues the same way from a save has the same weights to the bit"""
+    resumed: dict[str, float]
+    """from this case undisturbed, when others continue: {ZeRO stage and workers: difference}"""
+
+    @property
+    def holds(self) -> bool:
+        worst = max(self.difference, *self.resumed.values())
+        is_near = worst <= LIMITS[self.case.dtype] and self.of_change <= CHANGE_LIMITS[self.case.dtype]
+        return self.is_resumed_exactly and is_near
+
+
+def measure(cases: Sequence[Case]) -> list[Result]:
+    """Run all cases in one pair of processes."""
+    with tempfile.TemporaryDirectory() as folder:
+        output = Path(folder) / "results.json"
+        run_workers(2, _worker, f"file://{folder}/store", cases, output)
+        rows = json.loads(output.read_text())
+    return [Result(Case(*case), *rest) for case, *rest in rows]
+
+
+def _worker(rank: int, meeting: str, cases: Sequence[Case], output: Path) -> None:
+    os.environ["LOCAL_RANK"] = str(rank)
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")  # DeepSpeed calls deprecated functions of torch
+    dist.init_process_group("gloo", init_method=meeting, rank=rank, world_size=2)
+    # ZeRO-3 replaces functions of torch in the process, so the references come first.
+    kinds = {(case.dtype, case.clips, case.optimizer) for case in cases}
+    expected = {kind: expected_weights(*kind) for kind in sorted(kinds)}
+    results = []
+    for case in cases:
+        results.append(_result(case, expected[case.dtype, case.clips, case.optimizer], rank))
+        gc.collect()  # DeepSpeed's engines refer to themselves
+    if rank == 0:
+        output.write_text(json.dumps(results))
+    dist.destroy_process_group()
+
+
+def _result(case: Case, expected: Weights, rank: int) -> Result:
+    engine = make(case, make_module())
+    train(engine, case, range(SAVED), rank)
+    state = state_of(engine, case)
+    train(engine, case, range(SAVED, STEPS), rank)
+    weights = engine.full_weights()
+    again = continued(case, state, rank)
+    others = [(1, 1), (case.zero_stage % 3 + 1, 2)] if case.workers == 2 else _WHERE[1:]
+    resumed = {}
+    for stage, workers in others:
+        other = continued(case._replace(zero_stage=stage, workers=workers), state, rank)
+        resumed[where(stage, workers)] = difference(other, weights)
+    is_same = all(torch.equal(values, weights[name]) for name, values in again.items())
+    return Result(case, difference(weights, expected), of_change(weights, expected), is_same, resumed)
+
+
+def where(stage: int, workers: int) -> str:
+    return "one process" if workers == 1 else f"ZeRO-{stage}, {workers} workers"
+
+
+def make_module() -> ViT:
+    """All weights are random: rounding errors count relative to them, and nothing begins with a gradient of zero."""
+    config = ViTConfig(
+        image_size=8, patch_size=4, in_channels=1, width=192, depth=2, num_heads=3, mlp_dim=768, num_classes=3
+    )
+    module, generator = ViT(config), torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for weight in module.parameters():
+            weight += 0.05 * torch.randn(weight.shape, generator=generator)
+    module.patch_embed.proj.requires_grad_(False)
+    return module
+
+
+def make_optimizer(name: str, module: torch.nn.Module) -> torch.optim.Optimizer:
+    """With two groups, as ours has."""
+    weights = [weight for weight in module.parameters() if weight.requires_grad]
+    groups = [
+        {"params": [weight for weight in weights if weight.ndim > 1], "weight_decay": 0.1},
+        {"params": [weight for weight in weights if weight.ndim == 1], "weight_decay": 0.0},
+    ]
+    if name == "SGD":
+        return torch.optim.SGD(groups, lr=0.0, momentum=0.9)
+    return torch.optim.AdamW(groups, lr=0.0, betas=(0.9, 0.95), fused=True)
+
+
+def batch(step: int) -> tuple[Tensor, Tensor]:
+    """The images and labels of a step, over all workers."""
+    generator = torch.Generator().manual_seed(step)
+    return torch.randn(BATCH, 1, 8, 8, generator=generator), torch.arange(BATCH) % 3
+
+
+def expected_weights(dtype: str, clips: bool, optimizer: str) -> Weights:
+    """The reference: one process, the whole batch at once, float32 master weights, torch's own clipping."""
+    masters = make_module()
+    working = copy.deepcopy(masters).to(getattr(torch, dtype))
+    torchs = make_optimizer(optimizer, masters)
+    for step in range(STEPS):
+        working.load_state_dict(masters.state_dict())
+        working.zero_grad()
+        images, labels = batch(step)
+        F.cross_entropy(working(images.to(getattr(torch, dtype))).float(), labels).backward()
+        for master, rounded in zip(masters.parameters(), working.parameters(), strict=True):
+            master.grad = None if rounded.grad is None else rounded.grad.float()
+        if clips:
+            torch.nn.utils.clip_grad_norm_(masters.parameters(), CLIP_NORM[True])
+        for group in torchs.param_groups:
+            group["lr"] = PEAK_RATES[optimizer, clips] * SCHEDULE[step]
+        torchs.step()
+    return {name: weight.detach() for name, weight in masters.named_parameters()}
+
+
+def make(case: Case, module: ViT) -> Engine:
+    """The engine of a case."""
+    config = Pretrain.model_validate(
+        {
+            "job": "pretrain",
+            "data": "none",
+            "model": ModelSize(patch_size=4, width=192, depth=2, num_heads=3),
+            "resolution": 8,
+            "steps": STEPS,
+            "batch_size": BATCH,
+            "gradient_accumulation_steps": case.accumulation,
+            "learning_rate": 1.0,
+            "optimizer": {"clip_norm": CLIP_NORM[case.clips]},
+            "dtype": case.dtype,
+            "zero_stage": case.zero_stage,
+        }
+    )
+    return make_engine(module, make_optimizer(case.optimizer, module), config, case.workers)
+
+
+def train(engine: Engine, case: Case, steps: Iterable[int], rank: int) -> None:
+    """Run these steps on this worker's share of the batches; without other workers on all of them."""
+    for step in steps:
+        images, labels = (values.chunk(case.workers)[rank % case.workers] for values in batch(step))
+        for some, theirs in zip(
+            images.chunk(case.accumulation), labels.chunk(case.accumulation), strict=True
+        ):
+            logits = engine(some.to(getattr(torch, case.dtype)))
+            engine.backward(F.cross_entropy(logits.float(), theirs))
+        engine.step(PEAK_RATES[case.optimizer, case.clips] * SCHEDULE[step])
+
+
+def state_of(engine: Engine, case: Case) -> State:
+    """Put the pieces of all workers together, flattened. Every value belongs to one worker."""
+    own = [(piece.kind, piece.name, piece.start, piece.values.clone()) for piece in engine.pieces()]
+    everyone = [own]
+    if case.workers > 1:
+        everyone = [[] for _ in range(case.workers)]
+        dist.all_gather_object(everyone, own)
+    parts: dict[tuple[str, str], list[tuple[int, Tensor]]] = defaultdict(list)
+    for kind, name, start, values in itertools.chain(*everyone):
+        parts[kind, name].append((start, values))
+    state = {}
+    for key, values in parts.items():
+        values.sort(key=lambda part: part[0])
+        ends = list(itertools.accumulate(len(part) for _, part in values))
+        assert [start for start, _ in values] == [0, *ends[:-1]], key
+        state[key] = torch.cat([part for _, part in values])
+    return state
+
+
+def continued(case: Case, state: State, rank: int) -> Weights:
+    """Continue from a state with a new engine, and return the weights at the end."""
+    module = make_module()
+    with torch.no_grad():
+        for name, weight in module.named_parameters():
+            weight.copy_(state[WEIGHTS, name].view_as(weight))
+    engine = make(case, module)
+    engine.load_state(lambda kind, name, start, count: state[kind, name][start : start + count], SAVED)
+    train(engine, case, range(SAVED, STEPS), rank)
+    return engine.full_weights()
+
+
+def difference(weights: Weights, expected: Weights) -> float:
+    """The largest difference of a tensor by norm, relative to its norm."""
+    pairs = zip(_seen(weights).values(), _seen(expected).values(), strict=True)
+    return max(((ours - wanted).norm() / wanted.norm()).item() for ours, wanted in pairs)
+
+
+def of_change(weights: Weights, expected: Weights) -> float:
+    """The difference of all weights together by norm, relative to how far training has moved them."""
+    start = {name: weight.detach() for name, weight in make_module().named_parameters()}
+    ours, wanted, first = (
+        torch.cat([*map(torch.flatten, _seen(values).values())]) for values in (weights, expected, start)
+    )
+    return ((ours - wanted).norm() / (wanted - first).norm()).item()
+
+
+def _seen(weights: Weights) -> Weights:
+    """Leave out a key's bias: it has no effect on the model, so AdamW scales up the rounding errors of its gradient."""
+    return {
+        name: torch.stack(values.chunk(3))[[0, 2]] if name.endswith("qkv.bias") else values
+        for name, values in sorted(weights.items())
+    }
