@@ -91,7 +91,7 @@ def model_state_bytes(parameters: int, zero_stage: int, workers: int, value_byte
     Weights and gradients have `value_bytes` each: 2 in bfloat16, 4 in float32. The optimizer has 12: a float32 copy
     of the weights (DeepSpeed makes it even for float32) and Adam's two moments. Stage 1 divides the optimizer's
     states among the workers, stage 2 also the gradients, stage 3 also the weights. Communication buffers are not
-    counted.
+    counted; `ray_jobs.training.engine.state_bytes` has what pretraining really holds.
 
     Raises ValueError for a stage that is not 0 to 3, or no workers.
     """

@@ -28,6 +28,7 @@ from torch import Tensor
 from pipelines.spec import Pretrain
 from ray_jobs.process import devices
 from ray_jobs.training import optim
+from vit_model.compute import ModelStates, model_state_bytes
 
 WEIGHTS = "weights"  # the kind of pieces that are master weights; other kinds are averages
 
@@ -256,6 +257,33 @@ def make_engine(
         steps = config.gradient_accumulation_steps
         return Plain(module, optimizer, dtype, config.optimizer.clip_norm, world, steps)
     return Zero(module, optimizer, settings)
+
+
+def state_bytes(parameters: int, config: Pretrain, world: int, value_bytes: int) -> tuple[ModelStates, int]:
+    """Return the bytes that the engine of `make_engine` holds on one worker: states, and at most in buffers of its own.
+
+    Args:
+        value_bytes: of the weights that compute: 4 for float32, 2 for bfloat16.
+    """
+    if world == 1 or config.zero_stage == 0:
+        copies = 0 if value_bytes == 4 else value_bytes * parameters
+        return ModelStates(4 * parameters + copies, 4 * parameters + copies, 8 * parameters), 0
+    states = model_state_bytes(parameters, config.zero_stage, world, value_bytes)
+    sum_bytes = 4 if config.gradient_accumulation_steps > 1 else value_bytes
+    if config.zero_stage == 1 and sum_bytes > value_bytes:
+        # DeepSpeed's BF16_Optimizer sums all gradients on each worker, and copies them, also rounded, to reduce them.
+        both = (sum_bytes + value_bytes) * parameters
+        return states._replace(gradients=both), both
+    share, bucket = -(-parameters // world), value_bytes * min(parameters, optim.BUCKET)
+    # Before a step, the gradients of the worker's share become one tensor, which becomes float32.
+    flat = sum_bytes * share + (0 if sum_bytes == 4 else 4 * share)
+    if config.zero_stage == 1:  # most of the other gradients are gone by then
+        return states, max(bucket, flat + sum_bytes * share - states.gradients)
+    states = states._replace(gradients=sum_bytes * share)
+    if config.zero_stage == 2:
+        return states, max(bucket, flat)
+    # Stage 3 keeps the bucket. Until the step it has as many weights gathered, as many coming, and a copy of these.
+    return states, bucket + max(3 * bucket, flat)
 
 
 def average_kinds(optimizer: torch.optim.Optimizer) -> tuple[str, ...]:

@@ -33,7 +33,7 @@ from ray_jobs.process.progress import Progress
 from ray_jobs.training import objective, optim
 from ray_jobs.training.checkpoint import Saved, Saver, WorkerState
 from ray_jobs.training.contract import model_contract
-from ray_jobs.training.engine import WEIGHTS, Engine, Piece, average_kinds, make_engine
+from ray_jobs.training.engine import WEIGHTS, Engine, Piece, average_kinds, make_engine, state_bytes
 from vit_model import compute
 from vit_model.build import Network, build
 from vit_model.config import Architecture, ModelContract, ViTConfig
@@ -357,7 +357,7 @@ def derived_numbers(
         fused_attention=fused,
         checkpointing=config.activation_checkpointing,
     )
-    states = compute.model_state_bytes(architecture.num_parameters, config.zero_stage, world, value_bytes)
+    states, buffers = state_bytes(architecture.num_parameters, config, world, value_bytes)
     mib, parts = 2**20, config.gradient_accumulation_steps
     return (
         f"batch: {config.batch_size:,} images = {world} {'worker' if world == 1 else 'workers'}"
@@ -369,7 +369,8 @@ def derived_numbers(
         f" · {compute.tpuv3_core_days(exaflops):.2g} TPUv3-core-days",
         f"estimated memory per worker (of {world}): {activations / mib:,.1f} MiB activations of {images:,} images"
         f" · {states.weights / mib:,.1f} MiB weights · {states.gradients / mib:,.1f} MiB gradients"
-        f" · {states.optimizer / mib:,.1f} MiB optimizer states (ZeRO-{config.zero_stage})",
+        f" · {states.optimizer / mib:,.1f} MiB optimizer states · {buffers / mib:,.1f} MiB buffers"
+        f" (ZeRO-{config.zero_stage})",
     )
 
 

@@ -16,8 +16,9 @@ from pipelines.spec import Optimizer, Pretrain
 from ray_jobs.training.task import DivergenceError
 from vit_model.errors import UserError
 
-# Elements that DeepSpeed reduces and gathers at a time; it allocates a buffer of this size (its default is 5e8).
-_BUCKET = 1 << 24
+BUCKET = 1 << 24
+"""Values that DeepSpeed reduces and gathers at a time, for which it has a buffer (its default is 5e8), and that stage 3
+keeps gathered (1e9, which is all weights of nearly every ViT)."""
 Module = TypeVar("Module", bound=torch.nn.Module)
 
 
@@ -139,8 +140,11 @@ def deepspeed_config(config: Pretrain, world: int) -> dict[str, Any]:
         "gradient_clipping": config.optimizer.clip_norm,
         "zero_optimization": {
             "stage": config.zero_stage,
-            "reduce_bucket_size": _BUCKET,
-            "allgather_bucket_size": _BUCKET,
+            "reduce_bucket_size": BUCKET,
+            "allgather_bucket_size": BUCKET,
+            "stage3_prefetch_bucket_size": BUCKET,
+            "stage3_max_live_parameters": BUCKET,
+            "stage3_max_reuse_distance": BUCKET,
         },
         # DeepSpeed knows AdamW and few others; tests/support/zero_matrix.py proves those that we use.
         "zero_allow_untested_optimizer": True,

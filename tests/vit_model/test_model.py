@@ -287,22 +287,22 @@ def test_training_twice_gives_the_same_bits() -> None:
         assert torch.equal(parameter, second.get_parameter(name)), name
 
 
-@pytest.mark.parametrize("options", [{}, {"class_token": False, "pooling": "gap", "axial": True}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{"stochastic_depth": 0.2}, {"class_token": False, "pooling": "gap", "axial": True}], ids=str
+)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_activation_checkpointing_computes_each_block_twice_and_gives_the_same_bits(
     dtype: torch.dtype, options: dict[str, Any]
 ) -> None:
-    model = randomised(
-        ViTConfig.model_validate({**SMALL, **options, "dropout": 0.1, "stochastic_depth": 0.2})
-    )
+    model = randomised(ViTConfig.model_validate({**SMALL, **options, "dropout": 0.1}))
     images, calls = random_images(model.config, 5).to(dtype), 0
 
-    def count(*arguments: object) -> None:
+    def count(*arguments: object) -> None:  # before, because a block that is computed again is stopped early
         nonlocal calls
         calls += 1
 
     for block in model.blocks:
-        block.register_forward_hook(count)
+        block.register_forward_pre_hook(count)
     model.to(dtype).train()
     gradients = []
     for model.activation_checkpointing in (False, True):
