@@ -67,6 +67,7 @@ benchmarks: install  # on an otherwise idle machine; each prints its table and k
 	$(BIN)/python benchmarks/report_query.py
 	$(BIN)/python benchmarks/train_step.py
 	$(BIN)/python benchmarks/loader.py
+	$(BIN)/python benchmarks/resume.py
 	$(BIN)/python benchmarks/zero_matrix.py
 
 clean:
