@@ -49,14 +49,14 @@ def key(stage: AnyStage) -> str:
     return identity.stage_key(stage, inputs, "s" * 64 if isinstance(stage, Ingest | Import) else None)
 
 
-def leaves(config: Frozen, path: tuple[str, ...] = ()) -> Any:
+def leaves(config: Frozen, path: tuple[str, ...] = (), inherited: bool = False) -> Any:
     """(path, value, is execution) of every field of a stage, nested models included."""
     for name, info in type(config).model_fields.items():
-        value = getattr(config, name)
+        value, is_execution = getattr(config, name), inherited or bool(marks(info).get("execution"))
         if isinstance(value, Frozen):
-            yield from leaves(value, (*path, name))
+            yield from leaves(value, (*path, name), is_execution)
         elif "input" not in marks(info):
-            yield (*path, name), value, bool(marks(info).get("execution"))
+            yield (*path, name), value, is_execution
 
 
 def with_leaf(config: Frozen, path: tuple[str, ...], value: Any) -> Any:
