@@ -49,13 +49,12 @@ def key(stage: AnyStage) -> str:
     return identity.stage_key(stage, inputs, "s" * 64 if isinstance(stage, Ingest | Import) else None)
 
 
-def leaves(config: Frozen, path: tuple[str, ...] = ()) -> Any:
+def leaves(config: Frozen, path: tuple[str, ...] = (), inherited: bool = False) -> Any:
     """(path, value, is execution) of every field of a stage, nested models included."""
     for name, info in type(config).model_fields.items():
-        value, is_execution = getattr(config, name), bool(marks(info).get("execution"))
+        value, is_execution = getattr(config, name), inherited or bool(marks(info).get("execution"))
         if isinstance(value, Frozen):
-            inner = leaves(value, (*path, name))
-            yield from ((leaf, value, is_execution or own) for leaf, value, own in inner)
+            yield from leaves(value, (*path, name), is_execution)
         elif "input" not in marks(info):
             yield (*path, name), value, is_execution
 
