@@ -14,6 +14,7 @@ import time
 from collections import defaultdict
 from collections.abc import Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -38,6 +39,7 @@ from pipelines.store import (
     now,
     read_record,
     remove_checkpoints,
+    wait_for_store,
     warn,
 )
 from ray_jobs.process.alive import Steps
@@ -129,7 +131,8 @@ class Saver:
         copies = {
             f"{piece.kind}/{piece.name}@{piece.start}": piece.values.to("cpu", copy=True) for piece in pieces
         }
-        self._writing = self._thread.submit(self._write, step, best, copies, state)
+        write = partial(self._write, step, best, copies, state)
+        self._writing = self._thread.submit(wait_for_store, write, warn)  # an outage does not end a training
 
     def wait(self) -> None:
         """Return when the last checkpoint is written; on rank 0, when it is committed."""

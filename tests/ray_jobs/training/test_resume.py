@@ -9,8 +9,10 @@ import torch
 from torch.multiprocessing import ProcessRaisedException
 
 from pipelines.spec import ModelSize
-from pipelines.store import StoreDamaged, checkpoints, open_store
-from ray_jobs.training.checkpoint import Saved
+from pipelines.store import StoreDamaged, StoreUnreachable, checkpoints, open_store
+from ray_jobs.data.shards import open_dataset
+from ray_jobs.training import loop
+from ray_jobs.training.checkpoint import Saved, Saver
 from tests.support.interrupted import (
     CASES,
     Kill,
@@ -21,6 +23,7 @@ from tests.support.interrupted import (
     world_of,
     write_noise,
 )
+from tests.support.records import make_attempt
 from vit_model.weights import load_model
 
 pytestmark = pytest.mark.slow
@@ -92,3 +95,19 @@ def test_a_checkpoint_that_does_not_fit_is_refused_before_training(dataset, tmp_
     path.write_bytes(path.read_bytes()[:-100])
     with pytest.raises(StoreDamaged, match=r"rank-00000\.safetensors is damaged"):
         Saved(store, checkpoint)
+
+
+def test_an_outage_of_the_store_only_delays_a_checkpoint(dataset, tmp_path, monkeypatch):
+    config, store = configuration(steps=14, workers=1), open_store(str(tmp_path / "s"))
+    outages, create = [StoreUnreachable("no answer")] * 2, store.create
+
+    def unreliable(name: str, data: bytes) -> bool:
+        if outages and name.endswith("/manifest.json"):
+            raise outages.pop()
+        return create(name, data)
+
+    monkeypatch.setattr(store, "create", unreliable)
+    saver = Saver(store, make_attempt("pretrain", store_uri=store.uri), config, rank=0, world=1)
+    loop.train(config, open_dataset(dataset), tmp_path / "a", loop.ALONE, saver)
+    assert not outages
+    assert checkpoints(store, "pretrain", "k")
