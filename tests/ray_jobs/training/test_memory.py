@@ -29,7 +29,6 @@ PRETRAIN = {
     "steps": 4,
     "batch_size": 8,  # few activations, which tests/vit_model/test_compute.py compares
     "learning_rate": 1e-3,
-    "checkpoint_every": {"minutes": None},
 }
 
 
