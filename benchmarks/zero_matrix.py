@@ -68,7 +68,8 @@ def main() -> None:
             f' {LIMITS["bfloat16"]:.0e} in bfloat16. "Of the change" is the same for all weights together, relative'
             ' to how far the training has moved them. "Continued" is by a new engine of the same kind, compared with'
             ' the undisturbed training; "by others" is by one process and by another stage. Rates are at most 0.001 for'
-            " AdamW and 0.06 for SGD: higher ones scale rounding differences up, in plain torch as with DeepSpeed.",
+            " AdamW and 0.06 for SGD: with 0.003, AdamW exceeds the bounds (3e-06 and 6e-03), probably because it"
+            " scales rounding differences up.",
             "",
             f"| {HEAD} |",
             "|---|---|---:|" + "---:|" * 5 + "---|---:|",
