@@ -1,4 +1,4 @@
-"""Pretrainings that are killed again and again, beside undisturbed ones: `python benchmarks/resume.py`.
+"""Pretrainings that are killed several times, beside undisturbed ones: `python benchmarks/resume.py`.
 
 Each case trains two workers without Ray (one process for `alone`), in attempts that end with SIGKILL for one worker at
 a random moment: within a step, between two, while a checkpoint is written. The next attempt continues from the last

@@ -52,7 +52,7 @@ def _train(context: Context[Pretrain]) -> dict[str, Any]:
         earlier = read_attempt(context.open_store(), Layout.attempt(start.job, start.key, start.attempt))
         if earlier is not None and earlier.code_digest != context.attempt.code_digest:
             print("note: the code has changed since; with --strict-code it is part of the key", flush=True)
-    workers = context.config.workers or devices.default_workers(context.config.micro_batch_size)
+    wanted = workers = context.config.workers or devices.default_workers(context.config.micro_batch_size)
     units, group, deaths = devices.units_in_cluster(), 0, 0
     while True:
         group += 1
@@ -65,7 +65,7 @@ def _train(context: Context[Pretrain]) -> dict[str, Any]:
             deaths = deaths + 1 if start == before else 1
             if deaths == _DEATHS:
                 raise
-            workers = _workers_left(context.config, workers, units)
+            workers = _workers_left(context.config, wanted, units)
             step = 0 if start is None else start.step
             print(f"workers died; continuing from step {step} with {workers} workers", flush=True)
 
@@ -161,13 +161,22 @@ def _latest(context: Context[Pretrain], start: Checkpoint | None) -> Checkpoint 
     return own[0] if own else start
 
 
-def _workers_left(config: Pretrain, workers: int, units_before: int) -> int:
-    """Return the most workers that divide the batch and that the machines left have room for."""
+def _workers_left(config: Pretrain, wanted: int, units_before: int) -> int:
+    """Return the most workers that divide the batch and that the machines left have room for, from `min_workers` on.
+
+    `units_before` are the GPUs, or CPUs, that the cluster had when it had room for `wanted` workers.
+    """
     units = devices.units_in_cluster()
     if units >= units_before:
-        return workers
-    most = max(config.min_workers, workers * units // units_before)
-    return next(number for number in range(most, 0, -1) if config.micro_batch_size % number == 0)
+        return wanted
+    possible = [
+        number
+        for number in range(min(config.min_workers, wanted), wanted + 1)
+        if config.micro_batch_size % number == 0
+    ]
+    return max(
+        (number for number in possible if number <= wanted * units // units_before), default=possible[0]
+    )
 
 
 if __name__ == "__main__":

@@ -5,7 +5,7 @@ that object: a running attempt whose alive.json has not changed for a minute is 
 same thread looks for that next attempt and ends the process if there is one, because a lost attempt may live: its
 machine was suspended, or its cluster had lost sight of it. When the process ends, Ray ends its workers.
 
-A stage's process may only wait for its workers, for ever if they hang. So a worker that counts steps hands its step
+A stage's process may only wait for its workers, without end if they hang. So a worker that counts steps hands its step
 over through the same object (`count_steps`), and the stage's process ends if that step does not change for very long. A
 stage without steps, such as the ingest of a large archive, shows that its process lives, and no more.
 """

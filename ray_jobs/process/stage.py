@@ -159,7 +159,7 @@ def run_stage(module: str) -> None:
     except Exception as error:
         if superseded := [cause for cause in causes(error) if isinstance(cause, Superseded)]:
             print(f"error: {superseded[0]}", file=sys.stderr, flush=True)
-            sys.exit(1)  # nobody waits for this attempt any more
+            sys.exit(1)  # the driver follows the later attempt
         if (reason := for_the_user(error, spec)) is None:
             raise  # a bug or a transient failure: another attempt may succeed
         print(f"error: {reason}", file=sys.stderr, flush=True)
@@ -273,7 +273,7 @@ def _commit(context: Context[AnyStage], result: Result, started: str) -> None:
     if committed.nonce == attempt.nonce:
         print(f"committed {attempt.job}/{attempt.key[:12]}", flush=True)
         with suppress(Superseded):
-            remove_checkpoints(store, attempt)  # nobody continues what has ended
+            remove_checkpoints(store, attempt)  # training has ended, so they are of no more use
     else:
         print(
             f"another attempt ({committed.attempt}) committed {attempt.job}/{attempt.key[:12]} first",

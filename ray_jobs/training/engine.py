@@ -119,8 +119,7 @@ class Plain:
             dist.all_reduce(self._gradients)
             self._gradients /= self.world
         norm = torch.nn.utils.clip_grad_norm_(self._weights, self.clip_norm)
-        for group in self.optimizer.param_groups:
-            group["lr"] = rate
+        optim.set_learning_rate(self.optimizer, rate)
         self.optimizer.step()
         self._micro_batches = 0
         if self.module is self.masters:
@@ -186,8 +185,7 @@ class Zero:
             self._engine.step()  # only counts the micro-batch
 
     def step(self, rate: float) -> Tensor | float | None:
-        for group in self._zero.param_groups:
-            group["lr"] = rate
+        optim.set_learning_rate(self._zero, rate)
         self._engine.step()
         return self._engine.get_global_grad_norm()
 
