@@ -134,8 +134,12 @@ class FolderStore:
             self._remove_emptied(folder)
 
     def _remove_emptied(self, folder: Path) -> None:
-        """Remove a folder of the store and those above it, up to the first that is not empty."""
+        """Remove a folder without objects, with what killed writers left in it, and the empty ones above it."""
         with suppress(OSError):
+            entries = list(folder.iterdir())
+            if all(entry.name.startswith(".") for entry in entries):
+                for entry in entries:
+                    shutil.rmtree(entry) if entry.is_dir() else entry.unlink()
             while folder != self.root:
                 folder.rmdir()
                 folder = folder.parent
@@ -201,10 +205,11 @@ class FolderStore:
 
 def _make_folders(path: Path) -> None:
     """Do `mkdir -p`, so that new folders survive a power cut."""
-    if not path.is_dir():
+    while not path.is_dir():
         _make_folders(path.parent)
-        path.mkdir(exist_ok=True)
-        _sync_folder(path.parent)
+        with suppress(FileNotFoundError):  # another process has just removed the empty parent (`remove`)
+            path.mkdir(exist_ok=True)
+            _sync_folder(path.parent)
 
 
 def _link(temporary: Path, path: Path) -> bool:

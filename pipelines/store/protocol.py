@@ -75,7 +75,7 @@ class Store(Protocol):
         """Remove objects one after the other, in this order, and skip those that do not exist.
 
         Give the record that makes the others valid first, so that an interruption leaves no record without its files.
-        In a folder, folders that become empty are removed, too.
+        In a folder, folders that become empty are removed, too, with what killed writers left in them.
         """
 
     def names(self, folder: str) -> list[str]:
