@@ -10,6 +10,7 @@ dev) and scored on test once. With a single rate there is no sweep. The trials o
 dev; only `refit` opens test.
 
 A finished trial or refit is never run again: later attempts take it over from the ledger (`ray_jobs.training.ledger`).
+One that was running continues from its checkpoint.
 
     python -m ray_jobs.finetune --spec STORE/artifacts/finetune/<key>/attempts/<n>/attempt.json
 """
@@ -20,10 +21,11 @@ import json
 import logging
 import math
 import os
+import secrets
 import sys
 import tempfile
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from pydantic import ValidationError
@@ -43,6 +45,9 @@ from ray_jobs.training.task import DivergenceError, Folds, Place, Refit, Task, r
 from vit_model.config import ModelContract, Preprocessing
 from vit_model.errors import UserError, reasons
 from vit_model.variants import FAMILIES
+
+if TYPE_CHECKING:
+    from ray_jobs.training.checkpoint import Saver
 
 PROTOCOL = "fine-tuning"
 ONE_RATE = "nothing, one learning rate was given"
@@ -170,13 +175,15 @@ def trial(
     train, validation = folds[fold]
     learning_rate, name = config.learning_rates[rate], _name(config, place, folds)
     data, noun = pool.take(train), f"{name}, step"
+    saver = make_saver(context, f"trial-{rate}-{fold}")
     try:
-        model, *_ = fit(fetched(context, task), data, learning_rate, config.seed, noun, after)
+        model, *_ = fit(fetched(context, task), data, learning_rate, config.seed, noun, after, saver)
         accuracy, loss, *_ = score(model, task.contract, pool.take(validation))
         outcome = _outcome(accuracy, loss)
     except DivergenceError as error:  # a sweep may include rates that are too high
         accuracy, loss, outcome = 0.0, DIVERGED, str(error)
     add_trial(context, place, accuracy, loss)
+    saver.remove()
     print(f"{name}: {outcome}", flush=True)
     return accuracy, loss
 
@@ -221,6 +228,15 @@ def fetched(context: Context[Finetune], task: Task) -> Task:
     return task if task.backbone is None else task._replace(backbone=context.input("backbone"))
 
 
+def make_saver(context: Context[Finetune], fit: str) -> Saver:
+    """Return the saver of a fit with this name."""
+    from ray_jobs.training.checkpoint import Saver
+
+    # Ray may run a task twice at once, if it has lost sight of a node.
+    group = secrets.randbits(32)
+    return Saver(context.open_store(), context.attempt, context.config, group=group, fit=fit)
+
+
 def refit(
     context: Context[Finetune], task: Task, pool: Images, rate: float, draw: int, after: int = 0
 ) -> Refit:
@@ -235,7 +251,9 @@ def refit(
     if (finished := Ledger(context, [context.attempt.number]).refit(draw, rate)) is not None:
         return finished
     seed, noun = task.config.seed + draw, f"draw {draw}, step"
-    model, curve, substitutes = fit(fetched(context, task), pool, rate, seed, noun, after)
+    # On GPUs, results vary a little, and the trials of another attempt may have chosen another rate.
+    saver = make_saver(context, f"refit-{task.config.learning_rates.index(rate)}-{draw}")
+    model, curve, substitutes = fit(fetched(context, task), pool, rate, seed, noun, after, saver)
     test = read_split(context.dataset(context.config.cache_gib), "test")
     result = score(model, task.contract, test)
     files: tuple[FileEntry, ...] = ()
@@ -245,6 +263,7 @@ def refit(
         files = staging.files
     finished = Refit(result, curve, substitutes, files)
     add_refit(context, draw, rate, finished)
+    saver.remove()
     print(f"draw {draw}: test accuracy {result.accuracy:.3f}", flush=True)
     return finished
 
@@ -300,6 +319,7 @@ def main(context: Context[Finetune]) -> Result:
     dataset.require("test")
     overlap = check_leakage(context, dataset, supports.pool.take(supports.rows))
     ledger = open_ledger(context)
+    task = task._replace(attempts=ledger.attempts)
     if len(config.learning_rates) == 1:  # nothing to select, so no image is held out
         trials, chosen, selected_on = [], config.learning_rates[0], ONE_RATE
     else:

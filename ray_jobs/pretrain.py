@@ -84,15 +84,15 @@ def run_workers(
         RAY_TRAIN_ENABLE_PREEMPTION_WATCHER="0",
     )
     from ray.train import FailureConfig, LoggingConfig, RunConfig
-    from ray.train.torch import TorchTrainer
+    from ray.train.v2.api.data_parallel_trainer import DataParallelTrainer
 
     from ray_jobs.training.process_group import LocalTorchConfig
 
     with tempfile.TemporaryDirectory(prefix="vitflow-", ignore_cleanup_errors=True) as scratch:
-        trainer = TorchTrainer(
+        trainer = DataParallelTrainer(
             _ray_worker,
             train_loop_config={"context": context, "group": group, "start": start},
-            torch_config=LocalTorchConfig(),
+            backend_config=LocalTorchConfig(),
             scaling_config=devices.scaling(workers, context.config.threads),
             run_config=RunConfig(
                 # unique, because Ray Train resumes a run of the same name
@@ -118,7 +118,9 @@ def _ray_worker(settings: dict[str, Any]) -> dict[str, Any]:
     start: Checkpoint | None = settings["start"]
     config, store = context.config, context.open_store()
     own = ray.train.get_context()
-    worker = Worker(own.get_world_rank(), own.get_world_size(), own.get_local_rank())
+    worker = Worker(
+        own.get_world_rank(), own.get_world_size(), own.get_local_rank(), own.get_local_world_size()
+    )
     saved = None if start is None else Saved(store, start)
     dataset = context.dataset(config.cache_gib)
 

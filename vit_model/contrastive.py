@@ -75,19 +75,33 @@ class MoCo(nn.Module):
         self.predictor = _mlp((output_width, hidden_width, output_width), generator)
         self.temperature = temperature
 
-    def forward(self, one: Tensor, other: Tensor, keys_of_one: Tensor, keys_of_other: Tensor) -> Tensor:
+    def forward(
+        self,
+        one: Tensor,
+        other: Tensor,
+        keys_of_one: Tensor,
+        keys_of_other: Tensor,
+        draws_of_one: Tensor | None = None,
+        draws_of_other: Tensor | None = None,
+    ) -> Tensor:
         """Return the symmetrised loss, a scalar, of two views [b, c, height, width] of the same images.
 
-        `keys_of_one` and `keys_of_other` [B, d] are the keys of all workers' views. Raises ValueError if the numbers of
-        views differ, or if their size is not the model's.
+        Args:
+            keys_of_one, keys_of_other: [B, d], the keys of all workers' views.
+            draws_of_one, draws_of_other: [b, blocks, 2], see `ViT.depth_factors`.
+
+        Raises ValueError if the numbers of views differ, or if their size is not the model's.
         """
         if len(one) != len(other):
             raise ValueError(
                 f"views of {len(one)} and of {len(other)} images; both must show the same images"
             )
         first, second = (
-            info_nce(self.predictor(self.projector(self.model(view))), keys, self.temperature)
-            for view, keys in ((one, keys_of_other), (other, keys_of_one))
+            info_nce(self.predictor(self.projector(self.model(view, draws))), keys, self.temperature)
+            for view, keys, draws in (
+                (one, keys_of_other, draws_of_one),
+                (other, keys_of_one, draws_of_other),
+            )
         )
         return first + second
 
@@ -103,9 +117,20 @@ class MomentumEncoder(nn.Module):
         self.encoder = copy.deepcopy(nn.Sequential(task.model, task.projector)).requires_grad_(False)
 
     @torch.no_grad()
-    def keys(self, one: Tensor, other: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the keys [B, d] of all workers' views [b, c, height, width]. All workers call this together."""
-        return gather(self.encoder(one)), gather(self.encoder(other))
+    def keys(
+        self,
+        one: Tensor,
+        other: Tensor,
+        draws_of_one: Tensor | None = None,
+        draws_of_other: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """Return the keys [B, d] of all workers' views [b, c, height, width]. All workers call this together.
+
+        The draws can be those of `MoCo.forward`: a query is compared with keys of the other view only, so no two
+        outputs that are compared share theirs.
+        """
+        model, projector = self.encoder
+        return gather(projector(model(one, draws_of_one))), gather(projector(model(other, draws_of_other)))
 
     @torch.no_grad()
     def update(self, task: MoCo, kept: float) -> None:

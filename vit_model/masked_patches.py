@@ -147,7 +147,9 @@ class MaskedPatches(nn.Module):
         nn.init.zeros_(self.head.weight)
         nn.init.zeros_(self.head.bias)
 
-    def forward(self, images: Tensor, pixels: Tensor, draws: Tensor) -> Tensor:
+    def forward(
+        self, images: Tensor, pixels: Tensor, draws: Tensor, depth_draws: Tensor | None = None
+    ) -> Tensor:
         """Return the loss, a scalar in float32, of images [b, c, height, width] as the model takes them.
 
         The loss is the cross-entropy, or the squared error for pixels, averaged over images, corrupted patches and the
@@ -156,6 +158,7 @@ class MaskedPatches(nn.Module):
         Args:
             pixels: the same images before normalisation, uint8 [b, height, width, c].
             draws: float64 [b, n, 2] in [0, 1), see `corruption`.
+            depth_draws: [b, blocks, 2], see `ViT.depth_factors`.
 
         Raises ValueError for images, pixels or draws of another shape or dtype.
         """
@@ -172,7 +175,8 @@ class MaskedPatches(nn.Module):
                     f"{name} are {tensor.dtype} {list(tensor.shape)}; this model needs {dtype} {shape}"
                 )
         plan = corruption(draws)
-        tokens = self._tokens(corrupt(self.model.patch_embed(images), self.mask_token, plan))
+        patches = corrupt(self.model.patch_embed(images), self.mask_token, plan)
+        tokens = self._tokens(patches, depth_draws)
         tokens = tokens.gather(1, plan.predicted[:, :, None].expand(-1, -1, config.width))
         expected = targets(pixels, config.patch_size, self.target)
         expected = expected.gather(1, plan.predicted[:, :, None].expand(-1, -1, expected.shape[2]))
@@ -181,9 +185,9 @@ class MaskedPatches(nn.Module):
             return F.mse_loss(predicted, expected.to(predicted.dtype))
         return F.cross_entropy(predicted.view(-1, self.classes), expected.flatten())
 
-    def _tokens(self, patches: Tensor) -> Tensor:
+    def _tokens(self, patches: Tensor, depth_draws: Tensor | None) -> Tensor:
         """Encode patch embeddings [b, n, d] without positions; return the patches' normed tokens [b, n, d]."""
-        tokens = self.model.encode(self.model.assemble(patches))
+        tokens = self.model.encode(self.model.assemble(patches), depth_draws=depth_draws)
         if self.model.config.norm_after_pooling:
             tokens = self.model.fc_norm(tokens)
         return tokens[:, self.model.config.num_prefix_tokens :]

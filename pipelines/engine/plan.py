@@ -302,8 +302,8 @@ def _differences(manifest: Manifest, stage: PlannedStage) -> Iterator[str]:
         before, now = recorded_checkpoint(manifest.config, field), stage.config.checkpoints().get(field, LAST)
         if before != now:
             yield f"{field}.checkpoint {before} -> {now}"
-    if manifest.code.get("version") != stage.config.VERSION:
-        yield f"version {manifest.code.get('version')} -> {stage.config.VERSION} of {stage.config.job}"
+    if manifest.code.get("version") != stage.config.version:
+        yield f"version {manifest.code.get('version')} -> {stage.config.version} of {stage.config.job}"
     if stage.code is not None and manifest.code.get("digest") != stage.code:
         yield "its code has changed"
     yield from _changed_fields(

@@ -1,6 +1,6 @@
 """A stage's key: two runs of a stage with the same key have the same result.
 
-key = sha256(canonical JSON {job, the job's VERSION, identity fields, content digests of the inputs})
+key = sha256(canonical JSON {job, the stage's version, identity fields, content digests of the inputs})
 
 and, if the stage names a checkpoint of an input other than the last, that name.
 """
@@ -82,7 +82,7 @@ def stage_key(
     assert (source is None) == (not isinstance(config, Ingest | Import))
     parts = {
         "job": config.job,
-        "version": config.VERSION,
+        "version": config.version,
         "fields": identity_fields(config),
         "inputs": dict(inputs),
         "source": source,

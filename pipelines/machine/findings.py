@@ -20,6 +20,7 @@ from typing import Literal
 import psutil
 
 from pipelines.cluster.head import LocalRayError, make_temp_folder
+from pipelines.control_groups import cgroup_limits, text_of
 
 GIB = 2**30
 MEMORY_NEEDED, MEMORY_WANTED = 2 * GIB, 4 * GIB  # the local Ray alone takes 0.9 GiB, a worker with torch 0.5
@@ -49,38 +50,6 @@ def machine_findings(places: dict[str, Path]) -> Iterator[Finding]:
     yield _shared_memory()
     yield from _disks(places | {"temporary files": Path(tempfile.gettempdir())})
     yield _socket_path()
-
-
-def cgroup_limits(
-    membership: Path = Path("/proc/self/cgroup"), root: Path = Path("/sys/fs/cgroup")
-) -> tuple[float | None, int | None]:
-    """Return (cores, bytes of memory) that this process's control groups, version 1 or 2, allow; None: no limit."""
-    cores: list[float] = []
-    memory: list[int] = []
-    for line in (_read(membership) or "").splitlines():
-        _, controllers, path = line.split(":", 2)
-        for controller in controllers.split(","):  # "" in version 2, which has one tree, at the root itself
-            tree = root / controller
-            group = tree / path.lstrip("/")
-            for folder in (group, *group.parents):  # a limit holds for all groups below it
-                if not folder.is_relative_to(tree):
-                    break
-                quota = (_read(folder / "cpu.max") or "").split()
-                quota = quota or [
-                    _read(folder / f"cpu.cfs_{name}_us") or "max" for name in ("quota", "period")
-                ]
-                if quota[0].isdigit() and quota[1].isdigit():  # else "max", or -1
-                    cores.append(int(quota[0]) / int(quota[1]))
-                limits = (_read(folder / name) or "max" for name in ("memory.max", "memory.limit_in_bytes"))
-                memory += [int(limit) for limit in limits if limit.isdigit()]
-    return min(cores, default=None), min(memory, default=None)
-
-
-def _read(path: Path) -> str | None:
-    try:
-        return path.read_text().strip()
-    except OSError:
-        return None  # there is no such controller, or we may not read it
 
 
 def _cores() -> Finding:
@@ -225,7 +194,7 @@ def _accelerator(gpus: list[str]) -> Finding:
 def _torch_cuda() -> str | None:
     """Return the CUDA version that torch is built for, without importing torch; None: a CPU build."""
     package = _package("torch")
-    source = (_read(package / "version.py") or "") if package else ""
+    source = (text_of(package / "version.py") or "") if package else ""
     match = re.search(r"^cuda\b.*=\s*'([\d.]+)'", source, re.MULTILINE)
     return match[1] if match else None
 

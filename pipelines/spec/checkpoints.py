@@ -1,4 +1,4 @@
-"""Checkpoints of a pretraining: when they are written, which are kept, and how another stage names one."""
+"""Checkpoints of a training: when they are written, and how another stage names one of a pretraining."""
 
 from __future__ import annotations
 

@@ -59,6 +59,11 @@ class _Stage(Frozen):
     KIND: ClassVar[str]
     job: str
 
+    @property
+    def version(self) -> int:
+        """VERSION; or the one before, if the last change of it does not concern this configuration's results."""
+        return self.VERSION
+
     def inputs(self) -> dict[str, tuple[str, ...]]:
         """Return {field: the stages it names} for every field that takes artifacts and names at least one."""
         inputs = {}
@@ -199,7 +204,7 @@ class Contrastive(Frozen):
 class Pretrain(_Stage):
     """Pretraining with DeepSpeed ZeRO on Ray Train (paper, section 3.1 and Table 3)."""
 
-    VERSION: ClassVar[int] = 5
+    VERSION: ClassVar[int] = 6  # stochastic depth is drawn per sample
     KIND: ClassVar[str] = "model"
     job: Literal["pretrain"]
     data: str = takes("dataset")
@@ -305,6 +310,10 @@ class Pretrain(_Stage):
         return self
 
     @property
+    def version(self) -> int:
+        return self.VERSION - (not _has_stochastic_depth(self.model))
+
+    @property
     def micro_batch_size(self) -> int:
         """Images per micro-batch, over all workers: the number of workers must divide it."""
         return self.batch_size // self.gradient_accumulation_steps
@@ -373,6 +382,10 @@ class Pretrain(_Stage):
             )
 
 
+def _has_stochastic_depth(model: Model | None) -> bool:
+    return isinstance(model, ModelSize) and model.stochastic_depth > 0
+
+
 _BACKBONE = "a stage's name; or, of a pretraining, {stage: NAME, checkpoint: last | best | step:N}"
 
 
@@ -402,7 +415,7 @@ class Labels(Frozen):
 class Finetune(_Stage):
     """A Ray Tune sweep over learning rates, a refit with the best, and one look at test (paper, Table 4's protocol)."""
 
-    VERSION: ClassVar[int] = 6
+    VERSION: ClassVar[int] = 7  # stochastic depth is drawn per sample
     KIND: ClassVar[str] = "model"
     job: Literal["finetune"]
     data: str = takes("dataset")
@@ -434,6 +447,15 @@ class Finetune(_Stage):
     cache_gib: float = execution(
         64, gt=0, description="GiB of images from S3 that a machine keeps in its cache folder"
     )
+    checkpoint_every: CheckpointEvery = execution(
+        CheckpointEvery(minutes=10),
+        description="how often each running trial or refit writes a checkpoint to resume from",
+    )
+
+    @property
+    def version(self) -> int:
+        # A backbone that has it was pretrained anew, which changes this stage's key by the digest of its input.
+        return self.VERSION - (not _has_stochastic_depth(self.model))
 
     @model_validator(mode="after")
     def _one_start(self) -> Self:

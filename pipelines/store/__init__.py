@@ -30,6 +30,7 @@ from pipelines.store.checkpoints import (
     choose_start,
     commit_checkpoint,
     remove_checkpoints,
+    remove_progress,
 )
 from pipelines.store.named_checkpoints import MODEL_FILES, kept_checkpoints, model_folder, weights_file
 from pipelines.store.objects import check_name, numbers, read_record, warn
@@ -118,6 +119,7 @@ __all__ = [
     "read_record",
     "rebuild_command",
     "remove_checkpoints",
+    "remove_progress",
     "replace_artifact",
     "stop_wished",
     "successor",

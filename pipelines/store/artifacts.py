@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from pipelines.errors import StoreDamaged, Superseded
-from pipelines.store.objects import check_name, parse_record, read_record, record_number, warn
+from pipelines.store.objects import check_name, numbers, parse_record, read_record, warn
 from pipelines.store.protocol import LARGEST_RECORD, Store, encode
 from pipelines.store.records import (
     KEPT_WEIGHTS,
@@ -202,8 +202,7 @@ def read_attempt(store: Store, name: str) -> Attempt | None:
 
 def last_attempt(store: Store, job: str, key: str) -> Attempt | None:
     """Return the attempt with the highest number. Raises StoreDamaged if its record is damaged."""
-    names = store.names(f"{Layout.artifact(job, key)}/attempts")
-    for number in sorted(filter(None, map(record_number, names)), reverse=True):
+    for number in reversed(numbers(store, Layout.attempts(job, key), suffix="")):
         if (attempt := read_attempt(store, Layout.attempt(job, key, number))) is not None:
             return attempt
     return None

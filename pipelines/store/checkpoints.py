@@ -1,6 +1,7 @@
 """Checkpoints of a training that has not ended: ask for, commit, list, remove them, choose the one to start from.
 
 They are below the attempt that wrote them; an attempt reads those of earlier ones. Only the newest attempt removes any.
+A pretraining has one series of checkpoints, a fine-tuning one for each running fit (`fit`).
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from collections.abc import Iterable
 
 from pipelines.errors import StoreDamaged
 from pipelines.store.artifacts import check_newest
-from pipelines.store.objects import check_name, numbers, read_record, record_number, warn
+from pipelines.store.objects import check_name, numbers, read_record, warn
 from pipelines.store.protocol import Store, encode
 from pipelines.store.records import Attempt, Checkpoint, Layout, Start, now
 
@@ -24,15 +25,17 @@ def commit_checkpoint(store: Store, attempt: Attempt, checkpoint: Checkpoint) ->
     store.create(_name(checkpoint), encode(checkpoint))
 
 
-def checkpoints(store: Store, job: str, key: str) -> list[Checkpoint]:
-    """Return the valid checkpoints of all attempts: the furthest first, of one step the newest attempt's first.
+def checkpoints(
+    store: Store, job: str, key: str, fit: str | None = None, attempts: Iterable[int] | None = None
+) -> list[Checkpoint]:
+    """Return the valid checkpoints of these attempts: the furthest first, of one step the newest attempt's first.
 
-    Damaged ones are skipped with a warning.
+    None for all attempts. Damaged checkpoints are skipped with a warning.
     """
     found = []
-    for number in _numbers(store, f"{Layout.artifact(job, key)}/attempts"):
-        for step in _numbers(store, Layout.checkpoints(job, key, number)):
-            name = f"{Layout.checkpoint(job, key, number, step)}/manifest.json"
+    for number in _attempts(store, job, key) if attempts is None else attempts:
+        for step in _steps(store, job, key, number, fit):
+            name = f"{Layout.checkpoint(job, key, number, step, fit)}/manifest.json"
             try:
                 checkpoint = read_record(store, name, Checkpoint)
                 if checkpoint is not None:
@@ -69,7 +72,11 @@ def choose_start(store: Store, attempt: Attempt) -> Checkpoint | None:
 
 
 def remove_checkpoints(
-    store: Store, attempt: Attempt, kept: Iterable[Checkpoint] = (), step: int | None = None
+    store: Store,
+    attempt: Attempt,
+    kept: Iterable[Checkpoint] = (),
+    step: int | None = None,
+    fit: str | None = None,
 ) -> None:
     """Remove the checkpoints of all attempts but those that are kept, and what is left of unfinished ones.
 
@@ -81,15 +88,32 @@ def remove_checkpoints(
         Superseded: there is a newer attempt.
     """
     check_newest(store, attempt)
-    spared = {checkpoint.folder for checkpoint in kept}
-    for number in _numbers(store, f"{Layout.artifact(attempt.job, attempt.key)}/attempts"):
-        for other in _numbers(store, Layout.checkpoints(attempt.job, attempt.key, number)):
-            folder = Layout.checkpoint(attempt.job, attempt.key, number, other)
+    spared, (job, key) = {checkpoint.folder for checkpoint in kept}, (attempt.job, attempt.key)
+    for number in _attempts(store, job, key):
+        for other in _steps(store, job, key, number, fit):
+            folder = Layout.checkpoint(job, key, number, other, fit)
             is_being_written = number == attempt.number and step is not None and other > step
             if folder not in spared and not is_being_written:
                 # first the manifest, so that half a checkpoint is none
                 others = [name for name in store.names(folder) if name != "manifest.json"]
                 store.remove([f"{folder}/{name}" for name in ("manifest.json", *others)])
+
+
+def remove_progress(store: Store, attempt: Attempt) -> None:
+    """Remove what only later attempts at the same key would read, once its result is committed.
+
+    That is the checkpoints and, of a fine-tuning, the ledgers of all attempts.
+
+    Raises:
+        Superseded: there is a newer attempt.
+    """
+    job, key = attempt.job, attempt.key
+    remove_checkpoints(store, attempt)
+    for number in _attempts(store, job, key):
+        for fit in store.names(Layout.checkpoints(job, key, number)):
+            remove_checkpoints(store, attempt, fit=fit)
+        ledger = Layout.ledger(job, key, number)
+        store.remove([f"{ledger}/{name}" for name in store.names(ledger)])
 
 
 def ask_for_checkpoint(store: Store, attempt: Attempt) -> int:
@@ -106,9 +130,12 @@ def asked_for(store: Store, attempt: Attempt) -> int:
 
 
 def _name(checkpoint: Checkpoint) -> str:
-    folder = Layout.checkpoint(checkpoint.job, checkpoint.key, checkpoint.attempt, checkpoint.step)
-    return f"{folder}/manifest.json"
+    return f"{checkpoint.folder}/manifest.json"
 
 
-def _numbers(store: Store, folder: str) -> list[int]:
-    return sorted(filter(None, map(record_number, store.names(folder))))
+def _attempts(store: Store, job: str, key: str) -> list[int]:
+    return numbers(store, Layout.attempts(job, key), suffix="")
+
+
+def _steps(store: Store, job: str, key: str, attempt: int, fit: str | None) -> list[int]:
+    return numbers(store, Layout.checkpoints(job, key, attempt, fit), suffix="")

@@ -41,15 +41,10 @@ def check_name(store: Store, name: str, own: str) -> None:
         raise StoreDamaged(f"{store.uri}/{name} is damaged: it is a copy of {own}")
 
 
-def numbers(store: Store, folder: str) -> list[int]:
-    """Return the numbers of the records <folder>/<n>.json, ascending; the highest is the current record."""
-    stems = (name.removesuffix(".json") for name in store.names(folder) if name.endswith(".json"))
-    return sorted(filter(None, map(record_number, stems)))
-
-
-def record_number(name: str) -> int | None:
-    """Return the number, from 1, in a record's name; None for any other name."""
-    return int(name) if re.fullmatch(r"[1-9][0-9]{0,8}", name) else None
+def numbers(store: Store, folder: str, suffix: str = ".json") -> list[int]:
+    """Return the numbers n, from 1, of a folder's <n>.json, ascending; of records, the highest is the current one."""
+    name_of = re.compile("([1-9][0-9]{0,8})" + re.escape(suffix))
+    return sorted(int(found[1]) for found in map(name_of.fullmatch, store.names(folder)) if found)
 
 
 @cache

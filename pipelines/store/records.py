@@ -32,6 +32,7 @@ class Layout:
     artifacts/<job>/<key>/attempts/<n>/log.txt          its job's log (a cluster's own copy is lost with the cluster)
     artifacts/<job>/<key>/attempts/<n>/start.json       the checkpoint that it starts from, chosen once
     artifacts/<job>/<key>/attempts/<n>/checkpoints/<step>/...   a training's state, and manifest.json, its commit
+    artifacts/<job>/<key>/attempts/<n>/checkpoints/<fit>/<step>/...     that of a running fit of a fine-tuning
     artifacts/<job>/<key>/attempts/<n>/requests/<m>.json        somebody asks for a checkpoint now
     runs/<run id>/plan.json  stop.json  events/<ulid>.json
     schedules/<name>/<n>.json                           numbered: the highest is current, the others are history
@@ -53,8 +54,12 @@ class Layout:
         return f"{cls.artifact(job, key)}/replaced.json"
 
     @classmethod
+    def attempts(cls, job: str, key: str) -> str:
+        return f"{cls.artifact(job, key)}/attempts"
+
+    @classmethod
     def attempt(cls, job: str, key: str, number: int) -> str:
-        return f"{cls.artifact(job, key)}/attempts/{number}"
+        return f"{cls.attempts(job, key)}/{number}"
 
     @classmethod
     def files(cls, job: str, key: str, number: int) -> str:
@@ -65,12 +70,12 @@ class Layout:
         return f"{cls.attempt(job, key, number)}/alive.json"
 
     @classmethod
-    def checkpoints(cls, job: str, key: str, number: int) -> str:
-        return f"{cls.attempt(job, key, number)}/checkpoints"
+    def checkpoints(cls, job: str, key: str, number: int, fit: str | None = None) -> str:
+        return f"{cls.attempt(job, key, number)}/checkpoints" + (f"/{fit}" if fit else "")
 
     @classmethod
-    def checkpoint(cls, job: str, key: str, number: int, step: int) -> str:
-        return f"{cls.checkpoints(job, key, number)}/{step}"
+    def checkpoint(cls, job: str, key: str, number: int, step: int, fit: str | None = None) -> str:
+        return f"{cls.checkpoints(job, key, number, fit)}/{step}"
 
     @classmethod
     def requests(cls, job: str, key: str, number: int) -> str:
@@ -185,11 +190,13 @@ class Checkpoint(Frozen):
     step: int
     files: tuple[FileEntry, ...]
     created: Time
+    fit: Name | None = None
+    """The fit of a fine-tuning whose state it is; None: the pretraining's."""
 
     @property
     def folder(self) -> str:
         """The prefix of the files' paths."""
-        return Layout.checkpoint(self.job, self.key, self.attempt, self.step)
+        return Layout.checkpoint(self.job, self.key, self.attempt, self.step, self.fit)
 
 
 class Start(Frozen):

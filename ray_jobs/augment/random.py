@@ -1,7 +1,7 @@
 """Random numbers of samples and steps: pure functions of a seed, a purpose and a position in the training stream.
 
-They are drawn on the CPU for images on any device, so they are the same at any rank and thread count and after a
-restart.
+They are drawn on the CPU for images on any device. Those of samples are the same at any rank, worker count and thread
+count and after a restart; those of a step (dropout) depend on the rank.
 """
 
 from __future__ import annotations
@@ -9,7 +9,10 @@ from __future__ import annotations
 import hashlib
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
+
+from vit_model.config import Architecture, ViTConfig
 
 
 def uniform(
@@ -28,8 +31,26 @@ def uniform(
     return np.asarray(state >> np.uint64(11), np.float64) / 2.0**53
 
 
+def depth_draws(
+    architecture: Architecture,
+    seed: int,
+    positions: NDArray[np.int64],
+    device: torch.device,
+    views: int = 1,
+) -> tuple[torch.Tensor, ...]:
+    """Return the draws of stochastic depth (`ViT.depth_factors`): for each view of the samples, float64 [n, blocks, 2].
+
+    The trained module takes them after its other inputs. Returns () for an architecture without stochastic depth.
+    """
+    if not isinstance(architecture, ViTConfig) or not architecture.stochastic_depth:
+        return ()
+    blocks = architecture.num_blocks
+    draws = uniform(seed, positions, views * blocks * 2, "stochastic depth")
+    return torch.from_numpy(draws).to(device).view(-1, views, blocks, 2).unbind(1)
+
+
 def dropout_seed(seed: int, step: int, rank: int = 0) -> int:
-    """Return the seed of a worker's torch generator for a step, which draws dropout and stochastic depth.
+    """Return the seed of a worker's torch generator for a step, which draws dropout.
 
     It is set before every step, so a training that continues at a step draws what an undisturbed one does.
     """

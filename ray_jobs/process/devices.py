@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import sys
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from pipelines.control_groups import cgroup_limits
 from vit_model.errors import UserError
 
 if TYPE_CHECKING:
@@ -72,6 +76,17 @@ def device(local_rank: int = 0) -> torch.device:
     return torch.device("cuda", local_rank % torch.cuda.device_count())
 
 
+def memory(on: torch.device) -> int:
+    """Return the bytes of memory of a GPU; for the CPU those of this machine, or fewer that a container may use."""
+    import psutil
+    import torch
+
+    if on.type == "cuda":
+        return torch.cuda.get_device_properties(on).total_memory
+    total = psutil.virtual_memory().total
+    return min(total, cgroup_limits()[1] or total)
+
+
 def backend() -> str:
     """Return the communication backend for this kind of device: NCCL for GPUs, else gloo."""
     import torch
@@ -86,6 +101,21 @@ def stay_on_loopback() -> None:
     """
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
+
+
+def let_gloo_yield() -> None:
+    """Keep the gloo threads of this process that serve sockets from preempting its others. Only on Linux.
+
+    Such a thread asks its socket again and again while another thread holds the socket's lock. When it was woken on the
+    other's core, it does so until its time slice ends: 3 ms of waiting for most collectives of processes that use all
+    cores (benchmarks/pretrain.py). A thread for batch work never preempts. Call it when all groups exist.
+    """
+    if sys.platform != "linux":
+        return
+    for thread in Path("/proc/self/task").iterdir():
+        with contextlib.suppress(OSError):  # the thread has ended, or this container forbids it
+            if (thread / "comm").read_text().startswith("gloo_tcp_loop"):
+                os.sched_setscheduler(int(thread.name), os.SCHED_BATCH, os.sched_param(0))
 
 
 def set_threads(threads: int) -> None:
@@ -122,5 +152,8 @@ def import_deepspeed() -> Any:
         os.environ["DS_ACCELERATOR"] = "cpu"
     os.environ.setdefault("DEEPSPEED_LOG_LEVEL", "warning")
     import deepspeed
+    from deepspeed.runtime import compiler
 
+    # Its engines import the Muon optimizer, which we do not use. Decorating it with torch.compile takes 2 s.
+    compiler.compile = lambda: compiler.dummy_decorator
     return deepspeed

@@ -46,7 +46,7 @@ from pipelines.store import (
     now,
     open_store,
     read_manifest,
-    remove_checkpoints,
+    remove_progress,
     who,
 )
 from ray_jobs.process.alive import show_alive
@@ -262,7 +262,7 @@ def _commit(context: Context[AnyStage], result: Result, started: str) -> None:
         source=attempt.source,
         metrics=result.metrics,
         timing_dependent=result.timing_dependent,
-        code={"version": context.config.VERSION, "digest": attempt.code_digest, **identity.git_state()},
+        code={"version": context.config.version, "digest": attempt.code_digest, **identity.git_state()},
         environment=_environment(),
         started=started,
         finished=now(),
@@ -273,7 +273,7 @@ def _commit(context: Context[AnyStage], result: Result, started: str) -> None:
     if committed.nonce == attempt.nonce:
         print(f"committed {attempt.job}/{attempt.key[:12]}", flush=True)
         with suppress(Superseded):
-            remove_checkpoints(store, attempt)  # training has ended, so they are of no more use
+            remove_progress(store, attempt)
     else:
         print(
             f"another attempt ({committed.attempt}) committed {attempt.job}/{attempt.key[:12]} first",

@@ -3,6 +3,8 @@
 A file has the worker's `Piece`s, named kind/parameter@start, and in its header the worker's other state as JSON. So a
 checkpoint can be read by any number of workers, by any engine, and without pickle. Writing happens in a thread, from a
 copy. The worker of rank 0 commits when all files are there, and removes checkpoints that are no longer needed.
+
+A pretraining has one series of checkpoints, a fine-tuning one for each running fit, which has one worker.
 """
 
 from __future__ import annotations
@@ -19,11 +21,12 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from pydantic import ConfigDict
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from pipelines.spec import Pretrain
+from pipelines.spec import Finetune, Pretrain
 from pipelines.store import (
     Attempt,
     Checkpoint,
@@ -43,7 +46,7 @@ from pipelines.store import (
     warn,
 )
 from ray_jobs.process.alive import Steps
-from ray_jobs.training.engine import WEIGHTS, Piece
+from ray_jobs.training.engine import WEIGHTS, Piece, average_kinds
 from vit_model.config import Frozen
 
 _KEY = re.compile(r"(\w+)/([^@]+)@(\d+)")
@@ -55,6 +58,9 @@ _STATE = "state"  # the key of the worker's JSON in a file's header
 class WorkerState(Frozen):
     """The state of a worker besides its pieces."""
 
+    # Between two points of the curve, a loss that is no longer finite is not yet an error.
+    model_config = ConfigDict(allow_inf_nan=True, ser_json_inf_nan="constants")
+
     loader: dict[str, str | int]
     """the loader's, the same for all workers"""
     points: tuple[dict[str, float | int | None], ...]
@@ -62,6 +68,8 @@ class WorkerState(Frozen):
     loss_sum: float
     summed: int
     """the losses since the last point, and of how many steps"""
+    substitutes: int = 0
+    """of a fit: the images so far that were damaged and replaced"""
 
 
 class Saver:
@@ -71,44 +79,64 @@ class Saver:
         group: which group of workers of this attempt this is; a group that died may have left files behind.
         start: the checkpoint that the attempt started from, which is kept.
         steps: is told how many steps are done.
+        fit: with a Finetune, the name of the fit, whose newest checkpoint is kept.
     """
 
     def __init__(
         self,
         store: Store,
         attempt: Attempt,
-        config: Pretrain,
-        rank: int,
-        world: int,
+        config: Pretrain | Finetune,
+        rank: int = 0,
+        world: int = 1,
         group: int = 1,
         start: Checkpoint | None = None,
         steps: Steps | None = None,
+        fit: str | None = None,
     ) -> None:
-        self._store, self._attempt, self._config = store, attempt, config
+        self._store, self._attempt, self._fit = store, attempt, fit
         self._rank, self._world, self._group, self._start = rank, world, group, start
-        self._steps = steps or Steps()
+        self._every, self._steps = config.checkpoint_every, steps or Steps()
+        self._kept_latest, self._kept_steps = 1, tuple[int, ...]()
         self._agreement = dist.new_group(backend="gloo") if world > 1 else None
+        self._telling: tuple[Tensor, dist.Work] | None = None  # rank 0's last wish, on its way
         self._thread = ThreadPoolExecutor(1)
         self._writing: Future[None] | None = None
         self._last = time.monotonic()
-        self._asked = self._answered = asked_for(store, attempt)  # requests for a checkpoint
-        if rank == 0:
-            threading.Thread(target=self._listen, name="requests for a checkpoint", daemon=True).start()
+        self._asked = self._answered = 0  # requests for a checkpoint, which only a pretraining gets
+        self._any = False  # whether a fit has or had checkpoints
+        if isinstance(config, Pretrain):
+            self._kept_latest, self._kept_steps = config.keep_checkpoints, config.keep_steps
+            self._asked = self._answered = asked_for(store, attempt)
+            if rank == 0:
+                threading.Thread(target=self._listen, name="requests for a checkpoint", daemon=True).start()
 
     def is_due(self, step: int) -> bool:
         """Return whether a checkpoint after this step is configured, or was asked for. Called after every step."""
         self._steps.done = step
-        every, config = self._config.checkpoint_every, self._config
-        wish = False
+        every = self._every
+        wish = self._is_wished()
+        return wish or step in self._kept_steps or (every.steps is not None and step % every.steps == 0)
+
+    def _is_wished(self) -> bool:
+        """Return whether the clock or a request wanted a checkpoint: on rank 0 now, on several at the call before.
+
+        So no step waits for the answer of rank 0, which goes to the others during the next step.
+        """
+        minutes, wish = self._every.minutes, False
         if self._rank == 0:  # its clock decides
-            late = every.minutes is not None and time.monotonic() - self._last >= 60 * every.minutes
-            asked = self._asked
-            wish, self._answered = late or asked > self._answered, asked
-        if self._agreement is not None:
-            wishes = torch.tensor([wish], dtype=torch.uint8)
-            dist.all_reduce(wishes, dist.ReduceOp.MAX, self._agreement)
-            wish = bool(wishes)
-        return wish or step in config.keep_steps or (every.steps is not None and step % every.steps == 0)
+            clock, asked = time.monotonic(), self._asked
+            wish = asked > self._answered or (minutes is not None and clock - self._last >= 60 * minutes)
+            self._answered, self._last = asked, clock if wish else self._last
+        if self._agreement is None:
+            return wish
+        told = torch.tensor([wish])
+        before, self._telling = self._telling, (told, dist.broadcast(told, 0, self._agreement, async_op=True))
+        if before is None:
+            return False
+        told, telling = before
+        telling.wait()
+        return bool(told)
 
     def _listen(self) -> None:
         while True:
@@ -127,7 +155,7 @@ class Saver:
             Superseded: there is a newer attempt; found while the previous one was committed.
         """
         self.wait()
-        self._last = time.monotonic()
+        self._any, self._last = True, time.monotonic()
         copies = {
             f"{piece.kind}/{piece.name}@{piece.start}": piece.values.to("cpu", copy=True) for piece in pieces
         }
@@ -140,20 +168,58 @@ class Saver:
             self._writing.result()
             self._writing = None
 
+    def resume(
+        self, attempts: Iterable[int], module: torch.nn.Module, optimizer: torch.optim.Optimizer
+    ) -> Saved | None:
+        """Open the furthest checkpoint of the fit, by these attempts or its own; None if there is none.
+
+        Damaged ones, and those of another model or optimizer, are not used, with a line in the log: this costs a part
+        of one fit, while an error would block the key until somebody removes the checkpoint.
+        """
+        attempt = self._attempt
+        for checkpoint in checkpoints(
+            self._store, attempt.job, attempt.key, self._fit, {attempt.number, *attempts}
+        ):
+            self._any = True
+            try:
+                saved = Saved(self._store, checkpoint)
+                saved.require(module, optimizer)
+            except StoreDamaged as error:
+                print(f"{error.problem}; it is not used", flush=True)
+                continue
+            return saved
+        return None
+
+    def remove(self) -> None:
+        """Remove the checkpoints of a fit that has ended, if there are any.
+
+        Raises:
+            Superseded: there is a newer attempt.
+        """
+        self.wait()
+        if self._any:
+            remove_checkpoints(self._store, self._attempt, fit=self._fit)
+
     def named(self, best: int | None) -> list[Saved]:
         """Open the checkpoints that consumers can name: the best, and those of the configured steps."""
-        newest, steps = self._newest(), {best, *self._config.keep_steps}
+        newest, steps = self._newest(), {best, *self._kept_steps}
         return [Saved(self._store, newest[step]) for step in sorted(newest) if step in steps]
 
     def _newest(self) -> dict[int, Checkpoint]:
         """Return {step: the newest attempt's checkpoint}."""
-        there = checkpoints(self._store, self._attempt.job, self._attempt.key)
+        there = checkpoints(self._store, self._attempt.job, self._attempt.key, self._fit)
         return {each.step: each for each in reversed(there)}
 
     def _write(self, step: int, best: int | None, copies: dict[str, Tensor], state: WorkerState) -> None:
         attempt = self._attempt
         checkpoint = Checkpoint(
-            job=attempt.job, key=attempt.key, attempt=attempt.number, step=step, files=(), created=now()
+            job=attempt.job,
+            key=attempt.key,
+            attempt=attempt.number,
+            step=step,
+            files=(),
+            created=now(),
+            fit=self._fit,
         )
         with self._store.staging(checkpoint.folder) as staging:
             save_file(
@@ -181,10 +247,10 @@ class Saver:
     def _remove_old(self, step: int, best: int | None) -> None:
         """Keep the latest, the best, those that consumers can name, and the one that this attempt started from."""
         newest = {each: there for each, there in self._newest().items() if each <= step}
-        latest = sorted(newest)[-self._config.keep_checkpoints :]
-        kept = [newest[each] for each in newest if each in (*latest, best, *self._config.keep_steps)]
+        latest = sorted(newest)[-self._kept_latest :]
+        kept = [newest[each] for each in newest if each in (*latest, best, *self._kept_steps)]
         kept += [] if self._start is None else [self._start]
-        remove_checkpoints(self._store, self._attempt, kept, step)
+        remove_checkpoints(self._store, self._attempt, kept, step, self._fit)
 
 
 class _Part(NamedTuple):
@@ -204,7 +270,8 @@ class Saved:
     """
 
     def __init__(self, store: Store, checkpoint: Checkpoint) -> None:
-        self.step, self._where = checkpoint.step, f"{store.uri}/{checkpoint.folder}"
+        self.step, self.attempt = checkpoint.step, checkpoint.attempt
+        self._where = f"{store.uri}/{checkpoint.folder}"
         self.states: list[WorkerState] = []
         """of each worker that wrote the checkpoint, by rank"""
         self._parts: dict[tuple[str, str], list[_Part]] = defaultdict(list)
@@ -224,13 +291,17 @@ class Saved:
             if [part.start for part in sorted(parts)] != ends[:-1]:
                 raise self._damaged(f"the parts of {kind} of {name} do not follow one another")
 
-    def require(self, sizes: dict[str, int], *kinds: str) -> None:
-        """Check that the state is that of these parameters, {name: number of values}.
+    def require(self, module: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        """Check that the state is that of a module and of its optimizer.
 
         Raises:
             StoreDamaged: it belongs to another architecture, or to another optimizer.
         """
-        for kind in kinds:
+        named = list(module.named_parameters())
+        for kind in (WEIGHTS, *average_kinds(optimizer)):
+            sizes = {
+                name: weight.numel() for name, weight in named if kind == WEIGHTS or weight.requires_grad
+            }
             there = {
                 name: sum(part.size for part in parts)
                 for (k, name), parts in self._parts.items()

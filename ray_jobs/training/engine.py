@@ -75,7 +75,10 @@ class Engine(Protocol):
 
 
 class Plain:
-    """Torch without DeepSpeed: whole weights in every worker, gradients summed by one all-reduce."""
+    """Torch without DeepSpeed: whole weights in every worker, gradients summed by one all-reduce.
+
+    The weights that are stepped are float32, because small steps would round to nothing in bfloat16.
+    """
 
     def __init__(
         self,
@@ -94,7 +97,7 @@ class Plain:
         self._copies = [weight for weight in self.module.parameters() if weight.requires_grad]
         self._micro_batches = 0  # of this step
         # The gradients are one buffer, so that a single all-reduce sums them.
-        self._gradients = torch.zeros(sum(map(torch.numel, self._weights)), device=self._weights[0].device)
+        self._gradients = self._weights[0].new_zeros(sum(map(torch.numel, self._weights)))
         parts = self._gradients.split([weight.numel() for weight in self._weights])
         for weight, part in zip(self._weights, parts, strict=True):
             weight.grad = part.view_as(weight)
@@ -257,31 +260,43 @@ def make_engine(
     return Zero(module, optimizer, settings)
 
 
-def state_bytes(parameters: int, config: Pretrain, world: int, value_bytes: int) -> tuple[ModelStates, int]:
-    """Return the bytes that the engine of `make_engine` holds on one worker: states, and at most in buffers of its own.
+class EngineBytes(NamedTuple):
+    """What an engine holds on one worker, in bytes."""
+
+    states: ModelStates
+    buffers: int
+    """of its own, at most"""
+    late: int = 0
+    """how much of the gradients and buffers is only there when the activations are gone"""
+
+
+def state_bytes(parameters: int, config: Pretrain, world: int, value_bytes: int) -> EngineBytes:
+    """Return what the engine of `make_engine` holds on one worker.
 
     Args:
         value_bytes: of the weights that compute: 4 for float32, 2 for bfloat16.
     """
     if world == 1 or config.zero_stage == 0:
         copies = 0 if value_bytes == 4 else value_bytes * parameters
-        return ModelStates(4 * parameters + copies, 4 * parameters + copies, 8 * parameters), 0
+        states = ModelStates(4 * parameters + copies, 4 * parameters + copies, 8 * parameters)
+        return EngineBytes(states, buffers=0)
     states = model_state_bytes(parameters, config.zero_stage, world, value_bytes)
     sum_bytes = 4 if config.gradient_accumulation_steps > 1 else value_bytes
     if config.zero_stage == 1 and sum_bytes > value_bytes:
         # DeepSpeed's BF16_Optimizer sums all gradients on each worker, and copies them, also rounded, to reduce them.
         both = (sum_bytes + value_bytes) * parameters
-        return states._replace(gradients=both), both
+        return EngineBytes(states._replace(gradients=both), both, late=both + value_bytes * parameters)
     share, bucket = -(-parameters // world), value_bytes * min(parameters, optim.BUCKET)
     # Before a step, the gradients of the worker's share become one tensor, which becomes float32.
     flat = sum_bytes * share + (0 if sum_bytes == 4 else 4 * share)
     if config.zero_stage == 1:  # most of the other gradients are gone by then
-        return states, max(bucket, flat + sum_bytes * share - states.gradients)
+        buffers = max(bucket, flat + sum_bytes * share - states.gradients)
+        return EngineBytes(states, buffers, late=states.gradients + buffers)
     states = states._replace(gradients=sum_bytes * share)
     if config.zero_stage == 2:
-        return states, max(bucket, flat)
+        return EngineBytes(states, max(bucket, flat))
     # Stage 3 keeps the bucket. Until the step it has as many weights gathered, as many coming, and a copy of these.
-    return states, bucket + max(3 * bucket, flat)
+    return EngineBytes(states, bucket + max(3 * bucket, flat))
 
 
 def average_kinds(optimizer: torch.optim.Optimizer) -> tuple[str, ...]:

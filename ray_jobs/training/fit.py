@@ -6,17 +6,20 @@ In: a `Task`, labelled images, a learning rate, a seed. Out: a network, its trai
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 from torch.nn import functional
 
-from ray_jobs.augment import TrainTransform, dropout_seed
+from ray_jobs.augment import TrainTransform, depth_draws, dropout_seed
 from ray_jobs.data.loader import Loader
 from ray_jobs.data.sampler import Sampler
 from ray_jobs.data.shards import Images
 from ray_jobs.process import devices
 from ray_jobs.process.progress import Progress
 from ray_jobs.training import optim
+from ray_jobs.training.checkpoint import Saved, Saver, WorkerState
+from ray_jobs.training.engine import Plain
 from ray_jobs.training.task import DivergenceError, Score, Task
 from vit_model.build import Network, build
 from vit_model.config import ModelContract
@@ -37,6 +40,21 @@ def start_model(task: Task, seed: int) -> Network:
     return model
 
 
+def start(
+    task: Task, seed: int, device: torch.device, dtype: torch.dtype, saver: Saver | None
+) -> tuple[Network, Plain, Saved | None]:
+    """Return the model, its engine, and the saver's last checkpoint, from which they continue, if there is one."""
+    model = start_model(task, seed).to(device).train()
+    optimizer = optim.adamw(model, task.config.optimizer)
+    saved = None if saver is None else saver.resume(task.attempts, model, optimizer)
+    if saved is not None:
+        saved.load(model)
+    engine = Plain(model, optimizer, dtype, task.config.optimizer.clip_norm)
+    if saved is not None:
+        engine.load_state(saved.read, saved.step)
+    return model, engine, saved
+
+
 def backbone_changes(task: Task) -> list[str]:
     """Describe what fine-tuning resizes, drops or initialises in the task's backbone, one line each."""
     assert task.backbone is not None
@@ -44,15 +62,23 @@ def backbone_changes(task: Task) -> list[str]:
 
 
 def fit(
-    task: Task, data: Images, learning_rate: float, seed: int, noun: str = "step", after: int = 0
+    task: Task,
+    data: Images,
+    learning_rate: float,
+    seed: int,
+    noun: str = "step",
+    after: int = 0,
+    saver: Saver | None = None,
 ) -> tuple[Network, list[dict[str, float | int]], int]:
-    """Train all weights of the task's model on `data`.
+    """Train all weights of the task's model on `data`, from the saver's last checkpoint on if there is one.
 
-    The weights are float32; with dtype bfloat16, a bfloat16 copy of them computes the gradients.
+    The weights are float32; with dtype bfloat16, a bfloat16 copy of them computes the gradients. With the same threads
+    on the same type of CPU, the result is the same after any number of interruptions.
 
     Args:
         noun: what the progress line calls a step.
         after: steps that the stage still does after this fit (`steps_after`), for the estimated time left.
+        saver: writes the checkpoints; None: none are written.
 
     Returns:
         The model, its curve [{step, learning_rate, loss}], and the number of damaged images that were replaced by
@@ -60,18 +86,21 @@ def fit(
 
     Raises:
         DivergenceError: the loss or a gradient is not finite.
+        Superseded: while a checkpoint was committed, there was a newer attempt.
     """
     config = task.config
     devices.set_threads(config.threads)
     device = devices.device()
     dtype = devices.torch_dtype(config.dtype, device)
-    model = start_model(task, seed).to(device).train()
-    working = optim.working_copy(model, dtype)
-    optimizer = optim.adamw(model, config.optimizer)
+    model, engine, saved = start(task, seed, device, dtype, saver)
+    first, before = 0, WorkerState(loader={}, points=(), loss_sum=0.0, summed=0)
+    if saved is not None:
+        first, before = saved.step, saved.states[0]
+        print(f"{noun} {first}: continuing from the checkpoint of attempt {saved.attempt}", flush=True)
     steps, batch = config.steps, config.batch_size
     points = {math.ceil(steps * part / _CURVE_POINTS) for part in range(1, _CURVE_POINTS + 1)}
-    curve: list[dict[str, float | int]] = []
-    loss_sum, summed = torch.zeros((), device=device), 0
+    curve: list[dict[str, Any]] = [*before.points]
+    loss_sum, summed = torch.full((), before.loss_sum, device=device), before.summed
     progress = Progress(steps, noun, after=after)
 
     from_files = data.dataset.info.image is None
@@ -80,15 +109,17 @@ def fit(
     with Loader(
         data, sampler, task.contract.preprocessing, crop=transform.crop, threads=config.threads
     ) as batches:
-        for step, (positions, images, labels) in zip(range(steps), batches, strict=False):
+        if saved is not None:
+            batches.load_state_dict(before.loader)
+        for step, (positions, images, labels) in zip(range(first, steps), batches, strict=False):
             torch.manual_seed(dropout_seed(seed, step))
             (images,), targets = transform(images.to(device), labels.to(device), positions, step)
             rate = optim.learning_rate(step, steps, learning_rate, config.optimizer)
-            optim.set_learning_rate(optimizer, rate)
-            logits = working(normalise(images, task.contract.preprocessing, dtype))
+            depth = depth_draws(task.contract.architecture, seed, positions, device)
+            logits = engine(normalise(images, task.contract.preprocessing, dtype), *depth)
             loss = softmax_cross_entropy(logits, targets, config.label_smoothing)
-            loss.backward()
-            norm = optim.update(optimizer, model, working, config.optimizer.clip_norm)
+            engine.backward(loss)
+            norm = engine.step(rate)
             loss_sum += loss.detach()
             summed += 1
 
@@ -99,9 +130,18 @@ def fit(
                 curve.append({"step": done, "learning_rate": rate, "loss": loss_sum.item() / summed})
                 loss_sum.zero_()
                 summed = 0
+            if saver is not None and done < steps and saver.is_due(done):
+                state = WorkerState(
+                    loader=batches.state_dict(),
+                    points=tuple(curve),
+                    loss_sum=loss_sum.item(),
+                    summed=summed,
+                    substitutes=before.substitutes + batches.substitutes,
+                )
+                saver.save(done, None, engine.pieces(), state)
             if progress.due(done) and done < steps:
                 progress.show(done, done * batch, loss=loss.item())
-    return model.eval(), curve, batches.substitutes
+    return model.eval(), curve, before.substitutes + batches.substitutes
 
 
 def score(model: Network, contract: ModelContract, data: Images) -> Score:

@@ -119,7 +119,7 @@ class Ledger:
 
     def __init__(self, context: Context[Finetune], attempts: Sequence[int]) -> None:
         """Open the ledgers of these attempts, the newest first."""
-        self._context, self._store, self._attempts = context, context.open_store(), attempts
+        self._context, self._store, self.attempts = context, context.open_store(), tuple(attempts)
 
     def trial(self, place: Place) -> tuple[int, float, float] | None:
         """Return (attempt, accuracy, loss) of a finished trial; None if it is not finished."""
@@ -150,7 +150,7 @@ class Ledger:
 
     def _find(self, file: str, model: type[Entry]) -> Iterator[tuple[int, Entry]]:
         """Yield each attempt that has this entry, and the entry; skip damaged ones with a line in the log."""
-        for attempt in self._attempts:
+        for attempt in self.attempts:
             name = _name(self._context, attempt, file)
             try:
                 entry = read_record(self._store, name, model)
@@ -182,20 +182,24 @@ class Ledger:
 
 
 def open_ledger(context: Context[Finetune]) -> Ledger:
-    """Open the ledgers of all attempts by the same code, from the context's own back to the first."""
+    """Open the ledgers of all attempts by the same code, from the context's own back to the first.
+
+    Its `attempts` include those that have only checkpoints, in which their fits were when they ended.
+    """
     own, store, usable = context.attempt, context.open_store(), []
     for number in range(own.number, 0, -1):
-        if not store.names(Layout.ledger(own.job, own.key, number)):
+        of = (own.job, own.key, number)
+        if not (store.names(Layout.ledger(*of)) or store.names(Layout.checkpoints(*of))):
             continue
         try:
             attempt = read_attempt(store, Layout.attempt(own.job, own.key, number))
         except StoreDamaged as error:
-            print(f"what attempt {number} has finished is computed again: {error}", flush=True)
+            print(f"the work of attempt {number} is not used: {error}", flush=True)
             continue
         if attempt is not None and attempt.code_digest == own.code_digest:
             usable.append(number)
         else:
-            print(f"what attempt {number} has finished is computed again: it ran other code", flush=True)
+            print(f"the work of attempt {number} is not used: it ran other code", flush=True)
     return Ledger(context, usable)
 
 

@@ -30,15 +30,15 @@ from ray_jobs.data.sampler import Sampler
 from ray_jobs.data.shards import Dataset, Images
 from ray_jobs.process import devices
 from ray_jobs.process.progress import Progress
-from ray_jobs.training import objective, optim
+from ray_jobs.training import estimates, objective, optim
 from ray_jobs.training.checkpoint import Saved, Saver, WorkerState
 from ray_jobs.training.contract import model_contract
-from ray_jobs.training.engine import WEIGHTS, Engine, Piece, average_kinds, make_engine, state_bytes
+from ray_jobs.training.engine import Engine, Piece, make_engine
 from vit_model import compute
 from vit_model.build import Network, build
-from vit_model.config import Architecture, ModelContract, ViTConfig
+from vit_model.config import ModelContract
 from vit_model.contrastive import MomentumEncoder, momentum
-from vit_model.model import ViT, is_fused
+from vit_model.model import ViT
 from vit_model.preprocessing import normalise
 from vit_model.weights import save_model, save_weights
 
@@ -54,6 +54,8 @@ class Worker(NamedTuple):
     rank: int = 0
     world: int = 1
     local_rank: int = 0
+    local_world: int = 1
+    """the number of workers on this machine"""
 
 
 ALONE = Worker()
@@ -69,9 +71,9 @@ def train(
 ) -> dict[str, float | int | str]:
     """Train as one of `worker.world` workers and return the metrics.
 
-    Every step uses the same images at any world size that divides the batch, so the weights agree up to rounding. With
-    the same world size and threads on the same type of CPU, the files are identical, also after any number of
-    interruptions that continue from a checkpoint.
+    Every step uses the same images at any world size that divides the batch, and stochastic depth leaves out the same
+    blocks for each, so without dropout the weights agree up to rounding. With the same world size and threads on the
+    same type of CPU, the files are identical, also after any number of interruptions that continue from a checkpoint.
 
     Args:
         output: the folder for the model and its curve; None on every rank but 0.
@@ -79,7 +81,8 @@ def train(
         saved: the checkpoint to continue from.
 
     Raises:
-        UserError: the workers cannot share a batch evenly, or the dataset has no training images.
+        UserError: the workers cannot share a batch evenly, their memory cannot hold the training, or the dataset has
+            no training images.
         DivergenceError: the loss or a gradient is not finite.
         StoreDamaged: the checkpoint does not fit the model.
         Superseded: while a checkpoint was committed, there was a newer attempt.
@@ -89,8 +92,10 @@ def train(
     dataset.require("train")
     labelled = config.objective in ("softmax", "sigmoid")
     contract = model_contract(config.model, config.resolution, dataset.info, config.eval_crop, labelled)
+    needed = estimates.memory(config, contract.architecture, worker.world, device)
     if worker.rank == 0:
-        print(*derived_numbers(config, contract.architecture, worker.world, device), sep="\n", flush=True)
+        print(*estimates.lines(config, contract.architecture, worker.world, needed), sep="\n", flush=True)
+    estimates.require(needed, devices.memory(device), 1 if device.type == "cuda" else worker.local_world)
     from_files = dataset.info.image is None
     transform = TrainTransform(config, config.seed, len(contract.class_names), from_files)
     with warnings.catch_warnings():
@@ -118,6 +123,7 @@ def train(
             if saved is not None:
                 batches.load_state_dict(saved.states[0].loader)
                 curve.load(saved.states)
+            devices.let_gloo_yield()
             run_steps(training, batches, curve, first, saver)
         if saver is not None:
             saver.wait()
@@ -188,10 +194,7 @@ def start(
     task.to(device)
     optimizer = optim.adamw(task, config.optimizer, decays_all=config.objective == "contrastive")
     if saved is not None:
-        sizes = {name: weight.numel() for name, weight in task.named_parameters()}
-        trained = {name: weight.numel() for name, weight in task.named_parameters() if weight.requires_grad}
-        saved.require(sizes, WEIGHTS)
-        saved.require(trained, *average_kinds(optimizer))
+        saved.require(task, optimizer)
         saved.load(task)
         if momentum_encoder is not None:
             saved.load(momentum_encoder, MOMENTUM_ENCODER)
@@ -336,42 +339,6 @@ def accuracy(training: Training, dtype: torch.dtype) -> float | None:
     if worker.world > 1:
         dist.all_reduce(correct)
     return correct.item() / total
-
-
-def derived_numbers(
-    config: Pretrain, architecture: Architecture, world: int, device: torch.device
-) -> tuple[str, str, str]:
-    """Describe what the configuration implies in three lines: the batch, operations, and memory per worker.
-
-    Raises:
-        UserError: the workers cannot share a micro-batch evenly.
-    """
-    exaflops = compute.exaflops(architecture, config.steps * config.batch_size)
-    dtype = devices.torch_dtype(config.dtype, device)
-    images, value_bytes = optim.micro_batch_share(config, world), dtype.itemsize
-    fused = isinstance(architecture, ViTConfig) and is_fused(device, dtype, architecture.num_tokens)
-    activations = compute.activation_bytes(
-        architecture,
-        images,
-        value_bytes=value_bytes,
-        fused_attention=fused,
-        checkpointing=config.activation_checkpointing,
-    )
-    states, buffers = state_bytes(architecture.num_parameters, config, world, value_bytes)
-    mib, parts = 2**20, config.gradient_accumulation_steps
-    return (
-        f"batch: {config.batch_size:,} images = {world} {'worker' if world == 1 else 'workers'}"
-        f" x {parts} {'micro-batch' if parts == 1 else 'micro-batches'} x {images:,} images",
-        f"compute: {architecture.num_parameters:,} parameters"
-        f" · {compute.forward_flops(architecture) / 1e9:.4g} GFLOPs per image forward"
-        f" · {compute.train_flops(architecture) / 1e9:.4g} GFLOPs per image in training"
-        f" · {exaflops:.4g} exaFLOPs in {config.steps:,} steps of {config.batch_size:,} images"
-        f" · {compute.tpuv3_core_days(exaflops):.2g} TPUv3-core-days",
-        f"estimated memory per worker (of {world}): {activations / mib:,.1f} MiB activations of {images:,} images"
-        f" · {states.weights / mib:,.1f} MiB weights · {states.gradients / mib:,.1f} MiB gradients"
-        f" · {states.optimizer / mib:,.1f} MiB optimizer states · {buffers / mib:,.1f} MiB buffers"
-        f" (ZeRO-{config.zero_stage})",
-    )
 
 
 class Dev:

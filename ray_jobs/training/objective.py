@@ -12,7 +12,7 @@ import torch
 from numpy.typing import NDArray
 
 from pipelines.spec import Pretrain
-from ray_jobs.augment import uniform
+from ray_jobs.augment import depth_draws, uniform
 from vit_model.build import Network
 from vit_model.config import ModelContract, ViTConfig
 from vit_model.contrastive import MoCo, MomentumEncoder
@@ -52,13 +52,15 @@ def batch_loss(
     Args:
         views: one or two batches of images from `TrainTransform`, uint8 [n, h, w, c].
         targets: labels or probabilities from `TrainTransform`.
-        positions: [n], the numbers of the samples over the whole training; they decide which patches are corrupted.
+        positions: [n], the numbers of the samples over the whole training; they decide which patches are corrupted,
+            and which blocks stochastic depth leaves out.
     """
+    depth = depth_draws(contract.architecture, config.seed, positions, views[0].device, len(views))
     if momentum_encoder is not None:
         one, other = (normalise(view, contract.preprocessing, dtype) for view in views)
         with torch.autocast(one.device.type, torch.bfloat16, enabled=dtype == torch.bfloat16):
-            keys = momentum_encoder.keys(one, other)
-        contrastive: torch.Tensor = engine(one, other, *keys)
+            keys = momentum_encoder.keys(one, other, *depth)
+        contrastive: torch.Tensor = engine(one, other, *keys, *depth)
         return contrastive
     (images,) = views
     inputs = normalise(images, contract.preprocessing, dtype)
@@ -66,7 +68,8 @@ def batch_loss(
         assert isinstance(contract.architecture, ViTConfig), "the configuration allows only ViTs here"
         patches = contract.architecture.num_patches
         draws = torch.from_numpy(uniform(config.seed, positions, patches * DRAWS, "masked patches"))
-        loss: torch.Tensor = engine(inputs, images, draws.view(-1, patches, DRAWS).to(images.device))
+        draws = draws.view(-1, patches, DRAWS).to(images.device)
+        loss: torch.Tensor = engine(inputs, images, draws, *depth)
         return loss
     cross_entropy = sigmoid_cross_entropy if config.objective == "sigmoid" else softmax_cross_entropy
-    return cross_entropy(engine(inputs), targets, config.label_smoothing)
+    return cross_entropy(engine(inputs, *depth), targets, config.label_smoothing)

@@ -2,6 +2,9 @@
 
 torch's default is a TCPStore, which listens on every interface and accepts any client. Only workers on several machines
 need it; infra/README.md says which ports to close there.
+
+Ray Train's configuration for torch also imports torch in the stage's process and in the controller that it starts for
+every group of workers: 2.5 s each. Here only the workers import it.
 """
 
 from __future__ import annotations
@@ -11,21 +14,37 @@ import tempfile
 from typing import Any
 
 import ray
-import torch.distributed as dist
-from ray.train.torch import TorchConfig
+from ray.train.backend import Backend, BackendConfig
 
 from ray_jobs.process import devices
 
+_LEAVE_SECONDS = 10.0
 
-class _LocalBackend(TorchConfig().backend_cls):  # type: ignore[misc]  # (Ray has no types)
-    """Ray Train's backend for torch, except that workers on one machine meet through a file."""
 
+class LocalTorchConfig(BackendConfig):
+    """The `backend_config` of a trainer whose workers meet through a file if they are on one machine."""
+
+    @property
+    def backend_cls(self) -> type[_LocalBackend]:
+        return _LocalBackend
+
+    @property
+    def train_func_context(self) -> type[_TrainContext]:
+        return _TrainContext
+
+
+class _LocalBackend(Backend):
+    """Ray Train's backend for torch, except on one machine."""
+
+    share_cuda_visible_devices = True
     folder: str | None = None
 
-    def on_start(self, worker_group: Any, backend_config: TorchConfig) -> None:
+    def on_start(self, worker_group: Any, backend_config: BackendConfig) -> None:
         """Create the process group; called when the workers are up, before they train."""
         if len(set(worker_group.execute(_node))) > 1:
-            super().on_start(worker_group, backend_config)
+            from ray.train.torch import TorchConfig
+
+            TorchConfig().backend_cls().on_start(worker_group, TorchConfig())
             return
         # A new folder that only this user can read, so the file cannot be another group's.
         self.folder = worker_group.execute_single(0, tempfile.mkdtemp, prefix="vitflow-group-")
@@ -37,19 +56,26 @@ class _LocalBackend(TorchConfig().backend_cls):  # type: ignore[misc]  # (Ray ha
             ]
         )
 
-    def on_shutdown(self, worker_group: Any, backend_config: TorchConfig) -> None:
+    def on_shutdown(self, worker_group: Any, backend_config: BackendConfig) -> None:
         """Leave the group. Not called if a worker or the controller was killed; an empty folder then remains."""
-        super().on_shutdown(worker_group, backend_config)
+        leaving = worker_group.execute_async(_leave)
+        # not longer, because a worker hangs if it waits for one that has died
+        ray.wait(leaving, num_returns=len(leaving), timeout=_LEAVE_SECONDS)
         if self.folder is not None:
             worker_group.execute_single(0, shutil.rmtree, self.folder, ignore_errors=True)
 
 
-class LocalTorchConfig(TorchConfig):
-    """The `torch_config` of a TorchTrainer whose workers meet through a file if they are on one machine."""
+class _TrainContext:
+    """Ray Train's context for training functions that use torch, which selects the worker's GPU."""
 
-    @property
-    def backend_cls(self) -> type[_LocalBackend]:
-        return _LocalBackend
+    def __enter__(self) -> None:
+        from ray.train.torch import TorchConfig
+
+        self._context = TorchConfig().train_func_context()
+        self._context.__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        self._context.__exit__(*error)
 
 
 def _node() -> str:
@@ -57,5 +83,14 @@ def _node() -> str:
 
 
 def _join(init_method: str, rank: int, world: int) -> None:
+    import torch.distributed as dist
+
     devices.stay_on_loopback()
     dist.init_process_group(devices.backend(), init_method=init_method, rank=rank, world_size=world)
+
+
+def _leave() -> None:
+    import torch.distributed as dist
+
+    if dist.is_initialized():
+        dist.destroy_process_group()

@@ -31,6 +31,8 @@ class Task(NamedTuple):
     config: Finetune
     contract: ModelContract
     backbone: Path | None
+    attempts: tuple[int, ...] = ()
+    """Earlier ones, from whose checkpoints a fit continues."""
 
 
 class Score(NamedTuple):

@@ -10,18 +10,15 @@ import secrets
 import shutil
 import signal
 import subprocess
-import sys
-import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
 from hashlib import sha256
 from io import StringIO
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
@@ -35,7 +32,7 @@ from pipelines.engine.runs import start_run
 from pipelines.recipe.load import parse_pipeline
 from pipelines.store import Layout, open_store, read_attempt, read_manifest
 from tests.support.clusters import wait_for
-from tests.support.paths import TINY
+from tests.support.local_runs import a_local_ray, finish, kill, matching, saved_steps, signs_of_life, start
 from tests.support.stores import files_of, manifests
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow]
@@ -43,71 +40,9 @@ pytestmark = [pytest.mark.ray, pytest.mark.slow]
 
 @pytest.fixture
 def own_ray() -> Iterator[dict[str, str]]:
-    """The environment of a local Ray of the test's own, which it may hurt; afterwards nothing of it may live."""
-    folder = Path(tempfile.mkdtemp(prefix="vff-"))
-    environment = os.environ | {"VITFLOW_RAY_DIR": str(folder / "ray"), "VITFLOW_RAY_IDLE_SECONDS": "3"}
-    yield environment
-    deadline = time.monotonic() + 60
-    while (left := ray_processes(environment)) and time.monotonic() < deadline:
-        time.sleep(0.5)
-    assert not left, "processes of the local Ray are left after its idle time"
-    shutil.rmtree(folder)
-
-
-def ray_processes(environment: Mapping[str, str]) -> list[psutil.Process]:
-    """Every process that was started with this state folder: keepers, Ray, jobs, workers."""
-    started = []
-    for process in psutil.process_iter():
-        try:
-            folder = process.environ().get("VITFLOW_RAY_DIR")
-        except psutil.Error:
-            continue
-        if folder == environment["VITFLOW_RAY_DIR"] and process.pid != os.getpid():
-            started.append(process)
-    return started
-
-
-def start(
-    store: Path, environment: Mapping[str, str], only: str = "probe", *options: str
-) -> subprocess.Popen[str]:
-    """Run ingest, pretraining on two workers, and evaluation; or what one of these needs."""
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # in a shell's background job it is ignored
-    command = [sys.executable, "-m", "pipelines", "run", str(TINY), "--store", str(store)]
-    return subprocess.Popen(
-        [*command, "--only", only, *options],
-        env=environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
-
-
-def finish(driver: subprocess.Popen[str]) -> str:
-    """What a driver that succeeds prints."""
-    out, _ = driver.communicate(timeout=400)
-    assert driver.returncode == 0, out
-    return out
-
-
-def matching(environment: Mapping[str, str], *words: str) -> list[psutil.Process]:
-    """Those whose name and command line contain all the words."""
-    matches = []
-    for process in ray_processes(environment):
-        try:
-            line = " ".join([process.name(), *process.cmdline()])
-        except psutil.Error:
-            continue
-        if all(word in line for word in words):
-            matches.append(process)
-    return matches
-
-
-def kill(processes: list[psutil.Process]) -> None:
-    for process in processes:
-        try:
-            process.send_signal(signal.SIGKILL)
-        except psutil.NoSuchProcess:
-            continue
+    """The environment of a local Ray of the test's own."""
+    with a_local_ray() as environment:
+        yield environment
 
 
 VICTIMS: dict[str, Callable[[dict[str, str]], list[psutil.Process]]] = {
@@ -163,7 +98,7 @@ def test_a_fine_tuning_that_is_killed_twice_repeats_no_finished_trial_or_refit(
         shutil.copytree(tiny_store, store, ignore=shutil.ignore_patterns("finetune", "report", "runs"))
         record = json.loads((store / "store.json").read_text()) | {"id": secrets.token_hex(16)}
         (store / "store.json").write_text(json.dumps(record))  # Ray knows the jobs of a store by its id
-        return start(store, os.environ, "finetune", "--set", "finetune.labels.draws=5")
+        return start(store, os.environ, "finetune", ["finetune.labels.draws=5"])
 
     def finished(number: int, kind: str = "*") -> set[str]:
         entries = store.glob(f"artifacts/finetune/*/attempts/{number}/ledger/{kind}-*.json")
@@ -191,28 +126,13 @@ def test_a_fine_tuning_that_is_killed_twice_repeats_no_finished_trial_or_refit(
     assert ours["files"] == theirs["files"]
     assert (ours["content_digest"], ours["metrics"]) == (theirs["content_digest"], theirs["metrics"])
 
-    trials = {f"trial-{rate}-{fold}.json" for rate in (0, 1) for fold in (0, 1)}
-    refits = {f"refit-{draw}.json" for draw in range(5)}
-    first, second, third = (finished(number) for number in (1, 2, 3))
-    assert swept < trials, "it was killed in its sweep"
-    assert trials <= refitted | first and refits - refitted, "it was killed in its refits"
-    assert first | second | third == trials | refits
-    assert not swept & second and not (swept | refitted) & third, "nothing was done twice"
-    log = (files_of(store, ours).parent / "log.txt").read_text()
-    assert log.count("(from attempt 1)") == len(first - second)
-    assert log.count("(from attempt 2)") == len(second)
-
-
-@pytest.mark.full
-def test_a_training_worker_that_dies_costs_no_attempt(
-    own_ray: dict[str, str], tiny_store: Path, tmp_path: Path
-) -> None:
-    driver = start(tmp_path / "s", own_ray)
-    wait_for(lambda: matching(own_ray, "ray::RayTrainWorker"))
-    kill(matching(own_ray, "ray::RayTrainWorker")[:1])
-    finish(driver)
-    check_whole(tmp_path / "s", tiny_store)
-    assert [folder.name for folder in (tmp_path / "s").glob("artifacts/pretrain/*/attempts/*")] == ["1"]
+    assert 0 < len(swept) < 4, "it was killed in its sweep"
+    assert not swept & refitted and any(name.startswith("refit") for name in refitted)
+    assert len({name for name in refitted if name.startswith("refit")}) < 5, "it was killed in its refits"
+    for number, before in {2: swept, 3: swept | refitted}.items():
+        (log,) = store.glob(f"artifacts/finetune/*/attempts/{number}/log.txt")
+        assert log.read_text().count("(from attempt ") >= len(before), "nothing was done twice"
+    assert not any(finished(number) for number in (1, 2, 3)), "after the commit nobody needs the ledgers"
 
 
 def suspended(stage: psutil.Process, workers: list[psutil.Process]) -> psutil.Process:
@@ -274,44 +194,68 @@ def test_a_suspended_stage_is_lost_and_ends_by_itself_when_it_goes_on(
 
 
 @pytest.mark.full
-def test_a_training_that_is_suspended_for_two_minutes_commits_nothing(
+def test_a_training_that_is_suspended_and_then_stopped_is_one_chain_of_checkpoints(
     own_ray: dict[str, str], tmp_path: Path
 ) -> None:
-    """Lost after a minute, followed by another attempt; it wakes while that one trains, and ends with its workers."""
-    changes = [f"pretrain.{change}" for change in ("steps=10000", "workers=1", "threads=1")]
-    options = [option for change in changes for option in ("--set", change)]
-    driver = start(tmp_path / "s", own_ray, "pretrain", *options)
-    signs = partial(signs_of_life, tmp_path / "s")
-    wait_for(lambda: signs(1).get("step"))
+    """Suspended for two minutes, it is lost after one; it wakes while the next attempt trains, and ends by itself.
+
+    Ctrl-C then ends the next attempt, which saves its state first. The same command makes the third, which ends with
+    the bytes of an undisturbed run.
+    """
+    own_ray["RAY_JOB_STOP_WAIT_TIME_S"] = "30"  # between SIGTERM and SIGKILL
+    every = 2000
+    changes = [f"steps={10 * every}", "workers=1", "threads=1", f"checkpoint_every={{steps: {every}}}"]
+    train = partial(
+        start, environment=own_ray, only="pretrain", changes=[f"pretrain.{change}" for change in changes]
+    )
+    store = tmp_path / "s"
+    signs, saved = partial(signs_of_life, store), partial(saved_steps, store)
+    driver = train(store)
+    wait_for(lambda: signs(1).get("step") and saved(1))
     (stage,) = matching(own_ray, "-m ray_jobs.pretrain")
     workers = matching(own_ray, "ray::RayTrainWorker") + matching(own_ray, "ray::TrainController")
     assert len(workers) == 2
     supervisor, began = suspended(stage, workers), time.monotonic()
-    last = signs(1)
-    wait_for(lambda: list((tmp_path / "s").glob("artifacts/pretrain/*/attempts/2")), 90)
+    last, first_saved = signs(1), saved(1)
+    undisturbed = train(tmp_path / "undisturbed")
+    wait_for(lambda: list(store.glob("artifacts/pretrain/*/attempts/2")), 90)
     assert 60 - 5 <= time.monotonic() - began <= 75
-    wait_for(lambda: signs(2).get("step"), 60)
+    wait_for(lambda: signs(2).get("step"), 150)
     time.sleep(max(0.0, began + 120 - time.monotonic()))
     assert signs(1) == last
     for process in (stage, *workers):
         process.resume()
     wait_for(lambda: all(map(is_over, (stage, *workers))), 20)
     supervisor.resume()
-    finish(driver)
     assert signs(1) == last
-    made = manifests(tmp_path / "s")["pretrain"]
-    assert made["attempt"] == 2
-    assert signs(2)["step"] > last["step"]
-    files = [
-        path for path in (tmp_path / "s").glob("artifacts/pretrain/*/attempts/1/files/*") if path.is_file()
+    assert saved(1) <= first_saved
+    assert "pretrain" not in manifests(store), "the next attempt is still training"
+
+    before = max(saved(2) | first_saved)
+    driver.send_signal(signal.SIGINT)
+    out, _ = driver.communicate(timeout=60)
+    assert driver.returncode == 130, out
+    wait_for(lambda: not matching(own_ray, "-m ray_jobs.pretrain", str(store)), 10)
+    told = max(saved(2))
+    assert told > before, "saved after it was told to end"
+    finish(train(store))
+    finish(undisturbed)
+    ours, theirs = (manifests(root)["pretrain"] for root in (store, tmp_path / "undisturbed"))
+    assert ours["attempt"] == 3
+    assert ours["files"] == theirs["files"]
+    starts = [
+        json.loads(path.read_text())
+        for path in sorted(store.glob("artifacts/pretrain/*/attempts/*/start.json"))
     ]
-    assert files == []
-
-
-def signs_of_life(store: Path, attempt: int) -> dict[str, Any]:
-    """The sign of life of an attempt at the pretraining; empty before the first."""
-    found = [*store.glob(f"artifacts/pretrain/*/attempts/{attempt}/alive.json")]
-    return dict(json.loads(found[0].read_text())) if found else {}
+    assert [(each["attempt"], each["step"]) for each in starts] == [
+        (None, None),
+        (1, max(first_saved)),
+        (2, told),
+    ]
+    assert ours["metrics"]["continued_at_step"] == told
+    results = store.glob("artifacts/pretrain/*/attempts/[12]/files/**/*")
+    assert not [path for path in results if path.is_file()], "no earlier attempt has made anything"
+    assert saved(1) | saved(2) | saved(3) == set()
 
 
 @pytest.mark.full

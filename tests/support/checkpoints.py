@@ -51,10 +51,12 @@ def put_pretraining(
     return commit(store, manifest.model_copy(update={"files": staging.files}))
 
 
-def put_state(store: Store, number: int, step: int, key: str = "pa") -> Checkpoint:
+def put_state(store: Store, number: int, step: int, key: str = "pa", fit: str | None = None) -> Checkpoint:
     """Commit what attempt `number` saved after a step."""
     attempt = make_attempt("pretrain", key=key, number=number)
-    checkpoint = Checkpoint(job="pretrain", key=key, attempt=number, step=step, files=(), created=now())
+    checkpoint = Checkpoint(
+        job="pretrain", key=key, attempt=number, step=step, files=(), created=now(), fit=fit
+    )
     store.create(f"{checkpoint.folder}/rank-0.safetensors", b"state")
     commit_checkpoint(store, attempt, checkpoint)
     return checkpoint

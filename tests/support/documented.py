@@ -95,7 +95,7 @@ def _commit(store: Store, planned: PlannedStage, run: str) -> None:
     }
     files = _made(Context(attempt, config, manifests))
     content = sha256(canonical_json([[entry.path, entry.sha256] for entry in files]))
-    made_by = {"version": config.VERSION, "digest": code}
+    made_by = {"version": config.version, "digest": code}
     fields = {"files": files, "content_digest": content, "code": made_by, "environment": ENVIRONMENT}
     commit(store, make_manifest(config.job, **common, **fields))
 

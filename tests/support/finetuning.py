@@ -1,12 +1,13 @@
 """A fine-tuning of a tiny model on tiny images, as a driver would have prepared it."""
 
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 
 from pipelines.spec import Finetune, Labels, ModelSize
-from pipelines.store import open_store
+from pipelines.store import Manifest, create_attempt, open_store
 from ray_jobs.data import shards
 from ray_jobs.process.stage import Context
 from tests.support import datasets
@@ -14,6 +15,7 @@ from tests.support.records import make_context, make_manifest
 
 SIZE = ModelSize(patch_size=4, width=16, depth=1, num_heads=2)
 COUNTS = {"train": 60, "dev": 20, "test": 30}
+DATA = make_manifest(content_digest="halves")
 
 
 def put_halves(folder: Path) -> None:
@@ -47,6 +49,14 @@ def configuration(**fields: object) -> Finetune:
 def context(store_root: Path, dataset: Path, config: Finetune) -> Context[Finetune]:
     """The first attempt, with the dataset in place of a committed one."""
     store = open_store(str(store_root))
-    manifest = make_manifest("ingest", content_digest="halves")
-    shutil.copytree(dataset, store.local(manifest.folder, ()))
-    return make_context(store, config, data=manifest)
+    shutil.copytree(dataset, store.local(DATA.folder, ()))
+    return make_context(store, config, data=DATA)
+
+
+def attempt(
+    root: Path | str, config: Finetune, number: int, code: str = "c", data: Manifest = DATA
+) -> Context[Finetune]:
+    """An attempt at the same key in a store that has the dataset, as a driver prepares it."""
+    given = make_context(open_store(str(root)), config, data=data)
+    record = given.attempt.model_copy(update={"number": number, "code_digest": code})
+    return replace(given, attempt=create_attempt(given.open_store(), record))

@@ -176,7 +176,7 @@ def _worker(
     store, attempt = open_store(uri), make_attempt("pretrain", number=number, store_uri=uri)
     start = choose_start(store, attempt)
     if kill is not None and kill.rank == rank:
-        _arm(kill)
+        arm(kill)
     saver = Saver(store, attempt, config, rank, world, start=start)
     saved = None if start is None else Saved(store, start)
     place = loop.Worker(rank, world, rank)
@@ -184,7 +184,7 @@ def _worker(
     dist.destroy_process_group()
 
 
-def _arm(kill: Kill) -> None:
+def arm(kill: Kill) -> None:
     """Have this process killed during a step, which begins by asking for its learning rate."""
     rate_of = optim.learning_rate
 

@@ -1,8 +1,34 @@
-"""A store in a folder, read without the project's own code."""
+"""A store, as it lies in a folder or a bucket, read without the project's own code."""
 
 import json
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from tests.support.s3 import Bucket
+
+
+@dataclass(frozen=True)
+class Folder:
+    """A folder, as seen behind a store's back; `Bucket` is the same on S3."""
+
+    root: Path
+
+    def objects(self, prefix: str = "") -> dict[str, int]:
+        files = [path for path in self.root.rglob("*") if path.is_file()]
+        found = {path.relative_to(self.root).as_posix(): path.stat().st_size for path in files}
+        return {name: size for name, size in found.items() if name.startswith(prefix)}
+
+    def read(self, name: str) -> bytes:
+        return (self.root / name).read_bytes()
+
+    def write(self, name: str, data: bytes) -> None:
+        (self.root / name).parent.mkdir(parents=True, exist_ok=True)
+        (self.root / name).write_bytes(data)
+
+
+Place = tuple[str, Folder | Bucket]
+"""A store's address, and what lies there."""
 
 
 def manifests(store: Path) -> dict[str, dict[str, Any]]:

@@ -7,7 +7,7 @@ from typing import Any
 import torch.multiprocessing
 
 # These, and what a first training step imports, take 5 s of each process otherwise.
-multiprocessing.set_forkserver_preload(["ray_jobs.training.loop", "deepspeed", "torch._inductor.compile_fx"])
+multiprocessing.set_forkserver_preload(["ray_jobs.training.loop", "deepspeed", "torch._dynamo"])
 
 
 def run_workers(world: int, worker: Callable[..., None], *arguments: Any) -> None:

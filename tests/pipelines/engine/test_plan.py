@@ -48,7 +48,7 @@ def make(store: Store, planned: PlannedStage, content: str = "", code: str | Non
             inputs=planned.inputs,
             config=config.model_dump(mode="json"),
             source=planned.source,
-            code={"version": config.VERSION, "digest": code or code_digest(config.job), "git": "a" * 40},
+            code={"version": config.version, "digest": code or code_digest(config.job), "git": "a" * 40},
         ),
     )
 

@@ -306,6 +306,15 @@ def test_the_objective_enters_a_key_where_it_is_not_softmax() -> None:
     assert identity.identity_fields(sigmoid) == identity.identity_fields(plain) | {"objective": "sigmoid"}
 
 
+def test_only_stages_with_stochastic_depth_got_new_keys_when_it_was_drawn_per_sample() -> None:
+    shape = {"model": ModelSize.model_validate("Ti/16"), "backbone": None, "resolution": 32}
+    for stage in (STAGES_TINY["pretrain"], STAGES_TINY["finetune"].model_copy(update=shape)):
+        with_it = with_leaf(stage, ("model", "stochastic_depth"), 0.1)
+        assert (stage.version, with_it.version) == (stage.VERSION - 1, stage.VERSION)
+    tuned = STAGES_TINY["finetune"]
+    assert tuned.version == tuned.VERSION - 1, "a backbone with it has another digest"
+
+
 @pytest.mark.parametrize(
     ("stage", "later"),
     [

@@ -22,7 +22,7 @@ from pipelines.commands import common
 from pipelines.files.s3 import client
 from pipelines.machine import doctor, findings
 from pipelines.machine.doctor import cluster_findings, store_findings
-from pipelines.machine.findings import GIB, Finding, cgroup_limits
+from pipelines.machine.findings import GIB, Finding
 from pipelines.spec import RecipeError
 from pipelines.store import open_store
 from pipelines.store.folder import FolderStore
@@ -319,41 +319,6 @@ def test_the_local_ray_is_well_with_its_token_and_shut_without(monkeypatch: pyte
 
 
 # ------------------------------------------------------------------------------------------------- the machine
-
-
-@pytest.mark.parametrize(
-    ("membership", "files", "limits"),
-    [
-        (
-            "0::/a/b\n",
-            {"a/b/cpu.max": "max 1000", "a/cpu.max": "1500 1000", "a/b/memory.max": "max"},
-            (1.5, None),
-        ),
-        ("0::/a\n", {"a/memory.max": "3000", "memory.max": "2000", "cpu.max": "50000 100000"}, (0.5, 2000)),
-        (
-            "4:memory:/x/y\n1:cpu,cpuacct:/x\n0::/\n",
-            {
-                "memory/x/y/memory.limit_in_bytes": "9223372036854771712",
-                "memory/x/memory.limit_in_bytes": "5000",
-                "cpu/x/cpu.cfs_quota_us": "400000",
-                "cpu/x/cpu.cfs_period_us": "100000",
-                "cpu/cpu.cfs_quota_us": "-1",
-                "cpu/cpu.cfs_period_us": "100000",
-            },
-            (4.0, 5000),
-        ),
-        ("", {}, (None, None)),
-    ],
-)
-def test_limits_of_control_groups(
-    tmp_path: Path, membership: str, files: dict[str, str], limits: tuple[float | None, int | None]
-) -> None:
-    (tmp_path / "self").write_text(membership)
-    for name, text in files.items():
-        path = tmp_path / "cgroup" / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(f"{text}\n")
-    assert cgroup_limits(tmp_path / "self", tmp_path / "cgroup") == limits
 
 
 def test_a_container_that_is_too_small_is_told(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,6 +7,7 @@ import pytest
 from pipelines.errors import Superseded
 from pipelines.store import (
     Layout,
+    Store,
     StoreDamaged,
     checkpoints,
     choose_start,
@@ -14,15 +15,16 @@ from pipelines.store import (
     encode,
     open_store,
     remove_checkpoints,
+    remove_progress,
 )
 from tests.support.checkpoints import put_state
 from tests.support.records import make_attempt
+from tests.support.stores import Place, snapshot
 
 
 def test_what_training_can_resume_from_is_read_as_far_as_it_is_readable(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    store: Store, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    store = open_store(str(tmp_path / "store"))
     first, second = put_state(store, 1, 10), put_state(store, 2, 9)
     for step, record in {11: b"[]", 12: b'{"step": "x"}', 13: encode(first)}.items():
         store.create(f"{Layout.checkpoint('pretrain', 'pa', 2, step)}/manifest.json", record)
@@ -32,8 +34,9 @@ def test_what_training_can_resume_from_is_read_as_far_as_it_is_readable(
     assert said.count("is damaged") == 3 and "2/checkpoints/11/manifest.json" in said
 
 
-def test_an_attempt_chooses_its_start_once_and_only_the_newest_removes_others(tmp_path: Path) -> None:
-    store = open_store(str(tmp_path / "store"))
+def test_an_attempt_chooses_its_start_once_and_only_the_newest_removes_others(
+    store: Store, place: Place
+) -> None:
     early, late = put_state(store, 1, 5), put_state(store, 1, 10)
     first, second = (make_attempt("pretrain", key="pa", number=number) for number in (1, 2))
     create_attempt(store, second)
@@ -47,16 +50,55 @@ def test_an_attempt_chooses_its_start_once_and_only_the_newest_removes_others(tm
     store.create(f"{Layout.checkpoint('pretrain', 'pa', 2, 14)}/rank-0.safetensors", b"being written")
     remove_checkpoints(store, second, [late, own], 12)
     assert checkpoints(store, "pretrain", "pa") == [own, late]
-    assert not (tmp_path / "store" / early.folder).exists()
+    assert place[1].objects(early.folder) == {}
     assert store.names(Layout.checkpoint("pretrain", "pa", 2, 14)) == ["rank-0.safetensors"]
     remove_checkpoints(store, second)
-    assert checkpoints(store, "pretrain", "pa") == []
+    assert place[1].objects("artifacts/pretrain/pa/attempts/").keys() == {
+        f"{Layout.attempt('pretrain', 'pa', 2)}/{name}.json" for name in ("attempt", "start")
+    }
     with pytest.raises(StoreDamaged, match="names step 10 of attempt 1, which is not there"):
         choose_start(store, second)
 
 
-def test_the_beginning_may_be_the_start(tmp_path: Path) -> None:
-    store, attempt = open_store(str(tmp_path / "store")), make_attempt("pretrain", key="pa", number=2)
+def test_a_committed_result_needs_neither_checkpoints_nor_ledgers(tmp_path: Path) -> None:
+    store = open_store(str(tmp_path / "store"))
+    kept = {put(store, number, "files/model.safetensors") for number in (1, 2)}
+    for number in (1, 2):
+        put_state(store, number, 5)
+        put_state(store, number, 10, fit="trial-0-1")
+        put(store, number, "checkpoints/refit-0-0/3/not-committed.safetensors")
+        put(store, number, "ledger/trial-0-0.json")
+    create_attempt(store, make_attempt("pretrain", key="pa", number=2))
+    before = snapshot(tmp_path / "store")
+    with pytest.raises(Superseded):
+        remove_progress(store, make_attempt("pretrain", key="pa", number=1))
+    assert snapshot(tmp_path / "store") == before
+    remove_progress(store, make_attempt("pretrain", key="pa", number=2))
+    left = {path.relative_to(tmp_path / "store").as_posix() for path in tmp_path.rglob("*") if path.is_file()}
+    assert left == {*kept, "store.json", f"{Layout.attempt('pretrain', 'pa', 2)}/attempt.json"}
+
+
+def put(store: Store, number: int, name: str) -> str:
+    """Write an object of an attempt and return its name."""
+    name = f"{Layout.attempt('pretrain', 'pa', number)}/{name}"
+    store.create(name, b"bytes")
+    return name
+
+
+def test_fits_have_checkpoints_of_their_own(tmp_path: Path) -> None:
+    store = open_store(str(tmp_path / "store"))
+    pretraining, other = put_state(store, 1, 30), put_state(store, 2, 20, fit="trial-0-1")
+    first, second = (put_state(store, number, 10, fit="trial-0-0") for number in (1, 2))
+    assert checkpoints(store, "pretrain", "pa", "trial-0-0") == [second, first]
+    assert checkpoints(store, "pretrain", "pa", "trial-0-0", [1]) == [first]
+    remove_checkpoints(store, make_attempt("pretrain", key="pa", number=2), [second], 10, "trial-0-0")
+    assert checkpoints(store, "pretrain", "pa", "trial-0-0") == [second]
+    assert checkpoints(store, "pretrain", "pa", "trial-0-1") == [other]
+    assert checkpoints(store, "pretrain", "pa") == [pretraining]
+
+
+def test_the_beginning_may_be_the_start(store: Store) -> None:
+    attempt = make_attempt("pretrain", key="pa", number=2)
     assert choose_start(store, attempt) is None
     put_state(store, 2, 5)
     assert choose_start(store, attempt) is None

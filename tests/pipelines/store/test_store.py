@@ -7,10 +7,9 @@ import secrets
 import shutil
 import stat
 import threading
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -27,45 +26,7 @@ from pipelines.store import (
 )
 from pipelines.store.folder import FolderStore
 from tests.support.records import make_attempt, make_manifest
-from tests.support.s3 import Bucket, used
-
-
-@dataclass(frozen=True)
-class Folder:
-    """A folder, as seen behind a store's back; `tests.support.s3.Bucket` is the same on S3."""
-
-    root: Path
-
-    def objects(self, prefix: str = "") -> dict[str, int]:
-        files = [path for path in self.root.rglob("*") if path.is_file()]
-        found = {path.relative_to(self.root).as_posix(): path.stat().st_size for path in files}
-        return {name: size for name, size in found.items() if name.startswith(prefix)}
-
-    def read(self, name: str) -> bytes:
-        return (self.root / name).read_bytes()
-
-    def write(self, name: str, data: bytes) -> None:
-        (self.root / name).parent.mkdir(parents=True, exist_ok=True)
-        (self.root / name).write_bytes(data)
-
-
-Place = tuple[str, Folder | Bucket]  # a store's address, and what lies there
-
-
-@pytest.fixture(params=["folder", "moto", "ceph"])
-def place(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Place]:
-    """An empty folder or bucket."""
-    if request.param == "folder":
-        yield str(tmp_path / "store"), Folder(tmp_path / "store")
-        return
-    with used(request.getfixturevalue(request.param), monkeypatch) as server:
-        bucket = server.bucket()
-        yield f"s3://{bucket.name}", bucket
-
-
-@pytest.fixture
-def store(place: Place) -> Store:
-    return open_store(place[0])
+from tests.support.stores import Place
 
 
 @pytest.fixture
@@ -124,6 +85,18 @@ def test_what_is_removed_is_gone_with_its_folders_and_nothing_else(store: Store,
     assert store.names("a") == ["z"]
     store.remove(["a/z"])
     assert store.names("") == ["store.json"]
+
+
+def test_what_killed_writers_left_goes_with_the_last_object_of_a_folder(folder_store: FolderStore) -> None:
+    folder_store.create("a/b/c", b"1")
+    folder_store.create("a/b/d", b"1")
+    (folder_store.root / "a/b/.staging-0").mkdir()
+    for temporary in (".staging-0/half", ".c.0.tmp"):
+        (folder_store.root / "a/b" / temporary).write_bytes(b"1")
+    folder_store.remove(["a/b/c"])
+    assert (folder_store.root / "a/b/.staging-0/half").exists(), "somebody may be writing"
+    folder_store.remove(["a/b/d"])
+    assert not (folder_store.root / "a").exists()
 
 
 def test_what_cannot_be_removed_keeps_what_follows(folder_store: FolderStore) -> None:
@@ -292,6 +265,25 @@ def test_two_tasks_may_stage_into_one_folder(store: Store) -> None:
         (two.path / "2").write_bytes(b"2")
     assert [[entry.path for entry in staging.files] for staging in (one, two)] == [["1"], ["2"]]
     assert store.names("f") == ["1", "2"]
+
+
+def test_a_folder_that_another_task_has_just_emptied_is_made_again(
+    folder_store: FolderStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Fits write and remove checkpoints below one folder."""
+    mkdir, emptied = Path.mkdir, []
+
+    def mkdir_late(path: Path, *arguments: Any, **options: Any) -> None:
+        if path.name == "mine" and len(emptied) < 3:
+            path.parent.rmdir()
+            emptied.append(path)
+        mkdir(path, *arguments, **options)
+
+    monkeypatch.setattr(Path, "mkdir", mkdir_late)
+    with folder_store.staging("shared/mine") as staging:
+        (staging.path / "file").write_bytes(b"bytes")
+    assert len(emptied) == 3
+    assert folder_store.read("shared/mine/file") == b"bytes"
 
 
 def test_the_first_commit_counts(store: Store) -> None:

@@ -5,8 +5,9 @@ import pytest
 import torch
 from torch.nn import functional
 
-from ray_jobs.augment import augment, crop_boxes, uniform
+from ray_jobs.augment import augment, crop_boxes, depth_draws, uniform
 from ray_jobs.augment.batch import POLICIES, shift
+from vit_model.config import ResNetConfig, ViTConfig
 
 
 def pictures(n: int, size: int = 8, channels: int = 1) -> torch.Tensor:
@@ -34,6 +35,19 @@ def test_draws_are_uniform_and_uncorrelated() -> None:
     )
     correlation = np.corrcoef(np.hstack([draws[:-1], draws[1:], uniform(1, np.arange(19_999))]).T)
     assert np.abs(correlation - np.eye(24)).max() < 0.03
+
+
+def test_a_samples_stochastic_depth_is_the_same_in_any_batch() -> None:
+    sizes = {"image_size": 8, "patch_size": 4, "width": 8, "depth": 3, "num_heads": 1, "mlp_dim": 8}
+    config, positions, cpu = ViTConfig(**sizes, stochastic_depth=0.1), np.arange(50, 114), torch.device("cpu")
+    one, other = depth_draws(config, 5, positions, cpu, views=2)
+    assert one.shape == (64, 3, 2) and len(torch.stack([one, other]).unique()) == 2 * 64 * 3 * 2
+    for part in (slice(0, 16), slice(16, 64), slice(40, 41)):
+        again = depth_draws(config, 5, positions[part], cpu, views=2)
+        assert torch.equal(again[0], one[part]) and torch.equal(again[1], other[part])
+    assert not torch.equal(depth_draws(config, 6, positions, cpu, views=2)[0], one)
+    assert depth_draws(ViTConfig(**sizes), 5, positions, cpu) == ()
+    assert depth_draws(ResNetConfig.variant("R50x1", image_size=32), 5, positions, cpu) == ()
 
 
 def test_shift_moves_by_one_pixel_and_brings_in_zeros() -> None:

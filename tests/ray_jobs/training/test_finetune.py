@@ -15,6 +15,7 @@ from ray_jobs.evaluation import rows
 from ray_jobs.evaluation.leakage import COMPARED
 from ray_jobs.evaluation.supports import Supports
 from ray_jobs.process.stage import Result
+from ray_jobs.training import fit as fit_module
 from ray_jobs.training.contract import model_contract
 from ray_jobs.training.fit import fit, score, start_model
 from ray_jobs.training.task import Images, Task
@@ -23,13 +24,6 @@ from vit_model.config import ViTConfig
 from vit_model.errors import UserError
 from vit_model.model import ViT
 from vit_model.weights import load_model, save_model
-
-
-@pytest.fixture(scope="module", autouse=True)
-def threads():
-    before = torch.get_num_threads()
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture
@@ -110,6 +104,17 @@ def test_a_fit_learns_and_repeats_itself(dataset, dtype):
         assert torch.equal(one, other)
 
 
+def test_stochastic_depth_of_a_fit_is_drawn_per_sample_and_not_from_torchs_generator(dataset, monkeypatch):
+    weights = []
+    for rate, seed_of_step in ((0.5, 0), (0.5, 1), (0.0, 1)):
+        monkeypatch.setattr(fit_module, "dropout_seed", lambda *_, seed=seed_of_step: seed)
+        size = SIZE.model_copy(update={"depth": 2, "stochastic_depth": rate})
+        task, pools, _ = prepared(dataset, configuration(model=size, steps=3))
+        model, *_ = fit(task, pools[0], 1e-2, seed=0)
+        weights.append(torch.cat([weight.detach().flatten() for weight in model.parameters()]))
+    assert torch.equal(weights[0], weights[1]) and not torch.equal(weights[0], weights[2])
+
+
 @pytest.mark.slow
 def test_a_fit_that_diverges_ends_with_advice(dataset):
     task, pools, _ = prepared(dataset, configuration())
@@ -168,8 +173,10 @@ def save_backbone(folder: Path) -> None:
 @pytest.mark.ray
 def test_the_whole_stage_twice(dataset, tmp_path, local_ray):
     results: list[Result] = []
-    for name in ("one", "two"):
-        results.append(finetune.main(context(tmp_path / name, dataset, configuration())))
+    for name, every in {"one": {"minutes": 10}, "two": {"steps": 3}}.items():
+        config = configuration(checkpoint_every=every)
+        results.append(finetune.main(context(tmp_path / name, dataset, config)))
+        assert not [*(tmp_path / name / "artifacts").rglob("checkpoints")]
     assert [entry.sha256 for entry in results[0].files] == [entry.sha256 for entry in results[1].files]
     assert results[0].content_digest == results[1].content_digest
     folder = tmp_path / "one" / "artifacts/finetune/k/attempts/1/files"

@@ -1,32 +1,36 @@
 """A fine-tuning that is killed anywhere goes on from its ledger, and writes what an undisturbed one writes."""
 
+import itertools
 import json
+import math
 import os
 import re
 import shutil
+import sys
 from collections.abc import Callable
-from dataclasses import replace
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from pipelines.identity import canonical_json, sha256
-from pipelines.store import Layout, Manifest, create_attempt, open_store
+from pipelines.spec import CheckpointEvery
+from pipelines.store import Layout, create_attempt, open_store
 from pipelines.store import folder as folder_store
 from ray_jobs import finetune
 from ray_jobs.process.stage import Context, Result
-from ray_jobs.training import fit, ledger
+from ray_jobs.training import fit, ledger, optim
+from ray_jobs.training.checkpoint import Saver
 from ray_jobs.training.task import Refit
-from tests.support.finetuning import configuration, context, put_halves
-from tests.support.records import flip, make_context, make_manifest
+from tests.support import finetuning
+from tests.support.finetuning import DATA, configuration, context, put_halves
+from tests.support.records import flip
 from tests.support.s3 import Server, used
 from tests.support.stores import snapshot
 
 CONFIG = configuration(learning_rates=(1e30, 1e-2), steps=4)  # the first diverges
 TRIALS = [f"trial-{rate}-{fold}.json" for rate in (0, 1) for fold in (0, 1)]
-DATA = make_manifest(content_digest="halves")
 ENTRIES = {*TRIALS, "refit-0.json", "refit-1.json"}
 
 
@@ -39,6 +43,7 @@ class Fits:
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self.count = self.moments = 0
+        self.order = 1  # -1: the last trial and the last refit come first
         self.last: int | None = (
             None  # the moment of death; each entry has two: before and after it is written
         )
@@ -54,10 +59,13 @@ class Fits:
             self.live()
 
         def trials(given: Any, task: Any, pools: Any, folds: Any, places: Any) -> Any:
-            return {place: finetune.trial(given, task, pools[0], folds, place) for place in places}
+            return {
+                place: finetune.trial(given, task, pools[0], folds, place) for place in places[:: self.order]
+            }
 
         def refits(given: Any, task: Any, pools: Any, rate: float, draws: Any) -> list[Refit]:
-            return [finetune.refit(given, task, pools[draw], rate, draw) for draw in draws]
+            done = [finetune.refit(given, task, pools[draw], rate, draw) for draw in draws[:: self.order]]
+            return done[:: self.order]
 
         patch.setattr(fit, "fit", counted)
         patch.setattr(ledger, "_add", add_or_die)
@@ -73,13 +81,6 @@ class Fits:
         """An attempt; afterwards `count` is how many fits it did."""
         self.count = self.moments = 0
         return finetune.main(given)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def threads():
-    before = torch.get_num_threads()
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture
@@ -106,11 +107,8 @@ def store(undisturbed: tuple[Path, Result], tmp_path: Path) -> Path:
     return shutil.copytree(undisturbed[0], tmp_path / "store")
 
 
-def attempt(root: Path | str, number: int, code: str = "c", data: Manifest = DATA) -> Context[Any]:
-    """An attempt at the same key, as a driver prepares it."""
-    given = make_context(open_store(str(root)), CONFIG, data=data)
-    record = given.attempt.model_copy(update={"number": number, "code_digest": code})
-    return replace(given, attempt=create_attempt(given.open_store(), record))
+def attempt(root: Path | str, number: int, **fields: Any) -> Context[Any]:
+    return finetuning.attempt(root, CONFIG, number, **fields)
 
 
 def folder(root: Path, number: int = 1) -> Path:
@@ -146,6 +144,43 @@ def test_killed_between_any_two_entries_it_fits_only_the_rest_and_writes_the_sam
     last.open_store().local(Layout.files("finetune", "k", attempts), result.files)
     after = snapshot(store)
     assert all(after[path] == before[path] for path in before if Path(path).is_file()), "earlier attempts'"
+
+
+def test_killed_at_any_third_step_it_repeats_none_and_writes_the_same_bytes(
+    fits: Fits, undisturbed: tuple[Path, Result], store: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With a checkpoint after every step, none of which is left, and several fits begun, as when they run at once."""
+    steps, last = 0, sys.maxsize
+    save, learning_rate = Saver.save, optim.learning_rate
+
+    def save_now(saver: Saver, *arguments: Any) -> None:
+        save(saver, *arguments)
+        saver.wait()
+
+    def rate_or_die(*arguments: Any) -> float:
+        nonlocal steps
+        if steps == last:
+            raise Killed
+        steps += 1
+        return learning_rate(*arguments)
+
+    monkeypatch.setattr(Saver, "save", save_now)
+    monkeypatch.setattr(optim, "learning_rate", rate_or_die)
+    shutil.rmtree(store / "artifacts/finetune")
+    fits.run(attempt(store, 1))
+    needed, steps = steps, 0
+    shutil.rmtree(store / "artifacts/finetune")
+
+    config = CONFIG.model_copy(update={"checkpoint_every": CheckpointEvery(steps=1)})
+    for number in itertools.count(1):
+        last, fits.order = steps + 2, 1 if number % 2 else -1
+        with suppress(Killed):
+            result = fits.run(finetuning.attempt(store, config, number))
+            break
+    assert result == undisturbed[1]
+    assert steps == needed
+    assert number == math.ceil(needed / 2) > 8
+    assert not [*store.rglob("checkpoints")]
 
 
 def test_what_it_takes_over_is_in_the_log(
@@ -256,7 +291,7 @@ def test_what_other_code_has_finished_is_computed_again(
 ) -> None:
     fits.run(attempt(store, 2, code="other"))
     assert fits.count == 6
-    said = "what attempt 1 has finished is computed again: it ran other code"
+    said = "the work of attempt 1 is not used: it ran other code"
     assert capsys.readouterr().out.count(said) == 1
     fits.run(attempt(store, 3))
     assert fits.count == 0, "the first attempt's code again"
@@ -268,7 +303,7 @@ def test_an_attempt_with_a_damaged_record_is_not_believed(
     (store / Layout.attempt("finetune", "k", 1) / "attempt.json").write_text("{}")
     fits.run(attempt(store, 2))
     assert fits.count == 6
-    assert "what attempt 1 has finished is computed again: " in capsys.readouterr().out
+    assert "the work of attempt 1 is not used: " in capsys.readouterr().out
 
 
 def test_a_task_that_ray_runs_again_fits_nothing(

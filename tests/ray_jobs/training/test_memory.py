@@ -22,12 +22,15 @@ from tests.support.workers import run_workers
 _MMAP_THRESHOLD = -3  # of malloc.h
 SMALL = ModelSize(patch_size=4, width=128, depth=1, num_heads=2)
 LARGE = ModelSize(patch_size=4, width=768, depth=8, num_heads=12)  # 57 million parameters
+WIDE = ModelSize(patch_size=4, width=1280, depth=4, num_heads=20)  # 79 million
+MEDIUM = ModelSize(patch_size=4, width=384, depth=8, num_heads=6)  # 14 million
+FEW = 8  # images, whose activations tests/vit_model/test_compute.py compares
+MANY = 512  # as many activations as ZeRO-1 has weights, gradients and states
 PRETRAIN = {
     "job": "pretrain",
     "data": "noise",
     "resolution": 8,
     "steps": 4,
-    "batch_size": 8,  # few activations, which tests/vit_model/test_compute.py compares
     "learning_rate": 1e-3,
 }
 
@@ -48,23 +51,28 @@ def dataset(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.slow
 @pytest.mark.full
 @pytest.mark.parametrize(
-    ("zero_stage", "dtype", "micro_batches"),
+    ("zero_stage", "dtype", "micro_batches", "model", "batch_size"),
     [
-        (0, "bfloat16", 1),
-        (1, "float32", 1),
-        (1, "bfloat16", 1),
-        (1, "bfloat16", 2),
-        (2, "bfloat16", 2),
-        (3, "float32", 1),
-        (3, "bfloat16", 1),
+        (0, "bfloat16", 1, LARGE, FEW),
+        (1, "float32", 1, LARGE, FEW),
+        (1, "float32", 1, MEDIUM, MANY),
+        (1, "bfloat16", 1, LARGE, FEW),
+        (1, "bfloat16", 1, WIDE, FEW),
+        (1, "bfloat16", 2, LARGE, FEW),
+        (2, "bfloat16", 2, LARGE, FEW),
+        (3, "float32", 1, LARGE, FEW),
+        (3, "bfloat16", 1, LARGE, FEW),
     ],
 )
-def test_two_workers_take_the_predicted_memory(dataset, tmp_path, zero_stage, dtype, micro_batches):
+def test_two_workers_take_the_predicted_memory(
+    dataset, tmp_path, zero_stage, dtype, micro_batches, model, batch_size
+):
     fields = {"zero_stage": zero_stage, "dtype": dtype, "gradient_accumulation_steps": micro_batches}
+    fields |= {"model": model, "batch_size": batch_size}
     run_workers(2, _worker, f"file://{tmp_path}/store", fields, dataset, tmp_path)
     said = (tmp_path / "said.txt").read_text()
     line = next(line for line in said.splitlines() if line.startswith("estimated memory"))
-    predicted = sum(float(number.replace(",", "")) for number in re.findall(r"([\d,.]+) MiB", line))
+    predicted = float(re.findall(r"([\d,.]+) MiB at most", line)[0].replace(",", ""))
     taken = [int((tmp_path / f"{rank}.txt").read_text()) / 2**20 for rank in (0, 1)]
     assert taken == pytest.approx([predicted, predicted], rel=0.15), line
 
@@ -77,14 +85,14 @@ def _worker(rank: int, meeting: str, fields: dict[str, Any], dataset: Path, fold
     dist.init_process_group("gloo", init_method=meeting, rank=rank, world_size=2)
     place = loop.Worker(rank, 2, rank)
 
-    def train(model: ModelSize) -> str:
-        config = Pretrain.model_validate({**PRETRAIN, "model": model, **fields})
-        output = None if rank else folder / str(model.width)
+    def train(**changed: Any) -> str:
+        config = Pretrain.model_validate(PRETRAIN | fields | changed)
+        output = None if rank else folder / f"{len(changed)}"
         with contextlib.redirect_stdout(io.StringIO()) as said:
             loop.train(config, shards.open_dataset(dataset), output, place)
         return said.getvalue()
 
-    train(SMALL)  # imports, libraries, buffers of fixed size
+    train(model=SMALL)  # imports, libraries, buffers of fixed size
     before, taken, rate_of = _resident("VmRSS"), 0, optim.learning_rate
 
     def learning_rate(step: int, *arguments: Any) -> float:
@@ -95,7 +103,7 @@ def _worker(rank: int, meeting: str, fields: dict[str, Any], dataset: Path, fold
 
     optim.learning_rate = learning_rate
     Path("/proc/self/clear_refs").write_text("5")  # forget the peak
-    said = train(LARGE)
+    said = train()
     (folder / f"{rank}.txt").write_text(str(taken))
     if rank == 0:
         (folder / "said.txt").write_text(said)

@@ -39,15 +39,6 @@ CONTRASTIVE = {
 }
 
 
-@pytest.fixture(autouse=True)
-def threads_and_torchs_own_linear(monkeypatch):
-    """DeepSpeed puts its own linear into torch for the whole process; the next test gets torch's back."""
-    monkeypatch.setattr(functional, "linear", functional.linear)
-    before = torch.get_num_threads()
-    yield
-    torch.set_num_threads(before)
-
-
 @pytest.fixture(scope="module")
 def dataset(tmp_path_factory) -> Path:
     """Colours of 8x8 with a bright half that says the class: 48 to train on."""
@@ -264,10 +255,11 @@ def _worker(rank: int, folder: Path, configs: list[Pretrain], dataset: Path) -> 
 
 @pytest.mark.slow
 def test_two_workers_agree_with_one(dataset, tmp_path):
-    """Mixed batches, and keys of both workers' images."""
+    """Mixed batches, keys of both workers' images, and the blocks that are left out for each image."""
+    depth = {"stochastic_depth": 0.5}
     configs = [
-        configuration(mixup=0.4, cutmix=1.0, randaugment={"magnitude": 9.0}),
-        configuration(**CONTRASTIVE),
+        configuration(mixup=0.4, cutmix=1.0, randaugment={"magnitude": 9.0}, model=SIZE | depth),
+        configuration(**CONTRASTIVE | {"model": CONTRASTIVE["model"] | depth}),
     ]
     run_workers(2, _worker, tmp_path, configs, dataset)
     for config in configs:

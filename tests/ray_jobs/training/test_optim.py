@@ -10,6 +10,7 @@ from torch import nn
 
 from pipelines.spec import Optimizer, Pretrain
 from ray_jobs.training import optim
+from ray_jobs.training.engine import Plain
 from vit_model.config import ViTConfig
 from vit_model.model import ViT
 
@@ -102,24 +103,22 @@ def test_big_visions_recipe_is_ours_with_its_decay_divided_by_its_rate():
     copied = Optimizer(weight_decay=wd / lr, betas=(0.9, 0.999), warmup_fraction=0.25, clip_norm=1.0)
     model = nn.Linear(3, 2, bias=False).double()
     model.weight.data = torch.from_numpy(kernel.copy())
-    optimizer = optim.adamw(model, copied)
+    engine = Plain(model, optim.adamw(model, copied), torch.float32, copied.clip_norm)
     for step, gradient in enumerate(gradients):
-        optim.set_learning_rate(optimizer, optim.learning_rate(step, 20, lr, copied))
-        model.weight.grad = torch.from_numpy(gradient.copy())
-        optim.update(optimizer, model, model, copied.clip_norm)
+        engine.backward((model.weight * torch.from_numpy(gradient)).sum())
+        engine.step(optim.learning_rate(step, 20, lr, copied))
     np.testing.assert_allclose(model.weight.detach().numpy(), expected, rtol=1e-5)
     assert np.abs(expected / kernel).max() < 0.5, "the decay can be seen"
 
 
-def test_update_without_a_copy_is_torchs_clipping_and_adamw():
+def test_a_step_without_a_copy_is_torchs_clipping_and_adamw():
     ours, theirs = tiny_vit().double(), tiny_vit().double()
-    optimizer = optim.adamw(ours, Optimizer(weight_decay=0.0))
+    engine = Plain(ours, optim.adamw(ours, Optimizer(weight_decay=0.0)), torch.float32, clip_norm=0.1)
     reference = torch.optim.AdamW(theirs.parameters(), lr=1e-2, betas=(0.9, 0.95), weight_decay=0.0)
     images = torch.randn(4, 1, 8, 8, generator=torch.Generator().manual_seed(1)).double()
     for _ in range(3):
-        optim.set_learning_rate(optimizer, 1e-2)
-        (ours(images) - 1).square().sum().backward()
-        norm = optim.update(optimizer, ours, optim.working_copy(ours, torch.float32), 0.1)
+        engine.backward((engine(images) - 1).square().sum())
+        norm = engine.step(1e-2)
         reference.zero_grad()
         (theirs(images) - 1).square().sum().backward()
         assert norm.item() == pytest.approx(nn.utils.clip_grad_norm_(theirs.parameters(), 0.1).item())
@@ -131,14 +130,12 @@ def test_update_without_a_copy_is_torchs_clipping_and_adamw():
 def test_steps_too_small_for_bfloat16_are_not_lost():
     model = nn.Linear(1, 1, bias=False)
     nn.init.ones_(model.weight)
-    working = optim.working_copy(model, torch.bfloat16)
-    optimizer = optim.adamw(model, Optimizer(weight_decay=0.0))
-    optim.set_learning_rate(optimizer, 1e-4)  # bfloat16 has nothing between 1 and 0.996
+    engine = Plain(model, optim.adamw(model, Optimizer(weight_decay=0.0)), torch.bfloat16, clip_norm=1.0)
     for _ in range(100):
-        working(torch.ones(1, 1, dtype=torch.bfloat16)).sum().backward()
-        optim.update(optimizer, model, working, 1.0)
+        engine.backward(engine(torch.ones(1, 1, dtype=torch.bfloat16)).sum())
+        engine.step(1e-4)  # bfloat16 has nothing between 1 and 0.996
     assert model.weight.item() == pytest.approx(0.99, abs=1e-4)
-    assert working.weight.item() == model.weight.bfloat16().item() < 1.0
+    assert engine.module.weight.item() == model.weight.bfloat16().item() < 1.0
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -1.0, torch.tensor(math.nan)])

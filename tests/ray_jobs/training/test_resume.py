@@ -15,6 +15,7 @@ from ray_jobs.training import loop
 from ray_jobs.training.checkpoint import Saved, Saver
 from tests.support.interrupted import (
     CASES,
+    SIZE,
     Kill,
     configuration,
     files_below,
@@ -51,6 +52,15 @@ def test_killed_workers_continue_to_the_same_bytes(dataset, tmp_path, case):
     assert len(left) <= 5, "two latest, the best, step 10 and the one that the last attempt started from"
 
 
+def test_all_workers_save_when_the_clock_of_the_first_says_so(dataset, tmp_path):
+    store = open_store(str(tmp_path / "store"))
+    config = configuration(zero_stage=0, keep_steps=(), checkpoint_every={"minutes": 1e-6})
+    assert not run_attempt(config, dataset, store, tmp_path / "a", kill=Kill(1, 25, 0.0))
+    saved = Saved(store, checkpoints(store, "pretrain", "k")[0])
+    assert len(saved.states) == 2
+    assert 20 <= saved.step <= 25, "each step, the latest of which may not be written yet"
+
+
 @pytest.mark.parametrize(
     ("case", "world", "dtype", "limit"),
     [
@@ -65,8 +75,10 @@ def test_killed_workers_continue_to_the_same_bytes(dataset, tmp_path, case):
 def test_another_number_of_workers_continues_to_nearly_the_same_weights(
     dataset, tmp_path, case, world, dtype, limit
 ):
-    """It sees the same images with the same augmentation, so only the order of additions differs."""
-    config = configuration(**{**CASES[case], "dtype": dtype, "steps": 30})
+    """It sees the same images with the same augmentation and leaves out the same blocks for each of them, so only the
+    order of additions differs."""
+    model = {**SIZE, "stochastic_depth": 0.5}
+    config = configuration(**{**CASES[case], "dtype": dtype, "steps": 30, "model": model})
     undisturbed, killed = (open_store(str(tmp_path / name)) for name in ("undisturbed", "killed"))
     assert run_attempt(config, dataset, undisturbed, tmp_path / "a")
     assert not run_attempt(config, dataset, killed, tmp_path / "b", kill=Kill(1, 14, 0.0))

@@ -1,0 +1,93 @@
+"""What a pretraining will take, from its configuration alone: operations, memory of each worker.
+
+In: a configuration, an architecture, the number of workers. Out: numbers, lines for the log, or an error.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from pipelines.spec import Pretrain
+from ray_jobs.process import devices
+from ray_jobs.training import optim
+from ray_jobs.training.engine import EngineBytes, state_bytes
+from vit_model import compute
+from vit_model.config import Architecture, ViTConfig
+from vit_model.errors import UserError
+from vit_model.model import is_fused
+
+_MIB, _GIB = 2**20, 2**30
+_CERTAIN = 0.85  # of an estimate, which is within 15% of what is used (docs/zero.md)
+
+
+class Memory(NamedTuple):
+    """What a worker needs, in bytes."""
+
+    activations: int
+    engine: EngineBytes
+
+    @property
+    def most(self) -> int:
+        """What it needs at a time, at most."""
+        states, buffers, late = self.engine
+        return sum(states) + buffers - late + max(self.activations, late)
+
+
+def memory(config: Pretrain, architecture: Architecture, world: int, device: torch.device) -> Memory:
+    """Estimate the memory of each of `world` workers on devices like this one.
+
+    Raises:
+        UserError: the workers cannot share a micro-batch evenly.
+    """
+    dtype = devices.torch_dtype(config.dtype, device)
+    activations = compute.activation_bytes(
+        architecture,
+        optim.micro_batch_share(config, world),
+        value_bytes=dtype.itemsize,
+        fused_attention=isinstance(architecture, ViTConfig)
+        and is_fused(device, dtype, architecture.num_tokens),
+        checkpointing=config.activation_checkpointing,
+    )
+    return Memory(activations, state_bytes(architecture.num_parameters, config, world, dtype.itemsize))
+
+
+def require(needed: Memory, there: int, workers: int) -> None:
+    """Check that a device with `there` bytes of memory, which so many workers share, can hold what each needs.
+
+    Raises:
+        UserError: it certainly cannot.
+    """
+    if _CERTAIN * needed.most * workers <= there:
+        return
+    states = needed.most - needed.activations
+    raise UserError(
+        f"memory: each worker needs about {needed.most / _GIB:,.1f} GiB ({needed.activations / _GIB:,.1f} for"
+        f" activations, {states / _GIB:,.1f} for weights, gradients and optimizer states), but its"
+        f" {'device' if workers == 1 else f'machine, which {workers} workers share,'} has {there / _GIB:,.1f} GiB."
+        " For fewer activations use more workers on other devices, activation_checkpointing, more"
+        " gradient_accumulation_steps or a smaller batch_size; for the rest, a higher zero_stage with more workers, or"
+        " a smaller model"
+    )
+
+
+def lines(config: Pretrain, architecture: Architecture, world: int, needed: Memory) -> tuple[str, str, str]:
+    """Describe what the configuration implies in three lines: the batch, operations, and memory per worker."""
+    exaflops = compute.exaflops(architecture, config.steps * config.batch_size)
+    images, parts = optim.micro_batch_share(config, world), config.gradient_accumulation_steps
+    states, buffers, _ = needed.engine
+    return (
+        f"batch: {config.batch_size:,} images = {world} {'worker' if world == 1 else 'workers'}"
+        f" x {parts} {'micro-batch' if parts == 1 else 'micro-batches'} x {images:,} images",
+        f"compute: {architecture.num_parameters:,} parameters"
+        f" · {compute.forward_flops(architecture) / 1e9:.4g} GFLOPs per image forward"
+        f" · {compute.train_flops(architecture) / 1e9:.4g} GFLOPs per image in training"
+        f" · {exaflops:.4g} exaFLOPs in {config.steps:,} steps of {config.batch_size:,} images"
+        f" · {compute.tpuv3_core_days(exaflops):.2g} TPUv3-core-days",
+        f"estimated memory per worker (of {world}): {needed.most / _MIB:,.1f} MiB at most"
+        f" · {needed.activations / _MIB:,.1f} MiB activations of {images:,} images"
+        f" · {states.weights / _MIB:,.1f} MiB weights · {states.gradients / _MIB:,.1f} MiB gradients"
+        f" · {states.optimizer / _MIB:,.1f} MiB optimizer states · {buffers / _MIB:,.1f} MiB buffers"
+        f" (ZeRO-{config.zero_stage})",
+    )

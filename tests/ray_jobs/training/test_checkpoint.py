@@ -1,0 +1,88 @@
+"""A checkpoint that is not the state of this training is refused before it starts."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from pipelines.spec import Pretrain
+from pipelines.store import Checkpoint, Store, StoreDamaged, checkpoints, open_store
+from ray_jobs.data.shards import open_dataset
+from ray_jobs.training import loop, optim
+from ray_jobs.training.checkpoint import Saved, Saver, WorkerState
+from ray_jobs.training.contract import model_contract
+from ray_jobs.training.engine import Engine
+from tests.support.interrupted import SIZE, configuration, write_noise
+from tests.support.records import make_attempt
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def dataset(tmp_path: Path) -> Path:
+    return write_noise(tmp_path / "dataset")
+
+
+def sgd(module: torch.nn.Module, *_: Any, **__: Any) -> torch.optim.SGD:
+    return torch.optim.SGD(module.parameters(), lr=0.0, momentum=0.9)
+
+
+def start(config: Pretrain, dataset: Path, saved: Saved | None = None) -> Engine:
+    contract = model_contract(config.model, config.resolution, open_dataset(dataset).info)
+    return loop.start(config, contract, CPU, loop.ALONE, saved)[0]
+
+
+def save(config: Pretrain, dataset: Path, store: Store) -> Checkpoint:
+    """Make one step and save the state."""
+    engine = start(config, dataset)
+    engine.backward(engine(torch.ones(2, 1, 8, 8)).square().sum())
+    engine.step(1e-3)
+    saver = Saver(store, make_attempt("pretrain", store_uri=store.uri), config, rank=0, world=1)
+    saver.save(1, None, engine.pieces(), WorkerState(loader={}, points=(), loss_sum=0.0, summed=0))
+    saver.wait()
+    return checkpoints(store, "pretrain", "k")[0]
+
+
+@pytest.mark.parametrize(
+    ("then", "now", "changed", "problem"),
+    [
+        (optim.adamw, sgd, {}, "no values of momentum_buffer of blocks.0.attn.proj.bias, .* needs 16"),
+        (sgd, optim.adamw, {}, "no values of exp_avg of blocks.0.attn.proj.bias, .* needs 16"),
+        (
+            optim.adamw,
+            optim.adamw,
+            {"width": 32},
+            "16 values of weights of blocks.0.attn.proj.bias, .* needs 32",
+        ),
+        (
+            optim.adamw,
+            optim.adamw,
+            {"depth": 1},
+            "16 values of weights of blocks.1.attn.proj.bias, .* needs none",
+        ),
+        (optim.adamw, optim.adamw, {"registers": 1}, "no values of weights of reg_token, .* needs 16"),
+    ],
+    ids=["SGD from AdamW", "AdamW from SGD", "wider", "less deep", "another token"],
+)
+def test_a_state_of_another_optimizer_or_architecture_is_refused(
+    dataset, tmp_path, monkeypatch, then, now, changed, problem
+):
+    config, store = configuration(dtype="float32"), open_store(str(tmp_path / "s"))
+    monkeypatch.setattr(optim, "adamw", then)
+    saved = Saved(store, save(config, dataset, store))
+    start(config, dataset, saved)
+    monkeypatch.setattr(optim, "adamw", now)
+    monkeypatch.setattr(loop, "make_engine", lambda *_: pytest.fail("training has started"))
+    with pytest.raises(StoreDamaged, match=rf"cannot be used: it has {problem}") as refused:
+        start(configuration(dtype="float32", model=SIZE | changed), dataset, saved)
+    assert "delete this folder" in str(refused.value)
+
+
+def test_a_damaged_file_is_refused(dataset, tmp_path):
+    store = open_store(str(tmp_path / "s"))
+    checkpoint = save(configuration(dtype="float32"), dataset, store)
+    path = tmp_path / "s" / checkpoint.folder / checkpoint.files[0].path
+    path.write_bytes(path.read_bytes()[:-100])
+    with pytest.raises(StoreDamaged, match=r"rank-00000\.safetensors is damaged"):
+        Saved(store, checkpoint)

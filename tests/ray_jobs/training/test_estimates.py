@@ -1,0 +1,58 @@
+"""A pretraining that certainly needs more memory than there is, is refused before anything is allocated."""
+
+import pytest
+import torch
+
+from pipelines.spec import Pretrain
+from ray_jobs.training import estimates
+from ray_jobs.training.engine import EngineBytes
+from ray_jobs.training.estimates import Memory
+from vit_model.compute import ModelStates
+from vit_model.errors import UserError
+
+GIB = 2**30
+CPU = torch.device("cpu")
+
+
+def huge(**fields: object) -> tuple[Pretrain, Memory]:
+    """Return ViT-H/14 with a batch of 65,536 on two workers."""
+    base = {"job": "pretrain", "data": "d", "resolution": 224, "steps": 1, "learning_rate": 0.1}
+    config = Pretrain.model_validate(base | {"model": "H/14", "batch_size": 2**16} | fields)
+    return config, estimates.memory(config, config.model.architecture(224, 3, 10), 2, CPU)
+
+
+def test_what_cannot_fit_is_refused_with_numbers_and_advice() -> None:
+    _, needed = huge()
+    with pytest.raises(UserError) as refused:
+        estimates.require(needed, 64 * GIB, 2)
+    said = str(refused.value)
+    assert f"each worker needs about {needed.most / GIB:,.1f} GiB" in said
+    assert "which 2 workers share, has 64.0 GiB" in said
+    for advice in (
+        "more workers",
+        "zero_stage",
+        "activation_checkpointing",
+        "gradient_accumulation_steps",
+        "batch_size",
+    ):
+        assert advice in said
+
+
+@pytest.mark.parametrize(
+    "smaller",
+    [{"batch_size": 2**10}, {"activation_checkpointing": True}, {"gradient_accumulation_steps": 64}],
+    ids=str,
+)
+def test_following_the_advice_takes_less(smaller: dict[str, object]) -> None:
+    assert huge(**smaller)[1].activations < 0.2 * huge()[1].activations
+
+
+def test_a_doubtful_case_is_let_through() -> None:
+    """The estimate is within 15% of what is used."""
+    needed = Memory(activations=500, engine=EngineBytes(ModelStates(100, 100, 200), buffers=100))
+    estimates.require(needed, 850, 1)
+    estimates.require(needed, 1700, 2)
+    with pytest.raises(UserError, match=r"but its device has 0\.0 GiB"):
+        estimates.require(needed, 849, 1)
+    with pytest.raises(UserError, match="machine, which 2 workers share"):
+        estimates.require(needed, 1699, 2)

@@ -1,0 +1,201 @@
+"""Fits of a fine-tuning that are killed: they continue from their checkpoints, to the same bytes."""
+
+import json
+import os
+import random
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.multiprocessing import ProcessExitedException
+
+from pipelines.errors import Superseded
+from pipelines.spec import Finetune, Labels
+from pipelines.store import Checkpoint, Layout, checkpoints, open_store
+from ray_jobs import finetune
+from ray_jobs.process.stage import Context
+from ray_jobs.training import optim
+from ray_jobs.training.checkpoint import Saver
+from ray_jobs.training.ledger import open_ledger
+from tests.support.finetuning import SIZE, attempt, configuration, context, put_halves
+from tests.support.interrupted import Kill, arm
+from tests.support.workers import run_workers
+
+pytestmark = pytest.mark.slow
+CASES: dict[str, dict[str, Any]] = {
+    "fp32": {"dtype": "float32"},
+    "bf16, dropout": {
+        "model": SIZE.model_copy(update={"depth": 2, "dropout": 0.1, "stochastic_depth": 0.1}),
+        "augment": "shift",
+        "mixup": 0.2,
+    },
+}
+STEPS, FIT = 60, "refit-0-0"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def threads():
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+def refitting(**fields: Any) -> Finetune:
+    """A refit on 80 images that saves its state every seven steps; its curve has a point every three."""
+    base = {"labels": Labels(), "learning_rates": (1e-2,), "steps": STEPS, "checkpoint_every": {"steps": 7}}
+    return configuration(**base | fields)
+
+
+def put_store(root: Path) -> Path:
+    """A store with the dataset, one of whose images is damaged."""
+    put_halves(root / "dataset")
+    dataset = context(root / "store", root / "dataset", refitting()).dataset()
+    index = dataset.index("train")
+    shard = dataset.folder / dataset.info.shards[index["shard"][7].as_py()].file
+    content = bytearray(shard.read_bytes())
+    content[index["offset"][7].as_py() + 3] ^= 4
+    shard.write_bytes(content)
+    return root / "store"
+
+
+def run(given: Context[Any], rate: int = 0) -> None:
+    """Do what the stage and its task for draw 0 do, with this rate of the configuration."""
+    dataset, task = given.dataset(), finetune.make_task(given.config, given.dataset(), None)
+    pools, _ = finetune.labelled(given.config, dataset)
+    task = task._replace(attempts=open_ledger(given).attempts)
+    finetune.refit(given, task, pools[0], given.config.learning_rates[rate], 0)
+
+
+def run_killed(root: Path, config: Finetune, number: int, kill: Kill) -> None:
+    """Run it in a process that is killed."""
+    with pytest.raises(ProcessExitedException) as ended:
+        run_workers(1, _worker, root, config, number, kill)
+    assert ended.value.signal_name == "SIGKILL"
+
+
+def _worker(rank: int, root: Path, config: Finetune, number: int, kill: Kill) -> None:
+    arm(kill)
+    run(attempt(root, config, number))
+
+
+def run_until(patch: pytest.MonkeyPatch, step: int, given: Context[Any], rate: int = 0) -> None:
+    """Run it in this process until a step, when all its checkpoints are written."""
+    save, learning_rate = Saver.save, optim.learning_rate
+
+    def save_now(saver: Saver, *arguments: Any) -> None:
+        save(saver, *arguments)
+        saver.wait()
+
+    def rate_or_die(now: int, *arguments: Any) -> float:
+        if now == step:
+            raise KeyboardInterrupt
+        return learning_rate(now, *arguments)
+
+    with patch.context() as inner, pytest.raises(KeyboardInterrupt):
+        inner.setattr(Saver, "save", save_now)
+        inner.setattr(optim, "learning_rate", rate_or_die)
+        run(given, rate)
+
+
+def saved(root: Path) -> list[Checkpoint]:
+    return checkpoints(open_store(str(root)), "finetune", "k", FIT)
+
+
+def result(root: Path, number: int) -> dict[str, Any]:
+    """What an attempt recorded: scores, predictions, curve, substitutes, the sha256 of its model."""
+    path = root / Layout.ledger("finetune", "k", number) / "refit-0.json"
+    entry: dict[str, Any] = json.loads(path.read_text())
+    del entry["name"], entry["sha256"]
+    return entry
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
+    """The result of each case without checkpoints."""
+    results = {}
+    for case, fields in CASES.items():
+        root = put_store(tmp_path_factory.mktemp("undisturbed"))
+        run(attempt(root, refitting(**fields, checkpoint_every={"minutes": 10}), 1))
+        assert not [*root.rglob("checkpoints")]
+        results[case] = result(root, 1)
+    assert [each["substitutes"] for each in results.values()] == [STEPS * 8 // 80] * 2
+    return results
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_killed_twice_at_random_it_continues_to_the_same_bytes(case, undisturbed, tmp_path, capsys):
+    config, root, rng = refitting(**CASES[case]), put_store(tmp_path), random.Random(case)
+    for number in (1, 2):
+        first = saved(root)[0].step if saved(root) else 0
+        kill = Kill(0, rng.randrange(first + 15, first + 20), rng.uniform(0, 0.01))
+        run_killed(root, config, number, kill)
+        assert saved(root)[0].step > first and len(saved(root)) <= 2
+    newest = saved(root)[0]
+    capsys.readouterr()
+    run(attempt(root, config, 3))
+    said = f"draw 0, step {newest.step}: continuing from the checkpoint of attempt 2"
+    assert said in capsys.readouterr().out
+    assert result(root, 3) == undisturbed[case]
+    assert not [*root.rglob("checkpoints")]
+
+
+WIDER = {"model": SIZE.model_copy(update={"width": 24})}
+UNUSABLE: dict[str, tuple[dict[str, Any], str, str]] = {
+    "truncated": (
+        {},
+        "c",
+        r"safetensors is damaged: it has [\d,]+ bytes, its manifest says .*; it is not used",
+    ),
+    "of another architecture": (
+        WIDER,
+        "c",
+        r"cannot be used: it has \d+ values of weights of .*, but this training needs \d+, .*; it is not used",
+    ),
+    "by other code": ({}, "other", "the work of attempt 1 is not used: it ran other code"),
+}
+
+
+@pytest.mark.parametrize("kind", UNUSABLE)
+def test_without_a_checkpoint_of_its_own_it_starts_anew_and_says_why(
+    kind, undisturbed, tmp_path, monkeypatch, capsys
+):
+    (fields, code, said), root, config = UNUSABLE[kind], put_store(tmp_path), refitting(dtype="float32")
+    run_until(monkeypatch, 50, attempt(root, refitting(dtype="float32", **fields), 1, code))
+    (checkpoint,) = saved(root)
+    assert checkpoint.step == 49
+    if kind == "truncated":
+        (file,) = checkpoint.files
+        os.truncate(root / checkpoint.folder / file.path, file.size - 100)
+    run(attempt(root, config, 2))
+    out = capsys.readouterr().out
+    assert re.search(said, out) and "continuing" not in out
+    assert result(root, 2) == undisturbed["fp32"]
+    assert not [*root.rglob("checkpoints")]
+
+
+def test_a_refit_with_another_rate_is_another_fit(undisturbed, tmp_path, monkeypatch, capsys):
+    """On GPUs, the trials of the next attempt may choose another rate."""
+    config, root = refitting(dtype="float32", learning_rates=(1e-2, 3e-3)), put_store(tmp_path)
+    run_until(monkeypatch, 50, attempt(root, config, 1), rate=1)
+    run(attempt(root, config, 2), rate=0)
+    assert "continuing" not in capsys.readouterr().out
+    assert result(root, 2) == undisturbed["fp32"]
+
+
+def test_an_attempt_ends_when_it_commits_a_checkpoint_after_a_newer_attempt_began(tmp_path, monkeypatch):
+    root, config = put_store(tmp_path), refitting()
+    first = attempt(root, config, 1)
+    run_until(monkeypatch, 20, first)
+    attempt(root, config, 2)
+    with pytest.raises(Superseded, match=r"attempt 2 .* has taken over"):
+        run(first)
+    assert [(each.attempt, each.step) for each in saved(root)] == [(1, 14)]
+
+
+def test_a_loss_that_is_no_longer_finite_is_saved_and_found_at_the_next_point(tmp_path):
+    root = put_store(tmp_path)
+    config = refitting(steps=200, learning_rates=(1e30,), checkpoint_every={"steps": 1})
+    with pytest.raises(ValueError, match=r"at step 9: lower learning_rate"):
+        run(attempt(root, config, 1))
