@@ -61,7 +61,7 @@ class Sampler:
         *,
         seed: int,
         batch_size: int,
-        order: Literal["global", "window"] = "global",
+        order: Literal["global", "window", "balanced"] = "global",
         rank: int = 0,
         world: int = 1,
     ) -> None:
@@ -70,11 +70,11 @@ class Sampler:
         self.batch_size, self.rank, self.world = batch_size, rank, world
         self.stream = {"fingerprint": fingerprint, "seed": seed, "order": order, "batch_size": batch_size}
         """The values that decide the sample at each position; batch_size has an effect only in order "window"."""
-        self.order: Order = (
-            GlobalOrder(len(images.rows), fingerprint, seed)
-            if order == "global"
-            else WindowOrder(pieces(images.rows), fingerprint, seed, batch_size)
-        )
+        self.order: Order = GlobalOrder(len(images.rows), fingerprint, seed)
+        if order == "window":
+            self.order = WindowOrder(pieces(images.rows), fingerprint, seed, batch_size)
+        elif order == "balanced":
+            self.order = BalancedOrder(images.labels, fingerprint, seed)
 
     def batches(self, first: int) -> Iterator[tuple[NDArray[np.int64], NDArray[np.int64]]]:
         """Yield (positions, rows) of each of the rank's batches, starting at position `first` of the stream."""
@@ -172,6 +172,33 @@ class WindowOrder:
         whole, part = np.divmod(positions[:, None], self._batch)
         sizes = np.diff(self._edges)
         return whole * sizes + np.clip(part - self._edges[:-1], 0, sizes)
+
+
+class BalancedOrder:
+    """An order in which all classes are equally frequent: every K positions have each of the K classes once.
+
+    The images of a class come in permutations of all of them, so those of a small class come more often.
+    `labels` is the class of each row, [n].
+    """
+
+    def __init__(self, labels: NDArray[np.int64], fingerprint: str, seed: int) -> None:
+        if not len(labels):
+            raise ValueError("n 0: a loader needs at least one sample")
+        self._by_class = np.argsort(labels, kind="stable")
+        _, self._starts, self._sizes = np.unique(
+            labels[self._by_class], return_index=True, return_counts=True
+        )
+        self._key = _key(f"balanced/{fingerprint}/{seed}")
+
+    def rows(self, positions: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return the row of each position, [n] -> [n]."""
+        classes = len(self._sizes)
+        turn, place = np.divmod(positions, classes)
+        chosen = permute(place, classes, _mix(self._key, turn))
+        sizes = self._sizes[chosen]
+        epoch, within = np.divmod(turn, sizes)
+        mixed = permute(within, sizes, _mix(_mix(self._key, -1 - chosen), epoch))
+        return self._by_class[self._starts[chosen] + mixed]
 
 
 def permute(index: ArrayLike, n: ArrayLike, key: NDArray[np.uint64]) -> NDArray[np.int64]:

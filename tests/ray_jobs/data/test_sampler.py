@@ -5,7 +5,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ray_jobs.data.sampler import GlobalOrder, WindowOrder, check_world, permute, sample_positions
+from ray_jobs.data.sampler import (
+    BalancedOrder,
+    GlobalOrder,
+    WindowOrder,
+    check_world,
+    permute,
+    sample_positions,
+)
 
 
 def global_batches(world: int, n: int = 100, batch: int = 24, start: int = 0, steps: int = 20) -> np.ndarray:
@@ -116,6 +123,21 @@ def test_windows_read_few_row_groups_at_a_time_and_ranks_different_ones() -> Non
     assert np.corrcoef(epoch.ravel(), np.arange(len(groups)))[0, 1] < 0.05, "row groups are permuted"
 
 
+def test_a_balanced_order_has_every_class_equally_often_and_permutations_of_its_rows() -> None:
+    labels = np.random.default_rng(0).permutation(np.repeat([0, 1, 3], [3, 40, 7]))
+    order = BalancedOrder(labels, "f", 0)
+    rows = order.rows(np.arange(3 * 120))
+    for turn in labels[rows].reshape(-1, 3):
+        assert sorted(turn) == [0, 1, 3]
+    for label, size in {0: 3, 1: 40, 3: 7}.items():
+        epochs = rows[labels[rows] == label][: 120 // size * size].reshape(-1, size)
+        for epoch in epochs:
+            assert sorted(epoch) == np.flatnonzero(labels == label).tolist()
+        assert len({tuple(epoch) for epoch in epochs}) > 1
+    assert len({tuple(turn) for turn in labels[rows].reshape(-1, 3)}) == 6, "classes are in any order"
+    np.testing.assert_array_equal(order.rows(np.arange(100, 120)), rows[100:120])
+
+
 def test_sizes_that_do_not_fit_are_refused() -> None:
     with pytest.raises(ValueError, match="global batch 10 cannot be shared equally by 4 workers"):
         sample_positions(0, 10, 0, 4)
@@ -125,3 +147,5 @@ def test_sizes_that_do_not_fit_are_refused() -> None:
         GlobalOrder(0, "f", 0)
     with pytest.raises(ValueError, match="needs at least one sample"):
         WindowOrder(np.empty(0, np.int64), "f", 0, 8)
+    with pytest.raises(ValueError, match="needs at least one sample"):
+        BalancedOrder(np.empty(0, np.int64), "f", 0)
