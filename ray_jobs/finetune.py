@@ -31,7 +31,7 @@ import numpy as np
 from pydantic import ValidationError
 
 from pipelines.identity import canonical_json, sha256
-from pipelines.spec import Finetune
+from pipelines.spec import Finetune, check_optimizer, nearest
 from pipelines.store import FileEntry
 from ray_jobs.data.shards import Dataset, Images
 from ray_jobs.evaluation import rows
@@ -42,7 +42,7 @@ from ray_jobs.process.stage import Context, Result, model_digest, run_stage
 from ray_jobs.training.contract import model_contract
 from ray_jobs.training.ledger import Ledger, add_refit, add_trial, open_ledger
 from ray_jobs.training.task import DivergenceError, Folds, Place, Refit, Task, read_split
-from vit_model.config import ModelContract, Preprocessing
+from vit_model.config import ModelContract, Preprocessing, ViTConfig
 from vit_model.errors import UserError, reasons
 from vit_model.variants import FAMILIES
 
@@ -367,6 +367,7 @@ def make_task(config: Finetune, dataset: Dataset, backbone: Path | None) -> Task
     if backbone is None:
         assert config.model is not None and config.resolution is not None
         contract = model_contract(config.model, config.resolution, dataset.info, config.eval_crop)
+        check_settings(config, contract)
         return Task(config, contract, None)
     from vit_model.weights import read_contract
 
@@ -384,7 +385,31 @@ def make_task(config: Finetune, dataset: Dataset, backbone: Path | None) -> Task
         )
     except ValidationError as error:
         raise UserError(f"fine-tuning {config.backbone}: {reasons(error)}") from error
+    check_settings(config, contract)
     return Task(config, contract, backbone)
+
+
+def check_settings(config: Finetune, contract: ModelContract) -> None:
+    """Check what depends on the model and the classes, which the configuration alone does not tell.
+
+    Raises:
+        UserError: a setting does not fit them.
+    """
+    architecture, names = contract.architecture, contract.class_names
+    try:
+        check_optimizer(config.optimizer, config.steps, architecture.family)
+    except ValueError as error:
+        raise UserError(str(error)) from None
+    if isinstance(config.freeze, int):
+        if not isinstance(architecture, ViTConfig):
+            raise UserError(
+                f"freeze {config.freeze} needs the blocks of a ViT, but the backbone is a ResNet: use freeze: backbone"
+            )
+        if config.freeze > architecture.num_blocks:
+            raise UserError(f"freeze {config.freeze}: the backbone has {architecture.num_blocks} blocks")
+    for name in config.class_weights if isinstance(config.class_weights, dict) else ():
+        if name not in names:
+            raise UserError(f"class_weights: the data has no class {name!r}{nearest(name, names)}")
 
 
 def labelled(config: Finetune, dataset: Dataset) -> tuple[list[Images], Supports]:

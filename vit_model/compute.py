@@ -85,12 +85,14 @@ class ModelStates(NamedTuple):
     optimizer: int
 
 
-def model_state_bytes(parameters: int, zero_stage: int, workers: int, value_bytes: int = 2) -> ModelStates:
+def model_state_bytes(
+    parameters: int, zero_stage: int, workers: int, value_bytes: int = 2, optimizer_bytes: int = 12
+) -> ModelStates:
     """Return what one worker holds under ZeRO (Rajbhandari et al. 2020, section 3): 16 bytes per parameter at stage 0.
 
-    Weights and gradients have `value_bytes` each: 2 in bfloat16, 4 in float32. The optimizer has 12: a float32 copy
-    of the weights (DeepSpeed makes it even for float32) and Adam's two moments. Stage 1 divides the optimizer's
-    states among the workers, stage 2 also the gradients, stage 3 also the weights. Communication buffers are not
+    Weights and gradients have `value_bytes` each: 2 in bfloat16, 4 in float32. The optimizer has `optimizer_bytes`: a
+    float32 copy of the weights (DeepSpeed makes it even for float32) and, with 12, Adam's two moments. Stage 1 divides
+    the optimizer's states among the workers, stage 2 also the gradients, stage 3 also the weights. Buffers are not
     counted; `ray_jobs.training.engine.state_bytes` has what pretraining really holds.
 
     Raises ValueError for a stage that is not 0 to 3, or no workers.
@@ -99,7 +101,7 @@ def model_state_bytes(parameters: int, zero_stage: int, workers: int, value_byte
         raise ValueError(f"zero_stage {zero_stage} must be 0, 1, 2 or 3, and workers {workers} at least 1")
     weights, gradients, optimizer = (
         size * -(-parameters // (workers if zero_stage >= first else 1))
-        for size, first in ((value_bytes, 3), (value_bytes, 2), (12, 1))
+        for size, first in ((value_bytes, 3), (value_bytes, 2), (optimizer_bytes, 1))
     )
     return ModelStates(weights, gradients, optimizer)
 

@@ -9,13 +9,22 @@ import torch.nn.functional as F
 from torch import Tensor
 
 
-def softmax_cross_entropy(logits: Tensor, labels: Tensor, label_smoothing: float = 0.0) -> Tensor:
+def softmax_cross_entropy(
+    logits: Tensor, labels: Tensor, label_smoothing: float = 0.0, class_weights: Tensor | None = None
+) -> Tensor:
     """Return the mean of -log softmax(logits)[label] for logits [b, classes]; probabilities weight all classes.
 
     With label smoothing s (Szegedy et al. 2016) the target is 1 - s + s / classes at the label, s / classes
-    elsewhere: (1 - s) * p + s / classes for a probability p.
+    elsewhere: (1 - s) * p + s / classes for a probability p. `class_weights` [classes] multiply the terms of their
+    classes; the mean is over the images. (torch divides by the sum of their labels' weights, so that an image's
+    gradient would depend on the others of its batch.)
     """
-    return F.cross_entropy(in_full(logits), labels, label_smoothing=label_smoothing)
+    if class_weights is None:
+        return F.cross_entropy(in_full(logits), labels, label_smoothing=label_smoothing)
+    total = F.cross_entropy(
+        in_full(logits), labels, class_weights, label_smoothing=label_smoothing, reduction="sum"
+    )
+    return total / len(logits)
 
 
 def sigmoid_cross_entropy(logits: Tensor, labels: Tensor, label_smoothing: float = 0.0) -> Tensor:

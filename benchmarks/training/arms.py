@@ -89,7 +89,7 @@ def bare(size: Size, place: Place, is_compiled: bool = False) -> list[float]:
     devices.set_threads(config.threads)
     model = build(contract.architecture)
     model.initialise(0)
-    optimizer = optim.adamw(model, config.optimizer)
+    optimizer = optim.make_optimizer(model, config.optimizer, config.learning_rate)
     engine = Plain(model, optimizer, DTYPE, config.optimizer.clip_norm)
     if is_compiled:
         for block in engine.module.blocks:
@@ -118,7 +118,7 @@ def hugging_face(size: Size, place: Place, loaders: int) -> list[float]:
     config, contract, images, labels = _in_memory(size, place)
     devices.set_threads(config.threads)
     model = _WithLoss(contract)
-    optimizer = optim.adamw(model, config.optimizer)
+    optimizer = optim.make_optimizer(model, config.optimizer, config.learning_rate)
     with tempfile.TemporaryDirectory() as output:
         arguments = TrainingArguments(
             output,
@@ -177,7 +177,7 @@ def _ray_loop(settings: dict[str, Any]) -> list[float]:
     config, contract, images, labels = _in_memory(settings["size"], place)
     torch.set_num_threads(config.threads)
     model = prepare_model(_WithLoss(contract))
-    optimizer = optim.adamw(model, config.optimizer)
+    optimizer = optim.make_optimizer(model, config.optimizer, config.learning_rate)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, partial(_rate, config))
     share, loaders = config.batch_size // place.world, settings["loaders"]
     loader = prepare_data_loader(

@@ -17,6 +17,7 @@ from pipelines.spec.checkpoints import (
     step_of,
 )
 from pipelines.spec.fields import COMMIT, HUB_PATH, RecipeError, nearest
+from pipelines.spec.optimizer import Optimizer, check_optimizer
 from pipelines.spec.records import (
     CIFAR_FILES,
     FACTORS,
@@ -48,7 +49,6 @@ from pipelines.spec.stages import (
     Import,
     Ingest,
     Labels,
-    Optimizer,
     Pretrain,
     Report,
     Stage,
@@ -105,6 +105,7 @@ __all__ = [
     "VtabSource",
     "WebDatasetSource",
     "check_checkpoint",
+    "check_optimizer",
     "input_fields",
     "module",
     "nearest",

@@ -10,27 +10,10 @@ from pydantic import AfterValidator, Field, model_validator
 from pipelines.spec.augmentation import Augmentation, EvalCrop, RandAugment, mixing
 from pipelines.spec.checkpoints import Backbone, CheckpointEvery, NamedCheckpoint
 from pipelines.spec.fields import Seed, ascending, checkpoint, distinct, execution, marks, takes
+from pipelines.spec.optimizer import Optimizer, check_optimizer
 from pipelines.spec.shapes import Model, ModelSize, check_patches
 from pipelines.spec.sources import Source
 from vit_model.config import Frozen, later
-
-
-class Optimizer(Frozen):
-    """AdamW with linear warm-up and a decay to zero. How to copy another library's recipe: docs/training.md."""
-
-    weight_decay: float = Field(
-        0.05,
-        ge=0,
-        description="multiplied by each step's learning rate, as in torch, timm and Hugging Face: big_vision's wd"
-        " divided by its lr. Applies to kernels; with objective contrastive to every parameter, as in MoCo v3",
-    )
-    betas: tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]] = (0.9, 0.95)
-    warmup_fraction: float = Field(0.1, ge=0, lt=1)
-    schedule: Literal["cosine", "linear"] = "cosine"
-    clip_norm: float = Field(
-        1.0, gt=0, description="gradients with a larger global norm are scaled down to this norm"
-    )
-
 
 Shots = Annotated[int, Field(ge=1)]
 Steps = Annotated[int, Field(ge=1)]
@@ -291,6 +274,7 @@ class Pretrain(_Stage):
     @model_validator(mode="after")
     def _sizes(self) -> Self:
         check_patches(self.resolution, self.model)
+        check_optimizer(self.optimizer, self.steps, self.model.family)
         if self.workers and self.batch_size % self.workers:
             raise ValueError(f"batch_size {self.batch_size} is not a multiple of workers {self.workers}")
         workers, micro_batches = self.workers or 1, self.gradient_accumulation_steps
@@ -440,6 +424,26 @@ class Finetune(_Stage):
         description="null: the backbone's; without a backbone, squash if all images are square, otherwise center",
     )
     label_smoothing: float = Field(0.0, ge=0, lt=1)
+    freeze: Literal["backbone"] | Annotated[int, Field(ge=0)] | None = later(
+        None,
+        description="what of the backbone is not trained: backbone, so that only the head is; or N, the embeddings and"
+        " the first N blocks",
+    )
+    head_first: int = later(
+        0,
+        ge=0,
+        description="the first steps, in which only the head changes (Kumar et al. 2022); the schedule is that of all"
+        " steps",
+    )
+    class_weights: Literal["balanced"] | dict[str, Annotated[float, Field(ge=0)]] | None = later(
+        None,
+        description="of the classes in the loss: balanced, n / (classes * images of the class); or {class: weight},"
+        " with 1 for the others. Selection and scores are not weighted",
+    )
+    sampling: Literal["uniform", "balanced"] = later(
+        "uniform",
+        description="balanced: all classes are equally frequent in training, by repeating the small ones",
+    )
     seen_in_training: SeenInTraining = seen_in_training()
     dtype: Dtype = "bfloat16"
     seed: Seed = 0
@@ -467,6 +471,19 @@ class Finetune(_Stage):
             if self.resolution is None:
                 raise ValueError("resolution is required without a backbone")
             check_patches(self.resolution, self.model)
+        check_optimizer(self.optimizer, self.steps, None if self.model is None else self.model.family)
+        return self
+
+    @model_validator(mode="after")
+    def _frozen_parts_fit(self) -> Self:
+        if self.backbone is None and (self.freeze is not None or self.head_first):
+            raise ValueError("freeze and head_first are for a backbone; the weights of model are new")
+        if self.freeze == "backbone" and self.head_first:
+            raise ValueError(
+                f"head_first {self.head_first}: freeze backbone trains only the head in all steps"
+            )
+        if self.head_first >= self.steps:
+            raise ValueError(f"head_first {self.head_first} must be less than steps {self.steps}")
         return self
 
 

@@ -46,7 +46,7 @@ from pipelines.store import (
     warn,
 )
 from ray_jobs.process.alive import Steps
-from ray_jobs.training.engine import WEIGHTS, Piece, average_kinds
+from ray_jobs.training.engine import EMA, WEIGHTS, Piece, average_kinds
 from vit_model.config import Frozen
 
 _KEY = re.compile(r"(\w+)/([^@]+)@(\d+)")
@@ -105,6 +105,8 @@ class Saver:
         self._last = time.monotonic()
         self._asked = self._answered = 0  # requests for a checkpoint, which only a pretraining gets
         self._any = False  # whether a fit has or had checkpoints
+        self.newest = None if start is None else start.step
+        """the step of the last checkpoint; None if there is none"""
         if isinstance(config, Pretrain):
             self._kept_latest, self._kept_steps = config.keep_checkpoints, config.keep_steps
             self._asked = self._answered = asked_for(store, attempt)
@@ -155,7 +157,7 @@ class Saver:
             Superseded: there is a newer attempt; found while the previous one was committed.
         """
         self.wait()
-        self._any, self._last = True, time.monotonic()
+        self._any, self._last, self.newest = True, time.monotonic(), step
         copies = {
             f"{piece.kind}/{piece.name}@{piece.start}": piece.values.to("cpu", copy=True) for piece in pieces
         }
@@ -187,6 +189,7 @@ class Saver:
             except StoreDamaged as error:
                 print(f"{error.problem}; it is not used", flush=True)
                 continue
+            self.newest = saved.step
             return saved
         return None
 
@@ -327,10 +330,17 @@ class Saved:
                 ]
         return values
 
-    def load(self, module: torch.nn.Module, kind: str = WEIGHTS, prefix: str = "") -> None:
+    def load(self, module: torch.nn.Module, kind: str = WEIGHTS) -> None:
         """Set all parameters of a module."""
         with torch.no_grad():
             for name, weight in module.named_parameters():
+                weight.copy_(self.read(kind, name, 0, weight.numel()).view_as(weight))
+
+    def load_result(self, module: torch.nn.Module, prefix: str = "") -> None:
+        """Set all parameters of a module: to their moving averages, of those that have one."""
+        with torch.no_grad():
+            for name, weight in module.named_parameters():
+                kind = EMA if (EMA, prefix + name) in self._parts else WEIGHTS
                 weight.copy_(self.read(kind, prefix + name, 0, weight.numel()).view_as(weight))
 
     def _damaged(self, problem: str) -> StoreDamaged:

@@ -18,7 +18,8 @@ import contextlib
 import copy
 import io
 import itertools
-from collections.abc import Callable, Iterator
+import math
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -31,6 +32,7 @@ from ray_jobs.training import optim
 from vit_model.compute import ModelStates, model_state_bytes
 
 WEIGHTS = "weights"  # the kind of pieces that are master weights; other kinds are averages
+EMA = "ema"  # the kind that is the moving average of the weights
 
 
 class Piece(NamedTuple):
@@ -61,11 +63,16 @@ class Engine(Protocol):
     def step(self, rate: float) -> Tensor | float | None:
         """Average the gradients over all workers, clip them, update the weights with a learning rate.
 
-        Returns the global norm before clipping; None if it was not computed.
+        Nothing is updated if a gradient is not finite.
+
+        Returns the global norm before clipping, which then is not finite either, or -1; None if it was not computed.
         """
 
     def full_weights(self) -> dict[str, Tensor]:
-        """Return all master weights, float32 on the CPU, gathered from all workers."""
+        """Return all master weights, or their moving averages (`Optimizer.ema`), gathered: float32 on the CPU.
+
+        They may be the engine's own memory, which its next step changes.
+        """
 
     def pieces(self) -> Iterator[Piece]:
         """Yield this worker's part of the state. Every value belongs to one worker."""
@@ -85,7 +92,7 @@ class Plain:
         module: torch.nn.Module,
         optimizer: torch.optim.Optimizer,
         dtype: torch.dtype,
-        clip_norm: float,
+        clip_norm: float | None,
         world: int = 1,
         accumulation: int = 1,
     ) -> None:
@@ -96,6 +103,10 @@ class Plain:
         self._names, self._weights = [name for name, _ in named], [weight for _, weight in named]
         self._copies = [weight for weight in self.module.parameters() if weight.requires_grad]
         self._micro_batches = 0  # of this step
+        self._steps = 0
+        if has_ema(optimizer):
+            for weight in self._weights:
+                _new_averages(optimizer, weight, self._steps)
         # The gradients are one buffer, so that a single all-reduce sums them.
         self._gradients = self._weights[0].new_zeros(sum(map(torch.numel, self._weights)))
         parts = self._gradients.split([weight.numel() for weight in self._weights])
@@ -121,9 +132,13 @@ class Plain:
         if self.world > 1:
             dist.all_reduce(self._gradients)
             self._gradients /= self.world
-        norm = torch.nn.utils.clip_grad_norm_(self._weights, self.clip_norm)
-        optim.set_learning_rate(self.optimizer, rate)
-        self.optimizer.step()
+        norm = torch.nn.utils.clip_grad_norm_(self._weights, self.clip_norm or math.inf)
+        optim.set_learning_rate(self.optimizer, rate, self._steps)
+        # Fused optimizers of torch skip the step on the device where this is 1.
+        self.optimizer.found_inf = (~norm.isfinite()).float()  # type: ignore[attr-defined]
+        optim.step(self.optimizer)
+        _update_ema(self.optimizer, self._weights, self._steps)
+        self._steps += 1
         self._micro_batches = 0
         if self.module is self.masters:
             self._gradients.zero_()
@@ -133,7 +148,11 @@ class Plain:
         return norm
 
     def full_weights(self) -> dict[str, Tensor]:
-        return {name: weight.detach().cpu() for name, weight in self.masters.named_parameters()}
+        state = self.optimizer.state
+        return {
+            name: state[weight].get(EMA, weight).detach().cpu()
+            for name, weight in self.masters.named_parameters()
+        }
 
     def pieces(self) -> Iterator[Piece]:
         """Yield every worker's equal share of the concatenated parameters: all have all of them."""
@@ -153,6 +172,7 @@ class Plain:
                     yield Piece(WEIGHTS, name, 0, weight.flatten())
 
     def load_state(self, read: Read, steps: int) -> None:
+        self._steps = steps
         for name, weight in zip(self._names, self._weights, strict=True):
             for kind, values in _new_averages(self.optimizer, weight, steps).items():
                 values.copy_(read(kind, name, 0, values.numel()).view_as(values))
@@ -178,6 +198,11 @@ class Zero:
         with torch.no_grad():
             for name, start, flat, place in self._shares():
                 flat[place].copy_(whole[name].flatten()[start : start + place.stop - place.start])
+        self._partitions = [*{flat: None for _, _, flat, _ in self._shares()}]
+        self._steps = 0
+        if has_ema(optimizer):
+            for flat in self._partitions:
+                _new_averages(self._zero.optimizer, flat, self._steps)
 
     def __call__(self, *inputs: Tensor) -> Tensor:
         return self._engine(*inputs)
@@ -188,18 +213,35 @@ class Zero:
             self._engine.step()  # only counts the micro-batch
 
     def step(self, rate: float) -> Tensor | float | None:
-        optim.set_learning_rate(self._zero, rate)
+        optim.set_learning_rate(self._zero, rate, self._steps)
         self._engine.step()
+        _update_ema(self._zero.optimizer, self._partitions, self._steps)
+        self._steps += 1
         return self._engine.get_global_grad_norm()
 
     def full_weights(self) -> dict[str, Tensor]:
         from deepspeed.utils import safe_get_full_fp32_param
 
         weights = dict(self._frozen)
+        if has_ema(self._zero.optimizer):
+            return weights | self._full_averages()
         for name, weight in self.module.named_parameters():
             if name not in weights:
                 weights[name] = safe_get_full_fp32_param(weight).detach().cpu().clone()
         return weights
+
+    def _full_averages(self) -> dict[str, Tensor]:
+        named = [(name, weight) for name, weight in self.module.named_parameters() if weight.requires_grad]
+        whole = {
+            name: torch.zeros(getattr(weight, "ds_shape", weight.shape), device=weight.device)
+            for name, weight in named
+        }
+        for name, start, flat, place in self._shares():
+            part = self._zero.optimizer.state[flat][EMA][place]
+            whole[name].view(-1)[start : start + len(part)] = part
+        for values in whole.values():
+            dist.all_reduce(values)  # every value is zero on all workers but one
+        return {name: values.cpu() for name, values in whole.items()}
 
     def pieces(self) -> Iterator[Piece]:
         for name, start, flat, place in self._shares():
@@ -210,10 +252,9 @@ class Zero:
                 yield Piece(WEIGHTS, name, 0, weight.flatten())
 
     def load_state(self, read: Read, steps: int) -> None:
-        new: dict[Tensor, dict[str, Tensor]] = {}  # by the partition
+        self._steps = steps
+        new = {flat: _new_averages(self._zero.optimizer, flat, steps) for flat in self._partitions}
         for name, start, flat, place in self._shares():
-            if flat not in new:
-                new[flat] = _new_averages(self._zero.optimizer, flat, steps)
             for kind, values in new[flat].items():
                 values[place].copy_(read(kind, name, start, place.stop - place.start))
 
@@ -276,11 +317,13 @@ def state_bytes(parameters: int, config: Pretrain, world: int, value_bytes: int)
     Args:
         value_bytes: of the weights that compute: 4 for float32, 2 for bfloat16.
     """
+    # of each parameter: Adam's two moments or SGD's momentum, and the average of the weights
+    averages = {"adamw": 8, "sgd": 4}[config.optimizer.name] + 4 * (config.optimizer.ema is not None)
     if world == 1 or config.zero_stage == 0:
         copies = 0 if value_bytes == 4 else value_bytes * parameters
-        states = ModelStates(4 * parameters + copies, 4 * parameters + copies, 8 * parameters)
+        states = ModelStates(4 * parameters + copies, 4 * parameters + copies, averages * parameters)
         return EngineBytes(states, buffers=0)
-    states = model_state_bytes(parameters, config.zero_stage, world, value_bytes)
+    states = model_state_bytes(parameters, config.zero_stage, world, value_bytes, 4 + averages)
     sum_bytes = 4 if config.gradient_accumulation_steps > 1 else value_bytes
     if config.zero_stage == 1 and sum_bytes > value_bytes:
         # DeepSpeed's BF16_Optimizer sums all gradients on each worker, and copies them, also rounded, to reduce them.
@@ -299,12 +342,26 @@ def state_bytes(parameters: int, config: Pretrain, world: int, value_bytes: int)
     return EngineBytes(states, bucket + max(3 * bucket, flat))
 
 
+def has_ema(optimizer: torch.optim.Optimizer) -> bool:
+    """Return whether the optimizer's weights are averaged (`Optimizer.ema`)."""
+    return optimizer.param_groups[0].get(EMA) is not None
+
+
+def _update_ema(optimizer: torch.optim.Optimizer, weights: Sequence[Tensor], step: int) -> None:
+    """Move the averages of these weights, if they are kept, after step number `step`, counted from 0."""
+    if has_ema(optimizer):
+        decay = min(optimizer.param_groups[0][EMA], (1 + step) / (10 + step))
+        averages = [optimizer.state[weight][EMA] for weight in weights]
+        torch._foreach_lerp_(averages, [weight.detach() for weight in weights], 1 - decay)
+
+
 def average_kinds(optimizer: torch.optim.Optimizer) -> tuple[str, ...]:
-    """Return torch's names of the averages that an optimizer keeps for each weight, of the weight's shape."""
+    """Return the names of the averages that an optimizer keeps for each weight, of the weight's shape."""
+    ema = (EMA,) if has_ema(optimizer) else ()
     if isinstance(optimizer, torch.optim.AdamW):
-        return ("exp_avg", "exp_avg_sq")
+        return ("exp_avg", "exp_avg_sq", *ema)
     if isinstance(optimizer, torch.optim.SGD):
-        return ("momentum_buffer",) if optimizer.defaults["momentum"] else ()
+        return ("momentum_buffer", *ema) if optimizer.defaults["momentum"] else ema
     raise NotImplementedError(
         f"the state of {type(optimizer).__name__} cannot be saved; add its averages here"
     )
@@ -316,8 +373,13 @@ def _averages(optimizer: torch.optim.Optimizer, weight: Tensor) -> dict[str, Ten
 
 
 def _new_averages(optimizer: torch.optim.Optimizer, weight: Tensor, steps: int) -> dict[str, Tensor]:
-    """Give the optimizer averages of zeros for a weight, as after `steps` steps, and return them to be filled."""
+    """Give the optimizer averages as after `steps` steps, and return them to be filled.
+
+    They are zeros, and the weight itself where weights are averaged.
+    """
     averages = {kind: torch.zeros_like(weight, requires_grad=False) for kind in average_kinds(optimizer)}
+    if EMA in averages:
+        averages[EMA].copy_(weight.detach())
     optimizer.state[weight] = dict(averages)
     if isinstance(optimizer, torch.optim.AdamW):
         optimizer.state[weight]["step"] = torch.tensor(

@@ -6,7 +6,7 @@ In: a `Task`, labelled images, a learning rate, a seed. Out: a network, its trai
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch.nn import functional
@@ -19,7 +19,8 @@ from ray_jobs.process import devices
 from ray_jobs.process.progress import Progress
 from ray_jobs.training import optim
 from ray_jobs.training.checkpoint import Saved, Saver, WorkerState
-from ray_jobs.training.engine import Plain
+from ray_jobs.training.engine import Plain, has_ema
+from ray_jobs.training.guard import Guard
 from ray_jobs.training.task import DivergenceError, Score, Task
 from vit_model.build import Network, build
 from vit_model.config import ModelContract
@@ -41,18 +42,35 @@ def start_model(task: Task, seed: int) -> Network:
 
 
 def start(
-    task: Task, seed: int, device: torch.device, dtype: torch.dtype, saver: Saver | None
+    task: Task, learning_rate: float, seed: int, device: torch.device, dtype: torch.dtype, saver: Saver | None
 ) -> tuple[Network, Plain, Saved | None]:
     """Return the model, its engine, and the saver's last checkpoint, from which they continue, if there is one."""
+    config = task.config
     model = start_model(task, seed).to(device).train()
-    optimizer = optim.adamw(model, task.config.optimizer)
+    if config.freeze is not None:
+        optim.freeze(model, config.freeze)
+    optimizer = optim.make_optimizer(model, config.optimizer, learning_rate, head_first=config.head_first)
     saved = None if saver is None else saver.resume(task.attempts, model, optimizer)
     if saved is not None:
         saved.load(model)
-    engine = Plain(model, optimizer, dtype, task.config.optimizer.clip_norm)
+    engine = Plain(model, optimizer, dtype, config.optimizer.clip_norm)
     if saved is not None:
         engine.load_state(saved.read, saved.step)
     return model, engine, saved
+
+
+def class_weights(task: Task, data: Images) -> torch.Tensor | None:
+    """Return the weight of each class in the loss, float32 [classes]; None if all are 1.
+
+    "balanced" is n / (classes * images of the class), as in scikit-learn, for the images that are fitted.
+    """
+    given, names = task.config.class_weights, task.contract.class_names
+    if given is None:
+        return None
+    if given == "balanced":
+        counts = torch.bincount(torch.from_numpy(data.labels), minlength=len(names))
+        return len(data.labels) / (len(names) * counts.clamp(min=1).float())
+    return torch.tensor([given.get(name, 1.0) for name in names])
 
 
 def backbone_changes(task: Task) -> list[str]:
@@ -92,7 +110,7 @@ def fit(
     devices.set_threads(config.threads)
     device = devices.device()
     dtype = devices.torch_dtype(config.dtype, device)
-    model, engine, saved = start(task, seed, device, dtype, saver)
+    model, engine, saved = start(task, learning_rate, seed, device, dtype, saver)
     first, before = 0, WorkerState(loader={}, points=(), loss_sum=0.0, summed=0)
     if saved is not None:
         first, before = saved.step, saved.states[0]
@@ -105,7 +123,11 @@ def fit(
 
     from_files = data.dataset.info.image is None
     transform = TrainTransform(config, seed, len(task.contract.class_names), from_files)
-    sampler = Sampler(data, seed=seed, batch_size=batch)
+    order: Literal["global", "balanced"] = "balanced" if config.sampling == "balanced" else "global"
+    sampler = Sampler(data, seed=seed, batch_size=batch, order=order)
+    weights = class_weights(task, data)
+    weights = None if weights is None else weights.to(device)
+    guard = Guard(data, sampler, steps, saver)
     with Loader(
         data, sampler, task.contract.preprocessing, crop=transform.crop, threads=config.threads
     ) as batches:
@@ -117,20 +139,20 @@ def fit(
             rate = optim.learning_rate(step, steps, learning_rate, config.optimizer)
             depth = depth_draws(task.contract.architecture, seed, positions, device)
             logits = engine(normalise(images, task.contract.preprocessing, dtype), *depth)
-            loss = softmax_cross_entropy(logits, targets, config.label_smoothing)
+            loss = softmax_cross_entropy(logits, targets, config.label_smoothing, weights)
             engine.backward(loss)
-            norm = engine.step(rate)
+            guard.watch(step, engine.step(rate))
             loss_sum += loss.detach()
             summed += 1
 
             done = step + 1
             if done in points:
-                optim.check_finite("gradient norm", norm, step)
                 optim.check_finite("loss", loss_sum, step)
                 curve.append({"step": done, "learning_rate": rate, "loss": loss_sum.item() / summed})
                 loss_sum.zero_()
                 summed = 0
             if saver is not None and done < steps and saver.is_due(done):
+                guard.check()
                 state = WorkerState(
                     loader=batches.state_dict(),
                     points=tuple(curve),
@@ -141,6 +163,8 @@ def fit(
                 saver.save(done, None, engine.pieces(), state)
             if progress.due(done) and done < steps:
                 progress.show(done, done * batch, loss=loss.item())
+    if has_ema(engine.optimizer):
+        model.load_state_dict(engine.full_weights())
     return model.eval(), curve, before.substitutes + batches.substitutes
 
 

@@ -34,6 +34,7 @@ from ray_jobs.training import estimates, objective, optim
 from ray_jobs.training.checkpoint import Saved, Saver, WorkerState
 from ray_jobs.training.contract import model_contract
 from ray_jobs.training.engine import Engine, Piece, make_engine
+from ray_jobs.training.guard import Guard
 from vit_model import compute
 from vit_model.build import Network, build
 from vit_model.config import ModelContract
@@ -124,7 +125,8 @@ def train(
                 batches.load_state_dict(saved.states[0].loader)
                 curve.load(saved.states)
             devices.let_gloo_yield()
-            run_steps(training, batches, curve, first, saver)
+            guard = Guard(images, sampler, config.steps, saver)
+            run_steps(training, batches, curve, first, saver, guard)
         if saver is not None:
             saver.wait()
         seconds = time.monotonic() - began
@@ -162,7 +164,7 @@ def write_named(
     named = [] if saver is None else saver.named(best)
     for saved in named:
         model = build(contract.architecture)
-        saved.load(model, prefix=prefix)
+        saved.load_result(model, prefix)
         save_weights(output / "checkpoints" / str(saved.step), model, contract)
     listed = {"best": best, "steps": [*(saved.step for saved in named), steps]}
     (output / "checkpoints.json").write_text(json.dumps(listed, indent=1) + "\n")
@@ -192,7 +194,8 @@ def start(
         model.activation_checkpointing = config.activation_checkpointing
     task, momentum_encoder = objective.make_task(config, model)
     task.to(device)
-    optimizer = optim.adamw(task, config.optimizer, decays_all=config.objective == "contrastive")
+    decays_all = config.objective == "contrastive"
+    optimizer = optim.make_optimizer(task, config.optimizer, config.learning_rate, decays_all)
     if saved is not None:
         saved.require(task, optimizer)
         saved.load(task)
@@ -261,7 +264,9 @@ class Curve:
         self._sum.fill_(sums[self._worker.rank] if same_size else sum(sums) / len(sums))
 
 
-def run_steps(training: Training, batches: Loader, curve: Curve, first: int, saver: Saver | None) -> None:
+def run_steps(
+    training: Training, batches: Loader, curve: Curve, first: int, saver: Saver | None, guard: Guard
+) -> None:
     """Run the steps from number `first` on; write the curve's points, and checkpoints if there is a saver."""
     config, worker, device, engine = training.config, training.worker, training.device, training.engine
     dtype = devices.torch_dtype(config.dtype, device)
@@ -278,7 +283,7 @@ def run_steps(training: Training, batches: Loader, curve: Curve, first: int, sav
             loss = objective.batch_loss(engine, config, training.contract, *part, dtype, momentum_encoder)
             engine.backward(loss)
             curve.add(loss)
-        norm = engine.step(rate)
+        guard.watch(step, engine.step(rate))
         if momentum_encoder is not None:
             momentum_encoder.update(engine.module, momentum(step, steps, config.contrastive.momentum))
 
@@ -288,13 +293,13 @@ def run_steps(training: Training, batches: Loader, curve: Curve, first: int, sav
             mean_loss = curve.mean()
             # Not at every step, because reading a number waits for the device.
             optim.check_finite("loss", mean_loss, step)
-            optim.check_finite("gradient norm", norm, step)
             evaluated = accuracy(training, dtype) if done in evaluations else None
             curve.points.append(
                 {"step": done, "learning_rate": rate, "loss": mean_loss, "dev_accuracy": evaluated}
             )
             is_best = evaluated is not None and curve.best == done
         if saver is not None and done < steps and (saver.is_due(done) or is_best):
+            guard.check()
             saver.save(done, curve.best, _pieces(training), curve.state(batches.state_dict()))
         if worker.rank == 0 and progress.due(done):
             progress.show(done, done * batch, loss=loss.item())
@@ -328,11 +333,14 @@ def accuracy(training: Training, dtype: torch.dtype) -> float | None:
     # ZeRO-3 needs the same number of batches on all workers. Indices past the end wrap around and are not counted.
     own = torch.arange(worker.rank * share, (worker.rank + 1) * share)
     correct = torch.zeros((), device=training.device)
+    network: Any = engine
+    if training.config.optimizer.ema is not None:
+        network = as_model(contract, engine.full_weights(), prefix="").to(training.device, dtype).eval()
     engine.module.eval()
     with torch.no_grad():
         for chosen in own.split(_EVALUATION_BATCH):
             images = dev.images(chosen % total).to(training.device)
-            predicted = engine(normalise(images, contract.preprocessing, dtype)).argmax(dim=1)
+            predicted = network(normalise(images, contract.preprocessing, dtype)).argmax(dim=1)
             right = (predicted.cpu() == dev.labels[chosen % total]) & (chosen < total)
             correct += right.sum().to(training.device)
     engine.module.train()

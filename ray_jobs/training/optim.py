@@ -1,19 +1,22 @@
-"""The optimizer of pretraining and fine-tuning: AdamW, its decay mask, the learning-rate schedule, DeepSpeed's dict.
+"""The optimizer of pretraining and fine-tuning: its groups of weights, the learning-rate schedule, DeepSpeed's dict.
 
-In: a model and the fields of a stage's configuration. Out: a `torch.optim.AdamW`, a float per step, a dict for
+In: a model and the fields of a stage's configuration. Out: one of torch's optimizers, a float per step, a dict for
 `deepspeed.initialize`.
 """
 
 from __future__ import annotations
 
+import inspect
 import math
-from typing import Any
+import re
+from typing import Any, Literal
 
 import torch
 
 from pipelines.spec import Optimizer, Pretrain
 from ray_jobs.training.task import DivergenceError
 from vit_model.errors import UserError
+from vit_model.weights import HEADS
 
 BUCKET = 1 << 24
 """Values that DeepSpeed reduces and gathers at a time, for which it has a buffer (its default is 5e8), and that stage 3
@@ -21,18 +24,26 @@ keeps gathered (1e9, which is all weights of nearly every ViT)."""
 
 
 def learning_rate(step: int, total_steps: int, base: float, optimizer: Optimizer) -> float:
-    """Return the learning rate of update number `step`, counted from 0: linear warm-up times a decay to 0 at the end.
+    """Return the learning rate of update number `step`, counted from 0: linear warm-up times the schedule.
 
-    base * min(1, step / warmup) * decay(progress), counted as in the authors' code: the first warm-up step has rate 0,
-    and `total_steps` itself, at which the decay would reach 0, is never run.
+    base * min(1, step / warmup) * schedule, counted as in the authors' code: the first warm-up step has rate 0, and
+    `total_steps` itself, at which a decay or cooldown would reach 0, is never run. rsqrt and the cooldown are
+    big_vision's (utils.py; Zhai et al. 2022, section 3.5).
     """
     if not 0 <= step <= total_steps:
         raise ValueError(f"step {step} is not from 0 to total_steps {total_steps}")
-    warmup = round(optimizer.warmup_fraction * total_steps)
+    warmup, cooldown = optimizer.warmup(total_steps), round(optimizer.cooldown_fraction * total_steps)
     rising = min(1.0, step / warmup) if warmup else 1.0
-    progress = max(0, step - warmup) / max(1, total_steps - warmup)
-    falling = 0.5 * (1.0 + math.cos(math.pi * progress)) if optimizer.schedule == "cosine" else 1.0 - progress
-    return base * rising * falling
+    since = max(0, step - warmup)
+    progress = since / max(1, total_steps - warmup)
+    falling = {
+        "cosine": 0.5 * (1.0 + math.cos(math.pi * progress)),
+        "linear": 1.0 - progress,
+        "constant": 1.0,
+        "rsqrt": 1.0 / math.sqrt(1.0 + since / optimizer.timescale),
+    }[optimizer.schedule]
+    ending = min(1.0, (total_steps - step) / cooldown) if cooldown else 1.0
+    return base * rising * falling * ending
 
 
 def is_decayed(name: str, parameter: torch.Tensor) -> bool:
@@ -40,36 +51,102 @@ def is_decayed(name: str, parameter: torch.Tensor) -> bool:
     return parameter.ndim >= 2 and name.rpartition(".")[2] == "weight"
 
 
-def adamw(model: torch.nn.Module, optimizer: Optimizer, decays_all: bool = False) -> torch.optim.AdamW:
-    """Return AdamW with two groups, with and without decay. Set the learning rate before a step (`set_learning_rate`).
+def layers_above(name: str, depth: int) -> int:
+    """Return how many layers of a ViT with `depth` blocks come after that of a parameter, as BEiT and MAE count them.
 
-    Decay is decoupled and multiplied by the scheduled learning rate: p -= rate * weight_decay * p, as in torch, timm
-    and the paper's code (flax's former Adam). big_vision multiplies it by the schedule alone, which rises to 1 and not
-    to the base rate, so its `wd` is `weight_decay` times the base rate (docs/training.md). Only kernels are decayed
-    (big_vision's mask), or every trained parameter if `decays_all`.
+    The embeddings are layer 0, the blocks 1 to depth, and the final norm and the head the last one, depth + 1.
     """
-    named = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
-    groups = [
-        {"params": [p for name, p in named if is_decayed(name, p)], "weight_decay": optimizer.weight_decay},
-        {"params": [p for name, p in named if not is_decayed(name, p)], "weight_decay": 0.0},
-    ]
-    if decays_all:
-        groups = [{"params": [p for _, p in named], "weight_decay": optimizer.weight_decay}]
-    return torch.optim.AdamW(groups, lr=0.0, betas=optimizer.betas, eps=1e-8, fused=True)
+    if block := re.search(r"(?:^|\.)blocks\.(\d+)\.", name):
+        return depth - int(block[1])
+    # patches, the norm before the blocks, and what is a parameter of the model itself: tokens, positions
+    is_embedding = re.fullmatch(r"(model\.)?((patch_embed|norm_pre)\..*|\w+)", name)
+    return depth + 1 if is_embedding else 0
 
 
-def set_learning_rate(optimizer: Any, rate: float) -> None:
-    """Set the learning rate of an optimizer's next step (torch's, or DeepSpeed's wrapper of one)."""
+def num_blocks(model: torch.nn.Module) -> int:
+    """Return the number of a ViT's blocks, also of one that an objective wraps; 0 for a ResNet."""
+    return len(getattr(getattr(model, "model", model), "blocks", ()))
+
+
+def make_optimizer(
+    model: torch.nn.Module, optimizer: Optimizer, base: float, decays_all: bool = False, head_first: int = 0
+) -> torch.optim.Optimizer:
+    """Return AdamW, or SGD with momentum. Set the learning rate before a step (`set_learning_rate`).
+
+    AdamW's decay is decoupled and multiplied by the scheduled learning rate: p -= rate * weight_decay * p, as in torch,
+    timm and the paper's code (flax's former Adam). big_vision multiplies it by the schedule alone, which rises to 1 and
+    not to the base rate: decay "times_schedule". Only kernels are decayed (big_vision's mask), or every trained
+    parameter if `decays_all`. SGD adds weight_decay * p to the gradient, as torch's does.
+
+    Args:
+        base: the learning rate that the schedule multiplies.
+        head_first: steps in which only the head's learning rate is not 0.
+    """
+    _skip_dynamo()
+    depth = num_blocks(model)
+    groups: dict[tuple[int, bool, bool], list[torch.nn.Parameter]] = {}
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            above = layers_above(name, depth) if optimizer.layer_decay < 1 else 0
+            is_spared = not (decays_all or is_decayed(name, parameter))
+            waits = head_first > 0 and not name.startswith(HEADS)
+            groups.setdefault((above, is_spared, waits), []).append(parameter)
+    settings = []
+    for above, is_spared, waits in sorted(groups):
+        scale = optimizer.layer_decay**above
+        decay = 0.0 if is_spared else optimizer.weight_decay
+        if optimizer.decay == "times_schedule":
+            decay /= base * scale
+        settings.append(
+            {
+                "params": groups[above, is_spared, waits],
+                "weight_decay": decay,
+                "scale": scale,
+                "first_step": head_first if waits else 0,
+                "ema": optimizer.ema,
+            }
+        )
+    if optimizer.name == "sgd":
+        return torch.optim.SGD(settings, lr=0.0, momentum=optimizer.momentum, fused=True)
+    return torch.optim.AdamW(settings, lr=0.0, betas=optimizer.betas, eps=1e-8, fused=True)
+
+
+def step(optimizer: torch.optim.Optimizer) -> None:
+    """Make a step without torch's wrappers of it, which import torch._dynamo; `make_optimizer` made the optimizer."""
+    with torch.no_grad():
+        inspect.unwrap(type(optimizer).step)(optimizer)
+
+
+def _skip_dynamo() -> None:
+    """Keep torch's optimizers from importing torch._dynamo, which takes 3 s and which only compiled training needs.
+
+    Some of their methods import it when they are first called, to exclude themselves from compilation, and keep the
+    excluded function in this attribute of the original (torch/_compile.py).
+    """
+    for method in vars(torch.optim.Optimizer).values():
+        if (original := getattr(method, "__wrapped__", None)) is not None:
+            setattr(original, "__dynamo_disable", original)
+
+
+def freeze(model: torch.nn.Module, what: Literal["backbone"] | int) -> None:
+    """Exclude weights from training: all but the head's, or those of the embeddings and the first `what` blocks."""
+    depth = num_blocks(model)
+    for name, parameter in model.named_parameters():
+        is_last = (
+            name.startswith(HEADS) if what == "backbone" else depth + 1 - layers_above(name, depth) > what
+        )
+        parameter.requires_grad_(is_last)
+
+
+def set_learning_rate(optimizer: Any, rate: float, step: int = 0) -> None:
+    """Set the learning rate of an optimizer's step number `step` (torch's, or DeepSpeed's wrapper of one)."""
     for group in optimizer.param_groups:
-        group["lr"] = rate
+        group["lr"] = rate * group.get("scale", 1.0) if step >= group.get("first_step", 0) else 0.0
 
 
-def check_finite(name: str, value: float | torch.Tensor | None, step: int) -> None:
-    """Raise DivergenceError unless `value` is a finite number >= 0. DeepSpeed gives -1 for a norm that is not finite.
-
-    None passes: DeepSpeed did not compute a norm, and the loss is checked as well.
-    """
-    if value is not None and not 0.0 <= float(value) < math.inf:
+def check_finite(name: str, value: float | torch.Tensor, step: int) -> None:
+    """Raise DivergenceError unless `value` is a finite number >= 0."""
+    if not 0.0 <= float(value) < math.inf:
         raise DivergenceError(
             f"{name} is {float(value)} at step {step}: lower learning_rate, or use a longer warm-up"
         )
@@ -97,7 +174,7 @@ def micro_batch_share(config: Pretrain, world: int) -> int:
 def deepspeed_config(config: Pretrain, world: int) -> dict[str, Any]:
     """Return DeepSpeed's settings for a pretraining on `world` workers.
 
-    The optimizer is passed to DeepSpeed as an object (`adamw`), so that it is the same with and without DeepSpeed.
+    DeepSpeed gets the optimizer as an object (`make_optimizer`), so that it is the same with and without DeepSpeed.
 
     Raises:
         UserError: the workers cannot share a micro-batch evenly.
@@ -107,7 +184,7 @@ def deepspeed_config(config: Pretrain, world: int) -> dict[str, Any]:
         "train_batch_size": config.batch_size,
         "train_micro_batch_size_per_gpu": micro_batch_share(config, world),
         "gradient_accumulation_steps": steps,
-        "gradient_clipping": config.optimizer.clip_norm,
+        "gradient_clipping": config.optimizer.clip_norm or 0.0,  # 0 is none
         "zero_optimization": {
             "stage": config.zero_stage,
             # Copying gradients into one buffer saves a GPU's memory from fragments, and costs a CPU 5% of a step.
@@ -120,8 +197,8 @@ def deepspeed_config(config: Pretrain, world: int) -> dict[str, Any]:
         },
         # DeepSpeed knows AdamW and few others; tests/support/zero_matrix.py proves those that we use.
         "zero_allow_untested_optimizer": True,
-        # A gradient that is not finite ends the run (`check_finite`); DeepSpeed would silently skip the step.
-        "bf16": {"enabled": is_bfloat16, "check_grad_overflow": False},
+        # An update with a gradient that is not finite is skipped, as always in float32; `Guard` then ends the run.
+        "bf16": {"enabled": is_bfloat16, "check_grad_overflow": True},
         "wall_clock_breakdown": False,
         "steps_per_print": None,
     }

@@ -33,14 +33,22 @@ MOCO = {
 SIZE = {"patch_size": 4, "width": 16, "depth": 2, "num_heads": 2}
 CASES: dict[str, dict[str, Any]] = {
     "plain fp32": {"zero_stage": 0, "dtype": "float32"},
-    "plain bf16, dropout": {"zero_stage": 0, "model": {**SIZE, "dropout": 0.1, "stochastic_depth": 0.1}},
+    "plain bf16, dropout": {
+        "zero_stage": 0,
+        "model": {**SIZE, "dropout": 0.1, "stochastic_depth": 0.1},
+        "optimizer": {"ema": 0.9},
+    },
     "ZeRO-1 bf16": {"zero_stage": 1},
     "ZeRO-2 bf16 masked patches": {"zero_stage": 2, "objective": "masked_patches"},
     "ZeRO-3 bf16": {"zero_stage": 3},
     "ZeRO-1 bf16 MoCo": {"zero_stage": 1, **MOCO},
     "ZeRO-1 fp32": {"zero_stage": 1, "dtype": "float32"},
     "ZeRO-2 fp32": {"zero_stage": 2, "dtype": "float32"},
-    "ZeRO-3 fp32": {"zero_stage": 3, "dtype": "float32"},
+    "ZeRO-3 fp32": {
+        "zero_stage": 3,
+        "dtype": "float32",
+        "optimizer": {"name": "sgd", "layer_decay": 0.8, "ema": 0.9},
+    },
     "alone, bf16": {},
 }
 _APART = 8  # steps at most between two kills, so that a training has several

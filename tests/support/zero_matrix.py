@@ -10,13 +10,14 @@ import copy
 import gc
 import itertools
 import json
+import math
 import os
 import tempfile
 import warnings
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -32,11 +33,17 @@ from vit_model.model import ViT
 
 BATCH, STEPS, SAVED = 16, 6, 3
 SCHEDULE = [0.2, 0.6, 1, 1, 0.6, 0.2]
-PEAK_RATES = {("AdamW", True): 1e-3, ("AdamW", False): 1e-3, ("SGD", True): 0.06, ("SGD", False): 0.01}
-CLIP_NORM = {
-    True: 1.0,
-    False: 1e6,
-}  # the gradients' norm is about 6; docs/training.md says how to switch it off
+OPTIMIZERS: dict[str, dict[str, Any]] = {
+    "AdamW": {"weight_decay": 0.1},
+    "SGD": {"name": "sgd", "weight_decay": 0.1},
+    "AdamW, averaged": {"weight_decay": 1e-4, "decay": "times_schedule", "layer_decay": 0.7, "ema": 0.5},
+}
+PEAK_RATES = {("SGD", True): 0.06, ("SGD", False): 0.01}
+PEAK_RATE = 1e-3  # of the others
+CLIP_NORM = 1.0  # the gradients' norm is about 6
+_LAYERS_ABOVE = defaultdict(
+    int, {"cls_token": 3, "pos_embed": 3, "patch_embed.proj": 3, "blocks.0": 2, "blocks.1": 1}
+)
 LIMITS = {"float32": 1e-6, "bfloat16": 5e-3}
 """The largest difference of a tensor, relative to its norm."""
 CHANGE_LIMITS = {"float32": 1e-4, "bfloat16": 0.1}
@@ -65,6 +72,10 @@ CASES = [
         _WHERE, ("float32", "bfloat16"), (1, 4), (True, False), ("AdamW", "SGD")
     )
 ]
+CASES += [
+    Case(stage, dtype, 1, True, "AdamW, averaged", workers)
+    for (stage, workers), dtype in itertools.product(_WHERE, ("float32", "bfloat16"))
+]
 
 
 class Result(NamedTuple):
@@ -77,6 +88,8 @@ class Result(NamedTuple):
     """from the reference, all weights together, relative to how far training has moved them"""
     is_resumed_exactly: bool
     """whether a new engine that continues the same way from a save has the same weights to the bit"""
+    is_guarded: bool
+    """whether gradients that are not finite change no weight, and the norm tells"""
     resumed: dict[str, float]
     """from this case undisturbed, when others continue: {ZeRO stage and workers: difference}"""
 
@@ -84,7 +97,7 @@ class Result(NamedTuple):
     def holds(self) -> bool:
         worst = max(self.difference, *self.resumed.values())
         is_near = worst <= LIMITS[self.case.dtype] and self.of_change <= CHANGE_LIMITS[self.case.dtype]
-        return self.is_resumed_exactly and is_near
+        return self.is_resumed_exactly and self.is_guarded and is_near
 
 
 def measure(cases: Sequence[Case]) -> list[Result]:
@@ -121,7 +134,8 @@ def _result(case: Case, expected: Weights, rank: int) -> Result:
     train(engine, case, range(SAVED), rank)
     state = state_of(engine, case)
     train(engine, case, range(SAVED, STEPS), rank)
-    weights = engine.full_weights()
+    weights = {name: values.clone() for name, values in engine.full_weights().items()}
+    is_guarded = _is_guarded(engine, case, rank)
     again = continued(case, state, rank)
     others = [(1, 1), (case.zero_stage % 3 + 1, 2)] if case.workers == 2 else _WHERE[1:]
     resumed = {}
@@ -129,7 +143,23 @@ def _result(case: Case, expected: Weights, rank: int) -> Result:
         other = continued(case._replace(zero_stage=stage, workers=workers), state, rank)
         resumed[where(stage, workers)] = difference(other, weights)
     is_same = all(torch.equal(values, weights[name]) for name, values in again.items())
-    return Result(case, difference(weights, expected), of_change(weights, expected), is_same, resumed)
+    return Result(
+        case, difference(weights, expected), of_change(weights, expected), is_same, is_guarded, resumed
+    )
+
+
+def _is_guarded(engine: Engine, case: Case, rank: int) -> bool:
+    before = state_of(engine, case)
+    images, labels = (values.chunk(case.workers)[rank % case.workers] for values in batch(STEPS))
+    for number in range(case.accumulation):
+        loss = F.cross_entropy(engine(images.to(getattr(torch, case.dtype))).float(), labels)
+        engine.backward(loss * math.inf if rank == number == 0 else loss)
+    norm = engine.step(_peak(case))
+    after = state_of(engine, case)
+    is_told = norm is not None and not 0 <= float(norm) < math.inf
+    return is_told and all(
+        torch.equal(values, after[kind, name]) for (kind, name), values in before.items() if kind == WEIGHTS
+    )
 
 
 def where(stage: int, workers: int) -> str:
@@ -149,18 +179,6 @@ def make_module() -> ViT:
     return module
 
 
-def make_optimizer(name: str, module: torch.nn.Module) -> torch.optim.Optimizer:
-    """With two groups, as ours has."""
-    weights = [weight for weight in module.parameters() if weight.requires_grad]
-    groups = [
-        {"params": [weight for weight in weights if weight.ndim > 1], "weight_decay": 0.1},
-        {"params": [weight for weight in weights if weight.ndim == 1], "weight_decay": 0.0},
-    ]
-    if name == "SGD":
-        return torch.optim.SGD(groups, lr=0.0, momentum=0.9)
-    return torch.optim.AdamW(groups, lr=0.0, betas=(0.9, 0.95), fused=True)
-
-
 def batch(step: int) -> tuple[Tensor, Tensor]:
     """The images and labels of a step, over all workers."""
     generator = torch.Generator().manual_seed(step)
@@ -171,7 +189,21 @@ def expected_weights(dtype: str, clips: bool, optimizer: str) -> Weights:
     """The reference: one process, the whole batch at once, float32 master weights, torch's own clipping."""
     masters = make_module()
     working = copy.deepcopy(masters).to(getattr(torch, dtype))
-    torchs = make_optimizer(optimizer, masters)
+    named = [(name, weight) for name, weight in masters.named_parameters() if weight.requires_grad]
+    kernels = {
+        f"{name}.weight" for name, module in masters.named_modules() if isinstance(module, torch.nn.Linear)
+    }
+    settings, peak = OPTIMIZERS[optimizer], PEAK_RATES.get((optimizer, clips), PEAK_RATE)
+    groups = []
+    for name, weight in named:
+        scale = settings.get("layer_decay", 1.0) ** _LAYERS_ABOVE[".".join(name.split(".")[:2])]
+        decay = settings["weight_decay"] * (name in kernels)
+        decay /= peak * scale if "decay" in settings else 1.0
+        groups.append({"params": [weight], "weight_decay": decay, "times": scale})
+    torchs: torch.optim.Optimizer = torch.optim.AdamW(groups, lr=0.0, betas=(0.9, 0.95))
+    if optimizer == "SGD":
+        torchs = torch.optim.SGD(groups, lr=0.0, momentum=0.9)
+    averages = {name: weight.detach().clone() for name, weight in masters.named_parameters()}
     for step in range(STEPS):
         working.load_state_dict(masters.state_dict())
         working.zero_grad()
@@ -180,11 +212,14 @@ def expected_weights(dtype: str, clips: bool, optimizer: str) -> Weights:
         for master, rounded in zip(masters.parameters(), working.parameters(), strict=True):
             master.grad = None if rounded.grad is None else rounded.grad.float()
         if clips:
-            torch.nn.utils.clip_grad_norm_(masters.parameters(), CLIP_NORM[True])
+            torch.nn.utils.clip_grad_norm_(masters.parameters(), CLIP_NORM)
         for group in torchs.param_groups:
-            group["lr"] = PEAK_RATES[optimizer, clips] * SCHEDULE[step]
+            group["lr"] = peak * SCHEDULE[step] * group["times"]
         torchs.step()
-    return {name: weight.detach() for name, weight in masters.named_parameters()}
+        decay = min(settings.get("ema", 0.0), (1 + step) / (10 + step))
+        for name, weight in masters.named_parameters():
+            averages[name] = decay * averages[name] + (1 - decay) * weight.detach()
+    return averages
 
 
 def make(case: Case, module: ViT) -> Engine:
@@ -198,13 +233,18 @@ def make(case: Case, module: ViT) -> Engine:
             "steps": STEPS,
             "batch_size": BATCH,
             "gradient_accumulation_steps": case.accumulation,
-            "learning_rate": 1.0,
-            "optimizer": {"clip_norm": CLIP_NORM[case.clips]},
+            "learning_rate": _peak(case),
+            "optimizer": OPTIMIZERS[case.optimizer] | {"clip_norm": CLIP_NORM if case.clips else None},
             "dtype": case.dtype,
             "zero_stage": case.zero_stage,
         }
     )
-    return make_engine(module, make_optimizer(case.optimizer, module), config, case.workers)
+    optimizer = optim.make_optimizer(module, config.optimizer, config.learning_rate)
+    return make_engine(module, optimizer, config, case.workers)
+
+
+def _peak(case: Case) -> float:
+    return PEAK_RATES.get((case.optimizer, case.clips), PEAK_RATE)
 
 
 def train(engine: Engine, case: Case, steps: Iterable[int], rank: int) -> None:
@@ -216,7 +256,7 @@ def train(engine: Engine, case: Case, steps: Iterable[int], rank: int) -> None:
         ):
             logits = engine(some.to(getattr(torch, case.dtype)))
             engine.backward(F.cross_entropy(logits.float(), theirs))
-        engine.step(PEAK_RATES[case.optimizer, case.clips] * SCHEDULE[step])
+        engine.step(_peak(case) * SCHEDULE[step])
 
 
 def state_of(engine: Engine, case: Case) -> State:

@@ -73,6 +73,19 @@ def test_sigmoid_cross_entropy_survives_logits_of_any_size() -> None:
     np.testing.assert_allclose(logits.grad, [[0, 0, 0], [0.5, -0.5, 0]])
 
 
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+def test_class_weights_multiply_the_terms_of_their_classes(smoothing: float) -> None:
+    logits, labels = (
+        torch.randn(6, 3, generator=torch.Generator().manual_seed(0)),
+        torch.tensor([0, 1, 2, 2, 1, 0]),
+    )
+    weights, classes = torch.tensor([0.5, 2.0, 3.0]), torch.eye(3)[labels]
+    expected = -(weights * ((1 - smoothing) * classes + smoothing / 3) * logits.log_softmax(1)).sum() / 6
+    for given in (labels, classes):
+        loss = softmax_cross_entropy(logits, given, smoothing, weights)
+        assert loss.item() == pytest.approx(expected.item(), rel=1e-6)
+
+
 @pytest.mark.parametrize("loss", [softmax_cross_entropy, sigmoid_cross_entropy])
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
 def test_gradients(loss: Loss, smoothing: float) -> None:

@@ -151,6 +151,61 @@ def test_a_resolution_that_the_backbones_patches_do_not_divide_is_the_users_mist
         finetune.make_task(config, shards.open_dataset(dataset), tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"freeze": 2}, "freeze 2: the backbone has 1 blocks"),
+        (
+            {"class_weights": {"lefft": 2.0}},
+            "class_weights: the data has no class 'lefft'; did you mean 'left'",
+        ),
+    ],
+)
+def test_settings_that_do_not_fit_the_backbone_or_the_classes_are_the_users_mistake(
+    dataset, tmp_path, fields, message
+):
+    save_backbone(tmp_path)
+    config = configuration(backbone="vit", model=None, resolution=None, **fields)
+    with pytest.raises(UserError, match=message):
+        finetune.make_task(config, shards.open_dataset(dataset), tmp_path)
+
+
+def test_uneven_classes_are_balanced_by_weights_or_by_sampling(dataset):
+    """Both give the rare class the same part in the loss, which the images alone do not."""
+    opened = shards.open_dataset(dataset)
+    train = Images(opened, opened.index("train"))
+    rare = np.concatenate([np.flatnonzero(train.labels == 0)[:2], np.flatnonzero(train.labels == 1)[:18]])
+    uneven = train.take(rare)
+    weighted = finetune.make_task(configuration(class_weights="balanced"), opened, None)
+    assert fit_module.class_weights(weighted, uneven).tolist() == [20 / (2 * 2), pytest.approx(20 / (2 * 18))]
+    named = finetune.make_task(configuration(class_weights={"right": 3.0}), opened, None)
+    assert fit_module.class_weights(named, uneven).tolist() == [1.0, 3.0]
+
+    seen = []
+
+    class Recorded(fit_module.Loader):
+        def __next__(self):
+            batch = super().__next__()
+            seen.append(batch.labels)
+            return batch
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(fit_module, "Loader", Recorded)
+        fit(finetune.make_task(configuration(sampling="balanced"), opened, None), uneven, 1e-3, seed=0)
+    assert np.bincount(np.concatenate(seen)).tolist() == [80, 80]
+
+
+def test_a_frozen_backbone_stays_as_it_is_and_the_head_learns(dataset, tmp_path):
+    save_backbone(tmp_path)
+    opened = shards.open_dataset(dataset)
+    config = configuration(backbone="vit", model=None, resolution=None, freeze="backbone")
+    task = finetune.make_task(config, opened, tmp_path)
+    model, _, _ = fit(task, Images(opened, opened.index("train")), 1e-2, seed=0)
+    started = dict(start_model(task, seed=0).named_parameters())
+    changed = {name for name, weight in model.named_parameters() if not torch.equal(weight, started[name])}
+    assert changed == {"head.weight", "head.bias"}
+
+
 def save_backbone(folder: Path) -> None:
     config = configuration()
     info = shards.DatasetInfo(

@@ -80,7 +80,7 @@ class Reference:
         _, self.contract = load_model(folder)
         opened = shards.open_dataset(dataset)
         self.config, self.task = config, task
-        self.optimizer = optim.adamw(task, config.optimizer)
+        self.optimizer = optim.make_optimizer(task, config.optimizer, config.learning_rate)
         if config.objective == "contrastive":  # the authors hand all parameters to torch's AdamW
             trained = [parameter for parameter in task.parameters() if parameter.requires_grad]
             settings = config.optimizer

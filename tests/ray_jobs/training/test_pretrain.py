@@ -300,7 +300,7 @@ def test_masked_patches_are_those_of_a_loop_without_deepspeed(dataset, tmp_path,
 
     images = torch.from_numpy(shards.open_dataset(dataset).images("train", contract.preprocessing))
     task = MaskedPatches(ViT(contract.architecture))
-    reference = optim.adamw(task, config.optimizer)
+    reference = optim.make_optimizer(task, config.optimizer, config.learning_rate)
     losses = []
     order = GlobalOrder(48, shards.open_dataset(dataset).info.content_digest, config.seed)
     for step, chosen in enumerate(order.rows(np.arange(6 * 16)).reshape(6, 16)):
@@ -335,7 +335,7 @@ def test_masked_patches_in_bfloat16_learn(dataset, tmp_path):
 
 
 def test_a_run_that_diverges_ends_with_advice(dataset, tmp_path):
-    with pytest.raises(ValueError, match=r"(loss|gradient norm) is .* at step \d+: lower learning_rate"):
+    with pytest.raises(ValueError, match=r"(loss|gradient norm) is .* at step \d+.*: lower learning_rate"):
         train(configuration(learning_rate=1e30, optimizer=Optimizer(warmup_fraction=0.0)), dataset, tmp_path)
     assert not (tmp_path / "model.safetensors").exists()
 

@@ -52,6 +52,16 @@ def test_killed_workers_continue_to_the_same_bytes(dataset, tmp_path, case):
     assert len(left) <= 5, "two latest, the best, step 10 and the one that the last attempt started from"
 
 
+def test_a_kept_step_is_the_result_of_a_training_that_ends_there(dataset, tmp_path):
+    """The moving average of its weights, not the weights. The schedule is one that does not depend on the length."""
+    fields = {"zero_stage": 1, "optimizer": {"schedule": "constant", "warmup_steps": 3, "ema": 0.9}}
+    for name, steps in {"short": 10, "long": 40}.items():
+        store = open_store(str(tmp_path / name / "store"))
+        assert run_attempt(configuration(steps=steps, **fields), dataset, store, tmp_path / name / "out")
+    kept = tmp_path / "long/out/checkpoints/10/model.safetensors"
+    assert kept.read_bytes() == (tmp_path / "short/out/model.safetensors").read_bytes()
+
+
 def test_all_workers_save_when_the_clock_of_the_first_says_so(dataset, tmp_path):
     store = open_store(str(tmp_path / "store"))
     config = configuration(zero_stage=0, keep_steps=(), checkpoint_every={"minutes": 1e-6})

@@ -1,0 +1,101 @@
+"""Presets fill the optimizer's fields, and settings that do not fit one another are refused."""
+
+from typing import Any
+
+import pytest
+
+from pipelines.identity.key import identity_fields
+from pipelines.recipe.load import parse_pipeline
+from pipelines.spec import Optimizer, RecipeError
+from pipelines.spec.optimizer import PRESETS
+from tests.pipelines.spec.test_spec import changed
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_a_preset_is_its_fields_written_out(preset: Any) -> None:
+    optimizer = Optimizer(preset=preset)
+    assert identity_fields(optimizer) == identity_fields(Optimizer.model_validate(PRESETS[preset]))
+    assert Optimizer.model_validate_json(optimizer.model_dump_json()) == optimizer
+    assert optimizer.preset == preset
+
+
+def test_given_fields_win_over_a_presets() -> None:
+    optimizer = Optimizer.model_validate({"preset": "paper", "weight_decay": 0.03, "warmup_fraction": 0.2})
+    assert (optimizer.weight_decay, optimizer.betas) == (0.03, (0.9, 0.999))
+    assert optimizer.warmup(100) == 20, "warmup_fraction replaces the preset's warmup_steps"
+    assert Optimizer.model_validate_json(optimizer.model_dump_json()) == optimizer
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"freeze": "head"}, "stages.finetune.freeze"),
+        ({"freeze": -1}, "stages.finetune.freeze"),
+        (
+            {"freeze": "backbone", "head_first": 3},
+            "head_first 3: freeze backbone trains only the head in all steps",
+        ),
+        ({"head_first": 10_000}, "head_first 10000 must be less than steps"),
+        ({"class_weights": {"a": -1.0}}, "stages.finetune.class_weights"),
+        ({"sampling": "class"}, "stages.finetune.sampling: Input should be 'uniform' or 'balanced'"),
+        (
+            {"backbone": None, "model": "Ti/16", "resolution": 32, "freeze": 1},
+            "freeze and head_first are for a backbone; the weights of model are new",
+        ),
+    ],
+)
+def test_fine_tunings_that_make_no_sense_are_refused(fields: dict[str, Any], message: str) -> None:
+    raw = changed("name", "x")
+    raw["stages"]["finetune"] |= fields
+    with pytest.raises(RecipeError) as refused:
+        parse_pipeline(raw, "recipe.yaml")
+    assert message in str(refused.value)
+
+
+RESNET = {"family": "resnet", "units": [1, 1, 1, 1]}
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        (
+            {"preset": "swin"},
+            "stages.pretrain.optimizer.preset: Input should be 'paper', 'paper_finetuning', ",
+        ),
+        ({"warmup_steps": 5, "warmup_fraction": 0.3}, "warmup_fraction 0.3 and warmup_steps 5: give one"),
+        ({"warmup_steps": 21}, "stages.pretrain: optimizer.warmup_steps 21 is more than steps 20"),
+        (
+            {"preset": "paper"},
+            "more than steps 20; preset paper sets it, for long trainings: give warmup_fraction",
+        ),
+        ({"cooldown_fraction": 0.1}, "cooldown_fraction 0.1: schedule cosine ends at 0 by itself"),
+        ({"timescale": 10}, "timescale 10 is for schedule rsqrt; schedule is cosine"),
+        ({"name": "sgd", "betas": [0.9, 0.99]}, "betas [0.9, 0.99] are for adamw; sgd has momentum"),
+        ({"name": "sgd", "decay": "times_schedule"}, "sgd adds the decay to the gradient; use times_rate"),
+        ({"momentum": 0.95}, "momentum 0.95 is for name sgd; adamw has betas"),
+        ({"ema": 1.0}, "stages.pretrain.optimizer.ema: Input should be less than 1, not 1.0"),
+        ({"layer_decay": 0.0}, "stages.pretrain.optimizer.layer_decay: Input should be greater than 0"),
+    ],
+)
+def test_settings_that_do_not_fit_are_refused(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(RecipeError) as refused:
+        parse_pipeline(changed("stages.pretrain.optimizer", fields), "recipe.yaml")
+    assert message in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        (
+            {"preset": "mae"},
+            "optimizer.preset mae is for ViTs; model is a resnet, for which there are: paper, paper",
+        ),
+        ({"layer_decay": 0.7}, "optimizer.layer_decay 0.7 needs the blocks of a ViT; model is a resnet"),
+    ],
+)
+def test_settings_of_vits_are_refused_for_a_resnet(fields: dict[str, Any], message: str) -> None:
+    raw = changed("stages.pretrain.optimizer", fields)
+    raw["stages"]["pretrain"]["model"] = RESNET
+    with pytest.raises(RecipeError) as refused:
+        parse_pipeline(raw, "recipe.yaml")
+    assert message in str(refused.value)
