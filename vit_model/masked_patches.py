@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from vit_model.config import ViTConfig
 from vit_model.model import ViT
 from vit_model.objectives import in_full
 
@@ -114,6 +115,23 @@ def targets(pixels: Tensor, patch_size: int, target: Target) -> Tensor:
     return ((blocks // (256 // LEVELS)).long() * weights).sum(dim=-1)
 
 
+def check_batch(config: ViTConfig, images: Tensor, pixels: Tensor, draws: Tensor, *draws_per_patch: int) -> None:
+    """Raise ValueError unless these fit the model and each other.
+
+    Images are [b, c, height, width], pixels uint8 [b, height, width, c], draws float64 [b, n, *draws_per_patch].
+    """
+    b, channels, sides = len(images), config.in_channels, config.image_shape
+    for name, tensor, shape, dtype in (
+        ("images", images, [b, channels, *sides], images.dtype),
+        ("pixels", pixels, [b, *sides, channels], torch.uint8),
+        ("draws", draws, [b, config.num_patches, *draws_per_patch], torch.float64),
+    ):
+        if (list(tensor.shape), tensor.dtype) != (shape, dtype):
+            raise ValueError(
+                f"{name} are {tensor.dtype} {list(tensor.shape)}; this model needs {dtype} {shape}"
+            )
+
+
 class MaskedPatches(nn.Module):
     """A ViT with the task's own parts: the mask vector and one linear layer on the tokens of corrupted patches.
 
@@ -163,17 +181,7 @@ class MaskedPatches(nn.Module):
         Raises ValueError for images, pixels or draws of another shape or dtype.
         """
         config = self.model.config
-        channels, sides, n = config.in_channels, config.image_shape, config.num_patches
-        b = len(images)
-        for name, tensor, shape, dtype in (
-            ("images", images, [b, channels, *sides], images.dtype),
-            ("pixels", pixels, [b, *sides, channels], torch.uint8),
-            ("draws", draws, [b, n, DRAWS], torch.float64),
-        ):
-            if (list(tensor.shape), tensor.dtype) != (shape, dtype):
-                raise ValueError(
-                    f"{name} are {tensor.dtype} {list(tensor.shape)}; this model needs {dtype} {shape}"
-                )
+        check_batch(config, images, pixels, draws, DRAWS)
         plan = corruption(draws)
         patches = corrupt(self.model.patch_embed(images), self.mask_token, plan)
         tokens = self._tokens(patches, depth_draws)

@@ -12,7 +12,7 @@ from pipelines.spec.checkpoints import Backbone, CheckpointEvery, NamedCheckpoin
 from pipelines.spec.fields import Seed, ascending, checkpoint, distinct, execution, marks, takes
 from pipelines.spec.shapes import Model, ModelSize, check_patches
 from pipelines.spec.sources import Source
-from vit_model.config import Frozen, later
+from vit_model.config import Frozen, MaeOptions, later
 
 
 class Optimizer(Frozen):
@@ -36,8 +36,8 @@ Shots = Annotated[int, Field(ge=1)]
 Steps = Annotated[int, Field(ge=1)]
 Rate = Annotated[float, Field(gt=0)]
 Dtype = Literal["bfloat16", "float32"]
-Objective = Literal["softmax", "sigmoid", "masked_patches", "contrastive"]
-WITHOUT_LABELS: tuple[Objective, ...] = ("masked_patches", "contrastive")
+Objective = Literal["softmax", "sigmoid", "masked_patches", "contrastive", "mae"]
+WITHOUT_LABELS: tuple[Objective, ...] = ("masked_patches", "contrastive", "mae")
 PatchTarget = Literal["mean_colour", "4x4", "pixels"]
 SeenInTraining = Literal["fail", "report"]
 Method = Literal["majority", "k-NN", "logistic regression", "RBF SVM"]
@@ -231,8 +231,8 @@ class Pretrain(_Stage):
         "softmax",
         description="cross-entropy by softmax, or by sigmoid and summed over the classes, which goes with"
         " model.head_bias: -10 and model.representation_head: true in the authors' recipe; or, without labels and with"
-        " a model without a classifier as the result, the colours of corrupted patches (section 4.6), or MoCo v3:"
-        " which of two views are of the same image",
+        " a model without a classifier as the result, the colours of corrupted patches (section 4.6), MoCo v3: which of"
+        " two views are of the same image, or a masked autoencoder: the pixels of masked patches",
     )
     patch_target: PatchTarget = later(
         "mean_colour",
@@ -240,6 +240,7 @@ class Pretrain(_Stage):
         " each of its 4x4 parts, or, by regression, all its pixels",
     )
     contrastive: Contrastive = later(Contrastive())
+    mae: MaeOptions = later(MaeOptions())
     label_smoothing: float = Field(0.0, ge=0, lt=1)
     dtype: Dtype = "bfloat16"
     zero_stage: Literal[0, 1, 2, 3] = 1
@@ -318,6 +319,11 @@ class Pretrain(_Stage):
         """Images per micro-batch, over all workers: the number of workers must divide it."""
         return self.batch_size // self.gradient_accumulation_steps
 
+    @property
+    def autoencoder(self) -> MaeOptions | None:
+        """The settings of a masked autoencoder, if that is the objective."""
+        return self.mae if self.objective == "mae" else None
+
     @model_validator(mode="after")
     def _objective_fits(self) -> Self:
         smoothing = self.label_smoothing
@@ -330,6 +336,8 @@ class Pretrain(_Stage):
             raise ValueError(f"patch_target {self.patch_target} is for objective masked_patches")
         if self.contrastive != Contrastive() and self.objective != "contrastive":
             raise ValueError("contrastive has settings that only objective contrastive uses; remove it")
+        if self.mae != MaeOptions() and self.objective != "mae":
+            raise ValueError("mae has settings that only objective mae uses; remove it")
         if self.objective in WITHOUT_LABELS:
             self._check_no_labels()
         return self
@@ -348,6 +356,9 @@ class Pretrain(_Stage):
             )
         if self.objective == "contrastive":
             self._check_contrastive()
+            return
+        if self.objective == "mae":
+            self.mae.check(self.model.architecture(self.resolution, channels=3, num_classes=0))
             return
         if self.model.pooling == "map":
             raise ValueError("objective masked_patches does not train model.pooling map; use cls or gap")

@@ -112,6 +112,7 @@ _OBJECTIVES = {
     "sigmoid": "Supervised pretraining (sigmoid cross-entropy)",
     "masked_patches": "Pretraining without labels (masked patch prediction)",
     "contrastive": "Pretraining without labels (MoCo v3)",
+    "mae": "Pretraining without labels (masked autoencoder)",
 }
 
 

@@ -16,6 +16,7 @@ from ray_jobs.augment import depth_draws, uniform
 from vit_model.build import Network
 from vit_model.config import ModelContract, ViTConfig
 from vit_model.contrastive import MoCo, MomentumEncoder
+from vit_model.masked_autoencoder import MaskedAutoencoder
 from vit_model.masked_patches import DRAWS, MaskedPatches
 from vit_model.model import ViT
 from vit_model.objectives import sigmoid_cross_entropy, softmax_cross_entropy
@@ -32,6 +33,8 @@ def make_task(config: Pretrain, model: Network) -> tuple[torch.nn.Module, Moment
     assert isinstance(model, ViT), "the configuration allows only ViTs here"
     if config.objective == "masked_patches":
         return MaskedPatches(model, config.patch_target), None
+    if config.objective == "mae":
+        return MaskedAutoencoder(model, config.mae, seed=config.seed), None
     settings = config.contrastive
     task = MoCo(model, settings.hidden_width, settings.output_width, settings.temperature, seed=config.seed)
     return task, MomentumEncoder(task)
@@ -52,8 +55,8 @@ def batch_loss(
     Args:
         views: one or two batches of images from `TrainTransform`, uint8 [n, h, w, c].
         targets: labels or probabilities from `TrainTransform`.
-        positions: [n], the numbers of the samples over the whole training; they decide which patches are corrupted,
-            and which blocks stochastic depth leaves out.
+        positions: [n], the numbers of the samples over the whole training; they decide which patches are corrupted or
+            masked, and which blocks stochastic depth leaves out.
     """
     depth = depth_draws(contract.architecture, config.seed, positions, views[0].device, len(views))
     if momentum_encoder is not None:
@@ -64,12 +67,19 @@ def batch_loss(
         return contrastive
     (images,) = views
     inputs = normalise(images, contract.preprocessing, dtype)
-    if config.objective == "masked_patches":
-        assert isinstance(contract.architecture, ViTConfig), "the configuration allows only ViTs here"
-        patches = contract.architecture.num_patches
-        draws = torch.from_numpy(uniform(config.seed, positions, patches * DRAWS, "masked patches"))
-        draws = draws.view(-1, patches, DRAWS).to(images.device)
+    if config.objective in ("masked_patches", "mae"):
+        draws = mask_draws(config, contract, positions).to(images.device)
         loss: torch.Tensor = engine(inputs, images, draws, *depth)
         return loss
     cross_entropy = sigmoid_cross_entropy if config.objective == "sigmoid" else softmax_cross_entropy
     return cross_entropy(engine(inputs, *depth), targets, config.label_smoothing)
+
+
+def mask_draws(config: Pretrain, contract: ModelContract, positions: NDArray[np.int64]) -> torch.Tensor:
+    """Return the draws of masked patches, [n, patches, 2], or of a masked autoencoder, [n, patches], for the samples."""
+    assert isinstance(contract.architecture, ViTConfig), "the configuration allows only ViTs here"
+    patches = contract.architecture.num_patches
+    if config.objective == "mae":
+        return torch.from_numpy(uniform(config.seed, positions, patches, "masked autoencoder"))
+    draws = torch.from_numpy(uniform(config.seed, positions, patches * DRAWS, "masked patches"))
+    return draws.view(-1, patches, DRAWS)
