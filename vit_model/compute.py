@@ -201,8 +201,9 @@ def autoencoder_activation_bytes(
         kept = inputs * value_bytes + max(blocks)
     else:
         kept = sum(part.num_blocks * block for (part, _), block in zip(parts, blocks, strict=True))
-    # Patches, norms' inputs and outputs; which patches are visible.
-    values = _patch_values(config) + everything * config.width * config.norm_first + 2 * seen * config.width
+    # Patches; all tokens, of which some are gathered, and which; norms' inputs and outputs.
+    values = _patch_values(config) + (1 + config.norm_first) * everything * config.width
+    values += 2 * seen * config.width
     values += (everything + masked) * decoder.width
     kept += values * value_bytes + 8 * config.num_patches
     return images * (kept + everything * config.width * (config.dropout > 0))

@@ -109,12 +109,10 @@ def test_loss_and_all_gradients_are_those_of_transformers(
             norm_pix_loss=options.normalise,
         )
     ).eval()
-    theirs.decoder.initialize_weights(config.num_patches)  # transformers 5.23 leaves its positions at zero
-    position = theirs.vit.embeddings.position_embeddings
-    fixed = {"decoder.decoder_pos_embed": swapped(theirs.decoder.decoder_pos_embed)}
-    if config.position == "sincos2d_moco":
-        fixed["vit.embeddings.position_embeddings"] = swapped(position)
-    position.requires_grad_(config.position == "learned1d")
+    positions = theirs.vit.embeddings.position_embeddings.requires_grad_(config.position == "learned1d")
+    fixed = {"decoder.decoder_pos_embed": their_table(config, options.decoder_width)}
+    if not positions.requires_grad:
+        fixed["vit.embeddings.position_embeddings"] = their_table(config, config.width)
     weights = their_names(dict(task.named_parameters()), config, options.decoder_depth)
     theirs.load_state_dict({name: values.detach() for name, values in (weights | fixed).items()})
     images, pixels, draws = batch(config)
@@ -133,9 +131,12 @@ def gradient(parameter: Tensor) -> Tensor:
     return parameter.grad
 
 
-def swapped(table: Tensor) -> Tensor:
-    """The authors' position table with its halves exchanged, which is ours."""
-    return torch.cat([*reversed(table.chunk(2, dim=-1))], dim=-1)
+def their_table(config: ViTConfig, width: int) -> Tensor:
+    """The fixed positions, with a zero for the class token; the authors' have their halves exchanged."""
+    from transformers.models.vit_mae.modeling_vit_mae import build_2d_sinusoidal_position_embedding
+
+    table: Tensor = build_2d_sinusoidal_position_embedding(*config.grid, width, cls_token=True)
+    return table[None]
 
 
 # ------------------------------------------------------------------------------------------------- the parts
@@ -326,14 +327,24 @@ def pretrain(task: MaskedAutoencoder, steps: int) -> list[float]:
     return losses
 
 
+def digits_task(normalise: bool = True) -> MaskedAutoencoder:
+    decoder = {"decoder_depth": 1, "normalise": normalise}
+    shape = {"image_size": 8, "patch_size": 2, "in_channels": 1, "width": 32, "num_heads": 4, "mlp_dim": 64}
+    return make(decoder, **shape, pooling="gap")
+
+
+@pytest.mark.slow
+def test_the_loss_falls_on_digits() -> None:
+    losses = pretrain(digits_task(), 60)
+    assert np.mean(losses[-10:]) < 0.5 * losses[0]
+
+
+@pytest.mark.full
 @pytest.mark.slow
 @pytest.mark.parametrize("normalise", [True, False])
 def test_frozen_features_are_worth_more_than_untrained_ones(normalise: bool) -> None:
-    """Steps, and both accuracies with 10 labels a class, are below."""
-    decoder = {"mask_fraction": 0.5, "normalise": normalise}
-    shape = {"image_size": 8, "patch_size": 2, "in_channels": 1, "width": 32, "num_heads": 4, "mlp_dim": 64}
-    task = make(decoder, **shape, pooling="gap", position="sincos2d_moco")
+    """10 labels per class, untrained: 33%. After 400 steps on one core: 57%, and 54% with pixels as they are."""
+    task = digits_task(normalise)
     untrained = probe_accuracy(task.model)
-    losses = pretrain(task, 300)
-    print(untrained, losses[0], np.mean(losses[-20:]), probe_accuracy(task.model))
-    assert probe_accuracy(task.model) > untrained + 0.06
+    pretrain(task, 400)
+    assert probe_accuracy(task.model) > untrained + 0.12

@@ -22,7 +22,10 @@ from ray_jobs.training.fit import fit, score
 from ray_jobs.training.task import read_split
 from tests.support import datasets
 from tests.support.workers import run_workers
+from vit_model import compute
+from vit_model.config import MaeOptions
 from vit_model.contrastive import MoCo, MomentumEncoder, momentum
+from vit_model.masked_autoencoder import MaskedAutoencoder
 from vit_model.masked_patches import MaskedPatches
 from vit_model.model import ViT
 from vit_model.preprocessing import normalise
@@ -37,6 +40,9 @@ CONTRASTIVE = {
     "augment": "resized_crop_flip",
     "zero_stage": 2,
 }
+
+
+MAE = {"objective": "mae", "mae": {"decoder_width": 16, "decoder_depth": 1, "decoder_heads": 2}}
 
 
 @pytest.fixture(scope="module")
@@ -177,6 +183,28 @@ def test_a_patch_target_is_what_is_predicted(dataset, tmp_path, target):
         draws = torch.from_numpy(uniform(0, positions, 8, "masked patches")).view(16, 4, 2)
         reference.update(step, task(reference.inputs(images), images, draws))
     reference.assert_is(tmp_path, task.model)
+
+
+def test_a_masked_autoencoder_is_trained_and_its_encoder_kept(dataset, tmp_path, capsys):
+    """Its draws, its decoder's start and AdamW are those of a loop by hand; the log counts what it really takes."""
+    config = configuration(**MAE, seed=3)
+    metrics = loop.train(config, shards.open_dataset(dataset), tmp_path)
+    options = MaeOptions(decoder_width=16, decoder_depth=1, decoder_heads=2)
+    task = MaskedAutoencoder(new_model(config, tmp_path), options, seed=3)
+    reference = Reference(config, dataset, tmp_path, task)
+    for _, (step, images, _, positions) in zip(range(6), reference.batches(), strict=True):
+        draws = torch.from_numpy(uniform(3, positions, 4, "masked autoencoder"))
+        reference.update(step, task(reference.inputs(images), images, draws))
+    reference.assert_is(tmp_path, task.model)
+    trained, contract = load_model(tmp_path)
+    assert (contract.class_names, contract.architecture.num_classes) == ((), 0)
+    assert not [name for name in trained.state_dict() if "decoder" in name]
+    flops = compute.train_flops(contract.architecture, options)
+    assert metrics["exaflops"] == flops * 6 * 16 / 1e18
+    said = capsys.readouterr().out
+    assert f"{flops / 1e9:.4g} GFLOPs per image in training" in said
+    weights = sum(parameter.numel() for parameter in task.parameters())
+    assert f"{4 * weights / 2**20:,.1f} MiB weights" in said
 
 
 def test_mocos_momentum_encoder_follows_what_deepspeed_trains(dataset, tmp_path):
