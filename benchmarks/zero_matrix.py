@@ -29,16 +29,17 @@ def main() -> None:
     load = os.getloadavg()[0]
     results = measure(CASES)
 
-    def rows_of(result: Result) -> tuple[int, int, str, int]:
+    def rows_of(result: Result) -> tuple[int, int, str, int, str]:
         case = result.case
-        return case.workers, case.zero_stage, case.dtype, case.accumulation
+        return case.workers, case.zero_stage, case.dtype, case.accumulation, case.objective
 
     rows = []
-    for (workers, stage, dtype, parts), group in itertools.groupby(results, rows_of):
+    for (workers, stage, dtype, parts, objective), group in itertools.groupby(results, rows_of):
         own = {(result.case.optimizer, result.case.clips): result for result in group}
         cells = [f"2, ZeRO-{stage}" if workers > 1 else "1", dtype, str(parts)]
+        cells[0] += ", masked autoencoder" if objective == "mae" else ""
         cells += [
-            f"{own[optimizer, clips].difference:.0e}"
+            f"{own[optimizer, clips].difference:.0e}" if (optimizer, clips) in own else "-"
             for optimizer in ("AdamW", "SGD")
             for clips in (True, False)
         ]

@@ -288,6 +288,7 @@ def test_two_workers_agree_with_one(dataset, tmp_path):
     configs = [
         configuration(mixup=0.4, cutmix=1.0, randaugment={"magnitude": 9.0}, model=SIZE | depth),
         configuration(**CONTRASTIVE | {"model": CONTRASTIVE["model"] | depth}),
+        configuration(**MAE, model=SIZE | depth),
     ]
     run_workers(2, _worker, tmp_path, configs, dataset)
     for config in configs:

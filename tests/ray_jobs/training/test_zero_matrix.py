@@ -16,6 +16,7 @@ FEW = [
     Case(2, "bfloat16", 4, True, "SGD", 2),
     Case(3, "float32", 1, False, "AdamW", 2),
     Case(3, "bfloat16", 4, True, "AdamW", 2),
+    Case(3, "bfloat16", 4, True, "AdamW", 2, "mae"),
 ]
 
 
