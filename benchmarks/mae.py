@@ -6,7 +6,7 @@ the supervised step's time over the autoencoder's in the same round, so a busy m
 they run in one thread, as our workers do, and processor time is measured. On a GPU the benchmark needs torch and
 pydantic only, and adds L/16.
 
-Prints the table and writes it to benchmarks/results/; takes a few minutes on two cores.
+Prints the table and writes it to benchmarks/results/; takes 3 minutes on two cores.
 """
 
 from __future__ import annotations

@@ -187,7 +187,7 @@ def autoencoder_activation_bytes(
 ) -> int:
     """Return `activation_bytes` of a masked autoencoder, from the images to the predicted pixels.
 
-    Its encoder sees the visible patches and its decoder all tokens. `fused_attention` is of the encoder and the decoder.
+    Its encoder sees the visible patches and its decoder all tokens; `fused_attention` is for the two of them.
     """
     decoder, seen = mae.decoder(config), seen_tokens(config, mae)
     masked, everything = config.num_tokens - seen, config.num_tokens

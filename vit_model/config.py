@@ -237,7 +237,9 @@ class MaeOptions(Frozen):
         0.75, gt=0, lt=1, description="of an image's patches; the encoder sees the others, rounded down"
     )
     decoder_width: PositiveInt = Field(512, multiple_of=4)
-    decoder_depth: PositiveInt = Field(8, description="blocks; 1 saves time and is nearly as good after fine-tuning")
+    decoder_depth: PositiveInt = Field(
+        8, description="blocks; 1 saves time and is nearly as good after fine-tuning"
+    )
     decoder_heads: PositiveInt = 16
     normalise: bool = Field(
         True, description="the targets are each patch's pixels minus their mean, divided by their deviation"

@@ -3,10 +3,9 @@
 In: a ViT without a classifier, images as it takes them, their pixels and random numbers. Out: a loss.
 Use: `task = MaskedAutoencoder(model)`; `loss = task(images, pixels, draws)`; the pretrained model is `task.model`.
 
-The encoder sees the visible patches only, a quarter by default; the narrow decoder sees all tokens. Details are those of
-the authors' code (facebookresearch/mae: models_mae.py). Like it, the module embeds all patches, of which it keeps the
-visible ones; unlike it, the decoder gets its tokens in another order, which changes nothing because they carry their
-positions.
+The encoder sees the visible patches only, a quarter by default; the narrow decoder sees all tokens. Details are those
+of the authors' code (facebookresearch/mae: models_mae.py). Like it, the module embeds all patches and keeps the visible
+ones. Unlike it, the decoder gets its tokens in another order, which changes nothing because they carry their positions.
 
 Letters in shapes: b batch, n patches, v visible patches, k masked patches (n - v), t prefix tokens (class token and
 registers), d width of the encoder, w width of the decoder, c channels, p patch size.
@@ -76,7 +75,9 @@ class Decoder(nn.Module):
         Linear layers are drawn from a uniform distribution (Xavier; query, key and value as one matrix), the mask token
         from a normal one with std 0.02. Norms start from weight 1; biases are 0.
         """
-        digest = hashlib.sha256(f"decoder/{seed}".encode()).digest()  # the encoder is drawn from the seed itself
+        digest = hashlib.sha256(
+            f"decoder/{seed}".encode()
+        ).digest()  # the encoder is drawn from the seed itself
         generator = torch.Generator().manual_seed(int.from_bytes(digest[:8]) >> 1)
         for name, parameter in self.named_parameters():
             drawn = torch.zeros(parameter.shape, device="cpu")
@@ -90,17 +91,17 @@ class Decoder(nn.Module):
 
 
 class MaskedAutoencoder(nn.Module):
-    """A ViT, its encoder, and the decoder.
+    """A ViT, its encoder, and the decoder; `options` are the authors' by default.
 
     Raises ValueError for a ViT that cannot be trained in this way (`MaeOptions.check`).
     """
 
-    def __init__(self, model: ViT, options: MaeOptions = MaeOptions(), seed: int = 0) -> None:
+    def __init__(self, model: ViT, options: MaeOptions | None = None, seed: int = 0) -> None:
         super().__init__()
-        options.check(model.config)
-        self.model, self.options = model, options
+        self.model, self.options = model, MaeOptions() if options is None else options
+        self.options.check(model.config)
         with torch.device("meta"):  # torch's own initialisation would advance the global generator
-            self.decoder = Decoder(model.config, options)
+            self.decoder = Decoder(model.config, self.options)
         self.decoder.to_empty(device=model.patch_embed.proj.weight.device)
         self.decoder.initialise(seed)
 

@@ -115,7 +115,9 @@ def targets(pixels: Tensor, patch_size: int, target: Target) -> Tensor:
     return ((blocks // (256 // LEVELS)).long() * weights).sum(dim=-1)
 
 
-def check_batch(config: ViTConfig, images: Tensor, pixels: Tensor, draws: Tensor, *draws_per_patch: int) -> None:
+def check_batch(
+    config: ViTConfig, images: Tensor, pixels: Tensor, draws: Tensor, *draws_per_patch: int
+) -> None:
     """Raise ValueError unless these fit the model and each other.
 
     Images are [b, c, height, width], pixels uint8 [b, height, width, c], draws float64 [b, n, *draws_per_patch].

@@ -136,9 +136,7 @@ def train(
         (output / "curve.json").write_text(json.dumps(curve.points, indent=1) + "\n")
         write_named(output, contract, prefix, config.steps, curve.best, saver)
     here = (config.steps - first) * config.batch_size  # images since the last start
-    exaflops = compute.exaflops(
-        contract.architecture, config.steps * config.batch_size, config.autoencoder
-    )
+    exaflops = compute.exaflops(contract.architecture, config.steps * config.batch_size, config.autoencoder)
     metrics: dict[str, float | int | str] = {
         "parameters": contract.architecture.num_parameters,
         "workers": worker.world,
@@ -146,7 +144,9 @@ def train(
         "train_seconds": seconds,
         "images_per_second": here / seconds,
         "exaflops": exaflops,
-        "flops_per_second": compute.exaflops(contract.architecture, here, config.autoencoder) * 1e18 / seconds,
+        "flops_per_second": compute.exaflops(contract.architecture, here, config.autoencoder)
+        * 1e18
+        / seconds,
         "final_loss": curve.points[-1]["loss"],
         **loading,
     }

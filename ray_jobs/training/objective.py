@@ -76,7 +76,7 @@ def batch_loss(
 
 
 def mask_draws(config: Pretrain, contract: ModelContract, positions: NDArray[np.int64]) -> torch.Tensor:
-    """Return the draws of masked patches, [n, patches, 2], or of a masked autoencoder, [n, patches], for the samples."""
+    """Return the samples' draws for masked patches, [n, patches, 2], or a masked autoencoder, [n, patches]."""
     assert isinstance(contract.architecture, ViTConfig), "the configuration allows only ViTs here"
     patches = contract.architecture.num_patches
     if config.objective == "mae":

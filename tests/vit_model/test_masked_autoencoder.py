@@ -1,4 +1,4 @@
-"""Masked autoencoders: loss and gradients of transformers' own, which patches are masked, costs, and what they teach."""
+"""Masked autoencoders: loss and gradients of transformers' own, what is masked, costs, and what they teach."""
 
 import functools
 from typing import Any
@@ -91,24 +91,28 @@ def test_loss_and_all_gradients_are_those_of_transformers(
     task = make(decoder, **fields)
     randomise(task)
     config, options = task.model.config, task.options
-    theirs = transformers().ViTMAEForPreTraining(
-        transformers().ViTMAEConfig(
-            image_size=config.image_size,
-            patch_size=config.patch_size,
-            num_channels=config.in_channels,
-            hidden_size=config.width,
-            num_hidden_layers=config.depth,
-            num_attention_heads=config.num_heads,
-            intermediate_size=config.mlp_dim,
-            layer_norm_eps=config.layer_norm_eps,
-            decoder_hidden_size=options.decoder_width,
-            decoder_num_hidden_layers=options.decoder_depth,
-            decoder_num_attention_heads=options.decoder_heads,
-            decoder_intermediate_size=4 * options.decoder_width,
-            mask_ratio=options.mask_fraction,
-            norm_pix_loss=options.normalise,
+    theirs = (
+        transformers()
+        .ViTMAEForPreTraining(
+            transformers().ViTMAEConfig(
+                image_size=config.image_size,
+                patch_size=config.patch_size,
+                num_channels=config.in_channels,
+                hidden_size=config.width,
+                num_hidden_layers=config.depth,
+                num_attention_heads=config.num_heads,
+                intermediate_size=config.mlp_dim,
+                layer_norm_eps=config.layer_norm_eps,
+                decoder_hidden_size=options.decoder_width,
+                decoder_num_hidden_layers=options.decoder_depth,
+                decoder_num_attention_heads=options.decoder_heads,
+                decoder_intermediate_size=4 * options.decoder_width,
+                mask_ratio=options.mask_fraction,
+                norm_pix_loss=options.normalise,
+            )
         )
-    ).eval()
+        .eval()
+    )
     positions = theirs.vit.embeddings.position_embeddings.requires_grad_(config.position == "learned1d")
     fixed = {"decoder.decoder_pos_embed": their_table(config, options.decoder_width)}
     if not positions.requires_grad:
