@@ -138,15 +138,17 @@ class MaskedPatches(nn.Module):
     """A ViT with the task's own parts: the mask vector and one linear layer on the tokens of corrupted patches.
 
     Both start from zero, as the class token and a classifier do, so the first cross-entropy is log(8^c).
-    Raises ValueError for a ViT with parts that the task would not train, or with a single patch.
+    Raises ValueError for a ViT with parts that the task would not train, unless another one does (`beside_labels`), or
+    with a single patch.
     """
 
-    def __init__(self, model: ViT, target: Target = "mean_colour") -> None:
+    def __init__(self, model: ViT, target: Target = "mean_colour", beside_labels: bool = False) -> None:
         super().__init__()
         config = model.config
         if target not in get_args(Target):
             raise ValueError(f"unknown target {target!r}; expected one of: {', '.join(get_args(Target))}")
-        if config.num_classes or config.representation_head or config.pooling == "map":
+        has_head = bool(config.num_classes or config.representation_head or config.pooling == "map")
+        if has_head and not beside_labels:
             raise ValueError(
                 f"masked patch prediction trains no head: num_classes is {config.num_classes}, representation_head "
                 f"{config.representation_head}, pooling {config.pooling!r}; use 0, False, and 'cls' or 'gap'"
@@ -201,3 +203,29 @@ class MaskedPatches(nn.Module):
         if self.model.config.norm_after_pooling:
             tokens = self.model.fc_norm(tokens)
         return tokens[:, self.model.config.num_prefix_tokens :]
+
+
+class PatchesBesideLabels(nn.Module):
+    """A classifier that also predicts masked patches, as an auxiliary task. `patches.model` is the ViT.
+
+    The two tasks see the image in two passes: the classifier whole, the auxiliary task with corrupted patches. One pass
+    for both would train the classifier on corrupted images only.
+    """
+
+    def __init__(self, model: ViT, target: Target = "mean_colour") -> None:
+        super().__init__()
+        self.patches = MaskedPatches(model, target, beside_labels=True)
+
+    def forward(
+        self,
+        images: Tensor,
+        pixels: Tensor | None = None,
+        draws: Tensor | None = None,
+        depth_draws: Tensor | None = None,
+        depth_draws_of_patches: Tensor | None = None,
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """Return the logits [b, classes], and the loss of `MaskedPatches` if there are pixels and draws for it."""
+        logits: Tensor = self.patches.model(images, depth_draws)
+        if pixels is None:
+            return logits
+        return logits, self.patches(images, pixels, draws, depth_draws_of_patches)

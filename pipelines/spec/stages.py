@@ -201,6 +201,14 @@ class Contrastive(Frozen):
     )
 
 
+class Auxiliary(Frozen):
+    """Tasks without labels whose losses are added to the labels'; each image is computed once more for it."""
+
+    masked_patches: float = Field(
+        gt=0, description="the weight of masked patch prediction, whose target is patch_target"
+    )
+
+
 class Pretrain(_Stage):
     """Pretraining with DeepSpeed ZeRO on Ray Train (paper, section 3.1 and Table 3)."""
 
@@ -236,11 +244,12 @@ class Pretrain(_Stage):
     )
     patch_target: PatchTarget = later(
         "mean_colour",
-        description="the target of masked_patches: a patch's mean colour at 3 bits per channel (the paper), that of"
-        " each of its 4x4 parts, or, by regression, all its pixels",
+        description="the target of masked_patches, as objective or auxiliary: a patch's mean colour at 3 bits per"
+        " channel (the paper), that of each of its 4x4 parts, or, by regression, all its pixels",
     )
     contrastive: Contrastive = later(Contrastive())
     mae: MaeOptions = later(MaeOptions())
+    auxiliary: Auxiliary | None = later(None, description="with objective softmax or sigmoid, for ViTs")
     label_smoothing: float = Field(0.0, ge=0, lt=1)
     dtype: Dtype = "bfloat16"
     zero_stage: Literal[0, 1, 2, 3] = 1
@@ -320,6 +329,11 @@ class Pretrain(_Stage):
         return self.batch_size // self.gradient_accumulation_steps
 
     @property
+    def passes(self) -> int:
+        """How often a step computes each image."""
+        return 1 if self.auxiliary is None else 2
+
+    @property
     def autoencoder(self) -> MaeOptions | None:
         """The settings of a masked autoencoder, if that is the objective."""
         return self.mae if self.objective == "mae" else None
@@ -332,7 +346,7 @@ class Pretrain(_Stage):
                 f"label_smoothing {smoothing}: with objective sigmoid it is how often each of a class's answers is"
                 " wrong, so it must be below 0.5, such as 0.0001"
             )
-        if self.patch_target != "mean_colour" and self.objective != "masked_patches":
+        if self.patch_target != "mean_colour" and self.objective != "masked_patches" and not self.auxiliary:
             raise ValueError(f"patch_target {self.patch_target} is for objective masked_patches")
         if self.contrastive != Contrastive() and self.objective != "contrastive":
             raise ValueError("contrastive has settings that only objective contrastive uses; remove it")
@@ -340,7 +354,22 @@ class Pretrain(_Stage):
             raise ValueError("mae has settings that only objective mae uses; remove it")
         if self.objective in WITHOUT_LABELS:
             self._check_no_labels()
+        if self.auxiliary is not None:
+            self._check_auxiliary()
         return self
+
+    def _check_auxiliary(self) -> None:
+        """Raise ValueError for fields that do not apply to an auxiliary task."""
+        if self.objective in WITHOUT_LABELS:
+            raise ValueError(
+                f"auxiliary is beside labels, which objective {self.objective} does not use; remove it"
+            )
+        if not isinstance(self.model, ModelSize):
+            raise ValueError(
+                f"auxiliary needs a ViT, because it uses patches; model is a {self.model.family}"
+            )
+        if self.resolution == self.model.patch_size:
+            raise ValueError(f"resolution {self.resolution} is a single patch; auxiliary needs two or more")
 
     def _check_no_labels(self) -> None:
         """Raise ValueError for fields that do not apply to an objective without labels."""

@@ -119,6 +119,8 @@ _OBJECTIVES = {
 def _pretrain(config: Mapping[str, Any], inputs: Mapping[str, str]) -> str:
     optimizer = config["optimizer"]
     objective = _OBJECTIVES[config.get("objective", "softmax")]
+    if auxiliary := config.get("auxiliary"):
+        objective += f" with masked patch prediction (weight {auxiliary['masked_patches']:g})"
     return (
         f"{objective} on the train split of {inputs['data']}: {_size(config['model'])}, resolution "
         f"{config['resolution']}, {config['steps']:,} steps of {config['batch_size']} images, learning rate "

@@ -38,6 +38,7 @@ CASES: dict[str, dict[str, Any]] = {
     "ZeRO-1 bf16": {"zero_stage": 1},
     "ZeRO-2 bf16 masked patches": {"zero_stage": 2, "objective": "masked_patches"},
     "ZeRO-3 bf16": {"zero_stage": 3},
+    "ZeRO-3 bf16 labels and patches": {"zero_stage": 3, "auxiliary": {"masked_patches": 0.5}},
     "ZeRO-3 bf16 MAE": {"zero_stage": 3, **MAE},
     "ZeRO-1 bf16 MoCo": {"zero_stage": 1, **MOCO},
     "ZeRO-1 fp32": {"zero_stage": 1, "dtype": "float32"},

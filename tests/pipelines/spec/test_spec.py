@@ -235,6 +235,13 @@ def test_a_model_is_a_name_or_a_shape_of_either_family(model: Any) -> None:
         ),
         ({"patch_target": "pixels"}, "patch_target pixels is for objective masked_patches"),
         ({"contrastive": {"temperature": 0.1}}, "that only objective contrastive uses"),
+        (
+            {"objective": "mae", "auxiliary": {"masked_patches": 1}},
+            "auxiliary is beside labels, which objective",
+        ),
+        ({"auxiliary": {"masked_patches": 1}, "resnet": "R50x1"}, "auxiliary needs a ViT"),
+        ({"auxiliary": {"masked_patches": 1}, "resolution": 4}, "resolution 4 is a single patch; auxiliary"),
+        ({"auxiliary": {"masked_patches": 0}}, "should be greater than 0"),
         ({"mae": {"normalise": False}}, "mae has settings that only objective mae uses; remove it"),
         ({"objective": "mae", "mixup": 0.2}, "which objective mae does not use"),
         ({"objective": "mae", "model": {"pooling": "map"}}, "autoencoder has no head: num_classes is 0"),

@@ -207,6 +207,30 @@ def test_a_masked_autoencoder_is_trained_and_its_encoder_kept(dataset, tmp_path,
     assert f"{4 * weights / 2**20:,.1f} MiB weights" in said
 
 
+def test_masked_patches_beside_labels_add_their_loss(dataset, tmp_path, capsys):
+    """The loss is the labels' on whole images plus a weight times that of masked patches, in passes of their own."""
+    fields = {"label_smoothing": 0.1, "mixup": 0.3, "patch_target": "4x4"}
+    config = configuration(auxiliary={"masked_patches": 0.5}, **fields)
+    metrics = loop.train(config, shards.open_dataset(dataset), tmp_path)
+    model = new_model(config, tmp_path)
+    patches = MaskedPatches(model, "4x4", beside_labels=True)
+    reference = Reference(config, dataset, tmp_path, patches)
+    for step, images, labels, positions in reference.batches():
+        how = plan(0.3, 0.0, 0, step, 8, 8)
+        assert how is not None
+        images, targets = mix(images, labels, 3, how)
+        inputs = reference.inputs(images)
+        draws = torch.from_numpy(uniform(0, positions, 8, "masked patches")).view(16, 4, 2)
+        supervised = functional.cross_entropy(model(inputs), targets, label_smoothing=0.1)
+        reference.update(step, supervised + 0.5 * patches(inputs, images, draws))
+    reference.assert_is(tmp_path, model)
+    _, contract = load_model(tmp_path)
+    assert contract.class_names == CLASSES
+    flops = 2 * compute.train_flops(contract.architecture)
+    assert metrics["exaflops"] == flops * 6 * 16 / 1e18
+    assert f"{flops / 1e9:.4g} GFLOPs per image in training" in capsys.readouterr().out
+
+
 def test_mocos_momentum_encoder_follows_what_deepspeed_trains(dataset, tmp_path):
     """A weight decay that shows: what is decayed but should not be, or the other way round, moves by 1 % a step."""
     config = configuration(**CONTRASTIVE | {"optimizer": {"weight_decay": 3.0}})
@@ -289,6 +313,7 @@ def test_two_workers_agree_with_one(dataset, tmp_path):
         configuration(mixup=0.4, cutmix=1.0, randaugment={"magnitude": 9.0}, model=SIZE | depth),
         configuration(**CONTRASTIVE | {"model": CONTRASTIVE["model"] | depth}),
         configuration(**MAE, model=SIZE | depth),
+        configuration(objective="sigmoid", auxiliary={"masked_patches": 0.5}, model=SIZE | depth),
     ]
     run_workers(2, _worker, tmp_path, configs, dataset)
     for config in configs:
