@@ -61,7 +61,7 @@ class Decoder(nn.Module):
         x = self.embed(tokens)
         prefix, visible = x[:, : self.prefix], x[:, self.prefix :]
         table = sincos2d_moco(self.grid, x.shape[2], x.device)[0].to(x.dtype)  # [n, w]
-        seen, hidden = order.split([visible.shape[1], order.shape[1] - visible.shape[1]], dim=1)
+        seen, hidden = order[:, : visible.shape[1]], order[:, visible.shape[1] :]
         x = torch.cat([self.mask_token + table[hidden], prefix, visible + table[seen]], dim=1)
         for layer in self.blocks:
             x = checkpoint(layer, x, use_reentrant=False) if recomputes else layer(x)
@@ -138,7 +138,7 @@ class MaskedAutoencoder(nn.Module):
         model, config = self.model, self.model.config
         x = model.assemble(model.patch_embed(images))
         seen = order[:, : self.options.visible(config.num_patches)]
-        prefix, patches = x.split([config.num_prefix_tokens, config.num_patches], dim=1)
+        prefix, patches = x[:, : config.num_prefix_tokens], x[:, config.num_prefix_tokens :]
         visible = patches.gather(1, seen[:, :, None].expand(-1, -1, config.width))
         tokens = model.encode(torch.cat([prefix, visible], dim=1), depth_draws=depth_draws)
         if config.norm_after_pooling:
