@@ -66,6 +66,7 @@ benchmarks: install  # on an otherwise idle machine; each prints its table and k
 	$(BIN)/python benchmarks/planning.py
 	$(BIN)/python benchmarks/report_query.py
 	$(BIN)/python benchmarks/train_step.py
+	$(BIN)/python benchmarks/mae.py
 	$(BIN)/python benchmarks/pretrain.py
 	$(BIN)/python benchmarks/loader.py
 	$(BIN)/python benchmarks/resume.py

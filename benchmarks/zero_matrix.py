@@ -30,14 +30,17 @@ def main() -> None:
     load = os.getloadavg()[0]
     results = measure(CASES)
 
-    def rows_of(result: Result) -> tuple[int, int, str, int]:
+    def rows_of(result: Result) -> tuple[int, int, str, int, str]:
         case = result.case
-        return case.workers, case.zero_stage, case.dtype, case.accumulation
+        return case.workers, case.zero_stage, case.dtype, case.accumulation, case.objective
 
     rows = []
-    for (workers, stage, dtype, parts), group in itertools.groupby(sorted(results, key=rows_of), rows_of):
+    for (workers, stage, dtype, parts, objective), group in itertools.groupby(
+        sorted(results, key=rows_of), rows_of
+    ):
         own = {(result.case.optimizer, result.case.clips): result for result in group}
         cells = [f"2, ZeRO-{stage}" if workers > 1 else "1", dtype, str(parts)]
+        cells[0] += ", masked autoencoder" if objective == "mae" else ""
         cells += [
             f"{own[ways].difference:.0e}" if ways in own else ""
             for ways in (*itertools.product(("AdamW", "SGD"), (True, False)), ("AdamW, averaged", True))

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from vit_model.bottlenecks import BottleneckStage, bottleneck_stages, stem_channels, stem_parameters
-from vit_model.config import Architecture, ResNetConfig, ViTConfig
+from vit_model.config import Architecture, MaeOptions, ResNetConfig, ViTConfig
 
 TPUV3_CORE_FLOPS = 61.5e12
 """Peak of a TPUv3 core in bfloat16: half of a chip's 123 TFLOP/s (Google Cloud's documentation of TPU v3)."""
@@ -23,20 +23,23 @@ TPUV3_UTILISATION = 0.38
 and 0.39 for L/16 on ImageNet-21k, 90 epochs (0.23k)."""
 
 
-def forward_macs(config: Architecture) -> int:
+def forward_macs(config: Architecture, mae: MaeOptions | None = None) -> int:
     """Return the multiply-accumulates of one image's forward pass.
 
     For a ViT: n c p^2 d + blocks (N (4 d^2 + 2 d m) + 2 N^2 d) + d classes, plus a hybrid's stem, scores of relative
     positions, the tanh layer, a MAP head and DeiT's second classifier. In axial blocks a token attends to its row or
     column and not to all N. For a ResNet: its convolutions and its classifier.
+
+    With `mae`, a ViT's blocks see the visible patches, and the decoder is added.
     """
     width, convolutions = config.width, _convolution_macs(config)
     if isinstance(config, ResNetConfig):
         return convolutions + width * config.num_classes
-    mlp, tokens = config.mlp_dim, config.num_tokens
     total = convolutions + _patch_values(config) * width
-    total += config.num_blocks * tokens * (4 * width * width + 2 * width * mlp)
-    total += 2 * tokens * _keys(config) * width
+    if mae is not None:
+        return total + _autoencoder_macs(config, mae)
+    mlp, tokens = config.mlp_dim, config.num_tokens
+    total += _block_macs(config, tokens)
     total += config.num_blocks * tokens * (2 * tokens - 1) * width * (config.position == "relative")
     if config.pooling == "map":
         total += 2 * tokens * (width * width + width) + 2 * width * width + 2 * width * mlp
@@ -44,22 +47,50 @@ def forward_macs(config: Architecture) -> int:
     return total + width * config.num_classes * (1 + config.distillation)
 
 
-def forward_flops(config: Architecture) -> int:
+def _block_macs(config: ViTConfig, tokens: int) -> int:
+    """Return what all blocks take with so many tokens, scores of relative positions apart."""
+    width, mlp = config.width, config.mlp_dim
+    total = config.num_blocks * tokens * (4 * width * width + 2 * width * mlp)
+    return total + 2 * tokens * _keys(config, tokens) * width
+
+
+def _autoencoder_macs(config: ViTConfig, mae: MaeOptions) -> int:
+    """Return what a masked autoencoder takes after its patch embedding."""
+    decoder, seen = mae.decoder(config), seen_tokens(config, mae)
+    masked = config.num_tokens - seen
+    total = _block_macs(config, seen) + _block_macs(decoder, config.num_tokens)
+    pixels = config.in_channels * config.patch_size**2
+    return total + decoder.width * (seen * config.width + masked * pixels)
+
+
+def seen_tokens(config: ViTConfig, mae: MaeOptions) -> int:
+    """Return the number of tokens that a masked autoencoder's encoder sees."""
+    return config.num_prefix_tokens + mae.visible(config.num_patches)
+
+
+def decoder_parameters(config: ViTConfig, mae: MaeOptions) -> int:
+    """Return the number of a masked autoencoder's weights outside its encoder."""
+    decoder, pixels = mae.decoder(config), config.in_channels * config.patch_size**2
+    # What its shape has as a patch embedding, [w, pixels] and [w], is its last layer's weights and its first's biases.
+    return decoder.num_parameters + config.width * decoder.width + decoder.width + pixels
+
+
+def forward_flops(config: Architecture, mae: MaeOptions | None = None) -> int:
     """Return the floating-point operations of one image's forward pass, two per MAC."""
-    return 2 * forward_macs(config)
+    return 2 * forward_macs(config, mae)
 
 
-def train_flops(config: Architecture) -> int:
+def train_flops(config: Architecture, mae: MaeOptions | None = None) -> int:
     """Return the floating-point operations of a training step per image; the backward pass takes twice the forward's.
 
     Recomputation by gradient checkpointing is not counted.
     """
-    return 3 * forward_flops(config)
+    return 3 * forward_flops(config, mae)
 
 
-def exaflops(config: Architecture, images: float) -> float:
+def exaflops(config: Architecture, images: float, mae: MaeOptions | None = None) -> float:
     """Return the 10^18 floating-point operations of training on `images`, counting an image each time it is seen."""
-    return train_flops(config) * images / 1e18
+    return train_flops(config, mae) * images / 1e18
 
 
 def device_hours(exaflops: float, peak_flops: float, utilisation: float) -> float:
@@ -136,7 +167,7 @@ def activation_bytes(
             raise ValueError("checkpointing needs transformer blocks; this model is a ResNet")
         # Standardised kernels, before and after division by their deviation.
         return convolutions + 2 * config.num_parameters * value_bytes
-    block = _block_bytes(config, value_bytes, fused_attention)
+    block = _block_bytes(config, config.num_tokens, value_bytes, fused_attention)
     if checkpointing:
         blocks = config.num_blocks * config.num_tokens * config.width * value_bytes + block
     else:
@@ -147,9 +178,42 @@ def activation_bytes(
     return images * kept + convolutions + kernels * value_bytes
 
 
-def _block_bytes(config: ViTConfig, value_bytes: int, fused_attention: bool) -> int:
-    """Return the bytes that one block keeps per image."""
-    width, mlp, tokens, heads = config.width, config.mlp_dim, config.num_tokens, config.num_heads
+def autoencoder_activation_bytes(
+    config: ViTConfig,
+    mae: MaeOptions,
+    images: int,
+    *,
+    value_bytes: int = 2,
+    fused_attention: tuple[bool, bool] = (True, True),
+    checkpointing: bool = False,
+) -> int:
+    """Return `activation_bytes` of a masked autoencoder, from the images to the predicted pixels.
+
+    Its encoder sees the visible patches and its decoder all tokens; `fused_attention` is for the two of them.
+    """
+    decoder, seen = mae.decoder(config), seen_tokens(config, mae)
+    masked, everything = config.num_tokens - seen, config.num_tokens
+    parts = ((config, seen), (decoder, everything))
+    blocks = [
+        _block_bytes(part, tokens, value_bytes, fused)
+        for (part, tokens), fused in zip(parts, fused_attention, strict=True)
+    ]
+    if checkpointing:
+        inputs = sum(part.num_blocks * tokens * part.width for part, tokens in parts)
+        kept = inputs * value_bytes + max(blocks)
+    else:
+        kept = sum(part.num_blocks * block for (part, _), block in zip(parts, blocks, strict=True))
+    # Patches; all tokens, of which some are gathered, and which; norms' inputs and outputs.
+    values = _patch_values(config) + (1 + config.norm_first) * everything * config.width
+    values += 2 * seen * config.width
+    values += (everything + masked) * decoder.width
+    kept += values * value_bytes + 8 * config.num_patches
+    return images * (kept + everything * config.width * (config.dropout > 0))
+
+
+def _block_bytes(config: ViTConfig, tokens: int, value_bytes: int, fused_attention: bool) -> int:
+    """Return the bytes that one block keeps per image of so many tokens."""
+    width, mlp, heads = config.width, config.mlp_dim, config.num_heads
     values = tokens * (8 * width + (2 + (config.gelu == "quick")) * mlp)
     values += 2 * tokens * width * (config.layer_scale is not None)
     relative = config.position == "relative"
@@ -158,7 +222,7 @@ def _block_bytes(config: ViTConfig, value_bytes: int, fused_attention: bool) -> 
     kept = values * value_bytes + 4 * 4 * tokens + tokens * (2 * width + mlp) * (config.dropout > 0)
     if fused_attention and not relative:
         return kept + 4 * tokens * heads
-    weights = tokens * heads * _keys(config) // config.num_blocks
+    weights = tokens * heads * _keys(config, tokens) // config.num_blocks
     return kept + weights * (4 if value_bytes == 4 else 4 + value_bytes)
 
 
@@ -174,9 +238,9 @@ def _values_outside(config: ViTConfig) -> int:
     return values + 2 * width * config.representation_head
 
 
-def _keys(config: ViTConfig) -> int:
-    """Return the number of tokens that a token attends to, summed over the blocks."""
-    return config.depth * (sum(config.grid) if config.axial else config.num_tokens)
+def _keys(config: ViTConfig, tokens: int) -> int:
+    """Return the number of tokens that each of so many tokens attends to, summed over the blocks."""
+    return config.depth * (sum(config.grid) if config.axial else tokens)
 
 
 def _patch_values(config: ViTConfig) -> int:

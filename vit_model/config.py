@@ -5,6 +5,7 @@ input) and `ModelContract` (a model artifact's config.json: all of that, the cla
 Use: `ViTConfig.variant("B/16", image_size=224, num_classes=1000)`.
 """
 
+import math
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, model_validator
@@ -226,6 +227,86 @@ class ViTConfig(ViTOptions):
         if self.position == "learned2d":
             return tables * (rows + columns) * (self.width // 2)
         return 0
+
+
+class MaeOptions(Frozen):
+    """A masked autoencoder's settings (He et al. 2022); the defaults are the authors'. The decoder is thrown away after
+    pretraining."""
+
+    mask_fraction: float = Field(
+        0.75, gt=0, lt=1, description="of an image's patches; the encoder sees the others, rounded down"
+    )
+    decoder_width: PositiveInt = Field(512, multiple_of=4)
+    decoder_depth: PositiveInt = Field(
+        8,
+        description="blocks; 1 takes less time and is as good for fine-tuning, but not for a linear classifier",
+    )
+    decoder_heads: PositiveInt = 16
+    normalise: bool = Field(
+        True, description="the targets are each patch's pixels minus their mean, divided by their deviation"
+    )
+
+    @model_validator(mode="after")
+    def _heads_fit(self) -> Self:
+        if self.decoder_width % self.decoder_heads:
+            raise ValueError(
+                f"decoder_width {self.decoder_width} is not a multiple of decoder_heads {self.decoder_heads}"
+            )
+        return self
+
+    def visible(self, num_patches: int) -> int:
+        """Return how many of an image's patches the encoder sees."""
+        # Floating-point error must not round 10 * (1 - 0.9) down to 0.
+        return math.floor(num_patches * (1 - self.mask_fraction) + 1e-9)
+
+    def decoder(self, encoder: ViTConfig) -> ViTConfig:
+        """Return the shape of the decoder's blocks: MLPs four times as wide, GELU and norms as the encoder's."""
+        return ViTConfig(
+            image_size=encoder.image_size,
+            patch_size=encoder.patch_size,
+            in_channels=encoder.in_channels,
+            width=self.decoder_width,
+            depth=self.decoder_depth,
+            num_heads=self.decoder_heads,
+            mlp_dim=4 * self.decoder_width,
+            pooling="gap",
+            position="sincos2d_moco",
+            gelu=encoder.gelu,
+            layer_norm_eps=encoder.layer_norm_eps,
+        )
+
+    def check(self, encoder: ViTConfig) -> None:
+        """Raise ValueError for an encoder that cannot be trained in this way."""
+        patches = encoder.num_patches
+        visible = self.visible(patches)
+        for wrong, message in (
+            (
+                encoder.num_classes or encoder.representation_head or encoder.pooling == "map",
+                f"has no head: num_classes is {encoder.num_classes}, representation_head"
+                f" {encoder.representation_head}, pooling {encoder.pooling!r}; use 0, False, and 'cls' or 'gap'",
+            ),
+            (
+                encoder.position == "relative" or encoder.position_at != "stem" or encoder.axial,
+                f"encodes some of the patches, which keep their positions only if these are added before the first"
+                f" block: position is {encoder.position!r}, position_at {encoder.position_at!r}, axial"
+                f" {encoder.axial}; use a learned or fixed position, 'stem' and False",
+            ),
+            (
+                encoder.stem is not None,
+                "must not see masked pixels, which the convolutions of a hybrid's stem spread; use stem null",
+            ),
+            (
+                not 0 < visible < patches,
+                f"needs visible and masked patches: mask_fraction {self.mask_fraction} of {patches} leaves"
+                f" {visible} visible; use a higher resolution or another mask_fraction",
+            ),
+            (
+                self.normalise and encoder.patch_size == 1,
+                "cannot normalise patches of a single pixel (patch_size 1); use normalise false",
+            ),
+        ):
+            if wrong:
+                raise ValueError(f"a masked autoencoder {message}")
 
 
 def neighbours(side: int, patch_size: int) -> str:

@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from vit_model.config import ViTConfig
 from vit_model.model import ViT
 from vit_model.objectives import in_full
 
@@ -114,19 +115,40 @@ def targets(pixels: Tensor, patch_size: int, target: Target) -> Tensor:
     return ((blocks // (256 // LEVELS)).long() * weights).sum(dim=-1)
 
 
+def check_batch(
+    config: ViTConfig, images: Tensor, pixels: Tensor, draws: Tensor, *draws_per_patch: int
+) -> None:
+    """Raise ValueError unless these fit the model and each other.
+
+    Images are [b, c, height, width], pixels uint8 [b, height, width, c], draws float64 [b, n, *draws_per_patch].
+    """
+    b, channels, sides = len(images), config.in_channels, config.image_shape
+    for name, tensor, shape, dtype in (
+        ("images", images, [b, channels, *sides], images.dtype),
+        ("pixels", pixels, [b, *sides, channels], torch.uint8),
+        ("draws", draws, [b, config.num_patches, *draws_per_patch], torch.float64),
+    ):
+        if (list(tensor.shape), tensor.dtype) != (shape, dtype):
+            raise ValueError(
+                f"{name} are {tensor.dtype} {list(tensor.shape)}; this model needs {dtype} {shape}"
+            )
+
+
 class MaskedPatches(nn.Module):
     """A ViT with the task's own parts: the mask vector and one linear layer on the tokens of corrupted patches.
 
     Both start from zero, as the class token and a classifier do, so the first cross-entropy is log(8^c).
-    Raises ValueError for a ViT with parts that the task would not train, or with a single patch.
+    Raises ValueError for a ViT with parts that the task would not train, unless another one does (`beside_labels`), or
+    with a single patch.
     """
 
-    def __init__(self, model: ViT, target: Target = "mean_colour") -> None:
+    def __init__(self, model: ViT, target: Target = "mean_colour", beside_labels: bool = False) -> None:
         super().__init__()
         config = model.config
         if target not in get_args(Target):
             raise ValueError(f"unknown target {target!r}; expected one of: {', '.join(get_args(Target))}")
-        if config.num_classes or config.representation_head or config.pooling == "map":
+        has_head = bool(config.num_classes or config.representation_head or config.pooling == "map")
+        if has_head and not beside_labels:
             raise ValueError(
                 f"masked patch prediction trains no head: num_classes is {config.num_classes}, representation_head "
                 f"{config.representation_head}, pooling {config.pooling!r}; use 0, False, and 'cls' or 'gap'"
@@ -163,17 +185,7 @@ class MaskedPatches(nn.Module):
         Raises ValueError for images, pixels or draws of another shape or dtype.
         """
         config = self.model.config
-        channels, sides, n = config.in_channels, config.image_shape, config.num_patches
-        b = len(images)
-        for name, tensor, shape, dtype in (
-            ("images", images, [b, channels, *sides], images.dtype),
-            ("pixels", pixels, [b, *sides, channels], torch.uint8),
-            ("draws", draws, [b, n, DRAWS], torch.float64),
-        ):
-            if (list(tensor.shape), tensor.dtype) != (shape, dtype):
-                raise ValueError(
-                    f"{name} are {tensor.dtype} {list(tensor.shape)}; this model needs {dtype} {shape}"
-                )
+        check_batch(config, images, pixels, draws, DRAWS)
         plan = corruption(draws)
         patches = corrupt(self.model.patch_embed(images), self.mask_token, plan)
         tokens = self._tokens(patches, depth_draws)
@@ -191,3 +203,29 @@ class MaskedPatches(nn.Module):
         if self.model.config.norm_after_pooling:
             tokens = self.model.fc_norm(tokens)
         return tokens[:, self.model.config.num_prefix_tokens :]
+
+
+class PatchesBesideLabels(nn.Module):
+    """A classifier that also predicts masked patches, as an auxiliary task. `patches.model` is the ViT.
+
+    The two tasks see the image in two passes: the classifier whole, the auxiliary task with corrupted patches. One pass
+    for both would train the classifier on corrupted images only.
+    """
+
+    def __init__(self, model: ViT, target: Target = "mean_colour") -> None:
+        super().__init__()
+        self.patches = MaskedPatches(model, target, beside_labels=True)
+
+    def forward(
+        self,
+        images: Tensor,
+        pixels: Tensor | None = None,
+        draws: Tensor | None = None,
+        depth_draws: Tensor | None = None,
+        depth_draws_of_patches: Tensor | None = None,
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """Return the logits [b, classes], and the loss of `MaskedPatches` if there are pixels and draws for it."""
+        logits: Tensor = self.patches.model(images, depth_draws)
+        if pixels is None:
+            return logits
+        return logits, self.patches(images, pixels, draws, depth_draws_of_patches)

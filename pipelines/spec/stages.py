@@ -13,14 +13,14 @@ from pipelines.spec.fields import Seed, ascending, checkpoint, distinct, executi
 from pipelines.spec.optimizer import Optimizer, check_optimizer
 from pipelines.spec.shapes import Model, ModelSize, check_patches
 from pipelines.spec.sources import Source
-from vit_model.config import Frozen, later
+from vit_model.config import Frozen, MaeOptions, later
 
 Shots = Annotated[int, Field(ge=1)]
 Steps = Annotated[int, Field(ge=1)]
 Rate = Annotated[float, Field(gt=0)]
 Dtype = Literal["bfloat16", "float32"]
-Objective = Literal["softmax", "sigmoid", "masked_patches", "contrastive"]
-WITHOUT_LABELS: tuple[Objective, ...] = ("masked_patches", "contrastive")
+Objective = Literal["softmax", "sigmoid", "masked_patches", "contrastive", "mae"]
+WITHOUT_LABELS: tuple[Objective, ...] = ("masked_patches", "contrastive", "mae")
 PatchTarget = Literal["mean_colour", "4x4", "pixels"]
 SeenInTraining = Literal["fail", "report"]
 Method = Literal["majority", "k-NN", "logistic regression", "RBF SVM"]
@@ -184,6 +184,14 @@ class Contrastive(Frozen):
     )
 
 
+class Auxiliary(Frozen):
+    """Tasks without labels whose losses are added to the labels'; each image is computed once more for it."""
+
+    masked_patches: float = Field(
+        gt=0, description="the weight of masked patch prediction, whose target is patch_target"
+    )
+
+
 class Pretrain(_Stage):
     """Pretraining with DeepSpeed ZeRO on Ray Train (paper, section 3.1 and Table 3)."""
 
@@ -214,15 +222,17 @@ class Pretrain(_Stage):
         "softmax",
         description="cross-entropy by softmax, or by sigmoid and summed over the classes, which goes with"
         " model.head_bias: -10 and model.representation_head: true in the authors' recipe; or, without labels and with"
-        " a model without a classifier as the result, the colours of corrupted patches (section 4.6), or MoCo v3:"
-        " which of two views are of the same image",
+        " a model without a classifier as the result, the colours of corrupted patches (section 4.6), MoCo v3: which of"
+        " two views are of the same image, or a masked autoencoder: the pixels of masked patches",
     )
     patch_target: PatchTarget = later(
         "mean_colour",
-        description="the target of masked_patches: a patch's mean colour at 3 bits per channel (the paper), that of"
-        " each of its 4x4 parts, or, by regression, all its pixels",
+        description="the target of masked_patches, as objective or auxiliary: a patch's mean colour at 3 bits per"
+        " channel (the paper), that of each of its 4x4 parts, or, by regression, all its pixels",
     )
     contrastive: Contrastive = later(Contrastive())
+    mae: MaeOptions = later(MaeOptions())
+    auxiliary: Auxiliary | None = later(None, description="with objective softmax or sigmoid, for ViTs")
     label_smoothing: float = Field(0.0, ge=0, lt=1)
     dtype: Dtype = "bfloat16"
     zero_stage: Literal[0, 1, 2, 3] = 1
@@ -302,6 +312,16 @@ class Pretrain(_Stage):
         """Images per micro-batch, over all workers: the number of workers must divide it."""
         return self.batch_size // self.gradient_accumulation_steps
 
+    @property
+    def passes(self) -> int:
+        """How often a step computes each image."""
+        return 1 if self.auxiliary is None else 2
+
+    @property
+    def autoencoder(self) -> MaeOptions | None:
+        """The settings of a masked autoencoder, if that is the objective."""
+        return self.mae if self.objective == "mae" else None
+
     @model_validator(mode="after")
     def _objective_fits(self) -> Self:
         smoothing = self.label_smoothing
@@ -310,13 +330,30 @@ class Pretrain(_Stage):
                 f"label_smoothing {smoothing}: with objective sigmoid it is how often each of a class's answers is"
                 " wrong, so it must be below 0.5, such as 0.0001"
             )
-        if self.patch_target != "mean_colour" and self.objective != "masked_patches":
+        if self.patch_target != "mean_colour" and self.objective != "masked_patches" and not self.auxiliary:
             raise ValueError(f"patch_target {self.patch_target} is for objective masked_patches")
         if self.contrastive != Contrastive() and self.objective != "contrastive":
             raise ValueError("contrastive has settings that only objective contrastive uses; remove it")
+        if self.mae != MaeOptions() and self.objective != "mae":
+            raise ValueError("mae has settings that only objective mae uses; remove it")
         if self.objective in WITHOUT_LABELS:
             self._check_no_labels()
+        if self.auxiliary is not None:
+            self._check_auxiliary()
         return self
+
+    def _check_auxiliary(self) -> None:
+        """Raise ValueError for fields that do not apply to an auxiliary task."""
+        if self.objective in WITHOUT_LABELS:
+            raise ValueError(
+                f"auxiliary is beside labels, which objective {self.objective} does not use; remove it"
+            )
+        if not isinstance(self.model, ModelSize):
+            raise ValueError(
+                f"auxiliary needs a ViT, because it uses patches; model is a {self.model.family}"
+            )
+        if self.resolution == self.model.patch_size:
+            raise ValueError(f"resolution {self.resolution} is a single patch; auxiliary needs two or more")
 
     def _check_no_labels(self) -> None:
         """Raise ValueError for fields that do not apply to an objective without labels."""
@@ -332,6 +369,9 @@ class Pretrain(_Stage):
             )
         if self.objective == "contrastive":
             self._check_contrastive()
+            return
+        if self.objective == "mae":
+            self.mae.check(self.model.architecture(self.resolution, channels=3, num_classes=0))
             return
         if self.model.pooling == "map":
             raise ValueError("objective masked_patches does not train model.pooling map; use cls or gap")

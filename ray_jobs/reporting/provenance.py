@@ -112,12 +112,15 @@ _OBJECTIVES = {
     "sigmoid": "Supervised pretraining (sigmoid cross-entropy)",
     "masked_patches": "Pretraining without labels (masked patch prediction)",
     "contrastive": "Pretraining without labels (MoCo v3)",
+    "mae": "Pretraining without labels (masked autoencoder)",
 }
 
 
 def _pretrain(config: Mapping[str, Any], inputs: Mapping[str, str]) -> str:
     optimizer = config["optimizer"]
     objective = _OBJECTIVES[config.get("objective", "softmax")]
+    if auxiliary := config.get("auxiliary"):
+        objective += f" with masked patch prediction (weight {auxiliary['masked_patches']:g})"
     return (
         f"{objective} on the train split of {inputs['data']}: {_size(config['model'])}, resolution "
         f"{config['resolution']}, {config['steps']:,} steps of {config['batch_size']} images, learning rate "

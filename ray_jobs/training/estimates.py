@@ -41,16 +41,37 @@ def memory(config: Pretrain, architecture: Architecture, world: int, device: tor
     Raises:
         UserError: the workers cannot share a micro-batch evenly.
     """
-    dtype = devices.torch_dtype(config.dtype, device)
-    activations = compute.activation_bytes(
-        architecture,
-        optim.micro_batch_share(config, world),
-        value_bytes=dtype.itemsize,
-        fused_attention=isinstance(architecture, ViTConfig)
-        and is_fused(device, dtype, architecture.num_tokens),
-        checkpointing=config.activation_checkpointing,
-    )
-    return Memory(activations, state_bytes(architecture.num_parameters, config, world, dtype.itemsize))
+    dtype, images = devices.torch_dtype(config.dtype, device), optim.micro_batch_share(config, world)
+    parameters = architecture.num_parameters
+    if config.autoencoder is not None:
+        assert isinstance(architecture, ViTConfig), "the configuration allows only ViTs here"
+        parameters += compute.decoder_parameters(architecture, config.autoencoder)
+        sequences = compute.seen_tokens(architecture, config.autoencoder), architecture.num_tokens
+        encoder_is_fused, decoder_is_fused = (is_fused(device, dtype, tokens) for tokens in sequences)
+        activations = compute.autoencoder_activation_bytes(
+            architecture,
+            config.autoencoder,
+            images,
+            value_bytes=dtype.itemsize,
+            fused_attention=(encoder_is_fused, decoder_is_fused),
+            checkpointing=config.activation_checkpointing,
+        )
+    else:
+        activations = compute.activation_bytes(
+            architecture,
+            images,
+            value_bytes=dtype.itemsize,
+            fused_attention=isinstance(architecture, ViTConfig)
+            and is_fused(device, dtype, architecture.num_tokens),
+            checkpointing=config.activation_checkpointing,
+        )
+    activations *= config.passes
+    return Memory(activations, state_bytes(parameters, config, world, dtype.itemsize))
+
+
+def train_flops(config: Pretrain, architecture: Architecture) -> int:
+    """Return the floating-point operations of a training step per image, all passes together."""
+    return config.passes * compute.train_flops(architecture, config.autoencoder)
 
 
 def require(needed: Memory, there: int, workers: int) -> None:
@@ -74,15 +95,17 @@ def require(needed: Memory, there: int, workers: int) -> None:
 
 def lines(config: Pretrain, architecture: Architecture, world: int, needed: Memory) -> tuple[str, str, str]:
     """Describe what the configuration implies in three lines: the batch, operations, and memory per worker."""
-    exaflops = compute.exaflops(architecture, config.steps * config.batch_size)
+    forward = config.passes * compute.forward_flops(architecture, config.autoencoder)
+    flops = train_flops(config, architecture)
+    exaflops = flops * config.steps * config.batch_size / 1e18
     images, parts = optim.micro_batch_share(config, world), config.gradient_accumulation_steps
     states, buffers, _ = needed.engine
     return (
         f"batch: {config.batch_size:,} images = {world} {'worker' if world == 1 else 'workers'}"
         f" x {parts} {'micro-batch' if parts == 1 else 'micro-batches'} x {images:,} images",
         f"compute: {architecture.num_parameters:,} parameters"
-        f" · {compute.forward_flops(architecture) / 1e9:.4g} GFLOPs per image forward"
-        f" · {compute.train_flops(architecture) / 1e9:.4g} GFLOPs per image in training"
+        f" · {forward / 1e9:.4g} GFLOPs per image forward"
+        f" · {flops / 1e9:.4g} GFLOPs per image in training"
         f" · {exaflops:.4g} exaFLOPs in {config.steps:,} steps of {config.batch_size:,} images"
         f" · {compute.tpuv3_core_days(exaflops):.2g} TPUv3-core-days",
         f"estimated memory per worker (of {world}): {needed.most / _MIB:,.1f} MiB at most"

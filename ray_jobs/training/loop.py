@@ -35,7 +35,6 @@ from ray_jobs.training.checkpoint import Saved, Saver, WorkerState
 from ray_jobs.training.contract import model_contract
 from ray_jobs.training.engine import Engine, Piece, make_engine
 from ray_jobs.training.guard import Guard
-from vit_model import compute
 from vit_model.build import Network, build
 from vit_model.config import ModelContract
 from vit_model.contrastive import MomentumEncoder, momentum
@@ -133,20 +132,20 @@ def train(
         loading = _summed(batches.metrics(), device, worker)
         weights = engine.full_weights()
     if output is not None:
-        prefix = "" if labelled else "model."
+        prefix = objective.model_prefix(config)
         save_model(output, as_model(contract, weights, prefix), contract)
         (output / "curve.json").write_text(json.dumps(curve.points, indent=1) + "\n")
         write_named(output, contract, prefix, config.steps, curve.best, saver)
     here = (config.steps - first) * config.batch_size  # images since the last start
-    exaflops = compute.exaflops(contract.architecture, config.steps * config.batch_size)
+    flops = estimates.train_flops(config, contract.architecture)  # per image
     metrics: dict[str, float | int | str] = {
         "parameters": contract.architecture.num_parameters,
         "workers": worker.world,
         "device": str(device.type),
         "train_seconds": seconds,
         "images_per_second": here / seconds,
-        "exaflops": exaflops,
-        "flops_per_second": compute.exaflops(contract.architecture, here) * 1e18 / seconds,
+        "exaflops": flops * config.steps * config.batch_size / 1e18,
+        "flops_per_second": flops * here / seconds,
         "final_loss": curve.points[-1]["loss"],
         **loading,
     }

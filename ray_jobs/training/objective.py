@@ -11,12 +11,13 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from pipelines.spec import Pretrain
+from pipelines.spec import WITHOUT_LABELS, Pretrain
 from ray_jobs.augment import depth_draws, uniform
 from vit_model.build import Network
 from vit_model.config import ModelContract, ViTConfig
 from vit_model.contrastive import MoCo, MomentumEncoder
-from vit_model.masked_patches import DRAWS, MaskedPatches
+from vit_model.masked_autoencoder import MaskedAutoencoder
+from vit_model.masked_patches import DRAWS, MaskedPatches, PatchesBesideLabels
 from vit_model.model import ViT
 from vit_model.objectives import sigmoid_cross_entropy, softmax_cross_entropy
 from vit_model.preprocessing import normalise
@@ -25,16 +26,27 @@ from vit_model.preprocessing import normalise
 def make_task(config: Pretrain, model: Network) -> tuple[torch.nn.Module, MomentumEncoder | None]:
     """Return the module to train, and MoCo's momentum encoder of it (None for other objectives).
 
-    With labels the module is the model itself; otherwise it wraps the model as its attribute `model`.
+    `model_prefix` says where the module has the model.
     """
-    if config.objective in ("softmax", "sigmoid"):
+    if config.objective in ("softmax", "sigmoid") and config.auxiliary is None:
         return model, None
     assert isinstance(model, ViT), "the configuration allows only ViTs here"
+    if config.auxiliary is not None:
+        return PatchesBesideLabels(model, config.patch_target), None
     if config.objective == "masked_patches":
         return MaskedPatches(model, config.patch_target), None
+    if config.objective == "mae":
+        return MaskedAutoencoder(model, config.mae, seed=config.seed), None
     settings = config.contrastive
     task = MoCo(model, settings.hidden_width, settings.output_width, settings.temperature, seed=config.seed)
     return task, MomentumEncoder(task)
+
+
+def model_prefix(config: Pretrain) -> str:
+    """Return what the names of the model's weights begin with in the module of `make_task`."""
+    if config.auxiliary is not None:
+        return "patches.model."
+    return "model." if config.objective in WITHOUT_LABELS else ""
 
 
 def batch_loss(
@@ -52,10 +64,11 @@ def batch_loss(
     Args:
         views: one or two batches of images from `TrainTransform`, uint8 [n, h, w, c].
         targets: labels or probabilities from `TrainTransform`.
-        positions: [n], the numbers of the samples over the whole training; they decide which patches are corrupted,
-            and which blocks stochastic depth leaves out.
+        positions: [n], the numbers of the samples over the whole training; they decide which patches are corrupted or
+            masked, and which blocks stochastic depth leaves out.
     """
-    depth = depth_draws(contract.architecture, config.seed, positions, views[0].device, len(views))
+    passes = max(len(views), config.passes)
+    depth = depth_draws(contract.architecture, config.seed, positions, views[0].device, passes)
     if momentum_encoder is not None:
         one, other = (normalise(view, contract.preprocessing, dtype) for view in views)
         with torch.autocast(one.device.type, torch.bfloat16, enabled=dtype == torch.bfloat16):
@@ -64,12 +77,24 @@ def batch_loss(
         return contrastive
     (images,) = views
     inputs = normalise(images, contract.preprocessing, dtype)
-    if config.objective == "masked_patches":
-        assert isinstance(contract.architecture, ViTConfig), "the configuration allows only ViTs here"
-        patches = contract.architecture.num_patches
-        draws = torch.from_numpy(uniform(config.seed, positions, patches * DRAWS, "masked patches"))
-        draws = draws.view(-1, patches, DRAWS).to(images.device)
+    if config.objective in ("masked_patches", "mae"):
+        draws = mask_draws(config, contract, positions).to(images.device)
         loss: torch.Tensor = engine(inputs, images, draws, *depth)
         return loss
     cross_entropy = sigmoid_cross_entropy if config.objective == "sigmoid" else softmax_cross_entropy
-    return cross_entropy(engine(inputs, *depth), targets, config.label_smoothing)
+    if config.auxiliary is None:
+        return cross_entropy(engine(inputs, *depth), targets, config.label_smoothing)
+    draws = mask_draws(config, contract, positions).to(images.device)
+    logits, of_patches = engine(inputs, images, draws, *depth)
+    supervised = cross_entropy(logits, targets, config.label_smoothing)
+    return supervised + config.auxiliary.masked_patches * of_patches
+
+
+def mask_draws(config: Pretrain, contract: ModelContract, positions: NDArray[np.int64]) -> torch.Tensor:
+    """Return the samples' draws for masked patches, [n, patches, 2], or a masked autoencoder, [n, patches]."""
+    assert isinstance(contract.architecture, ViTConfig), "the configuration allows only ViTs here"
+    patches = contract.architecture.num_patches
+    if config.objective == "mae":
+        return torch.from_numpy(uniform(config.seed, positions, patches, "masked autoencoder"))
+    draws = torch.from_numpy(uniform(config.seed, positions, patches * DRAWS, "masked patches"))
+    return draws.view(-1, patches, DRAWS)

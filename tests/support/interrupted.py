@@ -30,6 +30,7 @@ MOCO = {
     "augment": "resized_crop_flip",
     "contrastive": {"hidden_width": 32, "output_width": 8},
 }
+MAE = {"objective": "mae", "mae": {"decoder_width": 16, "decoder_depth": 1, "decoder_heads": 2}}
 SIZE = {"patch_size": 4, "width": 16, "depth": 2, "num_heads": 2}
 CASES: dict[str, dict[str, Any]] = {
     "plain fp32": {"zero_stage": 0, "dtype": "float32"},
@@ -41,6 +42,8 @@ CASES: dict[str, dict[str, Any]] = {
     "ZeRO-1 bf16": {"zero_stage": 1},
     "ZeRO-2 bf16 masked patches": {"zero_stage": 2, "objective": "masked_patches"},
     "ZeRO-3 bf16": {"zero_stage": 3},
+    "ZeRO-3 bf16 labels and patches": {"zero_stage": 3, "auxiliary": {"masked_patches": 0.5}},
+    "ZeRO-3 bf16 MAE": {"zero_stage": 3, **MAE},
     "ZeRO-1 bf16 MoCo": {"zero_stage": 1, **MOCO},
     "ZeRO-1 fp32": {"zero_stage": 1, "dtype": "float32"},
     "ZeRO-2 fp32": {"zero_stage": 2, "dtype": "float32"},

@@ -39,15 +39,22 @@ def hugging_face_names(weights: dict[str, Tensor], config: ViTConfig) -> dict[st
         ),
         "vit.embeddings.patch_embeddings.projection.bias": weights["patch_embed.proj.bias"],
     }
-    renamed = {"norm1": "layernorm_before", "norm2": "layernorm_after", "attn.proj": "attention.o_proj"}
-    renamed |= {"mlp.fc1": "mlp.fc1", "mlp.fc2": "mlp.fc2"}
     for kind in ("weight", "bias"):
         out[f"vit.layernorm.{kind}"] = weights[f"norm.{kind}"]
         out[f"classifier.{kind}"] = weights[f"head.{kind}"]
-        for layer in range(config.depth):
-            ours, theirs = f"blocks.{layer}", f"vit.layers.{layer}"
+    return out | hugging_face_blocks(weights, "blocks", "vit.layers", config.depth)
+
+
+def hugging_face_blocks(weights: dict[str, Tensor], ours: str, theirs: str, depth: int) -> dict[str, Tensor]:
+    """Our blocks' tensors below the name `ours` as transformers names them below `theirs`."""
+    renamed = {"norm1": "layernorm_before", "norm2": "layernorm_after", "attn.proj": "attention.o_proj"}
+    renamed |= {"mlp.fc1": "mlp.fc1", "mlp.fc2": "mlp.fc2"}
+    out = {}
+    for layer in range(depth):
+        for kind in ("weight", "bias"):
             for old, new in renamed.items():
-                out[f"{theirs}.{new}.{kind}"] = weights[f"{ours}.{old}.{kind}"]
-            for name, part in zip("qkv", weights[f"{ours}.attn.qkv.{kind}"].chunk(3), strict=True):
-                out[f"{theirs}.attention.{name}_proj.{kind}"] = part
+                out[f"{theirs}.{layer}.{new}.{kind}"] = weights[f"{ours}.{layer}.{old}.{kind}"]
+            parts = weights[f"{ours}.{layer}.attn.qkv.{kind}"].chunk(3)
+            for name, part in zip("qkv", parts, strict=True):
+                out[f"{theirs}.{layer}.attention.{name}_proj.{kind}"] = part
     return out

@@ -1,7 +1,8 @@
 """Every engine against plain torch: weights after some steps, undisturbed and continued by other engines.
 
 The reference (`expected_weights`) is a loop that uses nothing of `ray_jobs.training`. The model is a small ViT with
-kernels that ZeRO-3 gathers when they are used, vectors that it keeps whole, and a frozen part, as MoCo's.
+kernels that ZeRO-3 gathers when they are used, vectors that it keeps whole, and a frozen part, as MoCo's; alone, or as
+the encoder of a masked autoencoder.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import os
 import tempfile
 import warnings
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -28,7 +29,8 @@ from pipelines.spec import ModelSize, Pretrain
 from ray_jobs.training import optim
 from ray_jobs.training.engine import WEIGHTS, Engine, make_engine
 from tests.support.workers import run_workers
-from vit_model.config import ViTConfig
+from vit_model.config import MaeOptions, ViTConfig
+from vit_model.masked_autoencoder import MaskedAutoencoder
 from vit_model.model import ViT
 
 BATCH, STEPS, SAVED = 16, 6, 3
@@ -62,6 +64,7 @@ class Case(NamedTuple):
     clips: bool
     optimizer: str
     workers: int
+    objective: str = "softmax"
 
 
 # One process is plain torch at every stage.
@@ -76,6 +79,7 @@ CASES += [
     Case(stage, dtype, 1, True, "AdamW, averaged", workers)
     for (stage, workers), dtype in itertools.product(_WHERE, ("float32", "bfloat16"))
 ]
+CASES.append(Case(3, "bfloat16", 4, True, "AdamW", 2, "mae"))
 
 
 class Result(NamedTuple):
@@ -118,11 +122,12 @@ def _worker(rank: int, meeting: str, cases: Sequence[Case], output: Path) -> Non
         1 << 17
     )  # needed several times for the model's 900,000 weights, as ours is for large models
     # ZeRO-3 replaces functions of torch in the process, so the references come first.
-    kinds = {(case.dtype, case.clips, case.optimizer) for case in cases}
+    kinds = {(case.dtype, case.clips, case.optimizer, case.objective) for case in cases}
     expected = {kind: expected_weights(*kind) for kind in sorted(kinds)}
     results = []
     for case in cases:
-        results.append(_result(case, expected[case.dtype, case.clips, case.optimizer], rank))
+        kind = (case.dtype, case.clips, case.optimizer, case.objective)
+        results.append(_result(case, expected[kind], rank))
         gc.collect()  # DeepSpeed's engines refer to themselves
     if rank == 0:
         output.write_text(json.dumps(results))
@@ -130,7 +135,7 @@ def _worker(rank: int, meeting: str, cases: Sequence[Case], output: Path) -> Non
 
 
 def _result(case: Case, expected: Weights, rank: int) -> Result:
-    engine = make(case, make_module())
+    engine = make(case, make_module(case.objective))
     train(engine, case, range(SAVED), rank)
     state = state_of(engine, case)
     train(engine, case, range(SAVED, STEPS), rank)
@@ -143,16 +148,15 @@ def _result(case: Case, expected: Weights, rank: int) -> Result:
         other = continued(case._replace(zero_stage=stage, workers=workers), state, rank)
         resumed[where(stage, workers)] = difference(other, weights)
     is_same = all(torch.equal(values, weights[name]) for name, values in again.items())
-    return Result(
-        case, difference(weights, expected), of_change(weights, expected), is_same, is_guarded, resumed
-    )
+    change = of_change(weights, expected, case.objective)
+    return Result(case, difference(weights, expected), change, is_same, is_guarded, resumed)
 
 
 def _is_guarded(engine: Engine, case: Case, rank: int) -> bool:
     before = state_of(engine, case)
-    images, labels = (values.chunk(case.workers)[rank % case.workers] for values in batch(STEPS))
+    share = [values.chunk(case.workers)[rank % case.workers] for values in batch(STEPS)]
     for number in range(case.accumulation):
-        loss = F.cross_entropy(engine(images.to(getattr(torch, case.dtype))).float(), labels)
+        loss = loss_of(engine, case.objective, case.dtype, *share)
         engine.backward(loss * math.inf if rank == number == 0 else loss)
     norm = engine.step(_peak(case))
     after = state_of(engine, case)
@@ -166,28 +170,51 @@ def where(stage: int, workers: int) -> str:
     return "one process" if workers == 1 else f"ZeRO-{stage}, {workers} workers"
 
 
-def make_module() -> ViT:
+def make_module(objective: str) -> ViT | MaskedAutoencoder:
     """All weights are random: rounding errors count relative to them, and nothing begins with a gradient of zero."""
     config = ViTConfig(
         image_size=8, patch_size=4, in_channels=1, width=192, depth=2, num_heads=3, mlp_dim=768, num_classes=3
     )
-    module, generator = ViT(config), torch.Generator().manual_seed(0)
+    model, generator = ViT(config), torch.Generator().manual_seed(0)
+    module: ViT | MaskedAutoencoder = model
+    if objective == "mae":
+        model = ViT(config.model_copy(update={"num_classes": 0}))
+        module = MaskedAutoencoder(model, MaeOptions(decoder_width=192, decoder_depth=1, decoder_heads=3))
     with torch.no_grad():
         for weight in module.parameters():
             weight += 0.05 * torch.randn(weight.shape, generator=generator)
-    module.patch_embed.proj.requires_grad_(False)
+    model.patch_embed.proj.requires_grad_(False)
     return module
 
 
-def batch(step: int) -> tuple[Tensor, Tensor]:
-    """The images and labels of a step, over all workers."""
+def batch(step: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The images of a step over all workers, their labels, and their pixels and draws for a masked autoencoder."""
     generator = torch.Generator().manual_seed(step)
-    return torch.randn(BATCH, 1, 8, 8, generator=generator), torch.arange(BATCH) % 3
+    images = torch.randn(BATCH, 1, 8, 8, generator=generator)
+    pixels = torch.randint(256, (BATCH, 8, 8, 1), generator=generator, dtype=torch.uint8)
+    draws = torch.rand(BATCH, 4, generator=generator, dtype=torch.float64)
+    return images, torch.arange(BATCH) % 3, pixels, draws
 
 
-def expected_weights(dtype: str, clips: bool, optimizer: str) -> Weights:
+def loss_of(
+    network: Callable[..., Tensor],
+    objective: str,
+    dtype: str,
+    images: Tensor,
+    labels: Tensor,
+    pixels: Tensor,
+    draws: Tensor,
+) -> Tensor:
+    """The loss of part of a batch."""
+    images = images.to(getattr(torch, dtype))
+    if objective == "mae":
+        return network(images, pixels, draws)
+    return F.cross_entropy(network(images).float(), labels)
+
+
+def expected_weights(dtype: str, clips: bool, optimizer: str, objective: str) -> Weights:
     """The reference: one process, the whole batch at once, float32 master weights, torch's own clipping."""
-    masters = make_module()
+    masters = make_module(objective)
     working = copy.deepcopy(masters).to(getattr(torch, dtype))
     named = [(name, weight) for name, weight in masters.named_parameters() if weight.requires_grad]
     kernels = {
@@ -207,8 +234,7 @@ def expected_weights(dtype: str, clips: bool, optimizer: str) -> Weights:
     for step in range(STEPS):
         working.load_state_dict(masters.state_dict())
         working.zero_grad()
-        images, labels = batch(step)
-        F.cross_entropy(working(images.to(getattr(torch, dtype))).float(), labels).backward()
+        loss_of(working, objective, dtype, *batch(step)).backward()
         for master, rounded in zip(masters.parameters(), working.parameters(), strict=True):
             master.grad = None if rounded.grad is None else rounded.grad.float()
         if clips:
@@ -222,7 +248,7 @@ def expected_weights(dtype: str, clips: bool, optimizer: str) -> Weights:
     return averages
 
 
-def make(case: Case, module: ViT) -> Engine:
+def make(case: Case, module: torch.nn.Module) -> Engine:
     """The engine of a case."""
     config = Pretrain.model_validate(
         {
@@ -250,12 +276,9 @@ def _peak(case: Case) -> float:
 def train(engine: Engine, case: Case, steps: Iterable[int], rank: int) -> None:
     """Run these steps on this worker's share of the batches; without other workers on all of them."""
     for step in steps:
-        images, labels = (values.chunk(case.workers)[rank % case.workers] for values in batch(step))
-        for some, theirs in zip(
-            images.chunk(case.accumulation), labels.chunk(case.accumulation), strict=True
-        ):
-            logits = engine(some.to(getattr(torch, case.dtype)))
-            engine.backward(F.cross_entropy(logits.float(), theirs))
+        share = [values.chunk(case.workers)[rank % case.workers] for values in batch(step)]
+        for part in zip(*(values.chunk(case.accumulation) for values in share), strict=True):
+            engine.backward(loss_of(engine, case.objective, case.dtype, *part))
         engine.step(_peak(case) * SCHEDULE[step])
 
 
@@ -280,7 +303,7 @@ def state_of(engine: Engine, case: Case) -> State:
 
 def continued(case: Case, state: State, rank: int) -> Weights:
     """Continue from a state with a new engine, and return the weights at the end."""
-    module = make_module()
+    module = make_module(case.objective)
     with torch.no_grad():
         for name, weight in module.named_parameters():
             weight.copy_(state[WEIGHTS, name].view_as(weight))
@@ -296,9 +319,9 @@ def difference(weights: Weights, expected: Weights) -> float:
     return max(((ours - wanted).norm() / wanted.norm()).item() for ours, wanted in pairs)
 
 
-def of_change(weights: Weights, expected: Weights) -> float:
+def of_change(weights: Weights, expected: Weights, objective: str) -> float:
     """The difference of all weights together by norm, relative to how far training has moved them."""
-    start = {name: weight.detach() for name, weight in make_module().named_parameters()}
+    start = {name: weight.detach() for name, weight in make_module(objective).named_parameters()}
     ours, wanted, first = (
         torch.cat([*map(torch.flatten, _seen(values).values())]) for values in (weights, expected, start)
     )

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
+from tests.support.kept import kept_bytes
 from vit_model import compute
 from vit_model.build import build
 from vit_model.config import Architecture, ResNetConfig, ViTConfig
@@ -205,21 +206,6 @@ def test_zero_divides_one_state_after_another() -> None:
     assert compute.model_state_bytes(10, 1, 1, value_bytes=4) == (40, 40, 120)
     with pytest.raises(ValueError, match="zero_stage 4 must be 0, 1, 2 or 3, and workers 2"):
         compute.model_state_bytes(10, 4, 2)
-
-
-def kept_bytes(model: torch.nn.Module, run: Any) -> int:
-    """What autograd keeps while `run` computes, each storage once, without the model's own."""
-    own = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
-    storages: dict[int, Tensor] = {}
-
-    def pack(tensor: Tensor) -> Tensor:
-        storages.setdefault(tensor.untyped_storage().data_ptr(), tensor)
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        out = run()
-    del out
-    return sum(t.untyped_storage().nbytes() for address, t in storages.items() if address not in own)
 
 
 @pytest.mark.slow

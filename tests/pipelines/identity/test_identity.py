@@ -323,6 +323,8 @@ def test_only_stages_with_stochastic_depth_got_new_keys_when_it_was_drawn_per_sa
         (Pretrain, {"cutmix": 1.0}),
         (Pretrain, {"objective": "masked_patches", "patch_target": "pixels"}),
         (Pretrain, {"objective": "contrastive", "contrastive": {"temperature": 0.1}, "augment": "crop_flip"}),
+        (Pretrain, {"auxiliary": {"masked_patches": 0.5}, "patch_target": "4x4"}),
+        (Pretrain, {"objective": "mae", "mae": {"decoder_depth": 1}}),
         (Finetune, {"randaugment": {"magnitude": 10}}),
         (Finetune, {"mixup": 0.2}),
         (Finetune, {"cutmix": 1.0}),

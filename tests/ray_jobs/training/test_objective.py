@@ -22,7 +22,10 @@ from ray_jobs.training.fit import fit, score
 from ray_jobs.training.task import read_split
 from tests.support import datasets
 from tests.support.workers import run_workers
+from vit_model import compute
+from vit_model.config import MaeOptions
 from vit_model.contrastive import MoCo, MomentumEncoder, momentum
+from vit_model.masked_autoencoder import MaskedAutoencoder
 from vit_model.masked_patches import MaskedPatches
 from vit_model.model import ViT
 from vit_model.preprocessing import normalise
@@ -37,6 +40,9 @@ CONTRASTIVE = {
     "augment": "resized_crop_flip",
     "zero_stage": 2,
 }
+
+
+MAE = {"objective": "mae", "mae": {"decoder_width": 16, "decoder_depth": 1, "decoder_heads": 2}}
 
 
 @pytest.fixture(scope="module")
@@ -179,6 +185,52 @@ def test_a_patch_target_is_what_is_predicted(dataset, tmp_path, target):
     reference.assert_is(tmp_path, task.model)
 
 
+def test_a_masked_autoencoder_is_trained_and_its_encoder_kept(dataset, tmp_path, capsys):
+    """Its draws, its decoder's start and AdamW are those of a loop by hand; the log counts what it really takes."""
+    config = configuration(**MAE, seed=3)
+    metrics = loop.train(config, shards.open_dataset(dataset), tmp_path)
+    options = MaeOptions(decoder_width=16, decoder_depth=1, decoder_heads=2)
+    task = MaskedAutoencoder(new_model(config, tmp_path), options, seed=3)
+    reference = Reference(config, dataset, tmp_path, task)
+    for _, (step, images, _, positions) in zip(range(6), reference.batches(), strict=True):
+        draws = torch.from_numpy(uniform(3, positions, 4, "masked autoencoder"))
+        reference.update(step, task(reference.inputs(images), images, draws))
+    reference.assert_is(tmp_path, task.model)
+    trained, contract = load_model(tmp_path)
+    assert (contract.class_names, contract.architecture.num_classes) == ((), 0)
+    assert not [name for name in trained.state_dict() if "decoder" in name]
+    flops = compute.train_flops(contract.architecture, options)
+    assert metrics["exaflops"] == flops * 6 * 16 / 1e18
+    said = capsys.readouterr().out
+    assert f"{flops / 1e9:.4g} GFLOPs per image in training" in said
+    weights = sum(parameter.numel() for parameter in task.parameters())
+    assert f"{4 * weights / 2**20:,.1f} MiB weights" in said
+
+
+def test_masked_patches_beside_labels_add_their_loss(dataset, tmp_path, capsys):
+    """The loss is the labels' on whole images plus a weight times that of masked patches, in passes of their own."""
+    fields = {"label_smoothing": 0.1, "mixup": 0.3, "patch_target": "4x4"}
+    config = configuration(auxiliary={"masked_patches": 0.5}, **fields)
+    metrics = loop.train(config, shards.open_dataset(dataset), tmp_path)
+    model = new_model(config, tmp_path)
+    patches = MaskedPatches(model, "4x4", beside_labels=True)
+    reference = Reference(config, dataset, tmp_path, patches)
+    for step, images, labels, positions in reference.batches():
+        how = plan(0.3, 0.0, 0, step, 8, 8)
+        assert how is not None
+        images, targets = mix(images, labels, 3, how)
+        inputs = reference.inputs(images)
+        draws = torch.from_numpy(uniform(0, positions, 8, "masked patches")).view(16, 4, 2)
+        supervised = functional.cross_entropy(model(inputs), targets, label_smoothing=0.1)
+        reference.update(step, supervised + 0.5 * patches(inputs, images, draws))
+    reference.assert_is(tmp_path, model)
+    _, contract = load_model(tmp_path)
+    assert contract.class_names == CLASSES
+    flops = 2 * compute.train_flops(contract.architecture)
+    assert metrics["exaflops"] == flops * 6 * 16 / 1e18
+    assert f"{flops / 1e9:.4g} GFLOPs per image in training" in capsys.readouterr().out
+
+
 def test_mocos_momentum_encoder_follows_what_deepspeed_trains(dataset, tmp_path):
     """A weight decay that shows: what is decayed but should not be, or the other way round, moves by 1 % a step."""
     config = configuration(**CONTRASTIVE | {"optimizer": {"weight_decay": 3.0}})
@@ -260,6 +312,8 @@ def test_two_workers_agree_with_one(dataset, tmp_path):
     configs = [
         configuration(mixup=0.4, cutmix=1.0, randaugment={"magnitude": 9.0}, model=SIZE | depth),
         configuration(**CONTRASTIVE | {"model": CONTRASTIVE["model"] | depth}),
+        configuration(**MAE, model=SIZE | depth),
+        configuration(objective="sigmoid", auxiliary={"masked_patches": 0.5}, model=SIZE | depth),
     ]
     run_workers(2, _worker, tmp_path, configs, dataset)
     for config in configs:

@@ -150,8 +150,13 @@ def test_the_same_configuration_gives_the_same_bytes_and_another_seed_does_not(d
 
 @pytest.mark.parametrize(
     "fields",
-    [{"objective": "masked_patches", "augment": "shift"}, {"mixup": 0.5, "label_smoothing": 0.1}],
-    ids=["masked patches", "mixup"],
+    [
+        {"objective": "masked_patches", "augment": "shift"},
+        {"objective": "mae", "mae": {"decoder_width": 16, "decoder_depth": 1, "decoder_heads": 2}},
+        {"mixup": 0.5, "label_smoothing": 0.1},
+        {"auxiliary": {"masked_patches": 0.5}},
+    ],
+    ids=["masked patches", "masked autoencoder", "mixup", "labels and patches"],
 )
 def test_micro_batches_are_parts_of_the_batch(dataset, tmp_path, capsys, fields):
     """What is mixed, what is masked and which blocks are left out does not depend on them."""

@@ -18,6 +18,7 @@ FEW = [
     Case(3, "bfloat16", 4, True, "AdamW", 2),
     Case(1, "bfloat16", 1, True, "AdamW, averaged", 2),
     Case(3, "float32", 1, True, "AdamW, averaged", 2),
+    Case(3, "bfloat16", 4, True, "AdamW", 2, "mae"),
 ]
 
 
