@@ -6,18 +6,20 @@ import os
 import secrets
 import socket
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 from pipelines import identity
 from pipelines.cluster.jobs_client import LOOPBACK, ClusterUnreachable, wait_for_end
+from pipelines.engine.latest import Newest, newest_models
 from pipelines.engine.status import Status
 from pipelines.recipe.load import parse_pipeline
 from pipelines.recipe.pipeline import Pipeline
 from pipelines.spec import RecipeError
 from pipelines.store import (
+    InputRef,
     Store,
     StoreDamaged,
     create_run,
@@ -50,6 +52,7 @@ class Run:
     force: dict[str, str]  # stage -> nonce
     continued: bool
     strict_code: bool = False  # the digest of a stage's code is in its key
+    latest: Newest = field(default_factory=dict)  # when it was planned
 
 
 def start_run(
@@ -61,26 +64,37 @@ def start_run(
     strict_code: bool = False,
 ) -> Run:
     """Continue the unfinished run of the same plan, or start a new one; with `run_id`, the run with that id."""
+    names = pipeline.needed_for(targets)
     plan = {
         "pipeline": pipeline.model_dump(mode="json"),
         "targets": list(targets),
-        "stages": list(pipeline.needed_for(targets)),
+        "stages": list(names),
         **({"strict_code": True} if strict_code else {}),
     }
     digest = identity.sha256(identity.canonical_json(plan | {"force": sorted(force)}))
     nonces = {stage: secrets.token_hex(16) for stage in force}
     record = plan | {"digest": digest, "force": nonces}
     if run_id is not None:
+        record |= _latest_record(newest_models(store, pipeline, names))
         create_run(store, run_id, record | {"run": run_id, "created": now(), "nonce": secrets.token_hex(8)})
         return load_run(store, run_id)
     for run in reversed(runs(store, pipeline.name)):
         existing = read_plan(store, run)
         if existing is not None and existing["digest"] == digest and not is_over(store, run):
             return load_run(store, run)
+    # not in the digest: the same command continues an unfinished run with what was the latest then
+    latest = newest_models(store, pipeline, names)
+    record |= _latest_record(latest)
     while True:
         run = f"{pipeline.name}-{datetime.now(UTC):%Y%m%d-%H%M%S}-{secrets.token_hex(2)}"
         if create_run(store, run, record | {"run": run, "created": now()}):
-            return Run(run, pipeline, targets, nonces, continued=False, strict_code=strict_code)
+            return Run(run, pipeline, targets, nonces, False, strict_code, latest)
+
+
+def _latest_record(latest: Newest) -> dict[str, Any]:
+    """Return the field of a plan with the newest models; none if no stage wants one."""
+    models = {name: reference and reference.model_dump() for name, reference in latest.items()}
+    return {"latest": models} if models else {}
 
 
 def load_run(store: Store, run: str) -> Run:
@@ -94,7 +108,8 @@ def load_run(store: Store, run: str) -> Run:
         raise RecipeError(f"{store.uri} has no run {run}")
     pipeline = parse_pipeline(record["pipeline"], f"the plan of {run}")
     strict_code = record.get("strict_code", False)
-    return Run(run, pipeline, tuple(record["targets"]), record["force"], True, strict_code)
+    latest = {name: found and InputRef.model_validate(found) for name, found in record["latest"].items()}
+    return Run(run, pipeline, tuple(record["targets"]), record["force"], True, strict_code, latest)
 
 
 def runs(store: Store, pipeline: str | None = None) -> list[str]:

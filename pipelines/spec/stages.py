@@ -8,7 +8,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 from pydantic import AfterValidator, Field, model_validator
 
 from pipelines.spec.augmentation import Augmentation, EvalCrop, RandAugment, mixing
-from pipelines.spec.checkpoints import Backbone, CheckpointEvery, NamedCheckpoint
+from pipelines.spec.checkpoints import LATEST, Backbone, CheckpointEvery, NamedCheckpoint
 from pipelines.spec.fields import Seed, ascending, checkpoint, distinct, execution, marks, takes
 from pipelines.spec.shapes import Model, ModelSize, check_patches
 from pipelines.spec.sources import Source
@@ -209,6 +209,14 @@ class Pretrain(_Stage):
     job: Literal["pretrain"]
     data: str = takes("dataset")
     model: Model
+    init_from: Backbone | None = takes(
+        "model",
+        default=None,
+        later=True,
+        description="the model whose weights training starts from, imported ones too: a stage's name; of a pretraining,"
+        " {stage: NAME, checkpoint: last | best | step:N}; or latest, the newest model that this stage has made in"
+        " earlier runs of the recipe. Steps, rates and the optimizer start anew. null: new weights from the seed",
+    )
     resolution: int = Field(ge=4, le=8192, description="side of the training images in pixels")
     steps: int = Field(ge=1)
     batch_size: int = Field(ge=1, description="images per step, over all workers")
@@ -281,6 +289,20 @@ class Pretrain(_Stage):
         description="steps whose weights are kept with the result, for backbone: {stage: ..., checkpoint: step:N};"
         " its last and its best weights always are",
     )
+
+    def inputs(self) -> dict[str, tuple[str, ...]]:
+        inputs = super().inputs()
+        if self.init_from == LATEST:  # no stage: the store has it, perhaps
+            del inputs["init_from"]
+        return inputs
+
+    @model_validator(mode="after")
+    def _latest_is_a_whole_training(self) -> Self:
+        if isinstance(self.init_from, NamedCheckpoint) and self.init_from.stage == LATEST:
+            raise ValueError(
+                f"init_from {self.init_from}: latest is the newest model with its last weights; write init_from: latest"
+            )
+        return self
 
     @model_validator(mode="after")
     def _kept_steps_exist(self) -> Self:
