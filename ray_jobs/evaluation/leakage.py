@@ -3,10 +3,10 @@
 In: a stage's context and the images that it learns from. Out: `Overlap`, or a UserError if its backbone was trained on
 test images.
 
-The lineage says what a model was trained on: the manifests of the model and its backbones name their data sets, and
-`index.parquet` lists the images. A pretraining uses train. The stored model of a fine-tuning was fitted on draw 0, or
-with all labels on train and dev. The training images of imported weights, and of data sets without a manifest or an
-index, are unknown; the log and the artifact's metrics say so.
+The lineage says what a model was trained on: the manifests of the model and its ancestors (a fine-tuning's backbone, a
+pretraining's `init_from`) name their data sets, and `index.parquet` lists the images. A pretraining uses train. The
+stored model of a fine-tuning was fitted on draw 0, or with all labels on train and dev. The training images of imported
+weights, and of data sets without a manifest or an index, are unknown; the log and the artifact's metrics say so.
 
 Two images are equal if their bytes are (`content_id`). Test images that the data set itself also has in train or dev,
 in its authors' splits, are counted but not refused, because any model trained on that data set has seen them.
@@ -24,7 +24,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
-from pipelines.spec import AnyStage, Evaluate, Finetune, Ingest, Labels
+from pipelines.spec import BACKBONE_FIELDS, AnyStage, Evaluate, Finetune, Ingest, Labels
 from pipelines.store import InputRef, Manifest, Store, local_files, read_current, read_manifest
 from ray_jobs.data.near_duplicates import is_near
 from ray_jobs.data.shards import Dataset
@@ -194,7 +194,8 @@ def read_trainings(store: Store, models: Iterable[Manifest]) -> tuple[list[Train
     while queue:
         manifest = queue.pop()
         name = _described(manifest)
-        for reference in manifest.inputs.get("backbone", ()):
+        starts = [reference for field in BACKBONE_FIELDS for reference in manifest.inputs.get(field, ())]
+        for reference in starts:
             backbone = _unchanged(store, reference)
             if backbone is None:
                 unknown.append(f"{reference.job} {reference.key[:12]}, which was removed")
