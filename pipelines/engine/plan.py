@@ -8,6 +8,8 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
+from pydantic import ValidationError
+
 from pipelines import identity
 from pipelines.engine.latest import Newest, newest_models, start_of, wants_latest
 from pipelines.recipe.pipeline import Pipeline, base
@@ -27,6 +29,7 @@ from pipelines.store import (
     weights_file,
 )
 from vit_model.config import different_encoders
+from vit_model.errors import reasons as reasons_of
 
 READERS = 16  # manifests read at once: on S3 each takes a round trip
 
@@ -244,10 +247,15 @@ def _check_start(store: Store, name: str, config: AnyStage, inputs: Mapping[str,
     manifest = read_manifest(store, reference.job, reference.key)
     if manifest is None or (contract := contract_of(store, manifest)) is None:
         return  # the stage says what is missing
-    theirs = contract.architecture
-    ours = config.model.architecture(config.resolution, theirs.in_channels, 0)
+    theirs, stage = contract.architecture, f"{manifest.stage} ({manifest.job} {manifest.key[:12]})"
+    try:
+        model = config.with_model(theirs).model
+    except ValidationError as error:
+        raise RecipeError(f"stages.{name}.init_from: {stage}: {reasons_of(error)}") from None
+    assert model is not None
+    ours = model.architecture(config.resolution, theirs.in_channels, 0)
     if different := different_encoders(ours, theirs):
-        stage, latest = f"{manifest.stage} ({manifest.job} {manifest.key[:12]})", ""
+        latest = ""
         if wants_latest(config):
             latest = f". Change model back, or train new weights with --set {name}.init_from=null"
         raise RecipeError(f"stages.{name}.init_from: {stage} does not match model: {different}{latest}")

@@ -6,9 +6,10 @@ import graphlib
 from collections.abc import Iterable, Mapping
 from typing import Annotated, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field, ValidationError, model_validator
 
 from pipelines.spec import (
+    BACKBONE_FIELDS,
     LATEST,
     WITHOUT_LABELS,
     Finetune,
@@ -20,6 +21,7 @@ from pipelines.spec import (
     step_of,
 )
 from vit_model.config import Frozen, different_encoders
+from vit_model.errors import reasons
 
 
 class Pipeline(Frozen):
@@ -63,11 +65,19 @@ class Pipeline(Frozen):
     def _check_encoder(self, where: str, stage: Pretrain, source: str) -> None:
         """Raise ValueError if a pretraining's model cannot take over a stage's weights, as far as the recipe says."""
         start = self.stages[source]
-        while isinstance(start, Finetune) and start.model is None:  # it has its backbone's shape
-            (source,) = start.inputs()["backbone"]
+        while (
+            isinstance(start, Pretrain | Finetune) and start.model is None
+        ):  # it has the shape of its own start
+            ((source,),) = (start.inputs()[field] for field in BACKBONE_FIELDS if field in start.inputs())
             start = self.stages[source]
         if not isinstance(start, Pretrain | Finetune) or start.model is None or start.resolution is None:
             return  # weights from outside
+        if stage.model is None:
+            try:
+                stage.with_model(start.model.architecture(start.resolution, 3, 1))
+            except ValidationError as error:
+                raise ValueError(f"{where}: {reasons(error)}") from None
+            return
         # Classes may differ, and a model takes over its start's number of channels.
         ours = stage.model.architecture(stage.resolution, 3, 0)
         if different := different_encoders(ours, start.model.architecture(start.resolution, 3, 0)):

@@ -46,14 +46,17 @@ def contract_from(ancestor: Ancestor, config: Pretrain, info: DatasetInfo) -> Mo
     """Return the contract of a pretraining that starts from another model.
 
     Raises:
-        UserError: the configured model has another encoder, or the ancestor's preprocessing does not fit.
+        UserError: the configured model has another encoder; or, without one, the configuration does not fit the
+            ancestor's.
     """
     source = read_contract(ancestor.folder)
     classes = 0 if config.objective in WITHOUT_LABELS else len(info.class_names)
-    architecture = config.model.architecture(config.resolution, source.architecture.in_channels, classes)
-    if different := different_encoders(architecture, source.architecture):
-        raise UserError(f"init_from {ancestor.name} does not match model: {different}")
     try:
+        model = config.with_model(source.architecture).model
+        assert model is not None
+        architecture = model.architecture(config.resolution, source.architecture.in_channels, classes)
+        if different := different_encoders(architecture, source.architecture):
+            raise UserError(f"init_from {ancestor.name} does not match model: {different}")
         return continued_contract(source, architecture, info, config.eval_crop)
     except ValidationError as error:
         raise UserError(f"init_from {ancestor.name}: {reasons(error)}") from error

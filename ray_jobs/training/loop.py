@@ -95,6 +95,7 @@ def train(
     dataset.require("train")
     labelled = config.objective in ("softmax", "sigmoid")
     if ancestor is None:
+        assert config.model is not None
         contract = model_contract(config.model, config.resolution, dataset.info, config.eval_crop, labelled)
     else:
         contract = contract_from(ancestor, config, dataset.info)
