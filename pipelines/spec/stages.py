@@ -236,7 +236,8 @@ class Pretrain(_Stage):
     mixup: float = mixing("mixup")
     cutmix: float = mixing("cutmix")
     eval_crop: EvalCrop | None = later(
-        None, description="null: squash if all images are square, otherwise center"
+        None,
+        description="null: the start's; without init_from, squash if all images are square, otherwise center",
     )
     objective: Objective = later(
         "softmax",

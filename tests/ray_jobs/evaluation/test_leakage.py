@@ -170,7 +170,7 @@ def test_a_fine_tuning_was_trained_on_what_it_was_given(made: Made, labels: Labe
     )
     pools, *_ = finetune.labelled(config, shards.open_dataset(made.folder("a")))
     tuned = made.model("few", "finetune", data="a", labels=labels.model_dump())
-    (training,), unknown = leakage.read_trainings(made.store, [tuned])
+    (training,), unknown, _ = leakage.read_trainings(made.store, [tuned])
     assert not unknown
     assert training.images["content_id"].to_pylist() == pools[0].rows["content_id"].to_pylist()
 
@@ -265,7 +265,7 @@ def test_of_a_data_set_on_s3_only_the_index_is_fetched(
         remote = open_store(f"s3://{server.bucket().name}")
         with remote.staging("artifacts") as staging:
             shutil.copytree(Path(made.store.uri) / "artifacts", staging.path, dirs_exist_ok=True)
-        (training,), _ = leakage.read_trainings(remote, [made.artifacts["tuned"]])
+        (training,), *_ = leakage.read_trainings(remote, [made.artifacts["tuned"]])
     assert len(training.images) == 70
     fetched = [path for path in (tmp_path / "cache").rglob("*") if path.is_file() and path.stat().st_size]
     assert [path.stat().st_size for path in fetched] == [(made.folder("a") / "index.parquet").stat().st_size]
@@ -420,8 +420,11 @@ def test_a_backbone_that_learned_from_the_labelled_images_is_named_so(made: Made
 def test_imported_weights_that_say_so_have_seen_the_data_set(made: Made) -> None:
     """A model of ours that was exported and imported again has no lineage, but the digest of its data."""
     made.model("weights", "import", says=made.artifacts["a"].content_digest)
-    assert made.check("a", "weights").labels_seen == 70
-    assert made.check("b", "weights").labels_seen == 0
+    made.data("c", train=range(100, 120))
+    made.model("continued", "pretrain", data="c", init_from="weights")
+    for name in ("weights", "continued"):
+        assert made.check("a", name).labels_seen == 70
+        assert made.check("b", name).labels_seen == 0
 
 
 def test_a_fine_tuned_model_is_listed_with_its_accuracy_on_images_it_has_not_seen(made: Made) -> None:
