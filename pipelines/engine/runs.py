@@ -13,7 +13,7 @@ from urllib.parse import urlsplit
 
 from pipelines import identity
 from pipelines.cluster.jobs_client import LOOPBACK, ClusterUnreachable, wait_for_end
-from pipelines.engine.latest import Newest, newest_models
+from pipelines.engine.latest import Newest, newest_models, wants_latest
 from pipelines.engine.status import Status
 from pipelines.recipe.load import parse_pipeline
 from pipelines.recipe.pipeline import Pipeline
@@ -64,31 +64,59 @@ def start_run(
     strict_code: bool = False,
 ) -> Run:
     """Continue the unfinished run of the same plan, or start a new one; with `run_id`, the run with that id."""
-    names = pipeline.needed_for(targets)
-    plan = {
-        "pipeline": pipeline.model_dump(mode="json"),
-        "targets": list(targets),
-        "stages": list(names),
-        **({"strict_code": True} if strict_code else {}),
-    }
-    digest = identity.sha256(identity.canonical_json(plan | {"force": sorted(force)}))
+    plan, digest = _plan(pipeline, targets, force, strict_code)
+    if run_id is None and (unfinished := _unfinished_run(store, pipeline.name, digest)) is not None:
+        return unfinished
+    latest = newest_models(store, pipeline, plan["stages"])
     nonces = {stage: secrets.token_hex(16) for stage in force}
-    record = plan | {"digest": digest, "force": nonces}
+    record = plan | {"digest": digest, "force": nonces} | _latest_record(latest)
     if run_id is not None:
-        record |= _latest_record(newest_models(store, pipeline, names))
         create_run(store, run_id, record | {"run": run_id, "created": now(), "nonce": secrets.token_hex(8)})
         return load_run(store, run_id)
-    for run in reversed(runs(store, pipeline.name)):
-        existing = read_plan(store, run)
-        if existing is not None and existing["digest"] == digest and not is_over(store, run):
-            return load_run(store, run)
-    # not in the digest: the same command continues an unfinished run with what was the latest then
-    latest = newest_models(store, pipeline, names)
-    record |= _latest_record(latest)
     while True:
         run = f"{pipeline.name}-{datetime.now(UTC):%Y%m%d-%H%M%S}-{secrets.token_hex(2)}"
         if create_run(store, run, record | {"run": run, "created": now()}):
             return Run(run, pipeline, targets, nonces, False, strict_code, latest)
+
+
+def latest_models(
+    store: Store,
+    pipeline: Pipeline,
+    targets: tuple[str, ...],
+    force: tuple[str, ...] = (),
+    strict_code: bool = False,
+) -> Newest:
+    """Return the newest models that `start_run` would find in the run that it continues, or record in a new one."""
+    plan, digest = _plan(pipeline, targets, force, strict_code)
+    if not any(wants_latest(pipeline.stages[name]) for name in plan["stages"]):
+        return {}  # most runs: do not look for an unfinished one
+    run = _unfinished_run(store, pipeline.name, digest)
+    return newest_models(store, pipeline, plan["stages"]) if run is None else run.latest
+
+
+def _plan(
+    pipeline: Pipeline, targets: tuple[str, ...], force: tuple[str, ...], strict_code: bool
+) -> tuple[dict[str, Any], str]:
+    """Return what a user asks of a run, and the digest by which its unfinished run is found.
+
+    What was found when the run was planned, such as the newest models, is not part of it.
+    """
+    plan = {
+        "pipeline": pipeline.model_dump(mode="json"),
+        "targets": list(targets),
+        "stages": list(pipeline.needed_for(targets)),
+        **({"strict_code": True} if strict_code else {}),
+    }
+    return plan, identity.sha256(identity.canonical_json(plan | {"force": sorted(force)}))
+
+
+def _unfinished_run(store: Store, pipeline: str, digest: str) -> Run | None:
+    """Return the newest run of a plan that has neither ended nor been told to stop."""
+    for run in reversed(runs(store, pipeline)):
+        existing = read_plan(store, run)
+        if existing is not None and existing["digest"] == digest and not is_over(store, run):
+            return load_run(store, run)
+    return None
 
 
 def _latest_record(latest: Newest) -> dict[str, Any]:

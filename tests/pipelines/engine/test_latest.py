@@ -145,11 +145,15 @@ def test_a_killed_run_goes_on_with_what_was_the_latest_when_it_was_planned(store
     key = planned_in(store, killed).key
     newer = train(store, recipe(seed=1, steps=21))  # another run meanwhile
     assert start_of(newer) == [first.key]
+    assert runs.latest_models(store, recipe(seed=1), TARGETS) == killed.latest, "what is planned beforehand"
     again = runs.start_run(store, recipe(seed=1), TARGETS)
     assert (again.id, again.continued, again.latest) == (killed.id, True, killed.latest)
     assert runs.load_run(store, killed.id).latest == killed.latest, "the driver of a submitted run"
     assert planned_in(store, again).key == key
     assert start_of(finish(store, again)) == [first.key]
+    assert runs.latest_models(store, recipe(seed=1), TARGETS) != killed.latest, (
+        "a run that is over counts no more"
+    )
     plan_json = json.loads((store.root / f"runs/{killed.id}/plan.json").read_text())
     assert plan_json["latest"]["pretrain"]["key"] == first.key
 
