@@ -83,9 +83,10 @@ def kill_without_ray(folder: Path, kills: int, seed: int) -> list[str]:
         world = interrupted.world_of(case)
         config, own = interrupted.configuration(**fields), folder / case.replace(" ", "-")
         undisturbed, killed = (open_store(str(own / name)) for name in ("undisturbed", "killed"))
-        assert interrupted.run_attempt(config, dataset, undisturbed, own / "a", world=world)
+        start = interrupted.write_ancestor(own / "first", dataset) if config.init_from else None
+        assert interrupted.run_attempt(config, dataset, undisturbed, own / "a", world=world, ancestor=start)
         rng = random.Random(f"{seed}/{case}")
-        record = interrupted.run_with_kills(config, dataset, killed, own / "b", kills, rng, world)
+        record = interrupted.run_with_kills(config, dataset, killed, own / "b", kills, rng, world, start)
         same = interrupted.files_below(own / "a") == interrupted.files_below(own / "b")
         listed = ", ".join(f"{kill.step} -> {step}" for kill, step in record)
         rows.append(f"| {case} | {len(record)} | {listed} | {'the same bytes' if same else 'DIFFERENT'} |")

@@ -39,10 +39,10 @@ from ray_jobs.evaluation.leakage import PRETRAINED, SEEN, Overlap, check_leakage
 from ray_jobs.evaluation.supports import Supports
 from ray_jobs.process import devices
 from ray_jobs.process.stage import Context, Result, model_digest, run_stage
-from ray_jobs.training.contract import model_contract
+from ray_jobs.training.contract import continued_contract, model_contract
 from ray_jobs.training.ledger import Ledger, add_refit, add_trial, open_ledger
 from ray_jobs.training.task import DivergenceError, Folds, Place, Refit, Task, read_split
-from vit_model.config import ModelContract, Preprocessing, ViTConfig
+from vit_model.config import ModelContract, ViTConfig
 from vit_model.errors import UserError, reasons
 from vit_model.variants import FAMILIES
 
@@ -373,16 +373,9 @@ def make_task(config: Finetune, dataset: Dataset, backbone: Path | None) -> Task
 
     source = read_contract(backbone)
     resolution = config.resolution or source.preprocessing.resolution
-    names = dataset.info.class_names
-    changed = {"resolution": resolution} | (config.eval_crop.model_dump() if config.eval_crop else {})
     try:
-        contract = ModelContract(
-            architecture=source.architecture.for_finetuning(resolution, len(names)),
-            class_names=names,
-            preprocessing=Preprocessing(**(source.preprocessing.model_dump() | changed)),
-            training_data=dataset.info.content_digest,
-            license=source.license,
-        )
+        architecture = source.architecture.for_finetuning(resolution, len(dataset.info.class_names))
+        contract = continued_contract(source, architecture, dataset.info, config.eval_crop)
     except ValidationError as error:
         raise UserError(f"fine-tuning {config.backbone}: {reasons(error)}") from error
     check_settings(config, contract)

@@ -1,8 +1,8 @@
-"""The pretrain stage: train a new model on a dataset.
+"""The pretrain stage: train a new model on a dataset, from new weights or from those of another model.
 
-In: a dataset artifact and a model size. Out: model.safetensors, config.json, curve.json [{step, learning_rate, loss,
-dev_accuracy}], checkpoints.json {best, steps} and checkpoints/<step>/model.safetensors, written by
-`ray_jobs.training.loop`, which every worker of Ray Train runs.
+In: a dataset artifact, a model size, and perhaps a model to start from. Out: model.safetensors, config.json, curve.json
+[{step, learning_rate, loss, dev_accuracy}], checkpoints.json {best, steps} and checkpoints/<step>/model.safetensors,
+written by `ray_jobs.training.loop`, which every worker of Ray Train runs.
 
     python -m ray_jobs.pretrain --spec STORE/artifacts/pretrain/<key>/attempts/<n>/attempt.json
 """
@@ -15,7 +15,7 @@ import tempfile
 from typing import Any
 
 from pipelines.errors import StoreError, Superseded
-from pipelines.spec import Pretrain
+from pipelines.spec import LATEST, Pretrain
 from pipelines.store import Checkpoint, FileEntry, Layout, checkpoints, choose_start, read_attempt
 from ray_jobs.process import devices
 from ray_jobs.process.alive import Steps, count_steps
@@ -47,6 +47,8 @@ def main(context: Context[Pretrain]) -> Result:
 
 def _train(context: Context[Pretrain]) -> dict[str, Any]:
     start = choose_start(context.open_store(), context.attempt)
+    if context.config.init_from == LATEST and "init_from" not in context.inputs:
+        print("init_from latest: this stage has made no model yet; new weights from the seed", flush=True)
     if start is not None:
         print(f"continuing from step {start.step}, which attempt {start.attempt} saved", flush=True)
         earlier = read_attempt(context.open_store(), Layout.attempt(start.job, start.key, start.attempt))
@@ -111,6 +113,7 @@ def run_workers(
 def _ray_worker(settings: dict[str, Any]) -> dict[str, Any]:
     import ray.train
 
+    from ray_jobs.training.ancestor import find_ancestor
     from ray_jobs.training.checkpoint import Saved, Saver
     from ray_jobs.training.loop import Worker, train
 
@@ -122,7 +125,7 @@ def _ray_worker(settings: dict[str, Any]) -> dict[str, Any]:
         own.get_world_rank(), own.get_world_size(), own.get_local_rank(), own.get_local_world_size()
     )
     saved = None if start is None else Saved(store, start)
-    dataset = context.dataset(config.cache_gib)
+    dataset, ancestor = context.dataset(config.cache_gib), find_ancestor(context)
 
     def saver(steps: Steps | None = None) -> Saver:
         return Saver(
@@ -130,10 +133,10 @@ def _ray_worker(settings: dict[str, Any]) -> dict[str, Any]:
         )
 
     if worker.rank:
-        train(config, dataset, None, worker, saver(), saved)
+        train(config, dataset, None, worker, saver(), saved, ancestor)
         return {}
     with context.staging() as staging, count_steps(context) as steps:
-        metrics = train(config, dataset, staging.path, worker, saver(steps), saved)
+        metrics = train(config, dataset, staging.path, worker, saver(steps), saved, ancestor)
     return {"files": staging.files, "metrics": metrics}
 
 

@@ -420,6 +420,39 @@ Architecture = Annotated[
 ]
 """Every architecture that `vit_model.build.build` makes a model of."""
 
+# Fields that do not change the encoder's function of its weights. The image size only changes the positions.
+_NOT_ENCODER = {
+    "image_size",
+    "num_classes",
+    "representation_head",
+    "head_bias",
+    "dropout",
+    "stochastic_depth",
+    "layer_scale",
+    "position_resize",
+}
+
+
+def different_encoders(ours: Architecture, theirs: Architecture) -> str:
+    """Describe the fields in which two configurations differ as encoders, with both values; empty if in none.
+
+    Weights of `theirs`, which messages call the backbone, have another meaning in `ours` if there is such a field.
+    """
+    different = ["family"]
+    if ours.family == theirs.family:
+        different = [
+            name
+            for name in type(ours).model_fields
+            if name not in _NOT_ENCODER and getattr(ours, name) != getattr(theirs, name)
+        ]
+    # The initial value of layer_scale does not matter, only whether there is one.
+    if isinstance(ours, ViTConfig) and isinstance(theirs, ViTConfig):
+        different += ["layer_scale"] * ((ours.layer_scale is None) != (theirs.layer_scale is None))
+    return ", ".join(
+        f"{name} is {getattr(theirs, name)!r} in the backbone, {getattr(ours, name)!r} in the model"
+        for name in different
+    )
+
 
 def _variant_fields(
     name: str, config: type[ViTConfig] | type[ResNetConfig], fields: dict[str, Any]

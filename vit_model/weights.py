@@ -7,6 +7,7 @@ Use: `save_model(folder, model, contract)`; `model, contract = load_model(folder
 
 import json
 import math
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -16,7 +17,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from vit_model.build import Network, build
-from vit_model.config import Architecture, ModelContract, ViTConfig
+from vit_model.config import ModelContract, ViTConfig, different_encoders
 from vit_model.errors import UserError
 from vit_model.positions import resize_axis, resize_position_embedding
 
@@ -26,17 +27,6 @@ CONTRACT_FILE = "config.json"
 MAX_HEADER_BYTES = MAX_CONTRACT_BYTES = 16 * 2**20
 
 HEADS = ("pre_logits.", "head.", "head_dist.")
-# Fields that do not change the encoder's function of its weights. The image size only changes the positions.
-NOT_ENCODER = {
-    "image_size",
-    "num_classes",
-    "representation_head",
-    "head_bias",
-    "dropout",
-    "stochastic_depth",
-    "layer_scale",
-    "position_resize",
-}
 
 
 def save_model(folder: Path, model: Network, contract: ModelContract) -> None:
@@ -96,28 +86,44 @@ def load_model(folder: Path) -> tuple[Network, ModelContract]:
 
 
 @torch.no_grad()
-def transfer_backbone(model: Network, source: Network) -> list[str]:
-    """Copy everything except the heads from `source` to the new `model`, for fine-tuning (section 3.2).
+def transfer_backbone(model: Network, source: Network, classes: Sequence[int] | None = None) -> list[str]:
+    """Copy the weights of `source` to the new `model`: all but the heads for fine-tuning (section 3.2).
 
-    Both head layers are dropped (the tanh layer belongs to pretraining); `model` keeps its own, newly initialised.
-    Position embeddings are resized if the grids differ; a ResNet has none. Returns a line for each change.
-    Raises UserError, naming both values, if the encoders are not the same function of their weights.
+    Position embeddings are resized if the grids differ; a ResNet has none.
+
+    Args:
+        classes: for each class of `model`, its number in `source`, whose classifier is then taken over, with the tanh
+            layer if there is one (both models or neither have one). None drops both head layers, because they belong
+            to the source's training; `model` keeps its own, newly initialised.
+
+    Returns:
+        A line for each change.
+
+    Raises:
+        UserError: the encoders are not the same function of their weights; the message has both values.
     """
     ours, theirs = model.config, source.config
-    if different := _different_fields(ours, theirs):
-        pairs = ", ".join(
-            f"{name} is {getattr(theirs, name)!r} in the backbone, {getattr(ours, name)!r} in the model"
-            for name in different
-        )
-        raise UserError(f"backbone does not match the model: {pairs}")
-    weights = {name: tensor for name, tensor in source.state_dict().items() if not name.startswith(HEADS)}
+    if different := different_encoders(ours, theirs):
+        raise UserError(f"backbone does not match the model: {different}")
+    weights = source.state_dict()
+    has_tanh = "pre_logits.weight" in weights
+    if classes is None:
+        weights = {name: tensor for name, tensor in weights.items() if not name.startswith(HEADS)}
+    else:
+        rows = torch.tensor(classes)
+        weights |= {
+            name: tensor[rows] for name, tensor in weights.items() if name.startswith(("head.", "head_dist."))
+        }
     lines = []
     if isinstance(ours, ViTConfig) and isinstance(theirs, ViTConfig):
         lines = resize_positions(weights, theirs, ours)
     parameters = dict(model.named_parameters())
     for name, tensor in weights.items():
         parameters[name].copy_(tensor)
-    if "pre_logits.weight" in source.state_dict():
+    if classes is not None:
+        order = "" if list(classes) == list(range(theirs.num_classes)) else ", in the model's order"
+        return [*lines, f"head: the source's {theirs.num_classes} classes were kept{order}"]
+    if has_tanh:
         lines.append("pre_logits: the source's tanh layer was dropped")
     if theirs.num_classes:
         lines.append(f"head: the source's {theirs.num_classes} classes were dropped")
@@ -126,21 +132,6 @@ def transfer_backbone(model: Network, source: Network) -> list[str]:
     if ours.num_classes:
         lines.append(f"head: newly initialised for {ours.num_classes} classes")
     return lines
-
-
-def _different_fields(ours: Architecture, theirs: Architecture) -> list[str]:
-    """Return the fields in which two configurations differ as encoders."""
-    if ours.family != theirs.family:
-        return ["family"]
-    different = [
-        name
-        for name in type(ours).model_fields
-        if name not in NOT_ENCODER and getattr(ours, name) != getattr(theirs, name)
-    ]
-    # The initial value of layer_scale does not matter, only whether there is one.
-    if isinstance(ours, ViTConfig) and isinstance(theirs, ViTConfig):
-        different += ["layer_scale"] * ((ours.layer_scale is None) != (theirs.layer_scale is None))
-    return different
 
 
 def resize_positions(weights: dict[str, Tensor], old: ViTConfig, new: ViTConfig) -> list[str]:

@@ -108,7 +108,8 @@ def carry_out(
     """
     with _planning_store(store, address) as current:
         names = pipeline.needed_for(targets)
-        planned = planning.plan_pipeline(current, pipeline, names, strict_code, forced)
+        latest = runs.latest_models(current, pipeline, targets, forced, strict_code)
+        planned = planning.plan_pipeline(current, pipeline, names, strict_code, forced, latest)
         if _is_complete(current, planned, forced):
             return planned
     connection = _connection(address, token_file)
@@ -133,15 +134,16 @@ def submit(
 ) -> None:
     """Submit a pipeline to a Ray cluster, or to the local Ray, and return immediately."""
     loaded, names, forced = _requested(pipeline, only, force, changes)
+    targets = tuple(only or ()) or tuple(loaded.stages)
     with _planning_store(store, address) as current:
-        planned = planning.plan_pipeline(current, loaded, names, strict_code, forced)
+        latest = runs.latest_models(current, loaded, targets, forced, strict_code)
+        planned = planning.plan_pipeline(current, loaded, names, strict_code, forced, latest)
         if _is_complete(current, planned, forced):
             return
     if address is not None:
         submission.reach(address, token_file)  # fail before anything is written if the cluster refuses us
     opened = open_(store)
     with translate_errors(), submission.target(address, token_file) as (cluster, ray_folder):
-        targets = tuple(only or ()) or tuple(loaded.stages)
         started = runs.start_run(opened, loaded, targets, forced, strict_code=strict_code)
         submission.submit_driver(opened, started, cluster, parallel, ray_folder)
     console.print(f"submitted [bold]{started.id}[/]", highlight=False)
@@ -302,7 +304,9 @@ def plan(
     """Show what `run` would do, and why. Changes nothing."""
     loaded, names, _ = _requested(pipeline, only, None, changes)
     with _planning_store(store) as current:
-        planned = planning.plan_pipeline(current, loaded, names, strict_code)
+        targets = tuple(only or ()) or tuple(loaded.stages)
+        latest = runs.latest_models(current, loaded, targets, strict_code=strict_code)
+        planned = planning.plan_pipeline(current, loaded, names, strict_code, latest=latest)
         why = planning.reasons(current, planned)
     rows = [
         {

@@ -199,7 +199,14 @@ class Driver:
                 self.flights[name] = InFlight()
 
     def _plan(self, name: str, config: AnyStage) -> PlannedStage:
-        planned = plan.plan_stage(self.store, name, config, self.references, self.run.strict_code)
+        planned = plan.plan_stage(
+            self.store,
+            name,
+            config,
+            self.references,
+            self.run.strict_code,
+            newest=self.run.latest.get(name),
+        )
         if name not in self.run.force:
             return planned
         key = plan.force_stage(self.store, planned, self.run.force[name], self.run.id)

@@ -8,15 +8,19 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
+from pydantic import ValidationError
+
 from pipelines import identity
+from pipelines.engine.latest import Newest, newest_models, start_of, wants_latest
 from pipelines.recipe.pipeline import Pipeline, base
-from pipelines.spec import LAST, AnyStage, Import, RecipeError, Report, recorded_checkpoint
+from pipelines.spec import LAST, AnyStage, Import, Pretrain, RecipeError, Report, recorded_checkpoint
 from pipelines.store import (
     InputRef,
     Manifest,
     Store,
     StoreDamaged,
     all_manifests,
+    contract_of,
     is_committed,
     read_current,
     read_manifest,
@@ -24,6 +28,8 @@ from pipelines.store import (
     successors,
     weights_file,
 )
+from vit_model.config import different_encoders
+from vit_model.errors import reasons as reasons_of
 
 READERS = 16  # manifests read at once: on S3 each takes a round trip
 
@@ -80,6 +86,7 @@ def plan_pipeline(
     names: tuple[str, ...],
     strict_code: bool = False,
     forced: Container[str] = (),
+    latest: Newest | None = None,
 ) -> list[PlannedStage]:
     """Plan the stages `names`, in running order; stages that do not depend on each other are planned concurrently.
 
@@ -87,13 +94,15 @@ def plan_pipeline(
         names: as `Pipeline.needed_for` returns them, with all their inputs.
         strict_code: include the digest of a stage's code in its key.
         forced: stages that will be rerun even if they are cached.
+        latest: the newest models when a run was planned; None looks them up.
 
     Raises:
-        RecipeError: a committed pretraining does not have the checkpoint that a stage names; or a source cannot be
-            read. For a matrix: no member's source can be read; otherwise the members with unreadable sources are
-            `missing`.
+        RecipeError: a committed model does not have the checkpoint that a stage names, or does not fit the stage that
+            starts from it; or a source cannot be read. For a matrix: no member's source can be read; otherwise the
+            members with unreadable sources are `missing`.
     """
     sources, lost = _sources(pipeline, names)
+    newest = newest_models(store, pipeline, names) if latest is None else latest
     graph = pipeline.graph()
     generations = graphlib.TopologicalSorter({name: graph[name] for name in names})
     generations.prepare()
@@ -110,7 +119,8 @@ def plan_pipeline(
             return PlannedStage(name, config, lost=f"{first} cannot be made")
         if any(config.inputs()[field][0] in forced for field in config.checkpoints()):
             return PlannedStage(name, config)  # a rerun may keep other checkpoints
-        return plan_stage(store, name, remaining, committed, strict_code, sources[_source_fields(config)])
+        source = sources[_source_fields(config)]
+        return plan_stage(store, name, remaining, committed, strict_code, source, newest.get(name))
 
     with ThreadPoolExecutor(READERS) as readers:
         while generations:
@@ -181,11 +191,16 @@ def plan_stage(
     committed: Mapping[str, InputRef],
     strict_code: bool = False,
     source: str | None = None,
+    newest: InputRef | None = None,
 ) -> PlannedStage:
     """Plan one stage, given its committed inputs; the fingerprint of its source is computed if `source` is None.
 
+    Args:
+        newest: the stage's newest model, for `init_from: latest`.
+
     Raises:
-        RecipeError: the source cannot be read, or an input does not have the checkpoint that the stage names.
+        RecipeError: the source cannot be read, or an input does not have the checkpoint that the stage names, or does
+            not fit the model that starts from it.
     """
     input_names = config.inputs()
     if any(name not in committed for names in input_names.values() for name in names):
@@ -194,10 +209,13 @@ def plan_stage(
     if source is None:
         source = identity.source_fingerprint(config)
     code = identity.code_digest(config.job) if strict_code else None
+    if wants_latest(config):
+        inputs |= start_of(store, name, config, inputs, newest, source, code)
     key = identity.stage_key(config, _digests(inputs), source, code)
     try:
         if (current := read_current(store, config.job, key)) is None:
             _check_checkpoints(store, name, config, inputs)
+            _check_start(store, name, config, inputs)
             return PlannedStage(name, config, key, None, None, inputs, source, code)
         manifest, reference = current
         store.check_sizes(manifest.folder, manifest.files)
@@ -219,6 +237,28 @@ def _check_checkpoints(
             weights_file(store, manifest, checkpoint)
         except RecipeError as error:
             raise RecipeError(f"stages.{name}.{field}: {error}") from None
+
+
+def _check_start(store: Store, name: str, config: AnyStage, inputs: Mapping[str, list[InputRef]]) -> None:
+    """Raise RecipeError if the model that a pretraining starts from is not its own model's encoder."""
+    if not isinstance(config, Pretrain) or "init_from" not in inputs:
+        return
+    (reference,) = inputs["init_from"]
+    manifest = read_manifest(store, reference.job, reference.key)
+    if manifest is None or (contract := contract_of(store, manifest)) is None:
+        return  # the stage says what is missing
+    theirs, stage = contract.architecture, f"{manifest.stage} ({manifest.job} {manifest.key[:12]})"
+    try:
+        model = config.with_model(theirs).model
+    except ValidationError as error:
+        raise RecipeError(f"stages.{name}.init_from: {stage}: {reasons_of(error)}") from None
+    assert model is not None
+    ours = model.architecture(config.resolution, theirs.in_channels, 0)
+    if different := different_encoders(ours, theirs):
+        latest = ""
+        if wants_latest(config):
+            latest = f". Change model back, or train new weights with --set {name}.init_from=null"
+        raise RecipeError(f"stages.{name}.init_from: {stage} does not match model: {different}{latest}")
 
 
 def _source_fields(config: AnyStage) -> str:
@@ -254,8 +294,13 @@ def force_stage(store: Store, planned: PlannedStage, nonce: str, run: str) -> st
 
 
 def notes(stage: PlannedStage) -> Iterator[str]:
-    """Yield notes on a cached stage: its code has changed, or an input was rebuilt with the same content."""
+    """Yield notes: on a cached stage, that its code has changed, or that an input was rebuilt with the same content;
+    on another, which model is the latest that it starts from."""
     if stage.manifest is None:
+        if wants_latest(stage.config) and stage.inputs is not None:
+            start = stage.inputs.get("init_from")
+            model = f"{start[0].job} {start[0].key[:12]}" if start else "there is none yet, so new weights"
+            yield f"{stage.name}: init_from latest: {model}"
         return
     code = stage.manifest.code
     if code.get("digest") != identity.code_digest(stage.config.job):
@@ -295,8 +340,9 @@ def _reason(stage: PlannedStage, previous: Manifest | None) -> str:
 def _differences(manifest: Manifest, stage: PlannedStage) -> Iterator[str]:
     if manifest.source != stage.source:
         yield "the source has changed"
-    for field, references in (stage.inputs or {}).items():
-        digests = [reference.content_digest for reference in references]
+    inputs = stage.inputs or {}
+    for field in dict.fromkeys([*inputs, *manifest.inputs]):
+        digests = [reference.content_digest for reference in inputs.get(field, [])]
         if digests != [reference.content_digest for reference in manifest.inputs.get(field, [])]:
             yield f"{field} has changed"
         before, now = recorded_checkpoint(manifest.config, field), stage.config.checkpoints().get(field, LAST)

@@ -6,18 +6,20 @@ import os
 import secrets
 import socket
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 from pipelines import identity
 from pipelines.cluster.jobs_client import LOOPBACK, ClusterUnreachable, wait_for_end
+from pipelines.engine.latest import Newest, newest_models, wants_latest
 from pipelines.engine.status import Status
 from pipelines.recipe.load import parse_pipeline
 from pipelines.recipe.pipeline import Pipeline
 from pipelines.spec import RecipeError
 from pipelines.store import (
+    InputRef,
     Store,
     StoreDamaged,
     create_run,
@@ -50,6 +52,7 @@ class Run:
     force: dict[str, str]  # stage -> nonce
     continued: bool
     strict_code: bool = False  # the digest of a stage's code is in its key
+    latest: Newest = field(default_factory=dict)  # when it was planned
 
 
 def start_run(
@@ -61,26 +64,65 @@ def start_run(
     strict_code: bool = False,
 ) -> Run:
     """Continue the unfinished run of the same plan, or start a new one; with `run_id`, the run with that id."""
+    plan, digest = _plan(pipeline, targets, force, strict_code)
+    if run_id is None and (unfinished := _unfinished_run(store, pipeline.name, digest)) is not None:
+        return unfinished
+    latest = newest_models(store, pipeline, plan["stages"])
+    nonces = {stage: secrets.token_hex(16) for stage in force}
+    record = plan | {"digest": digest, "force": nonces} | _latest_record(latest)
+    if run_id is not None:
+        create_run(store, run_id, record | {"run": run_id, "created": now(), "nonce": secrets.token_hex(8)})
+        return load_run(store, run_id)
+    while True:
+        run = f"{pipeline.name}-{datetime.now(UTC):%Y%m%d-%H%M%S}-{secrets.token_hex(2)}"
+        if create_run(store, run, record | {"run": run, "created": now()}):
+            return Run(run, pipeline, targets, nonces, False, strict_code, latest)
+
+
+def latest_models(
+    store: Store,
+    pipeline: Pipeline,
+    targets: tuple[str, ...],
+    force: tuple[str, ...] = (),
+    strict_code: bool = False,
+) -> Newest:
+    """Return the newest models that `start_run` would find in the run that it continues, or record in a new one."""
+    plan, digest = _plan(pipeline, targets, force, strict_code)
+    if not any(wants_latest(pipeline.stages[name]) for name in plan["stages"]):
+        return {}  # most runs: do not look for an unfinished one
+    run = _unfinished_run(store, pipeline.name, digest)
+    return newest_models(store, pipeline, plan["stages"]) if run is None else run.latest
+
+
+def _plan(
+    pipeline: Pipeline, targets: tuple[str, ...], force: tuple[str, ...], strict_code: bool
+) -> tuple[dict[str, Any], str]:
+    """Return what a user asks of a run, and the digest by which its unfinished run is found.
+
+    What was found when the run was planned, such as the newest models, is not part of it.
+    """
     plan = {
         "pipeline": pipeline.model_dump(mode="json"),
         "targets": list(targets),
         "stages": list(pipeline.needed_for(targets)),
         **({"strict_code": True} if strict_code else {}),
     }
-    digest = identity.sha256(identity.canonical_json(plan | {"force": sorted(force)}))
-    nonces = {stage: secrets.token_hex(16) for stage in force}
-    record = plan | {"digest": digest, "force": nonces}
-    if run_id is not None:
-        create_run(store, run_id, record | {"run": run_id, "created": now(), "nonce": secrets.token_hex(8)})
-        return load_run(store, run_id)
-    for run in reversed(runs(store, pipeline.name)):
+    return plan, identity.sha256(identity.canonical_json(plan | {"force": sorted(force)}))
+
+
+def _unfinished_run(store: Store, pipeline: str, digest: str) -> Run | None:
+    """Return the newest run of a plan that has neither ended nor been told to stop."""
+    for run in reversed(runs(store, pipeline)):
         existing = read_plan(store, run)
         if existing is not None and existing["digest"] == digest and not is_over(store, run):
             return load_run(store, run)
-    while True:
-        run = f"{pipeline.name}-{datetime.now(UTC):%Y%m%d-%H%M%S}-{secrets.token_hex(2)}"
-        if create_run(store, run, record | {"run": run, "created": now()}):
-            return Run(run, pipeline, targets, nonces, continued=False, strict_code=strict_code)
+    return None
+
+
+def _latest_record(latest: Newest) -> dict[str, Any]:
+    """Return the field of a plan with the newest models; none if no stage wants one."""
+    models = {name: reference and reference.model_dump() for name, reference in latest.items()}
+    return {"latest": models} if models else {}
 
 
 def load_run(store: Store, run: str) -> Run:
@@ -94,7 +136,8 @@ def load_run(store: Store, run: str) -> Run:
         raise RecipeError(f"{store.uri} has no run {run}")
     pipeline = parse_pipeline(record["pipeline"], f"the plan of {run}")
     strict_code = record.get("strict_code", False)
-    return Run(run, pipeline, tuple(record["targets"]), record["force"], True, strict_code)
+    latest = {name: found and InputRef.model_validate(found) for name, found in record["latest"].items()}
+    return Run(run, pipeline, tuple(record["targets"]), record["force"], True, strict_code, latest)
 
 
 def runs(store: Store, pipeline: str | None = None) -> list[str]:

@@ -15,6 +15,7 @@ import vit_model.config
 from pipelines.recipe import matrix
 from pipelines.recipe.pipeline import Pipeline, base
 from pipelines.spec import (
+    BACKBONE_FIELDS,
     SOURCE_TYPES,
     STAGE_TYPES,
     CheckpointEvery,
@@ -39,6 +40,7 @@ _UNREADABLE = (yaml.YAMLError, ValueError, TypeError, RecursionError, OSError)
 NESTED = {
     "backbone": NamedCheckpoint,
     "checkpoint_every": CheckpointEvery,
+    "init_from": NamedCheckpoint,
     "labels": Labels,
     "optimizer": Optimizer,
     "preprocessing": GivenPreprocessing,
@@ -213,7 +215,7 @@ def _explain(raw: dict[str, Any], problem: dict[str, Any], overrides: tuple[str,
     for before, part in zip(["", *location], location, strict=False):
         if isinstance(at, dict) and part not in at and part in {at.get("job"), at.get("kind")}:
             continue
-        if (before == "model" and part in MODELS) or (before == "backbone" and part in FORMS):
+        if (before == "model" and part in MODELS) or (before in BACKBONE_FIELDS and part in FORMS):
             continue
         path.append(part)
         at = at.get(part) if isinstance(at, dict) else at

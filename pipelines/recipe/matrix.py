@@ -19,7 +19,7 @@ from pathlib import PurePosixPath
 from typing import Any
 
 from pipelines.recipe.pipeline import running_order
-from pipelines.spec import STAGE_TYPES, RecipeError, input_fields
+from pipelines.spec import BACKBONE_FIELDS, STAGE_TYPES, RecipeError, input_fields
 
 MAX_STAGES = 2_000  # more are most likely a mistake, because a matrix multiplies
 LABEL_LENGTH = 40  # a longer value is named by its position
@@ -83,9 +83,9 @@ def set_field(stage: dict[str, Any], dotted: str, value: Any) -> None:
         RecipeError: the field is inside one that has no fields.
     """
     *parents, last = dotted.split(".")
-    if parents == ["backbone"] and isinstance(stage.get("backbone"), str):
+    if len(parents) == 1 and parents[0] in BACKBONE_FIELDS and isinstance(stage.get(parents[0]), str):
         # the longer one of its two spellings, see `pipelines.spec.checkpoints.Backbone`
-        stage["backbone"] = {"stage": stage["backbone"]}
+        stage[parents[0]] = {"stage": stage[parents[0]]}
     at = stage
     for number, parent in enumerate(parents):
         at = at.setdefault(parent, {})

@@ -6,10 +6,22 @@ import graphlib
 from collections.abc import Iterable, Mapping
 from typing import Annotated, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field, ValidationError, model_validator
 
-from pipelines.spec import WITHOUT_LABELS, Pretrain, RecipeError, Stage, input_fields, nearest, step_of
-from vit_model.config import Frozen
+from pipelines.spec import (
+    BACKBONE_FIELDS,
+    LATEST,
+    WITHOUT_LABELS,
+    Finetune,
+    Pretrain,
+    RecipeError,
+    Stage,
+    input_fields,
+    nearest,
+    step_of,
+)
+from vit_model.config import Frozen, different_encoders
+from vit_model.errors import reasons
 
 
 class Pipeline(Frozen):
@@ -34,8 +46,42 @@ class Pipeline(Frozen):
             for field, checkpoint in stage.checkpoints().items():
                 (source,) = stage.inputs()[field]
                 self._check_checkpoint(f"stages.{name}.{field}", source, checkpoint)
+            if stage.inputs().get("init_from") == (name,):
+                raise ValueError(
+                    f"stages.{name}.init_from: a stage cannot start from its own result; latest is the newest model"
+                    " that it has made in earlier runs"
+                )
+            if isinstance(stage, Pretrain) and stage.init_from == LATEST and LATEST in self.stages:
+                raise ValueError(
+                    f"stages.{name}.init_from: latest means the newest model of this stage in the store, but a stage is"
+                    " called latest, too; rename that stage"
+                )
         self.order()
+        for name, stage in self.stages.items():
+            if isinstance(stage, Pretrain) and (start := stage.inputs().get("init_from")):
+                self._check_encoder(f"stages.{name}.init_from: {start[0]}", stage, start[0])
         return self
+
+    def _check_encoder(self, where: str, stage: Pretrain, source: str) -> None:
+        """Raise ValueError if a pretraining's model cannot take over a stage's weights, as far as the recipe says."""
+        start = self.stages[source]
+        while (
+            isinstance(start, Pretrain | Finetune) and start.model is None
+        ):  # it has the shape of its own start
+            ((source,),) = (start.inputs()[field] for field in BACKBONE_FIELDS if field in start.inputs())
+            start = self.stages[source]
+        if not isinstance(start, Pretrain | Finetune) or start.model is None or start.resolution is None:
+            return  # weights from outside
+        if stage.model is None:
+            try:
+                stage.with_model(start.model.architecture(start.resolution, 3, 1))
+            except ValidationError as error:
+                raise ValueError(f"{where}: {reasons(error)}") from None
+            return
+        # Classes may differ, and a model takes over its start's number of channels.
+        ours = stage.model.architecture(stage.resolution, 3, 0)
+        if different := different_encoders(ours, start.model.architecture(start.resolution, 3, 0)):
+            raise ValueError(f"{where} does not match model: {different}")
 
     def _check_input(self, where: str, source: str, kinds: tuple[str, ...]) -> None:
         if source not in self.stages:

@@ -300,7 +300,8 @@ def _finish_cached(store: Store, schedule: Schedule, run: Run) -> bool:
     if schedule.address is not None and not submission.is_loopback(schedule.address):
         return False
     try:
-        planned = plan.plan_pipeline(store, run.pipeline, run.pipeline.needed_for(run.targets))
+        names = run.pipeline.needed_for(run.targets)
+        planned = plan.plan_pipeline(store, run.pipeline, names, latest=run.latest)
     except RecipeError:  # a source cannot be read: the driver reports that in the run
         return False
     if any(stage.manifest is None for stage in planned):

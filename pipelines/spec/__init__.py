@@ -8,8 +8,10 @@ validated before anything starts; an error is a `RecipeError`.
 from pipelines.spec.archives import ImageNet21kSource, ImageNetSource, WebDatasetSource
 from pipelines.spec.augmentation import Augmentation, EvalCrop, RandAugment
 from pipelines.spec.checkpoints import (
+    BACKBONE_FIELDS,
     BEST,
     LAST,
+    LATEST,
     CheckpointEvery,
     NamedCheckpoint,
     check_checkpoint,
@@ -58,6 +60,7 @@ from pipelines.spec.stages import (
 from pipelines.spec.vtab import VtabSource
 
 __all__ = [
+    "BACKBONE_FIELDS",
     "BEST",
     "CIFAR_FILES",
     "COMMIT",
@@ -65,6 +68,7 @@ __all__ = [
     "FASHION_MNIST_ROOT",
     "HUB_PATH",
     "LAST",
+    "LATEST",
     "MEAN_AND_STD",
     "ONE_FILE",
     "SOURCE_TYPES",

@@ -11,6 +11,8 @@ from pydantic import AfterValidator, BeforeValidator, Discriminator, Field, Tag,
 from vit_model.config import Frozen
 
 LAST, BEST = "last", "best"
+LATEST = "latest"
+"""As init_from: the newest model that the stage itself has made in the store (`pipelines.engine.latest`)."""
 _STEP = "step:"
 
 
@@ -82,3 +84,5 @@ Backbone = Annotated[
     AfterValidator(_name_if_last),
 ]
 """A stage's name, which means its last weights, or {stage, checkpoint}. The last checkpoint becomes the name alone."""
+BACKBONE_FIELDS = ("backbone", "init_from")
+"""The names of the fields of this type."""

@@ -77,6 +77,16 @@ class ResNetSize(ResNetOptions):
         )
 
 
+def size_of(architecture: ViTConfig | ResNetConfig, head: bool) -> ModelSize | ResNetSize:
+    """Return the shape of a model, with or without the options of its head."""
+    fields = architecture.model_dump(exclude={"image_size", "in_channels", "num_classes"})
+    if isinstance(architecture, ResNetConfig):
+        return ResNetSize.model_validate(fields if head else fields | {"head_bias": 0.0})
+    fields["mlp_ratio"] = fields.pop("mlp_dim") / architecture.width
+    fields |= {} if head else {"representation_head": False, "head_bias": 0.0}
+    return ModelSize.model_validate(fields)
+
+
 def _family(value: Any) -> str:
     return "resnet" if isinstance(value, str) and value in RESNETS else family_of(value)
 

@@ -8,12 +8,12 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 from pydantic import AfterValidator, Field, model_validator
 
 from pipelines.spec.augmentation import Augmentation, EvalCrop, RandAugment, mixing
-from pipelines.spec.checkpoints import Backbone, CheckpointEvery, NamedCheckpoint
+from pipelines.spec.checkpoints import LATEST, Backbone, CheckpointEvery, NamedCheckpoint
 from pipelines.spec.fields import Seed, ascending, checkpoint, distinct, execution, marks, takes
 from pipelines.spec.optimizer import Optimizer, check_optimizer
-from pipelines.spec.shapes import Model, ModelSize, check_patches
+from pipelines.spec.shapes import Model, ModelSize, ResNetSize, check_patches, size_of
 from pipelines.spec.sources import Source
-from vit_model.config import Frozen, MaeOptions, later
+from vit_model.config import Frozen, MaeOptions, ResNetConfig, ViTConfig, later
 
 Shots = Annotated[int, Field(ge=1)]
 Steps = Annotated[int, Field(ge=1)]
@@ -199,7 +199,18 @@ class Pretrain(_Stage):
     KIND: ClassVar[str] = "model"
     job: Literal["pretrain"]
     data: str = takes("dataset")
-    model: Model
+    model: Model | None = Field(
+        None,
+        description="null, with init_from: NAME: as in that model, without the head if it uses no labels",
+    )
+    init_from: Backbone | None = takes(
+        "model",
+        default=None,
+        later=True,
+        description="the model whose weights training starts from, imported ones too: a stage's name; of a pretraining,"
+        " {stage: NAME, checkpoint: last | best | step:N}; or latest, the newest model that this stage has made in"
+        " earlier runs of the recipe. Steps, rates and the optimizer start anew. null: new weights from the seed",
+    )
     resolution: int = Field(ge=4, le=8192, description="side of the training images in pixels")
     steps: int = Field(ge=1)
     batch_size: int = Field(ge=1, description="images per step, over all workers")
@@ -216,7 +227,8 @@ class Pretrain(_Stage):
     mixup: float = mixing("mixup")
     cutmix: float = mixing("cutmix")
     eval_crop: EvalCrop | None = later(
-        None, description="null: squash if all images are square, otherwise center"
+        None,
+        description="null: the start's; without init_from, squash if all images are square, otherwise center",
     )
     objective: Objective = later(
         "softmax",
@@ -275,6 +287,35 @@ class Pretrain(_Stage):
         " its last and its best weights always are",
     )
 
+    def inputs(self) -> dict[str, tuple[str, ...]]:
+        inputs = super().inputs()
+        if self.init_from == LATEST:  # no stage: the store has it, perhaps
+            del inputs["init_from"]
+        return inputs
+
+    def with_model(self, start: ViTConfig | ResNetConfig) -> Self:
+        """Return the stage with the shape of the model that it starts from, if it gives none.
+
+        Raises:
+            ValidationError: its other fields do not fit this shape.
+        """
+        if self.model is not None:
+            return self
+        model = size_of(start, head=self.objective not in WITHOUT_LABELS)
+        return type(self).model_validate(self.model_dump() | {"model": model})
+
+    @model_validator(mode="after")
+    def _start_is_known(self) -> Self:
+        if self.model is None and self.init_from is None:
+            raise ValueError("model is missing; only a stage with init_from: NAME can do without")
+        if self.model is None and self.init_from == LATEST:
+            raise ValueError("model is missing; with init_from: latest the first run needs it")
+        if isinstance(self.init_from, NamedCheckpoint) and self.init_from.stage == LATEST:
+            raise ValueError(
+                f"init_from {self.init_from}: latest is the newest model with its last weights; write init_from: latest"
+            )
+        return self
+
     @model_validator(mode="after")
     def _kept_steps_exist(self) -> Self:
         if self.keep_steps and self.keep_steps[-1] > self.steps:
@@ -283,8 +324,9 @@ class Pretrain(_Stage):
 
     @model_validator(mode="after")
     def _sizes(self) -> Self:
-        check_patches(self.resolution, self.model)
-        check_optimizer(self.optimizer, self.steps, self.model.family)
+        if self.model is not None:
+            check_patches(self.resolution, self.model)
+        check_optimizer(self.optimizer, self.steps, None if self.model is None else self.model.family)
         if self.workers and self.batch_size % self.workers:
             raise ValueError(f"batch_size {self.batch_size} is not a multiple of workers {self.workers}")
         workers, micro_batches = self.workers or 1, self.gradient_accumulation_steps
@@ -297,7 +339,7 @@ class Pretrain(_Stage):
             raise ValueError(
                 f"batch_size {self.batch_size}{share} is not a multiple of gradient_accumulation_steps {micro_batches}"
             )
-        if self.activation_checkpointing and not isinstance(self.model, ModelSize):
+        if self.activation_checkpointing and isinstance(self.model, ResNetSize):
             raise ValueError(
                 f"activation_checkpointing needs the blocks of a ViT; model is a {self.model.family}"
             )
@@ -305,6 +347,7 @@ class Pretrain(_Stage):
 
     @property
     def version(self) -> int:
+        # A start that has it was pretrained anew, which changes this stage's key by the digest of its input.
         return self.VERSION - (not _has_stochastic_depth(self.model))
 
     @property
@@ -348,20 +391,21 @@ class Pretrain(_Stage):
             raise ValueError(
                 f"auxiliary is beside labels, which objective {self.objective} does not use; remove it"
             )
-        if not isinstance(self.model, ModelSize):
+        if isinstance(self.model, ResNetSize):
             raise ValueError(
                 f"auxiliary needs a ViT, because it uses patches; model is a {self.model.family}"
             )
-        if self.resolution == self.model.patch_size:
+        if self.model is not None and self.resolution == self.model.patch_size:
             raise ValueError(f"resolution {self.resolution} is a single patch; auxiliary needs two or more")
 
     def _check_no_labels(self) -> None:
         """Raise ValueError for fields that do not apply to an objective without labels."""
-        if not isinstance(self.model, ModelSize):
+        model = self.model
+        if isinstance(model, ResNetSize):
             raise ValueError(
-                f"objective {self.objective} needs a ViT, because it uses patches; model is a {self.model.family}"
+                f"objective {self.objective} needs a ViT, because it uses patches; model is a {model.family}"
             )
-        classifier = (self.model.representation_head, self.model.head_bias)
+        classifier = (False, 0.0) if model is None else (model.representation_head, model.head_bias)
         if (self.label_smoothing, self.mixup, self.cutmix, *classifier) != (0.0, 0.0, 0.0, False, 0.0):
             raise ValueError(
                 "label_smoothing, mixup, cutmix, model.representation_head and model.head_bias need labels and a"
@@ -370,12 +414,14 @@ class Pretrain(_Stage):
         if self.objective == "contrastive":
             self._check_contrastive()
             return
-        if self.objective == "mae":
-            self.mae.check(self.model.architecture(self.resolution, channels=3, num_classes=0))
+        if model is None:
             return
-        if self.model.pooling == "map":
+        if self.objective == "mae":
+            self.mae.check(model.architecture(self.resolution, channels=3, num_classes=0))
+            return
+        if model.pooling == "map":
             raise ValueError("objective masked_patches does not train model.pooling map; use cls or gap")
-        if self.resolution == self.model.patch_size:
+        if self.resolution == model.patch_size:
             raise ValueError(
                 f"resolution {self.resolution} is a single patch; objective masked_patches needs two or more"
             )

@@ -32,7 +32,13 @@ from pipelines.store.checkpoints import (
     remove_checkpoints,
     remove_progress,
 )
-from pipelines.store.named_checkpoints import MODEL_FILES, kept_checkpoints, model_folder, weights_file
+from pipelines.store.named_checkpoints import (
+    MODEL_FILES,
+    contract_of,
+    kept_checkpoints,
+    model_folder,
+    weights_file,
+)
 from pipelines.store.objects import check_name, numbers, read_record, warn
 from pipelines.store.protocol import (
     LARGEST_RECORD,
@@ -98,6 +104,7 @@ __all__ = [
     "choose_start",
     "commit",
     "commit_checkpoint",
+    "contract_of",
     "create_attempt",
     "create_run",
     "encode",

@@ -36,9 +36,9 @@ def is_committed(store: Store, job: str, key: str) -> bool:
     return "manifest.json" in store.names(Layout.artifact(job, key))
 
 
-def all_manifests(store: Store) -> Iterator[Manifest]:
-    """Yield the manifest of every committed artifact, oldest first; skip damaged ones with a warning."""
-    names = [Layout.manifest(job, key) for job, key in all_keys(store)]
+def all_manifests(store: Store, only: str | None = None) -> Iterator[Manifest]:
+    """Yield the manifest of every committed artifact, or of those of one job, oldest first; warn of damaged ones."""
+    names = [Layout.manifest(job, key) for job, key in all_keys(store, only)]
     manifests = []
     for name, data in zip(names, store.read_all(names, LARGEST_RECORD), strict=True):
         if data is None:
@@ -50,9 +50,10 @@ def all_manifests(store: Store) -> Iterator[Manifest]:
     yield from sorted(manifests, key=lambda manifest: manifest.finished)
 
 
-def all_keys(store: Store) -> list[tuple[str, str]]:
-    """Return (job, key) of every artifact, committed or not."""
-    return [(job, key) for job in store.names("artifacts") for key in store.names(f"artifacts/{job}")]
+def all_keys(store: Store, only: str | None = None) -> list[tuple[str, str]]:
+    """Return (job, key) of every artifact, or of those of one job, committed or not."""
+    jobs = store.names("artifacts") if only is None else [only]
+    return [(job, key) for job in jobs for key in store.names(f"artifacts/{job}")]
 
 
 def commit(store: Store, manifest: Manifest) -> Manifest:

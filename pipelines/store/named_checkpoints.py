@@ -21,7 +21,7 @@ from pipelines.store.artifacts import local_files
 from pipelines.store.objects import parse_record
 from pipelines.store.protocol import Store
 from pipelines.store.records import KEPT_WEIGHTS, Manifest
-from vit_model.config import Frozen
+from vit_model.config import Frozen, ModelContract
 
 WEIGHTS, CONTRACT = MODEL_FILES = ("model.safetensors", "config.json")
 CHECKPOINTS = "checkpoints.json"
@@ -62,6 +62,15 @@ def model_folder(store: Store, manifest: Manifest, checkpoint: str = LAST) -> Pa
         with suppress(FileExistsError):  # made earlier, or by another process
             (linked / name).symlink_to(target)
     return linked
+
+
+def contract_of(store: Store, manifest: Manifest) -> ModelContract | None:
+    """Return a model's contract, and fetch only that; None if the artifact does not list one. Raises StoreDamaged."""
+    files = [file for file in manifest.files if file.path == CONTRACT]
+    if not files:
+        return None
+    path = local_files(store, manifest, files) / CONTRACT
+    return parse_record(store, f"{manifest.folder}/{CONTRACT}", path.read_bytes(), ModelContract)
 
 
 def weights_file(store: Store, manifest: Manifest, checkpoint: str) -> str:

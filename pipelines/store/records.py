@@ -235,6 +235,8 @@ class RunPlan(Frozen):
     force: dict[str, str]
     created: Time
     strict_code: bool = False
+    latest: dict[str, InputRef | None] = Field(default_factory=dict)
+    """Of each stage with `init_from: latest`, its newest model at that time; None if there was none."""
 
 
 class Event(Frozen):

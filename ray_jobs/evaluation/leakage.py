@@ -3,10 +3,10 @@
 In: a stage's context and the images that it learns from. Out: `Overlap`, or a UserError if its backbone was trained on
 test images.
 
-The lineage says what a model was trained on: the manifests of the model and its backbones name their data sets, and
-`index.parquet` lists the images. A pretraining uses train. The stored model of a fine-tuning was fitted on draw 0, or
-with all labels on train and dev. The training images of imported weights, and of data sets without a manifest or an
-index, are unknown; the log and the artifact's metrics say so.
+The lineage says what a model was trained on: the manifests of the model and its ancestors (a fine-tuning's backbone, a
+pretraining's `init_from`) name their data sets, and `index.parquet` lists the images. A pretraining uses train. The
+stored model of a fine-tuning was fitted on draw 0, or with all labels on train and dev. The training images of imported
+weights, and of data sets without a manifest or an index, are unknown; the log and the artifact's metrics say so.
 
 Two images are equal if their bytes are (`content_id`). Test images that the data set itself also has in train or dev,
 in its authors' splits, are counted but not refused, because any model trained on that data set has seen them.
@@ -24,8 +24,8 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
-from pipelines.spec import AnyStage, Evaluate, Finetune, Ingest, Labels
-from pipelines.store import InputRef, Manifest, Store, local_files, read_current, read_manifest
+from pipelines.spec import BACKBONE_FIELDS, AnyStage, Evaluate, Finetune, Ingest, Labels
+from pipelines.store import InputRef, Manifest, Store, contract_of, local_files, read_current, read_manifest
 from ray_jobs.data.near_duplicates import is_near
 from ray_jobs.data.shards import Dataset
 from ray_jobs.evaluation.supports import support_rows
@@ -89,26 +89,19 @@ def check_leakage(context: Context[AnyStage], dataset: Dataset, labelled: pa.Tab
         UserError: the backbone was trained on test images and `seen_in_training` is "fail", or an index is damaged.
         StoreError: the store cannot be read.
     """
-    trainings, unknown = read_trainings(context.open_store(), context.inputs.get("backbone", ()))
+    trainings, unknown, named = read_trainings(context.open_store(), context.inputs.get("backbone", ()))
     test = dataset.index("test").select(COMPARED)
     own = pa.concat_tables([dataset.index(split).select(["content_id"]) for split in ("train", "dev")])
     overlap = find_overlap(test, own, labelled, [training.images for training in trainings])
     config = context.config  # only stages with a backbone can have seen images
     if overlap.seen.any() and isinstance(config, Evaluate | Finetune) and config.seen_in_training == "fail":
         raise UserError(_refusal(config, test, overlap, trainings))
-    if unknown and _names_data(context, dataset):
+    if unknown and dataset.info.content_digest in named:
         overlap = overlap._replace(labels_seen=len(labelled))
     overlap = overlap._replace(unknown=tuple(unknown))
     for line in log_lines(overlap):
         print(line, flush=True)
     return overlap
-
-
-def _names_data(context: Context[AnyStage], dataset: Dataset) -> bool:
-    """Return whether the backbone's contract names this data set, as exported and reimported vitflow weights do."""
-    from vit_model.weights import read_contract
-
-    return read_contract(context.input("backbone")).training_data == dataset.info.content_digest
 
 
 def log_lines(overlap: Overlap) -> list[str]:
@@ -182,19 +175,26 @@ def _is_in_any(images: pa.Table, others: Iterable[pa.Table]) -> NDArray[np.bool_
 # ------------------------------------------------------------------------------------------------- the lineage
 
 
-def read_trainings(store: Store, models: Iterable[Manifest]) -> tuple[list[Training], list[str]]:
+def read_trainings(
+    store: Store, models: Iterable[Manifest]
+) -> tuple[list[Training], list[str], frozenset[str]]:
     """Return the training images of models and their ancestors, and which of the models have unknown ones.
+
+    Third, the digests of data sets that the contracts of the models, and of ancestors with unknown images, name:
+    exported and reimported vitflow weights have no lineage, but they name theirs.
 
     Raises:
         UserError: an index is damaged.
         StoreError: the store cannot be read.
     """
     trainings, unknown, queue = [], [], list(models)
+    unlisted = list(queue)
     visited = {manifest.key for manifest in queue}
     while queue:
         manifest = queue.pop()
         name = _described(manifest)
-        for reference in manifest.inputs.get("backbone", ()):
+        starts = [reference for field in BACKBONE_FIELDS for reference in manifest.inputs.get(field, ())]
+        for reference in starts:
             backbone = _unchanged(store, reference)
             if backbone is None:
                 unknown.append(f"{reference.job} {reference.key[:12]}, which was removed")
@@ -207,11 +207,13 @@ def read_trainings(store: Store, models: Iterable[Manifest]) -> tuple[list[Train
         ]
         if manifest.job not in ("pretrain", "finetune") or not indexes:
             unknown.append(name)
+            unlisted.append(manifest)
         trainings += [
             Training(name, _described(dataset), training_images(manifest, index).select(COMPARED))
             for dataset, index in indexes
         ]
-    return trainings, unknown
+    contracts = [contract_of(store, manifest) for manifest in unlisted]
+    return trainings, unknown, frozenset(contract.training_data for contract in contracts if contract)
 
 
 def training_images(model: Manifest, index: pa.Table) -> pa.Table:

@@ -121,8 +121,10 @@ def _pretrain(config: Mapping[str, Any], inputs: Mapping[str, str]) -> str:
     objective = _OBJECTIVES[config.get("objective", "softmax")]
     if auxiliary := config.get("auxiliary"):
         objective += f" with masked patch prediction (weight {auxiliary['masked_patches']:g})"
+    start = f" from the weights of {inputs['init_from']}" if "init_from" in inputs else ""
+    size = "the same model" if config["model"] is None else _size(config["model"])
     return (
-        f"{objective} on the train split of {inputs['data']}: {_size(config['model'])}, resolution "
+        f"{objective} on the train split of {inputs['data']}{start}: {size}, resolution "
         f"{config['resolution']}, {config['steps']:,} steps of {config['batch_size']} images, learning rate "
         f"{config['learning_rate']:g}, weight decay {optimizer['weight_decay']:g}, {config['dtype']}, "
         f"ZeRO stage {config['zero_stage']}, augmentation {_augmentation(config)}, label smoothing "

@@ -1,10 +1,13 @@
-"""The contract of a model that is trained on a dataset: architecture, class names, preprocessing. Needs no torch."""
+"""The contract of a model that is trained on a dataset: architecture, class names, preprocessing. Needs no torch.
+
+`model_contract` is for new weights, `continued_contract` for a model that starts from another one's.
+"""
 
 from __future__ import annotations
 
 from pipelines.spec import EvalCrop, Model
 from ray_jobs.data.shards import DatasetInfo
-from vit_model.config import ModelContract, Preprocessing
+from vit_model.config import Architecture, ModelContract, Preprocessing
 
 
 def model_contract(
@@ -34,4 +37,24 @@ def model_contract(
         preprocessing=preprocessing,
         training_data=info.content_digest,
         license=None,
+    )
+
+
+def continued_contract(
+    source: ModelContract,
+    architecture: Architecture,
+    info: DatasetInfo,
+    eval_crop: EvalCrop | None = None,
+) -> ModelContract:
+    """Return the contract of a model that starts from the weights of `source` and is trained on a dataset.
+
+    Its images are prepared as those of `source`, at the resolution of the new architecture.
+    """
+    changed = {"resolution": architecture.image_shape[0]} | (eval_crop.model_dump() if eval_crop else {})
+    return ModelContract(
+        architecture=architecture,
+        class_names=info.class_names if architecture.num_classes else (),
+        preprocessing=Preprocessing(**(source.preprocessing.model_dump() | changed)),
+        training_data=info.content_digest,
+        license=source.license,
     )

@@ -31,6 +31,7 @@ from ray_jobs.data.shards import Dataset, Images
 from ray_jobs.process import devices
 from ray_jobs.process.progress import Progress
 from ray_jobs.training import estimates, objective, optim
+from ray_jobs.training.ancestor import Ancestor, contract_from, take_over
 from ray_jobs.training.checkpoint import Saved, Saver, WorkerState
 from ray_jobs.training.contract import model_contract
 from ray_jobs.training.engine import Engine, Piece, make_engine
@@ -68,6 +69,7 @@ def train(
     worker: Worker = ALONE,
     saver: Saver | None = None,
     saved: Saved | None = None,
+    ancestor: Ancestor | None = None,
 ) -> dict[str, float | int | str]:
     """Train as one of `worker.world` workers and return the metrics.
 
@@ -79,10 +81,11 @@ def train(
         output: the folder for the model and its curve; None on every rank but 0.
         saver: writes the checkpoints; None: none are written.
         saved: the checkpoint to continue from.
+        ancestor: the model whose weights training starts from; None: new weights.
 
     Raises:
-        UserError: the workers cannot share a batch evenly, their memory cannot hold the training, or the dataset has
-            no training images.
+        UserError: the workers cannot share a batch evenly, their memory cannot hold the training, the dataset has no
+            training images, or the ancestor's weights do not fit the model.
         DivergenceError: the loss or a gradient is not finite.
         StoreDamaged: the checkpoint does not fit the model.
         Superseded: while a checkpoint was committed, there was a newer attempt.
@@ -91,7 +94,11 @@ def train(
     device = devices.device(worker.local_rank)
     dataset.require("train")
     labelled = config.objective in ("softmax", "sigmoid")
-    contract = model_contract(config.model, config.resolution, dataset.info, config.eval_crop, labelled)
+    if ancestor is None:
+        assert config.model is not None
+        contract = model_contract(config.model, config.resolution, dataset.info, config.eval_crop, labelled)
+    else:
+        contract = contract_from(ancestor, config, dataset.info)
     needed = estimates.memory(config, contract.architecture, worker.world, device)
     if worker.rank == 0:
         print(*estimates.lines(config, contract.architecture, worker.world, needed), sep="\n", flush=True)
@@ -102,7 +109,7 @@ def train(
         # DeepSpeed, and torch itself, call deprecated functions of torch.
         warnings.filterwarnings("ignore", message=".*torch\\.(distributed|jit)", category=DeprecationWarning)
         warnings.filterwarnings("ignore", message=".*torch\\.distributed", category=FutureWarning)
-        engine, momentum_encoder = start(config, contract, device, worker, saved)
+        engine, momentum_encoder = start(config, contract, device, worker, saved, ancestor)
         training = Training(
             config, contract, worker, device, engine, momentum_encoder, transform, Dev(dataset, contract)
         )
@@ -184,17 +191,30 @@ class Training:
 
 
 def start(
-    config: Pretrain, contract: ModelContract, device: torch.device, worker: Worker, saved: Saved | None
+    config: Pretrain,
+    contract: ModelContract,
+    device: torch.device,
+    worker: Worker,
+    saved: Saved | None,
+    ancestor: Ancestor | None = None,
 ) -> tuple[Engine, MomentumEncoder | None]:
-    """Return the engine and MoCo's momentum encoder, initialised from the seed or as a checkpoint has them."""
+    """Return the engine and MoCo's momentum encoder.
+
+    They are as a checkpoint has them, or else as the ancestor and, for what it lacks, the seed give them.
+    """
     model = build(contract.architecture)
     model.initialise(config.seed)
+    if ancestor is not None and saved is None:
+        lines = take_over(model, contract, ancestor, config.objective)
+        if worker.rank == 0:
+            print(*lines, sep="\n", flush=True)
     if isinstance(model, ViT):
         model.activation_checkpointing = config.activation_checkpointing
     task, momentum_encoder = objective.make_task(config, model)
     task.to(device)
     decays_all = config.objective == "contrastive"
-    optimizer = optim.make_optimizer(task, config.optimizer, config.learning_rate, decays_all)
+    prefix = objective.model_prefix(config)
+    optimizer = optim.make_optimizer(task, config.optimizer, config.learning_rate, decays_all, prefix=prefix)
     if saved is not None:
         saved.require(task, optimizer)
         saved.load(task)
@@ -334,7 +354,8 @@ def accuracy(training: Training, dtype: torch.dtype) -> float | None:
     correct = torch.zeros((), device=training.device)
     network: Any = engine
     if training.config.optimizer.ema is not None:
-        network = as_model(contract, engine.full_weights(), prefix="").to(training.device, dtype).eval()
+        prefix = objective.model_prefix(training.config)
+        network = as_model(contract, engine.full_weights(), prefix).to(training.device, dtype).eval()
     engine.module.eval()
     with torch.no_grad():
         for chosen in own.split(_EVALUATION_BATCH):

@@ -51,25 +51,34 @@ def is_decayed(name: str, parameter: torch.Tensor) -> bool:
     return parameter.ndim >= 2 and name.rpartition(".")[2] == "weight"
 
 
-def layers_above(name: str, depth: int) -> int:
+def layers_above(name: str, depth: int, prefix: str = "") -> int:
     """Return how many layers of a ViT with `depth` blocks come after that of a parameter, as BEiT and MAE count them.
 
-    The embeddings are layer 0, the blocks 1 to depth, and the final norm and the head the last one, depth + 1.
+    The embeddings are layer 0, the blocks 1 to depth, and the final norm and the head the last one, depth + 1. So is
+    what an objective adds, whose names do not begin with the ViT's `prefix`.
     """
-    if block := re.search(r"(?:^|\.)blocks\.(\d+)\.", name):
+    if not name.startswith(prefix):
+        return 0
+    name = name.removeprefix(prefix)
+    if block := re.match(r"blocks\.(\d+)\.", name):
         return depth - int(block[1])
     # patches, the norm before the blocks, and what is a parameter of the model itself: tokens, positions
-    is_embedding = re.fullmatch(r"(model\.)?((patch_embed|norm_pre)\..*|\w+)", name)
-    return depth + 1 if is_embedding else 0
+    return depth + 1 if re.fullmatch(r"(patch_embed|norm_pre)\..*|\w+", name) else 0
 
 
-def num_blocks(model: torch.nn.Module) -> int:
-    """Return the number of a ViT's blocks, also of one that an objective wraps; 0 for a ResNet."""
-    return len(getattr(getattr(model, "model", model), "blocks", ()))
+def num_blocks(model: torch.nn.Module, prefix: str = "") -> int:
+    """Return the number of a ViT's blocks; 0 for a ResNet. The names of its weights begin with `prefix`."""
+    names = (name.removeprefix(prefix) for name, _ in model.named_parameters() if name.startswith(prefix))
+    return len({block[1] for name in names if (block := re.match(r"blocks\.(\d+)\.", name))})
 
 
 def make_optimizer(
-    model: torch.nn.Module, optimizer: Optimizer, base: float, decays_all: bool = False, head_first: int = 0
+    model: torch.nn.Module,
+    optimizer: Optimizer,
+    base: float,
+    decays_all: bool = False,
+    head_first: int = 0,
+    prefix: str = "",
 ) -> torch.optim.Optimizer:
     """Return AdamW, or SGD with momentum. Set the learning rate before a step (`set_learning_rate`).
 
@@ -81,13 +90,14 @@ def make_optimizer(
     Args:
         base: the learning rate that the schedule multiplies.
         head_first: steps in which only the head's learning rate is not 0.
+        prefix: what the names of a ViT's weights begin with in a module that wraps it.
     """
     _skip_dynamo()
-    depth = num_blocks(model)
+    depth = num_blocks(model, prefix)
     groups: dict[tuple[int, bool, bool], list[torch.nn.Parameter]] = {}
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
-            above = layers_above(name, depth) if optimizer.layer_decay < 1 else 0
+            above = layers_above(name, depth, prefix) if optimizer.layer_decay < 1 else 0
             is_spared = not (decays_all or is_decayed(name, parameter))
             waits = head_first > 0 and not name.startswith(HEADS)
             groups.setdefault((above, is_spared, waits), []).append(parameter)

@@ -95,6 +95,30 @@ def test_a_damaged_input_ends_the_run_and_names_what_rebuilds_it(  # type: ignor
     assert "nothing is damaged" in vitflow("verify", "--store", tiny_store).stdout
 
 
+def test_a_pretraining_is_continued_with_another_objective_and_fine_tuned(  # type: ignore[no-untyped-def]
+    vitflow, tiny_store: Path, tmp_path: Path
+) -> None:
+    """From the tiny recipe's own last model, at twice the resolution; the whole lineage is known, and it is cached."""
+    shutil.copytree(tiny_store, store := tmp_path / "store")
+    first = manifests(store)["pretrain"]
+    changes = ("init_from=latest", "objective=masked_patches", "resolution=16", "workers=1", "steps=5")
+    more = [*(part for change in changes for part in ("--set", f"pretrain.{change}")), "--only", "finetune"]
+    said = run(vitflow, store, *more)
+    assert f"starting from the weights of pretrain (pretrain {first['key'][:12]})" in said
+    assert "pos_embed: resized from 2x2 to 4x4 patches" in said
+    assert "head: the source's 10 classes were dropped" in said
+    made = [json.loads(path.read_text()) for path in store.glob("artifacts/*/*/manifest.json")]
+    (tuned,) = (one for one in made if one["job"] == "finetune" and one["run"] != first["run"])
+    (second,) = (one for one in made if one["key"] == tuned["inputs"]["backbone"][0]["key"])
+    assert second["inputs"]["init_from"][0]["key"] == first["key"]
+    assert (
+        json.loads((files_of(store, tuned) / "config.json").read_text())["architecture"]["image_size"] == 16
+    )
+    lineage = vitflow("lineage", tuned["key"], "--store", store).stdout
+    assert f"init_from: pretrain  pretrain {first['key'][:12]}" in lineage
+    assert run(vitflow, store, *more).count("CACHED") == 3, "it does not continue its own result"
+
+
 def test_looking_at_a_run(vitflow, tiny_store: Path) -> None:  # type: ignore[no-untyped-def]
     run_row = json.loads(vitflow("list", "--store", tiny_store, "--json").stdout)[0]
     assert run_row["status"] == "SUCCEEDED"

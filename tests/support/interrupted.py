@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 import torch.distributed as dist
 from torch.multiprocessing import ProcessExitedException, ProcessRaisedException
 
@@ -20,10 +21,14 @@ from pipelines.store import Store, checkpoints, choose_start, open_store
 from ray_jobs.data import shards
 from ray_jobs.data.shards import open_dataset
 from ray_jobs.training import loop, optim
+from ray_jobs.training.ancestor import Ancestor
 from ray_jobs.training.checkpoint import Saved, Saver
+from ray_jobs.training.contract import model_contract
 from tests.support import datasets
 from tests.support.records import make_attempt
 from tests.support.workers import run_workers
+from vit_model.build import build
+from vit_model.weights import save_model
 
 MOCO = {
     "objective": "contrastive",
@@ -53,6 +58,7 @@ CASES: dict[str, dict[str, Any]] = {
         "optimizer": {"name": "sgd", "layer_decay": 0.8, "ema": 0.9},
     },
     "alone, bf16": {},
+    "ZeRO-1 bf16, continued": {"zero_stage": 1, "init_from": "first", "objective": "masked_patches"},
 }
 _APART = 8  # steps at most between two kills, so that a training has several
 _LAST = 12  # steps, which take longer than a kill may come late
@@ -100,6 +106,20 @@ def configuration(**fields: Any) -> Pretrain:
     return Pretrain.model_validate(base | fields)
 
 
+def write_ancestor(folder: Path, dataset: Path) -> Ancestor:
+    """Write a model of 16x16 images with random weights, positions included, as if a pretraining had made it."""
+    config = configuration(resolution=16)
+    assert config.model is not None
+    contract = model_contract(config.model, config.resolution, open_dataset(dataset).info)
+    model = build(contract.architecture)
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight.copy_(torch.randn(weight.shape, generator=generator) / 4)
+    save_model(folder, model, contract)
+    return Ancestor(folder, "first (pretrain 0123456789ab)")
+
+
 def files_below(folder: Path) -> dict[str, bytes]:
     """Return {relative path: bytes}."""
     return {
@@ -128,10 +148,12 @@ def run_attempt(
     number: int = 1,
     world: int = 2,
     kill: Kill | None = None,
+    ancestor: Ancestor | None = None,
 ) -> bool:
     """Train in `world` processes, from the last checkpoint on; return False if the kill has ended them."""
     with tempfile.TemporaryDirectory() as meeting:
-        arguments = (world, f"file://{meeting}/store", config, dataset, store.uri, output, number, kill)
+        meeting_place = f"file://{meeting}/store"
+        arguments = (world, meeting_place, config, dataset, store.uri, output, number, kill, ancestor)
         try:
             run_workers(world, _worker, *arguments)
         except ProcessExitedException as error:
@@ -153,16 +175,17 @@ def run_with_kills(
     kills: int,
     rng: random.Random,
     world: int = 2,
+    ancestor: Ancestor | None = None,
 ) -> list[tuple[Kill, int]]:
     """Train with at most so many kills; return each with the step at which the next attempt continued."""
     record: list[tuple[Kill, int]] = []
     while len(record) < kills and (first := _saved_step(store)) < config.steps - _LAST:
         kill = draw_kill(rng, world, first, config.steps)
-        assert not run_attempt(config, dataset, store, output, len(record) + 1, world, kill), (
+        assert not run_attempt(config, dataset, store, output, len(record) + 1, world, kill, ancestor), (
             "the kill came too late"
         )
         record.append((kill, _saved_step(store)))
-    assert run_attempt(config, dataset, store, output, len(record) + 1, world)
+    assert run_attempt(config, dataset, store, output, len(record) + 1, world, ancestor=ancestor)
     return record
 
 
@@ -181,6 +204,7 @@ def _worker(
     output: Path,
     number: int,
     kill: Kill | None,
+    ancestor: Ancestor | None,
 ) -> None:
     os.environ["LOCAL_RANK"] = str(rank)
     dist.init_process_group("gloo", init_method=meeting, rank=rank, world_size=world)
@@ -191,7 +215,7 @@ def _worker(
     saver = Saver(store, attempt, config, rank, world, start=start)
     saved = None if start is None else Saved(store, start)
     place = loop.Worker(rank, world, rank)
-    loop.train(config, open_dataset(dataset), None if rank else output, place, saver, saved)
+    loop.train(config, open_dataset(dataset), None if rank else output, place, saver, saved, ancestor)
     dist.destroy_process_group()
 
 

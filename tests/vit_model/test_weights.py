@@ -255,6 +255,20 @@ def test_transfer_never_copies_a_tanh_layer() -> None:
     assert torch.equal(model.pre_logits.weight, own)
 
 
+@pytest.mark.parametrize("fields", [{"representation_head": True}, {"distillation": True}], ids=str)
+@pytest.mark.parametrize("classes", [(0, 1, 2), (2, 0, 1)], ids=str)
+def test_transfer_keeps_a_classifier_in_the_models_order(
+    fields: dict[str, Any], classes: tuple[int, ...]
+) -> None:
+    """The same image has the same logit for each class, which now has another place."""
+    source, model = randomised(changed(**fields, num_classes=3)), ViT(changed(**fields, num_classes=3))
+    lines = transfer_backbone(model, source, classes)
+    images = torch.randn(2, 1, 8, 8, generator=torch.Generator().manual_seed(0))
+    assert torch.equal(model.eval()(images), source.eval()(images)[:, list(classes)])
+    moved = "" if classes == (0, 1, 2) else ", in the model's order"
+    assert lines == [f"head: the source's 3 classes were kept{moved}"]
+
+
 @pytest.mark.parametrize("class_token", [True, False])
 def test_transfer_resizes_positions_to_the_new_grid(class_token: bool) -> None:
     fields = {"pooling": "gap", "class_token": class_token, "class_position": class_token}

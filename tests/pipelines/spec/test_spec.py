@@ -57,7 +57,11 @@ def test_needed_for_a_stage_is_what_is_before_it() -> None:
             "stages.pretrain.model: unknown variant 'R50x9'; the nearest is 'R50x",
         ),
         ("stages.pretrain.model", 7, "stages.pretrain.model: Input should be a valid dictionary"),
-        ("stages.pretrain.model", None, "stages.pretrain.model: Input should be a valid dictionary"),
+        (
+            "stages.pretrain.model",
+            None,
+            "stages.pretrain: model is missing; only a stage with init_from: NAME",
+        ),
         (
             "stages.pretrain.model.family",
             "cnn",

@@ -62,7 +62,14 @@ class Made:
         return self._commit(name, "ingest", content_digest=info.content_digest, files=staging.files)
 
     def model(
-        self, name: str, job: str, data: str = "", backbone: str = "", says: str = "unknown", **config: Any
+        self,
+        name: str,
+        job: str,
+        data: str = "",
+        backbone: str = "",
+        says: str = "unknown",
+        init_from: str = "",
+        **config: Any,
     ) -> Manifest:
         """An untrained model that says it was made of these; without data, weights that were imported."""
         info = shards.open_dataset(self.folder(data or next(iter(self.artifacts)))).info
@@ -71,7 +78,7 @@ class Made:
         network.initialise(3)
         with self.store.staging(st.Layout.files(job, name, 1)) as staging:
             save_model(staging.path, network, contract.model_copy(update={"training_data": says}))
-        given = {"data": data, "backbone": backbone}
+        given = {"data": data, "backbone": backbone, "init_from": init_from}
         inputs = {field: [input_ref(self.store, self.artifacts[one])] for field, one in given.items() if one}
         return self._commit(name, job, content_digest=name, files=staging.files, inputs=inputs, config=config)
 
@@ -163,7 +170,7 @@ def test_a_fine_tuning_was_trained_on_what_it_was_given(made: Made, labels: Labe
     )
     pools, *_ = finetune.labelled(config, shards.open_dataset(made.folder("a")))
     tuned = made.model("few", "finetune", data="a", labels=labels.model_dump())
-    (training,), unknown = leakage.read_trainings(made.store, [tuned])
+    (training,), unknown, _ = leakage.read_trainings(made.store, [tuned])
     assert not unknown
     assert training.images["content_id"].to_pylist() == pools[0].rows["content_id"].to_pylist()
 
@@ -184,6 +191,25 @@ def test_every_ancestor_counts_and_the_message_says_which(made: Made) -> None:
     assert "20 by tuned (finetune tuned) on a (ingest a)" in str(error.value)
     assert "on c" not in str(error.value)
     assert "`against: [b]`" in str(error.value)
+
+
+@pytest.mark.parametrize("tuned_since", [False, True])
+def test_a_pretraining_was_trained_on_what_its_start_was(made: Made, tuned_since: bool) -> None:
+    """Over several generations: the first has seen test images of c, the last was continued on others."""
+    made.data("c", train=range(100, 120), test=range(55, 65))
+    made.data("d", train=range(120, 140))
+    made.model("first", "pretrain", data="a")
+    made.model("second", "pretrain", data="d", init_from="first")
+    made.model("third", "pretrain", data="c", init_from="second")
+    if tuned_since:
+        made.model("tuned_third", "finetune", data="d", backbone="third", labels={})
+    with pytest.raises(
+        ValueError, match=r"trained on 5 of the 10 test images of c .5 by first .pretrain first. on a"
+    ):
+        made.check("c", "tuned_third" if tuned_since else "third")
+    made.model("weights", "import")
+    made.model("continued", "pretrain", data="d", init_from="weights")
+    assert made.check("c", "continued").unknown == ("weights (import weights)",)
 
 
 def test_images_that_the_authors_have_in_train_and_test_are_only_counted(made: Made) -> None:
@@ -239,7 +265,7 @@ def test_of_a_data_set_on_s3_only_the_index_is_fetched(
         remote = open_store(f"s3://{server.bucket().name}")
         with remote.staging("artifacts") as staging:
             shutil.copytree(Path(made.store.uri) / "artifacts", staging.path, dirs_exist_ok=True)
-        (training,), _ = leakage.read_trainings(remote, [made.artifacts["tuned"]])
+        (training,), *_ = leakage.read_trainings(remote, [made.artifacts["tuned"]])
     assert len(training.images) == 70
     fetched = [path for path in (tmp_path / "cache").rglob("*") if path.is_file() and path.stat().st_size]
     assert [path.stat().st_size for path in fetched] == [(made.folder("a") / "index.parquet").stat().st_size]
@@ -394,8 +420,11 @@ def test_a_backbone_that_learned_from_the_labelled_images_is_named_so(made: Made
 def test_imported_weights_that_say_so_have_seen_the_data_set(made: Made) -> None:
     """A model of ours that was exported and imported again has no lineage, but the digest of its data."""
     made.model("weights", "import", says=made.artifacts["a"].content_digest)
-    assert made.check("a", "weights").labels_seen == 70
-    assert made.check("b", "weights").labels_seen == 0
+    made.data("c", train=range(100, 120))
+    made.model("continued", "pretrain", data="c", init_from="weights")
+    for name in ("weights", "continued"):
+        assert made.check("a", name).labels_seen == 70
+        assert made.check("b", name).labels_seen == 0
 
 
 def test_a_fine_tuned_model_is_listed_with_its_accuracy_on_images_it_has_not_seen(made: Made) -> None:

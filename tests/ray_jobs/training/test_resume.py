@@ -22,6 +22,7 @@ from tests.support.interrupted import (
     run_attempt,
     run_with_kills,
     world_of,
+    write_ancestor,
     write_noise,
 )
 from tests.support.records import make_attempt
@@ -35,7 +36,7 @@ def dataset(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_noise(tmp_path_factory.mktemp("dataset"))
 
 
-ALWAYS = ("plain bf16, dropout", "ZeRO-1 bf16 MoCo", "ZeRO-3 fp32")
+ALWAYS = ("plain bf16, dropout", "ZeRO-1 bf16 MoCo", "ZeRO-3 fp32", "ZeRO-1 bf16, continued")
 KILLED = [pytest.param(case, marks=() if case in ALWAYS else pytest.mark.full) for case in CASES]
 
 
@@ -43,8 +44,9 @@ KILLED = [pytest.param(case, marks=() if case in ALWAYS else pytest.mark.full) f
 def test_killed_workers_continue_to_the_same_bytes(dataset, tmp_path, case):
     config, rng = configuration(**CASES[case]), random.Random(case)
     undisturbed, killed = (open_store(str(tmp_path / name)) for name in ("undisturbed", "killed"))
-    assert run_attempt(config, dataset, undisturbed, tmp_path / "a", world=world_of(case))
-    record = run_with_kills(config, dataset, killed, tmp_path / "b", 2, rng, world_of(case))
+    ancestor = write_ancestor(tmp_path / "first", dataset) if config.init_from else None
+    assert run_attempt(config, dataset, undisturbed, tmp_path / "a", world=world_of(case), ancestor=ancestor)
+    record = run_with_kills(config, dataset, killed, tmp_path / "b", 2, rng, world_of(case), ancestor)
     assert len(record) == 2
     assert files_below(tmp_path / "a") == files_below(tmp_path / "b")
     assert "checkpoints/10/model.safetensors" in files_below(tmp_path / "a")

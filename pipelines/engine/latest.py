@@ -1,0 +1,127 @@
+"""`init_from: latest`: the model that a pretraining continues when its recipe runs again.
+
+The newest model of a stage is looked up once, when a run is planned, and recorded in the run's plan. So a run that is
+continued, and everything that shows it, sees the same one whatever has been made since. When the stage begins and its
+data is known, there are three cases:
+
+- There is no newest model: the stage starts from new weights, and has the key of a stage without `init_from`.
+- The newest model is what the stage would make again, from the model that it was made from: it is the result. So
+  repeating a run whose data and settings have not changed runs nothing; it does not train a chain of models on the same
+  images.
+- Otherwise the stage starts from the newest model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+from pipelines import identity
+from pipelines.recipe.pipeline import Pipeline
+from pipelines.spec import LATEST, AnyStage, Pretrain, RecipeError
+from pipelines.store import (
+    InputRef,
+    Manifest,
+    Store,
+    StoreDamaged,
+    all_manifests,
+    input_ref,
+    read_manifest,
+    read_plan,
+    successors,
+    warn,
+)
+
+Newest = Mapping[str, InputRef | None]
+"""Stage -> its newest model; None if it has made none. Of the stages with `init_from: latest`."""
+Inputs = dict[str, list[InputRef]]
+
+
+def wants_latest(config: AnyStage) -> bool:
+    """Whether a stage has `init_from: latest`."""
+    return isinstance(config, Pretrain) and config.init_from == LATEST
+
+
+def newest_models(store: Store, pipeline: Pipeline, names: Iterable[str]) -> dict[str, InputRef | None]:
+    """Look up the newest models of those stages among `names` that have `init_from: latest`.
+
+    The newest model is the one that was committed last by a stage of this name in a run of a recipe of this name; of
+    two that were committed in the same microsecond, the one with the higher key. Artifacts with missing files do not
+    count; a warning names them.
+    """
+    wanting = [name for name in names if wants_latest(pipeline.stages[name])]
+    if not wanting:
+        return {}
+    manifests = sorted(
+        (manifest for manifest in all_manifests(store, "pretrain") if manifest.stage in wanting),
+        key=lambda manifest: (manifest.finished, manifest.key),
+        reverse=True,
+    )
+    recipes = {}  # several stages of a matrix are made by one run
+    found: dict[str, InputRef | None] = dict.fromkeys(wanting)
+    for manifest in manifests:
+        if found[manifest.stage] is not None:
+            continue
+        if manifest.run not in recipes:
+            recipes[manifest.run] = _recipe(store, manifest.run)
+        if recipes[manifest.run] == pipeline.name and _is_complete(store, manifest):
+            found[manifest.stage] = input_ref(store, manifest)
+    return found
+
+
+def _recipe(store: Store, run: str) -> str:
+    """Return the name of the recipe that a run was made of."""
+    try:
+        plan = read_plan(store, run)
+    except StoreDamaged as error:
+        warn(str(error))
+        plan = None
+    # Without its plan, a run of a schedule is taken for one of the schedule's name.
+    return str(plan["pipeline"]["name"]) if plan else run.rsplit("-", 3)[0]
+
+
+def _is_complete(store: Store, manifest: Manifest) -> bool:
+    try:
+        store.check_sizes(manifest.folder, manifest.files)
+    except StoreDamaged as error:
+        warn(f"{error}; it does not count as the latest model of {manifest.stage}")
+        return False
+    return True
+
+
+def start_of(
+    store: Store,
+    name: str,
+    config: AnyStage,
+    inputs: Inputs,
+    newest: InputRef | None,
+    source: str | None,
+    code: str | None,
+) -> Inputs:
+    """Return the model that a stage with `init_from: latest` starts from, as an input; none if from new weights.
+
+    Args:
+        inputs: the stage's other inputs.
+        newest: its newest model when the run was planned.
+        source, code: as `stage_key` takes them.
+
+    Raises:
+        RecipeError: the newest model has been removed since the run was planned.
+        StoreDamaged: a record about it cannot be read.
+    """
+    if newest is None:
+        return {}
+    manifest = read_manifest(store, newest.job, newest.key)
+    if manifest is None:
+        raise RecipeError(
+            f"stages.{name}.init_from: when the run was planned, latest was {newest.job} {newest.key[:12]}, which has"
+            " been removed since. Restore it, or stop this run and start another"
+        )
+    before = {field: refs for field, refs in manifest.inputs.items() if field == "init_from"}
+    digests = {
+        field: [reference.content_digest for reference in references]
+        for field, references in (inputs | before).items()
+    }
+    again = identity.stage_key(config, digests, source, code)
+    if newest.key == again or newest.key in successors(store, newest.job, again):
+        return before
+    return {"init_from": [newest]}

@@ -1,0 +1,95 @@
+"""Continued pretraining: the model of the store that a pretraining starts from (`init_from`).
+
+In: an artifact's model. Out: the contract of the model to train, its weights before the first step, and what was kept,
+resized, dropped or newly initialised. All else starts anew: the optimizer, the schedule, the order of the images, and
+the parts that an objective adds to the model and that no artifact has (a mask vector, MoCo's projector).
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import NamedTuple
+
+from pydantic import ValidationError
+
+from pipelines.spec import WITHOUT_LABELS, Pretrain
+from ray_jobs.data.shards import DatasetInfo
+from ray_jobs.process.stage import Context
+from ray_jobs.training.contract import continued_contract
+from vit_model.build import Network
+from vit_model.config import ModelContract, different_encoders
+from vit_model.errors import UserError, reasons
+from vit_model.weights import load_model, read_contract, transfer_backbone
+
+
+class Ancestor(NamedTuple):
+    """The model that a pretraining starts from."""
+
+    folder: Path
+    name: str
+    """for the log: stage, job and key"""
+    objective: str = "softmax"
+    """which its classifier was trained with, if it has one; assumed of imported weights"""
+
+
+def find_ancestor(context: Context[Pretrain]) -> Ancestor | None:
+    """Return the model that a stage starts from, with its files on this machine; None: new weights."""
+    if "init_from" not in context.inputs:  # null, or latest without an earlier model
+        return None
+    (manifest,) = context.inputs["init_from"]
+    checkpoint = context.config.checkpoints().get("init_from")
+    name = f"{manifest.stage} ({manifest.job} {manifest.key[:12]}{f', {checkpoint}' if checkpoint else ''})"
+    return Ancestor(context.input("init_from"), name, manifest.config.get("objective", "softmax"))
+
+
+def contract_from(ancestor: Ancestor, config: Pretrain, info: DatasetInfo) -> ModelContract:
+    """Return the contract of a pretraining that starts from another model.
+
+    Raises:
+        UserError: the configured model has another encoder; or, without one, the configuration does not fit the
+            ancestor's.
+    """
+    source = read_contract(ancestor.folder)
+    classes = 0 if config.objective in WITHOUT_LABELS else len(info.class_names)
+    try:
+        model = config.with_model(source.architecture).model
+        assert model is not None
+        architecture = model.architecture(config.resolution, source.architecture.in_channels, classes)
+        if different := different_encoders(architecture, source.architecture):
+            raise UserError(f"init_from {ancestor.name} does not match model: {different}")
+        return continued_contract(source, architecture, info, config.eval_crop)
+    except ValidationError as error:
+        raise UserError(f"init_from {ancestor.name}: {reasons(error)}") from error
+
+
+def take_over(model: Network, contract: ModelContract, ancestor: Ancestor, objective: str) -> list[str]:
+    """Copy the ancestor's weights to a new model; return a line for each part that is not just copied.
+
+    Raises:
+        UserError: the weights are damaged, or their positions have no counterpart at the new resolution.
+    """
+    source, theirs = load_model(ancestor.folder)
+    classes = None
+    if objective == ancestor.objective:  # the logits of another one have another scale
+        classes = same_classes(contract, theirs)
+    return [f"starting from the weights of {ancestor.name}", *transfer_backbone(model, source, classes)]
+
+
+def same_classes(ours: ModelContract, theirs: ModelContract) -> list[int] | None:
+    """Return, for each class of a model, its number in another one; None if its classifier cannot be kept.
+
+    It can if both have the same classes, in any order, and the same layers in the head.
+    """
+    if not ours.class_names or has_tanh(ours) != has_tanh(theirs):
+        return None
+    if ours.class_names == theirs.class_names:
+        return list(range(len(ours.class_names)))
+    numbers = {name: number for number, name in enumerate(theirs.class_names)}
+    if len(numbers) < len(theirs.class_names) or sorted(ours.class_names) != sorted(numbers):
+        return None
+    return [numbers[name] for name in ours.class_names]
+
+
+def has_tanh(contract: ModelContract) -> bool:
+    """Whether a model has the tanh layer before its classifier."""
+    return getattr(contract.architecture, "representation_head", False)
