@@ -16,10 +16,10 @@ from ray_jobs.data.loader import Loader
 from ray_jobs.data.sampler import Sampler
 from ray_jobs.data.shards import Images
 from ray_jobs.process import devices
-from ray_jobs.process.progress import Progress
 from ray_jobs.training import optim
 from ray_jobs.training.checkpoint import Saved, Saver, WorkerState
 from ray_jobs.training.engine import Plain
+from ray_jobs.training.log import Evaluation, Log, LogWriter
 from ray_jobs.training.task import DivergenceError, Score, Task
 from vit_model.build import Network, build
 from vit_model.config import ModelContract
@@ -29,6 +29,7 @@ from vit_model.weights import load_model, transfer_backbone
 
 _EVALUATION_BATCH = 512
 _CURVE_POINTS = 20
+_EVALUATIONS = 5  # over a trial, the last one at its end, by `score`
 
 
 def start_model(task: Task, seed: int) -> Network:
@@ -69,6 +70,8 @@ def fit(
     noun: str = "step",
     after: int = 0,
     saver: Saver | None = None,
+    writer: LogWriter | None = None,
+    validation: Images | None = None,
 ) -> tuple[Network, list[dict[str, float | int]], int]:
     """Train all weights of the task's model on `data`, from the saver's last checkpoint on if there is one.
 
@@ -79,6 +82,8 @@ def fit(
         noun: what the progress line calls a step.
         after: steps that the stage still does after this fit (`steps_after`), for the estimated time left.
         saver: writes the checkpoints; None: none are written.
+        writer: writes the log; None: there is none.
+        validation: images that the model is evaluated on for the log, some times before the last step.
 
     Returns:
         The model, its curve [{step, learning_rate, loss}], and the number of damaged images that were replaced by
@@ -97,20 +102,33 @@ def fit(
     if saved is not None:
         first, before = saved.step, saved.states[0]
         print(f"{noun} {first}: continuing from the checkpoint of attempt {saved.attempt}", flush=True)
-    steps, batch = config.steps, config.batch_size
+    steps = config.steps
+    evaluations = {math.ceil(steps * part / _EVALUATIONS) for part in range(1, _EVALUATIONS)} - {steps}
     points = {math.ceil(steps * part / _CURVE_POINTS) for part in range(1, _CURVE_POINTS + 1)}
     curve: list[dict[str, Any]] = [*before.points]
     loss_sum, summed = torch.full((), before.loss_sum, device=device), before.summed
-    progress = Progress(steps, noun, after=after)
 
     from_files = data.dataset.info.image is None
     transform = TrainTransform(config, seed, len(task.contract.class_names), from_files)
-    sampler = Sampler(data, seed=seed, batch_size=batch)
+    sampler = Sampler(data, seed=seed, batch_size=config.batch_size)
     with Loader(
         data, sampler, task.contract.preprocessing, crop=transform.crop, threads=config.threads
     ) as batches:
         if saved is not None:
             batches.load_state_dict(before.loader)
+            if writer is not None:
+                writer.continue_from(first, before.log)
+        log = Log(
+            config,
+            task.contract.architecture,
+            batches,
+            len(data.labels),
+            device,
+            writer,
+            first=first,
+            noun=noun,
+            after=after,
+        )
         for step, (positions, images, labels) in zip(range(first, steps), batches, strict=False):
             torch.manual_seed(dropout_seed(seed, step))
             (images,), targets = transform(images.to(device), labels.to(device), positions, step)
@@ -122,14 +140,21 @@ def fit(
             norm = engine.step(rate)
             loss_sum += loss.detach()
             summed += 1
+            log.add(loss)
 
             done = step + 1
+            mean_loss = None
             if done in points:
                 optim.check_finite("gradient norm", norm, step)
                 optim.check_finite("loss", loss_sum, step)
-                curve.append({"step": done, "learning_rate": rate, "loss": loss_sum.item() / summed})
+                mean_loss = loss_sum.item() / summed
+                curve.append({"step": done, "learning_rate": rate, "loss": mean_loss})
                 loss_sum.zero_()
                 summed = 0
+            evaluation = None
+            if validation is not None and done in evaluations:
+                evaluation = _evaluate(model, task.contract, validation)
+            log.step(done, rate, norm, mean_loss, evaluation)
             if saver is not None and done < steps and saver.is_due(done):
                 state = WorkerState(
                     loader=batches.state_dict(),
@@ -137,11 +162,22 @@ def fit(
                     loss_sum=loss_sum.item(),
                     summed=summed,
                     substitutes=before.substitutes + batches.substitutes,
+                    log=log.unsaved(),
                 )
                 saver.save(done, None, engine.pieces(), state)
-            if progress.due(done) and done < steps:
-                progress.show(done, done * batch, loss=loss.item())
     return model.eval(), curve, before.substitutes + batches.substitutes
+
+
+def _evaluate(model: Network, contract: ModelContract, data: Images) -> Evaluation | None:
+    """Return what `score` says in the middle of a training; None if the loss is not finite, which may yet change."""
+    model.eval()
+    try:
+        accuracy, loss, *_ = score(model, contract, data)
+    except DivergenceError:
+        return None
+    finally:
+        model.train()
+    return Evaluation(loss, accuracy)
 
 
 def score(model: Network, contract: ModelContract, data: Images) -> Score:
