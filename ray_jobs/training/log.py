@@ -22,7 +22,6 @@ from pipelines.store import (
     Attempt,
     LogLine,
     Store,
-    StoreError,
     encode_lines,
     now,
     segment_name,
@@ -108,7 +107,7 @@ class LogWriter:
                 wait_for_store(self._save, warn)
             else:
                 self._save()
-        except StoreError as error:
+        except Exception as error:  # none may end a training
             warn(f"cannot write the log of the training: {error}")
 
     def _save(self) -> None:
@@ -118,10 +117,7 @@ class LogWriter:
         self._create(0, encode_lines(lines))
         with self._lock:
             del self._unsaved[: len(lines)]
-        while (
-            len(alike := [name for level, name in self._segments if level == self._segments[-1][0]])
-            >= _JOINED
-        ):
+        while len(alike := self._newest_alike()) >= _JOINED:
             self._join(alike)
 
     def _create(self, level: int, data: bytes) -> None:
@@ -131,8 +127,12 @@ class LogWriter:
         self._store.create(name, data)
         self._segments.append((level, name))
 
+    def _newest_alike(self) -> list[str]:
+        """Return the newest segments, which were joined equally often."""
+        return [name for level, name in self._segments if level == self._segments[-1][0]]
+
     def _join(self, names: list[str]) -> None:
-        """Put the newest segments, which were joined equally often, into one."""
+        """Put the newest segments into one."""
         level = self._segments[-1][0]
         parts = [self._store.read(name) or b"" for name in names]
         del self._segments[-len(names) :]  # even if they remain: the one with all their lines follows
