@@ -32,6 +32,7 @@ COMMANDS = {
     "list": "inspect",
     "lineage": "inspect",
     "logs": "inspect",
+    "tensorboard": "curves",
     "stop": "running",
     "init": "images",
     "predict": "images",

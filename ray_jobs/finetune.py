@@ -2,7 +2,7 @@
 
 In: a dataset and a backbone, or a model size to train from scratch. Out: model.safetensors and config.json (of draw 0's
 refit), rows.parquet and predictions.parquet (`ray_jobs.evaluation.rows`), sweep.json {trials, chosen, selected_on},
-curves.json.
+curves.json, log.jsonl (`pipelines.store.training_log`).
 
 The learning rate is selected by mean accuracy over folds of draw 0's labels (few labels) or by accuracy on dev (all
 labels); the lower loss breaks ties. Every draw is then fitted with that rate on all its labels (all labels: train and
@@ -32,7 +32,7 @@ from pydantic import ValidationError
 
 from pipelines.identity import canonical_json, sha256
 from pipelines.spec import Finetune, check_optimizer, nearest
-from pipelines.store import FileEntry
+from pipelines.store import FileEntry, write_log
 from ray_jobs.data.shards import Dataset, Images
 from ray_jobs.evaluation import rows
 from ray_jobs.evaluation.leakage import PRETRAINED, SEEN, Overlap, check_leakage
@@ -48,6 +48,7 @@ from vit_model.variants import FAMILIES
 
 if TYPE_CHECKING:
     from ray_jobs.training.checkpoint import Saver
+    from ray_jobs.training.log import LogWriter
 
 PROTOCOL = "fine-tuning"
 ONE_RATE = "nothing, one learning rate was given"
@@ -170,15 +171,20 @@ def trial(
 ) -> tuple[float, float]:
     """Fit on the first part of a fold, score on the second; write (accuracy, loss) to the ledger and return it."""
     from ray_jobs.training.fit import fit, score
+    from ray_jobs.training.log import Evaluation
 
     config, (rate, fold) = task.config, place
     train, validation = folds[fold]
     learning_rate, name = config.learning_rates[rate], _name(config, place, folds)
-    data, noun = pool.take(train), f"{name}, step"
-    saver = make_saver(context, f"trial-{rate}-{fold}")
+    data, held_out, noun = pool.take(train), pool.take(validation), f"{name}, step"
+    saver, log = make_saver(context, f"trial-{rate}-{fold}"), make_log(context, f"trial-{rate}-{fold}")
     try:
-        model, *_ = fit(fetched(context, task), data, learning_rate, config.seed, noun, after, saver)
-        accuracy, loss, *_ = score(model, task.contract, pool.take(validation))
+        with log:
+            model, *_ = fit(
+                fetched(context, task), data, learning_rate, config.seed, noun, after, saver, log, held_out
+            )
+            accuracy, loss, *_ = score(model, task.contract, held_out)
+            log.add_evaluation(Evaluation(loss, accuracy))
         outcome = _outcome(accuracy, loss)
     except DivergenceError as error:  # a sweep may include rates that are too high
         accuracy, loss, outcome = 0.0, DIVERGED, str(error)
@@ -237,6 +243,13 @@ def make_saver(context: Context[Finetune], fit: str) -> Saver:
     return Saver(context.open_store(), context.attempt, context.config, group=group, fit=fit)
 
 
+def make_log(context: Context[Finetune], fit: str) -> LogWriter:
+    """Return the writer of the log of a fit with this name."""
+    from ray_jobs.training.log import LogWriter
+
+    return LogWriter(context.open_store(), context.attempt, fit)
+
+
 def refit(
     context: Context[Finetune], task: Task, pool: Images, rate: float, draw: int, after: int = 0
 ) -> Refit:
@@ -252,8 +265,10 @@ def refit(
         return finished
     seed, noun = task.config.seed + draw, f"draw {draw}, step"
     # On GPUs, results vary a little, and the trials of another attempt may have chosen another rate.
-    saver = make_saver(context, f"refit-{task.config.learning_rates.index(rate)}-{draw}")
-    model, curve, substitutes = fit(fetched(context, task), pool, rate, seed, noun, after, saver)
+    name = f"refit-{task.config.learning_rates.index(rate)}-{draw}"
+    saver = make_saver(context, name)
+    with make_log(context, name) as log:
+        model, curve, substitutes = fit(fetched(context, task), pool, rate, seed, noun, after, saver, log)
     test = read_split(context.dataset(context.config.cache_gib), "test")
     result = score(model, task.contract, test)
     files: tuple[FileEntry, ...] = ()
@@ -337,6 +352,13 @@ def main(context: Context[Finetune]) -> Result:
         (staging.path / "sweep.json").write_text(sweep_json)
         curves = [{"draw": draw, "points": refit.curve} for draw, refit in enumerate(refits)]
         (staging.path / "curves.json").write_text(json.dumps(curves, indent=1) + "\n")
+        # An earlier attempt may have chosen another rate.
+        write_log(
+            context.open_store(),
+            context.attempt,
+            staging.path,
+            ("trial-", f"refit-{config.learning_rates.index(chosen)}-"),
+        )
     files = (*refits[0].files, *staging.files)
     digest = {"model": model_digest(refits[0].files), "rows": rows.digest_rows(accuracy_rows, rows.ROWS)}
     digest["sweep"] = sha256(sweep_json)  # the report reads it, so it is part of the content

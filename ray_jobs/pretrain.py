@@ -2,7 +2,7 @@
 
 In: a dataset artifact, a model size, and perhaps a model to start from. Out: model.safetensors, config.json, curve.json
 [{step, learning_rate, loss, dev_accuracy}], checkpoints.json {best, steps} and checkpoints/<step>/model.safetensors,
-written by `ray_jobs.training.loop`, which every worker of Ray Train runs.
+written by `ray_jobs.training.loop`, which every worker of Ray Train runs; log.jsonl (`pipelines.store.training_log`).
 
     python -m ray_jobs.pretrain --spec STORE/artifacts/pretrain/<key>/attempts/<n>/attempt.json
 """
@@ -16,7 +16,15 @@ from typing import Any
 
 from pipelines.errors import StoreError, Superseded
 from pipelines.spec import LATEST, Pretrain
-from pipelines.store import Checkpoint, FileEntry, Layout, checkpoints, choose_start, read_attempt
+from pipelines.store import (
+    Checkpoint,
+    FileEntry,
+    Layout,
+    checkpoints,
+    choose_start,
+    read_attempt,
+    write_log,
+)
 from ray_jobs.process import devices
 from ray_jobs.process.alive import Steps, count_steps
 from ray_jobs.process.stage import Context, Result, causes, model_digest, run_stage
@@ -115,6 +123,7 @@ def _ray_worker(settings: dict[str, Any]) -> dict[str, Any]:
 
     from ray_jobs.training.ancestor import find_ancestor
     from ray_jobs.training.checkpoint import Saved, Saver
+    from ray_jobs.training.log import LogWriter
     from ray_jobs.training.loop import Worker, train
 
     context: Context[Pretrain] = settings["context"]
@@ -136,7 +145,9 @@ def _ray_worker(settings: dict[str, Any]) -> dict[str, Any]:
         train(config, dataset, None, worker, saver(), saved, ancestor)
         return {}
     with context.staging() as staging, count_steps(context) as steps:
-        metrics = train(config, dataset, staging.path, worker, saver(steps), saved, ancestor)
+        with LogWriter(store, context.attempt) as writer:
+            metrics = train(config, dataset, staging.path, worker, saver(steps), saved, ancestor, writer)
+        write_log(store, context.attempt, staging.path)
     return {"files": staging.files, "metrics": metrics}
 
 

@@ -59,6 +59,7 @@ NEEDS = {
     "needs-internet",
     "needs-kubernetes",
     "needs-root",
+    "needs-terminal",
 }
 # what stands for a stage that a block names and does not show, by the kind of its artifact
 STUBS = {

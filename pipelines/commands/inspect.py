@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
 from dataclasses import asdict
 from datetime import UTC, datetime, timedelta
 from functools import partial
 from typing import Annotated, Any
 
 import typer
+from rich.live import Live
 from rich.table import Table
+from rich.text import Text
 
 from pipelines.commands.common import (
     DEFAULT_STORE,
@@ -27,14 +31,17 @@ from pipelines.engine.logs import show_logs
 from pipelines.engine.runs import driver_log, run_status
 from pipelines.engine.status import Status
 from pipelines.engine.submission import reached
+from pipelines.engine.trainings import Trainings
 from pipelines.recipe import load
 from pipelines.results import lineage as tracing
 from pipelines.results.listing import COLUMNS, list_kind
 from pipelines.results.lookup import find_run
 from pipelines.results.verify import verify as verify_store
 from pipelines.spec import RecipeError
+from pipelines.store import wait_for_store
 from pipelines.terminal import write
 
+WATCH_SECONDS = 2.0  # between two looks
 app = Commands()
 
 
@@ -47,24 +54,68 @@ def status(
     address: AddressOption = None,
     token_file: TokenOption = None,
     as_json: JsonOption = False,
+    watch: Annotated[bool, typer.Option("--watch", help="refresh until the run has ended")] = False,
 ) -> None:
-    """Show the stages of a run and their status."""
+    """Show the stages of a run, their status, and how far those that train have come."""
+    if as_json and watch:
+        raise RecipeError("--json and --watch cannot be combined; use one of them")
     opened = open_(store, create=False)
-    clusters = reached(address, token_file)
-    shown = run_status(opened, find_run(opened, run), clusters)
+    clusters, run_id = reached(address, token_file), find_run(opened, run)
+    trainings = Trainings(opened, run_id)
+
+    def look() -> dict[str, Any]:
+        shown = run_status(opened, run_id, clusters)
+        trainings.add_progress(shown)
+        return shown
+
+    shown = _watch(look) if watch else look()
     if as_json:
         print_json(shown)
         return
-    console.print(f"[bold]{shown['run']}[/]  {shown['status']}", highlight=False)
-    for stage in shown["stages"]:
-        stage["took"] = _took(stage, datetime.now(UTC))
-    print_table(shown["stages"], ("stage", "status", "took", "detail"))
+    _show_status(shown)
     if shown["status"] == Status.UNFINISHED:
         console.print(
             f"its driver is gone; `vitflow run` or `vitflow submit` of {shown['pipeline']} continues this run"
         )
         for line in driver_log(opened, shown["run"], clusters).strip().splitlines()[-3:]:
             console.print(f"[dim]driver[/]  {plain(line)}", highlight=False, soft_wrap=True)
+
+
+def _show_status(shown: dict[str, Any]) -> None:
+    console.print(f"[bold]{shown['run']}[/]  {shown['status']}", highlight=False)
+    for stage in shown["stages"]:
+        stage["took"] = _took(stage, datetime.now(UTC))
+    print_table(shown["stages"], ("stage", "status", "took", "detail"))
+
+
+def _watch(look: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    """Show a run's status until the run is no longer running; return its last.
+
+    On a terminal it is refreshed in place, otherwise each change of a stage is a line.
+    """
+    said: dict[str, str] = {}
+
+    def say(shown: dict[str, Any]) -> None:
+        for stage in shown["stages"]:
+            text = f"{stage['stage']}  {stage['status']}  {stage.get('detail') or ''}".rstrip()
+            if said.get(stage["stage"]) != text:
+                said[stage["stage"]] = text
+                console.print(plain(text), highlight=False, soft_wrap=True)
+
+    def refresh(shown: dict[str, Any]) -> None:
+        with console.capture() as capture:
+            _show_status(shown)
+        live.update(Text.from_ansi(capture.get()), refresh=True)
+
+    with Live(console=console, auto_refresh=False, transient=True) as live:
+        while (shown := wait_for_store(look, _say))["status"] == Status.RUNNING:
+            refresh(shown) if console.is_terminal else say(shown)
+            time.sleep(WATCH_SECONDS)
+    return shown
+
+
+def _say(text: str) -> None:
+    console.print(plain(text), highlight=False, soft_wrap=True)
 
 
 @app.command("list")

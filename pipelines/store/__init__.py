@@ -68,11 +68,23 @@ from pipelines.store.records import (
     who,
 )
 from pipelines.store.run_records import add_event, create_run, read_events, read_plan, stop_wished, wish_stop
+from pipelines.store.training_log import (
+    LOG,
+    LogLine,
+    decode_lines,
+    encode_lines,
+    finished_log,
+    read_log,
+    running_log,
+    segment_name,
+    write_log,
+)
 
 __all__ = [
     "CHECKSUMMED",
     "LARGEST_RECORD",
     "LAYOUT_VERSION",
+    "LOG",
     "MODEL_FILES",
     "SETTINGS",
     "UNREACHABLE_SECONDS",
@@ -83,6 +95,7 @@ __all__ = [
     "FileEntry",
     "InputRef",
     "Layout",
+    "LogLine",
     "Manifest",
     "Name",
     "Staging",
@@ -107,7 +120,10 @@ __all__ = [
     "contract_of",
     "create_attempt",
     "create_run",
+    "decode_lines",
     "encode",
+    "encode_lines",
+    "finished_log",
     "input_ref",
     "inside",
     "is_committed",
@@ -121,6 +137,7 @@ __all__ = [
     "read_attempt",
     "read_current",
     "read_events",
+    "read_log",
     "read_manifest",
     "read_plan",
     "read_record",
@@ -128,6 +145,8 @@ __all__ = [
     "remove_checkpoints",
     "remove_progress",
     "replace_artifact",
+    "running_log",
+    "segment_name",
     "stop_wished",
     "successor",
     "successors",
@@ -136,4 +155,5 @@ __all__ = [
     "weights_file",
     "who",
     "wish_stop",
+    "write_log",
 ]

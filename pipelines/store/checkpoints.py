@@ -102,7 +102,7 @@ def remove_checkpoints(
 def remove_progress(store: Store, attempt: Attempt) -> None:
     """Remove what only later attempts at the same key would read, once its result is committed.
 
-    That is the checkpoints and, of a fine-tuning, the ledgers of all attempts.
+    That is, of all attempts, the checkpoints, the segments of the log and, of a fine-tuning, the ledger.
 
     Raises:
         Superseded: there is a newer attempt.
@@ -112,8 +112,8 @@ def remove_progress(store: Store, attempt: Attempt) -> None:
     for number in _attempts(store, job, key):
         for fit in store.names(Layout.checkpoints(job, key, number)):
             remove_checkpoints(store, attempt, fit=fit)
-        ledger = Layout.ledger(job, key, number)
-        store.remove([f"{ledger}/{name}" for name in store.names(ledger)])
+        for folder in (Layout.ledger(job, key, number), Layout.log(job, key, number)):
+            store.remove([f"{folder}/{name}" for name in store.names(folder)])
 
 
 def ask_for_checkpoint(store: Store, attempt: Attempt) -> int:

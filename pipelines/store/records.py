@@ -33,6 +33,7 @@ class Layout:
     artifacts/<job>/<key>/attempts/<n>/start.json       the checkpoint that it starts from, chosen once
     artifacts/<job>/<key>/attempts/<n>/checkpoints/<step>/...   a training's state, and manifest.json, its commit
     artifacts/<job>/<key>/attempts/<n>/checkpoints/<fit>/<step>/...     that of a running fit of a fine-tuning
+    artifacts/<job>/<key>/attempts/<n>/log/...          what a training measures while it runs (`training_log`)
     artifacts/<job>/<key>/attempts/<n>/requests/<m>.json        somebody asks for a checkpoint now
     runs/<run id>/plan.json  stop.json  events/<ulid>.json
     schedules/<name>/<n>.json                           numbered: the highest is current, the others are history
@@ -76,6 +77,10 @@ class Layout:
     @classmethod
     def checkpoint(cls, job: str, key: str, number: int, step: int, fit: str | None = None) -> str:
         return f"{cls.checkpoints(job, key, number, fit)}/{step}"
+
+    @classmethod
+    def log(cls, job: str, key: str, number: int) -> str:
+        return f"{cls.attempt(job, key, number)}/log"
 
     @classmethod
     def requests(cls, job: str, key: str, number: int) -> str:

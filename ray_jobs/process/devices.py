@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -85,6 +86,43 @@ def memory(on: torch.device) -> int:
         return torch.cuda.get_device_properties(on).total_memory
     total = psutil.virtual_memory().total
     return min(total, cgroup_limits()[1] or total)
+
+
+# Operations per second of dense matrix products, by words of the GPU's name: (bfloat16, float32 without TF32). From
+# NVIDIA's data sheets, which for bfloat16 list the double, for sparse matrices. The first match counts.
+_PEAKS = {
+    "B200": (2250e12, 80e12),
+    "H200 NVL": (835.5e12, 60e12),
+    "H200": (989.5e12, 67e12),
+    "H100 NVL": (835.5e12, 60e12),
+    "H100 PCIe": (756e12, 51e12),
+    "H100": (989.5e12, 67e12),
+    "A100": (312e12, 19.5e12),
+    "L40S": (362e12, 91.6e12),
+    "L4": (121e12, 30.3e12),
+    "A10": (125e12, 31.2e12),
+}
+
+
+def peak_flops(on: torch.device, dtype: torch.dtype) -> float | None:
+    """Return the operations per second that a device can do at most in a dtype; None if that is not known.
+
+    It is not known of CPUs, whose peak depends on their clock, nor of parts of a GPU (MIG).
+    """
+    import torch
+
+    if on.type != "cuda" or torch.backends.cuda.matmul.allow_tf32:
+        return None
+    return known_peak(torch.cuda.get_device_name(on), is_float32=dtype == torch.float32)
+
+
+def known_peak(name: str, is_float32: bool) -> float | None:
+    """Return the operations per second of the GPU with this name; None if they are not known."""
+    if re.search(r"\bMIG\b", name):
+        return None
+    return next(
+        (peaks[is_float32] for word, peaks in _PEAKS.items() if re.search(rf"\b{word}\b", name)), None
+    )
 
 
 def backend() -> str:

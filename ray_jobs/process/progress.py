@@ -22,6 +22,7 @@ class Progress:
         """
         self.total, self.noun, self.seconds, self.after = total, noun, seconds, after
         self.began = self.shown = time.monotonic()
+        self.shown_step = 0
         self.first: tuple[int, int] | None = None
 
     def due(self, step: int) -> bool:
@@ -30,7 +31,7 @@ class Progress:
 
     def show(self, step: int, images: int = 0, **values: float) -> None:
         """Print a line: `step` steps are done and, for image rates, `images` were processed since the start."""
-        self.shown = time.monotonic()
+        self.shown, self.shown_step = time.monotonic(), step
         if self.first is None:  # rates start here, because the steps before it include warm-up
             self.first, self.began = (step, images), self.shown
         seconds = self.shown - self.began
@@ -38,7 +39,13 @@ class Progress:
         if seconds > 0 and images > self.first[1]:
             parts.append(f"{(images - self.first[1]) / seconds:,.0f} images/s")
         parts += [f"{name.replace('_', ' ')} {value:.4g}" for name, value in values.items()]
-        if seconds > 0 and step > self.first[0]:
-            left = (self.total + self.after - step) * seconds / (step - self.first[0])
+        if (left := self.left(step)) is not None:
             parts.append(f"{timedelta(seconds=round(left))} left")
         print(PREFIX + " · ".join(parts), flush=True)
+
+    def left(self, step: int) -> float | None:
+        """Return the seconds until the last step of the stage, by the steps shown so far; None before two of them."""
+        shown, seconds = self.shown_step, self.shown - self.began
+        if self.first is None or seconds <= 0 or shown <= self.first[0]:
+            return None
+        return (self.total + self.after - step) * seconds / (shown - self.first[0])

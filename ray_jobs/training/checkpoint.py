@@ -31,6 +31,7 @@ from pipelines.store import (
     Attempt,
     Checkpoint,
     FileEntry,
+    LogLine,
     Store,
     StoreDamaged,
     StoreError,
@@ -70,6 +71,8 @@ class WorkerState(Frozen):
     """the losses since the last point, and of how many steps"""
     substitutes: int = 0
     """of a fit: the images so far that were damaged and replaced"""
+    log: tuple[LogLine, ...] = ()
+    """of the first worker: the lines of the log that may not be in the store"""
 
 
 class Saver:

@@ -5,6 +5,7 @@ In: a `Task`, labelled images, a learning rate, a seed. Out: a network, its trai
 
 from __future__ import annotations
 
+import copy
 import math
 from typing import Any, Literal
 
@@ -16,12 +17,13 @@ from ray_jobs.data.loader import Loader
 from ray_jobs.data.sampler import Sampler
 from ray_jobs.data.shards import Images
 from ray_jobs.process import devices
-from ray_jobs.process.progress import Progress
 from ray_jobs.training import optim
 from ray_jobs.training.checkpoint import Saved, Saver, WorkerState
 from ray_jobs.training.engine import Plain, has_ema
 from ray_jobs.training.guard import Guard
+from ray_jobs.training.log import Evaluation, Log, LogWriter
 from ray_jobs.training.task import DivergenceError, Score, Task
+from vit_model import compute
 from vit_model.build import Network, build
 from vit_model.config import ModelContract
 from vit_model.objectives import softmax_cross_entropy
@@ -30,6 +32,7 @@ from vit_model.weights import load_model, transfer_backbone
 
 _EVALUATION_BATCH = 512
 _CURVE_POINTS = 20
+_EVALUATIONS = 5  # over a trial, the last one at its end, by `score`
 
 
 def start_model(task: Task, seed: int) -> Network:
@@ -87,6 +90,8 @@ def fit(
     noun: str = "step",
     after: int = 0,
     saver: Saver | None = None,
+    writer: LogWriter | None = None,
+    validation: Images | None = None,
 ) -> tuple[Network, list[dict[str, float | int]], int]:
     """Train all weights of the task's model on `data`, from the saver's last checkpoint on if there is one.
 
@@ -97,6 +102,8 @@ def fit(
         noun: what the progress line calls a step.
         after: steps that the stage still does after this fit (`steps_after`), for the estimated time left.
         saver: writes the checkpoints; None: none are written.
+        writer: writes the log; None: there is none.
+        validation: images that the model is evaluated on for the log, some times before the last step.
 
     Returns:
         The model, its curve [{step, learning_rate, loss}], and the number of damaged images that were replaced by
@@ -115,16 +122,16 @@ def fit(
     if saved is not None:
         first, before = saved.step, saved.states[0]
         print(f"{noun} {first}: continuing from the checkpoint of attempt {saved.attempt}", flush=True)
-    steps, batch = config.steps, config.batch_size
+    steps = config.steps
+    evaluations = {math.ceil(steps * part / _EVALUATIONS) for part in range(1, _EVALUATIONS)} - {steps}
     points = {math.ceil(steps * part / _CURVE_POINTS) for part in range(1, _CURVE_POINTS + 1)}
     curve: list[dict[str, Any]] = [*before.points]
     loss_sum, summed = torch.full((), before.loss_sum, device=device), before.summed
-    progress = Progress(steps, noun, after=after)
 
     from_files = data.dataset.info.image is None
     transform = TrainTransform(config, seed, len(task.contract.class_names), from_files)
     order: Literal["global", "balanced"] = "balanced" if config.sampling == "balanced" else "global"
-    sampler = Sampler(data, seed=seed, batch_size=batch, order=order)
+    sampler = Sampler(data, seed=seed, batch_size=config.batch_size, order=order)
     weights = class_weights(task, data)
     weights = None if weights is None else weights.to(device)
     guard = Guard(data, sampler, steps, saver)
@@ -133,6 +140,19 @@ def fit(
     ) as batches:
         if saved is not None:
             batches.load_state_dict(before.loader)
+            if writer is not None:
+                writer.continue_from(first, before.log)
+        log = Log(
+            config,
+            compute.train_flops(task.contract.architecture),
+            batches,
+            len(data.labels),
+            device,
+            writer,
+            first=first,
+            noun=noun,
+            after=after,
+        )
         for step, (positions, images, labels) in zip(range(first, steps), batches, strict=False):
             torch.manual_seed(dropout_seed(seed, step))
             (images,), targets = transform(images.to(device), labels.to(device), positions, step)
@@ -141,16 +161,24 @@ def fit(
             logits = engine(normalise(images, task.contract.preprocessing, dtype), *depth)
             loss = softmax_cross_entropy(logits, targets, config.label_smoothing, weights)
             engine.backward(loss)
-            guard.watch(step, engine.step(rate))
+            norm = engine.step(rate)
+            guard.watch(step, norm)
             loss_sum += loss.detach()
             summed += 1
+            log.add(loss)
 
             done = step + 1
+            mean_loss = None
             if done in points:
                 optim.check_finite("loss", loss_sum, step)
-                curve.append({"step": done, "learning_rate": rate, "loss": loss_sum.item() / summed})
+                mean_loss = loss_sum.item() / summed
+                curve.append({"step": done, "learning_rate": rate, "loss": mean_loss})
                 loss_sum.zero_()
                 summed = 0
+            evaluation = None
+            if validation is not None and done in evaluations:
+                evaluation = _evaluate(averaged(model, engine), task.contract, validation)
+            log.step(done, rate, norm, mean_loss, evaluation)
             if saver is not None and done < steps and saver.is_due(done):
                 guard.check()
                 state = WorkerState(
@@ -159,13 +187,32 @@ def fit(
                     loss_sum=loss_sum.item(),
                     summed=summed,
                     substitutes=before.substitutes + batches.substitutes,
+                    log=log.unsaved(),
                 )
                 saver.save(done, None, engine.pieces(), state)
-            if progress.due(done) and done < steps:
-                progress.show(done, done * batch, loss=loss.item())
-    if has_ema(engine.optimizer):
-        model.load_state_dict(engine.full_weights())
+    model = averaged(model, engine)
     return model.eval(), curve, before.substitutes + batches.substitutes
+
+
+def averaged(model: Network, engine: Plain) -> Network:
+    """Return a copy of the model with the moving averages of its weights, or the model itself if there are none."""
+    if not has_ema(engine.optimizer):
+        return model
+    model = copy.deepcopy(model)
+    model.load_state_dict(engine.full_weights())
+    return model
+
+
+def _evaluate(model: Network, contract: ModelContract, data: Images) -> Evaluation | None:
+    """Return what `score` says in the middle of a training; None if the loss is not finite, which may yet change."""
+    model.eval()
+    try:
+        accuracy, loss, *_ = score(model, contract, data)
+    except DivergenceError:
+        return None
+    finally:
+        model.train()
+    return Evaluation(loss, accuracy)
 
 
 def score(model: Network, contract: ModelContract, data: Images) -> Score:

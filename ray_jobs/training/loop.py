@@ -24,22 +24,24 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 
 from pipelines.spec import Pretrain
+from pipelines.store import LogLine
 from ray_jobs.augment import TrainTransform, dropout_seed
 from ray_jobs.data.loader import MEMORY_BYTES, Loader
 from ray_jobs.data.sampler import Sampler
 from ray_jobs.data.shards import Dataset, Images
 from ray_jobs.process import devices
-from ray_jobs.process.progress import Progress
 from ray_jobs.training import estimates, objective, optim
 from ray_jobs.training.ancestor import Ancestor, contract_from, take_over
 from ray_jobs.training.checkpoint import Saved, Saver, WorkerState
 from ray_jobs.training.contract import model_contract
 from ray_jobs.training.engine import Engine, Piece, make_engine
 from ray_jobs.training.guard import Guard
+from ray_jobs.training.log import Evaluation, Log, LogWriter
 from vit_model.build import Network, build
 from vit_model.config import ModelContract
 from vit_model.contrastive import MomentumEncoder, momentum
 from vit_model.model import ViT
+from vit_model.objectives import sigmoid_cross_entropy, softmax_cross_entropy
 from vit_model.preprocessing import normalise
 from vit_model.weights import save_model, save_weights
 
@@ -70,6 +72,7 @@ def train(
     saver: Saver | None = None,
     saved: Saved | None = None,
     ancestor: Ancestor | None = None,
+    writer: LogWriter | None = None,
 ) -> dict[str, float | int | str]:
     """Train as one of `worker.world` workers and return the metrics.
 
@@ -82,6 +85,7 @@ def train(
         saver: writes the checkpoints; None: none are written.
         saved: the checkpoint to continue from.
         ancestor: the model whose weights training starts from; None: new weights.
+        writer: of rank 0, writes the log; None: there is none.
 
     Raises:
         UserError: the workers cannot share a batch evenly, their memory cannot hold the training, the dataset has no
@@ -130,9 +134,22 @@ def train(
             if saved is not None:
                 batches.load_state_dict(saved.states[0].loader)
                 curve.load(saved.states)
+                if writer is not None:
+                    writer.continue_from(saved.step, saved.states[0].log)
+            log = Log(
+                config,
+                estimates.train_flops(config, contract.architecture),
+                batches,
+                len(images.labels),
+                device,
+                writer,
+                first=first,
+                world=worker.world,
+                is_silent=worker.rank > 0,
+            )
             devices.let_gloo_yield()
             guard = Guard(images, sampler, config.steps, saver)
-            run_steps(training, batches, curve, first, saver, guard)
+            run_steps(training, batches, curve, log, first, saver, guard)
         if saver is not None:
             saver.wait()
         seconds = time.monotonic() - began
@@ -269,10 +286,14 @@ class Curve:
         measured = [point for point in self.points if point["dev_accuracy"] is not None]
         return max(measured, key=lambda point: point["dev_accuracy"])["step"] if measured else None
 
-    def state(self, loader: dict[str, Any]) -> WorkerState:
-        """Return this worker's state for a checkpoint, with the loader's."""
+    def state(self, loader: dict[str, Any], log: tuple[LogLine, ...] = ()) -> WorkerState:
+        """Return this worker's state for a checkpoint, with the loader's and the unsaved lines of the log."""
         return WorkerState(
-            loader=loader, points=tuple(self.points), loss_sum=self._sum.item(), summed=self._summed
+            loader=loader,
+            points=tuple(self.points),
+            loss_sum=self._sum.item(),
+            summed=self._summed,
+            log=log,
         )
 
     def load(self, states: list[WorkerState]) -> None:
@@ -284,15 +305,21 @@ class Curve:
 
 
 def run_steps(
-    training: Training, batches: Loader, curve: Curve, first: int, saver: Saver | None, guard: Guard
+    training: Training,
+    batches: Loader,
+    curve: Curve,
+    log: Log,
+    first: int,
+    saver: Saver | None,
+    guard: Guard,
 ) -> None:
-    """Run the steps from number `first` on; write the curve's points, and checkpoints if there is a saver."""
+    """Run the steps from number `first` on; write the curve's points, the log, and checkpoints with a saver."""
     config, worker, device, engine = training.config, training.worker, training.device, training.engine
     dtype = devices.torch_dtype(config.dtype, device)
-    steps, batch = config.steps, config.batch_size
+    steps = config.steps
     points = {math.ceil(steps * part / _CURVE_POINTS) for part in range(1, _CURVE_POINTS + 1)}
     evaluations = {math.ceil(steps * part / _DEV_EVALUATIONS) for part in range(1, _DEV_EVALUATIONS + 1)}
-    momentum_encoder, progress = training.momentum_encoder, Progress(steps)
+    momentum_encoder = training.momentum_encoder
 
     for step, (positions, images, labels) in zip(range(first, steps), batches, strict=False):
         torch.manual_seed(dropout_seed(config.seed, step, worker.rank))
@@ -302,26 +329,28 @@ def run_steps(
             loss = objective.batch_loss(engine, config, training.contract, *part, dtype, momentum_encoder)
             engine.backward(loss)
             curve.add(loss)
-        guard.watch(step, engine.step(rate))
+            log.add(loss)
+        norm = engine.step(rate)
+        guard.watch(step, norm)
         if momentum_encoder is not None:
             momentum_encoder.update(engine.module, momentum(step, steps, config.contrastive.momentum))
 
         done = step + 1
-        is_best = False
+        mean_loss, evaluation, is_best = None, None, False
         if done in points or done in evaluations:
             mean_loss = curve.mean()
             # Not at every step, because reading a number waits for the device.
             optim.check_finite("loss", mean_loss, step)
-            evaluated = accuracy(training, dtype) if done in evaluations else None
+            evaluation = evaluate(training, dtype) if done in evaluations else None
+            accuracy = None if evaluation is None else evaluation.accuracy
             curve.points.append(
-                {"step": done, "learning_rate": rate, "loss": mean_loss, "dev_accuracy": evaluated}
+                {"step": done, "learning_rate": rate, "loss": mean_loss, "dev_accuracy": accuracy}
             )
-            is_best = evaluated is not None and curve.best == done
+            is_best = evaluation is not None and curve.best == done
+        log.step(done, rate, norm, mean_loss, evaluation)
         if saver is not None and done < steps and (saver.is_due(done) or is_best):
             guard.check()
-            saver.save(done, curve.best, _pieces(training), curve.state(batches.state_dict()))
-        if worker.rank == 0 and progress.due(done):
-            progress.show(done, done * batch, loss=loss.item())
+            saver.save(done, curve.best, _pieces(training), curve.state(batches.state_dict(), log.unsaved()))
 
 
 def micro_batches(
@@ -339,8 +368,8 @@ def _pieces(training: Training) -> Iterator[Piece]:
             yield Piece(MOMENTUM_ENCODER, name, 0, weight.flatten())
 
 
-def accuracy(training: Training, dtype: torch.dtype) -> float | None:
-    """Return the fraction of dev images classified correctly; each worker scores a share.
+def evaluate(training: Training, dtype: torch.dtype) -> Evaluation | None:
+    """Return the loss of dev images and the fraction that is classified correctly; each worker scores a share.
 
     None if the dataset has no dev split or the model no classifier.
     """
@@ -351,7 +380,8 @@ def accuracy(training: Training, dtype: torch.dtype) -> float | None:
     share = math.ceil(total / worker.world)
     # ZeRO-3 needs the same number of batches on all workers. Indices past the end wrap around and are not counted.
     own = torch.arange(worker.rank * share, (worker.rank + 1) * share)
-    correct = torch.zeros((), device=training.device)
+    cross_entropy = sigmoid_cross_entropy if training.config.objective == "sigmoid" else softmax_cross_entropy
+    sums = torch.zeros(2, dtype=torch.float64, device=training.device)  # of losses, of images that are right
     network: Any = engine
     if training.config.optimizer.ema is not None:
         prefix = objective.model_prefix(training.config)
@@ -360,13 +390,17 @@ def accuracy(training: Training, dtype: torch.dtype) -> float | None:
     with torch.no_grad():
         for chosen in own.split(_EVALUATION_BATCH):
             images = dev.images(chosen % total).to(training.device)
-            predicted = network(normalise(images, contract.preprocessing, dtype)).argmax(dim=1)
-            right = (predicted.cpu() == dev.labels[chosen % total]) & (chosen < total)
-            correct += right.sum().to(training.device)
+            logits = network(normalise(images, contract.preprocessing, dtype))
+            counted = int((chosen < total).sum())
+            logits, labels = logits[:counted], dev.labels[chosen[:counted]].to(training.device)
+            if counted:
+                sums[0] += cross_entropy(logits, labels) * counted
+                sums[1] += (logits.argmax(dim=1) == labels).sum()
     engine.module.train()
     if worker.world > 1:
-        dist.all_reduce(correct)
-    return correct.item() / total
+        dist.all_reduce(sums)
+    loss, correct = sums.tolist()
+    return Evaluation(loss / total, correct / total)
 
 
 class Dev:

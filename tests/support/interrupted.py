@@ -17,13 +17,14 @@ import torch.distributed as dist
 from torch.multiprocessing import ProcessExitedException, ProcessRaisedException
 
 from pipelines.spec import Pretrain
-from pipelines.store import Store, checkpoints, choose_start, open_store
+from pipelines.store import Store, checkpoints, choose_start, open_store, running_log
 from ray_jobs.data import shards
 from ray_jobs.data.shards import open_dataset
-from ray_jobs.training import loop, optim
+from ray_jobs.training import log, loop, optim
 from ray_jobs.training.ancestor import Ancestor
 from ray_jobs.training.checkpoint import Saved, Saver
 from ray_jobs.training.contract import model_contract
+from ray_jobs.training.log import LogWriter
 from tests.support import datasets
 from tests.support.records import make_attempt
 from tests.support.workers import run_workers
@@ -127,6 +128,12 @@ def files_below(folder: Path) -> dict[str, bytes]:
     }
 
 
+def logged(store: Store, job: str) -> list[dict[str, Any]]:
+    """Return the log of a training without what depends on the clock."""
+    timed = {"time", "images_per_second", "data_wait", "mfu", "seconds_left"}
+    return [line.model_dump(exclude=timed) for line in running_log(store, job, "k")]
+
+
 def world_of(case: str) -> int:
     return 1 if case.startswith("alone") else 2
 
@@ -215,7 +222,12 @@ def _worker(
     saver = Saver(store, attempt, config, rank, world, start=start)
     saved = None if start is None else Saved(store, start)
     place = loop.Worker(rank, world, rank)
-    loop.train(config, open_dataset(dataset), None if rank else output, place, saver, saved, ancestor)
+    log.SEGMENT_SECONDS = 0.02  # a part of the lines is in the store when a worker dies
+    if rank:
+        loop.train(config, open_dataset(dataset), None, place, saver, saved, ancestor)
+    else:
+        with LogWriter(store, attempt) as writer:
+            loop.train(config, open_dataset(dataset), output, place, saver, saved, ancestor, writer)
     dist.destroy_process_group()
 
 

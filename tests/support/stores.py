@@ -1,10 +1,12 @@
 """A store, as it lies in a folder or a bucket, read without the project's own code."""
 
 import json
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from pipelines.store import LOG
 from tests.support.s3 import Bucket
 
 
@@ -43,6 +45,11 @@ def files_of(store: Path, manifest: dict[str, Any]) -> Path:
     """The folder of an artifact's files."""
     attempt = f"artifacts/{manifest['job']}/{manifest['key']}/attempts/{manifest['attempt']}"
     return store / attempt / "files"
+
+
+def repeated(files: Iterable[Any]) -> list[Any]:
+    """Those of an artifact's files that every run makes with the same bytes: all but the log, which has times."""
+    return [file for file in files if (file["path"] if isinstance(file, dict) else file.path) != LOG]
 
 
 def snapshot(store: Path) -> dict[str, tuple[int, int]]:

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from pipelines.spec import Finetune, Labels
+from pipelines.store import decode_lines
 from ray_jobs import finetune
 from ray_jobs.data import shards
 from ray_jobs.evaluation import rows
@@ -18,8 +19,12 @@ from ray_jobs.process.stage import Result
 from ray_jobs.training import fit as fit_module
 from ray_jobs.training.contract import model_contract
 from ray_jobs.training.fit import fit, score, start_model
+from ray_jobs.training.log import LogWriter
 from ray_jobs.training.task import Images, Task
 from tests.support.finetuning import SIZE, configuration, context, put_halves
+from tests.support.memory_store import MemoryStore
+from tests.support.records import make_attempt
+from tests.support.stores import repeated
 from vit_model.config import ViTConfig
 from vit_model.errors import UserError
 from vit_model.model import ViT
@@ -96,12 +101,21 @@ def test_a_fit_learns_and_repeats_itself(dataset, dtype):
     config = configuration(dtype=dtype, labels=Labels(), steps=60, augment="shift")
     task, (pool,), supports = prepared(dataset, config)
     ((inside, outside),) = supports.folds
-    (first, curve, _), (second, *_) = (fit(task, pool.take(inside), 1e-2, seed=3) for _ in range(2))
+    writer = LogWriter(MemoryStore(), make_attempt("finetune"), "trial-0-0")  # which changes nothing
+    first, curve, _ = fit(task, pool.take(inside), 1e-2, seed=3)
+    second, *_ = fit(task, pool.take(inside), 1e-2, seed=3, writer=writer, validation=pool.take(outside))
     assert score(first, task.contract, pool.take(outside)).accuracy > 0.9
     assert curve[-1]["loss"] < curve[0]["loss"]
     for one, other in zip(first.parameters(), second.parameters(), strict=True):
         assert one.dtype == torch.float32
         assert torch.equal(one, other)
+    lines = writer.unsaved()
+    assert [(line.step, line.loss) for line in lines if line.step % 3 == 0 and line.step % 12] == [
+        (point["step"], point["loss"]) for point in curve if point["step"] % 12
+    ]
+    evaluated = [line for line in lines if line.dev_loss is not None]
+    assert [line.step for line in evaluated] == [12, 24, 36, 48]
+    assert evaluated[0].dev_loss > evaluated[-1].dev_loss
 
 
 def test_stochastic_depth_of_a_fit_is_drawn_per_sample_and_not_from_torchs_generator(dataset, monkeypatch):
@@ -232,7 +246,7 @@ def test_the_whole_stage_twice(dataset, tmp_path, local_ray):
         config = configuration(checkpoint_every=every)
         results.append(finetune.main(context(tmp_path / name, dataset, config)))
         assert not [*(tmp_path / name / "artifacts").rglob("checkpoints")]
-    assert [entry.sha256 for entry in results[0].files] == [entry.sha256 for entry in results[1].files]
+    assert repeated(results[0].files) == repeated(results[1].files)
     assert results[0].content_digest == results[1].content_digest
     folder = tmp_path / "one" / "artifacts/finetune/k/attempts/1/files"
     assert {path.name for path in folder.iterdir()} == {
@@ -242,11 +256,22 @@ def test_the_whole_stage_twice(dataset, tmp_path, local_ray):
         "predictions.parquet",
         "sweep.json",
         "curves.json",
+        "log.jsonl",
     }
+    lines = decode_lines((folder / "log.jsonl").read_bytes(), "log.jsonl")
+    fits = {"trial-0-0", "trial-0-1", "trial-1-0", "trial-1-1", "refit-1-0", "refit-1-1"}
+    for name in fits:
+        own = [line for line in lines if line.fit == name]
+        assert [line.step for line in own] == [*range(1, 21)]
+        measured = [line.step for line in own if line.dev_accuracy is not None]
+        assert measured == ([4, 8, 12, 16, 20] if name.startswith("trial") else [])
+    assert {line.fit for line in lines} == fits
+    last = {line.fit: line.dev_accuracy for line in lines if line.step == 20}
     assert not (folder.parent / ".ray-tune").exists()
     sweep = json.loads((folder / "sweep.json").read_text())
     assert [trial["learning_rate"] for trial in sweep["trials"]] == [1e-4, 1e-2]
     assert sweep["chosen"] == 1e-2
+    assert sweep["trials"][1]["accuracies"] == [last["trial-1-0"], last["trial-1-1"]]
     numbers = rows.read_table(folder / "rows.parquet", rows.ROWS)
     predictions = rows.read_table(folder / "predictions.parquet", rows.PREDICTIONS)
     assert [(row["draw"], row["labels_per_class"], row["num_images"]) for row in numbers] == [

@@ -20,7 +20,7 @@ from ray_jobs.training import optim
 from ray_jobs.training.checkpoint import Saver
 from ray_jobs.training.ledger import open_ledger
 from tests.support.finetuning import SIZE, attempt, configuration, context, put_halves
-from tests.support.interrupted import Kill, arm
+from tests.support.interrupted import Kill, arm, logged
 from tests.support.workers import run_workers
 
 pytestmark = pytest.mark.slow
@@ -109,7 +109,8 @@ def result(root: Path, number: int) -> dict[str, Any]:
     path = root / Layout.ledger("finetune", "k", number) / "refit-0.json"
     entry: dict[str, Any] = json.loads(path.read_text())
     del entry["name"], entry["sha256"]
-    return entry
+    lines = logged(open_store(str(root)), "finetune")
+    return entry | {"log": [line for line in lines if line["fit"] == FIT]}
 
 
 @pytest.fixture(scope="module")
@@ -122,6 +123,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str,
         assert not [*root.rglob("checkpoints")]
         results[case] = result(root, 1)
     assert [each["substitutes"] for each in results.values()] == [STEPS * 8 // 80] * 2
+    assert [line["step"] for line in results["fp32"]["log"]] == [*range(3, STEPS + 1, 3)]
     return results
 
 

@@ -19,6 +19,7 @@ from tests.support.interrupted import (
     Kill,
     configuration,
     files_below,
+    logged,
     run_attempt,
     run_with_kills,
     world_of,
@@ -50,6 +51,8 @@ def test_killed_workers_continue_to_the_same_bytes(dataset, tmp_path, case):
     assert len(record) == 2
     assert files_below(tmp_path / "a") == files_below(tmp_path / "b")
     assert "checkpoints/10/model.safetensors" in files_below(tmp_path / "a")
+    assert logged(killed, "pretrain") == logged(undisturbed, "pretrain")
+    assert [line["step"] for line in logged(killed, "pretrain")] == [*range(1, 41)]
     left = [checkpoint.step for checkpoint in checkpoints(killed, "pretrain", "k")]
     assert len(left) <= 5, "two latest, the best, step 10 and the one that the last attempt started from"
 

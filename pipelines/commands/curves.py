@@ -1,0 +1,99 @@
+"""The command tensorboard: the training curves of a run, live."""
+
+from __future__ import annotations
+
+import signal
+import time
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from pipelines.commands.common import DEFAULT_STORE, Commands, StoreOption, console, open_, plain
+from pipelines.engine.runs import run_status
+from pipelines.engine.trainings import Trainings, by_fit
+from pipelines.results.lookup import find_run
+from pipelines.spec import RecipeError
+from pipelines.store import Store, wait_for_store
+
+if TYPE_CHECKING:
+    from pipelines.results.event_files import EventFiles
+
+SECONDS = 2.0  # between looks at the logs, and between TensorBoard's at the files
+app = Commands()
+
+
+@app.command("tensorboard")
+def tensorboard(
+    run: Annotated[
+        str | None, typer.Argument(help="a run id or a unique prefix of one; default: the last run")
+    ] = None,
+    store: StoreOption = DEFAULT_STORE,
+    port: Annotated[
+        int | None,
+        typer.Option(min=0, max=65535, help="0 for any free one; default: the first free one from 6006 on"),
+    ] = None,
+) -> None:
+    """Show the training curves of a run in TensorBoard, live and on this machine only, until Ctrl-C."""
+    try:
+        from pipelines.results.event_files import EventFiles
+    except ImportError as error:
+        raise RecipeError(_missing(error)) from None
+    opened = open_(store, create=False)
+    run_id = find_run(opened, run)
+    trainings = Trainings(opened, run_id)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    with TemporaryDirectory(prefix="vitflow-tensorboard-") as folder, EventFiles(Path(folder)) as files:
+        try:
+            shown = _update(opened, run_id, trainings, files)
+            url = serve(folder, port)
+            console.print(f"{run_id}: {plain(url)} (Ctrl-C ends it)", highlight=False, soft_wrap=True)
+            if not shown:
+                console.print("no training of this run has a log yet", highlight=False)
+            while True:
+                time.sleep(SECONDS)
+                wait_for_store(lambda: _update(opened, run_id, trainings, files), _say)
+        except KeyboardInterrupt:
+            return
+
+
+def serve(folder: str, port: int | None) -> str:
+    """Serve TensorBoard on loopback in threads of this process, and return its address.
+
+    Raises:
+        RecipeError: it is not installed, or the port is taken.
+    """
+    try:
+        from tensorboard import program
+    except ImportError as error:
+        raise RecipeError(_missing(error)) from None
+    board = program.TensorBoard()
+    # load_fast would start another process, which serves the files on a port of its own.
+    given = [f"--logdir={folder}", "--host=127.0.0.1", "--load_fast=false", f"--reload_interval={SECONDS:g}"]
+    given += ["--samples_per_plugin=scalars=100000", *([] if port is None else [f"--port={port}"])]
+    board.configure(argv=["tensorboard", *given])
+    try:
+        url: str = board.launch()
+    except program.TensorBoardServerException as error:
+        raise RecipeError(f"--port: {error}") from None
+    return url
+
+
+def _update(store: Store, run: str, trainings: Trainings, files: EventFiles) -> int:
+    """Write what is new in the logs; return the number of trainings that have one."""
+    count = 0
+    for training in trainings.of(run_status(store, run)):
+        for fit, lines in by_fit(training.log(store)).items():
+            title = training.title(fit)
+            files.update(f"{training.stage}/{title}" if title else training.stage, lines)
+            count += 1
+    return count
+
+
+def _missing(error: ImportError) -> str:
+    return f"{error.name} is not installed. Install vitflow again, or only this: pip install tensorboard"
+
+
+def _say(text: str) -> None:
+    console.print(plain(text), highlight=False, soft_wrap=True)

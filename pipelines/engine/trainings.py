@@ -1,0 +1,94 @@
+"""The trainings of a run: which stages they are, their logs, and how far those that run have come."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any
+
+from pipelines.engine.status import Status
+from pipelines.store import LogLine, Store, read_log, read_plan
+
+_JOBS = ("pretrain", "finetune")
+
+
+@dataclass(frozen=True)
+class Training:
+    """A stage that trains. `segments` are those of its log that were read, see `read_log`."""
+
+    stage: str
+    job: str
+    key: str
+    config: dict[str, Any]
+    segments: dict[str, list[LogLine]] = field(default_factory=dict)
+
+    def log(self, store: Store) -> list[LogLine]:
+        """Read its log."""
+        return read_log(store, self.job, self.key, self.segments)
+
+    def title(self, fit: str | None) -> str:
+        """Name one of its fits: `learning rate 0.001, fold 0`, `draw 0`; empty for a pretraining."""
+        if fit is None:
+            return ""
+        kind, rate, number = fit.split("-")
+        if kind == "refit":
+            return f"draw {number}"
+        return f"learning rate {self.config['learning_rates'][int(rate)]:g}, fold {number}"
+
+
+class Trainings:
+    """The trainings of a run, which keep what was read of their logs."""
+
+    def __init__(self, store: Store, run: str) -> None:
+        self._store = store
+        plan = read_plan(store, run)
+        assert plan is not None
+        self._configs: dict[str, dict[str, Any]] = plan["pipeline"]["stages"]
+        self._known: dict[tuple[str, str], Training] = {}
+
+    def of(self, status: dict[str, Any]) -> list[Training]:
+        """Return those that have begun or are cached; `status` is the run's (`run_status`)."""
+        return [
+            self._training(entry["stage"], entry["key"])
+            for entry in status["stages"]
+            if "key" in entry and self._configs[entry["stage"]]["job"] in _JOBS
+        ]
+
+    def add_progress(self, status: dict[str, Any]) -> None:
+        """Add `progress`, and `detail` in words, to each training that runs and has said something."""
+        running = {entry["stage"]: entry for entry in status["stages"] if entry["status"] == Status.RUNNING}
+        for training in self.of(status):
+            if training.stage in running and (lines := training.log(self._store)):
+                latest = max(lines, key=lambda line: line.time)
+                steps = training.config["steps"]
+                entry = running[training.stage]
+                entry["progress"] = {"steps": steps, **latest.model_dump(mode="json")}
+                entry["detail"] = describe(latest, steps, training.title(latest.fit))
+
+    def _training(self, stage: str, key: str) -> Training:
+        config = self._configs[stage]
+        return self._known.setdefault((stage, key), Training(stage, config["job"], key, config))
+
+
+def describe(line: LogLine, steps: int, title: str = "") -> str:
+    """Say a line in words: step 120/1781 (7%) · loss 4.21 · 5,812 images/s · 0:00:58 left.
+
+    The percentage is the fit's, the time left the stage's.
+    """
+    parts = [f"{title}{', ' if title else ''}step {line.step}/{steps} ({line.step / steps:.0%})"]
+    if line.loss is not None:
+        parts.append(f"loss {line.loss:.4g}")
+    if line.images_per_second is not None:
+        parts.append(f"{line.images_per_second:,.0f} images/s")
+    if line.seconds_left is not None:
+        parts.append(f"{timedelta(seconds=round(line.seconds_left))} left")
+    return " · ".join(parts)
+
+
+def by_fit(lines: Sequence[LogLine]) -> dict[str | None, list[LogLine]]:
+    """Return the lines of each fit."""
+    fits: dict[str | None, list[LogLine]] = {}
+    for line in lines:
+        fits.setdefault(line.fit, []).append(line)
+    return fits

@@ -1,0 +1,169 @@
+"""The log of a training: `LogLine`s, where they are while it trains and afterwards, and `read_log`.
+
+While a stage trains, its processes add their lines to the store as *segments*, objects that are created once:
+
+    attempts/<n>/log/<start>-<writer>-<number>.jsonl
+
+A *writer* is one process that trains one fit (a pretraining is one fit); it began after `start` steps, from a
+checkpoint if that is not 0. A writer may join segments: then it creates one with all their lines and removes them. The
+finished artifact has all lines in one file, log.jsonl, and the segments are removed.
+
+A writer that continues after step s repeats the steps that an earlier one did after s. So the log has, of each fit, the
+earlier writer's lines up to s and the later writer's from there on.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+from pydantic import ConfigDict, NonNegativeInt, ValidationError
+
+from pipelines.errors import StoreDamaged
+from pipelines.store.artifacts import local_files, read_manifest
+from pipelines.store.objects import numbers, warn
+from pipelines.store.protocol import Store, wait_for_store
+from pipelines.store.records import Attempt, Layout, Manifest, Name, Time
+from vit_model.config import Frozen
+
+LOG = "log.jsonl"
+_SEGMENT = re.compile(r"(\d{1,18})-([0-9A-Z]{26})-\d+\.jsonl")
+_TRIES = 3  # while a writer joins segments or the artifact is committed, what was listed may be gone
+
+
+class LogLine(Frozen):
+    """The state of a training after a step. Rates and shares are those since the line before.
+
+    None stands for what was not measured, or is not finite.
+    """
+
+    model_config = ConfigDict(extra="ignore")  # of a later version
+
+    time: Time
+    fit: Name | None = None
+    """Of a fine-tuning: trial-<rate>-<fold> or refit-<rate>-<draw>, numbers as in its configuration, from 0."""
+    step: NonNegativeInt
+    epoch: float
+    """The images so far, divided by the number of training images."""
+    loss: float | None
+    """At a point of the curve as it is there: the mean over all images since the point before. Else the mean over the
+    first worker's images since the line before."""
+    learning_rate: float
+    gradient_norm: float | None = None
+    """Of this step's gradients, before clipping."""
+    images_per_second: float | None = None
+    """Of all workers."""
+    data_wait: float | None = None
+    """The share of the time that the first worker waited for its loader."""
+    mfu: float | None = None
+    """Model FLOPs utilisation: the model's operations per second, divided by the devices' peak."""
+    seconds_left: float | None = None
+    """Until the last step of the stage, estimated."""
+    dev_loss: float | None = None
+    dev_accuracy: float | None = None
+    """On dev, or on the part of the labels that a trial does not train on."""
+
+
+def segment_name(job: str, key: str, attempt: int, start: int, writer: str, number: int) -> str:
+    """Return the name of a segment; `writer` is a ULID."""
+    return f"{Layout.log(job, key, attempt)}/{start}-{writer}-{number}.jsonl"
+
+
+def encode_lines(lines: Iterable[LogLine]) -> bytes:
+    """Return the lines as JSON lines."""
+    return b"".join(line.model_dump_json().encode() + b"\n" for line in lines)
+
+
+def decode_lines(data: bytes, where: str) -> list[LogLine]:
+    """Return the lines in JSON lines. Raises StoreDamaged."""
+    try:
+        return [LogLine.model_validate_json(line) for line in data.splitlines()]
+    except ValidationError as error:
+        raise StoreDamaged(f"{where} is damaged: {error.errors()[0]['msg']}") from None
+
+
+def read_log(store: Store, job: str, key: str, seen: dict[str, list[LogLine]] | None = None) -> list[LogLine]:
+    """Return the log of a training, finished or not: fit after fit, each by step. Empty if it has none.
+
+    Args:
+        seen: the segments that were read before, by name, which are not read again; new ones are added.
+
+    Raises:
+        StoreDamaged: the finished artifact's log cannot be read.
+    """
+    manifest = read_manifest(store, job, key)
+    return running_log(store, job, key, seen) if manifest is None else finished_log(store, manifest)
+
+
+def finished_log(store: Store, manifest: Manifest) -> list[LogLine]:
+    """Return the log of an artifact; empty if it has none, as those of earlier versions. Raises StoreDamaged."""
+    files = [file for file in manifest.files if file.path == LOG]
+    if not files:
+        return []
+    path = local_files(store, manifest, files) / LOG
+    return decode_lines(path.read_bytes(), f"{store.uri}/{manifest.folder}/{LOG}")
+
+
+def running_log(
+    store: Store, job: str, key: str, seen: dict[str, list[LogLine]] | None = None
+) -> list[LogLine]:
+    """Return what the segments of all attempts say; damaged ones are skipped with a warning."""
+    seen = {} if seen is None else seen
+    for _ in range(_TRIES):
+        segments = list(_segments(store, job, key))
+        new = [segment.name for segment in segments if segment.name not in seen]
+        read = dict(zip(new, store.read_all(new), strict=True))
+        for name, data in read.items():
+            try:
+                if isinstance(data, StoreDamaged):
+                    raise data
+                if data is not None:
+                    seen[name] = decode_lines(data, f"{store.uri}/{name}")
+            except StoreDamaged as error:
+                warn(f"{error}; ignoring this part of the log")
+                seen[name] = []
+        if None not in read.values():
+            break
+    return _joined((segment, seen.get(segment.name, [])) for segment in segments)
+
+
+def write_log(store: Store, attempt: Attempt, folder: Path, fits: tuple[str, ...] = ("",)) -> None:
+    """Write log.jsonl with the lines of the fits whose names begin in one of these ways, once the store answers."""
+    lines = wait_for_store(lambda: running_log(store, attempt.job, attempt.key), warn)
+    kept = [line for line in lines if (line.fit or "").startswith(fits)]
+    (folder / LOG).write_bytes(encode_lines(kept))
+
+
+class _Segment(NamedTuple):
+    """A segment, in the order in which later ones supersede earlier ones.
+
+    Within an attempt, a later writer starts from the same checkpoint or a later one.
+    """
+
+    attempt: int
+    start: int
+    writer: str
+    name: str
+
+
+def _segments(store: Store, job: str, key: str) -> Iterator[_Segment]:
+    for attempt in numbers(store, Layout.attempts(job, key), suffix=""):
+        folder = Layout.log(job, key, attempt)
+        for name in store.names(folder):
+            if found := _SEGMENT.fullmatch(name):
+                yield _Segment(attempt, int(found[1]), found[2], f"{folder}/{name}")
+
+
+def _joined(segments: Iterable[tuple[_Segment, list[LogLine]]]) -> list[LogLine]:
+    writers: dict[tuple[int, int, str, str | None], list[LogLine]] = {}
+    for segment, lines in segments:
+        for line in lines:
+            writers.setdefault((*segment[:3], line.fit), []).append(line)
+    fits: dict[str | None, dict[int, LogLine]] = {}
+    for attempt, start, writer, fit in sorted(writers, key=lambda each: each[:3]):
+        earlier = {step: line for step, line in fits.get(fit, {}).items() if step <= start}
+        own = sorted(writers[attempt, start, writer, fit], key=lambda line: line.time)
+        fits[fit] = earlier | {line.step: line for line in own}
+    return [line for lines in fits.values() for _, line in sorted(lines.items())]

@@ -1,0 +1,231 @@
+"""What a training says about itself: lines of progress on stdout, and the lines of its log in the store.
+
+In: after each step, the step's learning rate and gradient norm. Out: `LogLine`s, for which `pipelines.store.read_log`
+is the reader: at the points of the curve, at evaluations, and at least every `LINE_SECONDS`. A number is read from the
+device only for a line, because reading waits for the device.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+from collections.abc import Sequence
+from types import TracebackType
+from typing import NamedTuple, Self
+
+import torch
+from ulid import ULID
+
+from pipelines.spec import Finetune, Pretrain
+from pipelines.store import (
+    Attempt,
+    LogLine,
+    Store,
+    encode_lines,
+    now,
+    segment_name,
+    wait_for_store,
+    warn,
+)
+from ray_jobs.data.loader import Loader
+from ray_jobs.process import devices
+from ray_jobs.process.progress import Progress
+
+LINE_SECONDS = 10.0  # at most between two lines
+SEGMENT_SECONDS = 5.0  # between two segments
+_JOINED = 32  # segments, into one: a training of a month has about a hundred
+
+
+class Evaluation(NamedTuple):
+    """Results on dev, or on the validation part of a fold."""
+
+    loss: float
+    accuracy: float
+
+
+class LogWriter:
+    """Writes the lines of one training into the store, in a thread: a store that does not answer delays no step.
+
+        with LogWriter(store, attempt) as writer: ...
+
+    After the block, all lines are in the store; if it ended with an exception, as far as that took no waiting.
+    """
+
+    def __init__(self, store: Store, attempt: Attempt, fit: str | None = None) -> None:
+        self.fit = fit
+        self._store, self._attempt = store, attempt
+        self._start, self._id, self._number = 0, str(ULID()), 0
+        self._last: LogLine | None = None
+        self._unsaved: list[LogLine] = []
+        self._segments: list[tuple[int, str]] = []  # (how often it was joined, name), the oldest first
+        self._lock, self._over = threading.Lock(), threading.Event()
+        self._thread = threading.Thread(target=self._repeat, name="log", daemon=True)
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._over.set()
+        self._thread.join(timeout=None if kind is None else 1.0)
+        if not self._thread.is_alive():
+            self._try_to_save(is_patient=kind is None)
+
+    def continue_from(self, step: int, unsaved: Sequence[LogLine]) -> None:
+        """Continue from a checkpoint after `step` steps, with the lines that were not yet in the store then."""
+        self._start, self._unsaved = step, [*unsaved]
+
+    def add(self, line: LogLine) -> None:
+        """Add a line; one of the same step takes the place of the line before."""
+        with self._lock:
+            self._last = line
+            self._unsaved.append(line)
+
+    def add_evaluation(self, evaluation: Evaluation) -> None:
+        """Add an evaluation after the last step to that step's line."""
+        assert self._last is not None
+        measured = {"dev_loss": finite(evaluation.loss), "dev_accuracy": evaluation.accuracy}
+        self.add(self._last.model_copy(update={"time": now(), **measured}))
+
+    def unsaved(self) -> tuple[LogLine, ...]:
+        """Return the lines that may not be in the store, which belong into a checkpoint, so that none gets lost."""
+        with self._lock:
+            return tuple(self._unsaved)
+
+    def _repeat(self) -> None:
+        while not self._over.wait(SEGMENT_SECONDS):
+            self._try_to_save()
+
+    def _try_to_save(self, is_patient: bool = False) -> None:
+        try:
+            if is_patient:
+                wait_for_store(self._save, warn)
+            else:
+                self._save()
+        except Exception as error:  # none may end a training
+            warn(f"cannot write the log of the training: {error}")
+
+    def _save(self) -> None:
+        lines = self.unsaved()
+        if not lines:
+            return
+        self._create(0, encode_lines(lines))
+        with self._lock:
+            del self._unsaved[: len(lines)]
+        while len(alike := self._newest_alike()) >= _JOINED:
+            self._join(alike)
+
+    def _create(self, level: int, data: bytes) -> None:
+        attempt = self._attempt
+        self._number += 1
+        name = segment_name(attempt.job, attempt.key, attempt.number, self._start, self._id, self._number)
+        self._store.create(name, data)
+        self._segments.append((level, name))
+
+    def _newest_alike(self) -> list[str]:
+        """Return the newest segments, which were joined equally often."""
+        return [name for level, name in self._segments if level == self._segments[-1][0]]
+
+    def _join(self, names: list[str]) -> None:
+        """Put the newest segments into one."""
+        level = self._segments[-1][0]
+        parts = [self._store.read(name) or b"" for name in names]
+        del self._segments[-len(names) :]  # even if they remain: the one with all their lines follows
+        self._create(level + 1, b"".join(parts))
+        self._store.remove(names)
+
+
+class Log:
+    """What the first worker says about a training; the others have a silent one.
+
+    Args:
+        flops: of an image in training.
+        images: the number of training images.
+        noun: what a line of progress calls a step.
+        after: steps that the stage still does after this training.
+    """
+
+    def __init__(
+        self,
+        config: Pretrain | Finetune,
+        flops: int,
+        loader: Loader,
+        images: int,
+        device: torch.device,
+        writer: LogWriter | None,
+        *,
+        first: int = 0,
+        world: int = 1,
+        noun: str = "step",
+        after: int = 0,
+        is_silent: bool = False,
+    ) -> None:
+        self._is_silent, self._writer, self._loader = is_silent, writer, loader
+        self._batch, self._images = config.batch_size, images
+        self._progress = Progress(config.steps, noun, after=after)
+        # A fit is not the end of its stage.
+        self._last_shown = config.steps if isinstance(config, Pretrain) else config.steps - 1
+        peak = devices.peak_flops(device, devices.torch_dtype(config.dtype, device))
+        self._peak = None if peak is None else world * peak / flops  # images/s
+        self._sum, self._summed = torch.zeros((), device=device), 0  # since the last line
+        self._latest: torch.Tensor | None = None
+        self._time, self._step, self._waited = time.monotonic(), first, loader.seconds_waited
+
+    def add(self, loss: torch.Tensor) -> None:
+        """Add the loss of this worker's share of a micro-batch."""
+        if not self._is_silent:
+            self._latest = loss.detach()
+            self._sum += self._latest
+            self._summed += 1
+
+    def step(
+        self,
+        done: int,
+        rate: float,
+        norm: torch.Tensor | float | None,
+        loss: float | None = None,
+        evaluation: Evaluation | None = None,
+    ) -> None:
+        """Tell about a step, the last of `done`, if it is time or if there is a mean loss or an evaluation."""
+        if self._is_silent:
+            return
+        if self._progress.due(done) and done <= self._last_shown and self._latest is not None:
+            self._progress.show(done, done * self._batch, loss=self._latest.item())
+        seconds = time.monotonic() - self._time
+        is_due = loss is not None or evaluation is not None or seconds >= LINE_SECONDS
+        if self._writer is None or not is_due:
+            return
+        own, waited = self._sum.item() / max(1, self._summed), self._loader.seconds_waited
+        speed = (done - self._step) * self._batch / seconds if seconds > 0 else None
+        self._writer.add(
+            LogLine(
+                time=now(),
+                fit=self._writer.fit,
+                step=done,
+                epoch=done * self._batch / self._images,
+                loss=finite(own if loss is None else loss),
+                learning_rate=rate,
+                gradient_norm=None if norm is None else finite(float(norm)),
+                images_per_second=speed,
+                data_wait=min(1.0, (waited - self._waited) / seconds) if seconds > 0 else None,
+                mfu=None if speed is None or self._peak is None else speed / self._peak,
+                seconds_left=self._progress.left(done),
+                dev_loss=None if evaluation is None else finite(evaluation.loss),
+                dev_accuracy=None if evaluation is None else evaluation.accuracy,
+            )
+        )
+        self._sum.zero_()
+        self._summed = 0
+        self._time, self._step, self._waited = time.monotonic(), done, waited
+
+    def unsaved(self) -> tuple[LogLine, ...]:
+        """Return the lines that belong into a checkpoint."""
+        return () if self._writer is None else self._writer.unsaved()
+
+
+def finite(value: float) -> float | None:
+    """Return the value; None if it is not finite, which JSON cannot express, or is DeepSpeed's -1 for such a norm."""
+    return value if 0 <= value < math.inf else None

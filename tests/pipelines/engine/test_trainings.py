@@ -1,0 +1,58 @@
+"""How far a run's trainings are, from their logs."""
+
+from typing import Any
+
+import pytest
+
+from pipelines.engine.runs import run_status
+from pipelines.engine.trainings import Trainings, describe
+from tests.support.memory_store import MemoryStore
+from tests.support.trainings import RUN, line, put_lines, put_run
+
+
+def progress(store: Any) -> dict[str, Any]:
+    status = run_status(store, RUN)
+    Trainings(store, RUN).add_progress(status)
+    return {entry["stage"]: entry for entry in status["stages"]}
+
+
+def test_the_newest_line_says_how_far_a_running_training_is() -> None:
+    store = MemoryStore()
+    put_run(store, digits="SUCCEEDED", pretrain="RUNNING", finetune="RUNNING")
+    put_lines(store, "pretrain", line(8), line(10))
+    put_lines(store, "finetune", line(4, "trial-0-0"), line(8, "trial-0-0"))
+    put_lines(store, "finetune", line(9, "trial-1-0"))
+    stages = progress(store)
+    assert stages["pretrain"]["detail"] == "step 10/40 (25%) · loss 0.1 · 1,010 images/s · 0:01:00 left"
+    assert stages["pretrain"]["progress"] == {"steps": 40, **line(10).model_dump(mode="json")}
+    assert stages["finetune"]["detail"].startswith("learning rate 0.001, fold 0, step 9/20 (45%) · ")
+    assert "progress" not in stages["digits"]
+
+
+@pytest.mark.parametrize("status", ["PENDING", "SUCCEEDED", "FAILED"])
+def test_a_training_that_does_not_run_makes_no_progress(status: str) -> None:
+    store = MemoryStore()
+    put_run(store, pretrain=status)
+    put_lines(store, "pretrain", line(8))
+    assert "progress" not in progress(store)["pretrain"]
+
+
+def test_a_training_without_a_line_says_nothing() -> None:
+    store = MemoryStore()
+    put_run(store, pretrain="RUNNING")
+    assert "progress" not in progress(store)["pretrain"]
+
+
+def test_what_was_not_measured_is_left_out() -> None:
+    assert describe(line(10, loss=None, images_per_second=None, seconds_left=None), 40) == "step 10/40 (25%)"
+
+
+def test_fits_have_titles() -> None:
+    store = MemoryStore()
+    put_run(store, finetune="CACHED")
+    (training,) = Trainings(store, RUN).of(run_status(store, RUN))
+    assert [training.title(fit) for fit in (None, "trial-1-2", "refit-1-3")] == [
+        "",
+        "learning rate 0.001, fold 2",
+        "draw 3",
+    ]
