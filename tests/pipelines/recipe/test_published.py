@@ -1,0 +1,110 @@
+"""The recipes of published trainings: steps, images, operations and decay follow from what their sources say."""
+
+from typing import Any, NamedTuple
+
+import pytest
+import yaml
+
+from pipelines.recipe.load import load_pipeline, recipe_path
+from pipelines.spec import ModelSize, Pretrain
+
+IMAGENET = 1_281_167 * 0.99  # the first 99% of train (big_vision's train[:99%])
+IMAGENET_21K = 3_467 * 4_096  # images per epoch, from the authors' steps per epoch
+
+
+class Published(NamedTuple):
+    """What a source says of a pretraining."""
+
+    epochs: int
+    images: float
+    batch: int
+    warmup_epochs: float | None
+    """None: 10,000 steps"""
+    rate: float
+    decay: float
+    """of the weights in a step with the peak rate"""
+    model: tuple[int, int, int, int]
+    """patch size, width, depth, classes"""
+    passes: float = 1.0
+    """operations, relative to a plain training of the encoder; 0: not compared"""
+
+
+PAPER = Published(300, IMAGENET, 4096, None, 3e-3, 3e-3 * 0.3, (16, 768, 12, 1000))  # Table 3, ImageNet
+PAPER_21K = Published(90, IMAGENET_21K, 4096, None, 1e-3, 1e-3 * 0.03, (16, 768, 12, 21841))  # the row above
+AUGREG = Published(
+    300, IMAGENET_21K, 4096, None, 1e-3, 1e-3 * 0.1, (16, 768, 12, 21841)
+)  # section 3 and appendix
+PUBLISHED = {
+    ("imagenet_paper", "base@patch_size=16"): PAPER,
+    ("imagenet_paper", "base@patch_size=32"): PAPER._replace(model=(32, 768, 12, 1000)),
+    ("imagenet_paper", "large@patch_size=16"): PAPER._replace(model=(16, 1024, 24, 1000)),
+    ("imagenet_paper", "large@patch_size=32"): PAPER._replace(model=(32, 1024, 24, 1000)),
+    ("imagenet21k_paper", "base@patch_size=16"): PAPER_21K,
+    ("imagenet21k_paper", "base@patch_size=32"): PAPER_21K._replace(model=(32, 768, 12, 21841)),
+    ("imagenet21k_paper", "large@patch_size=16"): PAPER_21K._replace(model=(16, 1024, 24, 21841)),
+    ("imagenet21k_paper", "large@patch_size=32"): PAPER_21K._replace(model=(32, 1024, 24, 21841)),
+    ("augreg", "s16"): AUGREG._replace(decay=1e-3 * 0.03, model=(16, 384, 12, 21841)),
+    ("augreg", "b32"): AUGREG._replace(model=(32, 768, 12, 21841)),
+    ("augreg", "b16"): AUGREG,
+    ("augreg", "r26_s32"): AUGREG._replace(model=(32, 384, 12, 21841), passes=0),  # its stem is a ResNet
+    # vit_s16_i1k.py: wd=1e-4, multiplied by the schedule alone
+    ("imagenet_s16", "pretrain"): Published(90, IMAGENET, 1024, None, 1e-3, 1e-4, (16, 384, 12, 1000)),
+    # Table 8: blr 1.5e-4; the encoder sees a quarter of the patches
+    ("mae", "pretrain"): Published(
+        800, IMAGENET, 4096, 40, 1.5e-4 * 16, 1.5e-4 * 16 * 0.05, (16, 768, 12, 0), passes=1 / 1.80
+    ),
+    # CONFIG.md of the code; two views
+    ("moco_v3", "pretrain"): Published(
+        300, IMAGENET, 4096, 40, 1.5e-4 * 16, 1.5e-4 * 16 * 0.1, (16, 384, 12, 0), passes=0
+    ),
+}
+RECIPES = sorted({recipe for recipe, _ in PUBLISHED})
+
+
+def load(recipe: str) -> Any:
+    raw = yaml.safe_load(recipe_path(recipe).read_text())
+    ingests = [name for name, stage in raw["stages"].items() if stage["job"] == "ingest"]
+    return load_pipeline(recipe, tuple(f"{name}.source.root=/archives" for name in ingests))
+
+
+def test_every_pretraining_of_these_recipes_is_compared() -> None:
+    found = {
+        (recipe, name)
+        for recipe in RECIPES
+        for name, stage in load(recipe).stages.items()
+        if isinstance(stage, Pretrain)
+    }
+    assert found == {*PUBLISHED}
+
+
+@pytest.mark.parametrize(("recipe", "stage"), PUBLISHED)
+def test_derived_numbers_are_the_sources(recipe: str, stage: str) -> None:
+    config, published = load(recipe).stages[stage], PUBLISHED[recipe, stage]
+    assert isinstance(config, Pretrain)
+    images = published.epochs * published.images
+    assert config.batch_size == published.batch
+    assert config.steps * config.batch_size == pytest.approx(images, rel=1e-3)
+    epoch = published.images / published.batch  # in steps
+    warmup = 10_000 if published.warmup_epochs is None else published.warmup_epochs * epoch
+    assert config.optimizer.warmup(config.steps) == pytest.approx(warmup, rel=1e-3)
+    assert config.learning_rate == pytest.approx(published.rate)
+    peak = 1.0 if config.optimizer.decay == "times_schedule" else config.learning_rate
+    assert config.optimizer.weight_decay * peak == pytest.approx(published.decay)
+
+
+@pytest.mark.parametrize(("recipe", "stage"), [key for key, each in PUBLISHED.items() if each.passes])
+def test_operations_are_those_of_the_published_model(recipe: str, stage: str) -> None:
+    """Counted by hand: six operations per multiplication of the patches, the blocks and the head."""
+    from ray_jobs.training.estimates import train_flops
+
+    config, published = load(recipe).stages[stage], PUBLISHED[recipe, stage]
+    assert isinstance(config, Pretrain) and isinstance(config.model, ModelSize)
+    patch, d, depth, classes = published.model
+    patches = (224 // patch) ** 2
+    tokens = patches + (config.model.pooling == "cls" or config.model.class_token)
+    head = d * classes + d * d * config.model.representation_head
+    products = (
+        patches * 3 * patch**2 * d + depth * (tokens * (4 * d * d + 2 * d * 4 * d) + 2 * tokens**2 * d) + head
+    )
+    ours = train_flops(config, config.model.architecture(224, 3, classes))
+    assert ours == pytest.approx(6 * products * published.passes, rel=0.01)
