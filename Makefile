@@ -18,11 +18,11 @@ quickstart: .venv/installed
 
 test: install  # what needs no Ray on all cores, the rest one by one: each of them starts many processes
 	$(PARALLEL) -m "not ray and not full"
-	$(BIN)/pytest -m "ray and not full"
+	$(BIN)/pytest -m "ray and not full" --durations=20
 
 test-all: install
 	$(PARALLEL) -m "not ray"
-	$(BIN)/pytest -m ray
+	$(BIN)/pytest -m ray --durations=20
 
 test-fast: install
 	$(PARALLEL) -m "not ray and not slow"
