@@ -87,9 +87,20 @@ def few_shot(curves: Sequence[Curve]) -> str:
 
 
 def loss(draws: Sequence[Sequence[Mapping[str, Any]]]) -> str:
-    """Plot training loss by step, one line per draw of labels, and below it the learning rate, shared by all draws."""
-    with _figure(5.6, 3.5) as (figure, out):
-        above, below = figure.subplots(2, sharex=True, height_ratios=(3, 1))
+    """Plot training loss by step, one line per draw of labels, and below it the learning rate, shared by all draws.
+
+    Between them is accuracy on dev, if it was measured during the training.
+    """
+    measured = [point for point in draws[0] if point.get("dev_accuracy") is not None]
+    with _figure(5.6, 5.0 if measured else 3.5) as (figure, out):
+        above, *between, below = figure.subplots(
+            3 if measured else 2, sharex=True, height_ratios=(3, 2, 1.4) if measured else (3, 1)
+        )
+        for axes in between:
+            accuracies = [point["dev_accuracy"] for point in measured]
+            axes.plot([point["step"] for point in measured], accuracies, color=SERIES[2], marker=_MARKERS[0])
+            axes.set(ylabel="dev accuracy")
+            axes.yaxis.set_major_formatter(PercentFormatter(1, decimals=None))
         for points in draws:
             steps = [point["step"] for point in points]
             above.plot(
@@ -102,7 +113,7 @@ def loss(draws: Sequence[Sequence[Mapping[str, Any]]]) -> str:
         below.plot(steps, [point["learning_rate"] for point in draws[0]], color=SERIES[1])
         below.set(xlabel="step", ylabel="learning rate", ylim=(0, None))
         below.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
-        for axes in (above, below):
+        for axes in (above, *between, below):
             axes.grid(axis="y")
         figure.align_ylabels()
     return out[0]
