@@ -257,7 +257,7 @@ def test_a_damaged_data_set_of_an_ancestor_is_healed_by_making_it_again(made: Ma
     assert made.check("b", "tuned", seen_in_training="report").seen.sum() == 20
 
 
-def test_of_a_data_set_on_s3_only_the_index_is_fetched(
+def test_on_s3_only_the_index_of_a_data_set_and_the_contract_of_a_model_are_fetched(
     made: Made, tmp_path: Path, moto: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
@@ -268,7 +268,8 @@ def test_of_a_data_set_on_s3_only_the_index_is_fetched(
         (training,), *_ = leakage.read_trainings(remote, [made.artifacts["tuned"]])
     assert len(training.images) == 70
     fetched = [path for path in (tmp_path / "cache").rglob("*") if path.is_file() and path.stat().st_size]
-    assert [path.stat().st_size for path in fetched] == [(made.folder("a") / "index.parquet").stat().st_size]
+    read = [made.folder("a") / "index.parquet", made.folder("tuned") / "config.json"]
+    assert sorted(path.read_bytes() for path in fetched) == sorted(path.read_bytes() for path in read)
 
 
 # ------------------------------------------------------------------------------------------------- what becomes of it
