@@ -22,6 +22,10 @@ What was predicted, and what was measured (quickstart's model, two cores of an A
 - Instead, time slices of 0.1 ms for gloo's threads, or a lower priority of the main threads: less than half of it.
 - DeepSpeed without `contiguous_gradients`: 3 ms less, the same bits.
 - Whether a checkpoint is due was one more reduction to wait for; now rank 0's answer has a step's time to arrive.
+- torch's optimizers import torch._dynamo when they are made, 2.9 s in every worker. Without it the first step of a
+  plain training comes 12.1 instead of 15.4 s after submission (Intel Xeon with AMX). DeepSpeed imports it anyway.
+- Importing torch in Ray tasks while Ray Train's controller starts, so that its workers take over these processes: Ray
+  does not reuse them.
 - 1.3 times Hugging Face's `Trainer` and DDP with a DataLoader is out of reach at this size: the same step without any
   exchange and without data is only 1.2 to 1.5 times as fast, because the model is the same.
 """
