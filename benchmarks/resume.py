@@ -132,7 +132,7 @@ def newest_group(store: Path, cluster: Cluster) -> Group:
 
 
 def kill_through_ray(folder: Path, kills: int, seed: int) -> list[str]:
-    """Hurt one run so many times in each of both ways; return a section of the page."""
+    """Kill `kills` times in each of two ways during one run; return a section of the page."""
     rng, rows = random.Random(f"{seed}/Ray"), []
     undisturbed, killed = folder / "undisturbed", folder / "killed"
     with a_local_ray() as environment:
@@ -187,7 +187,7 @@ def follower(store: Path, cluster: Cluster, before: Group) -> Group:
 
 
 def reached(store: Path, cluster: Cluster, steps: int = 1) -> Group:
-    """Wait until the newest group has shown that it finished so many steps; return it."""
+    """Wait until the newest group has reported `steps` more steps; return it."""
     while (group := newest_group(store, cluster)).step is None or group.step < group.start + steps:
         time.sleep(0.2)
     return group

@@ -124,6 +124,11 @@ def plain(text: str) -> str:
     return escape(text)
 
 
+def say(text: str) -> None:
+    """Print a line of text that may come from outside, not wrapped."""
+    console.print(plain(text), highlight=False, soft_wrap=True)
+
+
 def print_json(value: Any) -> None:
     """Print a value as JSON to stdout."""
     terminal.write(json.dumps(value, indent=1, ensure_ascii=False))

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from pipelines.commands.common import DEFAULT_STORE, Commands, StoreOption, console, open_, plain
+from pipelines.commands.common import DEFAULT_STORE, Commands, StoreOption, console, open_, plain, say
 from pipelines.engine.runs import run_status
 from pipelines.engine.trainings import Trainings, by_fit
 from pipelines.results.lookup import find_run
@@ -53,7 +53,7 @@ def tensorboard(
                 console.print("no training of this run has a log yet", highlight=False)
             while True:
                 time.sleep(SECONDS)
-                wait_for_store(lambda: _update(opened, run_id, trainings, files), _say)
+                wait_for_store(lambda: _update(opened, run_id, trainings, files), say)
         except KeyboardInterrupt:
             return
 
@@ -93,7 +93,3 @@ def _update(store: Store, run: str, trainings: Trainings, files: EventFiles) -> 
 
 def _missing(error: ImportError) -> str:
     return f"{error.name} is not installed. Install vitflow again, or only this: pip install tensorboard"
-
-
-def _say(text: str) -> None:
-    console.print(plain(text), highlight=False, soft_wrap=True)

@@ -26,6 +26,7 @@ from pipelines.commands.common import (
     plain,
     print_json,
     print_table,
+    say,
 )
 from pipelines.engine.logs import show_logs
 from pipelines.engine.runs import driver_log, run_status
@@ -95,12 +96,12 @@ def _watch(look: Callable[[], dict[str, Any]]) -> dict[str, Any]:
     """
     said: dict[str, str] = {}
 
-    def say(shown: dict[str, Any]) -> None:
+    def say_changes(shown: dict[str, Any]) -> None:
         for stage in shown["stages"]:
             text = f"{stage['stage']}  {stage['status']}  {stage.get('detail') or ''}".rstrip()
             if said.get(stage["stage"]) != text:
                 said[stage["stage"]] = text
-                console.print(plain(text), highlight=False, soft_wrap=True)
+                say(text)
 
     def refresh(shown: dict[str, Any]) -> None:
         with console.capture() as capture:
@@ -108,14 +109,10 @@ def _watch(look: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         live.update(Text.from_ansi(capture.get()), refresh=True)
 
     with Live(console=console, auto_refresh=False, transient=True) as live:
-        while (shown := wait_for_store(look, _say))["status"] == Status.RUNNING:
-            refresh(shown) if console.is_terminal else say(shown)
+        while (shown := wait_for_store(look, say))["status"] == Status.RUNNING:
+            refresh(shown) if console.is_terminal else say_changes(shown)
             time.sleep(WATCH_SECONDS)
     return shown
-
-
-def _say(text: str) -> None:
-    console.print(plain(text), highlight=False, soft_wrap=True)
 
 
 @app.command("list")

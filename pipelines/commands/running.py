@@ -32,6 +32,7 @@ from pipelines.commands.common import (
     plain,
     print_json,
     print_table,
+    say,
     width,
 )
 from pipelines.commands.queries import show_report
@@ -115,7 +116,7 @@ def carry_out(
     connection = _connection(address, token_file)
     opened = open_(store)
     started = runs.start_run(opened, pipeline, targets, forced, strict_code=strict_code)
-    wait_for_store(lambda: add_event(opened, started.id, "driver", **runs.driver_process()), _say)
+    wait_for_store(lambda: add_event(opened, started.id, "driver", **runs.driver_process()), say)
     console.print(f"{'continuing' if started.continued else 'run'} [bold]{started.id}[/]", highlight=False)
     return _drive(opened, started, connection, parallel, shlex.join(["vitflow", *sys.argv[1:]]))
 
@@ -163,13 +164,13 @@ def drive(
     """Drive a submitted run, as a job of the cluster that runs it (`submit` starts this)."""
     from pipelines.cluster.local import LocalConnection
 
-    opened = wait_for_store(lambda: open_(store, create=False), _say)
-    started = wait_for_store(lambda: runs.load_run(opened, run), _say)
+    opened = wait_for_store(lambda: open_(store, create=False), say)
+    started = wait_for_store(lambda: runs.load_run(opened, run), say)
     # an earlier driver may have finished the run before this one was submitted
-    if wait_for_store(lambda: runs.is_over(opened, run), _say):
+    if wait_for_store(lambda: runs.is_over(opened, run), say):
         console.print(f"{run} has already ended", highlight=False)
         return
-    connecting: AbstractContextManager[Connection] = LocalConnection(_say, local_ray)
+    connecting: AbstractContextManager[Connection] = LocalConnection(say, local_ray)
     if local_ray is None:
         connecting = nullcontext(submission.ClusterConnection(connect()))
     _drive(opened, started, connecting, parallel, f"vitflow submit {started.pipeline.name} ...")
@@ -245,11 +246,7 @@ def _connection(address: str | None, token_file: Path | None) -> AbstractContext
         return nullcontext(ClusterConnection(reach(address, token_file)))
     from pipelines.cluster.local import LocalConnection
 
-    return LocalConnection(_say)
-
-
-def _say(text: str) -> None:
-    console.print(plain(text), highlight=False, soft_wrap=True)
+    return LocalConnection(say)
 
 
 def _is_complete(store: Store, planned: list[PlannedStage], forced: tuple[str, ...]) -> bool:
@@ -289,7 +286,7 @@ def _finish(store: Store, planned: list[PlannedStage]) -> None:
     for stage in planned:
         if stage.manifest is not None and stage.manifest.kind == "report":
             # `show_report` reads everything before it prints, so a retry prints nothing twice
-            wait_for_store(partial(show_report, store, stage.manifest), _say)
+            wait_for_store(partial(show_report, store, stage.manifest), say)
 
 
 @app.command("plan")

@@ -17,7 +17,7 @@ from pipelines.store import (
     all_manifests,
     checkpoints,
     kept_checkpoints,
-    local_files,
+    local_file,
     read_attempt,
     warn,
 )
@@ -107,10 +107,9 @@ def _named_checkpoints(store: Store, manifest: Manifest) -> list[dict[str, Any]]
 
 def _dev_accuracies(store: Store, manifest: Manifest) -> dict[int, float]:
     """Return the accuracies on dev that a pretraining measured, by step."""
-    files = [file for file in manifest.files if file.path == "curve.json"]
-    if not files:
+    if (path := local_file(store, manifest, "curve.json")) is None:
         return {}
-    curve = json.loads((local_files(store, manifest, files) / "curve.json").read_text())
+    curve = json.loads(path.read_text())
     return {point["step"]: point["dev_accuracy"] for point in curve if point["dev_accuracy"] is not None}
 
 

@@ -125,7 +125,7 @@ class Optimizer(Frozen):
         return self
 
     def warmup(self, steps: int) -> int:
-        """Return the steps of the warm-up of a training of so many steps."""
+        """Return the number of warm-up steps of a training with `steps` steps."""
         return round(self.warmup_fraction * steps) if self.warmup_steps is None else self.warmup_steps
 
 

@@ -176,6 +176,16 @@ def local_files(store: Store, manifest: Manifest, files: Iterable[FileEntry] | N
         raise StoreDamaged(error.problem, f"`{rebuild_command(store, manifest)}` rebuilds it") from None
 
 
+def local_file(store: Store, manifest: Manifest, path: str) -> Path | None:
+    """Return one local file of an artifact, and fetch only that; None if the artifact does not list it.
+
+    Raises:
+        StoreDamaged: as `local_files`.
+    """
+    files = [file for file in manifest.files if file.path == path]
+    return local_files(store, manifest, files) / path if files else None
+
+
 def rebuild_command(store: Store, record: Manifest | Attempt) -> str:
     """Return the command that rebuilds an artifact."""
     if record.job == "import":

@@ -17,7 +17,7 @@ from pydantic import ConfigDict, Field, model_validator
 from pipelines.files.digests import cache_folder
 from pipelines.identity import sha256
 from pipelines.spec import BEST, LAST, RecipeError, check_checkpoint, step_of
-from pipelines.store.artifacts import local_files
+from pipelines.store.artifacts import local_file, local_files
 from pipelines.store.objects import parse_record
 from pipelines.store.protocol import Store
 from pipelines.store.records import KEPT_WEIGHTS, Manifest
@@ -66,10 +66,8 @@ def model_folder(store: Store, manifest: Manifest, checkpoint: str = LAST) -> Pa
 
 def contract_of(store: Store, manifest: Manifest) -> ModelContract | None:
     """Return a model's contract, and fetch only that; None if the artifact does not list one. Raises StoreDamaged."""
-    files = [file for file in manifest.files if file.path == CONTRACT]
-    if not files:
+    if (path := local_file(store, manifest, CONTRACT)) is None:
         return None
-    path = local_files(store, manifest, files) / CONTRACT
     return parse_record(store, f"{manifest.folder}/{CONTRACT}", path.read_bytes(), ModelContract)
 
 
@@ -102,8 +100,6 @@ def weights_file(store: Store, manifest: Manifest, checkpoint: str) -> str:
 
 def kept_checkpoints(store: Store, manifest: Manifest) -> Kept:
     """Return the checkpoints of a finished pretraining; one from before there were others has only its last."""
-    files = [file for file in manifest.files if file.path == CHECKPOINTS]
-    if not files:
+    if (path := local_file(store, manifest, CHECKPOINTS)) is None:
         return Kept(best=None, steps=(manifest.config["steps"],))
-    path = local_files(store, manifest, files) / CHECKPOINTS
     return parse_record(store, f"{manifest.folder}/{CHECKPOINTS}", path.read_bytes(), Kept)

@@ -22,7 +22,7 @@ from typing import NamedTuple
 from pydantic import ConfigDict, NonNegativeInt, ValidationError
 
 from pipelines.errors import StoreDamaged
-from pipelines.store.artifacts import local_files, read_manifest
+from pipelines.store.artifacts import local_file, read_manifest
 from pipelines.store.objects import numbers, warn
 from pipelines.store.protocol import Store, wait_for_store
 from pipelines.store.records import Attempt, Layout, Manifest, Name, Time
@@ -99,10 +99,8 @@ def read_log(store: Store, job: str, key: str, seen: dict[str, list[LogLine]] | 
 
 def finished_log(store: Store, manifest: Manifest) -> list[LogLine]:
     """Return the log of an artifact; empty if it has none, as those of earlier versions. Raises StoreDamaged."""
-    files = [file for file in manifest.files if file.path == LOG]
-    if not files:
+    if (path := local_file(store, manifest, LOG)) is None:
         return []
-    path = local_files(store, manifest, files) / LOG
     return decode_lines(path.read_bytes(), f"{store.uri}/{manifest.folder}/{LOG}")
 
 

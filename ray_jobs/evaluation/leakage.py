@@ -25,7 +25,7 @@ import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
 from pipelines.spec import BACKBONE_FIELDS, AnyStage, Evaluate, Finetune, Ingest, Labels
-from pipelines.store import InputRef, Manifest, Store, contract_of, local_files, read_current, read_manifest
+from pipelines.store import InputRef, Manifest, Store, contract_of, local_file, read_current, read_manifest
 from ray_jobs.data.near_duplicates import is_near
 from ray_jobs.data.shards import Dataset
 from ray_jobs.evaluation.supports import support_rows
@@ -240,10 +240,8 @@ def _unchanged(store: Store, reference: InputRef) -> Manifest | None:
 
 def _index(store: Store, dataset: Manifest) -> pa.Table | None:
     """Return the columns of a data set's index that are needed here; None if it was removed or lacks one of them."""
-    files = [file for file in dataset.files if file.path == _INDEX]
-    if not files or _INDEX not in store.names(dataset.folder):
+    if _INDEX not in store.names(dataset.folder) or (path := local_file(store, dataset, _INDEX)) is None:
         return None
-    path = local_files(store, dataset, files) / _INDEX
     try:
         with pq.ParquetFile(path) as file:
             has_columns = set(_READ) <= set(file.schema_arrow.names)

@@ -144,7 +144,7 @@ def stay_on_loopback() -> None:
 def let_gloo_yield() -> None:
     """Keep the gloo threads of this process that serve sockets from preempting its others. Only on Linux.
 
-    Such a thread asks its socket again and again while another thread holds the socket's lock. When it was woken on the
+    Such a thread polls its socket in a loop while another thread holds the socket's lock. When it was woken on the
     other's core, it does so until its time slice ends: 3 ms of waiting for most collectives of processes that use all
     cores (benchmarks/pretrain.py). A thread for batch work never preempts. Call it when all groups exist.
     """

@@ -47,7 +47,7 @@ from pipelines.store import (
     warn,
 )
 from ray_jobs.process.alive import Steps
-from ray_jobs.training.engine import EMA, WEIGHTS, Piece, average_kinds
+from ray_jobs.training.engine import WEIGHTS, Piece, average_kinds
 from vit_model.config import Frozen
 
 _KEY = re.compile(r"(\w+)/([^@]+)@(\d+)")
@@ -333,17 +333,11 @@ class Saved:
                 ]
         return values
 
-    def load(self, module: torch.nn.Module, kind: str = WEIGHTS) -> None:
-        """Set all parameters of a module."""
+    def load(self, module: torch.nn.Module, *kinds: str, prefix: str = "") -> None:
+        """Set all parameters of a module, each from the first of these kinds that the checkpoint has of it."""
         with torch.no_grad():
             for name, weight in module.named_parameters():
-                weight.copy_(self.read(kind, name, 0, weight.numel()).view_as(weight))
-
-    def load_result(self, module: torch.nn.Module, prefix: str = "") -> None:
-        """Set all parameters of a module: to their moving averages, of those that have one."""
-        with torch.no_grad():
-            for name, weight in module.named_parameters():
-                kind = EMA if (EMA, prefix + name) in self._parts else WEIGHTS
+                kind = next(kind for kind in kinds if (kind, prefix + name) in self._parts)
                 weight.copy_(self.read(kind, prefix + name, 0, weight.numel()).view_as(weight))
 
     def _damaged(self, problem: str) -> StoreDamaged:

@@ -75,7 +75,7 @@ def train_flops(config: Pretrain, architecture: Architecture) -> int:
 
 
 def require(needed: Memory, there: int, workers: int) -> None:
-    """Check that a device with `there` bytes of memory, which so many workers share, can hold what each needs.
+    """Check that a device with `there` bytes of memory, shared by `workers` workers, can hold what each needs.
 
     Raises:
         UserError: it certainly cannot.

@@ -19,7 +19,7 @@ from ray_jobs.data.shards import Images
 from ray_jobs.process import devices
 from ray_jobs.training import optim
 from ray_jobs.training.checkpoint import Saved, Saver, WorkerState
-from ray_jobs.training.engine import Plain, has_ema
+from ray_jobs.training.engine import WEIGHTS, Plain, has_ema
 from ray_jobs.training.guard import Guard
 from ray_jobs.training.log import Evaluation, Log, LogWriter
 from ray_jobs.training.task import DivergenceError, Score, Task
@@ -55,7 +55,7 @@ def start(
     optimizer = optim.make_optimizer(model, config.optimizer, learning_rate, head_first=config.head_first)
     saved = None if saver is None else saver.resume(task.attempts, model, optimizer)
     if saved is not None:
-        saved.load(model)
+        saved.load(model, WEIGHTS)
     engine = Plain(model, optimizer, dtype, config.optimizer.clip_norm)
     if saved is not None:
         engine.load_state(saved.read, saved.step)

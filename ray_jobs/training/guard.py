@@ -1,4 +1,4 @@
-"""Ends a training whose gradients are no longer finite, and names the images of that step."""
+"""End a training at a gradient that is not finite, and name the images of that step."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import torch
 
 from ray_jobs.data.sampler import Sampler
 from ray_jobs.data.shards import Images
+from ray_jobs.training import optim
 from ray_jobs.training.checkpoint import Saver
 from ray_jobs.training.task import DivergenceError
 
@@ -40,7 +41,7 @@ class Guard:
         norms = [torch.as_tensor(norm) for norm in self._norms.values()]
         values = torch.stack(norms).tolist() if norms else []
         for step, value in zip(self._norms, values, strict=True):
-            if not 0.0 <= value < float("inf"):
+            if not optim.is_finite(value):
                 if self._saver is not None:
                     self._saver.wait()
                 raise DivergenceError(self._describe(step, value))

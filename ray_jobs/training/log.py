@@ -7,7 +7,6 @@ device only for a line, because reading waits for the device.
 
 from __future__ import annotations
 
-import math
 import threading
 import time
 from collections.abc import Sequence
@@ -31,6 +30,7 @@ from pipelines.store import (
 from ray_jobs.data.loader import Loader
 from ray_jobs.process import devices
 from ray_jobs.process.progress import Progress
+from ray_jobs.training import optim
 
 LINE_SECONDS = 10.0  # at most between two lines
 SEGMENT_SECONDS = 5.0  # between two segments
@@ -227,5 +227,5 @@ class Log:
 
 
 def finite(value: float) -> float | None:
-    """Return the value; None if it is not finite, which JSON cannot express, or is DeepSpeed's -1 for such a norm."""
-    return value if 0 <= value < math.inf else None
+    """Return the value; None if it is not finite, which JSON cannot express."""
+    return value if optim.is_finite(value) else None

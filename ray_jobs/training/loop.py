@@ -34,7 +34,7 @@ from ray_jobs.training import estimates, objective, optim
 from ray_jobs.training.ancestor import Ancestor, contract_from, take_over
 from ray_jobs.training.checkpoint import Saved, Saver, WorkerState
 from ray_jobs.training.contract import model_contract
-from ray_jobs.training.engine import Engine, Piece, make_engine
+from ray_jobs.training.engine import EMA, WEIGHTS, Engine, Piece, make_engine
 from ray_jobs.training.guard import Guard
 from ray_jobs.training.log import Evaluation, Log, LogWriter
 from vit_model.build import Network, build
@@ -187,7 +187,7 @@ def write_named(
     named = [] if saver is None else saver.named(best)
     for saved in named:
         model = build(contract.architecture)
-        saved.load_result(model, prefix)
+        saved.load(model, EMA, WEIGHTS, prefix=prefix)
         save_weights(output / "checkpoints" / str(saved.step), model, contract)
     listed = {"best": best, "steps": [*(saved.step for saved in named), steps]}
     (output / "checkpoints.json").write_text(json.dumps(listed, indent=1) + "\n")
@@ -234,7 +234,7 @@ def start(
     optimizer = optim.make_optimizer(task, config.optimizer, config.learning_rate, decays_all, prefix=prefix)
     if saved is not None:
         saved.require(task, optimizer)
-        saved.load(task)
+        saved.load(task, WEIGHTS)
         if momentum_encoder is not None:
             saved.load(momentum_encoder, MOMENTUM_ENCODER)
     if momentum_encoder is not None:

@@ -33,6 +33,28 @@ def as_input(pixels: Tensor) -> Tensor:
     return (pixels.permute(0, 3, 1, 2).float() / 127.5 - 1).contiguous()
 
 
+def pretrain(task: torch.nn.Module, steps: int, draws: tuple[int, ...]) -> list[float]:
+    """Train a task on digits, with a rate that rises over 40 steps and falls to 0; return the losses.
+
+    `task` takes images, their pixels and random numbers, of this shape for an image.
+    """
+    generator = torch.Generator().manual_seed(0)
+    pixels, _ = digits()
+    optimizer = torch.optim.AdamW(task.parameters(), weight_decay=0.05)
+    losses = []
+    for step in range(steps):
+        optimizer.param_groups[0]["lr"] = 1e-2 * min(1, (step + 1) / 40) * (1 - step / steps)
+        chosen = pixels[torch.randint(0, TRAIN, (64,), generator=generator)]
+        drawn = torch.rand(64, *draws, generator=generator, dtype=torch.float64)
+        loss = task(as_input(chosen), chosen, drawn)
+        optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(task.parameters(), 1.0)
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
 @torch.inference_mode()
 def probe_accuracy(model: ViT, per_class: int = 10, draws: int = 5) -> float:
     """Mean accuracy on the other writers' digits of logistic regression on `per_class` labelled images a class."""

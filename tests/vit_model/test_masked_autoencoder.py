@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
-from tests.support.digits import TRAIN, as_input, digits, probe_accuracy
+from tests.support.digits import as_input, pretrain, probe_accuracy
 from tests.support.kept import kept_bytes
 from tests.support.parity import assert_close, randomise
 from tests.support.vits import hugging_face_blocks
@@ -312,25 +312,6 @@ def test_the_papers_settings_take_the_calculated_fraction_of_supervised_training
 # -------------------------------------------------------------------------------------------------- on digits
 
 
-def pretrain(task: MaskedAutoencoder, steps: int) -> list[float]:
-    """The losses of training on digits; a rate that rises over 40 steps and falls to 0."""
-    generator = torch.Generator().manual_seed(0)
-    pixels, _ = digits()
-    optimizer = torch.optim.AdamW(task.parameters(), weight_decay=0.05)
-    losses = []
-    for step in range(steps):
-        optimizer.param_groups[0]["lr"] = 1e-2 * min(1, (step + 1) / 40) * (1 - step / steps)
-        chosen = pixels[torch.randint(0, TRAIN, (64,), generator=generator)]
-        draws = torch.rand(64, 16, generator=generator, dtype=torch.float64)
-        loss = task(as_input(chosen), chosen, draws)
-        optimizer.zero_grad()
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(task.parameters(), 1.0)
-        optimizer.step()
-        losses.append(loss.item())
-    return losses
-
-
 def digits_task(normalise: bool = True) -> MaskedAutoencoder:
     decoder = {"decoder_depth": 1, "normalise": normalise}
     shape = {"image_size": 8, "patch_size": 2, "in_channels": 1, "width": 32, "num_heads": 4, "mlp_dim": 64}
@@ -339,7 +320,7 @@ def digits_task(normalise: bool = True) -> MaskedAutoencoder:
 
 @pytest.mark.slow
 def test_the_loss_falls_on_digits() -> None:
-    losses = pretrain(digits_task(), 60)
+    losses = pretrain(digits_task(), 60, (16,))
     assert np.mean(losses[-10:]) < 0.5 * losses[0]
 
 
@@ -350,5 +331,5 @@ def test_frozen_features_are_worth_more_than_untrained_ones(normalise: bool) -> 
     """10 labels per class, untrained: 33%. After 400 steps on one core: 57%, and 54% with pixels as they are."""
     task = digits_task(normalise)
     untrained = probe_accuracy(task.model)
-    pretrain(task, 400)
+    pretrain(task, 400, (16,))
     assert probe_accuracy(task.model) > untrained + 0.12

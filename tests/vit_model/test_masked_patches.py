@@ -9,7 +9,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from tests.support.digits import TRAIN, as_input, digits, probe_accuracy
+from tests.support.digits import as_input, pretrain, probe_accuracy
 from vit_model.config import ViTConfig
 from vit_model.masked_patches import MaskedPatches, corrupt, corruption, counts, targets
 from vit_model.model import ViT
@@ -280,32 +280,13 @@ def test_what_does_not_fit_is_refused() -> None:
 # ------------------------------------------------------------------------------------------------- on digits
 
 
-def pretrain(task: MaskedPatches, steps: int) -> list[float]:
-    """The losses of training on digits; a rate that rises over 40 steps and falls to 0."""
-    generator = torch.Generator().manual_seed(0)
-    pixels, _ = digits()
-    optimizer = torch.optim.AdamW(task.parameters(), weight_decay=0.05)
-    losses = []
-    for step in range(steps):
-        optimizer.param_groups[0]["lr"] = 1e-2 * min(1, (step + 1) / 40) * (1 - step / steps)
-        chosen = pixels[torch.randint(0, TRAIN, (64,), generator=generator)]
-        draws = torch.rand(64, 16, 2, generator=generator, dtype=torch.float64)
-        loss = task(as_input(chosen), chosen, draws)
-        optimizer.zero_grad()
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(task.parameters(), 1.0)
-        optimizer.step()
-        losses.append(loss.item())
-    return losses
-
-
 def digits_model() -> ViT:
     return ViT(ViTConfig(**TINY | {"width": 32, "num_heads": 4, "mlp_dim": 64, "pooling": "gap"}))
 
 
 @pytest.mark.slow
 def test_the_loss_falls_on_digits() -> None:
-    losses = pretrain(MaskedPatches(digits_model()), 80)
+    losses = pretrain(MaskedPatches(digits_model()), 80, (16, 2))
     assert losses[0] == pytest.approx(math.log(8), rel=1e-5)
     assert np.mean(losses[-10:]) < 0.7 * losses[0]
 
@@ -317,6 +298,6 @@ def test_frozen_features_are_worth_more_than_untrained_ones(target: Any) -> None
     """10 labels a class, untrained: 33 %. After 400 steps on a core of an EPYC: 46, 56 and 52 %."""
     model = digits_model()
     untrained = probe_accuracy(model)
-    losses = pretrain(MaskedPatches(model.train(), target), 400)
+    losses = pretrain(MaskedPatches(model.train(), target), 400, (16, 2))
     assert np.mean(losses[-20:]) < 0.6 * losses[0]
     assert probe_accuracy(model) > untrained + 0.06

@@ -8,7 +8,7 @@ from pipelines.identity.key import identity_fields
 from pipelines.recipe.load import parse_pipeline
 from pipelines.spec import Optimizer, RecipeError
 from pipelines.spec.optimizer import PRESETS
-from tests.pipelines.spec.test_spec import changed
+from tests.support.recipes import changed
 
 
 @pytest.mark.parametrize("preset", PRESETS)

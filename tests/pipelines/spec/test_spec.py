@@ -11,20 +11,7 @@ from pipelines.recipe.load import load_pipeline, parse_pipeline, schema
 from pipelines.recipe.pipeline import Pipeline
 from pipelines.spec import RecipeError
 from tests.support.paths import TINY
-
-
-def changed(path: str, value: Any) -> dict[str, Any]:
-    """The tiny recipe with one value replaced, or removed where `value` is ...."""
-    raw = yaml.safe_load(TINY.read_text())
-    *parents, last = path.split(".")
-    at = raw
-    for parent in parents:
-        at = at[parent]
-    if value is ...:
-        del at[last]
-    else:
-        at[last] = value
-    return raw
+from tests.support.recipes import changed
 
 
 @pytest.mark.parametrize("recipe", ["quickstart", str(TINY)])
