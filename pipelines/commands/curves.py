@@ -1,7 +1,9 @@
-"""The command tensorboard: the training curves of a run, live."""
+"""The commands tensorboard and mlflow: the training curves of a run, live, or in an MLflow server."""
 
 from __future__ import annotations
 
+import os
+import re
 import signal
 import time
 from pathlib import Path
@@ -21,6 +23,7 @@ if TYPE_CHECKING:
     from pipelines.results.event_files import EventFiles
 
 SECONDS = 2.0  # between looks at the logs, and between TensorBoard's at the files
+_PASSWORD = re.compile(r"//[^/@\s]*@")  # of a URL, with the user
 app = Commands()
 
 
@@ -56,6 +59,43 @@ def tensorboard(
                 wait_for_store(lambda: _update(opened, run_id, trainings, files), say)
         except KeyboardInterrupt:
             return
+
+
+@app.command("mlflow")
+def mlflow(
+    run: Annotated[
+        str | None, typer.Argument(help="a run id or a unique prefix of one; default: the last run")
+    ] = None,
+    store: StoreOption = DEFAULT_STORE,
+    to: Annotated[
+        str, typer.Option(envvar="MLFLOW_TRACKING_URI", help="the tracking server, such as http://HOST:5000")
+    ] = "",
+) -> None:
+    """Write the training curves of a run to an MLflow server. Run it again to add what is new."""
+    if not to:
+        raise RecipeError("--to: no tracking server given; expected an address such as http://HOST:5000")
+    # Otherwise MLflow reports its use to its authors.
+    os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
+    try:
+        from mlflow.exceptions import MlflowException
+
+        from pipelines.results.mlflow_runs import MlflowRuns
+    except ImportError as error:
+        raise RecipeError(f"{error.name} is not installed: pip install 'vitflow[mlflow]'") from None
+    opened = open_(store, create=False)
+    run_id = find_run(opened, run)
+    status = run_status(opened, run_id)
+    try:
+        runs = MlflowRuns(to, status["pipeline"])
+        for training in Trainings(opened, run_id).of(status):
+            for fit, lines in by_fit(training.log(opened)).items():
+                title = training.title(fit)
+                name = f"{training.stage}/{title}" if title else training.stage
+                tags = {"vitflow.run": run_id, "vitflow.stage": training.stage, "vitflow.key": training.key}
+                new = runs.update(f"{training.key}/{fit or ''}", name, training.config, tags, lines)
+                say(f"{name}: {new} new of {len(lines)} lines")
+    except MlflowException as error:
+        raise RecipeError(_PASSWORD.sub("//***@", f"--to {to}: {error}")) from None
 
 
 def serve(folder: str, port: int | None) -> str:

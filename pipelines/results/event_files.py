@@ -62,7 +62,7 @@ class _Run:
         self.writer = self._begin(0)
 
     def update(self, lines: Iterable[LogLine]) -> None:
-        values_at = {line.step: (datetime.fromisoformat(line.time), _scalars(line)) for line in lines}
+        values_at = {line.step: (datetime.fromisoformat(line.time), scalars(line)) for line in lines}
         gone = [
             step
             for step, written in self._written.items()
@@ -94,6 +94,8 @@ class _Run:
         self.writer.write(event.SerializeToString())
 
 
-def _scalars(line: LogLine) -> dict[str, float]:
+def scalars(line: LogLine) -> dict[str, float]:
+    """Return what was measured, by its tag."""
     values = {tag: getattr(line, name) for name, tag in TAGS.items()}
+    values |= {f"few-shot/{name}": accuracy for name, accuracy in (line.few_shot or {}).items()}
     return {tag: value for tag, value in values.items() if value is not None}
