@@ -33,6 +33,7 @@ COMMANDS = {
     "lineage": "inspect",
     "logs": "inspect",
     "tensorboard": "curves",
+    "mlflow": "curves",
     "stop": "running",
     "init": "images",
     "predict": "images",

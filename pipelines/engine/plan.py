@@ -28,7 +28,7 @@ from pipelines.store import (
     successors,
     weights_file,
 )
-from vit_model.config import different_encoders
+from vit_model.config import ModelContract, different_encoders
 from vit_model.errors import reasons as reasons_of
 
 READERS = 16  # manifests read at once: on S3 each takes a round trip
@@ -200,7 +200,7 @@ def plan_stage(
 
     Raises:
         RecipeError: the source cannot be read, or an input does not have the checkpoint that the stage names, or does
-            not fit the model that starts from it.
+            not fit the model that starts from it or imitates it.
     """
     input_names = config.inputs()
     if any(name not in committed for names in input_names.values() for name in names):
@@ -216,6 +216,7 @@ def plan_stage(
         if (current := read_current(store, config.job, key)) is None:
             _check_checkpoints(store, name, config, inputs)
             _check_start(store, name, config, inputs)
+            _check_teacher(store, name, config, inputs)
             return PlannedStage(name, config, key, None, None, inputs, source, code)
         manifest, reference = current
         store.check_sizes(manifest.folder, manifest.files)
@@ -243,11 +244,10 @@ def _check_start(store: Store, name: str, config: AnyStage, inputs: Mapping[str,
     """Raise RecipeError if the model that a pretraining starts from is not its own model's encoder."""
     if not isinstance(config, Pretrain) or "init_from" not in inputs:
         return
-    (reference,) = inputs["init_from"]
-    manifest = read_manifest(store, reference.job, reference.key)
-    if manifest is None or (contract := contract_of(store, manifest)) is None:
-        return  # the stage says what is missing
-    theirs, stage = contract.architecture, f"{manifest.stage} ({manifest.job} {manifest.key[:12]})"
+    if (found := _find_model(store, inputs["init_from"])) is None:
+        return
+    stage, contract = found
+    theirs = contract.architecture
     try:
         model = config.with_model(theirs).model
     except ValidationError as error:
@@ -259,6 +259,28 @@ def _check_start(store: Store, name: str, config: AnyStage, inputs: Mapping[str,
         if wants_latest(config):
             latest = f". Change model back, or train new weights with --set {name}.init_from=null"
         raise RecipeError(f"stages.{name}.init_from: {stage} does not match model: {different}{latest}")
+
+
+def _check_teacher(store: Store, name: str, config: AnyStage, inputs: Mapping[str, list[InputRef]]) -> None:
+    """Raise RecipeError if a pretraining cannot imitate its teacher; the stage itself compares the classes."""
+    if not isinstance(config, Pretrain) or "teacher" not in inputs:
+        return
+    if (found := _find_model(store, inputs["teacher"])) is None:
+        return
+    stage, contract = found
+    try:
+        config.check_teacher(contract.preprocessing.resolution, bool(contract.class_names))
+    except ValueError as error:
+        raise RecipeError(f"stages.{name}.teacher: {stage} {error}") from None
+
+
+def _find_model(store: Store, inputs: list[InputRef]) -> tuple[str, ModelContract] | None:
+    """Return the name and the contract of an input's model; None if something is missing, which the stage says."""
+    (reference,) = inputs
+    manifest = read_manifest(store, reference.job, reference.key)
+    if manifest is None or (contract := contract_of(store, manifest)) is None:
+        return None
+    return f"{manifest.stage} ({manifest.job} {manifest.key[:12]})", contract
 
 
 def _source_fields(config: AnyStage) -> str:

@@ -31,10 +31,15 @@ class Training:
         """Name one of its fits: `learning rate 0.001, fold 0`, `draw 0`; empty for a pretraining."""
         if fit is None:
             return ""
-        kind, rate, number = fit.split("-")
+        kind, rate, *_, number = fit.split("-")
         if kind == "refit":
             return f"draw {number}"
         return f"learning rate {self.config['learning_rates'][int(rate)]:g}, fold {number}"
+
+    def steps(self, fit: str | None) -> int:
+        """Return the last step of one of its fits; a refit's name has its own if trials may stop early."""
+        parts = (fit or "").split("-")
+        return int(parts[2]) if len(parts) == 4 else int(self.config["steps"])
 
 
 class Trainings:
@@ -61,7 +66,7 @@ class Trainings:
         for training in self.of(status):
             if training.stage in running and (lines := training.log(self._store)):
                 latest = max(lines, key=lambda line: line.time)
-                steps = training.config["steps"]
+                steps = training.steps(latest.fit)
                 entry = running[training.stage]
                 entry["progress"] = {"steps": steps, **latest.model_dump(mode="json")}
                 entry["detail"] = describe(latest, steps, training.title(latest.fit))
@@ -72,15 +77,22 @@ class Trainings:
 
 
 def describe(line: LogLine, steps: int, title: str = "") -> str:
-    """Say a line in words: step 120/1781 (7%) · loss 4.21 · 5,812 images/s · 0:00:58 left.
+    """Say a line in words.
 
-    The percentage is the fit's, the time left the stage's.
+    step 120/1781 (7%) · epoch 2.4 · loss 4.21 · rate 0.001 · gradient norm 1.3 · 5,812 images/s · MFU 41% · waiting for
+    images 3% · 0:00:58 left. The percentage is the fit's, the time left the stage's.
     """
+    values: list[tuple[str, float | None]] = [
+        ("epoch {:.3g}", line.epoch),
+        ("loss {:.4g}", line.loss),
+        ("rate {:.3g}", line.learning_rate),
+        ("gradient norm {:.3g}", line.gradient_norm),
+        ("{:,.0f} images/s", line.images_per_second),
+        ("MFU {:.0%}", line.mfu),
+        ("waiting for images {:.0%}", line.data_wait),
+    ]
     parts = [f"{title}{', ' if title else ''}step {line.step}/{steps} ({line.step / steps:.0%})"]
-    if line.loss is not None:
-        parts.append(f"loss {line.loss:.4g}")
-    if line.images_per_second is not None:
-        parts.append(f"{line.images_per_second:,.0f} images/s")
+    parts += [form.format(value) for form, value in values if value is not None]
     if line.seconds_left is not None:
         parts.append(f"{timedelta(seconds=round(line.seconds_left))} left")
     return " · ".join(parts)

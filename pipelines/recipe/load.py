@@ -44,6 +44,7 @@ NESTED = {
     "labels": Labels,
     "optimizer": Optimizer,
     "preprocessing": GivenPreprocessing,
+    "teacher": NamedCheckpoint,
 }
 MODELS = {"vit": ModelSize, "resnet": ResNetSize}
 

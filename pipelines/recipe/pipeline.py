@@ -9,7 +9,6 @@ from typing import Annotated, Self
 from pydantic import Field, ValidationError, model_validator
 
 from pipelines.spec import (
-    BACKBONE_FIELDS,
     LATEST,
     WITHOUT_LABELS,
     Finetune,
@@ -60,7 +59,19 @@ class Pipeline(Frozen):
         for name, stage in self.stages.items():
             if isinstance(stage, Pretrain) and (start := stage.inputs().get("init_from")):
                 self._check_encoder(f"stages.{name}.init_from: {start[0]}", stage, start[0])
+            if isinstance(stage, Pretrain) and (teacher := stage.inputs().get("teacher")):
+                self._check_teacher(f"stages.{name}.teacher: {teacher[0]}", stage, self.stages[teacher[0]])
         return self
+
+    def _check_teacher(self, where: str, stage: Pretrain, teacher: Stage) -> None:
+        """Raise ValueError if a pretraining cannot imitate a stage's model, as far as the recipe says."""
+        if not isinstance(teacher, Pretrain | Finetune):
+            return  # weights from outside
+        has_classifier = isinstance(teacher, Finetune) or teacher.objective not in WITHOUT_LABELS
+        try:
+            stage.check_teacher(teacher.resolution, has_classifier)
+        except ValueError as error:
+            raise ValueError(f"{where} {error}") from None
 
     def _check_encoder(self, where: str, stage: Pretrain, source: str) -> None:
         """Raise ValueError if a pretraining's model cannot take over a stage's weights, as far as the recipe says."""
@@ -68,7 +79,7 @@ class Pipeline(Frozen):
         while (
             isinstance(start, Pretrain | Finetune) and start.model is None
         ):  # it has the shape of its own start
-            ((source,),) = (start.inputs()[field] for field in BACKBONE_FIELDS if field in start.inputs())
+            (source,) = start.inputs()["backbone" if isinstance(start, Finetune) else "init_from"]
             start = self.stages[source]
         if not isinstance(start, Pretrain | Finetune) or start.model is None or start.resolution is None:
             return  # weights from outside

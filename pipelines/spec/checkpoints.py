@@ -84,5 +84,5 @@ Backbone = Annotated[
     AfterValidator(_name_if_last),
 ]
 """A stage's name, which means its last weights, or {stage, checkpoint}. The last checkpoint becomes the name alone."""
-BACKBONE_FIELDS = ("backbone", "init_from")
+BACKBONE_FIELDS = ("backbone", "init_from", "teacher")
 """The names of the fields of this type."""

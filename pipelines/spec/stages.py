@@ -19,7 +19,7 @@ Shots = Annotated[int, Field(ge=1)]
 Steps = Annotated[int, Field(ge=1)]
 Rate = Annotated[float, Field(gt=0)]
 Dtype = Literal["bfloat16", "float32"]
-Objective = Literal["softmax", "sigmoid", "masked_patches", "contrastive", "mae"]
+Objective = Literal["softmax", "sigmoid", "masked_patches", "contrastive", "mae", "distillation"]
 WITHOUT_LABELS: tuple[Objective, ...] = ("masked_patches", "contrastive", "mae")
 PatchTarget = Literal["mean_colour", "4x4", "pixels"]
 SeenInTraining = Literal["fail", "report"]
@@ -32,6 +32,15 @@ def seen_in_training() -> Any:
         "fail",
         description="what to do if the backbone or one of its ancestors was trained on test images: fail and say how"
         " many, or report: score them separately, in rows that verdicts and lists of best results leave out",
+    )
+
+
+def activation_checkpointing() -> Any:
+    """Declare the field of stages that train."""
+    return execution(
+        False,
+        description="for ViTs: keep only each block's input for the backward pass, and compute the rest again, which"
+        " takes less memory and more time",
     )
 
 
@@ -184,12 +193,48 @@ class Contrastive(Frozen):
     )
 
 
+class Distillation(Frozen):
+    """How a teacher is imitated; the defaults are those of DeiT's code. A model with a distillation token
+    (`model.distillation: true`) answers the teacher with it, and the labels with the class token; with kind features,
+    the class token does both."""
+
+    kind: Literal["soft", "hard", "features"] = Field(
+        "hard",
+        description="soft: the teacher's probabilities; hard: its most likely class; features: the direction of its"
+        " representation, after a linear map that is thrown away, for which it needs no classifier",
+    )
+    temperature: float = Field(1.0, gt=0, description="with soft: what both divide their logits by")
+    weight: float = Field(
+        0.5, gt=0, le=1, description="of the teacher's part in the loss; the labels have the rest"
+    )
+
+    @model_validator(mode="after")
+    def _fields_fit(self) -> Self:
+        if self.temperature != 1.0 and self.kind != "soft":
+            raise ValueError(f"temperature {self.temperature} is for kind soft; kind is {self.kind}")
+        if self.weight == 1.0 and self.kind == "features":
+            raise ValueError(
+                "weight 1 leaves no labels, and kind features trains no classifier; use less than 1"
+            )
+        return self
+
+
 class Auxiliary(Frozen):
     """Tasks without labels whose losses are added to the labels'; each image is computed once more for it."""
 
     masked_patches: float = Field(
         gt=0, description="the weight of masked patch prediction, whose target is patch_target"
     )
+
+
+class FewShot(Frozen):
+    """Few-shot linear evaluation on dev while a pretraining runs."""
+
+    shots: Annotated[tuple[Shots, ...], Field(min_length=1), AfterValidator(distinct)] = Field(
+        (5,), description="labels per class, drawn from train"
+    )
+    draws: int = Field(3, ge=1, description="draws of labels, whose mean accuracy is logged")
+    seed: Seed = 0
 
 
 class Pretrain(_Stage):
@@ -235,8 +280,18 @@ class Pretrain(_Stage):
         description="cross-entropy by softmax, or by sigmoid and summed over the classes, which goes with"
         " model.head_bias: -10 and model.representation_head: true in the authors' recipe; or, without labels and with"
         " a model without a classifier as the result, the colours of corrupted patches (section 4.6), MoCo v3: which of"
-        " two views are of the same image, or a masked autoencoder: the pixels of masked patches",
+        " two views are of the same image, or a masked autoencoder: the pixels of masked patches; or"
+        " cross-entropy by softmax beside the answers of a teacher to the same pixels",
     )
+    teacher: Backbone | None = takes(
+        "model",
+        default=None,
+        later=True,
+        description="with objective distillation: the model that is imitated, imported ones too: a stage's name; or, of"
+        " a pretraining, {stage: NAME, checkpoint: last | best | step:N}. It takes images of the same resolution and"
+        " knows all classes of the data, by name",
+    )
+    distillation: Distillation = later(Distillation())
     patch_target: PatchTarget = later(
         "mean_colour",
         description="the target of masked_patches, as objective or auxiliary: a patch's mean colour at 3 bits per"
@@ -265,11 +320,7 @@ class Pretrain(_Stage):
         description="if machines are lost, training continues with fewer workers, but with no fewer than these",
     )
     threads: int = execution(1, ge=1, description="CPU threads per worker")
-    activation_checkpointing: bool = execution(
-        False,
-        description="for ViTs: keep only each block's input for the backward pass, and compute the rest again, which"
-        " takes less memory and more time",
-    )
+    activation_checkpointing: bool = activation_checkpointing()
     cache_gib: float = execution(
         64, gt=0, description="GiB of images from S3 that a machine keeps in its cache folder"
     )
@@ -285,6 +336,11 @@ class Pretrain(_Stage):
         (),
         description="steps whose weights are kept with the result, for backbone: {stage: ..., checkpoint: step:N};"
         " its last and its best weights always are",
+    )
+    fewshot: FewShot | None = execution(
+        None,
+        description="log few-shot accuracy on dev 5 times during the training, with any objective: to watch, never to"
+        " select; null: do not",
     )
 
     def inputs(self) -> dict[str, tuple[str, ...]]:
@@ -357,8 +413,8 @@ class Pretrain(_Stage):
 
     @property
     def passes(self) -> int:
-        """How often a step computes each image."""
-        return 1 if self.auxiliary is None else 2
+        """How often a step computes each image: whole and corrupted, or two views of it."""
+        return 1 if self.auxiliary is None and self.objective != "contrastive" else 2
 
     @property
     def autoencoder(self) -> MaeOptions | None:
@@ -379,6 +435,7 @@ class Pretrain(_Stage):
             raise ValueError("contrastive has settings that only objective contrastive uses; remove it")
         if self.mae != MaeOptions() and self.objective != "mae":
             raise ValueError("mae has settings that only objective mae uses; remove it")
+        self._check_distillation()
         if self.objective in WITHOUT_LABELS:
             self._check_no_labels()
         if self.auxiliary is not None:
@@ -391,12 +448,48 @@ class Pretrain(_Stage):
             raise ValueError(
                 f"auxiliary is beside labels, which objective {self.objective} does not use; remove it"
             )
+        if self.objective == "distillation":
+            raise ValueError("auxiliary cannot be combined with objective distillation; remove one of them")
         if isinstance(self.model, ResNetSize):
             raise ValueError(
                 f"auxiliary needs a ViT, because it uses patches; model is a {self.model.family}"
             )
         if self.model is not None and self.resolution == self.model.patch_size:
             raise ValueError(f"resolution {self.resolution} is a single patch; auxiliary needs two or more")
+
+    def _check_distillation(self) -> None:
+        """Raise ValueError for a teacher and settings that do not go with the objective and the model."""
+        if self.objective != "distillation":
+            if self.teacher is not None:
+                raise ValueError(
+                    f"teacher {self.teacher} is for objective distillation; objective is {self.objective}"
+                )
+            if self.distillation != Distillation():
+                raise ValueError("distillation has settings that only objective distillation uses; remove it")
+        elif self.teacher is None:
+            raise ValueError("teacher is missing; objective distillation needs a model to imitate")
+        elif self.distillation.weight == 1.0 and getattr(self.model, "distillation", False):
+            raise ValueError(
+                "distillation.weight 1 leaves no labels to train the class token's classifier; use less than 1, or"
+                " model.distillation false"
+            )
+
+    def check_teacher(self, resolution: int | None, has_classifier: bool) -> None:
+        """Raise ValueError for a teacher that the stage cannot imitate.
+
+        Args:
+            resolution: the side of the teacher's images; None: not known yet.
+        """
+        if resolution is not None and resolution != self.resolution:
+            raise ValueError(
+                f"takes images of resolution {resolution}, but this stage trains with resolution {self.resolution}, and"
+                f" both see the same pixels; use resolution {resolution}, or a teacher fine-tuned at {self.resolution}"
+            )
+        if not has_classifier and self.distillation.kind != "features":
+            raise ValueError(
+                f"has no classifier, which distillation.kind {self.distillation.kind} imitates; use kind features, or"
+                " fine-tune the teacher"
+            )
 
     def _check_no_labels(self) -> None:
         """Raise ValueError for fields that do not apply to an objective without labels."""
@@ -482,6 +575,20 @@ class Labels(Frozen):
         return self
 
 
+class EarlyStopping(Frozen):
+    """When a trial of a sweep ends before its last step, and which of its steps counts: the best on held-out images.
+
+    They are dev, or with few labels the fold's; test is never looked at.
+    """
+
+    evaluations: int = Field(
+        20, ge=2, description="of a trial, at equal distances; the last is after its last step"
+    )
+    patience: int = Field(
+        5, ge=1, description="end a trial after this many evaluations in a row without a new best"
+    )
+
+
 class Finetune(_Stage):
     """A Ray Tune sweep over learning rates, a refit with the best, and one look at test (paper, Table 4's protocol)."""
 
@@ -500,6 +607,17 @@ class Finetune(_Stage):
     )
     steps: int = Field(ge=1)
     batch_size: int = Field(ge=1)
+    gradient_accumulation_steps: int = later(
+        1,
+        ge=1,
+        description="micro-batches per step that batch_size is divided into, which takes less memory; batch_size does"
+        " not change",
+    )
+    early_stopping: EarlyStopping | None = later(
+        None,
+        description="end a trial when its accuracy on the held-out images no longer rises; the refits end at the best"
+        " trial's best step. A single rate gets a trial, too",
+    )
     optimizer: Optimizer = Optimizer()
     augment: Augmentation = "none"
     randaugment: RandAugment | None = later(None)
@@ -534,6 +652,7 @@ class Finetune(_Stage):
     dtype: Dtype = "bfloat16"
     seed: Seed = 0
     threads: int = execution(1, ge=1, description="CPU threads per trial")
+    activation_checkpointing: bool = activation_checkpointing()
     cache_gib: float = execution(
         64, gt=0, description="GiB of images from S3 that a machine keeps in its cache folder"
     )
@@ -558,6 +677,15 @@ class Finetune(_Stage):
                 raise ValueError("resolution is required without a backbone")
             check_patches(self.resolution, self.model)
         check_optimizer(self.optimizer, self.steps, None if self.model is None else self.model.family)
+        if self.batch_size % self.gradient_accumulation_steps:
+            raise ValueError(
+                f"batch_size {self.batch_size} is not a multiple of gradient_accumulation_steps"
+                f" {self.gradient_accumulation_steps}"
+            )
+        if self.early_stopping is not None and self.early_stopping.evaluations > self.steps:
+            raise ValueError(
+                f"early_stopping.evaluations {self.early_stopping.evaluations} is more than steps {self.steps}"
+            )
         return self
 
     @model_validator(mode="after")
@@ -617,7 +745,7 @@ class Baselines(_Stage):
 class Report(_Stage):
     """One page of everything: a table, curves, sheets of images, and the rows behind them."""
 
-    VERSION: ClassVar[int] = 5  # curves show accuracy on dev
+    VERSION: ClassVar[int] = 6  # curves show loss on dev, and the trials of fine-tunings
     KIND: ClassVar[str] = "report"
     job: Literal["report"]
     title: str

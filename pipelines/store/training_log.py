@@ -43,7 +43,8 @@ class LogLine(Frozen):
 
     time: Time
     fit: Name | None = None
-    """Of a fine-tuning: trial-<rate>-<fold> or refit-<rate>-<draw>, numbers as in its configuration, from 0."""
+    """Of a fine-tuning: trial-<rate>-<fold> or refit-<rate>-<draw>, numbers as in its configuration, from 0; with early
+    stopping refit-<rate>-<last step>-<draw>."""
     step: NonNegativeInt
     epoch: float
     """The images so far, divided by the number of training images."""
@@ -64,6 +65,8 @@ class LogLine(Frozen):
     dev_loss: float | None = None
     dev_accuracy: float | None = None
     """On dev, or on the part of the labels that a trial does not train on."""
+    few_shot: dict[str, float] | None = None
+    """Of a pretraining with `fewshot`: {"5-shot dev": accuracy on dev}, the mean over draws of labels from train."""
 
 
 def segment_name(job: str, key: str, attempt: int, start: int, writer: str, number: int) -> str:

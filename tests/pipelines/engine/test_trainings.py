@@ -23,7 +23,10 @@ def test_the_newest_line_says_how_far_a_running_training_is() -> None:
     put_lines(store, "finetune", line(4, "trial-0-0"), line(8, "trial-0-0"))
     put_lines(store, "finetune", line(9, "trial-1-0"))
     stages = progress(store)
-    assert stages["pretrain"]["detail"] == "step 10/40 (25%) · loss 0.1 · 1,010 images/s · 0:01:00 left"
+    assert stages["pretrain"]["detail"] == (
+        "step 10/40 (25%) · epoch 0.625 · loss 0.1 · rate 0.1 · gradient norm 12 · 1,010 images/s · MFU 5%"
+        " · waiting for images 10% · 0:01:00 left"
+    )
     assert stages["pretrain"]["progress"] == {"steps": 40, **line(10).model_dump(mode="json")}
     assert stages["finetune"]["detail"].startswith("learning rate 0.001, fold 0, step 9/20 (45%) · ")
     assert "progress" not in stages["digits"]
@@ -44,15 +47,20 @@ def test_a_training_without_a_line_says_nothing() -> None:
 
 
 def test_what_was_not_measured_is_left_out() -> None:
-    assert describe(line(10, loss=None, images_per_second=None, seconds_left=None), 40) == "step 10/40 (25%)"
+    lacking = dict.fromkeys(
+        ("loss", "gradient_norm", "images_per_second", "mfu", "data_wait", "seconds_left")
+    )
+    assert describe(line(10, **lacking), 40) == "step 10/40 (25%) · epoch 0.625 · rate 0.1"
 
 
 def test_fits_have_titles() -> None:
     store = MemoryStore()
     put_run(store, finetune="CACHED")
     (training,) = Trainings(store, RUN).of(run_status(store, RUN))
-    assert [training.title(fit) for fit in (None, "trial-1-2", "refit-1-3")] == [
+    assert [training.title(fit) for fit in (None, "trial-1-2", "refit-1-3", "refit-1-120-3")] == [
         "",
         "learning rate 0.001, fold 2",
         "draw 3",
+        "draw 3",
     ]
+    assert [training.steps(fit) for fit in ("refit-1-3", "refit-1-120-3")] == [training.config["steps"], 120]

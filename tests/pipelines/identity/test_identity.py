@@ -325,6 +325,7 @@ def test_only_stages_with_stochastic_depth_got_new_keys_when_it_was_drawn_per_sa
         (Pretrain, {"objective": "contrastive", "contrastive": {"temperature": 0.1}, "augment": "crop_flip"}),
         (Pretrain, {"auxiliary": {"masked_patches": 0.5}, "patch_target": "4x4"}),
         (Pretrain, {"objective": "mae", "mae": {"decoder_depth": 1}}),
+        (Pretrain, {"objective": "distillation", "teacher": "t", "distillation": {"kind": "soft"}}),
         (Finetune, {"randaugment": {"magnitude": 10}}),
         (Finetune, {"mixup": 0.2}),
         (Finetune, {"cutmix": 1.0}),
@@ -345,7 +346,7 @@ def test_what_changes_images_enters_a_key_where_it_does_something(
     given |= {"learning_rate": 0.1} if stage is Pretrain else {"learning_rates": [0.1]}
     plain, used = (identity.identity_fields(stage.model_validate(given | more)) for more in ({}, later))
     assert not plain.keys() & ({*later} - {"augment"})
-    assert used.keys() - plain.keys() == {*later} - {"augment"}
+    assert used.keys() - plain.keys() == {*later} - {"augment", "teacher"}
 
 
 def test_a_models_name_stands_for_its_sizes() -> None:

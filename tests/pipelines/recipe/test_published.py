@@ -53,9 +53,12 @@ PUBLISHED = {
     ("mae", "pretrain"): Published(
         800, IMAGENET, 4096, 40, 1.5e-4 * 16, 1.5e-4 * 16 * 0.05, (16, 768, 12, 0), passes=1 / 1.80
     ),
-    # CONFIG.md of the code; two views
+    # DeiT's Table 9: 5e-4 x 1024 / 512
+    ("deit", "teacher"): Published(300, IMAGENET, 1024, 5, 1e-3, 1e-3 * 0.05, (16, 768, 12, 1000)),
+    ("deit", "pretrain"): Published(300, IMAGENET, 1024, 5, 1e-3, 1e-3 * 0.05, (16, 384, 12, 1000)),
+    # CONFIG.md of the code; two views, each with a forward pass of the momentum encoder
     ("moco_v3", "pretrain"): Published(
-        300, IMAGENET, 4096, 40, 1.5e-4 * 16, 1.5e-4 * 16 * 0.1, (16, 384, 12, 0), passes=0
+        300, IMAGENET, 4096, 40, 1.5e-4 * 16, 1.5e-4 * 16 * 0.1, (16, 384, 12, 0), passes=8 / 3
     ),
 }
 RECIPES = sorted({recipe for recipe, _ in PUBLISHED})
@@ -101,8 +104,8 @@ def test_operations_are_those_of_the_published_model(recipe: str, stage: str) ->
     assert isinstance(config, Pretrain) and isinstance(config.model, ModelSize)
     patch, d, depth, classes = published.model
     patches = (224 // patch) ** 2
-    tokens = patches + (config.model.pooling == "cls" or config.model.class_token)
-    head = d * classes + d * d * config.model.representation_head
+    tokens = patches + (config.model.pooling == "cls" or config.model.class_token) + config.model.distillation
+    head = d * classes * (1 + config.model.distillation) + d * d * config.model.representation_head
     products = (
         patches * 3 * patch**2 * d + depth * (tokens * (4 * d * d + 2 * d * 4 * d) + 2 * tokens**2 * d) + head
     )

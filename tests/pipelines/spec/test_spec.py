@@ -87,6 +87,16 @@ def test_needed_for_a_stage_is_what_is_before_it() -> None:
             "batch_size 32 is not a multiple of gradient_accumulation_steps 5",
         ),
         (
+            "stages.finetune.gradient_accumulation_steps",
+            7,
+            "is not a multiple of gradient_accumulation_steps 7",
+        ),
+        (
+            "stages.finetune.early_stopping",
+            {"evaluations": 10**6},
+            "early_stopping.evaluations 1000000 is more than steps",
+        ),
+        (
             "stages.pretrain.learning_rate",
             float("inf"),
             "stages.pretrain.learning_rate: Input should be a finite",
@@ -235,6 +245,23 @@ def test_a_model_is_a_name_or_a_shape_of_either_family(model: Any) -> None:
         ({"auxiliary": {"masked_patches": 0}}, "should be greater than 0"),
         ({"mae": {"normalise": False}}, "mae has settings that only objective mae uses; remove it"),
         ({"objective": "mae", "mixup": 0.2}, "which objective mae does not use"),
+        (
+            {"objective": "distillation"},
+            "teacher is missing; objective distillation needs a model to imitate",
+        ),
+        (
+            {"distillation": {"kind": "soft"}},
+            "distillation has settings that only objective distillation uses",
+        ),
+        (
+            {"objective": "distillation", "distillation": {"temperature": 3}},
+            "temperature 3.0 is for kind soft",
+        ),
+        (
+            {"objective": "distillation", "distillation": {"kind": "features", "weight": 1}},
+            "weight 1 leaves no labels",
+        ),
+        ({"objective": "distillation", "distillation": {"weight": 0}}, "should be greater than 0"),
         ({"objective": "mae", "model": {"pooling": "map"}}, "autoencoder has no head: num_classes is 0"),
         ({"objective": "mae", "mae": {"mask_fraction": 0.8}}, "mask_fraction 0.8 of 4 leaves 0 visible"),
         ({"objective": "mae", "mae": {"mask_fraction": 1}}, "should be less than 1"),
