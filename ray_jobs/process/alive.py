@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
 BEAT_SECONDS = 5.0  # a driver waits for twelve of them
 # The longest time without a step: longer than an evaluation between two steps or a restart of the workers. It is the
-# last resort, because torch's own limits (gloo's 30 minutes, NCCL's 10) end most workers that wait for each other.
+# last resort, because the process group's limit ends workers that wait for each other (`ray_jobs.training.hangs`).
 STEP_SECONDS = 7200.0
 
 

@@ -11,7 +11,9 @@ PREFIX = "progress "
 class Progress:
     """A printer of lines such as `progress step 120/1781 · 5,812 images/s · loss 4.21 · 0:00:58 left`."""
 
-    def __init__(self, total: int, noun: str = "step", seconds: float = 1.0, after: int = 0) -> None:
+    def __init__(
+        self, total: int, noun: str = "step", seconds: float = 1.0, after: int = 0, is_limit: bool = False
+    ) -> None:
         """Start the clock.
 
         Args:
@@ -19,8 +21,9 @@ class Progress:
             noun: the name of a step.
             seconds: the minimum time between two lines.
             after: steps that the stage will take after these; the time left includes them.
+            is_limit: whether there may be fewer steps.
         """
-        self.total, self.noun, self.seconds, self.after = total, noun, seconds, after
+        self.total, self.noun, self.seconds, self.after, self.is_limit = total, noun, seconds, after, is_limit
         self.began = self.shown = time.monotonic()
         self.shown_step = 0
         self.first: tuple[int, int] | None = None
@@ -40,7 +43,7 @@ class Progress:
             parts.append(f"{(images - self.first[1]) / seconds:,.0f} images/s")
         parts += [f"{name.replace('_', ' ')} {value:.4g}" for name, value in values.items()]
         if (left := self.left(step)) is not None:
-            parts.append(f"{timedelta(seconds=round(left))} left")
+            parts.append(f"{'at most ' * self.is_limit}{timedelta(seconds=round(left))} left")
         print(PREFIX + " · ".join(parts), flush=True)
 
     def left(self, step: int) -> float | None:

@@ -15,7 +15,9 @@ import threading
 import time
 from collections import defaultdict
 from collections.abc import Iterable
+from concurrent import futures
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -30,11 +32,12 @@ from pipelines.spec import Finetune, Pretrain
 from pipelines.store import (
     Attempt,
     Checkpoint,
-    FileEntry,
     LogLine,
     Store,
+    StoreAbsent,
     StoreDamaged,
     StoreError,
+    StoreUnreachable,
     asked_for,
     checkpoints,
     commit_checkpoint,
@@ -52,6 +55,7 @@ from vit_model.config import Frozen
 
 _KEY = re.compile(r"(\w+)/([^@]+)@(\d+)")
 _LOOK_SECONDS = 0.2  # between looks for the other workers' files
+_AWAIT_SECONDS = 5.0  # that workers wait for a writer between two questions to the others
 _LISTEN_SECONDS = 2.0  # between looks for requests
 _STATE = "state"  # the key of the worker's JSON in a file's header
 
@@ -71,8 +75,29 @@ class WorkerState(Frozen):
     """the losses since the last point, and of how many steps"""
     substitutes: int = 0
     """of a fit: the images so far that were damaged and replaced"""
+    evaluations: tuple[tuple[int, float, float], ...] = ()
+    """of a trial that may stop early: (step, accuracy, loss) so far"""
     log: tuple[LogLine, ...] = ()
     """of the first worker: the lines of the log that may not be in the store"""
+
+
+class _Writing(NamedTuple):
+    """A checkpoint on its way: this worker's part of it, and on rank 0 the commit that follows."""
+
+    checkpoint: Checkpoint
+    is_best: bool
+    part: Future[Checkpoint]
+    commit: Future[None]
+    is_given_up: threading.Event
+    """set if some worker could not write its part"""
+
+
+def _store_error(future: Future[Any]) -> StoreError | None:
+    """Return the error of the store that a future ended with, and raise others, or that the store was deleted."""
+    error = future.exception()
+    if error is not None and (isinstance(error, StoreAbsent) or not isinstance(error, StoreError)):
+        raise error
+    return error
 
 
 class Saver:
@@ -104,12 +129,12 @@ class Saver:
         self._agreement = dist.new_group(backend="gloo") if world > 1 else None
         self._telling: tuple[Tensor, dist.Work] | None = None  # rank 0's last wish, on its way
         self._thread = ThreadPoolExecutor(1)
-        self._writing: Future[None] | None = None
+        self._writing: _Writing | None = None
         self._last = time.monotonic()
         self._asked = self._answered = 0  # requests for a checkpoint, which only a pretraining gets
         self._any = False  # whether a fit has or had checkpoints
         self.newest = None if start is None else start.step
-        """the step of the last checkpoint; None if there is none"""
+        """the step of the last checkpoint that is written; None if there is none"""
         if isinstance(config, Pretrain):
             self._kept_latest, self._kept_steps = config.keep_checkpoints, config.keep_steps
             self._asked = self._answered = asked_for(store, attempt)
@@ -152,26 +177,85 @@ class Saver:
                 warn(f"cannot see whether a checkpoint is asked for: {error}")
 
     def save(self, step: int, best: int | None, pieces: Iterable[Piece], state: WorkerState) -> None:
-        """Copy the state after `step` steps, and write it in a thread. Waits for the previous one to be written.
+        """Copy the state after `step` steps, and write it in a thread. First does `wait` for the previous one.
 
         `best` is the step with the highest dev accuracy so far; its checkpoint is kept.
 
         Raises:
+            StoreError: as `wait`.
             Superseded: there is a newer attempt; found while the previous one was committed.
         """
         self.wait()
-        self._any, self._last, self.newest = True, time.monotonic(), step
+        self._any, self._last = True, time.monotonic()
         copies = {
             f"{piece.kind}/{piece.name}@{piece.start}": piece.values.to("cpu", copy=True) for piece in pieces
         }
-        write = partial(self._write, step, best, copies, state)
-        self._writing = self._thread.submit(wait_for_store, write, warn)  # an outage does not end a training
+        checkpoint = Checkpoint(
+            job=self._attempt.job,
+            key=self._attempt.key,
+            attempt=self._attempt.number,
+            step=step,
+            files=(),
+            created=now(),
+            fit=self._fit,
+        )
+        # An outage does not end a training.
+        part = self._thread.submit(wait_for_store, partial(self._write_part, checkpoint, copies, state), warn)
+        is_given_up = threading.Event()
+        commit = partial(self._commit, checkpoint, best, part, is_given_up)
+        committing = self._thread.submit(wait_for_store, commit, warn)
+        self._writing = _Writing(checkpoint, step == best, part, committing, is_given_up)
 
     def wait(self) -> None:
-        """Return when the last checkpoint is written; on rank 0, when it is committed."""
-        if self._writing is not None:
-            self._writing.result()
-            self._writing = None
+        """Return when the last checkpoint is written; on rank 0, when it is committed.
+
+        One that cannot be written, because the disk is full or the store refuses it, is skipped with a line in the
+        log: training continues, the checkpoint before remains, and the next one is another try.
+
+        Raises:
+            StoreError: it cannot be written, and it is one that consumers can name, so the result needs it.
+            StoreAbsent: the store was deleted.
+            Superseded: there is a newer attempt.
+        """
+        if (writing := self._writing) is None:
+            return
+        self._writing, step = None, writing.checkpoint.step
+        self._await(writing.part)
+        error = _store_error(writing.part)
+        if self._is_true_of_any(error is not None):
+            writing.is_given_up.set()
+            if self._rank == 0:  # not with the next checkpoint, which may need the space
+                self._thread.submit(self._discard, writing.checkpoint)
+            error = error or StoreError("another worker could not write its part, see the log")
+        else:
+            self._await(writing.commit)
+            error = _store_error(writing.commit)
+            if error is not None:
+                self._thread.submit(self._discard, writing.checkpoint)
+        if error is None:
+            self.newest = step
+        elif writing.is_best or step in self._kept_steps:
+            raise error
+        else:
+            last = (
+                "there is none before it"
+                if self.newest is None
+                else f"the last checkpoint is of step {self.newest}"
+            )
+            warn(f"cannot write the checkpoint of step {step}: {error}; {last}, and training continues")
+
+    def _await(self, future: Future[Any]) -> None:
+        """Wait for all workers' futures, in short collective operations, because a store may be away for long."""
+        while self._is_true_of_any(not future.done()):
+            futures.wait([future], timeout=_AWAIT_SECONDS)
+
+    def _is_true_of_any(self, flag: bool) -> bool:
+        """Return whether the flag of any worker is true."""
+        if self._agreement is None:
+            return flag
+        flags = torch.tensor([int(flag)])
+        dist.all_reduce(flags, dist.ReduceOp.MAX, self._agreement)
+        return bool(flags)
 
     def resume(
         self, attempts: Iterable[int], module: torch.nn.Module, optimizer: torch.optim.Optimizer
@@ -216,39 +300,65 @@ class Saver:
         there = checkpoints(self._store, self._attempt.job, self._attempt.key, self._fit)
         return {each.step: each for each in reversed(there)}
 
-    def _write(self, step: int, best: int | None, copies: dict[str, Tensor], state: WorkerState) -> None:
-        attempt = self._attempt
-        checkpoint = Checkpoint(
-            job=attempt.job,
-            key=attempt.key,
-            attempt=attempt.number,
-            step=step,
-            files=(),
-            created=now(),
-            fit=self._fit,
-        )
-        with self._store.staging(checkpoint.folder) as staging:
-            save_file(
-                copies,
-                staging.path / f"{self._name(self._rank)}.safetensors",
-                {_STATE: state.model_dump_json()},
-            )
+    def _write_part(
+        self, checkpoint: Checkpoint, copies: dict[str, Tensor], state: WorkerState
+    ) -> Checkpoint:
+        """Write this worker's file and return the checkpoint with this file only.
+
+        Raises:
+            StoreError: it cannot be written.
+        """
+        try:
+            with self._store.staging(checkpoint.folder) as staging:
+                save_file(
+                    copies,
+                    staging.path / f"{self._name(self._rank)}.safetensors",
+                    {_STATE: state.model_dump_json()},
+                )
+        except (OSError, SafetensorError) as error:
+            raise StoreError(f"{self._store.uri}: cannot write {checkpoint.folder}: {error}") from None
         own = checkpoint.model_copy(update={"files": staging.files})
         if self._rank:
             self._store.create(f"{checkpoint.folder}/{self._name(self._rank)}.json", encode(own))
+        return own
+
+    def _commit(
+        self,
+        checkpoint: Checkpoint,
+        best: int | None,
+        part: Future[Checkpoint],
+        is_given_up: threading.Event,
+    ) -> None:
+        """On rank 0, make a checkpoint valid when all parts are there, unless it is given up."""
+        if self._rank:
             return
-        others = [self._file_of(rank, checkpoint.folder) for rank in range(1, self._world)]
-        commit_checkpoint(self._store, attempt, own.model_copy(update={"files": (*own.files, *others)}))
-        self._remove_old(step, best)
+        others = []
+        for rank in range(1, self._world):
+            name = f"{checkpoint.folder}/{self._name(rank)}.json"
+            while (record := read_record(self._store, name, Checkpoint)) is None:
+                if is_given_up.wait(_LOOK_SECONDS):
+                    return
+            others.append(record.files[0])
+        if part.exception() is not None:
+            return
+        files = (*part.result().files, *others)
+        commit_checkpoint(self._store, self._attempt, checkpoint.model_copy(update={"files": files}))
+        try:
+            self._remove_old(checkpoint.step, best)
+        except StoreUnreachable:
+            raise  # to try again
+        except StoreError as error:
+            warn(f"cannot remove older checkpoints: {error}")
+
+    def _discard(self, checkpoint: Checkpoint) -> None:
+        """Remove the parts of a checkpoint that not all workers could write, or that could not be committed."""
+        with suppress(StoreError):
+            names = self._store.names(checkpoint.folder)
+            if "manifest.json" not in names:  # otherwise it is complete, and the removal of others failed
+                self._store.remove([f"{checkpoint.folder}/{name}" for name in names])
 
     def _name(self, rank: int) -> str:
         return f"group-{self._group}-rank-{rank:05d}"
-
-    def _file_of(self, rank: int, folder: str) -> FileEntry:
-        """Wait for another worker's file."""
-        while (record := read_record(self._store, f"{folder}/{self._name(rank)}.json", Checkpoint)) is None:
-            time.sleep(_LOOK_SECONDS)
-        return record.files[0]
 
     def _remove_old(self, step: int, best: int | None) -> None:
         """Keep the latest, the best, those that consumers can name, and the one that this attempt started from."""

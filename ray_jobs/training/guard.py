@@ -5,6 +5,8 @@ from __future__ import annotations
 import numpy as np
 import torch
 
+from pipelines.errors import StoreError
+from pipelines.store import warn
 from ray_jobs.data.sampler import Sampler
 from ray_jobs.data.shards import Images
 from ray_jobs.training import optim
@@ -43,7 +45,10 @@ class Guard:
         for step, value in zip(self._norms, values, strict=True):
             if not optim.is_finite(value):
                 if self._saver is not None:
-                    self._saver.wait()
+                    try:
+                        self._saver.wait()
+                    except StoreError as error:
+                        warn(f"{error}")
                 raise DivergenceError(self._describe(step, value))
         self._norms.clear()
 

@@ -18,6 +18,7 @@ from ray.train.backend import Backend, BackendConfig
 
 from ray_jobs.process import devices
 
+COLLECTIVE_SECONDS = 600  # the longest time that a worker waits for the others in one operation
 _LEAVE_SECONDS = 10.0
 
 
@@ -44,7 +45,8 @@ class _LocalBackend(Backend):
         if len(set(worker_group.execute(_node))) > 1:
             from ray.train.torch import TorchConfig
 
-            TorchConfig().backend_cls().on_start(worker_group, TorchConfig())
+            worker_group.execute(_limit_collectives)
+            TorchConfig().backend_cls().on_start(worker_group, TorchConfig(timeout_s=COLLECTIVE_SECONDS))
             return
         # A new folder that only this user can read, so the file cannot be another group's.
         self.folder = worker_group.execute_single(0, tempfile.mkdtemp, prefix="vitflow-group-")
@@ -62,7 +64,8 @@ class _LocalBackend(Backend):
         # not longer, because a worker hangs if it waits for one that has died
         ray.wait(leaving, num_returns=len(leaving), timeout=_LEAVE_SECONDS)
         if self.folder is not None:
-            worker_group.execute_single(0, shutil.rmtree, self.folder, ignore_errors=True)
+            removed = worker_group.execute_single_async(0, shutil.rmtree, self.folder, ignore_errors=True)
+            ray.wait([removed], timeout=_LEAVE_SECONDS)
 
 
 class _TrainContext:
@@ -85,8 +88,15 @@ def _node() -> str:
 def _join(init_method: str, rank: int, world: int) -> None:
     import torch.distributed as dist
 
+    _limit_collectives()
     devices.stay_on_loopback()
     dist.init_process_group(devices.backend(), init_method=init_method, rank=rank, world_size=world)
+
+
+def _limit_collectives() -> None:
+    from ray_jobs.training.hangs import limit_collectives
+
+    limit_collectives(COLLECTIVE_SECONDS)
 
 
 def _leave() -> None:
