@@ -9,6 +9,9 @@ labels); the lower loss breaks ties. Every draw is then fitted with that rate on
 dev) and scored on test once. With a single rate there is no sweep. The trials of a sweep only see images of train and
 dev; only `refit` opens test.
 
+With `early_stopping` a trial counts with its best evaluation. No image is left to stop a refit by, so it repeats that
+trial's steps, with the schedule of all `steps`, up to the one where the trial was best: the median over folds.
+
 A finished trial or refit is never run again: later attempts take it over from the ledger (`ray_jobs.training.ledger`).
 One that was running continues from its checkpoint.
 
@@ -22,6 +25,7 @@ import logging
 import math
 import os
 import secrets
+import statistics
 import sys
 import tempfile
 from pathlib import Path
@@ -41,7 +45,7 @@ from ray_jobs.process import devices
 from ray_jobs.process.stage import Context, Result, model_digest, run_stage
 from ray_jobs.training.contract import continued_contract, model_contract
 from ray_jobs.training.ledger import Ledger, add_refit, add_trial, open_ledger
-from ray_jobs.training.task import DivergenceError, Folds, Place, Refit, Task, read_split
+from ray_jobs.training.task import DivergenceError, Folds, Place, Refit, Task, Trial, read_split
 from vit_model.config import ModelContract, ViTConfig
 from vit_model.errors import UserError, reasons
 from vit_model.variants import FAMILIES
@@ -82,33 +86,39 @@ def sweep(
 ) -> list[dict[str, Any]]:
     """Try rates x folds on draw 0: [{learning_rate, accuracies, losses}] in the order of the configuration.
 
-    Trials in the ledger are not run again.
+    With early stopping also [{steps}], where these are the folds' best. Trials in the ledger are not run again.
     """
     rates = task.config.learning_rates
     places = [(rate, fold) for fold in range(len(folds)) for rate in range(len(rates))]
-    results: dict[Place, tuple[float, float]] = {}
+    results: dict[Place, Trial] = {}
     for place in places:
         if (found := ledger.trial(place)) is not None:
-            attempt, accuracy, loss = found
-            results[place] = accuracy, loss
-            outcome = "diverged" if loss == DIVERGED else _outcome(accuracy, loss)
+            attempt, results[place] = found
+            outcome = "diverged" if results[place].loss == DIVERGED else _outcome(results[place])
             print(f"{_name(task.config, place, folds)}: {outcome} (from attempt {attempt})", flush=True)
     if missing := [place for place in places if place not in results]:
         results |= run_trials(context, task, pools, folds, missing)
-    return [
-        {
-            "learning_rate": learning_rate,
-            "accuracies": [results[rate, fold][0] for fold in range(len(folds))],
-            "losses": [results[rate, fold][1] for fold in range(len(folds))],
-        }
-        for rate, learning_rate in enumerate(rates)
-    ]
+    trials = []
+    for rate, learning_rate in enumerate(rates):
+        own = [results[rate, fold] for fold in range(len(folds))]
+        accuracies, losses = [each.accuracy for each in own], [each.loss for each in own]
+        trials.append({"learning_rate": learning_rate, "accuracies": accuracies, "losses": losses})
+        if task.config.early_stopping is not None:
+            trials[-1]["steps"] = [each.step for each in own]
+    return trials
+
+
+def last_step(trials: list[dict[str, Any]], chosen: float) -> int:
+    """Return the step at which the trials with the chosen rate were best: the median over folds, the lower of two."""
+    (best,) = (trial for trial in trials if trial["learning_rate"] == chosen)
+    pairs = zip(best["steps"], best["losses"], strict=True)
+    return statistics.median_low([step for step, loss in pairs if loss != DIVERGED])
 
 
 def run_trials(
     context: Context[Finetune], task: Task, pools: list[Images], folds: Folds, places: list[Place]
-) -> dict[Place, tuple[float, float]]:
-    """Run the trials at these places with Ray Tune: place -> (accuracy, loss)."""
+) -> dict[Place, Trial]:
+    """Run the trials at these places with Ray Tune."""
     os.environ["TUNE_DISABLE_AUTO_CALLBACK_LOGGERS"] = "1"  # nothing reads its CSV and TensorBoard files
     os.environ["RAY_AIR_NEW_OUTPUT"] = "0"  # the old output is silent at verbosity 0
     # Tune warns that the files switched off above are missing. It does not need them for a trial's last report.
@@ -143,7 +153,7 @@ def run_trials(
                 raise result.error
             assert result.config is not None and result.metrics is not None
             place = places[result.config["number"]]
-            results[place] = result.metrics["accuracy"], result.metrics["loss"]
+            results[place] = Trial(*(result.metrics[name] for name in ("accuracy", "loss", "best_step")))
     return results
 
 
@@ -162,15 +172,15 @@ def _tune_trial(
     sys.unraisablehook = _show_unraisable
     number = parameters["number"]
     after = steps_after(task.config.steps, concurrent, number, len(places), refits)
-    accuracy, loss = trial(context, task, pool, folds, places[number], after)
-    tune.report({"accuracy": accuracy, "loss": loss})
+    accuracy, loss, step = trial(context, task, pool, folds, places[number], after)
+    tune.report({"accuracy": accuracy, "loss": loss, "best_step": step})
 
 
 def trial(
     context: Context[Finetune], task: Task, pool: Images, folds: Folds, place: Place, after: int = 0
-) -> tuple[float, float]:
-    """Fit on the first part of a fold, score on the second; write (accuracy, loss) to the ledger and return it."""
-    from ray_jobs.training.fit import fit, score
+) -> Trial:
+    """Fit on the first part of a fold, score on the second; write the result to the ledger and return it."""
+    from ray_jobs.training.fit import Stopping, fit, score
     from ray_jobs.training.log import Evaluation
 
     config, (rate, fold) = task.config, place
@@ -178,20 +188,26 @@ def trial(
     learning_rate, name = config.learning_rates[rate], _name(config, place, folds)
     data, held_out, noun = pool.take(train), pool.take(validation), f"{name}, step"
     saver, log = make_saver(context, f"trial-{rate}-{fold}"), make_log(context, f"trial-{rate}-{fold}")
+    stopping = None if config.early_stopping is None else Stopping(config)
+    settings: Any = (config.seed, noun, after, saver, log, held_out, stopping)
     try:
         with log:
-            model, *_ = fit(
-                fetched(context, task), data, learning_rate, config.seed, noun, after, saver, log, held_out
-            )
-            accuracy, loss, *_ = score(model, task.contract, held_out)
-            log.add_evaluation(Evaluation(loss, accuracy))
-        outcome = _outcome(accuracy, loss)
+            model, *_ = fit(fetched(context, task), data, learning_rate, *settings)
+            if stopping is None:
+                accuracy, loss, *_ = score(model, task.contract, held_out)
+                log.add_evaluation(Evaluation(loss, accuracy))
+                result = Trial(accuracy, loss, config.steps)
+            else:
+                result = stopping.best
+        outcome = _outcome(result)
+        if stopping is not None:
+            outcome += f", best at step {result.step} of {stopping.evaluations[-1][0]}"
     except DivergenceError as error:  # a sweep may include rates that are too high
-        accuracy, loss, outcome = 0.0, DIVERGED, str(error)
-    add_trial(context, place, accuracy, loss)
+        result, outcome = Trial(0.0, DIVERGED, config.steps), str(error)
+    add_trial(context, place, result)
     saver.remove()
     print(f"{name}: {outcome}", flush=True)
-    return accuracy, loss
+    return result
 
 
 def _name(config: Finetune, place: Place, folds: Folds) -> str:
@@ -199,8 +215,8 @@ def _name(config: Finetune, place: Place, folds: Folds) -> str:
     return f"learning rate {config.learning_rates[rate]:g}" + (f", fold {fold}" if len(folds) > 1 else "")
 
 
-def _outcome(accuracy: float, loss: float) -> str:
-    return f"accuracy {accuracy:.3f}, loss {loss:.3f}"
+def _outcome(trial: Trial) -> str:
+    return f"accuracy {trial.accuracy:.3f}, loss {trial.loss:.3f}"
 
 
 def _show_unraisable(error: sys.UnraisableHookArgs) -> None:
@@ -245,9 +261,10 @@ def make_saver(context: Context[Finetune], fit: str) -> Saver:
 
 def make_log(context: Context[Finetune], fit: str) -> LogWriter:
     """Return the writer of the log of a fit with this name."""
+    from ray_jobs.training.gauges import Gauges
     from ray_jobs.training.log import LogWriter
 
-    return LogWriter(context.open_store(), context.attempt, fit)
+    return LogWriter(context.open_store(), context.attempt, fit, Gauges(context.attempt, fit).show)
 
 
 def refit(
@@ -261,11 +278,11 @@ def refit(
     from vit_model.weights import save_model
 
     # Ray runs a finished task again if the node that holds its result is lost.
-    if (finished := Ledger(context, [context.attempt.number]).refit(draw, rate)) is not None:
+    last = task.last_step or task.config.steps
+    if (finished := Ledger(context, [context.attempt.number]).refit(draw, rate, last)) is not None:
         return finished
     seed, noun = task.config.seed + draw, f"draw {draw}, step"
-    # On GPUs, results vary a little, and the trials of another attempt may have chosen another rate.
-    name = f"refit-{task.config.learning_rates.index(rate)}-{draw}"
+    name = f"{_refits(task, rate)}{draw}"
     saver = make_saver(context, name)
     with make_log(context, name) as log:
         model, curve, substitutes = fit(fetched(context, task), pool, rate, seed, noun, after, saver, log)
@@ -277,19 +294,28 @@ def refit(
             save_model(staging.path, model, task.contract)
         files = staging.files
     finished = Refit(result, curve, substitutes, files)
-    add_refit(context, draw, rate, finished)
+    add_refit(context, draw, rate, last, finished)
     saver.remove()
     print(f"draw {draw}: test accuracy {result.accuracy:.3f}", flush=True)
     return finished
 
 
+def _refits(task: Task, rate: float) -> str:
+    """Return what the names of the refits begin with.
+
+    On GPUs, results vary a little, and the trials of another attempt may have chosen another rate or last step.
+    """
+    last = "" if task.last_step is None else f"{task.last_step}-"
+    return f"refit-{task.config.learning_rates.index(rate)}-{last}"
+
+
 def refit_draws(
     context: Context[Finetune], task: Task, pools: list[Images], rate: float, ledger: Ledger
 ) -> list[Refit]:
-    """Refit every draw that is not in the ledger with this rate."""
-    refits = {}
+    """Refit every draw that is not in the ledger with this rate and the task's last step."""
+    refits, last = {}, task.last_step or task.config.steps
     for draw in range(len(pools)):
-        if (finished := ledger.refit(draw, rate)) is not None:
+        if (finished := ledger.refit(draw, rate, last)) is not None:
             refits[draw] = finished
     missing = [draw for draw in range(len(pools)) if draw not in refits]
     refits |= zip(missing, run_refits(context, task, pools, rate, missing), strict=True)
@@ -306,7 +332,7 @@ def run_refits(
     remote = ray.remote(num_cpus=resources["CPU"], num_gpus=resources.get("GPU", 0))(refit)
     tasks = []
     for number, draw in enumerate(draws):
-        after = steps_after(task.config.steps, concurrent, number, 0, len(draws))
+        after = steps_after(task.last_step or task.config.steps, concurrent, number, 0, len(draws))
         tasks.append(remote.remote(context, task, pools[draw], rate, draw, after))
     refits: list[Refit] = ray.get(tasks)
     return refits
@@ -335,30 +361,33 @@ def main(context: Context[Finetune]) -> Result:
     overlap = check_leakage(context, dataset, supports.pool.take(supports.rows))
     ledger = open_ledger(context)
     task = task._replace(attempts=ledger.attempts)
-    if len(config.learning_rates) == 1:  # nothing to select, so no image is held out
+    if (
+        len(config.learning_rates) == 1 and config.early_stopping is None
+    ):  # nothing to select, so no image is held out
         trials, chosen, selected_on = [], config.learning_rates[0], ONE_RATE
     else:
         trials = sweep(context, task, pools, supports.folds, ledger)
         chosen = choose(trials)
-    print(f"chosen on {selected_on}: learning rate {chosen:g}", flush=True)
+    said = f"chosen on {selected_on}: learning rate {chosen:g}"
+    if config.early_stopping is not None:
+        task = task._replace(last_step=last_step(trials, chosen))
+        said += f", stopped at step {task.last_step} of {config.steps}"
+    print(said, flush=True)
     refits = refit_draws(context, task, pools, chosen, ledger)
 
     accuracy_rows, predictions = tables(task, dataset, refits, chosen, selected_on, overlap)
     with context.staging() as staging:
         rows.write_table(staging.path / "rows.parquet", accuracy_rows, rows.ROWS)
         rows.write_predictions(staging.path / "predictions.parquet", predictions)
-        choice = {"trials": trials, "chosen": chosen, "selected_on": selected_on}
+        choice: dict[str, Any] = {"trials": trials, "chosen": chosen, "selected_on": selected_on}
+        if task.last_step is not None:
+            choice["stopped_at"] = task.last_step
         sweep_json = json.dumps(choice, indent=1) + "\n"
         (staging.path / "sweep.json").write_text(sweep_json)
         curves = [{"draw": draw, "points": refit.curve} for draw, refit in enumerate(refits)]
         (staging.path / "curves.json").write_text(json.dumps(curves, indent=1) + "\n")
         # An earlier attempt may have chosen another rate.
-        write_log(
-            context.open_store(),
-            context.attempt,
-            staging.path,
-            ("trial-", f"refit-{config.learning_rates.index(chosen)}-"),
-        )
+        write_log(context.open_store(), context.attempt, staging.path, ("trial-", _refits(task, chosen)))
     files = (*refits[0].files, *staging.files)
     digest = {"model": model_digest(refits[0].files), "rows": rows.digest_rows(accuracy_rows, rows.ROWS)}
     digest["sweep"] = sha256(sweep_json)  # the report reads it, so it is part of the content
@@ -372,6 +401,8 @@ def main(context: Context[Finetune]) -> Result:
     if trials:
         (best,) = (trial for trial in trials if trial["learning_rate"] == chosen)
         metrics["validation_accuracy"] = float(np.mean(best["accuracies"]))
+    if task.last_step is not None:
+        metrics["stopped_at_step"] = task.last_step
     return Result(content_digest=sha256(canonical_json(digest)), files=files, metrics=metrics)
 
 
@@ -422,16 +453,27 @@ def check_settings(config: Finetune, contract: ModelContract) -> None:
             )
         if config.freeze > architecture.num_blocks:
             raise UserError(f"freeze {config.freeze}: the backbone has {architecture.num_blocks} blocks")
+    if config.activation_checkpointing and not isinstance(architecture, ViTConfig):
+        raise UserError("activation_checkpointing needs the blocks of a ViT, but the backbone is a ResNet")
     for name in config.class_weights if isinstance(config.class_weights, dict) else ():
         if name not in names:
             raise UserError(f"class_weights: the data has no class {name!r}{nearest(name, names)}")
 
 
 def labelled(config: Finetune, dataset: Dataset) -> tuple[list[Images], Supports]:
-    """Return each draw's images, and the supports that they belong to. Reads train and dev only."""
+    """Return each draw's images, and the supports that they belong to. Reads train and dev only.
+
+    Raises:
+        UserError: there are no training images, or none of a class that `class_weights` names.
+    """
     dataset.require("train")
     supports = Supports(dataset.index("train"), dataset.index("dev"), config.labels)
-    return [Images(dataset, supports.pool.take(rows)) for rows in supports.draws], supports
+    draws = [Images(dataset, supports.pool.take(rows)) for rows in supports.draws]
+    present = {dataset.info.class_names[label] for label in draws[0].labels}
+    for name in config.class_weights if isinstance(config.class_weights, dict) else ():
+        if name not in present:
+            raise UserError(f"class_weights: no image of class {name!r} has a label to train on")
+    return draws, supports
 
 
 def tables(
@@ -445,6 +487,8 @@ def tables(
         "batch_size": config.batch_size,
         "augment": config.augment,
     }
+    if task.last_step is not None:
+        settings["stopped_at"] = task.last_step
     if config.randaugment is not None:
         settings["randaugment"] = config.randaugment.model_dump()
     settings |= {name: alpha for name in ("mixup", "cutmix") if (alpha := getattr(config, name))}

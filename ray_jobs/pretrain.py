@@ -1,8 +1,9 @@
 """The pretrain stage: train a new model on a dataset, from new weights or from those of another model.
 
-In: a dataset artifact, a model size, and perhaps a model to start from. Out: model.safetensors, config.json, curve.json
-[{step, learning_rate, loss, dev_accuracy}], checkpoints.json {best, steps} and checkpoints/<step>/model.safetensors,
-written by `ray_jobs.training.loop`, which every worker of Ray Train runs; log.jsonl (`pipelines.store.training_log`).
+In: a dataset artifact, a model size, and perhaps a model to start from and one to imitate. Out: model.safetensors,
+config.json, curve.json [{step, learning_rate, loss, dev_accuracy}], checkpoints.json {best, steps} and
+checkpoints/<step>/model.safetensors, written by `ray_jobs.training.loop`, which every worker of Ray Train runs;
+log.jsonl (`pipelines.store.training_log`).
 
     python -m ray_jobs.pretrain --spec STORE/artifacts/pretrain/<key>/attempts/<n>/attempt.json
 """
@@ -12,6 +13,7 @@ from __future__ import annotations
 import os
 import re
 import tempfile
+from contextlib import AbstractContextManager
 from typing import Any
 
 from pipelines.errors import StoreError, Superseded
@@ -123,8 +125,11 @@ def _ray_worker(settings: dict[str, Any]) -> dict[str, Any]:
 
     from ray_jobs.training.ancestor import find_ancestor
     from ray_jobs.training.checkpoint import Saved, Saver
+    from ray_jobs.training.gauges import Gauges
+    from ray_jobs.training.hangs import named_hangs
     from ray_jobs.training.log import LogWriter
     from ray_jobs.training.loop import Worker, train
+    from ray_jobs.training.process_group import COLLECTIVE_SECONDS
 
     context: Context[Pretrain] = settings["context"]
     start: Checkpoint | None = settings["start"]
@@ -135,18 +140,27 @@ def _ray_worker(settings: dict[str, Any]) -> dict[str, Any]:
     )
     saved = None if start is None else Saved(store, start)
     dataset, ancestor = context.dataset(config.cache_gib), find_ancestor(context)
+    teacher = find_ancestor(context, "teacher")
 
-    def saver(steps: Steps | None = None) -> Saver:
+    def saver(steps: Steps) -> Saver:
         return Saver(
             store, context.attempt, config, worker.rank, worker.world, settings["group"], start, steps
         )
 
+    def watched(steps: Steps) -> AbstractContextManager[None]:
+        return named_hangs(worker.rank, worker.world, steps, COLLECTIVE_SECONDS)
+
     if worker.rank:
-        train(config, dataset, None, worker, saver(), saved, ancestor)
+        steps = Steps()
+        with watched(steps):
+            train(config, dataset, None, worker, saver(steps), saved, ancestor, teacher=teacher)
         return {}
     with context.staging() as staging, count_steps(context) as steps:
-        with LogWriter(store, context.attempt) as writer:
-            metrics = train(config, dataset, staging.path, worker, saver(steps), saved, ancestor, writer)
+        gauges = Gauges(context.attempt)
+        with LogWriter(store, context.attempt, tell=gauges.show) as writer, watched(steps):
+            metrics = train(
+                config, dataset, staging.path, worker, saver(steps), saved, ancestor, writer, teacher
+            )
         write_log(store, context.attempt, staging.path)
     return {"files": staging.files, "metrics": metrics}
 

@@ -4,9 +4,10 @@ In: a stage's context and the images that it learns from. Out: `Overlap`, or a U
 test images.
 
 The lineage says what a model was trained on: the manifests of the model and its ancestors (a fine-tuning's backbone, a
-pretraining's `init_from`) name their data sets, and `index.parquet` lists the images. A pretraining uses train. The
-stored model of a fine-tuning was fitted on draw 0, or with all labels on train and dev. The training images of imported
-weights, and of data sets without a manifest or an index, are unknown; the log and the artifact's metrics say so.
+pretraining's `init_from` and `teacher`) name their data sets, and `index.parquet` lists the images. A pretraining uses
+train. The stored model of a fine-tuning was fitted on draw 0, or with all labels on train and dev. The training images
+of imported weights, and of data sets without a manifest or an index, are unknown; the log and the artifact's metrics
+say so.
 
 Two images are equal if their bytes are (`content_id`). Test images that the data set itself also has in train or dev,
 in its authors' splits, are counted but not refused, because any model trained on that data set has seen them.

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from pipelines.spec import Report
-from pipelines.store import Manifest, Store, local_files
+from pipelines.store import LogLine, Manifest, Store, finished_log, local_files
 from ray_jobs.data.shards import Dataset, open_artifact
 from ray_jobs.evaluation.rows import PREDICTIONS, ROWS
 from ray_jobs.process.stage import Context
@@ -77,6 +77,11 @@ def gather(context: Context[Report]) -> ReportData:
         {"stage": stage, "artifact": manifest.key, "draws": draws}
         for stage, manifest, draws in _read_json(parts, "curves.json")
     ]
+    measured = {
+        manifest.key: found
+        for _, manifest, _ in parts
+        if (found := measured_in_training(finished_log(store, manifest), manifest))
+    }
     numbers: dict[str, Any] = {
         "format_version": FORMAT_VERSION,
         "title": context.config.title,
@@ -95,6 +100,7 @@ def gather(context: Context[Report]) -> ReportData:
         ],
         "pretraining": curves,
         "finetuning": finetuning,
+        "measured_in_training": {key: [asdict(each) for each in found] for key, found in measured.items()},
         "sweeps": sweeps,
         "mistakes": _mistakes(main, main_data, worst),
         "stages": provenance.stages(parts),
@@ -105,7 +111,7 @@ def gather(context: Context[Report]) -> ReportData:
         numbers,
         rows,
         predictions,
-        figures=_figures(entries, curves, finetuning, sweeps, numbers["mistakes"]),
+        figures=_figures(entries, curves, finetuning, measured, sweeps, numbers["mistakes"]),
         sheets={key: pictures.contact_sheet(dataset) for key, dataset in datasets.items()},
         images=_images(main_data, [mistake.sample_id for mistake in worst]),
     )
@@ -257,10 +263,42 @@ def _sweeps(parts: Iterable[provenance.Part]) -> list[dict[str, Any]]:
     ]
 
 
+def measured_in_training(lines: Sequence[LogLine], manifest: Manifest) -> list[plots.Measured]:
+    """Return what the log of a training says of dev, or of what the trials with the chosen rate held out.
+
+    Few-shot accuracy during a pretraining is only watched: nothing is selected by it.
+    """
+    found = []
+    for fit, name in _fits(lines, manifest).items():
+        own = [line for line in lines if line.fit == fit and line.dev_accuracy is not None]
+        losses = tuple(line.dev_loss for line in own if line.dev_loss is not None)
+        accuracies = tuple(line.dev_accuracy for line in own if line.dev_accuracy is not None)
+        steps = tuple(line.step for line in own)
+        found.append(plots.Measured(name, steps, accuracies, losses if len(losses) == len(own) else ()))
+    watched = [(line.step, line.few_shot) for line in lines if line.few_shot]
+    for shots in watched[0][1] if watched else ():
+        steps = tuple(step for step, _ in watched)
+        accuracies = tuple(by_shots[shots] for _, by_shots in watched)
+        found.append(plots.Measured(f"{shots}, to watch only", steps, accuracies))
+    return [each for each in found if each.steps]
+
+
+def _fits(lines: Sequence[LogLine], manifest: Manifest) -> dict[str | None, str]:
+    """Return {fit: name} of those that were evaluated and that the result comes from."""
+    if manifest.job == "pretrain":
+        return {None: "dev"}
+    if manifest.job != "finetune" or not lines:
+        return {}
+    rate = manifest.config["learning_rates"].index(manifest.metrics["learning_rate"])
+    fits = sorted({line.fit for line in lines if line.fit and line.fit.startswith(f"trial-{rate}-")})
+    return {fit: "held-out labels" if len(fits) == 1 else f"fold {fit.rsplit('-', 1)[1]}" for fit in fits}
+
+
 def _figures(
     entries: Sequence[Entry],
     curves: Sequence[dict[str, Any]],
     finetuning: Sequence[dict[str, Any]],
+    measured: Mapping[str, Sequence[plots.Measured]],
     sweeps: Sequence[dict[str, Any]],
     errors: dict[str, Any] | None,
 ) -> dict[str, str]:
@@ -271,9 +309,12 @@ def _figures(
         if few_shot:
             figures[f"few-shot {task}"] = plots.few_shot(_few_shot_curves(few_shot))
     for curve in curves:
-        figures[f"loss {curve['artifact']}"] = plots.loss([curve["points"]])
+        figures[f"loss {curve['artifact']}"] = plots.loss(
+            [curve["points"]], measured.get(curve["artifact"], ())
+        )
     for tuned in finetuning:
-        figures[f"loss {tuned['artifact']}"] = plots.loss([draw["points"] for draw in tuned["draws"]])
+        draws = [draw["points"] for draw in tuned["draws"]]
+        figures[f"loss {tuned['artifact']}"] = plots.loss(draws, measured.get(tuned["artifact"], ()))
     for labels in dict.fromkeys(sweep["labels"] for sweep in sweeps):
         panels = [
             plots.Sweep(

@@ -59,6 +59,16 @@ class Curve:
 
 
 @dataclass(frozen=True)
+class Measured:
+    """Accuracies (fractions) on held-out images after some steps of a training, and the losses if they have some."""
+
+    name: str
+    steps: tuple[int, ...]
+    accuracies: tuple[float, ...]
+    losses: tuple[float, ...] = ()
+
+
+@dataclass(frozen=True)
 class Sweep:
     """The learning rates of a sweep, and the validation accuracy of each in each fold (fractions)."""
 
@@ -86,30 +96,33 @@ def few_shot(curves: Sequence[Curve]) -> str:
     return out[0]
 
 
-def loss(draws: Sequence[Sequence[Mapping[str, Any]]]) -> str:
+def loss(draws: Sequence[Sequence[Mapping[str, Any]]], measured: Sequence[Measured] = ()) -> str:
     """Plot training loss by step, one line per draw of labels, and below it the learning rate, shared by all draws.
 
-    Between them is accuracy on dev, if it was measured during the training.
+    Between them is the accuracy on held-out images, if it was measured during the training; its loss is above.
     """
-    measured = [point for point in draws[0] if point.get("dev_accuracy") is not None]
     with _figure(5.6, 5.0 if measured else 3.5) as (figure, out):
         above, *between, below = figure.subplots(
             3 if measured else 2, sharex=True, height_ratios=(3, 2, 1.4) if measured else (3, 1)
         )
-        for axes in between:
-            accuracies = [point["dev_accuracy"] for point in measured]
-            axes.plot([point["step"] for point in measured], accuracies, color=SERIES[2], marker=_MARKERS[0])
-            axes.set(ylabel="dev accuracy")
-            axes.yaxis.set_major_formatter(PercentFormatter(1, decimals=None))
         for points in draws:
-            steps = [point["step"] for point in points]
-            above.plot(
-                steps,
-                [point["loss"] for point in points],
-                color=SERIES[0],
-                alpha=1 if len(draws) == 1 else 0.5,
-            )
-        above.set(ylabel="training loss")
+            steps, losses = [point["step"] for point in points], [point["loss"] for point in points]
+            above.plot(steps, losses, color=SERIES[0], alpha=1 if len(draws) == 1 else 0.5)
+        for number, each in enumerate(measured):
+            style = {
+                "color": SERIES[2:][number % len(SERIES[2:])],
+                "marker": _MARKERS[number % len(_MARKERS)],
+                "markersize": 4,
+                "label": each.name,
+            }
+            between[0].plot(each.steps, each.accuracies, **style)
+            if each.losses:
+                above.plot(each.steps, each.losses, linestyle=":", **style)
+        for axes in between:
+            axes.legend(fontsize="small")
+            axes.set(ylabel="accuracy")
+            axes.yaxis.set_major_formatter(PercentFormatter(1, decimals=None))
+        above.set(ylabel="loss" if any(each.losses for each in measured) else "training loss")
         below.plot(steps, [point["learning_rate"] for point in draws[0]], color=SERIES[1])
         below.set(xlabel="step", ylabel="learning rate", ylim=(0, None))
         below.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))

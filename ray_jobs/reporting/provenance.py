@@ -113,6 +113,7 @@ _OBJECTIVES = {
     "masked_patches": "Pretraining without labels (masked patch prediction)",
     "contrastive": "Pretraining without labels (MoCo v3)",
     "mae": "Pretraining without labels (masked autoencoder)",
+    "distillation": "Distillation",
 }
 
 
@@ -121,6 +122,10 @@ def _pretrain(config: Mapping[str, Any], inputs: Mapping[str, str]) -> str:
     objective = _OBJECTIVES[config.get("objective", "softmax")]
     if auxiliary := config.get("auxiliary"):
         objective += f" with masked patch prediction (weight {auxiliary['masked_patches']:g})"
+    if "teacher" in inputs:
+        settings = config["distillation"]
+        at = f", temperature {settings['temperature']:g}" if settings["kind"] == "soft" else ""
+        objective += f" ({settings['kind']}{at}, weight {settings['weight']:g}) of {inputs['teacher']}"
     start = f" from the weights of {inputs['init_from']}" if "init_from" in inputs else ""
     size = "the same model" if config["model"] is None else _size(config["model"])
     return (
@@ -156,7 +161,18 @@ def _finetune(config: Mapping[str, Any], inputs: Mapping[str, str]) -> str:
     return (
         f"Fine-tuning on {inputs['data']} {start}: {config['steps']:,} steps of {config['batch_size']} images, "
         f"augmentation {_augmentation(config)}; learning rate from {rates}, {_selection(config['labels'])}. "
-        f"Each draw is scored on test once.{_SEEN * (not scratch and config['labels']['per_class'] is not None)}"
+        f"{_stopping(config.get('early_stopping'))}Each draw is scored on test once."
+        f"{_SEEN * (not scratch and config['labels']['per_class'] is not None)}"
+    )
+
+
+def _stopping(settings: Mapping[str, Any] | None) -> str:
+    """Describe early stopping, if a fine-tuning has it."""
+    if settings is None:
+        return ""
+    return (
+        f"Trials were evaluated {settings['evaluations']} times and ended after {settings['patience']} evaluations "
+        "without a better one; refits end at the step that was best there. "
     )
 
 

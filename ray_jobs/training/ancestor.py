@@ -8,7 +8,7 @@ the parts that an objective adds to the model and that no artifact has (a mask v
 from __future__ import annotations
 
 from pathlib import Path
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from pydantic import ValidationError
 
@@ -23,7 +23,7 @@ from vit_model.weights import load_model, read_contract, transfer_backbone
 
 
 class Ancestor(NamedTuple):
-    """The model that a pretraining starts from."""
+    """The model that a pretraining starts from, or the teacher that it imitates."""
 
     folder: Path
     name: str
@@ -32,14 +32,16 @@ class Ancestor(NamedTuple):
     """which its classifier was trained with, if it has one; assumed of imported weights"""
 
 
-def find_ancestor(context: Context[Pretrain]) -> Ancestor | None:
-    """Return the model that a stage starts from, with its files on this machine; None: new weights."""
-    if "init_from" not in context.inputs:  # null, or latest without an earlier model
+def find_ancestor(
+    context: Context[Pretrain], field: Literal["init_from", "teacher"] = "init_from"
+) -> Ancestor | None:
+    """Return the model that a stage names in a field, with its files on this machine; None if it names none."""
+    if field not in context.inputs:  # null, or latest without an earlier model
         return None
-    (manifest,) = context.inputs["init_from"]
-    checkpoint = context.config.checkpoints().get("init_from")
+    (manifest,) = context.inputs[field]
+    checkpoint = context.config.checkpoints().get(field)
     name = f"{manifest.stage} ({manifest.job} {manifest.key[:12]}{f', {checkpoint}' if checkpoint else ''})"
-    return Ancestor(context.input("init_from"), name, manifest.config.get("objective", "softmax"))
+    return Ancestor(context.input(field), name, manifest.config.get("objective", "softmax"))
 
 
 def contract_from(ancestor: Ancestor, config: Pretrain, info: DatasetInfo) -> ModelContract:
@@ -70,9 +72,14 @@ def take_over(model: Network, contract: ModelContract, ancestor: Ancestor, objec
     """
     source, theirs = load_model(ancestor.folder)
     classes = None
-    if objective == ancestor.objective:  # the logits of another one have another scale
+    if _cross_entropy(objective) == _cross_entropy(ancestor.objective):
         classes = same_classes(contract, theirs)
     return [f"starting from the weights of {ancestor.name}", *transfer_backbone(model, source, classes)]
+
+
+def _cross_entropy(objective: str) -> str:
+    """Return what an objective's classifier is trained with; the logits of the other kind have another scale."""
+    return "softmax" if objective == "distillation" else objective
 
 
 def same_classes(ours: ModelContract, theirs: ModelContract) -> list[int] | None:

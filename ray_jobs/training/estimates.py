@@ -27,15 +27,23 @@ class Memory(NamedTuple):
 
     activations: int
     engine: EngineBytes
+    frozen: int = 0
+    """of the weights of a teacher or momentum encoder; their forward pass keeps nothing"""
 
     @property
     def most(self) -> int:
         """What it needs at a time, at most."""
         states, buffers, late = self.engine
-        return sum(states) + buffers - late + max(self.activations, late)
+        return self.frozen + sum(states) + buffers - late + max(self.activations, late)
 
 
-def memory(config: Pretrain, architecture: Architecture, world: int, device: torch.device) -> Memory:
+def memory(
+    config: Pretrain,
+    architecture: Architecture,
+    world: int,
+    device: torch.device,
+    teacher: Architecture | None = None,
+) -> Memory:
     """Estimate the memory of each of `world` workers on devices like this one.
 
     Raises:
@@ -66,12 +74,36 @@ def memory(config: Pretrain, architecture: Architecture, world: int, device: tor
             checkpointing=config.activation_checkpointing,
         )
     activations *= config.passes
-    return Memory(activations, state_bytes(parameters, config, world, dtype.itemsize))
+    frozen = 0
+    if teacher is not None:
+        frozen = teacher.num_parameters * dtype.itemsize
+        if config.distillation.kind == "features":
+            parameters += (architecture.width + 1) * teacher.width
+    if config.objective == "contrastive":
+        projector, predictor = moco_parameters(config, architecture)
+        frozen = 4 * (parameters + projector)
+        parameters += projector + predictor
+    return Memory(activations, state_bytes(parameters, config, world, dtype.itemsize), frozen)
 
 
-def train_flops(config: Pretrain, architecture: Architecture) -> int:
-    """Return the floating-point operations of a training step per image, all passes together."""
-    return config.passes * compute.train_flops(architecture, config.autoencoder)
+def moco_parameters(config: Pretrain, architecture: Architecture) -> tuple[int, int]:
+    """Return how many weights MoCo's projector and predictor have: those of their linear layers and of the norms."""
+    hidden, output = config.contrastive.hidden_width, config.contrastive.output_width
+    projector = hidden * (architecture.width + hidden + output) + 2 * 2 * hidden
+    return projector, 2 * hidden * output + 2 * hidden
+
+
+def train_flops(config: Pretrain, architecture: Architecture, teacher: Architecture | None = None) -> int:
+    """Return the floating-point operations of a training step per image.
+
+    They are those of all passes, and of the forward passes of a teacher or momentum encoder.
+    """
+    flops = config.passes * compute.train_flops(architecture, config.autoencoder)
+    if config.objective == "contrastive":
+        projector, predictor = moco_parameters(config, architecture)
+        keys = compute.forward_flops(architecture) + 2 * projector
+        flops += config.passes * (6 * (projector + predictor) + keys)
+    return flops + (0 if teacher is None else compute.forward_flops(teacher))
 
 
 def require(needed: Memory, there: int, workers: int) -> None:
@@ -93,24 +125,35 @@ def require(needed: Memory, there: int, workers: int) -> None:
     )
 
 
-def lines(config: Pretrain, architecture: Architecture, world: int, needed: Memory) -> tuple[str, str, str]:
+def lines(
+    config: Pretrain,
+    architecture: Architecture,
+    world: int,
+    needed: Memory,
+    teacher: Architecture | None = None,
+) -> tuple[str, str, str]:
     """Describe what the configuration implies in three lines: the batch, operations, and memory per worker."""
     forward = config.passes * compute.forward_flops(architecture, config.autoencoder)
-    flops = train_flops(config, architecture)
+    flops = train_flops(config, architecture, teacher)
     exaflops = flops * config.steps * config.batch_size / 1e18
     images, parts = optim.micro_batch_share(config, world), config.gradient_accumulation_steps
     states, buffers, _ = needed.engine
+    frozen = "momentum encoder" if teacher is None else "teacher"
+    of_teacher = (
+        "" if teacher is None else f", {compute.forward_flops(teacher) / 1e9:.4g} of them the teacher's"
+    )
     return (
         f"batch: {config.batch_size:,} images = {world} {'worker' if world == 1 else 'workers'}"
         f" x {parts} {'micro-batch' if parts == 1 else 'micro-batches'} x {images:,} images",
         f"compute: {architecture.num_parameters:,} parameters"
         f" · {forward / 1e9:.4g} GFLOPs per image forward"
-        f" · {flops / 1e9:.4g} GFLOPs per image in training"
+        f" · {flops / 1e9:.4g} GFLOPs per image in training{of_teacher}"
         f" · {exaflops:.4g} exaFLOPs in {config.steps:,} steps of {config.batch_size:,} images"
         f" · {compute.tpuv3_core_days(exaflops):.2g} TPUv3-core-days",
         f"estimated memory per worker (of {world}): {needed.most / _MIB:,.1f} MiB at most"
         f" · {needed.activations / _MIB:,.1f} MiB activations of {images:,} images"
         f" · {states.weights / _MIB:,.1f} MiB weights · {states.gradients / _MIB:,.1f} MiB gradients"
         f" · {states.optimizer / _MIB:,.1f} MiB optimizer states · {buffers / _MIB:,.1f} MiB buffers"
+        f"{f' · {needed.frozen / _MIB:,.1f} MiB {frozen}' if needed.frozen else ''}"
         f" (ZeRO-{config.zero_stage})",
     )

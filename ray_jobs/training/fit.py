@@ -12,6 +12,7 @@ from typing import Any, Literal
 import torch
 from torch.nn import functional
 
+from pipelines.spec import Finetune
 from ray_jobs.augment import TrainTransform, depth_draws, dropout_seed
 from ray_jobs.data.loader import Loader
 from ray_jobs.data.sampler import Sampler
@@ -22,17 +23,56 @@ from ray_jobs.training.checkpoint import Saved, Saver, WorkerState
 from ray_jobs.training.engine import WEIGHTS, Plain, has_ema
 from ray_jobs.training.guard import Guard
 from ray_jobs.training.log import Evaluation, Log, LogWriter
-from ray_jobs.training.task import DivergenceError, Score, Task
+from ray_jobs.training.task import DivergenceError, Score, Task, Trial
 from vit_model import compute
 from vit_model.build import Network, build
 from vit_model.config import ModelContract
+from vit_model.model import ViT
 from vit_model.objectives import softmax_cross_entropy
 from vit_model.preprocessing import normalise
 from vit_model.weights import load_model, transfer_backbone
 
 _EVALUATION_BATCH = 512
 _CURVE_POINTS = 20
+_NOT_FINITE = "loss is {} after training: lower learning_rate, or use a longer warm-up"
 _EVALUATIONS = 5  # over a trial, the last one at its end, by `score`
+
+
+class Stopping:
+    """When a trial ends early, and which of its evaluations is its result (`early_stopping`)."""
+
+    def __init__(self, config: Finetune) -> None:
+        assert config.early_stopping is not None
+        count, self._patience = config.early_stopping.evaluations, config.early_stopping.patience
+        self.steps = {math.ceil(config.steps * part / count) for part in range(1, count + 1)}
+        self.evaluations: list[tuple[int, float, float]] = []
+        """(step, accuracy, loss), for a checkpoint"""
+
+    def add(self, step: int, evaluation: Evaluation | None) -> None:
+        """Add the evaluation after a step; None: its loss was not finite."""
+        loss, accuracy = evaluation or (math.inf, 0.0)
+        self.evaluations.append((step, accuracy, loss))
+
+    @property
+    def best(self) -> Trial:
+        """The result with the highest accuracy; the lower loss, then the earlier step breaks ties.
+
+        Raises:
+            DivergenceError: no loss was finite.
+        """
+        step, accuracy, loss = self._best()
+        if math.isinf(loss):
+            raise DivergenceError(_NOT_FINITE.format(loss))
+        return Trial(accuracy, loss, step)
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the last evaluations, as many as the patience, were all worse than one before them."""
+        since = self.evaluations[::-1].index(self._best()) if self.evaluations else 0
+        return since >= self._patience
+
+    def _best(self) -> tuple[int, float, float]:
+        return max(self.evaluations, key=lambda each: (each[1], -each[2]))
 
 
 def start_model(task: Task, seed: int) -> Network:
@@ -50,13 +90,16 @@ def start(
     """Return the model, its engine, and the saver's last checkpoint, from which they continue, if there is one."""
     config = task.config
     model = start_model(task, seed).to(device).train()
+    if isinstance(model, ViT):
+        model.activation_checkpointing = config.activation_checkpointing
     if config.freeze is not None:
         optim.freeze(model, config.freeze)
     optimizer = optim.make_optimizer(model, config.optimizer, learning_rate, head_first=config.head_first)
     saved = None if saver is None else saver.resume(task.attempts, model, optimizer)
     if saved is not None:
         saved.load(model, WEIGHTS)
-    engine = Plain(model, optimizer, dtype, config.optimizer.clip_norm)
+    accumulation = config.gradient_accumulation_steps
+    engine = Plain(model, optimizer, dtype, config.optimizer.clip_norm, accumulation=accumulation)
     if saved is not None:
         engine.load_state(saved.read, saved.step)
     return model, engine, saved
@@ -92,6 +135,7 @@ def fit(
     saver: Saver | None = None,
     writer: LogWriter | None = None,
     validation: Images | None = None,
+    stopping: Stopping | None = None,
 ) -> tuple[Network, list[dict[str, float | int]], int]:
     """Train all weights of the task's model on `data`, from the saver's last checkpoint on if there is one.
 
@@ -104,6 +148,7 @@ def fit(
         saver: writes the checkpoints; None: none are written.
         writer: writes the log; None: there is none.
         validation: images that the model is evaluated on for the log, some times before the last step.
+        stopping: ends the fit early, by the accuracy on these images; it is told of the evaluations.
 
     Returns:
         The model, its curve [{step, learning_rate, loss}], and the number of damaged images that were replaced by
@@ -122,9 +167,11 @@ def fit(
     if saved is not None:
         first, before = saved.step, saved.states[0]
         print(f"{noun} {first}: continuing from the checkpoint of attempt {saved.attempt}", flush=True)
-    steps = config.steps
+    steps, last = config.steps, task.last_step or config.steps  # of the schedule, of this fit
     evaluations = {math.ceil(steps * part / _EVALUATIONS) for part in range(1, _EVALUATIONS)} - {steps}
-    points = {math.ceil(steps * part / _CURVE_POINTS) for part in range(1, _CURVE_POINTS + 1)}
+    if stopping is not None:
+        evaluations, stopping.evaluations = stopping.steps, [*before.evaluations]
+    points = {math.ceil(last * part / _CURVE_POINTS) for part in range(1, _CURVE_POINTS + 1)}
     curve: list[dict[str, Any]] = [*before.points]
     loss_sum, summed = torch.full((), before.loss_sum, device=device), before.summed
 
@@ -134,7 +181,7 @@ def fit(
     sampler = Sampler(data, seed=seed, batch_size=config.batch_size, order=order)
     weights = class_weights(task, data)
     weights = None if weights is None else weights.to(device)
-    guard = Guard(data, sampler, steps, saver)
+    guard = Guard(data, sampler, last, saver)
     with Loader(
         data, sampler, task.contract.preprocessing, crop=transform.crop, threads=config.threads
     ) as batches:
@@ -152,20 +199,24 @@ def fit(
             first=first,
             noun=noun,
             after=after,
+            steps=last,
+            is_limit=config.early_stopping is not None and task.last_step is None,
         )
-        for step, (positions, images, labels) in zip(range(first, steps), batches, strict=False):
+        for step, (positions, images, labels) in zip(range(first, last), batches, strict=False):
             torch.manual_seed(dropout_seed(seed, step))
-            (images,), targets = transform(images.to(device), labels.to(device), positions, step)
+            batch = (*transform(images.to(device), labels.to(device), positions, step), positions)
             rate = optim.learning_rate(step, steps, learning_rate, config.optimizer)
-            depth = depth_draws(task.contract.architecture, seed, positions, device)
-            logits = engine(normalise(images, task.contract.preprocessing, dtype), *depth)
-            loss = softmax_cross_entropy(logits, targets, config.label_smoothing, weights)
-            engine.backward(loss)
+            for (part,), targets, drawn in optim.micro_batches(config.gradient_accumulation_steps, *batch):
+                depth = depth_draws(task.contract.architecture, seed, drawn, device)
+                logits = engine(normalise(part, task.contract.preprocessing, dtype), *depth)
+                # a mean over images, also with weights, so that the mean over the parts is the batch's
+                loss = softmax_cross_entropy(logits, targets, config.label_smoothing, weights)
+                engine.backward(loss)
+                loss_sum += loss.detach()
+                summed += 1
+                log.add(loss)
             norm = engine.step(rate)
             guard.watch(step, norm)
-            loss_sum += loss.detach()
-            summed += 1
-            log.add(loss)
 
             done = step + 1
             mean_loss = None
@@ -178,8 +229,13 @@ def fit(
             evaluation = None
             if validation is not None and done in evaluations:
                 evaluation = _evaluate(averaged(model, engine), task.contract, validation)
+                if stopping is not None:
+                    stopping.add(done, evaluation)
             log.step(done, rate, norm, mean_loss, evaluation)
-            if saver is not None and done < steps and saver.is_due(done):
+            if stopping is not None and stopping.is_over:
+                guard.check()
+                break
+            if saver is not None and done < last and saver.is_due(done):
                 guard.check()
                 state = WorkerState(
                     loader=batches.state_dict(),
@@ -187,6 +243,7 @@ def fit(
                     loss_sum=loss_sum.item(),
                     summed=summed,
                     substitutes=before.substitutes + batches.substitutes,
+                    evaluations=() if stopping is None else tuple(stopping.evaluations),
                     log=log.unsaved(),
                 )
                 saver.save(done, None, engine.pieces(), state)
@@ -234,6 +291,6 @@ def score(model: Network, contract: ModelContract, data: Images) -> Score:
         probabilities = logits.softmax(dim=1).amax(dim=1)
         loss = functional.cross_entropy(logits, labels).item()
     if not math.isfinite(loss):
-        raise DivergenceError(f"loss is {loss} after training: lower learning_rate, or use a longer warm-up")
+        raise DivergenceError(_NOT_FINITE.format(loss))
     accuracy = (predictions == labels).double().mean().item()
     return Score(accuracy, loss, predictions.numpy(), probabilities.numpy())

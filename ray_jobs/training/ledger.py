@@ -31,19 +31,21 @@ from pipelines.store import (
     read_record,
 )
 from ray_jobs.process.stage import Context
-from ray_jobs.training.task import Place, Refit, Score
+from ray_jobs.training.task import Place, Refit, Score, Trial
 from vit_model.config import Frozen
 
 Fraction = Annotated[float, Field(ge=0, le=1)]
 
 
 class TrialEntry(Frozen):
-    """A finished trial: its results on the validation part of its fold."""
+    """A finished trial: its results on the validation part of its fold, after `step` steps."""
 
     name: str
     """Of this object in the store."""
     accuracy: Fraction
     loss: float
+    step: PositiveInt
+    """Of a refit, its last."""
     sha256: str = ""
     """Of the other fields, see `checksum`."""
 
@@ -92,18 +94,19 @@ class RefitEntry(TrialEntry):
 Entry = TypeVar("Entry", bound=TrialEntry)
 
 
-def add_trial(context: Context[Finetune], place: Place, accuracy: float, loss: float) -> None:
+def add_trial(context: Context[Finetune], place: Place, trial: Trial) -> None:
     """Record a finished trial."""
     name = _name(context, context.attempt.number, _trial(place))
-    _add(context, TrialEntry(name=name, accuracy=accuracy, loss=loss))
+    _add(context, TrialEntry(name=name, accuracy=trial.accuracy, loss=trial.loss, step=trial.step))
 
 
-def add_refit(context: Context[Finetune], draw: int, learning_rate: float, refit: Refit) -> None:
+def add_refit(context: Context[Finetune], draw: int, learning_rate: float, step: int, refit: Refit) -> None:
     """Record a finished refit, whose files are in the attempt's folder."""
     entry = RefitEntry(
         name=_name(context, context.attempt.number, _refit(draw)),
         accuracy=refit.score.accuracy,
         loss=refit.score.loss,
+        step=step,
         learning_rate=learning_rate,
         predictions=refit.score.predictions.tolist(),
         probabilities=refit.score.probabilities.tolist(),
@@ -121,20 +124,20 @@ class Ledger:
         """Open the ledgers of these attempts, the newest first."""
         self._context, self._store, self.attempts = context, context.open_store(), tuple(attempts)
 
-    def trial(self, place: Place) -> tuple[int, float, float] | None:
-        """Return (attempt, accuracy, loss) of a finished trial; None if it is not finished."""
+    def trial(self, place: Place) -> tuple[int, Trial] | None:
+        """Return a finished trial and its attempt; None if it is not finished."""
         for attempt, entry in self._find(_trial(place), TrialEntry):
-            return attempt, entry.accuracy, entry.loss
+            return attempt, Trial(entry.accuracy, entry.loss, entry.step)
         return None
 
-    def refit(self, draw: int, learning_rate: float) -> Refit | None:
-        """Return a finished refit with this learning rate, and say so; None if it is not finished.
+    def refit(self, draw: int, learning_rate: float, step: int) -> Refit | None:
+        """Return a finished refit with this learning rate and last step, and say so; None if it is not finished.
 
         Its files are copied into the folder of the context's attempt.
         """
         for attempt, entry in self._find(_refit(draw), RefitEntry):
-            # on GPUs, results vary a little, and the trials of another attempt may have chosen another rate
-            if entry.learning_rate != learning_rate:
+            # on GPUs, results vary a little, and the trials of another attempt may have chosen others
+            if (entry.learning_rate, entry.step) != (learning_rate, step):
                 continue
             try:
                 files = self._copy(attempt, entry.files)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import NamedTuple, Self
 
@@ -49,11 +49,18 @@ class LogWriter:
 
         with LogWriter(store, attempt) as writer: ...
 
-    After the block, all lines are in the store; if it ended with an exception, as far as that took no waiting.
+    After the block, all lines are in the store; if it ended with an exception, as far as that took no waiting. `tell`
+    gets each line at once.
     """
 
-    def __init__(self, store: Store, attempt: Attempt, fit: str | None = None) -> None:
-        self.fit = fit
+    def __init__(
+        self,
+        store: Store,
+        attempt: Attempt,
+        fit: str | None = None,
+        tell: Callable[[LogLine], None] = lambda line: None,
+    ) -> None:
+        self.fit, self._tell = fit, tell
         self._store, self._attempt = store, attempt
         self._start, self._id, self._number = 0, str(ULID()), 0
         self._last: LogLine | None = None
@@ -83,6 +90,7 @@ class LogWriter:
         with self._lock:
             self._last = line
             self._unsaved.append(line)
+        self._tell(line)
 
     def add_evaluation(self, evaluation: Evaluation) -> None:
         """Add an evaluation after the last step to that step's line."""
@@ -146,6 +154,8 @@ class Log:
         images: the number of training images.
         noun: what a line of progress calls a step.
         after: steps that the stage still does after this training.
+        steps: the last step; None: the configuration's.
+        is_limit: whether it may end before.
     """
 
     def __init__(
@@ -161,13 +171,16 @@ class Log:
         world: int = 1,
         noun: str = "step",
         after: int = 0,
+        steps: int | None = None,
+        is_limit: bool = False,
         is_silent: bool = False,
     ) -> None:
         self._is_silent, self._writer, self._loader = is_silent, writer, loader
         self._batch, self._images = config.batch_size, images
-        self._progress = Progress(config.steps, noun, after=after)
+        steps = steps or config.steps
+        self._progress = Progress(steps, noun, after=after, is_limit=is_limit)
         # A fit is not the end of its stage.
-        self._last_shown = config.steps if isinstance(config, Pretrain) else config.steps - 1
+        self._last_shown = steps if isinstance(config, Pretrain) else steps - 1
         peak = devices.peak_flops(device, devices.torch_dtype(config.dtype, device))
         self._peak = None if peak is None else world * peak / flops  # images/s
         self._sum, self._summed = torch.zeros((), device=device), 0  # since the last line
@@ -188,6 +201,7 @@ class Log:
         norm: torch.Tensor | float | None,
         loss: float | None = None,
         evaluation: Evaluation | None = None,
+        few_shot: dict[str, float] | None = None,
     ) -> None:
         """Tell about a step, the last of `done`, if it is time or if there is a mean loss or an evaluation."""
         if self._is_silent:
@@ -215,6 +229,7 @@ class Log:
                 seconds_left=self._progress.left(done),
                 dev_loss=None if evaluation is None else finite(evaluation.loss),
                 dev_accuracy=None if evaluation is None else evaluation.accuracy,
+                few_shot=few_shot,
             )
         )
         self._sum.zero_()

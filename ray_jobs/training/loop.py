@@ -18,12 +18,10 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 import torch.distributed as dist
-from numpy.typing import NDArray
 
-from pipelines.spec import Pretrain
+from pipelines.spec import WITHOUT_LABELS, Pretrain
 from pipelines.store import LogLine
 from ray_jobs.augment import TrainTransform, dropout_seed
 from ray_jobs.data.loader import MEMORY_BYTES, Loader
@@ -35,11 +33,14 @@ from ray_jobs.training.ancestor import Ancestor, contract_from, take_over
 from ray_jobs.training.checkpoint import Saved, Saver, WorkerState
 from ray_jobs.training.contract import model_contract
 from ray_jobs.training.engine import EMA, WEIGHTS, Engine, Piece, make_engine
+from ray_jobs.training.few_shot import FewShotProbe
 from ray_jobs.training.guard import Guard
 from ray_jobs.training.log import Evaluation, Log, LogWriter
+from ray_jobs.training.teacher import load_teacher, read_teacher
 from vit_model.build import Network, build
 from vit_model.config import ModelContract
 from vit_model.contrastive import MomentumEncoder, momentum
+from vit_model.distillation import Teacher
 from vit_model.model import ViT
 from vit_model.objectives import sigmoid_cross_entropy, softmax_cross_entropy
 from vit_model.preprocessing import normalise
@@ -73,6 +74,7 @@ def train(
     saved: Saved | None = None,
     ancestor: Ancestor | None = None,
     writer: LogWriter | None = None,
+    teacher: Ancestor | None = None,
 ) -> dict[str, float | int | str]:
     """Train as one of `worker.world` workers and return the metrics.
 
@@ -86,10 +88,11 @@ def train(
         saved: the checkpoint to continue from.
         ancestor: the model whose weights training starts from; None: new weights.
         writer: of rank 0, writes the log; None: there is none.
+        teacher: the model that objective distillation imitates.
 
     Raises:
         UserError: the workers cannot share a batch evenly, their memory cannot hold the training, the dataset has no
-            training images, or the ancestor's weights do not fit the model.
+            training images, the ancestor's weights do not fit the model, or the teacher does not fit the data.
         DivergenceError: the loss or a gradient is not finite.
         StoreDamaged: the checkpoint does not fit the model.
         Superseded: while a checkpoint was committed, there was a newer attempt.
@@ -97,25 +100,41 @@ def train(
     devices.set_threads(config.threads)
     device = devices.device(worker.local_rank)
     dataset.require("train")
-    labelled = config.objective in ("softmax", "sigmoid")
+    labelled = config.objective not in WITHOUT_LABELS
     if ancestor is None:
         assert config.model is not None
         contract = model_contract(config.model, config.resolution, dataset.info, config.eval_crop, labelled)
     else:
         contract = contract_from(ancestor, config, dataset.info)
-    needed = estimates.memory(config, contract.architecture, worker.world, device)
+    taught_by = None if teacher is None else read_teacher(teacher, config, contract).architecture
+    needed = estimates.memory(config, contract.architecture, worker.world, device, taught_by)
     if worker.rank == 0:
-        print(*estimates.lines(config, contract.architecture, worker.world, needed), sep="\n", flush=True)
+        said = estimates.lines(config, contract.architecture, worker.world, needed, taught_by)
+        print(*said, sep="\n", flush=True)
     estimates.require(needed, devices.memory(device), 1 if device.type == "cuda" else worker.local_world)
     from_files = dataset.info.image is None
     transform = TrainTransform(config, config.seed, len(contract.class_names), from_files)
+    probe = None
+    if config.fewshot is not None:
+        probe = FewShotProbe(config.fewshot, dataset, contract, device, worker.rank, worker.world)
     with warnings.catch_warnings():
         # DeepSpeed, and torch itself, call deprecated functions of torch.
         warnings.filterwarnings("ignore", message=".*torch\\.(distributed|jit)", category=DeprecationWarning)
         warnings.filterwarnings("ignore", message=".*torch\\.distributed", category=FutureWarning)
-        engine, momentum_encoder = start(config, contract, device, worker, saved, ancestor)
+        frozen = None if teacher is None else load_teacher(teacher, config, contract, device)
+        engine, momentum_encoder = start(config, contract, device, worker, saved, ancestor, frozen)
+        dev = Dev(dataset, contract)
         training = Training(
-            config, contract, worker, device, engine, momentum_encoder, transform, Dev(dataset, contract)
+            config,
+            contract,
+            worker,
+            device,
+            engine,
+            momentum_encoder,
+            transform,
+            dev,
+            frozen,
+            probe,
         )
         began, first = time.monotonic(), 0 if saved is None else saved.step
         images = Images(dataset, dataset.index("train"))
@@ -138,7 +157,7 @@ def train(
                     writer.continue_from(saved.step, saved.states[0].log)
             log = Log(
                 config,
-                estimates.train_flops(config, contract.architecture),
+                estimates.train_flops(config, contract.architecture, taught_by),
                 batches,
                 len(images.labels),
                 device,
@@ -161,7 +180,7 @@ def train(
         (output / "curve.json").write_text(json.dumps(curve.points, indent=1) + "\n")
         write_named(output, contract, prefix, config.steps, curve.best, saver)
     here = (config.steps - first) * config.batch_size  # images since the last start
-    flops = estimates.train_flops(config, contract.architecture)  # per image
+    flops = estimates.train_flops(config, contract.architecture, taught_by)  # per image
     metrics: dict[str, float | int | str] = {
         "parameters": contract.architecture.num_parameters,
         "workers": worker.world,
@@ -205,6 +224,8 @@ class Training:
     momentum_encoder: MomentumEncoder | None
     transform: TrainTransform
     dev: Dev
+    teacher: Teacher | None
+    probe: FewShotProbe | None
 
 
 def start(
@@ -214,6 +235,7 @@ def start(
     worker: Worker,
     saved: Saved | None,
     ancestor: Ancestor | None = None,
+    teacher: Teacher | None = None,
 ) -> tuple[Engine, MomentumEncoder | None]:
     """Return the engine and MoCo's momentum encoder.
 
@@ -227,7 +249,7 @@ def start(
             print(*lines, sep="\n", flush=True)
     if isinstance(model, ViT):
         model.activation_checkpointing = config.activation_checkpointing
-    task, momentum_encoder = objective.make_task(config, model)
+    task, momentum_encoder = objective.make_task(config, model, teacher)
     task.to(device)
     decays_all = config.objective == "contrastive"
     prefix = objective.model_prefix(config)
@@ -253,6 +275,13 @@ def as_model(contract: ModelContract, weights: dict[str, torch.Tensor], prefix: 
         {name.removeprefix(prefix): values for name, values in weights.items() if name.startswith(prefix)}
     )
     return model
+
+
+def full_model(training: Training) -> Network:
+    """Return the model as it would be saved now, float32 and in evaluation mode; all workers call this together."""
+    weights = training.engine.full_weights()
+    model = as_model(training.contract, weights, objective.model_prefix(training.config))
+    return model.to(training.device).eval()
 
 
 class Curve:
@@ -319,14 +348,16 @@ def run_steps(
     steps = config.steps
     points = {math.ceil(steps * part / _CURVE_POINTS) for part in range(1, _CURVE_POINTS + 1)}
     evaluations = {math.ceil(steps * part / _DEV_EVALUATIONS) for part in range(1, _DEV_EVALUATIONS + 1)}
-    momentum_encoder = training.momentum_encoder
+    momentum_encoder, teacher = training.momentum_encoder, training.teacher
 
     for step, (positions, images, labels) in zip(range(first, steps), batches, strict=False):
         torch.manual_seed(dropout_seed(config.seed, step, worker.rank))
         views, targets = training.transform(images.to(device), labels.to(device), positions, step)
         rate = optim.learning_rate(step, steps, config.learning_rate, config.optimizer)
-        for part in micro_batches(config.gradient_accumulation_steps, views, targets, positions):
-            loss = objective.batch_loss(engine, config, training.contract, *part, dtype, momentum_encoder)
+        for part in optim.micro_batches(config.gradient_accumulation_steps, views, targets, positions):
+            loss = objective.batch_loss(
+                engine, config, training.contract, *part, dtype, momentum_encoder, teacher
+            )
             engine.backward(loss)
             curve.add(loss)
             log.add(loss)
@@ -347,18 +378,13 @@ def run_steps(
                 {"step": done, "learning_rate": rate, "loss": mean_loss, "dev_accuracy": accuracy}
             )
             is_best = evaluation is not None and curve.best == done
-        log.step(done, rate, norm, mean_loss, evaluation)
+        few_shot = None
+        if training.probe is not None and done in evaluations:
+            few_shot = training.probe.score(full_model(training))
+        log.step(done, rate, norm, mean_loss, evaluation, few_shot)
         if saver is not None and done < steps and (saver.is_due(done) or is_best):
             guard.check()
             saver.save(done, curve.best, _pieces(training), curve.state(batches.state_dict(), log.unsaved()))
-
-
-def micro_batches(
-    count: int, views: tuple[torch.Tensor, ...], targets: torch.Tensor, positions: NDArray[np.int64]
-) -> Iterator[tuple[tuple[torch.Tensor, ...], torch.Tensor, NDArray[np.int64]]]:
-    """Split a worker's share of a batch, as `objective.batch_loss` takes it, into `count` equal parts."""
-    parts = zip(*(view.chunk(count) for view in views), strict=True)
-    return zip(parts, targets.chunk(count), np.split(positions, count), strict=True)
 
 
 def _pieces(training: Training) -> Iterator[Piece]:
@@ -384,8 +410,7 @@ def evaluate(training: Training, dtype: torch.dtype) -> Evaluation | None:
     sums = torch.zeros(2, dtype=torch.float64, device=training.device)  # of losses, of images that are right
     network: Any = engine
     if training.config.optimizer.ema is not None:
-        prefix = objective.model_prefix(training.config)
-        network = as_model(contract, engine.full_weights(), prefix).to(training.device, dtype).eval()
+        network = full_model(training).to(dtype)
     engine.module.eval()
     with torch.no_grad():
         for chosen in own.split(_EVALUATION_BATCH):

@@ -16,6 +16,7 @@ from ray_jobs.augment import depth_draws, uniform
 from vit_model.build import Network
 from vit_model.config import ModelContract, ViTConfig
 from vit_model.contrastive import MoCo, MomentumEncoder
+from vit_model.distillation import Student, Teacher, imitation
 from vit_model.masked_autoencoder import MaskedAutoencoder
 from vit_model.masked_patches import DRAWS, MaskedPatches, PatchesBesideLabels
 from vit_model.model import ViT
@@ -23,11 +24,17 @@ from vit_model.objectives import sigmoid_cross_entropy, softmax_cross_entropy
 from vit_model.preprocessing import normalise
 
 
-def make_task(config: Pretrain, model: Network) -> tuple[torch.nn.Module, MomentumEncoder | None]:
+def make_task(
+    config: Pretrain, model: Network, teacher: Teacher | None = None
+) -> tuple[torch.nn.Module, MomentumEncoder | None]:
     """Return the module to train, and MoCo's momentum encoder of it (None for other objectives).
 
-    `model_prefix` says where the module has the model.
+    `model_prefix` says where the module has the model. `teacher` is that of distillation.
     """
+    if config.objective == "distillation":
+        assert teacher is not None
+        width = teacher.model.config.width if config.distillation.kind == "features" else None
+        return Student(model, width, seed=config.seed), None
     if config.objective in ("softmax", "sigmoid") and config.auxiliary is None:
         return model, None
     assert isinstance(model, ViT), "the configuration allows only ViTs here"
@@ -46,7 +53,7 @@ def model_prefix(config: Pretrain) -> str:
     """Return what the names of the model's weights begin with in the module of `make_task`."""
     if config.auxiliary is not None:
         return "patches.model."
-    return "model." if config.objective in WITHOUT_LABELS else ""
+    return "model." if config.objective in (*WITHOUT_LABELS, "distillation") else ""
 
 
 def batch_loss(
@@ -58,6 +65,7 @@ def batch_loss(
     positions: NDArray[np.int64],
     dtype: torch.dtype,
     momentum_encoder: MomentumEncoder | None,
+    teacher: Teacher | None = None,
 ) -> torch.Tensor:
     """Return the loss, a scalar, of a worker's share of a batch under the configuration's objective.
 
@@ -67,8 +75,7 @@ def batch_loss(
         positions: [n], the numbers of the samples over the whole training; they decide which patches are corrupted or
             masked, and which blocks stochastic depth leaves out.
     """
-    passes = max(len(views), config.passes)
-    depth = depth_draws(contract.architecture, config.seed, positions, views[0].device, passes)
+    depth = depth_draws(contract.architecture, config.seed, positions, views[0].device, config.passes)
     if momentum_encoder is not None:
         one, other = (normalise(view, contract.preprocessing, dtype) for view in views)
         with torch.autocast(one.device.type, torch.bfloat16, enabled=dtype == torch.bfloat16):
@@ -81,6 +88,13 @@ def batch_loss(
         draws = mask_draws(config, contract, positions).to(images.device)
         loss: torch.Tensor = engine(inputs, images, draws, *depth)
         return loss
+    if teacher is not None:
+        settings = config.distillation
+        taught = teacher.answers(images)  # before the student's activations are kept
+        logits, answers = engine(inputs, *depth)
+        learned = imitation(settings.kind, answers, taught, settings.temperature)
+        supervised = softmax_cross_entropy(logits, targets, config.label_smoothing)
+        return (1 - settings.weight) * supervised + settings.weight * learned
     cross_entropy = sigmoid_cross_entropy if config.objective == "sigmoid" else softmax_cross_entropy
     if config.auxiliary is None:
         return cross_entropy(engine(inputs, *depth), targets, config.label_smoothing)

@@ -9,9 +9,12 @@ from __future__ import annotations
 import inspect
 import math
 import re
+from collections.abc import Iterator
 from typing import Any, Literal
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from pipelines.spec import Optimizer, Pretrain
 from ray_jobs.training.task import DivergenceError
@@ -184,6 +187,14 @@ def micro_batch_share(config: Pretrain, world: int) -> int:
             f" use one of {', '.join(map(str, divisors))} workers"
         )
     return images // world
+
+
+def micro_batches(
+    count: int, views: tuple[torch.Tensor, ...], targets: torch.Tensor, positions: NDArray[np.int64]
+) -> Iterator[tuple[tuple[torch.Tensor, ...], torch.Tensor, NDArray[np.int64]]]:
+    """Split a worker's share of a batch, its views, targets and positions, into `count` equal parts."""
+    parts = zip(*(view.chunk(count) for view in views), strict=True)
+    return zip(parts, targets.chunk(count), np.split(positions, count), strict=True)
 
 
 def deepspeed_config(config: Pretrain, world: int) -> dict[str, Any]:

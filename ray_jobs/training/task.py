@@ -33,6 +33,8 @@ class Task(NamedTuple):
     backbone: Path | None
     attempts: tuple[int, ...] = ()
     """Earlier ones, from whose checkpoints a fit continues."""
+    last_step: int | None = None
+    """Of a refit, whose trial was best there (`early_stopping`); None: the configuration's last."""
 
 
 class Score(NamedTuple):
@@ -45,6 +47,15 @@ class Score(NamedTuple):
     loss: float
     predictions: NDArray[np.int64]
     probabilities: NDArray[np.float32]
+
+
+class Trial(NamedTuple):
+    """The results of a trial on the images that it was not fitted on."""
+
+    accuracy: float
+    loss: float
+    step: int
+    """after which it had them: the best one with `early_stopping`, otherwise the last"""
 
 
 class Refit(NamedTuple):

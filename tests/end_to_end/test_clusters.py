@@ -7,7 +7,9 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
+from urllib.request import urlopen
 
 import psutil
 import pytest
@@ -126,6 +128,16 @@ def test_run_drives_a_cluster_from_the_foreground(cluster: RayCluster, tmp_path:
     assert not (tmp_path / "here" / "ray").exists(), "no local Ray was started"
 
 
+def gauges(cluster: RayCluster, name: str) -> str:
+    """The lines of a gauge that Prometheus would get from the nodes."""
+    (found,) = (cluster.folder / "r").glob("session_2*/prom_metrics_service_discovery.json")
+    lines = []
+    for address in json.loads(found.read_text())[0]["targets"]:
+        with suppress(OSError), urlopen(f"http://{address}/metrics", timeout=5) as answer:
+            lines += [line for line in answer.read().decode().splitlines() if line.startswith(name)]
+    return "\n".join(lines)
+
+
 @pytest.mark.full
 def test_stop_from_elsewhere_and_go_on(cluster: RayCluster, tmp_path: Path) -> None:
     store, here, there = tmp_path / "store", home(tmp_path / "here"), home(tmp_path / "there")
@@ -136,6 +148,7 @@ def test_stop_from_elsewhere_and_go_on(cluster: RayCluster, tmp_path: Path) -> N
     wait_for(
         lambda: any(running.items() <= event.items() for event in read_events(open_store(str(store)), run))
     )
+    wait_for(lambda: f'run="{run}"' in gauges(cluster, "ray_vitflow_step"), 120)
     process = driver(run)
     said = vitflow(there, "stop", run, *at).stdout
     assert f"stopped driver-{run}-1" in said

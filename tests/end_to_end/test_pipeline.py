@@ -119,6 +119,43 @@ def test_a_pretraining_is_continued_with_another_objective_and_fine_tuned(  # ty
     assert run(vitflow, store, *more).count("CACHED") == 3, "it does not continue its own result"
 
 
+STUDENT = """
+  student:
+    job: pretrain
+    data: digits
+    objective: distillation
+    teacher: finetune
+    distillation: {kind: soft, temperature: 3.0}
+    model: {patch_size: 4, width: 16, depth: 1, num_heads: 2, distillation: true}
+    resolution: 8
+    steps: 20
+    batch_size: 32
+    learning_rate: 1.0e-3
+  exam:
+    job: evaluate
+    data: digits
+    backbone: student
+    shots: [5]
+    draws: 2
+"""
+
+
+def test_a_student_learns_from_a_fine_tuned_teacher(vitflow, tiny_store: Path, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+    shutil.copytree(tiny_store, store := tmp_path / "store")
+    (recipe := tmp_path / "tiny.yaml").write_text(TINY.read_text() + STUDENT)
+    said = str(vitflow("run", recipe, "--store", store, "--only", "exam").stdout)
+    assert re.search("exam +SUCCEEDED", said)
+    made = manifests(store)
+    teacher = made["finetune"]["key"]
+    assert made["student"]["inputs"]["teacher"][0]["key"] == teacher
+    contract = json.loads((files_of(store, made["student"]) / "config.json").read_text())
+    assert contract["architecture"]["distillation"], "the token is kept"
+    lineage = vitflow("lineage", made["exam"]["key"], "--store", store).stdout
+    assert f"teacher: finetune  finetune {teacher[:12]}" in lineage
+    refused = vitflow("plan", recipe, "--store", store, "--set", "student.resolution=16", check=2).stderr
+    assert "stages.student.teacher: finetune" in refused
+
+
 def test_looking_at_a_run(vitflow, tiny_store: Path) -> None:  # type: ignore[no-untyped-def]
     run_row = json.loads(vitflow("list", "--store", tiny_store, "--json").stdout)[0]
     assert run_row["status"] == "SUCCEEDED"

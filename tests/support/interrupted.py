@@ -49,8 +49,9 @@ CASES: dict[str, dict[str, Any]] = {
     "ZeRO-2 bf16 masked patches": {"zero_stage": 2, "objective": "masked_patches"},
     "ZeRO-3 bf16": {"zero_stage": 3},
     "ZeRO-3 bf16 labels and patches": {"zero_stage": 3, "auxiliary": {"masked_patches": 0.5}},
-    "ZeRO-3 bf16 MAE": {"zero_stage": 3, **MAE},
+    "ZeRO-3 bf16 MAE": {"zero_stage": 3, **MAE, "fewshot": {"shots": (1, 3)}},
     "ZeRO-1 bf16 MoCo": {"zero_stage": 1, **MOCO},
+    "ZeRO-2 bf16 MoCo": {"zero_stage": 2, **MOCO},
     "ZeRO-1 fp32": {"zero_stage": 1, "dtype": "float32"},
     "ZeRO-2 fp32": {"zero_stage": 2, "dtype": "float32"},
     "ZeRO-3 fp32": {
@@ -59,6 +60,13 @@ CASES: dict[str, dict[str, Any]] = {
         "optimizer": {"name": "sgd", "layer_decay": 0.8, "ema": 0.9},
     },
     "alone, bf16": {},
+    "alone, fp32": {"dtype": "float32"},
+    "ZeRO-3 bf16 distillation": {
+        "zero_stage": 3,
+        "objective": "distillation",
+        "teacher": "first",
+        "model": {**SIZE, "distillation": True},
+    },
     "ZeRO-1 bf16, continued": {"zero_stage": 1, "init_from": "first", "objective": "masked_patches"},
 }
 _APART = 8  # steps at most between two kills, so that a training has several
@@ -107,9 +115,9 @@ def configuration(**fields: Any) -> Pretrain:
     return Pretrain.model_validate(base | fields)
 
 
-def write_ancestor(folder: Path, dataset: Path) -> Ancestor:
+def write_ancestor(folder: Path, dataset: Path, resolution: int = 16) -> Ancestor:
     """Write a model of 16x16 images with random weights, positions included, as if a pretraining had made it."""
-    config = configuration(resolution=16)
+    config = configuration(resolution=resolution)
     assert config.model is not None
     contract = model_contract(config.model, config.resolution, open_dataset(dataset).info)
     model = build(contract.architecture)
@@ -119,6 +127,13 @@ def write_ancestor(folder: Path, dataset: Path) -> Ancestor:
             weight.copy_(torch.randn(weight.shape, generator=generator) / 4)
     save_model(folder, model, contract)
     return Ancestor(folder, "first (pretrain 0123456789ab)")
+
+
+def write_inputs(config: Pretrain, folder: Path, dataset: Path) -> Ancestor | None:
+    """Write the model that a case starts from, or imitates, if it names one."""
+    if config.teacher is not None:
+        return write_ancestor(folder, dataset, resolution=config.resolution)
+    return write_ancestor(folder, dataset) if config.init_from else None
 
 
 def files_below(folder: Path) -> dict[str, bytes]:
@@ -222,12 +237,13 @@ def _worker(
     saver = Saver(store, attempt, config, rank, world, start=start)
     saved = None if start is None else Saved(store, start)
     place = loop.Worker(rank, world, rank)
+    given: dict[str, Any] = {"teacher" if config.teacher else "ancestor": ancestor}
     log.SEGMENT_SECONDS = 0.02  # a part of the lines is in the store when a worker dies
     if rank:
-        loop.train(config, open_dataset(dataset), None, place, saver, saved, ancestor)
+        loop.train(config, open_dataset(dataset), None, place, saver, saved, **given)
     else:
         with LogWriter(store, attempt) as writer:
-            loop.train(config, open_dataset(dataset), output, place, saver, saved, ancestor, writer)
+            loop.train(config, open_dataset(dataset), output, place, saver, saved, writer=writer, **given)
     dist.destroy_process_group()
 
 

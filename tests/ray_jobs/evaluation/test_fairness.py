@@ -15,7 +15,7 @@ from ray_jobs.data import shards
 from ray_jobs.evaluation import rows
 from ray_jobs.evaluation.supports import Supports
 from ray_jobs.process.stage import Context
-from ray_jobs.training.task import Refit, Score
+from ray_jobs.training.task import Refit, Score, Trial
 from tests.support import datasets
 from tests.support.records import make_context, make_manifest
 
@@ -55,10 +55,10 @@ def seen_by_fine_tuning(folder: Path, labels: Labels, dev: int, monkeypatch: pyt
         pixels = pool.dataset.load(pool.rows, task.contract.preprocessing)
         return pixels.reshape(len(pixels), -1) / 255, pool.labels
 
-    def run_trials(_: Any, task: Any, pools: Any, folds: Any, places: Any) -> dict[Any, tuple[float, float]]:
+    def run_trials(_: Any, task: Any, pools: Any, folds: Any, places: Any) -> dict[Any, Trial]:
         for inside, outside in folds:
             seen.folds.append((images(task, pools[0].take(inside)), images(task, pools[0].take(outside))))
-        return dict.fromkeys(places, (1.0, 1.0))
+        return dict.fromkeys(places, Trial(1.0, 1.0, 1))
 
     def run_refits(_: Any, task: Any, pools: Any, rate: float, draws: Any) -> list[Refit]:
         seen.draws.extend(images(task, pools[draw]) for draw in draws)

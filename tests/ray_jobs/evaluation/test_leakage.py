@@ -69,6 +69,7 @@ class Made:
         backbone: str = "",
         says: str = "unknown",
         init_from: str = "",
+        teacher: str = "",
         **config: Any,
     ) -> Manifest:
         """An untrained model that says it was made of these; without data, weights that were imported."""
@@ -78,7 +79,7 @@ class Made:
         network.initialise(3)
         with self.store.staging(st.Layout.files(job, name, 1)) as staging:
             save_model(staging.path, network, contract.model_copy(update={"training_data": says}))
-        given = {"data": data, "backbone": backbone, "init_from": init_from}
+        given = {"data": data, "backbone": backbone, "init_from": init_from, "teacher": teacher}
         inputs = {field: [input_ref(self.store, self.artifacts[one])] for field, one in given.items() if one}
         return self._commit(name, job, content_digest=name, files=staging.files, inputs=inputs, config=config)
 
@@ -210,6 +211,18 @@ def test_a_pretraining_was_trained_on_what_its_start_was(made: Made, tuned_since
     made.model("weights", "import")
     made.model("continued", "pretrain", data="d", init_from="weights")
     assert made.check("c", "continued").unknown == ("weights (import weights)",)
+
+
+def test_a_student_was_trained_on_what_its_teacher_was(made: Made) -> None:
+    made.data("c", train=range(100, 120), test=range(55, 65))
+    made.model("wise", "pretrain", data="a")
+    made.model("student", "pretrain", data="c", teacher="wise")
+    made.model("tuned_student", "finetune", data="c", backbone="student", labels={})
+    for model in ("student", "tuned_student"):
+        with pytest.raises(
+            ValueError, match=r"trained on 5 of the 10 test images of c .5 by wise .pretrain wise. on a"
+        ):
+            made.check("c", model)
 
 
 def test_images_that_the_authors_have_in_train_and_test_are_only_counted(made: Made) -> None:

@@ -3,14 +3,20 @@
 import re
 
 from ray_jobs.reporting import plots
+from ray_jobs.reporting.plots import Measured
+
+POINTS = [{"step": step, "loss": 1.0 / step, "learning_rate": 0.1} for step in range(1, 11)]
 
 
-def test_a_training_curve_shows_accuracy_on_dev_where_it_was_measured() -> None:
-    points = [{"step": step, "loss": 1.0 / step, "learning_rate": 0.1} for step in range(1, 11)]
-    assert "dev accuracy" not in plots.loss([points, points])
-    measured = [point | {"dev_accuracy": 0.5 if point["step"] in (4, 7, 10) else None} for point in points]
-    svg = plots.loss([measured])
-    assert "dev accuracy" in svg
-    assert len(re.findall(rf"<use [^>]*{re.escape('var(--series-3)')}", svg)) == 3, (
-        "one marker per evaluation"
-    )
+def markers(svg: str, series: int) -> int:
+    return len(re.findall(rf"<use [^>]*{re.escape(f'var(--series-{series})')}", svg))
+
+
+def test_a_training_curve_shows_accuracy_and_loss_on_held_out_images_where_they_were_measured() -> None:
+    assert "accuracy" not in plots.loss([POINTS, POINTS])
+    both = plots.loss([POINTS], [Measured("dev", (4, 7, 10), (0.3, 0.5, 0.6), (1.0, 0.8, 0.7))])
+    assert "accuracy" in both
+    assert markers(both, 3) == 2 * 3 + 1, "one per evaluation, above for the loss, and one in the legend"
+    watched = plots.loss([POINTS], [Measured("5-shot dev, to watch only", (5, 10), (0.5, 0.6))])
+    assert "5-shot dev, to watch only" in watched
+    assert markers(watched, 3) == 2 + 1

@@ -34,7 +34,7 @@ from pipelines.spec import (
     ResNetSize,
 )
 from pipelines.spec.fields import marks
-from pipelines.store import InputRef, Layout, Manifest, commit, input_ref, open_store
+from pipelines.store import InputRef, Layout, LogLine, Manifest, commit, input_ref, open_store
 from ray_jobs import report
 from ray_jobs.data import shards
 from ray_jobs.data.images import sample_id
@@ -42,6 +42,7 @@ from ray_jobs.evaluation.intervals import accuracy_interval, paired_difference
 from ray_jobs.evaluation.rows import PREDICTIONS, ROWS, write_table
 from ray_jobs.process.stage import Context
 from ray_jobs.reporting import page, provenance
+from ray_jobs.reporting.gather import measured_in_training
 from tests.support import datasets
 from tests.support.records import make_attempt, make_manifest
 
@@ -638,3 +639,22 @@ def test_a_protocol_says_which_checkpoint_was_evaluated(backbone: Any, said: str
 @pytest.mark.parametrize(("lows", "begin"), [([], 0.0), ([0.55, 0.7], 0.5), ([1.0, 1.0], 0.9)])
 def test_bars_begin_a_round_tenth_below_the_lowest(lows: list[float], begin: float) -> None:
     assert page.scale([{"low": low} for low in lows]) == begin
+
+
+def test_what_was_measured_during_a_training_is_that_of_dev_or_of_the_chosen_trials(
+    artifacts: Artifacts,
+) -> None:
+    def line(step: int, **fields: Any) -> LogLine:
+        return LogLine(
+            time="2026-11-23T08:00:00+00:00", step=step, epoch=0.5, loss=1.0, learning_rate=0.1, **fields
+        )
+
+    lines = [line(1), line(2, dev_loss=0.9, dev_accuracy=0.5, few_shot={"5-shot dev": 0.4})]
+    dev, few_shot = measured_in_training(lines, artifacts.made["pretrain"])
+    assert (dev.steps, dev.accuracies, dev.losses) == ((2,), (0.5,), (0.9,))
+    assert (few_shot.name, few_shot.accuracies) == ("5-shot dev, to watch only", (0.4,))
+
+    tuned = artifacts.made["finetune"].model_copy(update={"metrics": {"learning_rate": 0.01}})
+    fits = ("trial-1-0", "trial-1-1", "trial-0-0", "refit-1-0")
+    lines = [line(3, fit=fit, dev_loss=0.9, dev_accuracy=0.5) for fit in fits]
+    assert [each.name for each in measured_in_training(lines, tuned)] == ["fold 0", "fold 1"]

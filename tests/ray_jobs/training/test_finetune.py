@@ -19,7 +19,7 @@ from ray_jobs.process.stage import Result
 from ray_jobs.training import fit as fit_module
 from ray_jobs.training.contract import model_contract
 from ray_jobs.training.fit import fit, score, start_model
-from ray_jobs.training.log import LogWriter
+from ray_jobs.training.log import Evaluation, LogWriter
 from ray_jobs.training.task import Images, Task
 from tests.support.finetuning import SIZE, configuration, context, put_halves
 from tests.support.memory_store import MemoryStore
@@ -116,6 +116,100 @@ def test_a_fit_learns_and_repeats_itself(dataset, dtype):
     evaluated = [line for line in lines if line.dev_loss is not None]
     assert [line.step for line in evaluated] == [12, 24, 36, 48]
     assert evaluated[0].dev_loss > evaluated[-1].dev_loss
+
+
+def test_micro_batches_of_a_fit_are_parts_of_the_batch(dataset):
+    """Also with weights of the classes, which are uneven over the parts, and with what is drawn per image."""
+    size = SIZE.model_copy(update={"depth": 2, "stochastic_depth": 0.5})
+    fields = {"model": size, "dtype": "float32", "mixup": 0.5, "class_weights": {"left": 3.0}}
+    fields["optimizer"] = {"name": "sgd"}  # AdamW scales rounding differences up
+    fitted = []
+    for count in (1, 4):
+        task, (pool, _), _ = prepared(dataset, configuration(**fields, gradient_accumulation_steps=count))
+        fitted.append(fit(task, pool, 1e-2, seed=3))
+    (whole, curve, _), (parts, curve_of_parts, _) = fitted
+    for one, other in zip(whole.parameters(), parts.parameters(), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
+    losses = [[point["loss"] for point in points] for points in (curve, curve_of_parts)]
+    assert losses[1] == pytest.approx(losses[0], rel=1e-4)
+
+
+def test_activation_checkpointing_of_a_fit_gives_the_same_weights(dataset):
+    fitted = []
+    for again in (False, True):
+        config = configuration(dtype="float32", activation_checkpointing=again)
+        task, (pool, _), _ = prepared(dataset, config)
+        model, *_ = fit(task, pool, 1e-2, seed=3)
+        assert isinstance(model, ViT) and model.activation_checkpointing == again
+        fitted.append(model)
+    for one, other in zip(*(model.parameters() for model in fitted), strict=True):
+        assert torch.equal(one, other)
+
+
+def test_a_weight_for_a_class_without_images_is_the_users_mistake(dataset):
+    task, *_ = prepared(dataset, configuration(labels=Labels()))
+    opened = shards.open_dataset(dataset)
+    opened.info = opened.info.model_copy(update={"class_names": (*task.contract.class_names, "absent")})
+    config = configuration(labels=Labels(), class_weights={"absent": 2.0})
+    with pytest.raises(UserError, match="class_weights: no image of class 'absent'"):
+        finetune.labelled(config, opened)
+
+
+def test_a_refit_repeats_the_steps_of_its_trial_until_it_was_best(dataset):
+    """On the same images it is the model that the trial's best evaluation saw, of the same schedule."""
+    early = {"evaluations": 10, "patience": 2}
+    config = configuration(labels=Labels(), steps=40, optimizer={"ema": 0.5}, early_stopping=early)
+    task, (pool,), supports = prepared(dataset, config)
+    ((inside, outside),) = supports.folds
+    data, held_out = pool.take(inside), pool.take(outside)
+    stopping = fit_module.Stopping(config)
+    fit(task, data, 3e-2, seed=0, validation=held_out, stopping=stopping)
+    accuracies = {step: accuracy for step, accuracy, _ in stopping.evaluations}
+    best, last = stopping.best, max(accuracies)
+    assert best.accuracy == max(accuracies.values()) > 0.5
+    assert last == best.step + 2 * 4 < 40, "it ended two evaluations after its best"
+    again, curve, _ = fit(task._replace(last_step=best.step), data, 3e-2, seed=0)
+    accuracy, loss, *_ = score(again, task.contract, held_out)
+    assert (accuracy, loss) == (best.accuracy, best.loss)
+    assert curve[-1]["step"] == best.step
+
+
+@pytest.mark.parametrize(
+    ("accuracies", "losses", "best", "over"),
+    [
+        ([0.5, 0.7, 0.6, 0.6], [1, 1, 1, 1], 4, True),
+        ([0.5, 0.7, 0.6], [1, 1, 1], 4, False),
+        ([0.7, 0.7, 0.7], [1, 0.9, 1], 4, False),  # a lower loss is better
+        ([0.7, 0.7, 0.7], [1, 1, 1], 2, True),  # an equal evaluation is not
+        ([0.7, None, None], [1, 1, 1], 2, True),
+        ([None, 0.0, 0.5], [1, 1, 1], 6, False),
+    ],
+)
+def test_a_trial_ends_after_so_many_evaluations_that_were_not_its_best(accuracies, losses, best, over):
+    stopping = fit_module.Stopping(configuration(early_stopping={"evaluations": 10, "patience": 2}))
+    assert not stopping.is_over
+    for number, (accuracy, loss) in enumerate(zip(accuracies, losses, strict=True)):
+        assert not stopping.is_over
+        stopping.add(2 * number + 2, None if accuracy is None else Evaluation(loss, accuracy))
+    assert stopping.best.step == best
+    assert stopping.is_over == over
+
+
+def test_a_trial_whose_evaluations_all_diverged_has_no_result():
+    stopping = fit_module.Stopping(configuration(early_stopping={}))
+    stopping.add(1, None)
+    with pytest.raises(ValueError, match="loss is inf after training"):
+        _ = stopping.best
+
+
+def test_refits_end_at_the_median_of_the_folds_best_steps():
+    trials = [
+        {"learning_rate": 0.1, "steps": [2, 2, 2, 2], "losses": [1.0] * 4},
+        {"learning_rate": 0.2, "steps": [8, 6, 20, 4], "losses": [1.0, 1.0, finetune.DIVERGED, 1.0]},
+    ]
+    assert finetune.last_step(trials, 0.2) == 6
+    trials[1]["losses"] = [1.0] * 4
+    assert finetune.last_step(trials, 0.2) == 6, "an evaluation that there was, the lower one of two"
 
 
 def test_stochastic_depth_of_a_fit_is_drawn_per_sample_and_not_from_torchs_generator(dataset, monkeypatch):
@@ -296,6 +390,27 @@ def test_a_single_rate_is_not_swept_and_says_so(dataset, tmp_path, local_ray):
     (row,) = rows.read_table(folder / "rows.parquet", rows.ROWS)
     assert row["selected_on"] == finetune.ONE_RATE
     assert row["value"] == result.metrics["test_accuracy"] > 0.9, "it was fitted all the same"
+
+
+@pytest.mark.ray
+def test_with_early_stopping_dev_also_chooses_the_last_step(dataset, tmp_path, local_ray):
+    """Also of a single rate, for which there is a trial then."""
+    config = configuration(
+        labels=Labels(), learning_rates=(3e-2,), steps=40, early_stopping={"evaluations": 10, "patience": 2}
+    )
+    result = finetune.main(context(tmp_path, dataset, config))
+    folder = tmp_path / "artifacts/finetune/k/attempts/1/files"
+    sweep = json.loads((folder / "sweep.json").read_text())
+    (trial,) = sweep["trials"]
+    last = sweep["stopped_at"]
+    assert trial["steps"] == [last] and last < 40
+    assert sweep["selected_on"] != finetune.ONE_RATE
+    lines = decode_lines((folder / "log.jsonl").read_bytes(), "log.jsonl")
+    steps = {name: [line.step for line in lines if line.fit == name] for name in {line.fit for line in lines}}
+    assert steps.keys() == {"trial-0-0", f"refit-0-{last}-0"}
+    assert max(steps["trial-0-0"]) == last + 8 and max(steps[f"refit-0-{last}-0"]) == last
+    (row,) = rows.read_table(folder / "rows.parquet", rows.ROWS)
+    assert json.loads(row["settings"])["stopped_at"] == result.metrics["stopped_at_step"] == last
 
 
 @pytest.mark.ray

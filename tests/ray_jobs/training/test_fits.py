@@ -62,10 +62,13 @@ def put_store(root: Path) -> Path:
 
 
 def run(given: Context[Any], rate: int = 0) -> None:
-    """Do what the stage and its task for draw 0 do, with this rate of the configuration."""
+    """Do what the stage and its task for draw 0 do, with this rate of the configuration; or the trial that may stop."""
     dataset, task = given.dataset(), finetune.make_task(given.config, given.dataset(), None)
-    pools, _ = finetune.labelled(given.config, dataset)
+    pools, supports = finetune.labelled(given.config, dataset)
     task = task._replace(attempts=open_ledger(given).attempts)
+    if given.config.early_stopping is not None:
+        finetune.trial(given, task, pools[0], supports.folds, (rate, 0))
+        return
     finetune.refit(given, task, pools[0], given.config.learning_rates[rate], 0)
 
 
@@ -142,6 +145,30 @@ def test_killed_twice_at_random_it_continues_to_the_same_bytes(case, undisturbed
     assert said in capsys.readouterr().out
     assert result(root, 3) == undisturbed[case]
     assert not [*root.rglob("checkpoints")]
+
+
+def test_a_killed_trial_that_may_stop_stops_where_it_would_have(tmp_path, monkeypatch, capsys):
+    """The evaluations before the kill count, also the best one."""
+    config = refitting(learning_rates=(1.0,), early_stopping={"evaluations": 20, "patience": 5})
+
+    def result_of(attempts: int) -> dict[str, Any]:
+        path = root / Layout.ledger("finetune", "k", attempts) / "trial-0-0.json"
+        entry = json.loads(path.read_text())
+        lines = [line for line in logged(open_store(str(root)), "finetune") if line["fit"] == "trial-0-0"]
+        return {name: entry[name] for name in ("accuracy", "loss", "step")} | {"log": lines}
+
+    root = put_store(tmp_path / "undisturbed")
+    run(attempt(root, config, 1))
+    undisturbed = result_of(1)
+    last = undisturbed["step"] + 5 * 3
+    assert last == undisturbed["log"][-1]["step"] < STEPS
+    root = put_store(tmp_path / "killed")
+    run_until(monkeypatch, last - 2, attempt(root, config, 1))
+    (newest,) = checkpoints(open_store(str(root)), "finetune", "k", "trial-0-0")
+    assert newest.step >= undisturbed["step"], "its best is before the checkpoint"
+    run(attempt(root, config, 2))
+    assert "continuing from the checkpoint of attempt 1" in capsys.readouterr().out
+    assert result_of(2) == undisturbed
 
 
 WIDER = {"model": SIZE.model_copy(update={"width": 24})}

@@ -313,8 +313,9 @@ def test_a_task_that_ray_runs_again_fits_nothing(
 ) -> None:
     """If a node is lost, Ray repeats finished tasks whose results it held."""
     again = attempt(store, 1)
+    task = finetune.make_task(again.config, again.dataset(), None)
     unused: Any = None
     for draw in (0, 1):
-        finetune.refit(again, unused, unused, 1e-2, draw)
+        finetune.refit(again, task, unused, 1e-2, draw)
     assert fits.run(again) == undisturbed[1]
     assert fits.count == 0

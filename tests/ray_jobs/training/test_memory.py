@@ -51,24 +51,26 @@ def dataset(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.slow
 @pytest.mark.full
 @pytest.mark.parametrize(
-    ("zero_stage", "dtype", "micro_batches", "model", "batch_size"),
+    ("zero_stage", "dtype", "micro_batches", "model", "batch_size", "objective"),
     [
-        (0, "bfloat16", 1, LARGE, FEW),
-        (1, "float32", 1, LARGE, FEW),
-        (1, "float32", 1, MEDIUM, MANY),
-        (1, "bfloat16", 1, LARGE, FEW),
-        (1, "bfloat16", 1, WIDE, FEW),
-        (1, "bfloat16", 2, LARGE, FEW),
-        (2, "bfloat16", 2, LARGE, FEW),
-        (3, "float32", 1, LARGE, FEW),
-        (3, "bfloat16", 1, LARGE, FEW),
+        (0, "bfloat16", 1, LARGE, FEW, "softmax"),
+        (1, "float32", 1, LARGE, FEW, "softmax"),
+        (1, "float32", 1, MEDIUM, MANY, "softmax"),
+        (1, "bfloat16", 1, LARGE, FEW, "softmax"),
+        (1, "bfloat16", 1, WIDE, FEW, "softmax"),
+        (1, "bfloat16", 2, LARGE, FEW, "softmax"),
+        (2, "bfloat16", 2, LARGE, FEW, "softmax"),
+        (3, "float32", 1, LARGE, FEW, "softmax"),
+        (3, "bfloat16", 1, LARGE, FEW, "softmax"),
+        (1, "bfloat16", 1, LARGE, FEW, "contrastive"),
+        (2, "float32", 1, MEDIUM, MANY, "contrastive"),
     ],
 )
 def test_two_workers_take_the_predicted_memory(
-    dataset, tmp_path, zero_stage, dtype, micro_batches, model, batch_size
+    dataset, tmp_path, zero_stage, dtype, micro_batches, model, batch_size, objective
 ):
     fields = {"zero_stage": zero_stage, "dtype": dtype, "gradient_accumulation_steps": micro_batches}
-    fields |= {"model": model, "batch_size": batch_size}
+    fields |= {"model": model, "batch_size": batch_size, "objective": objective, "augment": "shift"}
     run_workers(2, _worker, f"file://{tmp_path}/store", fields, dataset, tmp_path)
     said = (tmp_path / "said.txt").read_text()
     line = next(line for line in said.splitlines() if line.startswith("estimated memory"))

@@ -18,18 +18,21 @@ from ray_jobs.augment.randaugment import randaugment
 from ray_jobs.augment.views import two_views
 from ray_jobs.data import shards
 from ray_jobs.training import loop, optim
+from ray_jobs.training.ancestor import Ancestor
 from ray_jobs.training.fit import fit, score
 from ray_jobs.training.task import read_split
 from tests.support import datasets
 from tests.support.workers import run_workers
 from vit_model import compute
-from vit_model.config import MaeOptions
+from vit_model.config import MaeOptions, ModelContract, Preprocessing, ViTConfig
 from vit_model.contrastive import MoCo, MomentumEncoder, momentum
+from vit_model.distillation import Student, imitation
+from vit_model.errors import UserError
 from vit_model.masked_autoencoder import MaskedAutoencoder
 from vit_model.masked_patches import MaskedPatches
 from vit_model.model import ViT
 from vit_model.preprocessing import normalise
-from vit_model.weights import load_model
+from vit_model.weights import load_model, save_model
 
 CLASSES = ("left", "right", "top")
 SIZE = {"patch_size": 4, "width": 16, "depth": 2, "num_heads": 2}
@@ -205,6 +208,94 @@ def test_a_masked_autoencoder_is_trained_and_its_encoder_kept(dataset, tmp_path,
     assert f"{flops / 1e9:.4g} GFLOPs per image in training" in said
     weights = sum(parameter.numel() for parameter in task.parameters())
     assert f"{4 * weights / 2**20:,.1f} MiB weights" in said
+
+
+@pytest.mark.parametrize("kind", ["soft", "hard", "features"])
+def test_a_student_sees_the_pixels_of_its_teacher_and_their_classes_by_name(dataset, tmp_path, kind, capsys):
+    """The teacher has other means, more classes and another order; the student a distillation token."""
+    teacher = ViT(
+        ViTConfig(image_size=8, patch_size=4, width=24, depth=1, num_heads=2, mlp_dim=32, num_classes=4)
+    )
+    with torch.no_grad():
+        teacher.head.weight.normal_(generator=torch.Generator().manual_seed(1))
+    pixels = Preprocessing(mean=(0.3,) * 3, std=(0.2,) * 3, resolution=8, channels=3)
+    names = ("top", "bottom", "left", "right")
+    contract = ModelContract(
+        architecture=teacher.config, class_names=names, preprocessing=pixels, training_data="x", license=None
+    )
+    save_model(tmp_path / "teacher", teacher, contract)
+    settings = {"kind": kind, "weight": 0.3} | ({"temperature": 2.0} if kind == "soft" else {})
+    config = configuration(
+        objective="distillation",
+        teacher="t",
+        distillation=settings,
+        mixup=0.4,
+        label_smoothing=0.1,
+        seed=3,
+        model=SIZE | {"distillation": True},
+    )
+    ancestor = Ancestor(tmp_path / "teacher", "t")
+    metrics = loop.train(config, shards.open_dataset(dataset), tmp_path / "out", teacher=ancestor)
+    student = Student(new_model(config, tmp_path / "out"), 24 if kind == "features" else None, seed=3)
+    reference = Reference(config, dataset, tmp_path / "out", student)
+    for step, images, labels, _ in reference.batches():
+        how = plan(0.4, 0.0, 3, step, 8, 8)
+        assert how is not None
+        images, targets = mix(images, labels, 3, how)
+        with torch.no_grad():
+            seen = normalise(images, pixels, torch.float32)
+            logits, features = teacher.eval()(seen)[:, [2, 3, 0]], teacher.forward_features(seen)[1]
+        taught = features if kind == "features" else logits
+        ours, answers = student(reference.inputs(images))
+        supervised = functional.cross_entropy(ours, targets, label_smoothing=0.1)
+        reference.update(
+            step, 0.7 * supervised + 0.3 * imitation(kind, answers, taught, settings.get("temperature", 1))
+        )
+    reference.assert_is(tmp_path / "out", student.model)
+    trained, contract = load_model(tmp_path / "out")
+    assert contract.class_names == CLASSES
+    assert not [name for name in trained.state_dict() if "projection" in name]
+    flops = compute.train_flops(contract.architecture) + compute.forward_flops(teacher.config)
+    assert metrics["exaflops"] == flops * 6 * 16 / 1e18
+    assert f"{flops / 1e9:.4g} GFLOPs per image in training" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        (
+            {"class_names": ("left", "right", "up")},
+            "teacher t does not know the classes 'top' of the data; its 3",
+        ),
+        ({"class_names": ("left", "left", "top"), "also": "right"}, "several classes with one name"),
+        (
+            {"image_size": 12},
+            "teacher t takes images of resolution 12, but this stage trains with resolution 8",
+        ),
+        ({"channels": 1}, "teacher t takes images with 1 channels; those of halves have 3"),
+        ({"class_names": ()}, "teacher t has no classifier, which distillation.kind hard imitates"),
+    ],
+    ids=str,
+)
+def test_a_teacher_that_does_not_fit_is_refused_before_the_first_step(dataset, tmp_path, changed, message):
+    names = changed.get("class_names", CLASSES) + ((changed["also"],) if "also" in changed else ())
+    side, channels = changed.get("image_size", 8), changed.get("channels", 3)
+    shape = {"patch_size": 4, "width": 8, "depth": 1, "num_heads": 1, "mlp_dim": 8}
+    model = ViT(ViTConfig(image_size=side, in_channels=channels, num_classes=len(names), **shape))
+    pixels = Preprocessing(mean=(0.5,) * channels, std=(0.5,) * channels, resolution=side, channels=channels)
+    contract = ModelContract(
+        architecture=model.config, class_names=names, preprocessing=pixels, training_data="x", license=None
+    )
+    save_model(tmp_path / "teacher", model, contract)
+    config = configuration(objective="distillation", teacher="t")
+    with pytest.raises(UserError, match=message):
+        loop.train(
+            config,
+            shards.open_dataset(dataset),
+            tmp_path / "out",
+            teacher=Ancestor(tmp_path / "teacher", "t"),
+        )
+    assert not (tmp_path / "out").exists()
 
 
 def test_masked_patches_beside_labels_add_their_loss(dataset, tmp_path, capsys):

@@ -23,7 +23,7 @@ from tests.support.interrupted import (
     run_attempt,
     run_with_kills,
     world_of,
-    write_ancestor,
+    write_inputs,
     write_noise,
 )
 from tests.support.records import make_attempt
@@ -45,7 +45,7 @@ KILLED = [pytest.param(case, marks=() if case in ALWAYS else pytest.mark.full) f
 def test_killed_workers_continue_to_the_same_bytes(dataset, tmp_path, case):
     config, rng = configuration(**CASES[case]), random.Random(case)
     undisturbed, killed = (open_store(str(tmp_path / name)) for name in ("undisturbed", "killed"))
-    ancestor = write_ancestor(tmp_path / "first", dataset) if config.init_from else None
+    ancestor = write_inputs(config, tmp_path / "first", dataset)
     assert run_attempt(config, dataset, undisturbed, tmp_path / "a", world=world_of(case), ancestor=ancestor)
     record = run_with_kills(config, dataset, killed, tmp_path / "b", 2, rng, world_of(case), ancestor)
     assert len(record) == 2
