@@ -83,7 +83,7 @@ def kill_without_ray(folder: Path, kills: int, seed: int) -> list[str]:
         world = interrupted.world_of(case)
         config, own = interrupted.configuration(**fields), folder / case.replace(" ", "-")
         undisturbed, killed = (open_store(str(own / name)) for name in ("undisturbed", "killed"))
-        start = interrupted.write_ancestor(own / "first", dataset) if config.init_from else None
+        start = interrupted.write_inputs(config, own / "first", dataset)
         assert interrupted.run_attempt(config, dataset, undisturbed, own / "a", world=world, ancestor=start)
         rng = random.Random(f"{seed}/{case}")
         record = interrupted.run_with_kills(config, dataset, killed, own / "b", kills, rng, world, start)
