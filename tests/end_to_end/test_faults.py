@@ -235,7 +235,7 @@ def test_a_training_that_is_suspended_and_then_stopped_is_one_chain_of_checkpoin
     driver.send_signal(signal.SIGINT)
     out, _ = driver.communicate(timeout=60)
     assert driver.returncode == 130, out
-    wait_for(lambda: not matching(own_ray, "-m ray_jobs.pretrain", str(store)), 10)
+    wait_for(lambda: not matching(own_ray, "-m ray_jobs.pretrain", str(store)), 40)
     told = max(saved(2))
     assert told > before, "saved after it was told to end"
     finish(train(store))

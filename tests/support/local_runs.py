@@ -8,7 +8,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -20,13 +20,17 @@ from tests.support.paths import TINY
 
 @contextmanager
 def a_local_ray() -> Iterator[dict[str, str]]:
-    """Yield the environment of a local Ray that nobody else uses; afterwards nothing of it may live."""
+    """Yield the environment of a local Ray that nobody else uses; afterwards nothing of it may live.
+
+    What a test that failed has left is killed, so that it disturbs no other.
+    """
     folder = Path(tempfile.mkdtemp(prefix="vff-"))
     environment = os.environ | {"VITFLOW_RAY_DIR": str(folder / "ray"), "VITFLOW_RAY_IDLE_SECONDS": "3"}
     yield environment
     deadline = time.monotonic() + 60
     while (left := ray_processes(environment)) and time.monotonic() < deadline:
         time.sleep(0.5)
+    kill(left)
     assert not left, "processes of the local Ray are left after its idle time"
     shutil.rmtree(folder)
 
@@ -71,8 +75,13 @@ def finish(driver: subprocess.Popen[str]) -> str:
 
 def matching(environment: Mapping[str, str], *words: str) -> list[psutil.Process]:
     """Those whose name and command line contain all the words."""
+    return with_words(ray_processes(environment), *words)
+
+
+def with_words(processes: Iterable[psutil.Process], *words: str) -> list[psutil.Process]:
+    """Those of the processes that still live and whose name and command line contain all the words."""
     matches = []
-    for process in ray_processes(environment):
+    for process in processes:
         try:
             line = " ".join([process.name(), *process.cmdline()])
         except psutil.Error:

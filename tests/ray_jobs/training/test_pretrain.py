@@ -30,6 +30,7 @@ from ray_jobs.training import loop, optim
 from ray_jobs.training.fit import fit, score, start_model
 from ray_jobs.training.task import read_split
 from tests.support import datasets
+from tests.support.local_runs import with_words
 from tests.support.records import make_context, make_manifest
 from tests.support.s3 import used
 from tests.support.stores import repeated
@@ -462,9 +463,7 @@ def kill_a_worker(store: Store, attempt: Attempt, deaths: list[Any]) -> None:
     """SIGKILL for one of Ray Train's workers after the second checkpoint; add its step, and the time."""
     while len(checkpoints(store, attempt.job, attempt.key)) < 2:
         time.sleep(0.02)
-    [worker, _] = [
-        process for process in psutil.process_iter() if "ray::RayTrainWorker" in " ".join(process.cmdline())
-    ]
+    worker, _ = with_words(psutil.Process().children(recursive=True), "ray::RayTrainWorker")
     worker.kill()
     worker.wait()
     deaths += [checkpoints(store, attempt.job, attempt.key)[0].step, now()]
