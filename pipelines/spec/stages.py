@@ -5,15 +5,17 @@ from __future__ import annotations
 from functools import cache
 from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import AfterValidator, Field, model_validator
+from pydantic import AfterValidator, Field, ValidationError, model_validator
 
 from pipelines.spec.augmentation import Augmentation, EvalCrop, RandAugment, mixing
 from pipelines.spec.checkpoints import LATEST, Backbone, CheckpointEvery, NamedCheckpoint
 from pipelines.spec.fields import Seed, ascending, checkpoint, distinct, execution, marks, takes
 from pipelines.spec.optimizer import Optimizer, check_optimizer
+from pipelines.spec.search import ASHA, FIXED, Choices, Point, Range, Search, placed
 from pipelines.spec.shapes import Model, ModelSize, ResNetSize, check_patches, size_of
 from pipelines.spec.sources import Source
 from vit_model.config import Frozen, MaeOptions, ResNetConfig, ViTConfig, later
+from vit_model.errors import reasons
 
 Shots = Annotated[int, Field(ge=1)]
 Steps = Annotated[int, Field(ge=1)]
@@ -590,7 +592,7 @@ class EarlyStopping(Frozen):
 
 
 class Finetune(_Stage):
-    """A Ray Tune sweep over learning rates, a refit with the best, and one look at test (paper, Table 4's protocol)."""
+    """A Ray Tune sweep over learning rates or a search, a refit with the best, one look at test (paper, Table 4)."""
 
     VERSION: ClassVar[int] = 7  # stochastic depth is drawn per sample
     KIND: ClassVar[str] = "model"
@@ -602,8 +604,15 @@ class Finetune(_Stage):
         None, ge=4, le=8192, description="with a backbone: null keeps the backbone's"
     )
     labels: Labels = Labels()
-    learning_rates: Annotated[tuple[Rate, ...], Field(min_length=1), AfterValidator(distinct)] = Field(
-        description="the rates to sweep; a single rate is used without a sweep"
+    learning_rates: Annotated[tuple[Rate, ...], AfterValidator(distinct)] = Field(
+        (),
+        description="the rates to sweep; a single rate is used without a sweep. Needed unless `search` is over"
+        " learning_rate",
+    )
+    search: Search | None = later(
+        None,
+        description="other fields to sweep, and how: grid, random, asha or optuna. `over` gives each field's values, or"
+        " {low, high, scale: linear or log}; fields in others are written as optimizer.weight_decay",
     )
     steps: int = Field(ge=1)
     batch_size: int = Field(ge=1)
@@ -686,6 +695,62 @@ class Finetune(_Stage):
             raise ValueError(
                 f"early_stopping.evaluations {self.early_stopping.evaluations} is more than steps {self.steps}"
             )
+        return self
+
+    @property
+    def space(self) -> dict[str, Range | Choices]:
+        """The values that a trial's fields may have, by path, the learning rate's first."""
+        over = {} if self.search is None else self.search.over
+        rates: dict[str, Range | Choices] = (
+            {} if "learning_rate" in over else {"learning_rate": self.learning_rates}
+        )
+        return rates | over
+
+    def at(self, point: Point) -> Self:
+        """Return the fine-tuning of one trial: with the values of a point, one learning rate, and no search.
+
+        Raises:
+            ValueError: the values do not fit this stage; as a ValidationError if it is a single field.
+        """
+        fields = self.model_dump(exclude={"search", "learning_rates"})
+        values = {path: value for path, value in point.items() if path != "learning_rate"}
+        return type(self).model_validate(
+            placed(fields, values) | {"learning_rates": (point["learning_rate"],)}
+        )
+
+    @model_validator(mode="after")
+    def _search_fits(self) -> Self:
+        if (search := self.search) is None:
+            if not self.learning_rates:
+                raise ValueError("learning_rates: give at least one")
+            return self
+        if ("learning_rate" in search.over) == bool(self.learning_rates):
+            raise ValueError("give either learning_rates or search.over.learning_rate")
+        if isinstance(search, ASHA):
+            if self.labels.per_class is not None:
+                raise ValueError(
+                    "search.kind asha needs one held-out part, but labels.per_class has folds: use random or optuna"
+                )
+            if self.early_stopping is not None:
+                raise ValueError("search.kind asha ends trials itself: leave out early_stopping")
+            if search.evaluations > self.steps:
+                raise ValueError(f"search.evaluations {search.evaluations} is more than steps {self.steps}")
+        shared = {*FIXED, "learning_rates"} | {
+            name for name, info in type(self).model_fields.items() if marks(info).get("execution")
+        }
+        ends = {
+            path: (values.low, values.high) if isinstance(values, Range) else values
+            for path, values in self.space.items()
+        }
+        first = {"learning_rate": ends["learning_rate"][0]}
+        for path, values in ends.items():
+            if path.split(".")[0] in shared:
+                raise ValueError(f"search.over.{path}: all trials share {path}, so it cannot be searched")
+            for value in values:
+                try:
+                    self.at(first | {path: value})
+                except ValidationError as error:
+                    raise ValueError(f"search.over.{path}, value {value!r}: {reasons(error)}") from None
         return self
 
     @model_validator(mode="after")

@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import copy
 import math
+from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import torch
 from torch.nn import functional
 
-from pipelines.spec import Finetune
 from ray_jobs.augment import TrainTransform, depth_draws, dropout_seed
 from ray_jobs.data.loader import Loader
 from ray_jobs.data.sampler import Sampler
@@ -39,28 +39,48 @@ _EVALUATIONS = 5  # over a trial, the last one at its end, by `score`
 
 
 class Stopping:
-    """When a trial ends early, and which of its evaluations is its result (`early_stopping`)."""
+    """When a trial ends early, and which of its evaluations is its result.
 
-    def __init__(self, config: Finetune) -> None:
-        assert config.early_stopping is not None
-        count, self._patience = config.early_stopping.evaluations, config.early_stopping.patience
-        self.steps = {math.ceil(config.steps * part / count) for part in range(1, count + 1)}
+    Args:
+        steps: of a trial that does not end early.
+        count: of the evaluations, at equal distances.
+        patience: see `early_stopping`; None: somebody else ends the trial, by raising an exception in `tell`.
+        tell: is told (step, accuracy, loss) of each evaluation, and again of those before a checkpoint.
+    """
+
+    def __init__(
+        self,
+        steps: int,
+        count: int,
+        patience: int | None = None,
+        tell: Callable[[int, float, float], None] = lambda *_: None,
+    ) -> None:
+        self._patience, self._tell = patience, tell
+        self.steps = {math.ceil(steps * part / count) for part in range(1, count + 1)}
         self.evaluations: list[tuple[int, float, float]] = []
         """(step, accuracy, loss), for a checkpoint"""
 
     def add(self, step: int, evaluation: Evaluation | None) -> None:
         """Add the evaluation after a step; None: its loss was not finite."""
         loss, accuracy = evaluation or (math.inf, 0.0)
-        self.evaluations.append((step, accuracy, loss))
+        self.continue_from([*self.evaluations, (step, accuracy, loss)])
+
+    def continue_from(self, evaluations: Sequence[tuple[int, float, float]]) -> None:
+        """Take these evaluations, whose first ones are those that it had."""
+        new, self.evaluations = evaluations[len(self.evaluations) :], [*evaluations]
+        for evaluation in new:
+            self._tell(*evaluation)
 
     @property
     def best(self) -> Trial:
         """The result with the highest accuracy; the lower loss, then the earlier step breaks ties.
 
+        Without patience it is the last.
+
         Raises:
             DivergenceError: no loss was finite.
         """
-        step, accuracy, loss = self._best()
+        step, accuracy, loss = self.evaluations[-1] if self._patience is None else self._best()
         if math.isinf(loss):
             raise DivergenceError(_NOT_FINITE.format(loss))
         return Trial(accuracy, loss, step)
@@ -68,6 +88,8 @@ class Stopping:
     @property
     def is_over(self) -> bool:
         """Whether the last evaluations, as many as the patience, were all worse than one before them."""
+        if self._patience is None:
+            return False
         since = self.evaluations[::-1].index(self._best()) if self.evaluations else 0
         return since >= self._patience
 
@@ -170,7 +192,8 @@ def fit(
     steps, last = config.steps, task.last_step or config.steps  # of the schedule, of this fit
     evaluations = {math.ceil(steps * part / _EVALUATIONS) for part in range(1, _EVALUATIONS)} - {steps}
     if stopping is not None:
-        evaluations, stopping.evaluations = stopping.steps, [*before.evaluations]
+        evaluations = stopping.steps
+        stopping.continue_from(before.evaluations)
     points = {math.ceil(last * part / _CURVE_POINTS) for part in range(1, _CURVE_POINTS + 1)}
     curve: list[dict[str, Any]] = [*before.points]
     loss_sum, summed = torch.full((), before.loss_sum, device=device), before.summed

@@ -1,8 +1,9 @@
 """The ledger of a fine-tuning: its finished trials and refits, which later attempts at the same key take over.
 
-In: the result of a trial or a refit. Out: an object, `ledger/trial-<rate>-<fold>.json` or `ledger/refit-<draw>.json` in
-the attempt's folder, created once, by the process that computed the result, as soon as it has it. An attempt reads the
-ledgers of the attempts before it and writes to its own, so several attempts may run at once.
+In: the result of a trial or a refit. Out: an object, `ledger/trial-<point>-<fold>.json` or `ledger/refit-<draw>.json`,
+in the attempt's folder, created once, by the process that computed the result, as soon as it has it; for a point that
+Optuna proposed also `ledger/point-<number>.json`, before its first trial. An attempt reads the ledgers of the attempts
+before it and writes to its own, so several attempts may run at once.
 
 The entries of an attempt that ran other code are not used, because its results may differ. No manifest lists an entry,
 so each has a checksum. A damaged entry is computed again, with a line in the log: this costs one fit, while an error
@@ -11,15 +12,17 @@ would block the key until somebody removes the entry.
 
 from __future__ import annotations
 
+import re
 import shutil
 from collections.abc import Iterator, Sequence
 from typing import Annotated, Self, TypeVar
 
 import numpy as np
-from pydantic import Field, NonNegativeInt, PositiveInt, model_validator
+from pydantic import Field, JsonValue, NonNegativeInt, PositiveInt, model_validator
 
 from pipelines.identity import canonical_json, sha256
 from pipelines.spec import Finetune
+from pipelines.spec.search import Point
 from pipelines.store import (
     MODEL_FILES,
     FileEntry,
@@ -37,21 +40,35 @@ from vit_model.config import Frozen
 Fraction = Annotated[float, Field(ge=0, le=1)]
 
 
-class TrialEntry(Frozen):
-    """A finished trial: its results on the validation part of its fold, after `step` steps."""
+class LedgerEntry(Frozen):
+    """What all entries have."""
 
     name: str
     """Of this object in the store."""
-    accuracy: Fraction
-    loss: float
-    step: PositiveInt
-    """Of a refit, its last."""
     sha256: str = ""
     """Of the other fields, see `checksum`."""
 
     def checksum(self) -> str:
         """Return the sha256 of all other fields."""
         return sha256(canonical_json(self.model_dump(mode="json", exclude={"sha256"})))
+
+
+class PointEntry(LedgerEntry):
+    """A point that Optuna proposed: {field: value}."""
+
+    point: dict[str, JsonValue]
+
+
+class TrialEntry(LedgerEntry):
+    """A finished trial, see `Trial`: its results on the validation part of its fold, after `step` steps."""
+
+    accuracy: Fraction
+    loss: float
+    step: PositiveInt
+    """Of a refit, its last."""
+    evaluations: tuple[tuple[PositiveInt, Fraction, float], ...] = ()
+    is_pruned: bool = False
+    seconds: float = 0.0
 
 
 class CurvePoint(Frozen):
@@ -69,7 +86,7 @@ class RefitEntry(TrialEntry):
     and validated like any other record.
     """
 
-    learning_rate: float
+    point: dict[str, JsonValue]
     predictions: tuple[NonNegativeInt, ...]
     """[n], labels."""
     probabilities: tuple[Fraction, ...]
@@ -91,23 +108,29 @@ class RefitEntry(TrialEntry):
         return self
 
 
-Entry = TypeVar("Entry", bound=TrialEntry)
+Entry = TypeVar("Entry", bound=LedgerEntry)
 
 
 def add_trial(context: Context[Finetune], place: Place, trial: Trial) -> None:
     """Record a finished trial."""
     name = _name(context, context.attempt.number, _trial(place))
-    _add(context, TrialEntry(name=name, accuracy=trial.accuracy, loss=trial.loss, step=trial.step))
+    _add(context, TrialEntry(name=name, **trial._asdict()))
 
 
-def add_refit(context: Context[Finetune], draw: int, learning_rate: float, step: int, refit: Refit) -> None:
+def add_point(context: Context[Finetune], number: int, point: Point) -> bool:
+    """Record a point that Optuna proposed; return False if there is another with this number."""
+    name = _name(context, context.attempt.number, f"point-{number}.json")
+    return _add(context, PointEntry(name=name, point=point))
+
+
+def add_refit(context: Context[Finetune], draw: int, point: Point, step: int, refit: Refit) -> None:
     """Record a finished refit, whose files are in the attempt's folder."""
     entry = RefitEntry(
         name=_name(context, context.attempt.number, _refit(draw)),
         accuracy=refit.score.accuracy,
         loss=refit.score.loss,
         step=step,
-        learning_rate=learning_rate,
+        point=point,
         predictions=refit.score.predictions.tolist(),
         probabilities=refit.score.probabilities.tolist(),
         curve=refit.curve,
@@ -121,23 +144,37 @@ class Ledger:
     """What some attempts at a key have finished; of several entries for the same, the newest attempt's."""
 
     def __init__(self, context: Context[Finetune], attempts: Sequence[int]) -> None:
-        """Open the ledgers of these attempts, the newest first."""
+        """Open the ledger of the context's attempt, and those of these attempts, the newest first."""
         self._context, self._store, self.attempts = context, context.open_store(), tuple(attempts)
+        self._all = tuple(dict.fromkeys((context.attempt.number, *attempts)))
 
     def trial(self, place: Place) -> tuple[int, Trial] | None:
         """Return a finished trial and its attempt; None if it is not finished."""
         for attempt, entry in self._find(_trial(place), TrialEntry):
-            return attempt, Trial(entry.accuracy, entry.loss, entry.step)
+            return attempt, Trial(**{field: getattr(entry, field) for field in Trial._fields})
         return None
 
-    def refit(self, draw: int, learning_rate: float, step: int) -> Refit | None:
-        """Return a finished refit with this learning rate and last step, and say so; None if it is not finished.
+    def points(self) -> dict[int, Point]:
+        """Return the points that Optuna proposed, by number, in this order."""
+        job, key = self._context.attempt.job, self._context.attempt.key
+        files = {
+            name for attempt in self._all for name in self._store.names(Layout.ledger(job, key, attempt))
+        }
+        found: dict[int, Point] = {}
+        for file in files:
+            if match := re.fullmatch(r"point-(\d+)\.json", file):
+                for _, entry in self._find(file, PointEntry):
+                    found[int(match[1])] = dict(entry.point)
+        return dict(sorted(found.items()))
+
+    def refit(self, draw: int, point: Point, step: int) -> Refit | None:
+        """Return a finished refit with this point and last step, and say so; None if it is not finished.
 
         Its files are copied into the folder of the context's attempt.
         """
         for attempt, entry in self._find(_refit(draw), RefitEntry):
             # on GPUs, results vary a little, and the trials of another attempt may have chosen others
-            if (entry.learning_rate, entry.step) != (learning_rate, step):
+            if (entry.point, entry.step) != (point, step):
                 continue
             try:
                 files = self._copy(attempt, entry.files)
@@ -153,7 +190,7 @@ class Ledger:
 
     def _find(self, file: str, model: type[Entry]) -> Iterator[tuple[int, Entry]]:
         """Yield each attempt that has this entry, and the entry; skip damaged ones with a line in the log."""
-        for attempt in self.attempts:
+        for attempt in self._all:
             name = _name(self._context, attempt, file)
             try:
                 entry = read_record(self._store, name, model)
@@ -218,6 +255,7 @@ def _name(context: Context[Finetune], attempt: int, file: str) -> str:
     return f"{Layout.ledger(context.attempt.job, context.attempt.key, attempt)}/{file}"
 
 
-def _add(context: Context[Finetune], entry: TrialEntry) -> None:
-    # If the entry exists, Ray has run a task again whose result was lost. Either result will do.
-    context.open_store().create(entry.name, encode(entry.model_copy(update={"sha256": entry.checksum()})))
+def _add(context: Context[Finetune], entry: LedgerEntry) -> bool:
+    """Return False if the entry exists. Of a trial or refit, Ray has run a task again; either result will do."""
+    checked = entry.model_copy(update={"sha256": entry.checksum()})
+    return context.open_store().create(entry.name, encode(checked))

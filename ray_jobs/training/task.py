@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipelines.spec import Finetune
+from pipelines.spec.search import Point
 from pipelines.store import FileEntry
 from ray_jobs.data.shards import Dataset, Images, Split
 from vit_model.config import ModelContract
@@ -18,7 +19,9 @@ Indices = NDArray[np.int64]
 Folds = list[tuple[Indices, Indices]]
 """Rows to fit on and rows to score on, per fold."""
 Place = tuple[int, int]
-"""A trial of a sweep: the place of its learning rate in the configuration, and of its fold."""
+"""A trial of a sweep: the number of its point, and that of its fold."""
+Evaluated = tuple[int, float, float]
+"""An evaluation of a trial: (step, accuracy, loss)."""
 
 
 class DivergenceError(UserError):
@@ -26,7 +29,7 @@ class DivergenceError(UserError):
 
 
 class Task(NamedTuple):
-    """The parts that all fits of a stage share."""
+    """The parts that all fits of a stage share; or, with `number`, those of one point of its search."""
 
     config: Finetune
     contract: ModelContract
@@ -35,6 +38,15 @@ class Task(NamedTuple):
     """Earlier ones, from whose checkpoints a fit continues."""
     last_step: int | None = None
     """Of a refit, whose trial was best there (`early_stopping`); None: the configuration's last."""
+    number: int = -1
+    """Of the point whose values `config` has, in the order in which they were tried."""
+    point: Point = {}
+
+    @property
+    def learning_rate(self) -> float:
+        """Of the point."""
+        (rate,) = self.config.learning_rates
+        return rate
 
 
 class Score(NamedTuple):
@@ -56,6 +68,12 @@ class Trial(NamedTuple):
     loss: float
     step: int
     """after which it had them: the best one with `early_stopping`, otherwise the last"""
+    evaluations: tuple[Evaluated, ...] = ()
+    """with ASHA, which decides by them"""
+    is_pruned: bool = False
+    """whether ASHA ended it there"""
+    seconds: float = 0.0
+    """that it took"""
 
 
 class Refit(NamedTuple):

@@ -79,7 +79,9 @@ def test_the_best_mean_wins_and_the_loss_breaks_ties():
         {"learning_rate": 2.0, "accuracies": [0.8, 0.8], "losses": [0.9, 0.9]},
         {"learning_rate": 3.0, "accuracies": [0.9, 0.7], "losses": [0.2, 0.95]},
     ]
-    assert finetune.choose(trials) == 3.0, "0.575 is less than 0.9, though its worst fold is worse"
+    assert finetune.choose(trials)["learning_rate"] == 3.0, (
+        "0.575 is less than 0.9, though its worst fold is worse"
+    )
 
 
 def test_a_rate_that_diverged_in_fewer_folds_comes_first():
@@ -88,9 +90,9 @@ def test_a_rate_that_diverged_in_fewer_folds_comes_first():
     sound = {"learning_rate": 2.0, "accuracies": [0.5, 0.5, 0.5], "losses": [0.9, 0.9, 0.9]}
     worse = {"learning_rate": 3.0, "accuracies": [1.0, 0.0, 0.0], "losses": [0.1, lost, lost]}
     never = {"learning_rate": 4.0, "accuracies": [0.0] * 3, "losses": [lost] * 3}
-    assert finetune.choose([best_but_for_a_fold, sound, worse, never]) == 2.0
-    assert finetune.choose([never, worse, best_but_for_a_fold]) == 1.0
-    assert finetune.choose([never, worse]) == 3.0
+    assert finetune.choose([best_but_for_a_fold, sound, worse, never])["learning_rate"] == 2.0
+    assert finetune.choose([never, worse, best_but_for_a_fold])["learning_rate"] == 1.0
+    assert finetune.choose([never, worse])["learning_rate"] == 3.0
     with pytest.raises(ValueError, match="diverged with every rate of the sweep"):
         finetune.choose([never, {**never, "learning_rate": 5.0}])
 
@@ -162,7 +164,7 @@ def test_a_refit_repeats_the_steps_of_its_trial_until_it_was_best(dataset):
     task, (pool,), supports = prepared(dataset, config)
     ((inside, outside),) = supports.folds
     data, held_out = pool.take(inside), pool.take(outside)
-    stopping = fit_module.Stopping(config)
+    stopping = fit_module.Stopping(40, 10, patience=2)
     fit(task, data, 3e-2, seed=0, validation=held_out, stopping=stopping)
     accuracies = {step: accuracy for step, accuracy, _ in stopping.evaluations}
     best, last = stopping.best, max(accuracies)
@@ -186,7 +188,7 @@ def test_a_refit_repeats_the_steps_of_its_trial_until_it_was_best(dataset):
     ],
 )
 def test_a_trial_ends_after_so_many_evaluations_that_were_not_its_best(accuracies, losses, best, over):
-    stopping = fit_module.Stopping(configuration(early_stopping={"evaluations": 10, "patience": 2}))
+    stopping = fit_module.Stopping(20, 10, patience=2)
     assert not stopping.is_over
     for number, (accuracy, loss) in enumerate(zip(accuracies, losses, strict=True)):
         assert not stopping.is_over
@@ -196,20 +198,17 @@ def test_a_trial_ends_after_so_many_evaluations_that_were_not_its_best(accuracie
 
 
 def test_a_trial_whose_evaluations_all_diverged_has_no_result():
-    stopping = fit_module.Stopping(configuration(early_stopping={}))
+    stopping = fit_module.Stopping(20, 20, patience=5)
     stopping.add(1, None)
     with pytest.raises(ValueError, match="loss is inf after training"):
         _ = stopping.best
 
 
 def test_refits_end_at_the_median_of_the_folds_best_steps():
-    trials = [
-        {"learning_rate": 0.1, "steps": [2, 2, 2, 2], "losses": [1.0] * 4},
-        {"learning_rate": 0.2, "steps": [8, 6, 20, 4], "losses": [1.0, 1.0, finetune.DIVERGED, 1.0]},
-    ]
-    assert finetune.last_step(trials, 0.2) == 6
-    trials[1]["losses"] = [1.0] * 4
-    assert finetune.last_step(trials, 0.2) == 6, "an evaluation that there was, the lower one of two"
+    trial = {"steps": [8, 6, 20, 4], "losses": [1.0, 1.0, finetune.DIVERGED, 1.0]}
+    assert finetune.last_step(trial) == 6
+    trial["losses"] = [1.0] * 4
+    assert finetune.last_step(trial) == 6, "an evaluation that there was, the lower one of two"
 
 
 def test_stochastic_depth_of_a_fit_is_drawn_per_sample_and_not_from_torchs_generator(dataset, monkeypatch):

@@ -66,10 +66,11 @@ def run(given: Context[Any], rate: int = 0) -> None:
     dataset, task = given.dataset(), finetune.make_task(given.config, given.dataset(), None)
     pools, supports = finetune.labelled(given.config, dataset)
     task = task._replace(attempts=open_ledger(given).attempts)
+    task = finetune.at_point(task, rate, {"learning_rate": given.config.learning_rates[rate]}, dataset)
     if given.config.early_stopping is not None:
-        finetune.trial(given, task, pools[0], supports.folds, (rate, 0))
+        finetune.trial(given, task, pools[0], supports.folds, 0)
         return
-    finetune.refit(given, task, pools[0], given.config.learning_rates[rate], 0)
+    finetune.refit(given, task, pools[0], 0)
 
 
 def run_killed(root: Path, config: Finetune, number: int, kill: Kill) -> None:

@@ -54,18 +54,18 @@ class Fits:
             self.count += 1
             return fit_one(*arguments)
 
-        def add_or_die(*arguments: Any) -> None:
+        def add_or_die(*arguments: Any) -> bool:
             self.live()
-            add(*arguments)
+            is_first = add(*arguments)
             self.live()
+            return is_first
 
-        def trials(given: Any, task: Any, pools: Any, folds: Any, places: Any) -> Any:
-            return {
-                place: finetune.trial(given, task, pools[0], folds, place) for place in places[:: self.order]
-            }
+        def trials(given: Any, pools: Any, folds: Any, missing: Any, finished: Any) -> None:
+            for task, fold in missing[:: self.order]:
+                finetune.trial(given, task, pools[0], folds, fold)
 
-        def refits(given: Any, task: Any, pools: Any, rate: float, draws: Any) -> list[Refit]:
-            done = [finetune.refit(given, task, pools[draw], rate, draw) for draw in draws[:: self.order]]
+        def refits(given: Any, task: Any, pools: Any, draws: Any) -> list[Refit]:
+            done = [finetune.refit(given, task, pools[draw], draw) for draw in draws[:: self.order]]
             return done[:: self.order]
 
         patch.setattr(fit, "fit", counted)
@@ -314,8 +314,9 @@ def test_a_task_that_ray_runs_again_fits_nothing(
     """If a node is lost, Ray repeats finished tasks whose results it held."""
     again = attempt(store, 1)
     task = finetune.make_task(again.config, again.dataset(), None)
+    task = finetune.at_point(task, 1, {"learning_rate": 1e-2}, again.dataset())
     unused: Any = None
     for draw in (0, 1):
-        finetune.refit(again, task, unused, 1e-2, draw)
+        finetune.refit(again, task, unused, draw)
     assert fits.run(again) == undisturbed[1]
     assert fits.count == 0

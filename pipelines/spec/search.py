@@ -1,0 +1,142 @@
+"""The search of a fine-tuning: which values of which fields its trials have (`search` in recipes)."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import AfterValidator, Discriminator, Field, JsonValue, Tag, model_validator
+
+from pipelines.spec.fields import Seed
+from vit_model.config import Frozen
+
+Point = dict[str, Any]
+"""The values of the searched fields in one trial, by the field's path: {"optimizer.weight_decay": 0.1}."""
+
+# Fields that say which question the sweep answers, so that its trials must share them.
+FIXED = ("job", "data", "backbone", "model", "labels", "seed", "seen_in_training", "search", "early_stopping")
+
+
+class Range(Frozen):
+    """All numbers from `low` to `high`; whole ones if both are written without a point."""
+
+    low: int | float
+    high: int | float
+    scale: Literal["linear", "log"] = "linear"
+
+    @model_validator(mode="after")
+    def _ascends(self) -> Self:
+        if not self.low < self.high:
+            raise ValueError(f"low {self.low:g} is not less than high {self.high:g}")
+        if self.scale == "log" and self.low <= 0:
+            raise ValueError(f"low {self.low:g}: a logarithmic range begins above 0")
+        return self
+
+    @property
+    def is_whole(self) -> bool:
+        return isinstance(self.low, int) and isinstance(self.high, int)
+
+
+def _different(values: tuple[JsonValue, ...]) -> tuple[JsonValue, ...]:
+    if any(value in values[:place] for place, value in enumerate(values)):
+        raise ValueError(f"{list(values)} contains duplicates")
+    return values
+
+
+Choices = Annotated[tuple[JsonValue, ...], Field(min_length=1), AfterValidator(_different)]
+Values = Annotated[
+    Annotated[Range, Tag("range")] | Annotated[Choices, Tag("values")],
+    Discriminator(lambda given: "range" if isinstance(given, dict | Range) else "values"),
+]
+Space = Annotated[dict[str, Values], Field(min_length=1)]
+
+
+def _trials() -> Any:
+    return Field(ge=1, description="how many points are tried")
+
+
+def _minutes() -> Any:
+    return Field(
+        None,
+        gt=0,
+        description="begin no more trials after this time, which makes the result depend on the machine",
+    )
+
+
+class Grid(Frozen):
+    """Every combination of the values."""
+
+    kind: Literal["grid"]
+    over: Annotated[dict[str, Choices], Field(min_length=1)]
+    minutes: float | None = _minutes()
+
+
+class RandomSearch(Frozen):
+    """Points drawn independently."""
+
+    kind: Literal["random"]
+    over: Space
+    trials: int = _trials()
+    seed: Seed = 0
+    minutes: float | None = _minutes()
+
+
+class ASHA(Frozen):
+    """Random points, of which most are ended early (Li et al., arXiv 1810.05934).
+
+    Each trial is evaluated at equal distances. After 1, r, r^2, ... times `grace` evaluations it goes on only if it is
+    among the best 1/r that came so far, so with several trials at once the result depends on their order.
+    """
+
+    kind: Literal["asha"]
+    over: Space
+    trials: int = _trials()
+    seed: Seed = 0
+    evaluations: int = Field(
+        9, ge=2, description="of a trial that is not ended; the last is after its last step"
+    )
+    grace: int = Field(1, ge=1, description="evaluations before which no trial is ended")
+    reduction_factor: int = Field(3, ge=2)
+    minutes: float | None = _minutes()
+
+    @model_validator(mode="after")
+    def _ends_some(self) -> Self:
+        if self.grace >= self.evaluations:
+            raise ValueError(
+                f"grace {self.grace} must be less than evaluations {self.evaluations}, or no trial is ended"
+            )
+        return self
+
+
+class Optuna(Frozen):
+    """Points that Optuna's TPE proposes after those that were good (Bergstra et al. 2011).
+
+    With several trials at once, what is proposed depends on which has ended before.
+    """
+
+    kind: Literal["optuna"]
+    over: Space
+    trials: int = _trials()
+    seed: Seed = 0
+    minutes: float | None = _minutes()
+
+
+Search = Annotated[Grid | RandomSearch | ASHA | Optuna, Field(discriminator="kind")]
+
+
+def placed(fields: dict[str, Any], point: Point) -> dict[str, Any]:
+    """Return a stage's fields with the values of a point in their places.
+
+    Raises:
+        ValueError: a path leads through a field that has no fields.
+    """
+    fields = dict(fields)
+    for path, value in point.items():
+        first, _, rest = path.partition(".")
+        if not rest:
+            fields[first] = value
+            continue
+        inner = fields.get(first)
+        if not isinstance(inner, dict):
+            raise ValueError(f"{path}: {first} is {inner!r}, which has no field {rest}")
+        fields[first] = placed(inner, {rest: value})
+    return fields
