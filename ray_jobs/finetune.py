@@ -643,7 +643,7 @@ def make_task(config: Finetune, dataset: Dataset, backbone: Path | None) -> Task
         assert config.model is not None and config.resolution is not None
         contract = model_contract(config.model, config.resolution, dataset.info, config.eval_crop)
         check_settings(config, contract)
-        return Task(config, contract, None)
+        return Task(config, contract, None, 0, {})
     from vit_model.weights import read_contract
 
     source = read_contract(backbone)
@@ -654,7 +654,7 @@ def make_task(config: Finetune, dataset: Dataset, backbone: Path | None) -> Task
     except ValidationError as error:
         raise UserError(f"fine-tuning {config.backbone}: {reasons(error)}") from error
     check_settings(config, contract)
-    return Task(config, contract, backbone)
+    return Task(config, contract, backbone, 0, {})
 
 
 def check_settings(config: Finetune, contract: ModelContract) -> None:

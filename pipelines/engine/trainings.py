@@ -34,6 +34,8 @@ class Training:
         kind, rate, *_, number = fit.split("-")
         if kind == "refit":
             return f"draw {number}"
+        if self.config.get("search"):
+            return f"trial {rate}, fold {number}"
         return f"learning rate {self.config['learning_rates'][int(rate)]:g}, fold {number}"
 
     def steps(self, fit: str | None) -> int:

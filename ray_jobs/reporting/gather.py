@@ -289,8 +289,11 @@ def _fits(lines: Sequence[LogLine], manifest: Manifest) -> dict[str | None, str]
         return {None: "dev"}
     if manifest.job != "finetune" or not lines:
         return {}
-    rate = manifest.config["learning_rates"].index(manifest.metrics["learning_rate"])
-    fits = sorted({line.fit for line in lines if line.fit and line.fit.startswith(f"trial-{rate}-")})
+    if (
+        number := manifest.metrics.get("trial")
+    ) is None:  # without a search, trials are numbered as their rates
+        number = manifest.config["learning_rates"].index(manifest.metrics["learning_rate"])
+    fits = sorted({line.fit for line in lines if line.fit and line.fit.startswith(f"trial-{number}-")})
     return {fit: "held-out labels" if len(fits) == 1 else f"fold {fit.rsplit('-', 1)[1]}" for fit in fits}
 
 
@@ -315,7 +318,18 @@ def _figures(
     for tuned in finetuning:
         draws = [draw["points"] for draw in tuned["draws"]]
         figures[f"loss {tuned['artifact']}"] = plots.loss(draws, measured.get(tuned["artifact"], ()))
-    for labels in dict.fromkeys(sweep["labels"] for sweep in sweeps):
+    for sweep in sweeps:
+        if "kind" in sweep:
+            figures[f"search {sweep['artifact']}"] = plots.search(
+                plots.Search(
+                    points=tuple(trial["point"] for trial in sweep["trials"]),
+                    accuracies=tuple(float(np.mean(trial["accuracies"])) for trial in sweep["trials"]),
+                    pruned=tuple("pruned_at" in trial for trial in sweep["trials"]),
+                    chosen=[trial["number"] for trial in sweep["trials"]].index(sweep["chosen_trial"]),
+                )
+            )
+    of_rates = [sweep for sweep in sweeps if "kind" not in sweep]
+    for labels in dict.fromkeys(sweep["labels"] for sweep in of_rates):
         panels = [
             plots.Sweep(
                 name=sweep["stage"],
@@ -323,7 +337,7 @@ def _figures(
                 accuracies=tuple(tuple(trial["accuracies"]) for trial in sweep["trials"]),
                 chosen=sweep["chosen"],
             )
-            for sweep in sweeps
+            for sweep in of_rates
             if sweep["labels"] == labels
         ]
         figures[f"sweep {labels}"] = plots.sweeps(panels)

@@ -78,6 +78,16 @@ class Sweep:
     chosen: float
 
 
+@dataclass(frozen=True)
+class Search:
+    """The trials of a search: their points {field: value}, mean validation accuracies, and which ASHA ended early."""
+
+    points: tuple[Mapping[str, Any], ...]
+    accuracies: tuple[float, ...]
+    pruned: tuple[bool, ...]
+    chosen: int
+
+
 def few_shot(curves: Sequence[Curve]) -> str:
     """Plot accuracy by shots: the mean as a line, the draws as a band from the 10th to the 90th percentile."""
     with _figure(5.6, 3.5) as (figure, out):
@@ -156,10 +166,44 @@ def sweeps(panels: Sequence[Sweep]) -> str:
     return out[0]
 
 
+def search(trials: Search) -> str:
+    """Plot validation accuracy by each searched field: a dot is a trial, hollow if it was ended, a ring the chosen one.
+
+    Fields whose values are not all numbers have one place per value.
+    """
+    fields = list(trials.points[0])
+    columns = min(2, len(fields))
+    rows = -(-len(fields) // columns)
+    with _figure(5.6, 0.5 + 2.5 * rows) as (figure, out):
+        grid = figure.subplots(rows, columns, sharey=True, squeeze=False).flat
+        for field, axes in zip(fields, grid, strict=False):
+            values = [point[field] for point in trials.points]
+            is_number = all(
+                isinstance(value, int | float) and not isinstance(value, bool) for value in values
+            )
+            names = sorted({str(value) for value in values})
+            places = values if is_number else [names.index(str(value)) for value in values]
+            for place, accuracy, pruned in zip(places, trials.accuracies, trials.pruned, strict=True):
+                fill = "none" if pruned else SERIES[0]
+                axes.plot(place, accuracy, "o", color=SERIES[0], markerfacecolor=fill, markersize=4)
+            ring = {"marker": "o", "fillstyle": "none", "markersize": 10, "markeredgewidth": 2}
+            axes.plot(places[trials.chosen], trials.accuracies[trials.chosen], color=SERIES[1], **ring)
+            if not is_number:
+                axes.set_xticks(range(len(names)), [_cut(name) for name in names])
+            elif min(places) > 0 and max(places) >= 10 * min(places):
+                axes.set_xscale("log")
+            axes.set(xlabel=field.replace("_", " "))
+            _percent_axis(axes)
+        for axes in list(grid):
+            axes.remove()
+        figure.supylabel("validation accuracy", fontsize=10)
+    return out[0]
+
+
 def confusion(class_names: Sequence[str], counts: np.ndarray) -> str:
     """Plot counts of predictions (columns) by label (rows), correct blue, wrong orange, shaded by share of the row."""
     size, shares = len(class_names), counts / counts.sum(axis=1, keepdims=True).clip(min=1)
-    names = [name if len(name) <= 16 else f"{name[:15]}…" for name in class_names]
+    names = [_cut(name) for name in class_names]
     with _figure(5.6, 5.2 if size > 6 else 3.8) as (figure, out):
         axes = figure.subplots()
         for row, column in zip(*counts.nonzero(), strict=True):
@@ -180,6 +224,11 @@ def confusion(class_names: Sequence[str], counts: np.ndarray) -> str:
             aspect="equal",
         )
     return out[0]
+
+
+def _cut(name: str) -> str:
+    """Return a name that fits under an axis."""
+    return name if len(name) <= 16 else f"{name[:15]}…"
 
 
 def _short(rate: float) -> str:

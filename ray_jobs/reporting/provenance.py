@@ -157,13 +157,31 @@ def _finetune(config: Mapping[str, Any], inputs: Mapping[str, str]) -> str:
     start = (
         f"from scratch ({_size(config['model'])})" if scratch else f"from the weights of {inputs['backbone']}"
     )
-    rates = ", ".join(f"{rate:g}" for rate in config["learning_rates"])
     return (
         f"Fine-tuning on {inputs['data']} {start}: {config['steps']:,} steps of {config['batch_size']} images, "
-        f"augmentation {_augmentation(config)}; learning rate from {rates}, {_selection(config['labels'])}. "
+        f"augmentation {_augmentation(config)}; {_searched(config)}, {_selection(config['labels'])}. "
         f"{_stopping(config.get('early_stopping'))}Each draw is scored on test once."
         f"{_SEEN * (not scratch and config['labels']['per_class'] is not None)}"
     )
+
+
+def _searched(config: Mapping[str, Any]) -> str:
+    """Say what a fine-tuning selects from."""
+    rates = ", ".join(f"{rate:g}" for rate in config["learning_rates"])
+    if (search := config.get("search")) is None:
+        return f"learning rate from {rates}"
+    fields = [f"learning rate from {rates}"] if rates else []
+    for path, values in search["over"].items():
+        among = (
+            f"{values['low']:g} to {values['high']:g}"
+            if isinstance(values, dict)
+            else ", ".join(map(str, values))
+        )
+        fields.append(f"{path.replace('_', ' ')} from {among}")
+    tried = (
+        f"{search['kind']} search of {search['trials']} trials" if "trials" in search else "every combination"
+    )
+    return f"{tried} ({'; '.join(fields)})"
 
 
 def _stopping(settings: Mapping[str, Any] | None) -> str:

@@ -15,6 +15,7 @@ import numpy as np
 
 from pipelines.spec import Finetune
 from pipelines.spec.search import ASHA, Choices, Grid, Optuna, Point, Range
+from vit_model.errors import UserError
 
 if TYPE_CHECKING:
     from ray.tune.schedulers import AsyncHyperBandScheduler
@@ -110,8 +111,14 @@ def proposer(config: Finetune, tried: Sequence[Tried]) -> OptunaSearch:
     """Return Ray Tune's Optuna, which knows the points that were tried, and first proposes those that have not ended.
 
     It is built from the ledger and never unpickled. A field with choices is searched over their places (`decoded`).
+
+    Raises:
+        UserError: Optuna is not installed.
     """
-    import optuna
+    try:
+        import optuna
+    except ImportError:
+        raise UserError("search.kind optuna needs Optuna on the cluster: pip install 'vitflow[optuna]'") from None
     from ray import tune
     from ray.tune.search.optuna import OptunaSearch
 

@@ -29,18 +29,19 @@ class DivergenceError(UserError):
 
 
 class Task(NamedTuple):
-    """The parts that all fits of a stage share; or, with `number`, those of one point of its search."""
+    """The parts that all fits of a stage share, or those of a point that it tries."""
 
     config: Finetune
     contract: ModelContract
     backbone: Path | None
+    number: int
+    """Of the point whose values `config` has, in the order in which they were tried; 0 if it is of none."""
+    point: Point
+    """Empty if it is of none."""
     attempts: tuple[int, ...] = ()
     """Earlier ones, from whose checkpoints a fit continues."""
     last_step: int | None = None
     """Of a refit, whose trial was best there (`early_stopping`); None: the configuration's last."""
-    number: int = -1
-    """Of the point whose values `config` has, in the order in which they were tried."""
-    point: Point = {}
 
     @property
     def learning_rate(self) -> float:

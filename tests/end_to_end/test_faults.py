@@ -6,6 +6,7 @@ VITFLOW_FAULT_ROUNDS (default 1) and VITFLOW_FAULT_SEED make the random test lon
 import json
 import os
 import random
+import re
 import secrets
 import shutil
 import signal
@@ -89,38 +90,46 @@ def test_a_run_that_is_interrupted_and_then_killed_goes_on(
     check_whole(store, tiny_store)
 
 
+def tune(tiny_store: Path, store: Path, *changes: str) -> subprocess.Popen[str]:
+    """Run the fine-tuning in a copy of a store that has its inputs."""
+    shutil.copytree(tiny_store, store, ignore=shutil.ignore_patterns("finetune", "report", "runs"))
+    record = json.loads((store / "store.json").read_text()) | {"id": secrets.token_hex(16)}
+    (store / "store.json").write_text(json.dumps(record))  # Ray knows the jobs of a store by its id
+    return start(store, os.environ, "finetune", changes)
+
+
+def in_ledger(store: Path, number: int, kind: str = "*") -> set[str]:
+    """The finished trials and refits of an attempt."""
+    return {path.name for path in store.glob(f"artifacts/finetune/*/attempts/{number}/ledger/{kind}-*.json")}
+
+
+def kill_after(store: Path, number: int, kind: str) -> set[str]:
+    """Kill an attempt that has an entry of this kind; return what it had finished before."""
+    wait_for(lambda: matching(os.environ, "-m ray_jobs.finetune", f"{store}/", f"/{number}/attempt.json"))
+    job = matching(os.environ, "-m ray_jobs.finetune", f"{store}/")
+    while not in_ledger(store, number, kind):
+        assert job[0].is_running()
+        time.sleep(0.005)  # within 0.3 s, all of them are there
+    done = in_ledger(store, number)
+    kill(job)
+    return done
+
+
+def log_of(store: Path, number: int) -> str:
+    (log,) = store.glob(f"artifacts/finetune/*/attempts/{number}/log.txt")
+    return log.read_text()
+
+
 def test_a_fine_tuning_that_is_killed_twice_repeats_no_finished_trial_or_refit(
     tiny_store: Path, tmp_path: Path
 ) -> None:
     """First in its sweep, then in its refits; the driver makes the next attempt each time."""
-
-    def tune(store: Path) -> subprocess.Popen[str]:
-        shutil.copytree(tiny_store, store, ignore=shutil.ignore_patterns("finetune", "report", "runs"))
-        record = json.loads((store / "store.json").read_text()) | {"id": secrets.token_hex(16)}
-        (store / "store.json").write_text(json.dumps(record))  # Ray knows the jobs of a store by its id
-        return start(store, os.environ, "finetune", ["finetune.labels.draws=5"])
-
-    def finished(number: int, kind: str = "*") -> set[str]:
-        entries = store.glob(f"artifacts/finetune/*/attempts/{number}/ledger/{kind}-*.json")
-        return {path.name for path in entries}
-
-    def kill_after(number: int, kind: str) -> set[str]:
-        """Kill an attempt that has an entry of this kind; return what it had finished before."""
-        wait_for(lambda: matching(os.environ, "-m ray_jobs.finetune", f"{store}/", f"/{number}/attempt.json"))
-        job = matching(os.environ, "-m ray_jobs.finetune", f"{store}/")
-        while not finished(number, kind):
-            assert job[0].is_running()
-            time.sleep(0.005)  # within 0.3 s, all of them are there
-        done = finished(number)
-        kill(job)
-        return done
-
     store, reference = tmp_path / "s", tmp_path / "reference"
-    driver = tune(store)
-    swept = kill_after(1, "trial")
-    refitted = kill_after(2, "refit")
+    driver = tune(tiny_store, store, "finetune.labels.draws=5")
+    swept = kill_after(store, 1, "trial")
+    refitted = kill_after(store, 2, "refit")
     finish(driver)
-    finish(tune(reference))
+    finish(tune(tiny_store, reference, "finetune.labels.draws=5"))
     ours, theirs = manifests(store)["finetune"], manifests(reference)["finetune"]
     assert ours["attempt"] == 3
     assert repeated(ours["files"]) == repeated(theirs["files"])
@@ -130,9 +139,32 @@ def test_a_fine_tuning_that_is_killed_twice_repeats_no_finished_trial_or_refit(
     assert not swept & refitted and any(name.startswith("refit") for name in refitted)
     assert len({name for name in refitted if name.startswith("refit")}) < 5, "it was killed in its refits"
     for number, before in {2: swept, 3: swept | refitted}.items():
-        (log,) = store.glob(f"artifacts/finetune/*/attempts/{number}/log.txt")
-        assert log.read_text().count("(from attempt ") >= len(before), "nothing was done twice"
-    assert not any(finished(number) for number in (1, 2, 3)), "after the commit nobody needs the ledgers"
+        assert log_of(store, number).count("(from attempt ") >= len(before), "nothing was done twice"
+    assert not any(in_ledger(store, number) for number in (1, 2, 3)), (
+        "after the commit nobody needs the ledgers"
+    )
+
+
+def test_a_killed_search_of_asha_repeats_no_trial(tiny_store: Path, tmp_path: Path) -> None:
+    rates = "{low: 0.001, high: 0.1, scale: log}"
+    search = (
+        f"{{kind: asha, trials: 4, evaluations: 4, reduction_factor: 2, over: {{learning_rate: {rates}}}}}"
+    )
+    store, labels = tmp_path / "s", "finetune.labels={per_class: null, draws: 1}"
+    driver = tune(
+        tiny_store,
+        store,
+        labels,
+        "finetune.learning_rates=[]",
+        f"finetune.search={search}",
+        "finetune.steps=200",
+    )
+    done = kill_after(store, 1, "trial")
+    finish(driver)
+    assert 0 < len(done) < 4, "it was killed in its search"
+    outcomes = re.findall(r"^trial (\d+): .*(?:accuracy|diverged).*$", log_of(store, 2), re.MULTILINE)
+    assert sorted(outcomes) == ["0", "1", "2", "3"], "each trial has one result"
+    assert log_of(store, 2).count("(from attempt 1)") >= len(done)
 
 
 def suspended(stage: psutil.Process, workers: list[psutil.Process]) -> psutil.Process:
