@@ -7,6 +7,7 @@ In: plain numbers and names. Out: SVG, the same bytes for the same input. The pa
 from __future__ import annotations
 
 import io
+import math
 import re
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
@@ -181,17 +182,21 @@ def search(trials: Search) -> str:
             is_number = all(
                 isinstance(value, int | float) and not isinstance(value, bool) for value in values
             )
-            names = sorted({str(value) for value in values})
-            places = values if is_number else [names.index(str(value)) for value in values]
+            names = sorted({_value(value) for value in values})
+            places = values if is_number else [names.index(_value(value)) for value in values]
             for place, accuracy, pruned in zip(places, trials.accuracies, trials.pruned, strict=True):
                 fill = "none" if pruned else SERIES[0]
                 axes.plot(place, accuracy, "o", color=SERIES[0], markerfacecolor=fill, markersize=4)
             ring = {"marker": "o", "fillstyle": "none", "markersize": 10, "markeredgewidth": 2}
             axes.plot(places[trials.chosen], trials.accuracies[trials.chosen], color=SERIES[1], **ring)
             if not is_number:
-                axes.set_xticks(range(len(names)), [_cut(name) for name in names])
+                axes.set_xticks(range(len(names)), names)
+                axes.set_xlim(-0.5, len(names) - 0.5)
             elif min(places) > 0 and max(places) >= 10 * min(places):
-                axes.set_xscale("log")
+                powers = range(math.ceil(math.log10(min(places))), math.floor(math.log10(max(places))) + 1)
+                _logarithmic(
+                    axes, [10.0**power for power in powers], [f"{10.0**power:g}" for power in powers]
+                )
             axes.set(xlabel=field.replace("_", " "))
             _percent_axis(axes)
         for axes in list(grid):
@@ -224,6 +229,13 @@ def confusion(class_names: Sequence[str], counts: np.ndarray) -> str:
             aspect="equal",
         )
     return out[0]
+
+
+def _value(value: Any) -> str:
+    """Return a value of a field that is not a number, as a label under an axis."""
+    if isinstance(value, dict):
+        return "\n".join(f"{name.replace('_', ' ')} {inner}" for name, inner in value.items())
+    return "none" if value is None else _cut(str(value))
 
 
 def _cut(name: str) -> str:

@@ -118,7 +118,9 @@ def proposer(config: Finetune, tried: Sequence[Tried]) -> OptunaSearch:
     try:
         import optuna
     except ImportError:
-        raise UserError("search.kind optuna needs Optuna on the cluster: pip install 'vitflow[optuna]'") from None
+        raise UserError(
+            "search.kind optuna needs Optuna on the cluster: pip install 'vitflow[optuna]'"
+        ) from None
     from ray import tune
     from ray.tune.search.optuna import OptunaSearch
 

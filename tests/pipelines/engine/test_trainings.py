@@ -1,5 +1,6 @@
 """How far a run's trainings are, from their logs."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -63,4 +64,6 @@ def test_fits_have_titles() -> None:
         "draw 3",
         "draw 3",
     ]
+    searched = replace(training, config={**training.config, "learning_rates": [], "search": {"kind": "asha"}})
+    assert searched.title("trial-12-0") == "trial 12, fold 0"
     assert [training.steps(fit) for fit in ("refit-1-3", "refit-1-120-3")] == [training.config["steps"], 120]

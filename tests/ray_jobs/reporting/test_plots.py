@@ -12,6 +12,19 @@ def markers(svg: str, series: int) -> int:
     return len(re.findall(rf"<use [^>]*{re.escape(f'var(--series-{series})')}", svg))
 
 
+def test_a_search_shows_each_field_against_accuracy_and_which_trials_were_ended() -> None:
+    points = tuple(
+        {"learning_rate": rate, "steps": 100, "randaugment": layers}
+        for rate in (0.001, 0.1)
+        for layers in (None, {"layers": 2, "magnitude": 10})
+    )
+    svg = plots.search(plots.Search(points, (0.1, 0.2, 0.3, 0.4), (False, True, False, True), chosen=2))
+    fills = re.findall(rf"<use [^>]*fill: {re.escape('var(--series-1)')}", svg)
+    assert (markers(svg, 1), len(fills), markers(svg, 2)) == (3 * 4, 3 * 2, 3), "two of four are hollow"
+    for text in ("learning rate", "0.001", "steps", "randaugment", "none", "magnitude 10"):
+        assert f">{text}<" in svg
+
+
 def test_a_training_curve_shows_accuracy_and_loss_on_held_out_images_where_they_were_measured() -> None:
     assert "accuracy" not in plots.loss([POINTS, POINTS])
     both = plots.loss([POINTS], [Measured("dev", (4, 7, 10), (0.3, 0.5, 0.6), (1.0, 0.8, 0.7))])

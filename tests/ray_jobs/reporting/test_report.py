@@ -59,6 +59,26 @@ SWEEP = {
     "chosen": 0.01,
     "selected_on": "folds",
 }
+OVER = {"learning_rate": (0.1, 0.01), "mixup": (0.0, 0.2)}
+POINTS = [{"learning_rate": rate, "mixup": alpha} for rate in (0.1, 0.01) for alpha in (0.0, 0.2)]
+SEARCH = {
+    "trials": [
+        {
+            "learning_rate": point["learning_rate"],
+            "accuracies": [0.5],
+            "losses": [1.0],
+            "number": number,
+            "point": point,
+        }
+        | ({"pruned_at": 1} if number == 3 else {})
+        for number, rate in enumerate((0.1, 0.1, 0.01, 0.01))
+    ],
+    "chosen": 0.1,
+    "chosen_trial": 1,
+    "chosen_point": POINTS[1],
+    "kind": "grid",
+    "selected_on": "dev",
+}
 CURVES = [
     {"draw": draw, "points": [{"step": 3, "learning_rate": 0.1, "loss": 1.0 + draw}]} for draw in (0, 1)
 ]
@@ -183,7 +203,7 @@ class Artifacts:
         write_table(folder / "predictions.parquet", predictions, PREDICTIONS)
         files = {name: (folder / name).read_bytes() for name in ("rows.parquet", "predictions.parquet")}
         if isinstance(config, Finetune):
-            files["sweep.json"] = json.dumps(SWEEP).encode()
+            files["sweep.json"] = json.dumps(SEARCH if config.search else SWEEP).encode()
             files["curves.json"] = json.dumps(CURVES).encode()
         fields = {"config": config.model_dump(mode="json"), "inputs": self.references(**inputs)}
         return self.commit(stage, config.job, config.KIND, files, **fields)
@@ -325,6 +345,25 @@ def _correct(files: dict[str, bytes], stage: str, method: str, per_class: int) -
         for draw in draws
     ]
     return np.array([[right for _, right in draw] for draw in by_draw])
+
+
+def test_a_search_is_described_and_drawn(tmp_path: Path) -> None:
+    made = Artifacts(tmp_path / "store")
+    pixels = list(np.zeros((6, 8, 8, 1), np.uint8))
+    splits = {
+        split: (pixels[:size], [i % 2 for i in range(size)]) for split, size in (("train", 4), ("test", 6))
+    }
+    ids, labels = made.dataset("digits", ["zero", "one"], splits)["test"], np.array(splits["test"][1])
+    fields = {"learning_rates": (), "search": {"kind": "grid", "over": OVER}}
+    config = Finetune.model_validate(finetune(None).model_dump() | fields)
+    scores = [_scores("ViT, from scratch", "fine-tuning", None, labels[None], labels, ids)]
+    made.scores("searched", scores, config, data="digits")
+    text = re.sub(
+        r"\s+", " ", re.sub("<[^>]*>", " ", made.make("digits", "searched")["report.html"].decode())
+    )
+    assert "the 4 trials of its search (grid), by accuracy on dev" in text
+    assert "1, hollow, were ended early" in text
+    assert "every combination (learning rate from 0.1, 0.01; mixup from 0.0, 0.2)" in text
 
 
 def test_numbers_are_those_of_the_predictions(files: dict[str, bytes]) -> None:
