@@ -29,7 +29,8 @@ HELD_OUT, ALL = "Fashion-MNIST, 3 held-out classes", "Fashion-MNIST"
 TIMES = "SELECT stage, (metrics->>'train_seconds')::DOUBLE AS seconds, (config->>'steps')::INTEGER AS steps"
 TIMES += " FROM artifacts WHERE job = 'pretrain' ORDER BY finished"
 ACCURACIES = """
-SELECT CASE method WHEN 'ViT, pretrained' THEN config->>'backbone' ELSE method END AS learner,
+SELECT CASE WHEN method IN ('ViT, pretrained', 'ViT, trained on these images') THEN config->>'backbone'
+       ELSE method END AS learner,
        task, labels_per_class AS shots, 100 * avg(value) AS mean, 100 * stddev_samp(value) AS deviation
 FROM rows JOIN artifacts USING (artifact)
 GROUP BY ALL

@@ -64,11 +64,11 @@ POINTS = [{"learning_rate": rate, "mixup": alpha} for rate in (0.1, 0.01) for al
 SEARCH = {
     "trials": [
         {
-            "learning_rate": point["learning_rate"],
+            "learning_rate": rate,
             "accuracies": [0.5],
             "losses": [1.0],
             "number": number,
-            "point": point,
+            "point": POINTS[number],
         }
         | ({"pruned_at": 1} if number == 3 else {})
         for number, rate in enumerate((0.1, 0.1, 0.01, 0.01))
