@@ -64,8 +64,16 @@ def identity_fields(config: Frozen) -> dict[str, Any]:
         default = info.get_default(call_default_factory=True, validated_data=vars(config))
         if mark.get("later") and value == default:
             continue
-        fields[name] = identity_fields(value) if isinstance(value, Frozen) else value
+        fields[name] = _identity(value)
     return fields
+
+
+def _identity(value: Any) -> Any:
+    if isinstance(value, Frozen):
+        return identity_fields(value)
+    if isinstance(value, dict):
+        return {name: _identity(each) for name, each in value.items()}
+    return value
 
 
 def stage_key(

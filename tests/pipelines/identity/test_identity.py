@@ -112,6 +112,22 @@ def test_a_checkpoint_that_is_not_the_last_enters_the_key(name: str) -> None:
     assert len({at(checkpoint) for checkpoint in ("last", "best", "step:5", "step:10", "step:20")}) == 5
 
 
+def test_each_part_of_a_searched_range_enters_the_key() -> None:
+    def over(**values: float | str) -> str:
+        setting = {"kind": "random", "trials": 3, "over": {"learning_rate": values}}
+        settings = ("finetune.learning_rates=[]", f"finetune.search={setting}")
+        return key(load_pipeline(str(TINY), settings).stages["finetune"])
+
+    searched = [
+        over(low=0.001, high=0.1),
+        over(low=0.002, high=0.1),
+        over(low=0.001, high=0.2),
+        over(low=0.001, high=0.1, scale="log"),
+    ]
+    assert len({*searched}) == 4
+    assert over(low=0.001, high=0.1, scale="linear") == searched[0]
+
+
 def test_keys_are_the_same_in_another_process() -> None:
     code = (
         "from pipelines import identity; from pipelines.recipe.load import load_pipeline;"
