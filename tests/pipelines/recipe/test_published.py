@@ -132,7 +132,9 @@ def test_scaled_down_trainings_differ_in_their_sizes_alone(small: str, recipe: s
     assert isinstance(ours, Pretrain) and isinstance(published, Pretrain)
     assert isinstance(ours.model, ModelSize) and isinstance(published.model, ModelSize)
     assert ours.model_dump(exclude=SIZES) == published.model_dump(exclude=SIZES)
-    assert ours.model.model_dump(exclude=SIZES_OF_A_MODEL) == published.model.model_dump(exclude=SIZES_OF_A_MODEL)
+    assert ours.model.model_dump(exclude=SIZES_OF_A_MODEL) == published.model.model_dump(
+        exclude=SIZES_OF_A_MODEL
+    )
     assert ours.optimizer.model_dump(exclude=WARMUP) == published.optimizer.model_dump(exclude=WARMUP)
     warmups = [config.optimizer.warmup(config.steps) / config.steps for config in (ours, published)]
     assert warmups[0] == pytest.approx(warmups[1], abs=1 / ours.steps)  # a step is not divided
