@@ -398,13 +398,13 @@ def _in_tasks(
     remote = ray.remote(num_cpus=1)(function)
     shared_references = [ray.put(value) for value in shared]  # sent once: there may be a million file names
     references = [remote.remote(*shared_references, one) for one in each]
-    progress = Progress(len(references), noun)
+    progress = Progress(len(references))
     pending = references
     while pending:
         _, pending = ray.wait(pending, timeout=1.0)
         done = len(references) - len(pending)
         if done and progress.due(done):
-            progress.show(done)
+            progress.show(done, noun)
     return list(ray.get(references))
 
 

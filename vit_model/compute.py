@@ -88,11 +88,6 @@ def train_flops(config: Architecture, mae: MaeOptions | None = None) -> int:
     return 3 * forward_flops(config, mae)
 
 
-def exaflops(config: Architecture, images: float, mae: MaeOptions | None = None) -> float:
-    """Return the 10^18 floating-point operations of training on `images`, counting an image each time it is seen."""
-    return train_flops(config, mae) * images / 1e18
-
-
 def device_hours(exaflops: float, peak_flops: float, utilisation: float) -> float:
     """Return the hours on one device with `peak_flops` operations/s, of which training reaches the share `utilisation`.
 

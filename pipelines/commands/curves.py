@@ -6,6 +6,7 @@ import os
 import re
 import signal
 import time
+from contextlib import nullcontext
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Annotated
@@ -37,6 +38,14 @@ def tensorboard(
         int | None,
         typer.Option(min=0, max=65535, help="0 for any free one; default: the first free one from 6006 on"),
     ] = None,
+    to: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FOLDER",
+            file_okay=False,
+            help="keep the event files in a folder of the run's name in this one; default: they are temporary",
+        ),
+    ] = None,
 ) -> None:
     """Show the training curves of a run in TensorBoard, live and on this machine only, until Ctrl-C."""
     try:
@@ -47,7 +56,10 @@ def tensorboard(
     run_id = find_run(opened, run)
     trainings = Trainings(opened, run_id)
     signal.signal(signal.SIGTERM, signal.default_int_handler)
-    with TemporaryDirectory(prefix="vitflow-tensorboard-") as folder, EventFiles(Path(folder)) as files:
+    place = (
+        TemporaryDirectory(prefix="vitflow-tensorboard-") if to is None else nullcontext(_folder(to, run_id))
+    )
+    with place as folder, EventFiles(Path(folder)) as files:
         try:
             shown = _update(opened, run_id, trainings, files)
             url = serve(folder, port)
@@ -129,6 +141,16 @@ def _update(store: Store, run: str, trainings: Trainings, files: EventFiles) -> 
             files.update(f"{training.stage}/{title}" if title else training.stage, lines)
             count += 1
     return count
+
+
+def _folder(to: Path, run: str) -> str:
+    """Return the folder in `to` for the event files of a run, and create it."""
+    folder = to / run
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise RecipeError(f"--to {to}: cannot create {folder}: {error.strerror}") from None
+    return str(folder)
 
 
 def _missing(error: ImportError) -> str:

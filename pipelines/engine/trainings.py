@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from datetime import timedelta
 from typing import Any
 
 from pipelines.engine.status import Status
-from pipelines.store import LogLine, Store, read_log, read_plan
+from pipelines.store import LogLine, Store, describe_line, read_log, read_plan
 
 _JOBS = ("pretrain", "finetune")
 
@@ -43,6 +42,10 @@ class Training:
         parts = (fit or "").split("-")
         return int(parts[2]) if len(parts) == 4 else int(self.config["steps"])
 
+    def may_end_before(self, fit: str | None) -> bool:
+        """Return whether one of its fits may end before its last step: a trial with early stopping."""
+        return self.config.get("early_stopping") is not None and (fit or "").startswith("trial-")
+
 
 class Trainings:
     """The trainings of a run, which keep what was read of their logs."""
@@ -71,33 +74,13 @@ class Trainings:
                 steps = training.steps(latest.fit)
                 entry = running[training.stage]
                 entry["progress"] = {"steps": steps, **latest.model_dump(mode="json")}
-                entry["detail"] = describe(latest, steps, training.title(latest.fit))
+                title = training.title(latest.fit)
+                noun = f"{title}, step" if title else "step"
+                entry["detail"] = describe_line(latest, steps, noun, training.may_end_before(latest.fit))
 
     def _training(self, stage: str, key: str) -> Training:
         config = self._configs[stage]
         return self._known.setdefault((stage, key), Training(stage, config["job"], key, config))
-
-
-def describe(line: LogLine, steps: int, title: str = "") -> str:
-    """Say a line in words.
-
-    step 120/1781 (7%) · epoch 2.4 · loss 4.21 · rate 0.001 · gradient norm 1.3 · 5,812 images/s · MFU 41% · waiting for
-    images 3% · 0:00:58 left. The percentage is the fit's, the time left the stage's.
-    """
-    values: list[tuple[str, float | None]] = [
-        ("epoch {:.3g}", line.epoch),
-        ("loss {:.4g}", line.loss),
-        ("rate {:.3g}", line.learning_rate),
-        ("gradient norm {:.3g}", line.gradient_norm),
-        ("{:,.0f} images/s", line.images_per_second),
-        ("MFU {:.0%}", line.mfu),
-        ("waiting for images {:.0%}", line.data_wait),
-    ]
-    parts = [f"{title}{', ' if title else ''}step {line.step}/{steps} ({line.step / steps:.0%})"]
-    parts += [form.format(value) for form, value in values if value is not None]
-    if line.seconds_left is not None:
-        parts.append(f"{timedelta(seconds=round(line.seconds_left))} left")
-    return " · ".join(parts)
 
 
 def by_fit(lines: Sequence[LogLine]) -> dict[str | None, list[LogLine]]:

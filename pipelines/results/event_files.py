@@ -26,6 +26,7 @@ TAGS = {
     "mfu": "speed/mfu",
 }
 """A line's field -> its tag."""
+_NAME = "events.out.tfevents."  # and a number
 
 
 class EventFiles:
@@ -52,13 +53,16 @@ class EventFiles:
 
 
 class _Run:
-    """The event files of one training: a new one each time that steps were superseded."""
+    """The event files of one training: a new one each time that steps were superseded.
+
+    It also supersedes the files of an earlier writer in this folder.
+    """
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._files = 0
         self._written: dict[int, dict[str, float]] = {}  # step -> tag -> value
-        folder.mkdir(parents=True)
+        folder.mkdir(parents=True, exist_ok=True)
+        self._files = max((int(path.name[len(_NAME) :]) for path in folder.glob(f"{_NAME}[0-9]*")), default=0)
         self.writer = self._begin(0)
 
     def update(self, lines: Iterable[LogLine]) -> None:
@@ -83,8 +87,8 @@ class _Run:
     def _begin(self, step: int) -> Any:
         """Open a file that takes over at a step; TensorBoard reads files in the order of their names."""
         self._files += 1
-        path = self._folder / f"events.out.tfevents.{self._files:09d}"
-        self.writer = RecordWriter(path.open("wb"))
+        path = self._folder / f"{_NAME}{self._files:09d}"
+        self.writer = RecordWriter(path.open("xb"))
         self._write(Event(file_version="brain.Event:2"))
         # To TensorBoard, each start but the first one says that earlier events from its step on are void.
         self._write(Event(step=step, session_log=SessionLog(status=SessionLog.START)))

@@ -1,12 +1,15 @@
 """Runs in MLflow, from the logs of trainings: each training, or each fit of a fine-tuning, is an MLflow run.
 
-A tag, `vitflow.training`, names the training, so that a second export adds only the lines that are new. The server is
-asked through MLflow's own client, which finds its credentials.
+A tag, `vitflow.training`, names the training, so that a second export finds its run. It reads the run's metrics first
+and adds what is new; if they have a point that the log does not, because steps were repeated after a kill, a new run
+takes the run's place. So after each export the metrics are the log's, also if the export before was cut off. The server
+is asked through MLflow's own client, which finds its credentials.
 """
 
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from datetime import datetime
 from typing import Any
@@ -17,9 +20,10 @@ from mlflow.entities import Metric, Param, Run
 from pipelines.results.event_files import scalars
 from pipelines.store import LogLine
 
-_TRAINING, _UNTIL = "vitflow.training", "vitflow.until"
+_TRAINING = "vitflow.training"
 _METRICS, _PARAMS = 1000, 100  # in one request, as MLflow allows
 _LONGEST = 500  # characters of a parameter, in old servers
+Point = tuple[str, int, float]  # tag, step, value
 
 
 class MlflowRuns:
@@ -44,28 +48,36 @@ class MlflowRuns:
         tags: Mapping[str, str],
         lines: Iterable[LogLine],
     ) -> int:
-        """Write the lines that are new, and return how many.
+        """Write what is new in the whole log of a training, and return the number of lines that have it.
 
         Args:
             training: names the training in all runs, for example its key.
         """
         lines = list(lines)
+        points = {(tag, line.step, value): line for line in lines for tag, value in scalars(line).items()}
         run = self._find(training)
+        written = Counter[Point]() if run is None else self._points(run)
+        if run is not None and written - Counter(
+            points.keys()
+        ):  # steps were repeated, and MLflow deletes runs only
+            self._client.delete_run(run.info.run_id)
+            run, written = None, Counter()
         if run is None:
             begun = min(map(_milliseconds, lines))
             run = self._create(name, {**tags, _TRAINING: training}, begun, config)
-        until = run.data.tags.get(_UNTIL, "")
-        new = sorted((line for line in lines if line.time > until), key=lambda line: line.time)
-        metrics = [
-            Metric(tag, value, _milliseconds(line), line.step)
-            for line in new
-            for tag, value in scalars(line).items()
-        ]
+        new = {point: line for point, line in points.items() if point not in written}
+        metrics = [Metric(tag, value, _milliseconds(line), step) for (tag, step, value), line in new.items()]
         for start in range(0, len(metrics), _METRICS):
             self._client.log_batch(run.info.run_id, metrics=metrics[start : start + _METRICS])
-        if new:
-            self._client.set_tag(run.info.run_id, _UNTIL, new[-1].time)
-        return len(new)
+        return len({line.step for line in new.values()})
+
+    def _points(self, run: Run) -> Counter[Point]:
+        """Return the points that an MLflow run has, and how often."""
+        return Counter(
+            (tag, metric.step, metric.value)
+            for tag in run.data.metrics
+            for metric in self._client.get_metric_history(run.info.run_id, tag)
+        )
 
     def _find(self, training: str) -> Run | None:
         """Return the MLflow run of a training."""

@@ -94,9 +94,7 @@ def remove_checkpoints(
             folder = Layout.checkpoint(job, key, number, other, fit)
             is_being_written = number == attempt.number and step is not None and other > step
             if folder not in spared and not is_being_written:
-                # first the manifest, so that half a checkpoint is none
-                others = [name for name in store.names(folder) if name != "manifest.json"]
-                store.remove([f"{folder}/{name}" for name in ("manifest.json", *others)])
+                _remove_checkpoint(store, folder)
 
 
 def remove_progress(store: Store, attempt: Attempt) -> None:
@@ -107,13 +105,20 @@ def remove_progress(store: Store, attempt: Attempt) -> None:
     Raises:
         Superseded: there is a newer attempt.
     """
+    check_newest(store, attempt)
     job, key = attempt.job, attempt.key
-    remove_checkpoints(store, attempt)
     for number in _attempts(store, job, key):
-        for fit in store.names(Layout.checkpoints(job, key, number)):
-            remove_checkpoints(store, attempt, fit=fit)
+        for fit in (None, *store.names(Layout.checkpoints(job, key, number))):
+            for step in _steps(store, job, key, number, fit):
+                _remove_checkpoint(store, Layout.checkpoint(job, key, number, step, fit))
         for folder in (Layout.ledger(job, key, number), Layout.log(job, key, number)):
             store.remove([f"{folder}/{name}" for name in store.names(folder)])
+
+
+def _remove_checkpoint(store: Store, folder: str) -> None:
+    # first the manifest, so that half a checkpoint is none
+    others = [name for name in store.names(folder) if name != "manifest.json"]
+    store.remove([f"{folder}/{name}" for name in ("manifest.json", *others)])
 
 
 def ask_for_checkpoint(store: Store, attempt: Attempt) -> int:

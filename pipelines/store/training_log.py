@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator
+from datetime import timedelta
 from pathlib import Path
 from typing import NamedTuple
 
@@ -67,6 +68,33 @@ class LogLine(Frozen):
     """On dev, or on the part of the labels that a trial does not train on."""
     few_shot: dict[str, float] | None = None
     """Of a pretraining with `fewshot`: {"5-shot dev": accuracy on dev}, the mean over draws of labels from train."""
+
+
+def describe_line(line: LogLine, steps: int, noun: str = "step", may_end_before: bool = False) -> str:
+    """Say a line in words.
+
+    step 120/1781 (7%) · epoch 2.4 · loss 4.21 · rate 0.001 · gradient norm 1.3 · 5,812 images/s · MFU 41% · waiting for
+    images 3% · 0:00:58 left. The percentage is the fit's, the time left the stage's.
+
+    Args:
+        steps: the fit's last step.
+        noun: what a step is called, such as "draw 0, step".
+        may_end_before: whether the fit may end before its last step.
+    """
+    values: list[tuple[str, float | None]] = [
+        ("epoch {:.3g}", line.epoch),
+        ("loss {:.4g}", line.loss),
+        ("rate {:.3g}", line.learning_rate),
+        ("gradient norm {:.3g}", line.gradient_norm),
+        ("{:,.0f} images/s", line.images_per_second),
+        ("MFU {:.0%}", line.mfu),
+        ("waiting for images {:.0%}", line.data_wait),
+    ]
+    parts = [f"{noun} {line.step}/{steps} ({line.step / steps:.0%})"]
+    parts += [form.format(value) for form, value in values if value is not None]
+    if line.seconds_left is not None:
+        parts.append(f"{'at most ' * may_end_before}{timedelta(seconds=round(line.seconds_left))} left")
+    return " · ".join(parts)
 
 
 def segment_name(job: str, key: str, attempt: int, start: int, writer: str, number: int) -> str:

@@ -60,16 +60,16 @@ class FewShotProbe:
                 f"fewshot: {shots} shots of {classes:,} classes take too long to solve during a training; use fewer"
                 " shots, or the stage evaluate"
             )
-
-    def score(self, model: Network) -> dict[str, float] | None:
-        """Return the accuracies, on rank 0; None on the others, which call it, too."""
-        config = self._config
-        draws = [
+        # rows of train for each number of shots and each draw
+        self._draws = [
             [draw_labels(self._train, shots, config.seed, draw) for draw in range(config.draws)]
             for shots in config.shots
         ]
-        needed = np.unique(np.concatenate([rows for of_shots in draws for rows in of_shots]))
-        support = self._features(model, "train", needed)
+        self._needed = np.unique(np.concatenate([rows for of_shots in self._draws for rows in of_shots]))
+
+    def score(self, model: Network) -> dict[str, float] | None:
+        """Return the accuracies, on rank 0; None on the others, which call it, too."""
+        support = self._features(model, "train", self._needed)
         scored = self._features(model, "dev", np.arange(len(self._dev)))
         if self._rank:
             return None
@@ -78,11 +78,11 @@ class FewShotProbe:
             return None
         accuracies: dict[str, float] = {}
         with threadpool_limits(1):
-            for shots, of_shots in zip(config.shots, draws, strict=True):
+            for shots, of_shots in zip(self._config.shots, self._draws, strict=True):
                 right = [
                     np.mean(
                         fit_predict(
-                            support[np.searchsorted(needed, rows)],
+                            support[np.searchsorted(self._needed, rows)],
                             self._train[rows],
                             scored,
                             True,

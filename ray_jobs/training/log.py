@@ -21,6 +21,7 @@ from pipelines.store import (
     Attempt,
     LogLine,
     Store,
+    describe_line,
     encode_lines,
     now,
     segment_name,
@@ -28,8 +29,7 @@ from pipelines.store import (
     warn,
 )
 from ray_jobs.data.loader import Loader
-from ray_jobs.process import devices
-from ray_jobs.process.progress import Progress
+from ray_jobs.process import devices, progress
 from ray_jobs.training import optim
 
 LINE_SECONDS = 10.0  # at most between two lines
@@ -177,21 +177,20 @@ class Log:
     ) -> None:
         self._is_silent, self._writer, self._loader = is_silent, writer, loader
         self._batch, self._images = config.batch_size, images
-        steps = steps or config.steps
-        self._progress = Progress(steps, noun, after=after, is_limit=is_limit)
+        self._steps = steps or config.steps
+        self._noun, self._is_limit = noun, is_limit
+        self._progress = progress.Progress(self._steps, after=after)
         # A fit is not the end of its stage.
-        self._last_shown = steps if isinstance(config, Pretrain) else steps - 1
+        self._last_shown = self._steps if isinstance(config, Pretrain) else self._steps - 1
         peak = devices.peak_flops(device, devices.torch_dtype(config.dtype, device))
         self._peak = None if peak is None else world * peak / flops  # images/s
         self._sum, self._summed = torch.zeros((), device=device), 0  # since the last line
-        self._latest: torch.Tensor | None = None
         self._time, self._step, self._waited = time.monotonic(), first, loader.seconds_waited
 
     def add(self, loss: torch.Tensor) -> None:
         """Add the loss of this worker's share of a micro-batch."""
         if not self._is_silent:
-            self._latest = loss.detach()
-            self._sum += self._latest
+            self._sum += loss.detach()
             self._summed += 1
 
     def step(
@@ -206,35 +205,40 @@ class Log:
         """Tell about a step, the last of `done`, if it is time or if there is a mean loss or an evaluation."""
         if self._is_silent:
             return
-        if self._progress.due(done) and done <= self._last_shown and self._latest is not None:
-            self._progress.show(done, done * self._batch, loss=self._latest.item())
         seconds = time.monotonic() - self._time
-        is_due = loss is not None or evaluation is not None or seconds >= LINE_SECONDS
-        if self._writer is None or not is_due:
+        is_shown = self._summed > 0 and done <= self._last_shown and self._progress.due(done)
+        is_written = self._writer is not None and (
+            loss is not None or evaluation is not None or seconds >= LINE_SECONDS
+        )
+        if not is_shown and not is_written:
             return
+        if is_shown:
+            self._progress.reach(done)
         own, waited = self._sum.item() / max(1, self._summed), self._loader.seconds_waited
         speed = (done - self._step) * self._batch / seconds if seconds > 0 else None
-        self._writer.add(
-            LogLine(
-                time=now(),
-                fit=self._writer.fit,
-                step=done,
-                epoch=done * self._batch / self._images,
-                loss=finite(own if loss is None else loss),
-                learning_rate=rate,
-                gradient_norm=None if norm is None else finite(float(norm)),
-                images_per_second=speed,
-                data_wait=min(1.0, (waited - self._waited) / seconds) if seconds > 0 else None,
-                mfu=None if speed is None or self._peak is None else speed / self._peak,
-                seconds_left=self._progress.left(done),
-                dev_loss=None if evaluation is None else finite(evaluation.loss),
-                dev_accuracy=None if evaluation is None else evaluation.accuracy,
-                few_shot=few_shot,
-            )
+        line = LogLine(
+            time=now(),
+            fit=None if self._writer is None else self._writer.fit,
+            step=done,
+            epoch=done * self._batch / self._images,
+            loss=finite(own if loss is None else loss),
+            learning_rate=rate,
+            gradient_norm=None if norm is None else finite(float(norm)),
+            images_per_second=speed,
+            data_wait=min(1.0, (waited - self._waited) / seconds) if seconds > 0 else None,
+            mfu=None if speed is None or self._peak is None else speed / self._peak,
+            seconds_left=self._progress.left(done),
+            dev_loss=None if evaluation is None else finite(evaluation.loss),
+            dev_accuracy=None if evaluation is None else evaluation.accuracy,
+            few_shot=few_shot,
         )
-        self._sum.zero_()
-        self._summed = 0
-        self._time, self._step, self._waited = time.monotonic(), done, waited
+        if is_shown:
+            progress.say(describe_line(line, self._steps, self._noun, self._is_limit))
+        if self._writer is not None and is_written:
+            self._writer.add(line)
+            self._sum.zero_()
+            self._summed = 0
+            self._time, self._step, self._waited = time.monotonic(), done, waited
 
     def unsaved(self) -> tuple[LogLine, ...]:
         """Return the lines that belong into a checkpoint."""

@@ -8,6 +8,14 @@ from torch import Tensor
 from vit_model.config import ViTConfig
 from vit_model.model import ViT
 
+TINY: dict[str, Any] = {
+    "image_size": 8,
+    "patch_size": 4,
+    "width": 16,
+    "depth": 2,
+    "num_heads": 2,
+    "mlp_dim": 32,
+}
 SMALL: dict[str, Any] = {
     "image_size": 12,
     "patch_size": 4,

@@ -11,25 +11,17 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from tests.support.digits import TRAIN, as_input, digits, probe_accuracy
+from tests.support.vits import TINY
 from tests.support.workers import run_workers
 from vit_model.config import ViTConfig
 from vit_model.contrastive import BatchNorm, MoCo, MomentumEncoder, info_nce, momentum
 from vit_model.model import ViT
 
-TINY: dict[str, Any] = {
-    "image_size": 8,
-    "patch_size": 4,
-    "width": 16,
-    "depth": 2,
-    "num_heads": 2,
-    "mlp_dim": 32,
-    "in_channels": 1,
-    "position": "sincos2d_moco",
-}
+GREY: dict[str, Any] = TINY | {"in_channels": 1, "position": "sincos2d_moco"}
 
 
 def small_task(**options: Any) -> MoCo:
-    return MoCo(ViT(ViTConfig(**TINY | options)), hidden_width=24, output_width=12)
+    return MoCo(ViT(ViTConfig(**GREY | options)), hidden_width=24, output_width=12)
 
 
 def random_numbers(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -94,7 +86,7 @@ def test_the_loss_is_symmetric_and_made_of_these_parts() -> None:
 
 
 def test_layers_are_those_of_the_authors() -> None:
-    task = MoCo(ViT(ViTConfig(**TINY)))
+    task = MoCo(ViT(ViTConfig(**GREY)))
     sizes = [
         [tuple(layer.weight.shape) for layer in layers if isinstance(layer, nn.Linear)]
         for layers in (task.projector, task.predictor)
@@ -114,7 +106,7 @@ def test_layers_are_those_of_the_authors() -> None:
 def test_a_seed_decides_all_weights_and_building_leaves_the_global_generator_alone() -> None:
     before = torch.random.get_rng_state()
     one, same = small_task(), small_task()
-    other = MoCo(ViT(ViTConfig(**TINY)), hidden_width=24, output_width=12, seed=1)
+    other = MoCo(ViT(ViTConfig(**GREY)), hidden_width=24, output_width=12, seed=1)
     assert torch.equal(torch.random.get_rng_state(), before)
     for name, parameter in one.named_parameters():
         assert torch.equal(parameter, same.get_parameter(name))
@@ -241,7 +233,7 @@ def pretrain(task: MoCo, steps: int) -> list[float]:
 @pytest.mark.slow
 def test_frozen_features_are_worth_more_than_untrained_ones() -> None:
     """10 labels a class, untrained: 64 %. After 200 steps on a core of an EPYC: 77 %."""
-    model = ViT(ViTConfig(**TINY | {"width": 32, "num_heads": 4, "mlp_dim": 64}))
+    model = ViT(ViTConfig(**GREY | {"width": 32, "num_heads": 4, "mlp_dim": 64}))
     untrained = probe_accuracy(model)
     losses = pretrain(MoCo(model.train(), hidden_width=128, output_width=32), 200)
     assert np.mean(losses[-20:]) < 0.85 * np.mean(losses[:5])

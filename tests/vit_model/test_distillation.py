@@ -9,6 +9,7 @@ import torch
 from torch.nn import functional as F
 
 from tests.support.parity import assert_close, gradients_by_our_names, randomise
+from tests.support.vits import TINY
 from vit_model.build import build
 from vit_model.config import Preprocessing, ResNetConfig, ViTConfig
 from vit_model.distillation import Student, Teacher, imitation
@@ -16,14 +17,6 @@ from vit_model.formats import hugging_face
 from vit_model.model import ViT
 
 MEAN, STD = (0.4, 0.5, 0.6), (0.2, 0.3, 0.25)
-SIZE: dict[str, Any] = {
-    "image_size": 8,
-    "patch_size": 4,
-    "width": 16,
-    "depth": 2,
-    "num_heads": 2,
-    "mlp_dim": 32,
-}
 PREPROCESSING = Preprocessing(mean=MEAN, std=STD, resolution=8, channels=3)
 
 
@@ -35,7 +28,7 @@ def save(model: Any, folder: Path) -> None:
 
 
 def network(**fields: Any) -> Any:
-    model = build(ViTConfig(**SIZE | {"num_classes": 3} | fields))
+    model = build(ViTConfig(**TINY | {"num_classes": 3} | fields))
     generator = torch.Generator().manual_seed(7)
     with torch.no_grad():
         for weight in model.parameters():

@@ -17,6 +17,7 @@ from urllib.request import urlopen
 
 import psutil
 import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from pipelines.engine.runs import driver_process
 from pipelines.store import Store, add_event, open_store
@@ -98,6 +99,26 @@ def test_tensorboard_follows_the_run_on_loopback_only_and_leaves_nothing(
         _, said = process.communicate(timeout=30)
         assert process.returncode == 0 and "Traceback" not in said
     assert not [*scratch.iterdir()]
+
+
+def test_tensorboard_keeps_event_files_that_another_reader_sees_grow(store: Store, tmp_path: Path) -> None:
+    def steps() -> list[int]:
+        reader = EventAccumulator(str(tmp_path / "kept" / RUN / "pretrain")).Reload()
+        return [event.step for event in reader.Scalars("train/loss")] if reader.Tags()["scalars"] else []
+
+    put_lines(store, "pretrain", line(5), line(10))
+    arguments = ("tensorboard", RUN, "--store", store.uri, "--port", "0", "--to", tmp_path / "kept")
+    with running(*arguments) as process:
+        first(process, r"http://")
+        assert steps() == [5, 10]
+        put_lines(store, "pretrain", line(20), number=2)
+        wait_for(lambda: steps() == [5, 10, 20], 30)
+        process.send_signal(signal.SIGINT)
+        process.communicate(timeout=30)
+    assert steps() == [5, 10, 20]
+    (tmp_path / "kept" / "taken").write_text("")
+    with running(*arguments[:-1], tmp_path / "kept" / "taken") as process:
+        assert "is a file" in process.communicate(timeout=30)[1] and process.returncode == 2
 
 
 def test_a_port_that_is_taken_is_the_users_mistake(vitflow, store: Store) -> None:  # type: ignore[no-untyped-def]

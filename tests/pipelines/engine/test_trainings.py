@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from pipelines.engine.runs import run_status
-from pipelines.engine.trainings import Trainings, describe
+from pipelines.engine.trainings import Training, Trainings
 from tests.support.memory_store import MemoryStore
 from tests.support.trainings import RUN, line, put_lines, put_run
 
@@ -47,13 +47,6 @@ def test_a_training_without_a_line_says_nothing() -> None:
     assert "progress" not in progress(store)["pretrain"]
 
 
-def test_what_was_not_measured_is_left_out() -> None:
-    lacking = dict.fromkeys(
-        ("loss", "gradient_norm", "images_per_second", "mfu", "data_wait", "seconds_left")
-    )
-    assert describe(line(10, **lacking), 40) == "step 10/40 (25%) · epoch 0.625 · rate 0.1"
-
-
 def test_fits_have_titles() -> None:
     store = MemoryStore()
     put_run(store, finetune="CACHED")
@@ -67,3 +60,9 @@ def test_fits_have_titles() -> None:
     searched = replace(training, config={**training.config, "learning_rates": [], "search": {"kind": "asha"}})
     assert searched.title("trial-12-0") == "trial 12, fold 0"
     assert [training.steps(fit) for fit in ("refit-1-3", "refit-1-120-3")] == [training.config["steps"], 120]
+
+
+def test_only_a_trial_with_early_stopping_may_end_before_its_last_step() -> None:
+    stopped = Training("finetune", "finetune", "k", {"early_stopping": {"evaluations": 5, "patience": 2}})
+    assert [stopped.may_end_before(fit) for fit in ("trial-0-0", "refit-0-12-0")] == [True, False]
+    assert not Training("finetune", "finetune", "k", {"early_stopping": None}).may_end_before("trial-0-0")

@@ -111,3 +111,30 @@ def test_operations_are_those_of_the_published_model(recipe: str, stage: str) ->
     )
     ours = train_flops(config, config.model.architecture(224, 3, classes))
     assert ours == pytest.approx(6 * products * published.passes, rel=0.01)
+
+
+# what may be smaller: sizes, and the warm-up, as a share of fewer steps
+SIZES = {"data", "resolution", "steps", "batch_size", "model", "optimizer"}
+SIZES_OF_A_MODEL = {"patch_size", "width", "depth", "num_heads", "mlp_dim", "head_bias"}
+WARMUP = {"warmup_steps", "warmup_fraction"}
+
+
+@pytest.mark.parametrize(
+    ("small", "recipe", "stage"),
+    [
+        ("paper", "imagenet_paper", "base@patch_size=16"),
+        ("augreg", "augreg", "b16"),
+        ("s16", "imagenet_s16", "pretrain"),
+    ],
+)
+def test_scaled_down_trainings_differ_in_their_sizes_alone(small: str, recipe: str, stage: str) -> None:
+    ours, published = load("published_small").stages[small], load(recipe).stages[stage]
+    assert isinstance(ours, Pretrain) and isinstance(published, Pretrain)
+    assert isinstance(ours.model, ModelSize) and isinstance(published.model, ModelSize)
+    assert ours.model_dump(exclude=SIZES) == published.model_dump(exclude=SIZES)
+    assert ours.model.model_dump(exclude=SIZES_OF_A_MODEL) == published.model.model_dump(
+        exclude=SIZES_OF_A_MODEL
+    )
+    assert ours.optimizer.model_dump(exclude=WARMUP) == published.optimizer.model_dump(exclude=WARMUP)
+    warmups = [config.optimizer.warmup(config.steps) / config.steps for config in (ours, published)]
+    assert warmups[0] == pytest.approx(warmups[1], abs=1 / ours.steps)  # a step is not divided

@@ -67,3 +67,10 @@ def test_superseded_steps_disappear(tmp_path: Path, lines: list[LogLine]) -> Non
         check(tmp_path / "pretrain", again)
         files.update("pretrain", lines[:1])
         check(tmp_path / "pretrain", lines[:1])
+
+
+def test_a_later_writer_takes_over_the_folder(tmp_path: Path, lines: list[LogLine]) -> None:
+    for said in (lines, [*lines[:2], line(3, loss=9.0)]):
+        with EventFiles(tmp_path) as files:
+            files.update("pretrain", said)
+        check(tmp_path / "pretrain", said)

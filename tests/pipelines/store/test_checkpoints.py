@@ -18,6 +18,7 @@ from pipelines.store import (
     remove_progress,
 )
 from tests.support.checkpoints import put_state
+from tests.support.memory_store import MemoryStore
 from tests.support.records import make_attempt
 from tests.support.stores import Place, snapshot
 
@@ -76,6 +77,30 @@ def test_a_committed_result_needs_neither_checkpoints_nor_ledgers(tmp_path: Path
     remove_progress(store, make_attempt("pretrain", key="pa", number=2))
     left = {path.relative_to(tmp_path / "store").as_posix() for path in tmp_path.rglob("*") if path.is_file()}
     assert left == {*kept, "store.json", f"{Layout.attempt('pretrain', 'pa', 2)}/attempt.json"}
+
+
+class Counting(MemoryStore):
+    """A store that counts how often it lists names."""
+
+    listed = 0
+
+    def names(self, folder: str) -> list[str]:
+        self.listed += 1
+        return super().names(folder)
+
+
+def test_removing_them_takes_time_in_proportion_to_their_number() -> None:
+    listed = []
+    for attempts in (10, 20):
+        store = Counting()
+        for number in range(1, attempts + 1):
+            put_state(store, number, 5)
+            put_state(store, number, 10, fit="trial-0-1")
+        before = store.listed
+        remove_progress(store, make_attempt("pretrain", key="pa", number=attempts))
+        listed.append(store.listed - before)
+        assert not [name for name in store.objects if "/checkpoints/" in name]
+    assert listed[1] <= 2 * listed[0]
 
 
 def put(store: Store, number: int, name: str) -> str:

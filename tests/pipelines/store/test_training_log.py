@@ -12,6 +12,7 @@ from pipelines.store import (
     StoreDamaged,
     commit,
     create_attempt,
+    describe_line,
     encode_lines,
     open_store,
     read_log,
@@ -154,3 +155,7 @@ def test_a_line_of_a_later_version_is_read() -> None:
     data = encode_lines([known]).replace(b'"step"', b'"of later": 1, "step"')
     store.create(segment_name("pretrain", "k", 1, 0, str(ULID()), 1), data)
     assert read_log(store, "pretrain", "k") == [known]
+
+
+def test_what_was_not_measured_is_left_out() -> None:
+    assert describe_line(line(10), 40) == "step 10/40 (25%) · epoch 1 · loss 1 · rate 0.1"

@@ -13,8 +13,8 @@ def test_the_time_left_is_that_of_the_stage(
 ) -> None:
     clock = iter((0.0, 5.0, 6.0))  # made, the first step shown (warming up took 4 s), the second
     monkeypatch.setattr(progress, "time", SimpleNamespace(monotonic=lambda: next(clock)))
-    shown = progress.Progress(10, "learning rate 0.1, step", after=after)
-    shown.show(1)
-    shown.show(2)
+    shown = progress.Progress(10, after=after)
+    shown.show(1, "shard")
+    shown.show(2, "shard")
     said = capsys.readouterr().out.splitlines()[-1]
-    assert said == f"progress learning rate 0.1, step 2/10 · {left}"
+    assert said == f"progress shard 2/10 · {left}"

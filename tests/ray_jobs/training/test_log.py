@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from pipelines.store import LogLine, StoreError, StoreUnreachable, create_attempt, read_log
+from pipelines.store import LogLine, StoreError, StoreUnreachable, create_attempt, describe_line, read_log
 from ray_jobs.process import devices
 from ray_jobs.training import log as module
 from ray_jobs.training.log import Evaluation, Log, LogWriter
@@ -85,6 +85,28 @@ def test_lines_come_with_the_points_and_at_least_every_ten_seconds(clock: Clock,
         assert each.mfu is None, "the peak of a CPU is not known"
         evaluated = (0.5, 0.75) if each.step == 30 else (None, None)
         assert (each.dev_loss, each.dev_accuracy) == evaluated
+
+
+def test_progress_says_what_the_log_says(
+    clock: Clock, store: MemoryStore, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(module.progress, "time", clock)
+    monkeypatch.setattr(module.devices, "peak_flops", lambda *_: 1e9)
+    writer = LogWriter(store, ATTEMPT)
+    log, loader = make_log(writer, noun="draw 0, step", is_limit=True)
+    for done in (1, 2, 3):
+        clock.now += 1.0
+        loader.seconds_waited += 0.25
+        log.add(torch.tensor(float(done)))
+        log.step(done, 0.5, 2.0, loss=7.0 if done == 2 else None)
+    said = capsys.readouterr().out.splitlines()
+    (at_a_point,) = writer.unsaved()
+    assert said[1] == "progress " + describe_line(at_a_point, 40, "draw 0, step", may_end_before=True)
+    mfu = compute.train_flops(ARCHITECTURE) * 12 / 1e9
+    assert said[2] == (
+        "progress draw 0, step 3/40 (8%) · epoch 0.75 · loss 3 · rate 0.5 · gradient norm 2 · 12 images/s"
+        f" · MFU {mfu:.0%} · waiting for images 25% · at most 0:00:37 left"
+    )
 
 
 def test_what_is_not_finite_is_not_written(store: MemoryStore) -> None:
