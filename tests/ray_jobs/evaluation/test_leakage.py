@@ -427,7 +427,7 @@ def test_a_backbone_that_learned_from_the_labelled_images_is_named_so(made: Made
         score = Score(0.0, 0.0, np.zeros(30, np.int64), np.ones(30, np.float32))
         task = finetune.make_task(config, dataset, made.folder("tuned"))
         refits = [Refit(score, [], 0, ())]
-        numbers, _ = finetune.tables(task, dataset, refits, 1e-3, "dev", overlap)
+        numbers, _ = finetune.tables(task, dataset, refits, "dev", overlap)
         assert [row["method"] for row in numbers] == [name]
 
 
