@@ -26,6 +26,7 @@ from tests.support.workers import run_workers
 pytestmark = pytest.mark.slow
 CASES: dict[str, dict[str, Any]] = {
     "fp32": {"dtype": "float32"},
+    "bf16, Muon": {"optimizer": {"name": "muon", "layer_decay": 0.8}},
     "bf16, dropout": {
         "model": SIZE.model_copy(update={"depth": 2, "dropout": 0.1, "stochastic_depth": 0.1}),
         "augment": "shift",
