@@ -233,7 +233,7 @@ def test_muon_steps_the_matrices_of_the_blocks_of_the_model():
 
 @pytest.mark.parametrize("decay", ["times_rate", "times_schedule"])
 def test_steps_of_muon_are_a_plain_loops(decay):
-    """Its iterations are in bfloat16, so another order of float32 sums changes them; the rest is AdamW to 1e-6."""
+    """The rest is AdamW's to 1e-6; how far the matrices moved, to 5e-3, because Muon's iterations are in bfloat16."""
     ours, plain = tiny_vit(), tiny_vit()
     plain.load_state_dict(ours.state_dict())
     settings = Optimizer(
@@ -247,6 +247,7 @@ def test_steps_of_muon_are_a_plain_loops(decay):
         accumulation=2,
     )
     named = dict(plain.named_parameters())
+    start = {name: weight.detach().clone() for name, weight in named.items()}
     momenta = {name: torch.zeros_like(weight) for name, weight in named.items() if name[9:] in MATRICES}
     layers = {"blocks.0": 2, "blocks.1": 1, "norm": 0, "head": 0}  # above each; the embeddings have 3
     scale = {
@@ -281,8 +282,9 @@ def test_steps_of_muon_are_a_plain_loops(decay):
             group["lr"] = rate * scale[group["name"]]
         adamw.step()
     for name, weight in ours.named_parameters():
+        whole = named[name] - start[name] if name in momenta else named[name]
         bound = 5e-3 if name in momenta else 1e-6
-        assert (weight - named[name]).norm() <= bound * named[name].norm(), name
+        assert (weight - named[name]).norm() <= bound * whole.norm(), name
     for piece in engine.pieces():
         if piece.kind == "momentum_buffer":
             torch.testing.assert_close(piece.values, momenta[piece.name].flatten(), rtol=1e-5, atol=1e-7)
