@@ -1,11 +1,12 @@
 """Every way to train, against plain torch: `python benchmarks/zero_matrix.py`.
 
 ZeRO stages 0 to 3 and one process, float32 and bfloat16, 1 and 4 micro-batches, with and without clipping, AdamW and
-SGD with momentum; and AdamW with averaged weights, layer-wise rates and decay times the schedule. Each trains a small
-ViT for six steps, and is saved after three, from where others continue; then a gradient that is not finite must change
-nothing. What is compared, and with which bounds, is in tests/support/zero_matrix.py; `make test-all` checks the same.
+SGD with momentum; and AdamW with averaged weights, layer-wise rates and decay times the schedule. Without ZeRO, the
+same of Muon. Each trains a small ViT for six steps, and is saved after three, from where others continue; then a
+gradient that is not finite must change nothing. What is compared, and with which bounds, is in
+tests/support/zero_matrix.py; `make test-all` checks the same.
 
-Prints the table and writes it to benchmarks/results/; takes 5 minutes on two cores.
+Prints the tables and writes them to benchmarks/results/; takes about 7 minutes on two cores.
 """
 
 from __future__ import annotations
@@ -13,45 +14,34 @@ from __future__ import annotations
 import itertools
 import os
 import sys
+from typing import TYPE_CHECKING
 
 from common import ROOT, keep, setting
 
-HEAD = (
-    "workers | dtype | micro-batches | AdamW, clipped | AdamW | SGD, clipped | SGD | averaged, clipped"
-    " | of the change | continued | continued by others | not finite"
-)
+if TYPE_CHECKING:
+    from tests.support.zero_matrix import Result
+
+OTHERS = {
+    "AdamW, clipped": ("AdamW", True),
+    "AdamW": ("AdamW", False),
+    "SGD, clipped": ("SGD", True),
+    "SGD": ("SGD", False),
+    "averaged, clipped": ("AdamW, averaged", True),
+}
+MUON = {
+    "Muon, clipped": ("Muon", True),
+    "Muon": ("Muon", False),
+    "averaged, clipped": ("Muon, averaged", True),
+}
 
 
 def main() -> None:
-    """Run all cases, print the table and keep it."""
+    """Run all cases, print the tables and keep them."""
     sys.path.append(str(ROOT))  # for the tests' package
-    from tests.support.zero_matrix import BATCH, CASES, LIMITS, SAVED, STEPS, Result, measure
+    from tests.support.zero_matrix import BATCH, CASES, LIMITS, MUON_LIMITS, SAVED, STEPS, measure
 
     load = os.getloadavg()[0]
     results = measure(CASES)
-
-    def rows_of(result: Result) -> tuple[int, int, str, int, str]:
-        case = result.case
-        return case.workers, case.zero_stage, case.dtype, case.accumulation, case.objective
-
-    rows = []
-    for (workers, stage, dtype, parts, objective), group in itertools.groupby(
-        sorted(results, key=rows_of), rows_of
-    ):
-        own = {(result.case.optimizer, result.case.clips): result for result in group}
-        cells = [f"2, ZeRO-{stage}" if workers > 1 else "1", dtype, str(parts)]
-        cells[0] += ", masked autoencoder" if objective == "mae" else ""
-        cells += [
-            f"{own[ways].difference:.0e}" if ways in own else ""
-            for ways in (*itertools.product(("AdamW", "SGD"), (True, False)), ("AdamW, averaged", True))
-        ]
-        cells.append(f"{max(result.of_change for result in own.values()):.0e}")
-        cells.append(
-            "same bits" if all(result.is_resumed_exactly for result in own.values()) else "**other bits**"
-        )
-        cells.append(f"{max(max(result.resumed.values()) for result in own.values()):.0e}")
-        cells.append("skipped" if all(result.is_guarded for result in own.values()) else "**applied**")
-        rows.append(f"| {' | '.join(cells)} |")
 
     import deepspeed
     import torch
@@ -75,12 +65,49 @@ def main() -> None:
             " AdamW and 0.06 for SGD: with 0.003, AdamW exceeds the bounds (3e-06 and 6e-03), probably because it"
             " scales rounding differences up.",
             "",
-            f"| {HEAD} |",
-            "|---|---|---:|" + "---:|" * 6 + "---|---:|---|",
-            *rows,
+            *_table(results, OTHERS),
+            "",
+            "Muon's iterations round to bfloat16, also with `dtype: float32`, and so turn rounding differences of the"
+            f" gradients into larger ones. Its bounds are {MUON_LIMITS['float32'][0]:.0e} in float32 and"
+            f" {MUON_LIMITS['bfloat16'][0]:.0e} in bfloat16, and of the change {MUON_LIMITS['float32'][1]:.0e} and"
+            f" {MUON_LIMITS['bfloat16'][1]:.0e}. Rates are at most 0.001.",
+            "",
+            *_table(results, MUON),
             *wrong,
         ],
     )
+
+
+def _table(results: list[Result], columns: dict[str, tuple[str, bool]]) -> list[str]:
+    """Return a table of the results of some optimizers, {heading: (optimizer, whether gradients are clipped)}."""
+
+    def rows_of(result: Result) -> tuple[int, int, str, int, str]:
+        case = result.case
+        return case.workers, case.zero_stage, case.dtype, case.accumulation, case.objective
+
+    shown = [result for result in results if (result.case.optimizer, result.case.clips) in columns.values()]
+    rows = []
+    for (workers, stage, dtype, parts, objective), group in itertools.groupby(
+        sorted(shown, key=rows_of), rows_of
+    ):
+        own = {(result.case.optimizer, result.case.clips): result for result in group}
+        cells = [f"2, ZeRO-{stage}" if workers > 1 else "1", dtype, str(parts)]
+        cells[0] += ", masked autoencoder" if objective == "mae" else ""
+        cells += [f"{own[ways].difference:.0e}" if ways in own else "" for ways in columns.values()]
+        cells.append(f"{max(result.of_change for result in own.values()):.0e}")
+        cells.append(
+            "same bits" if all(result.is_resumed_exactly for result in own.values()) else "**other bits**"
+        )
+        cells.append(f"{max(max(result.resumed.values()) for result in own.values()):.0e}")
+        cells.append("skipped" if all(result.is_guarded for result in own.values()) else "**applied**")
+        rows.append(f"| {' | '.join(cells)} |")
+
+    return [
+        f"| workers | dtype | micro-batches | {' | '.join(columns)}"
+        " | of the change | continued | continued by others | not finite |",
+        "|---|---|---:|" + "---:|" * (len(columns) + 1) + "---|---:|---|",
+        *rows,
+    ]
 
 
 if __name__ == "__main__":

@@ -675,6 +675,11 @@ def check_settings(config: Finetune, contract: ModelContract) -> None:
             )
         if config.freeze > architecture.num_blocks:
             raise UserError(f"freeze {config.freeze}: the backbone has {architecture.num_blocks} blocks")
+        if config.freeze == architecture.num_blocks and config.optimizer.name == "muon":
+            raise UserError(
+                f"optimizer.name muon is for the matrices of the blocks, and freeze {config.freeze} trains none of"
+                " them; use adamw or sgd"
+            )
     if config.activation_checkpointing and not isinstance(architecture, ViTConfig):
         raise UserError("activation_checkpointing needs the blocks of a ViT, but the backbone is a ResNet")
     for name in config.class_weights if isinstance(config.class_weights, dict) else ():

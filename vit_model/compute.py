@@ -68,6 +68,11 @@ def seen_tokens(config: ViTConfig, mae: MaeOptions) -> int:
     return config.num_prefix_tokens + mae.visible(config.num_patches)
 
 
+def block_matrices(config: ViTConfig) -> int:
+    """Return the number of weights in the matrices of a ViT's blocks: of attention, 4 w^2, and of the MLP, 2 w m."""
+    return config.num_blocks * (4 * config.width**2 + 2 * config.width * config.mlp_dim)
+
+
 def decoder_parameters(config: ViTConfig, mae: MaeOptions) -> int:
     """Return the number of a masked autoencoder's weights outside its encoder."""
     decoder, pixels = mae.decoder(config), config.in_channels * config.patch_size**2

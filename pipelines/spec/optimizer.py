@@ -37,13 +37,21 @@ FOR_RESNETS: tuple[Preset, ...] = ("paper", "paper_finetuning")
 
 
 class Optimizer(Frozen):
-    """AdamW or SGD, with a linear warm-up and a schedule. How to copy another library's recipe: docs/training.md."""
+    """AdamW, SGD or Muon, with a linear warm-up and a schedule. How to copy another recipe: docs/training.md."""
 
     preset: Preset | None = execution(
         None, description="a paper's settings of the optimizer, for the fields that are not given"
     )
-    name: Literal["adamw", "sgd"] = later("adamw")
-    momentum: float = later(0.9, ge=0, lt=1, description="of sgd; without dampening or Nesterov")
+    name: Literal["adamw", "sgd", "muon"] = later(
+        "adamw",
+        description="muon: Muon for the matrices of a ViT's blocks, AdamW for all other weights; needs zero_stage 0",
+    )
+    momentum: float = later(
+        default_factory=lambda given: 0.95 if given.get("name") == "muon" else 0.9,
+        ge=0,
+        lt=1,
+        description="of sgd, without dampening or Nesterov, by default 0.9; of muon, with Nesterov, 0.95",
+    )
     weight_decay: float = Field(
         default_factory=lambda given: 0.0 if given.get("name") == "sgd" else 0.05,
         ge=0,
@@ -120,8 +128,8 @@ class Optimizer(Frozen):
                 raise ValueError(f"betas {list(self.betas)} are for adamw; sgd has momentum")
             if self.decay == "times_schedule":
                 raise ValueError("decay times_schedule: sgd adds the decay to the gradient; use times_rate")
-        elif self.momentum != 0.9:
-            raise ValueError(f"momentum {self.momentum} is for name sgd; adamw has betas")
+        elif self.name == "adamw" and self.momentum != 0.9:
+            raise ValueError(f"momentum {self.momentum} is for name sgd or muon; adamw has betas")
         return self
 
     def warmup(self, steps: int) -> int:
@@ -149,6 +157,10 @@ def check_optimizer(optimizer: Optimizer, steps: int, family: str | None) -> Non
     if optimizer.layer_decay < 1:
         raise ValueError(
             f"optimizer.layer_decay {optimizer.layer_decay} needs the blocks of a ViT; model is a resnet"
+        )
+    if optimizer.name == "muon":
+        raise ValueError(
+            "optimizer.name muon needs the blocks of a ViT; model is a resnet, for which there are: adamw, sgd"
         )
     if optimizer.preset is not None and optimizer.preset not in FOR_RESNETS:
         raise ValueError(

@@ -385,6 +385,11 @@ class Pretrain(_Stage):
         if self.model is not None:
             check_patches(self.resolution, self.model)
         check_optimizer(self.optimizer, self.steps, None if self.model is None else self.model.family)
+        if self.optimizer.name == "muon" and self.zero_stage:
+            raise ValueError(
+                f"zero_stage {self.zero_stage}: optimizer.name muon needs whole matrices, which ZeRO divides; use"
+                " zero_stage: 0"
+            )
         if self.workers and self.batch_size % self.workers:
             raise ValueError(f"batch_size {self.batch_size} is not a multiple of workers {self.workers}")
         workers, micro_batches = self.workers or 1, self.gradient_accumulation_steps
@@ -760,6 +765,11 @@ class Finetune(_Stage):
         if self.freeze == "backbone" and self.head_first:
             raise ValueError(
                 f"head_first {self.head_first}: freeze backbone trains only the head in all steps"
+            )
+        if self.freeze == "backbone" and self.optimizer.name == "muon":
+            raise ValueError(
+                "optimizer.name muon is for the matrices of the blocks, which freeze backbone does not train; use"
+                " adamw or sgd"
             )
         if self.head_first >= self.steps:
             raise ValueError(f"head_first {self.head_first} must be less than steps {self.steps}")

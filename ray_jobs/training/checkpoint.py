@@ -413,11 +413,11 @@ class Saved:
         Raises:
             StoreDamaged: it belongs to another architecture, or to another optimizer.
         """
-        named = list(module.named_parameters())
-        for kind in (WEIGHTS, *average_kinds(optimizer)):
-            sizes = {
-                name: weight.numel() for name, weight in named if kind == WEIGHTS or weight.requires_grad
-            }
+        wanted: defaultdict[str, dict[str, int]] = defaultdict(dict)
+        for name, weight in module.named_parameters():
+            for kind in (WEIGHTS, *(average_kinds(optimizer, weight) if weight.requires_grad else ())):
+                wanted[kind][name] = weight.numel()
+        for kind, sizes in wanted.items():
             there = {
                 name: sum(part.size for part in parts)
                 for (k, name), parts in self._parts.items()

@@ -311,17 +311,23 @@ class EngineBytes(NamedTuple):
     """how much of the gradients and buffers is only there when the activations are gone"""
 
 
-def state_bytes(parameters: int, config: Pretrain, world: int, value_bytes: int) -> EngineBytes:
+def state_bytes(
+    parameters: int, config: Pretrain, world: int, value_bytes: int, matrices: int = 0
+) -> EngineBytes:
     """Return what the engine of `make_engine` holds on one worker.
 
     Args:
         value_bytes: of the weights that compute: 4 for float32, 2 for bfloat16.
+        matrices: how many of the parameters Muon steps.
     """
     # of each parameter: Adam's two moments or SGD's momentum, and the average of the weights
-    averages = {"adamw": 8, "sgd": 4}[config.optimizer.name] + 4 * (config.optimizer.ema is not None)
+    averages = {"adamw": 8, "muon": 8, "sgd": 4}[config.optimizer.name] + 4 * (
+        config.optimizer.ema is not None
+    )
     if world == 1 or config.zero_stage == 0:
         copies = 0 if value_bytes == 4 else value_bytes * parameters
         states = ModelStates(4 * parameters + copies, 4 * parameters + copies, averages * parameters)
+        states = states._replace(optimizer=states.optimizer - 4 * matrices)  # Muon has one average, not two
         return EngineBytes(states, buffers=0)
     states = model_state_bytes(parameters, config.zero_stage, world, value_bytes, 4 + averages)
     sum_bytes = 4 if config.gradient_accumulation_steps > 1 else value_bytes
@@ -355,9 +361,13 @@ def _update_ema(optimizer: torch.optim.Optimizer, weights: Sequence[Tensor], ste
         torch._foreach_lerp_(averages, [weight.detach() for weight in weights], 1 - decay)
 
 
-def average_kinds(optimizer: torch.optim.Optimizer) -> tuple[str, ...]:
-    """Return the names of the averages that an optimizer keeps for each weight, of the weight's shape."""
+def average_kinds(optimizer: torch.optim.Optimizer, weight: Tensor) -> tuple[str, ...]:
+    """Return the names of the averages that an optimizer keeps for a weight, of the weight's shape."""
     ema = (EMA,) if has_ema(optimizer) else ()
+    if isinstance(optimizer, optim.MuonAndAdamW):
+        optimizer = optimizer.part(weight)
+    if isinstance(optimizer, torch.optim.Muon):
+        return ("momentum_buffer", *ema)
     if isinstance(optimizer, torch.optim.AdamW):
         return ("exp_avg", "exp_avg_sq", *ema)
     if isinstance(optimizer, torch.optim.SGD):
@@ -369,7 +379,7 @@ def average_kinds(optimizer: torch.optim.Optimizer) -> tuple[str, ...]:
 
 def _averages(optimizer: torch.optim.Optimizer, weight: Tensor) -> dict[str, Tensor]:
     """Return the averages that the optimizer keeps for a weight."""
-    return {kind: optimizer.state[weight][kind] for kind in average_kinds(optimizer)}
+    return {kind: optimizer.state[weight][kind] for kind in average_kinds(optimizer, weight)}
 
 
 def _new_averages(optimizer: torch.optim.Optimizer, weight: Tensor, steps: int) -> dict[str, Tensor]:
@@ -377,11 +387,13 @@ def _new_averages(optimizer: torch.optim.Optimizer, weight: Tensor, steps: int) 
 
     They are zeros, and the weight itself where weights are averaged.
     """
-    averages = {kind: torch.zeros_like(weight, requires_grad=False) for kind in average_kinds(optimizer)}
+    averages = {
+        kind: torch.zeros_like(weight, requires_grad=False) for kind in average_kinds(optimizer, weight)
+    }
     if EMA in averages:
         averages[EMA].copy_(weight.detach())
     optimizer.state[weight] = dict(averages)
-    if isinstance(optimizer, torch.optim.AdamW):
+    if "exp_avg" in averages:
         optimizer.state[weight]["step"] = torch.tensor(
             float(steps), device=weight.device
         )  # as fused AdamW keeps it

@@ -74,6 +74,10 @@ def memory(
             checkpointing=config.activation_checkpointing,
         )
     activations *= config.passes
+    matrices = 0
+    if config.optimizer.name == "muon":
+        assert isinstance(architecture, ViTConfig), "the configuration allows only ViTs here"
+        matrices = compute.block_matrices(architecture)
     frozen = 0
     if teacher is not None:
         frozen = teacher.num_parameters * dtype.itemsize
@@ -83,7 +87,7 @@ def memory(
         projector, predictor = moco_parameters(config, architecture)
         frozen = 4 * (parameters + projector)
         parameters += projector + predictor
-    return Memory(activations, state_bytes(parameters, config, world, dtype.itemsize), frozen)
+    return Memory(activations, state_bytes(parameters, config, world, dtype.itemsize, matrices), frozen)
 
 
 def moco_parameters(config: Pretrain, architecture: Architecture) -> tuple[int, int]:

@@ -54,6 +54,11 @@ def is_decayed(name: str, parameter: torch.Tensor) -> bool:
     return parameter.ndim >= 2 and name.rpartition(".")[2] == "weight"
 
 
+def is_block_matrix(name: str, parameter: torch.Tensor, prefix: str = "") -> bool:
+    """Return whether a parameter is a matrix product's in a block of the ViT, which Muon steps."""
+    return parameter.ndim == 2 and bool(re.fullmatch(re.escape(prefix) + r"blocks\.\d+\..*\.weight", name))
+
+
 def layers_above(name: str, depth: int, prefix: str = "") -> int:
     """Return how many layers of a ViT with `depth` blocks come after that of a parameter, as BEiT and MAE count them.
 
@@ -83,12 +88,13 @@ def make_optimizer(
     head_first: int = 0,
     prefix: str = "",
 ) -> torch.optim.Optimizer:
-    """Return AdamW, or SGD with momentum. Set the learning rate before a step (`set_learning_rate`).
+    """Return AdamW, SGD with momentum, or Muon. Set the learning rate before a step (`set_learning_rate`).
 
     AdamW's decay is decoupled and multiplied by the scheduled learning rate: p -= rate * weight_decay * p, as in torch,
     timm and the paper's code (flax's former Adam). big_vision multiplies it by the schedule alone, which rises to 1 and
     not to the base rate: decay "times_schedule". Only kernels are decayed (big_vision's mask), or every trained
-    parameter if `decays_all`. SGD adds weight_decay * p to the gradient, as torch's does.
+    parameter if `decays_all`. SGD adds weight_decay * p to the gradient, as torch's does. Muon steps the matrices of a
+    ViT's blocks and decays them as AdamW would; AdamW steps all other weights.
 
     Args:
         base: the learning rate that the schedule multiplies.
@@ -97,31 +103,73 @@ def make_optimizer(
     """
     _skip_dynamo()
     depth = num_blocks(model, prefix)
-    groups: dict[tuple[int, bool, bool], list[torch.nn.Parameter]] = {}
+    groups: dict[tuple[bool, int, bool, bool], list[torch.nn.Parameter]] = {}
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
             above = layers_above(name, depth, prefix) if optimizer.layer_decay < 1 else 0
             is_spared = not (decays_all or is_decayed(name, parameter))
             waits = head_first > 0 and not name.startswith(HEADS)
-            groups.setdefault((above, is_spared, waits), []).append(parameter)
-    settings = []
-    for above, is_spared, waits in sorted(groups):
+            is_muons = optimizer.name == "muon" and is_block_matrix(name, parameter, prefix)
+            groups.setdefault((is_muons, above, is_spared, waits), []).append(parameter)
+    settings: list[dict[str, Any]] = []
+    matrices: list[dict[str, Any]] = []
+    for is_muons, above, is_spared, waits in sorted(groups):
         scale = optimizer.layer_decay**above
         decay = 0.0 if is_spared else optimizer.weight_decay
         if optimizer.decay == "times_schedule":
             decay /= base * scale
-        settings.append(
+        (matrices if is_muons else settings).append(
             {
-                "params": groups[above, is_spared, waits],
+                "params": groups[is_muons, above, is_spared, waits],
                 "weight_decay": decay,
                 "scale": scale,
                 "first_step": head_first if waits else 0,
                 "ema": optimizer.ema,
             }
         )
+    if optimizer.name == "muon":
+        return MuonAndAdamW(matrices, settings, optimizer.momentum, optimizer.betas)
     if optimizer.name == "sgd":
         return torch.optim.SGD(settings, lr=0.0, momentum=optimizer.momentum, fused=True)
     return torch.optim.AdamW(settings, lr=0.0, betas=optimizer.betas, eps=1e-8, fused=True)
+
+
+class MuonAndAdamW(torch.optim.Optimizer):
+    """torch's Muon and AdamW as one optimizer, with the groups and the states of both.
+
+    Muon (Jordan et al. 2024) has Nesterov momentum and five Newton-Schulz iterations in bfloat16 of each matrix as it
+    is stored; queries, keys and values are one. The update is multiplied by 0.2 * sqrt(max(rows, columns)), so that it
+    is as large as AdamW's and the same learning rates serve (Liu et al. 2025, arXiv 2502.16982, section 2.2).
+
+    Args:
+        matrices: groups for Muon.
+        others: groups for AdamW.
+    """
+
+    def __init__(
+        self,
+        matrices: list[dict[str, Any]],
+        others: list[dict[str, Any]],
+        momentum: float,
+        betas: tuple[float, float],
+    ) -> None:
+        self.muon = torch.optim.Muon(matrices, lr=0.0, momentum=momentum, adjust_lr_fn="match_rms_adamw")
+        self.adamw = torch.optim.AdamW(others, lr=0.0, betas=betas, eps=1e-8, fused=True)
+        super().__init__([*self.muon.param_groups, *self.adamw.param_groups], {})
+        self.muon.state = self.adamw.state = self.state
+        self.found_inf = torch.zeros(())
+
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        """Step all weights, or none if `found_inf` is 1."""
+        # Torch's Muon has no such switch on the device, so this waits for it.
+        if not self.found_inf:
+            step(self.muon)
+            step(self.adamw)
+
+    def part(self, weight: torch.Tensor) -> torch.optim.Optimizer:
+        """Return the one of both that steps a weight."""
+        is_muons = any(weight is each for group in self.muon.param_groups for each in group["params"])
+        return self.muon if is_muons else self.adamw
 
 
 def step(optimizer: torch.optim.Optimizer) -> None:

@@ -45,6 +45,7 @@ CASES: dict[str, dict[str, Any]] = {
         "model": {**SIZE, "dropout": 0.1, "stochastic_depth": 0.1},
         "optimizer": {"ema": 0.9},
     },
+    "plain bf16 Muon": {"zero_stage": 0, "optimizer": {"name": "muon", "layer_decay": 0.8, "ema": 0.9}},
     "ZeRO-1 bf16": {"zero_stage": 1},
     "ZeRO-2 bf16 masked patches": {"zero_stage": 2, "objective": "masked_patches"},
     "ZeRO-3 bf16": {"zero_stage": 3},
@@ -61,6 +62,7 @@ CASES: dict[str, dict[str, Any]] = {
     },
     "alone, bf16": {},
     "alone, fp32": {"dtype": "float32"},
+    "alone, fp32 Muon": {"dtype": "float32", "zero_stage": 0, "optimizer": {"name": "muon"}},
     "ZeRO-3 bf16 distillation": {
         "zero_stage": 3,
         "objective": "distillation",

@@ -26,6 +26,14 @@ def test_given_fields_win_over_a_presets() -> None:
     assert Optimizer.model_validate_json(optimizer.model_dump_json()) == optimizer
 
 
+def test_momentum_is_that_of_the_optimizer_and_its_default_is_not_in_the_key() -> None:
+    for name, momentum in {"sgd": 0.9, "muon": 0.95}.items():
+        optimizer = Optimizer.model_validate({"name": name})
+        assert optimizer.momentum == momentum
+        assert "momentum" not in identity_fields(optimizer)
+        assert Optimizer.model_validate_json(optimizer.model_dump_json()) == optimizer
+
+
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
@@ -34,6 +42,10 @@ def test_given_fields_win_over_a_presets() -> None:
         (
             {"freeze": "backbone", "head_first": 3},
             "head_first 3: freeze backbone trains only the head in all steps",
+        ),
+        (
+            {"freeze": "backbone", "optimizer": {"name": "muon"}},
+            "optimizer.name muon is for the matrices of the blocks, which freeze backbone does not train",
         ),
         ({"head_first": 10_000}, "head_first 10000 must be less than steps"),
         ({"class_weights": {"a": -1.0}}, "stages.finetune.class_weights"),
@@ -72,7 +84,13 @@ RESNET = {"family": "resnet", "units": [1, 1, 1, 1]}
         ({"timescale": 10}, "timescale 10 is for schedule rsqrt; schedule is cosine"),
         ({"name": "sgd", "betas": [0.9, 0.99]}, "betas [0.9, 0.99] are for adamw; sgd has momentum"),
         ({"name": "sgd", "decay": "times_schedule"}, "sgd adds the decay to the gradient; use times_rate"),
-        ({"momentum": 0.95}, "momentum 0.95 is for name sgd; adamw has betas"),
+        ({"momentum": 0.95}, "momentum 0.95 is for name sgd or muon; adamw has betas"),
+        ({"name": "muon", "momentum": 1.0}, "momentum: Input should be less than 1, not 1.0"),
+        (
+            {"name": "muon"},
+            "zero_stage 1: optimizer.name muon needs whole matrices, which ZeRO divides; use zero_stage: 0",
+        ),
+        ({"name": "moun"}, "stages.pretrain.optimizer.name: Input should be 'adamw', 'sgd' or 'muon'"),
         ({"ema": 1.0}, "stages.pretrain.optimizer.ema: Input should be less than 1, not 1.0"),
         ({"layer_decay": 0.0}, "stages.pretrain.optimizer.layer_decay: Input should be greater than 0"),
     ],
@@ -90,6 +108,7 @@ def test_settings_that_do_not_fit_are_refused(fields: dict[str, Any], message: s
             {"preset": "mae"},
             "optimizer.preset mae is for ViTs; model is a resnet, for which there are: paper, paper",
         ),
+        ({"name": "muon"}, "optimizer.name muon needs the blocks of a ViT; model is a resnet, for which"),
         ({"layer_decay": 0.7}, "optimizer.layer_decay 0.7 needs the blocks of a ViT; model is a resnet"),
     ],
 )

@@ -40,6 +40,7 @@ def save(config: Pretrain, dataset: Path, store: Store) -> Checkpoint:
 
 
 SGD = {"optimizer": {"name": "sgd"}}
+MUON = {"optimizer": {"name": "muon"}, "zero_stage": 0}
 
 
 @pytest.mark.parametrize(
@@ -47,6 +48,8 @@ SGD = {"optimizer": {"name": "sgd"}}
     [
         ({}, SGD, "no values of momentum_buffer of blocks.0.attn.proj.bias, .* needs 16"),
         (SGD, {}, "no values of exp_avg of blocks.0.attn.proj.bias, .* needs 16"),
+        ({}, MUON, "256 values of exp_avg of blocks.0.attn.proj.weight, .* needs none"),
+        (MUON, {}, "no values of exp_avg of blocks.0.attn.proj.weight, .* needs 256"),
         ({}, {"optimizer": {"ema": 0.9}}, "no values of ema of blocks.0.attn.proj.bias, .* needs 16"),
         ({}, {"model": SIZE | {"width": 32}}, "16 values of weights of blocks.0.attn.proj.bias, .* needs 32"),
         (
@@ -56,7 +59,16 @@ SGD = {"optimizer": {"name": "sgd"}}
         ),
         ({}, {"model": SIZE | {"registers": 1}}, "no values of weights of reg_token, .* needs 16"),
     ],
-    ids=["SGD from AdamW", "AdamW from SGD", "averaged", "wider", "less deep", "another token"],
+    ids=[
+        "SGD from AdamW",
+        "AdamW from SGD",
+        "Muon from AdamW",
+        "AdamW from Muon",
+        "averaged",
+        "wider",
+        "less deep",
+        "another token",
+    ],
 )
 def test_a_state_of_another_optimizer_or_architecture_is_refused(
     dataset, tmp_path, monkeypatch, then, now, problem

@@ -7,6 +7,7 @@ from pipelines.spec import Pretrain
 from ray_jobs.training import estimates
 from ray_jobs.training.engine import EngineBytes
 from ray_jobs.training.estimates import Memory
+from vit_model.build import build
 from vit_model.compute import ModelStates
 from vit_model.errors import UserError
 
@@ -45,6 +46,17 @@ def test_what_cannot_fit_is_refused_with_numbers_and_advice() -> None:
 )
 def test_following_the_advice_takes_less(smaller: dict[str, object]) -> None:
     assert huge(**smaller)[1].activations < 0.2 * huge()[1].activations
+
+
+def test_muon_has_one_average_of_the_matrices_of_the_blocks() -> None:
+    config, needed = huge(model="Ti/16", zero_stage=0)
+    with_muon = huge(model="Ti/16", zero_stage=0, optimizer={"name": "muon"})[1]
+    model = build(config.model.architecture(224, 3, 10))
+    matrices = sum(
+        module.weight.numel() for module in model.blocks.modules() if isinstance(module, torch.nn.Linear)
+    )
+    assert needed.engine.states.optimizer - with_muon.engine.states.optimizer == 4 * matrices
+    assert needed._replace(engine=with_muon.engine) == with_muon
 
 
 def test_a_doubtful_case_is_let_through() -> None:

@@ -14,6 +14,7 @@ from pipelines.spec import Optimizer, Pretrain
 from ray_jobs.training import optim
 from ray_jobs.training.engine import EMA, Plain
 from tests.support import timm_models
+from tests.support.zero_matrix import muon_step
 from vit_model.config import ViTConfig
 from vit_model.model import ViT
 
@@ -217,6 +218,78 @@ def test_a_step_without_a_copy_is_torchs_clipping_and_adamw():
         torch.testing.assert_close(mine, other, rtol=1e-5, atol=1e-7)
 
 
+MATRICES = {"attn.qkv.weight", "attn.proj.weight", "mlp.fc1.weight", "mlp.fc2.weight"}
+
+
+def test_muon_steps_the_matrices_of_the_blocks_of_the_model():
+    model = nn.ModuleDict({"model": tiny_vit(pooling="map"), "blocks": nn.ModuleList([nn.Linear(4, 4)])})
+    optimizer = optim.make_optimizer(model, Optimizer(name="muon"), base=1.0, prefix="model.")
+    names = {weight: name for name, weight in model.named_parameters()}
+    stepped = {names[weight] for group in optimizer.muon.param_groups for weight in group["params"]}
+    assert stepped == {f"model.blocks.{block}.{name}" for block in (0, 1) for name in MATRICES}
+    others = {names[weight] for group in optimizer.adamw.param_groups for weight in group["params"]}
+    assert others == set(names.values()) - stepped
+
+
+@pytest.mark.parametrize("decay", ["times_rate", "times_schedule"])
+def test_steps_of_muon_are_a_plain_loops(decay):
+    """The rest is AdamW's to 1e-6; how far the matrices moved, to 5e-3, because Muon's iterations are in bfloat16."""
+    ours, plain = tiny_vit(), tiny_vit()
+    plain.load_state_dict(ours.state_dict())
+    settings = Optimizer(
+        name="muon", weight_decay=0.1, decay=decay, layer_decay=0.5, momentum=0.95, betas=(0.9, 0.95)
+    )
+    engine = Plain(
+        ours,
+        optim.make_optimizer(ours, settings, base=0.02),
+        torch.float32,
+        settings.clip_norm,
+        accumulation=2,
+    )
+    named = dict(plain.named_parameters())
+    start = {name: weight.detach().clone() for name, weight in named.items()}
+    momenta = {name: torch.zeros_like(weight) for name, weight in named.items() if name[9:] in MATRICES}
+    layers = {"blocks.0": 2, "blocks.1": 1, "norm": 0, "head": 0}  # above each; the embeddings have 3
+    scale = {
+        name: 0.5 ** next((above for start, above in layers.items() if name.startswith(start)), 3)
+        for name in named
+    }
+    decays = {  # the same for all layers if it is not multiplied by the layer's rate
+        name: 0.1 / (0.02 * scale[name] if decay == "times_schedule" else 1)
+        for name, module in plain.named_modules()
+        if isinstance(module, nn.Linear)
+        for name in [f"{name}.weight"]
+    }
+    groups = [
+        {"params": [weight], "name": name, "weight_decay": decays.get(name, 0.0)}
+        for name, weight in named.items()
+        if name not in momenta
+    ]
+    adamw = torch.optim.AdamW(groups, betas=(0.9, 0.95))
+    generator = torch.Generator().manual_seed(0)
+    for rate in (0.0, 0.01, 0.02, 0.005):
+        gradients = {name: torch.randn(weight.shape, generator=generator) for name, weight in named.items()}
+        for _ in range(2):
+            pairs = zip(ours.parameters(), gradients.values(), strict=True)
+            engine.backward(sum((weight * gradient).sum() for weight, gradient in pairs))
+        norm = engine.step(rate)
+        for name, weight in named.items():
+            weight.grad = gradients[name]
+        assert norm.item() == pytest.approx(nn.utils.clip_grad_norm_(plain.parameters(), 1.0).item())
+        for name, momentum in momenta.items():
+            muon_step(named[name], momentum, rate * scale[name], decays[name])
+        for group in adamw.param_groups:
+            group["lr"] = rate * scale[group["name"]]
+        adamw.step()
+    for name, weight in ours.named_parameters():
+        whole = named[name] - start[name] if name in momenta else named[name]
+        bound = 5e-3 if name in momenta else 1e-6
+        assert (weight - named[name]).norm() <= bound * whole.norm(), name
+    for piece in engine.pieces():
+        if piece.kind == "momentum_buffer":
+            torch.testing.assert_close(piece.values, momenta[piece.name].flatten(), rtol=1e-5, atol=1e-7)
+
+
 def test_steps_too_small_for_bfloat16_are_not_lost():
     model = nn.Linear(1, 1, bias=False)
     nn.init.ones_(model.weight)
@@ -237,7 +310,8 @@ def test_a_step_with_a_gradient_that_is_not_finite_changes_nothing():
     """Neither the weights nor the optimizer's averages; the norm tells."""
     model = tiny_vit()
     settings = Optimizer(ema=0.9)
-    for optimizer in (settings, settings.model_copy(update={"name": "sgd"})):
+    for name in ("adamw", "sgd", "muon"):
+        optimizer = settings.model_copy(update={"name": name})
         engine = Plain(model, optim.make_optimizer(model, optimizer, base=1.0), torch.float32, clip_norm=1.0)
         for broken in (False, True):
             before = (
@@ -254,13 +328,17 @@ def test_a_step_with_a_gradient_that_is_not_finite_changes_nothing():
 def test_a_training_step_does_not_import_torchs_compiler():
     """It takes longer than importing torch."""
     code = """
-import sys, torch
+import collections, sys, torch
 from pipelines.spec import Optimizer
 from ray_jobs.training import engine, optim
-model = torch.nn.Linear(2, 2)
-plain = engine.Plain(model, optim.make_optimizer(model, Optimizer(ema=0.9), base=1.0), torch.bfloat16, 1.0)
-plain.backward(plain(torch.ones(1, 2, dtype=torch.bfloat16)).sum())
-plain.step(1.0)
+for name in ("adamw", "muon"):
+    blocks = torch.nn.Sequential(torch.nn.Sequential(torch.nn.Linear(2, 2)))
+    model = torch.nn.Sequential(collections.OrderedDict(blocks=blocks))
+    plain = engine.Plain(
+        model, optim.make_optimizer(model, Optimizer(name=name, ema=0.9), base=1.0), torch.bfloat16, 1.0
+    )
+    plain.backward(plain(torch.ones(1, 2, dtype=torch.bfloat16)).sum())
+    plain.step(1.0)
 sys.exit("torch._dynamo" in sys.modules)
 """
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
