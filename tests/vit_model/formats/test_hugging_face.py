@@ -409,7 +409,7 @@ def test_a_size_that_patches_do_not_fill_is_cut_as_the_convolution_cuts_it(tmp_p
                 "crop_size": {"height": SIDE, "width": SIDE},
                 "size": {"height": 40, "width": 40},
             },
-            None,
+            ("squash", 0.8),
         ),
         (
             {"size": SIDE, "feature_extractor_type": "ViTFeatureExtractor", "image_processor_type": None},
@@ -427,7 +427,7 @@ def test_a_size_that_patches_do_not_fill_is_cut_as_the_convolution_cuts_it(tmp_p
         ),
         ({"resample": 2}, ("squash", 1.0)),
         ({"size": SIDE, "crop_size": SIDE, "image_processor_type": "DeiTImageProcessor"}, ("squash", 1.0)),
-        ({"size": 40, "crop_size": SIDE, "image_processor_type": "DeiTImageProcessor"}, None),
+        ({"size": 40, "crop_size": SIDE, "image_processor_type": "DeiTImageProcessor"}, ("squash", 0.8)),
     ],
 )
 def test_preprocessing_is_taken_where_it_can_be_said(
