@@ -1,48 +1,65 @@
-"""The evaluate stage: few-shot linear evaluation (paper, section 4.1) of a frozen backbone, beside pixels and an
-untrained model.
+"""The evaluate stage: few-shot linear evaluation (paper, section 4.1) of a frozen backbone, beside pixels, untrained
+models and the most frequent class.
 
-In: a dataset and a model. Out: `rows.parquet` and `predictions.parquet`, see `ray_jobs.evaluation.rows`.
+In: a dataset and a model. Out: `rows.parquet` and `predictions.parquet`, see `ray_jobs.evaluation.rows`; and the
+features that no earlier evaluation has, see `ray_jobs.evaluation.features`.
 
-Supports are drawn from train (or from train and dev), and every test image is scored. L2 is selected by leave-one-out
-on the support, in the same way for every row. A linear probe does the same with all labels. A model that was trained on
-test images is refused (`ray_jobs.evaluation.leakage`).
+Supports are drawn from train (or from train and dev), and every test image is scored. How labels are drawn and L2 is
+chosen is the stage's `protocol`, the same for every row. A linear probe does the same with all labels. A model that was
+trained on test images is refused (`ray_jobs.evaluation.leakage`).
 
     python -m ray_jobs.evaluate --spec ATTEMPT.json
 """
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from pipelines.spec import Evaluate
 from ray_jobs.evaluation import rows as tables
-from ray_jobs.evaluation.artifact import mean_accuracies, save_evaluation
+from ray_jobs.evaluation.artifact import evaluated, mean_accuracies, write_evaluation
 from ray_jobs.evaluation.leakage import PRETRAINED, SEEN, check_leakage
-from ray_jobs.evaluation.linear_probe import few_shot
 from ray_jobs.process.devices import fit_resources
 from ray_jobs.process.stage import Context, Result, run_stage
 
-PROTOCOL, ALL_LABELS = "few-shot linear", "linear probe"
+if TYPE_CHECKING:
+    from ray_jobs.evaluation import frozen
+    from ray_jobs.evaluation.features import Run
+
+MAJORITY = "majority"
 
 
 def main(context: Context[Evaluate]) -> Result:
-    """Evaluate in one Ray task."""
+    """Evaluate in one Ray task, which computes features in others, as many as the cluster can run at once."""
     import ray
 
     resources, _ = fit_resources(context.config.threads)
-    task = ray.remote(num_cpus=resources["CPU"], num_gpus=resources.get("GPU", 0))(evaluate)
-    result: Result = ray.get(task.remote(context))
+    options = {"num_cpus": resources["CPU"], "num_gpus": resources.get("GPU", 0)}
+
+    def run(function: Callable[..., Any], tasks: list[tuple[Any, ...]]) -> list[Any]:
+        remote = ray.remote(**options)(function)
+        done: list[Any] = ray.get([remote.remote(*arguments) for arguments in tasks])
+        return done
+
+    result: Result = ray.get(ray.remote(num_cpus=resources["CPU"])(evaluate).remote(context, run))
     return result
 
 
-def evaluate(context: Context[Evaluate]) -> Result:
-    """Compute each kind of features once, then solve every (shots, draw) in closed form.
+def here(function: Callable[..., Any], tasks: list[tuple[Any, ...]]) -> list[Any]:
+    """Call a function with each of these arguments in this process."""
+    return [function(*arguments) for arguments in tasks]
+
+
+def evaluate(context: Context[Evaluate], run: Run = here) -> Result:
+    """Compute each kind of features once, then solve every (shots, draw).
 
     Raises:
         UserError: the backbone was trained on test images, see `check_leakage`.
     """
+    from ray_jobs.evaluation import frozen
     from ray_jobs.evaluation.features import features_of, labelled_rows, support_of
 
     config = context.config
@@ -59,54 +76,55 @@ def evaluate(context: Context[Evaluate]) -> Result:
             f"{len(unlabelled)} classes of test have no labelled images; all their test images count as wrong",
             flush=True,
         )
+    fixed = _settings(config, len(unlabelled))
+    dev = np.flatnonzero(support.splits == "dev")
     rows: list[tables.Row] = []
     predictions = []
-    for method, train, test, standardise in features_of(
-        dataset, context.input("backbone"), support, config, backbone
-    ):
-        first_row = len(rows)
-        results = few_shot(
-            train,
-            support.labels,
-            test,
-            truth.labels,
-            shots=config.shots,
-            draws=config.draws,
-            seed=config.seed,
-            standardise=standardise,
-            linear_probe=config.linear_probe,
-        )
-        for result in results:
-            common = {
-                "protocol": ALL_LABELS if result.shots is None else PROTOCOL,
-                "method": method,
-                "labels_per_class": result.shots,
-                "draw": result.draw,
-            }
-            settings: dict[str, Any] = {
-                "l2": result.l2,
-                "standardised": standardise,
-                "width": int(train.shape[1]),
-            }
-            if result.shots is None:
-                settings["labelled_images"] = len(support.labels)
-            if config.support != "train":
-                settings["support"] = config.support
-            if checkpoint := config.checkpoints().get("backbone"):
-                settings["checkpoint"] = checkpoint
-            if config.eval_crop is not None:
-                settings["eval_crop"] = config.eval_crop.model_dump()
-            if len(unlabelled):
-                settings["classes_without_labels"] = len(unlabelled)
-            method_truth = backbone_truth if method.endswith(f", {backbone}") else truth
-            for row, images in tables.scored(
-                common, method_truth, result.predictions, result.selected_on, settings
-            ):
-                rows.append(row)
-                predictions.append(images)
-        for name, mean in mean_accuracies(rows[first_row:]).items():
-            print(f"{name}: {mean:.3f}", flush=True)
-    return save_evaluation(context, rows, predictions, overlap)
+
+    def add(method: str, own_truth: tables.Truth, result: frozen.Result, settings: dict[str, Any]) -> None:
+        if result.shots is None:
+            settings = settings | {"labelled_images": len(support.labels)}
+        fitted = result.fitted
+        common = {
+            "protocol": result.protocol,
+            "method": method + (tables.CHOSEN_ON_TEST if fitted.selected_on == "test" else ""),
+            "labels_per_class": result.shots,
+            "draw": result.draw,
+        }
+        for row, images in tables.scored(
+            common, own_truth, fitted.predictions, fitted.selected_on, settings | fitted.settings
+        ):
+            rows.append(row)
+            predictions.append(images)
+
+    with context.staging() as staging:
+        for method, pairs, standardise in features_of(context, dataset, support, backbone, run, staging.path):
+            first_row = len(rows)
+            own_truth = backbone_truth if method.endswith(f", {backbone}") else truth
+            settings = fixed | {"standardised": standardise, "width": int(pairs[0][0].shape[1])}
+            for result in frozen.results(config, pairs, support.labels, truth.labels, standardise, dev):
+                seed = {"initialisation": config.seed + result.draw % len(pairs)} if len(pairs) > 1 else {}
+                add(method, own_truth, result, settings | seed)
+            for name, mean in mean_accuracies(rows[first_row:]).items():
+                print(f"{name}: {mean:.3f}", flush=True)
+        for result in frozen.majorities(config, support.labels, truth.labels):
+            add(MAJORITY, truth, result, fixed)
+        write_evaluation(staging.path, rows, predictions)
+    return evaluated(rows, overlap, staging.files)
+
+
+def _settings(config: Evaluate, unlabelled: int) -> dict[str, Any]:
+    """Return the settings that all rows share."""
+    settings: dict[str, Any] = {}
+    if config.support != "train":
+        settings["support"] = config.support
+    if checkpoint := config.checkpoints().get("backbone"):
+        settings["checkpoint"] = checkpoint
+    if config.eval_crop is not None:
+        settings["eval_crop"] = config.eval_crop.model_dump(exclude_none=True)
+    if unlabelled:
+        settings["classes_without_labels"] = unlabelled
+    return settings
 
 
 if __name__ == "__main__":

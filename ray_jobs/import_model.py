@@ -153,12 +153,10 @@ def _plain(text: str) -> str:
 def _in_words(pixels: Preprocessing) -> str:
     mean, std = (", ".join(f"{value:g}" for value in values) for values in (pixels.mean, pixels.std))
     size = f"{pixels.resolution} x {pixels.resolution}"
-    if pixels.crop == "squash":
-        way = f"squashed to {size}"
-    else:
-        way = (
-            f"shorter side to {int(pixels.resolution / pixels.crop_fraction + 1e-6)}, the middle {size} of it"
-        )
+    resized = int(pixels.resolution / pixels.crop_fraction + 1e-6)
+    way = f"squashed to {resized} x {resized}" if pixels.crop == "squash" else f"shorter side to {resized}"
+    if pixels.crop == "center" or resized != pixels.resolution:
+        way += f", the middle {size} of it"
     return f"mean {mean}, std {std}; {pixels.interpolation}, {way}"
 
 

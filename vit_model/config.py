@@ -477,9 +477,10 @@ class Preprocessing(Frozen):
 
     mean: tuple[float, ...]
     std: tuple[Annotated[float, Field(gt=0)], ...]
-    interpolation: Literal["bilinear", "bicubic"] = "bilinear"
+    interpolation: Literal["bilinear", "bicubic", "bilinear_aliased"] = "bilinear"
+    """"bilinear_aliased": bilinear without antialiasing, rounded down, as tf.image.resize in big_vision."""
     crop: Literal["squash", "center"] = "squash"
-    """"squash": straight to the square. "center": shorter side to resolution / crop_fraction, then crop."""
+    """"squash": to the square of resolution / crop_fraction. "center": shorter side to it. Then crop the middle."""
     crop_fraction: Annotated[float, Field(gt=0, le=1)] = 1.0
     resolution: PositiveInt
     channels: Literal[1, 3]
@@ -491,10 +492,6 @@ class Preprocessing(Frozen):
                 raise ValueError(
                     f"{name} {getattr(self, name)} must have {self.channels} values, as many as channels"
                 )
-        if self.crop == "squash" and self.crop_fraction != 1.0:
-            raise ValueError(
-                f"crop_fraction {self.crop_fraction} has no meaning with crop 'squash'; 'center' uses it"
-            )
         return self
 
 

@@ -129,20 +129,41 @@ def _reading(name: str) -> Iterator[None]:
 def _resize(name: str, image: "Image.Image", preprocessing: Preprocessing) -> "Image.Image":
     """Resize and crop to the square of `resolution`, with the rounding of timm and torchvision."""
     size = preprocessing.resolution
-    kind = (
-        Image.Resampling.BILINEAR if preprocessing.interpolation == "bilinear" else Image.Resampling.BICUBIC
-    )
-    if preprocessing.crop == "squash":
-        return image if image.size == (size, size) else image.resize((size, size), kind)
     shorter = int(size / preprocessing.crop_fraction + 1e-6)  # 384 / (384 / 448) must be 448
     width, height = image.size
-    if width <= height:
+    if preprocessing.crop == "squash":
+        width, height = shorter, shorter
+    elif width <= height:
         width, height = shorter, int(shorter * height / width)
     else:
         width, height = int(shorter * width / height), shorter
     _check_size(name, width, height)
     left, top = round((width - size) / 2), round((height - size) / 2)
-    return image.resize((width, height), kind).crop((left, top, left + size, top + size))
+    return _scale(image, width, height, preprocessing.interpolation).crop(
+        (left, top, left + size, top + size)
+    )
+
+
+def _scale(image: "Image.Image", width: int, height: int, interpolation: str) -> "Image.Image":
+    if image.size == (width, height):
+        return image
+    if interpolation != "bilinear_aliased":
+        kind = Image.Resampling.BILINEAR if interpolation == "bilinear" else Image.Resampling.BICUBIC
+        return image.resize((width, height), kind)
+    pixels = np.asarray(image, np.float32)
+    rows, columns = _neighbours(image.height, height), _neighbours(image.width, width)
+    for axis, (low, high, share) in enumerate((rows, columns)):
+        share = np.expand_dims(share, tuple(range(1, pixels.ndim - axis)))
+        below, above = pixels.take(low, axis), pixels.take(high, axis)
+        pixels = below + (above - below) * share
+    return Image.fromarray(pixels.astype(np.uint8))
+
+
+def _neighbours(old: int, new: int) -> "tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.float32]]":
+    """Return for each new pixel the two old ones around its centre, and how far it is from the first."""
+    place = np.clip((np.arange(new) + 0.5) * old / new - 0.5, 0, old - 1)
+    low = place.astype(np.int64)
+    return low, np.minimum(low + 1, old - 1), (place - low).astype(np.float32)
 
 
 def _check_size(name: str, width: int, height: int) -> None:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal, Self
+from typing import Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from vit_model.config import Frozen, later
 
@@ -57,20 +57,15 @@ class EvalCrop(Frozen):
     """How an image becomes a square without augmentation, in evaluation and prediction.
 
     The authors squash after fine-tuning; big_vision takes the middle, of 256 for 224 pixels (crop_fraction 0.875) after
-    pretraining and of 448 for 384 (0.857143) after fine-tuning.
+    pretraining and of 448 for 384 (0.857143) after fine-tuning. Its few-shot evaluation squashes to 256, and then takes
+    the middle.
     """
 
     crop: Literal["squash", "center"] = Field(
-        description="squash: resize straight to the square; center: resize the shorter side, then crop the center"
+        description="squash: resize to a square; center: resize the shorter side; then crop the center"
     )
-    crop_fraction: float = Field(
-        1.0, gt=0, le=1, description="with center: the fraction of the shorter side that is kept"
+    crop_fraction: float = Field(1.0, gt=0, le=1, description="the fraction of the shorter side that is kept")
+    interpolation: Literal["bilinear", "bicubic", "bilinear_aliased"] | None = later(
+        None,
+        description="bilinear_aliased: without antialiasing, as TensorFlow; null: as the model's contract says",
     )
-
-    @model_validator(mode="after")
-    def _fields_agree(self) -> Self:
-        if self.crop == "squash" and self.crop_fraction != 1.0:
-            raise ValueError(
-                f"crop_fraction {self.crop_fraction} has no meaning with crop squash; center uses it"
-            )
-        return self

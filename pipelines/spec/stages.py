@@ -26,6 +26,14 @@ WITHOUT_LABELS: tuple[Objective, ...] = ("masked_patches", "contrastive", "mae")
 PatchTarget = Literal["mean_colour", "4x4", "pixels"]
 SeenInTraining = Literal["fail", "report"]
 Method = Literal["majority", "k-NN", "logistic regression", "RBF SVM"]
+Probe = Literal["least squares", "k-NN", "DINO k-NN", "nearest class mean", "logistic regression"]
+ProbeProtocol = Literal["leave_one_out", "big_vision", "scenic"]
+# as their authors evaluate, for a model of 224 pixels: squashed to 256, of which the middle
+_SQUASHED = {"crop": "squash", "crop_fraction": 0.875, "interpolation": "bilinear_aliased"}
+PROBE_DEFAULTS: dict[str, dict[str, Any]] = {
+    "big_vision": {"draws": 3, "eval_crop": _SQUASHED},
+    "scenic": {"draws": 1, "eval_crop": _SQUASHED},
+}
 
 
 def seen_in_training() -> Any:
@@ -779,13 +787,21 @@ class Finetune(_Stage):
 class Evaluate(_Stage):
     """Few-shot linear evaluation (paper, section 4.1) of a frozen backbone, beside raw pixels and untrained weights."""
 
-    VERSION: ClassVar[int] = 5
+    VERSION: ClassVar[int] = 6  # untrained weights of several seeds, and the majority class
     KIND: ClassVar[str] = "evaluation"
     job: Literal["evaluate"]
     data: str = takes("dataset")
     backbone: Backbone = takes("model", description=_BACKBONE)
     shots: Annotated[tuple[Shots, ...], Field(min_length=1), AfterValidator(distinct)] = (1, 5, 10, 25)
-    draws: int = Field(20, ge=1)
+    draws: int = Field(20, ge=1, description="20; with protocol big_vision 3, with scenic 1")
+    protocol: ProbeProtocol = later(
+        "leave_one_out",
+        description="how labels are drawn and L2 is chosen: by leave-one-out on them; always 1,024, as big_vision; or"
+        " by the accuracy on test, as scenic, to compare with its numbers only",
+    )
+    classifiers: Annotated[tuple[Probe, ...], Field(min_length=1), AfterValidator(distinct)] = later(
+        ("least squares",), description="of the frozen features; logistic regression takes all labels"
+    )
     support: Literal["train", "train+dev"] = later(
         "train", description="the splits that labels are drawn from; test is scored"
     )
@@ -796,6 +812,23 @@ class Evaluate(_Stage):
     seen_in_training: SeenInTraining = seen_in_training()
     seed: Seed = 0
     threads: int = execution(1, ge=1)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _defaults_of_the_protocol(cls, fields: Any) -> Any:
+        if isinstance(fields, dict) and isinstance(protocol := fields.get("protocol"), str):
+            return PROBE_DEFAULTS.get(protocol, {}) | fields
+        return fields
+
+    @model_validator(mode="after")
+    def _fields_agree(self) -> Self:
+        if self.protocol == "scenic" and self.draws != 1:
+            raise ValueError(
+                f"draws {self.draws}: with protocol scenic it must be 1: the first images of each class are taken"
+            )
+        if "logistic regression" in self.classifiers and not self.linear_probe:
+            raise ValueError("classifiers: logistic regression takes all labels; add linear_probe: true")
+        return self
 
 
 class Baselines(_Stage):

@@ -2,36 +2,39 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from pipelines.spec import AnyStage
+from pipelines.store import FileEntry
 from ray_jobs.evaluation import rows as tables
 from ray_jobs.evaluation.leakage import Overlap
-from ray_jobs.process.stage import Context, Result
+from ray_jobs.process.stage import Result
+
+_UNNAMED = ("few-shot linear", "linear probe", "baseline")  # protocols that the names of metrics leave out
 
 
-def save_evaluation(
-    context: Context[AnyStage], rows: list[Any], predictions: list[Any], overlap: Overlap
-) -> Result:
-    """Write the two tables of an evaluation.
+def write_evaluation(folder: Path, rows: list[Any], predictions: list[Any]) -> None:
+    """Write the two tables of an evaluation."""
+    tables.write_table(folder / "rows.parquet", rows, tables.ROWS)
+    tables.write_predictions(folder / "predictions.parquet", predictions)
 
-    The artifact's metrics are the accuracies, averaged over draws, and the overlap of training and test images.
+
+def evaluated(rows: list[Any], overlap: Overlap, files: tuple[FileEntry, ...]) -> Result:
+    """Return the result of an evaluation with these rows and files.
+
+    Its metrics are the accuracies, averaged over draws, and the overlap of training and test images.
     """
-    with context.staging() as staging:
-        tables.write_table(staging.path / "rows.parquet", rows, tables.ROWS)
-        tables.write_predictions(staging.path / "predictions.parquet", predictions)
-    return Result(
-        tables.digest_rows(rows, tables.ROWS), staging.files, mean_accuracies(rows) | overlap.metrics
-    )
+    return Result(tables.digest_rows(rows, tables.ROWS), files, mean_accuracies(rows) | overlap.metrics)
 
 
 def mean_accuracies(rows: list[Any]) -> dict[str, float | int | str]:
-    """Return the mean accuracy over draws, by method and number of labels."""
+    """Return the mean accuracy over draws, by method, number of labels and protocol."""
     groups: dict[str, list[float]] = {}
     for row in rows:
         labels = "all" if row["labels_per_class"] is None else row["labels_per_class"]
         real = tables.REAL if row["task"].endswith(tables.REAL) else ""
-        groups.setdefault(f"{row['method']} @ {labels}{real}", []).append(row["value"])
+        protocol = "" if row["protocol"] in _UNNAMED else f", {row['protocol'].removeprefix('few-shot ')}"
+        groups.setdefault(f"{row['method']} @ {labels}{real}{protocol}", []).append(row["value"])
     return {name: float(np.mean(values)) for name, values in groups.items()}

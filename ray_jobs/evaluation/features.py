@@ -1,36 +1,60 @@
-"""Features of labelled and test images: from a frozen backbone, from an untrained model, and plain pixels."""
+"""Features of labelled and test images: from a frozen backbone, from untrained models, and plain pixels.
+
+A backbone's features are part of the evaluation's artifact: `features/KEY.parquet` has one row per image, and KEY is a
+hash of everything that a feature depends on beside the image (`Weights.key`). A later evaluation with the same KEY, of
+other images or with other numbers of labels, computes only what no earlier one has. What an image's feature is does not
+depend on the images beside it.
+"""
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
 import torch
 from numpy.typing import NDArray
 
+from pipelines.identity import canonical_json, sha256
 from pipelines.spec import Evaluate
+from pipelines.store import StoreError, all_manifests, local_file
 from ray_jobs.data.shards import Dataset, Split
+from ray_jobs.evaluation.frozen import drawn
 from ray_jobs.evaluation.leakage import COMPARED
-from ray_jobs.evaluation.supports import draw_labels
 from ray_jobs.process.devices import device, set_threads
+from ray_jobs.process.stage import Context
 from vit_model.build import Network, build
 from vit_model.config import ModelContract, Preprocessing
 from vit_model.preprocessing import normalise
 from vit_model.variants import FAMILIES
-from vit_model.weights import load_model
+from vit_model.weights import load_model, read_contract
 
 # The pixels of larger images are reduced to this side; more inputs would be too many for a linear probe.
 PIXELS_SIDE = 32
 UNTRAINED = "untrained"
+INITIALISATIONS = 3  # of untrained weights, from the stage's seed on
 BATCH = 256  # images per forward pass
 DECODED = 4 * BATCH  # images in memory at once; 450 MB at 384 x 384 pixels
 
 Embed = Callable[[NDArray[Any]], NDArray[Any]]
+Run = Callable[[Callable[..., Any], list[tuple[Any, ...]]], list[Any]]
+"""Call a function with each of these arguments, here or on the cluster; return the results in order."""
+
+
+class Features(NamedTuple):
+    """One kind of features of the labelled images and of test."""
+
+    method: str
+    pairs: list[tuple[NDArray[Any], NDArray[Any]]]
+    """support [n, d] and test [m, d]; of untrained weights, a pair per initialisation"""
+    standardise: bool
 
 
 @dataclass(frozen=True)
@@ -46,6 +70,44 @@ class Support:
     needed: NDArray[np.int64]
 
 
+class Weights(NamedTuple):
+    """The weights that features are computed with: those of a model, or untrained ones of its architecture."""
+
+    folder: Path
+    seed: int | None = None
+    """of untrained weights"""
+
+    def key(self, preprocessing: Preprocessing, code: str) -> str:
+        """Return a hash of everything that a feature depends on beside its image.
+
+        Args:
+            code: the digest of this stage's code.
+        """
+        contract = read_contract(self.folder)
+        origin: Any = self.seed
+        if self.seed is None:
+            with (self.folder / "model.safetensors").open("rb") as file:
+                origin = hashlib.file_digest(file, "sha256").hexdigest()
+        parts = {
+            "architecture": contract.architecture.model_dump(mode="json"),
+            "weights": origin,
+            "preprocessing": preprocessing.model_dump(mode="json"),
+            "device": device().type,
+            "torch": str(torch.__version__),
+            "code": code,
+        }
+        return sha256(canonical_json(parts))
+
+    def load(self) -> tuple[Network, ModelContract]:
+        """Build the model."""
+        if self.seed is None:
+            return load_model(self.folder)
+        contract = read_contract(self.folder)
+        network = build(contract.architecture)
+        network.initialise(self.seed)
+        return network, contract
+
+
 def support_of(dataset: Dataset, config: Evaluate) -> Support:
     """Return the images of train, followed by those of dev with `support: train+dev`."""
     splits: tuple[Split, ...] = ("train", "dev") if config.support == "train+dev" else ("train",)
@@ -53,9 +115,9 @@ def support_of(dataset: Dataset, config: Evaluate) -> Support:
     labels = np.concatenate(by_split)
     needed = np.arange(len(labels))
     if not config.linear_probe:
-        draws = range(config.draws)
-        drawn = [draw_labels(labels, max(config.shots), config.seed, draw) for draw in draws]
-        needed = np.unique(np.concatenate(drawn))
+        needed = np.unique(
+            np.concatenate([drawn(config, labels, max(config.shots), draw) for draw in range(config.draws)])
+        )
     return Support(
         np.repeat(splits, [len(split_labels) for split_labels in by_split]),
         np.concatenate([np.arange(len(split_labels)) for split_labels in by_split]),
@@ -72,51 +134,118 @@ def labelled_rows(dataset: Dataset, support: Support) -> pa.Table:
 
 
 def features_of(
-    dataset: Dataset, model_folder: Path, support: Support, config: Evaluate, backbone: str
-) -> Iterator[tuple[str, NDArray[Any], NDArray[Any], bool]]:
-    """Yield (method, support features [n, d], test features [m, d], whether to standardise) for each kind of features.
+    context: Context[Evaluate], dataset: Dataset, support: Support, backbone: str, run: Run, folder: Path
+) -> Iterator[Features]:
+    """Yield each kind of features, the backbone's first.
 
     Only support images that some draw takes are read; the features of the others stay zero and are never used.
-    `backbone` names the model's own features: PRETRAINED or SEEN.
+
+    Args:
+        backbone: the name of the model's own features: PRETRAINED or SEEN.
+        folder: features that no earlier evaluation has are written to its folder `features`.
     """
-    model, contract = load_model(model_folder)
+    config, model = context.config, context.input("backbone")
+    contract = read_contract(model)
     preprocessing = contract.preprocessing
     if config.eval_crop is not None:
-        preprocessing = Preprocessing(**(preprocessing.model_dump() | config.eval_crop.model_dump()))
-    needed = support.needed
-
-    def features(preprocessing: Preprocessing, *functions: Embed) -> Iterator[list[NDArray[Any]]]:
-        """Yield [support features, test features] for each function, decoding every image once for all of them."""
-        splits = dict.fromkeys(support.splits[needed].tolist())
-        parts = [
-            _embedded(
-                dataset,
-                split,
-                support.rows[needed][support.splits[needed] == split],
-                preprocessing,
-                functions,
-            )
-            for split in splits
-        ]
-        test = _embedded(dataset, "test", np.arange(dataset.info.splits["test"]), preprocessing, functions)
-        for *support_parts, test_features in zip(*parts, test, strict=True):
-            train = np.zeros((len(support.labels), test_features.shape[1]), test_features.dtype)
-            train[needed] = np.concatenate(support_parts)
-            yield [train, test_features]
-
-    untrained = build(contract.architecture)
-    untrained.initialise(config.seed)
-    networks = {backbone: model, UNTRAINED: untrained}
-    functions = [partial(embed, network, contract, config.threads) for network in networks.values()]
-    for method, (train, test) in zip(networks, features(preprocessing, *functions), strict=True):
-        yield f"{FAMILIES[contract.architecture.family]}, {method}", train, test, True
+        changed = config.eval_crop.model_dump(exclude_none=True)
+        preprocessing = Preprocessing(**(preprocessing.model_dump() | changed))
+    parts = _parts(dataset, support)
+    seeds = range(config.seed, config.seed + INITIALISATIONS)
+    every = [Weights(model), *(Weights(model, seed) for seed in seeds)]
+    found = [
+        _paired(features, support)
+        for features in _embedded(context, dataset, every, preprocessing, parts, run, folder)
+    ]
+    family = FAMILIES[contract.architecture.family]
+    yield Features(f"{family}, {backbone}", found[:1], True)
+    yield Features(f"{family}, {UNTRAINED}", found[1:], True)
     small = preprocessing.model_copy(update={"resolution": min(preprocessing.resolution, PIXELS_SIDE)})
-    [(train, test)] = features(small, lambda images: images.reshape(len(images), -1) / np.float32(255))
-    yield "pixels", train, test, False
-    yield "pixels, standardised", train, test, True
+    pixels = [_read(dataset, split, rows, small, [_as_vectors])[0] for split, rows in parts]
+    pair = _paired(pixels, support)
+    yield Features("pixels", [pair], False)
+    yield Features("pixels, standardised", [pair], True)
+
+
+def _parts(dataset: Dataset, support: Support) -> list[tuple[Split, NDArray[np.int64]]]:
+    """Return (split, rows) of the images that are needed, test last."""
+    rows, splits = support.rows[support.needed], support.splits[support.needed]
+    labelled = [(split, rows[splits == split]) for split in dict.fromkeys(splits.tolist())]
+    return [*labelled, ("test", np.arange(dataset.info.splits["test"]))]
+
+
+def _paired(parts: Sequence[NDArray[Any]], support: Support) -> tuple[NDArray[Any], NDArray[Any]]:
+    """Return (support features, test features) of the features of `_parts`."""
+    *labelled, test = parts
+    train = np.zeros((len(support.labels), test.shape[1]), test.dtype)
+    train[support.needed] = np.concatenate(labelled)
+    return train, test
+
+
+# ------------------------------------------------------------------------------------------------- embedding
 
 
 def _embedded(
+    context: Context[Evaluate],
+    dataset: Dataset,
+    every: Sequence[Weights],
+    preprocessing: Preprocessing,
+    parts: Sequence[tuple[Split, NDArray[np.int64]]],
+    run: Run,
+    folder: Path,
+) -> list[list[NDArray[np.float32]]]:
+    """Return, for each weights and each of the parts, features [n, d]; earlier evaluations' where there are any."""
+    ids = [_image_ids(dataset, split).take(pa.array(rows)) for split, rows in parts]
+    keys = [weights.key(preprocessing, context.attempt.code_digest) for weights in every]
+    known = [_earlier(context, key, pa.chunked_array(ids).unique()) for key in keys]
+    if len(known[0]):
+        print(f"features of {len(known[0]):,} images are those of earlier evaluations", flush=True)
+    in_all = known[0].ids
+    for each in known[1:]:
+        in_all = in_all.filter(pc.is_in(in_all, each.ids))
+    missing = [
+        (split, rows[~pc.is_in(own, in_all).to_numpy(zero_copy_only=False)])
+        for (split, rows), own in zip(parts, ids, strict=True)
+    ]
+    tasks = [
+        (
+            context,
+            tuple(weights.seed for weights in every),
+            preprocessing,
+            split,
+            rows[start : start + DECODED],
+        )
+        for split, rows in missing
+        for start in range(0, len(rows), DECODED)
+    ]
+    done = run(embed_rows, tasks)
+    new_ids = [_image_ids(dataset, task[3]).take(pa.array(task[4])) for task in tasks]
+    features = []
+    for place, (key, own) in enumerate(zip(keys, known, strict=True)):
+        new = Table.of(new_ids, [result[place] for result in done])
+        new.write(folder / _file(key))
+        table = own.joined(new)
+        features.append([table.of_images(part) for part in ids])
+    return features
+
+
+def embed_rows(
+    context: Context[Evaluate],
+    seeds: Sequence[int | None],
+    preprocessing: Preprocessing,
+    split: Split,
+    rows: NDArray[np.int64],
+) -> list[NDArray[np.float32]]:
+    """Return the features [n, d] of these rows of a split, for the backbone (None) and for untrained weights."""
+    folder = context.input("backbone")
+    functions = []
+    for seed in seeds:
+        network, contract = Weights(folder, seed).load()
+        functions.append(partial(embed, network, contract, context.config.threads))
+    return _read(context.dataset(), split, rows, preprocessing, functions)
+
+
+def _read(
     dataset: Dataset,
     split: Split,
     rows: NDArray[np.int64],
@@ -133,15 +262,109 @@ def _embedded(
 
 
 def embed(model: Network, contract: ModelContract, threads: int, images: NDArray[Any]) -> NDArray[Any]:
-    """Return the frozen representation [n, width] of images, in float32."""
+    """Return the frozen representation [n, width] of images, in float32; computed in bfloat16 on a GPU."""
     set_threads(threads)
     target = device()
-    model = model.to(target).eval()
+    dtype = torch.float32 if target.type == "cpu" else torch.bfloat16
+    model = model.to(target, dtype).eval()
     with torch.inference_mode():
         parts = [
-            model.forward_features(normalise(batch.to(target), contract.preprocessing, torch.float32))[
-                1
-            ].cpu()
+            model.forward_features(normalise(batch.to(target), contract.preprocessing, dtype))[1]
+            .float()
+            .cpu()
             for batch in torch.from_numpy(images).split(BATCH)
         ]
     return torch.cat(parts).numpy()
+
+
+def _as_vectors(images: NDArray[Any]) -> NDArray[np.float32]:
+    return np.asarray(images.reshape(len(images), -1) / np.float32(255), np.float32)
+
+
+# ------------------------------------------------------------------------------------- features of earlier evaluations
+
+
+class Table(NamedTuple):
+    """Features [n, d] by the identities [n] of their images."""
+
+    ids: pa.Array
+    values: NDArray[np.float32]
+
+    @classmethod
+    def of(cls, ids: Sequence[Any], values: Sequence[NDArray[np.float32]]) -> Table:
+        if not values:
+            return cls(pa.array([], pa.string()), np.zeros((0, 0), np.float32))
+        return cls(pa.concat_arrays([_flat(each) for each in ids]), np.concatenate(values))
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    def joined(self, other: Table) -> Table:
+        """Return both tables as one."""
+        if not len(self) or not len(other):
+            return self if len(self) else other
+        return Table.of([self.ids, other.ids], [self.values, other.values])
+
+    def of_images(self, ids: Any) -> NDArray[np.float32]:
+        """Return the features of these images, in their order."""
+        return self.values[pc.index_in(_flat(ids), self.ids).to_numpy(zero_copy_only=False)]
+
+    def write(self, path: Path) -> None:
+        """Write each image's feature once."""
+        if not len(self):
+            return
+        path.parent.mkdir(parents=True, exist_ok=True)
+        first = np.unique(self.ids.to_numpy(zero_copy_only=False), return_index=True)[1]
+        width = self.values.shape[1]
+        values = pa.FixedSizeListArray.from_arrays(pa.array(self.values[first].ravel()), width)
+        pq.write_table(pa.table({"image": self.ids.take(pa.array(first)), "feature": values}), path)
+
+    @classmethod
+    def read(cls, path: Path, wanted: pa.Array) -> Table:
+        """Read the features of those images that are wanted.
+
+        Raises:
+            pa.ArrowException: the file has other columns.
+        """
+        table = pq.read_table(path, columns=["image", "feature"])
+        kind = table.schema.field("feature").type
+        if not (pa.types.is_fixed_size_list(kind) and kind.value_type == pa.float32()):
+            raise pa.ArrowInvalid(f"{path}: column feature is {kind}; expected vectors of float32")
+        table = table.filter(pc.is_in(table["image"], wanted)).combine_chunks()
+        if not len(table):
+            return cls.of([], [])
+        values = np.asarray(_flat(table["feature"]).flatten().to_numpy(), np.float32)
+        return cls(_flat(table["image"]), values.reshape(len(table), kind.list_size))
+
+
+def _file(key: str) -> str:
+    return f"features/{key}.parquet"
+
+
+def _image_ids(dataset: Dataset, split: Split) -> pa.Array:
+    """Return an identity of each image of a split: of its file, its bytes as they are stored, and raw pixels' size."""
+    index, columns = dataset.index(split), ("content_id", "checksum", "format", "width", "height", "channels")
+    parts = [index[name].cast(pa.string()) for name in columns]
+    return _flat(pc.binary_join_element_wise(*parts, "/"))
+
+
+def _earlier(context: Context[Evaluate], key: str, wanted: pa.Array) -> Table:
+    """Return what earlier evaluations of this store have of these images' features."""
+    store, table = context.open_store(), Table.of([], [])
+    for manifest in all_manifests(store, "evaluate"):
+        if not any(file.path == _file(key) for file in manifest.files):
+            continue
+        try:
+            path = local_file(store, manifest, _file(key))
+            assert path is not None
+            found = Table.read(path, wanted)
+        except (pa.ArrowException, StoreError) as error:
+            print(f"the features of {manifest.stage} are computed again: {error}", flush=True)
+            continue
+        own = pc.invert(pc.is_in(found.ids, table.ids)).to_numpy(zero_copy_only=False)
+        table = table.joined(Table(found.ids.filter(pa.array(own)), found.values[own]))
+    return table
+
+
+def _flat(column: Any) -> Any:
+    return column.combine_chunks() if isinstance(column, pa.ChunkedArray) else column

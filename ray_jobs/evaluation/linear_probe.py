@@ -1,24 +1,24 @@
-"""Few-shot linear evaluation: regularised least squares from frozen features to {-1, +1}^K, in closed form.
+"""Linear classifiers of frozen features: regularised least squares to {-1, +1}^K, in closed form.
 
-In: features and labels of a train split (supports are drawn from it) and of a test split. Out: for each
-(shots, draw), and for all labels at once, the accuracy, the predictions and the L2 strength with what it was
-selected on. Pure numpy in float64 on one thread, which gives the same output on any number of cores and is faster
-on problems of this size.
+In: features [n, d] and labels [n] of the labelled images, features of test. Out: the L2 strength, what it was selected
+on, and the predicted labels of test. Pure numpy in float64 on one thread, which gives the same output on any number of
+cores and is faster on problems of this size.
 
-The evaluation of "An Image is Worth 16x16 Words" (section 4.1), with the details of big_vision's `fewshot_lsr`:
-features standardised by the support's statistics, a constant feature for the bias, sums (not means) of
-squares, so that L2 is not divided by the number of images. The difference: the L2 strength is selected per
-support by leave-one-out, never on test images. Pixels, untrained and pretrained features use the same procedure.
+This is the evaluation of "An Image is Worth 16x16 Words" (section 4.1), with the details of big_vision's `fewshot_lsr`:
+features standardised by the support's statistics, a constant feature for the bias, sums (not means) of squares, so that
+L2 is not divided by the number of images. The protocols differ in how L2 is chosen (`Protocol`).
 """
 
-from collections.abc import Sequence
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import product
+from typing import NamedTuple
 
 import numpy as np
-from threadpoolctl import threadpool_limits
+from numpy.typing import NDArray
+from scipy.linalg import cho_factor, cho_solve
 
-from ray_jobs.evaluation.supports import draw_labels
 from vit_model.errors import UserError
 
 # Wide enough for pixels divided by 255 (best near 2^-5 on scikit-learn's 0-16 digits) up to standardised
@@ -27,6 +27,8 @@ L2_GRID = tuple(2.0**exponent for exponent in range(-10, 16))
 # big_vision's constant. With one image per class the accuracy hardly depends on it: digits' pixels in [0, 1]
 # give .622 at 2^2, .618 at 2^10 and .619 at 2^14.
 FIXED_L2 = 2.0**10
+# scenic's: 2^-10 to 2^19
+SCENIC_GRID = tuple(2.0**exponent for exponent in range(-10, 20))
 # big_vision's bias feature. The intercept is 100 times its weight, so its penalty is L2 / 10^4, negligible over
 # the grid. That holds for unstandardised pixels too: on digits in [0, 1], [-1, 1] and [0, 16/255] the accuracy at
 # 5, 10 and 25 shots agreed with exact centring (no penalty on the intercept) to .0002, before and after selecting L2.
@@ -35,93 +37,115 @@ BIAS_FEATURE = 100.0
 TEST_BLOCK = 8192
 
 
-@dataclass(frozen=True)
-class FewShotResult:
-    """The result of one support: `predictions` [n_test] are labels, `accuracy` is a fraction of the test images.
+class Fitted(NamedTuple):
+    """What a classifier says of test, and how its settings were chosen."""
 
-    `shots` is None if the support is all of train.
-    """
-
-    shots: int | None
-    draw: int
-    accuracy: float
-    l2: float
+    predictions: NDArray[np.int64]
+    """labels [n_test]"""
     selected_on: str
-    predictions: np.ndarray
+    settings: dict[str, float]
 
 
-def few_shot(
-    features_train: np.ndarray,
-    labels_train: np.ndarray,
-    features_test: np.ndarray,
-    labels_test: np.ndarray,
-    *,
-    shots: Sequence[int],
-    draws: int,
-    seed: int,
-    standardise: bool,
-    linear_probe: bool = False,
-    l2_grid: Sequence[float] = L2_GRID,
-    fixed_l2: float = FIXED_L2,
-) -> list[FewShotResult]:
-    """Return a result for every (shots, draw), shots outermost, with draws 0 .. draws - 1 of `draw_labels`.
+@dataclass(frozen=True)
+class Standardised:
+    """The inputs X [n, d + 1] and the targets Y [n, k] of one support, and how test features become inputs."""
 
-    Features are [n, d] floats, labels [n] integers. With `linear_probe` the last result uses all of train. L2 is
-    selected by leave-one-out on the support; if every class has a single image, leave-one-out is undefined and
-    `fixed_l2` is used. All test images of a class that the support lacks count as wrong. Raises ValueError for shapes
-    that do not match, values that are not finite, and L2 strengths that are not positive.
+    inputs: NDArray[np.float64]
+    targets: NDArray[np.float64]
+    classes: NDArray[np.int64]
+    numbers: NDArray[np.int64]
+    """for each image, the place of its label in `classes`"""
+    mean: NDArray[np.float64]
+    deviation: NDArray[np.float64]
+
+    @classmethod
+    def of(
+        cls, support: NDArray[np.floating], labels: NDArray[np.integer], standardise: bool
+    ) -> Standardised:
+        """Of a support [n, d] with labels [n]; without `standardise`, features are taken as they are."""
+        support = np.asarray(support, np.float64)
+        mean, deviation = np.zeros(support.shape[1]), np.ones(support.shape[1])
+        if standardise:
+            mean, deviation = support.mean(axis=0), support.std(axis=0) + 1e-5
+        classes, numbers = np.unique(labels, return_inverse=True)
+        inputs = np.hstack([(support - mean) / deviation, np.full((len(support), 1), BIAS_FEATURE)])
+        return cls(inputs, 2.0 * np.eye(len(classes))[numbers] - 1.0, classes, numbers, mean, deviation)
+
+    def of_features(self, weights: NDArray[np.float64]) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+        """Return (slopes [d, k], intercepts [k]) for features as they are, from weights [d + 1, k] of the inputs."""
+        slopes = weights[:-1] / self.deviation[:, None]
+        return slopes, BIAS_FEATURE * weights[-1] - self.mean @ slopes
+
+    def predict(self, weights: NDArray[np.float64], test: NDArray[np.floating]) -> NDArray[np.int64]:
+        """Return the labels [n_test] that weights [d + 1, k] of the inputs give test features [n_test, d]."""
+        # standardising the weights costs less than standardising every test image
+        slopes, intercepts = self.of_features(weights)
+        best = [np.argmax(block @ slopes + intercepts, axis=1) for block in blocks(test)]
+        return self.classes[np.concatenate(best)]
+
+
+def blocks(test: NDArray[np.floating]) -> Iterator[NDArray[np.float64]]:
+    """Yield test features in float64, so that few are in memory at once."""
+    for start in range(0, len(test), TEST_BLOCK):
+        yield np.asarray(test[start : start + TEST_BLOCK], np.float64)
+
+
+def leave_one_out(
+    support: NDArray[np.floating], labels: NDArray[np.integer], test: NDArray[np.floating], standardise: bool
+) -> Fitted:
+    """Choose L2 from `L2_GRID` by leave-one-out on the support, never on test images.
+
+    If every class has a single image, leave-one-out is undefined and `FIXED_L2` is used.
     """
-    train, test = np.asarray(features_train), np.asarray(features_test)
-    _check_split("train", train, labels_train)
-    _check_split("test", test, labels_test)
-    _check_together(train, test, [*l2_grid, fixed_l2])
-    if draws < 1:
-        raise ValueError(f"draws is {draws}; it must be at least 1")
-    settings: list[tuple[int | None, int]] = [
-        *product(shots, range(draws)),
-        *([(None, 0)] if linear_probe else []),
-    ]
-    results = []
-    with threadpool_limits(1):
-        for num_shots, draw in settings:
-            support = np.arange(len(labels_train))
-            if num_shots is not None:
-                support = draw_labels(labels_train, num_shots, seed, draw)
-            l2, selected_on, predictions = fit_predict(
-                train[support], labels_train[support], test, standardise, l2_grid, fixed_l2
-            )
-            accuracy = float(np.mean(predictions == labels_test))
-            results.append(FewShotResult(num_shots, draw, accuracy, l2, selected_on, predictions))
-    return results
-
-
-def fit_predict(
-    support: np.ndarray,
-    labels: np.ndarray,
-    test: np.ndarray,
-    standardise: bool,
-    l2_grid: Sequence[float],
-    fixed_l2: float,
-) -> tuple[float, str, np.ndarray]:
-    """Return (L2, what it was selected on, predicted labels [n_test]) from one support [n, d] with labels [n]."""
-    support = np.asarray(support, np.float64)
-    mean, deviation = np.zeros(1), np.ones(1)
-    if standardise:
-        mean, deviation = support.mean(axis=0), support.std(axis=0) + 1e-5
-    classes, targets = np.unique(labels, return_inverse=True)
-    path = RidgePath.fit(_with_bias((support - mean) / deviation), 2.0 * np.eye(len(classes))[targets] - 1.0)
-    selected = select_l2(path, targets, l2_grid)
-    l2 = fixed_l2 if selected is None else selected
+    given = Standardised.of(support, labels, standardise)
+    path = RidgePath.fit(given.inputs, given.targets)
+    selected = select_l2(path, given.numbers, L2_GRID)
+    l2 = FIXED_L2 if selected is None else selected
     selected_on = "fixed" if selected is None else "leave-one-out on the support"
-    weights = path.weights(l2)
-    blocks = (
-        np.asarray(test[start : start + TEST_BLOCK], np.float64) for start in range(0, len(test), TEST_BLOCK)
+    return Fitted(given.predict(path.weights(l2), test), selected_on, {"l2": l2})
+
+
+def fixed(
+    support: NDArray[np.floating],
+    labels: NDArray[np.integer],
+    test: NDArray[np.floating],
+    standardise: bool,
+    l2: float = FIXED_L2,
+) -> Fitted:
+    """Use one L2 for all, as big_vision: W = (XᵀX + l2 I)⁻¹ XᵀY if n >= d, else Xᵀ (XXᵀ + l2 I)⁻¹ Y."""
+    given = Standardised.of(support, labels, standardise)
+    x, y = given.inputs, given.targets
+    dual = len(x) < len(x.T)
+    gram = x @ x.T if dual else x.T @ x
+    gram[np.diag_indices_from(gram)] += l2
+    factor = cho_factor(gram, lower=True, overwrite_a=True, check_finite=False)
+    weights = (
+        x.T @ cho_solve(factor, y, check_finite=False)
+        if dual
+        else cho_solve(factor, x.T @ y, check_finite=False)
     )
-    best = [np.argmax(_with_bias((block - mean) / deviation) @ weights, axis=1) for block in blocks]
-    return l2, selected_on, classes[np.concatenate(best)]
+    return Fitted(given.predict(weights, test), "fixed", {"l2": l2})
 
 
-def select_l2(path: "RidgePath", targets: np.ndarray, l2_grid: Sequence[float]) -> float | None:
+def best_on_test(
+    support: NDArray[np.floating],
+    labels: NDArray[np.integer],
+    test: NDArray[np.floating],
+    standardise: bool,
+    truth: NDArray[np.integer],
+) -> Fitted:
+    """Choose L2 from `SCENIC_GRID` by the accuracy on test itself, as scenic does; the smallest wins a tie.
+
+    scenic takes one L2 per number of shots for all its data sets, by mean rank; here every data set has its own.
+    """
+    given = Standardised.of(support, labels, standardise)
+    path = RidgePath.fit(given.inputs, given.targets)
+    found = {l2: given.predict(path.weights(l2), test) for l2 in SCENIC_GRID}
+    l2 = max(found, key=lambda l2: np.mean(found[l2] == truth))
+    return Fitted(found[l2], "test", {"l2": l2})
+
+
+def select_l2(path: RidgePath, targets: NDArray[np.integer], l2_grid: Sequence[float]) -> float | None:
     """Return the L2 strength with the most correct leave-one-out predictions; the largest wins a tie.
 
     Ties are common (50 images give 51 possible accuracies), and the largest L2 is the simplest of the tied models.
@@ -145,15 +169,15 @@ class RidgePath:
     """
 
     dual: bool
-    inputs: np.ndarray
-    targets: np.ndarray
-    eigenvalues: np.ndarray
-    eigenvectors: np.ndarray
-    basis: np.ndarray
-    projected: np.ndarray
+    inputs: NDArray[np.float64]
+    targets: NDArray[np.float64]
+    eigenvalues: NDArray[np.float64]
+    eigenvectors: NDArray[np.float64]
+    basis: NDArray[np.float64]
+    projected: NDArray[np.float64]
 
     @classmethod
-    def fit(cls, inputs: np.ndarray, targets: np.ndarray) -> "RidgePath":
+    def fit(cls, inputs: NDArray[np.float64], targets: NDArray[np.float64]) -> RidgePath:
         """Decompose inputs X [n, d] (with their bias feature) for targets Y [n, k]."""
         dual = len(inputs) < len(inputs.T)
         eigenvalues, eigenvectors = np.linalg.eigh(inputs @ inputs.T if dual else inputs.T @ inputs)
@@ -161,12 +185,12 @@ class RidgePath:
         # Rounding can leave the zeros of a singular matrix slightly negative.
         return cls(dual, inputs, targets, eigenvalues.clip(min=0.0), eigenvectors, basis, basis.T @ targets)
 
-    def weights(self, l2: float) -> np.ndarray:
+    def weights(self, l2: float) -> NDArray[np.float64]:
         """Return W [d, k]."""
         solution = self.eigenvectors @ (self.projected / (self.eigenvalues + l2)[:, None])
         return self.inputs.T @ solution if self.dual else solution
 
-    def leave_one_out(self, l2: float) -> np.ndarray:
+    def leave_one_out(self, l2: float) -> NDArray[np.float64]:
         """Return the scores [n, k] of each image under the solution fitted to the n - 1 others.
 
         residual / (1 - leverage), with the hat matrix H = X (XᵀX + l2 I)⁻¹ Xᵀ. In the dual, where leverages come
@@ -179,29 +203,17 @@ class RidgePath:
         return self.targets - residual
 
 
-def _with_bias(features: np.ndarray) -> np.ndarray:
-    return np.hstack([features, np.full((len(features), 1), BIAS_FEATURE)])
+def check_features(split: str, features: NDArray[np.floating], count: int) -> None:
+    """Check features [count, d] of a split.
 
-
-def _check_split(split: str, features: np.ndarray, labels: np.ndarray) -> None:
-    if features.ndim != 2 or labels.shape != features.shape[:1]:
-        raise ValueError(
-            f"{split} features have shape {features.shape} and labels {labels.shape}; "
-            "they must be [n, d] and [n]"
-        )
+    Raises:
+        ValueError: another shape.
+        UserError: a value that is not finite.
+    """
+    if features.ndim != 2 or len(features) != count:
+        raise ValueError(f"{split} features have shape {features.shape}; expected [{count}, d]")
     if not np.isfinite(features).all():
         row, column = np.argwhere(~np.isfinite(features))[0]
         raise UserError(
             f"{split} features hold {features[row, column]} at [{row}, {column}]; all must be finite"
-        )
-
-
-def _check_together(train: np.ndarray, test: np.ndarray, l2s: Sequence[float]) -> None:
-    if train.shape[1] != test.shape[1]:
-        raise ValueError(
-            f"train features have width {train.shape[1]}, test features {test.shape[1]}; they must be equal"
-        )
-    if len(l2s) < 2 or not all(np.isfinite(l2) and l2 > 0 for l2 in l2s):
-        raise ValueError(
-            f"l2_grid and fixed_l2 are {list(l2s)}; give at least one value for the grid, all positive and finite"
         )

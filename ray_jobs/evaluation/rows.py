@@ -29,6 +29,7 @@ Row = dict[str, Any]
 REAL = " (ReaL)"  # after a task's name: scored with ReaL's labels of the same images
 # After a method's name: scored on a part of test only, because the model was trained on some of its images.
 ON_SEEN, ON_UNSEEN = ", on test images seen in training", ", on test images not seen in training"
+CHOSEN_ON_TEST = ", settings chosen on test"  # after a method's name
 
 
 def _column(name: str, kind: Any, nullable: bool = False) -> Any:
@@ -38,7 +39,8 @@ def _column(name: str, kind: Any, nullable: bool = False) -> Any:
 ROWS = pa.schema(
     [
         _column("task", pa.string()),
-        _column("protocol", pa.string()),  # "few-shot linear" | "linear probe" | "fine-tuning" | "baseline"
+        # "few-shot linear" | "linear probe" | "fine-tuning" | "baseline" | see `ray_jobs.evaluation.frozen`
+        _column("protocol", pa.string()),
         _column("method", pa.string()),
         _column("labels_per_class", pa.int32(), nullable=True),  # null: all labels
         _column("draw", pa.int32()),
@@ -101,11 +103,11 @@ def truth_of(dataset: Dataset, seen: NDArray[np.bool_] | None = None) -> Truth:
 
 
 def is_apart(method: str) -> bool:
-    """Return whether a method's row covers only a part of test, because the model was trained on some of its images.
+    """Return whether a method's row covers only a part of test, or its settings were chosen on test.
 
     Verdicts and lists of the best leave such rows out.
     """
-    return method.endswith((ON_SEEN, ON_UNSEEN))
+    return method.endswith((ON_SEEN, ON_UNSEEN, CHOSEN_ON_TEST))
 
 
 def scored(

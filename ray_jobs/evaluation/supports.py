@@ -106,6 +106,22 @@ def draw_labels(labels: np.ndarray, per_class: int, seed: int, draw: int) -> np.
     return np.concatenate([images[np.argsort(order[images])][:per_class] for images in by_class])
 
 
+def draw_as_big_vision(labels: np.ndarray, per_class: int, seed: int) -> np.ndarray:
+    """Draw as big_vision's `fewshot_lsr` does with this seed; return indices [m], classes ascending.
+
+    Its numbers also depend on the order of the images, which there is that of the TFDS files.
+    """
+    labels, generator = _checked(labels), np.random.default_rng(seed)
+    by_class = [generator.permutation(np.flatnonzero(labels == number)) for number in range(labels.max() + 1)]
+    return np.concatenate([images[:per_class] for images in by_class])
+
+
+def first_of_each(labels: np.ndarray, per_class: int) -> np.ndarray:
+    """Return the first images of each class, as scenic's few-shot evaluation takes them: indices [m], ascending."""
+    labels = _checked(labels)
+    return np.concatenate([np.flatnonzero(labels == number)[:per_class] for number in np.unique(labels)])
+
+
 def permutation(count: int, *entropy: int) -> np.ndarray:
     """Return a random permutation of range(count), a pure function of the arguments.
 

@@ -307,10 +307,10 @@ def _figures(
 ) -> dict[str, str]:
     """Draw every plot that has data, by name."""
     figures = {}
-    for task in dict.fromkeys(entry.task for entry in entries):
-        few_shot = [entry for entry in entries if entry.protocol == "few-shot linear" and entry.task == task]
-        if few_shot:
-            figures[f"few-shot {task}"] = plots.few_shot(_few_shot_curves(few_shot))
+    few_shot = [entry for entry in entries if entry.protocol.startswith("few-shot")]
+    for protocol, task in dict.fromkeys((entry.protocol, entry.task) for entry in few_shot):
+        own = [entry for entry in few_shot if (entry.protocol, entry.task) == (protocol, task)]
+        figures[f"{protocol} on {task}"] = plots.few_shot(_few_shot_curves(own))
     for curve in curves:
         figures[f"loss {curve['artifact']}"] = plots.loss(
             [curve["points"]], measured.get(curve["artifact"], ())

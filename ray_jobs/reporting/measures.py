@@ -233,13 +233,14 @@ def _distinct(measured: dict[int, dict[str, Any]], column: str) -> tuple[str, ..
 
 def _sort_key(entry: Entry) -> tuple[Any, ...]:
     labels = entry.labels_per_class
-    few_shot = entry.protocol == "few-shot linear"
+    few_shot = entry.protocol.startswith("few-shot")
     return (
         entry.task,
         not few_shot,
         labels is None,
         labels or 0,
         _ORDER.get(entry.protocol, 9),
+        entry.protocol,
         entry.method,
         entry.artifact,
     )

@@ -196,12 +196,19 @@ def _stopping(settings: Mapping[str, Any] | None) -> str:
 
 def _evaluate(config: Mapping[str, Any], inputs: Mapping[str, str]) -> str:
     support = config.get("support", "train").replace("+", " and ")
+    chosen = {
+        "leave_one_out": "L2 is selected on the support alone, in the same way for every row.",
+        "big_vision": "Labels are drawn and L2 is 1,024 as in big_vision's fewshot_lsr.",
+        "scenic": "As in scenic, the support is the first images of each class, and L2 is chosen on test.",
+    }[config.get("protocol", "leave_one_out")]
+    classifiers = ", ".join(config.get("classifiers", ("least squares",)))
     return (
         f"Few-shot linear evaluation of {inputs['backbone']} (frozen) on {inputs['data']}: regularised least "
         "squares from features to ±1 targets (Dosovitskiy et al., section 4.1), with "
         f"{config['draws']} supports drawn from {support} (seed {config['seed']})"
-        f"{', and with all of it' * config.get('linear_probe', False)}. All of test is scored. L2 is selected on the "
-        f"support alone, in the same way for every row.{_crop(config.get('eval_crop'))}{_SEEN}"
+        f"{', and with all of it' * config.get('linear_probe', False)}. All of test is scored. {chosen}"
+        f"{'' if classifiers == 'least squares' else f' Classifiers: {classifiers}.'}"
+        f"{_crop(config.get('eval_crop'))}{_SEEN}"
     )
 
 
@@ -209,9 +216,14 @@ def _crop(eval_crop: Mapping[str, Any] | None) -> str:
     """Describe how images become squares, if the stage overrides the model's contract."""
     if eval_crop is None:
         return ""
+    kept = (
+        f", and the middle {eval_crop['crop_fraction']:.1%} of it" if eval_crop["crop_fraction"] < 1 else ""
+    )
+    how = {"bicubic": " (bicubic)", "bilinear_aliased": " (bilinear, without antialiasing)"}
+    interpolation = how.get(eval_crop.get("interpolation") or "", "")
     if eval_crop["crop"] == "squash":
-        return " Images are squashed to a square."
-    return " Images are cropped to the centre square."
+        return f" Images are squashed to a square{kept}{interpolation}."
+    return f" Images are cropped to the centre square{kept}{interpolation}."
 
 
 def _baselines(config: Mapping[str, Any], inputs: Mapping[str, str]) -> str:

@@ -59,7 +59,7 @@ def kind(entry: Entry) -> str:
     """
     if is_apart(entry.method):
         return "apart"
-    if entry.protocol == "baseline" or entry.method.startswith("pixels"):
+    if entry.protocol == "baseline" or entry.method.startswith(("pixels", "majority")):
         return "pixels"
     return next(
         (word for word in ("scratch", "untrained", "trained on these") if word in entry.method), "trained"
@@ -95,7 +95,7 @@ def sort_of_learning(protocol: str) -> str:
     Probes are compared within their protocol. Fine-tuning is compared with baselines, because both have the same labels
     and select their settings in the same way.
     """
-    return protocol if protocol in {"few-shot linear", "linear probe"} else "fine-tuning and baselines"
+    return "fine-tuning and baselines" if protocol in {"fine-tuning", "baseline"} else protocol
 
 
 def comparable(a: Entry, b: Entry) -> bool:
@@ -156,7 +156,7 @@ def points(difference: float) -> str:
 
 
 def _is_few_shot(entry: Entry) -> bool:
-    return entry.protocol == "few-shot linear"
+    return entry.protocol.startswith("few-shot")
 
 
 def _shots(entries: Sequence[Entry], task: str) -> int:

@@ -26,8 +26,7 @@ def model_contract(
     preprocessing = Preprocessing(
         mean=(0.5,) * channels,
         std=(0.5,) * channels,
-        crop=eval_crop.crop,
-        crop_fraction=eval_crop.crop_fraction,
+        **eval_crop.model_dump(exclude_none=True),
         resolution=resolution,
         channels=channels,
     )
@@ -50,7 +49,9 @@ def continued_contract(
 
     Its images are prepared as those of `source`, at the resolution of the new architecture.
     """
-    changed = {"resolution": architecture.image_shape[0]} | (eval_crop.model_dump() if eval_crop else {})
+    changed = {"resolution": architecture.image_shape[0]} | (
+        eval_crop.model_dump(exclude_none=True) if eval_crop else {}
+    )
     return ModelContract(
         architecture=architecture,
         class_names=info.class_names if architecture.num_classes else (),

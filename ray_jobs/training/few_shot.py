@@ -18,7 +18,7 @@ from threadpoolctl import threadpool_limits
 from pipelines.spec import FewShot
 from pipelines.store import warn
 from ray_jobs.data.shards import Dataset, Split
-from ray_jobs.evaluation.linear_probe import FIXED_L2, L2_GRID, fit_predict
+from ray_jobs.evaluation.linear_probe import leave_one_out
 from ray_jobs.evaluation.supports import draw_labels
 from vit_model.build import Network
 from vit_model.config import ModelContract
@@ -81,14 +81,9 @@ class FewShotProbe:
             for shots, of_shots in zip(self._config.shots, self._draws, strict=True):
                 right = [
                     np.mean(
-                        fit_predict(
-                            support[np.searchsorted(self._needed, rows)],
-                            self._train[rows],
-                            scored,
-                            True,
-                            L2_GRID,
-                            FIXED_L2,
-                        )[2]
+                        leave_one_out(
+                            support[np.searchsorted(self._needed, rows)], self._train[rows], scored, True
+                        ).predictions
                         == self._dev
                     )
                     for rows in of_shots

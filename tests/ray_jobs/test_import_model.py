@@ -95,7 +95,6 @@ def test_what_is_given_stands_before_what_the_file_says_and_leaves_the_rest() ->
         (imported(SAID, image_size=16), None, "preprocessing.resolution is 8, architecture.image_size 16"),
         (imported(SAID, in_channels=1), None, "preprocessing.channels is 3, architecture.in_channels 1"),
         (imported(SAID, num_classes=3), None, "class_names has 2 names, num_classes is 3"),
-        (imported(), {"mean": [0.5], "std": [0.5], "crop_fraction": 0.9}, "no meaning with crop 'squash'"),
     ],
 )
 def test_what_does_not_fit_is_said_in_one_line(found: Imported, given: Any, message: str) -> None:

@@ -130,11 +130,9 @@ def test_unknown_fields_and_changes_are_refused() -> None:
         ViTConfig.variant("Ti/16", image_size=224, head_bias=float("nan"))
 
 
-def test_preprocessing_needs_a_mean_for_each_channel_and_a_fraction_only_where_it_crops() -> None:
+def test_preprocessing_needs_a_mean_for_each_channel() -> None:
     with pytest.raises(ValueError, match=r"mean \(0.5,\) must have 3 values"):
         Preprocessing(mean=(0.5,), std=(0.5, 0.5, 0.5), resolution=8, channels=3)
-    with pytest.raises(ValueError, match=r"crop_fraction 0\.9 has no meaning with crop 'squash'"):
-        Preprocessing(mean=(0.5,), std=(0.5,), resolution=8, channels=1, crop_fraction=0.9)
 
 
 @pytest.mark.parametrize(

@@ -70,6 +70,26 @@ def test_center_crop_with_a_fraction_is_resize_then_crop() -> None:
     np.testing.assert_array_equal(loaded, np.asarray(resized)[1:9, 4:12])  # (15 - 8) / 2 rounds to 4
 
 
+def test_squash_with_a_fraction_is_the_middle_of_a_larger_square() -> None:
+    pixels = random_pixels(60, 90)
+    loaded = load_image(pixels, preprocessing(crop="squash", crop_fraction=0.8))
+    resized = Image.fromarray(pixels).resize((10, 10), Image.Resampling.BILINEAR)
+    np.testing.assert_array_equal(loaded, np.asarray(resized)[1:9, 1:9])
+
+
+@pytest.mark.parametrize("shape", [(60, 90), (5, 13), (8, 5), (8, 8)])
+@pytest.mark.parametrize("channels", [1, 3])
+def test_bilinear_without_antialiasing_is_torchs(shape: tuple[int, int], channels: int) -> None:
+    pixels = random_pixels(*shape, channels)
+    theirs = torch.nn.functional.interpolate(
+        torch.from_numpy(pixels).permute(2, 0, 1)[None].float(), (8, 8), mode="bilinear", antialias=False
+    )[0].permute(1, 2, 0)
+    ours = load_image(pixels, preprocessing(channels, interpolation="bilinear_aliased"))
+    # rounded down, as big_vision does; a float just below a whole number may be another one's just above
+    assert ((theirs.numpy() - ours) > -1e-3).all()
+    assert ((theirs.numpy() - ours) < 1 + 1e-3).all()
+
+
 def test_exif_orientation_is_honoured() -> None:
     pixels = random_pixels(8, 8)
     exif = Image.Exif()

@@ -69,12 +69,12 @@ def preprocessing_of(
 ) -> tuple[Preprocessing | None, list[str]]:
     """Convert a processor for a model's `image_size` if `Preprocessing` can express it, else None and the reason."""
     _, config, size, crop = processor
-    square = {"height": image_size[0], "width": image_size[1]}
     fields: dict[str, Any] = {}
     if image_size[0] == image_size[1] == processor.side:
         shorter = size.get("shortest_edge") if isinstance(size, dict) else None
-        if size == square:
-            fields = {"crop": "squash"}
+        edge = size.get("height") if isinstance(size, dict) else None
+        if size == {"height": edge, "width": edge} and isinstance(edge, int) and edge >= image_size[0]:
+            fields = {"crop": "squash", "crop_fraction": image_size[0] / edge}
         elif isinstance(shorter, int) and shorter >= image_size[0]:
             fields = {"crop": "center", "crop_fraction": image_size[0] / shorter}
     never = [key for key in ("do_resize", "do_rescale", "do_normalize") if not config.get(key, True)]
@@ -112,15 +112,29 @@ def preprocessing_of(
 
 
 def processor_config(preprocessing: Preprocessing) -> dict[str, Any]:
-    """Return the content of a preprocessor_config.json."""
+    """Return the content of a preprocessor_config.json.
+
+    Raises:
+        UserError: transformers has no such interpolation.
+    """
+    if preprocessing.interpolation not in RESAMPLE.values():
+        raise UserError(
+            f"interpolation {preprocessing.interpolation} cannot be written: transformers has none such"
+        )
     side = preprocessing.resolution
     square = {"height": side, "width": side}
-    crops = preprocessing.crop == "center"
+    resized = int(side / preprocessing.crop_fraction + 1e-6)
+    crops = preprocessing.crop == "center" or resized != side
+    size = (
+        {"shortest_edge": resized}
+        if preprocessing.crop == "center"
+        else {"height": resized, "width": resized}
+    )
     return {
         "image_processor_type": "CLIPImageProcessor" if crops else "ViTImageProcessor",
         "do_convert_rgb": preprocessing.channels == 3,
         "do_resize": True,
-        "size": {"shortest_edge": int(side / preprocessing.crop_fraction + 1e-6)} if crops else square,
+        "size": size,
         "resample": {kind: number for number, kind in RESAMPLE.items()}[preprocessing.interpolation],
         "do_center_crop": crops,
         **({"crop_size": square} if crops else {}),

@@ -190,7 +190,6 @@ def _read_preprocessing(
     height, width = architecture.image_shape
     unlike = [
         *([] if crop in ("center", "squash") else [f"crop_mode {crop!r}"]),
-        *([f"crop_mode 'squash' with crop_pct {fraction}"] if crop == "squash" and fraction != 1 else []),
         *([f"images of {height}x{width}"] if height != width else []),
         *([] if interpolation in ("bilinear", "bicubic") else [f"interpolation {interpolation!r}"]),
         *([] if isinstance(mean, list) and len(mean) == architecture.in_channels else [f"mean {mean!r}"]),
@@ -233,6 +232,8 @@ def write(folder: Path, model: ViT, contract: ModelContract) -> None:
     if int(config.width * ratio) != config.mlp_dim:  # timm rounds down
         ratio = (config.mlp_dim + 0.5) / config.width
     pixels = contract.preprocessing
+    if pixels.interpolation == "bilinear_aliased":
+        raise UserError("interpolation bilinear_aliased cannot be written: timm has none such")
     folder.mkdir(parents=True, exist_ok=True)
     save_file(tensors, folder / WEIGHTS[0], metadata={"format": "pt"})
     write_json(

@@ -230,10 +230,6 @@ def test_a_model_is_a_name_or_a_shape_of_either_family(model: Any) -> None:
             {"objective": "masked_patches", "model": {"head_bias": -10}},
             "need labels and a classifier, which objective",
         ),
-        (
-            {"eval_crop": {"crop": "squash", "crop_fraction": 0.9}},
-            "crop_fraction 0.9 has no meaning with crop",
-        ),
         ({"patch_target": "pixels"}, "patch_target pixels is for objective masked_patches"),
         ({"contrastive": {"temperature": 0.1}}, "that only objective contrastive uses"),
         (

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from dataclasses import replace
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -24,13 +25,13 @@ from pipelines.store import Manifest, Store, open_store
 from ray_jobs import baselines, evaluate
 from ray_jobs.data import shards
 from ray_jobs.data.images import sample_id
-from ray_jobs.evaluation import rows
+from ray_jobs.evaluation import features, rows
 from ray_jobs.evaluation.features import features_of, support_of
 from ray_jobs.sources import catalog
 from ray_jobs.training.contract import model_contract
 from tests.support import datasets
 from tests.support.checkpoints import model_at, put_pretraining
-from tests.support.records import make_context, make_manifest
+from tests.support.records import flip, make_context, make_manifest
 from tests.support.s3 import Server, used
 from vit_model.build import build
 from vit_model.model import ViT
@@ -82,7 +83,7 @@ def test_rows_say_of_which_family_a_model_is(store: Store, digits: Manifest) -> 
     config = Evaluate(job="evaluate", data="d", backbone="m", shots=(1,), draws=1)
     result = evaluate.evaluate(make_context(store, config, data=digits, backbone=resnet))
     named = {name for name in result.metrics if " @ " in name and not name.startswith("pixels")}
-    assert named == {"ResNet, trained on these images @ 1", "ResNet, untrained @ 1"}
+    assert named == {"ResNet, trained on these images @ 1", "ResNet, untrained @ 1", "majority @ 1"}
 
 
 def test_what_lies_at_the_sides_is_seen_where_the_whole_image_is(store: Store) -> None:
@@ -119,8 +120,9 @@ def test_pixel_rows_equal_a_ridge_written_out(store: Store, digits: Manifest, mo
     result = evaluate.evaluate(make_context(store, config, data=digits, backbone=model))
     folder = store.local(st.Layout.files("evaluate", "k", 1), ())
     found = rows.read_table(folder / "rows.parquet", rows.ROWS)
-    assert len(found) == 4 * 2 * 2
+    assert len(found) == 4 * 2 * 2 + 2
     assert {row["method"] for row in found} == {
+        "majority",
         "ViT, trained on these images",
         "ViT, untrained",
         "pixels",
@@ -177,7 +179,7 @@ def test_baselines_choose_without_test(
     assert sum(map(len, predictions)) == (labels.draws if labels.per_class else 1) * 539
 
 
-def test_features_are_the_backbones(store: Store, digits: Manifest, model: Manifest) -> None:
+def test_features_are_the_backbones(store: Store, digits: Manifest, model: Manifest, tmp_path: Path) -> None:
     """Trained and untrained rows equal forward passes written out, on exactly the images of the supports."""
     import torch
 
@@ -186,19 +188,71 @@ def test_features_are_the_backbones(store: Store, digits: Manifest, model: Manif
     config = Evaluate(job="evaluate", data="d", backbone="m", shots=(2,), draws=1, seed=4)
     dataset = shards.open_dataset(st.local_files(store, digits))
     support = support_of(dataset, config)
-    features = features_of(dataset, st.local_files(store, model), support, config, "trained")
-    found = {row[0]: row[1:3] for row in features}
+    made = make_context(store, config, data=digits, backbone=model)
+    found = {
+        kind.method: kind.pairs
+        for kind in features_of(made, dataset, support, "trained", evaluate.here, tmp_path)
+    }
     network, contract = load_model(st.local_files(store, model))
-    fresh = ViT(contract.architecture)
-    fresh.initialise(4)
+    untrained = []
+    for seed in (4, 5, 6):
+        untrained.append(ViT(contract.architecture).eval())
+        untrained[-1].initialise(seed)
     chosen = evaluate_draw(dataset.labels("train"), 2, seed=4, draw=0)
-    for name, net in (("ViT, trained", network), ("ViT, untrained", fresh.eval())):
-        for split, features in zip(("train", "test"), found[name], strict=True):
-            images = torch.from_numpy(dataset.images(split, contract.preprocessing)).permute(0, 3, 1, 2) / 255
-            with torch.inference_mode():
-                expected = net.forward_features((images - 0.5) / 0.5)[1].numpy()
-            rows_used = chosen if split == "train" else np.arange(len(expected))
-            np.testing.assert_allclose(features[rows_used], expected[rows_used], atol=1e-5)
+    for name, networks in (("ViT, trained", [network]), ("ViT, untrained", untrained)):
+        for net, pair in zip(networks, found[name], strict=True):
+            for split, own in zip(("train", "test"), pair, strict=True):
+                images = dataset.images(split, contract.preprocessing)
+                scaled = torch.from_numpy(images).permute(0, 3, 1, 2) / 255
+                with torch.inference_mode():
+                    expected = net.forward_features((scaled - 0.5) / 0.5)[1].numpy()
+                rows_used = chosen if split == "train" else np.arange(len(expected))
+                np.testing.assert_allclose(own[rows_used], expected[rows_used], atol=1e-5)
+
+
+def test_only_images_that_no_evaluation_has_seen_are_computed(
+    store: Store, digits: Manifest, model: Manifest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Other shots compute the features of other support images alone; other crops compute all; the rows stay."""
+    computed: list[int] = []
+
+    def counting(function: Any, tasks: list[Any]) -> list[Any]:
+        computed.append(sum(len(task[-1]) for task in tasks))
+        return evaluate.here(function, tasks)
+
+    def run(key: str, data: Manifest = digits, **fields: Any) -> tuple[int, list[dict[str, Any]]]:
+        config = Evaluate(job="evaluate", data="d", backbone="m", **{"shots": (2,), "draws": 1} | fields)
+        context = make_context(store, config, data=data, backbone=model)
+        context = replace(context, attempt=context.attempt.model_copy(update={"key": key}))
+        result = evaluate.evaluate(context, counting)
+        st.commit(store, make_manifest("evaluate", key=key, files=result.files))
+        folder = store.local(st.Layout.files("evaluate", key, 1), ())
+        return computed[-1], rows.read_table(folder / "rows.parquet", rows.ROWS)
+
+    assert run("first")[0] == 20 + 539
+    assert run("again")[0] == 0
+    more, found = run("more", shots=(3,))
+    assert more == 10, "1-shot images are among the 2-shot images and so on"
+    assert run("cropped", eval_crop={"crop": "center", "crop_fraction": 0.5})[0] == 20 + 539
+    monkeypatch.setattr(features, "_earlier", lambda *_: features.Table.of([], []))
+    everything, alone = run("alone", shots=(3,))
+    assert (everything, alone) == (30 + 539, found)
+
+
+def test_features_that_were_damaged_are_computed_again(
+    store: Store, digits: Manifest, model: Manifest, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = Evaluate(job="evaluate", data="d", backbone="m", shots=(1,), draws=1, seed=11)
+    context = make_context(store, config, data=digits, backbone=model)
+    context = replace(context, attempt=context.attempt.model_copy(update={"key": "damaged"}))
+    before = evaluate.evaluate(context)
+    st.commit(store, make_manifest("evaluate", key="damaged", files=before.files))
+    for file in (Path(store.uri) / st.Layout.files("evaluate", "damaged", 1) / "features").iterdir():
+        flip(file)
+    capsys.readouterr()
+    after = evaluate.evaluate(make_context(store, config, data=digits, backbone=model))
+    assert "are computed again" in capsys.readouterr().out
+    assert after.content_digest == before.content_digest
 
 
 def test_an_evaluation_of_a_checkpoint_is_that_of_a_model_with_its_weights(

@@ -1,4 +1,4 @@
-"""The closed form against normal equations and n refits; the protocol on scikit-learn's digits."""
+"""The closed form against normal equations and n refits."""
 
 import numpy as np
 import pytest
@@ -6,13 +6,14 @@ import pytest
 from ray_jobs.evaluation.linear_probe import (
     BIAS_FEATURE,
     L2_GRID,
+    SCENIC_GRID,
     RidgePath,
-    few_shot,
-    fit_predict,
+    Standardised,
+    best_on_test,
+    fixed,
+    leave_one_out,
     select_l2,
 )
-from ray_jobs.evaluation.supports import draw_labels
-from tests.support.digits import ink
 
 
 def problem(n: int, d: int, k: int = 3) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -86,76 +87,39 @@ def test_the_largest_l2_still_leaves_the_bias_nearly_free() -> None:
 
     for l2 in (1.0, 2.0**10):
         centred = RidgeClassifier(alpha=l2).fit(x[:, :-1], labels).predict(test)
-        _, _, ours = fit_predict(x[:, :-1], labels, test, False, [l2], l2)
-        assert np.mean(centred == ours) > 0.99
+        assert np.mean(centred == fixed(x[:, :-1], labels, test, False, l2).predictions) > 0.99
 
 
-@pytest.fixture(scope="module")
-def digits() -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    x, y = ink()
-    order = np.random.default_rng(0).permutation(len(x))
-    train, test = order[540:], order[:540]
-    return x[train] / 16, y[train], x[test] / 16, y[test]
-
-
-def test_standardisation_and_bias_are_those_of_the_support(digits) -> None:  # type: ignore[no-untyped-def]
-    train, labels, test, labels_test = digits
-    (result,) = few_shot(*digits, shots=[5], draws=1, seed=7, standardise=True, l2_grid=[64.0], fixed_l2=1.0)
-    support = draw_labels(labels, 5, seed=7, draw=0)
-    mean, deviation = train[support].mean(0), train[support].std(0) + 1e-5
-    x, x_test = ((part - mean) / deviation for part in (train[support], test))
-    x, x_test = (np.hstack([part, np.full((len(part), 1), BIAS_FEATURE)]) for part in (x, x_test))
-    weights = normal_equations(x, 2.0 * np.eye(10)[labels[support]] - 1.0, 64.0)
-    np.testing.assert_array_equal(result.predictions, (x_test @ weights).argmax(1))
-    assert result.accuracy == np.mean(result.predictions == labels_test)
-
-
-def test_digit_pixels_reach_what_ridge_reaches(digits) -> None:  # type: ignore[no-untyped-def]
-    results = few_shot(*digits, shots=[1, 5, 25], draws=10, seed=0, standardise=False)
-    mean = {k: np.mean([r.accuracy for r in results if r.shots == k]) for k in (1, 5, 25)}
-    # Chosen by leave-one-out at 5 shots; the best L2 in hindsight gives .845.
-    assert 0.81 < mean[5] < 0.86
-    assert mean[1] < mean[5] < mean[25]
-    assert {(r.l2, r.selected_on) for r in results if r.shots == 1} == {(1024.0, "fixed")}
-    assert {r.selected_on for r in results if r.shots > 1} == {"leave-one-out on the support"}
-    assert [(r.shots, r.draw) for r in results] == [(k, draw) for k in (1, 5, 25) for draw in range(10)]
-
-
-def test_labels_may_be_any_integers_and_results_repeat(digits) -> None:  # type: ignore[no-untyped-def]
-    train, labels, test, labels_test = digits
-    plain, renamed, again = (
-        few_shot(
-            train, a * labels + b, test, a * labels_test + b, shots=[2], draws=2, seed=0, standardise=True
-        )
-        for a, b in [(1, 0), (3, -4), (1, 0)]
+@pytest.mark.parametrize(("n", "d"), SIZES)
+@pytest.mark.parametrize("standardise", [True, False])
+def test_what_is_predicted_is_what_the_normal_equations_predict(n: int, d: int, standardise: bool) -> None:
+    """Also scores: labels alone could agree by luck."""
+    x, labels, y = problem(n, d)
+    support, test = x[:, :-1] * 3 + 1, np.random.default_rng(0).normal(size=(50, d - 1)) * 3 + 2
+    mean, deviation = (support.mean(0), support.std(0) + 1e-5) if standardise else (0.0, 1.0)
+    inputs, test_inputs = (
+        np.hstack([(part - mean) / deviation, np.full((len(part), 1), BIAS_FEATURE)])
+        for part in (support, test)
     )
-    for p, r, s in zip(plain, renamed, again, strict=True):
-        np.testing.assert_array_equal(3 * p.predictions - 4, r.predictions)
-        np.testing.assert_array_equal(p.predictions, s.predictions)
-        assert p.accuracy == r.accuracy
+    expected = test_inputs @ normal_equations(inputs, y, 64.0)
+    given = Standardised.of(support, 10 * labels, standardise)
+    slopes, intercepts = given.of_features(RidgePath.fit(given.inputs, given.targets).weights(64.0))
+    np.testing.assert_allclose(test @ slopes + intercepts, expected, rtol=1e-8, atol=1e-8)
+    found = fixed(support, 10 * labels, test, standardise, 64.0)
+    np.testing.assert_array_equal(found.predictions, 10 * expected.argmax(1))
+    assert (found.selected_on, found.settings) == ("fixed", {"l2": 64.0})
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"features_test": np.zeros((4, 3))}, "width 2, test features 3"),
-        ({"labels_train": np.zeros(3, int)}, "train features have shape"),
-        ({"features_train": np.array([[0, 1], [1, 0], [np.nan, 1], [1, 1]])}, r"nan at \[2, 0\]"),
-        ({"l2_grid": []}, "at least one"),
-        ({"l2_grid": [0.0]}, "positive"),
-        ({"draws": 0}, "draws is 0"),
-    ],
-)
-def test_wrong_input_is_named(change: dict[str, object], message: str) -> None:
-    good = {
-        "features_train": np.eye(4)[:, :2],
-        "labels_train": np.array([0, 0, 1, 1]),
-        "features_test": np.zeros((4, 2)),
-        "labels_test": np.array([0, 0, 1, 1]),
-        "shots": [1],
-        "draws": 1,
-        "seed": 0,
-        "standardise": False,
-    }
-    with pytest.raises(ValueError, match=message):
-        few_shot(**(good | change))  # type: ignore[arg-type]
+def test_leave_one_out_never_sees_test_and_scenics_choice_does() -> None:
+    x, labels, _ = problem(30, 12)
+    rng = np.random.default_rng(1)
+    test, truth = rng.normal(size=(200, 12)) + 1, rng.integers(0, 3, 200)
+    chosen = best_on_test(x, labels, test, True, truth)
+    at = {l2: np.mean(fixed(x, labels, test, True, l2).predictions == truth) for l2 in SCENIC_GRID}
+    assert chosen.selected_on == "test"
+    assert np.mean(chosen.predictions == truth) == max(at.values()) > min(at.values())
+    ours = leave_one_out(x, labels, test, True)
+    assert ours.selected_on == "leave-one-out on the support"
+    assert ours.settings == leave_one_out(x, labels, test[::-1] * 5, True).settings
+    alone = leave_one_out(x[:3], labels[:3], test, True)
+    assert (alone.selected_on, alone.settings) == ("fixed", {"l2": 1024.0})

@@ -14,8 +14,8 @@ from pipelines.spec import Evaluate, ModelSize
 from pipelines.store import Manifest, Store, open_store
 from ray_jobs import evaluate
 from ray_jobs.data import shards
-from ray_jobs.evaluation import features, linear_probe, rows
-from ray_jobs.evaluation.linear_probe import BIAS_FEATURE, few_shot
+from ray_jobs.evaluation import features, frozen, linear_probe, rows
+from ray_jobs.evaluation.linear_probe import BIAS_FEATURE
 from ray_jobs.training.contract import model_contract
 from tests.support import datasets
 from tests.support.digits import ink
@@ -141,7 +141,8 @@ def test_train_and_dev_together_are_a_train_that_has_both(
     fields = ALL | {"shots": (1, 3), "draws": 2}
     one = run(store, digits, model, **fields)
     two = run(store, joined, model, **fields | {"support": "train"})
-    assert len(one[0]) == 4 * (2 * 2 + 1)
+    # four kinds of features; three untrained models instead of one with all labels; the majority class
+    assert len(one[0]) == 4 * (2 * 2 + 1) + 2 + 3
     for ours, theirs in zip(one[0], two[0], strict=True):
         settings = json.loads(ours["settings"])
         assert settings.pop("support") == "train+dev"
@@ -177,18 +178,26 @@ def test_images_are_decoded_a_few_at_a_time(
     monkeypatch.setattr(features, "DECODED", 16)
     after = run(store, digits, model, **ALL)
     assert max(asked) == 16
-    assert sum(asked) == 2 * 150, "once for both networks, once for the pixels"
+    assert sum(asked) == 2 * 150, "once for all networks, once for the pixels"
     assert before[1] == after[1]
 
 
 def test_test_images_are_scored_in_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     pixels = PIXELS.reshape(-1, 64)[:150].astype(np.float32)
-    given = (pixels[:50], LABELS[:50], pixels[50:], LABELS[50:150])
-    fields: dict[str, Any] = {"shots": [2], "draws": 1, "seed": 0, "standardise": True, "linear_probe": True}
-    before = few_shot(*given, **fields)
+    probes = ("least squares", "k-NN", "nearest class mean", "logistic regression")
+    config = Evaluate(
+        job="evaluate", data="d", backbone="m", shots=(2,), draws=1, linear_probe=True, classifiers=probes
+    )
+
+    def results() -> list[frozen.Result]:
+        pair, no_rows = (pixels[:50], pixels[50:]), np.zeros(0, np.int64)
+        return [*frozen.results(config, [pair], LABELS[:50], LABELS[50:150], True, no_rows)]
+
+    before = results()
     monkeypatch.setattr(linear_probe, "TEST_BLOCK", 7)
-    for one, two in zip(before, few_shot(*given, **fields), strict=True):
-        np.testing.assert_array_equal(one.predictions, two.predictions)
+    for one, two in zip(before, results(), strict=True):
+        np.testing.assert_array_equal(one.fitted.predictions, two.fitted.predictions)
+    before = before[:2]
     assert [(result.shots, result.draw) for result in before] == [(2, 0), (None, 0)]
 
 

@@ -33,7 +33,7 @@ PIXELS = (IMAGES * 15).astype(np.uint8).reshape(-1, 8, 8, 1)
 SIZE = shards.ImageSize(height=8, width=8, channels=1)
 NOTES = {"svhn": ("membership <checked>",), "eurosat": (), "kitti": (), "dmlab": ("raw pixels",)}
 OTHERS = [files.title for task, files in TASKS.items() if task not in NOTES]
-METHODS = {"ViT, pretrained", "ViT, untrained", "pixels", "pixels, standardised"}
+METHODS = {"ViT, pretrained", "ViT, untrained", "pixels", "pixels, standardised", "majority"}
 
 
 class Vtab:

@@ -6,11 +6,12 @@ from typing import Any
 import numpy as np
 import pytest
 
+from pipelines.spec import Evaluate
 from pipelines.store import LogLine, create_attempt
 from ray_jobs.data import shards
 from ray_jobs.data.shards import open_dataset
+from ray_jobs.evaluation import frozen
 from ray_jobs.evaluation.features import embed
-from ray_jobs.evaluation.linear_probe import few_shot
 from ray_jobs.training import loop
 from ray_jobs.training.log import LogWriter
 from tests.support import datasets
@@ -44,9 +45,9 @@ def test_it_is_what_evaluate_would_measure_on_dev(tmp_path: Path, objective: dic
     train, dev = (
         embed(model, contract, 1, dataset.images(split, contract.preprocessing)) for split in ("train", "dev")
     )
-    results = few_shot(
-        train, dataset.labels("train"), dev, dataset.labels("dev"), standardise=True, **FEWSHOT
-    )
+    stage = Evaluate(job="evaluate", data="d", backbone="m", **FEWSHOT)
+    truth, no_rows = dataset.labels("dev"), np.zeros(0, np.int64)
+    results = [*frozen.results(stage, [(train, dev)], dataset.labels("train"), truth, True, no_rows)]
     expected = {
         f"{shots}-shot dev": pytest.approx(np.mean([r.accuracy for r in results if r.shots == shots]))
         for shots in (1, 3)

@@ -292,12 +292,13 @@ def test_a_projection_has_no_bias(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("resolution", [(37, 61), (16, 16), (64, 20)])
-@pytest.mark.parametrize("crop", ["squash", "center"])
-def test_pixels_are_those_of_transformers(tmp_path: Path, crop: str, resolution: tuple[int, int]) -> None:
+@pytest.mark.parametrize(("crop", "fraction"), [("squash", 1.0), ("squash", 16 / 18), ("center", 16 / 18)])
+def test_pixels_are_those_of_transformers(
+    tmp_path: Path, crop: str, fraction: float, resolution: tuple[int, int]
+) -> None:
     from vit_model.preprocessing import load_image, normalise
 
     model, contract = ours(num_classes=2)
-    fraction = 1.0 if crop == "squash" else 16 / 18
     pixels = contract.preprocessing.model_copy(
         update={"crop": crop, "crop_fraction": fraction, "interpolation": "bicubic"}
     )
@@ -308,6 +309,7 @@ def test_pixels_are_those_of_transformers(tmp_path: Path, crop: str, resolution:
     theirs = processor(image, return_tensors="pt")["pixel_values"]
     ours_ = normalise(torch.from_numpy(load_image(image, pixels))[None], pixels, torch.float32)
     assert (theirs - ours_).abs().max() < 1e-5
+    assert formats.read(tmp_path).preprocessing == pixels
 
 
 def test_sharded_half_precision_and_new_names_are_read(tmp_path: Path) -> None:
@@ -407,7 +409,7 @@ def test_a_size_that_patches_do_not_fill_is_cut_as_the_convolution_cuts_it(tmp_p
                 "crop_size": {"height": SIDE, "width": SIDE},
                 "size": {"height": 40, "width": 40},
             },
-            None,
+            ("squash", 0.8),
         ),
         (
             {"size": SIDE, "feature_extractor_type": "ViTFeatureExtractor", "image_processor_type": None},
@@ -425,7 +427,7 @@ def test_a_size_that_patches_do_not_fill_is_cut_as_the_convolution_cuts_it(tmp_p
         ),
         ({"resample": 2}, ("squash", 1.0)),
         ({"size": SIDE, "crop_size": SIDE, "image_processor_type": "DeiTImageProcessor"}, ("squash", 1.0)),
-        ({"size": 40, "crop_size": SIDE, "image_processor_type": "DeiTImageProcessor"}, None),
+        ({"size": 40, "crop_size": SIDE, "image_processor_type": "DeiTImageProcessor"}, ("squash", 0.8)),
     ],
 )
 def test_preprocessing_is_taken_where_it_can_be_said(

@@ -1,0 +1,215 @@
+"""Classifiers of frozen features: which labelled images each one sees, and what it says of test.
+
+In: features of the labelled images and of test, labels, and the stage's settings. Out: a `Result` for each classifier,
+number of labels and draw. Least squares are in `linear_probe`; the others are here:
+
+    k-NN                 a majority of the 20 images with the highest cosine similarity
+    DINO k-NN            the same, weighted by exp(similarity / 0.07) (Caron et al. 2021, `eval_knn.py`)
+    nearest class mean   by Euclidean distance
+    logistic regression  L-BFGS over DINOv2's grid of C (Oquab et al. 2024, `log_regression.py`), with all labels
+
+`support` [n, d] and `test` [n_test, d] are features, `labels` [n] are integers.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from itertools import product
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+from threadpoolctl import threadpool_limits
+
+from pipelines.spec import Evaluate
+from ray_jobs.evaluation import linear_probe
+from ray_jobs.evaluation.linear_probe import Fitted, blocks
+from ray_jobs.evaluation.supports import draw_as_big_vision, draw_labels, first_of_each, permutation
+
+NEIGHBOURS = 20
+TEMPERATURE = 0.07
+C_GRID = tuple(10.0**power for power in np.linspace(-6, 5, 45).tolist())
+ITERATIONS = 1_000  # of L-BFGS, as DINOv2
+_SELECT = 3  # separates this module's random numbers from other uses of the same seed
+# of rows: few-shot, and with all labels
+LEAST_SQUARES = {
+    "leave_one_out": ("few-shot linear", "linear probe"),
+    "big_vision": ("few-shot linear, big_vision", "linear probe, big_vision"),
+    "scenic": ("few-shot linear, scenic", "linear probe, scenic"),
+}
+
+Labels = NDArray[np.integer]
+Features = NDArray[np.floating]
+
+
+class Result(NamedTuple):
+    """What one classifier says of test after one draw of labels."""
+
+    protocol: str
+    shots: int | None
+    """None: all labels"""
+    draw: int
+    fitted: Fitted
+    accuracy: float
+
+
+def drawn(config: Evaluate, labels: Labels, shots: int, draw: int) -> NDArray[np.int64]:
+    """Return the indices [m] of the labelled images of one draw, by the rule of the stage's protocol."""
+    match config.protocol:
+        case "big_vision":
+            return draw_as_big_vision(labels, shots, config.seed + draw)
+        case "scenic":
+            return first_of_each(labels, shots)
+        case _:
+            return draw_labels(labels, shots, config.seed, draw)
+
+
+def results(
+    config: Evaluate,
+    features: Sequence[tuple[Features, Features]],
+    labels: Labels,
+    truth: Labels,
+    standardise: bool,
+    dev: NDArray[np.int64],
+) -> Iterator[Result]:
+    """Yield a result for each classifier, number of shots and draw; with `linear_probe`, also for all labels.
+
+    Args:
+        features: pairs (support, test). Of several, as from several untrained models, draw i uses pair i modulo their
+            number, and all labels are used with each pair.
+        dev: the indices of labelled images that are of dev.
+
+    Raises:
+        ValueError: features of another shape than the labels.
+        UserError: features that are not finite.
+    """
+    for support, test in features:
+        linear_probe.check_features("train", support, len(labels))
+        linear_probe.check_features("test", test, len(truth))
+    few = [(shots, draw, draw % len(features)) for shots, draw in product(config.shots, range(config.draws))]
+    every = [(None, place, place) for place in range(len(features))] if config.linear_probe else []
+    with threadpool_limits(1):
+        for name in config.classifiers:
+            for shots, draw, place in [*(() if name == "logistic regression" else few), *every]:
+                chosen = np.arange(len(labels)) if shots is None else drawn(config, labels, shots, draw)
+                support, test = features[place]
+                classify = _classifier(config, name, standardise, truth, np.isin(chosen, dev))
+                fitted = classify(support[chosen], labels[chosen], test)
+                accuracy = float(np.mean(fitted.predictions == truth))
+                yield Result(_protocol(config, name, shots), shots, draw, fitted, accuracy)
+
+
+def _protocol(config: Evaluate, name: str, shots: int | None) -> str:
+    if name == "least squares":
+        return LEAST_SQUARES[config.protocol][shots is None]
+    return name if shots is None else f"few-shot {name}"
+
+
+def _classifier(
+    config: Evaluate, name: str, standardise: bool, truth: Labels, is_dev: NDArray[np.bool_]
+) -> Callable[[Features, Labels, Features], Fitted]:
+    match name, config.protocol:
+        case "k-NN", _:
+            return partial(nearest_neighbours, temperature=None)
+        case "DINO k-NN", _:
+            return partial(nearest_neighbours, temperature=TEMPERATURE)
+        case "nearest class mean", _:
+            return nearest_class_mean
+        case "logistic regression", _:
+            return partial(logistic_regression, is_held_out=is_dev, seed=config.seed)
+        case _, "big_vision":
+            return partial(linear_probe.fixed, standardise=standardise)
+        case _, "scenic":
+            return partial(linear_probe.best_on_test, standardise=standardise, truth=truth)
+        case _:
+            return partial(linear_probe.leave_one_out, standardise=standardise)
+
+
+def majorities(config: Evaluate, labels: Labels, truth: Labels) -> Iterator[Result]:
+    """Yield, for each number of shots, the result of predicting the most frequent label of draw 0 for all test images.
+
+    The lowest of equally frequent labels is taken, so with as many images of each class the draws agree.
+    """
+    for shots in [*config.shots, *([None] if config.linear_probe else [])]:
+        chosen = labels if shots is None else labels[drawn(config, labels, shots, 0)]
+        classes, counts = np.unique(chosen, return_counts=True)
+        fitted = Fitted(np.full(len(truth), classes[counts.argmax()]), "nothing", {})
+        accuracy = float(np.mean(fitted.predictions == truth))
+        yield Result(_protocol(config, "least squares", shots), shots, 0, fitted, accuracy)
+
+
+def nearest_neighbours(
+    support: Features, labels: Labels, test: Features, temperature: float | None
+) -> Fitted:
+    """Let the `NEIGHBOURS` most similar images vote: equally, or weighted by exp(similarity / temperature).
+
+    Of labels with equally many votes, the one with the larger sum of similarities wins.
+    """
+    classes, numbers = np.unique(labels, return_inverse=True)
+    count, known = min(NEIGHBOURS, len(support)), _of_length_one(np.asarray(support, np.float64))
+    predictions = []
+    for block in blocks(test):
+        similar = _of_length_one(block) @ known.T
+        nearest = np.argpartition(similar, -count, axis=1)[:, -count:]
+        near = np.take_along_axis(similar, nearest, axis=1)
+        # a similarity is at most 1, so a sum of them over twice their number never outweighs a vote
+        weights = 1 + near / (2 * count + 1) if temperature is None else np.exp(near / temperature)
+        votes = np.zeros((len(block), len(classes)))
+        for place in range(count):
+            np.add.at(votes, (np.arange(len(block)), numbers[nearest[:, place]]), weights[:, place])
+        predictions.append(votes.argmax(axis=1))
+    settings = {"neighbours": float(count)} | ({} if temperature is None else {"temperature": temperature})
+    return Fitted(classes[np.concatenate(predictions)], "nothing", settings)
+
+
+def nearest_class_mean(support: Features, labels: Labels, test: Features) -> Fitted:
+    """Predict the label of which the mean is nearest by Euclidean distance (Mensink et al. 2013, without a metric)."""
+    classes, numbers = np.unique(labels, return_inverse=True)
+    sums = np.zeros((len(classes), support.shape[1]))
+    np.add.at(sums, numbers, np.asarray(support, np.float64))
+    means = sums / np.bincount(numbers)[:, None]
+    # |x - m|^2 without |x|^2, which all classes share
+    offsets = (means**2).sum(axis=1)
+    nearest = [np.argmin(offsets - 2 * block @ means.T, axis=1) for block in blocks(test)]
+    return Fitted(classes[np.concatenate(nearest)], "nothing", {})
+
+
+def logistic_regression(
+    support: Features, labels: Labels, test: Features, is_held_out: NDArray[np.bool_], seed: int
+) -> Fitted:
+    """Fit multinomial logistic regression, with C of `C_GRID` chosen on held-out images; then fit all of the support.
+
+    Args:
+        is_held_out: [n], the images of dev; if there are none, a random tenth is held out. The smallest of equally
+            good values of C is taken.
+    """
+    from sklearn.exceptions import ConvergenceWarning
+    from sklearn.linear_model import LogisticRegression
+
+    support, selected_on = np.asarray(support, np.float64), "dev"
+    if len(np.unique(labels)) == 1:  # scikit-learn's classifiers refuse a single class
+        return Fitted(np.full(len(test), labels[0]), "nothing", {})
+    if not is_held_out.any():
+        selected_on = "a tenth of train"
+        is_held_out = np.zeros(len(labels), bool)
+        is_held_out[permutation(len(labels), seed, _SELECT)[: max(1, len(labels) // 10)]] = True
+
+    def fit(c: float, chosen: NDArray[np.bool_]) -> LogisticRegression:
+        with warnings.catch_warnings():
+            # DINOv2's number of iterations ends some fits, too
+            warnings.simplefilter("ignore", ConvergenceWarning)
+            return LogisticRegression(C=c, max_iter=ITERATIONS, tol=1e-6).fit(support[chosen], labels[chosen])
+
+    correct = [
+        np.sum(fit(c, ~is_held_out).predict(support[is_held_out]) == labels[is_held_out]) for c in C_GRID
+    ]
+    c = C_GRID[int(np.argmax(correct))]
+    whole = fit(c, np.ones(len(labels), bool))
+    return Fitted(np.concatenate([whole.predict(block) for block in blocks(test)]), selected_on, {"C": c})
+
+
+def _of_length_one(features: NDArray[np.float64]) -> NDArray[np.float64]:
+    lengths = np.linalg.norm(features, axis=1, keepdims=True)
+    return features / np.maximum(lengths, 1e-12)
