@@ -26,7 +26,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from pipelines.spec import Pretrain
+from pipelines.spec import Optimizer, Pretrain
 from ray_jobs.process import devices
 from ray_jobs.training import optim
 from vit_model.compute import ModelStates, model_state_bytes
@@ -320,15 +320,9 @@ def state_bytes(
         value_bytes: of the weights that compute: 4 for float32, 2 for bfloat16.
         matrices: how many of the parameters Muon steps.
     """
-    # of each parameter: Adam's two moments or SGD's momentum, and the average of the weights
-    averages = {"adamw": 8, "muon": 8, "sgd": 4}[config.optimizer.name] + 4 * (
-        config.optimizer.ema is not None
-    )
     if world == 1 or config.zero_stage == 0:
-        copies = 0 if value_bytes == 4 else value_bytes * parameters
-        states = ModelStates(4 * parameters + copies, 4 * parameters + copies, averages * parameters)
-        states = states._replace(optimizer=states.optimizer - 4 * matrices)  # Muon has one average, not two
-        return EngineBytes(states, buffers=0)
+        return plain_bytes(parameters, config.optimizer, value_bytes, matrices)
+    averages = _bytes_of_averages(config.optimizer)
     states = model_state_bytes(parameters, config.zero_stage, world, value_bytes, 4 + averages)
     sum_bytes = 4 if config.gradient_accumulation_steps > 1 else value_bytes
     if config.zero_stage == 1 and sum_bytes > value_bytes:
@@ -346,6 +340,21 @@ def state_bytes(
         return EngineBytes(states, max(bucket, flat))
     # Stage 3 keeps the bucket. Until the step it has as many weights gathered, as many coming, and a copy of these.
     return EngineBytes(states, bucket + max(3 * bucket, flat))
+
+
+def plain_bytes(parameters: int, optimizer: Optimizer, value_bytes: int, matrices: int = 0) -> EngineBytes:
+    """Return what `Plain` holds; the arguments are those of `state_bytes`."""
+    copies = 0 if value_bytes == 4 else value_bytes * parameters
+    states = ModelStates(
+        4 * parameters + copies, 4 * parameters + copies, _bytes_of_averages(optimizer) * parameters
+    )
+    states = states._replace(optimizer=states.optimizer - 4 * matrices)  # Muon has one average, not two
+    return EngineBytes(states, buffers=0)
+
+
+def _bytes_of_averages(optimizer: Optimizer) -> int:
+    """Return the bytes per parameter of Adam's two moments or SGD's momentum, and of the average of the weights."""
+    return {"adamw": 8, "muon": 8, "sgd": 4}[optimizer.name] + 4 * (optimizer.ema is not None)
 
 
 def has_ema(optimizer: torch.optim.Optimizer) -> bool:

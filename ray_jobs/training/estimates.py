@@ -1,10 +1,11 @@
-"""What a pretraining will take, from its configuration alone: operations, memory of each worker.
+"""What a training will take, from its configuration alone: operations, memory of each worker or fit.
 
 In: a configuration, an architecture, the number of workers. Out: numbers, lines for the log, or an error.
 """
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import torch
@@ -12,7 +13,8 @@ import torch
 from pipelines.spec import Pretrain
 from ray_jobs.process import devices
 from ray_jobs.training import optim
-from ray_jobs.training.engine import EngineBytes, state_bytes
+from ray_jobs.training.engine import EngineBytes, plain_bytes, state_bytes
+from ray_jobs.training.task import Task
 from vit_model import compute
 from vit_model.config import Architecture, ViTConfig
 from vit_model.errors import UserError
@@ -20,6 +22,15 @@ from vit_model.model import is_fused
 
 _MIB, _GIB = 2**20, 2**30
 _CERTAIN = 0.85  # of an estimate, which is within 15% of what is used (docs/zero.md)
+_ADVICE = (
+    "For fewer activations use more workers on other devices, activation_checkpointing, more"
+    " gradient_accumulation_steps or a smaller batch_size; for the rest, a higher zero_stage with more workers, or a"
+    " smaller model"
+)
+_ADVICE_FOR_FITS = (
+    "For fewer activations use activation_checkpointing, more gradient_accumulation_steps, a smaller batch_size or a"
+    " lower resolution; for the rest, a smaller model"
+)
 
 
 class Memory(NamedTuple):
@@ -65,14 +76,7 @@ def memory(
             checkpointing=config.activation_checkpointing,
         )
     else:
-        activations = compute.activation_bytes(
-            architecture,
-            images,
-            value_bytes=dtype.itemsize,
-            fused_attention=isinstance(architecture, ViTConfig)
-            and is_fused(device, dtype, architecture.num_tokens),
-            checkpointing=config.activation_checkpointing,
-        )
+        activations = _activations(architecture, images, device, dtype, config.activation_checkpointing)
     activations *= config.passes
     matrices = 0
     if config.optimizer.name == "muon":
@@ -88,6 +92,36 @@ def memory(
         frozen = 4 * (parameters + projector)
         parameters += projector + predictor
     return Memory(activations, state_bytes(parameters, config, world, dtype.itemsize, matrices), frozen)
+
+
+def fit_memory(task: Task, device: torch.device) -> Memory:
+    """Estimate the memory of a fit of a fine-tuning, which has one process, on a device like this one.
+
+    Frozen blocks keep nothing of their forward pass, so with `freeze` activations are left out.
+    """
+    config, architecture = task.config, task.contract.architecture
+    dtype = devices.torch_dtype(config.dtype, device)
+    images = math.ceil(config.batch_size / config.gradient_accumulation_steps)
+    activations = 0
+    if config.freeze is None:
+        activations = _activations(architecture, images, device, dtype, config.activation_checkpointing)
+    states = plain_bytes(architecture.num_parameters, config.optimizer, dtype.itemsize)
+    return Memory(activations, states)
+
+
+def _activations(
+    architecture: Architecture, images: int, device: torch.device, dtype: torch.dtype, checkpointing: bool
+) -> int:
+    is_vit_and_fused = isinstance(architecture, ViTConfig) and is_fused(
+        device, dtype, architecture.num_tokens
+    )
+    return compute.activation_bytes(
+        architecture,
+        images,
+        value_bytes=dtype.itemsize,
+        fused_attention=is_vit_and_fused,
+        checkpointing=checkpointing,
+    )
 
 
 def moco_parameters(config: Pretrain, architecture: Architecture) -> tuple[int, int]:
@@ -116,16 +150,27 @@ def require(needed: Memory, there: int, workers: int) -> None:
     Raises:
         UserError: it certainly cannot.
     """
+    _require("each worker", needed, there, workers, _ADVICE)
+
+
+def require_fit(task: Task, device: torch.device) -> None:
+    """Check that a device can hold a fit of a fine-tuning.
+
+    Raises:
+        UserError: it certainly cannot.
+    """
+    _require("a fit", fit_memory(task, device), devices.memory(device), 1, _ADVICE_FOR_FITS)
+
+
+def _require(who: str, needed: Memory, there: int, workers: int, advice: str) -> None:
     if _CERTAIN * needed.most * workers <= there:
         return
     states = needed.most - needed.activations
     raise UserError(
-        f"memory: each worker needs about {needed.most / _GIB:,.1f} GiB ({needed.activations / _GIB:,.1f} for"
+        f"memory: {who} needs about {needed.most / _GIB:,.1f} GiB ({needed.activations / _GIB:,.1f} for"
         f" activations, {states / _GIB:,.1f} for weights, gradients and optimizer states), but its"
         f" {'device' if workers == 1 else f'machine, which {workers} workers share,'} has {there / _GIB:,.1f} GiB."
-        " For fewer activations use more workers on other devices, activation_checkpointing, more"
-        " gradient_accumulation_steps or a smaller batch_size; for the rest, a higher zero_stage with more workers, or"
-        " a smaller model"
+        f" {advice}"
     )
 
 

@@ -18,7 +18,7 @@ from ray_jobs.data.loader import Loader
 from ray_jobs.data.sampler import Sampler
 from ray_jobs.data.shards import Images
 from ray_jobs.process import devices
-from ray_jobs.training import optim
+from ray_jobs.training import estimates, optim
 from ray_jobs.training.checkpoint import Saved, Saver, WorkerState
 from ray_jobs.training.engine import WEIGHTS, Plain, has_ema
 from ray_jobs.training.guard import Guard
@@ -178,12 +178,14 @@ def fit(
 
     Raises:
         DivergenceError: the loss or a gradient is not finite.
+        UserError: the device certainly cannot hold the fit.
         Superseded: while a checkpoint was committed, there was a newer attempt.
     """
     config = task.config
     devices.set_threads(config.threads)
     device = devices.device()
     dtype = devices.torch_dtype(config.dtype, device)
+    estimates.require_fit(task, device)
     model, engine, saved = start(task, learning_rate, seed, device, dtype, saver)
     first, before = 0, WorkerState(loader={}, points=(), loss_sum=0.0, summed=0)
     if saved is not None:

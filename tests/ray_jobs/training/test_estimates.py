@@ -3,12 +3,14 @@
 import pytest
 import torch
 
-from pipelines.spec import Pretrain
+from pipelines.spec import Finetune, Pretrain
 from ray_jobs.training import estimates
 from ray_jobs.training.engine import EngineBytes
 from ray_jobs.training.estimates import Memory
+from ray_jobs.training.task import Task
 from vit_model.build import build
 from vit_model.compute import ModelStates
+from vit_model.config import ModelContract, Preprocessing
 from vit_model.errors import UserError
 
 GIB = 2**30
@@ -68,3 +70,55 @@ def test_a_doubtful_case_is_let_through() -> None:
         estimates.require(needed, 849, 1)
     with pytest.raises(UserError, match="machine, which 2 workers share"):
         estimates.require(needed, 1699, 2)
+
+
+def fit(batch_size: int, **fields: object) -> Task:
+    """Return the task of fine-tuning a ViT-L/16 at 384 pixels."""
+    base = {
+        "job": "finetune",
+        "data": "d",
+        "model": "L/16",
+        "resolution": 384,
+        "learning_rates": [0.1],
+        "steps": 1,
+    }
+    config = Finetune.model_validate(base | {"batch_size": batch_size} | fields)
+    assert config.model is not None
+    names = tuple(map(str, range(10)))
+    pixels = Preprocessing(mean=(0.5,) * 3, std=(0.5,) * 3, resolution=384, channels=3)
+    architecture = config.model.architecture(384, 3, 10)
+    contract = ModelContract(
+        architecture=architecture, class_names=names, preprocessing=pixels, training_data="d", license=None
+    )
+    return Task(config, contract, None, 0, {})
+
+
+def test_a_fit_that_cannot_fit_is_refused_with_advice_that_helps(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(estimates.devices, "memory", lambda _: 64 * GIB)
+    with pytest.raises(
+        UserError, match=r"memory: a fit needs about .* but its device has 64\.0 GiB"
+    ) as refused:
+        estimates.require_fit(fit(512), CPU)
+    assert "zero_stage" not in str(refused.value) and "lower resolution" in str(refused.value)
+    estimates.require_fit(fit(512, gradient_accumulation_steps=64), CPU)
+    whole = fit(512)
+    estimates.require_fit(whole._replace(config=whole.config.model_copy(update={"freeze": "backbone"})), CPU)
+    estimates.require_fit(fit(8), CPU)
+
+
+def test_a_fit_needs_what_a_pretraining_by_one_process_does() -> None:
+    pretraining = Pretrain.model_validate(
+        {
+            "job": "pretrain",
+            "data": "d",
+            "model": "L/16",
+            "resolution": 384,
+            "steps": 1,
+            "learning_rate": 0.1,
+            "batch_size": 8,
+            "optimizer": {"name": "sgd"},
+        }
+    )
+    task = fit(8, optimizer={"name": "sgd"}, dtype=pretraining.dtype)
+    architecture = task.contract.architecture
+    assert estimates.fit_memory(task, CPU) == estimates.memory(pretraining, architecture, 1, CPU)

@@ -1,0 +1,229 @@
+"""The engines of a pretraining on this machine's GPUs: `python benchmarks/gpu.py`.
+
+Plain torch and DeepSpeed's ZeRO stages 1 to 3 take the same steps in bfloat16, with float32 master weights, clipping
+and AdamW: B/16 and L/16 at 224 pixels, one process per GPU, random images. Each case has fresh processes. Images per
+second and MFU are of the median step, memory is what torch allocated at most, beside what a pretraining's log predicts.
+Then a new engine continues from a state that was saved after three steps, and after three more its weights are compared
+with those of six steps at once.
+
+It needs the project's packages. A benchmark with torch and pydantic alone, beside Hugging Face and timm, is
+train_step.py.
+
+    python benchmarks/gpu.py [--batch 128] [--steps 20] [--no-keep]
+
+Prints the table and writes it to benchmarks/results/gpu.md. `--cpu` tries it out with a tiny model, and writes nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import sys
+import tempfile
+import time
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from common import ROOT, keep
+
+sys.path.append(str(ROOT))  # for the tests' package
+
+from pipelines.spec import Pretrain
+from ray_jobs.process import devices
+from ray_jobs.training import estimates, optim
+from ray_jobs.training.engine import WEIGHTS, Engine, Plain, Zero
+from tests.support.workers import run_workers
+from tests.support.zero_matrix import Case, State, state_of
+from vit_model.build import build
+from vit_model.config import Architecture
+
+GIB = 2**30
+WARM = 3  # steps before the clock starts
+TINY = {"patch_size": 4, "width": 64, "depth": 2, "num_heads": 2}
+STAGES = (0, 1, 2, 3)
+
+
+class Measured(NamedTuple):
+    """What one case found; of the slowest worker."""
+
+    step: float
+    """seconds, median"""
+    mfu: float | None
+    memory: float
+    """bytes that torch allocated at most; on a CPU 0"""
+    predicted: float
+    resumed: float
+    """the largest difference of a weight after continuing from a saved state"""
+
+
+def main() -> None:
+    """Run every case in processes of its own, print the table and keep it."""
+    arguments = argparse.ArgumentParser()
+    arguments.add_argument("--batch", type=int, default=128, help="images per GPU and step")
+    arguments.add_argument("--steps", type=int, default=20)
+    arguments.add_argument("--cpu", action="store_true", help="a tiny model on two processes")
+    arguments.add_argument("--no-keep", dest="is_kept", action="store_false", help="print the table only")
+    options = arguments.parse_args()
+    if not options.cpu and not torch.cuda.is_available():
+        print("error: torch sees no GPU; --cpu tries this benchmark out with a tiny model", file=sys.stderr)
+        sys.exit(2)
+    world = 2 if options.cpu else torch.cuda.device_count()
+    rows = []
+    for model in (TINY,) if options.cpu else ("B/16", "L/16"):
+        for stage in STAGES:
+            config = configuration(
+                model, stage, options.batch * world, options.steps, 16 if options.cpu else 224
+            )
+            rows.append(row(config, world, is_cpu=options.cpu))
+    card = "CPU" if options.cpu else f"{world} x {torch.cuda.get_device_name()}"
+    head = "| model | engine | images/s | MFU | GiB, most | GiB, predicted | continued |"
+    keep(
+        "gpu.md",
+        [
+            "# Pretraining's engines on a GPU",
+            "",
+            f"`python benchmarks/gpu.py --batch {options.batch} --steps {options.steps}`, {datetime.now(UTC):%Y-%m-%d},"
+            f" {card}, torch {torch.__version__}, bfloat16 with float32 master weights.",
+            "",
+            head,
+            "|---|---|---:|---:|---:|---:|---|",
+            *rows,
+        ],
+        is_written=options.is_kept and not options.cpu,
+    )
+
+
+def configuration(model: Any, stage: int, batch: int, steps: int, resolution: int) -> Pretrain:
+    """Return the pretraining of a case."""
+    return Pretrain.model_validate(
+        {
+            "job": "pretrain",
+            "data": "noise",
+            "model": model,
+            "resolution": resolution,
+            "steps": steps,
+            "batch_size": batch,
+            "learning_rate": 1e-3,
+            "optimizer": {"clip_norm": 1.0},
+            "dtype": "bfloat16",
+            "zero_stage": stage,
+        }
+    )
+
+
+def row(config: Pretrain, world: int, is_cpu: bool) -> str:
+    """Measure a case and return its row of the table."""
+    name = config.model if isinstance(config.model, str) else "tiny"
+    engine = "plain torch" if config.zero_stage == 0 else f"ZeRO-{config.zero_stage}"
+    with tempfile.TemporaryDirectory() as folder:
+        output = Path(folder) / "measured.json"
+        run_workers(
+            world, worker, world, config.model_dump(mode="json"), f"file://{folder}/meeting", output, is_cpu
+        )
+        found = Measured(*json.loads(output.read_text()))
+    mfu = "" if found.mfu is None else f"{found.mfu:.1%}"
+    same = "same bits" if found.resumed == 0 else f"{found.resumed:.0e} off"
+    return (
+        f"| {name} | {engine} | {config.batch_size / found.step:,.0f} | {mfu} | {found.memory / GIB:,.2f}"
+        f" | {found.predicted / GIB:,.2f} | {same} |"
+    )
+
+
+def worker(rank: int, world: int, fields: dict[str, Any], meeting: str, output: Path, is_cpu: bool) -> None:
+    """Measure a case; rank 0 writes what it found."""
+    os.environ["LOCAL_RANK"] = str(rank)
+    on = torch.device("cpu") if is_cpu else torch.device("cuda", rank)
+    if not is_cpu:
+        torch.cuda.set_device(on)
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo" if is_cpu else "nccl", init_method=meeting, rank=rank, world_size=world)
+    config = Pretrain.model_validate(fields)
+    assert config.model is not None
+    architecture = config.model.architecture(config.resolution, 3, 1000)
+    batch = random_batch(config, world, rank, on)
+    engine = start(config, architecture, world, on)
+    seconds = [take_step(engine, batch, on) for _ in range(WARM + config.steps)][WARM:]
+    memory = 0 if is_cpu else torch.cuda.max_memory_allocated(on)
+    peak = devices.peak_flops(on, torch.bfloat16)
+    step = statistics.median(seconds)
+    flops = estimates.train_flops(config, architecture) * config.batch_size / world
+    needed = estimates.memory(config, architecture, world, on).most
+    del engine
+    difference = continued(config, architecture, world, on, batch)
+    found = Measured(step, None if peak is None else flops / step / peak, memory, needed, difference)
+    if rank == 0:
+        output.write_text(json.dumps(found))
+    dist.destroy_process_group()
+
+
+def random_batch(
+    config: Pretrain, world: int, rank: int, on: torch.device
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return this worker's images and labels."""
+    generator, images = torch.Generator().manual_seed(rank), config.batch_size // world
+    pixels = torch.randn(images, 3, config.resolution, config.resolution, generator=generator)
+    return pixels.to(on, torch.bfloat16), torch.randint(1000, (images,), generator=generator).to(on)
+
+
+def start(
+    config: Pretrain, architecture: Architecture, world: int, on: torch.device, state: State | None = None
+) -> Engine:
+    """Return the engine of a case; with a single GPU, ZeRO too."""
+    module = build(architecture)
+    module.initialise(0)
+    if state is not None:
+        with torch.no_grad():
+            for name, weight in module.named_parameters():
+                weight.copy_(state[WEIGHTS, name].view_as(weight))
+    module = module.to(on).train()
+    optimizer = optim.make_optimizer(module, config.optimizer, config.learning_rate)
+    if config.zero_stage == 0:
+        return Plain(module, optimizer, torch.bfloat16, config.optimizer.clip_norm, world)
+    return Zero(module, optimizer, optim.deepspeed_config(config, world))
+
+
+def take_step(engine: Engine, batch: tuple[torch.Tensor, torch.Tensor], on: torch.device) -> float:
+    """Take a step and return its seconds."""
+    images, labels = batch
+    began = time.perf_counter()
+    engine.backward(F.cross_entropy(engine(images).float(), labels))
+    engine.step(1e-3)
+    if on.type == "cuda":
+        torch.cuda.synchronize(on)
+    return time.perf_counter() - began
+
+
+def continued(
+    config: Pretrain,
+    architecture: Architecture,
+    world: int,
+    on: torch.device,
+    batch: tuple[torch.Tensor, torch.Tensor],
+) -> float:
+    """Return how far the weights after six steps are from those of three steps, a save, and three more."""
+    case = Case(config.zero_stage, config.dtype, 1, True, "AdamW", world)
+    engine = start(config, architecture, world, on)
+    for _ in range(3):
+        take_step(engine, batch, on)
+    state = {key: values.cpu() for key, values in state_of(engine, case).items()}
+    for _ in range(3):
+        take_step(engine, batch, on)
+    whole = {name: values.cpu() for name, values in engine.full_weights().items()}
+    del engine
+    again = start(config, architecture, world, on, state)
+    again.load_state(lambda kind, name, first, count: state[kind, name][first : first + count].to(on), 3)
+    for _ in range(3):
+        take_step(again, batch, on)
+    return max(
+        (values.cpu() - whole[name]).abs().max().item() for name, values in again.full_weights().items()
+    )
+
+
+if __name__ == "__main__":
+    main()
