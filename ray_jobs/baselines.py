@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from pipelines.spec import Baselines
 from ray_jobs.data.shards import Dataset
-from ray_jobs.evaluation.artifact import evaluated, write_evaluation
+from ray_jobs.evaluation.artifact import save_evaluation
 from ray_jobs.evaluation.leakage import check_leakage
 from ray_jobs.evaluation.rows import scored, truth_of
 from ray_jobs.evaluation.supports import Supports
@@ -38,9 +38,7 @@ def main(context: Context[Baselines]) -> Result:
     results = ray.get([task.remote(context, method) for method in context.config.methods])
     rows = [row for method_rows, _ in results for row in method_rows]
     predictions = [table for _, method_predictions in results for table in method_predictions]
-    with context.staging() as staging:
-        write_evaluation(staging.path, rows, predictions)
-    return evaluated(rows, overlap, staging.files)
+    return save_evaluation(context, rows, predictions, overlap)
 
 
 def run_method(context: Context[Baselines], method: str) -> tuple[list[Any], list[Any]]:

@@ -20,7 +20,7 @@ import numpy as np
 
 from pipelines.spec import Evaluate
 from ray_jobs.evaluation import rows as tables
-from ray_jobs.evaluation.artifact import evaluated, mean_accuracies, write_evaluation
+from ray_jobs.evaluation.artifact import mean_accuracies, save_evaluation
 from ray_jobs.evaluation.leakage import PRETRAINED, SEEN, check_leakage
 from ray_jobs.process.devices import fit_resources
 from ray_jobs.process.stage import Context, Result, run_stage
@@ -109,8 +109,7 @@ def evaluate(context: Context[Evaluate], run: Run = here) -> Result:
                 print(f"{name}: {mean:.3f}", flush=True)
         for result in frozen.majorities(config, support.labels, truth.labels):
             add(MAJORITY, truth, result, fixed)
-        write_evaluation(staging.path, rows, predictions)
-    return evaluated(rows, overlap, staging.files)
+    return save_evaluation(context, rows, predictions, overlap, staging.files)
 
 
 def _settings(config: Evaluate, unlabelled: int) -> dict[str, Any]:

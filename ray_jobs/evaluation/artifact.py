@@ -2,30 +2,34 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from pipelines.spec import AnyStage
 from pipelines.store import FileEntry
 from ray_jobs.evaluation import rows as tables
 from ray_jobs.evaluation.leakage import Overlap
-from ray_jobs.process.stage import Result
+from ray_jobs.process.stage import Context, Result
 
 _UNNAMED = ("few-shot linear", "linear probe", "baseline")  # protocols that the names of metrics leave out
 
 
-def write_evaluation(folder: Path, rows: list[Any], predictions: list[Any]) -> None:
-    """Write the two tables of an evaluation."""
-    tables.write_table(folder / "rows.parquet", rows, tables.ROWS)
-    tables.write_predictions(folder / "predictions.parquet", predictions)
+def save_evaluation(
+    context: Context[AnyStage],
+    rows: list[Any],
+    predictions: list[Any],
+    overlap: Overlap,
+    others: tuple[FileEntry, ...] = (),
+) -> Result:
+    """Write the two tables of an evaluation, beside `others` that it has written.
 
-
-def evaluated(rows: list[Any], overlap: Overlap, files: tuple[FileEntry, ...]) -> Result:
-    """Return the result of an evaluation with these rows and files.
-
-    Its metrics are the accuracies, averaged over draws, and the overlap of training and test images.
+    The artifact's metrics are the accuracies, averaged over draws, and the overlap of training and test images.
     """
+    with context.staging() as staging:
+        tables.write_table(staging.path / "rows.parquet", rows, tables.ROWS)
+        tables.write_predictions(staging.path / "predictions.parquet", predictions)
+    files = (*staging.files, *others)
     return Result(tables.digest_rows(rows, tables.ROWS), files, mean_accuracies(rows) | overlap.metrics)
 
 
