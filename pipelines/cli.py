@@ -44,6 +44,7 @@ COMMANDS = {
     "schema": "inspect",
     "drive": "running",
     "report": "queries",
+    "explain": "protocols",
     "schedule": "schedules",
 }
 """Command -> its module, in the order of the help."""

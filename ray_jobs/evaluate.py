@@ -65,6 +65,8 @@ def evaluate(context: Context[Evaluate], run: Run = here) -> Result:
     config = context.config
     dataset = context.dataset()
     dataset.require("train", "test")
+    if config.protocol == "dev":
+        dataset.require("dev")
     support = support_of(dataset, config)
     overlap = check_leakage(context, dataset, labelled_rows(dataset, support))
     # A backbone that was trained on these labels is not a few-shot learner.

@@ -41,6 +41,7 @@ from pydantic import ValidationError
 from pipelines.identity import canonical_json, sha256
 from pipelines.spec import Finetune, check_optimizer, nearest
 from pipelines.spec.search import ASHA, Optuna, Point
+from pipelines.spec.vtab import augmentation
 from pipelines.store import FileEntry, write_log
 from ray_jobs.data.shards import Dataset, Images
 from ray_jobs.evaluation import rows
@@ -629,16 +630,32 @@ def main(context: Context[Finetune]) -> Result:
 
 
 def _test_accuracy(dataset: Dataset, refits: list[Refit], overlap: Overlap) -> dict[str, float]:
-    """Return the mean over draws on the test images that were not seen in training; empty if all were."""
+    """Return the mean over refits on the test images that were not seen in training; empty if all were.
+
+    Of several refits also the standard deviation (ddof 1).
+    """
     unseen = ~overlap.seen
     if not unseen.any():
         return {}
-    correct = [refit.score.predictions == dataset.labels("test") for refit in refits]
-    return {"test_accuracy": float(np.mean([draw_correct[unseen].mean() for draw_correct in correct]))}
+    labels = dataset.labels("test")
+    accuracies = [float(np.mean((refit.score.predictions == labels)[unseen])) for refit in refits]
+    metrics = {"test_accuracy": float(np.mean(accuracies))}
+    if len(accuracies) > 1:
+        metrics["test_accuracy_std"] = float(np.std(accuracies, ddof=1))
+    return metrics
 
 
 def make_task(config: Finetune, dataset: Dataset, backbone: Path | None) -> Task:
-    """Return the task with its model's contract: the backbone's with a new head and resolution, or a new model's."""
+    """Return the task with its model's contract: the backbone's with a new head and resolution, or a new model's.
+
+    Raises:
+        UserError: a setting does not fit the data, the model or the classes.
+    """
+    if config.augment == "vtab":
+        try:
+            config = config.model_copy(update={"augment": augmentation(dataset.info.name)})
+        except ValueError as error:
+            raise UserError(str(error)) from None
     if backbone is None:
         assert config.model is not None and config.resolution is not None
         contract = model_contract(config.model, config.resolution, dataset.info, config.eval_crop)
@@ -688,14 +705,14 @@ def check_settings(config: Finetune, contract: ModelContract) -> None:
 
 
 def labelled(config: Finetune, dataset: Dataset) -> tuple[list[Images], Supports]:
-    """Return each draw's images, and the supports that they belong to. Reads train and dev only.
+    """Return each refit's images, and the supports that they belong to. Reads train and dev only.
 
     Raises:
         UserError: there are no training images, or none of a class that `class_weights` names.
     """
     dataset.require("train")
     supports = Supports(dataset.index("train"), dataset.index("dev"), config.labels)
-    draws = [Images(dataset, supports.pool.take(rows)) for rows in supports.draws]
+    draws = config.refits * [Images(dataset, supports.pool.take(rows)) for rows in supports.draws]
     present = {dataset.info.class_names[label] for label in draws[0].labels}
     for name in config.class_weights if isinstance(config.class_weights, dict) else ():
         if name not in present:

@@ -27,10 +27,11 @@ PatchTarget = Literal["mean_colour", "4x4", "pixels"]
 SeenInTraining = Literal["fail", "report"]
 Method = Literal["majority", "k-NN", "logistic regression", "RBF SVM"]
 Probe = Literal["least squares", "k-NN", "DINO k-NN", "nearest class mean", "logistic regression"]
-ProbeProtocol = Literal["leave_one_out", "big_vision", "scenic"]
+ProbeProtocol = Literal["leave_one_out", "dev", "big_vision", "scenic"]
 # as their authors evaluate, for a model of 224 pixels: squashed to 256, of which the middle
 _SQUASHED = {"crop": "squash", "crop_fraction": 0.875, "interpolation": "bilinear_aliased"}
 PROBE_DEFAULTS: dict[str, dict[str, Any]] = {
+    "dev": {"shots": (), "support": "train+dev", "linear_probe": True},
     "big_vision": {"draws": 3, "eval_crop": _SQUASHED},
     "scenic": {"draws": 1, "eval_crop": _SQUASHED},
 }
@@ -617,6 +618,12 @@ class Finetune(_Stage):
         None, ge=4, le=8192, description="with a backbone: null keeps the backbone's"
     )
     labels: Labels = Labels()
+    refits: int = later(
+        1,
+        ge=1,
+        description="with all labels: fits with the chosen settings and the seeds from `seed` on, each scored on test"
+        " once; the first one's model is kept. With few labels, labels.draws says how many",
+    )
     learning_rates: Annotated[tuple[Rate, ...], AfterValidator(distinct)] = Field(
         (),
         description="the rates to sweep; a single rate is used without a sweep. Needed unless `search` is over"
@@ -641,7 +648,11 @@ class Finetune(_Stage):
         " trial's best step. A single rate gets a trial, too",
     )
     optimizer: Optimizer = Optimizer()
-    augment: Augmentation = "none"
+    augment: Augmentation | Literal["vtab"] = Field(
+        "none",
+        description="vtab: squash_crop_flip, without the crop or the flip for the tasks of VTAB-1k for which BiT leaves"
+        " it out",
+    )
     randaugment: RandAugment | None = later(None)
     mixup: float = mixing("mixup")
     cutmix: float = mixing("cutmix")
@@ -699,6 +710,10 @@ class Finetune(_Stage):
                 raise ValueError("resolution is required without a backbone")
             check_patches(self.resolution, self.model)
         check_optimizer(self.optimizer, self.steps, None if self.model is None else self.model.family)
+        if self.refits > 1 and self.labels.per_class is not None:
+            raise ValueError(
+                f"refits {self.refits}: with labels.per_class there is one for each of labels.draws; leave refits out"
+            )
         if self.batch_size % self.gradient_accumulation_steps:
             raise ValueError(
                 f"batch_size {self.batch_size} is not a multiple of gradient_accumulation_steps"
@@ -792,12 +807,13 @@ class Evaluate(_Stage):
     job: Literal["evaluate"]
     data: str = takes("dataset")
     backbone: Backbone = takes("model", description=_BACKBONE)
-    shots: Annotated[tuple[Shots, ...], Field(min_length=1), AfterValidator(distinct)] = (1, 5, 10, 25)
+    shots: Annotated[tuple[Shots, ...], AfterValidator(distinct)] = (1, 5, 10, 25)
     draws: int = Field(20, ge=1, description="20; with protocol big_vision 3, with scenic 1")
     protocol: ProbeProtocol = later(
         "leave_one_out",
-        description="how labels are drawn and L2 is chosen: by leave-one-out on them; always 1,024, as big_vision; or"
-        " by the accuracy on test, as scenic, to compare with its numbers only",
+        description="how labels are drawn and L2 is chosen: by leave-one-out on them; with all labels, on dev, and then"
+        " a fit to train and dev; always 1,024, as big_vision; or by the accuracy on test, as scenic, to compare with"
+        " its numbers only",
     )
     classifiers: Annotated[tuple[Probe, ...], Field(min_length=1), AfterValidator(distinct)] = later(
         ("least squares",), description="of the frozen features; logistic regression takes all labels"
@@ -826,6 +842,13 @@ class Evaluate(_Stage):
             raise ValueError(
                 f"draws {self.draws}: with protocol scenic it must be 1: the first images of each class are taken"
             )
+        if not self.shots and not self.linear_probe:
+            raise ValueError("shots: give at least one, or linear_probe: true")
+        if self.protocol == "dev" and (self.shots or not self.linear_probe or self.support != "train+dev"):
+            raise ValueError(
+                "protocol dev needs linear_probe: true, support: train+dev and shots: [], because it chooses on all of"
+                " dev; leave these fields out"
+            )
         if "logistic regression" in self.classifiers and not self.linear_probe:
             raise ValueError("classifiers: logistic regression takes all labels; add linear_probe: true")
         return self
@@ -853,7 +876,7 @@ class Baselines(_Stage):
 class Report(_Stage):
     """One page of everything: a table, curves, sheets of images, and the rows behind them."""
 
-    VERSION: ClassVar[int] = 6  # curves show loss on dev, and the trials of fine-tunings
+    VERSION: ClassVar[int] = 7  # VTAB-1k's table has fine-tuned models
     KIND: ClassVar[str] = "report"
     job: Literal["report"]
     title: str

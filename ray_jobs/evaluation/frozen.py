@@ -33,13 +33,6 @@ TEMPERATURE = 0.07
 C_GRID = tuple(10.0**power for power in np.linspace(-6, 5, 45).tolist())
 ITERATIONS = 1_000  # of L-BFGS, as DINOv2
 _SELECT = 3  # separates this module's random numbers from other uses of the same seed
-# of rows: few-shot, and with all labels
-LEAST_SQUARES = {
-    "leave_one_out": ("few-shot linear", "linear probe"),
-    "big_vision": ("few-shot linear, big_vision", "linear probe, big_vision"),
-    "scenic": ("few-shot linear, scenic", "linear probe, scenic"),
-}
-
 Labels = NDArray[np.integer]
 Features = NDArray[np.floating]
 
@@ -103,7 +96,8 @@ def results(
 
 def _protocol(config: Evaluate, name: str, shots: int | None) -> str:
     if name == "least squares":
-        return LEAST_SQUARES[config.protocol][shots is None]
+        sort = "linear probe" if shots is None else "few-shot linear"
+        return sort if config.protocol == "leave_one_out" else f"{sort}, {config.protocol}"
     return name if shots is None else f"few-shot {name}"
 
 
@@ -119,6 +113,8 @@ def _classifier(
             return nearest_class_mean
         case "logistic regression", _:
             return partial(logistic_regression, is_held_out=is_dev, seed=config.seed)
+        case _, "dev":
+            return partial(linear_probe.chosen_on_dev, standardise=standardise, is_dev=is_dev)
         case _, "big_vision":
             return partial(linear_probe.fixed, standardise=standardise)
         case _, "scenic":

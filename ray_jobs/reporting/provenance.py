@@ -160,9 +160,14 @@ def _finetune(config: Mapping[str, Any], inputs: Mapping[str, str]) -> str:
     return (
         f"Fine-tuning on {inputs['data']} {start}: {config['steps']:,} steps of {config['batch_size']} images, "
         f"augmentation {_augmentation(config)}; {_searched(config)}, {_selection(config['labels'])}. "
-        f"{_stopping(config.get('early_stopping'))}Each draw is scored on test once."
+        f"{_stopping(config.get('early_stopping'))}Each {_fit(config)} is scored on test once."
         f"{_SEEN * (not scratch and config['labels']['per_class'] is not None)}"
     )
+
+
+def _fit(config: Mapping[str, Any]) -> str:
+    refits = config.get("refits", 1)
+    return "draw" if refits == 1 else f"of {refits} refits, with seeds from {config['seed']} on,"
 
 
 def _searched(config: Mapping[str, Any]) -> str:
@@ -198,15 +203,20 @@ def _evaluate(config: Mapping[str, Any], inputs: Mapping[str, str]) -> str:
     support = config.get("support", "train").replace("+", " and ")
     chosen = {
         "leave_one_out": "L2 is selected on the support alone, in the same way for every row.",
+        "dev": "L2 is selected on dev after a fit to train; then both are fitted.",
         "big_vision": "Labels are drawn and L2 is 1,024 as in big_vision's fewshot_lsr.",
         "scenic": "As in scenic, the support is the first images of each class, and L2 is chosen on test.",
     }[config.get("protocol", "leave_one_out")]
+    supports = []
+    if config["shots"]:
+        supports.append(f"{config['draws']} supports drawn from {support} (seed {config['seed']})")
+    if config.get("linear_probe"):
+        supports.append(f"all of {support}")
     classifiers = ", ".join(config.get("classifiers", ("least squares",)))
     return (
-        f"Few-shot linear evaluation of {inputs['backbone']} (frozen) on {inputs['data']}: regularised least "
-        "squares from features to ±1 targets (Dosovitskiy et al., section 4.1), with "
-        f"{config['draws']} supports drawn from {support} (seed {config['seed']})"
-        f"{', and with all of it' * config.get('linear_probe', False)}. All of test is scored. {chosen}"
+        f"Linear evaluation of {inputs['backbone']} (frozen) on {inputs['data']}: regularised least "
+        f"squares from features to ±1 targets (Dosovitskiy et al., section 4.1), with {' and '.join(supports)}. "
+        f"All of test is scored. {chosen}"
         f"{'' if classifiers == 'least squares' else f' Classifiers: {classifiers}.'}"
         f"{_crop(config.get('eval_crop'))}{_SEEN}"
     )

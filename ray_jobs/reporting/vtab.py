@@ -13,6 +13,8 @@ from typing import Any
 
 import numpy as np
 
+from pipelines.spec import STAGE_TYPES
+from pipelines.spec.fields import marks
 from pipelines.spec.vtab import GROUPS, TASKS, Task
 from pipelines.store import Manifest
 from ray_jobs.reporting.measures import Entry
@@ -20,17 +22,18 @@ from ray_jobs.reporting.provenance import at_checkpoint
 from ray_jobs.reporting.verdicts import kind, percent
 
 GROUP_NAMES = tuple(dict.fromkeys(GROUPS.values()))
-# Fields of an evaluation, and of a task's source, that may differ within one score.
-_NOT_THE_PROTOCOL = {"data", "backbone", "threads"}
+# Fields of a stage, beside those of its execution, and of a task's source, that may differ within one score.
+_NOT_THE_PROTOCOL = {"data", "backbone"}
 _NOT_THE_KIND = {"task", "root", "membership"}
 
 
 @dataclass(frozen=True)
 class Evaluated:
-    """An evaluation on a task: its stage, protocol and backbone, and notes on the task's images."""
+    """An evaluation or a fine-tuning on a task: its stage, protocol and backbone, and notes on the task's images."""
 
     task: Task
     stage: str
+    job: str
     protocol: str
     backbone: str
     notes: tuple[str, ...]
@@ -54,9 +57,14 @@ def evaluated(
     }
     evaluations = {}
     for stage, manifest in parts:
-        if manifest.job == "evaluate" and (data := manifest.inputs["data"][0].key) in sources:
+        if manifest.job not in ("evaluate", "finetune") or "backbone" not in manifest.inputs:
+            continue
+        if (data := manifest.inputs["data"][0].key) in sources:
+            fields = STAGE_TYPES[manifest.job].model_fields
             protocol = {
-                name: value for name, value in manifest.config.items() if name not in _NOT_THE_PROTOCOL
+                name: value
+                for name, value in manifest.config.items()
+                if name not in _NOT_THE_PROTOCOL and not marks(fields[name]).get("execution")
             }
             protocol["source"] = {
                 name: value for name, value in sources[data].items() if name not in _NOT_THE_KIND
@@ -65,6 +73,7 @@ def evaluated(
             evaluations[manifest.key] = Evaluated(
                 task=sources[data]["task"],
                 stage=stage.partition("@")[0],
+                job=manifest.job,
                 protocol=json.dumps(protocol, sort_keys=True),
                 backbone=f"{names.get(backbone, backbone[:12])}{at_checkpoint(manifest.config, 'backbone')}",
                 notes=notes.get(data, ()),
@@ -73,7 +82,7 @@ def evaluated(
 
 
 def scores(entries: Sequence[Entry], evaluations: Mapping[str, Evaluated]) -> list[dict[str, Any]]:
-    """Return one score per protocol, backbone and method, the trained ones first.
+    """Return one score per protocol, backbone and method, the trained ones first, fine-tuned before frozen ones.
 
     Accuracies are fractions, null if there is none.
     """
@@ -87,7 +96,7 @@ def scores(entries: Sequence[Entry], evaluations: Mapping[str, Evaluated]) -> li
         key=lambda labels: (labels is None, labels or 0),
     )
     all_scores = [_score(group, budgets, evaluations) for group in groups.values()]
-    return sorted(all_scores, key=lambda score: not score["trained"])
+    return sorted(all_scores, key=lambda score: (not score["trained"], score["job"] != "finetune"))
 
 
 def _score(
@@ -100,18 +109,20 @@ def _score(
     evaluation = evaluations[entries[0].artifact]
     missing = [line["title"] for line in tasks if line["missing"]]
     columns = [_column(labels, number, tasks, entries) for number, labels in enumerate(budgets)]
+    name = entries[0].method + (", fine-tuned" if evaluation.job == "finetune" else "")
     return {
         "stage": evaluation.stage,
+        "job": evaluation.job,
         "backbone": evaluation.backbone,
-        "method": entries[0].method,
+        "method": name,
         "trained": kind(entries[0]) == "trained",
-        "support": json.loads(evaluation.protocol).get("support", "train"),
+        "support": json.loads(evaluation.protocol).get("support", "train+dev"),  # fine-tuning takes both
         "draws": max(len(entry.draws) for entry in entries),
         "columns": columns,
         "tasks": tasks,
         "covered": len(tasks) - len(missing),
         "missing": missing,
-        "sentence": _sentence(entries[0].method, evaluation.backbone, columns, missing),
+        "sentence": _sentence(name, evaluation.backbone, columns, missing),
     }
 
 
@@ -165,7 +176,7 @@ def _labels(labels: int | None, entries: Sequence[Entry]) -> str:
     return f"all {sizes.pop():,}" if len(sizes) == 1 and None not in sizes else "all labels"
 
 
-def _sentence(method: str, backbone: str, columns: Sequence[dict[str, Any]], missing: Sequence[str]) -> str:
+def _sentence(name: str, backbone: str, columns: Sequence[dict[str, Any]], missing: Sequence[str]) -> str:
     covered = len(TASKS) - len(missing)
     over = f"{covered} of the {len(TASKS)} tasks" if missing else f"all {len(TASKS)} tasks"
     # If fewer tasks were measured with a number of labels, its mean says so.
@@ -176,4 +187,4 @@ def _sentence(method: str, backbone: str, columns: Sequence[dict[str, Any]], mis
         if column["tasks"]
     ]
     rest = f"; missing: {', '.join(missing)}" if missing else ""
-    return f"VTAB-1k, {method} ({backbone}), mean over {over}: {', '.join(means)}{rest}."
+    return f"VTAB-1k, {name} ({backbone}), mean over {over}: {', '.join(means)}{rest}."

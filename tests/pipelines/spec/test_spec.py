@@ -113,7 +113,7 @@ def test_needed_for_a_stage_is_what_is_before_it() -> None:
         ),
         ("stages.finetune.learning_rates", [-1.0], "stages.finetune.learning_rates"),
         ("stages.finetune.learning_rates", [0.1, 0.1], "[0.1, 0.1] contains duplicates"),
-        ("stages.probe.shots", [], "stages.probe.shots"),
+        ("stages.probe.shots", [], "stages.probe: shots: give at least one"),
         ("stages.pretrain.keep_steps", [5, 21], "stages.pretrain: keep_steps 21 is more than steps 20"),
         (
             "stages.pretrain.checkpoint_every",

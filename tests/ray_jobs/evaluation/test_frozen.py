@@ -200,6 +200,9 @@ def test_wrong_features_are_named(digits: Split) -> None:
         ({"protocol": "scenic", "draws": 2}, "draws 2: with protocol scenic it must be 1"),
         ({"classifiers": ["logistic regression"]}, "takes all labels; add linear_probe: true"),
         ({"classifiers": []}, "at least 1"),
+        ({"shots": []}, "give at least one"),
+        ({"protocol": "dev", "shots": [5]}, "protocol dev needs"),
+        ({"protocol": "dev", "support": "train"}, "protocol dev needs"),
         ({"protocol": "timm"}, "leave_one_out"),
     ],
 )

@@ -10,6 +10,7 @@ from ray_jobs.evaluation.linear_probe import (
     RidgePath,
     Standardised,
     best_on_test,
+    chosen_on_dev,
     fixed,
     leave_one_out,
     select_l2,
@@ -123,3 +124,27 @@ def test_leave_one_out_never_sees_test_and_scenics_choice_does() -> None:
     assert ours.settings == leave_one_out(x, labels, test[::-1] * 5, True).settings
     alone = leave_one_out(x[:3], labels[:3], test, True)
     assert (alone.selected_on, alone.settings) == ("fixed", {"l2": 1024.0})
+
+
+def test_l2_by_dev_is_from_train_alone_and_the_fit_from_both() -> None:
+    from sklearn.linear_model import RidgeClassifier
+
+    x, labels, _ = problem(120, 12)
+    features, test = x[:, :-1], np.random.default_rng(1).normal(size=(300, 11)) + 1
+    is_dev = np.arange(120) % 5 == 0
+    # many features say nothing, so the strength matters
+    noise = np.random.default_rng(2).normal(size=(420, 60)) * 3
+    features, test = np.hstack([features, noise[:120]]), np.hstack([test, noise[120:]])
+    found = chosen_on_dev(features, labels, test, False, is_dev)
+
+    def correct(l2: float) -> int:
+        ridge = RidgeClassifier(alpha=l2).fit(features[~is_dev], labels[~is_dev])
+        return int(np.sum(ridge.predict(features[is_dev]) == labels[is_dev]))
+
+    counts = {l2: correct(l2) for l2 in L2_GRID}
+    assert len(set(counts.values())) > 1
+    chosen = found.settings["l2"]
+    assert counts[chosen] == max(counts.values())
+    assert chosen == max(l2 for l2, count in counts.items() if count == max(counts.values()))
+    np.testing.assert_array_equal(found.predictions, fixed(features, labels, test, False, chosen).predictions)
+    assert found.selected_on == "dev"

@@ -218,7 +218,8 @@ def test_probes_are_compared_with_probes_of_as_many_labels(whole: tuple[dict[str
         line["text"] for line in whole[0]["protocols"] if line["stage"].startswith("few_shot@task=svhn")
     }
     assert (
-        "2 supports drawn from train and dev (seed 0), and with all of it. All of test is scored." in protocol
+        "2 supports drawn from train and dev (seed 0) and all of train and dev. All of test is scored."
+        in protocol
     )
 
 
@@ -241,7 +242,7 @@ def test_another_protocol_is_another_score_and_fewer_tasks_are_said(made: Vtab) 
 def test_all_nineteen_are_no_part(made: Vtab) -> None:
     from ray_jobs.reporting import vtab
 
-    known = {task: vtab.Evaluated(task, "few_shot", "{}", "backbone", ()) for task in TASKS}
+    known = {task: vtab.Evaluated(task, "few_shot", "evaluate", "{}", "backbone", ()) for task in TASKS}
 
     class Entry:
         def __init__(self, task: str, value: float) -> None:

@@ -43,6 +43,23 @@ def prepared(dataset: Path, config: Finetune) -> tuple[Task, list[Images], Suppo
     return task, *finetune.labelled(config, opened)
 
 
+def test_vtabs_augmentation_is_that_of_the_task(dataset):
+    config, opened = configuration(augment="vtab"), shards.open_dataset(dataset)
+    with pytest.raises(UserError, match="augment vtab is for VTAB-1k's tasks; halves is not one of them"):
+        finetune.make_task(config, opened, None)
+    for name, policy in (("DMLab", "flip"), ("sNORB-Azimuth", "squash_crop")):
+        opened.info = opened.info.model_copy(update={"name": name})
+        assert finetune.make_task(config, opened, None).config.augment == policy
+
+
+def test_with_all_labels_refits_repeat_the_fit_with_other_seeds(tmp_path, dataset):
+    config = configuration(labels=Labels(), learning_rates=(1e-2,), refits=3)
+    _, pools, _ = prepared(dataset, config)
+    assert [len(pool.labels) for pool in pools] == [80, 80, 80]
+    with pytest.raises(ValueError, match="refits 3: with labels"):
+        configuration(refits=3)
+
+
 def test_few_labels_are_drawn_from_train_and_folds_part_the_first_draw(dataset):
     (dataset / shards.shard_file(2)).unlink()  # nothing here may open it
     (dataset / shards.shard_file(1)).unlink()

@@ -1,0 +1,141 @@
+"""The command explain: why two results of the same task differ."""
+
+from __future__ import annotations
+
+from datetime import datetime
+from typing import Annotated, Any
+
+import typer
+from rich import box
+from rich.table import Table
+from rich.text import Text
+
+from pipelines.commands.common import (
+    DEFAULT_STORE,
+    AddressOption,
+    Commands,
+    JsonOption,
+    StoreOption,
+    TokenOption,
+    console,
+    open_,
+    print_json,
+    say,
+)
+from pipelines.commands.running import carry_out
+from pipelines.engine.plan import plan_pipeline
+from pipelines.results import explain as explaining
+from pipelines.results.explain import Difference, Repetitions, Side
+from pipelines.spec import RecipeError
+from pipelines.store import Store
+
+app = Commands()
+
+
+@app.command("explain")
+def explain(
+    a: Annotated[
+        str, typer.Argument(help="an evaluation or a fine-tuned model: a unique key prefix or RUN/STAGE")
+    ],
+    b: Annotated[str, typer.Argument(help="the other one, of the same task")],
+    store: StoreOption = DEFAULT_STORE,
+    address: AddressOption = None,
+    token_file: TokenOption = None,
+    minutes: Annotated[
+        float | None,
+        typer.Option(
+            "--minutes",
+            min=0,
+            help="repeat A only as often as fits into this time, judged by how long A took; default: evaluations"
+            " without a limit, fine-tunings not at all",
+        ),
+    ] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Find out which field of the protocol makes two results differ.
+
+    Repeats A with one field of B at a time: of the stage, of the data set, of an imported model. Shows what each
+    contributes to the difference, and what is known of such fields in published results.
+    """
+    opened = open_(store, create=False)
+    sides = explaining.find_side(opened, a), explaining.find_side(opened, b)
+    found = explaining.differences(opened, *sides)
+    if not found:
+        say("the protocols, data and models of A and B are the same")
+        return
+    plan = explaining.repetitions(*sides, found)
+    _check_cached(opened, plan, sides)
+    wanted = _affordable(plan, sides[0], minutes)
+    planned = carry_out(plan.pipeline, wanted, store, address, token_file)
+    keys = {stage.name: stage.manifest.key for stage in planned if stage.manifest and stage.name in wanted}
+    lines = explaining.attributed(plan, found, explaining.accuracies(opened, keys))
+    known = explaining.literature(found)
+    if as_json:
+        print_json(
+            {"a": sides[0].manifest.key, "b": sides[1].manifest.key, "settings": lines, "literature": known}
+        )
+        return
+    console.print(_table(lines, found))
+    for text in known:
+        say(text)
+
+
+def _check_cached(store: Store, plan: Repetitions, sides: tuple[Side, Side]) -> None:
+    """Raise RecipeError if the recorded recipes do not lead to the two results any more."""
+    names = plan.pipeline.needed_for((plan.a, plan.b))
+    keys = {
+        stage.name: stage.manifest and stage.manifest.key
+        for stage in plan_pipeline(store, plan.pipeline, names)
+    }
+    for name, side in zip((plan.a, plan.b), sides, strict=True):
+        if keys[name] != side.manifest.key:
+            raise RecipeError(
+                f"{side.manifest.stage} ({side.manifest.key[:12]}) cannot be repeated: its source files or this"
+                " version's jobs have changed since. Run its recipe again, and explain the new result"
+            )
+
+
+def _affordable(plan: Repetitions, a: Side, minutes: float | None) -> tuple[str, ...]:
+    """Return the stages to run, as many repetitions as fit into the time."""
+    both, more = (plan.a, plan.b), plan.stages[2:]
+    if minutes is None:
+        return (*both, *more) if a.manifest.job == "evaluate" else both
+    started, finished = (datetime.fromisoformat(time) for time in (a.manifest.started, a.manifest.finished))
+    count = int(60 * minutes / max(1.0, (finished - started).total_seconds()))
+    if count < len(more):
+        say(f"{count} of {len(more)} repetitions of A fit into {minutes:g} minutes")
+    return (*both, *more[:count])
+
+
+def _table(lines: list[dict[str, Any]], found: list[Difference]) -> Table:
+    """Return a table in points of percent: a row per field, a column per setting."""
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    table.add_column("accuracy %, and what each field of B changes in A", overflow="fold")
+    for line in lines:
+        labels = "all labels" if line["labels_per_class"] is None else f"{line['labels_per_class']} per class"
+        table.add_column(Text(f"{line['protocol']}, {labels}"), justify="right")
+    table.add_row("A", *(f"{100 * line['a']:.1f}" for line in lines))
+    table.add_section()
+    effects = [{field["field"]: field for field in line["fields"]} for line in lines]
+    largest = sorted(found, key=lambda each: -max(abs(own[each.name]["effect"] or 0.0) for own in effects))
+    for each in largest:
+        label = f"{each.name}: {_said(each.a)} -> {_said(each.b)}"
+        if note := effects[0][each.name]["note"]:
+            label += f" (not possible alone: {note})"
+        table.add_row(Text(label), *(_points(own[each.name]["effect"]) for own in effects))
+    table.add_row("in combination, or unexplained", *(_points(line["rest"]) for line in lines), style="dim")
+    if any(line["together"] is not None for line in lines):
+        table.add_row("all fields together", *(_points(line["together"]) for line in lines))
+    table.add_section()
+    table.add_row("B", *(f"{100 * line['b']:.1f}" for line in lines))
+    return table
+
+
+def _points(effect: float | None) -> str:
+    return "not run" if effect is None else f"{100 * effect:+.1f}"
+
+
+def _said(value: Any) -> str:
+    if isinstance(value, dict):
+        return ", ".join(f"{name} {_said(each)}" for name, each in value.items() if each is not None)
+    return "none" if value is None else str(value)

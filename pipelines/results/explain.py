@@ -1,0 +1,336 @@
+"""`vitflow explain A B`: why do two results of the same task differ? A is repeated with one field of B at a time.
+
+In: the manifests of two results, and the recipes of the runs that made them. Out: the `Difference`s between their
+protocols, a pipeline that repeats A with each of them, and a table of what each contributes.
+
+A field is one of the stage itself (an evaluation or a fine-tuning), or of a dataset or an imported model that it takes.
+Other inputs are exchanged whole. What both sides share is cached, so only the repetitions run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from pydantic import ValidationError
+
+from pipelines.engine.runs import load_run
+from pipelines.recipe.load import parse_pipeline
+from pipelines.recipe.pipeline import Pipeline
+from pipelines.results.lookup import find_manifests
+from pipelines.results.query import query
+from pipelines.spec import AnyStage, RecipeError
+from pipelines.spec.fields import marks
+from pipelines.store import Manifest, Store, all_manifests, read_manifest
+from vit_model.config import Frozen
+from vit_model.errors import reasons
+
+EXPLAINED = ("evaluate", "finetune")
+_BY_FIELD = ("ingest", "import")  # inputs whose fields are exchanged one by one
+TOGETHER = "together"  # the stage with every difference
+LITERATURE = {
+    "backbone.preprocessing": "Repositories for VTAB-1k normalise AugReg's ViTs with ImageNet's mean and std, but"
+    " they were trained with 0.5 (ZhangYuanhan-AI/NOAH, JieShibo/PETL-ViT issue 14).",
+    "data.source.pixels": "The VTAB-1k image folders that most repositories use hold JPEGs that were encoded again;"
+    " the conversion alone moves CIFAR-100 from 70 to 80% (visinf/adapter_plus issue 3).",
+    "eval_crop": "VTAB's code resizes to the square, bilinear; the PyTorch repositories take PIL's bicubic resize;"
+    " big_vision crops the middle.",
+    "protocol": "big_vision fixes L2 at 1,024; scenic chooses it on test, over all data sets at once.",
+    "support": "VTAB's scores are of models trained on train800 and val200 together.",
+    "resolution": "The paper fine-tunes at 384 pixels; most repositories at 224.",
+}
+"""What is known of a field in published results, by the beginning of its name."""
+
+
+class Side(NamedTuple):
+    """A result, and the pipeline of the run that made it."""
+
+    manifest: Manifest
+    pipeline: Pipeline
+
+    @property
+    def stage(self) -> AnyStage:
+        """Its own stage."""
+        return self.pipeline.stages[self.manifest.stage]
+
+    def input(self, field: str) -> tuple[str, AnyStage]:
+        """Return the name and the stage of an input."""
+        (name,) = self.stage.inputs()[field]
+        return name, self.pipeline.stages[name]
+
+
+class Difference(NamedTuple):
+    """A field in which the protocols of two results differ, and its values."""
+
+    role: str
+    """"" for the results' own stage; else the field of the input, such as data"""
+    path: str
+    """such as eval_crop.crop; "" for the whole input"""
+    a: Any
+    b: Any
+
+    @property
+    def name(self) -> str:
+        """What messages call it."""
+        return ".".join(filter(None, (self.role, self.path)))
+
+
+def find_side(store: Store, selector: str) -> Side:
+    """Return the result that a key, a unique key prefix or RUN/STAGE matches.
+
+    Raises:
+        RecipeError: none or several match, or its run's recipe cannot be read.
+    """
+    manifests = [manifest for manifest in all_manifests(store) if manifest.job in EXPLAINED]
+    found = find_manifests(store, selector, manifests, "evaluation or fine-tuning")
+    if len(found) != 1:
+        raise RecipeError(
+            f"{selector}: matches {len(found)} evaluations and fine-tunings; name one by its key or RUN/STAGE"
+        )
+    side = Side(found[0], load_run(store, found[0].run).pipeline)
+    if found[0].stage not in side.pipeline.stages:
+        raise RecipeError(f"{selector}: the recipe of {found[0].run} has no stage {found[0].stage}")
+    return side
+
+
+def differences(store: Store, a: Side, b: Side) -> list[Difference]:
+    """Return the fields in which the protocols differ.
+
+    Raises:
+        RecipeError: one is an evaluation and the other a fine-tuning.
+    """
+    if a.manifest.job != b.manifest.job:
+        raise RecipeError(
+            f"{a.manifest.stage} is of job {a.manifest.job} and {b.manifest.stage} of job {b.manifest.job}; they are"
+            " different methods, so no field explains the difference"
+        )
+    found = [Difference("", *each) for each in _leaves(_fields(a.stage), _fields(b.stage))]
+    for role in dict.fromkeys([*a.manifest.inputs, *b.manifest.inputs]):
+        ours, theirs = (side.manifest.inputs.get(role) for side in (a, b))
+        if ours and theirs and ours[0].content_digest == theirs[0].content_digest:
+            continue
+        if not (ours and theirs):
+            found.append(Difference(role, "", bool(ours), bool(theirs)))
+            continue
+        (name, one), (other_name, other) = a.input(role), b.input(role)
+        sources = [manifest and manifest.source for manifest in _manifests(store, (ours[0], theirs[0]))]
+        leaves = [*_leaves(_fields(one), _fields(other))] if one.job == other.job else []
+        if one.job in _BY_FIELD and sources[0] == sources[1] and leaves:
+            found += [Difference(role, *each) for each in leaves]
+        else:
+            found.append(Difference(role, "", name, other_name))
+    return found
+
+
+def _manifests(store: Store, references: Sequence[Any]) -> list[Manifest | None]:
+    return [read_manifest(store, reference.job, reference.key) for reference in references]
+
+
+def _fields(model: Frozen) -> dict[str, Any]:
+    """Return the fields that change a stage's result, but for its inputs, as a recipe has them."""
+    dumped = model.model_dump(mode="json")
+    return {
+        name: _fields(value) if isinstance(value := getattr(model, name), Frozen) else dumped[name]
+        for name, info in type(model).model_fields.items()
+        if not (marks(info).get("execution") or marks(info).get("input"))
+    }
+
+
+def _leaves(a: Mapping[str, Any], b: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any, Any]]:
+    """Yield (path, value of a, value of b) of the fields that differ; mappings on one side only are whole."""
+    for name in dict.fromkeys([*a, *b]):
+        one, other = a.get(name), b.get(name)
+        if isinstance(one, Mapping) and isinstance(other, Mapping) and _same_kind(one, other):
+            yield from _leaves(one, other, f"{prefix}{name}.")
+        elif one != other:
+            yield f"{prefix}{name}", one, other
+
+
+def _same_kind(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
+    return one.get("kind") == other.get("kind")
+
+
+class Repetitions(NamedTuple):
+    """A pipeline with both results and A with B's value of each difference, and with all of them."""
+
+    pipeline: Pipeline
+    a: str
+    b: str
+    alone: dict[str, str]
+    """name of a difference -> stage"""
+    impossible: dict[str, str]
+    """name of a difference that cannot be exchanged alone -> why"""
+    together: str | None
+    """the stage with all differences, if there are several"""
+
+    @property
+    def stages(self) -> tuple[str, ...]:
+        """The stages of both results and of all repetitions."""
+        return (self.a, self.b, *self.alone.values(), *([self.together] if self.together else []))
+
+
+def repetitions(a: Side, b: Side, found: Sequence[Difference]) -> Repetitions:
+    """Return the pipeline that attributes the gap to these differences."""
+    stages = _prefixed(a, "a_") | _prefixed(b, "b_")
+    own = stages[f"a_{a.manifest.stage}"]
+    alone, impossible = {}, {}
+    groups = {each.name: [each] for each in found}
+    if len(found) > 1:
+        groups[TOGETHER] = list(found)
+    for number, (name, group) in enumerate(groups.items(), 1):
+        stage = TOGETHER if name == TOGETHER else f"a_with_{number}"
+        changed = _changed(stage, own, stages, b, group)
+        try:
+            for each, fields in changed.items():
+                type(_stage_of(each, stage, a, group)).model_validate(fields)
+        except ValidationError as error:
+            impossible[name] = reasons(error)
+            continue
+        stages |= changed
+        if name != TOGETHER:
+            alone[name] = stage
+    raw = {"name": "explain", "description": "One field at a time, of two results.", "stages": stages}
+    pipeline = parse_pipeline(raw, f"explain {a.manifest.key[:12]} {b.manifest.key[:12]}")
+    names = (f"a_{a.manifest.stage}", f"b_{b.manifest.stage}")
+    return Repetitions(pipeline, *names, alone, impossible, TOGETHER if TOGETHER in stages else None)
+
+
+def _stage_of(name: str, stage: str, a: Side, group: Sequence[Difference]) -> AnyStage:
+    """Return the stage of A that the stage `name` of a repetition is a copy of."""
+    return a.stage if name == stage else a.input(name.removeprefix(f"{stage}_"))[1]
+
+
+def _prefixed(side: Side, prefix: str) -> dict[str, dict[str, Any]]:
+    """Return a result's stage and all that it needs, as a recipe has them, with a prefix to their names."""
+    stages = {}
+    for name in side.pipeline.needed_for((side.manifest.stage,)):
+        stage = side.pipeline.stages[name]
+        fields = stage.model_dump(mode="json")
+        for field in stage.inputs():
+            fields[field] = _renamed(fields[field], prefix)
+        stages[f"{prefix}{name}"] = fields
+    return stages
+
+
+def _renamed(value: Any, prefix: str) -> Any:
+    """Return what names other stages, {stage, checkpoint}, a name or several, with a prefix."""
+    if isinstance(value, list):
+        return [_renamed(each, prefix) for each in value]
+    return value | {"stage": f"{prefix}{value['stage']}"} if isinstance(value, dict) else f"{prefix}{value}"
+
+
+def _changed(
+    name: str,
+    own: Mapping[str, Any],
+    stages: Mapping[str, dict[str, Any]],
+    b: Side,
+    group: Sequence[Difference],
+) -> dict[str, dict[str, Any]]:
+    """Return the stage `name`, A with these differences, and the changed inputs that it needs."""
+    fields, inputs = dict(own), {}
+    for role in dict.fromkeys(each.role for each in group):
+        paths = {each.path: each.b for each in group if each.role == role}
+        if not role:
+            fields = _placed(fields, paths)
+        elif "" in paths:
+            fields[role] = stages[f"b_{b.manifest.stage}"].get(role)
+        else:
+            source = own[role]["stage"] if isinstance(own[role], dict) else own[role]
+            inputs[f"{name}_{role}"] = _placed(stages[source], paths)
+            fields[role] = f"{name}_{role}"
+    return {name: fields, **inputs}
+
+
+def _placed(fields: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return nested fields with these values in place, {path: value}."""
+    placed = dict(fields)
+    for path, value in values.items():
+        name, _, rest = path.partition(".")
+        placed[name] = _placed(placed[name], {rest: value}) if rest else value
+    return placed
+
+
+# ------------------------------------------------------------------------------------------------- what they say
+
+Setting = tuple[str, int | None]
+"""sort of learning, labels per class"""
+
+
+def accuracies(store: Store, artifacts: Mapping[str, str]) -> dict[str, dict[Setting, float]]:
+    """Return the mean accuracy of the model's own rows, by stage and setting.
+
+    Args:
+        artifacts: stage -> key of its artifact.
+    """
+    sql = """
+        SELECT artifact, protocol, labels_per_class, avg(value) FROM rows
+        WHERE metric = 'accuracy' AND split = 'test'
+              AND method NOT LIKE 'pixels%' AND method NOT LIKE '%untrained%' AND method <> 'majority'
+        GROUP BY ALL"""
+    found: dict[str, dict[Setting, float]] = {}
+    with query(store, sql) as answer:
+        for key, protocol, labels, value in answer.rows:
+            # a variant of a protocol has its name after a comma
+            found.setdefault(key, {})[protocol.partition(",")[0], labels] = value
+    return {stage: found.get(key, {}) for stage, key in artifacts.items()}
+
+
+def attributed(
+    plan: Repetitions, found: Sequence[Difference], values: Mapping[str, Mapping[Setting, float]]
+) -> list[dict[str, Any]]:
+    """Return, for each setting that both results measured, what each difference contributes.
+
+    {protocol, labels_per_class, a, b, fields: [{field, a, b, effect, note}], together, rest}: accuracies are fractions.
+    `effect` is A with B's value of this field, minus A; null if it was not measured. The largest comes first.
+    `together` is A with all of them, minus A. `rest` is b - a less the sum of the effects: what fields do in
+    combination, and what none of them explains.
+
+    Raises:
+        RecipeError: the results have no setting in common.
+    """
+    settings = sorted(
+        values[plan.a].keys() & values[plan.b].keys(),
+        key=lambda each: (each[0], each[1] is None, each[1] or 0),
+    )
+    if not settings:
+        raise RecipeError("A and B have no setting in common: no protocol with the same number of labels")
+    lines = []
+    for setting in settings:
+        start, end = values[plan.a][setting], values[plan.b][setting]
+
+        def effect(stage: str | None, setting: Setting = setting, start: float = start) -> float | None:
+            value = values.get(stage or "", {}).get(setting)
+            return None if value is None else value - start
+
+        fields = [
+            {
+                "field": each.name,
+                "a": each.a,
+                "b": each.b,
+                "effect": effect(plan.alone.get(each.name)),
+                "note": plan.impossible.get(each.name),
+            }
+            for each in found
+        ]
+        known = [field["effect"] for field in fields if field["effect"] is not None]
+        lines.append(
+            {
+                "protocol": setting[0],
+                "labels_per_class": setting[1],
+                "a": start,
+                "b": end,
+                "fields": sorted(fields, key=lambda field: -abs(field["effect"] or 0.0)),
+                "together": effect(plan.together),
+                "rest": end - start - sum(known),
+            }
+        )
+    return lines
+
+
+def literature(found: Sequence[Difference]) -> list[str]:
+    """Return what is known of these fields in published results."""
+    return [
+        f"{prefix}: {text}"
+        for prefix, text in LITERATURE.items()
+        if any(each.name == prefix or each.name.startswith(f"{prefix}.") for each in found)
+    ]
