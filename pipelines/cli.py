@@ -45,6 +45,7 @@ COMMANDS = {
     "drive": "running",
     "report": "queries",
     "explain": "protocols",
+    "verify-protocol": "protocols",
     "schedule": "schedules",
 }
 """Command -> its module, in the order of the help."""

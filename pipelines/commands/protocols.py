@@ -1,4 +1,4 @@
-"""The command explain: why two results of the same task differ."""
+"""The commands verify-protocol and explain: does a published number repeat, and why do two results differ?"""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from pipelines.commands.common import (
     AddressOption,
     Commands,
     JsonOption,
+    SetOption,
     StoreOption,
     TokenOption,
     console,
@@ -23,13 +24,51 @@ from pipelines.commands.common import (
     say,
 )
 from pipelines.commands.running import carry_out
-from pipelines.engine.plan import plan_pipeline
+from pipelines.engine.plan import pin, plan_pipeline
 from pipelines.results import explain as explaining
 from pipelines.results.explain import Difference, Repetitions, Side
+from pipelines.results.published import find_published, repetition, verdict
 from pipelines.spec import RecipeError
 from pipelines.store import Store
 
 app = Commands()
+
+
+@app.command("verify-protocol")
+def verify_protocol(
+    name: Annotated[
+        str, typer.Argument(help="a row of pipelines/results/published.yaml, such as augreg_b32_pets")
+    ],
+    archive: Annotated[
+        str, typer.Argument(help="the folder, or s3://bucket/prefix, of the authors' archives")
+    ],
+    weights: Annotated[str, typer.Argument(help="the published weights: a file, or hf:ORG/NAME")],
+    store: StoreOption = DEFAULT_STORE,
+    address: AddressOption = None,
+    token_file: TokenOption = None,
+    changes: SetOption = None,
+    accuracy: Annotated[
+        float | None,
+        typer.Option(
+            "--published", min=0, max=100, help="compare with this accuracy, in percent, and not the table's"
+        ),
+    ] = None,
+) -> None:
+    """Fine-tune published weights as published, and compare the mean of three seeds with the published accuracy.
+
+    Exits with 1 if they differ by more than 0.3 points of percent.
+    """
+    row = find_published(name)
+    pipeline = pin(repetition(row, archive, weights, tuple(changes or ())), (row.stage, "backbone"))
+    planned = carry_out(pipeline, (row.stage,), store, address, token_file)
+    (manifest,) = (stage.manifest for stage in planned if stage.name == row.stage and stage.manifest)
+    result = verdict(row, manifest, accuracy)
+    say(f"{row.name}: {row.weights}; {row.source}")
+    if changes:
+        say(f"changed: {', '.join(changes)}; this is not the published protocol")
+    say(str(result))
+    if not result.passes:
+        raise typer.Exit(1)
 
 
 @app.command("explain")

@@ -11,6 +11,7 @@ from pydantic import AfterValidator, Field
 from pipelines.file_names import parts_of
 from pipelines.spec.fields import RecipeError, Root, distinct, execution
 from pipelines.spec.files import At, Files, FileSource, Named
+from vit_model.config import later
 
 IMAGENET_TRAIN = "ILSVRC2012_img_train.tar"
 IMAGENET_VAL = "ILSVRC2012_img_val.tar"
@@ -97,6 +98,11 @@ class WebDatasetSource(FileSource):
         None, description="the field of the image, such as jpg; null: the field with an image extension"
     )
     label: str = Field("cls", description="the field of the label: cls, or KEY of a JSON field as json.KEY")
+    group: str | None = later(
+        None,
+        description="a field such as a patient or a site, written as label is; images with the same value stay in one"
+        " split",
+    )
     class_names: Annotated[tuple[str, ...], AfterValidator(distinct)] | None = Field(
         None,
         min_length=2,

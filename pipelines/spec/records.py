@@ -52,6 +52,9 @@ class TfdsSource(FileSource):
     label: str | None = Field(
         None, description="the label feature; null: the only ClassLabel, otherwise the feature named label"
     )
+    group: str | None = later(
+        None, description="a feature such as patient or site; images with the same value stay in one split"
+    )
     salt: str = Field("vitflow", description="the salt of the hash that draws splits missing from TFDS")
 
     def where(self) -> Below:
@@ -83,13 +86,19 @@ CIFAR_FILES = {
 
 
 class CifarSource(FileSource):
-    """CIFAR-10 or CIFAR-100 (fine labels), python or binary version; its test is test, 1/12 of train is dev."""
+    """CIFAR-10 or CIFAR-100 (fine labels), python or binary version; its test is test, a part of train is dev."""
 
     kind: Literal["cifar"]
     classes: Literal[10, 100] = Field(10, description="CIFAR-10 or CIFAR-100")
     root: Root = execution(
         description="the folder, or s3://bucket/prefix, of cifar-10-python.tar.gz (or -binary, or cifar-100-...)"
         " or of its content",
+    )
+    dev_fraction: float = later(
+        1 / 12,
+        gt=0,
+        lt=0.5,
+        description="the fraction of train that becomes dev, drawn by a hash of the pixels",
     )
 
     @property

@@ -7,13 +7,14 @@ The tables list the files that a task needs, as its authors ship them, accepted 
 from __future__ import annotations
 
 import fnmatch
-from typing import Annotated, Literal, NamedTuple
+from typing import Annotated, Literal, NamedTuple, Self
 
-from pydantic import AfterValidator, Field
+from pydantic import AfterValidator, Field, model_validator
 
 from pipelines.spec.augmentation import Augmentation
 from pipelines.spec.fields import RecipeError, execution, located
 from pipelines.spec.files import Below, Files, FileSource
+from vit_model.config import later
 
 Task = Literal[
     "caltech101",
@@ -127,6 +128,7 @@ TASKS: dict[Task, TaskFiles] = {
     "smallnorb_azi": TaskFiles("sNORB-Azimuth", "structured", "smallnorb", _SMALLNORB),
     "smallnorb_ele": TaskFiles("sNORB-Elevation", "structured", "smallnorb", _SMALLNORB),
 }  # fmt: skip
+WHOLE = ", whole"  # after a title: all of the data set's images
 GROUPS: dict[Task, Group] = {task: files.group for task, files in TASKS.items()}
 
 
@@ -142,9 +144,9 @@ def augmentation(title: str) -> Augmentation:
         ValueError: no task has this name in reports.
     """
     titles = {files.title: task for task, files in TASKS.items()}
-    if title not in titles:
+    task = titles.get(title.removesuffix(WHOLE))
+    if task is None:
         raise ValueError(f"augment vtab is for VTAB-1k's tasks; {title} is not one of them")
-    task = titles[title]
     if task in _WITHOUT_CROP:
         return "none" if task in _WITHOUT_FLIP else "flip"
     return "squash_crop" if task in _WITHOUT_FLIP else "squash_crop_flip"
@@ -162,6 +164,12 @@ class VtabSource(FileSource):
         None,
         description="caltech101 only: a file that lists the images of TFDS's train split, one <class>/<file> per line",
     )
+    subset: Literal["vtab_1k", "whole"] = later(
+        "vtab_1k",
+        description="whole: all records of TFDS's train and VTAB's test; dev is the last `dev_fraction` of train in"
+        " TFDS's order, and TFDS's own validation split is left out",
+    )
+    dev_fraction: float = later(0.1, gt=0, lt=1, description="of train, with subset whole")
     pixels: Literal["published", "raw"] = Field(
         "published",
         description="raw: the authors' files, for tasks whose images VTAB shrank or re-encoded",
@@ -170,7 +178,15 @@ class VtabSource(FileSource):
     @property
     def name(self) -> str:
         """What reports call these images."""
-        return TASKS[self.task].title
+        return TASKS[self.task].title + (WHOLE if self.subset == "whole" else "")
+
+    @model_validator(mode="after")
+    def _fields_fit(self) -> Self:
+        if self.subset == "vtab_1k" and self.dev_fraction != 0.1:
+            raise ValueError(
+                f"dev_fraction {self.dev_fraction}: VTAB-1k's dev has 200 images; it is for subset: whole"
+            )
+        return self
 
     def where(self) -> Below:
         return Below(self.root)

@@ -53,7 +53,8 @@ def evaluated(
     sources = {
         manifest.key: manifest.config["source"]
         for _, manifest in parts
-        if manifest.config.get("source", {}).get("kind") == "vtab"
+        if (source := manifest.config.get("source", {})).get("kind") == "vtab"
+        and source.get("subset", "vtab_1k") == "vtab_1k"
     }
     evaluations = {}
     for stage, manifest in parts:

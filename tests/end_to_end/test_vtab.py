@@ -116,3 +116,24 @@ def test_the_papers_protocol_and_the_linear_one(tmp_path: Path, vitflow: Any) ->
     sql = "SELECT draw, list(prediction ORDER BY sample_id) AS said FROM predictions WHERE stage = 'finetune@task=svhn'"
     one, other = json.loads(vitflow("report", "query", f"{sql} GROUP BY draw", *store, "--json").stdout)
     assert one["said"] != other["said"], "each refit has its own seed"
+
+
+def test_a_published_number_is_repeated_or_it_is_not(tmp_path: Path, vitflow: Any) -> None:
+    archives = tmp_path / "pets"
+    archives.mkdir()
+    for name, data in vtab_natural.natural("oxford_iiit_pet").items():
+        (archives / name).write_bytes(data)
+    command = ["verify-protocol", "augreg_b32_pets", archives, write_model(tmp_path / "model")]
+    command += ["--store", tmp_path / "s"]
+    for change in ("resolution=16", "steps=3", "batch_size=16", "optimizer.warmup_steps=0"):
+        command += ["--set", f"pets_and_flowers.{change}"]
+    wrong = vitflow(*command, "--published", "101", check=2)
+    assert "101" in wrong.stderr
+    wrong = vitflow(*command, "--published", "99.5", check=1).stdout
+    assert "this is not the published protocol" in wrong
+    mean = re.search(r"FAIL: ([\d.]+)% \(std [\d.]+ over 3 fine-tunings\), published 99.50%", wrong)
+    assert mean is not None
+    assert "PASS" in vitflow(*command, "--published", str(float(mean[1]) - 0.29)).stdout
+    assert "FAIL" in vitflow(*command, "--published", str(float(mean[1]) + 0.31), check=1).stdout
+    few = vitflow(*command, "--set", "pets_and_flowers.refits=2", check=2).stderr
+    assert "refits 2: a mean of at least 3 fine-tunings is compared" in few

@@ -26,7 +26,6 @@ from vit_model.errors import UserError
 if TYPE_CHECKING:
     from ray_jobs.sources.archives.containers import Member
 
-DEV_FRACTION = 1 / 12
 PIXELS = 3 * 32 * 32
 MAX_BYTES = 2**28  # of one unpacked file; CIFAR-100's train has 155 MB
 
@@ -51,7 +50,7 @@ def listing(source: CifarSource, files: Files) -> Listing:
     for row, (planes, label) in enumerate(zip(images.planes, images.labels.tolist(), strict=True)):
         part, number = ("train", row) if row < images.num_train else ("test", row - images.num_train)
         dev = part == "train" and hash_fraction("vitflow cifar", _content(planes))
-        split = "dev" if part == "train" and dev < DEV_FRACTION else part
+        split = "dev" if part == "train" and dev < source.dev_fraction else part
         entries.append(
             {"key": f"{part}-{number:05d}", "label": label, "split": split}
             | {"file": "", "offset": row, "length": PIXELS, "codec": "row"}

@@ -46,6 +46,7 @@ def listing(source: TfdsSource, files: Files) -> Listing:
     image, label = _named(source, features)
     places = _Places([], array("q"), array("q"))
     labels: list[int | str] = []
+    groups: list[str | None] = []
     notes: list[str] = []
     splits: dict[str, int] = {}
     for name, shards in _shards(info, form, files):
@@ -57,7 +58,9 @@ def listing(source: TfdsSource, files: Files) -> Listing:
             for start, example in _records(files, form, file, length):
                 try:
                     offset, size = feature_range(example, image)
-                    labels.append(_label(parse_example(example).get(label), label))
+                    values = parse_example(example)
+                    labels.append(_label(values.get(label), label))
+                    groups.append(None if source.group is None else _group(values, source.group))
                 except UserError as error:
                     raise UserError(f"{file}, at {start}: {error}") from error
                 places.files.append(file)
@@ -70,10 +73,12 @@ def listing(source: TfdsSource, files: Files) -> Listing:
     notes += classes.notes
     keys = ((split, f"{split}/{number:07d}") for split, size in splits.items() for number in range(size))
     entries = (
-        {"key": key, "split": known_split(split), "label": classes.numbers[value]}
+        {"key": key, "split": known_split(split), "label": classes.numbers[value], "group": group}
         | {"file": file, "offset": offset, "length": length}
         | {"codec": "stored" if form == "tfrecord" else "row"}
-        for (split, key), value, file, offset, length in zip(keys, labels, *places, strict=True)
+        for (split, key), value, group, file, offset, length in zip(
+            keys, labels, groups, *places, strict=True
+        )
         if value != UNLABELLED
     )
     if unlabelled := labels.count(UNLABELLED):
@@ -233,3 +238,9 @@ def _label(values: Values | None, name: str) -> int | str:
     if not values or len(values) != 1 or isinstance(values[0], float):
         raise UserError(f"feature {name!r} is not one whole number or text")
     return _text(values[0], f"feature {name!r}") if isinstance(values[0], bytes) else values[0]
+
+
+def _group(values: dict[str, Values], name: str) -> str:
+    if name not in values:
+        raise UserError(f"source.group: no feature {name!r}; features: {', '.join(sorted(values))}")
+    return str(_label(values[name], name))

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator, Sequence
-from itertools import groupby
+from itertools import groupby, repeat
 from typing import NamedTuple
 
 import pyarrow as pa
@@ -27,12 +27,13 @@ MAX_LABEL_BYTES = 2**20
 
 
 class Sample(NamedTuple):
-    """A sample's image and label, in the tar `shard`."""
+    """A sample's image and label, and the member that its group is read from, in the tar `shard`."""
 
     key: str
     shard: str
     image: Member
     label: Member
+    group: Member | None
 
 
 def listing(source: WebDatasetSource, files: Files) -> Listing:
@@ -51,18 +52,25 @@ def listing(source: WebDatasetSource, files: Files) -> Listing:
         for one in _samples(source, shard, members):
             samples.append(one) if isinstance(one, Sample) else bad.append(one)
         rows = []
-        for sample, data in zip(samples, read(files, table(map(_labelled, samples))), strict=True):
+        texts = read(files, table(_member(sample, sample.label) for sample in samples))
+        grouped = [_member(sample, sample.group) for sample in samples if sample.group is not None]
+        group_texts = read(files, table(grouped)) if grouped else repeat(b"")
+        for sample, data, group_data in zip(samples, texts, group_texts, strict=bool(grouped)):
+            what = "label"
             try:
                 label = _label(source.label, data)
+                what = "group"
+                group = None if source.group is None else str(_label(source.group, group_data))
             except UserError as error:
-                reason = f"its label can't be used: {error}"
+                reason = f"its {what} can't be used: {error}"
                 bad.append(Bad(sample.key, reason, shard, sample.label.offset))
                 continue
             if isinstance(label, int) and label < 0:
                 skipped += 1
                 continue
             labels.append(label)
-            rows.append({"key": sample.key, "label": 0, "split": splits[shard]} | place(sample.image))
+            row = {"key": sample.key, "label": 0, "split": splits[shard], "group": group}
+            rows.append(row | place(sample.image))
         tables.append(table(rows))
     if bad and not labels:
         raise UserError(
@@ -79,6 +87,7 @@ def listing(source: WebDatasetSource, files: Files) -> Listing:
 
 def _samples(source: WebDatasetSource, shard: str, members: Sequence[Member]) -> Iterator[Sample | Bad]:
     label_field = source.label.partition(".")[0]
+    group_field = label_field if source.group is None else source.group.partition(".")[0]
     named = [(*_key_and_field(member.path), member) for member in members]
     for key, group in groupby((one for one in named if one[1]), key=lambda one: one[0]):
         fields: dict[str, Member] = {}
@@ -91,15 +100,18 @@ def _samples(source: WebDatasetSource, shard: str, members: Sequence[Member]) ->
             raise UserError(
                 f"{shard}: the sample {key!r} has several images, {', '.join(images)}: set source.image to one of them"
             )
-        if not images or label_field not in fields:
-            missing = source.image or "image" if not images else label_field
+        if not images or not {label_field, group_field} <= fields.keys():
+            missing = label_field if label_field not in fields else group_field
+            missing = missing if images else source.image or "image"
             reason = f"the sample has no field {missing}; it has {', '.join(sorted(fields))}"
             yield Bad(f"{shard}/{key}", reason, shard)
-        elif fields[label_field].size > MAX_LABEL_BYTES:
-            yield Bad(f"{shard}/{key}", f"its label has more than {MAX_LABEL_BYTES:,} bytes", shard)
+        elif max(fields[label_field].size, fields[group_field].size) > MAX_LABEL_BYTES:
+            reason = f"its label or its group has more than {MAX_LABEL_BYTES:,} bytes"
+            yield Bad(f"{shard}/{key}", reason, shard)
         else:
             image = fields[images[0]]
-            yield Sample(f"{shard}/{image.path}", shard, image, fields[label_field])
+            together = None if source.group is None else fields[group_field]
+            yield Sample(f"{shard}/{image.path}", shard, image, fields[label_field], together)
 
 
 def _key_and_field(path: str) -> tuple[str, str]:
@@ -160,5 +172,5 @@ def _split_of(shard: str) -> str | None:
     return splits.pop() if splits else None
 
 
-def _labelled(sample: Sample) -> dict[str, object]:
-    return {"key": sample.key, "label": 0} | place(sample.label)
+def _member(sample: Sample, member: Member) -> dict[str, object]:
+    return {"key": sample.key, "label": 0} | place(member)

@@ -44,7 +44,7 @@ def listing(source: VtabSource, files: Files) -> Listing:
             members.append(member)
     if not keys:
         raise UserError(f"{archive} contains no images <class>/<class>_<number>.jpg of {source.name}")
-    return splits.listing(source.task, names, {"train": Records(keys, labels, members)})
+    return splits.listing(source, names, {"train": Records(keys, labels, members)})
 
 
 def class_of(path: str) -> str | None:

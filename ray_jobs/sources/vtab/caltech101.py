@@ -65,7 +65,7 @@ def listing(source: VtabSource, files: Files) -> Listing:
         "train": records([key for key in keys if key in train]),
         "test": records([key for key in keys if key not in train]),
     }
-    return splits.listing("caltech101", names, parts, membership=membership)
+    return splits.listing(source, names, parts, membership=membership)
 
 
 def drawn(classes: Mapping[str, Sequence[str]]) -> set[str]:

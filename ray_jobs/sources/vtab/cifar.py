@@ -26,7 +26,7 @@ def listing(source: VtabSource, files: Files) -> Listing:
     parts = {part: Records(range(len(labels)), labels) for part, labels in (("train", train), ("test", test))}
     size = ImageSize(height=32, width=32, channels=3)
     notes = (_NOTE,) if version == "python" else ()
-    return splits.listing("cifar", images.class_names, parts, image=size, notes=notes)
+    return splits.listing(source, images.class_names, parts, image=size, notes=notes)
 
 
 def rows(source: VtabSource, files: Files, numbers: Sequence[int]) -> Iterator[NDArray[np.uint8]]:

@@ -28,4 +28,4 @@ def listing(source: VtabSource, files: Files) -> Listing:
         )
         for part, keys in lists.items()
     }
-    return splits.listing("dtd", names, parts)
+    return splits.listing(source, names, parts)

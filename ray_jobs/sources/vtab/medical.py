@@ -38,12 +38,10 @@ def listing(source: VtabSource, files: Files) -> Listing:
     names = CLASS_NAMES[source.task]
     if source.task == "patch_camelyon":
         parts = {part: _patches(files, part) for part in _PCAM}
-        return splits.listing(
-            source.task, names, parts, image=ImageSize(height=PATCH, width=PATCH, channels=3)
-        )
+        return splits.listing(source, names, parts, image=ImageSize(height=PATCH, width=PATCH, channels=3))
     raw = "raw pixels: VTAB's are scaled, sharpened and cropped (btgraham-300); not comparable with published results"
     note = raw if source.pixels == "raw" else "pixels: btgraham-300, JPEG of quality 72, as TFDS makes them"
-    return splits.listing(source.task, names, _eyes(files), notes=(note,))
+    return splits.listing(source, names, _eyes(files), notes=(note,))
 
 
 def rows(source: VtabSource, files: Files, numbers: Sequence[int]) -> Iterator[NDArray[np.uint8]]:

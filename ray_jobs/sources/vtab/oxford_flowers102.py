@@ -44,7 +44,7 @@ def listing(source: VtabSource, files: Files) -> Listing:
         keys = [f"image_{number:05d}.jpg" for number in numbers]
         images = [members.get(f"jpg/{key}") for key in keys]
         parts[part] = Records(keys, [int(labels[number - 1]) - 1 for number in numbers], images)
-    return splits.listing("oxford_flowers102", CLASS_NAMES, parts)
+    return splits.listing(source, CLASS_NAMES, parts)
 
 
 def _whole_numbers(files: Files, file: str, name: str, largest: int) -> NDArray[np.int64]:

@@ -39,7 +39,7 @@ def listing(source: VtabSource, files: Files) -> Listing:
             keys, [label for _, label in rows], [images.get(f"images/{key}") for key in keys]
         )
     notes = (_NOTE,) if source.pixels == "published" else ()
-    return splits.listing("oxford_iiit_pet", archives.numbered(names, _ANNOTATIONS), parts, notes=notes)
+    return splits.listing(source, archives.numbered(names, _ANNOTATIONS), parts, notes=notes)
 
 
 def _line(line: str, path: str) -> tuple[str, int]:

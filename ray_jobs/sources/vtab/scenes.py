@@ -45,7 +45,7 @@ def listing(source: VtabSource, files: Files) -> Listing:
         parts = _dmlab(files)
     else:
         parts = _clevr(files, _CLEVR_LABELS[source.task])
-    return splits.listing(source.task, CLASS_NAMES[source.task], parts)
+    return splits.listing(source, CLASS_NAMES[source.task], parts)
 
 
 def processed(source: VtabSource, key: str, image: bytes) -> bytes:

@@ -17,7 +17,7 @@ from itertools import accumulate
 from pathlib import PurePosixPath
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from pipelines.spec.vtab import Task
+from pipelines.spec.vtab import Task, VtabSource
 from ray_jobs.data.shards import ImageSize
 from ray_jobs.sources.archives.entries import Bad, Listing, table
 from vit_model.errors import UserError
@@ -139,8 +139,13 @@ def check_value(keys: Sequence[int | str]) -> str:
     return hashlib.sha256("\n".join(map(_text, keys)).encode()).hexdigest()[:16]
 
 
-def used(task: Task, parts: Mapping[str, Sequence[int | str]]) -> tuple[list[Used], tuple[str, ...]]:
+def used(
+    task: Task, parts: Mapping[str, Sequence[int | str]], dev_fraction: float | None = None
+) -> tuple[list[Used], tuple[str, ...]]:
     """Return the records that VTAB uses, from the keys of each TFDS split; and notes.
+
+    With `dev_fraction`, train is all of TFDS's but for this last part of it, which is dev, as big_vision slices data
+    without a split of its own for it: train[:90%] and train[90%:].
 
     The splits of an incomplete archive (a sample for a test) have the same order, proportional positions, and at most
     800 and 200 records. They are not VTAB's, and a note says so.
@@ -158,11 +163,15 @@ def used(task: Task, parts: Mapping[str, Sequence[int | str]]) -> tuple[list[Use
     ends = {part: len(keys) for part, keys in parts.items()}
     dev_end = test_start if dev_part == test_part else ends[dev_part]
     train_end = min([ends["train"], *(at for part, at in begins if part == "train")])
-    slices = (
+    slices = [
         ("train", "train", 0, min(TRAIN, train_end)),
         ("dev", dev_part, dev_start, min(dev_start + DEV, dev_end)),
         ("test", test_part, test_start, ends[test_part]),
-    )
+    ]
+    if dev_fraction is not None:
+        train_end = test_start if test_part == "train" else ends["train"]
+        dev_start = max(1, round((1 - dev_fraction) * train_end))
+        slices[:2] = [("train", "train", 0, dev_start), ("dev", "train", dev_start, train_end)]
     orders = {part: hash_order(part, keys) for part, keys in parts.items()}
     records = [
         Used(part, number, split) for split, part, start, end in slices for number in orders[part][start:end]
@@ -172,7 +181,7 @@ def used(task: Task, parts: Mapping[str, Sequence[int | str]]) -> tuple[list[Use
 
 
 def listing(
-    task: Task,
+    source: VtabSource,
     class_names: Sequence[str],
     parts: Mapping[str, Records],
     *,
@@ -191,8 +200,12 @@ def listing(
     Raises:
         UserError: a label without a name, or a key that leads outside.
     """
-    keys = {part: records.keys for part, records in parts.items()}
-    chosen, incomplete = used(task, keys)
+    task, keys = source.task, {part: records.keys for part, records in parts.items()}
+    in_vtab_1k, incomplete = used(task, keys)
+    chosen, whole = in_vtab_1k, tuple[str, ...]()
+    if source.subset == "whole":
+        chosen, _ = used(task, keys, source.dev_fraction)
+        whole = (f"all of TFDS's train, of which the last {source.dev_fraction:.0%} is dev; not VTAB-1k",)
     starts = dict(zip(PARTS, _starts({part: len(each) for part, each in keys.items()}), strict=True))
     rows: list[dict[str, Any]] = []
     bad: list[Bad] = []
@@ -214,8 +227,8 @@ def listing(
             rows.append(row | place)
         else:
             bad.append(Bad(key, "not in the archive"))
-    confirmed = incomplete or (_confirmed(task, keys, chosen, membership),)
-    return Listing(tuple(class_names), table(rows), image, tuple(bad), (*confirmed, *notes))
+    confirmed = incomplete or (_confirmed(task, keys, in_vtab_1k, membership),)
+    return Listing(tuple(class_names), table(rows), image, tuple(bad), (*whole, *confirmed, *notes))
 
 
 def _confirmed(

@@ -41,7 +41,7 @@ def listing(source: VtabSource, files: Files) -> Listing:
         )
         for part, each in lists.items()
     }
-    return splits.listing("sun397", names, parts, notes=(_NOTES[source.pixels],))
+    return splits.listing(source, names, parts, notes=(_NOTES[source.pixels],))
 
 
 def keys(files: Files) -> dict[str, list[str]]:

@@ -34,7 +34,7 @@ def listing(source: VtabSource, files: Files) -> Listing:
         part: Records(range(len(images.labels)), images.labels)
         for part, images in _read(tuple(sorted(files.items()))).items()
     }
-    return splits.listing("svhn", "0123456789", parts, image=ImageSize(height=32, width=32, channels=3))
+    return splits.listing(source, "0123456789", parts, image=ImageSize(height=32, width=32, channels=3))
 
 
 def rows(source: VtabSource, files: Files, numbers: Sequence[int]) -> Iterator[NDArray[np.uint8]]:

@@ -82,7 +82,7 @@ def listing(source: VtabSource, files: Files) -> Listing:
         parts = {part: _norb_records(source, files, part) for part in _NORB_FILES}
         side = NORB
     image = ImageSize(height=side, width=side, channels=1)
-    return splits.listing(source.task, names, parts, image=image)
+    return splits.listing(source, names, parts, image=image)
 
 
 def rows(source: VtabSource, files: Files, numbers: Sequence[int]) -> Iterator[NDArray[np.uint8]]:
@@ -140,7 +140,8 @@ def _sprites(source: VtabSource, path: Path) -> tuple[NDArray[np.int64], NDArray
     it is expensive, because a chunk may contain some pixels of thousands of images.
     """
     size = len(_latents(path))
-    chosen, _ = splits.used(source.task, {"train": range(size)})
+    dev_fraction = source.dev_fraction if source.subset == "whole" else None
+    chosen, _ = splits.used(source.task, {"train": range(size)}, dev_fraction)
     numbers = np.array(sorted(one.number for one in chosen))
     packed, start = [], 0
     for block in _npz_blocks(path, size) if _is_npz(path) else _hdf5_blocks(path, size):

@@ -12,6 +12,7 @@ from ray_jobs.sources.archives.entries import Files, Listing
 from tests.support.archives import image
 from tests.support.prepared import FEATURES, FORMATS, OLDER, SPLITS, put_tfds, records
 from tests.support.tfrecords import example, framed
+from vit_model.errors import UserError
 
 
 def source(root: Path, **fields: object) -> tuple[TfdsSource, Files]:
@@ -38,6 +39,16 @@ def test_images_labels_and_splits_are_those_of_the_records(form: str, tmp_path: 
         assert row["split"] == {"train": "train", "validation": "dev", "test": "test"}[split]
     assert len(found.entries) == 14
     assert set(found.entries["codec"].to_pylist()) == {"stored" if form == "tfrecord" else "row"}
+
+
+@pytest.mark.parametrize("form", FORMATS)
+def test_groups_are_those_of_a_feature(form: str, tmp_path: Path) -> None:
+    put_tfds(tmp_path, form)
+    assert set(listed(tmp_path).entries["group"].to_pylist()) == {None}
+    labels = catalog.listing(*source(tmp_path, group="label")).entries
+    assert labels["group"].to_pylist() == [str(label) for label in labels["label"].to_pylist()]
+    with pytest.raises(UserError, match=r"source.group: no feature 'patient'; features: id, image, label"):
+        catalog.listing(*source(tmp_path, group="patient"))
 
 
 def test_the_older_shape_of_features_is_read(tmp_path: Path) -> None:

@@ -155,3 +155,17 @@ def test_names_of_shards_that_say_nothing_or_too_much(tmp_path: Path) -> None:
         listed(tmp_path)
     with pytest.raises(ValueError, match="contains the splits test and train"):
         listed(put(tmp_path, train__test=shard([0, 1])))
+
+
+def test_groups_are_read_from_a_field_of_their_own_or_from_the_labels_json(tmp_path: Path) -> None:
+    members = shard([0, 1, 0, 1])
+    for number in range(3):
+        members[f"{number:06d}.patient"] = f"p{number // 2}".encode()
+    root = put(tmp_path, x=dict(sorted(members.items())))
+    assert listed(root, group="json.class_name").entries["group"].to_pylist() == ["c0", "c1", "c0", "c1"]
+    assert listed(root).entries["group"].to_pylist() == [None] * 4
+    found = listed(root, group="patient")
+    assert found.entries["group"].to_pylist() == ["p0", "p0", "p1"]
+    assert [each.reason for each in found.bad] == ["the sample has no field patient; it has cls, jpg, json"]
+    wrong = listed(root, group="patient", label="json.label")
+    assert wrong.entries["label"].to_pylist() == [0, 1, 0]

@@ -6,7 +6,7 @@ from typing import NamedTuple, get_args
 import pyarrow.compute as pc
 import pytest
 
-from pipelines.spec.vtab import GROUPS, Task
+from pipelines.spec.vtab import GROUPS, Task, VtabSource
 from ray_jobs.data.shards import ImageSize
 from ray_jobs.sources.vtab.splits import RULES, Records, check_value, hash_order, listing, row_place, used
 
@@ -138,6 +138,10 @@ CHECKS = {
 }
 
 
+def of(task, **fields):
+    return VtabSource(kind="vtab", task=task, root="/archives", **fields)
+
+
 def sized(tasks):
     """The tasks, those of many records marked as slow."""
     large = {task for task in tasks if sum(RULES[task].sizes.values()) > 60_000}
@@ -215,7 +219,11 @@ def test_an_incomplete_archive_has_all_splits_and_says_that_they_are_not_vtabs(t
 def test_rows_are_numbered_through_all_parts():
     parts = {"train": Records(range(5), [0, 1, 0, 1, 0]), "test": Records(range(4), [1, 0, 1, 1])}
     found = listing(
-        "cifar", ["a", "b"], parts, image=ImageSize(height=2, width=2, channels=3), notes=["pixels changed"]
+        of("cifar"),
+        ["a", "b"],
+        parts,
+        image=ImageSize(height=2, width=2, channels=3),
+        notes=["pixels changed"],
     )
     sizes = {"train": 5, "test": 4}
     for row in found.entries.to_pylist():
@@ -232,14 +240,14 @@ def test_rows_are_numbered_through_all_parts():
 def test_keys_that_lead_outside_and_unknown_labels_are_refused(keys, label, message):
     parts = {"train": Records([*keys, "1", "2"], [label] * 3), "test": Records(["3"], [0])}
     with pytest.raises(ValueError, match=message):
-        listing("cifar", ["a", "b"], parts, image=ImageSize(height=2, width=2, channels=3))
+        listing(of("cifar"), ["a", "b"], parts, image=ImageSize(height=2, width=2, channels=3))
 
 
 @pytest.mark.slow
 def test_a_whole_archive_says_how_far_its_splits_are_confirmed():
     def noted(task, keys):
         parts = {part: Records(each, [0] * len(each)) for part, each in keys.items()}
-        return listing(task, ["a"], parts, image=ImageSize(height=2, width=2, channels=3)).notes
+        return listing(of(task), ["a"], parts, image=ImageSize(height=2, width=2, channels=3)).notes
 
     whole = numbers("cifar")
     (note,) = noted("cifar", whole)
@@ -259,6 +267,34 @@ def test_an_image_that_a_list_has_and_the_archive_not_keeps_its_place_and_is_nam
     members = [Place(key) for key in keys]
     whole = {part: Records(keys, [0] * 10, members) for part in ("train", "validation", "test")}
     lacking = whole | {"train": Records(keys, [0] * 10, [None, *members[1:]])}
-    every, some = (listing("dtd", ["a"], parts) for parts in (whole, lacking))
+    every, some = (listing(of("dtd"), ["a"], parts) for parts in (whole, lacking))
     assert [(bad.key, bad.reason) for bad in some.bad] == [("train/0.jpg", "not in the archive")]
     assert every.entries.filter(pc.not_equal(every.entries["key"], "train/0.jpg")) == some.entries
+
+
+@pytest.mark.parametrize("task", sized(get_args(Task)))
+def test_the_whole_of_a_task_is_all_of_train_with_its_end_as_dev_and_the_same_test(task):
+    keys = numbers(task)
+    chosen, _ = used(task, keys, 0.1)
+    by = {split: [one[:2] for one in chosen if one.split == split] for split in ("train", "dev", "test")}
+    assert by["test"] == [one[:2] for one in used(task, keys)[0] if one.split == "test"]
+    learned = [*by["train"], *by["dev"]]
+    order = [("train", number) for number in hash_order("train", keys["train"])]
+    assert learned == order[: len(learned)], "TFDS's train in its order, dev last"
+    is_all = RULES[task].test[0] != "train"
+    assert len(learned) == (len(order) if is_all else RULES[task].test[1])
+    assert len(by["dev"]) == len(learned) - round(0.9 * len(learned))
+
+
+def test_a_whole_listing_says_so_and_still_compares_vtab_1ks_check_values():
+    parts = {"train": Records(range(100), [0] * 100), "test": Records(range(50), [0] * 50)}
+    size = ImageSize(height=2, width=2, channels=3)
+    found = listing(of("cifar", subset="whole", dev_fraction=0.02), ["a"], parts, image=size)
+    assert pc.value_counts(found.entries["split"]).to_pylist() == [
+        {"values": "train", "counts": 98},
+        {"values": "dev", "counts": 2},
+        {"values": "test", "counts": 50},
+    ]
+    assert found.notes[0] == "all of TFDS's train, of which the last 2% is dev; not VTAB-1k"
+    with pytest.raises(ValueError, match=r"dev_fraction 0.02: VTAB-1k's dev has 200 images"):
+        of("cifar", dev_fraction=0.02)
