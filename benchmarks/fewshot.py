@@ -1,10 +1,10 @@
 """Few-shot evaluation: features, and the closed form, beside others: `python benchmarks/fewshot.py`.
 
 Features are those of an S/16 at 224 in float32, from JPEGs of 500 x 375 in a dataset, against the forward pass alone on
-a batch in memory. The closed form is three draws of 1, 5, 10 and 25 labels for each of 100 classes, with 768 features and
-10,000 test images: with L2 fixed against scikit-learn's `RidgeClassifier` and big_vision's `fewshot_lsr` in numpy, and
-with L2 from 26 values by leave-one-out against `RidgeClassifierCV`. All on one thread; the contenders take turns, and a
-ratio is between figures of the same round. Before the clock starts, the predictions at the same L2 are compared.
+a batch in memory. The closed form is three draws of 1, 5, 10 and 25 labels for each of 100 classes, with 768 features
+and 10,000 test images: with L2 fixed against scikit-learn's `RidgeClassifier` and big_vision's `fewshot_lsr` in numpy,
+and with L2 from 26 values by leave-one-out against `RidgeClassifierCV`. All on one thread; the contenders take turns,
+and a ratio is between figures of the same round. Before the clock starts, the predictions at the same L2 are compared.
 
 Prints the tables and writes them to benchmarks/results/fewshot.md; takes 10 minutes on two idle cores.
 """
@@ -168,8 +168,8 @@ def closed_form() -> list[str]:
     return [
         "## Closed form",
         "",
-        f"{DRAWS} draws of {', '.join(map(str, SHOTS))} labels for each of {CLASSES} classes, {WIDTH} features, {TEST:,} test"
-        " images.",
+        f"{DRAWS} draws of {', '.join(map(str, SHOTS))} labels for each of {CLASSES} classes, {WIDTH} features,"
+        f" {TEST:,} test images.",
         "",
         f"With the same L2, {agree[0]:.2%} of RidgeClassifier's predictions and {agree[1]:.2%} of big_vision's are the"
         " same as ours.",

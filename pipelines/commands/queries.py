@@ -29,6 +29,7 @@ from pipelines.commands.common import (
     print_table,
 )
 from pipelines.results.accuracies import (
+    BEST_COLUMNS,
     MOST_LINES,
     REPORT_COLUMNS,
     RESULT_COLUMNS,
@@ -72,13 +73,16 @@ def report_list(
     """List the reports in the store; with --task, --stage or --best, list results.
 
     A result is the mean on test over the draws of one artifact, method and number of labels. Lists start with the
-    oldest. The best result is the one with the highest mean; in a tie, the newest.
+    oldest. The best result is the one with the highest mean; in a tie, the newest. With --best, `judged` is the number
+    of results that this test set has judged in the same setting, and `optimism` how much the best of so many equally
+    good ones is expected to exceed its true accuracy, at most.
     """
     opened = open_(store, create=False)
     if task is None and stage is None and best is None:
         rows, columns = list_reports(opened), REPORT_COLUMNS
     else:
-        rows, columns = list_results(opened, task, stage, best), RESULT_COLUMNS
+        rows = list_results(opened, task, stage, best)
+        columns = RESULT_COLUMNS if best is None else BEST_COLUMNS
     rows = rows[-last:] if last else rows
     if as_json:
         print_json(rows)

@@ -6,6 +6,8 @@ Out: lines, dictionaries for JSON, and rich tables. Text from outside (class and
 from __future__ import annotations
 
 import math
+from collections import Counter
+from statistics import NormalDist
 from typing import TYPE_CHECKING, Any
 
 from rich import box
@@ -22,6 +24,16 @@ if TYPE_CHECKING:
     from ray_jobs.reporting.measures import Entry
 
 REPORT_COLUMNS: tuple[str, ...] = ("key", "run", "finished", "title", "page")
+BEST_COLUMNS: tuple[str, ...] = (
+    "task",
+    "protocol",
+    "method",
+    "labels_per_class",
+    "mean",
+    "judged",
+    "optimism",
+    "key",
+)
 RESULT_COLUMNS: tuple[str, ...] = (
     "task",
     "protocol",
@@ -134,7 +146,8 @@ def list_results(store: Store, task: str | None, stage: str | None, best: str | 
     """List the mean on test over the draws of each (artifact, task, protocol, method, number of labels, metric).
 
     The oldest result comes first. With `best`, a metric, only the highest of each (task, protocol, number of labels)
-    that covers all of test is listed.
+    that covers all of test is listed, with `judged`, the number of results that this test set has judged there, and
+    `optimism`, see `expected_optimism`.
 
     Raises:
         RecipeError: there are no results with this task, stage or metric.
@@ -146,7 +159,8 @@ def list_results(store: Store, task: str | None, stage: str | None, best: str | 
         FROM rows WHERE split = 'test' GROUP BY ALL
         ORDER BY finished, key, task, protocol, labels_per_class, method"""
     with query(store, sql) as answer:
-        results = [dict(zip(answer.columns, row, strict=True)) for row in answer.rows]
+        everything = [dict(zip(answer.columns, row, strict=True)) for row in answer.rows]
+    results = everything
     for option, value, column in (
         ("--task", task, "task"),
         ("--stage", stage, "stage"),
@@ -160,12 +174,31 @@ def list_results(store: Store, task: str | None, stage: str | None, best: str | 
         return results
     from ray_jobs.evaluation.rows import is_apart
 
+    def setting(row: dict[str, Any]) -> tuple[Any, ...]:
+        return row["task"], row["protocol"], row["labels_per_class"], row["metric"]
+
+    judged = Counter(setting(row) for row in everything if not is_apart(row["method"]))
     highest: dict[tuple[Any, ...], dict[str, Any]] = {}
     for row in (row for row in results if not is_apart(row["method"])):
-        setting = row["task"], row["protocol"], row["labels_per_class"]
-        if setting not in highest or row["mean"] >= highest[setting]["mean"]:
-            highest[setting] = row
+        if setting(row) not in highest or row["mean"] >= highest[setting(row)]["mean"]:
+            highest[setting(row)] = row
+    for found, row in highest.items():
+        row["judged"] = judged[found]
+        row["optimism"] = expected_optimism(judged[found], row["mean"], row["num_images"])
     return [row for row in results if row in highest.values()]
+
+
+def expected_optimism(judged: int, accuracy: float, images: int) -> float:
+    """Return how much the best of several equally good results is expected to exceed its true accuracy, a fraction.
+
+    The expected maximum of `judged` independent binomial accuracies on as many test images, by the normal
+    approximation. Results on the same images are correlated, and not all are equally good, so it is at most this.
+    """
+    normal, steps = NormalDist(), 4_000
+    # E[max] = integral of x times the density of the maximum, n pdf(x) cdf(x)^(n - 1), over +-8 by the trapezoidal rule
+    points = [16 * step / steps - 8 for step in range(steps + 1)]
+    density = (x * judged * normal.pdf(x) * normal.cdf(x) ** (judged - 1) for x in points)
+    return 16 / steps * sum(density) * math.sqrt(accuracy * (1 - accuracy) / images)
 
 
 # ------------------------------------------------------------------------------------------------- compare

@@ -37,6 +37,7 @@ import numpy as np
 from scipy.special import ndtri, stdtrit
 
 _BOOTSTRAP = 2  # separates this module's random numbers from other uses of the same seed
+POWER = 0.8  # of the detectable difference
 _CHUNK_VALUES = 4_000_000  # replicates are made in chunks of about 32 MB
 
 
@@ -73,6 +74,18 @@ def paired_difference(
             f"correct_a has shape {a.shape}, correct_b {b.shape}; both need the same draws and test images"
         )
     return _interval(a - b, seed, replicates, (-1.0, 1.0), comparisons)
+
+
+def detectable_difference(correct_a: np.ndarray, correct_b: np.ndarray) -> float:
+    """Return the smallest difference that these draws and test images would have shown with a probability of 80%.
+
+    Shown means that the 95% interval of `paired_difference` excludes 0. By the usual formula for the power of a test of
+    two-sided level 5%, (z(0.975) + z(0.8)) standard errors, with the standard error behind the interval's half width
+    (Card et al., "With Little Power Comes Great Responsibility", 2020, do the same for McNemar's test). The variance is
+    that of the observed differences; two methods that agree on most images can be told apart more easily.
+    """
+    a, b = _checked("correct_a", correct_a), _checked("correct_b", correct_b)
+    return half_width(a - b, 0.05) * float(1 + ndtri(POWER) / ndtri(0.975))
 
 
 def _interval(

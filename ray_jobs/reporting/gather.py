@@ -155,6 +155,7 @@ def _verdict(verdict: Verdict, tested: Mapping[str, Dataset]) -> dict[str, Any]:
         "difference": verdict.difference.value,
         "low": verdict.difference.low,
         "high": verdict.difference.high,
+        "detectable": verdict.detectable,
         "adjusted_low": verdict.adjusted.low,
         "adjusted_high": verdict.adjusted.high,
         "draws": verdict.draws,

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ray_jobs.evaluation.intervals import Interval, paired_difference
+from ray_jobs.evaluation.intervals import Interval, detectable_difference, paired_difference
 from ray_jobs.evaluation.rows import is_apart
 from ray_jobs.reporting.measures import Entry
 
@@ -41,6 +41,8 @@ class Verdict:
     reference_accuracy: float
     difference: Interval
     adjusted: Interval
+    detectable: float
+    """The difference that these draws and images would have shown with 80% probability."""
     draws: int
 
     @property
@@ -172,7 +174,8 @@ def _against_best(method: Entry, rivals: list[Entry], comparisons: int) -> Verdi
     difference = paired_difference(correct, rival_correct)
     adjusted = paired_difference(correct, rival_correct, comparisons=comparisons)
     accuracies = float(correct.mean()), float(rival_correct.mean())
-    return Verdict(method, rivals[best], *accuracies, difference, adjusted, draws=len(correct))
+    detectable = detectable_difference(correct, rival_correct)
+    return Verdict(method, rivals[best], *accuracies, difference, adjusted, detectable, draws=len(correct))
 
 
 def _paired(a: Entry, b: Entry) -> tuple[np.ndarray, np.ndarray]:

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from pipelines.results.accuracies import compare, list_results
+from pipelines.results.accuracies import compare, expected_optimism, list_results
 from pipelines.spec import RecipeError
 from pipelines.store import Layout, Store, commit, input_ref, open_store, read_manifest
 from ray_jobs.evaluation.intervals import accuracy_interval, paired_difference
@@ -100,7 +100,22 @@ def test_best_is_the_highest_mean_of_a_setting(store: Store) -> None:
     assert best["key"] == "seed"  # the newest of equal ones
     (pixels,) = list_results(store, "digits", "pixels", "accuracy")
     assert pixels["key"] == "pixels"
-    assert len(list_results(store, "digits", None, None)) == 5
+    everything = list_results(store, "digits", None, None)
+    assert len(everything) == 5
+    assert best["judged"] == pixels["judged"] == 5, "of this test set, whatever is listed"
+    assert best["optimism"] == expected_optimism(5, best["mean"], best["num_images"])
+
+
+def test_the_best_of_several_equal_methods_is_as_optimistic_as_in_a_simulation() -> None:
+    rng = np.random.default_rng(0)
+    for judged, accuracy, images in ((1, 0.7, 500), (2, 0.9, 1_000), (30, 0.6, 2_000)):
+        best = rng.binomial(images, accuracy, (20_000, judged)).max(axis=1) / images
+        error = best.std() / len(best) ** 0.5
+        expected = expected_optimism(judged, accuracy, images)
+        assert best.mean() - accuracy == pytest.approx(expected, abs=4 * error + 2e-4), (
+            judged,
+            "2e-4: no normal",
+        )
 
 
 @pytest.mark.parametrize(

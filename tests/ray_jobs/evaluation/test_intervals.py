@@ -6,7 +6,12 @@ import numpy as np
 import pytest
 import scipy
 
-from ray_jobs.evaluation.intervals import accuracy_interval, half_width, paired_difference
+from ray_jobs.evaluation.intervals import (
+    accuracy_interval,
+    detectable_difference,
+    half_width,
+    paired_difference,
+)
 
 
 def simulate(rng: np.random.Generator, draws: int, images: int) -> np.ndarray:
@@ -238,3 +243,21 @@ def test_chunks_change_nothing_but_memory(monkeypatch: pytest.MonkeyPatch) -> No
 def test_wrong_input_is_named(call, message: str) -> None:  # type: ignore[no-untyped-def]
     with pytest.raises(ValueError, match=message):
         call()
+
+
+def test_the_detectable_difference_is_found_four_times_of_five() -> None:
+    """Two methods that disagree on 20% of 800 images, whose accuracies differ by what is detectable."""
+    rng = np.random.default_rng(0)
+
+    def outcomes(difference: float) -> tuple[np.ndarray, np.ndarray]:
+        drawn = rng.random(800)
+        only_a, only_b = drawn < 0.1 + difference / 2, drawn > 0.9 + difference / 2
+        both = (rng.random(800) < 0.8) & ~only_a & ~only_b
+        return (both | only_a)[None], (both | only_b)[None]
+
+    detectable = float(np.mean([detectable_difference(*outcomes(0.0)) for _ in range(50)]))
+    assert detectable == pytest.approx(2.8 * (0.2 / 800) ** 0.5, rel=0.02), "the textbook's, for proportions"
+    trials = [outcomes(detectable) for _ in range(600)]
+    differences = [a.astype(float) - b for a, b in trials]
+    shown = np.mean([each.mean() > half_width(each, 0.05) for each in differences])
+    assert 0.75 < shown < 0.85
