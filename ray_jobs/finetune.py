@@ -397,7 +397,24 @@ def trial(
     add_trial(context, (task.number, fold), result)
     saver.remove()
     print(f"{name}: {outcome}", flush=True)
+    if search is not None:
+        print(standing(context.config, Ledger(context, task.attempts), len(folds)), flush=True)
     return result
+
+
+def standing(config: Finetune, ledger: Ledger, folds: int) -> str:
+    """Return how many trials of a search have ended, and which is the best so far."""
+    search = config.search
+    known = ledger.points() if isinstance(search, Optuna) else dict(enumerate(points(config)))
+    ended, best = 0, (-1.0, "")
+    for number, point in known.items():
+        own = [found[1] for fold in range(folds) if (found := ledger.trial((number, fold))) is not None]
+        ended += len(own) == folds
+        if len(own) == folds and not own[0].is_pruned:
+            accuracy = float(np.mean([each.accuracy for each in own]))
+            best = max(best, (accuracy, f"trial {number}, accuracy {accuracy:.3f}: {describe(point)}"))
+    total = search.trials if isinstance(search, Optuna) else len(known)
+    return f"{ended} of {total} trials have ended" + (f"; the best is {best[1]}" if best[1] else "")
 
 
 def _pruned(evaluations: Sequence[Evaluated], seconds: float) -> Trial:
