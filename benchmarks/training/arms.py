@@ -83,6 +83,11 @@ def ours(size: Size, place: Place, **fields: Any) -> list[float]:
     return saver.times
 
 
+def often_saved(size: Size, place: Place) -> list[float]:
+    """The same without ZeRO, with a checkpoint every few steps."""
+    return ours(size, place, zero_stage=0, checkpoint_every={"steps": size.saved_every})
+
+
 def bare(size: Size, place: Place, is_compiled: bool = False) -> list[float]:
     """The same step with clipping and AdamW on a batch in memory; the processes do not exchange anything."""
     config, contract, images, labels = _in_memory(size, place)
@@ -243,7 +248,7 @@ ARMS: dict[str, Arm] = {
     "two processes, nothing exchanged": bare,
     "ours, plain": partial(ours, zero_stage=0),
     "ours, ZeRO-1": partial(ours, zero_stage=1),
-    "ours, plain, often saved": partial(ours, zero_stage=0, checkpoint_every={"steps": 15}),
+    "ours, plain, often saved": often_saved,
     "Hugging Face": partial(hugging_face, loaders=0),
     "Hugging Face, loader processes": partial(hugging_face, loaders=1),
     "Ray Train, DataLoader": partial(ray_train, loaders=0),

@@ -25,6 +25,8 @@ class Size(NamedTuple):
     """steps before the clock starts"""
     steps: int
     """steps in all"""
+    saved_every: int
+    """steps between checkpoints, in the arm that often writes one"""
 
     def config(self, **fields: Any) -> Pretrain:
         """Return the configuration of the pretraining."""
@@ -32,9 +34,9 @@ class Size(NamedTuple):
         return Pretrain.model_validate(given | {"learning_rate": 1e-3} | self.fields | fields)
 
 
-def _at_224(variant: str, batch: int, steps: int) -> Size:
+def _at_224(variant: str, batch: int, steps: int, saved_every: int) -> Size:
     fields = {"model": variant, "resolution": 224, "augment": "crop_flip"}
-    return Size(fields, ImageSize(height=256, width=256, channels=3), 1000, 128, batch, 2, steps)
+    return Size(fields, ImageSize(height=256, width=256, channels=3), 1000, 128, batch, 2, steps, saved_every)
 
 
 SIZES = {
@@ -50,9 +52,10 @@ SIZES = {
         batch=256,
         warm=30,
         steps=180,
+        saved_every=15,
     ),
-    "Ti/16": _at_224("Ti/16", 32, 10),
-    "S/16": _at_224("S/16", 32, 6),
+    "Ti/16": _at_224("Ti/16", 32, 10, 4),
+    "S/16": _at_224("S/16", 32, 8, 3),
 }
 
 
