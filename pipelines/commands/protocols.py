@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+from contextlib import nullcontext, redirect_stdout
 from datetime import datetime
 from typing import Annotated, Any
 
@@ -105,7 +107,8 @@ def explain(
     plan = explaining.repetitions(*sides, found)
     _check_cached(opened, plan, sides)
     wanted = _affordable(plan, sides[0], minutes)
-    planned = carry_out(plan.pipeline, wanted, store, address, token_file)
+    with redirect_stdout(sys.stderr) if as_json else nullcontext():
+        planned = carry_out(plan.pipeline, wanted, store, address, token_file)
     keys = {stage.name: stage.manifest.key for stage in planned if stage.manifest and stage.name in wanted}
     lines = explaining.attributed(plan, found, explaining.accuracies(opened, keys))
     known = explaining.literature(found)

@@ -12,13 +12,12 @@ from tests.end_to_end.test_import import write_hugging_face
 pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.full]
 
 
-def write_recipe(path: Path, model: Path, preprocessing: str, **fields: Any) -> Path:
-    probe = {"job": "evaluate", "data": "drawn", "backbone": "vit", "shots": [5], "draws": 3, **fields}
-    source = {"kind": "shapes", "label": "colour", "resolution": 24, "images": 200, "dev_images": 10}
+def write_recipe(path: Path, model: Path, **fields: Any) -> Path:
+    source = {"kind": "shapes", "label": "colour", "resolution": 32, "images": 200, "dev_images": 10}
     stages = {
         "drawn": {"job": "ingest", "source": source | {"test_images": 300}, "max_distance": None},
-        "vit": {"job": "import", "path": str(model), "preprocessing": preprocessing},
-        "probe": probe,
+        "vit": {"job": "import", "path": str(model), "preprocessing": "half"},
+        "probe": {"job": "evaluate", "data": "drawn", "backbone": "vit", "shots": [5], "draws": 3, **fields},
     }
     path.write_text(yaml.safe_dump({"name": path.stem, "stages": stages}))
     return path
@@ -27,27 +26,26 @@ def write_recipe(path: Path, model: Path, preprocessing: str, **fields: Any) -> 
 def test_two_planted_differences_are_found(tmp_path: Path, vitflow: Any) -> None:
     store = ("--store", tmp_path / "s")
     model = write_hugging_face(tmp_path / "model", processor=False)
-    half = {"crop": "center", "crop_fraction": 0.5}
-    vitflow("run", write_recipe(tmp_path / "one.yaml", model, "half"), *store)
-    vitflow("run", write_recipe(tmp_path / "other.yaml", model, "imagenet", eval_crop=half), *store)
-    listed = json.loads(vitflow("list", "--kind", "evaluations", *store, "--json").stdout)
-    one, other = (f"{run['run']}/probe" for run in listed)
+    middle = {"crop": "center", "crop_fraction": 0.5}
+    vitflow("run", write_recipe(tmp_path / "one.yaml", model), *store)
+    other = write_recipe(tmp_path / "other.yaml", model, eval_crop=middle, protocol="big_vision")
+    vitflow("run", other, *store)
+    runs = json.loads(vitflow("list", "--kind", "evaluations", *store, "--json").stdout)
+    one, other = (f"{run['run']}/probe" for run in runs)
 
     found = json.loads(vitflow("explain", one, other, *store, "--json").stdout)
     (setting,) = found["settings"]
     effects = {field["field"]: field["effect"] for field in setting["fields"]}
-    assert effects.keys() == {"backbone.preprocessing.mean", "backbone.preprocessing.std", "eval_crop"}
+    assert effects.keys() == {"eval_crop", "protocol"}
     assert all(effects.values()), "each changes the accuracy"
     assert setting["together"] == pytest.approx(setting["b"] - setting["a"], abs=1e-12), (
         "nothing else differs"
     )
     assert setting["rest"] == pytest.approx(setting["together"] - sum(effects.values()), abs=1e-12)
-    assert any("JieShibo/PETL-ViT" in text for text in found["literature"])
+    assert len(found["literature"]) == 2
 
     shown = vitflow("explain", one, other, *store, VITFLOW_RAY_DIR="/nonexistent").stdout
     assert "eval_crop: none -> crop center, crop_fraction 0.5" in shown, "and nothing ran again"
     assert "are the same" in vitflow("explain", one, one, *store).stdout
-    assert (
-        "name one by its key"
-        in vitflow("explain", one.split("/")[0] + "/drawn", other, *store, check=2).stderr
-    )
+    wrong = vitflow("explain", one.replace("probe", "drawn"), other, *store, check=2).stderr
+    assert "name one by its key or RUN/STAGE" in wrong
