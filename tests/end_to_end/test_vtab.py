@@ -90,26 +90,23 @@ def test_what_is_there_is_scored_and_what_is_not_is_named(tmp_path: Path, vitflo
 
 def test_the_papers_protocol_and_the_linear_one(tmp_path: Path, vitflow: Any) -> None:
     root, store = tmp_path / "archives", ("--store", tmp_path / "s")
-    for task in ("dtd", "svhn"):
-        (root / task).mkdir(parents=True)
-        for name, data in vtab_natural.natural(task).items():
-            (root / task / name).write_bytes(data)
+    (root / "svhn").mkdir(parents=True)
+    for name, data in vtab_natural.natural("svhn").items():
+        (root / "svhn" / name).write_bytes(data)
     smaller = ["resolution=16", "steps=3", "batch_size=16", "optimizer.warmup_steps=0", "refits=2"]
-    changes = ["images.matrix.source.task=[dtd,svhn]", f"images.source.root={root}"]
+    changes = ["images.matrix.source.task=[svhn]", f"images.source.root={root}"]
     changes += [f"backbone.path={write_model(tmp_path / 'model')}", *(f"finetune.{each}" for each in smaller)]
     vitflow("run", "vtab", *(part for change in changes for part in ("--set", change)), *store)
 
     shown = json.loads(vitflow("report", "show", *store, "--json").stdout)
     tuned, linear = (score for score in shown["vtab"] if score["trained"])
     assert (tuned["method"], tuned["draws"]) == ("ViT, pretrained, fine-tuned", 2)
-    assert (linear["method"], linear["covered"], linear["support"]) == ("ViT, pretrained", 2, "train+dev")
+    assert (linear["method"], linear["covered"], linear["support"]) == ("ViT, pretrained", 1, "train+dev")
     sql = """SELECT task, protocol, draw, selected_on, settings FROM rows
              WHERE stage NOT LIKE 'report%' AND method = 'ViT, pretrained' ORDER BY ALL"""
     rows = json.loads(vitflow("report", "query", sql, *store, "--json").stdout)
     assert [(row["task"], row["protocol"], row["draw"]) for row in rows] == [
-        (task, *kind)
-        for task in ("DTD", "SVHN")
-        for kind in (("fine-tuning", 0), ("fine-tuning", 1), ("linear probe, dev", 0))
+        ("SVHN", *kind) for kind in (("fine-tuning", 0), ("fine-tuning", 1), ("linear probe, dev", 0))
     ]
     assert {row["selected_on"] for row in rows} == {"nothing, one learning rate was given", "dev"}
     assert {json.loads(row["settings"]).get("augment") for row in rows} == {"squash_crop_flip", None}
@@ -127,8 +124,6 @@ def test_a_published_number_is_repeated_or_it_is_not(tmp_path: Path, vitflow: An
     command += ["--store", tmp_path / "s"]
     for change in ("resolution=16", "steps=3", "batch_size=16", "optimizer.warmup_steps=0"):
         command += ["--set", f"pets_and_flowers.{change}"]
-    wrong = vitflow(*command, "--published", "101", check=2)
-    assert "101" in wrong.stderr
     wrong = vitflow(*command, "--published", "99.5", check=1).stdout
     assert "this is not the published protocol" in wrong
     mean = re.search(r"FAIL: ([\d.]+)% \(std [\d.]+ over 3 fine-tunings\), published 99.50%", wrong)
