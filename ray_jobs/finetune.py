@@ -169,6 +169,16 @@ def last_step(trial: dict[str, Any]) -> int:
     return statistics.median_low([step for step, loss in pairs if loss != DIVERGED])
 
 
+def held_out_temperature(ledger: Ledger, number: int, folds: int) -> float | None:
+    """Return the geometric mean over folds of a point's temperatures; None if it has none.
+
+    Its trials were fitted on fewer labels than a refit, which has no images left to be calibrated on.
+    """
+    trials = [found[1] for fold in range(folds) if (found := ledger.trial((number, fold))) is not None]
+    temperatures = [trial.temperature for trial in trials if trial.temperature is not None]
+    return statistics.geometric_mean(temperatures) if temperatures else None
+
+
 def run_trials(
     context: Context[Finetune],
     pools: list[Images],
@@ -356,7 +366,8 @@ def trial(
 
     `tell` is told of each evaluation of a trial of ASHA, which is over when it raises SystemExit.
     """
-    from ray_jobs.training.fit import Stopping, fit, score
+    from ray_jobs.evaluation.calibration import fit_temperature
+    from ray_jobs.training.fit import Stopping, fit, predict, score
     from ray_jobs.training.log import Evaluation
 
     config, search = task.config, context.config.search
@@ -374,15 +385,18 @@ def trial(
     try:
         with log:
             model, *_ = fit(fetched(context, task), data, task.learning_rate, *settings)
-            if stopping is None:
-                accuracy, loss, *_ = score(model, task.contract, held_out)
-                log.add_evaluation(Evaluation(loss, accuracy))
-                result = Trial(accuracy, loss, config.steps)
+            if config.early_stopping is None:
+                logits = predict(model, task.contract, held_out)
+                accuracy, loss, *_ = score(logits, held_out.labels)
+                if stopping is None:
+                    log.add_evaluation(Evaluation(loss, accuracy))
+                temperature = fit_temperature(logits.numpy(), held_out.labels)
+                result = Trial(accuracy, loss, config.steps, temperature=temperature)
             else:
+                assert stopping is not None
                 result = stopping.best
         outcome = _outcome(result)
-        if config.early_stopping is not None:
-            assert stopping is not None
+        if config.early_stopping is not None and stopping is not None:
             outcome += f", best at step {result.step} of {stopping.evaluations[-1][0]}"
     except DivergenceError as error:  # a sweep may include rates that are too high
         result, outcome = Trial(0.0, DIVERGED, config.steps), str(error)
@@ -510,12 +524,12 @@ def refit(context: Context[Finetune], task: Task, pool: Images, draw: int, after
 
     Draw 0's model becomes the artifact's.
     """
-    from ray_jobs.training.fit import fit, score
+    from ray_jobs.training.fit import fit, predict, score
     from vit_model.weights import save_model
 
     # Ray runs a finished task again if the node that holds its result is lost.
     last = task.last_step or task.config.steps
-    if (finished := Ledger(context, []).refit(draw, task.point, last)) is not None:
+    if (finished := Ledger(context, []).refit(draw, task.point, last, task.temperature)) is not None:
         return finished
     seed, noun = task.config.seed + draw, f"draw {draw}, step"
     name = f"{_refits(task)}{draw}"
@@ -524,14 +538,14 @@ def refit(context: Context[Finetune], task: Task, pool: Images, draw: int, after
         settings: Any = (seed, noun, after, saver, log)
         model, curve, substitutes = fit(fetched(context, task), pool, task.learning_rate, *settings)
     test = read_split(context.dataset(context.config.cache_gib), "test")
-    result = score(model, task.contract, test)
+    result = score(predict(model, task.contract, test), test.labels, task.temperature)
     files: tuple[FileEntry, ...] = ()
     if draw == 0:
         with context.staging() as staging:
             save_model(staging.path, model, task.contract)
         files = staging.files
     finished = Refit(result, curve, substitutes, files)
-    add_refit(context, draw, task.point, last, finished)
+    add_refit(context, draw, task.point, last, finished, task.temperature)
     saver.remove()
     print(f"draw {draw}: test accuracy {result.accuracy:.3f}", flush=True)
     return finished
@@ -550,7 +564,7 @@ def refit_draws(context: Context[Finetune], task: Task, pools: list[Images], led
     """Refit every draw that is not in the ledger with the task's point and last step."""
     refits, last = {}, task.last_step or task.config.steps
     for draw in range(len(pools)):
-        if (finished := ledger.refit(draw, task.point, last)) is not None:
+        if (finished := ledger.refit(draw, task.point, last, task.temperature)) is not None:
             refits[draw] = finished
     missing = [draw for draw in range(len(pools)) if draw not in refits]
     refits |= zip(missing, run_refits(context, task, pools, missing), strict=True)
@@ -610,6 +624,7 @@ def main(context: Context[Finetune]) -> Result:
         task = task._replace(last_step=last_step(chosen))
         said += f", stopped at step {task.last_step} of {task.config.steps}"
     print(said, flush=True)
+    task = task._replace(temperature=held_out_temperature(ledger, number, len(supports.folds)))
     refits = refit_draws(context, task, pools, ledger)
 
     accuracy_rows, predictions = tables(task, dataset, refits, selected_on, overlap)
@@ -639,6 +654,8 @@ def main(context: Context[Finetune]) -> Result:
     }
     if trials:
         metrics["validation_accuracy"] = float(np.mean(chosen["accuracies"]))
+    if task.temperature is not None:
+        metrics["temperature"] = task.temperature
     if config.search is not None:
         metrics["trial"] = number
     if task.last_step is not None:

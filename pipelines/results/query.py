@@ -105,6 +105,15 @@ TABLES = {
             "FLOAT",
             "the model's probability of its prediction; NULL if the method has no probabilities",
         ),
+        Column("nll", "FLOAT", "negative log-likelihood of the label, nats"),
+        Column("top5", "INTEGER[]", "the five most probable classes, the most probable first"),
+        Column("top5_probabilities", "FLOAT[]", "their probabilities"),
+        Column(
+            "calibrated_probability",
+            "FLOAT",
+            "probability of the prediction after temperature scaling on held-out images; NULL if none were",
+        ),
+        Column("calibrated_nll", "FLOAT", "nll after temperature scaling"),
     ),
     "artifacts": (
         Column("artifact", "VARCHAR", "key"),

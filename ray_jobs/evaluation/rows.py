@@ -52,6 +52,19 @@ ROWS = pa.schema(
         _column("settings", pa.string()),  # JSON object with sorted keys
     ]
 )
+# Of a method that has probabilities; for the others, and in files of earlier versions, they are null.
+PROBABILITIES = pa.schema(
+    [
+        _column("probability", pa.float32(), nullable=True),  # softmax probability of the prediction
+        _column("nll", pa.float32(), nullable=True),  # negative log-likelihood of the label, in nats
+        # the five most probable classes, or all of fewer, the most probable first
+        _column("top5", pa.list_(pa.field("element", pa.int32())), nullable=True),
+        _column("top5_probabilities", pa.list_(pa.field("element", pa.float32())), nullable=True),
+        # after temperature scaling, see `ray_jobs.evaluation.calibration`
+        _column("calibrated_probability", pa.float32(), nullable=True),
+        _column("calibrated_nll", pa.float32(), nullable=True),
+    ]
+)
 PREDICTIONS = pa.schema(
     [
         _column("task", pa.string()),
@@ -63,8 +76,7 @@ PREDICTIONS = pa.schema(
         _column("label", pa.int32()),
         _column("prediction", pa.int32()),
         _column("correct", pa.bool_()),  # the prediction is the label; with ReaL's labels: it is one of them
-        # softmax probability of the prediction; null: the method has no probabilities
-        _column("probability", pa.float32(), nullable=True),
+        *PROBABILITIES,
     ]
 )
 _SMALLEST = {"labels_per_class": 1, "num_images": 1}  # every other integer starts at 0
@@ -116,7 +128,7 @@ def scored(
     predictions: NDArray[Any],
     selected_on: str,
     settings: dict[str, Any],
-    probabilities: NDArray[np.float32] | None = None,
+    probabilities: pa.Table | None = None,
 ) -> list[tuple[Row, pa.Table]]:
     """Score predictions of test: a row of ROWS (the accuracy) and a table of PREDICTIONS with a row for each image.
 
@@ -126,7 +138,7 @@ def scored(
     Args:
         common: protocol, method, labels_per_class and draw.
         predictions: labels [n].
-        probabilities: of the predictions, [n]; None if the method has none.
+        probabilities: a table of PROBABILITIES with n rows; None if the method has none.
     """
     scorings = [(truth.task, np.arange(len(predictions)), predictions == truth.labels)]
     if truth.real is not None:
@@ -148,11 +160,15 @@ def scored(
             "label": truth.labels[places],
             "prediction": predictions[places],
             "correct": correct,
-            "probability": None if probabilities is None else probabilities[places],
         }
+        if probabilities is not None:
+            columns |= {
+                name: probabilities[name].combine_chunks().take(pa.array(places))
+                for name in PROBABILITIES.names
+            }
         arrays = [
             pa.array(columns[field.name], field.type)
-            if columns.get(field.name) is not None
+            if field.name in columns
             else pa.repeat(pa.scalar(fixed.get(field.name), field.type), len(places))
             for field in PREDICTIONS
         ]

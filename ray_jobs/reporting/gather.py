@@ -17,7 +17,8 @@ import numpy as np
 from pipelines.spec import Report
 from pipelines.store import LogLine, Manifest, Store, finished_log, local_files
 from ray_jobs.data.shards import Dataset, open_artifact
-from ray_jobs.evaluation.rows import PREDICTIONS, ROWS
+from ray_jobs.evaluation.calibration import balanced_accuracy, calibration_error
+from ray_jobs.evaluation.rows import PREDICTIONS, REAL, ROWS
 from ray_jobs.process.stage import Context
 from ray_jobs.reporting import measures, mistakes, pictures, plots, provenance, vtab
 from ray_jobs.reporting.measures import Entry
@@ -182,11 +183,39 @@ def _accuracy(
         "high": entry.accuracy.high,
         "draws": len(entry.draws),
         "num_images": len(entry.sample_ids),
+        "balanced_accuracy": float(np.mean([balanced_accuracy(entry.labels, draw) for draw in entry.correct])),
+        "probabilities": _probabilities(entry),
         "apart": entry_kind == "apart",
         "seen": "" if entry_kind in ("pixels", "untrained") else provenance.seen_in_training(metrics),
         "selected_on": list(entry.selected_on),
         "settings": [json.loads(settings) for settings in entry.settings],
     }
+
+
+def _probabilities(entry: Entry) -> dict[str, Any] | None:
+    """Describe the probabilities of a method that has them, as means over draws; the rates are fractions.
+
+    `calibrated` is of probabilities after temperature scaling, or None. With ReaL's labels, of which an image has
+    several, there is no such description.
+    """
+    if entry.task.endswith(REAL) or entry.nll is None or entry.in_top5 is None:
+        return None
+    scaled = None
+    if entry.calibrated_nll is not None and entry.calibrated_probabilities is not None:
+        scaled = {
+            "nll": float(entry.calibrated_nll.mean(dtype=np.float64)),
+            "calibration_error": _calibration_error(entry.calibrated_probabilities, entry.correct),
+        }
+    return {
+        "top5_accuracy": float(entry.in_top5.mean(dtype=np.float64)),
+        "nll": float(entry.nll.mean(dtype=np.float64)),
+        "calibration_error": _calibration_error(entry.probabilities, entry.correct),
+        "calibrated": scaled,
+    }
+
+
+def _calibration_error(probabilities: np.ndarray, correct: np.ndarray) -> float:
+    return float(np.mean([calibration_error(*draw) for draw in zip(probabilities, correct, strict=True)]))
 
 
 def _mistakes(

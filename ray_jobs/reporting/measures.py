@@ -36,7 +36,8 @@ class Entry:
     """One line of the table: a method under one protocol, with `labels_per_class` labels (None: all).
 
     `predictions`, `correct` (bool) and `probabilities` (of the predictions; NaN if the method has none) are [draws, n]
-    and `labels` is [n], in the order of `sample_ids`, which is sorted. `draw_seed` is the seed of the label draws; two
+    and `labels` is [n], in the order of `sample_ids`, which is sorted. `nll`, `in_top5` (0 or 1), and, after temperature
+    scaling, `calibrated_probabilities` and `calibrated_nll` are [draws, n], too; None if the method has none. `draw_seed` is the seed of the label draws; two
     draws with the same number and seed have the same labelled images. `settings` and `selected_on` are the distinct
     values over the draws.
     """
@@ -56,6 +57,10 @@ class Entry:
     probabilities: np.ndarray = field(repr=False)
     selected_on: tuple[str, ...]
     settings: tuple[str, ...]
+    nll: np.ndarray | None = field(default=None, repr=False)
+    in_top5: np.ndarray | None = field(default=None, repr=False)
+    calibrated_probabilities: np.ndarray | None = field(default=None, repr=False)
+    calibrated_nll: np.ndarray | None = field(default=None, repr=False)
 
     @cached_property
     def accuracy(self) -> Interval:
@@ -137,7 +142,9 @@ def _by_draw(predictions: Any) -> tuple[_Ids, dict[tuple[Any, ...], _Draw]]:
     rank = np.empty(len(ids), np.int32)
     rank[order] = np.arange(len(ids), dtype=np.int32)
     places = rank[codes]
-    columns = [predictions[name].to_numpy() for name in ("label", "prediction", "correct", "probability")]
+    columns = [predictions[name].to_numpy() for name in ("label", "prediction", "correct", "probability", "nll")]
+    columns.append(_in_top5(predictions["top5"].combine_chunks(), columns[0]))
+    columns += [predictions[name].to_numpy() for name in ("calibrated_probability", "calibrated_nll")]
     rows = np.lexsort((places, groups))
     starts = np.flatnonzero(np.diff(groups[rows], prepend=-1))
     keys = predictions.select(names).take(rows[starts]).to_pylist()
@@ -156,14 +163,26 @@ def _codes(column: Any) -> tuple[np.ndarray, Any]:
     return np.asarray(coded.indices.fill_null(-1)), coded.dictionary
 
 
+def _in_top5(top5: Any, labels: np.ndarray) -> np.ndarray:
+    """Return whether each label is in its list, 0 or 1, float32 [n]; NaN if there is no list."""
+    found = np.where(top5.is_valid(), np.float32(0), np.float32(np.nan))
+    images = pc.list_parent_indices(top5).to_numpy()
+    found[images[pc.list_flatten(top5).to_numpy() == labels[images]]] = 1
+    return found
+
+
 class _Draw(NamedTuple):
-    """One draw's test images; `places` are their indices into all sample ids, ascending."""
+    """One draw's test images; `places` are their indices into all sample ids, ascending. The rest is as in `Entry`."""
 
     places: np.ndarray
     labels: np.ndarray
     predictions: np.ndarray
     correct: np.ndarray
     probabilities: np.ndarray
+    nll: np.ndarray
+    in_top5: np.ndarray
+    calibrated_probabilities: np.ndarray
+    calibrated_nll: np.ndarray
 
 
 class _Ids:
@@ -218,6 +237,10 @@ def _entry(
         probabilities=np.stack([part.probabilities for part in parts]),
         selected_on=_distinct(measured, "selected_on"),
         settings=_distinct(measured, "settings"),
+        nll=_stacked([part.nll for part in parts]),
+        in_top5=_stacked([part.in_top5 for part in parts]),
+        calibrated_probabilities=_stacked([part.calibrated_probabilities for part in parts]),
+        calibrated_nll=_stacked([part.calibrated_nll for part in parts]),
     )
     for draw, value in zip(draws, entry.correct.mean(axis=1), strict=True):
         if not np.isclose(measured[draw]["value"], value, rtol=0, atol=1e-6):
@@ -225,6 +248,11 @@ def _entry(
                 f"{where}, draw {draw}: the row says {measured[draw]['value']}, its predictions {value}"
             )
     return entry
+
+
+def _stacked(draws: list[np.ndarray]) -> np.ndarray | None:
+    """Return the values of all draws, [draws, n]; None, which needs no memory, if some are missing (NaN)."""
+    return None if any(np.isnan(draw).any() for draw in draws) else np.stack(draws)
 
 
 def _distinct(measured: dict[int, dict[str, Any]], column: str) -> tuple[str, ...]:

@@ -10,13 +10,16 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
+import pyarrow as pa
 import torch
+from numpy.typing import NDArray
 from torch.nn import functional
 
 from ray_jobs.augment import TrainTransform, depth_draws, dropout_seed
 from ray_jobs.data.loader import Loader
 from ray_jobs.data.sampler import Sampler
 from ray_jobs.data.shards import Images
+from ray_jobs.evaluation.rows import PROBABILITIES
 from ray_jobs.process import devices
 from ray_jobs.training import estimates, optim
 from ray_jobs.training.checkpoint import Saved, Saver, WorkerState
@@ -289,7 +292,7 @@ def _evaluate(model: Network, contract: ModelContract, data: Images) -> Evaluati
     """Return what `score` says in the middle of a training; None if the loss is not finite, which may yet change."""
     model.eval()
     try:
-        accuracy, loss, *_ = score(model, contract, data)
+        accuracy, loss, *_ = score(predict(model, contract, data), data.labels)
     except DivergenceError:
         return None
     finally:
@@ -297,25 +300,52 @@ def _evaluate(model: Network, contract: ModelContract, data: Images) -> Evaluati
     return Evaluation(loss, accuracy)
 
 
-def score(model: Network, contract: ModelContract, data: Images) -> Score:
-    """Classify every image of `data` in float32 and compare with its label.
-
-    Raises:
-        DivergenceError: the loss is not finite, because the last steps made the weights too large.
-    """
+def predict(model: Network, contract: ModelContract, data: Images) -> torch.Tensor:
+    """Return the logits of every image of `data`, float32 [n, classes]."""
     device, preprocessing = next(model.parameters()).device, contract.preprocessing
-    labels, parts = torch.tensor(data.labels), []
+    parts = []
     with torch.inference_mode():
-        for start in range(0, len(labels), _EVALUATION_BATCH):
+        for start in range(0, len(data.labels), _EVALUATION_BATCH):
             images = torch.from_numpy(
                 data.dataset.load(data.rows.slice(start, _EVALUATION_BATCH), preprocessing)
             )
             parts.append(model(normalise(images.to(device), preprocessing, torch.float32)).cpu())
-        logits = torch.cat(parts)
-        predictions = logits.argmax(dim=1)
-        probabilities = logits.softmax(dim=1).amax(dim=1)
-        loss = functional.cross_entropy(logits, labels).item()
+    return torch.cat(parts)
+
+
+def score(logits: torch.Tensor, labels: NDArray[Any], temperature: float | None = None) -> Score:
+    """Compare logits [n, classes] with the labels [n].
+
+    Args:
+        temperature: of the calibrated probabilities; None: there are none.
+
+    Raises:
+        DivergenceError: the loss is not finite, because the last steps made the weights too large.
+    """
+    truth = torch.tensor(labels)
+    loss = functional.cross_entropy(logits, truth).item()
     if not math.isfinite(loss):
         raise DivergenceError(_NOT_FINITE.format(loss))
-    accuracy = (predictions == labels).double().mean().item()
-    return Score(accuracy, loss, predictions.numpy(), probabilities.numpy())
+    predictions = logits.argmax(dim=1)
+    top = logits.softmax(dim=1).topk(min(5, logits.shape[1]))
+    columns: dict[str, Any] = {
+        "probability": top.values[:, 0].numpy(),
+        "nll": functional.cross_entropy(logits, truth, reduction="none").numpy(),
+        "top5": top.indices.tolist(),
+        "top5_probabilities": top.values.tolist(),
+    }
+    if temperature is not None:
+        scaled = logits / temperature
+        columns["calibrated_probability"] = scaled.softmax(dim=1).amax(dim=1).numpy()
+        columns["calibrated_nll"] = functional.cross_entropy(scaled, truth, reduction="none").numpy()
+    table = pa.table(
+        [
+            pa.array(columns[field.name], field.type)
+            if field.name in columns
+            else pa.nulls(len(truth), field.type)
+            for field in PROBABILITIES
+        ],
+        schema=PROBABILITIES,
+    )
+    accuracy = (predictions == truth).double().mean().item()
+    return Score(accuracy, loss, predictions.numpy(), table)

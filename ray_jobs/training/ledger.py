@@ -15,10 +15,11 @@ from __future__ import annotations
 import re
 import shutil
 from collections.abc import Iterator, Sequence
-from typing import Annotated, Self, TypeVar
+from typing import Annotated, Any, Self, TypeVar
 
 import numpy as np
-from pydantic import Field, JsonValue, NonNegativeInt, PositiveInt, model_validator
+import pyarrow as pa
+from pydantic import Field, JsonValue, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
 from pipelines.identity import canonical_json, sha256
 from pipelines.spec import Finetune
@@ -33,6 +34,7 @@ from pipelines.store import (
     read_attempt,
     read_record,
 )
+from ray_jobs.evaluation.rows import PROBABILITIES
 from ray_jobs.process.stage import Context
 from ray_jobs.training.task import Place, Refit, Score, Trial
 from vit_model.config import Frozen
@@ -69,6 +71,7 @@ class TrialEntry(LedgerEntry):
     evaluations: tuple[tuple[PositiveInt, Fraction, float], ...] = ()
     is_pruned: bool = False
     seconds: float = 0.0
+    temperature: PositiveFloat | None = None
 
 
 class CurvePoint(Frozen):
@@ -82,15 +85,15 @@ class CurvePoint(Frozen):
 class RefitEntry(TrialEntry):
     """A finished refit: its results on n test images, and its model's files if they are kept.
 
-    The numbers per image are JSON, too (280 kB for 10,000 images), so that an entry is one object, complete or absent,
+    The numbers per image are JSON, too (1.6 MB for 10,000 images), so that an entry is one object, complete or absent,
     and validated like any other record.
     """
 
     point: dict[str, JsonValue]
     predictions: tuple[NonNegativeInt, ...]
     """[n], labels."""
-    probabilities: tuple[Fraction, ...]
-    """[n], of the predictions."""
+    probabilities: dict[str, tuple[Any, ...]]
+    """The columns [n] of a table of PROBABILITIES."""
     curve: tuple[CurvePoint, ...]
     substitutes: NonNegativeInt
     files: tuple[FileEntry, ...]
@@ -98,14 +101,21 @@ class RefitEntry(TrialEntry):
 
     @model_validator(mode="after")
     def _whole(self) -> Self:
-        if len(self.predictions) != len(self.probabilities):
-            raise ValueError(
-                f"{len(self.predictions)} predictions, but {len(self.probabilities)} probabilities"
-            )
+        for name, column in self.probabilities.items():
+            if len(column) != len(self.predictions):
+                raise ValueError(f"{len(self.predictions)} predictions, but {len(column)} of {name}")
+        self.table()
         expected = sorted(MODEL_FILES) if self.name.endswith(f"/{_refit(0)}") else []
         if [file.path for file in self.files] != expected:
             raise ValueError(f"files: expected {expected}")
         return self
+
+    def table(self) -> pa.Table:
+        """Return the probabilities as a table. Raises ValueError if they are not its columns."""
+        try:
+            return pa.Table.from_pydict(self.probabilities, PROBABILITIES)
+        except (KeyError, pa.ArrowException) as error:
+            raise ValueError(f"probabilities: {error}") from None
 
 
 Entry = TypeVar("Entry", bound=LedgerEntry)
@@ -123,7 +133,9 @@ def add_point(context: Context[Finetune], number: int, point: Point) -> bool:
     return _add(context, PointEntry(name=name, point=point))
 
 
-def add_refit(context: Context[Finetune], draw: int, point: Point, step: int, refit: Refit) -> None:
+def add_refit(
+    context: Context[Finetune], draw: int, point: Point, step: int, refit: Refit, temperature: float | None
+) -> None:
     """Record a finished refit, whose files are in the attempt's folder."""
     entry = RefitEntry(
         name=_name(context, context.attempt.number, _refit(draw)),
@@ -132,7 +144,8 @@ def add_refit(context: Context[Finetune], draw: int, point: Point, step: int, re
         step=step,
         point=point,
         predictions=refit.score.predictions.tolist(),
-        probabilities=refit.score.probabilities.tolist(),
+        probabilities=refit.score.probabilities.to_pydict(),
+        temperature=temperature,
         curve=refit.curve,
         substitutes=refit.substitutes,
         files=refit.files,
@@ -167,14 +180,14 @@ class Ledger:
                     found[int(match[1])] = dict(entry.point)
         return dict(sorted(found.items()))
 
-    def refit(self, draw: int, point: Point, step: int) -> Refit | None:
-        """Return a finished refit with this point and last step, and say so; None if it is not finished.
+    def refit(self, draw: int, point: Point, step: int, temperature: float | None) -> Refit | None:
+        """Return a finished refit with this point, last step and temperature, and say so; None if it is not finished.
 
         Its files are copied into the folder of the context's attempt.
         """
         for attempt, entry in self._find(_refit(draw), RefitEntry):
             # on GPUs, results vary a little, and the trials of another attempt may have chosen others
-            if (entry.point, entry.step) != (point, step):
+            if (entry.point, entry.step, entry.temperature) != (point, step, temperature):
                 continue
             try:
                 files = self._copy(attempt, entry.files)
@@ -183,8 +196,7 @@ class Ledger:
                 continue
             print(f"draw {draw}: test accuracy {entry.accuracy:.3f} (from attempt {attempt})", flush=True)
             predictions = np.array(entry.predictions, np.int64)
-            probabilities = np.array(entry.probabilities, np.float32)
-            score = Score(entry.accuracy, entry.loss, predictions, probabilities)
+            score = Score(entry.accuracy, entry.loss, predictions, entry.table())
             return Refit(score, [point.model_dump() for point in entry.curve], entry.substitutes, files)
         return None
 

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
+import pyarrow as pa
 from numpy.typing import NDArray
 
 from pipelines.spec import Finetune
@@ -42,6 +43,8 @@ class Task(NamedTuple):
     """Earlier ones, from whose checkpoints a fit continues."""
     last_step: int | None = None
     """Of a refit, whose trial was best there (`early_stopping`); None: the configuration's last."""
+    temperature: float | None = None
+    """Of a refit's calibrated probabilities, from images that the trials held out; None: there are none."""
 
     @property
     def learning_rate(self) -> float:
@@ -53,13 +56,14 @@ class Task(NamedTuple):
 class Score(NamedTuple):
     """A model's results on n images.
 
-    `predictions` [n] are labels, `probabilities` [n] their softmax probabilities, `loss` is the mean cross-entropy.
+    `predictions` [n] are labels, `probabilities` is a table of `ray_jobs.evaluation.rows.PROBABILITIES` [n], `loss` is
+    the mean cross-entropy.
     """
 
     accuracy: float
     loss: float
     predictions: NDArray[np.int64]
-    probabilities: NDArray[np.float32]
+    probabilities: pa.Table
 
 
 class Trial(NamedTuple):
@@ -75,6 +79,8 @@ class Trial(NamedTuple):
     """whether ASHA ended it there"""
     seconds: float = 0.0
     """that it took"""
+    temperature: float | None = None
+    """that minimises the loss on these images; None: it ended early, or its model is not the last one"""
 
 
 class Refit(NamedTuple):
