@@ -6,13 +6,15 @@ Neural Networks", 2017), the expected calibration error, balanced accuracy. Pure
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 from numpy.typing import NDArray
 from scipy.optimize import minimize_scalar
 from scipy.special import log_softmax
 
 BINS = 15  # of Guo et al.
-_LIMITS = 0.05, 20.0  # where every image is right, the best temperature is 0
+_LIMITS = math.log(0.05), math.log(20)  # if every image is right, the best temperature is 0
 
 
 def fit_temperature(logits: NDArray[np.floating], labels: NDArray[np.integer]) -> float:
@@ -25,7 +27,7 @@ def fit_temperature(logits: NDArray[np.floating], labels: NDArray[np.integer]) -
     def loss(log_temperature: float) -> float:
         return -float(log_softmax(logits / np.exp(log_temperature), axis=1)[rows, labels].mean())
 
-    found = minimize_scalar(loss, bounds=np.log(_LIMITS), method="bounded", options={"xatol": 1e-6})
+    found = minimize_scalar(loss, bounds=_LIMITS, method="bounded", options={"xatol": 1e-6})
     return float(np.exp(found.x))
 
 

@@ -183,7 +183,9 @@ def _accuracy(
         "high": entry.accuracy.high,
         "draws": len(entry.draws),
         "num_images": len(entry.sample_ids),
-        "balanced_accuracy": float(np.mean([balanced_accuracy(entry.labels, draw) for draw in entry.correct])),
+        "balanced_accuracy": float(
+            np.mean([balanced_accuracy(entry.labels, draw) for draw in entry.correct])
+        ),
         "probabilities": _probabilities(entry),
         "apart": entry_kind == "apart",
         "seen": "" if entry_kind in ("pixels", "untrained") else provenance.seen_in_training(metrics),

@@ -36,10 +36,10 @@ class Entry:
     """One line of the table: a method under one protocol, with `labels_per_class` labels (None: all).
 
     `predictions`, `correct` (bool) and `probabilities` (of the predictions; NaN if the method has none) are [draws, n]
-    and `labels` is [n], in the order of `sample_ids`, which is sorted. `nll`, `in_top5` (0 or 1), and, after temperature
-    scaling, `calibrated_probabilities` and `calibrated_nll` are [draws, n], too; None if the method has none. `draw_seed` is the seed of the label draws; two
+    and `labels` is [n], in the order of `sample_ids`, which is sorted. `draw_seed` is the seed of the label draws; two
     draws with the same number and seed have the same labelled images. `settings` and `selected_on` are the distinct
-    values over the draws.
+    values over the draws. `nll`, `in_top5` (0 or 1), and, after temperature scaling, `calibrated_probabilities` and
+    `calibrated_nll` are [draws, n], or None if the method does not have them.
     """
 
     artifact: str
@@ -142,7 +142,9 @@ def _by_draw(predictions: Any) -> tuple[_Ids, dict[tuple[Any, ...], _Draw]]:
     rank = np.empty(len(ids), np.int32)
     rank[order] = np.arange(len(ids), dtype=np.int32)
     places = rank[codes]
-    columns = [predictions[name].to_numpy() for name in ("label", "prediction", "correct", "probability", "nll")]
+    columns = [
+        predictions[name].to_numpy() for name in ("label", "prediction", "correct", "probability", "nll")
+    ]
     columns.append(_in_top5(predictions["top5"].combine_chunks(), columns[0]))
     columns += [predictions[name].to_numpy() for name in ("calibrated_probability", "calibrated_nll")]
     rows = np.lexsort((places, groups))

@@ -12,7 +12,7 @@ import pytest
 from pipelines.results.query import TABLES, query
 from pipelines.spec import RecipeError
 from pipelines.store import Layout, Store, StoreDamaged, commit, open_store
-from ray_jobs.evaluation.rows import PREDICTIONS, ROWS, write_parquet, write_table
+from ray_jobs.evaluation.rows import PREDICTIONS, PROBABILITIES, ROWS, write_parquet, write_table
 from tests.support.records import flip, make_manifest, row
 
 
@@ -20,7 +20,8 @@ def prediction(**changes: Any) -> dict[str, Any]:
     names = ("task", "protocol", "method", "labels_per_class", "draw")
     return (
         {name: row()[name] for name in names}
-        | {"sample_id": "a", "label": 1, "prediction": 1, "correct": True, "probability": None}
+        | {"sample_id": "a", "label": 1, "prediction": 1, "correct": True}
+        | dict.fromkeys(PROBABILITIES.names)
         | changes
     )
 
@@ -140,6 +141,7 @@ def test_a_column_that_came_later_is_null_in_older_files(tmp_path: Path) -> None
 def test_documented_columns_are_those_of_the_files(store: Store, name: str, schema: Any) -> None:
     documented = [(column.name, column.type) for column in TABLES[name]]
     types = {"string": "VARCHAR", "int32": "INTEGER", "double": "DOUBLE", "float": "FLOAT", "bool": "BOOLEAN"}
+    types |= {"list<element: int32>": "INTEGER[]", "list<element: float>": "FLOAT[]"}
     assert documented[7:] == [(field.name, types[str(field.type)]) for field in schema]
     for table in TABLES:
         shown = [row[:2] for row in ask(store, f"DESCRIBE {table}")]

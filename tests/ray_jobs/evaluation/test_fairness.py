@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
+import torch
 
 from pipelines.spec import Baselines, Finetune, Labels, ModelSize
 from pipelines.store import open_store
@@ -15,7 +16,8 @@ from ray_jobs.data import shards
 from ray_jobs.evaluation import rows
 from ray_jobs.evaluation.supports import Supports
 from ray_jobs.process.stage import Context
-from ray_jobs.training.task import Refit, Score, Trial
+from ray_jobs.training.fit import score
+from ray_jobs.training.task import Refit, Trial
 from tests.support import datasets
 from tests.support.records import make_context, make_manifest
 
@@ -64,8 +66,8 @@ def seen_by_fine_tuning(folder: Path, labels: Labels, dev: int, monkeypatch: pyt
 
     def run_refits(_: Any, task: Any, pools: Any, draws: Any) -> list[Refit]:
         seen.draws.extend(images(task, pools[draw]) for draw in draws)
-        score = Score(0.0, 0.0, np.zeros(TEST, np.int64), np.ones(TEST, np.float32))
-        return [Refit(score, [], 0, ()) for _ in draws]
+        scored = score(torch.zeros(TEST, 2), np.zeros(TEST, np.int64))
+        return [Refit(scored, [], 0, ()) for _ in draws]
 
     monkeypatch.setattr(finetune, "run_trials", run_trials)
     monkeypatch.setattr(finetune, "run_refits", run_refits)

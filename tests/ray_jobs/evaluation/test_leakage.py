@@ -11,6 +11,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+import torch
 
 from pipelines import store as st
 from pipelines.results.accuracies import list_results
@@ -22,7 +23,8 @@ from ray_jobs.evaluation import leakage, rows
 from ray_jobs.process.stage import Context
 from ray_jobs.reporting import provenance
 from ray_jobs.training.contract import model_contract
-from ray_jobs.training.task import Refit, Score
+from ray_jobs.training.fit import score
+from ray_jobs.training.task import Refit
 from tests.support import datasets
 from tests.support.records import flip, make_attempt, make_manifest
 from tests.support.s3 import Server, used
@@ -425,9 +427,8 @@ def test_a_backbone_that_learned_from_the_labelled_images_is_named_so(made: Made
         context = made.context(config)
         pools, *_ = finetune.labelled(config, dataset)
         overlap = leakage.check_leakage(context, dataset, pools[0].rows)
-        score = Score(0.0, 0.0, np.zeros(30, np.int64), np.ones(30, np.float32))
         task = finetune.make_task(config, dataset, made.folder("tuned"))
-        refits = [Refit(score, [], 0, ())]
+        refits = [Refit(score(torch.zeros(30, 2), dataset.labels("test")), [], 0, ())]
         numbers, _ = finetune.tables(task, dataset, refits, "dev", overlap)
         assert [row["method"] for row in numbers] == [name]
 
@@ -446,8 +447,8 @@ def test_a_fine_tuned_model_is_listed_with_its_accuracy_on_images_it_has_not_see
     dataset = shards.open_dataset(made.folder("a"))
     labels = dataset.labels("test")
     seen = np.arange(30) < 10
-    score = Score(1 / 3, 0.0, np.where(seen, labels, 1 - labels), np.ones(30, np.float32))
-    right_on_seen = Refit(score, [], 0, ())
+    logits = torch.eye(2)[np.where(seen, labels, 1 - labels)]
+    right_on_seen = Refit(score(logits, labels), [], 0, ())
 
     def accuracy(mask: np.ndarray) -> dict[str, float]:
         return finetune._test_accuracy(dataset, [right_on_seen], leakage.Overlap(mask, 0, 0, 0))

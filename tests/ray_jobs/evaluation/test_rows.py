@@ -10,6 +10,7 @@ import pytest
 
 from ray_jobs.evaluation.rows import (
     PREDICTIONS,
+    PROBABILITIES,
     REAL,
     ROWS,
     Row,
@@ -42,7 +43,8 @@ def prediction(**changes: object) -> Row:
     names = ("task", "protocol", "method", "labels_per_class", "draw")
     return (
         {name: row()[name] for name in names}
-        | {"sample_id": "ab" * 16, "label": 3, "prediction": 8, "correct": False, "probability": None}
+        | {"sample_id": "ab" * 16, "label": 3, "prediction": 8, "correct": False}
+        | dict.fromkeys(PROBABILITIES.names)
         | changes
     )
 
@@ -136,7 +138,9 @@ def test_a_file_with_other_columns_is_refused(tmp_path: Path) -> None:
 def test_a_look_at_test_becomes_its_accuracy_and_a_prediction_an_image(tmp_path: Path) -> None:
     rng = np.random.default_rng(0)
     labels, guesses = rng.integers(0, 3, (2, 50))
-    probabilities = rng.random(50, np.float32)
+    nulls = {name: [None] * 50 for name in PROBABILITIES.names}
+    chosen = {"probability": rng.random(50, np.float32), "top5": rng.integers(0, 9, (50, 5)).tolist()}
+    probabilities = pa.Table.from_pydict(nulls | chosen, PROBABILITIES)
     ids = [f"image {number}" for number in rng.permutation(50)]
     common = {name: row()[name] for name in ("protocol", "method", "labels_per_class", "draw")}
     [(found, predictions)] = scored(
@@ -154,7 +158,8 @@ def test_a_look_at_test_becomes_its_accuracy_and_a_prediction_an_image(tmp_path:
             label=int(labels[i]),
             prediction=int(guesses[i]),
             correct=bool(labels[i] == guesses[i]),
-            probability=float(probabilities[i]),
+            probability=float(chosen["probability"][i]),
+            top5=chosen["top5"][i],
         )
         for i in range(50)
     ]

@@ -10,6 +10,7 @@ import pytest
 
 from ray_jobs.evaluation.intervals import Interval
 from ray_jobs.evaluation.rows import (
+    PROBABILITIES,
     REAL,
     ROWS,
     Row,
@@ -117,9 +118,9 @@ def test_a_table_that_an_earlier_version_wrote_lacks_what_came_later(tmp_path: P
         [("a", make_manifest("evaluate", key="k"), tmp_path / "a")],
     )
     written = pq.read_table(path)
-    write_parquet(path, written.drop_columns(["probability"]))
+    write_parquet(path, written.drop_columns(PROBABILITIES.names))
     joined = measures.join_tables(parts, "predictions.parquet", measures.PREDICTIONS)
-    assert joined["probability"].null_count == len(joined) == len(written)
+    assert joined["probability"].null_count == joined["top5"].null_count == len(joined) == len(written)
     write_parquet(path, written.drop_columns(["correct"]))
     with pytest.raises(ValueError, match="has the columns"):
         measures.join_tables(parts, "predictions.parquet", measures.PREDICTIONS)

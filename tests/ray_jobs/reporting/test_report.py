@@ -39,7 +39,7 @@ from ray_jobs import report
 from ray_jobs.data import shards
 from ray_jobs.data.images import sample_id
 from ray_jobs.evaluation.intervals import accuracy_interval, paired_difference
-from ray_jobs.evaluation.rows import PREDICTIONS, ROWS, write_table
+from ray_jobs.evaluation.rows import PREDICTIONS, ROWS, write_predictions, write_table
 from ray_jobs.process.stage import Context
 from ray_jobs.reporting import page, provenance
 from ray_jobs.reporting.gather import measured_in_training
@@ -171,6 +171,7 @@ class Artifacts:
     ) -> Manifest:
         """Commit what `_scores` makes as the artifact of a stage, a fine-tuning with its sweep."""
         rows, predictions = [], []
+        tuned = {"probability": PROBABILITY, "nll": 0.25, "top5": [0, 1, 2], "calibrated_nll": None}
         for score in scores:
             for draw, answers in enumerate(score["predictions"]):
                 names = ("protocol", "method", "labels_per_class")
@@ -194,13 +195,13 @@ class Artifacts:
                         "label": int(label),
                         "prediction": int(answer),
                         "correct": bool(label == answer),
-                        "probability": PROBABILITY if score["protocol"] == "fine-tuning" else None,
                     }
+                    | (tuned if score["protocol"] == "fine-tuning" else {})
                     for identity, label, answer in zip(score["ids"], score["labels"], answers, strict=True)
                 ]
         folder = self.store.root
         write_table(folder / "rows.parquet", rows, ROWS)
-        write_table(folder / "predictions.parquet", predictions, PREDICTIONS)
+        write_predictions(folder / "predictions.parquet", [pa.Table.from_pylist(predictions, PREDICTIONS)])
         files = {name: (folder / name).read_bytes() for name in ("rows.parquet", "predictions.parquet")}
         if isinstance(config, Finetune):
             files["sweep.json"] = json.dumps(SEARCH if config.search else SWEEP).encode()
@@ -525,6 +526,28 @@ def test_the_worst_mistakes_are_those_most_often_wrong(files: dict[str, bytes]) 
         assert mistake["probability"] == PROBABILITY and mistake["file"].startswith("test/")
         assert mistake["file"] in page
     assert "75.0%" in page
+
+
+def test_methods_with_probabilities_say_what_they_are_worth(files: dict[str, bytes]) -> None:
+    accuracies = json.loads(files["report.json"])["accuracies"]
+    for line in accuracies:
+        assert (line["probabilities"] is not None) == (line["protocol"] == "fine-tuning")
+    table = pq.read_table(io.BytesIO(files["predictions.parquet"])).to_pandas()
+    for line in (line for line in accuracies if line["probabilities"]):
+        own = table[
+            (table["stage"] == line["stage"]) & (table["labels_per_class"] == line["labels_per_class"])
+        ]
+        draws = [draw for _, draw in own.groupby("draw")]
+        gaps = [abs(draw["correct"].mean() - PROBABILITY) for draw in draws]
+        recalls = [draw.groupby("label")["correct"].mean().mean() for draw in draws]
+        assert line["balanced_accuracy"] == pytest.approx(np.mean(recalls))
+        assert line["probabilities"] == {
+            "nll": 0.25,
+            "calibration_error": pytest.approx(np.mean(gaps)),
+            "top5_accuracy": pytest.approx((own["label"] <= 2).mean()),
+            "calibrated": None,
+        }
+    assert "Calibration<br>error" in files["report.html"].decode()
 
 
 def test_each_class_has_its_recall_its_precision_and_its_rival(files: dict[str, bytes]) -> None:

@@ -18,7 +18,7 @@ from ray_jobs.evaluation.supports import Supports
 from ray_jobs.process.stage import Result
 from ray_jobs.training import fit as fit_module
 from ray_jobs.training.contract import model_contract
-from ray_jobs.training.fit import fit, score, start_model
+from ray_jobs.training.fit import fit, predict, score, start_model
 from ray_jobs.training.log import Evaluation, LogWriter
 from ray_jobs.training.task import Images, Task
 from tests.support.finetuning import SIZE, configuration, context, put_halves
@@ -123,7 +123,8 @@ def test_a_fit_learns_and_repeats_itself(dataset, dtype):
     writer = LogWriter(MemoryStore(), make_attempt("finetune"), "trial-0-0")  # which changes nothing
     first, curve, _ = fit(task, pool.take(inside), 1e-2, seed=3)
     second, *_ = fit(task, pool.take(inside), 1e-2, seed=3, writer=writer, validation=pool.take(outside))
-    assert score(first, task.contract, pool.take(outside)).accuracy > 0.9
+    held_out = pool.take(outside)
+    assert score(predict(first, task.contract, held_out), held_out.labels).accuracy > 0.9
     assert curve[-1]["loss"] < curve[0]["loss"]
     for one, other in zip(first.parameters(), second.parameters(), strict=True):
         assert one.dtype == torch.float32
@@ -188,7 +189,7 @@ def test_a_refit_repeats_the_steps_of_its_trial_until_it_was_best(dataset):
     assert best.accuracy == max(accuracies.values()) > 0.5
     assert last == best.step + 2 * 4 < 40, "it ended two evaluations after its best"
     again, curve, _ = fit(task._replace(last_step=best.step), data, 3e-2, seed=0)
-    accuracy, loss, *_ = score(again, task.contract, held_out)
+    accuracy, loss, *_ = score(predict(again, task.contract, held_out), held_out.labels)
     assert (accuracy, loss) == (best.accuracy, best.loss)
     assert curve[-1]["step"] == best.step
 
@@ -251,7 +252,7 @@ def test_a_model_whose_last_step_diverged_has_no_score(dataset):
     task, pools, _ = prepared(dataset, configuration(steps=1))
     model, *_ = fit(task, pools[0], 1e30, seed=0)
     with pytest.raises(UserError, match=r"loss is nan after training: lower learning_rate"):
-        score(model, task.contract, pools[0])
+        score(predict(model, task.contract, pools[0]), pools[0].labels)
 
 
 def test_a_backbone_keeps_its_encoder_and_loses_its_head(dataset, tmp_path):
@@ -392,6 +393,14 @@ def test_the_whole_stage_twice(dataset, tmp_path, local_ray):
         mine = [p["label"] == p["prediction"] for p in predictions if p["draw"] == row["draw"]]
         assert row["value"] == pytest.approx(np.mean(mine))
     assert all(0.5 <= p["probability"] <= 1 for p in predictions), "the larger one of two classes"
+    temperature = results[0].metrics["temperature"]
+    for p in predictions:
+        assert p["top5"] == [p["prediction"], 1 - p["prediction"]]
+        assert p["nll"] == pytest.approx(
+            -np.log(p["top5_probabilities"][p["top5"].index(p["label"])]), abs=1e-5
+        )
+        odds = np.divide(*p["top5_probabilities"]) ** (1 / temperature)
+        assert p["calibrated_probability"] == pytest.approx(odds / (1 + odds), abs=1e-5)
     assert load_model(folder)[1].class_names == ("left", "right")
 
 

@@ -240,8 +240,12 @@ DAMAGE: dict[str, tuple[Callable[[Path], Any], str]] = {
     "no model": (lambda root: (root / MODEL).unlink(), "the refit is not used"),
     "files outside": (outside, "files: "),
     "fewer probabilities": (
-        lambda root: rewrite(folder(root) / "refit-1.json", probabilities=[]),
-        "30 predictions, but 0 probabilities",
+        lambda root: rewrite(folder(root) / "refit-1.json", probabilities={"nll": []}),
+        "30 predictions, but 0 of nll",
+    ),
+    "no probabilities": (
+        lambda root: rewrite(folder(root) / "refit-1.json", probabilities={}),
+        "probabilities: ",
     ),
     "another learning rate": (lambda root: rewrite(folder(root) / "refit-1.json", learning_rate=0.5), ""),
 }
@@ -315,6 +319,7 @@ def test_a_task_that_ray_runs_again_fits_nothing(
     again = attempt(store, 1)
     task = finetune.make_task(again.config, again.dataset(), None)
     task = finetune.at_point(task, 1, {"learning_rate": 1e-2}, again.dataset())
+    task = task._replace(temperature=finetune.held_out_temperature(ledger.open_ledger(again), 1, folds=2))
     unused: Any = None
     for draw in (0, 1):
         finetune.refit(again, task, unused, draw)

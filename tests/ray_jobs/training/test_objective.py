@@ -19,7 +19,7 @@ from ray_jobs.augment.views import two_views
 from ray_jobs.data import shards
 from ray_jobs.training import loop, optim
 from ray_jobs.training.ancestor import Ancestor
-from ray_jobs.training.fit import fit, score
+from ray_jobs.training.fit import fit, predict, score
 from ray_jobs.training.task import read_split
 from tests.support import datasets
 from tests.support.workers import run_workers
@@ -365,7 +365,7 @@ def test_moco_in_bfloat16_is_about_that_in_float32_and_is_fine_tuned(dataset, tm
     task = finetune.make_task(tuning, opened, tmp_path)
     images = read_split(opened, "train")
     model, curve, _ = fit(task, images, 1e-2, seed=0)
-    assert score(model, task.contract, images).accuracy > 0.8
+    assert score(predict(model, task.contract, images), images.labels).accuracy > 0.8
     assert curve[-1]["loss"] < curve[0]["loss"]
 
 

@@ -27,7 +27,7 @@ from ray_jobs.data import shards
 from ray_jobs.data.sampler import GlobalOrder
 from ray_jobs.evaluation.features import embed
 from ray_jobs.training import loop, optim
-from ray_jobs.training.fit import fit, score, start_model
+from ray_jobs.training.fit import fit, predict, start_model
 from ray_jobs.training.task import read_split
 from tests.support import datasets
 from tests.support.local_runs import with_words
@@ -261,7 +261,7 @@ def test_every_architecture_goes_the_same_way(dataset, tmp_path, model):
     assert type(task.contract.architecture) is type(contract.architecture)
     images = read_split(data, "train")
     tuned, *_ = fit(task, images, 1e-3, seed=0)
-    assert score(tuned, task.contract, images).predictions.shape == (48,)
+    assert predict(tuned, task.contract, images).shape[0] == 48
     features = embed(trained, contract, 1, data.images("dev", contract.preprocessing))
     assert features.shape == (25, contract.architecture.width) and np.isfinite(features).all()
 
