@@ -69,7 +69,7 @@ def published() -> dict[str, Published]:
 
 
 def find_published(name: str) -> Published:
-    """Return a row of the table. Raises RecipeError if there is no such row."""
+    """Return a row of the table. Raises RecipeError if the table does not have it."""
     table = published()
     if name not in table:
         raise RecipeError(f"unknown protocol {name!r}{nearest(name, table)}; known: {', '.join(table)}")

@@ -166,7 +166,7 @@ def _codes(column: Any) -> tuple[np.ndarray, Any]:
 
 
 def _in_top5(top5: Any, labels: np.ndarray) -> np.ndarray:
-    """Return whether each label is in its list, 0 or 1, float32 [n]; NaN if there is no list."""
+    """Return whether each label is in its list, 0 or 1, float32 [n]; NaN for an image without a list."""
     found = np.where(top5.is_valid(), np.float32(0), np.float32(np.nan))
     images = pc.list_parent_indices(top5).to_numpy()
     found[images[pc.list_flatten(top5).to_numpy() == labels[images]]] = 1

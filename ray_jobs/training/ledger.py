@@ -15,7 +15,7 @@ from __future__ import annotations
 import re
 import shutil
 from collections.abc import Iterator, Sequence
-from typing import Annotated, Any, Self, TypeVar
+from typing import Annotated, Self, TypeVar
 
 import numpy as np
 import pyarrow as pa
@@ -82,18 +82,28 @@ class CurvePoint(Frozen):
     loss: float
 
 
+class ImageProbabilities(Frozen):
+    """The columns of a table of PROBABILITIES, each of n images; calibrated ones are null without a temperature."""
+
+    probability: tuple[Fraction, ...]
+    nll: tuple[float, ...]
+    top5: tuple[tuple[NonNegativeInt, ...], ...]
+    top5_probabilities: tuple[tuple[Fraction, ...], ...]
+    calibrated_probability: tuple[Fraction | None, ...]
+    calibrated_nll: tuple[float | None, ...]
+
+
 class RefitEntry(TrialEntry):
     """A finished refit: its results on n test images, and its model's files if they are kept.
 
-    The numbers per image are JSON, too (1.6 MB for 10,000 images), so that an entry is one object, complete or absent,
+    The numbers per image are JSON, too (2.8 MB for 10,000 images), so that an entry is one object, complete or absent,
     and validated like any other record.
     """
 
     point: dict[str, JsonValue]
     predictions: tuple[NonNegativeInt, ...]
     """[n], labels."""
-    probabilities: dict[str, tuple[Any, ...]]
-    """The columns [n] of a table of PROBABILITIES."""
+    probabilities: ImageProbabilities
     curve: tuple[CurvePoint, ...]
     substitutes: NonNegativeInt
     files: tuple[FileEntry, ...]
@@ -101,7 +111,7 @@ class RefitEntry(TrialEntry):
 
     @model_validator(mode="after")
     def _whole(self) -> Self:
-        for name, column in self.probabilities.items():
+        for name, column in self.probabilities:
             if len(column) != len(self.predictions):
                 raise ValueError(f"{len(self.predictions)} predictions, but {len(column)} of {name}")
         self.table()
@@ -111,10 +121,10 @@ class RefitEntry(TrialEntry):
         return self
 
     def table(self) -> pa.Table:
-        """Return the probabilities as a table. Raises ValueError if they are not its columns."""
+        """Return the probabilities as a table. Raises ValueError if a class is too large for its column."""
         try:
-            return pa.Table.from_pydict(self.probabilities, PROBABILITIES)
-        except (KeyError, pa.ArrowException) as error:
+            return pa.Table.from_pydict(self.probabilities.model_dump(), PROBABILITIES)
+        except (OverflowError, pa.ArrowException) as error:
             raise ValueError(f"probabilities: {error}") from None
 
 

@@ -102,7 +102,9 @@ def test_best_is_the_highest_mean_of_a_setting(store: Store) -> None:
     assert pixels["key"] == "pixels"
     everything = list_results(store, "digits", None, None)
     assert len(everything) == 5
-    assert best["judged"] == pixels["judged"] == 5, "of this test set, whatever is listed"
+    assert best["judged"] == pixels["judged"] == 5, (
+        "all results of this test set count, also those that are not listed"
+    )
     assert best["optimism"] == expected_optimism(5, best["mean"], best["num_images"])
 
 

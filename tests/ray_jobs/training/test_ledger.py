@@ -210,6 +210,12 @@ def rewrite(path: Path, sealed: bool = True, **fields: Any) -> None:
     path.write_text(json.dumps(entry))
 
 
+def rewrite_column(root: Path, name: str, values: list[Any]) -> None:
+    """Change a column of a refit's probabilities."""
+    path = folder(root) / "refit-1.json"
+    rewrite(path, probabilities=json.loads(path.read_text())["probabilities"] | {name: values})
+
+
 def outside(root: Path) -> None:
     entry = json.loads((folder(root) / "refit-0.json").read_text())
     files = [entry["files"][0], entry["files"][1] | {"path": "../../1/attempt.json"}]
@@ -240,11 +246,19 @@ DAMAGE: dict[str, tuple[Callable[[Path], Any], str]] = {
     "no model": (lambda root: (root / MODEL).unlink(), "the refit is not used"),
     "files outside": (outside, "files: "),
     "fewer probabilities": (
-        lambda root: rewrite(folder(root) / "refit-1.json", probabilities={"nll": []}),
+        lambda root: rewrite_column(root, "nll", []),
         "30 predictions, but 0 of nll",
     ),
     "no probabilities": (
         lambda root: rewrite(folder(root) / "refit-1.json", probabilities={}),
+        "probabilities: probability: Field required",
+    ),
+    "a probability above 1": (
+        lambda root: rewrite_column(root, "calibrated_probability", [1.5] * 30),
+        "probabilities: calibrated_probability: 0: Input should be less than or equal to 1",
+    ),
+    "a class that no column can hold": (
+        lambda root: rewrite_column(root, "top5", [[2**70]] * 30),
         "probabilities: ",
     ),
     "another learning rate": (lambda root: rewrite(folder(root) / "refit-1.json", learning_rate=0.5), ""),
