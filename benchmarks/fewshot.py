@@ -115,7 +115,7 @@ def features(folder: Path) -> list[str]:
     dataset = shards.open_dataset(folder)
     config = ViTConfig.variant("S/16", image_size=224)
     model = ViT(config).eval()
-    preprocessing = Preprocessing(resolution=224, mean=(0.5,), std=(0.5,))
+    preprocessing = Preprocessing(resolution=224, channels=3, mean=(0.5,) * 3, std=(0.5,) * 3)
     contract = ModelContract.model_construct(architecture=config, preprocessing=preprocessing)
     numbers, extract = np.arange(IMAGES), partial(embed, model, contract, 1)
     images = torch.from_numpy(dataset.images("test", preprocessing, numbers))
