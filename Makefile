@@ -72,6 +72,7 @@ benchmarks: install  # on an otherwise idle machine; each prints its table and k
 	$(BIN)/python benchmarks/resume.py
 	$(BIN)/python benchmarks/zero_matrix.py
 	$(BIN)/python benchmarks/objectives.py
+	$(BIN)/python benchmarks/fewshot.py
 
 clean:
 	rm -rf .venv build *.egg-info

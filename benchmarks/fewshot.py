@@ -6,7 +6,7 @@ and 10,000 test images: with L2 fixed against scikit-learn's `RidgeClassifier` a
 and with L2 from 26 values by leave-one-out against `RidgeClassifierCV`. All on one thread; the contenders take turns,
 and a ratio is between figures of the same round. Before the clock starts, the predictions at the same L2 are compared.
 
-Prints the tables and writes them to benchmarks/results/fewshot.md; takes 10 minutes on two idle cores.
+Prints the tables and writes them to benchmarks/results/fewshot.md; takes 6 minutes on two idle cores.
 """
 
 from __future__ import annotations
