@@ -73,6 +73,7 @@ benchmarks: install  # on an otherwise idle machine; each prints its table and k
 	$(BIN)/python benchmarks/zero_matrix.py
 	$(BIN)/python benchmarks/objectives.py
 	$(BIN)/python benchmarks/fewshot.py
+	$(BIN)/python benchmarks/sweep.py
 
 clean:
 	rm -rf .venv build *.egg-info
