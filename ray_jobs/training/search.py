@@ -1,7 +1,7 @@
 """Which points a fine-tuning's search tries: those known before it starts, and those that Optuna proposes meanwhile.
 
 In: the configuration, and with Optuna the points that were tried before. Out: points, {field: value}.
-`ray_jobs.finetune` runs their trials.
+`ray_jobs.training.sweep` runs their trials.
 """
 
 from __future__ import annotations

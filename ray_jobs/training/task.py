@@ -1,4 +1,6 @@
-"""The types that a fine-tuning's entry process and its Ray tasks exchange. Free of torch, as the entry process is."""
+"""What a fine-tuning's entry process and its Ray tasks exchange: tasks and results. Free of torch, as the entry process
+is.
+"""
 
 from __future__ import annotations
 
@@ -8,13 +10,17 @@ from typing import NamedTuple
 import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
+from pydantic import ValidationError
 
-from pipelines.spec import Finetune
+from pipelines.spec import Finetune, check_optimizer, nearest
 from pipelines.spec.search import Point
+from pipelines.spec.vtab import augmentation
 from pipelines.store import FileEntry
 from ray_jobs.data.shards import Dataset, Images, Split
-from vit_model.config import ModelContract
-from vit_model.errors import UserError
+from ray_jobs.training.contract import continued_contract, model_contract
+from ray_jobs.training.search import describe
+from vit_model.config import ModelContract, ViTConfig
+from vit_model.errors import UserError, reasons
 
 Indices = NDArray[np.int64]
 Folds = list[tuple[Indices, Indices]]
@@ -96,3 +102,78 @@ def read_split(dataset: Dataset, split: Split) -> Images:
     """Return the images of a split. Raises UserError if it is empty."""
     dataset.require(split)
     return Images(dataset, dataset.index(split))
+
+
+def make_task(config: Finetune, dataset: Dataset, backbone: Path | None) -> Task:
+    """Return the task with its model's contract: the backbone's with a new head and resolution, or a new model's.
+
+    Raises:
+        UserError: a setting does not fit the data, the model or the classes.
+    """
+    if config.augment == "vtab":
+        try:
+            config = config.model_copy(update={"augment": augmentation(dataset.info.name)})
+        except ValueError as error:
+            raise UserError(str(error)) from None
+    if backbone is None:
+        assert config.model is not None and config.resolution is not None
+        contract = model_contract(config.model, config.resolution, dataset.info, config.eval_crop)
+        check_settings(config, contract)
+        return Task(config, contract, None, 0, {})
+    from vit_model.weights import read_contract
+
+    source = read_contract(backbone)
+    resolution = config.resolution or source.preprocessing.resolution
+    try:
+        architecture = source.architecture.for_finetuning(resolution, len(dataset.info.class_names))
+        contract = continued_contract(source, architecture, dataset.info, config.eval_crop)
+    except ValidationError as error:
+        raise UserError(f"fine-tuning {config.backbone}: {reasons(error)}") from error
+    check_settings(config, contract)
+    return Task(config, contract, backbone, 0, {})
+
+
+def at_point(task: Task, number: int, point: Point, dataset: Dataset) -> Task:
+    """Return the task of one point of the search, with its own settings and perhaps its own resolution.
+
+    Raises:
+        UserError: the settings do not fit each other, the data or the backbone.
+    """
+    try:
+        config = task.config.at(point)
+    except ValueError as error:
+        why = reasons(error) if isinstance(error, ValidationError) else str(error)
+        raise UserError(f"search: {describe(point)} do not go together: {why}") from error
+    return make_task(config, dataset, task.backbone)._replace(
+        attempts=task.attempts, number=number, point=point
+    )
+
+
+def check_settings(config: Finetune, contract: ModelContract) -> None:
+    """Check what depends on the model and the classes, which the configuration alone does not tell.
+
+    Raises:
+        UserError: a setting does not fit them.
+    """
+    architecture, names = contract.architecture, contract.class_names
+    try:
+        check_optimizer(config.optimizer, config.steps, architecture.family)
+    except ValueError as error:
+        raise UserError(str(error)) from None
+    if isinstance(config.freeze, int):
+        if not isinstance(architecture, ViTConfig):
+            raise UserError(
+                f"freeze {config.freeze} needs the blocks of a ViT, but the backbone is a ResNet: use freeze: backbone"
+            )
+        if config.freeze > architecture.num_blocks:
+            raise UserError(f"freeze {config.freeze}: the backbone has {architecture.num_blocks} blocks")
+        if config.freeze == architecture.num_blocks and config.optimizer.name == "muon":
+            raise UserError(
+                f"optimizer.name muon is for the matrices of the blocks, and freeze {config.freeze} trains none of"
+                " them; use adamw or sgd"
+            )
+    if config.activation_checkpointing and not isinstance(architecture, ViTConfig):
+        raise UserError("activation_checkpointing needs the blocks of a ViT, but the backbone is a ResNet")
+    for name in config.class_weights if isinstance(config.class_weights, dict) else ():
+        if name not in names:
+            raise UserError(f"class_weights: the data has no class {name!r}{nearest(name, names)}")

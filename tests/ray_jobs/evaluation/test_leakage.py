@@ -24,7 +24,7 @@ from ray_jobs.process.stage import Context
 from ray_jobs.reporting import provenance
 from ray_jobs.training.contract import model_contract
 from ray_jobs.training.fit import score
-from ray_jobs.training.task import Refit
+from ray_jobs.training.task import Refit, make_task
 from tests.support import datasets
 from tests.support.records import flip, make_attempt, make_manifest
 from tests.support.s3 import Server, used
@@ -427,7 +427,7 @@ def test_a_backbone_that_learned_from_the_labelled_images_is_named_so(made: Made
         context = made.context(config)
         pools, *_ = finetune.labelled(config, dataset)
         overlap = leakage.check_leakage(context, dataset, pools[0].rows)
-        task = finetune.make_task(config, dataset, made.folder("tuned"))
+        task = make_task(config, dataset, made.folder("tuned"))
         refits = [Refit(score(torch.zeros(30, 2), dataset.labels("test")), [], 0, ())]
         numbers, _ = finetune.tables(task, dataset, refits, "dev", overlap)
         assert [row["method"] for row in numbers] == [name]

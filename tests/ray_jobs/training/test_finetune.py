@@ -20,7 +20,9 @@ from ray_jobs.training import fit as fit_module
 from ray_jobs.training.contract import model_contract
 from ray_jobs.training.fit import fit, predict, score, start_model
 from ray_jobs.training.log import Evaluation, LogWriter
-from ray_jobs.training.task import Images, Task
+from ray_jobs.training.sweep import _show_unraisable, choose, last_step, steps_after
+from ray_jobs.training.task import Images, Task, make_task
+from ray_jobs.training.trials import DIVERGED
 from tests.support.finetuning import SIZE, configuration, context, put_halves
 from tests.support.memory_store import MemoryStore
 from tests.support.records import make_attempt
@@ -39,17 +41,17 @@ def dataset(tmp_path) -> Path:
 
 def prepared(dataset: Path, config: Finetune) -> tuple[Task, list[Images], Supports]:
     opened = shards.open_dataset(dataset)
-    task = finetune.make_task(config, opened, None)
+    task = make_task(config, opened, None)
     return task, *finetune.labelled(config, opened)
 
 
 def test_vtabs_augmentation_is_that_of_the_task(dataset):
     config, opened = configuration(augment="vtab"), shards.open_dataset(dataset)
     with pytest.raises(UserError, match="augment vtab is for VTAB-1k's tasks; halves is not one of them"):
-        finetune.make_task(config, opened, None)
+        make_task(config, opened, None)
     for name, policy in (("DMLab", "flip"), ("sNORB-Azimuth", "squash_crop")):
         opened.info = opened.info.model_copy(update={"name": name})
-        assert finetune.make_task(config, opened, None).config.augment == policy
+        assert make_task(config, opened, None).config.augment == policy
 
 
 def test_with_all_labels_refits_repeat_the_fit_with_other_seeds(tmp_path, dataset):
@@ -96,22 +98,20 @@ def test_the_best_mean_wins_and_the_loss_breaks_ties():
         {"learning_rate": 2.0, "accuracies": [0.8, 0.8], "losses": [0.9, 0.9]},
         {"learning_rate": 3.0, "accuracies": [0.9, 0.7], "losses": [0.2, 0.95]},
     ]
-    assert finetune.choose(trials)["learning_rate"] == 3.0, (
-        "0.575 is less than 0.9, though its worst fold is worse"
-    )
+    assert choose(trials)["learning_rate"] == 3.0, "0.575 is less than 0.9, though its worst fold is worse"
 
 
 def test_a_rate_that_diverged_in_fewer_folds_comes_first():
-    lost = finetune.DIVERGED
+    lost = DIVERGED
     best_but_for_a_fold = {"learning_rate": 1.0, "accuracies": [1.0, 1.0, 0.0], "losses": [0.1, 0.1, lost]}
     sound = {"learning_rate": 2.0, "accuracies": [0.5, 0.5, 0.5], "losses": [0.9, 0.9, 0.9]}
     worse = {"learning_rate": 3.0, "accuracies": [1.0, 0.0, 0.0], "losses": [0.1, lost, lost]}
     never = {"learning_rate": 4.0, "accuracies": [0.0] * 3, "losses": [lost] * 3}
-    assert finetune.choose([best_but_for_a_fold, sound, worse, never])["learning_rate"] == 2.0
-    assert finetune.choose([never, worse, best_but_for_a_fold])["learning_rate"] == 1.0
-    assert finetune.choose([never, worse])["learning_rate"] == 3.0
+    assert choose([best_but_for_a_fold, sound, worse, never])["learning_rate"] == 2.0
+    assert choose([never, worse, best_but_for_a_fold])["learning_rate"] == 1.0
+    assert choose([never, worse])["learning_rate"] == 3.0
     with pytest.raises(ValueError, match="diverged with every rate of the sweep"):
-        finetune.choose([never, {**never, "learning_rate": 5.0}])
+        choose([never, {**never, "learning_rate": 5.0}])
 
 
 @pytest.mark.slow
@@ -223,10 +223,10 @@ def test_a_trial_whose_evaluations_all_diverged_has_no_result():
 
 
 def test_refits_end_at_the_median_of_the_folds_best_steps():
-    trial = {"steps": [8, 6, 20, 4], "losses": [1.0, 1.0, finetune.DIVERGED, 1.0]}
-    assert finetune.last_step(trial) == 6
+    trial = {"steps": [8, 6, 20, 4], "losses": [1.0, 1.0, DIVERGED, 1.0]}
+    assert last_step(trial) == 6
     trial["losses"] = [1.0] * 4
-    assert finetune.last_step(trial) == 6, "an evaluation that there was, the lower one of two"
+    assert last_step(trial) == 6, "an evaluation that there was, the lower one of two"
 
 
 def test_stochastic_depth_of_a_fit_is_drawn_per_sample_and_not_from_torchs_generator(dataset, monkeypatch):
@@ -257,7 +257,7 @@ def test_a_model_whose_last_step_diverged_has_no_score(dataset):
 
 def test_a_backbone_keeps_its_encoder_and_loses_its_head(dataset, tmp_path):
     save_backbone(tmp_path / "backbone")
-    task = finetune.make_task(
+    task = make_task(
         configuration(backbone="b", model=None, resolution=None),
         shards.open_dataset(dataset),
         tmp_path / "backbone",
@@ -273,7 +273,7 @@ def test_a_resolution_that_the_backbones_patches_do_not_divide_is_the_users_mist
     save_backbone(tmp_path)
     config = configuration(backbone="vit", model=None, resolution=9)
     with pytest.raises(UserError, match=r"^fine-tuning vit: image_size 9 is not a multiple"):
-        finetune.make_task(config, shards.open_dataset(dataset), tmp_path)
+        make_task(config, shards.open_dataset(dataset), tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -292,7 +292,7 @@ def test_settings_that_do_not_fit_the_backbone_or_the_classes_are_the_users_mist
     save_backbone(tmp_path)
     config = configuration(backbone="vit", model=None, resolution=None, **fields)
     with pytest.raises(UserError, match=message):
-        finetune.make_task(config, shards.open_dataset(dataset), tmp_path)
+        make_task(config, shards.open_dataset(dataset), tmp_path)
 
 
 def test_uneven_classes_are_balanced_by_weights_or_by_sampling(dataset):
@@ -301,9 +301,9 @@ def test_uneven_classes_are_balanced_by_weights_or_by_sampling(dataset):
     train = Images(opened, opened.index("train"))
     rare = np.concatenate([np.flatnonzero(train.labels == 0)[:2], np.flatnonzero(train.labels == 1)[:18]])
     uneven = train.take(rare)
-    weighted = finetune.make_task(configuration(class_weights="balanced"), opened, None)
+    weighted = make_task(configuration(class_weights="balanced"), opened, None)
     assert fit_module.class_weights(weighted, uneven).tolist() == [20 / (2 * 2), pytest.approx(20 / (2 * 18))]
-    named = finetune.make_task(configuration(class_weights={"right": 3.0}), opened, None)
+    named = make_task(configuration(class_weights={"right": 3.0}), opened, None)
     assert fit_module.class_weights(named, uneven).tolist() == [1.0, 3.0]
 
     seen = []
@@ -316,7 +316,7 @@ def test_uneven_classes_are_balanced_by_weights_or_by_sampling(dataset):
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(fit_module, "Loader", Recorded)
-        fit(finetune.make_task(configuration(sampling="balanced"), opened, None), uneven, 1e-3, seed=0)
+        fit(make_task(configuration(sampling="balanced"), opened, None), uneven, 1e-3, seed=0)
     assert np.bincount(np.concatenate(seen)).tolist() == [80, 80]
 
 
@@ -324,7 +324,7 @@ def test_a_frozen_backbone_stays_as_it_is_and_the_head_learns(dataset, tmp_path)
     save_backbone(tmp_path)
     opened = shards.open_dataset(dataset)
     config = configuration(backbone="vit", model=None, resolution=None, freeze="backbone")
-    task = finetune.make_task(config, opened, tmp_path)
+    task = make_task(config, opened, tmp_path)
     model, _, _ = fit(task, Images(opened, opened.index("train")), 1e-2, seed=0)
     started = dict(start_model(task, seed=0).named_parameters())
     changed = {name for name, weight in model.named_parameters() if not torch.equal(weight, started[name])}
@@ -446,8 +446,8 @@ def test_a_mistake_in_a_trial_is_told_as_it_was_made(dataset, tmp_path, local_ra
 
 @pytest.mark.parametrize("concurrent", [1, 2, 3, 100])
 def test_the_steps_after_a_fit_count_the_rest_of_the_sweep_and_the_refits(concurrent: int) -> None:
-    trials = [finetune.steps_after(20, concurrent, number, trials=4, refits=2) for number in range(4)]
-    refits = [finetune.steps_after(20, concurrent, number, trials=0, refits=2) for number in range(2)]
+    trials = [steps_after(20, concurrent, number, trials=4, refits=2) for number in range(4)]
+    refits = [steps_after(20, concurrent, number, trials=0, refits=2) for number in range(2)]
     expected = {
         1: ([100, 80, 60, 40], [20, 0]),
         2: ([40, 40, 20, 20], [0, 0]),
@@ -455,7 +455,7 @@ def test_the_steps_after_a_fit_count_the_rest_of_the_sweep_and_the_refits(concur
         100: ([20, 20, 20, 20], [0, 0]),
     }
     assert (trials, refits) == expected[concurrent]
-    resumed = finetune.steps_after(20, concurrent, 0, trials=1, refits=2)
+    resumed = steps_after(20, concurrent, 0, trials=1, refits=2)
     assert resumed == (40 if concurrent == 1 else 20), "what earlier attempts finished does not count"
 
 
@@ -467,6 +467,6 @@ def test_the_end_of_a_trials_process_is_no_traceback(
         def __del__(self) -> None:
             raise error
 
-    monkeypatch.setattr(sys, "unraisablehook", finetune._show_unraisable)
+    monkeypatch.setattr(sys, "unraisablehook", _show_unraisable)
     Collected()
     assert ("Exception ignored in" in capsys.readouterr().err) is is_shown

@@ -17,8 +17,10 @@ from pipelines.store import Checkpoint, Layout, checkpoints, open_store
 from ray_jobs import finetune
 from ray_jobs.process.stage import Context
 from ray_jobs.training import optim
+from ray_jobs.training import trials as trials_module
 from ray_jobs.training.checkpoint import Saver
 from ray_jobs.training.ledger import open_ledger
+from ray_jobs.training.task import at_point, make_task
 from tests.support.finetuning import SIZE, attempt, configuration, context, put_halves
 from tests.support.interrupted import Kill, arm, logged
 from tests.support.workers import run_workers
@@ -64,14 +66,14 @@ def put_store(root: Path) -> Path:
 
 def run(given: Context[Any], rate: int = 0) -> None:
     """Do what the stage and its task for draw 0 do, with this rate of the configuration; or the trial that may stop."""
-    dataset, task = given.dataset(), finetune.make_task(given.config, given.dataset(), None)
+    dataset, task = given.dataset(), make_task(given.config, given.dataset(), None)
     pools, supports = finetune.labelled(given.config, dataset)
     task = task._replace(attempts=open_ledger(given).attempts)
-    task = finetune.at_point(task, rate, {"learning_rate": given.config.learning_rates[rate]}, dataset)
+    task = at_point(task, rate, {"learning_rate": given.config.learning_rates[rate]}, dataset)
     if given.config.early_stopping is not None:
-        finetune.trial(given, task, pools[0], supports.folds, 0)
+        trials_module.trial(given, task, pools[0], supports.folds, 0)
         return
-    finetune.refit(given, task, pools[0], 0)
+    trials_module.refit(given, task, pools[0], 0)
 
 
 def run_killed(root: Path, config: Finetune, number: int, kill: Kill) -> None:

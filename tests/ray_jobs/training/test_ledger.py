@@ -22,8 +22,11 @@ from pipelines.store import folder as folder_store
 from ray_jobs import finetune
 from ray_jobs.process.stage import Context, Result
 from ray_jobs.training import fit, ledger, optim
+from ray_jobs.training import sweep as sweep_module
+from ray_jobs.training import trials as trials_module
 from ray_jobs.training.checkpoint import Saver
-from ray_jobs.training.task import Refit
+from ray_jobs.training.sweep import held_out_temperature
+from ray_jobs.training.task import Refit, at_point, make_task
 from tests.support import finetuning
 from tests.support.finetuning import DATA, configuration, context, put_halves
 from tests.support.records import flip
@@ -62,15 +65,15 @@ class Fits:
 
         def trials(given: Any, pools: Any, folds: Any, missing: Any, finished: Any) -> None:
             for task, fold in missing[:: self.order]:
-                finetune.trial(given, task, pools[0], folds, fold)
+                trials_module.trial(given, task, pools[0], folds, fold)
 
         def refits(given: Any, task: Any, pools: Any, draws: Any) -> list[Refit]:
-            done = [finetune.refit(given, task, pools[draw], draw) for draw in draws[:: self.order]]
+            done = [trials_module.refit(given, task, pools[draw], draw) for draw in draws[:: self.order]]
             return done[:: self.order]
 
         patch.setattr(fit, "fit", counted)
         patch.setattr(ledger, "_add", add_or_die)
-        patch.setattr(finetune, "run_trials", trials)
+        patch.setattr(sweep_module, "run_trials", trials)
         patch.setattr(finetune, "run_refits", refits)
 
     def live(self) -> None:
@@ -331,11 +334,11 @@ def test_a_task_that_ray_runs_again_fits_nothing(
 ) -> None:
     """If a node is lost, Ray repeats finished tasks whose results it held."""
     again = attempt(store, 1)
-    task = finetune.make_task(again.config, again.dataset(), None)
-    task = finetune.at_point(task, 1, {"learning_rate": 1e-2}, again.dataset())
-    task = task._replace(temperature=finetune.held_out_temperature(ledger.open_ledger(again), 1, folds=2))
+    task = make_task(again.config, again.dataset(), None)
+    task = at_point(task, 1, {"learning_rate": 1e-2}, again.dataset())
+    task = task._replace(temperature=held_out_temperature(ledger.open_ledger(again), 1, folds=2))
     unused: Any = None
     for draw in (0, 1):
-        finetune.refit(again, task, unused, draw)
+        trials_module.refit(again, task, unused, draw)
     assert fits.run(again) == undisturbed[1]
     assert fits.count == 0

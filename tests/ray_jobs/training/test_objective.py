@@ -11,7 +11,6 @@ import torch.distributed as dist
 from torch.nn import functional
 
 from pipelines.spec import Finetune, Labels, Pretrain
-from ray_jobs import finetune
 from ray_jobs.augment import augment, uniform
 from ray_jobs.augment.mixing import mix, plan
 from ray_jobs.augment.randaugment import randaugment
@@ -20,7 +19,7 @@ from ray_jobs.data import shards
 from ray_jobs.training import loop, optim
 from ray_jobs.training.ancestor import Ancestor
 from ray_jobs.training.fit import fit, predict, score
-from ray_jobs.training.task import read_split
+from ray_jobs.training.task import make_task, read_split
 from tests.support import datasets
 from tests.support.workers import run_workers
 from vit_model import compute
@@ -362,7 +361,7 @@ def test_moco_in_bfloat16_is_about_that_in_float32_and_is_fine_tuned(dataset, tm
         randaugment={"layers": 1, "magnitude": 3},
     )
     opened = shards.open_dataset(dataset)
-    task = finetune.make_task(tuning, opened, tmp_path)
+    task = make_task(tuning, opened, tmp_path)
     images = read_split(opened, "train")
     model, curve, _ = fit(task, images, 1e-2, seed=0)
     assert score(predict(model, task.contract, images), images.labels).accuracy > 0.8
@@ -378,7 +377,7 @@ def test_an_evaluations_crop_is_the_recipes_or_the_backbones_or_follows_from_the
 
     def found(**fields: object) -> tuple[str, float]:
         config = Finetune.model_validate(start | fields)
-        contract = finetune.make_task(config, opened, tmp_path if config.backbone else None).contract
+        contract = make_task(config, opened, tmp_path if config.backbone else None).contract
         return contract.preprocessing.crop, contract.preprocessing.crop_fraction
 
     assert found(backbone="b") == ("center", 0.875)

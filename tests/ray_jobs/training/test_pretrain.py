@@ -20,7 +20,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from pipelines.spec import Finetune, ModelSize, Optimizer, Pretrain
 from pipelines.store import Attempt, Store, checkpoints, now, open_store
-from ray_jobs import finetune, pretrain
+from ray_jobs import pretrain
 from ray_jobs.augment import uniform
 from ray_jobs.augment.batch import shift
 from ray_jobs.data import shards
@@ -28,7 +28,7 @@ from ray_jobs.data.sampler import GlobalOrder
 from ray_jobs.evaluation.features import embed
 from ray_jobs.training import loop, optim
 from ray_jobs.training.fit import fit, predict, start_model
-from ray_jobs.training.task import read_split
+from ray_jobs.training.task import make_task, read_split
 from tests.support import datasets
 from tests.support.local_runs import with_words
 from tests.support.records import make_context, make_manifest
@@ -257,7 +257,7 @@ def test_every_architecture_goes_the_same_way(dataset, tmp_path, model):
     data = shards.open_dataset(dataset)
     start = {"data": "halves", "backbone": "pretrained", "resolution": 24}
     sweep = Finetune(job="finetune", **start, learning_rates=(1e-3,), steps=4, batch_size=8)
-    task = finetune.make_task(sweep, data, tmp_path)
+    task = make_task(sweep, data, tmp_path)
     assert type(task.contract.architecture) is type(contract.architecture)
     images = read_split(data, "train")
     tuned, *_ = fit(task, images, 1e-3, seed=0)
@@ -277,7 +277,7 @@ def test_the_authors_recipe_learns_with_sigmoid_cross_entropy(dataset, tmp_path)
     curve = json.loads((tmp_path / "curve.json").read_text())
     assert curve[0]["loss"] == pytest.approx(np.log1p(np.e) + 2 * np.log1p(1 / np.e), abs=0.02)
     assert metrics["dev_accuracy"] > 0.9
-    task = finetune.make_task(
+    task = make_task(
         Finetune(job="finetune", data="d", backbone="b", learning_rates=(1e-3,), steps=1, batch_size=8),
         shards.open_dataset(dataset),
         tmp_path,
@@ -327,7 +327,7 @@ def test_masked_patches_are_those_of_a_loop_without_deepspeed(dataset, tmp_path,
     assert {point["dev_accuracy"] for point in curve} == {None}
 
     tuned = Finetune(job="finetune", data="d", backbone="b", learning_rates=(1e-3,), steps=1, batch_size=8)
-    model = start_model(finetune.make_task(tuned, shards.open_dataset(dataset), tmp_path), seed=0)
+    model = start_model(make_task(tuned, shards.open_dataset(dataset), tmp_path), seed=0)
     assert model.config.num_classes == 3
     assert torch.equal(model.blocks[1].mlp.fc1.weight, trained.blocks[1].mlp.fc1.weight)
 

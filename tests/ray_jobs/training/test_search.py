@@ -13,6 +13,7 @@ from pipelines.spec import Finetune, Labels
 from ray_jobs import finetune
 from ray_jobs.training.search import points
 from ray_jobs.training.task import Trial
+from ray_jobs.training.trials import standing
 from tests.support.finetuning import attempt, configuration, context, put_halves
 
 RATES = {"low": 1e-4, "high": 1e-1, "scale": "log"}
@@ -111,19 +112,18 @@ def test_where_a_search_stands_is_said_while_it_runs():
         def trial(place: tuple[int, int]) -> tuple[int, Trial] | None:
             return (1, ended[place]) if place in ended else None
 
-    def standing(folds: int = 1) -> str:
-        return finetune.standing(config, Entries(), folds)
+    def said(folds: int = 1) -> str:
+        return standing(config, Entries(), folds)
 
-    assert standing() == "0 of 4 trials have ended"
+    assert said() == "0 of 4 trials have ended"
     ended |= {(0, 0): Trial(0.5, 1.0, 30), (3, 0): Trial(0.75, 1.0, 40)}
     assert (
-        standing()
-        == "2 of 4 trials have ended; the best is trial 3, accuracy 0.750: learning rate 0.1, steps 40"
+        said() == "2 of 4 trials have ended; the best is trial 3, accuracy 0.750: learning rate 0.1, steps 40"
     )
     ended[3, 0] = ended[3, 0]._replace(is_pruned=True)
-    assert standing().startswith("2 of 4 trials have ended; the best is trial 0, accuracy 0.500")
+    assert said().startswith("2 of 4 trials have ended; the best is trial 0, accuracy 0.500")
     ended[0, 1] = Trial(0.25, 1.0, 30)
-    assert standing(folds=2).startswith("1 of 4 trials have ended; the best is trial 0, accuracy 0.375")
+    assert said(folds=2).startswith("1 of 4 trials have ended; the best is trial 0, accuracy 0.375")
 
 
 @pytest.mark.ray

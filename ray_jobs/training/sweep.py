@@ -1,0 +1,340 @@
+"""The sweep of a fine-tuning: the points that it tries with Ray Tune, and which of them it chooses.
+
+In: a task, the labelled images of draw 0, its folds, the ledger. Out: what sweep.json says of each point, of which
+`choose` takes one.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import math
+import os
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from pipelines.spec import Finetune
+from pipelines.spec.search import ASHA, Optuna, Point
+from ray_jobs.data.shards import Images
+from ray_jobs.process import devices
+from ray_jobs.process.stage import Context
+from ray_jobs.training.ledger import Ledger, add_point, add_trial
+from ray_jobs.training.search import Tried, decoded, describe, last_evaluation, points, proposer, scheduler
+from ray_jobs.training.task import DivergenceError, Evaluated, Folds, Task, Trial, at_point
+from ray_jobs.training.trials import DIVERGED, fit_name, outcome_of, pruned, trial
+from vit_model.errors import UserError
+
+
+def sweep(
+    context: Context[Finetune], task: Task, pools: list[Images], folds: Folds, ledger: Ledger
+) -> list[dict[str, Any]]:
+    """Try points x folds on draw 0: [{learning_rate, accuracies, losses}] in the order of their numbers.
+
+    With early stopping also [{steps}], where these are the folds' best. With a search also [{number, point}], and
+    {pruned_at} if ASHA ended it there. Trials in the ledger are not run again.
+
+    Raises:
+        UserError: a point does not fit the data or the backbone; or no trial has ended within the search's minutes.
+    """
+    config = task.config
+    if isinstance(config.search, Optuna):
+        run_proposed(context, task, pools, folds, ledger)
+        known = ledger.points()
+    else:
+        known = dict(enumerate(points(config)))
+        tasks = [at_point(task, number, point, pools[0].dataset) for number, point in known.items()]
+        missing, finished = [], []
+        for each, fold in [(each, fold) for fold in range(len(folds)) for each in tasks]:
+            if (trial := said(context, each, fold, folds, ledger)) is None:
+                missing.append((each, fold))
+            else:
+                finished.append((each, fold, trial))
+        if missing:
+            run_trials(context, pools, folds, missing, finished)
+    trials = []
+    for number, point in known.items():
+        own = [found[1] for fold in range(len(folds)) if (found := ledger.trial((number, fold))) is not None]
+        if len(own) == len(folds):  # otherwise the search's minutes were over
+            trials.append(_entry(config, number, point, own))
+    if not any("pruned_at" not in trial for trial in trials):
+        raise UserError("search.minutes: no trial has ended in this time; give more")
+    if config.search is not None:
+        print(f"the trials by accuracy on what they held out:\n{_table(trials)}", flush=True)
+    return trials
+
+
+def choose(trials: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return the trial with the highest mean validation accuracy; the lowest mean loss breaks ties.
+
+    A point that diverged in some folds ranks below every point that diverged in fewer; one that ASHA ended early is not
+    chosen. Raises DivergenceError if every point diverged in every fold.
+    """
+
+    def rank(trial: dict[str, Any]) -> tuple[float, float, float]:
+        losses = [loss for loss in trial["losses"] if loss != DIVERGED]
+        # Points that are compared by loss have the same number of losses, so sums rank as means do.
+        return -len(losses), -float(np.mean(trial["accuracies"])), sum(losses)
+
+    best = min((trial for trial in trials if "pruned_at" not in trial), key=rank)
+    if set(best["losses"]) == {DIVERGED}:
+        raise DivergenceError(
+            "learning_rates: training diverged with every rate of the sweep; give lower ones"
+        )
+    return best
+
+
+def last_step(trial: dict[str, Any]) -> int:
+    """Return the step at which a point was best: the median over folds, the lower of two."""
+    pairs = zip(trial["steps"], trial["losses"], strict=True)
+    return statistics.median_low([step for step, loss in pairs if loss != DIVERGED])
+
+
+def held_out_temperature(ledger: Ledger, number: int, folds: int) -> float | None:
+    """Return the geometric mean over folds of a point's temperatures; None if it has none.
+
+    Its trials were fitted on fewer labels than a refit, which has no images left to be calibrated on.
+    """
+    trials = [found[1] for fold in range(folds) if (found := ledger.trial((number, fold))) is not None]
+    temperatures = [trial.temperature for trial in trials if trial.temperature is not None]
+    return statistics.geometric_mean(temperatures) if temperatures else None
+
+
+def said(context: Context[Finetune], task: Task, fold: int, folds: Folds, ledger: Ledger) -> Trial | None:
+    """Return a trial that is in the ledger, and say so; None if it is not."""
+    if (found := ledger.trial((task.number, fold))) is None:
+        return None
+    attempt, trial = found
+    print(f"{fit_name(context, task, fold, folds)}: {outcome_of(trial)} (from attempt {attempt})", flush=True)
+    return trial
+
+
+def _entry(config: Finetune, number: int, point: Point, folds: list[Trial]) -> dict[str, Any]:
+    """Return what sweep.json says of a point."""
+    entry: dict[str, Any] = {
+        "learning_rate": point["learning_rate"],
+        "accuracies": [each.accuracy for each in folds],
+        "losses": [each.loss for each in folds],
+    }
+    if config.early_stopping is not None:
+        entry["steps"] = [each.step for each in folds]
+    if config.search is not None:
+        entry |= {"number": number, "point": point}
+        if folds[0].is_pruned:
+            entry["pruned_at"] = folds[0].step
+    return entry
+
+
+def _table(trials: list[dict[str, Any]]) -> str:
+    """Return a line per point, the best first."""
+    ranked = sorted(
+        ((float(np.mean(trial["accuracies"])), trial) for trial in trials), key=lambda each: -each[0]
+    )
+    return "\n".join(
+        f"  {accuracy:.3f}  trial {trial['number']}: {describe(trial['point'])}"
+        + (f" (ended at step {trial['pruned_at']})" if "pruned_at" in trial else "")
+        for accuracy, trial in ranked
+    )
+
+
+def run_trials(
+    context: Context[Finetune],
+    pools: list[Images],
+    folds: Folds,
+    missing: list[tuple[Task, int]],
+    finished: list[tuple[Task, int, Trial]],
+) -> None:
+    """Run the missing trials. ASHA is told of the finished ones again, because it compares with them."""
+    from ray import tune
+
+    trials: list[tuple[Task, int, Trial | None]] = [(*each, None) for each in missing]
+    if isinstance(context.config.search, ASHA):
+        trials = [*finished, *trials]
+    results = _tune(
+        context,
+        pools,
+        folds,
+        _tune_trial,
+        {"number": tune.grid_search(list(range(len(trials))))},
+        {"scheduler": scheduler(context.config)},
+        len(trials),
+        sum(trial.seconds for *_, trial in finished),
+        trials=trials,
+    )
+    ledger = Ledger(context, [])
+    for result in results:
+        task, fold, before = trials[result.config["number"]]
+        # ASHA's verdict may reach a process so late that it could not record it.
+        if before is None and "evaluations" in result.metrics and not ledger.trial((task.number, fold)):
+            add_trial(context, (task.number, fold), pruned(result.metrics["evaluations"], 0.0))
+
+
+def run_proposed(
+    context: Context[Finetune], task: Task, pools: list[Images], folds: Folds, ledger: Ledger
+) -> None:
+    """Run what Optuna proposes; first the points that an earlier attempt has begun and not ended."""
+    search, tried, seconds = context.config.search, [], 0.0
+    assert isinstance(search, Optuna)
+    for number, point in ledger.points().items():
+        own = [
+            said(context, at_point(task, number, point, pools[0].dataset), fold, folds, ledger)
+            for fold in range(len(folds))
+        ]
+        done = [trial for trial in own if trial is not None]
+        seconds += sum(trial.seconds for trial in done)
+        accuracy = float(np.mean([trial.accuracy for trial in done])) if len(done) == len(folds) else None
+        tried.append(Tried(number, point, accuracy))
+    left = search.trials - sum(each.accuracy is not None for each in tried)
+    if left > 0:
+        settings = {"search_alg": proposer(context.config, tried), "num_samples": left}
+        _tune(context, pools, folds, _tune_proposed, None, settings, left, seconds, task=task, tried=tried)
+
+
+def _tune(
+    context: Context[Finetune],
+    pools: list[Images],
+    folds: Folds,
+    run: Callable[..., None],
+    space: dict[str, Any] | None,
+    settings: dict[str, Any],
+    count: int,
+    seconds: float,
+    **parameters: Any,
+) -> list[Any]:
+    """Run `count` trials with Ray Tune and return its results.
+
+    Args:
+        seconds: that the trials of earlier attempts took, which counts for the search's minutes.
+    """
+    os.environ["TUNE_DISABLE_AUTO_CALLBACK_LOGGERS"] = "1"  # nothing reads its CSV and TensorBoard files
+    os.environ["RAY_AIR_NEW_OUTPUT"] = "0"  # the old output is silent at verbosity 0
+    # Tune warns that the files switched off above are missing. It does not need them for a trial's last report.
+    logging.getLogger("ray.tune.analysis.experiment_analysis").setLevel(logging.ERROR)
+    os.environ["TUNE_WARN_INSUFFICIENT_RESOURCE_THRESHOLD_S"] = "900"  # another stage may hold the cores
+    from ray import tune
+
+    config = context.config
+    resources, concurrent = devices.fit_resources(config.threads)
+    minutes = None if config.search is None else config.search.minutes
+    deadline = math.inf if minutes is None else time.time() + 60 * minutes - seconds / concurrent
+    # Tune's own records are not kept: the ledger has what a later attempt needs.
+    with tempfile.TemporaryDirectory(prefix="vitflow-", ignore_cleanup_errors=True) as scratch:
+        tuner = tune.Tuner(
+            tune.with_resources(
+                tune.with_parameters(
+                    run,
+                    context=context,
+                    pool=pools[0],
+                    folds=folds,
+                    after=partial(
+                        steps_after, config.steps, concurrent, trials=count * len(folds), refits=len(pools)
+                    ),
+                    deadline=deadline,
+                    **parameters,
+                ),
+                resources,
+            ),
+            param_space=space,
+            tune_config=tune.TuneConfig(reuse_actors=True, max_concurrent_trials=concurrent, **settings),
+            run_config=tune.RunConfig(name="sweep", storage_path=scratch, verbose=0),
+        )
+        results = list(tuner.fit())
+    for result in results:
+        if result.error is not None:
+            raise result.error
+    return results
+
+
+def _tune_trial(
+    parameters: dict[str, int],
+    context: Context[Finetune],
+    pool: Images,
+    folds: Folds,
+    after: Callable[[int], int],
+    deadline: float,
+    trials: list[tuple[Task, int, Trial | None]],
+) -> None:
+    """Run one of the given trials; one that has finished before only reports its evaluations to ASHA again."""
+    from ray import tune
+
+    sys.unraisablehook = _show_unraisable
+    number = parameters["number"]
+    task, fold, done = trials[number]
+    evaluations: list[Evaluated] = []
+
+    def tell(*evaluation: Any) -> None:
+        evaluations.append(evaluation)
+        # the last one follows when the result is in the ledger, because ASHA then ends the trial
+        if evaluation[0] < task.config.steps or done is not None:
+            tune.report(
+                {"accuracy": evaluation[1], "evaluation": len(evaluations), "evaluations": evaluations}
+            )
+
+    if done is not None:
+        for evaluation in done.evaluations:
+            tell(*evaluation)
+    elif time.time() < deadline:
+        done = trial(context, task, pool, folds, fold, after(number), tell)
+    tune.report(
+        {"accuracy": 0.0 if done is None else done.accuracy, "evaluation": last_evaluation(context.config)}
+    )
+
+
+def _tune_proposed(
+    parameters: dict[str, Any],
+    context: Context[Finetune],
+    pool: Images,
+    folds: Folds,
+    after: Callable[[int], int],
+    deadline: float,
+    task: Task,
+    tried: list[Tried],
+) -> None:
+    """Run the trials of a point that Optuna proposes, fold by fold."""
+    from ray import tune
+
+    sys.unraisablehook = _show_unraisable
+    point = decoded(context.config, parameters)
+    ledger = Ledger(context, task.attempts)
+    accuracies = []
+    if time.time() < deadline:
+        number = next((each.number for each in tried if each.point == point), None)
+        if number is None:
+            free = itertools.count(max((each.number + 1 for each in tried), default=0))
+            number = next(number for number in free if add_point(context, number, point))
+        own = at_point(task, number, point, pool.dataset)
+        for fold in range(len(folds)):
+            done = ledger.trial((number, fold))
+            first = (number - len(tried)) * len(folds) + fold
+            result = trial(context, own, pool, folds, fold, after(max(0, first))) if done is None else done[1]
+            accuracies.append(result.accuracy)
+    tune.report({"accuracy": float(np.mean(accuracies)) if accuracies else 0.0})
+
+
+def _show_unraisable(error: sys.UnraisableHookArgs) -> None:
+    """Show an exception that cannot be caught, unless it only ends the process.
+
+    Ray's SIGTERM handler raises SystemExit wherever a finished trial's process happens to be, even in a destructor.
+    """
+    if not isinstance(error.exc_value, SystemExit):
+        sys.__unraisablehook__(error)
+
+
+def steps_after(steps: int, concurrent: int, number: int, trials: int, refits: int) -> int:
+    """Return how many steps the stage does after fit `number`, with `concurrent` fits in parallel.
+
+    Args:
+        steps: of each fit.
+        number: the fit's place among those that this attempt does: the trials, then the refits, from 0.
+        trials: how many trials it does; 0 after the sweep.
+        refits: how many refits it does.
+    """
+    trial_rounds = math.ceil(trials / concurrent)
+    this_round = number // concurrent if number < trials else trial_rounds + (number - trials) // concurrent
+    return (trial_rounds + math.ceil(refits / concurrent) - this_round - 1) * steps

@@ -1,0 +1,195 @@
+"""The fits of a fine-tuning, one per Ray process: a trial on a fold, and a refit that is scored on test.
+
+In: a task, labelled images. Out: a `Trial` or a `Refit`, also in the ledger (`ray_jobs.training.ledger`), so no fit
+is done twice. One that was running when its attempt ended continues from its checkpoint.
+"""
+
+from __future__ import annotations
+
+import secrets
+import sys
+import time
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from pipelines.spec import Finetune
+from pipelines.spec.search import ASHA, Optuna
+from pipelines.store import FileEntry
+from ray_jobs.data.shards import Images
+from ray_jobs.process.stage import Context
+from ray_jobs.training.ledger import Ledger, add_refit, add_trial
+from ray_jobs.training.search import describe, points
+from ray_jobs.training.task import DivergenceError, Evaluated, Folds, Refit, Task, Trial, read_split
+
+if TYPE_CHECKING:
+    from ray_jobs.training.checkpoint import Saver
+    from ray_jobs.training.log import LogWriter
+
+DIVERGED = sys.float_info.max  # the loss of a trial that diverged; JSON has no infinity
+
+
+def trial(
+    context: Context[Finetune],
+    task: Task,
+    pool: Images,
+    folds: Folds,
+    fold: int,
+    after: int = 0,
+    tell: Callable[..., None] = lambda *_: None,
+) -> Trial:
+    """Fit on the first part of a fold, score on the second; write the result to the ledger and return it.
+
+    `tell` is told of each evaluation of a trial of ASHA, which is over when it raises SystemExit.
+    """
+    from ray_jobs.evaluation.calibration import fit_temperature
+    from ray_jobs.training.fit import Stopping, fit, predict, score
+    from ray_jobs.training.log import Evaluation
+
+    config, search = task.config, context.config.search
+    train, validation = folds[fold]
+    name, began = fit_name(context, task, fold, folds), time.monotonic()
+    data, held_out, noun = pool.take(train), pool.take(validation), f"{name}, step"
+    saver = make_saver(context, f"trial-{task.number}-{fold}")
+    log = make_log(context, f"trial-{task.number}-{fold}")
+    stopping = None
+    if isinstance(search, ASHA):
+        stopping = Stopping(config.steps, search.evaluations, tell=tell)
+    elif (early := config.early_stopping) is not None:
+        stopping = Stopping(config.steps, early.evaluations, early.patience)
+    settings: Any = (config.seed, noun, after, saver, log, held_out, stopping)
+    try:
+        with log:
+            model, *_ = fit(fetched(context, task), data, task.learning_rate, *settings)
+            if config.early_stopping is None:
+                logits = predict(model, task.contract, held_out)
+                accuracy, loss, *_ = score(logits, held_out.labels)
+                if stopping is None:
+                    log.add_evaluation(Evaluation(loss, accuracy))
+                temperature = fit_temperature(logits.numpy(), held_out.labels)
+                result = Trial(accuracy, loss, config.steps, temperature=temperature)
+            else:
+                assert stopping is not None
+                result = stopping.best
+        outcome = outcome_of(result)
+        if config.early_stopping is not None and stopping is not None:
+            outcome += f", best at step {result.step} of {stopping.evaluations[-1][0]}"
+    except DivergenceError as error:  # a sweep may include rates that are too high
+        result, outcome = Trial(0.0, DIVERGED, config.steps), str(error)
+    except SystemExit:
+        assert stopping is not None
+        add_trial(context, (task.number, fold), pruned(stopping.evaluations, time.monotonic() - began))
+        saver.remove()
+        print(f"{name}: {outcome_of(pruned(stopping.evaluations, 0.0))}", flush=True)
+        raise
+    evaluations = _finite(stopping.evaluations) if isinstance(search, ASHA) and stopping is not None else ()
+    result = result._replace(evaluations=evaluations, seconds=time.monotonic() - began)
+    add_trial(context, (task.number, fold), result)
+    saver.remove()
+    print(f"{name}: {outcome}", flush=True)
+    if search is not None:
+        print(standing(context.config, Ledger(context, task.attempts), len(folds)), flush=True)
+    return result
+
+
+def refit(context: Context[Finetune], task: Task, pool: Images, draw: int, after: int = 0) -> Refit:
+    """Fit on all of a draw's labels, score on test, and record it in the ledger.
+
+    Draw 0's model becomes the artifact's.
+    """
+    from ray_jobs.training.fit import fit, predict, score
+    from vit_model.weights import save_model
+
+    # Ray runs a finished task again if the node that holds its result is lost.
+    last = task.last_step or task.config.steps
+    if (finished := Ledger(context, []).refit(draw, task.point, last, task.temperature)) is not None:
+        return finished
+    seed, noun = task.config.seed + draw, f"draw {draw}, step"
+    name = f"{refits_prefix(task)}{draw}"
+    saver = make_saver(context, name)
+    with make_log(context, name) as log:
+        settings: Any = (seed, noun, after, saver, log)
+        model, curve, substitutes = fit(fetched(context, task), pool, task.learning_rate, *settings)
+    test = read_split(context.dataset(context.config.cache_gib), "test")
+    result = score(predict(model, task.contract, test), test.labels, task.temperature)
+    files: tuple[FileEntry, ...] = ()
+    if draw == 0:
+        with context.staging() as staging:
+            save_model(staging.path, model, task.contract)
+        files = staging.files
+    finished = Refit(result, curve, substitutes, files)
+    add_refit(context, draw, task.point, last, finished, task.temperature)
+    saver.remove()
+    print(f"draw {draw}: test accuracy {result.accuracy:.3f}", flush=True)
+    return finished
+
+
+def refits_prefix(task: Task) -> str:
+    """Return what the names of the refits begin with.
+
+    On GPUs, results vary a little, and the trials of another attempt may have chosen another point or last step.
+    """
+    last = "" if task.last_step is None else f"{task.last_step}-"
+    return f"refit-{task.number}-{last}"
+
+
+def fetched(context: Context[Finetune], task: Task) -> Task:
+    """Return the task with the backbone's folder on this machine, which may differ from the sender's."""
+    return task if task.backbone is None else task._replace(backbone=context.input("backbone"))
+
+
+def make_saver(context: Context[Finetune], fit: str) -> Saver:
+    """Return the saver of a fit with this name."""
+    from ray_jobs.training.checkpoint import Saver
+
+    # Ray may run a task twice at once, if it has lost sight of a node.
+    group = secrets.randbits(32)
+    return Saver(context.open_store(), context.attempt, context.config, group=group, fit=fit)
+
+
+def make_log(context: Context[Finetune], fit: str) -> LogWriter:
+    """Return the writer of the log of a fit with this name."""
+    from ray_jobs.training.gauges import Gauges
+    from ray_jobs.training.log import LogWriter
+
+    return LogWriter(context.open_store(), context.attempt, fit, Gauges(context.attempt, fit).show)
+
+
+def pruned(evaluations: Sequence[Evaluated], seconds: float) -> Trial:
+    """Return a trial that ASHA has ended after its last evaluation."""
+    finite = _finite(evaluations)
+    step, accuracy, loss = finite[-1]
+    return Trial(accuracy, loss, step, finite, True, seconds)
+
+
+def _finite(evaluations: Sequence[Evaluated]) -> tuple[Evaluated, ...]:
+    """Return evaluations as JSON can have them."""
+    return tuple((step, accuracy, min(loss, DIVERGED)) for step, accuracy, loss in evaluations)
+
+
+def fit_name(context: Context[Finetune], task: Task, fold: int, folds: Folds) -> str:
+    number = "" if context.config.search is None else f"trial {task.number}: "
+    return number + describe(task.point) + (f", fold {fold}" if len(folds) > 1 else "")
+
+
+def outcome_of(trial: Trial) -> str:
+    if trial.loss == DIVERGED:
+        return "diverged"
+    pruned = f", ended by ASHA at step {trial.step}" if trial.is_pruned else ""
+    return f"accuracy {trial.accuracy:.3f}, loss {trial.loss:.3f}{pruned}"
+
+
+def standing(config: Finetune, ledger: Ledger, folds: int) -> str:
+    """Return how many trials of a search have ended, and which is the best so far."""
+    search = config.search
+    known = ledger.points() if isinstance(search, Optuna) else dict(enumerate(points(config)))
+    ended, best = 0, (-1.0, "")
+    for number, point in known.items():
+        own = [found[1] for fold in range(folds) if (found := ledger.trial((number, fold))) is not None]
+        ended += len(own) == folds
+        if len(own) == folds and not own[0].is_pruned:
+            accuracy = float(np.mean([each.accuracy for each in own]))
+            best = max(best, (accuracy, f"trial {number}, accuracy {accuracy:.3f}: {describe(point)}"))
+    total = search.trials if isinstance(search, Optuna) else len(known)
+    return f"{ended} of {total} trials have ended" + (f"; the best is {best[1]}" if best[1] else "")
