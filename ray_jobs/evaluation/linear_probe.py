@@ -80,14 +80,45 @@ class Standardised:
         """Return the labels [n_test] that weights [d + 1, k] of the inputs give test features [n_test, d]."""
         # standardising the weights costs less than standardising every test image
         slopes, intercepts = self.of_features(weights)
-        best = [np.argmax(block @ slopes + intercepts, axis=1) for block in blocks(test)]
-        return self.classes[np.concatenate(best)]
+        return self.classes[np.concatenate([_highest(part, slopes, intercepts) for part in parts(test)])]
+
+
+def _highest(
+    features: NDArray[np.floating], slopes: NDArray[np.float64], intercepts: NDArray[np.float64]
+) -> NDArray[np.int64]:
+    """Return the place [n] of the highest score, features [n, d] @ slopes [d, k] + intercepts [k], in float64.
+
+    A product in float32 takes half the time or less. It decides wherever its two highest scores are farther apart than
+    twice what rounding can change in one: (d + 8) u (|x| |slopes| + |intercept|), after Higham, "Accuracy and Stability
+    of Numerical Algorithms", section 3.1. The other images, a few in a thousand, are scored again in float64.
+    """
+    unit, smallest = np.finfo(np.float32).eps / 2, np.finfo(np.float32).tiny
+    with np.errstate(over="ignore", invalid="ignore"):  # what float32 cannot hold is scored in float64
+        single = np.asarray(features, np.float32)
+        scores = single @ slopes.astype(np.float32) + intercepts.astype(np.float32)
+        rows = np.arange(len(scores))
+        best = scores.argmax(axis=1)
+        margin = scores[rows, best]
+        scores[rows, best] = -np.inf
+        margin = margin - scores.max(axis=1)
+        length = np.sqrt(np.einsum("ij,ij->i", single, single))
+        bound = unit * (length * np.linalg.norm(slopes, axis=0).max() + np.abs(intercepts).max()) + smallest
+        close = np.flatnonzero(~(margin > 2 * (features.shape[1] + 8) * bound))
+    exact = np.asarray(features[close], np.float64) @ slopes + intercepts
+    best[close] = exact.argmax(axis=1)
+    return best
+
+
+def parts(test: NDArray[np.floating]) -> Iterator[NDArray[np.floating]]:
+    """Yield `TEST_BLOCK` test features at a time, so that what is computed of them needs little memory."""
+    for start in range(0, len(test), TEST_BLOCK):
+        yield test[start : start + TEST_BLOCK]
 
 
 def blocks(test: NDArray[np.floating]) -> Iterator[NDArray[np.float64]]:
     """Yield test features in float64, so that few are in memory at once."""
-    for start in range(0, len(test), TEST_BLOCK):
-        yield np.asarray(test[start : start + TEST_BLOCK], np.float64)
+    for part in parts(test):
+        yield np.asarray(part, np.float64)
 
 
 def leave_one_out(

@@ -111,6 +111,21 @@ def test_what_is_predicted_is_what_the_normal_equations_predict(n: int, d: int, 
     assert (found.selected_on, found.settings) == ("fixed", {"l2": 64.0})
 
 
+@pytest.mark.parametrize(
+    ("scale", "offset", "k"), [(1.0, 0.0, 7), (1.0, 1e5, 7), (1e-30, 0.0, 7), (1e39, 0.0, 7), (1.0, 0.0, 1)]
+)
+def test_labels_are_those_of_scores_in_float64(scale: float, offset: float, k: int) -> None:
+    rng = np.random.default_rng(0)
+    features = (rng.normal(size=(500, 64)) + offset) * scale
+    weights = rng.normal(size=(65, k)) / scale
+    given = Standardised.of(features, np.arange(500) % k, standardise=False)
+    near = weights.copy()  # as good as the first class's, but for less than float32 can hold
+    near[:, -1] = near[:, 0] * (1 + 1e-12)
+    for each in (weights, near):
+        scores = np.hstack([features, np.full((500, 1), BIAS_FEATURE)]) @ each
+        np.testing.assert_array_equal(given.predict(each, features), scores.argmax(axis=1))
+
+
 def test_leave_one_out_never_sees_test_and_scenics_choice_does() -> None:
     x, labels, _ = problem(30, 12)
     rng = np.random.default_rng(1)
