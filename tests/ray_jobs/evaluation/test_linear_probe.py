@@ -117,7 +117,7 @@ def test_what_is_predicted_is_what_the_normal_equations_predict(n: int, d: int, 
 def test_labels_are_those_of_scores_in_float64(scale: float, offset: float, k: int) -> None:
     rng = np.random.default_rng(0)
     features = (rng.normal(size=(500, 64)) + offset) * scale
-    weights = rng.normal(size=(65, k)) / scale
+    weights = np.vstack([rng.normal(size=(64, k)), np.zeros((1, k))]) / scale
     given = Standardised.of(features, np.arange(500) % k, standardise=False)
     near = weights.copy()  # the last class is as good as the first, but for less than float32 can tell
     near[:, -1] = near[:, 0] * (1 + 1e-8 * rng.normal(size=65))
