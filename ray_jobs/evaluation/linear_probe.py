@@ -92,7 +92,7 @@ def _highest(
     twice what rounding can change in one: (d + 8) u (|x| |slopes| + |intercept|), after Higham, "Accuracy and Stability
     of Numerical Algorithms", section 3.1. The other images, a few in a thousand, are scored again in float64.
     """
-    unit, smallest = np.finfo(np.float32).eps / 2, np.finfo(np.float32).tiny
+    width, unit, smallest = features.shape[1], np.finfo(np.float32).eps / 2, np.finfo(np.float32).tiny
     with np.errstate(over="ignore", invalid="ignore"):  # what float32 cannot hold is scored in float64
         single = np.asarray(features, np.float32)
         scores = single @ slopes.astype(np.float32) + intercepts.astype(np.float32)
@@ -101,9 +101,9 @@ def _highest(
         margin = scores[rows, best]
         scores[rows, best] = -np.inf
         margin = margin - scores.max(axis=1)
-        length = np.sqrt(np.einsum("ij,ij->i", single, single))
+        length = np.sqrt(np.einsum("ij,ij->i", single, single) + width * smallest)  # squares may be 0
         bound = unit * (length * np.linalg.norm(slopes, axis=0).max() + np.abs(intercepts).max()) + smallest
-        close = np.flatnonzero(~(margin > 2 * (features.shape[1] + 8) * bound))
+        close = np.flatnonzero(~(margin > 2 * (width + 8) * bound))
     exact = np.asarray(features[close], np.float64) @ slopes + intercepts
     best[close] = exact.argmax(axis=1)
     return best
