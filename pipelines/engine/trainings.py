@@ -44,7 +44,7 @@ class Training:
         """Return the last step of one of its fits; a refit's name has its own if trials may stop early."""
         steps, parts = int(self.config["steps"]), (fit or "").split("-")
         if (place := self._round(fit)) is not None:
-            return math.ceil(steps * place / self.config["search"]["rounds"])
+            return math.ceil(steps * place / int(self.config["search"]["rounds"]))
         return int(parts[2]) if len(parts) == 4 and parts[2].isdecimal() else steps
 
     def _round(self, fit: str | None) -> int | None:
