@@ -52,13 +52,11 @@ def entry(config: Finetune, number: int, point: Point, folds: list[Trial]) -> di
 
 def table(trials: list[dict[str, Any]], rows: int | None = None) -> str:
     """Return a line per trial, the best first; None for all of them."""
-    ranked = sorted(
-        ((float(np.mean(trial["accuracies"])), trial) for trial in trials), key=lambda each: -each[0]
-    )
+    ranked = sorted(trials, key=_rank)
     lines = [
-        f"  {accuracy:.3f}  trial {trial['number']}: {describe(trial['point'])}"
+        f"  {np.mean(trial['accuracies']):.3f}  trial {trial['number']}: {describe(trial['point'])}"
         + (f" (ended at step {trial['pruned_at']})" if "pruned_at" in trial else "")
-        for accuracy, trial in ranked[:rows]
+        for trial in ranked[:rows]
     ]
     more = len(ranked) - len(lines)
     return "\n".join([*lines, f"  and {more} more"] if more else lines)
@@ -85,7 +83,7 @@ def standing(
         )
     entries = [entry(config, number, known[number], own) for number, own in trials.items()]
     if whole := [each for each in entries if "pruned_at" not in each]:
-        best = max(whole, key=lambda each: (np.mean(each["accuracies"]), -each["number"]))
+        best = min(whole, key=_rank)
         accuracy = np.mean(best["accuracies"])
         said += f"; the best is trial {best['number']}, accuracy {accuracy:.3f}: {describe(best['point'])}"
     quarters = [_TABLES * count // total for count in (len(trials) - 1, len(trials))]
@@ -102,7 +100,12 @@ def time_left(seconds: float, deadline: float, is_limit: bool) -> str:
     """
     until = max(0.0, deadline - time.time())
     left = f"{'at most ' * is_limit}{timedelta(seconds=round(min(seconds, until)))} left"
-    return left + " of search.minutes" * (until < seconds)
+    return f"{left} {'of search.minutes' if until < seconds else 'for the search'}"
+
+
+def _rank(trial: dict[str, Any]) -> tuple[float, float]:
+    """Return what trials are sorted by: accuracy, then loss."""
+    return -float(np.mean(trial["accuracies"])), float(np.mean(trial["losses"]))
 
 
 def _seconds(config: Finetune, known: Mapping[int, Point], trials: Mapping[int, list[Trial]]) -> float:

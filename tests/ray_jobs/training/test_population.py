@@ -3,6 +3,7 @@
 import itertools
 import json
 import math
+import re
 import shutil
 from collections import Counter
 from contextlib import suppress
@@ -360,3 +361,18 @@ def test_when_the_minutes_are_over_the_refit_does_all_steps_with_the_last_values
     assert 1 <= count < ROUNDS and len(sweep["trials"][0]["schedule"]) == count
     assert stage.steps == MEMBERS * ROUND_ENDS[count - 1] + 2 * STEPS
     assert "temperature" not in result.metrics, "nothing was held out from a whole training"
+
+
+@pytest.mark.ray
+@pytest.mark.slow
+def test_on_ray_with_several_members_at_once_it_is_the_same(
+    undisturbed: tuple[Path, Result, int], store: Path, local_ray: Any, capfd: pytest.CaptureFixture[str]
+) -> None:
+    result = finetune.main(attempt(store, 1))
+    assert replace(result, files=tuple(repeated(result.files))) == undisturbed[1]
+    out = capfd.readouterr().out
+    assert re.search(
+        r"round 1 of 3 has ended, \d:\d\d:\d\d left for the search; the trials by accuracy on dev:\n  0\.\d+  trial \d: ",
+        out,
+    )
+    assert re.search(r"trial \d continues from trial \d with learning rate", out)

@@ -176,14 +176,14 @@ def test_a_search_says_how_long_it_still_takes_and_its_trials_after_each_quarter
     ended[1, 0] = Trial(0.25, 1.0, steps[1] // 2, is_pruned=True, seconds=120 * (steps[1] // 2) / steps[1])
     first, *table = said()
     assert first.startswith(
-        "2 of 8 trials have ended, at most 0:04:30 left; the best is trial 0, accuracy 0.500"
+        "2 of 8 trials have ended, at most 0:04:30 left for the search; the best is trial 0, accuracy 0.500"
     )
     assert [line.split(":")[0] for line in table] == ["  0.500  trial 0", "  0.250  trial 1"]
     assert "(ended at step" in table[1]
     ended[2, 0] = Trial(0.75, 1.0, steps[2], seconds=60)
     assert len(said()) == 1, "the next table comes after the second quarter"
     assert "at most 0:01:00 left of search.minutes" in said(time.time() + 60.2)[0]
-    assert time_left(90, math.inf, is_limit=False) == "0:01:30 left"
+    assert time_left(90, math.inf, is_limit=False) == "0:01:30 left for the search"
 
 
 @pytest.mark.ray
