@@ -105,7 +105,7 @@ def time_left(seconds: float, deadline: float, is_limit: bool) -> str:
 
 def _rank(trial: dict[str, Any]) -> tuple[float, float]:
     """Return what trials are sorted by: accuracy, then loss."""
-    return -float(np.mean(trial["accuracies"])), float(np.mean(trial["losses"]))
+    return -float(np.mean(trial["accuracies"])), sum(trial["losses"])
 
 
 def _seconds(config: Finetune, known: Mapping[int, Point], trials: Mapping[int, list[Trial]]) -> float:

@@ -372,7 +372,7 @@ def test_on_ray_with_several_members_at_once_it_is_the_same(
     assert replace(result, files=tuple(repeated(result.files))) == undisturbed[1]
     out = capfd.readouterr().out
     assert re.search(
-        r"round 1 of 3 has ended, \d:\d\d:\d\d left for the search; the trials by accuracy on dev:\n  0\.\d+  trial \d: ",
+        r"round 1 of 3 has ended, \d:\d\d:\d\d left for the search; the trials by accuracy on dev:\n  0\.\d+  trial ",
         out,
     )
     assert re.search(r"trial \d continues from trial \d with learning rate", out)
