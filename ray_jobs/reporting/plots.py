@@ -273,9 +273,8 @@ def _value_axis(axes: Any, values: Sequence[Any]) -> None:
         axes.set_yticks(range(len(names)), names)
     elif min(values) > 0 and max(values) >= 10 * min(values):
         axes.set_yscale("log")
-        axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
-        axes.yaxis.set_minor_formatter(NullFormatter())
-    else:
+        axes.minorticks_off()
+    if _is_numeric(values):
         axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
 
 

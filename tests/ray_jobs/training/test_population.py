@@ -277,6 +277,7 @@ def test_a_schedule_is_what_fits_with_constant_values_do_one_after_the_other(sto
         )
 
 
+@pytest.mark.slow
 def test_killed_at_any_third_step_it_repeats_none_and_writes_the_same_bytes(
     stage: Population, undisturbed: tuple[Path, Result, int], store: Path
 ) -> None:
@@ -291,6 +292,7 @@ def test_killed_at_any_third_step_it_repeats_none_and_writes_the_same_bytes(
     assert not [*store.rglob("checkpoints/*/*/manifest.json")]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("moment", "repeated_steps"),
     [(2, 0), (3, MEMBERS * 3 + 2 * STEPS)],
