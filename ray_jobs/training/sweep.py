@@ -256,10 +256,13 @@ def _tune_trial(
         for evaluation in done.evaluations:
             tell(*evaluation)
     elif time.time() < deadline:
-        done = trial(context, task, pool, folds, fold, after(number), tell)
+        try:
+            done = trial(context, task, pool, folds, fold, after(number), tell)
+        except SystemExit:  # ASHA has ended it
+            _say_standing(context, task, folds, concurrent, deadline)
+            raise
         if context.config.search is not None:
-            ledger = Ledger(context, task.attempts)
-            print(standing(context.config, ledger, len(folds), concurrent, deadline), flush=True)
+            _say_standing(context, task, folds, concurrent, deadline)
     tune.report(
         {"accuracy": 0.0 if done is None else done.accuracy, "evaluation": last_evaluation(context.config)}
     )
@@ -294,8 +297,15 @@ def _tune_proposed(
             first = (number - len(tried)) * len(folds) + fold
             result = trial(context, own, pool, folds, fold, after(max(0, first))) if done is None else done[1]
             accuracies.append(result.accuracy)
-        print(standing(context.config, ledger, len(folds), concurrent, deadline), flush=True)
+        _say_standing(context, task, folds, concurrent, deadline)
     tune.report({"accuracy": float(np.mean(accuracies)) if accuracies else 0.0})
+
+
+def _say_standing(
+    context: Context[Finetune], task: Task, folds: Folds, concurrent: int, deadline: float
+) -> None:
+    ledger = Ledger(context, task.attempts)
+    print(standing(context.config, ledger, len(folds), concurrent, deadline), flush=True)
 
 
 def _show_unraisable(error: sys.UnraisableHookArgs) -> None:
