@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from pipelines.spec import CheckpointEvery, Finetune, Labels
+from pipelines.spec import CheckpointEvery, Finetune, Labels, Optimizer
 from pipelines.store import create_attempt
 from ray_jobs import finetune
 from ray_jobs.process import devices
@@ -255,16 +255,21 @@ def test_a_schedule_is_what_fits_with_constant_values_do_one_after_the_other(sto
             saver.wait()
         return {key: weight.numpy() for key, weight in model.state_dict().items()}
 
-    for decay in ("times_rate", "times_schedule"):
-        optimizer = given.config.optimizer.model_copy(update={"decay": decay})
+    for optimizer in (
+        Optimizer(),
+        Optimizer(decay="times_schedule"),
+        Optimizer(name="muon", ema=0.9),
+        Optimizer(name="sgd"),
+    ):
+        name = f"{optimizer.name}-{optimizer.decay}"
         task = make_task(given.config.model_copy(update={"optimizer": optimizer}), given.dataset(), None)
         starts = [0, *ROUND_ENDS[:-1]]
         for number, (point, end) in enumerate(zip(values, ROUND_ENDS, strict=True)):
             constant = at_point(task, 0, point, given.dataset())._replace(last_step=end)
             if number:
-                constant = constant._replace(ancestors=(f"{decay}-{number - 1}",))
+                constant = constant._replace(ancestors=(f"{name}-{number - 1}",))
             # a schedule of one phase makes the fit keep its last state
-            expected = trained(constant._replace(schedule=(Phase(0, 0, point),)), f"{decay}-{number}")
+            expected = trained(constant._replace(schedule=(Phase(0, 0, point),)), f"{name}-{number}")
         schedule = tuple(Phase(start, 0, point) for start, point in zip(starts, values, strict=True))
         ours = trained(at_point(task, 0, values[-1], given.dataset())._replace(schedule=schedule))
         assert all(np.array_equal(ours[key], expected[key]) for key in expected)
