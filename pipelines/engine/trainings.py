@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -33,14 +34,24 @@ class Training:
         kind, rate, *_, number = fit.split("-")
         if kind == "refit":
             return f"draw {number}"
+        if (place := self._round(fit)) is not None:
+            return f"trial {rate}, round {place}"
         if self.config.get("search"):
             return f"trial {rate}, fold {number}"
         return f"learning rate {self.config['learning_rates'][int(rate)]:g}, fold {number}"
 
     def steps(self, fit: str | None) -> int:
         """Return the last step of one of its fits; a refit's name has its own if trials may stop early."""
-        parts = (fit or "").split("-")
-        return int(parts[2]) if len(parts) == 4 else int(self.config["steps"])
+        steps, parts = int(self.config["steps"]), (fit or "").split("-")
+        if (place := self._round(fit)) is not None:
+            return math.ceil(steps * place / int(self.config["search"]["rounds"]))
+        return int(parts[2]) if len(parts) == 4 and parts[2].isdecimal() else steps
+
+    def _round(self, fit: str | None) -> int | None:
+        """Return the round of PBT, from 1, that a fit is; None if it is none."""
+        if (self.config.get("search") or {}).get("kind") != "pbt" or not (fit or "").startswith("trial-"):
+            return None
+        return int(str(fit).split("-")[2]) + 1
 
     def may_end_before(self, fit: str | None) -> bool:
         """Return whether one of its fits may end before its last step: a trial with early stopping."""

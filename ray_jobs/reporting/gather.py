@@ -6,7 +6,9 @@ In: the stage's context. Out: `ReportData`: the numbers (report.json), the table
 from __future__ import annotations
 
 import json
+import math
 import re
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -289,10 +291,30 @@ def _sweeps(parts: Iterable[provenance.Part]) -> list[dict[str, Any]]:
             "artifact": manifest.key,
             "labels": labels_text(manifest.config["labels"]["per_class"], None),
             **sweep,
+            **_why_ended(sweep["trials"], manifest.config),
         }
         for stage, manifest, sweep in _read_json(parts, "sweep.json")
         if sweep["trials"]
     ]
+
+
+def _why_ended(trials: Sequence[dict[str, Any]], config: Mapping[str, Any]) -> dict[str, str]:
+    """Return {why_ended}: at which evaluations ASHA ended trials, and why; empty if it ended none."""
+    search = config.get("search") or {}
+    if search.get("kind") != "asha":
+        return {}
+    evaluations, factor = search["evaluations"], search["reduction_factor"]
+    places: Counter[int] = Counter()
+    for trial in trials:
+        if "pruned_at" in trial:
+            steps = trial["point"].get("steps", config["steps"])
+            ends = [math.ceil(steps * part / evaluations) for part in range(1, evaluations + 1)]
+            places[ends.index(trial["pruned_at"]) + 1] += 1
+    if not places:
+        return {}
+    counts = ", ".join(f"{count} at evaluation {place}" for place, count in sorted(places.items()))
+    why = f"among the lower {factor - 1}/{factor} of the trials evaluated there before"
+    return {"why_ended": f"{counts} of {evaluations}, because they were {why}"}
 
 
 def measured_in_training(lines: Sequence[LogLine], manifest: Manifest) -> list[plots.Measured]:
@@ -320,6 +342,8 @@ def _fits(lines: Sequence[LogLine], manifest: Manifest) -> dict[str | None, str]
     if manifest.job == "pretrain":
         return {None: "dev"}
     if manifest.job != "finetune" or not lines:
+        return {}
+    if (manifest.config.get("search") or {}).get("kind") == "pbt":  # its own figure has the rounds
         return {}
     if (
         number := manifest.metrics.get("trial")
@@ -359,6 +383,21 @@ def _figures(
                     pruned=tuple("pruned_at" in trial for trial in sweep["trials"]),
                     chosen=[trial["number"] for trial in sweep["trials"]].index(sweep["chosen_trial"]),
                 )
+            )
+        if "schedule" in sweep:
+            members, chosen = sweep["trials"], sweep["chosen_trial"]
+            (own,) = (member["schedule"] for member in members if member["number"] == chosen)
+            figures[f"population {sweep['artifact']}"] = plots.population(
+                [
+                    plots.Member(
+                        steps=tuple(each["step"] for each in member["rounds"]),
+                        accuracies=tuple(each["accuracy"] for each in member["rounds"]),
+                        points=tuple(each["point"] for each in member["rounds"]),
+                        sources=tuple(each.get("copied", member["number"]) for each in member["rounds"]),
+                    )
+                    for member in members
+                ],
+                [phase["member"] for phase in own],
             )
     of_rates = [sweep for sweep in sweeps if "kind" not in sweep]
     for labels in dict.fromkeys(sweep["labels"] for sweep in of_rates):

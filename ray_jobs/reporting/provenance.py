@@ -183,6 +183,9 @@ def _searched(config: Mapping[str, Any]) -> str:
             else ", ".join(map(str, values))
         )
         fields.append(f"{path.replace('_', ' ')} from {among}")
+    if search["kind"] == "pbt":
+        tried = f"population-based training of {search['members']} members, {search['rounds']} rounds"
+        return f"{tried} ({'; '.join(fields)})"
     tried = (
         f"{search['kind']} search of {search['trials']} trials" if "trials" in search else "every combination"
     )

@@ -14,7 +14,7 @@ import re
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from concurrent import futures
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
@@ -258,18 +258,26 @@ class Saver:
         return bool(flags)
 
     def resume(
-        self, attempts: Iterable[int], module: torch.nn.Module, optimizer: torch.optim.Optimizer
+        self,
+        attempts: Iterable[int],
+        module: torch.nn.Module,
+        optimizer: torch.optim.Optimizer,
+        ancestors: Sequence[str] = (),
     ) -> Saved | None:
         """Open the furthest checkpoint of the fit, by these attempts or its own; None if there is none.
+
+        If it has none, that of its first ancestor that has one: a fit whose steps are the first ones of this fit.
 
         Damaged ones, and those of another model or optimizer, are not used, with a line in the log: this costs a part
         of one fit, while an error would block the key until somebody removes the checkpoint.
         """
-        attempt = self._attempt
-        for checkpoint in checkpoints(
-            self._store, attempt.job, attempt.key, self._fit, {attempt.number, *attempts}
+        attempt, usable = self._attempt, {self._attempt.number, *attempts}
+        for checkpoint in (
+            checkpoint
+            for fit in (self._fit, *ancestors)
+            for checkpoint in checkpoints(self._store, attempt.job, attempt.key, fit, usable)
         ):
-            self._any = True
+            self._any = self._any or checkpoint.fit == self._fit
             try:
                 saved = Saved(self._store, checkpoint)
                 saved.require(module, optimizer)
@@ -386,7 +394,7 @@ class Saved:
     """
 
     def __init__(self, store: Store, checkpoint: Checkpoint) -> None:
-        self.step, self.attempt = checkpoint.step, checkpoint.attempt
+        self.step, self.attempt, self.fit = checkpoint.step, checkpoint.attempt, checkpoint.fit
         self._where = f"{store.uri}/{checkpoint.folder}"
         self.states: list[WorkerState] = []
         """of each worker that wrote the checkpoint, by rank"""

@@ -1,8 +1,9 @@
 """The ledger of a fine-tuning: its finished trials and refits, which later attempts at the same key take over.
 
-In: the result of a trial or a refit. Out: an object, `ledger/trial-<point>-<fold>.json` or `ledger/refit-<draw>.json`,
-in the attempt's folder, created once, by the process that computed the result, as soon as it has it; for a point that
-Optuna proposed also `ledger/point-<number>.json`, before its first trial. An attempt reads the ledgers of the attempts
+In: the result of a trial or a refit. Out: an object, `ledger/trial-<point>-<fold>.json` (with PBT
+`trial-<member>-<round>-<schedule>.json`) or `ledger/refit-<draw>.json`, in the attempt's folder, created once, by the
+process that computed the result, as soon as it has it; for a point that Optuna proposed also
+`ledger/point-<number>.json`, before its first trial. An attempt reads the ledgers of the attempts
 before it and writes to its own, so several attempts may run at once.
 
 The entries of an attempt that ran other code are not used, because its results may differ. No manifest lists an entry,
@@ -36,7 +37,7 @@ from pipelines.store import (
 )
 from ray_jobs.evaluation.rows import PROBABILITIES
 from ray_jobs.process.stage import Context
-from ray_jobs.training.task import Place, Refit, Score, Trial
+from ray_jobs.training.task import Place, Refit, Score, Trial, trial_name
 from vit_model.config import Frozen
 
 Fraction = Annotated[float, Field(ge=0, le=1)]
@@ -266,7 +267,7 @@ def open_ledger(context: Context[Finetune]) -> Ledger:
 
 
 def _trial(place: Place) -> str:
-    return f"trial-{place[0]}-{place[1]}.json"
+    return f"{trial_name(place)}.json"
 
 
 def _refit(draw: int) -> str:

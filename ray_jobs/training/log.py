@@ -84,6 +84,7 @@ class LogWriter:
     def continue_from(self, step: int, unsaved: Sequence[LogLine]) -> None:
         """Continue from a checkpoint after `step` steps, with the lines that were not yet in the store then."""
         self._start, self._unsaved = step, [*unsaved]
+        self._last = unsaved[-1] if unsaved else None
 
     def add(self, line: LogLine) -> None:
         """Add a line; one of the same step takes the place of the line before."""
@@ -93,8 +94,12 @@ class LogWriter:
         self._tell(line)
 
     def add_evaluation(self, evaluation: Evaluation) -> None:
-        """Add an evaluation after the last step to that step's line."""
-        assert self._last is not None
+        """Add an evaluation after the last step to that step's line.
+
+        If the fit continued after its last step, that line may be in the store already, and stays as it is.
+        """
+        if self._last is None:
+            return
         measured = {"dev_loss": finite(evaluation.loss), "dev_accuracy": evaluation.accuracy}
         self.add(self._last.model_copy(update={"time": now(), **measured}))
 

@@ -14,20 +14,22 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 
 import numpy as np
 
 from pipelines.spec import Finetune
-from pipelines.spec.search import ASHA, Optuna, Point
+from pipelines.spec.search import ASHA, PBT, Optuna
 from ray_jobs.data.shards import Images
 from ray_jobs.process import devices
 from ray_jobs.process.stage import Context
 from ray_jobs.training.ledger import Ledger, add_point, add_trial
-from ray_jobs.training.search import Tried, decoded, describe, last_evaluation, points, proposer, scheduler
-from ray_jobs.training.task import DivergenceError, Evaluated, Folds, Task, Trial, at_point
+from ray_jobs.training.population import run_population
+from ray_jobs.training.search import Tried, decoded, last_evaluation, points, proposer, scheduler
+from ray_jobs.training.standing import ended, entry, standing, table
+from ray_jobs.training.task import DivergenceError, Evaluated, Folds, Place, Task, Trial, at_point
 from ray_jobs.training.trials import DIVERGED, fit_name, outcome_of, pruned, trial
 from vit_model.errors import UserError
 
@@ -38,12 +40,14 @@ def sweep(
     """Try points x folds on draw 0: [{learning_rate, accuracies, losses}] in the order of their numbers.
 
     With early stopping also [{steps}], where these are the folds' best. With a search also [{number, point}], and
-    {pruned_at} if ASHA ended it there. Trials in the ledger are not run again.
+    {pruned_at} if ASHA ended it there; with PBT see `run_population`. Trials in the ledger are not run again.
 
     Raises:
         UserError: a point does not fit the data or the backbone; or no trial has ended within the search's minutes.
     """
     config = task.config
+    if isinstance(config.search, PBT):
+        return run_population(context, task, pools, folds, ledger)
     if isinstance(config.search, Optuna):
         run_proposed(context, task, pools, folds, ledger)
         known = ledger.points()
@@ -58,15 +62,13 @@ def sweep(
                 finished.append((each, fold, trial))
         if missing:
             run_trials(context, pools, folds, missing, finished)
-    trials = []
-    for number, point in known.items():
-        own = [found[1] for fold in range(len(folds)) if (found := ledger.trial((number, fold))) is not None]
-        if len(own) == len(folds):  # otherwise the search's minutes were over
-            trials.append(_entry(config, number, point, own))
+    # of the others, the search's minutes were over
+    done = ended(ledger, known, len(folds))
+    trials = [entry(config, number, known[number], own) for number, own in done.items()]
     if not any("pruned_at" not in trial for trial in trials):
         raise UserError("search.minutes: no trial has ended in this time; give more")
     if config.search is not None:
-        print(f"the trials by accuracy on what they held out:\n{_table(trials)}", flush=True)
+        print(f"the trials by accuracy on what they held out:\n{table(trials)}", flush=True)
     return trials
 
 
@@ -96,12 +98,12 @@ def last_step(trial: dict[str, Any]) -> int:
     return statistics.median_low([step for step, loss in pairs if loss != DIVERGED])
 
 
-def held_out_temperature(ledger: Ledger, number: int, folds: int) -> float | None:
-    """Return the geometric mean over folds of a point's temperatures; None if it has none.
+def held_out_temperature(ledger: Ledger, places: Iterable[Place]) -> float | None:
+    """Return the geometric mean of the temperatures of a point's trials; None if they have none.
 
-    Its trials were fitted on fewer labels than a refit, which has no images left to be calibrated on.
+    They were fitted on fewer labels than a refit, which has no images left to be calibrated on.
     """
-    trials = [found[1] for fold in range(folds) if (found := ledger.trial((number, fold))) is not None]
+    trials = [found[1] for place in places if (found := ledger.trial(place)) is not None]
     temperatures = [trial.temperature for trial in trials if trial.temperature is not None]
     return statistics.geometric_mean(temperatures) if temperatures else None
 
@@ -113,34 +115,6 @@ def said(context: Context[Finetune], task: Task, fold: int, folds: Folds, ledger
     attempt, trial = found
     print(f"{fit_name(context, task, fold, folds)}: {outcome_of(trial)} (from attempt {attempt})", flush=True)
     return trial
-
-
-def _entry(config: Finetune, number: int, point: Point, folds: list[Trial]) -> dict[str, Any]:
-    """Return what sweep.json says of a point."""
-    entry: dict[str, Any] = {
-        "learning_rate": point["learning_rate"],
-        "accuracies": [each.accuracy for each in folds],
-        "losses": [each.loss for each in folds],
-    }
-    if config.early_stopping is not None:
-        entry["steps"] = [each.step for each in folds]
-    if config.search is not None:
-        entry |= {"number": number, "point": point}
-        if folds[0].is_pruned:
-            entry["pruned_at"] = folds[0].step
-    return entry
-
-
-def _table(trials: list[dict[str, Any]]) -> str:
-    """Return a line per point, the best first."""
-    ranked = sorted(
-        ((float(np.mean(trial["accuracies"])), trial) for trial in trials), key=lambda each: -each[0]
-    )
-    return "\n".join(
-        f"  {accuracy:.3f}  trial {trial['number']}: {describe(trial['point'])}"
-        + (f" (ended at step {trial['pruned_at']})" if "pruned_at" in trial else "")
-        for accuracy, trial in ranked
-    )
 
 
 def run_trials(
@@ -235,6 +209,7 @@ def _tune(
                     after=partial(
                         steps_after, config.steps, concurrent, trials=count * len(folds), refits=len(pools)
                     ),
+                    concurrent=concurrent,
                     deadline=deadline,
                     **parameters,
                 ),
@@ -257,6 +232,7 @@ def _tune_trial(
     pool: Images,
     folds: Folds,
     after: Callable[[int], int],
+    concurrent: int,
     deadline: float,
     trials: list[tuple[Task, int, Trial | None]],
 ) -> None:
@@ -280,7 +256,13 @@ def _tune_trial(
         for evaluation in done.evaluations:
             tell(*evaluation)
     elif time.time() < deadline:
-        done = trial(context, task, pool, folds, fold, after(number), tell)
+        try:
+            done = trial(context, task, pool, folds, fold, after(number), tell)
+        except SystemExit:  # ASHA has ended it
+            _say_standing(context, task, folds, concurrent, deadline)
+            raise
+        if context.config.search is not None:
+            _say_standing(context, task, folds, concurrent, deadline)
     tune.report(
         {"accuracy": 0.0 if done is None else done.accuracy, "evaluation": last_evaluation(context.config)}
     )
@@ -292,6 +274,7 @@ def _tune_proposed(
     pool: Images,
     folds: Folds,
     after: Callable[[int], int],
+    concurrent: int,
     deadline: float,
     task: Task,
     tried: list[Tried],
@@ -314,7 +297,15 @@ def _tune_proposed(
             first = (number - len(tried)) * len(folds) + fold
             result = trial(context, own, pool, folds, fold, after(max(0, first))) if done is None else done[1]
             accuracies.append(result.accuracy)
+        _say_standing(context, task, folds, concurrent, deadline)
     tune.report({"accuracy": float(np.mean(accuracies)) if accuracies else 0.0})
+
+
+def _say_standing(
+    context: Context[Finetune], task: Task, folds: Folds, concurrent: int, deadline: float
+) -> None:
+    ledger = Ledger(context, task.attempts)
+    print(standing(context.config, ledger, len(folds), concurrent, deadline), flush=True)
 
 
 def _show_unraisable(error: sys.UnraisableHookArgs) -> None:

@@ -12,16 +12,23 @@ import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from pipelines.spec import Finetune
-from pipelines.spec.search import ASHA, Optuna
+from pipelines.spec.search import ASHA
 from pipelines.store import FileEntry
 from ray_jobs.data.shards import Images
 from ray_jobs.process.stage import Context
 from ray_jobs.training.ledger import Ledger, add_refit, add_trial
-from ray_jobs.training.search import describe, points
-from ray_jobs.training.task import DivergenceError, Evaluated, Folds, Refit, Task, Trial, read_split
+from ray_jobs.training.search import describe
+from ray_jobs.training.task import (
+    DivergenceError,
+    Evaluated,
+    Folds,
+    Refit,
+    Task,
+    Trial,
+    read_split,
+    trial_name,
+)
 
 if TYPE_CHECKING:
     from ray_jobs.training.checkpoint import Saver
@@ -51,14 +58,15 @@ def trial(
     train, validation = folds[fold]
     name, began = fit_name(context, task, fold, folds), time.monotonic()
     data, held_out, noun = pool.take(train), pool.take(validation), f"{name}, step"
-    saver = make_saver(context, f"trial-{task.number}-{fold}")
-    log = make_log(context, f"trial-{task.number}-{fold}")
+    place, last = task.place(fold), task.last_step or config.steps
+    saver, log = make_saver(context, trial_name(place)), make_log(context, trial_name(place))
     stopping = None
     if isinstance(search, ASHA):
         stopping = Stopping(config.steps, search.evaluations, tell=tell)
     elif (early := config.early_stopping) is not None:
         stopping = Stopping(config.steps, early.evaluations, early.patience)
-    settings: Any = (config.seed, noun, after, saver, log, held_out, stopping)
+    # A round of PBT is evaluated at its end only.
+    settings: Any = (config.seed, noun, after, saver, log, None if task.schedule else held_out, stopping)
     try:
         with log:
             model, *_ = fit(fetched(context, task), data, task.learning_rate, *settings)
@@ -67,8 +75,9 @@ def trial(
                 accuracy, loss, *_ = score(logits, held_out.labels)
                 if stopping is None:
                     log.add_evaluation(Evaluation(loss, accuracy))
-                temperature = fit_temperature(logits.numpy(), held_out.labels)
-                result = Trial(accuracy, loss, config.steps, temperature=temperature)
+                is_whole = last == config.steps
+                temperature = fit_temperature(logits.numpy(), held_out.labels) if is_whole else None
+                result = Trial(accuracy, loss, last, temperature=temperature)
             else:
                 assert stopping is not None
                 result = stopping.best
@@ -76,20 +85,21 @@ def trial(
         if config.early_stopping is not None and stopping is not None:
             outcome += f", best at step {result.step} of {stopping.evaluations[-1][0]}"
     except DivergenceError as error:  # a sweep may include rates that are too high
-        result, outcome = Trial(0.0, DIVERGED, config.steps), str(error)
+        result, outcome = Trial(0.0, DIVERGED, last), str(error)
     except SystemExit:
         assert stopping is not None
-        add_trial(context, (task.number, fold), pruned(stopping.evaluations, time.monotonic() - began))
+        add_trial(context, place, pruned(stopping.evaluations, time.monotonic() - began))
         saver.remove()
         print(f"{name}: {outcome_of(pruned(stopping.evaluations, 0.0))}", flush=True)
         raise
     evaluations = _finite(stopping.evaluations) if isinstance(search, ASHA) and stopping is not None else ()
     result = result._replace(evaluations=evaluations, seconds=time.monotonic() - began)
-    add_trial(context, (task.number, fold), result)
-    saver.remove()
+    if last < config.steps:
+        saver.wait()  # the next round continues from its checkpoint
+    add_trial(context, place, result)
+    if last == config.steps:
+        saver.remove()
     print(f"{name}: {outcome}", flush=True)
-    if search is not None:
-        print(standing(context.config, Ledger(context, task.attempts), len(folds)), flush=True)
     return result
 
 
@@ -103,7 +113,7 @@ def refit(context: Context[Finetune], task: Task, pool: Images, draw: int, after
 
     # Ray runs a finished task again if the node that holds its result is lost.
     last = task.last_step or task.config.steps
-    if (finished := Ledger(context, []).refit(draw, task.point, last, task.temperature)) is not None:
+    if (finished := Ledger(context, []).refit(draw, task.chosen, last, task.temperature)) is not None:
         return finished
     seed, noun = task.config.seed + draw, f"draw {draw}, step"
     name = f"{refits_prefix(task)}{draw}"
@@ -119,7 +129,7 @@ def refit(context: Context[Finetune], task: Task, pool: Images, draw: int, after
             save_model(staging.path, model, task.contract)
         files = staging.files
     finished = Refit(result, curve, substitutes, files)
-    add_refit(context, draw, task.point, last, finished, task.temperature)
+    add_refit(context, draw, task.chosen, last, finished, task.temperature)
     saver.remove()
     print(f"draw {draw}: test accuracy {result.accuracy:.3f}", flush=True)
     return finished
@@ -128,9 +138,12 @@ def refit(context: Context[Finetune], task: Task, pool: Images, draw: int, after
 def refits_prefix(task: Task) -> str:
     """Return what the names of the refits begin with.
 
-    On GPUs, results vary a little, and the trials of another attempt may have chosen another point or last step.
+    On GPUs, results vary a little, and the trials of another attempt may have chosen another point, last step or
+    schedule.
     """
     last = "" if task.last_step is None else f"{task.last_step}-"
+    if task.schedule:
+        last = f"{task.place(0)[2]}-"
     return f"refit-{task.number}-{last}"
 
 
@@ -169,6 +182,8 @@ def _finite(evaluations: Sequence[Evaluated]) -> tuple[Evaluated, ...]:
 
 
 def fit_name(context: Context[Finetune], task: Task, fold: int, folds: Folds) -> str:
+    if task.schedule:
+        return f"trial {task.number}, round {len(task.schedule)}: {describe(task.point)}"
     number = "" if context.config.search is None else f"trial {task.number}: "
     return number + describe(task.point) + (f", fold {fold}" if len(folds) > 1 else "")
 
@@ -178,18 +193,3 @@ def outcome_of(trial: Trial) -> str:
         return "diverged"
     pruned = f", ended by ASHA at step {trial.step}" if trial.is_pruned else ""
     return f"accuracy {trial.accuracy:.3f}, loss {trial.loss:.3f}{pruned}"
-
-
-def standing(config: Finetune, ledger: Ledger, folds: int) -> str:
-    """Return how many trials of a search have ended, and which is the best so far."""
-    search = config.search
-    known = ledger.points() if isinstance(search, Optuna) else dict(enumerate(points(config)))
-    ended, best = 0, (-1.0, "")
-    for number, point in known.items():
-        own = [found[1] for fold in range(folds) if (found := ledger.trial((number, fold))) is not None]
-        ended += len(own) == folds
-        if len(own) == folds and not own[0].is_pruned:
-            accuracy = float(np.mean([each.accuracy for each in own]))
-            best = max(best, (accuracy, f"trial {number}, accuracy {accuracy:.3f}: {describe(point)}"))
-    total = search.trials if isinstance(search, Optuna) else len(known)
-    return f"{ended} of {total} trials have ended" + (f"; the best is {best[1]}" if best[1] else "")

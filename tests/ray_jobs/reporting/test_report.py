@@ -42,7 +42,7 @@ from ray_jobs.evaluation.intervals import accuracy_interval, paired_difference
 from ray_jobs.evaluation.rows import PREDICTIONS, ROWS, write_predictions, write_table
 from ray_jobs.process.stage import Context
 from ray_jobs.reporting import page, provenance
-from ray_jobs.reporting.gather import measured_in_training
+from ray_jobs.reporting.gather import _why_ended, measured_in_training
 from tests.support import datasets
 from tests.support.records import make_attempt, make_manifest
 
@@ -79,6 +79,34 @@ SEARCH = {
     "kind": "grid",
     "selected_on": "dev",
 }
+POPULATION = {
+    "trials": [
+        {
+            "learning_rate": POINTS[last]["learning_rate"],
+            "accuracies": [0.5],
+            "losses": [1.0],
+            "number": number,
+            "point": POINTS[last],
+            "schedule": [
+                {"step": 0, "member": 0, "point": POINTS[1]},
+                {"step": 2, "member": number, "point": POINTS[last]},
+            ],
+            "rounds": [
+                {"step": 2, "accuracy": 0.4 - 0.1 * number, "loss": 1.0, "point": POINTS[1 + number]},
+                {"step": 3, "accuracy": 0.5, "loss": 1.0, "point": POINTS[last]}
+                | ({"copied": 0} if number else {}),
+            ],
+        }
+        for number, last in enumerate((1, 3))
+    ],
+    "chosen": 0.01,
+    "chosen_trial": 1,
+    "chosen_point": POINTS[3],
+    "kind": "pbt",
+    "selected_on": "dev",
+    "schedule": [{"step": 0, "point": POINTS[1]}, {"step": 2, "point": POINTS[3]}],
+}
+SWEEPS = {None: SWEEP, "grid": SEARCH, "pbt": POPULATION}  # by the kind of search
 CURVES = [
     {"draw": draw, "points": [{"step": 3, "learning_rate": 0.1, "loss": 1.0 + draw}]} for draw in (0, 1)
 ]
@@ -204,7 +232,7 @@ class Artifacts:
         write_predictions(folder / "predictions.parquet", [pa.Table.from_pylist(predictions, PREDICTIONS)])
         files = {name: (folder / name).read_bytes() for name in ("rows.parquet", "predictions.parquet")}
         if isinstance(config, Finetune):
-            files["sweep.json"] = json.dumps(SEARCH if config.search else SWEEP).encode()
+            files["sweep.json"] = json.dumps(SWEEPS[config.search and config.search.kind]).encode()
             files["curves.json"] = json.dumps(CURVES).encode()
         fields = {"config": config.model_dump(mode="json"), "inputs": self.references(**inputs)}
         return self.commit(stage, config.job, config.KIND, files, **fields)
@@ -348,23 +376,49 @@ def _correct(files: dict[str, bytes], stage: str, method: str, per_class: int) -
     return np.array([[right for _, right in draw] for draw in by_draw])
 
 
-def test_a_search_is_described_and_drawn(tmp_path: Path) -> None:
-    made = Artifacts(tmp_path / "store")
+def searched_page(folder: Path, search: dict[str, Any]) -> str:
+    """The text of the report of a fine-tuning that was searched."""
+    made = Artifacts(folder / "store")
     pixels = list(np.zeros((6, 8, 8, 1), np.uint8))
     splits = {
         split: (pixels[:size], [i % 2 for i in range(size)]) for split, size in (("train", 4), ("test", 6))
     }
     ids, labels = made.dataset("digits", ["zero", "one"], splits)["test"], np.array(splits["test"][1])
-    fields = {"learning_rates": (), "search": {"kind": "grid", "over": OVER}}
+    fields = {"learning_rates": (), "search": search}
     config = Finetune.model_validate(finetune(None).model_dump() | fields)
     scores = [_scores("ViT, from scratch", "fine-tuning", None, labels[None], labels, ids)]
     made.scores("searched", scores, config, data="digits")
-    text = re.sub(
-        r"\s+", " ", re.sub("<[^>]*>", " ", made.make("digits", "searched")["report.html"].decode())
-    )
+    page = made.make("digits", "searched")["report.html"].decode()
+    return re.sub(r"\s+", " ", re.sub("<[^>]*>", " ", page))
+
+
+def test_a_search_is_described_and_drawn(tmp_path: Path) -> None:
+    text = searched_page(tmp_path, {"kind": "grid", "over": OVER})
     assert "the 4 trials of its search (grid), by accuracy on dev" in text
     assert "1, hollow, were ended early" in text
     assert "every combination (learning rate from 0.1, 0.01; mixup from 0.0, 0.2)" in text
+
+
+def test_why_asha_ended_trials_is_said() -> None:
+    config = {"steps": 20, "search": {"kind": "asha", "evaluations": 9, "reduction_factor": 3}}
+    ends = [(3, {}), (3, {}), (7, {}), (None, {}), (10, {"steps": 30})]
+    trials = [{"point": point} | ({"pruned_at": end} if end else {}) for end, point in ends]
+    assert _why_ended(trials, config)["why_ended"] == (
+        "2 at evaluation 1, 2 at evaluation 3 of 9, because they were among the lower 2/3 of the trials evaluated there"
+        " before"
+    )
+    assert _why_ended(trials, {"steps": 20, "search": {"kind": "grid"}}) == {}
+
+
+def test_a_population_is_described_and_drawn(tmp_path: Path) -> None:
+    text = searched_page(tmp_path, {"kind": "pbt", "over": OVER, "members": 2, "rounds": 2})
+    assert "the 2 trials of its search (pbt), by accuracy on dev" in text
+    assert (
+        "its refit repeats these values: learning rate 0.1, mixup 0.2 from step 0; learning rate 0.01" in text
+    )
+    assert (
+        "population-based training of 2 members, 2 rounds (learning rate from 0.1, 0.01; mixup from" in text
+    )
 
 
 def test_numbers_are_those_of_the_predictions(files: dict[str, bytes]) -> None:

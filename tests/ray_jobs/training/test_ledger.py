@@ -336,7 +336,7 @@ def test_a_task_that_ray_runs_again_fits_nothing(
     again = attempt(store, 1)
     task = make_task(again.config, again.dataset(), None)
     task = at_point(task, 1, {"learning_rate": 1e-2}, again.dataset())
-    task = task._replace(temperature=held_out_temperature(ledger.open_ledger(again), 1, folds=2))
+    task = task._replace(temperature=held_out_temperature(ledger.open_ledger(again), [(1, 0), (1, 1)]))
     unused: Any = None
     for draw in (0, 1):
         trials_module.refit(again, task, unused, draw)

@@ -1,6 +1,8 @@
 """Searches of a fine-tuning: the points that they try, and that an interrupted search repeats no trial."""
 
 import json
+import math
+import time
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -12,8 +14,8 @@ from pydantic import ValidationError
 from pipelines.spec import Finetune, Labels
 from ray_jobs import finetune
 from ray_jobs.training.search import points
+from ray_jobs.training.standing import standing, time_left
 from ray_jobs.training.task import Trial
-from ray_jobs.training.trials import standing
 from tests.support.finetuning import attempt, configuration, context, put_halves
 
 RATES = {"low": 1e-4, "high": 1e-1, "scale": "log"}
@@ -22,6 +24,8 @@ OVER: dict[str, Any] = {
     "optimizer.weight_decay": [0.0, 0.1],
     "steps": {"low": 30, "high": 46},
 }
+
+PBT = {"kind": "pbt", "over": {"learning_rate": RATES}}
 
 
 def searching(kind: str, **fields: object) -> Finetune:
@@ -88,11 +92,39 @@ def test_a_small_space_is_tried_once():
         ),
         ({"kind": "asha", "grace": 9}, "grace 9 must be less than evaluations 9"),
         ({"kind": "asha", "evaluations": 70}, "search.evaluations 70 is more than steps 60"),
+        (
+            PBT | {"over": {"optimizer.layer_decay": [0.5, 1.0]}},
+            "over.optimizer.layer_decay: kind pbt changes values during a training, which optimizer.layer_decay does"
+            " not allow; it can search learning_rate, optimizer.weight_decay, randaugment",
+        ),
+        (PBT | {"over": {"steps": [4, 8]}}, "over.steps: kind pbt changes values during a training"),
+        (PBT | {"rounds": 61}, "search.rounds 61 is more than steps 60"),
+        (
+            PBT | {"over": {"randaugment": [None], "randaugment.layers": [1]}},
+            "give either randaugment or its fields",
+        ),
+        (PBT | {"quantile": 0.6}, "quantile\n.*less than or equal to 0.5"),
+        (PBT | {"factors": [1.2, 0.8]}, "factors.0\n.*less than 1"),
     ],
 )
 def test_a_search_that_cannot_be_is_refused_with_its_field(search, message):
     with pytest.raises(ValidationError, match=message):
-        searching(**{"kind": "random"} | search)
+        base = {"learning_rates": (), "labels": Labels(), "steps": 60}
+        shared = {"kind": "random", "over": OVER} | ({} if search.get("kind") == "pbt" else {"trials": 4})
+        configuration(**base, search=shared | search)
+
+
+def test_pbt_needs_one_held_out_part_and_all_the_steps():
+    config = {"learning_rates": (), "search": PBT, "steps": 60}
+    with pytest.raises(
+        ValidationError, match=r"search\.kind pbt needs one held-out part, but labels.per_class has"
+    ):
+        configuration(**config)
+    stopping = {"evaluations": 4, "patience": 2}
+    with pytest.raises(
+        ValidationError, match="pbt compares trials after the same steps: leave out early_stopping"
+    ):
+        configuration(**config, labels=Labels(), early_stopping=stopping)
 
 
 @pytest.fixture(scope="module")
@@ -124,6 +156,34 @@ def test_where_a_search_stands_is_said_while_it_runs():
     assert said().startswith("2 of 4 trials have ended; the best is trial 0, accuracy 0.500")
     ended[0, 1] = Trial(0.25, 1.0, 30)
     assert said(folds=2).startswith("1 of 4 trials have ended; the best is trial 0, accuracy 0.375")
+
+
+def test_a_search_says_how_long_it_still_takes_and_its_trials_after_each_quarter():
+    config = searching("asha", trials=8)
+    ended: dict[tuple[int, int], Trial] = {}
+
+    class Entries:
+        @staticmethod
+        def trial(place: tuple[int, int]) -> tuple[int, Trial] | None:
+            return (1, ended[place]) if place in ended else None
+
+    def said(deadline: float = math.inf) -> list[str]:
+        return standing(config, Entries(), 1, concurrent=2, deadline=deadline).splitlines()
+
+    steps = [config.at(point).steps for point in points(config)]
+    ended[0, 0] = Trial(0.5, 1.0, steps[0], seconds=60)
+    # a trial that ended after half of its steps would have taken twice the time
+    ended[1, 0] = Trial(0.25, 1.0, steps[1] // 2, is_pruned=True, seconds=120 * (steps[1] // 2) / steps[1])
+    first, *table = said()
+    assert first.startswith(
+        "2 of 8 trials have ended, at most 0:04:30 left for the search; the best is trial 0, accuracy 0.500"
+    )
+    assert [line.split(":")[0] for line in table] == ["  0.500  trial 0", "  0.250  trial 1"]
+    assert "(ended at step" in table[1]
+    ended[2, 0] = Trial(0.75, 1.0, steps[2], seconds=60)
+    assert len(said()) == 1, "the next table comes after the second quarter"
+    assert "at most 0:01:00 left of search.minutes" in said(time.time() + 60.2)[0]
+    assert time_left(90, math.inf, is_limit=False) == "0:01:30 left for the search"
 
 
 @pytest.mark.ray
