@@ -4,7 +4,7 @@ A file has the worker's `Piece`s, named kind/parameter@start, and in its header 
 checkpoint can be read by any number of workers, by any engine, and without pickle. Writing happens in a thread, from a
 copy. The worker of rank 0 commits when all files are there, and removes checkpoints that are no longer needed.
 
-A pretraining has one series of checkpoints, a fine-tuning one for each running fit, which has one worker.
+A pretraining has one series of checkpoints, a fine-tuning one for each running fit.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ class WorkerState(Frozen):
     summed: int
     """the losses since the last point, and of how many steps"""
     substitutes: int = 0
-    """of a fit: the images so far that were damaged and replaced"""
+    """of a fit: the images so far that were damaged and replaced in this worker's shares"""
     evaluations: tuple[tuple[int, float, float], ...] = ()
     """of a trial that may stop early: (step, accuracy, loss) so far"""
     log: tuple[LogLine, ...] = ()
@@ -266,10 +266,34 @@ class Saver:
         of one fit, while an error would block the key until somebody removes the checkpoint.
         """
         attempt = self._attempt
-        for checkpoint in checkpoints(
-            self._store, attempt.job, attempt.key, self._fit, {attempt.number, *attempts}
-        ):
-            self._any = True
+        there = checkpoints(self._store, attempt.job, attempt.key, self._fit, {attempt.number, *attempts})
+        self._any = bool(there)
+        if self._agreement is not None:
+            return self._resume_together(there, module, optimizer)
+        return self._furthest(there, module, optimizer)
+
+    def _resume_together(
+        self, there: list[Checkpoint], module: torch.nn.Module, optimizer: torch.optim.Optimizer
+    ) -> Saved | None:
+        """Open the checkpoint that the first worker chooses: an attempt that still lives may add some meanwhile."""
+        saved = self._furthest(there, module, optimizer) if self._rank == 0 else None
+        chosen = torch.tensor([-1, -1] if saved is None else [saved.attempt, saved.step])
+        dist.broadcast(chosen, 0, self._agreement)
+        number, step = chosen.tolist()
+        if self._rank == 0 or step < 0:
+            return saved
+        job, key = self._attempt.job, self._attempt.key
+        for checkpoint in checkpoints(self._store, job, key, self._fit, {number}):
+            if checkpoint.step == step:
+                return Saved(self._store, checkpoint)
+        raise StoreError(
+            f"{self._store.uri}: the checkpoint of step {step} of attempt {number} is no longer there"
+        )
+
+    def _furthest(
+        self, there: list[Checkpoint], module: torch.nn.Module, optimizer: torch.optim.Optimizer
+    ) -> Saved | None:
+        for checkpoint in there:
             try:
                 saved = Saved(self._store, checkpoint)
                 saved.require(module, optimizer)
@@ -287,7 +311,7 @@ class Saver:
             Superseded: there is a newer attempt.
         """
         self.wait()
-        if self._any:
+        if self._any and self._rank == 0:
             remove_checkpoints(self._store, self._attempt, fit=self._fit)
 
     def named(self, best: int | None) -> list[Saved]:
