@@ -62,8 +62,8 @@ def default_workers(batch_size: int) -> int:
 def fit_resources(threads: int, workers: int = 1) -> tuple[dict[str, float], int]:
     """Return (the Ray resources of a fit's own process, how many fits the cluster can run in parallel).
 
-    With several workers that process holds nothing: the workers' placement group gets all of its resources at once or
-    waits without any, so that no fits can wait for each other.
+    With several workers that process holds one byte of memory: the workers' placement group gets all of its resources
+    at once or waits without any, so that no fits can wait for each other.
 
     Raises:
         UserError: the machines of the cluster do not have room for so many workers with so many threads.
@@ -75,7 +75,8 @@ def fit_resources(threads: int, workers: int = 1) -> tuple[dict[str, float], int
                 f"workers is {workers} with {threads} threads each, but the machines of the cluster have room for"
                 f" {room} such workers; use fewer workers or threads"
             )
-        return {"CPU": 0.0}, room // workers
+        # Tune cannot place a trial without resources, and part of a core would be missing for the workers.
+        return {"CPU": 0.0, "memory": 1.0}, room // workers
     cpus, gpus = cpus_in_cluster(), gpus_in_cluster()
     share = float(min(threads, cpus))
     if gpus:

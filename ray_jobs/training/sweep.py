@@ -261,12 +261,12 @@ def _ending_with_its_workers(run: Callable[[dict[str, Any]], None]) -> type[Any]
     from ray.train._internal.session import get_session
     from ray.tune.trainable import wrap_function
 
-    class Trial(wrap_function(run)):  # type: ignore[misc]
+    class Waiting(wrap_function(run)):  # type: ignore[misc]
         def cleanup(self) -> None:
             get_session().finish(timeout=_END_SECONDS)
             super().cleanup()
 
-    return Trial
+    return Waiting
 
 
 def _tune_trial(

@@ -59,7 +59,7 @@ def _search_and_kill(rank: int, root: Path) -> None:
     ray.init("local", num_cpus=CORES, log_to_driver=False, logging_level="error")  # with the state API
     put_halves(root / "dataset")
     given = context(root / "store", root / "dataset", searching())
-    assert devices.fit_resources(1, workers=2) == ({"CPU": 0.0}, 2)
+    assert devices.fit_resources(1, workers=2) == ({"CPU": 0.0, "memory": 1.0}, 2)
     (root / "metrics.json").write_text(json.dumps(finetune.main(given).metrics))
     wait_until_free()
 
