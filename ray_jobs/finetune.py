@@ -24,6 +24,7 @@ One that was running continues from its checkpoint.
 from __future__ import annotations
 
 import json
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -42,7 +43,7 @@ from ray_jobs.training.ledger import Ledger, open_ledger
 from ray_jobs.training.search import describe, points
 from ray_jobs.training.sweep import choose, held_out_temperature, last_step, steps_after, sweep
 from ray_jobs.training.task import Phase, Refit, Task, at_point, changes, describe_schedule, make_task
-from ray_jobs.training.trials import refit, refits_prefix
+from ray_jobs.training.trials import refits_prefix, run_refit
 from vit_model.errors import UserError
 from vit_model.variants import FAMILIES
 
@@ -62,16 +63,20 @@ def refit_draws(context: Context[Finetune], task: Task, pools: list[Images], led
 
 
 def run_refits(context: Context[Finetune], task: Task, pools: list[Images], draws: list[int]) -> list[Refit]:
-    """Refit these draws, each in a Ray task."""
+    """Refit these draws, each in a Ray task; with several workers, as many at once as the cluster has room for."""
     import ray
 
-    resources, concurrent = devices.fit_resources(task.config.threads)
-    remote = ray.remote(num_cpus=resources["CPU"], num_gpus=resources.get("GPU", 0))(refit)
-    tasks = []
+    config = task.config
+    resources, concurrent = devices.fit_resources(config.threads, config.workers)
+    given = []
     for number, draw in enumerate(draws):
-        after = steps_after(task.last_step or task.config.steps, concurrent, number, 0, len(draws))
-        tasks.append(remote.remote(context, task, pools[draw], draw, after))
-    refits: list[Refit] = ray.get(tasks)
+        after = steps_after(task.last_step or config.steps, concurrent, number, 0, len(draws))
+        given.append((context, task, pools[draw], draw, after))
+    if config.workers > 1:
+        with ThreadPoolExecutor(concurrent) as threads:
+            return [*threads.map(lambda arguments: run_refit(*arguments), given)]
+    remote = ray.remote(num_cpus=resources["CPU"], num_gpus=resources.get("GPU", 0))(run_refit)
+    refits: list[Refit] = ray.get([remote.remote(*arguments) for arguments in given])
     return refits
 
 

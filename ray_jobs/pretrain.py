@@ -10,9 +10,7 @@ log.jsonl (`pipelines.store.training_log`).
 
 from __future__ import annotations
 
-import os
 import re
-import tempfile
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -30,6 +28,7 @@ from pipelines.store import (
 from ray_jobs.process import devices
 from ray_jobs.process.alive import Steps, count_steps
 from ray_jobs.process.stage import Context, Result, causes, model_digest, run_stage
+from ray_jobs.training.workers import run_group, this_worker
 from vit_model.errors import UserError
 
 # How long to wait for a busy cluster. Resources that it will never have are refused earlier.
@@ -86,58 +85,31 @@ def run_workers(
     context: Context[Pretrain], workers: int, group: int, start: Checkpoint | None
 ) -> dict[str, Any]:
     """Train under Ray Train and return {files, metrics} of rank 0. `group` counts the groups of this attempt."""
-    os.environ.update(
-        RAY_TRAIN_HEALTH_CHECK_INTERVAL_S="0.2",  # with the default, starts and ends are noticed a second later
-        RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S=str(
-            _START_TIMEOUT_SECONDS if group == 1 else _RESTART_TIMEOUT_SECONDS
-        ),
-        RAY_TRAIN_METRICS_ENABLED="0",
-        RAY_TRAIN_ENABLE_PRINT_PATCH="0",  # it prints every line twice
-        RAY_TRAIN_ENABLE_PREEMPTION_WATCHER="0",
+    outcome: dict[str, Any] = run_group(
+        _ray_worker,
+        {"context": context, "group": group, "start": start},
+        workers,
+        context.config.threads,
+        f"{context.attempt.submission_id}-{group}",
+        _START_TIMEOUT_SECONDS if group == 1 else _RESTART_TIMEOUT_SECONDS,
+        starts=3 if group == 1 else 1,
     )
-    from ray.train import FailureConfig, LoggingConfig, RunConfig
-    from ray.train.v2.api.data_parallel_trainer import DataParallelTrainer
-
-    from ray_jobs.training.process_group import LocalTorchConfig
-
-    with tempfile.TemporaryDirectory(prefix="vitflow-", ignore_cleanup_errors=True) as scratch:
-        trainer = DataParallelTrainer(
-            _ray_worker,
-            train_loop_config={"context": context, "group": group, "start": start},
-            backend_config=LocalTorchConfig(),
-            scaling_config=devices.scaling(workers, context.config.threads),
-            run_config=RunConfig(
-                # unique, because Ray Train resumes a run of the same name
-                name=f"{context.attempt.submission_id}-{group}",
-                storage_path=scratch,  # not kept: the workers write to the store
-                # `main` answers failures: Ray Train would repeat a user's mistakes, too.
-                failure_config=FailureConfig(max_failures=0, controller_failure_limit=2 if group == 1 else 0),
-                # Lower levels log where each worker runs.
-                logging_config=LoggingConfig(log_level="WARNING"),
-            ),
-        )
-        outcome: dict[str, Any] = trainer.fit().return_value
     return outcome
 
 
 def _ray_worker(settings: dict[str, Any]) -> dict[str, Any]:
-    import ray.train
-
     from ray_jobs.training.ancestor import find_ancestor
     from ray_jobs.training.checkpoint import Saved, Saver
     from ray_jobs.training.gauges import Gauges
     from ray_jobs.training.hangs import named_hangs
     from ray_jobs.training.log import LogWriter
-    from ray_jobs.training.loop import Worker, train
+    from ray_jobs.training.loop import train
     from ray_jobs.training.process_group import COLLECTIVE_SECONDS
 
     context: Context[Pretrain] = settings["context"]
     start: Checkpoint | None = settings["start"]
     config, store = context.config, context.open_store()
-    own = ray.train.get_context()
-    worker = Worker(
-        own.get_world_rank(), own.get_world_size(), own.get_local_rank(), own.get_local_world_size()
-    )
+    worker = this_worker()
     saved = None if start is None else Saved(store, start)
     dataset, ancestor = context.dataset(config.cache_gib), find_ancestor(context)
     teacher = find_ancestor(context, "teacher")

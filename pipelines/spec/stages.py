@@ -684,7 +684,12 @@ class Finetune(_Stage):
     seen_in_training: SeenInTraining = seen_in_training()
     dtype: Dtype = "bfloat16"
     seed: Seed = 0
-    threads: int = execution(1, ge=1, description="CPU threads per trial")
+    workers: int = execution(
+        1,
+        ge=1,
+        description="Ray Train workers that share each batch of a trial or refit, with a GPU each if there are any",
+    )
+    threads: int = execution(1, ge=1, description="CPU threads per worker of a trial or refit")
     activation_checkpointing: bool = activation_checkpointing()
     cache_gib: float = execution(
         64, gt=0, description="GiB of images from S3 that a machine keeps in its cache folder"
@@ -714,9 +719,10 @@ class Finetune(_Stage):
             raise ValueError(
                 f"refits {self.refits}: with labels.per_class there is one for each of labels.draws; leave refits out"
             )
-        if self.batch_size % self.gradient_accumulation_steps:
+        if self.batch_size % (self.workers * self.gradient_accumulation_steps):
+            shared = f"workers {self.workers} x " if self.workers > 1 else ""
             raise ValueError(
-                f"batch_size {self.batch_size} is not a multiple of gradient_accumulation_steps"
+                f"batch_size {self.batch_size} is not a multiple of {shared}gradient_accumulation_steps"
                 f" {self.gradient_accumulation_steps}"
             )
         if self.early_stopping is not None and self.early_stopping.evaluations > self.steps:

@@ -204,7 +204,7 @@ def write_predictions(path: Path, parts: Sequence[pa.Table]) -> None:
     write_parquet(path, pa.concat_tables([PREDICTIONS.empty_table(), *parts]))
 
 
-def write_parquet(path: Path, table: pa.Table) -> None:
+def write_parquet(path: Path | pa.NativeFile, table: pa.Table) -> None:
     """Write a table as Parquet; texts that are dictionaries in memory are read back as texts."""
     pq.write_table(
         table, path, compression="zstd", store_schema=False, dictionary_pagesize_limit=_DICTIONARY_BYTES

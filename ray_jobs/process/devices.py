@@ -59,13 +59,40 @@ def default_workers(batch_size: int) -> int:
     return next(workers for workers in range(most, 0, -1) if batch_size % workers == 0)
 
 
-def fit_resources(threads: int) -> tuple[dict[str, float], int]:
-    """Return (the Ray resources of one fit on one device, how many fits the cluster can run in parallel)."""
+def fit_resources(threads: int, workers: int = 1) -> tuple[dict[str, float], int]:
+    """Return (the Ray resources of a fit's own process, how many fits the cluster can run in parallel).
+
+    With several workers that process holds one byte of memory: the workers' placement group gets all of its resources
+    at once or waits without any, so that no fits can wait for each other.
+
+    Raises:
+        UserError: the machines of the cluster do not have room for so many workers with so many threads.
+    """
+    if workers > 1:
+        room = _room(scaling(workers, threads).resources_per_worker)
+        if room < workers:
+            raise UserError(
+                f"workers is {workers} with {threads} threads each, but the machines of the cluster have room for"
+                f" {room} such workers; use fewer workers or threads"
+            )
+        # Tune cannot place a trial without resources, and part of a core would be missing for the workers.
+        return {"CPU": 0.0, "memory": 1.0}, room // workers
     cpus, gpus = cpus_in_cluster(), gpus_in_cluster()
     share = float(min(threads, cpus))
     if gpus:
         return {"CPU": share, "GPU": 1.0}, gpus
     return {"CPU": share}, max(1, int(cpus / share))
+
+
+def _room(resources: dict[str, float]) -> int:
+    """Return how many workers with these resources the cluster's machines can hold together."""
+    import ray
+
+    machines = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+    return sum(
+        int(min(there.get(name, 0) / amount for name, amount in resources.items()) + 1e-6)
+        for there in machines
+    )
 
 
 def device(local_rank: int = 0) -> torch.device:

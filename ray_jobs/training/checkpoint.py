@@ -4,7 +4,7 @@ A file has the worker's `Piece`s, named kind/parameter@start, and in its header 
 checkpoint can be read by any number of workers, by any engine, and without pickle. Writing happens in a thread, from a
 copy. The worker of rank 0 commits when all files are there, and removes checkpoints that are no longer needed.
 
-A pretraining has one series of checkpoints, a fine-tuning one for each running fit, which has one worker.
+A pretraining has one series of checkpoints, a fine-tuning one for each running fit.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ class WorkerState(Frozen):
     summed: int
     """the losses since the last point, and of how many steps"""
     substitutes: int = 0
-    """of a fit: the images so far that were damaged and replaced"""
+    """of a fit: the images so far that were damaged and replaced in this worker's shares"""
     evaluations: tuple[tuple[int, float, float], ...] = ()
     """of a trial that may stop early: (step, accuracy, loss) so far"""
     log: tuple[LogLine, ...] = ()
@@ -271,13 +271,39 @@ class Saver:
         Damaged ones, and those of another model or optimizer, are not used, with a line in the log: this costs a part
         of one fit, while an error would block the key until somebody removes the checkpoint.
         """
-        attempt, usable = self._attempt, {self._attempt.number, *attempts}
-        for checkpoint in (
+        attempt, usable, fits = self._attempt, {self._attempt.number, *attempts}, (self._fit, *ancestors)
+        there = [
             checkpoint
-            for fit in (self._fit, *ancestors)
+            for fit in fits
             for checkpoint in checkpoints(self._store, attempt.job, attempt.key, fit, usable)
-        ):
-            self._any = self._any or checkpoint.fit == self._fit
+        ]
+        self._any = any(checkpoint.fit == self._fit for checkpoint in there)
+        if self._agreement is not None:
+            return self._resume_together(there, module, optimizer)
+        return self._furthest(there, module, optimizer)
+
+    def _resume_together(
+        self, there: list[Checkpoint], module: torch.nn.Module, optimizer: torch.optim.Optimizer
+    ) -> Saved | None:
+        """Open the checkpoint that the first worker chooses: an attempt that still lives may add some meanwhile."""
+        saved = self._furthest(there, module, optimizer) if self._rank == 0 else None
+        chosen = [None if saved is None else (saved.fit, saved.attempt, saved.step)]
+        dist.broadcast_object_list(chosen, 0, self._agreement)
+        if self._rank == 0 or chosen[0] is None:
+            return saved
+        fit, number, step = chosen[0]
+        job, key = self._attempt.job, self._attempt.key
+        for checkpoint in checkpoints(self._store, job, key, fit, {number}):
+            if checkpoint.step == step:
+                return Saved(self._store, checkpoint)
+        raise StoreError(
+            f"{self._store.uri}: the checkpoint of step {step} of attempt {number} is no longer there"
+        )
+
+    def _furthest(
+        self, there: list[Checkpoint], module: torch.nn.Module, optimizer: torch.optim.Optimizer
+    ) -> Saved | None:
+        for checkpoint in there:
             try:
                 saved = Saved(self._store, checkpoint)
                 saved.require(module, optimizer)
@@ -295,7 +321,7 @@ class Saver:
             Superseded: there is a newer attempt.
         """
         self.wait()
-        if self._any:
+        if self._any and self._rank == 0:
             remove_checkpoints(self._store, self._attempt, fit=self._fit)
 
     def named(self, best: int | None) -> list[Saved]:

@@ -95,13 +95,13 @@ def memory(
 
 
 def fit_memory(task: Task, device: torch.device) -> Memory:
-    """Estimate the memory of a fit of a fine-tuning, which has one process, on a device like this one.
+    """Estimate the memory of each worker of a fit of a fine-tuning on a device like this one.
 
     Frozen blocks keep nothing of their forward pass, so with `freeze` activations are left out.
     """
     config, architecture = task.config, task.contract.architecture
     dtype = devices.torch_dtype(config.dtype, device)
-    images = math.ceil(config.batch_size / config.gradient_accumulation_steps)
+    images = math.ceil(config.batch_size / (config.workers * config.gradient_accumulation_steps))
     activations = 0
     if config.freeze is None:
         activations = _activations(architecture, images, device, dtype, config.activation_checkpointing)

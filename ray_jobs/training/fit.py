@@ -1,4 +1,4 @@
-"""Fine-tuning on one device: train all weights of a model on labelled images, and score it on others.
+"""Fine-tuning in one process, or in each of several workers: train a model on labelled images, score it on others.
 
 In: a `Task`, labelled images, a learning rate, a seed. Out: a network, its training curve, its score.
 """
@@ -11,8 +11,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, Literal
 
+import numpy as np
 import pyarrow as pa
 import torch
+import torch.distributed as dist
 from numpy.typing import NDArray
 from torch.nn import functional
 
@@ -28,6 +30,7 @@ from ray_jobs.training.engine import WEIGHTS, Plain, has_ema
 from ray_jobs.training.guard import Guard
 from ray_jobs.training.log import Evaluation, Log, LogWriter
 from ray_jobs.training.task import DivergenceError, Score, Task, Trial
+from ray_jobs.training.workers import ALONE, Worker
 from vit_model import compute
 from vit_model.build import Network, build
 from vit_model.config import ModelContract
@@ -111,7 +114,13 @@ def start_model(task: Task, seed: int) -> Network:
 
 
 def start(
-    task: Task, learning_rate: float, seed: int, device: torch.device, dtype: torch.dtype, saver: Saver | None
+    task: Task,
+    learning_rate: float,
+    seed: int,
+    device: torch.device,
+    dtype: torch.dtype,
+    saver: Saver | None,
+    world: int = 1,
 ) -> tuple[Network, Plain, Saved | None]:
     """Return the model, its engine, and the saver's last checkpoint, from which they continue, if there is one."""
     config = task.config
@@ -125,7 +134,7 @@ def start(
     if saved is not None:
         saved.load(model, WEIGHTS)
     accumulation = config.gradient_accumulation_steps
-    engine = Plain(model, optimizer, dtype, config.optimizer.clip_norm, accumulation=accumulation)
+    engine = Plain(model, optimizer, dtype, config.optimizer.clip_norm, world, accumulation)
     if saved is not None:
         engine.load_state(saved.read, saved.step)
     return model, engine, saved
@@ -162,19 +171,23 @@ def fit(
     writer: LogWriter | None = None,
     validation: Images | None = None,
     stopping: Stopping | None = None,
+    worker: Worker = ALONE,
 ) -> tuple[Network, list[dict[str, float | int]], int]:
     """Train all weights of the task's model on `data`, from the saver's last checkpoint on if there is one.
 
     The weights are float32; with dtype bfloat16, a bfloat16 copy of them computes the gradients. With the same threads
-    on the same type of CPU, the result is the same after any number of interruptions.
+    on the same type of CPU, the result is the same after any number of interruptions. All workers of a group call this
+    together, and each returns the result; with another number of workers it is the same up to rounding, without
+    dropout.
 
     Args:
         noun: what the progress line calls a step.
         after: steps that the stage still does after this fit (`steps_after`), for the estimated time left.
         saver: writes the checkpoints; None: none are written.
-        writer: writes the log; None: there is none.
+        writer: of the first worker, writes the log; None: there is none.
         validation: images that the model is evaluated on for the log, some times before the last step.
         stopping: ends the fit early, by the accuracy on these images; it is told of the evaluations.
+        worker: this process's place among those that share each batch.
 
     Returns:
         The model, its curve [{step, learning_rate, loss}], and the number of damaged images that were replaced by
@@ -187,17 +200,17 @@ def fit(
     """
     config = task.config
     devices.set_threads(config.threads)
-    device = devices.device()
+    device = devices.device(worker.local_rank)
     dtype = devices.torch_dtype(config.dtype, device)
     estimates.require_fit(task, device)
-    model, engine, saved = start(task, learning_rate, seed, device, dtype, saver)
+    model, engine, saved = start(task, learning_rate, seed, device, dtype, saver, worker.world)
     first, before = 0, WorkerState(loader={}, points=(), loss_sum=0.0, summed=0)
     is_inherited = saved is not None and saved.fit in task.ancestors
     if saved is not None:
-        first, before = saved.step, saved.states[0]
-        if not is_inherited:
+        first, before = saved.step, own_state(saved.states, worker)
+        if worker.rank == 0 and not is_inherited:
             print(f"{noun} {first}: continuing from the checkpoint of attempt {saved.attempt}", flush=True)
-    if task.ancestors and first < task.schedule[-1].step:
+    if worker.rank == 0 and task.ancestors and first < task.schedule[-1].step:
         print(f"{noun} {first}: repeating the rounds since, no checkpoint of which can be used", flush=True)
     steps, last = config.steps, task.last_step or config.steps  # of the schedule, of this fit
     evaluations = {math.ceil(steps * part / _EVALUATIONS) for part in range(1, _EVALUATIONS)} - {steps}
@@ -211,7 +224,8 @@ def fit(
     from_files = data.dataset.info.image is None
     transform = TrainTransform(config, seed, len(task.contract.class_names), from_files)
     order: Literal["global", "balanced"] = "balanced" if config.sampling == "balanced" else "global"
-    sampler = Sampler(data, seed=seed, batch_size=config.batch_size, order=order)
+    share: Any = {"rank": worker.rank, "world": worker.world}
+    sampler = Sampler(data, seed=seed, batch_size=config.batch_size, order=order, **share)
     weights = class_weights(task, data)
     weights = None if weights is None else weights.to(device)
     guard = Guard(data, sampler, last, saver)
@@ -231,17 +245,21 @@ def fit(
             device,
             writer,
             first=first,
+            world=worker.world,
+            is_silent=worker.rank > 0,
             noun=noun,
             after=after,
             steps=last,
             is_limit=config.early_stopping is not None and task.last_step is None,
         )
+        if worker.world > 1:
+            devices.let_gloo_yield()
         for step, (positions, images, labels) in zip(range(first, last), batches, strict=False):
             if task.schedule and (step == first or step in phases):
                 now = phases[max(start for start in phases if start <= step)]
                 (base,), transform = now.learning_rates, replace(transform, config=now)
                 optim.set_weight_decay(engine.optimizer, model, now.optimizer, base, now.head_first)
-            torch.manual_seed(dropout_seed(seed, step))
+            torch.manual_seed(dropout_seed(seed, step, worker.rank))
             batch = (*transform(images.to(device), labels.to(device), positions, step), positions)
             rate = optim.learning_rate(step, steps, base, now.optimizer)
             for (part,), targets, drawn in optim.micro_batches(config.gradient_accumulation_steps, *batch):
@@ -259,14 +277,15 @@ def fit(
             done = step + 1
             mean_loss = None
             if done in points:
-                optim.check_finite("loss", loss_sum, step)
-                mean_loss = loss_sum.item() / summed
+                of_all = summed_over_workers(loss_sum, worker)
+                optim.check_finite("loss", of_all, step)
+                mean_loss = of_all.item() / (summed * worker.world)
                 curve.append({"step": done, "learning_rate": rate, "loss": mean_loss})
                 loss_sum.zero_()
                 summed = 0
             evaluation = None
             if validation is not None and done in evaluations:
-                evaluation = _evaluate(averaged(model, engine), task.contract, validation)
+                evaluation = _evaluate(averaged(model, engine), task.contract, validation, worker)
                 if stopping is not None:
                     stopping.add(done, evaluation)
             log.step(done, rate, norm, mean_loss, evaluation)
@@ -287,8 +306,30 @@ def fit(
                     log=log.unsaved(),
                 )
                 saver.save(done, None, engine.pieces(), state)
+    if saver is not None and worker.world > 1:
+        saver.wait()  # together, because the first worker scores the model alone
     model = averaged(model, engine)
-    return model.eval(), curve, before.substitutes + batches.substitutes
+    substitutes = torch.tensor(before.substitutes + batches.substitutes, device=device)
+    return model.eval(), curve, int(summed_over_workers(substitutes, worker))
+
+
+def own_state(states: Sequence[WorkerState], worker: Worker) -> WorkerState:
+    """Return what a worker continues from; more or fewer workers may have written the checkpoint."""
+    if len(states) == worker.world:
+        return states[worker.rank]
+    damaged = sum(state.substitutes for state in states)
+    mean = sum(state.loss_sum for state in states) / len(states)
+    changes = {"loss_sum": mean, "substitutes": 0 if worker.rank else damaged}
+    return states[0].model_copy(update=changes)
+
+
+def summed_over_workers(value: torch.Tensor, worker: Worker) -> torch.Tensor:
+    """Return the sum of all workers' values, which all call this together; alone, the value itself."""
+    if worker.world == 1:
+        return value
+    total = value.clone()
+    dist.all_reduce(total)
+    return total
 
 
 def averaged(model: Network, engine: Plain) -> Network:
@@ -300,11 +341,24 @@ def averaged(model: Network, engine: Plain) -> Network:
     return model
 
 
-def _evaluate(model: Network, contract: ModelContract, data: Images) -> Evaluation | None:
-    """Return what `score` says in the middle of a training; None if the loss is not finite, which may yet change."""
+def _evaluate(
+    model: Network, contract: ModelContract, data: Images, worker: Worker = ALONE
+) -> Evaluation | None:
+    """Return what `score` says in the middle of a training; None if the loss is not finite, which may yet change.
+
+    Each worker computes the logits of a share of the images, and all of them get the same evaluation.
+    """
     model.eval()
+    count = len(data.labels)
+    low, high = (count * rank // worker.world for rank in (worker.rank, worker.rank + 1))
     try:
-        accuracy, loss, *_ = score(predict(model, contract, data), data.labels)
+        logits = predict(model, contract, data if worker.world == 1 else data.take(np.arange(low, high)))
+        if worker.world > 1:
+            device = next(model.parameters()).device
+            everyones = torch.zeros(count, logits.shape[1], device=device)
+            everyones[low:high] = logits.to(device)
+            logits = summed_over_workers(everyones, worker).cpu()
+        accuracy, loss, *_ = score(logits, data.labels)
     except DivergenceError:
         return None
     finally:
@@ -315,7 +369,7 @@ def _evaluate(model: Network, contract: ModelContract, data: Images) -> Evaluati
 def predict(model: Network, contract: ModelContract, data: Images) -> torch.Tensor:
     """Return the logits of every image of `data`, float32 [n, classes]."""
     device, preprocessing = next(model.parameters()).device, contract.preprocessing
-    parts = []
+    parts = [torch.empty(0, len(contract.class_names))]
     with torch.inference_mode():
         for start in range(0, len(data.labels), _EVALUATION_BATCH):
             images = torch.from_numpy(

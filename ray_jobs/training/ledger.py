@@ -3,8 +3,9 @@
 In: the result of a trial or a refit. Out: an object, `ledger/trial-<point>-<fold>.json` (with PBT
 `trial-<member>-<round>-<schedule>.json`) or `ledger/refit-<draw>.json`, in the attempt's folder, created once, by the
 process that computed the result, as soon as it has it; for a point that Optuna proposed also
-`ledger/point-<number>.json`, before its first trial. An attempt reads the ledgers of the attempts
-before it and writes to its own, so several attempts may run at once.
+`ledger/point-<number>.json`, before its first trial. What a refit predicts of each test image is in a Parquet file
+beside its entry, `ledger/refit-<draw>-<digest>.parquet`, created before the entry, which has its sha256. An attempt
+reads the ledgers of the attempts before it and writes to its own, so several attempts may run at once.
 
 The entries of an attempt that ran other code are not used, because its results may differ. No manifest lists an entry,
 so each has a checksum. A damaged entry is computed again, with a line in the log: this costs one fit, while an error
@@ -13,6 +14,8 @@ would block the key until somebody removes the entry.
 
 from __future__ import annotations
 
+import hashlib
+import math
 import re
 import shutil
 from collections.abc import Iterator, Sequence
@@ -20,6 +23,8 @@ from typing import Annotated, Self, TypeVar
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
 from pydantic import Field, JsonValue, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
 from pipelines.identity import canonical_json, sha256
@@ -35,12 +40,13 @@ from pipelines.store import (
     read_attempt,
     read_record,
 )
-from ray_jobs.evaluation.rows import PROBABILITIES
+from ray_jobs.evaluation.rows import PREDICTIONS, PROBABILITIES, write_parquet
 from ray_jobs.process.stage import Context
 from ray_jobs.training.task import Place, Refit, Score, Trial, trial_name
 from vit_model.config import Frozen
 
 Fraction = Annotated[float, Field(ge=0, le=1)]
+_IMAGES = pa.schema([PREDICTIONS.field("prediction"), *PROBABILITIES])
 
 
 class LedgerEntry(Frozen):
@@ -83,28 +89,12 @@ class CurvePoint(Frozen):
     loss: float
 
 
-class ImageProbabilities(Frozen):
-    """The columns of a table of PROBABILITIES, each of n images; calibrated ones are null without a temperature."""
-
-    probability: tuple[Fraction, ...]
-    nll: tuple[float, ...]
-    top5: tuple[tuple[NonNegativeInt, ...], ...]
-    top5_probabilities: tuple[tuple[Fraction, ...], ...]
-    calibrated_probability: tuple[Fraction | None, ...]
-    calibrated_nll: tuple[float | None, ...]
-
-
 class RefitEntry(TrialEntry):
-    """A finished refit: its results on n test images, and its model's files if they are kept.
-
-    The numbers per image are JSON, too (2.8 MB for 10,000 images), so that an entry is one object, complete or absent,
-    and validated like any other record.
-    """
+    """A finished refit: its results on the test images, and its model's files if they are kept."""
 
     point: dict[str, JsonValue]
-    predictions: tuple[NonNegativeInt, ...]
-    """[n], labels."""
-    probabilities: ImageProbabilities
+    images: FileEntry
+    """A table of `_IMAGES` in the ledger's folder, a row per test image."""
     curve: tuple[CurvePoint, ...]
     substitutes: NonNegativeInt
     files: tuple[FileEntry, ...]
@@ -112,21 +102,12 @@ class RefitEntry(TrialEntry):
 
     @model_validator(mode="after")
     def _whole(self) -> Self:
-        for name, column in self.probabilities:
-            if len(column) != len(self.predictions):
-                raise ValueError(f"{len(self.predictions)} predictions, but {len(column)} of {name}")
-        self.table()
         expected = sorted(MODEL_FILES) if self.name.endswith(f"/{_refit(0)}") else []
         if [file.path for file in self.files] != expected:
             raise ValueError(f"files: expected {expected}")
+        if "/" in self.images.path:
+            raise ValueError(f"images: {self.images.path} is not the name of a file beside this entry")
         return self
-
-    def table(self) -> pa.Table:
-        """Return the probabilities as a table. Raises ValueError if a class is too large for its column."""
-        try:
-            return pa.Table.from_pydict(self.probabilities.model_dump(), PROBABILITIES)
-        except (OverflowError, pa.ArrowException) as error:
-            raise ValueError(f"probabilities: {error}") from None
 
 
 Entry = TypeVar("Entry", bound=LedgerEntry)
@@ -148,14 +129,14 @@ def add_refit(
     context: Context[Finetune], draw: int, point: Point, step: int, refit: Refit, temperature: float | None
 ) -> None:
     """Record a finished refit, whose files are in the attempt's folder."""
+    images = _add_images(context, draw, refit.score)
     entry = RefitEntry(
         name=_name(context, context.attempt.number, _refit(draw)),
         accuracy=refit.score.accuracy,
         loss=refit.score.loss,
         step=step,
         point=point,
-        predictions=refit.score.predictions.tolist(),
-        probabilities=refit.score.probabilities.to_pydict(),
+        images=images,
         temperature=temperature,
         curve=refit.curve,
         substitutes=refit.substitutes,
@@ -201,13 +182,14 @@ class Ledger:
             if (entry.point, entry.step, entry.temperature) != (point, step, temperature):
                 continue
             try:
+                images = self._images(attempt, entry.images)
                 files = self._copy(attempt, entry.files)
             except StoreDamaged as error:
                 print(f"{error}; the refit is not used", flush=True)
                 continue
             print(f"draw {draw}: test accuracy {entry.accuracy:.3f} (from attempt {attempt})", flush=True)
-            predictions = np.array(entry.predictions, np.int64)
-            score = Score(entry.accuracy, entry.loss, predictions, entry.table())
+            predictions = images["prediction"].to_numpy().astype(np.int64)
+            score = Score(entry.accuracy, entry.loss, predictions, images.select(PROBABILITIES.names))
             return Refit(score, [point.model_dump() for point in entry.curve], entry.substitutes, files)
         return None
 
@@ -228,6 +210,20 @@ class Ledger:
                 print(f"{error}; it is not used", flush=True)
                 continue
             yield attempt, entry
+
+    def _images(self, attempt: int, file: FileEntry) -> pa.Table:
+        """Return the table beside an attempt's entry. Raises StoreDamaged if it is not what it was."""
+        name = _name(self._context, attempt, file.path)
+        data = self._store.read(name, limit=file.size)
+        if data is None or hashlib.sha256(data).hexdigest() != file.sha256:
+            problem = "it is not there" if data is None else "its sha256 is not that of its entry"
+            raise StoreDamaged(f"{self._store.uri}/{name} is damaged: {problem}")
+        try:
+            table = pq.read_table(pa.BufferReader(data))
+            _check(table)
+        except (pa.ArrowException, ValueError) as error:
+            raise StoreDamaged(f"{self._store.uri}/{name} is damaged: {error}") from None
+        return table
 
     def _copy(self, attempt: int, files: tuple[FileEntry, ...]) -> tuple[FileEntry, ...]:
         """Copy an attempt's files into the own attempt's folder. Raises StoreDamaged if one is not what it was."""
@@ -264,6 +260,34 @@ def open_ledger(context: Context[Finetune]) -> Ledger:
         else:
             print(f"the work of attempt {number} is not used: it ran other code", flush=True)
     return Ledger(context, usable)
+
+
+def _add_images(context: Context[Finetune], draw: int, score: Score) -> FileEntry:
+    """Write the table of a refit's test images. Its name has its digest, so what Ray runs again overwrites nothing."""
+    columns = [pa.array(score.predictions, _IMAGES.field(0).type), *score.probabilities.columns]
+    buffer = pa.BufferOutputStream()
+    write_parquet(buffer, pa.table(columns, schema=_IMAGES))
+    data = buffer.getvalue().to_pybytes()
+    digest = hashlib.sha256(data).hexdigest()
+    file = FileEntry(path=f"refit-{draw}-{digest[:16]}.parquet", size=len(data), sha256=digest)
+    context.open_store().create(_name(context, context.attempt.number, file.path), data)
+    return file
+
+
+def _check(images: pa.Table) -> None:
+    """Raise ValueError unless a table is one of `_IMAGES`, with numbers that a refit can have."""
+    if not images.schema.equals(_IMAGES):
+        raise ValueError(f"its columns are {images.schema.names}; expected {_IMAGES.names}")
+    for name in PROBABILITIES.names:
+        is_calibrated = name.startswith("calibrated")
+        if images[name].null_count not in ({0, len(images)} if is_calibrated else {0}):
+            raise ValueError(f"{name} is missing for some images")
+    for name in ("prediction", "top5", "probability", "top5_probabilities", "calibrated_probability"):
+        values = images[name].combine_chunks()
+        extremes = pc.min_max(values.flatten() if pa.types.is_list(values.type) else values).as_py()
+        most = 1 if "probabilit" in name else math.inf
+        if extremes["min"] is not None and not 0 <= extremes["min"] <= extremes["max"] <= most:
+            raise ValueError(f"{name} has values from {extremes['min']} to {extremes['max']}")
 
 
 def _trial(place: Place) -> str:

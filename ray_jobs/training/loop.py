@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -37,6 +37,7 @@ from ray_jobs.training.few_shot import FewShotProbe
 from ray_jobs.training.guard import Guard
 from ray_jobs.training.log import Evaluation, Log, LogWriter
 from ray_jobs.training.teacher import load_teacher, read_teacher
+from ray_jobs.training.workers import ALONE, Worker
 from vit_model.build import Network, build
 from vit_model.config import ModelContract
 from vit_model.contrastive import MomentumEncoder, momentum
@@ -50,19 +51,6 @@ _CURVE_POINTS = 100
 _DEV_EVALUATIONS = 5  # over the run, the last one at its end
 _EVALUATION_BATCH = 512  # images per worker
 MOMENTUM_ENCODER = "momentum_encoder"  # the kind of its pieces in a checkpoint
-
-
-class Worker(NamedTuple):
-    """This process's place among the workers."""
-
-    rank: int = 0
-    world: int = 1
-    local_rank: int = 0
-    local_world: int = 1
-    """the number of workers on this machine"""
-
-
-ALONE = Worker()
 
 
 def train(

@@ -32,7 +32,7 @@ from ray_jobs.training.ledger import Ledger
 from ray_jobs.training.search import describe, exploit_and_explore, points
 from ray_jobs.training.standing import ROWS, entry, table, time_left
 from ray_jobs.training.task import Folds, Phase, Schedule, Task, Trial, at_point, place_of, trial_name
-from ray_jobs.training.trials import DIVERGED, fit_name, outcome_of, trial
+from ray_jobs.training.trials import DIVERGED, fit_name, outcome_of, run_trial
 from vit_model.errors import UserError
 
 
@@ -58,7 +58,7 @@ def run_population(
     """
     config, search = task.config, task.config.search
     assert isinstance(search, PBT)
-    _, concurrent = devices.fit_resources(config.threads)
+    _, concurrent = devices.fit_resources(config.threads, config.workers)
     began, earlier = time.time(), 0.0  # seconds that the rounds of earlier attempts took
     ends = [math.ceil(config.steps * part / search.rounds) for part in range(1, search.rounds + 1)]
     schedules: list[Schedule] = [(Phase(0, member, point),) for member, point in enumerate(points(config))]
@@ -125,7 +125,7 @@ def run_round(
     """
     import ray
 
-    resources, _ = devices.fit_resources(context.config.threads)
+    resources, _ = devices.fit_resources(context.config.threads, context.config.workers)
     remote = ray.remote(num_cpus=resources["CPU"], num_gpus=resources.get("GPU", 0))(run_member)
     last = (len(tasks) - 1) // concurrent
     running = []
@@ -143,7 +143,7 @@ def run_member(context: Context[Finetune], task: Task, pool: Images, folds: Fold
     # Ray runs a finished task again if the node that holds its result is lost.
     if (found := Ledger(context, []).trial(task.place(0))) is not None:
         return found[1]
-    return trial(context, task, pool, folds, 0, after)
+    return run_trial(context, task, pool, folds, 0, after)
 
 
 def _remove_checkpoints(context: Context[Finetune], schedules: list[Schedule]) -> None:

@@ -30,8 +30,10 @@ from ray_jobs.training.population import run_population
 from ray_jobs.training.search import Tried, decoded, last_evaluation, points, proposer, scheduler
 from ray_jobs.training.standing import ended, entry, standing, table
 from ray_jobs.training.task import DivergenceError, Evaluated, Folds, Place, Task, Trial, at_point
-from ray_jobs.training.trials import DIVERGED, fit_name, outcome_of, pruned, trial
+from ray_jobs.training.trials import DIVERGED, fit_name, outcome_of, pruned, run_trial
 from vit_model.errors import UserError
+
+_END_SECONDS = 60.0  # for the workers of a trial that ASHA has ended, which takes them about two
 
 
 def sweep(
@@ -194,29 +196,28 @@ def _tune(
     from ray import tune
 
     config = context.config
-    resources, concurrent = devices.fit_resources(config.threads)
+    resources, concurrent = devices.fit_resources(config.threads, config.workers)
     minutes = None if config.search is None else config.search.minutes
     deadline = math.inf if minutes is None else time.time() + 60 * minutes - seconds / concurrent
     # Tune's own records are not kept: the ledger has what a later attempt needs.
     with tempfile.TemporaryDirectory(prefix="vitflow-", ignore_cleanup_errors=True) as scratch:
-        tuner = tune.Tuner(
-            tune.with_resources(
-                tune.with_parameters(
-                    run,
-                    context=context,
-                    pool=pools[0],
-                    folds=folds,
-                    after=partial(
-                        steps_after, config.steps, concurrent, trials=count * len(folds), refits=len(pools)
-                    ),
-                    concurrent=concurrent,
-                    deadline=deadline,
-                    **parameters,
-                ),
-                resources,
+        trainable = tune.with_parameters(
+            run,
+            context=context,
+            pool=pools[0],
+            folds=folds,
+            after=partial(
+                steps_after, config.steps, concurrent, trials=count * len(folds), refits=len(pools)
             ),
+            concurrent=concurrent,
+            deadline=deadline,
+            **parameters,
+        )
+        is_reused = config.workers == 1
+        tuner = tune.Tuner(
+            tune.with_resources(trainable if is_reused else _ending_with_its_workers(trainable), resources),
             param_space=space,
-            tune_config=tune.TuneConfig(reuse_actors=True, max_concurrent_trials=concurrent, **settings),
+            tune_config=tune.TuneConfig(reuse_actors=is_reused, max_concurrent_trials=concurrent, **settings),
             run_config=tune.RunConfig(name="sweep", storage_path=scratch, verbose=0),
         )
         results = list(tuner.fit())
@@ -224,6 +225,23 @@ def _tune(
         if result.error is not None:
             raise result.error
     return results
+
+
+def _ending_with_its_workers(run: Callable[[dict[str, Any]], None]) -> type[Any]:
+    """Return Tune's trainable of a function whose process ends after the workers that the function has started.
+
+    Tune asks a trial that it stops to end and ends its process right away, which would kill Ray Train's controller and
+    leave the workers' placement group behind until somebody finds out (ray#54305).
+    """
+    from ray.train._internal.session import get_session
+    from ray.tune.trainable import wrap_function
+
+    class Waiting(wrap_function(run)):  # type: ignore[misc]
+        def cleanup(self) -> None:
+            get_session().finish(timeout=_END_SECONDS)
+            super().cleanup()
+
+    return Waiting
 
 
 def _tune_trial(
@@ -256,8 +274,9 @@ def _tune_trial(
         for evaluation in done.evaluations:
             tell(*evaluation)
     elif time.time() < deadline:
+        is_told = isinstance(context.config.search, ASHA)
         try:
-            done = trial(context, task, pool, folds, fold, after(number), tell)
+            done = run_trial(context, task, pool, folds, fold, after(number), tell if is_told else None)
         except SystemExit:  # ASHA has ended it
             _say_standing(context, task, folds, concurrent, deadline)
             raise
@@ -295,7 +314,9 @@ def _tune_proposed(
         for fold in range(len(folds)):
             done = ledger.trial((number, fold))
             first = (number - len(tried)) * len(folds) + fold
-            result = trial(context, own, pool, folds, fold, after(max(0, first))) if done is None else done[1]
+            result = (
+                run_trial(context, own, pool, folds, fold, after(max(0, first))) if done is None else done[1]
+            )
             accuracies.append(result.accuracy)
         _say_standing(context, task, folds, concurrent, deadline)
     tune.report({"accuracy": float(np.mean(accuracies)) if accuracies else 0.0})

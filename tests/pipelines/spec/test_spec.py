@@ -92,6 +92,11 @@ def test_needed_for_a_stage_is_what_is_before_it() -> None:
             "is not a multiple of gradient_accumulation_steps 7",
         ),
         (
+            "stages.finetune.workers",
+            7,
+            "is not a multiple of workers 7 x gradient_accumulation_steps 1",
+        ),
+        (
             "stages.finetune.early_stopping",
             {"evaluations": 10**6},
             "early_stopping.evaluations 1000000 is more than steps",

@@ -9,7 +9,9 @@ from typing import Any
 
 import pytest
 import torch
-from torch.multiprocessing import ProcessExitedException
+import torch.distributed as dist
+from safetensors.torch import load_file
+from torch.multiprocessing import ProcessExitedException, ProcessRaisedException
 
 from pipelines.errors import Superseded
 from pipelines.spec import Finetune, Labels
@@ -21,6 +23,7 @@ from ray_jobs.training import trials as trials_module
 from ray_jobs.training.checkpoint import Saver
 from ray_jobs.training.ledger import open_ledger
 from ray_jobs.training.task import at_point, make_task
+from ray_jobs.training.workers import ALONE, Worker
 from tests.support.finetuning import SIZE, attempt, configuration, context, put_halves
 from tests.support.interrupted import Kill, arm, logged
 from tests.support.workers import run_workers
@@ -64,16 +67,19 @@ def put_store(root: Path) -> Path:
     return root / "store"
 
 
-def run(given: Context[Any], rate: int = 0) -> None:
+def run(given: Context[Any], rate: int = 0, worker: Worker = ALONE, tell: Any = None) -> None:
     """Do what the stage and its task for draw 0 do, with this rate of the configuration; or the trial that may stop."""
     dataset, task = given.dataset(), make_task(given.config, given.dataset(), None)
     pools, supports = finetune.labelled(given.config, dataset)
     task = task._replace(attempts=open_ledger(given).attempts)
-    task = at_point(task, rate, {"learning_rate": given.config.learning_rates[rate]}, dataset)
-    if given.config.early_stopping is not None:
-        trials_module.trial(given, task, pools[0], supports.folds, 0)
-        return
-    trials_module.refit(given, task, pools[0], 0)
+    rates = given.config.learning_rates or (1e-2,)
+    task = at_point(task, rate, {"learning_rate": rates[rate]}, dataset)
+    if tell is not None:
+        trials_module.trial(given, task, pools[0], supports.folds, 0, 0, tell, worker)
+    elif given.config.early_stopping is not None:
+        trials_module.trial(given, task, pools[0], supports.folds, 0, worker=worker)
+    else:
+        trials_module.refit(given, task, pools[0], 0, worker=worker)
 
 
 def run_killed(root: Path, config: Finetune, number: int, kill: Kill) -> None:
@@ -235,3 +241,112 @@ def test_no_checkpoint_is_later_than_a_gradient_that_is_not_finite(tmp_path):
         with pytest.raises(ValueError, match=r"nan at step 2, .*; the last checkpoint is of step 2"):
             run(attempt(root, config, number))
         assert saved(root)[0].step == 2, "two steps are done"
+
+
+TWO: dict[str, Any] = {**CASES["bf16, dropout"], "gradient_accumulation_steps": 2}
+SAME: dict[
+    str, Any
+] = {  # without dropout, whose masks are a worker's own; AdamW scales rounding differences up
+    "model": SIZE.model_copy(update={"depth": 2, "stochastic_depth": 0.5}),
+    "dtype": "float32",
+    "optimizer": {"name": "sgd"},
+    "augment": "shift",
+    "mixup": 0.5,
+    "class_weights": {"left": 3.0},
+    "gradient_accumulation_steps": 2,
+}
+
+
+def _member(
+    rank: int, meeting: str, root: Path, config: Finetune, number: int, kill: Kill | None, tell: Any = None
+) -> None:
+    """Do what a worker of Ray Train does in a refit, or in the trial if there are evaluations to tell of."""
+    dist.init_process_group("gloo", init_method=meeting, rank=rank, world_size=config.workers)
+    if kill is not None and kill.rank == rank:
+        arm(kill)
+    worker = Worker(rank, config.workers, rank, config.workers, number)
+    run(attempt(root, config, number), worker=worker, tell=tell)
+    dist.destroy_process_group()
+
+
+def run_group(root: Path, config: Finetune, number: int, kill: Kill | None = None, tell: Any = None) -> None:
+    attempt(root, config, number)  # once, before both write it
+    meeting = f"file://{root.parent}/meeting-{number}"
+    try:
+        run_workers(config.workers, _member, meeting, root, config, number, kill, tell)
+    except (ProcessExitedException, ProcessRaisedException) as error:  # the other may be seen first to end
+        if kill is None or not ("SIGKILL" in str(error) or "by peer" in str(error)):
+            raise
+    else:
+        assert kill is None, "the kill came too late"
+
+
+@pytest.fixture(scope="module")
+def undisturbed_group(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    root = put_store(tmp_path_factory.mktemp("undisturbed"))
+    run_group(root, refitting(**TWO, workers=2, checkpoint_every={"minutes": 10}), 1)
+    return result(root, 1)
+
+
+def test_a_killed_group_of_workers_continues_to_the_same_bytes(undisturbed_group, tmp_path):
+    root, config, rng = put_store(tmp_path), refitting(**TWO, workers=2), random.Random(0)
+    for number in (1, 2):
+        first = saved(root)[0].step if saved(root) else 0
+        run_group(root, config, number, Kill(2 - number, first + 16, rng.uniform(0, 0.01)))
+        assert saved(root)[0].step > first
+        assert len(saved(root)[0].files) == 2
+    run_group(root, config, 3)
+    assert result(root, 3) == undisturbed_group
+    assert undisturbed_group["substitutes"] == STEPS * 8 // 80, "of both"
+    assert not [*root.rglob("checkpoints")]
+
+
+def test_two_workers_fit_what_one_does_and_either_continues_the_other(tmp_path):
+    """The same images, pixels and classes' weights: only the order of the sums differs."""
+    results = []
+    for name, workers in {"one": (1,), "two": (2,), "two, then one": (2, 1), "one, then two": (1, 2)}.items():
+        root = put_store(tmp_path / name)
+        for number, count in enumerate(workers, 1):
+            config = refitting(**SAME, workers=count)
+            kill = Kill(0, 40, 0.0) if number < len(workers) else None
+            if count > 1:
+                run_group(root, config, number, kill)
+            elif kill is not None:
+                run_killed(root, config, number, kill)
+            else:
+                run(attempt(root, config, number))
+        weights = load_file(root / Layout.files("finetune", "k", len(workers)) / "model.safetensors")
+        results.append((weights, result(root, len(workers))))
+    weights, expected = results[0]
+    for others, found in results[1:]:
+        torch.testing.assert_close(others, weights, rtol=1e-4, atol=1e-5)
+        assert found["loss"] == pytest.approx(expected["loss"], rel=1e-4)
+        assert found["substitutes"] == expected["substitutes"]
+        for one, other in zip(expected["log"], found["log"], strict=True):
+            assert (one["step"], one["loss"]) == (other["step"], pytest.approx(other["loss"], rel=1e-4))
+
+
+def _give_up(step: int, accuracy: float, loss: float) -> None:
+    """ASHA's verdict, which reaches all workers."""
+    if step >= 30:
+        raise SystemExit
+
+
+def test_a_trial_of_two_workers_stops_alike_in_both_whoever_ends_it(tmp_path):
+    """Early stopping, by what both evaluate; and ASHA, in the middle of a checkpoint."""
+    config = refitting(**SAME, learning_rates=(1.0,), early_stopping={"evaluations": 20, "patience": 5})
+    found = []
+    for workers in (1, 2):
+        root = put_store(tmp_path / str(workers))
+        given = config.model_copy(update={"workers": workers})
+        run(attempt(root, given, 1)) if workers == 1 else run_group(root, given, 1)
+        found.append(json.loads((root / Layout.ledger("finetune", "k", 1) / "trial-0-0.json").read_text()))
+    assert found[1]["step"] == found[0]["step"] and found[1]["accuracy"] == found[0]["accuracy"]
+    assert found[1]["loss"] == pytest.approx(found[0]["loss"], rel=1e-3)
+    root = put_store(tmp_path / "asha")
+    search = {"kind": "asha", "trials": 2, "evaluations": 6, "over": {"learning_rate": [0.01, 0.1]}}
+    config = refitting(**SAME, learning_rates=(), search=search, workers=2, checkpoint_every={"steps": 10})
+    run_group(root, config, 1, tell=_give_up)  # both end as they were told
+    entry = json.loads((root / Layout.ledger("finetune", "k", 1) / "trial-0-0.json").read_text())
+    assert (entry["is_pruned"], entry["step"]) == (True, 30)
+    assert not [*root.rglob("checkpoints")]

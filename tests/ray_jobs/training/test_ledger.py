@@ -1,5 +1,6 @@
 """A fine-tuning that is killed anywhere goes on from its ledger, and writes what an undisturbed one writes."""
 
+import hashlib
 import itertools
 import json
 import math
@@ -13,6 +14,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from pipelines.identity import canonical_json, sha256
@@ -20,13 +24,14 @@ from pipelines.spec import CheckpointEvery
 from pipelines.store import Layout, create_attempt, open_store
 from pipelines.store import folder as folder_store
 from ray_jobs import finetune
+from ray_jobs.evaluation.rows import PROBABILITIES, write_parquet
 from ray_jobs.process.stage import Context, Result
 from ray_jobs.training import fit, ledger, optim
 from ray_jobs.training import sweep as sweep_module
 from ray_jobs.training import trials as trials_module
 from ray_jobs.training.checkpoint import Saver
 from ray_jobs.training.sweep import held_out_temperature
-from ray_jobs.training.task import Refit, at_point, make_task
+from ray_jobs.training.task import Refit, Score, at_point, make_task
 from tests.support import finetuning
 from tests.support.finetuning import DATA, configuration, context, put_halves
 from tests.support.records import flip
@@ -121,7 +126,9 @@ def folder(root: Path, number: int = 1) -> Path:
 
 
 def in_ledger(root: Path, number: int) -> set[str]:
-    return {path.name for path in folder(root, number).iterdir()}
+    """The entries; every refit has a Parquet file beside its own."""
+    names = {path.name for path in folder(root, number).iterdir()}
+    return {name for name in names if name.endswith(".json")}
 
 
 @pytest.mark.parametrize(
@@ -213,10 +220,26 @@ def rewrite(path: Path, sealed: bool = True, **fields: Any) -> None:
     path.write_text(json.dumps(entry))
 
 
-def rewrite_column(root: Path, name: str, values: list[Any]) -> None:
-    """Change a column of a refit's probabilities."""
-    path = folder(root) / "refit-1.json"
-    rewrite(path, probabilities=json.loads(path.read_text())["probabilities"] | {name: values})
+def images(root: Path, draw: int = 1) -> Path:
+    (path,) = folder(root).glob(f"refit-{draw}-*.parquet")
+    return path
+
+
+def rewrite_images(root: Path, change: Callable[[pa.Table], pa.Table]) -> None:
+    """Change a refit's table of test images, as somebody would who also knows its sha256 and the entry's checksum."""
+    path, entry = images(root), folder(root) / "refit-1.json"
+    write_parquet(path, change(pq.read_table(path)))
+    data = path.read_bytes()
+    listed = json.loads(entry.read_text())["images"]
+    rewrite(entry, images=listed | {"size": len(data), "sha256": hashlib.sha256(data).hexdigest()})
+
+
+def with_column(name: str, values: list[Any]) -> Callable[[pa.Table], pa.Table]:
+    def change(table: pa.Table) -> pa.Table:
+        field = table.schema.field(name)
+        return table.set_column(table.schema.get_field_index(name), field, pa.array(values, field.type))
+
+    return change
 
 
 def outside(root: Path) -> None:
@@ -248,21 +271,30 @@ DAMAGE: dict[str, tuple[Callable[[Path], Any], str]] = {
     "a bit of the model": (lambda root: flip(root / MODEL), "the refit is not used"),
     "no model": (lambda root: (root / MODEL).unlink(), "the refit is not used"),
     "files outside": (outside, "files: "),
-    "fewer probabilities": (
-        lambda root: rewrite_column(root, "nll", []),
-        "30 predictions, but 0 of nll",
+    "a bit of its images": (lambda root: flip(images(root)), "its sha256 is not that of its entry"),
+    "longer images": (lambda root: os.truncate(images(root), 2**20), "the refit is not used"),
+    "no images": (lambda root: images(root).unlink(), "it is not there; the refit is not used"),
+    "images elsewhere": (
+        lambda root: rewrite(
+            folder(root) / "refit-1.json", images={"path": "../attempt.json", "size": 2, "sha256": "0"}
+        ),
+        "images: ../attempt.json is not the name of a file",
     ),
     "no probabilities": (
-        lambda root: rewrite(folder(root) / "refit-1.json", probabilities={}),
-        "probabilities: probability: Field required",
+        lambda root: rewrite_images(root, lambda table: table.drop_columns(["nll"])),
+        "its columns are ",
+    ),
+    "some probabilities": (
+        lambda root: rewrite_images(root, with_column("nll", [None] + [0.5] * 29)),
+        "nll is missing for some images",
     ),
     "a probability above 1": (
-        lambda root: rewrite_column(root, "calibrated_probability", [1.5] * 30),
-        "probabilities: calibrated_probability: 0: Input should be less than or equal to 1",
+        lambda root: rewrite_images(root, with_column("calibrated_probability", [1.5] * 30)),
+        "calibrated_probability has values from 1.5 to 1.5",
     ),
-    "a class that no column can hold": (
-        lambda root: rewrite_column(root, "top5", [[2**70]] * 30),
-        "probabilities: ",
+    "a class below 0": (
+        lambda root: rewrite_images(root, with_column("top5", [[0, -1]] * 30)),
+        "top5 has values from -1 to 0",
     ),
     "another learning rate": (lambda root: rewrite(folder(root) / "refit-1.json", learning_rate=0.5), ""),
 }
@@ -282,6 +314,23 @@ def test_a_damaged_entry_is_computed_again(
     assert fits.count == 1, "nothing else is"
     assert said in capsys.readouterr().out
     assert result == undisturbed[1]
+
+
+def test_an_entry_does_not_grow_with_the_number_of_test_images(undisturbed: tuple[Path, Result]) -> None:
+    """A record may have at most 32 MiB; what a refit says of each image is not in it."""
+    sizes = []
+    given = attempt(undisturbed[0], 99)
+    for count in (10, 100_000):
+        columns = {"probability": 0.5, "nll": 0.7, "top5": [0, 1], "top5_probabilities": [0.5, 0.5]}
+        rows = {name: count * [columns.get(name)] for name in PROBABILITIES.names}
+        table = pa.table(rows, PROBABILITIES)
+        refit = Refit(Score(1.0, 0.7, np.arange(count) % 2, table), [], 0, ())
+        ledger.add_refit(given, count, {}, 4, refit, None)
+        sizes.append((folder(undisturbed[0], 99) / f"refit-{count}.json").stat().st_size)
+        found = ledger.Ledger(given, []).refit(count, {}, 4, None)
+        assert found is not None and found.score.probabilities.equals(table)
+        np.testing.assert_array_equal(found.score.predictions, refit.score.predictions)
+    assert abs(sizes[1] - sizes[0]) < 50 < min(sizes) < 2000
 
 
 def test_bits_that_a_disk_lost_after_the_files_were_checked_are_not_committed(

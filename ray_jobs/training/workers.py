@@ -1,0 +1,85 @@
+"""Groups of Ray Train workers: of a pretraining, or of one trial or refit of a fine-tuning. Free of torch.
+
+In: a function that can be sent to other processes, and its settings. Out: what the first worker returns.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from ray_jobs.process import devices
+
+
+class Worker(NamedTuple):
+    """This process's place among the workers."""
+
+    rank: int = 0
+    world: int = 1
+    local_rank: int = 0
+    local_world: int = 1
+    """the number of workers on this machine"""
+    group: int = 0
+    """of a fit: a number that no other group of workers has"""
+
+
+ALONE = Worker()
+
+
+def this_worker(group: int = 0) -> Worker:
+    """Return the place of the process that Ray Train has started as a worker."""
+    import ray.train
+
+    own = ray.train.get_context()
+    return Worker(
+        own.get_world_rank(), own.get_world_size(), own.get_local_rank(), own.get_local_world_size(), group
+    )
+
+
+def run_group(
+    function: Callable[[dict[str, Any]], Any],
+    settings: dict[str, Any],
+    workers: int,
+    threads: int,
+    name: str,
+    start_seconds: float,
+    starts: int = 1,
+) -> Any:
+    """Call `function(settings)` in each of a group of workers, and return what the first one returns.
+
+    Args:
+        threads: of each worker.
+        name: of this group; unique, because Ray Train resumes a run of the same name.
+        start_seconds: how long to wait for resources that other groups hold.
+        starts: how often to try.
+    """
+    os.environ.update(
+        RAY_TRAIN_HEALTH_CHECK_INTERVAL_S="0.2",  # with the default, starts and ends are noticed a second later
+        RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S=str(start_seconds),
+        RAY_TRAIN_METRICS_ENABLED="0",
+        RAY_TRAIN_ENABLE_PRINT_PATCH="0",  # it prints every line twice
+        RAY_TRAIN_ENABLE_PREEMPTION_WATCHER="0",
+    )
+    from ray.train import FailureConfig, LoggingConfig, RunConfig
+    from ray.train.v2.api.data_parallel_trainer import DataParallelTrainer
+
+    from ray_jobs.training.process_group import LocalTorchConfig
+
+    with tempfile.TemporaryDirectory(prefix="vitflow-", ignore_cleanup_errors=True) as scratch:
+        trainer = DataParallelTrainer(
+            function,
+            train_loop_config=settings,
+            backend_config=LocalTorchConfig(),
+            scaling_config=devices.scaling(workers, threads),
+            run_config=RunConfig(
+                name=name,
+                storage_path=scratch,  # not kept: the workers write to the store
+                # The caller answers failures: Ray Train would repeat a user's mistakes, too.
+                failure_config=FailureConfig(max_failures=0, controller_failure_limit=starts - 1),
+                # Lower levels log where each worker runs.
+                logging_config=LoggingConfig(log_level="WARNING"),
+            ),
+        )
+        return trainer.fit().return_value
