@@ -160,6 +160,15 @@ def check_settings(config: Finetune, contract: ModelContract) -> None:
         check_optimizer(config.optimizer, config.steps, architecture.family)
     except ValueError as error:
         raise UserError(str(error)) from None
+    if config.lora is not None:
+        if not isinstance(architecture, ViTConfig):
+            raise UserError(
+                "lora needs the attention of a ViT, but the backbone is a ResNet: use freeze: backbone or all_but_biases"
+            )
+        if config.lora.rank > architecture.width:
+            raise UserError(
+                f"lora.rank {config.lora.rank}: the backbone's matrices have {architecture.width} rows"
+            )
     if isinstance(config.freeze, int):
         if not isinstance(architecture, ViTConfig):
             raise UserError(
