@@ -187,8 +187,8 @@ def activation_bytes(
     rank's values, and with fused attention its sums with queries, keys or values; nothing before the first block.
 
     Not included: the loss, temporary memory of operators, fragmentation, weights and their gradients. The result is
-    within 1% of what autograd keeps in float32 and bfloat16 on a CPU, and within 15% if only biases are trained, or LoRA
-    of queries and values (`tests/vit_model/test_compute.py`).
+    within 1% of what autograd keeps in float32 and bfloat16 on a CPU, and within 15% if only biases are trained, or
+    LoRA of queries and values (`tests/vit_model/test_compute.py`).
 
     Raises ValueError for checkpointing of a ResNet, which has no transformer blocks.
     """

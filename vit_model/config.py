@@ -233,7 +233,7 @@ LoRATarget = Literal["query", "key", "value", "proj"]
 
 
 class LoRAOptions(Frozen):
-    """What LoRA learns (Hu et al. 2022). The defaults are those of published tables for ViTs on VTAB-1k (NOAH, FacT)."""
+    """What LoRA learns (Hu et al. 2022). Rank and targets are those of published tables of ViTs on VTAB-1k."""
 
     rank: PositiveInt = Field(8, description="of the matrices B A that are added")
     scale: float = Field(

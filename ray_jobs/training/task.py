@@ -163,7 +163,8 @@ def check_settings(config: Finetune, contract: ModelContract) -> None:
     if config.lora is not None:
         if not isinstance(architecture, ViTConfig):
             raise UserError(
-                "lora needs the attention of a ViT, but the backbone is a ResNet: use freeze: backbone or all_but_biases"
+                "lora needs the attention of a ViT, but the backbone is a ResNet: use freeze: backbone or"
+                " all_but_biases"
             )
         if config.lora.rank > architecture.width:
             raise UserError(
