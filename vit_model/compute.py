@@ -112,10 +112,12 @@ def restricted_train_flops(config: Architecture, trained: Literal["head", "biase
     head = 2 * config.width * config.num_classes * heads
     if trained == "head":
         return forward + head
-    if not isinstance(trained, LoRAOptions):
-        return 2 * forward + head
-    assert isinstance(config, ViTConfig), "LoRA is for ViTs"
-    return 2 * forward + head + 6 * config.num_tokens * lora_parameters(config, trained)
+    total = 2 * forward + head
+    if isinstance(config, ViTConfig):  # in the products of attention, both sides need a gradient
+        total += 4 * config.num_tokens * _keys(config, config.num_tokens) * config.width
+        if isinstance(trained, LoRAOptions):
+            total += 6 * config.num_tokens * lora_parameters(config, trained)
+    return total
 
 
 def device_hours(exaflops: float, peak_flops: float, utilisation: float) -> float:
