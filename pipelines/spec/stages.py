@@ -672,6 +672,13 @@ class Finetune(_Stage):
         description="train low-rank changes of the matrices of attention, and the head, and nothing else (LoRA, Hu et"
         " al. 2022); afterwards they are added to the matrices, so that the result is an ordinary ViT",
     )
+    stochastic_depth: float | None = later(
+        None,
+        ge=0,
+        lt=1,
+        description="of a backbone that is a ViT, in place of its own: how often the last block's branches are left out"
+        " in training; the first's never, linear between",
+    )
     head_first: int = later(
         0,
         ge=0,
@@ -703,7 +710,7 @@ class Finetune(_Stage):
     @property
     def version(self) -> int:
         # A backbone that has it was pretrained anew, which changes this stage's key by the digest of its input.
-        return self.VERSION - (not _has_stochastic_depth(self.model))
+        return self.VERSION - (not (_has_stochastic_depth(self.model) or self.stochastic_depth))
 
     @model_validator(mode="after")
     def _one_start(self) -> Self:
@@ -791,6 +798,8 @@ class Finetune(_Stage):
     def _frozen_parts_fit(self) -> Self:
         if self.backbone is None and (self.freeze is not None or self.head_first or self.lora is not None):
             raise ValueError("freeze, head_first and lora are for a backbone; the weights of model are new")
+        if self.backbone is None and self.stochastic_depth is not None:
+            raise ValueError("stochastic_depth is for a backbone; model.stochastic_depth is for a new model")
         if self.freeze is not None and self.lora is not None:
             raise ValueError(
                 f"freeze {self.freeze}: lora trains only its own matrices and the head; leave out freeze or lora"

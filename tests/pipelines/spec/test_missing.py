@@ -148,6 +148,24 @@ def test_the_vtab_recipe_takes_archives_and_a_model_and_has_all_tasks() -> None:
     assert len(report) == 2 * len(TASKS) + 1
 
 
+def test_the_petl_recipe_has_other_methods_by_settings_and_trials_for_each_task() -> None:
+    """100 epochs of 15 batches; the methods of its head."""
+    given = ("images.source.root=/x", "backbone.path=/y")
+    stages = load_pipeline("vtab_petl", given).stages
+    lora, selected = (stages[f"{stage}@task=dtd"] for stage in ("finetune", "selected"))
+    assert isinstance(lora, Finetune) and isinstance(selected, Finetune)
+    assert lora.lora is not None and lora.optimizer.warmup(lora.steps) == 10 * (1000 // 64) == lora.steps / 10
+    assert len(points(lora)) == 1 and len(points(selected)) == 9
+    assert selected.at(points(selected)[0]) == lora.at({"learning_rate": 0.0005}).model_copy(
+        update={"lora": lora.lora.model_copy(update={"scale": 0.1})}
+    ), "otherwise the same"
+    for freeze in ("all_but_biases", "backbone", None):
+        changed = (*given, "finetune.lora=null", f"finetune.freeze={'null' if freeze is None else freeze}")
+        other = load_pipeline("vtab_petl", changed).stages["finetune@task=dtd"]
+        assert isinstance(other, Finetune)
+        assert other == lora.model_copy(update={"lora": None, "freeze": freeze})
+
+
 @pytest.mark.ray
 @pytest.mark.slow
 @pytest.mark.full

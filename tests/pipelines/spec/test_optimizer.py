@@ -80,6 +80,10 @@ def test_momentum_is_that_of_the_optimizer_and_its_default_is_not_in_the_key() -
             {"backbone": None, "model": "Ti/16", "resolution": 32, "freeze": 1},
             "freeze, head_first and lora are for a backbone; the weights of model are new",
         ),
+        (
+            {"backbone": None, "model": "Ti/16", "resolution": 32, "stochastic_depth": 0.1},
+            "stochastic_depth is for a backbone; model.stochastic_depth is for a new model",
+        ),
     ],
 )
 def test_fine_tunings_that_make_no_sense_are_refused(fields: dict[str, Any], message: str) -> None:
