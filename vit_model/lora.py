@@ -6,6 +6,7 @@ Use: `add(model, options, seed)`; train what `is_adapter` names; `merge(model)`.
 """
 
 import math
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -49,15 +50,14 @@ def add(model: ViT, options: LoRAOptions, seed: int) -> None:
     for attention in attentions(model):
         weight = attention.qkv.weight
         with torch.device("meta"):  # torch's own initialisation would advance the global generator
-            pairs = nn.ModuleDict(
+            added = nn.ModuleDict(
                 {target: LowRank(model.config.width, options) for target in options.targets}
             )
-        pairs.to_empty(device=weight.device).to(weight.dtype).train(model.training)
-        for pair in pairs.values():
+        attention.lora = added.to_empty(device=weight.device).to(weight.dtype).train(model.training)
+        for pair in pairs(attention).values():
             drawn = torch.empty(pair.down.weight.shape, device="cpu")
             pair.down.weight.copy_(drawn.uniform_(-bound, bound, generator=generator))
             pair.up.weight.zero_()
-        attention.lora = pairs
 
 
 @torch.no_grad()
@@ -67,10 +67,15 @@ def merge(model: ViT) -> None:
     The model computes the same as before, up to rounding.
     """
     for attention in attentions(model):
-        for target, pair in (attention.lora or {}).items():
+        for target, pair in pairs(attention).items():
             weight = target_weight(attention, target)
             weight.copy_(weight.double() + pair.change())
         attention.lora = None
+
+
+def pairs(attention: Attention) -> dict[LoRATarget, LowRank]:
+    """Return what is added to projections of attention, by target; empty without LoRA."""
+    return {} if attention.lora is None else cast(dict[LoRATarget, LowRank], dict(attention.lora.items()))
 
 
 def target_weight(attention: Attention, target: LoRATarget) -> Tensor:

@@ -23,8 +23,7 @@ def adapted(options: LoRAOptions, **fields: Any) -> ViT:
     lora.add(model, options, seed=3)
     generator = torch.Generator().manual_seed(5)
     for attention in lora.attentions(model):
-        assert attention.lora is not None
-        for pair in attention.lora.values():
+        for pair in lora.pairs(attention).values():
             nn.init.normal_(pair.up.weight, std=0.3, generator=generator)
     return model
 

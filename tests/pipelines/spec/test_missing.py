@@ -12,9 +12,10 @@ from pipelines import store as st
 from pipelines.engine import plan
 from pipelines.recipe.load import load_pipeline
 from pipelines.recipe.pipeline import Pipeline
-from pipelines.spec import RecipeError
+from pipelines.spec import Finetune, RecipeError
 from pipelines.spec.vtab import TASKS
 from pipelines.store import open_store
+from ray_jobs.training.search import points
 from tests.support.records import make_manifest
 
 
