@@ -160,7 +160,7 @@ def _finetune(config: Mapping[str, Any], inputs: Mapping[str, str]) -> str:
     return (
         f"Fine-tuning on {inputs['data']} {start}: {config['steps']:,} steps of {config['batch_size']} images, "
         f"augmentation {_augmentation(config)}; {_searched(config)}, {_selection(config['labels'])}. "
-        f"{_stopping(config.get('early_stopping'))}Each {_fit(config)} is scored on test once."
+        f"{_trained(config)}{_stopping(config.get('early_stopping'))}Each {_fit(config)} is scored on test once."
         f"{_SEEN * (not scratch and config['labels']['per_class'] is not None)}"
     )
 
@@ -187,6 +187,16 @@ def _searched(config: Mapping[str, Any]) -> str:
         f"{search['kind']} search of {search['trials']} trials" if "trials" in search else "every combination"
     )
     return f"{tried} ({'; '.join(fields)})"
+
+
+def _trained(config: Mapping[str, Any]) -> str:
+    """Say what a fine-tuning with few trained weights trains."""
+    if (lora := config.get("lora")) is not None:
+        return (
+            f"Only the head and LoRA's matrices are trained: rank {lora['rank']}, scale {lora['scale']:g}, of"
+            f" {' and '.join(lora['targets'])}. "
+        )
+    return "Only biases and the head are trained. " * (config.get("freeze") == "all_but_biases")
 
 
 def _stopping(settings: Mapping[str, Any] | None) -> str:
