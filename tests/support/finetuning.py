@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 
-from pipelines.spec import Finetune, Labels, ModelSize
+from pipelines.spec import Finetune, Labels, Model, ModelSize
 from pipelines.store import Manifest, create_attempt, open_store
 from ray_jobs.data import shards
 from ray_jobs.process.stage import Context
@@ -49,14 +49,14 @@ def configuration(**fields: object) -> Finetune:
     return Finetune.model_validate(base | fields)
 
 
-def save_backbone(folder: Path) -> None:
-    """A model of five other classes, with the shape of `configuration`'s."""
+def save_backbone(folder: Path, size: Model = SIZE) -> None:
+    """A model of five other classes."""
     image = shards.ImageSize(height=8, width=8, channels=1)
     none = {"train": 0, "dev": 0, "test": 0}
     info = shards.DatasetInfo(
         name="other", class_names=tuple("abcde"), image=image, splits=none, shards=(), content_digest="other"
     )
-    contract = model_contract(SIZE, 8, info)
+    contract = model_contract(size, 8, info)
     model = build(contract.architecture)
     model.initialise(configuration().seed + 5)
     save_model(folder, model, contract)

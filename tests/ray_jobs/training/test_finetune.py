@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from pipelines.spec import Finetune, Labels
+from pipelines.spec import Finetune, Labels, ResNetSize
 from pipelines.store import decode_lines
 from ray_jobs import finetune
 from ray_jobs.data import shards
@@ -31,6 +31,7 @@ from vit_model.errors import UserError
 from vit_model.model import ViT
 from vit_model.weights import load_model
 
+RESNET = ResNetSize(units=(1, 1), width_factor=1)
 PARTS = ("norm1", "attn.qkv", "attn.proj", "norm2", "mlp.fc1", "mlp.fc2")
 
 
@@ -295,6 +296,36 @@ def test_settings_that_do_not_fit_the_backbone_or_the_classes_are_the_users_mist
     config = configuration(backbone="vit", model=None, resolution=None, **fields)
     with pytest.raises(UserError, match=message):
         make_task(config, shards.open_dataset(dataset), tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        (
+            {"lora": {}},
+            "lora needs the attention of a ViT, but the backbone is a ResNet: use freeze: backbone or",
+        ),
+        (
+            {"stochastic_depth": 0.1},
+            "stochastic_depth needs the blocks of a ViT, but the backbone is a ResNet",
+        ),
+    ],
+)
+def test_what_needs_a_vit_is_refused_for_a_resnet(dataset, tmp_path, fields, message):
+    save_backbone(tmp_path, RESNET)
+    config = configuration(backbone="resnet", model=None, resolution=None, **fields)
+    with pytest.raises(UserError, match=message):
+        make_task(config, shards.open_dataset(dataset), tmp_path)
+    biases = configuration(backbone="resnet", model=None, resolution=None, freeze="all_but_biases")
+    assert estimates.trained_parameters(make_task(biases, shards.open_dataset(dataset), tmp_path)) > 0
+
+
+def test_stochastic_depth_takes_the_place_of_the_backbones(dataset, tmp_path):
+    save_backbone(tmp_path)
+    given = configuration(backbone="vit", model=None, resolution=None, stochastic_depth=0.1)
+    task = make_task(given, shards.open_dataset(dataset), tmp_path)
+    assert task.contract.architecture.stochastic_depth == 0.1
+    start_model(task, seed=0)
 
 
 def test_uneven_classes_are_balanced_by_weights_or_by_sampling(dataset):
