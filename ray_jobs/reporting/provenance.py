@@ -192,10 +192,13 @@ def _searched(config: Mapping[str, Any]) -> str:
 def _trained(config: Mapping[str, Any]) -> str:
     """Say what a fine-tuning with few trained weights trains."""
     if (lora := config.get("lora")) is not None:
-        return (
-            f"Only the head and LoRA's matrices are trained: rank {lora['rank']}, scale {lora['scale']:g}, of"
-            f" {' and '.join(lora['targets'])}. "
-        )
+        searched = (config.get("search") or {}).get("over", {})
+        fixed = [
+            f"{name} {' and '.join(value) if name == 'targets' else value}"
+            for name, value in lora.items()
+            if f"lora.{name}" not in searched
+        ]
+        return f"Only the head and LoRA's matrices are trained: {', '.join(fixed)}. "
     return "Only biases and the head are trained. " * (config.get("freeze") == "all_but_biases")
 
 
