@@ -149,6 +149,7 @@ def main(context: Context[Finetune]) -> Result:
         "learning_rate": task.learning_rate,
         **_test_accuracy(dataset, refits, overlap),
         "parameters": task.contract.architecture.num_parameters,
+        **_trained_parameters(task),
         "substitutes": sum(refit.substitutes for refit in refits),
         **overlap.metrics,
     }
@@ -195,6 +196,10 @@ def tables(
     if config.randaugment is not None:
         settings["randaugment"] = config.randaugment.model_dump()
     settings |= {name: alpha for name in ("mixup", "cutmix") if (alpha := getattr(config, name))}
+    if config.lora is not None:
+        settings["lora"] = config.lora.model_dump(mode="json")
+    if config.freeze == "all_but_biases":
+        settings["freeze"] = config.freeze
     if checkpoint := config.checkpoints().get("backbone"):
         settings["checkpoint"] = checkpoint
     settings |= {path: value for path, value in task.point.items() if path not in settings}
@@ -205,6 +210,10 @@ def tables(
     start = "from scratch" if task.backbone is None else PRETRAINED
     if config.labels.per_class is not None and overlap.labels_seen:
         start = SEEN  # it has learned from more of these labels than labels_per_class says
+    if config.lora is not None:
+        start += ", LoRA"
+    if config.freeze == "all_but_biases":
+        start += ", biases only"
     accuracy_rows, predictions = [], []
     for draw, done in enumerate(refits):
         common = {
@@ -218,6 +227,15 @@ def tables(
             accuracy_rows.append(row)
             predictions.append(images)
     return accuracy_rows, predictions
+
+
+def _trained_parameters(task: Task) -> dict[str, int]:
+    """Return how many weights each refit trained, those of LoRA's matrices included; nothing if it trained all."""
+    if task.config.freeze is None and task.config.lora is None:
+        return {}
+    from ray_jobs.training.estimates import trained_parameters
+
+    return {"trained_parameters": trained_parameters(task)}
 
 
 def _test_accuracy(dataset: Dataset, refits: list[Refit], overlap: Overlap) -> dict[str, float]:

@@ -11,10 +11,13 @@ Letters: N tokens, n patches, d width, m width of the MLP, p patch size, c chann
 
 import math
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from vit_model.bottlenecks import BottleneckStage, bottleneck_stages, stem_channels, stem_parameters
-from vit_model.config import Architecture, MaeOptions, ResNetConfig, ViTConfig
+from vit_model.config import Architecture, LoRAOptions, MaeOptions, ResNetConfig, ViTConfig
+
+Trained = Literal["all", "biases"] | LoRAOptions
+"""Which weights a training changes: all, biases and the head, or LoRA's matrices and the head."""
 
 TPUV3_CORE_FLOPS = 61.5e12
 """Peak of a TPUv3 core in bfloat16: half of a chip's 123 TFLOP/s (Google Cloud's documentation of TPU v3)."""
@@ -73,6 +76,11 @@ def block_matrices(config: ViTConfig) -> int:
     return config.num_blocks * (4 * config.width**2 + 2 * config.width * config.mlp_dim)
 
 
+def lora_parameters(config: ViTConfig, lora: LoRAOptions) -> int:
+    """Return the number of weights in LoRA's matrices: A and B of each target in each block."""
+    return config.num_blocks * len(lora.targets) * 2 * lora.rank * config.width
+
+
 def decoder_parameters(config: ViTConfig, mae: MaeOptions) -> int:
     """Return the number of a masked autoencoder's weights outside its encoder."""
     decoder, pixels = mae.decoder(config), config.in_channels * config.patch_size**2
@@ -91,6 +99,25 @@ def train_flops(config: Architecture, mae: MaeOptions | None = None) -> int:
     Recomputation by gradient checkpointing is not counted.
     """
     return 3 * forward_flops(config, mae)
+
+
+def restricted_train_flops(config: Architecture, trained: Literal["head", "biases"] | LoRAOptions) -> int:
+    """Return `train_flops` if only some weights are trained.
+
+    With "head", the backward pass ends there. Otherwise it goes through all layers, but only the head and LoRA's
+    matrices have products for gradients of weights.
+    """
+    forward = forward_flops(config)
+    heads = 1 + (isinstance(config, ViTConfig) and config.distillation)
+    head = 2 * config.width * config.num_classes * heads
+    if trained == "head":
+        return forward + head
+    total = 2 * forward + head
+    if isinstance(config, ViTConfig):  # in the products of attention, both sides need a gradient
+        total += 4 * config.num_tokens * _keys(config, config.num_tokens) * config.width
+        if isinstance(trained, LoRAOptions):
+            total += 6 * config.num_tokens * lora_parameters(config, trained)
+    return total
 
 
 def device_hours(exaflops: float, peak_flops: float, utilisation: float) -> float:
@@ -144,6 +171,7 @@ def activation_bytes(
     value_bytes: int = 2,
     fused_attention: bool = True,
     checkpointing: bool = False,
+    trained: Trained = "all",
 ) -> int:
     """Return the bytes that a training step's forward pass keeps for the backward pass, from the images to the logits.
 
@@ -156,8 +184,13 @@ def activation_bytes(
     checkpointing each block only keeps its input, and one block at a time is recomputed. A convolution keeps its input,
     its norm's input, the output of ReLU and a padded copy if there is one.
 
+    A matrix that is not `trained` does not keep its input, and LayerScale then keeps nothing. In a ViT that leaves 6d +
+    m of a block, and with plain attention 5d + m. LoRA keeps its inputs (d; with dropout d per target, and masks), the
+    rank's values, and with fused attention its sums with queries, keys or values; nothing before the first block.
+
     Not included: the loss, temporary memory of operators, fragmentation, weights and their gradients. The result is
-    within 1% of what autograd keeps in float32 and bfloat16 on a CPU (`tests/vit_model/test_compute.py`).
+    within 1% of what autograd keeps in float32 and bfloat16 on a CPU, and within 15% if only biases are trained, or
+    LoRA of queries and values (`tests/vit_model/test_compute.py`).
 
     Raises ValueError for checkpointing of a ResNet, which has no transformer blocks.
     """
@@ -168,13 +201,19 @@ def activation_bytes(
         # Standardised kernels, before and after division by their deviation.
         return convolutions + 2 * config.num_parameters * value_bytes
     block = _block_bytes(config, config.num_tokens, value_bytes, fused_attention)
+    if trained != "all":
+        block -= value_bytes * config.num_tokens * _inputs_not_kept(config, fused_attention)
+    if isinstance(trained, LoRAOptions):
+        block += config.num_tokens * _lora_bytes(config, trained, value_bytes, fused_attention)
     if checkpointing:
         blocks = config.num_blocks * config.num_tokens * config.width * value_bytes + block
     else:
         blocks = config.num_blocks * block
     kernels = 0 if config.stem is None else 2 * stem_parameters(config.stem, config.in_channels)
-    kept = blocks + _values_outside(config) * value_bytes
+    kept = blocks + (_values_outside(config) - (trained != "all") * _patch_values(config)) * value_bytes
     kept += config.num_tokens * config.width * (config.dropout > 0)  # after the positions
+    if isinstance(trained, LoRAOptions):  # the first block's input has no gradient, so its norm keeps nothing
+        return images * (kept - config.num_tokens * config.width * value_bytes)
     return images * kept + convolutions + kernels * value_bytes
 
 
@@ -224,6 +263,26 @@ def _block_bytes(config: ViTConfig, tokens: int, value_bytes: int, fused_attenti
         return kept + 4 * tokens * heads
     weights = tokens * heads * _keys(config, tokens) // config.num_blocks
     return kept + weights * (4 if value_bytes == 4 else 4 + value_bytes)
+
+
+def _inputs_not_kept(config: ViTConfig, fused_attention: bool) -> int:
+    """Return the values per token that a block keeps only because its matrices are trained: some of their inputs."""
+    is_fused = fused_attention and config.position != "relative"  # then attention itself keeps what it mixed
+    scaled = 2 * (config.layer_scale is not None)
+    return (scaled + (2 if is_fused else 3)) * config.width + config.mlp_dim
+
+
+def _lora_bytes(config: ViTConfig, lora: LoRAOptions, value_bytes: int, fused_attention: bool) -> int:
+    """Return the bytes that LoRA keeps per token of a block."""
+    width, inner = config.width, [target for target in lora.targets if target != "proj"]
+    values = len(lora.targets) * lora.rank
+    if (
+        fused_attention and len(inner) < 3
+    ):  # their sums, beside the stacked projections, of which some are kept
+        values += len(inner) * width
+    inputs = len(lora.targets) if lora.dropout else bool(inner) + ("proj" in lora.targets)
+    masks = len(lora.targets) * width if lora.dropout else 0
+    return (values + inputs * width) * value_bytes + masks
 
 
 def _values_outside(config: ViTConfig) -> int:

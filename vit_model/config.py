@@ -229,6 +229,30 @@ class ViTConfig(ViTOptions):
         return 0
 
 
+LoRATarget = Literal["query", "key", "value", "proj"]
+
+
+class LoRAOptions(Frozen):
+    """What LoRA learns (Hu et al. 2022). Rank and targets are those of published tables of ViTs on VTAB-1k."""
+
+    rank: PositiveInt = Field(8, description="of the matrices B A that are added")
+    scale: float = Field(
+        1.0,
+        gt=0,
+        description="what multiplies B A: alpha / rank of Hu et al. and peft, the scale of FacT",
+    )
+    targets: Annotated[tuple[LoRATarget, ...], Field(min_length=1)] = Field(
+        ("query", "value"), description="the matrices of attention that are changed, in every block"
+    )
+    dropout: Probability = Field(0.0, description="of the input of A, as Hu et al., peft and NOAH have it")
+
+    @model_validator(mode="after")
+    def _targets_differ(self) -> Self:
+        if len(set(self.targets)) < len(self.targets):
+            raise ValueError(f"targets {list(self.targets)} contains duplicates")
+        return self
+
+
 class MaeOptions(Frozen):
     """A masked autoencoder's settings (He et al. 2022); the defaults are the authors'. The decoder is thrown away after
     pretraining."""

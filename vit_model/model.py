@@ -89,25 +89,42 @@ class Attention(nn.Module):
             self.pos_embed = nn.Parameter(
                 torch.empty(2 * config.num_tokens - 1, config.width // config.num_heads)
             )
+        self.lora: nn.ModuleDict | None = None
+        """What is added to projections while LoRA trains, by the projection's name (`vit_model.lora`)."""
 
     def forward(self, x: Tensor, first: int | None = None) -> Tensor:
         """[b, n, d] -> [b, n, d], or with `first` only the first tokens' part, [b, first, d]."""
         query, key, value = self.heads(x) if first is None else self.heads_of_first(x, first)
         mixed = attention(query, key, value, self.bias(query)).transpose(1, 2).flatten(2)
-        out: Tensor = self.dropout(self.proj(mixed))
+        projected: Tensor = self.proj(mixed)
+        if self.lora is not None and "proj" in self.lora:
+            projected = projected + self.lora["proj"](mixed)
+        out: Tensor = self.dropout(projected)
         return out
 
     def heads(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """[b, n, d] -> queries, keys and values, each [b, h, n, e]."""
         query, key, value = self._split(self.qkv(x), 3)
-        return query, key, value
+        return (
+            self._adapted(query, "query", x),
+            self._adapted(key, "key", x),
+            self._adapted(value, "value", x),
+        )
 
     def heads_of_first(self, x: Tensor, first: int) -> tuple[Tensor, Tensor, Tensor]:
         """[b, n, d] -> queries [b, h, first, e] of the first tokens, keys and values [b, h, n, e] of all."""
         weight, bias, d = self.qkv.weight, self.qkv.bias, x.shape[2]
         (query,) = self._split(F.linear(x[:, :first], weight[:d], bias[:d]), 1)
         key, value = self._split(F.linear(x, weight[d:], bias[d:]), 2)
-        return query, key, value
+        query = self._adapted(query, "query", x[:, :first])
+        return query, self._adapted(key, "key", x), self._adapted(value, "value", x)
+
+    def _adapted(self, heads: Tensor, projection: str, x: Tensor) -> Tensor:
+        """Add LoRA's part of a projection of x [b, n, d], if it has one, to its heads [b, h, n, e]."""
+        if self.lora is None or projection not in self.lora:
+            return heads
+        (change,) = self._split(self.lora[projection](x), 1)
+        return heads + change
 
     def _split(self, x: Tensor, parts: int) -> tuple[Tensor, ...]:
         """[b, n, parts * d] -> `parts` tensors [b, h, n, e]."""

@@ -37,6 +37,11 @@ LITERATURE = {
     " big_vision crops the middle.",
     "protocol": "big_vision fixes L2 at 1,024; scenic chooses it on test, over all data sets at once.",
     "support": "VTAB's scores are of models trained on train800 and val200 together.",
+    "lora": "Published LoRA rows for VTAB-1k change different matrices with the same number of weights: queries and"
+    " values (JieShibo/PETL-ViT, binary_adapter/lora.py), all three from one A (ZhangYuanhan-AI/NOAH), queries and keys"
+    " (visinf/adapter_plus, conf/lora). The first two report the best epoch on test.",
+    "freeze": "If tuned as carefully, training biases alone is about as good on VTAB-1k as other methods with few"
+    " weights, although it was reported inferior (arXiv 2409.16434).",
     "resolution": "The paper fine-tunes at 384 pixels; most repositories at 224.",
 }
 """What is known of a field in published results, by the beginning of its name."""

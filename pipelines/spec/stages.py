@@ -14,7 +14,7 @@ from pipelines.spec.optimizer import Optimizer, check_optimizer
 from pipelines.spec.search import ASHA, FIXED, PBT, Choices, Point, Range, Search, placed
 from pipelines.spec.shapes import Model, ModelSize, ResNetSize, check_patches, size_of
 from pipelines.spec.sources import Source
-from vit_model.config import Frozen, MaeOptions, ResNetConfig, ViTConfig, later
+from vit_model.config import Frozen, LoRAOptions, MaeOptions, ResNetConfig, ViTConfig, later
 from vit_model.errors import reasons
 
 Shots = Annotated[int, Field(ge=1)]
@@ -661,10 +661,23 @@ class Finetune(_Stage):
         description="null: the backbone's; without a backbone, squash if all images are square, otherwise center",
     )
     label_smoothing: float = Field(0.0, ge=0, lt=1)
-    freeze: Literal["backbone"] | Annotated[int, Field(ge=0)] | None = later(
+    freeze: Literal["backbone", "all_but_biases"] | Annotated[int, Field(ge=0)] | None = later(
         None,
-        description="what of the backbone is not trained: backbone, so that only the head is; or N, the embeddings and"
-        " the first N blocks",
+        description="what of the backbone is not trained: backbone, so that only the head is; all_but_biases, so that"
+        " the head and every bias are, norms' included (BitFit, Ben Zaken et al. 2022); or N, the embeddings and the"
+        " first N blocks",
+    )
+    lora: LoRAOptions | None = later(
+        None,
+        description="train low-rank changes of the matrices of attention, and the head, and nothing else (LoRA, Hu et"
+        " al. 2022); afterwards they are added to the matrices, so that the result is an ordinary ViT",
+    )
+    stochastic_depth: float | None = later(
+        None,
+        ge=0,
+        lt=1,
+        description="of a backbone that is a ViT, in place of its own: how often the last block's branches are left out"
+        " in training; the first's never, linear between",
     )
     head_first: int = later(
         0,
@@ -702,7 +715,7 @@ class Finetune(_Stage):
     @property
     def version(self) -> int:
         # A backbone that has it was pretrained anew, which changes this stage's key by the digest of its input.
-        return self.VERSION - (not _has_stochastic_depth(self.model))
+        return self.VERSION - (not (_has_stochastic_depth(self.model) or self.stochastic_depth))
 
     @model_validator(mode="after")
     def _one_start(self) -> Self:
@@ -796,16 +809,22 @@ class Finetune(_Stage):
 
     @model_validator(mode="after")
     def _frozen_parts_fit(self) -> Self:
-        if self.backbone is None and (self.freeze is not None or self.head_first):
-            raise ValueError("freeze and head_first are for a backbone; the weights of model are new")
+        if self.backbone is None and (self.freeze is not None or self.head_first or self.lora is not None):
+            raise ValueError("freeze, head_first and lora are for a backbone; the weights of model are new")
+        if self.backbone is None and self.stochastic_depth is not None:
+            raise ValueError("stochastic_depth is for a backbone; model.stochastic_depth is for a new model")
+        if self.freeze is not None and self.lora is not None:
+            raise ValueError(
+                f"freeze {self.freeze}: lora trains only its own matrices and the head; leave out freeze or lora"
+            )
         if self.freeze == "backbone" and self.head_first:
             raise ValueError(
                 f"head_first {self.head_first}: freeze backbone trains only the head in all steps"
             )
-        if self.freeze == "backbone" and self.optimizer.name == "muon":
+        if self.optimizer.name == "muon" and (self.lora is not None or isinstance(self.freeze, str)):
+            what = f"freeze {self.freeze}" if self.lora is None else "lora"
             raise ValueError(
-                "optimizer.name muon is for the matrices of the blocks, which freeze backbone does not train; use"
-                " adamw or sgd"
+                f"optimizer.name muon is for the matrices of the blocks, which {what} does not train; use adamw or sgd"
             )
         if self.head_first >= self.steps:
             raise ValueError(f"head_first {self.head_first} must be less than steps {self.steps}")

@@ -160,7 +160,7 @@ def _finetune(config: Mapping[str, Any], inputs: Mapping[str, str]) -> str:
     return (
         f"Fine-tuning on {inputs['data']} {start}: {config['steps']:,} steps of {config['batch_size']} images, "
         f"augmentation {_augmentation(config)}; {_searched(config)}, {_selection(config['labels'])}. "
-        f"{_stopping(config.get('early_stopping'))}Each {_fit(config)} is scored on test once."
+        f"{_trained(config)}{_stopping(config.get('early_stopping'))}Each {_fit(config)} is scored on test once."
         f"{_SEEN * (not scratch and config['labels']['per_class'] is not None)}"
     )
 
@@ -190,6 +190,19 @@ def _searched(config: Mapping[str, Any]) -> str:
         f"{search['kind']} search of {search['trials']} trials" if "trials" in search else "every combination"
     )
     return f"{tried} ({'; '.join(fields)})"
+
+
+def _trained(config: Mapping[str, Any]) -> str:
+    """Say what a fine-tuning with few trained weights trains."""
+    if (lora := config.get("lora")) is not None:
+        searched = (config.get("search") or {}).get("over", {})
+        fixed = [
+            f"{name} {' and '.join(value) if name == 'targets' else value}"
+            for name, value in lora.items()
+            if f"lora.{name}" not in searched
+        ]
+        return f"Only the head and LoRA's matrices are trained: {', '.join(fixed)}. "
+    return "Only biases and the head are trained. " * (config.get("freeze") == "all_but_biases")
 
 
 def _stopping(settings: Mapping[str, Any] | None) -> str:

@@ -342,11 +342,19 @@ def state_bytes(
     return EngineBytes(states, bucket + max(3 * bucket, flat))
 
 
-def plain_bytes(parameters: int, optimizer: Optimizer, value_bytes: int, matrices: int = 0) -> EngineBytes:
-    """Return what `Plain` holds; the arguments are those of `state_bytes`."""
-    copies = 0 if value_bytes == 4 else value_bytes * parameters
+def plain_bytes(
+    parameters: int, optimizer: Optimizer, value_bytes: int, matrices: int = 0, frozen: int = 0
+) -> EngineBytes:
+    """Return what `Plain` holds; the arguments are those of `state_bytes`.
+
+    Args:
+        frozen: further weights, which are not trained.
+    """
+    copy_bytes = 0 if value_bytes == 4 else value_bytes
     states = ModelStates(
-        4 * parameters + copies, 4 * parameters + copies, _bytes_of_averages(optimizer) * parameters
+        (4 + copy_bytes) * (parameters + frozen),
+        (4 + copy_bytes) * parameters,
+        _bytes_of_averages(optimizer) * parameters,
     )
     states = states._replace(optimizer=states.optimizer - 4 * matrices)  # Muon has one average, not two
     return EngineBytes(states, buffers=0)

@@ -16,6 +16,7 @@ from ray_jobs.training import optim
 from ray_jobs.training.engine import EngineBytes, plain_bytes, state_bytes
 from ray_jobs.training.task import Task
 from vit_model import compute
+from vit_model.build import build
 from vit_model.config import Architecture, ViTConfig
 from vit_model.errors import UserError
 from vit_model.model import is_fused
@@ -97,20 +98,56 @@ def memory(
 def fit_memory(task: Task, device: torch.device) -> Memory:
     """Estimate the memory of each worker of a fit of a fine-tuning on a device like this one.
 
-    Frozen blocks keep nothing of their forward pass, so with `freeze` activations are left out.
+    Frozen blocks keep nothing of their forward pass, so with `freeze: backbone` or N activations are left out.
     """
     config, architecture = task.config, task.contract.architecture
     dtype = devices.torch_dtype(config.dtype, device)
     images = math.ceil(config.batch_size / (config.workers * config.gradient_accumulation_steps))
     activations = 0
-    if config.freeze is None:
-        activations = _activations(architecture, images, device, dtype, config.activation_checkpointing)
-    states = plain_bytes(architecture.num_parameters, config.optimizer, dtype.itemsize)
+    if config.freeze in (None, "all_but_biases"):
+        trained: compute.Trained = config.lora or ("all" if config.freeze is None else "biases")
+        checkpointing = config.activation_checkpointing
+        activations = _activations(architecture, images, device, dtype, checkpointing, trained)
+    parameters = trained_parameters(task)
+    added = 0
+    if config.lora is not None:
+        assert isinstance(architecture, ViTConfig), "checked against the backbone"
+        added = compute.lora_parameters(architecture, config.lora)
+    frozen = architecture.num_parameters + added - parameters
+    states = plain_bytes(parameters, config.optimizer, dtype.itemsize, frozen=frozen)
     return Memory(activations, states)
 
 
+def trained_parameters(task: Task) -> int:
+    """Return how many weights a fit trains, those of LoRA's matrices included."""
+    config, architecture = task.config, task.contract.architecture
+    if config.freeze is None and config.lora is None:
+        return architecture.num_parameters
+    with torch.device("meta"):
+        model = build(architecture)
+    optim.restrict(model, config)
+    return sum(weight.numel() for weight in model.parameters() if weight.requires_grad)
+
+
+def fit_flops(task: Task) -> int:
+    """Return the floating-point operations of a step of a fit per image; with `freeze: N` as if all were trained."""
+    config, architecture = task.config, task.contract.architecture
+    if config.lora is not None:
+        return compute.restricted_train_flops(architecture, config.lora)
+    if config.freeze == "backbone":
+        return compute.restricted_train_flops(architecture, "head")
+    if config.freeze == "all_but_biases":
+        return compute.restricted_train_flops(architecture, "biases")
+    return compute.train_flops(architecture)
+
+
 def _activations(
-    architecture: Architecture, images: int, device: torch.device, dtype: torch.dtype, checkpointing: bool
+    architecture: Architecture,
+    images: int,
+    device: torch.device,
+    dtype: torch.dtype,
+    checkpointing: bool,
+    trained: compute.Trained = "all",
 ) -> int:
     is_vit_and_fused = isinstance(architecture, ViTConfig) and is_fused(
         device, dtype, architecture.num_tokens
@@ -121,6 +158,7 @@ def _activations(
         value_bytes=dtype.itemsize,
         fused_attention=is_vit_and_fused,
         checkpointing=checkpointing,
+        trained=trained,
     )
 
 

@@ -1,4 +1,5 @@
-"""Fine-tuning in one process, or in each of several workers: train a model on labelled images, score it on others.
+"""Fine-tuning in one process, or in each of several workers: train the weights of a model, or some, on labelled images,
+and score it on others.
 
 In: a `Task`, labelled images, a learning rate, a seed. Out: a network, its training curve, its score.
 """
@@ -31,7 +32,7 @@ from ray_jobs.training.guard import Guard
 from ray_jobs.training.log import Evaluation, Log, LogWriter
 from ray_jobs.training.task import DivergenceError, Score, Task, Trial
 from ray_jobs.training.workers import ALONE, Worker
-from vit_model import compute
+from vit_model import lora
 from vit_model.build import Network, build
 from vit_model.config import ModelContract
 from vit_model.model import ViT
@@ -127,8 +128,7 @@ def start(
     model = start_model(task, seed).to(device).train()
     if isinstance(model, ViT):
         model.activation_checkpointing = config.activation_checkpointing
-    if config.freeze is not None:
-        optim.freeze(model, config.freeze)
+    optim.restrict(model, config, seed)
     optimizer = optim.make_optimizer(model, config.optimizer, learning_rate, head_first=config.head_first)
     saved = None if saver is None else saver.resume(task.attempts, model, optimizer, task.ancestors)
     if saved is not None:
@@ -173,7 +173,9 @@ def fit(
     stopping: Stopping | None = None,
     worker: Worker = ALONE,
 ) -> tuple[Network, list[dict[str, float | int]], int]:
-    """Train all weights of the task's model on `data`, from the saver's last checkpoint on if there is one.
+    """Train the task's model on `data`, from the saver's last checkpoint on if there is one.
+
+    All weights are trained but those that `freeze` or `lora` exclude. LoRA's matrices are merged at the end.
 
     The weights are float32; with dtype bfloat16, a bfloat16 copy of them computes the gradients. With the same threads
     on the same type of CPU, the result is the same after any number of interruptions. All workers of a group call this
@@ -239,7 +241,7 @@ def fit(
                 writer.continue_from(first, before.log)
         log = Log(
             config,
-            compute.train_flops(task.contract.architecture),
+            estimates.fit_flops(task),
             batches,
             len(data.labels),
             device,
@@ -309,6 +311,8 @@ def fit(
     if saver is not None and worker.world > 1:
         saver.wait()  # together, because the first worker scores the model alone
     model = averaged(model, engine)
+    if isinstance(model, ViT):
+        lora.merge(model)
     substitutes = torch.tensor(before.substitutes + batches.substitutes, device=device)
     return model.eval(), curve, int(summed_over_workers(substitutes, worker))
 

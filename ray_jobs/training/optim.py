@@ -16,9 +16,12 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from pipelines.spec import Optimizer, Pretrain
+from pipelines.spec import Finetune, Optimizer, Pretrain
 from ray_jobs.training.task import DivergenceError
+from vit_model import lora
+from vit_model.build import Network
 from vit_model.errors import UserError
+from vit_model.model import ViT
 from vit_model.weights import HEADS
 
 BUCKET = 1 << 24
@@ -205,14 +208,33 @@ def _skip_dynamo() -> None:
             setattr(original, "__dynamo_disable", original)
 
 
-def freeze(model: torch.nn.Module, what: Literal["backbone"] | int) -> None:
-    """Exclude weights from training: all but the head's, or those of the embeddings and the first `what` blocks."""
+def freeze(model: torch.nn.Module, what: Literal["backbone", "all_but_biases", "all_but_lora"] | int) -> None:
+    """Exclude weights from training: all but the head's, or those of the embeddings and the first `what` blocks.
+
+    "all_but_biases" also trains every bias, as BitFit (Ben Zaken et al. 2022) and VPT's bias-only rows (KMnP/vpt,
+    src/models/vit_models.py, tinytl-bias); "all_but_lora" the matrices of `vit_model.lora`.
+    """
     depth = num_blocks(model)
     for name, parameter in model.named_parameters():
-        is_last = (
-            name.startswith(HEADS) if what == "backbone" else depth + 1 - layers_above(name, depth) > what
-        )
-        parameter.requires_grad_(is_last)
+        if isinstance(what, int):
+            is_trained = depth + 1 - layers_above(name, depth) > what
+        else:
+            is_trained = (
+                name.startswith(HEADS)
+                or (what == "all_but_biases" and name.endswith(".bias"))
+                or (what == "all_but_lora" and lora.is_adapter(name))
+            )
+        parameter.requires_grad_(is_trained)
+
+
+def restrict(model: Network, config: Finetune, seed: int = 0) -> None:
+    """Exclude from training what a fine-tuning does not train. With `lora`, first add its matrices to the model."""
+    if config.lora is not None:
+        assert isinstance(model, ViT), "checked against the backbone"
+        lora.add(model, config.lora, seed)
+        freeze(model, "all_but_lora")
+    elif config.freeze is not None:
+        freeze(model, config.freeze)
 
 
 def set_learning_rate(optimizer: Any, rate: float, step: int = 0) -> None:

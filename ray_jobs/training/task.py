@@ -184,6 +184,11 @@ def make_task(config: Finetune, dataset: Dataset, backbone: Path | None) -> Task
     resolution = config.resolution or source.preprocessing.resolution
     try:
         architecture = source.architecture.for_finetuning(resolution, len(dataset.info.class_names))
+        if config.stochastic_depth is not None:
+            if not isinstance(architecture, ViTConfig):
+                raise UserError("stochastic_depth needs the blocks of a ViT, but the backbone is a ResNet")
+            changed = architecture.model_dump() | {"stochastic_depth": config.stochastic_depth}
+            architecture = ViTConfig.model_validate(changed)
         contract = continued_contract(source, architecture, dataset.info, config.eval_crop)
     except ValidationError as error:
         raise UserError(f"fine-tuning {config.backbone}: {reasons(error)}") from error
@@ -218,6 +223,16 @@ def check_settings(config: Finetune, contract: ModelContract) -> None:
         check_optimizer(config.optimizer, config.steps, architecture.family)
     except ValueError as error:
         raise UserError(str(error)) from None
+    if config.lora is not None:
+        if not isinstance(architecture, ViTConfig):
+            raise UserError(
+                "lora needs the attention of a ViT, but the backbone is a ResNet: use freeze: backbone or"
+                " all_but_biases"
+            )
+        if config.lora.rank > architecture.width:
+            raise UserError(
+                f"lora.rank {config.lora.rank}: the backbone's matrices have {architecture.width} rows"
+            )
     if isinstance(config.freeze, int):
         if not isinstance(architecture, ViTConfig):
             raise UserError(

@@ -6,12 +6,15 @@ from pathlib import Path
 
 import numpy as np
 
-from pipelines.spec import Finetune, Labels, ModelSize
+from pipelines.spec import Finetune, Labels, Model, ModelSize
 from pipelines.store import Manifest, create_attempt, open_store
 from ray_jobs.data import shards
 from ray_jobs.process.stage import Context
+from ray_jobs.training.contract import model_contract
 from tests.support import datasets
 from tests.support.records import make_context, make_manifest
+from vit_model.build import build
+from vit_model.weights import save_model
 
 SIZE = ModelSize(patch_size=4, width=16, depth=1, num_heads=2)
 COUNTS = {"train": 60, "dev": 20, "test": 30}
@@ -44,6 +47,19 @@ def configuration(**fields: object) -> Finetune:
         "labels": Labels(per_class=4, draws=2, folds=2),
     }
     return Finetune.model_validate(base | fields)
+
+
+def save_backbone(folder: Path, size: Model = SIZE) -> None:
+    """A model of five other classes."""
+    image = shards.ImageSize(height=8, width=8, channels=1)
+    none = {"train": 0, "dev": 0, "test": 0}
+    info = shards.DatasetInfo(
+        name="other", class_names=tuple("abcde"), image=image, splits=none, shards=(), content_digest="other"
+    )
+    contract = model_contract(size, 8, info)
+    model = build(contract.architecture)
+    model.initialise(configuration().seed + 5)
+    save_model(folder, model, contract)
 
 
 def context(store_root: Path, dataset: Path, config: Finetune) -> Context[Finetune]:

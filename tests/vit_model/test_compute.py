@@ -3,7 +3,7 @@
 import subprocess
 import sys
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -11,10 +11,12 @@ from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 from tests.support.kept import kept_bytes
-from vit_model import compute
-from vit_model.build import build
-from vit_model.config import Architecture, ResNetConfig, ViTConfig
+from vit_model import compute, lora
+from vit_model.build import Network, build
+from vit_model.config import Architecture, LoRAOptions, ResNetConfig, ViTConfig
+from vit_model.model import ViT
 from vit_model.variants import RESNETS
+from vit_model.weights import HEADS
 
 # Model, resolution; GMACs, forward GFLOPs and training GFLOPs an image, as vit.md's section 11 prints them: from the
 # definitions, with 1000 classes behind the tanh layer.
@@ -128,10 +130,25 @@ def logits(model: Any, images: Tensor) -> Tensor:
     return out + model.head_dist(tokens[:, 1]) if hasattr(model, "head_dist") else out
 
 
-def counted(config: Architecture, backward: bool = False) -> int:
+def restrict(model: Network, trained: compute.Trained | Literal["head"]) -> None:
+    """Train some weights of a model only."""
+    if isinstance(trained, LoRAOptions):
+        assert isinstance(model, ViT)
+        lora.add(model, trained, seed=0)
+    for name, weight in model.named_parameters():
+        is_trained = {"all": True, "biases": name.endswith(".bias"), "head": False}.get(
+            str(trained), ".lora." in name
+        )
+        weight.requires_grad_(is_trained or name.startswith(HEADS))
+
+
+def counted(
+    config: Architecture, backward: bool = False, trained: compute.Trained | Literal["head"] = "all"
+) -> int:
     """Operations of one image as torch counts them, without memory or work for them."""
     with torch.device("meta"):
         model = build(config)
+        restrict(model, trained)
         image = torch.empty(1, config.in_channels, *config.image_shape)
         with FlopCounterMode(display=False) as counter:
             out = logits(model, image)
@@ -154,6 +171,15 @@ def test_flops_of_the_papers_models_are_those_that_torch_counts(name: str) -> No
     # Nobody asks for the gradient by the pixels, so the first product has only half of its backward pass.
     first = 112 * 112 * 7 * 7 * 3 * 64 if name.startswith("R") else 224 * 224 * 3 * config.width
     assert compute.train_flops(config) - 2 * first == step
+
+
+@pytest.mark.parametrize("trained", ["head", "biases", LoRAOptions()], ids=str)
+def test_flops_of_few_trained_weights_are_those_that_torch_counts(trained: Any) -> None:
+    """What needs no gradient before the first trained weight is a part of 1% to 3%."""
+    config = named("Ti/16", num_classes=1000)
+    said = compute.restricted_train_flops(config, trained)
+    assert said == pytest.approx(counted(config, backward=True, trained=trained), rel=0.03)
+    assert said < 0.75 * compute.train_flops(config)
 
 
 def named(name: str, **fields: Any) -> Architecture:
@@ -222,6 +248,25 @@ def test_activation_memory_is_what_autograd_keeps(config: Architecture, dtype: t
         config, images, value_bytes=dtype.itemsize, fused_attention=dtype == torch.float32
     )
     assert estimated == pytest.approx(kept_bytes(model, lambda: logits(model, pixels)), rel=BOUND)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("trained", ["biases", LoRAOptions()], ids=str)
+def test_few_trained_weights_keep_less(trained: compute.Trained, dtype: torch.dtype) -> None:
+    for config in SHAPES[: len(VITS)]:
+        assert isinstance(config, ViTConfig)
+        model, images = build(config), 16
+        restrict(model, trained)
+        model.to(dtype)
+        pixels = torch.randn(images, config.in_channels, *config.image_shape, dtype=dtype)
+        settings: Any = {"value_bytes": dtype.itemsize, "fused_attention": dtype == torch.float32}
+        estimated = compute.activation_bytes(config, images, **settings, trained=trained)
+        kept = kept_bytes(model, partial(logits, model, pixels))
+        assert estimated == pytest.approx(kept, rel=0.15), said(config)
+        assert estimated < compute.activation_bytes(config, images, **settings)
+    default = ViTConfig.model_validate(SMALL)
+    assert compute.lora_parameters(default, LoRAOptions()) == 3 * 2 * 2 * 8 * 64
 
 
 @pytest.mark.parametrize("config", SHAPES[: len(VITS)], ids=said)

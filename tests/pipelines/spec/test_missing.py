@@ -12,9 +12,10 @@ from pipelines import store as st
 from pipelines.engine import plan
 from pipelines.recipe.load import load_pipeline
 from pipelines.recipe.pipeline import Pipeline
-from pipelines.spec import RecipeError
+from pipelines.spec import Finetune, RecipeError
 from pipelines.spec.vtab import TASKS
 from pipelines.store import open_store
+from ray_jobs.training.search import points
 from tests.support.records import make_manifest
 
 
@@ -146,6 +147,24 @@ def test_the_vtab_recipe_takes_archives_and_a_model_and_has_all_tasks() -> None:
     assert [name for name in stages if name.startswith("images")] == [f"images@task={task}" for task in TASKS]
     report = stages["report"].inputs()["of"]
     assert len(report) == 2 * len(TASKS) + 1
+
+
+def test_the_petl_recipe_has_other_methods_by_settings_and_trials_for_each_task() -> None:
+    """100 epochs of 15 batches; the methods of its head."""
+    given = ("images.source.root=/x", "backbone.path=/y")
+    stages = load_pipeline("vtab_petl", given).stages
+    lora, selected = (stages[f"{stage}@task=dtd"] for stage in ("finetune", "selected"))
+    assert isinstance(lora, Finetune) and isinstance(selected, Finetune)
+    assert lora.lora is not None and lora.optimizer.warmup(lora.steps) == 10 * (1000 // 64) == lora.steps / 10
+    assert len(points(lora)) == 1 and len(points(selected)) == 9
+    assert selected.at(points(selected)[0]) == lora.at({"learning_rate": 0.0005}).model_copy(
+        update={"lora": lora.lora.model_copy(update={"scale": 0.1})}
+    ), "otherwise the same"
+    for freeze in ("all_but_biases", "backbone", None):
+        changed = (*given, "finetune.lora=null", f"finetune.freeze={'null' if freeze is None else freeze}")
+        other = load_pipeline("vtab_petl", changed).stages["finetune@task=dtd"]
+        assert isinstance(other, Finetune)
+        assert other == lora.model_copy(update={"lora": None, "freeze": freeze})
 
 
 @pytest.mark.ray

@@ -47,12 +47,42 @@ def test_momentum_is_that_of_the_optimizer_and_its_default_is_not_in_the_key() -
             {"freeze": "backbone", "optimizer": {"name": "muon"}},
             "optimizer.name muon is for the matrices of the blocks, which freeze backbone does not train",
         ),
+        (
+            {"freeze": "all_but_biases", "optimizer": {"name": "muon"}},
+            "optimizer.name muon is for the matrices of the blocks, which freeze all_but_biases does not train",
+        ),
+        (
+            {"lora": {}, "optimizer": {"name": "muon"}},
+            "optimizer.name muon is for the matrices of the blocks, which lora does not train; use adamw or sgd",
+        ),
+        (
+            {"lora": {}, "freeze": 2},
+            "freeze 2: lora trains only its own matrices and the head; leave out freeze or",
+        ),
+        ({"lora": {"rank": 0}}, "stages.finetune.lora.rank: Input should be greater than 0, not 0"),
+        (
+            {"lora": {"targets": ["query", "fc1"]}},
+            "stages.finetune.lora.targets.1: Input should be 'query', 'key'",
+        ),
+        ({"lora": {"targets": ["query", "query"]}}, "contains duplicates"),
+        (
+            {"search": {"kind": "grid", "over": {"lora.rank": [2, 4]}}},
+            "lora.rank: lora is None, which has no field rank",
+        ),
+        (
+            {"lora": {}, "search": {"kind": "grid", "over": {"lora.rank": [2, 0]}}},
+            "search.over.lora.rank, value 0: lora.rank Input should be greater than 0",
+        ),
         ({"head_first": 10_000}, "head_first 10000 must be less than steps"),
         ({"class_weights": {"a": -1.0}}, "stages.finetune.class_weights"),
         ({"sampling": "class"}, "stages.finetune.sampling: Input should be 'uniform' or 'balanced'"),
         (
             {"backbone": None, "model": "Ti/16", "resolution": 32, "freeze": 1},
-            "freeze and head_first are for a backbone; the weights of model are new",
+            "freeze, head_first and lora are for a backbone; the weights of model are new",
+        ),
+        (
+            {"backbone": None, "model": "Ti/16", "resolution": 32, "stochastic_depth": 0.1},
+            "stochastic_depth is for a backbone; model.stochastic_depth is for a new model",
         ),
     ],
 )

@@ -21,6 +21,8 @@ from ray_jobs import evaluate, report
 from ray_jobs.data import shards
 from ray_jobs.evaluation import rows
 from ray_jobs.process.stage import Context
+from ray_jobs.reporting import page as page_module
+from ray_jobs.reporting.gather import ReportData
 from ray_jobs.training.contract import model_contract
 from tests.support import datasets
 from tests.support.digits import ink
@@ -237,6 +239,21 @@ def test_another_protocol_is_another_score_and_fewer_tasks_are_said(made: Vtab) 
     assert scores["few_shot", "ViT, pretrained"]["covered"] == 4
     assert "mean over 2 of the 19 tasks" in own["sentence"]
     assert page.count("</table>") > 3
+
+
+def test_a_report_of_fine_tunings_alone_does_not_speak_of_frozen_features(
+    made: Vtab, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    render = page_module.render
+
+    def render_as_fine_tuned(data: ReportData) -> str:
+        for score in data.numbers["vtab"]:
+            score["job"] = "finetune"
+        return render(data)
+
+    monkeypatch.setattr(page_module, "render", render_as_fine_tuned)
+    _, page = made.report([stage for stage in made.made if "one_shot" not in stage])
+    assert "Fine-tuned models were trained on train800val200" in page and "Of a frozen backbone" not in page
 
 
 def test_all_nineteen_are_no_part(made: Vtab) -> None:

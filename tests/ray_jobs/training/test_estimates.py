@@ -122,3 +122,22 @@ def test_a_fit_needs_what_a_pretraining_by_one_process_does() -> None:
     task = fit(8, optimizer={"name": "sgd"}, dtype=pretraining.dtype)
     architecture = task.contract.architecture
     assert estimates.fit_memory(task, CPU) == estimates.memory(pretraining, architecture, 1, CPU)
+
+
+@pytest.mark.parametrize("fields", [{"lora": {"rank": 8}}, {"freeze": "all_but_biases"}], ids=str)
+def test_few_trained_weights_have_gradients_and_averages_alone(fields: dict[str, object]) -> None:
+    start = {"backbone": "b", "model": None}
+    whole = fit(8)
+    few = whole._replace(config=Finetune.model_validate(whole.config.model_dump() | start | fields))
+    all_states, states = (estimates.fit_memory(task, CPU).engine.states for task in (whole, few))
+    trained = estimates.trained_parameters(few)
+    width, blocks = 1024, 24
+    # biases of a block, in widths: 3 of qkv, 4 of fc1, 1 each of proj, fc2 and both norms
+    per_block = 2 * 2 * 8 * width if "lora" in fields else (3 + 4 + 4) * width
+    outside = (width + 1) * 10 + (0 if "lora" in fields else 2 * width)  # the patches' bias and the norm's
+    assert trained == blocks * per_block + outside
+    assert states.optimizer == 8 * trained and states.gradients == 6 * trained
+    added = blocks * per_block if "lora" in fields else 0
+    assert states.weights == all_states.weights + 6 * added
+    assert estimates.fit_memory(few, CPU).activations < 0.9 * estimates.fit_memory(whole, CPU).activations
+    assert estimates.fit_flops(few) < 0.7 * estimates.fit_flops(whole)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from pipelines.spec import Finetune, Labels
+from pipelines.spec import Finetune, Labels, ResNetSize
 from pipelines.store import decode_lines
 from ray_jobs import finetune
 from ray_jobs.data import shards
@@ -16,21 +16,23 @@ from ray_jobs.evaluation import rows
 from ray_jobs.evaluation.leakage import COMPARED
 from ray_jobs.evaluation.supports import Supports
 from ray_jobs.process.stage import Result
+from ray_jobs.training import estimates
 from ray_jobs.training import fit as fit_module
-from ray_jobs.training.contract import model_contract
 from ray_jobs.training.fit import fit, predict, score, start_model
 from ray_jobs.training.log import Evaluation, LogWriter
 from ray_jobs.training.sweep import _show_unraisable, choose, last_step, steps_after
 from ray_jobs.training.task import Images, Task, make_task
 from ray_jobs.training.trials import DIVERGED
-from tests.support.finetuning import SIZE, configuration, context, put_halves
+from tests.support.finetuning import SIZE, configuration, context, put_halves, save_backbone
 from tests.support.memory_store import MemoryStore
 from tests.support.records import make_attempt
 from tests.support.stores import repeated
-from vit_model.config import ViTConfig
 from vit_model.errors import UserError
 from vit_model.model import ViT
-from vit_model.weights import load_model, save_model
+from vit_model.weights import load_model
+
+RESNET = ResNetSize(units=(1, 1), width_factor=1)
+PARTS = ("norm1", "attn.qkv", "attn.proj", "norm2", "mlp.fc1", "mlp.fc2")
 
 
 @pytest.fixture
@@ -280,6 +282,7 @@ def test_a_resolution_that_the_backbones_patches_do_not_divide_is_the_users_mist
     ("fields", "message"),
     [
         ({"freeze": 2}, "freeze 2: the backbone has 1 blocks"),
+        ({"lora": {"rank": 17}}, "lora.rank 17: the backbone's matrices have 16 rows"),
         (
             {"class_weights": {"lefft": 2.0}},
             "class_weights: the data has no class 'lefft'; did you mean 'left'",
@@ -293,6 +296,36 @@ def test_settings_that_do_not_fit_the_backbone_or_the_classes_are_the_users_mist
     config = configuration(backbone="vit", model=None, resolution=None, **fields)
     with pytest.raises(UserError, match=message):
         make_task(config, shards.open_dataset(dataset), tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        (
+            {"lora": {}},
+            "lora needs the attention of a ViT, but the backbone is a ResNet: use freeze: backbone or",
+        ),
+        (
+            {"stochastic_depth": 0.1},
+            "stochastic_depth needs the blocks of a ViT, but the backbone is a ResNet",
+        ),
+    ],
+)
+def test_what_needs_a_vit_is_refused_for_a_resnet(dataset, tmp_path, fields, message):
+    save_backbone(tmp_path, RESNET)
+    config = configuration(backbone="resnet", model=None, resolution=None, **fields)
+    with pytest.raises(UserError, match=message):
+        make_task(config, shards.open_dataset(dataset), tmp_path)
+    biases = configuration(backbone="resnet", model=None, resolution=None, freeze="all_but_biases")
+    assert estimates.trained_parameters(make_task(biases, shards.open_dataset(dataset), tmp_path)) > 0
+
+
+def test_stochastic_depth_takes_the_place_of_the_backbones(dataset, tmp_path):
+    save_backbone(tmp_path)
+    given = configuration(backbone="vit", model=None, resolution=None, stochastic_depth=0.1)
+    task = make_task(given, shards.open_dataset(dataset), tmp_path)
+    assert task.contract.architecture.stochastic_depth == 0.1
+    start_model(task, seed=0)
 
 
 def test_uneven_classes_are_balanced_by_weights_or_by_sampling(dataset):
@@ -331,23 +364,47 @@ def test_a_frozen_backbone_stays_as_it_is_and_the_head_learns(dataset, tmp_path)
     assert changed == {"head.weight", "head.bias"}
 
 
-def save_backbone(folder: Path) -> None:
-    config = configuration()
-    info = shards.DatasetInfo(
-        name="other",
-        class_names=tuple("abcde"),
-        image=shards.ImageSize(height=8, width=8, channels=1),
-        splits={"train": 0, "dev": 0, "test": 0},
-        shards=(),
-        content_digest="other",
+@pytest.mark.parametrize(
+    ("fields", "trained"),
+    [
+        (
+            {"freeze": "all_but_biases"},
+            {f"blocks.0.{part}.bias" for part in PARTS} | {"patch_embed.proj.bias", "norm.bias"},
+        ),
+        (
+            {"lora": {"rank": 2, "targets": ["key", "proj"]}},
+            {f"blocks.0.attn.lora.{kind}.weight" for kind in ("key.down", "key.up", "proj.down", "proj.up")},
+        ),
+    ],
+    ids=["biases", "lora"],
+)
+def test_only_biases_or_only_loras_matrices_move_and_the_model_is_an_ordinary_one(
+    dataset, tmp_path, monkeypatch, fields, trained
+):
+    save_backbone(tmp_path)
+    opened = shards.open_dataset(dataset)
+    config = configuration(backbone="vit", model=None, resolution=None, dtype="float32", **fields)
+    task = make_task(config, opened, tmp_path)
+    images = Images(opened, opened.index("train"))
+    started = dict(start_model(task, seed=0).named_parameters())
+    ordinary, _, _ = fit(task, images, 1e-2, seed=0)
+    with monkeypatch.context() as patch:
+        patch.setattr(fit_module.lora, "merge", lambda model: None)
+        model, _, _ = fit(task, images, 1e-2, seed=0)
+    expected = trained | {"head.weight", "head.bias"}
+    changed = {
+        name
+        for name, weight in model.named_parameters()
+        if name not in started or not torch.equal(weight, started[name])
+    }
+    assert changed == expected
+    assert estimates.trained_parameters(task) == sum(
+        weight.numel() for name, weight in model.named_parameters() if name in expected
     )
-    contract = model_contract(SIZE, 8, info)
-    assert contract.architecture == ViTConfig(
-        image_size=8, patch_size=4, in_channels=1, width=16, depth=1, num_heads=2, mlp_dim=64, num_classes=5
+    assert ordinary.state_dict().keys() == started.keys()
+    torch.testing.assert_close(
+        predict(ordinary, task.contract, images), predict(model, task.contract, images)
     )
-    model = ViT(contract.architecture)
-    model.initialise(config.seed + 5)
-    save_model(folder, model, contract)
 
 
 @pytest.mark.ray

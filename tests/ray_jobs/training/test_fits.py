@@ -24,9 +24,10 @@ from ray_jobs.training.checkpoint import Saver
 from ray_jobs.training.ledger import open_ledger
 from ray_jobs.training.task import at_point, make_task
 from ray_jobs.training.workers import ALONE, Worker
-from tests.support.finetuning import SIZE, attempt, configuration, context, put_halves
+from tests.support.finetuning import SIZE, attempt, configuration, context, put_halves, save_backbone
 from tests.support.interrupted import Kill, arm, logged
 from tests.support.workers import run_workers
+from vit_model.weights import load_model
 
 pytestmark = pytest.mark.slow
 CASES: dict[str, dict[str, Any]] = {
@@ -67,9 +68,15 @@ def put_store(root: Path) -> Path:
     return root / "store"
 
 
-def run(given: Context[Any], rate: int = 0, worker: Worker = ALONE, tell: Any = None) -> None:
+def run(
+    given: Context[Any],
+    rate: int = 0,
+    worker: Worker = ALONE,
+    tell: Any = None,
+    backbone: Path | None = None,
+) -> None:
     """Do what the stage and its task for draw 0 do, with this rate of the configuration; or the trial that may stop."""
-    dataset, task = given.dataset(), make_task(given.config, given.dataset(), None)
+    dataset, task = given.dataset(), make_task(given.config, given.dataset(), backbone)
     pools, supports = finetune.labelled(given.config, dataset)
     task = task._replace(attempts=open_ledger(given).attempts)
     rates = given.config.learning_rates or (1e-2,)
@@ -94,7 +101,9 @@ def _worker(rank: int, root: Path, config: Finetune, number: int, kill: Kill) ->
     run(attempt(root, config, number))
 
 
-def run_until(patch: pytest.MonkeyPatch, step: int, given: Context[Any], rate: int = 0) -> None:
+def run_until(
+    patch: pytest.MonkeyPatch, step: int, given: Context[Any], rate: int = 0, backbone: Path | None = None
+) -> None:
     """Run it in this process until a step, when all its checkpoints are written."""
     save, learning_rate = Saver.save, optim.learning_rate
 
@@ -110,7 +119,7 @@ def run_until(patch: pytest.MonkeyPatch, step: int, given: Context[Any], rate: i
     with patch.context() as inner, pytest.raises(KeyboardInterrupt):
         inner.setattr(Saver, "save", save_now)
         inner.setattr(optim, "learning_rate", rate_or_die)
-        run(given, rate)
+        run(given, rate, backbone=backbone)
 
 
 def saved(root: Path) -> list[Checkpoint]:
@@ -179,6 +188,37 @@ def test_a_killed_trial_that_may_stop_stops_where_it_would_have(tmp_path, monkey
     run(attempt(root, config, 2))
     assert "continuing from the checkpoint of attempt 1" in capsys.readouterr().out
     assert result_of(2) == undisturbed
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [{"lora": {"rank": 2, "dropout": 0.1}, "optimizer": {"ema": 0.9}}, {"freeze": "all_but_biases"}],
+    ids=["lora", "biases"],
+)
+def test_with_few_trained_weights_it_continues_to_the_same_bytes(fields, tmp_path, monkeypatch, capsys):
+    """The merged model is the same, and the frozen weights are the backbone's."""
+    config = refitting(backbone="vit", model=None, resolution=None, **fields)
+    backbone = tmp_path / "vit"
+    save_backbone(backbone)
+    monkeypatch.setattr(trials_module, "fetched", lambda context, task: task)
+    undisturbed, killed = (put_store(tmp_path / name) for name in ("undisturbed", "killed"))
+    run(attempt(undisturbed, config, 1), backbone=backbone)
+    run_until(monkeypatch, 50, attempt(killed, config, 1), backbone=backbone)
+    assert saved(killed)[0].step == 49
+    run(attempt(killed, config, 2), backbone=backbone)
+    assert "step 49: continuing from the checkpoint of attempt 1" in capsys.readouterr().out
+    assert result(killed, 2) == result(undisturbed, 1)
+    model, start = (
+        dict(load_model(path)[0].named_parameters())
+        for path in (killed / Layout.files("finetune", "k", 2), backbone)
+    )
+    kept = {name for name in start if not name.startswith("head.") and torch.equal(model[name], start[name])}
+    moved = (
+        {"blocks.0.attn.qkv.weight"}
+        if "lora" in fields
+        else {name for name in start if name.endswith(".bias")}
+    )
+    assert kept == start.keys() - moved - {"head.weight", "head.bias"}
 
 
 WIDER = {"model": SIZE.model_copy(update={"width": 24})}
