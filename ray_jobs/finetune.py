@@ -2,7 +2,8 @@
 
 In: a dataset and a backbone, or a model size to train from scratch. Out: model.safetensors and config.json (of draw 0's
 refit), rows.parquet and predictions.parquet (`ray_jobs.evaluation.rows`), sweep.json {trials, chosen, selected_on}, and
-with a search {kind, chosen_trial, chosen_point}; curves.json, log.jsonl (`pipelines.store.training_log`).
+with a search {kind, chosen_trial, chosen_point}; curves.json, log.jsonl (`pipelines.store.training_log`), cost.json
+(`ray_jobs.evaluation.cost`).
 
 A point, {field: value}, has a learning rate, and with `search` values of other fields. It is selected by mean accuracy
 over folds of draw 0's labels (few labels) or by accuracy on dev (all labels); the lower loss breaks ties. Every draw is
@@ -45,6 +46,7 @@ from pipelines.spec.vtab import augmentation
 from pipelines.store import FileEntry, write_log
 from ray_jobs.data.shards import Dataset, Images
 from ray_jobs.evaluation import rows
+from ray_jobs.evaluation.cost import write_cost
 from ray_jobs.evaluation.leakage import PRETRAINED, SEEN, Overlap, check_leakage
 from ray_jobs.evaluation.supports import Supports
 from ray_jobs.process import devices
@@ -58,6 +60,7 @@ from vit_model.errors import UserError, reasons
 from vit_model.variants import FAMILIES
 
 if TYPE_CHECKING:
+    from ray_jobs.evaluation.cost import Cost
     from ray_jobs.training.checkpoint import Saver
     from ray_jobs.training.log import LogWriter
 
@@ -585,6 +588,22 @@ def run_refits(context: Context[Finetune], task: Task, pools: list[Images], draw
     return refits
 
 
+def measure_cost(context: Context[Finetune], task: Task) -> Cost:
+    """Measure what the model costs, in a Ray task with the resources of a fit."""
+    import ray
+
+    resources, _ = devices.fit_resources(task.config.threads)
+    remote = ray.remote(num_cpus=resources["CPU"], num_gpus=resources.get("GPU", 0))(_cost)
+    cost: Cost = ray.get(remote.remote(context, task))
+    return cost
+
+
+def _cost(context: Context[Finetune], task: Task) -> Cost:
+    from ray_jobs.training.cost import finetuning_cost
+
+    return finetuning_cost(fetched(context, task))
+
+
 # ------------------------------------------------------------------------------------------------- the stage
 
 
@@ -627,6 +646,7 @@ def main(context: Context[Finetune]) -> Result:
     task = task._replace(temperature=held_out_temperature(ledger, number, len(supports.folds)))
     refits = refit_draws(context, task, pools, ledger)
 
+    cost = measure_cost(context, task)
     accuracy_rows, predictions = tables(task, dataset, refits, selected_on, overlap)
     with context.staging() as staging:
         rows.write_table(staging.path / "rows.parquet", accuracy_rows, rows.ROWS)
@@ -640,6 +660,7 @@ def main(context: Context[Finetune]) -> Result:
         (staging.path / "sweep.json").write_text(sweep_json)
         curves = [{"draw": draw, "points": refit.curve} for draw, refit in enumerate(refits)]
         (staging.path / "curves.json").write_text(json.dumps(curves, indent=1) + "\n")
+        write_cost(staging.path, cost)
         # An earlier attempt may have chosen another rate.
         write_log(context.open_store(), context.attempt, staging.path, ("trial-", _refits(task)))
     files = (*refits[0].files, *staging.files)

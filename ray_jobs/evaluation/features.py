@@ -26,8 +26,10 @@ from pipelines.identity import canonical_json, sha256
 from pipelines.spec import Evaluate
 from pipelines.store import StoreError, all_manifests, local_file
 from ray_jobs.data.shards import Dataset, Split
+from ray_jobs.evaluation.cost import Cost
 from ray_jobs.evaluation.frozen import drawn
 from ray_jobs.evaluation.leakage import COMPARED
+from ray_jobs.evaluation.measuring import forward_cost
 from ray_jobs.process.devices import device, set_threads
 from ray_jobs.process.stage import Context
 from vit_model.build import Network, build
@@ -265,7 +267,7 @@ def embed(model: Network, contract: ModelContract, threads: int, images: NDArray
     """Return the frozen representation [n, width] of images, in float32; computed in bfloat16 on a GPU."""
     set_threads(threads)
     target = device()
-    dtype = torch.float32 if target.type == "cpu" else torch.bfloat16
+    dtype = _dtype()
     model = model.to(target, dtype).eval()
     with torch.inference_mode():
         parts = [
@@ -275,6 +277,25 @@ def embed(model: Network, contract: ModelContract, threads: int, images: NDArray
             for batch in torch.from_numpy(images).split(BATCH)
         ]
     return torch.cat(parts).numpy()
+
+
+def cost_of_features(context: Context[Evaluate]) -> Cost:
+    """Measure what the backbone's features cost; its classifier, which they do not need, is left out."""
+    contract = read_contract(context.input("backbone"))
+    headless = contract.architecture.model_dump() | {"num_classes": 0, "head_bias": 0.0}
+    architecture = type(contract.architecture).model_validate(headless)
+    contract = contract.model_copy(update={"architecture": architecture, "class_names": ()})
+
+    def untrained() -> Network:  # its time is that of the trained one
+        network = build(architecture)
+        network.initialise(0)
+        return network
+
+    return forward_cost(untrained, contract, _dtype(), context.config.threads)
+
+
+def _dtype() -> torch.dtype:
+    return torch.float32 if device().type == "cpu" else torch.bfloat16
 
 
 def _as_vectors(images: NDArray[Any]) -> NDArray[np.float32]:

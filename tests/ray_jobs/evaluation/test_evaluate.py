@@ -217,7 +217,8 @@ def test_only_images_that_no_evaluation_has_seen_are_computed(
     computed: list[int] = []
 
     def counting(function: Any, tasks: list[Any]) -> list[Any]:
-        computed.append(sum(len(task[-1]) for task in tasks))
+        if function is features.embed_rows:
+            computed.append(sum(len(task[-1]) for task in tasks))
         return evaluate.here(function, tasks)
 
     def run(key: str, data: Manifest = digits, **fields: Any) -> tuple[int, list[dict[str, Any]]]:
