@@ -32,9 +32,9 @@ if TYPE_CHECKING:
     from ray_jobs.sources.readers.folder import Listing
 
 OTHER_STAGES = ("images", "features", "finetune", "report")
-LEARNING_RATES = (1e-5, 3e-5, 1e-4)  # as pipelines/recipes/bakeoff.yaml has them
+LEARNING_RATES = ("1.0e-5", "3.0e-5", "1.0e-4")  # as pipelines/recipes/bakeoff.yaml has them
 BATCH_SIZE, MAX_STEPS, MIN_STEPS, PASSES = 64, 500, 100, 100
-MEASURED_IMAGES = {False: 8, True: 64}  # per step, without and with a GPU
+MEASURED_FLOPS = 2e11  # of a measured step, of 8 to 64 images
 FEATURES = 4  # of each image: the backbone's and those of three untrained models
 
 
@@ -58,7 +58,7 @@ def write_comparison(file: Path, images: Path, paths: Sequence[str], console: Co
 
     Raises:
         RecipeError: `file` or `images` is as `examine` refuses it; there are fewer than two weights, the same ones
-            twice, some that do not exist or that no import accepts, or no resolution fits all.
+            twice, or some that do not exist or that no import accepts.
         StoreError: weights on S3 or the hub cannot be read. StoreUnreachable: they do not answer.
     """
 
@@ -112,7 +112,8 @@ def _imports(paths: Sequence[str]) -> list[Import]:
         try:
             content = source_fingerprint(config)
         except RecipeError as error:
-            raise RecipeError(f"--compare {path}: {str(error).removeprefix('path: ')}") from None
+            reason = str(error).removeprefix("path: ").removeprefix("import: ")
+            raise RecipeError(f"--compare {path}: {reason}") from None
         assert content is not None
         if content in configs:
             raise RecipeError(
@@ -162,32 +163,14 @@ def _described(backbone: Backbone) -> str:
 def common_resolution(backbones: Sequence[Backbone]) -> int:
     """Return the resolution that all can be fine-tuned at: the one that most were trained at, of several the lowest.
 
-    If none of these fits all, it is the multiple of all patch sizes that is nearest to the lowest.
-
-    Raises:
-        RecipeError: none of them fits.
+    If none of these is a multiple of all patch sizes, it is the multiple that is nearest to the lowest.
     """
     counts = Counter(backbone.resolution for backbone in backbones)
     trained_at = sorted(counts, key=lambda resolution: (-counts[resolution], resolution))
-    patches = [
-        backbone.architecture.patch_size
-        for backbone in backbones
-        if isinstance(backbone.architecture, ViTConfig)
-    ]
-    multiple, lowest = math.lcm(*patches), min(counts)
-    for resolution in (*trained_at, max(1, round(lowest / multiple)) * multiple):
-        if all(_fits(backbone, resolution) for backbone in backbones):
-            return resolution
-    sizes = ", ".join(f"{backbone.name} {backbone.resolution}" for backbone in backbones)
-    raise RecipeError(f"--compare: no resolution fits all backbones ({sizes}); compare fewer of them")
-
-
-def _fits(backbone: Backbone, resolution: int) -> bool:
-    try:
-        backbone.architecture.for_finetuning(resolution, 2)
-    except ValidationError:
-        return False
-    return True
+    shapes = [backbone.architecture for backbone in backbones]
+    multiple = math.lcm(*(shape.patch_size for shape in shapes if isinstance(shape, ViTConfig)))
+    nearest = max(1, round(min(counts) / multiple)) * multiple
+    return next((resolution for resolution in trained_at if resolution % multiple == 0), nearest)
 
 
 def _estimate(backbones: Sequence[Backbone], resolution: int, steps: int, images: int) -> str:
@@ -197,7 +180,8 @@ def _estimate(backbones: Sequence[Backbone], resolution: int, steps: int, images
     tuned = [backbone.architecture.for_finetuning(resolution, 2) for backbone in backbones]
     cheapest = min(tuned, key=compute.train_flops)
     gpus = count_gpus()
-    speed = images_per_second(size_of(cheapest, head=True), resolution, MEASURED_IMAGES[gpus > 0])
+    batch_size = min(64, max(8, round(MEASURED_FLOPS / compute.train_flops(cheapest))))
+    speed = images_per_second(size_of(cheapest, head=True), resolution, batch_size)
     trainings = (len(LEARNING_RATES) + 1) * steps * BATCH_SIZE
     flops = sum(trainings * compute.train_flops(model) for model in tuned)
     flops += sum(FEATURES * images * compute.forward_flops(backbone.architecture) for backbone in backbones)
@@ -254,7 +238,7 @@ stages:
     data: images
     matrix: {{backbone: [{names}]}}
     resolution: {resolution}
-    learning_rates: [{", ".join(f"{rate:.1e}" for rate in LEARNING_RATES)}]
+    learning_rates: [{", ".join(LEARNING_RATES)}]
     steps: {steps}
     batch_size: {BATCH_SIZE}
     augment: crop_flip
