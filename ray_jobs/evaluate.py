@@ -126,6 +126,8 @@ def _settings(config: Evaluate, unlabelled: int) -> dict[str, Any]:
         settings["checkpoint"] = checkpoint
     if config.eval_crop is not None:
         settings["eval_crop"] = config.eval_crop.model_dump(exclude_none=True)
+    if config.resolution is not None:
+        settings["resolution"] = config.resolution
     if unlabelled:
         settings["classes_without_labels"] = unlabelled
     return settings

@@ -184,7 +184,7 @@ def _estimate(backbones: Sequence[Backbone], resolution: int, steps: int, images
     speed = images_per_second(size_of(cheapest, head=True), resolution, batch_size)
     trainings = (len(LEARNING_RATES) + 1) * steps * BATCH_SIZE
     flops = sum(trainings * compute.train_flops(model) for model in tuned)
-    flops += sum(FEATURES * images * compute.forward_flops(backbone.architecture) for backbone in backbones)
+    flops += sum(FEATURES * images * compute.forward_flops(model) for model in tuned)
     units = gpus or os.cpu_count() or 1
     minutes = flops / (compute.train_flops(cheapest) * speed * units) / 60
     machine = f"{gpus} GPU(s)" if gpus else f"{units} CPU cores"
@@ -211,9 +211,9 @@ def _recipe(
     return f"""\
 # Written by `vitflow init --compare` for {len(listing.entries)} images of {len(listing.class_names)} classes. Edit it.
 #   vitflow run {file}
-# One protocol for all backbones: the same images and splits, the same resolution in fine-tuning, the same number of
-# trials, steps and images per step, the same rates to choose from, one refit. The mean, std, interpolation and crop of
-# the images are each backbone's own. The report shows accuracy beside cost.
+# One protocol for all backbones: the same images, splits and resolution, the same number of trials, steps and images
+# per step, the same rates to choose from, one refit. The mean, std, interpolation and crop of the images are each
+# backbone's own. The report shows accuracy beside cost.
 name: {pipeline_name(file)}
 description: Imported backbones on {quoted(root.name)}, under one protocol, accuracy beside cost.
 
@@ -224,11 +224,12 @@ stages:
 
 {imports}
 
-  # Frozen features, at each backbone's own resolution: few labels, then all. Each fit chooses its L2 on its own labels.
+  # Frozen features: few labels, then all. Each fit chooses its L2 on its own labels.
   features:
     job: evaluate
     data: images
     matrix: {{backbone: [{names}]}}
+    resolution: {resolution}
     shots: [{", ".join(map(str, shots_of(listing)))}]
     linear_probe: true
 

@@ -28,7 +28,7 @@ def costs(
     Args:
         classes: the number of classes that an artifact was scored on, for those where it is known.
     """
-    known = {manifest.key: found for _, manifest, folder in parts if (found := _read(folder)) is not None}
+    known = {manifest.key: cost for _, manifest, folder in parts if (cost := _read(folder)) is not None}
     backbones = {
         manifest.key: manifest.inputs["backbone"][0].key
         for _, manifest, _ in parts

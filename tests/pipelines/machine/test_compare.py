@@ -62,7 +62,9 @@ def test_the_recipe_compares_them_under_one_protocol(vitflow_here: Vitflow, fold
         stages = [stage for stage in pipeline.stages.values() if isinstance(stage, kind)]
         assert {str(stage.backbone) for stage in stages} == set(imports)
         assert len({stage.model_dump_json(exclude={"backbone"}) for stage in stages}) == 1, "one protocol"
-    [resolution] = {stage.resolution for stage in pipeline.stages.values() if isinstance(stage, Finetune)}
+    [resolution] = {
+        stage.resolution for stage in pipeline.stages.values() if isinstance(stage, Finetune | Evaluate)
+    }
     assert resolution == 8, "of those that they were trained at, the lowest"
     planned = plan_pipeline(open_store("s"), pipeline, pipeline.needed_for(("report",)))
     assert {stage.name for stage in planned} == set(pipeline.stages)
@@ -128,6 +130,10 @@ def test_the_shipped_recipe_gives_each_backbone_the_same_budget() -> None:
     tuned = [stage for stage in pipeline.stages.values() if isinstance(stage, Finetune)]
     assert len(tuned) == len([stage for stage in pipeline.stages.values() if isinstance(stage, Import)]) == 4
     assert len({stage.model_dump_json(exclude={"backbone"}) for stage in tuned}) == 1
+    resolutions = {
+        stage.resolution for stage in pipeline.stages.values() if isinstance(stage, Finetune | Evaluate)
+    }
+    assert len(resolutions) == 1
     assert [f"{rate:.1e}" for rate in tuned[0].learning_rates] == [
         f"{float(rate):.1e}" for rate in compare.LEARNING_RATES
     ]
