@@ -38,8 +38,10 @@ class Measured(NamedTuple):
 def measure(prepare: Callable[[], Callable[[], None]], on: torch.device) -> Measured:
     """Time a pass on a device, which `prepare` returns after it has built the model.
 
-    The first pass is not timed. The fastest of the others is taken, because whatever else runs can only slow one down.
+    It is prepared twice: before the first time, libraries are not yet loaded, which takes time and memory. The first
+    pass is never timed. The fastest of the others is taken, because whatever else runs can only slow one down.
     """
+    prepare()()
     gc.collect()
     before = _forget_peak(on)
     run = prepare()

@@ -84,9 +84,9 @@ def points(groups: Iterable[Mapping[str, Any]]) -> dict[str, plots.Costs]:
     for task, own in by_task.items():
         lines = [line for group in own for line in group["lines"]]
         is_one_machine = len({(line["device"], line["threads"]) for line in lines}) == 1
-        unit = "images/s" if is_one_machine else "GFLOPs per image"
+        unit, cheap = ("images/s", "right") if is_one_machine else ("GFLOPs per image", "left")
         found[task] = plots.Costs(
-            f"{unit}, forward pass",
+            f"{unit}, forward pass ({cheap}: cheaper)",
             tuple(
                 plots.CostPoint(
                     line["backbone"],

@@ -104,7 +104,10 @@ def test_what_cannot_be_compared_is_left_out(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("devices", "unit", "cost"),
-    [(("A", "A"), "images/s, forward pass", 100.0), (("A", "B"), "GFLOPs per image, forward pass", 2.5)],
+    [
+        (("A", "A"), "images/s, forward pass (right: cheaper)", 100.0),
+        (("A", "B"), "GFLOPs per image, forward pass (left: cheaper)", 2.5),
+    ],
 )
 def test_speeds_of_different_machines_are_not_plotted(
     tmp_path: Path, devices: tuple[str, str], unit: str, cost: float
