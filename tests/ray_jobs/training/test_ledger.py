@@ -25,7 +25,7 @@ from ray_jobs.training import fit, ledger, optim
 from ray_jobs.training.checkpoint import Saver
 from ray_jobs.training.task import Refit
 from tests.support import finetuning
-from tests.support.finetuning import DATA, configuration, context, put_halves
+from tests.support.finetuning import COST, DATA, configuration, context, put_halves
 from tests.support.records import flip
 from tests.support.s3 import Server, used
 from tests.support.stores import repeated, snapshot
@@ -72,6 +72,7 @@ class Fits:
         patch.setattr(ledger, "_add", add_or_die)
         patch.setattr(finetune, "run_trials", trials)
         patch.setattr(finetune, "run_refits", refits)
+        patch.setattr(finetune, "measure_cost", lambda *_: COST)
 
     def live(self) -> None:
         self.moments += 1
