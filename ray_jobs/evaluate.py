@@ -2,7 +2,7 @@
 models and the most frequent class.
 
 In: a dataset and a model. Out: `rows.parquet` and `predictions.parquet`, see `ray_jobs.evaluation.rows`; and the
-features that no earlier evaluation has, see `ray_jobs.evaluation.features`.
+features that no earlier evaluation has, see `ray_jobs.evaluation.features`; cost.json, see `ray_jobs.evaluation.cost`.
 
 Supports are drawn from train (or from train and dev), and every test image is scored. How labels are drawn and L2 is
 chosen is the stage's `protocol`, the same for every row. A linear probe does the same with all labels. A model that was
@@ -21,6 +21,7 @@ import numpy as np
 from pipelines.spec import Evaluate
 from ray_jobs.evaluation import rows as tables
 from ray_jobs.evaluation.artifact import mean_accuracies, save_evaluation
+from ray_jobs.evaluation.cost import write_cost
 from ray_jobs.evaluation.leakage import PRETRAINED, SEEN, check_leakage
 from ray_jobs.process.devices import fit_resources
 from ray_jobs.process.stage import Context, Result, run_stage
@@ -60,7 +61,7 @@ def evaluate(context: Context[Evaluate], run: Run = here) -> Result:
         UserError: the backbone was trained on test images, see `check_leakage`.
     """
     from ray_jobs.evaluation import frozen
-    from ray_jobs.evaluation.features import features_of, labelled_rows, support_of
+    from ray_jobs.evaluation.features import cost_of_features, features_of, labelled_rows, support_of
 
     config = context.config
     dataset = context.dataset()
@@ -111,6 +112,8 @@ def evaluate(context: Context[Evaluate], run: Run = here) -> Result:
                 print(f"{name}: {mean:.3f}", flush=True)
         for result in frozen.majorities(config, support.labels, truth.labels):
             add(MAJORITY, truth, result, fixed)
+        [cost] = run(cost_of_features, [(context,)])
+        write_cost(staging.path, cost)
     return save_evaluation(context, rows, predictions, overlap, staging.files)
 
 
@@ -123,6 +126,8 @@ def _settings(config: Evaluate, unlabelled: int) -> dict[str, Any]:
         settings["checkpoint"] = checkpoint
     if config.eval_crop is not None:
         settings["eval_crop"] = config.eval_crop.model_dump(exclude_none=True)
+    if config.resolution is not None:
+        settings["resolution"] = config.resolution
     if unlabelled:
         settings["classes_without_labels"] = unlabelled
     return settings

@@ -3,7 +3,7 @@
 In: a dataset and a backbone, or a model size to train from scratch. Out: model.safetensors and config.json (of draw 0's
 refit), rows.parquet and predictions.parquet (`ray_jobs.evaluation.rows`), sweep.json {trials, chosen, selected_on}, and
 with a search {kind, chosen_trial, chosen_point}, with PBT {schedule}; curves.json, log.jsonl
-(`pipelines.store.training_log`).
+(`pipelines.store.training_log`), cost.json (`ray_jobs.evaluation.cost`).
 
 A point, {field: value}, has a learning rate, and with `search` values of other fields. It is selected by mean accuracy
 over folds of draw 0's labels (few labels) or by accuracy on dev (all labels); the lower loss breaks ties. Every draw is
@@ -35,6 +35,7 @@ from pipelines.spec.search import ASHA, PBT, Optuna
 from pipelines.store import write_log
 from ray_jobs.data.shards import Dataset, Images
 from ray_jobs.evaluation import rows
+from ray_jobs.evaluation.cost import Cost, write_cost
 from ray_jobs.evaluation.leakage import PRETRAINED, SEEN, Overlap, check_leakage
 from ray_jobs.evaluation.supports import Supports
 from ray_jobs.process import devices
@@ -43,7 +44,7 @@ from ray_jobs.training.ledger import Ledger, open_ledger
 from ray_jobs.training.search import describe, points
 from ray_jobs.training.sweep import choose, held_out_temperature, last_step, steps_after, sweep
 from ray_jobs.training.task import Phase, Refit, Task, at_point, changes, describe_schedule, make_task
-from ray_jobs.training.trials import refits_prefix, run_refit
+from ray_jobs.training.trials import fetched, refits_prefix, run_refit
 from vit_model.errors import UserError
 from vit_model.variants import FAMILIES
 
@@ -78,6 +79,22 @@ def run_refits(context: Context[Finetune], task: Task, pools: list[Images], draw
     remote = ray.remote(num_cpus=resources["CPU"], num_gpus=resources.get("GPU", 0))(run_refit)
     refits: list[Refit] = ray.get([remote.remote(*arguments) for arguments in given])
     return refits
+
+
+def measure_cost(context: Context[Finetune], task: Task) -> Cost:
+    """Measure what the model costs, in a Ray task with the resources of a fit by one worker."""
+    import ray
+
+    resources, _ = devices.fit_resources(task.config.threads)
+    remote = ray.remote(num_cpus=resources["CPU"], num_gpus=resources.get("GPU", 0))(_cost)
+    cost: Cost = ray.get(remote.remote(context, task))
+    return cost
+
+
+def _cost(context: Context[Finetune], task: Task) -> Cost:
+    from ray_jobs.training.cost import finetuning_cost
+
+    return finetuning_cost(fetched(context, task))
 
 
 def main(context: Context[Finetune]) -> Result:
@@ -124,6 +141,7 @@ def main(context: Context[Finetune]) -> Result:
     places = [task.place(fold) for fold in range(len(supports.folds))]
     task = task._replace(temperature=held_out_temperature(ledger, places))
     refits = refit_draws(context, task, pools, ledger)
+    cost = measure_cost(context, task)
 
     accuracy_rows, predictions = tables(task, dataset, refits, selected_on, overlap)
     with context.staging() as staging:
@@ -140,6 +158,7 @@ def main(context: Context[Finetune]) -> Result:
         (staging.path / "sweep.json").write_text(sweep_json)
         curves = [{"draw": draw, "points": done.curve} for draw, done in enumerate(refits)]
         (staging.path / "curves.json").write_text(json.dumps(curves, indent=1) + "\n")
+        write_cost(staging.path, cost)
         # An earlier attempt may have chosen another rate.
         write_log(context.open_store(), context.attempt, staging.path, ("trial-", refits_prefix(task)))
     files = (*refits[0].files, *staging.files)

@@ -19,6 +19,7 @@ from pipelines.commands.common import (
     plain,
     print_json,
 )
+from pipelines.machine.compare import write_comparison
 from pipelines.machine.init import write_recipe
 from pipelines.results.lookup import find_artifact
 from pipelines.spec import LAST, RecipeError
@@ -35,9 +36,25 @@ def init(
         Path,
         typer.Option(help="class folders, train/val/test folders, or a folder with metadata.csv or .jsonl"),
     ],
+    compare: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="WEIGHTS...",
+            help="pretrained weights to compare on the images, two or more; each as `vitflow import` takes it",
+        ),
+    ] = None,
+    others: Annotated[list[str] | None, typer.Argument(hidden=True)] = None,  # more than one after --compare
 ) -> None:
-    """Write a recipe for a folder of images, with a model that fits them and this machine."""
-    write_recipe(file, images, console)
+    """Write a recipe for a folder of images, with a model that fits them and this machine.
+
+    With --compare A.npz B_folder hf:ORG/NAME, the recipe compares these weights instead.
+    """
+    if compare:
+        write_comparison(file, images, [*compare, *(others or ())], console)
+    elif others:
+        raise RecipeError(f"unexpected argument {others[0]!r}; weights follow --compare")
+    else:
+        write_recipe(file, images, console)
 
 
 @app.command("predict")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import secrets
 import shlex
 import shutil
@@ -28,8 +27,9 @@ from pipelines.commands.common import (
 from pipelines.commands.running import carry_out
 from pipelines.engine.plan import pin
 from pipelines.recipe.load import parse_pipeline, read_yaml
+from pipelines.recipe.pipeline import stage_name
 from pipelines.results.lookup import find_artifact
-from pipelines.spec import HUB_PATH, LAST, MEAN_AND_STD, Import, RecipeError
+from pipelines.spec import LAST, MEAN_AND_STD, Import, RecipeError
 from pipelines.store import model_folder
 from vit_model.errors import UserError
 
@@ -68,7 +68,7 @@ def import_(
     token_file: TokenOption = None,
 ) -> None:
     """Import pretrained weights into the store."""
-    stage = name or _stage_name(path)
+    stage = name or stage_name(path)
     setting = None if preprocessing is None else _read_preprocessing(preprocessing)
     config = {"job": "import", "path": path, "preprocessing": setting}
     pipeline = pin(parse_pipeline({"name": "import", "stages": {stage: config}}, "import"), (stage,))
@@ -85,13 +85,6 @@ def import_(
         highlight=False,
         soft_wrap=True,
     )
-
-
-def _stage_name(path: str) -> str:
-    """Derive a stage's name from the last part of its path, without a revision."""
-    path = match["repository"] if (match := re.fullmatch(HUB_PATH, path)) else path
-    last = path.rstrip("/").rpartition("/")[2].removesuffix(".npz").removesuffix(".safetensors")
-    return re.sub(r"[^a-z0-9]+", "_", last.lower()).lstrip("_0123456789")[:40].rstrip("_") or "model"
 
 
 def _read_preprocessing(preprocessing: str) -> Any:

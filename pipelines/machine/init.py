@@ -60,30 +60,14 @@ def write_recipe(file: Path, images: Path, console: Console) -> None:
     Raises:
         RecipeError: the file exists, or the folder has no supported layout.
     """
-    from ray_jobs.sources.readers import folder
-
-    if file.exists():
-        raise RecipeError(f"{file} exists; use another name, or remove it")
-    if not file.parent.is_dir():
-        raise RecipeError(f"{file.parent} is not a folder; create it, or write the recipe elsewhere")
-    if file.suffix not in {".yaml", ".yml"}:
-        raise RecipeError(f"{file}: expected a name that ends in .yaml")
-    try:
-        with tempfile.TemporaryFile(dir=file.parent):  # fail before the slow part
-            pass
-    except OSError as error:
-        raise RecipeError(f"{file}: cannot write to {file.parent.resolve()}: {error.strerror}") from None
-    try:
-        listing = folder.scan(images.expanduser())
-    except UserError as error:
-        raise RecipeError(str(error)) from None
+    listing = examine(file, images)
 
     def say(text: str) -> None:
         console.print(escape(text), highlight=False, soft_wrap=True)
 
     side = _typical_side(listing)
-    say(f"found {_summary(listing)}")
-    gpus = _gpus()
+    say(f"found {summary(listing)}")
+    gpus = count_gpus()
     machine = f"{gpus} GPU(s)" if gpus else f"{os.cpu_count()} CPU cores"
     choice = _choose(side, len(listing.entries), gpus)
     size = choice.model
@@ -105,7 +89,32 @@ def write_recipe(file: Path, images: Path, console: Console) -> None:
     say(f"wrote {file}; next: vitflow run {file}")
 
 
-def _summary(listing: Listing) -> str:
+def examine(file: Path, images: Path) -> Listing:
+    """Check that a recipe can be written to `file`, and list the images.
+
+    Raises:
+        RecipeError: it cannot, or the folder has no supported layout.
+    """
+    from ray_jobs.sources.readers import folder
+
+    if file.exists():
+        raise RecipeError(f"{file} exists; use another name, or remove it")
+    if not file.parent.is_dir():
+        raise RecipeError(f"{file.parent} is not a folder; create it, or write the recipe elsewhere")
+    if file.suffix not in {".yaml", ".yml"}:
+        raise RecipeError(f"{file}: expected a name that ends in .yaml")
+    try:
+        with tempfile.TemporaryFile(dir=file.parent):  # fail before the slow part
+            pass
+    except OSError as error:
+        raise RecipeError(f"{file}: cannot write to {file.parent.resolve()}: {error.strerror}") from None
+    try:
+        return folder.scan(images.expanduser())
+    except UserError as error:
+        raise RecipeError(str(error)) from None
+
+
+def summary(listing: Listing) -> str:
     splits = sorted({entry.split for entry in listing.entries if entry.split})
     counts = listing.counts()
     smallest, largest = min(counts.values()), max(counts.values())
@@ -131,7 +140,7 @@ def _typical_side(listing: Listing) -> int:
     return round(statistics.median(sides))
 
 
-def _gpus() -> int:
+def count_gpus() -> int:
     """Return the number of GPUs of this machine, without importing torch."""
     if shutil.which("nvidia-smi") is None:
         return 0
@@ -164,7 +173,7 @@ def _images_per_second(choice: Choice) -> float:
     return images_per_second(choice.model, choice.resolution, choice.batch_size)
 
 
-def _shots(listing: Listing) -> Sequence[int]:
+def shots_of(listing: Listing) -> Sequence[int]:
     """Return the numbers of shots for which the smallest class has enough images (about 7 of 10 are train)."""
     trains = [entry for entry in listing.entries if entry.split in {None, "train"}]
     share = 0.7 if all(entry.split is None for entry in listing.entries) else 1.0
@@ -172,24 +181,28 @@ def _shots(listing: Listing) -> Sequence[int]:
     return [shots for shots in (1, 5, 10, 25) if shots <= smallest * share] or [1]
 
 
-def _quoted(text: str) -> str:
+def quoted(text: str) -> str:
     """Return a YAML string; unlike YAML's, JSON's escapes of characters beyond 16 bits are pairs, so none are used."""
     return json.dumps(text, ensure_ascii=False)
 
 
+def pipeline_name(file: Path) -> str:
+    """Return a pipeline's name after its file."""
+    return (re.sub(r"[^a-z0-9_-]+", "-", file.stem.lower()).strip("-_0123456789") or "mine")[:40]
+
+
 def _recipe(file: Path, images: Path, listing: Listing, choice: Choice) -> str:
-    name = re.sub(r"[^a-z0-9_-]+", "-", file.stem.lower()).strip("-_0123456789") or "mine"
     size, root = choice.model, images.expanduser().resolve()
     return f"""\
 # Written by `vitflow init` for {len(listing.entries)} images of {len(listing.class_names)} classes. Edit it freely.
 #   vitflow run {file}
-name: {name[:40]}
-description: A ViT trained on {_quoted(root.name)}, beside baselines on pixels.
+name: {pipeline_name(file)}
+description: A ViT trained on {quoted(root.name)}, beside baselines on pixels.
 
 stages:
   images:
     job: ingest
-    source: {{kind: folder, name: {_quoted(root.name)}, root: {_quoted(str(root))}}}
+    source: {{kind: folder, name: {quoted(root.name)}, root: {quoted(str(root))}}}
 
   # A sweep over learning rates: dev chooses, train + dev are used for the last training, test is scored once.
   vit:
@@ -208,7 +221,7 @@ stages:
     job: evaluate
     data: images
     backbone: vit
-    shots: [{", ".join(map(str, _shots(listing)))}]
+    shots: [{", ".join(map(str, shots_of(listing)))}]
 
   # What it must beat.
   pixels:
@@ -218,6 +231,6 @@ stages:
 
   report:
     job: report
-    title: {_quoted(f"A ViT for {root.name}")}
+    title: {quoted(f"A ViT for {root.name}")}
     of: [images, vit, few_shot, pixels]
 """

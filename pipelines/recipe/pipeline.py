@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import graphlib
+import re
 from collections.abc import Iterable, Mapping
 from typing import Annotated, Self
 
 from pydantic import Field, ValidationError, model_validator
 
 from pipelines.spec import (
+    HUB_PATH,
     LATEST,
     WITHOUT_LABELS,
     Finetune,
@@ -176,6 +178,13 @@ def running_order(graph: Mapping[str, Iterable[str]]) -> tuple[str, ...]:
         return tuple(graphlib.TopologicalSorter(graph).static_order())
     except graphlib.CycleError as error:
         raise RecipeError(f"stages: a cycle, {' -> '.join(reversed(error.args[1]))}") from None
+
+
+def stage_name(path: str) -> str:
+    """Derive the name of an import's stage from the last part of its path, without a revision."""
+    path = match["repository"] if (match := re.fullmatch(HUB_PATH, path)) else path
+    last = path.rstrip("/").rpartition("/")[2].removesuffix(".npz").removesuffix(".safetensors")
+    return re.sub(r"[^a-z0-9]+", "_", last.lower()).lstrip("_0123456789")[:40].rstrip("_") or "model"
 
 
 def base(name: str) -> str:

@@ -857,6 +857,12 @@ class Evaluate(_Stage):
     eval_crop: EvalCrop | None = later(
         None, description="how images are made square; null: as the model's contract says"
     )
+    resolution: int | None = later(
+        None,
+        ge=4,
+        le=8192,
+        description="side of the images in pixels, to which position embeddings are resized; null: the backbone's",
+    )
     seen_in_training: SeenInTraining = seen_in_training()
     seed: Seed = 0
     threads: int = execution(1, ge=1)

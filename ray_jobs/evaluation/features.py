@@ -21,20 +21,24 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 import torch
 from numpy.typing import NDArray
+from pydantic import ValidationError
 
 from pipelines.identity import canonical_json, sha256
 from pipelines.spec import Evaluate
 from pipelines.store import StoreError, all_manifests, local_file
 from ray_jobs.data.shards import Dataset, Split
+from ray_jobs.evaluation.cost import Cost
 from ray_jobs.evaluation.frozen import drawn
 from ray_jobs.evaluation.leakage import COMPARED
+from ray_jobs.evaluation.measuring import forward_cost
 from ray_jobs.process.devices import device, set_threads
 from ray_jobs.process.stage import Context
 from vit_model.build import Network, build
 from vit_model.config import ModelContract, Preprocessing
+from vit_model.errors import UserError, reasons
 from vit_model.preprocessing import normalise
 from vit_model.variants import FAMILIES
-from vit_model.weights import load_model, read_contract
+from vit_model.weights import load_model, read_contract, transfer_backbone
 
 # The pixels of larger images are reduced to this side; more inputs would be too many for a linear probe.
 PIXELS_SIDE = 32
@@ -76,6 +80,25 @@ class Weights(NamedTuple):
     folder: Path
     seed: int | None = None
     """of untrained weights"""
+    resolution: int | None = None
+    """of the images; None: the model's own"""
+
+    def contract(self) -> ModelContract:
+        """Return the model's contract at this resolution.
+
+        Raises:
+            UserError: the model has no such resolution.
+        """
+        contract = read_contract(self.folder)
+        if self.resolution is None:
+            return contract
+        architecture = contract.architecture.model_dump() | {"image_size": self.resolution}
+        pixels = contract.preprocessing.model_copy(update={"resolution": self.resolution})
+        fields = {"architecture": architecture, "preprocessing": pixels}
+        try:
+            return ModelContract.model_validate(dict(contract) | fields)
+        except ValidationError as error:
+            raise UserError(f"resolution {self.resolution}: {reasons(error)}") from None
 
     def key(self, preprocessing: Preprocessing, code: str) -> str:
         """Return a hash of everything that a feature depends on beside its image.
@@ -83,7 +106,7 @@ class Weights(NamedTuple):
         Args:
             code: the digest of this stage's code.
         """
-        contract = read_contract(self.folder)
+        contract = self.contract()
         origin: Any = self.seed
         if self.seed is None:
             with (self.folder / "model.safetensors").open("rb") as file:
@@ -100,11 +123,15 @@ class Weights(NamedTuple):
 
     def load(self) -> tuple[Network, ModelContract]:
         """Build the model."""
+        contract = self.contract()
         if self.seed is None:
-            return load_model(self.folder)
-        contract = read_contract(self.folder)
+            trained, own = load_model(self.folder)
+            if own.architecture == contract.architecture:
+                return trained, own
         network = build(contract.architecture)
-        network.initialise(self.seed)
+        network.initialise(self.seed or 0)
+        if self.seed is None:
+            transfer_backbone(network, trained, range(own.architecture.num_classes))
         return network, contract
 
 
@@ -145,14 +172,14 @@ def features_of(
         folder: features that no earlier evaluation has are written to its folder `features`.
     """
     config, model = context.config, context.input("backbone")
-    contract = read_contract(model)
+    contract = Weights(model, None, config.resolution).contract()
     preprocessing = contract.preprocessing
     if config.eval_crop is not None:
         changed = config.eval_crop.model_dump(exclude_none=True)
         preprocessing = Preprocessing(**(preprocessing.model_dump() | changed))
     parts = _parts(dataset, support)
     seeds = range(config.seed, config.seed + INITIALISATIONS)
-    every = [Weights(model), *(Weights(model, seed) for seed in seeds)]
+    every = [Weights(model, seed, config.resolution) for seed in (None, *seeds)]
     found = [
         _paired(features, support)
         for features in _embedded(context, dataset, every, preprocessing, parts, run, folder)
@@ -240,7 +267,7 @@ def embed_rows(
     folder = context.input("backbone")
     functions = []
     for seed in seeds:
-        network, contract = Weights(folder, seed).load()
+        network, contract = Weights(folder, seed, context.config.resolution).load()
         functions.append(partial(embed, network, contract, context.config.threads))
     return _read(context.dataset(), split, rows, preprocessing, functions)
 
@@ -265,7 +292,7 @@ def embed(model: Network, contract: ModelContract, threads: int, images: NDArray
     """Return the frozen representation [n, width] of images, in float32; computed in bfloat16 on a GPU."""
     set_threads(threads)
     target = device()
-    dtype = torch.float32 if target.type == "cpu" else torch.bfloat16
+    dtype = _dtype()
     model = model.to(target, dtype).eval()
     with torch.inference_mode():
         parts = [
@@ -275,6 +302,25 @@ def embed(model: Network, contract: ModelContract, threads: int, images: NDArray
             for batch in torch.from_numpy(images).split(BATCH)
         ]
     return torch.cat(parts).numpy()
+
+
+def cost_of_features(context: Context[Evaluate]) -> Cost:
+    """Measure what the backbone's features cost; its classifier, which they do not need, is left out."""
+    contract = Weights(context.input("backbone"), None, context.config.resolution).contract()
+    headless = contract.architecture.model_dump() | {"num_classes": 0, "head_bias": 0.0}
+    architecture = type(contract.architecture).model_validate(headless)
+    contract = contract.model_copy(update={"architecture": architecture, "class_names": ()})
+
+    def untrained() -> Network:  # its time is that of the trained one
+        network = build(architecture)
+        network.initialise(0)
+        return network
+
+    return forward_cost(untrained, contract, _dtype(), context.config.threads)
+
+
+def _dtype() -> torch.dtype:
+    return torch.float32 if device().type == "cpu" else torch.bfloat16
 
 
 def _as_vectors(images: NDArray[Any]) -> NDArray[np.float32]:

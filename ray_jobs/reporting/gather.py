@@ -22,7 +22,7 @@ from ray_jobs.data.shards import Dataset, open_artifact
 from ray_jobs.evaluation.calibration import balanced_accuracy, calibration_error
 from ray_jobs.evaluation.rows import PREDICTIONS, REAL, ROWS
 from ray_jobs.process.stage import Context
-from ray_jobs.reporting import measures, mistakes, pictures, plots, provenance, vtab
+from ray_jobs.reporting import costs, measures, mistakes, pictures, plots, provenance, vtab
 from ray_jobs.reporting.measures import Entry
 from ray_jobs.reporting.verdicts import Verdict, headline, kind, labels_text, question, sentence, verdicts
 
@@ -85,6 +85,8 @@ def gather(context: Context[Report]) -> ReportData:
         for _, manifest, _ in parts
         if (found := measured_in_training(finished_log(store, manifest), manifest))
     }
+    classes = {key: len(dataset.info.class_names) for key, dataset in tested.items()}
+    costed = costs.costs(entries, parts, classes)
     numbers: dict[str, Any] = {
         "format_version": FORMAT_VERSION,
         "title": context.config.title,
@@ -96,6 +98,7 @@ def gather(context: Context[Report]) -> ReportData:
         "vtab": vtab.scores(entries, vtab_evaluations),
         "verdicts": [_verdict(verdict, tested) for verdict in comparisons],
         "accuracies": [_accuracy(entry, tested, metrics[entry.artifact]) for entry in entries],
+        "costs": costed,
         "datasets": [
             {"stage": stage, "artifact": manifest.key, **pictures.describe(datasets[manifest.key])}
             for stage, manifest, _ in parts
@@ -114,7 +117,7 @@ def gather(context: Context[Report]) -> ReportData:
         numbers,
         rows,
         predictions,
-        figures=_figures(entries, curves, finetuning, measured, sweeps, numbers["mistakes"]),
+        figures=_figures(entries, costed, curves, finetuning, measured, sweeps, numbers["mistakes"]),
         sheets={key: pictures.contact_sheet(dataset) for key, dataset in datasets.items()},
         images=_images(main_data, [mistake.sample_id for mistake in worst]),
     )
@@ -355,6 +358,7 @@ def _fits(lines: Sequence[LogLine], manifest: Manifest) -> dict[str | None, str]
 
 def _figures(
     entries: Sequence[Entry],
+    costed: Sequence[Mapping[str, Any]],
     curves: Sequence[dict[str, Any]],
     finetuning: Sequence[dict[str, Any]],
     measured: Mapping[str, Sequence[plots.Measured]],
@@ -362,7 +366,7 @@ def _figures(
     errors: dict[str, Any] | None,
 ) -> dict[str, str]:
     """Draw every plot that has data, by name."""
-    figures = {}
+    figures = {f"cost {task}": plots.costs(each) for task, each in costs.points(costed).items()}
     few_shot = [entry for entry in entries if entry.protocol.startswith("few-shot")]
     for protocol, task in dict.fromkeys((entry.protocol, entry.task) for entry in few_shot):
         own = [entry for entry in few_shot if (entry.protocol, entry.task) == (protocol, task)]

@@ -36,6 +36,7 @@ def render(data: ReportData) -> str:
         "duration": duration,
         "number": number,
         "day": day,
+        "mebibytes": mebibytes,
     }
     return environment.get_template(TEMPLATE.name).render(
         **data.numbers,
@@ -45,6 +46,8 @@ def render(data: ReportData) -> str:
         images=data.images,
         scale=scale(data.numbers["accuracies"]),
         conclusions=CONCLUSIONS,
+        cost_figures=[f"cost {group['task']}" for group in data.numbers["costs"]],
+        measured_on=measured_on(data.numbers["costs"]),
     )
 
 
@@ -64,6 +67,28 @@ def scale(accuracies: list[dict[str, Any]]) -> float:
     """Return where the table's bars begin (they end at 1): a round tenth below the lowest interval, at most 0.9."""
     lowest = min((line["low"] for line in accuracies), default=0.0)
     return min(0.9, max(0.0, int(lowest * 10) / 10))
+
+
+def measured_on(costs: list[dict[str, Any]]) -> list[str]:
+    """Describe how costs were measured, each way once: 'forward: 32 images in float32, on AMD EPYC with 1 thread'."""
+    found = [
+        f"{name}: {speed['images']} images in {speed['dtype']}, on {_machine(line)}"
+        for group in costs
+        for line in group["lines"]
+        for name in ("forward", "training")
+        if (speed := line[name])
+    ]
+    return list(dict.fromkeys(found))
+
+
+def _machine(line: dict[str, Any]) -> str:
+    threads = line["threads"]
+    return line["device"] + (f" with {threads} thread{'s' * (threads > 1)}" if threads else "")
+
+
+def mebibytes(speed: dict[str, Any]) -> str:
+    """Return the peak of memory in MiB; a dash if it is unknown."""
+    return "–" if speed["peak_bytes"] is None else f"{speed['peak_bytes'] / 2**20:,.0f}"
 
 
 def duration(seconds: float) -> str:

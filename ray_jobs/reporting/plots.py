@@ -99,6 +99,24 @@ class Member:
     sources: tuple[int, ...]
 
 
+@dataclass(frozen=True)
+class CostPoint:
+    """A model's accuracy (a fraction) in one series, and what it costs."""
+
+    name: str
+    series: str
+    cost: float
+    accuracy: float
+
+
+@dataclass(frozen=True)
+class Costs:
+    """Models' accuracies and costs, and what the costs are."""
+
+    unit: str
+    points: tuple[CostPoint, ...]
+
+
 def few_shot(curves: Sequence[Curve]) -> str:
     """Plot accuracy by shots: the mean as a line, the draws as a band from the 10th to the 90th percentile."""
     with _figure(5.6, 3.5) as (figure, out):
@@ -115,6 +133,74 @@ def few_shot(curves: Sequence[Curve]) -> str:
         _percent_axis(axes)
         axes.legend(loc="lower right")
     return out[0]
+
+
+def costs(given: Costs) -> str:
+    """Plot accuracy by cost, a colour per series; the name of each model is beside its most accurate point."""
+    series = list(dict.fromkeys(point.series for point in given.points))
+    with _figure(5.6, 3.9) as (figure, out):
+        axes = figure.subplots()
+        for number, name in enumerate(series):
+            own = [point for point in given.points if point.series == name]
+            axes.plot(
+                [point.cost for point in own],
+                [point.accuracy for point in own],
+                _MARKERS[number % len(_MARKERS)],
+                color=SERIES[number % len(SERIES)],
+                markersize=6,
+                label=name,
+            )
+        axes.set_xscale("log")
+        axes.margins(x=0.18, y=0.15)
+        _few_ticks(axes, [point.cost for point in given.points])
+        axes.set(xlabel=given.unit, ylabel="test accuracy")
+        _percent_axis(axes)
+        figure.legend(loc="outside lower center", ncols=2)
+        figure.draw_without_rendering()  # fixes the axes, so that names can be placed
+        _name_points(axes, given.points)
+    return out[0]
+
+
+def _few_ticks(axes: Any, costs: Sequence[float]) -> None:
+    """Mark 1, 2 and 5 times the powers of ten on a logarithmic axis, or the ends if none of them is between."""
+    low, high = min(costs) / 1.5, max(costs) * 1.5
+    powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
+    factors = (1, 2, 5) if high / low < 200 else (1,)
+    ticks = [factor * 10.0**power for power in powers for factor in factors]
+    ticks = [tick for tick in ticks if low <= tick <= high] or [min(costs), max(costs)]
+    axes.set_xticks(ticks, [f"{tick:,.10g}" if tick >= 1 else f"{tick:.3g}" for tick in ticks])
+    axes.xaxis.set_minor_formatter(NullFormatter())
+
+
+def _name_points(axes: Any, points: Sequence[CostPoint]) -> None:
+    """Write each model's name beside its most accurate point, where it covers no other name or point if possible."""
+    places = {point: axes.transData.transform((point.cost, point.accuracy)) for point in points}
+    points_per_pixel = 72 / axes.figure.dpi
+    taken = [
+        (*(places[point] * points_per_pixel), 4.0, 4.0) for point in points
+    ]  # middle, half width and height
+    best = {point.name: point for point in sorted(points, key=lambda point: point.accuracy)}
+    for name, point in best.items():
+        x, y = places[point] * points_per_pixel
+        half = 2.7 * len(_cut(name))
+        moves = [(0, 11), (half + 8, 0), (-half - 8, 0), (0, -11), (half, 14), (-half, 14), (half, -14)]
+        boxes = [(x + dx, y + dy, half, 6.0) for dx, dy in moves]
+        free = [box for box in boxes if not any(_overlap(box, other) for other in taken)]
+        box = (free or boxes)[0]
+        taken.append(box)
+        axes.annotate(
+            _cut(name),
+            (point.cost, point.accuracy),
+            (box[0] - x, box[1] - y),
+            textcoords="offset points",
+            ha="center",
+            va="center",
+            fontsize=9,
+        )
+
+
+def _overlap(one: tuple[float, ...], other: tuple[float, ...]) -> bool:
+    return abs(one[0] - other[0]) < one[2] + other[2] and abs(one[1] - other[1]) < one[3] + other[3]
 
 
 def loss(draws: Sequence[Sequence[Mapping[str, Any]]], measured: Sequence[Measured] = ()) -> str:

@@ -234,7 +234,7 @@ def _evaluate(config: Mapping[str, Any], inputs: Mapping[str, str]) -> str:
         f"squares from features to ±1 targets (Dosovitskiy et al., section 4.1), with {' and '.join(supports)}. "
         f"All of test is scored. {chosen}"
         f"{'' if classifiers == 'least squares' else f' Classifiers: {classifiers}.'}"
-        f"{_crop(config.get('eval_crop'))}{_SEEN}"
+        f"{_crop(config.get('eval_crop'))}{_resolution(config.get('resolution'))}{_SEEN}"
     )
 
 
@@ -250,6 +250,12 @@ def _crop(eval_crop: Mapping[str, Any] | None) -> str:
     if eval_crop["crop"] == "squash":
         return f" Images are squashed to a square{kept}{interpolation}."
     return f" Images are cropped to the centre square{kept}{interpolation}."
+
+
+def _resolution(resolution: int | None) -> str:
+    return (
+        "" if resolution is None else f" Images have {resolution} pixels per side, whatever the backbone had."
+    )
 
 
 def _baselines(config: Mapping[str, Any], inputs: Mapping[str, str]) -> str:

@@ -76,7 +76,7 @@ def verdicts(entries: Sequence[Entry]) -> list[Verdict]:
     """
     settings: dict[tuple[object, ...], list[Entry]] = {}
     for entry in entries:
-        if not _is_few_shot(entry) or entry.labels_per_class == _shots(entries, entry.task):
+        if is_compared(entry, entries):
             learning = sort_of_learning(entry.protocol)
             settings.setdefault((entry.task, learning, entry.labels_per_class), []).append(entry)
     pairs = []
@@ -89,6 +89,11 @@ def verdicts(entries: Sequence[Entry]) -> list[Verdict]:
                 if rivals := [entry for entry in rivals if comparable(method, entry)]:
                     pairs.append((method, rivals))
     return [_against_best(method, rivals, comparisons=len(pairs)) for method, rivals in pairs]
+
+
+def is_compared(entry: Entry, entries: Sequence[Entry]) -> bool:
+    """Return whether comparisons include the entry: of few-shot ones those with the shots nearest to SHOTS."""
+    return not _is_few_shot(entry) or entry.labels_per_class == _shots(entries, entry.task)
 
 
 def sort_of_learning(protocol: str) -> str:
@@ -168,7 +173,7 @@ def _shots(entries: Sequence[Entry], task: str) -> int:
 
 def _against_best(method: Entry, rivals: list[Entry], comparisons: int) -> Verdict:
     """Compare with the best rival over the draws in common; `adjusted` holds for that many comparisons."""
-    tables = [_paired(method, rival) for rival in rivals]
+    tables = [paired(method, rival) for rival in rivals]
     best = int(np.argmax([rival_correct.mean() for _, rival_correct in tables]))
     correct, rival_correct = tables[best]
     difference = paired_difference(correct, rival_correct)
@@ -178,7 +183,8 @@ def _against_best(method: Entry, rivals: list[Entry], comparisons: int) -> Verdi
     return Verdict(method, rivals[best], *accuracies, difference, adjusted, detectable, draws=len(correct))
 
 
-def _paired(a: Entry, b: Entry) -> tuple[np.ndarray, np.ndarray]:
+def paired(a: Entry, b: Entry) -> tuple[np.ndarray, np.ndarray]:
+    """Return which images both got right, [draws, n] each, in the draws that they have in common."""
     common = sorted(set(a.draws) & set(b.draws))
     return a.correct[[a.draws.index(draw) for draw in common]], b.correct[
         [b.draws.index(draw) for draw in common]

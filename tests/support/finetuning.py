@@ -9,6 +9,7 @@ import numpy as np
 from pipelines.spec import Finetune, Labels, Model, ModelSize
 from pipelines.store import Manifest, create_attempt, open_store
 from ray_jobs.data import shards
+from ray_jobs.evaluation.cost import Cost, Speed
 from ray_jobs.process.stage import Context
 from ray_jobs.training.contract import model_contract
 from tests.support import datasets
@@ -19,6 +20,14 @@ from vit_model.weights import save_model
 SIZE = ModelSize(patch_size=4, width=16, depth=1, num_heads=2)
 COUNTS = {"train": 60, "dev": 20, "test": 30}
 DATA = make_manifest(content_digest="halves")
+COST = Cost(  # for tests without Ray, in which nothing is measured
+    resolution=8,
+    parameters=1,
+    gflops=1.0,
+    device="A processor",
+    threads=1,
+    forward=Speed(images=1, dtype="float32", images_per_second=1.0, peak_bytes=None),
+)
 
 
 def put_halves(folder: Path) -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from pipelines.store import LOG
+from ray_jobs.evaluation.cost import COST
 from tests.support.s3 import Bucket
 
 
@@ -48,8 +49,9 @@ def files_of(store: Path, manifest: dict[str, Any]) -> Path:
 
 
 def repeated(files: Iterable[Any]) -> list[Any]:
-    """Those of an artifact's files that every run makes with the same bytes: all but the log, which has times."""
-    return [file for file in files if (file["path"] if isinstance(file, dict) else file.path) != LOG]
+    """Those of an artifact's files that every run makes with the same bytes: all but those that have times."""
+    timed = {LOG, COST}
+    return [file for file in files if (file["path"] if isinstance(file, dict) else file.path) not in timed]
 
 
 def snapshot(store: Path) -> dict[str, tuple[int, int]]:

@@ -12,11 +12,11 @@ import torch
 from PIL import Image
 
 from pipelines import identity
-from pipelines.commands.models import _stage_name
 from pipelines.engine.plan import plan_pipeline
 from pipelines.files.fetch import fetched
 from pipelines.machine import init
 from pipelines.recipe.load import load_pipeline, parse_pipeline
+from pipelines.recipe.pipeline import stage_name
 from pipelines.results.lineage import describe_source
 from pipelines.spec import Evaluate, Import, RecipeError, module
 from pipelines.store import InputRef, Layout, Store, commit, open_store
@@ -297,7 +297,7 @@ def store(tmp_path: Path) -> Store:
     ],
 )
 def test_a_stage_is_called_after_its_file(path: str, name: str) -> None:
-    assert _stage_name(path) == name
+    assert stage_name(path) == name
     parse_pipeline({"name": "import", "stages": {name: {"job": "import", "path": path}}}, "x")
 
 

@@ -34,6 +34,7 @@ from tests.support.checkpoints import model_at, put_pretraining
 from tests.support.records import flip, make_context, make_manifest
 from tests.support.s3 import Server, used
 from vit_model.build import build
+from vit_model.errors import UserError
 from vit_model.model import ViT
 from vit_model.weights import save_model
 
@@ -210,6 +211,38 @@ def test_features_are_the_backbones(store: Store, digits: Manifest, model: Manif
                 np.testing.assert_allclose(own[rows_used], expected[rows_used], atol=1e-5)
 
 
+def test_features_at_another_resolution_have_the_trained_weights_and_resized_positions(
+    store: Store, digits: Manifest, model: Manifest, tmp_path: Path
+) -> None:
+    import torch
+
+    from vit_model.positions import resize_position_embedding
+    from vit_model.weights import load_model
+
+    config = Evaluate(
+        job="evaluate", data="d", backbone="m", shots=(), linear_probe=True, draws=1, resolution=16
+    )
+    dataset = shards.open_dataset(st.local_files(store, digits))
+    made = make_context(store, config, data=digits, backbone=model)
+    support = support_of(dataset, config)
+    [(_, found)] = next(features_of(made, dataset, support, "trained", evaluate.here, tmp_path)).pairs
+    network, contract = load_model(st.local_files(store, model))
+    larger = ViT(contract.architecture.model_copy(update={"image_size": 16})).eval()
+    weights = network.state_dict()
+    weights["pos_embed"] = resize_position_embedding(
+        weights["pos_embed"], contract.architecture.grid, larger.config.grid, 1
+    )
+    larger.load_state_dict(weights)
+    pixels = contract.preprocessing.model_copy(update={"resolution": 16})
+    scaled = torch.from_numpy(dataset.images("test", pixels)).permute(0, 3, 1, 2) / 255
+    with torch.inference_mode():
+        expected = larger.forward_features((scaled - 0.5) / 0.5)[1].numpy()
+    np.testing.assert_allclose(found, expected, atol=1e-5)
+    made = make_context(store, config.model_copy(update={"resolution": 15}), data=digits, backbone=model)
+    with pytest.raises(UserError, match=r"resolution 15: .* is not a multiple of patch_size"):
+        next(features_of(made, dataset, support, "trained", evaluate.here, tmp_path))
+
+
 def test_only_images_that_no_evaluation_has_seen_are_computed(
     store: Store, digits: Manifest, model: Manifest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -217,7 +250,8 @@ def test_only_images_that_no_evaluation_has_seen_are_computed(
     computed: list[int] = []
 
     def counting(function: Any, tasks: list[Any]) -> list[Any]:
-        computed.append(sum(len(task[-1]) for task in tasks))
+        if function is features.embed_rows:
+            computed.append(sum(len(task[-1]) for task in tasks))
         return evaluate.here(function, tasks)
 
     def run(key: str, data: Manifest = digits, **fields: Any) -> tuple[int, list[dict[str, Any]]]:

@@ -21,6 +21,7 @@ from ray_jobs.training.fit import score
 from ray_jobs.training.ledger import add_trial
 from ray_jobs.training.task import Refit, Trial
 from tests.support import datasets
+from tests.support.finetuning import COST
 from tests.support.records import make_context, make_manifest
 
 TEST = 12
@@ -73,6 +74,7 @@ def seen_by_fine_tuning(folder: Path, labels: Labels, dev: int, monkeypatch: pyt
 
     monkeypatch.setattr(sweep_module, "run_trials", run_trials)
     monkeypatch.setattr(finetune, "run_refits", run_refits)
+    monkeypatch.setattr(finetune, "measure_cost", lambda *_: COST)
     size = ModelSize(patch_size=4, width=16, depth=1, num_heads=2)
     config = Finetune(
         job="finetune",

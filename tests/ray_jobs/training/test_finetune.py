@@ -425,6 +425,7 @@ def test_the_whole_stage_twice(dataset, tmp_path, local_ray):
         "sweep.json",
         "curves.json",
         "log.jsonl",
+        "cost.json",
     }
     lines = decode_lines((folder / "log.jsonl").read_bytes(), "log.jsonl")
     fits = {"trial-0-0", "trial-0-1", "trial-1-0", "trial-1-1", "refit-1-0", "refit-1-1"}

@@ -33,7 +33,7 @@ from ray_jobs.training.checkpoint import Saver
 from ray_jobs.training.sweep import held_out_temperature
 from ray_jobs.training.task import Refit, Score, at_point, make_task
 from tests.support import finetuning
-from tests.support.finetuning import DATA, configuration, context, put_halves
+from tests.support.finetuning import COST, DATA, configuration, context, put_halves
 from tests.support.records import flip
 from tests.support.s3 import Server, used
 from tests.support.stores import repeated, snapshot
@@ -80,6 +80,7 @@ class Fits:
         patch.setattr(ledger, "_add", add_or_die)
         patch.setattr(sweep_module, "run_trials", trials)
         patch.setattr(finetune, "run_refits", refits)
+        patch.setattr(finetune, "measure_cost", lambda *_: COST)
 
     def live(self) -> None:
         self.moments += 1

@@ -1,0 +1,119 @@
+"""Accuracy beside cost: the backbones that were scored in the same way, with what each of them costs.
+
+In: `Entry`s, and the stages with their cost.json (`ray_jobs.evaluation.cost`). Out: plain dictionaries for report.json,
+and the points of plots.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from ray_jobs.evaluation.cost import COST, Cost
+from ray_jobs.evaluation.intervals import paired_difference
+from ray_jobs.reporting import plots
+from ray_jobs.reporting.measures import Entry
+from ray_jobs.reporting.provenance import Part
+from ray_jobs.reporting.verdicts import comparable, is_compared, kind, labels_text, paired
+
+
+def costs(
+    entries: Sequence[Entry], parts: Sequence[Part], classes: Mapping[str, int]
+) -> list[dict[str, Any]]:
+    """Return a group for each task, protocol and number of labels that several backbones were scored with.
+
+    Its lines are the backbones with a cost.json, the most accurate first. `minus_best` is the paired difference from
+    the first one.
+
+    Args:
+        classes: the number of classes that an artifact was scored on, for those where it is known.
+    """
+    known = {manifest.key: cost for _, manifest, folder in parts if (cost := _read(folder)) is not None}
+    backbones = {
+        manifest.key: manifest.inputs["backbone"][0].key
+        for _, manifest, _ in parts
+        if _has_backbone(manifest)
+    }
+    names = {manifest.key: stage for stage, manifest, _ in parts}
+    groups: dict[tuple[Any, ...], list[Entry]] = {}
+    for entry in entries:
+        is_backbone = entry.artifact in known and entry.artifact in backbones
+        if is_backbone and kind(entry) == "trained" and is_compared(entry, entries):
+            groups.setdefault((entry.task, entry.protocol, entry.labels_per_class), []).append(entry)
+    found = []
+    for (task, protocol, labels), own in groups.items():
+        keys = [backbones[entry.artifact] for entry in own]
+        if len(set(keys)) < 2:
+            continue
+        ranked = sorted(own, key=lambda entry: -entry.accuracy.value)
+        found.append(
+            {
+                "task": task,
+                "protocol": protocol,
+                "labels": labels_text(labels, classes.get(own[0].artifact)),
+                "lines": [
+                    {
+                        "backbone": names.get(backbones[entry.artifact], entry.stage)
+                        if keys.count(backbones[entry.artifact]) == 1
+                        else entry.stage,
+                        "stage": entry.stage,
+                        "artifact": entry.artifact,
+                        "accuracy": entry.accuracy.value,
+                        "low": entry.accuracy.low,
+                        "high": entry.accuracy.high,
+                        "minus_best": _minus_best(entry, ranked[0]),
+                        **known[entry.artifact].model_dump(mode="json"),
+                    }
+                    for entry in ranked
+                ],
+            }
+        )
+    return found
+
+
+def points(groups: Iterable[Mapping[str, Any]]) -> dict[str, plots.Costs]:
+    """Return the plot of each task, by its name.
+
+    The cost is the measured speed of the forward pass; or, if not all were measured on the same sort of machine, the
+    operations of an image, which do not depend on it.
+    """
+    by_task: dict[str, list[Mapping[str, Any]]] = {}
+    for group in groups:
+        by_task.setdefault(group["task"], []).append(group)
+    found = {}
+    for task, own in by_task.items():
+        lines = [line for group in own for line in group["lines"]]
+        is_one_machine = len({(line["device"], line["threads"]) for line in lines}) == 1
+        unit, cheap = ("images/s", "right") if is_one_machine else ("GFLOPs per image", "left")
+        found[task] = plots.Costs(
+            f"{unit}, forward pass ({cheap}: cheaper)",
+            tuple(
+                plots.CostPoint(
+                    line["backbone"],
+                    f"{group['protocol']}, {group['labels'].partition(' (')[0]}",
+                    line["forward"]["images_per_second"] if is_one_machine else line["gflops"],
+                    line["accuracy"],
+                )
+                for group in own
+                for line in group["lines"]
+            ),
+        )
+    return found
+
+
+def _read(folder: Any) -> Cost | None:
+    """Return the cost that an artifact has; None of earlier versions and of other stages."""
+    path = folder / COST
+    return Cost.model_validate_json(path.read_text("utf-8")) if path.is_file() else None
+
+
+def _has_backbone(manifest: Any) -> bool:
+    return bool(manifest.inputs.get("backbone"))
+
+
+def _minus_best(entry: Entry, best: Entry) -> dict[str, float] | None:
+    """Return the paired difference from the best one; None for itself, or if they were scored on other images."""
+    if entry is best or not comparable(entry, best):
+        return None
+    difference = paired_difference(*paired(entry, best))
+    return {"value": difference.value, "low": difference.low, "high": difference.high}

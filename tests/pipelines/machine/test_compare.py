@@ -1,0 +1,140 @@
+"""`vitflow init --compare` writes a recipe that runs, or says what is wrong with the weights; nothing is started."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+from PIL import Image
+
+from pipelines.engine.plan import plan_pipeline
+from pipelines.machine import compare
+from pipelines.machine.compare import Backbone, common_resolution
+from pipelines.recipe.load import load_pipeline
+from pipelines.spec import Evaluate, Finetune, Import
+from pipelines.store import open_store
+from tests.conftest import Vitflow
+from tests.support.vits import TINY, randomised
+from vit_model.config import Architecture, ModelContract, Preprocessing, ResNetConfig, ViTConfig
+from vit_model.formats import npz, timm
+from vit_model.model import ViT
+from vit_model.weights import save_model
+
+HALF = (0.5,) * 3
+
+
+def model(**fields: object) -> tuple[ViT, ModelContract]:
+    config = ViTConfig.model_validate(TINY | fields)
+    pixels = Preprocessing(mean=HALF, std=HALF, resolution=config.image_shape[0], channels=3)
+    return randomised(config), ModelContract(
+        architecture=config, class_names=(), preprocessing=pixels, training_data="unknown", license=None
+    )
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Photographs, Google's .npz, a vitflow folder with the same name, and weights without a mean and std."""
+    for name in ("cat", "dog"):
+        (tmp_path / "photos" / name).mkdir(parents=True)
+        for number in range(6):
+            Image.new("RGB", (9, 9), (40 * number, 0, 0)).save(tmp_path / "photos" / name / f"{number}.png")
+    (tmp_path / "b" / "images").mkdir(parents=True)
+    npz.write(tmp_path / "images.npz", *model())
+    save_model(tmp_path / "b" / "images", *model(image_size=16, depth=1))
+    timm.write(tmp_path / "silent", *model(width=32))
+    (tmp_path / "silent" / "model.safetensors").rename(tmp_path / "silent.safetensors")
+    (tmp_path / "copy.npz").write_bytes((tmp_path / "images.npz").read_bytes())
+    (tmp_path / "notes.txt").write_text("not weights")
+    (tmp_path / "empty").mkdir()
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(compare, "_estimate", lambda *_: "about 1 minute")
+    return tmp_path
+
+
+def test_the_recipe_compares_them_under_one_protocol(vitflow_here: Vitflow, folder: Path) -> None:
+    said = vitflow_here("init", "b.yaml", "--images", "photos", "--compare", "images.npz", "b/images").stdout
+    pipeline = load_pipeline("b.yaml")
+    imports = {name: stage.path for name, stage in pipeline.stages.items() if isinstance(stage, Import)}
+    assert imports == {
+        "images_2": str(folder / "images.npz"),
+        "images_3": str(folder / "b" / "images"),
+    }, "a stage of the recipe is already called images"
+    for kind in (Finetune, Evaluate):
+        stages = [stage for stage in pipeline.stages.values() if isinstance(stage, kind)]
+        assert {str(stage.backbone) for stage in stages} == set(imports)
+        assert len({stage.model_dump_json(exclude={"backbone"}) for stage in stages}) == 1, "one protocol"
+    [resolution] = {
+        stage.resolution for stage in pipeline.stages.values() if isinstance(stage, Finetune | Evaluate)
+    }
+    assert resolution == 8, "of those that they were trained at, the lowest"
+    planned = plan_pipeline(open_store("s"), pipeline, pipeline.needed_for(("report",)))
+    assert {stage.name for stage in planned} == set(pipeline.stages)
+    for text in ("12 images of 2 classes", "trained at 16 pixels", "chose resolution 8", "about 1 minute"):
+        assert text in said
+    assert said.endswith("wrote b.yaml; next: vitflow run b.yaml\n")
+
+
+def test_weights_without_a_mean_and_std_are_named_with_what_to_set(
+    vitflow_here: Vitflow, folder: Path
+) -> None:
+    said = vitflow_here(
+        "init", "b.yaml", "--images", "photos", "--compare", "images.npz", "silent.safetensors"
+    ).stdout
+    assert "silent: the weights do not say with which mean and std images are normalised" in said
+    assert "next: vitflow run b.yaml --set silent.preprocessing=half" in said
+    pipeline = load_pipeline("b.yaml", ("silent.preprocessing=half",))
+    silent = pipeline.stages["silent"]
+    assert isinstance(silent, Import) and silent.preprocessing is not None
+
+
+@pytest.mark.parametrize(
+    ("weights", "message"),
+    [
+        (["images.npz"], "--compare images.npz: give at least two backbones"),
+        (["images.npz", "nowhere.npz"], "nowhere.npz: no such file or folder"),
+        (["images.npz", "copy.npz"], "--compare copy.npz: the same weights as images.npz"),
+        (["images.npz", "empty"], "--compare empty: its source has no files"),
+        (["images.npz", "notes.txt"], "notes.txt has an unknown format"),
+        (["images.npz", "hf:x"], "'hf:x' is not a model on the Hugging Face hub"),
+        ([], "unexpected argument"),
+    ],
+)
+def test_wrong_weights_are_refused(
+    vitflow_here: Vitflow, folder: Path, weights: Sequence[str], message: str
+) -> None:
+    given = ["--compare", *weights] if weights else ["more.npz"]
+    done = vitflow_here("init", "b.yaml", "--images", "photos", *given, check=2)
+    assert message in done.stderr and "Traceback" not in done.stderr
+    assert not (folder / "b.yaml").exists()
+
+
+def vit(image_size: int, patch_size: int) -> Architecture:
+    return ViTConfig.model_validate(TINY | {"image_size": image_size, "patch_size": patch_size})
+
+
+@pytest.mark.parametrize(
+    ("architectures", "resolution"),
+    [
+        ([vit(224, 16), vit(224, 16), vit(384, 16)], 224),
+        ([vit(384, 16), vit(384, 16), vit(224, 16)], 384),
+        ([vit(224, 16), vit(518, 14)], 224),
+        ([vit(256, 16), vit(518, 14)], 224),  # neither 256 / 14 nor 518 / 16 is whole
+        ([vit(384, 16), ResNetConfig(units=(1,), image_size=160)], 160),
+    ],
+)
+def test_the_resolution_fits_all_patches(architectures: list[Architecture], resolution: int) -> None:
+    assert common_resolution([Backbone("b", "p", each, True) for each in architectures]) == resolution
+
+
+def test_the_shipped_recipe_gives_each_backbone_the_same_budget() -> None:
+    pipeline = load_pipeline("bakeoff", ("images.source.root=photos",))
+    tuned = [stage for stage in pipeline.stages.values() if isinstance(stage, Finetune)]
+    assert len(tuned) == len([stage for stage in pipeline.stages.values() if isinstance(stage, Import)]) == 4
+    assert len({stage.model_dump_json(exclude={"backbone"}) for stage in tuned}) == 1
+    resolutions = {
+        stage.resolution for stage in pipeline.stages.values() if isinstance(stage, Finetune | Evaluate)
+    }
+    assert len(resolutions) == 1
+    assert [f"{rate:.1e}" for rate in tuned[0].learning_rates] == [
+        f"{float(rate):.1e}" for rate in compare.LEARNING_RATES
+    ]
+    assert (tuned[0].steps, tuned[0].batch_size) == (compare.MAX_STEPS, compare.BATCH_SIZE)
