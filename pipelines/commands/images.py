@@ -43,7 +43,7 @@ def init(
             help="pretrained weights to compare on the images, two or more; each as `vitflow import` takes it",
         ),
     ] = None,
-    others: Annotated[list[str] | None, typer.Argument(hidden=True)] = None,  # more than one after --compare
+    others: Annotated[list[str] | None, typer.Argument(hidden=True, metavar="weights")] = None,
 ) -> None:
     """Write a recipe for a folder of images, with a model that fits them and this machine.
 

@@ -7,6 +7,7 @@ and the points of plots.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from ray_jobs.evaluation.cost import COST, Cost
@@ -30,9 +31,7 @@ def costs(
     """
     known = {manifest.key: cost for _, manifest, folder in parts if (cost := _read(folder)) is not None}
     backbones = {
-        manifest.key: manifest.inputs["backbone"][0].key
-        for _, manifest, _ in parts
-        if _has_backbone(manifest)
+        manifest.key: given[0].key for _, manifest, _ in parts if (given := manifest.inputs.get("backbone"))
     }
     names = {manifest.key: stage for stage, manifest, _ in parts}
     groups: dict[tuple[Any, ...], list[Entry]] = {}
@@ -101,14 +100,10 @@ def points(groups: Iterable[Mapping[str, Any]]) -> dict[str, plots.Costs]:
     return found
 
 
-def _read(folder: Any) -> Cost | None:
+def _read(folder: Path) -> Cost | None:
     """Return the cost that an artifact has; None of earlier versions and of other stages."""
     path = folder / COST
     return Cost.model_validate_json(path.read_text("utf-8")) if path.is_file() else None
-
-
-def _has_backbone(manifest: Any) -> bool:
-    return bool(manifest.inputs.get("backbone"))
 
 
 def _minus_best(entry: Entry, best: Entry) -> dict[str, float] | None:
