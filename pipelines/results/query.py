@@ -86,8 +86,8 @@ TABLES = {
     "rows": (
         *_SHARED,
         Column("split", "VARCHAR", "the images that it was measured on: test"),
-        Column("metric", "VARCHAR", "accuracy"),
-        Column("value", "DOUBLE", "the measured number; accuracies are fractions"),
+        Column("metric", "VARCHAR", "accuracy, mAP or mIoU"),
+        Column("value", "DOUBLE", "the measured number, a fraction"),
         Column("num_images", "INTEGER", "number of images that it was measured on"),
         Column("selected_on", "VARCHAR", "what the settings were selected on"),
         Column("settings", "VARCHAR", "the settings, a JSON object"),

@@ -822,6 +822,11 @@ class Evaluate(_Stage):
         "train", description="the splits that labels are drawn from; test is scored"
     )
     linear_probe: bool = later(False, description="also evaluate with all labels of the support")
+    retrieval: bool = later(
+        False,
+        description="also rank, for each test image, all other test images by cosine similarity: mean average precision"
+        " (mAP), with the images of the query's class as the relevant ones",
+    )
     eval_crop: EvalCrop | None = later(
         None, description="how images are made square; null: as the model's contract says"
     )

@@ -38,6 +38,7 @@ from vit_model.weights import load_model, read_contract
 
 # The pixels of larger images are reduced to this side; more inputs would be too many for a linear probe.
 PIXELS_SIDE = 32
+PIXELS, PIXELS_STANDARDISED = "pixels", "pixels, standardised"
 UNTRAINED = "untrained"
 INITIALISATIONS = 3  # of untrained weights, from the stage's seed on
 BATCH = 256  # images per forward pass
@@ -163,8 +164,8 @@ def features_of(
     small = preprocessing.model_copy(update={"resolution": min(preprocessing.resolution, PIXELS_SIDE)})
     pixels = [_read(dataset, split, rows, small, [_as_vectors])[0] for split, rows in parts]
     pair = _paired(pixels, support)
-    yield Features("pixels", [pair], False)
-    yield Features("pixels, standardised", [pair], True)
+    yield Features(PIXELS, [pair], False)
+    yield Features(PIXELS_STANDARDISED, [pair], True)
 
 
 def _parts(dataset: Dataset, support: Support) -> list[tuple[Split, NDArray[np.int64]]]:

@@ -108,6 +108,8 @@ def gather(context: Context[Report]) -> ReportData:
         "environments": provenance.environments(parts),
         "protocols": provenance.protocols(parts),
     }
+    if other_metrics := measures.other_metrics(rows):
+        numbers["other_metrics"] = other_metrics
     return ReportData(
         numbers,
         rows,

@@ -213,12 +213,16 @@ def _evaluate(config: Mapping[str, Any], inputs: Mapping[str, str]) -> str:
     if config.get("linear_probe"):
         supports.append(f"all of {support}")
     classifiers = ", ".join(config.get("classifiers", ("least squares",)))
+    retrieval = (
+        " Retrieval: each test image ranks all other test images by cosine similarity, and those of its class are"
+        " relevant."
+    )
     return (
         f"Linear evaluation of {inputs['backbone']} (frozen) on {inputs['data']}: regularised least "
         f"squares from features to ±1 targets (Dosovitskiy et al., section 4.1), with {' and '.join(supports)}. "
         f"All of test is scored. {chosen}"
         f"{'' if classifiers == 'least squares' else f' Classifiers: {classifiers}.'}"
-        f"{_crop(config.get('eval_crop'))}{_SEEN}"
+        f"{retrieval * config.get('retrieval', False)}{_crop(config.get('eval_crop'))}{_SEEN}"
     )
 
 
