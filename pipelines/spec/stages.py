@@ -132,6 +132,15 @@ class Ingest(_Stage):
         0.01, ge=0, le=1, description="the stage fails if a larger fraction of images is damaged"
     )
 
+    @model_validator(mode="after")
+    def _masks_fit(self) -> Self:
+        if self.short_side is not None and getattr(self.source, "masks", False):
+            raise ValueError(
+                f"short_side {self.short_side}: masks are of the original images' size; remove short_side or"
+                " source.masks"
+            )
+        return self
+
 
 # What the authors' ViTs were trained with (BiT, AugReg, most of timm's), and what torchvision, DeiT and DINO take.
 MEAN_AND_STD = {
