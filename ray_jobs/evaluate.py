@@ -14,7 +14,6 @@ was trained on test images is refused (`ray_jobs.evaluation.leakage`).
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -23,35 +22,18 @@ from pipelines.spec import Evaluate
 from ray_jobs.evaluation import rows as tables
 from ray_jobs.evaluation.artifact import mean_values, save_evaluation
 from ray_jobs.evaluation.leakage import PRETRAINED, SEEN, check_leakage
-from ray_jobs.process.devices import fit_resources
+from ray_jobs.evaluation.tasks import Run, here, on_cluster
 from ray_jobs.process.stage import Context, Result, run_stage
 
 if TYPE_CHECKING:
     from ray_jobs.evaluation import frozen
-    from ray_jobs.evaluation.features import Run
 
 MAJORITY, RETRIEVAL = "majority", "retrieval"
 
 
 def main(context: Context[Evaluate]) -> Result:
-    """Evaluate in one Ray task, which computes features in others, as many as the cluster can run at once."""
-    import ray
-
-    resources, _ = fit_resources(context.config.threads)
-    options = {"num_cpus": resources["CPU"], "num_gpus": resources.get("GPU", 0)}
-
-    def run(function: Callable[..., Any], tasks: list[tuple[Any, ...]]) -> list[Any]:
-        remote = ray.remote(**options)(function)
-        done: list[Any] = ray.get([remote.remote(*arguments) for arguments in tasks])
-        return done
-
-    result: Result = ray.get(ray.remote(num_cpus=resources["CPU"])(evaluate).remote(context, run))
-    return result
-
-
-def here(function: Callable[..., Any], tasks: list[tuple[Any, ...]]) -> list[Any]:
-    """Call a function with each of these arguments in this process."""
-    return [function(*arguments) for arguments in tasks]
+    """Evaluate in one Ray task, which computes features in others."""
+    return on_cluster(evaluate, context)
 
 
 def evaluate(context: Context[Evaluate], run: Run = here) -> Result:

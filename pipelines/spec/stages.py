@@ -868,6 +868,18 @@ class Evaluate(_Stage):
         return self
 
 
+class Segment(_Stage):
+    """Linear segmentation of a frozen backbone's patch tokens, beside the pixels of patches and untrained weights."""
+
+    KIND: ClassVar[str] = "evaluation"
+    job: Literal["segment"]
+    data: str = takes("dataset", description="a data set with masks: its source has `masks: true`")
+    backbone: Backbone = takes("model", description=_BACKBONE)
+    seen_in_training: SeenInTraining = seen_in_training()
+    seed: Seed = Field(0, description="of the untrained weights")
+    threads: int = execution(1, ge=1)
+
+
 class Baselines(_Stage):
     """Classifiers on pixels (scikit-learn), given the same labels and folds as a fine-tuning."""
 
@@ -902,7 +914,8 @@ class Report(_Stage):
 
 
 Stage = Annotated[
-    Ingest | Import | Pretrain | Finetune | Evaluate | Baselines | Report, Field(discriminator="job")
+    Ingest | Import | Pretrain | Finetune | Evaluate | Segment | Baselines | Report,
+    Field(discriminator="job"),
 ]
 STAGE_TYPES: dict[str, type[_Stage]] = {
     "ingest": Ingest,
@@ -910,10 +923,11 @@ STAGE_TYPES: dict[str, type[_Stage]] = {
     "pretrain": Pretrain,
     "finetune": Finetune,
     "evaluate": Evaluate,
+    "segment": Segment,
     "baselines": Baselines,
     "report": Report,
 }
-AnyStage = Ingest | Import | Pretrain | Finetune | Evaluate | Baselines | Report
+AnyStage = Ingest | Import | Pretrain | Finetune | Evaluate | Segment | Baselines | Report
 
 
 def module(job: str) -> str:

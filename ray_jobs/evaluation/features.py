@@ -28,6 +28,7 @@ from pipelines.store import StoreError, all_manifests, local_file
 from ray_jobs.data.shards import Dataset, Split
 from ray_jobs.evaluation.frozen import drawn
 from ray_jobs.evaluation.leakage import COMPARED
+from ray_jobs.evaluation.tasks import Run
 from ray_jobs.process.devices import device, set_threads
 from ray_jobs.process.stage import Context
 from vit_model.build import Network, build
@@ -45,8 +46,6 @@ BATCH = 256  # images per forward pass
 DECODED = 4 * BATCH  # images in memory at once; 450 MB at 384 x 384 pixels
 
 Embed = Callable[[NDArray[Any]], NDArray[Any]]
-Run = Callable[[Callable[..., Any], list[tuple[Any, ...]]], list[Any]]
-"""Call a function with each of these arguments, here or on the cluster; return the results in order."""
 
 
 class Features(NamedTuple):

@@ -147,7 +147,7 @@ def scored(
         scorings.append((truth.task + REAL, *_score_real(truth.real, predictions)))
     ids = pa.array(truth.ids, pa.string())
     pairs = []
-    for task, method, places, correct in _split_by_seen(scorings, common["method"], truth.seen):
+    for task, method, places, correct in split_by_seen(scorings, common["method"], truth.seen):
         fixed = {"task": task} | common | {"method": method}
         row = measurement(fixed, ACCURACY, float(correct.mean()), len(places), selected_on, settings)
         columns = {
@@ -181,7 +181,7 @@ def mean_of_images(
         values: [n]; an image with NaN does not count.
     """
     places = np.flatnonzero(~np.isnan(values))
-    parts = _split_by_seen([(truth.task, places, values[places])], common["method"], truth.seen)
+    parts = split_by_seen([(truth.task, places, values[places])], common["method"], truth.seen)
     return [
         measurement(
             {"task": task} | common | {"method": method},
@@ -214,7 +214,7 @@ def measurement(
     }
 
 
-def _split_by_seen(
+def split_by_seen(
     scorings: Iterable[tuple[str, NDArray[Any], NDArray[Any]]], method: str, seen: NDArray[np.bool_] | None
 ) -> Iterator[tuple[str, str, NDArray[Any], NDArray[Any]]]:
     """Yield (task, method, places, correct) per (task, places, correct), two if some images were seen in training."""

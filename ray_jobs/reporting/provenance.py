@@ -74,6 +74,7 @@ def _protocol(manifest: Manifest, folder: Path, names: Mapping[str, str]) -> str
         "import": _import,
         "finetune": _finetune,
         "evaluate": _evaluate,
+        "segment": _segment,
         "baselines": _baselines,
     }
     if manifest.job not in descriptions:
@@ -223,6 +224,15 @@ def _evaluate(config: Mapping[str, Any], inputs: Mapping[str, str]) -> str:
         f"All of test is scored. {chosen}"
         f"{'' if classifiers == 'least squares' else f' Classifiers: {classifiers}.'}"
         f"{retrieval * config.get('retrieval', False)}{_crop(config.get('eval_crop'))}{_SEEN}"
+    )
+
+
+def _segment(config: Mapping[str, Any], inputs: Mapping[str, str]) -> str:
+    return (
+        f"Linear segmentation of {inputs['data']} by the patch tokens of {inputs['backbone']} (frozen): least squares"
+        " from a patch's token to the classes of its pixels, with L2 and the classes' weights selected by mIoU on dev"
+        " after a fit to train; then both are fitted. Images are squashed to the model's square; scores are resized to"
+        f" the mask, bilinearly, and every pixel of test with a class is scored.{_SEEN}"
     )
 
 
