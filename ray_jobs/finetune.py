@@ -524,6 +524,7 @@ def refit(context: Context[Finetune], task: Task, pool: Images, draw: int, after
 
     Draw 0's model becomes the artifact's.
     """
+    from ray_jobs.evaluation.average_precision import multi_label
     from ray_jobs.training.fit import fit, predict, score
     from vit_model.weights import save_model
 
@@ -538,7 +539,10 @@ def refit(context: Context[Finetune], task: Task, pool: Images, draw: int, after
         settings: Any = (seed, noun, after, saver, log)
         model, curve, substitutes = fit(fetched(context, task), pool, task.learning_rate, *settings)
     test = read_split(context.dataset(context.config.cache_gib), "test")
-    result = score(predict(model, task.contract, test), test.labels, task.temperature)
+    logits = predict(model, task.contract, test)
+    # a class's probability ranks the images; its logarithm has fewer ties
+    mean_ap = multi_label(logits.log_softmax(dim=1).numpy(), test.rows["labels"].combine_chunks())
+    result = score(logits, test.labels, task.temperature)._replace(mean_ap=mean_ap)
     files: tuple[FileEntry, ...] = ()
     if draw == 0:
         with context.staging() as staging:
@@ -790,6 +794,7 @@ def tables(
         for row, images in rows.scored(common, truth, labels, selected_on, settings, probabilities):
             accuracy_rows.append(row)
             predictions.append(images)
+        accuracy_rows += rows.mean_ap_of_real(common, truth, refit.score.mean_ap, selected_on, settings)
     return accuracy_rows, predictions
 
 

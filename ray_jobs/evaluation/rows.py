@@ -196,6 +196,23 @@ def mean_of_images(
     ]
 
 
+def mean_ap_of_real(
+    common: Row, truth: Truth, value: float | None, selected_on: str, settings: dict[str, Any]
+) -> list[Row]:
+    """Return a row with the mean average precision of ReaL's labels.
+
+    There is no row without such labels, nor if the model was trained on some of the images, because a ranking of all
+    of them cannot be divided.
+
+    Args:
+        common: protocol, method, labels_per_class and draw.
+    """
+    if value is None or truth.real is None or (truth.seen is not None and truth.seen.any()):
+        return []
+    count = int(np.count_nonzero(truth.real.value_lengths().fill_null(0).to_numpy()))
+    return [measurement({"task": truth.task + REAL} | common, MEAN_AP, value, count, selected_on, settings)]
+
+
 def measurement(
     common: Row, metric: str, value: float, num_images: int, selected_on: str, settings: dict[str, Any]
 ) -> Row:

@@ -104,6 +104,7 @@ class RefitEntry(TrialEntry):
     predictions: tuple[NonNegativeInt, ...]
     """[n], labels."""
     probabilities: ImageProbabilities
+    mean_ap: Fraction | None = None
     curve: tuple[CurvePoint, ...]
     substitutes: NonNegativeInt
     files: tuple[FileEntry, ...]
@@ -155,6 +156,7 @@ def add_refit(
         point=point,
         predictions=refit.score.predictions.tolist(),
         probabilities=refit.score.probabilities.to_pydict(),
+        mean_ap=refit.score.mean_ap,
         temperature=temperature,
         curve=refit.curve,
         substitutes=refit.substitutes,
@@ -206,7 +208,7 @@ class Ledger:
                 continue
             print(f"draw {draw}: test accuracy {entry.accuracy:.3f} (from attempt {attempt})", flush=True)
             predictions = np.array(entry.predictions, np.int64)
-            score = Score(entry.accuracy, entry.loss, predictions, entry.table())
+            score = Score(entry.accuracy, entry.loss, predictions, entry.table(), entry.mean_ap)
             return Refit(score, [point.model_dump() for point in entry.curve], entry.substitutes, files)
         return None
 
