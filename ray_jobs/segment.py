@@ -34,11 +34,12 @@ if TYPE_CHECKING:
 PROTOCOL, MAJORITY = "linear segmentation", "majority"
 CONFUSION = pa.schema(
     [
-        pa.field(name, kind, nullable=False)
+        pa.field(name, kind, nullable=name == "labels_per_class")
         for name, kind in (
             ("task", pa.string()),
             ("protocol", pa.string()),
             ("method", pa.string()),
+            ("labels_per_class", pa.int32()),  # null: all labels
             ("draw", pa.int32()),
             ("sample_id", pa.string()),
             ("label", pa.string()),
