@@ -3,6 +3,7 @@
 import csv
 import io
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from pipelines.spec import RecipeError
 from pipelines.store import Layout, Store, StoreDamaged, commit, open_store
 from ray_jobs.evaluation.rows import PREDICTIONS, PROBABILITIES, ROWS, write_parquet, write_table
 from ray_jobs.segment import CONFUSION
+from tests.support.paths import ROOT
 from tests.support.records import flip, make_manifest, row
 
 
@@ -116,17 +118,29 @@ def test_a_result_is_one_number_whatever_else_has_its_method(tmp_path: Path) -> 
 def test_another_metric_is_another_result_and_pixels_are_beside_their_artifact(tmp_path: Path) -> None:
     store = open_store(str(tmp_path))
     shared = row(method="ViT", labels_per_class=None, protocol="linear segmentation")
-    pixels = {"sample_id": "a", "label": "pet", "prediction": "background", "pixels": 2**40}
+    pixels = [
+        {"sample_id": "a", "label": label, "prediction": prediction, "pixels": count * 2**40}
+        for label, prediction, count in (
+            ("pet", "background", 1),
+            ("pet", "pet", 3),
+            ("background", "background", 5),
+        )
+    ]
     with store.staging(Layout.files("segment", "aa", 1)) as staging:
         write_table(staging.path / "rows.parquet", [shared | {"metric": "mIoU"}, shared], ROWS)
-        table = pa.Table.from_pylist([{name: (shared | pixels)[name] for name in CONFUSION.names}], CONFUSION)
+        lines = [{name: (shared | each)[name] for name in CONFUSION.names} for each in pixels]
+        table = pa.Table.from_pylist(lines, CONFUSION)
         write_parquet(staging.path / "confusion.parquet", table)
     commit(store, make_manifest("segment", key="aa", files=staging.files, stage="seg"))
     name = "digits, all labels, linear segmentation: ViT (seg aa)"
     assert ask(store, "SELECT result FROM rows ORDER BY 1") == [(name,), (f"{name}, mIoU",)]
-    assert ask(store, "SELECT result, job, prediction, pixels FROM confusion") == [
-        (name, "segment", "background", 2**40)
+    assert ask(store, "SELECT DISTINCT result, job, sum(pixels) FROM confusion GROUP BY ALL") == [
+        (name, "segment", 9 * 2**40)
     ]
+    (documented,) = re.findall(
+        r"```sql needs-hours\n(.*?)```", (ROOT / "docs/queries.md").read_text(), re.DOTALL
+    )
+    assert ask(store, documented) == [(name, 0, "background", 5 / 6), (name, 0, "pet", 3 / 4)]
 
 
 def test_artifacts_and_runs(store: Store) -> None:
