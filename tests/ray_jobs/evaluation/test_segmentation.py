@@ -22,6 +22,7 @@ from ray_jobs.evaluation import rows as tables
 from ray_jobs.evaluation.segmentation import Moments, confusion, mean_iou, shares_of_patches
 from ray_jobs.training.contract import model_contract
 from tests.support.records import make_context, make_manifest
+from tests.support.vtab_natural import pets
 from vit_model.build import build
 from vit_model.errors import UserError
 from vit_model.weights import save_model
@@ -177,6 +178,38 @@ def test_tokens_that_are_the_mask_give_all_of_it_and_pixels_do_not(
     found, _, _ = segmented(store, shapes, put_model(store, shapes, size, "planted"))
     by_method = {row["method"]: row["value"] for row in found}
     assert by_method["ViT, trained on these images"] > 0.7 > 5 * by_method["pixels"]
+
+
+def test_pets_from_their_archives_are_scored_at_the_size_of_their_trimaps(tmp_path: Path) -> None:
+    """Image files of several sizes and shapes, squashed to the model's square; the trimaps' borders do not count."""
+    for name, data in pets()[1].items():
+        (tmp_path / name).write_bytes(data)
+    source = {
+        "kind": "vtab",
+        "task": "oxford_iiit_pet",
+        "subset": "whole",
+        "root": str(tmp_path),
+        "masks": True,
+    }
+    config = Ingest.model_validate({"job": "ingest", "source": source, "max_distance": None})
+    store = open_store(str(tmp_path / "store"))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            ingest, "_in_tasks", lambda function, shared, each, noun: [function(*shared, one) for one in each]
+        )
+        result = ingest.main(make_context(store, config))
+    data = make_manifest("ingest", files=result.files, content_digest=result.content_digest)
+    size = ModelSize(patch_size=4, width=16, depth=1, num_heads=2)
+    found, pixels, _ = segmented(store, data, put_model(store, data, size, "pets"))
+    assert {row["task"] for row in found} == {"Pets, whole"} and len(found) == 6
+    dataset = open_dataset(st.local_files(store, data))
+    ids = dataset.sample_ids("test")
+    masks = dict(zip(ids, dataset.masks("test", np.arange(len(ids))), strict=True))
+    for identity in ids:
+        own = [one for one in pixels if one["sample_id"] == identity and one["method"] == "pixels"]
+        for label, name in enumerate(("background", "pet")):
+            counted = sum(one["pixels"] for one in own if one["label"] == name)
+            assert counted == (masks[identity] == label).sum() > 0
 
 
 def test_l2_is_never_chosen_on_test(store: Store, shapes: Manifest, monkeypatch: pytest.MonkeyPatch) -> None:
