@@ -5,53 +5,36 @@ In: a dataset and a model. Out: `rows.parquet` and `predictions.parquet`, see `r
 features that no earlier evaluation has, see `ray_jobs.evaluation.features`; cost.json, see `ray_jobs.evaluation.cost`.
 
 Supports are drawn from train (or from train and dev), and every test image is scored. How labels are drawn and L2 is
-chosen is the stage's `protocol`, the same for every row. A linear probe does the same with all labels. A model that was
-trained on test images is refused (`ray_jobs.evaluation.leakage`).
+chosen is the stage's `protocol`, the same for every row. A linear probe does the same with all labels. With
+`retrieval`, each test image is also a query among the others (`ray_jobs.evaluation.average_precision`). A model that
+was trained on test images is refused (`ray_jobs.evaluation.leakage`).
 
     python -m ray_jobs.evaluate --spec ATTEMPT.json
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from pipelines.spec import Evaluate
 from ray_jobs.evaluation import rows as tables
-from ray_jobs.evaluation.artifact import mean_accuracies, save_evaluation
+from ray_jobs.evaluation.artifact import mean_values, save_evaluation
 from ray_jobs.evaluation.cost import write_cost
 from ray_jobs.evaluation.leakage import PRETRAINED, SEEN, check_leakage
-from ray_jobs.process.devices import fit_resources
+from ray_jobs.evaluation.tasks import Run, here, on_cluster
 from ray_jobs.process.stage import Context, Result, run_stage
 
 if TYPE_CHECKING:
     from ray_jobs.evaluation import frozen
-    from ray_jobs.evaluation.features import Run
 
-MAJORITY = "majority"
+MAJORITY, RETRIEVAL = "majority", "retrieval"
 
 
 def main(context: Context[Evaluate]) -> Result:
-    """Evaluate in one Ray task, which computes features in others, as many as the cluster can run at once."""
-    import ray
-
-    resources, _ = fit_resources(context.config.threads)
-    options = {"num_cpus": resources["CPU"], "num_gpus": resources.get("GPU", 0)}
-
-    def run(function: Callable[..., Any], tasks: list[tuple[Any, ...]]) -> list[Any]:
-        remote = ray.remote(**options)(function)
-        done: list[Any] = ray.get([remote.remote(*arguments) for arguments in tasks])
-        return done
-
-    result: Result = ray.get(ray.remote(num_cpus=resources["CPU"])(evaluate).remote(context, run))
-    return result
-
-
-def here(function: Callable[..., Any], tasks: list[tuple[Any, ...]]) -> list[Any]:
-    """Call a function with each of these arguments in this process."""
-    return [function(*arguments) for arguments in tasks]
+    """Evaluate in one Ray task, which computes features in others."""
+    return on_cluster(evaluate, context)
 
 
 def evaluate(context: Context[Evaluate], run: Run = here) -> Result:
@@ -60,8 +43,14 @@ def evaluate(context: Context[Evaluate], run: Run = here) -> Result:
     Raises:
         UserError: the backbone was trained on test images, see `check_leakage`.
     """
-    from ray_jobs.evaluation import frozen
-    from ray_jobs.evaluation.features import cost_of_features, features_of, labelled_rows, support_of
+    from ray_jobs.evaluation import average_precision, frozen
+    from ray_jobs.evaluation.features import (
+        PIXELS_STANDARDISED,
+        cost_of_features,
+        features_of,
+        labelled_rows,
+        support_of,
+    )
 
     config = context.config
     dataset = context.dataset()
@@ -79,7 +68,8 @@ def evaluate(context: Context[Evaluate], run: Run = here) -> Result:
             f"{len(unlabelled)} classes of test have no labelled images; all their test images count as wrong",
             flush=True,
         )
-    fixed = _settings(config, len(unlabelled))
+    image_settings = _image_settings(config)
+    fixed = image_settings | _label_settings(config, len(unlabelled))
     dev = np.flatnonzero(support.splits == "dev")
     rows: list[tables.Row] = []
     predictions = []
@@ -108,7 +98,15 @@ def evaluate(context: Context[Evaluate], run: Run = here) -> Result:
             for result in frozen.results(config, pairs, support.labels, truth.labels, standardise, dev):
                 seed = {"initialisation": config.seed + result.draw % len(pairs)} if len(pairs) > 1 else {}
                 add(method, own_truth, result, settings | seed)
-            for name, mean in mean_accuracies(rows[first_row:]).items():
+            # a cosine similarity takes features as they are
+            for draw, (_, test) in enumerate(
+                pairs if config.retrieval and method != PIXELS_STANDARDISED else ()
+            ):
+                common = {"protocol": RETRIEVAL, "method": method, "labels_per_class": None, "draw": draw}
+                values = average_precision.retrieval(test, truth.labels)
+                own_settings = {"width": int(test.shape[1])} | image_settings
+                rows.extend(tables.mean_of_images(common, own_truth, tables.MEAN_AP, values, own_settings))
+            for name, mean in mean_values(rows[first_row:]).items():
                 print(f"{name}: {mean:.3f}", flush=True)
         for result in frozen.majorities(config, support.labels, truth.labels):
             add(MAJORITY, truth, result, fixed)
@@ -117,17 +115,21 @@ def evaluate(context: Context[Evaluate], run: Run = here) -> Result:
     return save_evaluation(context, rows, predictions, overlap, staging.files)
 
 
-def _settings(config: Evaluate, unlabelled: int) -> dict[str, Any]:
-    """Return the settings that all rows share."""
+def _image_settings(config: Evaluate) -> dict[str, Any]:
+    """Return the settings that all features share."""
     settings: dict[str, Any] = {}
-    if config.support != "train":
-        settings["support"] = config.support
     if checkpoint := config.checkpoints().get("backbone"):
         settings["checkpoint"] = checkpoint
     if config.eval_crop is not None:
         settings["eval_crop"] = config.eval_crop.model_dump(exclude_none=True)
     if config.resolution is not None:
         settings["resolution"] = config.resolution
+    return settings
+
+
+def _label_settings(config: Evaluate, unlabelled: int) -> dict[str, Any]:
+    """Return the settings that all classifiers share."""
+    settings: dict[str, Any] = {} if config.support == "train" else {"support": config.support}
     if unlabelled:
         settings["classes_without_labels"] = unlabelled
     return settings

@@ -245,6 +245,7 @@ def tables(
         for row, images in rows.scored(common, truth, labels, selected_on, settings, probabilities):
             accuracy_rows.append(row)
             predictions.append(images)
+        accuracy_rows += rows.mean_ap_of_real(common, truth, done.score.mean_ap, selected_on, settings)
     return accuracy_rows, predictions
 
 

@@ -6,6 +6,7 @@ In: a source (`pipelines.spec.Source`). Out: a dataset artifact, see `ray_jobs.d
     duplicates.parquet    copies and near-copies, each with its twin, kept or left out (`ray_jobs.ingesting.splits`)
     set_aside.parquet     the images of classes without a training image (`ray_jobs.ingesting.splits`)
     card.md, card.json    a summary, with contact_sheet.jpg (`ray_jobs.ingesting.card`)
+    masks/...             with `masks: true` of the source, the masks of each shard's images (`ray_jobs.data.masks`)
     facts/...             the facts of every image and its source file, for reuse (`ray_jobs.ingesting.reuse`)
 
 The stage first lists the source, down to the byte range of every image in every archive. Then tasks read these ranges,
@@ -27,7 +28,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from itertools import pairwise
+from itertools import pairwise, repeat
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -46,6 +47,7 @@ from pipelines.spec import Ingest
 from pipelines.store import FileEntry, Layout, local_files
 from ray_jobs.data.columns import FACTS, LISTED, Sample
 from ray_jobs.data.images import STORED_QUALITY, Facts, content_id, examine, examine_pixels, sample_id, shrunk
+from ray_jobs.data.masks import Mask, StoredMask, check_mask, mask_file, write_masks
 from ray_jobs.data.shards import (
     SPLITS,
     DatasetInfo,
@@ -102,6 +104,8 @@ class Written(NamedTuple):
     shard: Shard | None
     files: tuple[FileEntry, ...]
     facts: pa.Table
+    masks: dict[str, str]
+    """sample_id -> the digest of the image's mask; empty without masks."""
     reused: int
     """The number of images that were not read again."""
 
@@ -139,6 +143,7 @@ def main(context: Context[Ingest]) -> Result:
     decided = (*_shrunk_note(config), *_conflict_note(copies))
     for note in (*decided, *class_notes(trainable, most=None)):
         print(note, flush=True)
+    mask_classes = catalog.mask_classes(config.source)
     with context.staging() as staging:
         shards = [part.shard for part in written if part.shard]
         info = write_dataset(
@@ -150,6 +155,10 @@ def main(context: Context[Ingest]) -> Result:
             index,
             (*listing.notes, *decided, *class_notes(trainable)),
             config.short_side,
+            mask_classes,
+            {name: digest for part in written for name, digest in part.masks.items()}
+            if mask_classes
+            else None,
         )
         pq.write_table(copies, staging.path / "duplicates.parquet", compression="zstd")
         pq.write_table(trainable.set_aside, staging.path / "set_aside.parquet", compression="zstd")
@@ -267,21 +276,25 @@ def _write_part(
     facts: list[dict[str, Any]] = []
     file = shard_file(part.number)
     reusable = find_reusable(context, finished, part.bits, part.number, part.entries)
+    masks: dict[str, StoredMask] = {}
     with EarlierShards(context) as earlier, context.staging() as staging:
-        samples = _samples(context.config, files, part.entries, reusable, earlier, facts)
+        samples = _samples(context.config, files, part.entries, reusable, earlier, facts, masks)
         offsets = write_shard(staging.path / file, samples)
         if not offsets:
             (staging.path / file).unlink()
+        if masks:
+            write_masks(staging.path / mask_file(file), masks)
     good = [row for row in facts if "reason" not in row]
     for row, offset in zip(good, offsets, strict=True):
         row["offset"] = offset
     reused = sum(row.pop("is_reused", False) for row in good)
     table = pa.Table.from_pylist(facts, schema=FACTS)
     _check_unchanged(files, states, part.entries)
-    written = staging.files[0] if offsets else None
+    written = next((one for one in staging.files if one.path == file), None)
     facts_files = write_facts(context, part.bits, part.number, table, written)
     shard = Shard(file=file, rows=len(offsets), bytes=written.size) if written else None
-    return Written(shard, (*staging.files, *facts_files), table, reused)
+    digests = {name: mask.digest for name, mask in masks.items()}
+    return Written(shard, (*staging.files, *facts_files), table, digests, reused)
 
 
 def _check_unchanged(files: Files, states: States, entries: pa.Table) -> None:
@@ -304,13 +317,23 @@ def _samples(
     reusable: Sequence[Reusable | None],
     earlier: EarlierShards,
     facts: list[dict[str, Any]],
+    masks: dict[str, StoredMask],
 ) -> Iterator[Sample]:
-    """Yield the usable images of a part, in order. Appends a row of FACTS to `facts` for every entry."""
+    """Yield the usable images of a part, in order.
+
+    Appends a row of FACTS to `facts` for every entry, and fills `masks` by sample_id, if the source has masks.
+    """
     is_new = pa.array([one is None for one in reusable], pa.bool_())
     source = config.source
     new_images = catalog.images(source, files, entries.filter(is_new))
-    for number, (entry, before) in enumerate(zip(entries.to_pylist(), reusable, strict=True)):
-        row = {column: entry[name] for column, name in LISTED.items()} | {"digest": entry["digest"]}
+    mask_classes = catalog.mask_classes(source)
+    # read again also for reused images, because they may be in another file, which may have changed
+    own_masks = catalog.masks(source, files, entries) if mask_classes else repeat(None, len(entries))
+    for number, (entry, before, mask) in enumerate(
+        zip(entries.to_pylist(), reusable, own_masks, strict=True)
+    ):
+        listed = {column: entry[name] for column, name in LISTED.items()} | {"digest": entry["digest"]}
+        row = dict(listed)
         facts.append(row)
         data = None if before is None else earlier.read(before)
         if before is not None and data is not None:
@@ -333,6 +356,12 @@ def _samples(
             row |= examined.columns()
             row |= {"content_id": content_id(digest), "sample_id": sample_id(digest, entry["key"])}
             row |= {"length": len(data), "checksum": xxhash.xxh3_64_intdigest(data)}
+        if mask is not None:
+            try:
+                masks[row["sample_id"]] = _stored_mask(mask, row, len(mask_classes))
+            except UserError as error:
+                facts[-1] = listed | {"reason": f"mask: {error}"}
+                continue
         yield Sample._make((row | {"image": data})[name] for name in Sample._fields)
 
 
@@ -347,6 +376,14 @@ def _examined(image: bytes | NDArray[np.uint8] | UserError) -> tuple[bytes, Fact
     if isinstance(image, bytes):
         return image, examine(image)
     return image.tobytes(), examine_pixels(image)
+
+
+def _stored_mask(mask: Mask | UserError, row: dict[str, Any], num_classes: int) -> StoredMask:
+    """Return the mask of the image that `row` is of. Raises UserError: the reason why it cannot be used."""
+    if isinstance(mask, UserError):
+        raise mask
+    check_mask(mask, row["width"], row["height"], num_classes)
+    return StoredMask.of(mask)
 
 
 def _check_shrinkable(config: Ingest, listing: Listing) -> None:

@@ -38,6 +38,7 @@ from pipelines.results.accuracies import (
     comparison_table,
     list_reports,
     list_results,
+    metrics_table,
     verdict_lines,
     vtab_table,
 )
@@ -75,7 +76,7 @@ def report_list(
     A result is the mean on test over the draws of one artifact, method and number of labels. Lists start with the
     oldest. The best result is the one with the highest mean; in a tie, the newest. With --best, `judged` is the number
     of results that this test set has judged in the same setting, and `optimism` how much the best of so many equally
-    good ones is expected to exceed its true accuracy, at most.
+    good ones is expected to exceed its true accuracy, at most (accuracy only).
     """
     opened = open_(store, create=False)
     if task is None and stage is None and best is None:
@@ -219,8 +220,10 @@ def show_report(store: Store, manifest: Manifest) -> None:
     """Print a report's tables (VTAB's too), its verdict, and the path of its page."""
     folder = local_files(store, manifest)
     report = json.loads((folder / "report.json").read_text())
-    if len(report["accuracies"]) <= MOST_LINES:
+    if report["accuracies"] and len(report["accuracies"]) <= MOST_LINES:
         console.print(accuracy_table(report))
+    if metrics := report.get("other_metrics"):
+        console.print(metrics_table(metrics))
     for score in report.get("vtab", []):
         if score["trained"]:
             console.print(vtab_table(score))

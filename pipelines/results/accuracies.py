@@ -89,6 +89,27 @@ def accuracy_table(report: dict[str, Any]) -> Table:
     return table
 
 
+def metrics_table(metrics: list[dict[str, Any]]) -> Table:
+    """Return a table of a report's metrics other than accuracy, in percent, at most 80 columns wide."""
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    table.add_column("method", overflow="fold")
+    for name in ("metric", "mean %", "draws", "images"):
+        table.add_column(name, justify="right", no_wrap=True)
+    table.add_column("artifact", no_wrap=True)
+    last_heading = ""
+    for line in metrics:
+        heading = f"{line['task']}, {line['protocol']}"
+        if line["labels_per_class"] is not None:
+            heading += f", {_labels(line)}"
+        if heading != last_heading:
+            table.add_section()
+            table.add_row(Text(heading, style="bold"))
+        counts = (f"{100 * line['value']:.1f}", str(line["draws"]), str(line["num_images"]))
+        table.add_row(*map(Text, (f"  {line['method']}", line["metric"], *counts, line["artifact"][:8])))
+        last_heading = heading
+    return table
+
+
 def vtab_table(score: dict[str, Any]) -> Table:
     """Return a table of one VTAB score of a report, in percent, at most 80 columns wide.
 
@@ -147,7 +168,7 @@ def list_results(store: Store, task: str | None, stage: str | None, best: str | 
 
     The oldest result comes first. With `best`, a metric, only the highest of each (task, protocol, number of labels)
     that covers all of test is listed, with `judged`, the number of results that this test set has judged there, and
-    `optimism`, see `expected_optimism`.
+    `optimism`, see `expected_optimism`; None for other metrics than accuracy.
 
     Raises:
         RecipeError: there are no results with this task, stage or metric.
@@ -172,7 +193,7 @@ def list_results(store: Store, task: str | None, stage: str | None, best: str | 
         results = [row for row in results if value in {None, row[column]}]
     if best is None:
         return results
-    from ray_jobs.evaluation.rows import is_apart
+    from ray_jobs.evaluation.rows import ACCURACY, is_apart
 
     def setting(row: dict[str, Any]) -> tuple[Any, ...]:
         return row["task"], row["protocol"], row["labels_per_class"], row["metric"]
@@ -184,7 +205,12 @@ def list_results(store: Store, task: str | None, stage: str | None, best: str | 
             highest[setting(row)] = row
     for found, row in highest.items():
         row["judged"] = judged[found]
-        row["optimism"] = expected_optimism(judged[found], row["mean"], row["num_images"])
+        # the formula is for counts of right images
+        row["optimism"] = (
+            expected_optimism(judged[found], row["mean"], row["num_images"])
+            if row["metric"] == ACCURACY
+            else None
+        )
     return [row for row in results if row in highest.values()]
 
 
@@ -213,10 +239,13 @@ def compare(store: Store, a: str, b: str) -> dict[str, Any]:
     adjusted for multiple comparisons.
 
     Raises:
-        RecipeError: A or B matches no measurements.
+        RecipeError: A or B matches no measured accuracies.
     """
     manifests = list(all_manifests(store))
     sides = [_entries(store, _measured(store, manifests, selector)) for selector in (a, b)]
+    for selector, side in zip((a, b), sides, strict=True):
+        if not side:
+            raise RecipeError(f"{selector}: no accuracies to compare; `report list` shows its mAP and mIoU")
     settings = sorted({setting for side in sides for setting in side}, key=_sort_key)
     both = [setting for setting in settings if all(setting in side for side in sides)]
     only = [

@@ -51,7 +51,7 @@ class Column(NamedTuple):
 
 _ORIGIN = (
     Column("artifact", "VARCHAR", "key of the artifact that contains the row"),
-    Column("job", "VARCHAR", "the job that made it: evaluate, baselines, finetune"),
+    Column("job", "VARCHAR", "the job that made it: evaluate, segment, baselines, finetune"),
     Column("stage", "VARCHAR", "its stage's name in the recipe"),
     Column("run", "VARCHAR", "the run that made it"),
     Column("finished", "TIMESTAMP", "when it was committed, UTC"),
@@ -62,14 +62,14 @@ _ORIGIN = (
 _RESULT = Column(
     "result",
     "VARCHAR",
-    "the result's name, for GROUP BY: its task, labels, protocol, method, stage and artifact",
+    "the result's name, for GROUP BY: its task, labels, protocol, method, stage, artifact, and metric if not accuracy",
 )
-# The columns that `rows` and `predictions` share.
+# The columns that `rows`, `predictions` and `confusion` share.
 _SHARED = (
     *_ORIGIN,
     _RESULT,
     Column("task", "VARCHAR", "the dataset's name; a name that ends in ' (ReaL)': scored by ReaL's labels"),
-    Column("protocol", "VARCHAR", "few-shot linear, linear probe, fine-tuning or baseline"),
+    Column("protocol", "VARCHAR", "few-shot linear, linear probe, fine-tuning, baseline, retrieval, ..."),
     Column("method", "VARCHAR", "what was measured, such as 'ViT, pretrained'"),
     Column("labels_per_class", "INTEGER", "labels per class that it learned from; NULL: all"),
     Column("draw", "INTEGER", "number of the draw of these labels, from 0"),
@@ -81,13 +81,15 @@ _RESULT_SQL = """concat(
     CASE WHEN labels_per_class IS NULL THEN 'all labels' WHEN labels_per_class = 1 THEN '1 label per class'
          ELSE labels_per_class || ' labels per class' END,
     ', ', protocol, ': ', method, ' (', stage, ' ', artifact[:8], ')')"""
-# The columns of `rows` and `predictions` after `result` are those of ray_jobs.evaluation.rows.
+_METRIC_SQL = "CASE WHEN metric = 'accuracy' THEN '' ELSE ', ' || metric END"
+_FILES = ("rows", "predictions", "confusion")
+# Their columns after `result` are those of ray_jobs.evaluation.rows, and of ray_jobs.segment.
 TABLES = {
     "rows": (
         *_SHARED,
         Column("split", "VARCHAR", "the images that it was measured on: test"),
-        Column("metric", "VARCHAR", "accuracy"),
-        Column("value", "DOUBLE", "the measured number; accuracies are fractions"),
+        Column("metric", "VARCHAR", "accuracy, mAP or mIoU"),
+        Column("value", "DOUBLE", "the measured number, a fraction"),
         Column("num_images", "INTEGER", "number of images that it was measured on"),
         Column("selected_on", "VARCHAR", "what the settings were selected on"),
         Column("settings", "VARCHAR", "the settings, a JSON object"),
@@ -114,6 +116,13 @@ TABLES = {
             "probability of the prediction after temperature scaling on held-out images; NULL if none were",
         ),
         Column("calibrated_nll", "FLOAT", "nll after temperature scaling"),
+    ),
+    "confusion": (
+        *_SHARED,
+        Column("sample_id", "VARCHAR", "the test image"),
+        Column("label", "VARCHAR", "the class of pixels in its mask"),
+        Column("prediction", "VARCHAR", "their predicted class"),
+        Column("pixels", "BIGINT", "how many of the image's pixels have this label and this prediction"),
     ),
     "artifacts": (
         Column("artifact", "VARCHAR", "key"),
@@ -308,7 +317,7 @@ def define_tables(connection: DuckDBPyConnection, store: Store, named: set[str])
         records["artifacts"] = [_artifact(manifest) for manifest in manifests]
     if "runs" in named:
         records["runs"] = _runs(store)
-    for name in ("rows", "predictions"):
+    for name in _FILES:
         files = _files(store, manifests, f"{name}.parquet") if name in named else {}
         if files:
             _define_view(connection, name, files, groups)
@@ -374,7 +383,8 @@ def _define_view(
     ]
     written = TABLES[name][len(_ORIGIN) + 1 :]
     own = [f'"{column.name}"::{column.type} AS "{column.name}"' for column in written]
-    shown = ", ".join([*origin, f"{_RESULT_SQL} AS {_RESULT.name}", *own])
+    result = f"concat({_RESULT_SQL}, {_METRIC_SQL})" if name == "rows" else _RESULT_SQL
+    shown = ", ".join([*origin, f"{result} AS {_RESULT.name}", *own])
     # A file written by an earlier version may lack a newer column, which is then NULL.
     empty = ", ".join(f'NULL::{column.type} AS "{column.name}"' for column in written)
     files_read = (

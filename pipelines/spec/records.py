@@ -154,6 +154,9 @@ class ShapesSource(FileSource):
         1, ge=1, le=9, description="most figures per image, equal except for their positions"
     )
     seed: Seed = 0
+    masks: bool = later(
+        False, description="also draw each image's mask, for the stage segment: the background and the shapes"
+    )
 
     @model_validator(mode="after")
     def _label_can_be_told(self) -> Self:
@@ -166,5 +169,5 @@ class ShapesSource(FileSource):
         return self
 
     def where(self) -> InPackage:
-        """The module that draws: the result depends on nothing else."""
-        return InPackage("ray_jobs", "sources/readers", "shapes.py")
+        """The module that draws, and with masks that of the masks: the result depends on nothing else."""
+        return InPackage("ray_jobs", "sources/readers", "shape*.py" if self.masks else "shapes.py")

@@ -132,6 +132,15 @@ class Ingest(_Stage):
         0.01, ge=0, le=1, description="the stage fails if a larger fraction of images is damaged"
     )
 
+    @model_validator(mode="after")
+    def _masks_fit(self) -> Self:
+        if self.short_side is not None and getattr(self.source, "masks", False):
+            raise ValueError(
+                f"short_side {self.short_side}: masks are of the original images' size; remove short_side or"
+                " source.masks"
+            )
+        return self
+
 
 # What the authors' ViTs were trained with (BiT, AugReg, most of timm's), and what torchvision, DeiT and DINO take.
 MEAN_AND_STD = {
@@ -854,6 +863,11 @@ class Evaluate(_Stage):
         "train", description="the splits that labels are drawn from; test is scored"
     )
     linear_probe: bool = later(False, description="also evaluate with all labels of the support")
+    retrieval: bool = later(
+        False,
+        description="also rank, for each test image, all other test images by cosine similarity: mean average precision"
+        " (mAP), with the images of the query's class as the relevant ones",
+    )
     eval_crop: EvalCrop | None = later(
         None, description="how images are made square; null: as the model's contract says"
     )
@@ -892,6 +906,18 @@ class Evaluate(_Stage):
         return self
 
 
+class Segment(_Stage):
+    """Linear segmentation of a frozen backbone's patch tokens, beside the pixels of patches and untrained weights."""
+
+    KIND: ClassVar[str] = "evaluation"
+    job: Literal["segment"]
+    data: str = takes("dataset", description="a data set with masks: its source has `masks: true`")
+    backbone: Backbone = takes("model", description=_BACKBONE)
+    seen_in_training: SeenInTraining = seen_in_training()
+    seed: Seed = Field(0, description="of the untrained weights")
+    threads: int = execution(1, ge=1)
+
+
 class Baselines(_Stage):
     """Classifiers on pixels (scikit-learn), given the same labels and folds as a fine-tuning."""
 
@@ -926,7 +952,8 @@ class Report(_Stage):
 
 
 Stage = Annotated[
-    Ingest | Import | Pretrain | Finetune | Evaluate | Baselines | Report, Field(discriminator="job")
+    Ingest | Import | Pretrain | Finetune | Evaluate | Segment | Baselines | Report,
+    Field(discriminator="job"),
 ]
 STAGE_TYPES: dict[str, type[_Stage]] = {
     "ingest": Ingest,
@@ -934,10 +961,11 @@ STAGE_TYPES: dict[str, type[_Stage]] = {
     "pretrain": Pretrain,
     "finetune": Finetune,
     "evaluate": Evaluate,
+    "segment": Segment,
     "baselines": Baselines,
     "report": Report,
 }
-AnyStage = Ingest | Import | Pretrain | Finetune | Evaluate | Baselines | Report
+AnyStage = Ingest | Import | Pretrain | Finetune | Evaluate | Segment | Baselines | Report
 
 
 def module(job: str) -> str:

@@ -174,6 +174,11 @@ class VtabSource(FileSource):
         "published",
         description="raw: the authors' files, for tasks whose images VTAB shrank or re-encoded",
     )
+    masks: bool = later(
+        False,
+        description="oxford_iiit_pet only: also keep the trimaps, for the stage segment: background and pet; the border"
+        " between them is ignored",
+    )
 
     @property
     def name(self) -> str:
@@ -186,6 +191,8 @@ class VtabSource(FileSource):
             raise ValueError(
                 f"dev_fraction {self.dev_fraction}: VTAB-1k's dev has 200 images; it is for subset: whole"
             )
+        if self.masks and self.task != "oxford_iiit_pet":
+            raise ValueError(f"masks: only oxford_iiit_pet has them; remove it for {self.task}")
         return self
 
     def where(self) -> Below:

@@ -5,6 +5,7 @@ In: samples. Out, in one folder:
     dataset.json              the dataset's name, classes, splits and shards
     index.parquet             one row per image: identity, label, split, position of its bytes
     shards/00000.parquet ...  the images, ordered by a hash of their names
+    masks/00000.parquet ...   of some sources, the masks of each shard's images (`ray_jobs.data.masks`)
 
 Shards do not contain splits. Splits depend on copies and groups and can only be decided after all images were read,
 while each image is read, decoded and written once. Rows of a split are ordered by a hash of their sample_id, which does
@@ -23,12 +24,12 @@ import hashlib
 import json
 import math
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
-from typing import Annotated, Literal, NamedTuple, Self
+from typing import Annotated, Any, Literal, NamedTuple, Self
 
 import numpy as np
 import psutil
@@ -50,6 +51,7 @@ from pipelines.store import Manifest, Store, local_files
 from ray_jobs.data.cache import Cache
 from ray_jobs.data.columns import INDEX, SHARD, Sample
 from ray_jobs.data.decode import square
+from ray_jobs.data.masks import Mask, decode_mask, mask_file, read_masks
 from ray_jobs.data.reading import LocalShards, Reader, RemoteShards, Shards
 from vit_model.config import Preprocessing
 from vit_model.errors import UserError
@@ -104,6 +106,8 @@ class DatasetInfo(_Frozen):
     """How the images or their splits came about, as far as a reader of results must know it."""
     short_side: PositiveInt | None = None
     """Pixels; larger images were shrunk to it and encoded again. None: all images are the authors' bytes."""
+    mask_classes: tuple[str, ...] = ()
+    """The names of the values in the images' masks (`ray_jobs.data.masks`); empty, and not written: no masks."""
 
     @model_validator(mode="after")
     def _all_splits(self) -> Self:
@@ -117,18 +121,24 @@ def content_digest(
     samples: Iterable[tuple[str, int, str, list[int] | None]],
     class_names: Sequence[str],
     short_side: int | None = None,
+    mask_classes: Sequence[str] = (),
+    masks: Mapping[str, str] | None = None,
 ) -> str:
     """Return the identity of a dataset's name and content, which does not depend on how its files are laid out.
 
     Args:
         samples: (sample_id, label, split, labels), in any order.
+        masks: with `mask_classes`, sample_id -> the digest of the image's mask.
     """
     digest = hashlib.sha256(json.dumps([name, *class_names]).encode())
     if short_side is not None:
         digest.update(json.dumps({"short_side": short_side}).encode())
+    if mask_classes:
+        digest.update(json.dumps({"mask_classes": list(mask_classes)}).encode())
     for sample_id, label, split, labels in sorted(samples, key=lambda sample: sample[0]):
-        several = [] if labels is None else [labels]
-        digest.update(json.dumps([sample_id, int(label), split, *several]).encode())
+        several: list[Any] = [] if labels is None else [labels]
+        mask = [] if masks is None else [{"mask": masks[sample_id]}]
+        digest.update(json.dumps([sample_id, int(label), split, *several, *mask]).encode())
     return digest.hexdigest()
 
 
@@ -209,8 +219,13 @@ def write_dataset(
     index: pa.Table,
     notes: Sequence[str] = (),
     short_side: int | None = None,
+    mask_classes: Sequence[str] = (),
+    masks: Mapping[str, str] | None = None,
 ) -> DatasetInfo:
     """Write dataset.json and index.parquet beside the shards. `index` is a table of INDEX.
+
+    Args:
+        masks: with `mask_classes`, as in `content_digest`; None: the images have no masks.
 
     Raises:
         UserError: two images have the same sample_id.
@@ -239,11 +254,17 @@ def write_dataset(
             ),
             class_names,
             short_side,
+            mask_classes,
+            masks,
         ),
         notes=tuple(notes),
         short_side=short_side,
+        mask_classes=tuple(mask_classes),
     )
-    text = json.dumps(info.model_dump(mode="json"), indent=1, ensure_ascii=False)
+    without: set[str] = (
+        set() if mask_classes else {"mask_classes"}
+    )  # a dataset without masks is as before there were any
+    text = json.dumps(info.model_dump(mode="json", exclude=without), indent=1, ensure_ascii=False)
     (folder / "dataset.json").write_text(text + "\n", encoding="utf-8")
     return info
 
@@ -380,6 +401,22 @@ class Dataset:
             with ThreadPoolExecutor(os.cpu_count()) as pool:
                 list(pool.map(decode, range(0, len(rows), _DECODE_CHUNK)))
         return output
+
+    def masks(self, split: Split, indices: ArrayLike) -> Iterator[Mask]:
+        """Yield the mask [h, w] of each of these rows of a split, in their order, at the image's own size.
+
+        Raises:
+            UserError: the dataset has no masks.
+        """
+        if not self.info.mask_classes:
+            raise UserError(
+                f"dataset {self.info.name} has no masks; add `masks: true` to its source (shapes, or vtab with task"
+                " oxford_iiit_pet)"
+            )
+        rows = self.index(split).take(np.asarray(indices, np.int64))
+        shards = sorted(pc.unique(rows["shard"]).to_pylist())
+        paths = [self.folder / mask_file(self.info.shards[shard].file) for shard in shards]
+        yield from map(decode_mask, read_masks(paths, rows["sample_id"].combine_chunks()))
 
     def is_raw(self, preprocessing: Preprocessing) -> bool:
         """Return whether images are stored as raw pixels of exactly the size that the model takes."""

@@ -24,21 +24,22 @@ def save_evaluation(
 ) -> Result:
     """Write the two tables of an evaluation, beside `others` that it has written.
 
-    The artifact's metrics are the accuracies, averaged over draws, and the overlap of training and test images.
+    The artifact's metrics are the rows' values, averaged over draws, and the overlap of training and test images.
     """
     with context.staging() as staging:
         tables.write_table(staging.path / "rows.parquet", rows, tables.ROWS)
         tables.write_predictions(staging.path / "predictions.parquet", predictions)
     files = (*staging.files, *others)
-    return Result(tables.digest_rows(rows, tables.ROWS), files, mean_accuracies(rows) | overlap.metrics)
+    return Result(tables.digest_rows(rows, tables.ROWS), files, mean_values(rows) | overlap.metrics)
 
 
-def mean_accuracies(rows: list[Any]) -> dict[str, float | int | str]:
-    """Return the mean accuracy over draws, by method, number of labels and protocol."""
+def mean_values(rows: list[Any]) -> dict[str, float | int | str]:
+    """Return the mean over draws, by method, metric unless it is accuracy, number of labels and protocol."""
     groups: dict[str, list[float]] = {}
     for row in rows:
         labels = "all" if row["labels_per_class"] is None else row["labels_per_class"]
         real = tables.REAL if row["task"].endswith(tables.REAL) else ""
         protocol = "" if row["protocol"] in _UNNAMED else f", {row['protocol'].removeprefix('few-shot ')}"
-        groups.setdefault(f"{row['method']} @ {labels}{real}{protocol}", []).append(row["value"])
+        metric = "" if row["metric"] == tables.ACCURACY else f", {row['metric']}"
+        groups.setdefault(f"{row['method']}{metric} @ {labels}{real}{protocol}", []).append(row["value"])
     return {name: float(np.mean(values)) for name, values in groups.items()}

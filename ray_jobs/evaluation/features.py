@@ -31,6 +31,7 @@ from ray_jobs.evaluation.cost import Cost
 from ray_jobs.evaluation.frozen import drawn
 from ray_jobs.evaluation.leakage import COMPARED
 from ray_jobs.evaluation.measuring import forward_cost
+from ray_jobs.evaluation.tasks import Run
 from ray_jobs.process.devices import device, set_threads
 from ray_jobs.process.stage import Context
 from vit_model.build import Network, build
@@ -42,14 +43,13 @@ from vit_model.weights import load_model, read_contract, transfer_backbone
 
 # The pixels of larger images are reduced to this side; more inputs would be too many for a linear probe.
 PIXELS_SIDE = 32
+PIXELS, PIXELS_STANDARDISED = "pixels", "pixels, standardised"
 UNTRAINED = "untrained"
 INITIALISATIONS = 3  # of untrained weights, from the stage's seed on
 BATCH = 256  # images per forward pass
 DECODED = 4 * BATCH  # images in memory at once; 450 MB at 384 x 384 pixels
 
 Embed = Callable[[NDArray[Any]], NDArray[Any]]
-Run = Callable[[Callable[..., Any], list[tuple[Any, ...]]], list[Any]]
-"""Call a function with each of these arguments, here or on the cluster; return the results in order."""
 
 
 class Features(NamedTuple):
@@ -190,8 +190,8 @@ def features_of(
     small = preprocessing.model_copy(update={"resolution": min(preprocessing.resolution, PIXELS_SIDE)})
     pixels = [_read(dataset, split, rows, small, [_as_vectors])[0] for split, rows in parts]
     pair = _paired(pixels, support)
-    yield Features("pixels", [pair], False)
-    yield Features("pixels, standardised", [pair], True)
+    yield Features(PIXELS, [pair], False)
+    yield Features(PIXELS_STANDARDISED, [pair], True)
 
 
 def _parts(dataset: Dataset, support: Support) -> list[tuple[Split, NDArray[np.int64]]]:

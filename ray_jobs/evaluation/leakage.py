@@ -25,7 +25,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
-from pipelines.spec import BACKBONE_FIELDS, AnyStage, Evaluate, Finetune, Ingest, Labels
+from pipelines.spec import BACKBONE_FIELDS, AnyStage, Evaluate, Finetune, Ingest, Labels, Segment
 from pipelines.store import InputRef, Manifest, Store, contract_of, local_file, read_current, read_manifest
 from ray_jobs.data.near_duplicates import is_near
 from ray_jobs.data.shards import Dataset
@@ -95,7 +95,11 @@ def check_leakage(context: Context[AnyStage], dataset: Dataset, labelled: pa.Tab
     own = pa.concat_tables([dataset.index(split).select(["content_id"]) for split in ("train", "dev")])
     overlap = find_overlap(test, own, labelled, [training.images for training in trainings])
     config = context.config  # only stages with a backbone can have seen images
-    if overlap.seen.any() and isinstance(config, Evaluate | Finetune) and config.seen_in_training == "fail":
+    if (
+        overlap.seen.any()
+        and isinstance(config, Evaluate | Finetune | Segment)
+        and config.seen_in_training == "fail"
+    ):
         raise UserError(_refusal(config, test, overlap, trainings))
     if unknown and dataset.info.content_digest in named:
         overlap = overlap._replace(labels_seen=len(labelled))
@@ -122,7 +126,7 @@ def log_lines(overlap: Overlap) -> list[str]:
 
 
 def _refusal(
-    config: Evaluate | Finetune, test: pa.Table, overlap: Overlap, trainings: Sequence[Training]
+    config: Evaluate | Finetune | Segment, test: pa.Table, overlap: Overlap, trainings: Sequence[Training]
 ) -> str:
     seen = test["content_id"].filter(pa.array(overlap.seen))
     counts = [

@@ -45,7 +45,7 @@ ROWS = pa.schema(
         _column("labels_per_class", pa.int32(), nullable=True),  # null: all labels
         _column("draw", pa.int32()),
         _column("split", pa.string()),
-        _column("metric", pa.string()),  # "accuracy"
+        _column("metric", pa.string()),  # one of FRACTIONS
         _column("value", pa.float64()),  # a fraction
         _column("num_images", pa.int32()),
         _column("selected_on", pa.string()),  # what the settings were selected on
@@ -79,6 +79,8 @@ PREDICTIONS = pa.schema(
         *PROBABILITIES,
     ]
 )
+ACCURACY, MEAN_AP, MEAN_IOU = "accuracy", "mAP", "mIoU"  # only accuracies have rows in predictions.parquet
+FRACTIONS = (ACCURACY, MEAN_AP, MEAN_IOU)
 _SMALLEST = {"labels_per_class": 1, "num_images": 1}  # every other integer starts at 0
 _LARGEST = 2**31 - 1
 # Every draw repeats the ids of the test split, so they belong in one dictionary. 73,728 ids of 32 letters take 2.7 MB;
@@ -145,16 +147,9 @@ def scored(
         scorings.append((truth.task + REAL, *_score_real(truth.real, predictions)))
     ids = pa.array(truth.ids, pa.string())
     pairs = []
-    for task, method, places, correct in _split_by_seen(scorings, common["method"], truth.seen):
+    for task, method, places, correct in split_by_seen(scorings, common["method"], truth.seen):
         fixed = {"task": task} | common | {"method": method}
-        row = fixed | {
-            "split": "test",
-            "metric": "accuracy",
-            "value": float(correct.mean()),
-            "num_images": len(places),
-            "selected_on": selected_on,
-            "settings": json.dumps(settings, sort_keys=True),
-        }
+        row = measurement(fixed, ACCURACY, float(correct.mean()), len(places), selected_on, settings)
         columns = {
             "sample_id": ids.take(pa.array(places)),
             "label": truth.labels[places],
@@ -176,7 +171,67 @@ def scored(
     return pairs
 
 
-def _split_by_seen(
+def mean_of_images(
+    common: Row, truth: Truth, metric: str, values: NDArray[np.float64], settings: dict[str, Any]
+) -> list[Row]:
+    """Return a row of ROWS with the mean over test images; two, as `scored`, if the model was trained on some of them.
+
+    Args:
+        common: protocol, method, labels_per_class and draw.
+        values: [n]; an image with NaN does not count.
+    """
+    places = np.flatnonzero(~np.isnan(values))
+    parts = split_by_seen([(truth.task, places, values[places])], common["method"], truth.seen)
+    return [
+        measurement(
+            {"task": task} | common | {"method": method},
+            metric,
+            float(own.mean()),
+            len(own),
+            "nothing",
+            settings,
+        )
+        for task, method, _, own in parts
+        if len(own)
+    ]
+
+
+def mean_ap_of_real(
+    common: Row, truth: Truth, value: float | None, selected_on: str, settings: dict[str, Any]
+) -> list[Row]:
+    """Return a row with the mean average precision of ReaL's labels.
+
+    There is no row without such labels, nor if the model was trained on some of the images, because a ranking of all
+    of them cannot be divided.
+
+    Args:
+        common: protocol, method, labels_per_class and draw.
+    """
+    if value is None or truth.real is None or (truth.seen is not None and truth.seen.any()):
+        return []
+    count = int(np.count_nonzero(truth.real.value_lengths().fill_null(0).to_numpy()))
+    return [measurement({"task": truth.task + REAL} | common, MEAN_AP, value, count, selected_on, settings)]
+
+
+def measurement(
+    common: Row, metric: str, value: float, num_images: int, selected_on: str, settings: dict[str, Any]
+) -> Row:
+    """Return a row of ROWS about test.
+
+    Args:
+        common: task, protocol, method, labels_per_class and draw.
+    """
+    return common | {
+        "split": "test",
+        "metric": metric,
+        "value": value,
+        "num_images": num_images,
+        "selected_on": selected_on,
+        "settings": json.dumps(settings, sort_keys=True),
+    }
+
+
+def split_by_seen(
     scorings: Iterable[tuple[str, NDArray[Any], NDArray[Any]]], method: str, seen: NDArray[np.bool_] | None
 ) -> Iterator[tuple[str, str, NDArray[Any], NDArray[Any]]]:
     """Yield (task, method, places, correct) per (task, places, correct), two if some images were seen in training."""
@@ -216,8 +271,8 @@ def write_table(path: Path, rows: Sequence[Row], schema: Any) -> None:
 
     Raises ValueError, naming row, column and value, if a row has other columns than the schema, or if a value has
     another type than its column's (numpy scalars are not converted), is null in a column that is not nullable, is a
-    negative or too large integer, a float that is not finite, an accuracy outside [0, 1], or settings that are not a
-    JSON object with sorted keys.
+    negative or too large integer, a float that is not finite, one of FRACTIONS outside [0, 1], or settings that are not
+    a JSON object with sorted keys.
     """
     columns = _checked_columns(rows, schema)
     table = pa.table([pa.array(columns[field.name], field.type) for field in schema], schema=schema)
@@ -260,10 +315,8 @@ def _checked_columns(rows: Sequence[Row], schema: Any) -> dict[str, list[Any]]:
                 raise ValueError(f"{field.name} of row {number} is {value!r}; it must be {expected}")
     for number, metric in enumerate(columns.get("metric", [])):
         value = columns["value"][number]
-        if metric == "accuracy" and not 0.0 <= value <= 1.0:
-            raise ValueError(
-                f"value of row {number} is {value!r}; an accuracy must be a fraction from 0 to 1"
-            )
+        if metric in FRACTIONS and not 0.0 <= value <= 1.0:
+            raise ValueError(f"value of row {number} is {value!r}; {metric} must be a fraction from 0 to 1")
     return columns
 
 

@@ -113,6 +113,8 @@ def gather(context: Context[Report]) -> ReportData:
         "environments": provenance.environments(parts),
         "protocols": provenance.protocols(parts),
     }
+    if other_metrics := measures.other_metrics(rows):
+        numbers["other_metrics"] = [line | {"seen": _seen(line, metrics)} for line in other_metrics]
     return ReportData(
         numbers,
         rows,
@@ -197,6 +199,13 @@ def _accuracy(
         "selected_on": list(entry.selected_on),
         "settings": [json.loads(settings) for settings in entry.settings],
     }
+
+
+def _seen(line: Mapping[str, Any], metrics: Mapping[str, Mapping[str, float | int | str]]) -> str:
+    """Describe which test images the model of a line was trained on; empty if it has no trained model."""
+    if any(word in line["method"] for word in ("pixels", "untrained", "majority")):
+        return ""
+    return provenance.seen_in_training(metrics[line["artifact"]])
 
 
 def _probabilities(entry: Entry) -> dict[str, Any] | None:

@@ -7,6 +7,7 @@ pyarrow only.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -20,7 +21,7 @@ import pyarrow.parquet as pq
 
 from pipelines.store import Manifest
 from ray_jobs.evaluation.intervals import Interval, accuracy_interval
-from ray_jobs.evaluation.rows import PREDICTIONS, ROWS
+from ray_jobs.evaluation.rows import ACCURACY, PREDICTIONS, ROWS, is_apart
 from vit_model.errors import UserError
 
 _FROM = [pa.field("artifact", pa.string(), nullable=False), pa.field("stage", pa.string(), nullable=False)]
@@ -123,11 +124,50 @@ def entries(rows: Any, predictions: Any, seeds: dict[str, int | None]) -> list[E
     """
     measured: dict[tuple[Any, ...], dict[int, dict[str, Any]]] = {}
     for row in rows.to_pylist():
-        if row["metric"] == "accuracy" and row["split"] == "test":
+        if row["metric"] == ACCURACY and row["split"] == "test":
             measured.setdefault(tuple(row[name] for name in _ENTRY), {})[row["draw"]] = row
     ids, predicted = _by_draw(predictions)
     lines = [_entry(key, draws, ids, predicted, seeds.get(key[0])) for key, draws in measured.items()]
     return sorted(lines, key=_sort_key)
+
+
+def other_metrics(rows: Any) -> list[dict[str, Any]]:
+    """Return a line per method and metric other than accuracy: the mean on test over its draws, the best first.
+
+    Lines have task, protocol, method, labels_per_class, metric, value, draws, num_images, stage, artifact, apart
+    (`is_apart`), and the distinct selected_on and settings. These metrics have no interval.
+
+    Args:
+        rows: a table of REPORT_ROWS.
+    """
+    measured: dict[tuple[Any, ...], dict[int, dict[str, Any]]] = {}
+    for row in rows.to_pylist():
+        if row["metric"] != ACCURACY and row["split"] == "test":
+            setting = tuple(row[name] for name in (*_ENTRY, "metric"))
+            measured.setdefault(setting, {})[row["draw"]] = row
+    lines = [
+        dict(zip((*_ENTRY, "metric"), setting, strict=True))
+        | {
+            "value": float(np.mean([row["value"] for row in draws.values()])),
+            "draws": len(draws),
+            "num_images": next(iter(draws.values()))["num_images"],
+            "apart": is_apart(setting[_ENTRY.index("method")]),
+            "selected_on": list(_distinct(draws, "selected_on")),
+            "settings": [json.loads(settings) for settings in _distinct(draws, "settings")],
+        }
+        for setting, draws in measured.items()
+    ]
+    return sorted(
+        lines,
+        key=lambda line: (
+            line["task"],
+            line["protocol"],
+            line["labels_per_class"] or 0,
+            line["metric"],
+            line["apart"],
+            -line["value"],
+        ),
+    )
 
 
 def _by_draw(predictions: Any) -> tuple[_Ids, dict[tuple[Any, ...], _Draw]]:

@@ -15,7 +15,7 @@ from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
 from ray_jobs.reporting.gather import ReportData
-from ray_jobs.reporting.verdicts import CONCLUSIONS, percent, points, sort_of_learning
+from ray_jobs.reporting.verdicts import CONCLUSIONS, labels_text, percent, points, sort_of_learning
 
 TEMPLATE = Path(__file__).with_suffix(".html.j2")
 
@@ -41,6 +41,7 @@ def render(data: ReportData) -> str:
     return environment.get_template(TEMPLATE.name).render(
         **data.numbers,
         groups=groups(data.numbers["accuracies"]),
+        other_groups=other_groups(data.numbers.get("other_metrics", [])),
         figures={name: Markup(svg) for name, svg in data.figures.items()},  # noqa: S704 - made by matplotlib, text escaped
         sheets=data.sheets,
         images=data.images,
@@ -61,6 +62,17 @@ def groups(accuracies: list[dict[str, Any]]) -> list[tuple[str, list[dict[str, A
         (name, sorted(lines, key=lambda line: (line["apart"], -line["accuracy"])))
         for name, lines in groupby(accuracies, heading)
     ]
+
+
+def other_groups(metrics: list[dict[str, Any]]) -> list[tuple[str, list[dict[str, Any]]]]:
+    """Group the lines of metrics other than accuracy under headings, in their order."""
+
+    def heading(line: dict[str, Any]) -> str:
+        shots = line["labels_per_class"]
+        few = [] if shots is None else [labels_text(shots, None)]
+        return ", ".join([line["task"], line["protocol"], *few])
+
+    return [(name, list(lines)) for name, lines in groupby(metrics, heading)]
 
 
 def scale(accuracies: list[dict[str, Any]]) -> float:

@@ -74,6 +74,7 @@ def _protocol(manifest: Manifest, folder: Path, names: Mapping[str, str]) -> str
         "import": _import,
         "finetune": _finetune,
         "evaluate": _evaluate,
+        "segment": _segment,
         "baselines": _baselines,
     }
     if manifest.job not in descriptions:
@@ -229,12 +230,26 @@ def _evaluate(config: Mapping[str, Any], inputs: Mapping[str, str]) -> str:
     if config.get("linear_probe"):
         supports.append(f"all of {support}")
     classifiers = ", ".join(config.get("classifiers", ("least squares",)))
+    retrieval = (
+        " Retrieval: each test image ranks all other test images by cosine similarity, and those of its class are"
+        " relevant."
+    )
     return (
         f"Linear evaluation of {inputs['backbone']} (frozen) on {inputs['data']}: regularised least "
         f"squares from features to ±1 targets (Dosovitskiy et al., section 4.1), with {' and '.join(supports)}. "
         f"All of test is scored. {chosen}"
         f"{'' if classifiers == 'least squares' else f' Classifiers: {classifiers}.'}"
-        f"{_crop(config.get('eval_crop'))}{_resolution(config.get('resolution'))}{_SEEN}"
+        f"{retrieval * config.get('retrieval', False)}{_crop(config.get('eval_crop'))}"
+        f"{_resolution(config.get('resolution'))}{_SEEN}"
+    )
+
+
+def _segment(config: Mapping[str, Any], inputs: Mapping[str, str]) -> str:
+    return (
+        f"Linear segmentation of {inputs['data']} by the patch tokens of {inputs['backbone']} (frozen): least squares"
+        " from a patch's token to the classes of its pixels, with L2 and the classes' weights selected by mIoU on dev"
+        " after a fit to train; then both are fitted. Images are squashed to the model's square; scores are resized to"
+        f" the mask, bilinearly, and every pixel of test with a class is scored.{_SEEN}"
     )
 
 

@@ -10,6 +10,7 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from pipelines.spec import Source
+from ray_jobs.data.masks import Mask
 from ray_jobs.sources import vtab
 from ray_jobs.sources.archives import containers
 from ray_jobs.sources.archives.entries import Files, Listing
@@ -22,10 +23,12 @@ from ray_jobs.sources.readers import (
     idx,
     imagenet,
     imagenet21k,
+    shape_masks,
     shapes,
     tfds,
     webdataset,
 )
+from ray_jobs.sources.vtab import pet_masks
 from vit_model.errors import UserError
 
 _MODULES = {
@@ -42,6 +45,7 @@ _MODULES = {
     "cifar": cifar,
     "shapes": shapes,
 }
+_WITH_MASKS = {"shapes": shape_masks, "vtab": pet_masks}
 
 
 class _Rows(Protocol):
@@ -77,6 +81,16 @@ def images(
             yield from _processed(processed, source, entries["key"].to_pylist(), contents)
         else:
             yield from contents
+
+
+def mask_classes(source: Source) -> tuple[str, ...]:
+    """Return the names of the classes in the masks of a source's images; empty if it is read without masks."""
+    return _WITH_MASKS[source.kind].MASK_CLASSES if getattr(source, "masks", False) else ()
+
+
+def masks(source: Source, files: Files, entries: pa.Table) -> Iterator[Mask | UserError]:
+    """Yield the mask [h, w] of each entry's image, in order, or why it cannot be used."""
+    yield from _WITH_MASKS[source.kind].masks(cast(Any, source), files, entries)
 
 
 def _processed(

@@ -95,6 +95,7 @@ class RefitEntry(TrialEntry):
     point: dict[str, JsonValue]
     images: FileEntry
     """A table of `_IMAGES` in the ledger's folder, a row per test image."""
+    mean_ap: Fraction | None = None
     curve: tuple[CurvePoint, ...]
     substitutes: NonNegativeInt
     files: tuple[FileEntry, ...]
@@ -137,6 +138,7 @@ def add_refit(
         step=step,
         point=point,
         images=images,
+        mean_ap=refit.score.mean_ap,
         temperature=temperature,
         curve=refit.curve,
         substitutes=refit.substitutes,
@@ -189,7 +191,8 @@ class Ledger:
                 continue
             print(f"draw {draw}: test accuracy {entry.accuracy:.3f} (from attempt {attempt})", flush=True)
             predictions = images["prediction"].to_numpy().astype(np.int64)
-            score = Score(entry.accuracy, entry.loss, predictions, images.select(PROBABILITIES.names))
+            probabilities = images.select(PROBABILITIES.names)
+            score = Score(entry.accuracy, entry.loss, predictions, probabilities, entry.mean_ap)
             return Refit(score, [point.model_dump() for point in entry.curve], entry.substitutes, files)
         return None
 

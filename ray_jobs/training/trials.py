@@ -131,6 +131,7 @@ def refit(
 
     Draw 0's model becomes the artifact's. Workers other than the first return None.
     """
+    from ray_jobs.evaluation.average_precision import multi_label
     from ray_jobs.training.fit import fit, predict, score
     from vit_model.weights import save_model
 
@@ -150,7 +151,10 @@ def refit(
     if worker.rank:
         return None
     test = read_split(context.dataset(context.config.cache_gib), "test")
-    result = score(predict(model, task.contract, test), test.labels, task.temperature)
+    logits = predict(model, task.contract, test)
+    # a class's probability ranks the images; its logarithm has fewer ties
+    mean_ap = multi_label(logits.log_softmax(dim=1).numpy(), test.rows["labels"].combine_chunks())
+    result = score(logits, test.labels, task.temperature)._replace(mean_ap=mean_ap)
     files: tuple[FileEntry, ...] = ()
     if draw == 0:
         with context.staging() as staging:

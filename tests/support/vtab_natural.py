@@ -145,6 +145,17 @@ PETS = ("Abyssinian", "american_bulldog", "beagle", "Bengal")  # class 1 to 4: n
 ODD = {"Abyssinian_5": ("PNG", "RGBA"), "Abyssinian_34": ("GIF", "RGB")}
 
 
+def trimap(picture):
+    """A trimap of a picture's size: 2 (background), in it a square of 1 (pet) with a border of 3."""
+    width, height = Image.open(io.BytesIO(picture)).size
+    values = np.full((height, width), 2, np.uint8)
+    values[height // 4 : -(height // 4), width // 4 : -(width // 4)] = 3
+    values[height // 4 + 2 : -(height // 4) - 2, width // 4 + 2 : -(width // 4) - 2] = 1
+    file = io.BytesIO()
+    Image.fromarray(values).save(file, "PNG")
+    return file.getvalue()
+
+
 def pets():
     names = [f"{name}_{number}" for name in PETS for number in (5, 34, 100, 101, 102, 103)]
     pictures = {}
@@ -162,6 +173,7 @@ def pets():
         ).encode(),
         "annotations/trimaps/._Abyssinian_5.png": b"\0\5\26\7",
     }
+    annotations |= {f"annotations/trimaps/{name}.png": trimap(data) for name, data in pictures.items()}
     archive = {f"images/{name}.jpg": data for name, data in pictures.items()} | {
         "images/Abyssinian_100.mat": b""
     }

@@ -10,7 +10,7 @@ from ray_jobs.sources.vtab import archives, splits
 from ray_jobs.sources.vtab.splits import Records
 from vit_model.errors import UserError
 
-_IMAGES, _ANNOTATIONS = "images.tar.gz", "annotations.tar.gz"
+_IMAGES, ANNOTATIONS = "images.tar.gz", "annotations.tar.gz"
 _LISTS = {"train": "trainval", "test": "test"}
 # PNG and GIF files with the extension of JPEG, and two JPEGs with a damaged end.
 _ODD = frozenset(
@@ -27,19 +27,19 @@ _NOTE = (
 
 def listing(source: VtabSource, files: Files) -> Listing:
     """List images of 37 breeds, in the order of the lists' class numbers, which is not alphabetical (mixed case)."""
-    annotations, images = archives.by_path(files, _ANNOTATIONS), archives.by_path(files, _IMAGES)
+    annotations, images = archives.by_path(files, ANNOTATIONS), archives.by_path(files, _IMAGES)
     names: dict[int, str] = {}
     parts: dict[str, Records] = {}
     for part, name in _LISTS.items():
         path = f"annotations/{name}.txt"
-        rows = [_line(line, path) for line in archives.lines_of(files, _ANNOTATIONS, annotations, path)]
+        rows = [_line(line, path) for line in archives.lines_of(files, ANNOTATIONS, annotations, path)]
         names |= {label: image.rpartition("_")[0] for image, label in rows}
         keys = [f"{image}.jpg" for image, _ in rows]
         parts[part] = Records(
             keys, [label for _, label in rows], [images.get(f"images/{key}") for key in keys]
         )
     notes = (_NOTE,) if source.pixels == "published" else ()
-    return splits.listing(source, archives.numbered(names, _ANNOTATIONS), parts, notes=notes)
+    return splits.listing(source, archives.numbered(names, ANNOTATIONS), parts, notes=notes)
 
 
 def _line(line: str, path: str) -> tuple[str, int]:

@@ -288,6 +288,7 @@ FIRST = {
         "model resolution labels learning_rates steps batch_size optimizer augment label_smoothing dtype seed",
     ),
     "evaluate": ({"data": "d", "backbone": "b"}, "shots draws seed"),
+    "segment": ({"data": "d", "backbone": "b"}, "seed"),
     "baselines": ({"data": "d"}, "methods labels thumbnail max_images"),
     "report": ({"title": "t", "of": ["d"]}, "title note of"),
 }
@@ -301,6 +302,9 @@ def test_fields_that_came_later_are_not_in_the_key_of_a_stage_that_does_not_use_
 
 
 def test_columns_that_a_source_may_name_since_later_are_not_in_its_key() -> None:
+    for kind in ({"kind": "shapes"}, {"kind": "vtab", "task": "oxford_iiit_pet", "root": "/x"}):
+        fields = Ingest.model_validate({"job": "ingest", "source": kind}).source
+        assert "masks" not in identity.identity_fields(fields)
     folder = FolderSource(kind="folder", root="/x")
     assert identity.identity_fields(folder).keys() == {"kind", "name", "salt"}
     parquet = HfParquetSource(kind="hf_parquet", root="/x")

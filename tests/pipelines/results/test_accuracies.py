@@ -10,7 +10,15 @@ from pipelines.results.accuracies import compare, expected_optimism, list_result
 from pipelines.spec import RecipeError
 from pipelines.store import Layout, Store, commit, input_ref, open_store, read_manifest
 from ray_jobs.evaluation.intervals import accuracy_interval, paired_difference
-from ray_jobs.evaluation.rows import ROWS, Truth, scored, write_predictions, write_table
+from ray_jobs.evaluation.rows import (
+    MEAN_IOU,
+    ROWS,
+    Truth,
+    measurement,
+    scored,
+    write_predictions,
+    write_table,
+)
 from tests.support.records import make_manifest
 
 IDS = [f"image {number:02d}" for number in range(60)]
@@ -106,6 +114,23 @@ def test_best_is_the_highest_mean_of_a_setting(store: Store) -> None:
         "all results of this test set count, also those that are not listed"
     )
     assert best["optimism"] == expected_optimism(5, best["mean"], best["num_images"])
+
+
+def test_other_metrics_are_listed_by_their_name_and_never_compared_as_accuracies(store: Store) -> None:
+    """The best mIoU has no optimism, which is a formula for accuracies."""
+    common = {"task": "masks", "protocol": "linear segmentation", "labels_per_class": None, "draw": 0}
+    rows = [
+        measurement(common | {"method": method}, MEAN_IOU, value, 60, "dev", {})
+        for method, value in (("ViT", 0.75), ("pixels", 0.5))
+    ]
+    with store.staging(Layout.files("evaluate", "masks", 1)) as staging:
+        write_table(staging.path / "rows.parquet", rows, ROWS)
+        write_predictions(staging.path / "predictions.parquet", [])
+    commit(store, make_manifest("evaluate", key="masks", files=staging.files, finished="2026-01-01"))
+    (best,) = list_results(store, None, None, MEAN_IOU)
+    assert (best["method"], best["mean"], best["judged"], best["optimism"]) == ("ViT", 0.75, 2, None)
+    with pytest.raises(RecipeError, match="masks: no accuracies to compare; `report list`"):
+        compare(store, "aa", "masks")
 
 
 def test_the_best_of_several_equal_methods_is_as_optimistic_as_in_a_simulation() -> None:

@@ -3,6 +3,7 @@
 import csv
 import io
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,8 @@ from pipelines.results.query import TABLES, query
 from pipelines.spec import RecipeError
 from pipelines.store import Layout, Store, StoreDamaged, commit, open_store
 from ray_jobs.evaluation.rows import PREDICTIONS, PROBABILITIES, ROWS, write_parquet, write_table
+from ray_jobs.segment import CONFUSION
+from tests.support.paths import ROOT
 from tests.support.records import flip, make_manifest, row
 
 
@@ -112,6 +115,34 @@ def test_a_result_is_one_number_whatever_else_has_its_method(tmp_path: Path) -> 
     assert [name for (name,) in matched] == [name for name, *_ in found[1:4]]
 
 
+def test_another_metric_is_another_result_and_pixels_are_beside_their_artifact(tmp_path: Path) -> None:
+    store = open_store(str(tmp_path))
+    shared = row(method="ViT", labels_per_class=None, protocol="linear segmentation")
+    pixels = [
+        {"sample_id": "a", "label": label, "prediction": prediction, "pixels": count * 2**40}
+        for label, prediction, count in (
+            ("pet", "background", 1),
+            ("pet", "pet", 3),
+            ("background", "background", 5),
+        )
+    ]
+    with store.staging(Layout.files("segment", "aa", 1)) as staging:
+        write_table(staging.path / "rows.parquet", [shared | {"metric": "mIoU"}, shared], ROWS)
+        lines = [{name: (shared | each)[name] for name in CONFUSION.names} for each in pixels]
+        table = pa.Table.from_pylist(lines, CONFUSION)
+        write_parquet(staging.path / "confusion.parquet", table)
+    commit(store, make_manifest("segment", key="aa", files=staging.files, stage="seg"))
+    name = "digits, all labels, linear segmentation: ViT (seg aa)"
+    assert ask(store, "SELECT result FROM rows ORDER BY 1") == [(name,), (f"{name}, mIoU",)]
+    assert ask(store, "SELECT DISTINCT result, job, sum(pixels) FROM confusion GROUP BY ALL") == [
+        (name, "segment", 9 * 2**40)
+    ]
+    (documented,) = re.findall(
+        r"```sql needs-hours\n(.*?)```", (ROOT / "docs/queries.md").read_text(), re.DOTALL
+    )
+    assert ask(store, documented) == [(name, 0, "background", 5 / 6), (name, 0, "pet", 3 / 4)]
+
+
 def test_artifacts_and_runs(store: Store) -> None:
     found = ask(
         store,
@@ -137,11 +168,13 @@ def test_a_column_that_came_later_is_null_in_older_files(tmp_path: Path) -> None
         assert found == {name: None if name == "old" else 0.5 for name in names}
 
 
-@pytest.mark.parametrize(("name", "schema"), [("rows", ROWS), ("predictions", PREDICTIONS)])
+@pytest.mark.parametrize(
+    ("name", "schema"), [("rows", ROWS), ("predictions", PREDICTIONS), ("confusion", CONFUSION)]
+)
 def test_documented_columns_are_those_of_the_files(store: Store, name: str, schema: Any) -> None:
     documented = [(column.name, column.type) for column in TABLES[name]]
     types = {"string": "VARCHAR", "int32": "INTEGER", "double": "DOUBLE", "float": "FLOAT", "bool": "BOOLEAN"}
-    types |= {"list<element: int32>": "INTEGER[]", "list<element: float>": "FLOAT[]"}
+    types |= {"int64": "BIGINT", "list<element: int32>": "INTEGER[]", "list<element: float>": "FLOAT[]"}
     assert documented[7:] == [(field.name, types[str(field.type)]) for field in schema]
     for table in TABLES:
         shown = [row[:2] for row in ask(store, f"DESCRIBE {table}")]
@@ -150,7 +183,7 @@ def test_documented_columns_are_those_of_the_files(store: Store, name: str, sche
 
 def test_an_empty_store_has_empty_tables(tmp_path: Path) -> None:
     empty = open_store(str(tmp_path))
-    assert [ask(empty, f"SELECT count(*) FROM {table}") for table in TABLES] == [[(0,)]] * 4
+    assert [ask(empty, f"SELECT count(*) FROM {table}") for table in TABLES] == [[(0,)]] * 5
     assert ask(empty, "SELECT value FROM rows") == []
 
 

@@ -8,7 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow.parquet as pq
 import pytest
+from sklearn.metrics import average_precision_score
 
 from pipelines import store as st
 from pipelines.files.sources import source_files
@@ -150,6 +152,35 @@ def test_pixel_rows_equal_a_ridge_written_out(store: Store, digits: Manifest, mo
     )
     predicted = (np.hstack([test, np.full((len(test), 1), 100.0)]) @ weights).argmax(axis=1)
     assert row["value"] == pytest.approx(np.mean(predicted == dataset.labels("test")), abs=1.5 / len(test))
+
+
+def test_retrieval_adds_rows_of_its_own(store: Store, digits: Manifest, model: Manifest) -> None:
+    """One per kind of features and initialisation, none for standardised pixels; pixels equal scikit-learn's."""
+    config = Evaluate(job="evaluate", data="d", backbone="m", shots=(1,), draws=1, retrieval=True)
+    result = evaluate.evaluate(make_context(store, config, data=digits, backbone=model))
+    folder = store.local(st.Layout.files("evaluate", "k", 1), ())
+    found = [row for row in rows.read_table(folder / "rows.parquet", rows.ROWS) if row["metric"] == "mAP"]
+    untrained = [("ViT, untrained", draw) for draw in range(3)]
+    assert [(row["method"], row["draw"]) for row in found] == [
+        ("ViT, trained on these images", 0),
+        *untrained,
+        ("pixels", 0),
+    ]
+    assert {(row["protocol"], row["num_images"], row["labels_per_class"]) for row in found} == {
+        ("retrieval", 539, None)
+    }
+    dataset = shards.open_dataset(st.local_files(store, digits))
+    pixels = dataset.images("test", model_contract(SIZE, 8, dataset.info).preprocessing).reshape(539, -1)
+    directions = pixels / np.linalg.norm(pixels, axis=1, keepdims=True)
+    labels, expected = dataset.labels("test"), []
+    for query in range(539):
+        others = np.arange(539) != query
+        similar = (directions @ directions[query])[others]
+        expected.append(average_precision_score((labels == labels[query])[others], similar))
+    assert found[-1]["value"] == pytest.approx(np.mean(expected), abs=1e-5)
+    assert result.metrics["pixels, mAP @ all, retrieval"] == found[-1]["value"]
+    images = pq.read_table(folder / "predictions.parquet")
+    assert set(images["protocol"].to_pylist()) == {"few-shot linear"}
 
 
 def evaluate_draw(labels: np.ndarray, shots: int, seed: int, draw: int) -> np.ndarray:

@@ -94,7 +94,7 @@ def test_the_digest_ignores_order_and_sees_every_value() -> None:
     [
         ({"value": math.nan}, "value of row 1 is nan"),
         ({"value": math.inf}, "value of row 1 is inf"),
-        ({"value": 87.3}, r"value of row 1 is 87.3; an accuracy must be a fraction"),
+        ({"value": 87.3}, r"value of row 1 is 87.3; accuracy must be a fraction"),
         ({"value": -0.1}, "fraction"),
         ({"value": 1}, "value of row 1 is 1; it must be a finite float"),
         ({"value": np.float64(0.5)}, "finite float"),

@@ -21,7 +21,7 @@ import pytest
 from PIL import Image
 from rich.console import Console
 
-from pipelines.results.accuracies import accuracy_table, verdict_lines
+from pipelines.results.accuracies import accuracy_table, metrics_table, verdict_lines
 from pipelines.spec import (
     AnyStage,
     Baselines,
@@ -32,6 +32,7 @@ from pipelines.spec import (
     Pretrain,
     Report,
     ResNetSize,
+    Segment,
 )
 from pipelines.spec.fields import marks
 from pipelines.store import InputRef, Layout, LogLine, Manifest, commit, input_ref, open_store
@@ -39,7 +40,7 @@ from ray_jobs import report
 from ray_jobs.data import shards
 from ray_jobs.data.images import sample_id
 from ray_jobs.evaluation.intervals import accuracy_interval, paired_difference
-from ray_jobs.evaluation.rows import PREDICTIONS, ROWS, write_predictions, write_table
+from ray_jobs.evaluation.rows import MEAN_IOU, PREDICTIONS, ROWS, measurement, write_predictions, write_table
 from ray_jobs.process.stage import Context
 from ray_jobs.reporting import page, provenance
 from ray_jobs.reporting.gather import _why_ended, measured_in_training
@@ -708,6 +709,52 @@ def test_predictions_that_do_not_give_the_rows_are_an_error(artifacts: Artifacts
     artifacts.commit("wrong", right.job, right.kind, files, config=right.config, inputs=right.inputs)
     with pytest.raises(ValueError, match=r"wrong .* draw 1: the row says 0\.123"):
         artifacts.make("wrong")
+
+
+def test_metrics_without_predictions_have_a_table_of_their_own(artifacts: Artifacts, tmp_path: Path) -> None:
+    """The mean over draws, the best first; a report without such metrics has no word of them."""
+    plain = artifacts.make("finetune")
+    assert b"other_metrics" not in plain["report.json"] and b"Other metrics" not in plain["report.html"]
+    rows = [
+        measurement(
+            {"task": "<i>shapes</i>", "protocol": "linear segmentation", "method": method}
+            | {"labels_per_class": None, "draw": draw},
+            MEAN_IOU,
+            value,
+            20,
+            "dev",
+            {"l2": 1.0},
+        )
+        for method, draw, value in (("pixels", 0, 0.25), ("ViT", 0, 0.5), ("ViT", 1, 0.75))
+    ]
+    write_table(tmp_path / "rows.parquet", rows, ROWS)
+    write_predictions(tmp_path / "predictions.parquet", [])
+    config = Segment(job="segment", data="digits", backbone="pretrain")
+    artifacts.commit(
+        "segment",
+        "segment",
+        "evaluation",
+        {name: (tmp_path / name).read_bytes() for name in ("rows.parquet", "predictions.parquet")},
+        config=config.model_dump(mode="json"),
+        inputs=artifacts.references(data="digits", backbone="pretrain"),
+        metrics={f"test_images_{name}": 3 for name in ("seen_in_training", "also_in_train")}
+        | {"test_images_near_training_images": 0},
+    )
+    files = artifacts.make("digits", "pretrain", "segment", number=2)
+    numbers, page = json.loads(files["report.json"]), files["report.html"].decode()
+    assert numbers["accuracies"] == [] and numbers["verdicts"] == []
+    lines = [(line["method"], line["value"], line["draws"]) for line in numbers["other_metrics"]]
+    assert lines == [("ViT", 0.625, 2), ("pixels", 0.25, 1)]
+    assert [line["seen"] for line in numbers["other_metrics"]] == [
+        "seen in training: 3 test images, 3 also in its own train or dev",
+        "",
+    ]
+    assert "62.5%" in page and "<i>shapes" not in page and "Linear segmentation of digits" in page
+    console = Console(file=io.StringIO(), width=80)
+    console.print(metrics_table(numbers["other_metrics"]))
+    assert (
+        "62.5" in console.file.getvalue() and "<i>shapes</i>, linear segmentation" in console.file.getvalue()
+    )
 
 
 def test_the_terminal_shows_the_same_table(files: dict[str, bytes]) -> None:

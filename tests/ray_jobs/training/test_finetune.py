@@ -5,15 +5,18 @@ import sys
 from pathlib import Path
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import torch
+from sklearn.metrics import average_precision_score
 
 from pipelines.spec import Finetune, Labels, ResNetSize
-from pipelines.store import decode_lines
+from pipelines.store import Layout, decode_lines
 from ray_jobs import finetune
 from ray_jobs.data import shards
 from ray_jobs.evaluation import rows
-from ray_jobs.evaluation.leakage import COMPARED
+from ray_jobs.evaluation.leakage import COMPARED, Overlap
 from ray_jobs.evaluation.supports import Supports
 from ray_jobs.process.stage import Result
 from ray_jobs.training import estimates
@@ -22,7 +25,7 @@ from ray_jobs.training.fit import fit, predict, score, start_model
 from ray_jobs.training.log import Evaluation, LogWriter
 from ray_jobs.training.sweep import _show_unraisable, choose, last_step, steps_after
 from ray_jobs.training.task import Images, Task, make_task
-from ray_jobs.training.trials import DIVERGED
+from ray_jobs.training.trials import DIVERGED, refit
 from tests.support.finetuning import SIZE, configuration, context, put_halves, save_backbone
 from tests.support.memory_store import MemoryStore
 from tests.support.records import make_attempt
@@ -114,6 +117,40 @@ def test_a_rate_that_diverged_in_fewer_folds_comes_first():
     assert choose([never, worse])["learning_rate"] == 3.0
     with pytest.raises(ValueError, match="diverged with every rate of the sweep"):
         choose([never, {**never, "learning_rate": 5.0}])
+
+
+def test_several_labels_per_image_give_a_mean_average_precision(tmp_path, dataset):
+    """ReaL's: scikit-learn's macro average of the stored model's probabilities, also from the ledger."""
+    path = dataset / "index.parquet"
+    table, rng = pq.read_table(path), np.random.default_rng(0)
+    several = [sorted(rng.permutation(2)[: rng.integers(0, 3)].tolist()) for _ in range(len(table))]
+    column = pa.array(several, pa.list_(pa.int32()))
+    pq.write_table(table.set_column(table.schema.get_field_index("labels"), "labels", column), path)
+    config = configuration(labels=Labels(), learning_rates=(1e-2,), steps=3)
+    task, pools, _ = prepared(dataset, config)
+    task = task._replace(point={"learning_rate": 1e-2})
+    given = context(tmp_path / "store", dataset, config)
+    first = refit(given, task, pools[0], 0)
+    again = refit(given, task, pools[0], 0)
+    assert again.score.mean_ap == first.score.mean_ap
+    opened = shards.open_dataset(dataset)
+    test = Images(opened, opened.index("test"))
+    folder = given.open_store().local(Layout.files("finetune", given.attempt.key, 1), ())
+    probabilities = predict(*load_model(folder), test).softmax(dim=1).numpy()
+    truth = np.array([[label in each for label in (0, 1)] for each in test.rows["labels"].to_pylist()])
+    kept = truth.any(axis=1)
+    expected = average_precision_score(truth[kept], probabilities[kept], average="macro")
+    overlap = Overlap(np.zeros(30, bool), 0, 0, 0)
+    found, _ = finetune.tables(task, opened, [again], "dev", overlap)
+    assert [(row["task"], row["metric"]) for row in found] == [
+        ("halves", "accuracy"),
+        ("halves (ReaL)", "accuracy"),
+        ("halves (ReaL)", "mAP"),
+    ]
+    assert found[2]["value"] == pytest.approx(expected, abs=1e-6) and 0.3 < expected < 1
+    assert found[2]["num_images"] == found[1]["num_images"] == kept.sum() < 30
+    seen = overlap._replace(seen=np.arange(30) < 5)
+    assert {row["metric"] for row in finetune.tables(task, opened, [again], "dev", seen)[0]} == {"accuracy"}
 
 
 @pytest.mark.slow

@@ -1,0 +1,150 @@
+"""Tokens of image patches: of a frozen backbone, of untrained models, and the pixels of each patch.
+
+In: rows of a dataset with masks. Out: for each kind of tokens, the sums that a linear classifier is fitted from, or how
+its predictions compare with the masks. Tokens themselves are never kept: an image has hundreds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from threadpoolctl import threadpool_limits
+
+from pipelines.spec import Segment
+from ray_jobs.data.masks import Mask
+from ray_jobs.data.shards import Split
+from ray_jobs.evaluation.features import INITIALISATIONS, PIXELS, UNTRAINED, Weights
+from ray_jobs.evaluation.segmentation import Moments, confusion, shares_of_patches
+from ray_jobs.process.devices import device, set_threads
+from ray_jobs.process.stage import Context
+from vit_model.build import Network
+from vit_model.config import ModelContract, ViTConfig
+from vit_model.preprocessing import normalise
+from vit_model.variants import FAMILIES
+from vit_model.weights import read_contract
+
+BATCH = 32  # images per forward pass; their tokens are in memory in float64
+DECODED = 1024  # images per task
+
+
+class Kind(NamedTuple):
+    """One kind of tokens."""
+
+    method: str
+    draw: int
+    grid: tuple[int, int]
+    """(rows, columns) of patches"""
+
+
+def kinds_of(context: Context[Segment], backbone: str) -> list[Kind]:
+    """Return the kinds of tokens, in the order of the lists below, the backbone's first.
+
+    Args:
+        backbone: the name of the model's own tokens: PRETRAINED or SEEN.
+    """
+    architecture = read_contract(context.input("backbone")).architecture
+    family = FAMILIES[architecture.family]
+    named = [(backbone, 0), *((UNTRAINED, draw) for draw in range(INITIALISATIONS))]
+    kinds = [Kind(f"{family}, {name}", draw, architecture.grid) for name, draw in named]
+    return [*kinds, Kind(PIXELS, 0, architecture.grid)]
+
+
+def moments_of_rows(context: Context[Segment], split: Split, rows: NDArray[np.int64]) -> list[Moments]:
+    """Return the sums over the tokens of these rows of a split, for each kind of tokens."""
+    sums: list[Moments | None] = []
+    for tokens, masks in _batches(context, split, rows):
+        with threadpool_limits(1):
+            shares = [shares_of_patches(mask, tokens[0].grid, tokens[0].num_classes) for mask in masks]
+            own = [Moments.of(each.flat, np.concatenate(shares)) for each in tokens]
+        sums = [
+            new if old is None else old + new for old, new in zip(sums or [None] * len(own), own, strict=True)
+        ]
+    return [each for each in sums if each is not None]
+
+
+def confusions_of_rows(
+    context: Context[Segment], split: Split, rows: NDArray[np.int64], weights: list[NDArray[np.float64]]
+) -> list[NDArray[np.int64]]:
+    """Return the confusions [n, variants, classes, classes] of these rows of a split, for each kind of tokens.
+
+    Args:
+        weights: of each kind of tokens, [variants, d + 1, classes], as `Moments.fit` returns them.
+    """
+    found: list[list[NDArray[np.int64]]] = [[] for _ in weights]
+    for tokens, masks in _batches(context, split, rows):
+        for own, each, fitted in zip(found, tokens, weights, strict=True):
+            with threadpool_limits(1):
+                scores = np.asarray(each.flat, np.float64) @ fitted[:, :-1] + fitted[:, -1:]
+            by_image = scores.reshape(len(fitted), len(masks), *each.grid, -1)
+            own += [confusion(by_image[:, place], mask) for place, mask in enumerate(masks)]
+    return [np.stack(own) for own in found]
+
+
+class _Tokens(NamedTuple):
+    """The tokens [n, d] of a batch's patches, image after image."""
+
+    flat: NDArray[np.float32]
+    grid: tuple[int, int]
+    num_classes: int
+
+
+def _batches(
+    context: Context[Segment], split: Split, rows: NDArray[np.int64]
+) -> Iterator[tuple[list[_Tokens], list[Mask]]]:
+    """Yield, for each batch of these rows, each kind of tokens, and the masks."""
+    dataset, folder, config = context.dataset(), context.input("backbone"), context.config
+    contract = read_contract(folder)
+    # the whole image: of a crop's outside there would be no patches
+    squashed = contract.preprocessing.model_copy(update={"crop": "squash", "crop_fraction": 1.0})
+    grid, num_classes = contract.architecture.grid, len(dataset.info.mask_classes)
+    set_threads(config.threads)
+    networks = [Weights(folder, seed).load()[0] for seed in (None, *_seeds(config))]
+    functions: list[Callable[[NDArray[Any]], NDArray[np.float32]]] = [
+        _embedding(network, contract) for network in networks
+    ]
+    masks = dataset.masks(split, rows)
+    for start in range(0, len(rows), BATCH):
+        images = dataset.images(split, squashed, rows[start : start + BATCH])
+        tokens = [function(images) for function in functions] + [_patches(images, grid)]
+        yield (
+            [_Tokens(own.reshape(-1, own.shape[-1]), grid, num_classes) for own in tokens],
+            [next(masks) for _ in range(len(images))],
+        )
+
+
+def _seeds(config: Segment) -> range:
+    return range(config.seed, config.seed + INITIALISATIONS)
+
+
+def _embedding(model: Network, contract: ModelContract) -> Callable[[NDArray[Any]], NDArray[np.float32]]:
+    """Return a function from images to the tokens of their patches [n, patches, width]; in bfloat16 on a GPU."""
+    target = device()
+    dtype = torch.float32 if target.type == "cpu" else torch.bfloat16
+    model = model.to(target, dtype).eval()
+    architecture = contract.architecture
+    first = architecture.num_prefix_tokens if isinstance(architecture, ViTConfig) else 0
+
+    def embed(images: NDArray[Any]) -> NDArray[np.float32]:
+        pixels = normalise(torch.from_numpy(images).to(target), contract.preprocessing, dtype)
+        with torch.inference_mode():
+            tokens: NDArray[np.float32] = model.forward_features(pixels)[0][:, first:].float().cpu().numpy()
+        return tokens
+
+    return embed
+
+
+def _patches(images: NDArray[Any], grid: tuple[int, int]) -> NDArray[np.float32]:
+    """Return the pixels of each patch in [0, 1], [n, patches, pixels * channels].
+
+    The last patches of a ResNet's grid may lack pixels, so images are padded with zeros to a multiple of it.
+    """
+    count, height, width, channels = images.shape
+    rows, columns = (-(-size // parts) for size, parts in zip((height, width), grid, strict=True))
+    padding = (0, grid[0] * rows - height), (0, grid[1] * columns - width)
+    whole = np.pad(images, ((0, 0), *padding, (0, 0)))
+    parts = whole.reshape(count, grid[0], rows, grid[1], columns, channels).swapaxes(2, 3)
+    return np.asarray(parts.reshape(count, grid[0] * grid[1], -1) / np.float32(255), np.float32)

@@ -1,0 +1,158 @@
+"""The segment stage: linear segmentation of the patch tokens of a frozen backbone, beside pixels and untrained models.
+
+In: a dataset with masks and a model. Out: `rows.parquet`, with the metric mIoU, an empty `predictions.parquet`, and
+`confusion.parquet`: per test image, how many pixels of each class have each prediction (CONFUSION).
+
+The classifier is fitted to train, L2 and the classes' weights are chosen by mIoU on dev, then train and dev are fitted,
+and every pixel of test that has a class is scored at the size of its mask (`ray_jobs.evaluation.segmentation`). Images
+are squashed to the model's square, so that patches cover the whole image. A model that was trained on test images is
+refused.
+
+    python -m ray_jobs.segment --spec ATTEMPT.json
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pyarrow as pa
+from numpy.typing import NDArray
+
+from pipelines.spec import Segment
+from ray_jobs.evaluation import rows as tables
+from ray_jobs.evaluation.artifact import mean_values, save_evaluation
+from ray_jobs.evaluation.leakage import COMPARED, PRETRAINED, SEEN, check_leakage
+from ray_jobs.evaluation.tasks import Run, here, on_cluster
+from ray_jobs.process.stage import Context, Result, run_stage
+from vit_model.errors import UserError
+
+if TYPE_CHECKING:
+    from ray_jobs.data.shards import Split
+    from ray_jobs.evaluation.segmentation import Moments
+
+PROTOCOL, MAJORITY = "linear segmentation", "majority"
+CONFUSION = pa.schema(
+    [
+        pa.field(name, kind, nullable=name == "labels_per_class")
+        for name, kind in (
+            ("task", pa.string()),
+            ("protocol", pa.string()),
+            ("method", pa.string()),
+            ("labels_per_class", pa.int32()),  # null: all labels
+            ("draw", pa.int32()),
+            ("sample_id", pa.string()),
+            ("label", pa.string()),
+            ("prediction", pa.string()),
+            ("pixels", pa.int64()),
+        )
+    ]
+)
+
+
+def main(context: Context[Segment]) -> Result:
+    """Segment in one Ray task, which computes tokens in others."""
+    return on_cluster(segment, context)
+
+
+def segment(context: Context[Segment], run: Run = here) -> Result:
+    """Fit, choose L2 and the classes' weights on dev, fit again, score test.
+
+    Raises:
+        UserError: the dataset has no masks or no dev split, or the backbone was trained on test images.
+    """
+    from ray_jobs.evaluation.segmentation import VARIANTS, mean_iou
+    from ray_jobs.evaluation.tokens import DECODED, Kind, confusions_of_rows, kinds_of, moments_of_rows
+
+    dataset = context.dataset()
+    dataset.require("train", "dev", "test")
+    classes = dataset.info.mask_classes
+    next(dataset.masks("train", [0]))  # raises if there are none
+    labelled = pa.concat_tables([dataset.index(split).select(COMPARED) for split in ("train", "dev")])
+    overlap = check_leakage(context, dataset, labelled)
+    kinds: list[Kind] = kinds_of(context, SEEN if overlap.labels_seen else PRETRAINED)
+
+    def parts(split: Split) -> list[tuple[Any, ...]]:
+        rows = np.arange(dataset.info.splits[split])
+        return [(context, split, rows[start : start + DECODED]) for start in range(0, len(rows), DECODED)]
+
+    def moments(split: Split) -> list[Moments]:
+        done = run(moments_of_rows, parts(split))
+        return [sum(own[1:], start=own[0]) for own in zip(*done, strict=True)]
+
+    def confusions(split: Split, weights: list[NDArray[np.float64]]) -> list[NDArray[np.int64]]:
+        done = run(confusions_of_rows, [(*part, weights) for part in parts(split)])
+        return [np.concatenate(own) for own in zip(*done, strict=True)]
+
+    train, dev = moments("train"), moments("dev")
+    if not all(own[0].areas.any() for own in (train, dev)):
+        raise UserError(f"dataset {dataset.info.name}: no pixel of train or dev has a class")
+    # [images, variants, classes, classes] for each kind of tokens; the last of equally good variants wins
+    counted = confusions("dev", [own.fit(VARIANTS) for own in train])
+    values = [[mean_iou(counts) for counts in own.sum(axis=0)] for own in counted]
+    chosen = [max(zip(own, VARIANTS, strict=True))[1] for own in values]
+    weights = [(a + b).fit([variant]) for a, b, variant in zip(train, dev, chosen, strict=True)]
+    tested = [counts[:, 0] for counts in confusions("test", weights)]
+
+    named = [(kind.method, kind.draw) for kind in kinds] + [(MAJORITY, 0)]
+    settings: list[dict[str, Any]] = [
+        {"balance": balance, "l2": l2, "width": own.inputs.shape[1], "patches": kind.grid}
+        for kind, own, (balance, l2) in zip(kinds, train, chosen, strict=True)
+    ]
+    settings.append({})
+    tested.append(_always(tested[0], int((train[0] + dev[0]).areas.argmax())))
+    selected_on = ["dev"] * len(kinds) + ["nothing"]
+    if checkpoint := context.config.checkpoints().get("backbone"):
+        settings = [own | {"checkpoint": checkpoint} for own in settings]
+    ids, own_seen = pa.array(dataset.sample_ids("test")), overlap.seen
+    rows, pixels = [], []
+    for (name, draw), counts, own_settings, chosen_on in zip(
+        named, tested, settings, selected_on, strict=True
+    ):
+        shared = {"protocol": PROTOCOL, "labels_per_class": None, "draw": draw}
+        learned = name == kinds[0].method
+        scoring = [(dataset.info.name, np.arange(len(counts)), counts)]
+        for task, method, places, part in tables.split_by_seen(scoring, name, own_seen if learned else None):
+            common = {"task": task, "method": method} | shared
+            row = tables.measurement(
+                common, tables.MEAN_IOU, mean_iou(part.sum(axis=0)), len(places), chosen_on, own_settings
+            )
+            rows.append(row)
+            pixels.append(_table(common, ids.take(pa.array(places)), part, classes))
+    for row_name, mean in mean_values(rows).items():
+        print(f"{row_name}: {mean:.3f}", flush=True)
+    with context.staging() as staging:
+        tables.write_parquet(staging.path / "confusion.parquet", pa.concat_tables(pixels))
+    return save_evaluation(context, rows, [], overlap, staging.files)
+
+
+def _always(counts: NDArray[np.int64], prediction: int) -> NDArray[np.int64]:
+    """Return the confusions [images, classes, classes] of one prediction for all pixels, from those of any other."""
+    always = np.zeros_like(counts)
+    always[:, :, prediction] = counts.sum(axis=2)
+    return always
+
+
+def _table(
+    common: tables.Row, ids: pa.Array, counts: NDArray[np.int64], classes: tuple[str, ...]
+) -> pa.Table:
+    """Return a table of CONFUSION with the pairs of classes that pixels of an image have."""
+    images, labels, predictions = np.nonzero(counts)
+    names = pa.array(classes)
+    columns = {
+        "sample_id": ids.take(pa.array(images)),
+        "label": names.take(pa.array(labels)),
+        "prediction": names.take(pa.array(predictions)),
+        "pixels": pa.array(counts[images, labels, predictions]),
+    }
+    arrays = [
+        columns[field.name]
+        if field.name in columns
+        else pa.repeat(pa.scalar(common[field.name], field.type), len(images))
+        for field in CONFUSION
+    ]
+    return pa.Table.from_arrays(arrays, schema=CONFUSION)
+
+
+if __name__ == "__main__":
+    run_stage("segment")

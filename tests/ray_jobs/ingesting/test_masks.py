@@ -1,0 +1,201 @@
+"""Masks of an ingest: what they show, that they are read back, and that a bad one sets its image aside."""
+
+import io
+import json
+import zlib
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from PIL import Image
+
+from pipelines import identity
+from pipelines.files.sources import source_files
+from pipelines.spec import Ingest, ShapesSource
+from pipelines.store import Layout, open_store
+from ray_jobs import ingest
+from ray_jobs.data.masks import IGNORED, decode_mask
+from ray_jobs.data.shards import Dataset, open_dataset
+from ray_jobs.sources.readers import shape_masks, shapes
+from tests.support.records import make_context
+from tests.support.vtab_natural import pets, tarred
+from vit_model.errors import UserError
+
+SHAPES: dict[str, Any] = {"kind": "shapes", "images": 30, "dev_images": 6, "test_images": 6, "resolution": 32}
+
+
+@pytest.fixture(autouse=True)
+def in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        ingest, "_in_tasks", lambda function, shared, each, noun: [function(*shared, one) for one in each]
+    )
+
+
+def ingested(source: dict[str, Any], folder: Path, **fields: Any) -> tuple[Dataset, str]:
+    """The dataset, and its content digest."""
+    config = Ingest.model_validate({"job": "ingest", "source": source} | fields)
+    store = open_store(str(folder))
+    digest = ingest.main(make_context(store, config)).content_digest
+    return open_dataset(store.local(Layout.files("ingest", "k", 1), ())), digest
+
+
+def png(pixels: np.ndarray, **options: Any) -> bytes:
+    file = io.BytesIO()
+    Image.fromarray(pixels).save(file, "PNG", **options)
+    return file.getvalue()
+
+
+@pytest.mark.parametrize(("count", "resolution"), [(1, 64), (9, 96)])
+def test_the_mask_of_a_drawn_image_is_where_its_figures_are(count: int, resolution: int) -> None:
+    """Against the image: a pixel nearer to the figures' colour than to the background's is of the figures."""
+    source = ShapesSource(kind="shapes", label="shape", max_count=count, resolution=resolution)
+    for number in range(40):
+        image, factors = shapes.render(source, number)
+        mask = shape_masks.mask(source, number)
+        assert set(np.unique(mask)) == {0, 1 + factors["shape"]}
+        distance = np.abs(image.astype(int) - image[0, 0].astype(int)).sum(2)
+        covered = distance / distance.max()  # edges are mixed of both colours
+        assert (mask[covered < 0.45] == 0).all() and (mask[covered > 0.55] == 1 + factors["shape"]).all()
+        assert (covered > 0.55).sum() > 10
+
+
+def test_masks_are_only_read_if_asked_for_and_change_neither_shards_nor_keys(tmp_path: Path) -> None:
+    plain, without = ingested(SHAPES, tmp_path / "plain")
+    masked, digest = ingested(SHAPES | {"masks": True}, tmp_path / "masked")
+    assert digest != without and plain.sample_ids("test") == masked.sample_ids("test")
+    for name in ("index.parquet", "shards/00000.parquet"):
+        assert (plain.folder / name).read_bytes() == (masked.folder / name).read_bytes()
+    assert "mask_classes" not in json.loads((plain.folder / "dataset.json").read_text())
+    assert not (plain.folder / "masks").exists()
+    assert masked.info.mask_classes[:2] == ("background", "arrow")
+    rows = masked.index("test")["key"].to_pylist()
+    order = [4, 0, 2]
+    for place, mask in zip(order, masked.masks("test", order), strict=True):
+        expected = shape_masks.mask(ShapesSource(**SHAPES), int(rows[place].removeprefix("shape-")))
+        np.testing.assert_array_equal(mask, expected)
+    with pytest.raises(UserError, match="dataset Shapes has no masks; add `masks: true`"):
+        next(plain.masks("test", [0]))
+    assert ingested(SHAPES | {"masks": True}, tmp_path / "again")[1] == digest
+    fields = identity.identity_fields(Ingest(job="ingest", source=ShapesSource(**SHAPES)))
+    assert "masks" not in fields["source"]
+    files = {flag: set(source_files(ShapesSource(**SHAPES, masks=flag))) for flag in (False, True)}
+    assert (len(files[False]), len(files[True])) == (1, 2)
+
+
+def test_a_changed_mask_is_another_dataset(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = SHAPES | {"masks": True}
+    _, digest = ingested(source, tmp_path / "before")
+    monkeypatch.setattr(
+        shape_masks, "masks", lambda *given: (np.zeros((32, 32), np.uint8) for _ in range(len(given[2])))
+    )
+    assert ingested(source, tmp_path / "after")[1] != digest
+
+
+def test_a_trimap_is_a_pet_on_a_background_and_its_border_is_ignored(tmp_path: Path) -> None:
+    """And a mask of another size, with another value, a bomb, no PNG or none at all sets its image aside."""
+    pictures, files = pets()
+    members = files_of(files["annotations.tar.gz"])
+    header = png(np.zeros((4, 4), np.uint8))
+    chunk = b"IHDR" + (60_000).to_bytes(4, "big") * 2 + header[24:29]
+    bomb = header[:12] + chunk + zlib.crc32(chunk).to_bytes(4, "big") + header[33:]
+    names = sorted(pictures)
+    size = Image.open(io.BytesIO(pictures[names[1]])).size[::-1]
+    hostile = {
+        names[0]: png(np.ones((7, 9), np.uint8)),
+        names[1]: png(np.full(size, 7, np.uint8)),
+        names[2]: bomb,
+        names[3]: pictures[names[3]],
+        names[4]: b"",
+        names[5]: png(np.ones((*size, 3), np.uint8)),
+        names[6]: png(np.random.default_rng(0).integers(1, 3, size, np.uint8))[:90],
+    }
+    for name, data in hostile.items():
+        members[f"annotations/trimaps/{name}.png"] = data
+    del members[f"annotations/trimaps/{names[7]}.png"]
+    files["annotations.tar.gz"] = tarred(members)
+    for name, data in files.items():
+        (tmp_path / name).write_bytes(data)
+    source = {"kind": "vtab", "task": "oxford_iiit_pet", "subset": "whole", "root": str(tmp_path)}
+    dataset, _ = ingested(
+        source | {"masks": True}, tmp_path / "store", max_bad_fraction=0.5, max_distance=None
+    )
+    assert dataset.info.mask_classes == ("background", "pet")
+    bad = pq.read_table(dataset.folder / "quarantine.parquet").to_pylist()
+    reasons = {Path(row["key"]).stem: row["reason"] for row in bad}
+    assert set(reasons) == set(names[:8])
+    for name, message in zip(
+        names,
+        (
+            "mask: its size is 9 x 7, the image's ",
+            "mask: it has the value 7, not 1, 2 or 3",
+            "mask: too many pixels (bomb)",
+            "mask: not an image",
+            "mask: empty file",
+            "mask: pixels of Pillow's mode RGB; expected one value of 8 bits per pixel",
+            "mask: ",
+            "mask: not in the archive",
+        ),
+        strict=False,
+    ):
+        assert reasons[name].startswith(message), (name, reasons[name])
+    rows = dataset.index("test").to_pylist()
+    for row, mask in zip(rows, dataset.masks("test", np.arange(len(rows))), strict=True):
+        trimap = decode_mask(members[f"annotations/trimaps/{Path(row['key']).stem}.png"])
+        assert mask.shape == (row["height"], row["width"])
+        np.testing.assert_array_equal(mask == 1, trimap == 1)
+        np.testing.assert_array_equal(mask == IGNORED, trimap == 3)
+        np.testing.assert_array_equal(mask == 0, trimap == 2)
+
+
+def files_of(archive: bytes) -> dict[str, bytes]:
+    """The files in a tar."""
+    import tarfile
+
+    with tarfile.open(fileobj=io.BytesIO(archive)) as tar:
+        return {one.name: tar.extractfile(one).read() for one in tar.getmembers() if one.isfile()}
+
+
+def test_reused_images_get_their_masks_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A second attempt reads no image again, and has the same masks."""
+    config = Ingest.model_validate({"job": "ingest", "source": SHAPES | {"masks": True}})
+    store = open_store(str(tmp_path))
+    first = ingest.main(make_context(store, config))
+    context = make_context(store, config)
+    again = replace(context, attempt=context.attempt.model_copy(update={"number": 2}))
+    monkeypatch.setattr(shapes, "render", None)
+    assert ingest.main(again).content_digest == first.content_digest
+    paths = [
+        store.local(Layout.files("ingest", "k", number), ()) / "masks/00000.parquet" for number in (1, 2)
+    ]
+    assert paths[0].read_bytes() == paths[1].read_bytes()
+    assert pq.read_schema(paths[0]).names == ["sample_id", "mask"]
+
+
+@pytest.mark.parametrize(
+    ("source", "fields", "message"),
+    [
+        ({"kind": "vtab", "task": "dtd", "root": "x", "masks": True}, {}, "only oxford_iiit_pet has them"),
+        (SHAPES | {"masks": True}, {"short_side": 64}, "masks are of the original images' size"),
+    ],
+)
+def test_fields_that_do_not_fit_are_named(source: Any, fields: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Ingest.model_validate({"job": "ingest", "source": source} | fields)
+
+
+def test_a_missing_mask_is_damage(tmp_path: Path) -> None:
+    dataset, _ = ingested(SHAPES | {"masks": True}, tmp_path)
+    path = dataset.folder / "masks/00000.parquet"
+    table = pq.read_table(path)
+    dropped = dataset.sample_ids("test")[3]
+    path.chmod(0o600)
+    pq.write_table(table.filter(pa.array([name != dropped for name in table["sample_id"].to_pylist()])), path)
+    with pytest.raises(UserError, match=f"no mask of image {dropped}; the dataset is damaged"):
+        list(dataset.masks("test", [3]))
+    path.write_bytes(b"")
+    with pytest.raises(UserError, match="is missing or damaged"):
+        list(dataset.masks("test", [3]))
