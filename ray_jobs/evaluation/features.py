@@ -23,7 +23,7 @@ import torch
 from numpy.typing import NDArray
 
 from pipelines.identity import canonical_json, sha256
-from pipelines.spec import Evaluate
+from pipelines.spec import Audit, Evaluate
 from pipelines.store import StoreError, all_manifests, local_file
 from ray_jobs.data.shards import Dataset, Split
 from ray_jobs.evaluation.frozen import drawn
@@ -230,7 +230,7 @@ def _embedded(
 
 
 def embed_rows(
-    context: Context[Evaluate],
+    context: Context[Evaluate | Audit],
     seeds: Sequence[int | None],
     preprocessing: Preprocessing,
     split: Split,
