@@ -37,7 +37,7 @@ def main(context: Context[Audit]) -> Result:
     """Audit in one Ray task, which embeds images or fits folds in others, as many as the cluster can run at once."""
     import ray
 
-    resources, _ = fit_resources(context.config.threads)
+    resources, concurrent = fit_resources(context.config.threads)
     options = {"num_cpus": resources["CPU"], "num_gpus": resources.get("GPU", 0)}
 
     def run(function: Callable[..., Any], tasks: list[tuple[Any, ...]]) -> list[Any]:
@@ -45,7 +45,7 @@ def main(context: Context[Audit]) -> Result:
         done: list[Any] = ray.get([remote.remote(*arguments) for arguments in tasks])
         return done
 
-    result: Result = ray.get(ray.remote(num_cpus=resources["CPU"])(audit).remote(context, run))
+    result: Result = ray.get(ray.remote(num_cpus=resources["CPU"])(audit).remote(context, run, concurrent))
     return result
 
 
@@ -54,8 +54,11 @@ def here(function: Callable[..., Any], tasks: list[tuple[Any, ...]]) -> list[Any
     return [function(*arguments) for arguments in tasks]
 
 
-def audit(context: Context[Audit], run: Run = here) -> Result:
+def audit(context: Context[Audit], run: Run = here, concurrent: int = 1) -> Result:
     """Compute out-of-sample probabilities of all labelled images, and list the likely wrong labels.
+
+    Args:
+        concurrent: how many tasks `run` runs at once.
 
     Raises:
         UserError: the backbone was trained on these labels, or features or probabilities are not finite.
@@ -78,7 +81,7 @@ def audit(context: Context[Audit], run: Run = here) -> Result:
         parts = np.arange(len(pool.rows))
         files, settings = leave_one_out(context, pool, run)
     else:
-        parts, files = cross_validate(context, pool, run)
+        parts, files = cross_validate(context, pool, run, concurrent)
         settings = {}
     attempt = context.attempt
     folder = context.open_store().local(Layout.files(attempt.job, attempt.key, attempt.number), files)
@@ -131,7 +134,7 @@ def leave_one_out(
 
 
 def cross_validate(
-    context: Context[Audit], pool: Images, run: Run
+    context: Context[Audit], pool: Images, run: Run, concurrent: int
 ) -> tuple[NDArray[np.int64], tuple[FileEntry, ...]]:
     """Fit a model per fold on the other folds; return each image's fold, and the files of their probabilities."""
     from ray_jobs.training.folds import assign_folds, fit_fold
@@ -146,7 +149,6 @@ def cross_validate(
     task = make_task(own.config, pool.dataset, own.input("backbone") if config.backbone else None)
     task = task._replace(attempts=open_ledger(own).attempts)
     parts = assign_folds(pool.rows, number, config.seed)
-    _, concurrent = fit_resources(config.threads)
     tasks = [
         (own, task, pool, parts, fold, steps_after(own.config.steps, concurrent, fold, 0, number))
         for fold in range(number)

@@ -51,7 +51,7 @@ class Column(NamedTuple):
 
 _ORIGIN = (
     Column("artifact", "VARCHAR", "key of the artifact that contains the row"),
-    Column("job", "VARCHAR", "the job that made it: evaluate, baselines, finetune"),
+    Column("job", "VARCHAR", "the job that made it: evaluate, baselines, finetune, audit"),
     Column("stage", "VARCHAR", "its stage's name in the recipe"),
     Column("run", "VARCHAR", "the run that made it"),
     Column("finished", "TIMESTAMP", "when it was committed, UTC"),
@@ -115,10 +115,21 @@ TABLES = {
         ),
         Column("calibrated_nll", "FLOAT", "nll after temperature scaling"),
     ),
+    "label_issues": (
+        *_ORIGIN,
+        Column("rank", "INTEGER", "1: the most likely wrong label of its audit"),
+        Column("sample_id", "VARCHAR", "the image, as `ingest: exclude` takes it"),
+        Column("file", "VARCHAR", "its name in the source"),
+        Column("split", "VARCHAR", "train or dev"),
+        Column("label", "VARCHAR", "its class"),
+        Column("suggested", "VARCHAR", "the class that the audit suggests"),
+        Column("label_probability", "FLOAT", "the probability of its class, out of sample"),
+        Column("suggested_probability", "FLOAT", "that of the suggested class"),
+    ),
     "artifacts": (
         Column("artifact", "VARCHAR", "key"),
         Column("job", "VARCHAR", "the job that made it"),
-        Column("kind", "VARCHAR", "dataset, model, evaluation or report"),
+        Column("kind", "VARCHAR", "dataset, model, evaluation, audit or report"),
         Column("stage", "VARCHAR", "its stage's name in the recipe"),
         Column("run", "VARCHAR", "the run that made it"),
         Column("attempt", "INTEGER", "the attempt that succeeded, from 1"),
@@ -308,7 +319,7 @@ def define_tables(connection: DuckDBPyConnection, store: Store, named: set[str])
         records["artifacts"] = [_artifact(manifest) for manifest in manifests]
     if "runs" in named:
         records["runs"] = _runs(store)
-    for name in ("rows", "predictions"):
+    for name in ("rows", "predictions", "label_issues"):
         files = _files(store, manifests, f"{name}.parquet") if name in named else {}
         if files:
             _define_view(connection, name, files, groups)
@@ -372,9 +383,11 @@ def _define_view(
         f'getvariable(\'{name}_origins\')[file_index::BIGINT + 1]."{column.name}" AS "{column.name}"'
         for column in _ORIGIN
     ]
-    written = TABLES[name][len(_ORIGIN) + 1 :]
+    has_result = _RESULT in TABLES[name]
+    written = TABLES[name][len(_ORIGIN) + has_result :]
     own = [f'"{column.name}"::{column.type} AS "{column.name}"' for column in written]
-    shown = ", ".join([*origin, f"{_RESULT_SQL} AS {_RESULT.name}", *own])
+    result = [f"{_RESULT_SQL} AS {_RESULT.name}"] if has_result else []
+    shown = ", ".join([*origin, *result, *own])
     # A file written by an earlier version may lack a newer column, which is then NULL.
     empty = ", ".join(f'NULL::{column.type} AS "{column.name}"' for column in written)
     files_read = (

@@ -193,6 +193,14 @@ def issues_table(
     return pa.table(arrays, schema=LABEL_ISSUES)
 
 
+def read_issues(path: Path) -> pa.Table:
+    """Read LABEL_ISSUES. Raises UserError if the file is not such a table."""
+    try:
+        return pq.read_table(path, schema=LABEL_ISSUES)
+    except (OSError, pa.ArrowException) as error:
+        raise UserError(f"{path} is missing or damaged: {error}") from error
+
+
 def write_issues(path: Path, table: pa.Table) -> None:
     """Write LABEL_ISSUES; the same rows give the same bytes."""
     pq.write_table(table, path, compression="zstd")
