@@ -5,6 +5,7 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from pipelines.spec import Audit, ModelSize
@@ -13,7 +14,7 @@ from ray_jobs import audit
 from ray_jobs.data import shards
 from ray_jobs.evaluation.label_issues import FILE, read_issues
 from ray_jobs.process.stage import Context
-from ray_jobs.training import folds
+from ray_jobs.training import fit, folds
 from ray_jobs.training.contract import model_contract
 from tests.support import datasets
 from tests.support.records import make_context, make_manifest
@@ -109,6 +110,29 @@ def test_planted_labels_are_listed_first_with_the_right_class(
         in capsys.readouterr().out
     )
     assert {Path(file.path).parts[0] for file in result.files} == {FILE, "probabilities"}
+
+
+def test_no_fold_is_judged_by_a_model_that_was_fitted_on_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nor on a copy: each fit sees all images but those of the fold, whose probabilities it then gives."""
+    made, fitted = Made(tmp_path / "store"), []
+    real = fit.fit
+
+    def recording(task: Any, data: shards.Images, *arguments: Any) -> Any:
+        fitted.append(set(data.rows["sample_id"].to_pylist()))
+        return real(task, data, *arguments)
+
+    monkeypatch.setattr(fit, "fit", recording)
+    context = made.context(cross_validation=FIT)
+    audit.audit(context)
+    folder = made.store.local(Layout.files("audit", "k", 1), ()) / "probabilities"
+    judged = [
+        set(pq.read_table(folder / f"{number}.parquet")["sample_id"].to_pylist()) for number in range(3)
+    ]
+    every = set.union(*judged)
+    assert len(every) == COUNTS["train"] + COUNTS["dev"]
+    assert all(own == every - held_out for own, held_out in zip(fitted, judged, strict=True))
 
 
 def test_the_same_audit_has_the_same_bytes_and_finished_folds_are_taken_over(

@@ -23,12 +23,12 @@ from vit_model.errors import UserError
 IMAGES, CLASSES, PLANTED = 2000, 7, 100
 
 
-def noisy(seed: int, strength: float = 3) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Labels of which some are wrong, probabilities of a model of the right ones, and where the wrong ones are."""
+def noisy(seed: int, least: float = 1) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Labels of which some are wrong, probabilities of a model that knows high classes better, the wrong places."""
     rng = np.random.default_rng(seed)
     labels = rng.integers(0, CLASSES, IMAGES)
-    logits = rng.normal(size=(IMAGES, CLASSES)) * rng.uniform(0.5, 2, CLASSES)
-    logits[np.arange(IMAGES), labels] += strength
+    logits = rng.normal(size=(IMAGES, CLASSES))
+    logits[np.arange(IMAGES), labels] += np.linspace(least, 7, CLASSES)[labels]
     probabilities = np.exp(logits) / np.exp(logits).sum(axis=1, keepdims=True)
     places = rng.permutation(IMAGES)[:PLANTED]
     labels[places] = (labels[places] + rng.integers(1, CLASSES, PLANTED)) % CLASSES
@@ -54,7 +54,7 @@ def test_the_same_labels_in_the_same_order_as_cleanlab(seed: int, dtype: type) -
 
 
 def test_planted_labels_come_first() -> None:
-    labels, probabilities, places = noisy(0, strength=8)
+    labels, probabilities, places = noisy(0, least=7)
     first = find_issues(labels, probabilities).places[:PLANTED]
     assert len(np.intersect1d(first, places)) >= 0.9 * PLANTED
 

@@ -2,6 +2,7 @@
 
 import re
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +14,12 @@ from PIL import Image
 
 from pipelines import identity
 from pipelines.spec import FolderSource, Ingest
-from pipelines.store import open_store
+from pipelines.store import Layout, commit, open_store
 from ray_jobs import ingest
 from ray_jobs.data.shards import open_dataset
 from ray_jobs.ingesting.exclude import exclude, read_list
 from ray_jobs.process.stage import Result
-from tests.support.records import make_context
+from tests.support.records import make_context, make_manifest
 from vit_model.errors import UserError
 
 NAMES = ("ant", "bee")
@@ -116,27 +117,36 @@ def test_a_rebuilt_dataset_lacks_the_listed_images_and_moves_no_other(
     put_images(tmp_path / "images")
     shutil.copy(tmp_path / "images/a/0.png", tmp_path / "images/b/copy.png")  # of another class
 
-    def made(name: str, listed: Path | None = None) -> tuple[Result, dict[str, tuple[str, str]], Path]:
-        store = open_store(str(tmp_path / name))
-        config = stage(tmp_path / "images", listed)
-        context = make_context(store, config)
-        result = ingest.main(context)
-        (folder,) = Path(store.uri).glob("artifacts/ingest/k/attempts/1/files")
-        dataset = open_dataset(folder)
-        rows = [row for split in ("train", "dev", "test") for row in dataset.index(split).to_pylist()]
-        return result, {row["key"]: (row["split"], row["sample_id"]) for row in rows}, folder
+    store = open_store(str(tmp_path / "store"))
 
-    _, before, folder = made("before")
+    def made(listed: Path | None = None) -> tuple[Result, dict[str, tuple[str, str]], Path]:
+        config = stage(tmp_path / "images", listed)
+        own, files = key(config), Layout.files("ingest", key(config), 1)
+        context = make_context(store, config)
+        result = ingest.main(replace(context, attempt=context.attempt.model_copy(update={"key": own})))
+        fields = {
+            "files": result.files,
+            "config": context.attempt.config,
+            "code": {"version": Ingest.VERSION},
+        }
+        commit(store, make_manifest(key=own, content_digest=result.content_digest, **fields))
+        dataset = open_dataset(store.local(files, ()))
+        rows = [row for split in ("train", "dev", "test") for row in dataset.index(split).to_pylist()]
+        return result, {row["key"]: (row["split"], row["sample_id"]) for row in rows}, dataset.folder
+
+    _, before, folder = made()
     assert not (folder / "excluded.parquet").exists()
     chosen = [
         next(key for key in sorted(before) if before[key][0] == split) for split in ("train", "dev", "test")
     ]
     listed = tmp_path / "listed.txt"
     listed.write_text("\n".join(before[key][1] for key in chosen))
-    result, after, folder = made("after", listed)
+    result, after, folder = made(listed)
     assert before.keys() - after.keys() == {*chosen[:2]}
     assert all(before[key] == after[key] for key in after)
     assert result.metrics["excluded"] == 2
     said = "2 images left out of train and dev, because exclude lists them; 1 more that it lists are of test"
-    assert said in capsys.readouterr().out and said in (folder / "card.md").read_text()
+    out = capsys.readouterr().out
+    assert "read 0 new images, reused 41" in out
+    assert said in out and said in (folder / "card.md").read_text()
     assert sorted(pq.read_table(folder / "excluded.parquet")["key"].to_pylist()) == sorted(chosen)
