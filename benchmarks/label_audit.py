@@ -48,7 +48,7 @@ stages:
       model: {model}
       resolution: 28
       learning_rate: 3.0e-3
-      steps: 3000
+      steps: 2000
       batch_size: 128
       augment: shift_flip
   pretrain:
@@ -58,7 +58,7 @@ stages:
     resolution: 28
     objective: mae
     mae: {{decoder_depth: 1, decoder_width: 64}}
-    steps: 4000
+    steps: 2000
     batch_size: 128
     learning_rate: 1.0e-3
     augment: shift_flip
@@ -68,8 +68,8 @@ stages:
     backbone: pretrain
 """
 NAMES = {
-    "audit": "cross-validation: ViT of width 96, 4 folds of 3,000 steps",
-    "audit_features": "leave-one-out: frozen features of the same ViT, MAE, 4,000 steps",
+    "audit": "cross-validation: ViT of width 96, 4 folds of 2,000 steps",
+    "audit_features": "leave-one-out: frozen features of the same ViT, MAE, 2,000 steps",
 }
 
 

@@ -168,7 +168,7 @@ def judgeable(dataset: Dataset, labels: NDArray[np.integer], parts: NDArray[np.i
     pairs = np.unique(np.stack([labels, parts], axis=1), axis=0)
     spread = np.bincount(pairs[:, 0], minlength=len(names))
     for why, classes in (
-        ("without an image in train and dev, which are never suggested", np.flatnonzero(spread == 0)),
+        ("without an image in train and dev", np.flatnonzero(spread == 0)),
         ("with images in one fold only, which are not audited", np.flatnonzero(spread == 1)),
     ):
         if len(classes):

@@ -1,15 +1,18 @@
 """Likely wrong labels by confident learning (Northcutt et al., "Confident Learning", 2021), and the table of them.
 
 In: the given labels of n images, and each image's probabilities of the classes, from a model that was not trained on
-that image. Out: the images that the model is confident are of another class, the most likely wrong first.
+that image. Out: the images whose label is likely wrong, the most likely wrong first.
 
-A class's threshold is the mean probability of the class over the images with that label (the paper, equation 2), so a
-class that a model is never sure of is judged by what is usual for it. An image belongs to the class whose threshold it
-reaches; if it reaches several, to its most probable class. Those with another label are the off-diagonal counts of the
-paper's confident joint. Images whose label is their most probable class are left out, and the others are sorted by
-normalised margin. All of this is what cleanlab does with `filter_by="confident_learning"`. It is done here because it
-takes a few lines, and these break ties by place, so that the same probabilities give the same table; a test compares
-both.
+Confident learning says how many these are. A class's threshold is the mean probability of the class over the images
+with that label (the paper, equation 2), so a class that a model is never sure of is judged by what is usual for it. An
+image belongs to the class whose threshold it reaches; if it reaches several, to its most probable class. Those with
+another label are the off-diagonal counts of the paper's confident joint, of which those whose label is their most
+probable class do not count.
+
+Self-confidence, the probability of the given label, says which: the lowest ones. On planted wrong labels they are more
+often right than the off-diagonal images themselves, or the lowest margins (benchmarks/results/label_audit.md). cleanlab
+does the same with `filter_by="low_self_confidence"`. It is done here because it takes a few lines, and these break ties
+by place and list no image whose label is its most probable class; a test compares both.
 """
 
 from __future__ import annotations
@@ -77,14 +80,12 @@ def find_issues(labels: NDArray[np.integer], probabilities: NDArray[np.floating]
     own = probabilities[np.arange(len(labels)), labels]
     confident = probabilities >= thresholds(labels, probabilities).astype(probabilities.dtype) - _TOLERANCE
     reached = confident.sum(axis=1)
-    suggested = np.where(reached > 1, probabilities.argmax(axis=1), confident.argmax(axis=1))
-    is_issue = (reached > 0) & (suggested != labels) & (own + _TOLERANCE < probabilities.max(axis=1))
-    places = np.flatnonzero(is_issue)
-    others = probabilities[places]
-    others[np.arange(len(places)), labels[places]] = -np.inf
-    margins = own[places] - others.max(axis=1)
-    order = np.argsort(margins, kind="stable")
-    return Issues(places[order], suggested[places[order]])
+    guess = np.where(reached > 1, probabilities.argmax(axis=1), confident.argmax(axis=1))
+    is_doubtful = own + _TOLERANCE < probabilities.max(axis=1)
+    count = int(((reached > 0) & (guess != labels) & is_doubtful).sum())
+    doubtful = np.flatnonzero(is_doubtful)
+    places = doubtful[np.argsort(own[doubtful], kind="stable")[:count]]
+    return Issues(places, probabilities[places].argmax(axis=1))
 
 
 def thresholds(labels: NDArray[np.integer], probabilities: NDArray[np.floating]) -> NDArray[np.float64]:

@@ -427,7 +427,7 @@ def _images(
 
 def _images_of_audits(audits: Sequence[Mapping[str, Any]], tested: Mapping[str, Dataset]) -> dict[str, str]:
     """Return the images with likely wrong labels that the page shows, by id."""
-    images = {}
+    images: dict[str, str] = {}
     for audit in audits:
         shown = [issue["sample_id"] for issue in audit["issues"]]
         images |= _images(tested.get(audit["artifact"]), shown, ("train", "dev"))
