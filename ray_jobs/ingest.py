@@ -119,6 +119,7 @@ def main(context: Context[Ingest]) -> Result:
     for note in listing.notes:
         print(note, flush=True)
     _check_shrinkable(config, listing)
+    listed = _read_excluded(config)
     entries = _with_digests(context, listing.entries)
     parts, finished = plan_parts(entries), finished_parts(context, entries["digest"])
     written = _in_tasks(_write_part, (context, files, states, finished), parts, "shard")
@@ -136,7 +137,7 @@ def main(context: Context[Ingest]) -> Result:
     name = getattr(config.source, "name", config.source.kind)
     official = pc.unique(listing.entries["split"]).to_pylist()
     good = facts.filter(pc.is_null(facts["reason"]))
-    index, copies, excluded = _decided(context, name, good, listing.class_names, official)
+    index, copies, excluded = _decided(context, name, good, listing.class_names, official, listed)
     trainable = _trainable(index, listing)
     index = trainable.index
     decided = (*_shrunk_note(config), *excluded_note(excluded), *_conflict_note(copies))
@@ -180,6 +181,7 @@ def _decided(
     images: pa.Table,
     class_names: tuple[str, ...],
     official: list[str | None],
+    listed: list[str] | None,
 ) -> tuple[pa.Table, pa.Table, pa.Table]:
     """Return (FACTS of the images that are not left out, with their splits; DUPLICATES; EXCLUDED).
 
@@ -188,9 +190,7 @@ def _decided(
     config = context.config
     splits = assign_splits(images, getattr(config.source, "salt", None), official)
     excluded = EXCLUDED.empty_table()
-    if config.exclude is not None:
-        blob = open_blob([config.exclude])
-        listed = read_list(config.exclude, blob.read(0, blob.size))
+    if config.exclude is not None and listed is not None:
         is_out, excluded = exclude(config.exclude, listed, _with_splits(images, splits), class_names)
         images = images.filter(pc.invert(is_out))
         splits = [
@@ -210,6 +210,13 @@ def _decided(
     index = _with_splits(images, splits)
     is_left_out = pc.is_in(index["key"], left_out["key"].combine_chunks())
     return index.filter(pc.invert(is_left_out)), copies, excluded
+
+
+def _read_excluded(config: Ingest) -> list[str] | None:
+    if config.exclude is None:
+        return None
+    blob = open_blob([config.exclude])
+    return read_list(config.exclude, blob.read(0, blob.size))
 
 
 def _with_splits(images: pa.Table, splits: Sequence[str]) -> pa.Table:
