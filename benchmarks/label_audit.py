@@ -6,7 +6,7 @@ cross-validated trainings of a small ViT, and leave-one-out on the frozen featur
 without labels; beside them leave-one-out on random features of the pixels, which is no stage. A label of the authors
 that is wrong counts as a mistake here.
 
-Prints the table and writes it to benchmarks/results/label_audit.md; takes 15 minutes on two idle cores. With --store
+Prints the table and writes it to benchmarks/results/label_audit.md; takes 10 to 20 minutes on two cores. With --store
 the store is kept, and what it has is not computed again.
 """
 
