@@ -74,6 +74,7 @@ benchmarks: install  # on an otherwise idle machine; each prints its table and k
 	$(BIN)/python benchmarks/objectives.py
 	$(BIN)/python benchmarks/fewshot.py
 	$(BIN)/python benchmarks/sweep.py
+	$(BIN)/python benchmarks/label_audit.py
 
 clean:
 	rm -rf .venv build *.egg-info

@@ -4,6 +4,7 @@ In: a source (`pipelines.spec.Source`). Out: a dataset artifact, see `ray_jobs.d
 
     quarantine.parquet    the images that cannot be used, and why
     duplicates.parquet    copies and near-copies, each with its twin, kept or left out (`ray_jobs.ingesting.splits`)
+    excluded.parquet      with `exclude`, the images that it lists (`ray_jobs.ingesting.exclude`)
     set_aside.parquet     the images of classes without a training image (`ray_jobs.ingesting.splits`)
     card.md, card.json    a summary, with contact_sheet.jpg (`ray_jobs.ingesting.card`)
     masks/...             with `masks: true` of the source, the masks of each shard's images (`ray_jobs.data.masks`)
@@ -59,6 +60,7 @@ from ray_jobs.data.shards import (
     write_shard,
 )
 from ray_jobs.ingesting.card import card_shard, class_notes, write_card
+from ray_jobs.ingesting.exclude import EXCLUDED, exclude, excluded_note, read_list
 from ray_jobs.ingesting.reuse import (
     EarlierShards,
     Finished,
@@ -78,6 +80,7 @@ from ray_jobs.ingesting.splits import (
 from ray_jobs.process.progress import Progress
 from ray_jobs.process.stage import Context, Result, run_stage
 from ray_jobs.sources import catalog
+from ray_jobs.sources.archives.blobs import open_blob
 from ray_jobs.sources.archives.containers import outermost
 from ray_jobs.sources.archives.entries import Bad, Files, Listing
 from vit_model.errors import UserError
@@ -120,6 +123,7 @@ def main(context: Context[Ingest]) -> Result:
     for note in listing.notes:
         print(note, flush=True)
     _check_shrinkable(config, listing)
+    listed = _read_excluded(config)
     entries = _with_digests(context, listing.entries)
     parts, finished = plan_parts(entries), finished_parts(context, entries["digest"])
     written = _in_tasks(_write_part, (context, files, states, finished), parts, "shard")
@@ -137,10 +141,10 @@ def main(context: Context[Ingest]) -> Result:
     name = getattr(config.source, "name", config.source.kind)
     official = pc.unique(listing.entries["split"]).to_pylist()
     good = facts.filter(pc.is_null(facts["reason"]))
-    index, copies = _decided(context, name, good, listing.class_names, official)
+    index, copies, excluded = _decided(context, name, good, listing.class_names, official, listed)
     trainable = _trainable(index, listing)
     index = trainable.index
-    decided = (*_shrunk_note(config), *_conflict_note(copies))
+    decided = (*_shrunk_note(config), *excluded_note(excluded), *_conflict_note(copies))
     for note in (*decided, *class_notes(trainable, most=None)):
         print(note, flush=True)
     mask_classes = catalog.mask_classes(config.source)
@@ -162,6 +166,8 @@ def main(context: Context[Ingest]) -> Result:
         )
         pq.write_table(copies, staging.path / "duplicates.parquet", compression="zstd")
         pq.write_table(trainable.set_aside, staging.path / "set_aside.parquet", compression="zstd")
+        if config.exclude is not None:
+            pq.write_table(excluded, staging.path / "excluded.parquet", compression="zstd")
     made = (*quarantine, *staging.files, *(file for part in written for file in part.files))
     card = _card(context, info, trainable, bad, copies, made)
     metrics: dict[str, float | int | str] = {
@@ -173,6 +179,8 @@ def main(context: Context[Ingest]) -> Result:
         "left_out": pc.sum(pc.equal(copies["done"], "left out")).as_py() or 0,
         **{str(split): info.splits[split] for split in SPLITS},
     }
+    if config.exclude is not None:
+        metrics["excluded"] = pc.sum(pc.equal(excluded["done"], "left out")).as_py() or 0
     return Result(info.content_digest, (*made, *card), metrics)
 
 
@@ -180,12 +188,23 @@ def _decided(
     context: Context[Ingest],
     name: str,
     images: pa.Table,
-    class_names: Sequence[str],
+    class_names: tuple[str, ...],
     official: list[str | None],
-) -> tuple[pa.Table, pa.Table]:
-    """Return (FACTS of the images that are not left out, with their splits; DUPLICATES)."""
+    listed: list[str] | None,
+) -> tuple[pa.Table, pa.Table, pa.Table]:
+    """Return (FACTS of the images that are not left out, with their splits; DUPLICATES; EXCLUDED).
+
+    Excluded images leave before copies are looked for, so that they take no twin along.
+    """
     config = context.config
     splits = assign_splits(images, getattr(config.source, "salt", None), official)
+    excluded = EXCLUDED.empty_table()
+    if config.exclude is not None and listed is not None:
+        is_out, excluded = exclude(config.exclude, listed, _with_splits(images, splits), class_names)
+        images = images.filter(pc.invert(is_out))
+        splits = [
+            split for split, is_left_out in zip(splits, is_out.to_pylist(), strict=True) if not is_left_out
+        ]
     others, store = {}, context.open_store()
     for other, manifest in zip(config.against, context.inputs.get("against", ()), strict=True):
         needed = [file for file in manifest.files if file.path in ("dataset.json", "index.parquet")]
@@ -197,8 +216,20 @@ def _decided(
         Counter(zip(*(copies[c].to_pylist() for c in ("kind", "done")), strict=True)).items()
     ):
         print(f"{done:,} {' copies, '.join(kind)}", flush=True)
-    index = images.set_column(images.schema.get_field_index("split"), "split", pa.array(splits))
-    return index.filter(pc.invert(pc.is_in(index["key"], left_out["key"].combine_chunks()))), copies
+    index = _with_splits(images, splits)
+    is_left_out = pc.is_in(index["key"], left_out["key"].combine_chunks())
+    return index.filter(pc.invert(is_left_out)), copies, excluded
+
+
+def _read_excluded(config: Ingest) -> list[str] | None:
+    if config.exclude is None:
+        return None
+    blob = open_blob([config.exclude])
+    return read_list(config.exclude, blob.read(0, blob.size))
+
+
+def _with_splits(images: pa.Table, splits: Sequence[str]) -> pa.Table:
+    return images.set_column(images.schema.get_field_index("split"), "split", pa.array(splits, pa.string()))
 
 
 # ------------------------------------------------------------------------------------------------- planning
@@ -210,12 +241,12 @@ def _with_digests(context: Context[Ingest], entries: pa.Table) -> pa.Table:
     Rows of arrays, and archives that are split into several files, get one digest of all files. With `short_side` the
     digests are different, because the facts of images that are stored smaller differ from those of the originals.
     """
-    everything = context.attempt.source
-    assert everything is not None
+    places = source_files(context.config.source)
+    everything = identity.files_fingerprint(places.items())  # not the attempt's, which covers `exclude`
     size = [context.config.short_side] if context.config.short_side else []
     digests = {
         name: identity.sha256(identity.canonical_json([*facts, *size]))
-        for name, *facts in file_digests(source_files(context.config.source).items())
+        for name, *facts in file_digests(places.items())
     }
     if size:
         everything = identity.sha256(identity.canonical_json([everything, *size]))

@@ -130,7 +130,7 @@ def arguments(line: str) -> Iterator[list[str]]:
     if "vitflow" not in line:
         return
     words, verbs = shlex.split(line, comments=True), _tree().commands
-    separators = {"|", "&&", ";"}
+    separators = {"|", ">", "&&", ";"}
     for place, word in enumerate(words):
         first = place == 0 or words[place - 1] in separators
         known = words[place + 1 : place + 2] and words[place + 1] in verbs

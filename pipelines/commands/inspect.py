@@ -119,11 +119,11 @@ def _watch(look: Callable[[], dict[str, Any]]) -> dict[str, Any]:
 def list_(
     store: StoreOption = DEFAULT_STORE,
     kind: Annotated[
-        str, typer.Option(help="runs | datasets | models | checkpoints | evaluations | reports")
+        str, typer.Option(help="runs | datasets | models | checkpoints | evaluations | audits | reports")
     ] = "runs",
     as_json: JsonOption = False,
 ) -> None:
-    """List runs, datasets, models, checkpoints, evaluations or reports."""
+    """List runs, datasets, models, checkpoints, evaluations, audits or reports."""
     rows = list_kind(open_(store, create=False), kind)
     if as_json:
         print_json(rows)

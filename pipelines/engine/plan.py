@@ -13,7 +13,7 @@ from pydantic import ValidationError
 from pipelines import identity
 from pipelines.engine.latest import Newest, newest_models, start_of, wants_latest
 from pipelines.recipe.pipeline import Pipeline, base
-from pipelines.spec import LAST, AnyStage, Import, Pretrain, RecipeError, Report, recorded_checkpoint
+from pipelines.spec import LAST, AnyStage, Import, Ingest, Pretrain, RecipeError, Report, recorded_checkpoint
 from pipelines.store import (
     InputRef,
     Manifest,
@@ -285,7 +285,7 @@ def _find_model(store: Store, inputs: list[InputRef]) -> tuple[str, ModelContrac
 
 def _source_fields(config: AnyStage) -> str:
     """Return the fields that say where a stage's files are; the same text for all stages that read none."""
-    return config.model_dump_json(include={"source", "path"})
+    return config.model_dump_json(include={"source", "path", "exclude"})
 
 
 def _digests(inputs: Mapping[str, list[InputRef]]) -> dict[str, list[str]]:
@@ -361,7 +361,12 @@ def _reason(stage: PlannedStage, previous: Manifest | None) -> str:
 
 def _differences(manifest: Manifest, stage: PlannedStage) -> Iterator[str]:
     if manifest.source != stage.source:
-        yield "the source has changed"
+        either = (
+            " or the list that it excludes"
+            if isinstance(stage.config, Ingest) and stage.config.exclude
+            else ""
+        )
+        yield f"the source{either} has changed"
     inputs = stage.inputs or {}
     for field in dict.fromkeys([*inputs, *manifest.inputs]):
         digests = [reference.content_digest for reference in inputs.get(field, [])]

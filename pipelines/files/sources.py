@@ -15,6 +15,8 @@ from pipelines.file_names import left_by_a_system, parts_of
 from pipelines.spec import ONE_FILE, AnyStage, Import, Ingest, RecipeError
 from pipelines.spec.files import At, Below, Files, FileSource, InPackage, Location, Named
 
+EXCLUDE = "/exclude"  # the list of images that an ingest leaves out; names of source files are relative
+
 
 def stage_files(config: AnyStage) -> Files | None:
     """Return every external file that a stage's result depends on, by name; None if the stage reads none.
@@ -24,8 +26,17 @@ def stage_files(config: AnyStage) -> Files | None:
         StoreError: the same on S3 or the hub. StoreUnreachable: they do not answer.
     """
     if isinstance(config, Ingest):
-        return source_files(config.source)
+        files = source_files(config.source)
+        return files if config.exclude is None else {**files, EXCLUDE: _list_of_images(config.exclude)}
     return import_files(config.path) if isinstance(config, Import) else None
+
+
+def _list_of_images(path: str) -> Location:
+    if path.startswith("s3://"):
+        return path
+    if not Path(path).is_file():
+        raise RecipeError(f"exclude: {path}: no such file")
+    return Path(path)
 
 
 def source_files(source: FileSource) -> Files:

@@ -22,12 +22,19 @@ from pipelines.store import (
     warn,
 )
 
-KINDS = {"datasets": "dataset", "models": "model", "evaluations": "evaluation", "reports": "report"}
+KINDS = {
+    "datasets": "dataset",
+    "models": "model",
+    "evaluations": "evaluation",
+    "audits": "audit",
+    "reports": "report",
+}
 COLUMNS = {
     "runs": ("run", "status", "stages", "created"),
     "datasets": ("key", "stage", "name", "images", "classes", "finished", "run"),
     "models": ("key", "stage", "job", "parameters", "accuracy", "finished", "run"),
     "evaluations": ("key", "stage", "job", "task", "best", "finished", "run"),
+    "audits": ("key", "stage", "task", "audited", "label_issues", "finished", "run"),
     "reports": ("key", "stage", "title", "finished", "run"),
     "checkpoints": ("key", "stage", "checkpoint", "accuracy", "created", "run"),
 }
@@ -47,7 +54,13 @@ def list_kind(store: Store, kind: str) -> list[dict[str, Any]]:
         raise RecipeError(f"--kind {kind}: no such kind{nearest(kind, COLUMNS)}")
     manifests = list(all_manifests(store))
     names = {manifest.key: dataset_name(manifest) for manifest in manifests if manifest.kind == "dataset"}
-    describe = {"datasets": _dataset, "models": _model, "evaluations": _evaluation, "reports": _report}[kind]
+    describe = {
+        "datasets": _dataset,
+        "models": _model,
+        "evaluations": _evaluation,
+        "audits": _audit,
+        "reports": _report,
+    }[kind]
     return [
         {
             "key": manifest.key,
@@ -175,10 +188,19 @@ def _model(manifest: Manifest, names: dict[str, str]) -> dict[str, Any]:
 
 def _evaluation(manifest: Manifest, names: dict[str, str]) -> dict[str, Any]:
     """`best` is the highest of its mean accuracies; it is chosen on test, so it is not an unbiased result."""
-    task = ", ".join(names.get(reference.key, "?") for reference in manifest.inputs.get("data", ()))
+    task = _task(manifest, names)
     scores = {name: value for name, value in manifest.metrics.items() if isinstance(value, float)}
     best = max(scores, key=lambda name: scores[name], default=None)
     return {"task": task, "best": None if best is None else f"{scores[best]:.1%} {best}"}
+
+
+def _audit(manifest: Manifest, names: dict[str, str]) -> dict[str, Any]:
+    counts = {name: manifest.metrics.get(name) for name in ("audited", "label_issues")}
+    return {"task": _task(manifest, names), **counts}
+
+
+def _task(manifest: Manifest, names: dict[str, str]) -> str:
+    return ", ".join(names.get(reference.key, "?") for reference in manifest.inputs.get("data", ()))
 
 
 def _report(manifest: Manifest, names: dict[str, str]) -> dict[str, Any]:

@@ -51,7 +51,7 @@ class Column(NamedTuple):
 
 _ORIGIN = (
     Column("artifact", "VARCHAR", "key of the artifact that contains the row"),
-    Column("job", "VARCHAR", "the job that made it: evaluate, segment, baselines, finetune"),
+    Column("job", "VARCHAR", "the job that made it: evaluate, segment, baselines, finetune, audit"),
     Column("stage", "VARCHAR", "its stage's name in the recipe"),
     Column("run", "VARCHAR", "the run that made it"),
     Column("finished", "TIMESTAMP", "when it was committed, UTC"),
@@ -82,7 +82,7 @@ _RESULT_SQL = """concat(
          ELSE labels_per_class || ' labels per class' END,
     ', ', protocol, ': ', method, ' (', stage, ' ', artifact[:8], ')')"""
 _METRIC_SQL = "CASE WHEN metric = 'accuracy' THEN '' ELSE ', ' || metric END"
-_FILES = ("rows", "predictions", "confusion")
+_FILES = ("rows", "predictions", "confusion", "label_issues")
 # Their columns after `result` are those of ray_jobs.evaluation.rows, and of ray_jobs.segment.
 TABLES = {
     "rows": (
@@ -124,10 +124,21 @@ TABLES = {
         Column("prediction", "VARCHAR", "their predicted class"),
         Column("pixels", "BIGINT", "how many of the image's pixels have this label and this prediction"),
     ),
+    "label_issues": (
+        *_ORIGIN,
+        Column("rank", "INTEGER", "1: the most likely wrong label of its audit"),
+        Column("sample_id", "VARCHAR", "the image, as `ingest: exclude` takes it"),
+        Column("file", "VARCHAR", "its name in the source"),
+        Column("split", "VARCHAR", "train or dev"),
+        Column("label", "VARCHAR", "its class"),
+        Column("suggested", "VARCHAR", "the class that the audit suggests"),
+        Column("label_probability", "FLOAT", "the probability of its class, out of sample"),
+        Column("suggested_probability", "FLOAT", "that of the suggested class"),
+    ),
     "artifacts": (
         Column("artifact", "VARCHAR", "key"),
         Column("job", "VARCHAR", "the job that made it"),
-        Column("kind", "VARCHAR", "dataset, model, evaluation or report"),
+        Column("kind", "VARCHAR", "dataset, model, evaluation, audit or report"),
         Column("stage", "VARCHAR", "its stage's name in the recipe"),
         Column("run", "VARCHAR", "the run that made it"),
         Column("attempt", "INTEGER", "the attempt that succeeded, from 1"),
@@ -381,10 +392,12 @@ def _define_view(
         f'getvariable(\'{name}_origins\')[file_index::BIGINT + 1]."{column.name}" AS "{column.name}"'
         for column in _ORIGIN
     ]
-    written = TABLES[name][len(_ORIGIN) + 1 :]
+    has_result = _RESULT in TABLES[name]
+    written = TABLES[name][len(_ORIGIN) + has_result :]
     own = [f'"{column.name}"::{column.type} AS "{column.name}"' for column in written]
-    result = f"concat({_RESULT_SQL}, {_METRIC_SQL})" if name == "rows" else _RESULT_SQL
-    shown = ", ".join([*origin, f"{result} AS {_RESULT.name}", *own])
+    sql = f"concat({_RESULT_SQL}, {_METRIC_SQL})" if name == "rows" else _RESULT_SQL
+    result = [f"{sql} AS {_RESULT.name}"] if has_result else []
+    shown = ", ".join([*origin, *result, *own])
     # A file written by an earlier version may lack a newer column, which is then NULL.
     empty = ", ".join(f'NULL::{column.type} AS "{column.name}"' for column in written)
     files_read = (

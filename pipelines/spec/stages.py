@@ -9,7 +9,7 @@ from pydantic import AfterValidator, Field, ValidationError, model_validator
 
 from pipelines.spec.augmentation import Augmentation, EvalCrop, RandAugment, mixing
 from pipelines.spec.checkpoints import LATEST, Backbone, CheckpointEvery, NamedCheckpoint
-from pipelines.spec.fields import Seed, ascending, checkpoint, distinct, execution, marks, takes
+from pipelines.spec.fields import Root, Seed, ascending, checkpoint, distinct, execution, marks, takes
 from pipelines.spec.optimizer import Optimizer, check_optimizer
 from pipelines.spec.search import ASHA, FIXED, PBT, Choices, Point, Range, Search, placed
 from pipelines.spec.shapes import Model, ModelSize, ResNetSize, check_patches, size_of
@@ -121,6 +121,12 @@ class Ingest(_Stage):
         later=True,
         default=(),
         description="data sets; their test images and near-duplicates of them are left out of train and dev here",
+    )
+    exclude: Root | None = execution(
+        None,
+        description="a CSV file with a column sample_id, or a text file with an id per line, local or on S3: these"
+        " images are left out of train and dev here, such as those that an audit lists; its content enters the key,"
+        " its location does not",
     )
     short_side: int | None = later(
         None,
@@ -937,6 +943,68 @@ class Baselines(_Stage):
     )
 
 
+class CrossValidation(Frozen):
+    """The training that an audit repeats on all folds but one, to judge the labels of that one."""
+
+    folds: int = Field(5, ge=2, description="parts of train and dev; copies and groups stay together")
+    model: Model | None = Field(None, description="instead of a backbone: the model to train from scratch")
+    resolution: int | None = Field(
+        None, ge=4, le=8192, description="with a backbone: null keeps the backbone's"
+    )
+    learning_rate: Rate
+    steps: int = Field(ge=1, description="of each fold")
+    batch_size: int = Field(ge=1)
+    optimizer: Optimizer = Optimizer()
+    augment: Augmentation = "none"
+    randaugment: RandAugment | None = None
+    mixup: float = mixing("mixup")
+    cutmix: float = mixing("cutmix")
+    label_smoothing: float = Field(0.0, ge=0, lt=1)
+    dtype: Dtype = "bfloat16"
+
+
+class Audit(_Stage):
+    """A list of likely wrong labels in train and dev, by confident learning on out-of-sample probabilities."""
+
+    KIND: ClassVar[str] = "audit"
+    job: Literal["audit"]
+    data: str = takes("dataset")
+    backbone: Backbone | None = takes("model", default=None, description=_BACKBONE)
+    cross_validation: CrossValidation | None = Field(
+        None,
+        description="probabilities of each fold from a training on the others, from the backbone's weights or from"
+        " scratch, which is better and takes longer; null: leave-one-out least squares on the backbone's frozen"
+        " features",
+    )
+    seed: Seed = 0
+    threads: int = execution(1, ge=1, description="CPU threads per fold, or per task that computes features")
+    cache_gib: float = execution(
+        64, gt=0, description="GiB of images from S3 that a machine keeps in its cache folder"
+    )
+
+    @model_validator(mode="after")
+    def _source_is_whole(self) -> Self:
+        if self.cross_validation is not None:
+            try:
+                self.fine_tuning()
+            except ValidationError as error:
+                raise ValueError(f"cross_validation: {reasons(error)}") from None
+        elif self.backbone is None:
+            raise ValueError(
+                "backbone is missing; give a model stage whose features are used, or cross_validation with a model to"
+                " train from scratch"
+            )
+        return self
+
+    def fine_tuning(self) -> Finetune:
+        """Return the fine-tuning that has the settings of the cross-validation's fits."""
+        assert self.cross_validation is not None
+        fields = self.cross_validation.model_dump(exclude={"folds", "learning_rate"})
+        own = self.model_dump(include={"data", "backbone", "seed", "threads", "cache_gib"})
+        rates = {"learning_rates": (self.cross_validation.learning_rate,)}
+        return Finetune.model_validate({"job": "finetune"} | fields | own | rates)
+
+
 class Report(_Stage):
     """One page of everything: a table, curves, sheets of images, and the rows behind them."""
 
@@ -945,14 +1013,14 @@ class Report(_Stage):
     job: Literal["report"]
     title: str
     note: str = Field("", description="a note for readers, shown beside the verdict")
-    of: tuple[str, ...] = takes("dataset", "model", "evaluation", shows_names=True, min_length=1)
+    of: tuple[str, ...] = takes("dataset", "model", "evaluation", "audit", shows_names=True, min_length=1)
     missing: tuple[str, ...] = later(
         (), description="set by a run: members of a matrix that could not be built and were removed from `of`"
     )
 
 
 Stage = Annotated[
-    Ingest | Import | Pretrain | Finetune | Evaluate | Segment | Baselines | Report,
+    Ingest | Import | Pretrain | Finetune | Evaluate | Segment | Baselines | Audit | Report,
     Field(discriminator="job"),
 ]
 STAGE_TYPES: dict[str, type[_Stage]] = {
@@ -963,9 +1031,10 @@ STAGE_TYPES: dict[str, type[_Stage]] = {
     "evaluate": Evaluate,
     "segment": Segment,
     "baselines": Baselines,
+    "audit": Audit,
     "report": Report,
 }
-AnyStage = Ingest | Import | Pretrain | Finetune | Evaluate | Segment | Baselines | Report
+AnyStage = Ingest | Import | Pretrain | Finetune | Evaluate | Segment | Baselines | Audit | Report
 
 
 def module(job: str) -> str:

@@ -161,7 +161,7 @@ class Manifest(Frozen):
 
     layout_version: int = LAYOUT_VERSION
     job: str
-    kind: Literal["dataset", "model", "evaluation", "report"]
+    kind: Literal["dataset", "model", "evaluation", "audit", "report"]
     key: str
     content_digest: str
     stage: str

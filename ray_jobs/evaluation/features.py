@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from pydantic import ValidationError
 
 from pipelines.identity import canonical_json, sha256
-from pipelines.spec import Evaluate
+from pipelines.spec import Audit, Evaluate
 from pipelines.store import StoreError, all_manifests, local_file
 from ray_jobs.data.shards import Dataset, Split
 from ray_jobs.evaluation.cost import Cost
@@ -257,18 +257,19 @@ def _embedded(
 
 
 def embed_rows(
-    context: Context[Evaluate],
+    context: Context[Evaluate | Audit],
     seeds: Sequence[int | None],
     preprocessing: Preprocessing,
     split: Split,
     rows: NDArray[np.int64],
 ) -> list[NDArray[np.float32]]:
     """Return the features [n, d] of these rows of a split, for the backbone (None) and for untrained weights."""
-    folder = context.input("backbone")
+    folder, config = context.input("backbone"), context.config
+    resolution = config.resolution if isinstance(config, Evaluate) else None
     functions = []
     for seed in seeds:
-        network, contract = Weights(folder, seed, context.config.resolution).load()
-        functions.append(partial(embed, network, contract, context.config.threads))
+        network, contract = Weights(folder, seed, resolution).load()
+        functions.append(partial(embed, network, contract, config.threads))
     return _read(context.dataset(), split, rows, preprocessing, functions)
 
 

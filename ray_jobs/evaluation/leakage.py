@@ -25,7 +25,16 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
-from pipelines.spec import BACKBONE_FIELDS, AnyStage, Evaluate, Finetune, Ingest, Labels, Segment
+from pipelines.spec import (
+    BACKBONE_FIELDS,
+    WITHOUT_LABELS,
+    AnyStage,
+    Evaluate,
+    Finetune,
+    Ingest,
+    Labels,
+    Segment,
+)
 from pipelines.store import InputRef, Manifest, Store, contract_of, local_file, read_current, read_manifest
 from ray_jobs.data.near_duplicates import is_near
 from ray_jobs.data.shards import Dataset
@@ -50,6 +59,7 @@ class Training(NamedTuple):
     """Stage, job and key of its data set."""
     images: pa.Table
     """Columns COMPARED."""
+    uses_labels: bool = True
 
 
 class Overlap(NamedTuple):
@@ -109,6 +119,49 @@ def check_leakage(context: Context[AnyStage], dataset: Dataset, labelled: pa.Tab
     return overlap
 
 
+def check_labels_unseen(context: Context[AnyStage], dataset: Dataset, audited: pa.Table) -> tuple[str, ...]:
+    """Check that an audit's backbone has not learned the labels that are audited; it would repeat the wrong ones.
+
+    Training without labels, on any images, is no harm.
+
+    Args:
+        audited: the rows of the index of the artifact that `data` names.
+
+    Returns:
+        The models in the backbone's lineage whose training images are unknown.
+
+    Raises:
+        UserError: the backbone or an ancestor was trained on labels of these images, or an index is damaged.
+    """
+    models = context.inputs.get("backbone", ())
+    trainings, unknown, named = read_trainings(context.open_store(), models)
+    with_labels = [training for training in trainings if training.uses_labels]
+    seen = int(_is_in_any(audited, [training.images for training in with_labels]).sum())
+    by = _counts(audited, with_labels)
+    if not seen and unknown and dataset.info.content_digest in named:
+        seen, by = len(audited), "says the contract of its weights"
+    if seen:
+        raise UserError(
+            f"backbone {models[0].stage}: trained on the labels of {seen:,} of the {len(audited):,} images to audit"
+            f" ({by}), so it repeats their wrong labels. Use a backbone that was trained without labels or on other"
+            " images, or cross_validation with a model to train from scratch and without a backbone"
+        )
+    for name in unknown:
+        print(
+            f"{name}: training images unknown; if these labels were among them, wrong ones are missed",
+            flush=True,
+        )
+    return tuple(unknown)
+
+
+def _counts(images: pa.Table, trainings: Sequence[Training]) -> str:
+    """Say by which trainings how many of these images were seen."""
+    counts = [(training, int(_is_in_any(images, [training.images]).sum())) for training in trainings]
+    return "; ".join(
+        f"{count:,} by {training.stage} on {training.data}" for training, count in counts if count
+    )
+
+
 def log_lines(overlap: Overlap) -> list[str]:
     """Describe an overlap, one line per kind."""
     total, near = len(overlap.seen), overlap.near_copies
@@ -128,12 +181,7 @@ def log_lines(overlap: Overlap) -> list[str]:
 def _refusal(
     config: Evaluate | Finetune | Segment, test: pa.Table, overlap: Overlap, trainings: Sequence[Training]
 ) -> str:
-    seen = test["content_id"].filter(pa.array(overlap.seen))
-    counts = [
-        (training, pc.sum(pc.is_in(seen, training.images["content_id"].combine_chunks())).as_py())
-        for training in trainings
-    ]
-    by = "; ".join(f"{count:,} by {training.stage} on {training.data}" for training, count in counts if count)
+    by = _counts(test.filter(pa.array(overlap.seen)), trainings)
     return (
         f"backbone {config.backbone}: trained on {overlap.seen.sum():,} of the {len(test):,} test images of"
         f" {config.data} ({by}). Give `against: [{config.data}]` to the ingest of the training data, which leaves these"
@@ -214,7 +262,13 @@ def read_trainings(
             unknown.append(name)
             unlisted.append(manifest)
         trainings += [
-            Training(name, _described(dataset), training_images(manifest, index).select(COMPARED))
+            Training(
+                name,
+                _described(dataset),
+                training_images(manifest, index).select(COMPARED),
+                manifest.job != "pretrain"
+                or manifest.config.get("objective", "softmax") not in WITHOUT_LABELS,
+            )
             for dataset, index in indexes
         ]
     contracts = [contract_of(store, manifest) for manifest in unlisted]

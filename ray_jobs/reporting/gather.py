@@ -18,11 +18,12 @@ import numpy as np
 
 from pipelines.spec import Report
 from pipelines.store import LogLine, Manifest, Store, finished_log, local_files
-from ray_jobs.data.shards import Dataset, open_artifact
+from ray_jobs.data.shards import Dataset, Split, open_artifact
 from ray_jobs.evaluation.calibration import balanced_accuracy, calibration_error
+from ray_jobs.evaluation.label_issues import FILE, read_issues
 from ray_jobs.evaluation.rows import PREDICTIONS, REAL, ROWS
 from ray_jobs.process.stage import Context
-from ray_jobs.reporting import costs, measures, mistakes, pictures, plots, provenance, vtab
+from ray_jobs.reporting import costs, label_issues, measures, mistakes, pictures, plots, provenance, vtab
 from ray_jobs.reporting.measures import Entry
 from ray_jobs.reporting.verdicts import Verdict, headline, kind, labels_text, question, sentence, verdicts
 
@@ -87,6 +88,17 @@ def gather(context: Context[Report]) -> ReportData:
     }
     classes = {key: len(dataset.info.class_names) for key, dataset in tested.items()}
     costed = costs.costs(entries, parts, classes)
+    audits = [
+        {
+            "stage": stage,
+            "artifact": manifest.key,
+            "audited": manifest.metrics["audited"],
+            "agreement": manifest.metrics["agreement"],
+            **label_issues.describe(read_issues(folder / FILE)),
+        }
+        for stage, manifest, folder in parts
+        if manifest.kind == "audit"
+    ]
     numbers: dict[str, Any] = {
         "format_version": FORMAT_VERSION,
         "title": context.config.title,
@@ -115,13 +127,16 @@ def gather(context: Context[Report]) -> ReportData:
     }
     if other_metrics := measures.other_metrics(rows):
         numbers["other_metrics"] = [line | {"seen": _seen(line, metrics)} for line in other_metrics]
+    if audits:
+        numbers["label_issues"] = audits
     return ReportData(
         numbers,
         rows,
         predictions,
         figures=_figures(entries, costed, curves, finetuning, measured, sweeps, numbers["mistakes"]),
         sheets={key: pictures.contact_sheet(dataset) for key, dataset in datasets.items()},
-        images=_images(main_data, [mistake.sample_id for mistake in worst]),
+        images=_images(main_data, [mistake.sample_id for mistake in worst])
+        | _images_of_audits(audits, tested),
     )
 
 
@@ -447,11 +462,25 @@ def _few_shot_curves(entries: Sequence[Entry]) -> list[plots.Curve]:
     return sorted(curves, key=lambda curve: -float(np.mean(curve.means)))
 
 
-def _images(dataset: Dataset | None, sample_ids: Sequence[str]) -> dict[str, str]:
-    """Return the test images with these ids as `data:` URLs, by id."""
+def _images(
+    dataset: Dataset | None, sample_ids: Sequence[str], splits: Sequence[Split] = ("test",)
+) -> dict[str, str]:
+    """Return the images of these splits with these ids as `data:` URLs, by id."""
+    images: dict[str, str] = {}
     if dataset is None or not sample_ids:
-        return {}
-    rows = {sample_id: row for row, sample_id in enumerate(dataset.sample_ids("test"))}
-    present = [sample_id for sample_id in sample_ids if sample_id in rows]
-    urls = pictures.data_urls(dataset, "test", [rows[sample_id] for sample_id in present])
-    return dict(zip(present, urls, strict=True))
+        return images
+    for split in splits:
+        rows = {sample_id: row for row, sample_id in enumerate(dataset.sample_ids(split))}
+        present = [sample_id for sample_id in sample_ids if sample_id in rows]
+        urls = pictures.data_urls(dataset, split, [rows[sample_id] for sample_id in present])
+        images |= zip(present, urls, strict=True)
+    return images
+
+
+def _images_of_audits(audits: Sequence[Mapping[str, Any]], tested: Mapping[str, Dataset]) -> dict[str, str]:
+    """Return the images with likely wrong labels that the page shows, by id."""
+    images: dict[str, str] = {}
+    for audit in audits:
+        shown = [issue["sample_id"] for issue in audit["issues"]]
+        images |= _images(tested.get(audit["artifact"]), shown, ("train", "dev"))
+    return images

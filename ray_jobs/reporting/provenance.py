@@ -76,12 +76,14 @@ def _protocol(manifest: Manifest, folder: Path, names: Mapping[str, str]) -> str
         "evaluate": _evaluate,
         "segment": _segment,
         "baselines": _baselines,
+        "audit": _audit,
     }
     if manifest.job not in descriptions:
         return ""
     unknown = manifest.metrics.get("unknown_training")
+    among = "these" if manifest.job == "audit" else "test"
     warning = (
-        f" The training images of {unknown} are unknown; test images may be among them." if unknown else ""
+        f" The training images of {unknown} are unknown; {among} images may be among them." if unknown else ""
     )
     return f"{descriptions[manifest.job](config, inputs)}{warning}{_normalisation(folder)}"
 
@@ -279,6 +281,27 @@ def _baselines(config: Mapping[str, Any], inputs: Mapping[str, str]) -> str:
         f"{config['thumbnail']} pixels per side): settings {_selection(config['labels'])}. "
         f"Images are not augmented. With all labels, at most {config['max_images']:,} images are used. "
         "Each draw is scored on test once."
+    )
+
+
+def _audit(config: Mapping[str, Any], inputs: Mapping[str, str]) -> str:
+    fit = config["cross_validation"]
+    if fit is None:
+        source = f"leave-one-out least squares on the frozen features of {inputs['backbone']}"
+    else:
+        scratch = "backbone" not in inputs
+        start = (
+            f"from scratch ({_size(fit['model'])})"
+            if scratch
+            else f"from the weights of {inputs['backbone']}"
+        )
+        source = (
+            f"{fit['folds']} fits {start}, each on all folds but one: {fit['steps']:,} steps of {fit['batch_size']} "
+            f"images, learning rate {fit['learning_rate']:g}, augmentation {_augmentation(fit)}"
+        )
+    return (
+        f"Likely wrong labels in train and dev of {inputs['data']}, by confident learning (Northcutt et al., 2021) on "
+        f"out-of-sample probabilities from {source}. Test is not audited."
     )
 
 

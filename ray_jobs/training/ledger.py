@@ -1,4 +1,6 @@
-"""The ledger of a fine-tuning: its finished trials and refits, which later attempts at the same key take over.
+"""The ledger of a fine-tuning: its finished trials and refits, which later attempts at the same key take over. That of
+an audit has its finished folds.
+
 
 In: the result of a trial or a refit. Out: an object, `ledger/trial-<point>-<fold>.json` (with PBT
 `trial-<member>-<round>-<schedule>.json`) or `ledger/refit-<draw>.json`, in the attempt's folder, created once, by the
@@ -111,6 +113,13 @@ class RefitEntry(TrialEntry):
         return self
 
 
+class FoldEntry(LedgerEntry):
+    """A finished fold of an audit's cross-validation: the file with its images' probabilities."""
+
+    files: tuple[FileEntry, ...]
+    """In the folder `files` of the same attempt."""
+
+
 Entry = TypeVar("Entry", bound=LedgerEntry)
 
 
@@ -145,6 +154,11 @@ def add_refit(
         files=refit.files,
     )
     _add(context, entry)
+
+
+def add_fold(context: Context[Finetune], number: int, files: tuple[FileEntry, ...]) -> None:
+    """Record a finished fold of an audit, whose files are in the attempt's folder."""
+    _add(context, FoldEntry(name=_name(context, context.attempt.number, _fold(number)), files=files))
 
 
 class Ledger:
@@ -196,6 +210,18 @@ class Ledger:
             return Refit(score, [point.model_dump() for point in entry.curve], entry.substitutes, files)
         return None
 
+    def fold(self, number: int) -> tuple[FileEntry, ...] | None:
+        """Return the files of a finished fold, in the folder of the context's attempt; None if it is not finished."""
+        for attempt, entry in self._find(_fold(number), FoldEntry):
+            try:
+                files = self._copy(attempt, entry.files) if attempt != self._all[0] else entry.files
+            except StoreDamaged as error:
+                print(f"{error}; the fold is not used", flush=True)
+                continue
+            print(f"fold {number}: from attempt {attempt}", flush=True)
+            return files
+        return None
+
     def _find(self, file: str, model: type[Entry]) -> Iterator[tuple[int, Entry]]:
         """Yield each attempt that has this entry, and the entry; skip damaged ones with a line in the log."""
         for attempt in self._all:
@@ -236,6 +262,7 @@ class Ledger:
         source = self._store.local(folder, files)
         with self._context.staging() as staging:
             for file in files:
+                (staging.path / file.path).parent.mkdir(parents=True, exist_ok=True)
                 shutil.copyfile(source / file.path, staging.path / file.path)
         # Staging hashes the copies; `local` may remember the sha256 of bytes that a disk has lost since.
         if staging.files != files:
@@ -295,6 +322,10 @@ def _check(images: pa.Table) -> None:
 
 def _trial(place: Place) -> str:
     return f"{trial_name(place)}.json"
+
+
+def _fold(number: int) -> str:
+    return f"fold-{number}.json"
 
 
 def _refit(draw: int) -> str:

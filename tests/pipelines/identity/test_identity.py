@@ -290,6 +290,7 @@ FIRST = {
     "evaluate": ({"data": "d", "backbone": "b"}, "shots draws seed"),
     "segment": ({"data": "d", "backbone": "b"}, "seed"),
     "baselines": ({"data": "d"}, "methods labels thumbnail max_images"),
+    "audit": ({"data": "d", "backbone": "b"}, "cross_validation seed"),
     "report": ({"title": "t", "of": ["d"]}, "title note of"),
 }
 

@@ -44,6 +44,7 @@ def test_every_kind_shows_what_it_is_about(tmp_path: Path) -> None:
         store, make_manifest("baselines", key="ea", inputs=taken, metrics={"k-NN @ 5": 0.25, "SVM @ 5": 0.75})
     )
     commit(store, make_manifest("report", key="ra", config={"title": "Zoo"}))
+    commit(store, make_manifest("audit", key="la", inputs=taken, metrics={"audited": 9, "label_issues": 2}))
     create_run(store, "p-1-1-a", make_plan("p-1-1-a", "x", "y"))
     add_event(store, "p-1-1-a", "stage", stage="x", status="CACHED")
     add_event(store, "p-1-1-a", "finished", status="FAILED")
@@ -61,6 +62,8 @@ def test_every_kind_shows_what_it_is_about(tmp_path: Path) -> None:
     assert (tuned["accuracy"], tuned["bytes"], tuned["metrics"]) == ("62.5% test", 7, scores)
     (evaluation,) = list_kind(store, "evaluations")
     assert (evaluation["task"], evaluation["best"]) == ("zoo", "75.0% SVM @ 5")
+    (audit,) = list_kind(store, "audits")
+    assert (audit["task"], audit["audited"], audit["label_issues"]) == ("zoo", 9, 2)
     (run,) = list_kind(store, "runs")
     assert (run["status"], run["stages"]) == ("FAILED", "1/2")
 

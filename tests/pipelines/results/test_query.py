@@ -13,6 +13,7 @@ import pytest
 from pipelines.results.query import TABLES, query
 from pipelines.spec import RecipeError
 from pipelines.store import Layout, Store, StoreDamaged, commit, open_store
+from ray_jobs.evaluation.label_issues import FILE, LABEL_ISSUES
 from ray_jobs.evaluation.rows import PREDICTIONS, PROBABILITIES, ROWS, write_parquet, write_table
 from ray_jobs.segment import CONFUSION
 from tests.support.paths import ROOT
@@ -183,7 +184,7 @@ def test_documented_columns_are_those_of_the_files(store: Store, name: str, sche
 
 def test_an_empty_store_has_empty_tables(tmp_path: Path) -> None:
     empty = open_store(str(tmp_path))
-    assert [ask(empty, f"SELECT count(*) FROM {table}") for table in TABLES] == [[(0,)]] * 5
+    assert [ask(empty, f"SELECT count(*) FROM {table}") for table in TABLES] == [[(0,)]] * len(TABLES)
     assert ask(empty, "SELECT value FROM rows") == []
 
 
@@ -368,3 +369,17 @@ def test_json_csv_and_the_table(vitflow, store: Store) -> None:  # type: ignore[
     refused = run("SELECT 1; SELECT 2", check=2)
     assert refused.stderr.startswith("error: the SQL is SELECT and SELECT") and not refused.stdout
     assert "Traceback" not in run(check=2).stderr
+
+
+def test_the_list_of_an_audit_is_a_table(tmp_path: Path) -> None:
+    store = open_store(str(tmp_path))
+    assert ask(store, "SELECT * FROM label_issues") == []
+    row = (1, "a1", "cat/1.png", "train", "cat", "dog", 0.25, 0.75)
+    with store.staging(Layout.files("audit", "aa", 1)) as staging:
+        table = pa.Table.from_pylist([dict(zip(LABEL_ISSUES.names, row, strict=True))], LABEL_ISSUES)
+        write_parquet(staging.path / FILE, table)
+    commit(store, make_manifest("audit", key="aa", stage="audit", files=staging.files))
+    names = ", ".join(LABEL_ISSUES.names)
+    assert ask(store, f"SELECT artifact, job, {names} FROM label_issues ORDER BY rank") == [
+        ("aa", "audit", *row)
+    ]

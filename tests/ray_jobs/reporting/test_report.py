@@ -24,6 +24,7 @@ from rich.console import Console
 from pipelines.results.accuracies import accuracy_table, metrics_table, verdict_lines
 from pipelines.spec import (
     AnyStage,
+    Audit,
     Baselines,
     Evaluate,
     Finetune,
@@ -40,9 +41,10 @@ from ray_jobs import report
 from ray_jobs.data import shards
 from ray_jobs.data.images import sample_id
 from ray_jobs.evaluation.intervals import accuracy_interval, paired_difference
+from ray_jobs.evaluation.label_issues import LABEL_ISSUES
 from ray_jobs.evaluation.rows import MEAN_IOU, PREDICTIONS, ROWS, measurement, write_predictions, write_table
 from ray_jobs.process.stage import Context
-from ray_jobs.reporting import page, provenance
+from ray_jobs.reporting import label_issues, page, provenance
 from ray_jobs.reporting.gather import _why_ended, measured_in_training
 from tests.support import datasets
 from tests.support.records import make_attempt, make_manifest
@@ -821,3 +823,55 @@ def test_what_was_measured_during_a_training_is_that_of_dev_or_of_the_chosen_tri
     fits = ("trial-1-0", "trial-1-1", "trial-0-0", "refit-1-0")
     lines = [line(3, fit=fit, dev_loss=0.9, dev_accuracy=0.5) for fit in fits]
     assert [each.name for each in measured_in_training(lines, tuned)] == ["fold 0", "fold 1"]
+
+
+def test_likely_wrong_labels_are_shown_as_images(tmp_path: Path) -> None:
+    """The first of them in their order, with hostile names, and the images only if the dataset is on the page."""
+    made = Artifacts(tmp_path / "store")
+    rng = np.random.default_rng(0)
+    splits = {
+        split: (list(rng.integers(0, 256, (n, 8, 8, 1), dtype=np.uint8)), [i % 3 for i in range(n)])
+        for split, n in (("train", 120), ("dev", 6), ("test", 6))
+    }
+    ids = made.dataset("pets", HOSTILE, splits)
+    named = [("train", identity) for identity in ids["train"]] + [
+        ("dev", identity) for identity in ids["dev"]
+    ]
+    rows = [
+        dict(
+            zip(
+                LABEL_ISSUES.names,
+                (rank, each, HOSTILE[0], split, HOSTILE[1], HOSTILE[2], 0.125, 0.5),
+                strict=True,
+            )
+        )
+        for rank, (split, each) in enumerate(named[::-1], start=1)
+    ]
+    config = Audit(job="audit", data="pets", backbone="model")
+    made.commit(
+        "audit",
+        "audit",
+        "audit",
+        {"label_issues.parquet": _parquet(pa.Table.from_pylist(rows, LABEL_ISSUES))},
+        config=config.model_dump(mode="json"),
+        inputs=made.references(data="pets", backbone="pets"),
+        metrics={"audited": 126, "agreement": 0.5, "label_issues": 126},
+    )
+    files = made.make("pets", "audit")
+    (audit,) = json.loads(files["report.json"])["label_issues"]
+    assert audit["num_issues"] == 126
+    assert audit["issues"] == rows[: label_issues.SHOWN]
+    assert audit["pairs"] == [{"label": HOSTILE[1], "suggested": HOSTILE[2], "images": 126}]
+    text = files["report.html"].decode()
+    section = text[text.index("<h2>Likely wrong labels") : text.index("<h2>Provenance")]
+    assert (
+        section.count("<img") == label_issues.SHOWN and "<script" not in section and HOSTILE[0] not in section
+    )
+    assert section.index(ids["dev"][5]) < section.index(ids["train"][119]) and "12.5%" in section
+    assert "leave-one-out least squares" in text and "Nothing to compare" not in text
+    alone = made.make("audit", number=2)["report.html"].decode()
+    assert (
+        "To see the images, add the data set" in alone
+        and '<figure><img class="pixels" alt="image' not in alone
+    )
+    assert "Likely wrong labels" not in made.make("pets", number=3)["report.html"].decode()

@@ -1,0 +1,164 @@
+"""The audit stage: likely wrong labels in train and dev, by confident learning (`ray_jobs.evaluation.label_issues`).
+
+In: a dataset, and a backbone or a model size. Out: label_issues.parquet, the images with a likely wrong label, the most
+likely wrong first; probabilities/*.parquet, the out-of-sample probabilities of all images.
+
+The probabilities come from leave-one-out least squares on the backbone's frozen features, or from cross-validated fits.
+A backbone that was trained on these labels is refused (`ray_jobs.evaluation.leakage`), because it repeats wrong ones.
+Test is not audited: an image never leaves it, so a list of its wrong labels could only mislead what is selected.
+
+    python -m ray_jobs.audit --spec ATTEMPT.json
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+import numpy as np
+import pyarrow as pa
+from numpy.typing import NDArray
+
+from pipelines.identity import canonical_json, sha256
+from pipelines.spec import Audit
+from pipelines.store import FileEntry, Layout
+from ray_jobs.data.shards import Dataset, Images, Split
+from ray_jobs.evaluation.tasks import Run, here, on_cluster
+from ray_jobs.process.devices import fit_resources
+from ray_jobs.process.stage import Context, Result, run_stage
+
+NAMED = 10  # classes in a line of the log
+AUDITED: tuple[Split, ...] = ("train", "dev")
+
+
+def main(context: Context[Audit]) -> Result:
+    """Audit in one Ray task, which embeds images or fits folds in others."""
+    _, concurrent = fit_resources(context.config.threads)
+    return on_cluster(partial(audit, concurrent=concurrent), context)
+
+
+def audit(context: Context[Audit], run: Run = here, concurrent: int = 1) -> Result:
+    """Compute out-of-sample probabilities of all labelled images, and list the likely wrong labels.
+
+    Args:
+        concurrent: how many tasks `run` runs at once.
+
+    Raises:
+        UserError: the backbone was trained on these labels, or features or probabilities are not finite.
+    """
+    from ray_jobs.evaluation.label_issues import (
+        FILE,
+        find_issues,
+        issues_table,
+        read_probabilities,
+        write_issues,
+    )
+    from ray_jobs.evaluation.leakage import check_labels_unseen
+
+    config = context.config
+    dataset = context.dataset(config.cache_gib)
+    dataset.require("train")
+    pool = Images(dataset, pa.concat_tables([dataset.index(split) for split in AUDITED]))
+    unknown = check_labels_unseen(context, dataset, pool.rows)
+    if config.cross_validation is None:
+        parts = np.arange(len(pool.rows))
+        files, settings = leave_one_out(context, pool, run)
+    else:
+        parts, files = cross_validate(context, pool, run, concurrent)
+        settings = {}
+    attempt = context.attempt
+    folder = context.open_store().local(Layout.files(attempt.job, attempt.key, attempt.number), files)
+    probabilities = read_probabilities([folder / file.path for file in files], pool.rows)
+    judged = np.flatnonzero(judgeable(dataset, pool.labels, parts))
+    images, labels, probabilities = pool.take(judged).rows, pool.labels[judged], probabilities[judged]
+    table = issues_table(images, dataset.info.class_names, probabilities, find_issues(labels, probabilities))
+    agreement = float(np.mean(probabilities.argmax(axis=1) == labels)) if len(judged) else 0.0
+    print(
+        f"{len(table):,} of {len(judged):,} labels are likely wrong; the model agrees with {agreement:.1%} of all",
+        flush=True,
+    )
+    with context.staging() as staging:
+        write_issues(staging.path / FILE, table)
+    metrics: dict[str, float | int | str] = {
+        "label_issues": len(table),
+        "audited": len(judged),
+        "not_audited": len(pool.rows) - len(judged),
+        "agreement": agreement,
+        **settings,
+    }
+    if unknown:
+        metrics["unknown_training"] = ", ".join(unknown)
+    digest = sha256(canonical_json({"data": dataset.info.content_digest, "issues": table.to_pylist()}))
+    return Result(digest, (*staging.files, *files), metrics)
+
+
+def leave_one_out(
+    context: Context[Audit], pool: Images, run: Run
+) -> tuple[tuple[FileEntry, ...], dict[str, float]]:
+    """Write the probabilities of each image under a linear classifier of all others; return the file and settings."""
+    from ray_jobs.evaluation.features import DECODED, embed_rows
+    from ray_jobs.evaluation.label_issues import left_out_probabilities, write_probabilities
+    from vit_model.weights import read_contract
+
+    dataset = pool.dataset
+    preprocessing = read_contract(context.input("backbone")).preprocessing
+    tasks = [
+        (context, (None,), preprocessing, split, np.arange(start, min(start + DECODED, total)))
+        for split in AUDITED
+        for total in (dataset.info.splits[split],)
+        for start in range(0, total, DECODED)
+    ]
+    features = np.concatenate([features for (features,) in run(embed_rows, tasks)])
+    probabilities, settings = left_out_probabilities(features, pool.labels, len(dataset.info.class_names))
+    with context.staging() as staging:
+        path = staging.path / "probabilities/0.parquet"
+        write_probabilities(path, pool.rows["sample_id"], probabilities)
+    return staging.files, settings
+
+
+def cross_validate(
+    context: Context[Audit], pool: Images, run: Run, concurrent: int
+) -> tuple[NDArray[np.int64], tuple[FileEntry, ...]]:
+    """Fit a model per fold on the other folds; return each image's fold, and the files of their probabilities."""
+    from ray_jobs.training.folds import assign_folds, fit_fold
+    from ray_jobs.training.ledger import open_ledger
+    from ray_jobs.training.sweep import steps_after
+    from ray_jobs.training.task import make_task
+
+    config = context.config
+    assert config.cross_validation is not None
+    number = config.cross_validation.folds
+    own = Context(context.attempt, config.fine_tuning(), context.inputs)
+    task = make_task(own.config, pool.dataset, own.input("backbone") if config.backbone else None)
+    task = task._replace(attempts=open_ledger(own).attempts)
+    parts = assign_folds(pool.rows, number, config.seed)
+    tasks = [
+        (own, task, pool, parts, fold, steps_after(own.config.steps, concurrent, fold, 0, number))
+        for fold in range(number)
+    ]
+    return parts, tuple(file for files in run(fit_fold, tasks) for file in files)
+
+
+def judgeable(dataset: Dataset, labels: NDArray[np.integer], parts: NDArray[np.integer]) -> NDArray[np.bool_]:
+    """Return whether each label can be judged [n]: its class also has images in another part, which a model learned.
+
+    The log names the classes without such images, and those without any image.
+
+    Args:
+        parts: [n], which images were left out together.
+    """
+    names = dataset.info.class_names
+    pairs = np.unique(np.stack([labels, parts], axis=1), axis=0)
+    spread = np.bincount(pairs[:, 0], minlength=len(names))
+    for why, classes in (
+        ("without an image in train and dev", np.flatnonzero(spread == 0)),
+        ("with images in one fold only, which are not audited", np.flatnonzero(spread == 1)),
+    ):
+        if len(classes):
+            named = ", ".join(names[label] for label in classes[:NAMED])
+            more = f" and {len(classes) - NAMED:,} more" if len(classes) > NAMED else ""
+            print(f"{len(classes):,} classes {why}: {named}{more}", flush=True)
+    return spread[labels] > 1
+
+
+if __name__ == "__main__":
+    run_stage("audit")

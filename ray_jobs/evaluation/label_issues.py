@@ -1,0 +1,207 @@
+"""Likely wrong labels by confident learning (Northcutt et al., "Confident Learning", 2021), and the table of them.
+
+In: the given labels of n images, and each image's probabilities of the classes, from a model that was not trained on
+that image. Out: the images whose label is likely wrong, the most likely wrong first.
+
+Confident learning says how many these are. A class's threshold is the mean probability of the class over the images
+with that label (the paper, equation 2), so a class that a model is never sure of is judged by what is usual for it. An
+image belongs to the class whose threshold it reaches; if it reaches several, to its most probable class. Those with
+another label are the off-diagonal counts of the paper's confident joint, of which those whose label is their most
+probable class do not count.
+
+Self-confidence, the probability of the given label, says which: the lowest ones. On planted wrong labels they are more
+often right than the off-diagonal images themselves, or the lowest margins (benchmarks/results/label_audit.md). cleanlab
+does the same with `filter_by="low_self_confidence"`. It is done here because it takes a few lines, and these break ties
+by place and list no image whose label is its most probable class; a test compares both.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+from numpy.typing import NDArray
+from scipy.special import softmax
+from threadpoolctl import threadpool_limits
+
+from ray_jobs.evaluation.calibration import fit_temperature
+from ray_jobs.evaluation.linear_probe import (
+    FIXED_L2,
+    L2_GRID,
+    RidgePath,
+    Standardised,
+    check_features,
+    select_l2,
+)
+from vit_model.errors import UserError
+
+FILE = "label_issues.parquet"
+LABEL_ISSUES = pa.schema(
+    [
+        pa.field("rank", pa.int32(), nullable=False),  # 1: the most likely wrong label
+        pa.field("sample_id", pa.string(), nullable=False),
+        pa.field("file", pa.string(), nullable=False),  # the image's key: its name in the source
+        pa.field("split", pa.string(), nullable=False),
+        pa.field("label", pa.string(), nullable=False),  # names of classes
+        pa.field("suggested", pa.string(), nullable=False),
+        pa.field("label_probability", pa.float32(), nullable=False),
+        pa.field("suggested_probability", pa.float32(), nullable=False),
+    ]
+)
+_TOLERANCE = 1e-6  # of a comparison with a threshold, as cleanlab
+_PROBABILITY_ERROR = 1e-3  # by which float32 probabilities may miss 1
+
+
+class Issues(NamedTuple):
+    """The images with a likely wrong label, the most likely wrong first."""
+
+    places: NDArray[np.int64]
+    """[m], of the images."""
+    suggested: NDArray[np.int64]
+    """[m], the class that each probably is of."""
+
+
+def find_issues(labels: NDArray[np.integer], probabilities: NDArray[np.floating]) -> Issues:
+    """Find the images whose label is probably wrong.
+
+    Args:
+        labels: [n], given.
+        probabilities: [n, classes], out of sample.
+
+    Raises:
+        UserError: a label is not one of the classes, or a row is not probabilities.
+    """
+    check_probabilities(labels, probabilities)
+    own = probabilities[np.arange(len(labels)), labels]
+    confident = probabilities >= thresholds(labels, probabilities).astype(probabilities.dtype) - _TOLERANCE
+    reached = confident.sum(axis=1)
+    guess = np.where(reached > 1, probabilities.argmax(axis=1), confident.argmax(axis=1))
+    is_doubtful = own + _TOLERANCE < probabilities.max(axis=1)
+    count = int(((reached > 0) & (guess != labels) & is_doubtful).sum())
+    doubtful = np.flatnonzero(is_doubtful)
+    places = doubtful[np.argsort(own[doubtful], kind="stable")[:count]]
+    return Issues(places, probabilities[places].argmax(axis=1))
+
+
+def thresholds(labels: NDArray[np.integer], probabilities: NDArray[np.floating]) -> NDArray[np.float64]:
+    """Return each class's mean probability over the images with that label; infinity if there are none."""
+    classes = probabilities.shape[1]
+    counts = np.bincount(labels, minlength=classes)
+    own = probabilities[np.arange(len(labels)), labels]
+    sums = np.bincount(labels, own.astype(np.float64), minlength=classes)
+    return np.where(counts > 0, sums / np.maximum(counts, 1), np.inf)
+
+
+def check_probabilities(labels: NDArray[np.integer], probabilities: NDArray[np.floating]) -> None:
+    """Check labels [n] and the probabilities [n, classes] of the same images.
+
+    Raises:
+        ValueError: another shape.
+        UserError: a label that is not one of the classes; a row that is not finite, not from 0 to 1 or does not add up
+            to 1.
+    """
+    if probabilities.ndim != 2 or labels.shape != probabilities.shape[:1]:
+        raise ValueError(f"probabilities have shape {probabilities.shape}; expected [{len(labels)}, classes]")
+    classes = probabilities.shape[1]
+    if len(wrong := np.flatnonzero((labels < 0) | (labels >= classes))):
+        raise UserError(f"label {labels[wrong[0]]} of image {wrong[0]} must be from 0 to {classes - 1}")
+    in_range = ((probabilities >= 0) & (probabilities <= 1 + _PROBABILITY_ERROR)).all(axis=1)
+    sums = np.abs(probabilities.sum(axis=1, dtype=np.float64) - 1) <= _PROBABILITY_ERROR
+    if len(wrong := np.flatnonzero(~(in_range & sums))):
+        row = probabilities[wrong[0]]
+        raise UserError(
+            f"probabilities of image {wrong[0]} are {row.min()} to {row.max()} with sum {row.sum()};"
+            " all must be finite, from 0 to 1, and add up to 1"
+        )
+
+
+def left_out_probabilities(
+    features: NDArray[np.floating], labels: NDArray[np.integer], classes: int
+) -> tuple[NDArray[np.float32], dict[str, float]]:
+    """Return the probabilities [n, classes] of each image under least squares fitted to the n - 1 others, and settings.
+
+    The scores of all images left out come from one decomposition (`RidgePath.leave_one_out`). L2 is the one with the
+    most correct ones; the scores become probabilities by softmax with the temperature that fits the labels best.
+
+    Args:
+        features: [n, d], from a frozen backbone.
+        labels: [n], from 0 to classes - 1. The probability of a class without images is 0.
+
+    Raises:
+        UserError: features that are not finite.
+    """
+    check_features("labelled", features, len(labels))
+    with threadpool_limits(1):
+        given = Standardised.of(features, labels, standardise=True)
+        path = RidgePath.fit(given.inputs, given.targets)
+        l2 = select_l2(path, given.numbers, L2_GRID) or FIXED_L2
+        scores = path.leave_one_out(l2)
+    temperature = fit_temperature(scores, given.numbers)
+    probabilities = np.zeros((len(labels), classes), np.float32)
+    probabilities[:, given.classes] = softmax(scores / temperature, axis=1)
+    return probabilities, {"l2": l2, "temperature": temperature}
+
+
+def write_probabilities(path: Path, sample_ids: pa.ChunkedArray, probabilities: NDArray[np.float32]) -> None:
+    """Write the probabilities [n, classes] of these images."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    flat = pa.array(np.asarray(probabilities, np.float32).ravel())
+    column = pa.FixedSizeListArray.from_arrays(flat, probabilities.shape[1])
+    pq.write_table(pa.table({"sample_id": sample_ids, "probabilities": column}), path, compression="zstd")
+
+
+def read_probabilities(paths: Iterable[Path], images: pa.Table) -> NDArray[np.float32]:
+    """Return the probabilities [n, classes] of these rows of an index from the files that together have them all."""
+    table = pa.concat_tables([pq.read_table(path) for path in paths]).combine_chunks()
+    column = table["probabilities"].combine_chunks()
+    values = column.flatten().to_numpy().reshape(len(table), column.type.list_size)
+    places = pc.index_in(images["sample_id"], table["sample_id"].combine_chunks())
+    return np.asarray(values[places.to_numpy()], np.float32)
+
+
+def issues_table(
+    images: pa.Table, class_names: tuple[str, ...], probabilities: NDArray[np.floating], issues: Issues
+) -> pa.Table:
+    """Return LABEL_ISSUES.
+
+    Args:
+        images: rows of a dataset's index [n], with the given labels.
+        probabilities: [n, classes].
+    """
+    names, rows = np.array(class_names, object), images.take(pa.array(issues.places))
+    labels = rows["label"].to_numpy()
+    columns = {
+        "rank": np.arange(1, len(rows) + 1),
+        "sample_id": rows["sample_id"],
+        "file": rows["key"],
+        "split": rows["split"],
+        "label": names[labels],
+        "suggested": names[issues.suggested],
+        "label_probability": probabilities[issues.places, labels],
+        "suggested_probability": probabilities[issues.places, issues.suggested],
+    }
+    arrays = [
+        column.cast(field.type)
+        if isinstance(column := columns[field.name], pa.ChunkedArray)
+        else pa.array(column, field.type)
+        for field in LABEL_ISSUES
+    ]
+    return pa.table(arrays, schema=LABEL_ISSUES)
+
+
+def read_issues(path: Path) -> pa.Table:
+    """Read LABEL_ISSUES. Raises UserError if the file is not such a table."""
+    try:
+        return pq.read_table(path, schema=LABEL_ISSUES)
+    except (OSError, pa.ArrowException) as error:
+        raise UserError(f"{path} is missing or damaged: {error}") from error
+
+
+def write_issues(path: Path, table: pa.Table) -> None:
+    """Write LABEL_ISSUES; the same rows give the same bytes."""
+    pq.write_table(table, path, compression="zstd")

@@ -1,0 +1,120 @@
+"""Leave out the images that a list names (`ingest: exclude`), such as those with likely wrong labels from an audit.
+
+In: the bytes of the list, and the images with their splits. Out: which images leave, and EXCLUDED, which has a row
+for each image of the list. An image of test stays there, because a test image never leaves it.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from vit_model.errors import UserError
+
+EXCLUDED = pa.schema(
+    [
+        pa.field("key", pa.string(), nullable=False),
+        pa.field("sample_id", pa.string(), nullable=False),
+        pa.field("class_name", pa.string(), nullable=False),
+        pa.field("split", pa.string(), nullable=False),
+        pa.field("done", pa.string(), nullable=False),  # "left out" | "kept"
+        pa.field("reason", pa.string(), nullable=False),
+    ]
+)
+COLUMN = "sample_id"
+NAMED = 5  # unknown ids, or classes, in a message
+_LISTED, _TEST = "listed by exclude", "listed by exclude, but a test image stays in test"
+
+
+def read_list(name: str, data: bytes) -> list[str]:
+    """Return the ids of a list: the column `sample_id` of a CSV file, or the lines of a text file without that header.
+
+    Args:
+        name: of the file, for messages.
+
+    Raises:
+        UserError: the file is not one of these.
+    """
+    try:
+        text = data.decode("utf-8-sig")
+        rows = [
+            [cell.strip() for cell in row] for row in csv.reader(io.StringIO(text, newline=""), strict=True)
+        ]
+    except (UnicodeDecodeError, csv.Error) as error:
+        raise UserError(f"exclude: {name} is not UTF-8 text or CSV: {error}") from None
+    rows = [row for row in rows if any(row)]
+    if rows and COLUMN in rows[0]:
+        column = rows[0].index(COLUMN)
+        rows = [row[column : column + 1] for row in rows[1:]]
+    if wrong := [row for row in rows if len(row) != 1 or not row[0]]:
+        raise UserError(
+            f"exclude: {name}: {','.join(wrong[0])!r} is not a sample id; expected a CSV file with a column {COLUMN},"
+            " or one id per line"
+        )
+    return [identity for (identity,) in rows]
+
+
+def exclude(
+    name: str, listed: list[str], images: pa.Table, class_names: tuple[str, ...]
+) -> tuple[pa.Array, pa.Table]:
+    """Return which images leave [n], and EXCLUDED.
+
+    Args:
+        name: of the list, for messages.
+        listed: sample ids.
+        images: columns key, sample_id, label and split (train, dev or test).
+
+    Raises:
+        UserError: an id is not one of these images, or a class loses all its training images.
+    """
+    ids = images["sample_id"].combine_chunks()
+    wanted = pa.array(sorted(set(listed)), pa.string())
+    if unknown := wanted.filter(pc.invert(pc.is_in(wanted, ids))).to_pylist():
+        more = f" and {len(unknown) - NAMED:,} more" if len(unknown) > NAMED else ""
+        raise UserError(
+            f"exclude: {name} lists {len(unknown):,} ids that the source does not have:"
+            f" {', '.join(unknown[:NAMED])}{more}. Remove these lines; ids change when a file is renamed or edited"
+        )
+    is_listed = pc.is_in(ids, wanted)
+    is_test = pc.equal(images["split"], "test").combine_chunks()
+    is_out = pc.and_not(is_listed, is_test)
+    _check_classes(name, images, images.filter(pc.invert(is_out)), class_names)
+    rows, tests = images.filter(is_listed), is_test.filter(is_listed)
+    columns = {
+        "key": rows["key"],
+        "sample_id": rows["sample_id"],
+        "class_name": pa.array(np.array(class_names, object)[rows["label"].to_numpy()], pa.string()),
+        "split": rows["split"],
+        "done": pc.if_else(tests, "kept", "left out"),
+        "reason": pc.if_else(tests, _TEST, _LISTED),
+    }
+    return is_out, pa.table([columns[field.name] for field in EXCLUDED], schema=EXCLUDED).sort_by("key")
+
+
+def _check_classes(name: str, images: pa.Table, left: pa.Table, class_names: tuple[str, ...]) -> None:
+    """Raise UserError if a class has no training image left: its test images would leave test with it."""
+    before, after = (
+        set(table.filter(pc.equal(table["split"], "train"))["label"].to_pylist()) for table in (images, left)
+    )
+    if lost := [class_names[label] for label in sorted(before - after)]:
+        more = f" and {len(lost) - NAMED:,} more" if len(lost) > NAMED else ""
+        raise UserError(
+            f"exclude: {name} leaves no training image of {', '.join(lost[:NAMED])}{more}; remove the line of"
+            " one"
+        )
+
+
+def excluded_note(excluded: pa.Table) -> tuple[str, ...]:
+    """Describe EXCLUDED in a line, without the name of the list, which is not in the key; no line if it is empty."""
+    out = pc.sum(pc.equal(excluded["done"], "left out")).as_py() or 0
+    kept = len(excluded) - out
+    stay = f"; {kept:,} more that it lists are of test and stay there" if kept else ""
+    return (
+        (f"{out:,} images left out of train and dev, because exclude lists them{stay}",)
+        if len(excluded)
+        else ()
+    )

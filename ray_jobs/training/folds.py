@@ -1,0 +1,82 @@
+"""Cross-validated fits of an audit: folds of labelled images, and the probabilities of each from a fit on the others.
+
+In: the fine-tuning's settings, the images with their given labels, and the fold of each. Out: a file of probabilities
+per fold. A finished fold is in the ledger, from which later attempts take it over; a running one has checkpoints.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+from numpy.typing import NDArray
+
+from pipelines.spec import Finetune
+from pipelines.store import FileEntry
+from ray_jobs.data.shards import Images
+from ray_jobs.evaluation.label_issues import write_probabilities
+from ray_jobs.evaluation.supports import permutation
+from ray_jobs.process.stage import Context
+from ray_jobs.training.ledger import Ledger, add_fold
+from ray_jobs.training.task import Task
+from ray_jobs.training.trials import fetched, make_saver
+from ray_jobs.training.workers import ALONE
+from vit_model.errors import UserError
+
+_FOLDS = 4  # separates this module's random numbers from other uses of the same seed
+
+
+def assign_folds(images: pa.Table, num_folds: int, seed: int) -> NDArray[np.int64]:
+    """Return the fold [n] of each row of an index: classes are spread evenly, and what belongs together stays together.
+
+    Images of one group (a patient, a site), or without one the same bytes, are in one fold, because an image's twin
+    would vouch for its label.
+
+    Raises:
+        UserError: there are fewer groups than folds.
+    """
+    groups = pc.coalesce(images["group"], images["content_id"]).combine_chunks().dictionary_encode().indices
+    _, first, group = np.unique(groups.to_numpy(), return_index=True, return_inverse=True)
+    if len(first) < num_folds:
+        raise UserError(
+            f"cross_validation.folds {num_folds}: train and dev have only {len(first)} groups of images; use fewer"
+        )
+    labels = images["label"].to_numpy()
+    order = np.lexsort((permutation(len(first), seed, _FOLDS), labels[first]))
+    folds = np.empty(len(first), np.int64)
+    folds[order] = np.arange(len(first)) % num_folds
+    return folds[group]
+
+
+def fit_fold(
+    context: Context[Finetune], task: Task, pool: Images, folds: NDArray[np.int64], number: int, after: int
+) -> tuple[FileEntry, ...]:
+    """Fit on the images of all other folds, and write the probabilities of this one's (in a Ray task).
+
+    Args:
+        after: steps that the stage still does after this fit, for the estimated time left.
+
+    Raises:
+        DivergenceError: the loss or a gradient is not finite.
+    """
+    from ray_jobs.training.fit import fit, predict
+
+    if (finished := Ledger(context, task.attempts).fold(number)) is not None:
+        return finished
+    saver = make_saver(context, f"fold-{number}", ALONE)
+    settings: Any = (task.config.seed, f"fold {number}, step", after, saver)
+    model, *_ = fit(
+        fetched(context, task), pool.take(np.flatnonzero(folds != number)), task.learning_rate, *settings
+    )
+    held_out = pool.take(np.flatnonzero(folds == number))
+    probabilities = predict(model, task.contract, held_out).softmax(dim=1).numpy()
+    with context.staging() as staging:
+        path = staging.path / f"probabilities/{number}.parquet"
+        write_probabilities(path, held_out.rows["sample_id"], probabilities)
+    add_fold(context, number, staging.files)
+    saver.remove()
+    agreement = float(np.mean(probabilities.argmax(axis=1) == held_out.labels))
+    print(f"fold {number}: agrees with {agreement:.1%} of its labels", flush=True)
+    return staging.files
