@@ -250,7 +250,7 @@ class Ledger:
         try:
             table = pq.read_table(pa.BufferReader(data))
             _check(table)
-        except (pa.ArrowException, ValueError) as error:
+        except (pa.ArrowException, OSError, ValueError) as error:
             raise StoreDamaged(f"{self._store.uri}/{name} is damaged: {error}") from None
         return table
 

@@ -1,6 +1,7 @@
 """Trials of several Ray Train workers inside Ray Tune, on a real Ray: none waits forever, and resources are freed."""
 
 import json
+import os
 import time
 from pathlib import Path
 from typing import Any
@@ -11,8 +12,10 @@ from pipelines.spec import Finetune, Labels
 from pipelines.store import Layout
 from ray_jobs import finetune
 from ray_jobs.process import devices
+from ray_jobs.process.stage import join_ray
 from ray_jobs.training.task import at_point, make_task
 from ray_jobs.training.trials import run_trial
+from tests.support.clusters import ray_cluster
 from tests.support.finetuning import attempt, configuration, context, put_halves
 from tests.support.workers import run_workers
 
@@ -44,19 +47,20 @@ class Process:
     """The process of a trial, which holds no resources itself."""
 
     def run(self, root: Path, config: Finetune) -> None:
-        given = attempt(root / "store", config, 1)
+        given = attempt(root / "store", config, 2)
         task = make_task(config, given.dataset(), None)
         task = at_point(task, 0, {"learning_rate": 1e-3}, given.dataset())
         pools, supports = finetune.labelled(config, given.dataset())
         run_trial(given, task, pools[0], supports.folds, 0, 0)
 
 
-def _search_and_kill(rank: int, root: Path) -> None:
-    """In a process of its own, because its Ray has other resources than the other tests'."""
+def _search_and_kill(rank: int, root: Path, environment: dict[str, str]) -> None:
+    """In a process of its own, as a stage's, because its Ray has other resources than the other tests'."""
+    os.environ.update(environment)
     import ray
     from ray.util.placement_group import placement_group_table
 
-    ray.init("local", num_cpus=CORES, log_to_driver=False, logging_level="error")  # with the state API
+    join_ray()
     put_halves(root / "dataset")
     given = context(root / "store", root / "dataset", searching())
     assert devices.fit_resources(1, workers=2) == ({"CPU": 0.0, "memory": 1.0}, 2)
@@ -66,10 +70,10 @@ def _search_and_kill(rank: int, root: Path) -> None:
     config = searching().model_copy(update={"search": None, "learning_rates": (1e-3,), "steps": 10**6})
     process: Any = ray.remote(num_cpus=0)(Process).remote()
     running = process.run.remote(root, config)
-    while not any(group["state"] == "CREATED" for group in placement_group_table().values()):
+    while not given.open_store().names(Layout.log("finetune", "k", 2)):  # it trains
         ended, _ = ray.wait([running], timeout=0.1)
         assert not ended, ray.get(ended)
-    assert ray.available_resources().get("CPU", 0) <= CORES - 2
+    assert sum(group["state"] == "CREATED" for group in placement_group_table().values()) == 1
     ray.kill(process)
     wait_until_free()
     ray.shutdown()
@@ -79,7 +83,8 @@ def _search_and_kill(rank: int, root: Path) -> None:
 @pytest.mark.slow
 def test_a_search_with_two_workers_per_trial_ends_and_frees_what_its_trials_held(tmp_path):
     """Trials that ASHA ends, whose workers end with them, and one that is killed (ray#54305)."""
-    run_workers(1, _search_and_kill, tmp_path)
+    with ray_cluster([CORES]) as cluster:
+        run_workers(1, _search_and_kill, tmp_path, cluster.environment(0) | {"RAY_ADDRESS": cluster.gcs})
     folder = tmp_path / "store" / Layout.files("finetune", "k", 1)
     trials = json.loads((folder / "sweep.json").read_text())["trials"]
     assert [trial["number"] for trial in trials] == [0, 1, 2, 3], "later ones got to run"
