@@ -9,6 +9,8 @@ PYTHON ?= python3
 BIN := .venv/bin
 # Compiled files are kept even where the environment says otherwise: every process of a run would compile the tests anew.
 PARALLEL := OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/pytest -n auto --dist worksteal --ignore=tests/end_to_end
+# Tests with Ray wait for processes to start half of the time, so two files run side by side, each with a Ray of its own.
+WITH_RAY := $(BIN)/pytest -n 2 --dist loadfile --durations=20
 export PYTHON DEVICE TORCH_INDEX INSTALLER WHY
 
 .PHONY: quickstart test test-all test-fast test-faults test-schedule test-cluster check format accept-code install benchmarks clean
@@ -16,13 +18,13 @@ export PYTHON DEVICE TORCH_INDEX INSTALLER WHY
 quickstart: .venv/installed
 	$(BIN)/vitflow run quickstart
 
-test: install  # what needs no Ray on all cores, the rest one by one: each of them starts many processes
+test: install  # what needs no Ray on all cores, then the rest: each of them starts many processes
 	$(PARALLEL) -m "not ray and not full"
-	$(BIN)/pytest -m "ray and not full" --durations=20
+	$(WITH_RAY) -m "ray and not full"
 
 test-all: install
 	$(PARALLEL) -m "not ray"
-	$(BIN)/pytest -m ray --durations=20
+	$(WITH_RAY) -m ray
 
 test-fast: install
 	$(PARALLEL) -m "not ray and not slow"

@@ -1,4 +1,4 @@
-"""Every test has a home of its own; those marked `ray` share one real Ray, which is gone when they are done.
+"""Every process of pytest has a home of its own, and one real Ray for the tests marked `ray`, gone when they are done.
 
 Libraries that only some tests compare with (scikit-learn, scipy's parts, timm, transformers, moto) are imported inside
 those tests: every process of pytest-xdist collects every file, and transformers' models alone take 3 s to import.

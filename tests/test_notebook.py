@@ -1,6 +1,5 @@
-"""docs/tour.ipynb runs from top to bottom on what a real run made, and shows what it says."""
+"""docs/tour.ipynb runs from top to bottom on a store as the quickstart leaves it, and shows what it says."""
 
-import shutil
 from pathlib import Path
 
 import nbformat
@@ -8,8 +7,8 @@ import pytest
 from nbclient import NotebookClient
 
 from pipelines.identity import PROJECT
-from tests.conftest import Vitflow
-from tests.support.paths import TINY
+from pipelines.store import open_store
+from tests.support.documented import put_quickstart
 
 TOUR = PROJECT / "docs" / "tour.ipynb"
 
@@ -20,18 +19,12 @@ def test_the_tour_is_kept_without_outputs() -> None:
     assert not any(cell.get("outputs") for cell in notebook.cells)
 
 
-@pytest.mark.ray
 @pytest.mark.slow
 @pytest.mark.full
 # traitlets and zmq, not ours: an event loop of the kernel's client is left to the garbage collector
 @pytest.mark.filterwarnings("ignore::ResourceWarning", "ignore::DeprecationWarning")
-def test_the_tour_runs_on_a_real_store(
-    vitflow: Vitflow, tiny_store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    shutil.copytree(tiny_store, tmp_path / "store")
-    # with all labels: tiny's backbone has seen its images, and with few labels would be named so
-    options = ("--only", "finetune", "--only", "probe", "--set", "finetune.labels.per_class=null")
-    vitflow("run", TINY, *options, "--store", tmp_path / "store")
+def test_the_tour_runs_on_the_quickstarts_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    put_quickstart(open_store(str(tmp_path / "store")))
     monkeypatch.setenv("VITFLOW_STORE", str(tmp_path / "store"))
     monkeypatch.setenv("PYTHONPATH", str(PROJECT))
     notebook = nbformat.read(TOUR, as_version=4)

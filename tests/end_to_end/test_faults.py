@@ -6,7 +6,6 @@ VITFLOW_FAULT_ROUNDS (default 1) and VITFLOW_FAULT_SEED make the random test lon
 import json
 import os
 import random
-import re
 import secrets
 import shutil
 import signal
@@ -150,28 +149,6 @@ def test_a_fine_tuning_that_is_killed_twice_repeats_no_finished_trial_or_refit(
     )
 
 
-def test_a_killed_search_of_asha_repeats_no_trial(tiny_store: Path, tmp_path: Path) -> None:
-    rates = "{low: 0.001, high: 0.1, scale: log}"
-    search = (
-        f"{{kind: asha, trials: 4, evaluations: 4, reduction_factor: 2, over: {{learning_rate: {rates}}}}}"
-    )
-    store, labels = tmp_path / "s", "finetune.labels={per_class: null, draws: 1}"
-    driver = tune(
-        tiny_store,
-        store,
-        labels,
-        "finetune.learning_rates=[]",
-        f"finetune.search={search}",
-        "finetune.steps=200",
-    )
-    done = kill_after(driver, store, 1, "trial")
-    finish(driver)
-    assert 0 < len(done) < 4, "it was killed in its search"
-    outcomes = re.findall(r"trial (\d+): .*: (?:accuracy|diverged)", log_of(store, 2))
-    assert sorted(outcomes) == ["0", "1", "2", "3"], "each trial has one result"
-    assert log_of(store, 2).count("(from attempt 1)") >= len(done)
-
-
 def suspended(stage: psutil.Process, workers: list[psutil.Process]) -> psutil.Process:
     """Suspend a stage's process with its workers and its supervisor, which is returned; as with its machine."""
     supervisor = stage.parent()
@@ -193,7 +170,7 @@ def is_over(process: psutil.Process) -> bool:
 def test_a_suspended_stage_is_lost_and_ends_by_itself_when_it_goes_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The short form of the next test: twelve seconds, and one process without workers."""
+    """The short form of the next test: one process without workers."""
     monkeypatch.setattr(decisions, "ALIVE_SECONDS", 12.0)
     here = dict(os.environ)
     stages = {"images": {"job": "ingest", "source": {"kind": "digits"}}}
@@ -234,7 +211,7 @@ def test_a_suspended_stage_is_lost_and_ends_by_itself_when_it_goes_on(
 def test_a_training_that_is_suspended_and_then_stopped_is_one_chain_of_checkpoints(
     own_ray: dict[str, str], tmp_path: Path
 ) -> None:
-    """Suspended for two minutes, it is lost after one; it wakes while the next attempt trains, and ends by itself.
+    """Suspended, it is lost after 20 s; it wakes while the next attempt trains, and ends by itself.
 
     Ctrl-C then ends the next attempt, which saves its state first. The same command makes the third, which ends with
     the bytes of an undisturbed run.
@@ -243,7 +220,11 @@ def test_a_training_that_is_suspended_and_then_stopped_is_one_chain_of_checkpoin
     every = 2000
     changes = [f"steps={10 * every}", "workers=1", "threads=1", f"checkpoint_every={{steps: {every}}}"]
     train = partial(
-        start, environment=own_ray, only="pretrain", changes=[f"pretrain.{change}" for change in changes]
+        start,
+        environment=own_ray,
+        only="pretrain",
+        changes=[f"pretrain.{change}" for change in changes],
+        alive_seconds=20.0,
     )
     store = tmp_path / "s"
     signs, saved = partial(signs_of_life, store), partial(saved_steps, store)
@@ -256,9 +237,8 @@ def test_a_training_that_is_suspended_and_then_stopped_is_one_chain_of_checkpoin
     last, first_saved = signs(1), saved(1)
     undisturbed = train(tmp_path / "undisturbed")
     wait_for(lambda: list(store.glob("artifacts/pretrain/*/attempts/2")), 90)
-    assert 60 - 5 <= time.monotonic() - began <= 75
+    assert time.monotonic() - began >= 20 - 5, "the last sign of life came up to 5 s before"
     wait_for(lambda: signs(2).get("step"), 150)
-    time.sleep(max(0.0, began + 120 - time.monotonic()))
     assert signs(1) == last
     for process in (stage, *workers):
         process.resume()

@@ -12,7 +12,7 @@ pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.full]
 RECIPE = """
 name: leak
 stages:
-  b: {{job: ingest, source: {{kind: folder, root: "{root}"{salt}}}, duplicates: {duplicates}}}
+  b: {{job: ingest, source: {{kind: folder, root: "{root}", salt: other}}}}
   a: {{job: ingest, source: {{kind: folder, root: "{root}"}}}}
   tuned:
     job: finetune
@@ -39,7 +39,7 @@ def write_images(root: Path, numbers: range) -> None:
 def test_a_folder_that_was_split_twice(vitflow, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
     root, recipe, store = tmp_path / "images", tmp_path / "leak.yaml", tmp_path / "store"
     write_images(root, range(120))
-    recipe.write_text(RECIPE.format(root=root, salt=", salt: other", duplicates="keep"))
+    recipe.write_text(RECIPE.format(root=root))
 
     def split(stage: str) -> dict[str, str]:
         """Image -> its split."""
@@ -66,14 +66,3 @@ def test_a_folder_that_was_split_twice(vitflow, tmp_path: Path) -> None:  # type
 
     out = vitflow("run", recipe, "--store", store, "--set", "a.against=[b]").stdout
     assert f"test images seen in training: 0 of {len(test)}" in out
-
-
-def test_a_folder_whose_copies_were_dropped_the_second_time(vitflow, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
-    """The splits are the authors'. Their copies across train and test are in train of the first data set only."""
-    root, recipe, store = tmp_path / "images", tmp_path / "leak.yaml", tmp_path / "store"
-    write_images(root / "train", range(60))
-    write_images(root / "test", range(48, 80))
-    recipe.write_text(RECIPE.format(root=root, salt="", duplicates="drop"))
-    refused = vitflow("run", recipe, "--store", store, check=1).stdout
-    assert "trained on 12 of the 32 test images of b" in refused
-    assert not list(store.glob("artifacts/evaluate/*/manifest.json"))

@@ -48,15 +48,29 @@ def ray_processes(environment: Mapping[str, str]) -> list[psutil.Process]:
     return started
 
 
+IMPATIENT = """
+from pipelines import cli
+from pipelines.engine import decisions
+decisions.ALIVE_SECONDS = {}
+cli.main()
+"""
+
+
 def start(
-    store: Path, environment: Mapping[str, str], only: str = "probe", changes: Sequence[str] = ()
+    store: Path,
+    environment: Mapping[str, str],
+    only: str = "probe",
+    changes: Sequence[str] = (),
+    alive_seconds: float | None = None,
 ) -> subprocess.Popen[str]:
     """Run ingest, pretraining on two workers, and evaluation; or what one of these needs.
 
-    `changes` to the recipe are of the form STAGE.FIELD=VALUE.
+    `changes` to the recipe are of the form STAGE.FIELD=VALUE. `alive_seconds` replaces the minute after which the
+    driver gives up an attempt without a sign of life.
     """
     signal.signal(signal.SIGINT, signal.default_int_handler)  # in a shell's background job it is ignored
-    command = [sys.executable, "-m", "pipelines", "run", str(TINY), "--store", str(store)]
+    program = ["-m", "pipelines"] if alive_seconds is None else ["-c", IMPATIENT.format(alive_seconds)]
+    command = [sys.executable, *program, "run", str(TINY), "--store", str(store)]
     return subprocess.Popen(
         [*command, "--only", only, *(word for change in changes for word in ("--set", change))],
         env=environment,

@@ -11,7 +11,9 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -67,6 +69,17 @@ def open_files_of_nobody(head: Head) -> bool:
         except psutil.Error:
             continue
     return True
+
+
+def asked(
+    processes: list[psutil.Process], question: Callable[[psutil.Process], Any]
+) -> list[tuple[psutil.Process, Any]]:
+    """Each process with its answer, but those that have ended since they were listed."""
+    answers = []
+    for process in processes:
+        with suppress(psutil.NoSuchProcess):
+            answers.append((process, question(process)))
+    return answers
 
 
 def marked_with(folder: Path, process: psutil.Process) -> bool:
@@ -164,15 +177,16 @@ def test_on_loopback_alone_and_unused_it_ends_with_its_jobs_and_leaves_nothing(f
         until(lambda: (job := ray.cluster().job("endless")) is not None and job.status == "RUNNING")
 
         def sleeping() -> list[psutil.Process]:
-            return [process for process in processes_of(head) if process.cmdline() == ["sleep", "600"]]
+            lines = asked(processes_of(head), psutil.Process.cmdline)
+            return [process for process, line in lines if line == ["sleep", "600"]]
 
         until(sleeping)  # RUNNING is said a moment before the shell has become the command
         sleepers = sleeping()
         assert len(processes_of(head)) > 10
         listening = [
             at.laddr
-            for process in processes_of(head)
-            for at in process.net_connections("inet")
+            for _, found in asked(processes_of(head), lambda process: process.net_connections("inet"))
+            for at in found
             if at.status == psutil.CONN_LISTEN
         ]
         assert {address.ip.removeprefix("::ffff:") for address in listening} == {"127.0.0.1"}

@@ -234,6 +234,15 @@ def test_images_that_the_authors_have_in_train_and_test_are_only_counted(made: M
     assert (found.also_in_train, found.seen.any()) == (2, False)
 
 
+def test_copies_that_were_dropped_after_the_training_were_seen(made: Made) -> None:
+    """The authors have 12 of their test images in train, too. The second data set is ingested without these copies."""
+    made.data("kept", train=range(100, 160), test=range(148, 180))
+    made.data("dropped", train=range(100, 148), test=range(148, 180))
+    made.model("on_kept", "finetune", data="kept", labels={})
+    with pytest.raises(ValueError, match="trained on 12 of the 32 test images of dropped"):
+        made.check("dropped", "on_kept")
+
+
 def test_unknown_training_images_are_reported(made: Made, capsys: pytest.CaptureFixture[str]) -> None:
     """Imported weights; a data set whose index, or manifest, is gone, or that has another content now."""
     made.model("weights", "import")

@@ -39,5 +39,6 @@ def test_some_ways_to_train_give_the_weights_of_plain_torch():
 
 @pytest.mark.slow
 @pytest.mark.full
-def test_all_ways_to_train_give_the_weights_of_plain_torch():
-    check(measure(CASES))
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_all_other_ways_to_train_give_the_weights_of_plain_torch(dtype: str) -> None:
+    check(measure([case for case in CASES if case.dtype == dtype and case not in FEW]))
