@@ -42,7 +42,7 @@ def measure(prepare: Callable[[], Callable[[], None]], on: torch.device) -> Meas
     pass is never timed. The fastest of the others is taken, because whatever else runs can only slow one down.
     """
     prepare()()
-    gc.collect()
+    gc.collect(1)  # of the young objects; a whole collection takes longer than a small model
     before = _forget_peak(on)
     run = prepare()
     seconds: list[float] = []
