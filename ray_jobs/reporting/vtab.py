@@ -7,6 +7,7 @@ each counting once (BiT, section 3.2), not over the means of the three groups.
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -96,12 +97,23 @@ def scores(entries: Sequence[Entry], evaluations: Mapping[str, Evaluated]) -> li
         {entry.labels_per_class for group in groups.values() for entry in group},
         key=lambda labels: (labels is None, labels or 0),
     )
-    all_scores = [_score(group, budgets, evaluations) for group in groups.values()]
+    # Several stages may have scored the same model with the same method; then the sentences name them.
+    alike = Counter(
+        (backbone, method, evaluations[group[0].artifact].job)
+        for (_, _, backbone, method), group in groups.items()
+    )
+    all_scores = [
+        _score(group, budgets, evaluations, alike[backbone, method, evaluations[group[0].artifact].job] > 1)
+        for (_, _, backbone, method), group in groups.items()
+    ]
     return sorted(all_scores, key=lambda score: (not score["trained"], score["job"] != "finetune"))
 
 
 def _score(
-    entries: Sequence[Entry], budgets: Sequence[int | None], evaluations: Mapping[str, Evaluated]
+    entries: Sequence[Entry],
+    budgets: Sequence[int | None],
+    evaluations: Mapping[str, Evaluated],
+    names_stage: bool,
 ) -> dict[str, Any]:
     by_task: dict[str, dict[int | None, Entry]] = {}
     for entry in entries:
@@ -123,7 +135,12 @@ def _score(
         "tasks": tasks,
         "covered": len(tasks) - len(missing),
         "missing": missing,
-        "sentence": _sentence(name, evaluation.backbone, columns, missing),
+        "sentence": _sentence(
+            name,
+            f"{evaluation.stage} of {evaluation.backbone}" if names_stage else evaluation.backbone,
+            columns,
+            missing,
+        ),
     }
 
 
@@ -177,7 +194,7 @@ def _labels(labels: int | None, entries: Sequence[Entry]) -> str:
     return f"all {sizes.pop():,}" if len(sizes) == 1 and None not in sizes else "all labels"
 
 
-def _sentence(name: str, backbone: str, columns: Sequence[dict[str, Any]], missing: Sequence[str]) -> str:
+def _sentence(name: str, origin: str, columns: Sequence[dict[str, Any]], missing: Sequence[str]) -> str:
     covered = len(TASKS) - len(missing)
     over = f"{covered} of the {len(TASKS)} tasks" if missing else f"all {len(TASKS)} tasks"
     # If fewer tasks were measured with a number of labels, its mean says so.
@@ -188,4 +205,4 @@ def _sentence(name: str, backbone: str, columns: Sequence[dict[str, Any]], missi
         if column["tasks"]
     ]
     rest = f"; missing: {', '.join(missing)}" if missing else ""
-    return f"VTAB-1k, {name} ({backbone}), mean over {over}: {', '.join(means)}{rest}."
+    return f"VTAB-1k, {name} ({origin}), mean over {over}: {', '.join(means)}{rest}."

@@ -237,7 +237,7 @@ def test_another_protocol_is_another_score_and_fewer_tasks_are_said(made: Vtab) 
     assert own["covered"] == 2
     assert [column["mean"] is None for column in own["columns"]] == [False, True, True]
     assert scores["few_shot", "ViT, pretrained"]["covered"] == 4
-    assert "mean over 2 of the 19 tasks" in own["sentence"]
+    assert "VTAB-1k, ViT, pretrained (one_shot of backbone), mean over 2 of the 19 tasks" in own["sentence"]
     assert page.count("</table>") > 3
 
 
