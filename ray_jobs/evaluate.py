@@ -84,9 +84,15 @@ def evaluate(context: Context[Evaluate], run: Run = here) -> Result:
             "labels_per_class": result.shots,
             "draw": result.draw,
         }
-        for row, images in tables.scored(
-            common, own_truth, fitted.predictions, fitted.selected_on, settings | fitted.settings
-        ):
+        scored = tables.scored(
+            common,
+            own_truth,
+            fitted.predictions,
+            fitted.selected_on,
+            settings | fitted.settings,
+            fitted.probabilities,
+        )
+        for row, images in scored:
             rows.append(row)
             predictions.append(images)
 

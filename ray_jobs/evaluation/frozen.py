@@ -25,6 +25,7 @@ from threadpoolctl import threadpool_limits
 
 from pipelines.spec import Evaluate
 from ray_jobs.evaluation import linear_probe
+from ray_jobs.evaluation.calibration import probability_table
 from ray_jobs.evaluation.linear_probe import Fitted, blocks
 from ray_jobs.evaluation.supports import draw_as_big_vision, draw_labels, first_of_each, permutation
 
@@ -112,7 +113,7 @@ def _classifier(
         case "nearest class mean", _:
             return nearest_class_mean
         case "logistic regression", _:
-            return partial(logistic_regression, is_held_out=is_dev, seed=config.seed)
+            return partial(logistic_regression, is_held_out=is_dev, seed=config.seed, truth=truth)
         case _, "dev":
             return partial(linear_probe.chosen_on_dev, standardise=standardise, is_dev=is_dev)
         case _, "big_vision":
@@ -173,11 +174,17 @@ def nearest_class_mean(support: Features, labels: Labels, test: Features) -> Fit
 
 
 def logistic_regression(
-    support: Features, labels: Labels, test: Features, is_held_out: NDArray[np.bool_], seed: int
+    support: Features,
+    labels: Labels,
+    test: Features,
+    is_held_out: NDArray[np.bool_],
+    seed: int,
+    truth: Labels,
 ) -> Fitted:
     """Fit multinomial logistic regression, with C of `C_GRID` chosen on held-out images; then fit all of the support.
 
     Args:
+        truth: the labels of test, for the likelihoods.
         is_held_out: [n], the images of dev; if there are none, a random tenth is held out. The smallest of equally
             good values of C is taken.
     """
@@ -203,7 +210,16 @@ def logistic_regression(
     ]
     c = C_GRID[int(np.argmax(correct))]
     whole = fit(c, np.ones(len(labels), bool))
-    return Fitted(np.concatenate([whole.predict(block) for block in blocks(test)]), selected_on, {"C": c})
+    known = np.concatenate([whole.predict_log_proba(block) for block in blocks(test)])
+    log_probabilities = np.full((len(test), max(labels.max(), truth.max()) + 1), -np.inf)
+    log_probabilities[:, whole.classes_] = known
+    is_whole = bool(np.isin(truth, whole.classes_).all())
+    return Fitted(
+        whole.classes_[known.argmax(axis=1)],
+        selected_on,
+        {"C": c},
+        probability_table(log_probabilities, truth) if is_whole else None,
+    )
 
 
 def _of_length_one(features: NDArray[np.float64]) -> NDArray[np.float64]:

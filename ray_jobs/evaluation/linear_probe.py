@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
+import pyarrow as pa
 from numpy.typing import NDArray
 from scipy.linalg import cho_factor, cho_solve
 
@@ -44,6 +45,8 @@ class Fitted(NamedTuple):
     """labels [n_test]"""
     selected_on: str
     settings: dict[str, float]
+    probabilities: pa.Table | None = None
+    """of PROBABILITIES [n_test]; None: the classifier has none, or no image with the label of some test image"""
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,6 @@ from dataclasses import replace
 from typing import Any, Literal
 
 import numpy as np
-import pyarrow as pa
 import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
@@ -23,7 +22,7 @@ from ray_jobs.augment import TrainTransform, depth_draws, dropout_seed
 from ray_jobs.data.loader import Loader
 from ray_jobs.data.sampler import Sampler
 from ray_jobs.data.shards import Images
-from ray_jobs.evaluation.rows import PROBABILITIES
+from ray_jobs.evaluation.calibration import probability_table
 from ray_jobs.process import devices
 from ray_jobs.training import estimates, optim
 from ray_jobs.training.checkpoint import Saved, Saver, WorkerState
@@ -397,25 +396,6 @@ def score(logits: torch.Tensor, labels: NDArray[Any], temperature: float | None 
     if not math.isfinite(loss):
         raise DivergenceError(_NOT_FINITE.format(loss))
     predictions = logits.argmax(dim=1)
-    top = logits.softmax(dim=1).topk(min(5, logits.shape[1]))
-    columns: dict[str, Any] = {
-        "probability": top.values[:, 0].numpy(),
-        "nll": functional.cross_entropy(logits, truth, reduction="none").numpy(),
-        "top5": top.indices.tolist(),
-        "top5_probabilities": top.values.tolist(),
-    }
-    if temperature is not None:
-        scaled = logits / temperature
-        columns["calibrated_probability"] = scaled.softmax(dim=1).amax(dim=1).numpy()
-        columns["calibrated_nll"] = functional.cross_entropy(scaled, truth, reduction="none").numpy()
-    table = pa.table(
-        [
-            pa.array(columns[field.name], field.type)
-            if field.name in columns
-            else pa.nulls(len(truth), field.type)
-            for field in PROBABILITIES
-        ],
-        schema=PROBABILITIES,
-    )
+    table = probability_table(logits.numpy(), labels, temperature)
     accuracy = (predictions == truth).double().mean().item()
     return Score(accuracy, loss, predictions.numpy(), table)

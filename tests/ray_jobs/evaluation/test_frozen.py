@@ -144,7 +144,7 @@ def test_weighted_neighbours_are_dinos(digits: Split) -> None:
 def test_logistic_regression_chooses_c_on_dev_and_then_fits_everything(
     digits: Split, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    train, labels, test, _ = digits
+    train, labels, test, truth = digits
     monkeypatch.setattr(frozen, "C_GRID", (1e-4, 1.0, 1e4))
     dev = np.arange(200)
     config = stage(linear_probe=True, classifiers=("logistic regression",))
@@ -158,8 +158,18 @@ def test_logistic_regression_chooses_c_on_dev_and_then_fits_everything(
     ]
     best = frozen.C_GRID[int(np.argmax(right))]
     assert (result.fitted.settings, result.fitted.selected_on) == ({"C": best}, "dev")
-    expected = LogisticRegression(C=best, max_iter=1000, tol=1e-6).fit(train, labels).predict(test)
-    assert np.mean(expected == result.fitted.predictions) > 0.995
+    expected = LogisticRegression(C=best, max_iter=1000, tol=1e-6).fit(train, labels)
+    assert np.mean(expected.predict(test) == result.fitted.predictions) > 0.995
+    table, probabilities = result.fitted.probabilities, expected.predict_proba(test)
+    assert table is not None
+    nll = -np.log(probabilities[np.arange(len(truth)), truth])
+    np.testing.assert_allclose(table["nll"].to_numpy(), nll, atol=1e-3)
+    ranked = np.sort(probabilities, axis=1)[:, ::-1]
+    np.testing.assert_allclose(table["top5_probabilities"].to_pylist(), ranked[:, :5], atol=1e-3)
+    assert table["calibrated_nll"].null_count == len(truth)
+    known = labels != 3  # so no likelihood of a 3 is known
+    (other,) = run((train[known], labels[known], test, truth), config)
+    assert other.fitted.probabilities is None
     (without_dev,) = run(digits, config)
     assert without_dev.fitted.selected_on == "a tenth of train"
 

@@ -25,6 +25,7 @@ from ray_jobs.training import trials as trials_module
 from ray_jobs.training.checkpoint import Saver
 from ray_jobs.training.search import exploit_and_explore, points
 from ray_jobs.training.task import Phase, Task, at_point, make_task, trial_name
+from ray_jobs.training.workers import ALONE
 from tests.support import finetuning
 from tests.support.finetuning import configuration, context, put_halves
 from tests.support.stores import repeated
@@ -119,9 +120,9 @@ class Population:
             Saver.save,
         )
 
-        def named(given: Any, name: str) -> Any:
+        def named(given: Any, name: str, worker: Any) -> Any:
             self.fits.append(name)
-            return make_saver(given, name)
+            return make_saver(given, name, worker)
 
         def add_or_die(*arguments: Any) -> bool:
             self._live()
@@ -152,7 +153,7 @@ class Population:
         patch.setattr(Saver, "save", save_now)
         patch.setattr(population, "run_round", members)
         patch.setattr(finetune, "run_refits", refits)
-        patch.setattr(devices, "fit_resources", lambda threads: ({"CPU": 1.0}, 1))
+        patch.setattr(devices, "fit_resources", lambda *_: ({"CPU": 1.0}, 1))
 
     def _live(self) -> None:
         self.moments += 1
@@ -249,7 +250,7 @@ def test_a_schedule_is_what_fits_with_constant_values_do_one_after_the_other(sto
     ]
 
     def trained(task: Task, name: str | None = None) -> Any:
-        saver = None if name is None else trials_module.make_saver(given, name)
+        saver = None if name is None else trials_module.make_saver(given, name, ALONE)
         model, *_ = fit.fit(task, train, task.learning_rate, 0, saver=saver)
         if saver is not None:
             saver.wait()
