@@ -12,8 +12,6 @@ Test is not audited: an image never leaves it, so a list of its wrong labels cou
 
 from __future__ import annotations
 
-from functools import partial
-
 import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
@@ -33,7 +31,7 @@ AUDITED: tuple[Split, ...] = ("train", "dev")
 def main(context: Context[Audit]) -> Result:
     """Audit in one Ray task, which embeds images or fits folds in others."""
     _, concurrent = fit_resources(context.config.threads)
-    return on_cluster(partial(audit, concurrent=concurrent), context)
+    return on_cluster(audit, context, concurrent=concurrent)
 
 
 def audit(context: Context[Audit], run: Run = here, concurrent: int = 1) -> Result:

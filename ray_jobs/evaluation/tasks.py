@@ -12,8 +12,8 @@ Run = Callable[[Callable[..., Any], list[tuple[Any, ...]]], list[Any]]
 """Call a function with each of these arguments, here or on the cluster; return the results in order."""
 
 
-def on_cluster(stage: Callable[[Context[Any], Run], Result], context: Context[Any]) -> Result:
-    """Run a stage in a Ray task, with a `Run` that computes in others."""
+def on_cluster(stage: Callable[..., Result], context: Context[Any], **settings: Any) -> Result:
+    """Run `stage(context, run, **settings)` in a Ray task, with a `Run` that computes in others."""
     import ray
 
     resources, _ = fit_resources(context.config.threads)
@@ -24,7 +24,7 @@ def on_cluster(stage: Callable[[Context[Any], Run], Result], context: Context[An
         done: list[Any] = ray.get([remote.remote(*arguments) for arguments in tasks])
         return done
 
-    result: Result = ray.get(ray.remote(num_cpus=resources["CPU"])(stage).remote(context, run))
+    result: Result = ray.get(ray.remote(num_cpus=resources["CPU"])(stage).remote(context, run, **settings))
     return result
 
 
