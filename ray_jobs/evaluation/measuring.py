@@ -24,7 +24,7 @@ from vit_model.config import ModelContract
 from vit_model.preprocessing import normalise
 
 IMAGES = {"cpu": 32, "cuda": 256}  # in a measured forward pass
-PASSES, SECONDS = 5, 10.0  # measured after the first: at most so many, and no further one after so long
+PASSES, SECONDS = 5, 10.0  # the most passes that are timed; none begins after this time
 _CLEAR_PEAK = "5"  # proc(5), clear_refs
 
 
@@ -87,7 +87,7 @@ def forward_cost(
 
 
 def speed(measured: Measured, images: int, dtype: torch.dtype) -> Speed:
-    """Return the speed of passes of so many images."""
+    """Return the speed of passes of `images` images."""
     return Speed(
         images=images,
         dtype=str(dtype).removeprefix("torch."),

@@ -270,9 +270,7 @@ def _crop(eval_crop: Mapping[str, Any] | None) -> str:
 
 
 def _resolution(resolution: int | None) -> str:
-    return (
-        "" if resolution is None else f" Images have {resolution} pixels per side, whatever the backbone had."
-    )
+    return "" if resolution is None else f" Images are {resolution} pixels wide and high."
 
 
 def _baselines(config: Mapping[str, Any], inputs: Mapping[str, str]) -> str:
