@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cache
 from typing import Annotated, Any, ClassVar, Literal, Self
 
@@ -56,16 +57,24 @@ def activation_checkpointing() -> Any:
 
 
 class _Stage(Frozen):
-    """The base of all stages. `VERSION` increases when the same configuration gives another result."""
+    """The base of all stages. `VERSION` increases when the same configuration gives another result.
+
+    `CONCERNS` has the versions that changed only some configurations' results: version -> whether it changed this one's.
+    """
 
     VERSION: ClassVar[int] = 1
+    CONCERNS: ClassVar[dict[int, Callable[[Any], bool]]] = {}
     KIND: ClassVar[str]
     job: str
 
     @property
     def version(self) -> int:
-        """VERSION; or the one before, if the last change of it does not concern this configuration's results."""
-        return self.VERSION
+        """The last version that changed this configuration's results; it enters the key."""
+        return next(
+            version
+            for version in range(self.VERSION, 0, -1)
+            if version not in self.CONCERNS or self.CONCERNS[version](self)
+        )
 
     def inputs(self) -> dict[str, tuple[str, ...]]:
         """Return {field: the stages it names} for every field that takes artifacts and names at least one."""
@@ -98,7 +107,7 @@ def input_fields(stage: type[_Stage]) -> dict[str, tuple[str, ...]]:
 class Ingest(_Stage):
     """Ingest: convert a source to validated Parquet shards with fixed splits."""
 
-    VERSION: ClassVar[int] = 5
+    VERSION: ClassVar[int] = 6
     KIND: ClassVar[str] = "dataset"
     job: Literal["ingest"]
     source: Source
@@ -192,6 +201,7 @@ ONE_FILE = "weights"  # used instead of the name of a single imported file, so t
 class Import(_Stage):
     """Import pretrained weights: Google's .npz, timm's, a Hugging Face folder, safetensors."""
 
+    VERSION: ClassVar[int] = 2
     KIND: ClassVar[str] = "model"
     job: Literal["import"]
     path: Annotated[str, AfterValidator(checkpoint)] = execution(
@@ -266,7 +276,10 @@ class FewShot(Frozen):
 class Pretrain(_Stage):
     """Pretraining with DeepSpeed ZeRO on Ray Train (paper, section 3.1 and Table 3)."""
 
-    VERSION: ClassVar[int] = 6  # stochastic depth is drawn per sample
+    # 6: stochastic depth is drawn per sample. A start that has it was pretrained anew, which changes this stage's key by
+    # the digest of its input.
+    VERSION: ClassVar[int] = 6
+    CONCERNS: ClassVar[dict[int, Callable[[Any], bool]]] = {6: lambda stage: _has_stochastic_depth(stage.model)}
     KIND: ClassVar[str] = "model"
     job: Literal["pretrain"]
     data: str = takes("dataset")
@@ -431,11 +444,6 @@ class Pretrain(_Stage):
                 f"activation_checkpointing needs the blocks of a ViT; model is a {self.model.family}"
             )
         return self
-
-    @property
-    def version(self) -> int:
-        # A start that has it was pretrained anew, which changes this stage's key by the digest of its input.
-        return self.VERSION - (not _has_stochastic_depth(self.model))
 
     @property
     def micro_batch_size(self) -> int:
@@ -623,7 +631,12 @@ class EarlyStopping(Frozen):
 class Finetune(_Stage):
     """A Ray Tune sweep over learning rates or a search, a refit with the best, one look at test (paper, Table 4)."""
 
-    VERSION: ClassVar[int] = 7  # stochastic depth is drawn per sample
+    # 7: stochastic depth is drawn per sample. A backbone that has it was pretrained anew, which changes this stage's key
+    # by the digest of its input.
+    VERSION: ClassVar[int] = 7
+    CONCERNS: ClassVar[dict[int, Callable[[Any], bool]]] = {
+        7: lambda stage: _has_stochastic_depth(stage.model) or bool(stage.stochastic_depth)
+    }
     KIND: ClassVar[str] = "model"
     job: Literal["finetune"]
     data: str = takes("dataset")
@@ -726,11 +739,6 @@ class Finetune(_Stage):
         CheckpointEvery(minutes=10),
         description="how often each running trial or refit writes a checkpoint to resume from",
     )
-
-    @property
-    def version(self) -> int:
-        # A backbone that has it was pretrained anew, which changes this stage's key by the digest of its input.
-        return self.VERSION - (not (_has_stochastic_depth(self.model) or self.stochastic_depth))
 
     @model_validator(mode="after")
     def _one_start(self) -> Self:
