@@ -113,7 +113,7 @@ def timed(call: Callable[[], Any], times: int) -> tuple[float, Any]:
 
 def make(store: Any, stages: list[Any]) -> None:
     """Commit a made-up artifact for each stage, with records as large as real ones, and tiny files."""
-    from pipelines.identity import code_digest
+    from pipelines.identity import CODE_SCHEME, code_digest
     from pipelines.store import Layout, Manifest, commit, now
 
     def one(stage: Any) -> None:
@@ -135,7 +135,11 @@ def make(store: Any, stages: list[Any]) -> None:
             config=stage.config.model_dump(mode="json"),
             source=stage.source,
             metrics={"loss": 1.0, "accuracy": 0.5, "train_seconds": 1.0},
-            code={"version": stage.config.VERSION, "digest": code_digest(stage.config.job)},
+            code={
+                "version": stage.config.version,
+                "scheme": CODE_SCHEME,
+                "digest": code_digest(stage.config.job),
+            },
             environment={"packages": {f"package-{n}": "1.0.0" for n in range(8)}},
             started=now(),
             finished=now(),

@@ -280,13 +280,22 @@ def _is_complete(store: Store, planned: list[PlannedStage], forced: tuple[str, .
 
 def _finish(store: Store, planned: list[PlannedStage]) -> None:
     """Print the last lines of a run: notes on cached stages, and the report."""
-    for stage in planned:
-        for note in planning.notes(stage):
-            console.print(f"[yellow]note:[/] {plain(note)}", highlight=False, soft_wrap=True)
+    _print_notes(planned)
     for stage in planned:
         if stage.manifest is not None and stage.manifest.kind == "report":
             # `show_report` reads everything before it prints, so a retry prints nothing twice
             wait_for_store(partial(show_report, store, stage.manifest), say)
+
+
+def _print_notes(planned: list[PlannedStage]) -> None:
+    notes = [note for stage in planned for note in planning.notes(stage)]
+    if old := [stage.name for stage in planned if planning.has_old_digest(stage)]:
+        notes.append(
+            f"{', '.join(old)}: made by an earlier vitflow, whose code digests cover less; whether their code has"
+            " changed is unknown"
+        )
+    for note in notes:
+        console.print(f"[yellow]note:[/] {plain(note)}", highlight=False, soft_wrap=True)
 
 
 @app.command("plan")
@@ -320,9 +329,7 @@ def plan(
         print_json(rows)
         return
     print_table(rows, ("stage", "job", "state", "key", "why"))
-    for row in rows:
-        for note in row["notes"] or ():
-            console.print(f"[yellow]note:[/] {plain(note)}", highlight=False, soft_wrap=True)
+    _print_notes(planned)
 
 
 def _requested(

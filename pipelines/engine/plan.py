@@ -325,7 +325,7 @@ def notes(stage: PlannedStage) -> Iterator[str]:
             yield f"{stage.name}: init_from latest: {model}"
         return
     code = stage.manifest.code
-    if code.get("digest") != identity.code_digest(stage.config.job):
+    if not has_old_digest(stage) and code.get("digest") != identity.code_digest(stage.config.job):
         commit = f" since commit {code['git'][:10]}" if "git" in code else ""
         yield f"{stage.name}: its code has changed{commit}; `--force {stage.name}` reruns it"
     for field, references in (stage.inputs or {}).items():
@@ -333,6 +333,11 @@ def notes(stage: PlannedStage) -> Iterator[str]:
             if now.manifest_sha256 != then.manifest_sha256 and now.key != then.key:
                 keys = f"{then.key[:12]} -> {now.key[:12]}"
                 yield f"{stage.name}: {field} was rebuilt ({keys}) with the same content, so this stage stays cached"
+
+
+def has_old_digest(stage: PlannedStage) -> bool:
+    """Return whether a cached stage's code digest was computed in another way, so it cannot tell changes."""
+    return stage.manifest is not None and stage.manifest.code.get("scheme", 1) != identity.CODE_SCHEME
 
 
 def reasons(store: Store, planned: Iterable[PlannedStage]) -> dict[str, str]:
@@ -378,7 +383,8 @@ def _differences(manifest: Manifest, stage: PlannedStage) -> Iterator[str]:
     if manifest.code.get("version") != stage.config.version:
         yield f"version {manifest.code.get('version')} -> {stage.config.version} of {stage.config.job}"
     if stage.code is not None and manifest.code.get("digest") != stage.code:
-        yield "its code has changed"
+        same = manifest.code.get("scheme", 1) == identity.CODE_SCHEME
+        yield "its code has changed" if same else "its code digest covers less than today's"
     yield from _changed_fields(
         _identity(manifest.config, stage.config), identity.identity_fields(stage.config)
     )

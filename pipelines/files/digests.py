@@ -26,7 +26,7 @@ def file_digests(files: Iterable[tuple[str, str | Path]]) -> list[tuple[Any, ...
     Raises:
         RecipeError: a file cannot be read.
     """
-    cached = _read_digest_cache()
+    cached = read_cache(_DIGESTS)
     fresh: dict[str, str] = {}
     lines: list[tuple[Any, ...]] = []
     objects = []
@@ -52,7 +52,7 @@ def file_digests(files: Iterable[tuple[str, str | Path]]) -> list[tuple[Any, ...
             raise RecipeError(f"{path}: {error.strerror}") from None
         lines.append((name, digest))
     if fresh:
-        _write_digest_cache(cached | fresh)
+        write_cache(_DIGESTS, cached | fresh)
     if objects:
         from pipelines.files.s3 import facts
 
@@ -78,25 +78,30 @@ def cache_folder() -> Path:
     return user_cache_path("vitflow")
 
 
-def _read_digest_cache() -> dict[str, str]:
-    path = cache_folder() / "file-digests.json"
+_DIGESTS = "file-digests.json"
+
+
+def read_cache(name: str) -> dict[str, str]:
+    """Return what a file of the cache folder maps; nothing if it cannot be read: it only saves time."""
+    path = cache_folder() / name
     try:
         status = path.stat()
-        return _parse_digests(path, status.st_ino, status.st_mtime_ns, status.st_size)
+        return _parsed(path, status.st_ino, status.st_mtime_ns, status.st_size)
     except (OSError, ValueError, TypeError):
-        return {}  # a cache: without it, files are read again
+        return {}
 
 
 # The file may be large, and a plan needs it once per source. Every change replaces the file, so its inode changes.
-@lru_cache(maxsize=1)
-def _parse_digests(path: Path, inode: int, modified: int, size: int) -> dict[str, str]:
+@lru_cache(maxsize=2)
+def _parsed(path: Path, inode: int, modified: int, size: int) -> dict[str, str]:
     return dict(json.loads(path.read_text()))
 
 
-def _write_digest_cache(digests: dict[str, str]) -> None:
-    with contextlib.suppress(OSError):  # a cache: without it, files are read again
+def write_cache(name: str, content: dict[str, str]) -> None:
+    """Replace a file of the cache folder, if it can be written."""
+    with contextlib.suppress(OSError):
         folder = cache_folder()
         folder.mkdir(parents=True, exist_ok=True)
-        temporary = folder / f"file-digests.{os.getpid()}.tmp"
-        temporary.write_text(json.dumps(digests))
-        temporary.replace(folder / "file-digests.json")
+        temporary = folder / f"{name}.{os.getpid()}.tmp"
+        temporary.write_text(json.dumps(content))
+        temporary.replace(folder / name)

@@ -5,6 +5,7 @@ The digest enters a key only with `--strict-code`. It is always recorded in the 
 
 from __future__ import annotations
 
+import ast
 import hashlib
 import json
 import os
@@ -13,28 +14,103 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from pipelines.files.digests import read_cache, write_cache
 from pipelines.identity.key import canonical_json, sha256
 from pipelines.spec import module
 
 PROJECT = Path(__file__).resolve().parents[2]
-CODE_PACKAGES = ("ray_jobs", "vit_model")  # not pipelines: it only passes on values, and these are in the key
+CODE_PACKAGES = ("ray_jobs", "vit_model")
+# Every stage also depends on what computes its values in `pipelines`: what a field means, which files a source has, how
+# values are written for a hash. What moves records and jobs around is left out.
+VALUES = (
+    "pipelines/spec/*.py",
+    "pipelines/files/*.py",
+    "pipelines/file_names.py",
+    "pipelines/identity/key.py",
+)
+# What the digest covers and how it is computed; manifests record it. Manifests without it have scheme 1, which covered
+# the bytes of the files in CODE_PACKAGES.
+CODE_SCHEME = 2
+
+
+_FORMS = f"code-forms-{CODE_SCHEME}.json"
 
 
 @cache
 def code_digest(job: str) -> str:
-    """Return the sha256 over a job's module and the files of this project that it imports, at any depth."""
-    return sha256(canonical_json([[name, _source(name)[1]] for name in import_closure(job)]))
+    """Return the sha256 over what the code of a stage's job says, without comments, docstrings and descriptions.
+
+    Parsing a file takes milliseconds, so the digest of its form is cached by the digest of its bytes.
+    """
+    sources = {name: _source(name) for name in import_closure(job)}
+    forms = read_cache(_FORMS)
+    fresh = {
+        digest: sha256(code_form(text))
+        for name, (text, digest) in sources.items()
+        if _is_python(name) and digest not in forms
+    }
+    if fresh:
+        forms = forms | fresh
+        write_cache(_FORMS, forms)
+    return sha256(
+        canonical_json([[name, forms.get(digest, digest)] for name, (_, digest) in sources.items()])
+    )
+
+
+def _is_python(name: str) -> bool:
+    return name.endswith(".py")
+
+
+def code_form(source: str) -> str:
+    """Return what Python code says, the same in every version of Python.
+
+    Left out are comments, formatting, docstrings, descriptions of fields, and the versions of stages, which the key
+    contains.
+    """
+    return _form(ast.parse(source))
+
+
+def _form(node: Any) -> str:
+    if isinstance(node, list):
+        return f"[{','.join(_form(item) for item in node if not _says_nothing(item))}]"
+    if not isinstance(node, ast.AST):
+        return ascii(node)
+    if isinstance(node, ast.Constant):
+        return ascii(node.value)
+    # Fields that a version of Python added are empty where the code does not use them.
+    fields = [
+        f"{name}={_form(value)}"
+        for name, value in ast.iter_fields(node)
+        if value is not None and value != [] and name != "ctx"
+    ]
+    return f"{type(node).__name__}({','.join(fields)})"
+
+
+def _says_nothing(node: Any) -> bool:
+    match node:
+        case ast.Expr(value=ast.Constant(value=str())):
+            return True  # a docstring
+        case ast.keyword(arg="description"):
+            return True
+        case ast.AnnAssign(target=ast.Name(id="VERSION" | "CONCERNS")):
+            return True
+    return False
 
 
 def import_closure(job: str) -> list[str]:
-    """Return the project's files that a job's module imports or renders, without importing anything."""
-    pending, closure = [f"ray_jobs/{module(job)}.py", "ray_jobs/__init__.py"], set()
+    """Return the project's files that a job's module imports or renders, and VALUES, without importing anything."""
+    pending, closure = [f"ray_jobs/{module(job)}.py", "ray_jobs/__init__.py", *_value_files()], set()
     while pending:
         name = pending.pop()
         if name not in closure:
             closure.add(name)
-            pending += _imported_files(name) if name.endswith(".py") else ()
+            pending += _imported_files(name) if _is_python(name) else ()
     return sorted(closure)
+
+
+@cache
+def _value_files() -> tuple[str, ...]:
+    return tuple(file.relative_to(PROJECT).as_posix() for part in VALUES for file in PROJECT.glob(part))
 
 
 # An import from this project; the names are in parentheses or extend to the end of the line. Parsing fifty files as

@@ -59,7 +59,7 @@ def activation_checkpointing() -> Any:
 class _Stage(Frozen):
     """The base of all stages. `VERSION` increases when the same configuration gives another result.
 
-    `CONCERNS` has the versions that changed only some configurations' results: version -> whether it changed this one's.
+    `CONCERNS` has the versions that changed only some configurations' results, with a function that says whose.
     """
 
     VERSION: ClassVar[int] = 1
@@ -276,10 +276,12 @@ class FewShot(Frozen):
 class Pretrain(_Stage):
     """Pretraining with DeepSpeed ZeRO on Ray Train (paper, section 3.1 and Table 3)."""
 
-    # 6: stochastic depth is drawn per sample. A start that has it was pretrained anew, which changes this stage's key by
-    # the digest of its input.
+    # 6: stochastic depth is drawn per sample. A start that has it was pretrained anew, which changes this stage's key
+    # by the digest of its input.
     VERSION: ClassVar[int] = 6
-    CONCERNS: ClassVar[dict[int, Callable[[Any], bool]]] = {6: lambda stage: _has_stochastic_depth(stage.model)}
+    CONCERNS: ClassVar[dict[int, Callable[[Any], bool]]] = {
+        6: lambda stage: _has_stochastic_depth(stage.model)
+    }
     KIND: ClassVar[str] = "model"
     job: Literal["pretrain"]
     data: str = takes("dataset")
@@ -631,8 +633,8 @@ class EarlyStopping(Frozen):
 class Finetune(_Stage):
     """A Ray Tune sweep over learning rates or a search, a refit with the best, one look at test (paper, Table 4)."""
 
-    # 7: stochastic depth is drawn per sample. A backbone that has it was pretrained anew, which changes this stage's key
-    # by the digest of its input.
+    # 7: stochastic depth is drawn per sample. A backbone that has it was pretrained anew, which changes this stage's
+    # key by the digest of its input.
     VERSION: ClassVar[int] = 7
     CONCERNS: ClassVar[dict[int, Callable[[Any], bool]]] = {
         7: lambda stage: _has_stochastic_depth(stage.model) or bool(stage.stochastic_depth)

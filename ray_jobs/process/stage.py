@@ -262,7 +262,12 @@ def _commit(context: Context[AnyStage], result: Result, started: str) -> None:
         source=attempt.source,
         metrics=result.metrics,
         timing_dependent=result.timing_dependent,
-        code={"version": context.config.version, "digest": attempt.code_digest, **identity.git_state()},
+        code={
+            "version": context.config.version,
+            "scheme": identity.CODE_SCHEME,
+            "digest": attempt.code_digest,
+            **identity.git_state(),
+        },
         environment=_environment(),
         started=started,
         finished=now(),

@@ -19,7 +19,7 @@ from PIL import Image
 from pipelines.engine.plan import PlannedStage, plan_pipeline
 from pipelines.engine.runs import start_run
 from pipelines.files.sources import source_files
-from pipelines.identity import canonical_json, code_digest, sha256
+from pipelines.identity import CODE_SCHEME, canonical_json, code_digest, sha256
 from pipelines.recipe.load import load_pipeline
 from pipelines.spec import AnyStage, Source
 from pipelines.store import FileEntry, Store, add_event, commit, open_store, read_manifest
@@ -95,7 +95,7 @@ def _commit(store: Store, planned: PlannedStage, run: str) -> None:
     }
     files = _made(Context(attempt, config, manifests))
     content = sha256(canonical_json([[entry.path, entry.sha256] for entry in files]))
-    made_by = {"version": config.version, "digest": code}
+    made_by = {"version": config.version, "scheme": CODE_SCHEME, "digest": code}
     fields = {"files": files, "content_digest": content, "code": made_by, "environment": ENVIRONMENT}
     commit(store, make_manifest(config.job, **common, **fields))
 

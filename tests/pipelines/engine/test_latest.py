@@ -13,7 +13,7 @@ from pipelines.engine import plan, runs
 from pipelines.engine.latest import newest_models
 from pipelines.engine.plan import PlannedStage
 from pipelines.engine.runs import Run
-from pipelines.identity import code_digest
+from pipelines.identity import CODE_SCHEME, code_digest
 from pipelines.recipe.load import parse_pipeline
 from pipelines.recipe.pipeline import Pipeline
 from pipelines.spec import RecipeError
@@ -63,7 +63,11 @@ def commit(store: Store, planned: PlannedStage, run: str, **fields: Any) -> Mani
                 "inputs": planned.inputs,
                 "config": planned.config.model_dump(mode="json"),
                 "source": planned.source,
-                "code": {"version": planned.config.version, "digest": code_digest(planned.config.job)},
+                "code": {
+                    "version": planned.config.version,
+                    "scheme": CODE_SCHEME,
+                    "digest": code_digest(planned.config.job),
+                },
             }
             | fields,
         ),

@@ -13,7 +13,7 @@ from pipelines import store as st
 from pipelines.cluster.jobs_client import Cluster
 from pipelines.engine import plan, runs
 from pipelines.engine.plan import PlannedStage
-from pipelines.identity import code_digest, source_fingerprint, stage_key
+from pipelines.identity import CODE_SCHEME, code_digest, source_fingerprint, stage_key
 from pipelines.recipe.load import load_pipeline
 from pipelines.recipe.pipeline import Pipeline
 from pipelines.spec import Ingest, RecipeError
@@ -48,7 +48,12 @@ def make(store: Store, planned: PlannedStage, content: str = "", code: str | Non
             inputs=planned.inputs,
             config=config.model_dump(mode="json"),
             source=planned.source,
-            code={"version": config.version, "digest": code or code_digest(config.job), "git": "a" * 40},
+            code={
+                "version": config.version,
+                "scheme": CODE_SCHEME,
+                "digest": code or code_digest(config.job),
+                "git": "a" * 40,
+            },
         ),
     )
 
