@@ -83,6 +83,7 @@ from ray_jobs.sources import catalog
 from ray_jobs.sources.archives.blobs import open_blob
 from ray_jobs.sources.archives.containers import outermost
 from ray_jobs.sources.archives.entries import Bad, Files, Listing
+from ray_jobs.sources.readers.features import counted
 from vit_model.errors import UserError
 
 SHARD_BYTES = 256 * 2**20
@@ -145,7 +146,7 @@ def main(context: Context[Ingest]) -> Result:
     trainable = _trainable(index, listing)
     index = trainable.index
     decided = (*_shrunk_note(config), *excluded_note(excluded), *_conflict_note(copies))
-    for note in (*decided, *class_notes(trainable, most=None)):
+    for note in (*_composition(trainable, official), *decided, *class_notes(trainable, most=None)):
         print(note, flush=True)
     mask_classes = catalog.mask_classes(config.source)
     with context.staging() as staging:
@@ -523,6 +524,18 @@ def _trainable(index: pa.Table, listing: Listing) -> Trainable:
             "column `split` in the metadata)"
         )
     return trainable
+
+
+def _composition(trainable: Trainable, official: list[str | None]) -> tuple[str, str]:
+    """Return lines for the log: the number of images of each split and of each class."""
+    splits = Counter(trainable.index["split"].to_pylist())
+    classes = Counter(trainable.index["label"].to_pylist())
+    given = sorted(filter(None, official))
+    named = f"given by the source: {', '.join(given)}" if given else "drawn"
+    return (
+        f"splits ({named}): {counted({split: splits[split] for split in SPLITS})}",
+        f"classes: {counted({name: classes[label] for label, name in enumerate(trainable.class_names)})}",
+    )
 
 
 def _card(

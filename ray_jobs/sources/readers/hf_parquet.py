@@ -23,11 +23,19 @@ import pyarrow.parquet as pq
 from pipelines.spec import HfParquetSource
 from ray_jobs.sources.archives import containers
 from ray_jobs.sources.archives.entries import Files, Listing, table
-from ray_jobs.sources.readers.features import UNLABELLED, choose_column, classes_of, known_split
+from ray_jobs.sources.readers.features import (
+    UNLABELLED,
+    choose_column,
+    classes_of,
+    split_in,
+    splits_of_files,
+)
 from vit_model.errors import UserError
 
 IN_MEMORY = 2**29  # bytes of images of a row group in memory; a larger row group is read several times
 _BATCH = 64  # rows
+_TEXT = (pa.string(), pa.large_string(), pa.string_view())
+_BINARY = (pa.binary(), pa.large_binary(), pa.binary_view())
 _ROW_BITS, _GROUP_BITS = 24, 16  # of an entry's number, below that of its file
 _NUMBERED = re.compile(r"(.+)-(\d{5})-of-(\d{5})(-[0-9a-f]+)?")
 
@@ -43,14 +51,13 @@ class _Columns(NamedTuple):
 def listing(source: HfParquetSource, files: Files) -> Listing:
     """List every image that has a label, with the split in its file's name."""
     names = sorted(files)
-    splits = _splits(names)
+    _check_complete(names)
+    splits, left_out = splits_of_files(names)
     groups: dict[str, list[tuple[int, int]]] = {}
     labels: list[int | str] = []
     together: list[str | None] = []
     columns: _Columns | None = None
-    for name in names:
-        if splits[name] == "":
-            continue
+    for name in splits:
         with _opened(files, name) as file:
             columns_of_file = _columns(source, name, file.schema_arrow)
             if columns is not None and columns_of_file != columns:
@@ -59,16 +66,14 @@ def listing(source: HfParquetSource, files: Files) -> Listing:
             groups[name] = _groups(name, file, columns.image)
             labels += _labels(name, file, columns)
             together += _together(source, name, file)
-    if columns is None:
-        raise UserError(f"no file name has a known split (train, validation, test): {', '.join(names[:5])}")
+    assert columns is not None, "the source has a file"
     classes = classes_of(labels, columns.classes, f"column {columns.label!r}")
     entries = (
         row | {"label": classes.numbers[label], "split": splits[row["file"]], "group": group}
         for row, label, group in zip(_rows(names, groups), labels, together, strict=True)
         if label != UNLABELLED
     )
-    notes = [*classes.notes]
-    notes += [f"{name} is of no known split and is left out" for name in names if name not in groups]
+    notes = [*classes.notes, *left_out]
     if unlabelled := labels.count(UNLABELLED):
         notes.append(f"{unlabelled} images without a label are left out")
     return Listing(classes.names, table(entries), notes=tuple(notes))
@@ -88,18 +93,14 @@ def rows(source: HfParquetSource, files: Files, numbers: Sequence[int]) -> Itera
 # ------------------------------------------------------------------------------------------------- names
 
 
-def _splits(names: Sequence[str]) -> dict[str, str | None]:
-    """Return the split of each file; "" for an unknown split; None (to be drawn) if no file name has a split."""
-    words: dict[str, str] = {}
+def _check_complete(names: Sequence[str]) -> None:
+    """Raise UserError if files are in several folders (other than one per split), or a part is missing."""
     parts = defaultdict(set)
     folders = set()
     for name in names:
         path = PurePosixPath(name)
-        numbered = _NUMBERED.fullmatch(path.stem)
-        inside = known_split(path.parent.name) is not None
-        words[name] = path.parent.name if inside else numbered[1] if numbered else path.stem
-        folders.add(path.parent.parent if inside else path.parent)
-        if numbered:
+        folders.add(path.parent.parent if split_in(path.parent.name) else path.parent)
+        if numbered := _NUMBERED.fullmatch(path.stem):
             parts[path.parent, numbered[1], int(numbered[3])].add(int(numbered[2]))
     if len(folders) > 1:
         listed = ", ".join(sorted(map(str, folders)))
@@ -107,10 +108,6 @@ def _splits(names: Sequence[str]) -> dict[str, str | None]:
     for (_, word, total), numbers in parts.items():
         if lost := sorted(set(range(total)) - numbers):
             raise UserError(f"{word}-{lost[0]:05d}-of-{total:05d}.parquet is missing")
-    splits = {name: known_split(word) for name, word in words.items()}
-    if not any(splits.values()):
-        return splits
-    return {name: split or "" for name, split in splits.items()}
 
 
 # ------------------------------------------------------------------------------------------------- files
@@ -142,12 +139,7 @@ def _columns(source: HfParquetSource, name: str, schema: pa.Schema) -> _Columns:
     labels = [column for column in others if features.get(column, {}).get("_type") == "ClassLabel"]
     fallback = [column for column in others if column == "label"]
     label = choose_column("label", source.label, labels or fallback, others)
-    kind = schema.field(label).type
-    if not (pa.types.is_integer(kind) or pa.types.is_string(kind)):
-        more = ": multi-label is not supported yet" if pa.types.is_nested(kind) else ""
-        raise UserError(
-            f"source.label: column {label!r} of {name} is {kind}, not whole numbers or text{more}"
-        )
+    _check_values("label", label, name, schema.field(label).type)
     names = features.get(label, {}).get("names")
     is_named = isinstance(names, list) and all(isinstance(each, str) for each in names)
     return _Columns(image, label, tuple(names) if is_named and names else None)
@@ -167,10 +159,20 @@ def _features(name: str, schema: pa.Schema) -> dict[str, dict[str, Any]]:
 
 def _is_image(kind: pa.DataType) -> bool:
     fields = list(kind) if pa.types.is_struct(kind) else [pa.field("bytes", kind)]
-    return any(
-        field.name == "bytes" and (pa.types.is_binary(field.type) or pa.types.is_large_binary(field.type))
-        for field in fields
-    )
+    return any(field.name == "bytes" and _plain(field.type) in _BINARY for field in fields)
+
+
+def _check_values(field: str, column: str, name: str, kind: pa.DataType) -> None:
+    """Raise UserError if the column of labels or groups is neither whole numbers nor text (nor booleans)."""
+    value = _plain(kind)
+    if pa.types.is_integer(value) or pa.types.is_boolean(value) or value in _TEXT:
+        return
+    more = ": multi-label is not supported yet" if field == "label" and pa.types.is_nested(kind) else ""
+    raise UserError(f"source.{field}: column {column!r} of {name} is {kind}, not whole numbers or text{more}")
+
+
+def _plain(kind: pa.DataType) -> pa.DataType:
+    return kind.value_type if pa.types.is_dictionary(kind) else kind
 
 
 def _groups(name: str, file: pq.ParquetFile, image: str) -> list[tuple[int, int]]:
@@ -219,8 +221,7 @@ def _together(source: HfParquetSource, name: str, file: pq.ParquetFile) -> list[
         return [None] * file.metadata.num_rows
     if column not in schema.names:
         raise UserError(f"source.group: {name} has no column {column!r}; columns: {', '.join(schema.names)}")
-    if not (pa.types.is_integer(kind := schema.field(column).type) or pa.types.is_string(kind)):
-        raise UserError(f"source.group: column {column!r} of {name} is {kind}, not whole numbers or text")
+    _check_values("group", column, name, schema.field(column).type)
     groups = _values(name, file, column)
     if None in groups:
         raise UserError(f"source.group: row {groups.index(None)} of {name} has no {column}")
@@ -228,8 +229,10 @@ def _together(source: HfParquetSource, name: str, file: pq.ParquetFile) -> list[
 
 
 def _values(name: str, file: pq.ParquetFile, column: str) -> list[Any]:
+    """Return whole numbers, text, or None; booleans as the text that they have in tables of labels."""
     try:
-        return list(file.read(columns=[column]).column(0).to_pylist())
+        values = file.read(columns=[column]).column(0).to_pylist()
+        return [json.dumps(value) if isinstance(value, bool) else value for value in values]
     except (OSError, ValueError, pa.ArrowException) as error:
         raise UserError(f"{name}: cannot read column {column!r}: {error}") from error
 

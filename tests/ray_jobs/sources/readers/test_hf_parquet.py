@@ -139,6 +139,31 @@ def test_files_of_other_programs(tmp_path: Path) -> None:
     assert images_of(tmp_path, found)["test/0000/0000001"] == image(6)
 
 
+@pytest.mark.parametrize(
+    ("values", "names"),
+    [
+        (pa.array(["b", "a", "b"], pa.large_string()), ("a", "b")),
+        (pa.array(["b", "a", "b"], pa.string_view()), ("a", "b")),
+        (pa.array(["b", "a", "b"]).dictionary_encode(), ("a", "b")),
+        (pa.array([7, 3, 7]).dictionary_encode(), ("3", "7")),
+        (pa.array([True, False, True]), ("false", "true")),
+        (pa.array(["caf\u00e9", "b", "cafe\u0301"]), ("b", "caf\u00e9")),
+    ],
+)
+@pytest.mark.parametrize("binary", [pa.binary(), pa.large_binary(), pa.binary_view()])
+def test_text_of_any_library_is_text(
+    values: pa.Array, names: tuple[str, ...], binary: pa.DataType, tmp_path: Path
+) -> None:
+    """pandas 3 writes large_string, polars string_view, and both write dictionaries for categories."""
+    images = pa.array([image(number) for number in range(3)], binary)
+    pq.write_table(pa.table({"image": images, "label": values, "site": values}), tmp_path / "0.parquet")
+    found = listed(tmp_path, group="site")
+    assert found.class_names == names and found.entries["label"].to_pylist() == [1, 0, 1]
+    groups = found.entries["group"].to_pylist()
+    assert groups[0] == groups[2] != groups[1]
+    assert images_of(tmp_path, found)["0/0000001"] == image(1)
+
+
 @pytest.mark.parametrize("labels", [[1000000, 7, 7], [7, 3, 3], [9, 10, 9], [5, 5, 5]])
 def test_numbers_without_names_are_the_classes_that_occur(labels: list[int], tmp_path: Path) -> None:
     put_parquet(tmp_path / "train.parquet", [image(n) for n in range(3)], labels, features=None)
@@ -169,9 +194,36 @@ def test_what_has_no_label_or_no_known_split_is_left_out_and_said(root: Path) ->
     found = listed(root)
     assert found.entries["split"].to_pylist().count("test") == 1
     assert found.notes == (
-        "unsupervised-00000-of-00001.parquet is of no known split and is left out",
+        "1 files left out, because other files name a split (train, val, test) and these do not: "
+        "unsupervised-00000-of-00001.parquet",
         "2 images without a label are left out",
     )
+
+
+@pytest.mark.parametrize(
+    ("train", "test"),
+    [
+        ("imagefolder-train", "imagefolder-test"),
+        ("food101-train-00000-of-00001", "food101-validation.v2-00000-of-00001"),
+        ("train_0", "Testing 0"),
+        ("data_train", "my-eval/0"),
+        ("a/0-trainset", "a/holdout"),
+    ],
+)
+def test_a_split_is_a_word_anywhere_in_the_name(train: str, test: str, tmp_path: Path) -> None:
+    for name, seed in ((train, 0), (test, 5), (f"{train.rpartition('/')[0]}/other".strip("/"), 7)):
+        put_parquet(tmp_path / f"{name}.parquet", [image(seed), image(seed + 1)], [0, 1])
+    found = listed(tmp_path)
+    assert {row["split"] for row in found.entries.to_pylist() if row["file"] == f"{train}.parquet"} == {
+        "train"
+    }
+    assert {row["split"] for row in found.entries.to_pylist() if row["file"] == f"{test}.parquet"} <= {
+        "test",
+        "dev",
+    }
+    assert len(found.entries) == 4
+    assert found.notes[-1].startswith("1 files left out, because other files name a split")
+    assert found.notes[-1].endswith("other.parquet")
 
 
 def test_files_that_name_no_split_leave_it_to_be_drawn(tmp_path: Path) -> None:
