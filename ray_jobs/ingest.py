@@ -60,7 +60,7 @@ from ray_jobs.data.shards import (
     write_shard,
 )
 from ray_jobs.ingesting.card import card_shard, class_notes, write_card
-from ray_jobs.ingesting.exclude import EXCLUDED, exclude, excluded_note, read_list
+from ray_jobs.ingesting.exclude import EXCLUDED, check_classes, exclude, excluded_note, read_list
 from ray_jobs.ingesting.reuse import (
     EarlierShards,
     Finished,
@@ -218,8 +218,10 @@ def _decided(
     ):
         print(f"{done:,} {' copies, '.join(kind)}", flush=True)
     index = _with_splits(images, splits)
-    is_left_out = pc.is_in(index["key"], left_out["key"].combine_chunks())
-    return index.filter(pc.invert(is_left_out)), copies, excluded
+    index = index.filter(pc.invert(pc.is_in(index["key"], left_out["key"].combine_chunks())))
+    if config.exclude is not None:
+        check_classes(config.exclude, excluded, index, class_names)
+    return index, copies, excluded
 
 
 def _read_excluded(config: Ingest) -> list[str] | None:
