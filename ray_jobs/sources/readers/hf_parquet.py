@@ -8,8 +8,8 @@ Parquet is read by row group, so the entries of a row group are one unit, which 
 
 from __future__ import annotations
 
+import heapq
 import json
-import math
 import re
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
@@ -33,11 +33,14 @@ from ray_jobs.sources.readers.features import (
 from vit_model.errors import UserError
 
 IN_MEMORY = 2**29  # bytes of images of a row group in memory; a larger row group is read several times
-_BATCH = 64  # rows
+_BATCH = 64  # rows at most; fewer if they could have more than IN_MEMORY bytes
 _TEXT = (pa.string(), pa.large_string(), pa.string_view())
 _BINARY = (pa.binary(), pa.large_binary(), pa.binary_view())
 _ROW_BITS, _GROUP_BITS = 24, 16  # of an entry's number, below that of its file
 _NUMBERED = re.compile(r"(.+)-(\d{5})-of-(\d{5})(-[0-9a-f]+)?")
+
+
+_Bytes = bytes | UserError  # of an image; or why it cannot be read
 
 
 class _Columns(NamedTuple):
@@ -79,7 +82,7 @@ def listing(source: HfParquetSource, files: Files) -> Listing:
     return Listing(classes.names, table(entries), notes=tuple(notes))
 
 
-def rows(source: HfParquetSource, files: Files, numbers: Sequence[int]) -> Iterator[bytes | UserError]:
+def rows(source: HfParquetSource, files: Files, numbers: Sequence[int]) -> Iterator[_Bytes]:
     """Yield the image files with these numbers; consecutive rows of a row group are read together."""
     names = sorted(files)
     for group, wanted in groupby(numbers, lambda number: number >> _ROW_BITS):
@@ -87,7 +90,7 @@ def rows(source: HfParquetSource, files: Files, numbers: Sequence[int]) -> Itera
         with _opened(files, name) as file:
             column = _columns(source, name, file.schema_arrow).image
             within = [number % 2**_ROW_BITS for number in wanted]
-            yield from _group(file, group % 2**_GROUP_BITS, column, within)
+            yield from _group(file, name, group % 2**_GROUP_BITS, column, within)
 
 
 # ------------------------------------------------------------------------------------------------- names
@@ -237,39 +240,51 @@ def _values(name: str, file: pq.ParquetFile, column: str) -> list[Any]:
         raise UserError(f"{name}: cannot read column {column!r}: {error}") from error
 
 
-def _group(file: pq.ParquetFile, group: int, column: str, wanted: list[int]) -> Iterator[bytes | UserError]:
+def _group(file: pq.ParquetFile, name: str, group: int, column: str, wanted: list[int]) -> Iterator[_Bytes]:
     """Yield rows of a row group, in the order of `wanted`, with at most about IN_MEMORY bytes in memory."""
-    share = len(wanted) / max(file.metadata.row_group(group).num_rows, 1)
-    passes = max(1, math.ceil(_bytes(file, group, column) * share / IN_MEMORY))
-    size = math.ceil(len(wanted) / passes)
-    for start in range(0, len(wanted), size):
-        part = wanted[start : start + size]
-        images, reason = _read(file, group, column, set(part))
-        yield from (images.get(row, UserError(reason)) for row in part)
+    done = 0
+    while done < len(wanted):
+        images = _read(file, f"{name}, row group {group}", group, column, wanted[done:])
+        yield from images
+        done += len(images)
 
 
-def _read(
-    file: pq.ParquetFile, group: int, column: str, wanted: set[int]
-) -> tuple[dict[int, bytes | UserError], str]:
-    """Return the images of these rows, and the reason (stored) why others cannot be read."""
-    by_row: dict[int, bytes | UserError] = {}
-    start = held = 0
+def _read(file: pq.ParquetFile, where: str, group: int, column: str, wanted: list[int]) -> list[_Bytes]:
+    """Return the first images of `wanted`: one or more, as many as fit into IN_MEMORY; or why they cannot be read.
+
+    Raises:
+        UserError: pyarrow does not support the row group. OSError, MemoryError: the machine failed. The images are not
+            damaged, so these errors end the stage.
+    """
+    position = {row: number for number, row in enumerate(wanted)}
+    kept: dict[int, _Bytes] = {}
+    latest: list[int] = []  # positions in `kept`, negative, as a heap
+    end, start, held, reason = len(wanted), 0, 0, "its row group is shorter than it says"
+    # a value is stored at least once, so no value has more bytes than the column
+    rows = max(1, min(_BATCH, IN_MEMORY // max(_bytes(file, group, column), 1)))
     try:
-        for batch in file.iter_batches(_BATCH, row_groups=[group], columns=[column], use_threads=False):
+        for batch in file.iter_batches(rows, row_groups=[group], columns=[column], use_threads=False):
             images = batch.column(0)
             for row in range(len(batch)):
-                if start + row in wanted:
-                    by_row[start + row] = image = _image(images[row].as_py())
+                if (number := position.get(start + row, end)) < end:
+                    kept[number] = image = _image(images[row].as_py())
+                    heapq.heappush(latest, -number)
                     held += len(image) if isinstance(image, bytes) else 0
+                while held > IN_MEMORY and len(kept) > 1:
+                    end = -heapq.heappop(latest)
+                    gone = kept.pop(end)
+                    held -= len(gone) if isinstance(gone, bytes) else 0
             start += len(batch)
-            if held > 2 * IN_MEMORY:
-                raise UserError(f"it has more than the {_bytes(file, group, column)} bytes that it claims")
     except (OSError, ValueError, pa.ArrowException) as error:
-        return by_row, f"its row group can't be read: {error}"
-    return by_row, "its row group is shorter than it says"
+        if isinstance(error, MemoryError) or getattr(error, "errno", None) is not None:
+            raise
+        if isinstance(error, NotImplementedError | pa.ArrowCapacityError):
+            raise UserError(f"{where}: pyarrow cannot read it: {error}. Write smaller row groups") from error
+        reason = f"its row group can't be read: {error}"
+    return [kept.get(number, UserError(reason)) for number in range(end)]
 
 
-def _image(cell: Any) -> bytes | UserError:
+def _image(cell: Any) -> _Bytes:
     data = cell.get("bytes") if isinstance(cell, dict) else cell
     if data is None:
         path = cell.get("path") if isinstance(cell, dict) else None

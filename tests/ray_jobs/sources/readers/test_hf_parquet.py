@@ -15,6 +15,7 @@ from ray_jobs.sources.archives.entries import Files, Listing
 from ray_jobs.sources.readers import hf_parquet
 from tests.support.archives import image
 from tests.support.prepared import HF_FEATURES, put_parquet
+from vit_model.errors import UserError
 
 
 def source(root: Path, **fields: object) -> tuple[HfParquetSource, Files]:
@@ -110,6 +111,43 @@ def test_a_large_row_group_is_read_in_several_passes(root: Path, monkeypatch: py
     whole = images_of(root, listed(root))
     monkeypatch.setattr(hf_parquet, "IN_MEMORY", 3000)
     assert images_of(root, listed(root)) == whole
+
+
+@pytest.mark.slow
+def test_a_row_group_of_more_than_a_batch_can_hold_is_read(tmp_path: Path) -> None:
+    """Of struct<bytes, path>, pyarrow reads no batch of 2 GiB. A dictionary hides how many bytes the images have."""
+    pixels = bytes(36 * 2**20)
+    put_parquet(
+        tmp_path / "train.parquet", [pixels] * 64, [0, 1] * 32, rows=64, compression="zstd", plain=False
+    )
+    assert (tmp_path / "train.parquet").stat().st_size < 100_000
+    given, files = source(tmp_path)
+    entries = listed(tmp_path).entries
+    assert [image == pixels for image in catalog.images(given, files, entries)] == [True] * 64
+
+
+@pytest.mark.parametrize(
+    ("error", "message"),
+    [
+        (
+            pa.ArrowNotImplementedError("nested"),
+            r"train\.parquet, row group 0: pyarrow cannot read it: nested",
+        ),
+        (MemoryError("full"), "full"),
+        (OSError(5, "Input/output error"), "Input/output error"),
+    ],
+)
+def test_a_failure_of_the_reader_is_not_the_images_damage(
+    error: Exception, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(_cell: object) -> bytes:
+        raise error
+
+    put_parquet(tmp_path / "train.parquet", [image(0), image(1)], [0, 1])
+    found = listed(tmp_path)
+    monkeypatch.setattr(hf_parquet, "_image", fail)
+    with pytest.raises((UserError, MemoryError, OSError), match=message):
+        images_of(tmp_path, found)
 
 
 def test_an_image_that_is_only_a_path_is_refused(tmp_path: Path) -> None:
