@@ -78,7 +78,7 @@ from ray_jobs.ingesting.splits import (
     without_untrained,
 )
 from ray_jobs.process.progress import Progress
-from ray_jobs.process.stage import Context, Result, run_stage
+from ray_jobs.process.stage import AT_REST, Context, Result, SourceChangedError, run_stage
 from ray_jobs.sources import catalog
 from ray_jobs.sources.archives.blobs import open_blob
 from ray_jobs.sources.archives.containers import outermost
@@ -115,17 +115,36 @@ class Written(NamedTuple):
 
 
 def main(context: Context[Ingest]) -> Result:
-    """List the source, write the shards, assign splits, write the index, the quarantine and the card."""
-    config = context.config
+    """List the source, write the shards, assign splits, write the index, the quarantine and the card.
+
+    Raises:
+        UserError: the source, or the list of excluded images, cannot be used.
+        SourceChangedError: a file changed or went after the stage was planned.
+    """
     context.check_source("before it was read")
-    files = {name: str(place) for name, place in source_files(config.source).items()}
+    try:
+        return _dataset(context)
+    except SourceChangedError:
+        raise
+    except (OSError, UserError):  # a file that changes while it is read can look damaged
+        context.check_source("while it was read")
+        raise
+
+
+def _dataset(context: Context[Ingest]) -> Result:
+    config, listed_files = context.config, context.listed()
+    files = {
+        name: str(place)
+        for name, place in source_files(config.source).items()
+        if listed_files is None or name in listed_files
+    }
     states = _states(files)  # taken before the digests, so that any later change is noticed
     listing = catalog.listing(config.source, files)
     for note in listing.notes:
         print(note, flush=True)
     _check_shrinkable(config, listing)
     listed = _read_excluded(config)
-    entries = _with_digests(context, listing.entries)
+    entries = _with_digests(context, files, listing.entries)
     parts, finished = plan_parts(entries), finished_parts(context, entries["digest"])
     written = _in_tasks(_write_part, (context, files, states, finished), parts, "shard")
     context.check_source("while it was read")
@@ -238,27 +257,26 @@ def _with_splits(images: pa.Table, splits: Sequence[str]) -> pa.Table:
 # ------------------------------------------------------------------------------------------------- planning
 
 
-def _with_digests(context: Context[Ingest], entries: pa.Table) -> pa.Table:
+def _with_digests(context: Context[Ingest], files: Files, entries: pa.Table) -> pa.Table:
     """Return the entries with the digest of each entry's source file.
 
     Rows of arrays, and archives that are split into several files, get one digest of all files. With `short_side` the
     digests are different, because the facts of images that are stored smaller differ from those of the originals.
     """
-    places = source_files(context.config.source)
-    everything = identity.files_fingerprint(places.items())  # not the attempt's, which covers `exclude`
+    everything = identity.files_fingerprint(files.items())  # not the attempt's, which covers `exclude`
     size = [context.config.short_side] if context.config.short_side else []
     digests = {
         name: identity.sha256(identity.canonical_json([*facts, *size]))
-        for name, *facts in file_digests(places.items())
+        for name, *facts in file_digests(files.items())
     }
     if size:
         everything = identity.sha256(identity.canonical_json([everything, *size]))
-    files = entries["file"].combine_chunks().dictionary_encode()
-    tops = [outermost(digests, name) for name in files.dictionary.to_pylist()]
+    named = entries["file"].combine_chunks().dictionary_encode()
+    tops = [outermost(digests, name) for name in named.dictionary.to_pylist()]
     of_tops = [
         everything if len(parts_of(top, digests)) > 1 else digests.get(top, everything) for top in tops
     ]
-    of_files = pa.array([digest[:32] for digest in of_tops], pa.string()).take(files.indices)
+    of_files = pa.array([digest[:32] for digest in of_tops], pa.string()).take(named.indices)
     of_rows = pa.array([everything[:32]] * len(entries), pa.string())
     return entries.append_column("digest", pc.if_else(pc.equal(entries["codec"], "row"), of_rows, of_files))
 
@@ -332,15 +350,14 @@ def _write_part(
 
 
 def _check_unchanged(files: Files, states: States, entries: pa.Table) -> None:
-    """Raise UserError if a file changed after its digest was computed: its facts would be wrong forever."""
+    """Raise SourceChangedError if a file changed after its digest was computed: its facts would be wrong forever."""
     names = {outermost(files, name) for name in pc.unique(entries["file"]).to_pylist()}
     if not names <= files.keys() or any(len(parts_of(name, files)) > 1 for name in names):
         names = set(files)  # rows of arrays, archives of several files
     now = _states({name: files[name] for name in names})
     if changed := sorted(name for name in names if now.get(name) != states.get(name)):
-        raise UserError(
-            f"the source changed while it was read, after the run was planned ({files[changed[0]]}); "
-            "rerun when its files are no longer being written"
+        raise SourceChangedError(
+            f"the source changed while it was read, after the run was planned ({files[changed[0]]}); {AT_REST}"
         )
 
 

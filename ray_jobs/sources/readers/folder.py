@@ -93,8 +93,11 @@ class Listing(NamedTuple):
         return {name: number[label] for label, name in enumerate(self.class_names)}
 
 
-def scan(root: Path, columns: Columns = IMAGEFOLDER) -> Listing:
+def scan(root: Path, columns: Columns = IMAGEFOLDER, only: Collection[str] = ()) -> Listing:
     """List the images below `root`. `columns` are those of its tables of labels.
+
+    Args:
+        only: the regular files to list, because others came later; empty: all.
 
     Raises:
         UserError: no folder, no image, fewer than two classes, mixed layouts, a link that leads outside, a table that
@@ -102,7 +105,9 @@ def scan(root: Path, columns: Columns = IMAGEFOLDER) -> Listing:
     """
     if not root.is_dir():
         raise UserError(f"{root} is not a folder of images")
-    keys = sorted(_files(root))
+    keys = sorted(
+        (key, is_regular) for key, is_regular in _files(root) if not (is_regular and only and key not in only)
+    )
     files = [key for key, is_regular in keys if is_regular]
     tables = check_tables(root, files, EXTENSIONS)
     arranged = arrange(root, files, {key: (root / key).read_bytes() for key in tables}, columns)
@@ -161,7 +166,7 @@ def listing(source: FolderSource, files: Files) -> entries.Listing:
     bad: list[Bad] = []
     columns = Columns(source.image_column, source.label_column, source.group)
     if Path(source.root).is_dir():
-        scanned = scan(Path(source.root), columns)
+        scanned = scan(Path(source.root), columns, files.keys())
         members = {
             entry.key: _whole(entry.key, (Path(source.root) / entry.key).stat().st_size)
             for entry in scanned.entries
@@ -260,7 +265,10 @@ def _files(root: Path) -> Iterator[tuple[str, bool]]:
             path = Path(folder, name)
             if left_by_a_system(name):
                 continue
-            mode = path.lstat().st_mode
+            try:
+                mode = path.lstat().st_mode
+            except FileNotFoundError:
+                continue  # it went while the folder was listed
             if stat.S_ISLNK(mode):
                 target = Path(os.path.realpath(path))
                 if not target.is_relative_to(inside):
