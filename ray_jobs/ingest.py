@@ -83,7 +83,7 @@ from ray_jobs.sources import catalog
 from ray_jobs.sources.archives.blobs import open_blob
 from ray_jobs.sources.archives.containers import outermost
 from ray_jobs.sources.archives.entries import Bad, Files, Listing
-from ray_jobs.sources.readers.features import counted
+from ray_jobs.sources.readers.features import counted, listed
 from vit_model.errors import UserError
 
 SHARD_BYTES = 256 * 2**20
@@ -518,11 +518,11 @@ def _check_bad(context: Context[Ingest], bad: Sequence[Bad], total: int) -> None
     attempt, allowed = context.attempt, context.config.max_bad_fraction
     if len(bad) > allowed * total:
         folder = f"{attempt.store_uri}/{Layout.files(attempt.job, attempt.key, attempt.number)}"
-        listed = "".join(f"\n  {one.key}: {one.reason}" for one in sorted(bad)[:20])
+        first = "".join(f"\n  {one.key}: {one.reason}" for one in sorted(bad)[:20])
         more = f"\n  and {len(bad) - 20} more, in {folder}/quarantine.parquet" if len(bad) > 20 else ""
         raise UserError(
             f"{len(bad)} of {total} images cannot be used, more than max_bad_fraction {allowed}: "
-            f"remove them or allow more{listed}{more}"
+            f"remove them or allow more{first}{more}"
         )
 
 
@@ -584,8 +584,11 @@ def _write_quarantine(path: Path, bad: Sequence[Bad]) -> None:
         [("key", pa.string()), ("reason", pa.string()), ("file", pa.string()), ("offset", pa.int64())]
     )
     pq.write_table(pa.Table.from_pylist([one._asdict() for one in rows], schema=schema), path)
-    for reason, count in Counter(one.reason for one in rows).most_common():
-        print(f"quarantined {count}: {reason}", flush=True)
+    keys: dict[str, list[str]] = {}
+    for one in rows:
+        keys.setdefault(one.reason, []).append(one.key)
+    for reason, of_reason in sorted(keys.items(), key=lambda item: -len(item[1])):
+        print(f"quarantined {len(of_reason):,}: {reason}: {listed(of_reason)}", flush=True)
 
 
 if __name__ == "__main__":
