@@ -288,6 +288,29 @@ def test_files_that_come_while_the_stage_waits_or_reads_are_left_for_the_next_ti
         ingest.main(waiting)
 
 
+@pytest.mark.parametrize(
+    ("source", "digest"),
+    [
+        ({"kind": "digits"}, "301a4c871319df1f219d1d9097ac72b29fd46e5cab4d26a7c142180c7132723f"),
+        (
+            {"kind": "glyphs", "images": 1000, "dev_images": 100},
+            "f1919444b8f761e76a92bff8f2b370a8ada6ddc2faf9bbd556209f2cc3159f02",
+        ),
+        (
+            {"kind": "shapes", "label": "shape", "images": 50, "seed": 0},
+            "c82e2f81bc28407b987bbd1c333d11a0464f0cda3e109eb5fda396e76eb109a8",
+        ),
+    ],
+)
+def test_a_new_version_of_ingest_does_not_move_the_content_of_a_dataset(
+    source: dict[str, object], digest: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Everything that was trained on it stays cached."""
+    monkeypatch.setattr(ingest, "_in_tasks", lambda do, shared, each, _: [do(*shared, one) for one in each])
+    config = Ingest.model_validate({"job": "ingest", "source": source})
+    assert ingest.main(make_context(open_store(str(tmp_path)), config)).content_digest == digest
+
+
 def test_a_set_of_test_images_alone_has_its_card(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ingest, "_in_tasks", lambda do, shared, each, _: [do(*shared, one) for one in each])
     put_parquet(
