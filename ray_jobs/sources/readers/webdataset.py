@@ -153,15 +153,22 @@ def _label(field: str, data: bytes | UserError) -> int | str:
 def _classes(source: WebDatasetSource, present: set[int | str]) -> Classes:
     """Return the classes of the labels that occur. Raises UserError."""
     if source.class_names is None:
-        if len(present) < 2:
-            raise UserError(f"{source.root} has {len(present)} classes, but a classifier needs two or more")
-        return classes_of(present, None, f"field {source.label!r}")
+        classes = classes_of(present, None, f"field {source.label!r}")
+        if len(classes.names) < 2:
+            raise UserError(
+                f"{source.root} has {len(classes.names)} classes, but a classifier needs two or more"
+            )
+        return classes
     numbering: dict[int | str, int] = {}
     for number, name in enumerate(source.class_names):
         numbering |= {number: number, name: number}
     spelled = one_spelling([*source.class_names, *(label for label in present if isinstance(label, str))])
     named = {spelled[name]: numbering[name] for name in source.class_names}
-    numbering = {text: named[spelling] for text, spelling in spelled.items() if spelling in named} | numbering
+    numbering |= {
+        text: named[spelling]
+        for text, spelling in spelled.items()
+        if spelling in named and text not in numbering
+    }
     if unnamed := sorted(map(str, present - numbering.keys())):
         raise UserError(f"{source.root} has the label {unnamed[0]!r}, which is not in source.class_names")
     return Classes(source.class_names, numbering)
