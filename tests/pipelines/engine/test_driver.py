@@ -9,6 +9,7 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
+from itertools import count
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -390,10 +391,15 @@ def test_a_mistake_of_the_users_is_not_tried_again() -> None:
     assert world.log(world.attempts()[0]) == "error: no such field\n"
 
 
-def test_a_stage_whose_source_changed_is_planned_anew_twice() -> None:
+def test_a_stage_whose_source_changed_is_planned_anew_twice(monkeypatch: pytest.MonkeyPatch) -> None:
     changed = Script.failed(3, "error: the source changed\n")
-    world = World(script=scripts(changed, changed, Script()))
-    assert walk(world) == {"images": "SUCCEEDED"}
+    by_source = {"source 0": changed, "source 1": changed, "source 2": Script()}
+    world = World(script=lambda attempt: by_source[str(attempt.source)])
+    with monkeypatch.context() as patched:
+        sources = (f"source {number}" for number in count())
+        patched.setattr("pipelines.identity.listed_source", lambda _: (next(sources), ("1.png",)))
+        assert walk(world) == {"images": "SUCCEEDED"}
+    assert len({attempt.key for attempt in world.attempts()}) == 3
     assert world.told.of("images").count("FAILED the source changed; planned anew") == 2
     world = World(script=scripts(changed))
     assert walk(world) == {"images": "FAILED"}
