@@ -60,7 +60,7 @@ from ray_jobs.data.shards import (
     write_shard,
 )
 from ray_jobs.ingesting.card import card_shard, class_notes, write_card
-from ray_jobs.ingesting.exclude import EXCLUDED, exclude, excluded_note, read_list
+from ray_jobs.ingesting.exclude import EXCLUDED, check_classes, exclude, excluded_note, read_list
 from ray_jobs.ingesting.reuse import (
     EarlierShards,
     Finished,
@@ -78,11 +78,12 @@ from ray_jobs.ingesting.splits import (
     without_untrained,
 )
 from ray_jobs.process.progress import Progress
-from ray_jobs.process.stage import Context, Result, run_stage
+from ray_jobs.process.stage import AT_REST, Context, Result, SourceChangedError, run_stage
 from ray_jobs.sources import catalog
 from ray_jobs.sources.archives.blobs import open_blob
 from ray_jobs.sources.archives.containers import outermost
 from ray_jobs.sources.archives.entries import Bad, Files, Listing
+from ray_jobs.sources.readers.features import counted, listed
 from vit_model.errors import UserError
 
 SHARD_BYTES = 256 * 2**20
@@ -114,17 +115,36 @@ class Written(NamedTuple):
 
 
 def main(context: Context[Ingest]) -> Result:
-    """List the source, write the shards, assign splits, write the index, the quarantine and the card."""
-    config = context.config
+    """List the source, write the shards, assign splits, write the index, the quarantine and the card.
+
+    Raises:
+        UserError: the source, or the list of excluded images, cannot be used.
+        SourceChangedError: a file changed or went after the stage was planned.
+    """
     context.check_source("before it was read")
-    files = {name: str(place) for name, place in source_files(config.source).items()}
+    try:
+        return _dataset(context)
+    except SourceChangedError:
+        raise
+    except (OSError, UserError):  # a file that changes while it is read can look damaged
+        context.check_source("while it was read")
+        raise
+
+
+def _dataset(context: Context[Ingest]) -> Result:
+    config, listed_files = context.config, context.listed()
+    files = {
+        name: str(place)
+        for name, place in source_files(config.source).items()
+        if listed_files is None or name in listed_files
+    }
     states = _states(files)  # taken before the digests, so that any later change is noticed
     listing = catalog.listing(config.source, files)
     for note in listing.notes:
         print(note, flush=True)
     _check_shrinkable(config, listing)
     listed = _read_excluded(config)
-    entries = _with_digests(context, listing.entries)
+    entries = _with_digests(context, files, listing.entries)
     parts, finished = plan_parts(entries), finished_parts(context, entries["digest"])
     written = _in_tasks(_write_part, (context, files, states, finished), parts, "shard")
     context.check_source("while it was read")
@@ -145,7 +165,7 @@ def main(context: Context[Ingest]) -> Result:
     trainable = _trainable(index, listing)
     index = trainable.index
     decided = (*_shrunk_note(config), *excluded_note(excluded), *_conflict_note(copies))
-    for note in (*decided, *class_notes(trainable, most=None)):
+    for note in (*_composition(trainable, official), *decided, *class_notes(trainable, most=None)):
         print(note, flush=True)
     mask_classes = catalog.mask_classes(config.source)
     with context.staging() as staging:
@@ -217,8 +237,10 @@ def _decided(
     ):
         print(f"{done:,} {' copies, '.join(kind)}", flush=True)
     index = _with_splits(images, splits)
-    is_left_out = pc.is_in(index["key"], left_out["key"].combine_chunks())
-    return index.filter(pc.invert(is_left_out)), copies, excluded
+    index = index.filter(pc.invert(pc.is_in(index["key"], left_out["key"].combine_chunks())))
+    if config.exclude is not None:
+        check_classes(config.exclude, excluded, index, class_names)
+    return index, copies, excluded
 
 
 def _read_excluded(config: Ingest) -> list[str] | None:
@@ -235,27 +257,26 @@ def _with_splits(images: pa.Table, splits: Sequence[str]) -> pa.Table:
 # ------------------------------------------------------------------------------------------------- planning
 
 
-def _with_digests(context: Context[Ingest], entries: pa.Table) -> pa.Table:
+def _with_digests(context: Context[Ingest], files: Files, entries: pa.Table) -> pa.Table:
     """Return the entries with the digest of each entry's source file.
 
     Rows of arrays, and archives that are split into several files, get one digest of all files. With `short_side` the
     digests are different, because the facts of images that are stored smaller differ from those of the originals.
     """
-    places = source_files(context.config.source)
-    everything = identity.files_fingerprint(places.items())  # not the attempt's, which covers `exclude`
+    everything = identity.files_fingerprint(files.items())  # not the attempt's, which covers `exclude`
     size = [context.config.short_side] if context.config.short_side else []
     digests = {
         name: identity.sha256(identity.canonical_json([*facts, *size]))
-        for name, *facts in file_digests(places.items())
+        for name, *facts in file_digests(files.items())
     }
     if size:
         everything = identity.sha256(identity.canonical_json([everything, *size]))
-    files = entries["file"].combine_chunks().dictionary_encode()
-    tops = [outermost(digests, name) for name in files.dictionary.to_pylist()]
+    named = entries["file"].combine_chunks().dictionary_encode()
+    tops = [outermost(digests, name) for name in named.dictionary.to_pylist()]
     of_tops = [
         everything if len(parts_of(top, digests)) > 1 else digests.get(top, everything) for top in tops
     ]
-    of_files = pa.array([digest[:32] for digest in of_tops], pa.string()).take(files.indices)
+    of_files = pa.array([digest[:32] for digest in of_tops], pa.string()).take(named.indices)
     of_rows = pa.array([everything[:32]] * len(entries), pa.string())
     return entries.append_column("digest", pc.if_else(pc.equal(entries["codec"], "row"), of_rows, of_files))
 
@@ -329,15 +350,14 @@ def _write_part(
 
 
 def _check_unchanged(files: Files, states: States, entries: pa.Table) -> None:
-    """Raise UserError if a file changed after its digest was computed: its facts would be wrong forever."""
+    """Raise SourceChangedError if a file changed after its digest was computed: its facts would be wrong forever."""
     names = {outermost(files, name) for name in pc.unique(entries["file"]).to_pylist()}
     if not names <= files.keys() or any(len(parts_of(name, files)) > 1 for name in names):
         names = set(files)  # rows of arrays, archives of several files
     now = _states({name: files[name] for name in names})
     if changed := sorted(name for name in names if now.get(name) != states.get(name)):
-        raise UserError(
-            f"the source changed while it was read, after the run was planned ({files[changed[0]]}); "
-            "rerun when its files are no longer being written"
+        raise SourceChangedError(
+            f"the source changed while it was read, after the run was planned ({files[changed[0]]}); {AT_REST}"
         )
 
 
@@ -498,11 +518,11 @@ def _check_bad(context: Context[Ingest], bad: Sequence[Bad], total: int) -> None
     attempt, allowed = context.attempt, context.config.max_bad_fraction
     if len(bad) > allowed * total:
         folder = f"{attempt.store_uri}/{Layout.files(attempt.job, attempt.key, attempt.number)}"
-        listed = "".join(f"\n  {one.key}: {one.reason}" for one in sorted(bad)[:20])
+        first = "".join(f"\n  {one.key}: {one.reason}" for one in sorted(bad)[:20])
         more = f"\n  and {len(bad) - 20} more, in {folder}/quarantine.parquet" if len(bad) > 20 else ""
         raise UserError(
             f"{len(bad)} of {total} images cannot be used, more than max_bad_fraction {allowed}: "
-            f"remove them or allow more{listed}{more}"
+            f"remove them or allow more{first}{more}"
         )
 
 
@@ -523,6 +543,18 @@ def _trainable(index: pa.Table, listing: Listing) -> Trainable:
             "column `split` in the metadata)"
         )
     return trainable
+
+
+def _composition(trainable: Trainable, official: list[str | None]) -> tuple[str, str]:
+    """Return lines for the log: the number of images of each split and of each class."""
+    splits = Counter(trainable.index["split"].to_pylist())
+    classes = Counter(trainable.index["label"].to_pylist())
+    given = sorted(filter(None, official))
+    named = f"given by the source: {', '.join(given)}" if given else "drawn"
+    return (
+        f"splits ({named}): {counted({split: splits[split] for split in SPLITS})}",
+        f"classes: {counted({name: classes[label] for label, name in enumerate(trainable.class_names)})}",
+    )
 
 
 def _card(
@@ -552,8 +584,11 @@ def _write_quarantine(path: Path, bad: Sequence[Bad]) -> None:
         [("key", pa.string()), ("reason", pa.string()), ("file", pa.string()), ("offset", pa.int64())]
     )
     pq.write_table(pa.Table.from_pylist([one._asdict() for one in rows], schema=schema), path)
-    for reason, count in Counter(one.reason for one in rows).most_common():
-        print(f"quarantined {count}: {reason}", flush=True)
+    keys: dict[str, list[str]] = {}
+    for one in rows:
+        keys.setdefault(one.reason, []).append(one.key)
+    for reason, of_reason in sorted(keys.items(), key=lambda item: -len(item[1])):
+        print(f"quarantined {len(of_reason):,}: {reason}: {listed(of_reason)}", flush=True)
 
 
 if __name__ == "__main__":

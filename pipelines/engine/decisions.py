@@ -26,6 +26,7 @@ PENDING_SECONDS = 900.0
 PENDING_SHOWN_SECONDS = 10.0  # after which the display shows why a job has not started
 GLANCE_SECONDS = 5.0  # the most that a pause between two observations counts; the driver may be suspended
 USER_MISTAKE = 2  # the exit code of a stage that is never retried
+SOURCE_CHANGED = 3  # the exit code of a stage whose source files are not those of its key
 
 
 class Phase(Enum):
@@ -75,6 +76,7 @@ class Do(Enum):
     SUBMIT = "submit the job; the cluster accepts its id once"
     ANNOUNCE = "show that the job is running, and follow its log"
     STOP = "ask the cluster to stop the job"
+    PLAN = "plan the stage anew: its source, and with it its key, has changed"
     COMMIT = "save the log, and end the stage as SUCCEEDED"
 
 
@@ -114,6 +116,8 @@ def decide(flight: InFlight, observed: Observation, now: float) -> Decision:
     if job.status == Status.STOPPED:
         return _retry(flight, observed, now, Status.STOPPED, "stopped from outside")
     reason = error_line(observed.log)
+    if job.driver_exit_code == SOURCE_CHANGED and flight.phase is not Phase.FOUND:
+        return _plan_anew(flight, observed, reason or "the source changed")
     if job.driver_exit_code == USER_MISTAKE and flight.phase is not Phase.FOUND:
         return flight, (End(Status.FAILED, reason or "bad input"),)
     detail = reason or job.message or f"exit code {job.driver_exit_code}"
@@ -199,6 +203,17 @@ def _retry(flight: InFlight, observed: Observation, now: float, status: Status, 
     # the first attempt of this command follows at once
     pause = BACKOFF_SECONDS * 2 ** (flight.attempts - 1) if flight.attempts else 0.0
     return _next_attempt(flight, now + pause), (ended, Show(status, f"{detail}; another attempt"), Do.WRITE)
+
+
+def _plan_anew(flight: InFlight, observed: Observation, detail: str) -> Decision:
+    """Plan the stage anew; its attempts at all its keys together are those of this command."""
+    ended = EndAttempt(Status.FAILED, detail)
+    if observed.stop_wished:
+        return flight, (ended, End(Status.STOPPED, "stopped"))
+    if flight.attempts >= ATTEMPTS:
+        return flight, (ended, End(Status.FAILED, detail))
+    anew = InFlight(look_at=flight.look_at, attempts=flight.attempts, is_waiting=flight.is_waiting)
+    return anew, (ended, Show(Status.FAILED, f"{detail}; planned anew"), Do.PLAN)
 
 
 def _next_attempt(flight: InFlight, look_at: float) -> InFlight:

@@ -10,6 +10,7 @@ decisions.
 
 from __future__ import annotations
 
+import json
 import secrets
 import threading
 import time
@@ -186,17 +187,23 @@ class Driver:
         if config is None:
             self._end(name, Status.SKIPPED, f"{lost[0]} was not made")
         elif all(source in self.status for source in inputs):
-            try:
-                planned = self.planned[name] = self._plan(name, config)
-            except (RecipeError, StoreDamaged) as error:  # files that were removed after the run was planned
-                self._end(name, Status.FAILED, str(error))
-                return
-            if planned.damaged is not None:
-                self._end(name, Status.FAILED, planned.damaged)
-            elif planned.manifest is not None:
-                self._commit(name, planned.manifest, Status.CACHED)
-            else:
-                self.flights[name] = InFlight()
+            self._plan_and_begin(name, config)
+
+    def _plan_and_begin(self, name: str, config: AnyStage) -> None:
+        """Plan a stage, and end it if there is nothing to run."""
+        try:
+            planned = self._plan(name, config)
+        except (RecipeError, StoreDamaged) as error:  # files that were removed after the run was planned
+            self._end(name, Status.FAILED, str(error))
+            return
+        self.planned[name] = planned
+        self.attempts.pop(name, None)
+        if planned.damaged is not None:
+            self._end(name, Status.FAILED, planned.damaged)
+        elif planned.manifest is not None:
+            self._commit(name, planned.manifest, Status.CACHED)
+        else:
+            self.flights[name] = InFlight()
 
     def _plan(self, name: str, config: AnyStage) -> PlannedStage:
         planned = plan.plan_stage(
@@ -277,6 +284,8 @@ class Driver:
             case Do.STOP:
                 with suppress(ClusterUnreachable):  # its process looks for a successor anyway
                     self.connection.cluster().stop(self.attempts[name].submission_id)
+            case Do.PLAN:
+                self._plan_and_begin(name, self.planned[name].config)
             case Do.COMMIT:
                 assert observed.manifest is not None
                 self._commit(name, observed.manifest, Status.SUCCEEDED)
@@ -309,6 +318,9 @@ class Driver:
             code_digest=identity.code_digest(planned.config.job),
             created=now(),
         )
+        if planned.files and number == 1:
+            listing = json.dumps(sorted(planned.files)).encode()
+            self.store.create(Layout.listing(wanted.job, wanted.key), listing)
         return create_attempt(self.store, wanted)
 
     def _submit(self, name: str, attempt: Attempt) -> None:

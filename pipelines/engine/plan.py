@@ -46,6 +46,7 @@ class PlannedStage:
     reference: InputRef | None = None  # the record of it in a consumer's manifest, if it is committed
     inputs: dict[str, list[InputRef]] | None = None
     source: str | None = None
+    files: tuple[str, ...] = ()  # the names of the source's files, if this plan has looked
     code: str | None = None  # the digest of its code, if that is in the key
     lost: str | None = None  # why it cannot be made
     damaged: str | None = None  # what is damaged, and what to do
@@ -206,8 +207,9 @@ def plan_stage(
     if any(name not in committed for names in input_names.values() for name in names):
         return PlannedStage(name, config)
     inputs = {field: [committed[name] for name in names] for field, names in input_names.items()}
+    files: tuple[str, ...] = ()
     if source is None:
-        source = identity.source_fingerprint(config)
+        source, files = identity.listed_source(config)
     code = identity.code_digest(config.job) if strict_code else None
     if wants_latest(config):
         inputs |= start_of(store, name, config, inputs, newest, source, code)
@@ -217,13 +219,13 @@ def plan_stage(
             _check_checkpoints(store, name, config, inputs)
             _check_start(store, name, config, inputs)
             _check_teacher(store, name, config, inputs)
-            return PlannedStage(name, config, key, None, None, inputs, source, code)
+            return PlannedStage(name, config, key, None, None, inputs, source, files, code)
         manifest, reference = current
         store.check_sizes(manifest.folder, manifest.files)
     except StoreDamaged as error:
         damaged = f"{error.problem}; {error.remedy or f'`--force {name}` rebuilds it'}"
-        return PlannedStage(name, config, key, None, None, inputs, source, code, damaged=damaged)
-    return PlannedStage(name, config, manifest.key, manifest, reference, inputs, source, code)
+        return PlannedStage(name, config, key, None, None, inputs, source, files, code, damaged=damaged)
+    return PlannedStage(name, config, manifest.key, manifest, reference, inputs, source, files, code)
 
 
 def _check_checkpoints(

@@ -118,6 +118,8 @@ def _is_regular(path: Path) -> bool:
             raise RecipeError(
                 f"source.root: {path} is a broken link ({path.readlink()}): remove it, or restore its target"
             ) from None
+        if isinstance(error, FileNotFoundError):
+            return False  # it went while the folder was listed
         raise RecipeError(f"source.root: {path}: {error.strerror}") from None
 
 

@@ -9,7 +9,7 @@ from pipelines.identity.code import (
     git_state,
     import_closure,
 )
-from pipelines.identity.fingerprint import files_fingerprint, source_fingerprint
+from pipelines.identity.fingerprint import files_fingerprint, listed_source, source_fingerprint
 from pipelines.identity.key import canonical_json, identity_fields, sha256, stage_key, successor_key
 
 __all__ = [
@@ -23,6 +23,7 @@ __all__ = [
     "git_state",
     "identity_fields",
     "import_closure",
+    "listed_source",
     "sha256",
     "source_fingerprint",
     "stage_key",

@@ -5,7 +5,7 @@ The files' location and times do not matter.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from pathlib import Path
 
 from pipelines.errors import StoreError, StoreUnreachable
@@ -14,21 +14,40 @@ from pipelines.files.sources import stage_files
 from pipelines.identity.key import canonical_json, sha256
 from pipelines.spec import AnyStage, RecipeError
 
+LISTINGS = 3  # of a source; all but the first because a listed file was gone
+
 
 def source_fingerprint(config: AnyStage) -> str | None:
-    """Return the fingerprint of the files that a stage reads from outside the store; None if it reads none.
+    """Return the fingerprint of the files that a stage reads from outside the store, see `listed_source`."""
+    return listed_source(config)[0]
+
+
+def listed_source(
+    config: AnyStage, names: Collection[str] | None = None
+) -> tuple[str | None, tuple[str, ...]]:
+    """Return the fingerprint and the names of the files that a stage reads from outside the store; None: it reads none.
+
+    Args:
+        names: the files to look at; None: all that are there.
 
     Raises:
         RecipeError: there are no files, or one cannot be read.
         StoreUnreachable: the files are on S3, which does not answer.
     """
     try:
-        files = stage_files(config)
-        if files is None:
-            return None
-        if not files:
-            raise RecipeError(f"{config.job}: its source has no files")
-        return files_fingerprint(files.items())
+        for _ in range(LISTINGS):
+            files = stage_files(config)
+            if files is None:
+                return None, ()
+            files = {name: place for name, place in files.items() if names is None or name in names}
+            if not files:
+                raise RecipeError(f"{config.job}: its source has no files")
+            try:
+                return files_fingerprint(files.items()), tuple(files)
+            except RecipeError:
+                if all(place.exists() for place in files.values() if isinstance(place, Path)):
+                    raise  # otherwise a file went after it was listed, such as an upload's temporary file
+        raise RecipeError(f"{config.job}: files of its source are being removed; rerun when it is at rest")
     except OSError as error:
         raise RecipeError(f"{error.filename}: {error.strerror}") from None
     except StoreUnreachable:

@@ -12,6 +12,7 @@ import shlex
 import shutil
 import statistics
 import tempfile
+from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
@@ -115,13 +116,14 @@ def examine(file: Path, images: Path) -> Listing:
 
 
 def summary(listing: Listing) -> str:
-    splits = sorted({entry.split for entry in listing.entries if entry.split})
+    from ray_jobs.sources.readers.features import counted
+
+    splits = Counter(entry.split for entry in listing.entries if entry.split)
     counts = listing.counts()
-    smallest, largest = min(counts.values()), max(counts.values())
-    given = f"with the splits {', '.join(splits)}" if splits else "without splits, so random ones are drawn"
+    given = f"with the splits {counted(splits)}" if splits else "without splits, so random ones are drawn"
     others = len(listing.ignored) + len(listing.special)
     ignored = f"; {others} other files ignored" if others else ""
-    return f"{len(listing.entries)} images of {len(counts)} classes ({smallest} to {largest} each), {given}{ignored}"
+    return f"{len(listing.entries)} images of {len(counts)} classes ({counted(counts)}), {given}{ignored}"
 
 
 def _typical_side(listing: Listing) -> int:

@@ -51,7 +51,7 @@ class Column(NamedTuple):
 
 _ORIGIN = (
     Column("artifact", "VARCHAR", "key of the artifact that contains the row"),
-    Column("job", "VARCHAR", "the job that made it: evaluate, segment, baselines, finetune, audit"),
+    Column("job", "VARCHAR", "the job that made it: evaluate, segment, baselines, finetune, audit, ingest"),
     Column("stage", "VARCHAR", "its stage's name in the recipe"),
     Column("run", "VARCHAR", "the run that made it"),
     Column("finished", "TIMESTAMP", "when it was committed, UTC"),
@@ -82,7 +82,7 @@ _RESULT_SQL = """concat(
          ELSE labels_per_class || ' labels per class' END,
     ', ', protocol, ': ', method, ' (', stage, ' ', artifact[:8], ')')"""
 _METRIC_SQL = "CASE WHEN metric = 'accuracy' THEN '' ELSE ', ' || metric END"
-_FILES = ("rows", "predictions", "confusion", "label_issues")
+_FILES = ("rows", "predictions", "confusion", "label_issues", "quarantine")
 # Their columns after `result` are those of ray_jobs.evaluation.rows, and of ray_jobs.segment.
 TABLES = {
     "rows": (
@@ -134,6 +134,12 @@ TABLES = {
         Column("suggested", "VARCHAR", "the class that the audit suggests"),
         Column("label_probability", "FLOAT", "the probability of its class, out of sample"),
         Column("suggested_probability", "FLOAT", "that of the suggested class"),
+    ),
+    "quarantine": (
+        *_ORIGIN,
+        Column("key", "VARCHAR", "the image's name in the source"),
+        Column("reason", "VARCHAR", "why it cannot be used"),
+        Column("file", "VARCHAR", "the source's file that contains it"),
     ),
     "artifacts": (
         Column("artifact", "VARCHAR", "key"),

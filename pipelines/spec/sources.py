@@ -40,7 +40,7 @@ class DigitsSource(FileSource):
 
 
 class FolderSource(FileSource):
-    """Your own images: class folders, train/val/test folders of class folders, or a metadata.csv or metadata.jsonl."""
+    """Your own images: class folders, train/val/test folders of class folders, or metadata.csv, .jsonl or .parquet."""
 
     kind: Literal["folder"]
     name: str = Field("images", description="the name of the data set in reports")
@@ -56,7 +56,7 @@ class FolderSource(FileSource):
         description="column of the metadata table; images with the same value (a patient, a site) stay in one split",
     )
     image_column: str = later(
-        "file_name", description="the column of metadata.csv or metadata.jsonl with the image paths"
+        "file_name", description="the column with the image paths of metadata.csv, .jsonl or .parquet"
     )
     label_column: str = later("label", description="the column of these tables with the labels")
 

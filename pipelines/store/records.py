@@ -25,6 +25,7 @@ class Layout:
     store.json                                          {id, layout version}, created once
     artifacts/<job>/<key>/manifest.json                 the commit of an artifact
     artifacts/<job>/<key>/replaced.json                 --force: {successor key, who, why}
+    artifacts/<job>/<key>/listing.json                  the names of the source's files; the key has their contents
     artifacts/<job>/<key>/attempts/<n>/attempt.json     written before the job is submitted: its input, and a nonce
     artifacts/<job>/<key>/attempts/<n>/alive.json       its sign of life, the only object that is ever replaced
     artifacts/<job>/<key>/attempts/<n>/files/...        the files of that attempt
@@ -53,6 +54,10 @@ class Layout:
     @classmethod
     def replaced(cls, job: str, key: str) -> str:
         return f"{cls.artifact(job, key)}/replaced.json"
+
+    @classmethod
+    def listing(cls, job: str, key: str) -> str:
+        return f"{cls.artifact(job, key)}/listing.json"
 
     @classmethod
     def attempts(cls, job: str, key: str) -> str:

@@ -11,7 +11,9 @@ say so.
 
 Two images are equal if their bytes are (`content_id`). Test images that the data set itself also has in train or dev,
 in its authors' splits, are counted but not refused, because any model trained on that data set has seen them.
-Near-copies are only counted, because small pictures can look alike without being copies.
+Near-copies are only counted, because small pictures can look alike without being copies. But if a new test image has
+pushed its copies out of the data set's train, and an ancestor was trained on these before, the image counts as seen. It
+is scored apart and never refused, because nobody could have left the copies out of an earlier training.
 """
 
 from __future__ import annotations
@@ -66,11 +68,12 @@ class Overlap(NamedTuple):
     """The overlap of test images with the training images of the backbone, of its ancestors and of the stage itself."""
 
     seen: NDArray[np.bool_]
-    """[n], per test image: the backbone or an ancestor was trained on it, and the data set has it only in test."""
+    """[n], per test image: the backbone or an ancestor was trained on it, and the data set has it only in test; or on a
+    copy of it that left train because of it."""
     also_in_train: int
     """Test images equal to a training image that the data set itself also has in train or dev."""
     near_copies: int
-    """Test images with a perceptual hash near a training image's, but equal to no training image."""
+    """Test images with a perceptual hash near a training image's, but not seen and equal to no training image."""
     labels_seen: int
     """Labelled images of this stage that the backbone or an ancestor was trained on."""
     unknown: tuple[str, ...] = ()
@@ -103,7 +106,8 @@ def check_leakage(context: Context[AnyStage], dataset: Dataset, labelled: pa.Tab
     trainings, unknown, named = read_trainings(context.open_store(), context.inputs.get("backbone", ()))
     test = dataset.index("test").select(COMPARED)
     own = pa.concat_tables([dataset.index(split).select(["content_id"]) for split in ("train", "dev")])
-    overlap = find_overlap(test, own, labelled, [training.images for training in trainings])
+    images = [training.images for training in trainings]
+    overlap = find_overlap(test, own, labelled, images)
     config = context.config  # only stages with a backbone can have seen images
     if (
         overlap.seen.any()
@@ -114,6 +118,10 @@ def check_leakage(context: Context[AnyStage], dataset: Dataset, labelled: pa.Tab
     if unknown and dataset.info.content_digest in named:
         overlap = overlap._replace(labels_seen=len(labelled))
     overlap = overlap._replace(unknown=tuple(unknown))
+    pushed = _copies_seen(context, dataset, images) & ~overlap.seen
+    if pushed.any():
+        others = find_overlap(test.filter(pa.array(~pushed)), own, labelled, images)
+        overlap = overlap._replace(seen=overlap.seen | pushed, near_copies=others.near_copies)
     for line in log_lines(overlap):
         print(line, flush=True)
     return overlap
@@ -211,6 +219,39 @@ def find_overlap(test: pa.Table, own: pa.Table, labelled: pa.Table, trainings: S
     near &= test_hashes != 0  # a flat image has no hash
     labels_seen = _is_in_any(labelled, trainings)
     return Overlap(seen, int((equal & in_own_train).sum()), int(near.sum()), int(labels_seen.sum()))
+
+
+def _copies_seen(
+    context: Context[AnyStage], dataset: Dataset, trainings: Sequence[pa.Table]
+) -> NDArray[np.bool_]:
+    """Return whether a copy of each test image [n] was trained on before ingest left it out because of the image.
+
+    Args:
+        trainings: COMPARED of the training images of the backbone and of each ancestor.
+    """
+    test, store, (data,) = dataset.index("test"), context.open_store(), context.inputs["data"]
+    path = local_file(store, data, "duplicates.parquet") if trainings else None
+    if path is None:
+        return np.zeros(len(test), bool)
+    copies = pq.read_table(path, columns=["key", "twin", "twin_split", "twin_dataset", "done"])
+    is_pushed = pc.and_(pc.equal(copies["done"], "left out"), pc.equal(copies["twin_split"], "test"))
+    copies = copies.filter(pc.and_(is_pushed, pc.equal(copies["twin_dataset"], dataset.info.name)))
+    names = [file.path for file in data.files if file.path.startswith("facts/")]
+    if not len(copies) or not names:
+        return np.zeros(len(test), bool)
+    left_out = pa.concat_tables([_facts(store, data, name, copies) for name in names])
+    left_out = left_out.filter(pa.array(_is_in_any(left_out, trainings)))
+    twins = copies.filter(pc.is_in(copies["key"], left_out["key"].combine_chunks()))["twin"].combine_chunks()
+    hashes = left_out["phash"].to_numpy()
+    # a copy has one twin in the list, but may be near to several test images
+    near = is_near(test["phash"].to_numpy(), hashes[hashes != 0], _MAX_DISTANCE)
+    return near | pc.is_in(test["key"], twins).to_numpy()
+
+
+def _facts(store: Store, data: Manifest, name: str, copies: pa.Table) -> pa.Table:
+    """Return key and COMPARED of these images of a data set, from a file of the facts of all its source's images."""
+    facts = pq.read_table(local_file(store, data, name), columns=["key", *COMPARED])
+    return facts.filter(pc.is_in(facts["key"], copies["key"].combine_chunks()))
 
 
 def _is_in_any(images: pa.Table, others: Iterable[pa.Table]) -> NDArray[np.bool_]:

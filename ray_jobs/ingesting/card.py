@@ -20,6 +20,7 @@ from ray_jobs.data.shards import SPLITS, Dataset, Split
 from ray_jobs.ingesting.splits import Trainable
 from ray_jobs.reporting.pictures import SMALL, sample_rows, squares
 from ray_jobs.sources.archives.entries import Bad
+from ray_jobs.sources.readers.features import listed
 from vit_model.config import Preprocessing
 
 SAMPLE, SIDE = 128, 64  # images, and their pixels per side, from which means are computed
@@ -47,7 +48,7 @@ def class_notes(trainable: Trainable, most: int | None = SHOWN) -> list[str]:
     notes = []
     if aside:
         images = sum(number for _, number in aside)
-        named = _listed([f"{name!r} ({number:,})" for name, number in aside], most)
+        named = listed([f"{name!r} ({number:,})" for name, number in aside], most)
         notes.append(
             f"classes without a training image, set aside: {len(aside):,} of {len(aside) + len(names):,} "
             f"({images:,} images): {named}. Add images, or give the splits yourself (split folders, or a column "
@@ -58,14 +59,9 @@ def class_notes(trainable: Trainable, most: int | None = SHOWN) -> list[str]:
         missing = [repr(name) for label, name in enumerate(names) if label not in present]
         if present and missing:
             notes.append(
-                f"classes without an image in {split}: {len(missing):,} of {len(names):,}: {_listed(missing, most)}"
+                f"classes without an image in {split}: {len(missing):,} of {len(names):,}: {listed(missing, most)}"
             )
     return notes
-
-
-def _listed(texts: Sequence[str], most: int | None) -> str:
-    more = "" if most is None or len(texts) <= most else f" and {len(texts) - most:,} more"
-    return ", ".join(texts[:most]) + more
 
 
 def write_card(

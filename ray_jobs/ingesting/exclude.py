@@ -69,7 +69,7 @@ def exclude(
         images: columns key, sample_id, label and split (train, dev or test).
 
     Raises:
-        UserError: an id is not one of these images, or a class loses all its training images.
+        UserError: an id is not one of these images.
     """
     ids = images["sample_id"].combine_chunks()
     wanted = pa.array(sorted(set(listed)), pa.string())
@@ -82,7 +82,6 @@ def exclude(
     is_listed = pc.is_in(ids, wanted)
     is_test = pc.equal(images["split"], "test").combine_chunks()
     is_out = pc.and_not(is_listed, is_test)
-    _check_classes(name, images, images.filter(pc.invert(is_out)), class_names)
     rows, tests = images.filter(is_listed), is_test.filter(is_listed)
     columns = {
         "key": rows["key"],
@@ -95,16 +94,23 @@ def exclude(
     return is_out, pa.table([columns[field.name] for field in EXCLUDED], schema=EXCLUDED).sort_by("key")
 
 
-def _check_classes(name: str, images: pa.Table, left: pa.Table, class_names: tuple[str, ...]) -> None:
-    """Raise UserError if a class has no training image left: its test images would leave test with it."""
-    before, after = (
-        set(table.filter(pc.equal(table["split"], "train"))["label"].to_pylist()) for table in (images, left)
+def check_classes(name: str, excluded: pa.Table, index: pa.Table, class_names: tuple[str, ...]) -> None:
+    """Raise UserError if a class has no training image left: its test images would leave test with it.
+
+    Args:
+        name: of the list, for messages.
+        excluded: EXCLUDED.
+        index: the images that are left when all others are gone, copies too; columns label and split.
+    """
+    out = excluded.filter(
+        pc.and_(pc.equal(excluded["done"], "left out"), pc.equal(excluded["split"], "train"))
     )
-    if lost := [class_names[label] for label in sorted(before - after)]:
+    left = pc.unique(index.filter(pc.equal(index["split"], "train"))["label"]).to_pylist()
+    if lost := sorted({*out["class_name"].to_pylist()} - {class_names[label] for label in left}):
         more = f" and {len(lost) - NAMED:,} more" if len(lost) > NAMED else ""
         raise UserError(
-            f"exclude: {name} leaves no training image of {', '.join(lost[:NAMED])}{more}; remove the line of"
-            " one"
+            f"exclude: {name} leaves no training image of {', '.join(lost[:NAMED])}{more}, because their others, if"
+            " any, are copies and left out; remove the line of one"
         )
 
 

@@ -4,8 +4,9 @@
 
 A job's module defines `main(context) -> Result`: open the inputs, compute in Ray tasks or actors, write into
 `context.staging()`. The module ends with a call of `run_stage` with its own name (`pipelines.spec.module` of the job).
-Exit codes: 0 committed, 2 user error (never retried), 1 anything else. While the process runs, it shows signs of life,
-and it ends without a commit if a later attempt has taken over (`ray_jobs.process.alive`).
+Exit codes: 0 committed, 2 user error (never retried), 3 source files changed (planned anew), 1 anything else. While it
+runs, the process shows signs of life, and it ends without a commit if a later attempt has taken over
+(`ray_jobs.process.alive`).
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import argparse
 import errno
 import importlib
 import importlib.metadata
+import json
 import os
 import platform
 import signal
@@ -27,7 +29,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 from pydantic import TypeAdapter
 
 from pipelines import identity
-from pipelines.spec import LAST, AnyStage, Stage
+from pipelines.spec import LAST, AnyStage, RecipeError, Stage
 from pipelines.store import (
     MODEL_FILES,
     Attempt,
@@ -59,6 +61,13 @@ PACKAGES = ("torch", "ray", "deepspeed", "pyarrow", "numpy", "pillow", "scikit-l
 
 
 Spec = TypeVar("Spec", bound=AnyStage, covariant=True)
+
+
+class SourceChangedError(UserError):
+    """Files of the source changed or went after the stage was planned, so its key is not theirs."""
+
+
+AT_REST = "rerun when its files are no longer being written"
 
 
 @dataclass(frozen=True)
@@ -108,13 +117,22 @@ class Context(Generic[Spec]):
             self.open_store(), manifest, int(cache_gib * 2**30) if cache_gib else CACHE_BYTES
         )
 
+    def listed(self) -> frozenset[str] | None:
+        """Return the names of the source's files when the stage was planned; files that came later are left out.
+
+        None: the plan did not record them.
+        """
+        data = self.open_store().read(Layout.listing(self.attempt.job, self.attempt.key))
+        return None if data is None else frozenset(json.loads(data))
+
     def check_source(self, when: str) -> None:
-        """Raise UserError if the files that the stage reads are no longer those that the run was planned with."""
-        if identity.source_fingerprint(self.config) != self.attempt.source:
-            raise UserError(
-                f"the source changed {when}, after the run was planned; "
-                "rerun when its files are no longer being written"
-            )
+        """Raise SourceChangedError if a file that the stage reads is no longer the one that it was planned with."""
+        try:
+            is_same = identity.listed_source(self.config, self.listed())[0] == self.attempt.source
+        except RecipeError:  # a file is gone
+            is_same = False
+        if not is_same:
+            raise SourceChangedError(f"the source changed {when}, after the run was planned; {AT_REST}")
 
     @contextmanager
     def staging(self) -> Iterator[Staging]:
@@ -163,7 +181,7 @@ def run_stage(module: str) -> None:
         if (reason := for_the_user(error, spec)) is None:
             raise  # a bug or a transient failure: another attempt may succeed
         print(f"error: {reason}", file=sys.stderr, flush=True)
-        sys.exit(2)
+        sys.exit(3 if any(isinstance(cause, SourceChangedError) for cause in causes(error)) else 2)
 
 
 def for_the_user(error: BaseException, spec: str) -> str | None:

@@ -10,6 +10,7 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from pipelines.spec import Source
+from ray_jobs.data.columns import ENTRIES
 from ray_jobs.data.masks import Mask
 from ray_jobs.sources import vtab
 from ray_jobs.sources.archives import containers
@@ -28,6 +29,7 @@ from ray_jobs.sources.readers import (
     tfds,
     webdataset,
 )
+from ray_jobs.sources.readers.features import one_spelling
 from ray_jobs.sources.vtab import pet_masks
 from vit_model.errors import UserError
 
@@ -62,8 +64,19 @@ def listing(source: Source, files: Files) -> Listing:
     Raises:
         UserError: a file is not in its authors' format; the message names the file.
     """
-    source_listing: Listing = cast(Any, _MODULES[source.kind]).listing(source, files)
-    return source_listing
+    listed: Listing = cast(Any, _MODULES[source.kind]).listing(source, files)
+    return listed._replace(entries=_with_one_spelling(listed.entries))
+
+
+def _with_one_spelling(entries: pa.Table) -> pa.Table:
+    """Return the entries with one spelling per group, see `one_spelling`: a patient is in one split."""
+    groups = entries["group"].combine_chunks().dictionary_encode()
+    texts = groups.dictionary.to_pylist()
+    spelled = one_spelling(texts)
+    if all(spelled[text] == text for text in texts):
+        return entries
+    new = pa.array([spelled[text] for text in texts], pa.string()).take(groups.indices)
+    return entries.set_column(entries.schema.get_field_index("group"), ENTRIES.field("group"), new)
 
 
 def images(

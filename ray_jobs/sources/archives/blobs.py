@@ -312,8 +312,11 @@ _PACKED = {
 MAGIC_BYTES = max(map(len, _PACKED))
 
 
-def local_path(blob: Blob) -> Path:
-    """Return a local file with these bytes: the file itself, or a copy in the cache. Raises UserError, StoreError."""
+def local_path(blob: Blob, check: Callable[[], None] | None = None) -> Path:
+    """Return a local file with these bytes: the file itself, or a copy in the cache. Raises UserError, StoreError.
+
+    `check` runs before a copy is kept; it raises UserError if the bytes are damaged.
+    """
     (first, *more) = blob.extents or (Extent("", "", 0, 0),)
     if blob.extents and not more and not first.remote and first.start == 0:
         path = Path(first.location)
@@ -321,10 +324,12 @@ def local_path(blob: Blob) -> Path:
             return path
 
     def write(file: io.BufferedWriter) -> None:
+        if check is not None:
+            check()
         for start in range(0, blob.size, _COPIED):
             file.write(blob.read(start, min(_COPIED, blob.size - start)))
 
-    return Path(kept(blob.name, blob.extents, "copy", write).extents[0].location)
+    return Path(kept(blob.name, blob.extents, "checked copy" if check else "copy", write).extents[0].location)
 
 
 def kept(

@@ -20,7 +20,7 @@ import zlib
 from collections import deque
 from collections.abc import Callable, Container, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from functools import lru_cache
+from functools import lru_cache, partial
 from io import BufferedWriter
 from itertools import islice
 from pathlib import Path
@@ -87,6 +87,8 @@ def contents(files: Files, file: str) -> Contents:
         UserError: it is not an archive, truncated or damaged.
     """
     place = _resolve(files, file)
+    if place.crc is not None and not place.blob.read(0, min(4, place.blob.size)).startswith(b"PK"):
+        _check_crc(place.blob, place.crc)  # a zip has the checksum of each member, a tar has none
     regular, refused = _listed(place.blob)
     inside = [
         Member(one.path, place.file, place.offset + one.offset, one.length, one.codec, one.size, one.crc)
@@ -147,8 +149,8 @@ def read_member(files: Files, member: Member, limit: int = SMALL) -> bytes:
 
 def read_file(files: Files, file: str, limit: int = SMALL) -> bytes:
     """Return a file's content. Raises UserError: larger than `limit`, truncated or damaged."""
-    blob = _resolve(files, file).blob
-    return _range(blob, 0, blob.size, "stored", limit)
+    _, _, blob, crc = _resolve(files, file)
+    return _checked(_range(blob, 0, blob.size, "stored", limit), crc, f"{blob.name}: ")
 
 
 def outermost(files: Container[str], file: str) -> str:
@@ -164,18 +166,23 @@ def local(files: Files, file: str) -> Path:
     Raises:
         UserError: truncated or damaged.
     """
-    return local_path(_resolve(files, file).blob)
+    _, _, blob, crc = _resolve(files, file)
+    return local_path(blob, None if crc is None else partial(_check_crc, blob, crc))
 
 
 # ------------------------------------------------------------------------------------------------- positions
 
 
 class _Place(NamedTuple):
-    """A file's content `blob`, which begins at `offset` of the content of the file `file`."""
+    """A file's content `blob`, which begins at `offset` of the content of the file `file`.
+
+    `crc` is its CRC-32, if its archive has one and it has not been compared.
+    """
 
     file: str
     offset: int
     blob: Blob
+    crc: int | None = None
 
 
 def _resolve(files: Files, file: str) -> _Place:
@@ -197,7 +204,9 @@ def _resolve(files: Files, file: str) -> _Place:
         unpacked = decompressed(blob)
         is_range = member.codec == "stored" and unpacked is blob
         place = (
-            _Place(place.file, place.offset + member.offset, blob) if is_range else _Place(chain, 0, unpacked)
+            _Place(place.file, place.offset + member.offset, blob, member.crc)
+            if is_range
+            else _Place(chain, 0, unpacked)
         )
     return place
 
@@ -293,6 +302,15 @@ def _checked(data: bytes, crc: int | None, where: str = "") -> bytes:
     if crc is not None and zlib.crc32(data) != crc:
         raise UserError(f"{where}{_NOT_ITS_CRC}")
     return data
+
+
+def _check_crc(blob: Blob, crc: int) -> None:
+    """Raise UserError if a file, of any size, does not match its archive's CRC-32."""
+    found = 0
+    for start in range(0, blob.size, _CHUNK):
+        found = zlib.crc32(blob.read(start, min(_CHUNK, blob.size - start)), found)
+    if found != crc:
+        raise UserError(f"{blob.name} is damaged: {_NOT_ITS_CRC}")
 
 
 def _object(files: Files, file: str, length: int) -> bytes | None:

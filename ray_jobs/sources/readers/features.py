@@ -1,14 +1,91 @@
-"""Shared by readers of prepared datasets: choose the columns of image and label, name splits and classes."""
+"""Shared by readers: the split that a name contains, the columns of image and label, the classes of labels.
+
+This module imports only the standard library, as `folder` does.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import re
+import unicodedata
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
-from ray_jobs.sources.readers.folder import SPLIT_NAMES
 from vit_model.errors import UserError
 
 UNLABELLED = -1
+SPLIT_WORDS = {  # those of Hugging Face's datasets, holdout, and words that end in "set"
+    **dict.fromkeys(("train", "training", "trainset"), "train"),
+    **dict.fromkeys(("val", "valid", "validation", "dev", "valset", "devset"), "dev"),
+    **dict.fromkeys(("test", "testing", "eval", "evaluation", "holdout", "testset"), "test"),
+}
+NAMED = 10  # files or classes in a note or a message
+
+
+def split_in(name: str) -> str | None:
+    """Return the split that a name contains as a word: "train", "dev" or "test"; None: no split, or several.
+
+    Words are separated by whatever is not a letter: `food101-train-00000-of-00001`, `seg_test`, `val2017`.
+    """
+    splits = _splits_in(name)
+    return splits.pop() if len(splits) == 1 else None
+
+
+def _splits_in(name: str) -> set[str]:
+    return {SPLIT_WORDS[word] for word in re.split(r"[\W\d_]+", name.lower()) if word in SPLIT_WORDS}
+
+
+def splits_of_files(files: Collection[str]) -> tuple[dict[str, str | None], tuple[str, ...]]:
+    """Return the split in the path of each file that is to be read, and notes about those that are not.
+
+    If no path contains a split, all are None, to be drawn. Beside files that name a split, a file that names none is
+    left out: its images could be test images of the authors.
+
+    Raises:
+        UserError: a path contains several splits.
+    """
+    splits: dict[str, str | None] = {}
+    for file in files:
+        if len(found := _splits_in(file)) > 1:
+            raise UserError(
+                f"{file}: its name contains the splits {' and '.join(sorted(found))}; rename it, or set source.root "
+                "to the folder that it is in"
+            )
+        splits[file] = next(iter(found), None)
+    unnamed = [file for file, split in splits.items() if split is None]
+    if not unnamed or len(unnamed) == len(splits):
+        return splits, ()
+    note = (
+        f"{len(unnamed):,} files left out, because other files name a split (train, val, test) and these do not: "
+        f"{listed(unnamed)}"
+    )
+    return {file: split for file, split in splits.items() if split is not None}, (note,)
+
+
+def listed(texts: Sequence[str], most: int | None = NAMED) -> str:
+    """Return the first `most` texts, and how many more there are."""
+    more = "" if most is None or len(texts) <= most else f" and {len(texts) - most:,} more"
+    return ", ".join(texts[:most]) + more
+
+
+def counted(counts: Mapping[str, int], most: int | None = NAMED) -> str:
+    """Return names with their counts, such as "cat 120, dog 80"."""
+    return listed([f"{name} {count:,}" for name, count in counts.items()], most)
+
+
+def one_spelling(texts: Iterable[str]) -> dict[str, str]:
+    """Return the spelling to use for each text: one for texts that look alike, as Unicode's NFC and NFD do.
+
+    A text with no other spelling beside it stays as it is.
+    """
+    spellings: dict[str, set[str]] = defaultdict(set)
+    for text in texts:
+        spellings[unicodedata.normalize("NFC", text)].add(text)
+    return {
+        text: composed if composed in alike else min(alike)
+        for composed, alike in spellings.items()
+        for text in alike
+    }
 
 
 def choose_column(field: str, wanted: str | None, fitting: Sequence[str], columns: Iterable[str]) -> str:
@@ -29,11 +106,6 @@ def choose_column(field: str, wanted: str | None, fitting: Sequence[str], column
         candidates = fitting or list(columns)
         raise UserError(f"source.{field}: {problem}; name one of these columns: {', '.join(candidates)}")
     return column
-
-
-def known_split(name: str) -> str | None:
-    """Return "train", "dev" or "test" for the names that datasets give these splits; None for other names."""
-    return SPLIT_NAMES.get(name.lower())
 
 
 class Classes(NamedTuple):
@@ -67,8 +139,10 @@ def classes_of(labels: Iterable[int | str], names: Sequence[str] | None, where: 
         raise UserError(
             f"{where}: the label {numbers[0]} is negative; the only negative label allowed is -1 (no label)"
         )
-    every: list[int | str] = [*numbers, *texts]
+    spelled = one_spelling(texts)
+    every: list[int | str] = [*numbers, *sorted(set(spelled.values()))]
     numbering = {value: number for number, value in enumerate(every)}
+    numbering |= {text: numbering[spelling] for text, spelling in spelled.items()}
     if not numbers or numbers[-1] == len(numbers) - 1:
         return Classes(tuple(map(str, every)), numbering)
     note = (

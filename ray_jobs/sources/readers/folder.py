@@ -2,12 +2,12 @@
 
 In: a folder, a tar or zip of one, or s3://bucket/prefix, in one of three layouts.
 
-    root/train/cat/1.jpg  root/test/cat/2.jpg     split folders (train|training, val|valid|validation|dev,
-                                                  test|testing, in any case) of class folders
+    root/train/cat/1.jpg  root/test/cat/2.jpg     split folders of class folders; or every folder at the top contains
+                                                  a split in its name (seg_train, seg_test), and one contains train
     root/cat/1.jpg        root/dog/2.jpg          class folders
-    root/metadata.csv                             Hugging Face's imagefolder: a table of file_name, label, optionally
-    root/train/metadata.csv                       split and a group that must stay in one split (a patient, a site), as
-    root/test/metadata.jsonl                      CSV or JSON lines; in the root, in split folders, or both
+    root/metadata.csv                             Hugging Face's imagefolder: tables of file_name, label, optionally
+    root/site/metadata.jsonl                      split and a group that must stay in one split (a patient, a site), as
+    root/train/metadata.parquet                   CSV, JSON lines or Parquet, in any folders
 
 Folders around the whole content of an archive are ignored. Out: `scan` lists entries without opening an image. The
 module imports only the standard library at the top, because `vitflow init` uses it.
@@ -18,14 +18,23 @@ from __future__ import annotations
 import os
 import re
 import stat
-from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from operator import itemgetter
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, NamedTuple
 
 from pipelines.file_names import left_by_a_system, parts_of
-from ray_jobs.sources.readers.label_tables import IMAGEFOLDER, METADATA, OPTIONS, TABLES, Columns, read_table
+from ray_jobs.sources.readers.features import SPLIT_WORDS, one_spelling, split_in
+from ray_jobs.sources.readers.label_tables import (
+    IMAGEFOLDER,
+    METADATA,
+    OPTIONS,
+    TABLES,
+    Columns,
+    check_tables,
+    read_table,
+)
 from vit_model.errors import UserError
 
 if TYPE_CHECKING:
@@ -39,10 +48,17 @@ EXTENSIONS = tuple(
     for name in ["avif", "bmp", "gif", "jfif", "jpeg", "jpg", "pgm", "png", "ppm", "tif", "tiff", "webp"]
 )
 UNSUPPORTED = (".heic", ".heif", ".jp2", ".jxl")
-SPLIT_NAMES = {
-    **dict.fromkeys(("train", "training"), "train"),
-    **dict.fromkeys(("val", "valid", "validation", "dev"), "dev"),
-    **dict.fromkeys(("test", "testing"), "test"),
+_IMAGES = {"image", "images", "img", "imgs"}
+_MASKS = {
+    "mask",
+    "masks",
+    "label",
+    "labels",
+    "annotation",
+    "annotations",
+    "segmentation",
+    "segmentations",
+    "gt",
 }
 # COCO's own names, and those of Roboflow's exports
 _COCO_FILE = re.compile(
@@ -77,8 +93,11 @@ class Listing(NamedTuple):
         return {name: number[label] for label, name in enumerate(self.class_names)}
 
 
-def scan(root: Path, columns: Columns = IMAGEFOLDER) -> Listing:
+def scan(root: Path, columns: Columns = IMAGEFOLDER, only: Collection[str] = ()) -> Listing:
     """List the images below `root`. `columns` are those of its tables of labels.
+
+    Args:
+        only: the regular files to list, because others came later; empty: all.
 
     Raises:
         UserError: no folder, no image, fewer than two classes, mixed layouts, a link that leads outside, a table that
@@ -86,9 +105,12 @@ def scan(root: Path, columns: Columns = IMAGEFOLDER) -> Listing:
     """
     if not root.is_dir():
         raise UserError(f"{root} is not a folder of images")
-    keys = sorted(_files(root))
+    keys = sorted(
+        (key, is_regular) for key, is_regular in _files(root) if not (is_regular and only and key not in only)
+    )
     files = [key for key, is_regular in keys if is_regular]
-    arranged = arrange(root, files, {key: (root / key).read_bytes() for key in _tables(files)}, columns)
+    tables = check_tables(root, files, EXTENSIONS)
+    arranged = arrange(root, files, {key: (root / key).read_bytes() for key in tables}, columns)
     return arranged._replace(special=tuple(key for key, is_regular in keys if not is_regular))
 
 
@@ -108,12 +130,14 @@ def arrange(
     elif named := [one for one in zip(OPTIONS, columns, IMAGEFOLDER, strict=True) if one[1] != one[2]]:
         option, column, _ = named[0]
         raise UserError(
-            f"{option}: {column!r} names a column of {METADATA} or {TABLES[1]}, but {root} contains neither"
+            f"{option}: {column!r} names a column of {', '.join(TABLES[:-1])} or {TABLES[-1]}, but {root} contains none"
         )
     else:
         _check_not_detection(root, files, images)
         labelled = [(*entry, None) for entry in _from_folders(root, images)]
-    class_names = tuple(sorted({label for _, label, _, _ in labelled}))
+        _check_not_masks(root, {label for _, label, _, _ in labelled})
+    spelled = one_spelling(label for _, label, _, _ in labelled)
+    class_names = tuple(sorted(set(spelled.values())))
     if len(class_names) < 2:
         inside = f"{str(root).rstrip('/')}/{class_names[0]}"
         nested = not tables and all(
@@ -123,9 +147,10 @@ def arrange(
             f"{root} has only the class {class_names[0]!r}: a classifier needs two or more"
             + (f". If the classes are the folders in it, set the root to {inside}" if nested else "")
         )
+    _check_not_inside(root, [key for key, _, split, _ in labelled if split is None or not tables])
     number = {name: label for label, name in enumerate(class_names)}
     entries = tuple(
-        Entry(key, number[name], split, group)
+        Entry(key, number[spelled[name]], split, group)
         for key, name, split, group in sorted(labelled, key=itemgetter(0))
     )
     _check_given_splits(root, class_names, entries)
@@ -141,7 +166,7 @@ def listing(source: FolderSource, files: Files) -> entries.Listing:
     bad: list[Bad] = []
     columns = Columns(source.image_column, source.label_column, source.group)
     if Path(source.root).is_dir():
-        scanned = scan(Path(source.root), columns)
+        scanned = scan(Path(source.root), columns, files.keys())
         members = {
             entry.key: _whole(entry.key, (Path(source.root) / entry.key).stat().st_size)
             for entry in scanned.entries
@@ -152,7 +177,10 @@ def listing(source: FolderSource, files: Files) -> entries.Listing:
             raise UserError(
                 f"{source.root}: none of its {len(bad):,} files can be used, such as {bad[0].key}: {bad[0].reason}"
             )
-        tables = {key: containers.read_member(files, members[key]) for key in _tables(members)}
+        tables = {
+            key: containers.read_member(files, members[key])
+            for key in check_tables(source.root, members, EXTENSIONS)
+        }
         scanned = arrange(source.root, list(members), tables, columns)
     rows = (entry._asdict() | entries.place(members[entry.key]) for entry in scanned.entries)
     return entries.Listing(scanned.class_names, entries.table(rows), bad=tuple(bad), notes=_notes(scanned))
@@ -215,7 +243,7 @@ def _around(paths: Sequence[str]) -> str:
     ]
     common: list[str] = []
     for parts in zip(*images, *tables, strict=False):
-        if len(set(parts)) > 1 or parts[0].lower() in SPLIT_NAMES:
+        if len(set(parts)) > 1 or parts[0].lower() in SPLIT_WORDS:
             break
         common.append(parts[0])
     return "".join(f"{part}/" for part in common)
@@ -237,7 +265,10 @@ def _files(root: Path) -> Iterator[tuple[str, bool]]:
             path = Path(folder, name)
             if left_by_a_system(name):
                 continue
-            mode = path.lstat().st_mode
+            try:
+                mode = path.lstat().st_mode
+            except FileNotFoundError:
+                continue  # it went while the folder was listed
             if stat.S_ISLNK(mode):
                 target = Path(os.path.realpath(path))
                 if not target.is_relative_to(inside):
@@ -250,29 +281,86 @@ def _files(root: Path) -> Iterator[tuple[str, bool]]:
 
 def _from_folders(root: Path | str, images: Sequence[str]) -> list[tuple[str, str, str | None]]:
     """Return (key, class, split) of each image, by the names of its folders."""
-    tops = {PurePosixPath(key).parts[0] for key in images if "/" in key}
     loose = [key for key in images if "/" not in key]
     if loose:
         raise UserError(
             f"{root} has images outside class folders, such as {loose[0]!r}. Put each class into its own folder"
         )
-    split_folders = {top: SPLIT_NAMES[top.lower()] for top in sorted(tops) if top.lower() in SPLIT_NAMES}
+    split_folders = _split_folders(images)
     if not split_folders:
-        return [(key, PurePosixPath(key).parts[0], None) for key in images]
-    others = sorted(tops - set(split_folders))
+        return [(key, key.partition("/")[0], None) for key in images]
+    others = sorted({key.partition("/")[0] for key in images} - set(split_folders))
     if others:
         raise UserError(
             f"{root} mixes split folders ({', '.join(split_folders)}) and other folders ({', '.join(others)})"
         )
     if len(set(split_folders.values())) < len(split_folders):
         raise UserError(f"{root} has two folders for one split: {', '.join(split_folders)}")
+    around = _around_splits(images, split_folders)
     labelled: list[tuple[str, str, str | None]] = []
     for key in images:
-        top, *rest = PurePosixPath(key).parts
-        if len(rest) < 2:
+        top = key.partition("/")[0]
+        label, slash, _ = key.removeprefix(around[top]).partition("/")
+        if not slash:
             raise UserError(f"{root}: {key!r} is not in a class folder; move it to {top}/<class>/")
-        labelled.append((key, rest[0], split_folders[top]))
+        labelled.append((key, label, split_folders[top]))
     return labelled
+
+
+def _split_folders(images: Iterable[str]) -> dict[str, str]:
+    """Return the split of each top folder that names one; none if the folders are classes.
+
+    A name that only contains a split (`seg_train`) counts if every top folder contains one, and one of them train,
+    because classes can be called `bullet_train` or `test_tube`.
+    """
+    tops = sorted({key.partition("/")[0] for key in images if "/" in key})
+    contained = {top: split for top in tops if (split := split_in(top)) is not None}
+    if len(contained) == len(tops) and "train" in contained.values():
+        return contained
+    return {top: SPLIT_WORDS[top.lower()] for top in tops if top.lower() in SPLIT_WORDS}
+
+
+def _around_splits(images: Iterable[str], split_folders: Mapping[str, str]) -> dict[str, str]:
+    """Return the folders around the classes of each split: `seg_train/`, or `seg_train/seg_train/` if all are there."""
+    inside: dict[str, set[str]] = defaultdict(set)
+    for folder in {key.rpartition("/")[0] for key in images}:
+        top, _, rest = folder.partition("/")
+        inside[top].add(rest)
+    around = {}
+    for top, split in split_folders.items():
+        names = {rest.partition("/")[0] for rest in inside[top] if "/" in rest}
+        is_again = len(names) == 1 and all("/" in rest for rest in inside[top])
+        again = names.pop() if is_again else ""
+        around[top] = f"{top}/{again}/" if split_in(again) == split else f"{top}/"
+    return around
+
+
+def _check_not_inside(root: Path | str, images: Iterable[str]) -> None:
+    """Raise UserError if folders below the top are split folders: their test images would be drawn into train."""
+    folders: dict[str, set[str]] = defaultdict(set)
+    for folder in {key.rpartition("/")[0] for key in images}:
+        parts = folder.split("/")
+        for depth in range(1, len(parts)):
+            folders["/".join(parts[:depth])].add(parts[depth])
+    for folder, names in sorted(folders.items()):
+        splits = {SPLIT_WORDS[name.lower()]: name for name in names if name.lower() in SPLIT_WORDS}
+        if "train" in splits and len(splits) > 1:
+            raise UserError(
+                f"{root}: {folder} contains split folders ({', '.join(sorted(splits.values()))}). Set the root to "
+                f"{folder}, or put the split folders at the top (train/<class>/), or add a {METADATA} with a column "
+                "`split`"
+            )
+
+
+def _check_not_masks(root: Path | str, class_names: Collection[str]) -> None:
+    """Raise UserError if the folders are images and their masks: they would be taken for two classes."""
+    names = {name.lower() for name in class_names}
+    if len(names) > 1 and names <= _IMAGES | _MASKS and names & _IMAGES and names & _MASKS:
+        raise UserError(
+            f"{root} has the layout of a segmentation data set ({', '.join(sorted(class_names))}): these folders are "
+            "not classes. Masks of your own images are not supported; to classify the images, set the root to a "
+            f"folder of class folders, or add a {METADATA}"
+        )
 
 
 def _check_not_detection(root: Path | str, files: Sequence[str], images: Sequence[str]) -> None:
@@ -288,21 +376,6 @@ def _check_not_detection(root: Path | str, files: Sequence[str], images: Sequenc
         )
 
 
-def _tables(files: Iterable[str]) -> list[str]:
-    """Return the keys of the tables of labels, which are in the root or in a split folder."""
-    return sorted(key for key in files if _is_table(PurePosixPath(key)))
-
-
-def _is_table(path: PurePosixPath) -> bool:
-    in_split = len(path.parts) == 2 and _split_folder(path) is not None
-    return path.name in TABLES and (len(path.parts) == 1 or in_split)
-
-
-def _split_folder(path: PurePosixPath) -> str | None:
-    """Return the split that is named by the first folder of a path."""
-    return SPLIT_NAMES.get(path.parts[0].lower()) if len(path.parts) > 1 else None
-
-
 def _from_tables(
     root: Path | str, images: Sequence[str], tables: Mapping[str, bytes], columns: Columns
 ) -> list[tuple[str, str, str | None, str | None]]:
@@ -310,14 +383,14 @@ def _from_tables(
 
     If a table has no column `split`, the split comes from the image's top folder, if that is a split folder.
     """
-    present, listed = set(images), {}
+    present, listed, split_folders = set(images), {}, _split_folders(images)
     for path in sorted(tables):
         for row in read_table(path, tables[path], columns):
             if row.key not in present:
                 raise UserError(f"{row.where}: {row.key!r} is not an image in {root}")
             if row.key in listed:
                 raise UserError(f"{row.where}: {row.key!r} is listed twice")
-            inside = _split_folder(PurePosixPath(row.key))
+            inside = split_folders.get(row.key.partition("/")[0]) if "/" in row.key else None
             split = inside if row.split is None else _split_named(row.split, row.where)
             listed[row.key] = (row.key, row.label, split, row.group)
     if unlisted := sorted(present - listed.keys()):
@@ -335,9 +408,9 @@ def _from_tables(
 
 
 def _split_named(name: str, where: str) -> str:
-    split = SPLIT_NAMES.get(name.strip().lower())
+    split = split_in(name)
     if split is None:
-        raise UserError(f"{where}: unknown split {name!r}; expected one of: {', '.join(SPLIT_NAMES)}")
+        raise UserError(f"{where}: unknown split {name!r}; expected one of: {', '.join(SPLIT_WORDS)}")
     return split
 
 

@@ -8,8 +8,8 @@ Parquet is read by row group, so the entries of a row group are one unit, which 
 
 from __future__ import annotations
 
+import heapq
 import json
-import math
 import re
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
@@ -23,13 +23,24 @@ import pyarrow.parquet as pq
 from pipelines.spec import HfParquetSource
 from ray_jobs.sources.archives import containers
 from ray_jobs.sources.archives.entries import Files, Listing, table
-from ray_jobs.sources.readers.features import UNLABELLED, choose_column, classes_of, known_split
+from ray_jobs.sources.readers.features import (
+    UNLABELLED,
+    choose_column,
+    classes_of,
+    split_in,
+    splits_of_files,
+)
 from vit_model.errors import UserError
 
 IN_MEMORY = 2**29  # bytes of images of a row group in memory; a larger row group is read several times
-_BATCH = 64  # rows
+_BATCH = 64  # rows at most; fewer if they could have more than IN_MEMORY bytes
+_TEXT = (pa.string(), pa.large_string(), pa.string_view())
+_BINARY = (pa.binary(), pa.large_binary(), pa.binary_view())
 _ROW_BITS, _GROUP_BITS = 24, 16  # of an entry's number, below that of its file
 _NUMBERED = re.compile(r"(.+)-(\d{5})-of-(\d{5})(-[0-9a-f]+)?")
+
+
+_Bytes = bytes | UserError  # of an image; or why it cannot be read
 
 
 class _Columns(NamedTuple):
@@ -43,14 +54,13 @@ class _Columns(NamedTuple):
 def listing(source: HfParquetSource, files: Files) -> Listing:
     """List every image that has a label, with the split in its file's name."""
     names = sorted(files)
-    splits = _splits(names)
+    _check_complete(names)
+    splits, left_out = splits_of_files(names)
     groups: dict[str, list[tuple[int, int]]] = {}
     labels: list[int | str] = []
     together: list[str | None] = []
     columns: _Columns | None = None
-    for name in names:
-        if splits[name] == "":
-            continue
+    for name in splits:
         with _opened(files, name) as file:
             columns_of_file = _columns(source, name, file.schema_arrow)
             if columns is not None and columns_of_file != columns:
@@ -59,22 +69,20 @@ def listing(source: HfParquetSource, files: Files) -> Listing:
             groups[name] = _groups(name, file, columns.image)
             labels += _labels(name, file, columns)
             together += _together(source, name, file)
-    if columns is None:
-        raise UserError(f"no file name has a known split (train, validation, test): {', '.join(names[:5])}")
+    assert columns is not None, "the source has a file"
     classes = classes_of(labels, columns.classes, f"column {columns.label!r}")
     entries = (
         row | {"label": classes.numbers[label], "split": splits[row["file"]], "group": group}
         for row, label, group in zip(_rows(names, groups), labels, together, strict=True)
         if label != UNLABELLED
     )
-    notes = [*classes.notes]
-    notes += [f"{name} is of no known split and is left out" for name in names if name not in groups]
+    notes = [*classes.notes, *left_out]
     if unlabelled := labels.count(UNLABELLED):
         notes.append(f"{unlabelled} images without a label are left out")
     return Listing(classes.names, table(entries), notes=tuple(notes))
 
 
-def rows(source: HfParquetSource, files: Files, numbers: Sequence[int]) -> Iterator[bytes | UserError]:
+def rows(source: HfParquetSource, files: Files, numbers: Sequence[int]) -> Iterator[_Bytes]:
     """Yield the image files with these numbers; consecutive rows of a row group are read together."""
     names = sorted(files)
     for group, wanted in groupby(numbers, lambda number: number >> _ROW_BITS):
@@ -82,24 +90,20 @@ def rows(source: HfParquetSource, files: Files, numbers: Sequence[int]) -> Itera
         with _opened(files, name) as file:
             column = _columns(source, name, file.schema_arrow).image
             within = [number % 2**_ROW_BITS for number in wanted]
-            yield from _group(file, group % 2**_GROUP_BITS, column, within)
+            yield from _group(file, name, group % 2**_GROUP_BITS, column, within)
 
 
 # ------------------------------------------------------------------------------------------------- names
 
 
-def _splits(names: Sequence[str]) -> dict[str, str | None]:
-    """Return the split of each file; "" for an unknown split; None (to be drawn) if no file name has a split."""
-    words: dict[str, str] = {}
+def _check_complete(names: Sequence[str]) -> None:
+    """Raise UserError if files are in several folders (other than one per split), or a part is missing."""
     parts = defaultdict(set)
     folders = set()
     for name in names:
         path = PurePosixPath(name)
-        numbered = _NUMBERED.fullmatch(path.stem)
-        inside = known_split(path.parent.name) is not None
-        words[name] = path.parent.name if inside else numbered[1] if numbered else path.stem
-        folders.add(path.parent.parent if inside else path.parent)
-        if numbered:
+        folders.add(path.parent.parent if split_in(path.parent.name) else path.parent)
+        if numbered := _NUMBERED.fullmatch(path.stem):
             parts[path.parent, numbered[1], int(numbered[3])].add(int(numbered[2]))
     if len(folders) > 1:
         listed = ", ".join(sorted(map(str, folders)))
@@ -107,10 +111,6 @@ def _splits(names: Sequence[str]) -> dict[str, str | None]:
     for (_, word, total), numbers in parts.items():
         if lost := sorted(set(range(total)) - numbers):
             raise UserError(f"{word}-{lost[0]:05d}-of-{total:05d}.parquet is missing")
-    splits = {name: known_split(word) for name, word in words.items()}
-    if not any(splits.values()):
-        return splits
-    return {name: split or "" for name, split in splits.items()}
 
 
 # ------------------------------------------------------------------------------------------------- files
@@ -142,12 +142,7 @@ def _columns(source: HfParquetSource, name: str, schema: pa.Schema) -> _Columns:
     labels = [column for column in others if features.get(column, {}).get("_type") == "ClassLabel"]
     fallback = [column for column in others if column == "label"]
     label = choose_column("label", source.label, labels or fallback, others)
-    kind = schema.field(label).type
-    if not (pa.types.is_integer(kind) or pa.types.is_string(kind)):
-        more = ": multi-label is not supported yet" if pa.types.is_nested(kind) else ""
-        raise UserError(
-            f"source.label: column {label!r} of {name} is {kind}, not whole numbers or text{more}"
-        )
+    _check_values("label", label, name, schema.field(label).type)
     names = features.get(label, {}).get("names")
     is_named = isinstance(names, list) and all(isinstance(each, str) for each in names)
     return _Columns(image, label, tuple(names) if is_named and names else None)
@@ -167,10 +162,20 @@ def _features(name: str, schema: pa.Schema) -> dict[str, dict[str, Any]]:
 
 def _is_image(kind: pa.DataType) -> bool:
     fields = list(kind) if pa.types.is_struct(kind) else [pa.field("bytes", kind)]
-    return any(
-        field.name == "bytes" and (pa.types.is_binary(field.type) or pa.types.is_large_binary(field.type))
-        for field in fields
-    )
+    return any(field.name == "bytes" and _plain(field.type) in _BINARY for field in fields)
+
+
+def _check_values(field: str, column: str, name: str, kind: pa.DataType) -> None:
+    """Raise UserError if the column of labels or groups is neither whole numbers nor text (nor booleans)."""
+    value = _plain(kind)
+    if pa.types.is_integer(value) or pa.types.is_boolean(value) or value in _TEXT:
+        return
+    more = ": multi-label is not supported yet" if field == "label" and pa.types.is_nested(kind) else ""
+    raise UserError(f"source.{field}: column {column!r} of {name} is {kind}, not whole numbers or text{more}")
+
+
+def _plain(kind: pa.DataType) -> pa.DataType:
+    return kind.value_type if pa.types.is_dictionary(kind) else kind
 
 
 def _groups(name: str, file: pq.ParquetFile, image: str) -> list[tuple[int, int]]:
@@ -219,8 +224,7 @@ def _together(source: HfParquetSource, name: str, file: pq.ParquetFile) -> list[
         return [None] * file.metadata.num_rows
     if column not in schema.names:
         raise UserError(f"source.group: {name} has no column {column!r}; columns: {', '.join(schema.names)}")
-    if not (pa.types.is_integer(kind := schema.field(column).type) or pa.types.is_string(kind)):
-        raise UserError(f"source.group: column {column!r} of {name} is {kind}, not whole numbers or text")
+    _check_values("group", column, name, schema.field(column).type)
     groups = _values(name, file, column)
     if None in groups:
         raise UserError(f"source.group: row {groups.index(None)} of {name} has no {column}")
@@ -228,45 +232,59 @@ def _together(source: HfParquetSource, name: str, file: pq.ParquetFile) -> list[
 
 
 def _values(name: str, file: pq.ParquetFile, column: str) -> list[Any]:
+    """Return whole numbers, text, or None; booleans as the text that they have in tables of labels."""
     try:
-        return list(file.read(columns=[column]).column(0).to_pylist())
+        values = file.read(columns=[column]).column(0).to_pylist()
+        return [json.dumps(value) if isinstance(value, bool) else value for value in values]
     except (OSError, ValueError, pa.ArrowException) as error:
         raise UserError(f"{name}: cannot read column {column!r}: {error}") from error
 
 
-def _group(file: pq.ParquetFile, group: int, column: str, wanted: list[int]) -> Iterator[bytes | UserError]:
+def _group(file: pq.ParquetFile, name: str, group: int, column: str, wanted: list[int]) -> Iterator[_Bytes]:
     """Yield rows of a row group, in the order of `wanted`, with at most about IN_MEMORY bytes in memory."""
-    share = len(wanted) / max(file.metadata.row_group(group).num_rows, 1)
-    passes = max(1, math.ceil(_bytes(file, group, column) * share / IN_MEMORY))
-    size = math.ceil(len(wanted) / passes)
-    for start in range(0, len(wanted), size):
-        part = wanted[start : start + size]
-        images, reason = _read(file, group, column, set(part))
-        yield from (images.get(row, UserError(reason)) for row in part)
+    done = 0
+    while done < len(wanted):
+        images = _read(file, f"{name}, row group {group}", group, column, wanted[done:])
+        yield from images
+        done += len(images)
 
 
-def _read(
-    file: pq.ParquetFile, group: int, column: str, wanted: set[int]
-) -> tuple[dict[int, bytes | UserError], str]:
-    """Return the images of these rows, and the reason (stored) why others cannot be read."""
-    by_row: dict[int, bytes | UserError] = {}
-    start = held = 0
+def _read(file: pq.ParquetFile, where: str, group: int, column: str, wanted: list[int]) -> list[_Bytes]:
+    """Return the first images of `wanted`: one or more, as many as fit into IN_MEMORY; or why they cannot be read.
+
+    Raises:
+        UserError: pyarrow does not support the row group. OSError, MemoryError: the machine failed. The images are not
+            damaged, so these errors end the stage.
+    """
+    position = {row: number for number, row in enumerate(wanted)}
+    kept: dict[int, _Bytes] = {}
+    latest: list[int] = []  # positions in `kept`, negative, as a heap
+    end, start, held, reason = len(wanted), 0, 0, "its row group is shorter than it says"
+    # a value is stored at least once, so no value has more bytes than the column
+    rows = max(1, min(_BATCH, IN_MEMORY // max(_bytes(file, group, column), 1)))
     try:
-        for batch in file.iter_batches(_BATCH, row_groups=[group], columns=[column], use_threads=False):
+        for batch in file.iter_batches(rows, row_groups=[group], columns=[column], use_threads=False):
             images = batch.column(0)
             for row in range(len(batch)):
-                if start + row in wanted:
-                    by_row[start + row] = image = _image(images[row].as_py())
+                if (number := position.get(start + row, end)) < end:
+                    kept[number] = image = _image(images[row].as_py())
+                    heapq.heappush(latest, -number)
                     held += len(image) if isinstance(image, bytes) else 0
+                while held > IN_MEMORY and len(kept) > 1:
+                    end = -heapq.heappop(latest)
+                    gone = kept.pop(end)
+                    held -= len(gone) if isinstance(gone, bytes) else 0
             start += len(batch)
-            if held > 2 * IN_MEMORY:
-                raise UserError(f"it has more than the {_bytes(file, group, column)} bytes that it claims")
     except (OSError, ValueError, pa.ArrowException) as error:
-        return by_row, f"its row group can't be read: {error}"
-    return by_row, "its row group is shorter than it says"
+        if isinstance(error, MemoryError) or getattr(error, "errno", None) is not None:
+            raise
+        if isinstance(error, NotImplementedError | pa.ArrowCapacityError):
+            raise UserError(f"{where}: pyarrow cannot read it: {error}. Write smaller row groups") from error
+        reason = f"its row group can't be read: {error}"
+    return [kept.get(number, UserError(reason)) for number in range(end)]
 
 
-def _image(cell: Any) -> bytes | UserError:
+def _image(cell: Any) -> _Bytes:
     data = cell.get("bytes") if isinstance(cell, dict) else cell
     if data is None:
         path = cell.get("path") if isinstance(cell, dict) else None

@@ -1,9 +1,10 @@
-"""Tables of labels beside images: metadata.csv and metadata.jsonl, the format of Hugging Face's imagefolder.
+"""Tables of labels beside images: metadata.csv, .jsonl and .parquet, the formats of Hugging Face's imagefolder.
 
     file_name,label,split,patient          {"file_name": "1.jpg", "label": "cat"}
     1.jpg,cat,train,p7                     {"file_name": "2.jpg", "label": 3}
 
-A file name is relative to the table's folder. This module imports only the standard library, as `folder` does.
+A file name is relative to the table's folder. This module imports only the standard library at the top, as `folder`
+does.
 """
 
 from __future__ import annotations
@@ -12,14 +13,14 @@ import csv
 import difflib
 import io
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import PurePosixPath
 from typing import Any, NamedTuple
 
 from vit_model.errors import UserError
 
 METADATA = "metadata.csv"
-TABLES = (METADATA, "metadata.jsonl")
+TABLES = (METADATA, "metadata.jsonl", "metadata.parquet")
 
 
 class Columns(NamedTuple):
@@ -48,13 +49,29 @@ class Row(NamedTuple):
     group: str | None
 
 
+def check_tables(root: object, files: Iterable[str], images: tuple[str, ...]) -> list[str]:
+    """Return the paths of the tables among these files, sorted. `images` are the endings of images.
+
+    Raises:
+        UserError: a file is called metadata but has another format; it could have the labels.
+    """
+    named = [path for path in files if path.lower().rpartition("/")[2].startswith("metadata.")]
+    tables = sorted(path for path in named if path.rpartition("/")[2] in TABLES)
+    if others := sorted(path for path in {*named} - {*tables} if not path.lower().endswith(images)):
+        raise UserError(
+            f"{root}: {others[0]} is not a table that can be read; expected {', '.join(TABLES[:-1])} or {TABLES[-1]}. "
+            "Convert it, or, if it has no labels, rename or remove it"
+        )
+    return tables
+
+
 def read_table(path: str, data: bytes, columns: Columns) -> Iterator[Row]:
     """Yield the rows of the table at `path`, without the white space around headers and values.
 
     Raises UserError, with the row, if it is not such a table, a file name leads outside its folder, or a value is
     missing.
     """
-    read = _csv if path.endswith(".csv") else _json_lines
+    read = {".csv": _csv, ".jsonl": _json_lines, ".parquet": _parquet}[PurePosixPath(path).suffix]
     header, rows = read(path, data)
     _check_columns(path, header, columns)
     folder = PurePosixPath(path).parent
@@ -111,6 +128,23 @@ def _json_lines(path: str, data: bytes) -> tuple[list[str], list[tuple[str, dict
     return list(header), located
 
 
+def _parquet(path: str, data: bytes) -> tuple[list[str], list[tuple[str, dict[str, Any]]]]:
+    """Return the names of the columns, and (position, values) of each row."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    try:
+        table = pq.read_table(pa.BufferReader(data))
+    except (OSError, ValueError, pa.ArrowException) as error:
+        raise UserError(f"{path} is not a Parquet file, or damaged: {error}") from error
+    header = [name.strip() for name in table.column_names]
+    rows = zip(*(column.to_pylist() for column in table.columns), strict=True)
+    return header, [
+        (f"{path} row {number}", dict(zip(header, row, strict=True)))
+        for number, row in enumerate(rows, start=1)
+    ]
+
+
 def _decoded(data: bytes) -> str:
     return data.decode("utf-8-sig")
 
@@ -148,7 +182,9 @@ def _text(where: str, column: str, value: Any) -> str:
         return ""
     if isinstance(value, int):  # includes booleans
         return json.dumps(value)
-    raise UserError(f"{where}: {column} must be text or a whole number, not {json.dumps(value)[:60]}")
+    raise UserError(
+        f"{where}: {column} must be text or a whole number, not {json.dumps(value, default=str)[:60]}"
+    )
 
 
 def _is_list(cell: Any) -> bool:

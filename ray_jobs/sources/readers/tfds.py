@@ -19,7 +19,7 @@ from pipelines.spec import TfdsSource
 from ray_jobs.sources.archives import containers
 from ray_jobs.sources.archives.entries import Files, Listing, table
 from ray_jobs.sources.archives.examples import Values, feature_range, parse_example, tfrecords
-from ray_jobs.sources.readers.features import UNLABELLED, choose_column, classes_of, known_split
+from ray_jobs.sources.readers.features import SPLIT_WORDS, UNLABELLED, choose_column, classes_of
 from vit_model.errors import UserError
 
 _MAX_RECORD = 2**28  # bytes
@@ -50,7 +50,7 @@ def listing(source: TfdsSource, files: Files) -> Listing:
     notes: list[str] = []
     splits: dict[str, int] = {}
     for name, shards in _shards(info, form, files):
-        if known_split(name) is None:
+        if name.lower() not in SPLIT_WORDS:
             notes.append(f"its split {name!r} is none that is known and is left out")
             continue
         before = len(labels)
@@ -73,7 +73,7 @@ def listing(source: TfdsSource, files: Files) -> Listing:
     notes += classes.notes
     keys = ((split, f"{split}/{number:07d}") for split, size in splits.items() for number in range(size))
     entries = (
-        {"key": key, "split": known_split(split), "label": classes.numbers[value], "group": group}
+        {"key": key, "split": SPLIT_WORDS[split.lower()], "label": classes.numbers[value], "group": group}
         | {"file": file, "offset": offset, "length": length}
         | {"codec": "stored" if form == "tfrecord" else "row"}
         for (split, key), value, group, file, offset, length in zip(

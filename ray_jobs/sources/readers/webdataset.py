@@ -19,8 +19,8 @@ from pipelines.spec.archives import WebDatasetSource
 from ray_jobs.data.columns import ENTRIES
 from ray_jobs.sources.archives.containers import Member, each_contents, read
 from ray_jobs.sources.archives.entries import Bad, Files, Listing, place, table
-from ray_jobs.sources.readers.features import Classes, classes_of
-from ray_jobs.sources.readers.folder import EXTENSIONS, SPLIT_NAMES
+from ray_jobs.sources.readers.features import Classes, classes_of, one_spelling, splits_of_files
+from ray_jobs.sources.readers.folder import EXTENSIONS
 from vit_model.errors import UserError
 
 MAX_LABEL_BYTES = 2**20
@@ -43,10 +43,10 @@ def listing(source: WebDatasetSource, files: Files) -> Listing:
         UserError: fields or labels do not fit, or a shard's name contains two splits.
     """
     bad: list[Bad] = []
-    splits = {shard: _split_of(shard) for shard in files}
+    splits, notes = splits_of_files(files)
     labels: list[int | str] = []
     tables, skipped = [ENTRIES.empty_table()], 0
-    for shard, (members, refused) in zip(files, each_contents(files, files), strict=True):
+    for shard, (members, refused) in zip(splits, each_contents(files, splits), strict=True):
         bad += refused
         samples: list[Sample] = []
         for one in _samples(source, shard, members):
@@ -81,8 +81,9 @@ def listing(source: WebDatasetSource, files: Files) -> Listing:
     numbers = pa.array([classes.numbers[label] for label in labels], pa.int32())
     where = ENTRIES.get_field_index("label")
     entries = pa.concat_tables(tables).set_column(where, ENTRIES.field(where), numbers)
-    notes = (f"{skipped} samples have a negative label and are left out",) if skipped else ()
-    return Listing(classes.names, entries, bad=tuple(bad), notes=(*classes.notes, *notes))
+    notes = (*classes.notes, *notes)
+    notes += (f"{skipped} samples have a negative label and are left out",) if skipped else ()
+    return Listing(classes.names, entries, bad=tuple(bad), notes=notes)
 
 
 def _samples(source: WebDatasetSource, shard: str, members: Sequence[Member]) -> Iterator[Sample | Bad]:
@@ -152,24 +153,25 @@ def _label(field: str, data: bytes | UserError) -> int | str:
 def _classes(source: WebDatasetSource, present: set[int | str]) -> Classes:
     """Return the classes of the labels that occur. Raises UserError."""
     if source.class_names is None:
-        if len(present) < 2:
-            raise UserError(f"{source.root} has {len(present)} classes, but a classifier needs two or more")
-        return classes_of(present, None, f"field {source.label!r}")
+        classes = classes_of(present, None, f"field {source.label!r}")
+        if len(classes.names) < 2:
+            raise UserError(
+                f"{source.root} has {len(classes.names)} classes, but a classifier needs two or more"
+            )
+        return classes
     numbering: dict[int | str, int] = {}
     for number, name in enumerate(source.class_names):
         numbering |= {number: number, name: number}
+    spelled = one_spelling([*source.class_names, *(label for label in present if isinstance(label, str))])
+    named = {spelled[name]: numbering[name] for name in source.class_names}
+    numbering |= {
+        text: named[spelling]
+        for text, spelling in spelled.items()
+        if spelling in named and text not in numbering
+    }
     if unnamed := sorted(map(str, present - numbering.keys())):
         raise UserError(f"{source.root} has the label {unnamed[0]!r}, which is not in source.class_names")
     return Classes(source.class_names, numbering)
-
-
-def _split_of(shard: str) -> str | None:
-    """Return the split in the name of a tar or of its folder: imagenet-train-000000.tar, val/00000.tar."""
-    words = re.split(r"[^a-z]+", shard.lower())
-    splits = {SPLIT_NAMES[word] for word in words if word in SPLIT_NAMES}
-    if len(splits) > 1:
-        raise UserError(f"{shard}: its name contains the splits {' and '.join(sorted(splits))}; rename it")
-    return splits.pop() if splits else None
 
 
 def _member(sample: Sample, member: Member) -> dict[str, object]:

@@ -139,7 +139,11 @@ def test_init_names_the_way_where_images_are_few(tmp_path: Path) -> None:
         (tmp_path / "my images" / name).mkdir(parents=True)
         Image.new("RGB", (8, 8)).save(tmp_path / "my images" / name / "1.png")
     said: list[str] = []
-    init._warn_of_small_sets(scan(tmp_path / "my images"), said.append)
+    listing = scan(tmp_path / "my images")
+    assert (
+        init.summary(listing) == "2 images of 2 classes (a 1, b 1), without splits, so random ones are drawn"
+    )
+    init._warn_of_small_sets(listing, said.append)
     command = shlex.split(said[0].partition("vitflow run ")[2])
     assert load_pipeline(command[0], tuple(command[2::2])).stages["finetune"].inputs()["backbone"] == (
         "backbone",

@@ -39,7 +39,7 @@ JOBS = [
         "SUSPENDED": [None],
         "STOPPED": [None],
         "SUCCEEDED": [0],
-        "FAILED": [1, 2, -9, None],
+        "FAILED": [1, 2, 3, -9, None],
     }.items()
     for code in codes
 ]
@@ -196,3 +196,12 @@ def test_the_line_that_tells_what_a_stage_died_of() -> None:
     assert error_line("error: a\nerror: b\nTraceback\n") == "b"
     assert error_line("first\nlast\n \n") == "last"
     assert error_line("\n") is None
+
+
+def test_a_stage_whose_source_changed_is_planned_anew_within_its_attempts() -> None:
+    changed = Observation(HERE, JobState("j", "FAILED", "", 3), "here", "error: it changed\n")
+    for attempts in range(ATTEMPTS):
+        after, actions = decide(InFlight(Phase.RUNNING, attempts=attempts), changed, NOW)
+        assert actions[-1] is Do.PLAN and after.phase is Phase.FOUND and after.attempts == attempts
+    _, actions = decide(InFlight(Phase.RUNNING, attempts=ATTEMPTS), changed, NOW)
+    assert actions == (EndAttempt(Status.FAILED, "it changed"), End(Status.FAILED, "it changed"))

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
+from itertools import count
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -144,7 +145,7 @@ def test_a_job_that_its_own_cluster_does_not_know_is_submitted_under_the_same_id
     """The driver died between writing the attempt and submitting its job."""
     world = World()
     with pytest.raises(Killed):
-        walk(world, DiesAfter(1))
+        walk(world, DiesAfter(2))  # the listing of the source, the attempt
     assert (len(world.attempts()), world.cluster.arrived) == (1, [])
     assert walk(world) == {"images": "SUCCEEDED"}
     assert world.cluster.arrived == [("session-1", f"{ID}-1")]
@@ -390,6 +391,22 @@ def test_a_mistake_of_the_users_is_not_tried_again() -> None:
     assert world.log(world.attempts()[0]) == "error: no such field\n"
 
 
+def test_a_stage_whose_source_changed_is_planned_anew_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    changed = Script.failed(3, "error: the source changed\n")
+    by_source = {"source 0": changed, "source 1": changed, "source 2": Script()}
+    world = World(script=lambda attempt: by_source[str(attempt.source)])
+    with monkeypatch.context() as patched:
+        sources = (f"source {number}" for number in count())
+        patched.setattr("pipelines.identity.listed_source", lambda _: (next(sources), ("1.png",)))
+        assert walk(world) == {"images": "SUCCEEDED"}
+    assert len({attempt.key for attempt in world.attempts()}) == 3
+    assert world.told.of("images").count("FAILED the source changed; planned anew") == 2
+    world = World(script=scripts(changed))
+    assert walk(world) == {"images": "FAILED"}
+    assert world.told.of("images")[-1] == "FAILED the source changed"
+    assert len(world.attempts()) == 3
+
+
 def test_an_old_mistake_is_tried_again_once() -> None:
     """Its cause may be mended: how the job of an earlier command ended is no answer to this one."""
     world = World(script=scripts(Script.failed(2)))
@@ -562,7 +579,7 @@ def failing_once() -> World:
     return World("images", "pixels", script=scripts(Script.failed(), Script()))
 
 
-@pytest.mark.parametrize("number", range(1, 26))
+@pytest.mark.parametrize("number", range(1, 27))
 def test_a_driver_that_dies_after_any_of_its_actions_is_followed_by_one_that_goes_on(number: int) -> None:
     world = failing_once()
     with pytest.raises(Killed):
@@ -578,7 +595,7 @@ def test_a_driver_that_dies_after_any_of_its_actions_is_followed_by_one_that_goe
 def test_that_was_after_every_action() -> None:
     network = Network()
     walk(failing_once(), network)
-    assert network.writes == 25
+    assert network.writes == 26
 
 
 class Interleaved(Network):

@@ -15,7 +15,9 @@ from pipelines.spec import RecipeError
 from pipelines.store import Layout, Store, StoreDamaged, commit, open_store
 from ray_jobs.evaluation.label_issues import FILE, LABEL_ISSUES
 from ray_jobs.evaluation.rows import PREDICTIONS, PROBABILITIES, ROWS, write_parquet, write_table
+from ray_jobs.ingest import _write_quarantine
 from ray_jobs.segment import CONFUSION
+from ray_jobs.sources.archives.entries import Bad
 from tests.support.paths import ROOT
 from tests.support.records import flip, make_manifest, row
 
@@ -382,4 +384,17 @@ def test_the_list_of_an_audit_is_a_table(tmp_path: Path) -> None:
     names = ", ".join(LABEL_ISSUES.names)
     assert ask(store, f"SELECT artifact, job, {names} FROM label_issues ORDER BY rank") == [
         ("aa", "audit", *row)
+    ]
+
+
+def test_quarantined_images_are_a_table(tmp_path: Path) -> None:
+    store = open_store(str(tmp_path))
+    with store.staging(Layout.files("ingest", "ii", 1)) as staging:
+        _write_quarantine(
+            staging.path / "quarantine.parquet", [Bad("b.jpg", "cut off", "b.jpg"), Bad("a.jpg", "empty")]
+        )
+    commit(store, make_manifest(key="ii", stage="images", files=staging.files))
+    assert ask(store, "SELECT stage, key, reason, file FROM quarantine ORDER BY key") == [
+        ("images", "a.jpg", "empty", ""),
+        ("images", "b.jpg", "cut off", "b.jpg"),
     ]

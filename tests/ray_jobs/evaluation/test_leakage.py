@@ -3,7 +3,7 @@
 import json
 import re
 import shutil
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -46,9 +46,18 @@ class Made:
         self.artifacts: dict[str, Manifest] = {}
 
     def data(
-        self, name: str, train: Numbers, dev: Numbers = (), test: Numbers = (), lacks: Sequence[str] = ()
+        self,
+        name: str,
+        train: Numbers,
+        dev: Numbers = (),
+        test: Numbers = (),
+        lacks: Sequence[str] = (),
+        pushed: Mapping[int, int] | None = None,
     ) -> Manifest:
-        """A data set of these images; without some columns of its index, as if an earlier version had made it."""
+        """A data set of these images; without some columns of its index, as if an earlier version had made it.
+
+        `pushed`: images that were left out, each because of a test image, whatever their hashes.
+        """
         splits = {
             split: [
                 # named after the data set: copies are known by their bytes
@@ -61,6 +70,8 @@ class Made:
             info = datasets.put(staging.path, name, ("even", "odd"), SHAPE, splits)
             index = staging.path / "index.parquet"
             pq.write_table(pq.read_table(index).drop(list(lacks)), index)
+            if pushed is not None:
+                _put_copies(staging.path, name, pushed)
         return self._commit(name, "ingest", content_digest=info.content_digest, files=staging.files)
 
     def model(
@@ -109,6 +120,27 @@ class Made:
         dataset = context.dataset()
         labelled = pa.concat_tables([dataset.index(split) for split in ("train", "dev")])
         return leakage.check_leakage(context, dataset, labelled)
+
+
+def _put_copies(folder: Path, name: str, pushed: Mapping[int, int]) -> None:
+    """The tables of ingest about images that were left out because of test images."""
+    copies = [
+        {"key": str(one), "twin": f"{name}-test-{twin:04d}", "twin_split": "test", "twin_dataset": name}
+        for one, twin in pushed.items()
+    ]
+    pq.write_table(
+        pa.Table.from_pylist([copy | {"done": "left out"} for copy in copies]), folder / "duplicates.parquet"
+    )
+    datasets.put(
+        folder / "x",
+        "x",
+        ("even", "odd"),
+        SHAPE,
+        {"train": [datasets.raw(str(one), PIXELS[one], 0) for one in pushed]},
+    )
+    (folder / "facts").mkdir()
+    shutil.move(folder / "x" / "index.parquet", folder / "facts" / "00-00000.parquet")
+    shutil.rmtree(folder / "x")
 
 
 def few_shot(data: str, backbone: str, **fields: Any) -> Evaluate:
@@ -241,6 +273,19 @@ def test_copies_that_were_dropped_after_the_training_were_seen(made: Made) -> No
     made.model("on_kept", "finetune", data="kept", labels={})
     with pytest.raises(ValueError, match="trained on 12 of the 32 test images of dropped"):
         made.check("dropped", "on_kept")
+
+
+def test_copies_that_left_train_because_of_a_new_test_image_were_seen(made: Made) -> None:
+    """Ingest left out 100, a near-copy of 148, and 101, a mirrored copy of 149; an ancestor had them in train."""
+    made.data("before", train=range(100, 148))
+    made.model("first", "pretrain", data="before")
+    made.data("after", train=range(102, 148), test=range(148, 180), pushed={100: 148, 101: 149, 190: 150})
+    found = made.check("after", "first")
+    keys = shards.open_dataset(made.folder("after")).index("test")["key"].to_pylist()
+    assert {keys[row] for row in np.flatnonzero(found.seen)} == {"after-test-0148", "after-test-0149"}
+    assert found.metrics["test_images_seen_in_training"] == 2, "not refused, but scored apart"
+    made.model("of_another_set", "pretrain", data="a")
+    assert not made.check("after", "of_another_set").seen.any()
 
 
 def test_unknown_training_images_are_reported(made: Made, capsys: pytest.CaptureFixture[str]) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 import pytest
 from PIL import Image
@@ -16,8 +17,10 @@ from pipelines import identity
 from pipelines.spec import FolderSource, Ingest
 from pipelines.store import Layout, commit, open_store
 from ray_jobs import ingest
+from ray_jobs.data.columns import FACTS
+from ray_jobs.data.images import Hashes
 from ray_jobs.data.shards import open_dataset
-from ray_jobs.ingesting.exclude import exclude, read_list
+from ray_jobs.ingesting.exclude import check_classes, exclude, read_list
 from ray_jobs.process.stage import Result
 from tests.support.records import make_context, make_manifest
 from vit_model.errors import UserError
@@ -44,16 +47,23 @@ def test_listed_images_leave_train_and_dev_but_not_test() -> None:
     assert "stays in test" in table["reason"][2].as_py()
 
 
-@pytest.mark.parametrize(
-    ("listed", "message"),
-    [
-        (["1", "no", "neither"], r"x.csv lists 2 ids that the source does not have: neither, no\. Remove"),
-        (["3"], r"x.csv leaves no training image of bee"),
-    ],
-)
-def test_a_list_that_does_not_fit_is_refused(listed: list[str], message: str) -> None:
-    with pytest.raises(UserError, match=message):
-        exclude("x.csv", listed, IMAGES, NAMES)
+def test_a_list_that_does_not_fit_is_refused() -> None:
+    with pytest.raises(
+        UserError, match=r"x.csv lists 2 ids that the source does not have: neither, no\. Remove"
+    ):
+        exclude("x.csv", ["1", "no", "neither"], IMAGES, NAMES)
+
+
+@pytest.mark.parametrize("gone", [["c"], ["a", "c"]])
+def test_a_class_without_a_training_image_is_refused_whatever_took_the_others(gone: list[str]) -> None:
+    """The list takes one of ant's two images, its copies in test the other."""
+    listed = ["3"] if gone == ["c"] else ["2"]
+    is_out, excluded = exclude("x.csv", listed, IMAGES, NAMES)
+    index = IMAGES.filter(pc.invert(pc.or_(is_out, pc.is_in(IMAGES["key"], pa.array(gone)))))
+    lost = "bee" if gone == ["c"] else "ant"
+    with pytest.raises(UserError, match=f"x.csv leaves no training image of {lost},"):
+        check_classes("x.csv", excluded, index, NAMES)
+    check_classes("x.csv", excluded, IMAGES, NAMES)
 
 
 @pytest.mark.parametrize(
@@ -107,6 +117,30 @@ def test_the_content_of_the_list_is_in_the_key_and_its_place_is_not(tmp_path: Pa
     assert len(set(keys)) == 3
     with pytest.raises(ValueError, match=re.escape(f"exclude: {tmp_path / 'gone'}: no such file")):
         key(stage(tmp_path / "images", tmp_path / "gone"))
+
+
+def test_copies_may_not_take_what_a_list_leaves(tmp_path: Path) -> None:
+    """The list takes one of two training images of a class, and the other is a copy of a test image."""
+    put_images(tmp_path / "images")
+    (tmp_path / "x.csv").write_text("sample_id\na/2\n")
+    config = stage(tmp_path / "images", tmp_path / "x.csv")
+    config = config.model_copy(update={"duplicates": "drop", "max_distance": None})
+    context = make_context(open_store(str(tmp_path / "store")), config)
+    keys = ["a/1", "a/2", "a/3", "b/1", "b/2", "b/3"]
+    columns: dict[str, Any] = {field.name: pa.nulls(6, field.type) for field in FACTS}
+    columns |= {
+        "key": pa.array(keys),
+        "sample_id": pa.array(keys),
+        "content_id": pa.array(["test", "2", "test", "4", "5", "6"]),
+        "label": pa.array([0, 0, 0, 1, 1, 1], pa.int32()),
+        "split": pa.array(["test", "train", "train"] * 2),
+        **{name: pa.array(range(6), pa.uint64()) for name in Hashes._fields},
+    }
+    images = pa.table([columns[field.name] for field in FACTS], names=FACTS.names)
+    with pytest.raises(UserError, match="leaves no training image of a,"):
+        ingest._decided(context, "x", images, ("a", "b"), ["train", "test"], ["a/2"])
+    index, _, _ = ingest._decided(context, "x", images, ("a", "b"), ["train", "test"], ["b/2"])
+    assert index["key"].to_pylist() == ["a/1", "a/2", "b/1", "b/3"]
 
 
 @pytest.mark.slow

@@ -23,7 +23,7 @@ from pipelines.store import Layout, Manifest, Store, commit, open_store
 from ray_jobs import ingest
 from ray_jobs.data.shards import open_dataset
 from ray_jobs.ingesting.reuse import facts_file
-from ray_jobs.process.stage import Context, Result
+from ray_jobs.process.stage import Context, Result, SourceChangedError
 from tests.support.archives import image
 from tests.support.paths import ROOT
 from tests.support.prepared import put_parquet, put_tfds
@@ -70,6 +70,14 @@ def context_of(store: Store, config: Ingest, number: int = 1, force: str = "") -
         source=source,
     )
     return Context(attempt, config, {})
+
+
+def planned(store: Store, config: Ingest) -> Context[Ingest]:
+    """As the driver plans the stage: the names of the source's files are recorded."""
+    context = context_of(store, config)
+    _, names = identity.listed_source(config)
+    store.create(Layout.listing("ingest", context.attempt.key), json.dumps(names).encode())
+    return context
 
 
 def run(context: Context[Ingest]) -> Result:
@@ -250,6 +258,57 @@ def test_of_a_file_that_changes_while_it_is_read_nothing_is_remembered(
     again = ingest.main(context_of(store, stage(root), number=2))
     assert said(capsys.readouterr().out) == (20, 0)
     assert again == ingest.main(context_of(open_store(str(tmp_path / "other")), stage(root)))
+
+
+def test_files_that_come_while_the_stage_waits_or_reads_are_left_for_the_next_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    root, store = tmp_path / "images", open_store(str(tmp_path / "store"))
+    put_images(root, 0, 20)
+    waiting = planned(store, stage(root))
+
+    def grown_meanwhile(do, shared, each, _):  # type: ignore[no-untyped-def]
+        put_images(root, 30, 35)
+        return [do(*shared, one) for one in each]
+
+    monkeypatch.setattr(ingest, "_in_tasks", lambda do, shared, each, _: [do(*shared, one) for one in each])
+    before = ingest.main(context_of(open_store(str(tmp_path / "other")), stage(root)))
+    put_images(root, 20, 30)
+    (root / "c").mkdir()
+    (root / "c" / "metadata.csv").write_text("not read before the next time")
+    monkeypatch.setattr(ingest, "_in_tasks", grown_meanwhile)
+    assert ingest.main(waiting) == before
+    (root / "c" / "metadata.csv").unlink()
+    monkeypatch.setattr(ingest, "_in_tasks", lambda do, shared, each, _: [do(*shared, one) for one in each])
+    assert run(planned(store, stage(root))).metrics["images"] == 35
+
+    waiting = planned(store, stage(root))
+    (root / "a" / "6.png").unlink()
+    with pytest.raises(SourceChangedError, match="the source changed before it was read"):
+        ingest.main(waiting)
+
+
+@pytest.mark.parametrize(
+    ("source", "digest"),
+    [
+        ({"kind": "digits"}, "301a4c871319df1f219d1d9097ac72b29fd46e5cab4d26a7c142180c7132723f"),
+        (
+            {"kind": "glyphs", "images": 1000, "dev_images": 100},
+            "f1919444b8f761e76a92bff8f2b370a8ada6ddc2faf9bbd556209f2cc3159f02",
+        ),
+        (
+            {"kind": "shapes", "label": "shape", "images": 50, "seed": 0},
+            "c82e2f81bc28407b987bbd1c333d11a0464f0cda3e109eb5fda396e76eb109a8",
+        ),
+    ],
+)
+def test_a_new_version_of_ingest_does_not_move_the_content_of_a_dataset(
+    source: dict[str, object], digest: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Everything that was trained on it stays cached."""
+    monkeypatch.setattr(ingest, "_in_tasks", lambda do, shared, each, _: [do(*shared, one) for one in each])
+    config = Ingest.model_validate({"job": "ingest", "source": source})
+    assert ingest.main(make_context(open_store(str(tmp_path)), config)).content_digest == digest
 
 
 def test_a_set_of_test_images_alone_has_its_card(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -70,6 +70,19 @@ def test_ranges_of_nested_tars_lie_in_the_outermost_file(tmp_path: Path) -> None
     assert local(files, chain).read_bytes() == inner
 
 
+@pytest.mark.parametrize("use", [local, read_file, contents])
+def test_a_stored_member_of_a_zip_is_compared_with_its_checksum(
+    use: Callable[[Mapping[str, str], str], object], tmp_path: Path
+) -> None:
+    inner = tar({"1.jpg": b"image bytes"})
+    whole = zipped({"in.tar": inner}, zipfile.ZIP_STORED)
+    use(put(tmp_path, good=whole), "good::in.tar")
+    flipped = bytearray(whole)
+    flipped[whole.index(b"image bytes")] ^= 1
+    with pytest.raises(ValueError, match=r"in\.tar(: | is damaged: )its bytes are not those"):
+        use(put(tmp_path, it=bytes(flipped)), "it::in.tar")
+
+
 @pytest.mark.parametrize("packed", [gzip.compress, bz2.compress, lzma.compress])
 @pytest.mark.parametrize("method", [zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED])
 def test_a_packed_tar_in_a_zip(packed: Callable[[bytes], bytes], method: int, tmp_path: Path) -> None:

@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from pipelines import identity
@@ -14,6 +16,7 @@ from pipelines.files.sources import source_files
 from pipelines.identity import identity_fields
 from pipelines.spec import FolderSource, Ingest, RecipeError
 from ray_jobs.sources.readers.folder import Entry, Listing, listing, scan
+from vit_model.errors import UserError
 
 
 def touch(root: Path, *keys: str) -> Path:
@@ -54,6 +57,39 @@ def test_split_folders_in_any_case(tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.parametrize(
+    "tops",
+    [
+        ("seg_train/seg_train", "seg_test/seg_test"),
+        ("training_set", "holdout"),
+        ("train_images", "val_images", "Test images"),
+        ("train2", "eval"),
+    ],
+)
+def test_top_folders_that_contain_splits_are_no_classes(tops: tuple[str, ...], tmp_path: Path) -> None:
+    found = scan(touch(tmp_path, *(f"{top}/{name}/1.png" for top in tops for name in ("forest", "sea"))))
+    assert found.class_names == ("forest", "sea")
+    splits = {entry.key.partition("/")[0]: entry.split for entry in found.entries}
+    expected = ("train", "test") if len(tops) == 2 else ("train", "dev", "test")
+    assert tuple(splits[top.partition("/")[0]] for top in tops) == expected
+
+
+@pytest.mark.parametrize("tops", [("bullet_train", "cat"), ("test_tube", "val_set"), ("bullet_train", "x_y")])
+def test_classes_may_contain_the_name_of_a_split(tops: tuple[str, ...], tmp_path: Path) -> None:
+    found = scan(touch(tmp_path, *(f"{top}/1.png" for top in tops)))
+    assert found.class_names == tops and {entry.split for entry in found.entries} == {None}
+
+
+def test_two_spellings_of_one_word_are_one_class(tmp_path: Path) -> None:
+    """macOS writes names in Unicode's NFD, others in NFC. A single spelling stays as it is."""
+    composed, decomposed = "caf\u00e9", "cafe\u0301"
+    found = scan(touch(tmp_path, f"train/{decomposed}/1.png", "train/tea/1.png", f"test/{decomposed}/2.png"))
+    assert found.class_names == (decomposed, "tea")
+    found = scan(touch(tmp_path, f"test/{composed}/3.png"))
+    assert found.class_names == (composed, "tea")
+    assert [entry.label for entry in found.entries] == [0, 0, 0, 1]
+
+
 def test_metadata_csv(tmp_path: Path) -> None:
     touch(tmp_path, "1.png", "sub/2.png", "3.png")
     text = '\ufefffile_name,label,split\n1.png,"cat, small",train\nsub/2.png,dog,Training\n3.png,dog,validation\n'
@@ -92,6 +128,27 @@ def test_a_table_in_the_root_leaves_the_split_to_split_folders_or_says_it(tmp_pa
         scan(tmp_path)
 
 
+def test_tables_are_read_wherever_they_are(tmp_path: Path) -> None:
+    """As `datasets` reads them. Folders would be the labels otherwise."""
+    touch(tmp_path, "siteA/x/1.png", "siteB/2.png", "siteB/3.png")
+    metadata(tmp_path, "file_name,label\nx/1.png,cat\n", "siteA/metadata.csv")
+    pq.write_table(
+        pa.table({"file_name": ["2.png", "3.png"], "label": pa.array(["dog", "cat"]).dictionary_encode()}),
+        tmp_path / "siteB" / "metadata.parquet",
+    )
+    found = scan(tmp_path)
+    assert [label for label, _ in of_keys(found).values()] == ["cat", "dog", "cat"] and not found.ignored
+    (tmp_path / "siteB" / "metadata.parquet").write_bytes(b"PAR1")
+    with pytest.raises(UserError, match=r"siteB/metadata\.parquet is not a Parquet file, or damaged"):
+        scan(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["metadata.json", "a/Metadata.csv", "metadata.tsv", "b/metadata.csv.gz"])
+def test_a_table_that_is_not_read_is_an_error(name: str, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=f"{name} is not a table that can be read; expected metadata.csv"):
+        scan(touch(tmp_path, "a/1.png", "b/2.png", "a/metadata.png", name))
+
+
 def test_columns_are_named_and_white_space_around_text_is_nothing(tmp_path: Path) -> None:
     touch(tmp_path, "1.png", "2.png", "3.png")
     text = ' image ,\tclass, label , split\n 1.png , cat,0, train \n2.png,"cat ",1,train\n3.png , "dog, big",2, train\n'
@@ -110,7 +167,7 @@ def test_columns_are_named_and_white_space_around_text_is_nothing(tmp_path: Path
     (tmp_path / "metadata.jsonl").unlink()
     with pytest.raises(
         ValueError,
-        match=r"image_column: 'image' names a column of metadata\.csv or metadata\.jsonl, but .* contains neither",
+        match=r"image_column: 'image' names a column of metadata\.csv, .* or metadata\.parquet, but .* contains none",
     ):
         listing(source, {})
 
@@ -150,6 +207,16 @@ def test_scan_needs_the_standard_library_only(tmp_path: Path) -> None:
         ),
         (("train2017/1.jpg", "val2017/2.jpg"), r"the layout of COCO, a detection data set \(train2017\)"),
         (("train/_annotations.coco.json", "train/1.jpg", "valid/2.jpg"), "the layout of COCO"),
+        (("images/1.png", "masks/1.png"), r"the layout of a segmentation data set \(images, masks\)"),
+        (("train/img/1.png", "train/labels/1.png"), "the layout of a segmentation data set"),
+        (
+            ("cat/train/1.png", "cat/test/2.png", "dog/train/1.png", "dog/test/2.png"),
+            r"cat contains split folders \(test, train\)\. Set the root to",
+        ),
+        (
+            ("my_train/train/a/1.png", "my_train/test/b/1.png"),
+            r"my_train contains split folders \(test, train\)",
+        ),
         (("a/1.png", "2.png"), "outside class folders, such as '2.png'"),
         (
             ("train/a/1.png", "train/b/1.png", "cats/2.png"),
@@ -249,8 +316,8 @@ def test_links_that_lead_nowhere_are_told(target: str, tmp_path: Path) -> None:
         ("file_name,label\n1.png,\n", "'1.png' has no label"),
         ("file_name,label\n1.png,a\n", "does not list 1 of 2 images, such as '2.png'"),
         (
-            "file_name,label,split\n1.png,a,holdout\n",
-            "row 2: unknown split 'holdout'; expected one of: train",
+            "file_name,label,split\n1.png,a,later\n",
+            "row 2: unknown split 'later'; expected one of: train",
         ),
         ('file_name,label\n"1.png,a\n', "is not CSV"),
         (

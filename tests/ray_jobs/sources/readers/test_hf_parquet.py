@@ -15,6 +15,7 @@ from ray_jobs.sources.archives.entries import Files, Listing
 from ray_jobs.sources.readers import hf_parquet
 from tests.support.archives import image
 from tests.support.prepared import HF_FEATURES, put_parquet
+from vit_model.errors import UserError
 
 
 def source(root: Path, **fields: object) -> tuple[HfParquetSource, Files]:
@@ -112,6 +113,43 @@ def test_a_large_row_group_is_read_in_several_passes(root: Path, monkeypatch: py
     assert images_of(root, listed(root)) == whole
 
 
+@pytest.mark.slow
+def test_a_row_group_of_more_than_a_batch_can_hold_is_read(tmp_path: Path) -> None:
+    """Of struct<bytes, path>, pyarrow reads no batch of 2 GiB. A dictionary hides how many bytes the images have."""
+    pixels = bytes(36 * 2**20)
+    put_parquet(
+        tmp_path / "train.parquet", [pixels] * 64, [0, 1] * 32, rows=64, compression="zstd", plain=False
+    )
+    assert (tmp_path / "train.parquet").stat().st_size < 100_000
+    given, files = source(tmp_path)
+    entries = listed(tmp_path).entries
+    assert [image == pixels for image in catalog.images(given, files, entries)] == [True] * 64
+
+
+@pytest.mark.parametrize(
+    ("error", "message"),
+    [
+        (
+            pa.ArrowNotImplementedError("nested"),
+            r"train\.parquet, row group 0: pyarrow cannot read it: nested",
+        ),
+        (MemoryError("full"), "full"),
+        (OSError(5, "Input/output error"), "Input/output error"),
+    ],
+)
+def test_a_failure_of_the_reader_is_not_the_images_damage(
+    error: Exception, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(_cell: object) -> bytes:
+        raise error
+
+    put_parquet(tmp_path / "train.parquet", [image(0), image(1)], [0, 1])
+    found = listed(tmp_path)
+    monkeypatch.setattr(hf_parquet, "_image", fail)
+    with pytest.raises((UserError, MemoryError, OSError), match=message):
+        images_of(tmp_path, found)
+
+
 def test_an_image_that_is_only_a_path_is_refused(tmp_path: Path) -> None:
     put_parquet(tmp_path / "train.parquet", [image(0), None, b""], [0, 1, 2])
     images = images_of(tmp_path, listed(tmp_path))
@@ -137,6 +175,31 @@ def test_files_of_other_programs(tmp_path: Path) -> None:
         ("train/0000/0000001", 0, "train"),
     ]
     assert images_of(tmp_path, found)["test/0000/0000001"] == image(6)
+
+
+@pytest.mark.parametrize(
+    ("values", "names"),
+    [
+        (pa.array(["b", "a", "b"], pa.large_string()), ("a", "b")),
+        (pa.array(["b", "a", "b"], pa.string_view()), ("a", "b")),
+        (pa.array(["b", "a", "b"]).dictionary_encode(), ("a", "b")),
+        (pa.array([7, 3, 7]).dictionary_encode(), ("3", "7")),
+        (pa.array([True, False, True]), ("false", "true")),
+        (pa.array(["caf\u00e9", "b", "cafe\u0301"]), ("b", "caf\u00e9")),
+    ],
+)
+@pytest.mark.parametrize("binary", [pa.binary(), pa.large_binary(), pa.binary_view()])
+def test_text_of_any_library_is_text(
+    values: pa.Array, names: tuple[str, ...], binary: pa.DataType, tmp_path: Path
+) -> None:
+    """pandas 3 writes large_string, polars string_view, and both write dictionaries for categories."""
+    images = pa.array([image(number) for number in range(3)], binary)
+    pq.write_table(pa.table({"image": images, "label": values, "site": values}), tmp_path / "0.parquet")
+    found = listed(tmp_path, group="site")
+    assert found.class_names == names and found.entries["label"].to_pylist() == [1, 0, 1]
+    groups = found.entries["group"].to_pylist()
+    assert groups[0] == groups[2] != groups[1]
+    assert images_of(tmp_path, found)["0/0000001"] == image(1)
 
 
 @pytest.mark.parametrize("labels", [[1000000, 7, 7], [7, 3, 3], [9, 10, 9], [5, 5, 5]])
@@ -169,9 +232,36 @@ def test_what_has_no_label_or_no_known_split_is_left_out_and_said(root: Path) ->
     found = listed(root)
     assert found.entries["split"].to_pylist().count("test") == 1
     assert found.notes == (
-        "unsupervised-00000-of-00001.parquet is of no known split and is left out",
+        "1 files left out, because other files name a split (train, val, test) and these do not: "
+        "unsupervised-00000-of-00001.parquet",
         "2 images without a label are left out",
     )
+
+
+@pytest.mark.parametrize(
+    ("train", "test"),
+    [
+        ("imagefolder-train", "imagefolder-test"),
+        ("food101-train-00000-of-00001", "food101-validation.v2-00000-of-00001"),
+        ("train_0", "Testing 0"),
+        ("data_train", "my-eval/0"),
+        ("a/0-trainset", "a/holdout"),
+    ],
+)
+def test_a_split_is_a_word_anywhere_in_the_name(train: str, test: str, tmp_path: Path) -> None:
+    for name, seed in ((train, 0), (test, 5), (f"{train.rpartition('/')[0]}/other".strip("/"), 7)):
+        put_parquet(tmp_path / f"{name}.parquet", [image(seed), image(seed + 1)], [0, 1])
+    found = listed(tmp_path)
+    assert {row["split"] for row in found.entries.to_pylist() if row["file"] == f"{train}.parquet"} == {
+        "train"
+    }
+    assert {row["split"] for row in found.entries.to_pylist() if row["file"] == f"{test}.parquet"} <= {
+        "test",
+        "dev",
+    }
+    assert len(found.entries) == 4
+    assert found.notes[-1].startswith("1 files left out, because other files name a split")
+    assert found.notes[-1].endswith("other.parquet")
 
 
 def test_files_that_name_no_split_leave_it_to_be_drawn(tmp_path: Path) -> None:

@@ -53,6 +53,16 @@ def test_samples_labels_and_splits(tmp_path: Path) -> None:
     assert {row["key"][-10:]: row["label"] for row in named.entries.to_pylist()}["000002.jpg"] == 0
 
 
+@pytest.mark.parametrize("name", ["eval", "holdout", "testset", "x_testing_v2", "evaluation__x"])
+def test_shards_beside_train_are_of_their_split_or_left_out_by_name(name: str, tmp_path: Path) -> None:
+    shards = {"train_000000": shard([0, 1]), f"{name}_000000": shard([1, 0], 3), "extra_0": shard([0, 2], 5)}
+    found = listed(put(tmp_path, **shards))
+    assert sorted(found.entries["split"].to_pylist()) == ["test", "test", "train", "train"]
+    assert found.class_names == ("0", "1")
+    [note] = found.notes
+    assert note.startswith("1 files left out") and note.endswith("extra-0.tar")
+
+
 def test_numbers_that_are_not_from_0_are_the_classes_and_it_is_said(tmp_path: Path) -> None:
     found = listed(put(tmp_path, x=shard([1000000, 7, 10, 7])))
     assert found.class_names == ("7", "10", "1000000")
@@ -110,6 +120,14 @@ def test_a_label_field_that_no_sample_has_is_told_with_those_that_there_are(tmp_
         ValueError, match=r"has no field cls; it has jpg, json, target\.txt\. Name .* source\.label"
     ):
         listed(root)
+
+
+def test_names_of_classes_may_be_spelled_in_two_ways(tmp_path: Path) -> None:
+    root = put(
+        tmp_path, x={"1.jpg": image(1), "1.cls": b"caf\xc3\xa9", "2.jpg": image(2), "2.cls": b"cafe\xcc\x81"}
+    )
+    found = listed(root, class_names=("tea", "cafe\u0301"))
+    assert found.class_names == ("tea", "cafe\u0301") and found.entries["label"].to_pylist() == [1, 1]
 
 
 def test_a_pickle_is_never_opened(tmp_path: Path) -> None:
