@@ -150,8 +150,8 @@ def _augmentation(config: Mapping[str, Any]) -> str:
 
 def _import(config: Mapping[str, Any], inputs: Mapping[str, str]) -> str:
     return (
-        f"Weights imported from {config['path']}. Only vitflow's own weights record their training images, so imported "
-        "weights may have been trained on these test images."
+        f"Weights imported from {config['path']}. Unless they are those of a model in the store, their training images are "
+        "unknown, and test images may be among them."
     )
 
 
