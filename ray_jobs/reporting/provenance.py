@@ -150,8 +150,8 @@ def _augmentation(config: Mapping[str, Any]) -> str:
 
 def _import(config: Mapping[str, Any], inputs: Mapping[str, str]) -> str:
     return (
-        f"Weights imported from {config['path']}. Unless they are those of a model in the store, their training images are "
-        "unknown, and test images may be among them."
+        f"Weights imported from {config['path']}. Unless they are those of a model in the store, their training images"
+        " are unknown, and test images may be among them."
     )
 
 
