@@ -216,8 +216,11 @@ def test_probes_are_compared_with_probes_of_as_many_labels(whole: tuple[dict[str
     verdicts = [verdict for verdict in whole[0]["verdicts"] if verdict["task"] == "SVHN"]
     assert [(v["labels_per_class"], v["protocol"], v["reference_protocol"]) for v in verdicts] == [
         (5, "few-shot linear", "few-shot linear"),
+        (5, "few-shot linear", "few-shot linear"),
+        (None, "linear probe", "linear probe"),
         (None, "linear probe", "linear probe"),
     ]
+    assert [verdict["reference_kind"] for verdict in verdicts] == ["untrained", "pixels"] * 2
     (protocol,) = {
         line["text"] for line in whole[0]["protocols"] if line["stage"].startswith("few_shot@task=svhn")
     }
