@@ -460,8 +460,8 @@ def test_verdict_compares_pairs_with_the_best_reference_of_each_sort(files: dict
     assert numbers["headline"].startswith(
         "Compared with training from scratch: with few labels, yes (the 95% interval of the difference lies above"
         " zero). Compared with an untrained model: with few labels, yes (the 95% interval of the difference lies above"
-        " zero). Does the model beat simple classifiers on pixels? With few labels, partly (in 1 of 2 comparisons the 95%"
-        " interval lies above zero). Adjusted for all 4 comparisons"
+        " zero). Does the model beat simple classifiers on pixels? With few labels, partly (in 1 of 2 comparisons the"
+        " 95% interval lies above zero). Adjusted for all 4 comparisons"
     )
     assert [v["reference_kind"] for v in numbers["verdicts"]] == ["untrained", "pixels", "scratch", "pixels"]
 
