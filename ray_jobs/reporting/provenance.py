@@ -304,6 +304,8 @@ def _audit(config: Mapping[str, Any], inputs: Mapping[str, str]) -> str:
 
 
 def _selection(labels: Mapping[str, Any]) -> str:
+    if not labels.get("use_dev", True):
+        return "selected by cross-validation in train, if there are several, then fitted on train without dev"
     if labels["per_class"] is None:
         return "selected on dev, then fitted on train and dev (without dev: selected by cross-validation in train)"
     return (

@@ -161,7 +161,7 @@ def test_overlap_is_that_of_sets() -> None:
     assert 0 < found.near_copies < len(test) and found.seen.any() and found.also_in_train
 
 
-@pytest.mark.parametrize("labels", [FEW, Labels()])
+@pytest.mark.parametrize("labels", [FEW, Labels(), Labels(use_dev=False)])
 def test_a_fine_tuning_was_trained_on_what_it_was_given(made: Made, labels: Labels) -> None:
     """The first draw's pool of the stage itself, which the stored model is fitted on."""
     config = Finetune(
