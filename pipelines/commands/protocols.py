@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from contextlib import nullcontext, redirect_stdout
 from datetime import datetime
@@ -100,26 +101,60 @@ def explain(
     """
     opened = open_(store, create=False)
     sides = explaining.find_side(opened, a), explaining.find_side(opened, b)
-    found = explaining.differences(opened, *sides)
-    if not found:
-        say("the protocols, data and models of A and B are the same")
-        return
-    plan = explaining.repetitions(*sides, found)
-    _check_cached(opened, plan, sides)
+    try:
+        found = explaining.differences(opened, *sides)
+        plan = explaining.repetitions(*sides, found)
+        _check_cached(opened, plan, sides)
+    except RecipeError:
+        _show(opened, sides, explaining.no_repetitions(*sides), [], {}, as_json)
+        raise
     wanted = _affordable(plan, sides[0], minutes)
     with redirect_stdout(sys.stderr) if as_json else nullcontext():
-        planned = carry_out(plan.pipeline, wanted, store, address, token_file)
-    keys = {stage.name: stage.manifest.key for stage in planned if stage.manifest and stage.name in wanted}
-    lines = explaining.attributed(plan, found, explaining.accuracies(opened, keys))
+        planned = carry_out(plan.pipeline, wanted, store, address, token_file) if found else []
+    repeated = {
+        stage.name: stage.manifest.key for stage in planned if stage.manifest and stage.name in wanted
+    }
+    is_shared = _show(opened, sides, plan, found, repeated, as_json)
+    if as_json:
+        return
+    if not found:
+        say("the protocols, data and models of A and B are the same")
+    if is_shared and (missing := len(plan.stages) - len(wanted)):
+        minutes_of_a = _seconds(sides[0]) / 60
+        say(
+            f"not run: {missing} repetitions of A, which took {minutes_of_a:.1f} minutes;"
+            f" `--minutes {math.ceil((len(plan.stages) - 2) * minutes_of_a)}` runs all"
+        )
+
+
+def _show(
+    store: Store,
+    sides: tuple[Side, Side],
+    plan: Repetitions,
+    found: list[Difference],
+    repeated: dict[str, str],
+    as_json: bool,
+) -> bool:
+    """Print both results, and what each difference contributes as far as A was `repeated` (stage -> key) with it.
+
+    Returns:
+        Whether they have a setting in common.
+    """
+    keys = {name: side.manifest.key for name, side in zip((plan.a, plan.b), sides, strict=True)}
+    lines = explaining.attributed(plan, found, explaining.accuracies(store, repeated | keys))
     known = explaining.literature(found)
+    is_shared = any(line["rest"] is not None for line in lines)
     if as_json:
         print_json(
             {"a": sides[0].manifest.key, "b": sides[1].manifest.key, "settings": lines, "literature": known}
         )
-        return
+        return is_shared
     console.print(_table(lines, found))
+    if not is_shared:
+        say("A and B have no setting in common: no protocol with the same number of labels")
     for text in known:
         say(text)
+    return is_shared
 
 
 def _check_cached(store: Store, plan: Repetitions, sides: tuple[Side, Side]) -> None:
@@ -142,11 +177,13 @@ def _affordable(plan: Repetitions, a: Side, minutes: float | None) -> tuple[str,
     both, more = (plan.a, plan.b), plan.stages[2:]
     if minutes is None:
         return (*both, *more) if a.manifest.job == "evaluate" else both
+    return (*both, *more[: int(60 * minutes / _seconds(a))])
+
+
+def _seconds(a: Side) -> float:
+    """Return how long A took, at least a second."""
     started, finished = (datetime.fromisoformat(time) for time in (a.manifest.started, a.manifest.finished))
-    count = int(60 * minutes / max(1.0, (finished - started).total_seconds()))
-    if count < len(more):
-        say(f"{count} of {len(more)} repetitions of A fit into {minutes:g} minutes")
-    return (*both, *more[:count])
+    return max(1.0, (finished - started).total_seconds())
 
 
 def _table(lines: list[dict[str, Any]], found: list[Difference]) -> Table:
@@ -155,26 +192,34 @@ def _table(lines: list[dict[str, Any]], found: list[Difference]) -> Table:
     table.add_column("accuracy %, and what each field of B changes in A", overflow="fold")
     for line in lines:
         labels = "all labels" if line["labels_per_class"] is None else f"{line['labels_per_class']} per class"
-        table.add_column(Text(f"{line['protocol']}, {labels}"), justify="right")
-    table.add_row("A", *(f"{100 * line['a']:.1f}" for line in lines))
+        heading = ", ".join(filter(None, (line["protocol"], labels, line["scored"])))
+        table.add_column(Text(heading), justify="right")
+    table.add_row("A", *(_percent(line["a"]) for line in lines))
     table.add_section()
     effects = [{field["field"]: field for field in line["fields"]} for line in lines]
     largest = sorted(found, key=lambda each: -max(abs(own[each.name]["effect"] or 0.0) for own in effects))
     for each in largest:
         label = f"{each.name}: {_said(each.a)} -> {_said(each.b)}"
-        if note := effects[0][each.name]["note"]:
+        note = effects[0][each.name]["note"]
+        if note:
             label += f" (not possible alone: {note})"
-        table.add_row(Text(label), *(_points(own[each.name]["effect"]) for own in effects))
-    table.add_row("in combination, or unexplained", *(_points(line["rest"]) for line in lines), style="dim")
+        absent = "–" if note else "not run"
+        table.add_row(Text(label), *(_points(own[each.name]["effect"], absent) for own in effects))
+    rest = "in combination, or unexplained" if found else "B - A"
+    table.add_row(rest, *(_points(line["rest"], "–") for line in lines), style="dim")
     if any(line["together"] is not None for line in lines):
-        table.add_row("all fields together", *(_points(line["together"]) for line in lines))
+        table.add_row("all fields together", *(_points(line["together"], "not run") for line in lines))
     table.add_section()
-    table.add_row("B", *(f"{100 * line['b']:.1f}" for line in lines))
+    table.add_row("B", *(_percent(line["b"]) for line in lines))
     return table
 
 
-def _points(effect: float | None) -> str:
-    return "not run" if effect is None else f"{100 * effect:+.1f}"
+def _percent(accuracy: float | None) -> str:
+    return "–" if accuracy is None else f"{100 * accuracy:.1f}"
+
+
+def _points(effect: float | None, absent: str) -> str:
+    return absent if effect is None else f"{100 * effect:+.1f}"
 
 
 def _said(value: Any) -> str:

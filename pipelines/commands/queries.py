@@ -34,14 +34,13 @@ from pipelines.results.accuracies import (
     REPORT_COLUMNS,
     RESULT_COLUMNS,
     accuracy_table,
-    compare,
-    comparison_table,
     list_reports,
     list_results,
     metrics_table,
     verdict_lines,
     vtab_table,
 )
+from pipelines.results.compare import compare, comparison_table
 from pipelines.results.lookup import find_artifact
 from pipelines.results.query import TABLES, query
 from pipelines.spec import RecipeError
@@ -188,8 +187,9 @@ def report_compare(
     """Compare the test accuracies of two reports, evaluations, fine-tuned models or runs.
 
     Accuracies with the same task, protocol, method and number of labels are shown side by side, with 95% intervals
-    over draws and test images. The difference is B - A. It is paired if both were scored on the same images with the
-    same draws of labels; otherwise it is computed as for two independent measurements.
+    over draws and test images; so is a single method of one side with those of the other on the same images. The
+    difference is B - A. It is paired if both were scored on the same images with the same draws of labels; otherwise
+    it is computed as for two independent measurements.
     """
     comparison = compare(open_(store, create=False), a, b)
     if as_json:

@@ -1,4 +1,4 @@
-"""Measured accuracies for the terminal: a report's verdict and tables, lists of results, two results compared.
+"""Measured accuracies for the terminal: a report's verdict and tables, lists of results.
 
 Out: lines, dictionaries for JSON, and rich tables. Text from outside (class and method names) is never read as markup.
 """
@@ -8,20 +8,15 @@ from __future__ import annotations
 import math
 from collections import Counter
 from statistics import NormalDist
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rich import box
 from rich.table import Table
 from rich.text import Text
 
-from pipelines.results.lookup import find_manifests
 from pipelines.results.query import query
 from pipelines.spec import RecipeError, nearest
-from pipelines.store import Manifest, Store, all_manifests, local_files
-from vit_model.errors import UserError
-
-if TYPE_CHECKING:
-    from ray_jobs.reporting.measures import Entry
+from pipelines.store import Store, all_manifests
 
 REPORT_COLUMNS: tuple[str, ...] = ("key", "run", "finished", "title", "page")
 BEST_COLUMNS: tuple[str, ...] = (
@@ -46,7 +41,6 @@ RESULT_COLUMNS: tuple[str, ...] = (
     "key",
     "run",
 )
-_TABLES = ("rows.parquet", "predictions.parquet")
 MOST_SENTENCES, MOST_LINES = 12, 100  # comparisons and accuracies; more are only on the report's page
 
 
@@ -78,7 +72,7 @@ def accuracy_table(report: dict[str, Any]) -> Table:
     table.add_column("artifact", no_wrap=True)
     last_heading = ""
     for line in report["accuracies"]:
-        heading = f"{line['task']}, {line['protocol']}, {_labels(line)}"
+        heading = f"{line['task']}, {line['protocol']}, {labels_of(line)}"
         if heading != last_heading:
             table.add_section()
             table.add_row(Text(heading, style="bold"))
@@ -100,7 +94,7 @@ def metrics_table(metrics: list[dict[str, Any]]) -> Table:
     for line in metrics:
         heading = f"{line['task']}, {line['protocol']}"
         if line["labels_per_class"] is not None:
-            heading += f", {_labels(line)}"
+            heading += f", {labels_of(line)}"
         if heading != last_heading:
             table.add_section()
             table.add_row(Text(heading, style="bold"))
@@ -141,7 +135,8 @@ def vtab_table(score: dict[str, Any]) -> Table:
     return table
 
 
-def _labels(line: dict[str, Any]) -> str:
+def labels_of(line: dict[str, Any]) -> str:
+    """Return 'all labels' or '5 per class'."""
     return "all labels" if line["labels_per_class"] is None else f"{line['labels_per_class']} per class"
 
 
@@ -225,175 +220,3 @@ def expected_optimism(judged: int, accuracy: float, images: int) -> float:
     points = [16 * step / steps - 8 for step in range(steps + 1)]
     density = (x * judged * normal.pdf(x) * normal.cdf(x) ** (judged - 1) for x in points)
     return 16 / steps * sum(density) * math.sqrt(accuracy * (1 - accuracy) / images)
-
-
-# ------------------------------------------------------------------------------------------------- compare
-
-
-def compare(store: Store, a: str, b: str) -> dict[str, Any]:
-    """Compare two results; return {a, b, both, only_a, only_b}.
-
-    `both` has {task, protocol, method, labels_per_class, a, b, difference} for each setting that both measured,
-    `only_a` and `only_b` the settings that one measured. Accuracies are {accuracy, low, high, draws, num_images, stage,
-    artifact}, differences {value, low, high, paired}: B - A with its 95% interval, as fractions. The intervals are not
-    adjusted for multiple comparisons.
-
-    Raises:
-        RecipeError: A or B matches no measured accuracies.
-    """
-    manifests = list(all_manifests(store))
-    sides = [_entries(store, _measured(store, manifests, selector)) for selector in (a, b)]
-    for selector, side in zip((a, b), sides, strict=True):
-        if not side:
-            raise RecipeError(f"{selector}: no accuracies to compare; `report list` shows its mAP and mIoU")
-    settings = sorted({setting for side in sides for setting in side}, key=_sort_key)
-    both = [setting for setting in settings if all(setting in side for side in sides)]
-    only = [
-        [_line(setting, side[setting]) for setting in settings if setting in side and setting not in both]
-        for side in sides
-    ]
-    return {
-        "a": a,
-        "b": b,
-        "both": [_pair(setting, sides[0][setting], sides[1][setting]) for setting in both],
-        "only_a": only[0],
-        "only_b": only[1],
-    }
-
-
-def comparison_table(comparison: dict[str, Any]) -> Table:
-    """Return the result of `compare` as a table in percent, at most 80 columns wide."""
-    table = Table(
-        box=box.SIMPLE_HEAD,
-        padding=(0, 1, 0, 0),
-        title=Text(f"accuracy %, 95% intervals\nA: {comparison['a']}\nB: {comparison['b']}"),
-        title_justify="left",
-    )
-    table.add_column("method", overflow="fold", min_width=18)
-    for name in ("A", "B", "B - A"):
-        table.add_column(name, justify="right", no_wrap=True)
-    lines = [
-        *comparison["both"],
-        *({**line, "a": line} for line in comparison["only_a"]),
-        *({**line, "b": line} for line in comparison["only_b"]),
-    ]
-    last_heading = None
-    for line in lines:
-        heading = (f"{line['task']}, {line['protocol']},", _labels(line))
-        if heading != last_heading:
-            table.add_section()
-            for part in heading:
-                table.add_row(Text(part, style="bold"))
-        last_heading = heading
-        sides = [_interval(line.get(side), "accuracy", "", "–") for side in ("a", "b")]
-        difference = line.get("difference")
-        mark = "" if difference is None or difference["paired"] else " †"
-        table.add_row(
-            *map(Text, (f"  {line['method']}", *sides, _interval(difference, "value", "+", " to ") + mark))
-        )
-    notes = []
-    if len(comparison["both"]) > 1:
-        notes.append(
-            f"the {len(comparison['both'])} intervals of B - A are not adjusted for multiple comparisons"
-        )
-    if not all(line["difference"]["paired"] for line in comparison["both"]):
-        notes.append("† not paired: different test images or draws of labels")
-    table.caption = "\n".join(notes) or None
-    return table
-
-
-def _interval(numbers: dict[str, Any] | None, name: str, sign: str, between: str) -> str:
-    if numbers is None:
-        return ""
-    value, low, high = (f"{100 * numbers[key]:{sign}.1f}" for key in (name, "low", "high"))
-    return f"{value} ({low}{between}{high})"
-
-
-def _sort_key(setting: tuple[Any, ...]) -> tuple[Any, ...]:
-    task, protocol, method, labels, stage = setting
-    return task, protocol, labels is None, labels or 0, method, stage or ""
-
-
-def _measured(store: Store, manifests: list[Manifest], selector: str) -> list[Manifest]:
-    """Return the artifacts with measurements that a selector matches; for a report, those that it reports."""
-    matches = find_manifests(store, selector, manifests)
-    if [manifest.kind for manifest in matches] == ["report"]:
-        keys = {reference.key for reference in matches[0].inputs["of"]}
-        matches = [manifest for manifest in manifests if manifest.key in keys]
-    measured = [manifest for manifest in matches if manifest.kind != "report" and _files(manifest)]
-    if not measured:
-        raise RecipeError(
-            f"{selector}: no measurements; expected an evaluation, a fine-tuned model, a report or a run"
-        )
-    return measured
-
-
-def _files(manifest: Manifest) -> list[Any]:
-    return [entry for entry in manifest.files if entry.path in _TABLES]
-
-
-def _entries(store: Store, manifests: list[Manifest]) -> dict[tuple[Any, ...], Entry]:
-    """Return {(task, protocol, method, labels per class, stage): `Entry`}; the stage only if several measured it."""
-    from ray_jobs.evaluation.rows import PREDICTIONS, ROWS
-    from ray_jobs.reporting import measures
-
-    parts = [
-        (manifest.stage, manifest, local_files(store, manifest, _files(manifest))) for manifest in manifests
-    ]
-    try:
-        entries = measures.entries(
-            measures.join_tables(parts, "rows.parquet", ROWS),
-            measures.join_tables(parts, "predictions.parquet", PREDICTIONS),
-            {manifest.key: measures.draw_seed(manifest) for manifest in manifests},
-        )
-    except UserError as error:
-        raise RecipeError(str(error)) from None
-    settings = [(entry.task, entry.protocol, entry.method, entry.labels_per_class) for entry in entries]
-    return {
-        (*setting, entry.stage if settings.count(setting) > 1 else None): entry
-        for setting, entry in zip(settings, entries, strict=True)
-    }
-
-
-def _pair(setting: tuple[Any, ...], a: Entry, b: Entry) -> dict[str, Any]:
-    from ray_jobs.evaluation.intervals import paired_difference
-    from ray_jobs.reporting.verdicts import comparable
-
-    paired = comparable(a, b)
-    if paired:
-        common = sorted(set(a.draws) & set(b.draws))
-        value, low, high = paired_difference(
-            *(side.correct[[side.draws.index(draw) for draw in common]] for side in (b, a))
-        )
-    else:
-        # the interval of a difference of independent measurements (Zou and Donner 2008, "square-and-add")
-        first, second = a.accuracy, b.accuracy
-        value = second.value - first.value
-        low = value - math.hypot(second.value - second.low, first.high - first.value)
-        high = value + math.hypot(second.high - second.value, first.value - first.low)
-    return _named(setting) | {
-        "a": _accuracy(a),
-        "b": _accuracy(b),
-        "difference": {"value": value, "low": low, "high": high, "paired": paired},
-    }
-
-
-def _line(setting: tuple[Any, ...], entry: Entry) -> dict[str, Any]:
-    return _named(setting) | _accuracy(entry)
-
-
-def _named(setting: tuple[Any, ...]) -> dict[str, Any]:
-    return dict(zip(("task", "protocol", "method", "labels_per_class"), setting[:4], strict=True))
-
-
-def _accuracy(entry: Entry) -> dict[str, Any]:
-    value, low, high = entry.accuracy
-    return {
-        "accuracy": value,
-        "low": low,
-        "high": high,
-        "draws": len(entry.draws),
-        "num_images": len(entry.sample_ids),
-        "stage": entry.stage,
-        "artifact": entry.artifact,
-    }

@@ -86,11 +86,13 @@ def find_side(store: Store, selector: str) -> Side:
     Raises:
         RecipeError: none or several match, or its run's recipe cannot be read.
     """
-    manifests = [manifest for manifest in all_manifests(store) if manifest.job in EXPLAINED]
-    found = find_manifests(store, selector, manifests, "evaluation or fine-tuning")
+    matches = find_manifests(store, selector, list(all_manifests(store)), "evaluation or fine-tuning")
+    found = [manifest for manifest in matches if manifest.job in EXPLAINED]
     if len(found) != 1:
+        jobs = ", ".join(sorted({manifest.job for manifest in matches} - set(EXPLAINED)))
         raise RecipeError(
-            f"{selector}: matches {len(found)} evaluations and fine-tunings; name one by its key or RUN/STAGE"
+            f"{selector}: matches {len(found)} evaluations and fine-tunings{f' ({jobs})' if jobs else ''}; name one by"
+            " its key or RUN/STAGE. `vitflow report compare` compares the accuracies of any two results"
         )
     side = Side(found[0], load_run(store, found[0].run).pipeline)
     if found[0].stage not in side.pipeline.stages:
@@ -200,6 +202,11 @@ def repetitions(a: Side, b: Side, found: Sequence[Difference]) -> Repetitions:
     return Repetitions(pipeline, *names, alone, impossible, TOGETHER if TOGETHER in stages else None)
 
 
+def no_repetitions(a: Side, b: Side) -> Repetitions:
+    """Return the results alone, for two that no field explains."""
+    return Repetitions(a.pipeline, f"a_{a.manifest.stage}", f"b_{b.manifest.stage}", {}, {}, None)
+
+
 def _stage_of(name: str, stage: str, a: Side, group: Sequence[Difference]) -> AnyStage:
     """Return the stage of A that the stage `name` of a repetition is a copy of."""
     return a.stage if name == stage else a.input(name.removeprefix(f"{stage}_"))[1]
@@ -257,8 +264,15 @@ def _placed(fields: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, A
 
 # ------------------------------------------------------------------------------------------------- what they say
 
-Setting = tuple[str, int | None]
-"""sort of learning, labels per class"""
+
+class Setting(NamedTuple):
+    """What a result has one accuracy for."""
+
+    protocol: str
+    """without the name of its variant, in which two results may differ"""
+    labels_per_class: int | None
+    scored: str = ""
+    """"" for all of test by its labels; else what else was scored: by ReaL's labels, on a part of test, or both"""
 
 
 def accuracies(store: Store, artifacts: Mapping[str, str]) -> dict[str, dict[Setting, float]]:
@@ -268,15 +282,18 @@ def accuracies(store: Store, artifacts: Mapping[str, str]) -> dict[str, dict[Set
         artifacts: stage -> key of its artifact.
     """
     sql = """
-        SELECT artifact, protocol, labels_per_class, avg(value) FROM rows
+        SELECT artifact, split_part(protocol, ',', 1), labels_per_class,
+               concat_ws(', ', nullif(regexp_extract(task, '[(](ReaL)[)]$', 1), ''),
+                         nullif(regexp_extract(method, 'on test images (not )?seen in training'), '')),
+               avg(value)
+        FROM rows
         WHERE metric = 'accuracy' AND split = 'test'
-              AND method NOT LIKE 'pixels%' AND method NOT LIKE '%untrained%' AND method <> 'majority'
+              AND regexp_matches(method, 'pretrained|trained on these images|from scratch')
         GROUP BY ALL"""
     found: dict[str, dict[Setting, float]] = {}
     with query(store, sql) as answer:
-        for key, protocol, labels, value in answer.rows:
-            # a variant of a protocol has its name after a comma
-            found.setdefault(key, {})[protocol.partition(",")[0], labels] = value
+        for key, *setting, value in answer.rows:
+            found.setdefault(key, {})[Setting(*setting)] = value
     return {stage: found.get(key, {}) for stage, key in artifacts.items()}
 
 
@@ -285,27 +302,32 @@ def attributed(
 ) -> list[dict[str, Any]]:
     """Return, for each setting that both results measured, what each difference contributes.
 
-    {protocol, labels_per_class, a, b, fields: [{field, a, b, effect, note}], together, rest}: accuracies are fractions.
-    `effect` is A with B's value of this field, minus A; null if it was not measured. The largest comes first.
+    If they have no setting in common, each has its own lines, without contributions.
+
+    {protocol, labels_per_class, scored, a, b, fields: [{field, a, b, effect, note}], together, rest}: accuracies are
+    fractions, null if not measured. `effect` is A with B's value of this field, minus A. The largest comes first.
     `together` is A with all of them, minus A. `rest` is b - a less the sum of the effects: what fields do in
     combination, and what none of them explains.
-
-    Raises:
-        RecipeError: the results have no setting in common.
     """
+    both = values[plan.a], values[plan.b]
     settings = sorted(
-        values[plan.a].keys() & values[plan.b].keys(),
-        key=lambda each: (each[0], each[1] is None, each[1] or 0),
+        both[0].keys() & both[1].keys() or both[0].keys() | both[1].keys(),
+        key=lambda each: (
+            each.scored,
+            each.protocol,
+            each.labels_per_class is None,
+            each.labels_per_class or 0,
+        ),
     )
-    if not settings:
-        raise RecipeError("A and B have no setting in common: no protocol with the same number of labels")
     lines = []
     for setting in settings:
-        start, end = values[plan.a][setting], values[plan.b][setting]
+        start, end = (side.get(setting) for side in both)
 
-        def effect(stage: str | None, setting: Setting = setting, start: float = start) -> float | None:
+        def effect(
+            stage: str | None, setting: Setting = setting, start: float | None = start
+        ) -> float | None:
             value = values.get(stage or "", {}).get(setting)
-            return None if value is None else value - start
+            return None if value is None or start is None else value - start
 
         fields = [
             {
@@ -320,13 +342,12 @@ def attributed(
         known = [field["effect"] for field in fields if field["effect"] is not None]
         lines.append(
             {
-                "protocol": setting[0],
-                "labels_per_class": setting[1],
+                **setting._asdict(),
                 "a": start,
                 "b": end,
                 "fields": sorted(fields, key=lambda field: -abs(field["effect"] or 0.0)),
                 "together": effect(plan.together),
-                "rest": end - start - sum(known),
+                "rest": None if start is None or end is None else end - start - sum(known),
             }
         )
     return lines

@@ -16,6 +16,7 @@ from pydantic import Field, TypeAdapter
 from pipelines.recipe.load import load_pipeline
 from pipelines.recipe.pipeline import Pipeline, base
 from pipelines.spec import Finetune, RecipeError, nearest
+from pipelines.spec.augmentation import EvalCrop
 from pipelines.store import Manifest
 from vit_model.config import Frozen
 
@@ -36,6 +37,16 @@ class Published(Frozen):
     source: str
     recipe: str
     stage: str
+    train_fraction: Annotated[float, Field(gt=0, lt=1)]
+    """The part of train that was fitted; the rest was held out."""
+    resolution: int
+    augment: str
+    """of training images"""
+    eval_crop: EvalCrop
+    """of test images"""
+    steps: int
+    warmup_steps: int
+    batch_size: int
     learning_rate: float
 
 
@@ -92,6 +103,7 @@ def repetition(row: Published, archive: str, weights: str, changes: tuple[str, .
         f"backbone.path={weights}",
         f"{data}.source.root={archive}",
         f"{base(row.stage)}.learning_rates=[{row.learning_rate}]",
+        f"{base(row.stage)}.labels.use_dev=false",  # what was held out was not fitted
     )
     pipeline = load_pipeline(row.recipe, (*given, *changes))
     repeated = pipeline.stages[row.stage]

@@ -606,9 +606,16 @@ class Labels(Frozen):
         description="with per_class, or without dev: folds of the cross-validation that selects the settings",
     )
     seed: Seed = 0
+    use_dev: bool = later(
+        True,
+        description="with all labels; false: dev is left out, as if there were none: settings are selected on folds of"
+        " train, which alone is fitted",
+    )
 
     @model_validator(mode="after")
     def _folds_fit(self) -> Self:
+        if self.per_class is not None and not self.use_dev:
+            raise ValueError("use_dev false: with per_class dev is never used; leave it out")
         if self.per_class is not None and self.folds > self.per_class:
             raise ValueError(
                 f"folds {self.folds} is more than per_class {self.per_class}; each fold needs an image of every class"
@@ -1018,7 +1025,7 @@ class Audit(_Stage):
 class Report(_Stage):
     """One page of everything: a table, curves, sheets of images, and the rows behind them."""
 
-    VERSION: ClassVar[int] = 8  # balanced accuracy, and what the probabilities are worth
+    VERSION: ClassVar[int] = 9  # verdicts name what they compare with; VTAB's scores are of one classifier each
     KIND: ClassVar[str] = "report"
     job: Literal["report"]
     title: str

@@ -5,9 +5,10 @@ test images.
 
 The lineage says what a model was trained on: the manifests of the model and its ancestors (a fine-tuning's backbone, a
 pretraining's `init_from` and `teacher`) name their data sets, and `index.parquet` lists the images. A pretraining uses
-train. The stored model of a fine-tuning was fitted on draw 0, or with all labels on train and dev. The training images
-of imported weights, and of data sets without a manifest or an index, are unknown; the log and the artifact's metrics
-say so.
+train. The stored model of a fine-tuning was fitted on draw 0, or with all labels on train and dev. Imported weights
+that are those of a model in the store have its lineage. If the store has only the data set that their contract names,
+all of its train and dev count, and their ancestors are unknown. The training images of other weights, and of data sets
+without a manifest or an index, are unknown; the log and the artifact's metrics say so.
 
 Two images are equal if their bytes are (`content_id`). Test images that the data set itself also has in train or dev,
 in its authors' splits, are counted but not refused, because any model trained on that data set has seen them.
@@ -37,7 +38,17 @@ from pipelines.spec import (
     Labels,
     Segment,
 )
-from pipelines.store import InputRef, Manifest, Store, contract_of, local_file, read_current, read_manifest
+from pipelines.store import (
+    MODEL_FILES,
+    InputRef,
+    Manifest,
+    Store,
+    all_manifests,
+    contract_of,
+    local_file,
+    read_current,
+    read_manifest,
+)
 from ray_jobs.data.near_duplicates import is_near
 from ray_jobs.data.shards import Dataset
 from ray_jobs.evaluation.supports import support_rows
@@ -49,6 +60,8 @@ PRETRAINED, SEEN = "pretrained", "trained on these images"
 COMPARED = ["content_id", "phash"]  # columns of an index
 _INDEX = "index.parquet"
 _READ = [*COMPARED, "split", "label"]
+_WEIGHTS, _ = MODEL_FILES
+_TRAINED = ("pretrain", "finetune")  # the jobs that train the models which they store
 _MAX_DISTANCE: int = Ingest.model_fields["max_distance"].default  # bits between near-copies
 
 
@@ -172,10 +185,11 @@ def _counts(images: pa.Table, trainings: Sequence[Training]) -> str:
 
 def log_lines(overlap: Overlap) -> list[str]:
     """Describe an overlap, one line per kind."""
-    total, near = len(overlap.seen), overlap.near_copies
-    lines = [
-        f"test images seen in training: {overlap.seen.sum():,} of {total:,}, {near:,} more are near-copies"
-    ]
+    total, seen, near = len(overlap.seen), int(overlap.seen.sum()), overlap.near_copies
+    count = f"{seen:,} of {total:,}"
+    if overlap.unknown:
+        count = f"at least {count}" if seen else "unknown"
+    lines = [f"test images seen in training: {count}, {near:,} more are near-copies"]
     if overlap.also_in_train:
         lines.append(
             f"test images that the data set itself also has in train or dev: {overlap.also_in_train:,}"
@@ -274,46 +288,84 @@ def read_trainings(
 ) -> tuple[list[Training], list[str], frozenset[str]]:
     """Return the training images of models and their ancestors, and which of the models have unknown ones.
 
-    Third, the digests of data sets that the contracts of the models, and of ancestors with unknown images, name:
-    exported and reimported vitflow weights have no lineage, but they name theirs.
+    Third, the digests of data sets that the contracts of the models, and of ancestors with unknown images, name.
 
     Raises:
         UserError: an index is damaged.
         StoreError: the store cannot be read.
     """
-    trainings, unknown, queue = [], [], list(models)
+    trainings: list[Training] = []
+    unknown, queue = [], list(models)
     unlisted = list(queue)
     visited = {manifest.key for manifest in queue}
     while queue:
         manifest = queue.pop()
-        name = _described(manifest)
         starts = [reference for field in BACKBONE_FIELDS for reference in manifest.inputs.get(field, ())]
+        ancestors = []
         for reference in starts:
-            backbone = _unchanged(store, reference)
-            if backbone is None:
+            if (backbone := _unchanged(store, reference)) is None:
                 unknown.append(f"{reference.job} {reference.key[:12]}, which was removed")
-            elif backbone.key not in visited:
-                visited.add(backbone.key)
-                queue.append(backbone)
-        data = [_unchanged(store, reference) for reference in manifest.inputs.get("data", ())]
-        indexes = [
-            (dataset, index) for dataset in data if dataset and (index := _index(store, dataset)) is not None
-        ]
-        if manifest.job not in ("pretrain", "finetune") or not indexes:
-            unknown.append(name)
+            else:
+                ancestors.append(backbone)
+        if own := _own_trainings(store, manifest):
+            trainings += own
+        elif originals := _originals(store, manifest):
+            ancestors += originals
+        else:
             unlisted.append(manifest)
-        trainings += [
-            Training(
-                name,
-                _described(dataset),
-                training_images(manifest, index).select(COMPARED),
-                manifest.job != "pretrain"
-                or manifest.config.get("objective", "softmax") not in WITHOUT_LABELS,
-            )
-            for dataset, index in indexes
-        ]
+            named = _named_training(store, manifest)
+            trainings += named
+            unknown.append(f"ancestors of {_described(manifest)}" if named else _described(manifest))
+        queue += [ancestor for ancestor in ancestors if ancestor.key not in visited]
+        visited |= {ancestor.key for ancestor in ancestors}
     contracts = [contract_of(store, manifest) for manifest in unlisted]
     return trainings, unknown, frozenset(contract.training_data for contract in contracts if contract)
+
+
+def _own_trainings(store: Store, model: Manifest) -> list[Training]:
+    """Return what a pretraining or fine-tuning was trained on itself; empty for other jobs, or if it is unknown."""
+    if model.job not in _TRAINED:
+        return []
+    uses_labels = model.job != "pretrain" or model.config.get("objective", "softmax") not in WITHOUT_LABELS
+    data = [_unchanged(store, reference) for reference in model.inputs.get("data", ())]
+    return [
+        Training(
+            _described(model),
+            _described(dataset),
+            training_images(model, index).select(COMPARED),
+            uses_labels,
+        )
+        for dataset in data
+        if dataset and (index := _index(store, dataset)) is not None
+    ]
+
+
+def _originals(store: Store, model: Manifest) -> list[Manifest]:
+    """Return the trained models of the store, other than this one, that have its weights: it is a copy of them.
+
+    A model that was exported and imported again has its weights in the same file, with the same sha256; they may be
+    those of a checkpoint.
+    """
+    weights = {file.sha256 for file in model.files if file.path == _WEIGHTS}
+    return [
+        other
+        for job in _TRAINED
+        for other in all_manifests(store, job)
+        if other.key != model.key
+        and any(file.sha256 in weights for file in other.files if file.path.endswith(_WEIGHTS))
+    ]
+
+
+def _named_training(store: Store, model: Manifest) -> list[Training]:
+    """Return train and dev of the data sets in the store that a model's contract names."""
+    if (contract := contract_of(store, model)) is None:
+        return []
+    found = []
+    for dataset in all_manifests(store, "ingest"):
+        if dataset.content_digest == contract.training_data and (index := _index(store, dataset)) is not None:
+            learned = index.filter(pc.not_equal(index["split"], "test")).select(COMPARED)
+            found.append(Training(_described(model), _described(dataset), learned))
+    return found
 
 
 def training_images(model: Manifest, index: pa.Table) -> pa.Table:

@@ -23,9 +23,9 @@ class Supports:
     """The labelled images that a learner sees; the same for every learner with the same `Labels`.
 
     With few labels, every draw takes its own images of train, and settings are selected on folds of draw 0. With all
-    labels there is one draw: settings are selected on dev, which is then fitted on as well; without a dev split they
-    are selected on folds of train. Test is never used. `train` and `dev` are rows of the index; with all labels, at
-    most `max_images` of train are taken.
+    labels there is one draw: settings are selected on dev, which is then fitted on as well; without a dev split, or
+    without `labels.use_dev`, they are selected on folds of train. Test is never used. `train` and `dev` are rows of the
+    index; with all labels, at most `max_images` of train are taken.
     """
 
     train: pa.Table
@@ -73,7 +73,7 @@ class Supports:
 
     @property
     def _is_selected_on_dev(self) -> bool:
-        return self.labels.per_class is None and len(self.dev) > 0
+        return self.labels.per_class is None and self.labels.use_dev and len(self.dev) > 0
 
 
 def support_rows(
@@ -85,7 +85,7 @@ def support_rows(
     kept = np.arange(len(train))
     if max_images is not None and max_images < len(train):
         kept = np.sort(permutation(len(train), labels.seed, _KEEP)[:max_images])
-    return np.concatenate([kept, len(train) + np.arange(num_dev)])
+    return np.concatenate([kept, len(train) + np.arange(num_dev if labels.use_dev else 0)])
 
 
 def draw_labels(labels: np.ndarray, per_class: int, seed: int, draw: int) -> np.ndarray:

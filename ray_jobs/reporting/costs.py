@@ -106,9 +106,14 @@ def _read(folder: Path) -> Cost | None:
     return Cost.model_validate_json(path.read_text("utf-8")) if path.is_file() else None
 
 
-def _minus_best(entry: Entry, best: Entry) -> dict[str, float] | None:
-    """Return the paired difference from the best one; None for itself, or if they were scored on other images."""
+def _minus_best(entry: Entry, best: Entry) -> dict[str, float | None] | None:
+    """Return the paired difference from the best one; None for itself, or if they were scored on other images.
+
+    `draws` is the number of draws in common if one of them has more: the accuracies beside it are then of others, too.
+    """
     if entry is best or not comparable(entry, best):
         return None
-    difference = paired_difference(*paired(entry, best))
-    return {"value": difference.value, "low": difference.low, "high": difference.high}
+    ours, best_ones = paired(entry, best)
+    difference = paired_difference(ours, best_ones)
+    is_whole = len(ours) == len(entry.draws) == len(best.draws)
+    return {**difference._asdict(), "draws": None if is_whole else len(ours)}

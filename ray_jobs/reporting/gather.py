@@ -171,6 +171,7 @@ def _verdict(verdict: Verdict, tested: Mapping[str, Dataset]) -> dict[str, Any]:
         "method": method.method,
         "artifact": method.artifact,
         "reference": reference.method,
+        "reference_kind": kind(reference),
         "reference_protocol": reference.protocol,
         "reference_artifact": reference.artifact,
         "accuracy": verdict.accuracy,

@@ -150,8 +150,8 @@ def _augmentation(config: Mapping[str, Any]) -> str:
 
 def _import(config: Mapping[str, Any], inputs: Mapping[str, str]) -> str:
     return (
-        f"Weights imported from {config['path']}. Only vitflow's own weights record their training images, so imported "
-        "weights may have been trained on these test images."
+        f"Weights imported from {config['path']}. Unless they are those of a model in the store, their training images"
+        " are unknown, and test images may be among them."
     )
 
 
@@ -304,6 +304,8 @@ def _audit(config: Mapping[str, Any], inputs: Mapping[str, str]) -> str:
 
 
 def _selection(labels: Mapping[str, Any]) -> str:
+    if not labels.get("use_dev", True):
+        return "selected by cross-validation in train, if there are several, then fitted on train without dev"
     if labels["per_class"] is None:
         return "selected on dev, then fitted on train and dev (without dev: selected by cross-validation in train)"
     return (

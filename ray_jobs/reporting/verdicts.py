@@ -1,7 +1,9 @@
 """Verdicts: paired differences between trained methods and their references.
 
 In: `Entry`s. Out: `Verdict`s, one per comparison, and a headline. A comparison pairs the same label draws and the same
-test images. The best of several references is chosen by test accuracy, which can only favour the reference.
+test images. The best of several references is chosen by test accuracy, which can only favour the reference. Whether
+pretraining helped is answered by comparisons with the same kind of model without it, from scratch or untrained;
+comparisons with pixels answer another question.
 
 The comparisons of one report are a family. Each has its own 95% interval, so about one of 20 differences that are truly
 zero would exclude zero. Each therefore has a second, wider interval; these hold for all comparisons together with 95%
@@ -25,6 +27,8 @@ CONCLUSIONS = {
     "not told from zero": "interval includes zero",
 }
 """How the page shows a `Verdict.conclusion`."""
+WITHOUT_PRETRAINING = {"scratch": "training from scratch", "untrained": "an untrained model"}
+REFERENCES = (*WITHOUT_PRETRAINING, "pixels")  # the kinds that methods are compared with, the best of each
 SHOTS = 5  # the verdict is about the number of shots nearest to this
 
 
@@ -69,24 +73,24 @@ def kind(entry: Entry) -> str:
 
 
 def verdicts(entries: Sequence[Entry]) -> list[Verdict]:
-    """Compare every trained method with the best pixel row and the best row trained from scratch of the same setting.
+    """Compare every pretrained method with the best row of each kind of REFERENCES of the same setting.
 
     A setting is a task, a number of labels and a `sort_of_learning`; few-shot settings count only with the number of
-    shots nearest to SHOTS. If no method was pretrained, those trained from scratch are compared with pixels.
+    shots nearest to SHOTS. If the report has no pretrained method, those trained from scratch are compared with pixels.
     """
     settings: dict[tuple[object, ...], list[Entry]] = {}
     for entry in entries:
         if is_compared(entry, entries):
             learning = sort_of_learning(entry.protocol)
             settings.setdefault((entry.task, learning, entry.labels_per_class), []).append(entry)
+    is_pretrained = any(kind(entry) == "trained" for entry in entries)
+    judged, references = ("trained", REFERENCES) if is_pretrained else ("scratch", ("pixels",))
     pairs = []
     for candidates in settings.values():
-        judged = [entry for entry in candidates if kind(entry) == "trained"]
-        judged = judged or [entry for entry in candidates if kind(entry) == "scratch"]
-        for method in judged:
-            for sort in ("scratch", "pixels"):
-                rivals = [entry for entry in candidates if kind(entry) == sort and entry not in judged]
-                if rivals := [entry for entry in rivals if comparable(method, entry)]:
+        for method in (entry for entry in candidates if kind(entry) == judged):
+            for sort in references:
+                rivals = [entry for entry in candidates if kind(entry) == sort and comparable(method, entry)]
+                if rivals:
                     pairs.append((method, rivals))
     return [_against_best(method, rivals, comparisons=len(pairs)) for method, rivals in pairs]
 
@@ -112,23 +116,41 @@ def comparable(a: Entry, b: Entry) -> bool:
 
 
 def question(comparisons: Sequence[Verdict]) -> str:
-    """Return the question that the verdicts answer."""
-    pretrained = any(kind(verdict.method) == "trained" for verdict in comparisons)
-    return "Did pretraining help?" if pretrained else "Does the model beat simple classifiers on pixels?"
+    """Return the first question that the verdicts answer."""
+    return (
+        _HELPED if any(kind(each.reference) in WITHOUT_PRETRAINING for each in comparisons) else _BEATS_PIXELS
+    )
 
 
 def headline(comparisons: Sequence[Verdict]) -> str:
-    """Return the answer in a few sentences: with few labels, with all labels, then for all comparisons together."""
+    """Return the answer in a few sentences, with few labels and with all; then that to whether pixels are beaten.
+
+    The last sentence is about all comparisons together.
+    """
     if not comparisons:
         return "Nothing to compare: no two methods were scored on the same test images with the same labels."
-    few = [verdict for verdict in comparisons if verdict.method.labels_per_class is not None]
-    everything = [verdict for verdict in comparisons if verdict.method.labels_per_class is None]
     answers = [
-        f"{budget}, {_answer(verdicts)}."
-        for budget, verdicts in (("With few labels", few), ("With all labels", everything))
-        if verdicts
+        f"Compared with {name}: {answer}"
+        for sort, name in WITHOUT_PRETRAINING.items()
+        if (answer := _answers(comparisons, sort))
     ]
+    if against_pixels := _answers(comparisons, "pixels"):
+        answers += [_BEATS_PIXELS] if answers else []
+        answers.append(against_pixels[0].upper() + against_pixels[1:])
     return " ".join(answers + ([_adjusted(comparisons)] if len(comparisons) > 1 else []))
+
+
+_HELPED, _BEATS_PIXELS = "Did pretraining help?", "Does the model beat simple classifiers on pixels?"
+
+
+def _answers(comparisons: Sequence[Verdict], sort: str) -> str:
+    """Answer by the comparisons with this kind of reference: with few labels, then with all; empty if there is none."""
+    own = [each for each in comparisons if kind(each.reference) == sort]
+    answers = []
+    for name, is_all in (("few", False), ("all", True)):
+        if budget := [each for each in own if (each.method.labels_per_class is None) == is_all]:
+            answers.append(f"with {name} labels, {_answer(budget)}")
+    return "; ".join(answers) + "." * bool(answers)
 
 
 def sentence(verdict: Verdict, classes: int | None) -> str:
@@ -192,16 +214,20 @@ def paired(a: Entry, b: Entry) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _answer(comparisons: Sequence[Verdict]) -> str:
+    """Return 'yes', 'partly', 'no' or 'not shown', with the reason."""
     total = len(comparisons)
-    above = sum(verdict.conclusion == "above zero" for verdict in comparisons)
-    below = sum(verdict.conclusion == "below zero" for verdict in comparisons)
-    answer = "yes" if above == total else "partly" if above else "no"
+    above, below = (
+        sum(each.conclusion == where for each in comparisons) for where in ("above zero", "below zero")
+    )
+    answer = "partly" if above else "not shown"
+    if total in (above, below):
+        answer = "yes" if above else "no"
     if total == 1:
         position = "lies above zero" if above else "lies below zero" if below else "includes zero"
-        return f"{answer}: the 95% interval of the difference {position}"
+        return f"{answer} (the 95% interval of the difference {position})"
     count = f"all {total}" if above == total else f"{above} of {total}"
     rest = f", and in {below} below zero" if below else ""
-    return f"{answer}: in {count} comparisons the 95% interval lies above zero{rest}"
+    return f"{answer} (in {count} comparisons the 95% interval lies above zero{rest})"
 
 
 def _adjusted(comparisons: Sequence[Verdict]) -> str:

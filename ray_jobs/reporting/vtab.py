@@ -84,29 +84,36 @@ def evaluated(
 
 
 def scores(entries: Sequence[Entry], evaluations: Mapping[str, Evaluated]) -> list[dict[str, Any]]:
-    """Return one score per protocol, backbone and method, the trained ones first, fine-tuned before frozen ones.
+    """Return one score per protocol, backbone, classifier and method, the trained ones first, fine-tuned before frozen.
 
-    Accuracies are fractions, null if there is none.
+    If several artifacts measured a task so, on variants of its images, each is in a score of its own. Accuracies are
+    fractions, null if there is none.
     """
-    groups: dict[tuple[str, str, str, str], list[Entry]] = {}
+    groups: dict[tuple[str, str, str, str, str, int], list[Entry]] = {}
+    measured: dict[tuple[str, ...], list[str]] = {}  # the artifacts that a score could take a task from
     for entry in entries:
         if (evaluation := evaluations.get(entry.artifact)) is not None:
-            key = evaluation.stage, evaluation.protocol, evaluation.backbone, entry.method
-            groups.setdefault(key, []).append(entry)
+            key = evaluation.stage, evaluation.protocol, evaluation.backbone, _classifier(entry), entry.method
+            artifacts = measured.setdefault((*key, evaluation.task), [])
+            if entry.artifact not in artifacts:
+                artifacts.append(entry.artifact)
+            groups.setdefault((*key, artifacts.index(entry.artifact)), []).append(entry)
     budgets = sorted(
         {entry.labels_per_class for group in groups.values() for entry in group},
         key=lambda labels: (labels is None, labels or 0),
     )
     # Several stages may have scored the same model with the same method; then the sentences name them.
-    alike = Counter(
-        (backbone, method, evaluations[group[0].artifact].job)
-        for (_, _, backbone, method), group in groups.items()
-    )
+    alike = Counter((backbone, classifier, method) for _, _, backbone, classifier, method, _ in groups)
     all_scores = [
-        _score(group, budgets, evaluations, alike[backbone, method, evaluations[group[0].artifact].job] > 1)
-        for (_, _, backbone, method), group in groups.items()
+        _score(group, budgets, evaluations, alike[backbone, classifier, method] > 1)
+        for (_, _, backbone, classifier, method, _), group in groups.items()
     ]
     return sorted(all_scores, key=lambda score: (not score["trained"], score["job"] != "finetune"))
+
+
+def _classifier(entry: Entry) -> str:
+    """Return what was fitted, whatever the number of labels: 'linear', 'k-NN' or 'fine-tuning'."""
+    return entry.protocol.removeprefix("few-shot ").replace("linear probe", "linear")
 
 
 def _score(
@@ -119,15 +126,17 @@ def _score(
     for entry in entries:
         by_task.setdefault(evaluations[entry.artifact].task, {})[entry.labels_per_class] = entry
     tasks = [_line(task, by_task.get(task, {}), budgets, evaluations) for task in TASKS]
-    evaluation = evaluations[entries[0].artifact]
+    evaluation, classifier = evaluations[entries[0].artifact], _classifier(entries[0])
     missing = [line["title"] for line in tasks if line["missing"]]
     columns = [_column(labels, number, tasks, entries) for number, labels in enumerate(budgets)]
-    name = entries[0].method + (", fine-tuned" if evaluation.job == "finetune" else "")
+    suffix = {"fine-tuning": ", fine-tuned", "linear": ""}.get(classifier, f", {classifier}")
+    name = entries[0].method + suffix
     return {
         "stage": evaluation.stage,
         "job": evaluation.job,
         "backbone": evaluation.backbone,
         "method": name,
+        "classifier": classifier,
         "trained": kind(entries[0]) == "trained",
         "support": json.loads(evaluation.protocol).get("support", "train+dev"),  # fine-tuning takes both
         "draws": max(len(entry.draws) for entry in entries),

@@ -6,7 +6,8 @@ import pytest
 import yaml
 
 from pipelines.recipe.load import load_pipeline, recipe_path
-from pipelines.spec import ModelSize, Pretrain
+from pipelines.results.published import published, repetition
+from pipelines.spec import Finetune, ModelSize, Pretrain
 
 IMAGENET = 1_281_167 * 0.99  # the first 99% of train (big_vision's train[:99%])
 IMAGENET_21K = 3_467 * 4_096  # images per epoch, from the authors' steps per epoch
@@ -138,3 +139,23 @@ def test_scaled_down_trainings_differ_in_their_sizes_alone(small: str, recipe: s
     assert ours.optimizer.model_dump(exclude=WARMUP) == published.optimizer.model_dump(exclude=WARMUP)
     warmups = [config.optimizer.warmup(config.steps) / config.steps for config in (ours, published)]
     assert warmups[0] == pytest.approx(warmups[1], abs=1 / ours.steps)  # a step is not divided
+
+
+@pytest.mark.parametrize("name", published())
+def test_a_repetition_does_what_the_numbers_source_does(name: str) -> None:
+    """big_vision's transfer.py: shorter side 448, of it the middle 384, and 90, 98 or 99% of train, with one rate."""
+    row = published()[name]
+    pipeline = repetition(row, "/archives", "/weights.npz", ())
+    stage = pipeline.stages[row.stage]
+    assert isinstance(stage, Finetune)
+    for field in ("resolution", "augment", "eval_crop", "steps", "batch_size"):
+        assert getattr(stage, field) == getattr(row, field), field
+    assert stage.learning_rates == (row.learning_rate,)
+    assert stage.optimizer.warmup(stage.steps) == row.warmup_steps
+    source = pipeline.stages[stage.data].source  # type: ignore[union-attr]
+    assert 1 - source.dev_fraction == pytest.approx(row.train_fraction) and not stage.labels.use_dev
+    transfer = load_pipeline("paper_transfer", ("backbone.path=/weights.npz",)).stages[row.stage]
+    assert isinstance(transfer, Finetune) and row.learning_rate in transfer.learning_rates
+    assert transfer.eval_crop == row.eval_crop
+    if stage.augment == "squash_crop_flip":
+        assert "cifar" in stage.data, "their resmall_crop is ours for square images alone"

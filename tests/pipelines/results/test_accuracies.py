@@ -1,12 +1,14 @@
 """Lists and comparisons of results: means, the best, and paired differences where they may be paired."""
 
 import json
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from pipelines.results.accuracies import compare, expected_optimism, list_results
+from pipelines.results.accuracies import expected_optimism, list_results
+from pipelines.results.compare import compare, comparison_table
 from pipelines.spec import RecipeError
 from pipelines.store import Layout, Store, commit, input_ref, open_store, read_manifest
 from ray_jobs.evaluation.intervals import accuracy_interval, paired_difference
@@ -25,14 +27,22 @@ IDS = [f"image {number:02d}" for number in range(60)]
 LABELS = np.arange(60) % 3
 
 
-def put(store: Store, key: str, method: str, right: np.ndarray, ids: list[str] = IDS, **fields: Any) -> None:
+def put(
+    store: Store,
+    key: str,
+    method: str,
+    right: np.ndarray,
+    ids: list[str] = IDS,
+    labels_per_class: int | None = 5,
+    **fields: Any,
+) -> None:
     """Commit an evaluation whose predictions are right where `right` [draws, images] says so."""
     rows, predictions = [], []
     for draw, correct in enumerate(right):
         common = {
             "protocol": "few-shot linear",
             "method": method,
-            "labels_per_class": 5,
+            "labels_per_class": labels_per_class,
             "draw": draw,
         }
         truth = Truth("digits", ids, LABELS)
@@ -94,9 +104,53 @@ def test_other_images_or_other_draws_are_not_paired(store: Store, other: str) ->
     assert difference["high"] - difference["low"] == pytest.approx(np.hypot(*widths), rel=0.05)
 
 
+def test_all_three_numbers_are_of_the_draws_in_common(tmp_path: Path) -> None:
+    """The second result has three of the four draws; the difference was once not that of the columns."""
+    store = open_store(str(tmp_path))
+    put(store, "aa", "ViT", A)
+    put(store, "three", "ViT", B[:3])
+    (line,) = compare(store, "aa", "three")["both"]
+    assert (line["a"]["draws"], line["a"]["of_draws"], line["b"]["of_draws"]) == (3, 4, 3)
+    assert line["a"]["accuracy"] == pytest.approx(A[:3].mean()) and A[:3].mean() != A.mean()
+    assert line["difference"]["value"] == pytest.approx(line["b"]["accuracy"] - line["a"]["accuracy"])
+    table = comparison_table(compare(store, "aa", "three"))
+    assert "over the draws of labels that A and B have in common" in str(table.caption)
+
+
+def test_one_method_is_paired_with_others_on_the_same_images(tmp_path: Path) -> None:
+    """A ViT with pixels, also if it had other labels; what cannot be paired has a reason."""
+    store = open_store(str(tmp_path))
+    put(store, "vit", "ViT", A)
+    put(store, "pixels", "pixels", B)
+    put(store, "all", "k-NN", B[:1], labels_per_class=None)
+    put(store, "elsewhere", "k-NN", B, [f"new {number:02d}" for number in range(60)])
+    for key, methods in (("two", ("mean", "majority")), ("others", ("vit", "pixels"))):
+        for method in methods if key == "two" else ():
+            put(store, method, method, B)
+        of = [input_ref(store, read_manifest(store, "evaluate", method)) for method in methods]  # type: ignore[arg-type]
+        commit(store, make_manifest("report", key=key, inputs={"of": of}, config={"title": "T"}))
+
+    found = compare(store, "vit", "pixels")
+    (line,) = found["both"]
+    assert (line["protocol"], line["method"]) == ("few-shot linear", None)
+    assert (line["a"]["method"], line["b"]["method"]) == ("ViT", "pixels")
+    assert line["difference"] == paired_difference(B, A)._asdict() | {"paired": True}
+    assert found["only_a"] == found["only_b"] == found["reasons"] == []
+    assert [line["b"]["method"] for line in compare(store, "vit", "two")["both"]] == ["majority", "mean"]
+    (line,) = compare(store, "vit", "all")["both"]
+    assert not line["difference"]["paired"] and line["b"]["labels_per_class"] is None
+
+    found = compare(store, "others", "two")
+    assert found["both"] == [] and len(found["only_a"]) == len(found["only_b"]) == 2
+    assert found["reasons"] == ["digits, 5 per class: no pairs, because A has 2 methods and B 2 others"]
+    found = compare(store, "vit", "elsewhere")
+    assert found["reasons"] == ["no pairs: A was scored on digits, B on digits (other images)"]
+
+
 def test_a_report_stands_for_what_it_is_of(store: Store) -> None:
     found = compare(store, "report", "bb")
     assert [line["method"] for line in found["both"]] == ["ViT"]
+    assert found["reasons"] == []
     assert [line["method"] for line in found["only_a"]] == ["pixels"]
     assert found["only_b"] == []
 

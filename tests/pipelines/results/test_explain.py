@@ -1,11 +1,23 @@
 """What `explain` repeats: A with one field of B at a time, of the stage and of what it takes."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from pipelines.recipe.load import parse_pipeline
-from pipelines.results.explain import Difference, Repetitions, Side, attributed, repetitions
+from pipelines.results.explain import (
+    Difference,
+    Repetitions,
+    Setting,
+    Side,
+    accuracies,
+    attributed,
+    no_repetitions,
+    repetitions,
+)
+from pipelines.store import Layout, commit, open_store
+from ray_jobs.evaluation.rows import CHOSEN_ON_TEST, ON_SEEN, ON_UNSEEN, REAL, ROWS, measurement, write_table
 from tests.support.records import make_manifest
 
 
@@ -51,9 +63,9 @@ def test_what_cannot_be_alone_is_named() -> None:
 
 
 def test_effects_are_of_a_and_the_rest_is_what_they_do_not_add_up_to() -> None:
-    few = ("few-shot linear", 5)
-    values: dict[str, dict[tuple[str, int | None], float]] = {
-        "a_probe": {few: 0.5, ("linear probe", None): 0.9},
+    few = Setting("few-shot linear", 5)
+    values: dict[str, dict[Setting, float]] = {
+        "a_probe": {few: 0.5, Setting("linear probe", None): 0.9},
         "b_probe": {few: 0.7},
         "a_with_2": {few: 0.51},
         "a_with_3": {few: 0.6},
@@ -68,3 +80,52 @@ def test_effects_are_of_a_and_the_rest_is_what_they_do_not_add_up_to() -> None:
     assert [field["effect"] for field in line["fields"]] == [pytest.approx(0.1), pytest.approx(0.01), None]
     assert line["together"] == pytest.approx(0.2)
     assert line["rest"] == pytest.approx(0.09)
+
+
+def test_results_without_a_common_setting_are_shown_beside_each_other() -> None:
+    values = {"a_probe": {Setting("linear probe", None): 0.9}, "b_probe": {Setting("fine-tuning", None): 0.8}}
+    lines = attributed(no_repetitions(A, B), [], values)
+    assert [(line["a"], line["b"], line["rest"]) for line in lines] == [(None, 0.8, None), (0.9, None, None)]
+
+
+def test_an_accuracy_is_of_one_set_of_labels_and_one_part_of_test(tmp_path: Path) -> None:
+    """ReaL's labels, and images that the model was trained on, count apart; settings chosen on test do not."""
+    store = open_store(str(tmp_path / "store"))
+    scored = {
+        ("Pets", "ViT, pretrained"): 0.5,
+        ("Pets" + REAL, "ViT, pretrained"): 0.7,
+        ("Pets", "ViT, pretrained" + ON_SEEN): 0.9,
+        ("Pets" + REAL, "ViT, pretrained" + ON_UNSEEN): 0.4,
+        ("Cars", "ViT, pretrained" + CHOSEN_ON_TEST): 0.6,
+        ("Pets", "ViT, untrained"): 0.1,
+        ("Pets", "pixels" + CHOSEN_ON_TEST): 0.2,
+        ("Pets", "majority"): 0.3,
+    }
+    for key in ("Pets", "Cars"):
+        rows = [
+            measurement(
+                {"task": task, "protocol": "few-shot linear, scenic", "method": method}
+                | {"labels_per_class": 5, "draw": 0},
+                "accuracy",
+                value,
+                9,
+                "dev",
+                {},
+            )
+            for (task, method), value in scored.items()
+            if task.startswith(key)
+        ]
+        with store.staging(Layout.files("evaluate", key, 1)) as staging:
+            write_table(staging.path / "rows.parquet", rows, ROWS)
+        commit(store, make_manifest("evaluate", key=key, files=staging.files))
+    found = accuracies(store, {"a": "Pets", "b": "Cars"})
+    parts = {
+        "": 0.5,
+        "ReaL": 0.7,
+        "on test images seen in training": 0.9,
+        "ReaL, on test images not seen in training": 0.4,
+    }
+    assert found == {
+        "a": {Setting("few-shot linear", 5, part): value for part, value in parts.items()},
+        "b": {Setting("few-shot linear", 5): 0.6},
+    }

@@ -123,8 +123,9 @@ def seen_by_baselines(folder: Path, labels: Labels, dev: int, monkeypatch: pytes
         (FEW, 20, "3-fold cross-validation in draw 0"),
         (ALL, 20, "dev"),
         (ALL, 0, "4-fold cross-validation in train"),
+        (ALL.model_copy(update={"use_dev": False}), 20, "4-fold cross-validation in train"),
     ],
-    ids=["few labels", "all labels", "no dev"],
+    ids=["few labels", "all labels", "no dev", "dev is not used"],
 )
 def test_both_learners_see_the_same_images_and_select_on_the_same(
     labels: Labels, dev: int, selected_on: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -134,6 +135,8 @@ def test_both_learners_see_the_same_images_and_select_on_the_same(
     assert one.selected_on == other.selected_on == {selected_on}
     expected = (1, labels.draws) if selected_on == "dev" else (labels.folds, labels.draws)
     assert (len(one.folds), len(one.draws)) == (expected if labels.per_class else (expected[0], 1))
+    images_of_train = 60
+    assert labels.use_dev or [len(images) for images, _ in one.draws] == [images_of_train]
     for (ours, our_labels), (theirs, their_labels) in zip(one.draws, other.draws, strict=True):
         np.testing.assert_array_equal(ours, theirs)
         np.testing.assert_array_equal(our_labels, their_labels)

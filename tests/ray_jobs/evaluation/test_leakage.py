@@ -3,6 +3,7 @@
 import json
 import re
 import shutil
+import zlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,22 +15,24 @@ import pytest
 import torch
 
 from pipelines import store as st
+from pipelines.commands.models import _write
 from pipelines.results.accuracies import list_results
-from pipelines.spec import Baselines, Evaluate, Finetune, Labels, ModelSize, Report
+from pipelines.spec import Baselines, Evaluate, Finetune, Import, Labels, ModelSize, Report
 from pipelines.store import Manifest, Store, StoreDamaged, input_ref, open_store
 from ray_jobs import evaluate, finetune, report
 from ray_jobs.data import shards
 from ray_jobs.evaluation import leakage, rows
+from ray_jobs.import_model import import_model
 from ray_jobs.process.stage import Context
 from ray_jobs.reporting import provenance
 from ray_jobs.training.contract import model_contract
 from ray_jobs.training.fit import score
 from ray_jobs.training.task import Refit, make_task
 from tests.support import datasets
-from tests.support.records import flip, make_attempt, make_manifest
+from tests.support.records import flip, make_attempt, make_context, make_manifest
 from tests.support.s3 import Server, used
 from vit_model.build import build
-from vit_model.weights import save_model
+from vit_model.weights import load_model, save_model
 
 SIZE = ModelSize(patch_size=4, width=16, depth=1, num_heads=2)
 PIXELS = np.random.default_rng(0).integers(0, 256, (200, 8, 8, 1), np.uint8)
@@ -89,7 +92,7 @@ class Made:
         info = shards.open_dataset(self.folder(data or next(iter(self.artifacts)))).info
         contract = model_contract(SIZE, 8, info)
         network = build(contract.architecture)
-        network.initialise(3)
+        network.initialise(zlib.crc32(name.encode()))  # equal weights are one model
         with self.store.staging(st.Layout.files(job, name, 1)) as staging:
             save_model(staging.path, network, contract.model_copy(update={"training_data": says}))
         given = {"data": data, "backbone": backbone, "init_from": init_from, "teacher": teacher}
@@ -190,7 +193,7 @@ def test_overlap_is_that_of_sets() -> None:
     assert 0 < found.near_copies < len(test) and found.seen.any() and found.also_in_train
 
 
-@pytest.mark.parametrize("labels", [FEW, Labels()])
+@pytest.mark.parametrize("labels", [FEW, Labels(), Labels(use_dev=False)])
 def test_a_fine_tuning_was_trained_on_what_it_was_given(made: Made, labels: Labels) -> None:
     """The first draw's pool of the stage itself, which the stored model is fitted on."""
     config = Finetune(
@@ -487,14 +490,58 @@ def test_a_backbone_that_learned_from_the_labelled_images_is_named_so(made: Made
         assert [row["method"] for row in numbers] == [name]
 
 
-def test_imported_weights_that_say_so_have_seen_the_data_set(made: Made) -> None:
-    """A model of ours that was exported and imported again has no lineage, but the digest of its data."""
-    made.model("weights", "import", says=made.artifacts["a"].content_digest)
+def imported_again(made: Made, name: str, to: str, tmp_path: Path) -> Manifest:
+    """A model of the store, exported and imported as the commands do it."""
+    path = tmp_path / to
+    path.mkdir()
+    if to == "vitflow":
+        for file in ("model.safetensors", "config.json"):
+            shutil.copy(made.folder(name) / file, path)
+    else:
+        list(_write(to, path, *load_model(made.folder(name))))  # type: ignore[arg-type]
+    path = path / "model.npz" if to == "npz" else path
+    half = None if to == "vitflow" else "half"
+    context = make_context(
+        made.store, Import.model_validate({"job": "import", "path": str(path), "preprocessing": half})
+    )
+    result = import_model(context)
+    (made.store.root / "artifacts/import/k").rename(made.store.root / "artifacts/import" / to)
+    return made._commit(to, "import", content_digest=result.content_digest, files=result.files)
+
+
+@pytest.mark.parametrize("to", ["vitflow", "hf", "timm", "npz"])
+def test_our_own_weights_keep_their_lineage_when_they_are_exported_and_imported(
+    made: Made, tmp_path: Path, to: str
+) -> None:
+    """Once: "test images seen in training: 0 of 20" for all 20."""
     made.data("c", train=range(100, 120))
+    made.model("again", "finetune", data="c", backbone="tuned", labels={})
+    imported_again(made, "again", to, tmp_path)
+    with pytest.raises(ValueError, match=r"20 of the 20 test images of b .20 by tuned .finetune tuned. on a"):
+        made.check("b", to)
+    found = made.check("b", to, seen_in_training="report")
+    assert found.seen.all() and not found.unknown
+    made.data("fresh", train=range(150, 170), test=range(170, 180))
+    made.model("further", "finetune", data="fresh", backbone=to, labels={})
+    assert made.check("b", "further", seen_in_training="report").seen.all(), "as an ancestor, too"
+
+
+def test_of_weights_from_elsewhere_the_data_set_that_they_name_is_known(
+    made: Made, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The store has not the model, but its data set: test images of b are in train or dev of it."""
+    made.model("weights", "import", says=made.artifacts["a"].content_digest)
+    made.data("c", train=range(100, 120), test=range(130, 140))
     made.model("continued", "pretrain", data="c", init_from="weights")
     for name in ("weights", "continued"):
         assert made.check("a", name).labels_seen == 70
-        assert made.check("b", name).labels_seen == 0
+        found = made.check("b", name, seen_in_training="report")
+        assert (found.seen.sum(), found.unknown) == (20, ("ancestors of weights (import weights)",))
+        assert "seen in training: at least 20 of 20" in capsys.readouterr().out
+        with pytest.raises(ValueError, match="trained on 20 of the 20 test images of b"):
+            made.check("b", name)
+    made.check("c", "weights")
+    assert "test images seen in training: unknown, 0 more" in capsys.readouterr().out
 
 
 def test_a_fine_tuned_model_is_listed_with_its_accuracy_on_images_it_has_not_seen(made: Made) -> None:

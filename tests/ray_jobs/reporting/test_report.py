@@ -337,7 +337,7 @@ def artifacts(tmp_path_factory: pytest.TempPathFactory) -> Artifacts:
         config=PRETRAIN.model_dump(mode="json"),
         inputs=made.references(data="letters"),
     )
-    rates = {"ViT, pretrained": 0.9, "pixels": 0.5, "pixels, standardised": 0.6}
+    rates = {"ViT, pretrained": 0.9, "ViT, untrained": 0.3, "pixels": 0.5, "pixels, standardised": 0.6}
     few_shot = [
         _scores(method, "few-shot linear", shots, _guesses(rng, labels, 4, rate), labels, ids)
         for shots in (1, 5)
@@ -427,7 +427,7 @@ def test_a_population_is_described_and_drawn(tmp_path: Path) -> None:
 def test_numbers_are_those_of_the_predictions(files: dict[str, bytes]) -> None:
     numbers = json.loads(files["report.json"])
     page = files["report.html"].decode()
-    assert len(numbers["accuracies"]) == 6 + 3
+    assert len(numbers["accuracies"]) == 8 + 3
     for line in numbers["accuracies"]:
         correct = _correct(files, line["stage"], line["method"], line["labels_per_class"])
         assert line["accuracy"] == pytest.approx(correct.mean(), abs=1e-12)
@@ -444,6 +444,7 @@ def test_verdict_compares_pairs_with_the_best_reference_of_each_sort(files: dict
         ("pixels", "pixels, standardised"), key=lambda name: _correct(files, "evaluate", name, 5).mean()
     )
     assert set(found) == {
+        ("few-shot linear", 5, "ViT, untrained"),
         ("few-shot linear", 5, pixels),
         ("fine-tuning", 10, "ViT, from scratch"),
         ("fine-tuning", 10, "RBF SVM"),
@@ -457,8 +458,47 @@ def test_verdict_compares_pairs_with_the_best_reference_of_each_sort(files: dict
     assert found["fine-tuning", 10, "RBF SVM"]["conclusion"] == "not told from zero"
     assert numbers["question"] == "Did pretraining help?"
     assert numbers["headline"].startswith(
-        "With few labels, partly: in 2 of 3 comparisons the 95% interval lies above zero."
+        "Compared with training from scratch: with few labels, yes (the 95% interval of the difference lies above"
+        " zero). Compared with an untrained model: with few labels, yes (the 95% interval of the difference lies above"
+        " zero). Does the model beat simple classifiers on pixels? With few labels, partly (in 1 of 2 comparisons the"
+        " 95% interval lies above zero). Adjusted for all 4 comparisons"
     )
+    assert [v["reference_kind"] for v in numbers["verdicts"]] == ["untrained", "pixels", "scratch", "pixels"]
+
+
+@pytest.mark.parametrize(
+    ("stages", "question", "answer"),
+    [
+        (
+            ("finetune", "baselines"),
+            "Does the model beat",
+            "With few labels, not shown (the 95% interval of",
+        ),
+        (
+            ("finetune", "scratch"),
+            "Did pretraining",
+            "Compared with training from scratch: with few labels, yes (",
+        ),
+        (
+            ("scratch", "baselines"),
+            "Does the model beat",
+            "With few labels, no (the 95% interval of the",
+        ),
+        (
+            ("evaluate", "scratch", "baselines"),
+            "Did pretraining",
+            "Compared with an untrained model: with few labels, yes",
+        ),
+    ],
+)
+def test_a_question_is_answered_only_by_comparisons_that_test_it(
+    artifacts: Artifacts, stages: tuple[str, ...], question: str, answer: str
+) -> None:
+    """Scratch against pixels says nothing of pretraining, and an interval that includes zero is no "no"."""
+    numbers = json.loads(artifacts.make(*stages, number=3)["report.json"])
+    assert numbers["question"].startswith(question) and numbers["headline"].startswith(answer)
+    if "evaluate" in stages:
+        assert {verdict["method"] for verdict in numbers["verdicts"]} == {"ViT, pretrained"}
 
 
 @pytest.mark.slow
@@ -492,7 +532,7 @@ def test_a_telephone_shows_the_difference_and_its_interval_without_scrolling(
     found = re.search(r"<pre>(.*?)</pre>", done.stdout, re.DOTALL)
     assert found, done.stderr
     intervals = json.loads(html.unescape(found[1]))
-    assert len(intervals) == 3
+    assert len(intervals) == 4
     for text, left, right in intervals:
         assert " to " in text and 0 <= left < right <= 390
 
@@ -506,10 +546,10 @@ def test_verdict_says_what_holds_for_all_comparisons_at_once(files: dict[str, by
         assert adjusted[0] < verdict["low"] <= verdict["high"] < adjusted[1]
         if verdict["reference"] == "ViT, from scratch":
             theirs = _correct(files, "scratch", "ViT, from scratch", 10)
-            assert adjusted == paired_difference(ours, theirs, comparisons=3)[1:]
+            assert adjusted == paired_difference(ours, theirs, comparisons=4)[1:]
     above = sum(verdict["adjusted_low"] > 0 for verdict in numbers["verdicts"])
-    assert "Adjusted for all 3 comparisons (Bonferroni)" in numbers["headline"]
-    assert f"{above} of 3 intervals" in numbers["headline"].partition("Bonferroni")[2]
+    assert "Adjusted for all 4 comparisons (Bonferroni)" in numbers["headline"]
+    assert f"{above} of 4 intervals" in numbers["headline"].partition("Bonferroni")[2]
 
 
 def test_a_loss_is_said_plainly(artifacts: Artifacts) -> None:
@@ -524,7 +564,7 @@ def test_a_loss_is_said_plainly(artifacts: Artifacts) -> None:
     (verdict,) = numbers["verdicts"]
     assert verdict["conclusion"] == "below zero" and ", below zero)." in verdict["sentence"]
     assert verdict["difference"] == pytest.approx(-27 / 40)
-    assert numbers["headline"].startswith("With all labels, no:") and "Adjusted" not in numbers["headline"]
+    assert numbers["headline"].startswith("With all labels, no (") and "Adjusted" not in numbers["headline"]
     assert "pretraining" not in numbers["question"]
 
 

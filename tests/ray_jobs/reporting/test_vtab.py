@@ -2,6 +2,7 @@
 
 import io
 import json
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -122,7 +123,7 @@ class Vtab:
         folder = self.store.local(st.Layout.files("report", attempt.key, attempt.number), ())
         return json.loads((folder / "report.json").read_text()), (folder / "report.html").read_text()
 
-    def values(self, stage: str, method: str, labels: int | None) -> float:
+    def values(self, stage: str, method: str, labels: int | None, classifier: str = "linear") -> float:
         """The mean over draws, straight from an evaluation's rows."""
         folder = st.local_files(self.store, self.made[stage])
         return float(
@@ -131,6 +132,7 @@ class Vtab:
                     row["value"]
                     for row in rows.read_table(folder / "rows.parquet", rows.ROWS)
                     if (row["method"], row["labels_per_class"]) == (method, labels)
+                    and classifier in row["protocol"]
                 ]
             )
         )
@@ -214,8 +216,11 @@ def test_probes_are_compared_with_probes_of_as_many_labels(whole: tuple[dict[str
     verdicts = [verdict for verdict in whole[0]["verdicts"] if verdict["task"] == "SVHN"]
     assert [(v["labels_per_class"], v["protocol"], v["reference_protocol"]) for v in verdicts] == [
         (5, "few-shot linear", "few-shot linear"),
+        (5, "few-shot linear", "few-shot linear"),
+        (None, "linear probe", "linear probe"),
         (None, "linear probe", "linear probe"),
     ]
+    assert [verdict["reference_kind"] for verdict in verdicts] == ["untrained", "pixels"] * 2
     (protocol,) = {
         line["text"] for line in whole[0]["protocols"] if line["stage"].startswith("few_shot@task=svhn")
     }
@@ -239,6 +244,40 @@ def test_another_protocol_is_another_score_and_fewer_tasks_are_said(made: Vtab) 
     assert scores["few_shot", "ViT, pretrained"]["covered"] == 4
     assert "VTAB-1k, ViT, pretrained (one_shot of backbone), mean over 2 of the 19 tasks" in own["sentence"]
     assert page.count("</table>") > 3
+
+
+@pytest.mark.slow
+def test_each_classifier_and_each_variant_of_a_task_is_a_score(made: Vtab) -> None:
+    """Of one stage with two classifiers per task; a second artifact of a task is in no other's place."""
+    tasks = ("svhn", "kitti")
+    for task in tasks:
+        made.evaluate("two", task, classifiers=["least squares", "nearest class mean"])
+    stages = [stage for stage in made.made if stage.startswith(("images", "backbone", "two"))]
+    numbers, page = made.report(stages)
+    scores = {score["method"]: score for score in numbers["vtab"]}
+    own = METHODS - {"majority"}
+    assert scores.keys() == METHODS | {f"{method}, nearest class mean" for method in own}
+    for method in own:
+        for name, classifier in ((method, "linear"), (f"{method}, nearest class mean", "nearest class mean")):
+            lines = {line["task"]: line["accuracies"] for line in scores[name]["tasks"]}
+            for task in tasks:
+                expected = [
+                    made.values(f"two@task={task}", method, labels, classifier) for labels in (1, 5, None)
+                ]
+                assert lines[task] == pytest.approx(expected)
+    assert "only a classifier is fitted (linear; nearest class mean)" in page
+
+    first, variant = made.made["two@task=svhn"], "two@task=svhn, variant"
+    with made.store.staging(st.Layout.files("evaluate", made.key(variant), 1)) as staging:
+        for file in first.files:
+            if "/" not in file.path:
+                shutil.copy(st.local_files(made.store, first) / file.path, staging.path)
+    made.commit(variant, "evaluate", staging.files, config=first.config, inputs=first.inputs)
+    numbers, _ = made.report([*stages, variant])
+    assert sorted(score["covered"] for score in numbers["vtab"] if score["method"] == "ViT, pretrained") == [
+        1,
+        2,
+    ]
 
 
 def test_a_report_of_fine_tunings_alone_does_not_speak_of_frozen_features(

@@ -1,0 +1,281 @@
+"""Two results compared: their accuracies side by side, and the differences.
+
+Out: dictionaries for JSON, and a rich table. Text from outside (class and method names) is never read as markup.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from itertools import product
+from operator import itemgetter
+from typing import TYPE_CHECKING, Any
+
+from rich import box
+from rich.table import Table
+from rich.text import Text
+
+from pipelines.results.accuracies import labels_of
+from pipelines.results.lookup import find_manifests
+from pipelines.spec import RecipeError
+from pipelines.store import Manifest, Store, all_manifests, local_files
+from vit_model.errors import UserError
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    from ray_jobs.reporting.measures import Entry
+
+_TABLES = ("rows.parquet", "predictions.parquet")
+_NAMES = ("protocol", "method", "labels_per_class")
+
+
+def compare(store: Store, a: str, b: str) -> dict[str, Any]:
+    """Compare two results; return {a, b, both, only_a, only_b, reasons}.
+
+    `both` has {task, protocol, method, labels_per_class, a, b, difference}: first the settings that both measured, then
+    other methods on the same test images (`_matched`), with null for the names in which the two differ. `only_a` and
+    `only_b` have the rest, and `reasons` say why it has no counterpart. Accuracies are {protocol, method,
+    labels_per_class, accuracy, low, high, draws, of_draws, num_images, stage, artifact}, differences {value, low, high,
+    paired}: B - A with its 95% interval, as fractions. If the two are paired, all three numbers are over the draws that
+    they have in common, `draws` of the `of_draws` that were measured. The intervals are not adjusted for multiple
+    comparisons.
+
+    Raises:
+        RecipeError: A or B matches no measured accuracies.
+    """
+    manifests = list(all_manifests(store))
+    sides = [_entries(store, _measured(store, manifests, selector)) for selector in (a, b)]
+    for selector, side in zip((a, b), sides, strict=True):
+        if not side:
+            raise RecipeError(f"{selector}: no accuracies to compare; `report list` shows its mAP and mIoU")
+    settings = sorted({setting for side in sides for setting in side}, key=_sort_key)
+    both = [setting for setting in settings if all(setting in side for side in sides)]
+    alone = [
+        [side[setting] for setting in settings if setting in side and setting not in both] for side in sides
+    ]
+    matches, reasons = _matched(*alone)
+    pairs = [(sides[0][setting], sides[1][setting]) for setting in both] + matches
+    matched = {id(each) for pair in matches for each in pair}
+    rest = [[each for each in own if id(each) not in matched] for own in alone]
+    return {
+        "a": a,
+        "b": b,
+        "both": [_pair(*pair) for pair in pairs],
+        "only_a": [{"task": each.task} | _accuracy(each) for each in rest[0]],
+        "only_b": [{"task": each.task} | _accuracy(each) for each in rest[1]],
+        "reasons": reasons,
+    }
+
+
+def _matched(ours: Sequence[Entry], theirs: Sequence[Entry]) -> tuple[list[tuple[Entry, Entry]], list[str]]:
+    """Match methods of different names on the same test images, such as a ViT and k-NN.
+
+    Returns:
+        The matches, and why there are none for the rest.
+    """
+    if not (ours and theirs):
+        return [], []
+    matches: list[tuple[Entry, Entry]] = []
+    reasons: list[str] = []
+    images = [dict.fromkeys((each.task, each.sample_ids) for each in side) for side in (ours, theirs)]
+    for common in (each for each in images[0] if each in images[1]):
+        own = [[each for each in side if (each.task, each.sample_ids) == common] for side in (ours, theirs)]
+        found, missing = _matched_on(*own)
+        matches += found
+        reasons += [f"{common[0]}, {reason}" for reason in missing]
+    if not (matches or reasons):
+        tasks = [", ".join(dict.fromkeys(each.task for each in side)) for side in (ours, theirs)]
+        other = " (other images)" * (tasks[0] == tasks[1])
+        reasons = [f"no pairs: A was scored on {tasks[0]}, B on {tasks[1]}{other}"]
+    return matches, reasons
+
+
+def _matched_on(
+    ours: Sequence[Entry], theirs: Sequence[Entry]
+) -> tuple[list[tuple[Entry, Entry]], list[str]]:
+    """Match methods on the same images: one with each of the other side's, if they had as many labels.
+
+    If each side has one method in all, the numbers of labels may differ.
+    """
+    if len(ours) == len(theirs) == 1:
+        return [(ours[0], theirs[0])], []
+    matches: list[tuple[Entry, Entry]] = []
+    reasons: list[str] = []
+    ours_by, theirs_by = (
+        {
+            labels: [each for each in side if each.labels_per_class == labels]
+            for labels in dict.fromkeys(each.labels_per_class for each in side)
+        }
+        for side in (ours, theirs)
+    )
+    common = [labels for labels in ours_by if labels in theirs_by]
+    for labels in common:
+        own, other = ours_by[labels], theirs_by[labels]
+        if min(len(own), len(other)) == 1:
+            matches += product(own, other)
+        else:
+            named = labels_of({"labels_per_class": labels})
+            reasons.append(f"{named}: no pairs, because A has {len(own)} methods and B {len(other)} others")
+    if not common:
+        reasons.append("no pairs: A and B have several methods, none with as many labels")
+    return matches, reasons
+
+
+def comparison_table(comparison: dict[str, Any]) -> Table:
+    """Return the result of `compare` as a table in percent, at most 80 columns wide."""
+    table = Table(
+        box=box.SIMPLE_HEAD,
+        padding=(0, 1, 0, 0),
+        title=Text(f"accuracy %, 95% intervals\nA: {comparison['a']}\nB: {comparison['b']}"),
+        title_justify="left",
+    )
+    table.add_column("method", overflow="fold", min_width=18)
+    for name in ("A", "B", "B - A"):
+        table.add_column(name, justify="right", no_wrap=True)
+    lines = [
+        *comparison["both"],
+        *({"task": line["task"], "a": line} for line in comparison["only_a"]),
+        *({"task": line["task"], "b": line} for line in comparison["only_b"]),
+    ]
+    last_heading = None
+    for line in lines:
+        sides = {side.upper(): line[side] for side in ("a", "b") if side in line}
+        protocol, labels = _said(sides, itemgetter("protocol"), ", "), _said(sides, labels_of, ", ")
+        method = _said(sides, itemgetter("method"), "\n  ")
+        heading = (f"{line['task']}, {protocol},", labels)
+        if heading != last_heading:
+            table.add_section()
+            for part in heading:
+                table.add_row(Text(part, style="bold"))
+        last_heading = heading
+        cells = [_interval(line.get(side), "accuracy", "", "–") for side in ("a", "b")]
+        difference = _interval(line.get("difference"), "value", "+", " to ") + "".join(
+            f" {mark}" for mark in _marks(line)
+        )
+        table.add_row(*map(Text, (f"  {method}", *cells, difference)))
+    notes = [text for mark, text in _NOTES.items() if any(mark in _marks(line) for line in lines)]
+    if len(comparison["both"]) > 1:
+        count = len(comparison["both"])
+        notes.insert(0, f"the {count} intervals of B - A are not adjusted for multiple comparisons")
+    table.caption = "\n".join([*notes, *comparison["reasons"]]) or None
+    return table
+
+
+_NOTES = {
+    "†": "† not paired: different test images or draws of labels",
+    "‡": "‡ all three numbers are over the draws of labels that A and B have in common",
+}
+
+
+def _marks(line: dict[str, Any]) -> list[str]:
+    """Return the marks of _NOTES that stand beside a difference."""
+    if "difference" not in line:
+        return []
+    is_part = any(line[side]["draws"] < line[side]["of_draws"] for side in ("a", "b"))
+    return ["†"] * (not line["difference"]["paired"]) + ["‡"] * is_part
+
+
+def _said(sides: dict[str, dict[str, Any]], name: Callable[[dict[str, Any]], str], between: str) -> str:
+    """Return what both sides have, or what each has: 'A: ViT, B: k-NN'."""
+    said = {side: name(values) for side, values in sides.items()}
+    if len(set(said.values())) == 1:
+        return next(iter(said.values()))
+    return between.join(f"{side}: {text}" for side, text in said.items())
+
+
+def _interval(numbers: dict[str, Any] | None, name: str, sign: str, between: str) -> str:
+    if numbers is None:
+        return ""
+    value, low, high = (f"{100 * numbers[key]:{sign}.1f}" for key in (name, "low", "high"))
+    return f"{value} ({low}{between}{high})"
+
+
+def _sort_key(setting: tuple[Any, ...]) -> tuple[Any, ...]:
+    task, protocol, method, labels, stage = setting
+    return task, protocol, labels is None, labels or 0, method, stage or ""
+
+
+def _measured(store: Store, manifests: list[Manifest], selector: str) -> list[Manifest]:
+    """Return the artifacts with measurements that a selector matches; for a report, those that it reports."""
+    matches = find_manifests(store, selector, manifests)
+    if [manifest.kind for manifest in matches] == ["report"]:
+        keys = {reference.key for reference in matches[0].inputs["of"]}
+        matches = [manifest for manifest in manifests if manifest.key in keys]
+    measured = [manifest for manifest in matches if manifest.kind != "report" and _files(manifest)]
+    if not measured:
+        raise RecipeError(
+            f"{selector}: no measurements; expected an evaluation, a fine-tuned model, a report or a run"
+        )
+    return measured
+
+
+def _files(manifest: Manifest) -> list[Any]:
+    return [entry for entry in manifest.files if entry.path in _TABLES]
+
+
+def _entries(store: Store, manifests: list[Manifest]) -> dict[tuple[Any, ...], Entry]:
+    """Return {(task, protocol, method, labels per class, stage): `Entry`}; the stage only if several measured it."""
+    from ray_jobs.evaluation.rows import PREDICTIONS, ROWS
+    from ray_jobs.reporting import measures
+
+    parts = [
+        (manifest.stage, manifest, local_files(store, manifest, _files(manifest))) for manifest in manifests
+    ]
+    try:
+        entries = measures.entries(
+            measures.join_tables(parts, "rows.parquet", ROWS),
+            measures.join_tables(parts, "predictions.parquet", PREDICTIONS),
+            {manifest.key: measures.draw_seed(manifest) for manifest in manifests},
+        )
+    except UserError as error:
+        raise RecipeError(str(error)) from None
+    settings = [(entry.task, entry.protocol, entry.method, entry.labels_per_class) for entry in entries]
+    return {
+        (*setting, entry.stage if settings.count(setting) > 1 else None): entry
+        for setting, entry in zip(settings, entries, strict=True)
+    }
+
+
+def _pair(a: Entry, b: Entry) -> dict[str, Any]:
+    from ray_jobs.evaluation.intervals import paired_difference
+    from ray_jobs.reporting import verdicts
+
+    is_paired = a.labels_per_class == b.labels_per_class and verdicts.comparable(a, b)
+    right = verdicts.paired(a, b) if is_paired else (a.correct, b.correct)
+    sides = [_accuracy(side, correct) for side, correct in zip((a, b), right, strict=True)]
+    if is_paired:
+        value, low, high = paired_difference(right[1], right[0])
+    else:
+        # the interval of a difference of independent measurements (Zou and Donner 2008, "square-and-add")
+        first, second = a.accuracy, b.accuracy
+        value = second.value - first.value
+        low = value - math.hypot(second.value - second.low, first.high - first.value)
+        high = value + math.hypot(second.high - second.value, first.value - first.low)
+    named = {name: sides[0][name] if sides[0][name] == sides[1][name] else None for name in _NAMES}
+    return {
+        "task": a.task,
+        **named,
+        "a": sides[0],
+        "b": sides[1],
+        "difference": {"value": value, "low": low, "high": high, "paired": is_paired},
+    }
+
+
+def _accuracy(entry: Entry, correct: np.ndarray | None = None) -> dict[str, Any]:
+    """Describe the accuracy of an entry, of all its draws or of those in `correct` [draws, n]."""
+    from ray_jobs.evaluation.intervals import accuracy_interval
+
+    is_whole = correct is None or len(correct) == len(entry.draws)
+    value, low, high = entry.accuracy if correct is None or is_whole else accuracy_interval(correct)
+    return {
+        **{name: getattr(entry, name) for name in _NAMES},
+        "accuracy": value,
+        "low": low,
+        "high": high,
+        "draws": len(entry.draws if correct is None else correct),
+        "of_draws": len(entry.draws),
+        "num_images": len(entry.sample_ids),
+        "stage": entry.stage,
+        "artifact": entry.artifact,
+    }
