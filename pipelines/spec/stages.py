@@ -1025,7 +1025,9 @@ class Audit(_Stage):
 class Report(_Stage):
     """One page of everything: a table, curves, sheets of images, and the rows behind them."""
 
-    VERSION: ClassVar[int] = 9  # verdicts name what they compare with; VTAB's scores are of one classifier each
+    VERSION: ClassVar[int] = (
+        9  # verdicts name what they compare with; VTAB's scores are of one classifier each
+    )
     KIND: ClassVar[str] = "report"
     job: Literal["report"]
     title: str
