@@ -5,8 +5,10 @@ from __future__ import annotations
 import csv
 import json
 import math
+import os
 import resource
 from collections.abc import Iterable
+from decimal import Decimal
 from functools import partial
 from itertools import islice
 from types import SimpleNamespace
@@ -42,7 +44,8 @@ from pipelines.results.accuracies import (
 )
 from pipelines.results.compare import compare, comparison_table
 from pipelines.results.lookup import find_artifact
-from pipelines.results.query import TABLES, query
+from pipelines.results.query import Unfinished, query
+from pipelines.results.tables import TABLES
 from pipelines.spec import RecipeError
 from pipelines.store import Manifest, Store, local_files
 from pipelines.terminal import write
@@ -121,13 +124,17 @@ def report_query(
             print_table(listed, tuple(listed[0]))
         return
     _limit_memory()
-    with query(open_(store, create=False), sql) as answer:
-        if as_csv:
-            _print_csv(answer.columns, answer.rows)
-        elif as_json:
-            _print_objects(answer)
-        else:
-            _print_answer(answer)
+    try:
+        with query(open_(store, create=False), sql) as answer:
+            if as_csv:
+                _print_csv(answer.columns, answer.rows)
+            elif as_json:
+                _print_objects(answer)
+            else:
+                _print_answer(answer)
+    except Unfinished as error:
+        errors.print(f"[red]error:[/] {plain(str(error))}", highlight=False, soft_wrap=True)
+        os._exit(2)  # the ordinary end of a process waits for DuckDB
 
 
 def _limit_memory() -> None:
@@ -147,28 +154,40 @@ def _print_csv(columns: tuple[str, ...], rows: Iterable[tuple[Any, ...]]) -> Non
 
 def _print_objects(answer: Answer) -> None:
     """Print a JSON list of objects, one per line."""
+    names = [_dump(name) for name in answer.columns]
     before = "[\n"
     for row in answer.rows:
-        values = map(_as_json, row, answer.types)
-        line = json.dumps(dict(zip(answer.columns, values, strict=True)), ensure_ascii=False, allow_nan=False)
-        write(before + line, end="")
+        pairs = zip(names, map(_as_json, row, answer.types), strict=True)
+        write(before + "{" + ", ".join(f"{name}: {value}" for name, value in pairs) + "}", end="")
         before = ",\n"
     write("[]" if before == "[\n" else "\n]")
 
 
-def _as_json(value: Any, kind: str) -> Any:
+def _as_json(value: Any, kind: str) -> str:
     if isinstance(value, float):
-        return value if math.isfinite(value) else None
+        return _dump(value if math.isfinite(value) else None)
+    if value is not None and _is_decimal(kind):
+        return f"{Decimal(value):f}"  # as a float it would lose digits
     if isinstance(value, str) and (kind == "JSON" or kind.endswith("]") or kind.startswith(_NESTED)):
-        return json.loads(value, parse_constant=lambda _: None)
-    return value
+        return _dump(json.loads(value, parse_constant=lambda _: None))
+    return _dump(value)
+
+
+def _is_decimal(kind: str) -> bool:
+    return kind.startswith("DECIMAL") and kind.endswith(")")  # not a list of them
+
+
+def _dump(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False, allow_nan=False)
 
 
 def _print_answer(answer: Answer) -> None:
     """Print a table of at most MOST_ROWS rows."""
     table = Table(box=None, pad_edge=False)
     for name, kind in zip(answer.columns, answer.types, strict=True):
-        table.add_column(Text(name), overflow="fold", justify="right" if kind in _NUMBERS else "left")
+        table.add_column(
+            Text(name), overflow="fold", justify="right" if kind in _NUMBERS or _is_decimal(kind) else "left"
+        )
     for row in islice(answer.rows, MOST_ROWS):
         table.add_row(*(Text("NULL", "dim") if value is None else Text(str(value)) for value in row))
     console.print(table)

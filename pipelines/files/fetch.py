@@ -12,7 +12,7 @@ from tempfile import TemporaryDirectory
 def fetched(path: str) -> Iterator[Path]:
     """Yield the local path of a file or folder: the path itself, or a copy from S3 that is removed after the block.
 
-    A model on the Hugging Face hub stays in the hub's own cache; the folder contains links to its files.
+    A model on the Hugging Face hub stays in the user's cache folder; the copy contains links to its files.
 
     Raises:
         StoreError: it cannot be fetched.

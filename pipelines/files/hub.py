@@ -4,6 +4,9 @@ In: such a path, HF_ENDPOINT and HF_TOKEN from the environment. Out: the path wi
 that an import reads, and those files. A revision is resolved to a commit once, and a commit's digests are requested
 once; the user's cache folder keeps both, so that planning needs the hub only for models that are new on this machine.
 Pickles are never fetched.
+
+The hub is not trusted: its answers have a limited size, and files are kept under their sha256. Of huggingface_hub only
+the HTTP client is used, because its downloads are named by a header of the answer, which can be any path.
 """
 
 from __future__ import annotations
@@ -11,23 +14,51 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from fnmatch import fnmatch
+from http import HTTPStatus
+from io import BytesIO
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from tempfile import TemporaryDirectory
+from time import sleep
+from typing import IO, Any, NoReturn
 from urllib.parse import quote
+
+from pydantic import BaseModel, Field, ValidationError
 
 from pipelines.errors import StoreError, StoreUnreachable
 from pipelines.files.digests import cache_folder, file_digests
 from pipelines.spec import COMMIT, HUB_PATH, RecipeError
 
-if TYPE_CHECKING:
-    from huggingface_hub import HfApi
-
 DEFAULT_ENDPOINT = "https://huggingface.co"
 WEIGHTS = ("model.safetensors", "model-*-of-*.safetensors")
 READ = ("config.json", "preprocessor_config.json", "README.md", "model.safetensors.index.json", *WEIGHTS)
+SMALL_BYTES = 32 * 2**20  # limit for an answer, and for a file that is not in Git LFS; the hub's own is 10 MB
+LARGE_BYTES = 50 * 10**9  # limit for a model
+SECONDS = 30.0  # without an answer, or without more of it
+TRIES = 5
+_NAMED = 20  # files of a model that a message lists
+
+
+class _Lfs(BaseModel):
+    sha256: str = Field(pattern=r"^[0-9a-f]{64}\z")
+
+
+class _File(BaseModel):
+    name: str = Field(alias="rfilename")
+    size: int = Field(ge=0)
+    lfs: _Lfs | None = None
+
+    def is_read(self) -> bool:
+        return bool(re.fullmatch(r"[\w.-]{1,100}", self.name, re.ASCII)) and _matches(self.name, READ)
+
+
+class _Model(BaseModel):
+    """A model at a commit, as the hub describes it."""
+
+    commit: str = Field(alias="sha", pattern=rf"^{COMMIT}\z")
+    files: tuple[_File, ...] = Field(alias="siblings")
 
 
 def pinned(path: str) -> str:
@@ -37,44 +68,31 @@ def pinned(path: str) -> str:
         RecipeError: there is no such model or revision. StoreUnreachable: the hub does not answer.
     """
     repository, revision = _parse(path)
-    if re.fullmatch(COMMIT, revision):
-        return path
-    record = _record(repository, revision)
-    if (cached := _recall(record)) is None:
-        cached = {"commit": _ask(path)["commit"]}
-        _remember(record, cached)
-    return f"hf:{repository}@{cached['commit']}"
+    return path if re.fullmatch(COMMIT, revision) else f"hf:{repository}@{_known(path, 'commit')}"
 
 
 def digests(path: str) -> dict[str, str]:
     """Return {file: sha256 of its content}, for the files of a pinned path that an import reads. Raises as `pinned`."""
-    repository, commit = _parse(path)
-    record = _record(repository, commit)
-    if (cached := _recall(record)) is None:
-        cached = {"files": _ask(path)["files"]}
-        _remember(record, cached)
-    return dict(cached["files"])
+    return dict(_known(path, "files"))
 
 
 def fetch(path: str, folder: Path) -> Path:
-    """Fetch the files of a pinned path into the hub's own cache, and return `folder` with links to them.
-
-    The cache's own folder is not used, because it may contain other files of the commit, which another program fetched:
-    their digests are unknown, and a reader might prefer a pickle.
+    """Fetch the files of a pinned path into the user's cache folder, and return `folder` with links to them.
 
     Raises:
         StoreError: a file does not match its digest. StoreUnreachable: the hub does not answer.
     """
-    repository, commit = _parse(path)
-    expected = digests(path)
-    with translate_errors(path):
-        files = {name: _download(repository, commit, name) for name in expected}
-    for name, digest in file_digests(files.items()):
-        if digest != expected[name]:
-            raise StoreError(f"{path}: {name} has sha256 {digest}, but {expected[name]} was expected")
-    for name, file in files.items():
+    sizes = _known(path, "sizes")
+    for name, sha256 in digests(path).items():
+        file = cache_folder() / "hub" / "files" / sha256
+        if not file.is_file() or _digest(file) != sha256:
+            _download(path, name, sizes[name], sha256)
         (folder / name).symlink_to(file.absolute())
     return folder
+
+
+def _matches(name: str, patterns: Iterable[str]) -> bool:
+    return any(fnmatch(name, pattern) for pattern in patterns)
 
 
 def _parse(path: str) -> tuple[str, str]:
@@ -84,51 +102,136 @@ def _parse(path: str) -> tuple[str, str]:
     return match["repository"], match["revision"] or "main"
 
 
+def _known(path: str, fact: str) -> Any:
+    """Return what the cache or else the hub says about a path: its "commit", or the "files" or "sizes" of a commit."""
+    record = _record(*_parse(path))
+    cached = _recall(record)
+    if cached is None or fact not in cached:
+        cached = _ask(path)
+        _remember(record, cached)
+    return cached[fact]
+
+
 def _ask(path: str) -> dict[str, Any]:
-    """Return a path's commit and its files' sha256, which the hub states for large files; small ones are fetched."""
-    repository, revision = _parse(path)
-    with translate_errors(path):
-        info = _api().model_info(repository, revision=revision, files_metadata=True)
-    if not re.fullmatch(COMMIT, info.sha or ""):
-        raise StoreError(
-            f"{path}: {_endpoint()} gave {info.sha!r} as its commit; expected 40 hexadecimal digits"
-        )
-    commit = str(info.sha)
-    files = {file.rfilename: file for file in info.siblings or ()}
-    names = [
-        name for name in sorted(files) if "/" not in name and any(fnmatch(name, pattern) for pattern in READ)
-    ]
+    """Return a path's commit, and its files' sha256, which the hub states for large files, and sizes in bytes."""
+    model = _describe(path)
+    files = {file.name: file for file in sorted(model.files, key=lambda file: file.name) if file.is_read()}
     missing = [
         needed
         for needed, patterns in (("config.json", ("config.json",)), ("model.safetensors", WEIGHTS))
-        if not any(fnmatch(name, pattern) for name in names for pattern in patterns)
+        if not any(_matches(name, patterns) for name in files)
     ]
     if missing:
+        names = sorted(file.name for file in model.files)
+        more = f" and {len(names) - _NAMED:,} more" if len(names) > _NAMED else ""
         raise RecipeError(
             f"{path}: missing {' and '.join(missing)}; expected a model with config.json and model.safetensors "
-            f"(pickles such as pytorch_model.bin are not fetched). It contains: {', '.join(sorted(files))}"
+            f"(pickles such as pytorch_model.bin are not fetched). It contains: {', '.join(names[:_NAMED])}{more}"
         )
-    with translate_errors(path):
-        small = {name: _download(repository, commit, name) for name in names if files[name].lfs is None}
-    sha256s = {name: lfs.sha256 for name in names if (lfs := files[name].lfs) is not None}
-    sha256s |= dict(file_digests(small.items()))
-    return {"commit": commit, "files": sha256s}
+    sizes = {name: file.size for name, file in files.items()}
+    if sum(sizes.values()) > LARGE_BYTES:
+        raise RecipeError(
+            f"{path}: its files have {sum(sizes.values()):,} bytes; at most {LARGE_BYTES:,} are fetched"
+        )
+    commit = f"hf:{_parse(path)[0]}@{model.commit}"
+    sha256s = {
+        # of small files the hub states a digest of another kind
+        name: file.lfs.sha256 if file.lfs else _download(commit, name, min(file.size, SMALL_BYTES))
+        for name, file in files.items()
+    }
+    return {"commit": model.commit, "files": sha256s, "sizes": sizes}
 
 
-def _download(repository: str, commit: str, name: str) -> Path:
-    from huggingface_hub import hf_hub_download
+def _describe(path: str) -> _Model:
+    repository, revision = _parse(path)
+    answer = BytesIO()
+    with _translated(path):
+        _get(
+            path,
+            f"/api/models/{repository}/revision/{quote(revision, safe='')}?blobs=true",
+            answer,
+            SMALL_BYTES,
+        )
+        return _Model.model_validate_json(answer.getvalue())
 
-    return Path(hf_hub_download(repository, name, revision=commit, endpoint=_endpoint(), token=_token()))
+
+def _download(path: str, name: str, limit: int, expected: str | None = None) -> str:
+    """Fetch a file of a pinned path into the cache folder, under its sha256; return that.
+
+    Raises:
+        StoreError: it has more bytes than `limit`, or another sha256 than expected.
+    """
+    repository, commit = _parse(path)
+    folder = cache_folder() / "hub" / "files"
+    with _translated(path):
+        folder.mkdir(parents=True, exist_ok=True)
+        with TemporaryDirectory(dir=folder) as fresh:
+            file = Path(fresh) / "file"
+            with file.open("wb") as written:
+                _get(path, f"/{repository}/resolve/{commit}/{quote(name)}", written, limit)
+            digest = _digest(file)
+            if digest != (expected or digest):
+                raise StoreError(f"{path}: {name} has sha256 {digest}, but {expected} was expected")
+            file.replace(folder / digest)
+    return digest
 
 
-def _api() -> HfApi:
-    from huggingface_hub import HfApi
+def _digest(file: Path) -> str:
+    return str(file_digests([("", file)])[0][1])
 
-    return HfApi(endpoint=_endpoint(), token=_token())
+
+def _get(path: str, address: str, file: IO[bytes], limit: int) -> None:
+    """Write the hub's answer into an empty file; if the connection breaks, go on from there.
+
+    Raises:
+        StoreError: it has more than `limit` bytes. RecipeError: see `_refuse`. And what `_translated` translates.
+    """
+    import httpx2
+    from huggingface_hub.utils import build_hf_headers, get_session
+
+    headers = build_hf_headers(token=_token()) | {"Accept-Encoding": "identity"}
+    for tries_left in reversed(range(TRIES)):
+        resumed = {"Range": f"bytes={file.tell()}-"} if file.tell() else {}
+        url = _endpoint() + address
+        try:
+            with get_session().stream("GET", url, headers=headers | resumed, timeout=SECONDS) as response:
+                if response.is_error:
+                    _refuse(path, response.status_code, response.headers.get("X-Error-Code"))
+                if response.status_code != HTTPStatus.PARTIAL_CONTENT:
+                    file.seek(0)
+                    file.truncate()
+                for chunk in response.iter_bytes():
+                    if file.tell() + len(chunk) > limit:
+                        raise StoreError(f"{path}: {url} has more than the expected {limit:,} bytes")
+                    file.write(chunk)
+                return
+        except httpx2.TransportError:
+            if not (tries_left and file.tell()):
+                raise
+            sleep(1)
+
+
+def _refuse(path: str, status: int, code: str | None) -> NoReturn:
+    """Raise what the hub's answer means. Its own words are not repeated."""
+    if code == "GatedRepo":
+        raise RecipeError(
+            f"{path}: {_endpoint()} refuses access. Accept the model's terms there, and set HF_TOKEN"
+        )
+    if code == "RepoNotFound" or status == HTTPStatus.UNAUTHORIZED:
+        raise RecipeError(
+            f"{path}: no such model at {_endpoint()}. Check the name; for a private model set HF_TOKEN"
+        )
+    if code == "RevisionNotFound":
+        raise RecipeError(f"{path}: the model has no such revision; expected a branch, tag or commit")
+    raise StoreUnreachable(f"{path}: cannot fetch it from {_endpoint()}: HTTP status {status}")
 
 
 def _endpoint() -> str:
-    return os.environ.get("HF_ENDPOINT", DEFAULT_ENDPOINT).rstrip("/")
+    """Return the hub's address. Raises StoreError if it has a password, which messages and the cache would show."""
+    endpoint = os.environ.get("HF_ENDPOINT", DEFAULT_ENDPOINT).rstrip("/")
+    if "@" in endpoint:
+        raise StoreError("HF_ENDPOINT contains a user or a password; give only the address, and set HF_TOKEN")
+    return endpoint
 
 
 def _token() -> str | bool:
@@ -137,44 +240,28 @@ def _token() -> str | bool:
 
 
 @contextmanager
-def translate_errors(path: str) -> Iterator[None]:
+def _translated(path: str) -> Iterator[None]:
     """Turn errors of the hub's client into vitflow's, which name the path."""
     try:
         import httpx2
-        from huggingface_hub.errors import (
-            GatedRepoError,
-            HFValidationError,
-            RepositoryNotFoundError,
-            RevisionNotFoundError,
-        )
-        from huggingface_hub.utils.tqdm import disable_progress_bars
+        from huggingface_hub.errors import HFValidationError
+        from huggingface_hub.utils import validate_repo_id
     except ImportError as error:
         raise RecipeError(
             f"{path}: the package {error.name} is not installed: pip install 'vitflow[hub]'"
         ) from None
-    disable_progress_bars()  # each would be a line in the log
     try:
+        validate_repo_id(_parse(path)[0])
         yield
-    except GatedRepoError:
-        raise RecipeError(
-            f"{path}: {_endpoint()} refuses access. Accept the model's terms there, and set HF_TOKEN"
-        ) from None
-    except RepositoryNotFoundError:
-        raise RecipeError(
-            f"{path}: no such model at {_endpoint()}. Check the name; for a private model set HF_TOKEN"
-        ) from None
-    except RevisionNotFoundError:
-        raise RecipeError(
-            f"{path}: the model has no such revision; expected a branch, tag or commit"
-        ) from None
     except HFValidationError as error:
         raise RecipeError(f"{path}: {error}") from None
     except (httpx2.HTTPError, OSError) as error:  # OSError: also a full disk
         reason = str(error).partition("\n")[0] or type(error).__name__
         raise StoreUnreachable(f"{path}: cannot fetch it from {_endpoint()}: {reason}") from None
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValidationError, httpx2.InvalidURL) as error:
+        reason = error.errors()[0]["msg"] if isinstance(error, ValidationError) else error
         raise StoreError(
-            f"{path}: {_endpoint()} does not answer as the Hugging Face hub does ({error!r}). Check HF_ENDPOINT"
+            f"{path}: {_endpoint()} does not answer as the Hugging Face hub does ({reason}). Check HF_ENDPOINT"
         ) from None
 
 

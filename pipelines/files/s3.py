@@ -162,7 +162,8 @@ def listing(uri: str) -> list[Remote]:
     """Return the object at an address, or those directly below it; empty if there are none. Raises StoreError."""
     single, below = _at(uri, "/")
     return [file._replace(name=ONE_FILE) for file in single] or [
-        file for file in below if file.name and not file.name.startswith(".")
+        # a name becomes a file's, so a server that sends one with a slash must not choose the folder
+        file for file in below if file.name and not file.name.startswith(".") and "/" not in file.name
     ]
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pipelines.results.lookup import find_artifact
-from pipelines.results.query import define_tables
+from pipelines.results.tables import define_tables
 from pipelines.spec import LAST, nearest
 from pipelines.store import Manifest, Store, model_folder
 from vit_model.config import Preprocessing

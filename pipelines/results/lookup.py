@@ -1,4 +1,8 @@
-"""The runs and artifacts that a user names: by an id, a key or a unique prefix of one, RUN/STAGE, RUN or not at all."""
+"""The runs and artifacts that a user names: by an id, a key or a unique prefix of one, RUN/STAGE, RUN or STAGE.
+
+RUN/STAGE is the result of the newest run that has it, so another run of the recipe, even an unfinished one, does not
+make it ambiguous.
+"""
 
 from __future__ import annotations
 
@@ -12,17 +16,27 @@ from pipelines.store import Manifest, Store, all_keys, all_manifests
 
 def find_run(store: Store, prefix: str | None) -> str:
     """Return the run with this id or unique prefix of one; None: the newest. Raises RecipeError."""
+    matches = _matching_runs(store, prefix or "")
+    if prefix is None:
+        return matches[-1]
+    if len(matches) > 1:
+        raise _ambiguous_run(prefix, matches)
+    return matches[0]
+
+
+def _matching_runs(store: Store, prefix: str) -> list[str]:
+    """Return the runs with this id or prefix of one, oldest first. Raises RecipeError if there are none."""
     ids = runs(store)
     if not ids:
         raise RecipeError(f"{store.uri} has no runs")
-    if prefix is None:
-        return ids[-1]
     matches = [run for run in ids if run == prefix] or [run for run in ids if run.startswith(prefix)]
     if not matches:
         raise RecipeError(f"no run matches {prefix!r}{nearest(prefix, ids[-5:])}")
-    if len(matches) > 1:
-        raise RecipeError(f"{prefix!r} is ambiguous; it matches the runs {', '.join(matches)}")
-    return matches[0]
+    return matches
+
+
+def _ambiguous_run(prefix: str, matches: Sequence[str]) -> RecipeError:
+    return RecipeError(f"{prefix!r} is ambiguous; it matches the runs {', '.join(matches)}")
 
 
 def find_artifact(store: Store, selector: str | None, kind: str) -> Manifest:
@@ -69,27 +83,65 @@ def find_keys(store: Store, selector: str) -> list[tuple[str, str]]:
 
 
 def _find(store: Store, selector: str, labels: Mapping[str, str], noun: str) -> set[str]:
-    """Return the keys that a key, a unique key prefix, RUN/STAGE or RUN matches; of a RUN perhaps none.
+    """Return the keys that a key, a unique key prefix, RUN/STAGE, RUN or STAGE matches; of a RUN perhaps none.
 
     Args:
-        labels: key -> what messages show beside it.
+        labels: key -> its stage, which messages show beside it.
         noun: what messages call an artifact.
 
     Raises:
-        RecipeError: there is no such key, run or stage, or the prefix is ambiguous.
+        RecipeError: there is no such key, run or stage, or it is ambiguous.
     """
     matches = {key: label for key, label in labels.items() if selector and key.startswith(selector)}
+    if not matches:
+        prefix, _, stage = selector.partition("/")
+        try:
+            if stage:
+                return _newest_result(store, prefix, stage, labels)
+            return set(_stage_keys(store, find_run(store, prefix)).values()) & labels.keys()
+        except RecipeError as error:
+            matches = {key: label for key, label in labels.items() if label == selector}
+            if not matches:
+                raise RecipeError(f"no {noun} has a key that begins with {selector!r}, and {error}") from None
     if len(matches) > 1:
         raise RecipeError(f"{selector!r} is ambiguous; it matches the keys {_names(matches)}")
-    if matches:
-        return set(matches)
-    prefix, _, stage = selector.partition("/")
-    try:
-        run = find_run(store, prefix)
-    except RecipeError as error:
-        raise RecipeError(f"no {noun} has a key that begins with {selector!r}, and {error}") from None
-    stages = {entry["stage"]: entry.get("key") for entry in run_status(store, run)["stages"]}
-    return {key for name in (members(stage, stages) if stage else stages) if (key := stages[name]) in labels}
+    return set(matches)
+
+
+def _newest_result(store: Store, prefix: str, stage: str, labels: Mapping[str, str]) -> set[str]:
+    """Return the keys in `labels` that a stage, or all of a matrix, has in the newest run with all of them.
+
+    If no run has all, those in the newest run with some.
+
+    Raises:
+        RecipeError: no run matches, runs of several pipelines match, or none has this stage.
+    """
+    matches = _matching_runs(store, prefix)
+    pipelines = {run: run.rsplit("-", 3)[0] for run in matches}
+    if prefix in pipelines.values():
+        matches = [run for run in matches if pipelines[run] == prefix]
+    elif len(set(pipelines.values())) > 1:
+        raise _ambiguous_run(prefix, matches)
+    some: set[str] = set()
+    unknown: list[RecipeError] = []
+    for run in reversed(matches):
+        stages = _stage_keys(store, run)
+        try:
+            keys = [stages[name] for name in members(stage, stages)]
+        except RecipeError as error:
+            unknown.append(error)
+            continue
+        some = some or labels.keys() & keys
+        if all(key in labels for key in keys):
+            return labels.keys() & keys
+    if len(unknown) == len(matches):
+        raise unknown[0]
+    return some
+
+
+def _stage_keys(store: Store, run: str) -> dict[str, str | None]:
+    """Return {stage: its key} of a run; None: its key is not known yet."""
+    return {entry["stage"]: entry.get("key") for entry in run_status(store, run)["stages"]}
 
 
 def _names(labels: Mapping[str, str]) -> str:

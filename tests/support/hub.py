@@ -27,6 +27,11 @@ class Hub:
     tampered: dict[str, bytes] = field(default_factory=dict)
     """File -> what is sent instead of its content."""
 
+    etag: str | None = None
+    """Instead of a digest of the file."""
+    cut: set[str] = field(default_factory=set)
+    """Files whose first answer ends in the middle."""
+
     info_sent: bytes | None = None
     """Instead of what a model's page says."""
 
@@ -89,18 +94,28 @@ class _Handler(BaseHTTPRequestHandler):
             self.answer(404, b"", {"X-Error-Code": "EntryNotFound", "X-Repo-Commit": commit})
             return
         data = files[name]
-        etag = _sha256(data) if name.endswith(LFS_SUFFIXES) else _git_digest(data)
+        etag = self.hub.etag or (_sha256(data) if name.endswith(LFS_SUFFIXES) else _git_digest(data))
         sent = self.hub.tampered.get(name, data)
-        self.answer(200, sent, {"ETag": f'"{etag}"', "X-Repo-Commit": commit, "Accept-Ranges": "bytes"})
+        start = int(self.headers.get("Range", "bytes=0-").removeprefix("bytes=").rstrip("-"))
+        self.answer(
+            206 if start else 200,
+            sent[start:],
+            {"ETag": f'"{etag}"', "X-Repo-Commit": commit, "Accept-Ranges": "bytes"},
+            cut=name in self.hub.cut,
+        )
+        self.hub.cut.discard(name)
 
-    def answer(self, status: int, data: bytes, headers: dict[str, str] | None = None) -> None:
+    def answer(
+        self, status: int, data: bytes, headers: dict[str, str] | None = None, cut: bool = False
+    ) -> None:
         self.send_response_only(status)
         for name, value in (headers or {}).items():
             self.send_header(name, value)
         self.send_header("Content-Length", str(len(data)))
         self.end_headers()
         if self.command == "GET":
-            self.wfile.write(data)
+            self.wfile.write(data[: len(data) // 2] if cut else data)
+        self.close_connection |= cut
 
     def log_message(self, *_: object) -> None:
         pass

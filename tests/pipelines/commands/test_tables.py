@@ -9,7 +9,7 @@ from rich.console import Console
 from pipelines import terminal
 from pipelines.commands import common
 from pipelines.commands.inspect import _took
-from pipelines.results.query import TABLES
+from pipelines.results.tables import TABLES
 
 RUN = "quickstart-20261122-101500-ab12"
 KEY = "0123456789ab"

@@ -4,7 +4,6 @@ import json
 from collections.abc import Iterator
 from pathlib import Path
 
-import huggingface_hub.constants
 import pytest
 
 from pipelines import identity
@@ -32,7 +31,6 @@ def server(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Hub]:
         monkeypatch.setenv("HF_ENDPOINT", running.endpoint)
         monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
         monkeypatch.delenv("HF_TOKEN", raising=False)
-        monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path / "cache/huggingface"))
         yield running
 
 
@@ -77,25 +75,75 @@ def test_files_that_an_import_reads_are_fetched_and_no_pickles(server: Hub) -> N
     assert {path.split("/")[4] for method, path in server.asked if "/resolve/" in path} == {commit}
 
 
-def test_what_another_program_fetched_is_not_read(server: Hub) -> None:
-    commit = server.commit("org/vit", FILES)
-    huggingface_hub.hf_hub_download(
-        "org/vit", "pytorch_model.bin", revision=commit, endpoint=server.endpoint, token=False
-    )
-    with fetched("hf:org/vit") as folder:
-        assert sorted(path.name for path in folder.iterdir()) == [
-            "README.md",
-            "config.json",
-            "model.safetensors",
-        ]
-
-
 def test_a_file_that_is_not_the_one_its_digest_says_is_refused(server: Hub) -> None:
     server.commit("org/vit", FILES)
     server.tampered["model.safetensors"] = b"WEIGHTS"
     message = r"hf:org/vit@\w+: model\.safetensors has sha256 \w+, but \w+ was expected"
     with pytest.raises(StoreError, match=message), fetched("hf:org/vit"):
         pass
+
+
+def test_a_file_is_never_named_by_the_server(server: Hub, tmp_path: Path) -> None:
+    server.commit("org/vit", FILES)
+    for number, etag in enumerate(("../../../pwned", f"{tmp_path}/pwned", "x/../../pwned")):
+        server.etag = etag
+        server.commit("org/vit", FILES | {"README.md": b"%d" % number})
+        with fetched(f"hf:org/vit@{[*server.commits['org/vit']][-1]}") as folder:
+            assert (folder / "model.safetensors").read_bytes() == FILES["model.safetensors"]
+    assert not [*tmp_path.rglob("*pwned*")]
+
+
+def test_a_broken_connection_is_resumed(server: Hub) -> None:
+    server.commit("org/vit", FILES)
+    server.cut = {"config.json", "model.safetensors"}
+    with fetched("hf:org/vit") as folder:
+        assert all(path.read_bytes() == FILES[path.name] for path in folder.iterdir())
+
+
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors"])
+def test_a_file_longer_than_stated_is_not_stored(server: Hub, name: str, tmp_path: Path) -> None:
+    server.commit("org/vit", FILES)
+    server.tampered[name] = FILES[name] + b" " * 2**20
+    expected = rf"{name} has more than the expected {len(FILES[name])} bytes"
+    with pytest.raises(StoreError, match=expected), fetched("hf:org/vit"):
+        pass
+    assert max(path.stat().st_size for path in tmp_path.rglob("*")) < 2**19
+
+
+@pytest.mark.parametrize(
+    ("siblings", "message"),
+    [
+        (
+            '[{"rfilename": "config.json", "size": 9, "lfs": {"sha256": "../../../../pwned"}}]',
+            "does not answer as",
+        ),
+        ('[{"rfilename": "config.json", "size": -1}]', "does not answer as"),
+        ("[" * 10**4, "does not answer as"),
+        (f'["{"x" * 2**16}"]', "has more than the expected 65,536 bytes"),
+        (
+            '[{"rfilename": "model.safetensors", "size": 1e15}, {"rfilename": "config.json", "size": 1}]',
+            "at most",
+        ),
+    ],
+    ids=["a path for a digest", "negative size", "nested", "long", "large"],
+)
+def test_an_answer_is_limited(
+    server: Hub, monkeypatch: pytest.MonkeyPatch, siblings: str, message: str
+) -> None:
+    monkeypatch.setattr(hub, "SMALL_BYTES", 2**16)
+    commit = server.commit("org/vit", FILES)
+    server.info_sent = f'{{"sha": "{commit}", "siblings": {siblings}}}'.encode()
+    with pytest.raises((StoreError, RecipeError), match=message), fetched("hf:org/vit"):
+        pass
+
+
+def test_a_password_in_the_hubs_address_is_refused_and_not_shown(
+    server: Hub, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_ENDPOINT", server.endpoint.replace("//", "//me:hunter2@"))
+    with pytest.raises(StoreError, match=r"^HF_ENDPOINT contains a user or a password") as raised:
+        hub.pinned("hf:org/vit")
+    assert "hunter2" not in str(raised.value)
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,8 @@ from typing import Any
 import pyarrow as pa
 import pytest
 
-from pipelines.results.query import TABLES, query
+from pipelines.results.query import query
+from pipelines.results.tables import TABLES
 from pipelines.spec import RecipeError
 from pipelines.store import Layout, Store, StoreDamaged, commit, open_store
 from ray_jobs.evaluation.label_issues import FILE, LABEL_ISSUES
@@ -301,11 +302,20 @@ def test_no_file_can_be_reached_from_the_database_itself(
     [
         "WITH RECURSIVE t(n) AS (SELECT 1 UNION ALL SELECT n + 1 FROM t) SELECT * FROM t",
         "SELECT count(*) FROM range(100000000) a, range(100000000) b",
+        # DuckDB plans these for longer
+        " UNION ".join(["SELECT 1"] * 2_500),
+        "SELECT " + ",".join("1" * 6_000),
     ],
+    ids=["recursive", "product", "unions", "columns"],
 )
 def test_what_takes_too_long_is_stopped(store: Store, sql: str) -> None:
     with pytest.raises(RecipeError, match=r"stopped after 0\.5 s"):
         ask(store, sql, seconds=0.5)
+
+
+def test_sql_that_is_long_to_parse_is_refused(store: Store) -> None:
+    with pytest.raises(RecipeError, match=r"has 299,993 characters; at most 100,000"):
+        ask(store, " UNION ".join(["SELECT 1"] * 20_000))
 
 
 def test_what_takes_too_much_memory_is_refused(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -341,7 +351,8 @@ def test_a_file_that_has_changed_is_named_and_not_read(tmp_path: Path) -> None:
 
 MIXED = """SELECT 'a "b", c' AS text, NULL AS nothing, 'nan'::DOUBLE AS nan, [1.5, 2] AS list,
     {'x': 'inf'::DOUBLE} AS s,
-    DATE '2020-01-02' AS day, TIMESTAMPTZ '2020-01-01 00:00:00+00' AS t, 1.25 AS d, 1 AS text, 2::HUGEINT ** 2 AS h"""
+    DATE '2020-01-02' AS day, TIMESTAMPTZ '2020-01-01 00:00:00+00' AS t, 1.25 AS d, 1 AS text, 2::HUGEINT ** 2 AS h,
+    1e20::DECIMAL(38) AS large, 0.00001 AS small, -0.5::DECIMAL(38, 38) AS below"""
 
 
 @pytest.mark.slow
@@ -361,9 +372,13 @@ def test_json_csv_and_the_table(vitflow, store: Store) -> None:  # type: ignore[
         "d": 1.25,
         "text_1": 1,
         "h": 4,
+        "large": 10**20,
+        "small": 0.00001,
+        "below": -0.5,
     }
     header, line = csv.reader(io.StringIO(run(MIXED, "--csv").stdout))
-    assert dict(zip(header, line, strict=True))["text"] == 'a "b", c'
+    texts = dict(zip(header, line, strict=True))
+    assert (texts["text"], texts["large"], texts["small"]) == ('a "b", c', "1" + "0" * 20, "0.00001")
     assert json.loads(run("SELECT * FROM rows WHERE false", "--json").stdout) == []
     table = run("SELECT range AS n, NULL AS x, '[red]' AS y FROM range(1003)")
     assert "3 more rows" in table.stderr
