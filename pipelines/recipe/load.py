@@ -15,7 +15,6 @@ import vit_model.config
 from pipelines.recipe import matrix
 from pipelines.recipe.pipeline import Pipeline, base
 from pipelines.spec import (
-    BACKBONE_FIELDS,
     SOURCE_TYPES,
     STAGE_TYPES,
     CheckpointEvery,
@@ -30,7 +29,6 @@ from pipelines.spec import (
     ResNetSize,
     nearest,
 )
-from pipelines.spec.checkpoints import FORMS
 from vit_model.config import family_of
 from vit_model.variants import RESNETS, VARIANTS
 
@@ -202,24 +200,26 @@ def _apply_override(raw: dict[str, Any], override: str) -> None:
 
 
 def _override_of(field: str, overrides: tuple[str, ...]) -> str | None:
-    """Return the last override that set a field, or a field that contains it."""
-    matches = [override for override in overrides if f"{field}.".startswith(f"{override.partition('=')[0]}.")]
+    """Return the last override that set a field, an axis that has it, or a field that contains it."""
+    set_by = {override: override.partition("=")[0].replace(".matrix.", ".", 1) for override in overrides}
+    matches = [override for override, path in set_by.items() if f"{field}.".startswith(f"{path}.")]
     return matches[-1] if matches else None
 
 
 def _explain(raw: dict[str, Any], problem: dict[str, Any], overrides: tuple[str, ...]) -> str:
     """Explain an error in one line: the field, the value, and what is expected."""
-    # pydantic's path includes a union's tag (the job, or the kind of a source, model or backbone), which is not in YAML
-    location = [str(part) for part in problem["loc"]]
     path: list[str] = []
     at: Any = raw
-    for before, part in zip(["", *location], location, strict=False):
-        if isinstance(at, dict) and part not in at and part in {at.get("job"), at.get("kind")}:
-            continue
-        if (before == "model" and part in MODELS) or (before in BACKBONE_FIELDS and part in FORMS):
+    for number, part in enumerate(map(str, problem["loc"]), 1):
+        # pydantic's path also has what is not in YAML: which one of a union it tried (the job, a kind, a type)
+        is_missing = problem["type"] == "missing" and number == len(problem["loc"])
+        if isinstance(at, dict) and (part in at or is_missing):
+            at = at.get(part)
+        elif isinstance(at, list) and part.isdecimal():
+            at = at[int(part)]
+        else:
             continue
         path.append(part)
-        at = at.get(part) if isinstance(at, dict) else at
     where = ".".join(path)
     message = problem["msg"].removeprefix("Value error, ")
     field = ".".join([*map(base, path[1:2]), *path[2:]])  # as --set names it

@@ -1,5 +1,8 @@
 """A recipe is refused with a message that names the field and what would be right, before anything starts."""
 
+import copy
+import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -197,6 +200,55 @@ def test_bad_field_is_named(path: str, value: Any, message: str) -> None:
         parse_pipeline(changed(path, value), "tiny.yaml")
     assert str(error.value).startswith("tiny.yaml:")
     assert message in str(error.value)
+
+
+def numbers(value: Any, path: str = "stages") -> Iterator[str]:
+    """Yield the path of each number in a recipe."""
+    if isinstance(value, dict):
+        for name, inner in value.items():
+            yield from numbers(inner, f"{path}.{name}")
+    elif isinstance(value, int | float) and not isinstance(value, bool):
+        yield path
+
+
+def test_a_boolean_is_not_a_number() -> None:
+    """`freeze: no` froze the embeddings, because pydantic takes false for 0."""
+    written = load_pipeline("quickstart").model_dump(mode="json")
+    paths = list(numbers(written["stages"]))
+    assert len(paths) > 100
+    for path in paths:
+        raw = copy.deepcopy(written)
+        *parents, last = path.split(".")[1:]
+        at = raw["stages"]
+        for parent in parents:
+            at = at[parent]
+        at[last] = True
+        with pytest.raises(RecipeError, match=rf"\n  {re.escape(path)}: expected a number, not true"):
+            parse_pipeline(raw, "quickstart")
+
+
+@pytest.mark.parametrize(
+    ("override", "field"),
+    [
+        ("finetune.freeze=no", ""),
+        ("pretrain.model.layer_scale=yes", ""),
+        ("pretrain.zero_stage=on", ""),
+        ("finetune.class_weights={a: yes}", "finetune.class_weights.a: "),
+        ("probe.shots=[yes, 5]", "probe.shots.0: "),
+        ("pretrain.optimizer={betas: [0.9, off]}", "pretrain.optimizer.betas.1: "),
+        ("pretrain.matrix.mixup=[yes, 0.5]", "pretrain.mixup: "),
+        ("finetune.search.over.mixup.low=no", ""),
+        ("finetune.search.trials=yes", ""),
+        ("finetune.search.over.label_smoothing=[0.5, yes]", "value True: "),
+    ],
+)
+def test_a_boolean_for_a_number_is_named_with_its_field(override: str, field: str) -> None:
+    search = "finetune.search={kind: random, trials: 3, over: {mixup: {low: 0.0, high: 1.0}}}"
+    settings = (search, override) if ".search." in override else (override,)
+    with pytest.raises(
+        RecipeError, match=rf"^--set {re.escape(override)}: {field}.*expected a number, not (true|false)"
+    ):
+        load_pipeline(str(TINY), settings)
 
 
 @pytest.mark.parametrize(
