@@ -2,6 +2,7 @@
 
 import copy
 import re
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -9,8 +10,10 @@ from typing import Any
 import jsonschema
 import pytest
 import yaml
+from hypothesis import example, given
+from hypothesis import strategies as st
 
-from pipelines.recipe.load import load_pipeline, parse_pipeline, schema
+from pipelines.recipe.load import load_pipeline, parse_pipeline, read_yaml, schema, yaml_text
 from pipelines.recipe.pipeline import Pipeline
 from pipelines.spec import RecipeError
 from tests.support.paths import TINY
@@ -411,6 +414,59 @@ def test_override_replaces_one_field_before_checking() -> None:
 def test_bad_override_is_refused(override: str) -> None:
     with pytest.raises(RecipeError):
         load_pipeline(str(TINY), (override,))
+
+
+@pytest.mark.parametrize(
+    ("text", "number"),
+    [("1e3", 1000), ("1000.0", 1000), ("0x10", 16), ("0o17", 15), ("+5", 5), ("12e0", 12), ("9.", 9)],
+)
+def test_numbers_are_those_of_yaml_1_2(text: str, number: int, tmp_path: Path) -> None:
+    assert load_pipeline(str(TINY), (f"pretrain.steps={text}",)).stages["pretrain"].steps == number
+    (tmp_path / "x.yaml").write_text(TINY.read_text().replace("steps: 20", f"steps: {text}"))
+    assert load_pipeline(str(tmp_path / "x.yaml")).stages["pretrain"].steps == number
+
+
+@pytest.mark.parametrize(
+    "text", ["010", "08", "-010", "1:30", "12:30:00", "1_000", "1_000.5", "1_0e3", "0b1", "-0x1F"]
+)
+def test_a_number_that_readers_of_yaml_read_differently_is_refused(text: str, tmp_path: Path) -> None:
+    for quoted in (text, f"[{text}]", f"{{seed: {text}}}"):
+        with pytest.raises(
+            RecipeError, match=rf"^--set pretrain.steps=.*: {text} is ambiguous in YAML; write "
+        ):
+            load_pipeline(str(TINY), (f"pretrain.steps={quoted}",))
+    (tmp_path / "x.yaml").write_text(TINY.read_text().replace("steps: 20", f"steps: {text}"))
+    with pytest.raises(RecipeError, match=rf"x\.yaml: line 15: {text} is ambiguous"):
+        load_pipeline(str(tmp_path / "x.yaml"))
+
+
+def test_a_number_has_one_spelling_in_a_key() -> None:
+    def searched(*values: str) -> Any:
+        over = f"{{kind: grid, over: {{learning_rate: [{', '.join(values)}]}}}}"
+        settings = ("finetune.learning_rates=[]", f"finetune.search={over}")
+        return load_pipeline(str(TINY), settings).stages["finetune"].search
+
+    assert searched("1e-3", "1e-2").model_dump_json() == searched("1.0e-3", "0.01").model_dump_json()
+    with pytest.raises(RecipeError, match="duplicate value 0.001"):
+        searched("1e-3", "0.001")
+    decay = load_pipeline(str(TINY), ("pretrain.optimizer.weight_decay=-0.0",)).stages["pretrain"].optimizer
+    assert str(decay.weight_decay) == "0.0"
+
+
+@given(st.text(min_size=1) | st.from_regex(r"[-+0-9._:ex]{1,8}", fullmatch=True))
+@example("photos: 2024")
+@example("x: {y")
+@example("2024")
+@example("1e3")
+@example("010")
+@example("\x85")
+@example("a\nb")
+def test_text_is_written_as_the_reader_reads_it(text: str) -> None:
+    assert "\n" not in yaml_text(text)
+    with tempfile.NamedTemporaryFile("w", suffix=".yaml", encoding="utf-8") as file:
+        file.write(f"a: {yaml_text(text)}\nb: {{c: {yaml_text(text)}, d: 1}}\n")
+        file.flush()
+        assert read_yaml(Path(file.name)) == {"a": text, "b": {"c": text, "d": 1}}
 
 
 def test_the_last_checkpoint_is_spelled_as_the_stage_alone() -> None:
