@@ -5,6 +5,8 @@ from __future__ import annotations
 import ast
 import inspect
 import itertools
+import math
+import re
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +17,6 @@ import vit_model.config
 from pipelines.recipe import matrix
 from pipelines.recipe.pipeline import Pipeline, base
 from pipelines.spec import (
-    BACKBONE_FIELDS,
     SOURCE_TYPES,
     STAGE_TYPES,
     CheckpointEvery,
@@ -30,7 +31,6 @@ from pipelines.spec import (
     ResNetSize,
     nearest,
 )
-from pipelines.spec.checkpoints import FORMS
 from vit_model.config import family_of
 from vit_model.variants import RESNETS, VARIANTS
 
@@ -49,8 +49,36 @@ NESTED = {
 MODELS = {"vit": ModelSize, "resnet": ResNetSize}
 
 
+# YAML 1.2's numbers; and what YAML 1.1 reads as another number (010 is 8, 1:30 is 90) or what looks like one (08, 0b1).
+_NUMBERS = {
+    "int": r"[-+]?(0|[1-9][0-9]*)|0o[0-7]+|0x[0-9a-fA-F]+",
+    "float": r"[-+]?(\.[0-9]+|[0-9]+\.[0-9]*|(0|[1-9][0-9]*)(?=[eE]))([eE][-+]?[0-9]+)?"
+    r"|[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)",
+    "doubtful": r"[-+]?(0[0-9_]+|0b[01_]+|0x[0-9a-fA-F_]+|[0-9][0-9_]*(:[0-5]?[0-9])+(\.[0-9_]*)?"
+    r"|[0-9][0-9_]*\.?[0-9_]*([eE][-+]?[0-9_]+)?)",
+}
+_TAG = "tag:yaml.org,2002:"
+_RESOLVERS = {  # first character -> (tag, pattern); PyYAML has those of YAML 1.1
+    first: [
+        *(
+            (_TAG + name, re.compile(f"(?:{pattern})$"))
+            for name, pattern in _NUMBERS.items()
+            if first in "-+.0123456789"
+        ),
+        *((tag, pattern) for tag, pattern in known if tag not in (f"{_TAG}int", f"{_TAG}float")),
+    ]
+    for first, known in yaml.SafeLoader.yaml_implicit_resolvers.items()
+}
+
+
 class _StrictLoader(yaml.SafeLoader):
-    """A loader of plain data that rejects duplicate keys, of which YAML keeps the last, and aliases (YAML bombs)."""
+    """A loader of plain data with YAML 1.2's numbers.
+
+    It rejects duplicate keys, of which YAML keeps the last, aliases (YAML bombs), and numbers that readers of YAML
+    read differently.
+    """
+
+    yaml_implicit_resolvers = _RESOLVERS
 
     def compose_node(self, parent: Any, index: Any) -> Any:
         if self.check_event(yaml.AliasEvent):
@@ -66,6 +94,39 @@ class _StrictLoader(yaml.SafeLoader):
                 raise RecipeError(f"line {key_node.start_mark.line + 1}: duplicate key {key!r}")
             seen.add(key)
         return super().construct_mapping(node, deep)
+
+    def construct_int(self, node: Any) -> int:
+        return int(node.value, 0)
+
+    def construct_float(self, node: Any) -> float:
+        number = float(node.value.lower().replace(".inf", "inf").replace(".nan", "nan"))
+        return number or 0.0  # -0.0 would be another key than 0.0
+
+    def construct_doubtful(self, node: Any) -> Any:
+        text = node.value
+        plain = text.replace("_", "").lstrip("+0")
+        number = plain if plain.isdecimal() else "a number as in 10, 0.5 or 1e-3"
+        raise RecipeError(
+            f"line {node.start_mark.line + 1}: {text} is ambiguous in YAML; write {number}, or '{text}' in quotes if it"
+            " is text"
+        )
+
+
+for _name in _NUMBERS:
+    _StrictLoader.add_constructor(f"{_TAG}{_name}", getattr(_StrictLoader, f"construct_{_name}"))
+
+
+class _Dumper(yaml.SafeDumper):
+    """A writer of what `_StrictLoader` reads."""
+
+    yaml_implicit_resolvers = _RESOLVERS
+
+
+def yaml_text(text: str) -> str:
+    """Return the YAML of a text, in one line, quoted if a reader would take it for something else."""
+    style = {} if text.isprintable() else {"default_style": '"'}
+    plain = {"default_flow_style": True, "width": math.inf, "allow_unicode": text.isprintable()}
+    return yaml.dump([text], Dumper=_Dumper, **plain, **style).removeprefix("[").removesuffix("]\n")
 
 
 def recipe_path(pipeline: str) -> Path:
@@ -98,7 +159,10 @@ def load_pipeline(pipeline: str, overrides: tuple[str, ...] = ()) -> Pipeline:
         expanded = matrix.expand(raw)
     except RecipeError as error:
         raise RecipeError(f"{path}: {error}") from None
-    return parse_pipeline(expanded, str(path), overrides)
+    pipeline = parse_pipeline(expanded, str(path), overrides)
+    if duplicate := matrix.duplicate(raw, pipeline.stages):
+        raise RecipeError(f"{path}: {duplicate}")
+    return pipeline
 
 
 def parse_pipeline(raw: dict[str, Any], where: str, overrides: tuple[str, ...] = ()) -> Pipeline:
@@ -198,28 +262,30 @@ def _apply_override(raw: dict[str, Any], override: str) -> None:
         else:
             matrix.set_field(fields, field, new)
     except _UNREADABLE as error:
-        raise RecipeError(f"--set {override}: {error}") from None
+        raise RecipeError(f"--set {override}: {str(error).removeprefix('line 1: ')}") from None
 
 
 def _override_of(field: str, overrides: tuple[str, ...]) -> str | None:
-    """Return the last override that set a field, or a field that contains it."""
-    matches = [override for override in overrides if f"{field}.".startswith(f"{override.partition('=')[0]}.")]
+    """Return the last override that set a field, an axis that has it, or a field that contains it."""
+    set_by = {override: override.partition("=")[0].replace(".matrix.", ".", 1) for override in overrides}
+    matches = [override for override, path in set_by.items() if f"{field}.".startswith(f"{path}.")]
     return matches[-1] if matches else None
 
 
 def _explain(raw: dict[str, Any], problem: dict[str, Any], overrides: tuple[str, ...]) -> str:
     """Explain an error in one line: the field, the value, and what is expected."""
-    # pydantic's path includes a union's tag (the job, or the kind of a source, model or backbone), which is not in YAML
-    location = [str(part) for part in problem["loc"]]
     path: list[str] = []
     at: Any = raw
-    for before, part in zip(["", *location], location, strict=False):
-        if isinstance(at, dict) and part not in at and part in {at.get("job"), at.get("kind")}:
-            continue
-        if (before == "model" and part in MODELS) or (before in BACKBONE_FIELDS and part in FORMS):
+    for number, part in enumerate(map(str, problem["loc"]), 1):
+        # pydantic's path also has what is not in YAML: which one of a union it tried (the job, a kind, a type)
+        is_missing = problem["type"] == "missing" and number == len(problem["loc"])
+        if isinstance(at, dict) and (part in at or is_missing):
+            at = at.get(part)
+        elif isinstance(at, list) and part.isdecimal():
+            at = at[int(part)]
+        else:
             continue
         path.append(part)
-        at = at.get(part) if isinstance(at, dict) else at
     where = ".".join(path)
     message = problem["msg"].removeprefix("Value error, ")
     field = ".".join([*map(base, path[1:2]), *path[2:]])  # as --set names it

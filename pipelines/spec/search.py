@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterator
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, Discriminator, Field, JsonValue, Tag, model_validator
@@ -13,7 +15,18 @@ Point = dict[str, Any]
 """The values of the searched fields in one trial, by the field's path: {"optimizer.weight_decay": 0.1}."""
 
 # Fields that say which question the sweep answers, so that its trials must share them.
-FIXED = ("job", "data", "backbone", "model", "labels", "seed", "seen_in_training", "search", "early_stopping")
+FIXED = (
+    "job",
+    "data",
+    "backbone",
+    "model",
+    "labels",
+    "seed",
+    "seen_in_training",
+    "search",
+    "early_stopping",
+    "optimizer.preset",  # a trial's optimizer has all settings already
+)
 
 # Fields that can change during a training: the network, the order of images and what the optimizer keeps do not depend
 # on them.
@@ -48,14 +61,38 @@ class Range(Frozen):
     def is_whole(self) -> bool:
         return isinstance(self.low, int) and isinstance(self.high, int)
 
+    def samples(self) -> tuple[int | float, ...]:
+        """Return values for a check of the range: its ends and, unless it is whole, one that is not whole."""
+        inside = () if self.is_whole else (self.low + (self.high - self.low) / math.pi,)
+        return self.low, *inside, self.high
 
-def _different(values: tuple[JsonValue, ...]) -> tuple[JsonValue, ...]:
-    if any(value in values[:place] for place, value in enumerate(values)):
-        raise ValueError(f"{list(values)} contains duplicates")
+
+def _no_text_for_numbers(values: tuple[JsonValue, ...]) -> tuple[JsonValue, ...]:
+    """Raise ValueError for text that pydantic would take for a number, because the key would have the text."""
+    for value in _scalars(list(values)):
+        if isinstance(value, str) and _is_number(value):
+            raise ValueError(f"{value!r} is text; write the number without quotes")
     return values
 
 
-Choices = Annotated[tuple[JsonValue, ...], Field(min_length=1), AfterValidator(_different)]
+def _is_number(text: str) -> bool:
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return True
+
+
+def _scalars(value: JsonValue) -> Iterator[JsonValue]:
+    """Yield what is in a value that is not a list or a mapping."""
+    if isinstance(value, list | dict):
+        for each in value.values() if isinstance(value, dict) else value:
+            yield from _scalars(each)
+    else:
+        yield value
+
+
+Choices = Annotated[tuple[JsonValue, ...], Field(min_length=1), AfterValidator(_no_text_for_numbers)]
 Values = Annotated[
     Annotated[Range, Tag("range")] | Annotated[Choices, Tag("values")],
     Discriminator(lambda given: "range" if isinstance(given, dict | Range) else "values"),

@@ -15,7 +15,7 @@ from pipelines.spec.optimizer import Optimizer, check_optimizer
 from pipelines.spec.search import ASHA, FIXED, PBT, Choices, Point, Range, Search, placed
 from pipelines.spec.shapes import Model, ModelSize, ResNetSize, check_patches, size_of
 from pipelines.spec.sources import Source
-from vit_model.config import Frozen, LoRAOptions, MaeOptions, ResNetConfig, ViTConfig, later
+from vit_model.config import Frozen, LoRAOptions, MaeOptions, ResNetConfig, ViTConfig, later, wrong_field
 from vit_model.errors import reasons
 
 Shots = Annotated[int, Field(ge=1)]
@@ -821,23 +821,31 @@ class Finetune(_Stage):
             name = "evaluations" if isinstance(search, ASHA) else "rounds"
             if (count := getattr(search, name)) > self.steps:
                 raise ValueError(f"search.{name} {count} is more than steps {self.steps}")
+        self._check_space()
+        return self
+
+    def _check_space(self) -> None:
+        """Raise ValueError for fields that cannot be searched, and for values that a trial cannot have or has twice."""
         shared = {*FIXED, "learning_rates"} | {
             name for name, info in type(self).model_fields.items() if marks(info).get("execution")
         }
-        ends = {
-            path: (values.low, values.high) if isinstance(values, Range) else values
+        values = {
+            path: values.samples() if isinstance(values, Range) else values
             for path, values in self.space.items()
         }
-        first = {"learning_rate": ends["learning_rate"][0]}
-        for path, values in ends.items():
-            if path.split(".")[0] in shared:
-                raise ValueError(f"search.over.{path}: all trials share {path}, so it cannot be searched")
-            for value in values:
+        first = {"learning_rate": values["learning_rate"][0]}
+        for path in values:
+            place = ("search", "over", path)
+            if not shared.isdisjoint((path, path.split(".")[0])):
+                raise wrong_field(place, f"all trials share {path}, so it cannot be searched")
+            trials: list[Finetune] = []
+            for value in values[path]:
                 try:
-                    self.at(first | {path: value})
+                    trials.append(self.at(first | {path: value}))
                 except ValidationError as error:
-                    raise ValueError(f"search.over.{path}, value {value!r}: {reasons(error)}") from None
-        return self
+                    raise wrong_field(place, f"value {value!r}: {reasons(error)}") from None
+                if trials[-1] in trials[:-1]:
+                    raise wrong_field(place, f"duplicate value {value!r}")
 
     @model_validator(mode="after")
     def _frozen_parts_fit(self) -> Self:

@@ -71,7 +71,7 @@ def test_momentum_is_that_of_the_optimizer_and_its_default_is_not_in_the_key() -
         ),
         (
             {"lora": {}, "search": {"kind": "grid", "over": {"lora.rank": [2, 0]}}},
-            "search.over.lora.rank, value 0: lora.rank Input should be greater than 0",
+            "stages.finetune.search.over.lora.rank: value 0: lora.rank Input should be greater than 0",
         ),
         ({"head_first": 10_000}, "head_first 10000 must be less than steps"),
         ({"class_weights": {"a": -1.0}}, "stages.finetune.class_weights"),

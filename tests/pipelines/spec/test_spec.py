@@ -1,13 +1,19 @@
 """A recipe is refused with a message that names the field and what would be right, before anything starts."""
 
+import copy
+import re
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import jsonschema
 import pytest
 import yaml
+from hypothesis import example, given
+from hypothesis import strategies as st
 
-from pipelines.recipe.load import load_pipeline, parse_pipeline, schema
+from pipelines.recipe.load import load_pipeline, parse_pipeline, read_yaml, schema, yaml_text
 from pipelines.recipe.pipeline import Pipeline
 from pipelines.spec import RecipeError
 from tests.support.paths import TINY
@@ -199,6 +205,55 @@ def test_bad_field_is_named(path: str, value: Any, message: str) -> None:
     assert message in str(error.value)
 
 
+def numbers(value: Any, path: str = "stages") -> Iterator[str]:
+    """Yield the path of each number in a recipe."""
+    if isinstance(value, dict):
+        for name, inner in value.items():
+            yield from numbers(inner, f"{path}.{name}")
+    elif isinstance(value, int | float) and not isinstance(value, bool):
+        yield path
+
+
+def test_a_boolean_is_not_a_number() -> None:
+    """`freeze: no` froze the embeddings, because pydantic takes false for 0."""
+    written = load_pipeline("quickstart").model_dump(mode="json")
+    paths = list(numbers(written["stages"]))
+    assert len(paths) > 100
+    for path in paths:
+        raw = copy.deepcopy(written)
+        *parents, last = path.split(".")[1:]
+        at = raw["stages"]
+        for parent in parents:
+            at = at[parent]
+        at[last] = True
+        with pytest.raises(RecipeError, match=rf"\n  {re.escape(path)}: expected a number, not true"):
+            parse_pipeline(raw, "quickstart")
+
+
+@pytest.mark.parametrize(
+    ("override", "field"),
+    [
+        ("finetune.freeze=no", ""),
+        ("pretrain.model.layer_scale=yes", ""),
+        ("pretrain.zero_stage=on", ""),
+        ("finetune.class_weights={a: yes}", "finetune.class_weights.a: "),
+        ("probe.shots=[yes, 5]", "probe.shots.0: "),
+        ("pretrain.optimizer={betas: [0.9, off]}", "pretrain.optimizer.betas.1: "),
+        ("pretrain.matrix.mixup=[yes, 0.5]", "pretrain.mixup: "),
+        ("finetune.search.over.mixup.low=no", ""),
+        ("finetune.search.trials=yes", ""),
+        ("finetune.search.over.label_smoothing=[0.5, yes]", "value True: "),
+    ],
+)
+def test_a_boolean_for_a_number_is_named_with_its_field(override: str, field: str) -> None:
+    search = "finetune.search={kind: random, trials: 3, over: {mixup: {low: 0.0, high: 1.0}}}"
+    settings = (search, override) if ".search." in override else (override,)
+    with pytest.raises(
+        RecipeError, match=rf"^--set {re.escape(override)}: {field}.*expected a number, not (true|false)"
+    ):
+        load_pipeline(str(TINY), settings)
+
+
 @pytest.mark.parametrize(
     "model",
     [
@@ -359,6 +414,59 @@ def test_override_replaces_one_field_before_checking() -> None:
 def test_bad_override_is_refused(override: str) -> None:
     with pytest.raises(RecipeError):
         load_pipeline(str(TINY), (override,))
+
+
+@pytest.mark.parametrize(
+    ("text", "number"),
+    [("1e3", 1000), ("1000.0", 1000), ("0x10", 16), ("0o17", 15), ("+5", 5), ("12e0", 12), ("9.", 9)],
+)
+def test_numbers_are_those_of_yaml_1_2(text: str, number: int, tmp_path: Path) -> None:
+    assert load_pipeline(str(TINY), (f"pretrain.steps={text}",)).stages["pretrain"].steps == number
+    (tmp_path / "x.yaml").write_text(TINY.read_text().replace("steps: 20", f"steps: {text}"))
+    assert load_pipeline(str(tmp_path / "x.yaml")).stages["pretrain"].steps == number
+
+
+@pytest.mark.parametrize(
+    "text", ["010", "08", "-010", "1:30", "12:30:00", "1_000", "1_000.5", "1_0e3", "0b1", "-0x1F"]
+)
+def test_a_number_that_readers_of_yaml_read_differently_is_refused(text: str, tmp_path: Path) -> None:
+    for quoted in (text, f"[{text}]", f"{{seed: {text}}}"):
+        with pytest.raises(
+            RecipeError, match=rf"^--set pretrain.steps=.*: {text} is ambiguous in YAML; write "
+        ):
+            load_pipeline(str(TINY), (f"pretrain.steps={quoted}",))
+    (tmp_path / "x.yaml").write_text(TINY.read_text().replace("steps: 20", f"steps: {text}"))
+    with pytest.raises(RecipeError, match=rf"x\.yaml: line 15: {text} is ambiguous"):
+        load_pipeline(str(tmp_path / "x.yaml"))
+
+
+def test_a_number_has_one_spelling_in_a_key() -> None:
+    def searched(*values: str) -> Any:
+        over = f"{{kind: grid, over: {{learning_rate: [{', '.join(values)}]}}}}"
+        settings = ("finetune.learning_rates=[]", f"finetune.search={over}")
+        return load_pipeline(str(TINY), settings).stages["finetune"].search
+
+    assert searched("1e-3", "1e-2").model_dump_json() == searched("1.0e-3", "0.01").model_dump_json()
+    with pytest.raises(RecipeError, match="duplicate value 0.001"):
+        searched("1e-3", "0.001")
+    decay = load_pipeline(str(TINY), ("pretrain.optimizer.weight_decay=-0.0",)).stages["pretrain"].optimizer
+    assert str(decay.weight_decay) == "0.0"
+
+
+@given(st.text(min_size=1) | st.from_regex(r"[-+0-9._:ex]{1,8}", fullmatch=True))
+@example("photos: 2024")
+@example("x: {y")
+@example("2024")
+@example("1e3")
+@example("010")
+@example("\x85")
+@example("a\nb")
+def test_text_is_written_as_the_reader_reads_it(text: str) -> None:
+    assert "\n" not in yaml_text(text)
+    with tempfile.NamedTemporaryFile("w", suffix=".yaml", encoding="utf-8") as file:
+        file.write(f"a: {yaml_text(text)}\nb: {{c: {yaml_text(text)}, d: 1}}\n")
+        file.flush()
+        assert read_yaml(Path(file.name)) == {"a": text, "b": {"c": text, "d": 1}}
 
 
 def test_the_last_checkpoint_is_spelled_as_the_stage_alone() -> None:

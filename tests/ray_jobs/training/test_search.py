@@ -79,10 +79,30 @@ def test_a_small_space_is_tried_once():
 @pytest.mark.parametrize(
     ("search", "message"),
     [
-        ({"over": {"learning_rate": [0.0]}}, "search.over.learning_rate, value 0.0: .* greater than 0"),
-        ({"over": {**OVER, "seed": [0, 1]}}, "search.over.seed: all trials share seed"),
-        ({"over": {**OVER, "threads": [1, 2]}}, "search.over.threads: all trials share threads"),
-        ({"over": {**OVER, "optimizer.decay_rate": [1]}}, "search.over.optimizer.decay_rate, value 1"),
+        ({"over": {"learning_rate": [0.0]}}, "search.over.learning_rate\n  value 0.0: .* greater than 0"),
+        ({"over": {**OVER, "seed": [0, 1]}}, "search.over.seed\n  all trials share seed"),
+        ({"over": {**OVER, "threads": [1, 2]}}, "search.over.threads\n  all trials share threads"),
+        ({"over": {**OVER, "optimizer.decay_rate": [1]}}, "search.over.`optimizer.decay_rate`\n  value 1"),
+        (
+            {"over": {**OVER, "optimizer.preset": ["mae"]}},
+            "`optimizer.preset`\n  all trials share optimizer.preset",
+        ),
+        (
+            {"over": {**OVER, "batch_size": {"low": 10.0, "high": 20.0}}},
+            "batch_size\n  value 13.1.* valid integer",
+        ),
+        (
+            {"over": {"learning_rate": ["1e-3", 0.01]}},
+            "learning_rate.*\n  .*'1e-3' is text; write the number without",
+        ),
+        (
+            {"over": {**OVER, "optimizer.betas": [[0.9, "0.95"]]}},
+            "'0.95' is text; write the number without quotes",
+        ),
+        (
+            {"over": {**OVER, "randaugment": [{"magnitude": 9}, {"magnitude": 9.0, "layers": 2}]}},
+            "search.over.randaugment\n  duplicate value {'magnitude': 9.0, 'layers': 2}",
+        ),
         ({"over": {**OVER, "mixup.alpha": [1]}}, "mixup is 0.0, which has no field alpha"),
         ({"over": {"steps": [4, 8]}}, "give either learning_rates or search.over.learning_rate"),
         ({"over": {**OVER, "steps": {"low": 9, "high": 4}}}, "low 9 is not less than high 4"),
