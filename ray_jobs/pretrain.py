@@ -22,6 +22,7 @@ from pipelines.store import (
     Layout,
     checkpoints,
     choose_start,
+    furthest,
     read_attempt,
     write_log,
 )
@@ -55,7 +56,7 @@ def main(context: Context[Pretrain]) -> Result:
 
 
 def _train(context: Context[Pretrain]) -> dict[str, Any]:
-    start = choose_start(context.open_store(), context.attempt)
+    start = choose_start(context.open_store(), context.attempt, context.config.keep_steps)
     if context.config.init_from == LATEST and "init_from" not in context.inputs:
         print("init_from latest: this stage has made no model yet; new weights from the seed", flush=True)
     if start is not None:
@@ -153,14 +154,11 @@ def _is_death(error: Exception) -> bool:
 
 
 def _latest(context: Context[Pretrain], start: Checkpoint | None) -> Checkpoint | None:
-    """Return this attempt's last checkpoint; until it has one, the one that it started from."""
-    attempt = context.attempt
-    own = [
-        checkpoint
-        for checkpoint in checkpoints(context.open_store(), attempt.job, attempt.key)
-        if checkpoint.attempt == attempt.number
-    ]
-    return own[0] if own else start
+    """Return the furthest checkpoint to continue from: this attempt's, or the one that it started from."""
+    store, attempt = context.open_store(), context.attempt
+    there = checkpoints(store, attempt.job, attempt.key)
+    own = [each for each in there if each.attempt == attempt.number or each == start]
+    return furthest(store, own, context.config.keep_steps, there)
 
 
 def _workers_left(config: Pretrain, wanted: int, units_before: int) -> int:

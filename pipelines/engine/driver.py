@@ -53,6 +53,7 @@ from pipelines.store import (
     last_attempt,
     now,
     read_manifest,
+    remove_progress,
     stop_wished,
     wait_for_store,
     wish_stop,
@@ -220,6 +221,8 @@ class Driver:
         return replace(planned, key=key, manifest=read_manifest(self.store, config.job, key), damaged=None)
 
     def _commit(self, name: str, manifest: Manifest, status: Status) -> None:
+        if manifest.kind == "model" and manifest.run == self.run.id:
+            remove_progress(self.store, manifest.job, manifest.key)  # its process may have died before it did this
         self.references[name] = input_ref(self.store, manifest)
         self.planned[name] = replace(self.planned[name], manifest=manifest)
         self._end(name, status, manifest.key[:12], key=manifest.key)

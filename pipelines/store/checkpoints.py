@@ -1,15 +1,17 @@
 """Checkpoints of a training that has not ended: ask for, commit, list, remove them, choose the one to start from.
 
-They are below the attempt that wrote them; an attempt reads those of earlier ones. Only the newest attempt removes any.
+They are below the attempt that wrote them; an attempt reads those of earlier ones. Only the newest attempt removes any,
+and never those of a later one.
 A pretraining has one series of checkpoints, a fine-tuning one for each running fit (`fit`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from functools import cache, partial
 
 from pipelines.errors import StoreDamaged
-from pipelines.store.artifacts import check_newest
+from pipelines.store.artifacts import check_newest, is_committed
 from pipelines.store.objects import check_name, numbers, read_record, warn
 from pipelines.store.protocol import Store, encode
 from pipelines.store.records import Attempt, Checkpoint, Layout, Start, now
@@ -22,7 +24,10 @@ def commit_checkpoint(store: Store, attempt: Attempt, checkpoint: Checkpoint) ->
         Superseded: there is a newer attempt.
     """
     check_newest(store, attempt)
-    store.create(_name(checkpoint), encode(checkpoint))
+    name, data = _name(checkpoint), encode(checkpoint)
+    if not store.create(name, data):  # of an earlier group of this attempt, and passed over because it is damaged
+        store.remove([name])
+        store.create(name, data)
 
 
 def checkpoints(
@@ -46,19 +51,20 @@ def checkpoints(
     return sorted(found, key=lambda checkpoint: (checkpoint.step, checkpoint.attempt), reverse=True)
 
 
-def choose_start(store: Store, attempt: Attempt) -> Checkpoint | None:
-    """Return the checkpoint that an attempt starts from: the furthest of all attempts; None for the beginning.
+def choose_start(store: Store, attempt: Attempt, kept_steps: Sequence[int] = ()) -> Checkpoint | None:
+    """Return the checkpoint that an attempt starts from: `furthest` of all attempts; None for the beginning.
 
     The choice is made once: an attempt that starts again, with other workers, gets the same one, whatever an earlier
     attempt that still lives has written since.
 
     Raises:
-        StoreDamaged: the chosen checkpoint is no longer there.
+        StoreDamaged: the chosen checkpoint is no longer there; or as `furthest`.
     """
     name = f"{Layout.attempt(attempt.job, attempt.key, attempt.number)}/start.json"
     there = checkpoints(store, attempt.job, attempt.key)
     if (start := read_record(store, name, Start)) is None:
-        start = Start(attempt=there[0].attempt, step=there[0].step) if there else Start()
+        chosen = furthest(store, there, kept_steps, there)
+        start = Start() if chosen is None else Start(attempt=chosen.attempt, step=chosen.step)
         if not store.create(name, encode(start)):
             start = read_record(store, name, Start) or start
     if start.step is None:
@@ -71,6 +77,58 @@ def choose_start(store: Store, attempt: Attempt) -> Checkpoint | None:
     )
 
 
+def furthest(
+    store: Store, candidates: Iterable[Checkpoint], kept_steps: Sequence[int], there: Sequence[Checkpoint]
+) -> Checkpoint | None:
+    """Return the first of the candidates that training can continue from to its whole result; None if all are damaged.
+
+    It is intact, and so are those of the steps before it that the result needs, too: `kept_steps`, and the best on dev,
+    unless training was further and found a better one. Warnings name those that are passed over.
+
+    Args:
+        there: all valid checkpoints of the training, the furthest first.
+
+    Raises:
+        StoreDamaged: some are intact, but what the result needs is missing before each of them. The user decides
+            whether to train from the beginning.
+    """
+    is_intact, lost = cache(partial(_is_intact, store)), set[int]()
+    results = {*kept_steps, *(each.best for each in there[:1] if each.best is not None)}
+    for checkpoint in candidates:
+        if not is_intact(checkpoint):
+            continue
+        needed = {step for step in results if step <= checkpoint.step}
+        lost = needed - {each.step for each in there if each.step in needed and is_intact(each)}
+        if not lost:
+            return checkpoint
+        warn(
+            f"{store.uri}/{checkpoint.folder} is not used: the result also needs the checkpoint of step {min(lost)}, "
+            "which is missing or damaged"
+        )
+    if lost:
+        raise StoreDamaged(
+            f"{store.uri}/{Layout.attempts(there[0].job, there[0].key)}: the result needs the checkpoint of step "
+            f"{min(lost)}, which is missing or damaged, and no checkpoint from before it is left",
+            "remove the step from keep_steps if it is there, or remove */checkpoints in this folder to train from the "
+            "beginning",
+        )
+    return None
+
+
+def intact(store: Store, checkpoints: Iterable[Checkpoint]) -> Checkpoint | None:
+    """Return the first checkpoint whose files are as its manifest says; warn of those before it."""
+    return next((checkpoint for checkpoint in checkpoints if _is_intact(store, checkpoint)), None)
+
+
+def _is_intact(store: Store, checkpoint: Checkpoint) -> bool:
+    try:
+        store.local(checkpoint.folder, checkpoint.files)
+    except StoreDamaged as error:
+        warn(f"{error}; ignoring this checkpoint")
+        return False
+    return True
+
+
 def remove_checkpoints(
     store: Store,
     attempt: Attempt,
@@ -78,10 +136,13 @@ def remove_checkpoints(
     step: int | None = None,
     fit: str | None = None,
 ) -> None:
-    """Remove the checkpoints of all attempts but those that are kept, and what is left of unfinished ones.
+    """Remove the checkpoints of an attempt and of earlier ones, except those that are kept.
+
+    What is left of unfinished ones is removed, too.
 
     Args:
-        attempt: the newest, which alone removes any.
+        attempt: the newest, which alone removes any. If it is suspended here, it may wake up after a later attempt has
+            begun, whose checkpoints it does not touch.
         step: this attempt's last checkpoint; it may already be writing the next one. None: it has ended.
 
     Raises:
@@ -89,7 +150,7 @@ def remove_checkpoints(
     """
     check_newest(store, attempt)
     spared, (job, key) = {checkpoint.folder for checkpoint in kept}, (attempt.job, attempt.key)
-    for number in _attempts(store, job, key):
+    for number in (each for each in _attempts(store, job, key) if each <= attempt.number):
         for other in _steps(store, job, key, number, fit):
             folder = Layout.checkpoint(job, key, number, other, fit)
             is_being_written = number == attempt.number and step is not None and other > step
@@ -97,16 +158,13 @@ def remove_checkpoints(
                 _remove_checkpoint(store, folder)
 
 
-def remove_progress(store: Store, attempt: Attempt) -> None:
-    """Remove what only later attempts at the same key would read, once its result is committed.
+def remove_progress(store: Store, job: str, key: str) -> None:
+    """Remove what only later attempts at the same key would read, whose result is committed.
 
-    That is, of all attempts, the checkpoints, the segments of the log and, of a fine-tuning, the ledger.
-
-    Raises:
-        Superseded: there is a newer attempt.
+    That is, of all attempts, the checkpoints, the segments of the log and, of a fine-tuning, the ledger. The stage's
+    process does this, and the driver does it again, because that process may have died in between.
     """
-    check_newest(store, attempt)
-    job, key = attempt.job, attempt.key
+    assert is_committed(store, job, key), f"{job}/{key} is not committed"
     for number in _attempts(store, job, key):
         for fit in (None, *store.names(Layout.checkpoints(job, key, number))):
             for step in _steps(store, job, key, number, fit):

@@ -202,6 +202,8 @@ class Checkpoint(Frozen):
     created: Time
     fit: Name | None = None
     """The fit of a fine-tuning whose state it is; None: the pretraining's."""
+    best: int | None = None
+    """Of a pretraining, the best step on dev so far, whose checkpoint the result needs; None if none was measured."""
 
     @property
     def folder(self) -> str:

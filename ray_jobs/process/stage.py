@@ -21,7 +21,7 @@ import platform
 import signal
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
@@ -295,13 +295,12 @@ def _commit(context: Context[AnyStage], result: Result, started: str) -> None:
     committed = commit(store, manifest)
     if committed.nonce == attempt.nonce:
         print(f"committed {attempt.job}/{attempt.key[:12]}", flush=True)
-        with suppress(Superseded):
-            remove_progress(store, attempt)
     else:
         print(
             f"another attempt ({committed.attempt}) committed {attempt.job}/{attempt.key[:12]} first",
             flush=True,
         )
+    remove_progress(store, attempt.job, attempt.key)
 
 
 def _environment() -> dict[str, Any]:

@@ -43,6 +43,7 @@ from pipelines.store import (
     commit_checkpoint,
     encode,
     inside,
+    intact,
     now,
     read_record,
     remove_checkpoints,
@@ -125,7 +126,7 @@ class Saver:
         self._store, self._attempt, self._fit = store, attempt, fit
         self._rank, self._world, self._group, self._start = rank, world, group, start
         self._every, self._steps = config.checkpoint_every, steps or Steps()
-        self._kept_latest, self._kept_steps = 1, tuple[int, ...]()
+        self._kept_latest, self._kept_steps, self._end = 1, tuple[int, ...](), config.steps
         self._agreement = dist.new_group(backend="gloo") if world > 1 else None
         self._telling: tuple[Tensor, dist.Work] | None = None  # rank 0's last wish, on its way
         self._thread = ThreadPoolExecutor(1)
@@ -198,6 +199,7 @@ class Saver:
             files=(),
             created=now(),
             fit=self._fit,
+            best=best,
         )
         # An outage does not end a training.
         part = self._thread.submit(wait_for_store, partial(self._write_part, checkpoint, copies, state), warn)
@@ -325,14 +327,22 @@ class Saver:
             remove_checkpoints(self._store, self._attempt, fit=self._fit)
 
     def named(self, best: int | None) -> list[Saved]:
-        """Open the checkpoints that consumers can name: the best, and those of the configured steps."""
-        newest, steps = self._newest(), {best, *self._kept_steps}
-        return [Saved(self._store, newest[step]) for step in sorted(newest) if step in steps]
+        """Open the checkpoints before the last step that consumers can name: the best, and the configured steps.
 
-    def _newest(self) -> dict[int, Checkpoint]:
-        """Return {step: the newest attempt's checkpoint}."""
+        Raises:
+            StoreDamaged: one is missing or damaged. The next attempt continues from before it.
+        """
         there = checkpoints(self._store, self._attempt.job, self._attempt.key, self._fit)
-        return {each.step: each for each in reversed(there)}
+        found = []
+        for step in sorted({best, *self._kept_steps} - {None, self._end}):
+            checkpoint = intact(self._store, [each for each in there if each.step == step])
+            if checkpoint is None:
+                raise StoreDamaged(
+                    f"{self._store.uri}: the checkpoint of step {step}, which the result needs, is missing or damaged",
+                    "run the pipeline again to continue from an earlier checkpoint",
+                )
+            found.append(Saved(self._store, checkpoint))
+        return found
 
     def _write_part(
         self, checkpoint: Checkpoint, copies: dict[str, Tensor], state: WorkerState
@@ -395,12 +405,19 @@ class Saver:
         return f"group-{self._group}-rank-{rank:05d}"
 
     def _remove_old(self, step: int, best: int | None) -> None:
-        """Keep the latest, the best, those that consumers can name, and the one that this attempt started from."""
-        newest = {each: there for each, there in self._newest().items() if each <= step}
+        """Keep the latest, the best, those that consumers can name, and the one that this attempt started from.
+
+        Also what was the best when the latest were written, because the next attempt may continue from any of them.
+        """
+        attempt = self._attempt
+        there = checkpoints(self._store, attempt.job, attempt.key, self._fit)
+        own = [each for each in there if each.step <= step and each.attempt <= attempt.number]
+        newest = {each.step: each for each in reversed(own)}  # of each step, that of the newest attempt
         latest = sorted(newest)[-self._kept_latest :]
-        kept = [newest[each] for each in newest if each in (*latest, best, *self._kept_steps)]
+        steps = {*latest, best, *self._kept_steps, *(newest[each].best for each in latest)}
+        kept = [newest[each] for each in newest if each in steps]
         kept += [] if self._start is None else [self._start]
-        remove_checkpoints(self._store, self._attempt, kept, step, self._fit)
+        remove_checkpoints(self._store, attempt, kept, step, self._fit)
 
 
 class _Part(NamedTuple):

@@ -1,11 +1,12 @@
 """Pretrainings in a store: one that has finished, with the weights of several steps, and what one has saved so far."""
 
+import hashlib
 import json
 from typing import Any
 
 import torch
 
-from pipelines.store import Checkpoint, Layout, Manifest, Store, commit, commit_checkpoint, now
+from pipelines.store import Checkpoint, FileEntry, Layout, Manifest, Store, commit, commit_checkpoint, now
 from tests.support.records import make_attempt, make_manifest
 from vit_model.config import ModelContract, Preprocessing, ViTConfig
 from vit_model.model import ViT
@@ -51,12 +52,15 @@ def put_pretraining(
     return commit(store, manifest.model_copy(update={"files": staging.files}))
 
 
-def put_state(store: Store, number: int, step: int, key: str = "pa", fit: str | None = None) -> Checkpoint:
+def put_state(
+    store: Store, number: int, step: int, key: str = "pa", fit: str | None = None, best: int | None = None
+) -> Checkpoint:
     """Commit what attempt `number` saved after a step."""
     attempt = make_attempt("pretrain", key=key, number=number)
+    file = FileEntry(path="rank-0.safetensors", size=5, sha256=hashlib.sha256(b"state").hexdigest())
     checkpoint = Checkpoint(
-        job="pretrain", key=key, attempt=number, step=step, files=(), created=now(), fit=fit
+        job="pretrain", key=key, attempt=number, step=step, files=(file,), created=now(), fit=fit, best=best
     )
-    store.create(f"{checkpoint.folder}/rank-0.safetensors", b"state")
+    store.create(f"{checkpoint.folder}/{file.path}", b"state")
     commit_checkpoint(store, attempt, checkpoint)
     return checkpoint

@@ -233,7 +233,7 @@ def _worker(
     os.environ["LOCAL_RANK"] = str(rank)
     dist.init_process_group("gloo", init_method=meeting, rank=rank, world_size=world)
     store, attempt = open_store(uri), make_attempt("pretrain", number=number, store_uri=uri)
-    start = choose_start(store, attempt)
+    start = choose_start(store, attempt, config.keep_steps)
     if kill is not None and kill.rank == rank:
         arm(kill)
     saver = Saver(store, attempt, config, rank, world, start=start)

@@ -25,11 +25,13 @@ DIGITS = {"job": "ingest", "source": {"kind": "digits"}}
 
 @cache
 def pipeline(*stages: str) -> Pipeline:
-    """These of: images, other (another dataset), pixels (takes images), report (takes pixels)."""
+    """These of: images, other (another dataset), pixels and model (take images), report (takes pixels)."""
     known: dict[str, dict[str, Any]] = {
         "images": DIGITS,
         "other": DIGITS | {"max_bad_fraction": 0.5},
         "pixels": {"job": "baselines", "data": "images"},
+        "model": {"job": "pretrain", "data": "images", "model": "Ti/16", "resolution": 224}
+        | {"steps": 20, "batch_size": 12, "learning_rate": 1e-3},
         "report": {"job": "report", "title": "Some", "of": ["pixels"]},
     }
     return parse_pipeline({"name": "some", "stages": {name: known[name] for name in stages}}, "test")

@@ -67,6 +67,25 @@ def test_stages_are_driven_one_after_the_other_and_all_is_told() -> None:
     assert len(world.cluster.arrived) == 2
 
 
+def test_what_a_process_left_behind_that_died_after_its_commit_is_removed() -> None:
+    """Whether this driver sees the commit, or the next one, because this one died, too."""
+
+    def leave_checkpoint(attempt: Attempt) -> Script:
+        if attempt.job == "pretrain":
+            folder = Layout.checkpoint(attempt.job, attempt.key, attempt.number, 10)
+            world.store.objects[f"{folder}/rank-0.safetensors"] = b"state"
+        return Script()
+
+    def left() -> list[str]:
+        return [name for name in world.store.objects if "/checkpoints/" in name]
+
+    world = World("images", "model", script=leave_checkpoint)
+    assert walk(world)["model"] == "SUCCEEDED" and not left()
+    leave_checkpoint(*world.attempts("pretrain"))
+    assert left()
+    assert walk(world)["model"] == "CACHED" and not left()
+
+
 def test_independent_stages_run_at_once_and_no_more_than_allowed() -> None:
     for parallel, seconds in ((2, 6.0), (1, 12.0)):
         world = World("images", "other")

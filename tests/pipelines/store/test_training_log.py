@@ -119,7 +119,7 @@ def test_the_artifact_has_the_whole_log_and_the_segments_are_removed(store: Stor
         write_log(store, last, staging.path)
     commit(store, manifest.model_copy(update={"files": staging.files}))
     assert read_log(store, "pretrain", "k") == before
-    remove_progress(store, last)
+    remove_progress(store, "pretrain", "k")
     assert [store.names(f"artifacts/pretrain/k/attempts/{number}/log") for number in (1, 2)] == [[], []]
     assert [each.step for each in read_log(store, "pretrain", "k")] == [1, 2, 3, 4]
 

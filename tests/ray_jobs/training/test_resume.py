@@ -9,7 +9,7 @@ import torch
 from torch.multiprocessing import ProcessRaisedException
 
 from pipelines.spec import ModelSize
-from pipelines.store import StoreDamaged, StoreUnreachable, checkpoints, open_store
+from pipelines.store import StoreDamaged, StoreUnreachable, checkpoints, choose_start, open_store
 from ray_jobs.data.shards import open_dataset
 from ray_jobs.training import loop
 from ray_jobs.training.checkpoint import Saved, Saver
@@ -26,7 +26,7 @@ from tests.support.interrupted import (
     write_inputs,
     write_noise,
 )
-from tests.support.records import make_attempt
+from tests.support.records import flip, make_attempt
 from vit_model.weights import load_model
 
 pytestmark = pytest.mark.slow
@@ -55,6 +55,29 @@ def test_killed_workers_continue_to_the_same_bytes(dataset, tmp_path, case):
     assert [line["step"] for line in logged(killed, "pretrain")] == [*range(1, 41)]
     left = [checkpoint.step for checkpoint in checkpoints(killed, "pretrain", "k")]
     assert len(left) <= 5, "two latest, the best, step 10 and the one that the last attempt started from"
+
+
+@pytest.mark.parametrize(
+    ("which", "what"), [("the furthest", "file"), ("the best", "manifest"), ("step 20", "file")]
+)
+def test_a_damaged_checkpoint_costs_steps_and_changes_no_byte(dataset, tmp_path, which, what):
+    """Whether the training continues from it, or its result needs it."""
+    config = configuration(**CASES["plain fp32"], keep_steps=(10, 20))
+    undisturbed, killed = (open_store(str(tmp_path / name)) for name in ("undisturbed", "killed"))
+    assert run_attempt(config, dataset, undisturbed, tmp_path / "a", world=1)
+    assert not run_attempt(config, dataset, killed, tmp_path / "b", world=1, kill=Kill(0, 35, 0.0))
+    there = {checkpoint.step: checkpoint for checkpoint in checkpoints(killed, "pretrain", "k")}
+    furthest = max(there)
+    damaged = there[{"the furthest": furthest, "the best": there[furthest].best, "step 20": 20}[which]]
+    folder = tmp_path / "killed" / damaged.folder
+    if what == "manifest":
+        (folder / "manifest.json").write_text('{"job": "pre')
+    else:
+        flip(folder / damaged.files[0].path)
+    assert run_attempt(config, dataset, killed, tmp_path / "b", number=2, world=1)
+    start = choose_start(killed, make_attempt("pretrain", number=2, store_uri=killed.uri))
+    assert start is None or start.step < damaged.step
+    assert files_below(tmp_path / "a") == files_below(tmp_path / "b")
 
 
 def test_a_kept_step_is_the_result_of_a_training_that_ends_there(dataset, tmp_path):
