@@ -164,6 +164,7 @@ def _dataset(context: Context[Ingest]) -> Result:
     index, copies, excluded = _decided(context, name, good, listing.class_names, official, listed)
     trainable = _trainable(index, listing)
     index = trainable.index
+    corrected = index.filter(pc.is_valid(index["decoding"]))
     decided = (*_shrunk_note(config), *excluded_note(excluded), *_conflict_note(copies))
     for note in (*_composition(trainable, official), *decided, *class_notes(trainable, most=None)):
         print(note, flush=True)
@@ -183,6 +184,7 @@ def _dataset(context: Context[Ingest]) -> Result:
             {name: digest for part in written for name, digest in part.masks.items()}
             if mask_classes
             else None,
+            dict(zip(corrected["sample_id"].to_pylist(), corrected["decoding"].to_pylist(), strict=True)),
         )
         pq.write_table(copies, staging.path / "duplicates.parquet", compression="zstd")
         pq.write_table(trainable.set_aside, staging.path / "set_aside.parquet", compression="zstd")

@@ -9,13 +9,15 @@ Use: `normalise(torch.from_numpy(load_image(path, preprocessing))[None], preproc
 """
 
 import io
+import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import IO, TYPE_CHECKING, Any
 
 import numpy as np
-from PIL import Image, ImageOps
+from PIL import ExifTags, Image, ImageOps
+from PIL.PngImagePlugin import MAX_TEXT_CHUNK, MAX_TEXT_MEMORY
 
 from vit_model.config import Preprocessing
 from vit_model.errors import UserError
@@ -30,6 +32,7 @@ FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "GIF", "TIFF", "PPM", "AVIF")
 SIXTEEN_BITS = ("I;16", "I;16L", "I;16B", "I;16N")
 MODES = ("1", "L", "LA", "P", "PA", "RGB", "RGBA", "RGBX", "CMYK", "YCbCr", *SIXTEEN_BITS)
 MAX_PIXELS = 64 * 2**20
+_PNG, _PNG_TEXTS = b"\x89PNG\r\n\x1a\n", (b"iCCP", b"tEXt", b"zTXt", b"iTXt")
 
 
 def load_image(
@@ -38,8 +41,8 @@ def load_image(
     """Load one image as uint8 [resolution, resolution, channels]; an array must be [h, w], [h, w, 1] or [h, w, 3].
 
     Pixels are those of `flatten`; colours become grey (ITU-R 601) if the model has one channel. Raises UserError if the
-    source is not an image, is damaged, has more than 16 bits per channel, or has more than `MAX_PIXELS` pixels before
-    or after resizing.
+    source is not an image, is damaged, wholly transparent, has more than 16 bits per channel, or has more than
+    `MAX_PIXELS` pixels before or after resizing.
     """
     name, flat = _decode(source, preprocessing.channels)
     pixels = np.asarray(_resize(name, flat, preprocessing))
@@ -52,18 +55,58 @@ def decode_image(source: "str | Path | bytes | Image.Image", channels: int) -> "
     return np.asarray(flat).reshape(flat.height, flat.width, channels)
 
 
-def flatten(image: "Image.Image") -> "Image.Image":
-    """Decode an image of one of `MODES`: upright by its EXIF, transparent parts on white, in "L" or "RGB".
+def open_image(source: str | Path | bytes, formats: tuple[str, ...] = FORMATS) -> "Image.Image":
+    """Open an image file without decoding it. Raises what Pillow raises, but not for large metadata of a PNG."""
+    with io.BytesIO(source) if isinstance(source, bytes) else Path(source).open("rb") as file:
+        small = _without_large_texts(file)
+    # Without a list of formats Pillow would hand PostScript to an interpreter.
+    return Image.open(small or (io.BytesIO(source) if isinstance(source, bytes) else source), formats=formats)
 
-    Keeps the higher 8 of 16 bits, as libpng does, and the first frame of an animation. Raises what Pillow raises.
+
+def is_supported(image: "Image.Image") -> bool:
+    """Return whether an opened image has at most 16 bits per channel. Pillow scales deep PGMs to 16 bits."""
+    return image.mode in MODES or (image.mode, image.format) == ("I", "PPM")
+
+
+def flatten(image: "Image.Image") -> "Image.Image":
+    """Decode a supported image: upright by its EXIF, transparent parts on white, in "L" or "RGB".
+
+    Keeps the higher 8 of 16 bits, as libpng does, and the first frame of an animation. Raises what Pillow raises, and
+    UserError if the image is wholly transparent.
     """
-    grey = image.mode in ("1", "L", "LA", *SIXTEEN_BITS)
-    image = ImageOps.exif_transpose(image)
-    if image.mode in SIXTEEN_BITS:
-        return Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))
+    return on_colour(upright(image)[0], "white")
+
+
+def upright(image: "Image.Image") -> "tuple[Image.Image, bool]":
+    """Decode a supported image, upright by its EXIF, with 8 bits per channel and its transparency.
+
+    The bool says that Pillow alone reads other pixels, because it ignores what the file says about them: of deep grey,
+    the number of bits, black and white exchanged and the transparent value; of other PNGs without 8 bits, the scale
+    of the transparent value; of a BMP, that it has no alpha, if that is 0 everywhere.
+    """
+    scale = {"L;2": 85, "L;4": 17, "RGB;16B": 1 / 256}.get(_raw_mode(image))
+    turned = ImageOps.exif_transpose(image)
+    if turned.mode in ("I", *SIXTEEN_BITS):
+        return _eight_bits(turned, getattr(image, "tag_v2", {}))
+    if scale is not None and "transparency" in turned.info:
+        unscaled, value = turned.convert("RGBA"), turned.info["transparency"]
+        turned.info["transparency"] = (
+            int(value * scale) if isinstance(value, int) else tuple(int(part * scale) for part in value)
+        )
+        return turned, turned.convert("RGBA") != unscaled
+    if image.format == "BMP" and turned.mode == "RGBA" and not turned.getchannel("A").getbbox():
+        return turned.convert("RGB"), True
+    return turned, False
+
+
+def on_colour(image: "Image.Image", colour: str) -> "Image.Image":
+    """Return an `upright` image on a colour, in "L" or "RGB". Raises UserError if it is wholly transparent."""
+    grey = image.mode in ("1", "L", "LA")
     if image.has_transparency_data:
         image = image.convert("RGBA")
-        image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image)
+        if not image.getchannel("A").getbbox():
+            raise UserError("wholly transparent")
+        image = Image.alpha_composite(Image.new("RGBA", image.size, colour), image)
     return image.convert("L" if grey else "RGB")
 
 
@@ -91,7 +134,7 @@ def _decode(
     name = str(source) if isinstance(source, str | Path) else "image"
     image = _open(name, source)
     _check_size(name, image.width, image.height)
-    if image.mode not in MODES:
+    if not is_supported(image):
         raise UserError(
             f"{name}: unsupported pixel format (Pillow mode {image.mode!r}); use 8 or 16 bits per channel"
         )
@@ -110,8 +153,66 @@ def _open(name: str, source: "str | Path | bytes | Image.Image | NDArray[np.uint
             )
         return Image.fromarray(source[:, :, 0] if source.shape[2:] == (1,) else source)
     with _reading(name):
-        # Without a list of formats Pillow would hand PostScript to an interpreter.
-        return Image.open(io.BytesIO(source) if isinstance(source, bytes) else source, formats=FORMATS)
+        return open_image(source)
+
+
+def _without_large_texts(file: IO[bytes]) -> io.BytesIO | None:
+    """Return a PNG without the texts and the colour profile that Pillow refuses as too large; None: there are none.
+
+    Reads headers and these chunks only, and inflates no more than Pillow does.
+    """
+    if file.read(len(_PNG)) != _PNG:
+        return None
+    left_out, inflated = [], 0
+    while len(head := file.read(8)) == 8:
+        start, length = file.tell(), int.from_bytes(head[:4])
+        if head[4:] in _PNG_TEXTS:
+            compressed, size = False, 0
+            if inflated <= MAX_TEXT_MEMORY:
+                compressed, size = _text_size(head[4:], file.read(min(length, MAX_TEXT_MEMORY + 1)))
+                inflated += size
+            if inflated > MAX_TEXT_MEMORY or (compressed and size > MAX_TEXT_CHUNK):
+                left_out.append((start - 8, start + length + 4))
+        file.seek(start + length + 4)
+    if not left_out:
+        return None
+    small, start = io.BytesIO(), 0
+    for end, after in [*left_out, (file.seek(0, io.SEEK_END), 0)]:
+        file.seek(start)
+        small.write(file.read(max(0, end - start)))
+        start = after
+    small.seek(0)
+    return small
+
+
+def _text_size(kind: bytes, chunk: bytes) -> tuple[bool, int]:
+    """Return whether a PNG's text or colour profile is compressed, and its size, counted up to Pillow's limit."""
+    _, _, rest = chunk.partition(b"\0")
+    if kind == b"tEXt" or (kind == b"iTXt" and not rest.startswith(b"\1")):
+        return False, len(chunk)
+    # zTXt and iCCP: the method; iTXt: a flag, the method, the language, the translated name
+    data = rest.split(b"\0", 3)[-1] if kind == b"iTXt" else rest[1:]
+    try:
+        return True, len(zlib.decompressobj().decompress(data, MAX_TEXT_CHUNK + 1))
+    except zlib.error:
+        return True, 0  # Pillow ignores it
+
+
+def _raw_mode(image: "Image.Image") -> str | None:
+    """Return how Pillow names the layout of an opened PNG's pixels; None for another format, or once it is decoded."""
+    return image.tile[0].args if image.format == "PNG" and getattr(image, "tile", ()) else None
+
+
+def _eight_bits(image: "Image.Image", tags: dict[int, Any]) -> "tuple[Image.Image, bool]":
+    """Return deep grey as "L" or "LA", and whether it is more than its higher 8 of 16 bits; `tags` are a TIFF's."""
+    values = np.asarray(image)
+    bits = tags.get(ExifTags.Base.BitsPerSample, (16,))[0]
+    is_inverted = tags.get(ExifTags.Base.PhotometricInterpretation) == 0
+    grey = Image.fromarray((values >> (bits - 8)).astype(np.uint8) ^ np.uint8(255 * is_inverted))
+    is_hidden = values == image.info.get("transparency", -1)
+    if is_hidden.any():
+        grey.putalpha(Image.fromarray(np.where(is_hidden, np.uint8(0), np.uint8(255))))
+    return grey, bits != 16 or is_inverted or bool(is_hidden.any())
 
 
 @contextmanager
@@ -121,6 +222,8 @@ def _reading(name: str) -> Iterator[None]:
         yield
     except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
         raise UserError(f"{name} is too large; at most {MAX_PIXELS} pixels are read: {error}") from error
+    except UserError as error:
+        raise UserError(f"{name} cannot be used: {error}") from error
     # Pillow's readers raise many types of errors (struct.error, SyntaxError, KeyError, ...).
     except Exception as error:
         raise UserError(f"{name} cannot be read as an image ({', '.join(FORMATS)}): {error}") from error

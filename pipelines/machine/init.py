@@ -128,14 +128,16 @@ def summary(listing: Listing) -> str:
 
 def _typical_side(listing: Listing) -> int:
     """Return the median shorter side of a sample of the images, from their headers."""
-    from PIL import Image, UnidentifiedImageError
+    from PIL import Image
+
+    from vit_model.preprocessing import open_image
 
     sides = []
     for entry in listing.entries[:: max(1, len(listing.entries) // SIZE_SAMPLE)]:
         try:
-            with Image.open(f"{listing.root}/{entry.key}") as image:
+            with open_image(f"{listing.root}/{entry.key}") as image:
                 sides.append(min(image.size))
-        except (OSError, UnidentifiedImageError, Image.DecompressionBombError):
+        except (OSError, ValueError, Image.DecompressionBombError):
             continue  # ingest will quarantine it, with its reason
     if not sides:
         raise RecipeError(f"{listing.root}: cannot open any of the sampled images")

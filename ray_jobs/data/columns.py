@@ -60,6 +60,7 @@ COLUMNS = (
     Column("offset", pa.int64(), "facts? index", "where the image's bytes begin in the shard"),
     Column("length", pa.int32(), "facts? index", "number of the image's bytes in the shard"),
     Column("checksum", pa.uint64(), "facts? index", "xxh3_64 of these bytes"),
+    Column("decoding", pa.int32(), "facts?", "see `images.Facts`; null: every decoder reads the same pixels"),
     Column("reason", pa.string(), "facts?", "why the image cannot be used; null: it can"),
     Column("file", pa.string(), "entries facts", "source file: a name or a chain of names, see `containers`"),
     Column("place", pa.int64(), "entries facts", "offset in that file; codec row: a row number", "offset"),

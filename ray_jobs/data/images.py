@@ -16,14 +16,15 @@ from typing import Any, NamedTuple
 import numpy as np
 import simplejpeg
 from numpy.typing import NDArray
-from PIL import Image, ImageOps, UnidentifiedImageError
+from PIL import Image, UnidentifiedImageError
 
 from ray_jobs.data.jpeg import plain_jpeg
 from vit_model.errors import UserError
-from vit_model.preprocessing import FORMATS, MAX_PIXELS, MODES, flatten
+from vit_model.preprocessing import MAX_PIXELS, flatten, is_supported, on_colour, open_image, upright
 
 MAX_SCANS = 500  # of a JPEG; programs write about 10, and a film appended to it may look like 100
 _START_OF_SCAN = b"\xff\xda"
+DECODING = 2  # the version of the decoder; raise it if it reads the pixels of some images differently
 STORED_QUALITY = 95  # JPEG quality of images that are stored smaller
 _HASHED_SIDE = 64  # minimum pixels per side of a hashed image, if it has as many
 
@@ -60,6 +61,8 @@ class Facts(NamedTuple):
     channels: int
     """1: grey, else 3."""
     hashes: Hashes
+    decoding: int | None = None
+    """DECODING, if an earlier decoder read other pixels; it marks the image in the dataset's content digest."""
 
     def columns(self) -> dict[str, Any]:
         """Return the facts as columns of the index, with one column per hash."""
@@ -75,13 +78,13 @@ def examine(data: bytes) -> Facts:
 
     Raises:
         UserError: a short reason: "empty file", "not an image", "too many pixels (bomb)", "too many scans (bomb)",
-            "pixels of Pillow's mode F, not 8 or 16 bits a channel", "truncated", "damaged".
+            "pixels of Pillow's mode F, not 8 or 16 bits a channel", "wholly transparent", "truncated", "damaged".
     """
     if not data:
         raise UserError("empty file")
     with translate_errors():
-        form, size, channels, grey, on_black = _decoded_plain(data) or _decoded(data)
-    return Facts(form, *size, channels, hashes(grey, on_black))
+        form, size, channels, grey, on_black, decoding = _decoded_plain(data) or _decoded(data)
+    return Facts(form, *size, channels, hashes(grey, on_black), decoding)
 
 
 def shrunk(data: bytes, facts: Facts, short_side: int) -> tuple[bytes, Facts]:
@@ -95,7 +98,7 @@ def shrunk(data: bytes, facts: Facts, short_side: int) -> tuple[bytes, Facts]:
     """
     if min(facts.width, facts.height) <= short_side:
         return data, facts
-    with translate_errors(), Image.open(io.BytesIO(data), formats=FORMATS) as image:
+    with translate_errors(), open_image(data) as image:
         flat = flatten(image)
         width, height = (round(side * short_side / min(flat.size)) for side in flat.size)
         file = io.BytesIO()
@@ -111,7 +114,7 @@ def translate_errors() -> Iterator[None]:
             warnings.simplefilter("ignore")
             warnings.simplefilter("error", Image.DecompressionBombWarning)
             yield
-    except _RefusedError:
+    except UserError:  # refused, with its reason
         raise
     # Pillow's readers raise many types (struct.error, SyntaxError, EOFError, ...), and one bad file must become
     # one row of the quarantine.
@@ -119,12 +122,8 @@ def translate_errors() -> Iterator[None]:
         raise UserError(_reason(error)) from error
 
 
-class _RefusedError(UserError):
-    """An image that is refused before it is decoded."""
-
-
-# format, (width, height), channels, the grey image, and the grey image on black if part of it is transparent
-_Decoded = tuple[str, tuple[int, int], int, NDArray[np.uint8], NDArray[np.uint8] | None]
+# format, (width, height), channels, the grey image, the grey image on black if part of it is transparent, `decoding`
+_Decoded = tuple[str, tuple[int, int], int, NDArray[np.uint8], NDArray[np.uint8] | None, int | None]
 
 
 def _decoded_plain(data: bytes) -> _Decoded | None:
@@ -146,33 +145,26 @@ def _decoded_plain(data: bytes) -> _Decoded | None:
         )
     except ValueError:
         return None
-    return "jpeg", (jpeg.width, jpeg.height), jpeg.channels, grey[:, :, 0], None
+    return "jpeg", (jpeg.width, jpeg.height), jpeg.channels, grey[:, :, 0], None, None
 
 
 def _decoded(data: bytes) -> _Decoded:
     """Decode any image with Pillow."""
-    with Image.open(io.BytesIO(data), formats=FORMATS) as image:
+    with open_image(data) as image:
         if image.width * image.height > MAX_PIXELS:
-            raise _RefusedError("too many pixels (bomb)")
-        if image.mode not in MODES:
-            raise _RefusedError(f"pixels of Pillow's mode {image.mode}, not 8 or 16 bits a channel")
+            raise UserError("too many pixels (bomb)")
+        if not is_supported(image):
+            raise UserError(f"pixels of Pillow's mode {image.mode}, not 8 or 16 bits a channel")
         # Pillow has a format of its own for several JPEGs in one file; the first one is used
         form = "jpeg" if image.format == "MPO" else (image.format or "").lower()
         if form == "jpeg" and not _has_few_scans(data):
-            raise _RefusedError("too many scans (bomb)")
-        flat = flatten(image)
-        on_black = _on_black(image)
-    return form, flat.size, 1 if flat.mode == "L" else 3, np.asarray(flat.convert("L")), on_black
-
-
-def _on_black(image: Image.Image) -> NDArray[np.uint8] | None:
-    """Return a decoded image in grey, upright, on black; None if no part of it is transparent."""
-    if not image.has_transparency_data:
-        return None
-    image = ImageOps.exif_transpose(image).convert("RGBA")
-    if image.getchannel("A").getextrema() == (255, 255):
-        return None
-    return np.asarray(Image.alpha_composite(Image.new("RGBA", image.size, "black"), image).convert("L"))
+            raise UserError("too many scans (bomb)")
+        meant, is_corrected = upright(image)
+        flat, on_black = on_colour(meant, "white"), None
+        if meant.has_transparency_data and meant.convert("RGBA").getchannel("A").getextrema() != (255, 255):
+            on_black = np.asarray(on_colour(meant, "black").convert("L"))
+    grey = np.asarray(flat.convert("L"))
+    return form, flat.size, 1 if flat.mode == "L" else 3, grey, on_black, DECODING if is_corrected else None
 
 
 def _has_few_scans(data: bytes) -> bool:

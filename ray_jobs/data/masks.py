@@ -22,7 +22,7 @@ from PIL import Image
 
 from ray_jobs.data.images import translate_errors
 from vit_model.errors import UserError
-from vit_model.preprocessing import MAX_PIXELS
+from vit_model.preprocessing import MAX_PIXELS, open_image
 
 IGNORED = 255  # a pixel without a class, which is neither learned from nor scored
 MASKS = pa.schema([pa.field("sample_id", pa.string(), False), pa.field("mask", pa.binary(), False)])
@@ -53,7 +53,7 @@ def decode_mask(data: bytes) -> Mask:
     """
     if not data:
         raise UserError("empty file")
-    with translate_errors(), Image.open(io.BytesIO(data), formats=("PNG",)) as image:
+    with translate_errors(), open_image(data, ("PNG",)) as image:
         size, mode = image.width * image.height, image.mode
         if size <= MAX_PIXELS and mode in ("L", "P"):
             return np.asarray(image)

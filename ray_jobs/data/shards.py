@@ -123,12 +123,14 @@ def content_digest(
     short_side: int | None = None,
     mask_classes: Sequence[str] = (),
     masks: Mapping[str, str] | None = None,
+    decoding: Mapping[str, int] | None = None,
 ) -> str:
     """Return the identity of a dataset's name and content, which does not depend on how its files are laid out.
 
     Args:
         samples: (sample_id, label, split, labels), in any order.
         masks: with `mask_classes`, sample_id -> the digest of the image's mask.
+        decoding: sample_id -> `images.DECODING`, of images of which an earlier decoder read other pixels.
     """
     digest = hashlib.sha256(json.dumps([name, *class_names]).encode())
     if short_side is not None:
@@ -138,7 +140,8 @@ def content_digest(
     for sample_id, label, split, labels in sorted(samples, key=lambda sample: sample[0]):
         several: list[Any] = [] if labels is None else [labels]
         mask = [] if masks is None else [{"mask": masks[sample_id]}]
-        digest.update(json.dumps([sample_id, int(label), split, *several, *mask]).encode())
+        mark = [{"decoding": decoding[sample_id]}] if decoding and sample_id in decoding else []
+        digest.update(json.dumps([sample_id, int(label), split, *several, *mask, *mark]).encode())
     return digest.hexdigest()
 
 
@@ -221,11 +224,13 @@ def write_dataset(
     short_side: int | None = None,
     mask_classes: Sequence[str] = (),
     masks: Mapping[str, str] | None = None,
+    decoding: Mapping[str, int] | None = None,
 ) -> DatasetInfo:
     """Write dataset.json and index.parquet beside the shards. `index` is a table of INDEX.
 
     Args:
         masks: with `mask_classes`, as in `content_digest`; None: the images have no masks.
+        decoding: as in `content_digest`.
 
     Raises:
         UserError: two images have the same sample_id.
@@ -256,6 +261,7 @@ def write_dataset(
             short_side,
             mask_classes,
             masks,
+            decoding,
         ),
         notes=tuple(notes),
         short_side=short_side,

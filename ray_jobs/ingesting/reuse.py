@@ -30,7 +30,7 @@ from ray_jobs.process.stage import Context
 
 _SAME = ("key", "file", "place", "stored", "digest")
 # the columns that decoding yields: those of the index without what the source lists and the position in the shard
-_DECODED = [name for name in INDEX.names if name not in (*LISTED, "shard", "offset")]
+_DECODED = [*(name for name in INDEX.names if name not in (*LISTED, "shard", "offset")), "decoding"]
 
 
 class Finished(NamedTuple):

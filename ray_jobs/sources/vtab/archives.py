@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import io
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, cast
 
 import cv2
 import numpy as np
-from PIL import Image
 
 from ray_jobs.sources.archives import containers
 from ray_jobs.sources.archives.entries import Files
 from vit_model.errors import UserError
-from vit_model.preprocessing import FORMATS, MAX_PIXELS
+from vit_model.preprocessing import MAX_PIXELS, open_image
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -61,7 +59,7 @@ def decode_bgr(image: bytes, *, upright: bool = False) -> NDArray[np.uint8]:
     """
     try:
         # Pillow reads only the header here; OpenCV would allocate the memory for any size that it claims.
-        with Image.open(io.BytesIO(image), formats=FORMATS) as opened:
+        with open_image(image) as opened:
             small = opened.width * opened.height <= MAX_PIXELS
             if small and opened.format == "GIF":  # which only some versions of OpenCV read
                 return np.ascontiguousarray(np.asarray(opened.convert("RGB"))[..., ::-1])

@@ -17,7 +17,7 @@ from PIL import Image
 
 from ray_jobs.sources.vtab.archives import decode_bgr, encode_jpeg
 from vit_model.errors import UserError
-from vit_model.preprocessing import MAX_PIXELS
+from vit_model.preprocessing import MAX_PIXELS, open_image
 
 RADIUS, KEPT = 300, 270  # pixels: radius of the eye after scaling, and radius of the part that is kept
 _SIGMA, _QUALITY = 10, 72
@@ -66,7 +66,7 @@ def _decoded(data: bytes) -> Image.Image:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
-            with Image.open(io.BytesIO(data), formats=("PNG",)) as image:
+            with open_image(data, ("PNG",)) as image:
                 small = image.width * image.height <= MAX_PIXELS
                 if small:
                     image.load()

@@ -14,7 +14,7 @@ IN_INDEX = """
     phash_crop95 uint64, phash_crop82 uint64, phash_crop75 uint64, phash_inside uint64, phash_on_black uint64,
     shard int32, offset int64, length int32, checksum uint64
 """
-ONLY_IN_FACTS = "reason string?, file string, place int64, stored int64, digest string"
+ONLY_IN_FACTS = "decoding int32?, reason string?, file string, place int64, stored int64, digest string"
 
 
 def spelled(schema: pa.Schema) -> list[str]:

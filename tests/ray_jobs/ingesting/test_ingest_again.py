@@ -12,6 +12,7 @@ import time
 from pathlib import Path
 
 import numpy as np
+import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from PIL import Image
@@ -21,7 +22,8 @@ from pipelines.recipe.pipeline import Pipeline
 from pipelines.spec import FolderSource, HfParquetSource, Ingest
 from pipelines.store import Layout, Manifest, Store, commit, open_store
 from ray_jobs import ingest
-from ray_jobs.data.shards import open_dataset
+from ray_jobs.data.images import DECODING
+from ray_jobs.data.shards import SPLITS, content_digest, open_dataset
 from ray_jobs.ingesting.reuse import facts_file
 from ray_jobs.process.stage import Context, Result, SourceChangedError
 from tests.support.archives import image
@@ -178,6 +180,33 @@ def test_of_several_folders_the_one_that_moved_is_known(
         capsys.readouterr()
         run(context_of(store, stage(moved)))
         assert said(capsys.readouterr().out) == (2, 20)
+
+
+def test_only_images_that_a_decoder_reads_anew_change_their_set_also_if_they_are_reused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(ingest, "_in_tasks", lambda do, shared, each, _: [do(*shared, one) for one in each])
+    root, store = tmp_path / "images", open_store(str(tmp_path / "store"))
+
+    def digest() -> str:
+        index = pa.concat_tables([dataset.index(split) for split in SPLITS]).to_pylist()
+        samples = [(row["sample_id"], row["label"], row["split"], None) for row in index]
+        ids = {row["sample_id"] for row in index if row["key"] == "a/deep.tif"}
+        return content_digest("images", samples, ["a", "b"], decoding=dict.fromkeys(ids, DECODING))
+
+    put_images(root, 0, 20)
+    dataset = dataset_of(store, context_of(store, stage(root)))
+    assert digest() == dataset.info.content_digest, "as without marks"
+    white_is_zero = {262: 0}
+    pixels = np.random.default_rng(0).integers(0, 2**16, (24, 20), np.uint16)
+    Image.fromarray(pixels).save(root / "a" / "deep.tif", tiffinfo=white_is_zero)
+    dataset = dataset_of(store, context_of(store, stage(root)))
+    assert digest() == dataset.info.content_digest
+    put_images(root, 20, 22)
+    capsys.readouterr()
+    dataset = dataset_of(store, context_of(store, stage(root)))
+    assert said(capsys.readouterr().out) == (2, 21)
+    assert digest() == dataset.info.content_digest
 
 
 @pytest.mark.ray
