@@ -41,9 +41,11 @@ if [ "${INSTALLER:-uv}" = uv ] && settings=$(.venv/bin/python -m pip config list
   while IFS= read -r setting; do [ -z "$setting" ] || export "${setting?}"; done <<<"$settings"
   export UV_INDEX_STRATEGY=unsafe-best-match
 fi
+# With uv, -c replaces this variable; pip adds the two.
+constraints=(); for file in ${UV_CONSTRAINT:-}; do constraints+=(-c "$file"); done
 install() {
   if [ -n "$uv" ]; then
-    .venv/bin/uv pip install --quiet --python .venv/bin/python "$@" && return
+    .venv/bin/uv pip install --quiet --python .venv/bin/python "${constraints[@]}" "$@" && return
     echo "install: uv failed, so pip installs from here on"
     uv=
   fi

@@ -16,6 +16,8 @@ VARIABLES = {
     "extra-index-url": ("UV_INDEX", " "),
     "find-links": ("UV_FIND_LINKS", ","),
     "trusted-host": ("UV_INSECURE_HOST", " "),
+    "constraint": ("UV_CONSTRAINT", " "),
+    "build-constraint": ("UV_BUILD_CONSTRAINT", " "),
     "cert": ("SSL_CERT_FILE", " "),
     "timeout": ("UV_HTTP_TIMEOUT", " "),
     "default-timeout": ("UV_HTTP_TIMEOUT", " "),

@@ -21,6 +21,8 @@ def test_places_and_the_certificate_are_passed_on_and_the_environment_comes_last
     code, variables, _ = translated(
         ":env:.find-links='/opt/wheels /srv/wheels'",
         ":env:.quiet='0'",
+        "global.constraint='/etc/caps.txt /srv/caps.txt'",
+        "global.build-constraint='/etc/build.txt'",
         "global.cert='/etc/ssl/ca.crt'",
         r"global.extra-index-url='https://user:a=b@host/simple\nfile:///opt/simple'",
         "global.find-links='/overridden'",
@@ -32,6 +34,8 @@ def test_places_and_the_certificate_are_passed_on_and_the_environment_comes_last
         "UV_DEFAULT_INDEX=https://mirror/simple",
         "UV_INDEX=https://user:a=b@host/simple file:///opt/simple",
         "UV_FIND_LINKS=/opt/wheels,/srv/wheels",
+        "UV_CONSTRAINT=/etc/caps.txt /srv/caps.txt",
+        "UV_BUILD_CONSTRAINT=/etc/build.txt",
         "SSL_CERT_FILE=/etc/ssl/ca.crt",
     }
 
