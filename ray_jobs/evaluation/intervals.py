@@ -8,37 +8,32 @@ It does not cover another pretraining seed, another data set, or a setting that 
 Each 95% interval is for its own comparison; `comparisons` widens the intervals of a family (Bonferroni), so that all of
 them hold together with 95%.
 
-Width: the mean of a two-way table has the variance s2 / draws + b2 / n_test. s2 is the variance of the draws'
-accuracies, and b2 the variance of the images beyond what differs from draw to draw. Both are estimated without bias
-from the mean squares of the two-way analysis of variance. s2 is estimated from few draws, so each term gets its own
-quantile of Student's t: half width^2 = t(draws - 1)^2 s2 / draws + t(n_test - 1)^2 b2 / n_test (Banerjee, Sankhya 22,
-1960: such an interval holds a sum of independent normal means at least 95% of the time). With one draw only the images
-vary; if all values are equal, the interval has no width.
+One draw: the score intervals of Wilson (1927) for an accuracy, and of Tango (Statistics in Medicine, 1998) for a paired
+difference. They have a width even if all images are right, or if both methods agree on all of them. The draw is given,
+so only the images vary.
 
-Shape: from the two-way "pigeonhole" bootstrap (Owen, Annals of Applied Statistics 2007), which resamples draws and,
-independently, images; near an accuracy of 1 the interval is longer on its lower side. Its percentiles alone are too
-narrow with few draws: they correspond to normal quantiles instead of t's, and the variance of d resampled draws is
-(d - 1) / d of what it should be.
+Several draws: the same intervals, from more images and with a part for the draws. The mean over draws of an image's
+result varies less than a single result, by the factor `design`, so n images count as n / design. With few errors that
+factor is unknown; a part of an error that could be the same in all draws (`UNKNOWN`) takes it to 1 there. To z^2 times
+the variance from images comes t(draws - 1)^2 / draws times the variance of the draws' accuracies beyond the noise that
+the images already account for. Where few images are wrong, draws also differ by less, so in the interval of an accuracy
+this part is proportional to p (1 - p), with the p that is asked about.
 
-Coverage of the nominal 95% in simulations with the quickstart's variances and 539 images (see
-tests/ray_jobs/evaluation/test_intervals.py; 600 trials each):
-
-| draws                                       | 2   | 3   | 5   | 10  | 20  |
-|---------------------------------------------|-----|-----|-----|-----|-----|
-| accuracy                                    | .96 | .96 | .96 | .95 | .95 |
-| paired difference                           | .96 | .96 | .95 | .95 | .95 |
-| accuracy, the bootstrap's percentiles alone | .86 | .91 | .93 | .95 | .95 |
-| paired difference, percentiles alone        | .86 | .91 | .92 | .95 | .96 |
+Coverage in simulations (tests/ray_jobs/evaluation/test_intervals.py) for accuracies from .5 to .999, 30 to 10,000
+images and 1, 5 or 20 draws, with draws and images that vary as in the quickstart: at least .93; at most .98 if at least
+five errors, or five images on which the methods disagree, are expected in a draw. With two or three draws it is up to
+.99. Two limits: Wilson's interval covers .84 where about 0.2 errors are expected; and near an accuracy of 1, draws that
+differ much more than the quickstart's have a skewed distribution, of which five draws say too little.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from scipy.special import ndtri, stdtrit
 
-_BOOTSTRAP = 2  # separates this module's random numbers from other uses of the same seed
 POWER = 0.8  # of the detectable difference
-_CHUNK_VALUES = 4_000_000  # replicates are made in chunks of about 32 MB
+UNKNOWN = {"accuracy": 0.5, "difference": 0.25}  # errors, and images on which the methods disagree; see above
+_BISECTIONS = 40
 
 
 class Interval(NamedTuple):
@@ -49,31 +44,34 @@ class Interval(NamedTuple):
     high: float
 
 
-def accuracy_interval(correct: np.ndarray, *, seed: int = 0, replicates: int = 2000) -> Interval:
+class Moments(NamedTuple):
+    """What an interval needs of a table [draws, images]; values of several such tables may be arrays."""
+
+    draws: int
+    images: int
+    mean: Any
+    square: Any
+    """The mean of the squares of all values."""
+    among_draws: Any
+    """The unbiased variance of the draws' means; 0 for a single draw."""
+    among_images: Any
+    """The variance of the images' means."""
+
+
+def accuracy_interval(correct: np.ndarray) -> Interval:
     """Return the accuracy over draws and test images with its interval, for correct [draws, n_test] (bool or 0/1)."""
-    table = _checked("correct", correct)
-    return _interval(table, seed, replicates, (0.0, 1.0))
+    moments = moments_of(_checked("correct", correct))
+    return Interval(float(moments.mean), *map(float, bounds(moments, 0.05)))
 
 
-def paired_difference(
-    correct_a: np.ndarray,
-    correct_b: np.ndarray,
-    *,
-    comparisons: int = 1,
-    seed: int = 0,
-    replicates: int = 2000,
-) -> Interval:
+def paired_difference(correct_a: np.ndarray, correct_b: np.ndarray, *, comparisons: int = 1) -> Interval:
     """Return the accuracy of a minus that of b with its interval; both are [draws, n_test], paired by draw and image.
 
     What makes a draw or an image hard for both cancels out. An interval without 0 is a difference at the 5% level; with
     several `comparisons`, at the 5% level for all of them together. Raises ValueError if the shapes differ.
     """
-    a, b = _checked("correct_a", correct_a), _checked("correct_b", correct_b)
-    if a.shape != b.shape:
-        raise ValueError(
-            f"correct_a has shape {a.shape}, correct_b {b.shape}; both need the same draws and test images"
-        )
-    return _interval(a - b, seed, replicates, (-1.0, 1.0), comparisons)
+    moments = moments_of(_differences(correct_a, correct_b))
+    return Interval(float(moments.mean), *map(float, bounds(moments, 0.05 / comparisons, paired=True)))
 
 
 def detectable_difference(correct_a: np.ndarray, correct_b: np.ndarray) -> float:
@@ -84,56 +82,83 @@ def detectable_difference(correct_a: np.ndarray, correct_b: np.ndarray) -> float
     (Card et al., "With Little Power Comes Great Responsibility", 2020, do the same for McNemar's test). The variance is
     that of the observed differences; two methods that agree on most images can be told apart more easily.
     """
-    a, b = _checked("correct_a", correct_a), _checked("correct_b", correct_b)
-    return half_width(a - b, 0.05) * float(1 + ndtri(POWER) / ndtri(0.975))
+    low, high = bounds(moments_of(_differences(correct_a, correct_b)), 0.05, paired=True)
+    return float((high - low) / 2 * (1 + ndtri(POWER) / ndtri(0.975)))
 
 
-def _interval(
-    table: np.ndarray, seed: int, replicates: int, possible: tuple[float, float], comparisons: int = 1
-) -> Interval:
-    if replicates < 100:
-        raise ValueError(
-            f"replicates is {replicates}; the 2.5 and 97.5 percentiles need at least 100, better 2000"
-        )
-    means = _bootstrap_means(table, np.random.default_rng([seed, _BOOTSTRAP]), replicates)
-    value, spread = table.mean(), ndtri(0.975) * means.std()
-    stretch = half_width(table, 0.05 / comparisons) / spread if spread else 0.0
-    low, high = value + stretch * (np.quantile(means, [0.025, 0.975]) - value)
-    return Interval(float(value), float(max(low, possible[0])), float(min(high, possible[1])))
+def bounds(moments: Moments, alpha: float, paired: bool = False) -> tuple[Any, Any]:
+    """Return both ends of the 1 - alpha interval of the mean, see above.
+
+    Args:
+        paired: values are differences from -1 to 1; otherwise from 0 to 1.
+    """
+    draws, images, mean = moments.draws, moments.images, moments.mean
+    z = ndtri(1 - alpha / 2)
+    unknown = UNKNOWN["difference" if paired else "accuracy"]
+    design = (images * moments.among_images + unknown) / (images * (moments.square - mean**2) + unknown)
+    by_images = z**2 * design / images
+    by_draws = _by_draws(moments, z, stdtrit(draws - 1, 1 - alpha / 2)) if draws > 1 else 0.0
+    if paired:
+        return _tango(moments, by_images, by_draws)
+    centre = (images * mean + z**2 / 2) / (images + z**2)  # of Wilson's interval; never 0 or 1
+    return _wilson(mean, by_images + by_draws / (centre * (1 - centre)))
 
 
-def half_width(table: np.ndarray, alpha: float) -> float:
-    """Return half the width of a symmetric 1 - alpha interval of the mean of a table [draws, n_test] (see above)."""
+def _by_draws(moments: Moments, z: float, t: float) -> Any:
+    """Return the part of the squared half width that comes from draws, beyond what the images account for."""
+    draws, images, among_draws = moments.draws, moments.images, moments.among_draws
+    rest = moments.square - moments.mean**2 - moments.among_images - among_draws * (draws - 1) / draws
+    interaction = rest * draws * images / ((draws - 1) * max(1, images - 1))
+    # With two or three draws, t^2 would take away more than a variance with so few degrees of freedom can spare.
+    noise = min(t**2, 2 * z**2) * np.maximum(0, interaction) / images
+    return np.maximum(0, t**2 * among_draws - noise) / draws
+
+
+def _wilson(mean: Any, factor: Any) -> tuple[Any, Any]:
+    """Return both p with (mean - p)^2 = factor p (1 - p); for a binomial the factor is z^2 / n."""
+    middle = mean + factor / 2
+    root = np.sqrt(factor * mean * (1 - mean) + factor**2 / 4)
+    return (middle - root) / (1 + factor), np.minimum(1, (middle + root) / (1 + factor))
+
+
+def _tango(moments: Moments, factor: Any, by_draws: Any) -> tuple[Any, Any]:
+    """Return both differences d with (mean - d)^2 = factor variance(d) + by_draws, by bisection.
+
+    The variance of a pair is the one that is most likely if the true difference is d.
+    """
+    mean, discordant = moments.mean, moments.square
+
+    def is_outside(difference: Any) -> Any:
+        b = (2 - mean) * difference - discordant
+        c = (discordant - mean) / 2 * difference * (1 - difference)
+        losses = (np.sqrt(b**2 + 8 * c) - b) / 4  # the share of images that only the second method has right
+        variance = 2 * losses + difference * (1 - difference)
+        return (mean - difference) ** 2 > factor * np.maximum(0, variance) + by_draws
+
+    inside = np.stack([mean, mean])
+    outside = np.stack([-np.ones_like(mean), np.ones_like(mean)])
+    for _ in range(_BISECTIONS):
+        middle = (inside + outside) / 2
+        beyond = is_outside(middle)
+        inside, outside = np.where(beyond, inside, middle), np.where(beyond, middle, outside)
+    return inside[0], inside[1]
+
+
+def moments_of(table: np.ndarray) -> Moments:
+    """Return the moments of a table [draws, images]."""
     draws, images = table.shape
-    by_draw, by_image = (stdtrit(max(1, count - 1), 1 - alpha / 2) ** 2 for count in (draws, images))
     rows, columns = table.mean(axis=1), table.mean(axis=0)
-    interaction = ((table - rows[:, None] - columns + table.mean()) ** 2).sum() / max(
-        1, (draws - 1) * (images - 1)
-    )
-    among_images = max(0.0, _variance(columns) - interaction / draws)
-    return float(np.sqrt(by_draw * _variance(rows) / draws + by_image * among_images / images))
+    among_draws = rows.var(ddof=1) if draws > 1 else 0.0
+    return Moments(draws, images, table.mean(), (table**2).mean(), among_draws, columns.var())
 
 
-def _variance(values: np.ndarray) -> float:
-    """Return the unbiased variance; 0 for a single value."""
-    return float(values.var(ddof=1)) if len(values) > 1 else 0.0
-
-
-def _bootstrap_means(table: np.ndarray, rng: np.random.Generator, replicates: int) -> np.ndarray:
-    """Return the means [replicates] of the table [draws, n] with rows and columns resampled."""
-    num_draws, num_images = table.shape
-    # Images with equal columns are one kind, and only the number drawn of each kind matters: few draws give few kinds,
-    # however many images there are. The kinds keep the order of the images, so that a - b and b - a draw alike.
-    kinds, first, sizes = np.unique(table, axis=1, return_index=True, return_counts=True)
-    order = np.argsort(first)
-    kinds, sizes = kinds[:, order], sizes[order]
-    row_weights = rng.multinomial(num_draws, np.full(num_draws, 1 / num_draws), size=replicates) / num_draws
-    chunk = max(1, _CHUNK_VALUES // len(sizes))
-    means = []
-    for weights in np.split(row_weights, range(chunk, replicates, chunk)):
-        drawn = rng.multinomial(num_images, sizes / num_images, size=len(weights))
-        means.append(((weights @ kinds) * drawn).sum(axis=1) / num_images)
-    return np.concatenate(means)
+def _differences(correct_a: np.ndarray, correct_b: np.ndarray) -> np.ndarray:
+    a, b = _checked("correct_a", correct_a), _checked("correct_b", correct_b)
+    if a.shape != b.shape:
+        raise ValueError(
+            f"correct_a has shape {a.shape}, correct_b {b.shape}; both need the same draws and test images"
+        )
+    return a - b
 
 
 def _checked(name: str, correct: np.ndarray) -> np.ndarray:
