@@ -84,7 +84,7 @@ def upright(image: "Image.Image") -> "tuple[Image.Image, bool]":
     the number of bits, black and white exchanged and the transparent value; of other PNGs without 8 bits, the scale
     of the transparent value; of a BMP, that it has no alpha, if that is 0 everywhere.
     """
-    scale = {"L;2": 85, "L;4": 17, "RGB;16B": 1 / 256}.get(_raw_mode(image))
+    scale = {"L;2": 85, "L;4": 17, "RGB;16B": 1 / 256}.get(_raw_mode(image) or "")
     turned = ImageOps.exif_transpose(image)
     if turned.mode in ("I", *SIXTEEN_BITS):
         return _eight_bits(turned, getattr(image, "tag_v2", {}))
@@ -200,7 +200,8 @@ def _text_size(kind: bytes, chunk: bytes) -> tuple[bool, int]:
 
 def _raw_mode(image: "Image.Image") -> str | None:
     """Return how Pillow names the layout of an opened PNG's pixels; None for another format, or once it is decoded."""
-    return image.tile[0].args if image.format == "PNG" and getattr(image, "tile", ()) else None
+    tiles: list[Any] = getattr(image, "tile", [])
+    return tiles[0].args if image.format == "PNG" and tiles else None
 
 
 def _eight_bits(image: "Image.Image", tags: dict[int, Any]) -> "tuple[Image.Image, bool]":

@@ -187,7 +187,10 @@ def _get(path: str, address: str, file: IO[bytes], limit: int) -> None:
         StoreError: it has more than `limit` bytes. RecipeError: see `_refuse`. And what `_translated` translates.
     """
     import httpx2
-    from huggingface_hub.utils import build_hf_headers, get_session
+    from huggingface_hub.utils import (  # type: ignore[attr-defined]
+        build_hf_headers,
+        get_session,
+    )
 
     headers = build_hf_headers(token=_token()) | {"Accept-Encoding": "identity"}
     for tries_left in reversed(range(TRIES)):
@@ -245,7 +248,7 @@ def _translated(path: str) -> Iterator[None]:
     try:
         import httpx2
         from huggingface_hub.errors import HFValidationError
-        from huggingface_hub.utils import validate_repo_id
+        from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]
     except ImportError as error:
         raise RecipeError(
             f"{path}: the package {error.name} is not installed: pip install 'vitflow[hub]'"
@@ -259,7 +262,7 @@ def _translated(path: str) -> Iterator[None]:
         reason = str(error).partition("\n")[0] or type(error).__name__
         raise StoreUnreachable(f"{path}: cannot fetch it from {_endpoint()}: {reason}") from None
     except (ValidationError, httpx2.InvalidURL) as error:
-        reason = error.errors()[0]["msg"] if isinstance(error, ValidationError) else error
+        reason = error.errors()[0]["msg"] if isinstance(error, ValidationError) else str(error)
         raise StoreError(
             f"{path}: {_endpoint()} does not answer as the Hugging Face hub does ({reason}). Check HF_ENDPOINT"
         ) from None

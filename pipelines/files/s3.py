@@ -163,7 +163,9 @@ def listing(uri: str) -> list[Remote]:
     single, below = _at(uri, "/")
     return [file._replace(name=ONE_FILE) for file in single] or [
         # a name becomes a file's, so a server that sends one with a slash must not choose the folder
-        file for file in below if file.name and not file.name.startswith(".") and "/" not in file.name
+        file
+        for file in below
+        if file.name and not file.name.startswith(".") and "/" not in file.name
     ]
 
 

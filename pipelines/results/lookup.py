@@ -98,7 +98,7 @@ def _find(store: Store, selector: str, labels: Mapping[str, str], noun: str) -> 
         try:
             if stage:
                 return _newest_result(store, prefix, stage, labels)
-            return set(_stage_keys(store, find_run(store, prefix)).values()) & labels.keys()
+            return labels.keys() & _stage_keys(store, find_run(store, prefix)).values()
         except RecipeError as error:
             matches = {key: label for key, label in labels.items() if label == selector}
             if not matches:

@@ -75,6 +75,7 @@ def query(
 
     if len(sql) > MOST_CHARACTERS:
         raise RecipeError(f"the SQL has {len(sql):,} characters; at most {MOST_CHARACTERS:,} are allowed")
+    is_busy = False
     connection = duckdb.connect(
         ":memory:",
         config={
@@ -94,10 +95,10 @@ def query(
         columns, types = tuple(row[0] for row in described), tuple(row[1] for row in described)
         yield Answer(columns, types, _fetch(connection))
     except Unfinished:
-        connection = None  # closing it would wait for the thread
+        is_busy = True  # closing the connection would wait for the thread
         raise
     finally:
-        if connection is not None:
+        if not is_busy:
             connection.close()
 
 

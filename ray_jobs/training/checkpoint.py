@@ -334,7 +334,8 @@ class Saver:
         """
         there = checkpoints(self._store, self._attempt.job, self._attempt.key, self._fit)
         found = []
-        for step in sorted({best, *self._kept_steps} - {None, self._end}):
+        needed = {*self._kept_steps} if best is None else {best, *self._kept_steps}
+        for step in sorted(needed - {self._end}):
             checkpoint = intact(self._store, [each for each in there if each.step == step])
             if checkpoint is None:
                 raise StoreDamaged(
