@@ -228,7 +228,7 @@ def test_its_lineage_and_its_reports_say_where_it_is_from(tmp_path: Path) -> Non
     [said] = protocols([("backbone", imported, tmp_path)])
     assert (
         "/x/vit.npz" in said["text"]
-        and "imported weights may have been trained on these test images" in said["text"]
+        and "their training images are unknown" in said["text"]
     )
     taken = InputRef(job="import", key="i", content_digest="d", manifest_sha256="m")
     probe = Evaluate(job="evaluate", data="digits", backbone="backbone").model_dump(mode="json")
