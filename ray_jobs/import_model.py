@@ -83,6 +83,7 @@ def contract_of(imported: Imported, config: Import) -> ModelContract:
         return ModelContract(
             architecture=architecture,
             class_names=imported.class_names,
+            problem_type=imported.problem_type,
             preprocessing=preprocessing_of(imported, config),
             training_data=imported.training_data,
             license=imported.license,
@@ -113,7 +114,8 @@ def preprocessing_of(imported: Imported, config: Import) -> Preprocessing:
     fields = {} if from_file is None else from_file.model_dump()
     fields |= {"resolution": architecture.image_shape[0], "channels": architecture.in_channels}
     if from_config.crop is not None:
-        fields.pop("crop_fraction", None)  # the fraction belongs to the file's own way of cropping
+        for name in ("crop_fraction", "crop_offset"):  # these belong to the file's own way of cropping
+            fields.pop(name, None)
     return Preprocessing.model_validate(fields | _for_channels(from_config, architecture.in_channels))
 
 
@@ -137,7 +139,12 @@ def describe(contract: ModelContract, from_file: Preprocessing | None) -> Iterat
         f"model: {shape}, images of {contract.preprocessing.resolution}; {model.num_parameters:,} parameters"
     )
     shown = ", ".join(map(_plain, names[:_NAMES_SHOWN])) + (", ..." if len(names) > _NAMES_SHOWN else "")
-    yield f"classes: {len(names)} ({shown})" if names else "classes: none, the model outputs representations"
+    several = ", any number of them in an image" if contract.problem_type.startswith("multi") else ""
+    yield (
+        f"classes: {len(names)} ({shown}){several}"
+        if names
+        else "classes: none, the model outputs representations"
+    )
     origin = "from the file" if contract.preprocessing == from_file else "as given"
     yield f"preprocessing, {origin}: {_in_words(contract.preprocessing)}"
     if from_file not in {None, contract.preprocessing}:
@@ -153,7 +160,7 @@ def _plain(text: str) -> str:
 def _in_words(pixels: Preprocessing) -> str:
     mean, std = (", ".join(f"{value:g}" for value in values) for values in (pixels.mean, pixels.std))
     size = f"{pixels.resolution} x {pixels.resolution}"
-    resized = int(pixels.resolution / pixels.crop_fraction + 1e-6)
+    resized = pixels.resized
     way = f"squashed to {resized} x {resized}" if pixels.crop == "squash" else f"shorter side to {resized}"
     if pixels.crop == "center" or resized != pixels.resolution:
         way += f", the middle {size} of it"

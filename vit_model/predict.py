@@ -23,6 +23,8 @@ BATCH = 64  # images in memory at once
 def classify(model_folder: Path, images: Sequence[Path]) -> list[dict[str, Any]]:
     """Return [{"image": path, "top": [{"class": name, "probability": p}, ...]}] with the five most likely classes.
 
+    If an image can have several classes (the contract's problem_type), the probabilities do not add up to 1.
+
     Raises:
         UserError: a file is not an image, or the model has no classifier.
     """
@@ -66,11 +68,13 @@ def _tops(
         return []
     with torch.inference_mode():
         logits = model(normalise(torch.from_numpy(np.stack(pixels)), contract.preprocessing, torch.float32))
-    probabilities, classes = logits.float().softmax(-1).topk(min(TOP, logits.shape[-1]))
+    several = contract.problem_type == "multi_label_classification"
+    probabilities = logits.float().sigmoid() if several else logits.float().softmax(-1)
+    likeliest, classes = probabilities.topk(min(TOP, logits.shape[-1]))
     return [
         [
             {"class": contract.class_names[label], "probability": probability}
             for probability, label in zip(*both, strict=True)
         ]
-        for both in zip(probabilities.tolist(), classes.tolist(), strict=True)
+        for both in zip(likeliest.tolist(), classes.tolist(), strict=True)
     ]

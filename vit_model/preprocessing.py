@@ -9,6 +9,7 @@ Use: `normalise(torch.from_numpy(load_image(path, preprocessing))[None], preproc
 """
 
 import io
+import math
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -84,7 +85,7 @@ def upright(image: "Image.Image") -> "tuple[Image.Image, bool]":
     the number of bits, black and white exchanged and the transparent value; of other PNGs without 8 bits, the scale
     of the transparent value; of a BMP, that it has no alpha, if that is 0 everywhere.
     """
-    scale = {"L;2": 85, "L;4": 17, "RGB;16B": 1 / 256}.get(_raw_mode(image) or "")
+    scale = {"L;2": 85, "L;4": 17, "RGB;16B": 1 / 256}.get(_raw_mode(image))  # of a pixel to 8 bits
     turned = ImageOps.exif_transpose(image)
     if turned.mode in ("I", *SIXTEEN_BITS):
         return _eight_bits(turned, getattr(image, "tag_v2", {}))
@@ -198,10 +199,10 @@ def _text_size(kind: bytes, chunk: bytes) -> tuple[bool, int]:
         return True, 0  # Pillow ignores it
 
 
-def _raw_mode(image: "Image.Image") -> str | None:
-    """Return how Pillow names the layout of an opened PNG's pixels; None for another format, or once it is decoded."""
-    tiles: list[Any] = getattr(image, "tile", [])
-    return tiles[0].args if image.format == "PNG" and tiles else None
+def _raw_mode(image: "Image.Image") -> str:
+    """Return Pillow's name for the layout of an opened PNG's pixels; "" for another format, or once it is decoded."""
+    tiles = getattr(image, "tile", []) if image.format == "PNG" else []
+    return str(tiles[0].args) if tiles else ""
 
 
 def _eight_bits(image: "Image.Image", tags: dict[int, Any]) -> "tuple[Image.Image, bool]":
@@ -231,9 +232,9 @@ def _reading(name: str) -> Iterator[None]:
 
 
 def _resize(name: str, image: "Image.Image", preprocessing: Preprocessing) -> "Image.Image":
-    """Resize and crop to the square of `resolution`, with the rounding of timm and torchvision."""
+    """Resize and crop to the square of `resolution`; sizes are rounded as by timm, torchvision and transformers."""
     size = preprocessing.resolution
-    shorter = int(size / preprocessing.crop_fraction + 1e-6)  # 384 / (384 / 448) must be 448
+    shorter = preprocessing.resized
     width, height = image.size
     if preprocessing.crop == "squash":
         width, height = shorter, shorter
@@ -242,7 +243,8 @@ def _resize(name: str, image: "Image.Image", preprocessing: Preprocessing) -> "I
     else:
         width, height = int(shorter * width / height), shorter
     _check_size(name, width, height)
-    left, top = round((width - size) / 2), round((height - size) / 2)
+    rounded = round if preprocessing.crop_offset == "round" else math.floor
+    left, top = rounded((width - size) / 2), rounded((height - size) / 2)
     return _scale(image, width, height, preprocessing.interpolation).crop(
         (left, top, left + size, top + size)
     )

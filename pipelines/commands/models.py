@@ -146,7 +146,7 @@ def _write(to: Format, folder: Path, model: Network, contract: ModelContract) ->
     elif not isinstance(model, ViT):
         raise UserError(f"--format {to} supports only ViTs, and this is a ResNet; npz and onnx support both")
     else:
-        (hugging_face if to == "hf" else timm).write(folder, model, contract)
+        yield from (hugging_face if to == "hf" else timm).write(folder, model, contract)
     if contract.training_data != "unknown":
         yield f"training_data: the format has no field for the digest {contract.training_data[:12]} of that data"
     for name in ("dropout", "stochastic_depth"):

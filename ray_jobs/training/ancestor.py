@@ -85,9 +85,9 @@ def _cross_entropy(objective: str) -> str:
 def same_classes(ours: ModelContract, theirs: ModelContract) -> list[int] | None:
     """Return, for each class of a model, its number in another one; None if its classifier cannot be kept.
 
-    It can if both have the same classes, in any order, and the same layers in the head.
+    It can if both have the same classes, in any order, the same layers in the head and the same kind of logits.
     """
-    if not ours.class_names or has_tanh(ours) != has_tanh(theirs):
+    if not ours.class_names or has_tanh(ours) != has_tanh(theirs) or ours.problem_type != theirs.problem_type:
         return None
     if ours.class_names == theirs.class_names:
         return list(range(len(ours.class_names)))

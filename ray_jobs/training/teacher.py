@@ -36,6 +36,12 @@ def read_teacher(teacher: Ancestor, config: Pretrain, contract: ModelContract) -
             f" {config.data} have {contract.preprocessing.channels}"
         )
     if config.distillation.kind != "features":
+        if theirs.problem_type != "single_label_classification":
+            raise UserError(
+                f"teacher {teacher.name} gives each class a probability of its own ({theirs.problem_type}); "
+                f"distillation.kind {config.distillation.kind} imitates one of all classes. Use kind features, or"
+                " fine-tune the teacher"
+            )
         columns(teacher, contract, theirs)
     return theirs
 

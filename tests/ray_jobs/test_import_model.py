@@ -13,7 +13,7 @@ from tests.support.records import make_context
 from tests.support.s3 import Server, used
 from vit_model.config import ModelContract, Preprocessing, ViTConfig
 from vit_model.errors import UserError
-from vit_model.formats import Imported, npz
+from vit_model.formats import Imported, hugging_face, npz, timm
 from vit_model.model import ViT
 from vit_model.weights import load_model, save_model
 
@@ -115,6 +115,62 @@ def test_what_was_taken_is_said() -> None:
     )
     said = "\n".join(describe(contract_of(imported(SAID), stage("half")), SAID))
     assert "preprocessing in the file, not used: mean 0.1, 0.2, 0.3" in said
+
+
+# of the code before crop_offset and problem_type, which such models do not have
+DIGESTS = {
+    "own": "be7c45653b624d0dcbad3249126a788919e0b1abdea7ff28ad8a0dd87829c550",
+    "npz": "61afe42c53943b77717b1e0bf34efacec4bad9f3fb2fc3baaef6afa4f71355d1",
+    "hf": "e7c08cca9afaac4f4a0dc637482664f3c8f186cc40a96aa2c9cfeadcb652dfc4",
+    "hf clip": "3a9be08a77a7316081ed41b3db713b3fae707b73cc6f2f3c8c2bfba074512e8c",
+    "timm": "b1ec85a1b7ed9db24fc601d1b513d4d6840305ac57b68af8d71ff13537447c21",
+    "timm file": "ffa04103b83cb7aed05d46fc2eead524fde14c4b9e52a9feb7a3a261b49052b9",
+}
+
+
+@pytest.mark.parametrize("name", DIGESTS)
+def test_an_import_that_nothing_new_concerns_keeps_its_digest(name: str, tmp_path: Path) -> None:
+    fields: dict[str, Any] = {
+        "image_size": 8,
+        "patch_size": 4,
+        "width": 64,
+        "depth": 1,
+        "num_heads": 1,
+        "mlp_dim": 8,
+    }
+    fields |= {"norm_first": True, "patch_bias": False} if "clip" in name else {"num_classes": 2}
+    model = ViT(ViTConfig(**fields, gelu="exact" if name.startswith("timm") else "tanh"))
+    with torch.no_grad():
+        for number, parameter in enumerate(model.parameters()):
+            parameter.copy_((torch.arange(parameter.numel()) % (97 + number) / 128).view_as(parameter))
+    pixels = Preprocessing(
+        mean=HALF,
+        std=HALF,
+        resolution=8,
+        channels=3,
+        crop="center" if name in ("own", "timm") else "squash",
+        crop_fraction=0.75 if name in ("own", "timm") else 1.0,
+    )
+    names = ("a", "b") if model.config.num_classes else ()
+    contract = ModelContract(
+        architecture=model.config,
+        class_names=names,
+        preprocessing=pixels,
+        training_data="unknown",
+        license="mit",
+    )
+    path = tmp_path / "model"
+    if name == "own":
+        save_model(path, model, contract)
+    elif name == "npz":
+        npz.write(path, model, contract)
+    else:
+        (hugging_face if name.startswith("hf") else timm).write(path, model, contract)
+    if name == "timm file":
+        path /= "model.safetensors"
+    config = Import(job="import", path=str(path), preprocessing="half" if name == "timm file" else None)
+    context = make_context(open_store(str(tmp_path / "store")), config)
+    assert import_model(context).content_digest == DIGESTS[name]
 
 
 def test_a_strangers_names_do_not_steer_the_terminal() -> None:

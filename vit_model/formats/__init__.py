@@ -52,4 +52,5 @@ def _read_own(folder: Path) -> Imported:
         license=contract.license,
         lines=("weights: all of a vitflow model.",),
         training_data=contract.training_data,
+        problem_type=contract.problem_type,
     )

@@ -10,7 +10,7 @@ are renamed first. Sources: transformers' models/{vit,deit,vit_mae,dinov2,dinov2
 
 import re
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from safetensors.torch import save_file
 from torch import Tensor
@@ -85,6 +85,7 @@ def read(folder: Path) -> Imported:
     if processor is not None and kind.startswith("dinov2"):
         architecture, image_size, resized = _at_processors_size(architecture, processor, weights)
         lines += resized
+    class_names = _class_names(path, config, architecture.num_classes)
     preprocessing, how = (
         (None, ["preprocessing: preprocessor_config.json is missing."])
         if processor is None
@@ -92,7 +93,7 @@ def read(folder: Path) -> Imported:
     )
     lines = [
         f"weights: all of the {kind} encoder's {architecture.depth} blocks of width {architecture.width}"
-        f" with {architecture.num_heads} heads, {architecture.num_classes or 'no'} classes,"
+        f" with {architecture.num_heads} heads, {len(class_names) or 'no'} classes,"
         f" GELU {architecture.gelu}, layer norm eps {architecture.layer_norm_eps:g}.",
         *lines,
         *([f"weights: converted from {', '.join(dtypes)} to float32."] if dtypes else []),
@@ -108,7 +109,8 @@ def read(folder: Path) -> Imported:
         architecture=architecture,
         weights=weights,
         preprocessing=preprocessing,
-        class_names=_class_names(path, config, architecture.num_classes),
+        class_names=class_names,
+        problem_type=_problem_type(path, config, len(class_names)),
         license=read_license(folder),
         lines=tuple(lines),
     )
@@ -236,7 +238,9 @@ def _class_names(path: Path, config: dict[str, Any], num_classes: int) -> tuple[
     """Return the names in the order of the logits; numbers if the file has none, or only LABEL_0, LABEL_1, ..."""
     id2label = config.get("id2label")
     numbers = tuple(map(str, range(num_classes)))
-    if num_classes == 0 or id2label is None or config["model_type"].startswith("clip"):
+    if config["model_type"].startswith("clip"):
+        return ()  # its head projects into the space that it shares with texts
+    if num_classes == 0 or id2label is None:
         return numbers
     names = [id2label.get(number) for number in numbers] if isinstance(id2label, dict) else []
     if (
@@ -250,8 +254,26 @@ def _class_names(path: Path, config: dict[str, Any], num_classes: int) -> tuple[
     return tuple(map(str, names))
 
 
-def write(folder: Path, model: ViT, contract: ModelContract) -> None:
+def _problem_type(
+    path: Path, config: dict[str, Any], num_classes: int
+) -> Literal["single_label_classification", "multi_label_classification"]:
+    """Return the kind of the classifier. Raises UserError for outputs that are not classes."""
+    kind = config.get("problem_type")
+    if kind == "multi_label_classification" and num_classes:
+        return "multi_label_classification"
+    if num_classes and (kind not in (None, "single_label_classification") or num_classes == 1):
+        why = f"problem_type {kind!r}" + (" with one output, a regression," if num_classes == 1 else "")
+        raise UserError(
+            f"{path}: {why} is not supported; classes are. To take the encoder alone, remove the classifier:"
+            " save the model's base_model"
+        )
+    return "single_label_classification"
+
+
+def write(folder: Path, model: ViT, contract: ModelContract) -> list[str]:
     """Write a folder that transformers loads with `from_pretrained` as a model with the same outputs.
+
+    Returns a line for everything that the files do not keep.
 
     Raises UserError for an architecture that no class of transformers has, and for NaN or infinite weights.
     """
@@ -261,11 +283,19 @@ def write(folder: Path, model: ViT, contract: ModelContract) -> None:
     tensors = for_class(kind, name, to_theirs(weights, sources_of(FAMILIES[kind].names, architecture)))
     folder.mkdir(parents=True, exist_ok=True)
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    write_json(folder / "config.json", _config(kind, name, architecture, contract.class_names))
+    config = _config(kind, name, architecture, contract.class_names)
+    if contract.problem_type != "single_label_classification":
+        config["problem_type"] = contract.problem_type
+    write_json(folder / "config.json", config)
     write_json(folder / "preprocessor_config.json", processor_config(contract.preprocessing))
     if contract.license:
         card = f"---\nlicense: {contract.license}\nlibrary_name: transformers\n---\n"
         (folder / README).write_text(card, encoding="utf-8")
+    if contract.preprocessing.crop_offset == "round" and contract.preprocessing.offset_matters:
+        return [
+            "crop_offset: transformers rounds it down; the crop of a quarter of all sizes lies one pixel off"
+        ]
+    return []
 
 
 def _class_of(config: ViTConfig) -> tuple[str, str]:

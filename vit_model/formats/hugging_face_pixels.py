@@ -108,11 +108,13 @@ def preprocessing_of(
         )
     except ValidationError as error:
         raise UserError(f"{processor.path} has no valid preprocessing: {error}") from error
+    if preprocessing.offset_matters:
+        preprocessing = preprocessing.model_copy(update={"crop_offset": "floor"})
     return preprocessing, []
 
 
 def processor_config(preprocessing: Preprocessing) -> dict[str, Any]:
-    """Return the content of a preprocessor_config.json.
+    """Return the content of a preprocessor_config.json, which cannot say crop_offset: transformers rounds it down.
 
     Raises:
         UserError: transformers has no such interpolation.
@@ -123,7 +125,7 @@ def processor_config(preprocessing: Preprocessing) -> dict[str, Any]:
         )
     side = preprocessing.resolution
     square = {"height": side, "width": side}
-    resized = int(side / preprocessing.crop_fraction + 1e-6)
+    resized = preprocessing.resized
     crops = preprocessing.crop == "center" or resized != side
     size = (
         {"shortest_edge": resized}

@@ -1,6 +1,6 @@
 """The result of reading a foreign checkpoint."""
 
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from torch import Tensor
 
@@ -16,9 +16,12 @@ class Imported(NamedTuple):
     preprocessing: Preprocessing | None
     """None if the file does not say."""
     class_names: tuple[str, ...]
-    """Empty without a head; "0", "1", ... if the file has no names."""
+    """Empty without a classifier; "0", "1", ... if the file has no names."""
     license: str | None
     lines: tuple[str, ...]
     """What was imported, resized, dropped or newly initialised; one sentence each."""
     training_data: str = "unknown"
-    """As in a `ModelContract`."""
+    """As in a `ModelContract`, and so is `problem_type`."""
+    problem_type: Literal["single_label_classification", "multi_label_classification"] = (
+        "single_label_classification"
+    )

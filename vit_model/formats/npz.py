@@ -288,6 +288,8 @@ def _lost(contract: ModelContract) -> list[str]:
             "root pool: exact for big_transfer's bit_pytorch and timm, which pad it with zeros, as here; big_vision"
             " pads it with -inf, and its outputs differ (by 1.9% in one comparison)"
         )
+    if contract.problem_type != "single_label_classification":
+        lines.append(f"problem_type: {contract.problem_type} is not in the file; use a sigmoid")
     if contract.class_names:
         lines.append(f"class_names: the names of {len(contract.class_names)} classes are not in the file")
     return lines

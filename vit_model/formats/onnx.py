@@ -49,7 +49,7 @@ def write(path: Path, model: Network, contract: ModelContract) -> None:
             exported,
             (images,),
             input_names=["images"],
-            output_names=["logits" if config.num_classes else "representation"],
+            output_names=["logits" if contract.class_names else "representation"],
             dynamic_shapes={"images": {0: torch.export.Dim("batch")}},
             dynamo=True,
             verbose=False,

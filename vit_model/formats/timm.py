@@ -87,17 +87,21 @@ def read(path: Path) -> Imported:
     dtypes = sorted({str(tensor.dtype).removeprefix("torch.") for tensor in tensors.values()} - {"float32"})
     sources = _sources(architecture, qkv_bias="blocks.0.attn.qkv.bias" in tensors)
     weights = to_ours(file, sources, architecture, tensors)
+    # a head of CLIP without a bias projects into the space that it shares with texts
+    projects = architecture.norm_first and "head.bias" in weights and not weights["head.bias"].any()
+    classes = 0 if projects else architecture.num_classes
+    class_names = _class_names(path, config, pretrained_cfg, classes)
     preprocessing, how = _read_preprocessing(path, pretrained_cfg, architecture)
     license_ = pretrained_cfg.get("license")
     return Imported(
         architecture=architecture,
         weights=weights,
         preprocessing=preprocessing,
-        class_names=_class_names(path, config, pretrained_cfg, architecture.num_classes),
+        class_names=class_names,
         license=license_ if isinstance(license_, str) else None,
         lines=(
             f"weights: all {architecture.depth} blocks of width {architecture.width} with {architecture.num_heads}"
-            f" heads, {architecture.num_classes or 'no'} classes,"
+            f" heads, {len(class_names) or 'no'} classes,"
             f" GELU {architecture.gelu}, layer norm eps {architecture.layer_norm_eps:g}.",
             *lines,
             *([f"weights: converted from {', '.join(dtypes)} to float32."] if dtypes else []),
@@ -211,8 +215,10 @@ def _read_preprocessing(
     return preprocessing, []
 
 
-def write(folder: Path, model: ViT, contract: ModelContract) -> None:
+def write(folder: Path, model: ViT, contract: ModelContract) -> list[str]:
     """Write a folder that timm loads as a model with the same outputs.
+
+    Returns a line for everything that the files do not keep.
 
     Raises UserError for an architecture that timm's VisionTransformer does not support, and for NaN or infinite
     weights.
@@ -280,6 +286,19 @@ def write(folder: Path, model: ViT, contract: ModelContract) -> None:
             },
         },
     )
+    return _lost(contract)
+
+
+def _lost(contract: ModelContract) -> list[str]:
+    pixels = contract.preprocessing
+    lines = []
+    if pixels.crop_offset == "floor" and pixels.offset_matters:
+        lines.append(
+            "crop_offset: timm rounds half to even; the crop of a quarter of all sizes lies one pixel off"
+        )
+    if contract.problem_type != "single_label_classification":
+        lines.append(f"problem_type: the format has no field for {contract.problem_type}; use a sigmoid")
+    return lines
 
 
 def _require_timms(config: ViTConfig) -> None:

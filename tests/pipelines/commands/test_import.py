@@ -226,10 +226,7 @@ def test_its_lineage_and_its_reports_say_where_it_is_from(tmp_path: Path) -> Non
     imported = make_manifest("import", key="i", config=config, source="f" * 64)
     assert describe_source(imported) == "import /x/vit.npz"
     [said] = protocols([("backbone", imported, tmp_path)])
-    assert (
-        "/x/vit.npz" in said["text"]
-        and "their training images are unknown" in said["text"]
-    )
+    assert "/x/vit.npz" in said["text"] and "their training images are unknown" in said["text"]
     taken = InputRef(job="import", key="i", content_digest="d", manifest_sha256="m")
     probe = Evaluate(job="evaluate", data="digits", backbone="backbone").model_dump(mode="json")
     for metrics, warned in (({"unknown_training": "backbone (import i)"}, True), ({}, False)):

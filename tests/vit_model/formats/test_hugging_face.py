@@ -8,14 +8,18 @@ from typing import Any
 
 import pytest
 import torch
+from PIL import Image
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from tests.support.parity import assert_close, gradients_by_our_names, our_outputs, randomise
 from vit_model import formats
 from vit_model.config import ModelContract, Preprocessing, ViTConfig
-from vit_model.formats import Imported, hugging_face
+from vit_model.formats import Imported, hugging_face, timm
 from vit_model.model import ViT
+from vit_model.predict import classify
+from vit_model.preprocessing import load_image, normalise
+from vit_model.weights import save_model
 
 pytestmark = pytest.mark.slow
 SIDE = 32
@@ -231,6 +235,7 @@ def ours(**fields: Any) -> tuple[ViT, ModelContract]:
         channels=config.in_channels,  # type: ignore[arg-type]
         crop="center",
         crop_fraction=16 / 18,
+        crop_offset="floor",
     )
     contract = ModelContract.model_construct(
         architecture=config,
@@ -291,25 +296,121 @@ def test_a_projection_has_no_bias(tmp_path: Path) -> None:
         hugging_face.write(tmp_path / "x", model, contract)
 
 
-@pytest.mark.parametrize("resolution", [(37, 61), (16, 16), (64, 20)])
-@pytest.mark.parametrize(("crop", "fraction"), [("squash", 1.0), ("squash", 16 / 18), ("center", 16 / 18)])
-def test_pixels_are_those_of_transformers(
-    tmp_path: Path, crop: str, fraction: float, resolution: tuple[int, int]
+@pytest.mark.parametrize(
+    ("crop", "resized", "offset"),
+    [
+        ("squash", 16, "round"),
+        ("squash", 17, "round"),
+        ("squash", 18, "round"),
+        ("squash", 19, "floor"),  # the middle of 19 begins at 1.5: at 2 in torchvision, at 1 in transformers
+        ("center", 16, "floor"),
+        ("center", 18, "floor"),
+        ("center", 19, "floor"),
+    ],
+)
+def test_pixels_are_those_of_transformers_at_odd_and_even_sizes(
+    tmp_path: Path, crop: str, resized: int, offset: str
 ) -> None:
-    from vit_model.preprocessing import load_image, normalise
-
     model, contract = ours(num_classes=2)
     pixels = contract.preprocessing.model_copy(
-        update={"crop": crop, "crop_fraction": fraction, "interpolation": "bicubic"}
+        update={
+            "crop": crop,
+            "crop_fraction": 16 / resized,
+            "interpolation": "bicubic",
+            "crop_offset": offset,
+        }
     )
-    hugging_face.write(tmp_path, model, contract.model_copy(update={"preprocessing": pixels}))
+    lines = hugging_face.write(tmp_path, model, contract.model_copy(update={"preprocessing": pixels}))
+    assert lines == []
+    assert formats.read(tmp_path).preprocessing == pixels
     processor = transformers().AutoImageProcessor.from_pretrained(tmp_path)
     generator = torch.Generator().manual_seed(0)
-    image = torch.randint(0, 256, (*resolution, 3), generator=generator, dtype=torch.uint8).numpy()
-    theirs = processor(image, return_tensors="pt")["pixel_values"]
-    ours_ = normalise(torch.from_numpy(load_image(image, pixels))[None], pixels, torch.float32)
-    assert (theirs - ours_).abs().max() < 1e-5
-    assert formats.read(tmp_path).preprocessing == pixels
+    sizes = [
+        (37, 61),
+        (16, 16),
+        (64, 20),
+        *((resized, resized + more) for more in range(9)),
+        (resized + 3, resized),
+    ]
+    wrong = {}
+    for size in sizes:
+        image = torch.randint(0, 256, (*size, 3), generator=generator, dtype=torch.uint8).numpy()
+        theirs = processor(image, return_tensors="pt")["pixel_values"]
+        found = {
+            kind: normalise(torch.from_numpy(load_image(image, given))[None], given, torch.float32)
+            for kind in ("floor", "round")
+            for given in [pixels.model_copy(update={"crop_offset": kind})]
+        }
+        assert (theirs - found[offset]).abs().max() < 1e-5, size
+        wrong[size] = bool((theirs - found["round"]).abs().max() > 1e-5)
+    assert any(wrong.values()) == (offset == "floor")
+    if offset == "floor":
+        kept = contract.model_copy(
+            update={"preprocessing": pixels.model_copy(update={"crop_offset": "round"})}
+        )
+        [line] = hugging_face.write(tmp_path / "round", model, kept)
+        assert line.startswith("crop_offset: transformers rounds it down")
+        [line] = timm.write(tmp_path / "timm", model, contract.model_copy(update={"preprocessing": pixels}))
+        assert line.startswith("crop_offset: timm rounds half to even")
+
+
+@pytest.mark.parametrize("kind", ["multi_label_classification", "regression", "single_label_classification"])
+def test_the_kind_of_a_head_is_kept_or_refused(tmp_path: Path, kind: str) -> None:
+    theirs = vit(problem_type=kind, id2label=dict(enumerate("abcde")), label2id={}, layer_norm_eps=1e-6)
+    save(theirs, tmp_path / "theirs")
+    if kind == "regression":
+        with pytest.raises(ValueError, match=r"problem_type 'regression' is not supported.*base_model"):
+            formats.read(tmp_path / "theirs")
+        theirs.base_model.save_pretrained(tmp_path / "theirs")  # type: ignore[operator, union-attr]
+        assert formats.read(tmp_path / "theirs").class_names == ()
+        return
+    imported = formats.read(tmp_path / "theirs")
+    assert imported.problem_type == kind
+    model, contract = model_of(imported)
+    contract = contract.model_copy(update={"problem_type": kind})
+    save_model(tmp_path / "ours", model, contract)
+    assert formats.read(tmp_path / "ours").problem_type == kind
+    assert ("problem_type" in (tmp_path / "ours/config.json").read_text()) == (kind.startswith("multi"))
+    hugging_face.write(tmp_path / "again", model, contract)
+    assert formats.read(tmp_path / "again").problem_type == kind
+    lines = timm.write(tmp_path / "timm", model, contract)
+    assert any("use a sigmoid" in line for line in lines) == kind.startswith("multi")
+    Image.fromarray(torch.arange(3072, dtype=torch.uint8).view(32, 32, 3).numpy()).save(
+        tmp_path / "image.png"
+    )
+    [row] = classify(tmp_path / "ours", [tmp_path / "image.png"])
+    inputs = load_image(tmp_path / "image.png", contract.preprocessing)
+    images = normalise(torch.from_numpy(inputs)[None], contract.preprocessing, torch.float32)
+    with torch.no_grad():
+        logits = theirs.eval()(images).logits[0]
+    expected = logits.sigmoid() if kind.startswith("multi") else logits.softmax(0)
+    found = {top["class"]: top["probability"] for top in row["top"]}
+    assert found == pytest.approx(dict(zip("abcde", expected.tolist(), strict=True)), abs=1e-5)
+
+
+def test_one_output_is_a_regression_unless_the_file_says_otherwise(tmp_path: Path) -> None:
+    save(vit(num_labels=1), tmp_path / "regression")
+    with pytest.raises(ValueError, match="with one output, a regression, is not supported"):
+        formats.read(tmp_path / "regression")
+    save(vit(num_labels=1, problem_type="multi_label_classification"), tmp_path / "yes or no")
+    assert formats.read(tmp_path / "yes or no").problem_type == "multi_label_classification"
+
+
+@pytest.mark.parametrize("writer", [hugging_face, timm])
+def test_a_projection_is_no_classifier(tmp_path: Path, writer: Any) -> None:
+    theirs = randomise(MODELS["clip-projection"]())
+    save(theirs, tmp_path / "theirs")
+    imported = formats.read(tmp_path / "theirs")
+    assert (imported.class_names, imported.architecture.num_classes) == ((), 7)
+    model, contract = model_of(imported)
+    writer.write(tmp_path / "written", model, contract)
+    again = formats.read(tmp_path / "written")
+    assert again.class_names == () and torch.equal(
+        again.weights["head.weight"], imported.weights["head.weight"]
+    )
+    save_model(tmp_path / "ours", model, contract)
+    with pytest.raises(ValueError, match="has no classifier, only representations"):
+        classify(tmp_path / "ours", [])
 
 
 def test_sharded_half_precision_and_new_names_are_read(tmp_path: Path) -> None:
