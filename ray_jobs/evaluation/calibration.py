@@ -8,6 +8,7 @@ torch.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -55,7 +56,8 @@ def probability_table(
 def fit_temperature(logits: NDArray[np.floating], labels: NDArray[np.integer]) -> float:
     """Return the temperature by which to divide logits [n, classes] for the lowest mean cross-entropy with labels [n].
 
-    It is at least 0.05 and at most 20. The images should be ones that the model was not trained on.
+    It is at least 0.05 and at most 20, see `is_identified`. The images should be ones that the model was not
+    trained on.
     """
     logits, rows = np.asarray(logits, np.float64), np.arange(len(labels))
 
@@ -64,6 +66,16 @@ def fit_temperature(logits: NDArray[np.floating], labels: NDArray[np.integer]) -
 
     found = minimize_scalar(loss, bounds=_LIMITS, method="bounded", options={"xatol": 1e-6})
     return float(np.exp(found.x))
+
+
+def is_identified(temperature: float, accuracies: Sequence[float]) -> bool:
+    """Return whether images with these accuracies, one per fold, say what the mean temperature of the folds should be.
+
+    If all images of a fold are right, the lower the temperature the lower the loss, so the fold's temperature is only
+    the lower bound of the search, with which errors on test would be all but certain. The upper bound is as arbitrary.
+    """
+    lowest, highest = (math.exp(limit) for limit in _LIMITS)
+    return max(accuracies, default=0.0) < 1 and lowest * 1.001 < temperature < highest / 1.001
 
 
 def calibration_error(probabilities: NDArray[np.floating], correct: NDArray[np.bool_]) -> float:

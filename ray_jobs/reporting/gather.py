@@ -19,7 +19,7 @@ import numpy as np
 from pipelines.spec import Report
 from pipelines.store import LogLine, Manifest, Store, finished_log, local_files
 from ray_jobs.data.shards import Dataset, Split, open_artifact
-from ray_jobs.evaluation.calibration import balanced_accuracy, calibration_error
+from ray_jobs.evaluation.calibration import balanced_accuracy, calibration_error, is_identified
 from ray_jobs.evaluation.label_issues import FILE, read_issues
 from ray_jobs.evaluation.rows import PREDICTIONS, REAL, ROWS
 from ray_jobs.process.stage import Context
@@ -73,6 +73,7 @@ def gather(context: Context[Report]) -> ReportData:
     notes = {key: dataset.info.notes for key, dataset in datasets.items()}
     vtab_evaluations = vtab.evaluated([(stage, manifest) for stage, manifest, _ in parts], notes)
     comparisons, sweeps = verdicts(entries), _sweeps(parts)
+    uncalibrated = _uncalibrated(metrics, sweeps)
     curves = [
         {"stage": stage, "artifact": manifest.key, "points": points}
         for stage, manifest, points in _read_json(parts, "curve.json")
@@ -109,7 +110,10 @@ def gather(context: Context[Report]) -> ReportData:
         "missing": list(context.config.missing),
         "vtab": vtab.scores(entries, vtab_evaluations),
         "verdicts": [_verdict(verdict, tested) for verdict in comparisons],
-        "accuracies": [_accuracy(entry, tested, metrics[entry.artifact]) for entry in entries],
+        "accuracies": [
+            _accuracy(entry, tested, metrics[entry.artifact], entry.artifact not in uncalibrated)
+            for entry in entries
+        ],
         "costs": costed,
         "datasets": [
             {"stage": stage, "artifact": manifest.key, **pictures.describe(datasets[manifest.key])}
@@ -190,7 +194,10 @@ def _verdict(verdict: Verdict, tested: Mapping[str, Dataset]) -> dict[str, Any]:
 
 
 def _accuracy(
-    entry: Entry, tested: Mapping[str, Dataset], metrics: Mapping[str, float | int | str]
+    entry: Entry,
+    tested: Mapping[str, Dataset],
+    metrics: Mapping[str, float | int | str],
+    is_calibrated: bool,
 ) -> dict[str, Any]:
     entry_kind = kind(entry)
     return {
@@ -209,7 +216,7 @@ def _accuracy(
         "balanced_accuracy": float(
             np.mean([balanced_accuracy(entry.labels, draw) for draw in entry.correct])
         ),
-        "probabilities": _probabilities(entry),
+        "probabilities": _probabilities(entry, is_calibrated),
         "apart": entry_kind == "apart",
         "seen": "" if entry_kind in ("pixels", "untrained") else provenance.seen_in_training(metrics),
         "selected_on": list(entry.selected_on),
@@ -224,7 +231,7 @@ def _seen(line: Mapping[str, Any], metrics: Mapping[str, Mapping[str, float | in
     return provenance.seen_in_training(metrics[line["artifact"]])
 
 
-def _probabilities(entry: Entry) -> dict[str, Any] | None:
+def _probabilities(entry: Entry, is_calibrated: bool) -> dict[str, Any] | None:
     """Describe the probabilities of a method that has them, as means over draws; the rates are fractions.
 
     `calibrated` is of probabilities after temperature scaling, or None. With ReaL's labels, of which an image has
@@ -233,7 +240,7 @@ def _probabilities(entry: Entry) -> dict[str, Any] | None:
     if entry.task.endswith(REAL) or entry.nll is None or entry.in_top5 is None:
         return None
     scaled = None
-    if entry.calibrated_nll is not None and entry.calibrated_probabilities is not None:
+    if is_calibrated and entry.calibrated_nll is not None and entry.calibrated_probabilities is not None:
         scaled = {
             "nll": float(entry.calibrated_nll.mean(dtype=np.float64)),
             "calibration_error": _calibration_error(entry.calibrated_probabilities, entry.correct),
@@ -244,6 +251,26 @@ def _probabilities(entry: Entry) -> dict[str, Any] | None:
         "calibration_error": _calibration_error(entry.probabilities, entry.correct),
         "calibrated": scaled,
     }
+
+
+def _uncalibrated(
+    metrics: Mapping[str, Mapping[str, float | int | str]], sweeps: Iterable[Mapping[str, Any]]
+) -> set[str]:
+    """Return the artifacts whose temperature the held-out images do not identify."""
+    accuracies = {sweep["artifact"]: _chosen_accuracies(sweep) for sweep in sweeps}
+    return {
+        key
+        for key, own in metrics.items()
+        if "temperature" in own and not is_identified(float(own["temperature"]), accuracies.get(key, ()))
+    }
+
+
+def _chosen_accuracies(sweep: Mapping[str, Any]) -> Sequence[float]:
+    """Return the accuracies on the images that the chosen trial held out, one per fold."""
+    name, chosen = (
+        ("number", sweep["chosen_trial"]) if "kind" in sweep else ("learning_rate", sweep["chosen"])
+    )
+    return next(trial["accuracies"] for trial in sweep["trials"] if trial[name] == chosen)
 
 
 def _calibration_error(probabilities: np.ndarray, correct: np.ndarray) -> float:

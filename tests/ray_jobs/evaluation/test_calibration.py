@@ -5,7 +5,12 @@ import pytest
 from scipy.special import softmax
 from sklearn.metrics import balanced_accuracy_score
 
-from ray_jobs.evaluation.calibration import balanced_accuracy, calibration_error, fit_temperature
+from ray_jobs.evaluation.calibration import (
+    balanced_accuracy,
+    calibration_error,
+    fit_temperature,
+    is_identified,
+)
 
 RNG = np.random.default_rng(0)
 
@@ -18,7 +23,20 @@ def test_a_planted_temperature_is_found() -> None:
 
 
 def test_where_all_are_right_the_temperature_has_a_limit() -> None:
-    assert fit_temperature(np.eye(3, dtype=np.float32), np.arange(3)) == pytest.approx(0.05, rel=0.01)
+    temperature = fit_temperature(np.eye(3, dtype=np.float32), np.arange(3))
+    assert temperature == pytest.approx(0.05, rel=0.01)
+    assert not is_identified(temperature, ())
+
+
+@pytest.mark.parametrize(
+    ("temperature", "accuracies", "is_known"),
+    [(1.2, (0.9, 0.95), True), (0.05, (0.9,), False), (20.0, (0.1,), False), (0.6, (0.98, 1.0), False)],
+)
+def test_a_temperature_is_known_only_from_errors(
+    temperature: float, accuracies: tuple[float, ...], is_known: bool
+) -> None:
+    """A fold without errors is at the bound and pulls the mean of the folds."""
+    assert is_identified(temperature, accuracies) == is_known
 
 
 def test_the_calibration_error_is_the_gap_in_each_bin() -> None:

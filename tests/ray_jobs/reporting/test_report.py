@@ -45,7 +45,7 @@ from ray_jobs.evaluation.label_issues import LABEL_ISSUES
 from ray_jobs.evaluation.rows import MEAN_IOU, PREDICTIONS, ROWS, measurement, write_predictions, write_table
 from ray_jobs.process.stage import Context
 from ray_jobs.reporting import label_issues, page, provenance
-from ray_jobs.reporting.gather import _why_ended, measured_in_training
+from ray_jobs.reporting.gather import _uncalibrated, _why_ended, measured_in_training
 from tests.support import datasets
 from tests.support.records import make_attempt, make_manifest
 
@@ -645,6 +645,29 @@ def test_methods_with_probabilities_say_what_they_are_worth(files: dict[str, byt
             "calibrated": None,
         }
     assert "Calibration<br>error" in files["report.html"].decode()
+
+
+def test_a_temperature_of_folds_without_errors_calibrates_nothing() -> None:
+    """By the accuracies of the chosen trial: of a rate, or of a search's number."""
+
+    def sweep(artifact: str, *accuracies: float, **fields: Any) -> dict[str, Any]:
+        trials = [
+            {"number": number, "learning_rate": 10.0**-number, "accuracies": own}
+            for number, own in enumerate(([1.0, 1.0], list(accuracies)))
+        ]
+        return {"artifact": artifact, "trials": trials, "chosen": 0.1, **fields}
+
+    sweeps = [
+        sweep("errors", 0.9, 0.95),
+        sweep("none in a fold", 0.9, 1.0),
+        sweep("search", 0.9, 0.9, kind="random", chosen_trial=1),
+    ]
+    metrics: dict[str, dict[str, float | int | str]] = {
+        **{each["artifact"]: {"temperature": 0.8} for each in sweeps},
+        "at the bound": {"temperature": 0.05},
+        "has none": {},
+    }
+    assert _uncalibrated(metrics, sweeps) == {"none in a fold", "at the bound"}
 
 
 def test_each_class_has_its_recall_its_precision_and_its_rival(files: dict[str, bytes]) -> None:
