@@ -97,7 +97,7 @@ def bounds(moments: Moments, alpha: float, paired: bool = False) -> tuple[Any, A
     unknown = UNKNOWN["difference" if paired else "accuracy"]
     design = (images * moments.among_images + unknown) / (images * (moments.square - mean**2) + unknown)
     by_images = z**2 * design / images
-    by_draws = _by_draws(moments, z, stdtrit(draws - 1, 1 - alpha / 2)) if draws > 1 else 0.0
+    by_draws = _by_draws(moments, z, float(stdtrit(draws - 1, 1 - alpha / 2))) if draws > 1 else 0.0
     if paired:
         return _tango(moments, by_images, by_draws)
     centre = (images * mean + z**2 / 2) / (images + z**2)  # of Wilson's interval; never 0 or 1
