@@ -260,7 +260,7 @@ def _problem_type(
     """Return the kind of the classifier. Raises UserError for outputs that are not classes."""
     kind = config.get("problem_type")
     if kind == "multi_label_classification" and num_classes:
-        return kind
+        return "multi_label_classification"
     if num_classes and (kind not in (None, "single_label_classification") or num_classes == 1):
         why = f"problem_type {kind!r}" + (" with one output, a regression," if num_classes == 1 else "")
         raise UserError(

@@ -17,6 +17,7 @@ from pipelines.spec import FolderSource, Ingest
 from pipelines.store import Layout, commit, open_store
 from ray_jobs import ingest
 from ray_jobs.data.shards import open_dataset
+from ray_jobs.evaluation.label_issues import FILE, LABEL_ISSUES, write_issues
 from ray_jobs.ingesting.exclude import exclude, read_list
 from ray_jobs.process.stage import Result
 from tests.support.records import make_context, make_manifest
@@ -107,6 +108,31 @@ def test_the_content_of_the_list_is_in_the_key_and_its_place_is_not(tmp_path: Pa
     assert len(set(keys)) == 3
     with pytest.raises(ValueError, match=re.escape(f"exclude: {tmp_path / 'gone'}: no such file")):
         key(stage(tmp_path / "images", tmp_path / "gone"))
+
+
+@pytest.mark.parametrize(("agreement", "warns"), [(0.36, True), (0.9, False)])
+def test_a_list_of_an_audit_by_a_hopeless_model_warns(
+    agreement: float, warns: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    store = open_store(str(tmp_path / "store"))
+    row = {"file": "a", "split": "train", "label": "ant", "suggested": "bee", "label_probability": 0.1}
+    rows = [row | {"rank": 1, "sample_id": "1", "suggested_probability": 0.9}]
+    with store.staging(Layout.files("audit", "audited", 1)) as staging:
+        write_issues(staging.path / FILE, pa.Table.from_pylist(rows, LABEL_ISSUES))
+    metrics = {"agreement": agreement, "largest_class": 0.1}
+    commit(
+        store, make_manifest("audit", key="audited", stage="doubtful", files=staging.files, metrics=metrics)
+    )
+    context = make_context(store, stage(tmp_path))
+    for listed in (None, ["2"], ["1", "2"]):
+        ingest._warn_of_audits(context, listed)
+    said = capsys.readouterr().out
+    warning = "warning: 1 images of exclude are listed by audit doubtful (audited): the model agrees with only 36.0%"
+    assert (said.count("\n"), said.startswith(warning)) == (int(warns), warns)
+    if warns:
+        (store.local(Layout.files("audit", "audited", 1), staging.files) / FILE).write_bytes(b"damaged")
+        ingest._warn_of_audits(context, ["1"])
+        assert "exclude was not compared with audit doubtful (audited): " in capsys.readouterr().out
 
 
 @pytest.mark.slow
