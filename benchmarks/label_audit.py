@@ -27,7 +27,7 @@ from common import keep, setting
 from numpy.typing import NDArray
 
 from pipelines.spec import FASHION_MNIST_ROOT
-from ray_jobs.evaluation.label_issues import find_issues, left_out_probabilities
+from ray_jobs.evaluation.label_issues import find_issues, left_out_probabilities, measure_list
 
 IMAGES, CLASSES, SEED, TARGET = 60_000, 10, 0, 0.8
 RANDOM_FEATURES = 2_000
@@ -115,7 +115,7 @@ def audited(store: Path, stage: str, name: str, planted: NDArray[np.int64]) -> d
     files = [row["file"] for row in query(store, sql)]
     found = np.array([int(file.removeprefix("train-")) for file in files])
     (artifact,) = query(store, f"SELECT metrics FROM artifacts WHERE stage = '{stage}'")
-    return row(name, found, planted, artifact["metrics"]["agreement"])
+    return row(name, found, planted, artifact["metrics"])
 
 
 def random_features(
@@ -130,15 +130,19 @@ def random_features(
     probabilities, _ = left_out_probabilities(features, given, CLASSES)
     agreement = float(np.mean(probabilities.argmax(axis=1) == given))
     name = f"leave-one-out: {RANDOM_FEATURES:,} random features of the pixels"
-    return row(name, find_issues(given, probabilities).places, planted, agreement)
+    found = find_issues(given, probabilities).places
+    measured = measure_list(given, probabilities, len(found), SEED)
+    return row(name, found, planted, measured | {"agreement": agreement})
 
 
-def row(name: str, found: NDArray[np.int64], planted: NDArray[np.int64], agreement: float) -> dict[str, Any]:
+def row(
+    name: str, found: NDArray[np.int64], planted: NDArray[np.int64], metrics: dict[str, float]
+) -> dict[str, Any]:
     """Compare a list, the most likely wrong label first, with the planted ones."""
     hits = int(np.isin(found[: len(planted)], planted).sum())
     return {
         "name": name,
-        "agreement": agreement,
+        **metrics,
         "listed": len(found),
         "recall": float(np.isin(planted, found).mean()),
         "precision": hits / len(planted),
@@ -155,11 +159,14 @@ def page(rows: list[dict[str, Any]], planted: int, load: float) -> list[str]:
         f" ones among the {planted:,} labels that are listed first; the target is {TARGET}. `agrees with` is the share"
         " of all labels, the planted ones included, that are the model's most likely class.",
         "",
-        "| probabilities | agrees with | listed | planted ones among them | precision at k = planted |",
-        "|---|---:|---:|---:|---:|",
+        "| probabilities | agrees with | listed | planted ones among them: found / expected | planted share of the"
+        " list: found / expected at most | precision at k = planted |",
+        "|---|---:|---:|---:|---:|---:|",
     ]
     return lines + [
-        f"| {each['name']} | {each['agreement']:.1%} | {each['listed']:,} | {each['recall']:.1%} |"
+        f"| {each['name']} | {each['agreement']:.1%} | {each['listed']:,} |"
+        f" {each['recall']:.1%} / {each['flip_recall']:.1%} |"
+        f" {each['recall'] * planted / each['listed']:.1%} / {each['expected_precision']:.1%} |"
         f" {each['precision']:.3f} |"
         for each in rows
     ]

@@ -46,7 +46,9 @@ def audit(context: Context[Audit], run: Run = here, concurrent: int = 1) -> Resu
     from ray_jobs.evaluation.label_issues import (
         FILE,
         find_issues,
+        headline,
         issues_table,
+        measure_list,
         read_probabilities,
         write_issues,
     )
@@ -70,10 +72,6 @@ def audit(context: Context[Audit], run: Run = here, concurrent: int = 1) -> Resu
     images, labels, probabilities = pool.take(judged).rows, pool.labels[judged], probabilities[judged]
     table = issues_table(images, dataset.info.class_names, probabilities, find_issues(labels, probabilities))
     agreement = float(np.mean(probabilities.argmax(axis=1) == labels)) if len(judged) else 0.0
-    print(
-        f"{len(table):,} of {len(judged):,} labels are likely wrong; the model agrees with {agreement:.1%} of all",
-        flush=True,
-    )
     with context.staging() as staging:
         write_issues(staging.path / FILE, table)
     metrics: dict[str, float | int | str] = {
@@ -81,8 +79,10 @@ def audit(context: Context[Audit], run: Run = here, concurrent: int = 1) -> Resu
         "audited": len(judged),
         "not_audited": len(pool.rows) - len(judged),
         "agreement": agreement,
+        **measure_list(labels, probabilities, len(table), config.seed),
         **settings,
     }
+    print(headline(metrics), flush=True)
     if unknown:
         metrics["unknown_training"] = ", ".join(unknown)
     digest = sha256(canonical_json({"data": dataset.info.content_digest, "issues": table.to_pylist()}))

@@ -49,7 +49,7 @@ def import_model(context: Context[Import]) -> Result:
     config = context.config
     context.check_source("before it was read")
     with fetched(config.path) as path:
-        imported = formats.read(path)
+        imported = formats.read(path, config.averages)
     context.check_source("while it was read")
     for line in imported.lines:
         print(line, flush=True)

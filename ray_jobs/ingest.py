@@ -45,7 +45,7 @@ from pipelines.file_names import parts_of
 from pipelines.files.digests import file_digests
 from pipelines.files.sources import source_files
 from pipelines.spec import Ingest
-from pipelines.store import FileEntry, Layout, local_files
+from pipelines.store import FileEntry, Layout, StoreError, all_manifests, local_files
 from ray_jobs.data.columns import FACTS, LISTED, Sample
 from ray_jobs.data.images import STORED_QUALITY, Facts, content_id, examine, examine_pixels, sample_id, shrunk
 from ray_jobs.data.masks import Mask, StoredMask, check_mask, mask_file, write_masks
@@ -144,6 +144,7 @@ def _dataset(context: Context[Ingest]) -> Result:
         print(note, flush=True)
     _check_shrinkable(config, listing)
     listed = _read_excluded(config)
+    _warn_of_audits(context, listed)
     entries = _with_digests(context, files, listing.entries)
     parts, finished = plan_parts(entries), finished_parts(context, entries["digest"])
     written = _in_tasks(_write_part, (context, files, states, finished), parts, "shard")
@@ -250,6 +251,25 @@ def _read_excluded(config: Ingest) -> list[str] | None:
         return None
     blob = open_blob([config.exclude])
     return read_list(config.exclude, blob.read(0, blob.size))
+
+
+def _warn_of_audits(context: Context[Ingest], listed: Sequence[str] | None) -> None:
+    """Print a line for every audit of this store that lists these images and is no evidence about labels."""
+    from ray_jobs.evaluation.label_issues import FILE, doubts, read_issues  # which import scipy
+
+    store = context.open_store()
+    for manifest in all_manifests(store) if listed else ():
+        if manifest.job != "audit" or (why := doubts(manifest.metrics)) is None:
+            continue
+        entry = [file for file in manifest.files if file.path == FILE]
+        name = f"{manifest.stage} ({manifest.key[:12]})"
+        try:
+            issues = read_issues(store.local(manifest.folder, entry) / FILE)
+        except (StoreError, UserError) as error:
+            print(f"exclude was not compared with audit {name}: {error}", flush=True)
+            continue
+        if count := len(set(listed or ()) & set(issues["sample_id"].to_pylist())):
+            print(f"warning: {count:,} images of exclude are listed by audit {name}: {why}", flush=True)
 
 
 def _with_splits(images: pa.Table, splits: Sequence[str]) -> pa.Table:

@@ -61,6 +61,13 @@ def import_(
             "optionally interpolation, crop and crop_fraction",
         ),
     ] = None,
+    averages: Annotated[
+        bool,
+        typer.Option(
+            "--averages/--raw",
+            help="of a checkpoint that has both: the weights' moving averages, or the weights",
+        ),
+    ] = True,
     name: Annotated[str | None, typer.Option(help="its name in lists; default: the name of its file")] = None,
     force: Annotated[bool, typer.Option("--force", help="import again even if cached")] = False,
     store: StoreOption = DEFAULT_STORE,
@@ -70,7 +77,7 @@ def import_(
     """Import pretrained weights into the store."""
     stage = name or stage_name(path)
     setting = None if preprocessing is None else _read_preprocessing(preprocessing)
-    config = {"job": "import", "path": path, "preprocessing": setting}
+    config = {"job": "import", "path": path, "preprocessing": setting, "averages": averages}
     pipeline = pin(parse_pipeline({"name": "import", "stages": {stage: config}}, "import"), (stage,))
     [planned] = carry_out(pipeline, (stage,), store, address, token_file, (stage,) if force else ())
     assert planned.manifest is not None and isinstance(planned.config, Import)
@@ -80,6 +87,7 @@ def import_(
         console.print(f"  vitflow predict {key} IMAGE...", highlight=False)
     value = setting if setting is None or isinstance(setting, str) else json.dumps(setting)
     more = "" if value is None else f" --set {shlex.quote(f'backbone.preprocessing={value}')}"
+    more += "" if averages else " --set backbone.averages=false"
     console.print(
         plain(f"  vitflow run finetune_imported --set images.source.root=DIR --set {path_option}{more}"),
         highlight=False,
@@ -136,13 +144,16 @@ def _write(to: Format, folder: Path, model: Network, contract: ModelContract) ->
         UserError: the format does not support the model.
     """
     from vit_model.formats import hugging_face, npz, onnx, timm
+    from vit_model.formats.files import write_readme
     from vit_model.model import ViT
 
     if to == "onnx":
         onnx.write(folder / "model.onnx", model, contract)
+        write_readme(folder, contract)
         return  # the whole contract is in its metadata
     if to == "npz":
         yield from npz.write(folder / "model.npz", model, contract)
+        write_readme(folder, contract)
     elif not isinstance(model, ViT):
         raise UserError(f"--format {to} supports only ViTs, and this is a ResNet; npz and onnx support both")
     else:

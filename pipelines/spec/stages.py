@@ -212,6 +212,11 @@ class Import(_Stage):
         None,
         description="half, imagenet, or mean and std; null: as the file states; fails if it does not",
     )
+    averages: bool = later(
+        True,
+        description="of a training's checkpoint that has its weights and their moving averages (timm, DeiT), take the"
+        " averages, as timm does; false: the weights",
+    )
 
 
 class Contrastive(Frozen):

@@ -11,13 +11,15 @@ probable class do not count.
 
 Self-confidence, the probability of the given label, says which: the lowest ones. On planted wrong labels they are more
 often right than the off-diagonal images themselves, or the lowest margins (benchmarks/results/label_audit.md). cleanlab
-does the same with `filter_by="low_self_confidence"`. It is done here because it takes a few lines, and these break ties
-by place and list no image whose label is its most probable class; a test compares both.
+estimates the same number and uses the same order with `filter_by="low_self_confidence"`, but its list may include
+images whose label is their most probable class. It is done here because it takes a few lines, which leave these images
+out and break ties by place; a test compares both.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import math
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
@@ -53,6 +55,11 @@ LABEL_ISSUES = pa.schema(
         pa.field("suggested_probability", pa.float32(), nullable=False),
     ]
 )
+FLIPPED = 0.02  # the share of labels that an audit replaces on purpose at once
+_FLIPS = 1000  # at least so many in all, in several rounds if the images are few
+# How often a model may err, relative to guessing the largest class, for its list to count as evidence. A worse one
+# lists mostly its own mistakes (tests/ray_jobs/evaluation/test_label_issues.py), and `expected_precision` says little.
+MOST_ERRORS = 0.4
 _TOLERANCE = 1e-6  # of a comparison with a threshold, as cleanlab
 _PROBABILITY_ERROR = 1e-3  # by which float32 probabilities may miss 1
 
@@ -86,6 +93,76 @@ def find_issues(labels: NDArray[np.integer], probabilities: NDArray[np.floating]
     doubtful = np.flatnonzero(is_doubtful)
     places = doubtful[np.argsort(own[doubtful], kind="stable")[:count]]
     return Issues(places, probabilities[places].argmax(axis=1))
+
+
+def measure_list(
+    labels: NDArray[np.integer], probabilities: NDArray[np.floating], listed: int, seed: int
+) -> dict[str, float]:
+    """Measure what a list of likely wrong labels is worth, on labels that are replaced on purpose.
+
+    The probabilities of an image do not depend on its own label, so labels can be replaced after the fits. FLIPPED of
+    them get another class at random, and `find_issues` runs again. Images with a wrong label are listed as often as
+    these are (`flip_recall`). At most such a share of labels is wrong as explains all the images with the lowest
+    self-confidence, of any number that half of the replaced ones or more are among. So the list has at most
+    `expected_precision` wrong labels. Labels that people confuse are harder to find than those drawn at random.
+
+    Args:
+        labels, probabilities: as in `find_issues`.
+        listed: the length of the list for these labels.
+    """
+    largest = float(np.bincount(labels).max() / max(len(labels), 1)) if len(labels) else 1.0
+    classes, flips = np.unique(labels), max(1, round(FLIPPED * len(labels)))
+    measured = {"largest_class": largest, "flip_recall": 0.0, "expected_precision": 0.0}
+    if len(classes) < 2:
+        return measured
+    rng, found, confidence = np.random.default_rng(seed), [], []
+    for _ in range(math.ceil(_FLIPS / flips)):
+        places = rng.permutation(len(labels))[:flips]
+        flipped = labels.copy()
+        steps = rng.integers(1, len(classes), flips)
+        flipped[places] = classes[(np.searchsorted(classes, labels[places]) + steps) % len(classes)]
+        found.append(np.isin(places, find_issues(flipped, probabilities).places))
+        confidence.append(probabilities[places, flipped[places]])
+    recall = float(np.concatenate(found).mean())
+    of_flips = np.sort(np.concatenate(confidence))
+    of_labels = np.sort(probabilities[np.arange(len(labels)), labels])
+    shares = np.arange(1, len(of_flips) + 1) / len(of_flips)
+    as_low = np.searchsorted(of_labels, of_flips, side="right")
+    # two standard errors of a count, because the smallest of many noisy ratios is too small
+    wrong = float(((as_low + 2 * np.sqrt(as_low)) / len(labels) / shares)[shares >= 0.5].min())
+    precision = min(1.0, wrong * recall * len(labels) / listed) if listed else 0.0
+    return measured | {"flip_recall": recall, "expected_precision": precision}
+
+
+def doubts(metrics: Mapping[str, float | int | str]) -> str | None:
+    """Return why an audit with these metrics is no evidence about labels, in words; None: it is.
+
+    It needs an agreement of 60% if there are many classes of one size, of 80% if there are two.
+    """
+    agreement, largest = float(metrics["agreement"]), float(metrics.get("largest_class", 0.0))
+    needed = 1 - MOST_ERRORS * (1 - largest)
+    if agreement >= needed:
+        return None
+    return (
+        f"the model agrees with only {agreement:.1%} of the labels; below {needed:.1%} most of what it lists are its"
+        " own mistakes"
+    )
+
+
+def headline(metrics: Mapping[str, float | int | str]) -> str:
+    """Return what an audit says about labels, in one line; of an earlier version's, without `measure_list`."""
+    listed, audited = (int(metrics[name]) for name in ("label_issues", "audited"))
+    if why := doubts(metrics):
+        text = f"{why}. No number of wrong labels follows from its list of {listed:,} of {audited:,}"
+    else:
+        text = f"{listed:,} of {audited:,} labels are listed as likely wrong; the model agrees with"
+        text += f" {float(metrics['agreement']):.1%} of all"
+    if "flip_recall" not in metrics:
+        return text
+    text += f". It lists {float(metrics['flip_recall']):.0%} of labels that were replaced on purpose"
+    if why:
+        return text
+    return f"{text}; at most about {float(metrics['expected_precision']):.0%} of the list are wrong labels"
 
 
 def thresholds(labels: NDArray[np.integer], probabilities: NDArray[np.floating]) -> NDArray[np.float64]:

@@ -21,6 +21,7 @@ from pipelines.store import LogLine, Manifest, Store, finished_log, local_files
 from ray_jobs.data.shards import Dataset, Split, open_artifact
 from ray_jobs.evaluation.calibration import balanced_accuracy, calibration_error, is_identified
 from ray_jobs.evaluation.label_issues import FILE, read_issues
+from ray_jobs.evaluation.label_issues import headline as headline_of_audit
 from ray_jobs.evaluation.rows import PREDICTIONS, REAL, ROWS
 from ray_jobs.process.stage import Context
 from ray_jobs.reporting import costs, label_issues, measures, mistakes, pictures, plots, provenance, vtab
@@ -95,6 +96,7 @@ def gather(context: Context[Report]) -> ReportData:
             "artifact": manifest.key,
             "audited": manifest.metrics["audited"],
             "agreement": manifest.metrics["agreement"],
+            "headline": headline_of_audit(manifest.metrics),
             **label_issues.describe(read_issues(folder / FILE)),
         }
         for stage, manifest, folder in parts

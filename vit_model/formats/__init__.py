@@ -18,8 +18,10 @@ __all__ = ["Imported", "read"]
 EXPECTED = "expected a folder with a config.json of Hugging Face, timm or vitflow, or an .npz, safetensors or .pt file"
 
 
-def read(path: Path) -> Imported:
+def read(path: Path, averages: bool = True) -> Imported:
     """Read the checkpoint in a file or folder, independent of its name.
+
+    Of a checkpoint that has its training's weights and their moving averages, `averages` chooses.
 
     Raises UserError, naming the file and what was expected, for anything that is not a complete, valid checkpoint
     of an architecture that our configurations can express exactly.
@@ -31,14 +33,14 @@ def read(path: Path) -> Imported:
         if isinstance(config.get("architecture"), dict):
             return _read_own(path)
         if "architecture" in config:
-            return timm.read(path)
+            return timm.read(path, averages)
         raise UserError(f"{path}: config.json has neither model_type nor architecture; {EXPECTED}")
     if not path.is_file():
         raise UserError(f"{path} is missing; {EXPECTED}")
     if any(name.endswith(".npy") for name in zip_names(path)):
         return npz.read(path)
     if is_safetensors(path) or is_pickle(path):
-        return timm.read(path)
+        return timm.read(path, averages)
     raise UserError(f"{path} has an unknown format; {EXPECTED}")
 
 

@@ -16,7 +16,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from vit_model.config import ViTConfig
+from vit_model.config import ModelContract, ViTConfig
 from vit_model.errors import UserError
 from vit_model.model import ViT
 from vit_model.weights import MAX_CONTRACT_BYTES, check_header_size, require_finite
@@ -24,6 +24,10 @@ from vit_model.weights import MAX_CONTRACT_BYTES, check_header_size, require_fin
 TENSOR_NAMES = re.compile(
     r"collections OrderedDict|torch (\w+Storage|\w*float\w*|Size)|torch\._utils _rebuild_(tensor|tensor_v2|parameter)"
 )
+# Where training codes keep the weights, and their moving averages (timm, DeiT, ...).
+RAW, AVERAGED = ("model", "state_dict"), ("state_dict_ema", "model_ema")
+# What torch.compile, DataParallel and Lightning put before every name.
+WRAPPERS = re.compile(r"^((module|model)\.)+")
 FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 # What pickletools, zipfile and torch raise for a damaged or hostile pickle or archive.
 PICKLE_ERRORS = (
@@ -91,25 +95,38 @@ def is_pickle(path: Path) -> bool:
         return file.read(2) == b"\x80\x02"
 
 
-def read_tensors(path: Path) -> dict[str, Tensor]:
+def read_tensors(path: Path, averages: bool = True) -> tuple[dict[str, Tensor], list[str]]:
     """Read the tensors of a safetensors or torch.save file, on the CPU, in the file's dtypes.
 
-    Raises UserError if the file is neither, is cut short, claims more than it holds, or would execute code.
+    Args:
+        averages: of a training's checkpoint that has both, take the moving averages of the weights, as timm does.
+
+    Returns:
+        The tensors, without the prefixes of torch.compile, DataParallel and Lightning; lines about what was taken.
+
+    Raises UserError if the file is neither, is cut short, claims more than it holds, would execute code, or has two
+    tensors of one name.
     """
     if not path.is_file():
         raise UserError(f"{path} is missing")
+    lines: list[str] = []
     if is_pickle(path):
-        return _read_pickle(path)
-    check_header_size(path)
-    try:
-        with safe_open(path, framework="pt", device="cpu") as file:
-            return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118, not a dict
-    except (SafetensorError, RuntimeError) as error:  # RuntimeError: torch lacks a dtype
-        raise UserError(f"{path} is not a complete safetensors file: {error}") from error
+        tensors, lines = _read_pickle(path, averages)
+    else:
+        check_header_size(path)
+        try:
+            with safe_open(path, framework="pt", device="cpu") as file:
+                tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118, not a dict
+        except (SafetensorError, RuntimeError) as error:  # RuntimeError: torch lacks a dtype
+            raise UserError(f"{path} is not a complete safetensors file: {error}") from error
+    bare = {WRAPPERS.sub("", name.replace("_orig_mod.", "")): tensor for name, tensor in tensors.items()}
+    if len(bare) < len(tensors):
+        raise UserError(f"{path} has several tensors of one name, such as with and without a prefix `model.`")
+    return bare, lines
 
 
-def _read_pickle(path: Path) -> dict[str, Tensor]:
-    """Read a state dict that torch.save wrote, also if it is the entry "model" or "state_dict" of a dict."""
+def _read_pickle(path: Path, averages: bool) -> tuple[dict[str, Tensor], list[str]]:
+    """Read a state dict that torch.save wrote, also if it is an entry of a training's checkpoint."""
     zipped = bool(zip_names(path))
     try:
         if zipped:
@@ -121,9 +138,21 @@ def _read_pickle(path: Path) -> dict[str, Tensor]:
         raise UserError(
             f"{path} is not a complete torch.save file that holds only tensors: {reason}"
         ) from error
-    for key in ("model", "state_dict"):
-        if isinstance(content, dict) and isinstance(content.get(key), dict):
-            content = content[key]
+    lines: list[str] = []
+    for _ in range(2):  # a checkpoint may be within another's entry
+        entries = content if isinstance(content, dict) else {}
+        raw, averaged = (
+            next((key for key in keys if isinstance(entries.get(key), dict)), None)
+            for keys in (RAW, AVERAGED)
+        )
+        taken = (averaged or raw) if averages else (raw or averaged)
+        if taken is None:
+            break
+        if averaged is not None:
+            what = "the moving averages" if taken == averaged else "the weights themselves"
+            rest = f"; the file also has {raw if taken == averaged else averaged}" if raw else ""
+            lines.append(f"weights: {taken}, {what}{rest}.")
+        content = entries[taken]
     if not isinstance(content, dict) or not all(isinstance(name, str) for name in content):
         raise UserError(f"{path} holds a {type(content).__name__}; expected a dict of tensors by name")
     tensors = {name: part for name, part in content.items() if isinstance(part, Tensor)}
@@ -132,7 +161,7 @@ def _read_pickle(path: Path) -> dict[str, Tensor]:
         sum(part.numel() * part.element_size() for part in tensors.values()) > path.stat().st_size
     ):
         raise UserError(f"{path}: its tensors claim more than its {path.stat().st_size} bytes can hold")
-    return tensors
+    return tensors, lines
 
 
 def _require_stored(path: Path) -> None:
@@ -159,7 +188,10 @@ def _require_tensors_alone(path: Path, zipped: bool) -> None:
 def _require_known_names(file: IO[bytes]) -> None:
     for operation, argument, _ in pickletools.genops(file):
         if operation.name == "GLOBAL" and not TENSOR_NAMES.fullmatch(str(argument)):
-            raise UserError(f"it refers to {str(argument).replace(' ', '.')}")
+            raise UserError(
+                f"it refers to {str(argument).replace(' ', '.')}, which could execute code. If you trust the file, save"
+                " its weights alone: torch.save(torch.load(FILE, weights_only=False)['state_dict'], NEW), or ['model']"
+            )
         if operation.name == "PROTO" and argument != 2:
             raise UserError(f"its pickle has protocol {argument}, not 2")
 
@@ -250,6 +282,46 @@ def read_license(folder: Path) -> str | None:
     front = re.match(r"---\r?\n(.*?)\r?\n---", text, re.DOTALL)
     line = re.search(r"^license:[ \t]*(\S.*?)[ \t\r]*$", front.group(1), re.MULTILINE) if front else None
     return line.group(1).strip("'\"") if line else None
+
+
+def write_readme(folder: Path, contract: ModelContract, library: str | None = None) -> None:
+    """Write README.md: the licence, and what a caller does to an image. `library`: the name of it on the hub.
+
+    A library's own preprocessing resizes, crops and normalises, but leaves the steps before to its caller.
+    """
+    pixels = contract.preprocessing
+    front = {"license": contract.license, "library_name": library if contract.license else None}
+    lines = [f"{name}: {value}" for name, value in front.items() if value]
+    mean, std = (", ".join(f"{value:g}" for value in values) for values in (pixels.mean, pixels.std))
+    way = "the image" if pixels.crop == "squash" else "the shorter side"
+    answer = "sigmoid" if contract.problem_type.startswith("multi") else "softmax"
+    text = [
+        *(["---", *lines, "---"] if lines else []),
+        "# A Vision Transformer exported by vitflow"
+        if contract.architecture.family == "vit"
+        else "# A ResNet",
+        "",
+        "The model was trained and evaluated on images that were read as follows. Programs that read images differently"
+        " give it other pixels. These steps are the caller's job in every format:",
+        "",
+        "1. Rotate the image by its EXIF orientation.",
+        "2. Put transparent parts on white.",
+        "3. Of 16 bits per channel keep the higher 8.",
+        f"4. Convert it to {'RGB' if pixels.channels == 3 else 'grey (ITU-R 601)'}.",
+        "",
+        "A library's image processor, if it has one for this format, does the rest:",
+        "",
+        f"5. Resize {way} to {pixels.resized} pixels ({pixels.interpolation}, "
+        f"{'without' if pixels.interpolation == 'bilinear_aliased' else 'with'} antialiasing), and take the middle"
+        f" {pixels.resolution} x {pixels.resolution}.",
+        f"6. Divide by 255, subtract the mean ({mean}) and divide by the standard deviation ({std}).",
+        *(
+            ["", f"The probabilities of the classes are the {answer} of the logits."]
+            if contract.class_names
+            else []
+        ),
+    ]
+    (folder / README).write_text("\n".join(text) + "\n", encoding="utf-8")
 
 
 def write_json(path: Path, content: dict[str, Any]) -> None:

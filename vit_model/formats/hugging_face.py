@@ -18,7 +18,6 @@ from torch import Tensor
 from vit_model.config import ModelContract, ViTConfig
 from vit_model.errors import UserError
 from vit_model.formats.files import (
-    README,
     read_json,
     read_license,
     read_tensors,
@@ -26,6 +25,7 @@ from vit_model.formats.files import (
     to_ours,
     to_theirs,
     write_json,
+    write_readme,
 )
 from vit_model.formats.hugging_face_names import (
     FAMILIES,
@@ -217,7 +217,7 @@ def _find_tensors(folder: Path) -> tuple[dict[str, Tensor], Path]:
     """Return all tensors of the folder, and the file to name in messages about them."""
     for name in ("model.safetensors", "pytorch_model.bin"):
         if (folder / name).is_file():
-            return read_tensors(folder / name), folder / name
+            return read_tensors(folder / name)[0], folder / name
     index = folder / "model.safetensors.index.json"
     if not index.is_file():
         raise UserError(
@@ -230,7 +230,7 @@ def _find_tensors(folder: Path) -> tuple[dict[str, Tensor], Path]:
     for file in sorted(set(shards.values())):
         if Path(file).name != file:
             raise UserError(f"{index}: {file!r} is not the name of a file in the same folder")
-        tensors |= read_tensors(folder / file)
+        tensors |= read_tensors(folder / file)[0]
     return tensors, index
 
 
@@ -288,9 +288,7 @@ def write(folder: Path, model: ViT, contract: ModelContract) -> list[str]:
         config["problem_type"] = contract.problem_type
     write_json(folder / "config.json", config)
     write_json(folder / "preprocessor_config.json", processor_config(contract.preprocessing))
-    if contract.license:
-        card = f"---\nlicense: {contract.license}\nlibrary_name: transformers\n---\n"
-        (folder / README).write_text(card, encoding="utf-8")
+    write_readme(folder, contract, "transformers")
     if contract.preprocessing.crop_offset == "round" and contract.preprocessing.offset_matters:
         return [
             "crop_offset: transformers rounds it down; the crop of a quarter of all sizes lies one pixel off"

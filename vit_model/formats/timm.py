@@ -29,6 +29,7 @@ from vit_model.formats.files import (
     to_ours,
     to_theirs,
     write_json,
+    write_readme,
 )
 from vit_model.formats.imported import Imported
 from vit_model.formats.timm_architecture import GELUS, POOLING, architecture_of
@@ -38,7 +39,6 @@ from vit_model.weights import checked_weights
 WEIGHTS = ("model.safetensors", "pytorch_model.bin")
 # The files of DINO, DINOv2, MAE and DeiT III have timm's names except for these.
 RENAMED = (
-    (r"^module\.", ""),
     (r"^register_tokens$", "reg_token"),
     (r"\.gamma_([12])$", r".ls\1.gamma"),
     (r"^pre_logits\.fc\.", "pre_logits."),
@@ -56,8 +56,8 @@ FOREIGN = {
 }
 
 
-def read(path: Path) -> Imported:
-    """Read the ViT in a folder or a file.
+def read(path: Path, averages: bool = True) -> Imported:
+    """Read the ViT in a folder or a file; `averages` as in `read_tensors`.
 
     A single file does not say the number of heads or the preprocessing. Heads of 64 channels, the exact GELU and eps
     1e-6 are then assumed, and reported. Raises UserError, naming the file, for what `ViTConfig` cannot express exactly,
@@ -69,7 +69,8 @@ def read(path: Path) -> Imported:
     )
     if file is None:
         raise UserError(f"{path} does not contain weights (expected {' or '.join(WEIGHTS)})")
-    tensors = {_own_name(name): tensor for name, tensor in read_tensors(file).items()}
+    foreign, which = read_tensors(file, averages)
+    tensors = {_own_name(name): tensor for name, tensor in foreign.items()}
     unused = sorted(name for name in tensors if DROPPED.fullmatch(name))
     for name in unused:
         del tensors[name]
@@ -103,6 +104,7 @@ def read(path: Path) -> Imported:
             f"weights: all {architecture.depth} blocks of width {architecture.width} with {architecture.num_heads}"
             f" heads, {len(class_names) or 'no'} classes,"
             f" GELU {architecture.gelu}, layer norm eps {architecture.layer_norm_eps:g}.",
+            *which,
             *lines,
             *([f"weights: converted from {', '.join(dtypes)} to float32."] if dtypes else []),
             *([f"weights: dropped {', '.join(unused)}."] if unused else []),
@@ -286,6 +288,7 @@ def write(folder: Path, model: ViT, contract: ModelContract) -> list[str]:
             },
         },
     )
+    write_readme(folder, contract, "timm")
     return _lost(contract)
 
 

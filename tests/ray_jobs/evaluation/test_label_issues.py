@@ -5,13 +5,17 @@ from pathlib import Path
 import numpy as np
 import pyarrow as pa
 import pytest
+from sklearn.datasets import load_digits
 from sklearn.linear_model import Ridge
 
 from ray_jobs.evaluation.label_issues import (
     LABEL_ISSUES,
+    doubts,
     find_issues,
+    headline,
     issues_table,
     left_out_probabilities,
+    measure_list,
     read_issues,
     read_probabilities,
     thresholds,
@@ -50,11 +54,63 @@ def test_the_same_labels_in_the_same_order_as_cleanlab(seed: int, dtype: type) -
     )
     ours = find_issues(labels, probabilities)
     assert len(ours.places) == len(theirs) > PLANTED / 2
-    doubtful = theirs[probabilities[theirs].argmax(axis=1) != labels[theirs]]  # the only difference
+    doubtful = theirs[probabilities[theirs].argmax(axis=1) != labels[theirs]]  # the others take up room there
     np.testing.assert_array_equal(ours.places[: len(doubtful)], doubtful)
     assert len(doubtful) > 0.95 * len(theirs)
     np.testing.assert_array_equal(ours.suggested, probabilities[ours.places].argmax(axis=1))
     assert (ours.suggested != labels[ours.places]).all()
+
+
+def digits_audited(features: int, share: float) -> tuple[float, float, dict[str, float]]:
+    """Digits with a share of wrong labels and so many random features: recall and precision of the list; metrics."""
+    pixels, labels = load_digits(return_X_y=True)
+    rng = np.random.default_rng(features)
+    places = rng.permutation(len(labels))[: int(share * len(labels))]
+    labels[places] = (labels[places] + rng.integers(1, 10, len(places))) % 10
+    inputs = np.maximum((pixels - pixels.mean(axis=0)) @ rng.normal(size=(64, features)), 0)
+    probabilities, _ = left_out_probabilities(inputs, labels, 10)
+    found = find_issues(labels, probabilities).places
+    hits = int(np.isin(found, places).sum())
+    metrics = measure_list(labels, probabilities, len(found), 0)
+    metrics |= {"agreement": float((probabilities.argmax(axis=1) == labels).mean())}
+    metrics |= {"label_issues": len(found), "audited": len(labels)}
+    return hits / max(1, len(places)), hits / max(1, len(found)), metrics
+
+
+@pytest.mark.parametrize("features", [1, 4, 10, 20, 200])
+@pytest.mark.parametrize("share", [0.0, 0.02, 0.05, 0.15])
+def test_a_list_is_worth_what_labels_replaced_on_purpose_say(features: int, share: float) -> None:
+    recall, precision, metrics = digits_audited(features, share)
+    if share:  # three standard errors of the planted ones' share, and their effect on the model
+        error = 3 * (recall * (1 - recall) / (1797 * share)) ** 0.5
+        assert metrics["flip_recall"] == pytest.approx(recall, abs=0.02 + error)
+    said = headline(metrics)
+    if doubts(metrics):
+        assert precision < 0.4 or share > 0.05
+        assert "No number of wrong labels follows" in said and "likely wrong" not in said
+    else:
+        assert precision <= metrics["expected_precision"] + 0.01
+        assert f"at most about {metrics['expected_precision']:.0%} of the list" in said
+    if features == 1:
+        assert metrics["agreement"] < 0.36 and doubts(metrics)
+    if features == 200:
+        assert doubts(metrics) is None and metrics["expected_precision"] > precision - 0.1
+
+
+def test_more_is_asked_of_a_model_if_guessing_is_often_right() -> None:
+    assert doubts({"agreement": 0.79, "largest_class": 0.5}) and not doubts(
+        {"agreement": 0.81, "largest_class": 0.5}
+    )
+    assert doubts({"agreement": 0.95, "largest_class": 0.9}) and not doubts(
+        {"agreement": 0.97, "largest_class": 0.9}
+    )
+    old = {"agreement": 0.61, "label_issues": 3, "audited": 9}
+    assert headline(old) == "3 of 9 labels are listed as likely wrong; the model agrees with 61.0% of all"
+    assert headline(old | {"agreement": 0.5}).startswith(
+        "the model agrees with only 50.0% of the labels; below 60.0%"
+    )
+    one = measure_list(np.zeros(5, int), np.ones((5, 1)), 0, 0)
+    assert one == {"largest_class": 1.0, "flip_recall": 0.0, "expected_precision": 0.0}
 
 
 def test_planted_labels_come_first() -> None:

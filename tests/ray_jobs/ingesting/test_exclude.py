@@ -20,6 +20,7 @@ from ray_jobs import ingest
 from ray_jobs.data.columns import FACTS
 from ray_jobs.data.images import Hashes
 from ray_jobs.data.shards import open_dataset
+from ray_jobs.evaluation.label_issues import FILE, LABEL_ISSUES, write_issues
 from ray_jobs.ingesting.exclude import check_classes, exclude, read_list
 from ray_jobs.process.stage import Result
 from tests.support.records import make_context, make_manifest
@@ -141,6 +142,31 @@ def test_copies_may_not_take_what_a_list_leaves(tmp_path: Path) -> None:
         ingest._decided(context, "x", images, ("a", "b"), ["train", "test"], ["a/2"])
     index, _, _ = ingest._decided(context, "x", images, ("a", "b"), ["train", "test"], ["b/2"])
     assert index["key"].to_pylist() == ["a/1", "a/2", "b/1", "b/3"]
+
+
+@pytest.mark.parametrize(("agreement", "warns"), [(0.36, True), (0.9, False)])
+def test_a_list_of_an_audit_by_a_hopeless_model_warns(
+    agreement: float, warns: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    store = open_store(str(tmp_path / "store"))
+    row = {"file": "a", "split": "train", "label": "ant", "suggested": "bee", "label_probability": 0.1}
+    rows = [row | {"rank": 1, "sample_id": "1", "suggested_probability": 0.9}]
+    with store.staging(Layout.files("audit", "audited", 1)) as staging:
+        write_issues(staging.path / FILE, pa.Table.from_pylist(rows, LABEL_ISSUES))
+    metrics = {"agreement": agreement, "largest_class": 0.1}
+    commit(
+        store, make_manifest("audit", key="audited", stage="doubtful", files=staging.files, metrics=metrics)
+    )
+    context = make_context(store, stage(tmp_path))
+    for listed in (None, ["2"], ["1", "2"]):
+        ingest._warn_of_audits(context, listed)
+    said = capsys.readouterr().out
+    warning = "warning: 1 images of exclude are listed by audit doubtful (audited): the model agrees with only 36.0%"
+    assert (said.count("\n"), said.startswith(warning)) == (int(warns), warns)
+    if warns:
+        (store.local(Layout.files("audit", "audited", 1), staging.files) / FILE).write_bytes(b"damaged")
+        ingest._warn_of_audits(context, ["1"])
+        assert "exclude was not compared with audit doubtful (audited): " in capsys.readouterr().out
 
 
 @pytest.mark.slow

@@ -923,6 +923,8 @@ def test_likely_wrong_labels_are_shown_as_images(tmp_path: Path) -> None:
     files = made.make("pets", "audit")
     (audit,) = json.loads(files["report.json"])["label_issues"]
     assert audit["num_issues"] == 126
+    doubt = "the model agrees with only 50.0% of the labels"
+    assert audit["headline"].startswith(doubt) and doubt in files["report.html"].decode()
     assert audit["issues"] == rows[: label_issues.SHOWN]
     assert audit["pairs"] == [{"label": HOSTILE[1], "suggested": HOSTILE[2], "images": 126}]
     text = files["report.html"].decode()

@@ -1,5 +1,6 @@
 """timm's checkpoints: parity with timm's own models, round trips, what names imply, hostile files."""
 
+import argparse
 import functools
 import json
 import re
@@ -254,6 +255,30 @@ def test_a_state_dict_alone_is_read_by_its_shapes(tmp_path: Path, name: str, for
     assert any("assumed, because the file does not say" in line for line in read.lines)
     images = images_of(SIDE, SIDE)
     assert_close({"logits": our_outputs(read, images)[0].detach()}, {"logits": theirs(images).detach()})
+
+
+@pytest.mark.parametrize("keys", [("state_dict", "state_dict_ema"), ("model", "model_ema")])
+@pytest.mark.parametrize("prefix", ["", "_orig_mod.", "module._orig_mod.", "model.", "model._orig_mod."])
+def test_of_a_trainings_checkpoint_the_averages_are_taken_unless_told_otherwise(
+    tmp_path: Path, keys: tuple[str, str], prefix: str
+) -> None:
+    _, tensors = bare("vit")
+    raw, averaged = ({f"{prefix}{key}": tensor + add for key, tensor in tensors.items()} for add in (0, 1))
+    torch.save({keys[0]: raw, keys[1]: averaged, "epoch": 3}, tmp_path / "both.pt")
+    for averages, add, taken, other in ((True, 1, *keys[::-1]), (False, 0, *keys)):
+        read = formats.read(tmp_path / "both.pt", averages)
+        assert torch.equal(read.weights["norm.weight"], tensors["norm.weight"] + add)
+        [line] = [line for line in read.lines if line.startswith(f"weights: {taken}, ")]
+        assert line.endswith(f"; the file also has {other}.")
+    torch.save({keys[1]: averaged}, tmp_path / "averages.pt")
+    assert any("the moving averages." in line for line in formats.read(tmp_path / "averages.pt", False).lines)
+    twice = {"model.norm.weight": tensors["norm.weight"]} | tensors
+    torch.save(twice, tmp_path / "twice.pt")
+    with pytest.raises(ValueError, match=r"several tensors of one name, such as with and without a prefix"):
+        formats.read(tmp_path / "twice.pt")
+    torch.save({keys[0]: raw, "args": argparse.Namespace(lr=1)}, tmp_path / "arguments.pt")
+    with pytest.raises(ValueError, match=r"refers to argparse.Namespace, .* torch.save\(torch.load\("):
+        formats.read(tmp_path / "arguments.pt")
 
 
 def test_the_authors_own_names_of_dinov2_deit3_and_mae_are_read(tmp_path: Path) -> None:
