@@ -124,9 +124,15 @@ class _Dumper(yaml.SafeDumper):
 
 def yaml_text(text: str) -> str:
     """Return the YAML of a text, in one line, quoted if a reader would take it for something else."""
-    style = {} if text.isprintable() else {"default_style": '"'}
-    plain = {"default_flow_style": True, "width": math.inf, "allow_unicode": text.isprintable()}
-    return yaml.dump([text], Dumper=_Dumper, **plain, **style).removeprefix("[").removesuffix("]\n")
+    written: str = yaml.dump(
+        [text],
+        Dumper=_Dumper,
+        default_flow_style=True,
+        default_style=None if text.isprintable() else '"',
+        allow_unicode=text.isprintable(),
+        width=math.inf,
+    )
+    return written.removeprefix("[").removesuffix("]\n")
 
 
 def recipe_path(pipeline: str) -> Path:
@@ -159,10 +165,10 @@ def load_pipeline(pipeline: str, overrides: tuple[str, ...] = ()) -> Pipeline:
         expanded = matrix.expand(raw)
     except RecipeError as error:
         raise RecipeError(f"{path}: {error}") from None
-    pipeline = parse_pipeline(expanded, str(path), overrides)
-    if duplicate := matrix.duplicate(raw, pipeline.stages):
+    checked = parse_pipeline(expanded, str(path), overrides)
+    if duplicate := matrix.duplicate(raw, checked.stages):
         raise RecipeError(f"{path}: {duplicate}")
-    return pipeline
+    return checked
 
 
 def parse_pipeline(raw: dict[str, Any], where: str, overrides: tuple[str, ...] = ()) -> Pipeline:

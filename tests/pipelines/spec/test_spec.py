@@ -447,7 +447,7 @@ def test_a_number_has_one_spelling_in_a_key() -> None:
         return load_pipeline(str(TINY), settings).stages["finetune"].search
 
     assert searched("1e-3", "1e-2").model_dump_json() == searched("1.0e-3", "0.01").model_dump_json()
-    with pytest.raises(RecipeError, match="duplicate value 0.001"):
+    with pytest.raises(RecipeError, match=r"duplicate value 0\.001"):
         searched("1e-3", "0.001")
     decay = load_pipeline(str(TINY), ("pretrain.optimizer.weight_decay=-0.0",)).stages["pretrain"].optimizer
     assert str(decay.weight_decay) == "0.0"
