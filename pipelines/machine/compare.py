@@ -19,8 +19,8 @@ from rich.markup import escape
 
 from pipelines.files.fetch import fetched
 from pipelines.identity import source_fingerprint
-from pipelines.machine.init import count_gpus, examine, pipeline_name, quoted, shots_of, summary
-from pipelines.recipe.load import load_pipeline
+from pipelines.machine.init import count_gpus, examine, pipeline_name, shots_of, summary, write_checked
+from pipelines.recipe.load import yaml_text
 from pipelines.recipe.pipeline import stage_name
 from pipelines.spec import Import, RecipeError
 from pipelines.spec.shapes import size_of
@@ -80,8 +80,7 @@ def write_comparison(file: Path, images: Path, paths: Sequence[str], console: Co
         f"of {BATCH_SIZE} images"
     )
     say(_estimate(backbones, resolution, steps, len(listing.entries)))
-    file.write_text(_recipe(file, images, listing, backbones, resolution, steps), encoding="utf-8")
-    load_pipeline(str(file))  # check the recipe
+    write_checked(file, _recipe(file, images, listing, backbones, resolution, steps))
     silent = [backbone.name for backbone in backbones if not backbone.states_preprocessing]
     settings = "".join(f" --set {name}.preprocessing=half" for name in silent)
     if silent:
@@ -204,7 +203,7 @@ def _recipe(
 ) -> str:
     root, names = images.expanduser().resolve(), ", ".join(backbone.name for backbone in backbones)
     imports = "\n".join(
-        f"  {backbone.name}: {{job: import, path: {quoted(backbone.path)}}}"
+        f"  {backbone.name}: {{job: import, path: {yaml_text(backbone.path)}}}"
         + ("" if backbone.states_preprocessing else "  # add preprocessing: half, or imagenet")
         for backbone in backbones
     )
@@ -215,12 +214,12 @@ def _recipe(
 # per step, the same rates to choose from, one refit. The mean, std, interpolation and crop of the images are each
 # backbone's own. The report shows accuracy beside cost.
 name: {pipeline_name(file)}
-description: Imported backbones on {quoted(root.name)}, under one protocol, accuracy beside cost.
+description: {yaml_text(f"Imported backbones on {root.name}, under one protocol, accuracy beside cost.")}
 
 stages:
   images:
     job: ingest
-    source: {{kind: folder, name: {quoted(root.name)}, root: {quoted(str(root))}}}
+    source: {{kind: folder, name: {yaml_text(root.name)}, root: {yaml_text(str(root))}}}
 
 {imports}
 
@@ -246,6 +245,6 @@ stages:
 
   report:
     job: report
-    title: {quoted(f"Which backbone for {root.name}?")}
+    title: {yaml_text(f"Which backbone for {root.name}?")}
     of: [images, {names}, features, finetune]
 """

@@ -5,7 +5,6 @@ The recipe is an ordinary file to edit; `init` keeps no other state.
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import shlex
@@ -20,7 +19,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from rich.console import Console
 from rich.markup import escape
 
-from pipelines.recipe.load import load_pipeline
+from pipelines.recipe.load import load_pipeline, yaml_text
 from pipelines.spec import ModelSize, RecipeError
 from vit_model.errors import UserError
 
@@ -85,9 +84,18 @@ def write_recipe(file: Path, images: Path, console: Console) -> None:
         f"one training sees {choice.steps * choice.batch_size:,} images, at {rate:,.0f} images/s measured here: "
         f"about {minutes:.0f} minutes in all"
     )
-    file.write_text(_recipe(file, images, listing, choice), encoding="utf-8")
-    load_pipeline(str(file))  # check the recipe
+    write_checked(file, _recipe(file, images, listing, choice))
     say(f"wrote {file}; next: vitflow run {file}")
+
+
+def write_checked(file: Path, text: str) -> None:
+    """Write a recipe and read it; remove it again if it cannot be read. Raises RecipeError."""
+    file.write_text(text, encoding="utf-8")
+    try:
+        load_pipeline(str(file))
+    except RecipeError:
+        file.unlink()
+        raise
 
 
 def examine(file: Path, images: Path) -> Listing:
@@ -185,11 +193,6 @@ def shots_of(listing: Listing) -> Sequence[int]:
     return [shots for shots in (1, 5, 10, 25) if shots <= smallest * share] or [1]
 
 
-def quoted(text: str) -> str:
-    """Return a YAML string; unlike YAML's, JSON's escapes of characters beyond 16 bits are pairs, so none are used."""
-    return json.dumps(text, ensure_ascii=False)
-
-
 def pipeline_name(file: Path) -> str:
     """Return a pipeline's name after its file."""
     return (re.sub(r"[^a-z0-9_-]+", "-", file.stem.lower()).strip("-_0123456789") or "mine")[:40]
@@ -201,12 +204,12 @@ def _recipe(file: Path, images: Path, listing: Listing, choice: Choice) -> str:
 # Written by `vitflow init` for {len(listing.entries)} images of {len(listing.class_names)} classes. Edit it freely.
 #   vitflow run {file}
 name: {pipeline_name(file)}
-description: A ViT trained on {quoted(root.name)}, beside baselines on pixels.
+description: {yaml_text(f"A ViT trained on {root.name}, beside baselines on pixels.")}
 
 stages:
   images:
     job: ingest
-    source: {{kind: folder, name: {quoted(root.name)}, root: {quoted(str(root))}}}
+    source: {{kind: folder, name: {yaml_text(root.name)}, root: {yaml_text(str(root))}}}
 
   # A sweep over learning rates: dev chooses, train + dev are used for the last training, test is scored once.
   vit:
@@ -235,6 +238,6 @@ stages:
 
   report:
     job: report
-    title: {quoted(f"A ViT for {root.name}")}
+    title: {yaml_text(f"A ViT for {root.name}")}
     of: [images, vit, few_shot, pixels]
 """

@@ -124,14 +124,13 @@ class _Dumper(yaml.SafeDumper):
 
 def yaml_text(text: str) -> str:
     """Return the YAML of a text, in one line, quoted if a reader would take it for something else."""
-    readable = text.isprintable()
     written: str = yaml.dump(
         [text],
         Dumper=_Dumper,
         default_flow_style=True,
+        default_style=None if text.isprintable() else '"',
+        allow_unicode=text.isprintable(),
         width=math.inf,
-        allow_unicode=readable,
-        default_style=None if readable else '"',
     )
     return written.removeprefix("[").removesuffix("]\n")
 
@@ -166,10 +165,10 @@ def load_pipeline(pipeline: str, overrides: tuple[str, ...] = ()) -> Pipeline:
         expanded = matrix.expand(raw)
     except RecipeError as error:
         raise RecipeError(f"{path}: {error}") from None
-    parsed = parse_pipeline(expanded, str(path), overrides)
-    if duplicate := matrix.duplicate(raw, parsed.stages):
+    checked = parse_pipeline(expanded, str(path), overrides)
+    if duplicate := matrix.duplicate(raw, checked.stages):
         raise RecipeError(f"{path}: {duplicate}")
-    return parsed
+    return checked
 
 
 def parse_pipeline(raw: dict[str, Any], where: str, overrides: tuple[str, ...] = ()) -> Pipeline:

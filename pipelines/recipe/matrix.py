@@ -84,7 +84,7 @@ def duplicate(raw: dict[str, Any], stages: Mapping[str, AnyStage]) -> str | None
         if other == member:
             continue
         for ours, theirs in zip(member.split(","), other.split(","), strict=True):
-            axis, _, _ = ours.rpartition("@")[2].rpartition("=")
+            axis = ours.rpartition("@")[2].rpartition("=")[0]
             for field, values in axes(raw["stages"][name]).items():
                 if ours != theirs and f"{name}.{field}".endswith(axis):
                     same = [values[_labels(values).index(each.rpartition("=")[2])] for each in (theirs, ours)]

@@ -108,6 +108,8 @@ class Optimizer(Frozen):
         settings = dict(PRESETS[given["preset"]])
         if "warmup_fraction" in given:
             settings.pop("warmup_steps", None)
+        if given.get("warmup_steps") is not None:
+            settings.pop("warmup_fraction", None)
         return settings | given
 
     @model_validator(mode="after")
@@ -147,7 +149,7 @@ def check_optimizer(optimizer: Optimizer, steps: int, family: str | None) -> Non
         raise ValueError(
             f"optimizer.warmup_steps {optimizer.warmup_steps} is more than steps {steps}"
             + (
-                f"; preset {optimizer.preset} sets it, for long trainings: give warmup_fraction"
+                f"; preset {optimizer.preset} sets it, for long trainings: give warmup_fraction or warmup_steps"
                 if optimizer.preset
                 else ""
             )
