@@ -216,6 +216,12 @@ def verify(
                 made = f"{damage.artifact[:12]}{f' of stage {damage.stage}' if damage.stage else ''}"
                 console.print(f"         artifact {plain(made)}", highlight=False, soft_wrap=True)
             console.print(f"         [bold]→[/] {plain(damage.do)}", highlight=False, soft_wrap=True)
+        for each in verified.unchecked:
+            console.print(
+                f"[yellow]not checked[/]  {plain(each.name)}: {plain(each.why)}",
+                highlight=False,
+                soft_wrap=True,
+            )
         count = len(verified.damage)
         console.print(
             f"{verified.artifacts:,} artifacts, {verified.files:,} files, {verified.bytes / 1e6:,.1f} MB read: "

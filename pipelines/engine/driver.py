@@ -215,7 +215,8 @@ class Driver:
 
     def _commit(self, name: str, manifest: Manifest, status: Status) -> None:
         if manifest.kind == "model" and manifest.run == self.run.id:
-            remove_progress(self.store, manifest.job, manifest.key)  # its process may have died before it did this
+            # Its process may have died before it did this.
+            remove_progress(self.store, manifest.job, manifest.key)
         self.references[name] = input_ref(self.store, manifest)
         self.planned[name] = replace(self.planned[name], manifest=manifest)
         self._end(name, status, manifest.key[:12], key=manifest.key)

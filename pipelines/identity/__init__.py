@@ -2,7 +2,14 @@
 
 from pipelines.identity.code import CODE_PACKAGES, PROJECT, code_digest, git_state, import_closure
 from pipelines.identity.fingerprint import files_fingerprint, source_fingerprint
-from pipelines.identity.key import canonical_json, identity_fields, sha256, stage_key, successor_key
+from pipelines.identity.key import (
+    canonical_json,
+    identity_fields,
+    recorded_key,
+    sha256,
+    stage_key,
+    successor_key,
+)
 
 __all__ = [
     "CODE_PACKAGES",
@@ -13,6 +20,7 @@ __all__ = [
     "git_state",
     "identity_fields",
     "import_closure",
+    "recorded_key",
     "sha256",
     "source_fingerprint",
     "stage_key",

@@ -25,7 +25,9 @@ def commit_checkpoint(store: Store, attempt: Attempt, checkpoint: Checkpoint) ->
     """
     check_newest(store, attempt)
     name, data = _name(checkpoint), encode(checkpoint)
-    if not store.create(name, data):  # of an earlier group of this attempt, and passed over because it is damaged
+    if not store.create(
+        name, data
+    ):  # of an earlier group of this attempt, and passed over because it is damaged
         store.remove([name])
         store.create(name, data)
 

@@ -100,7 +100,9 @@ def test_what_cannot_be_had_without_beginning_anew_is_the_users_decision(store: 
     for step in (20, 30):
         put_state(store, 1, step)
     attempt = make_attempt("pretrain", key="pa", number=2)
-    with pytest.raises(StoreDamaged, match=r"needs the checkpoint of step 10, which .*remove the step from keep_"):
+    with pytest.raises(
+        StoreDamaged, match=r"needs the checkpoint of step 10, which .*remove the step from keep_"
+    ):
         choose_start(store, attempt, (10,))
     assert choose_start(store, attempt, ()).step == 30, "nothing was chosen"
 
