@@ -12,9 +12,8 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 from pydantic import TypeAdapter
@@ -30,7 +29,10 @@ from pipelines.store import (
     Layout,
     Manifest,
     Store,
+    StoreAbsent,
     StoreDamaged,
+    StoreError,
+    StoreUnreachable,
     all_keys,
     is_committed,
     last_attempt,
@@ -69,12 +71,13 @@ class Unchecked:
 
 @dataclass(frozen=True)
 class Verified:
-    """What was read, the damage found, and the manifests whose key could not be checked."""
+    """What was read, the damage found, what could not be read, and the manifests whose key could not be checked."""
 
     artifacts: int
     files: int
     bytes: int
     damage: tuple[Damage, ...]
+    unread: tuple[Unchecked, ...] = ()
     unchecked: tuple[Unchecked, ...] = ()
 
 
@@ -89,50 +92,69 @@ def verify(store: Store, selector: str | None = None) -> Verified:
     """
     everything = all_keys(store)
     keys = everything if selector is None else find_keys(store, selector)
-    found, all_damage = _manifests(store, everything)  # what others say of an artifact is checked, too
-    wanted = {key for _, key in keys}
+    wanted, unread = {key for _, key in keys}, list[Unchecked]()
+    found, all_damage = _manifests(
+        store, everything, unread
+    )  # what others say of an artifact is checked, too
+    unread = [each for each in unread if each.name.split("/")[2] in wanted]
     manifests = [manifest for manifest, _ in found if manifest.key in wanted]
     damage = [each for each in all_damage if each.artifact in wanted]
     damage += _changed_manifests(store, found, wanted)
     more, unchecked = _wrong_keys(store, [manifest for manifest, _ in found], wanted)
     damage += more
     if selector is None:
-        damage += _records(store)
+        damage += _records(store, unread)
     files = [(manifest, file) for manifest in manifests for file in manifest.files]
-    damage += _damaged_files(store, files)
+    damage += _damaged_files(store, files, unread)
     size = sum(file.size for _, file in files)
-    return Verified(len(manifests), len(files), size, tuple(damage), tuple(unchecked))
+    return Verified(len(manifests), len(files), size, tuple(damage), tuple(unread), tuple(unchecked))
 
 
 def sample(store: Store, count: int) -> Verified:
     """Read all manifests and a random sample of the small files, for `doctor`."""
-    found, damage = _manifests(store, all_keys(store))
+    unread = list[Unchecked]()
+    found, damage = _manifests(store, all_keys(store), unread)
     small = [
         (manifest, file) for manifest, _ in found for file in manifest.files if file.size <= SAMPLE_BYTES
     ]
     files = random.sample(small, min(count, len(small)))
-    damage += _damaged_files(store, files)
-    return Verified(len(found), len(files), sum(file.size for _, file in files), tuple(damage))
+    damage += _damaged_files(store, files, unread)
+    size = sum(file.size for _, file in files)
+    return Verified(len(found), len(files), size, tuple(damage), tuple(unread))
+
+
+@contextmanager
+def _noting(name: str, unread: list[Unchecked]) -> Iterator[None]:
+    """Note that an object cannot be read here, which says nothing about it; others are still read."""
+    try:
+        yield
+    except (StoreUnreachable, StoreAbsent):
+        raise
+    except StoreError as error:
+        unread.append(Unchecked(name, str(error)))
 
 
 def _manifests(
-    store: Store, keys: Sequence[tuple[str, str]]
+    store: Store, keys: Sequence[tuple[str, str]], unread: list[Unchecked]
 ) -> tuple[list[tuple[Manifest, InputRef]], list[Damage]]:
     """Return the manifests of the committed artifacts with the references to them, and damage to them and to the
     records of `--force`."""
     found, damage = [], []
     for job, key in keys:
-        try:
-            artifact = read_with_reference(store, job, key)
-            if artifact is not None:
-                found.append(artifact)
-        except StoreDamaged as error:
-            do = _rebuild(store, _attempt(store, job, key))
-            damage.append(Damage(Layout.manifest(job, key), error.problem, key, None, do))
-        try:
-            list(successors(store, job, key))
-        except StoreDamaged as error:
-            damage.append(Damage(Layout.replaced(job, key), error.problem, key, None, error.remedy))
+        name = Layout.manifest(job, key)
+        with _noting(name, unread):
+            try:
+                if (artifact := read_with_reference(store, job, key)) is not None:
+                    found.append(artifact)
+            except StoreDamaged as error:
+                do = _rebuild(store, _attempt(store, job, key))
+                damage.append(Damage(name, error.problem, key, None, do))
+        name = Layout.replaced(job, key)
+        with _noting(name, unread):
+            try:
+                list(successors(store, job, key))
+            except StoreDamaged as error:
+                damage.append(Damage(name, error.problem, key, None, error.remedy))
     return found, damage
 
 
@@ -192,10 +214,10 @@ def _possible_keys(manifest: Manifest) -> set[str]:
 
 
 def _replaced(store: Store, manifests: Sequence[Manifest]) -> Mapping[str, str]:
-    """Return {successor by `--force`: the key that it replaces}; damaged records are reported elsewhere."""
+    """Return {successor by `--force`: the key that it replaces}; records that cannot be read are reported elsewhere."""
     found = {}
     for manifest in manifests:
-        with suppress(StoreDamaged):
+        with suppress(StoreError):
             if (following := successor(store, manifest.job, manifest.key)) is not None:
                 found[following] = manifest.key
     return found
@@ -213,7 +235,7 @@ def _is_forced(store: Store, manifest: Manifest) -> bool:
     """Whether an artifact's run may have been told to replace another; True if its plan is gone."""
     try:
         plan = read_plan(store, manifest.run)
-    except StoreDamaged:
+    except StoreError:
         return True
     return plan is None or manifest.stage in plan["force"]
 
@@ -228,7 +250,7 @@ def _attempt(store: Store, job: str, key: str) -> Attempt | None:
     """Return the last attempt, which names an artifact's stage if its manifest cannot be read."""
     try:
         return last_attempt(store, job, key)
-    except StoreDamaged:
+    except StoreError:
         return None
 
 
@@ -238,37 +260,43 @@ def _rebuild(store: Store, record: Attempt | None) -> str:
     return rebuild_command(store, record)
 
 
-def _records(store: Store) -> Iterator[Damage]:
+def _records(store: Store, unread: list[Unchecked]) -> Iterator[Damage]:
     """Yield damage to the records of runs, and to attempts that are not committed."""
     for run in store.names("runs"):
         name, do = f"{Layout.run(run)}/plan.json", "remove the file; results do not depend on it"
-        try:
-            read_plan(store, run)
-        except StoreDamaged as error:
-            yield Damage(name, error.problem, None, None, do)
-        folder = f"{Layout.run(run)}/events"
-        for name in [f"{folder}/{event}" for event in store.names(folder)]:
+        with _noting(name, unread):
             try:
-                read_record(store, name, Event)
+                read_plan(store, run)
             except StoreDamaged as error:
                 yield Damage(name, error.problem, None, None, do)
+        folder = f"{Layout.run(run)}/events"
+        for name in [f"{folder}/{event}" for event in store.names(folder)]:
+            with _noting(name, unread):
+                try:
+                    read_record(store, name, Event)
+                except StoreDamaged as error:
+                    yield Damage(name, error.problem, None, None, do)
     for job, key in all_keys(store):
-        if not is_committed(store, job, key):
+        name, do = Layout.artifact(job, key), "remove this folder; nothing in it was committed"
+        with _noting(name, unread):
             try:
-                last_attempt(store, job, key)
+                if not is_committed(store, job, key):
+                    last_attempt(store, job, key)
             except StoreDamaged as error:
-                yield Damage(
-                    Layout.artifact(job, key),
-                    error.problem,
-                    key,
-                    None,
-                    "remove this folder; nothing in it was committed",
-                )
+                yield Damage(name, error.problem, key, None, do)
 
 
-def _damaged_files(store: Store, files: Sequence[tuple[Manifest, FileEntry]]) -> list[Damage]:
+def _damaged_files(
+    store: Store, files: Sequence[tuple[Manifest, FileEntry]], unread: list[Unchecked]
+) -> list[Damage]:
+    def check(manifest: Manifest, file: FileEntry) -> str | None:
+        fault = None
+        with _noting(f"{manifest.folder}/{file.path}", unread):
+            fault = _file_fault(store, manifest, file)
+        return fault  # noqa: RET504 (None if the file cannot be read)
+
     with ThreadPoolExecutor(READERS) as threads:
-        faults = list(threads.map(partial(_file_fault, store), *zip(*files, strict=True)) if files else ())
+        faults = list(threads.map(check, *zip(*files, strict=True)) if files else ())
     return [
         Damage(
             f"{manifest.folder}/{file.path}",

@@ -7,7 +7,7 @@ import shlex
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from pipelines.errors import StoreDamaged, Superseded
+from pipelines.errors import StoreDamaged, StoreError, Superseded
 from pipelines.store.objects import check_name, numbers, parse_record, read_record, warn
 from pipelines.store.protocol import LARGEST_RECORD, Store, encode
 from pipelines.store.records import (
@@ -207,7 +207,7 @@ def rebuild_command(store: Store, record: Manifest | Attempt) -> str:
         return f"vitflow import {path} --name {shlex.quote(record.stage)} --force --store {store.uri}"
     try:
         plan = read_plan(store, record.run)
-    except StoreDamaged:
+    except StoreError:
         plan = None
     pipeline = "PIPELINE" if plan is None else shlex.quote(plan["pipeline"]["name"])
     return f"vitflow run {pipeline} --force {shlex.quote(record.stage)} --store {shlex.quote(store.uri)}"

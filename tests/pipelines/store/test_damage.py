@@ -1,5 +1,6 @@
 """What is damaged in a store is named, and affects only what needs it; nothing ends with a traceback or for ever."""
 
+import errno
 import json
 import os
 import re
@@ -29,7 +30,16 @@ from pipelines.results.lookup import find_artifact, find_run
 from pipelines.results.query import query
 from pipelines.results.verify import sample, verify
 from pipelines.spec import RecipeError
-from pipelines.store import FileEntry, Layout, Manifest, StoreAbsent, StoreDamaged, file_checks, local_files
+from pipelines.store import (
+    FileEntry,
+    Layout,
+    Manifest,
+    StoreAbsent,
+    StoreDamaged,
+    StoreError,
+    file_checks,
+    local_files,
+)
 from pipelines.store.file_checks import fault
 from pipelines.store.folder import FolderStore
 from ray_jobs.evaluation.rows import ROWS, write_table
@@ -442,6 +452,28 @@ def test_the_key_of_what_force_made_is_that_of_what_it_replaced(store: FolderSto
     assert [each.why for each in found.unchecked if "0f0f" in each.name] == [
         "the artifact that it replaced by --force is gone"
     ]
+
+
+@pytest.mark.parametrize("number", [errno.EMFILE, errno.EACCES])
+@pytest.mark.parametrize("what", ["rows.parquet", "manifest.json", "plan.json"])
+def test_what_this_process_cannot_read_is_not_damaged(store: FolderStore, monkeypatch, number, what) -> None:
+    data, opened = find_artifact(store, None, "dataset"), Path.open
+
+    def refuse(path: Path, *arguments: Any, **options: Any) -> Any:
+        if path.name == what:
+            raise OSError(number, os.strerror(number))
+        return opened(path, *arguments, **options)
+
+    monkeypatch.setattr(Path, "open", refuse)
+    with pytest.raises(StoreError, match=os.strerror(number)) as refused:
+        local_files(store, data)
+        st.read_manifest(store, data.job, data.key)
+        st.read_plan(store, GOOD)
+    assert not isinstance(refused.value, StoreDamaged)
+    found = verify(store)
+    assert not found.damage
+    assert {each.name.rpartition("/")[2] for each in found.unread} == {what}
+    assert CliRunner().invoke(app, ["verify", "--store", store.uri]).exit_code == 1
 
 
 def test_a_manifest_names_no_files_outside_its_artifact(store: FolderStore) -> None:
