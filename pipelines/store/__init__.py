@@ -52,6 +52,7 @@ from pipelines.store.protocol import (
     Store,
     encode,
     inside,
+    is_at,
     open_store,
     wait_for_store,
 )
@@ -134,6 +135,7 @@ __all__ = [
     "input_ref",
     "inside",
     "intact",
+    "is_at",
     "is_committed",
     "kept_checkpoints",
     "last_attempt",
