@@ -205,7 +205,7 @@ def verify(
     store: StoreOption = DEFAULT_STORE,
     as_json: JsonOption = False,
 ) -> None:
-    """Compare every file in the store with its manifest. Exit code 1 if something is damaged."""
+    """Compare every file in the store with its manifest. Exit code 1 if something is damaged or cannot be read."""
     verified = verify_store(open_(store, create=False), selector)
     if as_json:
         print_json(asdict(verified))
@@ -216,13 +216,18 @@ def verify(
                 made = f"{damage.artifact[:12]}{f' of stage {damage.stage}' if damage.stage else ''}"
                 console.print(f"         artifact {plain(made)}", highlight=False, soft_wrap=True)
             console.print(f"         [bold]→[/] {plain(damage.do)}", highlight=False, soft_wrap=True)
-        count = len(verified.damage)
+        for label, others in (("not read", verified.unread), ("not checked", verified.unchecked)):
+            for each in others:
+                line = f"[yellow]{label}[/]  {plain(each.name)}: {plain(each.why)}"
+                console.print(line, highlight=False, soft_wrap=True)
+        counts = {"damaged": len(verified.damage), "not read": len(verified.unread)}
+        found = ", ".join(f"{count:,} {what}" for what, count in counts.items() if count)
         console.print(
             f"{verified.artifacts:,} artifacts, {verified.files:,} files, {verified.bytes / 1e6:,.1f} MB read: "
-            f"{f'{count:,} damaged' if count else 'nothing is damaged'}",
+            f"{found or 'nothing is damaged'}",
             highlight=False,
         )
-    if verified.damage:
+    if verified.damage or verified.unread:
         raise typer.Exit(1)
 
 

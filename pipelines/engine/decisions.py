@@ -67,6 +67,7 @@ class Observation:
     stop_wished: bool = False
     manifest: Manifest | None = None  # may exist whatever the job's status
     alive: bytes | None = None  # the attempt's sign of life
+    lost: str = "its cluster is gone"  # why there is no job of an attempt of another session
 
 
 class Do(Enum):
@@ -108,7 +109,7 @@ def decide(flight: InFlight, observed: Observation, now: float) -> Decision:
     if attempt is None or (job is None and attempt.cluster_session == observed.session):
         return _start(flight, observed, now)
     if job is None:
-        return _retry(flight, observed, now, Status.LOST, "its cluster is gone")
+        return _retry(flight, observed, now, Status.LOST, observed.lost)
     if not job.ended:
         return _watch(flight, observed, job, now)
     if job.status == Status.SUCCEEDED:

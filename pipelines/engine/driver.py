@@ -50,6 +50,7 @@ from pipelines.store import (
     add_event,
     create_attempt,
     input_ref,
+    is_at,
     last_attempt,
     now,
     read_manifest,
@@ -164,8 +165,8 @@ class Driver:
         """Stop the run: first record the request, so that other drivers stop too, then stop the jobs of this run."""
         wish_stop(self.store, self.run.id)
         attempts = [self.attempts[name] for name in self.flights if name in self.attempts]
-        # do not stop a job that another run submitted
-        own = [attempt for attempt in attempts if attempt.run == self.run.id]
+        # do not stop a job that another run submitted, or this run in a store that this one is a copy of
+        own = [each for each in attempts if each.run == self.run.id and is_at(self.store, each.store_uri)]
         for attempt in own:
             try:
                 self.connection.cluster().stop(attempt.submission_id)
@@ -222,9 +223,8 @@ class Driver:
 
     def _commit(self, name: str, manifest: Manifest, status: Status) -> None:
         if manifest.kind == "model" and manifest.run == self.run.id:
-            remove_progress(
-                self.store, manifest.job, manifest.key
-            )  # its process may have died before it did this
+            # Its process may have died before it did this.
+            remove_progress(self.store, manifest.job, manifest.key)
         self.references[name] = input_ref(self.store, manifest)
         self.planned[name] = replace(self.planned[name], manifest=manifest)
         self._end(name, status, manifest.key[:12], key=manifest.key)
@@ -266,6 +266,9 @@ class Driver:
         if attempt is None:
             return Observation(stop_wished=stop_wished(self.store, self.run.id))
         self.attempts[name] = attempt
+        if not is_at(self.store, attempt.store_uri):
+            wished = stop_wished(self.store, self.run.id)
+            return Observation(attempt, stop_wished=wished, lost=f"it was made in {attempt.store_uri}")
         job = cluster.job(attempt.submission_id)
         if job is not None and not job.ended:
             alive = self.store.read(Layout.alive(job_type, key, attempt.number), LARGEST_RECORD)
@@ -305,16 +308,17 @@ class Driver:
     def _write_attempt(self, planned: PlannedStage, previous: Attempt | None) -> Attempt:
         assert planned.key is not None and planned.inputs is not None
         cluster, number = self.connection.cluster(), 1 if previous is None else previous.number + 1
+        nonce = self.token_hex(16)  # also in the job's id: a copy of this store may use the same Ray
         wanted = Attempt(
             job=planned.config.job,
             key=planned.key,
             number=number,
             stage=planned.name,
             run=self.run.id,
-            nonce=self.token_hex(16),
+            nonce=nonce,
             store_id=self.store.id,
             store_uri=self.store.uri,
-            submission_id=f"{planned.config.job}-{planned.key[:12]}-{self.store.id[:8]}-{number}",
+            submission_id=f"{planned.config.job}-{planned.key[:12]}-{nonce[:8]}-{number}",
             cluster_address=cluster.address,
             cluster_session=cluster.session_name,
             config=planned.config.model_dump(mode="json"),
@@ -357,7 +361,7 @@ class Driver:
 
         A job that has committed, or was told to stop, may first write the end of its log.
         """
-        if attempt is None:
+        if attempt is None or not is_at(self.store, attempt.store_uri):
             return
         submission_id, deadline = attempt.submission_id, self.clock.monotonic() + LOG_SECONDS
         with suppress(ClusterUnreachable):  # then there is nothing to wait for

@@ -23,6 +23,7 @@ from pipelines.store import (
     Store,
     StoreDamaged,
     create_run,
+    is_at,
     last_attempt,
     now,
     read_events,
@@ -278,11 +279,12 @@ def stop_run(store: Store, run: str, clusters: Clusters) -> Iterator[str]:
             return f"{submission_id}: its cluster does not answer ({error})"
         return f"stopped {submission_id}"
 
-    # the driver first, so that it does not begin another stage
-    for event in [event for event in events if event["event"] == "driver submitted"][-1:]:
+    # the driver first, so that it does not begin another stage; not that of a store that this one is a copy of
+    submitted = [event for event in events if event["event"] == "driver submitted"]
+    for event in [event for event in submitted if is_at(store, event.get("store_uri", store.uri))][-1:]:
         yield stop(event["cluster_address"], event["submission_id"])
     for stage in _stages(record["stages"], read_events(store, run)).values():
         if stage["status"] in UNDER_WAY and "submission_id" in stage:
             attempt = last_attempt(store, stage["submission_id"].split("-")[0], stage["key"])
-            if attempt is not None and attempt.run == run:
+            if attempt is not None and attempt.run == run and is_at(store, attempt.store_uri):
                 yield stop(attempt.cluster_address, attempt.submission_id)

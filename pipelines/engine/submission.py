@@ -1,7 +1,8 @@
 """A run's driver as a Ray job on a cluster's head, so that the submitting machine can be switched off.
 
 The driver is the same as in the foreground and keeps no state, so several submissions of one run do no harm. Ray
-accepts a submission id, `driver-<run>-<n>`, once; the next id is used when that driver has ended.
+accepts a submission id, `driver-<run>-<store>-<n>`, once; the next id is used when that driver has ended. A hash of the
+store's address is in it, because a copy of a store has the same runs and may use the same Ray.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from urllib.parse import urlsplit
 
 from pipelines.cluster.jobs_client import LOOPBACK, Cluster, ClusterUnreachable, connect, python_entrypoint
 from pipelines.engine.runs import Clusters, Run
+from pipelines.identity import sha256
 from pipelines.spec import RecipeError
 from pipelines.store import Store, add_event, read_events
 from vit_model.errors import UserError
@@ -124,8 +126,8 @@ def submit_driver(
     Raises:
         ClusterUnreachable: submit it again. UserError: the cluster refuses it.
     """
-    number = 1
-    while (job := cluster.job(submission_id := f"driver-{run.id}-{number}")) is not None:
+    number, name = 1, f"driver-{run.id}-{sha256(store.uri)[:8]}"
+    while (job := cluster.job(submission_id := f"{name}-{number}")) is not None:
         if not job.ended:
             break
         number += 1
@@ -140,6 +142,7 @@ def submit_driver(
             run.id,
             "driver submitted",
             submission_id=submission_id,
+            store_uri=store.uri,
             host=socket.gethostname(),
             cluster_address=cluster.address,
             cluster_session=cluster.session_name,

@@ -10,7 +10,14 @@ from pipelines.identity.code import (
     import_closure,
 )
 from pipelines.identity.fingerprint import files_fingerprint, listed_source, source_fingerprint
-from pipelines.identity.key import canonical_json, identity_fields, sha256, stage_key, successor_key
+from pipelines.identity.key import (
+    canonical_json,
+    identity_fields,
+    recorded_key,
+    sha256,
+    stage_key,
+    successor_key,
+)
 
 __all__ = [
     "CODE_PACKAGES",
@@ -24,6 +31,7 @@ __all__ = [
     "identity_fields",
     "import_closure",
     "listed_source",
+    "recorded_key",
     "sha256",
     "source_fingerprint",
     "stage_key",

@@ -88,10 +88,54 @@ def stage_key(
         code: with `--strict-code`, the digest of the stage's code; None leaves it out.
     """
     assert (source is None) == (not isinstance(config, Ingest | Import))
+    return _key(config, config.version, identity_fields(config), inputs, source, code)
+
+
+def recorded_key(
+    config: AnyStage,
+    record: Mapping[str, Any],
+    version: Any,
+    inputs: Mapping[str, Any],
+    source: str | None,
+    code: str | None = None,
+) -> str:
+    """Return the key that a stage had when it was recorded.
+
+    Args:
+        config: the recorded configuration.
+        record: the same as it was recorded. Fields that did not exist yet were not in the key.
+        version: the stage's version at that time.
+        inputs, source, code: as `stage_key` takes them.
+
+    Raises:
+        TypeError: a recorded value can be in no key.
+    """
+    return _key(config, version, _in_both(identity_fields(config), record), inputs, source, code)
+
+
+def _in_both(fields: Mapping[str, Any], record: Mapping[str, Any]) -> dict[str, Any]:
+    """Return those fields that a record has, too, at any depth."""
+    return {
+        name: _in_both(value, record[name])
+        if isinstance(value, Mapping) and isinstance(record[name], Mapping)
+        else value
+        for name, value in fields.items()
+        if name in record
+    }
+
+
+def _key(
+    config: AnyStage,
+    version: Any,
+    fields: Mapping[str, Any],
+    inputs: Mapping[str, Any],
+    source: str | None,
+    code: str | None,
+) -> str:
     parts = {
         "job": config.job,
-        "version": config.version,
-        "fields": identity_fields(config),
+        "version": version,
+        "fields": dict(fields),
         "inputs": dict(inputs),
         "source": source,
     }

@@ -91,6 +91,8 @@ def _contents(store: Store) -> Iterator[Finding]:
     )
     for damage in verified.damage:
         yield Finding("store", "problem", damage.what, damage.do)
+    for unread in verified.unread:
+        yield Finding("store", "problem", unread.why, "give this user permission to read the store")
 
 
 _WRITABLE = "give this user permission to write there, or use another --store"

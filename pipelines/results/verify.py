@@ -1,5 +1,8 @@
 """`vitflow verify`: compare every byte of the store's artifacts with their manifests, and every record with its schema.
 
+A manifest has its own sha256, which every reader compares. Here it is also compared with what later stages recorded of
+it, and its key with the configuration, the inputs and the version that it says it was made from.
+
 In: a store, and optionally a user's KEY. Out: a `Verified`. It reads everything again, even files that passed before,
 and changes nothing except this machine's cache of checked files.
 """
@@ -7,31 +10,41 @@ and changes nothing except this machine's cache of checked files.
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
+from pydantic import TypeAdapter
+
+from pipelines.identity import recorded_key
 from pipelines.results.lookup import find_keys
+from pipelines.spec import AnyStage, Stage
 from pipelines.store import (
     Attempt,
     Event,
     FileEntry,
+    InputRef,
     Layout,
     Manifest,
     Store,
+    StoreAbsent,
     StoreDamaged,
+    StoreError,
+    StoreUnreachable,
     all_keys,
     is_committed,
     last_attempt,
-    read_manifest,
     read_plan,
     read_record,
+    read_with_reference,
     rebuild_command,
+    successor,
     successors,
 )
 from pipelines.store.file_checks import digest_fault, remember
+from vit_model.errors import UserError
 
 READERS = 8  # files read at once
 SAMPLE_BYTES = 64 * 2**20  # `doctor` reads no larger file
@@ -49,13 +62,23 @@ class Damage:
 
 
 @dataclass(frozen=True)
+class Unchecked:
+    """An object that could not be checked, and why; it may be intact."""
+
+    name: str
+    why: str
+
+
+@dataclass(frozen=True)
 class Verified:
-    """What was read, and the damage found."""
+    """What was read, the damage found, what could not be read, and the manifests whose key could not be checked."""
 
     artifacts: int
     files: int
     bytes: int
     damage: tuple[Damage, ...]
+    unread: tuple[Unchecked, ...] = ()
+    unchecked: tuple[Unchecked, ...] = ()
 
 
 def verify(store: Store, selector: str | None = None) -> Verified:
@@ -67,49 +90,167 @@ def verify(store: Store, selector: str | None = None) -> Verified:
     Raises:
         RecipeError: `selector` matches nothing, or is ambiguous.
     """
-    keys = all_keys(store) if selector is None else find_keys(store, selector)
-    manifests, damage = _manifests(store, keys)
+    everything = all_keys(store)
+    keys = everything if selector is None else find_keys(store, selector)
+    wanted, unread = {key for _, key in keys}, list[Unchecked]()
+    found, all_damage = _manifests(
+        store, everything, unread
+    )  # what others say of an artifact is checked, too
+    unread = [each for each in unread if each.name.split("/")[2] in wanted]
+    manifests = [manifest for manifest, _ in found if manifest.key in wanted]
+    damage = [each for each in all_damage if each.artifact in wanted]
+    damage += _changed_manifests(store, found, wanted)
+    more, unchecked = _wrong_keys(store, [manifest for manifest, _ in found], wanted)
+    damage += more
     if selector is None:
-        damage += _records(store)
+        damage += _records(store, unread)
     files = [(manifest, file) for manifest in manifests for file in manifest.files]
-    damage += _damaged_files(store, files)
-    return Verified(len(manifests), len(files), sum(file.size for _, file in files), tuple(damage))
+    damage += _damaged_files(store, files, unread)
+    size = sum(file.size for _, file in files)
+    return Verified(len(manifests), len(files), size, tuple(damage), tuple(unread), tuple(unchecked))
 
 
 def sample(store: Store, count: int) -> Verified:
     """Read all manifests and a random sample of the small files, for `doctor`."""
-    manifests, damage = _manifests(store, all_keys(store))
+    unread = list[Unchecked]()
+    found, damage = _manifests(store, all_keys(store), unread)
     small = [
-        (manifest, file) for manifest in manifests for file in manifest.files if file.size <= SAMPLE_BYTES
+        (manifest, file) for manifest, _ in found for file in manifest.files if file.size <= SAMPLE_BYTES
     ]
     files = random.sample(small, min(count, len(small)))
-    damage += _damaged_files(store, files)
-    return Verified(len(manifests), len(files), sum(file.size for _, file in files), tuple(damage))
+    damage += _damaged_files(store, files, unread)
+    size = sum(file.size for _, file in files)
+    return Verified(len(found), len(files), size, tuple(damage), tuple(unread))
 
 
-def _manifests(store: Store, keys: Sequence[tuple[str, str]]) -> tuple[list[Manifest], list[Damage]]:
-    """Return the manifests of the committed artifacts, and damage to them and to the records of `--force`."""
-    manifests, damage = [], []
+@contextmanager
+def _noting(name: str, unread: list[Unchecked]) -> Iterator[None]:
+    """Note that an object cannot be read here, which says nothing about it; others are still read."""
+    try:
+        yield
+    except (StoreUnreachable, StoreAbsent):
+        raise
+    except StoreError as error:
+        unread.append(Unchecked(name, str(error)))
+
+
+def _manifests(
+    store: Store, keys: Sequence[tuple[str, str]], unread: list[Unchecked]
+) -> tuple[list[tuple[Manifest, InputRef]], list[Damage]]:
+    """Return the manifests of the committed artifacts with the references to them, and damage to them and to the
+    records of `--force`."""
+    found, damage = [], []
     for job, key in keys:
-        try:
-            manifest = read_manifest(store, job, key)
-            if manifest is not None:
-                manifests.append(manifest)
-        except StoreDamaged as error:
-            do = _rebuild(store, _attempt(store, job, key))
-            damage.append(Damage(Layout.manifest(job, key), error.problem, key, None, do))
-        try:
-            list(successors(store, job, key))
-        except StoreDamaged as error:
-            damage.append(Damage(Layout.replaced(job, key), error.problem, key, None, error.remedy))
-    return manifests, damage
+        name = Layout.manifest(job, key)
+        with _noting(name, unread):
+            try:
+                if (artifact := read_with_reference(store, job, key)) is not None:
+                    found.append(artifact)
+            except StoreDamaged as error:
+                do = _rebuild(store, _attempt(store, job, key))
+                damage.append(Damage(name, error.problem, key, None, do))
+        name = Layout.replaced(job, key)
+        with _noting(name, unread):
+            try:
+                list(successors(store, job, key))
+            except StoreDamaged as error:
+                damage.append(Damage(name, error.problem, key, None, error.remedy))
+    return found, damage
+
+
+def _changed_manifests(
+    store: Store, found: Sequence[tuple[Manifest, InputRef]], wanted: set[str]
+) -> Iterator[Damage]:
+    """Yield the manifests that are not those that a later stage recorded; one damage for each."""
+    now = {reference.key: (manifest, reference) for manifest, reference in found if reference.key in wanted}
+    for consumer, _ in found:
+        for then in (each for references in consumer.inputs.values() for each in references):
+            if then.key in now and then.manifest_sha256 != now[then.key][1].manifest_sha256:
+                manifest, _ = now.pop(then.key)
+                recorded = (
+                    f"sha256 {then.manifest_sha256[:12]} when {consumer.stage} ({consumer.key[:12]}) read it"
+                )
+                yield _manifest_damage(store, manifest, f"it had {recorded}")
+
+
+def _wrong_keys(
+    store: Store, manifests: Sequence[Manifest], wanted: set[str]
+) -> tuple[list[Damage], list[Unchecked]]:
+    """Return the manifests whose key is not that of what they say they were made from, and those not checked.
+
+    Not checked are a configuration that this version cannot read, and a result of `--force` whose predecessor is gone.
+    """
+    damage, unchecked = [], []
+    possible = {manifest.key: _possible_keys(manifest) for manifest in manifests}
+    replaced = _replaced(store, manifests)
+    for manifest in manifests:
+        keys, first = possible[manifest.key], _first(manifest.key, replaced)
+        if manifest.key not in wanted or first in keys:
+            continue
+        name = Layout.manifest(manifest.job, manifest.key)
+        if not keys:
+            unchecked.append(Unchecked(name, "this version of vitflow cannot read its configuration"))
+        elif first in possible.get(first, ()) or not _is_forced(store, manifest):
+            made_from = "its configuration, inputs and version are those of another key"
+            damage.append(_manifest_damage(store, manifest, made_from))
+        else:
+            unchecked.append(Unchecked(name, "the artifact that it replaced by --force is gone"))
+    return damage, unchecked
+
+
+def _possible_keys(manifest: Manifest) -> set[str]:
+    """Return the keys of what a manifest says it was made from, without and with `--strict-code`.
+
+    Empty if this version cannot read its configuration.
+    """
+    try:
+        config: AnyStage = TypeAdapter(Stage).validate_python(manifest.config)
+        inputs = {field: [each.content_digest for each in own] for field, own in manifest.inputs.items()}
+        version, digest = manifest.code.get("version"), manifest.code.get("digest")
+        of = (config, manifest.config, version, inputs, manifest.source)
+        return {recorded_key(*of), recorded_key(*of, digest)}
+    except (ValueError, TypeError, UserError):
+        return set()
+
+
+def _replaced(store: Store, manifests: Sequence[Manifest]) -> Mapping[str, str]:
+    """Return {successor by `--force`: the key that it replaces}; records that cannot be read are reported elsewhere."""
+    found = {}
+    for manifest in manifests:
+        with suppress(StoreError):
+            if (following := successor(store, manifest.job, manifest.key)) is not None:
+                found[following] = manifest.key
+    return found
+
+
+def _first(key: str, replaced: Mapping[str, str]) -> str:
+    """Return the key that `--force` began to replace, one successor after the other, up to this key."""
+    seen = {key}
+    while (before := replaced.get(key)) is not None and before not in seen:
+        seen.add(key := before)
+    return key
+
+
+def _is_forced(store: Store, manifest: Manifest) -> bool:
+    """Whether an artifact's run may have been told to replace another; True if its plan is gone."""
+    try:
+        plan = read_plan(store, manifest.run)
+    except StoreError:
+        return True
+    return plan is None or manifest.stage in plan["force"]
+
+
+def _manifest_damage(store: Store, manifest: Manifest, what: str) -> Damage:
+    name = Layout.manifest(manifest.job, manifest.key)
+    what = f"{store.uri}/{name} is damaged: {what}"
+    return Damage(name, what, manifest.key, manifest.stage, rebuild_command(store, manifest))
 
 
 def _attempt(store: Store, job: str, key: str) -> Attempt | None:
     """Return the last attempt, which names an artifact's stage if its manifest cannot be read."""
     try:
         return last_attempt(store, job, key)
-    except StoreDamaged:
+    except StoreError:
         return None
 
 
@@ -119,37 +260,43 @@ def _rebuild(store: Store, record: Attempt | None) -> str:
     return rebuild_command(store, record)
 
 
-def _records(store: Store) -> Iterator[Damage]:
+def _records(store: Store, unread: list[Unchecked]) -> Iterator[Damage]:
     """Yield damage to the records of runs, and to attempts that are not committed."""
     for run in store.names("runs"):
         name, do = f"{Layout.run(run)}/plan.json", "remove the file; results do not depend on it"
-        try:
-            read_plan(store, run)
-        except StoreDamaged as error:
-            yield Damage(name, error.problem, None, None, do)
-        folder = f"{Layout.run(run)}/events"
-        for name in [f"{folder}/{event}" for event in store.names(folder)]:
+        with _noting(name, unread):
             try:
-                read_record(store, name, Event)
+                read_plan(store, run)
             except StoreDamaged as error:
                 yield Damage(name, error.problem, None, None, do)
+        folder = f"{Layout.run(run)}/events"
+        for name in [f"{folder}/{event}" for event in store.names(folder)]:
+            with _noting(name, unread):
+                try:
+                    read_record(store, name, Event)
+                except StoreDamaged as error:
+                    yield Damage(name, error.problem, None, None, do)
     for job, key in all_keys(store):
-        if not is_committed(store, job, key):
+        name, do = Layout.artifact(job, key), "remove this folder; nothing in it was committed"
+        with _noting(name, unread):
             try:
-                last_attempt(store, job, key)
+                if not is_committed(store, job, key):
+                    last_attempt(store, job, key)
             except StoreDamaged as error:
-                yield Damage(
-                    Layout.artifact(job, key),
-                    error.problem,
-                    key,
-                    None,
-                    "remove this folder; nothing in it was committed",
-                )
+                yield Damage(name, error.problem, key, None, do)
 
 
-def _damaged_files(store: Store, files: Sequence[tuple[Manifest, FileEntry]]) -> list[Damage]:
+def _damaged_files(
+    store: Store, files: Sequence[tuple[Manifest, FileEntry]], unread: list[Unchecked]
+) -> list[Damage]:
+    def check(manifest: Manifest, file: FileEntry) -> str | None:
+        fault = None
+        with _noting(f"{manifest.folder}/{file.path}", unread):
+            fault = _file_fault(store, manifest, file)
+        return fault  # noqa: RET504 (None if the file cannot be read)
+
     with ThreadPoolExecutor(READERS) as threads:
-        faults = list(threads.map(partial(_file_fault, store), *zip(*files, strict=True)) if files else ())
+        faults = list(threads.map(check, *zip(*files, strict=True)) if files else ())
     return [
         Damage(
             f"{manifest.folder}/{file.path}",

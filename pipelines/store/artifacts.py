@@ -7,7 +7,7 @@ import shlex
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from pipelines.errors import StoreDamaged, Superseded
+from pipelines.errors import StoreDamaged, StoreError, Superseded
 from pipelines.store.objects import check_name, numbers, parse_record, read_record, warn
 from pipelines.store.protocol import LARGEST_RECORD, Store, encode
 from pipelines.store.records import (
@@ -26,9 +26,22 @@ from pipelines.store.run_records import read_plan
 
 def read_manifest(store: Store, job: str, key: str) -> Manifest | None:
     """Return an artifact's manifest; None if it is not committed. Raises StoreDamaged."""
+    found = read_with_reference(store, job, key)
+    return None if found is None else found[0]
+
+
+def read_with_reference(store: Store, job: str, key: str) -> tuple[Manifest, InputRef] | None:
+    """Return an artifact's manifest, and the reference to it as it is now; None if it is not committed.
+
+    Raises:
+        StoreDamaged: the manifest cannot be read.
+    """
     name = Layout.manifest(job, key)
     data = store.read(name, LARGEST_RECORD)
-    return None if data is None else _parse_manifest(store, name, data)
+    if data is None:
+        return None
+    manifest = _parse_manifest(store, name, data)
+    return manifest, _reference(manifest, data)
 
 
 def is_committed(store: Store, job: str, key: str) -> bool:
@@ -59,6 +72,8 @@ def all_keys(store: Store, only: str | None = None) -> list[tuple[str, str]]:
 def commit(store: Store, manifest: Manifest) -> Manifest:
     """Commit an artifact in one atomic step; return its manifest, which is another's if that was first."""
     name = Layout.manifest(manifest.job, manifest.key)
+    own = hashlib.sha256(encode(manifest.model_copy(update={"own_sha256": ""}))).hexdigest()
+    manifest = manifest.model_copy(update={"own_sha256": own})
     if store.create(name, encode(manifest)):
         return manifest
     first = read_manifest(store, manifest.job, manifest.key)
@@ -74,9 +89,13 @@ def input_ref(store: Store, manifest: Manifest) -> InputRef:
 
 
 def _parse_manifest(store: Store, name: str, data: bytes | StoreDamaged) -> Manifest:
-    """Parse the manifest in an object, and check that it belongs to the artifact in the object's name."""
+    """Parse the manifest in an object; check that it is as it was written, and the artifact's in the object's name."""
     manifest = parse_record(store, name, data, Manifest)
     check_name(store, name, Layout.manifest(manifest.job, manifest.key))
+    if (own := manifest.own_sha256) is not None:
+        assert isinstance(data, bytes)
+        if hashlib.sha256(data.replace(own.encode(), b"")).hexdigest() != own:
+            raise StoreDamaged(f"{store.uri}/{name} is damaged: it was changed after it was written")
     return manifest
 
 
@@ -142,15 +161,10 @@ def read_current(store: Store, job: str, key: str) -> tuple[Manifest, InputRef] 
 
 
 def _committed(store: Store, job: str, key: str) -> tuple[Manifest, InputRef] | StoreDamaged | None:
-    name = Layout.manifest(job, key)
     try:
-        data = store.read(name, LARGEST_RECORD)
-        if data is None:
-            return None
-        manifest = _parse_manifest(store, name, data)
+        return read_with_reference(store, job, key)
     except StoreDamaged as error:
         return error
-    return manifest, _reference(manifest, data)
 
 
 def replace_artifact(store: Store, job: str, key: str, successor: str, run: str, why: str) -> bool:
@@ -193,7 +207,7 @@ def rebuild_command(store: Store, record: Manifest | Attempt) -> str:
         return f"vitflow import {path} --name {shlex.quote(record.stage)} --force --store {store.uri}"
     try:
         plan = read_plan(store, record.run)
-    except StoreDamaged:
+    except StoreError:
         plan = None
     pipeline = "PIPELINE" if plan is None else shlex.quote(plan["pipeline"]["name"])
     return f"vitflow run {pipeline} --force {shlex.quote(record.stage)} --store {shlex.quote(store.uri)}"

@@ -9,6 +9,7 @@ everything again.
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
 import os
 import stat
@@ -18,19 +19,29 @@ from pipelines.files.digests import cache_folder, file_version
 from pipelines.identity import sha256
 from pipelines.store.records import CHECKSUMMED, FileEntry
 
+# These errors are the file's: there is none, or the disk cannot read it. Others, such as no permission or too many open
+# files, say nothing about it.
+OF_THE_FILE = {errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ENAMETOOLONG, errno.EIO}
+
 
 def fault(path: Path, entry: FileEntry) -> str | None:
-    """Return what is wrong with a file, in words; None if it matches its entry."""
+    """Return what is wrong with a file, in words; None if it matches its entry.
+
+    Raises:
+        OSError: the file may be there, but this process cannot read it.
+    """
     try:
         version = path.stat()
         if (wrong_size := _size_fault(version, entry)) is not None:
             return wrong_size
         mark = _mark(version, entry)
-        if entry.path.startswith(CHECKSUMMED) or mark.exists():
+        if entry.path.startswith(CHECKSUMMED) or _exists(mark):
             return None
         with path.open("rb") as file:
             digest = hashlib.file_digest(file, "sha256").hexdigest()
     except OSError as error:
+        if error.errno not in OF_THE_FILE:
+            raise
         return f"cannot be read: {error.strerror}"
     if digest != entry.sha256:
         return digest_fault(digest, entry)
@@ -43,6 +54,8 @@ def size_fault(path: Path, entry: FileEntry) -> str | None:
     try:
         return _size_fault(path.stat(), entry)
     except OSError as error:
+        if error.errno not in OF_THE_FILE:
+            raise
         return f"cannot be read: {error.strerror}"
 
 
@@ -72,6 +85,12 @@ def _size_fault(version: os.stat_result, entry: FileEntry) -> str | None:
 def _mark(version: os.stat_result, entry: FileEntry) -> Path:
     name = sha256(f"{file_version(version)} {entry.sha256}")
     return cache_folder() / "checked" / name[:2] / name[2:]
+
+
+def _exists(mark: Path) -> bool:
+    with contextlib.suppress(OSError):  # a cache: without it, files are read again
+        return mark.exists()
+    return False
 
 
 def _put(mark: Path) -> None:

@@ -13,7 +13,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from pipelines.errors import StoreAbsent, StoreDamaged, StoreError, StoreUnreachable
-from pipelines.store.file_checks import fault, size_fault
+from pipelines.store.file_checks import OF_THE_FILE, fault, size_fault
 from pipelines.store.protocol import (
     Staging,
     complete,
@@ -60,7 +60,7 @@ class FolderStore:
                 self._require()
             return None
         except OSError as error:
-            raise self._refused("read", name, error, StoreDamaged) from None
+            raise self._unreadable(name, error) from None
 
     def read_all(self, names: Sequence[str], limit: int | None = None) -> list[bytes | StoreDamaged | None]:
         return [read_or_damage(self, name, limit) for name in names]
@@ -75,6 +75,10 @@ class FolderStore:
         hint = " (a store needs a file system with hard links)" if error.errno in _NO_LINKS else ""
         kind = StoreUnreachable if error.errno in _NO_ANSWER else kind
         return kind(f"{self.root}: cannot {verb} {name}: {error.strerror}{hint}")
+
+    def _unreadable(self, name: str, error: OSError) -> StoreError:
+        """Return the error for an object that cannot be read: it is damaged only if that is the file's fault."""
+        return self._refused("read", name, error, StoreDamaged if error.errno in OF_THE_FILE else StoreError)
 
     def read_range(self, name: str, start: int, length: int) -> bytes:
         try:
@@ -155,15 +159,15 @@ class FolderStore:
             raise self._refused("list", folder, error, StoreError) from None
 
     def digest(self, name: str) -> tuple[int, str] | None:
-        if (self.root / name).exists() and not (self.root / name).is_file():
-            raise StoreDamaged(f"{self.root}/{name} is damaged: it is not a file")
         try:
+            if (self.root / name).exists() and not (self.root / name).is_file():
+                raise StoreDamaged(f"{self.root}/{name} is damaged: it is not a file")
             with (self.root / name).open("rb") as file:
                 return os.fstat(file.fileno()).st_size, hashlib.file_digest(file, "sha256").hexdigest()
         except (FileNotFoundError, NotADirectoryError):
             return None
         except OSError as error:
-            raise self._refused("read", name, error, StoreDamaged) from None
+            raise self._unreadable(name, error) from None
 
     def check_sizes(self, folder: str, files: Iterable[FileEntry]) -> None:
         self._check(folder, files, size_fault)
@@ -176,7 +180,11 @@ class FolderStore:
         self, folder: str, files: Iterable[FileEntry], check: Callable[[Path, FileEntry], str | None]
     ) -> None:
         for entry in files:
-            if (problem := check(inside(self.root / folder, entry.path), entry)) is not None:
+            try:
+                problem = check(inside(self.root / folder, entry.path), entry)
+            except OSError as error:
+                raise self._unreadable(f"{folder}/{entry.path}", error) from None
+            if problem is not None:
                 raise StoreDamaged(f"{self.root}/{folder}/{entry.path} is damaged: it {problem}")
 
     @contextmanager
@@ -235,6 +243,9 @@ def _move_durably(path: Path, staging: Path, target: Path) -> FileEntry:
         os.fsync(file.fileno())
     relative = path.relative_to(staging)
     size = path.stat().st_size
+    # Safetensors writes files that only their owner can read. A new folder has the mode that files should have.
+    if hidden := stat.S_IMODE(staging.stat().st_mode) & 0o666 & ~path.stat().st_mode:
+        path.chmod(stat.S_IMODE(path.stat().st_mode) | hidden)
     final = target / relative
     _make_folders(final.parent)
     path.rename(final)

@@ -12,7 +12,7 @@ import os
 import secrets
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from pathlib import Path, PurePosixPath
 from typing import Any, Protocol, TypeVar
 
@@ -124,6 +124,15 @@ def open_store(uri: str, *, create: bool = True) -> Store:
     from pipelines.store.folder import FolderStore
 
     return FolderStore(Path(uri).expanduser().resolve(), create=create)
+
+
+def is_at(store: Store, uri: str) -> bool:
+    """Whether an address leads to this store. A copy of a store has the same id and records, and is another store."""
+    if uri == store.uri or "://" in f"{uri} {store.uri}":
+        return uri == store.uri
+    with suppress(OSError):
+        return Path(uri).samefile(store.uri)
+    return False
 
 
 def wait_for_store(

@@ -184,6 +184,8 @@ class Manifest(Frozen):
     started: Time
     finished: Time
     user: str
+    own_sha256: str | None = None
+    """The sha256 of the manifest's bytes without this value; None in manifests from before it was added."""
 
     @property
     def folder(self) -> str:

@@ -9,7 +9,7 @@ import tempfile
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -125,7 +125,7 @@ class S3Store:
 
     def local(self, folder: str, files: Iterable[FileEntry]) -> Path:
         root = inside(cache_folder() / "objects", f"{self.id}/{folder}")
-        missing = [entry for entry in files if fault(inside(root, entry.path), entry) is not None]
+        missing = [entry for entry in files if not _is_cached(inside(root, entry.path), entry)]
         root.mkdir(parents=True, exist_ok=True)
         if missing:
             self._fetch(folder, missing, root)
@@ -217,6 +217,12 @@ class S3Store:
 
     def _translate_errors(self, operation: str) -> AbstractContextManager[None]:
         return s3.translate_errors(self.uri, operation)
+
+
+def _is_cached(path: Path, entry: FileEntry) -> bool:
+    with suppress(OSError):  # what cannot be read is fetched again
+        return fault(path, entry) is None
+    return False
 
 
 def _pause() -> None:

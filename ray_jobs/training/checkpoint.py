@@ -333,9 +333,8 @@ class Saver:
             StoreDamaged: one is missing or damaged. The next attempt continues from before it.
         """
         there = checkpoints(self._store, self._attempt.job, self._attempt.key, self._fit)
-        found = []
-        needed = {*self._kept_steps} if best is None else {best, *self._kept_steps}
-        for step in sorted(needed - {self._end}):
+        found, needed = [], {*self._kept_steps, *([] if best is None else [best])} - {self._end}
+        for step in sorted(needed):
             checkpoint = intact(self._store, [each for each in there if each.step == step])
             if checkpoint is None:
                 raise StoreDamaged(

@@ -33,7 +33,12 @@ from tests.support.records import make_manifest
 from tests.support.world import World, first_key
 
 KEY = first_key()[:12]
-ID = f"ingest-{KEY}-01234567"  # how the submission ids of the stage `images` begin
+ID = f"ingest-{KEY}"  # how the submission ids of the stage `images` begin
+
+
+def job_id(number: int) -> str:
+    """The submission id of this attempt, if the first driver has written it and those before it."""
+    return f"{ID}-1-{number - 1}-{number}"
 
 
 def scripts(*in_order: Script) -> Callable[[Attempt], Script]:
@@ -60,7 +65,7 @@ def test_stages_are_driven_one_after_the_other_and_all_is_told() -> None:
     ]
     assert world.told.of("images") == ["RUNNING", f"SUCCEEDED {KEY}"]
     (attempt,) = world.attempts()
-    assert attempt.submission_id == f"{ID}-1"
+    assert attempt.submission_id == job_id(1)
     assert (attempt.nonce, attempt.cluster_session) == ("1-0", "session-1")
     assert world.log(attempt) == "fine\n"
     assert walk(world) == {"images": "CACHED", "pixels": "CACHED"}
@@ -84,6 +89,26 @@ def test_what_a_process_left_behind_that_died_after_its_commit_is_removed() -> N
     leave_checkpoint(*world.attempts("pretrain"))
     assert left()
     assert walk(world)["model"] == "CACHED" and not left()
+
+
+def test_a_copy_of_a_store_leaves_the_jobs_of_the_first_alone() -> None:
+    """Both have one id and the same records, and use the same Ray."""
+    world = World("images", script=lambda attempt: Script(running=1e5))
+    first = world.driver()
+    while not world.cluster.started:
+        first.step()
+        world.clock.sleep(1.0)
+    copy = world.driver()
+    copy.store.uri = "copy"
+    copy._begin("images")
+    assert (observed := copy._observe("images")).attempt == world.attempts()[0]
+    assert observed.job is None
+    assert observed.lost == "it was made in memory"
+    assert decisions.decide(decisions.InFlight(), observed, 0.0)[1][-1] is decisions.Do.WRITE
+    copy.stop()
+    assert not world.cluster.stopped
+    first.stop()
+    assert world.cluster.stopped == {job_id(1)}
 
 
 def test_independent_stages_run_at_once_and_no_more_than_allowed() -> None:
@@ -126,7 +151,7 @@ def test_a_job_whose_cluster_is_gone_is_lost_and_followed_by_the_next_attempt() 
     world = World()
     world.clock.after(3.0, partial(world.cluster.restart, 5.0))
     assert walk(world) == {"images": "SUCCEEDED"}
-    assert world.cluster.arrived == [("session-1", f"{ID}-1"), ("session-2", f"{ID}-2")]
+    assert world.cluster.arrived == [("session-1", job_id(1)), ("session-2", job_id(2))]
     assert [attempt.cluster_session for attempt in world.attempts()] == ["session-1", "session-2"]
     assert "attempt ended images LOST" in world.events()
     assert world.told.of("images") == [
@@ -144,7 +169,7 @@ def test_a_cluster_that_does_not_answer_for_a_while_loses_nothing() -> None:
     for begins in (4.0, 10.0, 20.0):
         world.clock.after(begins, partial(world.cluster.go_down, 5.0))
     assert walk(world) == {"images": "SUCCEEDED"}
-    assert world.cluster.arrived == [("session-1", f"{ID}-1")]
+    assert world.cluster.arrived == [("session-1", job_id(1))]
     assert len(world.attempts()) == 1
     assert sum(line.startswith("WAITING") for line in world.told.of("images")) == 3
     assert world.clock.now < 23, "it was committed while its cluster was down"
@@ -155,7 +180,7 @@ def test_a_cluster_that_does_not_answer_for_a_while_loses_nothing() -> None:
 def test_a_submission_that_got_lost_or_whose_answer_did_is_no_second_job(answers: bool) -> None:
     world = World()
     assert walk(world, Loses("submit", answers=answers)) == {"images": "SUCCEEDED"}
-    assert world.cluster.arrived == [("session-1", f"{ID}-1")]
+    assert world.cluster.arrived == [("session-1", job_id(1))]
     assert [attempt.number for attempt in world.attempts()] == [1]
     assert len(world.cluster.started) == 1
 
@@ -167,7 +192,7 @@ def test_a_job_that_its_own_cluster_does_not_know_is_submitted_under_the_same_id
         walk(world, DiesAfter(2))  # the listing of the source, the attempt
     assert (len(world.attempts()), world.cluster.arrived) == (1, [])
     assert walk(world) == {"images": "SUCCEEDED"}
-    assert world.cluster.arrived == [("session-1", f"{ID}-1")]
+    assert world.cluster.arrived == [("session-1", job_id(1))]
 
 
 @pytest.mark.parametrize("answers", [False, True])
@@ -213,7 +238,7 @@ def test_a_stage_that_never_shows_a_manifest_fails() -> None:
 def test_a_failure_that_ray_invents_does_not_undo_a_commit(exit_code: int | None) -> None:
     world = World(script=scripts(Script(status="FAILED", exit_code=exit_code)))
     assert walk(world) == {"images": "SUCCEEDED"}
-    assert world.cluster.commits == [f"{ID}-1"]
+    assert world.cluster.commits == [job_id(1)]
     assert len(world.attempts()) == 1
 
 
@@ -222,8 +247,8 @@ def test_a_process_that_ray_has_lost_sees_its_successor_and_commits_nothing(late
     lives_on = Script(status="FAILED", exit_code=None, closing=0.1, lives_on=late)
     world = World(script=scripts(lives_on, Script(running=90.0)))
     assert walk(world) == {"images": "SUCCEEDED"}
-    assert world.cluster.superseded == [f"{ID}-1"]
-    assert world.cluster.commits == [f"{ID}-2"]
+    assert world.cluster.superseded == [job_id(1)]
+    assert world.cluster.commits == [job_id(2)]
     assert world.manifests()["images"].attempt == 2
 
 
@@ -242,7 +267,7 @@ def test_a_job_that_ray_calls_running_after_its_process_died_is_lost() -> None:
         f"SUCCEEDED {KEY}",
     ]
     assert "attempt ended images LOST" in world.events()
-    assert world.cluster.stopped == {f"{ID}-1"}
+    assert world.cluster.stopped == {job_id(1)}
     assert world.log(world.attempts()[0]) == "fine\n"
 
 
@@ -251,8 +276,8 @@ def test_a_suspended_process_is_lost_after_a_minute_and_ends_when_it_goes_on(sus
     world = World(script=scripts(Script(running=20.0, suspended=suspended), Script(running=100.0)))
     assert walk(world) == {"images": "SUCCEEDED"}
     is_lost = suspended > 60
-    assert world.cluster.superseded == [f"{ID}-1"] * is_lost
-    assert world.cluster.commits == [f"{ID}-2" if is_lost else f"{ID}-1"]
+    assert world.cluster.superseded == [job_id(1)] * is_lost
+    assert world.cluster.commits == [job_id(2) if is_lost else job_id(1)]
     assert len(world.attempts()) == 1 + is_lost
 
 
@@ -313,7 +338,7 @@ def test_a_job_that_stays_pending_is_explained_and_given_up() -> None:
     world = World(script=scripts(Script(pending=1e5)))
     assert walk(world) == {"images": "FAILED"}
     assert len(world.attempts()) == decisions.ATTEMPTS
-    assert world.cluster.stopped == {f"{ID}-{number}" for number in (1, 2, 3)}
+    assert world.cluster.stopped == {job_id(number) for number in (1, 2, 3)}
     assert world.told.of("images")[:3] == [
         f"PENDING {WAITS}",
         f"FAILED not started within 15 minutes: {WAITS}; another attempt",
@@ -351,7 +376,7 @@ def test_a_job_that_is_pending_for_a_while_is_waited_for() -> None:
 
 def test_a_status_that_ray_does_not_document_is_not_an_end() -> None:
     world = World(script=scripts(Script(running=300.0)))
-    world.clock.after(10.0, lambda: world.cluster.report(f"{ID}-1", "SUSPENDED"))
+    world.clock.after(10.0, lambda: world.cluster.report(job_id(1), "SUSPENDED"))
     assert walk(world) == {"images": "SUCCEEDED"}
     assert len(world.attempts()) == 1
 
@@ -527,7 +552,7 @@ def test_a_stopped_job_of_a_run_that_is_to_stop_is_not_tried_again() -> None:
     def stop() -> None:
         driver.look_for_stop_at = 1e9
         wish_stop(world.store, driver.run.id)
-        world.cluster.stop(f"{ID}-1")
+        world.cluster.stop(job_id(1))
 
     world.clock.after(3.0, stop)
     assert driver.walk()[0] == {"images": "STOPPED"}

@@ -1,7 +1,9 @@
 """What is damaged in a store is named, and affects only what needs it; nothing ends with a traceback or for ever."""
 
+import errno
 import json
 import os
+import re
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
@@ -20,7 +22,7 @@ from pipelines.engine.driver import Driver
 from pipelines.engine.logs import show_logs
 from pipelines.engine.runs import load_run, run_status, start_run
 from pipelines.engine.submission import reached
-from pipelines.identity import sha256, stage_key
+from pipelines.identity import sha256, stage_key, successor_key
 from pipelines.recipe.load import load_pipeline
 from pipelines.results import accuracies, listing
 from pipelines.results.lineage import as_json, as_text, trace
@@ -28,7 +30,16 @@ from pipelines.results.lookup import find_artifact, find_run
 from pipelines.results.query import query
 from pipelines.results.verify import sample, verify
 from pipelines.spec import RecipeError
-from pipelines.store import FileEntry, Layout, Manifest, StoreAbsent, StoreDamaged, file_checks, local_files
+from pipelines.store import (
+    FileEntry,
+    Layout,
+    Manifest,
+    StoreAbsent,
+    StoreDamaged,
+    StoreError,
+    file_checks,
+    local_files,
+)
 from pipelines.store.file_checks import fault
 from pipelines.store.folder import FolderStore
 from ray_jobs.evaluation.rows import ROWS, write_table
@@ -43,7 +54,7 @@ ROW = row()
 
 def put(store: FolderStore, job: str, key: str, stage: str, run: str, **fields: Any) -> Manifest:
     """Commit an artifact that has rows, as a stage of a run."""
-    attempt = make_attempt(job, key=key * 32, stage=stage, run=run)
+    attempt = make_attempt(job, key=(key * 32)[:64], stage=stage, run=run)
     st.create_attempt(store, attempt)
     with store.staging(Layout.files(job, attempt.key, 1)) as staging:
         write_table(staging.path / "rows.parquet", [ROW | {"method": stage}], ROWS)
@@ -62,16 +73,9 @@ def store(tmp_path: Path) -> FolderStore:
     for run, stages in ((GOOD, ("data", "model", "probe")), (BAD, ("victim",))):
         st.create_run(store, run, make_plan(run, *stages))
     pipeline = load_pipeline(str(TINY))
-    digits = pipeline.stages["digits"].model_dump(mode="json")
-    data = put(
-        store,
-        "ingest",
-        "da",
-        "data",
-        GOOD,
-        config=digits,
-        code={"version": pipeline.stages["digits"].VERSION},
-    )
+    config, source = pipeline.stages["digits"], "f" * 64
+    digits = {"config": config.model_dump(mode="json"), "source": source, "code": {"version": config.version}}
+    data = put(store, "ingest", stage_key(config, {}, source), "data", GOOD, **digits)
     taken = {"data": [st.input_ref(store, data)]}
     model = put(store, "pretrain", "ae", "model", GOOD, inputs=taken)
     put(store, "evaluate", "ee", "probe", GOOD, inputs=taken | {"backbone": [st.input_ref(store, model)]})
@@ -410,6 +414,66 @@ def test_verify_reads_again_what_was_found_right_before(store: FolderStore) -> N
     assert len(verify(store).damage) == 1
     with pytest.raises(StoreDamaged):
         local_files(store, model)
+
+
+@pytest.mark.parametrize("is_old", [False, True], ids=["with its own sha256", "from before it had one"])
+@pytest.mark.parametrize(
+    ("changes", "what"),
+    [
+        ({"metrics": {"test_accuracy": 0.91}}, r"it had sha256 \w+ when \w+ .* read it"),
+        ({"source": "e" * 64}, "its configuration, inputs and version are those of another key"),
+    ],
+)
+def test_a_manifest_is_not_edited_in_silence(store: FolderStore, changes, what, is_old) -> None:
+    data = find_artifact(store, None, "dataset")
+    path = store.root / Layout.manifest(data.job, data.key)
+    record = json.loads(path.read_bytes()) | changes | ({"own_sha256": None} if is_old else {})
+    write(path, json.dumps(record, indent=1).encode() + b"\n")
+    damage = [each for each in verify(store, data.key).damage if re.search(what, each.what)]
+    if is_old:
+        assert [each.stage for each in damage] == ["data"]
+        return
+    with pytest.raises(StoreDamaged, match="was changed after it was written"):
+        st.read_manifest(store, data.job, data.key)
+
+
+def test_the_key_of_what_force_made_is_that_of_what_it_replaced(store: FolderStore) -> None:
+    data = find_artifact(store, None, "dataset")
+    following = successor_key(data.key, "nonce")
+    st.replace_artifact(store, data.job, data.key, following, GOOD, "--force")
+    fields = data.model_dump(include={"config", "source", "code"})
+    put(store, data.job, following, "data", GOOD, **fields)
+    assert not verify(store).damage
+    plan = make_plan("again-20260103-000000-cccc", "data") | {"force": {"data": "nonce"}}
+    st.create_run(store, plan["run"], plan)
+    put(store, data.job, "0f", "data", plan["run"], **fields)
+    found = verify(store)
+    assert not found.damage
+    assert [each.why for each in found.unchecked if "0f0f" in each.name] == [
+        "the artifact that it replaced by --force is gone"
+    ]
+
+
+@pytest.mark.parametrize("number", [errno.EMFILE, errno.EACCES])
+@pytest.mark.parametrize("what", ["rows.parquet", "manifest.json", "plan.json"])
+def test_what_this_process_cannot_read_is_not_damaged(store: FolderStore, monkeypatch, number, what) -> None:
+    data, opened = find_artifact(store, None, "dataset"), Path.open
+
+    def refuse(path: Path, *arguments: Any, **options: Any) -> Any:
+        if path.name == what:
+            raise OSError(number, os.strerror(number))
+        return opened(path, *arguments, **options)
+
+    monkeypatch.setattr(Path, "open", refuse)
+    with pytest.raises(StoreError, match=os.strerror(number)) as refused:
+        local_files(store, data)
+        st.read_manifest(store, data.job, data.key)
+        st.read_plan(store, GOOD)
+    assert not isinstance(refused.value, StoreDamaged)
+    found = verify(store)
+    assert not found.damage
+    assert {each.name.rpartition("/")[2] for each in found.unread} == {what}
+    assert CliRunner().invoke(app, ["verify", "--store", store.uri]).exit_code == 1
 
 
 def test_a_manifest_names_no_files_outside_its_artifact(store: FolderStore) -> None:

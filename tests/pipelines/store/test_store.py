@@ -11,7 +11,9 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+from safetensors.numpy import save_file
 
 from pipelines import store as st
 from pipelines.store import (
@@ -347,6 +349,22 @@ def test_a_damaged_store_is_one_clear_message(store: Store, place: Place, text: 
     place[1].write(Layout.STORE, text.encode())
     with pytest.raises(StoreError, match="cannot be read"):
         open_store(store.uri)
+
+
+@pytest.mark.parametrize(("umask", "mode"), [(0o022, 0o644), (0o002, 0o664), (0o077, 0o600)])
+def test_files_have_the_mode_that_the_umask_gives(tmp_path: Path, umask: int, mode: int) -> None:
+    """Safetensors makes its files private to their owner."""
+    before = os.umask(umask)
+    try:
+        store = open_store(str(tmp_path / "store"))
+        with store.staging("artifacts/x") as staging:
+            save_file({"x": np.zeros(1)}, staging.path / "model.safetensors")
+            (staging.path / "curve.json").write_text("[]")
+        store.create("artifacts/x/manifest.json", b"{}")
+    finally:
+        os.umask(before)
+    files = [path for path in (tmp_path / "store").rglob("*") if path.is_file()]
+    assert {stat.S_IMODE(path.stat().st_mode) for path in files} == {mode}, files
 
 
 def test_events_come_back_in_their_order(store: Store) -> None:
