@@ -119,7 +119,7 @@ def _open_folder() -> str:
 
 def _open_store() -> tuple[str, int]:
     """Open the TCPStore in the first worker, on its node's address only; return that address and the port."""
-    import torch.distributed as dist
+    from torch._C._distributed_c10d import TCPStore
 
     global _store
     address = ray.util.get_node_ip_address()
@@ -127,7 +127,7 @@ def _open_store() -> tuple[str, int]:
         (address, 0), family=socket.AF_INET6 if ":" in address else socket.AF_INET
     ) as server:
         port = server.getsockname()[1]
-        _store = dist.TCPStore(
+        _store = TCPStore(
             address, port, is_master=True, wait_for_workers=False, master_listen_fd=server.detach()
         )
     return address, port
@@ -136,6 +136,7 @@ def _open_store() -> tuple[str, int]:
 def _join(meeting: str | tuple[str, int], rank: int, world: int) -> str | None:
     """Join the group whose store is a file or at (address, port); return the reason if that fails."""
     import torch.distributed as dist
+    from torch._C._distributed_c10d import FileStore, TCPStore
 
     from ray_jobs.training.hangs import limit_collectives
 
@@ -143,9 +144,9 @@ def _join(meeting: str | tuple[str, int], rank: int, world: int) -> str | None:
     backend = devices.backend()
     try:
         if isinstance(meeting, str):
-            store: Any = dist.FileStore(meeting, world)
+            store: Any = FileStore(meeting, world)
         else:
-            store = _store or dist.TCPStore(*meeting)
+            store = _store or TCPStore(*meeting)
         store.set_timeout(timedelta(seconds=COLLECTIVE_SECONDS))
         dist.init_process_group(backend, store=store, rank=rank, world_size=world)
     except (RuntimeError, OSError) as error:
