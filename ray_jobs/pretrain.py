@@ -37,7 +37,7 @@ _START_TIMEOUT_SECONDS = 900
 # The same after a death, because Ray may count a lost machine's resources for some seconds. Then they are counted anew.
 _RESTART_TIMEOUT_SECONDS = 20
 _DEATHS = 3  # of groups that saved nothing new, after which the attempt fails
-_DEATH_NAMES = ("WorkerHealthCheck", "WorkerGroupStartupTimeout")  # of Ray Train's errors
+_DEATH_NAMES = ("WorkerHealthCheck", "WorkerGroupStartup", "ActorDied", "ActorUnavailable")  # of Ray's errors
 _CONNECTION = re.compile("gloo|NCCL|DistBackendError|Connection (closed|reset)")
 
 

@@ -30,18 +30,52 @@ import psutil
 
 from pipelines.cluster.jobs_client import Cluster, ClusterUnreachable, connect, wait_for_end
 
-START_SECONDS = 60.0  # within which a head must answer
+START_SECONDS = (
+    300.0  # within which a head must answer, on a busy machine; if it dies, that is noticed at once
+)
 END_SECONDS = 10.0  # for each step of an orderly shutdown
 SOCKET_PATH_BYTES = 107  # the kernel's limit
 MARK = "VITFLOW_RAY_INSTANCE"
 
 PROJECT = Path(__file__).resolve().parents[2]
-# environment variables of the first user that must not reach a Ray that others will use
-PRIVATE = ("RAY_ADDRESS", "RAY_API_SERVER_ADDRESS", "RAY_AUTH_TOKEN", "RAY_JOB_CONFIG_JSON_ENV_VAR", MARK)
-_QUIET = {
+# Environment variables that must not reach a Ray that others will use: what is the first user's own, what the launcher
+# of a parallel program tells one of its processes, and what changes how every Python program runs.
+_PRIVATE = {"RAY_ADDRESS", "RAY_API_SERVER_ADDRESS", "RAY_AUTH_TOKEN", "RAY_JOB_CONFIG_JSON_ENV_VAR", MARK}
+_LAUNCHED = {
+    "RANK",
+    "WORLD_SIZE",
+    "LOCAL_RANK",
+    "LOCAL_WORLD_SIZE",
+    "NODE_RANK",
+    "GROUP_RANK",
+    "MASTER_ADDR",
+    "MASTER_PORT",
+}
+_LAUNCHERS = (
+    "OMPI_",
+    "PMI_",
+    "PMIX_",
+    "PRTE_",
+    "MPI_",
+    "MPIEXEC_",
+    "MV2_",
+    "HYDRA_",
+    "SLURM",
+    "TORCHELASTIC_",
+)
+_PYTHON = {
+    "PYTHONOPTIMIZE",
+    "PYTHONWARNINGS",
+    "PYTHONINSPECT",
+    "PYTHONSTARTUP",
+    "PYTHONDEBUG",
+    "PYTHONVERBOSE",
+}
+_SETTINGS = {
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_enable_metrics_collection": "0",
     "RAY_TRAIN_METRICS_ENABLED": "0",
+    "RAY_TRAIN_V2_ENABLED": "1",
     "RAY_TRAIN_ENABLE_PREEMPTION_WATCHER": "0",
     "TUNE_DISABLE_AUTO_CALLBACK_LOGGERS": "1",
     "RAY_prestart_worker_first_driver": "0",  # our jobs cannot use such workers, which lack their runtime_env
@@ -122,7 +156,24 @@ def _head_environment(folder: Path, head: Head) -> dict[str, str]:
     own = {MARK: head.instance, "PATH": path, "PYTHONPATH": python_path()} | client_environment(
         folder / "token"
     )
-    return {name: value for name, value in os.environ.items() if name not in PRIVATE} | _QUIET | own
+    return inherited() | _SETTINGS | own
+
+
+def inherited() -> dict[str, str]:
+    """Return the environment variables of this process that a shared Ray takes over."""
+    left_out = _PRIVATE | _LAUNCHED | _PYTHON
+    return {
+        name: value
+        for name, value in os.environ.items()
+        if name not in left_out and not name.startswith(_LAUNCHERS)
+    }
+
+
+def suspects() -> list[str]:
+    """Return the names of variables that change how Ray or Python works and that a shared Ray takes over."""
+    return sorted(
+        name for name in inherited().keys() - _SETTINGS.keys() if name.startswith(("RAY_", "PYTHON", "LD_"))
+    )
 
 
 def _wait_for_head(folder: Path, head: Head, process: subprocess.Popen[bytes], cluster: Cluster) -> Head:

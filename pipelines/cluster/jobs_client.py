@@ -342,9 +342,10 @@ def python_entrypoint(*arguments: str) -> str:
     """Return a shell command for `Cluster.submit` that runs Python with these arguments on the cluster's head.
 
     It uses the path of this process's Python if that exists there, otherwise the `python` on that machine's PATH.
+    Python takes no modules from the working folder (-P), which is whatever folder Ray was started in.
     """
     # `exec`, because Ray runs the entrypoint in a shell: killing the shell must kill the job
-    return f'exec "$(command -v {shlex.quote(sys.executable)} || echo python)" {shlex.join(arguments)}'
+    return f'exec "$(command -v {shlex.quote(sys.executable)} || echo python)" -P {shlex.join(arguments)}'
 
 
 def wait_for_end(cluster: Cluster, submission_ids: set[str], seconds: float) -> None:

@@ -36,16 +36,17 @@ import platformdirs
 import psutil
 
 from pipelines.cluster.head import (
-    PRIVATE,
     PROJECT,
     START_SECONDS,
     Head,
     LocalRayError,
     client_environment,
     end_head,
+    inherited,
     python_path,
     read_head,
     start_head,
+    suspects,
 )
 from pipelines.cluster.jobs_client import Cluster, ClusterUnreachable, connect
 
@@ -236,8 +237,7 @@ def _answering(folder: Path) -> LocalRay | None:
 
 def _start_keeper(folder: Path) -> None:
     """Start a keeper and wait until its head answers. Raises LocalRayError, with the reason, if it does not."""
-    environment = {name: value for name, value in os.environ.items() if name not in PRIVATE}
-    environment |= {"PYTHONPATH": python_path(), "VITFLOW_RAY_DIR": str(folder)}
+    environment = inherited() | {"PYTHONPATH": python_path(), "VITFLOW_RAY_DIR": str(folder)}
     command = [sys.executable, "-m", "pipelines.cluster.local", "keep"]
     try:
         with (folder / "keeper.log").open("ab") as log:
@@ -258,7 +258,14 @@ def _start_keeper(folder: Path) -> None:
         answer = f"its keeper did not answer within {ENSURE_SECONDS:.0f} s"
     if answer != "ready":
         reason = answer or "its keeper died"
-        raise LocalRayError(f"the local Ray did not start: {reason}\n(see also {folder / 'keeper.log'})")
+        names = (
+            f"; Ray takes these variables from the environment: {', '.join(found)}"
+            if (found := suspects())
+            else ""
+        )
+        raise LocalRayError(
+            f"the local Ray did not start: {reason}\n(see also {folder / 'keeper.log'}{names})"
+        )
 
 
 # ------------------------------------------------------------------------------------------------- the keeper

@@ -8,7 +8,6 @@ import signal
 import time
 from contextlib import nullcontext
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -17,6 +16,7 @@ from pipelines.commands.common import DEFAULT_STORE, Commands, StoreOption, cons
 from pipelines.engine.runs import run_status
 from pipelines.engine.trainings import Trainings, by_fit
 from pipelines.results.lookup import find_run
+from pipelines.scratch import scratch_folder
 from pipelines.spec import RecipeError
 from pipelines.store import Store, wait_for_store
 
@@ -56,10 +56,8 @@ def tensorboard(
     run_id = find_run(opened, run)
     trainings = Trainings(opened, run_id)
     signal.signal(signal.SIGTERM, signal.default_int_handler)
-    place = (
-        TemporaryDirectory(prefix="vitflow-tensorboard-") if to is None else nullcontext(_folder(to, run_id))
-    )
-    with place as folder, EventFiles(Path(folder)) as files:
+    place = scratch_folder() if to is None else nullcontext(_folder(to, run_id))
+    with place as folder, EventFiles(folder) as files:
         try:
             shown = _update(opened, run_id, trainings, files)
             url = serve(folder, port)
@@ -110,7 +108,7 @@ def mlflow(
         raise RecipeError(_PASSWORD.sub("//***@", f"--to {to}: {error}")) from None
 
 
-def serve(folder: str, port: int | None) -> str:
+def serve(folder: Path, port: int | None) -> str:
     """Serve TensorBoard on loopback in threads of this process, and return its address.
 
     Raises:
@@ -143,14 +141,14 @@ def _update(store: Store, run: str, trainings: Trainings, files: EventFiles) -> 
     return count
 
 
-def _folder(to: Path, run: str) -> str:
+def _folder(to: Path, run: str) -> Path:
     """Return the folder in `to` for the event files of a run, and create it."""
     folder = to / run
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise RecipeError(f"--to {to}: cannot create {folder}: {error.strerror}") from None
-    return str(folder)
+    return folder
 
 
 def _missing(error: ImportError) -> str:

@@ -76,7 +76,10 @@ def status(
     _show_status(shown)
     if shown["status"] == Status.UNFINISHED:
         console.print(
-            f"its driver is gone; `vitflow run` or `vitflow submit` of {shown['pipeline']} continues this run"
+            f"its driver is gone; `vitflow run` or `vitflow submit` of {shown['pipeline']} continues this run, and "
+            f"`vitflow stop {shown['run']}` stops stages that are still running",
+            highlight=False,
+            soft_wrap=True,
         )
         for line in driver_log(opened, shown["run"], clusters).strip().splitlines()[-3:]:
             console.print(f"[dim]driver[/]  {plain(line)}", highlight=False, soft_wrap=True)

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import os
 import shlex
+import signal
 import sys
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from functools import partial
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -45,6 +45,7 @@ from pipelines.engine.submission import ClusterConnection, check_store, reach, r
 from pipelines.recipe.load import load_pipeline
 from pipelines.recipe.pipeline import Pipeline, members
 from pipelines.results.lookup import find_run
+from pipelines.scratch import scratch_folder
 from pipelines.spec import RecipeError
 from pipelines.store import Store, StoreAbsent, StoreDamaged, StoreError, add_event, wait_for_store
 from vit_model.errors import UserError
@@ -118,7 +119,37 @@ def carry_out(
     started = runs.start_run(opened, pipeline, targets, forced, strict_code=strict_code)
     wait_for_store(lambda: add_event(opened, started.id, "driver", **runs.driver_process()), say)
     console.print(f"{'continuing' if started.continued else 'run'} [bold]{started.id}[/]", highlight=False)
-    return _drive(opened, started, connection, parallel, shlex.join(["vitflow", *sys.argv[1:]]))
+    again = shlex.join(["vitflow", *sys.argv[1:]])
+    with _says_what_goes_on(opened, started, address, again):
+        return _drive(opened, started, connection, parallel, again)
+
+
+@contextmanager
+def _says_what_goes_on(store: Store, run: Run, address: str | None, again: str) -> Iterator[None]:
+    """If a signal ends this command during the block, say what it does not end; the exit code is 128 + signal.
+
+    The signals are SIGTERM, and SIGHUP, which a terminal sends when it is closed; nohup's stays ignored.
+    """
+
+    def end(number: int, frame: object) -> None:
+        raise SystemExit(128 + number)
+
+    numbers = [each for each in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(each) is signal.SIG_DFL]
+    for number in numbers:
+        signal.signal(number, end)
+    try:
+        yield
+    except SystemExit:
+        where = f"on {address}" if address else "until the local Ray ends, some minutes from now"
+        at = ["--address", address] if address else []
+        stop = shlex.join(["vitflow", "stop", run.id, "--store", store.uri, *at])
+        text = f"ended by a signal; stages that are running go on {where}. To stop them: {stop}; to continue: {again}"
+        with suppress(OSError):  # the terminal is gone
+            errors.print(plain(text), highlight=False, soft_wrap=True)
+        raise
+    finally:
+        for number in numbers:
+            signal.signal(number, signal.SIG_DFL)
 
 
 @app.command("submit")
@@ -233,11 +264,11 @@ def _planning_store(store: str, address: str | None = None) -> Iterator[Store]:
     """Yield the store to plan with, an empty one if there is none yet; the cluster at `address` must see it, too."""
     if address is not None:
         check_store(store, address)
-    with TemporaryDirectory(prefix="vitflow-") as empty:
+    with scratch_folder() as empty:
         try:
             opened = open_(store, create=False)
         except StoreAbsent:
-            opened = open_(empty)
+            opened = open_(str(empty))
         yield opened
 
 

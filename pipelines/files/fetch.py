@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from tempfile import TemporaryDirectory
+
+from pipelines.scratch import scratch_folder
 
 
 @contextmanager
@@ -20,12 +21,12 @@ def fetched(path: str) -> Iterator[Path]:
     if not path.startswith(("hf:", "s3://")):
         yield Path(path)
         return
-    with TemporaryDirectory(prefix="vitflow-") as folder:
+    with scratch_folder() as folder:
         if path.startswith("hf:"):
             from pipelines.files import hub
 
-            yield hub.fetch(hub.pinned(path), Path(folder))
+            yield hub.fetch(hub.pinned(path), folder)
         else:
             from pipelines.files.s3 import fetch
 
-            yield fetch(path, Path(folder))
+            yield fetch(path, folder)

@@ -124,8 +124,11 @@ def _is_local(schedule: Schedule) -> bool:
 
 
 def _command(schedule: Schedule, store: Store) -> list[str]:
-    """Return the command with the absolute path of Python, because timers have a minimal PATH."""
-    return [sys.executable, "-m", "pipelines", *_arguments(schedule, store)]
+    """Return the command with the absolute path of Python, because timers have a minimal PATH.
+
+    Python takes no modules from the working folder (-P), which may have a random.py.
+    """
+    return [sys.executable, "-P", "-m", "pipelines", *_arguments(schedule, store)]
 
 
 def _arguments(schedule: Schedule, store: Store) -> list[str]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import os
 import random
-import tempfile
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -19,6 +18,7 @@ from botocore.exceptions import ClientError, IncompleteReadError, ReadTimeoutErr
 from pipelines.errors import StoreDamaged
 from pipelines.files import s3
 from pipelines.files.digests import cache_folder
+from pipelines.scratch import scratch_folder
 from pipelines.store.file_checks import digest_fault, fault, remember
 from pipelines.store.protocol import (
     Staging,
@@ -134,11 +134,11 @@ class S3Store:
     def _fetch(self, folder: str, files: list[FileEntry], root: Path) -> None:
         """Fetch files into the cache; each appears there when it is complete and its sha256 is checked."""
         with (
-            tempfile.TemporaryDirectory(prefix=".fetching-", dir=root.parent) as temporary,
+            scratch_folder(root.parent) as temporary,
             ThreadPoolExecutor(s3.THREADS) as threads,
         ):
             parts = [
-                (entry, Path(temporary, str(number)), start)
+                (entry, temporary / str(number), start)
                 for number, entry in enumerate(files)
                 for start in range(0, max(entry.size, 1), s3.PART_BYTES)
             ]
@@ -187,8 +187,8 @@ class S3Store:
 
     @contextmanager
     def staging(self, folder: str) -> Iterator[Staging]:
-        with tempfile.TemporaryDirectory(prefix="vitflow-staging-") as temporary:
-            staging = Staging(Path(temporary))
+        with scratch_folder() as temporary:
+            staging = Staging(temporary)
             yield staging
             paths = sorted(path for path in staging.path.rglob("*") if path.is_file())
             staging.files = self._put(folder, staging.path, paths)

@@ -9,6 +9,8 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import psutil
+
 from pipelines.control_groups import cgroup_limits
 from vit_model.errors import UserError
 
@@ -106,7 +108,6 @@ def device(local_rank: int = 0) -> torch.device:
 
 def memory(on: torch.device) -> int:
     """Return the bytes of memory of a GPU; for the CPU those of this machine, or fewer that a container may use."""
-    import psutil
     import torch
 
     if on.type == "cuda":
@@ -159,13 +160,33 @@ def backend() -> str:
     return "nccl" if torch.cuda.is_available() else "gloo"
 
 
+_INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+
+
 def stay_on_loopback() -> None:
     """Make the process groups that this process will join listen on loopback only; all ranks are on this machine.
 
     By default, gloo and NCCL's bootstrap listen on the interface that the host name resolves to.
     """
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
+    os.environ.update(GLOO_SOCKET_IFNAME="lo", NCCL_SOCKET_IFNAME="=lo")
+
+
+def choose_interface(address: str) -> str:
+    """Make gloo and NCCL use the interface that has this address, and say which ones they use.
+
+    An interface that the environment names is kept. If no interface has the address, as behind network address
+    translation, the libraries choose.
+    """
+    found = [
+        name
+        for name, entries in psutil.net_if_addrs().items()
+        if any(entry.address.partition("%")[0] == address for entry in entries)
+    ]
+    given = {name: value for name in _INTERFACES if (value := os.environ.get(name))}
+    if found:  # "=": NCCL takes the name for a prefix otherwise
+        os.environ.update({"GLOO_SOCKET_IFNAME": found[0], "NCCL_SOCKET_IFNAME": f"={found[0]}"} | given)
+    chosen = found[0] if found else "no interface has this address"
+    return ", ".join([chosen, *(f"{name}={value}" for name, value in given.items())])
 
 
 def let_gloo_yield() -> None:

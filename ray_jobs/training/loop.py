@@ -249,7 +249,10 @@ def start(
             saved.load(momentum_encoder, MOMENTUM_ENCODER)
     if momentum_encoder is not None:
         momentum_encoder.to(device)
-    os.environ.setdefault("LOCAL_RANK", str(worker.local_rank))  # DeepSpeed reads it
+    os.environ["LOCAL_RANK"] = str(worker.local_rank)  # DeepSpeed reads it
+    os.environ.pop(
+        "OMPI_COMM_WORLD_LOCAL_RANK", None
+    )  # of an mpirun that started Ray; DeepSpeed compares the two
     engine = make_engine(task, optimizer, config, worker.world)
     if saved is not None:
         engine.load_state(saved.read, saved.step)

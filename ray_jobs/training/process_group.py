@@ -1,7 +1,9 @@
 """Set up torch's process group under Ray Train: through a file and over loopback if all workers are on one machine.
 
-torch's default is a TCPStore, which listens on every interface and accepts any client. Only workers on several machines
-need it; infra/README.md says which ports to close there.
+Workers on several machines meet in a TCPStore and connect over the interfaces that have the addresses under which Ray
+knows their nodes. torch's defaults are a TCPStore that listens on every interface, and whatever address the host's name
+resolves to, which is loopback on many machines. The TCPStore accepts any client; infra/README.md says which ports to
+close.
 
 Ray Train's configuration for torch also imports torch in the stage's process and in the controller that it starts for
 every group of workers: 2.5 s each. Here only the workers import it.
@@ -9,17 +11,29 @@ every group of workers: 2.5 s each. Here only the workers import it.
 
 from __future__ import annotations
 
-import shutil
-import tempfile
+import logging
+import re
+import socket
+from contextlib import ExitStack
+from datetime import timedelta
 from typing import Any
 
 import ray
 from ray.train.backend import Backend, BackendConfig
 
+from pipelines.scratch import scratch_folder
 from ray_jobs.process import devices
+from vit_model.errors import UserError
 
 COLLECTIVE_SECONDS = 600  # the longest time that a worker waits for the others in one operation
 _LEAVE_SECONDS = 10.0
+_DEATH_SECONDS = 10.0  # after which the death of a worker, of which others have heard, is known
+_REASON = 160  # characters of a library's error
+_CONTROLLER = "ray.train.v2._internal.execution.controller.controller"
+
+# Of the first worker: the folder or the TCPStore in which the group meets.
+_folder = ExitStack()
+_store: Any = None
 
 
 class LocalTorchConfig(BackendConfig):
@@ -35,37 +49,44 @@ class LocalTorchConfig(BackendConfig):
 
 
 class _LocalBackend(Backend):
-    """Ray Train's backend for torch, except on one machine."""
+    """A backend of Ray Train that creates and leaves torch's process group."""
 
     share_cuda_visible_devices = True
-    folder: str | None = None
 
     def on_start(self, worker_group: Any, backend_config: BackendConfig) -> None:
-        """Create the process group; called when the workers are up, before they train."""
-        if len(set(worker_group.execute(_node))) > 1:
-            from ray.train.torch import TorchConfig
+        """Create the process group; called when the workers are up, before they train.
 
-            worker_group.execute(_limit_collectives)
-            TorchConfig().backend_cls().on_start(worker_group, TorchConfig(timeout_s=COLLECTIVE_SECONDS))
-            return
-        # A new folder that only this user can read, so the file cannot be another group's.
-        self.folder = worker_group.execute_single(0, tempfile.mkdtemp, prefix="vitflow-group-")
+        Raises:
+            UserError: the workers live, but cannot connect.
+            RayActorError: a worker has died.
+        """
+        nodes = worker_group.execute(_node)
+        if len(set(nodes)) > 1:
+            hosts = dict(zip(nodes, worker_group.execute(_choose_interface), strict=True))
+            print(f"workers on {len(hosts)} hosts connect over {', '.join(hosts.values())}", flush=True)
+            meeting: str | tuple[str, int] = worker_group.execute_single(0, _open_store)
+        else:
+            worker_group.execute(devices.stay_on_loopback)
+            meeting = worker_group.execute_single(0, _open_folder)
         world = len(worker_group)
-        ray.get(
-            [
-                worker_group.execute_single_async(rank, _join, f"file://{self.folder}/store", rank, world)
-                for rank in range(world)
-            ]
-        )
+        joining = [
+            worker_group.execute_single_async(rank, _join, meeting, rank, world) for rank in range(world)
+        ]
+        while joining:
+            [joined], joining = ray.wait(joining)
+            if (reason := ray.get(joined)) is not None:
+                # The others may wait for that worker until the time limit. If one has died, that was the reason.
+                ray.get(ray.wait(joining, num_returns=len(joining), timeout=_DEATH_SECONDS)[0])
+                logging.getLogger(
+                    _CONTROLLER
+                ).disabled = True  # it logs what is raised here with a long stack
+                raise UserError(reason)
 
     def on_shutdown(self, worker_group: Any, backend_config: BackendConfig) -> None:
-        """Leave the group. Not called if a worker or the controller was killed; an empty folder then remains."""
+        """Leave the group. Not called if a worker or the controller was killed."""
         leaving = worker_group.execute_async(_leave)
         # not longer, because a worker hangs if it waits for one that has died
         ray.wait(leaving, num_returns=len(leaving), timeout=_LEAVE_SECONDS)
-        if self.folder is not None:
-            removed = worker_group.execute_single_async(0, shutil.rmtree, self.folder, ignore_errors=True)
-            ray.wait([removed], timeout=_LEAVE_SECONDS)
 
 
 class _TrainContext:
@@ -85,18 +106,57 @@ def _node() -> str:
     return str(ray.get_runtime_context().get_node_id())
 
 
-def _join(init_method: str, rank: int, world: int) -> None:
+def _choose_interface() -> str:
+    """Choose this worker's network interface, and describe it: address and name."""
+    address = ray.util.get_node_ip_address()
+    return f"{address} ({devices.choose_interface(address)})"
+
+
+def _open_folder() -> str:
+    """Open a new folder that only this user can read, and return the path of the group's file in it."""
+    return str(_folder.enter_context(scratch_folder()) / "store")
+
+
+def _open_store() -> tuple[str, int]:
+    """Open the TCPStore in the first worker, on its node's address only; return that address and the port."""
+    from torch._C._distributed_c10d import TCPStore
+
+    global _store
+    address = ray.util.get_node_ip_address()
+    with socket.create_server(
+        (address, 0), family=socket.AF_INET6 if ":" in address else socket.AF_INET
+    ) as server:
+        port = server.getsockname()[1]
+        _store = TCPStore(
+            address, port, is_master=True, wait_for_workers=False, master_listen_fd=server.detach()
+        )
+    return address, port
+
+
+def _join(meeting: str | tuple[str, int], rank: int, world: int) -> str | None:
+    """Join the group whose store is a file or at (address, port); return the reason if that fails."""
     import torch.distributed as dist
+    from torch._C._distributed_c10d import FileStore, TCPStore
 
-    _limit_collectives()
-    devices.stay_on_loopback()
-    dist.init_process_group(devices.backend(), init_method=init_method, rank=rank, world_size=world)
-
-
-def _limit_collectives() -> None:
     from ray_jobs.training.hangs import limit_collectives
 
     limit_collectives(COLLECTIVE_SECONDS)
+    backend = devices.backend()
+    try:
+        if isinstance(meeting, str):
+            store: Any = FileStore(meeting, world)
+        else:
+            store = _store or TCPStore(*meeting)
+        store.set_timeout(timedelta(seconds=COLLECTIVE_SECONDS))
+        dist.init_process_group(backend, store=store, rank=rank, world_size=world)
+    except (RuntimeError, OSError) as error:
+        reason = re.sub(r"\[/\S+\] ", "", " ".join(str(error).split()))[:_REASON]  # without places in C++
+        return (
+            f"the workers cannot connect: rank {rank}, on {ray.util.get_node_ip_address()}: {reason}. The hosts of the "
+            f"cluster must reach each other on all ports; {backend.upper()}_SOCKET_IFNAME in the environment of "
+            "`ray start` chooses another network interface"
+        )
+    return None
 
 
 def _leave() -> None:
@@ -104,3 +164,4 @@ def _leave() -> None:
 
     if dist.is_initialized():
         dist.destroy_process_group()
+    _folder.close()

@@ -12,7 +12,6 @@ import math
 import os
 import statistics
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterable
 from functools import partial
@@ -20,6 +19,7 @@ from typing import Any
 
 import numpy as np
 
+from pipelines.scratch import scratch_folder
 from pipelines.spec import Finetune
 from pipelines.spec.search import ASHA, PBT, Optuna
 from ray_jobs.data.shards import Images
@@ -200,7 +200,7 @@ def _tune(
     minutes = None if config.search is None else config.search.minutes
     deadline = math.inf if minutes is None else time.time() + 60 * minutes - seconds / concurrent
     # Tune's own records are not kept: the ledger has what a later attempt needs.
-    with tempfile.TemporaryDirectory(prefix="vitflow-", ignore_cleanup_errors=True) as scratch:
+    with scratch_folder() as scratch:
         trainable = tune.with_parameters(
             run,
             context=context,
@@ -218,7 +218,7 @@ def _tune(
             tune.with_resources(trainable if is_reused else _ending_with_its_workers(trainable), resources),
             param_space=space,
             tune_config=tune.TuneConfig(reuse_actors=is_reused, max_concurrent_trials=concurrent, **settings),
-            run_config=tune.RunConfig(name="sweep", storage_path=scratch, verbose=0),
+            run_config=tune.RunConfig(name="sweep", storage_path=str(scratch), verbose=0),
         )
         results = list(tuner.fit())
     for result in results:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import io
-import tempfile
 import time
 from pathlib import Path
 
 import numpy as np
 
+from pipelines.scratch import scratch_folder
 from pipelines.spec import Finetune, Model
 from ray_jobs.data.columns import Sample
 from ray_jobs.data.samples import write_samples
@@ -24,8 +24,8 @@ STEPS = 4
 def images_per_second(size: Model, resolution: int, batch_size: int) -> float:
     """Return the images per second of fine-tuning from scratch on random pixels, on one GPU or one core."""
     seconds = []
-    with tempfile.TemporaryDirectory(prefix="vitflow-speed-") as folder:
-        data = _random_dataset(Path(folder), resolution, batch_size)
+    with scratch_folder() as folder:
+        data = _random_dataset(folder, resolution, batch_size)
         images = Images(data, data.index("train"))
         for steps in (1, STEPS):  # the first run warms up
             config = Finetune(

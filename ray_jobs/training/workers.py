@@ -6,10 +6,10 @@ In: a function that can be sent to other processes, and its settings. Out: what 
 from __future__ import annotations
 
 import os
-import tempfile
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+from pipelines.scratch import scratch_folder
 from ray_jobs.process import devices
 
 
@@ -58,6 +58,7 @@ def run_group(
     os.environ.update(
         RAY_TRAIN_HEALTH_CHECK_INTERVAL_S="0.2",  # with the default, starts and ends are noticed a second later
         RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S=str(start_seconds),
+        RAY_TRAIN_V2_ENABLED="1",
         RAY_TRAIN_METRICS_ENABLED="0",
         RAY_TRAIN_ENABLE_PRINT_PATCH="0",  # it prints every line twice
         RAY_TRAIN_ENABLE_PREEMPTION_WATCHER="0",
@@ -67,7 +68,7 @@ def run_group(
 
     from ray_jobs.training.process_group import LocalTorchConfig
 
-    with tempfile.TemporaryDirectory(prefix="vitflow-", ignore_cleanup_errors=True) as scratch:
+    with scratch_folder() as scratch:
         trainer = DataParallelTrainer(
             function,
             train_loop_config=settings,
@@ -75,7 +76,7 @@ def run_group(
             scaling_config=devices.scaling(workers, threads),
             run_config=RunConfig(
                 name=name,
-                storage_path=scratch,  # not kept: the workers write to the store
+                storage_path=str(scratch),  # not kept: the workers write to the store
                 # The caller answers failures: Ray Train would repeat a user's mistakes, too.
                 failure_config=FailureConfig(max_failures=0, controller_failure_limit=starts - 1),
                 # Lower levels log where each worker runs.

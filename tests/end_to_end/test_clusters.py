@@ -58,7 +58,7 @@ def driver(run: str) -> psutil.Process:
     found = [
         process
         for process in psutil.process_iter(["cmdline"])
-        if (line := process.info["cmdline"] or []) and line[2:5] == ["pipelines", "drive", run]
+        if (line := process.info["cmdline"] or []) and line[3:6] == ["pipelines", "drive", run]
     ]
     assert found, "the driver does not run"
     return found[0]

@@ -17,7 +17,6 @@ import signal
 import stat
 import subprocess
 import sys
-import tempfile
 import zlib
 from collections.abc import Callable, Iterable, Iterator
 from functools import lru_cache
@@ -26,6 +25,7 @@ from typing import Any, NamedTuple
 
 from pipelines import identity
 from pipelines.files.digests import cache_folder
+from pipelines.scratch import scratch_folder
 from ray_jobs.sources.archives import rar
 from vit_model.errors import UserError
 
@@ -262,9 +262,9 @@ def _streams(
 def _unpack_rar(reader: Reader) -> Iterator[bytes]:
     # in a separate process with limited memory and time, because the library is C++ and the bytes are untrusted
     with (
-        tempfile.TemporaryDirectory(dir=_kept_in()) as folder,
+        scratch_folder(_kept_in()) as folder,
         subprocess.Popen(
-            [sys.executable, "-I", rar.__file__, _linked(_volumes(reader.blob), Path(folder))],
+            [sys.executable, "-I", rar.__file__, _linked(_volumes(reader.blob), folder)],
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
         ) as process,

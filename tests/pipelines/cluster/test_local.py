@@ -92,15 +92,36 @@ def marked_with(folder: Path, process: psutil.Process) -> bool:
         return False
 
 
-def test_two_that_start_at_once_get_one_head(folder: Path) -> None:
+def test_two_that_start_at_once_get_one_head_without_what_is_only_theirs(folder: Path) -> None:
+    """Both were started by launchers of parallel programs, and in a shell that changes how Python runs."""
+    theirs = {
+        "OMPI_COMM_WORLD_LOCAL_RANK": "0",
+        "SLURM_PROCID": "3",
+        "PMI_RANK": "1",
+        "RANK": "3",
+        "WORLD_SIZE": "4",
+    }
+    theirs |= {
+        "RAY_TRAIN_V2_ENABLED": "0",
+        "PYTHONOPTIMIZE": "1",
+        "PYTHONWARNINGS": "error",
+        "RAY_ADDRESS": "h:1",
+    }
     started = [
-        subprocess.Popen([sys.executable, "-c", SHOW], stdout=subprocess.PIPE, text=True) for _ in range(2)
+        subprocess.Popen(
+            [sys.executable, "-c", SHOW], stdout=subprocess.PIPE, text=True, env=os.environ | theirs
+        )
+        for _ in range(2)
     ]
     sessions = {process.communicate(timeout=90)[0].strip() for process in started}
     assert len(sessions) == 1
     with hold() as ray:
         assert {ray.session_name} == sessions
         assert present(folder).address == ray.address
+        passed_on = psutil.Process(present(folder).pids["raylet"]).environ()
+        assert {name: passed_on[name] for name in theirs if name in passed_on} == {
+            "RAY_TRAIN_V2_ENABLED": "1"
+        }
     assert stat.S_IMODE((folder / "token").stat().st_mode) == 0o600
     assert stat.S_IMODE(Path(present(folder).temp_folder).stat().st_mode) == 0o700
 
@@ -219,7 +240,7 @@ def test_a_ray_whose_folder_was_removed_ends(folder: Path) -> None:
 def test_a_failed_start_says_why(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert shut_down()
     monkeypatch.setenv("RAY_object_spilling_config", "not json")
-    with pytest.raises(LocalRayError, match=r"(?s)exit code 1.*JSONDecodeError"), hold():
+    with pytest.raises(LocalRayError, match=r"(?s)exit code 1.*JSONDecodeError.*RAY_object_spilling"), hold():
         pass
     assert read_head(folder) is None
     until(lambda: not local._locked(folder / "keeper.lock"), 2.0)

@@ -65,7 +65,17 @@ def test_the_crontab_line_is_the_schedules(tmp_path: Path) -> None:
     command = line.removeprefix("0 3 * * 1 ")
     assert "%" not in command.replace(r"\%", ""), "an unescaped % ends a crontab's command"
     words = shlex.split(command.replace(r"\%", "%"))
-    assert words == [sys.executable, "-m", "pipelines", "schedule", "tick", "weekly", "--store", store.uri]
+    assert words == [
+        sys.executable,
+        "-P",
+        "-m",
+        "pipelines",
+        "schedule",
+        "tick",
+        "weekly",
+        "--store",
+        store.uri,
+    ]
 
 
 def test_the_cron_job_is_valid_and_has_no_secrets(monkeypatch: pytest.MonkeyPatch) -> None:

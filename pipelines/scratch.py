@@ -1,0 +1,49 @@
+"""Temporary folders that do not stay: if a process was killed, the next one removes what it has left."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import shutil
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+_PREFIX = "vitflow-scratch-"
+_MAKING_SECONDS = 60.0  # between creating a folder and locking it, at most
+
+
+@contextmanager
+def scratch_folder(parent: Path | None = None) -> Iterator[Path]:
+    """Yield a new folder for temporary files, and remove it after the block.
+
+    Its process holds a lock on it. First, folders that are not locked are removed: their processes were killed.
+
+    Args:
+        parent: where to make it; None is the folder for temporary files (TMPDIR).
+    """
+    parent = parent or Path(tempfile.gettempdir())
+    for left in parent.glob(f"{_PREFIX}*"):
+        with suppress(OSError):  # it is another user's, in use, or just being removed
+            _sweep(left)
+    with tempfile.TemporaryDirectory(prefix=_PREFIX, dir=parent, ignore_cleanup_errors=True) as name:
+        opened = os.open(name, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            fcntl.flock(opened, fcntl.LOCK_SH)
+            yield Path(name)
+        finally:
+            os.close(opened)
+
+
+def _sweep(folder: Path) -> None:
+    """Remove a folder that no process holds. Raises OSError if it is held, or is not this user's."""
+    if folder.lstat().st_uid != os.getuid() or time.time() - folder.lstat().st_mtime < _MAKING_SECONDS:
+        return
+    opened = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    try:
+        fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        shutil.rmtree(folder)
+    finally:
+        os.close(opened)
