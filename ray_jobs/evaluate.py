@@ -29,7 +29,7 @@ from ray_jobs.process.stage import Context, Result, run_stage
 if TYPE_CHECKING:
     from ray_jobs.evaluation import frozen
 
-MAJORITY, RETRIEVAL = "majority", "retrieval"
+RETRIEVAL = "retrieval"
 
 
 def main(context: Context[Evaluate]) -> Result:
@@ -114,8 +114,8 @@ def evaluate(context: Context[Evaluate], run: Run = here) -> Result:
                 rows.extend(tables.mean_of_images(common, own_truth, tables.MEAN_AP, values, own_settings))
             for name, mean in mean_values(rows[first_row:]).items():
                 print(f"{name}: {mean:.3f}", flush=True)
-        for result in frozen.majorities(config, support.labels, truth.labels):
-            add(MAJORITY, truth, result, fixed)
+        for result in frozen.most_frequent(config, support.labels, truth.labels):
+            add(tables.MOST_FREQUENT, truth, result, fixed)
         [cost] = run(cost_of_features, [(context,)])
         write_cost(staging.path, cost)
     return save_evaluation(context, rows, predictions, overlap, staging.files)

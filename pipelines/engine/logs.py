@@ -11,7 +11,7 @@ from pipelines.cluster.jobs_client import ClusterUnreachable
 from pipelines.engine.runs import Clusters, driver_log, run_status
 from pipelines.engine.status import ENDED, Status
 from pipelines.recipe.pipeline import members
-from pipelines.store import Attempt, Layout, Store, last_attempt
+from pipelines.store import Attempt, Layout, Store, StoreDamaged, last_attempt
 
 
 def show_logs(
@@ -21,16 +21,21 @@ def show_logs(
 
     Raises:
         RecipeError: the run has no such stage.
+        StoreDamaged: a log is damaged; first, those of the other stages are written.
     """
     shown: set[tuple[str, int]] = set()
+    damaged: dict[str, StoreDamaged] = {}
     while True:
         status = run_status(store, run, clusters)
         names = [entry["stage"] for entry in status["stages"]]
         chosen = names if stage is None else members(stage, names)
         wanted = [entry for entry in status["stages"] if entry["stage"] in chosen]
         for entry in wanted:
-            if "key" in entry:
-                _show_stage(store, entry, follow, clusters, write, shown)
+            if "key" in entry and entry["stage"] not in damaged:
+                try:
+                    _show_stage(store, entry, follow, clusters, write, shown)
+                except StoreDamaged as error:
+                    damaged[entry["stage"]] = error
         if (
             not follow
             or status["status"] != Status.RUNNING
@@ -40,6 +45,8 @@ def show_logs(
         time.sleep(0.5)
     if not shown and (log := driver_log(store, run, clusters)):  # it says why no stage has begun
         write(f"--- driver\n{log.rstrip()}")
+    if damaged:
+        raise next(iter(damaged.values()))
 
 
 def _show_stage(

@@ -222,7 +222,13 @@ def _define_view(
         f"(SELECT *, file_index FROM read_parquet(getvariable('{name}_paths'), union_by_name = true)"  # noqa: S608
         f" UNION ALL BY NAME SELECT {empty} WHERE false)"  # (names of ours, here and below)
     )
-    connection.execute(f"CREATE VIEW {name} AS SELECT {shown} FROM {files_read}")  # noqa: S608 (names of ours)
+    view = f"SELECT * FROM (SELECT {shown} FROM {files_read}){_left_out(name)}"  # noqa: S608 (names of ours)
+    connection.execute(f"CREATE VIEW {name} AS {view}")
+
+
+def _left_out(name: str) -> str:
+    """Return the condition that leaves out evaluate's old "majority", the lowest of equally frequent classes."""
+    return " WHERE NOT (job = 'evaluate' AND method = 'majority')" if name in ("rows", "predictions") else ""
 
 
 def _define_table(connection: DuckDBPyConnection, name: str, records: list[dict[str, Any]]) -> None:

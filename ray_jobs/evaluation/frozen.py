@@ -33,7 +33,7 @@ NEIGHBOURS = 20
 TEMPERATURE = 0.07
 C_GRID = tuple(10.0**power for power in np.linspace(-6, 5, 45).tolist())
 ITERATIONS = 1_000  # of L-BFGS, as DINOv2
-_SELECT = 3  # separates this module's random numbers from other uses of the same seed
+_SELECT, _DIVIDE = 3, 4  # separate this module's random numbers from other uses of the same seed
 Labels = NDArray[np.integer]
 Features = NDArray[np.floating]
 
@@ -124,17 +124,21 @@ def _classifier(
             return partial(linear_probe.leave_one_out, standardise=standardise)
 
 
-def majorities(config: Evaluate, labels: Labels, truth: Labels) -> Iterator[Result]:
-    """Yield, for each number of shots, the result of predicting the most frequent label of draw 0 for all test images.
+def most_frequent(config: Evaluate, labels: Labels, truth: Labels) -> Iterator[Result]:
+    """Yield, for each number of shots and draw, the result of a baseline that looks at no image.
 
-    The lowest of equally frequent labels is taken, so with as many images of each class the draws agree.
+    It predicts the most frequent class of all labelled images, not of a draw's, which has equally many of each. Several
+    that are equally frequent are divided among the test images at random, so if all are, it is right in 1 / classes of
+    them, whatever the classes of test.
     """
+    classes, counts = np.unique(labels, return_counts=True)
+    tied = classes[counts == counts.max()]
     for shots in [*config.shots, *([None] if config.linear_probe else [])]:
-        chosen = labels if shots is None else labels[drawn(config, labels, shots, 0)]
-        classes, counts = np.unique(chosen, return_counts=True)
-        fitted = Fitted(np.full(len(truth), classes[counts.argmax()]), "nothing", {})
-        accuracy = float(np.mean(fitted.predictions == truth))
-        yield Result(_protocol(config, "least squares", shots), shots, 0, fitted, accuracy)
+        for draw in range(1 if len(tied) == 1 else config.draws):
+            places = permutation(len(truth), config.seed, _DIVIDE, draw) % len(tied)
+            fitted = Fitted(tied[places], "nothing", {"equally_frequent_classes": len(tied)})
+            accuracy = float(np.mean(fitted.predictions == truth))
+            yield Result(_protocol(config, "least squares", shots), shots, draw, fitted, accuracy)
 
 
 def nearest_neighbours(

@@ -79,6 +79,8 @@ PREDICTIONS = pa.schema(
         *PROBABILITIES,
     ]
 )
+# Evaluate's baseline that looks at no image. An earlier one took the lowest of equally frequent classes.
+MOST_FREQUENT, OLD_MAJORITY = "most frequent class", "majority"
 ACCURACY, MEAN_AP, MEAN_IOU = "accuracy", "mAP", "mIoU"  # only accuracies have rows in predictions.parquet
 FRACTIONS = (ACCURACY, MEAN_AP, MEAN_IOU)
 _SMALLEST = {"labels_per_class": 1, "num_images": 1}  # every other integer starts at 0

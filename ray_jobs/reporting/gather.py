@@ -22,7 +22,7 @@ from ray_jobs.data.shards import Dataset, Split, open_artifact
 from ray_jobs.evaluation.calibration import balanced_accuracy, calibration_error, is_identified
 from ray_jobs.evaluation.label_issues import FILE, read_issues
 from ray_jobs.evaluation.label_issues import headline as headline_of_audit
-from ray_jobs.evaluation.rows import PREDICTIONS, REAL, ROWS
+from ray_jobs.evaluation.rows import MOST_FREQUENT, PREDICTIONS, REAL, ROWS
 from ray_jobs.process.stage import Context
 from ray_jobs.reporting import costs, label_issues, measures, mistakes, pictures, plots, provenance, vtab
 from ray_jobs.reporting.measures import Entry
@@ -228,7 +228,7 @@ def _accuracy(
 
 def _seen(line: Mapping[str, Any], metrics: Mapping[str, Mapping[str, float | int | str]]) -> str:
     """Describe which test images the model of a line was trained on; empty if it has no trained model."""
-    if any(word in line["method"] for word in ("pixels", "untrained", "majority")):
+    if any(word in line["method"] for word in ("pixels", "untrained", MOST_FREQUENT)):
         return ""
     return provenance.seen_in_training(metrics[line["artifact"]])
 

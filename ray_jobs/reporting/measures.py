@@ -21,7 +21,7 @@ import pyarrow.parquet as pq
 
 from pipelines.store import Manifest
 from ray_jobs.evaluation.intervals import Interval, accuracy_interval
-from ray_jobs.evaluation.rows import ACCURACY, PREDICTIONS, ROWS, is_apart
+from ray_jobs.evaluation.rows import ACCURACY, OLD_MAJORITY, PREDICTIONS, ROWS, is_apart
 from vit_model.errors import UserError
 
 _FROM = [pa.field("artifact", pa.string(), nullable=False), pa.field("stage", pa.string(), nullable=False)]
@@ -124,7 +124,8 @@ def entries(rows: Any, predictions: Any, seeds: dict[str, int | None]) -> list[E
     """
     measured: dict[tuple[Any, ...], dict[int, dict[str, Any]]] = {}
     for row in rows.to_pylist():
-        if row["metric"] == ACCURACY and row["split"] == "test":
+        is_old_majority = row["method"] == OLD_MAJORITY and row["protocol"] != "baseline"
+        if row["metric"] == ACCURACY and row["split"] == "test" and not is_old_majority:
             measured.setdefault(tuple(row[name] for name in _ENTRY), {})[row["draw"]] = row
     ids, predicted = _by_draw(predictions)
     lines = [_entry(key, draws, ids, predicted, seeds.get(key[0])) for key, draws in measured.items()]

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from ray_jobs.evaluation.intervals import Interval, detectable_difference, paired_difference
-from ray_jobs.evaluation.rows import is_apart
+from ray_jobs.evaluation.rows import MOST_FREQUENT, is_apart
 from ray_jobs.reporting.measures import Entry
 
 CONCLUSIONS = {
@@ -65,7 +65,7 @@ def kind(entry: Entry) -> str:
     """
     if is_apart(entry.method):
         return "apart"
-    if entry.protocol == "baseline" or entry.method.startswith(("pixels", "majority")):
+    if entry.protocol == "baseline" or entry.method.startswith(("pixels", MOST_FREQUENT)):
         return "pixels"
     return next(
         (word for word in ("scratch", "untrained", "trained on these") if word in entry.method), "trained"

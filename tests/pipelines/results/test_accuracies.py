@@ -124,7 +124,7 @@ def test_one_method_is_paired_with_others_on_the_same_images(tmp_path: Path) -> 
     put(store, "pixels", "pixels", B)
     put(store, "all", "k-NN", B[:1], labels_per_class=None)
     put(store, "elsewhere", "k-NN", B, [f"new {number:02d}" for number in range(60)])
-    for key, methods in (("two", ("mean", "majority")), ("others", ("vit", "pixels"))):
+    for key, methods in (("two", ("mean", "median")), ("others", ("vit", "pixels"))):
         for method in methods if key == "two" else ():
             put(store, method, method, B)
         of = [input_ref(store, read_manifest(store, "evaluate", method)) for method in methods]  # type: ignore[arg-type]
@@ -136,7 +136,7 @@ def test_one_method_is_paired_with_others_on_the_same_images(tmp_path: Path) -> 
     assert (line["a"]["method"], line["b"]["method"]) == ("ViT", "pixels")
     assert line["difference"] == paired_difference(B, A)._asdict() | {"paired": True}
     assert found["only_a"] == found["only_b"] == found["reasons"] == []
-    assert [line["b"]["method"] for line in compare(store, "vit", "two")["both"]] == ["majority", "mean"]
+    assert [line["b"]["method"] for line in compare(store, "vit", "two")["both"]] == ["mean", "median"]
     (line,) = compare(store, "vit", "all")["both"]
     assert not line["difference"]["paired"] and line["b"]["labels_per_class"] is None
 

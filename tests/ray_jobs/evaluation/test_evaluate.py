@@ -86,7 +86,11 @@ def test_rows_say_of_which_family_a_model_is(store: Store, digits: Manifest) -> 
     config = Evaluate(job="evaluate", data="d", backbone="m", shots=(1,), draws=1)
     result = evaluate.evaluate(make_context(store, config, data=digits, backbone=resnet))
     named = {name for name in result.metrics if " @ " in name and not name.startswith("pixels")}
-    assert named == {"ResNet, trained on these images @ 1", "ResNet, untrained @ 1", "majority @ 1"}
+    assert named == {
+        "ResNet, trained on these images @ 1",
+        "ResNet, untrained @ 1",
+        "most frequent class @ 1",
+    }
 
 
 def test_what_lies_at_the_sides_is_seen_where_the_whole_image_is(store: Store) -> None:
@@ -123,9 +127,9 @@ def test_pixel_rows_equal_a_ridge_written_out(store: Store, digits: Manifest, mo
     result = evaluate.evaluate(make_context(store, config, data=digits, backbone=model))
     folder = store.local(st.Layout.files("evaluate", "k", 1), ())
     found = rows.read_table(folder / "rows.parquet", rows.ROWS)
-    assert len(found) == 4 * 2 * 2 + 2
+    assert len(found) == 5 * 2 * 2
     assert {row["method"] for row in found} == {
-        "majority",
+        "most frequent class",
         "ViT, trained on these images",
         "ViT, untrained",
         "pixels",

@@ -178,10 +178,20 @@ def test_the_grid_of_c_is_dinov2s() -> None:
     assert (len(frozen.C_GRID), frozen.C_GRID[0], frozen.C_GRID[-1]) == (45, 1e-6, 1e5)
 
 
-def test_the_most_frequent_class_of_the_labelled_images(digits: Split) -> None:
-    labels, truth = np.array([3, 3, 1, 1, 1, 7]), np.array([1, 1, 3, 7])
-    few, everything = frozen.majorities(stage(shots=(1,), linear_probe=True), labels, truth)
+def test_the_most_frequent_class_of_the_labelled_images() -> None:
+    """Of all of them, and not of a draw, which has equally many of each class."""
+    labels, truth = np.array([3, 3, 1, 7, 7, 7]), np.array([7, 7, 3, 1])
+    few, everything = frozen.most_frequent(stage(shots=(1,), linear_probe=True), labels, truth)
     assert (few.shots, few.accuracy, everything.shots, everything.accuracy) == (1, 0.5, None, 0.5)
+
+
+@pytest.mark.parametrize("first", [10, 500])
+def test_classes_that_are_equally_frequent_are_chance(first: int) -> None:
+    """Whatever share of test the class has that sorts first."""
+    truth = np.repeat([0, 1, 2, 3], [first, 100, 100, 100])
+    results = [*frozen.most_frequent(stage(shots=(1, 5), draws=40), np.repeat(range(4), 30), truth)]
+    assert len(results) == 80
+    assert np.mean([each.accuracy for each in results]) == pytest.approx(1 / 4, abs=0.01)
 
 
 def test_several_initialisations_take_turns(digits: Split) -> None:

@@ -390,7 +390,7 @@ def test_where_asked_for_they_are_scored_apart(scored: Made) -> None:
         "ViT, untrained": 20,
         "pixels": 20,
         "pixels, standardised": 20,
-        "majority": 20,
+        "most frequent class": 20,
     }
     right: dict[str, dict[str, bool]] = {method: {} for method in images}
     for row in rows.read_table(scored.folder("scored") / "predictions.parquet", rows.PREDICTIONS):

@@ -141,8 +141,8 @@ def test_train_and_dev_together_are_a_train_that_has_both(
     fields = ALL | {"shots": (1, 3), "draws": 2}
     one = run(store, digits, model, **fields)
     two = run(store, joined, model, **fields | {"support": "train"})
-    # four kinds of features; three untrained models instead of one with all labels; the majority class
-    assert len(one[0]) == 4 * (2 * 2 + 1) + 2 + 3
+    # four kinds of features; three untrained models instead of one with all labels; the most frequent class
+    assert len(one[0]) == 4 * (2 * 2 + 1) + 2 + 3 * 2
     for ours, theirs in zip(one[0], two[0], strict=True):
         settings = json.loads(ours["settings"])
         assert settings.pop("support") == "train+dev"
