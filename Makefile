@@ -13,7 +13,7 @@ PARALLEL := OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/pytest -n auto --d
 WITH_RAY := $(BIN)/pytest -n 2 --dist loadfile --durations=20
 export PYTHON DEVICE TORCH_INDEX INSTALLER WHY
 
-.PHONY: quickstart test test-all test-fast test-faults test-schedule test-cluster check format accept-code install benchmarks clean
+.PHONY: quickstart test test-all test-fast test-faults test-schedule test-hosts test-cluster check format accept-code install benchmarks clean
 
 quickstart: .venv/installed
 	$(BIN)/vitflow run quickstart
@@ -34,6 +34,9 @@ test-faults: install  # the long form of the random kills
 
 test-schedule: install  # a one-minute schedule, served for five minutes while its server is killed twice
 	VITFLOW_SCHEDULE_MINUTES=$${VITFLOW_SCHEDULE_MINUTES:-5} $(BIN)/pytest -s tests/end_to_end/test_schedule.py -k served
+
+test-hosts: install  # several hosts in network namespaces, as root: no name resolves, one is cut off, one is killed
+	VITFLOW_HOSTS=1 $(BIN)/pytest tests/end_to_end/test_hosts.py
 
 test-cluster: install  # a Ray with a token, the store on S3 (moto, and Ceph where it is installed), the quickstart
 	VITFLOW_CLUSTER_PIPELINE=quickstart $(BIN)/pytest tests/end_to_end/test_clusters.py -k submitted

@@ -126,8 +126,8 @@ def submit_driver(
     Raises:
         ClusterUnreachable: submit it again. UserError: the cluster refuses it.
     """
-    number, name = 1, f"driver-{run.id}-{sha256(store.uri)[:8]}"
-    while (job := cluster.job(submission_id := f"{name}-{number}")) is not None:
+    number = 1
+    while (job := cluster.job(submission_id := driver_id(store, run.id, number))) is not None:
         if not job.ended:
             break
         number += 1
@@ -165,6 +165,11 @@ def target(address: str | None, token_file: Path | None) -> Iterator[tuple[Clust
 
     with hold() as ray:
         yield ray.cluster(), ray.folder
+
+
+def driver_id(store: Store, run: str, number: int) -> str:
+    """Return the submission id of a run's driver, numbered from 1."""
+    return f"driver-{run}-{sha256(store.uri)[:8]}-{number}"
 
 
 def _file_system(path: Path) -> str:

@@ -19,6 +19,7 @@ from PIL import Image
 
 from pipelines.cluster.local import hold
 from pipelines.engine.runs import is_over, run_status, runs
+from pipelines.engine.submission import driver_id
 from pipelines.recipe.load import parse_pipeline
 from pipelines.schedules.schedule import Schedule, add_schedule, attend, find_schedule, tick_run
 from pipelines.store import Store, open_store, read_events
@@ -85,7 +86,7 @@ def test_new_images_are_taken_in_and_what_follows_is_made_and_else_nothing(
 
     tick = first_tick(store)
     said, stages = at(tick)
-    assert f"driver-{tick_run(store, 'often', tick)}-1 is running" in said[0]
+    assert f"{driver_id(store, tick_run(store, 'often', tick), 1)} is running" in said[0]
     assert stages == {"images": "SUCCEEDED", "pixels": "SUCCEEDED"}
     (images / "a" / "0.png").touch()
     said, stages = at(tick + MINUTE)
@@ -150,7 +151,7 @@ def test_a_server_that_is_killed_between_claim_and_submission(when: str, store: 
     assert set(outcome(store, run).values()) == {"SUCCEEDED"}
     assert runs(store) == [run]
     if when != "before driver submitted":  # there the job may have ended before anybody looked
-        assert set(drivers(store, run)) == {f"driver-{run}-1"}
+        assert set(drivers(store, run)) == {driver_id(store, run, 1)}
     attempts = list(Path(store.uri).glob("artifacts/*/*/attempts/*"))
     assert [path.name for path in attempts] == ["1", "1"]
 
@@ -164,7 +165,7 @@ def test_a_driver_that_dies_is_followed_by_another_until_it_is_given_up(store: S
         for number in (1, 2, 3):
             moment = tick + timedelta(seconds=number)
             (line,) = attend(store, "often", moment, None, MINUTE)
-            driver = f"driver-{run}-{number}"
+            driver = driver_id(store, run, number)
             assert f"{driver} is running" in line
             assert list(attend(store, "often", moment, None, MINUTE)) == [], "it lives"
             cluster.stop(driver)
