@@ -114,8 +114,10 @@ def segment(context: Context[Segment], run: Run = here) -> Result:
         scoring = [(dataset.info.name, np.arange(len(counts)), counts)]
         for task, method, places, part in tables.split_by_seen(scoring, name, own_seen if learned else None):
             common = {"task": task, "method": method} | shared
+            total = part.sum(axis=0)
+            measured = own_settings | {"classes": int(np.count_nonzero(total.sum(axis=1)))}
             row = tables.measurement(
-                common, tables.MEAN_IOU, mean_iou(part.sum(axis=0)), len(places), chosen_on, own_settings
+                common, tables.MEAN_IOU, mean_iou(total), len(places), chosen_on, measured
             )
             rows.append(row)
             pixels.append(_table(common, ids.take(pa.array(places)), part, classes))

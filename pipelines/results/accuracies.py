@@ -162,7 +162,7 @@ def list_results(store: Store, task: str | None, stage: str | None, best: str | 
     """List the mean on test over the draws of each (artifact, task, protocol, method, number of labels, metric).
 
     The oldest result comes first. With `best`, a metric, only the highest of each (task, protocol, number of labels)
-    that covers all of test is listed, with `judged`, the number of results that this test set has judged there, and
+    that covers all of test is listed, with `judged`, the number of results there of models that could be chosen, and
     `optimism`, see `expected_optimism`; None for other metrics than accuracy.
 
     Raises:
@@ -188,21 +188,24 @@ def list_results(store: Store, task: str | None, stage: str | None, best: str | 
         results = [row for row in results if value in {None, row[column]}]
     if best is None:
         return results
-    from ray_jobs.evaluation.rows import ACCURACY, is_apart
+    from ray_jobs.evaluation.rows import ACCURACY, is_apart, is_reference
 
     def setting(row: dict[str, Any]) -> tuple[Any, ...]:
         return row["task"], row["protocol"], row["labels_per_class"], row["metric"]
 
-    judged = Counter(setting(row) for row in everything if not is_apart(row["method"]))
+    candidates = [
+        row for row in everything if not is_apart(row["method"]) and not is_reference(row["method"])
+    ]
+    judged = Counter(map(setting, candidates))
     highest: dict[tuple[Any, ...], dict[str, Any]] = {}
     for row in (row for row in results if not is_apart(row["method"])):
         if setting(row) not in highest or row["mean"] >= highest[setting(row)]["mean"]:
             highest[setting(row)] = row
     for found, row in highest.items():
-        row["judged"] = judged[found]
+        row["judged"] = max(1, judged[found])  # 1: only references, of which this is the best
         # the formula is for counts of right images
         row["optimism"] = (
-            expected_optimism(judged[found], row["mean"], row["num_images"])
+            expected_optimism(row["judged"], row["mean"], row["num_images"])
             if row["metric"] == ACCURACY
             else None
         )

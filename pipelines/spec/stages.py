@@ -945,6 +945,7 @@ class Evaluate(_Stage):
 class Segment(_Stage):
     """Linear segmentation of a frozen backbone's patch tokens, beside the pixels of patches and untrained weights."""
 
+    VERSION: ClassVar[int] = 2  # mIoU is the mean over the classes in the masks
     KIND: ClassVar[str] = "evaluation"
     job: Literal["segment"]
     data: str = takes("dataset", description="a data set with masks: its source has `masks: true`")

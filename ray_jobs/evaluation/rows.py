@@ -118,6 +118,11 @@ def truth_of(dataset: Dataset, seen: NDArray[np.bool_] | None = None) -> Truth:
     )
 
 
+def is_reference(method: str) -> bool:
+    """Return whether a method of evaluate or segment is there to compare with, and not a model that could be chosen."""
+    return method.startswith(("pixels", MOST_FREQUENT, OLD_MAJORITY)) or "untrained" in method
+
+
 def is_apart(method: str) -> bool:
     """Return whether a method's row covers only a part of test, or its settings were chosen on test.
 

@@ -132,10 +132,10 @@ def confusion(scores: NDArray[np.floating], mask: Mask) -> NDArray[np.int64]:
 
 
 def mean_iou(counts: NDArray[np.integer]) -> float:
-    """Return the mean over classes of intersection / union, from a confusion [classes, classes].
+    """Return the mean of intersection / union over the classes in the masks, from a confusion [classes, classes].
 
-    A class that is neither in a mask nor predicted is left out.
+    So every method is measured on the same classes, whichever it predicts.
     """
-    both = np.diag(counts)
-    union = counts.sum(axis=0) + counts.sum(axis=1) - both
-    return float(np.mean(both[union > 0] / union[union > 0]))
+    both, in_masks = np.diag(counts), counts.sum(axis=1)
+    union = counts.sum(axis=0) + in_masks - both
+    return float(np.mean(both[in_masks > 0] / union[in_masks > 0]))

@@ -22,7 +22,7 @@ from ray_jobs.data.shards import Dataset, Split, open_artifact
 from ray_jobs.evaluation.calibration import balanced_accuracy, calibration_error, is_identified
 from ray_jobs.evaluation.label_issues import FILE, read_issues
 from ray_jobs.evaluation.label_issues import headline as headline_of_audit
-from ray_jobs.evaluation.rows import MOST_FREQUENT, PREDICTIONS, REAL, ROWS
+from ray_jobs.evaluation.rows import PREDICTIONS, REAL, ROWS, is_reference
 from ray_jobs.process.stage import Context
 from ray_jobs.reporting import costs, label_issues, measures, mistakes, pictures, plots, provenance, vtab
 from ray_jobs.reporting.measures import Entry
@@ -228,7 +228,7 @@ def _accuracy(
 
 def _seen(line: Mapping[str, Any], metrics: Mapping[str, Mapping[str, float | int | str]]) -> str:
     """Describe which test images the model of a line was trained on; empty if it has no trained model."""
-    if any(word in line["method"] for word in ("pixels", "untrained", MOST_FREQUENT)):
+    if is_reference(line["method"]):
         return ""
     return provenance.seen_in_training(metrics[line["artifact"]])
 
@@ -236,7 +236,8 @@ def _seen(line: Mapping[str, Any], metrics: Mapping[str, Mapping[str, float | in
 def _probabilities(entry: Entry, is_calibrated: bool) -> dict[str, Any] | None:
     """Describe the probabilities of a method that has them, as means over draws; the rates are fractions.
 
-    `calibrated` is of probabilities after temperature scaling, or None. With ReaL's labels, of which an image has
+    `top5_accuracy` is None if test has no more than five classes. `calibrated` is of probabilities after temperature
+    scaling, or None. With ReaL's labels, of which an image has
     several, there is no such description.
     """
     if entry.task.endswith(REAL) or entry.nll is None or entry.in_top5 is None:
@@ -248,7 +249,7 @@ def _probabilities(entry: Entry, is_calibrated: bool) -> dict[str, Any] | None:
             "calibration_error": _calibration_error(entry.calibrated_probabilities, entry.correct),
         }
     return {
-        "top5_accuracy": float(entry.in_top5.mean(dtype=np.float64)),
+        "top5_accuracy": float(entry.in_top5.mean(dtype=np.float64)) if entry.labels.max() >= 5 else None,
         "nll": float(entry.nll.mean(dtype=np.float64)),
         "calibration_error": _calibration_error(entry.probabilities, entry.correct),
         "calibrated": scaled,
