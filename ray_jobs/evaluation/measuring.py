@@ -113,16 +113,16 @@ def _forget_peak(on: torch.device) -> int | None:
         ctypes.CDLL(None).malloc_trim(0)
     try:
         Path("/proc/self/clear_refs").write_text(_CLEAR_PEAK)
-        return _resident("VmRSS")
+        return resident("VmRSS")
     except OSError:
         return None
 
 
 def _peak(on: torch.device) -> int:
-    return torch.cuda.max_memory_allocated(on) if on.type == "cuda" else _resident("VmHWM")
+    return torch.cuda.max_memory_allocated(on) if on.type == "cuda" else resident("VmHWM")
 
 
-def _resident(name: str) -> int:
+def resident(name: str) -> int:
     """Return this process's resident memory (VmRSS), or its peak (VmHWM), in bytes."""
     (line,) = (line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(name))
     return int(line.split()[1]) * 1024

@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from pipelines.spec import ModelSize, Pretrain
 from ray_jobs.data import shards
+from ray_jobs.evaluation.measuring import resident
 from ray_jobs.training import loop, optim
 from tests.support import datasets
 from tests.support.workers import run_workers
@@ -95,12 +96,12 @@ def _worker(rank: int, meeting: str, fields: dict[str, Any], dataset: Path, fold
         return said.getvalue()
 
     train(model=SMALL)  # imports, libraries, buffers of fixed size
-    before, taken, rate_of = _resident("VmRSS"), 0, optim.learning_rate
+    before, taken, rate_of = resident("VmRSS"), 0, optim.learning_rate
 
     def learning_rate(step: int, *arguments: Any) -> float:
         """At the beginning of a step: look at the peak of the steps before."""
         nonlocal taken
-        taken = _resident("VmHWM") - before
+        taken = resident("VmHWM") - before
         return rate_of(step, *arguments)
 
     optim.learning_rate = learning_rate
@@ -110,9 +111,3 @@ def _worker(rank: int, meeting: str, fields: dict[str, Any], dataset: Path, fold
     if rank == 0:
         (folder / "said.txt").write_text(said)
     dist.destroy_process_group()
-
-
-def _resident(name: str) -> int:
-    """Return this process's resident memory (VmRSS), or its peak (VmHWM), in bytes."""
-    (line,) = (line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(name))
-    return int(line.split()[1]) * 1024
