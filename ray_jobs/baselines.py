@@ -18,7 +18,7 @@ from pipelines.spec import Baselines
 from ray_jobs.data.shards import Dataset
 from ray_jobs.evaluation.artifact import save_evaluation
 from ray_jobs.evaluation.leakage import check_leakage
-from ray_jobs.evaluation.rows import scored, truth_of
+from ray_jobs.evaluation.rows import MOST_FREQUENT, scored, truth_of
 from ray_jobs.evaluation.supports import Supports
 from ray_jobs.process.stage import Context, Result, run_stage
 from vit_model.config import Preprocessing
@@ -59,10 +59,11 @@ def run_method(context: Context[Baselines], method: str) -> tuple[list[Any], lis
     rows, predictions = [], []
     for draw, support in enumerate(draws):
         predicted = fit_predict(method, chosen, x[support], y[support], x_test)
+        name = MOST_FREQUENT if method == "majority" else method
         common = {
             "protocol": PROTOCOL,
             # Other methods use all labels here, so the name says that this one does not.
-            "method": f"{method} on {len(support):,} images" if is_reduced else method,
+            "method": f"{name} on {len(support):,} images" if is_reduced else name,
             "labels_per_class": config.labels.per_class,
             "draw": draw,
         }

@@ -227,8 +227,11 @@ def _define_view(
 
 
 def _left_out(name: str) -> str:
-    """Return the condition that leaves out evaluate's old "majority", the lowest of equally frequent classes."""
-    return " WHERE NOT (job = 'evaluate' AND method = 'majority')" if name in ("rows", "predictions") else ""
+    """Return the condition that leaves out the old "majority", the lowest of equally frequent classes."""
+    if name not in ("rows", "predictions"):
+        return ""
+    drawn = "(job = 'evaluate' OR job = 'baselines' AND labels_per_class IS NOT NULL)"
+    return f" WHERE NOT (method = 'majority' AND {drawn})"
 
 
 def _define_table(connection: DuckDBPyConnection, name: str, records: list[dict[str, Any]]) -> None:

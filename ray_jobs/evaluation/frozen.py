@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from threadpoolctl import threadpool_limits
 
 from pipelines.spec import Evaluate
-from ray_jobs.evaluation import linear_probe
+from ray_jobs.evaluation import linear_probe, supports
 from ray_jobs.evaluation.calibration import probability_table
 from ray_jobs.evaluation.linear_probe import Fitted, blocks
 from ray_jobs.evaluation.supports import draw_as_big_vision, draw_labels, first_of_each, permutation
@@ -127,12 +127,9 @@ def _classifier(
 def most_frequent(config: Evaluate, labels: Labels, truth: Labels) -> Iterator[Result]:
     """Yield, for each number of shots and draw, the result of a baseline that looks at no image.
 
-    It predicts the most frequent class of all labelled images, not of a draw's, which has equally many of each. Several
-    that are equally frequent are divided among the test images at random, so if all are, it is right in 1 / classes of
-    them, whatever the classes of test.
+    It predicts the most frequent class of all labelled images, not of a draw's, which has equally many of each.
     """
-    classes, counts = np.unique(labels, return_counts=True)
-    tied = classes[counts == counts.max()]
+    tied = supports.most_frequent(labels)
     for shots in [*config.shots, *([None] if config.linear_probe else [])]:
         for draw in range(1 if len(tied) == 1 else config.draws):
             places = permutation(len(truth), config.seed, _DIVIDE, draw) % len(tied)

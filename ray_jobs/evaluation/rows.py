@@ -79,7 +79,8 @@ PREDICTIONS = pa.schema(
         *PROBABILITIES,
     ]
 )
-# Evaluate's baseline that looks at no image. An earlier one took the lowest of equally frequent classes.
+# The baseline that looks at no image. An earlier one took the lowest of equally frequent classes: wherever labels are
+# drawn, which are equally many of each.
 MOST_FREQUENT, OLD_MAJORITY = "most frequent class", "majority"
 ACCURACY, MEAN_AP, MEAN_IOU = "accuracy", "mAP", "mIoU"  # only accuracies have rows in predictions.parquet
 FRACTIONS = (ACCURACY, MEAN_AP, MEAN_IOU)

@@ -122,6 +122,16 @@ def first_of_each(labels: np.ndarray, per_class: int) -> np.ndarray:
     return np.concatenate([np.flatnonzero(labels == number)[:per_class] for number in np.unique(labels)])
 
 
+def most_frequent(labels: np.ndarray) -> np.ndarray:
+    """Return the most frequent of the labels; several if they are equally frequent.
+
+    A baseline that looks at no image divides them among the images at random. If all are equally frequent, it is right
+    in 1 / classes of them, whatever their classes; the lowest alone would be right in as many as have it.
+    """
+    classes, counts = np.unique(labels, return_counts=True)
+    return np.asarray(classes[counts == counts.max()])
+
+
 def permutation(count: int, *entropy: int) -> np.ndarray:
     """Return a random permutation of range(count), a pure function of the arguments.
 

@@ -124,7 +124,8 @@ def entries(rows: Any, predictions: Any, seeds: dict[str, int | None]) -> list[E
     """
     measured: dict[tuple[Any, ...], dict[int, dict[str, Any]]] = {}
     for row in rows.to_pylist():
-        is_old_majority = row["method"] == OLD_MAJORITY and row["protocol"] != "baseline"
+        is_drawn = row["protocol"] != "baseline" or row["labels_per_class"] is not None
+        is_old_majority = row["method"] == OLD_MAJORITY and is_drawn
         if row["metric"] == ACCURACY and row["split"] == "test" and not is_old_majority:
             measured.setdefault(tuple(row[name] for name in _ENTRY), {})[row["draw"]] = row
     ids, predicted = _by_draw(predictions)

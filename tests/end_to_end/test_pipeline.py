@@ -223,7 +223,7 @@ def test_your_own_images_from_init_to_predict(vitflow, tmp_path: Path) -> None: 
     assert {top["class"] for top in said[0]["top"]} == {"china", "flower"}
     report = json.loads(vitflow("report", "show", "--store", tmp_path / "s", "--json").stdout)
     methods = {line["method"] for line in report["accuracies"]}
-    assert {"majority", "k-NN", "logistic regression"} <= methods
+    assert {"most frequent class", "k-NN", "logistic regression"} <= methods
 
 
 @pytest.mark.full

@@ -180,9 +180,11 @@ def test_rows_are_those_of_every_evaluation_and_fine_tuning_once(store: Store) -
     assert pipelines.open_store(store.uri).rows().fetchall() == []
     put_dataset(store)
     put_finetuned(store)
+    # Of equally many labels of each class, the most frequent was the lowest, so such a row is left out.
+    written = [row("k-NN", 0.25), row("majority", 1 / 3), row("majority", 0.9) | {"labels_per_class": 5}]
     for job, key, file in (("baselines", "ba", "rows.parquet"), ("report", "ra", "rows.parquet")):
         with store.staging(Layout.files(job, key, 1)) as staging:
-            tables.write_table(staging.path / file, [row("k-NN", 0.25), row("majority", 1 / 3)], tables.ROWS)
+            tables.write_table(staging.path / file, written, tables.ROWS)
         commit(store, make_manifest(job, key=key, stage=f"s-{job}", run="r-2", files=staging.files))
     found = pipelines.open_store(store.uri).rows()
     assert found.columns == [
@@ -203,7 +205,7 @@ def test_rows_are_those_of_every_evaluation_and_fine_tuning_once(store: Store) -
     folder = Path(store.uri) / "artifacts/baselines/ba/attempts/1/files"
     stored = pq.read_table(folder / "rows.parquet")
     selected = found.filter("artifact = 'ba'").project(", ".join(tables.ROWS.names)).fetchall()
-    assert [dict(zip(tables.ROWS.names, values, strict=True)) for values in selected] == stored.to_pylist()
+    assert [dict(zip(tables.ROWS.names, values, strict=True)) for values in selected] == stored.to_pylist()[:2]
     assert found.query("rows", "select max(value) from rows").fetchall() == [(0.5,)]
 
 

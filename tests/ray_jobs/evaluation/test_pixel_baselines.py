@@ -65,6 +65,9 @@ def test_majority_predicts_the_most_frequent_label(baselines, digits) -> None:  
     x, _, x_test, _ = digits
     y = np.where(np.arange(len(x)) < 60, 7, 3)
     assert set(baselines.fit_predict("majority", {}, x, y, x_test).tolist()) == {7}
+    y = np.arange(len(x)) % 4  # equally many of each
+    predicted = np.bincount(baselines.fit_predict("majority", {}, x[:80], y[:80], x_test))
+    assert len(predicted) == 4 and predicted.max() - predicted.min() <= 1
 
 
 def test_the_settings_with_the_best_fold_accuracy_are_chosen(baselines, digits) -> None:  # type: ignore[no-untyped-def]
