@@ -229,10 +229,13 @@ def run_proposed(
             accuracies[number] = accuracy
             print(standing(config, ledger, len(folds), concurrent, deadline), flush=True)
     if len(known) < total and time.time() < deadline:
-        print(f"the search ends after {len(known)} of {total} points: Optuna only repeats them", flush=True)
+        print(
+            f"the search ends after {len(known)} of {total} points: Optuna proposes only points that were tried",
+            flush=True,
+        )
     elif total < search.trials:
         print(f"search.trials is {search.trials}, but the space has only {total} points", flush=True)
-    return known
+    return dict(sorted(known.items()))
 
 
 def run_point(

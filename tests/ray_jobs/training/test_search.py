@@ -333,6 +333,19 @@ def test_optuna_knows_how_many_points_there_are_and_when_it_repeats_them():
     assert propose(config, [(point, accuracy(point)) for point in every[1:]]) == every[0]
 
 
+def test_a_search_that_ends_early_says_so(cluster, monkeypatch, capsys):
+    one = {"learning_rate": 1e-2, "mixup": 0.1, "steps": 32}
+    monkeypatch.setattr(sweep_module, "propose", lambda config, tried: None if tried else one)
+    assert cluster.search(searching("optuna", over=SIXTY, trials=30)) == {0: one}
+    said = "the search ends after 1 of 30 points: Optuna proposes only points that were tried"
+    assert capsys.readouterr().out.splitlines()[-1] == said
+
+
+def test_optuna_begins_nothing_after_its_minutes(cluster, capsys):
+    assert cluster.search(searching("optuna", minutes=1e-9)) == {}
+    assert not cluster.trained and "the search ends" not in capsys.readouterr().out
+
+
 @pytest.mark.parametrize("ends", [[0], [7], [15, 2, 9], [29]], ids=str)
 def test_optuna_proposes_alike_after_interruptions(ends, cluster, dataset, tmp_path, monkeypatch):
     """It is killed in a trial after so many others: the point that it was at comes first, and then the same ones."""
@@ -369,6 +382,7 @@ def test_a_result_stays_with_its_point_if_the_points_entry_is_lost(cluster, tmp_
     flip(folder(tmp_path, 1) / "point-3.json")
     after = cluster.search(config, 2)
     assert after == before | {3: after[3]} and after[3] != before[3]
+    assert list(after) == list(range(20)), "as sweep.json has them"
     assert cluster.trained == [*before.values(), after[3]]
 
 
