@@ -45,7 +45,7 @@ class Training:
         steps, parts = int(self.config["steps"]), (fit or "").split("-")
         if (place := self._round(fit)) is not None:
             return math.ceil(steps * place / int(self.config["search"]["rounds"]))
-        return int(parts[2]) if len(parts) == 4 and parts[2].isdecimal() else steps
+        return int(parts[-2]) if len(parts) > 3 and parts[-2].isdecimal() else steps
 
     def _round(self, fit: str | None) -> int | None:
         """Return the round of PBT, from 1, that a fit is; None if it is none."""

@@ -12,7 +12,7 @@ from pipelines.spec.augmentation import Augmentation, EvalCrop, RandAugment, mix
 from pipelines.spec.checkpoints import LATEST, Backbone, CheckpointEvery, NamedCheckpoint
 from pipelines.spec.fields import Root, Seed, ascending, checkpoint, distinct, execution, marks, takes
 from pipelines.spec.optimizer import Optimizer, check_optimizer
-from pipelines.spec.search import ASHA, FIXED, PBT, Choices, Point, Range, Search, placed
+from pipelines.spec.search import ASHA, FIXED, PBT, Choices, Optuna, Point, Range, Search, placed
 from pipelines.spec.shapes import Model, ModelSize, ResNetSize, check_patches, size_of
 from pipelines.spec.sources import Source
 from vit_model.config import Frozen, LoRAOptions, MaeOptions, ResNetConfig, ViTConfig, later, wrong_field
@@ -646,10 +646,11 @@ class Finetune(_Stage):
     """A Ray Tune sweep over learning rates or a search, a refit with the best, one look at test (paper, Table 4)."""
 
     # 7: stochastic depth is drawn per sample. A backbone that has it was pretrained anew, which changes this stage's
-    # key by the digest of its input.
-    VERSION: ClassVar[int] = 7
+    # key by the digest of its input. 8: Optuna tries no point twice.
+    VERSION: ClassVar[int] = 8
     CONCERNS: ClassVar[dict[int, Callable[[Any], bool]]] = {
-        7: lambda stage: _has_stochastic_depth(stage.model) or bool(stage.stochastic_depth)
+        7: lambda stage: _has_stochastic_depth(stage.model) or bool(stage.stochastic_depth),
+        8: lambda stage: isinstance(stage.search, Optuna),
     }
     KIND: ClassVar[str] = "model"
     job: Literal["finetune"]
@@ -958,7 +959,9 @@ class Segment(_Stage):
 class Baselines(_Stage):
     """Classifiers on pixels (scikit-learn), given the same labels and folds as a fine-tuning."""
 
-    VERSION: ClassVar[int] = 6  # equally frequent classes are divided among the images, not the lowest for all
+    VERSION: ClassVar[int] = (
+        6  # equally frequent classes are divided among the images, not the lowest for all
+    )
     CONCERNS: ClassVar[dict[int, Callable[[Any], bool]]] = {6: lambda stage: "majority" in stage.methods}
     KIND: ClassVar[str] = "evaluation"
     job: Literal["baselines"]

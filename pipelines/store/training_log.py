@@ -46,7 +46,8 @@ class LogLine(Frozen):
     fit: Name | None = None
     """Of a fine-tuning: trial-<rate>-<fold> or refit-<rate>-<draw>, numbers as in its configuration, from 0; with early
     stopping refit-<rate>-<last step>-<draw>. With PBT trial-<member>-<round>-<schedule>, and
-    refit-<member>-<schedule>-<draw>, where <schedule> is a digest."""
+    refit-<member>-<schedule>-<draw>, where <schedule> is a digest. With Optuna a digest of the point follows its
+    number."""
     step: NonNegativeInt
     epoch: float
     """The images so far, divided by the number of training images."""

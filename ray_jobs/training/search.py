@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -19,11 +19,14 @@ from vit_model.errors import UserError
 
 if TYPE_CHECKING:
     from ray.tune.schedulers import AsyncHyperBandScheduler
-    from ray.tune.search.optuna import OptunaSearch
 
-_DRAW_POINTS, _EXPLORE = 1, 2  # purposes, so that one seed has different random numbers elsewhere
+_DRAW_POINTS, _EXPLORE, _PROPOSE = (
+    1,
+    2,
+    3,
+)  # purposes, so that one seed has different random numbers elsewhere
 _DIGITS = 4  # significant ones of a drawn number, so that a person can copy it into a recipe
-_TRIES = 100  # for a point that was not drawn before
+_TRIES = 100  # for a point that was not drawn or proposed before
 
 
 def points(config: Finetune) -> list[Point]:
@@ -158,18 +161,26 @@ def last_evaluation(config: Finetune) -> int:
     return config.search.evaluations if isinstance(config.search, ASHA) else 1
 
 
-class Tried(NamedTuple):
-    """A point that Optuna proposed before, and the mean accuracy that it had; None if its trials have not ended."""
+def size(config: Finetune) -> float:
+    """Return how many points the space has; infinity if a range is not of whole numbers."""
+    return math.prod(
+        len(values)
+        if not isinstance(values, Range)
+        else int(values.high) - int(values.low) + 1
+        if values.is_whole
+        else math.inf
+        for values in config.space.values()
+    )
 
-    number: int
-    point: Point
-    accuracy: float | None
 
+def propose(config: Finetune, tried: Sequence[tuple[Point, float | None]]) -> Point | None:
+    """Return the point that Optuna's TPE proposes next; None if it only repeats those that were tried.
 
-def proposer(config: Finetune, tried: Sequence[Tried]) -> OptunaSearch:
-    """Return Ray Tune's Optuna, which knows the points that were tried, and first proposes those that have not ended.
+    A pure function of the search's seed and its arguments, so an interrupted search goes on as it would have. A trial
+    has the same result each time, so a point that was tried is not proposed again.
 
-    It is built from the ledger and never unpickled. A field with choices is searched over their places (`decoded`).
+    Args:
+        tried: the points so far, in order, each with the mean accuracy of its trials; None: they have not ended.
 
     Raises:
         UserError: Optuna is not installed.
@@ -180,43 +191,38 @@ def proposer(config: Finetune, tried: Sequence[Tried]) -> OptunaSearch:
         raise UserError(
             "search.kind optuna needs Optuna on the cluster: pip install 'vitflow[optuna]'"
         ) from None
-    from ray import tune
-    from ray.tune.search.optuna import OptunaSearch
 
     assert isinstance(config.search, Optuna)
     optuna.logging.set_verbosity(optuna.logging.WARNING)
-    space: dict[str, Any] = {}
+    distributions = optuna.distributions
+    space: dict[str, Any] = {}  # of a list, its places
     for path, values in config.space.items():
         if not isinstance(values, Range):
-            space[path] = tune.choice(list(range(len(values))))
-        elif values.is_whole:  # Tune's whole numbers end before the upper one
-            whole = tune.lograndint if values.scale == "log" else tune.randint
-            space[path] = whole(values.low, int(values.high) + 1)
+            space[path] = distributions.CategoricalDistribution(range(len(values)))
         else:
-            real = tune.loguniform if values.scale == "log" else tune.uniform
-            space[path] = real(values.low, values.high)
-    begun = [_encoded(config, each.point) for each in tried if each.accuracy is None]
-    # another seed after an interruption, or its random points would be proposed again
-    sampler = optuna.samplers.TPESampler(seed=config.search.seed + len(tried))
-    search = OptunaSearch(
-        space, metric="accuracy", mode="max", points_to_evaluate=begun or None, sampler=sampler
-    )
-    for each in tried:
-        if each.accuracy is not None:
-            search.add_evaluated_point(_encoded(config, each.point), each.accuracy)
-    return search
-
-
-def decoded(config: Finetune, proposed: dict[str, Any]) -> Point:
-    """Return the point that the parameters of a trial of `proposer` stand for."""
-    return {
-        path: proposed[path] if isinstance(values, Range) else values[proposed[path]]
-        for path, values in config.space.items()
-    }
-
-
-def _encoded(config: Finetune, point: Point) -> dict[str, Any]:
-    return {
-        path: point[path] if isinstance(values, Range) else values.index(point[path])
-        for path, values in config.space.items()
-    }
+            kind = distributions.IntDistribution if values.is_whole else distributions.FloatDistribution
+            space[path] = kind(values.low, values.high, log=values.scale == "log")
+    raw = np.random.SeedSequence((config.search.seed, _PROPOSE, len(tried)))
+    # with a constant liar, TPE keeps away from the points of running trials and from those that it has repeated
+    sampler = optuna.samplers.TPESampler(seed=int(raw.generate_state(1)[0]), constant_liar=True)
+    study = optuna.create_study(sampler=sampler, direction="maximize")
+    states, known = optuna.trial.TrialState, []
+    for point, accuracy in tried:
+        known.append(
+            {
+                path: point[path] if isinstance(values, Range) else values.index(point[path])
+                for path, values in config.space.items()
+            }
+        )
+        state = states.RUNNING if accuracy is None else states.COMPLETE
+        study.add_trial(
+            optuna.trial.create_trial(state=state, value=accuracy, params=known[-1], distributions=space)
+        )
+    for _ in range(_TRIES):
+        found = study.ask(space).params
+        if found not in known:
+            return {
+                path: found[path] if isinstance(values, Range) else values[found[path]]
+                for path, values in config.space.items()
+            }
+    return None

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from datetime import timedelta
 from typing import Any
 
@@ -16,22 +16,23 @@ import numpy as np
 from pipelines.spec import Finetune
 from pipelines.spec.search import ASHA, Optuna, Point
 from ray_jobs.training.ledger import Ledger
-from ray_jobs.training.search import describe, points
-from ray_jobs.training.task import Trial
+from ray_jobs.training.search import describe, points, size
+from ray_jobs.training.task import Trial, point_key
 
 _TABLES = 4  # of a search, the last one at its end
 _FEW = 8  # trials, of which there is only the table at the end
 ROWS = 10  # of a table before the end
 
 
-def ended(ledger: Ledger, numbers: Iterable[int], folds: int) -> dict[int, list[Trial]]:
+def ended(config: Finetune, ledger: Ledger, known: Mapping[int, Point], folds: int) -> dict[int, list[Trial]]:
     """Return the trials of each point that has ended in all folds, by number."""
-    found = {}
-    for number in numbers:
-        own = [entry[1] for fold in range(folds) if (entry := ledger.trial((number, fold))) is not None]
+    done = {}
+    for number, point in known.items():
+        key = point_key(config.search, number, point)
+        own = [found[1] for fold in range(folds) if (found := ledger.trial((*key, fold))) is not None]
         if len(own) == folds:
-            found[number] = own
-    return found
+            done[number] = own
+    return done
 
 
 def entry(config: Finetune, number: int, point: Point, folds: list[Trial]) -> dict[str, Any]:
@@ -74,8 +75,8 @@ def standing(
     """
     search = config.search
     known = ledger.points() if isinstance(search, Optuna) else dict(enumerate(points(config)))
-    total = search.trials if isinstance(search, Optuna) else len(known)
-    trials = ended(ledger, known, folds)
+    total = int(min(search.trials, size(config))) if isinstance(search, Optuna) else len(known)
+    trials = ended(config, ledger, known, folds)
     said = f"{len(trials)} of {total} trials have ended"
     if total > len(trials) and (seconds := _seconds(config, known, trials)) > 0:
         said += ", " + time_left(

@@ -21,13 +21,13 @@ import numpy as np
 
 from pipelines.scratch import scratch_folder
 from pipelines.spec import Finetune
-from pipelines.spec.search import ASHA, PBT, Optuna
+from pipelines.spec.search import ASHA, PBT, Optuna, Point
 from ray_jobs.data.shards import Images
 from ray_jobs.process import devices
 from ray_jobs.process.stage import Context
 from ray_jobs.training.ledger import Ledger, add_point, add_trial
 from ray_jobs.training.population import run_population
-from ray_jobs.training.search import Tried, decoded, last_evaluation, points, proposer, scheduler
+from ray_jobs.training.search import last_evaluation, points, propose, scheduler, size
 from ray_jobs.training.standing import ended, entry, standing, table
 from ray_jobs.training.task import DivergenceError, Evaluated, Folds, Place, Task, Trial, at_point
 from ray_jobs.training.trials import DIVERGED, fit_name, outcome_of, pruned, run_trial
@@ -51,8 +51,7 @@ def sweep(
     if isinstance(config.search, PBT):
         return run_population(context, task, pools, folds, ledger)
     if isinstance(config.search, Optuna):
-        run_proposed(context, task, pools, folds, ledger)
-        known = ledger.points()
+        known = run_proposed(context, task, pools, folds, ledger)
     else:
         known = dict(enumerate(points(config)))
         tasks = [at_point(task, number, point, pools[0].dataset) for number, point in known.items()]
@@ -65,7 +64,7 @@ def sweep(
         if missing:
             run_trials(context, pools, folds, missing, finished)
     # of the others, the search's minutes were over
-    done = ended(ledger, known, len(folds))
+    done = ended(config, ledger, known, len(folds))
     trials = [entry(config, number, known[number], own) for number, own in done.items()]
     if not any("pruned_at" not in trial for trial in trials):
         raise UserError("search.minutes: no trial has ended in this time; give more")
@@ -112,7 +111,7 @@ def held_out_temperature(ledger: Ledger, places: Iterable[Place]) -> float | Non
 
 def said(context: Context[Finetune], task: Task, fold: int, folds: Folds, ledger: Ledger) -> Trial | None:
     """Return a trial that is in the ledger, and say so; None if it is not."""
-    if (found := ledger.trial((task.number, fold))) is None:
+    if (found := ledger.trial(task.place(fold))) is None:
         return None
     attempt, trial = found
     print(f"{fit_name(context, task, fold, folds)}: {outcome_of(trial)} (from attempt {attempt})", flush=True)
@@ -126,68 +125,7 @@ def run_trials(
     missing: list[tuple[Task, int]],
     finished: list[tuple[Task, int, Trial]],
 ) -> None:
-    """Run the missing trials. ASHA is told of the finished ones again, because it compares with them."""
-    from ray import tune
-
-    trials: list[tuple[Task, int, Trial | None]] = [(*each, None) for each in missing]
-    if isinstance(context.config.search, ASHA):
-        trials = [*finished, *trials]
-    results = _tune(
-        context,
-        pools,
-        folds,
-        _tune_trial,
-        {"number": tune.grid_search(list(range(len(trials))))},
-        {"scheduler": scheduler(context.config)},
-        len(trials),
-        sum(trial.seconds for *_, trial in finished),
-        trials=trials,
-    )
-    ledger = Ledger(context, [])
-    for result in results:
-        task, fold, before = trials[result.config["number"]]
-        # ASHA's verdict may reach a process so late that it could not record it.
-        if before is None and "evaluations" in result.metrics and not ledger.trial((task.number, fold)):
-            add_trial(context, (task.number, fold), pruned(result.metrics["evaluations"], 0.0))
-
-
-def run_proposed(
-    context: Context[Finetune], task: Task, pools: list[Images], folds: Folds, ledger: Ledger
-) -> None:
-    """Run what Optuna proposes; first the points that an earlier attempt has begun and not ended."""
-    search, tried, seconds = context.config.search, [], 0.0
-    assert isinstance(search, Optuna)
-    for number, point in ledger.points().items():
-        own = [
-            said(context, at_point(task, number, point, pools[0].dataset), fold, folds, ledger)
-            for fold in range(len(folds))
-        ]
-        done = [trial for trial in own if trial is not None]
-        seconds += sum(trial.seconds for trial in done)
-        accuracy = float(np.mean([trial.accuracy for trial in done])) if len(done) == len(folds) else None
-        tried.append(Tried(number, point, accuracy))
-    left = search.trials - sum(each.accuracy is not None for each in tried)
-    if left > 0:
-        settings = {"search_alg": proposer(context.config, tried), "num_samples": left}
-        _tune(context, pools, folds, _tune_proposed, None, settings, left, seconds, task=task, tried=tried)
-
-
-def _tune(
-    context: Context[Finetune],
-    pools: list[Images],
-    folds: Folds,
-    run: Callable[..., None],
-    space: dict[str, Any] | None,
-    settings: dict[str, Any],
-    count: int,
-    seconds: float,
-    **parameters: Any,
-) -> list[Any]:
-    """Run `count` trials with Ray Tune and return its results.
-
-    Args:
-        seconds: that the trials of earlier attempts took, which counts for the search's minutes.
-    """
+    """Run the missing trials with Ray Tune. ASHA is told of the finished ones again, because it compares with them."""
     os.environ["TUNE_DISABLE_AUTO_CALLBACK_LOGGERS"] = "1"  # nothing reads its CSV and TensorBoard files
     os.environ["RAY_AIR_NEW_OUTPUT"] = "0"  # the old output is silent at verbosity 0
     # Tune warns that the files switched off above are missing. It does not need them for a trial's last report.
@@ -196,35 +134,135 @@ def _tune(
     from ray import tune
 
     config = context.config
+    trials: list[tuple[Task, int, Trial | None]] = [(*each, None) for each in missing]
+    if isinstance(config.search, ASHA):
+        trials = [*finished, *trials]
     resources, concurrent = devices.fit_resources(config.threads, config.workers)
-    minutes = None if config.search is None else config.search.minutes
-    deadline = math.inf if minutes is None else time.time() + 60 * minutes - seconds / concurrent
     # Tune's own records are not kept: the ledger has what a later attempt needs.
     with scratch_folder() as scratch:
         trainable = tune.with_parameters(
-            run,
+            _tune_trial,
             context=context,
             pool=pools[0],
             folds=folds,
-            after=partial(
-                steps_after, config.steps, concurrent, trials=count * len(folds), refits=len(pools)
-            ),
+            after=partial(steps_after, config.steps, concurrent, trials=len(trials), refits=len(pools)),
             concurrent=concurrent,
-            deadline=deadline,
-            **parameters,
+            deadline=_deadline(config, sum(trial.seconds for *_, trial in finished), concurrent),
+            trials=trials,
         )
         is_reused = config.workers == 1
         tuner = tune.Tuner(
             tune.with_resources(trainable if is_reused else _ending_with_its_workers(trainable), resources),
-            param_space=space,
-            tune_config=tune.TuneConfig(reuse_actors=is_reused, max_concurrent_trials=concurrent, **settings),
+            param_space={"number": tune.grid_search(list(range(len(trials))))},
+            tune_config=tune.TuneConfig(
+                reuse_actors=is_reused, max_concurrent_trials=concurrent, scheduler=scheduler(config)
+            ),
             run_config=tune.RunConfig(name="sweep", storage_path=str(scratch), verbose=0),
         )
         results = list(tuner.fit())
     for result in results:
         if result.error is not None:
             raise result.error
-    return results
+    ledger = Ledger(context, [])
+    for result in results:
+        task, fold, before = trials[result.config["number"]]
+        # ASHA's verdict may reach a process so late that it could not record it.
+        if before is None and "evaluations" in result.metrics and not ledger.trial(task.place(fold)):
+            add_trial(context, task.place(fold), pruned(result.metrics["evaluations"], 0.0))
+
+
+def run_proposed(
+    context: Context[Finetune], task: Task, pools: list[Images], folds: Folds, ledger: Ledger
+) -> dict[int, Point]:
+    """Run the trials of the points that Optuna proposes, and return the points by number.
+
+    Each point is a Ray task. First come those that an earlier attempt has begun and not ended. Ray Tune's Optuna is not
+    used: it trains a point again each time it is proposed, and an interruption changes what it proposes.
+    """
+    import ray
+
+    config, search = task.config, task.config.search
+    assert isinstance(search, Optuna)
+    known, accuracies, seconds = ledger.points(), dict[int, float](), 0.0
+    for number, point in known.items():
+        one = at_point(task, number, point, pools[0].dataset)
+        own = [said(context, one, fold, folds, ledger) for fold in range(len(folds))]
+        done = [trial for trial in own if trial is not None]
+        seconds += sum(trial.seconds for trial in done)
+        if len(done) == len(folds):
+            accuracies[number] = _mean_accuracy(done)
+    begun = [number for number in known if number not in accuracies]
+
+    def following() -> int | None:
+        """Return the number of the next point; None if there is none now."""
+        if begun:
+            return begun.pop(0)
+        tried = [(known[number], accuracies.get(number)) for number in sorted(known)]
+        if len(known) >= total or (point := propose(config, tried)) is None:
+            return None
+        number = next(
+            each for each in itertools.count() if each not in known and add_point(context, each, point)
+        )
+        known[number] = point
+        return number
+
+    total = int(min(search.trials, size(config)))
+    count = (total - len(accuracies)) * len(folds)
+    resources, concurrent = devices.fit_resources(config.threads, config.workers)
+    deadline = _deadline(config, seconds, concurrent)
+    remote = ray.remote(num_cpus=resources["CPU"], num_gpus=resources.get("GPU", 0))(run_point)
+    running: dict[Any, int] = {}
+    places = itertools.count()
+    while True:
+        while len(running) < concurrent and time.time() < deadline and (begins := following()) is not None:
+            after = [
+                steps_after(config.steps, concurrent, next(places), trials=count, refits=len(pools))
+                for _ in folds
+            ]
+            one = at_point(task, begins, known[begins], pools[0].dataset)
+            running[remote.remote(context, one, pools[0], folds, after, deadline)] = begins
+        if not running:
+            break
+        (result,), _ = ray.wait([*running])
+        number = running.pop(result)
+        if (accuracy := ray.get(result)) is not None:
+            accuracies[number] = accuracy
+            print(standing(config, ledger, len(folds), concurrent, deadline), flush=True)
+    if len(known) < total and time.time() < deadline:
+        print(
+            f"the search ends after {len(known)} of {total} points: Optuna proposes only points that were tried",
+            flush=True,
+        )
+    elif total < search.trials:
+        print(f"search.trials is {search.trials}, but the space has only {total} points", flush=True)
+    return dict(sorted(known.items()))
+
+
+def run_point(
+    context: Context[Finetune], task: Task, pool: Images, folds: Folds, after: list[int], deadline: float
+) -> float | None:
+    """Run the trials of a point, fold by fold, and return their mean accuracy; None if they begin after the deadline.
+
+    Args:
+        after: how many steps the stage still does after each fold's trial.
+    """
+    if time.time() >= deadline:
+        return None
+    ledger, trials = Ledger(context, task.attempts), []
+    for fold in range(len(folds)):
+        found = ledger.trial(task.place(fold))
+        trials.append(run_trial(context, task, pool, folds, fold, after[fold]) if found is None else found[1])
+    return _mean_accuracy(trials)
+
+
+def _mean_accuracy(trials: list[Trial]) -> float:
+    return float(np.mean([trial.accuracy for trial in trials]))
+
+
+def _deadline(config: Finetune, seconds: float, concurrent: int) -> float:
+    """Return the time after which no trial begins, when those of earlier attempts took so many seconds."""
+    minutes = None if config.search is None else config.search.minutes
+    return math.inf if minutes is None else time.time() + 60 * minutes - seconds / concurrent
 
 
 def _ending_with_its_workers(run: Callable[[dict[str, Any]], None]) -> type[Any]:
@@ -285,41 +323,6 @@ def _tune_trial(
     tune.report(
         {"accuracy": 0.0 if done is None else done.accuracy, "evaluation": last_evaluation(context.config)}
     )
-
-
-def _tune_proposed(
-    parameters: dict[str, Any],
-    context: Context[Finetune],
-    pool: Images,
-    folds: Folds,
-    after: Callable[[int], int],
-    concurrent: int,
-    deadline: float,
-    task: Task,
-    tried: list[Tried],
-) -> None:
-    """Run the trials of a point that Optuna proposes, fold by fold."""
-    from ray import tune
-
-    sys.unraisablehook = _show_unraisable
-    point = decoded(context.config, parameters)
-    ledger = Ledger(context, task.attempts)
-    accuracies = []
-    if time.time() < deadline:
-        number = next((each.number for each in tried if each.point == point), None)
-        if number is None:
-            free = itertools.count(max((each.number + 1 for each in tried), default=0))
-            number = next(number for number in free if add_point(context, number, point))
-        own = at_point(task, number, point, pool.dataset)
-        for fold in range(len(folds)):
-            done = ledger.trial((number, fold))
-            first = (number - len(tried)) * len(folds) + fold
-            result = (
-                run_trial(context, own, pool, folds, fold, after(max(0, first))) if done is None else done[1]
-            )
-            accuracies.append(result.accuracy)
-        _say_standing(context, task, folds, concurrent, deadline)
-    tune.report({"accuracy": float(np.mean(accuracies)) if accuracies else 0.0})
 
 
 def _say_standing(

@@ -14,7 +14,7 @@ from pydantic import ValidationError
 
 from pipelines.identity import canonical_json, sha256
 from pipelines.spec import Finetune, check_optimizer, nearest
-from pipelines.spec.search import Point
+from pipelines.spec.search import Optuna, Point, Search
 from pipelines.spec.vtab import augmentation
 from pipelines.store import FileEntry
 from ray_jobs.data.shards import Dataset, Images, Split
@@ -27,7 +27,7 @@ Indices = NDArray[np.int64]
 Folds = list[tuple[Indices, Indices]]
 """Rows to fit on and rows to score on, per fold."""
 Place = tuple[int | str, ...]
-"""A trial of a sweep: the number of its point, and that of its fold; with PBT see `place_of`."""
+"""A trial of a sweep: the key of its point (`point_key`), and the number of its fold; with PBT see `place_of`."""
 Evaluated = tuple[int, float, float]
 """An evaluation of a trial: (step, accuracy, loss)."""
 
@@ -57,6 +57,17 @@ def place_of(schedule: Schedule) -> Place:
     return schedule[-1].member, len(schedule) - 1, f"s{digest[:8]}"
 
 
+def point_key(search: Search | None, number: int, point: Point) -> Place:
+    """Return what the names of a point's fits begin with: its number; if Optuna proposed it, also a digest of it.
+
+    Other points are known by their number. Of a proposed one, another attempt may have given the number to another, or
+    its entry in the ledger may be lost.
+    """
+    if not isinstance(search, Optuna):
+        return (number,)
+    return number, f"p{sha256(canonical_json(point))[:8]}"
+
+
 def changes(schedule: Schedule) -> list[dict[str, Any]]:
     """Return the phases that changed a value: [{step, point}]."""
     kept = [
@@ -80,6 +91,8 @@ class Task(NamedTuple):
     """Of the point whose values `config` has, in the order in which they were tried; 0 if it is of none."""
     point: Point
     """Empty if it is of none."""
+    key: Place = (0,)
+    """Of the point, see `point_key`."""
     attempts: tuple[int, ...] = ()
     """Earlier ones, from whose checkpoints a fit continues."""
     last_step: int | None = None
@@ -103,7 +116,7 @@ class Task(NamedTuple):
 
     def place(self, fold: int) -> Place:
         """Return the place of a trial of this task."""
-        return place_of(self.schedule) if self.schedule else (self.number, fold)
+        return place_of(self.schedule) if self.schedule else (*self.key, fold)
 
     @property
     def learning_rate(self) -> float:
@@ -210,7 +223,7 @@ def at_point(task: Task, number: int, point: Point, dataset: Dataset) -> Task:
         why = reasons(error) if isinstance(error, ValidationError) else str(error)
         raise UserError(f"search: {describe(point)} do not go together: {why}") from error
     return make_task(config, dataset, task.backbone)._replace(
-        attempts=task.attempts, number=number, point=point
+        attempts=task.attempts, number=number, point=point, key=point_key(task.config.search, number, point)
     )
 
 

@@ -279,10 +279,10 @@ def refits_prefix(task: Task) -> str:
     On GPUs, results vary a little, and the trials of another attempt may have chosen another point, last step or
     schedule.
     """
-    last = "" if task.last_step is None else f"{task.last_step}-"
+    parts = [*task.key] if task.last_step is None else [*task.key, task.last_step]
     if task.schedule:
-        last = f"{task.place(0)[2]}-"
-    return f"refit-{task.number}-{last}"
+        parts = [task.number, task.place(0)[2]]
+    return "-".join(("refit", *map(str, parts), ""))
 
 
 def fetched(context: Context[Finetune], task: Task) -> Task:

@@ -59,6 +59,10 @@ def test_fits_have_titles() -> None:
     ]
     searched = replace(training, config={**training.config, "learning_rates": [], "search": {"kind": "asha"}})
     assert searched.title("trial-12-0") == "trial 12, fold 0"
+    proposed = ("trial-12-p0a1b2c3d-1", "refit-12-p01234567-2", "refit-12-p01234567-120-2")
+    assert [searched.title(fit) for fit in proposed] == ["trial 12, fold 1", "draw 2", "draw 2"]
+    whole = training.config["steps"]
+    assert [searched.steps(fit) for fit in proposed] == [whole, whole, 120]
     assert [training.steps(fit) for fit in ("refit-1-3", "refit-1-120-3")] == [training.config["steps"], 120]
     population = {"learning_rates": [], "steps": 10, "search": {"kind": "pbt", "rounds": 3}}
     trained = replace(training, config={**training.config, **population})

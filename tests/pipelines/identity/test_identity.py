@@ -255,7 +255,7 @@ def test_import_closure_is_what_python_imports(job: str) -> None:
     loaded = {Path(line) for line in printed.splitlines() if Path(line).is_relative_to(identity.PROJECT)}
     names = {path.relative_to(identity.PROJECT).as_posix() for path in loaded}
     names = {name for name in names if name.startswith(("pipelines/", "ray_jobs/", "vit_model/"))}
-    # What moves records, jobs and temporary files around decides no value; whatever else a stage loads is in its digest.
+    # What moves records, jobs and temporary files decides no value; whatever else a stage loads is in its digest.
     moves = (
         "pipelines/store/",
         "pipelines/errors.py",
@@ -401,11 +401,24 @@ def test_the_objective_enters_a_key_where_it_is_not_softmax() -> None:
 
 def test_only_stages_with_stochastic_depth_got_new_keys_when_it_was_drawn_per_sample() -> None:
     shape = {"model": ModelSize.model_validate("Ti/16"), "backbone": None, "resolution": 32}
-    for stage in (STAGES_TINY["pretrain"], STAGES_TINY["finetune"].model_copy(update=shape)):
+    for stage, version in (
+        (STAGES_TINY["pretrain"], 6),
+        (STAGES_TINY["finetune"].model_copy(update=shape), 7),
+    ):
         with_it = with_leaf(stage, ("model", "stochastic_depth"), 0.1)
-        assert (stage.version, with_it.version) == (stage.VERSION - 1, stage.VERSION)
-    tuned = STAGES_TINY["finetune"]
-    assert tuned.version == tuned.VERSION - 1, "a backbone with it has another digest"
+        assert (stage.version, with_it.version) == (version - 1, version)
+    assert STAGES_TINY["finetune"].version == 6, "a backbone with it has another digest"
+
+
+def test_only_searches_by_optuna_got_new_keys_when_they_tried_no_point_twice() -> None:
+    search = {"trials": 2, "over": {"mixup": [0.0, 0.2]}}
+    versions = {
+        kind: Finetune.model_validate(
+            STAGES_TINY["finetune"].model_dump() | {"search": search | {"kind": kind}}
+        ).version
+        for kind in ("random", "optuna")
+    }
+    assert versions == {"random": 6, "optuna": 8}
 
 
 @pytest.mark.parametrize(

@@ -205,7 +205,9 @@ def test_rows_are_those_of_every_evaluation_and_fine_tuning_once(store: Store) -
     folder = Path(store.uri) / "artifacts/baselines/ba/attempts/1/files"
     stored = pq.read_table(folder / "rows.parquet")
     selected = found.filter("artifact = 'ba'").project(", ".join(tables.ROWS.names)).fetchall()
-    assert [dict(zip(tables.ROWS.names, values, strict=True)) for values in selected] == stored.to_pylist()[:2]
+    assert [dict(zip(tables.ROWS.names, values, strict=True)) for values in selected] == stored.to_pylist()[
+        :2
+    ]
     assert found.query("rows", "select max(value) from rows").fetchall() == [(0.5,)]
 
 

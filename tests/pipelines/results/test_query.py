@@ -303,8 +303,8 @@ def test_no_file_can_be_reached_from_the_database_itself(
         "WITH RECURSIVE t(n) AS (SELECT 1 UNION ALL SELECT n + 1 FROM t) SELECT * FROM t",
         "SELECT count(*) FROM range(100000000) a, range(100000000) b",
         # DuckDB plans these for longer
-        " UNION ".join(["SELECT 1"] * 2_500),
-        "SELECT " + ",".join("1" * 6_000),
+        " UNION ".join(["SELECT 1"] * 6_000),
+        "SELECT " + ",".join("1" * 12_000),
     ],
     ids=["recursive", "product", "unions", "columns"],
 )

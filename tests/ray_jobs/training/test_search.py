@@ -1,22 +1,33 @@
 """Searches of a fine-tuning: the points that they try, and that an interrupted search repeats no trial."""
 
+import itertools
 import json
 import math
 import time
 from collections import Counter
+from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
+import ray
 from pydantic import ValidationError
 
 from pipelines.spec import Finetune, Labels
+from pipelines.spec.search import Point
 from ray_jobs import finetune
-from ray_jobs.training.search import points
-from ray_jobs.training.standing import standing, time_left
-from ray_jobs.training.task import Trial
+from ray_jobs.process import devices
+from ray_jobs.training import sweep as sweep_module
+from ray_jobs.training.ledger import add_point, add_trial, open_ledger
+from ray_jobs.training.search import points, propose, size
+from ray_jobs.training.standing import ended, standing, time_left
+from ray_jobs.training.task import Trial, make_task
 from tests.support.finetuning import attempt, configuration, context, put_halves
+from tests.support.records import flip
 
 RATES = {"low": 1e-4, "high": 1e-1, "scale": "log"}
 OVER: dict[str, Any] = {
@@ -204,6 +215,191 @@ def test_a_search_says_how_long_it_still_takes_and_its_trials_after_each_quarter
     assert len(said()) == 1, "the next table comes after the second quarter"
     assert "at most 0:01:00 left of search.minutes" in said(time.time() + 60.2)[0]
     assert time_left(90, math.inf, is_limit=False) == "0:01:30 left for the search"
+
+
+FOUR: dict[str, Any] = {"learning_rate": [1e-3, 1e-2], "mixup": [0.0, 0.2]}
+SIXTY: dict[str, Any] = {
+    "learning_rate": [1e-4, 1e-3, 1e-2, 1e-1],
+    "mixup": [0.0, 0.1, 0.2],
+    "steps": {"low": 30, "high": 34},
+}
+
+
+def accuracy(point: Point) -> float:
+    """Of a trial: a pure function of its point, with one best place."""
+    rest = sum(float(value) for path, value in point.items() if path not in ("learning_rate", "steps"))
+    return 1 / (1 + abs(math.log10(point["learning_rate"]) + 2) + rest + abs(point.get("steps", 32) - 32) / 9)
+
+
+class Killed(BaseException):
+    """What SIGKILL is to the stage's code."""
+
+
+class Cluster:
+    """Ray's tasks, in this process: one that is waited for ends, a random one of those that run."""
+
+    def __init__(self, patch: pytest.MonkeyPatch, store: Path) -> None:
+        self.store, self.concurrent, self.trained = store, 1, list[Point]()
+        self.last: int | None = None  # the trial that is killed
+        self._tasks: dict[object, Callable[[], Any]] = {}
+        self._random = np.random.default_rng(0)
+        patch.setattr(
+            ray, "remote", lambda **_: lambda run: SimpleNamespace(remote=partial(self._begin, run))
+        )
+        patch.setattr(ray, "wait", self._wait)
+        patch.setattr(ray, "get", lambda task: self._tasks.pop(task)())
+        patch.setattr(devices, "fit_resources", lambda *_: ({"CPU": 1}, self.concurrent))
+        patch.setattr(sweep_module, "run_trial", self._train)
+
+    def _begin(self, run: Callable[..., Any], *arguments: Any) -> object:
+        task = object()
+        self._tasks[task] = partial(run, *arguments)
+        assert len(self._tasks) <= self.concurrent
+        return task
+
+    def _wait(self, tasks: list[object]) -> tuple[list[object], list[object]]:
+        ends = tasks[self._random.integers(len(tasks))]
+        return [ends], [task for task in tasks if task is not ends]
+
+    def _train(self, given: Any, task: Any, pool: Any, folds: Any, fold: int, after: int) -> Trial:
+        assert after >= 0
+        if len(self.trained) == self.last:
+            raise Killed
+        self.trained.append(task.point)
+        result = Trial(accuracy(task.point), 1.0, task.config.steps)
+        add_trial(given, task.place(fold), result)
+        return result
+
+    def search(self, config: Finetune, number: int = 1) -> dict[int, Point]:
+        """The points of an attempt, whose trials all have the results of their points."""
+        self._tasks.clear()
+        given = attempt(self.store, config, number)
+        pools, supports = finetune.labelled(config, given.dataset())
+        ledger = open_ledger(given)
+        task = make_task(config, given.dataset(), None)._replace(attempts=ledger.attempts)
+        found = sweep_module.run_proposed(given, task, pools, supports.folds, ledger)
+        done = ended(config, ledger, found, len(supports.folds))
+        assert {number: own[0].accuracy for number, own in done.items()} == {
+            number: accuracy(point) for number, point in found.items()
+        }
+        return found
+
+
+@pytest.fixture
+def cluster(monkeypatch: pytest.MonkeyPatch, dataset: Path, tmp_path: Path) -> Cluster:
+    context(tmp_path / "store", dataset, searching("optuna"))
+    return Cluster(monkeypatch, tmp_path / "store")
+
+
+@pytest.mark.parametrize("concurrent", [1, 3])
+@pytest.mark.parametrize(
+    ("over", "trials", "tried"),
+    [(FOUR, 12, 4), (SIXTY, 30, 30), (SIXTY, 60, 60), (OVER, 20, 20)],
+    ids=["4", "half of 60", "60", "mixed"],
+)
+def test_optuna_tries_no_point_twice(over, trials, tried, concurrent, cluster, capsys):
+    cluster.concurrent = concurrent
+    config = searching("optuna", over=over, trials=trials)
+    found = cluster.search(config)
+    assert list(found) == list(range(tried))
+    assert len(cluster.trained) == tried
+    assert sorted(map(str, cluster.trained)) == sorted(map(str, found.values()))
+    assert all(found[number] not in list(found.values())[:number] for number in found)
+    assert all(config.at(point) for point in found.values()), "in the space"
+    said = capsys.readouterr().out.splitlines()
+    assert sum(f"of {tried} trials have ended" in line for line in said) == tried
+    assert said.count("search.trials is 12, but the space has only 4 points") == (over is FOUR)
+
+
+def test_optuna_proposes_better_points_than_chance():
+    """The mean accuracy of the proposals after the first ten, which are random."""
+    config = searching("optuna", over=OVER, trials=40)
+    tried: list[tuple[Point, float | None]] = []
+    for _ in range(40):
+        point = propose(config, tried)
+        assert point is not None
+        tried.append((point, accuracy(point)))
+    proposed, by_chance = tried[10:], points(searching("random", trials=500))
+    assert np.mean([each[1] for each in proposed]) > np.mean([*map(accuracy, by_chance)]) + 0.1
+    assert propose(config, []) != propose(searching("optuna", over=OVER, seed=1), [])
+
+
+def test_optuna_knows_how_many_points_there_are_and_when_it_repeats_them():
+    assert [size(searching("optuna", over=over)) for over in (FOUR, SIXTY, OVER)] == [4, 60, math.inf]
+    config = searching("optuna", over=FOUR)
+    every = points(searching("random", over=FOUR, trials=50))
+    assert propose(config, [(point, accuracy(point)) for point in every]) is None
+    assert propose(config, [(point, None) for point in every]) is None, "also while they run"
+    assert propose(config, [(point, accuracy(point)) for point in every[1:]]) == every[0]
+
+
+def test_a_search_that_ends_early_says_so(cluster, monkeypatch, capsys):
+    one = {"learning_rate": 1e-2, "mixup": 0.1, "steps": 32}
+    monkeypatch.setattr(sweep_module, "propose", lambda config, tried: None if tried else one)
+    assert cluster.search(searching("optuna", over=SIXTY, trials=30)) == {0: one}
+    said = "the search ends after 1 of 30 points: Optuna proposes only points that were tried"
+    assert capsys.readouterr().out.splitlines()[-1] == said
+
+
+def test_optuna_begins_nothing_after_its_minutes(cluster, capsys):
+    assert cluster.search(searching("optuna", minutes=1e-9)) == {}
+    assert not cluster.trained and "the search ends" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("ends", [[0], [7], [15, 2, 9], [29]], ids=str)
+def test_optuna_proposes_alike_after_interruptions(ends, cluster, dataset, tmp_path, monkeypatch):
+    """It is killed in a trial after so many others: the point that it was at comes first, and then the same ones."""
+    config = searching("optuna", over=SIXTY, trials=30)
+    undisturbed = cluster.search(config)
+    context(tmp_path / "killed", dataset, config)
+    killed = Cluster(monkeypatch, tmp_path / "killed")
+    for number, more in enumerate(ends, 1):
+        killed.last = len(killed.trained) + more
+        with pytest.raises(Killed):
+            killed.search(config, number)
+    killed.last = None
+    assert killed.search(config, len(ends) + 1) == undisturbed
+    assert killed.trained == list(undisturbed.values()), "no trial was repeated"
+
+
+def test_optuna_begins_what_it_was_killed_in_first(cluster):
+    """With several trials at once, none of which is repeated or lost."""
+    config, cluster.concurrent = searching("optuna", over=SIXTY, trials=30), 3
+    for number in itertools.count(1):
+        cluster.last = len(cluster.trained) + 4
+        with suppress(Killed):
+            found = cluster.search(config, number)
+            break
+    assert list(found) == list(range(30))
+    assert sorted(map(str, cluster.trained)) == sorted(map(str, found.values()))
+    assert len({*map(str, cluster.trained)}) == 30
+
+
+def test_a_result_stays_with_its_point_if_the_points_entry_is_lost(cluster, tmp_path):
+    """Optuna may give the number to another point; `Cluster.search` checks that each has its own result."""
+    config = searching("optuna", over=OVER, trials=20)
+    before = cluster.search(config)
+    flip(folder(tmp_path, 1) / "point-3.json")
+    after = cluster.search(config, 2)
+    assert after == before | {3: after[3]} and after[3] != before[3]
+    assert list(after) == list(range(20)), "as sweep.json has them"
+    assert cluster.trained == [*before.values(), after[3]]
+
+
+def test_the_newest_attempts_points_are_those_of_a_search(cluster, tmp_path):
+    """An older attempt that still lives goes on with other numbers and points."""
+    config = searching("optuna", over=OVER, trials=8)
+    cluster.last = 5
+    with pytest.raises(Killed):
+        cluster.search(config)
+    other = {"learning_rate": 0.05, "optimizer.weight_decay": 0.1, "steps": 44}
+    cluster.last = None
+    found = cluster.search(config, 2)
+    first = attempt(cluster.store, config, 1)
+    assert add_point(first, 6, other)
+    add_trial(first, (6, 0), Trial(0.9, 1.0, 44))
+    assert cluster.search(config, 2) == found
+    assert len(cluster.trained) == 8
 
 
 @pytest.mark.ray
