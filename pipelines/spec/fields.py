@@ -83,6 +83,7 @@ def nearest(name: str, names: Any) -> str:
     return f"; did you mean {matches[0]!r}?" if matches else f"; there are: {', '.join(names)}"
 
 
-Seed = Annotated[int, Field(ge=0)]
+Seed = Annotated[int, Field(ge=0, lt=2**32)]
+"""Below 2**32, as numpy's `RandomState` needs it, which scikit-learn and Optuna use."""
 Root = Annotated[str, AfterValidator(located)]
 """A file or folder outside the store: a path, or s3://bucket/prefix."""

@@ -197,7 +197,7 @@ def proposer(config: Finetune, tried: Sequence[Tried]) -> OptunaSearch:
             space[path] = real(values.low, values.high)
     begun = [_encoded(config, each.point) for each in tried if each.accuracy is None]
     # another seed after an interruption, or its random points would be proposed again
-    sampler = optuna.samplers.TPESampler(seed=config.search.seed + len(tried))
+    sampler = optuna.samplers.TPESampler(seed=(config.search.seed + len(tried)) % 2**32)
     search = OptunaSearch(
         space, metric="accuracy", mode="max", points_to_evaluate=begun or None, sampler=sampler
     )

@@ -118,6 +118,11 @@ def test_needed_for_a_stage_is_what_is_before_it() -> None:
             "stages.pretrain.seed: Input should be greater than or equal to 0, not -1",
         ),
         (
+            "stages.finetune.labels.seed",
+            2**32,
+            "stages.finetune.labels.seed: Input should be less than 4294967296, not 4294967296",
+        ),
+        (
             "stages.pretrain.objective",
             "sofmax",
             "stages.pretrain.objective: Input should be 'softmax', 'sigmoid', ",
@@ -203,6 +208,17 @@ def test_bad_field_is_named(path: str, value: Any, message: str) -> None:
         parse_pipeline(changed(path, value), "tiny.yaml")
     assert str(error.value).startswith("tiny.yaml:")
     assert message in str(error.value)
+
+
+def test_every_seed_fits_all_random_numbers() -> None:
+    """Seeds from 2**32 on failed in numpy, in the stage, which was then tried again."""
+    seeds = [
+        fields["properties"]["seed"]
+        for fields in schema()["$defs"].values()
+        if "seed" in fields.get("properties", {})
+    ]
+    assert len(seeds) > 10
+    assert {(seed["minimum"], seed["exclusiveMaximum"]) for seed in seeds} == {(0, 2**32)}
 
 
 def numbers(value: Any, path: str = "stages") -> Iterator[str]:

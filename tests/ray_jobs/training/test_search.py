@@ -13,7 +13,7 @@ from pydantic import ValidationError
 
 from pipelines.spec import Finetune, Labels
 from ray_jobs import finetune
-from ray_jobs.training.search import points
+from ray_jobs.training.search import Tried, points, proposer
 from ray_jobs.training.standing import standing, time_left
 from ray_jobs.training.task import Trial
 from tests.support.finetuning import attempt, configuration, context, put_halves
@@ -208,6 +208,11 @@ def test_a_search_says_how_long_it_still_takes_and_its_trials_after_each_quarter
 
 @pytest.mark.ray
 @pytest.mark.slow
+def test_optuna_continues_from_the_largest_seed():
+    point = {"learning_rate": 1e-2, "optimizer.weight_decay": 0.1, "steps": 30}
+    proposer(searching("optuna", seed=2**32 - 1), [Tried(0, point, 0.5)])
+
+
 @pytest.mark.parametrize("kind", ["random", "asha", "optuna"])
 def test_a_search_that_goes_on_repeats_no_trial(kind, dataset, tmp_path, local_ray, capsys):
     """Attempt 1 leaves two of its trials unfinished; attempt 2 does these and no other."""
