@@ -370,7 +370,8 @@ def _requested(
     loaded = load_pipeline(pipeline, tuple(changes or ()))
     names = loaded.needed_for(tuple(only or ()) or tuple(loaded.stages))
     try:
-        forced = dict.fromkeys(name for stage in force or () for name in members(stage, names))
+        jobs = {name: loaded.stages[name].job for name in names}
+        forced = dict.fromkeys(name for stage in force or () for name in members(stage, jobs))
     except RecipeError as error:
         raise RecipeError(f"--force: {error}") from None
     return pin(loaded, names), names, tuple(forced)

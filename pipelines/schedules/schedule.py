@@ -114,9 +114,7 @@ def find_schedule(store: Store, name: str) -> Schedule:
     schedule = read_schedule(store, check_name(name))
     if schedule is None:
         names = [schedule.name for schedule in all_schedules(store)]
-        raise RecipeError(
-            f"no schedule is called {name!r}{nearest(name, names) if names else '; there are none'}"
-        )
+        raise RecipeError(f"no schedule is called {name!r}{nearest(name, names)}")
     return schedule
 
 
