@@ -5,7 +5,7 @@ from __future__ import annotations
 import graphlib
 from collections.abc import Container, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from pydantic import ValidationError
@@ -134,6 +134,20 @@ def plan_pipeline(
                     committed[stage.name] = stage.reference
             generations.done(*ready)
     return [planned[name] for name in names]
+
+
+def rerun(planned: Iterable[PlannedStage], forced: Container[str]) -> Iterator[PlannedStage]:
+    """Yield planned stages as a run meets them that reruns some: those behind these wait for their results."""
+    unmade: set[str] = set()
+    for stage in planned:
+        waits = any(name in unmade for names in stage.config.inputs().values() for name in names)
+        again = stage
+        if stage.lost is None and (waits or stage.name in forced):
+            key = None if waits else stage.key
+            again = replace(stage, key=key, manifest=None, reference=None, damaged=None)
+        if again.state in {"run", "pending"}:
+            unmade.add(stage.name)
+        yield again
 
 
 def without(config: AnyStage, lost: Container[str]) -> AnyStage | None:
@@ -342,13 +356,18 @@ def has_old_digest(stage: PlannedStage) -> bool:
     return stage.manifest is not None and stage.manifest.code.get("scheme", 1) != identity.CODE_SCHEME
 
 
-def reasons(store: Store, planned: Iterable[PlannedStage]) -> dict[str, str]:
+def reasons(store: Store, planned: Iterable[PlannedStage], forced: Container[str] = ()) -> dict[str, str]:
     """Return, for each stage, why it is in its state, in a few words."""
     stages = list(planned)
     previous: dict[tuple[str, str], Manifest] = {}
     if any(stage.state == "run" for stage in stages):  # because it reads every manifest
         previous = {(manifest.job, manifest.stage): manifest for manifest in all_manifests(store)}
-    return {stage.name: _reason(stage, previous.get((stage.config.job, stage.name))) for stage in stages}
+    return {
+        stage.name: "--force"
+        if stage.state == "run" and stage.name in forced
+        else _reason(stage, previous.get((stage.config.job, stage.name)))
+        for stage in stages
+    }
 
 
 def _reason(stage: PlannedStage, previous: Manifest | None) -> str:
