@@ -12,8 +12,19 @@ from pydantic import ValidationError
 
 from pipelines import identity
 from pipelines.engine.latest import Newest, newest_models, start_of, wants_latest
+from pipelines.files.weights import lacks_preprocessing
 from pipelines.recipe.pipeline import Pipeline, base
-from pipelines.spec import LAST, AnyStage, Import, Ingest, Pretrain, RecipeError, Report, recorded_checkpoint
+from pipelines.spec import (
+    LAST,
+    UNSTATED,
+    AnyStage,
+    Import,
+    Ingest,
+    Pretrain,
+    RecipeError,
+    Report,
+    recorded_checkpoint,
+)
 from pipelines.store import (
     InputRef,
     Manifest,
@@ -215,7 +226,7 @@ def plan_stage(
 
     Raises:
         RecipeError: the source cannot be read, or an input does not have the checkpoint that the stage names, or does
-            not fit the model that starts from it or imitates it.
+            not fit the model that starts from it or imitates it, or an import has no mean and std.
     """
     input_names = config.inputs()
     if any(name not in committed for names in input_names.values() for name in names):
@@ -233,6 +244,7 @@ def plan_stage(
             _check_checkpoints(store, name, config, inputs)
             _check_start(store, name, config, inputs)
             _check_teacher(store, name, config, inputs)
+            _check_import(name, config)
             return PlannedStage(name, config, key, None, None, inputs, source, files, code)
         manifest, reference = current
         store.check_sizes(manifest.folder, manifest.files)
@@ -288,6 +300,12 @@ def _check_teacher(store: Store, name: str, config: AnyStage, inputs: Mapping[st
         config.check_teacher(contract.preprocessing.resolution, bool(contract.class_names))
     except ValueError as error:
         raise RecipeError(f"stages.{name}.teacher: {stage} {error}") from None
+
+
+def _check_import(name: str, config: AnyStage) -> None:
+    """Raise RecipeError if neither an import nor its files give mean and std; of files elsewhere, the stage says so."""
+    if isinstance(config, Import) and config.preprocessing is None and lacks_preprocessing(config.path):
+        raise RecipeError(f"stages.{name}.preprocessing: {config.path} {UNSTATED}")
 
 
 def _find_model(store: Store, inputs: list[InputRef]) -> tuple[str, ModelContract] | None:
