@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 from pydantic import ValidationError
 
 from pipelines.files.fetch import fetched
-from pipelines.spec import GivenPreprocessing, Import
+from pipelines.spec import UNSTATED, GivenPreprocessing, Import
 from ray_jobs.process.stage import Context, Result, model_digest, run_stage
 from vit_model.config import ModelContract, Preprocessing
 from vit_model.errors import UserError, reasons
@@ -102,11 +102,7 @@ def preprocessing_of(imported: Imported, config: Import) -> Preprocessing:
 
     from_file, from_config = imported.preprocessing, config.preprocessing
     if from_config is None and from_file is None:
-        raise UserError(
-            f"{config.path} does not give the mean and std of its images, and wrong values do harm silently: "
-            "give --preprocessing half (0.5 and 0.5: Google's, AugReg's and most of timm's ViTs), imagenet (DeiT, "
-            "DINO, torchvision) or a file with them; in a recipe, preprocessing: half"
-        )
+        raise UserError(f"{config.path} {UNSTATED}")
     if from_config is None:
         assert from_file is not None
         return from_file

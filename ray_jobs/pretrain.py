@@ -65,6 +65,7 @@ def _train(context: Context[Pretrain]) -> dict[str, Any]:
         if earlier is not None and earlier.code_digest != context.attempt.code_digest:
             print("note: the code has changed since; with --strict-code it is part of the key", flush=True)
     wanted = workers = context.config.workers or devices.default_workers(context.config.micro_batch_size)
+    devices.room_for(workers, context.config.threads)
     units, group, deaths = devices.units_in_cluster(), 0, 0
     while True:
         group += 1

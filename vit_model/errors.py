@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from pydantic import ValidationError
@@ -17,9 +18,23 @@ class UserError(ValueError):
     """
 
 
+def reason(problem: Mapping[str, Any]) -> str:
+    """Return the message of one of pydantic's errors, with YAML's lists and mappings, not tuples and dictionaries."""
+    kind, given = problem["type"], problem["input"]
+    if kind == "tuple_type":
+        return f"expected a list, [{given}]" if isinstance(given, str | int | float) else "expected a list"
+    if kind in {"dict_type", "model_type", "model_attributes_type"}:
+        return "expected a mapping, {field: value}"
+    if kind in {"too_short", "too_long"}:
+        word, limit = ("least", "min_length") if kind == "too_short" else ("most", "max_length")
+        return f"expected at {word} {(count := problem['ctx'][limit])} item{'s' * (count != 1)}"
+    message: str = problem["msg"]
+    return message.removeprefix("Value error, ")
+
+
 def reasons(error: ValidationError) -> str:
     """Return pydantic's error messages in one line."""
     return "; ".join(
-        f"{'.'.join(map(str, (*problem['loc'], '')))[:-1]} {problem['msg'].removeprefix('Value error, ')}".strip()
+        f"{'.'.join(map(str, (*problem['loc'], '')))[:-1]} {reason(problem)}".strip()
         for problem in error.errors()
     )

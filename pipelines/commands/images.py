@@ -34,7 +34,9 @@ def init(
     file: Annotated[Path, typer.Argument(help="the recipe to write")],
     images: Annotated[
         Path,
-        typer.Option(help="class folders, train/val/test folders, or a folder with metadata.csv or .jsonl"),
+        typer.Option(
+            help="class folders, train/val/test folders, or a folder with metadata.csv or .jsonl; or a zip or tar of it"
+        ),
     ],
     compare: Annotated[
         list[str] | None,
@@ -45,7 +47,7 @@ def init(
     ] = None,
     others: Annotated[list[str] | None, typer.Argument(hidden=True, metavar="weights")] = None,
 ) -> None:
-    """Write a recipe for a folder of images, with a model that fits them and this machine.
+    """Write a recipe for a folder or an archive of images, with a model that fits them and this machine.
 
     With --compare A.npz B_folder hf:ORG/NAME, the recipe compares these weights instead.
     """

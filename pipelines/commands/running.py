@@ -334,17 +334,19 @@ def plan(
     pipeline: PipelineArgument,
     store: StoreOption = DEFAULT_STORE,
     only: OnlyOption = None,
+    force: ForceOption = None,
     changes: SetOption = None,
     strict_code: StrictCodeOption = False,
     as_json: JsonOption = False,
 ) -> None:
     """Show what `run` would do, and why. Changes nothing."""
-    loaded, names, _ = _requested(pipeline, only, None, changes)
+    loaded, names, forced = _requested(pipeline, only, force, changes)
     with _planning_store(store) as current:
         targets = tuple(only or ()) or tuple(loaded.stages)
-        latest = runs.latest_models(current, loaded, targets, strict_code=strict_code)
-        planned = planning.plan_pipeline(current, loaded, names, strict_code, latest=latest)
-        why = planning.reasons(current, planned)
+        latest = runs.latest_models(current, loaded, targets, forced, strict_code)
+        planned = planning.plan_pipeline(current, loaded, names, strict_code, forced, latest)
+        planned = list(planning.rerun(planned, forced))
+        why = planning.reasons(current, planned, forced)
     rows = [
         {
             "stage": stage.name,
@@ -370,7 +372,8 @@ def _requested(
     loaded = load_pipeline(pipeline, tuple(changes or ()))
     names = loaded.needed_for(tuple(only or ()) or tuple(loaded.stages))
     try:
-        forced = dict.fromkeys(name for stage in force or () for name in members(stage, names))
+        jobs = {name: loaded.stages[name].job for name in names}
+        forced = dict.fromkeys(name for stage in force or () for name in members(stage, jobs))
     except RecipeError as error:
         raise RecipeError(f"--force: {error}") from None
     return pin(loaded, names), names, tuple(forced)

@@ -5,15 +5,26 @@ from __future__ import annotations
 import graphlib
 from collections.abc import Container, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from pydantic import ValidationError
 
 from pipelines import identity
 from pipelines.engine.latest import Newest, newest_models, start_of, wants_latest
+from pipelines.files.weights import lacks_preprocessing
 from pipelines.recipe.pipeline import Pipeline, base
-from pipelines.spec import LAST, AnyStage, Import, Ingest, Pretrain, RecipeError, Report, recorded_checkpoint
+from pipelines.spec import (
+    LAST,
+    UNSTATED,
+    AnyStage,
+    Import,
+    Ingest,
+    Pretrain,
+    RecipeError,
+    Report,
+    recorded_checkpoint,
+)
 from pipelines.store import (
     InputRef,
     Manifest,
@@ -136,6 +147,20 @@ def plan_pipeline(
     return [planned[name] for name in names]
 
 
+def rerun(planned: Iterable[PlannedStage], forced: Container[str]) -> Iterator[PlannedStage]:
+    """Yield planned stages as a run meets them that reruns some: those behind these wait for their results."""
+    unmade: set[str] = set()
+    for stage in planned:
+        waits = any(name in unmade for names in stage.config.inputs().values() for name in names)
+        again = stage
+        if stage.lost is None and (waits or stage.name in forced):
+            key = None if waits else stage.key
+            again = replace(stage, key=key, manifest=None, reference=None, damaged=None)
+        if again.state in {"run", "pending"}:
+            unmade.add(stage.name)
+        yield again
+
+
 def without(config: AnyStage, lost: Container[str]) -> AnyStage | None:
     """Return a stage without the inputs that could not be made; None if it needs them.
 
@@ -201,7 +226,7 @@ def plan_stage(
 
     Raises:
         RecipeError: the source cannot be read, or an input does not have the checkpoint that the stage names, or does
-            not fit the model that starts from it or imitates it.
+            not fit the model that starts from it or imitates it, or an import has no mean and std.
     """
     input_names = config.inputs()
     if any(name not in committed for names in input_names.values() for name in names):
@@ -219,6 +244,7 @@ def plan_stage(
             _check_checkpoints(store, name, config, inputs)
             _check_start(store, name, config, inputs)
             _check_teacher(store, name, config, inputs)
+            _check_import(name, config)
             return PlannedStage(name, config, key, None, None, inputs, source, files, code)
         manifest, reference = current
         store.check_sizes(manifest.folder, manifest.files)
@@ -274,6 +300,12 @@ def _check_teacher(store: Store, name: str, config: AnyStage, inputs: Mapping[st
         config.check_teacher(contract.preprocessing.resolution, bool(contract.class_names))
     except ValueError as error:
         raise RecipeError(f"stages.{name}.teacher: {stage} {error}") from None
+
+
+def _check_import(name: str, config: AnyStage) -> None:
+    """Raise RecipeError if neither an import nor its files give mean and std; of files elsewhere, the stage says so."""
+    if isinstance(config, Import) and config.preprocessing is None and lacks_preprocessing(config.path):
+        raise RecipeError(f"stages.{name}.preprocessing: {config.path} {UNSTATED}")
 
 
 def _find_model(store: Store, inputs: list[InputRef]) -> tuple[str, ModelContract] | None:
@@ -342,13 +374,18 @@ def has_old_digest(stage: PlannedStage) -> bool:
     return stage.manifest is not None and stage.manifest.code.get("scheme", 1) != identity.CODE_SCHEME
 
 
-def reasons(store: Store, planned: Iterable[PlannedStage]) -> dict[str, str]:
+def reasons(store: Store, planned: Iterable[PlannedStage], forced: Container[str] = ()) -> dict[str, str]:
     """Return, for each stage, why it is in its state, in a few words."""
     stages = list(planned)
     previous: dict[tuple[str, str], Manifest] = {}
     if any(stage.state == "run" for stage in stages):  # because it reads every manifest
         previous = {(manifest.job, manifest.stage): manifest for manifest in all_manifests(store)}
-    return {stage.name: _reason(stage, previous.get((stage.config.job, stage.name))) for stage in stages}
+    return {
+        stage.name: "--force"
+        if stage.state == "run" and stage.name in forced
+        else _reason(stage, previous.get((stage.config.job, stage.name)))
+        for stage in stages
+    }
 
 
 def _reason(stage: PlannedStage, previous: Manifest | None) -> str:

@@ -122,7 +122,7 @@ def _ask(path: str) -> dict[str, Any]:
         if not any(_matches(name, patterns) for name in files)
     ]
     if missing:
-        names = sorted(file.name for file in model.files)
+        names = sorted(file.name for file in model.files) or ["nothing"]
         more = f" and {len(names) - _NAMED:,} more" if len(names) > _NAMED else ""
         raise RecipeError(
             f"{path}: missing {' and '.join(missing)}; expected a model with config.json and model.safetensors "

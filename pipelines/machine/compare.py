@@ -66,7 +66,7 @@ def write_comparison(file: Path, images: Path, paths: Sequence[str], console: Co
         console.print(escape(text), highlight=False, soft_wrap=True)
 
     configs = _imports(paths)
-    listing = examine(file, images)
+    listing, _ = examine(file, images)
     say(f"found {summary(listing)}")
     backbones = []
     for name, config in zip(_names(paths), configs, strict=True):

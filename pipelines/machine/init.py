@@ -1,4 +1,4 @@
-"""`vitflow init`: examine a folder of images, choose a model that fits them and this machine, write a recipe.
+"""`vitflow init`: examine a folder or an archive of images, choose a model that fits, write a recipe.
 
 The recipe is an ordinary file to edit; `init` keeps no other state.
 """
@@ -12,19 +12,20 @@ import shutil
 import statistics
 import tempfile
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from rich.console import Console
 from rich.markup import escape
 
+from pipelines.files.sources import source_files
 from pipelines.recipe.load import load_pipeline, yaml_text
-from pipelines.spec import ModelSize, RecipeError
+from pipelines.spec import FolderSource, ModelSize, RecipeError
 from vit_model.errors import UserError
 
 if TYPE_CHECKING:
-    from ray_jobs.sources.readers.folder import Listing
+    from ray_jobs.sources.readers.folder import Entry, Listing
 
 SIZE_SAMPLE = 100  # images whose size is read, spread over the folder
 FEW_IMAGES = 10_000  # below this, a ViT from scratch overfits, and the paper uses transfer
@@ -58,14 +59,14 @@ def write_recipe(file: Path, images: Path, console: Console) -> None:
     """Write a recipe to `file`; print the images found, the choice, and an estimate of the run time.
 
     Raises:
-        RecipeError: the file exists, or the folder has no supported layout.
+        RecipeError: the file exists, or the images have no supported layout.
     """
-    listing = examine(file, images)
+    listing, sample = examine(file, images)
 
     def say(text: str) -> None:
         console.print(escape(text), highlight=False, soft_wrap=True)
 
-    side = _typical_side(listing)
+    side = _typical_side(listing.root, sample)
     say(f"found {summary(listing)}")
     gpus = count_gpus()
     machine = f"{gpus} GPU(s)" if gpus else f"{os.cpu_count()} CPU cores"
@@ -98,12 +99,16 @@ def write_checked(file: Path, text: str) -> None:
         raise
 
 
-def examine(file: Path, images: Path) -> Listing:
-    """Check that a recipe can be written to `file`, and list the images.
+def examine(file: Path, images: Path) -> tuple[Listing, Iterator[str | bytes]]:
+    """Check that a recipe can be written to `file`, and list the images in a folder or an archive.
+
+    Returns:
+        The images; a sample of them, as paths or files' bytes.
 
     Raises:
-        RecipeError: it cannot, or the folder has no supported layout.
+        RecipeError: it cannot, or the images have no supported layout, or the archive is damaged.
     """
+    from ray_jobs.sources.archives import containers, entries
     from ray_jobs.sources.readers import folder
 
     if file.exists():
@@ -117,10 +122,21 @@ def examine(file: Path, images: Path) -> Listing:
             pass
     except OSError as error:
         raise RecipeError(f"{file}: cannot write to {file.parent.resolve()}: {error.strerror}") from None
+    source = FolderSource(kind="folder", root=str(images))
     try:
-        return folder.scan(images.expanduser())
+        if not Path(source.root).is_file():
+            listing = folder.scan(Path(source.root))
+            return listing, (f"{source.root}/{entry.key}" for entry in _sample(listing))
+        files = {name: str(place) for name, place in source_files(source).items()}
+        listing, members, _ = folder.find(source, files)
     except UserError as error:
         raise RecipeError(str(error)) from None
+    rows = entries.table(entry._asdict() | entries.place(members[entry.key]) for entry in _sample(listing))
+    return listing, (data for data in containers.read(files, rows) if isinstance(data, bytes))
+
+
+def _sample(listing: Listing) -> Sequence[Entry]:
+    return listing.entries[:: max(1, len(listing.entries) // SIZE_SAMPLE)]
 
 
 def summary(listing: Listing) -> str:
@@ -134,21 +150,21 @@ def summary(listing: Listing) -> str:
     return f"{len(listing.entries)} images of {len(counts)} classes ({counted(counts)}), {given}{ignored}"
 
 
-def _typical_side(listing: Listing) -> int:
+def _typical_side(root: str, sample: Iterable[str | bytes]) -> int:
     """Return the median shorter side of a sample of the images, from their headers."""
     from PIL import Image
 
     from vit_model.preprocessing import open_image
 
     sides = []
-    for entry in listing.entries[:: max(1, len(listing.entries) // SIZE_SAMPLE)]:
+    for each in sample:
         try:
-            with open_image(f"{listing.root}/{entry.key}") as image:
+            with open_image(each) as image:
                 sides.append(min(image.size))
         except (OSError, ValueError, Image.DecompressionBombError):
             continue  # ingest will quarantine it, with its reason
     if not sides:
-        raise RecipeError(f"{listing.root}: cannot open any of the sampled images")
+        raise RecipeError(f"{root}: cannot open any of the sampled images")
     return round(statistics.median(sides))
 
 

@@ -7,47 +7,36 @@ import inspect
 import itertools
 import math
 import re
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import yaml
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
 
 import vit_model.config
 from pipelines.recipe import matrix
-from pipelines.recipe.pipeline import Pipeline, base
-from pipelines.spec import (
-    SOURCE_TYPES,
-    STAGE_TYPES,
-    CheckpointEvery,
-    Finetune,
-    GivenPreprocessing,
-    Labels,
-    ModelSize,
-    NamedCheckpoint,
-    Optimizer,
-    Pretrain,
-    RecipeError,
-    ResNetSize,
-    nearest,
-)
-from vit_model.config import family_of
+from pipelines.recipe.pipeline import Pipeline, base, unknown_stage
+from pipelines.spec import STAGE_TYPES, Finetune, ModelSize, Pretrain, RecipeError, ResNetSize, nearest
+from vit_model.errors import reason
 from vit_model.variants import RESNETS, VARIANTS
 
 MAX_RECIPE_BYTES = 1 << 20  # a larger file is not a recipe
 # YAML's constructors raise these for invalid dates, keys that are lists, ten thousand brackets
 _UNREADABLE = (yaml.YAMLError, ValueError, TypeError, RecursionError, OSError)
-NESTED = {
-    "backbone": NamedCheckpoint,
-    "checkpoint_every": CheckpointEvery,
-    "init_from": NamedCheckpoint,
-    "labels": Labels,
-    "optimizer": Optimizer,
-    "preprocessing": GivenPreprocessing,
-    "teacher": NamedCheckpoint,
+# What other programs call a field -> its names here, from the stage on; the first that the stage has is meant.
+_MEANT = {
+    "lr": ("learning_rate", "learning_rates"),
+    "learning_rate": ("learning_rate", "learning_rates"),
+    "epochs": ("steps",),
+    "iterations": ("steps",),
+    "train": ("data",),
+    "image_size": ("resolution",),
+    "weight_decay": ("optimizer.weight_decay",),
+    "warmup": ("optimizer.warmup_fraction",),
+    "gpus": ("workers",),
+    "path": ("source.root",),
 }
-MODELS = {"vit": ModelSize, "resnet": ResNetSize}
-
 
 # YAML 1.2's numbers; and what YAML 1.1 reads as another number (010 is 8, 1:30 is 90) or what looks like one (08, 0b1).
 _NUMBERS = {
@@ -183,6 +172,8 @@ def parse_pipeline(raw: dict[str, Any], where: str, overrides: tuple[str, ...] =
             str, list[str]
         ] = {}  # error -> the stages, because a matrix may repeat an error many times
         for problem in error.errors():
+            if problem["type"] == "default_factory_not_called":
+                continue  # because of another error
             stage = str(problem["loc"][1]) if len(problem["loc"]) > 1 else ""
             line = _explain(raw, dict(problem), overrides)
             stages_of.setdefault(line.replace(f"stages.{stage}", f"stages.{base(stage)}", 1), []).append(
@@ -251,7 +242,7 @@ def _apply_override(raw: dict[str, Any], override: str) -> None:
         raise RecipeError(f"--set {override}: expected STAGE.FIELD=VALUE, such as pretrain.steps=500")
     stages = raw.get("stages")
     if not isinstance(stages, dict) or stage not in stages:
-        raise RecipeError(f"--set {override}: no stage is called {stage!r}{nearest(stage, stages or {})}")
+        raise RecipeError(f"--set {override}: {unknown_stage(stage, _jobs(stages))}")
     fields = stages[stage]
     if not isinstance(fields, dict):
         raise RecipeError(f"--set {override}: stage {stage} has no fields")
@@ -271,6 +262,14 @@ def _apply_override(raw: dict[str, Any], override: str) -> None:
         raise RecipeError(f"--set {override}: {str(error).removeprefix('line 1: ')}") from None
 
 
+def _jobs(stages: Any) -> dict[str, str]:
+    """Return {stage: job} of the stages of a recipe as read from YAML."""
+    named = stages if isinstance(stages, dict) else {}
+    return {
+        str(name): str(stage.get("job")) if isinstance(stage, dict) else "" for name, stage in named.items()
+    }
+
+
 def _override_of(field: str, overrides: tuple[str, ...]) -> str | None:
     """Return the last override that set a field, an axis that has it, or a field that contains it."""
     set_by = {override: override.partition("=")[0].replace(".matrix.", ".", 1) for override in overrides}
@@ -282,45 +281,77 @@ def _explain(raw: dict[str, Any], problem: dict[str, Any], overrides: tuple[str,
     """Explain an error in one line: the field, the value, and what is expected."""
     path: list[str] = []
     at: Any = raw
-    for number, part in enumerate(map(str, problem["loc"]), 1):
+    parts, kind = [*map(str, problem["loc"])], problem["type"]
+    if kind.startswith("union_tag"):  # of a job or a kind, whose field pydantic does not add
+        parts.append(problem["ctx"]["discriminator"].strip("'"))
+    for number, part in enumerate(parts, 1):
         # pydantic's path also has what is not in YAML: which one of a union it tried (the job, a kind, a type)
-        is_missing = problem["type"] == "missing" and number == len(problem["loc"])
+        is_missing = kind in {"missing", "union_tag_not_found"} and number == len(parts)
         if isinstance(at, dict) and (part in at or is_missing):
             at = at.get(part)
-        elif isinstance(at, list) and part.isdecimal():
+        elif isinstance(at, list) and part.isdecimal() and int(part) < len(at):
             at = at[int(part)]
-        else:
+        elif not (isinstance(at, list) and is_missing):
             continue
         path.append(part)
     where = ".".join(path)
-    message = problem["msg"].removeprefix("Value error, ")
     field = ".".join([*map(base, path[1:2]), *path[2:]])  # as --set names it
-    owner = ""
     if (override := _override_of(field, overrides)) is not None:
         where = f"--set {override}" if override.startswith(f"{field}=") else f"--set {override}: {field}"
-        owner = f"{field.rpartition('.')[0]}."
-    if problem["type"] == "extra_forbidden":
-        hint = nearest(path[-1], _siblings(raw, path)).replace("mean '", f"mean '{owner}")
-        return f"{where}: there is no such field{hint}"
-    if problem["type"] == "missing":
-        remedy = f"; write it there, or --set {field}=..." if path[0] == "stages" else ""
+    if kind == "extra_forbidden":
+        return f"{where}: there is no such field{_meant(raw, problem, path, override is not None)}"
+    if kind in {"missing", "union_tag_not_found"}:
+        is_field = path[0] == "stages" and field and not path[-1].isdecimal()
+        remedy = f"; write it there, or --set {field}=..." if is_field else ""
         return f"{where}: is missing{remedy}"
-    if problem["type"].startswith("value_error"):
+    if kind == "union_tag_invalid":
+        names = re.findall(r"'([^']*)'", problem["ctx"]["expected_tags"])
+        return f"{where}: unknown {path[-1]} {at!r}{nearest(str(at), names)}"
+    message = reason(problem)
+    if kind.startswith("value_error"):
         return f"{where}: {message}" if where else message
     return f"{where}: {message}, not {problem['input']!r}"
 
 
-def _siblings(raw: dict[str, Any], path: list[str]) -> list[str]:
-    """Return the fields that are allowed at the end of `path`."""
-    if len(path) == 1:
-        return list(Pipeline.model_fields)
-    stage = raw["stages"].get(path[1], {}) if path[0] == "stages" else {}
-    model: Any = STAGE_TYPES.get(stage.get("job", ""))
-    for part in path[2:-1]:
-        if part == "source":
-            model = SOURCE_TYPES.get(stage["source"]["kind"])
-        elif part == "model":
-            model = MODELS[family_of(stage["model"])]
-        else:
-            model = NESTED.get(part)
-    return [*(model.model_fields if model else ()), *(["matrix"] if len(path) == 3 else ())]
+def _meant(raw: dict[str, Any], problem: dict[str, Any], path: list[str], is_set: bool) -> str:
+    """Return '; did you mean ...?' for an unknown field at a path, as --set names it if that set it."""
+    *parents, name = path
+    if not parents:
+        is_stage = isinstance(raw[name], dict) and "job" in raw[name]
+        return f"; did you mean 'stages.{name}'?" if is_stage else nearest(name, Pipeline.model_fields)
+    stage, is_inner = STAGE_TYPES[problem["loc"][2]], len(path) > 3
+    for meant in _MEANT.get(name, ()):
+        if meant.partition(".")[0] in stage.model_fields:
+            return f"; did you mean '{f'{base(path[1])}.' * (is_set or is_inner)}{meant}'?"
+    if name in STAGE_TYPES and not is_inner:
+        return f"; it is a job: write another stage with job: {name}"
+    fields = _fields(stage, problem["loc"][3:-1]) if is_inner else [*stage.model_fields, "matrix"]
+    owner = ".".join([base(path[1]), *path[2:-1], ""]) if is_set else ""
+    return nearest(name, fields).replace("mean '", f"mean '{owner}")
+
+
+def _fields(model: type[BaseModel], place: tuple[str | int, ...]) -> list[str]:
+    """Return the fields of what is at a place inside a model, as pydantic names it in an error."""
+    options: list[type[BaseModel]] = []
+    for part in place:
+        if part in model.model_fields:
+            options = list(_models(model.model_fields[part].annotation))
+        else:  # which one of a union it is
+            options = [each for each in options if part in _tags(each)] or options
+        if len(options) == 1:
+            [model] = options
+    return list(model.model_fields)
+
+
+def _models(annotation: Any) -> Iterator[type[BaseModel]]:
+    """Yield the models in an annotation."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        yield annotation
+    for part in get_args(annotation):
+        yield from _models(part)
+
+
+def _tags(model: type[BaseModel]) -> set[str]:
+    """Return the values of the fields by which a union's models are told apart."""
+    fields = (model.model_fields.get(name) for name in ("kind", "family"))
+    return {tag for field in fields if field is not None for tag in get_args(field.annotation)}

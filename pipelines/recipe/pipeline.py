@@ -98,7 +98,7 @@ class Pipeline(Frozen):
 
     def _check_input(self, where: str, source: str, kinds: tuple[str, ...]) -> None:
         if source not in self.stages:
-            raise ValueError(f"{where}: {unknown_stage(source, self.stages)}")
+            raise ValueError(f"{where}: {unknown_stage(source, self.jobs())}")
         kind = self.stages[source].KIND
         if kind not in kinds:
             fitting = dict.fromkeys(base(name) for name, stage in self.stages.items() if stage.KIND in kinds)
@@ -142,6 +142,10 @@ class Pipeline(Frozen):
             for name, stage in self.stages.items()
         }
 
+    def jobs(self) -> dict[str, str]:
+        """Return {stage: its job}."""
+        return {name: stage.job for name, stage in self.stages.items()}
+
     def longest_paths(self) -> dict[str, int]:
         """Return, for each stage, the number of stages on the longest path that begins with it."""
         lengths = dict.fromkeys(self.stages, 1)
@@ -159,7 +163,7 @@ class Pipeline(Frozen):
         """
         graph = self.graph()
         needed: set[str] = set()
-        pending = [name for target in targets for name in members(target, self.stages)]
+        pending = [name for target in targets for name in members(target, self.jobs())]
         while pending:
             name = pending.pop()
             if name not in needed:
@@ -195,6 +199,9 @@ def base(name: str) -> str:
 def members(selector: str, names: Iterable[str]) -> tuple[str, ...]:
     """Return the stages that a selector matches: one by name, or all (pretrain) or some (pretrain@seed=1) of a matrix.
 
+    Args:
+        names: of all stages; as {stage: job}, an error finds a stage by its job, too.
+
     Raises:
         RecipeError: no stage matches.
     """
@@ -208,7 +215,7 @@ def members(selector: str, names: Iterable[str]) -> tuple[str, ...]:
         if "@" in name and base(name) == base(selector) and wanted <= set(name.partition("@")[2].split(","))
     )
     if not matches:
-        raise RecipeError(unknown_stage(selector, stages))
+        raise RecipeError(unknown_stage(selector, names))
     return matches
 
 
@@ -224,4 +231,8 @@ def unknown_stage(selector: str, names: Iterable[str]) -> str:
     if parts:
         wanted = selector.partition("@")[2]
         return f"{base(selector)} has no member {wanted!r}{nearest(wanted, sorted(parts))}"
-    return f"no stage is called {selector!r}{nearest(selector, dict.fromkeys(map(base, stages)))}"
+    jobs = names if isinstance(names, Mapping) else {}
+    trained = ("pretrain", "finetune") if selector == "train" else (selector,)
+    same = dict.fromkeys(base(name) for name, job in jobs.items() if job in trained)
+    hint = f"; with job {' or '.join(trained)} there are: {', '.join(same)}"
+    return f"no stage is called {selector!r}{hint if same else nearest(selector, dict.fromkeys(map(base, stages)))}"

@@ -92,16 +92,31 @@ def _problem(text: str, low: int, high: int, names: tuple[str, ...]) -> str | No
     return None
 
 
+_OF_A_MACHINE = ("localtime", "posixrules", "Factory")
+
+
 def check_timezone(name: str) -> str:
-    """Return the name of a time zone.
+    """Return the name of a time zone that is the same one on every machine.
 
     Raises:
         RecipeError: there is no such time zone; the message offers the nearest name.
     """
+    folder, _, zone = name.partition("/")
+    if folder in {"posix", "right"}:  # right has leap seconds, by which its times are off
+        raise RecipeError(f"--timezone {name!r}: not a name of its own; use {zone or 'UTC'!r}")
+    if name in _OF_A_MACHINE:
+        raise RecipeError(
+            f"--timezone {name!r}: depends on the machine; expected a name such as Europe/Berlin or UTC"
+        )
+    return known_timezone(name)
+
+
+def known_timezone(name: str) -> str:
+    """Return the name of a time zone that this machine has. Raises RecipeError otherwise."""
     try:
         ZoneInfo(name)
     except (ValueError, OSError, KeyError):  # ZoneInfoNotFoundError is a KeyError
-        zones = {zone.lower(): zone for zone in sorted(available_timezones())}
+        zones = {zone.lower(): zone for zone in sorted(available_timezones() - {*_OF_A_MACHINE})}
         if not zones:
             raise RecipeError(
                 f"--timezone {name}: this machine has no time zones; install tzdata (apt-get or pip)"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import re
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -77,12 +78,14 @@ def checkpoint(path: str) -> str:
     return path
 
 
-def nearest(name: str, names: Any) -> str:
+def nearest(name: str, names: Iterable[str]) -> str:
     """Return '; did you mean ...?' with the nearest of these names, or the list of them if none is near."""
-    matches = difflib.get_close_matches(name, list(names), n=1)
-    return f"; did you mean {matches[0]!r}?" if matches else f"; there are: {', '.join(names)}"
+    known = list(names)
+    matches = difflib.get_close_matches(name, known, n=1)
+    return f"; did you mean {matches[0]!r}?" if matches else f"; there are: {', '.join(known) or 'none'}"
 
 
-Seed = Annotated[int, Field(ge=0)]
+Seed = Annotated[int, Field(ge=0, lt=2**32)]
+"""Below 2**32, as numpy's `RandomState` needs it, which scikit-learn and Optuna use."""
 Root = Annotated[str, AfterValidator(located)]
 """A file or folder outside the store: a path, or s3://bucket/prefix."""

@@ -195,6 +195,12 @@ class GivenPreprocessing(Frozen):
         return MEAN_AND_STD[value]
 
 
+UNSTATED = (
+    "does not give the mean and std of its images, and wrong values do harm silently: give --preprocessing half (0.5"
+    " and 0.5: Google's, AugReg's and most of timm's ViTs), imagenet (DeiT, DINO, torchvision) or a file with them; in"
+    " a recipe, preprocessing: half"
+)
+"""What an import without mean and std says of its path."""
 ONE_FILE = "weights"  # used instead of the name of a single imported file, so that renaming it changes no key
 
 

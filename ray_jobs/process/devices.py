@@ -17,6 +17,8 @@ from vit_model.errors import UserError
 if TYPE_CHECKING:
     import torch
 
+_WORKERS_PER_CPU = 4  # that may share it: more take memory, and mostly wait for each other
+
 
 def gpus_in_cluster() -> int:
     """Return the number of GPUs of the Ray cluster that this process has joined, including busy ones."""
@@ -61,6 +63,27 @@ def default_workers(batch_size: int) -> int:
     return next(workers for workers in range(most, 0, -1) if batch_size % workers == 0)
 
 
+def room_for(workers: int, threads: int) -> int:
+    """Return how many such workers the cluster's machines can hold together.
+
+    Raises:
+        UserError: they are fewer than `workers`, or these would have less than a quarter of a CPU each.
+    """
+    resources = scaling(workers, threads).resources_per_worker
+    if "GPU" not in resources and workers > _WORKERS_PER_CPU * (cpus := cpus_in_cluster()):
+        raise UserError(
+            f"workers is {workers}, but the cluster has {cpus} CPU{'s' * (cpus > 1)}; use workers: {cpus}, or at most"
+            f" {_WORKERS_PER_CPU * cpus}, which share them"
+        )
+    room = _room(resources)
+    if room < workers:
+        raise UserError(
+            f"workers is {workers} with threads {threads}, but the machines of the cluster have room for only {room};"
+            " use fewer workers or threads"
+        )
+    return room
+
+
 def fit_resources(threads: int, workers: int = 1) -> tuple[dict[str, float], int]:
     """Return (the Ray resources of a fit's own process, how many fits the cluster can run in parallel).
 
@@ -71,12 +94,7 @@ def fit_resources(threads: int, workers: int = 1) -> tuple[dict[str, float], int
         UserError: the machines of the cluster do not have room for so many workers with so many threads.
     """
     if workers > 1:
-        room = _room(scaling(workers, threads).resources_per_worker)
-        if room < workers:
-            raise UserError(
-                f"workers is {workers} with {threads} threads each, but the machines of the cluster have room for"
-                f" {room} such workers; use fewer workers or threads"
-            )
+        room = room_for(workers, threads)
         # Tune cannot place a trial without resources, and part of a core would be missing for the workers.
         return {"CPU": 0.0, "memory": 1.0}, room // workers
     cpus, gpus = cpus_in_cluster(), gpus_in_cluster()

@@ -103,8 +103,8 @@ def choose_column(field: str, wanted: str | None, fitting: Sequence[str], column
     column = wanted or (fitting[0] if len(fitting) == 1 else field)
     if column not in (columns if wanted else fitting):
         problem = f"there is no column {wanted!r}" if wanted else "it cannot be inferred"
-        candidates = fitting or list(columns)
-        raise UserError(f"source.{field}: {problem}; name one of these columns: {', '.join(candidates)}")
+        candidates = ", ".join(fitting or columns) or "there are none"
+        raise UserError(f"source.{field}: {problem}; name one of these columns: {candidates}")
     return column
 
 

@@ -159,11 +159,18 @@ def arrange(
     return Listing(str(root), class_names, entries, ignored)
 
 
-def listing(source: FolderSource, files: Files) -> entries.Listing:
-    """List every image below the root, or in the archive."""
-    from ray_jobs.sources.archives import containers, entries
+class Found(NamedTuple):
+    """The images of a source, the position of each file's bytes by its key, and the files that cannot be used."""
 
-    bad: list[Bad] = []
+    listing: Listing
+    members: dict[str, Member]
+    bad: list[Bad]
+
+
+def find(source: FolderSource, files: Files) -> Found:
+    """List every image below the root, or in the archive. Raises as `scan`, and for an archive that is damaged."""
+    from ray_jobs.sources.archives import containers
+
     columns = Columns(source.image_column, source.label_column, source.group)
     if Path(source.root).is_dir():
         scanned = scan(Path(source.root), columns, files.keys())
@@ -171,17 +178,24 @@ def listing(source: FolderSource, files: Files) -> entries.Listing:
             entry.key: _whole(entry.key, (Path(source.root) / entry.key).stat().st_size)
             for entry in scanned.entries
         }
-    else:
-        members, bad = _members(source, files)
-        if bad and not members:
-            raise UserError(
-                f"{source.root}: none of its {len(bad):,} files can be used, such as {bad[0].key}: {bad[0].reason}"
-            )
-        tables = {
-            key: containers.read_member(files, members[key])
-            for key in check_tables(source.root, members, EXTENSIONS)
-        }
-        scanned = arrange(source.root, list(members), tables, columns)
+        return Found(scanned, members, [])
+    members, bad = _members(source, files)
+    if bad and not members:
+        raise UserError(
+            f"{source.root}: none of its {len(bad):,} files can be used, such as {bad[0].key}: {bad[0].reason}"
+        )
+    tables = {
+        key: containers.read_member(files, members[key])
+        for key in check_tables(source.root, members, EXTENSIONS)
+    }
+    return Found(arrange(source.root, list(members), tables, columns), members, bad)
+
+
+def listing(source: FolderSource, files: Files) -> entries.Listing:
+    """List every image below the root, or in the archive, with the position of its bytes."""
+    from ray_jobs.sources.archives import entries
+
+    scanned, members, bad = find(source, files)
     rows = (entry._asdict() | entries.place(members[entry.key]) for entry in scanned.entries)
     return entries.Listing(scanned.class_names, entries.table(rows), bad=tuple(bad), notes=_notes(scanned))
 

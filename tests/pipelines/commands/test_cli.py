@@ -83,7 +83,9 @@ def test_a_cluster_that_does_not_answer_is_no_wrong_request(vitflow, tmp_path: P
 
 
 def test_plan_of_an_empty_store_changes_nothing(vitflow_here, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
-    rows = json.loads(vitflow_here("plan", TINY, "--store", tmp_path / "s", "--json").stdout)
+    options = ("--store", tmp_path / "s", "--force", "digits", "--json")
+    rows = json.loads(vitflow_here("plan", TINY, *options).stdout)
+    assert (rows[0]["stage"], rows[0]["why"]) == ("digits", "--force")
     states = {row["stage"]: row["state"] for row in rows}
     expected = dict.fromkeys(("pretrain", "pixels", "finetune", "probe", "report"), "pending")
     assert states == {"digits": "run"} | expected

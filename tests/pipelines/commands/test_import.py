@@ -3,6 +3,7 @@
 import json
 import os
 import shlex
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,10 +11,12 @@ from typing import Any
 import pytest
 import torch
 from PIL import Image
+from safetensors.torch import load_file
 
 from pipelines import identity
 from pipelines.engine.plan import plan_pipeline
 from pipelines.files.fetch import fetched
+from pipelines.files.weights import lacks_preprocessing
 from pipelines.machine import init
 from pipelines.recipe.load import load_pipeline, parse_pipeline
 from pipelines.recipe.pipeline import stage_name
@@ -336,6 +339,46 @@ def test_an_export_is_the_same_model_to_those_who_read_it(
     assert ("class_names: the names of 3 classes" in said) is (to == "npz"), "what is lost is said"
     for name, tensor in model.state_dict().items():
         assert torch.equal(found.weights[name], tensor), name
+
+
+def test_an_import_without_mean_and_std_is_refused_before_a_job_starts(store: Store, tmp_path: Path) -> None:
+    """What the small files of a checkpoint state is what its reader finds in it."""
+    model, contract = put_model(store)
+    folders = {name: tmp_path / name for name in ("hf", "timm", "own")}
+    for folder in folders.values():
+        folder.mkdir()
+    formats.hugging_face.write(folders["hf"], model, contract)
+    formats.timm.write(folders["timm"], model, contract)
+    save_model(folders["own"], model, contract)
+    formats.npz.write(tmp_path / "x.npz", model, contract)
+    stated = [folders["hf"], folders["timm"], folders["own"], tmp_path / "x.npz"]
+    silent = [tmp_path / "hf_silent", tmp_path / "timm_silent", tmp_path / "x.safetensors", tmp_path / "x.pt"]
+    for folder, copy in zip(stated[:2], silent[:2], strict=True):
+        shutil.copytree(folder, copy)
+    (silent[0] / "preprocessor_config.json").unlink()
+    config = json.loads((silent[1] / "config.json").read_text())
+    del config["pretrained_cfg"]["mean"]
+    (silent[1] / "config.json").write_text(json.dumps(config))
+    shutil.copyfile(folders["timm"] / "model.safetensors", silent[2])
+    torch.save(load_file(silent[2]), silent[3])
+    for path in [*stated, *silent]:
+        assert (formats.read(path).preprocessing is None) == (path in silent)
+        recipe = {"name": "import", "stages": {"vit": {"job": "import", "path": str(path)}}}
+        if path in silent:
+            with pytest.raises(
+                RecipeError, match=rf"^stages.vit.preprocessing: {path} does not give the mean"
+            ):
+                plan_pipeline(store, parse_pipeline(recipe, "x"), ("vit",))
+            recipe["stages"]["vit"]["preprocessing"] = "half"  # type: ignore[index]
+        (planned,) = plan_pipeline(store, parse_pipeline(recipe, "x"), ("vit",))
+        assert planned.state == "run"
+
+
+@pytest.mark.parametrize("content", ["{", "[]", "[" * 5000, '{"architecture": "x", "pretrained_cfg": 3}'])
+def test_what_is_no_checkpoint_is_left_to_its_reader(tmp_path: Path, content: str) -> None:
+    (tmp_path / "config.json").write_text(content)
+    assert not lacks_preprocessing(str(tmp_path))
+    assert not lacks_preprocessing(str(tmp_path / "config.json"))
 
 
 def test_a_checkpoint_can_be_exported_and_asked(

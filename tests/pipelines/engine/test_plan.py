@@ -78,6 +78,17 @@ def test_everything_made_is_cached_and_planning_writes_nothing(store: Store, pip
     assert sorted(store.root.rglob("*")) == before
 
 
+def test_a_forced_stage_runs_and_what_is_behind_it_waits(store: Store, pipeline: Pipeline) -> None:
+    make_all(store, pipeline)
+    forced = ("pretrain", "report")
+    planned = list(plan.rerun(plan.plan_pipeline(store, pipeline, pipeline.order(), False, forced), forced))
+    found = {stage.name: stage.state for stage in planned}
+    assert {name for name, state in found.items() if state == "run"} == {"pretrain"}
+    assert {name for name, state in found.items() if state == "cached"} == {"digits", "pixels"}
+    why = plan.reasons(store, planned, forced)
+    assert (why["pretrain"], why["report"]) == ("--force", "waits for its inputs")
+
+
 def test_a_change_reaches_what_is_behind_it_and_nothing_else(store: Store, pipeline: Pipeline) -> None:
     make_all(store, pipeline)
     changed = load_pipeline(str(TINY), ("pretrain.steps=21",))

@@ -162,10 +162,12 @@ def test_a_password_in_the_hubs_address_is_refused_and_not_shown(
             "hf:org/old",
             r"^hf:org/old: missing model.safetensors; .*It contains: config.json, pytorch_model.bin",
         ),
+        ("hf:org/empty", r"^hf:org/empty: missing config.json and model.*It contains: nothing$"),
     ],
 )
 def test_what_is_not_there_is_one_sentence(server: Hub, path: str, message: str) -> None:
     server.commit("org/vit", FILES)
+    server.commit("org/empty", {})
     server.commit("org/old", {name: FILES[name] for name in ("config.json", "pytorch_model.bin")})
     with pytest.raises(RecipeError, match=message):
         hub.pinned(path)

@@ -1,5 +1,6 @@
 """`vitflow init` writes a recipe that reads back as it was meant, whatever the folder is called."""
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,41 @@ def test_a_folder_may_have_any_name(name: str, tmp_path: Path, monkeypatch: pyte
     source: Any = pipeline.stages["images"].source  # type: ignore[union-attr]
     assert (source.name, source.root) == (name, str(images))
     assert pipeline.description == f"A ViT trained on {name}, beside baselines on pixels."
+
+
+@pytest.mark.parametrize("form", ["zip", "gztar"])
+def test_an_archive_of_a_folder_is_as_the_folder(
+    form: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(init, "_images_per_second", lambda choice: 1000.0)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    for label in ("red", "blue"):
+        (tmp_path / "in/pets" / label).mkdir(parents=True)
+        Image.new("RGB", (40, 50), label).save(tmp_path / "in/pets" / label / "1.png")
+    archive = shutil.make_archive(str(tmp_path / "pets"), form, tmp_path / "in", "pets")
+    said = []
+    for number, images in enumerate((tmp_path / "in/pets", Path(archive))):
+        file = tmp_path / f"{number}.yaml"
+        init.write_recipe(file, images, init.Console())
+        source: Any = load_pipeline(str(file)).stages["images"].source  # type: ignore[union-attr]
+        assert source.root == str(images)
+        said.append(capsys.readouterr().out.replace(str(file), "").replace(str(images), ""))
+    assert said[0] == said[1] and "2 images of 2 classes" in said[0] and "about 40 pixels" in said[0]
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"x", "x.zip is not a tar, zip or RAR"),
+        (b"PK\x03\x04", "x.zip is truncated or damaged"),
+        (None, "x.zip is not a folder of images"),
+    ],
+)
+def test_what_is_no_archive_is_refused(content: bytes | None, message: str, tmp_path: Path) -> None:
+    if content is not None:
+        (tmp_path / "x.zip").write_bytes(content)
+    with pytest.raises(RecipeError, match=message):
+        init.write_recipe(tmp_path / "x.yaml", tmp_path / "x.zip", init.Console(quiet=True))
 
 
 def test_a_recipe_that_cannot_be_read_is_not_left_behind(tmp_path: Path) -> None:

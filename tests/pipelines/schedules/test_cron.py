@@ -194,6 +194,23 @@ def test_what_is_no_time_zone(name: str) -> None:
         check_timezone(name)
 
 
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("localtime", "'localtime': depends on the machine; expected a name such as Europe/Berlin"),
+        ("posixrules", "depends on the machine"),
+        ("Factory", "depends on the machine"),
+        ("right/Europe/Berlin", "'right/Europe/Berlin': not a name of its own; use 'Europe/Berlin'"),
+        ("posix/UTC", "use 'UTC'"),
+        ("localtim", "expected a name such as"),
+    ],
+)
+def test_a_time_zone_is_the_same_one_everywhere(name: str, message: str) -> None:
+    with pytest.raises(RecipeError, match=message):
+        check_timezone(name)
+    assert check_timezone("EST5EDT") == "EST5EDT"
+
+
 @settings(max_examples=50)
 @given(line=lines())
 def test_kubernetes_line_means_the_same_without_a_seventh_day(line: str) -> None:

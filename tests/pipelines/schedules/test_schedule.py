@@ -110,7 +110,7 @@ def test_a_schedule_is_added_replaced_paused_resumed_and_removed_and_nothing_is_
     assert find_schedule(store, "often").cron == "0 3 * * *"
     assert set_state(store, "often", "removed")
     assert all_schedules(store) == []
-    with pytest.raises(RecipeError, match="there are none"):
+    with pytest.raises(RecipeError, match="there are: none"):
         find_schedule(store, "often")
     assert add_schedule(store, make_schedule()) == "added"
     assert sorted(path.name for path in folder.glob("*.json")) == [f"{n}.json" for n in range(1, 7)]

@@ -49,7 +49,7 @@ def test_needed_for_a_stage_is_what_is_before_it() -> None:
             "R50x9",
             "stages.pretrain.model: unknown variant 'R50x9'; the nearest is 'R50x",
         ),
-        ("stages.pretrain.model", 7, "stages.pretrain.model: Input should be a valid dictionary"),
+        ("stages.pretrain.model", 7, "stages.pretrain.model: expected a mapping, {field: value}, not 7"),
         (
             "stages.pretrain.model",
             None,
@@ -116,6 +116,11 @@ def test_needed_for_a_stage_is_what_is_before_it() -> None:
             "stages.pretrain.seed",
             -1,
             "stages.pretrain.seed: Input should be greater than or equal to 0, not -1",
+        ),
+        (
+            "stages.finetune.labels.seed",
+            2**32,
+            "stages.finetune.labels.seed: Input should be less than 4294967296, not 4294967296",
         ),
         (
             "stages.pretrain.objective",
@@ -193,7 +198,48 @@ def test_needed_for_a_stage_is_what_is_before_it() -> None:
             "give either backbone",
         ),
         ("stages.finetune.labels.folds", 9, "folds 9 is more than per_class 4"),
-        ("stages.probe.job", "evalute", "'evalute'"),
+        ("stages.probe.job", "evalute", "stages.probe.job: unknown job 'evalute'; did you mean 'evaluate'?"),
+        ("stages.probe.job", "x", "stages.probe.job: unknown job 'x'; there are: ingest, import, pretrain,"),
+        ("stages.probe.job", ..., "stages.probe.job: is missing; write it there, or --set probe.job="),
+        ("stages.digits.source.kind", "foldr", "source.kind: unknown kind 'foldr'; did you mean 'folder'?"),
+        ("stages.digits.source.kind", ["x"], "stages.digits.source.kind: unknown kind ['x']; there are: gl"),
+        (
+            "stages.finetune.search",
+            {"kind": "gird"},
+            "search.kind: unknown kind 'gird'; did you mean 'grid'?",
+        ),
+        ("stages.finetune.learning_rates", 0.001, "learning_rates: expected a list, [0.001], not 0.001"),
+        ("stages.finetune.learning_rates", {}, "learning_rates: expected a list, not {}"),
+        (
+            "stages.finetune.search",
+            {"kind": "grid", "over": {"optimizer.betas": [0.9]}},
+            "search.over.optimizer.betas: value 0.9: optimizer.betas expected a list, [0.9]",
+        ),
+        ("stages.finetune.optimizer", "sgd", "optimizer: expected a mapping, {field: value}, not 'sgd'"),
+        ("stages.probe", 3, "stages.probe: expected a mapping, {field: value}, not 3"),
+        ("stages.pretrain.fewshot", {"shots": []}, "fewshot.shots: expected at least 1 item, not []"),
+        ("stages.pretrain.fewshot", {"shot": [1]}, "shot: there is no such field; did you mean 'shots'?"),
+        (
+            "stages.finetune.search",
+            {"kind": "random", "trials": 1, "over": {"mixup": {"low": 0, "hi": 1}}},
+            "search.over.mixup.hi: there is no such field; did you mean 'high'?",
+        ),
+        ("stages.pretrain.optimizer", {"betas": [0.9]}, "stages.pretrain.optimizer.betas.1: is missing"),
+        ("stages.pretrain.lr", 1, "pretrain.lr: there is no such field; did you mean 'learning_rate'?"),
+        ("stages.finetune.lr", 1, "finetune.lr: there is no such field; did you mean 'learning_rates'?"),
+        (
+            "stages.finetune.optimizer",
+            {"lr": 1},
+            "lr: there is no such field; did you mean 'finetune.learning_ra",
+        ),
+        ("stages.finetune.epochs", 1, "epochs: there is no such field; did you mean 'steps'?"),
+        ("stages.probe.train", "digits", "train: there is no such field; did you mean 'data'?"),
+        (
+            "stages.pretrain.evaluate",
+            {},
+            "evaluate: there is no such field; it is a job: write another stage",
+        ),
+        ("train", {"job": "pretrain"}, "train: there is no such field; did you mean 'stages.train'?"),
         ("stages", {}, "stages"),
         ("name", "Has Spaces", "name"),
     ],
@@ -203,6 +249,41 @@ def test_bad_field_is_named(path: str, value: Any, message: str) -> None:
         parse_pipeline(changed(path, value), "tiny.yaml")
     assert str(error.value).startswith("tiny.yaml:")
     assert message in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("stage", "message"),
+    [
+        ("evaluate", "no stage is called 'evaluate'; with job evaluate there are: few_shot"),
+        (
+            "train",
+            "no stage is called 'train'; with job pretrain or finetune there are: pretrain, finetune_100,",
+        ),
+        ("fewshot", "no stage is called 'fewshot'; did you mean 'few_shot'?"),
+    ],
+)
+def test_a_stage_is_found_by_its_job(stage: str, message: str) -> None:
+    with pytest.raises(RecipeError, match=message):
+        load_pipeline("quickstart", (f"{stage}.threads=1",))
+    with pytest.raises(RecipeError, match=message):
+        load_pipeline("quickstart").needed_for((stage,))
+
+
+def test_an_empty_list_of_names_is_said_to_be_empty(tmp_path: Path) -> None:
+    (tmp_path / "x.yaml").write_text("name: x\nstages: {}\n")
+    with pytest.raises(RecipeError, match=r"no stage is called 'a'; there are: none$"):
+        load_pipeline(str(tmp_path / "x.yaml"), ("a.steps=1",))
+
+
+def test_every_seed_fits_all_random_numbers() -> None:
+    """Seeds from 2**32 on failed in numpy, in the stage, which was then tried again."""
+    seeds = [
+        fields["properties"]["seed"]
+        for fields in schema()["$defs"].values()
+        if "seed" in fields.get("properties", {})
+    ]
+    assert len(seeds) > 10
+    assert {(seed["minimum"], seed["exclusiveMaximum"]) for seed in seeds} == {(0, 2**32)}
 
 
 def numbers(value: Any, path: str = "stages") -> Iterator[str]:

@@ -7,10 +7,18 @@ from pathlib import Path
 
 import psutil
 import pytest
+import ray
 import torch
 import torch.distributed as dist
+import yaml
 
+from pipelines.spec import Pretrain
+from pipelines.store import open_store
+from ray_jobs import pretrain
 from ray_jobs.process import devices
+from tests.support.paths import TINY
+from tests.support.records import make_context
+from vit_model.errors import UserError
 
 
 def gloo_threads() -> list[int]:
@@ -41,3 +49,46 @@ def test_memory_is_the_machines_or_the_containers(
     total = psutil.virtual_memory().total
     monkeypatch.setattr(devices, "cgroup_limits", lambda: (None, limit and int(limit * total)))
     assert devices.memory(torch.device("cpu")) == int(share * total)
+
+
+@pytest.fixture
+def cluster(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
+    """What Ray says of a cluster whose machines have these resources."""
+    machines = request.param
+    total = {name: sum(each.get(name, 0) for each in machines) for name in ("CPU", "GPU")}
+    monkeypatch.setattr(ray, "cluster_resources", lambda: total)
+    monkeypatch.setattr(ray, "nodes", lambda: [{"Alive": True, "Resources": each} for each in machines])
+
+
+@pytest.mark.parametrize(
+    ("cluster", "workers", "threads", "message"),
+    [
+        (
+            [{"CPU": 2}],
+            64,
+            1,
+            "workers is 64, but the cluster has 2 CPUs; use workers: 2, or at most 8, which",
+        ),
+        ([{"CPU": 2}], 9, 1, "workers is 9, but the cluster has 2 CPUs"),
+        ([{"CPU": 1}], 64, 1, "workers is 64, but the cluster has 1 CPU; use workers: 1"),
+        ([{"CPU": 64, "GPU": 4}], 64, 1, "workers is 64, but the cluster has 4 GPUs; use workers: 4"),
+        ([{"CPU": 3}, {"CPU": 1}], 2, 2, "workers is 2 with threads 2, .* have room for only 1;"),
+    ],
+    indirect=["cluster"],
+)
+def test_workers_that_the_cluster_has_no_room_for_are_refused(
+    cluster: None, workers: int, threads: int, message: str, tmp_path: Path
+) -> None:
+    """A pretraining with 64 workers on two cores started, and waited."""
+    with pytest.raises(UserError, match=message):
+        devices.fit_resources(threads, workers)
+    settings = {"batch_size": 576, "workers": workers, "threads": threads}
+    given = Pretrain.model_validate(yaml.safe_load(TINY.read_text())["stages"]["pretrain"] | settings)
+    with pytest.raises(UserError, match=message):
+        pretrain._train(make_context(open_store(str(tmp_path / "store")), given))
+
+
+@pytest.mark.parametrize("cluster", [[{"CPU": 2}], [{"CPU": 1}, {"CPU": 1}]], indirect=True)
+@pytest.mark.parametrize("workers", [2, 8])
+def test_workers_may_share_cores(cluster: None, workers: int) -> None:
+    assert devices.room_for(workers, 2) == workers

@@ -13,6 +13,7 @@ from ray_jobs.ingesting.splits import assign_splits
 from ray_jobs.sources import catalog
 from ray_jobs.sources.archives.entries import Files, Listing
 from ray_jobs.sources.readers import hf_parquet
+from ray_jobs.sources.readers.features import choose_column
 from tests.support.archives import image
 from tests.support.prepared import HF_FEATURES, put_parquet
 from vit_model.errors import UserError
@@ -317,6 +318,10 @@ def test_columns_can_be_named(root: Path) -> None:
         ValueError, match=r"source\.label: there is no column .*; name one of these columns: label"
     ):
         listed(root, label="klass")
+    with pytest.raises(
+        ValueError, match=r"source\.image: it cannot be inferred; .* columns: there are none$"
+    ):
+        choose_column("image", None, (), ())
 
 
 def test_a_damaged_row_group_costs_its_own_images_alone(tmp_path: Path) -> None:
