@@ -344,7 +344,7 @@ def plan(
         targets = tuple(only or ()) or tuple(loaded.stages)
         latest = runs.latest_models(current, loaded, targets, strict_code=strict_code)
         planned = planning.plan_pipeline(current, loaded, names, strict_code, latest=latest)
-        why = planning.reasons(current, planned)
+        why = planning.reasons(current, loaded.name, planned)
     rows = [
         {
             "stage": stage.name,

@@ -169,7 +169,7 @@ def ask(store: FolderStore, sql: str) -> list[Any]:
 
 def planned(store: FolderStore) -> Any:
     stages = plan.plan_pipeline(store, pipeline := load_pipeline(str(TINY)), pipeline.order())
-    return [stage.state for stage in stages], plan.reasons(store, stages)
+    return [stage.state for stage in stages], plan.reasons(store, "tiny", stages)
 
 
 def known_parts(store: FolderStore) -> list[Finished]:
@@ -296,7 +296,7 @@ def test_a_damaged_stage_is_made_again_by_force_alone(store: FolderStore) -> Non
     write(store.root / Layout.manifest("ingest", made.key), b"[]")
     stages = plan.plan_pipeline(store, pipeline, pipeline.order())
     assert [stage.state for stage in stages] == ["damaged"] + ["pending"] * 5
-    assert "`--force digits` rebuilds it" in plan.reasons(store, stages)["digits"]
+    assert "`--force digits` rebuilds it" in plan.reasons(store, "tiny", stages)["digits"]
     key = plan.force_stage(store, stages[0], "nonce", "run")
     assert key != made.key
     st.commit(store, made.model_copy(update={"key": key}))
