@@ -90,10 +90,10 @@ def write_recipe(file: Path, images: Path, console: Console) -> None:
 
 def write_checked(file: Path, text: str) -> None:
     """Write a recipe and read it; remove it again if it cannot be read. Raises RecipeError."""
-    file.write_text(text, encoding="utf-8")
     try:
+        file.write_text(text, encoding="utf-8")
         load_pipeline(str(file))
-    except RecipeError:
+    except (RecipeError, UnicodeEncodeError):
         file.unlink()
         raise
 

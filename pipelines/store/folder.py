@@ -225,7 +225,7 @@ def store_folder(path: str) -> Path:
     except (FileNotFoundError, NotADirectoryError):
         return root
     except UnicodeEncodeError:
-        raise StoreError(f"{path!a}: a store's path is UTF-8, and this is not") from None
+        raise StoreError(f"{str(root)!a}: not UTF-8, which a store's path must be") from None
     except RuntimeError as error:  # an unknown user's home; before Python 3.13 also a loop of links
         raise StoreError(f"{path}: {error}") from None
     except OSError as error:

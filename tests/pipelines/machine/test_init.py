@@ -30,4 +30,6 @@ def test_a_folder_may_have_any_name(name: str, tmp_path: Path, monkeypatch: pyte
 def test_a_recipe_that_cannot_be_read_is_not_left_behind(tmp_path: Path) -> None:
     with pytest.raises(RecipeError):
         init.write_checked(tmp_path / "x.yaml", "name: {")
+    with pytest.raises(UnicodeEncodeError):
+        init.write_checked(tmp_path / "x.yaml", "# \udcff")
     assert not [*tmp_path.iterdir()]
