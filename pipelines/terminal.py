@@ -1,6 +1,6 @@
 """Untrusted text on a terminal: names, logs and answers may contain sequences that clear it or type into it.
 
-A file or a pipe gets the text unchanged.
+A file or a pipe gets data unchanged, and logs without these sequences (`engine.display.readable`).
 """
 
 from __future__ import annotations

@@ -90,6 +90,16 @@ def test_the_logs_of_a_run_whose_artifact_was_removed_leave_it_out(store: Folder
     assert [line.split()[1] for line in said if line.startswith("---")] == ["data", "probe"]
 
 
+def test_the_logs_of_a_run_go_on_past_a_damaged_one(store: FolderStore) -> None:
+    manifest = st.read_manifest(store, "pretrain", "ae" * 32)
+    assert manifest is not None
+    (store.root / Layout.attempt("pretrain", manifest.key, 1) / "attempt.json").write_bytes(b"{")
+    said: list[str] = []
+    with pytest.raises(StoreDamaged, match=r"attempt\.json is damaged"):
+        show_logs(store, GOOD, None, False, reached(None, None), said.append)
+    assert [line.split()[1] for line in said if line.startswith("---")] == ["data", "probe"]
+
+
 @pytest.mark.parametrize("source", [5, None, {"kind": "vtab"}])
 def test_a_source_of_another_version_hides_no_rows(store: FolderStore, source: Any) -> None:
     data = put(store, "ingest", "0d", "odd", GOOD, config={"source": source})
