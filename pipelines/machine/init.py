@@ -20,7 +20,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from pipelines.recipe.load import load_pipeline, yaml_text
-from pipelines.spec import ModelSize, RecipeError
+from pipelines.spec import ModelSize, RecipeError, quantity
 from vit_model.errors import UserError
 
 if TYPE_CHECKING:
@@ -82,7 +82,7 @@ def write_recipe(file: Path, images: Path, console: Console) -> None:
     minutes = trainings * choice.steps * choice.batch_size / rate / 60 + 1
     say(
         f"one training sees {choice.steps * choice.batch_size:,} images, at {rate:,.0f} images/s measured here: "
-        f"about {minutes:.0f} minutes in all"
+        f"about {quantity(round(minutes), 'minute')} in all"
     )
     write_checked(file, _recipe(file, images, listing, choice))
     say(f"wrote {file}; next: vitflow run {file}")

@@ -83,6 +83,11 @@ def nearest(name: str, names: Any) -> str:
     return f"; did you mean {matches[0]!r}?" if matches else f"; there are: {', '.join(names)}"
 
 
+def quantity(number: int, noun: str, nouns: str | None = None) -> str:
+    """Return '1 image' or '2 images'; `nouns` is the plural if it is not the noun with an s."""
+    return f"{number:,} {noun if number == 1 else nouns or f'{noun}s'}"
+
+
 Seed = Annotated[int, Field(ge=0)]
 Root = Annotated[str, AfterValidator(located)]
 """A file or folder outside the store: a path, or s3://bucket/prefix."""
