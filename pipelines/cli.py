@@ -12,6 +12,7 @@ The module of a command is imported only when that command is used, so that a ca
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Iterator, Mapping
 from importlib import import_module
@@ -19,6 +20,7 @@ from typing import Annotated, Any, NoReturn
 
 import typer
 
+from pipelines import terminal
 from pipelines.cluster.jobs_client import ClusterUnreachable
 from pipelines.commands.common import Commands, Group, errors, plain
 from pipelines.store import StoreAbsent, StoreError
@@ -103,14 +105,27 @@ def _options(
 
 def main() -> None:
     """Run a command; a failure becomes one message and an exit code, not a traceback."""
+    terminal.escape_what_is_no_text()
     try:
         app(prog_name="vitflow")
     except (UserError, StoreAbsent) as error:
         _fail(error, 2)
     except (StoreError, ClusterUnreachable) as error:
         _fail(error, 1)
+    except UnicodeEncodeError as error:
+        # Python reads the other bytes of an argument, or of a file's name, as surrogates, which no text may have.
+        if not "\ud800" <= error.object[error.start] <= "\udfff":
+            raise
+        _fail(f"{_name_in(error.object, error.start)}: not UTF-8; rename it", 2)
 
 
-def _fail(error: Exception, code: int) -> NoReturn:
+def _name_in(text: str, place: int) -> str:
+    """Return the path or word of a text that has a place in it."""
+    before, after = re.search(r"[^\s\"']*$", text[:place]), re.match(r"[^\s\"']*", text[place:])
+    assert before and after
+    return before[0] + after[0]
+
+
+def _fail(error: Exception | str, code: int) -> NoReturn:
     errors.print(f"[red]error:[/] {plain(str(error))}", highlight=False, soft_wrap=True)
     sys.exit(code)

@@ -1,6 +1,6 @@
 """Untrusted text on a terminal: names, logs and answers may contain sequences that clear it or type into it.
 
-A file or a pipe gets the text unchanged.
+A file or a pipe gets data unchanged, and logs without these sequences (`engine.display.readable`).
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ import re
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
+from io import TextIOWrapper
 
 from rich.console import Console, ConsoleOptions, ConsoleRenderable, RenderHook
 from rich.segment import Segment
@@ -23,6 +24,13 @@ _CONTROL = dict.fromkeys(
 def harmless(text: str) -> str:
     """Return the text without colours and control characters; tab and newline stay."""
     return _COLOUR.sub("", text).translate(_CONTROL)
+
+
+def escape_what_is_no_text() -> None:
+    """Print what stdout and stderr cannot encode, such as parts of names that are not UTF-8, as escapes."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
 
 
 def write(text: str, end: str = "\n", flush: bool = False) -> None:

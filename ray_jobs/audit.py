@@ -17,7 +17,7 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from pipelines.identity import canonical_json, sha256
-from pipelines.spec import Audit
+from pipelines.spec import Audit, quantity
 from pipelines.store import FileEntry, Layout
 from ray_jobs.data.shards import Dataset, Images, Split
 from ray_jobs.evaluation.tasks import Run, here, on_cluster
@@ -149,12 +149,12 @@ def judgeable(dataset: Dataset, labels: NDArray[np.integer], parts: NDArray[np.i
     spread = np.bincount(pairs[:, 0], minlength=len(names))
     for why, classes in (
         ("without an image in train and dev", np.flatnonzero(spread == 0)),
-        ("with images in one fold only, which are not audited", np.flatnonzero(spread == 1)),
+        ("with images in one fold only, not audited", np.flatnonzero(spread == 1)),
     ):
         if len(classes):
             named = ", ".join(names[label] for label in classes[:NAMED])
             more = f" and {len(classes) - NAMED:,} more" if len(classes) > NAMED else ""
-            print(f"{len(classes):,} classes {why}: {named}{more}", flush=True)
+            print(f"{quantity(len(classes), 'class', 'classes')} {why}: {named}{more}", flush=True)
     return spread[labels] > 1
 
 

@@ -71,7 +71,8 @@ def run_method(context: Context[Baselines], method: str) -> tuple[list[Any], lis
         for row, images in scored(common, truth, predicted, supports.selected_on, settings):
             rows.append(row)
             predictions.append(images)
-    print(f"{method}: {np.mean([row['value'] for row in rows]):.3f} with {chosen}", flush=True)
+    shown = " with " * bool(chosen) + ", ".join(f"{name} {value}" for name, value in chosen.items())
+    print(f"{method}: {np.mean([row['value'] for row in rows]):.3f}{shown}", flush=True)
     return rows, predictions
 
 

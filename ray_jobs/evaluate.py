@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from pipelines.spec import Evaluate
+from pipelines.spec import Evaluate, quantity
 from ray_jobs.evaluation import rows as tables
 from ray_jobs.evaluation.artifact import mean_values, save_evaluation
 from ray_jobs.evaluation.cost import write_cost
@@ -65,7 +65,8 @@ def evaluate(context: Context[Evaluate], run: Run = here) -> Result:
     unlabelled = np.setdiff1d(truth.labels, support.labels)
     if len(unlabelled):
         print(
-            f"{len(unlabelled)} classes of test have no labelled images; all their test images count as wrong",
+            f"{quantity(len(unlabelled), 'class', 'classes')} of test without labelled images: all test images of"
+            " such classes count as wrong",
             flush=True,
         )
     image_settings = _image_settings(config)

@@ -44,7 +44,7 @@ from pipelines import identity
 from pipelines.file_names import parts_of
 from pipelines.files.digests import file_digests
 from pipelines.files.sources import source_files
-from pipelines.spec import Ingest
+from pipelines.spec import Ingest, quantity
 from pipelines.store import FileEntry, Layout, StoreError, all_manifests, local_files
 from ray_jobs.data.columns import FACTS, LISTED, Sample
 from ray_jobs.data.images import STORED_QUALITY, Facts, content_id, examine, examine_pixels, sample_id, shrunk
@@ -59,7 +59,7 @@ from ray_jobs.data.shards import (
     write_dataset,
     write_shard,
 )
-from ray_jobs.ingesting.card import card_shard, class_notes, write_card
+from ray_jobs.ingesting.card import card_shard, class_notes, copies_note, write_card
 from ray_jobs.ingesting.exclude import EXCLUDED, check_classes, exclude, excluded_note, read_list
 from ray_jobs.ingesting.reuse import (
     EarlierShards,
@@ -151,7 +151,7 @@ def _dataset(context: Context[Ingest]) -> Result:
     context.check_source("while it was read")
 
     facts, reused = _numbered(written), sum(part.reused for part in written)
-    print(f"read {len(facts) - reused:,} new images, reused {reused:,}", flush=True)
+    print(f"read {quantity(len(facts) - reused, 'new image')}, reused {reused:,}", flush=True)
     bad = [*listing.bad, *_bad(facts)]
     with (
         context.staging() as staging
@@ -235,10 +235,9 @@ def _decided(
         others[other] = OtherSet(dataset.index("test"), dataset.info.class_names)
     copies = find_copies(name, images, class_names, splits, others, config.duplicates, config.max_distance)
     left_out = copies.filter(pc.equal(copies["done"], "left out"))
-    for kind, done in sorted(
-        Counter(zip(*(copies[c].to_pylist() for c in ("kind", "done")), strict=True)).items()
-    ):
-        print(f"{done:,} {' copies, '.join(kind)}", flush=True)
+    counts = Counter(zip(*(copies[c].to_pylist() for c in ("kind", "done")), strict=True))
+    for (kind, done), number in sorted(counts.items()):
+        print(copies_note(number, kind, done), flush=True)
     index = _with_splits(images, splits)
     index = index.filter(pc.invert(pc.is_in(index["key"], left_out["key"].combine_chunks())))
     if config.exclude is not None:
@@ -269,7 +268,7 @@ def _warn_of_audits(context: Context[Ingest], listed: Sequence[str] | None) -> N
             print(f"exclude was not compared with audit {name}: {error}", flush=True)
             continue
         if count := len(set(listed or ()) & set(issues["sample_id"].to_pylist())):
-            print(f"warning: {count:,} images of exclude are listed by audit {name}: {why}", flush=True)
+            print(f"warning: audit {name} lists {count:,} of the images of exclude: {why}", flush=True)
 
 
 def _with_splits(images: pa.Table, splits: Sequence[str]) -> pa.Table:

@@ -365,9 +365,10 @@ def _read_token(token_path: Path | None) -> str | None:
         token_path = Path(os.environ.get("RAY_AUTH_TOKEN_PATH") or "~/.ray/auth_token").expanduser()
     try:
         return token_path.read_text().strip()
-    except FileNotFoundError:
+    except (OSError, UnicodeDecodeError) as error:
+        problem = "no such file" if isinstance(error, FileNotFoundError) else f"cannot be read ({error})"
         raise UserError(
-            f"{token_path}: no such file; expected the cluster's token. Name the file with --token-file or "
+            f"{token_path}: {problem}; expected the cluster's token. Name the file with --token-file or "
             "RAY_AUTH_TOKEN_PATH"
         ) from None
 

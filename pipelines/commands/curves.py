@@ -145,6 +145,7 @@ def _folder(to: Path, run: str) -> Path:
     """Return the folder in `to` for the event files of a run, and create it."""
     folder = to / run
     try:
+        str(folder).encode()  # TensorBoard's threads would fail
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise RecipeError(f"--to {to}: cannot create {folder}: {error.strerror}") from None

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import stat
+from itertools import chain
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -61,7 +63,7 @@ def init(
 
 @app.command("predict")
 def predict(
-    model: Annotated[str, typer.Argument(help="a model: its key, a unique key prefix, or RUN/STAGE")],
+    model: Annotated[str, typer.Argument(help="a model: its key, a unique key prefix, RUN/STAGE or STAGE")],
     images: Annotated[list[Path], typer.Argument(help="image files, or folders with images at any depth")],
     checkpoint: CheckpointOption = LAST,
     store: StoreOption = DEFAULT_STORE,
@@ -69,16 +71,25 @@ def predict(
 ) -> None:
     """Classify images with a model from the store; print the five likeliest classes of each.
 
-    Files that cannot be read are named on stderr. The others are still classified, and the exit code is 1.
+    Files and folders that cannot be read are named on stderr. The others are still classified, and the exit code is 1.
     """
     opened = open_(store, create=False)
     manifest = find_artifact(opened, model, "model")
-    files = list(dict.fromkeys(file for path in images for file in _image_files(path)))
+    files: dict[Path, None] = {}  # each once
+    unreadable: list[dict[str, Any]] = []
+    for path in images:
+        try:
+            files |= dict.fromkeys(_image_files(path))
+        except RecipeError as error:
+            unreadable.append({"image": str(path), "error": str(error)})
+    if not files:
+        raise RecipeError("\n".join(row["error"] for row in unreadable))
     from vit_model.predict import classify_readable
 
     rows = []
     try:
-        for row in classify_readable(model_folder(opened, manifest, checkpoint), files):
+        folder = model_folder(opened, manifest, checkpoint)
+        for row in chain(unreadable, classify_readable(folder, list(files))):
             rows.append(row)
             if "error" in row:
                 errors.print(f"[red]error:[/] {plain(row['error'])}", highlight=False, soft_wrap=True)
@@ -96,10 +107,15 @@ def predict(
 
 def _image_files(path: Path) -> list[Path]:
     """Return the file itself, or the images below a folder, by their extensions. Raises RecipeError."""
-    if path.is_file():
-        return [path]
-    if not path.is_dir():
-        raise RecipeError(f"{path}: no such file or folder")
+    try:
+        if stat.S_ISREG(mode := path.stat().st_mode):
+            return [path]
+    except FileNotFoundError:
+        raise RecipeError(f"{path}: no such file or folder") from None
+    except OSError as error:
+        raise RecipeError(f"{path}: {error.strerror}") from None
+    if not stat.S_ISDIR(mode):
+        raise RecipeError(f"{path}: not a file or folder")
     from ray_jobs.sources.readers.folder import EXTENSIONS
 
     files = sorted(

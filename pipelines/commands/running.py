@@ -346,7 +346,7 @@ def plan(
         latest = runs.latest_models(current, loaded, targets, forced, strict_code)
         planned = planning.plan_pipeline(current, loaded, names, strict_code, forced, latest)
         planned = list(planning.rerun(planned, forced))
-        why = planning.reasons(current, planned, forced)
+        why = planning.reasons(current, loaded.name, planned, forced)
     rows = [
         {
             "stage": stage.name,

@@ -39,6 +39,12 @@ _CHATTER = re.compile(
 _STEP = re.compile(r"(\d+)/(\d+)")
 
 
+def readable(line: str) -> str | None:
+    """Return a line of a log without colours and control characters; None if it stands in every run's log."""
+    line = harmless(line.rstrip())
+    return None if _CHATTER.match(_WORKER.sub("", line)) else line
+
+
 class RunDisplay:
     """A context manager that displays a run; the driver's loop and the threads that follow logs call it."""
 
@@ -77,9 +83,9 @@ class RunDisplay:
 
     def line(self, name: str, text: str) -> None:
         """Show a line of a stage's log; progress replaces the last progress, everything else stays."""
-        text = _WORKER.sub("", harmless(text.rstrip()))
+        text = _WORKER.sub("", readable(text) or "")
         if not text.startswith(PROGRESS):
-            if text and not _CHATTER.match(text):
+            if text:
                 self.console.print(
                     f"[dim]{name:<{self.width}}  {escape(text)}[/]", highlight=False, soft_wrap=True
                 )

@@ -62,13 +62,13 @@ def newest_models(store: Store, pipeline: Pipeline, names: Iterable[str]) -> dic
         if found[manifest.stage] is not None:
             continue
         if manifest.run not in recipes:
-            recipes[manifest.run] = _recipe(store, manifest.run)
+            recipes[manifest.run] = recipe_of(store, manifest.run)
         if recipes[manifest.run] == pipeline.name and _is_complete(store, manifest):
             found[manifest.stage] = input_ref(store, manifest)
     return found
 
 
-def _recipe(store: Store, run: str) -> str:
+def recipe_of(store: Store, run: str) -> str:
     """Return the name of the recipe that a run was made of."""
     try:
         plan = read_plan(store, run)

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 from pipelines.cluster.jobs_client import ClusterUnreachable
+from pipelines.engine.display import readable
 from pipelines.engine.runs import Clusters, driver_log, run_status
 from pipelines.engine.status import ENDED, Status
 from pipelines.recipe.pipeline import members
@@ -17,7 +18,7 @@ from pipelines.store import Attempt, Layout, Store, StoreDamaged, last_attempt
 def show_logs(
     store: Store, run: str, stage: str | None, follow: bool, clusters: Clusters, write: Callable[[str], None]
 ) -> None:
-    """Write the log lines of one stage or all; with `follow`, continue until they have ended.
+    """Write the readable log lines of one stage or all; with `follow`, continue until they have ended.
 
     Raises:
         RecipeError: the run has no such stage.
@@ -44,7 +45,8 @@ def show_logs(
             break
         time.sleep(0.5)
     if not shown and (log := driver_log(store, run, clusters)):  # it says why no stage has begun
-        write(f"--- driver\n{log.rstrip()}")
+        write("--- driver")
+        _write_lines(log, write)
     if damaged:
         raise next(iter(damaged.values()))
 
@@ -68,7 +70,7 @@ def _show_stage(
     write(f"--- {entry['stage']} (attempt {attempt.number}, {entry['status']})")
     saved = store.read(f"{Layout.attempt(job, attempt.key, attempt.number)}/log.txt")
     if saved is not None:
-        write(saved.decode(errors="replace").rstrip("\n"))
+        _write_lines(saved.decode(errors="replace"), write)
     else:
         _show_live(attempt, follow, clusters, write)
 
@@ -77,9 +79,17 @@ def _show_live(attempt: Attempt, follow: bool, clusters: Clusters, write: Callab
     try:
         cluster = clusters(attempt.cluster_address)
         if follow:
-            cluster.follow_logs(attempt.submission_id, write, threading.Event())
+            cluster.follow_logs(
+                attempt.submission_id, lambda line: _write_lines(line, write), threading.Event()
+            )
         else:
-            log = cluster.logs(attempt.submission_id).rstrip("\n")
-            write(log or "(the cluster does not know this job)")
+            log = cluster.logs(attempt.submission_id)
+            _write_lines(log or "(the cluster does not know this job)", write)
     except (ClusterUnreachable, ValueError) as error:
         write(f"(no log: it was not copied yet, and the cluster does not answer: {error})")
+
+
+def _write_lines(log: str, write: Callable[[str], None]) -> None:
+    for line in log.rstrip("\n").split("\n"):
+        if (text := readable(line)) is not None:
+            write(text)

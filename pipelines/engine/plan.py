@@ -6,12 +6,13 @@ import graphlib
 from collections.abc import Container, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from functools import cache, partial
 from typing import Any
 
 from pydantic import ValidationError
 
 from pipelines import identity
-from pipelines.engine.latest import Newest, newest_models, start_of, wants_latest
+from pipelines.engine.latest import Newest, newest_models, recipe_of, start_of, wants_latest
 from pipelines.files.weights import lacks_preprocessing
 from pipelines.recipe.pipeline import Pipeline, base
 from pipelines.spec import (
@@ -374,12 +375,19 @@ def has_old_digest(stage: PlannedStage) -> bool:
     return stage.manifest is not None and stage.manifest.code.get("scheme", 1) != identity.CODE_SCHEME
 
 
-def reasons(store: Store, planned: Iterable[PlannedStage], forced: Container[str] = ()) -> dict[str, str]:
-    """Return, for each stage, why it is in its state, in a few words."""
+def reasons(
+    store: Store, pipeline: str, planned: Iterable[PlannedStage], forced: Container[str] = ()
+) -> dict[str, str]:
+    """Return, for each stage, why it is in its state, in a few words; `pipeline` is the recipe's name."""
     stages = list(planned)
+    wanted = {(stage.config.job, stage.name) for stage in stages if stage.state == "run"}
     previous: dict[tuple[str, str], Manifest] = {}
-    if any(stage.state == "run" for stage in stages):  # because it reads every manifest
-        previous = {(manifest.job, manifest.stage): manifest for manifest in all_manifests(store)}
+    recipe = cache(partial(recipe_of, store))
+    # it reads every manifest, so only if something would run
+    for manifest in reversed([*all_manifests(store)] if wanted else []):
+        place = manifest.job, manifest.stage
+        if place in wanted - previous.keys() and recipe(manifest.run) == pipeline:
+            previous[place] = manifest
     return {
         stage.name: "--force"
         if stage.state == "run" and stage.name in forced
@@ -396,7 +404,7 @@ def _reason(stage: PlannedStage, previous: Manifest | None) -> str:
     if stage.manifest is not None:
         return f"made {stage.manifest.finished[:16].replace('T', ' ')} by {stage.manifest.run}"
     if previous is None:
-        return "never made"
+        return "not made yet"
     return (
         "; ".join(_differences(previous, stage))
         or f"never made with{'' if stage.code else 'out'} --strict-code"

@@ -3,14 +3,27 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from pipelines.engine.status import Status
-from pipelines.store import LogLine, Store, describe_line, read_log, read_plan
+from pipelines.store import (
+    LogLine,
+    Store,
+    StoreDamaged,
+    describe_line,
+    last_attempt,
+    read_log,
+    read_manifest,
+    read_plan,
+)
 
 _JOBS = ("pretrain", "finetune")
+# The names of fits, see `LogLine.fit`.
+_TRIAL = re.compile(r"trial-(?P<number>\d{1,9})(-p[0-9a-f]+)?-(?P<part>\d{1,9})(?P<schedule>-s[0-9a-f]+)?")
+_REFIT = re.compile(r"refit-\d+(-[ps][0-9a-f]+)?-((?P<last>[1-9]\d{0,17})-)?(?P<draw>\d{1,9})")
 
 
 @dataclass(frozen=True)
@@ -21,6 +34,7 @@ class Training:
     job: str
     key: str
     config: dict[str, Any]
+    has_folds: bool = False
     segments: dict[str, list[LogLine]] = field(default_factory=dict)
 
     def log(self, store: Store) -> list[LogLine]:
@@ -28,30 +42,32 @@ class Training:
         return read_log(store, self.job, self.key, self.segments)
 
     def title(self, fit: str | None) -> str:
-        """Name one of its fits: `learning rate 0.001, fold 0`, `draw 0`; empty for a pretraining."""
-        if fit is None:
-            return ""
-        kind, rate, *_, number = fit.split("-")
-        if kind == "refit":
-            return f"draw {number}"
-        if (place := self._round(fit)) is not None:
-            return f"trial {rate}, round {place}"
-        if self.config.get("search"):
-            return f"trial {rate}, fold {number}"
-        return f"learning rate {self.config['learning_rates'][int(rate)]:g}, fold {number}"
+        """Name one of its fits: `learning rate 0.001, fold 0`, `draw 0`; empty for a pretraining.
+
+        A fit with a name that no fit of this training has is named as in its log, into which anybody may write.
+        """
+        if found := _REFIT.fullmatch(fit or ""):
+            return f"draw {found['draw']}"
+        if (found := _TRIAL.fullmatch(fit or "")) is None:
+            return fit or ""
+        number = int(found["number"])
+        if found["schedule"]:
+            return f"trial {number}, round {int(found['part']) + 1}"
+        rates = self.config.get("learning_rates", ())
+        if not self.config.get("search") and number >= len(rates):
+            return found[0]
+        name = f"trial {number}" if self.config.get("search") else f"learning rate {rates[number]:g}"
+        return f"{name}, fold {found['part']}" if self.has_folds or int(found["part"]) else name
 
     def steps(self, fit: str | None) -> int:
         """Return the last step of one of its fits; a refit's name has its own if trials may stop early."""
-        steps, parts = int(self.config["steps"]), (fit or "").split("-")
-        if (place := self._round(fit)) is not None:
-            return math.ceil(steps * place / int(self.config["search"]["rounds"]))
-        return int(parts[-2]) if len(parts) > 3 and parts[-2].isdecimal() else steps
-
-    def _round(self, fit: str | None) -> int | None:
-        """Return the round of PBT, from 1, that a fit is; None if it is none."""
-        if (self.config.get("search") or {}).get("kind") != "pbt" or not (fit or "").startswith("trial-"):
-            return None
-        return int(str(fit).split("-")[2]) + 1
+        steps = int(self.config["steps"])
+        if (found := _REFIT.fullmatch(fit or "")) and found["last"]:
+            return int(found["last"])
+        found, search = _TRIAL.fullmatch(fit or ""), self.config.get("search") or {}
+        if found and found["schedule"] and "rounds" in search:
+            return math.ceil(steps * (int(found["part"]) + 1) / int(search["rounds"]))
+        return steps
 
     def may_end_before(self, fit: str | None) -> bool:
         """Return whether one of its fits may end before its last step: a trial with early stopping."""
@@ -90,8 +106,25 @@ class Trainings:
                 entry["detail"] = describe_line(latest, steps, noun, training.may_end_before(latest.fit))
 
     def _training(self, stage: str, key: str) -> Training:
-        config = self._configs[stage]
-        return self._known.setdefault((stage, key), Training(stage, config["job"], key, config))
+        if (stage, key) not in self._known:
+            config = self._configs[stage]
+            has_folds = config["job"] == "finetune" and _has_folds(self._store, key, config)
+            self._known[stage, key] = Training(stage, config["job"], key, config, has_folds)
+        return self._known[stage, key]
+
+
+def _has_folds(store: Store, key: str, config: dict[str, Any]) -> bool:
+    """Return whether a fine-tuning selects its settings on folds; False if its data set is no longer readable."""
+    labels = config["labels"]
+    if labels["per_class"] is not None or not labels.get("use_dev", True):
+        return True
+    try:
+        attempt = last_attempt(store, "finetune", key)
+        data = attempt.inputs.get("data") if attempt else None
+        manifest = read_manifest(store, data[0].job, data[0].key) if data else None
+    except StoreDamaged:  # `verify` says so; here it costs a word
+        return False
+    return manifest is not None and manifest.metrics.get("dev") == 0
 
 
 def by_fit(lines: Sequence[LogLine]) -> dict[str | None, list[LogLine]]:

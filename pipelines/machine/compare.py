@@ -22,7 +22,7 @@ from pipelines.identity import source_fingerprint
 from pipelines.machine.init import count_gpus, examine, pipeline_name, shots_of, summary, write_checked
 from pipelines.recipe.load import yaml_text
 from pipelines.recipe.pipeline import stage_name
-from pipelines.spec import Import, RecipeError
+from pipelines.spec import Import, RecipeError, quantity
 from pipelines.spec.shapes import size_of
 from vit_model import compute
 from vit_model.config import Architecture, ViTConfig
@@ -187,7 +187,7 @@ def _estimate(backbones: Sequence[Backbone], resolution: int, steps: int, images
     units = gpus or os.cpu_count() or 1
     minutes = flops / (compute.train_flops(cheapest) * speed * units) / 60
     machine = f"{gpus} GPU(s)" if gpus else f"{units} CPU cores"
-    about = f"{minutes / 60:,.1f} hours" if minutes > 90 else f"{max(1, minutes):.0f} minutes"
+    about = f"{minutes / 60:,.1f} hours" if minutes > 90 else quantity(max(1, round(minutes)), "minute")
     return (
         f"the smallest one trains on {speed:,.3g} images/s measured here: about {about} in all on {machine}"
     )

@@ -21,7 +21,7 @@ from rich.markup import escape
 
 from pipelines.files.sources import source_files
 from pipelines.recipe.load import load_pipeline, yaml_text
-from pipelines.spec import FolderSource, ModelSize, RecipeError
+from pipelines.spec import FolderSource, ModelSize, RecipeError, quantity
 from vit_model.errors import UserError
 
 if TYPE_CHECKING:
@@ -83,7 +83,7 @@ def write_recipe(file: Path, images: Path, console: Console) -> None:
     minutes = trainings * choice.steps * choice.batch_size / rate / 60 + 1
     say(
         f"one training sees {choice.steps * choice.batch_size:,} images, at {rate:,.0f} images/s measured here: "
-        f"about {minutes:.0f} minutes in all"
+        f"about {quantity(round(minutes), 'minute')} in all"
     )
     write_checked(file, _recipe(file, images, listing, choice))
     say(f"wrote {file}; next: vitflow run {file}")
@@ -91,10 +91,10 @@ def write_recipe(file: Path, images: Path, console: Console) -> None:
 
 def write_checked(file: Path, text: str) -> None:
     """Write a recipe and read it; remove it again if it cannot be read. Raises RecipeError."""
-    file.write_text(text, encoding="utf-8")
     try:
+        file.write_text(text, encoding="utf-8")
         load_pipeline(str(file))
-    except RecipeError:
+    except (RecipeError, UnicodeEncodeError):
         file.unlink()
         raise
 

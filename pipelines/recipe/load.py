@@ -84,6 +84,14 @@ class _StrictLoader(yaml.SafeLoader):
             seen.add(key)
         return super().construct_mapping(node, deep)
 
+    def construct_scalar(self, node: Any) -> Any:
+        text = super().construct_scalar(node)
+        try:
+            text.encode()
+        except UnicodeEncodeError:  # an escape such as "\udcff", half of a character
+            raise RecipeError(f"line {node.start_mark.line + 1}: {text!a} is not UTF-8") from None
+        return text
+
     def construct_int(self, node: Any) -> int:
         return int(node.value, 0)
 

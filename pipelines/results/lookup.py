@@ -1,17 +1,18 @@
 """The runs and artifacts that a user names: by an id, a key or a unique prefix of one, RUN/STAGE, RUN or STAGE.
 
 RUN/STAGE is the result of the newest run that has it, so another run of the recipe, even an unfinished one, does not
-make it ambiguous.
+make it ambiguous. So is STAGE, unless recipes of several names have such a stage and another result of it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 
 from pipelines.engine.runs import run_status, runs
 from pipelines.recipe.pipeline import members
 from pipelines.spec import RecipeError, nearest
-from pipelines.store import Manifest, Store, all_keys, all_manifests
+from pipelines.store import Manifest, Store, all_keys, all_manifests, read_plan
 
 
 def find_run(store: Store, prefix: str | None) -> str:
@@ -97,10 +98,14 @@ def _find(store: Store, selector: str, labels: Mapping[str, str], noun: str) -> 
         prefix, _, stage = selector.partition("/")
         try:
             if stage:
-                return _newest_result(store, prefix, stage, labels)
+                return _newest_result(store, _runs_of_one_recipe(store, prefix), stage, labels)
             return labels.keys() & _stage_keys(store, find_run(store, prefix)).values()
         except RecipeError as error:
-            matches = {key: label for key, label in labels.items() if label == selector}
+            results = _results_of_stage(store, selector, labels)
+            if len(results) == 1:
+                return results[0]
+            found = set[str]().union(*results)
+            matches = {key: label for key, label in labels.items() if key in found or label == selector}
             if not matches:
                 raise RecipeError(f"no {noun} has a key that begins with {selector!r}, and {error}") from None
     if len(matches) > 1:
@@ -108,20 +113,43 @@ def _find(store: Store, selector: str, labels: Mapping[str, str], noun: str) -> 
     return set(matches)
 
 
-def _newest_result(store: Store, prefix: str, stage: str, labels: Mapping[str, str]) -> set[str]:
+def _runs_of_one_recipe(store: Store, prefix: str) -> list[str]:
+    """Return the runs with this id, this name or this prefix. Raises RecipeError: none, or of several recipes."""
+    matches = _matching_runs(store, prefix)
+    if named := [run for run in matches if _recipe(run) == prefix]:
+        return named
+    if len({_recipe(run) for run in matches}) > 1:
+        raise _ambiguous_run(prefix, matches)
+    return matches
+
+
+def _recipe(run: str) -> str:
+    return run.rsplit("-", 3)[0]
+
+
+def _results_of_stage(store: Store, stage: str, labels: Mapping[str, str]) -> list[set[str]]:
+    """Return the different newest results (see `_newest_result`) that recipes have of a stage."""
+    by_recipe: dict[str, list[str]] = {}
+    for run in runs(store):
+        plan = read_plan(store, run)
+        with suppress(RecipeError):  # it has no such stage
+            members(stage, plan["stages"] if plan else ())
+            by_recipe.setdefault(_recipe(run), []).append(run)
+    found = [_newest_result(store, own, stage, labels) for own in by_recipe.values()]
+    return [keys for number, keys in enumerate(found) if keys and keys not in found[:number]]
+
+
+def _newest_result(store: Store, matches: Sequence[str], stage: str, labels: Mapping[str, str]) -> set[str]:
     """Return the keys in `labels` that a stage, or all of a matrix, has in the newest run with all of them.
 
     If no run has all, those in the newest run with some.
 
+    Args:
+        matches: the runs, oldest first.
+
     Raises:
-        RecipeError: no run matches, runs of several pipelines match, or none has this stage.
+        RecipeError: none has this stage.
     """
-    matches = _matching_runs(store, prefix)
-    pipelines = {run: run.rsplit("-", 3)[0] for run in matches}
-    if prefix in pipelines.values():
-        matches = [run for run in matches if pipelines[run] == prefix]
-    elif len(set(pipelines.values())) > 1:
-        raise _ambiguous_run(prefix, matches)
     some: set[str] = set()
     unknown: list[RecipeError] = []
     for run in reversed(matches):

@@ -193,6 +193,7 @@ _ONLY = f"expected one SELECT that reads the tables {', '.join(TABLES)}"
 
 def _named_tables(connection: DuckDBPyConnection, sql: str) -> set[str]:
     """Return the names in TABLES that the SQL reads. Raises RecipeError if it is not one query that only reads them."""
+    sql.encode()  # DuckDB's error does not name what is not UTF-8
     statements = connection.extract_statements(sql)
     kinds = [statement.type.name for statement in statements]
     if kinds != ["SELECT"]:

@@ -18,7 +18,7 @@ from pipelines.spec.checkpoints import (
     recorded_checkpoint,
     step_of,
 )
-from pipelines.spec.fields import COMMIT, HUB_PATH, RecipeError, nearest
+from pipelines.spec.fields import COMMIT, HUB_PATH, RecipeError, nearest, quantity
 from pipelines.spec.optimizer import Optimizer, check_optimizer
 from pipelines.spec.records import (
     CIFAR_FILES,
@@ -121,6 +121,7 @@ __all__ = [
     "input_fields",
     "module",
     "nearest",
+    "quantity",
     "recorded_checkpoint",
     "step_of",
 ]

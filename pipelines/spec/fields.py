@@ -85,6 +85,11 @@ def nearest(name: str, names: Iterable[str]) -> str:
     return f"; did you mean {matches[0]!r}?" if matches else f"; there are: {', '.join(known) or 'none'}"
 
 
+def quantity(number: int, noun: str, nouns: str | None = None) -> str:
+    """Return '1 image' or '2 images'; `nouns` is the plural if it is not the noun with an s."""
+    return f"{number:,} {noun if number == 1 else nouns or f'{noun}s'}"
+
+
 Seed = Annotated[int, Field(ge=0, lt=2**32)]
 """Below 2**32, as numpy's `RandomState` needs it, which scikit-learn and Optuna use."""
 Root = Annotated[str, AfterValidator(located)]

@@ -26,6 +26,7 @@ from pipelines.store.protocol import (
 from pipelines.store.records import FileEntry, Layout
 
 _NO_LINKS = {errno.EPERM, errno.EXDEV, errno.ENOSYS, errno.EOPNOTSUPP}
+_TRIES = 100  # while other processes remove folders that have become empty
 _NO_ANSWER = {errno.ESTALE, errno.ETIMEDOUT, errno.EHOSTDOWN}  # a file server may answer later
 
 
@@ -211,13 +212,42 @@ class FolderStore:
                 shutil.rmtree(temporary)
 
 
+def store_folder(path: str) -> Path:
+    """Return the absolute path of a store's folder, which need not exist.
+
+    Raises:
+        StoreError: it cannot be the path of a folder; or it is not UTF-8, as the records that name it are.
+    """
+    try:
+        root = Path(path).expanduser().resolve()
+        str(root).encode()
+        root.lstat()
+    except (FileNotFoundError, NotADirectoryError):
+        return root
+    except UnicodeEncodeError:
+        raise StoreError(f"{str(root)!a}: not UTF-8, which a store's path must be") from None
+    except RuntimeError as error:  # an unknown user's home; before Python 3.13 also a loop of links
+        raise StoreError(f"{path}: {error}") from None
+    except OSError as error:
+        if error.errno in {errno.ENAMETOOLONG, errno.ELOOP}:
+            raise StoreError(f"{path}: {error.strerror}") from None
+    return root
+
+
 def _make_folders(path: Path) -> None:
     """Do `mkdir -p`, so that new folders survive a power cut."""
-    while not path.is_dir():
+    for _ in range(_TRIES):
+        if path.is_dir():
+            return
         _make_folders(path.parent)
-        with suppress(FileNotFoundError):  # another process has just removed the empty parent (`remove`)
+        try:
             path.mkdir(exist_ok=True)
             _sync_folder(path.parent)
+        except FileExistsError:
+            raise NotADirectoryError(errno.ENOTDIR, f"{path} is not a folder") from None
+        except FileNotFoundError as error:  # another process has just removed the empty parent (`remove`)
+            missing = error
+    raise missing  # always: some file systems, such as /proc, let nobody make folders, and say that
 
 
 def _link(temporary: Path, path: Path) -> bool:

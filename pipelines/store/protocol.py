@@ -121,9 +121,9 @@ def open_store(uri: str, *, create: bool = True) -> Store:
     if "://" in uri:
         scheme = uri.partition("://")[0]
         raise StoreError(f"{scheme}://...: unsupported store; expected a folder or s3://bucket/prefix")
-    from pipelines.store.folder import FolderStore
+    from pipelines.store.folder import FolderStore, store_folder
 
-    return FolderStore(Path(uri).expanduser().resolve(), create=create)
+    return FolderStore(store_folder(uri), create=create)
 
 
 def is_at(store: Store, uri: str) -> bool:

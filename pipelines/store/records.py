@@ -105,7 +105,8 @@ class Layout:
 
 
 def _iso_time(text: str) -> str:
-    datetime.fromisoformat(text)
+    if datetime.fromisoformat(text).tzinfo is None:
+        raise ValueError("a time has an offset from UTC")  # without one, it cannot be compared with ours
     return text
 
 

@@ -18,9 +18,9 @@ import re
 from collections.abc import Iterable, Iterator
 from datetime import timedelta
 from pathlib import Path
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
 
-from pydantic import ConfigDict, NonNegativeInt, ValidationError
+from pydantic import ConfigDict, Field, ValidationError
 
 from pipelines.errors import StoreDamaged
 from pipelines.store.artifacts import local_file, read_manifest
@@ -31,6 +31,7 @@ from vit_model.config import Frozen
 
 LOG = "log.jsonl"
 _SEGMENT = re.compile(r"(\d{1,18})-([0-9A-Z]{26})-\d+\.jsonl")
+_LONGEST = timedelta.max.total_seconds() - 1  # that can be shown; a log may say anything
 _TRIES = 3  # while a writer joins segments or the artifact is committed, what was listed may be gone
 
 
@@ -43,12 +44,12 @@ class LogLine(Frozen):
     model_config = ConfigDict(extra="ignore")  # of a later version
 
     time: Time
-    fit: Name | None = None
+    fit: Annotated[Name, Field(max_length=100)] | None = None
     """Of a fine-tuning: trial-<rate>-<fold> or refit-<rate>-<draw>, numbers as in its configuration, from 0; with early
     stopping refit-<rate>-<last step>-<draw>. With PBT trial-<member>-<round>-<schedule>, and
     refit-<member>-<schedule>-<draw>, where <schedule> is a digest. With Optuna a digest of the point follows its
     number."""
-    step: NonNegativeInt
+    step: int = Field(ge=0, lt=2**63)
     epoch: float
     """The images so far, divided by the number of training images."""
     loss: float | None
@@ -95,7 +96,8 @@ def describe_line(line: LogLine, steps: int, noun: str = "step", may_end_before:
     parts = [f"{noun} {line.step}/{steps} ({line.step / steps:.0%})"]
     parts += [form.format(value) for form, value in values if value is not None]
     if line.seconds_left is not None:
-        parts.append(f"{'at most ' * may_end_before}{timedelta(seconds=round(line.seconds_left))} left")
+        left = timedelta(seconds=round(min(max(line.seconds_left, 0), _LONGEST)))
+        parts.append(f"{'at most ' * may_end_before}{left} left")
     return " · ".join(parts)
 
 

@@ -189,7 +189,7 @@ def log_lines(overlap: Overlap) -> list[str]:
     count = f"{seen:,} of {total:,}"
     if overlap.unknown:
         count = f"at least {count}" if seen else "unknown"
-    lines = [f"test images seen in training: {count}, {near:,} more are near-copies"]
+    lines = [f"test images seen in training: {count}; near-copies of training images: {near:,} more"]
     if overlap.also_in_train:
         lines.append(
             f"test images that the data set itself also has in train or dev: {overlap.also_in_train:,}"

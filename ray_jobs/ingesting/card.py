@@ -16,6 +16,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from PIL import Image
 
+from pipelines.spec import quantity
 from ray_jobs.data.shards import SPLITS, Dataset, Split
 from ray_jobs.ingesting.splits import Trainable
 from ray_jobs.reporting.pictures import SMALL, sample_rows, squares
@@ -42,6 +43,11 @@ def shown_split(splits: Iterable[str]) -> Split:
     return next(split for split in SPLITS if split in present)
 
 
+def copies_note(number: int, kind: str, done: str) -> str:
+    """Say how many copies of a kind were found, and what was done with them."""
+    return f"{quantity(number, f'{kind} copy', f'{kind} copies')}, {done}"
+
+
 def class_notes(trainable: Trainable, most: int | None = SHOWN) -> list[str]:
     """Return notes on classes set aside and on classes without images in a split; each names at most `most` classes."""
     index, names, aside = trainable.index, trainable.class_names, trainable.set_aside_classes
@@ -51,8 +57,8 @@ def class_notes(trainable: Trainable, most: int | None = SHOWN) -> list[str]:
         named = listed([f"{name!r} ({number:,})" for name, number in aside], most)
         notes.append(
             f"classes without a training image, set aside: {len(aside):,} of {len(aside) + len(names):,} "
-            f"({images:,} images): {named}. Add images, or give the splits yourself (split folders, or a column "
-            "`split` in the metadata)"
+            f"({quantity(images, 'image')}): {named}. Add images, or give the splits yourself (split folders, or a "
+            "column `split` in the metadata)"
         )
     for split in SPLITS:
         present = set(index.filter(pc.equal(index["split"], split))["label"].to_pylist())
@@ -170,7 +176,7 @@ def _markdown(card: dict[str, Any]) -> str:
         f"{pixels['split']} images at {pixels['side']} pixels a side.",
         "",
         *[f"- {_plain(note)}" for note in card["notes"]],
-        *[f"- {one['images']:,} {one['kind']} copies, {one['done']}" for one in card["copies"]],
+        *[f"- {copies_note(one['images'], one['kind'], one['done'])}" for one in card["copies"]],
         *[
             f"- {count:,} quarantined: {_plain(why)}"
             for why, count in list(card["quarantine"].items())[:SHOWN]

@@ -13,6 +13,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from pipelines.spec import quantity
 from vit_model.errors import UserError
 
 EXCLUDED = pa.schema(
@@ -120,7 +121,7 @@ def excluded_note(excluded: pa.Table) -> tuple[str, ...]:
     kept = len(excluded) - out
     stay = f"; {kept:,} more that it lists are of test and stay there" if kept else ""
     return (
-        (f"{out:,} images left out of train and dev, because exclude lists them{stay}",)
+        (f"{quantity(out, 'image')} left out of train and dev, because exclude lists them{stay}",)
         if len(excluded)
         else ()
     )

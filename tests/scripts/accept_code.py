@@ -2,7 +2,8 @@
 
 `code_versions.json` has, for each job, its VERSION and the digest of the code that it imports. When that code changes,
 a test fails until somebody has said which it is: another result (raise VERSION in pipelines/spec/stages.py, so that old
-artifacts are not taken for new ones) or the same result (give WHY, which is kept).
+artifacts are not taken for new ones) or the same result (give WHY; the file keeps the last, and
+git those before).
 """
 
 import json
@@ -23,14 +24,13 @@ def main() -> None:
         entry = record.get(job, {"version": 0})
         digest = code_digest(job)
         if entry["version"] != stage.VERSION:
-            record[job] = {"version": stage.VERSION, "digest": digest, "same_result": []}
+            record[job] = {"version": stage.VERSION, "digest": digest}
         elif entry["digest"] != digest:
             if not why:
                 sys.exit(
                     f"{job}: its code changed. Raise its VERSION if results change, or say WHY they do not"
                 )
-            entry["same_result"].append(why)
-            entry["digest"] = digest
+            record[job] = entry | {"digest": digest, "same_result": why}
     RECORD.write_text(json.dumps(record, indent=1) + "\n")
 
 

@@ -37,6 +37,12 @@ from tests.support.paths import TINY
         (["init", "x.yaml", "--images", "nowhere"], "nowhere is not a folder"),
         (["init", "/proc/x.yaml", "--images", "."], "/proc/x.yaml: cannot write to /proc: "),
         (["runn"], "No such command"),
+        (["run", TINY, "--store", "\udcff"], "\\udcff': not UTF-8"),
+        (["run", "\udcff.yaml"], "\\udcff.yaml: no such file"),
+        (["plan", TINY, "--set", r'digits.source={kind: folder, name: x, root: "\udcff"}'], "is not UTF-8"),
+        (["import", "\udcff.npz"], "\\udcff.npz: not UTF-8; rename it"),
+        (["predict", "abc", "\udcff.png", "--store", "\udcff"], "\\udcff': not UTF-8"),
+        (["run", TINY, "--address", "http://127.0.0.1:1", "--token-file", "."], ".: cannot be read"),
     ],
 )
 def test_wrong_requests(

@@ -492,5 +492,8 @@ def test_predict_takes_folders_and_scores_the_good_beside_the_bad(
     assert said.count("ape") == 2 and f"error: {folder / 'broken.jpg'} cannot be read as an image" in said
     rows = json.loads(printed(*given, "--json", code=1).partition(" error: ")[0])
     assert [row.keys() for row in rows] == [{"image", "top"}, {"image", "top"}, {"image", "error"}]
+    said = printed("predict", "ma", "x.png", folder / "a.png", "none", "--store", store.uri, code=1)
+    assert said.count("ape") == 1 and {"x.png:", "none:"} < set(said.split())
+    assert "not a file or folder" in printed("predict", "ma", "/dev/null", "--store", store.uri, code=2)
     assert "no such file or folder" in printed("predict", "ma", "x.png", "--store", store.uri, code=2)
     assert "no images found" in printed("predict", "ma", store.uri, "--store", store.uri, code=2)

@@ -1,4 +1,4 @@
-"""Text from outside does not steer the terminal that shows it; a pipe gets it as it is."""
+"""Text from outside does not steer the terminal that shows it; a pipe gets data as they are."""
 
 import os
 import pty
@@ -10,9 +10,9 @@ import pytest
 
 from pipelines.engine import runs
 from pipelines.recipe.load import parse_pipeline
-from pipelines.store import Layout, StoreDamaged, add_event, create_attempt
+from pipelines.store import Layout, add_event, create_attempt
 from pipelines.store.folder import FolderStore
-from pipelines.terminal import harmless
+from pipelines.terminal import escape_what_is_no_text, write
 from tests.support.records import make_attempt
 
 HOSTILE = "a\x1b]0;renamed\x07\x1b[2Jb\x9b31mc\u202ed"
@@ -75,27 +75,28 @@ def test_control_characters_stay_out_of_a_terminal(store: FolderStore, arguments
         assert LEFT in said
 
 
+def test_a_name_that_is_not_utf_8_is_printed_with_escapes(capsys: pytest.CaptureFixture[str]) -> None:
+    escape_what_is_no_text()
+    write("a\udcffb")
+    assert capsys.readouterr().out == "a\\udcffb\n"
+
+
 @pytest.mark.slow
-def test_a_pipe_gets_the_text_as_it_is(store: FolderStore, vitflow) -> None:  # type: ignore[no-untyped-def]
-    assert HOSTILE in vitflow("logs", "one-1-1-1", "--store", store.uri).stdout
+def test_a_pipe_gets_data_as_it_is(store: FolderStore, vitflow) -> None:  # type: ignore[no-untyped-def]
     assert HOSTILE in vitflow("report", "query", QUERY, "--csv", "--store", store.uri).stdout
 
 
-def test_colours_of_a_log_go_as_a_whole() -> None:
-    assert harmless("\x1b[36m(worker)\x1b[0m loss\t1\n") == "(worker) loss\t1\n"
-
-
-def test_a_log_that_is_a_link_out_of_the_store_is_not_followed(
-    store: FolderStore,
-    vitflow,  # type: ignore[no-untyped-def]
-    tmp_path: Path,
-) -> None:
-    (tmp_path / "secret").write_text("mine")
-    name = f"{Layout.attempt('ingest', 'k', 1)}/log.txt"
-    (store.root / name).unlink()
-    (store.root / name).symlink_to(tmp_path / "secret")
-    with pytest.raises(StoreDamaged, match=r"log\.txt is damaged: it is a symbolic link"):
-        store.read(name)
-    done = vitflow("logs", "one-1-1-1", "--store", store.uri, check=1)
-    assert "symbolic link" in done.stderr
-    assert "mine" not in done.stdout
+def test_a_pipe_gets_logs_without_colours_and_without_what_ray_prints_in_every_job(
+    store: FolderStore, vitflow_here
+) -> None:  # type: ignore[no-untyped-def]
+    log = [
+        "2026-01-01 00:00:00,000\tINFO job_manager.py:581 -- Runtime env is setting up.",
+        "Running entrypoint for job ingest-k-1: exec python",
+        "\x1b[36m(Worker pid=7)\x1b[0m one",
+        "(Worker pid=7, ip=10.0.0.1) DeepSpeed comm built successfully",
+        "",
+        "two",
+    ]
+    (store.root / f"{Layout.attempt('ingest', 'k', 1)}/log.txt").write_text("\n".join(log))
+    said = vitflow_here("logs", "one-1-1-1", "--store", store.uri).stdout
+    assert said == "--- digits (attempt 1, SUCCEEDED)\n(Worker pid=7) one\n\ntwo\n"

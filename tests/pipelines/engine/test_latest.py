@@ -252,7 +252,7 @@ def test_the_plan_says_what_it_would_start_from(store: Store) -> None:
     first = train(store, recipe())
     assert said(recipe(steps=21)) == [f"pretrain: init_from latest: pretrain {first.key[:12]}"]
     changed = plan.plan_pipeline(store, recipe(steps=21), TARGETS)
-    assert plan.reasons(store, changed)["pretrain"] == "init_from has changed; steps 20 -> 21"
+    assert plan.reasons(store, "nightly", changed)["pretrain"] == "init_from has changed; steps 20 -> 21"
     assert not said(recipe())
 
 

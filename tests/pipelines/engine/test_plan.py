@@ -14,7 +14,7 @@ from pipelines.cluster.jobs_client import Cluster
 from pipelines.engine import plan, runs
 from pipelines.engine.plan import PlannedStage
 from pipelines.identity import CODE_SCHEME, code_digest, source_fingerprint, stage_key
-from pipelines.recipe.load import load_pipeline
+from pipelines.recipe.load import load_pipeline, parse_pipeline
 from pipelines.recipe.pipeline import Pipeline
 from pipelines.spec import Ingest, RecipeError
 from pipelines.store import Manifest, Store, open_store
@@ -44,6 +44,7 @@ def make(store: Store, planned: PlannedStage, content: str = "", code: str | Non
             key=planned.key,
             nonce=planned.key,
             stage=planned.name,
+            run="tiny-20260101-000000-aaaa",
             content_digest=hashlib.sha256(f"{planned.name}{content}".encode()).hexdigest(),
             inputs=planned.inputs,
             config=config.model_dump(mode="json"),
@@ -85,7 +86,7 @@ def test_a_forced_stage_runs_and_what_is_behind_it_waits(store: Store, pipeline:
     found = {stage.name: stage.state for stage in planned}
     assert {name for name, state in found.items() if state == "run"} == {"pretrain"}
     assert {name for name, state in found.items() if state == "cached"} == {"digits", "pixels"}
-    why = plan.reasons(store, planned, forced)
+    why = plan.reasons(store, "tiny", planned, forced)
     assert (why["pretrain"], why["report"]) == ("--force", "waits for its inputs")
 
 
@@ -95,7 +96,17 @@ def test_a_change_reaches_what_is_behind_it_and_nothing_else(store: Store, pipel
     found = states(store, changed)
     assert {name for name, state in found.items() if state == "cached"} == {"digits", "pixels"}
     (stage,) = [s for s in plan.plan_pipeline(store, changed, changed.order()) if s.name == "pretrain"]
-    assert plan.reasons(store, [stage]) == {"pretrain": "steps 20 -> 21"}
+    assert plan.reasons(store, "tiny", [stage]) == {"pretrain": "steps 20 -> 21"}
+
+
+def test_a_stage_of_another_recipe_is_no_reason(store: Store, pipeline: Pipeline) -> None:
+    make_all(store, pipeline)
+    other = parse_pipeline(
+        {"name": "other", "stages": {"digits": {"job": "ingest", "source": {"kind": "glyphs"}}}}, "t"
+    )
+    planned = plan.plan_pipeline(store, other, ("digits",))
+    assert plan.reasons(store, "other", planned) == {"digits": "not made yet"}
+    assert "source.kind digits -> glyphs" in plan.reasons(store, "tiny", planned)["digits"]
 
 
 def test_code_that_changed_since_is_told_and_stays_cached(store: Store, pipeline: Pipeline) -> None:
@@ -150,7 +161,7 @@ def test_other_content_made_again_runs_what_is_behind_it(store: Store, pipeline:
         store, "pixels", pipeline.stages["pixels"], {"digits": st.input_ref(store, again)}
     )
     assert pixels.state == "run"
-    assert plan.reasons(store, [pixels]) == {"pixels": "data has changed"}
+    assert plan.reasons(store, "tiny", [pixels]) == {"pixels": "data has changed"}
 
 
 def test_a_checkpoint_that_the_pretraining_does_not_have_is_told_before_anything_runs(
@@ -175,7 +186,7 @@ def test_a_checkpoint_that_the_pretraining_does_not_have_is_told_before_anything
     last = load_pipeline(str(TINY), ("probe.backbone.checkpoint=step:20",))
     (probe,) = [one for one in plan.plan_pipeline(store, last, last.order()) if one.name == "probe"]
     assert probe.inputs is not None and probe.inputs["backbone"] == [st.input_ref(store, made["pretrain"])]
-    assert plan.reasons(store, [probe]) == {"probe": "backbone.checkpoint last -> step:20"}
+    assert plan.reasons(store, "tiny", [probe]) == {"probe": "backbone.checkpoint last -> step:20"}
 
 
 def test_what_was_made_of_a_checkpoint_stays_cached_without_it(store: Store, pipeline: Pipeline) -> None:
@@ -254,14 +265,14 @@ def test_strict_code_makes_again_what_other_code_made(
     assert set(states(store, pipeline, strict_code=True).values()) == {"cached"}
     assert states(store, pipeline)["digits"] == "run", "another key than without"
     (stage, *_) = plan.plan_pipeline(store, pipeline, ("digits",))
-    assert plan.reasons(store, [stage]) == {"digits": "never made without --strict-code"}
+    assert plan.reasons(store, "tiny", [stage]) == {"digits": "never made without --strict-code"}
     monkeypatch.setattr(
         plan.identity, "code_digest", lambda job: "f" * 64 if job == "baselines" else code_digest(job)
     )
     found = states(store, pipeline, strict_code=True)
     assert {name for name, state in found.items() if state != "cached"} == {"pixels", "report"}
     planned = plan.plan_pipeline(store, pipeline, pipeline.order(), strict_code=True)
-    assert plan.reasons(store, planned)["pixels"] == "its code has changed"
+    assert plan.reasons(store, "tiny", planned)["pixels"] == "its code has changed"
     assert [note for stage in planned for note in plan.notes(stage)] == []
 
 

@@ -66,4 +66,6 @@ def test_what_is_no_archive_is_refused(content: bytes | None, message: str, tmp_
 def test_a_recipe_that_cannot_be_read_is_not_left_behind(tmp_path: Path) -> None:
     with pytest.raises(RecipeError):
         init.write_checked(tmp_path / "x.yaml", "name: {")
+    with pytest.raises(UnicodeEncodeError):
+        init.write_checked(tmp_path / "x.yaml", "# \udcff")
     assert not [*tmp_path.iterdir()]

@@ -106,6 +106,13 @@ def test_a_stage_means_the_newest_run_that_has_its_result(store: Store, run: lis
     assert trace(store, "p/probe").roots == (pixels.key,)
     assert trace(store, f"{RUN}/probe").roots == (probe.key,), "a whole id is one run"
     assert trace(store, "pixels").roots == (pixels.key,), "a stage's name, as only one artifact has it"
+    assert trace(store, "probe").roots == (pixels.key,), "no other recipe has a result of it"
+    add_event(store, other, "stage", stage="probe", status="CACHED", key=pixels.key)
+    assert trace(store, "probe").roots == (pixels.key,), "it is the same result"
+    add_event(store, other, "stage", stage="probe", status="SUCCEEDED", key=probe.key)
+    with pytest.raises(RecipeError, match="'probe' is ambiguous; it matches the keys c1c1"):
+        trace(store, "probe")
+    add_event(store, other, "stage", stage="probe", status="PENDING", key="0" * 64)
     with pytest.raises(RecipeError, match="'p' is ambiguous; it matches the runs"):
         trace(store, "p")
     with pytest.raises(RecipeError, match="no committed results yet"):

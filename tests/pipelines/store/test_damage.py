@@ -90,6 +90,16 @@ def test_the_logs_of_a_run_whose_artifact_was_removed_leave_it_out(store: Folder
     assert [line.split()[1] for line in said if line.startswith("---")] == ["data", "probe"]
 
 
+def test_the_logs_of_a_run_go_on_past_a_damaged_one(store: FolderStore) -> None:
+    manifest = st.read_manifest(store, "pretrain", "ae" * 32)
+    assert manifest is not None
+    (store.root / Layout.attempt("pretrain", manifest.key, 1) / "attempt.json").write_bytes(b"{")
+    said: list[str] = []
+    with pytest.raises(StoreDamaged, match=r"attempt\.json is damaged"):
+        show_logs(store, GOOD, None, False, reached(None, None), said.append)
+    assert [line.split()[1] for line in said if line.startswith("---")] == ["data", "probe"]
+
+
 @pytest.mark.parametrize("source", [5, None, {"kind": "vtab"}])
 def test_a_source_of_another_version_hides_no_rows(store: FolderStore, source: Any) -> None:
     data = put(store, "ingest", "0d", "odd", GOOD, config={"source": source})
@@ -169,7 +179,7 @@ def ask(store: FolderStore, sql: str) -> list[Any]:
 
 def planned(store: FolderStore) -> Any:
     stages = plan.plan_pipeline(store, pipeline := load_pipeline(str(TINY)), pipeline.order())
-    return [stage.state for stage in stages], plan.reasons(store, stages)
+    return [stage.state for stage in stages], plan.reasons(store, "tiny", stages)
 
 
 def known_parts(store: FolderStore) -> list[Finished]:
@@ -296,7 +306,7 @@ def test_a_damaged_stage_is_made_again_by_force_alone(store: FolderStore) -> Non
     write(store.root / Layout.manifest("ingest", made.key), b"[]")
     stages = plan.plan_pipeline(store, pipeline, pipeline.order())
     assert [stage.state for stage in stages] == ["damaged"] + ["pending"] * 5
-    assert "`--force digits` rebuilds it" in plan.reasons(store, stages)["digits"]
+    assert "`--force digits` rebuilds it" in plan.reasons(store, "tiny", stages)["digits"]
     key = plan.force_stage(store, stages[0], "nonce", "run")
     assert key != made.key
     st.commit(store, made.model_copy(update={"key": key}))

@@ -162,10 +162,29 @@ def test_a_store_of_another_layout_is_refused(store: Store, place: Place) -> Non
         open_store(store.uri)
 
 
-def test_a_folder_that_cannot_be_made_is_one_clear_message(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
-    with pytest.raises(StoreError, match="cannot write"):
-        open_store(str(tmp_path / "file" / "store"))
+@pytest.mark.timeout(20)
+@pytest.mark.parametrize(
+    ("path", "said"),
+    [
+        ("/proc/x", "No such file or directory"),
+        ("/proc/x/y", "No such file or directory"),
+        ("file", "file is not a folder"),
+        ("file/store", "file is not a folder"),
+        ("loop/store", "[Ll]oop|[Ll]evels"),
+        ("x" * 300, "File name too long"),
+        ("~nobody-of-this-name/store", "home directory"),
+        ("\udcff", "UTF-8"),
+    ],
+)
+def test_a_folder_that_cannot_be_made_is_one_clear_message(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, path: str, said: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("file").write_text("")
+    Path("loop").symlink_to("loop")
+    with pytest.raises(StoreError, match=said) as error:
+        open_store(path)
+    assert type(error.value) is StoreError, "damage and silence are not the request's fault"
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")

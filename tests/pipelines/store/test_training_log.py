@@ -1,6 +1,7 @@
 """The log of a training: which lines its readers see, whoever wrote them, and where they are."""
 
 import itertools
+import re
 from pathlib import Path
 
 import pytest
@@ -140,6 +141,19 @@ def test_a_damaged_segment_is_left_out_and_a_damaged_file_is_an_error(
     (tmp_path / manifest.folder / "log.jsonl").write_bytes(b"[]\n")
     with pytest.raises(StoreDamaged, match=r"log\.jsonl is damaged"):
         read_log(store, "pretrain", "k")
+
+
+@pytest.mark.parametrize(
+    "field",
+    ['"step":9223372036854775808', '"time":"2026-01-01T00:00:00"', f'"fit":"{"x" * 101}"', '"loss":NaN'],
+)
+def test_a_line_that_its_readers_cannot_show_is_damage(field: str) -> None:
+    store = MemoryStore()
+    name = put(store, line(1))
+    name_of = field.partition(":")[0].encode()
+    odd = re.sub(name_of + rb":[^,]*", field.encode(), encode_lines([line(2)]))
+    store.create(name.replace("-1.jsonl", "-2.jsonl"), odd)
+    assert losses(store) == {1: 1}
 
 
 def test_an_artifact_of_an_earlier_version_has_no_log(tmp_path: Path) -> None:

@@ -105,7 +105,7 @@ def test_planted_labels_are_listed_first_with_the_right_class(
     assert all({row["label"], row["suggested"]} == {"dark", "bright"} for row in rows)
     assert all(row["split"] == row["file"].partition("/")[0] for row in rows)
     assert result.metrics["audited"] == COUNTS["train"] + COUNTS["dev"]
-    assert "1 classes without an image in train and dev: nobody" in capsys.readouterr().out
+    assert "1 class without an image in train and dev: nobody" in capsys.readouterr().out
     assert {Path(file.path).parts[0] for file in result.files} == {FILE, "probabilities"}
 
 
@@ -162,7 +162,7 @@ def test_an_image_alone_in_its_class_is_not_audited(
     made = Made(tmp_path / "store", lonely=True)
     context = made.context(backbone=made.model("pretrain", objective="mae"))
     assert audit.audit(context).metrics["not_audited"] == 1
-    assert "1 classes with images in one fold only, which are not audited: nobody" in capsys.readouterr().out
+    assert "1 class with images in one fold only, not audited: nobody" in capsys.readouterr().out
     assert "train/0000" not in made.issues(context)["sample_id"].to_pylist()
 
 

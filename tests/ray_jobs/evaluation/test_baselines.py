@@ -1,5 +1,6 @@
 """The baselines stage: of many images it takes some, and says so where its rows are read."""
 
+import re
 import shutil
 from pathlib import Path
 
@@ -51,3 +52,18 @@ def test_a_method_that_saw_fewer_images_than_there_are_says_so(
         name for table in predictions for name in table["method"].to_pylist()
     } == {method}
     assert f'"labelled_images": {labelled}' in row["settings"]
+
+
+@pytest.mark.parametrize(
+    ("method", "said"),
+    [("majority", r"majority: 0\.\d{3}"), ("k-NN", r"k-NN: 0\.\d{3} with n_neighbors \d+")],
+)
+def test_the_log_says_a_methods_accuracy_and_its_settings_if_it_has_some(
+    tmp_path: Path, dataset: Path, capsys: pytest.CaptureFixture[str], method: str, said: str
+) -> None:
+    config = Baselines.model_validate({"job": "baselines", "data": "noise", "methods": [method]})
+    store = open_store(str(tmp_path / "store"))
+    manifest = make_manifest("ingest", content_digest="d")
+    shutil.copytree(dataset, store.local(manifest.folder, ()))
+    baselines.run_method(make_context(store, config, data=manifest), method)
+    assert re.fullmatch(f"{said}\n", capsys.readouterr().out)

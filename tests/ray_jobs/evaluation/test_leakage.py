@@ -541,7 +541,10 @@ def test_of_weights_from_elsewhere_the_data_set_that_they_name_is_known(
         with pytest.raises(ValueError, match="trained on 20 of the 20 test images of b"):
             made.check("b", name)
     made.check("c", "weights")
-    assert "test images seen in training: unknown, 0 more" in capsys.readouterr().out
+    assert (
+        "test images seen in training: unknown; near-copies of training images: 0 more"
+        in capsys.readouterr().out
+    )
 
 
 def test_a_fine_tuned_model_is_listed_with_its_accuracy_on_images_it_has_not_seen(made: Made) -> None:

@@ -161,7 +161,9 @@ def test_a_list_of_an_audit_by_a_hopeless_model_warns(
     for listed in (None, ["2"], ["1", "2"]):
         ingest._warn_of_audits(context, listed)
     said = capsys.readouterr().out
-    warning = "warning: 1 images of exclude are listed by audit doubtful (audited): the model agrees with only 36.0%"
+    warning = (
+        "warning: audit doubtful (audited) lists 1 of the images of exclude: the model agrees with only 36.0%"
+    )
     assert (said.count("\n"), said.startswith(warning)) == (int(warns), warns)
     if warns:
         (store.local(Layout.files("audit", "audited", 1), staging.files) / FILE).write_bytes(b"damaged")

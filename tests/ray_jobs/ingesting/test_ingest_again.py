@@ -100,7 +100,7 @@ def digests(result: Result) -> dict[str, str]:
 
 def said(text: str) -> tuple[int, int]:
     """How many images were read, and how many were reused."""
-    [(new, known)] = re.findall(r"read ([\d,]+) new images, reused ([\d,]+)", text)
+    [(new, known)] = re.findall(r"read ([\d,]+) new images?, reused ([\d,]+)", text)
     return int(new), int(known)
 
 
@@ -486,7 +486,7 @@ def test_the_card_says_what_is_in_the_dataset(tmp_path: Path, monkeypatch: pytes
     assert card["copies"] == [{"kind": "exact", "done": "kept", "images": 1}]
     assert card["pixels"]["mean"] == pytest.approx([0.5] * 3, abs=0.02), "of random pixels"
     page = (dataset.folder / "card.md").read_text()
-    assert "61 images of 2 classes" in page and "1 exact copies, kept" in page and "<b>" not in page
+    assert "61 images of 2 classes" in page and "1 exact copy, kept" in page and "<b>" not in page
     with Image.open(dataset.folder / "contact_sheet.jpg") as sheet:
         sheet.load()
         assert (sheet.height, sheet.width % 114) == (2 * 114, 0), "a line a class, pictures of 112 pixels"
