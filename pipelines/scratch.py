@@ -1,7 +1,11 @@
-"""Temporary folders that do not stay: if a process was killed, the next one removes what it has left."""
+"""Temporary folders that do not stay: if a process was killed, the next one removes what it has left.
+
+And the error of a full disk, which names what was being written.
+"""
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import shutil
@@ -35,6 +39,17 @@ def scratch_folder(parent: Path | None = None) -> Iterator[Path]:
             yield Path(name)
         finally:
             os.close(opened)
+
+
+@contextmanager
+def named_if_full(place: Path) -> Iterator[None]:
+    """Name a file, or the folder of files, that the block writes in the error of a full disk; `write` does not."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno in {errno.ENOSPC, errno.EDQUOT} and error.filename is None:
+            error.filename = str(place)
+        raise
 
 
 def _sweep(folder: Path) -> None:

@@ -7,6 +7,8 @@ Use: `save_model(folder, model, contract)`; `model, contract = load_model(folder
 
 import json
 import math
+import os
+import re
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -43,7 +45,14 @@ def save_weights(folder: Path, model: Network, contract: ModelContract) -> None:
     """Do `save_model`, but write the weights only."""
     tensors = checked_weights(model, contract)
     folder.mkdir(parents=True, exist_ok=True)
-    save_file(tensors, folder / WEIGHTS_FILE, metadata={"format": "pt"})
+    file = folder / WEIGHTS_FILE
+    try:
+        save_file(tensors, file, metadata={"format": "pt"})
+    except SafetensorError as error:
+        if (number := re.search(r"\(os error (\d+)\)", str(error))) is None:
+            raise
+        # safetensors has the number of the system's error, such as that of a full disk, only in its text
+        raise OSError(int(number[1]), os.strerror(int(number[1])), str(file)) from None
 
 
 def checked_weights(model: Network, contract: ModelContract) -> dict[str, Tensor]:

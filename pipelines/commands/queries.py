@@ -169,7 +169,10 @@ def _as_json(value: Any, kind: str) -> str:
     if value is not None and _is_decimal(kind):
         return f"{Decimal(value):f}"  # as a float it would lose digits
     if isinstance(value, str) and (kind == "JSON" or kind.endswith("]") or kind.startswith(_NESTED)):
-        return _dump(json.loads(value, parse_constant=lambda _: None))
+        constants: list[str] = []  # NaN and infinity, which JSON does not have
+        parsed = json.loads(value, parse_constant=constants.append)
+        # unchanged if possible, because decimals would lose digits
+        return _dump(parsed) if constants or "\n" in value else value
     return _dump(value)
 
 

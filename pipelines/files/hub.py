@@ -29,6 +29,7 @@ from pydantic import BaseModel, Field, ValidationError
 
 from pipelines.errors import StoreError, StoreUnreachable
 from pipelines.files.digests import cache_folder, file_digests
+from pipelines.scratch import named_if_full
 from pipelines.spec import COMMIT, HUB_PATH, RecipeError
 
 DEFAULT_ENDPOINT = "https://huggingface.co"
@@ -167,7 +168,7 @@ def _download(path: str, name: str, limit: int, expected: str | None = None) -> 
         folder.mkdir(parents=True, exist_ok=True)
         with TemporaryDirectory(dir=folder) as fresh:
             file = Path(fresh) / "file"
-            with file.open("wb") as written:
+            with named_if_full(file), file.open("wb") as written:
                 _get(path, f"/{repository}/resolve/{commit}/{quote(name)}", written, limit)
             digest = _digest(file)
             if digest != (expected or digest):

@@ -13,6 +13,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from pipelines.errors import StoreAbsent, StoreDamaged, StoreError, StoreUnreachable
+from pipelines.scratch import named_if_full
 from pipelines.store.file_checks import OF_THE_FILE, fault, size_fault
 from pipelines.store.protocol import (
     Staging,
@@ -197,13 +198,14 @@ class FolderStore:
         temporary.mkdir()
         try:
             staging = Staging(temporary)
-            yield staging
-            self._require()
-            staging.files = tuple(
-                _move_durably(path, temporary, target)
-                for path in sorted(temporary.rglob("*"))
-                if path.is_file()
-            )
+            with named_if_full(target):
+                yield staging
+                self._require()
+                staging.files = tuple(
+                    _move_durably(path, temporary, target)
+                    for path in sorted(temporary.rglob("*"))
+                    if path.is_file()
+                )
         except OSError:
             self._require()  # a better message if the store was deleted in the meantime
             raise

@@ -18,7 +18,7 @@ from botocore.exceptions import ClientError, IncompleteReadError, ReadTimeoutErr
 from pipelines.errors import StoreDamaged
 from pipelines.files import s3
 from pipelines.files.digests import cache_folder
-from pipelines.scratch import scratch_folder
+from pipelines.scratch import named_if_full, scratch_folder
 from pipelines.store.file_checks import digest_fault, fault, remember
 from pipelines.store.protocol import (
     Staging,
@@ -189,7 +189,8 @@ class S3Store:
     def staging(self, folder: str) -> Iterator[Staging]:
         with scratch_folder() as temporary:
             staging = Staging(temporary)
-            yield staging
+            with named_if_full(temporary):
+                yield staging
             paths = sorted(path for path in staging.path.rglob("*") if path.is_file())
             staging.files = self._put(folder, staging.path, paths)
 

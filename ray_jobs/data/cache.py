@@ -14,6 +14,7 @@ from pathlib import Path
 from threading import Lock
 
 from pipelines.files.digests import cache_folder
+from pipelines.scratch import named_if_full
 
 
 class Descriptor:
@@ -51,7 +52,8 @@ class Cache:
         data = fetch()
         path.parent.mkdir(parents=True, exist_ok=True)
         temporary = path.with_name(f".{secrets.token_hex(8)}.tmp")
-        temporary.write_bytes(data)
+        with named_if_full(temporary):
+            temporary.write_bytes(data)
         file = Descriptor(temporary)
         temporary.replace(path)
         with self._lock:

@@ -178,14 +178,14 @@ def run_stage(module: str) -> None:
         if superseded := [cause for cause in causes(error) if isinstance(cause, Superseded)]:
             print(f"error: {superseded[0]}", file=sys.stderr, flush=True)
             sys.exit(1)  # the driver follows the later attempt
-        if (reason := for_the_user(error, spec)) is None:
+        if (reason := for_the_user(error)) is None:
             raise  # a bug or a transient failure: another attempt may succeed
         print(f"error: {reason}", file=sys.stderr, flush=True)
         sys.exit(3 if any(isinstance(cause, SourceChangedError) for cause in causes(error)) else 2)
 
 
-def for_the_user(error: BaseException, spec: str) -> str | None:
-    """Return what the user has to fix before the attempt at `spec` can succeed; None if it is not a user error."""
+def for_the_user(error: BaseException) -> str | None:
+    """Return what the user has to fix before an attempt can succeed; None if it is not a user error."""
     for cause in causes(error):
         match cause:
             case StoreUnreachable():
@@ -193,9 +193,8 @@ def for_the_user(error: BaseException, spec: str) -> str | None:
             case UserError() | StoreError():
                 return str(cause)
             case OSError(errno=errno.ENOSPC | errno.EDQUOT, filename=name):
-                return (
-                    f"no space for {name or spec}: {cause}. Nothing was committed; free some space and rerun"
-                )
+                place = f"for {name}" if name else "in a folder for the store, temporary files or the cache"
+                return f"no space {place}: {cause}. Nothing was committed; free some space and rerun"
     return None
 
 

@@ -28,6 +28,7 @@ _VARIABLES = {INK: "var(--ink)", FAINT: "var(--faint)"} | {
     colour: f"var(--series-{number})" for number, colour in enumerate(SERIES, 1)
 }
 _MARKERS = "osD^vP"
+_FOLDS = (*SERIES[2:], SERIES[1])  # the first is the mean's or the training's
 _STYLE = {
     "svg.fonttype": "none",
     "svg.hashsalt": "vitflow",
@@ -216,12 +217,7 @@ def loss(draws: Sequence[Sequence[Mapping[str, Any]]], measured: Sequence[Measur
             steps, losses = [point["step"] for point in points], [point["loss"] for point in points]
             above.plot(steps, losses, color=SERIES[0], alpha=1 if len(draws) == 1 else 0.5)
         for number, each in enumerate(measured):
-            style = {
-                "color": SERIES[2:][number % len(SERIES[2:])],
-                "marker": _MARKERS[number % len(_MARKERS)],
-                "markersize": 4,
-                "label": each.name,
-            }
+            style = _fold_style(number) | {"label": each.name}
             between[0].plot(each.steps, each.accuracies, **style)
             if each.losses:
                 above.plot(each.steps, each.losses, linestyle=":", **style)
@@ -239,6 +235,15 @@ def loss(draws: Sequence[Sequence[Mapping[str, Any]]], measured: Sequence[Measur
     return out[0]
 
 
+def _fold_style(number: int) -> dict[str, Any]:
+    """Return the colour and the marker of one of several folds, of which five differ in both."""
+    return {
+        "color": _FOLDS[number % len(_FOLDS)],
+        "marker": _MARKERS[number % len(_MARKERS)],
+        "markersize": 4,
+    }
+
+
 def sweeps(panels: Sequence[Sweep]) -> str:
     """Plot validation accuracy by learning rate, one panel per sweep, folds as dots; a ring marks the chosen rate."""
     columns = min(2, len(panels))
@@ -248,15 +253,18 @@ def sweeps(panels: Sequence[Sweep]) -> str:
         for panel, axes in zip(panels, grid, strict=False):
             rates, folds = zip(*sorted(zip(panel.learning_rates, panel.accuracies, strict=True)), strict=True)
             means = [float(np.mean(fold)) for fold in folds]
-            for rate, fold in zip(rates, folds, strict=True):
-                axes.plot([rate] * len(fold), fold, ".", color=SERIES[0], alpha=0.45, markersize=5)
-            axes.plot(rates, means, color=SERIES[0])
+            for number, accuracies in enumerate(zip(*folds, strict=True)):
+                style = _fold_style(number) | {"label": f"fold {number}", "linestyle": "", "alpha": 0.7}
+                axes.plot(rates, accuracies, **style)
+            axes.plot(rates, means, color=SERIES[0], label="mean")
             chosen = rates.index(panel.chosen)
             ring = {"marker": "o", "fillstyle": "none", "markersize": 10, "markeredgewidth": 2}
             axes.plot(rates[chosen], means[chosen], color=SERIES[1], **ring)
             _logarithmic(axes, rates, [_short(rate) for rate in rates])
             axes.set(title=panel.name, xlabel="learning rate")
             _percent_axis(axes)
+            if len(folds[0]) > 1:
+                axes.legend(fontsize="small")
         for axes in list(grid):
             axes.remove()
         figure.supylabel("validation accuracy", fontsize=10)

@@ -1,6 +1,8 @@
 """Weight files: the round trip, files that lie, transfer of a backbone. Run: pytest tests/vit_model."""
 
+import errno
 import json
+import resource
 import struct
 from collections.abc import Callable
 from pathlib import Path
@@ -48,6 +50,18 @@ def randomised(config: ViTConfig, seed: int = 1) -> ViT:
 def folder(tmp_path: Path) -> Path:
     save_model(tmp_path / "model", randomised(CONFIG), contract_for(CONFIG))
     return tmp_path / "model"
+
+
+def test_a_file_that_cannot_be_written_is_an_error_of_the_system_with_its_name(tmp_path: Path) -> None:
+    """No file may have more than 1,000 bytes; a full disk is another number of the same error."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1_000, before[1]))
+    try:
+        with pytest.raises(OSError, match="too large") as error:
+            save_model(tmp_path, randomised(CONFIG), contract_for(CONFIG))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert error.value.errno == errno.EFBIG and error.value.filename == str(tmp_path / "model.safetensors")
 
 
 @pytest.mark.parametrize("fields", [{}, {"pooling": "gap", "representation_head": True}, {"num_classes": 0}])

@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 
 from pipelines import identity
 from pipelines.files.digests import cache_folder
-from pipelines.scratch import scratch_folder
+from pipelines.scratch import named_if_full, scratch_folder
 from ray_jobs.sources.archives import rar
 from vit_model.errors import UserError
 
@@ -345,7 +345,7 @@ def kept(
             if not path.exists():
                 temporary = path.with_suffix(".tmp")
                 try:
-                    with temporary.open("wb") as file:
+                    with named_if_full(temporary), temporary.open("wb") as file:
                         write(file)
                         file.flush()
                         os.fsync(file.fileno())

@@ -202,6 +202,13 @@ def test_no_space_is_one_clear_message_and_leaves_nothing() -> None:
         FolderStore(full)
 
 
+@pytest.mark.parametrize("named", ["/elsewhere/file", None])
+def test_a_disk_that_gets_full_while_files_are_staged_is_named(store: Store, named: str | None) -> None:
+    with pytest.raises(OSError, match="full") as error, store.staging("f") as staging:
+        raise OSError(errno.ENOSPC, "full", named)
+    assert error.value.filename in ([named] if named else [str(staging.path), str(staging.path.parent)])
+
+
 def test_staged_files_appear_only_when_the_block_ends_well(store: Store) -> None:
     folder = Layout.files("ingest", "k", 1)
     with pytest.raises(RuntimeError), store.staging(folder) as staging:

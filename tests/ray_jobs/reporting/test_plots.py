@@ -3,7 +3,7 @@
 import re
 
 from ray_jobs.reporting import plots
-from ray_jobs.reporting.plots import Measured
+from ray_jobs.reporting.plots import Measured, Sweep
 
 POINTS = [{"step": step, "loss": 1.0 / step, "learning_rate": 0.1} for step in range(1, 11)]
 
@@ -50,3 +50,13 @@ def test_a_training_curve_shows_accuracy_and_loss_on_held_out_images_where_they_
     watched = plots.loss([POINTS], [Measured("5-shot dev, to watch only", (5, 10), (0.5, 0.6))])
     assert "5-shot dev, to watch only" in watched
     assert markers(watched, 3) == 2 + 1
+
+
+def test_five_folds_have_five_colours_in_both_figures() -> None:
+    folds = [Measured(f"fold {number}", (1, 2), (0.1 * number, 0.5)) for number in range(5)]
+    sweep = Sweep("digits", (1e-3, 1e-2), ((0.1, 0.2, 0.3, 0.4, 0.5), (0.5, 0.6, 0.7, 0.8, 0.9)), 1e-2)
+    for shown in (plots.loss([POINTS], folds), plots.sweeps([sweep])):
+        assert all(markers(shown, series) >= 2 + 1 for series in range(2, 7))
+        assert all(f">fold {number}<" in shown for number in range(5))
+    one = Sweep("digits", (1e-3, 1e-2), ((0.1,), (0.5,)), 1e-2)
+    assert "fold" not in plots.sweeps([one])
