@@ -18,7 +18,7 @@ from PIL import Image
 
 from pipelines.spec import quantity
 from ray_jobs.data.shards import SPLITS, Dataset, Split
-from ray_jobs.ingesting.splits import Trainable
+from ray_jobs.ingesting.splits import CONFLICT, Trainable
 from ray_jobs.reporting.pictures import SMALL, sample_rows, squares
 from ray_jobs.sources.archives.entries import Bad
 from ray_jobs.sources.readers.features import listed
@@ -45,6 +45,8 @@ def shown_split(splits: Iterable[str]) -> Split:
 
 def copies_note(number: int, kind: str, done: str) -> str:
     """Say how many copies of a kind were found, and what was done with them."""
+    if kind == CONFLICT:
+        return f"{quantity(number, 'copy', 'copies')} with {kind}, {done}"
     return f"{quantity(number, f'{kind} copy', f'{kind} copies')}, {done}"
 
 

@@ -193,8 +193,8 @@ def for_the_user(error: BaseException) -> str | None:
             case UserError() | StoreError():
                 return str(cause)
             case OSError(errno=errno.ENOSPC | errno.EDQUOT, filename=name):
-                place = f"for {name}" if name else "in a folder for the store, temporary files or the cache"
-                return f"no space {place}: {cause}. Nothing was committed; free some space and rerun"
+                place = name or "the store, temporary files or the cache"
+                return f"no space for {place}: {cause}. Nothing was committed; free some space and rerun"
     return None
 
 

@@ -9,7 +9,7 @@ import json
 import math
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -71,6 +71,7 @@ def gather(context: Context[Report]) -> ReportData:
     main_data = tested.get(main.artifact) if main else None
     worst = mistakes.worst(main, entries) if main else []
     metrics = {manifest.key: manifest.metrics for manifest in manifests}
+    unknown = {key for key, own in metrics.items() if "unknown_training" in own}
     notes = {key: dataset.info.notes for key, dataset in datasets.items()}
     vtab_evaluations = vtab.evaluated([(stage, manifest) for stage, manifest, _ in parts], notes)
     comparisons, sweeps = verdicts(entries), _sweeps(parts)
@@ -107,11 +108,11 @@ def gather(context: Context[Report]) -> ReportData:
         "title": context.config.title,
         "artifact": context.attempt.key,
         "question": question(comparisons),
-        "headline": headline(comparisons),
+        "headline": headline(comparisons, unknown),
         "note": context.config.note,
         "missing": list(context.config.missing),
         "vtab": vtab.scores(entries, vtab_evaluations),
-        "verdicts": [_verdict(verdict, tested) for verdict in comparisons],
+        "verdicts": [_verdict(verdict, tested, unknown) for verdict in comparisons],
         "accuracies": [
             _accuracy(entry, tested, metrics[entry.artifact], entry.artifact not in uncalibrated)
             for entry in entries
@@ -167,7 +168,7 @@ def _classes(entry: Entry, tested: Mapping[str, Dataset]) -> int | None:
     return len(dataset.info.class_names) if dataset else None
 
 
-def _verdict(verdict: Verdict, tested: Mapping[str, Dataset]) -> dict[str, Any]:
+def _verdict(verdict: Verdict, tested: Mapping[str, Dataset], unknown: Container[str]) -> dict[str, Any]:
     method, reference, classes = verdict.method, verdict.reference, _classes(verdict.method, tested)
     return {
         "task": method.task,
@@ -191,7 +192,8 @@ def _verdict(verdict: Verdict, tested: Mapping[str, Dataset]) -> dict[str, Any]:
         "draws": verdict.draws,
         "num_images": len(method.sample_ids),
         "conclusion": verdict.conclusion,
-        "sentence": sentence(verdict, classes),
+        "unknown_training": method.artifact in unknown,
+        "sentence": sentence(verdict, classes, unknown),
     }
 
 

@@ -12,7 +12,7 @@ zero would exclude zero. Each therefore has a second, wider interval; these hold
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -122,13 +122,16 @@ def question(comparisons: Sequence[Verdict]) -> str:
     )
 
 
-def headline(comparisons: Sequence[Verdict]) -> str:
+def headline(comparisons: Sequence[Verdict], unknown: Container[str] = ()) -> str:
     """Return the answer in a few sentences, with few labels and with all; then that to whether pixels are beaten.
 
-    The last sentence is about all comparisons together.
+    The next sentence is about all comparisons together, and the last about the models of the artifacts `unknown`.
     """
     if not comparisons:
-        return "Nothing to compare: no two methods were scored on the same test images with the same labels."
+        return (
+            "Nothing to compare: that takes a model that no stage had trained on these images before, and another method"
+            " with the same labels and test images."
+        )
     answers = [
         f"Compared with {name}: {answer}"
         for sort, name in WITHOUT_PRETRAINING.items()
@@ -137,7 +140,12 @@ def headline(comparisons: Sequence[Verdict]) -> str:
     if against_pixels := _answers(comparisons, "pixels"):
         answers += [_BEATS_PIXELS] if answers else []
         answers.append(against_pixels[0].upper() + against_pixels[1:])
-    return " ".join(answers + ([_adjusted(comparisons)] if len(comparisons) > 1 else []))
+    answers += [_adjusted(comparisons)] if len(comparisons) > 1 else []
+    if stages := dict.fromkeys(each.method.stage for each in comparisons if each.method.artifact in unknown):
+        answers.append(
+            f"The training images of the models behind {', '.join(stages)} are unknown; test images may be among them."
+        )
+    return " ".join(answers)
 
 
 _HELPED, _BEATS_PIXELS = "Did pretraining help?", "Does the model beat simple classifiers on pixels?"
@@ -153,14 +161,15 @@ def _answers(comparisons: Sequence[Verdict], sort: str) -> str:
     return "; ".join(answers) + "." * bool(answers)
 
 
-def sentence(verdict: Verdict, classes: int | None) -> str:
-    """Describe a comparison in words, with its numbers."""
+def sentence(verdict: Verdict, classes: int | None, unknown: Container[str] = ()) -> str:
+    """Describe a comparison in words, with its numbers; `unknown` are artifacts, see `headline`."""
     method, reference = verdict.method, verdict.reference
     value, low, high = verdict.difference
+    images = " (its training images are unknown)" if method.artifact in unknown else ""
     position = {"above zero": "", "below zero": ", below zero"}.get(verdict.conclusion, ", includes zero")
     return (
-        f"{method.task}, {labels_text(method.labels_per_class, classes)}: {method.method} ({method.protocol}) "
-        f"reaches {percent(verdict.accuracy)}, {reference.method} ({reference.protocol}) "
+        f"{method.task}, {labels_text(method.labels_per_class, classes)}: {method.method} ({method.protocol})"
+        f"{images} reaches {percent(verdict.accuracy)}, {reference.method} ({reference.protocol}) "
         f"{percent(verdict.reference_accuracy)}: {points(value)} points (95% CI {points(low)} to "
         f"{points(high)}{position})."
     )

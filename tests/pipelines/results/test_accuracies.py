@@ -52,7 +52,10 @@ def put(
     with store.staging(Layout.files("evaluate", key, 1)) as staging:
         write_table(staging.path / "rows.parquet", rows, ROWS)
         write_predictions(staging.path / "predictions.parquet", predictions)
-    defaults = {"config": {"seed": 0}, "finished": f"2026-01-0{len(store.names('artifacts/evaluate'))}"}
+    defaults = {
+        "config": {"seed": 0},
+        "finished": f"2026-01-0{len(store.names('artifacts/evaluate'))}T00:00:00+00:00",
+    }
     commit(store, make_manifest("evaluate", key=key, files=staging.files, **defaults | fields))
 
 
@@ -180,7 +183,10 @@ def test_other_metrics_are_listed_by_their_name_and_never_compared_as_accuracies
     with store.staging(Layout.files("evaluate", "masks", 1)) as staging:
         write_table(staging.path / "rows.parquet", rows, ROWS)
         write_predictions(staging.path / "predictions.parquet", [])
-    commit(store, make_manifest("evaluate", key="masks", files=staging.files, finished="2026-01-01"))
+    commit(
+        store,
+        make_manifest("evaluate", key="masks", files=staging.files, finished="2026-01-01T00:00:00+00:00"),
+    )
     (best,) = list_results(store, None, None, MEAN_IOU)
     assert (best["method"], best["mean"], best["judged"], best["optimism"]) == ("ViT", 0.75, 1, None)
     with pytest.raises(RecipeError, match="masks: no accuracies to compare; `report list`"):

@@ -51,7 +51,7 @@ def test_each_training_is_a_run_and_a_second_export_adds_what_is_new(tmp_path: P
     assert "pretrain: 0 new of 3 lines" in export(store, uri)
 
     runs = runs_at(uri)
-    assert set(runs) == {"pretrain", "finetune/learning rate 0.01, fold 0"}
+    assert set(runs) == {"pretrain", "finetune/learning rate 0.01"}
     pretrain = runs["pretrain"]
     assert pretrain.data.params["steps"] == "40" and pretrain.data.tags["vitflow.run"] == RUN
 

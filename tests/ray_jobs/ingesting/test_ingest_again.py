@@ -24,6 +24,7 @@ from pipelines.store import Layout, Manifest, Store, commit, open_store
 from ray_jobs import ingest
 from ray_jobs.data.images import DECODING
 from ray_jobs.data.shards import SPLITS, content_digest, open_dataset
+from ray_jobs.ingesting.card import copies_note
 from ray_jobs.ingesting.reuse import facts_file
 from ray_jobs.process.stage import Context, Result, SourceChangedError
 from tests.support.archives import image
@@ -609,3 +610,9 @@ def test_a_recipe_names_the_sets_whose_test_images_are_left_out() -> None:
         Pipeline.model_validate(
             {"name": "apart", "stages": {"all": pets | {"against": ["pet"]}, "pets": pets}}
         )
+
+
+def test_copies_are_counted_in_words() -> None:
+    assert copies_note(1, "cropped", "kept") == "1 cropped copy, kept"
+    assert copies_note(2, "near", "left out") == "2 near copies, left out"
+    assert copies_note(1_600, "conflicting labels", "kept") == "1,600 copies with conflicting labels, kept"

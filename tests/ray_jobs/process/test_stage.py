@@ -149,8 +149,8 @@ def test_a_full_disk_is_named(
         end(monkeypatch, place(OSError(number, "full", file) if file else OSError(number, "full")))
     assert ended.value.code == 2
     said = capsys.readouterr().err
-    place = f"for {file}" if file else "in a folder for the store, temporary files or the cache"
-    assert re.fullmatch(f"error: no space {place}: .*full.*free some.*\n", said)
+    place = file or "the store, temporary files or the cache"
+    assert re.fullmatch(f"error: no space for {place}: .*full.*free some.*\n", said)
     assert "attempt.json" not in said
 
 

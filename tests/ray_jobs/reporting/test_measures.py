@@ -23,7 +23,7 @@ from ray_jobs.evaluation.rows import (
 from ray_jobs.reporting import measures, mistakes
 from ray_jobs.reporting.measures import Entry
 from ray_jobs.reporting.page import groups
-from ray_jobs.reporting.verdicts import verdicts
+from ray_jobs.reporting.verdicts import headline, sentence, verdicts
 from tests.support.records import make_manifest
 
 SETTINGS = [("few-shot linear", "ViT", 5, 3), ("linear probe", "ViT", None, 1), ("baseline", "k-NN", None, 1)]
@@ -178,6 +178,10 @@ def test_a_linear_probe_is_not_compared_with_a_classifier_that_chose_its_setting
     pixels, baseline = entry("linear probe", "pixels", 10), entry("baseline", "RBF SVM", 12)
     found = verdicts([probe, pixels, fitted, baseline])
     assert [(verdict.method, verdict.reference) for verdict in found] == [(probe, pixels), (fitted, baseline)]
+    said = "(its training images are unknown) reaches 75.0%, pixels (linear probe) 50.0%"
+    assert said in sentence(found[0], None, {"a"}) and "unknown" not in sentence(found[0], None, {"b"})
+    assert "The training images of the models behind s are unknown" in headline(found, {"a"})
+    assert "unknown" not in headline(found, {"b"})
     assert isinstance(probe.accuracy, Interval)
     lines = [
         {
