@@ -129,7 +129,7 @@ def headline(comparisons: Sequence[Verdict], unknown: Container[str] = ()) -> st
     """
     if not comparisons:
         return (
-            "Nothing to compare: that takes a model that no stage had trained on these images before, and another method"
+            "Nothing to compare: that takes a model that was not trained on these images before, and another method"
             " with the same labels and test images."
         )
     answers = [
