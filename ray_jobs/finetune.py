@@ -119,9 +119,10 @@ def main(context: Context[Finetune]) -> Result:
     task = task._replace(attempts=ledger.attempts)
     known = [] if isinstance(config.search, Optuna) else points(config)
     if len(known) == 1 and config.early_stopping is None:  # nothing to select, so no image is held out
-        trials, number, point, selected_on = [], 0, known[0], ONE_RATE
+        trials, folds, number, point, selected_on = [], 0, 0, known[0], ONE_RATE
     else:
-        if isinstance(config.search, ASHA | PBT) and len(supports.folds) > 1:
+        folds = len(supports.folds)
+        if isinstance(config.search, ASHA | PBT) and folds > 1:
             raise UserError(
                 f"search.kind {config.search.kind} needs dev, but the data set has none; use random or optuna"
             )
@@ -140,7 +141,7 @@ def main(context: Context[Finetune]) -> Result:
         task = task._replace(schedule=tuple(Phase(**phase) for phase in chosen["schedule"]))
         said += f"; its schedule: {describe_schedule(task.schedule)}"
     print(said, flush=True)
-    places = [task.place(fold) for fold in range(len(supports.folds))]
+    places = [task.place(fold) for fold in range(folds)]
     task = task._replace(temperature=held_out_temperature(ledger, places))
     refits = refit_draws(context, task, pools, ledger)
     cost = measure_cost(context, task)

@@ -101,7 +101,8 @@ def test_the_papers_protocol_and_the_linear_one(tmp_path: Path, vitflow: Any) ->
     shown = json.loads(vitflow("report", "show", *store, "--json").stdout)
     tuned, linear = (score for score in shown["vtab"] if score["trained"])
     assert (tuned["method"], tuned["draws"]) == ("ViT, pretrained, fine-tuned", 2)
-    assert (linear["method"], linear["covered"], linear["support"]) == ("ViT, pretrained", 1, "train+dev")
+    expected = ("ViT, pretrained, linear, dev", 1, "train+dev")
+    assert (linear["method"], linear["covered"], linear["support"]) == expected
     sql = """SELECT task, protocol, draw, selected_on, settings FROM rows
              WHERE stage NOT LIKE 'report%' AND method = 'ViT, pretrained' ORDER BY ALL"""
     rows = json.loads(vitflow("report", "query", sql, *store, "--json").stdout)

@@ -501,7 +501,8 @@ def test_the_whole_stage_twice(dataset, tmp_path, local_ray):
 
 @pytest.mark.ray
 def test_a_single_rate_is_not_swept_and_says_so(dataset, tmp_path, local_ray, capsys):
-    config = configuration(labels=Labels(), learning_rates=(1e-2,), steps=60)
+    """Nor are there folds: no class has so many images."""
+    config = configuration(labels=Labels(use_dev=False, folds=1_000), learning_rates=(1e-2,), steps=60)
     result = finetune.main(context(tmp_path, dataset, config))
     assert "nothing to choose: learning rate 0.01" in capsys.readouterr().out
     folder = tmp_path / "artifacts/finetune/k/attempts/1/files"
