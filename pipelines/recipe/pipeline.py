@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import graphlib
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Annotated, Self
 
 from pydantic import Field, ValidationError, model_validator
@@ -161,9 +161,9 @@ class Pipeline(Frozen):
         Raises:
             RecipeError: a target is not a stage of this pipeline.
         """
-        graph = self.graph()
+        graph, jobs = self.graph(), self.jobs()
         needed: set[str] = set()
-        pending = [name for target in targets for name in members(target, self.jobs())]
+        pending = [name for target in targets for name in members(target, jobs)]
         while pending:
             name = pending.pop()
             if name not in needed:
@@ -196,7 +196,7 @@ def base(name: str) -> str:
     return name.partition("@")[0]
 
 
-def members(selector: str, names: Iterable[str]) -> tuple[str, ...]:
+def members(selector: str, names: Collection[str]) -> tuple[str, ...]:
     """Return the stages that a selector matches: one by name, or all (pretrain) or some (pretrain@seed=1) of a matrix.
 
     Args:
@@ -205,13 +205,12 @@ def members(selector: str, names: Iterable[str]) -> tuple[str, ...]:
     Raises:
         RecipeError: no stage matches.
     """
-    stages = list(names)
-    if selector in stages:
+    if selector in names:
         return (selector,)
     wanted = set(filter(None, selector.partition("@")[2].split(",")))
     matches = tuple(
         name
-        for name in stages
+        for name in names
         if "@" in name and base(name) == base(selector) and wanted <= set(name.partition("@")[2].split(","))
     )
     if not matches:

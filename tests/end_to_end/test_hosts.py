@@ -22,7 +22,7 @@ pytestmark = [
     pytest.mark.ray,
     pytest.mark.slow,
     pytest.mark.full,
-    pytest.mark.skipif("VITFLOW_HOSTS" not in os.environ, reason="seven minutes; `make test-hosts`"),
+    pytest.mark.skipif("VITFLOW_HOSTS" not in os.environ, reason="six minutes; `make test-hosts`"),
     pytest.mark.skipif(hosts.missing() is not None, reason=hosts.missing() or ""),
 ]
 RAY = (sys.executable, "-m", "ray.scripts.scripts", "start", "--block", "--disable-usage-stats")
