@@ -205,8 +205,9 @@ def test_simulated_moments_are_those_of_tables() -> None:
         assert given.std() == pytest.approx(expected.std(), rel=0.06)
 
 
+LONG = (pytest.mark.slow, pytest.mark.full)
 GRID = [
-    pytest.param(draws, accuracy, images, marks=() if images == 60 and draws < 20 else pytest.mark.full)
+    pytest.param(draws, accuracy, images, marks=() if images == 60 and draws < 20 else LONG)
     for draws in (1, 5, 20)
     for accuracy in (0.5, 0.9, 0.98, 0.99, 0.999)
     for images in (30, 60, 300, 10_000)
