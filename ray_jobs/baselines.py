@@ -56,10 +56,10 @@ def run_method(context: Context[Baselines], method: str) -> tuple[list[Any], lis
     chosen = choose(method, x[first], y[first], supports.folds)
     total = dataset.info.splits["train"] + dataset.info.splits["dev"]
     is_reduced = config.labels.per_class is None and len(first) < total
+    name = MOST_FREQUENT if method == "majority" else method
     rows, predictions = [], []
     for draw, support in enumerate(draws):
         predicted = fit_predict(method, chosen, x[support], y[support], x_test)
-        name = MOST_FREQUENT if method == "majority" else method
         common = {
             "protocol": PROTOCOL,
             # Other methods use all labels here, so the name says that this one does not.
@@ -71,7 +71,7 @@ def run_method(context: Context[Baselines], method: str) -> tuple[list[Any], lis
         for row, images in scored(common, truth, predicted, supports.selected_on, settings):
             rows.append(row)
             predictions.append(images)
-    shown = " with " * bool(chosen) + ", ".join(f"{name} {value}" for name, value in chosen.items())
+    shown = " with " * bool(chosen) + ", ".join(f"{field} {value}" for field, value in chosen.items())
     print(f"{method}: {np.mean([row['value'] for row in rows]):.3f}{shown}", flush=True)
     return rows, predictions
 

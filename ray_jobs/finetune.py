@@ -131,9 +131,7 @@ def main(context: Context[Finetune]) -> Result:
         number = chosen.get("number", trials.index(chosen))
         point = chosen.get("point") or known[number]
     task = at_point(task, number, point, dataset)
-    said = (
-        f"chosen on {selected_on}: {describe(point)}" if trials else f"nothing to choose: {describe(point)}"
-    )
+    said = f"{f'chosen on {selected_on}' if trials else 'nothing to choose'}: {describe(point)}"
     if config.early_stopping is not None:
         task = task._replace(last_step=last_step(chosen))
         said += f", stopped at step {task.last_step} of {task.config.steps}"

@@ -386,7 +386,7 @@ def reasons(
     # it reads every manifest, so only if something would run
     for manifest in reversed([*all_manifests(store)] if wanted else []):
         place = manifest.job, manifest.stage
-        if place in wanted - previous.keys() and recipe(manifest.run) == pipeline:
+        if place in wanted and place not in previous and recipe(manifest.run) == pipeline:
             previous[place] = manifest
     return {
         stage.name: "--force"

@@ -965,9 +965,7 @@ class Segment(_Stage):
 class Baselines(_Stage):
     """Classifiers on pixels (scikit-learn), given the same labels and folds as a fine-tuning."""
 
-    VERSION: ClassVar[int] = (
-        6  # equally frequent classes are divided among the images, not the lowest for all
-    )
+    VERSION: ClassVar[int] = 6  # images are divided among equally frequent classes
     CONCERNS: ClassVar[dict[int, Callable[[Any], bool]]] = {6: lambda stage: "majority" in stage.methods}
     KIND: ClassVar[str] = "evaluation"
     job: Literal["baselines"]

@@ -249,7 +249,7 @@ def _make_folders(path: Path) -> None:
             raise NotADirectoryError(errno.ENOTDIR, f"{path} is not a folder") from None
         except FileNotFoundError as error:  # another process has just removed the empty parent (`remove`)
             missing = error
-    raise missing  # always: some file systems, such as /proc, let nobody make folders, and say that
+    raise missing  # every time: in /proc, for example, no folder can be made, and this is its error
 
 
 def _link(temporary: Path, path: Path) -> bool:

@@ -19,7 +19,7 @@ from ray_jobs.evaluation.supports import most_frequent, permutation
 Settings = Mapping[str, float]
 Folds = Sequence[tuple[np.ndarray, np.ndarray]]
 
-_DIVIDE = 5  # separates this module's random numbers from other uses of a seed
+_DIVIDE = 5  # the seed that divides images among equally frequent classes, the same in every draw
 
 # Smoothest first, because the first of equally accurate settings is taken. C and gamma refer to pixels scaled by
 # `_scaled`, for which gamma = 1 is scikit-learn's gamma="scale".

@@ -260,7 +260,7 @@ def _mean_accuracy(trials: list[Trial]) -> float:
 
 
 def _deadline(config: Finetune, seconds: float, concurrent: int) -> float:
-    """Return the time after which no trial begins, when those of earlier attempts took so many seconds."""
+    """Return the time after which no trial begins; trials of earlier attempts have taken `seconds` of it."""
     minutes = None if config.search is None else config.search.minutes
     return math.inf if minutes is None else time.time() + 60 * minutes - seconds / concurrent
 

@@ -87,12 +87,10 @@ class Task(NamedTuple):
     config: Finetune
     contract: ModelContract
     backbone: Path | None
-    number: int
-    """Of the point whose values `config` has, in the order in which they were tried; 0 if it is of none."""
+    key: Place
+    """Of the point whose values `config` has, see `point_key`; (0,) if it is of none."""
     point: Point
     """Empty if it is of none."""
-    key: Place = (0,)
-    """Of the point, see `point_key`."""
     attempts: tuple[int, ...] = ()
     """Earlier ones, from whose checkpoints a fit continues."""
     last_step: int | None = None
@@ -103,6 +101,11 @@ class Task(NamedTuple):
     """With PBT: the phases of the training, of which the last has `point`."""
     ancestors: tuple[str, ...] = ()
     """Of a round of PBT: the fits whose state it continues from, the latest first."""
+
+    @property
+    def number(self) -> int:
+        """The number of the point, in the order in which they were tried; 0 if it is of none."""
+        return int(self.key[0])
 
     @property
     def settings(self) -> dict[int, Finetune]:
@@ -192,7 +195,7 @@ def make_task(config: Finetune, dataset: Dataset, backbone: Path | None) -> Task
         assert config.model is not None and config.resolution is not None
         contract = model_contract(config.model, config.resolution, dataset.info, config.eval_crop)
         check_settings(config, contract)
-        return Task(config, contract, None, 0, {})
+        return Task(config, contract, None, (0,), {})
     from vit_model.weights import read_contract
 
     source = read_contract(backbone)
@@ -208,7 +211,7 @@ def make_task(config: Finetune, dataset: Dataset, backbone: Path | None) -> Task
     except ValidationError as error:
         raise UserError(f"fine-tuning {config.backbone}: {reasons(error)}") from error
     check_settings(config, contract)
-    return Task(config, contract, backbone, 0, {})
+    return Task(config, contract, backbone, (0,), {})
 
 
 def at_point(task: Task, number: int, point: Point, dataset: Dataset) -> Task:
@@ -223,7 +226,7 @@ def at_point(task: Task, number: int, point: Point, dataset: Dataset) -> Task:
         why = reasons(error) if isinstance(error, ValidationError) else str(error)
         raise UserError(f"search: {describe(point)} do not go together: {why}") from error
     return make_task(config, dataset, task.backbone)._replace(
-        attempts=task.attempts, number=number, point=point, key=point_key(task.config.search, number, point)
+        attempts=task.attempts, key=point_key(task.config.search, number, point), point=point
     )
 
 
