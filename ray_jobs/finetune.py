@@ -13,7 +13,7 @@ there is no sweep. The trials of a sweep only see images of train and dev; only 
 With `early_stopping` a trial counts with its best evaluation. No image is left to stop a refit by, so it repeats that
 trial's steps, with the schedule of all `steps`, up to the one where the trial was best: the median over folds.
 
-A finished trial or refit is never run again: later attempts take it over from the ledger (`ray_jobs.training.ledger`).
+A finished trial or refit is never run again: later attempts take it over from the ledger (`ray_jobs.tuning.ledger`).
 One that was running continues from its checkpoint.
 
     python -m ray_jobs.finetune --spec STORE/artifacts/finetune/<key>/attempts/<n>/attempt.json
@@ -38,11 +38,11 @@ from ray_jobs.evaluation.leakage import PRETRAINED, SEEN, Overlap, check_leakage
 from ray_jobs.evaluation.supports import Supports
 from ray_jobs.process import devices
 from ray_jobs.process.stage import Context, Result, model_digest, run_stage
-from ray_jobs.training.ledger import Ledger, open_ledger
-from ray_jobs.training.search import describe, points
-from ray_jobs.training.sweep import choose, held_out_temperature, last_step, steps_after, sweep
-from ray_jobs.training.task import Refit, Task, at_point, make_task
-from ray_jobs.training.trials import fetched, refits_prefix, run_refit
+from ray_jobs.training.task import Refit, Task, at_point, describe, make_task
+from ray_jobs.tuning.fits import fetched, refits_prefix, run_refit
+from ray_jobs.tuning.ledger import Ledger, open_ledger
+from ray_jobs.tuning.points import points
+from ray_jobs.tuning.runner import choose, held_out_temperature, last_step, steps_after, sweep
 from vit_model.errors import UserError
 from vit_model.variants import FAMILIES
 

@@ -19,7 +19,6 @@ from pipelines.spec.vtab import augmentation
 from pipelines.store import FileEntry
 from ray_jobs.data.shards import Dataset, Images, Split
 from ray_jobs.training.contract import continued_contract, model_contract
-from ray_jobs.training.search import describe
 from vit_model.config import ModelContract, ViTConfig
 from vit_model.errors import UserError, reasons
 
@@ -179,6 +178,14 @@ def at_point(task: Task, number: int, point: Point, dataset: Dataset) -> Task:
         raise UserError(f"search: {describe(point)} do not go together: {why}") from error
     return make_task(config, dataset, task.backbone)._replace(
         attempts=task.attempts, key=point_key(task.config.search, number, point), point=point
+    )
+
+
+def describe(point: Point) -> str:
+    """Say a point: `learning rate 0.01, optimizer.weight decay 0.1`."""
+    return ", ".join(
+        f"{path.replace('_', ' ')} {f'{value:g}' if isinstance(value, float) else value}"
+        for path, value in point.items()
     )
 
 

@@ -14,8 +14,9 @@ from ray_jobs import audit
 from ray_jobs.data import shards
 from ray_jobs.evaluation.label_issues import FILE, read_issues
 from ray_jobs.process.stage import Context
-from ray_jobs.training import fit, folds
+from ray_jobs.training import fit
 from ray_jobs.training.contract import model_contract
+from ray_jobs.tuning import folds
 from tests.support import datasets
 from tests.support.records import make_context, make_manifest
 from vit_model.build import build

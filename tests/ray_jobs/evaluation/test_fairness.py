@@ -16,10 +16,10 @@ from ray_jobs.data import shards
 from ray_jobs.evaluation import rows
 from ray_jobs.evaluation.supports import Supports
 from ray_jobs.process.stage import Context
-from ray_jobs.training import sweep as sweep_module
 from ray_jobs.training.fit import score
-from ray_jobs.training.ledger import add_trial
 from ray_jobs.training.task import Refit, Trial
+from ray_jobs.tuning import runner as sweep_module
+from ray_jobs.tuning.ledger import add_trial
 from tests.support import datasets
 from tests.support.finetuning import COST
 from tests.support.records import make_context, make_manifest

@@ -15,9 +15,9 @@ import numpy as np
 
 from pipelines.spec import Finetune
 from pipelines.spec.search import ASHA, Optuna, Point
-from ray_jobs.training.ledger import Ledger
-from ray_jobs.training.search import describe, points, size
-from ray_jobs.training.task import Trial, point_key
+from ray_jobs.training.task import Trial, describe, point_key
+from ray_jobs.tuning.ledger import Ledger
+from ray_jobs.tuning.points import points, size
 
 _TABLES = 4  # of a search, the last one at its end
 _FEW = 8  # trials, of which there is only the table at the end

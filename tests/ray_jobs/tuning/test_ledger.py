@@ -26,12 +26,13 @@ from pipelines.store import folder as folder_store
 from ray_jobs import finetune
 from ray_jobs.evaluation.rows import PROBABILITIES, write_parquet
 from ray_jobs.process.stage import Context, Result
-from ray_jobs.training import fit, ledger, optim
-from ray_jobs.training import sweep as sweep_module
-from ray_jobs.training import trials as trials_module
+from ray_jobs.training import fit, optim
 from ray_jobs.training.checkpoint import Saver
-from ray_jobs.training.sweep import held_out_temperature
 from ray_jobs.training.task import Refit, Score, at_point, make_task
+from ray_jobs.tuning import fits as trials_module
+from ray_jobs.tuning import ledger
+from ray_jobs.tuning import runner as sweep_module
+from ray_jobs.tuning.runner import held_out_temperature
 from tests.support import finetuning
 from tests.support.finetuning import COST, DATA, configuration, context, put_halves
 from tests.support.records import flip

@@ -25,11 +25,11 @@ from pipelines.spec.search import ASHA, Optuna, Point
 from ray_jobs.data.shards import Images
 from ray_jobs.process import devices
 from ray_jobs.process.stage import Context
-from ray_jobs.training.ledger import Ledger, add_point, add_trial
-from ray_jobs.training.search import last_evaluation, points, propose, scheduler, size
-from ray_jobs.training.standing import ended, entry, standing, table
 from ray_jobs.training.task import DivergenceError, Evaluated, Folds, Place, Task, Trial, at_point
-from ray_jobs.training.trials import DIVERGED, fit_name, outcome_of, pruned, run_trial
+from ray_jobs.tuning.fits import DIVERGED, fit_name, outcome_of, pruned, run_trial
+from ray_jobs.tuning.ledger import Ledger, add_point, add_trial
+from ray_jobs.tuning.points import last_evaluation, points, propose, scheduler, size
+from ray_jobs.tuning.progress import ended, entry, standing, table
 from vit_model.errors import UserError
 
 _END_SECONDS = 60.0  # for the workers of a trial that ASHA has ended, which takes them about two

@@ -1,6 +1,6 @@
 """The fits of a fine-tuning, each by one process or several: a trial on a fold, and a refit that is scored on test.
 
-In: a task, labelled images. Out: a `Trial` or a `Refit`, also in the ledger (`ray_jobs.training.ledger`), so no fit
+In: a task, labelled images. Out: a `Trial` or a `Refit`, also in the ledger (`ray_jobs.tuning.ledger`), so no fit
 is done twice. One that was running when its attempt ended continues from its checkpoint.
 
 All workers of a fit call `trial` or `refit` together (`run_trial`, `run_refit`). The first scores, records and logs.
@@ -23,8 +23,6 @@ from pipelines.store import FileEntry
 from ray_jobs.data.shards import Images
 from ray_jobs.process import devices
 from ray_jobs.process.stage import Context
-from ray_jobs.training.ledger import Ledger, add_refit, add_trial
-from ray_jobs.training.search import describe
 from ray_jobs.training.task import (
     DivergenceError,
     Evaluated,
@@ -32,10 +30,12 @@ from ray_jobs.training.task import (
     Refit,
     Task,
     Trial,
+    describe,
     read_split,
     trial_name,
 )
 from ray_jobs.training.workers import ALONE, Worker, run_group, this_worker
+from ray_jobs.tuning.ledger import Ledger, add_refit, add_trial
 
 if TYPE_CHECKING:
     from ray_jobs.training.checkpoint import Saver

@@ -19,10 +19,10 @@ from ray_jobs.data.shards import Images
 from ray_jobs.evaluation.label_issues import write_probabilities
 from ray_jobs.evaluation.supports import permutation
 from ray_jobs.process.stage import Context
-from ray_jobs.training.ledger import Ledger, add_fold
 from ray_jobs.training.task import Task
-from ray_jobs.training.trials import fetched, make_saver
 from ray_jobs.training.workers import ALONE
+from ray_jobs.tuning.fits import fetched, make_saver
+from ray_jobs.tuning.ledger import Ledger, add_fold
 from vit_model.errors import UserError
 
 _FOLDS = 4  # separates this module's random numbers from other uses of the same seed

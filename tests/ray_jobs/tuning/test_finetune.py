@@ -23,9 +23,9 @@ from ray_jobs.training import estimates
 from ray_jobs.training import fit as fit_module
 from ray_jobs.training.fit import fit, predict, score, start_model
 from ray_jobs.training.log import Evaluation, LogWriter
-from ray_jobs.training.sweep import _show_unraisable, choose, last_step, steps_after
 from ray_jobs.training.task import Images, Task, make_task
-from ray_jobs.training.trials import DIVERGED, refit
+from ray_jobs.tuning.fits import DIVERGED, refit
+from ray_jobs.tuning.runner import _show_unraisable, choose, last_step, steps_after
 from tests.support.finetuning import SIZE, configuration, context, put_halves, save_backbone
 from tests.support.memory_store import MemoryStore
 from tests.support.records import make_attempt

@@ -19,11 +19,11 @@ from pipelines.store import Checkpoint, Layout, checkpoints, open_store
 from ray_jobs import finetune
 from ray_jobs.process.stage import Context
 from ray_jobs.training import optim
-from ray_jobs.training import trials as trials_module
 from ray_jobs.training.checkpoint import Saver
-from ray_jobs.training.ledger import open_ledger
 from ray_jobs.training.task import at_point, make_task
 from ray_jobs.training.workers import ALONE, Worker
+from ray_jobs.tuning import fits as trials_module
+from ray_jobs.tuning.ledger import open_ledger
 from tests.support.finetuning import SIZE, attempt, configuration, context, put_halves, save_backbone
 from tests.support.interrupted import Kill, arm, logged
 from tests.support.workers import run_workers

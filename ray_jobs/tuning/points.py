@@ -1,7 +1,7 @@
 """Which points a fine-tuning's search tries: those known before it starts, and those of Optuna meanwhile.
 
 In: the configuration, and what was tried before. Out: points, {field: value}.
-`ray_jobs.training.sweep` runs their trials.
+`ray_jobs.tuning.runner` runs their trials.
 """
 
 from __future__ import annotations
@@ -68,14 +68,6 @@ def _value(values: Range | Choices, uniform: float) -> Any:
     if values.is_whole:
         return min(max(round(value), int(values.low)), int(values.high))
     return min(max(float(f"{value:.{_DIGITS}g}"), values.low), values.high)
-
-
-def describe(point: Point) -> str:
-    """Say a point: `learning rate 0.01, optimizer.weight decay 0.1`."""
-    return ", ".join(
-        f"{path.replace('_', ' ')} {f'{value:g}' if isinstance(value, float) else value}"
-        for path, value in point.items()
-    )
 
 
 def scheduler(config: Finetune) -> AsyncHyperBandScheduler | None:

@@ -21,11 +21,11 @@ from pipelines.spec import Finetune, Labels
 from pipelines.spec.search import Point
 from ray_jobs import finetune
 from ray_jobs.process import devices
-from ray_jobs.training import sweep as sweep_module
-from ray_jobs.training.ledger import add_point, add_trial, open_ledger
-from ray_jobs.training.search import points, propose, size
-from ray_jobs.training.standing import ended, standing, time_left
 from ray_jobs.training.task import Trial, make_task
+from ray_jobs.tuning import runner as sweep_module
+from ray_jobs.tuning.ledger import add_point, add_trial, open_ledger
+from ray_jobs.tuning.points import points, propose, size
+from ray_jobs.tuning.progress import ended, standing, time_left
 from tests.support.finetuning import attempt, configuration, context, put_halves
 from tests.support.records import flip
 

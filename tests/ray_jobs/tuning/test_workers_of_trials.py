@@ -14,7 +14,7 @@ from ray_jobs import finetune
 from ray_jobs.process import devices
 from ray_jobs.process.stage import join_ray
 from ray_jobs.training.task import at_point, make_task
-from ray_jobs.training.trials import run_trial
+from ray_jobs.tuning.fits import run_trial
 from tests.support.clusters import ray_cluster
 from tests.support.finetuning import attempt, configuration, context, put_halves
 from tests.support.workers import run_workers
