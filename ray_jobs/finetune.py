@@ -158,9 +158,9 @@ def run_refits(
     ]
     if task.config.workers > 1:
         with ThreadPoolExecutor(concurrent) as threads:
-            return [*threads.map(lambda each: run_refit(*each), arguments)]
+            return [*threads.map(lambda refit: run_refit(*refit), arguments)]
     run = remote(task.config, run_refit)
-    refits: list[Refitted] = ray.get([run(*each) for each in arguments])
+    refits: list[Refitted] = ray.get([run(*refit) for refit in arguments])
     return refits
 
 

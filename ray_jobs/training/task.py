@@ -116,15 +116,13 @@ class Score(NamedTuple):
     """A model's results on n images.
 
     `predictions` [n] are labels, `probabilities` is a table of `ray_jobs.evaluation.rows.PROBABILITIES` [n], `loss` is
-    the mean cross-entropy. `mean_ap` is the mean average precision of the classes (`ray_jobs.evaluation
-    .average_precision.multi_label`) if images have several labels, otherwise None.
+    the mean cross-entropy.
     """
 
     accuracy: float
     loss: float
     predictions: NDArray[np.int64]
     probabilities: pa.Table
-    mean_ap: float | None = None
 
 
 def read_split(dataset: Dataset, split: Split) -> Images:

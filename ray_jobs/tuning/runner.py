@@ -46,11 +46,11 @@ def sweep(
         known = dict(enumerate(points(config)))
         tasks = [at_point(task, number, point, pools[0].dataset) for number, point in known.items()]
         missing, finished = [], []
-        for one, fold in [(one, fold) for fold in range(len(folds)) for one in tasks]:
-            if (trial := taken_over(context, one, fold, folds, ledger)) is None:
-                missing.append((one, fold))
+        for fold, point_task in itertools.product(range(len(folds)), tasks):
+            if (trial := taken_over(context, point_task, fold, folds, ledger)) is None:
+                missing.append((point_task, fold))
             else:
-                finished.append((one, fold, trial))
+                finished.append((point_task, fold, trial))
         if missing:
             run_trials(context, pools, folds, missing, finished)
     tried = ended(config, ledger, known, len(folds))  # of the others, the search's minutes were over
@@ -154,7 +154,7 @@ def run_trials(
     from ray.tune.schedulers import AsyncHyperBandScheduler
 
     config, search = context.config, context.config.search
-    trials: list[tuple[Task, int, Trial | None]] = [(*one, None) for one in missing]
+    trials: list[tuple[Task, int, Trial | None]] = [(*trial, None) for trial in missing]
     scheduler = None
     if isinstance(search, ASHA):
         trials = [*finished, *trials]
@@ -269,8 +269,8 @@ def run_proposed(
     proposals = Proposals(context, ledger.points())
     seconds = 0.0
     for number, point in proposals.points.items():
-        one = at_point(task, number, point, dataset)
-        trials = [taken_over(context, one, fold, folds, ledger) for fold in range(len(folds))]
+        point_task = at_point(task, number, point, dataset)
+        trials = [taken_over(context, point_task, fold, folds, ledger) for fold in range(len(folds))]
         done = [trial for trial in trials if trial is not None]
         seconds += sum(trial.seconds for trial in done)
         if len(done) == len(folds):
@@ -288,8 +288,8 @@ def run_proposed(
                 steps_after(config.steps, concurrent, next(fits), trials=count, refits=len(pools))
                 for _ in folds
             ]
-            one = at_point(task, begins, proposals.points[begins], dataset)
-            running[run(context, one, pools[0], folds, remaining, deadline)] = begins
+            point_task = at_point(task, begins, proposals.points[begins], dataset)
+            running[run(context, point_task, pools[0], folds, remaining, deadline)] = begins
         if not running:
             break
         (result,), _ = ray.wait([*running])

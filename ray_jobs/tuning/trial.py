@@ -78,6 +78,7 @@ class Refit(Trial):
     images: FileEntry
     """A table of `ledger.IMAGES` in the ledger's folder, a row per test image."""
     mean_ap: Fraction | None = None
+    """The mean average precision of the classes, if images have several labels."""
     curve: tuple[CurvePoint, ...]
     substitutes: NonNegativeInt
     files: tuple[FileEntry, ...]
