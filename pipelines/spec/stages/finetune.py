@@ -11,7 +11,7 @@ from pipelines.spec.augmentation import Augmentation, EvalCrop, RandAugment, mix
 from pipelines.spec.checkpoints import Backbone, CheckpointEvery
 from pipelines.spec.fields import Seed, distinct, execution, marks, takes
 from pipelines.spec.optimizer import Optimizer, check_optimizer
-from pipelines.spec.search import ASHA, FIXED, PBT, Choices, Optuna, Point, Range, Search, placed
+from pipelines.spec.search import ASHA, FIXED, Choices, Optuna, Point, Range, Search, placed
 from pipelines.spec.shapes import Model, check_patches
 from pipelines.spec.stages.base import (
     BACKBONE,
