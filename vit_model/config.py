@@ -1,103 +1,32 @@
 """Configurations of models: frozen pydantic models that every process reads, free of torch.
 
-In: keyword arguments or JSON. Out: `ViTConfig` or `ResNetConfig` (the architecture), `Preprocessing` (pixels to
-input) and `ModelContract` (a model artifact's config.json: all of that, the class names, where the weights came from).
+In: keyword arguments or JSON. Out: `ViTConfig` or `ResNetConfig`.
 Use: `ViTConfig.variant("B/16", image_size=224, num_classes=1000)`.
 """
 
 import math
-from collections.abc import Iterator
-from functools import cache
-from typing import Annotated, Any, Literal, Self, get_args, get_origin
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import (
-    BaseModel,
-    ConfigDict,
     Discriminator,
     Field,
-    SerializerFunctionWrapHandler,
     Tag,
-    ValidationError,
-    model_serializer,
     model_validator,
 )
-from pydantic_core import InitErrorDetails, PydanticCustomError
 
-from vit_model.bottlenecks import (
+from vit_model.fields import Frozen, later
+from vit_model.variants import (
+    FAMILIES,
     BottleneckStage,
     bottleneck_stages,
     stem_channels,
     stem_parameters,
     stem_stride,
+    variant_sizes,
 )
-from vit_model.variants import FAMILIES, variant_sizes
 
 PositiveInt = Annotated[int, Field(gt=0)]
 Probability = Annotated[float, Field(ge=0, lt=1)]
-
-
-class Frozen(BaseModel):
-    """The base of all configurations: immutable, and an unknown field is an error."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
-
-    @model_validator(mode="before")
-    @classmethod
-    def _no_boolean_is_a_number(cls, given: Any) -> Any:
-        """Refuse booleans for numbers, which pydantic takes for 0 and 1; its `strict` would refuse lists, too."""
-        if not isinstance(given, dict):
-            return given
-        for name, has_dict in _numbers(cls):
-            if isinstance(value := given.get(name), bool | list | tuple | dict):
-                for place, boolean in _booleans((name,), value, has_dict):
-                    reads = "YAML reads yes, no, on and off as true and false"
-                    raise wrong_field(place, f"expected a number, not {str(boolean).lower()} ({reads})")
-        return given
-
-
-def wrong_field(place: tuple[str | int, ...], message: str) -> ValidationError:
-    """Return the error for a validator of a model to raise about one of its fields, or about a place inside it."""
-    problem = PydanticCustomError("value_error", "{message}", {"message": message})
-    return ValidationError.from_exception_data("", [InitErrorDetails(type=problem, loc=place, input=None)])
-
-
-@cache
-def _numbers(model: type[BaseModel]) -> tuple[tuple[str, bool], ...]:
-    """Return the fields that take numbers and no booleans, each with whether it takes mappings of them."""
-    kinds = {name: set(_kinds(info.annotation)) for name, info in model.model_fields.items()}
-    return tuple(
-        (name, dict in each) for name, each in kinds.items() if each & {int, float} and bool not in each
-    )
-
-
-def _kinds(annotation: Any) -> Iterator[Any]:
-    """Yield the types in an annotation, those of a `Literal`'s values included, but not those in other models."""
-    if get_origin(annotation) is Literal:
-        yield from map(type, get_args(annotation))
-        return
-    yield get_origin(annotation) or annotation
-    for part in get_args(annotation):
-        yield from _kinds(part)
-
-
-def _booleans(place: tuple[str | int, ...], value: Any, has_dict: bool) -> Iterator[tuple[Any, bool]]:
-    """Yield the place and value of each boolean in a value and its lists, and in its mappings if it may have any."""
-    if isinstance(value, bool):
-        yield place, value
-    elif isinstance(value, list | tuple):
-        for number, each in enumerate(value):
-            yield from _booleans((*place, number), each, has_dict)
-    elif isinstance(value, dict) and has_dict:
-        for name, each in value.items():
-            yield from _booleans((*place, name), each, has_dict)
-
-
-def later(*default: Any, **constraints: Any) -> Any:
-    """Declare a field that was added after configurations had been stored; without it they mean its default.
-
-    A stage's key therefore leaves the field out while it has its default (`pipelines.identity`).
-    """
-    return Field(*default, json_schema_extra={"later": True}, **constraints)
 
 
 class ViTOptions(Frozen):
@@ -557,88 +486,3 @@ def _variant_fields(
 
 def _both_sides(size: int | tuple[int, int]) -> tuple[int, int]:
     return (size, size) if isinstance(size, int) else size
-
-
-class Contract(Frozen):
-    """A part of config.json. It leaves out fields declared with `later` that have their default, because the file's
-    bytes are part of a model's digest."""
-
-    @model_serializer(mode="wrap")
-    def _without_defaults(self, serialize: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        fields = type(self).model_fields
-        left_out = [
-            name
-            for name, field in fields.items()
-            if field.json_schema_extra == {"later": True} and getattr(self, name) == field.default
-        ]
-        return {name: value for name, value in serialize(self).items() if name not in left_out}
-
-
-class Preprocessing(Contract):
-    """The conversion of an image to a model's input: resize and crop to a square, then (x / 255 - mean) / std."""
-
-    mean: tuple[float, ...]
-    std: tuple[Annotated[float, Field(gt=0)], ...]
-    interpolation: Literal["bilinear", "bicubic", "bilinear_aliased"] = "bilinear"
-    """"bilinear_aliased": bilinear without antialiasing, rounded down, as tf.image.resize in big_vision."""
-    crop: Literal["squash", "center"] = "squash"
-    """"squash": to the square of resolution / crop_fraction. "center": shorter side to it. Then crop the middle."""
-    crop_fraction: Annotated[float, Field(gt=0, le=1)] = 1.0
-    crop_offset: Literal["round", "floor"] = later("round")
-    """An odd margin's half pixel: "round" half to even, as torchvision and timm crop; "floor" as transformers does."""
-    resolution: PositiveInt
-    channels: Literal[1, 3]
-
-    @property
-    def resized(self) -> int:
-        """The side of the square, or the shorter side, that is then cropped."""
-        return int(self.resolution / self.crop_fraction + 1e-6)  # 384 / (384 / 448) must be 448
-
-    @property
-    def offset_matters(self) -> bool:
-        """Whether the two values of crop_offset differ for images of some size."""
-        return self.crop == "center" or (self.resized - self.resolution) % 4 == 3
-
-    @model_validator(mode="after")
-    def _fields_agree(self) -> Self:
-        for name in ("mean", "std"):
-            if len(getattr(self, name)) != self.channels:
-                raise ValueError(
-                    f"{name} {getattr(self, name)} must have {self.channels} values, as many as channels"
-                )
-        return self
-
-
-class ModelContract(Contract):
-    """A model artifact's config.json: everything needed to use its weights, and their origin."""
-
-    architecture: Architecture
-    class_names: tuple[str, ...]
-    """In the order of the logits; empty for a model without a classifier: its head, if any, projects (CLIP)."""
-    problem_type: Literal["single_label_classification", "multi_label_classification"] = later(
-        "single_label_classification"
-    )
-    """Whether the logits are those of a softmax, or of a sigmoid for each class; the names are Hugging Face's."""
-    preprocessing: Preprocessing
-    training_data: str
-    """Content digest of the dataset that the weights were trained on; "unknown" if unknown, as for an import."""
-    license: str | None
-    """The name that the authors of the weights give it; null if they give none."""
-    format_version: Literal[1] = 1
-
-    @model_validator(mode="after")
-    def _parts_agree(self) -> Self:
-        model, pixels = self.architecture, self.preprocessing
-        if self.class_names and len(self.class_names) != model.num_classes:
-            raise ValueError(
-                f"class_names has {len(self.class_names)} names, num_classes is {model.num_classes}"
-            )
-        if pixels.channels != model.in_channels:
-            raise ValueError(
-                f"preprocessing.channels is {pixels.channels}, architecture.in_channels {model.in_channels}"
-            )
-        if (pixels.resolution, pixels.resolution) != model.image_shape:
-            raise ValueError(
-                f"preprocessing.resolution is {pixels.resolution}, architecture.image_size {model.image_size}"
-            )
-        return self

@@ -40,7 +40,8 @@ from pipelines.store import (
     successors,
     weights_file,
 )
-from vit_model.config import ModelContract, different_encoders
+from vit_model.config import different_encoders
+from vit_model.contract import ModelContract
 from vit_model.errors import reasons as reasons_of
 
 READERS = 16  # manifests read at once: on S3 each takes a round trip

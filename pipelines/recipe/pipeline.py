@@ -21,8 +21,9 @@ from pipelines.spec import (
     nearest,
     step_of,
 )
-from vit_model.config import Frozen, different_encoders
+from vit_model.config import different_encoders
 from vit_model.errors import reasons
+from vit_model.fields import Frozen
 
 
 class Pipeline(Frozen):

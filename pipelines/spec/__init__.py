@@ -28,7 +28,6 @@ from pipelines.spec.records import (
     ShapesSource,
     TfdsSource,
 )
-from pipelines.spec.shapes import Model, ModelSize, ResNetSize
 from pipelines.spec.sources import (
     FASHION_MNIST_ROOT,
     SOURCE_TYPES,
@@ -50,6 +49,7 @@ from pipelines.spec.stages.pretrain import WITHOUT_LABELS, FewShot, Pretrain
 from pipelines.spec.stages.report import Report
 from pipelines.spec.stages.segment import Segment
 from pipelines.spec.vtab import VtabSource
+from vit_model.sizes import Model, ModelSize, ResNetSize
 
 __all__ = [
     "BACKBONE_FIELDS",

@@ -12,9 +12,9 @@ from typing import Annotated, Literal, NamedTuple, Self
 from pydantic import AfterValidator, Field, model_validator
 
 from pipelines.spec.augmentation import Augmentation
-from pipelines.spec.fields import RecipeError, execution, located
+from pipelines.spec.fields import RecipeError, located
 from pipelines.spec.files import Below, Files, FileSource
-from vit_model.config import later
+from vit_model.fields import execution, later
 
 Task = Literal[
     "caltech101",

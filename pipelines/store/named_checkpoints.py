@@ -21,7 +21,8 @@ from pipelines.store.artifacts import local_file, local_files
 from pipelines.store.objects import parse_record
 from pipelines.store.protocol import Store
 from pipelines.store.records import KEPT_WEIGHTS, Manifest
-from vit_model.config import Frozen, ModelContract
+from vit_model.contract import ModelContract
+from vit_model.fields import Frozen
 
 WEIGHTS, CONTRACT = MODEL_FILES = ("model.safetensors", "config.json")
 CHECKPOINTS = "checkpoints.json"

@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, ConfigDict, Field, model_validator
 
-from vit_model.config import Frozen
+from vit_model.fields import Frozen
 
 LAYOUT_VERSION = 1
 CHECKSUMMED = "shards/"  # each image in these files has its own checksum, compared at every read

@@ -17,7 +17,8 @@ from ray_jobs.data.shards import DatasetInfo
 from ray_jobs.process.stage import Context
 from ray_jobs.training.contract import continued_contract
 from vit_model.build import Network
-from vit_model.config import ModelContract, different_encoders
+from vit_model.config import different_encoders
+from vit_model.contract import ModelContract
 from vit_model.errors import UserError, reasons
 from vit_model.weights import load_model, read_contract, transfer_backbone
 

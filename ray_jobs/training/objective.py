@@ -14,7 +14,8 @@ from numpy.typing import NDArray
 from pipelines.spec import WITHOUT_LABELS, Pretrain
 from ray_jobs.augment import depth_draws, uniform
 from vit_model.build import Network
-from vit_model.config import ModelContract, ViTConfig
+from vit_model.config import ViTConfig
+from vit_model.contract import ModelContract
 from vit_model.contrastive import MoCo, MomentumEncoder
 from vit_model.distillation import Student, Teacher, imitation
 from vit_model.masked_autoencoder import MaskedAutoencoder

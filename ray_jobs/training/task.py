@@ -20,7 +20,8 @@ from pipelines.store import FileEntry
 from ray_jobs.data.shards import Dataset, Images, Split
 from ray_jobs.training.contract import continued_contract, model_contract
 from ray_jobs.training.search import describe
-from vit_model.config import ModelContract, ViTConfig
+from vit_model.config import ViTConfig
+from vit_model.contract import ModelContract
 from vit_model.errors import UserError, reasons
 
 Indices = NDArray[np.int64]

@@ -32,7 +32,8 @@ from ray_jobs.training import optim
 from ray_jobs.training.engine import WEIGHTS, Engine, make_engine
 from tests.support.workers import run_workers
 from vit_model import contrastive
-from vit_model.config import MaeOptions, Preprocessing, ViTConfig
+from vit_model.config import MaeOptions, ViTConfig
+from vit_model.contract import Preprocessing
 from vit_model.contrastive import MoCo
 from vit_model.distillation import Student, Teacher, imitation
 from vit_model.masked_autoencoder import MaskedAutoencoder

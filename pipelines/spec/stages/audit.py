@@ -8,13 +8,13 @@ from pydantic import Field, ValidationError, model_validator
 
 from pipelines.spec.augmentation import Augmentation, RandAugment, mixing
 from pipelines.spec.checkpoints import Backbone
-from pipelines.spec.fields import Seed, execution, takes
+from pipelines.spec.fields import Seed
 from pipelines.spec.optimizer import Optimizer
-from pipelines.spec.shapes import Model
 from pipelines.spec.stages.base import BACKBONE, BaseStage, Dtype, Rate
 from pipelines.spec.stages.finetune import Finetune
-from vit_model.config import Frozen
 from vit_model.errors import reasons
+from vit_model.fields import Frozen, execution, takes
+from vit_model.sizes import Model
 
 
 class CrossValidation(Frozen):

@@ -9,9 +9,8 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Field
 
 from pipelines.spec.checkpoints import NamedCheckpoint
-from pipelines.spec.fields import execution, marks
-from pipelines.spec.shapes import Model, ModelSize
-from vit_model.config import Frozen, later
+from vit_model.fields import Frozen, execution, later, marks
+from vit_model.sizes import Model, ModelSize
 
 Shots = Annotated[int, Field(ge=1)]
 Steps = Annotated[int, Field(ge=1)]

@@ -7,9 +7,10 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import AfterValidator, Field
 
-from pipelines.spec.fields import distinct, takes
+from pipelines.spec.fields import distinct
 from pipelines.spec.stages.base import BaseStage
 from pipelines.spec.stages.finetune import Labels
+from vit_model.fields import takes
 
 Method = Literal["majority", "k-NN", "logistic regression", "RBF SVM"]
 

@@ -8,9 +8,9 @@ from pydantic import AfterValidator, Field, model_validator
 
 from pipelines.spec.augmentation import EvalCrop
 from pipelines.spec.checkpoints import Backbone
-from pipelines.spec.fields import Seed, distinct, execution, takes
+from pipelines.spec.fields import Seed, distinct
 from pipelines.spec.stages.base import BACKBONE, BaseStage, SeenInTraining, Shots, seen_in_training
-from vit_model.config import later
+from vit_model.fields import execution, later, takes
 
 Probe = Literal["least squares", "k-NN", "DINO k-NN", "nearest class mean", "logistic regression"]
 ProbeProtocol = Literal["leave_one_out", "dev", "big_vision", "scenic"]

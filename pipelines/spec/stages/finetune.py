@@ -9,10 +9,9 @@ from pydantic import AfterValidator, Field, ValidationError, model_validator
 
 from pipelines.spec.augmentation import Augmentation, EvalCrop, RandAugment, mixing
 from pipelines.spec.checkpoints import Backbone, CheckpointEvery
-from pipelines.spec.fields import Seed, distinct, execution, marks, takes
+from pipelines.spec.fields import Seed, distinct
 from pipelines.spec.optimizer import Optimizer, check_optimizer
 from pipelines.spec.search import ASHA, FIXED, PBT, Choices, Optuna, Point, Range, Search, placed
-from pipelines.spec.shapes import Model, check_patches
 from pipelines.spec.stages.base import (
     BACKBONE,
     BaseStage,
@@ -23,8 +22,10 @@ from pipelines.spec.stages.base import (
     has_stochastic_depth,
     seen_in_training,
 )
-from vit_model.config import Frozen, LoRAOptions, later, wrong_field
+from vit_model.config import LoRAOptions
 from vit_model.errors import reasons
+from vit_model.fields import Frozen, execution, later, marks, takes, wrong_field
+from vit_model.sizes import Model, check_patches
 
 
 class Labels(Frozen):

@@ -6,9 +6,9 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import AfterValidator, Field, model_validator
 
-from pipelines.spec.fields import checkpoint, execution
+from pipelines.spec.fields import checkpoint
 from pipelines.spec.stages.base import BaseStage
-from vit_model.config import Frozen, later
+from vit_model.fields import Frozen, execution, later
 
 # What the authors' ViTs were trained with (BiT, AugReg, most of timm's), and what torchvision, DeiT and DINO take.
 MEAN_AND_STD = {

@@ -6,10 +6,10 @@ from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import AfterValidator, Field, model_validator
 
-from pipelines.spec.fields import Root, distinct, execution, takes
+from pipelines.spec.fields import Root, distinct
 from pipelines.spec.sources import Source
 from pipelines.spec.stages.base import BaseStage
-from vit_model.config import later
+from vit_model.fields import execution, later, takes
 
 
 class Ingest(BaseStage):

@@ -9,9 +9,8 @@ from pydantic import AfterValidator, Field, model_validator
 
 from pipelines.spec.augmentation import Augmentation, EvalCrop, RandAugment, mixing
 from pipelines.spec.checkpoints import LATEST, Backbone, CheckpointEvery, NamedCheckpoint
-from pipelines.spec.fields import Seed, ascending, distinct, execution, takes
+from pipelines.spec.fields import Seed, ascending, distinct
 from pipelines.spec.optimizer import Optimizer, check_optimizer
-from pipelines.spec.shapes import Model, ResNetSize, check_patches, size_of
 from pipelines.spec.stages.base import (
     BaseStage,
     Dtype,
@@ -21,7 +20,9 @@ from pipelines.spec.stages.base import (
     activation_checkpointing,
     has_stochastic_depth,
 )
-from vit_model.config import Frozen, MaeOptions, ResNetConfig, ViTConfig, later
+from vit_model.config import MaeOptions, ResNetConfig, ViTConfig
+from vit_model.fields import Frozen, execution, later, takes
+from vit_model.sizes import Model, ResNetSize, check_patches, size_of
 
 Objective = Literal["softmax", "sigmoid", "masked_patches", "contrastive", "mae", "distillation"]
 WITHOUT_LABELS: tuple[Objective, ...] = ("masked_patches", "contrastive", "mae")

@@ -6,9 +6,8 @@ from typing import ClassVar, Literal
 
 from pydantic import Field
 
-from pipelines.spec.fields import takes
 from pipelines.spec.stages.base import BaseStage
-from vit_model.config import later
+from vit_model.fields import later, takes
 
 
 class Report(BaseStage):

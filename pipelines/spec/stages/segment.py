@@ -7,8 +7,9 @@ from typing import ClassVar, Literal
 from pydantic import Field
 
 from pipelines.spec.checkpoints import Backbone
-from pipelines.spec.fields import Seed, execution, takes
+from pipelines.spec.fields import Seed
 from pipelines.spec.stages.base import BACKBONE, BaseStage, SeenInTraining, seen_in_training
+from vit_model.fields import execution, takes
 
 
 class Segment(BaseStage):

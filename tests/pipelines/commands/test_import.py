@@ -30,7 +30,8 @@ from tests.support.checkpoints import model_at, put_pretraining
 from tests.support.records import make_manifest
 from tests.support.s3 import Bucket, Server, used
 from vit_model import formats
-from vit_model.config import ModelContract, Preprocessing, ResNetConfig, ViTConfig
+from vit_model.config import ResNetConfig, ViTConfig
+from vit_model.contract import ModelContract, Preprocessing
 from vit_model.model import ViT
 from vit_model.resnet import ResNet
 from vit_model.weights import save_model

@@ -13,9 +13,9 @@ from vit_model.config import (
     ViTOptions,
     check_vit_sizes,
     family_of,
-    later,
     neighbours,
 )
+from vit_model.fields import later
 from vit_model.variants import FAMILIES, RESNETS, variant_sizes
 
 LARGEST_SIZE = 2**20  # of a side of a model's tensors; the longest of ViT-22B's is 24,576
