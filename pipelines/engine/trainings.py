@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from pipelines.engine.status import Status
+from pipelines.spec import TRAINED
 from pipelines.store import (
     LogLine,
     Store,
@@ -20,7 +21,6 @@ from pipelines.store import (
     read_plan,
 )
 
-_JOBS = ("pretrain", "finetune")
 # The names of fits, see `LogLine.fit`.
 _TRIAL = re.compile(r"trial-(?P<number>\d{1,9})(-p[0-9a-f]+)?-(?P<part>\d{1,9})(?P<schedule>-s[0-9a-f]+)?")
 _REFIT = re.compile(r"refit-\d+(-[ps][0-9a-f]+)?-((?P<last>[1-9]\d{0,17})-)?(?P<draw>\d{1,9})")
@@ -89,7 +89,7 @@ class Trainings:
         return [
             self._training(entry["stage"], entry["key"])
             for entry in status["stages"]
-            if "key" in entry and self._configs[entry["stage"]]["job"] in _JOBS
+            if "key" in entry and self._configs[entry["stage"]]["job"] in TRAINED
         ]
 
     def add_progress(self, status: dict[str, Any]) -> None:

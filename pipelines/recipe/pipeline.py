@@ -12,6 +12,7 @@ from pydantic import Field, ValidationError, model_validator
 from pipelines.spec import (
     HUB_PATH,
     LATEST,
+    TRAINED,
     WITHOUT_LABELS,
     Finetune,
     Pretrain,
@@ -232,7 +233,7 @@ def unknown_stage(selector: str, names: Iterable[str]) -> str:
         wanted = selector.partition("@")[2]
         return f"{base(selector)} has no member {wanted!r}{nearest(wanted, sorted(parts))}"
     jobs = names if isinstance(names, Mapping) else {}
-    trained = ("pretrain", "finetune") if selector == "train" else (selector,)
+    trained = TRAINED if selector == "train" else (selector,)
     same = dict.fromkeys(base(name) for name, job in jobs.items() if job in trained)
     hint = f"; with job {' or '.join(trained)} there are: {', '.join(same)}"
     return f"no stage is called {selector!r}{hint if same else nearest(selector, dict.fromkeys(map(base, stages)))}"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import ClassVar, Literal, Self
+from typing import Literal, Self
 
 from pydantic import Field, ValidationError, model_validator
 
@@ -40,7 +40,7 @@ class CrossValidation(Frozen):
 class Audit(BaseStage):
     """A list of likely wrong labels in train and dev, by confident learning on out-of-sample probabilities."""
 
-    KIND: ClassVar[str] = "audit"
+    KIND = "audit"
     job: Literal["audit"]
     data: str = takes("dataset")
     backbone: Backbone | None = takes("model", default=None, description=BACKBONE)

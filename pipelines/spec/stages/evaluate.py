@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, ClassVar, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, Field, model_validator
 
@@ -26,8 +26,8 @@ PROBE_DEFAULTS: dict[str, dict[str, Any]] = {
 class Evaluate(BaseStage):
     """Few-shot linear evaluation (paper, section 4.1) of a frozen backbone, beside raw pixels and untrained weights."""
 
-    VERSION: ClassVar[int] = 6  # untrained weights of several seeds, and the majority class
-    KIND: ClassVar[str] = "evaluation"
+    VERSION = 6  # untrained weights of several seeds, and the majority class
+    KIND = "evaluation"
     job: Literal["evaluate"]
     data: str = takes("dataset")
     backbone: Backbone = takes("model", description=BACKBONE)

@@ -77,12 +77,12 @@ class Finetune(BaseStage):
 
     # 7: stochastic depth is drawn per sample. A backbone that has it was pretrained anew, which changes this stage's
     # key by the digest of its input. 8: Optuna tries no point twice.
-    VERSION: ClassVar[int] = 8
+    VERSION = 8
     CONCERNS: ClassVar[dict[int, Callable[[Any], bool]]] = {
         7: lambda stage: has_stochastic_depth(stage.model) or bool(stage.stochastic_depth),
         8: lambda stage: isinstance(stage.search, Optuna),
     }
-    KIND: ClassVar[str] = "model"
+    KIND = "model"
     job: Literal["finetune"]
     data: str = takes("dataset")
     backbone: Backbone | None = takes("model", default=None, description=BACKBONE)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, ClassVar, Literal, Self
+from typing import Annotated, Literal, Self
 
 from pydantic import AfterValidator, Field, model_validator
 
@@ -15,8 +15,8 @@ from vit_model.fields import execution, later, takes
 class Ingest(BaseStage):
     """Ingest: convert a source to validated Parquet shards with fixed splits."""
 
-    VERSION: ClassVar[int] = 6
-    KIND: ClassVar[str] = "dataset"
+    VERSION = 6
+    KIND = "dataset"
     job: Literal["ingest"]
     source: Source
     duplicates: Literal["keep", "drop"] = later(

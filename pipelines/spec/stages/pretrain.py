@@ -93,11 +93,11 @@ class Pretrain(BaseStage):
 
     # 6: stochastic depth is drawn per sample. A start that has it was pretrained anew, which changes this stage's key
     # by the digest of its input.
-    VERSION: ClassVar[int] = 6
+    VERSION = 6
     CONCERNS: ClassVar[dict[int, Callable[[Any], bool]]] = {
         6: lambda stage: has_stochastic_depth(stage.model)
     }
-    KIND: ClassVar[str] = "model"
+    KIND = "model"
     job: Literal["pretrain"]
     data: str = takes("dataset")
     model: Model | None = Field(

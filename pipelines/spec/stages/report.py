@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import ClassVar, Literal
+from typing import Literal
 
 from pydantic import Field
 
@@ -13,10 +13,8 @@ from vit_model.fields import later, takes
 class Report(BaseStage):
     """One page of everything: a table, curves, sheets of images, and the rows behind them."""
 
-    VERSION: ClassVar[int] = (
-        9  # verdicts name what they compare with; VTAB's scores are of one classifier each
-    )
-    KIND: ClassVar[str] = "report"
+    VERSION = 9  # verdicts name what they compare with; VTAB's scores are of one classifier each
+    KIND = "report"
     job: Literal["report"]
     title: str
     note: str = Field("", description="a note for readers, shown beside the verdict")

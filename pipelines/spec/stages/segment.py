@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import ClassVar, Literal
+from typing import Literal
 
 from pydantic import Field
 
@@ -15,8 +15,8 @@ from vit_model.fields import execution, takes
 class Segment(BaseStage):
     """Linear segmentation of a frozen backbone's patch tokens, beside the pixels of patches and untrained weights."""
 
-    VERSION: ClassVar[int] = 2  # mIoU is the mean over the classes in the masks
-    KIND: ClassVar[str] = "evaluation"
+    VERSION = 2  # mIoU is the mean over the classes in the masks
+    KIND = "evaluation"
     job: Literal["segment"]
     data: str = takes("dataset", description="a data set with masks: its source has `masks: true`")
     backbone: Backbone = takes("model", description=BACKBONE)
