@@ -25,7 +25,7 @@ from pipelines.spec.stages.base import (
 from vit_model.config import LoRAOptions
 from vit_model.errors import reasons
 from vit_model.fields import Frozen, execution, later, marks, takes, wrong_field
-from vit_model.sizes import Model, check_patches
+from vit_model.sizes import Model, ModelSize
 
 
 class Labels(Frozen):
@@ -194,7 +194,8 @@ class Finetune(BaseStage):
         if self.model is not None:
             if self.resolution is None:
                 raise ValueError("resolution is required without a backbone")
-            check_patches(self.resolution, self.model)
+            if isinstance(self.model, ModelSize):
+                self.model.check_side("resolution", self.resolution)
         check_optimizer(self.optimizer, self.steps, None if self.model is None else self.model.family)
         if self.refits > 1 and self.labels.per_class is not None:
             raise ValueError(

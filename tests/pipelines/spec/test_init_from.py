@@ -69,7 +69,7 @@ def stage(**fields: Any) -> Pretrain:
         ({"model": {"family": "resnet", "units": [1]}}, "family is 'vit' in the backbone, 'resnet' in the model"),
         (
             {"model": ..., "resolution": 18},
-            "stages.more.init_from: first: resolution 18 is not a multiple of patch_size 4: 16 or 20 would be",
+            "stages.more.init_from: first: resolution 18 is not a multiple of patch_size 4; 16 or 20 would fit",
         ),
     ],
     ids=str,
