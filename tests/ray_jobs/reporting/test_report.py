@@ -35,7 +35,6 @@ from pipelines.spec import (
     ResNetSize,
     Segment,
 )
-from pipelines.spec.fields import marks
 from pipelines.store import InputRef, Layout, LogLine, Manifest, commit, input_ref, open_store
 from ray_jobs import report
 from ray_jobs.data import shards
@@ -48,6 +47,7 @@ from ray_jobs.reporting import label_issues, page, provenance
 from ray_jobs.reporting.gather import _uncalibrated, _why_ended, measured_in_training
 from tests.support import datasets
 from tests.support.records import make_attempt, make_manifest
+from vit_model.fields import marks
 
 HOSTILE = ("<b>evil</b>", "$\\frac{$ & \"x\" onload='alert(1)'", "</svg><script>alert(1)</script>")
 NOTES = ("test is <b>theirs</b>",)
