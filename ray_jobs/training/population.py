@@ -27,7 +27,7 @@ from pipelines.spec.search import PBT
 from pipelines.store import remove_checkpoints
 from ray_jobs.data.shards import Images
 from ray_jobs.process import devices
-from ray_jobs.process.stage import Context
+from ray_jobs.process.context import Context
 from ray_jobs.training.ledger import Ledger
 from ray_jobs.training.search import describe, exploit_and_explore, points
 from ray_jobs.training.standing import ROWS, entry, table, time_left

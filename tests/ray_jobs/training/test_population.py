@@ -19,7 +19,7 @@ from pipelines.spec import CheckpointEvery, Finetune, Labels, Optimizer
 from pipelines.store import create_attempt
 from ray_jobs import finetune
 from ray_jobs.process import devices
-from ray_jobs.process.stage import Context, Result
+from ray_jobs.process.context import Context, Result
 from ray_jobs.training import fit, ledger, optim, population
 from ray_jobs.training import trials as trials_module
 from ray_jobs.training.checkpoint import Saver
