@@ -35,7 +35,7 @@ from vit_model import lora
 from vit_model.build import Network, build
 from vit_model.config import ModelContract
 from vit_model.model import ViT
-from vit_model.objectives import softmax_cross_entropy
+from vit_model.objectives.losses import softmax_cross_entropy
 from vit_model.preprocessing import normalise
 from vit_model.weights import load_model, transfer_backbone
 
