@@ -39,7 +39,8 @@ from ray_jobs.evaluation.leakage import PRETRAINED, SEEN, Overlap, check_leakage
 from ray_jobs.evaluation.rows import PROBABILITIES
 from ray_jobs.evaluation.supports import Supports
 from ray_jobs.process import devices
-from ray_jobs.process.stage import Context, Result, model_digest, run_stage
+from ray_jobs.process.context import Context, Result, model_digest
+from ray_jobs.process.stage import run_stage
 from ray_jobs.training.task import Task, at_point, describe, make_task
 from ray_jobs.tuning.ledger import Ledger, open_ledger
 from ray_jobs.tuning.points import points

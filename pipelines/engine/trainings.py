@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from pipelines.engine.status import Status
+from pipelines.spec import TRAINED
 from pipelines.store import (
     FitName,
     LogLine,
@@ -18,8 +19,6 @@ from pipelines.store import (
     read_manifest,
     read_plan,
 )
-
-_JOBS = ("pretrain", "finetune")
 
 
 @dataclass(frozen=True)
@@ -77,7 +76,7 @@ class Trainings:
         return [
             self._training(entry["stage"], entry["key"])
             for entry in status["stages"]
-            if "key" in entry and self._configs[entry["stage"]]["job"] in _JOBS
+            if "key" in entry and self._configs[entry["stage"]]["job"] in TRAINED
         ]
 
     def add_progress(self, status: dict[str, Any]) -> None:

@@ -21,7 +21,7 @@ from ray_jobs.data.shards import Images
 from ray_jobs.evaluation.average_precision import multi_label
 from ray_jobs.evaluation.calibration import fit_temperature
 from ray_jobs.evaluation.cost import Cost
-from ray_jobs.process.stage import Context
+from ray_jobs.process.context import Context
 from ray_jobs.training.checkpoint import Saver
 from ray_jobs.training.cost import finetuning_cost
 from ray_jobs.training.fit import Stopping, fit, predict, score

@@ -16,7 +16,7 @@ from pipelines.store import FileEntry
 from ray_jobs.data.shards import Images
 from ray_jobs.evaluation.label_issues import write_probabilities
 from ray_jobs.evaluation.supports import permutation
-from ray_jobs.process.stage import Context
+from ray_jobs.process.context import Context
 from ray_jobs.training.fit import fit, predict
 from ray_jobs.training.task import Task
 from ray_jobs.training.workers import ALONE

@@ -40,7 +40,7 @@ from pipelines.store import (
     read_record,
 )
 from ray_jobs.evaluation.rows import PREDICTIONS, PROBABILITIES, write_parquet
-from ray_jobs.process.stage import Context
+from ray_jobs.process.context import Context
 from ray_jobs.training.task import Score, Task
 from ray_jobs.tuning.trial import Fold, ProposedPoint, Record, Refit, Refitted, Trial
 

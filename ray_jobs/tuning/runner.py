@@ -22,7 +22,7 @@ from pipelines.spec import Finetune
 from pipelines.spec.search import ASHA, Optuna, Point
 from ray_jobs.data.shards import Images
 from ray_jobs.process import devices
-from ray_jobs.process.stage import Context
+from ray_jobs.process.context import Context
 from ray_jobs.training.task import DIVERGED, DivergenceError, Evaluation, Folds, Task, at_point, mean
 from ray_jobs.tuning.ledger import Ledger, add_point, add_trial
 from ray_jobs.tuning.points import points, propose, size

@@ -16,7 +16,7 @@ from pipelines.spec import Finetune
 from pipelines.spec.search import Point
 from pipelines.store import MODEL_FILES, FileEntry
 from ray_jobs.training.task import DIVERGED, Evaluation, Fraction, Task, describe, mean, rank
-from vit_model.config import Frozen
+from vit_model.fields import Frozen
 
 
 class Record(Frozen):

@@ -11,7 +11,7 @@ from pipelines.spec import Finetune, Labels, Model, ModelSize
 from pipelines.store import FileEntry, Manifest, create_attempt, open_store
 from ray_jobs.data import shards
 from ray_jobs.evaluation.cost import Cost, Speed
-from ray_jobs.process.stage import Context
+from ray_jobs.process.context import Context
 from ray_jobs.training.contract import model_contract
 from ray_jobs.training.task import Score
 from ray_jobs.tuning.ledger import images_table
