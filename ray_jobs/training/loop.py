@@ -387,10 +387,7 @@ def _pieces(training: Training) -> Iterator[Piece]:
 
 
 def evaluate(training: Training, dtype: torch.dtype, step: int) -> Evaluation | None:
-    """Return the loss of dev images and the fraction that is classified correctly; each worker scores a share.
-
-    None if the dataset has no dev split or the model no classifier.
-    """
+    """Evaluate dev, each worker a share; None if the dataset has no dev split or the model no classifier."""
     dev, contract, worker, engine = training.dev, training.contract, training.worker, training.engine
     total = len(dev.labels)
     if total == 0 or not contract.class_names:
