@@ -17,105 +17,42 @@ from pipelines.store import Manifest, all_manifests, open_store
 from ray_jobs.data.shards import Dataset, open_dataset
 from ray_jobs.evaluation.rows import PREDICTIONS, ROWS, read_table
 from ray_jobs.sources.readers.shapes import render
-from tests.support import imagenet, vtab_archives, vtab_natural
-from tests.support.archives import image, rar, tar, zipped
-from tests.support.cifar import PER_BATCH, batches, members
-from tests.support.imagenet import REAL, WHOLE, synset
-from tests.support.prepared import FORMATS, put_parquet, put_tfds
-from tests.support.webdataset import shard
+from tests.support.archives import image
+from tests.support.cifar import batches
+from tests.support.examples import EXAMPLES
+from tests.support.examples.kinds import BAD, LABELS
+from tests.support.imagenet import REAL
+from tests.support.prepared import FORMATS
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.full]
-CLASSES = {
-    f"{name}/{i}.png": image(100 * len(name) + i, "PNG") for name in ("cat", "horse") for i in range(30)
-}
-LABELS = [i % 3 for i in range(24)]
-BAD = [image(50, "PNG", "L"), image(51)[:-100], None]  # but the first
+KINDS = [example for example in EXAMPLES if example.kind != "vtab"]
 
 
 class Made(NamedTuple):
-    """A recipe of all sources that was run: stage -> (source, how many images), stage -> its artifact."""
+    """A recipe of all examples that was run: stage -> its artifact."""
 
     recipe: Path
     store: Path
-    sources: dict[str, tuple[dict[str, object], int]]
     manifests: dict[str, Manifest]
 
     def dataset(self, stage: str) -> Dataset:
         return open_dataset(self.store / self.manifests[stage].folder)
 
 
-def put(root: Path) -> dict[str, tuple[dict[str, object], int]]:
-    """Archives of every kind but VTAB's, below `root`: stage -> (its source, how many images it has)."""
-    archives = {
-        "folder": {"pets.zip": zipped(CLASSES)},
-        "rar": {"pets.rar": rar(CLASSES)},
-        "imagenet": imagenet.files() | {"real.json": json.dumps(REAL).encode()},
-        "imagenet21k": {"whole.tar": tar({f"{wnid}.tar": synset(wnid, n) for wnid, n in WHOLE.items()})},
-        "webdataset": {"train-000000.tar": tar(shard(LABELS))},
-        "cifar10": {"cifar-10-python.tar.gz": tar(members(10, "python"), "w:gz")},
-        "cifar100": {"cifar-100-binary.tar.gz": tar(members(100, "binary"), "w:gz")},
-        "tfrecord": {},
-        "array_record": {},
-    }
-    for name, files in archives.items():
-        (root / name).mkdir(parents=True)
-        for file, data in files.items():
-            (root / name / file).write_bytes(data)
-    put_parquet(root / "parquet" / "train-00000-of-00001.parquet", [image(i) for i in range(24)], LABELS)
-    put_parquet(root / "parquet" / "test-00000-of-00001.parquet", BAD, [2, 0, 1])
-    for form in FORMATS:
-        put_tfds(root / form, form)
-
-    def source(kind: str, place: str, **fields: object) -> dict[str, object]:
-        return {"kind": kind, "root": str(root / place)} | fields
-
-    return {
-        "folder": (source("folder", "folder/pets.zip"), len(CLASSES)),
-        "rar": (source("folder", "rar/pets.rar"), len(CLASSES)),
-        "imagenet": (source("imagenet", "imagenet"), 4 * 30 + len(imagenet.TRUTH)),
-        "imagenet21k": (source("imagenet21k", "imagenet21k/whole.tar", held_out=0.1), 12 + 40 + 25),
-        "webdataset": (source("webdataset", "webdataset"), len(LABELS)),
-        "parquet": (source("hf_parquet", "parquet"), len(LABELS) + 1),
-        "tfrecord": (source("tfds", "tfrecord"), 9 + 2 + 3),
-        "array_record": (source("tfds", "array_record"), 9 + 2 + 3),
-        "cifar10": (source("cifar", "cifar10"), 6 * PER_BATCH),
-        "cifar100": (source("cifar", "cifar100", classes=100), 6 * PER_BATCH),
-        "shapes": (
-            {"kind": "shapes", "label": "colour", "images": 200, "dev_images": 20, "test_images": 40},
-            260,
-        ),
-    }
-
-
-def put_vtab(root: Path) -> None:
-    """The archives of all 19 tasks, each in a folder of its own."""
-    for task in TASKS:
-        (root / task).mkdir(parents=True)
-        if task in vtab_archives.ARCHIVES:
-            vtab_archives.ARCHIVES[task](root / task)
-            continue
-        for name, data in vtab_natural.natural(task).items():
-            (root / task / name).write_bytes(data)
-
-
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory, vitflow: Any) -> Made:
     """All sources as the stages of one recipe, which was run."""
     folder = tmp_path_factory.mktemp("sources")
-    sources = put(folder / "archives")
-    put_vtab(folder / "vtab")
     stages: dict[str, Any] = {
-        name: {"job": "ingest", "source": source, "max_bad_fraction": 0.2}
-        for name, (source, _) in sources.items()
+        example.name: {"job": "ingest", "source": example.put(folder / example.name), "max_bad_fraction": 0.2}
+        for example in EXAMPLES
     }
-    vtab = {"kind": "vtab", "root": str(folder / "vtab")}
-    stages["vtab"] = {"job": "ingest", "source": vtab, "matrix": {"source.task": list(TASKS)}}
     stages["scores"] = {"job": "baselines", "data": "imagenet", "methods": ["k-NN"]}
     recipe = folder / "recipe.yaml"
     recipe.write_text(yaml.safe_dump({"name": "sources", "description": "All there are.", "stages": stages}))
     vitflow("run", recipe, "--store", folder / "store")
     found = {one.stage: one for one in all_manifests(open_store(str(folder / "store")))}
-    return Made(recipe, folder / "store", sources, found)
+    return Made(recipe, folder / "store", found)
 
 
 def stored(made: Made, stage: str) -> dict[str, tuple[bytes, int, str]]:
@@ -131,16 +68,17 @@ def stored(made: Made, stage: str) -> dict[str, tuple[bytes, int, str]]:
 
 
 def test_every_source_becomes_a_dataset(made: Made) -> None:
-    assert made.manifests.keys() == {"scores", *made.sources, *(f"vtab@task={task}" for task in TASKS)}
-    for name, (_, images) in made.sources.items():
-        dataset = made.dataset(name)
+    assert made.manifests.keys() == {"scores", *(example.name for example in EXAMPLES)}
+    for example in KINDS:
+        dataset = made.dataset(example.name)
         copies = pq.read_table(dataset.folder / "duplicates.parquet")["done"].to_pylist().count("left out")
-        assert sum(dataset.info.splits.values()) + copies == images, name
+        images = example.images if isinstance(example.images, int) else len(example.images)
+        assert sum(dataset.info.splits.values()) + copies == images, example.name
         assert json.loads((dataset.folder / "card.json").read_text())["images"] == images - copies
         bad = pq.read_metadata(dataset.folder / "quarantine.parquet").num_rows
-        assert bad == (len(BAD) - 1 if name == "parquet" else 0), name
+        assert bad == example.quarantined, example.name
     for task, facts in TASKS.items():
-        info = made.dataset(f"vtab@task={task}").info
+        info = made.dataset(task).info
         assert info.name == facts.title and min(info.splits.values()) > 0, task
         assert any("incomplete archive" in note for note in info.notes), task
 
@@ -212,7 +150,7 @@ def test_imagenet_is_scored_by_its_own_labels_and_by_reals(made: Made) -> None:
 
 
 def test_shapes(made: Made) -> None:
-    source = ShapesSource.model_validate(made.sources["shapes"][0])
+    source = ShapesSource.model_validate(next(one.fields for one in KINDS if one.name == "shapes"))
     pixels, factors = render(source, 230)
     assert stored(made, "shapes")["shape-0000230"] == (pixels.tobytes(), factors["colour"], "test")
     assert made.dataset("shapes").info.splits == {"train": 200, "dev": 20, "test": 40}

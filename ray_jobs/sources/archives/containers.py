@@ -34,8 +34,8 @@ from ray_jobs.sources.archives.blobs import (
     MAGIC_BYTES,
     MAX_RATIO,
     Blob,
+    cached,
     decompressed,
-    kept,
     local_path,
     open_blob,
     unpacker,
@@ -145,7 +145,7 @@ def outermost(files: Container[str], file: str) -> str:
 
 
 def local(files: Files, file: str) -> Path:
-    """Return a local, read-only path with the file's content; remote and packed files are kept in the cache.
+    """Return a local, read-only path with the file's content; remote and packed files get a copy in the cache.
 
     Raises:
         UserError: truncated or damaged.
@@ -247,7 +247,7 @@ def _content(blob: Blob, member: RegularFile) -> Blob:
         if crc != member.crc:
             raise UserError(f"{packed.name} is damaged: {_NOT_ITS_CRC}")
 
-    return kept(packed.name, extents, "deflate", write)
+    return cached(packed.name, extents, "deflate", write)
 
 
 def _inflated(blob: Blob) -> Iterator[bytes]:

@@ -19,7 +19,6 @@ from typing import Any, NamedTuple
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
-from numpy.typing import NDArray
 
 from pipelines.spec.archives import (
     IMAGENET_DEVKIT,
@@ -29,9 +28,8 @@ from pipelines.spec.archives import (
     ImageNetSource,
 )
 from ray_jobs.sources import hash_fraction
-from ray_jobs.sources.archives.arrays import read_mat
+from ray_jobs.sources.archives.arrays import read_array
 from ray_jobs.sources.archives.containers import (
-    Member,
     contents,
     each_contents,
     members,
@@ -39,7 +37,7 @@ from ray_jobs.sources.archives.containers import (
     read_file,
     read_member,
 )
-from ray_jobs.sources.archives.entries import Bad, Files, Listing, place, table
+from ray_jobs.sources.archives.entries import Bad, Files, Listing, Member, place, table
 from vit_model.errors import UserError
 
 SYNSET_TAR = re.compile(r"(?:.*/)?(n\d{8})\.tar")
@@ -147,7 +145,7 @@ def read_devkit(files: Files) -> Devkit:
     for name in ("meta.mat", "ILSVRC2012_validation_ground_truth.txt"):
         if name not in by_name:
             raise UserError(f"{where} does not contain data/{name}")
-    leaves = _leaves(where, read_member(files, by_name["meta.mat"]))
+    leaves = _leaves(files, f"{IMAGENET_DEVKIT}::{by_name['meta.mat'].path}")
     wnids = tuple(sorted(wnid for wnid, _ in leaves.values()))
     words = dict(leaves.values())
     rank = {wnid: label for label, wnid in enumerate(wnids)}
@@ -161,26 +159,18 @@ def read_devkit(files: Files) -> Devkit:
     return Devkit(wnids, tuple(words[wnid] for wnid in wnids), labels)
 
 
-def _leaves(where: str, data: bytes) -> dict[int, tuple[str, str]]:
+def _leaves(files: Files, meta: str) -> dict[int, tuple[str, str]]:
     """Return ILSVRC2012_ID -> (WNID, words) of the synsets without children in meta.mat's struct array `synsets`."""
     try:
-        synsets = np.ravel(read_mat(data)["synsets"])
-        rows = [
-            (int(_only(one["ILSVRC2012_ID"])), str(_only(one["WNID"])), str(_only(one["words"])))
-            for one in synsets
-            if not int(_only(one["num_children"]))
-        ]
-    except (ValueError, KeyError, IndexError, TypeError) as error:
-        raise UserError(f"{where}: meta.mat is damaged, or has no synsets: {error}") from error
-    if len({wnid for _, wnid, _ in rows}) != len(rows) or len({number for number, *_ in rows}) != len(rows):
-        raise UserError(f"{where}: meta.mat has a duplicate synset")
-    return {number: (wnid, words) for number, wnid, words in rows}
-
-
-def _only(value: NDArray[Any]) -> Any:
-    """Return the single number or text of a field, which MATLAB stores as an array."""
-    (only,) = np.ravel(value)
-    return only
+        synsets = read_array(files, meta, "synsets", np.void, (None,))
+        leaves = synsets[synsets["num_children"] == 0]
+        numbers = leaves["ILSVRC2012_ID"].astype(int).tolist()
+        names = list(zip(*(leaves[field].astype(str).tolist() for field in ("WNID", "words")), strict=True))
+    except ValueError as error:  # numpy's for a missing field, and UserError
+        raise UserError(f"{meta} is damaged, or has no synsets: {error}") from error
+    if len({wnid for wnid, _ in names}) != len(names) or len(set(numbers)) != len(numbers):
+        raise UserError(f"{meta} has a duplicate synset")
+    return dict(zip(numbers, names, strict=True))
 
 
 def _real_labels(files: Files, images: int, classes: int) -> list[list[int]] | None:

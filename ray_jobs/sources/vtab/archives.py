@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import cv2
 import numpy as np
+from numpy.typing import NDArray
 
 from ray_jobs.sources.archives import containers
 from ray_jobs.sources.archives.entries import Files, Member
 from vit_model.errors import UserError
 from vit_model.preprocessing import MAX_PIXELS, open_image
-
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
 
 
 def by_path(files: Files, file: str) -> dict[str, Member]:

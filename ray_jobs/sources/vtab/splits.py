@@ -15,16 +15,14 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from itertools import accumulate
 from pathlib import PurePosixPath
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
+
+from numpy.typing import NDArray
 
 from pipelines.spec.vtab import Task, VtabSource
 from ray_jobs.data.shards import ImageSize
 from ray_jobs.sources.archives.entries import Bad, Listing, Member, table
 from vit_model.errors import UserError
-
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
-
 
 PARTS = ("train", "validation", "test")
 """The names of TFDS's splits, which also are the salts of their hashes."""

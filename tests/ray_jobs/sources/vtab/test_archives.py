@@ -13,12 +13,10 @@ from PIL import Image
 from pipelines.files.sources import source_files
 from pipelines.spec.vtab import VtabSource
 from ray_jobs.sources import catalog
-from ray_jobs.sources.vtab import pixels, synthetic
+from ray_jobs.sources.vtab import pixels
 from ray_jobs.sources.vtab.splits import used
 from tests.support import vtab_archives
 from tests.support.archives import rar
-from tests.support.s3 import Server
-from tests.support.s3 import used as used_server
 from tests.support.vtab_archives import ARCHIVES, Truth
 
 
@@ -71,19 +69,6 @@ def test_a_task_has_the_labels_splits_and_images_of_its_archives(task: str, tmp_
     assert not listing.bad
 
 
-@pytest.mark.slow  # it starts a server
-@pytest.mark.parametrize("task", ["diabetic_retinopathy", "dmlab", "dsprites_loc", "kitti", "smallnorb_azi"])
-def test_archives_lie_on_s3_as_well(
-    task: str, tmp_path: Path, moto: Server, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    truth = ARCHIVES[task](tmp_path)
-    with used_server(moto, monkeypatch):
-        bucket = moto.bucket()
-        for path in tmp_path.iterdir():
-            bucket.write(f"vtab/{path.name}", path.read_bytes())
-        check(task, f"s3://{bucket.name}/vtab", truth, pixels="raw")
-
-
 def test_raw_pixels_are_the_authors_files_and_a_note_says_so(tmp_path: Path) -> None:
     truth = vtab_archives.diabetic_retinopathy(tmp_path)
     raw = check("diabetic_retinopathy", tmp_path, truth, pixels="raw")
@@ -93,8 +78,7 @@ def test_raw_pixels_are_the_authors_files_and_a_note_says_so(tmp_path: Path) -> 
     assert any("btgraham-300, JPEG" in note for note in catalog.listing(source, files).notes)
 
 
-def test_dsprites_npz_is_the_same_as_its_hdf5(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(synthetic, "_BLOCK", 7 * 64 * 64)  # many blocks, the last one not full
+def test_dsprites_npz_is_the_same_as_its_hdf5(tmp_path: Path) -> None:
     check("dsprites_loc", tmp_path, vtab_archives.dsprites(tmp_path, npz=True))
     (tmp_path / "hdf5").mkdir()
     check("dsprites_ori", tmp_path / "hdf5", vtab_archives.dsprites(tmp_path / "hdf5"))
