@@ -52,7 +52,12 @@ def test_what_is_written_is_read(example: Example, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("example", "message"), [(example, message) for example in EXAMPLES for message in example.refused]
+    ("example", "message"),
+    [
+        pytest.param(example, message, id=f"{example.name}: {message}")
+        for example in EXAMPLES
+        for message in example.refused
+    ],
 )
 def test_a_damaged_file_is_named(example: Example, message: str, tmp_path: Path) -> None:
     with pytest.raises(UserError, match=message):
