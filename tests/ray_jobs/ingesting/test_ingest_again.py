@@ -38,7 +38,7 @@ KILLED = """
 import pickle, sys, ray
 from ray_jobs import ingest
 ray.init(address=sys.argv[2], log_to_driver=False, logging_level="error")
-ingest.SHARD_IMAGES = 2
+ingesting.parts.SHARD_IMAGES = 2
 ingest.main(pickle.loads(open(sys.argv[1], "rb").read()))
 """
 
