@@ -3,7 +3,7 @@
 In: a source (`pipelines.spec.Source`). Out: a dataset artifact, see `ray_jobs.data.shards`, with
 
     quarantine.parquet    the images that cannot be used, and why
-    duplicates.parquet    copies and near-copies, each with its twin, kept or left out (`ray_jobs.ingesting.splits`)
+    duplicates.parquet    copies and near-copies, each with its twin, kept or left out (`ray_jobs.ingesting.copies`)
     excluded.parquet      with `exclude`, the images that it lists (`ray_jobs.ingesting.exclude`)
     set_aside.parquet     the images of classes without a training image (`ray_jobs.ingesting.splits`)
     card.md, card.json    a summary, with contact_sheet.jpg (`ray_jobs.ingesting.card`)
@@ -43,8 +43,10 @@ from ray_jobs.data.shards import (
     write_dataset,
 )
 from ray_jobs.ingesting.card import card_shard, class_notes, copies_note, write_card
+from ray_jobs.ingesting.copies import CONFLICT, OtherSet, find_copies
 from ray_jobs.ingesting.exclude import EXCLUDED, check_classes, exclude, excluded_note, read_list
 from ray_jobs.ingesting.parts import (
+    Written,
     file_states,
     in_tasks,
     numbered,
@@ -56,11 +58,8 @@ from ray_jobs.ingesting.reuse import (
     finished_parts,
 )
 from ray_jobs.ingesting.splits import (
-    CONFLICT,
-    OtherSet,
     Trainable,
     assign_splits,
-    find_copies,
     without_untrained,
 )
 from ray_jobs.process.stage import Context, Result, SourceChangedError, run_stage
@@ -123,29 +122,12 @@ def _dataset(context: Context[Ingest]) -> Result:
     good = facts.filter(pc.is_null(facts["reason"]))
     index, copies, excluded = _decided(context, name, good, listing.class_names, official, listed)
     trainable = _trainable(index, listing)
-    index = trainable.index
-    corrected = index.filter(pc.is_valid(index["decoding"]))
     decided = (*_shrunk_note(config), *excluded_note(excluded), *_conflict_note(copies))
     for note in (*_composition(trainable, official), *decided, *class_notes(trainable, most=None)):
         print(note, flush=True)
-    mask_classes = catalog.mask_classes(config.source)
+    notes = (*listing.notes, *decided, *class_notes(trainable))
     with context.staging() as staging:
-        shards = [part.shard for part in written if part.shard]
-        info = write_dataset(
-            staging.path,
-            name,
-            trainable.class_names,
-            listing.image,
-            shards,
-            index,
-            (*listing.notes, *decided, *class_notes(trainable)),
-            config.short_side,
-            mask_classes,
-            {name: digest for part in written for name, digest in part.masks.items()}
-            if mask_classes
-            else None,
-            dict(zip(corrected["sample_id"].to_pylist(), corrected["decoding"].to_pylist(), strict=True)),
-        )
+        info = _write_index(staging.path, config, name, listing, trainable, written, notes)
         pq.write_table(copies, staging.path / "duplicates.parquet", compression="zstd")
         pq.write_table(trainable.set_aside, staging.path / "set_aside.parquet", compression="zstd")
         if config.exclude is not None:
@@ -153,7 +135,7 @@ def _dataset(context: Context[Ingest]) -> Result:
     made = (*quarantine, *staging.files, *(file for part in written for file in part.files))
     card = _card(context, info, trainable, bad, copies, made)
     metrics: dict[str, float | int | str] = {
-        "images": len(index),
+        "images": len(trainable.index),
         "classes": len(info.class_names),
         "quarantined": len(bad),
         "set_aside": len(trainable.set_aside),
@@ -164,6 +146,34 @@ def _dataset(context: Context[Ingest]) -> Result:
     if config.exclude is not None:
         metrics["excluded"] = pc.sum(pc.equal(excluded["done"], "left out")).as_py() or 0
     return Result(info.content_digest, (*made, *card), metrics)
+
+
+def _write_index(
+    folder: Path,
+    config: Ingest,
+    name: str,
+    listing: Listing,
+    trainable: Trainable,
+    written: Sequence[Written],
+    notes: tuple[str, ...],
+) -> DatasetInfo:
+    """Write dataset.json and index.parquet."""
+    corrected = trainable.index.filter(pc.is_valid(trainable.index["decoding"]))
+    mask_classes = catalog.mask_classes(config.source)
+    masks = {sample: digest for part in written for sample, digest in part.masks.items()}
+    return write_dataset(
+        folder,
+        name,
+        trainable.class_names,
+        listing.image,
+        [part.shard for part in written if part.shard],
+        trainable.index,
+        notes,
+        config.short_side,
+        mask_classes,
+        masks if mask_classes else None,
+        dict(zip(corrected["sample_id"].to_pylist(), corrected["decoding"].to_pylist(), strict=True)),
+    )
 
 
 def _decided(

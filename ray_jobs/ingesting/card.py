@@ -18,7 +18,8 @@ from PIL import Image
 
 from pipelines.spec import quantity
 from ray_jobs.data.shards import SPLITS, Dataset, Split
-from ray_jobs.ingesting.splits import CONFLICT, Trainable
+from ray_jobs.ingesting.copies import CONFLICT
+from ray_jobs.ingesting.splits import Trainable
 from ray_jobs.reporting.pictures import SMALL, sample_rows, squares
 from ray_jobs.sources.archives.entries import Bad
 from ray_jobs.sources.readers.features import listed
