@@ -1,8 +1,8 @@
 """Find copies of images, and leave out those that have a copy in another split.
 
-Copies are the same bytes
-("exact"), near-copies (perceptual hashes within `max_distance` bits), and mirrored, rotated and cropped views (their
-hashes, within as many bits). Test beats dev, and dev beats train. The image of the weaker split is **left out** if
+Copies are the same bytes ("exact"), near-copies (perceptual hashes within `max_distance` bits), and mirrored, rotated
+and cropped views (their hashes, within as many bits). Test beats dev, and dev beats train. The image of the weaker
+split is **left out** if
 
 - the draw put the two images into different splits, or
 - the stronger one is a test image of another set, named by `against`, or

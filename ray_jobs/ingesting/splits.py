@@ -5,7 +5,8 @@ or else the image's bytes.
 
     test [0, 0.2)  dev [0.2, 0.3)  train [0.3, 1)
 
-Splits that the authors of a dataset made stay as they are. `copies` leaves out images that have a copy in another split.
+Splits that the authors of a dataset made stay as they are. `copies` leaves out images that have a copy in another
+split.
 
 The result is a function of the set of images, and not of the order in which they arrived. When images are added, no
 image changes its split: an image's draw depends on nothing else, a test image is never left out, and an image that is
