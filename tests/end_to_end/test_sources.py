@@ -6,23 +6,16 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pyarrow as pa
-import pyarrow.compute as pc
 import pyarrow.parquet as pq
 import pytest
 import yaml
 
-from pipelines.spec import ShapesSource
 from pipelines.spec.vtab import TASKS
 from pipelines.store import Manifest, all_manifests, open_store
 from ray_jobs.data.shards import Dataset, open_dataset
 from ray_jobs.evaluation.rows import PREDICTIONS, ROWS, read_table
-from ray_jobs.sources.readers.shapes import render
-from tests.support.archives import image
-from tests.support.cifar import batches
-from tests.support.examples import EXAMPLES
-from tests.support.examples.kinds import BAD, LABELS
+from tests.support.examples import EXAMPLES, Example, read
 from tests.support.imagenet import REAL
-from tests.support.prepared import FORMATS
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.full]
 KINDS = [example for example in EXAMPLES if example.kind != "vtab"]
@@ -88,48 +81,29 @@ def test_the_second_time_nothing_runs(made: Made, vitflow: Any) -> None:
     assert len(re.findall("CACHED", again.stdout)) == len(made.manifests)
 
 
-def test_hugging_face_parquet(made: Made) -> None:
-    found = stored(made, "parquet")
-    assert made.dataset("parquet").info.class_names == ("cat", "dog", "fox")
-    for number, label in enumerate(LABELS):
-        data, own, split = found[f"train-00000-of-00001/{number:07d}"]
-        assert data == image(number) and own == label and split in ("train", "dev")
-    assert found["test-00000-of-00001/0000000"] == (BAD[0], 2, "test")
-    quarantine = pq.read_table(made.dataset("parquet").folder / "quarantine.parquet").to_pylist()
-    assert {row["key"]: row["reason"] for row in quarantine} == {
-        "test-00000-of-00001/0000001": "truncated",
-        "test-00000-of-00001/0000002": "not in the file, which only names its path",
-    }
-
-
-@pytest.mark.parametrize("form", FORMATS)
-def test_tfds(made: Made, form: str) -> None:
-    found, dataset = stored(made, form), made.dataset(form)
-    assert dataset.info.splits == {"train": 9, "dev": 2, "test": 3}
-    assert found["train/0000007"] == (image(7), 7 % 3, "train")
-    assert found["test/0000002"] == (image(202), 202 % 3, "test")
-    assert pc.all(pc.equal(dataset.index("train")["format"], "jpeg")).as_py()
-
-
-def test_cifar(made: Made) -> None:
-    *train, (_, test, test_labels) = batches(10)
-    found, info = stored(made, "cifar10"), made.dataset("cifar10").info
-    number = 0
-    for _, images, labels in train:
-        for pixels, label in zip(images, labels, strict=True):
-            data, found_label, split = found[f"train-{number:05d}"]
-            assert data == pixels.tobytes() and found_label == label and split in ("train", "dev")
-            number += 1
-    assert found["test-00003"] == (test[3].tobytes(), test_labels[3], "test")
-    assert info.name == "CIFAR-10" and info.splits["test"] == len(test)
-
-
-def test_imagenet(made: Made) -> None:
-    found, names = stored(made, "imagenet"), made.dataset("imagenet").info.class_names
-    data, label, split = found["train/n02119789/n02119789_7.JPEG"]
-    assert data == image(1007) and names[label].startswith("n02119789 ") and split in ("train", "dev")
-    data, label, split = found["val/ILSVRC2012_val_00000002.JPEG"]
-    assert data == image(9002) and names[label].startswith("n01440764 ") and split == "test"
+@pytest.mark.parametrize("example", KINDS, ids=lambda example: example.name)
+def test_a_dataset_has_the_images_and_labels_of_its_source(
+    made: Made, example: Example, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    entries, images = read(example.put(tmp_path / "files"))
+    truth = {entry["key"]: (entry, image) for entry, image in zip(entries, images, strict=True)}
+    found = stored(made, example.name)
+    for key, (data, label, split) in found.items():
+        entry, image = truth[key]
+        assert data == (image if isinstance(image, bytes) else image.tobytes()) and label == entry["label"], (
+            key
+        )
+        assert split == entry["split"] or entry["split"] in (None, "train"), key
+    quarantine = pq.read_table(made.dataset(example.name).folder / "quarantine.parquet").to_pylist()
+    copies = pq.read_table(made.dataset(example.name).folder / "duplicates.parquet").to_pylist()
+    left_out = {row["key"] for row in copies if row["done"] == "left out"}
+    assert {*found, *left_out, *(row["key"] for row in quarantine)} == truth.keys()
+    if example.name == "parquet":
+        assert [row["reason"] for row in quarantine] == [
+            "truncated",
+            "not in the file, which only names its path",
+        ]
 
 
 def test_imagenet_is_scored_by_its_own_labels_and_by_reals(made: Made) -> None:
@@ -147,10 +121,3 @@ def test_imagenet_is_scored_by_its_own_labels_and_by_reals(made: Made) -> None:
             known = REAL[number - 1] if "ReaL" in task else [one["label"]]
             assert known and one["correct"] == (one["prediction"] in known)
         assert row["value"] == pytest.approx(sum(one["correct"] for one in found) / row["num_images"])
-
-
-def test_shapes(made: Made) -> None:
-    source = ShapesSource.model_validate(next(one.fields for one in KINDS if one.name == "shapes"))
-    pixels, factors = render(source, 230)
-    assert stored(made, "shapes")["shape-0000230"] == (pixels.tobytes(), factors["colour"], "test")
-    assert made.dataset("shapes").info.splits == {"train": 200, "dev": 20, "test": 40}

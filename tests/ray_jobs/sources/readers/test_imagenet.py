@@ -2,7 +2,6 @@
 
 import gzip
 import json
-import os
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,7 +14,6 @@ from ray_jobs.sources import catalog
 from ray_jobs.sources.archives.entries import Listing
 from tests.support.archives import image, tar
 from tests.support.imagenet import REAL, SYNSETS, TRUTH, WHOLE, synset, train_tar, write
-from tests.support.s3 import Server, used
 
 RANKED = ("n01440764", "n02012849", "n02119789", "n03126707")
 
@@ -136,18 +134,6 @@ def test_a_missing_file_is_named(tmp_path: Path) -> None:
     (root / "ILSVRC2012_img_val.tar").unlink()
     with pytest.raises(RecipeError, match=r"does not contain ILSVRC2012_img_val\.tar"):
         listed(root)
-
-
-def test_from_s3_it_is_the_same(tmp_path: Path, moto: Server, monkeypatch: pytest.MonkeyPatch) -> None:
-    root = write(tmp_path / "x", images=2)
-    bucket = f"imagenet-{os.urandom(4).hex()}"
-    with used(moto, monkeypatch):
-        moto.client.create_bucket(Bucket=bucket)
-        for path in root.iterdir():
-            moto.client.put_object(Bucket=bucket, Key=f"in/{path.name}", Body=path.read_bytes())
-        remote, here = listed(f"s3://{bucket}/in"), listed(root)
-        assert remote.entries.equals(here.entries) and remote.class_names == here.class_names
-        assert list(read(f"s3://{bucket}/in", remote)) == list(read(root, here))
 
 
 # ---- 21k
