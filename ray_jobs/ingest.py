@@ -65,7 +65,7 @@ from ray_jobs.ingesting.splits import (
 from ray_jobs.process.stage import Context, Result, SourceChangedError, run_stage
 from ray_jobs.sources import catalog
 from ray_jobs.sources.archives.blobs import open_blob
-from ray_jobs.sources.archives.entries import Bad, Listing
+from ray_jobs.sources.archives.entries import Listing, Unusable
 from ray_jobs.sources.readers.features import counted, listed
 from vit_model.errors import UserError
 
@@ -110,13 +110,13 @@ def _dataset(context: Context[Ingest]) -> Result:
 
     facts, reused = numbered(written), sum(part.reused for part in written)
     print(f"read {quantity(len(facts) - reused, 'new image')}, reused {reused:,}", flush=True)
-    bad = [*listing.bad, *_bad(facts)]
+    unusable = [*listing.unusable, *_unusable(facts)]
     with (
         context.staging() as staging
     ):  # first, so that users can read it if too many bad images fail the stage
-        _write_quarantine(staging.path / "quarantine.parquet", bad)
+        _write_quarantine(staging.path / "quarantine.parquet", unusable)
     quarantine = staging.files
-    _check_bad(context, bad, len(facts) + len(listing.bad))
+    _check_unusable(context, unusable, len(facts) + len(listing.unusable))
     name = getattr(config.source, "name", config.source.kind)
     official = pc.unique(listing.entries["split"]).to_pylist()
     good = facts.filter(pc.is_null(facts["reason"]))
@@ -133,11 +133,11 @@ def _dataset(context: Context[Ingest]) -> Result:
         if config.exclude is not None:
             pq.write_table(excluded, staging.path / "excluded.parquet", compression="zstd")
     made = (*quarantine, *staging.files, *(file for part in written for file in part.files))
-    card = _card(context, info, trainable, bad, copies, made)
+    card = _card(context, info, trainable, unusable, copies, made)
     metrics: dict[str, float | int | str] = {
         "images": len(trainable.index),
         "classes": len(info.class_names),
-        "quarantined": len(bad),
+        "quarantined": len(unusable),
         "set_aside": len(trainable.set_aside),
         "copies": len(copies),
         "left_out": pc.sum(pc.equal(copies["done"], "left out")).as_py() or 0,
@@ -287,19 +287,21 @@ def _conflict_note(copies: pa.Table) -> tuple[str, ...]:
 # ------------------------------------------------------------------------------------------------- all parts
 
 
-def _bad(facts: pa.Table) -> list[Bad]:
+def _unusable(facts: pa.Table) -> list[Unusable]:
     rows = facts.filter(pc.is_valid(facts["reason"])).select(["key", "reason", "file", "place"])
-    return [Bad(*row.values()) for row in rows.to_pylist()]
+    return [Unusable(*row.values()) for row in rows.to_pylist()]
 
 
-def _check_bad(context: Context[Ingest], bad: Sequence[Bad], total: int) -> None:
+def _check_unusable(context: Context[Ingest], unusable: Sequence[Unusable], total: int) -> None:
     attempt, allowed = context.attempt, context.config.max_bad_fraction
-    if len(bad) > allowed * total:
+    if len(unusable) > allowed * total:
         folder = f"{attempt.store_uri}/{Layout.files(attempt.job, attempt.key, attempt.number)}"
-        first = "".join(f"\n  {one.key}: {one.reason}" for one in sorted(bad)[:20])
-        more = f"\n  and {len(bad) - 20} more, in {folder}/quarantine.parquet" if len(bad) > 20 else ""
+        first = "".join(f"\n  {one.key}: {one.reason}" for one in sorted(unusable)[:20])
+        more = (
+            f"\n  and {len(unusable) - 20} more, in {folder}/quarantine.parquet" if len(unusable) > 20 else ""
+        )
         raise UserError(
-            f"{len(bad)} of {total} images cannot be used, more than max_bad_fraction {allowed}: "
+            f"{len(unusable)} of {total} images cannot be used, more than max_bad_fraction {allowed}: "
             f"remove them or allow more{first}{more}"
         )
 
@@ -339,7 +341,7 @@ def _card(
     context: Context[Ingest],
     info: DatasetInfo,
     trainable: Trainable,
-    bad: Sequence[Bad],
+    unusable: Sequence[Unusable],
     copies: pa.Table,
     made: Sequence[FileEntry],
 ) -> tuple[FileEntry, ...]:
@@ -352,12 +354,12 @@ def _card(
         [file for file in made if file.path in needed],
     )
     with context.staging() as staging:
-        write_card(staging.path, open_dataset(folder), shard, bad, copies, trainable)
+        write_card(staging.path, open_dataset(folder), shard, unusable, copies, trainable)
     return staging.files
 
 
-def _write_quarantine(path: Path, bad: Sequence[Bad]) -> None:
-    rows = sorted(bad)
+def _write_quarantine(path: Path, unusable: Sequence[Unusable]) -> None:
+    rows = sorted(unusable)
     schema = pa.schema(
         [("key", pa.string()), ("reason", pa.string()), ("file", pa.string()), ("offset", pa.int64())]
     )

@@ -54,7 +54,7 @@ class Target(NamedTuple):
     run: Run
     repair: Callable[[bytes], bytes] = bytes
     share: float = 1.0
-    """Of the mutations: less where one takes long."""
+    """The share of the mutations: less if one takes long."""
 
     def mutations(self, number: int) -> int:
         return max(1, int(number * self.share))

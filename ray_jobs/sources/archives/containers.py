@@ -40,7 +40,7 @@ from ray_jobs.sources.archives.blobs import (
     open_blob,
     unpacker,
 )
-from ray_jobs.sources.archives.entries import Bad, Files, Member
+from ray_jobs.sources.archives.entries import Files, Member, Unusable
 from ray_jobs.sources.archives.headers import THREADS, Refused, RegularFile, listed
 from vit_model.errors import UserError
 
@@ -59,7 +59,7 @@ class Contents(NamedTuple):
     """The content of an archive, in its order. `refused`: links, paths that lead outside, and unreadable members."""
 
     members: list[Member]
-    refused: list[Bad]
+    refused: list[Unusable]
 
 
 def contents(files: Files, file: str) -> Contents:
@@ -78,7 +78,7 @@ def contents(files: Files, file: str) -> Contents:
         Member(one.path, place.file, place.offset + one.offset, one.length, one.codec, one.size, one.crc)
         for one in regular
     ]
-    return Contents(inside, [Bad(f"{file}/{one.path}", one.reason, file) for one in refused])
+    return Contents(inside, [Unusable(f"{file}/{one.path}", one.reason, file) for one in refused])
 
 
 def members(files: Files, file: str) -> list[Member]:

@@ -26,7 +26,7 @@ from typing import NamedTuple
 from pipelines.file_names import left_by_a_system, parts_of
 from pipelines.spec import FolderSource
 from ray_jobs.sources.archives import containers, entries
-from ray_jobs.sources.archives.entries import Bad, Files, Member
+from ray_jobs.sources.archives.entries import Files, Member, Unusable
 from ray_jobs.sources.readers.features import SPLIT_WORDS, one_spelling, split_in
 from ray_jobs.sources.readers.label_tables import (
     IMAGEFOLDER,
@@ -155,15 +155,15 @@ def arrange(
     return Listing(str(root), class_names, entries, ignored)
 
 
-class Found(NamedTuple):
+class FolderImages(NamedTuple):
     """The images of a source, the position of each file's bytes by its key, and the files that cannot be used."""
 
     listing: Listing
     members: dict[str, Member]
-    bad: list[Bad]
+    unusable: list[Unusable]
 
 
-def find(source: FolderSource, files: Files) -> Found:
+def find(source: FolderSource, files: Files) -> FolderImages:
     """List every image below the root, or in the archive. Raises as `scan`, and for an archive that is damaged."""
     columns = Columns(source.image_column, source.label_column, source.group)
     if Path(source.root).is_dir():
@@ -172,24 +172,27 @@ def find(source: FolderSource, files: Files) -> Found:
             entry.key: _whole(entry.key, (Path(source.root) / entry.key).stat().st_size)
             for entry in scanned.entries
         }
-        return Found(scanned, members, [])
-    members, bad = _members(source, files)
-    if bad and not members:
+        return FolderImages(scanned, members, [])
+    members, unusable = _members(source, files)
+    if unusable and not members:
         raise UserError(
-            f"{source.root}: none of its {len(bad):,} files can be used, such as {bad[0].key}: {bad[0].reason}"
+            f"{source.root}: none of its {len(unusable):,} files can be used, such as {unusable[0].key}: "
+            f"{unusable[0].reason}"
         )
     tables = {
         key: containers.read_member(files, members[key])
         for key in check_tables(source.root, members, EXTENSIONS)
     }
-    return Found(arrange(source.root, list(members), tables, columns), members, bad)
+    return FolderImages(arrange(source.root, list(members), tables, columns), members, unusable)
 
 
 def listing(source: FolderSource, files: Files) -> entries.Listing:
     """List every image below the root, or in the archive, with the position of its bytes."""
-    scanned, members, bad = find(source, files)
+    scanned, members, unusable = find(source, files)
     rows = (entry._asdict() | entries.place(members[entry.key]) for entry in scanned.entries)
-    return entries.Listing(scanned.class_names, entries.table(rows), bad=tuple(bad), notes=_notes(scanned))
+    return entries.Listing(
+        scanned.class_names, entries.table(rows), unusable=tuple(unusable), notes=_notes(scanned)
+    )
 
 
 def _notes(scanned: Listing) -> tuple[str, ...]:
@@ -216,7 +219,7 @@ def _extensions(keys: Sequence[str]) -> str:
     )
 
 
-def _members(source: FolderSource, files: Files) -> tuple[dict[str, Member], list[Bad]]:
+def _members(source: FolderSource, files: Files) -> tuple[dict[str, Member], list[Unusable]]:
     """Return the files by their path in the archive or below s3://bucket/prefix, and the refused ones."""
     from pipelines.files import s3
 

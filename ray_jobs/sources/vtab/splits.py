@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from pipelines.spec.vtab import Task, VtabSource
 from ray_jobs.data.shards import ImageSize
-from ray_jobs.sources.archives.entries import Bad, Listing, Member, table
+from ray_jobs.sources.archives.entries import Listing, Member, Unusable, table
 from vit_model.errors import UserError
 
 PARTS = ("train", "validation", "test")
@@ -205,7 +205,7 @@ def listing(
         whole = (f"all of TFDS's train, of which the last {source.dev_fraction:.0%} is dev; not VTAB-1k",)
     starts = dict(zip(PARTS, _starts({part: len(each) for part, each in keys.items()}), strict=True))
     rows: list[dict[str, Any]] = []
-    bad: list[Bad] = []
+    unusable: list[Unusable] = []
     for part, number, split in chosen:
         records = parts[part]
         label = int(records.labels[number])
@@ -223,9 +223,9 @@ def listing(
             place = {name: getattr(member, name) for name in ("file", "offset", "length", "codec")}
             rows.append(row | place)
         else:
-            bad.append(Bad(key, "not in the archive"))
+            unusable.append(Unusable(key, "not in the archive"))
     confirmed = incomplete or (_confirmed(task, keys, in_vtab_1k, membership),)
-    return Listing(tuple(class_names), table(rows), image, tuple(bad), (*whole, *confirmed, *notes))
+    return Listing(tuple(class_names), table(rows), image, tuple(unusable), (*whole, *confirmed, *notes))
 
 
 def _confirmed(

@@ -26,7 +26,7 @@ class Example(NamedTuple):
     name: str
     """The name of a stage, unique."""
     fields: Mapping[str, Any]
-    """Of the source, without `root`."""
+    """The fields of the source, without `root`."""
     files: Callable[[], Mapping[str, bytes]] = dict
     """The content of each file, by its name below the root; none: the source has no root."""
     root: str = ""

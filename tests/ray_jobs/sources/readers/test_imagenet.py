@@ -41,7 +41,7 @@ def test_classes_are_ranks_of_wnids_and_bytes_are_the_authors(root: Path) -> Non
         f"{wnid} {words}" for wnid in RANKED for _, other, words in SYNSETS if other == wnid
     )
     entries = {row["key"]: row for row in found.entries.to_pylist()}
-    assert len(entries) == len(found.entries) == 4 * 30 + 6 and not found.bad
+    assert len(entries) == len(found.entries) == 4 * 30 + 6 and not found.unusable
     for _, wnid, _ in SYNSETS:
         assert entries[f"train/{wnid}/{wnid}_7.JPEG"]["label"] == RANKED.index(wnid)
     wnids = {number: wnid for number, wnid, _ in SYNSETS}
@@ -171,7 +171,7 @@ def test_imagenet21k_in_each_form(form: str, tmp_path: Path) -> None:
     found = catalog.listing(source, files)
     assert found.class_names == ("n00004475", "n02084071", "n12992868")
     assert Counter(found.entries["label"].to_pylist()) == {0: 12, 1: 40, 2: 25}
-    assert any("left out" in note and "n00005787" in note for note in found.notes) and not found.bad
+    assert any("left out" in note and "n00005787" in note for note in found.notes) and not found.unusable
     assert set(found.entries["split"].to_pylist()) == {"train", "dev", "test"}
     images = dict(
         zip(found.entries["key"].to_pylist(), catalog.images(source, files, found.entries), strict=True)

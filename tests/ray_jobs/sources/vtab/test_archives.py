@@ -66,7 +66,7 @@ def test_a_task_has_the_labels_splits_and_images_of_its_archives(task: str, tmp_
     listing = check(task, tmp_path, ARCHIVES[task](tmp_path))
     assert {row["split"] for row in listing.entries.to_pylist()} == {"train", "dev", "test"}
     assert listing.notes[0].startswith("incomplete archive")
-    assert not listing.bad
+    assert not listing.unusable
 
 
 def test_raw_pixels_are_the_authors_files_and_a_note_says_so(tmp_path: Path) -> None:
@@ -133,6 +133,6 @@ def test_an_image_that_is_listed_but_not_there_is_named(tmp_path: Path) -> None:
     with zipfile.ZipFile(tmp_path / "data_object_image_2.zip", "w") as archive:
         archive.mkdir("training")
     source, files = source_of("kitti", tmp_path)
-    bad = catalog.listing(source, files).bad
+    bad = catalog.listing(source, files).unusable
     assert len(bad) > 10
     assert {one.reason for one in bad} == {"not in the archive"}

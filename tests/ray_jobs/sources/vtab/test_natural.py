@@ -223,7 +223,7 @@ def test_dtd_takes_the_first_partition(tmp_path, gz):
     assert {key for key, row in rows.items() if row["split"] == "dev"} == {
         f"validation/{key}" for key in keys[1::3]
     }
-    assert [(bad.key, bad.reason) for bad in listing.bad] == [(f"train/{keys[0]}", "not in the archive")]
+    assert [(bad.key, bad.reason) for bad in listing.unusable] == [(f"train/{keys[0]}", "not in the archive")]
     assert rows[f"test/{keys[14]}"]["label"] == 1
     assert images(source, there, listing)[f"test/{keys[14]}"] == files[f"dtd/images/{keys[14]}"]
 
@@ -296,7 +296,7 @@ def test_sun397_is_split_by_tfdss_lists_and_has_the_bad_image_left_out(tmp_path,
     }
     for key, row in rows.items():
         assert listing.class_names[row["label"]] == key[key.index("/") :].rpartition("/")[0]
-    assert listing.bad == ()
+    assert listing.unusable == ()
 
 
 @pytest.mark.parametrize("pixels", ["published", "raw"])
