@@ -137,6 +137,19 @@ def read_file(files: Files, file: str, limit: int = SMALL) -> bytes:
     return _checked(_range(blob, 0, blob.size, "stored", limit), crc, f"{blob.name}: ")
 
 
+def text(data: bytes, name: str) -> str:
+    """Decode a file's bytes as text. Raises UserError if the data is not text."""
+    try:
+        return data.decode()
+    except UnicodeDecodeError as error:
+        raise UserError(f"{name} is not text in UTF-8: {error}") from error
+
+
+def lines(data: bytes, name: str) -> list[str]:
+    """Return the stripped lines of a text, except empty ones. Raises UserError if the data is not text."""
+    return [line.strip() for line in text(data, name).splitlines() if line.strip()]
+
+
 def outermost(files: Container[str], file: str) -> str:
     """Return the name in `files` with which a chain begins (it may contain "::"), else all before the first "::"."""
     names = file.split(_CHAIN)

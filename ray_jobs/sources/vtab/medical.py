@@ -45,11 +45,7 @@ def listing(source: VtabSource, files: Files) -> Listing:
 
 def rows(source: VtabSource, files: Files, numbers: Sequence[int]) -> Iterator[NDArray[np.uint8]]:
     """Yield Patch Camelyon's images [96, 96, 3] with these numbers of the listing."""
-    parts = {part: _patches(files, part) for part in _PCAM}
-    sizes = {part: len(patches) for part, patches in parts.items()}
-    for number in numbers:
-        part, row = splits.row_place(sizes, number)
-        yield parts[part][row]
+    yield from splits.rows({part: _patches(files, part) for part in _PCAM}, numbers)
 
 
 def processed(source: VtabSource, key: str, image: bytes) -> bytes:

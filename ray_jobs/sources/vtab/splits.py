@@ -12,7 +12,7 @@ from __future__ import annotations
 import hashlib
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import accumulate
 from pathlib import PurePosixPath
 from typing import Any, NamedTuple
@@ -246,6 +246,14 @@ def _confirmed(
         trusted = "; keys are running numbers, so that the records' order is taken from the file" * numbered
         return f"splits confirmed by the check values of train800 and val200{trusted}"
     return f"splits not confirmed: check values {' and '.join(actual)}, VTAB's are {' and '.join(expected)}"
+
+
+def rows(parts: Mapping[str, NDArray[Any]], numbers: Sequence[int]) -> Iterator[NDArray[Any]]:
+    """Yield the rows of these arrays, one for each TFDS split, to which `listing` gave these numbers."""
+    sizes = {part: len(images) for part, images in parts.items()}
+    for number in numbers:
+        part, row = row_place(sizes, number)
+        yield parts[part][row]
 
 
 def row_place(sizes: Mapping[str, int], number: int) -> tuple[str, int]:

@@ -83,11 +83,8 @@ def rows(source: VtabSource, files: Files, numbers: Sequence[int]) -> Iterator[N
                 raise UserError(f"{_DSPRITES} has pixels of value {image.max()}; expected 0 and 1")
             yield image[:, :, None] * np.uint8(255)
         return
-    parts = {part: _norb_images(files, part) for part in _NORB_FILES}
-    sizes = {part: len(images) for part, images in parts.items()}
-    for number in numbers:
-        part, row = splits.row_place(sizes, number)
-        yield parts[part][row, 0, :, :, None]
+    parts = {part: _norb_images(files, part)[:, 0, :, :, None] for part in _NORB_FILES}
+    yield from splits.rows(parts, numbers)
 
 
 # ------------------------------------------------------------------------------------------------- dSprites
