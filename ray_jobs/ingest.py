@@ -62,7 +62,8 @@ from ray_jobs.ingesting.splits import (
     assign_splits,
     without_untrained,
 )
-from ray_jobs.process.stage import Context, Result, SourceChangedError, run_stage
+from ray_jobs.process.context import Context, Result, SourceChangedError
+from ray_jobs.process.stage import run_stage
 from ray_jobs.sources import catalog
 from ray_jobs.sources.archives.blobs import open_blob
 from ray_jobs.sources.archives.entries import Listing, Unusable

@@ -23,10 +23,10 @@ from pipelines.machine.init import Examined, count_gpus, examine, pipeline_name,
 from pipelines.recipe.load import yaml_text
 from pipelines.recipe.pipeline import stage_name
 from pipelines.spec import Import, RecipeError, quantity
-from pipelines.spec.shapes import size_of
 from vit_model import compute
 from vit_model.config import Architecture, ViTConfig
 from vit_model.errors import UserError, reasons
+from vit_model.sizes import size_of
 
 OTHER_STAGES = ("images", "features", "finetune", "report")
 LEARNING_RATES = ("1.0e-5", "3.0e-5", "1.0e-4")  # as pipelines/recipes/bakeoff.yaml has them

@@ -26,8 +26,8 @@ from ray_jobs.data.images import Facts, content_id, examine, examine_pixels, sam
 from ray_jobs.data.masks import Mask, StoredMask, check_mask, mask_file, write_masks
 from ray_jobs.data.shards import Shard, shard_file, shuffle_key, write_shard
 from ray_jobs.ingesting.reuse import EarlierShards, Finished, Reusable, find_reusable, write_facts
+from ray_jobs.process.context import AT_REST, Context, SourceChangedError
 from ray_jobs.process.progress import Progress
-from ray_jobs.process.stage import AT_REST, Context, SourceChangedError
 from ray_jobs.sources import catalog
 from ray_jobs.sources.archives.containers import outermost
 from ray_jobs.sources.archives.entries import Files
