@@ -11,7 +11,7 @@ from pipelines.spec.augmentation import Augmentation, EvalCrop, RandAugment, mix
 from pipelines.spec.checkpoints import Backbone, CheckpointEvery
 from pipelines.spec.fields import Seed, distinct
 from pipelines.spec.optimizer import Optimizer, check_optimizer
-from pipelines.spec.search import ASHA, FIXED, PBT, Choices, Optuna, Point, Range, Search, placed
+from pipelines.spec.search import ASHA, FIXED, Choices, Optuna, Point, Range, Search, placed
 from pipelines.spec.stages.base import (
     BACKBONE,
     BaseStage,
@@ -104,7 +104,7 @@ class Finetune(BaseStage):
     )
     search: Search | None = later(
         None,
-        description="other fields to sweep, and how: grid, random, asha, optuna or pbt. `over` gives each field's"
+        description="other fields to sweep, and how: grid, random, asha or optuna. `over` gives each field's"
         " values, or {low, high, scale: linear or log}; fields in others are written as optimizer.weight_decay",
     )
     steps: int = Field(ge=1)
@@ -242,22 +242,16 @@ class Finetune(BaseStage):
             return self
         if ("learning_rate" in search.over) == bool(self.learning_rates):
             raise ValueError("give either learning_rates or search.over.learning_rate")
-        if isinstance(search, ASHA | PBT):
+        if isinstance(search, ASHA):
             if self.labels.per_class is not None:
                 raise ValueError(
                     f"search.kind {search.kind} needs one held-out part, but labels.per_class has folds: use random or"
                     " optuna"
                 )
             if self.early_stopping is not None:
-                why = (
-                    "ends trials itself"
-                    if isinstance(search, ASHA)
-                    else "compares trials after the same steps"
-                )
-                raise ValueError(f"search.kind {search.kind} {why}: leave out early_stopping")
-            name = "evaluations" if isinstance(search, ASHA) else "rounds"
-            if (count := getattr(search, name)) > self.steps:
-                raise ValueError(f"search.{name} {count} is more than steps {self.steps}")
+                raise ValueError(f"search.kind {search.kind} ends trials itself: leave out early_stopping")
+            if search.evaluations > self.steps:
+                raise ValueError(f"search.evaluations {search.evaluations} is more than steps {self.steps}")
         self._check_space()
         return self
 
