@@ -17,6 +17,7 @@ from pydantic import (
 from vit_model.fields import Frozen, later
 from vit_model.variants import (
     FAMILIES,
+    RESNETS,
     BottleneckStage,
     bottleneck_stages,
     stem_channels,
@@ -429,16 +430,17 @@ class ResNetConfig(_ForImages, ResNetOptions):
 
 
 def family_of(given: Any) -> str:
-    """Return the family of a configuration, as a dict or a model; "vit" if none is named, because it was the first."""
+    """Return the family of a configuration or a shape, as a dict, a model or a variant's name; "vit", which was the
+    first, if none is named."""
+    if isinstance(given, str):
+        return "resnet" if given in RESNETS else "vit"
     return str(given.get("family", "vit") if isinstance(given, dict) else getattr(given, "family", "vit"))
 
 
-Architecture = Annotated[
-    Annotated[ViTConfig, Tag("vit")] | Annotated[ResNetConfig, Tag("resnet")],
-    Discriminator(
-        family_of,
-        custom_error_type="unknown_family",
-        custom_error_message=f"family must be one of {', '.join(FAMILIES)}",
-    ),
-]
+BY_FAMILY = Discriminator(
+    family_of,
+    custom_error_type="unknown_family",
+    custom_error_message=f"family must be one of {', '.join(FAMILIES)}",
+)
+Architecture = Annotated[Annotated[ViTConfig, Tag("vit")] | Annotated[ResNetConfig, Tag("resnet")], BY_FAMILY]
 """Every architecture that `vit_model.build.build` makes a model of."""

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import Annotated, Any
 
-from pydantic import Discriminator, Field, Tag, model_validator
+from pydantic import Field, Tag, model_validator
 
 from vit_model.config import (
+    BY_FAMILY,
     HEADLESS,
     LARGEST_SIZE,
     Architecture,
@@ -14,9 +15,8 @@ from vit_model.config import (
     ResNetOptions,
     ViTConfig,
     ViTShape,
-    family_of,
 )
-from vit_model.variants import FAMILIES, RESNETS, variant_sizes
+from vit_model.variants import variant_sizes
 
 
 class ModelSize(ViTShape):
@@ -70,18 +70,8 @@ def size_of(architecture: Architecture, head: bool) -> ModelSize | ResNetSize:
     return ModelSize.model_validate(fields)
 
 
-def _family(value: Any) -> str:
-    return "resnet" if isinstance(value, str) and value in RESNETS else family_of(value)
+Model = Annotated[Annotated[ModelSize, Tag("vit")] | Annotated[ResNetSize, Tag("resnet")], BY_FAMILY]
 
-
-Model = Annotated[
-    Annotated[ModelSize, Tag("vit")] | Annotated[ResNetSize, Tag("resnet")],
-    Discriminator(
-        _family,
-        custom_error_type="unknown_family",
-        custom_error_message=f"family must be one of {', '.join(FAMILIES)}",
-    ),
-]
 
 # Fields that do not change the encoder's function of its weights. The image size only changes the positions.
 _NOT_ENCODER = {
