@@ -14,7 +14,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from pipelines.files.digests import read_cache, write_cache
+from pipelines.files.hashing import read_cache, write_cache
 from pipelines.identity.key import canonical_json, sha256
 from pipelines.spec import module
 

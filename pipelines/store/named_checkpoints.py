@@ -14,7 +14,7 @@ from typing import Self
 
 from pydantic import ConfigDict, Field, model_validator
 
-from pipelines.files.digests import cache_folder
+from pipelines.files.hashing import cache_folder
 from pipelines.identity import sha256
 from pipelines.spec import BEST, LAST, RecipeError, check_checkpoint, step_of
 from pipelines.store.artifacts import local_file, local_files

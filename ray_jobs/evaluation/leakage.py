@@ -53,7 +53,7 @@ from pipelines.store import (
 from ray_jobs.data.near_duplicates import is_near
 from ray_jobs.data.shards import Dataset
 from ray_jobs.evaluation.supports import support_rows
-from ray_jobs.process.stage import Context
+from ray_jobs.process.context import Context
 from vit_model.errors import UserError
 
 # How rows name a backbone that was trained on other images, and one that was trained on the images labelled here.

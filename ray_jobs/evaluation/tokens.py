@@ -19,8 +19,8 @@ from ray_jobs.data.masks import Mask
 from ray_jobs.data.shards import Split
 from ray_jobs.evaluation.features import INITIALISATIONS, PIXELS, UNTRAINED, Weights
 from ray_jobs.evaluation.segmentation import Moments, confusion, shares_of_patches
+from ray_jobs.process.context import Context
 from ray_jobs.process.devices import device, set_threads
-from ray_jobs.process.stage import Context
 from vit_model.build import Network
 from vit_model.config import ViTConfig
 from vit_model.contract import ModelContract

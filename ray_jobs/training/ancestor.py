@@ -14,7 +14,7 @@ from pydantic import ValidationError
 
 from pipelines.spec import WITHOUT_LABELS, Pretrain
 from ray_jobs.data.shards import DatasetInfo
-from ray_jobs.process.stage import Context
+from ray_jobs.process.context import Context
 from ray_jobs.training.contract import continued_contract
 from vit_model.build import Network
 from vit_model.contract import ModelContract

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from pydantic import TypeAdapter, ValidationError
 
 from pipelines import identity
-from pipelines.files.digests import cache_folder
+from pipelines.files.hashing import cache_folder
 from pipelines.recipe.load import load_pipeline, parse_pipeline
 from pipelines.spec import (
     STAGE_TYPES,

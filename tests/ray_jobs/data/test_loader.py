@@ -14,7 +14,7 @@ import pytest
 import torch
 from PIL import Image
 
-from pipelines.files.digests import cache_folder
+from pipelines.files.hashing import cache_folder
 from pipelines.store import FileEntry, Store, open_store
 from ray_jobs.augment import RandomCrop, crops
 from ray_jobs.data import reading
