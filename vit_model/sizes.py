@@ -2,27 +2,37 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, Tag, model_validator
 
 from vit_model.config import (
     BY_FAMILY,
     HEADLESS,
-    LARGEST_SIZE,
     Architecture,
     ResNetConfig,
     ResNetOptions,
     ViTConfig,
     ViTShape,
 )
+from vit_model.fields import later
 from vit_model.variants import variant_sizes
+
+LARGEST_SIZE = 2**20  # of a side of a model's tensors; the longest of ViT-22B's is 24,576
+Size = Annotated[int, Field(ge=1, le=LARGEST_SIZE)]
 
 
 class ModelSize(ViTShape):
     """The shape of a Vision Transformer, or the name of one (`model: B/16`); resolution and channels come from data."""
 
+    family: Literal["vit"] = later("vit")
+    patch_size: Size
     width: int = Field(ge=8, le=LARGEST_SIZE)
+    depth: Size
+    num_heads: Size
+    stem: tuple[Size, ...] | None = later(
+        None, description="for a hybrid: units in each stage of the convolutional stem"
+    )
     mlp_ratio: float = Field(4.0, gt=0, le=1024)
 
     @model_validator(mode="before")
@@ -46,6 +56,9 @@ class ModelSize(ViTShape):
 
 class ResNetSize(ResNetOptions):
     """The shape of the paper's baseline, a ResNet of BiT, or the name of one (`model: R50x1`)."""
+
+    units: Annotated[tuple[Size, ...], Field(min_length=1, max_length=8)]
+    width_factor: Size = 1
 
     @model_validator(mode="before")
     @classmethod
