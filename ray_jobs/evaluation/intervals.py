@@ -95,7 +95,9 @@ def bounds(moments: Moments, alpha: float, paired: bool = False) -> tuple[Any, A
     draws, images, mean = moments.draws, moments.images, moments.mean
     z = float(ndtri(1 - alpha / 2))
     unknown = UNKNOWN["difference" if paired else "accuracy"]
-    design = (images * moments.among_images + unknown) / (images * (moments.square - mean**2) + unknown)
+    # of right and wrong, the mean is the mean square, too; influences on a metric are compared with right and wrong
+    single = (moments.square if paired else mean) - mean**2
+    design = (images * moments.among_images + unknown) / (images * single + unknown)
     by_images = z**2 * design / images
     by_draws = _by_draws(moments, z, float(stdtrit(draws - 1, 1 - alpha / 2))) if draws > 1 else 0.0
     if paired:

@@ -21,7 +21,8 @@ import pyarrow.parquet as pq
 
 from pipelines.store import Manifest
 from ray_jobs.evaluation.intervals import Interval, accuracy_interval
-from ray_jobs.evaluation.rows import ACCURACY, OLD_MAJORITY, PREDICTIONS, ROWS, is_apart
+from ray_jobs.evaluation.metrics import COMPUTED, interval
+from ray_jobs.evaluation.rows import ACCURACY, OLD_MAJORITY, PREDICTIONS, REAL, ROWS, is_apart
 from vit_model.errors import UserError
 
 _FROM = [pa.field("artifact", pa.string(), nullable=False), pa.field("stage", pa.string(), nullable=False)]
@@ -67,6 +68,13 @@ class Entry:
     def accuracy(self) -> Interval:
         """The mean over draws and images, with its 95% interval."""
         return accuracy_interval(self.correct)
+
+    @cached_property
+    def metrics(self) -> dict[str, Interval]:
+        """The metrics that are computed from predictions, by name; none with ReaL's labels, of which one is enough."""
+        if self.task.endswith(REAL):
+            return {}
+        return {metric.name: interval(metric, self.labels, self.predictions) for metric in COMPUTED}
 
 
 def join_tables(parts: Iterable[tuple[str, Manifest, Path]], name: str, schema: Any) -> Any:
