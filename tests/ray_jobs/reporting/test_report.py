@@ -82,7 +82,8 @@ SEARCH = {
     "kind": "grid",
     "selected_on": "dev",
 }
-SWEEPS = {None: SWEEP, "grid": SEARCH}  # by the kind of search
+POPULATION = SEARCH | {"kind": "pbt", "schedule": [{"step": 0, "point": POINTS[1]}]}
+SWEEPS = {None: SWEEP, "grid": SEARCH, "pbt": POPULATION}  # by the kind of search
 CURVES = [
     {"draw": draw, "points": [{"step": 3, "learning_rate": 0.1, "loss": 1.0 + draw}]} for draw in (0, 1)
 ]
@@ -384,6 +385,13 @@ def test_why_asha_ended_trials_is_said() -> None:
         " before"
     )
     assert _why_ended(trials, {"steps": 20, "search": {"kind": "grid"}}) == {}
+
+
+def test_a_finished_population_is_described(tmp_path: Path) -> None:
+    text = searched_page(tmp_path, {"kind": "pbt", "over": OVER, "members": 2, "rounds": 2})
+    assert "trials of its search (pbt), by accuracy on dev" in text
+    assert "A trial's values are those of its last round" in text
+    assert "search: members 2" in text
 
 
 def test_numbers_are_those_of_the_predictions(files: dict[str, bytes]) -> None:
