@@ -5,7 +5,7 @@ the others from predictions, so artifacts of any age have them.
 
 A computed metric is a mean over classes of a function of three counts of each class: the images with this label and
 prediction (hits), with this label, and with this prediction. Its interval is that of an accuracy
-(`ray_jobs.evaluation.intervals`), from how much each image moves the metric. Needs numpy and scipy only.
+(`ray_jobs.evaluation.intervals`), from how much each image moves the metric. Needs numpy, scipy and pyarrow only.
 """
 
 from __future__ import annotations
@@ -14,9 +14,10 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
+import pyarrow as pa
 from numpy.typing import NDArray
 
-from ray_jobs.evaluation.intervals import Interval, bounds, moments_of
+from ray_jobs.evaluation.intervals import Interval, mean_interval
 from ray_jobs.evaluation.rows import ACCURACY, MEAN_AP, MEAN_IOU
 
 Counts = NDArray[np.float64]  # [classes]
@@ -60,6 +61,16 @@ def value(metric: Metric, labels: NDArray[Any], predictions: NDArray[Any]) -> fl
     return float(np.mean(_of_classes(metric, *_counts(labels, predictions))))
 
 
+def of_lists(metric: Metric) -> Callable[[Any, Any], Any]:
+    """Return the metric as a function of two columns of Arrow lists, labels and predictions, for DuckDB."""
+
+    def values(labels: Any, predictions: Any) -> Any:
+        draws = zip(labels.combine_chunks(), predictions.combine_chunks(), strict=True)
+        return pa.array([value(metric, *(column.values.to_numpy() for column in draw)) for draw in draws])
+
+    return values
+
+
 def interval(metric: Metric, labels: NDArray[Any], predictions: NDArray[Any]) -> Interval:
     """Return a computed metric over draws and images with its 95% interval.
 
@@ -67,8 +78,7 @@ def interval(metric: Metric, labels: NDArray[Any], predictions: NDArray[Any]) ->
         labels: [n].
         predictions: [draws, n].
     """
-    moments = moments_of(contributions(metric, labels, predictions))
-    return Interval(float(moments.mean), *map(float, bounds(moments, 0.05)))
+    return mean_interval(contributions(metric, labels, predictions))
 
 
 def contributions(metric: Metric, labels: NDArray[Any], predictions: NDArray[Any]) -> NDArray[np.float64]:

@@ -20,8 +20,8 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from pipelines.store import Manifest
-from ray_jobs.evaluation.intervals import Interval, accuracy_interval
-from ray_jobs.evaluation.metrics import COMPUTED, interval
+from ray_jobs.evaluation.intervals import Interval, accuracy_interval, mean_interval
+from ray_jobs.evaluation.metrics import COMPUTED, contributions
 from ray_jobs.evaluation.rows import ACCURACY, OLD_MAJORITY, PREDICTIONS, REAL, ROWS, is_apart
 from vit_model.errors import UserError
 
@@ -74,7 +74,14 @@ class Entry:
         """The metrics that are computed from predictions, by name; none with ReaL's labels, of which one is enough."""
         if self.task.endswith(REAL):
             return {}
-        return {metric.name: interval(metric, self.labels, self.predictions) for metric in COMPUTED}
+        return {metric.name: mean_interval(self.table(metric.name)) for metric in COMPUTED}
+
+    def table(self, metric: str) -> np.ndarray:
+        """Return a metric's parts by image, [draws, n], whose means are its values; of accuracy what was right."""
+        if metric == ACCURACY:
+            return self.correct
+        computed = next(each for each in COMPUTED if each.name == metric)
+        return contributions(computed, self.labels, self.predictions)
 
 
 def join_tables(parts: Iterable[tuple[str, Manifest, Path]], name: str, schema: Any) -> Any:
