@@ -27,7 +27,8 @@ _STEP = 1e-4  # of a count, for derivatives
 class Metric(NamedTuple):
     """A metric of a result on test, a fraction.
 
-    `of_class` returns a class's part of a computed metric, or NaN if the class does not count; None: stages store it.
+    `of_class` returns a class's part of a computed metric, or NaN if the class does not count, which one without
+    labels and predictions never does; None: stages store it.
     """
 
     name: str
@@ -90,8 +91,7 @@ def contributions(metric: Metric, labels: NDArray[Any], predictions: NDArray[Any
     table = np.empty(predictions.shape)
     for row, predicted in zip(table, predictions, strict=True):
         counts = _counts(labels, predicted)
-        slopes = [_slope(metric, counts, place) for place in range(len(counts))]
-        by_hit, by_label, by_prediction = slopes
+        by_hit, by_label, by_prediction = (_slope(metric, counts, place) for place in range(3))
         influence = by_label[labels] + by_prediction[predicted] + by_hit[labels] * (labels == predicted)
         row[:] = np.mean(_of_classes(metric, *counts)) + len(labels) * (influence - influence.mean())
     return table
@@ -108,8 +108,11 @@ def _counts(labels: NDArray[Any], predictions: NDArray[Any]) -> tuple[Counts, Co
 
 def _of_classes(metric: Metric, *counts: Counts) -> Counts:
     """Return the parts of the classes that count."""
-    parts = _parts(metric, *counts)
-    return parts[~np.isnan(parts)]
+    return _parts(metric, *counts)[_is_counted(metric, *counts)]
+
+
+def _is_counted(metric: Metric, hits: Counts, labelled: Counts, predicted: Counts) -> NDArray[np.bool_]:
+    return (labelled + predicted > 0) & ~np.isnan(_parts(metric, hits, labelled, predicted))
 
 
 def _parts(metric: Metric, *counts: Counts) -> Counts:
@@ -118,10 +121,10 @@ def _parts(metric: Metric, *counts: Counts) -> Counts:
         return metric.of_class(*counts)
 
 
-def _slope(metric: Metric, counts: tuple[Counts, ...], place: int) -> Counts:
+def _slope(metric: Metric, counts: tuple[Counts, Counts, Counts], place: int) -> Counts:
     """Return the metric's derivative by one of the counts of each class; 0 if the class does not count."""
     steps = [_STEP * (place == number) for number in range(len(counts))]
     above = _parts(metric, *(count + step for count, step in zip(counts, steps, strict=True)))
     below = _parts(metric, *(count - step for count, step in zip(counts, steps, strict=True)))
-    is_counted = ~np.isnan(_parts(metric, *counts))
+    is_counted = _is_counted(metric, *counts)
     return np.where(is_counted, (above - below) / (2 * _STEP), 0.0) / np.count_nonzero(is_counted)

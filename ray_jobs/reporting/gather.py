@@ -20,7 +20,7 @@ from ray_jobs.data.shards import Dataset, Split, open_artifact
 from ray_jobs.evaluation.label_issues import FILE, read_issues
 from ray_jobs.evaluation.label_issues import headline as headline_of_audit
 from ray_jobs.evaluation.rows import PREDICTIONS, ROWS
-from ray_jobs.process.stage import Context
+from ray_jobs.process.context import Context
 from ray_jobs.reporting import (
     costs,
     figures,

@@ -18,7 +18,7 @@ from PIL import Image
 
 from ray_jobs.data.shards import Dataset, Split
 from ray_jobs.randomness import Purpose
-from vit_model.config import Preprocessing
+from vit_model.contract import Preprocessing
 
 MAX_CLASSES = 40  # more classes are sampled with a fixed seed
 TILES = 120  # about the number of images on a sheet

@@ -16,7 +16,7 @@ from pydantic import TypeAdapter, ValidationError
 from pipelines.identity import identity_fields
 from pipelines.spec import BEST, STAGE_TYPES, AnyStage, Stage, recorded_checkpoint, step_of
 from pipelines.store import Manifest
-from vit_model.config import Frozen
+from vit_model.fields import Frozen
 
 Part = tuple[str, Manifest, Path]
 DEFAULTS = "defaults"  # the value of a group of fields that is set, with the default of each

@@ -8,12 +8,11 @@ import pytest
 
 from pipelines.identity import identity_fields
 from pipelines.spec import STAGE_TYPES, Evaluate, Finetune, Pretrain
-from pipelines.spec.fields import marks
 from pipelines.store import InputRef
 from ray_jobs.reporting import provenance
 from ray_jobs.reporting.page import setting
 from tests.support.records import make_manifest
-from vit_model.config import Frozen
+from vit_model.fields import Frozen, marks
 
 OTHER: dict[type, Any] = {int: lambda v: v + 1, float: lambda v: v + 1e-7, bool: lambda v: not v}
 TRAINED = {"model": "S/16", "resolution": 32, "steps": 3, "batch_size": 4, "learning_rate": 0.1}

@@ -41,7 +41,7 @@ from ray_jobs.data.images import sample_id
 from ray_jobs.evaluation.intervals import accuracy_interval, paired_difference
 from ray_jobs.evaluation.label_issues import LABEL_ISSUES
 from ray_jobs.evaluation.rows import MEAN_IOU, PREDICTIONS, ROWS, measurement, write_predictions, write_table
-from ray_jobs.process.stage import Context
+from ray_jobs.process.context import Context
 from ray_jobs.reporting import label_issues, page
 from ray_jobs.reporting.figures import measured_in_training
 from ray_jobs.reporting.gather import _why_ended
