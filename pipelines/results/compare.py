@@ -48,7 +48,7 @@ def compare(store: Store, a: str, b: str, metric: str = "accuracy") -> dict[str,
     Raises:
         RecipeError: A or B matches no measured accuracies, or there is no such metric.
     """
-    from ray_jobs.evaluation.metrics import COMPUTED
+    from ray_jobs.reporting.metrics import COMPUTED
 
     known = ["accuracy", *(computed.name for computed in COMPUTED)]
     if metric not in known:

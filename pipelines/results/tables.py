@@ -198,7 +198,7 @@ TABLES = {
 
 def described_tables() -> list[dict[str, str]]:
     """Return {table, column, type, meaning} of every column."""
-    from ray_jobs.evaluation.metrics import METRICS
+    from ray_jobs.reporting.metrics import METRICS
 
     stored = "; ".join(f"{metric.name}: {metric.meaning}" for metric in METRICS if metric.of_class is None)
     metrics = {
@@ -237,7 +237,7 @@ def _define_scores(connection: DuckDBPyConnection, is_named: bool) -> None:
     """Define the view of all metrics, those included that are computed from predictions."""
     parts = ["SELECT * FROM rows"]
     if is_named:
-        from ray_jobs.evaluation.metrics import COMPUTED, of_lists
+        from ray_jobs.reporting.metrics import COMPUTED, of_lists
 
         for number, metric in enumerate(COMPUTED):
             types = ["INTEGER[]", "INTEGER[]"]

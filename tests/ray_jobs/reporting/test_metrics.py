@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from sklearn.metrics import balanced_accuracy_score, f1_score
 
-from ray_jobs.evaluation import metrics
+from ray_jobs.reporting import metrics
 
 SKLEARN: dict[str, Callable[..., float]] = {
     "macro-F1": lambda labels, predictions: f1_score(labels, predictions, average="macro"),
