@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 from typing import Annotated, NamedTuple
@@ -30,6 +31,7 @@ from pipelines.store.records import Attempt, Layout, Manifest, Name, Time
 from vit_model.fields import Frozen
 
 LOG = "log.jsonl"
+PROGRESS = "progress "  # begins a stage's lines of progress
 _SEGMENT = re.compile(r"(\d{1,18})-([0-9A-Z]{26})-\d+\.jsonl")
 _LONGEST = timedelta.max.total_seconds() - 1  # that can be shown; a log may say anything
 _TRIES = 3  # while a writer joins segments or the artifact is committed, what was listed may be gone
@@ -94,9 +96,47 @@ def describe_line(line: LogLine, steps: int, noun: str = "step", may_end_before:
     parts = [f"{noun} {line.step}/{steps} ({line.step / steps:.0%})"]
     parts += [form.format(value) for form, value in values if value is not None]
     if line.seconds_left is not None:
-        left = timedelta(seconds=round(min(max(line.seconds_left, 0), _LONGEST)))
-        parts.append(f"{'at most ' * may_end_before}{left} left")
+        parts.append(f"{'at most ' * may_end_before}{_duration(line.seconds_left)} left")
     return " · ".join(parts)
+
+
+def _duration(seconds: float) -> timedelta:
+    return timedelta(seconds=round(min(max(seconds, 0), _LONGEST)))
+
+
+class ProgressLine(Frozen):
+    """How far a stage is: what it prints on stdout as one line, PROGRESS and JSON, and others show as words or a bar."""
+
+    model_config = ConfigDict(extra="ignore")  # of a later version
+
+    done: int
+    total: int
+    unit: str
+    """What is counted: shard, step, or `draw 0, step`."""
+    seconds_left: float | None = None
+    line: LogLine | None = None
+    """Of a training: the state after this step, as its log has it at the points of the curve and at evaluations."""
+    may_end_before: bool = False
+
+    def encode(self) -> str:
+        """Return the line."""
+        return PROGRESS + self.model_dump_json(exclude_defaults=True)
+
+    def words(self) -> str:
+        """Say it in words: `shard 3/12 · 0:00:58 left`, or as `describe_line`."""
+        if self.line is not None:
+            return describe_line(self.line, self.total, self.unit, self.may_end_before)
+        left = "" if self.seconds_left is None else f" · {_duration(self.seconds_left)} left"
+        return f"{self.unit} {self.done}/{self.total}{left}"
+
+
+def read_progress(text: str) -> ProgressLine | None:
+    """Return the progress that a line of a stage's output says; None for any other line."""
+    if not text.startswith(f"{PROGRESS}{{"):
+        return None
+    with suppress(ValidationError):  # anybody may print a line that begins so
+        return ProgressLine.model_validate_json(text.removeprefix(PROGRESS))
+    return None
 
 
 def segment_name(job: str, key: str, attempt: int, start: int, writer: str, number: int) -> str:
