@@ -47,7 +47,7 @@ class LogLine(Frozen):
 
     time: Time
     fit: Annotated[Name, Field(max_length=100)] | None = None
-    """Of a fine-tuning: trial-<rate>-<fold> or refit-<rate>-<draw>, numbers as in its configuration, from 0; with early
+    """The fit of a fine-tuning: trial-<rate>-<fold> or refit-<rate>-<draw>, numbers as in its configuration, from 0; with early
     stopping refit-<rate>-<last step>-<draw>. With Optuna a digest of the point follows its number."""
     step: int = Field(ge=0, lt=2**63)
     epoch: float
@@ -57,9 +57,9 @@ class LogLine(Frozen):
     first worker's images since the line before."""
     learning_rate: float
     gradient_norm: float | None = None
-    """Of this step's gradients, before clipping."""
+    """The norm of this step's gradients, before clipping."""
     images_per_second: float | None = None
-    """Of all workers."""
+    """The speed of all workers."""
     data_wait: float | None = None
     """The share of the time that the first worker waited for its loader."""
     mfu: float | None = None
@@ -70,7 +70,7 @@ class LogLine(Frozen):
     dev_accuracy: float | None = None
     """On dev, or on the part of the labels that a trial does not train on."""
     few_shot: dict[str, float] | None = None
-    """Of a pretraining with `fewshot`: {"5-shot dev": accuracy on dev}, the mean over draws of labels from train."""
+    """The few-shot accuracies of a pretraining with `fewshot`: {"5-shot dev": accuracy on dev}, the mean over draws of labels from train."""
 
 
 def describe_line(line: LogLine, steps: int, noun: str = "step", may_end_before: bool = False) -> str:
@@ -105,7 +105,7 @@ def _duration(seconds: float) -> timedelta:
 
 
 class ProgressLine(Frozen):
-    """How far a stage is: what it prints on stdout as one line, PROGRESS and JSON, and others show as words or a bar."""
+    """How far a stage is. The stage prints PROGRESS and this as JSON; others show it as words or as a bar."""
 
     model_config = ConfigDict(extra="ignore")  # of a later version
 
@@ -115,7 +115,7 @@ class ProgressLine(Frozen):
     """What is counted: shard, step, or `draw 0, step`."""
     seconds_left: float | None = None
     line: LogLine | None = None
-    """Of a training: the state after this step, as its log has it at the points of the curve and at evaluations."""
+    """The state of a training after this step, as its log has it at the points of the curve and at evaluations."""
     may_end_before: bool = False
 
     def encode(self) -> str:
