@@ -47,7 +47,7 @@ class LogLine(Frozen):
 
     time: Time
     fit: Annotated[Name, Field(max_length=100)] | None = None
-    """The fit of a fine-tuning: trial-<rate>-<fold> or refit-<rate>-<draw>, numbered as in its configuration from 0; with
+    """The fit of a fine-tuning: trial-<rate>-<fold> or refit-<rate>-<draw>, numbered from 0 as configured; with
     early stopping refit-<rate>-<last step>-<draw>. With Optuna a digest of the point follows its number."""
     step: int = Field(ge=0, lt=2**63)
     epoch: float
@@ -70,7 +70,7 @@ class LogLine(Frozen):
     dev_accuracy: float | None = None
     """On dev, or on the part of the labels that a trial does not train on."""
     few_shot: dict[str, float] | None = None
-    """Few-shot accuracies of a pretraining with `fewshot`: {"5-shot dev": accuracy on dev}, means over draws of labels."""
+    """Few-shot accuracies of a pretraining with `fewshot`: {"5-shot dev": accuracy}, means over draws of labels."""
 
 
 def describe_line(line: LogLine, steps: int, noun: str = "step", may_end_before: bool = False) -> str:
