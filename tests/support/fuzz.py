@@ -437,7 +437,7 @@ def _outcome(guard: Guard | None, folder: Path, target: Target, data: bytes) -> 
     """ "read", "UserError", or what went wrong."""
     work = folder / f"work-{next(_number)}"  # a new name, as files are known by their names and times
     work.mkdir()
-    signal.alarm(SECONDS)
+    signal.alarm(SECONDS if guard else 6 * SECONDS)  # a seed is read with the imports
     if guard:
         guard.on = True
     try:
