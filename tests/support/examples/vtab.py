@@ -1,14 +1,13 @@
 """Examples of VTAB-1k's tasks."""
 
 from pipelines.spec.vtab import TASKS
-from tests.support.examples import Example, written
+from tests.support.examples import LIBRARY, Example, written
 from tests.support.vtab_archives import ARCHIVES
 from tests.support.vtab_natural import natural
 
 SPRITES = "dsprites_ndarray_co1sh3sc6or40x32y32_64x64.hdf5"
 NORB = "smallnorb-5x46789x9x18x6x2x96x96-training"
 PATCHES = "camelyonpatch_level_2_split_train"
-LIBRARY = 0.02  # of the mutations for files that a process of their own reads
 FUZZED = {
     "caltech101": {"caltech-101.zip": 0.1},
     "cifar": {"cifar-100-python.tar.gz": 0.3},
