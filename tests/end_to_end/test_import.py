@@ -12,7 +12,7 @@ import torch
 from PIL import Image
 from transformers import ViTConfig, ViTForImageClassification, ViTImageProcessor
 
-from tests.support.hub import Hub, serving
+from tests.support.hub import running_hub
 from tests.support.stores import snapshot
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow]
@@ -161,7 +161,7 @@ def test_without_mean_and_std_an_import_is_refused_once_until_they_are_given(
 def test_a_model_of_the_hub_is_imported_and_a_rerun_needs_no_hub(vitflow: Any, tmp_path: Path) -> None:
     checkpoint = write_hugging_face(tmp_path / "vit")
     given = ["import", "hf:org/vit-tiny", "--store", tmp_path / "store"]
-    with serving(Hub()) as hub:
+    with running_hub() as hub:
         commit = hub.commit("org/vit-tiny", {path.name: path.read_bytes() for path in checkpoint.iterdir()})
         first = vitflow(*given, HF_ENDPOINT=hub.endpoint).stdout
         path = f"backbone.path=hf:org/vit-tiny@{commit}"
