@@ -22,8 +22,8 @@ from train_step import DEVICE, DTYPES, RESULTS, hardware, keep_memory, timed
 
 from vit_model.compute import train_flops
 from vit_model.config import MaeOptions, ViTConfig
-from vit_model.masked_autoencoder import MaskedAutoencoder
 from vit_model.model import ViT
+from vit_model.objectives.masked_autoencoder import MaskedAutoencoder
 
 ROUNDS = 3
 BATCH = 128 if DEVICE.type == "cuda" else 16

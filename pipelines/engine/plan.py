@@ -19,6 +19,7 @@ from pipelines.spec import (
     LAST,
     UNSTATED,
     AnyStage,
+    Finetune,
     Import,
     Ingest,
     Pretrain,
@@ -26,6 +27,7 @@ from pipelines.spec import (
     Report,
     recorded_checkpoint,
 )
+from pipelines.spec.search import PBT
 from pipelines.store import (
     InputRef,
     Manifest,
@@ -111,8 +113,8 @@ def plan_pipeline(
 
     Raises:
         RecipeError: a committed model does not have the checkpoint that a stage names, or does not fit the stage that
-            starts from it; or a source cannot be read. For a matrix: no member's source can be read; otherwise the
-            members with unreadable sources are `missing`.
+            starts from it; a search is of a kind that can no longer be run; or a source cannot be read. For a matrix:
+            no member's source can be read; otherwise the members with unreadable sources are `missing`.
     """
     sources, lost = _sources(pipeline, names)
     newest = newest_models(store, pipeline, names) if latest is None else latest
@@ -145,7 +147,10 @@ def plan_pipeline(
                 if stage.reference is not None:
                     committed[stage.name] = stage.reference
             generations.done(*ready)
-    return [planned[name] for name in names]
+    stages = [planned[name] for name in names]
+    for stage in rerun(stages, forced):
+        _check_search(stage)
+    return stages
 
 
 def rerun(planned: Iterable[PlannedStage], forced: Container[str]) -> Iterator[PlannedStage]:
@@ -301,6 +306,16 @@ def _check_teacher(store: Store, name: str, config: AnyStage, inputs: Mapping[st
         config.check_teacher(contract.preprocessing.resolution, bool(contract.class_names))
     except ValueError as error:
         raise RecipeError(f"stages.{name}.teacher: {stage} {error}") from None
+
+
+def _check_search(stage: PlannedStage) -> None:
+    """Raise RecipeError if a population-based training would run; only finished ones are of use."""
+    search = stage.config.search if isinstance(stage.config, Finetune) else None
+    if isinstance(search, PBT) and stage.state in {"run", "pending"}:
+        raise RecipeError(
+            f"stages.{stage.name}.search.kind: pbt can no longer be run, only its finished results are used; expected"
+            " one of: grid, random, asha, optuna"
+        )
 
 
 def _check_import(name: str, config: AnyStage) -> None:

@@ -46,9 +46,7 @@ class LogLine(Frozen):
     time: Time
     fit: Annotated[Name, Field(max_length=100)] | None = None
     """Of a fine-tuning: trial-<rate>-<fold> or refit-<rate>-<draw>, numbers as in its configuration, from 0; with early
-    stopping refit-<rate>-<last step>-<draw>. With PBT trial-<member>-<round>-<schedule>, and
-    refit-<member>-<schedule>-<draw>, where <schedule> is a digest. With Optuna a digest of the point follows its
-    number."""
+    stopping refit-<rate>-<last step>-<draw>. With Optuna a digest of the point follows its number."""
     step: int = Field(ge=0, lt=2**63)
     epoch: float
     """The images so far, divided by the number of training images."""

@@ -13,7 +13,7 @@ from ray_jobs.evaluation.cost import Cost
 from ray_jobs.process import devices
 from ray_jobs.training.fit import start, start_model
 from ray_jobs.training.task import Task
-from vit_model.objectives import softmax_cross_entropy
+from vit_model.objectives.losses import softmax_cross_entropy
 from vit_model.preprocessing import normalise
 
 

@@ -40,10 +40,10 @@ from ray_jobs.training.teacher import load_teacher, read_teacher
 from ray_jobs.training.workers import ALONE, Worker
 from vit_model.build import Network, build
 from vit_model.config import ModelContract
-from vit_model.contrastive import MomentumEncoder, momentum
-from vit_model.distillation import Teacher
 from vit_model.model import ViT
-from vit_model.objectives import sigmoid_cross_entropy, softmax_cross_entropy
+from vit_model.objectives.contrastive import MomentumEncoder, momentum
+from vit_model.objectives.distillation import Teacher
+from vit_model.objectives.losses import sigmoid_cross_entropy, softmax_cross_entropy
 from vit_model.preprocessing import normalise
 from vit_model.weights import save_model, save_weights
 

@@ -15,12 +15,12 @@ from pipelines.spec import WITHOUT_LABELS, Pretrain
 from ray_jobs.augment import depth_draws, uniform
 from vit_model.build import Network
 from vit_model.config import ModelContract, ViTConfig
-from vit_model.contrastive import MoCo, MomentumEncoder
-from vit_model.distillation import Student, Teacher, imitation
-from vit_model.masked_autoencoder import MaskedAutoencoder
-from vit_model.masked_patches import DRAWS, MaskedPatches, PatchesBesideLabels
 from vit_model.model import ViT
-from vit_model.objectives import sigmoid_cross_entropy, softmax_cross_entropy
+from vit_model.objectives.contrastive import MoCo, MomentumEncoder
+from vit_model.objectives.distillation import Student, Teacher, imitation
+from vit_model.objectives.losses import sigmoid_cross_entropy, softmax_cross_entropy
+from vit_model.objectives.masked_autoencoder import MaskedAutoencoder
+from vit_model.objectives.masked_patches import DRAWS, MaskedPatches, PatchesBesideLabels
 from vit_model.preprocessing import normalise
 
 

@@ -12,8 +12,8 @@ from pipelines.spec import Pretrain
 from ray_jobs.process import devices
 from ray_jobs.training.ancestor import Ancestor
 from vit_model.config import ModelContract
-from vit_model.distillation import Teacher
 from vit_model.errors import UserError
+from vit_model.objectives.distillation import Teacher
 from vit_model.weights import load_model, read_contract
 
 _NAMED = 5  # classes in a message

@@ -31,13 +31,13 @@ from pipelines.spec import ModelSize, Pretrain
 from ray_jobs.training import optim
 from ray_jobs.training.engine import WEIGHTS, Engine, make_engine
 from tests.support.workers import run_workers
-from vit_model import contrastive
 from vit_model.config import MaeOptions, Preprocessing, ViTConfig
-from vit_model.contrastive import MoCo
-from vit_model.distillation import Student, Teacher, imitation
-from vit_model.masked_autoencoder import MaskedAutoencoder
-from vit_model.masked_patches import MaskedPatches, PatchesBesideLabels
 from vit_model.model import ViT
+from vit_model.objectives import contrastive
+from vit_model.objectives.contrastive import MoCo
+from vit_model.objectives.distillation import Student, Teacher, imitation
+from vit_model.objectives.masked_autoencoder import MaskedAutoencoder
+from vit_model.objectives.masked_patches import MaskedPatches, PatchesBesideLabels
 
 BATCH, STEPS, SAVED = 16, 6, 3
 KEY_WIDTH = 64  # of MoCo

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from tests.support.vits import SMALL, hugging_face_names, randomised
 from vit_model.config import ViTConfig
 from vit_model.model import ViT, along_axis, attention
-from vit_model.objectives import softmax_cross_entropy
+from vit_model.objectives.losses import softmax_cross_entropy
 
 
 def random_images(config: ViTConfig, batch: int, seed: int = 1) -> Tensor:

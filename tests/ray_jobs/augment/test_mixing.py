@@ -13,7 +13,7 @@ from pipelines.spec import Finetune, RandAugment
 from ray_jobs.augment import TrainTransform
 from ray_jobs.augment.mixing import Mix, mix, plan
 from tests.support.workers import run_workers
-from vit_model.objectives import sigmoid_cross_entropy, softmax_cross_entropy
+from vit_model.objectives.losses import sigmoid_cross_entropy, softmax_cross_entropy
 
 CLASSES = 7
 WHOLE = 65_536

@@ -20,8 +20,8 @@ from tests.support.interrupted import MOCO, SIZE, configuration, run_attempt
 from tests.support.records import make_context, make_manifest
 from vit_model.build import build
 from vit_model.config import ModelContract
-from vit_model.contrastive import MoCo
 from vit_model.model import ViT
+from vit_model.objectives.contrastive import MoCo
 from vit_model.positions import resize_position_embedding
 from vit_model.weights import HEADS, load_model, save_model
 

@@ -24,12 +24,12 @@ from tests.support import datasets
 from tests.support.workers import run_workers
 from vit_model import compute
 from vit_model.config import MaeOptions, ModelContract, Preprocessing, ViTConfig
-from vit_model.contrastive import MoCo, MomentumEncoder, momentum
-from vit_model.distillation import Student, imitation
 from vit_model.errors import UserError
-from vit_model.masked_autoencoder import MaskedAutoencoder
-from vit_model.masked_patches import MaskedPatches
 from vit_model.model import ViT
+from vit_model.objectives.contrastive import MoCo, MomentumEncoder, momentum
+from vit_model.objectives.distillation import Student, imitation
+from vit_model.objectives.masked_autoencoder import MaskedAutoencoder
+from vit_model.objectives.masked_patches import MaskedPatches
 from vit_model.preprocessing import normalise
 from vit_model.weights import load_model, save_model
 

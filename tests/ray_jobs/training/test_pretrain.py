@@ -35,8 +35,8 @@ from tests.support.records import make_context, make_manifest
 from tests.support.s3 import used
 from tests.support.stores import repeated
 from tests.support.workers import run_workers
-from vit_model.masked_patches import MaskedPatches
 from vit_model.model import ViT
+from vit_model.objectives.masked_patches import MaskedPatches
 from vit_model.preprocessing import normalise
 from vit_model.weights import load_model
 

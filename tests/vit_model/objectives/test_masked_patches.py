@@ -11,8 +11,8 @@ from torch import Tensor
 
 from tests.support.digits import as_input, pretrain, probe_accuracy
 from vit_model.config import ViTConfig
-from vit_model.masked_patches import MaskedPatches, corrupt, corruption, counts, targets
 from vit_model.model import ViT
+from vit_model.objectives.masked_patches import MaskedPatches, corrupt, corruption, counts, targets
 
 TINY: dict[str, Any] = {
     "image_size": 8,

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from vit_model.build import Network
 from vit_model.config import Preprocessing
 from vit_model.model import ViT
-from vit_model.objectives import in_full
+from vit_model.objectives.losses import in_full
 from vit_model.parts import lecun_normal_
 from vit_model.preprocessing import normalise
 

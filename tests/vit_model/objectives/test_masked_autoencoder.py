@@ -15,8 +15,8 @@ from tests.support.parity import assert_close, randomise
 from tests.support.vits import hugging_face_blocks
 from vit_model import compute
 from vit_model.config import MaeOptions, ViTConfig
-from vit_model.masked_autoencoder import MaskedAutoencoder, normalised
 from vit_model.model import ViT
+from vit_model.objectives.masked_autoencoder import MaskedAutoencoder, normalised
 
 TINY: dict[str, Any] = {
     "image_size": 16,

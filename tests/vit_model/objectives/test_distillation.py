@@ -12,9 +12,9 @@ from tests.support.parity import assert_close, gradients_by_our_names, randomise
 from tests.support.vits import TINY
 from vit_model.build import build
 from vit_model.config import Preprocessing, ResNetConfig, ViTConfig
-from vit_model.distillation import Student, Teacher, imitation
 from vit_model.formats import hugging_face
 from vit_model.model import ViT
+from vit_model.objectives.distillation import Student, Teacher, imitation
 
 MEAN, STD = (0.4, 0.5, 0.6), (0.2, 0.3, 0.25)
 PREPROCESSING = Preprocessing(mean=MEAN, std=STD, resolution=8, channels=3)

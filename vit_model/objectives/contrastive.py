@@ -24,7 +24,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from vit_model.model import ViT
-from vit_model.objectives import in_full
+from vit_model.objectives.losses import in_full
 
 
 def momentum(step: int, steps: int, base: float = 0.99) -> float:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from vit_model.config import ViTConfig
 from vit_model.model import ViT
-from vit_model.objectives import in_full
+from vit_model.objectives.losses import in_full
 
 Target = Literal["mean_colour", "4x4", "pixels"]
 """The target for a corrupted patch: its mean colour at 3 bits per channel, which the paper uses; the colours of a 4x4

@@ -19,9 +19,9 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from vit_model.config import MaeOptions, ViTConfig
-from vit_model.masked_patches import check_batch, targets
 from vit_model.model import Block, ViT
-from vit_model.objectives import in_full
+from vit_model.objectives.losses import in_full
+from vit_model.objectives.masked_patches import check_batch, targets
 from vit_model.positions import sincos2d_moco
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from vit_model.config import ViTConfig
 from vit_model.model import ViT
-from vit_model.objectives import sigmoid_cross_entropy, softmax_cross_entropy
+from vit_model.objectives.losses import sigmoid_cross_entropy, softmax_cross_entropy
 
 Loss = Callable[..., Tensor]
 

@@ -14,8 +14,8 @@ from tests.support.digits import TRAIN, as_input, digits, probe_accuracy
 from tests.support.vits import TINY
 from tests.support.workers import run_workers
 from vit_model.config import ViTConfig
-from vit_model.contrastive import BatchNorm, MoCo, MomentumEncoder, info_nce, momentum
 from vit_model.model import ViT
+from vit_model.objectives.contrastive import BatchNorm, MoCo, MomentumEncoder, info_nce, momentum
 
 GREY: dict[str, Any] = TINY | {"in_channels": 1, "position": "sincos2d_moco"}
 
