@@ -12,6 +12,7 @@ import torch
 from PIL import Image
 from transformers import ViTConfig, ViTForImageClassification, ViTImageProcessor
 
+from tests.conftest import Vitflow
 from tests.support.hub import running_hub
 from tests.support.stores import snapshot
 
@@ -136,10 +137,10 @@ def test_imported_fine_tuned_and_exported_it_classifies_as_transformers_does(
 
 @pytest.mark.full
 def test_without_mean_and_std_an_import_is_refused_once_until_they_are_given(
-    vitflow: Any, tmp_path: Path
+    vitflow_local: Vitflow, tmp_path: Path
 ) -> None:
     checkpoint, store = write_hugging_face(tmp_path / "vit", processor=False), tmp_path / "store"
-    refused = vitflow("import", checkpoint, "--store", store, check=2)
+    refused = vitflow_local("import", checkpoint, "--store", store, check=2)
     assert "does not give the mean and std" in refused.stderr
     assert "--preprocessing half" in refused.stderr
     assert not store.exists(), "nothing was started"
@@ -147,9 +148,9 @@ def test_without_mean_and_std_an_import_is_refused_once_until_they_are_given(
     pixels = tmp_path / "pixels.yaml"
     pixels.write_text("mean: [0.4]\nstd: [0.2, 0.25, 0.3]\ninterpolation: bicubic\n")
     given = ["import", checkpoint, "--store", store, "--preprocessing", pixels]
-    assert "mean 0.4, 0.4, 0.4, std 0.2, 0.25, 0.3; bicubic" in vitflow(*given).stdout
+    assert "mean 0.4, 0.4, 0.4, std 0.2, 0.25, 0.3; bicubic" in vitflow_local(*given).stdout
     before = snapshot(store)
-    again = vitflow(*given).stdout
+    again = vitflow_local(*given).stdout
     assert "CACHED" in again and "--set 'backbone.preprocessing={" in again
     assert snapshot(store) == before
     [file] = store.glob("artifacts/import/*/attempts/1/files/config.json")

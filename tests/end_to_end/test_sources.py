@@ -17,6 +17,7 @@ from pipelines.store import Manifest, all_manifests, open_store
 from ray_jobs.data.shards import Dataset, open_dataset
 from ray_jobs.evaluation.rows import PREDICTIONS, ROWS, read_table
 from ray_jobs.sources.readers.shapes import render
+from tests.conftest import Vitflow
 from tests.support import imagenet, vtab_archives, vtab_natural
 from tests.support.archives import image, rar, tar, zipped
 from tests.support.cifar import PER_BATCH, batches, members
@@ -99,7 +100,7 @@ def put_vtab(root: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory, vitflow: Any) -> Made:
+def made(tmp_path_factory: pytest.TempPathFactory, vitflow_local: Vitflow) -> Made:
     """All sources as the stages of one recipe, which was run."""
     folder = tmp_path_factory.mktemp("sources")
     sources = put(folder / "archives")
@@ -113,7 +114,7 @@ def made(tmp_path_factory: pytest.TempPathFactory, vitflow: Any) -> Made:
     stages["scores"] = {"job": "baselines", "data": "imagenet", "methods": ["k-NN"]}
     recipe = folder / "recipe.yaml"
     recipe.write_text(yaml.safe_dump({"name": "sources", "description": "All there are.", "stages": stages}))
-    vitflow("run", recipe, "--store", folder / "store")
+    vitflow_local("run", recipe, "--store", folder / "store")
     found = {one.stage: one for one in all_manifests(open_store(str(folder / "store")))}
     return Made(recipe, folder / "store", sources, found)
 
@@ -145,8 +146,8 @@ def test_every_source_becomes_a_dataset(made: Made) -> None:
         assert any("incomplete archive" in note for note in info.notes), task
 
 
-def test_the_second_time_nothing_runs(made: Made, vitflow: Any) -> None:
-    again = vitflow("run", made.recipe, "--store", made.store, VITFLOW_RAY_DIR="/nonexistent")
+def test_the_second_time_nothing_runs(made: Made, vitflow_local: Vitflow) -> None:
+    again = vitflow_local("run", made.recipe, "--store", made.store, VITFLOW_RAY_DIR="/nonexistent")
     assert len(re.findall("CACHED", again.stdout)) == len(made.manifests)
 
 

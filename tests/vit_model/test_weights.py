@@ -13,7 +13,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from vit_model.config import ModelContract, Preprocessing, ViTConfig
+from tests.support import vits
+from tests.support.vits import randomised
+from vit_model.config import ModelContract, ViTConfig
 from vit_model.model import ViT
 from vit_model.positions import resize_position_embedding
 from vit_model.weights import load_model, save_model, transfer_backbone
@@ -28,22 +30,8 @@ def changed(**fields: Any) -> ViTConfig:
 
 
 def contract_for(config: ViTConfig) -> ModelContract:
-    return ModelContract(
-        architecture=config,
-        class_names=tuple(f"Größe {index}" for index in range(config.num_classes)),
-        preprocessing=Preprocessing(mean=(0.1,), std=(0.3,), resolution=config.image_size, channels=1),
-        training_data="sha256:" + "0" * 64,
-        license="Apache-2.0",
-    )
-
-
-def randomised(config: ViTConfig, seed: int = 1) -> ViT:
-    model = ViT(config)
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(torch.randn(parameter.shape, generator=generator))
-    return model
+    names = [f"Größe {index}" for index in range(config.num_classes)]
+    return vits.contract_for(config, names, "Apache-2.0", mean=(0.1,), std=(0.3,))
 
 
 @pytest.fixture

@@ -26,11 +26,12 @@ from pipelines.store import InputRef, Layout, Store, commit, open_store
 from ray_jobs.reporting.provenance import protocols
 from ray_jobs.sources.readers.folder import scan
 from tests.conftest import Vitflow
-from tests.support.checkpoints import model_at, put_pretraining
+from tests.support.checkpoints import CONTRACT, model_at, put_pretraining
 from tests.support.records import make_manifest
 from tests.support.s3 import Bucket, Server, used
+from tests.support.vits import contract_for
 from vit_model import formats
-from vit_model.config import ModelContract, Preprocessing, ResNetConfig, ViTConfig
+from vit_model.config import ModelContract, ResNetConfig, ViTConfig
 from vit_model.model import ViT
 from vit_model.resnet import ResNet
 from vit_model.weights import save_model
@@ -257,27 +258,11 @@ def printed(vitflow_here: Vitflow) -> Callable[..., str]:
 def put_model(store: Store, name: str = "ma", **fields: Any) -> tuple[ViT, ModelContract]:
     """A model of the store, like one that was fine-tuned: exact GELU, as everyone's readers know it."""
     torch.manual_seed(0)
-    sizes = {
-        "image_size": 8,
-        "patch_size": 4,
-        "width": 8,
-        "depth": 1,
-        "num_heads": 2,
-        "mlp_dim": 16,
-        "num_classes": 3,
-    }
-    config = ViTConfig.model_validate(sizes | fields)
+    config = ViTConfig.model_validate(CONTRACT.architecture.model_dump() | fields)
     model = ViT(config)
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter)
-    pixels = Preprocessing(mean=(0.5,) * 3, std=(0.5,) * 3, resolution=8, channels=3)
-    contract = ModelContract(
-        architecture=config,
-        class_names=("ape", "bee", "cat"),
-        preprocessing=pixels,
-        training_data="d",
-        license=None,
-    )
+    contract = contract_for(config, CONTRACT.class_names)
     with store.staging(Layout.files("finetune", name, 1)) as staging:
         save_model(staging.path, model, contract)
     commit(store, make_manifest("finetune", key=name, stage="tune", files=staging.files))
@@ -330,7 +315,7 @@ def test_an_export_is_the_same_model_to_those_who_read_it(
     assert all(path.stat().st_mode & 0o777 == output.stat().st_mode & 0o666 for path in output.iterdir())
     if to == "onnx":
         return
-    assert "for the digest d" in said
+    assert "for the digest sha256:0" in said
     found = formats.read(output / file if to == "npz" else output)
     theirs, ours = (one.model_dump(exclude={"position_resize"}) for one in (found.architecture, model.config))
     assert theirs == ours
@@ -410,12 +395,8 @@ def test_an_exported_resnet_says_which_code_it_is_exact_for(
     store: Store, tmp_path: Path, printed: Callable[..., str]
 ) -> None:
     config = ResNetConfig(units=(1,), image_size=32, num_classes=1)
-    pixels = Preprocessing(mean=(0.5,) * 3, std=(0.5,) * 3, resolution=32, channels=3)
-    contract = ModelContract(
-        architecture=config, class_names=("ape",), preprocessing=pixels, training_data="d", license=None
-    )
     with store.staging(Layout.files("pretrain", "ra", 1)) as staging:
-        save_model(staging.path, ResNet(config), contract)
+        save_model(staging.path, ResNet(config), contract_for(config))
     commit(store, make_manifest("pretrain", key="ra", stage="resnet", files=staging.files))
     said = printed("export", "ra", "--format", "npz", "--output", tmp_path / "out", "--store", store.uri)
     assert "root pool: exact for big_transfer's bit_pytorch and timm" in said and "big_vision pads" in said

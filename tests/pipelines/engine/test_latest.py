@@ -19,7 +19,8 @@ from pipelines.recipe.pipeline import Pipeline
 from pipelines.spec import RecipeError
 from pipelines.store import InputRef, Manifest, Store, open_store
 from tests.support.records import make_manifest
-from vit_model.config import ModelContract, Preprocessing, ViTConfig
+from tests.support.vits import contract_for
+from vit_model.config import ViTConfig
 
 SIZE = {"patch_size": 4, "width": 16, "depth": 1, "num_heads": 2}
 TARGETS = ("digits", "pretrain")
@@ -260,13 +261,7 @@ def test_another_shape_is_refused_before_training_with_two_ways_out(store: Store
     run = runs.start_run(store, recipe(), TARGETS)
     commit(store, planned_in(store, run, "digits"), run.id)
     planned = planned_in(store, run)
-    contract = ModelContract(
-        architecture=ViTConfig(image_size=8, patch_size=4, width=16, depth=1, num_heads=2, mlp_dim=64),
-        class_names=(),
-        preprocessing=Preprocessing(mean=(0.5,) * 3, std=(0.5,) * 3, resolution=8, channels=3),
-        training_data="d",
-        license=None,
-    )
+    contract = contract_for(ViTConfig(image_size=8, patch_size=4, width=16, depth=1, num_heads=2, mlp_dim=64))
     assert planned.key is not None
     with store.staging(st.Layout.files("pretrain", planned.key, 1)) as staging:
         (staging.path / "config.json").write_text(contract.model_dump_json())

@@ -13,21 +13,16 @@ from pipelines.recipe.load import load_pipeline
 from pipelines.spec import Evaluate, Finetune, Import
 from pipelines.store import open_store
 from tests.conftest import Vitflow
-from tests.support.vits import TINY, randomised
-from vit_model.config import Architecture, ModelContract, Preprocessing, ResNetConfig, ViTConfig
+from tests.support.vits import TINY, contract_for, randomised
+from vit_model.config import Architecture, ModelContract, ResNetConfig, ViTConfig
 from vit_model.formats import npz, timm
 from vit_model.model import ViT
 from vit_model.weights import save_model
 
-HALF = (0.5,) * 3
-
 
 def model(**fields: object) -> tuple[ViT, ModelContract]:
     config = ViTConfig.model_validate(TINY | fields)
-    pixels = Preprocessing(mean=HALF, std=HALF, resolution=config.image_shape[0], channels=3)
-    return randomised(config), ModelContract(
-        architecture=config, class_names=(), preprocessing=pixels, training_data="unknown", license=None
-    )
+    return randomised(config), contract_for(config)
 
 
 @pytest.fixture

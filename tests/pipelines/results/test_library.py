@@ -20,7 +20,8 @@ from ray_jobs.evaluation import rows as tables
 from tests.support import datasets
 from tests.support.checkpoints import model_at, put_pretraining
 from tests.support.records import make_manifest
-from vit_model.config import ModelContract, Preprocessing, ViTConfig
+from tests.support.vits import contract_for
+from vit_model.config import Preprocessing, ViTConfig
 from vit_model.model import ViT
 from vit_model.predict import classify
 from vit_model.weights import save_model
@@ -65,11 +66,8 @@ def put_finetuned(store: Store, key: str = "fa", value: float = 0.5) -> ViT:
     )
     model = ViT(config)
     torch.nn.init.normal_(model.head.weight)
-    contract = ModelContract(
-        architecture=config, class_names=CLASSES, preprocessing=GREY, training_data="d", license=None
-    )
     with store.staging(Layout.files("finetune", key, 1)) as staging:
-        save_model(staging.path, model, contract)
+        save_model(staging.path, model, contract_for(config, CLASSES))
         tables.write_table(staging.path / "rows.parquet", [row("ViT", value)], tables.ROWS)
     commit(store, make_manifest("finetune", key=key, stage="tune", run="r-1", files=staging.files))
     return model.eval()

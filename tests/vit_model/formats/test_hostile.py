@@ -17,8 +17,9 @@ from torch import Tensor
 
 from ray_jobs.evaluation.measuring import resident
 from tests.support.parity import randomise
+from tests.support.vits import contract_for
 from vit_model import formats
-from vit_model.config import ModelContract, Preprocessing, ViTConfig
+from vit_model.config import ViTConfig
 from vit_model.formats import hugging_face, timm
 from vit_model.model import ViT
 
@@ -31,14 +32,7 @@ CONFIG = ViTConfig(
 def folder(tmp_path: Path, request: pytest.FixtureRequest) -> Path:
     """A sound folder, of Hugging Face's or of timm's."""
     model = randomise(ViT(CONFIG))
-    assert isinstance(model, ViT)
-    contract = ModelContract(
-        architecture=CONFIG,
-        class_names=("a", "b"),
-        preprocessing=Preprocessing(mean=(0.5,) * 3, std=(0.5,) * 3, resolution=16, channels=3),
-        training_data="sha256:" + "0" * 64,
-        license=None,
-    )
+    contract = contract_for(CONFIG, ("a", "b"))
     write = {"hf": hugging_face.write, "timm": timm.write}[request.param]
     write(tmp_path / "model", model, contract)
     return tmp_path / "model"
@@ -378,15 +372,7 @@ def test_our_own_folder_is_read(tmp_path: Path) -> None:
     from vit_model.weights import save_model
 
     model = randomise(ViT(CONFIG))
-    assert isinstance(model, ViT)
-    contract = ModelContract(
-        architecture=CONFIG,
-        class_names=("a", "b"),
-        preprocessing=Preprocessing(mean=(0.5,) * 3, std=(0.5,) * 3, resolution=16, channels=3),
-        training_data="sha256:" + "0" * 64,
-        license="Apache-2.0",
-    )
-    save_model(tmp_path, model, contract)
+    save_model(tmp_path, model, contract_for(CONFIG, ("a", "b"), "Apache-2.0"))
     read = formats.read(tmp_path)
     assert (read.architecture, read.class_names, read.license) == (CONFIG, ("a", "b"), "Apache-2.0")
     assert all(torch.equal(read.weights[name], tensor) for name, tensor in model.state_dict().items())

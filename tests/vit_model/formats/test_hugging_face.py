@@ -12,7 +12,8 @@ from PIL import Image
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from tests.support.parity import assert_close, gradients_by_our_names, our_outputs, randomise
+from tests.support.parity import assert_close, contract_of, gradients_by_our_names, our_outputs, randomise
+from tests.support.vits import contract_for
 from vit_model import formats
 from vit_model.config import ModelContract, Preprocessing, ViTConfig
 from vit_model.formats import Imported, hugging_face, timm
@@ -131,16 +132,7 @@ def their_output(model: nn.Module, images: Tensor, resized: bool = False) -> Ten
 def model_of(imported: Imported) -> tuple[ViT, ModelContract]:
     model = ViT(imported.architecture)
     model.load_state_dict(imported.weights)
-    pixels = imported.preprocessing
-    assert pixels is not None
-    contract = ModelContract(
-        architecture=imported.architecture,
-        class_names=imported.class_names,
-        preprocessing=pixels,
-        training_data="sha256:" + "0" * 64,
-        license=imported.license,
-    )
-    return model, contract
+    return model, contract_of(imported)
 
 
 def images_of(height: int, width: int) -> Tensor:
@@ -227,24 +219,9 @@ def ours(**fields: Any) -> tuple[ViT, ModelContract]:
         **{"image_size": 16, "patch_size": 8, "width": 16, "depth": 2, "num_heads": 2, "mlp_dim": 32} | fields
     )
     model = randomise(ViT(config))
-    assert isinstance(model, ViT)
-    pixels = Preprocessing(
-        mean=(0.5,) * config.in_channels,
-        std=(0.25,) * config.in_channels,
-        resolution=16,
-        channels=config.in_channels,  # type: ignore[arg-type]
-        crop="center",
-        crop_fraction=16 / 18,
-        crop_offset="floor",
-    )
-    contract = ModelContract.model_construct(
-        architecture=config,
-        class_names=tuple(f"Größe {index}" for index in range(config.num_classes)),
-        preprocessing=pixels,
-        training_data="sha256:" + "0" * 64,
-        license="Apache-2.0",
-    )
-    return model, contract
+    pixels = {"std": (0.25,) * config.in_channels, "crop": "center", "crop_fraction": 16 / 18}
+    names = [f"Größe {index}" for index in range(config.num_classes)]
+    return model, contract_for(config, names, "Apache-2.0", **pixels, crop_offset="floor")
 
 
 @pytest.mark.parametrize("name", OURS)

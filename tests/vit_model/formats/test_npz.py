@@ -21,8 +21,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from tests.support import google_numpy, timm_models
-from vit_model.build import build
-from vit_model.config import Architecture, ModelContract, Preprocessing, ResNetConfig, ViTConfig
+from tests.support.vits import contract_for, randomised
+from vit_model.config import Architecture, ResNetConfig, ViTConfig
 from vit_model.formats import Imported, npz
 from vit_model.formats.npz_layout import layout
 from vit_model.model import ViT
@@ -57,35 +57,9 @@ def configuration(**fields: Any) -> ViTConfig:
     return ViTConfig.model_validate(SMALL | fields)
 
 
-def half(config: Architecture, **fields: Any) -> Preprocessing:
-    channels = config.in_channels
-    values = {"mean": (0.5,) * channels, "std": (0.5,) * channels, "channels": channels}
-    return Preprocessing.model_validate(values | {"resolution": config.image_size} | fields)
-
-
-def contract_for(config: Architecture, **preprocessing: Any) -> ModelContract:
-    return ModelContract(
-        architecture=config,
-        class_names=tuple(map(str, range(config.num_classes))),
-        preprocessing=half(config, **preprocessing),
-        training_data="sha256:" + "0" * 64,
-        license=None,
-    )
-
-
-def randomised(config: ViTConfig, seed: int = 0) -> ViT:
-    """Every weight away from zero and one, so that none can be forgotten unnoticed."""
-    model = ViT(config).eval()
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.2)
-    return model
-
-
 def written(path: Path, **fields: Any) -> ViT:
     """A model whose file is at `path`."""
-    model = randomised(configuration(**fields))
+    model = randomised(configuration(**fields)).eval()
     npz.write(path, model, contract_for(model.config))
     return model
 
@@ -165,10 +139,7 @@ def test_bit_as_timm_reads_it_and_back(tmp_path: Path) -> None:
     from timm.models.resnetv2 import ResNetV2
 
     config = ResNetConfig(units=(2, 1), width_factor=2, image_size=224, num_classes=7)
-    model = build(config).eval()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(torch.randn(parameter.shape, generator=torch.Generator().manual_seed(0)) * 0.1)
+    model = randomised(config).eval()
     path = tmp_path / "model.npz"
     lines = npz.write(path, model, contract_for(config))
     assert lines[0] == "image_size: 224 is not in the file"
@@ -188,7 +159,7 @@ def test_bit_as_timm_reads_it_and_back(tmp_path: Path) -> None:
     assert difference(model(images).numpy(), theirs(images).numpy()) < 1e-5
     imported = npz.read(path)
     assert imported.architecture == config
-    assert imported.preprocessing == half(config)
+    assert imported.preprocessing == contract_for(config).preprocessing
     for name, tensor in model.state_dict().items():
         assert torch.equal(imported.weights[name], tensor), name
 
@@ -210,7 +181,7 @@ def test_round_trip_keeps_every_bit(tmp_path: Path, kind: str) -> None:
     model = written(tmp_path / "model.npz", **KINDS[kind])
     imported = npz.read(tmp_path / "model.npz")
     assert imported.architecture == model.config
-    assert imported.preprocessing == half(model.config)
+    assert imported.preprocessing == contract_for(model.config).preprocessing
     assert imported.class_names == tuple(map(str, range(model.config.num_classes)))
     assert imported.weights.keys() == model.state_dict().keys()
     for name, tensor in model.state_dict().items():

@@ -11,9 +11,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.support import vits
 from tests.support.paths import ROOT
-from vit_model.build import Network, build
-from vit_model.config import Architecture, ModelContract, Preprocessing, ResNetConfig, ViTConfig
+from tests.support.vits import randomised
+from vit_model.build import build
+from vit_model.config import Architecture, ModelContract, ResNetConfig, ViTConfig
 from vit_model.formats import onnx
 
 SMALL: dict[str, Any] = {
@@ -45,23 +47,8 @@ def configuration(**fields: Any) -> Architecture:
 
 
 def contract_for(config: Architecture) -> ModelContract:
-    return ModelContract.model_construct(  # not validated: images here need not be square
-        architecture=config,
-        class_names=tuple(f"Größe {index}" for index in range(config.num_classes)),
-        preprocessing=Preprocessing(mean=(0.1,) * 3, std=(0.3,) * 3, resolution=12, channels=3),
-        training_data="sha256:" + "0" * 64,
-        license="Apache-2.0",
-    )
-
-
-def randomised(config: Architecture) -> Network:
-    """Every weight away from zero and one, so that none can be forgotten unnoticed; in training mode."""
-    model = build(config)
-    generator = torch.Generator().manual_seed(0)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.2)
-    return model
+    names = [f"Größe {index}" for index in range(config.num_classes)]
+    return vits.contract_for(config, names, "Apache-2.0", mean=(0.1,) * 3, std=(0.3,) * 3)
 
 
 def random_images(config: Architecture, batch: int) -> Tensor:

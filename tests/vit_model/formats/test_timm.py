@@ -13,10 +13,10 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from tests.support import timm_models
-from tests.support.parity import assert_close, gradients_by_our_names, our_outputs, randomise
+from tests.support.parity import assert_close, contract_of, gradients_by_our_names, our_outputs, randomise
+from tests.support.vits import contract_for
 from vit_model import formats
-from vit_model.config import ModelContract, Preprocessing, ViTConfig
-from vit_model.formats import Imported
+from vit_model.config import Preprocessing, ViTConfig
 from vit_model.formats import timm as ours_of_timm
 from vit_model.formats.timm_architecture import conventions
 from vit_model.model import ViT
@@ -90,17 +90,6 @@ def save(config: dict[str, Any], model: nn.Module, folder: Path) -> None:
 
 def images_of(height: int, width: int) -> Tensor:
     return torch.randn(2, 3, height, width, generator=torch.Generator().manual_seed(3))
-
-
-def contract_of(imported: Imported) -> ModelContract:
-    assert imported.preprocessing is not None
-    return ModelContract(
-        architecture=imported.architecture,
-        class_names=imported.class_names,
-        preprocessing=imported.preprocessing,
-        training_data="sha256:" + "0" * 64,
-        license=imported.license,
-    )
 
 
 @pytest.mark.parametrize("size", [(SIDE, SIDE), (48, 40)], ids=["native", "resized"])
@@ -384,28 +373,16 @@ def test_our_own_architectures_compute_the_same_in_timm(tmp_path: Path, name: st
     config = ViTConfig(**sizes | OURS[name])
     model = randomise(ViT(config))
     assert isinstance(model, ViT)
-    channels = config.in_channels
-    pixels = Preprocessing(
-        mean=(0.5,) * channels,
-        std=(0.25,) * channels,
-        resolution=16,
-        channels=channels,  # type: ignore[arg-type]
-    )
-    contract = ModelContract.model_construct(
-        architecture=config,
-        class_names=tuple(f"class {index}" for index in range(config.num_classes)),
-        preprocessing=pixels,
-        license=None,
-    )
+    contract = contract_for(config, std=(0.25,) * config.in_channels)
     ours_of_timm.write(tmp_path / "model", model, contract)
     loaded = timm_models.load().create_model(f"local-dir:{tmp_path / 'model'}", pretrained=True).eval()
-    images = torch.randn(2, channels, *config.image_shape)
+    images = torch.randn(2, config.in_channels, *config.image_shape)
     with torch.no_grad():
         assert_close({"output": loaded(images)}, {"output": model(images)})
     again = formats.read(tmp_path / "model")
     same = {"position_resize": again.architecture.position_resize}
     assert again.architecture == config.model_copy(update=same)
     assert again.class_names == contract.class_names
-    assert again.preprocessing == (None if "oblong" in name else pixels)
+    assert again.preprocessing == (None if "oblong" in name else contract.preprocessing)
     for key, tensor in model.state_dict().items():
         assert torch.equal(again.weights[key], tensor), key
