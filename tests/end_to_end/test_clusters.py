@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import suppress
+from ipaddress import ip_address
 from pathlib import Path
 from urllib.request import urlopen
 
@@ -18,6 +19,7 @@ import requests
 from pipelines.recipe.load import load_pipeline
 from pipelines.store import Store, all_manifests, checkpoints, open_store, read_events
 from tests.support.clusters import RayCluster, end, home, ray_cluster, wait_for
+from tests.support.local_runs import a_local_ray, finish, ray_processes, start
 from tests.support.paths import TINY
 from tests.support.s3 import Bucket, Server, end_to_end_server
 from tests.support.stores import manifests
@@ -231,6 +233,37 @@ def test_what_cannot_be_used_is_said_and_nothing_is_started(cluster: RayCluster,
     for uri, words in (("store", "relative"), (str(store), "only this machine sees")):
         arguments = ("submit", TINY, "--store", uri, "--address", "http://192.0.2.1:8265")
         assert words in vitflow(environment, *arguments, check=2).stderr
+
+
+def listening(environment: dict[str, str]) -> set[tuple[str, str]]:
+    """(name, address) of every process of a local Ray that listens."""
+    found = set()
+    for process in ray_processes(environment):
+        with suppress(psutil.Error):
+            sockets = process.net_connections("inet")
+            found |= {
+                (process.name(), each.laddr.ip) for each in sockets if each.status == psutil.CONN_LISTEN
+            }
+    return found
+
+
+@pytest.mark.full
+def test_a_local_run_beside_this_ray_finds_its_own_and_listens_on_loopback_only(
+    cluster: RayCluster, tmp_path: Path
+) -> None:
+    """Two workers train."""
+    seen: set[tuple[str, str]] = set()
+    with a_local_ray() as environment:
+        run = start(tmp_path / "s", environment, "pretrain")
+        while run.poll() is None:
+            seen |= listening(environment)
+            time.sleep(0.1)
+        said = finish(run)
+    assert "multiple active Ray instances" not in said and "Exception in thread" not in said
+    assert any(name.startswith("ray::RayTrainWorker") for name, _ in seen), (
+        "it was looked at while it trained"
+    )
+    assert {ip for _, ip in seen if not ip_address(ip.removeprefix("::ffff:")).is_loopback} == set()
 
 
 @pytest.mark.full

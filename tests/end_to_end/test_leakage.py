@@ -66,5 +66,6 @@ def test_a_folder_that_was_split_twice(vitflow_local: Vitflow, tmp_path: Path) -
     assert list(apart.values()) == [len(test) - leaked, leaked]
     assert not any("seen in training" in verdict["method"] for verdict in report["verdicts"])
 
-    out = vitflow_local("run", recipe, "--store", store, "--set", "a.against=[b]").stdout
-    assert f"test images seen in training: 0 of {len(test)}" in out
+    run = vitflow_local("run", recipe, "--store", store, "--set", "a.against=[b]").stdout.split()[1]
+    log = vitflow_local("logs", run, "few_shot", "--store", store).stdout
+    assert f"test images seen in training: 0 of {len(test)}" in log

@@ -45,31 +45,17 @@ def test_a_rerun_touches_nothing_and_imports_neither_torch_nor_ray(vitflow, tiny
     assert not imported & {"torch", "ray", "numpy", "pyarrow"}
 
 
-def test_a_changed_field_runs_its_stage_and_those_behind_it(vitflow, tiny_store: Path) -> None:  # type: ignore[no-untyped-def]
-    plan = json.loads(vitflow("plan", TINY, "--store", tiny_store, "--set", "probe.draws=3", "--json").stdout)
-    states = {row["stage"]: row["state"] for row in plan}
-    assert states == {
-        "digits": "cached",
-        "pretrain": "cached",
-        "finetune": "cached",
-        "pixels": "cached",
-        "probe": "run",
-        "report": "pending",
-    }
-    assert next(row["why"] for row in plan if row["stage"] == "probe") == "draws 2 -> 3"
-
-
 def test_an_execution_field_runs_nothing(vitflow, tiny_store: Path) -> None:  # type: ignore[no-untyped-def]
     out = run(vitflow, tiny_store, "--set", "pretrain.workers=1", "--set", "pretrain.threads=2")
     assert out.count("CACHED") == 6
 
 
-def test_force_makes_a_successor_and_the_same_content_stops_there(  # type: ignore[no-untyped-def]
-    vitflow, tiny_store: Path, tmp_path: Path
+def test_force_makes_a_successor_and_the_same_content_stops_there(
+    vitflow_local: Vitflow, tiny_store: Path, tmp_path: Path
 ) -> None:
     shutil.copytree(tiny_store, store := tmp_path / "store")
     before = {path: path.read_bytes() for path in store.glob("artifacts/*/*/manifest.json")}
-    out = run(vitflow, store, "--force", "digits", "--only", "pixels")
+    out = run(vitflow_local, store, "--force", "digits", "--only", "pixels")
     assert all(path.read_bytes() == data for path, data in before.items()), "nothing is overwritten"
     assert len(list(store.glob("artifacts/ingest/*/manifest.json"))) == 2
     assert re.search(r"digits +SUCCEEDED", out)
@@ -77,20 +63,20 @@ def test_force_makes_a_successor_and_the_same_content_stops_there(  # type: igno
 
 
 @pytest.mark.full
-def test_a_damaged_input_ends_the_run_and_names_what_rebuilds_it(  # type: ignore[no-untyped-def]
-    vitflow, tiny_store: Path, tmp_path: Path
+def test_a_damaged_input_ends_the_run_and_names_what_rebuilds_it(
+    vitflow_local: Vitflow, tiny_store: Path, tmp_path: Path
 ) -> None:
     shutil.copytree(tiny_store, store := tmp_path / "store")
     made = manifests(store)["digits"]
     flip(files_of(store, made) / "index.parquet")
     again = ("--set", "probe.seed=77", "--only", "probe")
-    done = run(vitflow, store, *again, check=1)
+    done = run(vitflow_local, store, *again, check=1)
     rebuild = f"vitflow run {made['run'].rsplit('-', 3)[0]} --force digits --store {store}"
     assert "index.parquet is damaged: it has sha256" in done
     assert rebuild in done
-    assert rebuild in vitflow("verify", made["key"], "--store", store, check=1).stdout
-    run(vitflow, store, *again, "--force", "digits")
-    assert "nothing is damaged" in vitflow("verify", "--store", tiny_store).stdout
+    assert rebuild in vitflow_local("verify", made["key"], "--store", store, check=1).stdout
+    run(vitflow_local, store, *again, "--force", "digits")
+    assert "nothing is damaged" in vitflow_local("verify", "--store", tiny_store).stdout
 
 
 def test_a_pretraining_is_continued_with_another_objective_and_fine_tuned(

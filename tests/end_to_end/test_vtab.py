@@ -6,13 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from pipelines.spec import ModelSize
 from pipelines.spec.vtab import TASKS
-from ray_jobs.data.shards import DatasetInfo
-from ray_jobs.training.contract import model_contract
 from tests.conftest import Vitflow
 from tests.support import vtab_natural
-from vit_model.build import build
+from tests.support.vits import TINY, contract_for, randomised
+from vit_model.config import ViTConfig
 from vit_model.weights import save_model
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.full]
@@ -20,16 +18,10 @@ THERE = ("dtd", "oxford_flowers102", "svhn")
 
 
 def write_model(folder: Path) -> Path:
-    """A small ViT of vitflow's own making, with random weights, trained on nothing here."""
-    none = {"train": 0, "dev": 0, "test": 0}
-    info = DatasetInfo(
-        name="x", class_names=("a", "b"), image=None, splits=none, shards=(), content_digest="x"
-    )
-    contract = model_contract(ModelSize(patch_size=4, width=16, depth=1, num_heads=2), 16, info)
-    network = build(contract.architecture)
-    network.initialise(3)  # not what an untrained one begins with
+    """A small ViT with random weights, trained on nothing here."""
+    config = ViTConfig.model_validate(TINY | {"image_size": 16, "num_classes": 2})
     folder.mkdir()
-    save_model(folder, network, contract)
+    save_model(folder, randomised(config), contract_for(config))
     return folder
 
 

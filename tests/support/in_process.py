@@ -53,9 +53,12 @@ class Jobs:
             except Exception:
                 traceback.print_exc()
                 code = 1
+        self.ended(submission_id, code, said.getvalue())
+
+    def ended(self, submission_id: str, code: int, said: str) -> None:
         status = "FAILED" if code else "SUCCEEDED"
         self.states[submission_id] = JobState(submission_id, status, "", code)
-        self.said[submission_id] = said.getvalue()
+        self.said[submission_id] = said
 
     def job(self, submission_id: str) -> JobState | None:
         return self.states.get(submission_id)
@@ -64,10 +67,10 @@ class Jobs:
         """It has ended."""
 
     def logs(self, submission_id: str) -> str:
-        return self.said[submission_id]
+        return self.said.get(submission_id, "")
 
     def follow_logs(self, submission_id: str, write: Callable[[str], None], _: object) -> None:
-        for line in self.said[submission_id].splitlines():
+        for line in self.logs(submission_id).splitlines():
             write(line)
 
 

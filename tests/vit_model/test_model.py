@@ -124,9 +124,7 @@ def test_model_without_head_returns_the_representation() -> None:
 
 def test_images_of_another_size_are_refused() -> None:
     model = ViT(ViTConfig.model_validate(SMALL))
-    with pytest.raises(
-        ValueError, match=r"images have shape \[2, 3, 16, 16\]; this model needs \[b, 3, 12, 12\]"
-    ):
+    with pytest.raises(ValueError, match=r"\[2, 3, 16, 16\]; .* \[b, 3, 12, 12\]"):
         model(torch.zeros(2, 3, 16, 16))
 
 

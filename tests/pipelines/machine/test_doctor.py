@@ -135,7 +135,7 @@ def test_a_file_system_that_overwrites_is_a_problem(tmp_path: Path) -> None:
     )
     found = doctor.conditional_writes(Overwriting(tmp_path))
     assert found.status == "problem"
-    assert "8 writers of one name 8 were told that they won, and a later one too" in found.said
+    assert "8 writers of one name 8" in found.said
 
 
 def test_a_clock_that_differs_is_a_problem() -> None:
@@ -220,10 +220,7 @@ def test_the_local_ray_is_well_with_its_token_and_shut_without(monkeypatch: pyte
         )
         # as another cluster, whose processes are not known
         found = by_name(cluster_findings(ray.address, ray.token_path))
-        assert (
-            found["cluster, access"].said
-            == "it requires a token, and listens only on this machine's loopback"
-        )
+        assert "requires a token" in found["cluster, access"].said
 
 
 # ------------------------------------------------------------------------------------------------- the machine

@@ -17,7 +17,7 @@ from pipelines.files.digests import cache_folder
 from pipelines.store import Layout, Store, StoreError, commit, open_store
 from ray_jobs.data.shards import ImageSize, Sample
 from ray_jobs.evaluation import rows as tables
-from tests.support import datasets
+from tests.support import datasets, records
 from tests.support.checkpoints import model_at, put_pretraining
 from tests.support.records import make_manifest
 from tests.support.vits import contract_for
@@ -43,19 +43,7 @@ def put_dataset(store: Store, key: str = "da") -> None:
 
 
 def row(method: str, value: float) -> dict[str, object]:
-    return {
-        "task": "zoo",
-        "protocol": "baseline",
-        "method": method,
-        "labels_per_class": None,
-        "draw": 0,
-        "split": "test",
-        "metric": "accuracy",
-        "value": value,
-        "num_images": 3,
-        "selected_on": "dev",
-        "settings": "{}",
-    }
+    return records.row(task="zoo", method=method, labels_per_class=None, value=value, num_images=3)
 
 
 def put_finetuned(store: Store, key: str = "fa", value: float = 0.5) -> ViT:

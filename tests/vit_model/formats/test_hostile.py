@@ -271,9 +271,7 @@ def test_a_pickle_runs_nothing(tmp_path: Path, zipped: bool, where: str) -> None
         tmp_path / "weights",
         _use_new_zipfile_serialization=zipped,
     )
-    with pytest.raises(
-        ValueError, match=r"weights is not a complete torch\.save file that holds only tensors: it refers to"
-    ):
+    with pytest.raises(ValueError, match=r"weights is not a complete torch\.save file .*: it refers to"):
         formats.read(tmp_path / "weights")
     assert not trap.exists()
     torch.load(tmp_path / "weights", weights_only=False) if where != "bomb" else None
@@ -336,9 +334,7 @@ def test_an_old_pickle_that_lists_a_storage_it_has_not_is_an_error(tmp_path: Pat
     key = re.findall(rb"(?s)X.\0\0\0(\d{5,})q", data)[-1]
     at = data.rindex(key)
     (tmp_path / "weights").write_bytes(data[:at] + b"x" + data[at + 1 :])
-    with pytest.raises(
-        ValueError, match=r"not a complete torch.save file that holds only tensors.*storage key"
-    ):
+    with pytest.raises(ValueError, match=r"not a complete torch\.save file.*storage key"):
         formats.read(tmp_path / "weights")
 
 

@@ -269,7 +269,7 @@ def test_what_no_class_of_transformers_computes_is_not_written(
 
 def test_a_projection_has_no_bias(tmp_path: Path) -> None:
     model, contract = ours(norm_first=True, patch_bias=False, num_classes=3)
-    with pytest.raises(ValueError, match=r"'head\.bias' cannot be written: this format has no such tensor"):
+    with pytest.raises(ValueError, match=r"'head\.bias' cannot be written"):
         hugging_face.write(tmp_path / "x", model, contract)
 
 
@@ -453,7 +453,7 @@ def test_the_mean_of_siglips_tokens_leaves_its_map_head_behind(tmp_path: Path) -
     theirs = randomise(siglip("SiglipForImageClassification"))
     save(theirs, tmp_path)
     read = formats.read(tmp_path)
-    assert "attn_pool: dropped; the classifier reads the mean of the tokens." in read.lines
+    assert any(line.startswith("attn_pool: dropped") for line in read.lines)
     images = images_of(SIDE, SIDE)
     assert_close(
         {"logits": our_outputs(read, images)[0].detach()}, {"logits": their_output(theirs, images).detach()}

@@ -18,16 +18,7 @@ from vit_model.build import build
 from vit_model.config import Architecture, ModelContract, ResNetConfig, ViTConfig
 from vit_model.formats import onnx
 
-SMALL: dict[str, Any] = {
-    "image_size": 12,
-    "patch_size": 4,
-    "width": 16,
-    "depth": 1,
-    "num_heads": 4,
-    "mlp_dim": 24,
-    "num_classes": 7,
-    "dropout": 0.5,
-}
+SMALL = vits.SMALL | {"depth": 1, "dropout": 0.5}
 KINDS: dict[str, dict[str, Any]] = {
     "cls": {"representation_head": True, "depth": 2},
     "gap, exact": {"pooling": "gap", "norm_after_pooling": True, "class_token": True, "gelu": "exact"},

@@ -263,7 +263,7 @@ def test_of_a_trainings_checkpoint_the_averages_are_taken_unless_told_otherwise(
     assert any("the moving averages." in line for line in formats.read(tmp_path / "averages.pt", False).lines)
     twice = {"model.norm.weight": tensors["norm.weight"]} | tensors
     torch.save(twice, tmp_path / "twice.pt")
-    with pytest.raises(ValueError, match=r"several tensors of one name, such as with and without a prefix"):
+    with pytest.raises(ValueError, match="several tensors of one name"):
         formats.read(tmp_path / "twice.pt")
     torch.save({keys[0]: raw, "args": argparse.Namespace(lr=1)}, tmp_path / "arguments.pt")
     with pytest.raises(ValueError, match=r"refers to argparse.Namespace, .* torch.save\(torch.load\("):
