@@ -159,12 +159,14 @@ def test_without_mean_and_std_an_import_is_refused_once_until_they_are_given(
 
 
 @pytest.mark.full
-def test_a_model_of_the_hub_is_imported_and_a_rerun_needs_no_hub(vitflow: Any, tmp_path: Path) -> None:
+def test_a_model_of_the_hub_is_imported_and_a_rerun_needs_no_hub(
+    vitflow: Vitflow, vitflow_local: Vitflow, tmp_path: Path
+) -> None:
     checkpoint = write_hugging_face(tmp_path / "vit")
     given = ["import", "hf:org/vit-tiny", "--store", tmp_path / "store"]
     with running_hub() as hub:
         commit = hub.commit("org/vit-tiny", {path.name: path.read_bytes() for path in checkpoint.iterdir()})
-        first = vitflow(*given, HF_ENDPOINT=hub.endpoint).stdout
+        first = vitflow_local(*given, HF_ENDPOINT=hub.endpoint).stdout
         path = f"backbone.path=hf:org/vit-tiny@{commit}"
         assert "mean 0.4, 0.5, 0.6" in first and path in first
     again = vitflow(*given, HF_ENDPOINT=hub.endpoint, PYTHONPROFILEIMPORTTIME="1")
@@ -173,7 +175,7 @@ def test_a_model_of_the_hub_is_imported_and_a_rerun_needs_no_hub(vitflow: Any, t
     [manifest] = (tmp_path / "store").glob("artifacts/import/*/manifest.json")
     assert json.loads(manifest.read_text())["config"]["path"] == f"hf:org/vit-tiny@{commit}"
     key = re.search(r"model (\w{12})", first)
-    here = vitflow("import", checkpoint, "--store", tmp_path / "store").stdout
+    here = vitflow_local("import", checkpoint, "--store", tmp_path / "store").stdout
     assert key is not None and f"model {key[1]}" in here and "CACHED" in here, (
         "the same files have the same key"
     )

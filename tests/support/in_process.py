@@ -9,6 +9,7 @@ import os
 import shlex
 import subprocess
 import sys
+import tempfile
 import traceback
 import warnings
 from collections.abc import Callable
@@ -38,8 +39,9 @@ class Jobs:
 
         assert os.environ["VITFLOW_RAY_DIR"] != NOWHERE, "nothing was to run"
         *_, module, _, spec = shlex.split(entrypoint)
-        said, code = io.StringIO(), 0
+        code = 0
         with (
+            tempfile.TemporaryFile("w+") as said,  # a file, as faulthandler wants one
             patch.object(sys, "argv", ["job", "--spec", spec]),
             patch.object(stage, "join_ray"),
             redirect_stdout(said),
@@ -53,7 +55,8 @@ class Jobs:
             except Exception:
                 traceback.print_exc()
                 code = 1
-        self.ended(submission_id, code, said.getvalue())
+            said.seek(0)
+            self.ended(submission_id, code, said.read())
 
     def ended(self, submission_id: str, code: int, said: str) -> None:
         status = "FAILED" if code else "SUCCEEDED"
