@@ -11,7 +11,6 @@ from PIL import Image
 
 from tests.conftest import Vitflow
 from tests.support.paths import TINY
-from tests.support.records import flip
 from tests.support.stores import files_of, manifests, snapshot
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow]
@@ -45,11 +44,6 @@ def test_a_rerun_touches_nothing_and_imports_neither_torch_nor_ray(vitflow, tiny
     assert not imported & {"torch", "ray", "numpy", "pyarrow"}
 
 
-def test_an_execution_field_runs_nothing(vitflow, tiny_store: Path) -> None:  # type: ignore[no-untyped-def]
-    out = run(vitflow, tiny_store, "--set", "pretrain.workers=1", "--set", "pretrain.threads=2")
-    assert out.count("CACHED") == 6
-
-
 def test_force_makes_a_successor_and_the_same_content_stops_there(
     vitflow_local: Vitflow, tiny_store: Path, tmp_path: Path
 ) -> None:
@@ -60,23 +54,6 @@ def test_force_makes_a_successor_and_the_same_content_stops_there(
     assert len(list(store.glob("artifacts/ingest/*/manifest.json"))) == 2
     assert re.search(r"digits +SUCCEEDED", out)
     assert re.search(r"pixels +CACHED", out), "the same content behind another key"
-
-
-@pytest.mark.full
-def test_a_damaged_input_ends_the_run_and_names_what_rebuilds_it(
-    vitflow_local: Vitflow, tiny_store: Path, tmp_path: Path
-) -> None:
-    shutil.copytree(tiny_store, store := tmp_path / "store")
-    made = manifests(store)["digits"]
-    flip(files_of(store, made) / "index.parquet")
-    again = ("--set", "probe.seed=77", "--only", "probe")
-    done = run(vitflow_local, store, *again, check=1)
-    rebuild = f"vitflow run {made['run'].rsplit('-', 3)[0]} --force digits --store {store}"
-    assert "index.parquet is damaged: it has sha256" in done
-    assert rebuild in done
-    assert rebuild in vitflow_local("verify", made["key"], "--store", store, check=1).stdout
-    run(vitflow_local, store, *again, "--force", "digits")
-    assert "nothing is damaged" in vitflow_local("verify", "--store", tiny_store).stdout
 
 
 def test_a_pretraining_is_continued_with_another_objective_and_fine_tuned(

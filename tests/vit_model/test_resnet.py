@@ -4,7 +4,7 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from types import ModuleType
-from typing import Any, TypeVar
+from typing import Any
 
 import pytest
 import torch
@@ -31,9 +31,6 @@ PUBLISHED = {
     "R152x2": 236_335_208,
     "R152x4": 936_533_224,
 }
-
-
-Module = TypeVar("Module", bound=nn.Module)
 
 
 @pytest.fixture(scope="module")

@@ -60,9 +60,7 @@ def test_round_trip_keeps_every_bit(tmp_path: Path, fields: dict[str, Any]) -> N
     loaded, contract = load_model(tmp_path)
     assert contract == contract_for(config)
     assert loaded.config == config
-    assert loaded.state_dict().keys() == model.state_dict().keys()
-    for name, tensor in model.state_dict().items():
-        assert torch.equal(loaded.state_dict()[name], tensor), name
+    torch.testing.assert_close(loaded.state_dict(), model.state_dict(), rtol=0, atol=0)
     images = torch.randn(2, 1, 8, 8, generator=torch.Generator().manual_seed(0))
     assert torch.equal(loaded(images), model.eval()(images))
     assert not loaded.training
@@ -140,10 +138,6 @@ def overlapping_tensors(content: bytes) -> bytes:
 DAMAGES: list[tuple[str, Callable[[Path], object], str]] = [
     ("no weights", lambda folder: (folder / "model.safetensors").unlink(), "model.safetensors is missing"),
     ("no contract", lambda folder: (folder / "config.json").unlink(), "config.json is missing"),
-    ("empty", replace_weights(lambda _: b""), "not a complete safetensors file"),
-    ("cut in the length", replace_weights(lambda content: content[:5]), "not a complete safetensors file"),
-    ("cut in the header", replace_weights(lambda content: content[:100]), "header claims"),
-    ("cut in the data", replace_weights(lambda content: content[:-1]), "not a complete safetensors file"),
     (
         "more behind the data",
         replace_weights(lambda content: content + b"\0"),
@@ -228,7 +222,7 @@ def test_damaged_folders_are_refused(folder: Path, damage: Callable[[Path], obje
 def test_every_truncation_is_refused(folder: Path) -> None:
     path = folder / "model.safetensors"
     content = path.read_bytes()
-    for length in range(0, len(content), 97):
+    for length in (*range(0, len(content), 97), 5, len(content) - 1):
         path.write_bytes(content[:length])
         with pytest.raises(ValueError, match=r"model\.safetensors"):
             load_model(folder)

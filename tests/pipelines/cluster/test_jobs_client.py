@@ -15,6 +15,7 @@ from werkzeug import Response
 
 from pipelines.cluster.jobs_client import Cluster, ClusterUnreachable, JobState, connect
 from pipelines.cluster.local import hold
+from tests.support.clusters import wait_for
 from tests.support.serving import serving
 from vit_model.errors import UserError
 
@@ -30,14 +31,10 @@ def python(code: str) -> str:
 
 
 def end_of(cluster: Cluster, submission_id: str, seconds: float = 60.0) -> JobState:
-    deadline = time.monotonic() + seconds
-    while time.monotonic() < deadline:
-        job = cluster.job(submission_id)
-        assert job is not None
-        if job.ended:
-            return job
-        time.sleep(0.05)
-    raise AssertionError(f"{submission_id} has not ended after {seconds} s")
+    wait_for(lambda: (job := cluster.job(submission_id)) is not None and job.ended, seconds)
+    job = cluster.job(submission_id)
+    assert job is not None
+    return job
 
 
 @pytest.mark.ray

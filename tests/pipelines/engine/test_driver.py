@@ -175,15 +175,6 @@ def test_a_cluster_that_does_not_answer_for_a_while_loses_nothing() -> None:
     assert "the log was lost with its cluster" in world.log(world.attempts()[0])
 
 
-@pytest.mark.parametrize("answers", [False, True])
-def test_a_submission_that_got_lost_or_whose_answer_did_is_no_second_job(answers: bool) -> None:
-    world = World()
-    assert walk(world, Loses("submit", answers=answers)) == {"images": "SUCCEEDED"}
-    assert world.cluster.arrived == [("session-1", job_id(1))]
-    assert [attempt.number for attempt in world.attempts()] == [1]
-    assert len(world.cluster.started) == 1
-
-
 def test_a_job_that_its_own_cluster_does_not_know_is_submitted_under_the_same_id() -> None:
     """The driver died between writing the attempt and submitting its job."""
     world = World()
@@ -199,7 +190,8 @@ def test_a_job_that_its_own_cluster_does_not_know_is_submitted_under_the_same_id
 def test_an_outage_of_the_store_or_the_cluster_changes_nothing_but_the_time(what: str, answers: bool) -> None:
     world = World("images", "pixels")
     assert set(walk(world, Loses(what, times=7, answers=answers)).values()) == {"SUCCEEDED"}
-    assert [job.attempt.stage for job in world.cluster.started] == ["images", "pixels"]
+    assert [job.attempt.stage for job in world.cluster.started] == ["images", "pixels"], "no second job"
+    assert {attempt.number for job in ("ingest", "baselines") for attempt in world.attempts(job)} == {1}
     assert set(world.events()) >= {f"stage images {status}" for status in ("PENDING", "RUNNING", "SUCCEEDED")}
     assert world.events()[-1] == "finished SUCCEEDED"
 

@@ -188,9 +188,7 @@ def test_what_we_write_transformers_loads_strictly_and_we_read_again(tmp_path: P
         imported.class_names,
         imported.license,
     )
-    assert again.weights.keys() == imported.weights.keys()
-    for key, tensor in imported.weights.items():
-        assert torch.equal(again.weights[key], tensor), key
+    torch.testing.assert_close(again.weights, imported.weights, rtol=0, atol=0)
     kind = getattr(
         transformers(), json.loads((tmp_path / "ours/config.json").read_text())["architectures"][0]
     )
@@ -239,8 +237,7 @@ def test_our_own_architectures_compute_the_same_in_transformers(tmp_path: Path, 
     if config["id2label"]:
         assert loaded.config.id2label == dict(enumerate(contract.class_names))
     again = formats.read(tmp_path)
-    for key, tensor in model.state_dict().items():
-        assert torch.equal(again.weights[key], tensor), key
+    torch.testing.assert_close(again.weights, {**model.state_dict()}, rtol=0, atol=0)
     same = {"position_resize": again.architecture.position_resize}
     assert again.architecture == model.config.model_copy(update=same)
     assert (again.class_names, again.license) == (contract.class_names, contract.license)
@@ -407,8 +404,7 @@ def test_sharded_half_precision_and_new_names_are_read(tmp_path: Path) -> None:
         read = formats.read(tmp_path / folder)
         assert read.preprocessing is None
         assert "preprocessing: preprocessor_config.json is missing." in read.lines
-        for key, tensor in whole.weights.items():
-            assert torch.equal(read.weights[key], tensor), key
+        torch.testing.assert_close(read.weights, whole.weights, rtol=0, atol=0)
     theirs.half().save_pretrained(tmp_path / "half")  # type: ignore[operator]
     half = formats.read(tmp_path / "half")
     assert "weights: converted from float16 to float32." in half.lines
