@@ -21,8 +21,9 @@ from pipelines.spec import Audit, quantity
 from pipelines.store import FileEntry, Layout
 from ray_jobs.data.shards import Dataset, Images, Split
 from ray_jobs.evaluation.tasks import Run, here, on_cluster
+from ray_jobs.process.context import Context, Result
 from ray_jobs.process.devices import fit_resources
-from ray_jobs.process.stage import Context, Result, run_stage
+from ray_jobs.process.stage import run_stage
 
 NAMED = 10  # classes in a line of the log
 AUDITED: tuple[Split, ...] = ("train", "dev")

@@ -37,7 +37,8 @@ from ray_jobs.evaluation.cost import Cost, write_cost
 from ray_jobs.evaluation.leakage import PRETRAINED, SEEN, Overlap, check_leakage
 from ray_jobs.evaluation.supports import Supports
 from ray_jobs.process import devices
-from ray_jobs.process.stage import Context, Result, model_digest, run_stage
+from ray_jobs.process.context import Context, Result, model_digest
+from ray_jobs.process.stage import run_stage
 from ray_jobs.training.ledger import Ledger, open_ledger
 from ray_jobs.training.search import describe, points
 from ray_jobs.training.sweep import choose, held_out_temperature, last_step, steps_after, sweep

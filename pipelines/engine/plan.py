@@ -9,8 +9,6 @@ from dataclasses import dataclass, replace
 from functools import cache, partial
 from typing import Any
 
-from pydantic import ValidationError
-
 from pipelines import identity
 from pipelines.engine.latest import Newest, newest_models, recipe_of, start_of, wants_latest
 from pipelines.files.weights import lacks_preprocessing
@@ -42,8 +40,7 @@ from pipelines.store import (
     successors,
     weights_file,
 )
-from vit_model.config import ModelContract, different_encoders
-from vit_model.errors import reasons as reasons_of
+from vit_model.contract import ModelContract
 
 READERS = 16  # manifests read at once: on S3 each takes a round trip
 
@@ -268,10 +265,7 @@ def _check_checkpoints(
         (reference,) = inputs[field]
         manifest = read_manifest(store, reference.job, reference.key)
         assert manifest is not None
-        try:
-            weights_file(store, manifest, checkpoint)
-        except RecipeError as error:
-            raise RecipeError(f"stages.{name}.{field}: {error}") from None
+        weights_file(store, manifest, checkpoint, f"stages.{name}.{field}: ")
 
 
 def _check_start(store: Store, name: str, config: AnyStage, inputs: Mapping[str, list[InputRef]]) -> None:
@@ -281,18 +275,13 @@ def _check_start(store: Store, name: str, config: AnyStage, inputs: Mapping[str,
     if (found := _find_model(store, inputs["init_from"])) is None:
         return
     stage, contract = found
-    theirs = contract.architecture
     try:
-        model = config.with_model(theirs).model
-    except ValidationError as error:
-        raise RecipeError(f"stages.{name}.init_from: {stage}: {reasons_of(error)}") from None
-    assert model is not None
-    ours = model.architecture(config.resolution, theirs.in_channels, 0)
-    if different := different_encoders(ours, theirs):
-        latest = ""
-        if wants_latest(config):
-            latest = f". Change model back, or train new weights with --set {name}.init_from=null"
-        raise RecipeError(f"stages.{name}.init_from: {stage} does not match model: {different}{latest}")
+        config.check_start(f"stages.{name}.init_from: {stage}", contract.architecture)
+    except RecipeError as error:
+        if not wants_latest(config):
+            raise
+        remedy = f"Change model back, or train new weights with --set {name}.init_from=null"
+        raise RecipeError(f"{error}. {remedy}") from None
 
 
 def _check_teacher(store: Store, name: str, config: AnyStage, inputs: Mapping[str, list[InputRef]]) -> None:
@@ -302,10 +291,8 @@ def _check_teacher(store: Store, name: str, config: AnyStage, inputs: Mapping[st
     if (found := _find_model(store, inputs["teacher"])) is None:
         return
     stage, contract = found
-    try:
-        config.check_teacher(contract.preprocessing.resolution, bool(contract.class_names))
-    except ValueError as error:
-        raise RecipeError(f"stages.{name}.teacher: {stage} {error}") from None
+    where = f"stages.{name}.teacher: {stage}"
+    config.check_teacher(where, contract.preprocessing.resolution, bool(contract.class_names))
 
 
 def _check_search(stage: PlannedStage) -> None:

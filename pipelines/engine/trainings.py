@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from pipelines.engine.status import Status
+from pipelines.spec import TRAINED
 from pipelines.store import (
     LogLine,
     Store,
@@ -19,7 +20,6 @@ from pipelines.store import (
     read_plan,
 )
 
-_JOBS = ("pretrain", "finetune")
 # The names of fits, see `LogLine.fit`.
 _TRIAL = re.compile(r"trial-(?P<number>\d{1,9})(-p[0-9a-f]+)?-(?P<fold>\d{1,9})")
 _REFIT = re.compile(r"refit-\d+(-p[0-9a-f]+)?-((?P<last>[1-9]\d{0,17})-)?(?P<draw>\d{1,9})")
@@ -81,7 +81,7 @@ class Trainings:
         return [
             self._training(entry["stage"], entry["key"])
             for entry in status["stages"]
-            if "key" in entry and self._configs[entry["stage"]]["job"] in _JOBS
+            if "key" in entry and self._configs[entry["stage"]]["job"] in TRAINED
         ]
 
     def add_progress(self, status: dict[str, Any]) -> None:

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import AfterValidator, Discriminator, Field, JsonValue, Tag, model_validator
 
 from pipelines.spec.fields import Seed
-from vit_model.config import Frozen
+from vit_model.fields import Frozen
 
 Point = dict[str, Any]
 """The values of the searched fields in one trial, by the field's path: {"optimizer.weight_decay": 0.1}."""

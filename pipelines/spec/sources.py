@@ -7,11 +7,11 @@ from typing import Annotated, Literal, Self, get_args
 from pydantic import AfterValidator, Field, model_validator
 
 from pipelines.spec.archives import ImageNet21kSource, ImageNetSource, WebDatasetSource
-from pipelines.spec.fields import RecipeError, Root, Seed, ascending, distinct, execution
+from pipelines.spec.fields import RecipeError, Root, Seed, ascending, distinct
 from pipelines.spec.files import At, Files, FileSource, InPackage, Named
 from pipelines.spec.records import CifarSource, HfParquetSource, ShapesSource, TfdsSource
 from pipelines.spec.vtab import VtabSource
-from vit_model.config import later
+from vit_model.fields import execution, later
 
 
 class GlyphSource(FileSource):
@@ -107,7 +107,7 @@ class IdxSource(FileSource):
                 raise ValueError(f"classes: {label} is not from 0 to {len(self.class_names) - 1}")
         return self
 
-    def kept(self) -> tuple[int, ...]:
+    def selected(self) -> tuple[int, ...]:
         """Return the labels to keep, ascending."""
         return self.classes or tuple(range(len(self.class_names)))
 

@@ -11,10 +11,9 @@ from typing import Annotated, Literal, NamedTuple, Self
 
 from pydantic import AfterValidator, Field, model_validator
 
-from pipelines.spec.augmentation import Augmentation
-from pipelines.spec.fields import RecipeError, execution, located
+from pipelines.spec.fields import RecipeError, located
 from pipelines.spec.files import Below, Files, FileSource
-from vit_model.config import later
+from vit_model.fields import execution, later
 
 Task = Literal[
     "caltech101",
@@ -45,7 +44,7 @@ class Need(NamedTuple):
 
     name: str
     origin: str
-    """Where to get it, for a message."""
+    """The place to get it from, for a message."""
     accepted: tuple[str, ...] = ()
     """Other names, or patterns, of files that hold the same; their magic bytes say how it is packed."""
     parts: int = 0
@@ -132,26 +131,6 @@ WHOLE = ", whole"  # after a title: all of the data set's images
 GROUPS: dict[Task, Group] = {task: files.group for task, files in TASKS.items()}
 
 
-# Kolesnikov et al. 2020 ("Big Transfer"), appendix F: where a flip or a crop would change the label
-_WITHOUT_FLIP = ("dsprites_loc", "dsprites_ori", "smallnorb_azi")
-_WITHOUT_CROP = ("clevr_count", "clevr_dist", "dmlab", "dsprites_loc", "kitti")
-
-
-def augmentation(title: str) -> Augmentation:
-    """Return how BiT and ViT augment a task in fine-tuning.
-
-    Raises:
-        ValueError: no task has this name in reports.
-    """
-    titles = {files.title: task for task, files in TASKS.items()}
-    task = titles.get(title.removesuffix(WHOLE))
-    if task is None:
-        raise ValueError(f"augment vtab is for VTAB-1k's tasks; {title} is not one of them")
-    if task in _WITHOUT_CROP:
-        return "none" if task in _WITHOUT_FLIP else "flip"
-    return "squash_crop" if task in _WITHOUT_FLIP else "squash_crop_flip"
-
-
 class VtabSource(FileSource):
     """One of VTAB-1k's 19 tasks, from its authors' archives, in the splits that TFDS and VTAB give it."""
 
@@ -182,7 +161,7 @@ class VtabSource(FileSource):
 
     @property
     def name(self) -> str:
-        """What reports call these images."""
+        """The name of the data set in reports."""
         return TASKS[self.task].title + (WHOLE if self.subset == "whole" else "")
 
     @model_validator(mode="after")

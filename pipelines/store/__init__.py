@@ -1,7 +1,6 @@
 """Where results live: a folder or s3://bucket/prefix with create-only commits. Layout in `Layout`.
 
 To read the code, start with `records`, then `protocol`, then one of the two stores. Other rooms import from here.
-`open_store` imports the store that it opens, because boto3 takes longer than planning in a folder.
 """
 
 from pipelines.errors import StoreAbsent, StoreDamaged, StoreError, StoreUnreachable, Superseded
@@ -44,6 +43,7 @@ from pipelines.store.named_checkpoints import (
     weights_file,
 )
 from pipelines.store.objects import check_name, numbers, read_record, warn
+from pipelines.store.opening import open_store
 from pipelines.store.protocol import (
     LARGEST_RECORD,
     SETTINGS,
@@ -53,7 +53,6 @@ from pipelines.store.protocol import (
     encode,
     inside,
     is_at,
-    open_store,
     wait_for_store,
 )
 from pipelines.store.records import (

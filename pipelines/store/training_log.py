@@ -27,7 +27,7 @@ from pipelines.store.artifacts import local_file, read_manifest
 from pipelines.store.objects import numbers, warn
 from pipelines.store.protocol import Store, wait_for_store
 from pipelines.store.records import Attempt, Layout, Manifest, Name, Time
-from vit_model.config import Frozen
+from vit_model.fields import Frozen
 
 LOG = "log.jsonl"
 _SEGMENT = re.compile(r"(\d{1,18})-([0-9A-Z]{26})-\d+\.jsonl")

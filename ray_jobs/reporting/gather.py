@@ -23,7 +23,7 @@ from ray_jobs.evaluation.calibration import balanced_accuracy, calibration_error
 from ray_jobs.evaluation.label_issues import FILE, read_issues
 from ray_jobs.evaluation.label_issues import headline as headline_of_audit
 from ray_jobs.evaluation.rows import PREDICTIONS, REAL, ROWS, is_reference
-from ray_jobs.process.stage import Context
+from ray_jobs.process.context import Context
 from ray_jobs.reporting import costs, label_issues, measures, mistakes, pictures, plots, provenance, vtab
 from ray_jobs.reporting.measures import Entry
 from ray_jobs.reporting.verdicts import Verdict, headline, kind, labels_text, question, sentence, verdicts

@@ -52,7 +52,7 @@ from pipelines.store import (
 )
 from ray_jobs.process.alive import Steps
 from ray_jobs.training.engine import WEIGHTS, Piece, average_kinds
-from vit_model.config import Frozen
+from vit_model.fields import Frozen
 
 _KEY = re.compile(r"(\w+)/([^@]+)@(\d+)")
 _LOOK_SECONDS = 0.2  # between looks for the other workers' files

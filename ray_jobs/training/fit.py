@@ -32,7 +32,7 @@ from ray_jobs.training.task import DivergenceError, Score, Task, Trial
 from ray_jobs.training.workers import ALONE, Worker
 from vit_model import lora
 from vit_model.build import Network, build
-from vit_model.config import ModelContract
+from vit_model.contract import ModelContract
 from vit_model.model import ViT
 from vit_model.objectives.losses import softmax_cross_entropy
 from vit_model.preprocessing import normalise

@@ -18,7 +18,7 @@ from pipelines.store import FileEntry
 from ray_jobs.data.shards import Images
 from ray_jobs.evaluation.label_issues import write_probabilities
 from ray_jobs.evaluation.supports import permutation
-from ray_jobs.process.stage import Context
+from ray_jobs.process.context import Context
 from ray_jobs.training.ledger import Ledger, add_fold
 from ray_jobs.training.task import Task
 from ray_jobs.training.trials import fetched, make_saver

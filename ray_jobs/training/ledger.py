@@ -43,9 +43,9 @@ from pipelines.store import (
     read_record,
 )
 from ray_jobs.evaluation.rows import PREDICTIONS, PROBABILITIES, write_parquet
-from ray_jobs.process.stage import Context
+from ray_jobs.process.context import Context
 from ray_jobs.training.task import Place, Refit, Score, Trial, trial_name
-from vit_model.config import Frozen
+from vit_model.fields import Frozen
 
 Fraction = Annotated[float, Field(ge=0, le=1)]
 _IMAGES = pa.schema([PREDICTIONS.field("prediction"), *PROBABILITIES])

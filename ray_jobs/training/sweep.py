@@ -24,7 +24,7 @@ from pipelines.spec import Finetune
 from pipelines.spec.search import ASHA, Optuna, Point
 from ray_jobs.data.shards import Images
 from ray_jobs.process import devices
-from ray_jobs.process.stage import Context
+from ray_jobs.process.context import Context
 from ray_jobs.training.ledger import Ledger, add_point, add_trial
 from ray_jobs.training.search import last_evaluation, points, propose, scheduler, size
 from ray_jobs.training.standing import ended, entry, standing, table

@@ -15,12 +15,13 @@ from pydantic import ValidationError
 from pipelines.identity import canonical_json, sha256
 from pipelines.spec import Finetune, check_optimizer, nearest
 from pipelines.spec.search import Optuna, Point, Search
-from pipelines.spec.vtab import augmentation
 from pipelines.store import FileEntry
+from ray_jobs.augment.vtab import augmentation
 from ray_jobs.data.shards import Dataset, Images, Split
 from ray_jobs.training.contract import continued_contract, model_contract
 from ray_jobs.training.search import describe
-from vit_model.config import ModelContract, ViTConfig
+from vit_model.config import ViTConfig
+from vit_model.contract import ModelContract
 from vit_model.errors import UserError, reasons
 
 Indices = NDArray[np.int64]
@@ -139,10 +140,7 @@ def make_task(config: Finetune, dataset: Dataset, backbone: Path | None) -> Task
         UserError: a setting does not fit the data, the model or the classes.
     """
     if config.augment == "vtab":
-        try:
-            config = config.model_copy(update={"augment": augmentation(dataset.info.name)})
-        except ValueError as error:
-            raise UserError(str(error)) from None
+        config = config.model_copy(update={"augment": augmentation(dataset.info.name)})
     if backbone is None:
         assert config.model is not None and config.resolution is not None
         contract = model_contract(config.model, config.resolution, dataset.info, config.eval_crop)

@@ -22,7 +22,7 @@ from pipelines.spec.search import ASHA
 from pipelines.store import FileEntry
 from ray_jobs.data.shards import Images
 from ray_jobs.process import devices
-from ray_jobs.process.stage import Context
+from ray_jobs.process.context import Context
 from ray_jobs.training.ledger import Ledger, add_refit, add_trial
 from ray_jobs.training.search import describe
 from ray_jobs.training.task import (

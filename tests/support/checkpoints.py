@@ -9,7 +9,8 @@ import torch
 from pipelines.store import Checkpoint, FileEntry, Layout, Manifest, Store, commit, commit_checkpoint, now
 from tests.support.records import make_attempt, make_manifest
 from tests.support.vits import contract_for
-from vit_model.config import ModelContract, ViTConfig
+from vit_model.config import ViTConfig
+from vit_model.contract import ModelContract
 from vit_model.model import ViT
 from vit_model.weights import save_model
 

@@ -10,7 +10,7 @@ from pipelines.spec import Finetune, Labels, Model, ModelSize
 from pipelines.store import Manifest, create_attempt, open_store
 from ray_jobs.data import shards
 from ray_jobs.evaluation.cost import Cost, Speed
-from ray_jobs.process.stage import Context
+from ray_jobs.process.context import Context
 from ray_jobs.training.contract import model_contract
 from tests.support import datasets
 from tests.support.records import make_context, make_manifest

@@ -7,7 +7,8 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from vit_model.config import ModelContract, ViTConfig
+from vit_model.config import ViTConfig
+from vit_model.contract import ModelContract
 from vit_model.formats import Imported
 from vit_model.model import ViT
 from vit_model.weights import resize_positions

@@ -7,7 +7,7 @@ from pipelines.engine.plan import PlannedStage
 from pipelines.identity import CODE_SCHEME, code_digest, sha256, source_fingerprint
 from pipelines.spec import STAGE_TYPES
 from pipelines.store import Attempt, Manifest, Store, commit, now
-from ray_jobs.process.stage import Context
+from ray_jobs.process.context import Context
 
 
 def make_manifest(job: str = "ingest", **fields: Any) -> Manifest:

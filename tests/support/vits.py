@@ -7,7 +7,8 @@ import torch
 from torch import Tensor, nn
 
 from vit_model.build import build
-from vit_model.config import Architecture, ModelContract, Preprocessing, ViTConfig
+from vit_model.config import Architecture, ViTConfig
+from vit_model.contract import ModelContract, Preprocessing
 
 TINY: dict[str, Any] = {
     "image_size": 8,

@@ -5,23 +5,23 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import AfterValidator, Field, model_validator
+from pydantic import AfterValidator, Field, ValidationError, model_validator
 
-from pipelines.spec.augmentation import Augmentation, EvalCrop, RandAugment, mixing
+from pipelines.spec.augmentation import Augmentation, EvalCrop
 from pipelines.spec.checkpoints import LATEST, Backbone, CheckpointEvery, NamedCheckpoint
-from pipelines.spec.fields import Seed, ascending, distinct, execution, takes
-from pipelines.spec.optimizer import Optimizer, check_optimizer
-from pipelines.spec.shapes import Model, ResNetSize, check_patches, size_of
+from pipelines.spec.fields import RecipeError, Seed, ascending, distinct
+from pipelines.spec.optimizer import check_optimizer
 from pipelines.spec.stages.base import (
-    BaseStage,
-    Dtype,
     Rate,
     Shots,
     Steps,
-    activation_checkpointing,
+    TrainingStage,
     has_stochastic_depth,
 )
-from vit_model.config import Frozen, MaeOptions, ResNetConfig, ViTConfig, later
+from vit_model.config import Architecture, MaeOptions
+from vit_model.errors import reasons
+from vit_model.fields import Frozen, execution, later, takes
+from vit_model.sizes import Model, ModelSize, ResNetSize, different_encoders, size_of
 
 Objective = Literal["softmax", "sigmoid", "masked_patches", "contrastive", "mae", "distillation"]
 WITHOUT_LABELS: tuple[Objective, ...] = ("masked_patches", "contrastive", "mae")
@@ -87,16 +87,16 @@ class FewShot(Frozen):
     seed: Seed = 0
 
 
-class Pretrain(BaseStage):
+class Pretrain(TrainingStage):
     """Pretraining with DeepSpeed ZeRO on Ray Train (paper, section 3.1 and Table 3)."""
 
     # 6: stochastic depth is drawn per sample. A start that has it was pretrained anew, which changes this stage's key
     # by the digest of its input.
-    VERSION: ClassVar[int] = 6
+    VERSION = 6
     CONCERNS: ClassVar[dict[int, Callable[[Any], bool]]] = {
         6: lambda stage: has_stochastic_depth(stage.model)
     }
-    KIND: ClassVar[str] = "model"
+    KIND = "model"
     job: Literal["pretrain"]
     data: str = takes("dataset")
     model: Model | None = Field(
@@ -112,7 +112,6 @@ class Pretrain(BaseStage):
         " earlier runs of the recipe. Steps, rates and the optimizer start anew. null: new weights from the seed",
     )
     resolution: int = Field(ge=4, le=8192, description="side of the training images in pixels")
-    steps: int = Field(ge=1)
     batch_size: int = Field(ge=1, description="images per step, over all workers")
     gradient_accumulation_steps: int = later(
         1,
@@ -121,11 +120,7 @@ class Pretrain(BaseStage):
         " memory; batch_size does not change",
     )
     learning_rate: Rate
-    optimizer: Optimizer = Optimizer()
     augment: Augmentation = "none"
-    randaugment: RandAugment | None = later(None)
-    mixup: float = mixing("mixup")
-    cutmix: float = mixing("cutmix")
     eval_crop: EvalCrop | None = later(
         None,
         description="null: the start's; without init_from, squash if all images are square, otherwise center",
@@ -155,15 +150,12 @@ class Pretrain(BaseStage):
     contrastive: Contrastive = later(Contrastive())
     mae: MaeOptions = later(MaeOptions())
     auxiliary: Auxiliary | None = later(None, description="with objective softmax or sigmoid, for ViTs")
-    label_smoothing: float = Field(0.0, ge=0, lt=1)
-    dtype: Dtype = "bfloat16"
     zero_stage: Literal[0, 1, 2, 3] = 1
     order: Literal["global", "window"] = later(
         "global",
         description="the order of images: a permutation of them all, or windows of row groups, for data on S3 that is"
         " larger than cache_gib",
     )
-    seed: Seed = 0
     workers: int | None = execution(
         None,
         ge=1,
@@ -175,10 +167,6 @@ class Pretrain(BaseStage):
         description="if machines are lost, training continues with fewer workers, but with no fewer than these",
     )
     threads: int = execution(1, ge=1, description="CPU threads per worker")
-    activation_checkpointing: bool = activation_checkpointing()
-    cache_gib: float = execution(
-        64, gt=0, description="GiB of images from S3 that a machine keeps in its cache folder"
-    )
     checkpoint_every: CheckpointEvery = execution(
         CheckpointEvery(minutes=10), description="how often a checkpoint to resume from is written"
     )
@@ -204,7 +192,7 @@ class Pretrain(BaseStage):
             del inputs["init_from"]
         return inputs
 
-    def with_model(self, start: ViTConfig | ResNetConfig) -> Self:
+    def with_model(self, start: Architecture) -> Self:
         """Return the stage with the shape of the model that it starts from, if it gives none.
 
         Raises:
@@ -214,6 +202,23 @@ class Pretrain(BaseStage):
             return self
         model = size_of(start, head=self.objective not in WITHOUT_LABELS)
         return type(self).model_validate(self.model_dump() | {"model": model})
+
+    def check_start(self, where: str, start: Architecture, classes: int = 0) -> Architecture:
+        """Return the architecture of the stage's model, which takes over the encoder of another one.
+
+        Raises:
+            RecipeError: the stage does not fit the shape of the start, or has another encoder; the message begins with
+                `where`.
+        """
+        try:
+            model = self.with_model(start).model
+        except ValidationError as error:
+            raise RecipeError(f"{where}: {reasons(error)}") from None
+        assert model is not None
+        ours = model.architecture(self.resolution, start.in_channels, classes)
+        if different := different_encoders(ours, start):
+            raise RecipeError(f"{where} does not match model: {different}")
+        return ours
 
     @model_validator(mode="after")
     def _start_is_known(self) -> Self:
@@ -235,8 +240,8 @@ class Pretrain(BaseStage):
 
     @model_validator(mode="after")
     def _sizes(self) -> Self:
-        if self.model is not None:
-            check_patches(self.resolution, self.model)
+        if isinstance(self.model, ModelSize):
+            self.model.check_side("resolution", self.resolution)
         check_optimizer(self.optimizer, self.steps, None if self.model is None else self.model.family)
         if self.optimizer.name == "muon" and self.zero_stage:
             raise ValueError(
@@ -286,10 +291,9 @@ class Pretrain(BaseStage):
             )
         if self.patch_target != "mean_colour" and self.objective != "masked_patches" and not self.auxiliary:
             raise ValueError(f"patch_target {self.patch_target} is for objective masked_patches")
-        if self.contrastive != Contrastive() and self.objective != "contrastive":
-            raise ValueError("contrastive has settings that only objective contrastive uses; remove it")
-        if self.mae != MaeOptions() and self.objective != "mae":
-            raise ValueError("mae has settings that only objective mae uses; remove it")
+        for name in ("contrastive", "mae", "distillation"):
+            if self.objective != name and getattr(self, name) != type(self).model_fields[name].default:
+                raise ValueError(f"{name} has settings that only objective {name} uses; remove it")
         self._check_distillation()
         if self.objective in WITHOUT_LABELS:
             self._check_no_labels()
@@ -319,8 +323,6 @@ class Pretrain(BaseStage):
                 raise ValueError(
                     f"teacher {self.teacher} is for objective distillation; objective is {self.objective}"
                 )
-            if self.distillation != Distillation():
-                raise ValueError("distillation has settings that only objective distillation uses; remove it")
         elif self.teacher is None:
             raise ValueError("teacher is missing; objective distillation needs a model to imitate")
         elif self.distillation.weight == 1.0 and getattr(self.model, "distillation", False):
@@ -329,21 +331,23 @@ class Pretrain(BaseStage):
                 " model.distillation false"
             )
 
-    def check_teacher(self, resolution: int | None, has_classifier: bool) -> None:
-        """Raise ValueError for a teacher that the stage cannot imitate.
+    def check_teacher(self, where: str, resolution: int | None, has_classifier: bool) -> None:
+        """Raise RecipeError for a teacher that the stage cannot imitate.
 
         Args:
+            where: the beginning of the message.
             resolution: the side of the teacher's images; None: not known yet.
         """
         if resolution is not None and resolution != self.resolution:
-            raise ValueError(
-                f"takes images of resolution {resolution}, but this stage trains with resolution {self.resolution}, and"
-                f" both see the same pixels; use resolution {resolution}, or a teacher fine-tuned at {self.resolution}"
+            raise RecipeError(
+                f"{where} takes images of resolution {resolution}, but this stage trains with resolution"
+                f" {self.resolution}, and both see the same pixels; use resolution {resolution}, or a teacher"
+                f" fine-tuned at {self.resolution}"
             )
         if not has_classifier and self.distillation.kind != "features":
-            raise ValueError(
-                f"has no classifier, which distillation.kind {self.distillation.kind} imitates; use kind features, or"
-                " fine-tune the teacher"
+            raise RecipeError(
+                f"{where} has no classifier, which distillation.kind {self.distillation.kind} imitates; use kind"
+                " features, or fine-tune the teacher"
             )
 
     def _check_no_labels(self) -> None:

@@ -13,7 +13,7 @@ from PIL import Image
 
 import pipelines
 from pipelines.files import s3
-from pipelines.files.digests import cache_folder
+from pipelines.files.hashing import cache_folder
 from pipelines.store import Layout, Store, StoreError, commit, open_store
 from ray_jobs.data.shards import ImageSize, Sample
 from ray_jobs.evaluation import rows as tables
@@ -21,7 +21,8 @@ from tests.support import datasets, records
 from tests.support.checkpoints import model_at, put_pretraining
 from tests.support.records import make_manifest
 from tests.support.vits import contract_for
-from vit_model.config import Preprocessing, ViTConfig
+from vit_model.config import ViTConfig
+from vit_model.contract import Preprocessing
 from vit_model.model import ViT
 from vit_model.predict import classify
 from vit_model.weights import save_model

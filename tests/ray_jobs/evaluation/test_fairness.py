@@ -15,7 +15,7 @@ from ray_jobs import baselines, finetune
 from ray_jobs.data import shards
 from ray_jobs.evaluation import rows
 from ray_jobs.evaluation.supports import Supports
-from ray_jobs.process.stage import Context
+from ray_jobs.process.context import Context
 from ray_jobs.training import sweep as sweep_module
 from ray_jobs.training.fit import score
 from ray_jobs.training.ledger import add_trial

@@ -23,7 +23,7 @@ from ray_jobs import evaluate, finetune, report
 from ray_jobs.data import shards
 from ray_jobs.evaluation import leakage, rows
 from ray_jobs.import_model import import_model
-from ray_jobs.process.stage import Context
+from ray_jobs.process.context import Context
 from ray_jobs.reporting import provenance
 from ray_jobs.training.contract import model_contract
 from ray_jobs.training.fit import score

@@ -12,7 +12,8 @@ from ray_jobs.training.cost import finetuning_cost
 from ray_jobs.training.task import Task
 from tests.support.finetuning import configuration
 from tests.support.vits import contract_for
-from vit_model.config import ModelContract, ViTConfig
+from vit_model.config import ViTConfig
+from vit_model.contract import ModelContract
 
 CPU = torch.device("cpu")
 MIB = 2**20

@@ -26,19 +26,20 @@ from ray_jobs.data.images import DECODING
 from ray_jobs.data.shards import SPLITS, content_digest, open_dataset
 from ray_jobs.ingesting.card import copies_note
 from ray_jobs.ingesting.reuse import facts_file
-from ray_jobs.process.stage import Context, Result, SourceChangedError
+from ray_jobs.process.context import Context, Result, SourceChangedError
 from tests.support.archives import image
 from tests.support.paths import ROOT
 from tests.support.prepared import put_parquet, put_tfds
 from tests.support.records import make_attempt, make_context, make_manifest
 from tests.support.s3 import Server, used
-from vit_model.config import Preprocessing
+from vit_model.contract import Preprocessing
 
 KILLED = """
 import pickle, sys, ray
 from ray_jobs import ingest
+from ray_jobs.ingesting import parts
 ray.init(address=sys.argv[2], log_to_driver=False, logging_level="error")
-ingest.SHARD_IMAGES = 2
+parts.SHARD_IMAGES = 2
 ingest.main(pickle.loads(open(sys.argv[1], "rb").read()))
 """
 

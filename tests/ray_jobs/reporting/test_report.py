@@ -35,7 +35,6 @@ from pipelines.spec import (
     ResNetSize,
     Segment,
 )
-from pipelines.spec.fields import marks
 from pipelines.store import InputRef, Layout, LogLine, Manifest, commit, input_ref, open_store
 from ray_jobs import report
 from ray_jobs.data import shards
@@ -43,11 +42,12 @@ from ray_jobs.data.images import sample_id
 from ray_jobs.evaluation.intervals import accuracy_interval, paired_difference
 from ray_jobs.evaluation.label_issues import LABEL_ISSUES
 from ray_jobs.evaluation.rows import MEAN_IOU, PREDICTIONS, ROWS, measurement, write_predictions, write_table
-from ray_jobs.process.stage import Context
+from ray_jobs.process.context import Context
 from ray_jobs.reporting import label_issues, page, provenance
 from ray_jobs.reporting.gather import _uncalibrated, _why_ended, measured_in_training
 from tests.support import datasets
 from tests.support.records import make_attempt, make_manifest
+from vit_model.fields import marks
 
 HOSTILE = ("<b>evil</b>", "$\\frac{$ & \"x\" onload='alert(1)'", "</svg><script>alert(1)</script>")
 NOTES = ("test is <b>theirs</b>",)

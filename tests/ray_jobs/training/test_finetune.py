@@ -18,7 +18,7 @@ from ray_jobs.data import shards
 from ray_jobs.evaluation import rows
 from ray_jobs.evaluation.leakage import COMPARED, Overlap
 from ray_jobs.evaluation.supports import Supports
-from ray_jobs.process.stage import Result
+from ray_jobs.process.context import Result
 from ray_jobs.training import estimates
 from ray_jobs.training import fit as fit_module
 from ray_jobs.training.fit import fit, predict, score, start_model

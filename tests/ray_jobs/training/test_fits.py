@@ -17,7 +17,7 @@ from pipelines.errors import Superseded
 from pipelines.spec import Finetune, Labels
 from pipelines.store import Checkpoint, Layout, checkpoints, open_store
 from ray_jobs import finetune
-from ray_jobs.process.stage import Context
+from ray_jobs.process.context import Context
 from ray_jobs.training import optim
 from ray_jobs.training import trials as trials_module
 from ray_jobs.training.checkpoint import Saver

@@ -25,7 +25,7 @@ from pipelines.store import Layout, create_attempt, open_store
 from pipelines.store import folder as folder_store
 from ray_jobs import finetune
 from ray_jobs.evaluation.rows import PROBABILITIES, write_parquet
-from ray_jobs.process.stage import Context, Result
+from ray_jobs.process.context import Context, Result
 from ray_jobs.training import fit, ledger, optim
 from ray_jobs.training import sweep as sweep_module
 from ray_jobs.training import trials as trials_module

@@ -15,7 +15,8 @@ from torch import Tensor, nn
 from tests.support.parity import assert_close, contract_of, gradients_by_our_names, our_outputs, randomise
 from tests.support.vits import contract_for
 from vit_model import formats
-from vit_model.config import ModelContract, Preprocessing, ViTConfig
+from vit_model.config import ViTConfig
+from vit_model.contract import ModelContract, Preprocessing
 from vit_model.formats import Imported, hugging_face, timm
 from vit_model.model import ViT
 from vit_model.predict import classify

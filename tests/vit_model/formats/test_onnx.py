@@ -15,7 +15,8 @@ from tests.support import vits
 from tests.support.paths import ROOT
 from tests.support.vits import randomised
 from vit_model.build import build
-from vit_model.config import Architecture, ModelContract, ResNetConfig, ViTConfig
+from vit_model.config import Architecture, ResNetConfig, ViTConfig
+from vit_model.contract import ModelContract
 from vit_model.formats import onnx
 
 SMALL = vits.SMALL | {"depth": 1, "dropout": 0.5}

@@ -16,7 +16,8 @@ from tests.support import timm_models
 from tests.support.parity import assert_close, contract_of, gradients_by_our_names, our_outputs, randomise
 from tests.support.vits import contract_for
 from vit_model import formats
-from vit_model.config import Preprocessing, ViTConfig
+from vit_model.config import ViTConfig
+from vit_model.contract import Preprocessing
 from vit_model.formats import timm as ours_of_timm
 from vit_model.formats.timm_architecture import conventions
 from vit_model.model import ViT
