@@ -98,5 +98,7 @@ def vitflow(
         with pytest.raises(SystemExit) as ended:
             main()
     code: Any = ended.value.code or 0
-    assert code == check, f"exit code {code}\n{out.getvalue()}\n{err.getvalue()}"
-    return subprocess.CompletedProcess(sys.argv, code, out.getvalue(), err.getvalue())
+    # as a process writes what is not UTF-8
+    texts = [each.getvalue().encode(errors="backslashreplace").decode() for each in (out, err)]
+    assert code == check, "\n".join([f"exit code {code}", *texts])
+    return subprocess.CompletedProcess(sys.argv, code, *texts)
