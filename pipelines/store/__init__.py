@@ -35,6 +35,7 @@ from pipelines.store.checkpoints import (
     remove_checkpoints,
     remove_progress,
 )
+from pipelines.store.fits import FitName
 from pipelines.store.named_checkpoints import (
     MODEL_FILES,
     contract_of,
@@ -75,11 +76,13 @@ from pipelines.store.run_records import add_event, create_run, read_events, read
 from pipelines.store.training_log import (
     LOG,
     LogLine,
+    ProgressLine,
     decode_lines,
     describe_line,
     encode_lines,
     finished_log,
     read_log,
+    read_progress,
     running_log,
     segment_name,
     write_log,
@@ -98,11 +101,13 @@ __all__ = [
     "Checkpoint",
     "Event",
     "FileEntry",
+    "FitName",
     "InputRef",
     "Layout",
     "LogLine",
     "Manifest",
     "Name",
+    "ProgressLine",
     "Staging",
     "Store",
     "StoreAbsent",
@@ -150,6 +155,7 @@ __all__ = [
     "read_log",
     "read_manifest",
     "read_plan",
+    "read_progress",
     "read_record",
     "read_with_reference",
     "rebuild_command",

@@ -11,7 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from types import TracebackType
-from typing import NamedTuple, Self
+from typing import Self
 
 import torch
 from ulid import ULID
@@ -20,8 +20,8 @@ from pipelines.spec import Finetune, Pretrain
 from pipelines.store import (
     Attempt,
     LogLine,
+    ProgressLine,
     Store,
-    describe_line,
     encode_lines,
     now,
     segment_name,
@@ -31,17 +31,11 @@ from pipelines.store import (
 from ray_jobs.data.loader import Loader
 from ray_jobs.process import devices, progress
 from ray_jobs.training import optim
+from ray_jobs.training.task import Evaluation
 
 LINE_SECONDS = 10.0  # at most between two lines
 SEGMENT_SECONDS = 5.0  # between two segments
 _JOINED = 32  # segments, into one: a training of a month has about a hundred
-
-
-class Evaluation(NamedTuple):
-    """Results on dev, or on the validation part of a fold."""
-
-    loss: float
-    accuracy: float
 
 
 class LogWriter:
@@ -238,7 +232,10 @@ class Log:
             few_shot=few_shot,
         )
         if is_shown:
-            progress.say(describe_line(line, self._steps, self._noun, self._is_limit))
+            total, unit = self._steps, self._noun
+            progress.show(
+                ProgressLine(done=done, total=total, unit=unit, line=line, may_end_before=self._is_limit)
+            )
         if self._writer is not None and is_written:
             self._writer.add(line)
             self._sum.zero_()

@@ -8,10 +8,19 @@ from typing import Any
 import pytest
 import torch
 
-from pipelines.store import LogLine, StoreError, StoreUnreachable, create_attempt, describe_line, read_log
+from pipelines.store import (
+    LogLine,
+    StoreError,
+    StoreUnreachable,
+    create_attempt,
+    describe_line,
+    read_log,
+    read_progress,
+)
 from ray_jobs.process import devices
 from ray_jobs.training import log as module
-from ray_jobs.training.log import Evaluation, Log, LogWriter
+from ray_jobs.training.log import Log, LogWriter
+from ray_jobs.training.task import Evaluation
 from tests.support.clusters import wait_for
 from tests.support.interrupted import configuration
 from tests.support.memory_store import MemoryStore
@@ -72,7 +81,7 @@ def test_lines_come_with_the_points_and_at_least_every_ten_seconds(clock: Clock,
         loader.seconds_waited += 0.25
         log.add(torch.tensor(float(done)))
         is_point = done in (4, 30)
-        evaluation = Evaluation(0.5, 0.75) if done == 30 else None
+        evaluation = Evaluation(30, 0.75, 0.5) if done == 30 else None
         log.step(done, 0.1 * done, torch.tensor(2.0 * done), 7.0 if is_point else None, evaluation)
     lines = writer.unsaved()
     assert [each.step for each in lines] == [4, 14, 24, 30, 40]
@@ -101,10 +110,11 @@ def test_progress_says_what_the_log_says(
         log.step(done, 0.5, 2.0, loss=7.0 if done == 2 else None)
     said = capsys.readouterr().out.splitlines()
     (at_a_point,) = writer.unsaved()
-    assert said[1] == "progress " + describe_line(at_a_point, 40, "draw 0, step", may_end_before=True)
+    shown = [line.words() for text in said if (line := read_progress(text))]
+    assert shown[1] == describe_line(at_a_point, 40, "draw 0, step", may_end_before=True)
     mfu = compute.train_flops(ARCHITECTURE) * 12 / 1e9
-    assert said[2] == (
-        "progress draw 0, step 3/40 (8%) · epoch 0.75 · loss 3 · rate 0.5 · gradient norm 2 · 12 images/s"
+    assert shown[2] == (
+        "draw 0, step 3/40 (8%) · epoch 0.75 · loss 3 · rate 0.5 · gradient norm 2 · 12 images/s"
         f" · MFU {mfu:.0%} · waiting for images 25% · at most 0:00:37 left"
     )
 
@@ -113,7 +123,7 @@ def test_what_is_not_finite_is_not_written(store: MemoryStore) -> None:
     writer = LogWriter(store, ATTEMPT)
     log, _ = make_log(writer)
     log.add(torch.tensor(float("nan")))
-    log.step(1, 0.1, -1.0, evaluation=Evaluation(float("inf"), 0.5))
+    log.step(1, 0.1, -1.0, evaluation=Evaluation(1, 0.5, float("inf")))
     (only,) = writer.unsaved()
     assert only.loss is None and only.gradient_norm is None and only.dev_loss is None
 
@@ -176,7 +186,7 @@ def test_segments_are_written_while_training_goes_on(
         wait_for(lambda: steps_in(store) == [1, 2], 10)
         assert writer.unsaved() == ()
         writer.add(line(3))
-        writer.add_evaluation(Evaluation(0.5, 0.25))
+        writer.add_evaluation(Evaluation(1, 0.25, 0.5))
     lines = read_log(store, "pretrain", "k")
     assert [(each.step, each.dev_loss, each.dev_accuracy) for each in lines[1:]] == [
         (2, None, None),
